@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..train.data.corpora import Corpus
 from ..train.data.recipe import shingles
 from ..train.data.recipe.pool import usable_cores
 from ..train.data.recipe.refine import NEAR_WORDS, Refinery
@@ -36,7 +37,7 @@ FIGURE, PEER = "figure to reach", "datasketch"
 
 
 @dataclasses.dataclass(frozen=True)
-class Planted:
+class Planted(Corpus):
     """Texts, and pairs of their indices by the Jaccard similarity that they were made for."""
 
     texts: list[str]

@@ -245,4 +245,4 @@ def _in_words(scores: dict[str, Any]) -> str:
         parts.append(f"gold BPB {scores['gold_bpb']:.3f}")
     if scores["bpb"] is not None:
         parts.append(f"{scores['bpb']:.3f} bits per byte")
-    return ", ".join(parts) or f"{scores['items']} items"
+    return ", ".join(parts) or f"items: {scores['items']}"

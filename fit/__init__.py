@@ -2,7 +2,7 @@
 
 from isoflop import fit
 runs = fit.read_table("outputs/chinchilla")
-law = fit.ChinchillaLaw().fit(runs.N, runs.D, runs.loss).bootstrap(4000, groups=runs.group)
+law = fit.ChinchillaLaw().fit(runs.N, runs.D, runs.loss, flops=runs.flops).bootstrap(4000, groups=runs.group)
 law.optimal(5.76e23)
 fit.write_report(fit.analyze(runs), "outputs/chinchilla/fit")
 """
@@ -44,12 +44,14 @@ if TYPE_CHECKING:
     from .laws.broken import BrokenPowerLaw
     from .laws.chinchilla import ChinchillaLaw
     from .laws.custom import FunctionLaw
+    from .laws.gamma import GammaLaw
     from .laws.kaplan import KaplanLaw
     from .laws.law import Law
     from .laws.overtraining import OvertrainingLaw
     from .laws.persistence import read_law
     from .laws.powerlaw import PowerLaw
     from .laws.repetition import RepetitionLaw
+    from .mixture.mixture import FormMixture, forecast
     from .plots import (
         plot_allocation,
         plot_backtest,

@@ -6,12 +6,13 @@ An approach that cannot be fitted does not stop the others: it has a reason inst
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from .approaches.approaches import Law, fit_parametric, three_approaches
 from .approaches.backtest import backtest
-from .approaches.conventions import by_convention
+from .approaches.conventions import by_convention, read_off
 from .approaches.envelope import Envelope
 from .approaches.isoflop import IsoflopProfiles
 from .approaches.recipes import by_recipe, split
@@ -19,38 +20,47 @@ from .checks.checks import run_checks
 from .checks.verdict import verdict
 from .downstream.downstream import fit_tasks
 from .errors import InputError, positive
+from .flops import check_convention, flops_per_token
 from .results import Analysis
 from .table import RunTable
+from .uncertainty import check_resampling
 
 QUICK = 300  # resamples behind the intervals of side tables: conventions and tasks
 
 
+@np.errstate(all="ignore")  # a term that vanished gives zeros and infinities, which are told in words
 def analyze(
     table: RunTable,
     targets: Sequence[float] = (1e24,),
     bootstrap: int = 1000,
     seed: int = 0,
     law: Law | None = None,
+    convention: str = "table",
 ) -> Analysis:
     """Fit all three approaches to finished runs; of several data recipes each has a law, and all else is of the base.
 
     targets: FLOP budgets to answer for. bootstrap: resamples over runs, 0 for no intervals. law: an unfitted law of N
-    and D, by default Chinchilla's; it is not changed. Raises InputError when a target is not a positive number or the
-    bootstrap is negative.
+    and D, by default Chinchilla's; it is not changed. convention: how FLOPs are counted, "table" (as the runs') or
+    "6nd". Raises InputError when a target is not a positive number or the bootstrap is out of range.
     """
     goals = tuple(float(C) for C in positive("target", np.atleast_1d(np.asarray(targets, dtype=np.float64))))
-    if bootstrap < 0:
-        raise InputError(
-            f"bootstrap is {bootstrap}; zero (no intervals) or a positive number of resamples is expected."
-        )
+    check_resampling(bootstrap, seed, least=0)
+    check_convention(convention)
     if law is not None and law.objective == "se" and table.known_se is None:
         raise InputError("objective is 'se', which needs a loss_se above zero in every row of the table.")
-    groups = split(table)
-    laws = by_recipe(table, goals, bootstrap, seed, law) if len(groups) > 1 else []
-    table = next(iter(groups.values()))
+    counted, note = table, None
+    if convention == "6nd" and flops_per_token(table.N, table.D, table.flops) is not None:
+        note = "FLOPs are counted as 6ND, as was asked for, and not as in the table."
+        counted = replace(table, flops=6.0 * table.N * table.D, notes=(*table.notes, note))
+    groups = split(counted)
+    laws = by_recipe(counted, goals, bootstrap, seed, law) if len(groups) > 1 else []
+    as_given, table = (next(iter(split(runs).values())) for runs in (table, counted))
     fitted = fit_parametric(table, table.N, law, bootstrap, seed)
-    profiles = IsoflopProfiles("cubic").fit(table.N, table.D, table.loss, table.flops, table.budget, table.weight)
-    envelope = Envelope().fit(table.N, table.D, table.loss, table.flops, table.budget)
+    runs = (table.N, table.D, table.loss, table.flops, table.budget)
+    profiles, envelope = IsoflopProfiles("cubic").fit(*runs, table.weight), Envelope().fit(*runs)
+    if note is not None:  # runs that share a budget of the table share none of 6ND, and are moved
+        mover = None if fitted[0] is None else (table.N, fitted[0])
+        profiles, envelope, _ = read_off(as_given, table.N, table.flops, mover, "cubic")
     approaches = three_approaches(profiles, envelope, fitted, table, (table.N, table.flops), bootstrap, seed)
     quick = min(bootstrap, QUICK)
     found = Analysis(
@@ -62,7 +72,7 @@ def analyze(
         approaches=approaches,
         backtest=backtest(table, profiles, fitted[0], goals[0]),
         verdict=verdict(approaches, goals, table),
-        conventions=by_convention(table, goals, quick, seed, law),
+        conventions=by_convention(as_given, goals, quick, seed, law, own=table.flops),
         tasks=fit_tasks(table, goals, fitted[0], quick, seed) if fitted[0] is not None and bootstrap else [],
         resamples=bootstrap,
         seed=seed,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+FLAT = 1e-6  # relative difference of losses up to which they are the same
 Array = NDArray[np.float64]
 Columns = dict[str, Array]
 Constants = Mapping[str, Any]  # of a law: name -> number or array
@@ -62,10 +63,15 @@ def same_length(**columns: Array) -> None:
 
 def enough(points: int, parameters: int, what: str) -> None:
     if points <= parameters:
+        said = "1 point" if points == 1 else f"{points} different points"
         raise InputError(
-            f"{what} has {parameters} parameters and the table has {points} different points; "
-            f"it needs at least {parameters + 1}."
+            f"{what} has {parameters} parameters and the table has {said}; it needs at least {parameters + 1}."
         )
+
+
+def is_uneven(loss: Array) -> bool:
+    """Whether losses differ by more than rounding, so that there is something to draw and to fit."""
+    return bool(np.isfinite(loss).all() and np.ptp(loss) > FLAT * np.abs(loss).max())
 
 
 def identifiable(N: Array, D: Array) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,6 +44,35 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def filling(folder: Path, ours: Collection[str]) -> Iterator[Path]:
+    """A temporary folder whose files go to `folder` when the block ends well; else nothing changes.
+
+    Those of the files `ours` that were not written go from `folder`. Raises InputError where it cannot be made.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    except OSError as error:
+        raise InputError(f"{folder} cannot be made ({error.strerror}); give a folder that can be written to.") from None
+    try:
+        yield temporary
+        folder.mkdir(exist_ok=True)
+        written = sorted(temporary.iterdir())
+        if not any(folder.iterdir()):
+            temporary.chmod(folder.stat().st_mode)
+            temporary.replace(folder)
+            return
+        for path in written:
+            path.replace(folder / path.name)
+        for name in set(ours) - {path.name for path in written}:
+            (folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be made ({error.strerror}); give a folder that can be written to.") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write UTF-8 text to `path`, whole or not at all."""
     with replacing(path) as temporary:
@@ -64,13 +94,17 @@ def read_document(path: Path, form: type[Form], largest: int = 64 << 20) -> Form
         if (size := path.stat().st_size) > largest:
             raise InputError(f"{path} has {size} bytes; it must have at most {largest}.")
         content = path.read_bytes()
-        if path.suffix in (".yaml", ".yml"):
-            return msgspec.convert(yaml.safe_load(content), form)
-        return msgspec.json.decode(content, type=form)
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}); name a file that can.") from None
+    return parse_document(content, str(path), form, path.suffix in (".yaml", ".yml"))
+
+
+def parse_document(content: bytes, said: str, form: type[Form], is_yaml: bool = False) -> Form:
+    """The text of a JSON or YAML file as `form`; `said` is what errors call it."""
+    try:
+        return msgspec.convert(yaml.safe_load(content), form) if is_yaml else msgspec.json.decode(content, type=form)
     except RecursionError:
-        raise InputError(f"{path} is nested too deeply; write it without so many levels.") from None
+        raise InputError(f"{said} is nested too deeply; write it without so many levels.") from None
     except (msgspec.MsgspecError, yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).replace("`", "").replace(" - at $", " at $").split())
-        raise InputError(f"{path} is not what it must be: {reason[:300]}.") from None
+        raise InputError(f"{said} is not what it must be: {reason[:300]}.") from None

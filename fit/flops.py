@@ -6,12 +6,15 @@ N^(1/3).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .errors import Array, positive, same_length
+from .errors import Array, InputError, positive, same_length
+
+CONVENTIONS = ("table", "6nd")
 
 SAME = 1e-3  # relative difference up to which two counts of FLOPs are one convention
 
@@ -43,6 +46,20 @@ class FlopsPerToken:
         found = cls(6.0, float(attention), float(tables), smallest)
         proportional = cls(float(np.exp(np.log(each).mean())), smallest=smallest)
         return min(found, proportional, key=lambda count: float(np.abs(count(N) * D / flops - 1.0).max()))
+
+
+def convention_name(spend: float | Callable[[Array], Array] | None) -> str:
+    """How FLOPs per token are counted, as results name it: 6nd, another multiple of ND, or as the table does."""
+    return "table" if callable(spend) else f"{spend or 6.0:g}nd"
+
+
+def in_words(convention: str) -> str:
+    return {"table": "as the table counts"}.get(convention, convention.upper())
+
+
+def check_convention(convention: str) -> None:
+    if convention not in CONVENTIONS:
+        raise InputError(f"convention is {convention!r}; choose table (as the runs' FLOPs are counted) or 6nd.")
 
 
 def flops_per_token(N: Array, D: Array, flops: Array) -> FlopsPerToken | None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from .allocation.allocation import Optimum, compute_optimal
-from .errors import Array, InputError
+from .errors import Array, InputError, is_uneven
 from .files import replacing
 from .formatting import count, scientific
 
@@ -40,6 +40,9 @@ OPTIMUM_TITLES = {
     "loss": "loss of the best run (nats per token)",
 }
 CURVE_TITLES = {"tokens": "tokens seen", "flops": "training FLOPs"}
+# Every file that `save_figures` may write.
+FIGURES: tuple[str, ...] = ("isoflop", "contours", "residuals", "bootstrap", "backtest")
+FIGURES += (*(f"optimal_{quantity}" for quantity in OPTIMUM_TITLES), *(f"loss_by_{by}" for by in CURVE_TITLES))
 SIZE = (6.0, 4.2)
 DPI = 200
 FORMATS = ("png", "pdf", "svg")
@@ -70,7 +73,7 @@ def profile_curve(profile: Any) -> Series:
 
 def loss_contours(law: Law, N: Array, D: Array) -> tuple[Array, Array, Array, tuple[float, float, float], Optimum]:
     """Of a law around runs of sizes N and tokens D (runs,): N (n,), D (d,), loss (d, n), round levels from low to
-    high by a step, and the compute-efficient frontier under C = 6ND.
+    high by a step, and the compute-efficient frontier.
     """
     n, d = (np.geomspace(values.min() / 2, values.max() * 2, 60) for values in (N, D))
     loss = np.asarray(law.predict(n[None, :], d[:, None]))
@@ -143,7 +146,7 @@ def _legend(axes: Any, columns: int) -> Any:
 
 
 def plot_contours(law: Law, N: Array, D: Array, loss: Array, axes: Any = None) -> Any:
-    """Loss of the law over (N, D), the runs, and the compute-efficient frontier under C = 6ND."""
+    """Loss of the law over (N, D), the runs, and the compute-efficient frontier."""
     axes = _axes(axes, "parameters N", "tokens D", log_y=True)
     n, d, surface, (low, high, step), best = loss_contours(law, N, D)
     levels = np.arange(low, high + step / 2, step)
@@ -289,18 +292,22 @@ def save_figures(
 def _drawings(analysis: Analysis, curves: Any) -> dict[str, Callable[..., Any]]:
     """Name -> what draws it on `axes`, for whatever the analysis has."""
     law, t = analysis.law, analysis.table
-    drawings: dict[str, Callable[..., Any]] = {"isoflop": partial(plot_isoflop, analysis.profiles)}
+    drawings: dict[str, Callable[..., Any]] = {}
+    if analysis.profiles.profiles_:
+        drawings["isoflop"] = partial(plot_isoflop, analysis.profiles)
     if law is not None:
-        drawings["contours"] = partial(plot_contours, law, t.N, t.D, t.loss)
+        if is_uneven(law.predict(t.N, t.D)):
+            drawings["contours"] = partial(plot_contours, law, t.N, t.D, t.loss)
         drawings["residuals"] = partial(plot_residuals, law)
-        exponents = [name for name in law.names if name.startswith(("alpha", "beta"))]
-        if law.draws_ is not None and len(exponents) > 1:
-            drawings["bootstrap"] = partial(plot_cloud, law, *exponents[:2])
+        drawn = analysis.approaches["parametric"].available and law.draws_ is not None
+        if drawn and len(law.exponent_names) > 1:
+            drawings["bootstrap"] = partial(plot_cloud, law, *law.exponent_names[:2])
     if analysis.backtest["steps"]:
         drawings["backtest"] = partial(plot_backtest, analysis)
     for quantity in OPTIMUM_TITLES:
-        drawings[f"optimal_{quantity}"] = partial(plot_allocation, analysis, quantity)
-    if curves is not None and len(curves):
-        for by in CURVE_TITLES:
+        if allocation_lines(analysis, quantity, t.flops):
+            drawings[f"optimal_{quantity}"] = partial(plot_allocation, analysis, quantity)
+    for by in CURVE_TITLES:
+        if loss_curves(analysis, curves, by):
             drawings[f"loss_by_{by}"] = partial(plot_curves, analysis, curves, by)
     return drawings

@@ -6,11 +6,10 @@ fitted is no better for having been saved.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -23,11 +22,19 @@ from .checks.doctor import Warning, extrapolation
 from .checks.verdict import Verdict
 from .downstream.downstream import TaskVerdict
 from .errors import InputError, positive
+from .files import read_document
+from .flops import FlopsPerToken, check_convention, convention_name, flops_per_token
 from .formatting import plain_json
 from .laws.persistence import read_law
 from .table import RunTable
 
 DEFAULT_TARGETS = (10.0, 100.0, 1000.0)  # times the largest run
+
+
+class SavedWarnings(TypedDict, total=False):
+    """What a report's law.json has beside its law."""
+
+    warnings: list[dict[str, str]]
 
 
 @dataclass
@@ -52,6 +59,12 @@ class Analysis:
     warnings: tuple[Warning, ...] = ()
 
     @property
+    def convention(self) -> str:
+        """How FLOPs are counted: 6nd, or as the table does."""
+        t = self.table
+        return convention_name(flops_per_token(t.N, t.D, t.flops))
+
+    @property
     def interior_minima(self) -> int:
         """Budgets whose isoFLOP vertex is accepted: a minimum inside of the sizes tried."""
         return len(self.profiles.accepted_)
@@ -66,6 +79,7 @@ class Analysis:
         return plain_json(
             _law_to_dict(self.law)
             | {
+                "convention": self.convention,
                 "optimal": approaches["parametric"]["optimal"],
                 "backtest": self.backtest,
                 "warnings": list(map(vars, self.warnings)),
@@ -119,23 +133,28 @@ def _law_to_dict(law: Law | None) -> dict[str, Any]:
     }
 
 
-def answer(source: str | Path, targets: Sequence[float] | None = None) -> dict[str, Any]:
-    """N*, D* and loss at FLOP budgets `targets` (by default 10, 100 and 1000 times the largest run) under C = 6ND.
+def answer(source: str | Path, targets: Sequence[float] | None = None, convention: str = "table") -> dict[str, Any]:
+    """N*, D* and loss at FLOP budgets `targets` (by default 10, 100 and 1000 times the largest run), counted as those
+    that the law was fitted to, or as 6ND.
 
     `source` is a file of `to_json` or a report's law.json. Raises InputError for what is no law of this version.
     """
     law = read_law(source)
     if tuple(law.inputs) != ("N", "D"):
         raise InputError(f"{source} holds a law of {', '.join(law.inputs)}; a law of N and D is expected.")
-    largest = float((6.0 * law.data_["N"] * law.data_["D"]).max())
-    goals = positive("target", targets or [largest * factor for factor in DEFAULT_TARGETS])
-    approach = parametric(law, "")
-    estimates = [vars(approach.at(float(C))) for C in goals]
-    content = json.loads(Path(source).read_text()) if Path(source).is_file() else {}
-    warnings = [w for w in content.get("warnings", ()) if w.get("code") != "extrapolation"]
-    own = []  # of a law alone, what it knows of itself
+    check_convention(convention)
     if not law.converged_:
-        own.append(Warning("not_converged", "The fit of this law did not converge; do not use it."))
+        raise InputError(f"{source} holds a law whose fit did not converge, and so no answer; fit its table again.")
+    spend = None if convention == "6nd" else law.flops_per_token_
+    largest = float(((spend or FlopsPerToken())(law.data_["N"]) * law.data_["D"]).max())
+    goals = positive("target", targets or [largest * factor for factor in DEFAULT_TARGETS])
+    approach = parametric(law, "", spend)
+    estimates = [vars(approach.at(float(C))) for C in goals] if approach.available else []
+    content: SavedWarnings = read_document(Path(source), SavedWarnings) if Path(source).is_file() else {}
+    warnings: list[Any] = [w for w in content.get("warnings", ()) if w.get("code") != "extrapolation"]
+    own = []  # of a law alone, what it knows of itself
+    if not approach.available:
+        own.append(Warning("no_parametric", f"{approach.title} has no answer: {approach.reason}."))
     if law.degenerate_:
         held = ", ".join(law.degenerate_)
         own.append(Warning("at_bound", f"{held} could not be determined and stopped at a bound."))
@@ -143,6 +162,7 @@ def answer(source: str | Path, targets: Sequence[float] | None = None) -> dict[s
     return plain_json(
         _law_to_dict(law)
         | {
+            "convention": convention_name(spend),
             "optimal": estimates,
             "approaches": {"parametric": {"optimal": estimates}},
             "backtest": {},

@@ -6,6 +6,7 @@ rows (intermediate checkpoints) stay in `frame` alone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +31,11 @@ ALIASES = {
     "weight": ("weight",),
     "budget": ("budget",),
 }
+
+
+MOST_COLUMNS, MOST_RUNS = 20_000, 10_000
+MOST_BYTES = 8 << 20  # of a header that is looked at
+SHOWN = 20  # columns that an error names
 
 
 @dataclass(frozen=True)
@@ -125,8 +131,10 @@ def read_table(
         D = _derived(frame, N, flops, derive_d, said)
         notes.append("D was not given and is derived as FLOPs / (6N).")
     loss = positive(names["loss"], numbers("loss"), labels)
+    with np.errstate(over="ignore", under="ignore"):
+        six_nd = positive("FLOPs (6ND)", 6.0 * N * D, labels)
     if flops is None:
-        flops = 6.0 * N * D
+        flops = six_nd
         notes.append("FLOPs were not given and are taken as 6ND.")
     run_id = part[names["run_id"]].astype(str).to_numpy() if "run_id" in names else np.arange(len(part)).astype(str)
     group = run_id
@@ -183,10 +191,16 @@ def _load(source: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, list[str], s
         raise InputError(f"{path} does not exist; give a CSV or Parquet file, or a sweep directory.")
     parquet = path.suffix.lower() in (".parquet", ".pq")
     try:
+        with path.open("rb") as file:  # pandas takes minutes for a million columns
+            width = 0 if parquet else file.readline(MOST_BYTES).count(b",") + 1
+        if width > MOST_COLUMNS:
+            raise InputError(f"{path} has more than {MOST_COLUMNS:,} columns; one row per run is expected.")
         frame = pd.read_parquet(path) if parquet else pd.read_csv(path)
         # read_csv renames the second of two equal columns.
         header = frame.columns if parquet else pd.read_csv(path, header=None, nrows=1, dtype=str).iloc[0].dropna()
         return frame, [str(name) for name in header], str(path)
+    except InputError:
+        raise
     except pd.errors.EmptyDataError:
         raise InputError(f"{path} is empty; a header and at least one run are needed.") from None
     except Exception as error:  # readers raise whatever their backend raises
@@ -196,8 +210,7 @@ def _load(source: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, list[str], s
 
 
 def _resolve(exist: list[str], columns: Mapping[str, str], said: str) -> dict[str, str]:
-    twice = sorted({name for name in exist if exist.count(name) > 1})
-    if twice:
+    if twice := sorted(name for name, times in Counter(exist).items() if times > 1):
         raise InputError(f"{said} has more than one column {twice[0]!r}; each name must occur once.")
     unknown = [name for name in columns if name not in ALIASES]
     if unknown:
@@ -209,8 +222,13 @@ def _resolve(exist: list[str], columns: Mapping[str, str], said: str) -> dict[st
         if there:
             names[name] = there[0]
         elif name in columns or name in ("N", "loss"):
-            raise InputError(f"{said} has no column {wanted[0]!r}; it has {', '.join(exist)}.")
+            raise InputError(f"{said} has no column {wanted[0]!r}; it has {_some(exist)}.")
     return names
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
 
 
 def _finished(frame: pd.DataFrame, notes: list[str], said: str) -> np.ndarray:
@@ -226,11 +244,16 @@ def _finished(frame: pd.DataFrame, notes: list[str], said: str) -> np.ndarray:
         keep = keep & done
     if not keep.any():
         raise InputError(f"{said} has {len(frame)} rows and none of a finished run; at least one is needed.")
+    if (runs := int(keep.sum())) > MOST_RUNS:
+        raise InputError(
+            f"{said} has {runs:,} rows of finished runs; at most {MOST_RUNS:,} are fitted (a column final, false for "
+            "checkpoints on the way, leaves these out)."
+        )
     return np.flatnonzero(keep)
 
 
 def _derived(frame: pd.DataFrame, N: Array, flops: Array | None, derive_d: str | None, said: str) -> Array:
-    exist = ", ".join(map(str, frame.columns))
+    exist = _some(list(map(str, frame.columns)))
     if derive_d is None:
         hint = "; FLOPs are there, so D can be derived with '6nd'" if flops is not None else ""
         raise InputError(f"{said} has no column 'D'; it has {exist}{hint}.")

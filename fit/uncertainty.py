@@ -16,10 +16,19 @@ import numpy as np
 from .errors import Array, InputError, floats
 
 REDRAWS = 50
+MOST_RESAMPLES = 100_000  # ends of a 95 % interval are then known to a hundredth of its width, and memory holds them
 RUNS_PER_CONSTANT = 20  # from here on pairs cover at the nominal rate, and are preferred
 KERNEL = 0.75
 ALONE = 1e-6  # a share of the leverage that one group leaves to all others, below which it stands alone
 STILL = 1e-6  # variance of a log input below which a resample holds it constant
+
+
+def check_resampling(n: int, seed: int, least: int = 1) -> None:
+    if not least <= n <= MOST_RESAMPLES:
+        zero = "" if least else " (zero gives no intervals)"
+        raise InputError(f"bootstrap is {n}; a number of resamples from {least} to {MOST_RESAMPLES} is needed{zero}.")
+    if seed < 0:
+        raise InputError(f"seed is {seed}; zero or a positive integer is needed.")
 
 
 def by_group(groups: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -37,8 +46,7 @@ def group_labels(groups: Any, rows: int) -> np.ndarray:
 
 def cluster_counts(groups: Any, resamples: int, seed: int = 0) -> Array:
     """How often each row occurs in each resample, (resamples, rows), when whole `groups` (rows,) are drawn."""
-    if resamples < 1:
-        raise InputError(f"bootstrap is {resamples}; a positive number of resamples is needed.")
+    check_resampling(resamples, seed)
     labels, member = by_group(groups)
     generator = np.random.default_rng(seed)
     share = np.full(len(labels), 1.0 / len(labels))
@@ -139,8 +147,7 @@ def wild_targets(
     of a kernel for a nearly L1 objective, whose intervals depend on the density of errors near zero (De Angelis, Hall
     and Young 1993); the variance stays what it is.
     """
-    if n < 1:
-        raise InputError(f"bootstrap is {n}; a positive number of resamples is needed.")
+    check_resampling(n, seed)
     labels, member = by_group(groups)
     generator = np.random.default_rng(seed)
     signs = generator.choice([-1.0, 1.0], size=(n, len(labels)))

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from ..train.config import (
     CheckpointConfig,
@@ -18,6 +21,9 @@ from ..train.config import (
     TrackerConfig,
 )
 from ..train.errors import UserError
+from ..train.planner import validation
+
+ACCEPTED = validation.ACCEPTED | validation.Accepted.read(Path(__file__).with_name("validation.toml"))
 
 
 @dataclass
@@ -159,6 +165,7 @@ class EvaluateConfig:
     # choices, answer, and text:FOLDER, whose subfolders are domains.
     tasks: list[str] = field(default_factory=list)
     path: str | None = None  # of the suite `custom`: a folder or a file
+    allow_code: bool = False  # whether YAML of your own may run Python: `!function`, a metric's script
     limit: int | None = 150  # items per task, a fixed recorded subset; None: all of them
     every: int | None = None  # steps: checkpoints in between are kept and scored too; None: the final one alone
     batch_tokens: int | None = None  # tokens in one forward pass; None: what suits the device
@@ -205,10 +212,19 @@ class SweepConfig:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     fit: FitConfig = field(default_factory=FitConfig)
     sweep: str | None = None  # name of the directory under output_root
+    sweep_merge: bool = False  # add to the runs that the directory has by another request; one plan, table and fit
     output_root: str = "outputs"
     dry_run: bool = False  # print the plan and its cost, start nothing
     explain: bool = False  # with dry_run: how each shape of the grid is best spread over its ranks, and why
     wait: bool = False  # slurm: wait for the jobs instead of returning at once
+
+
+@dataclass
+class Recorded:
+    """A part of a SweepConfig, of any version."""
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
 
 
 def base_run(config: SweepConfig) -> RunConfig:
@@ -235,6 +251,7 @@ def from_mapping(values: Any, source: object, remedy: str = OTHER_VERSION) -> Sw
         result = OmegaConf.to_object(OmegaConf.merge(base, values))
     except (OmegaConfBaseException, TypeError, KeyError) as error:
         why = str(error.args[0] if error.args else error).splitlines()[0]
+        why = f"{key}: {why}" if (key := getattr(error, "full_key", None)) else why
         raise UserError(f"{source} cannot be read as a configuration ({why}); {remedy}") from error
     assert isinstance(result, SweepConfig)
     return result
@@ -242,9 +259,16 @@ def from_mapping(values: Any, source: object, remedy: str = OTHER_VERSION) -> Sw
 
 def cluster_of(settings: Mapping[str, Any]) -> ClusterConfig:
     """The cluster in a sweep.yaml, whichever version wrote it."""
-    values = (settings.get("config") or {}).get("cluster") or {}
-    known = {item.name for item in dataclasses.fields(ClusterConfig)}
-    return ClusterConfig(**{name: value for name, value in values.items() if name in known})
+    return recorded(settings).cluster
+
+
+def recorded(settings: Mapping[str, Any]) -> Recorded:
+    """What the commands on a sweep read of its sweep.yaml, whichever version wrote it."""
+    try:
+        return msgspec.convert(settings.get("config") or {}, Recorded)
+    except msgspec.ValidationError as error:
+        reason = str(error).replace("`", "").replace(" - at $", " at config")
+        raise UserError(f"sweep.yaml is not what it must be: {reason}; {OTHER_VERSION}") from None
 
 
 GRIDS: dict[str, type[GridConfig]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import re
 import shutil
@@ -14,8 +15,11 @@ from ..train.errors import UserError
 from . import config as schemas
 from .config import SweepConfig, register
 from .slurm.commands import ask
+from .terminal import printable
 
 CONFIG = Path(__file__).resolve().parent.parent / "conf"
+LONGEST = 120  # characters of a folder's name, beyond which a hash stands for the rest
+PLAIN = re.compile(r"""^([^=]+)=([^][{}()"'\\,$]+)$""")  # a value that means the same between quotes
 
 
 def sweep_main(arguments: list[str] | None = None) -> int:
@@ -30,7 +34,7 @@ def _compose_and_conduct(arguments: list[str]) -> int:
     register()
     # Hydra then raises instead of printing a traceback of its own, and `guarded` says it in a sentence.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    chosen = with_cluster(arguments)
+    chosen = for_hydra(arguments)
     codes: list[int] = []
     failures: list[Exception] = []
 
@@ -39,19 +43,42 @@ def _compose_and_conduct(arguments: list[str]) -> int:
         from .execute.conduct import conduct
 
         try:
-            codes.append(conduct(to_sweep_config(config), command=["python", "sweep.py", *arguments]))
+            wanted = to_sweep_config(config)
+            wanted.sweep = job_folder(wanted.sweep, chosen)
+            codes.append(conduct(wanted, command=["python", "sweep.py", *arguments]))
         except Exception as error:
             failures.append(error)  # raised below: Hydra would print the overrides around it
 
     before = sys.argv
-    sys.argv = [before[0], *chosen]
+    # argparse takes overrides together, and so none behind the flag.
+    sys.argv = [before[0], *sorted(chosen, key=lambda argument: argument not in ("-m", "--multirun"))]
     try:
         task()
+    except Exception as error:  # of the composition, for what fails in a task is kept
+        raise UserError(composition_error(error)) from error
     finally:
         sys.argv = before
     if failures:
         raise failures[0]
     return max(codes, default=0)
+
+
+def job_folder(sweep: str | None, arguments: list[str]) -> str | None:
+    """A sweep's folder: of a job of --multirun its own, named by the overrides that tell the jobs apart."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.types import RunMode
+
+    if sweep is None or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return sweep
+    given = [argument for argument in arguments if not argument.startswith("-")]
+    parsed = OverridesParser.create().parse_overrides(given)
+    varied = {override.get_key_element() for override in parsed if override.is_sweep_override()}
+    pairs = (override.partition("=")[::2] for override in HydraConfig.get().overrides.task)
+    # The folder's name may be the grid's, or vary itself.
+    parts = [f"{key.lstrip('+')}={value}" for key, value in pairs if key in varied and value != sweep]
+    name = "_".join([sweep, *(re.sub(r"[^\w.=,+-]+", "-", re.sub(r"[][{}()'\"]", "", part)) for part in parts)])
+    return name if len(name) <= LONGEST else f"{name[:LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def compose(overrides: list[str]) -> SweepConfig:
@@ -61,11 +88,12 @@ def compose(overrides: list[str]) -> SweepConfig:
 
     register()
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIG)):
-        return _checked(hydra_compose("config", overrides=[*with_cluster(overrides), "sweep=none"]))
+        return _checked(hydra_compose("config", overrides=[*for_hydra(overrides), "sweep=none"]))
 
 
-def with_cluster(arguments: list[str]) -> list[str]:
-    """Replaces `cluster=auto`, which is also the default, by what answers here: slurm or local."""
+def for_hydra(arguments: list[str]) -> list[str]:
+    """Quotes values with letters beyond ASCII; replaces `cluster=auto`, also the default, by slurm or local."""
+    arguments = [argument if argument.isascii() else PLAIN.sub(r'\1="\2"', argument) for argument in arguments]
     given = [argument for argument in arguments if argument.startswith("cluster=")]
     if given and given[-1] != "cluster=auto":
         return arguments
@@ -98,7 +126,7 @@ def guarded(work: Callable[[], int]) -> int:
     try:
         return work()
     except UserError as error:
-        return _say(str(error), 2)
+        return _say(error, 2)
     except BrokenPipeError:
         return 0  # the reader of a pipe, such as head, has seen enough
     except KeyboardInterrupt:
@@ -110,27 +138,37 @@ def guarded(work: Callable[[], int]) -> int:
         from ..fit.errors import InputError
 
         if isinstance(error, InputError):
-            return _say(str(error), 2)
+            return _say(error, 2)
         if isinstance(error, OSError):
-            return _say(f"{error.strerror or error}: {error.filename or 'no file named'}", 1)
+            return _say(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""), 1)
         raise
 
 
 def composition_error(error: Exception) -> str:
     """One sentence from Hydra's several lines."""
-    text = f"{error}\n{error.__cause__ or ''}"
+    if override := getattr(error, "override", None):
+        return (
+            f"{override!r} cannot be read as FIELD=VALUE; a value with signs other than letters, digits and - _ . / "
+            "needs double quotes within the shell's single ones, as in 'data.path=\"a(b)\"'"
+        )
+    text = f"{error}\n{error.__cause__ or ''}".partition("Config search path:")[0]
     lines = list(dict.fromkeys(line.strip().rstrip(".") for line in text.splitlines() if line.strip()))
-    if "Config search path:" in lines:
-        lines = lines[: lines.index("Config search path:")]
+    if missing := re.search(r"Could not find '(\w+)/([^']*)'\s+Available options in '\w+':([\s\w]*)", text):
+        group, name, options = missing.groups()
+        kinds = ", ".join(option for option in options.split() if not option.endswith("_schema"))
+        return f"{group} is {name!r}; it must be one of {kinds}"
+    unknown = re.search(r"Could not override '([\w.]+)'.*Key '\w+' (?:is )?not in '(\w+)'", text, re.DOTALL)
+    if unknown and (node := getattr(schemas, unknown[2], None)):
+        fields = ", ".join(item.name for item in dataclasses.fields(node))
+        return f"{unknown[1]} is no field; {unknown[1].rpartition('.')[0] or 'a sweep'} has {fields}"
     noise = ("full_key:", "object_type=", "reference_type=", "Set the environment", "Either remove", "Or add")
-    sentence = ", ".join(line for line in lines if not line.startswith(noise)).replace(":,", ":")
-    match = re.search(r"Key '\w+' (?:is )?not in '(\w+)'", sentence)
-    if match and (node := getattr(schemas, match[1], None)):
-        sentence = sentence.split(", To append")[0]
-        sentence += f", which has {', '.join(item.name for item in dataclasses.fields(node))}"
-    return sentence
+    sentence = ": ".join(line for line in lines if not line.startswith(noise)).removeprefix("Error merging override ")
+    return re.sub(r"field '[\w.]+' is not Optional", "it cannot be null", sentence)
 
 
-def _say(message: str, code: int) -> int:
+def _say(message: object, code: int) -> int:
+    message = re.sub(
+        r"\b(is|contains) None\b", r"\1 null", printable(str(message))
+    )  # as one would write it in an override
     print(f"error: {message}" if code != 130 else message, file=sys.stderr)
     return code

@@ -8,26 +8,32 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import platform
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from .. import __version__
-from ..train.config import RECIPE, RunConfig, run_id
+from ..train.config import RECIPE, RunConfig, flatten, identity, run_id
 from ..train.errors import UserError
 from ..train.files import read_json, write_atomic, write_json
 from .config import SweepConfig, base_run, from_mapping
 from .grid import trunks
 from .grid.expand import expand_grid
+from .plan.foresight import foresee
 from .plan.rates import core_flops_per_second, fill_budgets, places, sweep_rates
 from .plan.sweep_plan import Plan, plan_remarks, plan_runs
 from .runs import states
 from .runs.directory import RunDirectory, SweepDirectory, yaml_or_empty
-from .runs.membership import added_runs, allow_growth
+from .runs.membership import add_runs, added_runs, allow_growth, members
 from .slurm.snapshot import PACKAGE, git_output
+
+SHOWN = 4  # changes of a request that a message names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +65,64 @@ def from_config(config: SweepConfig) -> Prepared:
     if config.evaluate.tasks:
         from ..evaluate.tasks.tasks import anchored
 
-        config.evaluate.tasks = anchored(config.evaluate.tasks, print)
+        config.evaluate.tasks = anchored(config.evaluate.tasks, print, config.evaluate.allow_code)
     rate = matmul_rate(config, sweep)
     fill_budgets(config.grid, config.cluster, rate)
-    return _prepare(sweep, config, resolve_runs(config), rate)
+    runs = resolve_runs(config)
+    foreseen = foresee(config.grid, runs)
+    if config.sweep_merge and (sweep.path / "plan.json").exists():
+        runs = [*(run.config() for run in sweep.runs()), *runs]  # what both have is as it is asked for now
+    prepared = _prepare(sweep, config, runs, rate)
+    prepared.remarks.extend(foreseen)
+    if (before := _recorded(sweep)) and (said := _changes(_questions(before), _questions(config))):
+        prepared.remarks.append(f"{said}; what is done is kept, and scored and fitted as it is asked for now")
+    return prepared
+
+
+def conflict(prepared: Prepared) -> str | None:
+    """A refusal where the folder has runs of another request, which would fall out of its plan; else None."""
+    sweep, wanted = prepared.sweep, {run.run_id for run in prepared.plan.runs}
+    if read_json(sweep.path / "plan.json") is None:
+        return None
+    there = {run.run_id for run in members(sweep)}
+    if there <= wanted and (wanted <= there or prepared.config.sweep_merge):
+        return None
+    said = ""
+    if before := _recorded(sweep):
+        recipe = sweep.settings().get("recipe")  # of the trainer that its runs belong to
+        said = _changes(_request(before) | {"recipe": recipe}, _request(prepared.config))
+    return (
+        f"{sweep.path} holds {len(there)} runs of another request ({said or 'another version planned it'}); add to its "
+        f"grid with `isoflop extend {sweep.path} grid.FIELD=VALUE`, take another folder with sweep=NAME, or put both "
+        "into one plan, table and fit with sweep_merge=true"
+    )
+
+
+def _recorded(sweep: SweepDirectory) -> SweepConfig | None:
+    """What a sweep's folder was last asked for; None where nothing is recorded, or another version wrote it."""
+    with suppress(UserError):
+        return configuration(sweep)
+    return None
+
+
+def _request(config: SweepConfig) -> dict[str, Any]:
+    """What decides which runs there are, by dotted names."""
+    base, grid = base_run(config), {f"grid.{name}": value for name, value in vars(config.grid).items()}
+    return flatten(identity(base) | {"data": vars(base.data) | {"cache_dir": None}}) | grid
+
+
+def _questions(config: SweepConfig) -> dict[str, Any]:
+    """What is asked about the runs, by dotted names."""
+    return flatten({"evaluate": vars(config.evaluate), "fit": vars(config.fit)})
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
+    said = [
+        f"{name} was {json.dumps(before[name])[:60]} and is {json.dumps(now[name])[:60]}"
+        for name in now
+        if name in before and before[name] != now[name]
+    ]
+    return ", ".join(said[:SHOWN] + ["…"] * (len(said) > SHOWN))
 
 
 def from_disk(sweep: SweepDirectory) -> Prepared:
@@ -74,7 +134,8 @@ def from_disk(sweep: SweepDirectory) -> Prepared:
 def configuration(sweep: SweepDirectory) -> SweepConfig:
     """What a sweep was started with."""
     config = from_mapping(sweep.settings().get("config"), sweep.path / "sweep.yaml")
-    config.output_root, config.sweep = str(sweep.path.parent), sweep.path.name  # wherever the folder is now
+    folder = Path(os.path.abspath(sweep.path))  # wherever it is now, and by its name where `.` was given
+    config.output_root, config.sweep = str(folder.parent), folder.name
     return config
 
 
@@ -114,7 +175,7 @@ def matmul_rate(config: SweepConfig, sweep: SweepDirectory) -> float:
 
 def resolve_runs(config: SweepConfig) -> list[RunConfig]:
     """The grid's runs, with the vocabulary of the tokenizer and the fingerprint of the text."""
-    from ..train.data.corpora import open_corpus
+    from ..train.data.split import Blocks, split_corpus
     from ..train.data.tokenizers import planned_fingerprint, planned_vocab_size
 
     assert config.grid is not None
@@ -126,8 +187,19 @@ def resolve_runs(config: SweepConfig) -> list[RunConfig]:
     base.data.tokenizer_fingerprint = planned_fingerprint(base.data)
     if base.model.vocab_size is None:
         base.model.vocab_size = planned_vocab_size(base.data)
-    base.data.fingerprint = open_corpus(base.data).fingerprint()
-    return expand_grid(config.grid, base)
+    corpus = split_corpus(base.data)
+    if isinstance(corpus, Blocks):
+        print(f"note: {corpus.describe()['sentence']}")
+    base.data.fingerprint = corpus.fingerprint()
+    runs, known = expand_grid(config.grid, base), dict[tuple[str, int], int]()
+    for run in runs:
+        key = run.data.tokenizer, run.data.vocab_size
+        if run.model.vocab_size != (size := known.get(key) or known.setdefault(key, planned_vocab_size(run.data))):
+            raise UserError(
+                f"model.vocab_size is {run.model.vocab_size}; the tokenizer {key[0]!r} has {size} tokens, and both "
+                "must be the same (null takes the tokenizer's)"
+            )
+    return runs
 
 
 def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:
@@ -135,7 +207,11 @@ def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:
     runs = sweep.runs()
     if not runs:
         raise UserError(f"{sweep.path / 'plan.json'} has no runs, so nothing can be added to them; sweep anew")
-    base, first = base_run(config), runs[0].config()
+    base = base_run(config)
+    text = (base.data.fingerprint, base.data.tokenizer_fingerprint)
+    configs = (run.config() for run in runs)  # a merged sweep has runs on other texts
+    first = next((run for run in configs if (run.data.fingerprint, run.data.tokenizer_fingerprint) == text), None)
+    first = first or runs[0].config()
     base.data = first.data
     base.model.vocab_size = first.model.vocab_size
     return base
@@ -165,6 +241,8 @@ def write_plan(prepared: Prepared, command: list[str] | None = None) -> None:
         if not (directory.path / "state.json").exists() and not directory.is_done():
             states.plan(directory)
     if command is not None:
+        if prepared.config.sweep_merge:
+            add_runs(sweep, prepared.runs, "merged", planned=True)
         allow_growth(sweep)
         commit = git_output(PACKAGE, "rev-parse", "HEAD")
         changes = git_output(PACKAGE, "status", "--porcelain", "--untracked-files=no")

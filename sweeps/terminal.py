@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Collection, Iterable
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def console() -> Console:
@@ -23,9 +26,14 @@ def plain_table(columns: Iterable[str], left: Collection[str] = (), title: str |
     return table
 
 
+def printable(text: str) -> str:
+    """With the control characters that a terminal would obey, but for tabs and line breaks, as their codes."""
+    return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
 def say(text: str) -> None:
     """Prints a sentence with rich's markup, and without colours or breaks of its own."""
-    console().print(text, highlight=False, soft_wrap=True)
+    console().print(printable(text), highlight=False, soft_wrap=True)
 
 
 def short(value: float) -> str:

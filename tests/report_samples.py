@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+from isoflop.evaluate.pages.paired import Answers, Paired, answers_of
 
 RAN = "document.documentElement.dataset.ran=1"
 # All that could run, break out, reorder, hide or stretch.
@@ -100,8 +101,23 @@ def make_rows(
     return rows
 
 
-def signal_of(ratio: float, by_luck: float = 4.0) -> dict[str, Any]:
-    return {
-        "signal": 0.2, "noise": 0.2 / ratio, "ratio": ratio, "by_luck": by_luck, "clear": ratio >= 2 * by_luck,
-        "source": "standard error of the items",
-    }  # fmt: skip
+def answers_to(rows: list[dict[str, Any]], spread: float = 0.1, items: int = 60) -> dict[str, Answers]:
+    """What each run scored on each item: all find the same items hard; their bits per byte differ as in `rows`."""
+    rng = np.random.default_rng(0)
+    hard = {task: rng.normal(size=items) for task in rows[0]["tasks"]}
+    found = {}
+    for row in rows:
+        lines: list[dict[str, Any]] = []
+        for task, scores in row["tasks"].items():
+            bits = scores["gold_bpb"] + hard[task] + spread * rng.normal(size=items)
+            right = rng.random(items) < 0.5 + 0.4 * np.sign(hard[task])
+            lines += [
+                {"task": task, "index": index, "gold_bpb": bits[index], "values": {"acc": float(right[index])}}
+                for index in range(items)
+            ]
+        found[row["run_id"]] = answers_of(lines)
+    return found
+
+
+def signal_of(z: float, threshold: float = 4.0) -> Paired:
+    return Paired(60, z, threshold, 0.5, 190, (0.75, 0.04), 30)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import reprlib
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -262,7 +263,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
-    """Builds a config dataclass from a nested dict; UserError on a key that it does not have."""
+    """Builds a config dataclass from a nested dict; UserError on a key that it does not have, or a wrong type."""
     fields = {item.name: item for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(set(values) - set(fields))
     if unknown:
@@ -273,6 +274,16 @@ def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
         if group is not None and not isinstance(value, dict):
             raise UserError(f"{prefix}{name} is {value!r}; it must be a mapping with the fields of {group.__name__}")
         kwargs[name] = from_dict(group, value, f"{prefix}{name}.") if group is not None else value
+    import msgspec
+
+    try:
+        msgspec.convert(values, cls)
+    except msgspec.ValidationError as error:
+        reason, _, where = str(error).replace("`", "").partition(" - at $.")
+        name = where.partition("[")[0]
+        raise UserError(
+            f"{prefix}{name} is {reprlib.repr(values.get(name))}; it is of the wrong type: {reason}"
+        ) from None
     return cls(**kwargs)
 
 

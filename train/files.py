@@ -110,7 +110,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     if path.exists():
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
-                with suppress(json.JSONDecodeError):
+                with suppress(ValueError, RecursionError):
                     if isinstance(value := json.loads(line), dict):
                         found.append(value)
     return found
@@ -129,7 +129,7 @@ def read_document(path: Path, form: type[Form], largest: int = 64 << 20) -> Form
         if (size := path.stat().st_size) > largest:
             raise UserError(f"{path} has {size} bytes; it must have at most {largest}.")
         content = path.read_bytes()
-        if path.suffix in (".yaml", ".yml"):
+        if path.suffix in (".yaml", ".yml", ""):  # lm-eval's templates have no ending
             return msgspec.convert(yaml.safe_load(content), form)
         return msgspec.json.decode(content, type=form)
     except OSError as error:
@@ -141,10 +141,14 @@ def read_document(path: Path, form: type[Form], largest: int = 64 << 20) -> Form
         raise UserError(f"{path} is not what it must be: {reason[:300]}.") from None
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object, or None where the file is missing or is not one."""
+def read_json(path: Path, form: Any = None) -> dict[str, Any] | None:
+    """A JSON object; None where the file is missing, is not one, or has not the `form`, any type that msgspec knows."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+        if form is not None:
+            import msgspec
+
+            msgspec.convert(value, form)
     except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

@@ -254,8 +254,16 @@ class Trainer:
         if state is None:
             self.stepper.start()
             return
-        self.progress = RunProgress(**{key: state[key] for key in vars(self.progress)})
-        self.stepper.load_state(state)
+        import msgspec
+
+        try:
+            self.progress = msgspec.convert({key: state[key] for key in vars(self.progress)}, RunProgress)
+            self.stepper.load_state(state)
+        except (KeyError, TypeError, msgspec.ValidationError) as error:
+            raise UserError(
+                f"trainer.json of the newest checkpoint in {self.directory} cannot be resumed from ({error}); remove "
+                "that checkpoint"
+            ) from error
         self.report(f"resumed from step_{self.progress.step} of {self.config.steps} steps")
 
     def _watch(self) -> None:

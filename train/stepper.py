@@ -47,12 +47,11 @@ class Stepper:
         self.dtype = compute_dtype(config.precision)
         self.share = config.optimizer.batch_size // mesh.dp  # rows of a batch that are this rank's
         self.record, self.micro = record, micro_batch_of(config)  # rows of one forward pass
-        halved = None if record is None else read_json(record)
-        self.halved = halved is not None
-        if halved is not None:
+        halved = ((read_json(record) if record else None) or {}).get("micro_batch_size")
+        self.halved = isinstance(halved, int) and halved >= 1
+        if isinstance(halved, int) and self.halved:
             # A record of another mesh need not divide this one's share.
-            most = min(self.micro, halved["micro_batch_size"])
-            self.micro = max(n for n in range(1, most + 1) if self.share % n == 0)
+            self.micro = max(n for n in range(1, min(self.micro, halved) + 1) if self.share % n == 0)
         self.gpt = empty_model(config.model, config.optimizer, config.data.sequence_length)
         placements = split_model(self.gpt, mesh, parallel.sequence_parallel)
         self.gpt.place_angles(device)

@@ -154,7 +154,8 @@ def is_online(run: Any) -> bool:
 
 def metrics(directory: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl in order, each step once: a resumed run repeats those since its checkpoint."""
-    lines = {line["step"]: line for line in read_json_lines(directory / "metrics.jsonl") if "step" in line}
+    records = read_json_lines(directory / "metrics.jsonl")
+    lines = {line["step"]: line for line in records if isinstance(line.get("step"), int)}
     return [lines[step] for step in sorted(lines)]
 
 

@@ -9,10 +9,10 @@ libraries: either appears whole or not at all.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,23 +24,19 @@ from ...train.checkpoint.storage import MOMENTS, WEIGHTS
 from ...train.config import DataConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrackerConfig, to_dict
 from ...train.data.tokenizers import ByteTokenizer, planned_fingerprint
 from ...train.errors import UserError
-from ...train.files import file_sha256, put_in_place, read_json, temporary_directory_beside, write_json
+from ...train.files import file_sha256, put_in_place, read_document, read_json, temporary_directory_beside, write_json
 from ...train.planner.validation import validate
-from .hf_tokenizer import TOKENIZER_CONFIG, read_tokenizer, write_tokenizer
-from .hf_weights import ARCHITECTURES, from_hf, hf_config, model_config, model_type, to_hf, whole_number, window_of
+from . import hf_weights as hf
+from .hf_tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILES, read_tokenizer, write_tokenizer
 from .model_card import Facts, imported_from, model_card
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
+# What goes out as it came in, and where a checkpoint keeps it; of config.json only these ids.
+SOURCE, IDS = "tokenizer/source", ("bos_token_id", "eos_token_id", "pad_token_id")
+_AS_IT_CAME = {*TOKENIZER_FILES, GENERATION}
 # What an export writes; only a folder of such files, or of an import, is ever replaced.
-_WRITTEN = {
-    "README.md",
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-}
+_WRITTEN = {"README.md", CONFIG, _ONE, *_AS_IT_CAME}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -113,13 +109,27 @@ def _is_ours(path: Path) -> bool:
 def _write_hf(loaded: LoadedCheckpoint, folder: Path, dtype: str) -> str:
     model, length = loaded.config.model, loaded.config.data.sequence_length
     end = loaded.tokenizer.end_of_document
-    tensors = {name: weight.to(_DTYPES[dtype]) for name, weight in to_hf(loaded.model).items()}
+    tensors = {name: weight.to(_DTYPES[dtype]) for name, weight in hf.to_hf(loaded.model).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     os.chmod(folder / "model.safetensors", 0o644)
-    write_json(folder / "config.json", hf_config(model, length, end, str(_DTYPES[dtype]).removeprefix("torch.")))
-    write_json(folder / "generation_config.json", {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end})
-    write_tokenizer(loaded.tokenizer, loaded.path / "tokenizer", length, folder)
-    return ARCHITECTURES[model_type(model, length)]
+    config, source = hf.hf_config(model, length, end, str(_DTYPES[dtype]).removeprefix("torch.")), loaded.path / SOURCE
+    if (said := read_json(source / CONFIG)) is None:
+        write_json(folder / CONFIG, config)
+        write_json(folder / GENERATION, dict.fromkeys(IDS, end))
+        write_tokenizer(loaded.tokenizer, loaded.path / "tokenizer", length, folder)
+    else:
+        known = {name: said[name] for name in IDS if name in said}
+        kept = {name: value for name, value in (config | known).items() if name in known or name not in IDS}
+        write_json(folder / CONFIG, kept)
+        _copy(source, folder, _AS_IT_CAME)
+    return hf.ARCHITECTURES[hf.model_type(model, length)]
+
+
+def _copy(source: Path, folder: Path, names: set[str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def _notes(loaded: LoadedCheckpoint) -> list[str]:
@@ -130,14 +140,16 @@ def _notes(loaded: LoadedCheckpoint) -> list[str]:
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         'model = AutoModelForCausalLM.from_pretrained("FOLDER")\n'
         'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```',
-        "The tokenizer reads no special tokens out of text (`split_special_tokens`), as in training: a document "
+        "The tokenizer is the one that came with the weights, file by file."
+        if (loaded.path / SOURCE).is_dir()
+        else "The tokenizer reads no special tokens out of text (`split_special_tokens`), as in training: a document "
         "that spells one out does not end there.",
     ]
     if imported_from(loaded.path) is None:
         notes.append(f"It was trained on sequences of {length} tokens and has seen no position beyond.")
     else:
         notes.append(f"Its context is {length} tokens.")
-    if (window := window_of(config.model, length)) is not None:
+    if (window := hf.window_of(config.model, length)) is not None:
         notes.append(f"A token sees the last {window} tokens, itself included.")
     if config.data.separate_documents:
         notes.append(
@@ -164,9 +176,10 @@ def import_checkpoint(
     """
     folder, output = Path(folder), Path(output)
     _check_free(output, overwrite, folder)
-    described = read_json(folder / "config.json")
-    if described is None:
-        raise UserError(f"{folder} has no config.json that can be read; it must be a folder of a Hugging Face model")
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{folder} has no {CONFIG}; it must be a folder of a Hugging Face model")
+    described = read_document(folder / CONFIG, dict[str, Any])
+    read_document(folder / CONFIG, hf.HfConfig)  # checks the fields that it names
     config = _run_config(folder, described, _length(described, sequence_length))
     with temporary_directory_beside(output) as temporary:
         tokenizer = read_tokenizer(folder, temporary)
@@ -181,7 +194,7 @@ def import_checkpoint(
             config.data.tokenizer = "bytes"
         # As the planner would have it.
         config.data.tokenizer_fingerprint = planned_fingerprint(config.data)
-        weights = from_hf(dict(_tensors(folder)), config.model)
+        weights = _weights(folder, config)
         checkpoint = temporary / "checkpoints" / ".step_0"
         checkpoint.mkdir(parents=True)
         save_file(weights, checkpoint / WEIGHTS)
@@ -191,6 +204,7 @@ def import_checkpoint(
         write_json(checkpoint / "trainer.json", {"step": 0, "imported_from": str(folder)})
         write_json(checkpoint / "config.json", to_dict(config))
         tokenizer.save(checkpoint / "tokenizer")
+        _copy(folder, checkpoint / SOURCE, {CONFIG, *_AS_IT_CAME})
         publish(checkpoint, temporary / "checkpoints" / "step_0", {})
         put_in_place(temporary, output)
     return output / "checkpoints" / "step_0"
@@ -209,14 +223,14 @@ def _check_end(folder: Path, described: dict[str, Any], end: int) -> None:
 
 
 def _length(described: dict[str, Any], wanted: int | None) -> int:
-    most = whole_number(described, "max_position_embeddings")
+    most = hf.whole_number(described, "max_position_embeddings")
     if wanted is not None and not 1 <= wanted <= most:
         raise UserError(f"--sequence-length is {wanted}; it must be 1 to max_position_embeddings {most} of config.json")
     return wanted or most
 
 
 def _run_config(folder: Path, described: dict[str, Any], length: int) -> RunConfig:
-    model = model_config(described, length)
+    model = hf.model_config(described, length)
     config = RunConfig(
         model=model,
         data=DataConfig(corpus="text", path=None, tokenizer=str(folder / "tokenizer.json"), sequence_length=length),
@@ -230,18 +244,24 @@ def _run_config(folder: Path, described: dict[str, Any], length: int) -> RunConf
     return config
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the folder's safetensors, one file or several."""
+class _Index(TypedDict):
+    weight_map: dict[str, str]
+
+
+def _weights(folder: Path, config: RunConfig) -> dict[str, Tensor]:
+    """The weights by our names, from the folder's safetensors, one file or several."""
     names = [_ONE]
     if not (folder / _ONE).is_file():
-        index = read_json(folder / _INDEX)
-        if index is None or not isinstance(index.get("weight_map"), dict):
+        if not (folder / _INDEX).is_file():
             raise UserError(f"{folder} has neither {_ONE} nor {_INDEX}; only safetensors can be imported")
-        names = sorted(set(index["weight_map"].values()))
+        names = sorted(set(read_document(folder / _INDEX, _Index)["weight_map"].values()))
+    files: dict[str, Any] = {}
     for name in names:
+        if name != Path(name).name:
+            raise UserError(f"weight_map names {name!r} in {folder / _INDEX}; it must name files of the same folder")
         try:
-            with safe_open(folder / name, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118  (not a dict)
-                    yield key, file.get_tensor(key)
+            file = safe_open(folder / name, framework="pt")
+            files |= dict.fromkeys(file.keys(), file)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{folder / name} cannot be read ({error}); fetch it again") from error
+    return hf.from_hf(files, config.model)

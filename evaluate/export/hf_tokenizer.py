@@ -17,6 +17,9 @@ from ...train.errors import UserError
 from ...train.files import read_json, write_json
 
 TOKENIZER, TOKENIZER_CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+# All that transformers may read of a tokenizer.
+TOKENIZER_FILES = {TOKENIZER, TOKENIZER_CONFIG, SPECIAL}
+TOKENIZER_FILES |= {"added_tokens.json", "chat_template.jinja", "merges.txt", "tokenizer.model", "vocab.json"}
 
 
 def byte_characters() -> list[str]:

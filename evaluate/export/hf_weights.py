@@ -14,8 +14,10 @@ Special here:
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -86,33 +88,56 @@ def to_hf(model: GPT) -> dict[str, Tensor]:
     return result
 
 
-def from_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The weights by our names, fp32; the vocabulary padded with zeros.
+def from_hf(files: Mapping[str, Any], config: ModelConfig) -> dict[str, Tensor]:
+    """The weights by our names, fp32; the vocabulary padded with zeros. `files`: the open file of each tensor.
 
     Raises:
-        UserError: a tensor is missing, of another shape than config.json says, or nothing that we know.
+        UserError: a tensor is missing, of another shape than config.json says, or nothing that we know; they do not
+            fit this machine. Before any of them is read.
     """
-    left, result = set(tensors), {}
-    for parameter in model_shape(config).parameters:
-        pieces = []
+    left, parameters = set(files), model_shape(config).parameters
+    for parameter in parameters:
         for part in parameter.parts:
-            if part.hf not in tensors:
+            if part.hf not in files:
                 raise UserError(f"the folder's weights have no {part.hf}, which its config.json calls for")
-            tensor = tensors[part.hf]
+            found = tuple(files[part.hf].get_slice(part.hf).get_shape())
             rows = config.vocab_size if parameter.role in TABLES else part.rows
-            if tuple(tensor.shape) != (shape := (rows, *parameter.shape[1:])):
-                raise UserError(f"{part.hf} has shape {tuple(tensor.shape)}; its config.json says {shape}")
+            if found != (shape := (rows, *parameter.shape[1:])):
+                raise UserError(f"{part.hf} has shape {found}; its config.json says {shape}")
             left.discard(part.hf)
-            pieces.append(tensor.float())
-        weight = torch.zeros(parameter.shape)
-        torch.cat(pieces, out=weight[: sum(map(len, pieces))])
-        result[parameter.name] = weight
     if config.tied_embeddings:
         left.discard("lm_head.weight")  # some writers keep the table twice
     unknown = sorted(name for name in left if not name.endswith("rotary_emb.inv_freq"))
     if unknown:
         raise UserError(f"the folder's weights have {unknown[0]}, which our model has no place for")
+    size = 4 * sum(math.prod(parameter.shape) for parameter in parameters)
+    if size > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+        raise UserError(
+            f"the weights take {size / 1e9:.0f} GB in fp32; the memory here is {memory / 1e9:.0f} GB of memory"
+        )
+    result = {}
+    for parameter in parameters:
+        pieces = [files[part.hf].get_tensor(part.hf).float() for part in parameter.parts]
+        weight = torch.zeros(parameter.shape)
+        torch.cat(pieces, out=weight[: sum(map(len, pieces))])
+        result[parameter.name] = weight
     return result
+
+
+class HfConfig(TypedDict, total=False):
+    """Fields of a config.json that are no whole numbers, which `whole_number` checks."""
+
+    model_type: str
+    head_dim: int | None
+    num_key_value_heads: int | None
+    tie_word_embeddings: bool
+    rms_norm_eps: float
+    rope_theta: float | None
+    sliding_window: int | None
+    use_sliding_window: bool
+    max_window_layers: int
+    layer_types: list[str] | None
+    eos_token_id: int | list[int] | None
 
 
 def model_config(config: Mapping[str, Any], sequence_length: int) -> ModelConfig:
@@ -123,7 +148,8 @@ def model_config(config: Mapping[str, Any], sequence_length: int) -> ModelConfig
     """
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:
-        raise UserError(f"model_type is {kind!r} in config.json; it must be one of {', '.join(ARCHITECTURES)}")
+        said = "is not in" if kind is None else f"is {kind!r} in"
+        raise UserError(f"model_type {said} config.json; it must be one of {', '.join(ARCHITECTURES)}")
     for name, accepted in _ONLY.items():
         if config.get(name, accepted) not in (accepted, None):
             raise UserError(f"{name} is {config[name]!r} in config.json; only {accepted!r} can be imported")
@@ -138,7 +164,7 @@ def model_config(config: Mapping[str, Any], sequence_length: int) -> ModelConfig
         )
     return ModelConfig(
         width=width,
-        depth=whole_number(config, "num_hidden_layers"),
+        depth=whole_number(config, "num_hidden_layers", 10_000),
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
         hidden=whole_number(config, "intermediate_size"),
@@ -156,10 +182,11 @@ _ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "part
 _REFUSED = ("quantization_config", "num_experts", "num_local_experts")
 
 
-def whole_number(config: Mapping[str, Any], name: str) -> int:
+def whole_number(config: Mapping[str, Any], name: str, most: int = 1 << 24) -> int:
     value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{name} is {value!r} in config.json; it must be a whole number, 1 or more")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        said = "is not in" if value is None else f"is {value!r} in"
+        raise UserError(f"{name} {said} config.json; it must be a whole number from 1 to {most}")
     return value
 
 
@@ -178,7 +205,10 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
         if not plain:
             raise UserError(f"{name} is {rope!r} in config.json; only rotary positions without scaling can be imported")
         theta = rope.get("rope_theta", theta)
-    return 10000.0 if theta is None else float(theta)
+    theta = 10000.0 if theta is None else theta
+    if not isinstance(theta, int | float) or not 0 < theta < math.inf:
+        raise UserError(f"rope_theta is {theta!r} in config.json; it must be a positive number")
+    return float(theta)
 
 
 def _window(config: Mapping[str, Any], kind: str, sequence_length: int) -> int | None:

@@ -27,7 +27,10 @@ SCORES = {
     "bpb": "BPB",
 }
 # What may stand in front of a number of items.
-CAVEATS = {"truncated_items": "prompts cut to the context", "contaminated_items": "share text with the training data"}
+CAVEATS = {
+    "truncated_items": "items whose prompt was cut to the context",
+    "contaminated_items": "items that share text with the training data",
+}
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ def _scores(scores: Mapping[str, Any]) -> list[str]:
         count, whole = task.get("items", ""), (task.get("subset") or {}).get("of")
         items = str(count) if whole in (None, count) else f"{count} of {whole}"
         caveats = [f"withheld: {_plain(task['withheld'])}"] if task.get("withheld") else []
-        caveats += [f"{task[key]} {name}" for key, name in CAVEATS.items() if task.get(key)]
+        caveats += [f"{name}: {task[key]}" for key, name in CAVEATS.items() if task.get(key)]
         rows.append((_plain(name), items, str(task.get("shots", "")), *values, chance, "; ".join(caveats)))
     head = ("task", "items", "shots", *shown.values(), "chance", "mind")
     return ["## Scores", "With lm-eval's prompts; ± is a standard error over items.", _table(head, rows)]

@@ -27,6 +27,7 @@ from .trees import Request, ordered, shared_length
 
 T = TypeVar("T")
 
+MOST_FORKS = 64  # ranks that a machine with fewer cores may have all the same
 PATIENCE = timedelta(days=2)  # that a rank waits for another one; one that has died is noticed at once
 
 
@@ -56,9 +57,9 @@ def on_ranks(count: int, function: Callable[[Mesh], T], *, device: str = "cpu") 
         UserError: what the function raised as such, on any rank; a number of ranks that cannot be had.
         RuntimeError: a rank raised something else, or died; holds its words.
     """
-    if count < 1:
-        raise UserError(f"ranks is {count}; it must be 1 or more")
-    launched = detect()
+    launched, most = detect(), max(MOST_FORKS, os.cpu_count() or 1)
+    if not 1 <= count <= most:
+        raise UserError(f"ranks is {count}; it must be 1 to {most} on this machine")
     if launched.size > 1:
         if count not in (1, launched.size):
             raise UserError(f"ranks is {count}, and {launched.source} started {launched.size}; leave it out")

@@ -75,7 +75,7 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         finalize=lambda value: value if isinstance(value, Markup) else spell(value),
     )
-    named = (number, with_error, scored, short_count, grouped, compute, soften, breakable, bar_end)
+    named = (number, with_error, scored, short_count, grouped, counted, compute, soften, breakable, bar_end)
     environment.filters |= {function.__name__: function for function in named}
     environment.tests["number"] = is_number
     return environment
@@ -160,6 +160,11 @@ def short_count(value: float | None) -> str:
 def grouped(value: Any) -> str:
     """1234567 -> 1,234,567."""
     return f"{value:,}" if is_number(value) else str(value)
+
+
+def counted(count: int, noun: str) -> str:
+    """1 task, 1,234 tasks."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def compute(value: float | None) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..metrics import mean_and_error
-from .page import Strip, compute, grouped, is_number, number, render_page, scored, short_count, with_error
+from .page import Strip, compute, counted, grouped, is_number, number, render_page, scored, short_count, with_error
 
 Scores = Mapping[str, Any]
 Items = Sequence[Mapping[str, Any]]
@@ -55,8 +55,8 @@ def checkpoint_page(
     others = [peer for peer in peers if (peer.get("run_id"), peer.get("step")) != itself]
     near = at_equal_compute(scores, others)
     count = sum(task.get("contaminated_items") == 0 for task in tasks.values())  # looked through and found clean
-    among = f"the {len(tasks)}" if count == len(tasks) else f"{count} of the {len(tasks)}"
-    clean = [f"No item of {among} tasks shares text with the training data."] if count else []
+    among = counted(count, "task") if count == len(tasks) else f"{count} of {counted(len(tasks), 'task')}"
+    clean = [f"No item of {among} shares text with the training data."] if count else []
     sections = {
         ("tasks", "Benchmarks"): tasks or not scores["tasks"],
         ("domains", "Text by domain"): domains,
@@ -124,7 +124,7 @@ def _footer(scores: Scores) -> str:
 def _suites(scores: Scores) -> list[str]:
     return [
         f"Suite {name}: {with_error(mean['centered'], mean.get('centered_se'))} mean centered accuracy over "
-        f"{mean['tasks']} tasks; 0 is guessing, 1 is all right."
+        f"{counted(mean['tasks'], 'task')}; 0 is guessing, 1 is all right."
         for name, mean in (scores.get("suites") or {}).items()
         if is_number(mean.get("centered"))
     ]
@@ -185,7 +185,8 @@ def _by_compute(scores: Scores, peers: Sequence[Scores]) -> list[tuple[float, Sc
 def _called(scores: Scores) -> str:
     size = scores.get("N_total")
     shown = f" ({short_count(size)} parameters)" if is_number(size) else ""
-    return f"{scores.get('name') or scores.get('run_id')} at step {scores.get('step')}{shown}"
+    step = f" at step {scores['step']}" if is_number(scores.get("step")) else ""
+    return f"{scores.get('name') or scores.get('run_id') or 'a checkpoint without a name'}{step}{shown}"
 
 
 def _nearest(scores: Scores, others: Sequence[Scores]) -> str:
@@ -193,7 +194,7 @@ def _nearest(scores: Scores, others: Sequence[Scores]) -> str:
     if not known:
         return "The compute of this checkpoint or of the others is not recorded, so nothing is compared."
     return (
-        f"None of the sweep's {len(others)} other checkpoints is within a factor {EQUAL} of this one's "
+        f"The sweep has {counted(len(others), 'other checkpoint')}, none within a factor {EQUAL} of this one's "
         f"{compute(scores['flops'])} FLOPs; the nearest took {compute(known[0][1]['flops'])}."
     )
 

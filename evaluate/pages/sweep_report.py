@@ -3,51 +3,51 @@
 The best run of a budget is the one with the lowest held-out loss: the best of many noisy scores would look monotone
 by luck. Every panel is static SVG; the script adds what a pointer wants.
 
-Heineman et al. 2025 (arXiv:2508.13144) for signal and noise; Magnusson et al. 2025 (arXiv:2504.11393) for tasks that
-move at small scale.
+What tells runs apart is asked in `paired.py`; a measure that is within its noise has no trend either.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .page import Axis, Panel, compute, is_number, number, render_page, short_count, spell
+from .page import Axis, Panel, compute, counted, is_number, number, render_page, short_count, spell
+from .paired import MEASURES, Answers, Choice, Paired, compare
 
 FEW = 60  # checkpoints in a panel that still get error bars of their own
 SAME_BUDGET = 1.25  # runs whose FLOPs differ by less from the smallest of their budget belong to it
 SHADES = 6  # colours of N, and of recipes
-BITS = ("gold_bpb", "bpb")  # bits per byte of the right answer, or of text
-SCORE = ("acc", "exact_match")
-NAMES = {"gold_bpb": "BPB", "acc": "accuracy"}  # of the measures whose noise is known
+BITS, SCORE = MEASURES["gold_bpb"], MEASURES["acc"]  # bits per byte of the right answer, or of text
+NAMES = {"gold_bpb": "BPB", "acc": "accuracy"}
 Row = Mapping[str, Any]
+Signal = Mapping[str, Paired | None]  # by measure
 Value = tuple[float, float | None]  # and its standard error
 
 
-def sweep_page(rows: Sequence[Row], signal: Mapping[str, Row], title: str, links: Mapping[str, str]) -> str:
+def sweep_page(rows: Sequence[Row], answers: Mapping[str, Answers], title: str, links: Mapping[str, str]) -> str:
     """A self-contained HTML page.
 
     Args:
         rows: one for each checkpoint: run_id, name, step, final, N, D, flops, loss, recipe (or None), and `tasks`, the
             scores by task; where a `budget` is given, it says which runs belong together.
-        signal: task -> "acc" and "gold_bpb" -> signal, noise, ratio, by_luck, clear, source; or None.
+        answers: run_id -> what its final checkpoint scored on each item.
         title: of the sweep.
         links: run_id -> a page of that run's checkpoint, relative to this one.
     """
     sweep = Sweep.of(rows)
-    names = sorted(
-        {name for row in sweep.rows for name in row["tasks"]}, key=lambda task: (-strength(signal.get(task)), task)
-    )
+    scored = sorted({name for row in sweep.rows for name in row["tasks"]})
+    signals = {task: signal_of(sweep, task, answers) for task in scored}
+    names = sorted(scored, key=lambda task: (-strength(signals[task]), task))
     if not names:
         return render_page("sweep.html", title, {"tasks": []}, "sweep.css")
     tasks = [
-        Task(name, signal.get(name) or {}, task_verdict(signal.get(name)), trend(sweep, name), _panels(sweep, name))
+        Task(name, signals[name], task_verdict(signals[name]), trend(sweep, name), _panels(sweep, name))
         for name in names
     ]
     best = sweep.best_of_each()
@@ -65,10 +65,7 @@ def sweep_page(rows: Sequence[Row], signal: Mapping[str, Row], title: str, links
         "recipe_of": recipe_of,
         "sections": [section for section in sections if section[0] != "recipes" or sweep.recipes],
         "facts": _facts(sweep, tasks),
-        "warnings": _warnings(sweep, len(rows)),
-        "sources": sorted(
-            {one["source"] for known in signal.values() for one in known.values() if one and one.get("source")}
-        ),
+        "warnings": _warnings(sweep, len(rows), answers),
         "best": best,
         "best_flops": max((sweep.rows[place]["flops"] for place in best.values()), default=None),
         "recipe_rows": _recipe_rows(sweep, names, best),
@@ -197,11 +194,10 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True)
 class Trend:
-    """Bits per byte of the best run of each budget, and rank correlations with FLOPs over those and over all runs."""
+    """Bits per byte of the best run of each budget, and the rank correlation with FLOPs over all runs."""
 
     values: tuple[float, ...]
-    rank_best: float | None
-    rank_all: float | None
+    rank: float | None
 
     @property
     def steps(self) -> list[bool]:
@@ -220,29 +216,52 @@ def trend(sweep: Sweep, task: str) -> Trend | None:
         found = {place: scored[0] for place in places if (scored := sweep.value(place, task, BITS))}
         return [sweep.rows[place]["flops"] for place in found], list(found.values())
 
-    best, every = points(sweep.best()), points([place for group in sweep.budgets for place in group])
-    return Trend(tuple(best[1]), rank_correlation(*best), rank_correlation(*every)) if every[1] else None
+    (_, best), every = points(sweep.best()), points([place for group in sweep.budgets for place in group])
+    return Trend(tuple(best), rank_correlation(*every)) if every[1] else None
 
 
-def strength(entry: Row | None) -> float:
-    """How far the better of a task's two measures stands out of its noise, in units of what luck would show."""
-    known = [(one.get("ratio"), one.get("by_luck")) for key in NAMES if (one := (entry or {}).get(key))]
-    ratios = (float(ratio / luck) for ratio, luck in known if is_number(ratio) and is_number(luck) and luck > 0)
-    return max(ratios, default=0.0)
+def choices(sweep: Sweep) -> list[Choice]:
+    """Pairs of recipes (without them: of sizes, by their place in a budget) at a small budget and at the largest."""
+    made: list[dict[Any, int]] = []
+    for group in sweep.budgets:
+        places = {size: place for place, size in enumerate(sorted({sweep.rows[run].get("N") or 0 for run in group}))}
+        kinds: dict[Any, list[int]] = {}
+        for run in group:
+            row = sweep.rows[run]
+            kinds.setdefault(recipe_of(row) if sweep.recipes else places[row.get("N") or 0], []).append(run)
+        made.append({kind: best for kind, runs in kinds.items() if (best := sweep._lowest(runs, None)) is not None})
+    *smaller, largest = made or [{}]
+    if not sweep.recipes:
+        smaller = [small for small in smaller if len(small) == len(largest)]
+    return [
+        (small[one], small[other], largest[one], largest[other])
+        for small in smaller
+        for one, other in combinations(sorted(small.keys() & largest.keys()), 2)
+    ]
 
 
-def task_verdict(entry: Row | None) -> str:
-    # A ratio may be infinite; it is NaN where nothing measures the noise.
-    known = {
-        name: bool(one.get("clear"))
-        for key, name in NAMES.items()
-        if (one := (entry or {}).get(key)) and isinstance(one["ratio"], int | float) and not math.isnan(one["ratio"])
+def signal_of(sweep: Sweep, task: str, answers: Mapping[str, Answers]) -> Signal:
+    """How far the finished runs lie apart on a task, by measure."""
+    finals = [place for group in sweep.budgets for place in group]
+    known = {place: answers.get(sweep.rows[place]["run_id"], {}).get(task, {}) for place in finals}
+    return {
+        measure: compare({place: of[measure] for place, of in known.items() if measure in of}, choices(sweep))
+        for measure in NAMES
     }
+
+
+def strength(signal: Signal) -> float:
+    """How far the better of a task's two measures stands out of its noise."""
+    return max((one.z / one.threshold for one in signal.values() if one), default=0.0)
+
+
+def task_verdict(signal: Signal) -> str:
+    known = {name: one.clear for measure, name in NAMES.items() if (one := signal.get(measure))}
     clear = [name for name, is_clear in known.items() if is_clear]
     if not known:
         return "not known"
     if not clear:
-        return "noise: differences between runs mean nothing"
+        return "noise: no two runs lie apart"
     noise = "".join(f", {name} is noise" for name, is_clear in known.items() if not is_clear)
     return f"{' and '.join(clear)} {'tell' if len(clear) > 1 else 'tells'} runs apart{noise}"
 
@@ -251,10 +270,10 @@ def task_verdict(entry: Row | None) -> str:
 
 
 class Task(NamedTuple):
-    """A task on the page; `signal` is what is known of its noise."""
+    """A task on the page."""
 
     name: str
-    signal: Row
+    signal: Signal
     verdict: str
     trend: Trend | None
     panels: list[Panel]
@@ -263,25 +282,26 @@ class Task(NamedTuple):
 def _facts(sweep: Sweep, tasks: Sequence[Task]) -> list[tuple[str, str, str]]:
     flops = [row["flops"] for row in sweep.rows]
     sizes = [row["N"] for row in sweep.rows if is_number(row.get("N"))]
-    trends = [task.trend for task in tasks if task.trend]
-    clear = sum(any((one or {}).get("clear") for one in task.signal.values()) for task in tasks)
+    runs, budgets = counted(len({row["run_id"] for row in sweep.rows}), "run"), counted(len(sweep.budgets), "budget")
+    trends = [(task.trend, task.signal["gold_bpb"]) for task in tasks if task.trend]
+    falling = sum(trend.falls and (bits is None or bits.clear) for trend, bits in trends)
+    clear = sum(any(one.clear for one in task.signal.values() if one) for task in tasks)
     return [
-        ("Checkpoints", f"{len(sweep.rows):,}", f"of {len({row['run_id'] for row in sweep.rows}):,} runs"),
-        ("Training FLOPs", compute(max(flops)), f"from {compute(min(flops))}, in {len(sweep.budgets)} budgets"),
+        ("Checkpoints", f"{len(sweep.rows):,}", f"of {runs}"),
+        ("Training FLOPs", compute(max(flops)), f"from {compute(min(flops))}, in {budgets}"),
         ("Parameters (N)", short_count(max(sizes, default=None)), f"from {short_count(min(sizes))}" if sizes else ""),
         ("Tasks that tell runs apart", f"{clear} of {len(tasks)}", "beyond their noise"),
-        (
-            "BPB falls with every budget",
-            f"{sum(one.falls for one in trends)} of {len(trends)}",
-            "of the best run of each",
-        ),
+        ("BPB falls with every budget", f"{falling} of {len(trends)}", "of the best run of each"),
     ]
 
 
-def _warnings(sweep: Sweep, given: int) -> list[str]:
+def _warnings(sweep: Sweep, given: int, answers: Mapping[str, Answers]) -> list[str]:
     lines = []
+    finals = [sweep.rows[place]["run_id"] for group in sweep.budgets for place in group]
+    if missing := sum(run_id not in answers for run_id in finals):
+        lines.append(f"Without a file of items, and so not compared with the others: {missing} of {len(finals)} runs.")
     if given > len(sweep.rows):
-        lines.append(f"{given - len(sweep.rows)} of {given} checkpoints have no FLOPs and are left out.")
+        lines.append(f"Without FLOPs, and so left out: {given - len(sweep.rows)} of {given} checkpoints.")
     held: dict[str, int] = {}
     for row in sweep.rows:
         for name, scores in row["tasks"].items():

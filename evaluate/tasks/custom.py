@@ -2,7 +2,7 @@
 
 Examples of a file are drawn by a hash of (seed, task, item): an item has the same ones whatever the limit. What lm-eval
 passes over in silence in YAML (a file that does not parse, two tasks of one name) is an error here; files are found
-beside the YAML. `!function` runs Python code of that folder: whoever names a folder trusts it.
+beside the YAML. Python of such a folder (`!function`, a metric's script) runs only where `allow_code` says so.
 
 Any folder of text is a perplexity suite, scored in bits per byte domain by domain (Paloma: Magnusson et al. 2023). A
 domain is a folder one level down, or a file of many documents that lies in the folder itself; plain texts that lie
@@ -20,11 +20,12 @@ import string
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from ...train.data.corpora import find_files
 from ...train.data.readers import cut, format_of, json_objects, one_line, read_documents, well_formed
 from ...train.errors import UserError
+from ...train.files import read_document
 from .staging import lm_eval_tasks
 from .suite import (
     SEED,
@@ -51,25 +52,36 @@ FIELD = "text"  # of JSON lines and parquet
 _LOOSE = "files"  # the domain of plain texts that lie in the folder itself
 
 
-def load_custom(path: Path | str, shots: int = 0, limit: int | None = None) -> dict[str, SuiteTask]:
+def load_custom(
+    path: Path | str, shots: int = 0, limit: int | None = None, allow_code: bool = False
+) -> dict[str, SuiteTask]:
     """The task of a .jsonl file, or every task of a file or a folder (with all below it) of lm-eval YAML.
 
     With `shots` examples before each question, `@shots` ends the names; 0 leaves a YAML's own `num_fewshot`.
+    `allow_code`: whether the YAML may run Python.
 
     Raises:
         UserError: naming file, line, field and value, and what would be accepted.
     """
     path = Path(path).expanduser()
     if path.is_dir():
-        return _load_yaml(path, sorted(path.rglob("*.yaml")), shots, limit)
+        return _load_yaml(path, sorted(path.rglob("*.yaml")), shots, limit, allow_code)
     endings = ", ".join(ENDINGS)
     if not path.name.lower().endswith(ENDINGS):
         raise UserError(f"task {str(path)!r} is neither a folder nor a file that ends in {endings}")
     if not path.is_file():
         raise UserError(f"task {str(path)!r} is no file; it must be a folder or a file that ends in {endings}")
     if path.suffix.lower() == ".yaml":
-        return _load_yaml(path.parent, [path], shots, limit)
+        return _load_yaml(path.parent, [path], shots, limit, allow_code)
     return _load_jsonl(path, shots, limit)
+
+
+def check_custom(path: Path, allow_code: bool = False) -> None:
+    """Raises UserError where `load_custom` would for what the files themselves say; no data are looked for."""
+    if path.name.lower().endswith(_JSONL):
+        read_questions(path)
+    for file in sorted(path.rglob("*.yaml")) if path.is_dir() else [path] if path.suffix == ".yaml" else []:
+        _read_yaml(file, allow_code)
 
 
 def _load_jsonl(path: Path, shots: int, limit: int | None) -> dict[str, SuiteTask]:
@@ -217,13 +229,15 @@ def _shown(value: Any) -> str:
 # --- YAML -----------------------------------------------------------------------------------------------------------
 
 
-def _load_yaml(folder: Path, files: list[Path], shots: int, limit: int | None) -> dict[str, SuiteTask]:
+def _load_yaml(
+    folder: Path, files: list[Path], shots: int, limit: int | None, allow_code: bool
+) -> dict[str, SuiteTask]:
     """Every task that the files define, groups spelled out. What has neither `task` nor `group` is a template."""
     from lm_eval.tasks import TaskManager
 
     with quiet():
         manager = TaskManager(include_defaults=False)
-        names = _index(folder, files, manager)
+        names = _index(folder, files, manager, allow_code)
         _check_members(folder, manager)
     result: dict[str, SuiteTask] = {}
     for name in names:
@@ -234,14 +248,14 @@ def _load_yaml(folder: Path, files: list[Path], shots: int, limit: int | None) -
     return result
 
 
-def _index(folder: Path, files: list[Path], manager: TaskManager) -> list[str]:
+def _index(folder: Path, files: list[Path], manager: TaskManager, allow_code: bool) -> list[str]:
     """Puts what the files define into lm-eval's index. Returns the names of groups and tasks, groups first."""
     from lm_eval.tasks._index import Kind, TaskIndex
 
     index = manager.task_index
     defined: dict[str, Path] = {}
     for path in files:
-        config = _read_yaml(path)
+        config = _read_yaml(path, allow_code)
         if not {"task", "group", "class"} & config.keys() or not (config.get("task") or config.get("group")):
             continue  # a template, for others to include
         name = config["group"] if "group" in config else config["task"]
@@ -258,18 +272,16 @@ def _index(folder: Path, files: list[Path], manager: TaskManager) -> list[str]:
     return sorted(defined, key=lambda name: (index[name].kind is not Kind.GROUP, name))
 
 
-def _read_yaml(path: Path, including: tuple[Path, ...] = ()) -> dict[str, Any]:
+def _read_yaml(path: Path, allow_code: bool, including: tuple[Path, ...] = ()) -> dict[str, Any]:
     """One YAML file with what it includes, local data files as absolute paths."""
-    from lm_eval.tasks._yaml_loader import load_yaml
-
     path = path.resolve()
     if path in including:
         raise UserError(f"{path} includes itself by way of {including[-1]}; includes must not go in a circle")
     try:
-        config = load_yaml(path, recursive=False)
-    except Exception as error:  # YAML's own kinds, and whatever the module of a !function raises
-        raise UserError(f"{path} cannot be loaded ({one_line(error)}); it must be a task in lm-eval's YAML") from error
-    _resolve_data(config, path.parent)
+        config = _definition(path, allow_code)
+        _resolve_data(config, path.parent)
+    except RecursionError:  # an anchor may stand inside itself
+        raise UserError(f"{path} is nested too deeply; write it without so many levels.") from None
     merged: dict[str, Any] = {}
     includes = config.pop("include", [])
     for include in includes if isinstance(includes, list) else [includes]:
@@ -279,10 +291,58 @@ def _read_yaml(path: Path, including: tuple[Path, ...] = ()) -> dict[str, Any]:
                 f"{path} includes {include!r}; it must be a file beside it, or one of lm-eval's own such as "
                 "hellaswag/hellaswag.yaml"
             )
-        included = _read_yaml(found, (*including, path))
+        included = _read_yaml(found, allow_code, (*including, path))
         included.pop("task_list", None)  # as lm-eval: it belongs to the included file alone
         merged |= included
     return merged | config
+
+
+class _Definition(TypedDict, total=False):
+    include: str | list[str]
+    tag: str | list[str] | None
+
+
+def _definition(path: Path, allow_code: bool) -> dict[str, Any]:
+    """What a file says itself. Python is imported where lm-eval or, with `allow_code`, a user wrote the file."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    if not path.is_relative_to(lm_eval_tasks().resolve()):
+        try:
+            config = read_document(path, dict[str, Any])
+            read_document(path, _Definition)  # checks what is read before lm-eval reads the rest
+        except UserError as error:
+            code = "!function" if "'!function'" in str(error) else None
+            if code is None:
+                raise
+        else:
+            code = None if allow_code else _script(config)
+        if code and not allow_code:
+            raise UserError(
+                f"{path} runs Python of its own ({code}); where you trust it, allow that with --allow-code, or with "
+                "evaluate.allow_code=true in a sweep"
+            )
+        if code is None:
+            return config
+    try:
+        return load_yaml(path, recursive=False)
+    except Exception as error:  # whatever the module of a !function raises
+        raise UserError(f"{path} cannot be loaded ({one_line(error)}); it must be a task in lm-eval's YAML") from error
+
+
+def _script(value: Any) -> str | None:
+    """What would run a script of a folder or the Hub: a metric that is not lm-eval's own, or data that are code."""
+    from lm_eval.api import metrics  # noqa: F401  (registers them)
+    from lm_eval.api.registry import metric_registry
+
+    if isinstance(value, dict):
+        if value.get("trust_remote_code") or value.get("dataset_path") == "pandas":  # which reads pickles
+            return "trust_remote_code" if value.get("trust_remote_code") else "dataset_path 'pandas'"
+        listed = value.get("metric_list")
+        for one in listed if isinstance(listed, list) else []:
+            if isinstance(one, dict) and (one.get("hf_evaluate") or str(one.get("metric")) not in metric_registry):
+                return f"metric {one.get('metric')!r}"
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((found for one in inner if (found := _script(one))), None)
 
 
 def _resolve_data(config: dict[str, Any], folder: Path) -> None:

@@ -187,8 +187,7 @@ def errors_only(library: str) -> Iterator[None]:
 @contextmanager
 def quiet(progress_bars: bool = False) -> Iterator[None]:
     """Keeps lm-eval's remarks, and what it draws unless `progress_bars`, off the screen; compiles a template once."""
-    from lm_eval.utils import env
-
+    env = _sandbox()
     is_outermost = "from_string" not in vars(env)
     if is_outermost:
         env.from_string = functools.cache(env.from_string)
@@ -198,6 +197,18 @@ def quiet(progress_bars: bool = False) -> Iterator[None]:
     finally:
         if is_outermost:
             del env.from_string
+
+
+@functools.cache
+def _sandbox() -> Any:
+    """lm-eval's environment of templates, from now on one in which a template reaches no Python."""
+    from jinja2.sandbox import SandboxedEnvironment
+    from lm_eval import utils
+
+    known = utils.env
+    utils.env = SandboxedEnvironment(undefined=known.undefined, keep_trailing_newline=known.keep_trailing_newline)
+    utils.env.filters |= known.filters
+    return utils.env
 
 
 # --- suites by name -------------------------------------------------------------------------------------------------

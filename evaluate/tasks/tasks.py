@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...train.errors import UserError
 from . import hub
-from .custom import load_custom, load_texts
+from .custom import check_custom, load_custom, load_texts
 from .staging import BENCHMARKS, STAGED, Report, StagedTask, benchmarks_directory, stage_benchmarks, staged_lines
 from .suite import Suite, SuiteTask, choose_items, expand, freeze, quiet
 
@@ -51,11 +51,11 @@ def parse_entry(written: str) -> Entry:
     return Entry(written, name, shots, "path" if is_path else "staged" if name in STAGED else "named")
 
 
-def anchored(tasks: Sequence[str], progress: Report = lambda line: None) -> list[str]:
+def anchored(tasks: Sequence[str], progress: Report = lambda line: None, allow_code: bool = False) -> list[str]:
     """The same tasks, suites spelled out, files and folders as absolute paths: the reader may work in another folder.
 
     Raises:
-        UserError: a file or a folder that is not there, or a name that lm-eval does not know.
+        UserError: a file or a folder that is not there, or is not what it must be; a name that lm-eval does not know.
     """
     found = []
     for written in expand(tasks):
@@ -70,6 +70,8 @@ def anchored(tasks: Sequence[str], progress: Report = lambda line: None) -> list
             place = Path(entry.name).expanduser().absolute()
             if not place.exists():
                 raise UserError(f"task {written!r} names {place}, which does not exist; give a file or a folder")
+            if entry.kind != "text":
+                check_custom(place, allow_code)
             written = f"text:{place}" if entry.kind == "text" else f"{place}" + written.removeprefix(entry.name)
         found.append(written)
     return found
@@ -82,6 +84,7 @@ def load_suite(
     cache: Path | str | None = None,
     progress: Report = lambda line: None,
     manager: TaskManager | None = None,
+    allow_code: bool = False,
 ) -> Suite:
     """Loads tasks, chooses their items and builds their requests.
 
@@ -92,6 +95,7 @@ def load_suite(
         progress: called with a line of text at each stage of that.
         manager: lm-eval's index of tasks, in which every name is looked up; default: built (10 s, once per machine)
             when a task that is not staged is named.
+        allow_code: whether YAML of your own may run Python.
 
     Raises:
         UserError: an unknown task (the nearest names are given), or data that cannot be had.
@@ -110,11 +114,11 @@ def load_suite(
         elif entry.kind == "text":
             found = load_texts(Path(entry.name), limit)
         elif entry.kind == "path":
-            found = load_custom(Path(entry.name), entry.shots or 0, limit)
+            found = load_custom(Path(entry.name), entry.shots or 0, limit, allow_code)
         else:
             manager = manager or hub.task_manager(cache, progress)
             if entry.name not in manager.all_tasks and Path(entry.name).is_dir():
-                found = load_custom(Path(entry.name), entry.shots or 0, limit)
+                found = load_custom(Path(entry.name), entry.shots or 0, limit, allow_code)
             else:
                 found = hub.load_named(entry.name, entry.shots, limit, manager, cache, progress)
         for name in found:

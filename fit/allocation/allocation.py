@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import Array, Columns, Constants, InputError, floats, positive, same_length
+from ..flops import convention_name, in_words
 from ..formatting import amount, count, scientific, text
 from ..uncertainty import percentile_intervals
 from .serving import Prices
@@ -29,7 +30,6 @@ GRID = 160  # points of a search's first pass, which a law of several valleys ne
 LOGITS = 700.0  # bounds of logit s: its exponential is still a number
 FAR = 300.0  # bounds of log D around sqrt(C)
 REACH = 60.0  # a search in log N goes this far to both sides of sqrt(C), so that units do not matter
-TITLES = {"flops": "C", "ratio": "D/N"}
 
 Curve = Callable[[Array], Array]
 
@@ -48,6 +48,7 @@ class Optimum:
     more: Mapping[str, Array] = field(default_factory=dict)
     draws: Mapping[str, Array] = field(default_factory=dict)
     level: float = 0.95
+    convention: str = "6nd"  # in which C is counted
 
     @property
     @np.errstate(divide="ignore", invalid="ignore")
@@ -87,19 +88,24 @@ class Optimum:
         return [{name: cell(name, i) for name in found} for i in range(len(self.N))]
 
     def __repr__(self) -> str:
-        return "\n".join(
-            ", ".join(f"{TITLES.get(name, name)} = {said}" for name, said in row.items()) for row in self.rows()
-        )
+        titles = self._titles()
+        return "\n".join(", ".join(f"{titles[name]} = {said}" for name, said in row.items()) for row in self.rows())
+
+    def _titles(self) -> dict[str, str]:
+        named = {"flops": f"C ({in_words(self.convention)})", "ratio": "D/N"}
+        return {name: named.get(name, name) for name in self.values}
 
     def _repr_html_(self) -> str:
         rows = self.rows()
-        head = "".join(f"<th>{text(TITLES.get(name, name))}</th>" for name in self.values)
+        head = "".join(f"<th>{text(title)}</th>" for title in self._titles().values())
         body = "".join("<tr>" + "".join(f"<td>{text(said)}</td>" for said in row.values()) + "</tr>" for row in rows)
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 @np.errstate(all="ignore")  # a term that vanished or a loss out of reach gives zeros and infinities on purpose
-def answer(law: Any, solve: Callable[[Constants], Columns], level: float) -> Optimum:
+def answer(
+    law: Any, solve: Callable[[Constants], Columns], level: float, flops_per_token: float | Curve = 6.0
+) -> Optimum:
     """`solve` under the law's constants and draws; it takes (r,) constants and gives (targets, r) arrays."""
     if not 0.0 < level < 1.0:
         raise InputError(f"level is {level}; it must lie between 0 and 1, as 0.95 does.")
@@ -116,7 +122,7 @@ def answer(law: Any, solve: Callable[[Constants], Columns], level: float) -> Opt
     if draws:
         draws["ratio"] = draws["D"] / draws["N"]
     own = {name: values.pop(name) for name in ("flops", "N", "D", "loss")}
-    return Optimum(**own, more=values, draws=draws, level=level)
+    return Optimum(**own, more=values, draws=draws, level=level, convention=convention_name(flops_per_token))
 
 
 def aligned(**columns: ArrayLike) -> list[Array]:
@@ -242,23 +248,37 @@ def _term(amplitude: Array, x: Array, exponent: Array) -> Array:
     return np.where(amplitude == 0, 0.0, amplitude * np.power(x, -exponent))
 
 
-def compute_optimal(law: Any, flops: ArrayLike, flops_per_token: float | Curve = 6.0, level: float = 0.95) -> Optimum:
+def compute_optimal(
+    law: Any, flops: ArrayLike, flops_per_token: float | Curve | None = None, level: float = 0.95
+) -> Optimum:
     """The N and D of lowest loss for `flops` (a scalar or (targets,)) of training.
 
     flops_per_token: k of k N FLOPs per token, or a function of N such as `FlopsPerToken`, which is searched to about
-    1e-6.
+    1e-6; None: the convention of the law.
     """
     (C,) = aligned(flops=flops)
+    flops_per_token = own_convention(law, flops_per_token)
 
     def solve(constants: Constants) -> Columns:
-        N, D, loss = _unlimited(law, constants, C, flops_per_token)
+        N, D, loss = unlimited(law, constants, C, flops_per_token)
         return {"flops": C, "N": N, "D": D, "loss": loss}
 
-    return answer(law, solve, level)
+    return answer(law, solve, level, flops_per_token)
+
+
+def own_convention(law: Any, flops_per_token: float | Curve | None = None) -> float | Curve:
+    """`flops_per_token`, by default that of the law: as the table counts that it was fitted to, or 6N."""
+    if flops_per_token is None:
+        flops_per_token = getattr(law, "flops_per_token_", None)
+    return 6.0 if flops_per_token is None else flops_per_token
 
 
 def token_limited(
-    law: Any, flops: ArrayLike, unique_tokens: ArrayLike, flops_per_token: float | Curve = 6.0, level: float = 0.95
+    law: Any,
+    flops: ArrayLike,
+    unique_tokens: ArrayLike,
+    flops_per_token: float | Curve | None = None,
+    level: float = 0.95,
 ) -> Optimum:
     """The best N and D for `flops` when there are only `unique_tokens` different ones (broadcast together).
 
@@ -266,20 +286,21 @@ def token_limited(
     D), D stops at one epoch and the rest of the budget goes into N.
     """
     C, U = aligned(flops=flops, unique_tokens=unique_tokens)
+    flops_per_token = own_convention(law, flops_per_token)
     spend = _convention(flops_per_token)
 
     def solve(constants: Constants) -> Columns:
         if tuple(law.inputs) == ("N", "D", "U"):
             N, D, loss = search(law, constants, C, spend, U)
         else:
-            N, D, loss = _unlimited(law, constants, C, flops_per_token)
+            N, D, loss = unlimited(law, constants, C, flops_per_token)
             middle = 0.5 * np.log(C)
             all_of_it = np.exp(root(lambda x: np.log(spend(np.exp(x)) * U / C), middle - REACH, middle + REACH))
             N, D = np.where(D > U, all_of_it, N), np.minimum(D, U)
             loss = np.where(D < U, loss, law.evaluate(constants, all_of_it, U))
         return {"flops": C, "N": N, "D": D, "loss": loss, "epochs": np.maximum(D / U, 1.0)}
 
-    return answer(law, solve, level)
+    return answer(law, solve, level, flops_per_token)
 
 
 def fixed_size(
@@ -287,13 +308,14 @@ def fixed_size(
     N: ArrayLike,
     flops: ArrayLike | None = None,
     loss: ArrayLike | None = None,
-    flops_per_token: float | Curve = 6.0,
+    flops_per_token: float | Curve | None = None,
     level: float = 0.95,
 ) -> Optimum:
     """At N parameters: the tokens and loss that `flops` buy, or the tokens and FLOPs that `loss` needs (maybe
     infinite).
     """
     name, value = exactly_one(flops=flops, loss=loss)
+    flops_per_token = own_convention(law, flops_per_token)
     spend = _convention(flops_per_token)
     n, given = aligned(N=N, **{name: value})
     if name == "loss":
@@ -306,7 +328,7 @@ def fixed_size(
         D = tokens_for_loss(n, given, constants)
         return {"flops": spend(n) * D, "N": n, "D": D, "loss": given}
 
-    return answer(law, solve, level)
+    return answer(law, solve, level, flops_per_token)
 
 
 def overtraining_cost(
@@ -386,7 +408,8 @@ def inference_aware(
     return answer(law, solve, level)
 
 
-def _unlimited(law: Any, constants: Constants, C: Array, flops_per_token: Any) -> tuple[Array, Array, Array]:
+def unlimited(law: Any, constants: Constants, C: Array, flops_per_token: Any) -> tuple[Array, Array, Array]:
+    """N, D and the lowest loss of a law of N and D under any constants; they and C broadcast together."""
     if tuple(law.inputs) != ("N", "D"):
         raise InputError(f"the law takes {', '.join(law.inputs)}; a law of N and D is expected.")
     if callable(flops_per_token):

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ..allocation.allocation import compute_optimal
 from ..errors import Array, Columns, InputError
-from ..flops import flops_per_token
+from ..flops import convention_name, flops_per_token
 from ..laws.law import LossLaw
 from ..laws.powerlaw import PowerLaw
 from ..laws.registry import law_class
@@ -39,9 +39,11 @@ def fit_parametric(
     """A law like `law` fitted to the runs with N (n,) counted as given, or None and the reason."""
     fitted = (law or default_law()).clone()
     try:
-        fitted.fit(N, table.D, table.loss, weight=table.weight, loss_se=table.known_se)
+        fitted.fit(N, table.D, table.loss, weight=table.weight, loss_se=table.known_se, flops=table.flops)
     except InputError as error:
         return None, str(error)
+    if not fitted.converged_:
+        return None, f"the fit did not converge from any of {fitted.starts_['tried']} starts."
     if bootstrap:
         with contextlib.suppress(InputError):  # too few runs to resample: a law without intervals is still worth having
             fitted.bootstrap(bootstrap, resampled_together(table.group, table.run_id, fitted.problem_.free), seed)
@@ -66,14 +68,15 @@ class Estimate:
     D_ci: Interval | None
     loss_ci: Interval | None
     tokens_per_parameter_ci: Interval | None
+    convention: str  # in which `flops` are counted
 
 
 @dataclass(frozen=True)
 class Approach:
     """One approach: `reason` says why it has no answer, and is empty when it has one.
 
-    `exponent` is a of N* ~ C^a. `flops_per_token` is a function of N where that is not 6N. `profiles` and `envelope`
-    are what approaches 2 and 1 were read off.
+    `exponent` is a of N* ~ C^a. `flops_per_token` is a function of N where FLOPs are not counted as 6ND. `profiles` and
+    `envelope` are what approaches 2 and 1 were read off.
     """
 
     key: str
@@ -102,7 +105,7 @@ class Approach:
             values, draws = best.values, dict(best.draws)
         elif source is not None and source.N_law_ is not None:
             laws = {"N": source.N_law_, "D": source.D_law_, "loss": source.loss_law_}
-            known = {name: law for name, law in laws.items() if law is not None}
+            known = {name: law for name, law in laws.items() if law is not None and law.converged_}
             values = {name: law.predict(flops) for name, law in known.items()}
             draws = {name: law.predict_draws(flops) for name, law in known.items() if law.draws_ is not None}
             for found in (values, draws):
@@ -123,7 +126,7 @@ class Approach:
             title = "tokens_per_parameter" if name == "ratio" else name
             said[title] = finite_or_none(values[name][0])
             said[f"{title}_ci"] = None if band is None or np.isnan(band[0]).all() else tuple(band[0].tolist())
-        return Estimate(float(flops), **said)
+        return Estimate(float(flops), **said, convention=convention_name(self.flops_per_token))
 
     def to_dict(self) -> dict[str, Any]:
         """What does not depend on a budget, for JSON."""
@@ -148,8 +151,8 @@ def three_approaches(
     N, C = counts
     spend = flops_per_token(N, table.D, C)
     return {
-        "envelope": envelope(front),
-        "isoflop": isoflop(profiles),
+        "envelope": replace(envelope(front), flops_per_token=spend),
+        "isoflop": replace(isoflop(profiles), flops_per_token=spend),
         "parametric": parametric(*fitted, spend, (float(C.min()), float(C.max()))),
     }
 
@@ -167,11 +170,16 @@ def parametric(
     if law is None:
         return Approach("parametric", title, reason=reason)
     exponent, interval = None, None
+    N, D, _ = law.data_.values()
+    ends = compute_optimal(law, span or float((6.0 * N * D).max()), flops_per_token or 6.0)
+    if not (np.isfinite(ends.ratio) & (ends.ratio > 0)).all():
+        gone = f" ({', '.join(law.degenerate_)} at a bound)" if law.degenerate_ else ""
+        return Approach("parametric", title, f"the law has no best size at the budgets of the runs{gone}", law=law)
     if flops_per_token is None and law.form == "chinchilla":
         exponent = finite_or_none(law.exponents_[0])
         interval = None if law.draws_ is None else law.interval("a")
     elif span is not None and span[1] > span[0]:
-        ends, width = compute_optimal(law, np.array(span), flops_per_token or 6.0), np.log(span[1] / span[0])
+        width = np.log(span[1] / span[0])
         with np.errstate(all="ignore"):
             exponent = finite_or_none(np.log(ends.N[1] / ends.N[0]) / width)
             if ends.draws:
@@ -198,6 +206,11 @@ def _of_power_law(key: str, title: str, sizes: PowerLaw | None, reason: str, **s
     if sizes is None:
         return Approach(key, title, reason, **source)
     return Approach(key, title, "", sizes.p_, None if sizes.draws_ is None else sizes.interval("p"), **source)
+
+
+def size_or_none(value: Any) -> float | None:
+    """A finite size above zero, or None, as where a term of the law vanished."""
+    return finite_or_none(value) if value > 0 else None
 
 
 def finite_or_none(value: Any) -> float | None:

@@ -13,13 +13,15 @@ import numpy as np
 
 from ..allocation.allocation import compute_optimal
 from ..errors import Array, InputError, enough, identifiable
+from ..flops import FlopsPerToken
 from ..table import RunTable
 from ..uncertainty import percentile_interval, resampled_together
-from .approaches import Law, default_law, finite_or_none
+from .approaches import Law, finite_or_none, size_or_none
 from .isoflop import IsoflopProfiles, binned_levels
 
 COARSE_BIN = 0.5  # decades, where the table has no budgets
 RUNG_GAP = 0.02  # log N; sizes nearer than this are one rung
+SIZES = ("N", "tokens_per_parameter")
 DRAWS = 200  # resamples behind the prediction intervals of a step
 
 
@@ -31,8 +33,10 @@ def backtest(table: RunTable, profiles: IsoflopProfiles, law: Law | None, target
     budget and beyond (_beyond), loss_inside (share of held-out runs within the 95 % prediction interval), N and
     tokens_per_parameter, _predicted by approach 3, by approach 2 (_isoflop) and _measured.
     """
+    if law is None:
+        return {"steps": [], "reason": "there is no parametric law", "influence": None}
     labels, budgets = _levels(table, profiles)
-    influence = None if law is None else leave_one_out(table, law, labels, budgets, target)
+    influence = leave_one_out(table, law, labels, budgets, target)
     steps, reason = [], "there is one budget only" if len(budgets) < 2 else ""
     for level in range(1, len(budgets)):
         test = labels == level
@@ -76,7 +80,7 @@ def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array,
             moves[name] /= width if width > 0 else np.nan
     entries: list[dict[str, Any]] = [
         {"kind": kind, "value": value, "runs": int(rows.sum())}
-        | {name: finite_or_none(values[i]) for name, values in refits.items()}
+        | {name: (size_or_none if name in SIZES else finite_or_none)(values[i]) for name, values in refits.items()}
         | {"moves": {name: finite_or_none(values[i]) for name, values in moves.items()}}
         for i, (kind, value, rows) in enumerate(groups)
     ]
@@ -106,14 +110,17 @@ def _step(
     test: np.ndarray,
     budget: float,
     profiles: IsoflopProfiles,
-    full: Law | None,
+    full: Law,
     target: float,
 ) -> dict[str, Any]:
     if not train.any():
         raise InputError("no cheaper run to fit.")
     cheap, held = table.where(train), table.where(test)
-    law = (full or default_law()).clone()
+    law = full.clone()
     law.fit(cheap.N, cheap.D, cheap.loss, weight=cheap.weight, loss_se=cheap.known_se)
+    law.flops_per_token_ = full.flops_per_token_  # one convention for all steps
+    if not law.converged_:
+        raise InputError("the fit did not converge.")
     beyond = _errors(law, table.where(table.flops >= held.flops.min()))
     step: dict[str, Any] = {
         "held_out_flops": budget,
@@ -122,11 +129,11 @@ def _step(
         **_errors(law, held),
         **{f"{name}_beyond": value for name, value in beyond.items() if name != "runs_predicted"},
         "runs_beyond": beyond["runs_predicted"],
-        "tokens_per_parameter_at_target": finite_or_none(compute_optimal(law, target).ratio[0]),
-        "tokens_per_parameter_at_target_full": finite_or_none(compute_optimal(full, target).ratio[0]) if full else None,
+        "tokens_per_parameter_at_target": size_or_none(compute_optimal(law, target).ratio[0]),
+        "tokens_per_parameter_at_target_full": size_or_none(compute_optimal(full, target).ratio[0]),
         "predicted": np.asarray(law.predict(held.N, held.D)).tolist(),
         "measured": held.loss.tolist(),
-        "loss_inside": _inside(law, cheap, held) if full is not None and full.draws_ is not None else None,
+        "loss_inside": _inside(law, cheap, held) if full.draws_ is not None else None,
     }
     two = _profiles(cheap, profiles, cheap.budget)
     for name, C in (("at_target", target), ("predicted", budget)):
@@ -135,12 +142,13 @@ def _step(
     step["N_predicted_isoflop"] = N
     vertex = _profiles(held, profiles, np.full(len(held), budget)).profiles_[0]
     N, D = (vertex.N_best, vertex.D_best) if vertex.accepted else (None, None)
-    # The law's optimum is asked at the held-out vertex's own 6ND, whatever the table's convention.
-    best = compute_optimal(law, 6.0 * N * D) if N and D else None
+    # The law's optimum is asked at the FLOPs of the held-out vertex's own N and D.
+    spend = law.flops_per_token_ or FlopsPerToken()
+    best = compute_optimal(law, spend(np.array(N)) * D) if N and D else None
     return step | {
-        "N_predicted": best and finite_or_none(best.N[0]),
+        "N_predicted": best and size_or_none(best.N[0]),
         "N_measured": N,
-        "tokens_per_parameter_predicted": best and finite_or_none(best.ratio[0]),
+        "tokens_per_parameter_predicted": best and size_or_none(best.ratio[0]),
         "tokens_per_parameter_measured": D / N if N and D else None,
     }
 
@@ -181,15 +189,11 @@ def _answers(law: Law, constants: dict[str, Array], target: float) -> dict[str, 
     other = copy(law)
     other.draws_ = constants
     best = compute_optimal(other, target).draws
-    exponents = {name: values for name, values in constants.items() if name.startswith(("alpha", "beta"))}
+    exponents = {name: constants[name] for name in law.exponent_names}
     return exponents | {"N": best["N"][0], "tokens_per_parameter": best["ratio"][0], "loss": best["loss"][0]}
 
 
 def _logs(answers: dict[str, Array]) -> dict[str, Array]:
     """What moves are counted in: exponents, and the logarithms of N and D/N."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return {
-            name: values if name.startswith(("alpha", "beta")) else np.log(values)
-            for name, values in answers.items()
-            if name != "loss"
-        }
+        return {name: np.log(values) if name in SIZES else values for name, values in answers.items() if name != "loss"}

@@ -76,11 +76,14 @@ def by_convention(
     seed: int = 0,
     law: Law | None = None,
     method: Method = "cubic",
+    own: Array | None = None,
 ) -> list[ConventionRow]:
     """A row for every parameter count (the columns PARAMETERS, or else N) times every FLOP count of the table: 6ND and,
     where they differ, `flops_exact` or else the table's. Arguments as in `analyze`; by default a method that may be
-    lopsided, as a profile that is even in one count is in another.
+    lopsided, as a profile that is even in one count is in another. own (n,): FLOPs as answers count them, if not as the
+    table does.
     """
+    own = table.flops if own is None else own
     counts = {name: table.column(name) for name in PARAMETERS if name in table.frame}
     if not any(_same(N, table.N) for N in counts.values()):
         counts = {"N": table.N} | counts
@@ -97,20 +100,20 @@ def by_convention(
         if measured[0] == "table" and _same(spent["6nd"], table.flops):
             del spent["table"]
         for label, C in spent.items():
-            row = ConventionRow(name, label, _same(N, table.N) and _same(C, table.flops), tuple(map(float, targets)))
+            row = ConventionRow(name, label, _same(N, table.N) and _same(C, own), tuple(map(float, targets)))
             missing = ~(usable[name] & np.isfinite(C) & (C > 0))
             if missing.any():
                 column = f"flops_{label}" if usable[name].all() else name
                 reason = f"{column} is missing or zero in {int(missing.sum())} of {len(N)} runs"
                 rows.append(replace(row, reason=reason))
                 continue
-            profiles, envelope, moved = _read_off(table, N, C, mover, method)
+            profiles, envelope, moved = read_off(table, N, C, mover, method)
             found = three_approaches(profiles, envelope, laws[name], table, (N, C), bootstrap, seed)
             rows.append(replace(row, approaches=found, law=laws[name][0], moved=moved))
     return rows
 
 
-def _read_off(
+def read_off(
     table: RunTable, N: Array, C: Array, mover: tuple[Array, Law] | None, method: Method
 ) -> tuple[IsoflopProfiles, Envelope, float]:
     """Approaches 2 and 1 in the counts N and C (n,), and the largest factor in D by which a run was moved for them."""

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, InputError, check_weights, positive, same_length
+from ..errors import Array, InputError, check_weights, is_uneven, positive, same_length
 from ..laws.powerlaw import PowerLaw
-from ..uncertainty import excess_scatter, percentile_interval
+from ..uncertainty import check_resampling, excess_scatter, percentile_interval
 
 Method = Literal["parabola", "cubic", "akima"]
 REACH = np.log(10.0)  # a polynomial's lowest point is looked for up to ten times beyond the sizes tried
@@ -196,6 +196,8 @@ def find_vertex(bare: IsoflopProfile) -> IsoflopProfile:
         plural = "s" if sizes > 1 else ""
         return replace(bare, reason=f"only {sizes} size{plural} at this budget, and {what} needs {needed}")
     bare = replace(bare, has_curve=True)
+    if not is_uneven(bare.loss):
+        return replace(bare, reason="all sizes have the same loss")
     vertex, lowest = (float(value[0]) for value in bare.shape.minimum(bare.loss[None, :]))
     if np.isnan(vertex):
         bent = "is concave, so it has" if bare.method == "parabola" else "has"
@@ -316,8 +318,7 @@ class IsoflopProfiles:
 
     def bootstrap(self, n: int = 1000, seed: int = 0) -> IsoflopProfiles:
         """Every vertex, N*(C), D*(C) and L*(C) gets `n` draws; none where the residual spread is not known."""
-        if n < 1:
-            raise InputError(f"bootstrap is {n}; a positive number of resamples is needed.")
+        check_resampling(n, seed)
         if self.noise == "spread" and self.freedom_ < 1:
             return self
         generator = np.random.default_rng(seed)

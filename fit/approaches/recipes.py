@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from ..allocation.allocation import compute_optimal
-from ..flops import flops_per_token
 from ..formatting import scientific
 from ..table import RunTable
 from ..uncertainty import percentile_interval
@@ -110,8 +109,7 @@ def by_recipe(
     found: list[RecipeLaw] = []
     for name, own in split(runs).items():
         fitted, reason = fit_parametric(own, own.N, law, bootstrap, seed)
-        spend = flops_per_token(own.N, own.D, own.flops)
-        estimate = None if fitted is None else parametric(fitted, "", spend).at(C)
+        estimate = None if fitted is None else parametric(fitted, "", fitted.flops_per_token_).at(C)
         one = RecipeLaw(name, own, C, fitted, reason.rstrip("."), estimate)
         if found:
             one = replace(one, paired=paired(found[0].table, own), at_target=_at_target(found[0], one))
@@ -157,11 +155,10 @@ def _at_target(base: RecipeLaw, other: RecipeLaw) -> Difference | None:
         return None
     value = other.estimate.loss - base.estimate.loss
     draws = []
-    for law, own in ((base.law, base.table), (other.law, other.table)):
+    for law in (base.law, other.law):
         if law is None or law.draws_ is None:
             return Difference(value, None)
-        spend = flops_per_token(own.N, own.D, own.flops) or 6.0
-        draws.append(compute_optimal(law, base.target, spend).draws["loss"][0])
+        draws.append(compute_optimal(law, base.target).draws["loss"][0])
     n = min(map(len, draws))
     # Both bootstraps take the same random numbers; shuffled, the draws are independent. The recipes do share the noise
     # of initialization and of the held-out text, so the interval errs to be wide.

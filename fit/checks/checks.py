@@ -52,11 +52,7 @@ def run_checks(a: Analysis) -> tuple[Warning, ...]:
 
 def _solver(law: Law) -> Found:
     tried, agree = law.starts_["tried"], law.starts_["agreeing"]
-    if not law.converged_:
-        yield Warning(
-            "not_converged", f"The parametric fit did not converge from any of {tried} starts; do not use its numbers."
-        )
-    elif agree < 0.9 * tried:
+    if agree < 0.9 * tried:
         yield Warning(
             "starts_disagree",
             f"{agree} of {tried} starts agree on the parametric optimum; the data hardly pin the law down.",
@@ -83,8 +79,6 @@ def _solver(law: Law) -> Found:
 
 
 def _outliers(a: Analysis, law: Law) -> Found:
-    if not law.converged_:
-        return
     found, n = find_outliers(law), len(a.table)
     if not found.rows.size:
         return
@@ -111,12 +105,10 @@ def _moved(law: Law, without: dict[str, float], C: float) -> str:
     other = copy(law)
     other.constants_ = without
     was, now = (amount(float(compute_optimal(one, C).ratio[0])) for one in (law, other))
-    exponents = ", ".join(
-        f"{name} from {value:.3f} to {without[name]:.3f}"
-        for name, value in law.constants_.items()
-        if name.startswith(("alpha", "beta"))
+    exponents = "".join(
+        f", {name} from {law.constants_[name]:.3f} to {without[name]:.3f}" for name in law.exponent_names
     )
-    return f"D/N at {scientific(C)} FLOPs goes from {was} to {now}, {exponents}"
+    return f"D/N at {scientific(C)} FLOPs goes from {was} to {now}{exponents}"
 
 
 def _profiles(profiles: IsoflopProfiles) -> Found:

@@ -282,9 +282,9 @@ def flop_convention(t: RunTable) -> Found:
     said = f"{high:.2f}" if high < 1.05 * low else f"between {low:.2f} and {high:.2f}"
     yield Warning(
         "flop_convention",
-        f"FLOPs are {said} times 6ND; the report allocates under the table's FLOPs, while law.optimal and the "
-        "published laws allocate under 6ND: N* differs by convention alone, and its exponent where the factor changes "
-        "with N.",
+        f"FLOPs are {said} times 6ND; all answers count them as the table does, and published laws as 6ND (ask with "
+        "--convention 6nd to compare): N* differs by convention alone, and its exponent where the factor changes with "
+        "N.",
     )
 
 
@@ -365,12 +365,16 @@ def mixed_losses(t: RunTable) -> Found:
 
 
 def repeated_data(t: RunTable) -> Found:
-    epochs = first_known(numbers(t, "epochs"), t.D / numbers(t, "unique_tokens"))
+    yield from repeated(first_known(numbers(t, "epochs"), t.D / numbers(t, "unique_tokens")))
+
+
+def repeated(epochs: Array) -> Found:
+    """Where runs (n,) go over their data more often than a law of N and D takes; NaN where that is not known."""
     many = epochs > MANY_EPOCHS
     if many.any():
         yield Warning(
             "repeated_data",
-            f"{int(many.sum())} of {len(t)} runs see their data more than {MANY_EPOCHS:g} times, up to "
+            f"{int(many.sum())} of {len(epochs)} runs see their data more than {MANY_EPOCHS:g} times, up to "
             f"{np.nanmax(epochs):.1f}. Tokens seen again are worth less than this law assumes (Muennighoff "
             "et al. 2023), so leave these runs out or fit a law of repetition.",
         )
@@ -510,7 +514,7 @@ def _duplicates(t: RunTable) -> Found:
         )
 
 
-def _few_runs(t: RunTable) -> Found:
+def few_runs(t: RunTable) -> Found:
     pairs = len(t) - len(_alike(t.N, t.D)[1])
     if pairs < FEW_RUNS:
         yield Warning(
@@ -519,27 +523,34 @@ def _few_runs(t: RunTable) -> Found:
         )
 
 
-def _profiles(t: RunTable) -> Found:
-    """Budgets with few sizes, and budgets whose lowest loss is at an end of the sizes."""
+def _profiles(t: RunTable) -> Iterator[tuple[float, np.ndarray]]:
+    """Each budget and its runs (n,)."""
     labels, budgets = budget_levels(t.flops, t.N, t.budget)
     if not np.isfinite(t.budget).any() and (labels >= 0).mean() < 0.5:
         return  # a ladder of sizes: what shares a budget does so by chance
-    few: list[str] = []
-    edges: dict[str, list[str]] = {"smallest": [], "largest": []}
     for level, C in enumerate(budgets):
-        N, loss = t.N[labels == level], t.loss[labels == level]
-        sizes = np.unique(N)
-        if len(sizes) < FEW_SIZES:
-            few.append(f"{len(sizes)} at {scientific(C)}")
-        lowest = int(np.argmin([loss[size == N].mean() for size in sizes]))
-        if len(sizes) > 2 and lowest in (0, len(sizes) - 1):
-            edges["largest" if lowest else "smallest"].append(scientific(C))
-    if few:
+        yield C, labels == level
+
+
+def few_sizes(t: RunTable) -> Found:
+    counts = [(C, len(np.unique(t.N[rows]))) for C, rows in _profiles(t)]
+    if few := [f"{count} at {scientific(C)}" for C, count in counts if count < FEW_SIZES]:
         yield Warning(
             "few_sizes",
             f"A parabola wants at least {FEW_SIZES} sizes per budget, and there are {', '.join(few)} FLOPs; with three "
             "it passes through the noise of each, so add sizes near the minimum.",
         )
+
+
+def _edges(t: RunTable) -> Found:
+    """Budgets whose lowest loss is at an end of the sizes."""
+    edges: dict[str, list[str]] = {"smallest": [], "largest": []}
+    for C, rows in _profiles(t):
+        N, loss = t.N[rows], t.loss[rows]
+        sizes = np.unique(N)
+        lowest = int(np.argmin([loss[size == N].mean() for size in sizes]))
+        if len(sizes) > 2 and lowest in (0, len(sizes) - 1):
+            edges["largest" if lowest else "smallest"].append(scientific(C))
     if any(edges.values()):
         said = " and ".join(f"the {end} size at {', '.join(at)}" for end, at in edges.items() if at)
         add = " and ".join({"smallest": "smaller", "largest": "larger"}[end] for end, at in edges.items() if at)
@@ -550,7 +561,7 @@ def _profiles(t: RunTable) -> Found:
         )
 
 
-def _span(t: RunTable) -> Found:
+def narrow_span(t: RunTable) -> Found:
     span = float(t.flops.max()) / float(t.flops.min())
     if span < 10:
         yield Warning(
@@ -598,9 +609,10 @@ CHECKS = (
     _duplicates,
     swept,
     repeated_data,
-    _few_runs,
-    _profiles,
-    _span,
+    few_runs,
+    few_sizes,
+    _edges,
+    narrow_span,
     flop_convention,
     _provenance,
 )

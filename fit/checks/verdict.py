@@ -27,6 +27,7 @@ LOPSIDED_T, LOPSIDED_SHIFT = 3.5, 0.05
 BEND_T = 3.0
 NARROW = 10.0
 AGREEING = 0.9  # share of starts
+AGREE_WITHIN = 3.0  # in N: wider intervals overlap whatever is true, and confirm nothing
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,20 @@ def verdict(approaches: Mapping[str, Approach], targets: Sequence[float], table:
         said = "; ".join(map(str, found))
         suspects = find_suspects(able, {clash.flops for clash in found}, table)
         return Verdict(False, f"The approaches disagree beyond their intervals: {said}.", suspects)
-    spans = [approach.at(targets[0]).N_ci for approach in able.values()]
-    if any(span is None for span in spans):
-        return Verdict(None, "Not every approach has an interval, so agreement cannot be judged.")
+    spans = {key: approach.at(targets[0]).N_ci for key, approach in able.items()}
     with np.errstate(divide="ignore"):
-        widest = max(float(np.divide(span[1], span[0])) for span in spans if span)
-    wide = f"a factor of {amount(widest, 2)}" if widest < WIDE else "over five decades"
-    return Verdict(True, f"The approaches agree within their intervals, which span up to {wide} in N.")
+        width = {key: float(np.divide(span[1], span[0])) for key, span in spans.items() if span}
+    narrow, at = [key for key, factor in width.items() if factor <= AGREE_WITHIN], f"at {scientific(targets[0])} FLOPs"
+    words = dict.fromkeys(able, "no interval")
+    words |= {key: f"a factor of {amount(f, 2)}" if f < WIDE else "over five decades" for key, f in width.items()}
+    if len(narrow) < 2:
+        wide = ", ".join(f"{key} has {span}" for key, span in words.items())
+        need = f"two intervals of N within a factor of {AGREE_WITHIN:g} are needed"
+        return Verdict(None, f"Agreement cannot be judged {at}: {need}, and {wide}.")
+    who = "The approaches" if len(narrow) == len(able) else " and ".join(narrow).capitalize()
+    rest = "".join(f"; {key} cannot tell, with {words[key]}" for key in able if key not in narrow)
+    most = words[max(narrow, key=lambda key: width[key])]
+    return Verdict(True, f"{who} agree {at} within their intervals, which span up to {most} in N{rest}.")
 
 
 def find_suspects(approaches: Mapping[str, Approach], budgets: set[float], table: RunTable) -> tuple[str, ...]:
@@ -104,7 +112,7 @@ def _conventions(table: RunTable, parametric: Approach) -> Iterator[str]:
     far = max(ratio.max(), 1.0) / min(ratio.min(), 1.0)
     if parametric.law is not None and parametric.flops_per_token is None and far > CONVENTION:
         yield (
-            f"FLOPs are {ratio.min():.2f} to {ratio.max():.2f} times 6ND; the parametric approach allocates under "
+            f"FLOPs are {ratio.min():.2f} to {ratio.max():.2f} times 6ND. The parametric approach allocates under "
             "C = 6ND and the others under the table's FLOPs."
         )
     share = 1.0 - table.column("N_non_embedding") / table.N
@@ -124,9 +132,7 @@ def _law(table: RunTable, law: Law) -> Iterator[str]:
             f"{len(found.rows)} of {len(table)} runs do not follow the parametric law of the others, first "
             f"{table.run_id[worst]} ({percent(float(np.expm1(found.residual[worst])), signed=True)} in loss)."
         )
-    if not law.converged_:
-        yield "The parametric fit did not converge."
-    elif law.starts_["agreeing"] < AGREEING * law.starts_["tried"]:
+    if law.starts_["agreeing"] < AGREEING * law.starts_["tried"]:
         yield "Only {agreeing} of {tried} starts agree on the parametric optimum.".format(**law.starts_)
     if law.degenerate_:
         yield f"The parametric fit holds {', '.join(law.degenerate_)} at the end of its range."

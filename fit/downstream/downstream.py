@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from ..allocation.allocation import own_convention, unlimited
 from ..errors import Array, InputError, floats, positive
 from ..table import RunTable, ended, numeric
-from ..uncertainty import resampled_together
+from ..uncertainty import check_resampling, resampled_together
 from .tasklaw import TaskLaw, intervals
 
 __all__ = ["SignalToNoise", "TaskLaw", "TaskPrediction", "TaskVerdict", "fit_tasks", "signal_to_noise", "task_names"]
@@ -133,14 +134,14 @@ def fit_tasks(
     seed: int = 0,
     link: str = "sigmoid",
 ) -> list[TaskVerdict]:
-    """A verdict for every task of the table, with predictions at the optimum of each target budget (FLOPs, C = 6 N D).
+    """A verdict for every task of the table, with predictions at the optimum of each target budget (FLOPs as the law
+    counts them).
 
     `law`: a law of N and D fitted to the table's rows, which says where the optimum is. The same resamples of runs go
     through it and through both steps of every task. Raises InputError when targets come without it, and for a bootstrap
     of nothing.
     """
-    if bootstrap < 1:
-        raise InputError(f"bootstrap is {bootstrap}; tasks need a positive number of resamples.")
+    check_resampling(bootstrap, seed)
     goals = positive("target", targets) if len(targets) else np.zeros(0)
     if len(goals) and (law is None or tuple(law.inputs) != ("N", "D") or len(law.data_["N"]) != len(table)):
         raise InputError(f"law is {law!r}; targets need a law of N and D that is fitted to the {len(table)} runs.")
@@ -296,12 +297,12 @@ def _predictions(
     # A run that the task has no score of is in every resample once.
     counts = np.ones((len(fitted.counts_), len(table)))
     counts[:, rows.at] = fitted.counts_[:, rows.final]
-    frontier = law.refit(counts)
+    frontier, spend = law.refit(counts), own_convention(law)
     rng = np.random.default_rng(seed)
     for C in goals:
-        N, D, _ = (float(v) for v in law.optimum(C, law.constants_))
+        N, D, _ = (float(np.ravel(v)[0]) for v in unlimited(law, law.constants_, C, spend))
         loss = float(fitted.task_loss(fitted.constants_, N, D))
-        there = fitted.task_loss(draws, *law.optimum(C, frontier)[:2])
+        there = fitted.task_loss(draws, *unlimited(law, frontier, C, spend)[:2])
         acc, score = float(fitted.accuracy(fitted.constants_, loss)), fitted.accuracy(draws, there)
         bounds = [intervals(v, level) for v in (there, score, fitted.noisy(draws, there, rng))]
         found = TaskPrediction(float(C), N, D, loss, bounds[0], acc, bounds[1], bounds[2])

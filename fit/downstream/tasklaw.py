@@ -62,7 +62,7 @@ class TaskLaw(Estimator):
         if link not in LINKS:
             raise InputError(f"link is {link!r}; choose one of {', '.join(LINKS)}.")
         if ceiling is not None and not 0 < ceiling <= 1:
-            raise InputError(f"ceiling is {ceiling}; it must be above 0 and at most 1, or None to be fitted.")
+            raise InputError(f"ceiling is {ceiling}; it must be above 0 and at most 1; without it, it is fitted.")
         if law is not None and law.inputs != ("N", "D"):
             raise InputError(f"law takes {', '.join(law.inputs)}; the first step needs a law of N and D.")
         self.link, self.ceiling, self.law = link, ceiling, law_class()() if law is None else law
@@ -85,7 +85,7 @@ class TaskLaw(Estimator):
         """
         self.data_ = _rows(N, D, task_loss, acc, acc_se, final)
         if chance is not None and not 0 <= chance < 1:
-            raise InputError(f"chance is {chance}; it must be at least 0 and below 1, or None to be fitted.")
+            raise InputError(f"chance is {chance}; it must be at least 0 and below 1; without it, it is fitted.")
         self.chance = chance
         d = self.data_
         done = d["final"]

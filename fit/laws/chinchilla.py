@@ -60,7 +60,7 @@ class ChinchillaLaw(LossLaw):
     ) -> None:
         super().__init__(objective, delta)
         if E is not None and not 0 <= E < np.inf:
-            raise InputError(f"E is {E}; it must be zero or more and below the lowest loss, or None to be fitted.")
+            raise InputError(f"E is {E}; it must be zero or more and below the lowest loss; without it, E is fitted.")
         self.tied, self.E = bool(tied), None if E is None else float(E)
 
     @staticmethod

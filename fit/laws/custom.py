@@ -67,6 +67,7 @@ class FunctionLaw(LossLaw):
         self.function = function
         self.parameters, self.bounds = parameters, _bounds(parameters or {})
         self.names, self.inputs = tuple(self.bounds), tuple(inputs)
+        self.exponent_names = tuple(name for name in self.names if name.startswith(("alpha", "beta")))
         self.output = str(output)
         if not self.inputs or len({*self.inputs, self.output}) != len(self.inputs) + 1:
             raise InputError(f"inputs is {inputs!r} and output {output!r}; names that differ are needed.")
@@ -85,14 +86,22 @@ class FunctionLaw(LossLaw):
         return {name: value for name, value in given.items() if name != "function"}
 
     def fit(  # type: ignore[override]
-        self, *columns: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None, **named: ArrayLike
+        self,
+        *columns: ArrayLike,
+        weight: ArrayLike | None = None,
+        loss_se: ArrayLike | None = None,
+        flops: ArrayLike | None = None,
+        **named: ArrayLike,
     ) -> Self:
         """Fit to the inputs in order and then what was observed, all (n,) and above zero; by position or by name.
 
-        `weight` (n,), `loss_se` (n,) as in every law. Raises InputError also where the function takes no complex
-        constants.
+        `weight`, `loss_se`, `flops` (n,) as in every law, the last for inputs N and D alone. Raises InputError also
+        where the function takes no complex constants.
         """
         given = by_name("fit", (*self.inputs, self.output), columns, named)
+        if flops is not None and self.inputs == ("N", "D"):
+            N, D, observed = given.values()
+            return super().fit(N, D, observed, weight, loss_se, flops)
         return self._fit(tuple(given.values()), weight, loss_se)
 
     def evaluate(self, constants: Constants, *inputs: Any) -> Any:  # type: ignore[override]

@@ -44,6 +44,7 @@ from ..errors import (
     unboxed,
 )
 from ..files import write_text
+from ..flops import FlopsPerToken, check_convention, flops_per_token
 from ..formatting import interval as interval_text
 from ..formatting import text
 from ..plots import plot_contours
@@ -510,7 +511,8 @@ class LossLaw(Law):
     inputs: tuple[str, ...] = ("N", "D")
     output = "loss"
     E: float | None = None  # where it is given, and not fitted
-    exponent_names: ClassVar[tuple[str, ...]] = ()  # constants that say how fast the loss falls
+    exponent_names: tuple[str, ...] = ()  # constants that say how fast the loss falls
+    flops_per_token_: FlopsPerToken | None = None  # as the table counts that it was fitted to; None: 6N
 
     def fit(
         self,
@@ -519,12 +521,15 @@ class LossLaw(Law):
         loss: ArrayLike,
         weight: ArrayLike | None = None,
         loss_se: ArrayLike | None = None,
+        flops: ArrayLike | None = None,
     ) -> Self:
         """Fit to n runs: N parameters, D tokens, loss (nats per token), all (n,). Returns self.
 
-        `weight` (n,) multiplies each run's term; `loss_se` (n,) is the standard error, for objective "se". Raises
-        InputError for bad numbers, too few different runs, and where N and D do not vary separately.
+        `weight` (n,) multiplies each run's term; `loss_se` (n,) is the standard error, for objective "se"; `flops` (n,)
+        says how `optimal` counts FLOPs, without it as 6ND. Raises InputError for bad numbers, too few different runs,
+        and where N and D do not vary separately.
         """
+        self.flops_per_token_ = None if flops is None else flops_per_token(*map(floats, (N, D, flops)))
         return self._fit((N, D, loss), weight, loss_se)
 
     def optimum(
@@ -547,12 +552,13 @@ class LossLaw(Law):
         """Which draws put a term or an exponent at zero, (resamples,)."""
         return np.zeros(len(self._bootstrapped()[self.names[0]]), dtype=bool)
 
-    def optimal(self, flops: ArrayLike, level: float = 0.95) -> Optimum:
-        """The N and D of lowest loss under C = 6 N D, with intervals after `bootstrap`; `flops` is a scalar or
-        (targets,).
+    def optimal(self, flops: ArrayLike, level: float = 0.95, convention: str = "table") -> Optimum:
+        """The N and D of lowest loss, with intervals after `bootstrap`; `flops` is a scalar or (targets,), counted as
+        those of the fit, or as 6ND (convention "6nd").
         """
         self._fitted()
-        return compute_optimal(self, flops, level=level)
+        check_convention(convention)
+        return compute_optimal(self, flops, 6.0 if convention == "6nd" else None, level)
 
     @property
     def exponents_(self) -> tuple[float, float]:

@@ -8,25 +8,65 @@ law.json carries the same under "estimator" and is read as well.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict
 
+import msgspec
 import numpy as np
 
-from ..errors import InputError
+from ..errors import InputError, check_weights, positive, same_length
+from ..files import parse_document, read_document
+from ..flops import FlopsPerToken
 from .registry import LAWS, law_class
 
 FORMAT = "isoflop-law"
 VERSION = 1
 
 
+class Fitted(TypedDict):
+    theta: list[float]
+    objective: float
+    starts: dict[Literal["tried", "agreeing"], int]
+    converged: bool
+    degenerate: list[str]
+    scatter: float
+
+
+class Drawn(TypedDict):
+    resamples: int
+    redrawn: int
+    unconverged: int
+    method: str
+    seed: int | None
+    groups: list[str]
+    draws: dict[str, list[float | Literal["inf", "-inf", "nan"]]]
+
+
+class Data(TypedDict):
+    sha256: str
+    columns: dict[str, list[float]]
+    weight: list[float]
+    se: list[float] | None
+
+
+class LawFile(TypedDict):
+    """What a file must hold to be read; what else `law_to_dict` writes is for people."""
+
+    options: dict[str, Any]
+    fit: Fitted
+    bootstrap: Drawn | None
+    flops_per_token: NotRequired[FlopsPerToken | None]
+    data: Data
+
+
 def law_to_dict(law: Any) -> dict[str, Any]:
     """The law as JSON's own types; an infinite option or draw is the string "inf"."""
     columns = {name: values.tolist() for name, values in law.data_.items()}
+    spend = getattr(law, "flops_per_token_", None)
     bootstrap = None
     if law.draws_ is not None:
         draws = {name: [_number(float(v)) for v in values] for name, values in law.draws_.items()}
@@ -46,6 +86,7 @@ def law_to_dict(law: Any) -> dict[str, Any]:
             "scatter": law.scatter_,
         },
         "bootstrap": bootstrap,
+        "flops_per_token": spend and asdict(spend),
         "data": {
             "sha256": data_hash(law),
             "rows": len(law.weight_),
@@ -73,19 +114,21 @@ def read_law(source: str | Path, kind: type[Any] | None = None) -> Any:
         raise InputError(
             f"{said} is version {content.get('version')!r} of the law format; this isoflop reads version {VERSION}."
         )
-    if content.get("form") not in LAWS:
+    if str(content.get("form")) not in LAWS:
         raise InputError(f"{said} holds a law of form {content.get('form')!r}; known are {', '.join(LAWS)}.")
     cls = law_class(content["form"])
     if kind is not None and not issubclass(cls, kind):
         raise InputError(f"{said} holds a law of form {content['form']!r}; {kind.form or kind.title!r} is expected.")
     try:
-        law = cls(**{key: _read(value) for key, value in content["options"].items()})
-        _restore(law, content)
-    except InputError:
-        raise
+        whole = msgspec.convert(content, LawFile)
+        law = cls(**{key: _read(value) for key, value in whole["options"].items()})
+        _restore(law, whole)
+    except InputError as error:
+        raise InputError(f"{said}: {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise InputError(f"{said} is not a whole law ({type(error).__name__}: {error}); write it again.") from None
-    if data_hash(law) != content["data"].get("sha256"):
+        reason = f"{type(error).__name__}: {error}".replace("`", "")
+        raise InputError(f"{said} is not a whole law ({reason}); write it again.") from None
+    if data_hash(law) != whole["data"]["sha256"]:
         raise InputError(f"{said} holds data whose hash differs from the one it states; it was changed after the fit.")
     return law
 
@@ -94,31 +137,35 @@ def _load(source: str | Path) -> tuple[str, dict[str, Any]]:
     text = str(source)
     inline = isinstance(source, str) and text.lstrip().startswith("{")
     said = "the text" if inline else text
-    try:
-        content = json.loads(text if inline else Path(text).read_text())
-    except OSError as error:
-        raise InputError(f"{said} cannot be read ({error.strerror}); give a law's JSON file.") from None
-    except (ValueError, UnicodeDecodeError):
-        raise InputError(f"{said} is not JSON; give a file that `to_json` or a report wrote.") from None
+    content = parse_document(text.encode(), said, Any) if inline else read_document(Path(text), Any)
     if isinstance(content, dict) and isinstance(content.get("estimator"), dict):
         content = content["estimator"]
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise InputError(f"{said} is not a law (no format {FORMAT!r}); give a file that `to_json` or a report wrote.")
+        failed = isinstance(content, dict) and "approaches" in content and content.get("law") is None
+        why = "its report had no parametric fit" if failed else f"no format {FORMAT!r}"
+        raise InputError(f"{said} is not a law ({why}); give a file that `to_json` or a report wrote.")
     return said, content
 
 
-def _restore(law: Any, content: dict[str, Any]) -> None:
-    data, fit = content["data"], content["fit"]
-    law.data_ = {name: np.array(data["columns"][name], dtype=np.float64) for name in (*law.inputs, law.output)}
-    law.weight_ = np.array(data["weight"], dtype=np.float64)
-    law.se_ = None if data["se"] is None else np.array(data["se"], dtype=np.float64)
-    law.objective_, law.starts_ = float(fit["objective"]), dict(fit["starts"])
-    law.converged_, law.degenerate_ = bool(fit["converged"]), list(fit["degenerate"])
-    law.resume(np.array(fit["theta"], dtype=np.float64), float(fit["scatter"]))
-    if content["bootstrap"] is not None:
-        drawn = dict(content["bootstrap"])
+def _restore(law: Any, content: LawFile) -> None:
+    data, fit, theta = content["data"], content["fit"], np.array(content["fit"]["theta"])
+    law.data_ = {name: positive(name, data["columns"][name]) for name in (*law.inputs, law.output)}
+    law.weight_ = check_weights(data["weight"], len(data["weight"]))
+    law.se_ = None if data["se"] is None else positive("se", data["se"])
+    same_length(**law.data_, weight=law.weight_)
+    law.objective_, law.starts_ = fit["objective"], fit["starts"]
+    law.converged_, law.degenerate_ = fit["converged"], fit["degenerate"]
+    law.flops_per_token_ = content.get("flops_per_token")
+    law.resume(theta, fit["scatter"])
+    if theta.shape != law.problem_.lower.shape:
+        raise ValueError(f"theta has {len(theta)} numbers, and the law {len(law.problem_.lower)}")
+    if (bootstrap := content["bootstrap"]) is not None:
+        drawn: dict[str, Any] = {**bootstrap}
         law.groups_ = np.array(drawn.pop("groups"), dtype=str)
-        law.draws_ = {name: np.array([_read(v) for v in values]) for name, values in drawn.pop("draws").items()}
+        draws = {name: np.array([_read(v) for v in values]) for name, values in drawn.pop("draws").items()}
+        law.draws_ = {name: draws[name] for name in law.problem_.constants(theta[None, :])}
+        same_length(**law.draws_)
+        same_length(weight=law.weight_, groups=law.groups_)
         law.bootstrap_ = drawn
 
 

@@ -11,6 +11,7 @@ DEFAULT = "chinchilla"
 # The class of each form; fit/__init__.py says where it lives.
 LAWS = {
     "chinchilla": "ChinchillaLaw",
+    "gamma": "GammaLaw",
     "power": "PowerLaw",
     "kaplan": "KaplanLaw",
     "broken": "BrokenPowerLaw",

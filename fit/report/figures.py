@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..allocation.allocation import compute_optimal
-from ..errors import Array
+from ..errors import Array, is_uneven
 from ..formatting import amount, count, fixed, percent, scientific, text
 from ..plots import (
     APPROACH_STYLE,
@@ -207,7 +207,7 @@ def _vertex(p: Any, colour: str, group: str) -> Trace:
 
 def contours(a: Analysis) -> Figure | None:
     t = a.table
-    if a.law is None:
+    if a.law is None or not is_uneven(a.law.predict(t.N, t.D)):
         return None
     n, d, losses, (low, high, step), best = loss_contours(a.law, t.N, t.D)
     surface = style("contours") | {"colorscale": SCALE, "z": [as_list(row) for row in losses]}
@@ -217,7 +217,7 @@ def contours(a: Analysis) -> Figure | None:
     inside = (n[0] <= best.N) & (n[-1] >= best.N) & (d[0] <= best.D) & (d[-1] >= best.D)
     C, N, D, loss = (values[inside] for values in (best.flops, best.N, best.D, best.loss))
     hover = [
-        f"<b>optimal at 6ND = {scientific(c)}</b><br>N* {count(n)} · D* {count(d)}<br>D/N {amount(d / n)}"
+        f"<b>optimal at {scientific(c)} FLOPs</b><br>N* {count(n)} · D* {count(d)}<br>D/N {amount(d / n)}"
         f" · loss {y:.4f}"
         for c, n, d, y in zip(C, N, D, loss, strict=True)
     ]
@@ -241,9 +241,9 @@ def residuals(a: Analysis) -> Figure | None:
 def cloud(a: Analysis) -> Figure | None:
     """Two exponents of every refit, coloured by the tokens per parameter that it wants at the first target."""
     law = a.law
-    names = [] if law is None else [name for name in law.names if name.startswith(("alpha", "beta"))]
-    if law is None or law.draws_ is None or len(names) < 2:
+    if law is None or law.draws_ is None or len(law.exponent_names) < 2:
         return None
+    names = law.exponent_names
     want = compute_optimal(law, a.targets[0]).draws["ratio"][0][:CLOUD]
     known = np.isfinite(want) & (want > 0)
     if known.sum() < 2:

@@ -15,9 +15,10 @@ import numpy as np
 
 from ..approaches.recipes import sentences
 from ..errors import InputError
-from ..files import write_text
+from ..files import filling, write_text
+from ..flops import in_words
 from ..formatting import UNDETERMINED, amount, count, fixed, interval, percent, scientific, times
-from ..plots import APPROACH_STYLE, save_figures
+from ..plots import APPROACH_STYLE, FIGURES, save_figures
 from ..results import Analysis
 from . import figures
 
@@ -45,7 +46,7 @@ def write_report(
     provenance: Mapping[str, object] | None = None,
     costs: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write report.html, law.json and PNG figures into `directory` (made if missing); returns the path of report.html.
+    """Write report.html, law.json and PNG figures into `directory`, all or none; returns the path of report.html.
 
     `curves`: run_id, step, tokens, flops, loss of every run. `provenance`: names and values for the footer. `costs`: as
     costs.json of a sweep. Raises InputError when the directory cannot be written to or the curves lack a column.
@@ -55,10 +56,6 @@ def write_report(
         missing = [c for c in ("run_id", "tokens", "flops", "loss") if c not in curves]
         if missing:
             raise InputError(f"curves have no column {missing[0]!r}; they have {', '.join(map(str, curves.columns))}.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{folder} cannot be made ({error.strerror}); give a folder that can be written to.") from None
     origin = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "table": analysis.table.source,
@@ -68,11 +65,11 @@ def write_report(
     content = analysis.to_dict() | {"provenance": origin}
     if analysis.law is not None:
         content["estimator"] = analysis.law.to_dict()
-    write_text(folder / "law.json", json.dumps(content, allow_nan=False) + "\n")
-    save_figures(analysis, folder, curves)
-    path = folder / "report.html"
-    write_text(path, render_report(analysis, curves, title, origin, costs))
-    return path
+    with filling(folder, [f"{name}.png" for name in FIGURES]) as new:
+        write_text(new / "law.json", json.dumps(content, allow_nan=False) + "\n")
+        save_figures(analysis, new, curves)
+        write_text(new / "report.html", render_report(analysis, curves, title, origin, costs))
+    return folder / "report.html"
 
 
 def render_report(
@@ -89,11 +86,12 @@ def render_report(
         a=a,
         title=title,
         origin=origin,
+        counted=in_words(a.convention),
         answer=f"{_answer(a)} {a.verdict.sentence}",
         able=[a.approaches[key] for key in PREFERRED if a.approaches[key].exponent is not None],
         influence=_influence(a),
         styles={key: APPROACH_STYLE[key] for key in PREFERRED},
-        exponents=[] if law is None else [name for name in law.names if name.startswith(("alpha", "beta"))],
+        exponents=[] if law is None else law.exponent_names,
         equation="" if law is None else law.equation(lambda name: amount(law.constants_[name], 4)),
         recipes=a.recipes,
         compared=sentences(a.recipes),
@@ -127,7 +125,9 @@ def render_template(name: str, **context: Any) -> str:
 def _answer(a: Analysis) -> str:
     """The question that the report answers, in one sentence."""
     C, largest = a.targets[0], float(a.table.flops.max())
-    budget = f"{scientific(C)} FLOPs" + (f", {times(C / largest)} the largest run," if largest < C else "")
+    budget = f"{scientific(C)} FLOPs ({in_words(a.convention)})" + (
+        f", {times(C / largest)} the largest run," if largest < C else ""
+    )
     for key in PREFERRED:
         approach = a.approaches[key]
         e = approach.at(C) if approach.available else None

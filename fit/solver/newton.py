@@ -23,6 +23,7 @@ from .forms import LogForm
 GRADIENT_TOLERANCE = 1e-9  # a gradient is zero below this share of the terms that cancel in it ...
 RESIDUAL_ROUNDING = 1e-13  # ... or where residuals of this size would explain it: so a perfect fit converges too
 OBJECTIVE_ROUNDING = 1e-13  # a change of the objective below this share cannot be measured
+LOG_ROUNDING = 1e-15  # of a log prediction, with which a nearly perfect fit is tried again where it did not end
 FAR_GAIN = 1e-6  # `approach` ends where a step would gain less than this share of the objective
 STAGE_GAIN = 1e-2  # and so does a stage of `refine`
 MOST_TURN = 0.75  # the largest correction of a step, in units of the step
@@ -198,8 +199,11 @@ def approach(batch: Batch, iterations: int) -> tuple[Array, Array]:
     return theta, objective
 
 
-def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int) -> Minimum:
-    """Newton through the stages deltas[stage:] of each problem; the batch's delta is deltas[stage]."""
+def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int, unmeasured: float = 0.0) -> Minimum:
+    """Newton through the stages deltas[stage:] of each problem; the batch's delta is deltas[stage].
+
+    unmeasured: an error of log predictions; a change of the objective that it would explain is no reason to turn back.
+    """
     theta, objective, rows = batch.theta.copy(), batch.objective.copy(), np.arange(len(batch.theta))
     lower, upper = batch.lower, batch.upper
     converged = np.zeros(len(theta), dtype=bool)
@@ -235,7 +239,8 @@ def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int) -> M
         there = batch.at(batch.theta + length[:, None] * step)
         gained = batch.objective - there.objective
         # At the optimum's own rounding a gain cannot be measured; a step that small is safe to take.
-        good = (gained > 1e-4 * length * gain) | (np.abs(gained) <= OBJECTIVE_ROUNDING * batch.objective)
+        least = OBJECTIVE_ROUNDING * batch.objective + unmeasured * np.abs(batch.slope).sum(axis=1)
+        good = (gained > 1e-4 * length * gain) | (np.abs(gained) <= least)
         there.restore(~good, batch)
         damping = np.where(good, np.maximum(0.1 * damping, NEAR_DAMPING), np.maximum(10.0 * damping, 1e-4))
         ahead = good & (stage < last) & (gain <= STAGE_GAIN * batch.objective + batch.rounding)

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..errors import Array
 from .forms import LogForm
-from .newton import Batch, Minimum, approach, refine
+from .newton import LOG_ROUNDING, Batch, Minimum, approach, refine
 
 STAGES = (100.0, 10.0, 3.0, 1.0)  # multiples of the wanted delta, each the start of the next ...
 COARSE = 0.03  # ... after as many factors of ten as it takes to begin near this
@@ -133,6 +133,12 @@ def _solve(
             followers = np.concatenate([followers, np.ones(P, dtype=int)])
             stage = np.concatenate([stage, np.full(P, len(deltas) - 1)])
         found = refine(batch(problem, stage, theta), stage, deltas, ITERATIONS)
+        if (lost := ~found.converged & np.isfinite(found.objective)).any():
+            stage = np.full(lost.sum(), len(deltas) - 1)
+            near = batch(problem[lost], stage, found.theta[lost])
+            again = refine(near, stage, deltas, ITERATIONS, LOG_ROUNDING)
+            for whole, rows in zip(vars(found).values(), vars(again).values(), strict=True):
+                whole[lost] = rows
     each = Solution(found.theta, found.objective, found.converged, found.at_bound, followers, followers)
     return best_of(each, problem)
 

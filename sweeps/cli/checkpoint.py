@@ -38,6 +38,7 @@ def score(
     precision: str = "fp32",
     ranks: int = 1,
     batch_tokens: int | None = None,
+    allow_code: bool = False,
     as_json: bool = False,
 ) -> None:
     """Scores checkpoints and writes scores.json, every item, and report.html for each.
@@ -56,7 +57,7 @@ def score(
     if against is not None and other is None:
         wanted.append((path := find(against), path))
 
-    suite = {"tasks": tasks, "limit": limit}
+    suite = {"tasks": tasks, "limit": limit, "allow_code": allow_code}
     score_on = partial(_score, wanted=wanted, suite=suite, settings=settings, quietly=as_json)
     found = on_ranks(ranks, score_on, device=pick_device(device, "--device").type)
     if found is None:  # another rank of a job than the first

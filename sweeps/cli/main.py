@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ...train.data.shards import Shards
 
 INTERRUPTED = 130
+MANY_RUNS = 2000  # of a table, from which a fit takes minutes
 REASONS = 3  # of a step of a data recipe, the most frequent ones
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -61,6 +62,7 @@ def fit_table(
     delta: float = 1e-3,
     tied: bool = False,
     fixed_e: float | None = None,
+    convention: str = "table",
     output: Path | None = None,
     as_json: bool = False,
 ) -> None:
@@ -77,17 +79,22 @@ def fit_table(
     plain = not (column or derive_d or drop_worst) and repr(law) == repr(law_class()())
     if table.suffix == ".json":
         if not plain or output is not None:
-            raise UserError(f"{table} is a saved law; only --target-flops and --json apply to it")
-        result = fit.answer(table, target_flops)
-    elif (table / "plan.json").exists() and plain and output is None:
+            raise UserError(f"{table} is a saved law; only --target-flops, --convention and --json apply to it")
+        result = fit.answer(table, target_flops, convention)
+    elif (table / "plan.json").exists() and plain and output is None and convention == "table":
         result = write_results(SweepDirectory.open(table), targets=target_flops or None)
         output = table / "fit"
     else:
         runs = fit.read_table(table, columns=_columns(column or []), derive_d=derive_d, drop_worst=drop_worst)
-        largest = float(max(runs.flops))
+        largest = float(max(runs.flops if convention == "table" else 6.0 * runs.N * runs.D))
         targets = tuple(target_flops or [largest * factor for factor in (10.0, 100.0, 1000.0)])
-        analysis = fit.analyze(runs, targets, bootstrap, seed, law)
-        if not any(approach.available for approach in analysis.approaches.values()):
+        if len(runs) > MANY_RUNS:
+            print(
+                f"note: a fit of {len(runs):,} runs may take many minutes; a small --bootstrap is faster",
+                file=sys.stderr,
+            )
+        analysis = fit.analyze(runs, targets, bootstrap, seed, law, convention)
+        if analysis.law is None and not any(approach.available for approach in analysis.approaches.values()):
             raise fit.InputError(analysis.approaches["parametric"].reason)
         if output is not None:
             fit.write_report(analysis, output, title=table.stem, provenance={"table": str(table)})
@@ -144,6 +151,10 @@ def prepare_command(overrides: list[str] | None = None) -> None:
     for part in ("train", "validation"):
         numbers = shards.manifest[part]
         print(f"{part}: {numbers['tokens']:,} tokens, {numbers['documents']:,} documents, {numbers['bytes']:,} bytes")
+    if (held_out := shards.manifest.get("held_out")) is not None:
+        print(held_out["sentence"])
+    elif shards.manifest["validation"]["documents"] == 1:
+        print("the held-out set is one document, so losses are of that text alone; raise data.validation_fraction")
     for line in recipe_lines(shards):
         print(line)
 

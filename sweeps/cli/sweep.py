@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -178,15 +179,18 @@ def report_command(sweep: Path, as_json: bool = False) -> None:
 
 def _act(path: Path, as_json: bool, action: Callable[[SweepDirectory], int]) -> None:
     """Acts on a sweep and exits with the action's code; with `as_json` it prints the runs that were changed."""
+    from ..execute.conduct import look_after
     from ..runs.membership import members
 
     sweep = _open(path)
     before = {run.run_id: run.state() for run in members(sweep)} if as_json else {}
     with _said_aside(as_json):
         code = action(sweep)
+        with contextlib.suppress(UserError):  # SLURM does not answer, as the action has said
+            look_after(sweep)
     if as_json:
         after = {run.run_id: run.state() for run in members(sweep)}
-        said = [{"run_id": name, **vars(state)} for name, state in after.items() if before.get(name) != state]
+        said = [{"run_id": name, **asdict(state)} for name, state in after.items() if before.get(name) != state]
         show({"exit_code": code, "changed": said}, as_json, print)
     raise typer.Exit(code)
 

@@ -139,7 +139,7 @@ def outcome(prepared: Prepared) -> int:
     missing = missing_scores(prepared.directories, prepared.config)
     code = 1 if missing else 0
     for run in [run for run in prepared.directories if not run.is_done()]:
-        print(f"run {run.run_id} is {run.state().state}: {run.state().reason}")
+        print(f"run {run.run_id} is {run.state()}")
         other = stands_in.get(run.run_id)
         if other is not None and other.is_done():
             print(f"run {other.run_id} was trained in its place, at a lower learning rate")

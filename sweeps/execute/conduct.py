@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shutil
 import time
-from operator import attrgetter
 from pathlib import Path
 
 from ...train.errors import UserError
 from .. import prepare
-from ..config import SweepConfig
+from ..config import ACCEPTED, SweepConfig
 from ..plan import rates
 from ..prepare import Prepared
 from ..runs import membership
@@ -17,21 +16,12 @@ from ..runs.directory import AtWork, SweepDirectory
 from ..slurm import cluster as slurm_cluster
 from ..slurm import commands as slurm
 from ..slurm.backend import SlurmBackend, wait_for_slurm
+from ..slurm.record import is_unattended
 from ..terminal import describe_seconds
 from .advance import advance, missing_scores, outcome, renew, slurm_backend
 
 LOCK_SECONDS = 60.0  # that a keeper's pass may hold a sweep
-LEAST = {
-    "ensembles": 1,
-    "cluster.runs_per_gpu": 1,
-    "cluster.array_parallelism": 1,
-    "cluster.retries": 0,
-    "cluster.sweep_retries": 0,
-    "cluster.max_requeues": 0,
-    "cluster.backoff_seconds": 0,
-    "cluster.queue_minutes": 0,
-    "cluster.keeper_seconds": 1,
-}
+LONGEST_NAME = 200  # bytes, of a sweep
 
 
 def conduct(config: SweepConfig, command: list[str]) -> int:
@@ -40,12 +30,16 @@ def conduct(config: SweepConfig, command: list[str]) -> int:
     prepared = prepare.from_config(config)
     notes = "".join(f"note: {remark}\n" for remark in prepared.remarks)
     if config.dry_run:
+        if refusal := prepare.conflict(prepared):
+            notes += f"note: nothing of this would start: {refusal}\n"
         _show(prepared, notes)
         return 0
     on_slurm = config.cluster.kind == "slurm"
     if on_slurm:
         slurm_cluster.check(config.cluster, prepared.plan.runs)  # before anything is written
     with prepared.sweep.lock(LOCK_SECONDS if on_slurm else 0.0):
+        if refusal := prepare.conflict(prepared):
+            raise UserError(refusal)
         prepare.write_plan(prepared, command)
         print(notes, end="")
         if not on_slurm:
@@ -108,7 +102,17 @@ def submit(prepared: Prepared, only: set[str] | None = None) -> SlurmBackend:
         backend.remember(over=False)
     elif backend.in_queue():
         backend.keep()
+    elif only is None:
+        backend.remember(over=True)
     return backend
+
+
+def look_after(sweep: SweepDirectory) -> None:
+    """Brings the keepers of a sweep on SLURM back where somebody has cancelled them."""
+    if (sweep.path / "jobs" / "slurm.json").exists() and is_unattended(sweep, live := slurm.live_jobs()):
+        with sweep.lock(LOCK_SECONDS):
+            count = slurm_backend(sweep, prepare.configuration(sweep).cluster, live).keep()
+        print(f"nobody looked after this sweep any more; {count} keepers do now")
 
 
 def _conclude(prepared: Prepared, backend: SlurmBackend) -> int:
@@ -133,19 +137,9 @@ def _conclude(prepared: Prepared, backend: SlurmBackend) -> int:
 
 def check(config: SweepConfig) -> None:
     """Refuses a configuration that contradicts itself or asks for what is not there."""
+    _check_folder(config)
     cluster = config.cluster
-    if cluster.kind not in ("local", "slurm"):
-        raise UserError(f"cluster.kind is {cluster.kind!r}; it must be local or slurm")
-    for name, smallest in LEAST.items():
-        if not (value := attrgetter(name)(config)) >= smallest:
-            raise UserError(f"{name} is {value}; it must be {smallest} or more")
-    for name in ("launch_bound_width", "heartbeat_seconds", "hang_minutes", "max_submit"):
-        above = getattr(cluster, name)
-        if above is not None and not above > 0:
-            raise UserError(f"cluster.{name} is {above}; it must be above 0")
-    factor = config.grid.diverged_rate_factor if config.grid is not None else None
-    if factor is not None and not 0 < factor < 1:
-        raise UserError(f"grid.diverged_rate_factor is {factor}; it must be above 0 and below 1, or null")
+    ACCEPTED.check(config)
     if cluster.kind == "slurm" and not config.dry_run and shutil.which("sbatch") is None:
         raise UserError("cluster is 'slurm' and there is no sbatch on the PATH; use cluster=local, or load SLURM first")
     if config.explain and not config.dry_run:
@@ -153,8 +147,21 @@ def check(config: SweepConfig) -> None:
     extra = cluster.additional_parameters
     if extra is not None and not isinstance(extra, dict):
         raise UserError(f"cluster.additional_parameters is {extra!r}; it must map #SBATCH keys to values")
-    if not config.sweep or Path(config.sweep).name != config.sweep:
-        raise UserError(f"sweep is {config.sweep!r}; it names one folder under output_root, without slashes")
+
+
+def _check_folder(config: SweepConfig) -> None:
+    name, cluster = config.sweep or "", config.cluster
+    if Path(name).name != name or name in ("", "..") or not name.isprintable() or len(name.encode()) > LONGEST_NAME:
+        raise UserError(
+            f"sweep is {config.sweep!r}; it names one folder under output_root, which is neither . nor .., has no "
+            f"slashes or control characters, and takes at most {LONGEST_NAME} bytes"
+        )
+    # SLURM puts other words for % and \\ in the names of logs; a colon ends a path on PYTHONPATH, a comma a mount.
+    signs = "%:\\," if cluster.container else "%:\\"
+    for where, taken in ((Path(config.output_root, name).resolve(), signs), (Path.cwd(), "\\")):
+        bad = [sign for sign in str(where) if sign in taken or not sign.isprintable()]
+        if bad and cluster.kind == "slurm":
+            raise UserError(f"jobs on SLURM cannot work in {str(where)!r}, which has {bad[0]!r}; choose a path without")
 
 
 def _show(prepared: Prepared, notes: str) -> None:

@@ -207,7 +207,7 @@ class Display:
         if state.state == "done" and summary is not None:
             eta = describe_seconds(self._eta(sum(self._left.values())))
             return f"{head}  loss {summary['val_loss']:.4f}  {describe_seconds(summary['seconds']):>7}  ETA {eta}"
-        return f"{head}  {state.state}: {state.reason}"
+        return f"{head}  {state}"
 
     def _say(self, line: str) -> None:
         if self._live.disable:

@@ -4,12 +4,14 @@ Special here:
 - submitit has no throttle here, so a job is started when a place comes free, with as many threads per rank as its share
   of the cores;
 - runs of one rank go through a queue with one worker per place, so that PyTorch is imported once per worker, and no
-  place idles while anything can run; a worker that was killed is replaced.
+  place idles while anything can run; a worker that was killed is replaced;
+- a process that is frozen cannot see that it hangs: whoever started it does, by its runs' signs of life.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -23,11 +25,12 @@ import submitit
 from submitit.core.utils import environment_variables
 
 from ...train.errors import UserError
+from ...train.job.failure import Cause, Failure, note_failure
 from ..plan import rates
 from ..plan.sweep_plan import Plan
 from ..prepare import Prepared
 from ..runs.attempts import Policy
-from ..runs.directory import OPEN, RunDirectory, SweepDirectory, lock_token
+from ..runs.directory import OPEN, RunDirectory, SweepDirectory, lock_token, this_node
 from ..runs.queue import Queue, Unit
 from ..runs.states import KILLED
 from ..slurm.supervisor import settle_queue
@@ -35,6 +38,7 @@ from . import worker
 from .attempt import THREADS
 
 POLL_SECONDS = 0.25
+LOOK_SECONDS = 1.0  # between two looks for signs of life
 GRACE_SECONDS = 30.0  # what a worker gets to save a checkpoint before it is killed
 STILLBORN = 3  # workers that end before they have claimed anything, after which no more are started
 
@@ -49,6 +53,8 @@ class LocalJob:
     unit: Unit | None = None  # all that it trains; None: a worker's queue
     handle: Any = None
     place: int = 0
+    signs: list[float] = field(default_factory=list)  # of life, of its runs, when somebody last looked
+    still: float = 0.0  # seconds for which they have been the same
 
     @property
     def running(self) -> bool:
@@ -66,6 +72,10 @@ class Listed:
 
     def left(self) -> bool:
         return bool(self.jobs)
+
+    def at_work(self, job: LocalJob) -> list[RunDirectory]:
+        """None that gives signs of life."""
+        return []
 
     def ended(self, job: LocalJob) -> None: ...
 
@@ -158,8 +168,9 @@ class LocalBackend:
         # A folder per pool: submitit names its files by process id, and process ids come round again.
         folder = self._sweep.path / "jobs" / f"local-{os.urandom(4).hex()}"
         cluster = self._config.cluster
-        room = rates.places(cluster, ranks, self._rate)
-        return LocalPool(folder, room.jobs, room.threads, cluster.gpus_per_job, cluster.runs_per_gpu)
+        room, policy = rates.places(cluster, ranks, self._rate), Policy.of(cluster)
+        most = max(policy.hang_seconds, policy.silence_seconds)
+        return LocalPool(folder, room.jobs, room.threads, cluster.gpus_per_job, cluster.runs_per_gpu, most)
 
 
 @dataclass
@@ -171,10 +182,12 @@ class LocalPool:
     threads: int  # of a rank
     gpus_per_rank: int = 0
     jobs_per_gpu: int = 1
+    hang_seconds: float = math.inf  # without a sign of life, after which a job is killed
 
     def run(self, jobs: Listed | Workers, tick: Callable[[], None]) -> None:
         """Runs every job to its end, calling `tick` several times a second; Ctrl-C or TERM lets them save."""
         running: list[LocalJob] = []
+        looked = time.monotonic()
         try:
             with _handling(signal.SIGTERM, signal.default_int_handler):  # such as of a closed allocation
                 while running or jobs.left():
@@ -185,6 +198,10 @@ class LocalPool:
                     for job in [job for job in running if not job.running]:
                         running.remove(job)
                         jobs.ended(job)
+                    if (passed := time.monotonic() - looked) > LOOK_SECONDS:
+                        looked += passed
+                        for job in running:  # a longer pause is time in which this process slept
+                            self._look(job, jobs.at_work(job), min(passed, 2 * LOOK_SECONDS))
                     tick()
         except BaseException:
             self._stop(running)
@@ -208,6 +225,22 @@ class LocalPool:
         job.place = place
         return job
 
+    def _look(self, job: LocalJob, runs: Sequence[RunDirectory], passed: float) -> None:
+        """Kills a job that has hung; a job whose runs give no signs yet, or that has none, may only not be stopped."""
+        signs = [sign for run in runs if (sign := run.last_sign()) is not None]
+        processes = processes_of(job.handle._process.pid)
+        hangs = signs == job.signs if signs else "T" in processes.values()
+        job.signs, job.still = signs, job.still + passed if hangs else 0.0
+        if job.still < self.hang_seconds:
+            return
+        reason = f"it hung: no sign of life for {self.hang_seconds:g} s, as of a process that is frozen"
+        for run in runs:
+            note_failure(run.path, Failure(Cause.HUNG, reason, host=this_node()))
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        job.still = 0.0
+
     def _stop(self, running: list[LocalJob]) -> None:
         for job in running:
             job.handle._process.terminate()  # submitit's controller passes TERM on to every rank
@@ -217,6 +250,17 @@ class LocalPool:
         for job in running:
             if job.running:
                 job.handle._process.kill()
+
+
+def processes_of(root: int) -> dict[int, str]:
+    """A process, those that it has started and so on, each with its state in Linux's letter."""
+    found: dict[int, str] = {}
+    with contextlib.suppress(OSError):  # it has just ended
+        found[root] = Path(f"/proc/{root}/stat").read_text().rpartition(")")[2].split()[0]
+        for path in Path(f"/proc/{root}/task").glob("*/children"):
+            for child in path.read_text().split():
+                found |= processes_of(int(child))
+    return found
 
 
 @contextlib.contextmanager
@@ -258,6 +302,11 @@ class Workers:
             return None
         paths = [str(self.sweep.run(name).path.resolve()) for name in unit.runs]
         return LocalJob(worker.train, (unit.how, paths, self.policy, launcher), self.ranks[unit.runs[0]], unit)
+
+    def at_work(self, job: LocalJob) -> list[RunDirectory]:
+        """The runs that a job trains now."""
+        units = [unit for unit, place in self.queue.running().items() if place == job.place]
+        return [self.sweep.run(name) for unit in units for name in unit.runs]
 
     def ended(self, job: LocalJob) -> None:
         """Settles what it was at; UserError where one worker after the other ended before it had begun."""

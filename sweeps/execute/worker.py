@@ -68,7 +68,7 @@ def train(how: str, paths: Sequence[str], policy: Policy, launcher: tuple[str, s
     if stopped and inside_job():
         requeue_stopped(stopped, policy)
     if not stopped and not any(run.is_done() for run in runs):
-        raise RunFailed("; ".join(f"run {run.run_id} {state.state}: {state.reason}" for run, state in ended))
+        raise RunFailed("; ".join(f"run {run.run_id} {state}" for run, state in ended))
 
 
 def work(

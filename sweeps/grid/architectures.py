@@ -14,7 +14,9 @@ from functools import cache
 from operator import itemgetter
 
 from ...train.config import ModelConfig
+from ...train.errors import UserError
 from ...train.flops import count_parameters
+from ...train.planner.validation import check_kv_heads
 
 SHAPE_WEIGHT = 0.8  # how much a depth off the rule counts against a size off the target, both as logarithms
 
@@ -44,6 +46,7 @@ def widths(largest: int = 16384) -> tuple[int, ...]:
 
 def shaped(base: ModelConfig, width: int, depth: int) -> ModelConfig:
     """The base model at a width and depth, keeping its ratio of query to key/value heads."""
+    check_kv_heads(base)
     heads = width // head_dim(width)
     groups = base.heads // base.num_kv_heads
     kv_heads = None if groups == 1 else max(1, heads // groups)
@@ -72,6 +75,12 @@ def well_shaped(base: ModelConfig) -> tuple[_Candidate, ...]:
 def nearest_model(base: ModelConfig, wanted: float, above: int = 0) -> ModelConfig:
     """The well-shaped model whose N_total is nearest to `wanted`, among those with N_total > `above`."""
     pool = well_shaped(base)
+    largest = pool[-1][0]
+    if wanted > 2 * largest or above >= largest:
+        raise UserError(
+            f"the grid asks for a model of {max(wanted, above):.3g} parameters, and the largest that can be laid out "
+            f"has {largest:.3g}; give smaller grid.sizes, grid.budgets, grid.span or grid.expected_N"
+        )
     pool = pool[bisect.bisect_right(pool, above, key=itemgetter(0)) :]
 
     def distance(item: _Candidate) -> float:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ...train.config import ModelConfig, RunConfig, run_id
@@ -15,7 +15,7 @@ from ...train.data.recipe import recipe
 from ...train.errors import UserError
 from ...train.flops import count_parameters, tokens_for_budget, training_flops_per_token
 from ...train.planner.validation import validate
-from ..config import AdaptiveGrid, GridConfig, IsoflopGrid, LadderGrid, PointsGrid, ProductGrid
+from ..config import ACCEPTED, AdaptiveGrid, GridConfig, IsoflopGrid, LadderGrid, PointsGrid, ProductGrid
 from ..terminal import short
 from . import architectures
 from .trunks import merge_runs, own_flops
@@ -29,6 +29,7 @@ def expand_grid(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
     """Every run of a grid over `base`, once each, in the grid's own order."""
     if type(grid) not in KINDS:
         raise UserError(f"grid.kind is {grid.kind!r}; it must be isoflop, ladder, product, points or adaptive")
+    ACCEPTED.check(grid, "grid.")
     points: Iterable[RunConfig] = KINDS[type(grid)](grid, base)
     runs: dict[str, RunConfig] = {}
     fingerprints: dict[tuple[str, ...], str | None] = {}  # a model of gigabytes is read once, not once per run
@@ -56,22 +57,10 @@ def run_label(run: RunConfig) -> str:
     return f"{named}_{recipe.recipe_label(run.data.recipe)}" if run.data.recipe else named
 
 
-def _isoflop(grid: IsoflopGrid, base: RunConfig) -> Iterator[RunConfig]:
+def isoflop_runs(grid: IsoflopGrid, base: RunConfig) -> Iterator[RunConfig]:
     _refuse_tokens(grid, base)
     if not grid.budgets:
         raise UserError(f"grid.budgets is {grid.budgets}; give a list of training FLOPs such as [1e12,3e12]")
-    if grid.convention not in ("exact", "6nd"):
-        raise UserError(f"grid.convention is {grid.convention!r}; it must be exact or 6nd")
-    if not (grid.sizes >= 1 and 1 <= grid.span < math.inf):
-        raise UserError(f"grid.sizes is {grid.sizes} and grid.span is {grid.span}; both must be at least 1")
-    if not (0 < grid.expected_N < math.inf and 0 < grid.expected_flops < math.inf):
-        raise UserError(
-            f"grid.expected_N is {grid.expected_N} and grid.expected_flops is {grid.expected_flops}; both must be "
-            "positive numbers"
-        )
-    if not 0 <= grid.expected_exponent <= 2:
-        raise UserError(f"grid.expected_exponent is {grid.expected_exponent}; it must be at least 0 and at most 2")
-    _positive("grid.budgets", grid.budgets, "a budget is a positive number of FLOPs")
     least, length = grid.min_steps * base.batch_tokens, base.data.sequence_length
     N, _, smallest = architectures.well_shaped(base.model)[0]
     for budget in sorted(set(grid.budgets)):
@@ -80,7 +69,7 @@ def _isoflop(grid: IsoflopGrid, base: RunConfig) -> Iterator[RunConfig]:
                 f"grid.budgets contains {budget:.3g}, and the smallest model ({N:,} parameters) needs "
                 f"{_least_flops(grid, base):.2g} FLOPs for grid.min_steps {grid.min_steps}; give at least that"
             )
-        for model in isoflop_sizes(grid, base.model, budget):
+        for model in isoflop_sizes(grid, base.model, budget):  # those of too few steps are left out
             tokens = tokens_for_budget(model, length, budget, grid.convention)
             if tokens >= least:
                 yield dataclasses.replace(base, model=model, tokens=whole_steps(tokens, base), budget=budget)
@@ -95,7 +84,10 @@ def _least_flops(grid: IsoflopGrid, base: RunConfig) -> float:
 
 def _first_round(grid: AdaptiveGrid, base: RunConfig) -> list[RunConfig]:
     """The largest small isoFLOP grid that grid.first_share of the FLOPs pays for."""
-    _check_adaptive(grid)
+    if grid.recipes is not None and len(grid.recipes) != 1:
+        raise UserError(
+            f"grid.recipes has {len(grid.recipes)} recipes; an adaptive grid suggests runs for one law, so it takes one"
+        )
     total = adaptive_flops(grid, base)
     top, each = largest_flops(grid), _least_flops(grid, base)
     for i in range(FIRST_TRIES):
@@ -103,29 +95,13 @@ def _first_round(grid: AdaptiveGrid, base: RunConfig) -> list[RunConfig]:
         if budgets[-1] < each:
             break
         small = dataclasses.replace(grid, budgets=budgets, sizes=FIRST_SIZES)
-        runs = list(_isoflop(small, base))
+        runs = list(isoflop_runs(small, base))
         if _trained_flops(runs) <= grid.first_share * total:
             return runs
     raise UserError(
         f"grid.flops_budget is {total:.3g}, of which grid.first_share {grid.first_share:g} pays for no first round of "
         f"{FIRST_BUDGETS} budgets and {FIRST_SIZES} sizes of at least grid.min_steps {grid.min_steps} steps; give more"
     )
-
-
-def _check_adaptive(grid: AdaptiveGrid) -> None:
-    if grid.recipes is not None and len(grid.recipes) != 1:
-        raise UserError(
-            f"grid.recipes has {len(grid.recipes)} recipes; an adaptive grid suggests runs for one law, so it takes one"
-        )
-    for name in ("flops_budget", "target_flops", "max_flops", "tolerance", "size_tolerance"):
-        value = getattr(grid, name)
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"grid.{name} is {value}; it must be a positive number, or null")
-    if not 0 < grid.first_share < 1:
-        raise UserError(f"grid.first_share is {grid.first_share}; it must be above 0 and below 1")
-    for name in ("rounds", "round_runs"):
-        if getattr(grid, name) < 1:
-            raise UserError(f"grid.{name} is {getattr(grid, name)}; it must be 1 or more")
 
 
 def largest_flops(grid: AdaptiveGrid) -> float:
@@ -135,7 +111,7 @@ def largest_flops(grid: AdaptiveGrid) -> float:
 
 def adaptive_flops(grid: AdaptiveGrid, base: RunConfig) -> float:
     """Of all rounds together."""
-    return grid.flops_budget or _trained_flops(list(_isoflop(grid, base)))
+    return grid.flops_budget or _trained_flops(list(isoflop_runs(grid, base)))
 
 
 def _trained_flops(runs: list[RunConfig]) -> float:
@@ -152,7 +128,7 @@ def whole_steps(tokens: float, base: RunConfig, rounded: Callable[[float], int] 
 def isoflop_sizes(grid: IsoflopGrid, base: ModelConfig, budget: float) -> list[ModelConfig]:
     """Distinct models, log-spaced by grid.span around the expected optimum of a budget, smallest first."""
     # All budgets take their sizes from one lattice, so that runs of one size share a trunk.
-    expected = grid.expected_N * (budget / grid.expected_flops) ** grid.expected_exponent
+    expected = expected_size(grid, base, budget)
     gap = math.log(grid.span) / (grid.sizes - 1) if grid.sizes > 1 else 0.0
     if gap > 0:
         expected = grid.expected_N * math.exp(gap * round(math.log(expected / grid.expected_N) / gap))
@@ -164,6 +140,17 @@ def isoflop_sizes(grid: IsoflopGrid, base: ModelConfig, budget: float) -> list[M
     return models
 
 
+def expected_size(grid: IsoflopGrid, base: ModelConfig, budget: float) -> float:
+    """N_total of the expected optimum: grid.expected_N is that of models on bytes, whose blocks stay as they are while
+    the tables grow with the vocabulary.
+    """
+    expected = grid.expected_N * (budget / grid.expected_flops) ** grid.expected_exponent
+    on_bytes = dataclasses.replace(base, vocab_size=256, tied_embeddings=True)
+    shape = architectures.nearest_model(on_bytes, expected)
+    own = dataclasses.replace(shape, vocab_size=base.vocab_size, tied_embeddings=base.tied_embeddings)
+    return expected + count_parameters(own).N_total - count_parameters(shape).N_total
+
+
 def _ladder(grid: LadderGrid, base: RunConfig) -> Iterator[RunConfig]:
     _refuse_tokens(grid, base)
     if (grid.tokens is None) == (grid.tokens_per_parameter is None):
@@ -171,21 +158,12 @@ def _ladder(grid: LadderGrid, base: RunConfig) -> Iterator[RunConfig]:
             f"grid.tokens is {grid.tokens} and grid.tokens_per_parameter is {grid.tokens_per_parameter}; "
             "a ladder needs exactly one of them"
         )
-    _positive("grid.sizes", grid.sizes, "a size is a positive number of parameters")
-    _positive("grid.tokens", grid.tokens, "a D is a positive number of tokens")
-    _positive("grid.tokens_per_parameter", grid.tokens_per_parameter, "a ratio is a positive number")
     for size in grid.sizes:
         model = architectures.nearest_model(base.model, size)
         N = count_parameters(model).N_total
         multiples = [ratio * N for ratio in grid.tokens_per_parameter or ()]
         for tokens in multiples if grid.tokens is None else grid.tokens:
             yield dataclasses.replace(base, model=model, tokens=whole_steps(tokens, base))
-
-
-def _positive(name: str, values: Sequence[float] | None, what: str) -> None:
-    for value in values or ():
-        if not (math.isfinite(value) and value > 0):
-            raise UserError(f"{name} contains {value}; {what}")
 
 
 def _product(grid: ProductGrid, base: RunConfig) -> Iterator[RunConfig]:
@@ -270,7 +248,7 @@ def _refuse_tokens(grid: GridConfig, base: RunConfig) -> None:
 
 KINDS: dict[type, Callable[[Any, RunConfig], Iterable[RunConfig]]] = {
     AdaptiveGrid: _first_round,
-    IsoflopGrid: _isoflop,
+    IsoflopGrid: isoflop_runs,
     LadderGrid: _ladder,
     ProductGrid: _product,
     PointsGrid: _points,

@@ -107,10 +107,6 @@ def steps_between(run: RunConfig, every: int | None) -> list[int]:
     """Steps before the last at which a run's checkpoints are kept for scoring; of a branch those after its trunk's."""
     if every is None:
         return []
-    if every < 1:
-        raise UserError(
-            f"evaluate.every is {every}; it must be 1 or more steps, or null for the final checkpoint alone"
-        )
     first = 0 if run.parent is None else trunk_steps(run)
     return [step for step in range(every, run.steps, every) if step > first]
 

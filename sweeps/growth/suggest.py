@@ -188,7 +188,6 @@ def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float
     """Fits the runs that are done, as the report does, and predicts the target."""
     from ...fit import InputError, compute_optimal, read_table
     from ...fit.approaches.recipes import split
-    from ...fit.flops import flops_per_token
     from ...fit.laws.registry import law_class
     from ...fit.uncertainty import resampled_together
 
@@ -207,7 +206,7 @@ def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float
             raise NothingToSuggest(
                 f"{sweep.path} has the data recipes {', '.join(recipes)}; a law is of one, so give it a sweep of one"
             )
-        law.fit(table.N, table.D, table.loss, table.weight, table.known_se)
+        law.fit(table.N, table.D, table.loss, table.weight, table.known_se, table.flops)
         groups = resampled_together(table.group, table.run_id, law.problem_.free)
         law.bootstrap(max(options.bootstrap, RESAMPLES), groups, options.seed)
     except InputError as error:
@@ -218,8 +217,7 @@ def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float
         raise NothingToSuggest(
             f"target_flops is {target:.3g}, and the largest run that is done has {largest:.3g}; give more than that"
         )
-    spend = flops_per_token(table.N, table.D, table.flops)
-    found = compute_optimal(law, target, 6.0 if spend is None else spend, LEVEL)
+    found = compute_optimal(law, target, level=LEVEL)
 
     def estimate(name: str) -> Estimate:
         low, high = found.interval(name)[0]

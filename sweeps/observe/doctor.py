@@ -26,16 +26,31 @@ from rich.markup import escape
 from ... import __version__
 from ...train.config import RECIPE
 from ...train.errors import UserError
-from ...train.files import read_json, write_atomic
-from ..config import cluster_of
+from ...train.files import read_document, read_json, write_atomic
+from ...train.job.failure import FailureFile
+from ...train.schedule import trunk_steps
+from ..config import Recorded, recorded
 from ..runs import attempts, membership, states
-from ..runs.attempts import Policy
-from ..runs.directory import OPEN, STATES, AtWork, Busy, RunDirectory, SweepDirectory, now_on, yaml_or_empty
-from ..runs.queue import Queue
+from ..runs.attempts import Begun, Policy
+from ..runs.directory import (
+    NEEDED,
+    OPEN,
+    AtWork,
+    Busy,
+    PlanFile,
+    RunDirectory,
+    State,
+    Summary,
+    SweepDirectory,
+    now_on,
+    yaml_or_empty,
+)
+from ..runs.queue import CONTENTS, Contents, Queue
 from ..slurm import commands as slurm
 from ..slurm import supervisor
+from ..slurm.record import LaunchRecord, Memory, is_unattended, rebuilt, strays
 from ..terminal import say
-from .status import missing_field
+from .status import BRING_BACK, fit_failure, missing_field
 
 LEAST_BYTES = 500e6  # that the disk must have left
 # Takes the lock that the process which starts it holds; 0: it got it, so locks do nothing here.
@@ -90,7 +105,7 @@ def print_findings(found: list[Finding]) -> None:
         say(escape(f"{sign}: {finding.where}: {finding.what} ({finding.how})"))
         count[sign] += 1
     words = [f"{count[kind]} {kind}" for kind in ("mended", "left") if count[kind]]
-    print(", ".join(words) if words else "nothing is wrong")
+    print(", ".join(words) if words else "nothing else is wrong" if found else "nothing is wrong")
 
 
 def _settle(sweep: SweepDirectory, fault: Fault, mend: bool) -> Finding:
@@ -110,15 +125,16 @@ def _settle(sweep: SweepDirectory, fault: Fault, mend: bool) -> Finding:
 def _version(sweep: SweepDirectory, settings: Mapping[str, Any]) -> Iterator[Fault]:
     """A sweep that this version cannot read, or must not change."""
     again = "run sweep.py again to write it anew"
-    plan = read_json(sweep.path / "plan.json")
-    if plan is None or not isinstance(plan.get("runs"), list):
-        yield Fault("plan", "plan.json cannot be read", sweep.path / "plan.json", None, again)
+    for fault in unreadable(sweep.path / "plan.json", again, PlanFile, "plan"):
+        yield replace(fault, mend=None)
         return
-    if not settings:
-        yield Fault("settings", "sweep.yaml cannot be read", sweep.path / "sweep.yaml", None, again)
+    try:
+        recorded(sweep.settings())
+    except UserError as error:
+        yield Fault("settings", str(error).partition(";")[0], sweep.path / "sweep.yaml", None, again)
     ours = (("isoflop", "isoflop_version", __version__), ("recipe", "recipe", RECIPE))
     other = [f"{name} {settings[key]}" for name, key, own in ours if settings.get(key, own) != own]
-    absent = missing_field(plan)
+    absent = missing_field(sweep.plan())
     if other or absent:
         words = (
             f"{' and '.join(other) or 'another version'} wrote the sweep, and this is {__version__}, recipe {RECIPE}"
@@ -128,15 +144,17 @@ def _version(sweep: SweepDirectory, settings: Mapping[str, Any]) -> Iterator[Fau
 
 
 def _faults(sweep: SweepDirectory, settings: Mapping[str, Any], deep: bool) -> Iterator[Fault]:
-    policy = Policy.of(cluster_of(settings))
-    evaluated = bool(((settings.get("config") or {}).get("evaluate") or {}).get("tasks"))
+    config = Recorded()
+    with suppress(UserError):  # see `_version`
+        config = recorded(settings)
+    policy = Policy.of(config.cluster)
     yield from _file_system(sweep)
     yield from _files(sweep)
     yield from _orphans(sweep, policy)
-    runs = {run.run_id: run for run in membership.members(sweep)}
+    runs = {run.run_id: run for run in _members(sweep)}
     for run in runs.values():
         if run.path.is_dir():
-            yield from faults_of(run, policy, deep, evaluated)
+            yield from faults_of(run, policy, deep, bool(config.evaluate.tasks))
         else:
             yield Fault("run", "the run has no directory", run.path, None, "sweep again to make it")
     for path in sorted((sweep.path / "runs").glob("*")):
@@ -173,7 +191,7 @@ def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
             live = slurm.live_jobs(patience=0.0)
         except UserError as error:
             yield Fault("slurm", str(error), record, None, "runs that wait are not judged", "note")
-        for queue in Queue.all_of(sweep):
+        for queue in _queues(sweep):
             if lost := queue.lost():
                 names = ", ".join(name for unit in lost for name in unit.runs)
                 yield Fault(
@@ -183,13 +201,17 @@ def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
                     partial(supervisor.settle_queue, queue, policy),
                     "settled",
                 )
-    for run in membership.members(sweep):
+    for run in _members(sweep):
         if _is_dead(run, policy):
             what = f"it says running on {run.state().host}, and its process is gone"
             mend = partial(_settle_dead, run, policy, live is not None)
             yield Fault("orphan", what, run.path, mend, "settled; it may be tried again")
     if live is None:
         return
+    with suppress(UserError):  # see `_launch_record`
+        if is_unattended(sweep, live):
+            what = "nobody looks after this sweep: its keepers are gone from SLURM's queue"
+            yield Fault("keepers", what, sweep.path / "jobs", None, BRING_BACK)
     if waiting := _without_job(sweep, live):
         what = f"{len(waiting)} runs wait for a job that SLURM does not know: {', '.join(waiting)}"
         yield Fault(
@@ -200,6 +222,20 @@ def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
             "settled; they may be tried again",
         )
     yield from _strays(sweep)
+
+
+def _members(sweep: SweepDirectory) -> list[RunDirectory]:
+    """Those of the plan alone where `added.json` cannot be read."""
+    with suppress(UserError):
+        return membership.members(sweep)
+    return sweep.runs()
+
+
+def _queues(sweep: SweepDirectory) -> Iterator[Queue]:
+    """Those that can be read."""
+    for path in (sweep.path / "jobs").glob(f"queue-*/{CONTENTS}"):
+        with suppress(UserError):
+            yield Queue.open(sweep, path.parent)
 
 
 def _is_dead(run: RunDirectory, policy: Policy) -> bool:
@@ -217,15 +253,13 @@ def _settle_dead(run: RunDirectory, policy: Policy, ask: bool) -> None:
 
 def _without_job(sweep: SweepDirectory, live: set[str]) -> list[str]:
     """Runs that wait for a job that is gone; those of a queue wait for its workers, whom the keeper sees to."""
-    queued = {name for queue in Queue.all_of(sweep) for unit in queue.left() for name in unit.runs}
-    others = [(run, run.state()) for run in membership.members(sweep) if run.run_id not in queued]
+    queued = {name for queue in _queues(sweep) for unit in queue.left() for name in unit.runs}
+    others = [(run, run.state()) for run in _members(sweep) if run.run_id not in queued]
     return [run.run_id for run, state in others if state.state == "queued" and state.job_id not in {None, *live}]
 
 
 def _strays(sweep: SweepDirectory) -> Iterator[Fault]:
     """Jobs of this sweep that its record does not know; one on hold was never released and can be cancelled."""
-    from ..slurm.record import strays
-
     try:
         with sweep.lock():  # else a launcher may be writing them down
             jobs = sorted(strays(sweep))
@@ -250,15 +284,21 @@ def _files(sweep: SweepDirectory) -> Iterator[Fault]:
     anew = f"removed; isoflop report {sweep.path} makes it anew"
     yield from unreadable(sweep.path / "fit" / "law.json", anew)
     yield from _launch_record(sweep)
-    yield from unreadable(sweep.path / "jobs" / "keeper.json", "removed; what it counts is counted anew")
-    for fault in unreadable(sweep.path / membership.ADDED, "remove it and extend again; runs that are done stay done"):
+    yield from unreadable(sweep.path / "jobs" / "keeper.json", "removed; what it counts is counted anew", Memory)
+    stays = "runs that are done stay done"
+    for fault in unreadable(sweep.path / membership.ADDED, f"remove it and extend again; {stays}", membership.Added):
         yield replace(fault, mend=None)
-    yield from unreadable(sweep.path / "table.csv", anew, _is_table)
+    for path in (sweep.path / "jobs").glob(f"queue-*/{CONTENTS}"):
+        for fault in unreadable(path, f"remove its folder and retry its runs; {stays}", Contents):
+            yield replace(fault, mend=None)
+    if (table := sweep.path / "table.csv").exists() and not _is_table(table):
+        yield Fault("unreadable", "table.csv cannot be read", table, partial(remove, table), anew)
+    if (why := fit_failure(sweep)) is not None:
+        how = f"isoflop report {sweep.path} fits anew, once that is mended"
+        yield Fault("fit", f"the fit failed: {why}", sweep.path / "fit", None, how)
 
 
 def _launch_record(sweep: SweepDirectory) -> Iterator[Fault]:
-    from ..slurm.record import LaunchRecord, rebuilt
-
     def rewrite() -> None:
         with sweep.lock():
             if (record := rebuilt(sweep)) == LaunchRecord():
@@ -289,6 +329,7 @@ def faults_of(run: RunDirectory, policy: Policy, deep: bool, evaluated: bool) ->
         yield from _checkpoints(run, deep and run.state().state not in OPEN)
         yield from _result(run, evaluated)
         yield from _scores(run)
+        yield from _books(run)
 
 
 def old_temporaries(folder: Path, now: float) -> Iterator[Fault]:
@@ -313,11 +354,15 @@ def remove(path: Path) -> None:
 
 
 def unreadable(
-    path: Path, how: str, is_whole: Callable[[Path], object] = lambda path: read_json(path) is not None
+    path: Path, how: str, form: Any = dict[str, Any], kind: str = "unreadable", mend: Callable[[], object] | None = None
 ) -> Iterator[Fault]:
-    """A file that is there and not whole; by default one that holds no JSON object."""
-    if path.exists() and not is_whole(path):
-        yield Fault("unreadable", f"{path.name} cannot be read", path, partial(remove, path), how)
+    """A file that is there and holds no JSON object of a form, which goes unless something else mends it."""
+    try:
+        if path.exists():
+            read_document(path, form)
+    except UserError as error:
+        what = str(error).replace(str(path), path.name).rstrip(".")
+        yield Fault(kind, what, path, mend or partial(remove, path), how)
 
 
 def _config(run: RunDirectory) -> Iterator[Fault]:
@@ -329,13 +374,12 @@ def _config(run: RunDirectory) -> Iterator[Fault]:
 
 def _state(run: RunDirectory) -> Iterator[Fault]:
     path = run.path / "state.json"
-    values = read_json(path)
-    if values is None or values.get("state") not in STATES:
-        what = "state.json cannot be read" if path.exists() else "state.json is missing"
-        lost = "it has no summary, and goes on from a checkpoint"
-        why = "its summary is there" if run.summary() is not None else lost
-        how = f"written anew as {run.state().state}, for {why}"
-        yield Fault("state", what, path, partial(states.restore, run), how)
+    lost = "it has no summary, and goes on from a checkpoint"
+    why = "its summary is there" if run.summary() is not None else lost
+    how, mend = f"written anew as {run.state().state}, for {why}", partial(states.restore, run)
+    if not path.exists():
+        yield Fault("state", "state.json is missing", path, mend, how)
+    yield from unreadable(path, how, State, "state", mend)
     asked = run.cancel_asked()
     state = run.state().state
     if asked is not None and state == "done":
@@ -349,8 +393,8 @@ def _leftovers(run: RunDirectory) -> Iterator[Fault]:
     now = now_on(run.path)
     for folder in (run.path, run.path / "eval"):
         yield from old_temporaries(folder, now)
-    for name in ("failure.json", "cancel.json", attempts.UNDER_WAY):
-        yield from unreadable(run.path / name, "removed")
+    for name, form in (("failure.json", FailureFile), ("cancel.json", dict[str, Any]), (attempts.UNDER_WAY, Begun)):
+        yield from unreadable(run.path / name, "removed", form)
     if (path := run.path / ".reserve").exists():
         yield Fault("temporary", "disk is set aside for a run that nobody trains", path, run.release, "given back")
     if run.last_sign() is not None and run.state().state != "running":
@@ -375,7 +419,7 @@ def _lines(run: RunDirectory) -> Iterator[Fault]:
 def _is_record(line: bytes) -> bool:
     try:
         return isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
@@ -398,7 +442,7 @@ def _checkpoints(run: RunDirectory, deep: bool) -> Iterator[Fault]:
 
 def _result(run: RunDirectory, evaluated: bool) -> Iterator[Fault]:
     path = run.path / "summary.json"
-    yield from unreadable(path, "removed; the newest checkpoint makes a new one")
+    yield from unreadable(path, "removed; the newest checkpoint makes a new one", Summary)
     if run.state().state != "done":
         return
     summary = run.summary()
@@ -407,6 +451,9 @@ def _result(run: RunDirectory, evaluated: bool) -> Iterator[Fault]:
         how = f"planned again, from its newest checkpoint: isoflop retry {run.path.parent.parent} {run.run_id}"
         yield Fault("result", "it is done and has no summary", path, mend, how)
         return
+    if absent := [name for name in NEEDED if name not in summary]:
+        how = "remove it and ask the doctor again; the newest checkpoint makes a new one"
+        yield Fault("result", f"summary.json lacks {', '.join(absent)}", path, None, how)
     checkpoint = run.path / str(summary.get("checkpoint"))
     problem = attempts.visible_damage(checkpoint) if checkpoint.is_dir() else "it is gone"
     if problem is not None:
@@ -414,6 +461,21 @@ def _result(run: RunDirectory, evaluated: bool) -> Iterator[Fault]:
         what = f"its last checkpoint cannot be used ({problem})"
         how = f"its losses stand; to train the run again, remove {path} and ask the doctor again"
         yield Fault("result", what, checkpoint, None, how, "error" if needed else "note")
+
+
+def _books(run: RunDirectory) -> Iterator[Fault]:
+    """What is lost where the folder of a run was removed while it trained."""
+    if not run.is_done():
+        return
+    with suppress(UserError):  # see `_config`
+        config = run.config()
+        begins = trunk_steps(config) if config.parent is not None else 0
+        steps = attempts.unrecorded_steps(attempts.read(run), begins, config.steps)
+        lost = [f"the attempts that made {steps} of its {config.steps} steps"] * (steps > 0)
+        lost += ["metrics.jsonl with its curve"] * (not (run.path / "metrics.jsonl").exists())
+        if lost:
+            how = f"its result stands, and hours are counted too few; to train it again, remove {run.path} and retry it"
+            yield Fault("books", f"{' and '.join(lost)} are missing", run.path, None, how, "note")
 
 
 def _scores(run: RunDirectory) -> Iterator[Fault]:

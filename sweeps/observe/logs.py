@@ -14,6 +14,7 @@ from ..config import cluster_of
 from ..runs.attempts import Policy
 from ..runs.directory import RunDirectory, SweepDirectory
 from ..runs.membership import find_runs, is_over, members
+from ..terminal import printable
 
 POLL_SECONDS = 0.5
 TAIL_BYTES = 16384  # of a file, when only its newest lines are wanted
@@ -37,7 +38,7 @@ def print_log(sweep: SweepDirectory, prefix: str, follow: bool) -> None:
         print(f"run {run.run_id} has not started")
     for path in files:
         with contextlib.suppress(OSError):
-            print(path.read_text(encoding="utf-8", errors="replace"), end="")
+            print(printable(path.read_text(encoding="utf-8", errors="replace")), end="")
     for path in job_files(sweep, run):
         if lines := last_lines(path, JOB_LINES):
             print(f"newest lines of {path}:", *lines, sep="\n")
@@ -70,7 +71,8 @@ def last_lines(path: Path, lines: int) -> list[str]:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - TAIL_BYTES))
-            return file.read().decode("utf-8", errors="replace").splitlines()[-lines:]
+            text = file.read().decode("utf-8", errors="replace")
+            return [printable(line) for line in text.splitlines()[-lines:]]
     except OSError:
         return []
 
@@ -104,7 +106,7 @@ class Follower:
             return []
         self.position += len(content)
         *whole, self.rest = (self.rest + content).split(b"\n")
-        return [line.decode("utf-8", errors="replace") for line in whole]
+        return [printable(line.decode("utf-8", errors="replace")) for line in whole]
 
 
 def _follow(

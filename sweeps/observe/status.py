@@ -14,6 +14,7 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +29,24 @@ from ..config import ClusterConfig, cluster_of
 from ..results import accounting
 from ..runs import attempts
 from ..runs.attempts import Attempt, Policy
-from ..runs.directory import OPEN, STATES, RunDirectory, SweepDirectory, now_on, yaml_or_empty
+from ..runs.directory import FIT_FAILURE, OPEN, STATES, RunDirectory, SweepDirectory, now_on, yaml_or_empty
 from ..runs.membership import members
-from ..terminal import console, describe_seconds, short
+from ..terminal import console, describe_seconds, printable, short
 
 Row = dict[str, Any]
 SQUEUE_SECONDS = 5.0  # that a look waits for an explanation
 # What every version's plan says of a run, and the commands here read.
-PLANNED = ("run_id", "name", "N_total", "D", "steps", "shape", "estimated_seconds")
+PLANNED = (
+    *("run_id", "name", "N_total", "D", "width", "depth", "heads", "seed", "budget", "steps", "shape", "flops_exact"),
+    *("estimated_seconds", "parent"),
+)
 PERIOD_SECONDS = 2.0  # between two looks
 ROWS = 60  # that a file or a pipe gets
 # In the order in which people look at them.
 ORDER = ("running", "failed", "diverged", "preempted", "cancelled", "queued", "planned", "done")
 FOLDED = ("done", "planned", "queued")  # counted instead of shown, in this order, where there are more than fit
 STYLES = {"failed": "red", "diverged": "red", "running": "cyan", "preempted": "yellow", "done": "green"}
+BRING_BACK = "isoflop retry brings them back"
 COLUMNS = ("run", "state", "N", "D", "step", "loss", "tok/s", "MFU", "ETA", "try", "where", "note")
 
 
@@ -92,7 +97,7 @@ def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None)
     for row in rows:
         recent = row["history"][len(row["history"]) - row["recent"] :]
         row["again"] = row["state"] == "failed" and attempts.decide(recent, policy, spent, now).again
-    _add_waits(sweep, rows)
+    unattended = _add_waits(sweep, rows)
     counts = Counter(row["state"] for row in rows)
     report = sweep.path / "fit" / "report.html"
     return {
@@ -102,9 +107,24 @@ def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None)
         "core_hours": sum(row["core_hours"] for row in rows),
         "retries": spent,
         "eta_seconds": sweep_eta(rows),
+        "unattended": unattended,
         "runs": rows,
         "report": str(report) if report.exists() else None,
+        "fit_failure": fit_failure(sweep),
     }
+
+
+def fit_failure(sweep: SweepDirectory) -> str | None:
+    """Why the laws are not fitted to what is there, where that was tried and failed."""
+    if (recorded := read_json(sweep.path / FIT_FAILURE)) is not None:
+        return str(recorded.get("reason"))
+    memory, law = read_json(sweep.path / "jobs" / "keeper.json") or {}, sweep.path / "fit" / "law.json"
+    tried = memory.get("fits")
+    if not (memory.get("over") is True and isinstance(tried, dict)):
+        return None
+    newest = _finite(tried.get("newest")) or 0.0
+    lost = not law.exists() or law.stat().st_mtime < newest
+    return f"its {tried.get('tries')} jobs ended without a law, as their logs in jobs/ may say" if lost else None
 
 
 def _planned(sweep: SweepDirectory) -> list[Row]:
@@ -140,13 +160,13 @@ def _read(run: RunDirectory, planned: Mapping[str, Any], changed: int) -> Row:
     return {
         "run_id": run.run_id,
         "name": planned["name"],
-        **vars(state),
+        **asdict(state),
         "retries": sum(start.cause in attempts.RETRIED for start in recent[:-1]),
         "mesh": planned.get("mesh", ""),
         "parent": planned.get("parent"),
         "N_total": planned["N_total"],
         "D": planned["D"],
-        "step": summary["step"] if summary else last.get("step", 0),
+        "step": (summary or last).get("step", 0),
         "steps": planned["steps"],
         "loss": _finite((summary or last).get("val_loss" if summary else "train_loss")),
         "tokens_per_s": _finite(last.get("tokens_per_s")),
@@ -159,7 +179,7 @@ def _read(run: RunDirectory, planned: Mapping[str, Any], changed: int) -> Row:
         "history": history,
         "recent": len(recent),  # of these, since somebody asked for a retry by hand
         "shape": planned.get("shape"),
-        "scored": summary is not None and (run.path / "eval" / f"step_{summary['step']}.json").exists(),
+        "scored": summary is not None and (run.path / "eval" / f"step_{summary.get('step')}.json").exists(),
         "cancel_asked": state.state in OPEN and "cancel.json" in there,
         "changed": changed,
     }
@@ -179,7 +199,7 @@ def _add_life(sweep: SweepDirectory, rows: Iterable[Row], policy: Policy, now: f
         run = sweep.run(row["run_id"])
         age = row["heartbeat_age"] = attempts.sign_age(run, now)
         row["silent"] = age is None or age > policy.silence_seconds
-        begun = {"began": now, "share": 1.0} | (read_json(run.path / attempts.UNDER_WAY) or {})
+        begun = {"began": now, "share": 1.0} | (read_json(run.path / attempts.UNDER_WAY, attempts.Started) or {})
         began = begun["began"]
         seen = began if age is None else now - age
         ended = max(began, seen if row["silent"] else now)
@@ -201,22 +221,27 @@ def _add_costs(rows: Iterable[Row], cluster: ClusterConfig) -> None:
     for row in rows:
         row |= {"gpu_hours": 0.0, "core_hours": 0.0}
         if shape := row["shape"]:
-            hours = sum(paid[row["run_id"]]) * accounting.devices(shape, vars(cluster)) / 3600
+            hours = sum(paid[row["run_id"]]) * accounting.devices(shape, asdict(cluster)) / 3600
             row["gpu_hours" if shape["gpus"] else "core_hours"] = hours
 
 
-def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> None:
-    """Why each queued run waits, in SLURM's words."""
-    reasons: dict[str, str] = {}
+def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> bool:
+    """Why each queued run waits, in SLURM's words; returns whether SLURM says that nobody looks after the sweep."""
+    reasons, unattended = dict[str, str](), False
     waiting = any(row["state"] in ("queued", "preempted") and row["job_id"] for row in rows)
-    if waiting and (record := sweep.path / "jobs" / "slurm.json").exists():
+    if there := (record := sweep.path / "jobs" / "slurm.json").exists():
         from ..slurm import commands as slurm
+        from ..slurm.record import is_unattended
 
+        with contextlib.suppress(UserError):  # SLURM does not answer, or the doctor has to see to the record first
+            unattended = is_unattended(sweep, set()) and is_unattended(sweep, slurm.live_jobs(patience=0.0))
+    if waiting and there:
         owner = str(record.stat().st_uid)
         answer = slurm.ask("squeue", "-h", "-r", "-u", owner, "-o", "%i|%r", timeout=SQUEUE_SECONDS)
         reasons = dict(line.split("|", 1) for line in answer.stdout.splitlines() if not line.endswith("|None"))
     for row in rows:
         row["waits"] = reasons.get(row["job_id"]) if row["state"] in ("queued", "preempted") else None
+    return unattended
 
 
 def sweep_eta(rows: Iterable[Row]) -> float | None:
@@ -257,7 +282,7 @@ def show_status(sweep: SweepDirectory, watch: bool = False, as_json: bool = Fals
             live = stack.enter_context(Live(console=out, auto_refresh=False, vertical_overflow="crop"))
         while True:
             if as_json:  # on one line: with line breaks a thousand runs would take Python's slow encoder a second
-                print(json.dumps(status, allow_nan=False, default=vars), flush=True)
+                print(json.dumps(status, allow_nan=False, default=asdict), flush=True)
             elif live is not None:
                 live.update(render_status(status, out, everything), refresh=True)
             else:
@@ -282,7 +307,9 @@ def render_status(status: dict[str, Any], out: Console, everything: bool) -> Ren
         left = is_text or column in ("run", "state")
         table.add_column(column, justify="left" if left else "right", no_wrap=True, min_width=width)
     for row, of_run in zip(shown, cells, strict=True):
-        table.add_row(*map(Text, of_run), style=STYLES.get(row["state"]))  # text: a name may have [brackets]
+        table.add_row(
+            *(Text(printable(cell)) for cell in of_run), style=STYLES.get(row["state"])
+        )  # text: a name may have [brackets]
     lines = []
     for (state, reason), runs in _reasons(shown).items():
         named = ", ".join(runs[:3]) + ", …" * (len(runs) > 3)
@@ -297,6 +324,10 @@ def render_status(status: dict[str, Any], out: Console, everything: bool) -> Ren
     if status["eta_seconds"] is not None:
         words.append(f"the last run ends in about {describe_seconds(status['eta_seconds'])}")
     lines += [", ".join(words)] if words else []
+    if status["unattended"]:
+        lines.append(f"nobody looks after this sweep, for its keepers are gone; {BRING_BACK}")
+    if status.get("fit_failure"):
+        lines.append(f"the fit failed: {status['fit_failure']}")
     if status["report"]:
         lines.append(f"report: {status['report']}")
     return Group(table, *(Text(line, overflow="fold") for line in lines))
@@ -367,6 +398,8 @@ def _note(row: Row) -> str:
         words.append(f"waits: {row['waits']}")
     if row["retries"]:
         words.append(f"retried {row['retries']}x")
+    if row["state"] == "done" and not row["history"]:
+        words.append("its attempts are not recorded")
     if row["cancel_asked"]:
         words.append("to be cancelled")
     return ", ".join(words)

@@ -21,7 +21,6 @@ from filelock import FileLock, Timeout
 
 from ...train.config import RunConfig
 from ...train.data.recipe.pool import usable_cores
-from ...train.errors import UserError
 from ...train.files import read_json, write_json
 from ..config import ClusterConfig, GridConfig, IsoflopGrid
 
@@ -182,8 +181,6 @@ def places(cluster: ClusterConfig, ranks: int, rate: float) -> Places:
         return Places(cluster.array_parallelism, cluster.cpus_per_task, rate * ranks)
     cores = usable_cores()
     jobs = cluster.jobs if cluster.jobs is not None else max(1, cores // ranks)
-    if jobs < 1:
-        raise UserError(f"cluster.jobs is {jobs}; it must be 1 or more")
     if cluster.gpus_per_job > 0 and ranks == 1:
         jobs *= cluster.runs_per_gpu
     threads = cluster.threads_per_job if cluster.threads_per_job is not None else max(1, cores // (jobs * ranks))
@@ -217,8 +214,6 @@ def fill_budgets(points: GridConfig | None, cluster: ClusterConfig, rate: float)
     """Budgets that an isoFLOP grid does not name are the cluster's, else the probe's."""
     if not isinstance(points, IsoflopGrid) or points.budgets is not None:
         return
-    if not cluster.minutes > 0:
-        raise UserError(f"cluster.minutes is {cluster.minutes}; it must be greater than 0")
     room = places(cluster, 1, rate)  # of one rank, whatever the runs have: how a run is spread changes not what is run
     points.budgets = cluster.budgets or probed_budgets(
         room.flops_per_second, room.jobs, cluster.minutes, cluster.half_speed_width

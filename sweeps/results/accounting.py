@@ -14,6 +14,7 @@ from typing import Any
 
 from ...train.errors import UserError
 from ...train.files import read_json_lines
+from ..config import cluster_of
 from ..runs import attempts
 from ..runs.attempts import Attempt
 from ..runs.directory import RunDirectory, SweepDirectory
@@ -46,13 +47,19 @@ class _Entry:
     paid: list[float] = field(default_factory=list)  # seconds of each attempt
     served: int = 0  # the last step of a trunk that a branch's result stands on
 
+    @property
+    def own_steps(self) -> tuple[int, int]:
+        """Between which steps the run has trained itself, if it is done."""
+        first = self.planned.get("first_step", 0)
+        return first, first if self.result is None else self.planned["steps"]
+
 
 def account(sweep: SweepDirectory) -> dict[str, Any]:
     """The books of a sweep as they are now, as costs.json has them; SLURM is asked where the sweep went there.
 
     An amount is device-hours, dollars where a GPU-hour has a price, and FLOPs by the exact convention.
     """
-    plan, cluster = sweep.plan(), sweep.settings()["config"]["cluster"]
+    plan, cluster = sweep.plan(), asdict(cluster_of(sweep.settings()))
     entries: dict[str, _Entry] = {}
     for planned in plan["runs"]:
         run, part = sweep.run(planned["run_id"]), devices(planned["shape"], cluster)
@@ -81,12 +88,13 @@ def account(sweep: SweepDirectory) -> dict[str, Any]:
         "unit": "GPU-hours" if gpus else "core-hours",
         "runs": len(every),
         "done": sum(entry.result is not None for entry in every),
-        "planned": amount(planned_hours, plan["total_flops"]),
+        "planned": amount(planned_hours, plan.get("total_flops", 0.0)),
         "used": amount(used_hours, float(books.flops) + float(wasted_flops)),
         "useful": amount(books.hours, books.flops),
         "wasted": amount(wasted_hours, wasted_flops),
         "causes": books.causes(),
         "attempts": sum(len(entry.history) for entry in every),
+        "unrecorded": sum(attempts.unrecorded_steps(entry.history, *entry.own_steps) > 0 for entry in every),
         "retries": attempts.retries_spent(sweep),
         "retry_budget": cluster.get("sweep_retries", 0),
         "measured_runs": plan.get("measured_runs", 0),  # of past sweeps, behind the estimate; 0: it was assumed
@@ -177,7 +185,7 @@ class _Books:
             # A run that is done has made all its steps, whether or not the lines of all its attempts are there.
             kept = run["steps"] - begins
             if not entry.history:
-                self.hours += result["seconds"] * kept / run["steps"] * entry.devices / 3600
+                self.hours += result.get("seconds", 0.0) * kept / run["steps"] * entry.devices / 3600
         self.flops += kept * step_flops
 
     def causes(self) -> dict[str, dict[str, Any]]:
@@ -236,11 +244,11 @@ def own_seconds(run: RunDirectory, planned: Planned, summary: Mapping[str, Any])
     """Seconds that a finished run trained itself: of a branch, those after its trunk's part."""
     first = planned.get("first_step", 0)
     if not first:
-        return float(summary["seconds"])
+        return float(summary.get("seconds", 0.0))
     before = [line for line in read_json_lines(run.path / "metrics.jsonl") if 0 < line.get("step", 0) <= first]
     if not before or "seconds" not in before[-1]:
-        return float(summary["seconds"]) * (1 - first / planned["steps"])
-    return max(0.0, float(summary["seconds"]) - before[-1]["seconds"] * first / before[-1]["step"])
+        return float(summary.get("seconds", 0.0)) * (1 - first / planned["steps"])
+    return max(0.0, float(summary.get("seconds", 0.0)) - before[-1]["seconds"] * first / before[-1]["step"])
 
 
 def _errors(entries: Iterable[_Entry]) -> tuple[dict[str, float] | None, dict[int, dict[str, float]]]:

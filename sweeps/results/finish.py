@@ -21,7 +21,7 @@ from ..plan.packing import ensemble_speedup
 from ..plan.rates import Measured, kind_of, place_of, record_rates
 from ..plan.sweep_plan import launch_bound_width
 from ..runs import attempts
-from ..runs.directory import SweepDirectory
+from ..runs.directory import FIT_FAILURE, SweepDirectory
 from ..terminal import console, plain_table, say, short
 from . import pages, tracking
 from .accounting import account, own_seconds, result_of, shares_device
@@ -58,8 +58,15 @@ def write_results(sweep: SweepDirectory, targets: list[float] | None = None, ane
     if law is not None:
         law = {name: value for name, value in law.items() if name not in ("provenance", "estimator")}
     else:
-        law = _analyze(sweep, targets)
+        try:
+            law = _analyze(sweep, targets)
+        except UserError:
+            raise  # nothing to fit yet
+        except Exception as error:
+            write_json(sweep.path / FIT_FAILURE, {"reason": f"{error}" or type(error).__name__})
+            raise
         write_json(inputs, {"digest": digest, "made": _stamps(sweep, MADE)})
+    (sweep.path / FIT_FAILURE).unlink(missing_ok=True)
     tracking.push_results(sweep, _note)
     return law
 
@@ -106,7 +113,7 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
         provenance=provenance,
         costs=costs,
     )
-    pages.write_pages(sweep, table, analysis.tasks)
+    pages.write_pages(sweep, table)
     _calibrate(sweep, settings)
     return analysis.to_dict()
 
@@ -160,7 +167,10 @@ def print_result(sweep: SweepDirectory) -> None:
 
 def print_law(law: dict[str, Any], name: str) -> None:
     """N, D and loss at each target by each approach, then what to distrust."""
-    columns = ("FLOPs", "approach", "N", "D", "D/N", "loss")
+    from ...fit.flops import in_words
+
+    counted = f" ({in_words(law['convention'])})" if "convention" in law else ""  # older files do not say
+    columns = (f"FLOPs{counted}", "approach", "N", "D", "D/N", "loss")
     table = plain_table(columns, ("approach",), f"{name}: compute-optimal, with 95 % intervals")
     approaches = (law.get("approaches") or {}).items()
     found = [(item, name) for name, approach in approaches for item in approach.get("optimal", [])]
@@ -210,4 +220,6 @@ def cost_lines(costs: dict[str, Any]) -> list[str]:
         rest = len(ended) - SHOWN
         more = f" and {rest} more cause{'s' * (rest > 1)}" if rest > 0 else ""
         said += f"; attempts that ended early: {', '.join(ended[:SHOWN])}{more}"
+    if few := costs.get("unrecorded"):
+        said += f"; of {few} runs attempts are not recorded, so these hours are too few"
     return [head, f"{said}; {costs['retries']} of {costs['retry_budget']} retries used"]

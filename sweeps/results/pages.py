@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +14,13 @@ from .table import evaluations
 if TYPE_CHECKING:
     import pandas as pd
 
-    from ...fit.downstream.downstream import SignalToNoise, TaskVerdict
-
 MOST = 24  # checkpoints of a sweep that get a page, which takes a tenth of a second or more
-FEWEST = 3  # runs below which a range says nothing
 ABOUT = ("run_id", "name", "step", "final", "N", "D", "flops", "loss", "recipe", "budget")
 
 
-def write_pages(sweep: SweepDirectory, table: pd.DataFrame, verdicts: Iterable[TaskVerdict]) -> Path | None:
+def write_pages(sweep: SweepDirectory, table: pd.DataFrame) -> Path | None:
     """Writes fit/evaluation.html and runs/<id>/eval/step_<n>.html; None where nothing has been scored."""
+    from ...evaluate.pages.paired import answers_of
     from ...evaluate.pages.report import checkpoint_page
     from ...evaluate.pages.sweep_report import sweep_page
     from ...evaluate.records.items import items_path, read_items
@@ -50,7 +47,9 @@ def write_pages(sweep: SweepDirectory, table: pd.DataFrame, verdicts: Iterable[T
         if page.exists():
             links[row["run_id"]] = f"../runs/{row['run_id']}/eval/{page.name}"
     path = sweep.path / "fit" / "evaluation.html"
-    write_atomic(path, sweep_page(rows, task_signals(table, verdicts), sweep.path.name, links))
+    files = {row["run_id"]: items_path(_scores_file(sweep, row)) for row in finals}
+    answers = {run_id: answers_of(read_items(file)) for run_id, file in files.items() if file.is_file()}
+    write_atomic(path, sweep_page(rows, answers, sweep.path.name, links))
     return path
 
 
@@ -67,44 +66,6 @@ def chosen_checkpoints(finals: list[dict[str, Any]], most: int = MOST) -> list[d
 
 def _scores_file(sweep: SweepDirectory, row: Mapping[str, Any]) -> Path:
     return sweep.run(row["run_id"]).path / "eval" / f"step_{row['step']}.json"
-
-
-def task_signals(table: pd.DataFrame, verdicts: Iterable[TaskVerdict]) -> dict[str, dict[str, Any]]:
-    """How clearly each task tells the runs apart, in accuracy and in bits per byte (of the right answer, or of texts).
-
-    As the fit judged it, else (few runs, or a task without accuracy) with the noise of the items.
-    """
-    judged: dict[str, dict[str, SignalToNoise | None]] = {}
-    for verdict in verdicts:
-        gold = verdict.loss if verdict.measure == "gold_bpb" else None
-        judged[verdict.task] = {"acc": verdict.score, "gold_bpb": gold}
-    finals = table[table["final"]]
-    sources = {"acc": ("acc",), "gold_bpb": ("gold_bpb", "bpb")}
-    parts = (str(name).rpartition("/") for name in table.columns)
-    found: dict[str, dict[str, Any]] = {}
-    for task in sorted({task for task, slash, number in parts if slash and number in ("acc", "gold_bpb", "bpb")}):
-        found[task] = {}
-        for measure, columns in sources.items():
-            signal = judged.get(task, {}).get(measure)
-            if signal is None or not math.isfinite(signal.noise):  # the fit had nothing to measure noise by
-                by_items = (_by_items(finals, f"{task}/{column}") for column in columns)
-                signal = next((known for known in by_items if known), None)
-            found[task][measure] = signal and asdict(signal) | {"clear": signal.clear}
-    return found
-
-
-def _by_items(finals: pd.DataFrame, column: str) -> SignalToNoise | None:
-    import numpy as np
-
-    from ...fit import signal_to_noise
-
-    if column not in finals or f"{column}_se" not in finals:
-        return None
-    part = finals[[column, f"{column}_se"]].astype(float).dropna()
-    if len(part) < FEWEST:
-        return None
-    noise = float(np.sqrt((part[f"{column}_se"] ** 2).mean()))
-    return signal_to_noise(part[column].to_numpy(), noise, "standard error of the items")
 
 
 def peers_of(checkpoint: Path) -> list[dict[str, Any]]:

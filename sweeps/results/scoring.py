@@ -62,7 +62,8 @@ def _request(settings: dict[str, Any]) -> dict[str, Any]:
 def open_suite(settings: dict[str, Any], say: Callable[[str], None]) -> Scoring:
     from ...evaluate.tasks.tasks import load_suite
 
-    return Scoring(load_suite(settings["tasks"], settings["limit"], progress=say))
+    allow_code = bool(settings.get("allow_code"))  # a sweep of an earlier version does not say
+    return Scoring(load_suite(settings["tasks"], settings["limit"], progress=say, allow_code=allow_code))
 
 
 def evaluate_run(run: RunDirectory, settings: dict[str, Any], scoring: Scoring) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ...train.data.recipe.recipe import recipe_label
 from ...train.errors import UserError
 from ...train.files import read_json, read_json_lines, write_atomic
-from ..runs.directory import RunDirectory, SweepDirectory, yaml_or_empty
+from ..runs.directory import NEEDED, RunDirectory, SweepDirectory, yaml_or_empty
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -90,6 +90,10 @@ def evaluations(run: RunDirectory) -> dict[int, dict[str, Any]]:
 
 def _rows(run: RunDirectory, planned: dict[str, Any]) -> Iterator[dict[str, Any]]:
     summary, scored = run.summary() or {}, evaluations(run)
+    if absent := [name for name in NEEDED if name not in summary]:
+        raise UserError(
+            f"{run.path / 'summary.json'} lacks {', '.join(absent)}; remove it, and `isoflop doctor` has it made anew"
+        )
     last = summary["step"]
     row = _row(run, planned, summary)
     yield row | _scores(scored.get(last, {}))

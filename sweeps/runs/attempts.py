@@ -17,15 +17,17 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import msgspec
 
 from ...train.config import RunConfig
 from ...train.errors import UserError
-from ...train.files import JsonLines, read_json, read_json_lines, write_atomic
+from ...train.files import JsonLines, read_document, read_json, read_json_lines, write_atomic
 from ...train.flops import flops_exact
 from ...train.job.failure import Cause
 from ...train.schedule import trunk_steps
-from .directory import RunDirectory, SweepDirectory, now_on
+from .directory import Amount, Count, RunDirectory, SweepDirectory, now_on
 
 if TYPE_CHECKING:
     from ..config import ClusterConfig
@@ -77,45 +79,53 @@ class Decision:
 class Attempt:
     """One start of a run, from its beginning to its end. Times are the file system's, in seconds since the epoch."""
 
-    attempt: int  # counts from 1
-    began: float
-    ended: float  # of one that was killed: its last sign of life
-    seconds: float
+    attempt: Count  # counts from 1
+    began: Amount
+    ended: Amount  # of one that was killed: its last sign of life
+    seconds: Amount
     host: str | None  # the node of its first rank, as SLURM names it
     job_id: str | None
     cause: str  # one of CAUSES
     reason: str | None  # in a sentence
-    first_step: int  # where it resumed
-    last_step: int  # the last that it is known to have taken
-    saved_step: int  # of the newest checkpoint that it left
-    flops: float  # of its own steps, exact convention
-    flops_wasted: float  # of those among them that had to be made again, or that led nowhere
-    gpus: float = 0.0  # ranks times GPUs, times `share`
-    share: float = 1.0  # of its process or device, which runs trained together divide between them
+    first_step: Count  # where it resumed
+    last_step: Count  # the last that it is known to have taken
+    saved_step: Count  # of the newest checkpoint that it left
+    flops: Amount  # of its own steps, exact convention
+    flops_wasted: Amount  # of those among them that had to be made again, or that led nowhere
+    gpus: Amount = 0.0  # ranks times GPUs, times `share`
+    share: Amount = 1.0  # of its process or device, which runs trained together divide between them
     at_fault: tuple[str, ...] = ()  # nodes, where its ranks were on several
     budget: int = 0  # times that somebody had asked for a retry before; counted by `read`
 
 
 NAMES = [item.name for item in fields(Attempt) if item.name != "budget"]
-NUMBERS = [item.name for item in fields(Attempt) if item.type in ("int", "float")]
 
 
 @dataclass(frozen=True)
 class Begun:
     """What attempt.json holds."""
 
-    attempt: int
-    began: float
+    attempt: Count
+    began: Amount
     host: str | None
     job_id: str | None
-    steps: int  # of the whole run
-    begins: int  # step of the run's own first: 0, or where a branch leaves its trunk
-    first_step: int
-    metrics_bytes: int  # size of metrics.jsonl: what is beyond is this attempt's
-    flops_per_step: float
-    gpus: float
-    share: float
+    steps: Count  # of the whole run
+    begins: Count  # step of the run's own first: 0, or where a branch leaves its trunk
+    first_step: Count
+    metrics_bytes: Count  # size of metrics.jsonl: what is beyond is this attempt's
+    flops_per_step: Amount
+    gpus: Amount
+    share: Amount
     machine: str | None = None  # whose kernel keeps its lock
+
+
+class Started(TypedDict, total=False):
+    """What `isoflop status` reads of it."""
+
+    began: Amount
+    share: Amount
+    host: str | None
+    job_id: str | None
 
 
 def decide(attempts: Sequence[Attempt], policy: Policy, spent: int, now: float) -> Decision:
@@ -172,10 +182,10 @@ def begin(run: RunDirectory, job: str | None, node: str | None = None, share: fl
 def under_way(run: RunDirectory) -> Begun | None:
     """The attempt that has begun and has no line yet."""
     numbers = [attempt.attempt for attempt in read(run)]
-    values, state = read_json(run.path / UNDER_WAY) or {}, run.state()
-    try:
-        begun = Begun(**{item.name: values[item.name] for item in fields(Begun)})
-    except KeyError:
+    begun, state = None, run.state()
+    with suppress(UserError):
+        begun = read_document(run.path / UNDER_WAY, Begun)
+    if begun is None:
         if state.state != "running" or state.attempt <= max(numbers, default=0):
             return None
         # attempt.json is lost, as after a power cut: what is known is in state.json and on the disk.
@@ -285,6 +295,11 @@ def with_waste(attempts: Sequence[Attempt]) -> list[Attempt]:
     return [replace(attempt, flops_wasted=flops) for attempt, flops in zip(attempts, wasted, strict=True)]
 
 
+def unrecorded_steps(history: Sequence[Attempt], begins: int, ends: int) -> int:
+    """Steps from `begins` to `ends` that no attempt tells of, as where a run's folder was removed while it trained."""
+    return max(0, min((attempt.first_step for attempt in history), default=ends) - begins) if ends > begins else 0
+
+
 def retries_spent(sweep: SweepDirectory) -> int:
     """Retries of all runs since somebody last asked for one by hand."""
     histories = (current(RunDirectory(path.parent)) for path in sweep.path.glob(f"runs/*/{LINES}"))
@@ -306,7 +321,7 @@ def visible_damage(checkpoint: Path) -> str | None:
         try:
             if (checkpoint / name).stat().st_size != entry["bytes"]:
                 return f"{name} has another size than its manifest says"
-        except (OSError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError):
             return f"{name} is missing"
     return None
 
@@ -359,14 +374,13 @@ def _lines(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _attempt(line: dict[str, Any], budget: int) -> Attempt | None:
-    cause = line.get("cause") or str(Cause.UNKNOWN)
     values = {name: line[name] for name in NAMES if name in line}
+    values |= {"cause": line.get("cause") or str(Cause.UNKNOWN), "at_fault": line.get("at_fault") or ()}
     try:
-        attempt = Attempt(**{**values, "cause": cause, "at_fault": tuple(line.get("at_fault") or ())}, budget=budget)
-    except TypeError:
+        attempt = msgspec.convert(values | {"budget": budget}, Attempt)
+    except (msgspec.ValidationError, RecursionError):
         return None
-    whole = all(isinstance(getattr(attempt, name), int | float) for name in NUMBERS)
-    return attempt if cause in CAUSES and whole else None
+    return attempt if attempt.cause in CAUSES else None
 
 
 def append_line(run: RunDirectory, line: dict[str, Any]) -> None:

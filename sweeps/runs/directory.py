@@ -17,23 +17,96 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired, TypedDict, get_args
 
+import msgspec
 import yaml
+from msgspec import Meta
 
 from ...train.config import RunConfig, from_dict, run_id, to_dict
 from ...train.errors import UserError
-from ...train.files import HALVED, read_json, write_atomic, write_json
+from ...train.files import HALVED, read_document, read_json, write_atomic, write_json
 from ...train.job.failure import forget_failure
+from ..terminal import printable
 
-ENDS = ("done", "failed", "diverged", "preempted", "cancelled")
+Name = Literal["planned", "queued", "running", "done", "failed", "diverged", "preempted", "cancelled"]
+STATES: tuple[str, ...] = get_args(Name)
+ENDS = STATES[3:]
+FIT_FAILURE = "fit_failure.json"  # of a sweep: why its last fit failed; absent where it did not
 OPEN = ("running", "preempted", "queued", "planned")  # states that a run leaves by itself
-STATES = ("planned", "queued", "running", *ENDS)
 CANCEL = "cancel.json"
 HEARTBEAT = "heartbeat"
 # A thousand runs are planned in a second, and 4 ms a config in Python would be as much again to read them.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Amount = Annotated[float, Meta(ge=0, lt=1e60)]
+FolderName = Annotated[str, Meta(pattern=r"^\w+\Z")]
+
+
+class Shape(TypedDict):
+    """A `JobShape` in plan.json."""
+
+    gpus: Count
+    cpus: Count
+    memory_gb: Amount
+    time_minutes: Count
+    nodes: Count
+    ranks_per_node: Count
+
+
+class Planned(TypedDict, total=False):
+    """A run in plan.json, as far as it is read there; `status.missing_field` asks for what must be there."""
+
+    run_id: FolderName
+    name: str
+    N_total: Count
+    D: Count
+    width: Count
+    steps: Annotated[int, Meta(gt=0, le=2**63 - 1)]
+    flops_exact: Amount
+    mesh: str
+    shape: Shape
+    estimated_seconds: Amount
+    paid_seconds: Amount
+    parent: FolderName | None
+    first_step: Count
+
+
+class PlanFile(TypedDict):
+    """plan.json, as far as it is read."""
+
+    runs: list[Planned]
+    total_flops: NotRequired[Amount]
+    rates: NotRequired[dict[str, dict[str, tuple[Amount, Count]]]]
+
+
+class Summary(TypedDict, total=False):
+    """summary.json, as far as it is read here."""
+
+    step: Count
+    D: Count
+    N_total: Count
+    seconds: Amount
+    val_loss: float
+    val_loss_se: float | None
+    checkpoint: str
+    ensemble: Count
+
+
+NEEDED = ("step", "D", "N_total", "flops_exact", "val_loss", "val_loss_se")  # of a summary, by the table
+
+
+class Metrics(TypedDict, total=False):
+    """A line of metrics.jsonl, as far as it is read here."""
+
+    step: Count
+    tokens: Count
+    train_loss: float | None
+    tokens_per_s: float | None
+    mfu: float | None
 
 
 class Busy(Exception):
@@ -48,12 +121,20 @@ class AtWork(UserError):
 class State:
     """What state.json holds."""
 
-    state: str = "planned"
-    attempt: int = 0  # times a worker has started on the run
+    state: Name
+    attempt: Count = 0  # times a worker has started on the run
     host: str | None = None
     job_id: str | None = None
     since: float = 0.0  # seconds since the epoch
     reason: str | None = None  # why, in a sentence, for everything but success
+
+    def __post_init__(self) -> None:
+        for name in ("host", "job_id", "reason"):
+            if (text := getattr(self, name)) is not None:
+                object.__setattr__(self, name, printable(text))
+
+    def __str__(self) -> str:
+        return self.state if self.reason is None else f"{self.state}: {self.reason}"
 
 
 class RunDirectory:
@@ -90,7 +171,7 @@ class RunDirectory:
         path = self.path / "config.yaml"
         try:
             config = from_dict(RunConfig, read_yaml(path))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, AttributeError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, AttributeError, UserError) as error:
             raise UserError(
                 f"{path} cannot be read as a run's config ({error}); remove the run directory and sweep again"
             ) from error
@@ -103,13 +184,9 @@ class RunDirectory:
 
     def state(self) -> State:
         """The run's state. Without a readable state.json a run with a summary is `done`, any other `planned`."""
-        values = read_json(self.path / "state.json") or {}
-        known = {key: values[key] for key in State.__dataclass_fields__ if key in values}
-        state = State(**known)
-        whole = state.state in STATES and isinstance(state.attempt, int) and isinstance(state.since, int | float)
-        if whole and known:
-            return state
-        return State() if self.summary() is None else State("done")
+        with suppress(UserError):
+            return read_document(self.path / "state.json", State)
+        return State("planned" if self.summary() is None else "done")
 
     def set_state(self, state: str, **changes: Any) -> State:
         """Replaces state.json atomically; fields that are not named keep their value, except the reason."""
@@ -127,7 +204,7 @@ class RunDirectory:
         return self.state().state == "done" and self.summary() is not None
 
     def summary(self) -> dict[str, Any] | None:
-        return read_json(self.path / "summary.json")
+        return read_json(self.path / "summary.json", Summary)
 
     def lock(self, timeout: float = 60.0) -> AbstractContextManager[object]:
         """Holds the run: one writer at a time. Raises Busy after `timeout` seconds."""
@@ -200,9 +277,10 @@ class RunDirectory:
         for line in reversed(lines[:-1]):
             try:
                 record = json.loads(line)
-            except ValueError:
+                msgspec.convert(record, Metrics)
+            except (ValueError, RecursionError):
                 continue
-            return record if isinstance(record, dict) else {}
+            return dict(record)
         return {}
 
 
@@ -225,10 +303,11 @@ class SweepDirectory:
 
     def plan(self) -> dict[str, Any]:
         """plan.json; UserError where it cannot be read."""
-        plan = read_json(self.path / "plan.json")
-        if plan is None or not isinstance(plan.get("runs"), list):
-            raise UserError(f"{self.path / 'plan.json'} cannot be read; run sweep.py again to write it anew")
-        return plan
+        try:
+            read_document(self.path / "plan.json", PlanFile)
+        except UserError as error:
+            raise UserError(f"{str(error).rstrip('.')}; run sweep.py again to write it anew") from None
+        return read_json(self.path / "plan.json") or {}
 
     def runs(self) -> list[RunDirectory]:
         """The runs of the current plan, in its order."""
@@ -238,8 +317,8 @@ class SweepDirectory:
         """sweep.yaml: the resolved config, and where it came from."""
         path = self.path / "sweep.yaml"
         try:
-            return dict(read_yaml(path))
-        except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
+            return msgspec.convert(read_yaml(path), dict[str, Any])
+        except (OSError, yaml.YAMLError, ValueError) as error:
             raise UserError(f"{path} cannot be read ({error}); run sweep.py again to write it anew") from error
 
     def lock(self, timeout: float = 0.0) -> AbstractContextManager[object]:
@@ -331,7 +410,14 @@ def this_user() -> str:
 
 
 def read_yaml(path: Path) -> Any:
-    return yaml.load(path.read_text(encoding="utf-8"), _LOADER)
+    """The values of a YAML file; YAMLError also where they are nested too deeply for those who read them."""
+    text = path.read_text(encoding="utf-8")
+    try:
+        value = yaml.load(text, _LOADER if len(text) < 20_000 else yaml.SafeLoader)  # depth can crash the one in C
+        msgspec.to_builtins(value)
+        return value
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
 
 
 def yaml_or_empty(path: Path) -> dict[str, Any]:

@@ -8,20 +8,26 @@ from typing import Any
 
 from ...train.config import RunConfig, run_id
 from ...train.errors import UserError
-from ...train.files import read_json, write_json
+from ...train.files import read_document, write_json
 from . import attempts, states
 from .attempts import Policy
-from .directory import OPEN, AtWork, RunDirectory, SweepDirectory, now_on
+from .directory import OPEN, AtWork, FolderName, RunDirectory, SweepDirectory, now_on
 
 ADDED = "added.json"
 STOPPED = "cancel.json"
+Added = dict[FolderName, dict[str, str | None]]  # why, instead of which run, and when, by run id
 
 
-def add_runs(sweep: SweepDirectory, runs: Iterable[RunConfig], why: str, replaces: str | None = None) -> list[str]:
-    """Makes runs part of a sweep, from its next plan on, in the place of `replaces`; returns the ids of new ones."""
+def add_runs(
+    sweep: SweepDirectory, runs: Iterable[RunConfig], why: str, replaces: str | None = None, planned: bool = False
+) -> list[str]:
+    """Makes runs part of a sweep, from its next plan on, in the place of `replaces`; returns the ids of new ones.
+
+    `planned`: those of the present plan too, which stay in every later one.
+    """
     from filelock import FileLock, Timeout  # slow to import, and status needs no lock
 
-    known = {run["run_id"] for run in sweep.plan()["runs"]}
+    known = set() if planned else {run["run_id"] for run in sweep.plan()["runs"]}
     try:
         with FileLock(sweep.path / f".{ADDED}.lock", timeout=60):
             added = _added(sweep)
@@ -97,7 +103,9 @@ def is_over(run: RunDirectory, policy: Policy) -> bool:
 
 def _added(sweep: SweepDirectory) -> dict[str, dict[str, Any]]:
     file = sweep.path / ADDED
-    added = read_json(file)
-    if added is None and file.exists():
-        raise UserError(f"{file} cannot be read; restore it, or remove it and lose the runs that it names")
-    return added or {}
+    if not file.exists():
+        return {}
+    try:
+        return read_document(file, Added)
+    except UserError as error:
+        raise UserError(f"{str(error).rstrip('.')}; restore it, or remove it and lose the runs that it names") from None

@@ -27,10 +27,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...train.files import read_json, write_json
+import msgspec
+
+from ...train.files import read_document, write_json
 from . import states
 from .attempts import Policy
-from .directory import RunDirectory, SweepDirectory, own_job, this_node
+from .directory import FolderName, RunDirectory, SweepDirectory, own_job, this_node
 from .states import Death
 
 CONTENTS, JOURNAL = "units.json", "journal.jsonl"
@@ -42,12 +44,20 @@ class Unit:
     """What one job trains."""
 
     how: str  # alone | ensemble | shared: processes of their own on one device
-    runs: tuple[str, ...]  # run ids, longest first
+    runs: tuple[FolderName, ...]  # run ids, longest first
 
     @property
     def name(self) -> str:
         """For people: the first run, and how many more."""
         return self.runs[0] + (f"+{len(self.runs) - 1}" if len(self.runs) > 1 else "")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What units.json holds."""
+
+    units: list[Unit]
+    parents: dict[str, tuple[FolderName, int]]
 
 
 @dataclass(frozen=True)
@@ -107,11 +117,8 @@ class Queue:
 
     @classmethod
     def open(cls, sweep: SweepDirectory, folder: Path) -> Queue:
-        contents = read_json(folder / CONTENTS)
-        if contents is None:
-            raise ValueError(f"{folder} holds no queue")
-        units = [Unit(unit["how"], tuple(unit["runs"])) for unit in contents["units"]]
-        return cls(sweep, folder, units, {name: (trunk, step) for name, (trunk, step) in contents["parents"].items()})
+        contents = read_document(folder / CONTENTS, Contents)
+        return cls(sweep, folder, contents.units, contents.parents)
 
     @classmethod
     def all_of(cls, sweep: SweepDirectory) -> list[Queue]:
@@ -273,15 +280,16 @@ class Queue:
         self._offset += len(whole)
         for line in whole.splitlines():
             # Of a line that somebody damaged the worst is that a unit is claimed again, and its runs are found done.
-            with contextlib.suppress(ValueError, KeyError, TypeError):
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                 self._apply(json.loads(line))
 
     def _apply(self, event: dict[str, Any]) -> None:
-        index, kind = event["unit"], event["event"]
+        index, kind, hold = event["unit"], event["event"], msgspec.convert(event, Hold)
         if kind == "claim":
+            claim = msgspec.convert(event, Claim)
             self._left.remove(index)
             self._holds.pop(index, None)
-            self._open[index] = claim = Claim(**{name: event[name] for name in Claim.__dataclass_fields__})
+            self._open[index] = claim
             self._claims[claim.place] += 1
             return
         del self._open[index]
@@ -289,8 +297,8 @@ class Queue:
             self._ended.add(index)
             return
         bisect.insort(self._left, index)
-        if event["until"]:
-            self._holds[index] = Hold(event["until"], tuple(event["avoid"]))
+        if hold != FREE:
+            self._holds[index] = hold
 
     def _now(self) -> float:
         os.utime(self.folder / JOURNAL)

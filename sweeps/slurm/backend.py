@@ -36,7 +36,7 @@ from . import commands as slurm
 from . import placement
 from .cluster import Limits
 from .placement import Batch
-from .record import Inventory, LaunchRecord, QueueJobs, labelled_jobs
+from .record import MEMORY, Inventory, LaunchRecord, Memory, QueueJobs, labelled_jobs
 from .submit import Call, QueueFull, Request
 from .transaction import Transaction, recover, release_forgotten, transaction
 
@@ -49,7 +49,6 @@ HELD_BACK = "held back, for the queue takes no more jobs (cluster.max_submit)"
 SCORINGS = 3  # times that a run is scored
 FITS = 3  # times that the laws are fitted to the same results
 RESULTS = ("runs/*/summary.json", "runs/*/eval/*.json")
-MEMORY = "keeper.json"
 
 
 class Calls(NamedTuple):
@@ -70,7 +69,7 @@ class SlurmBackend(Inventory):
         super().__init__(sweep, live)
         self.cluster, self.calls, self.policy = cluster, calls, Policy.of(cluster)
         self.path = str(sweep.path.resolve())
-        self.memory: dict[str, Any] = read_json(sweep.path / "jobs" / MEMORY) or {}  # what was tried how often
+        self.memory: dict[str, Any] = read_json(sweep.path / "jobs" / MEMORY, Memory) or {}  # what was tried how often
         recover(sweep, cluster, self.record)
         if live & self.record.jobs():
             with contextlib.suppress(UserError):  # SLURM is away, and will be asked again

@@ -7,7 +7,6 @@ Jobs are written down here before they may start (`transaction.py`). SLURM's com
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import pickle
 import re
@@ -15,15 +14,26 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from ...train.errors import UserError
-from ...train.files import write_atomic, write_json
+from ...train.files import read_document, read_json, write_atomic, write_json
 from ..plan.sweep_plan import JobShape
+from ..runs import membership
 from ..runs.directory import RunDirectory, SweepDirectory
 from ..runs.queue import Queue
 from . import commands as slurm
 from .placement import shape_in
+
+MEMORY = "keeper.json"  # in jobs/: what the keepers know of the sweep
+
+
+class Memory(TypedDict, total=False):
+    """jobs/keeper.json."""
+
+    scorings: dict[str, int]  # by run id, how often it was tried
+    fits: dict[str, float]  # how often, to results of what time
+    over: bool
 
 
 @dataclass
@@ -48,20 +58,10 @@ class LaunchRecord:
     @classmethod
     def read(cls, sweep: SweepDirectory) -> LaunchRecord:
         """What was written last; UserError where it cannot be read: taken for empty, jobs would be submitted twice."""
-        path = _path(sweep)
         try:
-            known = json.loads(path.read_text(encoding="utf-8"))
-            values = {item.name: known[item.name] for item in dataclasses.fields(cls) if item.name in known}
-            values["queues"] = {
-                name: QueueJobs(JobShape(**jobs["shape"]), jobs["workers"])
-                for name, jobs in known.get("queues", {}).items()
-            }
-            return cls(**values)
-        except FileNotFoundError:
-            return cls()
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            why = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(f"{path} cannot be read ({why}); `isoflop doctor {sweep.path}` mends it") from error
+            return read_document(_path(sweep), cls) if _path(sweep).exists() else cls()
+        except UserError as error:
+            raise UserError(f"{str(error).rstrip('.')}; `isoflop doctor {sweep.path}` mends it") from None
 
     def write(self, sweep: SweepDirectory) -> None:
         write_json(_path(sweep), dataclasses.asdict(self))
@@ -109,6 +109,12 @@ class Inventory:
     def without_scoring(self, runs: Sequence[RunDirectory]) -> list[RunDirectory]:
         """Those runs that no job in the queue will score."""
         return [run for run in runs if self.record.scoring.get(run.run_id) not in self.live]
+
+
+def is_unattended(sweep: SweepDirectory, live: set[str]) -> bool:
+    """Whether a sweep that is not over has no keeper in the queue: what is lost or held back would not go on."""
+    keepers, memory = LaunchRecord.read(sweep).keepers, read_json(sweep.path / "jobs" / MEMORY, Memory) or {}
+    return bool(keepers) and live.isdisjoint(keepers) and not memory.get("over") and not membership.is_stopped(sweep)
 
 
 def label(sweep: SweepDirectory, transaction: str) -> str:

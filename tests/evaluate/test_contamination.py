@@ -23,6 +23,7 @@ from isoflop.evaluate.contamination.contamination import (
 from isoflop.evaluate.tasks.custom import load_custom, load_texts
 from isoflop.evaluate.tasks.suite import Suite
 from isoflop.train.config import DataConfig
+from isoflop.train.data.corpora import open_corpus
 from isoflop.train.data.shards import Shards, prepare
 from isoflop.train.errors import UserError
 
@@ -47,6 +48,7 @@ def shards_of(folder: Path, documents: list[str], tokenizer: str = "bytes") -> S
         corpus="text", path=str(folder / "corpus.jsonl"), tokenizer=tokenizer, vocab_size=300,
         validation_fraction=1e-9, cache_dir=str(folder / "cache"),
     )  # fmt: skip
+    config.fingerprint = open_corpus(config).fingerprint()  # planned by documents, though they are few
     return prepare(config)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import math
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from isoflop.evaluate.tasks.custom import load_custom, read_questions, task_name
 from isoflop.evaluate.tasks.suite import SuiteTask
-from isoflop.evaluate.tasks.tasks import load_suite
+from isoflop.evaluate.tasks.tasks import anchored, load_suite
 from isoflop.train.errors import UserError
 
 CAPITALS: list[dict[str, Any]] = [
@@ -267,7 +268,9 @@ def test_templates_groups_and_functions_work(folder: Path) -> None:
         .strip()
         .replace("\n", "\n    ")
     )
-    loaded = load_custom(folder, limit=3)
+    with pytest.raises(UserError, match=r"loud.yaml runs Python of its own \(!function\); .* --allow-code, or"):
+        load_custom(folder, limit=3)
+    loaded = load_custom(folder, limit=3, allow_code=True)
     assert sorted(loaded) == ["all::within", "loud", "quiet"]
     assert requests(loaded["loud"])[0][0][0] == f"{loaded['loud'].indices[0]} + 1!"
     assert requests(loaded["quiet"])[0][0][0] == f"q {loaded['quiet'].indices[0]} + 1"
@@ -292,16 +295,20 @@ def test_a_single_yaml_file_is_its_own_tasks_alone(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "complaint"),
     [
-        ({"sums.yaml": "a: [1"}, "sums.yaml cannot be loaded"),
-        ({"sums.yaml": "- 1"}, "sums.yaml cannot be loaded"),
+        ({"sums.yaml": "a: [1"}, "sums.yaml is not what it must be: while parsing a flow sequence"),
+        ({"sums.yaml": "- 1"}, "sums.yaml is not what it must be: Expected object, got array"),
+        ({"sums.yaml": "a: " + "[" * 100_000}, "sums.yaml is nested too deeply"),
+        ({"sums.yaml": "task: &a [{task: *a}]"}, "sums.yaml is nested too deeply"),
         ({"sums.yaml": "dataset_path: json"}, "defines no task"),
         ({"again.yaml": SUM}, "task 'sums' is defined in .*again.yaml and in .*sums.yaml"),
         ({"sums.yaml": "task: 3"}, "its name is 3"),
+        ({"sums.yaml": SUM + "include: 3"}, r"Expected str \| array, got int at \$.include"),
+        ({"sums.yaml": SUM + "tag: {a: b}"}, r"got object at \$.tag"),
         ({"sums.yaml": "task: x\ninclude: nothing.yaml"}, "includes 'nothing.yaml'; it must be a file beside it"),
         ({"sums.yaml": "task: x\ninclude: sums.yaml"}, "includes itself"),
         ({"sums.yaml": SUM.replace("sums.jsonl", "none.jsonl")}, "task 'sums' of .* cannot be loaded"),
         ({"sums.yaml": SUM.replace("{{q}}", "{{q")}, "task 'sums' of .* cannot be"),
-        ({"sums.yaml": SUM + "doc_to_choice: !function utils.none"}, "sums.yaml cannot be loaded"),
+        ({"sums.yaml": SUM + "doc_to_choice: !function utils.none"}, "sums.yaml runs Python of its own"),
         ({"group.yaml": "group: all\ntask: [sum]"}, "has the task 'sum', which is not defined; .* sums"),
         ({"sums.yaml": SUM + "unsafe_code: true"}, "runs generated code"),
     ],
@@ -312,6 +319,47 @@ def test_bad_folders_are_named_in_one_sentence(folder: Path, files: dict[str, st
     with pytest.raises(UserError, match=complaint) as raised:
         load_custom(folder)
     assert "\n" not in str(raised.value)
+
+
+RUNS_CODE = {
+    "template": "doc_to_text: \"{{ cycler.__init__.__globals__.os.system('touch RAN') }}\"",
+    "attribute": "doc_to_choice: \"{{ (q|attr('__class__')).__mro__ }}\"",
+    "function": "doc_to_target: !function evil.run",
+    "class": "class: !function evil.run",
+    "metric": "metric_list: [{metric: EVIL}]",
+    "metric of the Hub": "metric_list: [{metric: EVIL, hf_evaluate: true}]",
+    "in a group": "x: {task: [{task: y, metric_list: [{metric: EVIL}]}]}",
+    "data": "dataset_kwargs: {trust_remote_code: true}",
+    "pickles": "dataset_path: pandas",
+}
+
+
+@pytest.mark.parametrize("name", RUNS_CODE)
+def test_no_python_of_a_folder_runs_unless_it_is_allowed(folder: Path, name: str) -> None:
+    ran = folder.parent / "RAN"
+    (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nrun = lambda *_: ''\n")
+    line = RUNS_CODE[name].replace("RAN", str(ran)).replace("EVIL", str(folder / "evil.py"))
+    key = line.partition(":")[0]
+    kept = [old for old in SUM.splitlines() if not old.startswith(f"{key}:")]
+    (folder / "sums.yaml").write_text("\n".join([*kept, line, ""]))
+    with pytest.raises(UserError, match=r"runs Python of its own|SecurityError"):
+        load_custom(folder)
+    assert not ran.exists()
+    if "!function" in line:
+        with contextlib.suppress(UserError):
+            load_custom(folder, allow_code=True)
+        assert ran.exists(), "the attack would have worked"
+
+
+def test_a_sweep_refuses_a_folders_python_before_anything_is_trained(folder: Path) -> None:
+    (folder / "sums.yaml").write_text(SUM + "doc_to_choice: !function utils.none")
+    with pytest.raises(UserError, match="runs Python of its own"):
+        anchored([str(folder)])
+    (folder / "utils.py").write_text("none = None")
+    assert anchored([str(folder)], allow_code=True) == [str(folder)]
+    (folder / "quiz.jsonl").write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"line 1 of .*quiz.jsonl is not JSON"):
+        anchored([str(folder / "quiz.jsonl")])
 
 
 def test_a_model_is_scored_on_a_file_and_its_gold_answers_in_bits_per_byte(tmp_path: Path) -> None:

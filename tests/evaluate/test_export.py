@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from dataclasses import replace
@@ -436,7 +437,8 @@ def test_the_card_has_every_count_and_score_and_takes_no_markup_from_names(tmp_p
     assert all(f" {value:.4g} FLOPs |" in card for value in flops)
     for said in ("1.2500 ± 0.0100", "1.8000", "| piqa | 100 | 0 | 0.5000 ± 0.0500 | 1.5000 | 0.500 |  |",
                  "withheld: item 3: NaN", "| arc_easy | 20 of 2376 |",
-                 "3 prompts cut to the context; 2 share text with the training data", "No licence is stated",
+                 "items whose prompt was cut to the context: 3; items that share text with the training data: 2",
+                 "No licence is stated",
                  "1.3000 (95 %: 1.2000 to 1.4000)", "0.0.9, commit `abc123` with changes", "Note."):  # fmt: skip
         assert said in card, said
     title = card.split("\n# ")[1].splitlines()[0]
@@ -481,3 +483,116 @@ def test_the_card_is_told_what_lies_around_the_checkpoint(tmp_path: Path) -> Non
     assert "piqa" in facts.scores["tasks"]
     (run / "summary.json").write_text(json.dumps(summary | {"step": 8}))  # of another checkpoint
     assert facts_about(path).law is None
+
+
+def test_a_foreign_tokenizer_goes_out_as_it_came_in(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    random_hf(tmp_path / "hf", "Llama")
+    folder = tmp_path / "hf"
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"bos_token_id": 7, "eos_token_id": [255, 9], "pad_token_id": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [255, 9], "temperature": 0.6}')
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"split_special_tokens": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    import_checkpoint(folder, tmp_path / "ours")
+    out = export_checkpoint(tmp_path / "ours", tmp_path / "out").folder
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+        assert (out / file).read_bytes() == (folder / file).read_bytes(), file
+    written = json.loads((out / "config.json").read_text())
+    assert {name: written[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")} == {
+        "bos_token_id": 7, "eos_token_id": [255, 9], "pad_token_id": None,
+    }  # fmt: skip
+    before, after = (AutoTokenizer.from_pretrained(path)("a<|endoftext|>b")["input_ids"] for path in (folder, out))
+    assert before == after == [97, 255, 98]
+    assert "the one that came with the weights" in (out / "README.md").read_text()
+    export_checkpoint(tmp_path / "ours", tmp_path / "out", overwrite=True)
+
+
+DEEP = "[" * 100_000
+ODD: dict[str, tuple[dict[str, Any], str]] = {
+    "kind": ({"model_type": ["llama"]}, r"config.json is not .*: Expected str, got array at \$.model_type"),
+    "type": ({"tie_word_embeddings": "no"}, r"Expected bool, got str at \$.tie_word_embeddings"),
+    "window": ({"model_type": "mistral", "sliding_window": "wide"}, r"got str at \$.sliding_window"),
+    "end": ({"eos_token_id": "x"}, r"at \$.eos_token_id"),
+    "base": ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta is 'x' in config.json; it must be a positive"),
+    "context": ({"max_position_embeddings": 10**15}, "max_position_embeddings is 10{15} in .* to 16777216"),
+    "layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers is 10{9} in .* from 1 to 10000"),
+    "none": ({"vocab_size": None}, "vocab_size is not in config.json; it must be a whole number"),
+    "keys": ({"num_key_value_heads": -2}, "kv_heads is -2"),
+    "epsilon": ({"rms_norm_eps": -1}, "norm_eps is -1"),
+}  # fmt: skip
+
+
+def test_a_folder_of_wrong_types_and_sizes_is_one_sentence_and_nothing_is_written(tmp_path: Path) -> None:
+    random_hf(tmp_path / "hf", "Llama")
+    folder, file = tmp_path / "hf", tmp_path / "hf" / "config.json"
+    described, tokens = json.loads(file.read_text()), (folder / "tokenizer.json").read_text()
+    described.pop("rope_parameters", None)
+
+    def refused(sentence: str) -> None:
+        with pytest.raises(UserError, match=sentence) as raised:
+            import_checkpoint(folder, tmp_path / "out")
+        assert "\n" not in str(raised.value)
+        assert not (tmp_path / "out").exists()
+
+    for change, sentence in ODD.values():
+        file.write_text(json.dumps(described | change))
+        refused(sentence)
+    file.write_text(json.dumps({name: value for name, value in described.items() if name != "vocab_size"}))
+    refused("vocab_size is not in config.json; it must be a whole number")
+    for content, sentence in (
+        ('{"a": ' + DEEP, "nested too deeply"),
+        ("[]", "Expected object, got array"),
+        ("{", "truncated"),
+    ):
+        file.write_text(content)
+        refused(f"config.json is .*{sentence}")
+    file.write_text(json.dumps(described))
+    for ids in ('"id": 4294967290', '"id": -1'):
+        (folder / "tokenizer.json").write_text(tokens.replace('"id": 255', ids, 1))
+        refused("ids go from 0 to 16777215")
+    (folder / "tokenizer.json").write_text(tokens.replace(": 5,", ": 4294967290,", 1))
+    refused("it has the id 4294967290, and ids go from 0 to 16777215")
+    (folder / "tokenizer.json").write_text('{"model": ' + DEEP)
+    refused("tokenizer.json.*cannot be loaded")
+    (folder / "tokenizer.json").write_text(tokens)
+    (folder / "model.safetensors").rename(tmp_path / "x.safetensors")
+    index = folder / "model.safetensors.index.json"
+    for content, sentence in (
+        ('{"weight_map": {"a": "../x.safetensors"}}', r"weight_map names '../x.safetensors' in .* of the same folder"),
+        ('{"weight_map": {"a": 3}}', r"Expected str, got int at \$.weight_map"),
+        ('{"x": ' + DEEP, "nested too deeply"),
+        ("{}", "required field weight_map"),
+    ):
+        index.write_text(content)
+        refused(sentence)
+
+
+def test_weights_that_no_memory_holds_are_refused_by_their_header(tmp_path: Path) -> None:
+    random_hf(tmp_path / "hf", "Llama")
+    file, config = tmp_path / "hf" / "model.safetensors", tmp_path / "hf" / "config.json"
+    shapes = {name: [str(one.dtype), list(one.shape)] for name, one in load_file(file).items()}
+    rows = 1 << 24
+    offset, header = 0, {}
+    for name, (_, shape) in shapes.items():
+        if name in ("lm_head.weight", "model.embed_tokens.weight"):
+            shape[0] = rows
+        size = 4 * int(np.prod(shape))
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    written = json.dumps(header).encode()
+    with file.open("wb") as sparse:
+        sparse.write(len(written).to_bytes(8, "little") + written)
+        sparse.truncate(8 + len(written) + offset)
+    with pytest.raises(UserError, match=r"has shape \(16777216, 48\); its config.json says \(300, 48\)"):
+        import_checkpoint(tmp_path / "hf", tmp_path / "out")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": rows}))
+    memory = os.sysconf
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.sysconf", lambda name: 1000 if name == "SC_PHYS_PAGES" else memory(name))
+        with pytest.raises(UserError, match=r"the weights take 6 GB in fp32; the memory here is 0 GB"):
+            import_checkpoint(tmp_path / "hf", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

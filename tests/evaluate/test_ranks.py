@@ -199,8 +199,10 @@ def test_an_error_of_one_rank_ends_all_of_them() -> None:
 
 
 def test_ranks_that_cannot_be_had_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="ranks is 0; it must be 1 or more"):
+    with pytest.raises(UserError, match="ranks is 0; it must be 1 to "):
         on_ranks(0, lambda ranks: None)
+    with pytest.raises(UserError, match="ranks is 1000000007; it must be 1 to "):
+        on_ranks(1_000_000_007, lambda ranks: None)
     with pytest.raises(UserError, match="ranks is 2 on cuda; start one per GPU with torchrun --nproc-per-node 2"):
         on_ranks(2, lambda ranks: None, device="cuda")
     assert on_ranks(1, lambda ranks: (ranks.rank, ranks.size)) == (0, 1)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -16,6 +17,7 @@ import scipy.stats
 from isoflop.evaluate.pages import page as written
 from isoflop.evaluate.pages import sweep_report
 from isoflop.evaluate.pages.page import Axis
+from isoflop.evaluate.pages.paired import compare
 from isoflop.evaluate.pages.report import (
     at_equal_compute,
     checkpoint_page,
@@ -24,8 +26,8 @@ from isoflop.evaluate.pages.report import (
     paired_differences,
     payload,
 )
-from isoflop.evaluate.pages.sweep_report import Sweep, rank_correlation, task_verdict, trend
-from report_samples import HOSTILE, domain, header, make_items, make_rows, make_written, numbers, signal_of
+from isoflop.evaluate.pages.sweep_report import Sweep, choices, rank_correlation, task_verdict, trend
+from report_samples import HOSTILE, answers_to, domain, header, make_items, make_rows, make_written, numbers, signal_of
 
 
 class Read(HTMLParser):
@@ -124,7 +126,7 @@ def test_old_scores_without_the_newer_numbers_still_make_a_page_and_a_table() ->
 def test_a_task_found_clean_is_said_and_not_listed_twice() -> None:
     clean = numbers(contaminated_items=0, clean=numbers())
     said = Read(checkpoint_page(header({"a": clean, "b": clean, "c": numbers()}))).text
-    assert "No item of 2 of the 3 tasks shares text with the training data." in said
+    assert "No item of 2 of 3 tasks shares text with the training data." in said
     assert said.count("clean part") == 0
 
 
@@ -171,7 +173,7 @@ def test_where_nothing_but_itself_is_near_the_page_says_how_far_the_nearest_is()
     scores = header({"arc_easy": numbers()}, flops=1e12)
     peers = [header({}, run_id="x", flops=1e15), header({}, run_id="y", flops=3e12), scores]
     said = Read(checkpoint_page(scores, peers=peers)).text
-    assert "None of the sweep's 2 other checkpoints is within a factor 1.5" in said
+    assert "The sweep has 2 other checkpoints, none within a factor 1.5" in said
     assert "the nearest took 3.00×10¹²" in said
 
 
@@ -254,8 +256,7 @@ def test_hostile_text_makes_no_element_no_attribute_and_no_script(kind: str) -> 
         if kind == "checkpoint":
             return checkpoint_page(*full(text))
         rows = make_rows(text=text, recipes=(f"a{text}", f"b{text}"))
-        signal = {f"arc_easy{text}": {"acc": signal_of(3.0) | {"source": text}, "gold_bpb": None}}
-        return sweep_report.sweep_page(rows, signal, f"title{text}", {rows[0]["run_id"]: f"runs/{text}"})
+        return sweep_report.sweep_page(rows, answers_to(rows), f"title{text}", {rows[0]["run_id"]: f"runs/{text}"})
 
     harmless, hostile = write("x" * len(HOSTILE)), write(HOSTILE)
     hostile.encode("utf-8")  # a lone surrogate would raise
@@ -307,6 +308,20 @@ def test_links_are_relative_or_nothing(link: str | None, kept: bool) -> None:
 )  # fmt: skip
 def test_counts_have_three_digits_and_a_unit(value: float | None, said: str) -> None:
     assert written.short_count(value) == said
+
+
+def test_one_is_no_plural_and_what_is_missing_is_not_none() -> None:
+    assert [written.counted(count, "run") for count in (0, 1, 2, 1234)] == ["0 runs", "1 run", "2 runs", "1,234 runs"]
+    one = make_rows(("arc_easy",), budgets=1, sizes=1)
+    text = Read(sweep_report.sweep_page(one, {}, "t", {})).text
+    assert "of 1 run " in text
+    assert "in 1 budget " in text
+    items = make_items("t", 1)
+    against = ({"tasks": {"t": numbers()}, "N_total": None}, items)
+    text = Read(checkpoint_page(header({"t": numbers(items=1)}), items, (), against)).text
+    assert "a checkpoint without a name" in text
+    assert " 1 item; " in text
+    assert "None" not in text
 
 
 def test_missing_numbers_are_a_dash() -> None:
@@ -370,7 +385,7 @@ def test_a_task_falls_with_compute_only_where_every_budget_is_lower() -> None:
     found = trend(Sweep.of(rows), "arc_easy")
     assert found is not None
     assert found.falls
-    assert found.rank_best == pytest.approx(-1)
+    assert found.rank == pytest.approx(-1, abs=0.2)
     best = Sweep.of(rows).best()[2]
     rows[best]["tasks"]["arc_easy"]["gold_bpb"] += 1
     worse = trend(Sweep.of(rows), "arc_easy")
@@ -385,30 +400,105 @@ def test_verdicts_are_words() -> None:
     assert task_verdict({"acc": noise, "gold_bpb": clear}) == "BPB tells runs apart, accuracy is noise"
     assert task_verdict({"acc": None, "gold_bpb": clear}) == "BPB tells runs apart"
     assert task_verdict({"acc": clear, "gold_bpb": noise}) == "accuracy tells runs apart, BPB is noise"
-    assert task_verdict({"acc": noise, "gold_bpb": noise}) == "noise: differences between runs mean nothing"
-    unjudged = noise | {"ratio": math.nan}
-    assert task_verdict({"acc": clear, "gold_bpb": unjudged}) == "accuracy tells runs apart"
-    assert task_verdict({"acc": unjudged, "gold_bpb": unjudged}) == "not known"
-    assert task_verdict({"acc": None, "gold_bpb": clear | {"ratio": math.inf}}) == "BPB tells runs apart"
-    assert task_verdict({"acc": None, "gold_bpb": None}) == task_verdict(None) == "not known"
+    assert task_verdict({"acc": noise, "gold_bpb": noise}) == "noise: no two runs lie apart"
+    assert task_verdict({"acc": None, "gold_bpb": None}) == task_verdict({}) == "not known"
+
+
+def by_run(scores: np.ndarray) -> dict[int, dict[int, float]]:
+    return {run: dict(enumerate(map(float, one))) for run, one in enumerate(scores)}
+
+
+def test_what_all_runs_find_hard_does_not_hide_their_differences() -> None:
+    rng = np.random.default_rng(0)
+    hard, better = rng.normal(size=50), np.linspace(0, 0.3, 10)[:, None]
+    scores = 2 + hard - better + 0.05 * rng.normal(size=(10, 50))
+    unpaired = (scores[0].mean() - scores[9].mean()) / np.hypot(*(scores[i].std(ddof=1) / 50**0.5 for i in (0, 9)))
+    assert unpaired < 2, "as the error of a score alone has it, these are the same"
+    found = compare(by_run(scores), [(0, 1, 8, 9), (0, 5, 4, 9), (0, 5, 9, 4)])
+    assert found is not None
+    assert found.clear
+    difference = scores[0] - scores[9]
+    assert found.z == pytest.approx(scipy.stats.ttest_1samp(difference, 0).statistic, rel=0.2)
+    assert (found.items, found.pairs, found.choices) == (50, 45, 3)
+    assert 0.5 < found.apart < 1
+    assert found.held is not None
+    assert found.held[0] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("runs", [2, 5, 20])
+def test_runs_that_are_alike_are_noise_nearly_always(runs: int) -> None:
+    rng, wrong = np.random.default_rng(runs), 0
+    for _ in range(60):
+        found = compare(by_run(rng.normal(size=60) + rng.normal(size=(runs, 60))), [])
+        assert found is not None
+        wrong += found.clear
+    assert wrong <= 8, "one in twenty; more than eight of sixty come once in two hundred times"
+
+
+def test_what_cannot_be_compared_is_not_known_and_equal_answers_are_no_difference() -> None:
+    same = np.tile(np.arange(20.0), (3, 1))
+    assert compare(by_run(same[:1]), []) is None
+    assert compare(by_run(same[:, :9]), []) is None, "too few items"
+    assert compare({0: {0: 1.0}, 1: {1: 1.0}}, []) is None, "none that both answered"
+    alike = compare(by_run(same), [(0, 1, 1, 2)])
+    assert alike is not None
+    assert (alike.z, alike.clear, alike.apart, alike.held) == (0.0, False, 0.0, (0.5, 0.0))
+    apart = compare(by_run(same + np.arange(3.0)[:, None]), [])
+    assert apart is not None
+    assert apart.clear, "equally far apart on every item"
+    assert math.isfinite(apart.z)
+
+
+def test_choices_are_recipes_or_else_sizes_by_their_place() -> None:
+    plain = Sweep.of(make_rows(budgets=3, sizes=3))
+    made = choices(plain)
+    assert len(made) == 2 * 3
+    for one, other, large, another in made:
+        rows = [plain.rows[place] for place in (one, other, large, another)]
+        assert rows[0]["flops"] < rows[2]["flops"]
+        assert (rows[0]["N"] < rows[1]["N"]) == (rows[2]["N"] < rows[3]["N"])
+    recipes = Sweep.of(make_rows(budgets=3, sizes=3, recipes=("a", "b")))
+    assert len(choices(recipes)) == 2
+    for one, other, large, another in choices(recipes):
+        assert [recipes.rows[place]["recipe"] for place in (one, other, large, another)] == ["a", "b", "a", "b"]
+    assert choices(Sweep.of(make_rows(budgets=1))) == choices(Sweep.of([])) == []
 
 
 def test_the_sweeps_page_says_which_tasks_mean_something_the_clearest_first() -> None:
     rows = make_rows()
-    signal = {
-        "arc_easy": {"acc": signal_of(3), "gold_bpb": signal_of(9)}, "piqa": {"acc": None, "gold_bpb": signal_of(30)},
-    }  # fmt: skip
-    read = Read(sweep_report.sweep_page(rows, signal, "spine", {"run0": "../run0/report.html"}))
+    read = Read(sweep_report.sweep_page(rows, answers_to(rows), "spine", {"run0": "../run0/report.html"}))
     assert "spine" in read.text
-    assert read.text.index("piqa") < read.text.index("arc_easy")
-    assert (
-        "arc_easy BPB tells runs apart, accuracy is noise 9.0 luck 4.0 3.0 luck 4.0 with every budget −1.00"
-        in read.text
+    row = re.search(
+        r"arc_easy BPB tells runs apart, accuracy is noise ([\d.]+) over ([\d.]+), \d+ % ([\d.]+) under ([\d.]+), 0 % "
+        r"(\d+) % ± \d+ noise every budget −0.94",
+        read.text,
     )
+    assert row
+    z, threshold, noise, other, _ = map(float, row.groups())
+    assert z > threshold
+    assert noise < other
     assert read.tags.count("figure") == 8, "two tasks, by compute and by loss, bits per byte and accuracy"
     assert ("href", "../run0/report.html") in read.attributes
     assert len(read.data) == 20
     assert "By recipe" not in read.text
+
+
+def test_no_two_columns_of_a_task_contradict_each_other() -> None:
+    rows = make_rows(("arc_easy",))
+    read = Read(sweep_report.sweep_page(rows, answers_to(rows, spread=30.0), "spine", {}))
+    assert re.search(
+        r"noise: no two runs lie apart [\d.]+ under [\d.]+, 0 % [\d.]+ under [\d.]+, 0 % "
+        r"noise noise noise noise",
+        read.text,
+    ), "though the scores fall with every budget"
+    assert "BPB falls with every budget 0 of 1" in read.text
+    few = Read(sweep_report.sweep_page(rows, dict(list(answers_to(rows).items())[1:]), "spine", {}))
+    assert "Without a file of items, and so not compared with the others: 1 of 20 runs." in few.text
+
+
+def test_one_pair_of_many_is_not_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_report, "compare", lambda *_: replace(signal_of(20), apart=1 / 276))
+    assert "20.00 over 4.00, <1 %" in Read(sweep_report.sweep_page(make_rows(), {}, "spine", {})).text
 
 
 def test_every_checkpoint_is_a_dot_in_every_panel() -> None:

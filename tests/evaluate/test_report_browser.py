@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from isoflop.evaluate.pages.report import checkpoint_page, is_right
 from isoflop.evaluate.pages.sweep_report import sweep_page
-from report_samples import HOSTILE, RAN, domain, header, make_items, make_rows, make_written, numbers, signal_of
+from report_samples import HOSTILE, RAN, answers_to, domain, header, make_items, make_rows, make_written, numbers
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 QUIET = "disable-quic no-first-run disable-background-networking disable-component-update disable-sync disable-gpu"
@@ -213,9 +213,7 @@ def test_a_missed_escape_still_cannot_run_and_ten_thousand_items_are_25_on_the_p
 
 def test_a_sweeps_panels_name_the_run_under_the_pointer_and_its_table_sorts(tmp_path: Path) -> None:
     rows = make_rows(text=HOSTILE, recipes=("a", f"b{HOSTILE}"))
-    tasks = list(rows[0]["tasks"])
-    signal = {tasks[0]: {"acc": signal_of(3) | {"source": HOSTILE}, "gold_bpb": signal_of(20)}}
-    page = sweep_page(rows, signal, f"spine{HOSTILE}", {row["run_id"]: HOSTILE for row in rows})
+    page = sweep_page(rows, answers_to(rows), f"spine{HOSTILE}", {row["run_id"]: HOSTILE for row in rows})
     said = probe(tmp_path, page, 900, SWEEP)
     assert said["faults"] == []
     assert said["ran"] is None

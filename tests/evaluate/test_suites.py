@@ -293,7 +293,7 @@ def test_files_are_named_from_the_root_and_tasks_are_left_alone(
     monkeypatch.chdir(tmp_path)
     for folder in ("my/tasks", "held_out"):
         (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "quiz.jsonl").touch()
+    (tmp_path / "quiz.jsonl").write_text('{"question": "1 + 1 =", "answer": "2"}')
     given = ["small", "piqa@5", "quiz.jsonl@2", "my/tasks", "text:held_out", f"{tmp_path}/quiz.jsonl"]
     assert anchored(given) == [
         *SMALL, "piqa@5", f"{tmp_path}/quiz.jsonl@2", f"{tmp_path}/my/tasks", f"text:{tmp_path}/held_out",

@@ -361,7 +361,7 @@ def test_intervals_are_the_percentiles_of_one_answer_a_draw_and_cover_the_truth(
 
 def test_answers_print_as_a_sentence_and_as_a_table():
     plain = allocation.compute_optimal(Known(HOFFMANN), 5.76e23)
-    assert repr(plain) == "C = 5.76e23, N = 32.2B, D = 2.98T, D/N = 92.6, loss = 1.9307"
+    assert repr(plain) == "C (6ND) = 5.76e23, N = 32.2B, D = 2.98T, D/N = 92.6, loss = 1.9307"
     shown = allocation.token_limited(drawn(), [1e21, 1e22], 1e10)
     assert len(repr(shown).splitlines()) == 2
     assert "epochs = 1.00" in repr(shown)

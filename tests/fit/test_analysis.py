@@ -47,7 +47,7 @@ def codes(found):
 def test_a_good_sweep_gets_three_answers_that_agree_and_cover_the_truth():
     found = analyze(sweep())
     assert found.interior_minima == 4
-    assert found.verdict.sentence.startswith("The approaches agree within their intervals")
+    assert found.verdict.sentence.startswith("Isoflop and parametric agree at 1e18 FLOPs within")
     truth = (40 / 85) ** (1 / 0.6) * (1e18 / 6) ** 0.5
     for approach in found.approaches.values():
         low, high = approach.at(1e18).N_ci
@@ -56,11 +56,113 @@ def test_a_good_sweep_gets_three_answers_that_agree_and_cover_the_truth():
     assert codes(found) <= {"extrapolation"}
 
 
-@pytest.mark.filterwarnings("error")
-def test_refits_that_never_converge_leave_an_answer_without_intervals(monkeypatch):
+def test_a_fit_that_did_not_converge_has_no_numbers_anywhere(monkeypatch, tmp_path):
     monkeypatch.setattr(solver, "ITERATIONS", 2)
     found = analyze(sweep(), bootstrap=20)
-    assert {"not_converged", "bootstrap_unconverged"} <= codes(found)
+    [said] = [w.message for w in found.warnings if w.code == "no_parametric"]
+    assert "did not converge from any of 64 starts" in said
+    page = fit.write_report(found, tmp_path / "fit").read_text()
+    assert ", approach 3 · parametric</span>" not in page  # a tile
+    assert ">Approach 3 · parametric</td>" not in page  # a row
+    said = json.loads((tmp_path / "fit/law.json").read_text())
+    assert {said[name] for name in ("law", "objective", "converged")} == {None}
+    assert [said["ci"], said["optimal"], said["backtest"]["steps"]] == [{}, [], []]
+    parametric = [said["approaches"]["parametric"], *(row["approaches"]["parametric"] for row in said["conventions"])]
+    for one in parametric:
+        assert {name: value for name, value in one.items() if value not in (None, [])} == {"reason": one["reason"]}
+    with pytest.raises(fit.InputError, match="its report had no parametric fit"):
+        fit.answer(tmp_path / "fit/law.json")
+
+
+DEGENERATE = {
+    "equal": lambda t: 3.0,
+    "rising": lambda t: 1.0 + 0.1 * np.log10(t.N * t.D),
+    "rising with N": lambda t: 1.0 + 0.1 * np.log10(t.N),
+    "huge": lambda t: 1e300,
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("loss", DEGENERATE.values(), ids=DEGENERATE)
+def test_a_degenerate_table_gets_a_whole_report_with_no_figure_that_lacks_data(loss, tmp_path):
+    found = analyze(sweep().assign(loss=loss), bootstrap=20)
+    assert not any(one.available for one in found.approaches.values())
+    page = fit.write_report(found, tmp_path / "fit").read_text()
+    assert "No approach has an answer: see the warnings." in page
+    assert "exponent a of" not in page
+    files = {path.stem for path in (tmp_path / "fit").iterdir()}
+    assert {"law", "report", "isoflop"} <= files
+    assert not {"bootstrap", "optimal_N", "optimal_D", "optimal_loss"} & files
+    assert found.law is None or "No contours: the law predicts the same loss for all runs." in page
+    assert "contours" not in files
+    assert {approach["exponent"] for approach in found.to_dict()["approaches"].values()} == {None}
+    steps, influence = found.backtest["steps"], found.backtest["influence"]
+    assert not any(0 in (step["tokens_per_parameter_at_target"], step["N_predicted"]) for step in steps)
+    assert influence is None or not any(entry["N"] == 0 for entry in influence["left_out"])
+
+
+def test_a_report_that_fails_leaves_no_folder_and_an_old_one_as_it_was(tmp_path, monkeypatch):
+    found = analyze(sweep(), bootstrap=20)
+    old, new = tmp_path / "old", tmp_path / "new"
+    fit.write_report(found, old)
+    (old / "mine.png").write_text("of the user")
+    before = {path.name: path.read_bytes() for path in old.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr("isoflop.fit.report.report.render_report", lambda *_: 1 / 0)
+        for folder in (old, new):
+            with pytest.raises(ZeroDivisionError):
+                fit.write_report(found, folder)
+    assert {path.name: path.read_bytes() for path in old.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    fit.write_report(analyze(sweep().assign(loss=3.0), bootstrap=0), old)  # figures of the fit before would mislead
+    assert not (old / "contours.png").exists()
+    assert (old / "mine.png").exists()
+
+
+def test_one_law_gives_one_answer_and_names_its_convention(tmp_path):
+    """The table counts 3 % more than 6ND, and more for small models."""
+    frame = sweep().assign(flops=lambda t: 6 * t.N * t.D * (1 + 300 * t.N ** (-1 / 3)))
+    found, C = analyze(frame, bootstrap=50), 1e18
+    fit.write_report(found, tmp_path)
+    as_6nd = analyze(frame, bootstrap=50, convention="6nd")
+    for convention, report in (("table", found), ("6nd", as_6nd)):
+        best, said = found.law.optimal(C, convention=convention), report.to_dict()
+        assert said["convention"] == best.convention == convention
+        [asked] = fit.answer(tmp_path / "law.json", [C], convention)["optimal"]
+        [written] = said["optimal"]
+        for name, value in asked.items():
+            assert value == (written[name] if name == "convention" else pytest.approx(written[name], rel=1e-5))
+        assert asked["N"] == pytest.approx(best.N[0], rel=1e-6)
+        assert said["backtest"]["tokens_per_parameter_at_target_full"] == pytest.approx(best.ratio[0], rel=1e-6)
+        [row] = [row for row in said["conventions"] if row["own"]]
+        assert row["flops"] == convention
+        assert row["approaches"]["parametric"]["N"] == pytest.approx(best.N[0], rel=1e-6)
+    assert "For 1e18 FLOPs (as the table counts)" in (tmp_path / "report.html").read_text()
+    assert repr(found.law.optimal(C)).startswith("C (as the table counts) = 1e18")
+    assert abs(found.law.optimal(C).N[0] / found.law.optimal(C, convention="6nd").N[0] - 1) > 0.02
+    with pytest.raises(fit.InputError, match="convention is 'exact'; choose table"):
+        found.law.optimal(C, convention="exact")
+
+
+@pytest.mark.parametrize("law", [fit.OvertrainingLaw(), fit.ChinchillaLaw()], ids=["overtraining", "chinchilla"])
+def test_influence_follows_the_exponents_that_a_law_names(law):
+    found = analyze(sweep(), bootstrap=0, law=law)
+    assert set(law.exponent_names) <= set(found.backtest["influence"]["left_out"][0]["moves"])
+    assert fit.FunctionLaw(None, {"E": (1, 2), "alpha": (0, 1)}).exponent_names == ("alpha",)
+
+
+@pytest.mark.filterwarnings("error")
+def test_refits_that_never_converge_leave_an_answer_without_intervals(monkeypatch):
+    bootstrap = fit.Law.bootstrap
+
+    def without_time(law, *options):
+        with monkeypatch.context() as patch:
+            patch.setattr(solver, "ITERATIONS", 0)
+            return bootstrap(law, *options)
+
+    monkeypatch.setattr(fit.Law, "bootstrap", without_time)
+    found = analyze(sweep(), bootstrap=20)
+    assert "bootstrap_unconverged" in codes(found)
     assert found.law.bootstrap_["resamples"] == 0
     assert np.isnan(found.law.predict_interval([1e7, 1e8], [1e9, 1e9], kind="run")).all()
     assert {step["loss_inside"] for step in found.backtest["steps"]} == {None}
@@ -124,7 +226,7 @@ def test_no_bootstrap_means_no_intervals():
     found = analyze(sweep(), bootstrap=0)
     assert found.to_dict()["ci"] == {}
     assert all(e["N_ci"] is None for a in found.to_dict()["approaches"].values() for e in a["optimal"])
-    assert "agreement cannot be judged" in found.verdict.sentence
+    assert "Agreement cannot be judged" in found.verdict.sentence
 
 
 def test_the_backtest_holds_out_the_highest_budget_and_predicts_it():
@@ -201,6 +303,9 @@ def test_bad_targets_and_resamples_are_one_sentence():
         fit.analyze(runs, targets=(-1,))
     with pytest.raises(fit.InputError, match="target is empty"):
         fit.analyze(runs, targets=())
+    for options, message in (({"seed": -1}, "seed is -1"), ({"bootstrap": 10**12}, "bootstrap is 1000000000000")):
+        with pytest.raises(fit.InputError, match=message):
+            analyze(sweep(), **options)
     with pytest.raises(fit.InputError, match="bootstrap is -5"):
         fit.analyze(runs, bootstrap=-5)
 

@@ -125,9 +125,21 @@ def test_approaches_that_agree_are_said_to_with_how_little_that_says():
     verdict = fit.verdict(found, (1e18,), table)
     assert verdict.agree is True
     assert verdict.suspects == ()
-    widest = max(np.divide(*a.at(1e18).N_ci[::-1]) for a in found.values())
+    wide, *narrow = (np.divide(*a.at(1e18).N_ci[::-1]) for a in found.values())
     assert verdict.sentence == (
-        f"The approaches agree within their intervals, which span up to a factor of {widest:.2g} in N."
+        "Isoflop and parametric agree at 1e18 FLOPs within their intervals, which span up to a factor of "
+        f"{max(narrow):.2g} in N; envelope cannot tell, with a factor of {wide:.2g}."
+    )
+
+
+def test_agreement_is_not_claimed_of_wide_intervals():
+    """They overlap whatever is true."""
+    rng = np.random.default_rng(0)
+    table, found = judged(sweep().assign(loss=lambda t: t.loss * np.exp(0.03 * rng.standard_normal(len(t)))))
+    verdict = fit.verdict(found, (1e21,), table)
+    assert verdict.agree is None
+    assert verdict.sentence.startswith(
+        "Agreement cannot be judged at 1e21 FLOPs: two intervals of N within a factor of 3"
     )
 
 

@@ -57,7 +57,7 @@ def test_each_step_is_a_fit_to_the_cheaper_runs_alone():
 def test_approach_2_is_asked_for_the_same_budget_by_the_same_method(method):
     budgets = (1e14, 1e15, 1e16, 1e17)
     rows = [
-        (C, N, C / (6 * N), 1.5 + 300 * C**-0.15 + 0.02 * np.log(N / (0.1 * C**0.5)) ** 2)
+        (C, N, C / (6 * N), 1.5 + 300 * C**-0.15 + 0.03 * np.log(N / (0.1 * C**0.5)) ** 2)
         for C in budgets
         for N in 0.1 * C**0.5 * np.geomspace(0.2, 5, 7)
     ]

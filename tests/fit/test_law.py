@@ -261,3 +261,16 @@ def test_five_outliers_move_the_allocation_and_are_warned_about(epoch):
     message = next(w.message for w in dirty.warnings if "outlier" in w.code)
     assert "5.006" in message
     assert "4.665" in message
+
+
+@pytest.mark.parametrize("objective", ["huber", "squares"])
+def test_a_table_with_hardly_any_noise_converges(objective):
+    """Rounding of the predictions is then more of the objective than what a step gains."""
+    rng = np.random.default_rng(0)
+    C, s = (v.ravel() for v in np.meshgrid([1e17, 4e17, 1.6e18, 6.4e18], np.geomspace(0.2, 5, 7), indexing="ij"))
+    N = s * 0.8 * (C / 6) ** 0.5
+    D = C / (N * (6 + 3000 * N ** (-1 / 3)))
+    loss = (1.7 + 400 / N**0.34 + 410 / D**0.34) * np.exp(0.0003 * rng.standard_normal(len(N)))
+    law = fit.ChinchillaLaw(objective).fit(N, D, loss)
+    assert law.converged_
+    assert law.starts_["agreeing"] == 64

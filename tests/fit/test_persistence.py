@@ -91,9 +91,20 @@ BAD = [
     (lambda c: change(c, "data", "columns", "N", 3, to=1e9), "holds data whose hash differs"),
     (lambda c: change(c, "options", to={"gamma": 1}), "is not a whole law"),
     (lambda c: change(c, "fit", to={}), "is not a whole law"),
-    (lambda c: json.dumps(c)[:-50], "is not JSON"),
+    (lambda c: json.dumps(c)[:-50], "is not what it must be: Input data was truncated"),
     (lambda c: "[]", "is not a law"),
-    (lambda c: "", "is not JSON"),
+    (lambda c: '{"a":' * 20000 + "1" + "}" * 20000, "is nested too deeply"),
+    (lambda c: change(c, "fit", "theta", to="x"), r"Expected array, got str - at \$.fit.theta"),
+    (lambda c: change(c, "fit", "theta", to=[0.0] * 9), "theta has 9 numbers, and the law 5"),
+    (lambda c: change(c, "fit", "starts", to=[]), r"Expected object, got array - at \$.fit.starts"),
+    (lambda c: change(c, "data", "weight", to=[1.0]), "columns differ in length"),
+    (lambda c: change(c, "data", "columns", "D", 2, to=-1), "D is -1 in row 2"),
+    (lambda c: change(c, "data", to=3), r"Expected object, got int - at \$.data"),
+    (lambda c: change(c, "options", "delta", to=[]), "is not a whole law"),
+    (lambda c: change(c, "form", to=["power"]), "holds a law of form"),
+    (lambda c: change(c, "bootstrap", to={"draws": 1}), "is not a whole law"),
+    (lambda c: change(c, "flops_per_token", to="6nd"), r"\$.flops_per_token"),
+    (lambda c: "", "is not what it must be: Input data was truncated"),
 ]
 
 
@@ -144,5 +155,9 @@ def test_a_reports_law_keeps_its_warnings_when_asked_again(tmp_path):
     result = CliRunner().invoke(app, ["fit", str(tmp_path / "law.json"), "--target-flops", "1e20", "--json"])
     assert result.exit_code == 0
     assert json.loads(result.stdout)["optimal"][0]["N"] == said["optimal"][0]["N"]
+    content = json.loads((tmp_path / "law.json").read_text()) | {"warnings": 5}
+    (tmp_path / "other.json").write_text(json.dumps(content))
+    with pytest.raises(fit.InputError, match=r"Expected array, got int at \$.warnings"):
+        fit.answer(tmp_path / "other.json")
     refused = CliRunner().invoke(app, ["fit", str(tmp_path / "law.json"), "--tied"])
-    assert "only --target-flops and --json apply" in str(refused.exception)
+    assert "only --target-flops, --convention and --json apply" in str(refused.exception)

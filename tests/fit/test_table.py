@@ -83,6 +83,26 @@ BAD = [
 ]
 
 
+def test_too_many_columns_or_runs_are_said_at_once(tmp_path):
+    path = tmp_path / "wide.csv"
+    path.write_text(",".join(f"c{i}" for i in range(10**6)) + "\n")
+    with pytest.raises(fit.InputError, match="has more than 20,000 columns; one row per run is expected"):
+        fit.read_table(path)
+    path.write_text(",".join(f"c{i}" for i in range(15000)) + "\n" + "1," * 14999 + "1\n")
+    with pytest.raises(fit.InputError, match=r"no column 'N'; it has c0, .*, c19 and 14,980 more"):
+        fit.read_table(path)
+    path.write_text("N,D,loss\n" + "1e7,1e9,3.0\n" * 20000)
+    with pytest.raises(fit.InputError, match="20,000 rows of finished runs; at most 10,000"):
+        fit.read_table(path)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("size", [1e200, 1e-200])
+def test_sizes_whose_product_is_no_number_are_one_sentence_without_a_warning(size):
+    with pytest.raises(fit.InputError, match=r"FLOPs \(6ND\) is (inf|0) in row 0"):
+        fit.read_table(pd.DataFrame({"N": [size], "D": [size], "loss": [3.0]}))
+
+
 @pytest.mark.parametrize(("source", "options", "message"), BAD)
 def test_a_bad_table_is_one_sentence(source, options, message):
     with pytest.raises(fit.InputError) as caught:

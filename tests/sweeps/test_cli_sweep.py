@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from isoflop.sweeps.cli import sweep as cli_sweep
 from isoflop.sweeps.execute import conduct
 from isoflop.sweeps.growth import extend, suggest
 from isoflop.sweeps.runs.directory import SweepDirectory
+from isoflop.train.files import write_json
 
 Run = Any
 
@@ -74,6 +76,21 @@ def test_logs_without_a_run_are_of_what_runs_or_failed(run: Run, sweep: SweepDir
     assert "attempt 1 on " in output
 
 
+@pytest.mark.parametrize("command", [("status",), ("logs",), ("logs", "RUN"), ("doctor",), ("cancel",), ("retry",)])
+def test_no_byte_of_a_file_reaches_the_terminal_as_a_command_to_it(
+    run: Run, sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    one = sweep.runs()[0]
+    one.set_state("failed", reason="\x1b[2Jgone\x07")
+    one.log("\x1b]0;title\x07")
+    write_json(one.path / "cancel.json", {"by": "\x9b31m", "at": 0.0})
+    monkeypatch.setattr(conduct, "resume", lambda sweep, only: 0)
+    code, *said = run(command[0], sweep.path, *[one.run_id for _ in command[1:]])
+    assert code in (0, 1)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(said))
+    assert r"\x1b" in "".join(said) or command[0] in ("doctor", "cancel")
+
+
 def test_the_doctor_s_exit_code_says_whether_anything_is_left(run: Run, sweep: SweepDirectory) -> None:
     assert run("doctor", sweep.path)[:2] == (0, "nothing is wrong\n")
     first, second = sweep.runs()[:2]
@@ -91,7 +108,7 @@ def test_the_doctor_says_that_a_plan_cannot_be_read(run: Run, sweep: SweepDirect
     (sweep.path / "plan.json").write_text("{")
     code, output, error = run("doctor", sweep.path)
     assert (code, error) == (1, "")
-    assert "left: plan.json: plan.json cannot be read" in output
+    assert "left: plan.json: plan.json is not what it must be" in output
 
 
 @pytest.mark.parametrize("where", ["nowhere/more.yaml", "."])

@@ -16,9 +16,16 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from isoflop.sweeps.observe import doctor, logs
+from isoflop.sweeps.cli import main as cli_main
+from isoflop.sweeps.entry import guarded
+from isoflop.sweeps.execute import conduct
+from isoflop.sweeps.observe import doctor, logs, status
 from isoflop.sweeps.observe.doctor import Finding, examine_sweep
+from isoflop.sweeps.observe.status import sweep_status
 from isoflop.sweeps.plan.packing import Unit
+from isoflop.sweeps.results import accounting, finish
+from isoflop.sweeps.results.finish import cost_lines, write_results
+from isoflop.sweeps.results.table import write_table
 from isoflop.sweeps.runs import attempts
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.sweeps.runs.queue import Queue
@@ -379,6 +386,99 @@ def test_a_run_whose_job_slurm_does_not_know_is_settled_and_a_silent_slurm_settl
     assert run.state().state == "failed"
 
 
+def test_of_a_run_whose_folder_was_removed_while_it_trained_is_said_what_is_missing(sweep: SweepDirectory) -> None:
+    run = first(sweep)
+    steps = run.config().steps
+    line = json.loads((run.path / "attempts.jsonl").read_text())
+    (run.path / "metrics.jsonl").unlink()
+    (run.path / "attempts.jsonl").write_text(json.dumps(line | {"first_step": 10}) + "\n")
+    (found,) = examine_sweep(sweep, mend=True)
+    assert (found.kind, found.is_left) == ("books", False)
+    whole = f"the attempts that made 10 of its {steps} steps and metrics.jsonl with its curve are missing"
+    assert found.what == whole
+    (run.path / "attempts.jsonl").unlink()
+    assert f"that made {steps} of its {steps} steps" in examine_sweep(sweep, mend=True)[0].what
+    assert accounting.account(sweep)["unrecorded"] == 1
+    assert "of 1 runs attempts are not recorded" in cost_lines(accounting.account(sweep))[1]
+
+
+@pytest.fixture
+def run_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
+    """Exit code and standard error of a command, which trains nothing, and fits no law to the table that it makes."""
+
+    def write(sweep: SweepDirectory, anew: bool) -> None:
+        write_table(sweep)
+        accounting.account(sweep)
+
+    monkeypatch.setattr(finish, "write_results", write)
+    monkeypatch.setattr(finish, "print_result", lambda sweep: None)
+    monkeypatch.setattr(conduct, "resume", lambda sweep, only: 0)
+
+    def run(command: str, sweep: SweepDirectory, *arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["isoflop", command, str(sweep.path), *arguments])
+        return guarded(cli_main._run), capsys.readouterr().err
+
+    return run
+
+
+DEEP = "[" * 5000 + "]" * 5000
+
+
+@pytest.mark.parametrize(("name", "text", "says"), [
+    ("runs/RUN/state.json", '{"state": "done", "attempt": "2"}', "must be: Expected int, got str at $.attempt"),
+    ("runs/RUN/state.json", f'{{"state": "done", "attempt": {DEEP}}}', "state.json"),
+    ("runs/RUN/summary.json", '{"step": [1]}', "Expected int, got array at $.step"),
+    ("runs/RUN/summary.json", '{"step": 1}', "summary.json lacks D, N_total"),
+    ("runs/RUN/failure.json", '{"hosts": 3}', "failure.json is not what it must be"),
+    ("runs/RUN/attempt.json", '{"attempt": -1}', "attempt.json is not what it must be"),
+    ("runs/RUN/attempts.jsonl", DEEP, "lines of attempts.jsonl cannot be read"),
+    ("runs/RUN/metrics.jsonl", DEEP, "lines of metrics.jsonl cannot be read"),
+    ("runs/RUN/config.yaml", DEEP, "nested too deeply"),
+    ("plan.json", '{"runs": [{"run_id": "../x"}]}', "plan.json is not what it must be"),
+    ("plan.json", f'{{"runs": {DEEP}}}', "plan.json"),
+    ("sweep.yaml", "config: {cluster: {heartbeat_seconds: soon}}", "got str at config.cluster.heartbeat_seconds"),
+    ("sweep.yaml", DEEP, "nested too deeply"),
+    ("sweep.yaml", "[" * 200_000, "nested too deeply"),
+    ("added.json", '{"RUN": 3}', "added.json is not what it must be"),
+    ("jobs/slurm.json", '{"training": [1]}', "slurm.json cannot be read"),
+    ("jobs/keeper.json", '{"scorings": 1}', "keeper.json is not what it must be"),
+    ("jobs/queue-a/units.json", '{"units": [{"how": "alone", "runs": "x"}], "parents": {}}', "units.json is not"),
+])  # fmt: skip
+def test_a_file_of_another_form_is_named_and_no_command_fails_of_it(
+    sweep: SweepDirectory, run_command: Callable[..., tuple[int, str]], name: str, text: str, says: str
+) -> None:
+    run = first(sweep)
+    path = sweep.path / name.replace("RUN", run.run_id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text.replace("RUN", run.run_id))
+    found = examine_sweep(sweep, mend=False)
+    assert [finding for finding in found if says in finding.what], [finding.what for finding in found]
+    for command in ("status", "logs", "doctor", "report", "cancel", "retry"):
+        code, err = run_command(command, sweep)
+        assert code in (0, 1, 2)
+        assert err.count("\n") == (code == 2), err
+    assert run_command("extend", sweep, "grid.kind=3")[0] == 2
+
+
+@pytest.mark.parametrize(("live", "memory", "is_said"), [
+    ("", {"over": False}, True), ("", {}, True), ("4", {"over": False}, False), ("", {"over": True}, False),
+])  # fmt: skip
+def test_a_sweep_that_nobody_looks_after_is_said(
+    sweep: SweepDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: str, memory: dict, is_said: bool
+) -> None:
+    program = tmp_path / "bin" / "squeue"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\necho {live}\n")
+    program.chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    write_json(sweep.path / "jobs" / "slurm.json", {"keepers": ["3", "4"]})
+    write_json(sweep.path / "jobs" / "keeper.json", memory)
+    assert kinds(examine_sweep(sweep, mend=True)) == ["keepers"] * is_said
+    assert sweep_status(sweep)["unattended"] == is_said
+    (sweep.path / "cancel.json").write_text("{}")  # who has cancelled all of it wants nobody to look after it
+    assert examine_sweep(sweep, mend=True) == []
+
+
 def test_a_full_disk_and_locks_that_hold_nobody_are_said(
     sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,3 +523,33 @@ def test_a_sweep_at_work_is_clean_at_every_moment_and_is_not_disturbed(smoke: tu
     undisturbed = {run.run_id: (run.summary() or {})["val_loss"] for run in SweepDirectory(smoke[0]).runs()}
     assert {run.run_id: (run.summary() or {})["val_loss"] for run in sweep.runs()} == undisturbed
     assert all(len(attempts.read(run)) == 1 for run in sweep.runs())
+
+
+def test_a_fit_that_failed_is_a_state_that_status_and_doctor_show_until_one_succeeds(
+    sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("isoflop.fit.analyze", fail)
+        with pytest.raises(ValueError, match="the table is no table"):
+            write_results(sweep, anew=True)
+    assert status.sweep_status(sweep)["fit_failure"] == "the table is no table"
+    (finding,) = doctor.examine_sweep(sweep, mend=True)
+    assert (finding.kind, finding.is_left) == ("fit", True)
+    assert "the table is no table" in finding.what
+    write_results(sweep, anew=True)
+    assert status.sweep_status(sweep)["fit_failure"] is None
+    assert doctor.examine_sweep(sweep, mend=True) == []
+
+
+def fail(*_: object) -> None:
+    raise ValueError("the table is no table")
+
+
+def test_a_fit_whose_jobs_were_killed_is_such_a_state_too(sweep: SweepDirectory) -> None:
+    (sweep.path / "jobs").mkdir(exist_ok=True)
+    newest = (sweep.path / "fit" / "law.json").stat().st_mtime + 1
+    memory = {"over": True, "fits": {"newest": newest, "tries": 3}}
+    write_json(sweep.path / "jobs" / "keeper.json", memory | {"over": False})
+    assert status.fit_failure(sweep) is None  # another is under way
+    write_json(sweep.path / "jobs" / "keeper.json", memory)
+    assert "its 3 jobs ended without a law" in str(status.fit_failure(sweep))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,6 @@ import pandas as pd
 import pytest
 import yaml
 from isoflop import fit
-from isoflop.fit.downstream.downstream import SignalToNoise, TaskVerdict
 from isoflop.sweeps import prepare
 from isoflop.sweeps.config import EvaluateConfig, SweepConfig
 from isoflop.sweeps.entry import compose
@@ -50,8 +48,6 @@ def test_a_run_keeps_every_so_many_steps_before_its_last_and_a_branch_those_afte
     assert steps_between(branch, 10) == []
     assert steps_between(branch, 4) == [36]
     assert steps_between(branch, 32) == []  # that one is the trunk's
-    with pytest.raises(UserError, match=r"evaluate\.every is 0; it must be 1 or more steps"):
-        steps_between(trunk, 0)
 
 
 def test_what_is_kept_for_branches_stays_and_no_run_becomes_another() -> None:
@@ -83,11 +79,11 @@ def test_tasks_of_ones_own_are_named_from_the_root_and_missed_before_anything_is
     (tmp_path / "quiz.jsonl").write_text('{"question": "a", "choices": ["b", "c"], "answer": 0}')
     monkeypatch.setattr("isoflop.evaluate.tasks.hub.task_manager", lambda *_: SimpleNamespace(all_tasks=["mmlu"]))
 
-    def planned(path: str) -> list[str]:
+    def planned(path: str, *more: str) -> list[str]:
         config = compose(
             ["+grid=smoke", "cluster=local", "cluster.flops_per_second=1e11", "tracker=none", "evaluate=custom",
              f"evaluate.path={path}", "data=text", f"data.path={data.path}", f"data.cache_dir={data.cache_dir}",
-             "data.tokenizer=bytes"]
+             "data.tokenizer=bytes", *more]
         )  # fmt: skip
         config.sweep, config.output_root = "sweep", str(tmp_path)
         return prepare.from_config(config).config.evaluate.tasks
@@ -98,6 +94,11 @@ def test_tasks_of_ones_own_are_named_from_the_root_and_missed_before_anything_is
             planned(missing)
     with pytest.raises(UserError, match="'quiz' is not known to lm-eval, and no folder"):
         planned("quiz")
+    (tmp_path / "code.yaml").write_text("task: x\ndoc_to_text: !function utils.run\n")
+    (tmp_path / "utils.py").write_text("run = len")
+    with pytest.raises(UserError, match=r"code.yaml runs Python of its own .* evaluate.allow_code=true in a sweep"):
+        planned("code.yaml")
+    assert planned("code.yaml", "evaluate.allow_code=true") == [f"{tmp_path}/code.yaml"]
     (tmp_path / "quiz").mkdir()
     assert planned("quiz") == [f"{tmp_path}/quiz"]
     (tmp_path / "mmlu").mkdir()
@@ -233,13 +234,13 @@ def test_the_pages_link_to_each_other_and_are_written_once(scored: Path, tmp_pat
     shutil.copytree(scored, folder)
     sweep = SweepDirectory(folder)
     trunk, branch, _ = opened(folder)
-    page = pages.write_pages(sweep, write_table(sweep), [])
+    page = pages.write_pages(sweep, write_table(sweep))
     assert page == folder / "fit" / "evaluation.html"
     links = [f"../runs/{run.run_id}/eval/step_{step}.html" for run, step in ((trunk, 80), (branch, 40))]
     assert all(link in page.read_text() for link in links)
     assert all((page.parent / link).exists() for link in links)
     before = [(page.parent / link).stat().st_mtime_ns for link in links]
-    pages.write_pages(sweep, write_table(sweep), [])
+    pages.write_pages(sweep, write_table(sweep))
     assert [(page.parent / link).stat().st_mtime_ns for link in links] == before
     peers = pages.peers_of(branch.path / "checkpoints" / "step_40")
     assert [(peer["run_id"], peer["name"]) for peer in peers] == [(trunk.run_id, "trunk")]
@@ -248,7 +249,7 @@ def test_the_pages_link_to_each_other_and_are_written_once(scored: Path, tmp_pat
 
 def test_without_scores_there_is_no_page(trained: Path) -> None:
     sweep = SweepDirectory(trained)
-    assert pages.write_pages(sweep, build_table(sweep), []) is None
+    assert pages.write_pages(sweep, build_table(sweep)) is None
 
 
 def test_of_many_checkpoints_the_best_of_each_budget_get_pages_first() -> None:
@@ -280,26 +281,6 @@ def test_an_interval_without_an_end_is_printed(capsys: pytest.CaptureFixture[str
     }
     print_law({"approaches": {"parametric": {"optimal": [estimate]}}}, "few")
     assert "9M [200k, ∞]" in capsys.readouterr().out
-
-
-def test_signal_to_noise_is_the_fits_or_else_that_of_the_items() -> None:
-    table = pd.DataFrame(
-        {"final": [True] * 4 + [False], "t/acc": [0.2, 0.3, 0.4, 0.5, 9.0], "t/acc_se": [0.05] * 5,
-         "t/gold_bpb": [2.0, 1.5, None, None, 9.0], "t/gold_bpb_se": [0.1] * 5,
-         "text_a/bpb": [4.0, 3.0, 2.5, 2.0, 9.0], "text_a/bpb_se": [0.25] * 5}
-    )  # fmt: skip
-    both = pages.task_signals(table, [])
-    assert both["text_a"]["acc"] is None
-    assert both["text_a"]["gold_bpb"]["ratio"] == pytest.approx(2.0 / 0.25)  # of texts, by their own bits per byte
-    found = both["t"]
-    assert found["gold_bpb"] is None  # two runs say nothing
-    assert found["acc"]["ratio"] == pytest.approx(0.3 / 0.05)
-    assert found["acc"]["source"] == "standard error of the items"
-    assert found["acc"]["clear"] is True
-    # What the fit had nothing to measure noise by is judged by the items too.
-    unknown = SignalToNoise(0.5, math.nan, math.nan, 2.0, "")
-    refused = TaskVerdict("text_a", "gold_bpb", 4, "too few runs", unknown, unknown)
-    assert pages.task_signals(table, [refused])["text_a"] == both["text_a"]
 
 
 def test_recipes_of_one_name_that_do_different_things_are_told_apart() -> None:

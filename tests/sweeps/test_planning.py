@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,12 +10,15 @@ from pathlib import Path
 import pytest
 import yaml
 from isoflop.sweeps import prepare
-from isoflop.sweeps.config import SweepConfig
+from isoflop.sweeps.config import SweepConfig, base_run
 from isoflop.sweeps.entry import compose
+from isoflop.sweeps.execute import conduct
+from isoflop.sweeps.execute.advance import outcome
 from isoflop.sweeps.growth import extend
 from isoflop.sweeps.prepare import Prepared
 from isoflop.sweeps.runs import membership
-from isoflop.train.config import DataConfig, run_id
+from isoflop.sweeps.runs.directory import SweepDirectory
+from isoflop.train.config import RECIPE, DataConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
 
@@ -61,6 +65,18 @@ def test_the_plan_from_the_folder_is_that_of_the_configuration(sweep: Callable[.
     assert {run_id(run): run for run in again.runs} == {run_id(run): run for run in planned.runs}
 
 
+def test_a_sweep_is_known_by_its_folders_name_from_within(
+    sweep: Callable[..., Prepared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = sweep().sweep.path
+    (folder / "fit").mkdir()
+    for inside, path in ((folder, "."), (folder / "fit", "..")):
+        monkeypatch.chdir(inside)
+        config = prepare.configuration(SweepDirectory.open(path))
+        assert (config.output_root, config.sweep) == (str(folder.parent), folder.name)
+        conduct.check(config)
+
+
 def test_a_plan_from_the_folder_needs_no_corpus(
     sweep: Callable[..., Prepared], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,8 +102,135 @@ def test_what_is_added_is_in_every_later_plan_and_nothing_is_added_twice(
     assert [run.run_id for run in membership.members(planned.sweep)][-1] == name
     assert ids(prepare.from_disk(planned.sweep)) == ids(planned) | {name}
     # The command that began the sweep, given once more.
-    assert ids(prepare.from_config(configuration(data, tmp_path))) == ids(planned) | {name}
+    again = prepare.from_config(configuration(data, tmp_path))
+    assert ids(again) == ids(planned) | {name}
+    assert prepare.conflict(again) is None
     assert planned.sweep.run(name).state().state == "planned"
+
+
+REQUESTS = [
+    (["seed=1"], "(seed was 0 and is 1)"),
+    (["grid.sizes=[8e3]"], "(grid.sizes was [8000.0, 20000.0] and is [8000.0])"),
+    (["grid.sizes=[8e3,2e4,4e4]"], "(grid.sizes was [8000.0, 20000.0] and is [8000.0, 20000.0, 40000.0])"),
+    (["cluster.precision=bf16"], '(precision was "fp32" and is "bf16")'),
+    (["seed=1", "optimizer.learning_rate=1e-3"], "optimizer.learning_rate was 0.006 and is 0.001, seed was 0 and is 1"),
+    (["data.recipe=[gopher]"], '(data.recipe was [] and is ["gopher"])'),
+]
+
+
+@pytest.mark.parametrize(("overrides", "differs"), REQUESTS, ids=[" ".join(overrides) for overrides, _ in REQUESTS])
+def test_a_folder_of_another_request_is_refused_with_what_differs_and_the_ways_on(
+    sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path, overrides: list[str], differs: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    folder = sweep().sweep.path
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    other = configuration(data, tmp_path, *overrides)
+    with pytest.raises(UserError) as refusal:
+        conduct.conduct(other, ["test"])
+    for word in (differs, "isoflop extend", "sweep=NAME", "sweep_merge=true", str(folder)):
+        assert word in str(refusal.value)
+    after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and ".lock" not in path.name}
+    assert after == {path: content for path, content in before.items() if path in after}
+    assert after.keys() == before.keys()
+    other.dry_run = True
+    assert conduct.conduct(other, ["test"]) == 0
+    assert f"note: nothing of this would start: {refusal.value}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["cluster.jobs=1", "cluster.memory_gb=1", "cluster.retries=1"],
+        ["tracker=wandb"],
+        ["log_every=3", "validations=1", "checkpoint.every_steps=7"],
+        ["parallel.dp=2", "parallel.threads=1"],
+        ["trunks=false", "ensembles=1"],
+        ["precision=fp32"],
+    ],
+)
+def test_how_and_where_a_request_is_done_may_differ(
+    sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path, overrides: list[str]
+) -> None:
+    planned = sweep()
+    again = prepare.from_config(configuration(data, tmp_path, *overrides))
+    assert prepare.conflict(again) is None
+    assert ids(again) == ids(planned)
+
+
+def test_what_is_asked_about_the_runs_may_differ_and_a_note_says_so(
+    sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path
+) -> None:
+    sweep()
+    again = prepare.from_config(configuration(data, tmp_path, "fit.tied=true", "evaluate.limit=7"))
+    assert prepare.conflict(again) is None
+    (note,) = [remark for remark in again.remarks if "tied" in remark]
+    assert "evaluate.limit was 150 and is 7, fit.tied was false and is true" in note
+
+
+def test_a_folder_of_another_recipe_of_the_trainer_is_refused(
+    sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = sweep().sweep.path / "sweep.yaml"
+    file.write_text(file.read_text().replace(f"recipe: {RECIPE}\n", "recipe: 1\n", 1))
+    monkeypatch.setattr("isoflop.train.config.RunConfig.recipe", RECIPE + 1)
+    monkeypatch.setattr(prepare, "base_run", lambda config: dataclasses.replace(base_run(config), recipe=RECIPE + 1))
+    other = prepare.from_config(configuration(data, tmp_path))
+    assert f"recipe was 1 and is {RECIPE + 1}" in (prepare.conflict(other) or "")
+
+
+def test_merged_requests_are_one_sweep_whichever_of_them_is_asked_for_next(
+    sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path
+) -> None:
+    first = ids(sweep())
+    merged = prepare.from_config(configuration(data, tmp_path, "seed=1", "sweep_merge=true"))
+    assert prepare.conflict(merged) is None
+    prepare.write_plan(merged, ["test"])
+    both = ids(merged)
+    assert len(both) == 2 * len(first)
+    assert first < both
+    assert ids(prepare.from_disk(merged.sweep)) == both
+    for seed in (0, 1):
+        again = prepare.from_config(configuration(data, tmp_path, f"seed={seed}"))
+        assert prepare.conflict(again) is None
+        prepare.write_plan(again, ["test"])
+        assert {run.run_id for run in merged.sweep.runs()} == ids(again) == both
+    assert prepare.conflict(prepare.from_config(configuration(data, tmp_path, "seed=2"))) is not None
+    assert prepare.conflict(prepare.from_config(configuration(data, tmp_path, "seed=2", "sweep_merge=true"))) is None
+
+
+def test_what_both_of_two_merged_requests_have_is_done_as_the_newer_says(
+    sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path
+) -> None:
+    first = ids(sweep())
+    more = ["grid.sizes=[8e3,4e4]", "log_every=3", "sweep_merge=true"]
+    merged = prepare.from_config(configuration(data, tmp_path, *more))
+    shared = [run for run in merged.runs if run.log_every == 3 and run_id(run) in first]
+    assert (len(merged.runs), len(shared)) == (6, 2)
+
+
+def test_a_run_that_waits_for_no_reason_is_said_to_wait_and_no_more(
+    sweep: Callable[..., Prepared], capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = sweep()
+    first, second, *_ = planned.directories
+    second.set_state("failed", reason="the disk is full")
+    assert outcome(planned) == 1
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        f"run {first.run_id} is planned", f"run {second.run_id} is failed: the disk is full",
+    ]  # fmt: skip
+
+
+def test_what_a_merged_sweep_is_extended_by_is_of_its_newest_request(
+    sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path
+) -> None:
+    sweep("grid.sizes=[4e4]")  # a longer run, and so the first of the plan
+    more = tmp_path / "more.txt"
+    more.write_text(Path(str(data.path)).read_text() * 2)
+    merged = prepare.from_config(configuration(data, tmp_path, f"data.path={more}", "sweep_merge=true"))
+    prepare.write_plan(merged, ["test"])
+    (name,) = extend.add_grid(merged.sweep, merged.config, extend.as_grid(POINT, "here"), "a test")
+    assert merged.sweep.run(name).config().data.path == str(more)
 
 
 def test_a_grid_is_extended_by_what_changes_of_it(

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from isoflop.sweeps.config import ClusterConfig
+from isoflop.sweeps.config import ClusterConfig, SweepConfig
+from isoflop.sweeps.execute.conduct import check
 from isoflop.sweeps.plan.sweep_plan import JobShape, PlannedRun, plan_runs
 from isoflop.sweeps.slurm import cluster as slurm_cluster
 from isoflop.train.config import ModelConfig, RunConfig
@@ -46,6 +47,33 @@ def run_of(cluster: ClusterConfig, **parallel: int) -> PlannedRun:
         setattr(run.parallel, name, value)
     (planned,) = plan_runs([run], cluster, 1e12, 1).runs
     return planned
+
+
+@pytest.mark.parametrize("sign", [*map(chr, range(32, 127)), "é", "日", "\u202e", "\x7f"])
+def test_paths_with_signs_that_mean_something_else_to_a_job_are_refused_on_slurm_alone(
+    sign: str, tmp_path: Path
+) -> None:
+    def refused(kind: str, **settings: str) -> bool:
+        for folder, name in ((tmp_path, f"lr{sign}up"), (tmp_path / f"lr{sign}up", "sweep")):
+            cluster = ClusterConfig(kind=kind, container=settings.get("container"))
+            try:
+                check(SweepConfig(sweep=name, output_root=str(folder), cluster=cluster, dry_run=True))
+            except UserError:
+                return True
+        return False
+
+    assert refused("slurm") == (sign in "/%:\\" or not sign.isprintable())
+    assert refused("slurm", container="image.sif") == (sign in "/%:\\," or not sign.isprintable())
+    assert refused("local") == (sign == "/" or not sign.isprintable())
+
+
+def test_a_backslash_in_the_folder_that_jobs_are_started_from_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a\\b").mkdir()
+    monkeypatch.chdir(tmp_path / "a\\b")
+    with pytest.raises(UserError, match="jobs on SLURM cannot work in"):
+        check(SweepConfig(sweep="s", output_root=str(tmp_path), cluster=ClusterConfig(kind="slurm"), dry_run=True))
 
 
 def test_nothing_is_refused_and_nothing_limited_where_no_command_answers(install: Install) -> None:

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from isoflop.fit import read_table
 from isoflop.fit.checks.doctor import examine
-from isoflop.sweeps.entry import sweep_main
+from isoflop.sweeps.entry import guarded, sweep_main
 from isoflop.sweeps.runs.directory import SweepDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -305,25 +305,39 @@ BAD = [
     (["model.foo=3"], "model.foo"),
     (["model.width=wide"], "'wide' of type 'str' could not be converted to Integer"),
     (["seed=1.5"], "could not be converted to Integer"),
-    (["schedule=linear"], "Available options in 'schedule': cosine, wsd"),
-    (["+grid=spiral"], "grid"),
+    (["model.width=null"], "model.width=null: it cannot be null"),
+    (["schedule=linear"], "schedule is 'linear'; it must be one of cosine, wsd"),
+    (["schedule=null"], "Config group override must be a string or a list"),
+    (
+        ["+grid=spiral"],
+        "grid is 'spiral'; it must be one of adaptive, chinchilla, data_recipe, ladder, points, product",
+    ),
+    (["data=text", "data.path=/nonexistent/é"], "data.path is '/nonexistent/é'"),
+    (["data.path=[é]"], "'data.path=[é]' cannot be read as FIELD=VALUE; a value with signs other than letters"),
+    (["sweep=a(b"], "'sweep=a(b' cannot be read as FIELD=VALUE"),
+    (["words"], "'words' cannot be read as FIELD=VALUE"),
     (["precision=fp8"], "precision is 'fp8'; it must be one of fp32, bf16"),
     (["schedule.kind=linear"], "one of wsd, cosine, constant"),
     (["optimizer.batch_size=0"], "optimizer.batch_size is 0"),
     (["optimizer.learning_rate=-1"], "optimizer.learning_rate is -1.0"),
-    (["grid.sizes=[0]"], "positive number of parameters"),
-    (["data=text"], "data.path is None"),
+    (["grid.sizes=[0]"], "grid.sizes contains 0.0; it must be greater than 0"),
+    (["data=text"], "data.path is null"),
     (["data=text", "data.path=/nonexistent/corpus"], "/nonexistent/corpus"),
     (["data.tokenizer=/nonexistent/tokenizer.json"], "/nonexistent/tokenizer.json"),
     (["parallel.micro_batch_size=3"], "it must divide optimizer.batch_size 8: 1, 2, 4, 8"),
     (["cluster.jobs=0"], "cluster.jobs is 0"),
     (["ensembles=0"], "ensembles is 0; it must be 1 or more"),
     (["cluster.runs_per_gpu=0"], "cluster.runs_per_gpu is 0; it must be 1 or more"),
-    (["cluster.launch_bound_width=0"], "cluster.launch_bound_width is 0.0; it must be above 0"),
+    (["cluster.launch_bound_width=0"], "cluster.launch_bound_width is 0.0; it must be greater than 0"),
     (["model.window=65"], "model.window is 65; it must be 1 to data.sequence_length 64"),
     (["parallel.attention=flash9"], "parallel.attention is 'flash9'; it must be one of auto, ours, sdpa"),
-    (["cluster.kind=cloud"], "it must be local or slurm"),
+    (["cluster.kind=cloud"], "it must be one of local, slurm"),
     (["sweep=a/b"], "sweep is 'a/b'"),
+    (["sweep=.."], "sweep is '..'; it names one folder under output_root"),
+    (["sweep=."], "sweep is '.'; it names one folder under output_root"),
+    (["sweep=null"], "sweep is null; it names one folder under output_root"),
+    (["sweep='a\nb'"], r"sweep is 'a\nb'; it names one folder"),
+    ([f"sweep={'a' * 300}"], "takes at most 200 bytes"),
 ]
 
 
@@ -387,6 +401,51 @@ def test_an_empty_corpus_and_an_unreadable_line_are_refused(tmp_path: Path, caps
         assert code in (1, 2)
         assert says in captured.out + captured.err
         assert "Traceback" not in captured.out + captured.err
+
+
+def test_an_error_without_a_file_says_no_more_than_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    def full() -> int:
+        raise OSError(28, "No space left on device")
+
+    assert guarded(full) == 1
+    assert capsys.readouterr().err == "error: No space left on device\n"
+
+
+MULTIRUNS = [
+    (["+grid=smoke", "seed=0,1"], ["smoke_seed=0", "smoke_seed=1"]),
+    (["+grid=smoke,ladder"], ["smoke", "ladder"]),
+    (["+grid=smoke,ladder", "sweep=s"], ["s_grid=smoke", "s_grid=ladder"]),
+    (["+grid=smoke", "sweep=a,b", "model.qk_norm=true"], ["a", "b"]),
+    (["+grid=smoke", "seed=range(0,2)", "grid.sizes=[5e3],[5e3,6e3]"],
+     [f"smoke_seed={seed}_grid.sizes={sizes}" for seed in (0, 1) for sizes in ("5000.0", "5000.0,6000.0")]),
+    (["+grid=smoke", "data=text", 'data.path="a b/c","ü:%"'], ["smoke_data.path=a-b-c", "smoke_data.path=ü-"]),
+    (["+grid=smoke", "seed=3"], ["smoke"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "folders"), MULTIRUNS, ids=[" ".join(overrides) for overrides, _ in MULTIRUNS])
+def test_every_job_of_a_multirun_has_a_folder_of_its_own_named_by_its_overrides(
+    overrides: list[str], folders: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+    monkeypatch.setattr(
+        "isoflop.sweeps.execute.conduct.conduct", lambda config, command: asked.append(config.sweep) or 0
+    )
+    monkeypatch.chdir(tmp_path)
+    assert sweep_main(["--multirun", "cluster=local", *overrides]) == 0
+    assert sweep_main(["cluster=local", *overrides[:1], "-m", *overrides[1:]]) == 0
+    assert asked == 2 * folders
+
+
+def test_the_name_of_a_multiruns_folder_fits_a_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(
+        "isoflop.sweeps.execute.conduct.conduct", lambda config, command: asked.append(config.sweep) or 0
+    )
+    monkeypatch.chdir(tmp_path)
+    assert sweep_main(["--multirun", "+grid=smoke", "cluster=local", f"data.path={'a' * 150}1,{'a' * 150}2"]) == 0
+    assert len(set(asked)) == 2
+    assert all(len(name) < 140 for name in asked)
 
 
 def test_every_override_works_as_hydra_users_expect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,7 +71,7 @@ def test_a_choice_says_why() -> None:
 
 
 def test_what_is_asked_for_is_taken_wherever_it_can_be() -> None:
-    assert ACCEPTED["choices"]["parallel.attention"] == ["auto", *backends.PACKAGES]
+    assert ACCEPTED.choices["parallel.attention"] == ["auto", *backends.PACKAGES]
     for name in backends.PACKAGES:
         assert chosen(name) == Choice(name, "parallel.attention")
 

@@ -125,7 +125,7 @@ REFUSED = [
     ("model.heads", 5, "model.heads is 5; it must divide model.width 64: 1, 2, 4, 8, 16, 32, 64"),
     ("model.heads", 64, "model.heads is 64; width 64 / heads must be even for rotary positions, it is 1"),
     ("model.kv_heads", 3, "model.kv_heads is 3; it must divide model.heads 4"),
-    ("model.kv_heads", 0, "model.kv_heads is 0; it must divide model.heads 4"),
+    ("model.kv_heads", 0, "model.kv_heads is 0; it must be 1 or more"),
     ("model.hidden", 0, "model.hidden is 0; it must be 1 or more"),
     ("model.vocab_size", 0, "model.vocab_size is 0; it must be 1 or more"),
     ("model.vocab_multiple", 0, "model.vocab_multiple is 0; it must be 1 or more"),

@@ -20,14 +20,14 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
 from ..config import RunConfig, flatten, from_dict, identity, run_id
 from ..data.storage import checksum
 from ..errors import UserError
-from ..files import file_sha256, fsync_path
+from ..files import file_sha256, fsync_path, read_document
 from ..job.control import run_on_ranks
 from ..model.gpt import GPT
 from ..model.parametrization import build_model
@@ -43,6 +43,19 @@ ALONE = Mesh()  # one process
 
 _NAME = re.compile(r"step_(\d+)$")
 _REQUIRED = ("trainer.json", "config.json")
+
+
+class FileEntry(TypedDict):
+    """What a manifest says of a file."""
+
+    bytes: int
+    sha256: str
+
+
+class Position(TypedDict):
+    """What trainer.json holds of every checkpoint, an imported one too."""
+
+    step: int
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -96,15 +109,14 @@ def damage(checkpoint: Path, mesh: Mesh = ALONE) -> str | None:
 
 def _damage(checkpoint: Path, rank: int, ranks: int) -> str | None:
     try:
-        manifest = json.loads((checkpoint / "manifest.json").read_text())
-        expectations = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        expectations = read_document(checkpoint / "manifest.json", dict[str, FileEntry])
+    except UserError:
         return "its manifest.json is missing or unreadable"
     tensors = (SHARDS_INDEX,) if SHARDS_INDEX in expectations else (WEIGHTS, MOMENTS)
     if absent := [name for name in (*tensors, *_REQUIRED) if name not in expectations]:
         return f"its manifest.json does not list {absent[0]}"
     for name in list(expectations)[rank::ranks]:
-        size, digest = expectations[name]
+        size, digest = expectations[name]["bytes"], expectations[name]["sha256"]
         path = checkpoint / name
         try:
             if not path.is_file():
@@ -172,8 +184,8 @@ def restore_state(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> 
         UserError: the checkpoint is of a run that differs before its step (names a field), or does not fit the model.
     """
     saved = read_config(checkpoint)
-    result: dict[str, Any] = json.loads((checkpoint / "trainer.json").read_text())
-    if run_id(saved) != run_id(config) and result["step"] > same_until(saved, config):
+    result = read_document(checkpoint / "trainer.json", dict[str, Any])
+    if run_id(saved) != run_id(config) and read_step(checkpoint) > same_until(saved, config):
         raise UserError(f"checkpoint {checkpoint} belongs to another run: {_first_difference(saved, config)}")
     read_tensors(checkpoint, held)
     return result
@@ -196,8 +208,16 @@ def _first_difference(saved: RunConfig, config: RunConfig) -> str:
     return "they have different fields"
 
 
+def read_step(checkpoint: Path) -> int:
+    return read_document(checkpoint / "trainer.json", Position)["step"]
+
+
 def read_config(checkpoint: Path) -> RunConfig:
-    return from_dict(RunConfig, json.loads((checkpoint / "config.json").read_text()))
+    path = checkpoint / "config.json"
+    try:
+        return from_dict(RunConfig, read_document(path, dict[str, Any]))
+    except UserError as error:
+        raise error if str(path) in str(error) else UserError(f"{path}: {error}") from None
 
 
 @dataclass
@@ -213,7 +233,7 @@ class LoadedCheckpoint:
     @property
     def checksum(self) -> str:
         """Identifies the content, wherever it lies."""
-        return checksum(json.loads((self.path / "manifest.json").read_text()))
+        return checksum(read_document(self.path / "manifest.json", dict[str, FileEntry]))
 
 
 def find(path: Path | str) -> Path:
@@ -254,8 +274,7 @@ def load_for_evaluation(path: Path | str, device: str = "cpu", dtype: torch.dtyp
     config = read_config(path)
     gpt = build_model(config.model, config.optimizer, config.data.sequence_length, seed=0)
     read_tensors(path, whole_weights(gpt))
-    step = json.loads((path / "trainer.json").read_text())["step"]
-    tokenizer = tokenizer_from_directory(path / "tokenizer")
+    step, tokenizer = read_step(path), tokenizer_from_directory(path / "tokenizer")
     if config.data.separate_documents:
         gpt.end_of_document = tokenizer.end_of_document
     # Not the run's own choice: it may be scored on another device.

@@ -59,6 +59,10 @@ class Corpus(Protocol):
         """Up to `size` bytes of text that represent the corpus, deterministic: what a tokenizer is trained on."""
         return cut(self.documents(), size)
 
+    def held_out(self) -> frozenset[int] | None:
+        """Hashes of the documents that are held out; None: the hash itself says it, see `below_fraction`."""
+        return None
+
 
 def open_corpus(config: DataConfig) -> Corpus:
     """The corpus that a config names; `UserError` where it does not exist, or fields do not fit it."""
@@ -90,7 +94,7 @@ class StandardLibrary(Corpus):
     max_bytes: int | None = None
 
     def documents(self) -> Iterator[str]:
-        complaint = f"data.corpus is stdlib; {self.root} holds no Python source, use data.corpus=text or hf"
+        complaint = f"data.corpus is stdlib; {self.root} holds no Python source: use data.corpus=text or hf"
         return cut_or_refuse(self._texts(), self.max_bytes, complaint)
 
     def _texts(self) -> Iterator[str]:
@@ -235,13 +239,13 @@ class HubDataset(Corpus):
             ) from None
         except Exception as error:
             raise UserError(
-                f"data.name is {self.name!r}; the Hub cannot be reached ({one_line(error)}), "
+                f"data.name is {self.name!r}; the Hub cannot be reached ({one_line(error)}): "
                 "use data.corpus=stdlib, or text with a local data.path"
             ) from None
 
 
 def _empty(path: str) -> str:
-    return f"data.path is {path!r}; there is no text in it, it must hold at least two documents"
+    return f"data.path is {path!r}; there is no text in it: it must hold at least two documents"
 
 
 def find_files(path: str) -> list[Path]:
@@ -259,9 +263,9 @@ def find_files(path: str) -> list[Path]:
         matches = [Path(match) for match in glob.glob(str(given), recursive=True)]
         candidates = [file for match in matches for file in (_files_below(match) if match.is_dir() else [match])]
         if not candidates:
-            raise UserError(f"data.path is {path!r}; no file matches it, it must name a file, a folder or a glob")
+            raise UserError(f"data.path is {path!r}; no file matches it: it must name a file, a folder or a glob")
     else:
-        raise UserError(f"data.path is {path!r}; there is no such file, it must name a file, a folder or a glob")
+        raise UserError(f"data.path is {path!r}; there is no such file: it must name a file, a folder or a glob")
     files = sorted({file for file in candidates if format_of(file)}, key=lambda file: file.parts)
     if not files:
         raise UserError(f"data.path is {path!r}; it holds no file of an accepted kind: {ACCEPTED}")

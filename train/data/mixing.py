@@ -6,7 +6,7 @@ So all copies of a text are on the same side, and new text moves no old one. Sor
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,13 @@ def content_hash(encoded: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "big")
 
 
-def below_fraction(digest: Any, fraction: float) -> Any:
-    """Whether a document, or each of an array (n,) uint64, belongs to the `fraction` held out for validation."""
+def below_fraction(digest: Any, fraction: float, blocks: Collection[int] | None = None) -> Any:
+    """Whether a document, or each of an array (n,) uint64, belongs to the `fraction` held out for validation.
+
+    With `blocks` these are held out, and nothing else.
+    """
+    if blocks is not None:
+        return digest in blocks if isinstance(digest, int) else np.isin(digest, np.array([*blocks], np.uint64))
     return digest < min(int(fraction * 2.0**64), 2**64 - 1)
 
 

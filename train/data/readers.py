@@ -28,6 +28,7 @@ _FORMATS = {
 }
 ACCEPTED = ", ".join(_FORMATS)
 _BLOCK = 1 << 20  # bytes read or decompressed at a time
+LONGEST_LINE = 256 << 20  # bytes; a document and its tokens are in memory at a time
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -136,15 +137,20 @@ def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    rest = b""
+    rest: list[bytes] = []
     for block in _blocks(path):
         first, *others = block.split(b"\n")
-        rest += first
+        rest.append(first)
         for other in others:
-            yield rest
-            rest = other
-    if rest:
-        yield rest
+            yield b"".join(rest)
+            rest = [other]
+        if sum(map(len, rest)) > LONGEST_LINE:
+            raise UserError(
+                f"data.path: {path} has a line of more than {LONGEST_LINE:,} bytes; every line must hold one document, "
+                "and plain text of any length can be a .txt file"
+            )
+    if line := b"".join(rest):
+        yield line
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
@@ -162,7 +168,7 @@ def _zstandard_blocks(file: BinaryIO) -> Iterator[bytes]:
     import zstandard
 
     frame = None
-    while compressed := file.read(_BLOCK // 8):
+    while compressed := file.read(_BLOCK // 256):  # a bomb holds 2^15 times its size
         while compressed:
             frame = frame or zstandard.ZstdDecompressor().decompressobj()
             try:
@@ -223,7 +229,7 @@ def text_of(row: dict[str, Any], field: str, where: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise UserError(f"data.field is {field!r}; {where} holds {type(value).__name__} there, it must be text")
+        raise UserError(f"data.field is {field!r}; {where} holds {type(value).__name__} there: it must be text")
     return well_formed(value)
 
 

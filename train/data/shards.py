@@ -19,10 +19,11 @@ import numpy.typing as npt
 from ..config import DataConfig
 from ..errors import UserError
 from ..files import file_sha256
-from .corpora import Corpus, open_corpus
+from .corpora import Corpus
 from .mixing import MixedDocuments, Tokens, below_fraction, content_hash
 from .recipe import recipe
 from .recipe.refine import Refinery, in_parts
+from .split import Blocks, split_corpus
 from .storage import Progress, building, cache_directory, checksum, locked, read_checked, silent, write_checked
 from .tokenizers import Tokenizer, load_tokenizer
 
@@ -58,7 +59,7 @@ def prepare(config: DataConfig, progress: Progress = silent) -> Shards:
         UserError: the text cannot be read, is too little, or has changed since it was planned; or the disk is full.
     """
     cache = cache_directory(config)
-    corpus = open_corpus(config)
+    corpus = split_corpus(config)
     fingerprint = corpus.fingerprint()
     if config.fingerprint is not None and config.fingerprint != fingerprint:
         raise UserError(
@@ -169,10 +170,13 @@ def _build(
         )
     if corpus.fingerprint() != fingerprint:
         raise UserError(f"data.corpus is {config.corpus}; its text changed while it was read, run again")
+    blocks = corpus.held_out()
     writers = {part: _PartWriter(directory / f"{part}.bin", dtype) for part in PARTS}
     for done, (digest, tokens, text_bytes) in enumerate(mixed, start=1):
-        held_out = below_fraction(digest, config.validation_fraction) or digest == raw.lowest
-        writers["validation" if held_out and digest != raw.highest else "train"].add(tokens, text_bytes)
+        held_out = below_fraction(digest, config.validation_fraction, blocks)
+        if blocks is None:
+            held_out = (held_out or digest == raw.lowest) and digest != raw.highest
+        writers["validation" if held_out else "train"].add(tokens, text_bytes)
         if done % 256 == 0:
             progress("write", done, len(mixed))
     for part, writer in writers.items():
@@ -198,6 +202,7 @@ def _build(
         "validation_fraction": config.validation_fraction,
         "copies": mixed.copies,  # documents that equal another one
         **{part: writer.counts for part, writer in writers.items()},
+        **({"held_out": corpus.describe()} if isinstance(corpus, Blocks) else {}),
         **({} if refined is None else {"recipe": refined.report}),
         "files": files,
     }

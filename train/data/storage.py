@@ -17,7 +17,7 @@ from typing import Any
 
 from ..config import DataConfig, canonical_json
 from ..errors import UserError
-from ..files import put_in_place, temporary_directory_beside
+from ..files import put_in_place, read_document, temporary_directory_beside
 
 # (stage, done, total): total is 0 while it is unknown.
 Progress = Callable[[str, float, float], None]
@@ -40,7 +40,7 @@ def cache_directory(config: DataConfig) -> Path:
 
 def _unwritable(directory: Path, reason: str | None) -> str:
     return (
-        f"data.cache_dir is {directory}; it cannot be written ({reason}), set it or ISOFLOP_CACHE to a writable folder"
+        f"data.cache_dir is {directory}; it cannot be written ({reason}): set it or ISOFLOP_CACHE to a writable folder"
     )
 
 
@@ -102,11 +102,11 @@ def write_checked(path: Path, content: dict[str, Any]) -> None:
 def read_checked(path: Path) -> dict[str, Any]:
     """What `write_checked` wrote, without the checksum; `UserError` where the file is missing or damaged."""
     try:
-        content = json.loads(path.read_bytes())
+        content = read_document(path, dict[str, Any])
         expected = content.pop("checksum")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        reason = "missing" if isinstance(error, FileNotFoundError) else "unreadable"
+    except (UserError, KeyError):
+        reason = "unreadable" if path.exists() else "missing"
         raise UserError(f"{path} is {reason}; it must be a file that this program wrote") from None
     if checksum(content) != expected:
         raise UserError(f"{path} does not match its checksum; it must be a file that this program wrote")
-    return dict(content)
+    return content

@@ -6,12 +6,14 @@ tokenizers.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import numpy.typing as npt
 
 from ..config import DataConfig, canonical_json
 from ..errors import UserError
+from ..files import read_json
 from .corpora import Corpus, open_corpus
 from .mixing import Tokens, below_fraction, content_hash
 from .storage import Progress, building, checksum, locked, read_checked, silent, write_checked
@@ -27,8 +30,13 @@ from .storage import Progress, building, checksum, locked, read_checked, silent,
 # What ends a document in a tokenizer.json without an `eos_token` in a tokenizer_config.json beside it.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 SAMPLE_BYTES = 64 << 20
+# Every merge goes through all of a word that it occurs in: words are cut at about so many characters, and of text with
+# such words no more is taken than gives a vocabulary in a minute.
+_WORD, _UNBROKEN = 1024, 4 << 20
+_RUN = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")
 # Bumped when training a BPE on the same corpus would give another one.
 TRAINER = 1
+_LARGEST_FILE, _MOST_IDS = 1 << 30, 1 << 24  # of a tokenizer.json: bytes, and ids
 _SMALLEST_BPE = 257  # 256 bytes and the end of a document
 _CARD = "isoflop_tokenizer.json"
 
@@ -154,17 +162,44 @@ def _save_card(tokenizer: Tokenizer, kind: str, directory: Path) -> None:
     write_checked(Path(directory) / _CARD, {**card, "fingerprint": tokenizer.fingerprint})
 
 
+@dataclass
+class _Added:
+    id: int
+
+
+@dataclass
+class _Model:
+    vocab: dict[str, int] | list[Any]
+
+
+@dataclass
+class _TokenizerFile:
+    """What must be right in a tokenizer.json before the library sees it: absurd ids end the interpreter there."""
+
+    model: _Model
+    added_tokens: list[_Added] = field(default_factory=list)
+
+
 def _read_tokenizer_json(path: Path) -> Any:
+    import msgspec
     import tokenizers
 
     try:
-        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        if path.stat().st_size > _LARGEST_FILE:
+            raise OSError(errno.EFBIG, f"more than {_LARGEST_FILE} bytes")
+        content = path.read_text(encoding="utf-8")
+        file = msgspec.json.decode(content, type=_TokenizerFile)
+        vocabulary = file.model.vocab.values() if isinstance(file.model.vocab, dict) else ()
+        for each in (*vocabulary, *(added.id for added in file.added_tokens)):
+            if not 0 <= each < _MOST_IDS:
+                raise ValueError(f"it has the id {each}, and ids go from 0 to {_MOST_IDS - 1}")
+        return tokenizers.Tokenizer.from_str(content)
     except OSError as error:
         reason = error.strerror or "unreadable"
     except Exception as error:  # the library raises bare Exceptions
         reason = str(error).splitlines()[0][:120]
     raise UserError(
-        f"data.tokenizer is {str(path)!r}; it cannot be loaded ({reason}), it must be bytes, bpe, "
+        f"data.tokenizer is {str(path)!r}; it cannot be loaded ({reason}): it must be bytes, bpe, "
         "or the path of a tokenizer.json"
     )
 
@@ -191,10 +226,7 @@ def _from_file(name: str) -> SubwordTokenizer:
 
 
 def _configured_end(path: Path) -> list[str]:
-    try:
-        token = json.loads(path.read_bytes()).get("eos_token")
-    except (OSError, ValueError, AttributeError):
-        return []
+    token = (read_json(path) or {}).get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     return [token] if isinstance(token, str) else []
 
@@ -259,15 +291,31 @@ def _train(config: DataConfig, corpus: Corpus, vocab_size: int, progress: Progre
 
 def _sample(config: DataConfig, corpus: Corpus, progress: Progress) -> Iterator[str]:
     total = min(corpus.size_bytes() or SAMPLE_BYTES, SAMPLE_BYTES)
-    done, held_out, used = 0, "", False
+    done, unbroken, held_out, used = 0, 0, "", False
+    blocks = corpus.held_out()
     for text in corpus.sample(SAMPLE_BYTES):
         encoded = text.encode()
         done += len(encoded)
         progress("train tokenizer", done, total)
-        if below_fraction(content_hash(encoded), config.validation_fraction):
+        if below_fraction(content_hash(encoded), config.validation_fraction, blocks):
             held_out = held_out or text
-        else:
-            used = True
-            yield text
+            continue
+        used = True
+        pieces = list(_cut_words(text))
+        for piece in pieces:
+            unbroken += len(piece) if len(pieces) > 1 else 0
+            if unbroken < _UNBROKEN:
+                yield piece
+    progress("learn merges", 0.0, 0.0)
     if held_out and not used:
-        yield held_out  # a corpus of one or two documents; the shards say what is wrong with it
+        yield from _cut_words(held_out)  # a corpus of one or two short documents
+
+
+def _cut_words(text: str) -> Iterator[str]:
+    """The text, cut inside words (runs of what GPT-2's rule keeps together) that would take training minutes each."""
+    start = 0
+    for at in range(_WORD, len(text), _WORD):
+        if _RUN.fullmatch(text, at - _WORD, at):
+            yield text[start:at]
+            start = at
+    yield text[start:]

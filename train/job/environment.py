@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ..errors import UserError
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+MOST_RANKS = 10**6  # of a job: more is a mistake, and lists of them would fill the memory
 LOCAL = ("GLOBALID", "NTASKS", "LOCALID", "NTASKS")  # on one node
 
 
@@ -56,7 +57,7 @@ def detect(environment: Mapping[str, str] | None = None) -> Ranks:
         raise UserError(f"the launcher's environment gives no rank ({error!r}); use submitit or torchrun") from error
     rank, size, local_rank, local_size = numbers
     ranks = Ranks(rank, size, local_rank, local_size, host, source, attempt)
-    if not (0 <= ranks.rank < ranks.size and 0 <= ranks.local_rank < ranks.local_size <= ranks.size):
+    if not (0 <= ranks.rank < ranks.size <= MOST_RANKS and 0 <= ranks.local_rank < ranks.local_size <= ranks.size):
         raise UserError(f"the launcher's environment gives no rank ({ranks}); use submitit or torchrun")
     return ranks
 
@@ -68,5 +69,7 @@ def _tasks_per_node(text: str) -> list[int]:
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if found is None:
             raise ValueError(f"{text!r} tasks per node")
-        tasks += [int(found[1])] * int(found[2] or 1)
+        if len(tasks) + (nodes := int(found[2] or 1)) > MOST_RANKS:
+            raise ValueError(f"{text!r} tasks per node")
+        tasks += [int(found[1])] * nodes
     return tasks

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from ..errors import Diverged, OutOfMemory, UserError
 from ..files import FAILURE, create_json, read_json
@@ -39,6 +39,15 @@ class Failure:
     host: str | None = None  # its node
     step: int | None = None  # None: before the first, or nobody knows
     hosts: tuple[str, ...] = ()  # nodes of all ranks at fault
+
+
+class FailureFile(TypedDict, total=False):
+    """failure.json; a cause that nobody knows is no error."""
+
+    rank: int | None
+    host: str | None
+    step: int | None
+    hosts: list[str] | None
 
 
 class RankError(Exception):
@@ -86,21 +95,19 @@ def note_failure(directory: Path, failure: Failure) -> None:
 
 def read_failure(directory: Path) -> Failure | None:
     """What failure.json says; None where there is none, or it cannot be read."""
-    values = read_json(directory / FAILURE)
+    values = read_json(directory / FAILURE, FailureFile)
     return None if values is None else parse_failure(values)
 
 
 def parse_failure(values: dict[str, Any]) -> Failure:
     """A failure from its fields, of which none need be there."""
-    cause = values.get("cause")
-    return Failure(
-        Cause(cause) if cause in tuple(Cause) else Cause.UNKNOWN,
-        str(values.get("reason", "no reason")),
-        values.get("rank"),
-        values.get("host"),
-        values.get("step"),
-        tuple(values.get("hosts") or ()),
-    )
+    import msgspec
+
+    cause = values.get("cause") if values.get("cause") in tuple(Cause) else Cause.UNKNOWN
+    try:
+        return msgspec.convert({"reason": "no reason"} | values | {"cause": cause}, Failure)
+    except msgspec.ValidationError as error:
+        return Failure(Cause.UNKNOWN, f"its {FAILURE} cannot be understood ({str(error).replace('`', '')})")
 
 
 def forget_failure(directory: Path) -> None:

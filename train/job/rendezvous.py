@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from torch.distributed import Store
 
 from ..config import ParallelConfig
 from ..errors import UserError
-from ..files import write_atomic
+from ..files import read_document, write_atomic
 from ..parallel.mesh import Mesh, build_mesh
 from ..planner.validation import check_hosts
 from .environment import Ranks
@@ -27,6 +28,15 @@ from .environment import Ranks
 MARGIN_SECONDS = 30.0
 POLL_SECONDS = 0.05
 FAREWELL_SECONDS = 5.0  # that rank 0 keeps the store up for ranks that must still read why the job ends
+
+
+@dataclass(frozen=True)
+class _Address:
+    """What rank 0's file says."""
+
+    host: str
+    port: int
+    token: str
 
 
 @contextmanager
@@ -104,12 +114,15 @@ def _find(path: Path, ranks: Ranks, timeout: float) -> Store:
         # A network file system remembers that a file was missing; opening its directory makes it look again.
         with suppress(OSError):
             os.listdir(path.parent)
-        with suppress(FileNotFoundError, ValueError):
-            found = json.loads(path.read_text(encoding="utf-8"))
-            seen = f"nothing of ours listens at {found['host']}:{found['port']}"
-            store = _connect(found["host"], found["port"], found["token"], timeout)
-            if store is not None:
-                return store
+        if path.exists():
+            try:
+                found = read_document(path, _Address)
+            except UserError as error:
+                seen = str(error).rstrip(".")
+            else:
+                seen = f"nothing of ours listens at {found.host}:{found.port}"
+                if (store := _connect(found, timeout)) is not None:
+                    return store
         time.sleep(POLL_SECONDS)
     raise UserError(
         f"rank {ranks.rank} on {ranks.host} did not find rank 0 within parallel.timeout_seconds {timeout:g} s: {seen}; "
@@ -117,14 +130,15 @@ def _find(path: Path, ranks: Ranks, timeout: float) -> Store:
     )
 
 
-def _connect(host: str, port: int, token: str, timeout: float) -> Store | None:
+def _connect(found: _Address, timeout: float) -> Store | None:
     """A client of the store at an address; None where none listens, or one of another job."""
     try:
-        socket.create_connection((host, port), timeout=5.0).close()  # torch's client fails at great length
-        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
-        if not store.check(["token"]) or store.get("token").decode() != token:
+        socket.create_connection((found.host, found.port), timeout=5.0).close()  # torch's client fails at great length
+        patience = timedelta(seconds=5)
+        store = dist.TCPStore(found.host, found.port, is_master=False, wait_for_workers=False, timeout=patience)
+        if not store.check(["token"]) or store.get("token").decode() != found.token:
             return None
-    except (OSError, dist.DistError):
+    except (OSError, OverflowError, ValueError, dist.DistError):  # no port is above 65535, no name has a zero byte
         return None
     store.set_timeout(timedelta(seconds=timeout))
     return store

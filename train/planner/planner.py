@@ -28,6 +28,7 @@ from ..model.shape import Share, micro_batches, share_of
 from .validation import check_shapes, divisors_of, working_shapes
 
 MARGIN = 0.10  # share of the device's memory that a plan leaves free
+MOST_RANKS = 2**20
 TIE = 0.01  # times that differ by less are equal, for the formulas are no better
 RECOMPUTE = ("none", "selective", "full")
 
@@ -252,8 +253,8 @@ def choose(config: RunConfig, ranks: int, hardware: Hardware, margin: float = MA
     Raises:
         UserError: a number is out of range, or no shape divides this model and batch.
     """
-    if ranks < 1:
-        raise UserError(f"ranks is {ranks}; it must be 1 or more")
+    if not 1 <= ranks <= MOST_RANKS:
+        raise UserError(f"ranks is {ranks}; it must be 1 to {MOST_RANKS}")
     for name, value in dataclasses.asdict(hardware).items():
         if name not in ("latency", "device") and not value > 0:
             raise UserError(f"{name} is {value:g}; it must be greater than 0")

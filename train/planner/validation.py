@@ -13,32 +13,74 @@ import math
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from ..config import ModelConfig, ParallelConfig, RunConfig, flatten
+from ..config import ModelConfig, ParallelConfig, RunConfig
 from ..errors import UserError
 
-ACCEPTED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-_HOLDS: dict[str, Callable[[float], bool]] = {  # the ranges by their names there
+RANGES: dict[str, Callable[[float], bool]] = {  # by their names in the tables of what is accepted
     "1 or more": lambda value: value >= 1,
+    "0 or more": lambda value: value >= 0,
     "greater than 0": lambda value: value > 0,
     "at least 0 and below 1": lambda value: 0 <= value < 1,
-    "0 or more": lambda value: value >= 0,
+    "above 0 and below 1": lambda value: 0 < value < 1,
+    "from 0 to 2": lambda value: 0 <= value <= 2,
+    "from 0 to 20": lambda value: 0 <= value <= 20,
+    "from -10 to 10": lambda value: -10 <= value <= 10,
 }
+LARGEST = "1e30"  # of a number that has no other limit; more FLOPs than anybody has, and far from an overflow
+
+
+@dataclasses.dataclass(frozen=True)
+class Accepted:
+    """What fields of a config may be, by flat names; None always is."""
+
+    choices: dict[str, list[str]]
+    ranges: dict[str, str]
+    most: dict[str, str]
+
+    @classmethod
+    def read(cls, path: Path) -> Accepted:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        by_word = (tables["ranges"], tables["most"])
+        return cls(
+            tables["choices"], *({name: word for word, names in each.items() for name in names} for each in by_word)
+        )
+
+    def __or__(self, other: Accepted) -> Accepted:
+        return Accepted(self.choices | other.choices, self.ranges | other.ranges, self.most | other.most)
+
+    def check(self, config: Any, prefix: str = "") -> None:
+        """Refuses what a config, or a group of it, has and must not: UserError with what would be accepted."""
+        for item in dataclasses.fields(config):
+            name, value = prefix + item.name, getattr(config, item.name)
+            if dataclasses.is_dataclass(value):
+                self.check(value, f"{name}.")
+            verb = "contains" if isinstance(value, list) else "is"
+            for each in value if isinstance(value, list) else [value]:
+                if each is not None and (needed := self._needed(name, each)):
+                    raise UserError(f"{name} {verb} {each!r}; it must be {needed}")
+
+    def _needed(self, name: str, value: Any) -> str:
+        """What a value is not; empty where it is accepted."""
+        if name in self.choices and value not in self.choices[name]:
+            return f"one of {', '.join(self.choices[name])}"
+        if not isinstance(value, int | float):
+            return ""
+        if isinstance(value, float) and not math.isfinite(value):
+            return "a finite number"
+        if name in self.ranges and not RANGES[self.ranges[name]](value):
+            return self.ranges[name]
+        most = self.most.get(name, LARGEST)
+        return "" if abs(value) <= float(most) else f"at most {most}"
+
+
+ACCEPTED = Accepted.read(Path(__file__).with_suffix(".toml"))
 
 
 def validate(config: RunConfig) -> None:
     """Refuses what cannot be trained: UserError with the field, the value and what would be accepted."""
-    values = flatten(dataclasses.asdict(config))
-    for name, accepted in ACCEPTED["choices"].items():
-        if values[name] not in accepted:
-            raise UserError(f"{name} is {values[name]!r}; it must be one of {', '.join(accepted)}")
-    for name, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{name} is {value}; it must be a finite number")
-    for needed, names in ACCEPTED["ranges"].items():
-        for name in names:
-            if values[name] is not None and not _HOLDS[needed](values[name]):
-                raise UserError(f"{name} is {values[name]}; it must be {needed}")
+    ACCEPTED.check(config)
     _check_model(config.model)
     for step in config.checkpoint.at_steps or ():
         if not 1 <= step < config.steps:
@@ -78,7 +120,12 @@ def _check_model(model: ModelConfig) -> None:
             f"model.heads is {model.heads}; width {model.width} / heads must be even for rotary positions, "
             f"it is {model.head_dim}"
         )
-    if model.num_kv_heads < 1 or model.heads % model.num_kv_heads:
+    check_kv_heads(model)
+
+
+def check_kv_heads(model: ModelConfig) -> None:
+    """Refuses key/value heads that the query heads cannot share evenly."""
+    if model.heads % model.num_kv_heads:
         raise UserError(f"model.kv_heads is {model.kv_heads}; it must divide model.heads {model.heads}")
 
 
@@ -137,7 +184,8 @@ def working_shapes(config: RunConfig, ranks: int, ranks_per_node: int | None = N
 
 
 def divisors_of(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def _refusal(config: RunConfig) -> str | None:
@@ -191,8 +239,9 @@ def _advice(config: RunConfig, ranks: int, ranks_per_node: int) -> str:
         shapes.sort(key=lambda shape: (abs(shape[0] - wanted), shape))
         named = [f"tp {tp} * dp {dp}" for tp, dp in shapes[:3]]
         return f"with {_count(ranks, 'rank')} it can be {' or '.join(named)}"
-    fewer = [n for n in range(1, ranks) if working_shapes(config, n, min(n, ranks_per_node))]
-    return f"no shape of {_count(ranks, 'rank')} fits this model and batch, the nearest that does has {fewer[-1]}"
+    most = min(ranks - 1, config.optimizer.batch_size * config.model.heads)
+    fewer = next(n for n in range(most, 0, -1) if working_shapes(config, n, min(n, ranks_per_node)))
+    return f"no shape of {_count(ranks, 'rank')} fits this model and batch, the nearest that does has {fewer}"
 
 
 def _nearest(value: int, working: Iterable[int]) -> str:

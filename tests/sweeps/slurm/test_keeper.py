@@ -101,6 +101,23 @@ def test_what_the_queue_takes_no_more_of_is_submitted_later(sweep: Callable[[str
     assert len((many.path / "table.csv").read_text().splitlines()) == 1 + 4
 
 
+def test_a_sweep_whose_keepers_were_cancelled_says_so_and_retry_brings_them_back(sweep: Callable[[str], Sweep]) -> None:
+    left = sweep("left")
+    left.submit(*LONG, *KEPT, "tokens=600_000", "grid.axes={seed: [0]}", "cluster.queue_minutes=0")
+    command = ["-m", "isoflop.sweeps.cli.main"]
+    isoflop(*command, "doctor", str(left.path))
+    slurm("scancel", *left.queue("keeper"))
+    until(lambda: not left.queue("keeper"), "a queue without keepers")
+    said = isoflop(*command, "doctor", str(left.path), code=1)
+    assert "nobody looks after this sweep: its keepers are gone from SLURM's queue (isoflop retry" in said
+    assert "nobody looks after this sweep" in isoflop(*command, "status", str(left.path))
+    isoflop(*command, "retry", str(left.path))
+    assert len(left.queue("keeper")) == 2
+    assert "nobody" not in isoflop(*command, "status", str(left.path))
+    over(left)
+    assert "nobody" not in isoflop(*command, "status", str(left.path))
+
+
 def test_a_sweep_is_extended_while_it_runs_and_a_run_of_it_cancelled(sweep: Callable[[str], Sweep]) -> None:
     grown = sweep("grown")
     grown.submit(*LONG, *KEPT, "tokens=600_000", "grid.axes={seed: [0, 1]}", "cluster.queue_minutes=0")
@@ -119,11 +136,11 @@ def test_a_sweep_is_extended_while_it_runs_and_a_run_of_it_cancelled(sweep: Call
     assert causes(second) == ["cancelled", "done"], grown.job_logs()
 
 
-def isoflop(*arguments: str) -> str:
+def isoflop(*arguments: str, code: int = 0) -> str:
     done = subprocess.run(
         [sys.executable, *arguments], text=True, capture_output=True, timeout=120, check=False, stdin=subprocess.DEVNULL
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 
 

@@ -15,14 +15,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from isoflop.sweeps.config import ClusterConfig
+from isoflop.sweeps.config import ClusterConfig, SweepConfig
+from isoflop.sweeps.entry import compose
 from isoflop.sweeps.execute import conduct
 from isoflop.sweeps.plan.sweep_plan import JobShape
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.sweeps.slurm import commands, snapshot
 from isoflop.sweeps.slurm.record import LaunchRecord, labelled_jobs
 from isoflop.sweeps.slurm.submit import Call, Request, Submission
-from slurm_sweeps import EVERY, ROOT, Sweep, slurm, sweeps_in, until
+from slurm_sweeps import EVERY, ROOT, SMALL, Sweep, slurm, sweeps_in, until
 
 pytestmark = pytest.mark.slurm
 
@@ -59,6 +60,28 @@ def test_a_job_has_its_cpus_the_sweeps_code_and_hugging_faces_evaluate(tmp_path:
         line.split("|") for line in slurm("sacct", "-n", "-P", "-j", job, "-o", "JobID,AllocCPUS").splitlines()
     )
     assert steps[f"{job}.0"] == "2", "the CPUs that the job asked for are its task's"
+
+
+def test_a_sweep_in_a_folder_of_any_signs_that_are_not_refused_is_done(sweep: Callable[..., Sweep]) -> None:
+    signs = "".join(sign for sign in map(chr, range(32, 127)) if not sign.isalnum() and sign not in "/%:\\")
+    odd = sweep("odd")
+    odd.output_root = odd.output_root / f"{signs} éü日😀"
+    odd.path = odd.output_root / odd.name
+    odd.output_root.mkdir(parents=True)
+    printed = conduct.conduct(
+        configured(odd.name, odd.output_root, "+grid=smoke", "grid.tokens=[16384]", "fit.bootstrap=50"), ["test"]
+    )
+    assert printed == 0
+    odd.wait()
+    assert odd.states() == ["done"] * 2, odd.job_logs()
+    assert (odd.path / "fit" / "report.html").exists(), odd.job_logs()
+    assert {path.name for path in odd.output_root.parent.iterdir()} == {odd.output_root.name}
+
+
+def configured(name: str, output_root: Path, *overrides: str) -> SweepConfig:
+    config = compose([*SMALL, "cluster=slurm", *overrides])
+    config.sweep, config.output_root = name, str(output_root)
+    return config
 
 
 def launched(directory: SweepDirectory) -> int:

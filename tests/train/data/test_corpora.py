@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from isoflop.train.config import DataConfig
-from isoflop.train.data import corpora
+from isoflop.train.data import corpora, readers
 from isoflop.train.data.corpora import open_corpus
 from isoflop.train.errors import UserError
 
@@ -114,6 +114,21 @@ def test_max_bytes_cuts_the_stream_at_a_whole_character(tmp_path: Path, limit: i
     assert min(limit, len(everything)) - 3 <= len(cut) <= limit  # a character of UTF-8 has at most four bytes
 
 
+def test_a_line_of_many_blocks_is_whole_and_one_beyond_the_limit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "_BLOCK", 1 << 8)
+    monkeypatch.setattr(readers, "LONGEST_LINE", 1 << 20)
+    long = "ü" * (1 << 18)
+    (tmp_path / "a.jsonl").write_bytes(json_lines(["short", long, "last"]))
+    assert list(open_corpus(text(tmp_path)).documents()) == ["short", long, "last"]
+    assert "".join(open_corpus(text(tmp_path, max_bytes=105)).documents()) == "short" + "ü" * 50
+    for name, content in (("b.jsonl", b" " * (1 << 21)), ("b.jsonl.zst", zstandard.compress(b" " * (1 << 26)))):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=rf"{name} has a line of more than 1,048,576 bytes; every line must hold"):
+            list(open_corpus(text(tmp_path / name)).documents())
+
+
 def test_the_size_is_that_of_the_text(tmp_path: Path) -> None:
     size = len("".join(DOCUMENTS).encode())
     assert open_corpus(text(write(tmp_path / "a", "md", DOCUMENTS))).size_bytes() == size
@@ -209,7 +224,7 @@ BAD_FILES = {
     "field.jsonl": (b'{"body": "b", "id": 1}\n', r"data.field is 'text'; line 1 of .*field\.jsonl has 'body', 'id'$"),
     "type.jsonl": (
         b'{"text": 7}\n',
-        r"data.field is 'text'; line 1 of .*type\.jsonl holds int there, it must be text",
+        r"data.field is 'text'; line 1 of .*type\.jsonl holds int there: it must be text",
     ),
     "deep.jsonl": (b"[" * 100_000, r"line 1 of .*deep\.jsonl is not JSON"),
     "latin.txt": (b"fine, then: " + b"\xe4\xf6", r"latin\.txt is not UTF-8 text \(byte 0xe4 near offset 12\)"),

@@ -85,7 +85,7 @@ RESPONSE = Mock(headers={})
 @pytest.mark.parametrize(
     ("raised", "sentence"),
     [
-        (ConnectionError("no route to host"), r"the Hub cannot be reached \(no route to host\), use data.corpus="),
+        (ConnectionError("no route to host"), r"the Hub cannot be reached \(no route to host\): use data.corpus="),
         (errors.RepositoryNotFoundError("404", response=RESPONSE), r"'a/b'; the Hub has no such dataset"),
         (errors.RevisionNotFoundError("404", response=RESPONSE), r"data.revision is 'v2'; a/b has no such branch"),
         (errors.GatedRepoError("403", response=RESPONSE), r"it is gated, accept its terms"),

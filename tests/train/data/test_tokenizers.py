@@ -15,6 +15,7 @@ from isoflop.train.config import DataConfig
 from isoflop.train.data import tokenizers as ours
 from isoflop.train.data.corpora import open_corpus
 from isoflop.train.data.mixing import below_fraction, content_hash
+from isoflop.train.data.storage import silent
 from isoflop.train.data.tokenizers import (
     ByteTokenizer,
     SubwordTokenizer,
@@ -144,6 +145,25 @@ def test_a_trained_bpe_is_kept_and_a_damaged_one_is_trained_again(
     assert len(trained) == 1
 
 
+@pytest.mark.parametrize("character", ["a", "7", " ", "=", "_", "語"])
+def test_a_word_without_end_is_cut_before_a_bpe_is_trained_on_it(
+    character: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["some words of a text " * 200, "begin " + character * 100_000 + " end"]
+    pieces = list(ours._cut_words(texts[1]))
+    assert "".join(pieces) == texts[1]
+    assert max(map(len, pieces)) <= 2 * ours._WORD
+    assert list(ours._cut_words(texts[0])) == texts[:1]  # ordinary text gives the tokenizer that it always gave
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    config = DataConfig(corpus="text", path=str(tmp_path), tokenizer="bpe", vocab_size=300, validation_fraction=1e-9)
+    said: list[str] = []
+    sample = list(ours._sample(config, open_corpus(config), lambda stage, done, total: said.append(stage)))
+    assert "".join(sample) == "".join(texts)
+    assert said[-1] == "learn merges"
+    monkeypatch.setattr(ours, "_UNBROKEN", 50_000)
+    assert 48_000 < len("".join(ours._sample(config, open_corpus(config), silent))) - len(texts[0]) < 50_000
+
+
 def test_two_processes_train_one_bpe(config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count = tmp_path / "count"
     train = ours._train
@@ -267,7 +287,7 @@ def test_a_vocabulary_beyond_16_bits_is_stored_in_32() -> None:
         ({"tokenizer": "bpe", "vocab_size": 256}, r"data.vocab_size is 256; data.tokenizer=bpe needs at least 257"),
         (
             {"tokenizer": "/no/tokenizer.json"},
-            r"cannot be loaded \(No such file or directory\), it must be bytes",
+            r"cannot be loaded \(No such file or directory\): it must be bytes",
         ),
         ({"tokenizer": "gpt2"}, r"data.tokenizer is 'gpt2'; it cannot be loaded"),
     ],
@@ -278,10 +298,12 @@ def test_a_tokenizer_that_cannot_be_had_is_refused(tmp_path: Path, fields: dict[
             ask(DataConfig(**fields))
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"model": 1}', "\x00garbage"])
+@pytest.mark.parametrize(
+    "content", ["", "{}", '{"model": 1}', "\x00garbage", '{"model": {"vocab": {"a": 4294967290}}}', "[" * 100_000]
+)
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(UserError, match=r"cannot be loaded \(.+\), it must be bytes") as caught:
+    with pytest.raises(UserError, match=r"cannot be loaded \(.+\): it must be bytes") as caught:
         load_tokenizer(DataConfig(tokenizer=str(tmp_path / "tokenizer.json")), None, tmp_path)
     assert "\n" not in str(caught.value)
 

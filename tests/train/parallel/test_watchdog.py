@@ -215,14 +215,17 @@ def test_a_rank_leaves_only_once_the_store_has_its_last_word() -> None:
         answers.set()
         os.kill(keeper.pid or 0, signal.SIGCONT)
 
-    with Watchdog(Mesh(hosts=("a",)), store, 2 * TIMEOUT, lambda reason: None):
-        os.kill(keeper.pid or 0, signal.SIGSTOP)
-        timer = threading.Timer(1.5, thaw)  # longer than threads are waited for
-        timer.start()
-    assert answers.is_set()
-    timer.join()
-    keeper.kill()
-    keeper.join()
+    timer = threading.Timer(1.5, thaw)  # longer than threads are waited for
+    try:
+        with Watchdog(Mesh(hosts=("a",)), store, 2 * TIMEOUT, lambda reason: None):
+            os.kill(keeper.pid or 0, signal.SIGSTOP)
+            os.waitpid(keeper.pid or 0, os.WUNTRACED)  # a signal is on its way until the process has stopped
+            timer.start()
+        assert answers.is_set()
+    finally:
+        timer.cancel()
+        keeper.kill()  # which ends a stopped process too
+        keeper.join()
 
 
 def test_one_process_without_a_launcher_is_not_watched() -> None:

@@ -155,7 +155,7 @@ def _fasttext(step: Step) -> Callable[[list[str]], list[float]]:
     except (ValueError, RuntimeError, MemoryError) as error:
         raise UserError(f"data.recipe contains {step.word!r}; it is no fastText model ({error})") from None
     if len(labels) < 2:
-        raise UserError(f"data.recipe contains {step.word!r}; its model has {len(labels)} labels, it needs two or more")
+        raise UserError(f"data.recipe contains {step.word!r}; its model has {len(labels)} labels and needs two or more")
     wanted = labels[good_label(labels)]
     # A newline would end the document.
     return lambda texts: [float(_predicted(model, " ".join(text.split())).get(wanted, 0.0)) for text in texts]
@@ -184,7 +184,7 @@ def _hugging_face(step: Step) -> Callable[[list[str]], list[float]]:
     model.eval()
     labels = [model.config.id2label[i] for i in range(model.config.num_labels)]
     if len(labels) < 2:
-        raise UserError(f"data.recipe contains {step.word!r}; its model has one output, it needs two labels or more")
+        raise UserError(f"data.recipe contains {step.word!r}; its model has one output and needs two labels or more")
     wanted = good_label(labels)
     longest = min(_TOKENS, getattr(model.config, "max_position_embeddings", _TOKENS))
     torch.set_num_threads(1)  # one process a core

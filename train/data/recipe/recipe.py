@@ -179,7 +179,7 @@ def model_digest(step: Step) -> str | None:
     if path.is_file() and path.suffix not in MODELS:
         raise UserError(f"{word}; a model is a fastText file ({', '.join(MODELS)}) or a Hugging Face folder")
     if path.is_dir() and not (path / "config.json").is_file():
-        raise UserError(f"{word}; the folder has no config.json, it must be a Hugging Face sequence classifier")
+        raise UserError(f"{word}; the folder has no config.json: it must be a Hugging Face sequence classifier")
     if not path.exists():
         raise UserError(f"{word}; there is no such file or folder")
     digest = hashlib.sha256()

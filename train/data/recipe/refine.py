@@ -218,8 +218,11 @@ class Refinery:
         self._digests = np.concatenate([part["digests"] for part in found])
         self._bytes = np.concatenate([part["sizes"] for part in found])
         self.lowest, self.highest = int(self._digests.min()), int(self._digests.max())
-        self.held = below_fraction(self._digests, self._fraction) | (self._digests == np.uint64(self.lowest))
-        self.held &= self._digests != np.uint64(self.highest)
+        blocks = self._corpus.held_out()
+        self.held = below_fraction(self._digests, self._fraction, blocks)
+        if blocks is None:
+            self.held |= self._digests == np.uint64(self.lowest)
+            self.held &= self._digests != np.uint64(self.highest)
 
     def _unwritten(self) -> Iterator[tuple[Path, int, list[str]]]:
         """Parts that are missing, or hold other texts than the corpus has there now: its files may stand in another

@@ -1,0 +1,95 @@
+"""Every number that a sweep's config takes: an absurd one is refused in a sentence before anything starts, or works."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from isoflop.sweeps import prepare
+from isoflop.sweeps.config import GRIDS, AdaptiveGrid, IsoflopGrid, LadderGrid, PointsGrid, ProductGrid, SweepConfig
+from isoflop.sweeps.entry import composition_error
+from isoflop.sweeps.execute.conduct import check
+from isoflop.train.config import DataConfig
+from isoflop.train.errors import UserError
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+ABSURD = (0, -1, 1e300, math.nan, math.inf, True, "many")
+# Zero says something here: off, none, the first, or a share of nothing.
+ZERO = {
+    "cluster.backoff_seconds", "cluster.dollars_per_gpu_hour", "cluster.gpus_per_job", "cluster.half_speed_width",
+    "cluster.latency_us", "cluster.max_requeues", "cluster.queue_minutes", "cluster.retries", "cluster.sweep_retries",
+    "fit.E", "fit.bootstrap", "fit.seed", "grid.expected_exponent", "grid.seeds", "optimizer.beta1", "optimizer.beta2",
+    "optimizer.gradient_clip", "optimizer.weight_decay", "optimizer.width_exponent", "optimizer.z_loss",
+    "parallel.zero", "schedule.decay_share", "schedule.final_share", "schedule.warmup_max_share",
+    "schedule.warmup_per_parameter", "schedule.warmup_tokens", "seed", "skip_bad_steps",
+}  # fmt: skip
+NEGATIVE = {"optimizer.width_exponent"}
+WORKING = {
+    "isoflop": IsoflopGrid(budgets=[1e11]),
+    "adaptive": AdaptiveGrid(budgets=[1e12, 3e12]),
+    "ladder": LadderGrid(sizes=[8e3], tokens_per_parameter=[20.0]),
+    "product": ProductGrid(axes={"model.qk_norm": [False]}),
+    "points": PointsGrid(points=[{"model.qk_norm": False}]),
+}
+
+
+def numbers(node: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all fields that hold a number, or several."""
+    hints = typing.get_type_hints(type(node))
+    for item in dataclasses.fields(node):
+        value = getattr(node, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from numbers(value, f"{prefix}{item.name}.")
+        elif {"int", "float"} & set(str(hints[item.name]).replace("[", " ").replace("]", " ").split()) or hints[
+            item.name
+        ] in (int, float):
+            yield prefix + item.name
+
+
+FIELDS = sorted(
+    {(kind, f"grid.{name}") for kind, grid in WORKING.items() for name in numbers(grid)}
+    | {("product", name) for name in numbers(SweepConfig())}
+)
+
+
+def test_every_grid_is_tried() -> None:
+    assert set(WORKING) == set(GRIDS)
+    assert len(FIELDS) > 120
+
+
+@pytest.mark.parametrize(("kind", "name"), FIELDS, ids=[f"{kind}-{name}" for kind, name in FIELDS])
+def test_an_absurd_number_is_refused_in_one_sentence_or_works(
+    kind: str, name: str, small_corpus: Callable[..., DataConfig], tmp_path: Path
+) -> None:
+    config = SweepConfig(
+        grid=WORKING[kind], data=small_corpus(validation_tokens=256), sweep="sweep", output_root=str(tmp_path)
+    )
+    config.cluster.flops_per_second, config.dry_run = 1e11, True
+    config.tokens = 4096 if kind in ("product", "points") else None
+    base = OmegaConf.structured(config)
+    is_list = OmegaConf.is_list(OmegaConf.select(base, name)) or name in (
+        "checkpoint.at_steps", "cluster.budgets", "grid.seeds", "grid.tokens", "grid.tokens_per_parameter",
+    )  # fmt: skip
+    for value in ABSURD:
+        said = None
+        try:
+            changed = OmegaConf.merge(base, OmegaConf.create())
+            OmegaConf.update(changed, name, [value] if is_list else value)
+            asked = OmegaConf.to_object(changed)
+            assert isinstance(asked, SweepConfig)
+            check(asked)
+            prepare.from_config(asked)
+        except OmegaConfBaseException as error:
+            said = f"{error.full_key}: {composition_error(error)}"  # Hydra's own begins with the override
+        except UserError as error:
+            said = str(error)
+        works = not isinstance(value, bool) and ((value == 0 and name in ZERO) or (value == -1 and name in NEGATIVE))
+        assert (said is None) == works, f"{name}={value}: {said}"
+        assert said is None or ("\n" not in said and name.split(".")[-1].rstrip("s") in said), said
+    assert not list(tmp_path.glob("sweep"))

@@ -1,0 +1,26 @@
+"""The commands that README and docs/ show: given one after the other, none is refused for another's folder."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import isoflop
+import pytest
+
+ROOT = Path(isoflop.__file__).resolve().parent
+HOW = ("dry_run", "explain", "wait", "trunks", "ensembles", "parallel.", "cluster.", "tracker", "evaluate", "fit.")
+
+
+@pytest.mark.parametrize("name", ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))])
+def test_examples_that_ask_for_other_runs_have_other_folders(name: str) -> None:
+    requests: dict[str, set[str]] = {}
+    for command in re.findall(r"^ +python sweep\.py (.+?)(?: {2,}#.*)?$", (ROOT / name).read_text(), re.MULTILINE):
+        arguments = shlex.split(command, comments=True)
+        if "dry_run=true" in arguments:
+            continue
+        values = dict(argument.lstrip("+").split("=", 1) for argument in arguments)
+        wanted = sorted(argument for argument in arguments if not argument.startswith((*HOW, "sweep=")))
+        requests.setdefault(values.get("sweep", values["grid"]), set()).add(" ".join(wanted))
+    assert all(len(found) == 1 for found in requests.values()), requests
