@@ -339,7 +339,7 @@ def test_a_record_that_cannot_be_read_is_no_empty_one_and_is_made_anew_from_the_
     before, queue = LaunchRecord.read(sweep.sweep), cluster_of.queue()
     for damaged in ('{"training": ', "[]", '{"queues": {"queue-1": {}}}'):
         (sweep.sweep.path / "jobs" / "slurm.json").write_text(damaged)
-        with pytest.raises(UserError, match=r"slurm\.json cannot be read .*; `isoflop doctor .*` mends it$"):
+        with pytest.raises(UserError, match=r"slurm\.json is not what it must be: .*; `isoflop doctor .*` mends it$"):
             sweep.go(evaluate=True)
     assert cluster_of.queue() == queue
     rebuilt(sweep.sweep).write(sweep.sweep)  # as the doctor does

@@ -95,7 +95,7 @@ def note_failure(directory: Path, failure: Failure) -> None:
 
 def read_failure(directory: Path) -> Failure | None:
     """What failure.json says; None where there is none, or it cannot be read."""
-    values = read_json(directory / FAILURE, FailureFile)
+    values = read_json(directory / FAILURE)
     return None if values is None else parse_failure(values)
 
 
