@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from ..allocation.allocation import optimum
 from ..errors import Array, Columns, Constants, Say
-from ..solver.forms import LogSumTerms, Term
+from ..solver.forms import LogSumTerms, Term, power_sum
 from ..solver.solver import variable_projection
 from .chinchilla import EXPONENT_BOUNDS, FAR, VANISHED, ChinchillaLaw
 from .law import Problem, amplitude, least_starts
@@ -81,7 +81,7 @@ class GammaLaw(ChinchillaLaw):
             return {"E": E, "A": A, "B": B, "alpha": alpha, "beta": beta, "gamma": gamma}
 
         def terms(v: Mapping[str, Array], second: bool) -> list[Term]:
-            found = [_power_sum(v, x, y, centred, second)]
+            found = [_term(v, x, y, centred, second)]
             if self.E is None:
                 found.append(Term(v["E"] + 0.0 * x, {"E": np.ones_like(v["E"])}))
             elif self.E > 0:
@@ -100,38 +100,21 @@ class GammaLaw(ChinchillaLaw):
         )
 
 
-def _power_sum(v: Mapping[str, Array], x: Array, y: Array, centred: bool, with_second: bool) -> Term:
-    """S log(exp(g/s) + exp(h/s)) with s = gamma and g, h the logarithms of the two lines.
-
-    Its Hessian in (g, h, s) is (w1 w2 / s) z z^T with z = (1, -1, -(g - h) / s), w1 and w2 the shares of the lines.
-    """
+def _term(v: Mapping[str, Array], x: Array, y: Array, centred: bool, with_second: bool) -> Term:
+    """The logarithm of (A / N^alpha + B / D^beta)^gamma."""
     s = v["gamma"]
     one = np.ones_like(s)
     if centred:
-        g, h = v["A"] - v["alpha"] * x, v["B"] - v["beta"] * y
-        g_by, g_by2 = {"A": one, "alpha": -x}, {}
-        h_by, h_by2 = {"B": one, "beta": -y}, {}
+        g = Term(v["A"] - v["alpha"] * x, {"A": one, "alpha": -x})
+        h = Term(v["B"] - v["beta"] * y, {"B": one, "beta": -y})
     else:
-        g, h = s * (v["A"] - v["alpha"] * x), s * (v["B"] - v["beta"] * y)
-        g_by, g_by2 = {"A": s, "alpha": -s * x, "gamma": g / s}, {("A", "gamma"): one, ("alpha", "gamma"): -x}
-        h_by, h_by2 = {"B": s, "beta": -s * y, "gamma": h / s}, {("B", "gamma"): one, ("beta", "gamma"): -y}
-    names = ("A", "alpha", "B", "beta", "gamma")
-    gap = (g - h) / s
-    either = np.logaddexp(gap, 0.0)
-    share, other = np.exp(gap - either), np.exp(-either)
-    first = {name: share * g_by.get(name, 0.0) + other * h_by.get(name, 0.0) for name in names}
-    first["gamma"] = first["gamma"] + either - share * gap
-    value = h + s * either
-    if not with_second:
-        return Term(value, first)
-    z = {name: g_by.get(name, 0.0) - h_by.get(name, 0.0) for name in names}
-    z["gamma"] = z["gamma"] - gap
-    bend = share * other / s
-    second = {(p, q): bend * z[p] * z[q] for i, p in enumerate(names) for q in names[i:]}
-    for weight, by2 in ((share, g_by2), (other, h_by2)):
-        for pair, derivative in by2.items():
-            second[pair] = second[pair] + weight * derivative
-    return Term(value, first, second)
+        lines = []
+        for letter, exponent, z in (("A", "alpha", x), ("B", "beta", y)):
+            value = s * (v[letter] - v[exponent] * z)
+            first = {letter: s, exponent: -s * z, "gamma": value / s}
+            lines.append(Term(value, first, {(letter, "gamma"): one, (exponent, "gamma"): -z}))
+        g, h = lines
+    return power_sum(g, h, s, "gamma", ("A", "alpha", "B", "beta", "gamma"), with_second)
 
 
 def _starts(

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import Array, Columns, Constants, Say, floats
-from ..solver.forms import LogSumTerms, Term
+from ..solver.forms import LogSumTerms, Term, power_sum
 from ..solver.solver import variable_projection
 from .law import LossLaw, Problem, least_starts
 
@@ -112,37 +112,18 @@ class KaplanLaw(LossLaw):
 
 
 def _term(v: Mapping[str, Array], x: Array, y: Array, centred: bool, with_second: bool) -> Term:
-    """The log loss, s log(exp(g/s) + exp(h/s)), s = alpha_D, with g and h the logarithms of the two lines.
-
-    Its Hessian in (g, h, s) is (w1 w2 / s) z z^T with z = (1, -1, -(g - h) / s), w1 and w2 the shares of the lines.
-    """
+    """The log loss: with s = alpha_D, the power sum of the two lines' logarithms g and h."""
     N_c, alpha_N, D_c, s = (v[name] for name in COORDINATES)
     one = np.ones_like(s)
     # The lines, how each moves with the coordinates, and the second derivatives that are not zero.
     if centred:
-        g, h = D_c + s * N_c - alpha_N * x, D_c - s * y
-        g_by, g_by2 = {"N_c": s, "alpha_N": -x, "D_c": one, "alpha_D": N_c}, {("N_c", "alpha_D"): one}
-        h_by, h_by2 = {"D_c": one, "alpha_D": -y}, {}
+        g_by = {"N_c": s, "alpha_N": -x, "D_c": one, "alpha_D": N_c}
+        g = Term(D_c + s * N_c - alpha_N * x, g_by, {("N_c", "alpha_D"): one})
+        h = Term(D_c - s * y, {"D_c": one, "alpha_D": -y})
     else:
-        g, h = alpha_N * (N_c - x), s * (D_c - y)
-        g_by, g_by2 = {"N_c": alpha_N, "alpha_N": N_c - x}, {("N_c", "alpha_N"): one}
-        h_by, h_by2 = {"D_c": s, "alpha_D": D_c - y}, {("D_c", "alpha_D"): one}
-    gap = (g - h) / s
-    either = np.logaddexp(gap, 0.0)
-    share, other = np.exp(gap - either), np.exp(-either)
-    first = {name: share * g_by.get(name, 0.0) + other * h_by.get(name, 0.0) for name in COORDINATES}
-    first["alpha_D"] = first["alpha_D"] + either - share * gap
-    value = h + s * either
-    if not with_second:
-        return Term(value, first)
-    z = {name: g_by.get(name, 0.0) - h_by.get(name, 0.0) for name in COORDINATES}
-    z["alpha_D"] = z["alpha_D"] - gap
-    bend = share * other / s
-    second = {(p, q): bend * z[p] * z[q] for i, p in enumerate(COORDINATES) for q in COORDINATES[i:]}
-    for weight, by2 in ((share, g_by2), (other, h_by2)):
-        for pair, derivative in by2.items():
-            second[pair] = second[pair] + weight * derivative
-    return Term(value, first, second)
+        g = Term(alpha_N * (N_c - x), {"N_c": alpha_N, "alpha_N": N_c - x}, {("N_c", "alpha_N"): one})
+        h = Term(s * (D_c - y), {"D_c": s, "alpha_D": D_c - y}, {("D_c", "alpha_D"): one})
+    return power_sum(g, h, s, "alpha_D", COORDINATES, with_second)
 
 
 def _starts(x: Array, y: Array, target: Array, centred: bool, weights: Array, keep: int | None) -> Array:

@@ -201,6 +201,29 @@ class Term:
     second: Mapping[tuple[str, str], Array] = field(default_factory=dict)
 
 
+def power_sum(g: Term, h: Term, s: Array, power: str, names: Sequence[str], with_second: bool) -> Term:
+    """The term s log(exp(g/s) + exp(h/s)) of two lines; `power` is the name of s (P, 1) among the coordinates `names`.
+
+    Its Hessian in (g, h, s) is (w1 w2 / s) z z^T with z = (1, -1, -(g - h) / s), w1 and w2 the shares of the lines.
+    """
+    gap = (g.value - h.value) / s
+    either = np.logaddexp(gap, 0.0)
+    share, other = np.exp(gap - either), np.exp(-either)
+    first = {name: share * g.first.get(name, 0.0) + other * h.first.get(name, 0.0) for name in names}
+    first[power] = first[power] + either - share * gap
+    value = h.value + s * either
+    if not with_second:
+        return Term(value, first)
+    z = {name: g.first.get(name, 0.0) - h.first.get(name, 0.0) for name in names}
+    z[power] = z[power] - gap
+    bend = share * other / s
+    second = {(p, q): bend * z[p] * z[q] for i, p in enumerate(names) for q in names[i:]}
+    for weight, line in ((share, g), (other, h)):
+        for pair, derivative in line.second.items():
+            second[pair] = second[pair] + weight * derivative
+    return Term(value, first, second)
+
+
 # Coordinates (P, 1) by name, and whether second derivatives are wanted besides the first.
 Terms = Callable[[Mapping[str, Array], bool], list[Term]]
 
