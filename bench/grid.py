@@ -54,6 +54,7 @@ def bench_grid(minutes: float = 4.5, rounds: int = 2, cases: Sequence[str] = CAS
         "cluster=local",
         "tracker=none",
         "evaluate=none",
+        "tuning=fixed",  # so that runs of one size share trunks
         f"cluster.minutes={minutes}",
         f"cluster.flops_per_second={core_flops_per_second():.4g}",
     ]
@@ -79,7 +80,7 @@ class Planned:
         rate = config.cluster.flops_per_second or core_flops_per_second()
         fill_budgets(config.grid, config.cluster, rate)
         room = places(config.cluster, 1, rate)
-        runs = resolve_runs(config)
+        runs, _ = resolve_runs(config)
         return cls(config, runs, plan_runs(runs, config.cluster, room.flops_per_second, room.jobs))
 
 

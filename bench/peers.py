@@ -44,7 +44,7 @@ def build_peer(peer: str, config: RunConfig, mesh: Mesh) -> Callable[[int], Tens
     assert mesh.device_mesh is not None
     share = config.optimizer.batch_size // mesh.dp
     stream = TrainStream(prepare(config.data), config.data.sequence_length, config.seed)
-    adam: dict[str, Any] = {"betas": (config.optimizer.beta1, config.optimizer.beta2), "eps": config.optimizer.eps}
+    adam: dict[str, Any] = {"betas": (config.optimizer.beta1, config.optimizer.beta2)}
     optimizer: torch.optim.Optimizer
     if peer == "fully_shard":
         for block in gpt.blocks:
@@ -103,7 +103,7 @@ def clip_gradients(parameters: list[nn.Parameter], limit: float) -> None:
 def groups_of(gpt: GPT, config: RunConfig) -> list[dict[str, Any]]:
     """Parameter groups of the model as it is now: `fully_shard` and its like replace parameters."""
     return [
-        {"params": list(group.parameters), "lr": group.learning_rate, "weight_decay": group.weight_decay}
+        dict(params=list(group.parameters), lr=group.learning_rate, weight_decay=group.weight_decay, eps=group.eps)
         for group in parameter_groups(gpt, config.optimizer)
     ]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import itertools
 import os
 import random
@@ -41,7 +42,7 @@ GRID = [
     "+grid=product", "model.width=16", "model.depth=2", "model.heads=2", "data.sequence_length=64",
     "data.max_bytes=2000000", "data.validation_tokens=16384", "optimizer.batch_size=8", "validations=2",
     "fit.bootstrap=50", "precision=fp32", "tracker=none", "evaluate=none", "parallel.device=cpu", "ensembles=1",
-    "trunks=false", "checkpoint.every_seconds=1",
+    "trunks=false", "checkpoint.every_seconds=1", "tuning=fixed",
 ]  # fmt: skip
 SLURM = [
     "cluster=slurm", "cluster.gpus_per_job=0", "cluster.cpus_per_task=1", "cluster.memory_gb=1",
@@ -214,7 +215,8 @@ def launchers_ended(injector: faults.Injector) -> list[str]:
     complaints = []
     for launcher in injector.launchers:
         said, _ = launcher.communicate(timeout=120)
-        if launcher.returncode not in (0, 2) or "Traceback" in said:
+        full = launcher.returncode == 1 and os.strerror(errno.ENOSPC) in said  # it met that fault
+        if not (launcher.returncode in (0, 2) or full) or "Traceback" in said:
             complaints.append(f"launcher {launcher.pid} ended with {launcher.returncode}: {said.strip()}")
     return complaints
 

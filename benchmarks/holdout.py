@@ -1,11 +1,14 @@
 """Do 95 % intervals hold on real runs? Every family of tables is scored with what all other families teach.
 
-    ISOFLOP_DATA=FOLDER python benchmarks/holdout.py [--cache FILE]
+    ISOFLOP_DATA=FOLDER python benchmarks/holdout.py [--cache FILE] [--only loss|isoflop]
 
 Hides the dearest runs of a table (a factor of 2 in compute), forecasts them from what is cheaper by at least 3, 10, 30,
 100 and 300 times, then hides the next dearest, up to six levels. Prints per family the share inside by point and with
 hold-outs weighed alike, Winkler's score of log loss in %, the median error, and then the constants that all families
 teach: those of fit/constants/forecast.yaml. The same for N* at hidden isoFLOP budgets.
+
+Then isoFLOP budgets are hidden from each level up, and every method foretells N* at each hidden one from the cheaper
+runs; it is compared with the vertex of the hidden budget alone, by a parabola and by a cubic.
 
 Special here:
 - Constants are chosen from a small grid: the lowest mean score of families weighed alike, among those whose mean
@@ -16,17 +19,22 @@ Special here:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import pickle
 import warnings
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
 from isoflop import fit
+from isoflop.fit.approaches.approaches import Approach, isoflop, parametric
+from isoflop.fit.approaches.isoflop import budget_levels
 from isoflop.fit.mixture.mixture import FormMixture, Prior
 
 Constants = tuple[float, float, float]  # rate, drift, disagreement
@@ -35,6 +43,8 @@ RATES = {"loss": (0.005, 0.01, 0.02), "size": (0.02, 0.05, 0.1)}
 DRIFTS = {"loss": (0.2, 0.3, 0.4, 0.5, 0.7), "size": (1.0, 1.5, 2.0, 3.0, 4.0)}
 DISAGREEMENTS = {"loss": (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7), "size": (0.0, 0.3, 1.0, 1.5)}
 LEVEL, HALF = 0.95, 1.959964
+OWN, LEAST_SPAN = ("parabola", "cubic"), 3.0  # vertices to compare with, of budgets whose sizes span this factor
+SCATTERS, SIZE_DRIFTS = (0.05, 0.1, 0.15), (0.05, 0.1, 0.2)
 TEACH_ONLY = ("porian", "datablations")  # scored too, but not part of the published comparison
 
 
@@ -96,6 +106,16 @@ def vertex(hidden: pd.DataFrame) -> tuple[float, float] | None:
     return 6.0 * found.N_best * found.D_best, float(np.log(found.N_best))
 
 
+def fit_profiles(method: Any, runs: pd.DataFrame, budget: np.ndarray) -> fit.IsoflopProfiles:
+    return fit.IsoflopProfiles(method).fit(runs.N, runs.D, runs.loss, runs.flops, budget)
+
+
+def spread(profile: Any) -> float:
+    """Standard deviation of a log vertex, by its draws."""
+    low, high = np.nanpercentile(np.log(profile.N_draws), [15.87, 84.13])
+    return float(0.5 * (high - low))
+
+
 def answers(family: str, table: int, runs: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """Per hold-out, quantity and prior rate: errors, and variances before drift and disagreement have their shares."""
     mixture: FormMixture | None
@@ -123,6 +143,113 @@ def answers(family: str, table: int, runs: pd.DataFrame) -> Iterator[dict[str, A
                 rate = RATES[quantity][i]
                 name = f"{family}-{table}-{number}"
                 yield {"quantity": quantity, "family": family, "name": name, "rate": rate, "error": missed} | parts
+
+
+def vertices(family: str, table: int, runs: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """Per hidden isoFLOP budget, method and constants of the valley: log N* and the half-width of its interval."""
+    labels, budgets = budget_levels(runs.flops.to_numpy(), runs.N.to_numpy())
+    if not len(budgets):
+        return
+    budget = np.where(labels >= 0, budgets[labels], np.nan)
+    on = labels >= 0
+    own = {method: fit_profiles(method, runs[on], budget[on]).bootstrap(100) for method in OWN}
+    wide = [p.N.max() >= LEAST_SPAN * p.N.min() for p in own["cubic"].profiles_]
+    # Levels of compute that runs of few sizes pass by chance are no isoFLOP budgets.
+    for level in range(2, len(budgets)) if np.mean(wide or [False]) > 0.5 else ():
+        asked = [i for i in range(level, len(budgets)) if wide[i] and all(own[m].profiles_[i].accepted for m in OWN)]
+        shown = (runs.flops < runs.flops[labels == level].min()).to_numpy() & ~np.isin(
+            labels, range(level, len(budgets))
+        )
+        C, cheap = budgets[asked], runs[shown]
+        for name, answer in size_answers(cheap, budget[shown], C) if asked else ():
+            for k, i in enumerate(asked):
+                true = {
+                    m: (float(np.log(own[m].profiles_[i].N_best or np.nan)), spread(own[m].profiles_[i])) for m in OWN
+                }
+                said = {"log_N": answer[0][k], "half": answer[1][k], "true": true, "next": i == level}
+                yield {"family": family, "table": table, "level": level, "method": name} | said
+
+
+def size_answers(cheap: pd.DataFrame, budget: np.ndarray, C: np.ndarray) -> Iterator[tuple[Any, list[np.ndarray]]]:
+    """Of each method that has an answer: its name, log N* at budgets (m,) and half-widths (m,)."""
+    on = np.isfinite(budget)
+    found: dict[Any, Approach] = {}
+    for method in ("parabola", "cubic", "akima"):
+        found[method] = isoflop(fit_profiles(method, cheap[on], budget[on]).bootstrap(200))
+    valleys = fit_profiles("valley", cheap[on], budget[on])
+    for scatter, drift in itertools.product(SCATTERS, SIZE_DRIFTS):
+        prior = {"exponent": 0.5, "spread": 0.15, "scatter": scatter, "drift": drift}
+        with patch("isoflop.fit.approaches.isoflop.read_constants", lambda _, prior=prior: {"isoflop": prior}):
+            found["valley", scatter, drift] = isoflop(copy(valleys).bootstrap(200))
+    columns = cheap.N.to_numpy(), cheap.D.to_numpy(), cheap.loss.to_numpy(), cheap.flops.to_numpy()
+    with contextlib.suppress(fit.InputError):
+        law = fit.ChinchillaLaw().fit(*columns[:3])
+        law.bootstrap(200)
+        found["approach 3"] = parametric(law, "")
+    for name, approach in found.items():
+        if approach.available:
+            values, bands = approach.answers(C)
+            low, high = np.log(bands["N"]).T if bands["N"] is not None else np.full((2, len(C)), np.nan)
+            yield name, [np.log(values["N"]), 0.5 * (high - low)]
+    with contextlib.suppress(fit.InputError):
+        mixture = FormMixture().fit(*columns, groups=cheap.group)
+        size, parts = mixture.size(C)
+        yield "mixture", [size, HALF * np.sqrt(sum(parts.values()))]
+
+
+def report_vertices(found: list[dict[str, Any]]) -> None:
+    print("\nN* at hidden isoFLOP budgets, in %; the valley with the constants of the other families")
+    families = list(dict.fromkeys(answer["family"] for answer in found))
+    grid = list(itertools.product(SCATTERS, SIZE_DRIFTS))
+    by: dict[Any, list[dict[str, Any]]] = {}
+    for answer in found:
+        by.setdefault((answer["family"], answer["method"]), []).append(answer)
+
+    def errors(answers: list[dict[str, Any]], truth: str) -> tuple[np.ndarray, np.ndarray]:
+        error = np.array([(abs(a["log_N"] - a["true"][truth][0]), a["half"]) for a in answers]).reshape(-1, 2)
+        return error[:, 0], error[:, 1]
+
+    def best(of: list[str]) -> tuple[float, float]:
+        def cost(constants: tuple[float, float]) -> float:
+            pairs = [errors(by[f, ("valley", *constants)], OWN[0]) for f in of]
+            inside = np.mean([np.mean(e <= half) for e, half in pairs])
+            winkler = [np.mean(2 * half + 2 / (1 - LEVEL) * np.maximum(e - half, 0)) for e, half in pairs]
+            return float(np.mean(winkler) + 30 * max(LEVEL - 0.02 - inside, 0.0))
+
+        return min(grid, key=cost)
+
+    print("learnt from all: scatter, drift", best(families))
+    for family in families:
+        constants = best([f for f in families if f != family] or families)
+        for answer in by[family, ("valley", *constants)]:
+            by.setdefault((family, "valley"), []).append(answer)
+    for truth in OWN:
+        rows = []
+        for method in ("parabola", "cubic", "akima", "approach 3", "mixture", "valley"):
+            row: dict[str, Any] = {"method": method}
+            for kind in ("all", "next"):
+                each = {
+                    f: errors([a for a in by.get((f, method), ()) if a["next"] or kind == "all"], truth)
+                    for f in families
+                }
+                e, half = (np.concatenate([pair[i] for pair in each.values()]) for i in (0, 1))
+                alike = np.median([100 * np.median(np.expm1(pair[0])) for pair in each.values() if len(pair[0])])
+                row |= {
+                    f"{kind}, budgets": len(e),
+                    f"{kind}, error": 100 * np.median(np.expm1(e)),
+                    f"{kind}, families alike": alike,
+                }
+                row[f"{kind}, inside"] = 100 * np.mean(e <= half)
+                if kind == "all":
+                    row |= {
+                        f"{f}": f"{100 * np.median(np.expm1(p[0])):.0f} / {100 * np.mean(p[0] <= p[1]):.0f}"
+                        for f, p in each.items()
+                        if len(p[0])
+                    }
+            rows.append(row)
+        print(f"\nagainst the vertex by a {truth}, whose own error is", end=" ")
+        print(f"{100 * np.median([a['true'][truth][1] for a in found]):.0f} %")
+        print(pd.DataFrame(rows).set_index("method").round(1).to_string())
 
 
 def scores(answer: dict[str, Any], drift: float, disagreement: float) -> tuple[np.ndarray, np.ndarray]:
@@ -182,19 +309,24 @@ def shown(held: list[Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, help="keep the answers of all hold-outs in this file")
+    parser.add_argument("--only", choices=("loss", "isoflop"), help="one of the two parts")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
-    if asked.cache and asked.cache.exists():
-        found = pickle.loads(asked.cache.read_bytes())
-    else:
-        found = []
-        for table, (family, runs) in enumerate(tables(Path(os.environ["ISOFLOP_DATA"]))):
-            found += answers(family, table, runs)
-            print(f"{family}: {len(runs)} runs", flush=True)
-        if asked.cache:
-            asked.cache.write_bytes(pickle.dumps(found))
-    for quantity in RATES:
-        report(quantity, found)
+    for part, measure in (("loss", answers), ("isoflop", vertices)):
+        if asked.only not in (part, None):
+            continue
+        cache = asked.cache and asked.cache.with_suffix(f".{part}{asked.cache.suffix}")
+        found = pickle.loads(cache.read_bytes()) if cache and cache.exists() else []
+        if not found:
+            for table, (family, runs) in enumerate(tables(Path(os.environ["ISOFLOP_DATA"]))):
+                found.extend(measure(family, table, runs))
+                print(f"{family}: {len(runs)} runs", flush=True)
+        if cache:
+            cache.write_bytes(pickle.dumps(found))
+        for quantity in RATES if part == "loss" else ():
+            report(quantity, found)
+        if part == "isoflop":
+            report_vertices(found)
 
 
 if __name__ == "__main__":

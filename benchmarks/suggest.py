@@ -8,7 +8,7 @@ Special here:
 - A law is drawn around published ones; runs show it times exp(noise), the noise of one run being 0.2 to 1 % and the
   runs of one trunk (one size, one seed) sharing half of its variance, or with `--errors independent` none.
 - All designs pay alike: 6 N D, and 20 % of that for a run that branches off a longer one of its trunk. All have the
-  same total, the same cap on the C of a run (`--cap` lifts it for those that choose), the same fit and bootstrap.
+  same total, the same cap on the C of a run (`--cap` lifts it for those that choose), the same mixture of forms.
   The random one draws from the same candidates as the suggested one. None is told the truth: the suggested one begins
   with a cheap grid around where published laws put the optimum, and designs two more rounds from its own fits.
 - `--bend` adds so much to log loss for every squared decade below the largest budget: a law of the wrong form.
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from isoflop.fit import ChinchillaLaw, published_runs
+from isoflop.fit import ChinchillaLaw, FormMixture, published_runs
 from isoflop.fit.allocation.allocation import optimum
 from isoflop.fit.allocation.design import Buyer, Candidates, Question
 from isoflop.fit.uncertainty import resampled_together
@@ -66,7 +66,8 @@ def trunks(runs: Array) -> list[str]:
 
 def candidates(runs: Array) -> Candidates:
     C = 6 * runs[:, 0] * runs[:, 1]
-    return Candidates(runs[:, 0], runs[:, 1], C, DECAY * C, C, np.array(trunks(runs)))
+    inputs = {"N": runs[:, 0], "D": runs[:, 1]}
+    return Candidates(inputs, C, DECAY * C, C, np.array(trunks(runs)))
 
 
 def cost(runs: Array) -> float:
@@ -98,11 +99,15 @@ def region(least: float, most: float, ratio: float, seeds: tuple[int, ...]) -> A
     return np.array(runs)
 
 
-def fitted(runs: Array, loss: Array, resamples: int) -> ChinchillaLaw:
+def fitted(runs: Array, loss: Array) -> FormMixture:
     """As a sweep fits: trunks are resampled together where they are enough."""
-    law = ChinchillaLaw().fit(runs[:, 0], runs[:, 1], loss)
-    groups = resampled_together(np.array(trunks(runs)), np.arange(len(runs)).astype(str), law.problem_.free)
-    return law.bootstrap(resamples, groups)
+    groups = resampled_together(np.array(trunks(runs)), np.arange(len(runs)).astype(str), 5)
+    return FormMixture().fit(runs[:, 0], runs[:, 1], loss, groups=groups)
+
+
+def asked(runs: Array, loss: Array, target: float, trunk: Any = None) -> Question:
+    mixture = fitted(runs, loss)
+    return Question.of([*mixture.laws_.values()], target, trunk, shares=[*mixture.weights_.values()])
 
 
 def suggested(world: World, total: float, pool: Callable[..., Array], target: float, most: int) -> tuple[Array, Array]:
@@ -111,7 +116,7 @@ def suggested(world: World, total: float, pool: Callable[..., Array], target: fl
     for number, share in enumerate(ROUNDS[1:], 1):
         last = number == len(ROUNDS) - 1
         left = total - cost(runs)
-        question = Question.of(fitted(runs, loss, 100), target, trunks(runs))
+        question = asked(runs, loss, target, trunks(runs))
         offered = pool(
             seeds=(2 * number, 2 * number + 1)
         )  # other seeds than before: what was trained has no trunk left
@@ -146,7 +151,7 @@ def scattered(
 
 def judged(runs: Array, loss: Array, law: dict[str, float], target: float) -> dict[str, float]:
     """Widths of the 95 % intervals (ratio of their ends, as a logarithm), errors, and whether they hold the truth."""
-    found = fitted(runs, loss, 400).optimal(target)
+    found = fitted(runs, loss).optimal(target)
     N, _, L = (float(value) for value in optimum(target, law))
     (l0, l1), (n0, n1) = found.interval("loss")[0], found.interval("N")[0]
     with np.errstate(divide="ignore"):
@@ -206,7 +211,7 @@ def reveal(options: argparse.Namespace) -> None:
     start = rising[: int(np.searchsorted(np.cumsum(spent[rising]), options.start)) + 1]
 
     def widths(rows: Array) -> tuple[float, float]:
-        found = fitted(runs[rows], table.loss[rows], 400).optimal(target)
+        found = fitted(runs[rows], table.loss[rows]).optimal(target)
         (l0, l1), (n0, n1) = found.interval("loss")[0], found.interval("N")[0]
         return float(np.log(l1 / l0)), float(np.log(n1 / n0))
 
@@ -222,8 +227,8 @@ def reveal(options: argparse.Namespace) -> None:
             room = share + 1e-9 - spent[known].sum()
             if len(left) and spent[left].min() <= room:
                 C = table.flops[left]
-                question = Question.of(fitted(runs[known], table.loss[known], 100), target)
-                offer = Candidates(table.N[left], table.D[left], C, C, C, left)
+                question = asked(runs[known], table.loss[known], target)
+                offer = Candidates({"N": table.N[left], "D": table.D[left]}, C, C, C, left)
                 known = np.concatenate([known, left[Buyer(question, offer).buy(room * table.flops.sum()).chosen]])
             found.append(widths(known))
         return found

@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
+from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,8 +43,10 @@ def main() -> None:
         if done.returncode != 0:
             sys.exit(done.stdout + done.stderr)
         lines = sorted(log.read_text().splitlines(), key=lambda line: float(line.split()[0]))
-    passed = list(dict.fromkeys(line.split()[1] for line in lines))
-    print(f"{len(passed)} files:", *passed, sep="\n")
+    passed = dict.fromkeys(line.split()[1].rpartition(".")[0] for line in lines)
+    for room, files in groupby((name for name in passed if "/" in name), key=lambda name: name.partition("/")[0]):
+        said = f"{room}: " + " ".join(name.partition("/")[2] for name in files)
+        print(textwrap.fill(said, 120, initial_indent="    ", subsequent_indent="        ", break_on_hyphens=False))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One checkpoint in, one file of scores out, and beside it one of all items.
 
 Both are complete after every task, and a killed evaluation goes on at the next request with the same numbers. A score
-stands while checkpoint, items, prompts, lm-eval, precision and our own scoring are the same.
+of this checkpoint stands until its task is asked with other items, prompts, lm-eval, precision or scoring of ours.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..train.parallel.mesh import Mesh
 from .harness import ALONE, CheckpointLM, TokenCache, answer_task
 from .metrics import task_scores
 from .records.items import as_dicts
-from .records.record import Record, only_one
+from .records.record import SETTINGS, Record, only_one
 from .tasks.suite import Suite, SuiteTask, expand, quiet, suite_names
 from .tasks.tasks import DEFAULT_LIMIT, Report, load_suite
 
@@ -38,44 +38,30 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def evaluate_checkpoint(
-    path: Path | str,
-    tasks: str | Sequence[str] = "small",
+    path: Path | str,  # a checkpoint directory, or a run directory (its newest valid checkpoint)
+    tasks: str | Sequence[str] = "small",  # see `tasks.load_suite`; unused when `suite` is given
     output: Path | str = "scores.json",
     *,
-    limit: int | None = DEFAULT_LIMIT,
-    batch_tokens: int | None = None,
-    held_out: dict[str, Any] | None = None,
+    limit: int | None = DEFAULT_LIMIT,  # items per task; None means all
+    batch_tokens: int | None = None,  # bound on rows times length of one forward pass; None: what suits the device
+    held_out: dict[str, Any] | None = None,  # val_loss, val_loss_se, val_bpb of the training; computed otherwise
     device: str = "auto",
-    precision: str = "fp32",
-    suite: Suite | None = None,
-    tokens: dict[str, TokenCache] | None = None,
-    overlaps: dict[str, Contamination] | None = None,
-    cache: Path | str | None = None,
-    ngram: int | None = None,
-    ranks: Mesh = ALONE,
-    keep_items: bool = True,
+    precision: str = "fp32",  # of the weights
+    suite: Suite | None = None,  # loaded tasks
+    tokens: dict[str, TokenCache] | None = None,  # by tokenizer
+    overlaps: dict[str, Contamination] | None = None,  # by corpus
+    cache: Path | str | None = None,  # folder of the staged benchmarks
+    ngram: int | None = None,  # words in a row shared with the training text make an item contaminated; None: not asked
+    ranks: Mesh = ALONE,  # the processes that share the work (`ranks.on_ranks`); only the first one writes
+    keep_items: bool = True,  # whether to write the items too; they are kept up where there are some
     progress: Report = lambda line: None,
 ) -> dict[str, Any]:
     """Scores a checkpoint and writes the scores as JSON, and every item beside them (see `items.items_path`).
 
-    Args:
-        path: a checkpoint directory, or a run directory (its newest valid checkpoint).
-        tasks: see `tasks.load_suite`; unused when `suite` is given.
-        output: where the scores go; tasks that it holds already for this very checkpoint are kept.
-        limit: items per task; None means all.
-        batch_tokens: bound on rows times length of one forward pass; default: what suits the device.
-        held_out: val_loss, val_loss_se, val_bpb, where the training has them; computed otherwise.
-        precision: fp32 or bf16, of the weights.
-        suite, tokens, overlaps: to share between the checkpoints of one process: loaded tasks; token caches by
-            tokenizer and contaminated items by corpus, both filled in here.
-        cache: folder of the staged benchmarks.
-        ngram: words in a row shared with the training text that make an item contaminated; None: not asked.
-        ranks: the processes that share the work (`ranks.on_ranks`); only the first one writes.
-        keep_items: whether to write the items too; they are kept up where there are some.
-        progress: called with a line of text for each task, and every few seconds of a long one.
-
-    Raises:
-        UserError: no checkpoint there, an unknown task, data that cannot be had, or an output that cannot be written.
+    Scores that `output` holds of this checkpoint are kept, of other tasks too. `suite`, `tokens` and `overlaps` are to
+    be shared between the checkpoints of one process; the last two are filled in here. `progress` is called with a line
+    of text for each task, and every few seconds of a long one. Raises UserError: no checkpoint there, an unknown task,
+    data that cannot be had, or an output that cannot be written.
     """
     say = progress if ranks.rank == 0 else lambda line: None
     output, device = Path(output), pick_device(device, "device").type
@@ -126,6 +112,7 @@ def _score(record: Record, lm: Any, entry: SuiteTask, ngram: int | None, contami
     scores = task_scores(items, contaminated)
     scores |= dict.fromkeys(others) if scores["withheld"] else others
     scores |= {"subset": entry.subset, "version": entry.version, "shots": entry.shots, "ngram": ngram}
+    scores |= {key: record.scores[key] for key in SETTINGS}
     scores["seconds"] = round(time.perf_counter() - start, 3)
     record.enter(entry.name, scores, as_dicts(entry.name, items, contaminated))
 
@@ -136,7 +123,7 @@ def _check(precision: str, batch_tokens: int | None, ngram: int | None) -> None:
     if batch_tokens is not None and batch_tokens < 1:
         raise UserError(f"batch_tokens is {batch_tokens}; it must be 1 or more")
     if ngram is not None and ngram < 1:
-        raise UserError(f"ngram is {ngram}; it must be 1 or more words, or null")
+        raise UserError(f"ngram is {ngram}; it must be 1 or more words (--ngram 0, or null in a sweep, does not ask)")
 
 
 def _load(path: Path, device: str, dtype: torch.dtype) -> Any:
@@ -167,14 +154,10 @@ def _held_out(loaded: Any) -> dict[str, Any]:
 
 
 def worst_windows(loaded: Any, count: int = 20) -> dict[str, Any]:
-    """Held-out loss of a checkpoint on its run's own corpus, and where it is worst.
+    """Held-out loss of a checkpoint on its run's own corpus: val_loss (nats per token), val_loss_se, val_bpb.
 
-    Returns:
-        val_loss (nats per token), val_loss_se, val_bpb, and `worst`: up to `count` windows of {index, loss, text (of
-        the predicted tokens)}, highest loss first and NaN before all; windows of equal loss in their order.
-
-    Raises:
-        UserError: the corpus is not at hand, or has changed.
+    `worst` has up to `count` windows of {index, loss, text (of the predicted tokens)}, highest loss first and NaN
+    before all; windows of equal loss in their order. Raises UserError: the corpus is not at hand, or has changed.
     """
     windows, losses, numbers = score_windows(loaded)
     length = windows.shape[1] - 1

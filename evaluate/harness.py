@@ -65,20 +65,7 @@ class TokenCache:
 
 
 class CheckpointLM(TemplateLM):
-    """A model of ours as lm-eval sees it.
-
-    Args:
-        tokenizer: `end_of_document` conditions what has no context.
-        batch_tokens: bound on rows times length of one forward pass.
-        tokens: ids of texts met before, under this tokenizer.
-        answers: of this model, found before; default none are kept.
-        ranks: the processes that share the work, each with the same model.
-        say: told when memory runs out.
-
-    Attributes:
-        truncated: arguments of the requests whose prompt was cut, or whose continuation took several windows.
-        failed: arguments of the generations in which the model returned NaN.
-    """
+    """A model of ours as lm-eval sees it; its tokenizer's `end_of_document` conditions what has no context."""
 
     def __init__(
         self,
@@ -86,19 +73,20 @@ class CheckpointLM(TemplateLM):
         tokenizer: Tokenizer,
         max_length: int,
         device: str | torch.device = "cpu",
-        batch_tokens: int = 4096,
+        batch_tokens: int = 4096,  # bound on rows times length of one forward pass
         seed: int = 0,
         *,
-        tokens: TokenCache | None = None,
-        answers: Answers | None = None,
-        ranks: Mesh = ALONE,
-        say: Callable[[str], None] = lambda line: None,
+        tokens: TokenCache | None = None,  # of texts met before, under this tokenizer
+        answers: Answers | None = None,  # of this model, found before; default none are kept
+        ranks: Mesh = ALONE,  # the processes that share the work, each with the same model
+        say: Callable[[str], None] = lambda line: None,  # told when memory runs out
     ) -> None:
         super().__init__()
         self.model, self.text, self.max_length = model, tokenizer, max_length
         self._device, self.batch_tokens, self.seed = torch.device(device), batch_tokens, seed
         self._tokens, self._answers, self._ranks = tokens or TokenCache(), answers, ranks
         self._scorer = Scorer(model, device, batch_tokens, say)
+        # Arguments of requests whose prompt was cut or whose continuation took several windows; that met a NaN.
         self.truncated: set[tuple[Any, ...]] = set()
         self.failed: set[tuple[Any, ...]] = set()
 
@@ -273,11 +261,8 @@ def _rolling_windows(tokens: list[int], prefix: int, max_length: int) -> list[Re
 
 
 def answer_task(lm: CheckpointLM, entry: SuiteTask) -> tuple[list[ItemResult], dict[str, float | None]]:
-    """Asks the model one task.
-
-    Returns:
-        The items, and the task's metrics that are no mean over items (perplexity, F1) as lm-eval computes them, without
-        an error of ours; None where that is no finite number.
+    """The items of a task that the model answered, and the task's metrics that are no mean over items (perplexity, F1)
+    as lm-eval computes them, without an error of ours; None where that is no finite number.
     """
     with quiet(progress_bars=True):
         # Standard errors are ours, from the items: lm-eval's bootstrap would cost more than the model.

@@ -19,33 +19,21 @@ import numpy as np
 
 @dataclass(frozen=True)
 class ItemResult:
-    """One item of a benchmark, answered.
+    """One item of a benchmark, answered."""
 
-    Attributes:
-        index: place of the item in its dataset split.
-        values: metrics of this item whose mean is the task's score, by lm-eval's names (acc, acc_norm, exact_match, …).
-        log_probabilities: nats of every continuation scored; all must be finite for the task to have a score.
-        gold: (nats, text) of the right answer, as scored; None where the task has no such text.
-        chance: probability that a uniform guess is right; None where guessing has no meaning.
-        truncated: whether the prompt was cut; `failed`: whether the model returned NaN while it generated.
-        choices: the continuations, one per log-probability; `right`: places of the right ones.
-        answer: the generated text; `target`: the text that was wanted.
-        bytes: UTF-8 bytes of a whole text whose log-probability was asked (rolling tasks).
-    """
-
-    index: int
-    values: dict[str, float]
-    log_probabilities: list[float] = field(default_factory=list)
-    gold: tuple[float, str] | None = None
-    chance: float | None = None
-    truncated: bool = False
-    failed: bool = False
+    index: int  # place in its dataset split
+    values: dict[str, float]  # metrics whose mean is the task's score, by lm-eval's names (acc, acc_norm, exact_match)
+    log_probabilities: list[float] = field(default_factory=list)  # nats of every continuation scored
+    gold: tuple[float, str] | None = None  # (nats, text) of the right answer, as scored, where the task has such a text
+    chance: float | None = None  # probability that a uniform guess is right, where guessing has a meaning
+    truncated: bool = False  # the prompt was cut
+    failed: bool = False  # the model returned NaN while it generated
     prompt: str = ""
-    choices: list[str] | None = None
-    right: list[int] | None = None
-    answer: str | None = None
-    target: str | None = None
-    bytes: int | None = None
+    choices: list[str] | None = None  # the continuations, one per log-probability
+    right: list[int] | None = None  # places of the right ones
+    answer: str | None = None  # the generated text
+    target: str | None = None  # the text that was wanted
+    bytes: int | None = None  # UTF-8 bytes of a whole text whose log-probability was asked (rolling tasks)
 
     @property
     def is_finite(self) -> bool:
@@ -184,8 +172,7 @@ def centered(scores: Mapping[str, Any]) -> tuple[float, float | None] | None:
 def suite_scores(tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Mean centered accuracy over the tasks of a suite that have an accuracy, each task counting once.
 
-    Returns:
-        `centered`, `centered_se` (of items within these tasks), `tasks` the number, `withheld`: None or why.
+    `centered_se` is over items within these tasks, `tasks` their number, `withheld` None or why.
     """
     withheld = next((scores["withheld"] for scores in tasks if scores.get("withheld")), None)
     each = [] if withheld else [one for scores in tasks if (one := centered(scores)) is not None]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from .allocation.serving import Device, Prices, Served
     from .analysis import analyze
+    from .approaches.compare import Comparison, compare
     from .approaches.conventions import by_convention
     from .approaches.envelope import Envelope
     from .approaches.isoflop import IsoflopProfiles

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .approaches.approaches import Law, fit_parametric, three_approaches
+from .approaches.approaches import Law, fit_parametric, mix_forms, three_approaches
 from .approaches.backtest import backtest
 from .approaches.conventions import by_convention, read_off
 from .approaches.envelope import Envelope
@@ -21,6 +21,7 @@ from .checks.verdict import verdict
 from .downstream.downstream import fit_tasks
 from .errors import InputError, positive
 from .flops import check_convention, flops_per_token
+from .formatting import check_intervals
 from .results import Analysis
 from .table import RunTable
 from .uncertainty import check_resampling
@@ -36,16 +37,19 @@ def analyze(
     seed: int = 0,
     law: Law | None = None,
     convention: str = "table",
+    intervals: str = "mixture",
 ) -> Analysis:
     """Fit all three approaches to finished runs; of several data recipes each has a law, and all else is of the base.
 
     targets: FLOP budgets to answer for. bootstrap: resamples over runs, 0 for no intervals. law: an unfitted law of N
     and D, by default Chinchilla's; it is not changed. convention: how FLOPs are counted, "table" (as the runs') or
-    "6nd". Raises InputError when a target is not a positive number or the bootstrap is out of range.
+    "6nd". intervals: "mixture" lets a mixture of forms answer first, "noise" leaves it out. Raises InputError when a
+    target is not a positive number or the bootstrap is out of range.
     """
     goals = tuple(float(C) for C in positive("target", np.atleast_1d(np.asarray(targets, dtype=np.float64))))
     check_resampling(bootstrap, seed, least=0)
     check_convention(convention)
+    check_intervals(intervals)
     if law is not None and law.objective == "se" and table.known_se is None:
         raise InputError("objective is 'se', which needs a loss_se above zero in every row of the table.")
     counted, note = table, None
@@ -57,12 +61,14 @@ def analyze(
     as_given, table = (next(iter(split(runs).values())) for runs in (table, counted))
     fitted = fit_parametric(table, table.N, law, bootstrap, seed)
     runs = (table.N, table.D, table.loss, table.flops, table.budget)
-    profiles, envelope = IsoflopProfiles("cubic").fit(*runs, table.weight), Envelope().fit(*runs)
+    profiles, envelope = IsoflopProfiles("valley").fit(*runs, table.weight), Envelope().fit(*runs)
     if note is not None:  # runs that share a budget of the table share none of 6ND, and are moved
         mover = None if fitted[0] is None else (table.N, fitted[0])
-        profiles, envelope, _ = read_off(as_given, table.N, table.flops, mover, "cubic")
+        profiles, envelope, _ = read_off(as_given, table.N, table.flops, mover, "valley")
     approaches = three_approaches(profiles, envelope, fitted, table, (table.N, table.flops), bootstrap, seed)
-    quick = min(bootstrap, QUICK)
+    quick, spend = min(bootstrap, QUICK), flops_per_token(table.N, table.D, table.flops)
+    # Fitted in the table's own count whatever is asked, so that a saved mixture answers alike in every convention.
+    mixture = mix_forms(as_given, spend, bootstrap, seed) if intervals == "mixture" else None
     found = Analysis(
         table=table,
         targets=goals,
@@ -70,7 +76,8 @@ def analyze(
         profiles=profiles,
         envelope=envelope,
         approaches=approaches,
-        backtest=backtest(table, profiles, fitted[0], goals[0]),
+        mixture=mixture,
+        backtest=backtest(table, profiles, fitted[0], goals[0], mixture.mixture if mixture else None),
         verdict=verdict(approaches, goals, table),
         conventions=by_convention(as_given, goals, quick, seed, law, own=table.flops),
         tasks=fit_tasks(table, goals, fitted[0], quick, seed) if fitted[0] is not None and bootstrap else [],

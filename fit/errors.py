@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+SPREAD = 1.05  # of N or of D, below which their differences are rounding
 FLAT = 1e-6  # relative difference of losses up to which they are the same
 Array = NDArray[np.float64]
 Columns = dict[str, Array]
@@ -77,8 +78,10 @@ def is_uneven(loss: Array) -> bool:
 def identifiable(N: Array, D: Array) -> None:
     """Raises InputError when log N and log D do not vary separately, so that two exponents cannot be told apart."""
     for name, values, what in (("N", N, "size"), ("D", D, "number of tokens")):
-        if np.ptp(np.log(values)) < 1e-3:
-            raise InputError(f"{name} is {values[0]:.4g} in every row; a law in N and D needs more than one {what}.")
+        low, high = values.min(), values.max()
+        if high / low < SPREAD:
+            said = f"is {low:.4g} in every row" if high / low < 1.001 else f"is only {low:.4g} to {high:.4g}"
+            raise InputError(f"{name} {said}; a law in N and D needs more than one {what}.")
     centred = np.stack([np.log(N) - np.log(N).mean(), np.log(D) - np.log(D).mean()])
     spread = np.linalg.svd(centred / np.linalg.norm(centred, axis=1, keepdims=True), compute_uv=False)
     # Below one part in a hundred, what separates the exponents is rounding of batch sizes, not design.

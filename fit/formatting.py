@@ -9,9 +9,16 @@ from typing import Any
 
 import numpy as np
 
+from .errors import InputError
+
 WIDE = 1e5  # an interval of more than five decades is no answer
 UNDETERMINED = "undetermined"
 NOTHING = "–"
+INTERVALS = {  # what those of each kind cover
+    "mixture": "Intervals of the mixture cover the noise of these runs and that no form is right; those of the "
+    "approaches cover the noise alone.",
+    "noise": "Intervals cover the noise of these runs under one form; extrapolations err by more.",
+}
 SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
@@ -88,6 +95,11 @@ def interval(pair: tuple[float, float] | None, say: Callable[..., str], *options
     low = say(pair[0], *options) if math.isfinite(pair[0]) else "−∞"
     high = say(pair[1], *options) if math.isfinite(pair[1]) else "∞"
     return f"{low} to {high}"
+
+
+def check_intervals(kind: str) -> None:
+    if kind not in INTERVALS:
+        raise InputError(f"intervals is {kind!r}; choose {' or '.join(INTERVALS)}.")
 
 
 def text(value: object) -> str:

@@ -26,6 +26,7 @@ Series = tuple[Array, Array]  # x and y, each (m,)
 # Colours carry meaning: viridis is size or budget (ordered, readable by every eye), three Okabe-Ito colours are the
 # approaches, each with its own dash (solid, dash or dot) and symbol, too.
 APPROACH_STYLE = {
+    "mixture": ("#1b1f24", "solid", "star"),
     "envelope": ("#009E73", "dot", "diamond"),
     "isoflop": ("#D55E00", "dash", "square"),
     "parametric": ("#0072B2", "solid", "circle"),
@@ -88,7 +89,7 @@ def loss_contours(law: Law, N: Array, D: Array) -> tuple[Array, Array, Array, tu
 def allocation_lines(a: Analysis, quantity: str, C: Array) -> list[tuple[Any, Array, Array | None]]:
     """Of every approach that says: the approach, its N, D or loss at budgets C (m,), and the band (m, 2), if known."""
     lines = []
-    for approach in a.approaches.values():
+    for approach in a.ranked:
         values, band = (found[quantity] for found in approach.answers(C))
         if approach.available and np.isfinite(values).any():
             lines.append((approach, values, band if band is not None and np.isfinite(band).all() else None))
@@ -250,16 +251,16 @@ def plot_cloud(law: Law, x: str = "alpha", y: str = "beta", axes: Any = None) ->
 
 
 def plot_backtest(analysis: Analysis, axes: Any = None) -> Any:
-    """Loss predicted from cheaper runs against loss measured, one colour per held-out budget."""
-    axes = _axes(axes, "measured loss", "predicted loss", log_x=False)
-    steps = analysis.backtest["steps"]
-    if not steps:
+    """Errors of predicted losses by how far beyond the runs that were fitted, one colour per step."""
+    axes = _axes(axes, "compute over that of the dearest run fitted", "error of the loss (%)")
+    ahead = (analysis.backtest["tested"] or {}).get("ahead", [])
+    if not ahead:
         return axes
-    for step, colour in zip(steps, shades(np.array([step["held_out_flops"] for step in steps])), strict=True):
-        label = f"{scientific(step['held_out_flops'])} FLOPs"
-        axes.scatter(step["measured"], step["predicted"], color=colour, s=22, label=label, zorder=3)
-    low, high = (f(f(step["measured"]) for step in steps) for f in (min, max))
-    axes.plot([low, high], [low, high], color=FAINT, linewidth=1.0, linestyle=":")
+    for step, colour in zip(ahead, shades(np.array([step["flops"] for step in ahead])), strict=True):
+        label = f"{scientific(step['flops'])} FLOPs"
+        axes.scatter(step["factor"], 100 * np.array(step["error"]), color=colour, s=22, label=label, zorder=3)
+    axes.axhline(0.0, color=FAINT, linewidth=1.0, linestyle=":")
+    axes.axvline(analysis.targets[0] / analysis.table.flops.max(), color=FAINT, linestyle="--", label="target")
     return _legend(axes, 5)
 
 
@@ -302,7 +303,7 @@ def _drawings(analysis: Analysis, curves: Any) -> dict[str, Callable[..., Any]]:
         drawn = analysis.approaches["parametric"].available and law.draws_ is not None
         if drawn and len(law.exponent_names) > 1:
             drawings["bootstrap"] = partial(plot_cloud, law, *law.exponent_names[:2])
-    if analysis.backtest["steps"]:
+    if (analysis.backtest["tested"] or {}).get("ahead"):
         drawings["backtest"] = partial(plot_backtest, analysis)
     for quantity in OPTIMUM_TITLES:
         if allocation_lines(analysis, quantity, t.flops):

@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from .approaches.approaches import Approach, Law, law_intervals, parametric
+from .approaches.approaches import Approach, Law, law_intervals, mixture_approach, parametric
 from .approaches.conventions import ConventionRow
 from .approaches.envelope import Envelope
 from .approaches.isoflop import IsoflopProfiles
@@ -24,23 +24,29 @@ from .downstream.downstream import TaskVerdict
 from .errors import InputError, positive
 from .files import read_document
 from .flops import FlopsPerToken, check_convention, convention_name, flops_per_token
-from .formatting import plain_json
+from .formatting import check_intervals, plain_json
 from .laws.persistence import read_law
+from .mixture.persistence import SavedMixture, read_mixture
 from .table import RunTable
 
+PREFERRED = ("parametric", "isoflop", "envelope")  # the approach that answers first where none backtests better
+FAR = ("extrapolation", "backtest_short")  # codes that depend on the targets alone
 DEFAULT_TARGETS = (10.0, 100.0, 1000.0)  # times the largest run
 
 
-class SavedWarnings(TypedDict, total=False):
+class SavedReport(TypedDict, total=False):
     """What a report's law.json has beside its law."""
 
     warnings: list[dict[str, str]]
+    mixture: SavedMixture | None
+    backtest: dict[str, Any]
 
 
 @dataclass
 class Analysis:
     """What `analyze` found. `approaches` maps envelope, isoflop and parametric to an `Approach`; `law` is None where it
-    has no fit. `table` is of one data recipe; `recipes` has the law of each where there are several.
+    has no fit. `mixture`, where it was asked for and has an answer, answers first. `table` is of one data recipe;
+    `recipes` has the law of each where there are several.
     """
 
     table: RunTable
@@ -49,6 +55,7 @@ class Analysis:
     profiles: IsoflopProfiles
     envelope: Envelope
     approaches: dict[str, Approach]
+    mixture: Approach | None
     backtest: dict[str, Any]
     verdict: Verdict
     conventions: list[ConventionRow]
@@ -69,6 +76,19 @@ class Analysis:
         """Budgets whose isoFLOP vertex is accepted: a minimum inside of the sizes tried."""
         return len(self.profiles.accepted_)
 
+    @property
+    def lead(self) -> Approach:
+        """Whose answer is the analysis's: the mixture's, or else the law's."""
+        return self.mixture if self.mixture and self.mixture.available else self.approaches["parametric"]
+
+    @property
+    def ranked(self) -> list[Approach]:
+        """What has an answer, in the order in which it is said: the mixture, and the approaches as they backtest."""
+        best = (self.backtest.get("tested") or {}).get("best")
+        order = sorted(PREFERRED, key=lambda key: key != best)
+        found = [self.lead, *(self.approaches[key] for key in order)]
+        return [one for i, one in enumerate(found) if one.available and (i or one.mixture)]
+
     def to_dict(self) -> dict[str, Any]:
         """Finite numbers, null where there is none (also for an unbounded end of an interval)."""
         approaches = {
@@ -80,7 +100,8 @@ class Analysis:
             _law_to_dict(self.law)
             | {
                 "convention": self.convention,
-                "optimal": approaches["parametric"]["optimal"],
+                "optimal": [vars(self.lead.at(C)) for C in self.targets] if self.lead.available else [],
+                **self.lead.intervals,
                 "backtest": self.backtest,
                 "warnings": list(map(vars, self.warnings)),
                 "approaches": approaches,
@@ -115,9 +136,9 @@ class Analysis:
         lines = [f"{len(self.table)} runs, {self.interior_minima} of {budgets} budgets with an interior minimum"]
         lines.append(f"law: {self.law!r}" if self.law else "law: none")
         for C in self.targets:
-            for approach in self.approaches.values():
-                e = approach.at(C) if approach.available else None
-                said = f"N = {e.N:.3g}, D = {e.D:.3g}" if e and e.N and e.D else "no answer"
+            for approach in self.ranked:
+                e = approach.at(C)
+                said = f"N = {e.N:.3g}, D = {e.D:.3g}" if e.N and e.D else "no answer"
                 lines.append(f"  at {C:.3g} FLOPs, {approach.title}: {said}")
         lines += [f"  warning ({w.code}): {w.message}" for w in self.warnings]
         return "\n".join(lines)
@@ -133,9 +154,14 @@ def _law_to_dict(law: Law | None) -> dict[str, Any]:
     }
 
 
-def answer(source: str | Path, targets: Sequence[float] | None = None, convention: str = "table") -> dict[str, Any]:
+def answer(
+    source: str | Path,
+    targets: Sequence[float] | None = None,
+    convention: str = "table",
+    intervals: str = "mixture",
+) -> dict[str, Any]:
     """N*, D* and loss at FLOP budgets `targets` (by default 10, 100 and 1000 times the largest run), counted as those
-    that the law was fitted to, or as 6ND.
+    that the law was fitted to, or as 6ND; by the mixture of forms that was saved beside the law, or by the law alone.
 
     `source` is a file of `to_json` or a report's law.json. Raises InputError for what is no law of this version.
     """
@@ -143,28 +169,34 @@ def answer(source: str | Path, targets: Sequence[float] | None = None, conventio
     if tuple(law.inputs) != ("N", "D"):
         raise InputError(f"{source} holds a law of {', '.join(law.inputs)}; a law of N and D is expected.")
     check_convention(convention)
+    check_intervals(intervals)
     if not law.converged_:
         raise InputError(f"{source} holds a law whose fit did not converge, and so no answer; fit its table again.")
     spend = None if convention == "6nd" else law.flops_per_token_
     largest = float(((spend or FlopsPerToken())(law.data_["N"]) * law.data_["D"]).max())
     goals = positive("target", targets or [largest * factor for factor in DEFAULT_TARGETS])
     approach = parametric(law, "", spend)
-    estimates = [vars(approach.at(float(C))) for C in goals] if approach.available else []
-    content: SavedWarnings = read_document(Path(source), SavedWarnings) if Path(source).is_file() else {}
-    warnings: list[Any] = [w for w in content.get("warnings", ()) if w.get("code") != "extrapolation"]
+    content: SavedReport = read_document(Path(source), SavedReport) if Path(source).is_file() else {}
+    saved, lead = content.get("mixture"), approach
+    if intervals == "mixture" and saved:
+        lead = mixture_approach(read_mixture(saved, source), spend)
+    by_law, estimates = ([vars(a.at(float(C))) for C in goals] if a.available else [] for a in (approach, lead))
+    warnings: list[Any] = [w for w in content.get("warnings", ()) if w.get("code") not in FAR]
+    reach = (content.get("backtest", {}).get("tested") or {}).get("reach")
     own = []  # of a law alone, what it knows of itself
     if not approach.available:
         own.append(Warning("no_parametric", f"{approach.title} has no answer: {approach.reason}."))
     if law.degenerate_:
         held = ", ".join(law.degenerate_)
         own.append(Warning("at_bound", f"{held} could not be determined and stopped at a bound."))
-    said = [*([] if "warnings" in content else own), *extrapolation(largest, goals)]
+    said = [*([] if "warnings" in content else own), *extrapolation(largest, goals, reach)]
     return plain_json(
         _law_to_dict(law)
         | {
             "convention": convention_name(spend),
             "optimal": estimates,
-            "approaches": {"parametric": {"optimal": estimates}},
+            **lead.intervals,
+            "approaches": {"parametric": {"optimal": by_law}},
             "backtest": {},
             "warnings": warnings + list(map(vars, said)),
             "runs": len(law.weight_),

@@ -6,11 +6,13 @@ rows (intermediate checkpoints) stay in `frame` alone.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 ALIASES = {
-    "N": ("N", "N_total"),
-    "D": ("D",),
+    "N": ("N", "N_total", "params", "parameters", "n_params", "num_params"),
+    "D": ("D", "tokens"),
     "loss": ("loss", "val_loss"),
     "loss_se": ("loss_se", "val_loss_se"),
     "flops": ("flops",),
@@ -30,7 +32,15 @@ ALIASES = {
     "group": ("group", "trunk"),
     "weight": ("weight",),
     "budget": ("budget",),
+    "recipe": ("variant", "recipe"),
 }
+# What else a column of a role may be called: an error proposes it.
+PERHAPS = {"N": "param|^n([_ ]|[at]$)|size", "D": "tok|^d[_ ]", "loss": "loss|ppl|perplexity|nll", "flops": "flop|comp"}
+LOGARITHM = re.compile(r"(?:log|ln|lg)(2|10)?[_ ]?(\w+)", re.I)
+SIZE = re.compile(
+    r"(\d*\.?\d+(?:e[+-]?\d+)?) ?(?:([kmbgt])[a-z ]*)?", re.I
+)  # 125M, 1.3B tokens, 1,000 (less its comma)
+FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
 MOST_COLUMNS, MOST_RUNS = 20_000, 10_000
@@ -101,11 +111,11 @@ def read_table(
     derive_d: str | None = None,
     drop_worst: int = 0,
 ) -> RunTable:
-    """Read runs from a CSV or Parquet file, a sweep directory (its table.csv), or a DataFrame.
+    """Read runs from a CSV, JSON Lines or Parquet file, a sweep directory (its table.csv), or a DataFrame.
 
-    `columns` maps a name (N, D, loss, flops, loss_se, run_id, group, weight, budget) to the table's own, as in
-    {"N": "Model Size"}. `derive_d="6nd"` fills a missing D as flops / (6 N). `drop_worst` leaves out that many runs of
-    highest loss.
+    `columns` maps a name (those of ALIASES) to the table's own, as in {"N": "Model Size"}, or flops to "6nd". Sizes
+    (125M) and a loss named as a perplexity are read. `derive_d="6nd"` fills a missing D as flops / (6 N). `drop_worst`
+    leaves out that many runs of highest loss.
     Raises InputError, one sentence, for anything that cannot be read or is not a positive finite number.
     """
     frame, header, said = _load(source)
@@ -115,12 +125,14 @@ def read_table(
     if derive_d not in (None, "6nd"):
         raise InputError(f"derive_d is {derive_d!r}; '6nd' (D = FLOPs / 6N) or nothing is accepted.")
     names = _resolve(header, columns or {}, said)
+    if "recipe" in names:
+        frame = frame.assign(recipe=frame[names["recipe"]])
     rows = _finished(frame, notes, said)
     part = frame.iloc[rows]
     # A CSV's line, counting its header.
     labels = list(part.index + (2 if isinstance(source, (str, Path)) else 0))
 
-    numbers = partial(_numbers, part, names, labels)
+    numbers = partial(_numbers, part, names, labels, notes)
     N = positive(names["N"], numbers("N"), labels)
     flops = positive(names["flops"], numbers("flops"), labels) if "flops" in names else None
     if "D" in names:
@@ -162,15 +174,19 @@ def read_table(
     return table.where(kept)
 
 
-def _numbers(part: pd.DataFrame, names: dict[str, str], labels: list[Any], name: str) -> Array:
+def _numbers(part: pd.DataFrame, names: dict[str, str], labels: list[Any], notes: list[str], name: str) -> Array:
     if name not in names:
         return np.full(len(part), np.nan)
-    values, given = numeric(part, names[name]), part[names[name]]
-    text = np.isnan(values) & given.notna().to_numpy()
-    text &= given.astype(str).str.strip().str.lower().ne("nan").to_numpy()
-    if text.any():
-        first = int(np.argmax(text))
-        raise InputError(f"{names[name]} is {str(given.iloc[first])!r} in row {labels[first]}; a number is expected.")
+    column = names[name]
+    values, given = numeric(part, column).copy(), part[column].astype(str).str.replace(",", "").str.strip()
+    for i in np.flatnonzero(np.isnan(values) & part[column].notna().to_numpy()):
+        if name in ("N", "D", "flops") and (size := SIZE.fullmatch(given.iloc[i])):
+            values[i] = float(size[1]) * FACTORS[(size[2] or "").lower()]
+        elif given.iloc[i].lower() != "nan":
+            raise InputError(f"{column} is {part[column].iloc[i]!r} in row {labels[i]}; a number is expected.")
+    if name == "loss" and re.search("ppl|perplexity", column, re.I):
+        notes.append(f"{column} is taken as a perplexity, so the loss is its natural logarithm.")
+        values = np.log(np.maximum(values, 1.0))
     return values
 
 
@@ -188,24 +204,24 @@ def _load(source: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, list[str], s
             raise InputError(f"{path} has no table.csv; give a sweep directory that has finished runs, or a table.")
         path = path / "table.csv"
     if not path.is_file():
-        raise InputError(f"{path} does not exist; give a CSV or Parquet file, or a sweep directory.")
-    parquet = path.suffix.lower() in (".parquet", ".pq")
+        raise InputError(f"{path} does not exist; give a CSV, JSON Lines or Parquet file, or a sweep directory.")
+    kind = {".parquet": "Parquet", ".pq": "Parquet", ".jsonl": "JSON Lines"}.get(path.suffix.lower(), "CSV")
     try:
         with path.open("rb") as file:  # pandas takes minutes for a million columns
-            width = 0 if parquet else file.readline(MOST_BYTES).count(b",") + 1
+            width = file.readline(MOST_BYTES).count(b",") + 1 if kind == "CSV" else 0
         if width > MOST_COLUMNS:
             raise InputError(f"{path} has more than {MOST_COLUMNS:,} columns; one row per run is expected.")
-        frame = pd.read_parquet(path) if parquet else pd.read_csv(path)
-        # read_csv renames the second of two equal columns.
-        header = frame.columns if parquet else pd.read_csv(path, header=None, nrows=1, dtype=str).iloc[0].dropna()
-        return frame, [str(name) for name in header], str(path)
+        if kind == "CSV":  # read_csv renames the second of two equal columns
+            header = pd.read_csv(path, header=None, nrows=1, dtype=str).iloc[0].dropna()
+            return pd.read_csv(path, low_memory=False), [str(name) for name in header], str(path)
+        frame = pd.read_parquet(path) if kind == "Parquet" else pd.read_json(path, lines=True)
+        return frame, [str(name) for name in frame.columns], str(path)
     except InputError:
         raise
     except pd.errors.EmptyDataError:
         raise InputError(f"{path} is empty; a header and at least one run are needed.") from None
     except Exception as error:  # readers raise whatever their backend raises
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        kind = "Parquet" if parquet else "CSV"
         raise InputError(f"{path} is not a readable {kind} file ({reason}).") from None
 
 
@@ -221,9 +237,19 @@ def _resolve(exist: list[str], columns: Mapping[str, str], said: str) -> dict[st
         there = [column for column in wanted if column in exist]
         if there:
             names[name] = there[0]
-        elif name in columns or name in ("N", "loss"):
-            raise InputError(f"{said} has no column {wanted[0]!r}; it has {_some(exist)}.")
+        elif name in ("N", "loss") or (name in columns and wanted != ("6nd",)):
+            raise InputError(f"{said} has no column {wanted[0]!r}; it has {_some(exist)} ({_remedy(name, exist)}).")
     return names
+
+
+def _remedy(name: str, exist: list[str]) -> str:
+    """What would give a table the column that it lacks."""
+    for column in exist:
+        if (found := LOGARITHM.fullmatch(column)) and found[2].lower() in map(str.lower, ALIASES[name]):
+            power = f"{found[1]} ** t[{column!r}]" if found[1] else f"np.exp(t[{column!r}])"
+            return f"{column} is a logarithm: `t[{name!r}] = {power}` makes the column of a DataFrame t"
+    perhaps = [column for column in exist if name in PERHAPS and re.search(PERHAPS[name], column, re.I)]
+    return " or ".join(f"`--column {name}={quote(c)}`" for c in perhaps or ["..."]) + " names it"
 
 
 def _some(names: list[str]) -> str:
@@ -255,8 +281,9 @@ def _finished(frame: pd.DataFrame, notes: list[str], said: str) -> np.ndarray:
 def _derived(frame: pd.DataFrame, N: Array, flops: Array | None, derive_d: str | None, said: str) -> Array:
     exist = _some(list(map(str, frame.columns)))
     if derive_d is None:
-        hint = "; FLOPs are there, so D can be derived with '6nd'" if flops is not None else ""
-        raise InputError(f"{said} has no column 'D'; it has {exist}{hint}.")
+        hint = ", and FLOPs are there, so D can be derived with '6nd'" if flops is not None else ""
+        remedy = _remedy("D", list(map(str, frame.columns)))
+        raise InputError(f"{said} has no column 'D'; it has {exist} ({remedy}{hint}).")
     if flops is None:
         raise InputError(f"D cannot be derived as FLOPs / 6N because {said} has no column 'flops'; it has {exist}.")
     return flops / (6.0 * N)

@@ -62,13 +62,14 @@ def identifiable_counts(
     must vary in it.
     """
     _, point = np.unique(inputs, axis=1, return_inverse=True)
-    member = np.zeros((len(point), point.max() + 1))
-    member[np.arange(len(point)), point.ravel()] = 1.0
+    order = np.argsort(point.ravel(), kind="stable")
+    first = np.searchsorted(point.ravel()[order], np.arange(point.max() + 1))
     independent = independent_groups(groups, free)
     counts = cluster_counts(groups, n, seed)
     redrawn = 0
     for attempt in range(1, REDRAWS):
-        poor = ((counts * weight) @ member > 0).sum(axis=1) <= free
+        present = (counts * weight)[:, order] > 0
+        poor = np.logical_or.reduceat(present, first, axis=1).sum(axis=1) <= free
         for axis in axes:
             total = counts.sum(axis=1)
             poor |= counts @ axis**2 / total - (counts @ axis / total) ** 2 < STILL

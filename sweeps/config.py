@@ -5,36 +5,40 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from ..train.config import (
-    CheckpointConfig,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
+    Count,
+    Count4,
+    Count6,
+    Natural,
+    NotNegative,
+    Positive,
+    Precision,
     RunConfig,
-    ScheduleConfig,
     TrackerConfig,
+    Training,
 )
 from ..train.errors import UserError
-from ..train.planner import validation
+from ..train.planner.validation import check_fields
 
-ACCEPTED = validation.ACCEPTED | validation.Accepted.read(Path(__file__).with_name("validation.toml"))
+Duration = Annotated[Positive, "at most 1e8"]
 
 
 @dataclass
 class GridConfig:
     """Common to every grid."""
 
-    kind: str = "product"  # isoflop | ladder | product | points | adaptive
+    kind: str = "product"  # isoflop | ladder | product | points | adaptive | tune
     seeds: list[int] | None = None  # every point once per seed; None: the run's own seed
     recipes: list[list[str]] | None = None  # every point once per data recipe; None: the run's own, data.recipe
+    # Every point once as it is, and once per variant: names and overrides, {muon: [optimizer=muon]}, which are recorded
+    # as the fields that they change, {muon: {optimizer.kind: muon}}. A mapping, as ProductGrid.axes is.
+    variants: Any = None
     # A run that diverges is tried once more, as a new run, with its learning rate times this; None: it is not.
-    diverged_rate_factor: float | None = None
+    diverged_rate_factor: Annotated[float, "above 0 and below 1"] | None = None
 
 
 @dataclass
@@ -46,14 +50,14 @@ class IsoflopGrid(GridConfig):
     """
 
     kind: str = "isoflop"
-    budgets: list[float] | None = None  # training FLOPs; None: from the cluster group, or from a probe of this machine
-    convention: str = "exact"  # how a budget turns into D: exact | 6nd
-    sizes: int = 6  # models per budget
-    span: float = 16.0  # largest over smallest N of a budget
-    expected_N: float = 22e3  # N_total at expected_flops
-    expected_flops: float = 2.5e11
-    expected_exponent: float = 0.55
-    min_steps: int = 100  # a point with fewer optimizer steps is no training; it is left out
+    budgets: list[Positive] | None = None  # training FLOPs; None: those of the cluster group, or of a probe here
+    convention: Annotated[str, ("exact", "6nd")] = "exact"  # how a budget turns into D
+    sizes: Count = 6  # models per budget
+    span: Annotated[float, "1 or more"] = 16.0  # largest over smallest N of a budget
+    expected_N: Positive = 22e3  # N_total at expected_flops
+    expected_flops: Positive = 2.5e11
+    expected_exponent: Annotated[float, "from 0 to 2"] = 0.55
+    min_steps: Count = 100  # a point with fewer optimizer steps is no training; it is left out
 
 
 @dataclass
@@ -61,9 +65,9 @@ class LadderGrid(GridConfig):
     """Rungs of growing N, each trained on several D."""
 
     kind: str = "ladder"
-    sizes: list[float] = field(default_factory=list)  # wanted N_total; the nearest well-shaped model is taken
-    tokens_per_parameter: list[float] | None = None  # D as multiples of N; or
-    tokens: list[int] | None = None  # D itself, to the nearest step
+    sizes: list[Positive] = field(default_factory=list)  # wanted N_total; the nearest well-shaped model is taken
+    tokens_per_parameter: list[Positive] | None = None  # D as multiples of N; or
+    tokens: list[Count] | None = None  # D itself, to the nearest step
 
 
 @dataclass
@@ -86,6 +90,13 @@ class PointsGrid(GridConfig):
 
 
 @dataclass
+class CheckGrid(PointsGrid):
+    """The runs of `isoflop tune --check`, which are there for no law."""
+
+    kind: str = "check"
+
+
+@dataclass
 class AdaptiveGrid(IsoflopGrid):
     """A small isoFLOP grid, then rounds of the runs that `isoflop suggest` finds worth most, each after a fit.
 
@@ -93,37 +104,49 @@ class AdaptiveGrid(IsoflopGrid):
     """
 
     kind: str = "adaptive"
-    flops_budget: float | None = None  # training FLOPs, all rounds together; None: what that grid would cost
-    target_flops: float | None = None  # budget asked about; None: the largest of fit.targets, else 1000 max_flops
-    max_flops: float | None = None  # the most that one run may cost; None: the largest of budgets
-    tolerance: float | None = 0.02  # over when the 95 % interval of the loss at the target is narrower than this of it
-    size_tolerance: float | None = None  # and that of N* than this of it; None: N* is not asked about
-    rounds: int = 3  # of suggested runs, at most
-    round_runs: int = 16  # runs of a round, at most
-    first_share: float = 0.2  # of the FLOPs, for the first round
+    flops_budget: Positive | None = None  # training FLOPs, all rounds together; None: what that grid would cost
+    target_flops: Positive | None = None  # budget asked about; None: the largest of fit.targets, else 1000 max_flops
+    max_flops: Positive | None = None  # the most that one run may cost; None: the largest of budgets
+    tolerance: Positive | None = 0.02  # over when the loss's 95 % interval at the target is narrower than this of it
+    size_tolerance: Positive | None = None  # and that of N* than this of it; None: N* is not asked about
+    rounds: Count = 3  # of suggested runs, at most
+    round_runs: Count = 16  # runs of a round, at most
+    first_share: Annotated[float, "above 0 and below 1"] = 0.2  # of the FLOPs, for the first round
+
+
+@dataclass
+class TuneGrid(GridConfig):
+    """The runs of `isoflop tune`: settings at a few sizes, in rungs of growing D and fewer runs."""
+
+    kind: str = "tune"
+    sizes: list[Positive] = field(default_factory=list)  # wanted N_total
+    tokens_per_parameter: list[Positive] = field(default_factory=list)  # of each rung, at least doubling
+    flops_budget: Positive | None = None  # training FLOPs, all rungs together; None: the cluster's, or of a probe here
+    span: Annotated[float, "1 or more", "at most 1e4"] = 8.0  # the first rung tries settings so far off the base's
+    max_steps: Count = 20_000  # of a run; batches too small for it are not tried
 
 
 @dataclass
 class ClusterConfig:
     """Where runs go and what they cost."""
 
-    kind: str = "local"  # local | slurm
-    budgets: list[float] | None = None  # what a grid without its own budgets uses; None: probe this machine
-    minutes: float = 4.5  # local: how long a probed grid may train, all cores together
-    flops_per_second: float | None = None  # matrix-product peak of one core (local) or one rank (slurm); None: probe
-    half_speed_width: float = 96.0  # model width at which training reaches half of that peak, for estimates
+    kind: Annotated[str, ("local", "slurm")] = "local"
+    budgets: list[Positive] | None = None  # what a grid without its own budgets uses; None: probe this machine
+    minutes: Duration = 4.5  # local: how long a probed grid may train, all cores together
+    flops_per_second: Positive | None = None  # matrix-product peak of one core (local) or one rank (slurm); None: probe
+    half_speed_width: NotNegative = 96.0  # model width at which training reaches half of that peak, for estimates
     # Model width at which launching operations takes half of a step, which is what ensembles save. None: 4 on CPUs, as
     # measured on one; 512 on GPUs, which nobody has measured.
-    launch_bound_width: float | None = None
+    launch_bound_width: Positive | None = None
     precision: str = "fp32"  # what a run uses unless `precision` is set
-    jobs: int | None = None  # local: runs at a time; None: one per core
-    threads_per_job: int | None = None  # local: of one rank; None: its share of the cores
+    jobs: Count6 | None = None  # local: runs at a time; None: one per core
+    threads_per_job: Count4 | None = None  # local: of one rank; None: its share of the cores
     # What one rank gets; a run of several ranks gets it for each of them.
-    gpus_per_job: int = 0
-    cpus_per_task: int = 1
-    memory_gb: float = 8.0
-    ranks_per_node: int | None = None  # slurm: ranks of a run that a node takes; None: all of them
-    time_minutes: int = 60  # time limit of one job; a run that needs more goes on in the next
+    gpus_per_job: Annotated[Natural, "at most 1e6"] = 0
+    cpus_per_task: Count4 = 1
+    memory_gb: Positive = 8.0
+    ranks_per_node: Count | None = None  # slurm: ranks of a run that a node takes; None: all of them
+    time_minutes: Annotated[Count, "at most 1e8"] = 60  # limit of one job; a run that needs more goes on in the next
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -132,29 +155,29 @@ class ClusterConfig:
     container: str | None = None  # image in which jobs run, through pyxis (srun --container-image)
     # Command of the jobs' interpreter, e.g. "apptainer exec --nv image.sif python"; None: the one that runs this.
     python: str | None = None
-    array_parallelism: int = 256  # jobs of one array that may run at once
-    max_submit: int | None = None  # jobs that may be in the queue at once; None: what SLURM says of the account
+    array_parallelism: Count6 = 256  # jobs of one array that may run at once
+    max_submit: Count | None = None  # jobs that may be in the queue at once; None: what SLURM says of the account
     # Runs estimated shorter than this are no array task each: jobs of about this length work through a queue of them.
-    queue_minutes: float = 10.0
+    queue_minutes: Annotated[NotNegative, "at most 1e8"] = 10.0
     setup: list[str] = field(default_factory=list)  # shell lines before the job's command
     additional_parameters: Any = None  # raw #SBATCH keys and values, a mapping (see ProductGrid.axes for its type)
-    runs_per_gpu: int = 1  # small runs that share a GPU as processes; on slurm through CUDA MPS where there is one
-    max_requeues: int = 20  # attempts after which a run that keeps being preempted is given up
+    runs_per_gpu: Count6 = 1  # small runs that share a GPU as processes; on slurm through CUDA MPS where there is one
+    max_requeues: Natural = 20  # attempts after which a run that keeps being preempted is given up
     # What is not the run's own fault (a killed process, a lost node, a hang, a full disk) is tried again.
-    retries: int = 3  # so often per run
-    sweep_retries: int = 100  # so often all runs together
-    backoff_seconds: float = 30.0  # before the first retry of a run, doubled for each further one
-    heartbeat_seconds: float = 10.0  # between two signs of life of a run
-    hang_minutes: float = 30.0  # without a step, after which a run counts as hung
-    keeper_seconds: float = 60.0  # slurm: between two looks of the keeper, a tiny job, at what must be started again
+    retries: Natural = 3  # so often per run
+    sweep_retries: Natural = 100  # so often all runs together
+    backoff_seconds: Annotated[NotNegative, "at most 1e8"] = 30.0  # before a run's first retry; then doubled
+    heartbeat_seconds: Duration = 10.0  # between two signs of life of a run
+    hang_minutes: Duration = 30.0  # without a step, after which a run counts as hung
+    keeper_seconds: Annotated[float, "1 or more", "at most 1e8"] = 60.0  # slurm: between two looks of the keeper, a job
     keeper_partition: str | None = None  # of that job, and of the fit; None: partition
-    dollars_per_gpu_hour: float | None = None
+    dollars_per_gpu_hour: NotNegative | None = None
     # What `explain=true` reckons with beside the rate: assumptions, until somebody measures them here.
-    gpu_memory_gb: float = 80.0  # of one GPU; ranks without one have memory_gb
-    memory_gb_per_s: float = 10.0  # a rank's own memory
-    node_gb_per_s: float = 5.0  # from a rank to another of its node
-    network_gb_per_s: float = 1.0  # from a rank to another node
-    latency_us: float = 50.0  # of a message
+    gpu_memory_gb: Positive = 80.0  # of one GPU; ranks without one have memory_gb
+    memory_gb_per_s: Positive = 10.0  # a rank's own memory
+    node_gb_per_s: Positive = 5.0  # from a rank to another of its node
+    network_gb_per_s: Positive = 1.0  # from a rank to another node
+    latency_us: NotNegative = 50.0  # of a message
 
 
 @dataclass
@@ -166,48 +189,77 @@ class EvaluateConfig:
     tasks: list[str] = field(default_factory=list)
     path: str | None = None  # of the suite `custom`: a folder or a file
     allow_code: bool = False  # whether YAML of your own may run Python: `!function`, a metric's script
-    limit: int | None = 150  # items per task, a fixed recorded subset; None: all of them
-    every: int | None = None  # steps: checkpoints in between are kept and scored too; None: the final one alone
-    batch_tokens: int | None = None  # tokens in one forward pass; None: what suits the device
-    ngram: int | None = 13  # words in a row that make an item contaminated where the training text has them too; None:
-    # not asked
+    limit: Count | None = 150  # items per task, a fixed recorded subset; None: all of them
+    every: Count | None = None  # steps: checkpoints in between are kept and scored too; None: the final one alone
+    batch_tokens: Count | None = None  # tokens in one forward pass; None: what suits the device
+    ngram: Count | None = 13  # words in a row that, if trained on, make an item contaminated; None: not asked
 
 
 @dataclass
 class FitConfig:
     """What is asked of the laws."""
 
-    targets: list[float] = field(default_factory=list)  # FLOP budgets to extrapolate to; none: 10x to 1000x the largest
-    bootstrap: int = 1000  # resamples of runs behind every interval
-    seed: int = 0
-    objective: str = "huber"  # of the parametric law: huber | l1 | squares | se (weights by loss_se)
-    delta: float = 1e-3  # where Huber's function turns linear, in log loss
+    targets: list[Positive] = field(default_factory=list)  # FLOPs to extrapolate to; none: 10x to 1000x the largest
+    bootstrap: Annotated[Natural, "at most 1e6"] = 1000  # resamples of runs behind every interval
+    seed: Natural = 0
+    intervals: Annotated[str, ("mixture", "noise")] = "mixture"  # of answers: a mixture of forms, or noise under one
+    form: Annotated[str, ("chinchilla", "gamma", "kaplan", "overtraining")] = "chinchilla"  # parametric
+    objective: Annotated[str, ("huber", "l1", "squares", "se")] = "huber"  # se: weights by loss_se
+    delta: Positive = 1e-3  # where Huber's function turns linear, in log loss
     tied: bool = False  # hold alpha = beta
-    E: float | None = None  # fix the irreducible loss
+    E: Annotated[float, "from 0 to 20"] | None = None  # fix the irreducible loss
+
+
+Exponent = Annotated[float, "from -10 to 10"]
 
 
 @dataclass
-class SweepConfig:
+class PowerRule:
+    """k N^a D^b batch^c, of N_total, and of D and the run's own batch in tokens; without a k there is no rule."""
+
+    k: Positive | None = None
+    N: Exponent = 0.0
+    D: Exponent = 0.0
+    batch: Exponent = 0.0
+
+
+TUNED = (
+    *(f"optimizer.{name}" for name in ("base_depth", "learning_rate", "batch_size", "weight_decay", "beta2", "eps")),
+    "schedule.warmup_tokens",
+)
+
+
+@dataclass
+class TuningConfig:
+    """How what a run learns by follows its N and D; where there is no rule, the run's own value stands."""
+
+    file: str | None = None  # constants that `isoflop tune` wrote, for the rules that have none here
+    base_depth: Count | None = None  # optimizer.base_depth
+    batch_tokens: PowerRule = field(default_factory=PowerRule)  # tokens a step
+    learning_rate: PowerRule = field(default_factory=PowerRule)  # at base_width and base_depth
+    timescale: PowerRule = field(default_factory=PowerRule)  # of weight decay: batch / (learning rate * decay * D)
+    beta2_half_life: PowerRule = field(default_factory=PowerRule)  # tokens
+    eps: PowerRule = field(default_factory=PowerRule)  # at base_width and base_depth
+    warmup_tokens: PowerRule = field(default_factory=PowerRule)  # schedule.warmup_tokens
+    min_steps: Count = 100  # of a run, which a batch that grew may not take away
+    horizon: Annotated[str, ("run", "size")] = "run"  # D in the rules: the run's, or that of the longest of its N
+    # Fields of a run that rules leave alone; what the command line gives is added.
+    keep: list[Annotated[str, TUNED]] = field(default_factory=list)
+    dial: bool = False  # width and heads follow from model.depth, where the grid chooses no sizes
+    tokens_per_parameter: Positive | None = None  # D, where nothing else says it
+
+
+@dataclass
+class SweepConfig(Training):
     """Everything `python sweep.py` reads; the first half is the base run that a grid varies."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    tracker: TrackerConfig = field(default_factory=TrackerConfig)
-    tokens: int | None = None  # D, where the grid does not choose it
-    precision: str | None = None  # fp32 | bf16 | fp16; None: the cluster's
-    seed: int = 0
-    log_every: int = 10
-    validations: int = 4
-    max_loss_rise: float = 3.0
-    skip_bad_steps: int = 0
+    tokens: Count | None = None  # type: ignore[assignment]  # D, where the grid does not choose it
+    precision: Precision | None = None  # type: ignore[assignment]  # None: the cluster's
 
     grid: GridConfig | None = None
+    tuning: TuningConfig = field(default_factory=TuningConfig)
     trunks: bool = True  # runs that differ in D alone share the constant-rate part of the longest (schedule wsd)
-    ensembles: int = 8  # runs of one shape that are trained together where that pays, at most; 1: every run by itself
+    ensembles: Count = 8  # runs of one shape that are trained together where that pays, at most; 1: every run by itself
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     fit: FitConfig = field(default_factory=FitConfig)
@@ -225,12 +277,13 @@ class Recorded:
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    fit: FitConfig = field(default_factory=FitConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
 
 def base_run(config: SweepConfig) -> RunConfig:
     """The run that the grid varies: the sweep's first half."""
-    names = {item.name for item in dataclasses.fields(RunConfig)} & {item.name for item in dataclasses.fields(config)}
-    values = {name: getattr(config, name) for name in names}
+    values = {item.name: getattr(config, item.name) for item in dataclasses.fields(Training)}
     values["tokens"] = config.tokens or 0
     values["precision"] = config.precision or config.cluster.precision
     return RunConfig(**values)
@@ -265,14 +318,16 @@ def cluster_of(settings: Mapping[str, Any]) -> ClusterConfig:
 def recorded(settings: Mapping[str, Any]) -> Recorded:
     """What the commands on a sweep read of its sweep.yaml, whichever version wrote it."""
     try:
-        return msgspec.convert(settings.get("config") or {}, Recorded)
-    except msgspec.ValidationError as error:
+        result = msgspec.convert(settings.get("config") or {}, Recorded)
+        check_fields(result, "config.")
+        return result
+    except (msgspec.ValidationError, UserError) as error:
         reason = str(error).replace("`", "").replace(" - at $", " at config")
         raise UserError(f"sweep.yaml is not what it must be: {reason}; {OTHER_VERSION}") from None
 
 
 GRIDS: dict[str, type[GridConfig]] = {
-    node.kind: node for node in (AdaptiveGrid, PointsGrid, ProductGrid, LadderGrid, IsoflopGrid)
+    node.kind: node for node in (AdaptiveGrid, TuneGrid, CheckGrid, PointsGrid, ProductGrid, LadderGrid, IsoflopGrid)
 }
 
 

@@ -11,15 +11,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from ..train.config import flatten
 from ..train.errors import UserError
 from . import config as schemas
-from .config import SweepConfig, register
+from .config import TUNED, SweepConfig, base_run, register
 from .slurm.commands import ask
 from .terminal import printable
 
 CONFIG = Path(__file__).resolve().parent.parent / "conf"
+MOST_SAID = 1200  # characters of a message
 LONGEST = 120  # characters of a folder's name, beyond which a hash stands for the rest
 PLAIN = re.compile(r"""^([^=]+)=([^][{}()"'\\,$]+)$""")  # a value that means the same between quotes
+OVERRIDE = re.compile(r"""(?<=[\[,])\s*([\w.+~/@-]+=[^][{}"',]*)(?=[],])""")  # of a variant, in a list
 
 
 def sweep_main(arguments: list[str] | None = None) -> int:
@@ -40,10 +43,13 @@ def _compose_and_conduct(arguments: list[str]) -> int:
 
     @hydra.main(version_base="1.3", config_path=str(CONFIG), config_name="config")
     def task(config: object) -> None:
+        from hydra.core.hydra_config import HydraConfig
+
         from .execute.conduct import conduct
 
         try:
             wanted = to_sweep_config(config)
+            resolve_variants(wanted, list(HydraConfig.get().overrides.task))
             wanted.sweep = job_folder(wanted.sweep, chosen)
             codes.append(conduct(wanted, command=["python", "sweep.py", *arguments]))
         except Exception as error:
@@ -88,12 +94,20 @@ def compose(overrides: list[str]) -> SweepConfig:
 
     register()
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIG)):
-        return _checked(hydra_compose("config", overrides=[*for_hydra(overrides), "sweep=none"]))
+        result = _checked(hydra_compose("config", overrides=[*for_hydra(overrides), "sweep=none"]))
+        resolve_variants(result, for_hydra(overrides))
+        return result
 
 
 def for_hydra(arguments: list[str]) -> list[str]:
-    """Quotes values with letters beyond ASCII; replaces `cluster=auto`, also the default, by slurm or local."""
+    """Quotes values with letters beyond ASCII and variants' overrides; keeps rules off the fields that are given;
+    replaces `cluster=auto`, also the default, by slurm or local.
+    """
     arguments = [argument if argument.isascii() else PLAIN.sub(r'\1="\2"', argument) for argument in arguments]
+    arguments = [OVERRIDE.sub(r'"\1"', one) if one.startswith("grid.variants=") else one for one in arguments]
+    named = [name for argument in arguments if (name := argument.partition("=")[0].lstrip("+")) in TUNED]
+    if named and not any(argument.startswith("tuning.keep=") for argument in arguments):
+        arguments = [*arguments, f"tuning.keep=[{','.join(named)}]"]
     given = [argument for argument in arguments if argument.startswith("cluster=")]
     if given and given[-1] != "cluster=auto":
         return arguments
@@ -110,6 +124,20 @@ def to_sweep_config(config: object) -> SweepConfig:
         grids = ", ".join(sorted(path.stem for path in (CONFIG / "grid").glob("*.yaml")))
         raise UserError(f"grid is missing; add +grid=NAME with one of {grids}")
     return result
+
+
+def resolve_variants(config: SweepConfig, overrides: list[str]) -> None:
+    """Replaces the overrides of grid.variants by the fields of a run that they change, as Hydra composes them."""
+    from hydra import compose as hydra_compose
+
+    own, found = flatten(dataclasses.asdict(base_run(config))), getattr(config.grid, "variants", None)
+    variants = found if isinstance(found, dict) else {}
+    for name, given in variants.items():
+        if isinstance(given, list) and all(isinstance(one, str) for one in given):
+            asked = [one for one in overrides if "grid.variants" not in one.partition("=")[0]]
+            other = _checked(hydra_compose("config", overrides=[*asked, "grid.variants=null", "sweep=none", *given]))
+            fields = flatten(dataclasses.asdict(base_run(other)))
+            variants[name] = {field: value for field, value in fields.items() if value != own.get(field, fields)}
 
 
 def _checked(config: object) -> SweepConfig:
@@ -167,8 +195,8 @@ def composition_error(error: Exception) -> str:
 
 
 def _say(message: object, code: int) -> int:
-    message = re.sub(
-        r"\b(is|contains) None\b", r"\1 null", printable(str(message))
-    )  # as one would write it in an override
-    print(f"error: {message}" if code != 130 else message, file=sys.stderr)
+    text = re.sub(r"\b(is|contains) None\b", r"\1 null", printable(str(message)))  # as an override would write it
+    if len(text) > MOST_SAID:  # a value in it has no end
+        text = f"{text[: MOST_SAID // 2]} … {text[-MOST_SAID // 2 :]}"
+    print(f"error: {text}" if code != 130 else text, file=sys.stderr)
     return code

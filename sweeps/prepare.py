@@ -20,11 +20,12 @@ import yaml
 
 from .. import __version__
 from ..train.config import RECIPE, RunConfig, flatten, identity, run_id
-from ..train.errors import UserError
+from ..train.errors import UserError, counted
 from ..train.files import read_json, write_atomic, write_json
 from .config import SweepConfig, base_run, from_mapping
 from .grid import trunks
-from .grid.expand import expand_grid
+from .grid.expand import expand_grid, trained_flops
+from .grid.tuning import Tuner, below_one_sequence, depends_on_D, read_rules
 from .plan.foresight import foresee
 from .plan.rates import core_flops_per_second, fill_budgets, places, sweep_rates
 from .plan.sweep_plan import Plan, plan_remarks, plan_runs
@@ -68,23 +69,26 @@ def from_config(config: SweepConfig) -> Prepared:
         config.evaluate.tasks = anchored(config.evaluate.tasks, print, config.evaluate.allow_code)
     rate = matmul_rate(config, sweep)
     fill_budgets(config.grid, config.cluster, rate)
-    runs = resolve_runs(config)
-    foreseen = foresee(config.grid, runs)
+    runs, said = resolve_runs(config)
+    said += foresee(config.grid, runs, Tuner(config.tuning))
     if config.sweep_merge and (sweep.path / "plan.json").exists():
         runs = [*(run.config() for run in sweep.runs()), *runs]  # what both have is as it is asked for now
     prepared = _prepare(sweep, config, runs, rate)
-    prepared.remarks.extend(foreseen)
-    if (before := _recorded(sweep)) and (said := _changes(_questions(before), _questions(config))):
-        prepared.remarks.append(f"{said}; what is done is kept, and scored and fitted as it is asked for now")
+    prepared.remarks.extend(said)
+    if (before := _recorded(sweep)) and (changes := _changes(_questions(before), _questions(config))):
+        prepared.remarks.append(f"{changes}; what is done is kept, and scored and fitted as it is asked for now")
     return prepared
 
 
 def conflict(prepared: Prepared) -> str | None:
     """A refusal where the folder has runs of another request, which would fall out of its plan; else None."""
     sweep, wanted = prepared.sweep, {run.run_id for run in prepared.plan.runs}
-    if read_json(sweep.path / "plan.json") is None:
+    if not (sweep.path / "plan.json").exists():
         return None
-    there = {run.run_id for run in members(sweep)}
+    try:
+        there = {run.run_id for run in members(sweep)}
+    except UserError:  # the plan is torn
+        there = {path.name for path in (sweep.path / "runs").glob("*")}
     if there <= wanted and (wanted <= there or prepared.config.sweep_merge):
         return None
     said = ""
@@ -92,9 +96,9 @@ def conflict(prepared: Prepared) -> str | None:
         recipe = sweep.settings().get("recipe")  # of the trainer that its runs belong to
         said = _changes(_request(before) | {"recipe": recipe}, _request(prepared.config))
     return (
-        f"{sweep.path} holds {len(there)} runs of another request ({said or 'another version planned it'}); add to its "
-        f"grid with `isoflop extend {sweep.path} grid.FIELD=VALUE`, take another folder with sweep=NAME, or put both "
-        "into one plan, table and fit with sweep_merge=true"
+        f"{sweep.path} holds {counted(len(there), 'run')} of another request ({said or 'another version planned it'}); "
+        f"add to its grid with `isoflop extend {sweep.path} grid.FIELD=VALUE`, take another folder with sweep=NAME, or "
+        "put both into one plan, table and fit with sweep_merge=true"
     )
 
 
@@ -108,7 +112,8 @@ def _recorded(sweep: SweepDirectory) -> SweepConfig | None:
 def _request(config: SweepConfig) -> dict[str, Any]:
     """What decides which runs there are, by dotted names."""
     base, grid = base_run(config), {f"grid.{name}": value for name, value in vars(config.grid).items()}
-    return flatten(identity(base) | {"data": vars(base.data) | {"cache_dir": None}}) | grid
+    tuning = {"tuning": dataclasses.asdict(config.tuning)}
+    return flatten(identity(base) | {"data": vars(base.data) | {"cache_dir": None}} | tuning) | grid
 
 
 def _questions(config: SweepConfig) -> dict[str, Any]:
@@ -169,12 +174,15 @@ def matmul_rate(config: SweepConfig, sweep: SweepDirectory) -> float:
         return rate
     if config.cluster.kind == "slurm":
         raise UserError("cluster.flops_per_second is null; on slurm give the peak of one GPU, such as 4e14")
-    recorded = yaml_or_empty(sweep.path / "sweep.yaml").get("core_flops_per_second")
-    return float(recorded) if recorded else core_flops_per_second()
+    with suppress(UserError):  # there is none, or it is torn
+        rate = sweep.settings().get("core_flops_per_second")
+    return rate or core_flops_per_second()
 
 
-def resolve_runs(config: SweepConfig) -> list[RunConfig]:
-    """The grid's runs, with the vocabulary of the tokenizer and the fingerprint of the text."""
+def resolve_runs(config: SweepConfig) -> tuple[list[RunConfig], list[str]]:
+    """The grid's runs, with the vocabulary of the tokenizer and the fingerprint of the text, and remarks on the rules
+    that tune them, which come to stand in `config.tuning` whole.
+    """
     from ..train.data.split import Blocks, split_corpus
     from ..train.data.tokenizers import planned_fingerprint, planned_vocab_size
 
@@ -191,7 +199,8 @@ def resolve_runs(config: SweepConfig) -> list[RunConfig]:
     if isinstance(corpus, Blocks):
         print(f"note: {corpus.describe()['sentence']}")
     base.data.fingerprint = corpus.fingerprint()
-    runs, known = expand_grid(config.grid, base), dict[tuple[str, int], int]()
+    config.tuning, remarks = read_rules(config.tuning, base)
+    runs, known = expand_grid(config.grid, base, config.tuning), dict[tuple[str, int], int]()
     for run in runs:
         key = run.data.tokenizer, run.data.vocab_size
         if run.model.vocab_size != (size := known.get(key) or known.setdefault(key, planned_vocab_size(run.data))):
@@ -199,7 +208,21 @@ def resolve_runs(config: SweepConfig) -> list[RunConfig]:
                 f"model.vocab_size is {run.model.vocab_size}; the tokenizer {key[0]!r} has {size} tokens, and both "
                 "must be the same (null takes the tokenizer's)"
             )
-    return runs
+    if few := below_one_sequence(config.tuning, runs):
+        remarks.append(
+            f"tuning.batch_tokens gives less than half a sequence (data.sequence_length {base.data.sequence_length}) "
+            f"for {few} of {len(runs)} runs; they train one sequence a step"
+        )
+    if config.trunks and depends_on_D(config.tuning):
+        own = config.tuning.horizon
+        other = "size" if own == "run" else "run"
+        tuned = {own: runs, other: expand_grid(config.grid, base, dataclasses.replace(config.tuning, horizon=other))}
+        cost = {horizon: f"{trained_flops(tuned[horizon]):.3g}" for horizon in ("run", "size")}
+        remarks.append(
+            f"tuning.horizon is {own}; the grid takes {cost['run']} training FLOPs with run, and {cost['size']} with "
+            "size, where runs of one N keep their trunk"
+        )
+    return runs, remarks
 
 
 def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:

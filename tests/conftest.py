@@ -105,12 +105,25 @@ SMOKE = ("+grid=smoke", "cluster=local", "tracker=none", "evaluate=none", "clust
 
 @pytest.fixture(scope="session")
 def smoke(tmp_path_factory: pytest.TempPathFactory, isoflop_cache: Path) -> tuple[Path, str]:
-    """The grid `smoke`, run once by `python sweep.py`: its directory, which tests must not change, and its output."""
-    root = tmp_path_factory.mktemp("smoke")
-    command = [sys.executable, str(ROOT / "sweep.py"), *SMOKE, f"output_root={root}"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    return root / "smoke", done.stdout
+    """The grid `smoke`, run once by `python sweep.py` for all processes: its directory, which tests must not change,
+    and its output.
+    """
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    said = root / "smoke.txt"
+    with FileLock(root / "smoke.lock"):
+        if not said.exists():
+            command = [sys.executable, str(ROOT / "sweep.py"), *SMOKE, f"output_root={root / 'outputs'}"]
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+            assert done.returncode == 0, done.stdout
+            said.write_text(done.stdout)
+    return root / "outputs" / "smoke", said.read_text()
+
+
+@pytest.fixture
+def quick_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The PNGs beside a report are drawn and not rendered, which would take most of its time."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda _, path, **options: Path(path).write_bytes(b"PNG"))
 
 
 @pytest.fixture(scope="session")

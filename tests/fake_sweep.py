@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -13,6 +14,7 @@ from isoflop.sweeps.grid import expand as grid
 from isoflop.sweeps.grid.trunks import merge_runs
 from isoflop.sweeps.plan.sweep_plan import plan_runs
 from isoflop.sweeps.runs.directory import SweepDirectory
+from isoflop.sweeps.runs.forms import JobShape, PlannedRun
 from isoflop.train.config import RunConfig, run_id
 from isoflop.train.files import write_json
 from isoflop.train.flops import count_parameters, flops_exact
@@ -51,6 +53,16 @@ def replan(sweep: SweepDirectory, config: SweepConfig, runs: Sequence[RunConfig]
     for run in planned:
         sweep.run(run_id(run)).freeze(run)
     write_json(sweep.path / "plan.json", plan_runs(planned, config.cluster, 1e9, 2).to_dict())
+
+
+def planned_run(run_id: str, **changes: Any) -> dict[str, Any]:
+    """A run in plan.json."""
+    run = PlannedRun(
+        run_id=run_id, name=run_id, N_total=1, N_non_embedding=1, N_kaplan=1, D=1, flops_6nd=1.0, flops_exact=1.0,
+        flops_own=1.0, budget=None, width=8, depth=1, heads=1, steps=10, seed=0, sequence_length=8, precision="fp32",
+        shape=JobShape(0, 1, 1.0, 60), mesh="", estimated_seconds=60.0,
+    )  # fmt: skip
+    return asdict(replace(run, **changes))
 
 
 def finish(sweep: SweepDirectory, seed: int = 0) -> None:

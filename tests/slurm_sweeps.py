@@ -19,7 +19,7 @@ DEADLINE = 240.0  # seconds after which something that should have happened is t
 SMALL = [
     "cluster.gpus_per_job=0", "cluster.cpus_per_task=1", "cluster.memory_gb=1", "cluster.time_minutes=5",
     "cluster.array_parallelism=2", "precision=fp32", "tracker=none", "evaluate=none",
-    "parallel.device=cpu", "ensembles=1",
+    "parallel.device=cpu", "ensembles=1", "tuning=fixed",
     # Every run is a task of its own, and nothing is tried again: slurm/test_keeper.py has that.
     "cluster.queue_minutes=0", "cluster.retries=0", "cluster.keeper_seconds=5", "cluster.heartbeat_seconds=1",
 ]  # fmt: skip
@@ -95,7 +95,12 @@ def until(condition: Callable[[], Any], what: str) -> None:
 def process_of(run: RunDirectory, rank: int) -> int:
     """The process of a rank's newest attempt. The cluster's nodes are this machine, so it is to be found here."""
     log = run.path / (f"log-rank{rank}.txt" if rank else "log.txt")
-    return int(re.findall(r"process (\d+)", log.read_text())[-1])
+
+    def named() -> list[str]:
+        return re.findall(r"process (\d+)", log.read_text()) if log.exists() else []
+
+    until(named, f"a process in {log}")  # a run is `running` before it writes its log
+    return int(named()[-1])
 
 
 @contextmanager

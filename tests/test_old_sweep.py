@@ -63,19 +63,23 @@ def plan(sweep: Path) -> dict[str, str | None]:
     return {run["run_id"]: run["parent"] for run in read(sweep / "plan.json")["runs"]}
 
 
+@pytest.mark.slow
 def test_status_and_fit_read_it(old: Path) -> None:
     status = json.loads(command(old, *ISOFLOP, "status", "local", "--json"))
     assert status["states"] == {"planned": 3, "done": 7, "failed": 2}
     reasons = {run["run_id"]: run["reason"] for run in status["runs"] if run["state"] == "failed"}
     assert reasons.keys() == {TRUNK, BRANCH}
     assert reasons[TRUNK] == "its worker was killed"
-    found = json.loads(command(old, *ISOFLOP, "fit", "local/table.csv", "--bootstrap", "50", "--json"))
+    found = json.loads(
+        command(old, *ISOFLOP, "fit", "local/table.csv", "--bootstrap", "20", "--intervals", "noise", "--json")
+    )
     before = read(old / "local/fit/law.json")
     assert found["runs"] == before["runs"] == 7
     assert found["law"].pop("form") == before["law"].pop("form")
     assert found["law"] == pytest.approx(before["law"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_command_that_it_was_started_with_continues_it_to_the_report(old: Path) -> None:
     sweep, before = old / "local", plan(old / "local")
     done = [name for name in before if read(sweep / "runs" / name / "state.json")["state"] == "done"]

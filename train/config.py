@@ -5,14 +5,16 @@ A field is *cosmetic* when changing it leaves the science alone (where files lie
 Every other field is part of the run's identity, so a forgotten field errs on the side of running again.
 """
 
+# ruff: noqa: RUF009  cosmetic() and later() make fields
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import reprlib
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 from .errors import UserError
 
@@ -21,6 +23,17 @@ RECIPE = 3
 
 
 T = TypeVar("T")
+
+# What a field accepts stands beside its type, in words of `planner/validation.py`, or as a tuple of all its values.
+Natural = Annotated[int, "0 or more", "at most 1e18"]
+Count = Annotated[int, "1 or more", "at most 1e18"]
+Count4 = Annotated[Count, "at most 1e4"]  # beyond such limits planning would hang, or fill the memory
+Count6 = Annotated[Count, "at most 1e6"]
+Count9 = Annotated[Count, "at most 1e9"]
+NotNegative = Annotated[float, "0 or more"]
+Positive = Annotated[float, "greater than 0"]
+Share = Annotated[float, "at least 0 and below 1"]
+Precision = Annotated[str, ("fp32", "bf16", "fp16")]
 
 
 def cosmetic(default: Any) -> Any:
@@ -37,18 +50,18 @@ def later(default: Any) -> Any:
 class ModelConfig:
     """A Llama-shaped decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention."""
 
-    width: int = 64  # residual stream, d_model
-    depth: int = 4  # number of blocks
-    heads: int = 4  # query heads; width must be a multiple
-    kv_heads: int | None = None  # key/value heads, a divisor of heads; None means heads (no grouping)
-    hidden: int | None = None  # SwiGLU inner width; None means 8/3 of the width, rounded up to a multiple of 8
-    vocab_size: int | None = None  # tokens that can be predicted; None is filled in from the tokenizer
-    vocab_multiple: int = 128  # embedding tables are padded up to this multiple for speed; padding is never predicted
+    width: Count6 = 64  # residual stream, d_model
+    depth: Count4 = 4  # number of blocks
+    heads: Count6 = 4  # query heads; width must be a multiple
+    kv_heads: Count | None = None  # key/value heads, a divisor of heads; None means heads (no grouping)
+    hidden: Count9 | None = None  # SwiGLU inner width; None means 8/3 of the width, rounded up to a multiple of 8
+    vocab_size: Count9 | None = None  # tokens that can be predicted; None is filled in from the tokenizer
+    vocab_multiple: Count6 = 128  # embedding tables are padded to this multiple for speed; padding is never predicted
     qk_norm: bool = False  # RMSNorm on queries and keys, per head
     tied_embeddings: bool = True  # the output head reuses the input embedding
     window: int | None = None  # sliding window: tokens that a token attends to, itself included; None: all before it
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-5
+    rope_theta: Positive = 10000.0
+    norm_eps: Positive = 1e-5
 
     @property
     def head_dim(self) -> int:
@@ -76,20 +89,20 @@ class ModelConfig:
 class DataConfig:
     """Which text, cut how. `fingerprint` ties the run to the content, whatever the path."""
 
-    corpus: str = "stdlib"  # stdlib | text | hf
+    corpus: Annotated[str, ("stdlib", "text", "hf")] = "stdlib"
     path: str | None = cosmetic(None)  # text: a file, a folder or a glob
     field: str = "text"  # the field of a jsonl or parquet row that holds the text
     name: str | None = None  # hf: dataset name on the Hub
     subset: str | None = None  # hf: configuration of the dataset
     split: str = "train"  # hf: split to stream
     revision: str | None = None  # hf: commit or tag; pin it for a reproducible identity
-    max_bytes: int | None = None  # stop reading after this much UTF-8 text (required for hf)
+    max_bytes: Count | None = None  # stop reading after this much UTF-8 text (required for hf)
     tokenizer: str = cosmetic("bytes")  # bytes | bpe (trained on the corpus) | path of a tokenizer.json
-    vocab_size: int = cosmetic(4096)  # bpe: size of the vocabulary to train; model.vocab_size is what counts
-    sequence_length: int = 128  # tokens of context, T
+    vocab_size: Count9 = cosmetic(4096)  # bpe: size of the vocabulary to train; model.vocab_size is what counts
+    sequence_length: Count9 = 128  # tokens of context, T
     separate_documents: bool = False  # attention stays inside a document; else a window's documents see those before
-    validation_fraction: float = 0.02  # share of documents held out, chosen by a hash of their content
-    validation_tokens: int = 131072  # size of the fixed held-out set that is scored (less if the corpus has less)
+    validation_fraction: Share = 0.02  # share of documents held out, chosen by a hash of their content
+    validation_tokens: Count = 131072  # size of the fixed held-out set that is scored (less if the corpus has less)
     cache_dir: str | None = cosmetic(None)  # where shards are kept; None: $ISOFLOP_CACHE, else ~/.cache/isoflop
     fingerprint: str | None = None  # hash of the corpus' content, filled in by the planner
     tokenizer_fingerprint: str | None = None  # bytes, bpe, or a hash of the tokenizer.json, filled in by the planner
@@ -100,54 +113,62 @@ class DataConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW with decoupled weight decay, and the rule that gives every width its learning rate.
+    """An optimizer with decoupled weight decay, and the rule that gives every width its learning rate.
 
     Matrices whose fan-in grows with the width get `learning_rate * base_width / width`; embeddings and norms keep
     `learning_rate * embedding_multiplier` (muP for Adam, Yang et al. 2022, Table 8).
     """
 
-    learning_rate: float = 6e-3  # at base_width
-    base_width: int = 64
-    width_exponent: float = 1.0  # learning rate of matrices ~ (base_width / width)^exponent; 0 turns the transfer off
-    embedding_multiplier: float = 4.0  # learning rate of embeddings and norms, as a multiple of learning_rate
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1  # decoupled; times the current learning rate; never on norms or embeddings
-    gradient_clip: float = 1.0  # global norm; 0 turns clipping off
-    z_loss: float = 0.0  # times the squared logarithm of the softmax's normaliser, added to the training loss
-    batch_size: int = 8  # sequences a step, over all ranks
+    learning_rate: Positive = 6e-3  # at base_width
+    base_width: Count9 = 64
+    width_exponent: Annotated[float, "from -10 to 10"] = 1.0  # matrices' rate ~ (base_width / width)^exponent; 0: fixed
+    base_depth: Count9 | None = later(None)  # learning rates then serve every depth too (CompleteP); None: width alone
+    embedding_multiplier: Positive = 4.0  # learning rate of embeddings and norms, as a multiple of learning_rate
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    eps: Positive = 1e-8  # at base_width and base_depth
+    weight_decay: NotNegative = 0.1  # decoupled; times the current learning rate; never on norms or embeddings
+    gradient_clip: NotNegative = 1.0  # global norm; 0 turns clipping off
+    z_loss: NotNegative = 0.0  # times the squared logarithm of the softmax's normaliser, added to the training loss
+    batch_size: Count9 = 8  # sequences a step, over all ranks
+    # Muon, for the matrices of the blocks; all else is AdamW's, by the fields above.
+    kind: Annotated[str, ("adamw", "muon")] = later("adamw")
+    matrix_multiplier: Positive = later(3.0)  # their rate, whatever their width, as a multiple of learning_rate
+    momentum: Share = later(0.95)
+    nesterov: bool = later(True)
+    iterations: Annotated[Count, "at most 100"] = later(5)  # of Newton-Schulz
+    iteration_precision: Annotated[str, ("fp32", "bf16")] = later("fp32")
 
 
 @dataclass
 class ScheduleConfig:
-    kind: str = "wsd"  # wsd (warm-up, stable, decay) | cosine | constant
-    warmup_per_parameter: float = 1.0  # tokens of warm-up for each parameter, N_total (Porian et al. 2024)
-    warmup_tokens: int | None = None  # tokens of warm-up whatever N is, instead
-    warmup_max_share: float = 0.1  # a warm-up is never longer than this share of the run
-    decay_share: float = 0.2  # wsd: share of the run that cools down, as 1 - sqrt(progress) (Haegele et al. 2024)
-    final_share: float = 0.0  # learning rate at the end, as a share of the peak
+    kind: Annotated[str, ("wsd", "cosine", "constant")] = "wsd"  # warm-up, stable, decay
+    warmup_per_parameter: NotNegative = 1.0  # tokens of warm-up for each parameter, N_total (Porian et al. 2024)
+    warmup_tokens: Natural | None = None  # tokens of warm-up whatever N is, instead
+    warmup_max_share: Share = 0.1  # a warm-up is never longer than this share of the run
+    decay_share: Share = 0.2  # wsd: share of the run that cools down, as 1 - sqrt(progress) (Haegele et al. 2024)
+    final_share: Share = 0.0  # learning rate at the end, as a share of the peak
 
 
 @dataclass
 class ParallelConfig:
     """How one run is spread over devices, and how its step is executed. Changes no result beyond rounding."""
 
-    tp: int = cosmetic(1)  # tensor-parallel ranks: every matrix of a block is split over them; inside one node
-    dp: int = cosmetic(1)  # data-parallel ranks: each takes its share of every batch
-    zero: int = cosmetic(0)  # what the dp ranks share out: 0 nothing, 1 optimizer, 2 + gradients, 3 + parameters
+    tp: Count6 = cosmetic(1)  # tensor-parallel ranks: every matrix of a block is split over them; inside one node
+    dp: Count6 = cosmetic(1)  # data-parallel ranks: each takes its share of every batch
+    zero: Annotated[int, (0, 1, 2, 3)] = cosmetic(0)  # dp ranks share 1 optimizer, 2 + gradients, 3 + parameters
     sequence_parallel: bool = cosmetic(True)  # tp > 1: norms and residuals split over tokens as well
-    recompute: str = cosmetic("none")  # none | selective | full: activations computed again in the backward pass
-    bucket_mb: float = cosmetic(25.0)  # gradients that travel together, in MiB
+    recompute: Annotated[str, ("none", "selective", "full")] = cosmetic("none")  # activations, in the backward pass
+    bucket_mb: Annotated[Positive, "at most 1e6"] = cosmetic(25.0)  # gradients that travel together, in MiB
     micro_batch_size: int | None = cosmetic(None)  # sequences in one forward pass of a rank; None: its whole share
-    attention: str = cosmetic("auto")  # auto | ours | sdpa | flash2 | flash3 | flash4: which kernel computes it
+    attention: Annotated[str, ("auto", "ours", "sdpa", "flash2", "flash3", "flash4")] = cosmetic("auto")  # kernel
     compile: bool = cosmetic(False)  # torch.compile, block by block
     # CUDA, one rank: blocks are compiled, and their kernels replayed as CUDA graphs. Off: it has not run on a GPU yet.
     cuda_graphs: bool = cosmetic(False)
     tf32: bool = cosmetic(True)  # fp32 matrix products on GPUs in TF32 (10 bits of mantissa)
-    timeout_seconds: float = cosmetic(600.0)  # a rank that is dead or makes no progress for so long ends the job
-    device: str = cosmetic("auto")  # auto | cpu | cuda
-    threads: int | None = cosmetic(None)  # CPU threads of a rank; None: what the launcher gives it
+    timeout_seconds: Annotated[Positive, "at most 1e6"] = cosmetic(600.0)  # a rank without progress ends its job
+    device: Annotated[str, ("auto", "cpu", "cuda")] = cosmetic("auto")
+    threads: Count4 | None = cosmetic(None)  # CPU threads of a rank; None: what the launcher gives it
 
     @property
     def world_size(self) -> int:
@@ -169,28 +190,30 @@ class ParallelConfig:
 class CheckpointConfig:
     """When to save; saving never changes the arithmetic."""
 
-    every_seconds: float = cosmetic(60.0)  # on a clock, so that any kill costs at most this much
-    every_steps: int | None = cosmetic(None)
+    every_seconds: Positive = cosmetic(60.0)  # on a clock, so that any kill costs at most this much
+    every_steps: Count | None = cosmetic(None)
     asynchronous: bool = cosmetic(True)  # write while training goes on; a step pays for the copy only
     # Also after these steps, and kept: branches start there.
     at_steps: list[int] | None = field(default=None, metadata={"cosmetic": True})
-    keep: int = cosmetic(2)  # newest checkpoints kept while the run goes on; the final one always stays
+    keep: Count = cosmetic(2)  # newest checkpoints kept while the run goes on; the final one always stays
 
 
 @dataclass
 class TrackerConfig:
     """Where metrics go beside metrics.jsonl, which is always written and is the truth."""
 
-    kind: str = cosmetic("wandb")  # wandb | none
+    kind: Annotated[str, ("wandb", "none")] = cosmetic("wandb")
     project: str = cosmetic("isoflop")
     entity: str | None = cosmetic(None)
     group: str | None = cosmetic(None)
-    mode: str = cosmetic("auto")  # auto: online when logged in, else offline | online | offline
+    mode: Annotated[str, ("auto", "online", "offline")] = cosmetic("auto")  # auto: online when logged in, else offline
     directory: str | None = cosmetic(None)  # where wandb keeps its files; None: the run directory
 
 
 @dataclass
-class RunConfig:
+class Training:
+    """What a run and a sweep, whose grid varies it, both say."""
+
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -198,15 +221,20 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
-    tokens: int = 2**20  # D: tokens to train on, rounded up to whole steps
-    precision: str = "fp32"  # fp32 | bf16 | fp16: of weights and activations in a step; master weights are fp32
-    seed: int = 0  # weights and order of samples
-    log_every: int = cosmetic(10)  # steps between lines of metrics.jsonl
-    validations: int = cosmetic(4)  # times the held-out set is scored during the run, the end included
-    max_loss_rise: float = 3.0  # nats above the best smoothed loss at which a run counts as diverged
-    skip_bad_steps: int = 0  # batches with a loss or gradient that is no number that may be skipped, and are recorded
+    tokens: Count = 2**20  # D: tokens to train on, rounded up to whole steps
+    precision: Precision = "fp32"  # of weights and activations in a step; master weights are fp32
+    seed: Annotated[int, "at least 0 and below 2^63"] = 0  # weights and order of samples
+    log_every: Count = cosmetic(10)  # steps between lines of metrics.jsonl
+    validations: Count6 = cosmetic(4)  # times the held-out set is scored during the run, the end included
+    max_loss_rise: Positive = 3.0  # nats above the best smoothed loss at which a run counts as diverged
+    skip_bad_steps: Natural = 0  # batches whose loss or gradient is no number that may be skipped, and are recorded
+
+
+@dataclass
+class RunConfig(Training):
     recipe: int = RECIPE
     name: str | None = cosmetic(None)
+    variant: str | None = cosmetic(None)  # what the run is called where variants are compared
     budget: float | None = cosmetic(None)  # the FLOP budget of the grid point, for tables; D is what is trained
     parent: str | None = cosmetic(None)  # run_id of the trunk this run branches from
 
@@ -226,18 +254,22 @@ class RunConfig:
 def identity(node: Any) -> dict[str, Any]:
     """What a run, or a group of its config, is beside its cosmetic fields."""
     result: dict[str, Any] = {}
+    types = _types(node.__class__)
     for item in dataclasses.fields(node):
         value = getattr(node, item.name)
         if "cosmetic" in item.metadata or ("later" in item.metadata and value == item.default):
             continue
         if item.name in _GROUPS:
             value = identity(value)
-        elif item.type == "float" and isinstance(value, int):
+        elif types[item.name] is float and isinstance(value, int):
             value = float(value)  # 1 and 1.0 are the same science
         # Groups such as tracker have nothing but cosmetic fields: leave no empty shell behind.
         if value != {}:
             result[item.name] = value
     return result
+
+
+_types = functools.cache(get_type_hints)  # without what fields accept
 
 
 def flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -265,7 +297,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
     """Builds a config dataclass from a nested dict; UserError on a key that it does not have, or a wrong type."""
     fields = {item.name: item for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    unknown = sorted(set(values) - set(fields))
+    unknown = [name for name in values if name not in fields]
     if unknown:
         raise UserError(f"{prefix}{unknown[0]} is not a field of {cls.__name__}; it has {', '.join(fields)}")
     kwargs = {}

@@ -24,4 +24,9 @@ class OutOfMemory(Exception):
         self.goes_on = goes_on
 
 
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """For a message: 1 run, 2 runs."""
+    return f"{number} {one if number == 1 else many or f'{one}s'}"
+
+
 COLLECTIVE = (Stopped, Diverged)  # all ranks raise them at the same step, so none has to tell the others

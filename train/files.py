@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from .errors import UserError
 
 Form = TypeVar("Form")
+MOST_VALUES, MOST_LEVELS = 1_000_000, 100  # of a YAML file
 
 # Files of a run directory that both the trainer and whoever starts it know.
 FAILURE = "failure.json"  # what ended an attempt, in the words of the first rank that knew
@@ -116,29 +117,49 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def read_document(path: Path, form: type[Form], largest: int = 64 << 20) -> Form:
+def read_document(path: Path, form: type[Form], largest: int = 64 << 20, remedy: str | None = None) -> Form:
     """A JSON or YAML file from outside as `form`, any type that msgspec knows: a dataclass, `dict[str, float]`, …
 
     Raises:
-        UserError: it cannot be read, has more than `largest` bytes, or has another form; names file and field.
+        UserError: it cannot be read, has more than `largest` bytes, or has another form; names file, field and remedy.
     """
     import msgspec  # here, for a job that only trains does without
     import yaml
 
     try:
         if (size := path.stat().st_size) > largest:
-            raise UserError(f"{path} has {size} bytes; it must have at most {largest}.")
+            raise UserError(f"{path} has {size} bytes; it must have at most {largest}")
         content = path.read_bytes()
         if path.suffix in (".yaml", ".yml", ""):  # lm-eval's templates have no ending
-            return msgspec.convert(yaml.safe_load(content), form)
+            return msgspec.convert(_parse_yaml(content.decode()), form)
         return msgspec.json.decode(content, type=form)
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); name a file that can.") from None
+        what, usual = f"cannot be read ({error.strerror or error})", "name a file that can"
     except RecursionError:
-        raise UserError(f"{path} is nested too deeply; write it without so many levels.") from None
-    except (msgspec.MsgspecError, yaml.YAMLError, UnicodeDecodeError) as error:
+        what, usual = "is nested too deeply", "write it without so many levels"
+    except (msgspec.MsgspecError, yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).replace("`", "").replace(" - at $", " at $").split())
-        raise UserError(f"{path} is not what it must be: {reason[:300]}.") from None
+        what, usual = f"is not what it must be: {reason[:300]}", "correct it"
+    raise UserError(f"{path} {what}; {remedy or usual}")
+
+
+def _parse_yaml(text: str) -> Any:
+    """The values of a YAML text; few lines can stand for more than any memory, by aliases of aliases."""
+    import yaml
+
+    # The loader in C takes a tenth of the time, and depth can crash it; brackets and columns bound that.
+    depth = text.count("[") + text.count("{") + max(map(len, text.splitlines()), default=0)
+    result = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader) if depth < 20_000 else yaml.SafeLoader)
+    left, values = MOST_VALUES, [(result, 0)]
+    while values:
+        value, depth = values.pop()
+        if depth > MOST_LEVELS:
+            raise RecursionError
+        if (left := left - 1) < 0:
+            raise ValueError(f"it holds more than {MOST_VALUES} values")
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        values += [(each, depth + 1) for each in inner]
+    return result
 
 
 def read_json(path: Path, form: Any = None) -> dict[str, Any] | None:

@@ -9,6 +9,8 @@ flops_exact       what the matrix products execute: 2 FLOPs a multiply-add, back
                   the full T x T square as Hoffmann et al. 2022, appendix F, and `torch.utils.flop_counter` count it
                   (over T x window with a sliding window); the padded output head; nothing for the embedding lookup,
                   norms and activations
+flops_optimizer   what the matrix products of the updates execute, beside these two and in neither: those of Muon's
+                  iterations; AdamW has none
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 
 from .config import ModelConfig, RunConfig
 from .model.shape import model_shape
+from .optimizer.registry import OPTIMIZERS
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,16 @@ def flops_exact(config: RunConfig) -> float:
 
 def flops_6nd(config: RunConfig) -> float:
     return 6.0 * count_parameters(config.model).N_total * config.D
+
+
+def flops_optimizer(config: RunConfig) -> float:
+    optimizer = OPTIMIZERS[config.optimizer.kind]
+    if optimizer.whole is None:
+        return 0.0
+    count, options = optimizer.whole.flops, config.optimizer
+    matrices = [parameter for parameter in model_shape(config.model).block if parameter.role in optimizer.roles]
+    each = [count(part.rows, matrix.columns or 1, options) for matrix in matrices for part in matrix.parts]
+    return float(config.steps * config.model.depth * sum(each))
 
 
 def tokens_for_budget(model: ModelConfig, sequence_length: int, flops: float, convention: str = "exact") -> float:

@@ -23,7 +23,7 @@ from .data.loader import TrainStream, bytes_of, validation_windows
 from .data.shards import Shards, prepare
 from .errors import Diverged, Stopped, UserError
 from .files import HALVED, JsonLines, write_json
-from .flops import count_parameters, flops_6nd, flops_exact, training_flops_per_token
+from .flops import count_parameters, flops_6nd, flops_exact, flops_optimizer, training_flops_per_token
 from .hardware import device_name, kept_peak
 from .job.control import run_on_ranks
 from .job.job import Job, join
@@ -314,6 +314,7 @@ class Trainer:
             "D": config.D,
             "flops_6nd": flops_6nd(config),
             "flops_exact": flops,
+            "flops_optimizer": flops_optimizer(config),
             **vars(held_out),
             "train_loss": self.progress.smoothed_loss,  # in metrics.jsonl `train_loss` is that of one step
             "unique_tokens": self.stepper.stream.unique_tokens,

@@ -8,23 +8,37 @@ With Psi the parameters of a rank's tensor-parallel part, N = dp, and e the byte
     2       e Psi       e Psi / N   12 Psi / N
     3       e Psi / N   e Psi / N   12 Psi / N
 
-In fp32 the weights are their own master: 8 in place of 12. Psi counts the padding of the trainer's buckets, so this is
-exact. What a micro-batch keeps is counted as autograd keeps it, one storage at a time: a view keeps all of what it
-looks into.
+In fp32 the weights are their own master: 8 in place of 12. What is updated as whole matrices has one moment: 4 less.
+It is the end of every bucket, and the rank that counts here is the first, which has the least of it. Psi counts the
+padding of the trainer's buckets, so this is exact. What a micro-batch keeps is counted as autograd keeps it,
+one storage at a time: a view keeps all of what it looks into.
 
 Rajbhandari et al. 2020, arXiv 1910.02054, section 3; Korthikanti et al. 2022, arXiv 2205.05198, section 4.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
 from .config import RunConfig
-from .model.shape import LOGITS_AT_A_TIME, LONGEST_KEPT, Share, query_block, rows_at_a_time, share_of, visible_blocks
-from .parallel.buckets import bucket_layouts
+from .model.shape import (
+    LOGITS_AT_A_TIME,
+    LONGEST_KEPT,
+    Share,
+    model_shape,
+    query_block,
+    rows_at_a_time,
+    share_of,
+    visible_blocks,
+)
+from .optimizer.muon import AT_A_TIME
+from .optimizer.registry import OPTIMIZERS
+from .parallel.buckets import Bucket, bucket_layouts
 
 FP32, INDEX = 4, 8  # bytes of an fp32 number, and of a token's id
 
@@ -63,7 +77,7 @@ def memory(config: RunConfig, device: str = "cuda") -> Memory:
     """Bytes of one rank of a run that has passed `validation.check_shapes`; `device` is cpu or cuda."""
     share, parallel, stage = share_of(config, device), config.parallel, stage_of(config)
     buckets = bucket_sizes(share, config)
-    held = state_bytes(sum(buckets), share.itemsize, stage, parallel.dp)
+    held = state_bytes(sum(buckets), share.itemsize, stage, parallel.dp, one_moment(share, config))
     state, depth = sum(held.values()), share.depth
     kept = kept_by_block(share)
     head, at_loss, in_block = kept_by_head(share), loss_workspace(share), block_workspace(share)
@@ -88,7 +102,7 @@ def memory(config: RunConfig, device: str = "cuda") -> Memory:
             "loss": state + gathered_bytes(buckets, share, stage, None) + mask + depth * kept + head + at_loss,
             "backward": state + waiting + in_block + max(backward),
             "embedding": state + waiting + table + gathered[-1] + travelling[-1],
-            "update": state + travelling[-1],
+            "update": state + travelling[-1] + whole_workspace(share, config),
         },
     )
 
@@ -103,29 +117,56 @@ def stage_of(config: RunConfig) -> int:
     return config.parallel.zero if config.parallel.dp > 1 else 0
 
 
-def state_bytes(elements: int, itemsize: int, stage: int, ranks: int) -> dict[str, int]:
-    """The table above for buckets of so many elements, padding included."""
+def state_bytes(elements: int, itemsize: int, stage: int, ranks: int, less: int = 0) -> dict[str, int]:
+    """The table above for buckets of so many elements, padding included, `less` of them with one moment."""
     own = elements // ranks
     master_and_moments = FP32 * (2 if itemsize == FP32 else 3)
     return {
         "parameters": (own if stage == 3 else elements) * itemsize,
         "gradients": (own if stage >= 2 else elements) * itemsize,
-        "optimizer": (own if stage >= 1 else elements) * master_and_moments,
+        "optimizer": (own if stage >= 1 else elements) * master_and_moments - FP32 * less,
     }
 
 
 def bucket_sizes(share: Share, config: RunConfig) -> tuple[int, ...]:
     """Elements of the rank's buckets in backward order, padding included; at stage 3 one per block."""
+    return tuple(bucket.size for bucket in buckets_of(share, config))
+
+
+def one_moment(share: Share, config: RunConfig) -> int:
+    """Elements without a second moment that the first data-parallel rank has."""
+    ranks = config.parallel.dp if stage_of(config) > 0 else 1
+    return sum(max(bucket.size // ranks - bucket.start_of(1), 0) for bucket in buckets_of(share, config))
+
+
+def whole_workspace(share: Share, config: RunConfig) -> int:
+    """Bytes while matrices are whole: a rank's part of all, those that it owns, and a batch of them or an exchange."""
+    ranks, optimizer = config.parallel.world_size, config.optimizer
+    roles = OPTIMIZERS[optimizer.kind].roles
+    block = [parameter for parameter in model_shape(config.model).block if parameter.role in roles]
+    batches = Counter[tuple[int, int]]()  # elements of matrices of one shape
+    for matrix in block:
+        for part in matrix.parts:
+            batches[part.rows, matrix.columns or 1] += part.rows * (matrix.columns or 1)
+    itemsize = 2 if optimizer.iteration_precision == "bf16" else FP32
+    owned, batch = (share.depth * size // ranks for size in (batches.total(), max(batches.values(), default=0)))
+    held = owned if stage_of(config) > 0 else owned * config.parallel.dp
+    kept = held if min(share.itemsize, itemsize) < FP32 else 0  # else in the gradients' place
+    products = 3 * min(batch, max(AT_A_TIME, *(math.prod(side) for side in batches), 0))
+    return itemsize * (kept + (0 if ranks == 1 else owned) + max(batch + products, 0 if ranks == 1 else held + owned))
+
+
+def buckets_of(share: Share, config: RunConfig) -> tuple[Bucket, ...]:
     limit = max(1, int(config.parallel.bucket_mb * 2**20 / share.itemsize))
     alike = replace(share, sequences=0, rows=0, recompute="", device="")  # which change no bucket
-    return _bucket_sizes(alike, limit, config.parallel.dp, stage_of(config))
+    return _buckets_of(alike, limit, config.parallel.dp, stage_of(config), OPTIMIZERS[config.optimizer.kind].roles)
 
 
 @lru_cache(maxsize=64)
-def _bucket_sizes(share: Share, limit: int, ranks: int, stage: int) -> tuple[int, ...]:
+def _buckets_of(share: Share, limit: int, ranks: int, stage: int, whole: tuple[str, ...]) -> tuple[Bucket, ...]:
     sizes = {parameter.name: parameter.size for parameter in share.parameters}
-    groups = dict.fromkeys(sizes, 0)  # which parameters are neighbours changes no size
-    return tuple(bucket.size for bucket in bucket_layouts(sizes, groups, limit, ranks, gathered=stage == 3))
+    groups = {parameter.name: int(parameter.role in whole) for parameter in share.parameters}  # of the rest all are 0
+    return tuple(bucket_layouts(sizes, groups, limit, ranks, gathered=stage == 3))
 
 
 def gathered_bytes(buckets: Sequence[int], share: Share, stage: int, done: int | None) -> int:

@@ -59,20 +59,13 @@ _VALUES[ord("A") : ord("Z") + 1] = _VALUES[ord("a") : ord("z") + 1]  # what `nor
 def overlaps(
     shards: Shards, suite: Suite, ngram: int = NGRAM, cache: Path | None = None, progress: Report = lambda line: None
 ) -> dict[str, set[int]]:
-    """The contaminated items of each task: their places in the split, as in `SuiteTask.indices`.
+    """The items of each task that share `ngram` words in a row with the training part: places as `SuiteTask.indices`.
 
-    Args:
-        shards: the corpus of the run; only its training part is read.
-        suite: loaded tasks.
-        ngram: words that must follow each other.
-        cache: results are kept in `<cache>/contamination`, one file per task, and found there again.
-        progress: called with a line of text every few seconds.
-
-    Raises:
-        UserError: no training text, or a cache that cannot be written.
+    They are kept in `<cache>/contamination`, one file per task, and found there again. Raises UserError: no training
+    text, or a cache that cannot be written.
     """
     if not len(shards.train):
-        raise UserError(f"{shards.directory} has no training text; contamination cannot be told from it")
+        raise UserError(f"{shards.directory} has no training text in which items could be looked for")
     if cache is None:
         return _search(shards, suite.tasks, ngram, progress)
     files = {}
@@ -93,7 +86,8 @@ def overlaps(
                     write_json(files[name], content | {"checksum": checksum(content)})
                 except OSError as error:
                     raise UserError(
-                        f"{files[name]} cannot be written ({error.strerror or error}); free space or choose a cache"
+                        f"{files[name]} cannot be written ({error.strerror or error}); free space, or choose another "
+                        "cache with ISOFLOP_CACHE"
                     ) from error
             known |= found
     return {name: known[name] for name in suite.tasks}

@@ -58,10 +58,8 @@ def export_checkpoint(
 ) -> Exported:
     """Writes a Hugging Face folder with weights, settings, tokenizer and model card (of `facts`).
 
-    `path` is a checkpoint or a run directory (its newest valid checkpoint), `dtype` fp32 or bf16.
-
-    Raises:
-        UserError: no checkpoint, an unknown format or dtype, or a folder that is not empty.
+    `path` is a checkpoint or a run directory (its newest valid checkpoint), `dtype` fp32 or bf16. Raises UserError: no
+    checkpoint, an unknown format or dtype, or a folder that is not empty.
     """
     if format == "gguf":
         raise UserError("--format is 'gguf'; export with --format hf, and llama.cpp's convert_hf_to_gguf.py reads that")
@@ -169,10 +167,8 @@ def import_checkpoint(
 ) -> Path:
     """Writes `output/checkpoints/step_0` from a folder that `AutoModelForCausalLM` loads; returns the checkpoint.
 
-    `output` then counts as a run directory; `sequence_length` is by default `max_position_embeddings`.
-
-    Raises:
-        UserError: something is missing, damaged, or describes a model that is none of ours; names the field.
+    `output` then counts as a run directory; `sequence_length` is by default `max_position_embeddings`. Raises
+    UserError: something is missing, damaged, or describes a model that is none of ours; names the field.
     """
     folder, output = Path(folder), Path(output)
     _check_free(output, overwrite, folder)

@@ -67,8 +67,7 @@ def write_tokenizer(tokenizer: Tokenizer, saved: Path, longest: int, folder: Pat
 def read_tokenizer(folder: Path, cache: Path) -> Tokenizer:
     """The tokenizer of a Hugging Face folder; one that is our bytes comes back as them.
 
-    Raises:
-        UserError: there is no tokenizer.json, or it is not one, or nothing in it ends a document.
+    Raises UserError: there is no tokenizer.json, or it is not one, or nothing in it ends a document.
     """
     from ...train.config import DataConfig
 

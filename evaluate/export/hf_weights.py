@@ -91,9 +91,8 @@ def to_hf(model: GPT) -> dict[str, Tensor]:
 def from_hf(files: Mapping[str, Any], config: ModelConfig) -> dict[str, Tensor]:
     """The weights by our names, fp32; the vocabulary padded with zeros. `files`: the open file of each tensor.
 
-    Raises:
-        UserError: a tensor is missing, of another shape than config.json says, or nothing that we know; they do not
-            fit this machine. Before any of them is read.
+    Raises UserError: a tensor is missing, of another shape than config.json says, or nothing that we know; they do not
+    fit this machine. Before any of them is read.
     """
     left, parameters = set(files), model_shape(config).parameters
     for parameter in parameters:
@@ -113,7 +112,7 @@ def from_hf(files: Mapping[str, Any], config: ModelConfig) -> dict[str, Tensor]:
     size = 4 * sum(math.prod(parameter.shape) for parameter in parameters)
     if size > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
         raise UserError(
-            f"the weights take {size / 1e9:.0f} GB in fp32; the memory here is {memory / 1e9:.0f} GB of memory"
+            f"the weights take {size / 1e9:.0f} GB in fp32; the memory here is {memory / 1e9:.0f} GB and must hold them"
         )
     result = {}
     for parameter in parameters:
@@ -143,8 +142,7 @@ class HfConfig(TypedDict, total=False):
 def model_config(config: Mapping[str, Any], sequence_length: int) -> ModelConfig:
     """Our architecture from a config.json.
 
-    Raises:
-        UserError: what it describes is none that our model computes; the field is named.
+    Raises UserError: what it describes is none that our model computes; the field is named.
     """
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:

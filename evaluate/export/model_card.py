@@ -35,19 +35,12 @@ CAVEATS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a checkpoint beside itself.
+    """What is known of a checkpoint beside itself."""
 
-    Attributes:
-        scores: a file of scores, see `checkpoint.evaluate_checkpoint`; `held_out` alone will do.
-        law: what the law of its sweep says of this N and D: `form`, `predicted_loss`, `interval` (low, high) or None.
-        provenance: isoflop_version, git_commit, git_dirty of the training.
-        version: of the isoflop that exports.
-    """
-
-    scores: Mapping[str, Any] | None = None
-    law: Mapping[str, Any] | None = None
-    provenance: Mapping[str, Any] = field(default_factory=dict)
-    version: str | None = None
+    scores: Mapping[str, Any] | None = None  # see `checkpoint.evaluate_checkpoint`; `held_out` alone will do
+    law: Mapping[str, Any] | None = None  # of its sweep: form, predicted_loss, interval (low, high) or None
+    provenance: Mapping[str, Any] = field(default_factory=dict)  # isoflop_version, git_commit, git_dirty of training
+    version: str | None = None  # of the isoflop that exports
 
 
 def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str]) -> str:

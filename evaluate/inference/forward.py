@@ -51,14 +51,11 @@ class Forward:
         self._head = _product(weight, packed)
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend, read: Tensor | None = None) -> Tensor:
-        """What the head reads: (n or m, width), the output multiplier included.
+        """What the head reads of tokens (n,): (n or m, width), the output multiplier included.
 
-        Args:
-            tokens: (n,) ids.
-            positions: (n,) where each stands in its own sequence, below `model.max_length`.
-            attend: softmax(Q K^T / sqrt(d)) V over whatever each token sees.
-            read: (m,) the tokens whose result is wanted; None: all. In the last block only they ask: `attend` is given
-                their queries (m, heads, d) beside all keys and values.
+        `positions` (n,) are of each in its own sequence, below `model.max_length`; `attend` is softmax(Q K^T / sqrt(d))
+        V over whatever each token sees. `read` (m,): the tokens whose result is wanted, None all; in the last block
+        only they ask, and `attend` is given their queries (m, heads, d) beside all keys and values.
         """
         model, eps = self.model, self.model.config.norm_eps
         x = F.embedding(tokens, model.embedding.weight)
@@ -93,12 +90,9 @@ def attention_by_sequence(
 ) -> Tensor:
     """Attention within sequences that stand one after the other, nothing padded or gathered: (m, heads, d).
 
-    Args:
-        query: (m, heads, d); key, value: (n, kv_heads, d).
-        asking, lengths: queries and tokens of each sequence; they sum to m and to n.
-        masks: what is added to the scores of each, (1, 1, asking, length); None: all of its tokens ask and see what is
-            before them, or its last one alone asks.
-        window: that the masks were made with.
+    query (m, heads, d); key, value (n, kv_heads, d); `asking`, `lengths`: queries and tokens of each sequence, summing
+    to m and n. `masks` are added to the scores of each, (1, 1, asking, length); None: all of its tokens ask and see
+    what is before them, or its last one alone asks. `window`: that the masks were made with.
     """
     parts = []
     for *own, mask in zip(query.split(asking), key.split(lengths), value.split(lengths), masks, strict=True):

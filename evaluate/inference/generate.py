@@ -54,21 +54,11 @@ def generate_texts(
     done: Callable[[int, list[int] | None], None] | None = None,
     **options: Any,
 ) -> list[list[int] | None]:
-    """Continues every prompt.
+    """At most `max_tokens` new tokens of each prompt, none of them empty; None where the model's logits were NaN.
 
-    Args:
-        model: in eval mode.
-        prompts: token ids, none empty; only the last `max_length` count.
-        max_tokens: new tokens per prompt, at most.
-        finished: asked after each token with all new ones of that prompt; True ends it (that token is kept).
-        done: called with a prompt's place and its result as soon as it is there.
-        options: see `Generation`.
-
-    Returns:
-        New tokens of each prompt; None where the model's logits were NaN.
-
-    Raises:
-        UserError: a single prompt does not fit the memory.
+    `finished` is asked after each token with all new ones of that prompt; True ends it (that token is kept). `done` is
+    called with a prompt's place and its result as soon as it is there. `options`: see `Generation`. Raises UserError: a
+    single prompt does not fit the memory.
     """
     if not prompts:
         return []
@@ -85,8 +75,7 @@ def generate_texts(
 def stream(model: GPT, prompt: Sequence[int], max_tokens: int, *, seed: int = 0, **options: Any) -> Iterator[int]:
     """The tokens that follow one prompt, each as soon as it is there; for the options see `Generation`.
 
-    Raises:
-        UserError: the model's logits are NaN.
+    Raises UserError: the model's logits are NaN.
     """
     generation = Generation(model, [prompt], max_tokens, seeds=[seed], **options)
     (request,) = generation.waiting
@@ -119,14 +108,8 @@ class Request:
 
 
 class Generation:
-    """Prompts on their way through a model: each waits, then runs (cached) or slides (recomputed), and leaves.
-
-    Args:
-        max_length: longest sequence that the model accepts.
-        seeds: one per prompt, for sampling; default its place in the list.
-        batch_tokens: bound on the tokens of one forward pass; a longer prompt goes alone.
-        cache_bytes: bound on keys and values, default 1 GiB or half of what is free on a GPU; one prompt always fits.
-        page: positions per page.
+    """Prompts on their way through a model: each waits, then runs (cached) or slides (recomputed), and leaves. Of a
+    prompt only the last `max_length` tokens count.
     """
 
     def __init__(
@@ -134,13 +117,13 @@ class Generation:
         model: GPT,
         prompts: Sequence[Sequence[int]],
         max_tokens: int,
-        max_length: int,
+        max_length: int,  # of a sequence that the model accepts
         sampling: Sampling = GREEDY,
-        seeds: Sequence[int] | None = None,
+        seeds: Sequence[int] | None = None,  # one per prompt, for sampling; default its place in the list
         device: str | torch.device = "cpu",
-        batch_tokens: int = 4096,
-        cache_bytes: int | None = None,
-        page: int = PAGE,
+        batch_tokens: int = 4096,  # bound on the tokens of one forward pass; a longer prompt goes alone
+        cache_bytes: int | None = None,  # of keys and values, default see `CACHE_BYTES`; one prompt always fits
+        page: int = PAGE,  # positions
     ) -> None:
         self.model, self.max_tokens, self.max_length, self.sampling = model, max_tokens, max_length, sampling
         self.device, self.batch_tokens = torch.device(device), batch_tokens
@@ -389,10 +372,8 @@ def recompute_last(model: GPT, texts: Sequence[Sequence[int]], device: str | tor
 def choose_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One token per row of logits (rows, vocabulary): temperature first, then top-k, then the nucleus.
 
-    `uniforms` (rows,) float64 in [0, 1) are not read where the temperature is 0.
-
-    Returns:
-        Tokens (rows,), and which rows (rows,) held a NaN, whose token means nothing.
+    `uniforms` (rows,) float64 in [0, 1) are not read where the temperature is 0. The second result (rows,) says which
+    rows held a NaN, whose token means nothing.
     """
     highest, greedy = logits.max(dim=1)  # a NaN counts as the highest
     if sampling.temperature == 0:

@@ -166,10 +166,8 @@ class PagedBatch:
         self._column = self._first[:, None] * cache.page + np.arange(longest * cache.page)
 
     def step(self, positions: Ids, first: Ids) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-        """One token a request, at `positions` (B,), which sees those from `first` (B,) on, itself included.
-
-        Returns:
-            What keeps key and value, and reads all that the queries see; see `forward.Attend`, with n = B.
+        """For one token a request, at `positions` (B,), which sees those from `first` (B,) on, itself included: what
+        keeps key and value, and reads all that the queries see; see `forward.Attend`, with n = B.
         """
         hidden = (self._column > positions[:, None]) | (self._column < first[:, None])
         own = self._table[np.arange(len(positions)), positions // self.cache.page - self._first]

@@ -51,11 +51,9 @@ def on_ranks(count: int, function: Callable[[Mesh], T], *, device: str = "cpu") 
     """Calls a function on every rank of a job and returns what it gave on the first one.
 
     Under torchrun or submitit the ranks are those of the job, each with a GPU of its own where `device` is `cuda`, and
-    meet in the current folder. Without a launcher this process forks `count` ranks, one thread each.
-
-    Raises:
-        UserError: what the function raised as such, on any rank; a number of ranks that cannot be had.
-        RuntimeError: a rank raised something else, or died; holds its words.
+    meet in the current folder. Without a launcher this process forks `count` ranks, one thread each. Raises UserError:
+    what the function raised as such, on any rank; a number of ranks that cannot be had. Raises RuntimeError: a rank
+    raised something else, or died; holds its words.
     """
     launched, most = detect(), max(MOST_FORKS, os.cpu_count() or 1)
     if not 1 <= count <= most:

@@ -51,8 +51,7 @@ class Scorer:
     def score(self, requests: Sequence[Request], done: Done | None = None) -> list[Score]:
         """(nats, greedy) of each request, in their order; `done` hears of them batch by batch.
 
-        Raises:
-            UserError: there is not enough memory for a single request.
+        Raises UserError: there is not enough memory for a single request.
         """
         results: dict[int, Score] = {}
         while waiting := [place for place in range(len(requests)) if place not in results]:

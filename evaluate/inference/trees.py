@@ -38,20 +38,13 @@ class Scored:
 
 @dataclass(frozen=True)
 class Tree:
-    """n tokens in preorder.
+    """n tokens in preorder."""
 
-    Attributes:
-        tokens, positions: (n,); positions count from the root.
-        ends: (n,) token j is seen by the tokens j <= i < ends[j].
-        documents: (n,) position at which the token's document begins; 0 where documents are not kept apart.
-        scored: the requests that it answers.
-    """
-
-    tokens: Ids
-    positions: Ids
-    ends: Ids
-    documents: Ids
-    scored: list[Scored]
+    tokens: Ids  # (n,)
+    positions: Ids  # (n,) from the root
+    ends: Ids  # (n,) token j is seen by the tokens j <= i < ends[j]
+    documents: Ids  # (n,) position at which the token's document begins; 0 where documents are not kept apart
+    scored: list[Scored]  # the requests that it answers
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -75,12 +68,9 @@ class Costs:
 def plan_trees(
     requests: Sequence[Request], waiting: Sequence[int], costs: Costs, largest: int, end_of_document: int | None = None
 ) -> list[Tree]:
-    """Packs the requests at the places `waiting` into trees.
-
-    Args:
-        costs: decide whether sharing pays.
-        largest: tokens of a tree at most; a request that is longer has a tree of its own.
-        end_of_document: after this token another document begins, which sees nothing of the one before.
+    """Packs the requests at the places `waiting` into trees, where by `costs` sharing pays, of `largest` tokens at most
+    (a request that is longer has a tree of its own). After `end_of_document` another document begins, which sees
+    nothing of the one before.
     """
     growing: list[_Growing] = []
     for place, inputs in ordered(requests, waiting):

@@ -1,12 +1,10 @@
 """The pages of this room: Jinja2 templates that become one self-contained HTML file each.
 
-- Everything that a template writes is escaped, and its control and direction characters are spelled out (‹U+202E›):
-  shown as they are, they would reorder or hide what stands beside them.
-- A Content-Security-Policy names our own script and style by their hashes: nothing else may run, load or send, even if
-  an escape were missed. So there are no style attributes either.
-- Missing numbers are a dash, never a zero; minus is the sign, not the hyphen.
-- `templates/charts.html` draws the small pictures as SVG without a script. The dots of a panel are one path for each
-  colour, each dot a line of no length with round ends. A thousand take 12 kB, elements of their own ten times that.
+- Everything is escaped, and control and direction characters are spelled out (‹U+202E›), as they reorder or hide text.
+- A Content-Security-Policy names our own script and style by their hashes, so nothing else may run, load or send even
+  if an escape were missed; there are no style attributes either.
+- `templates/charts.html` draws SVG without a script. The dots of a colour are one path of lines of no length with round
+  ends: a thousand take 12 kB, elements of their own ten times that.
 """
 
 from __future__ import annotations

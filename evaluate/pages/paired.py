@@ -1,8 +1,9 @@
 """Whether runs differ on a task by more than the luck of its items, and whether small runs choose as large ones do.
 
 All runs answer the same items, so an item that is hard for all of them tells nothing of their difference: its error is
-that of the paired differences, and a bootstrap over items says how far apart the furthest two of so many runs would lie
-by luck. The second question is that of DataDecide (Magnusson et al. 2025, arXiv:2504.11393).
+that of the paired differences. How far apart the furthest two of so many runs would lie by luck is drawn: item by item
+all differences keep their sign, or change it together. The second question is that of DataDecide (Magnusson et al.
+2025, arXiv:2504.11393).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-RESAMPLES = 1000
+DRAWS = 1000
 LUCK = 0.05  # chance that some two of runs that are alike lie beyond the threshold
 SMALLEST = 1.96  # threshold: that of two runs by the normal distribution
 FEWEST = 10  # items
@@ -54,26 +55,42 @@ def answers_of(items: Iterable[Mapping[str, Any]]) -> Answers:
     return found
 
 
-def compare(answers: Mapping[int, Mapping[int, float]], choices: Sequence[Choice]) -> Paired | None:
-    """Of runs by their place, over the items that all of them answered; None where there is too little."""
+def compare_tasks(answers: Mapping[Any, Answers], measure: str, choices: Sequence[Choice] = ()) -> dict[str, Paired]:
+    """The runs on each task on which they can be compared."""
+    known: dict[str, dict[Any, Mapping[int, float]]] = {}
+    for run, tasks in answers.items():
+        for task, measures in tasks.items():
+            if measure in measures:
+                known.setdefault(task, {})[run] = measures[measure]
+    return {task: found for task, runs in known.items() if (found := compare(runs, choices)) is not None}
+
+
+def compare(answers: Mapping[Any, Mapping[int, float]], choices: Sequence[Choice]) -> Paired | None:
+    """Of runs by their place or id, over the items that all of them answered; None where there is too little."""
     shared = sorted(set.intersection(*map(set, answers.values()))) if len(answers) > 1 else []
     if (n := len(shared)) < FEWEST:
         return None
     rng, order = np.random.default_rng(0), {run: place for place, run in enumerate(answers)}
     scores = np.array([[of_run[item] for item in shared] for of_run in answers.values()])
-    means, resampled = scores.mean(axis=1), rng.multinomial(n, np.full(n, 1 / n), RESAMPLES) @ scores.T / n
-    i, j = np.triu_indices(len(scores), 1)
-    if len(i) > MOST:
-        i, j = (places[rng.choice(len(i), MOST, replace=False)] for places in (i, j))
-    covariance = np.cov(scores)
-    alone = covariance[i, i] + covariance[j, j]
-    variance, difference = alone - 2 * covariance[i, j], np.abs(means[i] - means[j])
-    # Runs that lie equally far apart on every item would have an error of zero.
-    error = np.where(variance > 1e-12 * alone, np.sqrt(np.maximum(variance, 0) / n), difference / np.sqrt(n))
-    i, j, error, difference = (each[error > 0] for each in (i, j, error, difference))
-    z, pairs = difference / error, len(alone)
-    by_luck = [np.max(np.abs(each[i] - each[j]) / error, initial=0.0) for each in resampled - means]
-    threshold = max(SMALLEST, float(np.quantile(by_luck, 1 - LUCK)))
+    means, (i, j) = scores.mean(axis=1), np.triu_indices(len(scores), 1)
+    if (pairs := len(i)) > MOST:
+        chosen = rng.choice(pairs, pairs := MOST, replace=False)
+        i, j = i[chosen], j[chosen]
+    centred = scores - scores.mean(axis=0)  # without what all find hard
+    products = centred @ centred.T / n
+    square = np.maximum(products[i, i] + products[j, j] - 2 * products[i, j], 0)  # of a difference, its mean
+    i, j, error = (each[square > 1e-24] for each in (i, j, np.sqrt(square / n)))
+    difference = np.abs(means[i] - means[j]) / error
+    # Were two runs alike, each of their differences could as well have the other sign.
+    drawn = np.array_split(rng.choice([-1.0, 1.0], (DRAWS, n)) @ centred.T / n, 1 + DRAWS * len(i) // 2_000_000)
+    by_luck = [np.max(np.abs(part[:, i] - part[:, j]) / error, axis=1, initial=0.0) for part in drawn]
+
+    def z_of(difference: Any) -> Any:
+        """Of one in errors about zero: in errors about itself; bounded, for runs that differ alike on every item."""
+        return difference * np.sqrt((n - 1) / np.maximum(n - difference**2, 1e-4 * n))
+
+    z = z_of(difference)
+    threshold = max(SMALLEST, float(z_of(np.quantile(np.concatenate(by_luck), 1 - LUCK))))
     held, known = None, [[order[run] for run in choice] for choice in choices if order.keys() >= set(choice)]
     if known:
         a, b, c, d = np.array(known).T
@@ -82,6 +99,7 @@ def compare(answers: Mapping[int, Mapping[int, float]], choices: Sequence[Choice
             """A tie agrees by half."""
             return (np.sign(score[:, a] - score[:, b]) * np.sign(score[:, c] - score[:, d]) / 2 + 0.5).mean(axis=1)
 
+        resampled = rng.multinomial(n, np.full(n, 1 / n), DRAWS) @ scores.T / n
         held = float(agreeing(means[None])[0]), float(agreeing(resampled).std())
     apart = float((z > threshold).sum()) / pairs
     return Paired(n, float(z.max(initial=0.0)), threshold, apart, pairs, held, len(known))

@@ -38,13 +38,10 @@ VERDICTS = ("acc", "exact_match", "acc_norm")
 def checkpoint_page(
     scores: Scores, items: Items = (), peers: Sequence[Scores] = (), against: Other | None = None
 ) -> str:
-    """A self-contained HTML page.
+    """A self-contained HTML page of what `evaluate_checkpoint` returned and the items that it wrote.
 
-    Args:
-        scores: what `evaluate_checkpoint` returned.
-        items: of its tasks, as the items file holds them: the samples.
-        peers: scores of the sweep's other checkpoints, with their `flops`: what equal compute buys elsewhere.
-        against: scores and items of one other checkpoint, to be compared item by item.
+    `peers`: scores of the sweep's other checkpoints, for what equal compute buys elsewhere; `against`: scores and items
+    of one other checkpoint, to be compared item by item.
     """
     name, worst = scores.get("name") or scores["run_id"], (scores.get("held_out") or {}).get("worst")
     tasks = {task: found for task, found in scores["tasks"].items() if not _is_domain(found)}
@@ -154,6 +151,12 @@ def _warnings(scores: Scores) -> list[str]:
             lines.append(f"{name}: the prompts of {many} items were cut {context}.")
     if found := {name: task for name, task in tasks.items() if task.get("contaminated_items")}:
         lines.append(f"Items that share text with the training data: {_listed(found, 'contaminated_items')}.")
+    settings = {"precision": "precision", "lm_eval_version": "lm-eval", "scoring": "scoring"}
+    for name, task in tasks.items():
+        if said := [
+            f"{known} {task[key]}" for key, known in settings.items() if task.get(key, old := scores.get(key)) != old
+        ]:
+            lines.append(f"{name} was scored under other settings than the rest: {', '.join(said)}.")
     if scores.get("contamination_withheld"):
         lines.append(f"Contamination is not known: {scores['contamination_withheld']}.")
     if (scores.get("held_out") or {}).get("withheld"):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .page import Axis, Panel, compute, counted, is_number, number, render_page, short_count, spell
-from .paired import MEASURES, Answers, Choice, Paired, compare
+from .paired import MEASURES, Answers, Choice, Paired, compare_tasks
 
 FEW = 60  # checkpoints in a panel that still get error bars of their own
 SAME_BUDGET = 1.25  # runs whose FLOPs differ by less from the smallest of their budget belong to it
@@ -33,16 +33,15 @@ Value = tuple[float, float | None]  # and its standard error
 def sweep_page(rows: Sequence[Row], answers: Mapping[str, Answers], title: str, links: Mapping[str, str]) -> str:
     """A self-contained HTML page.
 
-    Args:
-        rows: one for each checkpoint: run_id, name, step, final, N, D, flops, loss, recipe (or None), and `tasks`, the
-            scores by task; where a `budget` is given, it says which runs belong together.
-        answers: run_id -> what its final checkpoint scored on each item.
-        title: of the sweep.
-        links: run_id -> a page of that run's checkpoint, relative to this one.
+    `rows`: one for each checkpoint: run_id, name, step, final, N, D, flops, loss, recipe (or None), `tasks` (the scores
+    by task), and where a `budget` is given, it says which runs belong together. By run_id, `answers` are what its final
+    checkpoint scored on each item, `links` a page of that checkpoint, relative to this one.
     """
     sweep = Sweep.of(rows)
     scored = sorted({name for row in sweep.rows for name in row["tasks"]})
-    signals = {task: signal_of(sweep, task, answers) for task in scored}
+    finals = {place: answers.get(sweep.rows[place]["run_id"], {}) for group in sweep.budgets for place in group}
+    compared = {measure: compare_tasks(finals, measure, choices(sweep)) for measure in NAMES}
+    signals = {task: {measure: compared[measure].get(task) for measure in NAMES} for task in scored}
     names = sorted(scored, key=lambda task: (-strength(signals[task]), task))
     if not names:
         return render_page("sweep.html", title, {"tasks": []}, "sweep.css")
@@ -89,18 +88,12 @@ def safe_link(link: str | None) -> str | None:
 
 @dataclass
 class Sweep:
-    """The scored checkpoints that have FLOPs, arranged.
-
-    Attributes:
-        budgets: places in `rows` of the finished runs of each budget, by rising FLOPs.
-        recipes: names, where there are several; otherwise empty.
-        shades: largest N of each colour but the last.
-    """
+    """The scored checkpoints that have FLOPs, arranged."""
 
     rows: list[Row]
-    budgets: list[list[int]]
-    recipes: list[str]
-    shades: list[float]
+    budgets: list[list[int]]  # places in `rows` of the finished runs of each budget, by rising FLOPs
+    recipes: list[str]  # names, where there are several; otherwise empty
+    shades: list[float]  # largest N of each colour
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Sweep:
@@ -238,16 +231,6 @@ def choices(sweep: Sweep) -> list[Choice]:
         for small in smaller
         for one, other in combinations(sorted(small.keys() & largest.keys()), 2)
     ]
-
-
-def signal_of(sweep: Sweep, task: str, answers: Mapping[str, Answers]) -> Signal:
-    """How far the finished runs lie apart on a task, by measure."""
-    finals = [place for group in sweep.budgets for place in group]
-    known = {place: answers.get(sweep.rows[place]["run_id"], {}).get(task, {}) for place in finals}
-    return {
-        measure: compare({place: of[measure] for place, of in known.items() if measure in of}, choices(sweep))
-        for measure in NAMES
-    }
 
 
 def strength(signal: Signal) -> float:

@@ -30,13 +30,9 @@ Arguments = set[tuple[Any, ...]]
 def item_results(
     entry: SuiteTask, samples: list[dict[str, Any]], averaged: set[str], truncated: Arguments, failed: Arguments
 ) -> list[ItemResult]:
-    """One result for each item, by place. A task with several filters has a sample for each; they become one item.
+    """One result for each item of lm-eval's samples, by place; those of several filters become one.
 
-    Args:
-        entry: the task.
-        samples: as lm-eval's `evaluate` gives them.
-        averaged: metrics whose mean is the task's score.
-        truncated, failed: arguments of requests, see `harness.CheckpointLM`.
+    `averaged`: metrics whose mean is the task's score; `truncated`, `failed`: see `harness.CheckpointLM`.
     """
     merged: dict[int, ItemResult] = {}
     for sample in samples:

@@ -26,8 +26,8 @@ from ..tasks.suite import Suite
 from .items import items_path, move_aside, pack_items, read_items
 
 Report = Callable[[str], None]
-# What a score depends on beside its task: scores of a file that says otherwise are not kept.
-SAME = ("checkpoint_sha256", "lm_eval_version", "scoring", "precision")
+# What a score depends on beside its checkpoint and its task; each task's scores say it, for a file may hold several.
+SETTINGS = ("lm_eval_version", "scoring", "precision")
 SECONDS = 10.0  # between two lines of a meter
 
 
@@ -43,10 +43,7 @@ def request_key(kind: str, *parts: Any) -> str:
 class Answers:
     """Answers by key, in memory and with a `path` in a file; says how far and how fast a task is.
 
-    The file is begun anew where it has another header.
-
-    Raises:
-        UserError: the file cannot be written.
+    The file is begun anew where it has another header. Raises UserError: the file cannot be written.
     """
 
     def __init__(
@@ -78,11 +75,7 @@ class Answers:
         return answer
 
     def put(self, pairs: Iterable[tuple[str, Any]]) -> None:
-        """Remembers a batch of JSON values and writes it as one line.
-
-        Raises:
-            UserError: the disk is full.
-        """
+        """Remembers a batch of JSON values and writes it as one line. Raises UserError: the disk is full."""
         batch = dict(pairs)
         if not batch:
             return
@@ -135,8 +128,7 @@ def _answers_under(path: Path, header: dict[str, Any], say: Report) -> dict[str,
 def only_one(output: Path, say: Report, ranks: Mesh) -> Iterator[None]:
     """Holds the output, so that two evaluations into one file do not ask twice; the kernel drops the lock.
 
-    Raises:
-        UserError: the folder cannot be written, or the output is one.
+    Raises UserError: the folder cannot be written, or the output is one.
     """
     lock = FileLock(output.with_name(f".{output.name}.lock"))
     run_on_ranks(ranks, lambda: _acquire(lock, output, say), only_first=True)
@@ -171,7 +163,7 @@ class Record:
         ranks: Mesh,
         keep_items: bool,
     ) -> None:
-        """With what an earlier evaluation of this very checkpoint left, less tasks whose items or prompts changed."""
+        """With what an earlier evaluation of this very checkpoint left, less tasks that are asked otherwise now."""
         self.output, self._ranks, self._say, self._keep_items = output, ranks, say, keep_items
         old = run_on_ranks(ranks, lambda: _kept(output, header, suite, ngram, say), only_first=True)
         known: dict[str, Any] = {"tasks": {}, "suites": {}, "held_out": None, "contamination_withheld": None}
@@ -194,7 +186,7 @@ class Record:
     def answers(self) -> Iterator[Answers]:
         """The answers so far, which the first rank keeps; they are deleted when the block ends without an error."""
         path = self.output.with_name(f"{self.output.stem}.answers.jsonl")
-        header = {key: self.scores[key] for key in SAME}
+        header = {key: self.scores[key] for key in ("checkpoint_sha256", *SETTINGS)}
         is_first = self._ranks.rank == 0
         answers = run_on_ranks(self._ranks, lambda: Answers(path, header, self._say) if is_first else Answers())
         with contextlib.closing(answers):
@@ -203,11 +195,7 @@ class Record:
             path.unlink(missing_ok=True)
 
     def enter(self, name: str, scores: dict[str, Any], items: list[dict[str, Any]]) -> None:
-        """A task is complete, and in the files.
-
-        Raises:
-            UserError: the files cannot be written; the old ones stay.
-        """
+        """A task is complete, and in the files. Raises UserError: the files cannot be written; the old ones stay."""
         self.tasks[name] = scores
         if self._keeps:
             self._members[name] = pack_items(items)
@@ -228,7 +216,7 @@ class Record:
         self.scores["suites"] = {
             suite: suite_scores([self.tasks[name] for name in names])
             for suite, names in suites.items()
-            if names and all(name in self.tasks for name in names)
+            if names and all(name in self.tasks and _alike(self.tasks[name], self.scores) for name in names)
         }
         self._write(flush=True)
 
@@ -252,19 +240,33 @@ def _kept(output: Path, header: dict[str, Any], suite: Suite, ngram: int | None,
     if old is None or not _is_whole(old):
         say(f"{output} is not a file of scores; moved to {move_aside(output).name}, scoring again")
         return {}
-    if any(old.get(key) != header[key] for key in SAME):
+    if old.get("checkpoint_sha256") != header["checkpoint_sha256"]:
         return {}
-    tasks = {
-        name: scores
-        for name, scores in old["tasks"].items()
-        if (entry := suite.tasks.get(name)) is None  # a task that is not asked about stands
-        or (
+    # A file of an earlier version says once what holds for all of its tasks.
+    common = {key: old.get(key) for key in SETTINGS}
+    known = {
+        name: scores | {key: scores.get(key, common[key]) for key in SETTINGS} for name, scores in old["tasks"].items()
+    }
+    changed = [
+        name
+        for name, entry in suite.tasks.items()
+        if (scores := known.get(name)) is not None
+        and not (
             scores["subset"] == entry.subset
             and scores.get("version") == entry.version
             and ngram in (None, scores.get("ngram"))
+            and _alike(scores, header)
         )
-    }
-    return {**old, "tasks": tasks, "suites": {}}
+    ]
+    if changed:
+        say(f"scored again, as items, prompts or settings are not those of {output}: {', '.join(changed)}")
+    if others := [name for name in known if name not in suite.tasks]:
+        say(f"kept in {output}: {', '.join(others)}")
+    return {**old, "tasks": {name: scores for name, scores in known.items() if name not in changed}, "suites": {}}
+
+
+def _alike(scores: Mapping[str, Any], header: Mapping[str, Any]) -> bool:
+    return all(scores[key] == header[key] for key in SETTINGS)
 
 
 def _is_whole(old: dict[str, Any]) -> bool:

@@ -4,10 +4,9 @@ Examples of a file are drawn by a hash of (seed, task, item): an item has the sa
 passes over in silence in YAML (a file that does not parse, two tasks of one name) is an error here; files are found
 beside the YAML. Python of such a folder (`!function`, a metric's script) runs only where `allow_code` says so.
 
-Any folder of text is a perplexity suite, scored in bits per byte domain by domain (Paloma: Magnusson et al. 2023). A
-domain is a folder one level down, or a file of many documents that lies in the folder itself; plain texts that lie
-there make up one domain together. A document counts with its first `DOCUMENT_BYTES` bytes, so that one book does not
-decide a domain; a single plain text is cut into pieces of that size instead.
+Any folder of text is a perplexity suite, scored in bits per byte by domain (Paloma: Magnusson et al. 2023). A domain is
+a folder one level down, or a file of many documents; plain texts beside them are one domain together. A document counts
+with its first `DOCUMENT_BYTES` bytes, so that no book decides a domain; a single plain text is cut into such pieces.
 """
 
 from __future__ import annotations
@@ -58,10 +57,8 @@ def load_custom(
     """The task of a .jsonl file, or every task of a file or a folder (with all below it) of lm-eval YAML.
 
     With `shots` examples before each question, `@shots` ends the names; 0 leaves a YAML's own `num_fewshot`.
-    `allow_code`: whether the YAML may run Python.
-
-    Raises:
-        UserError: naming file, line, field and value, and what would be accepted.
+    `allow_code`: whether the YAML may run Python. Raises UserError naming file, line, field and value, and what would
+    be accepted.
     """
     path = Path(path).expanduser()
     if path.is_dir():
@@ -151,8 +148,7 @@ def _examples(path: Path, name: str, rows: list[dict[str, Any]], index: int, sho
 def read_questions(path: Path) -> list[dict[str, Any]]:
     """The lines of a .jsonl file: {"prompt", "choices", "answer" (a place)} or {"prompt", "answer" (a text)}.
 
-    Raises:
-        UserError: at the first line that is not an item, or that is of another kind than the first.
+    Raises UserError at the first line that is not an item, or that is of another kind than the first.
     """
     try:
         rows = dict(json_objects(path))
@@ -167,8 +163,10 @@ def read_questions(path: Path) -> list[dict[str, Any]]:
         where = f"line {number} of {path}"
         items.append(item := _item(row, where))
         if ("choices" in item) != ("choices" in items[0]):
-            kinds = ("has choices", "has none") if "choices" in item else ("has no choices", "has some")
-            raise UserError(f"{where} {kinds[0]}, line {min(rows)} {kinds[1]}; all lines of a file must be of one kind")
+            which = ("choices", "none") if "choices" in item else ("no choices", "some")
+            raise UserError(
+                f"{where} has {which[0]} and line {min(rows)} has {which[1]}; either all lines have choices or none"
+            )
     return items
 
 
@@ -199,7 +197,7 @@ def _item(row: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _text(row: dict[str, Any], field: str, where: str) -> str:
     if field not in row:
-        raise UserError(f"{where} has no {field!r}; it has {', '.join(row) or 'no fields'}")
+        raise UserError(f"{where} has no {field!r}; it has {', '.join(row) or 'no fields'}, and {field} must be a text")
     if not isinstance(row[field], str) or not row[field].strip():
         raise UserError(f"{where}: {field} is {_shown(row[field])}; it must be a text that is not blank")
     return well_formed(row[field])
@@ -404,14 +402,10 @@ def _frozen(folder: Path, name: str, task: Any, shots: int, limit: int | None) -
 
 
 def load_texts(folder: Path | str, limit: int | None = None) -> dict[str, SuiteTask]:
-    """A task of output type `loglikelihood_rolling` for each domain, named `text_<folder>_<domain>`.
+    """A task of output type `loglikelihood_rolling` for each domain (see above), named `text_<folder>_<domain>`.
 
-    Args:
-        folder: holds text; see above what its domains are.
-        limit: documents per domain; None means all.
-
-    Raises:
-        UserError: no such folder, a file that cannot be read, or a domain without text.
+    `limit`: documents per domain; None means all. Raises UserError: no such folder, a file that cannot be read, or a
+    domain without text.
     """
     folder = Path(folder).expanduser()
     if not folder.is_dir():
@@ -426,11 +420,7 @@ def load_texts(folder: Path | str, limit: int | None = None) -> dict[str, SuiteT
 
 
 def domains(folder: Path) -> dict[str, list[Path]]:
-    """The files of each domain, in a deterministic order.
-
-    Raises:
-        UserError: when there is none.
-    """
+    """The files of each domain, in a deterministic order. Raises UserError when there is none."""
     result: dict[str, list[Path]] = {}
     try:
         files = find_files(str(folder))

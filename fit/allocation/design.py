@@ -1,59 +1,104 @@
-"""Which runs to buy next: the batch that most narrows what a law says of a large budget, within a budget of FLOPs.
+"""Which runs to buy next: those that most lower the expected squared error of what laws say of dear targets.
 
-The mean log width of log L*(C) and log N*(C) at the target is minimised: a c-optimal design, Sigma = (J' W J +
-prior)^-1 from slopes J of log loss by (log E, log a, alpha, log b, beta), a and b being the terms at the middle of the
-runs. Every gain is an average over bootstrap draws (a Bayesian design). Each trunk has an error of its own. Batches are
-grown by gain / FLOPs^p for several p, improved by exchanges, and the best is taken. A c-optimal design cannot see that
-the law's *form* is wrong, so a share goes to the largest affordable runs near the optimum.
-
-Fedorov 1972, Theory of Optimal Experiments (exchanges); Chaloner and Verdinelli 1995, Bayesian experimental design: a
-review, section 4 (nonlinear models, c-optimality).
+Special here:
+- *Any law, and several.* Each local optimum of each law is a basin, weighed by its likelihood. Within one, constants
+  are Gaussian, Sigma = (J' W J + prior)^-1 with slopes J of log predictions; between them, runs and targets covary as
+  the basins' predictions do. What a run lowers of both follows from means and covariances alone (Goldstein and Wooff
+  2007, Bayes Linear Statistics). Li et al. 2026 (arXiv:2604.22753) average over basins by quadrature.
+- *No form is right*, so a target's error also grows with the log of compute between it and the largest run, at the rate
+  that public tables teach (constants/forecast.yaml): larger runs lower that.
+- Each trunk has an error of its own. Batches are grown by worth / FLOPs^p for several p, improved by exchanges (Fedorov
+  1972, Theory of Optimal Experiments), and the best is taken.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
+from scipy.special import ndtri
 
-from ..errors import Array, InputError, positive, same_length
+from ..errors import Array, Columns, Constants, InputError, floats, positive, same_length
+from ..files import read_constants
+from ..solver.solver import solve
 from ..uncertainty import by_group
-from .allocation import optimum
 
-# Standard deviations of the prior about each draw, in (log E, log a, alpha, log b, beta): far wider than any fit.
-PRIOR = np.array([1.0, 1.5, 0.3, 1.5, 0.3])
-LEAST_EXPONENT = 0.02  # a draw with a flatter term has no optimum worth designing for
+BASINS, DISTINCT = 6, 1  # of a law, at most; decimals of a coordinate, over its prior's width, in which two differ
+UNBOUNDED = (
+    6.0  # stands for the range of a coordinate without bounds; the prior's standard deviation is a quarter of it
+)
+STEP = 3e-4  # of a central difference, over that standard deviation; a searched optimum is known to about 1e-6
 LEAST_NOISE = 1e-5  # in log loss; runs that lie on the law to rounding
-DRAWS = 32  # of the law's bootstrap, over which a gain is averaged
-POWERS = (1.0, 0.7, 0.4, 0.0)  # of FLOPs in gain / FLOPs^p; 0 takes the largest gain that can be paid
+LEAST_SHARE = 1e-3  # of a basin
+POWERS = (1.0, 0.7, 0.4, 0.0)  # of FLOPs in worth / FLOPs^p; 0 takes the most worth that can be paid
 PASSES = 6  # of exchanges over a batch, at most; few change anything after the third
-CHECK_SHARE = 0.2  # of the budget, for runs that check the law's form
-FIRST_CHECK = 0.5  # of the budget, that the first of them may cost where the share pays for none
-CHECK_FLOPS = 0.5  # of the largest C, that each of them has at least
-CHECK_SIZE = 2.0  # factor by which their N may be farther off N*(C) than that of the nearest such run
 REFILL = 0.7  # the p by which what an exchange leaves over is spent
 
 
 @dataclass(frozen=True)
-class Widths:
-    """Standard deviations of log L* and log N* at the target: geometric means over draws."""
+class Basin:
+    """A local optimum theta (k,) of a fitted law, and its share of the likelihood."""
 
-    loss: float
-    N: float
+    law: Any
+    theta: Array
+    share: float
+
+    def slopes(self, quantity: Callable[[Any, Constants], Array]) -> tuple[Array, Array]:
+        """A quantity, (law, constants (r,)) -> (points, r), here (points,), and its slopes (points, k) by each
+        coordinate in standard deviations of its prior.
+        """
+        p, k = self.law.problem_, len(self.theta)
+        steps = STEP * np.diag(prior_widths(p))
+        with np.errstate(all="ignore"):
+            values = quantity(self.law, p.constants(self.theta + np.concatenate([0.0 * steps[:1], steps, -steps])))
+            return values[:, 0], (values[:, 1 : k + 1] - values[:, k + 1 :]) / (2.0 * STEP)
+
+
+def prior_widths(problem: Any) -> Array:
+    """The standard deviation of each coordinate's prior, (k,)."""
+    span = problem.upper - problem.lower
+    return np.where(np.isfinite(span), span, UNBOUNDED) / 4.0
+
+
+def basins(laws: Sequence[Any], shares: Sequence[float] | None = None) -> list[Basin]:
+    """The distinct local optima of fitted laws of the same rows; `shares`, where given, are those of whole laws."""
+    found, log = list[Basin](), list[float]()
+    for place, law in enumerate(laws):
+        p, weights = law.problem_, law.weight_ * law._precision
+        starts = np.concatenate([law.theta_[None, None], p.starts(weights[None, :], None).swapaxes(0, 1)])
+        each = np.broadcast_to(weights, (len(starts), p.form.points))  # each start is a problem of its own
+        theta = solve(p.form, p.target, each, starts, p.lower, p.upper, law._delta).theta
+        square = np.average((p.form.value(theta)[0] - p.target) ** 2, axis=1, weights=law.weight_) + LEAST_NOISE**2
+        square[~np.isfinite(square)] = np.inf
+        order = np.argsort(square)
+        cells = np.round(theta[order] / np.maximum(prior_widths(p), 1e-300), DISTINCT)
+        first = order[np.sort(np.unique(cells, axis=0, return_index=True)[1])[:BASINS]]
+        rows = int((law.weight_ > 0).sum())
+        likelihood = -0.5 * (rows * np.log(square[first]) + p.free * np.log(rows))  # with the noise at its best
+        if shares is not None:
+            likelihood += np.log(shares[place]) - np.log(np.exp(likelihood - likelihood[0]).sum()) - likelihood[0]
+        found += [Basin(law, theta[i], 1.0) for i in first]
+        log += likelihood.tolist()
+    share = np.exp(np.array(log) - max(log))
+    share[share < LEAST_SHARE] = 0.0
+    return [replace(b, share=s) for b, s in zip(found, share / share.sum(), strict=True) if s]
 
 
 class Beliefs:
-    """Gaussian beliefs about k coordinates of a law and the errors of T trunks, linearised at M draws.
+    """Gaussian beliefs about k coordinates of M basins and the errors of T trunks.
 
-    covariance (M, k + T, k + T); goals (M, 2, k), slopes of log L* and log N*. Runs come and go by rank-one updates.
+    goals (M, q, k): slopes of what is asked; shares (M,); covariance (M, k + T, k + T), whose prior of the coordinates
+    is one. Runs come and go by rank-one updates.
     """
 
-    def __init__(self, goals: Array, prior: Array, trunks: int, shared: float, own: float) -> None:
-        M, _, k = goals.shape
-        diagonal = np.concatenate([prior**2, np.full(trunks, shared)])
-        self.k, self.own, self.shared = k, own, shared
-        self.goals = np.concatenate([goals, np.zeros((M, 2, trunks))], axis=2)
+    def __init__(self, goals: Array, shares: Array, trunks: int, shared: float, own: float) -> None:
+        M, q, k = goals.shape
+        self.k, self.own, self.shared, self.shares = k, own, shared, shares
+        self.goals = np.concatenate([goals, np.zeros((M, q, trunks))], axis=2)
+        diagonal = np.concatenate([np.ones(k), np.full(trunks, shared)])
         self.covariance = np.broadcast_to(np.diag(diagonal), (M, k + trunks, k + trunks)).copy()
 
     def copy(self) -> Beliefs:
@@ -73,62 +118,140 @@ class Beliefs:
         self.covariance -= moved[:, :, None] * (moved / variance[:, None])[:, None, :]
 
     def variances(self) -> Array:
-        """Of log L* and log N*, (M, 2)."""
-        return np.maximum(np.einsum("mqi,mij,mqj->mq", self.goals, self.covariance, self.goals), 1e-300)
+        """Of each goal, (q,)."""
+        each = np.einsum("mqi,mij,mqj->mq", self.goals, self.covariance, self.goals, optimize=True)
+        return np.maximum(self.shares @ each, 1e-300)
 
-    def criterion(self) -> float:
-        """Mean log width of the two, over draws."""
-        return float(0.5 * np.log(self.variances()).mean())
-
-    def widths(self) -> Widths:
-        loss, size = np.exp(0.5 * np.log(self.variances()).mean(axis=0))
-        return Widths(float(loss), float(size))
-
-    def gains(self, slopes: Array, trunks: np.ndarray) -> Array:
-        """By how much each of K runs, slopes (M, K, k) on trunks (K,), would lower the criterion, (K,)."""
-        k, place = self.k, self.k + trunks
-        towards = np.einsum("mqi,mij->mqj", self.goals, self.covariance)
-        pull = np.einsum("mqi,mKi->mqK", towards[:, :, :k], slopes) + towards[:, :, place]
-        inner = self.covariance[:, :k, :k]
-        variance = (np.matmul(slopes, inner) * slopes).sum(axis=2) + self.own
-        variance += 2.0 * (slopes * self.covariance[:, :k, place].transpose(0, 2, 1)).sum(axis=2)
-        variance += self.covariance[:, place, place]
-        left = 1.0 - pull**2 / (variance[:, None, :] * self.variances()[:, :, None])
-        return np.asarray(-0.5 * np.log(np.maximum(left, 1e-12)).mean(axis=(0, 1)))
+    def falls(self, slopes: Array, trunks: np.ndarray) -> Array:
+        """By how much each of K runs, slopes (M, K, k) on trunks (K,), would lower the sum of the variances, (K,)."""
+        k, mates = self.k, trunks >= 0
+        place = k + trunks[mates]
+        towards = self.goals @ self.covariance
+        pull = towards[:, :, :k] @ slopes.transpose(0, 2, 1)
+        pull[:, :, mates] += towards[:, :, place]
+        variance = (np.matmul(slopes, self.covariance[:, :k, :k]) * slopes).sum(axis=2) + self.own
+        both = 2.0 * (slopes[:, mates] * self.covariance[:, :k, place].transpose(0, 2, 1)).sum(axis=2)
+        variance[:, mates] += both + self.covariance[:, place, place]
+        variance[:, ~mates] += self.shared
+        return np.asarray(self.shares @ ((pull**2).sum(axis=1) / variance))
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: a fitted and bootstrapped law, and the target in FLOPs.
+    """What is asked of one or several fitted laws of the same rows; see `of`."""
 
-    trunk (n,): labels of the law's rows; noise: standard deviation of one run's log loss; correlation: of the errors of
-    two runs of one trunk.
-    """
-
-    law: Any
-    target_flops: float
-    trunk: np.ndarray
-    noise: float
-    correlation: float
+    basins: list[Basin]
+    kinds: np.ndarray  # (q,) of what is asked: "loss" or "N"
+    values: Array  # (q,) their logarithms
+    goals: Array  # (M, q, k) their slopes
+    target_flops: Array  # (q,)
+    drift_rate: Array  # (q,) per log of compute between the largest run and the target
+    reach: float  # FLOPs of the largest run
+    trunk: np.ndarray  # (n,) labels of the laws' rows
+    noise: float  # standard deviation of one run's log loss
+    correlation: float  # of the errors of two runs of one trunk
 
     @classmethod
-    def of(cls, law: Any, target_flops: float, trunk: Any = None, correlation: float | None = None) -> Question:
-        """Noise, and the correlation where it is not given, come from the residuals.
+    def of(
+        cls,
+        laws: Any,
+        target_flops: ArrayLike,
+        trunk: Any = None,
+        correlation: float | None = None,
+        shares: Sequence[float] | None = None,
+        points: Mapping[str, ArrayLike] | None = None,
+        flops: ArrayLike | None = None,
+    ) -> Question:
+        """Of a law or several: the loss and N of the optimum at `target_flops`; or the losses at `points`, inputs by
+        name (q,), of this compute.
 
-        Raises InputError where the law has no draws or another form, or the target is no positive number.
+        shares: how far each law is trusted, by default its likelihood. flops (n,): of the laws' rows, by default 6ND.
+        Noise, and the correlation where it is not given, come from the residuals. Raises InputError where a law is not
+        fitted, or has no optimum there.
         """
-        if getattr(law, "form", None) != "chinchilla":
-            raise InputError("a design needs the law E + A/N^alpha + B/D^beta; other forms are not known to it.")
-        law._bootstrapped()
-        (target,) = positive("target_flops", [target_flops])
-        labels = np.arange(len(law.weight_)) if trunk is None else np.asarray(trunk)
-        if len(labels) != len(law.weight_):
-            raise InputError(f"trunk has {len(labels)} labels and the law {len(law.weight_)} rows; each needs one.")
+        laws = list(laws) if isinstance(laws, Sequence) else [laws]
+        laws[0]._fitted()
+        C = positive("target_flops", np.atleast_1d(floats(target_flops)))
+        data, rows = laws[0].data_, len(laws[0].weight_)
+        labels = np.arange(rows) if trunk is None else np.asarray(trunk)
+        if len(labels) != rows:
+            raise InputError(f"trunk has {len(labels)} labels and the law {rows} rows; each needs one.")
+        if points is None and (missing := [law.title for law in laws if not hasattr(law, "optimum")]):
+            raise InputError(f"{missing[0]} has no optimum of N and D; give points, the inputs that are asked about.")
+        if flops is None and not {"N", "D"} <= set(data):
+            raise InputError("flops is missing; a law of other inputs than N and D needs the compute of its rows.")
+        spent = 6.0 * data["N"] * data["D"] if flops is None else positive("flops", flops)
+        found = basins(laws, shares)
+
+        def asked(law: Any, constants: Constants) -> Array:
+            if points is not None:
+                return log_losses(points)(law, constants)
+            N, _, loss = law.optimum(C[:, None], constants)
+            return np.log(np.concatenate([loss, N]))
+
+        values, goals = over(found, asked)
+        if not (np.isfinite(values).all() and np.isfinite(goals).all()):
+            raise InputError("a law has no optimum at target_flops (a term is flat or gone); add other N and D.")
+        share = np.array([basin.share for basin in found])
         if correlation is None:
-            correlation = trunk_correlation(law.residuals(), labels)
+            residual = share @ np.stack([basin.law.residuals() for basin in found])
+            correlation = trunk_correlation(residual, labels)
         if not 0.0 <= correlation < 1.0:
             raise InputError(f"correlation is {correlation}; at least 0 and below 1 is expected.")
-        return cls(law, float(target), labels, max(law.residual_scale_, LEAST_NOISE), correlation)
+        noise = float(np.sqrt(share @ np.array([basin.law.residual_scale_ for basin in found]) ** 2))
+        kinds = np.repeat(["loss", "N"], len(C)) if points is None else np.repeat("loss", values.shape[1])
+        prior = read_constants("forecast")
+        rate = {kind: prior[name]["rate"] * prior[name]["drift"] for kind, name in (("loss", "loss"), ("N", "size"))}
+        return cls(
+            found, kinds, share @ values, goals, np.resize(C, len(kinds)), np.array([rate[kind] for kind in kinds]),
+            float(spent.max()), labels, max(noise, LEAST_NOISE), correlation,
+        )  # fmt: skip
+
+    def drift(self, reach: ArrayLike) -> Array:
+        """Variances (..., q) that remain however well the laws are known, with largest runs of so many FLOPs (...)."""
+        further = np.log(np.maximum(self.target_flops / floats(reach)[..., None], 1.0))
+        return np.asarray((self.drift_rate * further) ** 2)
+
+    def labels(self, trunks: ArrayLike) -> dict[str, int]:
+        """Places of the trunks that have several runs, these (m,) included; an error of one run alone is noise."""
+        names, counts = np.unique(np.append(self.trunk.astype(str), trunks).astype(str), return_counts=True)
+        return {str(name): i for i, name in enumerate(names[counts > 1])}
+
+    def beliefs(self, labels: Mapping[str, int]) -> Beliefs:
+        """What the laws' rows say; `labels` are trunks, with their places, which other runs share."""
+        shared = self.correlation * self.noise**2
+        share = np.array([basin.share for basin in self.basins])
+        found = Beliefs(self.goals, share, len(labels), shared, self.noise**2 - shared)
+        law = self.basins[0].law
+        _, slopes = over(self.basins, log_losses({name: law.data_[name] for name in law.inputs}))
+        slopes[:, :, -len(share) :] = 0.0  # the shares say already how far the basins differ there
+        for row in np.flatnonzero(law.weight_ > 0):
+            found.observe(slopes[:, row], labels.get(str(self.trunk[row]), -1), float(law.weight_[row]))
+        return found
+
+    def forecast(self, level: float = 0.95) -> Columns:
+        """What is asked, and where it lies: loss or N, low and high, (q,); of a loss, where a new run lands."""
+        variance = self.beliefs(self.labels([])).variances() + self.drift(self.reach)
+        wide = ndtri(0.5 + 0.5 * level) * np.sqrt(variance + self.noise**2 * (self.kinds == "loss"))
+        return {"value": np.exp(self.values), "low": np.exp(self.values - wide), "high": np.exp(self.values + wide)}
+
+
+def log_losses(inputs: Mapping[str, ArrayLike]) -> Callable[[Any, Constants], Array]:
+    """Log predictions of a law at inputs (points,) by name, a quantity of `Basin.slopes`."""
+    columns = {name: floats(column)[:, None] for name, column in inputs.items()}
+    return lambda law, constants: np.log(law.evaluate(constants, *(columns[name] for name in law.inputs)))
+
+
+def over(found: list[Basin], quantity: Callable[[Any, Constants], Array]) -> tuple[Array, Array]:
+    """A quantity in every basin, (M, points), and its slopes (M, points, k): by the coordinates, and by how the basins
+    differ, which is the same in all.
+    """
+    each = [basin.slopes(quantity) for basin in found]
+    values, most = np.stack([value for value, _ in each]), max(slope.shape[1] for _, slope in each)
+    own = np.stack([np.pad(slope, ((0, 0), (0, most - slope.shape[1]))) for _, slope in each])
+    share = np.array([basin.share for basin in found])
+    apart = np.sqrt(share) * (values - share @ values).T
+    return values, np.concatenate([own, np.broadcast_to(apart, (len(found), *apart.shape))], axis=2)
 
 
 def trunk_correlation(residuals: Array, trunk: np.ndarray, expected: float = 0.5, pairs: float = 10.0) -> float:
@@ -145,81 +268,34 @@ def trunk_correlation(residuals: Array, trunk: np.ndarray, expected: float = 0.5
     return float(np.clip((found / scale + pairs * expected) / (number + pairs), 0.0, 0.9))
 
 
-class Linear:
-    """Slopes of log loss and of the answers at M draws of a law, in its free coordinates."""
-
-    def __init__(self, question: Question, draws: int, seed: int) -> None:
-        law = question.law
-        c = law._bootstrapped()
-        exists = (c["alpha"] > LEAST_EXPONENT) & (c["beta"] > LEAST_EXPONENT) & (c["A"] > 0) & (c["B"] > 0)
-        if not exists.any():
-            raise InputError(
-                "no draw of the law has an optimum (a term is flat or gone in all); add runs of other N and D."
-            )
-        places = np.random.default_rng(seed).permutation(np.flatnonzero(exists))[:draws]
-        self.constants = {name: c[name][places] for name in ("E", "A", "B", "alpha", "beta")}
-        used = law.weight_ > 0
-        self.n0, self.d0 = (float(np.log(law.data_[name][used]).mean()) for name in ("N", "D"))
-        # How (log E, log a, alpha, log b, beta) follow from the free coordinates, (5, k).
-        full = np.eye(5)
-        full[:, 2] += full[:, 4] * law.tied
-        self.basis = full[:, int(law.E is not None) : 4 if law.tied else 5]
-        self.prior = np.sqrt((PRIOR**2) @ self.basis)  # each free coordinate moves one constant, or both exponents
-        if law.tied:
-            self.prior[self.basis[2].argmax()] = PRIOR[2]
-
-    def slopes(self, N: Array, D: Array) -> Array:
-        """Of log loss at points (n,) or (M, n) by each free coordinate, (M, n, k)."""
-        c = {name: values[:, None] for name, values in self.constants.items()}
-        x, y = np.log(N), np.log(D)
-        with np.errstate(over="ignore"):
-            terms = [c["E"] + 0.0 * x, c["A"] * np.exp(-c["alpha"] * x), c["B"] * np.exp(-c["beta"] * y)]
-        total = terms[0] + terms[1] + terms[2]
-        e, a, b = (term / total for term in terms)
-        full = np.stack([e, a, -a * (x - self.n0), b, -b * (y - self.d0)], axis=2)
-        return np.asarray(full @ self.basis)
-
-    def goals(self, target: float) -> Array:
-        """Slopes of log L* and log N* at the target, (M, 2, k)."""
-        c = self.constants
-        N, D, _ = optimum(target, c)
-        loss = self.slopes(N[:, None], D[:, None])[:, 0]
-        alpha, beta, both = c["alpha"], c["beta"], c["alpha"] + c["beta"]
-        by_alpha = (1.0 / alpha - (np.log(N) - self.n0)) / both
-        by_beta = (-1.0 / beta + (np.log(D) - self.d0)) / both
-        size = np.stack([np.zeros_like(both), 1.0 / both, by_alpha, -1.0 / both, by_beta], axis=1) @ self.basis
-        return np.stack([loss, size], axis=1)
-
-
 @dataclass(frozen=True)
 class Candidates:
-    """Runs that could be bought, arrays (k,): N, D, flops, branch_flops, size (the run's whole FLOPs), and trunk (a
-    label).
+    """Runs that could be bought, arrays (k,): inputs of the laws by name, flops, branch_flops, size (the run's whole
+    FLOPs), and trunk (a label).
 
     `flops` is what a run costs given what is there, and `branch_flops` what is left of it where a longer run of the
     same trunk is bought too and makes its first steps.
     """
 
-    N: Array
-    D: Array
+    inputs: Mapping[str, Array]
     flops: Array
     branch_flops: Array
     size: Array
     trunk: np.ndarray
 
     def __post_init__(self) -> None:
-        columns = {name: positive(name, getattr(self, name)) for name in ("N", "D", "flops", "branch_flops", "size")}
-        same_length(**columns, trunk=self.trunk)
+        columns = {name: positive(name, getattr(self, name)) for name in ("flops", "branch_flops", "size")}
+        same_length(**self.inputs, **columns, trunk=self.trunk)
 
     def __len__(self) -> int:
-        return len(self.N)
+        return len(self.flops)
 
     def extra(self, chosen: list[int]) -> Array:
         """FLOPs (k,) that each candidate adds to a batch: the longest run of a trunk pays for it, the others branch."""
         cost = self.flops.copy()
         for trunk, longest in self._longest(chosen).items():
-            reach, mates = self.D[longest], (self.flops > self.branch_flops) & (self.trunk == trunk)
-            shorter, longer = mates & (reach > self.D), mates & (reach < self.D)
+            reach, mates = self.size[longest], (self.flops > self.branch_flops) & (self.trunk == trunk)
+            shorter, longer = mates & (reach > self.size), mates & (reach < self.size)
             cost[shorter] = self.branch_flops[shorter]
             cost[longer] -= self.flops[longest] - self.branch_flops[longest]
         return cost
@@ -235,7 +311,7 @@ class Candidates:
         found: dict[str, int] = {}
         for i in chosen:
             trunk, makes = self.trunk[i], self.flops[i] > self.branch_flops[i]
-            if makes and (trunk not in found or self.D[i] > self.D[found[trunk]]):
+            if makes and (trunk not in found or self.size[i] > self.size[found[trunk]]):
                 found[trunk] = i
         return found
 
@@ -244,20 +320,21 @@ class Candidates:
 class Design:
     """A batch, best buy first: `chosen` are positions among the candidates.
 
-    Of each: by how much it lowers the mean log width given those before it, the FLOPs that it adds, and whether it
-    checks the law's form. `before` and `after` are the widths without and with the batch.
+    Of each: the log by which it narrows what is asked given those before it, the FLOPs that it adds, and whether it
+    checks the law's form, being larger than any run that is done. `before` and `after` are the standard deviations of
+    what is asked, "loss" or "N", without and with the batch.
     """
 
     chosen: list[int]
     gains: list[float]
     flops: list[float]
     check: list[bool]
-    before: Widths
-    after: Widths
+    before: dict[str, float]
+    after: dict[str, float]
 
     def narrowed(self, quantity: str, estimate: float, interval: tuple[float, float]) -> tuple[float, float]:
         """The interval of "loss" or "N" expected after the batch: each end's log distance shrinks as the width does."""
-        ratio = getattr(self.after, quantity) / getattr(self.before, quantity)
+        ratio = self.after[quantity] / self.before[quantity]
         low, high = (float(estimate * (end / estimate) ** ratio) for end in interval)
         return low, high
 
@@ -265,26 +342,19 @@ class Design:
 class Buyer:
     """Chooses batches for one question from one list of candidates."""
 
-    def __init__(self, question: Question, pool: Candidates, draws: int = DRAWS, seed: int = 0) -> None:
+    def __init__(self, question: Question, pool: Candidates) -> None:
         self.pool, self.question = pool, question
-        self.linear = linear = Linear(question, draws, seed)
-        shared = question.correlation * question.noise**2
-        names, self.place = by_group(pool.trunk)
-        labels = {str(name): i for i, name in enumerate(names)}
-        for label, count in zip(*np.unique(question.trunk.astype(str), return_counts=True), strict=True):
-            if count > 1:
-                labels.setdefault(str(label), len(labels))
-        own = question.noise**2 - shared
-        self.beliefs = Beliefs(linear.goals(question.target_flops), linear.prior, len(labels), shared, own)
-        law = question.law
-        slopes = linear.slopes(law.data_["N"], law.data_["D"])
-        for row in np.flatnonzero(law.weight_ > 0):
-            trunk = labels.get(str(question.trunk[row]), -1)
-            self.beliefs.observe(slopes[:, row], trunk, float(law.weight_[row]))
-        self.slopes = linear.slopes(pool.N, pool.D)
-        self.before = self.beliefs.widths()
+        labels = question.labels(pool.trunk)
+        self.place = np.array([labels.get(str(name), -1) for name in pool.trunk])
+        _, self.slopes = over(question.basins, log_losses(pool.inputs))
+        beliefs, q = question.beliefs(labels), question
+        # Each kind of what is asked counts once, in units of what is not known of it yet.
+        variance = beliefs.variances() + q.drift(q.reach)
+        self.scale = np.array([1.0 / np.sqrt(variance[q.kinds == kind].sum()) for kind in q.kinds])
+        beliefs.goals *= self.scale[:, None]
+        self.beliefs = beliefs
 
-    def buy(self, budget: float, max_runs: int | None = None, check_share: float = CHECK_SHARE) -> Design:
+    def buy(self, budget: float, max_runs: int | None = None) -> Design:
         """The batch for so many FLOPs.
 
         Raises InputError where the budget is no positive number, or pays for no candidate.
@@ -296,13 +366,8 @@ class Buyer:
                 f"budget is {budget:.3g} FLOPs; the cheapest run costs {least:.3g}, so give at least that."
             )
         most = len(self.pool) if max_runs is None else max_runs
-        locked = self._checks(budget, check_share, most)
-        found = []
-        for power in POWERS:
-            chosen, beliefs = self._grow(list(locked), budget, most, power)
-            found.append(self._exchange(chosen, beliefs, budget, most, len(locked)))
-        chosen, _ = min(found, key=lambda item: item[1])
-        return self._told(chosen, set(locked))
+        found = [self._exchange(*self._grow([], budget, most, power), budget, most) for power in POWERS]
+        return self._told(min(found, key=lambda chosen: self.value(self.with_beliefs(chosen), chosen)))
 
     def with_beliefs(self, chosen: list[int]) -> Beliefs:
         """What will be believed once these runs are done."""
@@ -311,29 +376,21 @@ class Buyer:
             beliefs.observe(self.slopes[:, i], self.place[i])
         return beliefs
 
-    def _checks(self, budget: float, share: float, most: int) -> list[int]:
-        """Runs of nearly the largest C near its optimum, for `share` of the budget; one, where half of it pays that."""
-        pool, data = self.pool, self.question.law.data_
-        payable = pool.flops <= max(share, FIRST_CHECK) * budget
-        if share <= 0 or not payable.any():
-            return []
-        reach = max(float(pool.size[payable].max()), float((6.0 * data["N"] * data["D"]).max()))
-        draws = {name: values[:, None] for name, values in self.linear.constants.items()}
-        best = np.median(optimum(pool.size, draws)[0], axis=0)
-        off, large = np.abs(np.log(pool.N / best)), payable & (pool.size >= CHECK_FLOPS * reach)
-        allowed = large & (off <= off[large].min(initial=np.inf) + np.log(CHECK_SIZE))
-        chosen: list[int] = []
-        beliefs = self.beliefs.copy()
-        while len(chosen) < most:
-            part = share if chosen else max(share, FIRST_CHECK)
-            fits = allowed & (pool.extra(chosen) <= part * budget - pool.cost(chosen))
-            if not fits.any():
-                break
-            pick = int(np.where(fits, beliefs.gains(self.slopes, self.place), -np.inf).argmax())
-            chosen.append(pick)
-            allowed[pick] = False
-            beliefs.observe(self.slopes[:, pick], self.place[pick])
-        return chosen
+    def value(self, beliefs: Beliefs, chosen: list[int]) -> float:
+        """The expected squared error of what is asked, over what it is without any batch."""
+        return float(beliefs.variances().sum() + self._drift(self._reach(chosen))) / len(set(self.question.kinds))
+
+    def worth(self, beliefs: Beliefs, chosen: list[int]) -> Array:
+        """By how much each candidate lowers the squared error (unscaled by kinds) beside a batch, (k,)."""
+        reach = self._reach(chosen)
+        drift = self._drift(np.maximum(self.pool.size, reach))
+        return np.asarray(beliefs.falls(self.slopes, self.place) + self._drift(reach) - drift)
+
+    def _reach(self, chosen: list[int]) -> float:
+        return max([self.question.reach, *self.pool.size[chosen]])
+
+    def _drift(self, reach: Any) -> Any:
+        return self.question.drift(reach) @ self.scale**2
 
     def _grow(self, chosen: list[int], budget: float, most: int, power: float) -> tuple[list[int], Beliefs]:
         beliefs = self.with_beliefs(chosen)
@@ -345,7 +402,7 @@ class Buyer:
             fits = free & (cost <= budget - spent)
             if not fits.any():
                 break
-            worth = beliefs.gains(self.slopes, self.place) / np.maximum(cost, 1e-9 * budget) ** power
+            worth = self.worth(beliefs, chosen) / np.maximum(cost, 1e-9 * budget) ** power
             pick = int(np.where(fits, worth, -np.inf).argmax())
             chosen.append(pick)
             free[pick] = False
@@ -353,45 +410,48 @@ class Buyer:
             beliefs.observe(self.slopes[:, pick], self.place[pick])
         return chosen, beliefs
 
-    def _exchange(
-        self, chosen: list[int], beliefs: Beliefs, budget: float, most: int, locked: int
-    ) -> tuple[list[int], float]:
+    def _exchange(self, chosen: list[int], beliefs: Beliefs, budget: float, most: int) -> list[int]:
         """Fedorov's exchanges: take a run back, buy the best that can then be paid, and whatever else fits."""
-        value = beliefs.criterion()
         for _ in range(PASSES):
             improved = False
-            for place in range(len(chosen) - 1, locked - 1, -1):
+            for place in range(len(chosen) - 1, -1, -1):
                 out = chosen[place]
                 rest = chosen[:place] + chosen[place + 1 :]
                 trial = beliefs.copy()
                 trial.observe(self.slopes[:, out], self.place[out], -1.0)
-                cost = self.pool.extra(rest)
-                fits = cost <= budget - self.pool.cost(rest)
+                fits = self.pool.extra(rest) <= budget - self.pool.cost(rest)
                 fits[rest] = False
-                gains = np.where(fits, trial.gains(self.slopes, self.place), -np.inf)
-                pick = int(gains.argmax())
-                if pick == out or not np.isfinite(gains[pick]) or gains[pick] <= gains[out] + 1e-6:
+                worth = np.where(fits, self.worth(trial, rest), -np.inf)
+                pick = int(worth.argmax())
+                if pick == out or not worth[pick] > worth[out] + 1e-6:
                     continue
                 trial.observe(self.slopes[:, pick], self.place[pick])
                 rest.append(pick)
                 if len(rest) < most:
                     rest, trial = self._grow(rest, budget, most, REFILL)
-                chosen, beliefs, value, improved = rest, trial, trial.criterion(), True
+                chosen, beliefs, improved = rest, trial, True
             if not improved:
                 break
-        return chosen, value
+        return chosen
 
-    def _told(self, chosen: list[int], locked: set[int]) -> Design:
-        """The batch in order of gain per FLOP, each run given those before it."""
+    def _told(self, chosen: list[int]) -> Design:
+        """The batch in order of worth per FLOP, each run given those before it."""
         beliefs, left = self.beliefs.copy(), list(chosen)
         order: list[int] = []
         gains, flops = [], []
         while left:
             cost = self.pool.extra(order)[left]
-            worth = beliefs.gains(self.slopes[:, left], self.place[left])
-            best = int((worth / np.maximum(cost, 1e-9 * cost.max())).argmax())
-            gains.append(float(worth[best]))
+            worth = self.worth(beliefs, order)[left]
+            best, before = int((worth / np.maximum(cost, 1e-9 * cost.max())).argmax()), self.value(beliefs, order)
             flops.append(float(cost[best]))
             order.append(left.pop(best))
             beliefs.observe(self.slopes[:, order[-1]], self.place[order[-1]])
-        return Design(order, gains, flops, [i in locked for i in order], self.before, beliefs.widths())
+            gains.append(float(0.5 * np.log(before / self.value(beliefs, order))))
+        check = [bool(self.pool.size[i] > self.question.reach) for i in order]
+        return Design(order, gains, flops, check, self.widths(self.beliefs, []), self.widths(beliefs, order))
+
+    def widths(self, beliefs: Beliefs, chosen: list[int]) -> dict[str, float]:
+        """Standard deviations of what is asked, by kind."""
+        q = self.question
+        variance = beliefs.variances() / self.scale**2 + q.drift(self._reach(chosen))
+        return {str(kind): float(np.sqrt(variance[q.kinds == kind].mean())) for kind in np.unique(q.kinds)}

@@ -1,6 +1,7 @@
-"""The three approaches in one shape, to be laid side by side: an allocation at any budget, with draws.
+"""The three approaches, and the mixture of forms, in one shape to be laid side by side: N and D of any budget.
 
-Each brings the uncertainty that its own method can see; where they disagree beyond it, `checks/verdict.py` says so.
+Each approach brings the uncertainty that its own method can see; where they disagree beyond it, `checks/verdict.py`
+says so. The mixture's also counts that no form is right.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from ..flops import convention_name, flops_per_token
 from ..laws.law import LossLaw
 from ..laws.powerlaw import PowerLaw
 from ..laws.registry import law_class
+from ..mixture.mixture import DRAWS, FormMixture
 from ..table import RunTable
 from ..uncertainty import percentile_interval, resampled_together
 from .envelope import Envelope
@@ -26,6 +29,8 @@ from .isoflop import IsoflopProfiles
 Law = LossLaw  # any law of N and D
 Interval = tuple[float, float]
 QUANTITIES = ("N", "D", "ratio", "loss")
+MIXTURE_TITLE = "Mixture of forms"
+MOST_FREE = 6  # parameters of a form
 
 
 def default_law() -> Law:
@@ -75,8 +80,8 @@ class Estimate:
 class Approach:
     """One approach: `reason` says why it has no answer, and is empty when it has one.
 
-    `exponent` is a of N* ~ C^a. `flops_per_token` is a function of N where FLOPs are not counted as 6ND. `profiles` and
-    `envelope` are what approaches 2 and 1 were read off.
+    `exponent` is a of N* ~ C^a. `flops_per_token` is a function of N where FLOPs are not counted as 6ND. `law`,
+    `mixture`, `profiles` or `envelope` is what answers are read off.
     """
 
     key: str
@@ -88,10 +93,17 @@ class Approach:
     flops_per_token: Callable[[Array], Array] | None = None
     profiles: IsoflopProfiles | None = None
     envelope: Envelope | None = None
+    mixture: FormMixture | None = None
 
     @property
     def available(self) -> bool:
         return not self.reason
+
+    @property
+    def intervals(self) -> dict[str, Any]:
+        """What its intervals are, for JSON: the forms behind them with their weights, and the kind, of INTERVALS."""
+        forms = self.mixture.weights_ if self.mixture else {}
+        return {"forms": forms, "intervals": "mixture" if forms else "noise"}
 
     def answers(self, flops: Array) -> tuple[Columns, dict[str, Array | None]]:
         """QUANTITIES at budgets (m,), NaN where the approach does not say, and their intervals (m, 2), None without
@@ -100,8 +112,9 @@ class Approach:
         source = self.profiles or self.envelope
         values: Columns = {}
         draws: Columns = {}
-        if self.law is not None:
-            best = compute_optimal(self.law, flops, self.flops_per_token or 6.0)
+        if self.law is not None or self.mixture is not None:
+            ask = partial(compute_optimal, self.law) if self.mixture is None else self.mixture.optimal
+            best = ask(flops, flops_per_token=self.flops_per_token or 6.0)
             values, draws = best.values, dict(best.draws)
         elif source is not None and source.N_law_ is not None:
             laws = {"N": source.N_law_, "D": source.D_law_, "loss": source.loss_law_}
@@ -131,6 +144,27 @@ class Approach:
     def to_dict(self) -> dict[str, Any]:
         """What does not depend on a budget, for JSON."""
         return {"reason": self.reason, "exponent": self.exponent, "exponent_ci": self.exponent_interval}
+
+
+def mix_forms(table: RunTable, flops_per_token: Callable[[Array], Array] | None, bootstrap: int, seed: int) -> Approach:
+    """The mixture of forms fitted to the runs, allocating as `parametric` does."""
+    mixture = FormMixture(draws=min(bootstrap, DRAWS), seed=seed)
+    together = resampled_together(table.group, table.run_id, MOST_FREE)
+    try:
+        mixture.fit(table.N, table.D, table.loss, table.flops, together, table.weight)
+    except InputError as error:
+        return Approach("mixture", MIXTURE_TITLE, str(error))
+    if (gone := mixture.without_optimum(flops_per_token or 6.0)) > 0.5:
+        reason = f"forms that weigh {gone:.0%} have no best size at the budgets of the runs"
+        return Approach("mixture", MIXTURE_TITLE, reason)
+    return mixture_approach(mixture, flops_per_token)
+
+
+def mixture_approach(mixture: FormMixture, flops_per_token: Callable[[Array], Array] | None) -> Approach:
+    """A fitted mixture, allocating as `parametric` does."""
+    a, low, high = mixture.size_exponent(flops_per_token=flops_per_token or 6.0)
+    interval = (low, high) if mixture.draws else None
+    return Approach("mixture", MIXTURE_TITLE, "", a, interval, flops_per_token=flops_per_token, mixture=mixture)
 
 
 def three_approaches(

@@ -6,6 +6,7 @@ misplace tokens per parameter by a factor of two.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from copy import copy
 from typing import Any
 
@@ -14,41 +15,59 @@ import numpy as np
 from ..allocation.allocation import compute_optimal
 from ..errors import Array, InputError, enough, identifiable
 from ..flops import FlopsPerToken
+from ..mixture.mixture import FormMixture
 from ..table import RunTable
 from ..uncertainty import percentile_interval, resampled_together
 from .approaches import Law, finite_or_none, size_or_none
+from .envelope import Envelope
 from .isoflop import IsoflopProfiles, binned_levels
 
-COARSE_BIN = 0.5  # decades, where the table has no budgets
+COARSE_BIN = 0.5  # decades, where the table has no budgets, or so many that they are no design
+MOST_BUDGETS = 20
 RUNG_GAP = 0.02  # log N; sizes nearer than this are one rung
 SIZES = ("N", "tokens_per_parameter")
-DRAWS = 200  # resamples behind the prediction intervals of a step
+DRAWS = 100  # resamples behind the prediction intervals of a step
+ASKED = {"parametric": "N_predicted", "isoflop": "N_predicted_isoflop", "envelope": "N_predicted_envelope"}
 
 
-def backtest(table: RunTable, profiles: IsoflopProfiles, law: Law | None, target: float) -> dict[str, Any]:
-    """Every step fits approach 3 (and 2 where it can) on runs cheaper than a budget and predicts that budget's runs.
+def backtest(
+    table: RunTable, profiles: IsoflopProfiles, law: Law | None, target: float, mixture: FormMixture | None = None
+) -> dict[str, Any]:
+    """Every step fits the approaches on runs cheaper than a budget and predicts that budget's runs.
 
-    Returns {"steps", "reason", "influence"} and, copied to the top, the fields of the last step, of the highest budget:
-    loss_error (mean absolute, relative), loss_bias (positive: predicted too high), both also over all runs of the
-    budget and beyond (_beyond), loss_inside (share of held-out runs within the 95 % prediction interval), N and
-    tokens_per_parameter, _predicted by approach 3, by approach 2 (_isoflop) and _measured.
+    Returns {"steps", "reason", "influence", "tested"} (see `_tested`) and, copied to the top, the fields of the last
+    step, of the highest budget: loss_error (mean absolute, relative), loss_bias (positive: predicted too high), both
+    also over all runs of the budget and beyond (_beyond), N and tokens_per_parameter, _predicted by approach 3, by
+    approach 2 (_isoflop) and _measured.
     """
+    none: dict[str, Any] = {"steps": [], "reason": "there is no parametric law", "influence": None, "tested": None}
     if law is None:
-        return {"steps": [], "reason": "there is no parametric law", "influence": None}
+        return none
     labels, budgets = _levels(table, profiles)
     influence = leave_one_out(table, law, labels, budgets, target)
-    steps, reason = [], "there is one budget only" if len(budgets) < 2 else ""
+    steps, ahead, reason = [], [], "there is one budget only" if len(budgets) < 2 else ""
     for level in range(1, len(budgets)):
         test = labels == level
         train = (table.flops < table.flops[test].min()) & ~test
         try:
-            steps.append(_step(table, train, test, float(budgets[level]), profiles, law, target))
+            alone = _refit(table.where(train), law)
+            steps.append(
+                _step(alone, table.where(train), table.where(test), float(budgets[level]), profiles, law, target)
+            )
+            beyond = table.where(table.flops >= table.flops[test].min())
+            many, error, bias = _errors(alone, beyond).values()
+            steps[-1] |= {"runs_beyond": many, "loss_error_beyond": error, "loss_bias_beyond": bias}
+            if mixture is None:
+                ahead.append(_by_law(alone, table.where(train), beyond, law.draws_ is not None))
         except InputError as error:
             reason = f"below {budgets[level]:.3g} FLOPs: {str(error).rstrip('.')}"
     if not steps:
-        return {"steps": [], "reason": reason, "influence": influence}
+        return none | {"reason": reason, "influence": influence}
+    if mixture is not None:
+        ahead = _by_mixture(mixture)
     held_highest = steps[-1]["held_out_flops"] == float(budgets[-1])
-    return {"steps": steps, "reason": "" if held_highest else reason, "influence": influence, **steps[-1]}
+    said = {"steps": steps, "reason": "" if held_highest else reason, "influence": influence}
+    return said | {"tested": _tested(steps, ahead, mixture is not None)} | steps[-1]
 
 
 def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array, target: float) -> dict[str, Any]:
@@ -96,50 +115,52 @@ def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array,
 
 
 def _levels(table: RunTable, profiles: IsoflopProfiles) -> tuple[np.ndarray, Array]:
-    """Label (n,) and FLOPs of the budgets; bins of COARSE_BIN where the table has fewer than two."""
-    if len(profiles.budgets_) >= 2:
+    """Label (n,) and FLOPs of the budgets; bins of COARSE_BIN where the table has fewer than two, or many."""
+    if 2 <= len(profiles.budgets_) <= MOST_BUDGETS:
         return profiles.labels_, profiles.budgets_
     labels = binned_levels(table.flops, COARSE_BIN)
     means = [np.log10(table.flops[labels == level]).mean() for level in range(labels.max() + 1)]
     return labels, np.array([float(10**mean) for mean in means])
 
 
-def _step(
-    table: RunTable,
-    train: np.ndarray,
-    test: np.ndarray,
-    budget: float,
-    profiles: IsoflopProfiles,
-    full: Law,
-    target: float,
-) -> dict[str, Any]:
-    if not train.any():
+def _refit(cheap: RunTable, full: Law) -> Law:
+    if not len(cheap):
         raise InputError("no cheaper run to fit.")
-    cheap, held = table.where(train), table.where(test)
     law = full.clone()
     law.fit(cheap.N, cheap.D, cheap.loss, weight=cheap.weight, loss_se=cheap.known_se)
     law.flops_per_token_ = full.flops_per_token_  # one convention for all steps
     if not law.converged_:
         raise InputError("the fit did not converge.")
-    beyond = _errors(law, table.where(table.flops >= held.flops.min()))
+    return law
+
+
+def _step(
+    law: Law,
+    cheap: RunTable,
+    held: RunTable,
+    budget: float,
+    profiles: IsoflopProfiles,
+    full: Law,
+    target: float,
+) -> dict[str, Any]:
+    """What the approaches, fitted to the cheap runs, say of those held out."""
     step: dict[str, Any] = {
         "held_out_flops": budget,
         "runs_fitted": len(cheap),
         "converged": law.converged_,
         **_errors(law, held),
-        **{f"{name}_beyond": value for name, value in beyond.items() if name != "runs_predicted"},
-        "runs_beyond": beyond["runs_predicted"],
         "tokens_per_parameter_at_target": size_or_none(compute_optimal(law, target).ratio[0]),
         "tokens_per_parameter_at_target_full": size_or_none(compute_optimal(full, target).ratio[0]),
         "predicted": np.asarray(law.predict(held.N, held.D)).tolist(),
         "measured": held.loss.tolist(),
-        "loss_inside": _inside(law, cheap, held) if full.draws_ is not None else None,
     }
     two = _profiles(cheap, profiles, cheap.budget)
     for name, C in (("at_target", target), ("predicted", budget)):
         N, D = (None if one is None else float(one.predict(C)) for one in (two.N_law_, two.D_law_))
         step[f"tokens_per_parameter_{name}_isoflop"] = D / N if N and D else None
     step["N_predicted_isoflop"] = N
+    front = Envelope().fit(cheap.N, cheap.D, cheap.loss, cheap.flops, cheap.budget).N_law_
+    step["N_predicted_envelope"] = front and float(front.predict(budget))
     vertex = _profiles(held, profiles, np.full(len(held), budget)).profiles_[0]
     N, D = (vertex.N_best, vertex.D_best) if vertex.accepted else (None, None)
     # The law's optimum is asked at the FLOPs of the held-out vertex's own N and D.
@@ -158,16 +179,61 @@ def _errors(law: Law, runs: RunTable) -> dict[str, Any]:
     return {"runs_predicted": len(runs), "loss_error": float(np.abs(error).mean()), "loss_bias": float(error.mean())}
 
 
-def _inside(law: Law, cheap: RunTable, held: RunTable) -> float | None:
-    """Share of the held-out runs within the law's own 95 % prediction interval; None without one."""
-    try:
-        law.bootstrap(DRAWS, resampled_together(cheap.group, cheap.run_id, law.problem_.free))
-    except InputError:
-        return None
-    if not law.bootstrap_["resamples"]:
-        return None
-    low, high = law.predict_interval(held.N, held.D, kind="run").T
-    return float(((low <= held.loss) & (held.loss <= high)).mean())
+def _by_law(law: Law, cheap: RunTable, beyond: RunTable, resample: bool) -> dict[str, Any]:
+    """How the law, fitted to the cheap runs, predicts all that are dearer, with its own 95 % intervals."""
+    ends = None
+    if resample:
+        with suppress(InputError):
+            law.bootstrap(DRAWS, resampled_together(cheap.group, cheap.run_id, law.problem_.free))
+            ends = law.predict_interval(beyond.N, beyond.D, kind="run").T if law.bootstrap_["resamples"] else None
+    return _ahead(
+        len(cheap), float(cheap.flops.max()), beyond.flops, beyond.loss, law.predict(beyond.N, beyond.D), ends
+    )
+
+
+def _by_mixture(mixture: FormMixture) -> list[dict[str, Any]]:
+    """How the mixture predicted what is dearer than each of its cut-offs, from the farthest to the nearest."""
+    found = []
+    for k in reversed(range(len(mixture.cut_offs_))):
+        cut, past = mixture.cut_offs_[k], mixture.before(k)
+        if past is not None:
+            N, D, loss, flops = (mixture.data_[name][cut.tested] for name in ("N", "D", "loss", "flops"))
+            predicted, *ends = past.forecast(N, D).to_numpy().T
+            known = ends if mixture.draws else None
+            found.append(_ahead(int(cut.fitted.sum()), cut.flops, flops, loss, predicted, known))
+    return found
+
+
+def _ahead(fitted: int, top: float, flops: Array, loss: Array, predicted: Array, ends: Any) -> dict[str, Any]:
+    inside = None if ends is None else float(np.mean((ends[0] <= loss) & (loss <= ends[1])))
+    error = (predicted / loss - 1.0).tolist()
+    return {"flops": top, "runs_fitted": fitted, "factor": (flops / top).tolist(), "error": error, "inside": inside}
+
+
+def _tested(steps: list[dict[str, Any]], ahead: list[dict[str, Any]], mixed: bool) -> dict[str, Any] | None:
+    """What leads the answers ("by"), step by step ("ahead": compute and runs fitted, and of every dearer run the factor
+    beyond and the relative error; the share inside of the intervals), and over the steps, weighed alike; and the root
+    mean square error of log N* of the approaches, where all of them say, with the best.
+    """
+    asked = {key: name for key, name in ASKED.items() if any(step[name] for step in steps)}
+    sized = [step for step in steps if step["N_measured"] and all(step[name] for name in asked.values())]
+    off = {
+        key: float(np.sqrt(np.mean([np.log(step[name] / step["N_measured"]) ** 2 for step in sized])))
+        for key, name in asked.items()
+        if sized
+    }
+    inside = [one["inside"] for one in ahead if one["inside"] is not None]
+    return {
+        "by": "mixture" if mixed else "parametric",
+        "reach": max((max(one["factor"]) for one in ahead), default=1.0),
+        "predictions": sum(len(one["factor"]) for one in ahead),
+        "error": float(np.mean([np.mean(np.abs(one["error"])) for one in ahead])) if ahead else None,
+        "bias": [float(np.mean(one["error"])) for one in ahead],
+        "inside": float(np.mean(inside)) if inside else None,
+        "size_error": off,
+        "best": min(off, key=lambda key: off[key], default=None),
+        "ahead": ahead,
+    }
 
 
 def _profiles(runs: RunTable, like: IsoflopProfiles, budget: Array) -> IsoflopProfiles:

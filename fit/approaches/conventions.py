@@ -75,7 +75,7 @@ def by_convention(
     bootstrap: int = 0,
     seed: int = 0,
     law: Law | None = None,
-    method: Method = "cubic",
+    method: Method = "valley",
     own: Array | None = None,
 ) -> list[ConventionRow]:
     """A row for every parameter count (the columns PARAMETERS, or else N) times every FLOP count of the table: 6ND and,

@@ -38,7 +38,8 @@ class Envelope:
         self.source_ = "final points"
         # A bin of one or two sizes is no competition.
         self._points, self._labels, self._rivals = (N, D, loss, flops), labels, 2 if len(levels) > 1 else 3
-        self._settle(*self._winners(np.ones(len(N))))
+        best, edges = self._winners(np.ones((1, len(N))))
+        self._settle(best[:, 0, np.isfinite(best[0, 0])], edges)
         return self
 
     def fit_curves(self, curves: Any, N: Mapping[str, float], until: float = 1.0) -> Envelope:
@@ -77,46 +78,51 @@ class Envelope:
         if self.N_law_ is None:
             return self
         counts = cluster_counts(np.arange(len(self._labels)) if groups is None else groups, n, seed)
-        generator = np.random.default_rng(seed + 1)
+        (C, *best), _ = self._winners(counts, np.random.default_rng(seed + 1))
+        row, level = np.nonzero(np.isfinite(C))
         # Draws share the full fit's levels, so that the laws' points line up; a level that a draw misses is NaN.
+        place = np.abs(np.log(C[row, level])[:, None] - np.log(self.flops_)[None, :]).argmin(axis=1)
         draws = np.full((3, n, len(self.flops_)), np.nan)
-        for row, count in enumerate(counts):
-            (C, *best), _ = self._winners(count, generator)
-            place = np.abs(np.log(C)[:, None] - np.log(self.flops_)[None, :]).argmin(axis=1) if len(C) else []
-            draws[:, row, place] = np.array(best)
+        draws[:, row, place] = np.array(best)[:, row, level]
         for law, values in zip((self.N_law_, self.D_law_, self.loss_law_), draws, strict=True):
             if law is not None:
                 law.fit_draws(values)
         return self
 
     def _winners(self, counts: Array, jitter: np.random.Generator | None = None) -> tuple[Array, int]:
-        """flops, N, D and loss (4, levels) of the best run of each level, where it beats every cheaper level and has
-        smaller and larger rivals; and how many had not.
+        """flops, N, D and loss (4, draws, levels) of the best of the runs in counts (draws, n), NaN where it does not
+        beat every cheaper level or lacks a smaller or a larger rival; and how often it lacks one.
         """
         N, D, loss, flops = self._points
-        best, edges, lowest, shift = [], 0, np.inf, 0.0
-        for level in np.unique(self._labels[self._labels >= 0]):
-            everyone = self._labels == level
-            rows = np.flatnonzero(everyone & (counts > 0))
-            if len(np.unique(N[rows])) < self._rivals:
-                continue
-            winner = rows[loss[rows].argmin()]
-            if loss[winner] >= lowest:
-                continue
-            lowest = loss[winner]
+        levels = np.unique(self._labels[self._labels >= 0])
+        best, ends = np.full((4, len(counts), len(levels)), np.nan), np.zeros((2, len(counts), len(levels)))
+        edges, lowest = 0, np.full(len(counts), np.inf)
+        for at, level in enumerate(levels):
+            rows = np.flatnonzero(self._labels == level)
+            rows = rows[np.argsort(loss[rows], kind="stable")]
+            sizes, member = np.unique(N[rows], return_inverse=True)
+            there = counts[:, rows] > 0
+            rivals = (there @ np.eye(len(sizes), dtype=np.float32)[member] > 0).sum(axis=1)
+            first = there.argmax(axis=1)
+            better = (rivals >= self._rivals) & (loss[rows[first]] < lowest)
+            lowest[better] = loss[rows[first[better]]]
             # The smallest or largest of its rivals shows where the sizes end and not where the optimum is.
-            if not N[everyone].min() < N[winner] < N[everyone].max():
-                edges += 1
-                continue
-            if jitter is not None:
-                # The optimum is known only to within half the way to the neighbouring sizes; else a coarse grid would
-                # look certain.
-                steps = np.unique(np.log(N[everyone])) - np.log(N[winner])
-                up, down = steps[steps > 1e-9].min(), -steps[steps < -1e-9].max()
-                shift = float(jitter.uniform(-0.5 * down, 0.5 * up))
-            size, tokens = N[winner] * np.exp(shift), D[winner] * np.exp(-shift)
-            best.append((np.median(flops[everyone]), size, tokens, loss[winner]))
-        return np.array(best).reshape(-1, 4).T, edges
+            inside = better & (member[first] > 0) & (member[first] < len(sizes) - 1)
+            edges += int((better & ~inside).sum())
+            winner, C = rows[first[inside]], np.full(int(inside.sum()), np.median(flops[rows]))
+            best[:, inside, at] = C, N[winner], D[winner], loss[winner]
+            # The optimum is known only to within half the way to the neighbouring sizes; else a coarse grid would look
+            # certain.
+            steps = np.unique(np.log(N[rows])) - np.log(N[winner])[:, None]
+            down = np.where(steps < -1e-9, steps, -np.inf).max(axis=1)
+            ends[:, inside, at] = 0.5 * down, 0.5 * np.where(steps > 1e-9, steps, np.inf).min(axis=1)
+        if jitter is not None:
+            inside = np.isfinite(best[0])
+            low, high = ends[:, inside]
+            shift = low + (high - low) * jitter.random(int(inside.sum()))
+            best[1, inside] *= np.exp(shift)
+            best[2, inside] *= np.exp(-shift)
+        return best, edges
 
     def _settle(self, columns: Array, edges: int) -> None:
         flops, N, D, loss = self.flops_, self.N_, self.D_, self.loss_ = columns

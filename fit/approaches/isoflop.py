@@ -1,6 +1,7 @@
 """IsoFLOP profiles (approach 2): the best size of each budget from a curve in log N, and N*(C), D*(C) through those.
 
-The parabola has the least noise and is biased where a profile is lopsided, the cubic has nearly three times that noise
+The valley, of one shape for all budgets, misses hidden ones least (docs/benchmarks.md). Of curves through one budget,
+the parabola has the least noise and is biased where a profile is lopsided, the cubic has nearly three times that noise
 and little bias, and Akima's interpolant, which follows any shape, six times. A vertex that the sizes do not enclose is
 refused, with the reason. Sizes are chosen, not sampled, so the bootstrap is parametric: losses with noise added.
 
@@ -18,10 +19,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import Array, InputError, check_weights, is_uneven, positive, same_length
+from ..files import read_constants
 from ..laws.powerlaw import PowerLaw
 from ..uncertainty import check_resampling, excess_scatter, percentile_interval
+from .valley import Valley, fit_valleys
 
-Method = Literal["parabola", "cubic", "akima"]
+Method = Literal["parabola", "cubic", "akima", "valley"]
 REACH = np.log(10.0)  # a polynomial's lowest point is looked for up to ten times beyond the sizes tried
 NEIGHBOURS = 4  # a parabola through this many sizes leaves one contrast
 SAME_SIZE = 6  # decimals of log N up to which two sizes are one
@@ -29,6 +32,7 @@ CUBIC_SIZES = 5
 LEVEL_WIDTH = 0.05  # decades of C that count as one budget where the table names none
 TIGHT_WIDTH = 0.02  # closer than this, three runs are enough to call it a budget
 LOOSE_RUNS = 6
+LINE_ROUNDS = 6  # of weights
 
 # A curve goes through losses at u (n,), log N about its mean. Both kinds take many versions of the losses at once,
 # (draws, n), and have: `minimum`, where each row has its lowest point and the curve there, (draws,) each; `at`, the
@@ -110,6 +114,7 @@ METHODS: dict[str, tuple[Callable[[Array, Array], Curve], int, str]] = {
     "parabola": (partial(Polynomial, 2), 3, "a parabola"),
     "cubic": (partial(Polynomial, 3), CUBIC_SIZES, "a cubic"),
     "akima": (Akima, 3, "Akima's curve"),
+    "valley": (partial(Polynomial, 2), 3, "a valley"),
 }
 
 
@@ -157,14 +162,19 @@ class IsoflopProfile:
     reason: str = ""
     N_draws: Array | None = None
     loss_draws: Array | None = None
+    valley: Valley | None = None
 
     @property
     def accepted(self) -> bool:
         return not self.reason
 
     @property
-    def shape(self) -> Curve:
-        """The curve's method on these sizes, for any losses."""
+    def shape(self) -> Curve | Valley:
+        """The curve's method on these sizes, for any losses; a valley is of its own."""
+        return self.valley or self.own_curve
+
+    @property
+    def own_curve(self) -> Curve:
         return METHODS[self.method][0](np.log(self.N / self.N0), self.weight)
 
     def curve(self, N: ArrayLike) -> Array:
@@ -228,30 +238,6 @@ def tokens_at(profile: IsoflopProfile, N: Array) -> Array:
     return np.exp(c[0] + c[1] * at + c[2] * at**2)
 
 
-def draw_vertices(profile: IsoflopProfile, noise: Array, generator: np.random.Generator) -> IsoflopProfile:
-    """The profile with bootstrap vertices: those of its losses with `noise` (draws, n), in nats, times a Gaussian."""
-    losses = profile.loss + noise * generator.standard_normal(noise.shape)
-    # Noise as large as the loss itself must not make one negative.
-    vertex, lowest = profile.shape.minimum(np.maximum(losses, 0.01 * profile.loss.min()))
-    N = profile.N0 * np.exp(vertex)
-    return replace(profile, N_draws=N, loss_draws=lowest)
-
-
-def cubic_term(profile: IsoflopProfile) -> tuple[float, float, int, float] | None:
-    """What a cubic adds to the parabola of an accepted profile of 5 sizes or more: its contrast in relative loss, the
-    squares left over, their degrees of freedom, and the move of log N.
-    """
-    u = np.log(profile.N / profile.N0)
-    if len(np.unique(np.round(u, SAME_SIZE))) < CUBIC_SIZES or not profile.accepted:
-        return None
-    relative = profile.loss / profile.loss.min()
-    two, three = (Polynomial(degree, u, profile.weight) for degree in (2, 3))
-    more, rest = (float(((curve.residual @ relative) ** 2).sum()) for curve in (two, three))
-    term = np.sqrt(max(more - rest, 0.0)) * np.sign(three.project[3] @ relative)
-    shift = three.minimum(relative[None, :])[0][0] - two.minimum(relative[None, :])[0][0]
-    return float(term), rest, len(u) - 4, float(shift)
-
-
 def vertex_variance(profiles: list[IsoflopProfile]) -> Array:
     """Variance of each log vertex, by the quartiles of its draws."""
     quartiles = np.array([np.nanpercentile(np.log(p.N_draws), [25, 75]) for p in profiles])  # type: ignore[arg-type]
@@ -304,15 +290,22 @@ class IsoflopProfiles:
             se = positive("loss_se", loss_se)
         same_length(N=N, D=D, loss=loss, flops=flops, weight=weight, loss_se=se)
         self.labels_, self.budgets_ = budget_levels(flops, N, budget)
-        self.profiles_: list[IsoflopProfile] = []
+        bare: list[IsoflopProfile] = []
         for level, C in enumerate(self.budgets_):
             rows = np.flatnonzero((self.labels_ == level) & (weight > 0))
             if rows.size:
                 rows = rows[np.argsort(N[rows], kind="stable")]
                 n, d, y, error, w = (values[rows] for values in (N, D, loss, se, weight))
                 N0 = float(np.exp(np.log(n).mean()))
-                self.profiles_.append(find_vertex(IsoflopProfile(self.method, float(C), n, d, y, error, w, N0)))
-        self.sigma_, self.freedom_ = _pooled_spread(self.profiles_)
+                bare.append(IsoflopProfile(self.method, float(C), n, d, y, error, w, N0))
+        if self.method == "valley":
+            rich = [i for i, p in enumerate(bare) if len(np.unique(p.N)) >= METHODS["valley"][1] and is_uneven(p.loss)]
+            valleys, self.sigma_, self.freedom_ = fit_valleys([bare[i] for i in rich])
+            for i, valley in zip(rich, valleys, strict=True):
+                bare[i] = replace(bare[i], valley=valley)
+        self.profiles_ = [find_vertex(profile) for profile in bare]
+        if self.method != "valley":
+            self.sigma_, self.freedom_ = _pooled_spread(self.profiles_)
         self._fit_laws()
         return self
 
@@ -323,28 +316,26 @@ class IsoflopProfiles:
             return self
         generator = np.random.default_rng(seed)
         # One unknown noise level for all budgets: drawn once per draw and shared.
-        spread = self.sigma_ * np.sqrt(self.freedom_ / generator.chisquare(max(self.freedom_, 1), n))
+        larger = np.sqrt(self.freedom_ / generator.chisquare(max(self.freedom_, 1), n))
+        spread = self.sigma_ * larger
         for i, p in enumerate(self.profiles_):
-            if p.has_curve:  # noise: the standard deviation of each loss in nats, (draws, n)
+            if p.valley is not None:
+                floor, _, size = np.exp(larger * generator.multivariate_normal(np.zeros(3), p.valley.covariance, n).T)
+                self.profiles_[i] = replace(p, N_draws=p.N_best * size, loss_draws=p.loss_best * floor)
+            elif p.has_curve:  # noise: the standard deviation of each loss in nats, (draws, n)
                 noise = np.broadcast_to(p.loss_se, (n, len(p.N)))
                 if self.noise == "spread":
                     noise = spread[:, None] * p.loss.min() * np.sqrt(p.weight.mean() / p.weight)
-                self.profiles_[i] = draw_vertices(p, noise, generator)
+                losses = p.loss + noise * generator.standard_normal(noise.shape)
+                # Noise as large as the loss itself must not make one negative.
+                vertex, lowest = p.shape.minimum(np.maximum(losses, 0.01 * p.loss.min()))
+                self.profiles_[i] = replace(p, N_draws=p.N0 * np.exp(vertex), loss_draws=lowest)
         self._fit_laws(generator)
         return self
 
     @property
     def accepted_(self) -> list[IsoflopProfile]:
         return [profile for profile in self.profiles_ if profile.accepted]
-
-    def lopsidedness(self) -> tuple[float, float] | None:
-        """Student's t of a pooled cubic term, and how far that moves the log vertices on average, if known."""
-        found = [term for term in map(cubic_term, self.profiles_) if term is not None]
-        if not found:
-            return None
-        terms, rest, freedom, shifts = (np.array(column) for column in zip(*found, strict=True))
-        noise = np.sqrt(max(rest.sum() / freedom.sum(), 1e-24))  # losses are not known better than 1e-12
-        return float(terms.sum() / np.sqrt(len(found)) / noise), float(np.nanmean(shifts))
 
     def _fit_laws(self, generator: np.random.Generator | None = None) -> None:
         self.N_law_ = self.D_law_ = self.loss_law_ = None
@@ -355,7 +346,11 @@ class IsoflopProfiles:
         names = ("flops", "N_best", "D_best", "loss_best")
         C, N, D, loss = (np.array([getattr(p, name) for p in good]) for name in names)
         variance = np.ones(len(good))
-        if generator is not None:
+        if self.method == "valley":
+            X, line, covariance = self._line(good)
+            N = np.exp(X @ line)
+            D = np.concatenate(list(map(tokens_at, good, N[:, None])))
+        elif generator is not None:
             variance = vertex_variance(good)
             bare = PowerLaw().fit(C, N, _precision(variance, 0.0))
             self.scatter_ = excess_scatter((np.log(N) - np.log(bare.predict(C))) ** 2, variance, len(C) - 2)
@@ -365,13 +360,35 @@ class IsoflopProfiles:
             self.loss_law_ = PowerLaw(offset=True).fit(C, loss)
         if generator is None:
             return
-        # The draws of the vertices, each moved once more by the scatter between budgets.
-        drawn = np.stack([np.asarray(p.N_draws) for p in good])
-        sizes = drawn * np.exp(self.scatter_ * generator.standard_normal(drawn.shape))
+        sizes = np.stack([np.asarray(p.N_draws) for p in good])
+        if self.method == "valley":
+            sizes = np.exp(X @ generator.multivariate_normal(line, covariance, sizes.shape[1]).T)
+        else:  # each moved once more by the scatter between budgets
+            sizes *= np.exp(self.scatter_ * generator.standard_normal(sizes.shape))
         self.N_law_.fit_draws(np.stack([*sizes], 1))
         self.D_law_.fit_draws(np.stack(list(map(tokens_at, good, sizes)), 1))
         if self.loss_law_ is not None:
             self.loss_law_.fit_draws(np.stack([np.asarray(p.loss_draws) for p in good], 1))
+
+    def _line(self, good: list[IsoflopProfile]) -> tuple[Array, Array, Array]:
+        """N*(C) of valleys as a straight line in logarithms with a prior of its slope; dear budgets count more:
+        design (budgets, 2), level at the dearest and slope, and their covariance.
+        """
+        prior = read_constants("forecast")["isoflop"]
+        t, y = (np.log([getattr(p, name) for p in good]) for name in ("flops", "N_best"))
+        X = np.stack([np.ones_like(t), t - t[-1]], 1)
+        own = np.array([p.valley.covariance[2, 2] for p in good if p.valley is not None])
+        apart = prior["scatter"] ** 2 + (prior["drift"] * X[:, 1]) ** 2
+        slope, share = np.diag([0.0, prior["spread"] ** -2]), 1.0
+        for _ in range(LINE_ROUNDS):
+            weight = 1.0 / (own + share * apart)
+            covariance = np.linalg.inv((X.T * weight) @ X + slope)
+            line = covariance @ ((X.T * weight) @ y + slope @ [0.0, prior["exponent"]])
+            # What public tables teach of scatter and drift counts as one more budget.
+            share *= (1.0 / share + (weight * (y - X @ line) ** 2).sum()) / (len(good) - 1)
+        self.scatter_ = float(np.sqrt(share)) * prior["scatter"]
+        # The line may drift away from the dearest budget as far beyond it as below.
+        return X, line, covariance + share * np.diag([prior["scatter"], prior["drift"]]) ** 2
 
     def __repr__(self) -> str:
         if not hasattr(self, "profiles_"):
@@ -426,7 +443,7 @@ def _pooled_spread(profiles: list[IsoflopProfile]) -> tuple[float, float]:
     total = trace = square = 0.0
     for profile in profiles:
         if profile.has_curve:
-            contrasts = profile.shape.contrasts(profile.loss)
+            contrasts = profile.own_curve.contrasts(profile.loss)
             total += float(((contrasts @ profile.loss) ** 2).sum()) / profile.loss.min() ** 2
             # In units where every run has one variance, these are the moments of a sum of squares.
             gram = (contrasts * (profile.weight.mean() / profile.weight)) @ contrasts.T

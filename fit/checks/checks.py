@@ -9,13 +9,18 @@ import numpy as np
 from ..allocation.allocation import compute_optimal
 from ..approaches.approaches import Law
 from ..approaches.isoflop import IsoflopProfiles
-from ..formatting import amount, scientific
+from ..approaches.recipes import kinds
+from ..formatting import UNDETERMINED, amount, count, interval, percent, scientific
 from ..results import Analysis
 from ..table import RunTable
-from .doctor import Found, Warning, examine
+from .doctor import Found, Warning, examine, extrapolation, first_few
 from .outliers import find_outliers
+from .verdict import AGREE_WITHIN
 
 NAMED = 5
+INSIDE, STEPS = 0.8, 3  # share of losses that a healthy backtest holds, and steps that can show a bias
+SLIGHT = 1e-3  # a bias of relative loss that nobody minds
+HEAVY = 0.1  # weight of a form that counts
 MANY_OUTLIERS = 0.05  # share of the runs from which they have a cause in common
 # What limits a fit without being a fault of it comes last.
 MILD = ("few_runs", "few_sizes", "narrow_span", "flop_convention", "vertex_uncertain", "dropped_worst", "derived_d")
@@ -26,18 +31,19 @@ def run_checks(a: Analysis) -> tuple[Warning, ...]:
     law, recipes, verdict = a.law, a.recipes, a.verdict
     found = [
         Warning(f"no_{one.key}", f"{one.title} has no answer: {one.reason.rstrip('.')}.")
-        for one in a.approaches.values()
+        for one in (*a.approaches.values(), *([a.mixture] if a.mixture else []))
         if not one.available
     ]
     found += [] if law is None else _solver(law)
     # A profile whose lowest loss is at an edge is refused by its fit, with its own reason: said once is enough.
-    found += [w for w in examine(a.table, a.targets) if w.code != "edge_minimum"]
+    found += [w for w in examine(a.table) if w.code != "edge_minimum"]
+    found += [*_answer(a), *_backtest(a)]
     if len(recipes) > 1:
         base, *others = (one.recipe for one in recipes)
         found.append(
             Warning(
                 "recipes_apart",
-                f"The table has runs of {len(recipes)} data recipes; everything here is of {base} alone "
+                f"The table has runs of {len(recipes)} {kinds(a.table)}; everything here is of {base} alone "
                 f"({len(a.table)} runs), and {', '.join(others)} have laws of their own beside it.",
             )
         )
@@ -57,41 +63,74 @@ def _solver(law: Law) -> Found:
             "starts_disagree",
             f"{agree} of {tried} starts agree on the parametric optimum; the data hardly pin the law down.",
         )
-    for name in law.degenerate_:
+    if law.degenerate_:
         what = {"E": "the irreducible loss E is zero", "A": "the term in N vanished", "B": "the term in D vanished"}
-        said = what.get(name, f"{name} = {law.constants_[name]:.3g} is at the end of its range")
+        held = {name: f"{name} = {law.constants_[name]:.3g} is at the end of its range" for name in law.degenerate_}
         yield Warning(
             "degenerate_parameter",
-            f"In the parametric fit {said}; its optimum cannot be trusted without runs over a wider range of N and D.",
+            f"In the parametric fit {' and '.join((held | what)[name] for name in held)}; its optimum cannot be "
+            "trusted without runs over a wider range of N and D.",
         )
-    if law.draws_ is not None and not law.degenerate_:
-        stuck = law.degenerate_draws()
-        if stuck.size and stuck.mean() > 0.05:
-            yield Warning(
-                "degenerate_bootstrap",
-                f"{stuck.mean():.0%} of bootstrap refits put E, alpha or beta at zero; more runs are needed.",
+    if law.draws_ is not None and not law.degenerate_ and (lost := law.bootstrap_["unconverged"]):
+        yield Warning(
+            "bootstrap_unconverged", f"{lost} bootstrap refits did not converge and are left out of the intervals."
+        )
+
+
+def _answer(a: Analysis) -> Found:
+    """What of the first answer is in doubt."""
+    lead, C = a.lead, a.targets[0]
+    known = interval(lead.at(C).N_ci, count) if lead.available else ""
+    if a.resamples and known in ("no interval", UNDETERMINED):
+        why = "spans over five decades" if known == UNDETERMINED else "could not be found from so few runs"
+        yield Warning("no_interval", f"The interval of N* at {scientific(C)} FLOPs by the {lead.key} {why}.")
+    if lead.mixture is not None:
+        forms, sizes = lead.mixture.weights_, lead.mixture.sizes([C], lead.flops_per_token or 6.0)
+        heavy = sorted((float(N[0]), name) for name, N in sizes.items() if forms[name] >= HEAVY)
+        if heavy and heavy[-1][0] > AGREE_WITHIN * heavy[0][0]:
+            ends = " and ".join(
+                f"{count(N)} ({name}, which weighs {forms[name]:.0%})" for N, name in heavy[:: len(heavy) - 1]
             )
-        lost = law.bootstrap_["unconverged"]
-        if lost:
             yield Warning(
-                "bootstrap_unconverged", f"{lost} bootstrap refits did not converge and are left out of the intervals."
+                "forms_disagree",
+                f"At {scientific(C)} FLOPs forms that predict these runs about as well ask for {ends} parameters.",
             )
+
+
+def _backtest(a: Analysis) -> Found:
+    """Whether the backtest confirms the answers, and as far as they are asked."""
+    tested, top = a.backtest["tested"], float(a.table.flops.max())
+    yield from extrapolation(top, a.targets, tested and tested["reach"])
+    if tested is None or a.law is None:
+        return
+    inside, bias, said = tested["inside"], np.array(tested["bias"]), []
+    if inside is not None and inside < INSIDE:
+        said.append(f"{inside:.0%} of {tested['predictions']} predicted losses lie within their 95 % intervals")
+    steady = len(bias) >= STEPS and abs(np.sign(bias).sum()) == len(bias)
+    if steady and np.abs(bias).mean() > max(a.law.residual_scale_, SLIGHT):
+        way, first, mean = "high" if bias[0] > 0 else "low", percent(abs(bias[0])), percent(float(np.abs(bias).mean()))
+        said.append(f"all {len(bias)} steps predict too {way}, by {mean} on average and {first} in the farthest")
+    if said:
+        yield Warning(
+            "backtest_outside",
+            f"Fitted to cheaper runs, the {tested['by']} errs by more than it says: {' and '.join(said)}. Expect as "
+            "much of its answers, and more farther out.",
+        )
 
 
 def _outliers(a: Analysis, law: Law) -> Found:
     found, n = find_outliers(law), len(a.table)
     if not found.rows.size:
         return
-    shown = ", ".join(
-        f"{a.table.run_id[i]} (loss {a.table.loss[i]:.4g}, {np.expm1(found.residual[i]):+.0%})"
-        for i in found.rows[:NAMED]
+    shown = first_few(
+        [f"{a.table.run_id[i]} (loss {a.table.loss[i]:.4g}, {np.expm1(found.residual[i]):+.0%})" for i in found.rows],
+        NAMED,
     )
-    more = f" and {found.rows.size - NAMED} more" if found.rows.size > NAMED else ""
     many = found.rows.size > max(NAMED, MANY_OUTLIERS * n)
     yield Warning(
         "loss_outlier",
         f"{found.rows.size} of {n} runs lie far from the law that the others follow to within about "
-        f"{found.scatter:.1%}: {shown}{more}. Without them {_moved(law, found.constants, a.targets[0])}; "
+        f"{found.scatter:.1%}: {shown}. Without them {_moved(law, found.constants, a.targets[0])}; "
         + (
             "so many have a cause in common, such as diverged, repeated or short runs, and the law is not theirs."
             if many
@@ -112,19 +151,22 @@ def _moved(law: Law, without: dict[str, float], C: float) -> str:
 
 
 def _profiles(profiles: IsoflopProfiles) -> Found:
-    for profile in profiles.profiles_:
-        if not profile.accepted:
-            yield Warning(
-                "vertex_refused",
-                f"The isoFLOP minimum at {scientific(profile.flops)} FLOPs is refused: {profile.reason}.",
-            )
-    wide = ", ".join(
+    refused: dict[str, list[str]] = {}
+    for p in profiles.profiles_:
+        if not p.accepted:
+            refused.setdefault(p.reason, []).append(scientific(p.flops))
+    if refused:
+        count = sum(map(len, refused.values()))
+        said = " ".join(f"At {first_few(at)} FLOPs {reason}." for reason, at in refused.items())
+        yield Warning("vertex_refused", f"{count} of {len(profiles.profiles_)} isoFLOP minima are refused. {said}")
+    wide = [
         scientific(p.flops)
         for p in profiles.accepted_
         if (i := p.interval()) is not None and not (p.N.min() / 3 < i[0] and i[1] < p.N.max() * 3)
-    )
+    ]
     if wide:
-        yield Warning("vertex_uncertain", f"The minimum at {wide} FLOPs is uncertain by more than the sizes tried.")
+        said = f"The minimum at {first_few(wide)} FLOPs is uncertain by more than the sizes tried."
+        yield Warning("vertex_uncertain", said)
 
 
 def _few_trunks(table: RunTable, law: Law) -> Found:

@@ -15,13 +15,15 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from shlex import quote
 
 import numpy as np
+from scipy.special import fdtrc
 
 from ..approaches.isoflop import budget_levels
 from ..errors import Array, positive
 from ..files import read_constants
-from ..formatting import scientific, times
+from ..formatting import count, scientific, times
 from ..table import RunTable
 
 FEW_SIZES = 5
@@ -35,13 +37,16 @@ CONSTANT = ("constant", "const", "constant_with_warmup", "stable", "none", "fals
 STABLE_FIRST = ("wsd", "warmup_stable_decay", "trapezoid", "trapezoidal")
 UNMATCHED = 1.25  # a schedule this many times D costs visibly (Hoffmann et al. 2022, figure A1)
 LONG_WARMUP = 0.2
+UNEVEN = 0.05  # probability of excesses as uneven by their noise alone
 WARMUP_BEYOND_N = 0.1  # share of the run from which a warm-up of more than N tokens is called long
 MANY_EPOCHS = 4.0  # repetition up to here is nearly as good as new data (Muennighoff et al. 2023)
-EVEN_CHECKPOINTS = 6  # this many equally spaced D of one size are taken for one run's checkpoints
+EVEN_CHECKPOINTS, MANY_CHECKPOINTS = 6, 20  # D of one size, mostly equally spaced or with a falling loss: of one run
+MOST_VALUES, OVERLAP = 30, 0.2  # of a column that may name experiments, and how much of it N and D must leave
+EXPLAINED, VISIBLE, CHANCE = 0.2, 0.005, 1e-4  # of the losses by such a column: share, log loss, false alarms per table
 CHECKPOINT_NAME = re.compile(r"(^|[^a-z])(step|ckpt|checkpoint|iter|iteration)[^a-z0-9]*\d+[km]?([^a-z0-9].*)?$", re.I)
 
 COLUMNS: dict[str, list[str]] = read_constants("columns")  # role -> the names that a table may give it
-MAY_BE_ZERO = ("decay_share", "warmup_share", "warmup_tokens", "warmup_steps")
+MAY_BE_ZERO = ("excess", "decay_share", "warmup_share", "warmup_tokens", "warmup_steps")
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,11 @@ def first_known(*columns: Array) -> Array:
 
 def named(table: RunTable, rows: np.ndarray) -> str:
     """The run ids of some rows, the first three of them."""
-    return ", ".join(table.run_id[rows[:3]]) + (f" and {len(rows) - 3} more" if len(rows) > 3 else "")
+    return first_few(table.run_id[rows])
+
+
+def first_few(words: Sequence[str], most: int = 3) -> str:
+    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
 def _alike(*columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -106,7 +115,7 @@ def _alike(*columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def units(t: RunTable) -> Found:
     asked = []
     if t.N.max() < 1000 or (t.N.max() < 1e4 and (t.N % 1 > 0).any()):
-        asked.append(f"the largest N is {t.N.max():.4g} (is it in millions or billions?)")
+        asked.append(f"the largest N is {t.N.max():.4g} (is it in millions or billions, or a logarithm?)")
     if t.D.max() < 1e4:
         asked.append(f"the largest D is {t.D.max():.4g} (is it in millions or billions?)")
     per_parameter = float(np.median(t.D / t.N))
@@ -114,7 +123,9 @@ def units(t: RunTable) -> Found:
         asked.append(f"there are {per_parameter:.3g} tokens per parameter (are N and D in the same unit?)")
     off = float(np.median(t.flops / (6 * t.N * t.D)))
     if not 1 / ABSURD < off < ABSURD:
-        asked.append(f"FLOPs are {scientific(off)} times 6ND (are they in units of 1e15 or 1e18, or in PF-days?)")
+        of_a_token = np.ptp(np.log(t.flops / t.N)) < 0.5 * np.ptp(np.log(t.D))
+        what = "of a token and not of the run" if of_a_token else "in units of 1e15 or 1e18, or in PF-days"
+        asked.append(f"FLOPs are {scientific(off)} times 6ND (are they {what}? `--column flops=6nd` takes 6ND)")
     asked += _loss_unit(t)
     if asked:
         yield Warning(
@@ -199,6 +210,34 @@ def mixed_recipes(t: RunTable) -> Found:
         )
 
 
+def pooled_experiments(t: RunTable) -> Found:
+    n, found, told = len(t), [], {_column(t, role) for role in COLUMNS} | {"run_id", "group", "trunk"}
+    surface = _surface(t, 3 if n >= 60 else 2)
+    rest = _off(surface, np.log(t.loss))
+    for name in t.frame.columns:
+        values = t.frame[name].iloc[t.rows].map(str).to_numpy(dtype=str)
+        free = n - surface.shape[1] - len(levels := np.unique(values)) + 1
+        if name in told or not 2 <= len(levels) <= MOST_VALUES or free < n / 2:
+            continue
+        flags = (levels[:, None] == values).astype(np.float64)
+        own, sizes = _off(surface, flags), [len(np.unique(t.N[one > 0])) for one in flags]
+        if np.median(sizes) < 3 or (own**2).sum() < OVERLAP * n * flags.var(axis=1).sum():
+            continue  # what N and D say in other words, as a width does
+        left = _off(own.T, rest)
+        share, step = 1 - (left @ left) / (rest @ rest), float(np.std(rest - left))
+        chance = fdtrc(len(flags) - 1, free, share / (len(flags) - 1) / ((1 - share) / free))
+        if share > EXPLAINED and step > VISIBLE and chance * len(t.frame.columns) < CHANCE:
+            found.append((share, step, str(name)))
+    if found:
+        share, step, name = max(found)
+        yield Warning(
+            "experiments_pooled",
+            f"The column {name} explains {share:.0%} of what N and D leave of the losses, in steps of {step:.1%}: "
+            "these are different experiments, and one law through them describes none; fit one at a time, or one law "
+            f"for each with `--column {quote(f'recipe={name}')}`.",
+        )
+
+
 def _bits_by_bytes(t: RunTable) -> np.ndarray:
     """Rows whose loss over bits per byte is 1/ln 2 times that of all others; none where there are other differences."""
     per_byte = t.loss / numbers(t, "bits_per_byte")
@@ -217,10 +256,8 @@ def _bits_among_nats(t: RunTable) -> np.ndarray:
     n, lift, nobody = len(t), np.log(BITS), np.empty(0, dtype=int)
     if n < 12:
         return nobody
-    y, x = np.log(t.loss), np.stack([np.log(t.N), np.log(t.D)])
-    x = (x - x.mean(1, keepdims=True)) / np.maximum(x.std(1, keepdims=True), 1e-9)
-    plane = np.stack([np.ones(n), *x], 1)
-    surface = np.column_stack([plane, x[0] ** 2, x[1] ** 2, x[0] * x[1]]) if n >= 20 else plane
+    y, plane = np.log(t.loss), _surface(t, 1)
+    surface = _surface(t, 2) if n >= 20 else plane
     # First guesses: the table cut in two by its own order, as tables are joined, by C, by N and by D.
     guesses = []
     for key in (np.arange(n), t.flops, t.N, t.D):
@@ -240,6 +277,13 @@ def _bits_among_nats(t: RunTable) -> np.ndarray:
         return nobody
     free = float(moved @ y / (moved @ moved))  # the step that the losses themselves want
     return np.flatnonzero(best) if abs(free / lift - 1) < 0.1 else nobody
+
+
+def _surface(t: RunTable, degree: int) -> Array:
+    """Products of powers of log N and log D up to this degree, (n, terms)."""
+    x = np.log(np.stack([t.N, t.D]))
+    x = (x - x.mean(1, keepdims=True)) / np.maximum(x.std(1, keepdims=True), 1e-9)
+    return np.stack([x[0] ** i * x[1] ** j for i in range(degree + 1) for j in range(degree + 1 - i)], 1)
 
 
 def _off(columns: Array, values: Array) -> Array:
@@ -265,12 +309,27 @@ def embeddings(t: RunTable) -> Found:
     # An N smaller than one embedding table cannot contain it, whatever its column is called.
     larger[~(part | (tables > t.N))] = np.nan
     share = (1 - t.N / larger)[np.isfinite(larger)]
-    if share.max(initial=0) > EMBEDDING_SHARE:
+    if share.max(initial=0) > EMBEDDING_SHARE or (part.all() and not share.size):
+        said = f", {share.min():.0%} to {share.max():.0%} of the models" if share.size else ""
         yield Warning(
             "non_embedding_N",
-            f"N leaves out the embeddings, which are {share.min():.0%} to {share.max():.0%} of the models. "
+            f"N leaves out the embeddings{said}. "
             "The exponent of N*(C) is then higher (0.84 against 0.71 on the same runs in Porian et al. 2024) and N* is "
             "no count that compares with others; fit N_total too, and say which you report.",
+        )
+
+
+def active_parameters(t: RunTable) -> Found:
+    """N of a mixture of experts, which may count all of them or those of a token."""
+    active, every = numbers(t, "N_active"), numbers(t, "N_all")
+    every = np.where(np.isfinite(every), every, t.N)
+    share = (active / every)[active < 0.99 * every]
+    if share.size:
+        counts = "all experts" if np.isclose(t.N, every).all() else "the parameters that a token uses"
+        yield Warning(
+            "active_parameters",
+            f"N counts {counts}, and a token uses {share.min():.0%} to {share.max():.0%} of all: FLOPs and published "
+            "laws of dense models go with the parameters used, memory with all, so say which N you report.",
         )
 
 
@@ -305,7 +364,7 @@ def _decayed(t: RunTable) -> Array:
     share = numbers(t, "decay_share")
     found = np.full(len(t), np.nan)
     for i, kind in enumerate(texts(t, "schedule")):
-        kind = re.sub(r"[ -]", "_", kind)
+        kind = re.sub(r"(_\d+[km]?)+$", "", re.sub(r"[ -]", "_", kind))  # constant_24000
         if kind in CONSTANT:
             found[i] = 0.0
         elif (kind in STABLE_FIRST or not kind) and np.isfinite(share[i]):
@@ -343,6 +402,24 @@ def long_warmup(t: RunTable) -> Found:
             f"({named(t, worst)}); {int(beyond.sum())} of them for more tokens than they have parameters. Their "
             "losses are too high, which in Porian et al. 2024 took the exponent of N*(C) from 0.60 to 0.71; warm up "
             "for at most N tokens, or leave these runs out.",
+        )
+
+
+def untuned(t: RunTable) -> Found:
+    from scipy.special import chdtrc
+
+    excess, error = numbers(t, "excess"), numbers(t, "excess_se")
+    rows = np.flatnonzero(np.isfinite(excess) & (error > 0))
+    if len(rows) < 2:
+        return
+    rows = rows[np.argsort(excess[rows])]
+    middle = np.average(excess[rows], weights=error[rows] ** -2.0)
+    if chdtrc(len(rows) - 1, (((excess[rows] - middle) / error[rows]) ** 2).sum()) < UNEVEN:
+        ends = [f"{excess[i]:.1%} ± {error[i]:.1%} (N {count(t.N[i])}, D {count(t.D[i])})" for i in rows[[0, -1]]]
+        yield Warning(
+            "untuned_tilt",
+            f"Losses lie above those of the best learning rate and batch by {' to '.join(ends)}. An excess that varies "
+            "with N or D is a tilt of the law; find rules with `isoflop tune`, and train by them.",
         )
 
 
@@ -393,16 +470,21 @@ def checkpoints(t: RunTable) -> Found:
         )
     if several:
         return
-    stems = [CHECKPOINT_NAME.sub("", str(run)) for run in t.run_id]
+    stems: list[Hashable] = [CHECKPOINT_NAME.sub("", str(run)) for run in t.run_id]
     families, how = _families(zip(stems, t.N, strict=True), t.group), "named after steps of one run"
     if not families:
-        families, how = _families(_evenly_spaced(t), t.group), "equally spaced in D at one N"
+        stems = _curves(t)
+        families, how = _families(stems, t.group), "many D of one model, with a loss that falls along them"
     if families:
+        texts_of = t.frame.iloc[t.rows].select_dtypes(["object", "string"]).groupby(np.array(stems, dtype=str))
+        ever = texts_of.nunique().max()
+        owner = next((str(c) for c in ever.index[ever == 1] if t.frame[c].nunique() > 1), "NAME")
         yield Warning(
             "checkpoints",
             f"{sum(families)} rows look like checkpoints of {len(families)} runs ({how}) and count as independent, "
-            f"which makes intervals too narrow by up to {np.sqrt(max(families)):.1f} times; give the rows of a run one "
-            "run_id, or keep its last.",
+            f"which makes intervals too narrow by up to {np.sqrt(max(families)):.1f} times, and a loss before the end "
+            f"of a decay is too high; name the run of each row (`--column {quote(f'run_id={owner}')}`), or keep its "
+            "last (`frame.sort_values('D').groupby('N').tail(1)`).",
         )
 
 
@@ -425,15 +507,20 @@ def _families(keys: Iterable[Hashable], groups: np.ndarray) -> list[int]:
     return [count for count in members.values() if count > 1]
 
 
-def _evenly_spaced(t: RunTable) -> list[float | None]:
-    """N of each row in an arithmetic sequence of D at that N; all None unless that is half of the table."""
-    even = []
-    for N in np.unique(t.N):
-        D = np.unique(t.D[t.N == N])
-        if len(D) >= EVEN_CHECKPOINTS and np.ptp(np.diff(D)) <= 0.02 * np.diff(D).mean():
-            even.append(N)
-    row = np.isin(t.N, even)
-    return [float(N) if known else None for N, known in zip(t.N, row & (row.mean() >= 0.5), strict=True)]
+def _curves(t: RunTable) -> list[Hashable]:
+    """The run of each row that looks like a checkpoint of one; all None unless that is half of the table."""
+    key, _ = _alike(t.N, *(np.nan_to_num(numbers(t, role)) for role in ("width", "learning_rate", "batch")))
+    order = np.lexsort((t.loss, t.D, key))
+    curve = np.full(len(t), -1)
+    for rows in np.split(order, np.flatnonzero(np.diff(key[order])) + 1):
+        D, first = np.unique(t.D[rows], return_index=True)
+        if len(D) >= EVEN_CHECKPOINTS:
+            step = np.diff(D)
+            even = (np.abs(step / np.median(step) - 1) <= 0.02).mean() >= 0.5
+            falls = len(D) >= MANY_CHECKPOINTS and (np.diff(t.loss[rows[first]]) < 0).mean() >= 0.8
+            curve[rows] = key[rows[0]] if even or falls else -1
+    half = (curve >= 0).mean() >= 0.5
+    return [int(one) if half and one >= 0 else None for one in curve]
 
 
 def swept(t: RunTable) -> Found:
@@ -455,10 +542,10 @@ def swept(t: RunTable) -> Found:
     best = np.nanmax(trials, initial=1.0)
     if best > 1:
         said = f"each row is the best of up to {best:.0f} runs"
-    elif _without_a_rule(rate, t):
+    elif _without_a_rule(rate, batch, t):
         said = (
             f"the learning rate goes up and down between {np.nanmin(rate):.3g} and {np.nanmax(rate):.3g} without a "
-            "rule in N and D, as it does when each row is the best of a sweep"
+            "rule in N, D and the batch, as it does when each row is the best of a sweep"
         )
     else:
         return
@@ -470,8 +557,8 @@ def swept(t: RunTable) -> Found:
     )
 
 
-def _without_a_rule(rate: Array, t: RunTable) -> bool:
-    """Whether learning rates (n,) follow neither N, D or C monotonically nor a power law in N and D."""
+def _without_a_rule(rate: Array, batch: Array, t: RunTable) -> bool:
+    """Whether learning rates (n,) follow neither N, D or C monotonically nor a power law in N, D and the batch."""
     known = np.isfinite(rate)
     y = np.log(rate[known])
     if len(y) < 6 or np.ptp(y) < 0.01:
@@ -479,7 +566,7 @@ def _without_a_rule(rate: Array, t: RunTable) -> bool:
     N, D, C = (np.log(values[known]) for values in (t.N, t.D, t.flops))
     if any(_monotone(x, y) or _monotone(x, -y) for x in (N, D, C)):
         return False
-    X = np.stack([np.ones_like(y), N, D], 1)
+    X = np.stack([np.ones_like(y), N, D, np.log(batch[known]) if (batch[known] > 0).all() else N], 1)
     off = np.abs(y - X @ np.linalg.lstsq(X, y, rcond=None)[0]).max()
     steps = np.diff(np.unique(y))
     return bool(off > max(0.05, 0.75 * steps[steps > 0.02].min(initial=np.inf)))
@@ -537,8 +624,8 @@ def few_sizes(t: RunTable) -> Found:
     if few := [f"{count} at {scientific(C)}" for C, count in counts if count < FEW_SIZES]:
         yield Warning(
             "few_sizes",
-            f"A parabola wants at least {FEW_SIZES} sizes per budget, and there are {', '.join(few)} FLOPs; with three "
-            "it passes through the noise of each, so add sizes near the minimum.",
+            f"At least {FEW_SIZES} sizes per budget are needed, and there are {first_few(few)} FLOPs; with three the "
+            "curve passes through the noise of each, so add sizes near the minimum.",
         )
 
 
@@ -552,7 +639,7 @@ def _edges(t: RunTable) -> Found:
         if len(sizes) > 2 and lowest in (0, len(sizes) - 1):
             edges["largest" if lowest else "smallest"].append(scientific(C))
     if any(edges.values()):
-        said = " and ".join(f"the {end} size at {', '.join(at)}" for end, at in edges.items() if at)
+        said = " and ".join(f"the {end} size at {first_few(at)}" for end, at in edges.items() if at)
         add = " and ".join({"smallest": "smaller", "largest": "larger"}[end] for end, at in edges.items() if at)
         yield Warning(
             "edge_minimum",
@@ -582,11 +669,19 @@ def _provenance(t: RunTable) -> Found:
         )
 
 
-def extrapolation(high: float, targets: Iterable[float]) -> Found:
-    """Where FLOP budgets `targets` (m,) lie far beyond the largest run, of `high` FLOPs."""
-    far = [C for C in targets if EXTRAPOLATION * high < C]
-    if far:
-        said = ", ".join(f"{scientific(C)} FLOPs ({times(C / high)})" for C in far)
+def extrapolation(high: float, targets: Iterable[float], reach: float | None = None) -> Found:
+    """Where FLOP budgets `targets` (m,) lie beyond what was tested: `reach` times the largest run, of `high` FLOPs, by
+    a backtest, or far beyond it where there is none.
+    """
+    far = [C for C in targets if (reach or EXTRAPOLATION) * high < C]
+    said = ", ".join(f"{scientific(C)} FLOPs ({times(C / high)})" for C in far)
+    if far and reach:
+        yield Warning(
+            "backtest_short",
+            f"The target {said} lies farther beyond the largest run ({scientific(high)} FLOPs) than the {times(reach)} "
+            "over which the backtest could test these answers.",
+        )
+    elif far:
         yield Warning(
             "extrapolation",
             f"The target {said} lies beyond {EXTRAPOLATION:g} times the largest run ({scientific(high)} FLOPs); "
@@ -599,11 +694,14 @@ CHECKS = (
     mixed_units,
     mixed_tokenizers,
     mixed_recipes,
+    pooled_experiments,
     mixed_losses,
     mixed_schedules,
     unmatched_schedules,
     long_warmup,
+    untuned,
     embeddings,
+    active_parameters,
     checkpoints,
     branches,
     _duplicates,

@@ -2,7 +2,9 @@
 
 A task is judged before it is fitted: enough runs, a score above chance by more than luck, a range beyond what its noise
 alone would show, and accuracy that rises as the task's loss falls. Noise comes from the best source in the table, which
-is named: the last checkpoints (each against its neighbours, for a run still learns), seeds, or items.
+is named: the last checkpoints (each against its neighbours, for a run still learns), seeds, or items. Where runs were
+compared item by item (`<task>/acc_z`, `<task>/acc_z_by_luck`), that stands in for the error of items alone, and a task
+on which no two runs lie apart is refused.
 
 Heineman et al. 2025 (arXiv:2508.13144) for signal and noise; Bhagia et al. 2024 (arXiv:2412.04403) for the two steps.
 """
@@ -31,13 +33,15 @@ MONOTONE = 0.5  # rank correlation of accuracy with falling loss
 REACH = 0.5  # how far below the losses seen a prediction may go, in units of their range
 VAGUE = 0.4  # a run's interval wider than this share of what lies between chance and 1 says nothing
 LAST = 6  # checkpoints at the end of a run that measure noise
+ITEMS, PAIRED = "standard error of the items", "differences item by item"  # sources of noise
 SKIPPED = 0.1  # share of a run's steps whose checkpoints are not used: Bhagia et al. 2024 skip as many
 
 
 @dataclass(frozen=True)
 class SignalToNoise:
     """signal: range of the final scores over their mean; noise: standard deviation of one score over the same mean;
-    ratio; by_luck: the ratio that noise alone would show so many runs; source of the noise.
+    ratio; by_luck: the ratio that noise alone would show so many runs; source of the noise. Of runs that were compared
+    item by item: the largest difference in standard errors, and what luck passes once in twenty times.
     """
 
     signal: float
@@ -48,7 +52,7 @@ class SignalToNoise:
 
     @property
     def clear(self) -> bool:
-        return self.ratio >= CLEAR * self.by_luck
+        return self.ratio >= self.by_luck * (1.0 if self.source == PAIRED else CLEAR)
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,9 @@ def _verdict(task: str, table: RunTable, goals: Array, law: Any, bootstrap: int,
     acc, loss = rows.acc[rows.final], rows.loss[rows.final]
     score = signal_to_noise(acc, *_noise(rows, rows.acc, rows.acc_se, table))
     signal = signal_to_noise(loss, *_noise(rows, rows.loss, None, table))
+    z, by_luck = (float(table.column(f"{task}/acc_z{of}")[rows.at[0]]) for of in ("", "_by_luck"))
+    if by_luck > 0 and (z <= by_luck or score.source == ITEMS):
+        score = replace(score, ratio=z, by_luck=by_luck, source=PAIRED)
     reason = _refusal(rows, score)
     if reason:
         return TaskVerdict(task, rows.measure, runs, reason, score, signal)
@@ -250,13 +257,14 @@ def _noise(rows: _Scores, values: Array, errors: Array | None, table: RunTable) 
         total = sum(float(((group - group.mean()) ** 2).sum()) for group in alike)
         return math.sqrt(total / freedom), "runs of one size and length"
     if errors is not None:
-        return math.sqrt(float(np.mean(errors[rows.final] ** 2))), "standard error of the items"
+        return math.sqrt(float(np.mean(errors[rows.final] ** 2))), ITEMS
     return math.nan, ""
 
 
 def _refusal(rows: _Scores, score: SignalToNoise) -> str:
     """Why a task may not be extrapolated; empty where it may."""
     from scipy.special import ndtri
+    from scipy.stats import spearmanr
 
     if math.isnan(score.ratio):
         return (
@@ -271,23 +279,23 @@ def _refusal(rows: _Scores, score: SignalToNoise) -> str:
             f"no run is above chance ({rows.chance:.3g}) by more than luck: the best of {len(acc)} is {best:.1f} "
             f"standard errors above it."
         )
+    if not score.clear and score.source == PAIRED:
+        return (
+            f"no two runs lie apart: item by item the furthest differ by {score.ratio:.2f} standard errors, and above "
+            f"{score.by_luck:.2f} is needed."
+        )
     if not score.clear:
         return (
             f"its scores range over {score.ratio:.1f} times their noise ({score.source}), and noise alone would make "
             f"that {score.by_luck:.1f}; at least {CLEAR * score.by_luck:.1f} is needed."
         )
-    correlation = float(np.corrcoef(_ranks(acc), _ranks(-loss))[0, 1])
+    correlation = float(spearmanr(acc, -loss).statistic)
     if not correlation >= MONOTONE:
         return (
             f"its accuracy does not follow its loss: their rank correlation is {correlation:.2f}, and at least "
             f"{MONOTONE} is needed."
         )
     return ""
-
-
-def _ranks(values: Array) -> Array:
-    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(count) - 0.5 * (count + 1))[place]
 
 
 def _predictions(

@@ -83,11 +83,6 @@ class ChinchillaLaw(LossLaw):
         with np.errstate(invalid="ignore"):
             return np.divide(constants["beta"], np.add(constants["alpha"], constants["beta"]))
 
-    def degenerate_draws(self) -> np.ndarray:
-        draws = self._bootstrapped()
-        stuck = (draws["alpha"] < FLAT_EXPONENT) | (draws["beta"] < FLAT_EXPONENT)
-        return stuck if self.E is not None else stuck | (draws["E"] <= 0)
-
     # The law as the solver sees it.
 
     def _accept(self, found: Any) -> None:

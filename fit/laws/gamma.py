@@ -35,6 +35,7 @@ class GammaLaw(ChinchillaLaw):
     title = "the law E + (A/N^alpha + B/D^beta)^gamma"
     names: tuple[str, ...] = ("E", "A", "B", "alpha", "beta", "gamma")  # type: ignore[assignment]
     resample_starts = 2
+    direct = "deeper"
     gamma_: float
 
     @staticmethod

@@ -2,7 +2,8 @@
 
 Special here:
 - A law says only what is its own (`_problem`, `evaluate`, `equation`).
-- A refit of a resample is a full fit: it starts at the law's own optimum and at its own variable projection's best.
+- A refit of a resample is a full fit: it starts at the law's own optimum and, but in large tables, at its own variable
+  projection's best.
 - What a group of runs says is judged by the fit *without* it: a fit's own residuals are too small, and under a Huber
   objective as many of them are nearly zero as there are constants.
 
@@ -49,7 +50,7 @@ from ..formatting import interval as interval_text
 from ..formatting import text
 from ..plots import plot_contours
 from ..solver.forms import LogForm
-from ..solver.solver import Solution, solve
+from ..solver.solver import AGREE, Solution, best_of, joined, solve
 from ..uncertainty import (
     RUNS_PER_CONSTANT,
     bca_interval,
@@ -72,7 +73,9 @@ L1_DELTA = 1e-6
 # Of a profile: values tried on the way out, in distances at which a parabola would end; the far ones only if needed.
 NEAR, FAR = np.array([0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0]), 2.0 ** np.arange(2, 14)
 REFINE = 9  # values tried between the two that an end lies between ...
+PINV = 1e-3  # of the largest singular value, below which rows do not say where a linear step goes
 ROUNDS = 2  # ... so many times
+LARGE = 2000  # rows from which a resample moves the optimum so little that it is the one start of its refit
 OWN_STARTS = 2  # of the law's own, besides a step along the tangent
 NODES = 64  # of a Gaussian kernel
 
@@ -164,6 +167,9 @@ class Law(Estimator):
     title: str
     names: tuple[str, ...]
     resample_starts: int = 2  # starts of a resample besides the optimum of all runs
+    # Whether a fit also follows every start at the wanted delta at once: "no", "always", or "deeper": such starts are
+    # counted where one ended lower.
+    direct: ClassVar[str] = "no"
     bootstrap_: dict[str, Any]
     resampling: ClassVar[str] = "auto"  # the default method of `bootstrap`
 
@@ -227,8 +233,18 @@ class Law(Estimator):
         self._jackknife: tuple[np.ndarray, Solution] | None = None
 
     def _solve_full(self) -> Solution:
-        weights = (self.weight_ * self._precision)[None, :]
-        return self._solve(weights, self.problem_.starts(weights, None))
+        """A large delta carries all starts to the broadest valley; at the small one there may be a deeper one."""
+        p, weights = self.problem_, (self.weight_ * self._precision)[None, :]
+        starts = p.starts(weights, None)
+        smooth = self._solve(weights, starts)
+        if self.direct == "no" or np.isinf(self._delta):
+            return smooth
+        starts = starts.swapaxes(0, 1)  # each a problem of its own
+        weights = np.broadcast_to(weights, (len(starts), p.form.points))
+        direct = solve(p.form, p.target, weights, starts, p.lower, p.upper, self._delta, staged=False)
+        every = best_of(joined([smooth, direct]), np.zeros(1 + len(starts), dtype=int))
+        deeper = every.objective[0] < smooth.objective[0] * (1.0 - AGREE)
+        return every if deeper or self.direct == "always" or not smooth.converged[0] else smooth
 
     def _solve_scatter(self) -> Solution:
         """Alternate between the fit and the scatter tau that makes each degree of freedom worth one."""
@@ -290,6 +306,8 @@ class Law(Estimator):
     def _refit(self, weights: Array, target: Array | None = None) -> Solution:
         self._fitted()
         weights = weights * self.weight_ * self._precision
+        if len(self.weight_) >= LARGE:
+            return self._solve(weights, np.empty((1, 0, len(self.theta_))), target, warm=self.theta_)
         # With other targets the variable projection of the data still lies near, so one set of starts serves all.
         own = self.problem_.starts(weights if target is None else weights[:1], self.resample_starts)
         return self._solve(weights, own, target, warm=self.theta_)
@@ -349,6 +367,16 @@ class Law(Estimator):
         k = len(theta)
         _, cache = problem.form.value(np.broadcast_to(theta, (k, k)))
         return problem.form.along(cache, np.eye(k)).T * np.sqrt(self.weight_ * self._precision)[:, None]
+
+    def nearby(self, theta: Array, rows: np.ndarray, moves: Array) -> Columns:
+        """Constants (r,) of the fit to `rows` with coordinates theta (k,), after one linear step to targets that are
+        moved by `moves` (r, rows); a coordinate at a bound stays there.
+        """
+        p = self.problem_
+        free = (p.lower < theta) & (theta < p.upper)
+        stepped = np.tile(theta, (len(moves), 1))
+        stepped[:, free] += moves @ np.linalg.pinv(self._slopes(p, theta)[np.ix_(rows, free)], rcond=PINV).T
+        return p.constants(np.clip(stepped, p.lower, p.upper))
 
     # Intervals.
 
@@ -504,7 +532,7 @@ class Law(Estimator):
 class LossLaw(Law):
     """A law L(N, D): it can drive an analysis, a backtest, an allocation and a report.
 
-    Besides what `Law` has, these ask for `optimum`, `size_exponent`, `exponent_names` and `degenerate_draws` alone.
+    Besides what `Law` has, these ask for `optimum`, `size_exponent` and `exponent_names` alone.
     """
 
     title = "a law of N and D"
@@ -547,10 +575,6 @@ class LossLaw(Law):
         low, high = float(C.min()), float(C.max())
         ends = self.optimum(np.array([[low], [high]]), {k: np.atleast_1d(v) for k, v in constants.items()})[0]
         return np.squeeze(np.log(ends[1] / ends[0]) / np.log(high / low))
-
-    def degenerate_draws(self) -> np.ndarray:
-        """Which draws put a term or an exponent at zero, (resamples,)."""
-        return np.zeros(len(self._bootstrapped()[self.names[0]]), dtype=bool)
 
     def optimal(self, flops: ArrayLike, level: float = 0.95, convention: str = "table") -> Optimum:
         """The N and D of lowest loss, with intervals after `bootstrap`; `flops` is a scalar or (targets,), counted as

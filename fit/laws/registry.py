@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from importlib import import_module
 from typing import Any
 
 from ..errors import InputError
 
 DEFAULT = "chinchilla"
+LOSS_LAWS = ("chinchilla", "gamma", "kaplan", "overtraining")  # those of N and D that a table can be fitted with
 # The class of each form; fit/__init__.py says where it lives.
 LAWS = {
     "chinchilla": "ChinchillaLaw",
@@ -30,3 +32,15 @@ def law_class(form: str = DEFAULT) -> type[Any]:
         raise InputError(f"form is {form!r}; known are {', '.join(LAWS)}.")
     found: type[Any] = getattr(import_module("..", __package__), LAWS[form])
     return found
+
+
+def loss_law(form: str = DEFAULT, **options: Any) -> Any:
+    """A law of N and D, not fitted; an option that it does not have must be at its default."""
+    if form not in LOSS_LAWS:
+        raise InputError(f"form is {form!r}; choose a law of N and D: {', '.join(LOSS_LAWS)}.")
+    kind = law_class(form)
+    known = inspect.signature(kind).parameters
+    for name, value in options.items():
+        if name not in known and value not in (None, False):
+            raise InputError(f"{name} is {value}, which the form {form} does not have; it has {', '.join(known)}.")
+    return kind(**{name: value for name, value in options.items() if name in known})

@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 from ..allocation.allocation import Optimum, token_limited
 from ..errors import Array, Columns, Constants, InputError, Say, floats, identifiable
 from ..solver.forms import LogSumTerms, Term
-from ..solver.solver import Solution, best_of, joined, solve, variable_projection
+from ..solver.solver import variable_projection
 from .chinchilla import FLAT_EXPONENT, VANISHED
 from .law import Law, Problem, amplitude
 
@@ -190,6 +190,7 @@ class RepetitionLaw(Law):
     form = "repetition"
     title = "the law of repeated data"
     names = ("E", "A", "B", "alpha", "beta", "R_D", "R_N")
+    direct = "always"
     inputs = ("N", "D", "U")
     output = "loss"
     E_: float
@@ -265,20 +266,6 @@ class RepetitionLaw(Law):
             identifiable(N, D)
         if not (D > U * (1.0 + 1e-9)).any():
             raise InputError("U is D or more in every row, so no run repeats its data; add runs of several epochs.")
-
-    def _solve_full(self) -> Solution:
-        """From every start twice: as every law, and at the wanted delta at once.
-
-        A large delta carries all starts to the broadest valley; at the small one there are others.
-        """
-        smooth = super()._solve_full()
-        if self.objective in ("squares", "se"):
-            return smooth
-        p, weights = self.problem_, (self.weight_ * self._precision)[None, :]
-        starts = p.starts(weights, None).swapaxes(0, 1)  # each a problem of its own
-        weights = np.broadcast_to(weights, (len(starts), p.form.points))
-        direct = solve(p.form, p.target, weights, starts, p.lower, p.upper, self._delta, staged=False)
-        return best_of(joined([smooth, direct]), np.zeros(1 + len(starts), dtype=int))
 
     def _accept(self, found: Any) -> None:
         super()._accept(found)

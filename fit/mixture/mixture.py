@@ -13,6 +13,7 @@ Special here:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -20,15 +21,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import ndtri
 
-from ..allocation.allocation import Optimum
-from ..errors import Array, Columns, InputError, check_weights, floats, positive, same_length
+from ..allocation.allocation import Curve, Optimum, own_convention, spending, unlimited
+from ..errors import Array, Columns, InputError, check_weights, floats, identifiable, positive, same_length
 from ..files import read_constants
-from ..laws.chinchilla import ChinchillaLaw
-from ..laws.gamma import GammaLaw
-from ..laws.kaplan import KaplanLaw
+from ..flops import convention_name, flops_per_token
 from ..laws.law import LossLaw
-from ..laws.registry import law_class
-from ..uncertainty import group_labels
+from ..laws.registry import law_class, loss_law
+from ..uncertainty import by_group, group_labels
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,7 +36,7 @@ GAP = 2.0  # between the compute of two cut-offs; rows nearer than this count as
 LEAST_RUNS, LEAST_SIZES = 6, 3  # of a rolling fit: different (N, D), and different N and D
 ROLLING_STARTS = 8  # of a rolling fit, besides the optimum of all runs
 WORST = 1.0  # errors of log loss end here
-DRAWS = 100  # resamples per form
+DRAWS, PAST_DRAWS = 100, 50  # resamples per form, and draws of one before a cut-off
 REACH = 15.0  # a form's log N* further from sqrt(C / 6), as of a term that vanished, is this far
 APART = 5.0  # a form's log N* further from the mean's counts as this far
 QUANTILES = 1001  # of a normal distribution, which stand for draws of it
@@ -69,11 +68,11 @@ class CutOff:
 def family() -> dict[str, LossLaw]:
     """The forms that a forecast weighs by default, not fitted."""
     return {
-        "chinchilla": ChinchillaLaw(),
-        "chinchilla, tied": ChinchillaLaw(tied=True),
-        "gamma": GammaLaw(),
-        "gamma, tied": GammaLaw(tied=True),
-        "kaplan": KaplanLaw(),
+        "chinchilla": loss_law("chinchilla"),
+        "chinchilla, tied": loss_law("chinchilla", tied=True),
+        "gamma": loss_law("gamma"),
+        "gamma, tied": loss_law("gamma", tied=True),
+        "kaplan": loss_law("kaplan"),
     }
 
 
@@ -95,11 +94,12 @@ def cut_offs(N: Array, D: Array, flops: Array, groups: np.ndarray) -> list[CutOf
 class FormMixture:
     """Several laws of N and D as one: forecasts with intervals that count what no form knows.
 
-    forms: names of registered laws, or laws; by default `family()`. draws: resamples per form. priors: "loss" and
-    "size", by default those of constants/forecast.yaml.
+    forms: names of registered laws, or laws; by default `family()`. draws: resamples per form, 0 for no intervals.
+    priors: "loss" and "size", by default those of constants/forecast.yaml.
 
     After `fit`: laws_ (name -> fitted law), weights_ (name -> share), refused_ (name -> why it was left out), noise_
-    and rate_ (of runs, and per log of extrapolation, both in log loss), cut_offs_.
+    and rate_ (of runs, and per log of extrapolation, both in log loss), cut_offs_, ends_ (FLOPs of
+    the cheapest and the dearest run), flops_per_token_ (as of a law).
     """
 
     inputs = ("N", "D")
@@ -136,20 +136,26 @@ class FormMixture:
         labels, used = group_labels(groups, len(weights)), weights > 0
         self.data_ = {name: column[used] for name, column in columns.items()}
         N, D, loss = (self.data_[name] for name in ("N", "D", "loss"))
+        self.flops_per_token_ = flops_per_token(N, D, self.data_["flops"])
+        self.ends_ = np.array([self.data_["flops"].min(), self.data_["flops"].max()])
         self.laws_: dict[str, LossLaw] = {}
         self.refused_: dict[str, str] = {}
         for name, law in self.forms.items():
             try:
                 fitted = law.clone().fit(N, D, loss, weight=weights[used])
-                fitted.bootstrap(self.draws, groups=labels[used], seed=self.seed)
+                if self.draws:
+                    fitted.bootstrap(self.draws, groups=labels[used], seed=self.seed)
+                if not fitted.converged_ or (self.draws and not fitted.bootstrap_["resamples"]):
+                    raise InputError(f"the fit of the form {name} did not converge.")
                 self.laws_[name] = fitted
             except InputError as error:
                 self.refused_[name] = str(error)
         if not self.laws_:
             raise InputError(next(iter(self.refused_.values())))
-        self.cut_offs_ = cut_offs(N, D, self.data_["flops"], labels[used])
-        self._independent = len(np.unique(labels[used]))
-        self._rolled = [_refits(law, self.cut_offs_) for law in self.laws_.values()]
+        self._labels = labels[used]
+        self.cut_offs_ = cut_offs(N, D, self.data_["flops"], self._labels)
+        self._thetas = [_refits(law, self.cut_offs_) for law in self.laws_.values()]
+        self._rolled = [law.problem_.constants(t) for law, t in zip(self.laws_.values(), self._thetas, strict=True)]
         self._missed = [self._errors(k, cut) for k, cut in enumerate(self.cut_offs_)]
         return self.weigh(self.priors)
 
@@ -166,11 +172,44 @@ class FormMixture:
             self._rate[name] = float(np.sqrt(_with_prior([np.mean((share @ move) ** 2) for move in moves], rate)))
         self.rate_, share = self._rate["loss"], self._share["loss"]
         self.weights_ = dict(zip(self.laws_, share.tolist(), strict=True))
-        residual = share @ np.stack([law.residuals() for law in self.laws_.values()])
+        residual = share @ self._residuals
         free = float(share @ np.array([law.problem_.free for law in self.laws_.values()]))
-        inflation = self._independent / max(self._independent - free, 1.0)
+        independent = len(np.unique(self._labels))
+        inflation = independent / max(independent - free, 1.0)
         self.noise_ = float(np.sqrt(inflation * np.mean(residual**2)))
         return self
+
+    def before(self, k: int) -> Self | None:
+        """The mixture as the runs that cut-off k fits would have given it; None where they allow no form.
+
+        A draw is one step of Gauss and Newton towards noisy losses of these runs, with the same noise for every form.
+        """
+        cut, past, on = self.cut_offs_[k], copy(self), self.cut_offs_[k].fitted
+        past.data_, past._labels = {name: values[on] for name, values in self.data_.items()}, self._labels[on]
+        past.ends_ = np.array([past.data_["flops"].min(), cut.flops])
+        names, member = by_group(past._labels)
+        able = [i for i, law in enumerate(self.laws_.values()) if law.problem_.free < len(names)]
+        try:
+            identifiable(past.data_["N"], past.data_["D"])
+        except InputError:
+            able = []
+        if not able:
+            return None
+        past._rolled = [{name: v[k + 1 :] for name, v in self._rolled[i].items()} for i in able]
+        past.laws_ = {name: copy(law) for i, (name, law) in enumerate(self.laws_.items()) if i in able}
+        for i, law in zip(able, past.laws_.values(), strict=True):
+            law.constants_ = {name: float(v[k]) for name, v in self._rolled[i].items()}
+        noise = np.random.default_rng(self.seed).standard_normal((PAST_DRAWS, len(names)))[:, member]
+        for i, law, residual in zip(able, past.laws_.values(), past._residuals, strict=True):
+            scale = np.sqrt(np.sum(residual**2) / max(len(names) - law.problem_.free, 1))
+            law.draws_ = law.nearby(self._thetas[i][k], on, scale * noise)
+        past.draws = PAST_DRAWS if self.draws else 0
+        earlier = [
+            CutOff(c.flops, c.fitted[on], c.tested[on], c.further[on[c.tested]]) for c in self.cut_offs_[k + 1 :]
+        ]
+        past.cut_offs_ = [one for one in earlier if one.tested.any()]
+        past._missed = [past._errors(j, one) for j, one in enumerate(past.cut_offs_)]
+        return past.weigh(self.priors)
 
     # Answers.
 
@@ -192,44 +231,68 @@ class FormMixture:
     def variances(self, N: ArrayLike, D: ArrayLike) -> Columns:
         """What makes an interval, in squared log loss: resampling, disagreement, drift and noise, each (points,)."""
         N, D = _points(N, D)
-        parts = self._variances("loss", lambda members: self._log_losses(members, N, D), self._further(6.0 * N * D))
+        parts = self._variances("loss", lambda members: self._log_losses(members, N, D), self._further(N, D))
         return parts | {"noise": np.full(len(N), self.noise_**2)}
 
-    def optimal(self, flops: ArrayLike, level: float = 0.95) -> Optimum:
-        """The best N and D under C = 6 N D and the loss there, with intervals; `flops` is a scalar or (targets,).
+    def optimal(self, flops: ArrayLike, level: float = 0.95, flops_per_token: float | Curve | None = None) -> Optimum:
+        """The best N and D for `flops` (a scalar or (targets,)) and the loss there, with intervals.
 
         N is the mean of the forms' own in log N, weighed by how little each one's moved while dearer runs came.
+        flops_per_token: as of `compute_optimal`.
         """
-        C = positive("flops", np.atleast_1d(floats(flops)))
-        log_N, of_size = self.size(C)
-        N, D = np.exp(log_N), C / 6.0 / np.exp(log_N)
+        C, count = positive("flops", np.atleast_1d(floats(flops))), own_convention(self, flops_per_token)
+        spend = spending(count)
+        log_N, of_size = self.size(C, count)
+        N, D = np.exp(log_N), C / spend(np.exp(log_N))
         of_loss = [v for name, v in self.variances(N, D).items() if name != "noise"]
         normal = ndtri((np.arange(QUANTILES) + 0.5) / QUANTILES)
         wide, loss_wide = (np.sqrt(sum(v))[:, None] * normal for v in (list(of_size.values()), of_loss))
-        loss = self.predict(N, D)
+        loss, sizes = self.predict(N, D), N[:, None] * np.exp(wide)
         draws = {
             "flops": np.broadcast_to(C[:, None], wide.shape),
-            "N": N[:, None] * np.exp(wide),
-            "D": D[:, None] * np.exp(-wide),
-            "ratio": (D / N)[:, None] * np.exp(-2.0 * wide),
+            "N": sizes,
+            "D": C[:, None] / spend(sizes),
+            "ratio": C[:, None] / spend(sizes) / sizes,
             "loss": loss[:, None] * np.exp(loss_wide),
         }
-        return Optimum(flops=C, N=N, D=D, loss=loss, draws=draws, level=level)
+        known = draws if self.draws else {}
+        return Optimum(flops=C, N=N, D=D, loss=loss, draws=known, level=level, convention=convention_name(count))
 
-    def size(self, flops: Array) -> tuple[Array, Columns]:
-        """Log of the best N under C = 6 N D, (targets,), and what makes its interval: variances as of the loss."""
-        middle = self._share["size"] @ self._log_sizes(self._fitted, flops)[..., 0]
-        return middle, self._variances("size", lambda members: self._log_sizes(members, flops), self._further(flops))
+    def sizes(self, flops: ArrayLike, flops_per_token: float | Curve | None = None) -> Columns:
+        """Every form's own best N by its name, (targets,)."""
+        C, count = np.atleast_1d(floats(flops)), own_convention(self, flops_per_token)
+        return dict(zip(self.laws_, np.exp(self._log_sizes(self._fitted, C, count)[..., 0]), strict=True))
 
-    def size_exponent(self, level: float = 0.95) -> tuple[float, float, float]:
+    def without_optimum(self, flops_per_token: float | Curve | None = None) -> float:
+        """The share of the forms that have no best size at the cheapest or the dearest run: a term vanished, or all
+        exponents stopped at their bounds.
+        """
+        C = self.ends_
+        off = np.abs(np.log(np.array([*self.sizes(C, flops_per_token).values()]) / np.sqrt(C / 6.0)))
+        held = np.zeros(len(off), dtype=bool)
+        for k, law in enumerate(self.laws_.values()):
+            stuck = {law.constants_.get(name) for name in law.degenerate_}
+            held[k] = all(law.constants_[name] in stuck for name in law.exponent_names)  # a tied one by its value
+        return float(self._share["size"] @ ((off > REACH - 1e-9).any(axis=1) | held))
+
+    def size(self, flops: Array, flops_per_token: float | Curve | None = None) -> tuple[Array, Columns]:
+        """Log of the best N, (targets,), and what makes its interval: variances as of the loss."""
+        count = own_convention(self, flops_per_token)
+        middle = self._share["size"] @ self._log_sizes(self._fitted, flops, count)[..., 0]
+        further = self._further(np.exp(middle), flops / spending(count)(np.exp(middle)))
+        return middle, self._variances("size", lambda members: self._log_sizes(members, flops, count), further)
+
+    def size_exponent(
+        self, level: float = 0.95, flops_per_token: float | Curve | None = None
+    ) -> tuple[float, float, float]:
         """The exponent a of N* ~ C^a, its mean over the runs, and its interval.
 
         A drift of log N* per log C is one of the exponent.
         """
-        C = np.array([self.data_["flops"].min(), self.data_["flops"].max()])
+        count, C = own_convention(self, flops_per_token), self.ends_
 
         def slopes(members: Members) -> Array:
-            return np.diff(self._log_sizes(members, C), axis=1) / np.log(C[1] / C[0])
+            return np.diff(self._log_sizes(members, C, count), axis=1) / np.log(C[1] / C[0])
 
         a = float(self._share["size"] @ slopes(self._fitted)[:, 0, 0])
         wide = float(_half_width(level, list(self._variances("size", slopes, np.ones(1)).values()))[0])
@@ -240,6 +303,11 @@ class FormMixture:
     @property
     def _fitted(self) -> Members:
         return [{name: np.array([v]) for name, v in law.constants_.items()} for law in self.laws_.values()]
+
+    @property
+    def _residuals(self) -> Array:
+        """Of every form in log loss, (forms, n)."""
+        return np.log(self.data_["loss"]) - self._log_losses(self._fitted, self.data_["N"], self.data_["D"])[..., 0]
 
     @property
     def _drawn(self) -> Members:
@@ -256,12 +324,12 @@ class FormMixture:
             ]
         return np.stack(found)
 
-    def _log_sizes(self, members: Members, C: Array) -> Array:
-        """Every form's own log N of lowest loss under C = 6 N D, (forms, targets, r)."""
+    def _log_sizes(self, members: Members, C: Array, count: float | Curve) -> Array:
+        """Every form's own log N of lowest loss for C FLOPs, (forms, targets, r)."""
         found, middle = [], 0.5 * np.log(C[:, None] / 6.0)
         for law, constants in zip(self.laws_.values(), members, strict=True):
             with np.errstate(all="ignore"):
-                log_N = np.log(law.optimum(C[:, None], constants)[0])
+                log_N = np.log(unlimited(law, constants, C[:, None], count)[0])
             found.append(np.clip(np.where(np.isnan(log_N), middle, log_N), middle - REACH, middle + REACH))
         return np.stack(found)
 
@@ -270,7 +338,7 @@ class FormMixture:
         prior, share = self.priors[name], self._share[name]
         each = quantity(self._fitted)[..., 0]
         apart = np.clip(each - share @ each, -APART, APART)
-        drawn = np.tensordot(share, quantity(self._drawn), axes=1)
+        drawn = np.tensordot(share, quantity(self._drawn if self.draws else self._fitted), axes=1)
         low, high = np.nanpercentile(drawn, [15.87, 84.13], axis=1)
         return {
             "resampling": (0.5 * (high - low)) ** 2,
@@ -284,16 +352,15 @@ class FormMixture:
         """
         if not self.cut_offs_:
             return np.zeros((len(self.laws_), 0))
-        top = np.array([self.data_["flops"].max()])
-        moved = self._log_sizes(self._rolled, top) - self._log_sizes(self._fitted, top)
+        top, count = self.ends_[1:], own_convention(self)
+        moved = self._log_sizes(self._rolled, top, count) - self._log_sizes(self._fitted, top, count)
         far = np.log(top / np.array([cut.flops for cut in self.cut_offs_]))
         return np.clip(moved[:, 0], -APART, APART) / far
 
-    def _further(self, flops: Array) -> Array:
-        """Log of how far beyond the dearest run a compute of 6 N D lies, zero below it."""
-        # In the table's own convention, which may count more than 6 N D.
-        own = np.median(self.data_["flops"] / (6.0 * self.data_["N"] * self.data_["D"]))
-        return np.maximum(np.log(flops * own / self.data_["flops"].max()), 0.0)
+    def _further(self, N: Array, D: Array) -> Array:
+        """Log of how far beyond the dearest run N and D lie, as the table counts; zero below it."""
+        flops = spending(own_convention(self))(N) * D
+        return np.maximum(np.log(flops / self.ends_[1]), 0.0)
 
     def _errors(self, k: int, cut: CutOff) -> Array:
         """Log errors of every form at the runs that cut-off k tests, (forms, tested)."""
@@ -344,14 +411,14 @@ def _named(forms: Sequence[str | LossLaw]) -> dict[str, LossLaw]:
     return found
 
 
-def _refits(law: LossLaw, cuts: list[CutOff]) -> Columns:
-    """Constants of the law fitted to what each cut-off leaves, each (cuts,); all in one call of the batched solver."""
+def _refits(law: LossLaw, cuts: list[CutOff]) -> Array:
+    """The law's coordinates fitted to what each cut-off leaves, (cuts, k); all in one call of the batched solver."""
     if not cuts:
-        return {name: np.zeros(0) for name in law.names}
+        return law.theta_[None, :][:0]
     law.resample_starts = ROLLING_STARTS
     found = law._refit(np.array([cut.fitted for cut in cuts], dtype=np.float64))
     del law.resample_starts
-    return law.problem_.constants(found.theta)
+    return found.theta
 
 
 def _with_prior(squares: Sequence[Any], rate: float) -> Any:

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..allocation.allocation import compute_optimal
 from ..errors import Array, is_uneven
-from ..formatting import amount, count, fixed, percent, scientific, text
+from ..formatting import amount, count, fixed, percent, scientific, text, times
 from ..plots import (
     APPROACH_STYLE,
     CURVE_TITLES,
@@ -40,14 +39,13 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 INK = "#1b1f24"
 SCALE = [[i / 10, shade(i / 10)] for i in range(11)]
 CURVE_POINTS = 300  # of a loss curve
-CLOUD = 1500  # draws shown; more only slow the page
 FRONTIER = 1e25  # FLOPs that published laws are asked about
 BESIDE = ("kaplan2020_N_opt", "hoffmann2022_approach2", "besiroglu2024", "porian2024_tuned", "deepseek2024", "llama3")
 
 
 def draw_all(a: Analysis, curves: Any) -> dict[str, Figure | None]:
     """Every figure of the page by name, None where the analysis does not have what it shows."""
-    drawings = (backtest, residuals, cloud, isoflop, contours, published)
+    drawings = (backtest, residuals, isoflop, contours, published, multiplier)
     found = {draw.__name__: draw(a) for draw in drawings}
     found |= {f"loss-{by}": loss_curves(a, curves, by) for by in CURVE_TITLES}
     found |= {f"optimal-{quantity.lower()}": allocation(a, quantity) for quantity in OPTIMUM_TITLES}
@@ -125,7 +123,7 @@ def band_area(x: Array, band: Array, colour: str, **more: Any) -> Trace:
 
 
 def budget_hovers(head: str, C: Any, quantity: str, values: Any) -> list[str]:
-    say: Any = fixed if quantity == "loss" else count
+    say: Any = fixed if quantity in ("loss", "multiplier") else count
     return [f"{head}<br>{scientific(c)} FLOPs<br>{quantity} {say(v)}" for c, v in zip(C, values, strict=True)]
 
 
@@ -238,31 +236,6 @@ def residuals(a: Analysis) -> Figure | None:
     return {"data": [zero, points(flops, 100 * off, shades(a.table.N), hover)], "layout": look}
 
 
-def cloud(a: Analysis) -> Figure | None:
-    """Two exponents of every refit, coloured by the tokens per parameter that it wants at the first target."""
-    law = a.law
-    if law is None or law.draws_ is None or len(law.exponent_names) < 2:
-        return None
-    names = law.exponent_names
-    want = compute_optimal(law, a.targets[0]).draws["ratio"][0][:CLOUD]
-    known = np.isfinite(want) & (want > 0)
-    if known.sum() < 2:
-        return None
-    want = want[known]
-    one, two = (law.draws_[name][:CLOUD][known] for name in names[:2])
-    low, high = (float(end) for end in np.quantile(want, [0.025, 0.975]))
-    x, y = (name.replace("alpha", "α").replace("beta", "β") for name in names[:2])
-    hover = [f"{x} {p:.4f}, {y} {q:.4f}<br>D/N {amount(z)}" for p, q, z in zip(one, two, want, strict=True)]
-    small = {"opacity": 0.55, "line": {"width": 0}}
-    refits = points(one, two, shades(np.clip(want, low, high)), hover, 5, marker=small, name="refits of resamples")
-    p, q = (law.constants_[name] for name in names[:2])
-    cross = {"symbol": "x-thin", "line": {"color": INK, "width": 3}}
-    best = points([p], [q], INK, [f"{x} {p:.4f}, {y} {q:.4f}"], 11, marker=cross, name="the fit")
-    look = layout(f"{x}, exponent of N", f"{y}, exponent of D", height=400, log_x=False)
-    look["annotations"] = [style("note") | {"text": f"dark: D/N {amount(low)}, light: {amount(high)}"}]
-    return {"data": [refits, best], "layout": look}
-
-
 # What follows: the optimum by budget, published laws, the backtest, scores.
 
 
@@ -280,7 +253,7 @@ def allocation(a: Analysis, quantity: str) -> Figure | None:
         if band is not None:
             data.append(band_area(C, np.clip(band, 1e-30, 1e40), colour, **group))
         hover = budget_hovers(f"<b>{approach.title}</b>", C, quantity, values)
-        data.append(line(C, values, colour, hover, dash=dash, name=approach.title.split(" · ")[1], **group))
+        data.append(line(C, values, colour, hover, dash=dash, name=approach.title.split(" · ")[-1], **group))
         marks = values[np.searchsorted(C, a.targets)]
         hover = budget_hovers("<b>target</b>", a.targets, quantity, marks)
         group |= {"marker": {"symbol": symbol}, "showlegend": False}
@@ -322,13 +295,13 @@ def _view(axis: str, values: list[float], pad: float, log: bool) -> dict[str, An
 
 
 def published(a: Analysis) -> Figure | None:
-    """N* by budget of this law and of the published ones."""
-    own = a.approaches["parametric"]
-    if a.law is None or not own.available:
+    """N* by budget of these runs, by what answers first, and of the published laws."""
+    own = a.lead
+    if not own.available:
         return None
     C = np.geomspace(a.table.flops.min(), max(*a.targets, FRONTIER), 60)
     values, band = (found["N"] for found in own.answers(C))
-    sizes = {name: published_law(name).optimal(C).N for name in BESIDE} | {"this law": values}
+    sizes = {name: published_law(name).optimal(C).N for name in BESIDE} | {"these runs": values}
     data = []
     for (name, N), colour in zip(sizes.items(), (*PALETTE[1:], PALETTE[0]), strict=True):
         hover = budget_hovers(f"<b>{name}</b>", C, "N", N)
@@ -342,23 +315,53 @@ def published(a: Analysis) -> Figure | None:
 
 
 def backtest(a: Analysis) -> Figure | None:
-    steps = a.backtest["steps"]
-    if not steps:
+    """Errors of predicted losses by how far beyond the runs that were fitted, with the first target's distance."""
+    ahead, data = (a.backtest["tested"] or {}).get("ahead", []), list[Trace]()
+    if not ahead:
         return None
-    data, every = [], []
-    for step, colour in zip(steps, shades(np.array([s["held_out_flops"] for s in steps])), strict=True):
-        measured, predicted = step["measured"], step["predicted"]
-        every += measured + predicted
-        hover = [
-            f"measured {m:.4f}<br>predicted {p:.4f} ({percent(p / m - 1, True)})"
-            for m, p in zip(measured, predicted, strict=True)
-        ]
-        name = f"{scientific(step['held_out_flops'])} FLOPs held out"
-        data.append(points(measured, predicted, colour, hover, name=name))
-    pad = 0.05 * (max(every) - min(every)) + 1e-6
-    diagonal = [min(every) - pad, max(every) + pad]
-    data.append(line(diagonal, diagonal, FAINT, width=1, dash="dot"))
-    return {"data": data, "layout": layout("measured loss", "predicted loss", log_x=False, height=400)}
+    for step, colour in zip(ahead, shades(np.array([step["flops"] for step in ahead])), strict=True):
+        error = 100 * np.array(step["error"])
+        hover = [f"{times(f)} farther<br>{e:+.2f} % of the loss" for f, e in zip(step["factor"], error, strict=True)]
+        data.append(points(step["factor"], error, colour, hover, 7, name=f"{scientific(step['flops'])} FLOPs"))
+    far, largest = a.targets[0] / float(a.table.flops.max()), max(max(step["factor"]) for step in ahead)
+    look = layout(
+        "compute over that of the dearest run fitted", "error of the loss, %", [1, max(far, largest)], height=400
+    )
+    data.append(line([10**v for v in look["xaxis"]["range"]], [0, 0], FAINT, width=1, dash="dot"))
+    errors = [100 * e for step in ahead for e in step["error"]]
+    data.append(
+        line(
+            [far, far],
+            [min(errors), max(errors)],
+            APPROACH_STYLE["mixture"][0],
+            ["the target"] * 2,
+            dash="dash",
+            name="target",
+        )
+    )
+    look["legend"]["title"] = {"text": "fitted up to "}
+    return {"data": data, "layout": look}
+
+
+def multiplier(a: Analysis) -> Figure | None:
+    """The compute multiplier of each variant over the base, by the base's budget."""
+    lines, bands = list[Trace](), list[Trace]()
+    compared = [one.comparison for one in a.recipes if one.comparison]
+    for one, colour in zip(compared, PALETTE * len(compared), strict=False):
+        C, k = (np.array([getattr(m, name) for m in one.curve]) for name in ("flops", "value"))
+        hover = budget_hovers(f"<b>{text(one.variant)}</b>", C, "multiplier", k)
+        known, name = [m.ci for m in one.curve if m.ci], text(one.variant)
+        if len(known) == len(C):
+            bands.append(band_area(C, np.array(known), colour, legendgroup=name))
+        lines.append(line(C, k, colour, hover, name=name, legendgroup=name))
+    if not lines:
+        return None
+    C, largest = np.array(lines[0]["x"]), compared[0].multipliers[2].flops
+    look = layout("training FLOPs of the base", "compute multiplier", C, height=420, showlegend=True)
+    same = line([10**v for v in look["xaxis"]["range"]], [1, 1], FAINT, width=1, dash="dot")
+    every = [v for one in (*lines, *bands) for v in one["y"] if v is not None]
+    ends = line([largest] * 2, [min(every), max(every)], FAINT, ["the dearest run"] * 2, 1, "dash", name="dearest run")
+    return {"data": [*bands, same, *lines, ends], "layout": look}
 
 
 def scores(a: Analysis, measure: str) -> Figure | None:

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..approaches.recipes import sentences
+from ..approaches.recipes import kinds, sentences
 from ..errors import InputError
 from ..files import filling, write_text
 from ..flops import in_words
-from ..formatting import UNDETERMINED, amount, count, fixed, interval, percent, scientific, times
+from ..formatting import INTERVALS, UNDETERMINED, amount, count, fixed, interval, percent, scientific, times
+from ..mixture.persistence import mixture_to_dict
 from ..plots import APPROACH_STYLE, FIGURES, save_figures
 from ..results import Analysis
 from . import figures
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 TEMPLATES = Path(__file__).parent / "templates"
-PREFERRED = ("parametric", "isoflop", "envelope")  # the approach that answers first
 SHOWN = 8  # rungs and budgets of the influence table; the rest moved less
 RUN_COLUMNS = (
     ("width", "width", "{:.0f}"),
@@ -65,6 +65,8 @@ def write_report(
     content = analysis.to_dict() | {"provenance": origin}
     if analysis.law is not None:
         content["estimator"] = analysis.law.to_dict()
+    if analysis.lead.mixture is not None:
+        content["mixture"] = mixture_to_dict(analysis.lead.mixture)
     with filling(folder, [f"{name}.png" for name in FIGURES]) as new:
         write_text(new / "law.json", json.dumps(content, allow_nan=False) + "\n")
         save_figures(analysis, new, curves)
@@ -88,12 +90,14 @@ def render_report(
         origin=origin,
         counted=in_words(a.convention),
         answer=f"{_answer(a)} {a.verdict.sentence}",
-        able=[a.approaches[key] for key in PREFERRED if a.approaches[key].exponent is not None],
+        able=[one for one in a.ranked if one.exponent is not None],
         influence=_influence(a),
-        styles={key: APPROACH_STYLE[key] for key in PREFERRED},
+        styles=APPROACH_STYLE,
+        covered=INTERVALS[a.lead.intervals["intervals"]],
         exponents=[] if law is None else law.exponent_names,
         equation="" if law is None else law.equation(lambda name: amount(law.constants_[name], 4)),
         recipes=a.recipes,
+        kind=kinds(a.table),
         compared=sentences(a.recipes),
         order=np.lexsort((t.N, t.flops if np.isnan(t.budget).all() else t.budget)),
         columns=[(head, form, t.column(name)) for name, head, form in RUN_COLUMNS if np.isfinite(t.column(name)).any()],
@@ -128,16 +132,23 @@ def _answer(a: Analysis) -> str:
     budget = f"{scientific(C)} FLOPs ({in_words(a.convention)})" + (
         f", {times(C / largest)} the largest run," if largest < C else ""
     )
-    for key in PREFERRED:
-        approach = a.approaches[key]
-        e = approach.at(C) if approach.available else None
-        if e is not None and e.N is not None:
-            known = interval(e.N_ci, count)
-            if known == UNDETERMINED:
-                return f"These runs do not determine what {budget} would want: the interval spans over five decades."
-            size, tokens = f"{count(e.N)} parameters ({known})", f"{count(e.D)} tokens"
-            return f"For {budget} {key} asks for {size} and {tokens} ({interval(e.D_ci, count)})."
-    return f"No approach has an answer for {budget.rstrip(',')}."
+    found = [(one, e) for one in a.ranked if (e := one.at(C)).N is not None]
+    if not found:
+        return f"No approach has an answer for {budget.rstrip(',')}."
+    (lead, e), *others = found
+    known = interval(e.N_ci, count)
+    if known == UNDETERMINED:
+        return f"These runs do not determine what {budget} would want: the interval spans over five decades."
+    size, tokens = f"{count(e.N)} parameters ({known})", f"{count(e.D)} tokens"
+    second = ""
+    if lead.mixture and others:
+        one, e2 = others[0]
+        tested = (
+            ", the approach that backtests best," if (a.backtest.get("tested") or {}).get("best") == one.key else ""
+        )
+        second = f" {one.key.capitalize()}{tested} asks for {count(e2.N)} ({interval(e2.N_ci, count)})."
+    who = "the mixture of forms" if lead.mixture else lead.key
+    return f"For {budget} {who} asks for {size} and {tokens} ({interval(e.D_ci, count)}).{second}"
 
 
 def _influence(a: Analysis) -> list[dict[str, Any]]:

@@ -3,7 +3,9 @@
 Special here:
 - *Far*: Levenberg and Marquardt on iteratively reweighted least squares, with Transtrum and Sethna's correction along
   the curve of equal predictions, which halves the number of steps in the bent valleys of sums of power laws.
-- *Near*: Newton with the exact Hessian, in stages of a falling delta, the step searched on linearised residuals.
+- *Near*: Newton with the exact Hessian, in stages of a falling delta, the step searched on linearised residuals. Those
+  within delta wall a valley in, which bends; a step that ran into its wall is brought back to the middle by what the
+  linearisation missed, as a second-order correction of constrained optimisers does (Fletcher 1982; Maratos 1978).
 - Convergence is judged on the gradient and on the sign of the curvature, never on a small change of the objective.
 
 Bertsekas 1982 (SIAM J. Control Optim. 20, 221): Newton in a box. Madsen and Nielsen 1990 (BIT 30, 682). Transtrum and
@@ -28,8 +30,10 @@ FAR_GAIN = 1e-6  # `approach` ends where a step would gain less than this share 
 STAGE_GAIN = 1e-2  # and so does a stage of `refine`
 MOST_TURN = 0.75  # the largest correction of a step, in units of the step
 MATTERS = 1.5  # what crossing its box is thought to do to log predictions: so no parameter is damped less than this
-LENGTHS = np.linspace(0.0, 1.0, 5)  # where the slope along a step is looked at
-FAR_DAMPING, NEAR_DAMPING, MOST_DAMPING = 1e-4, 1e-9, 1e12
+LENGTHS = np.linspace(0.0, 1.0, 5)  # where the slope along a step is looked at ...
+STEEP, ZOOMS = 0.1, 6  # ... and again between two of them, where it rises to more than -1 / STEEP of what it was
+FAR_DAMPING, NEAR_DAMPING, LEAST_DAMPING, MOST_DAMPING = 1e-4, 1e-9, 1e-15, 1e12
+REJECTED, INDEFINITE = 1e-7, 1e-8  # the least damping after a rejected step, and beyond a negative curvature
 EACH = (
     "weights",
     "lower",
@@ -121,13 +125,11 @@ class Batch:
             taken["target"] = self.target.take(at, axis=0)
         return replace(self, **taken, cache=[array.take(at, axis=0) for array in self.cache])
 
-    def restore(self, rows: np.ndarray, before: Batch) -> None:
-        """Put `rows` back to where they were."""
-        at = np.flatnonzero(rows)
-        if at.size:
-            mine, theirs = ((b.theta, b.residual, b.pull, b.objective, *b.cache) for b in (self, before))
-            for now, then in zip(mine, theirs, strict=True):
-                now[at] = then.take(at, axis=0)
+    def put(self, rows: np.ndarray, other: Batch) -> None:
+        """Move `rows` to where the problems of `other` are, which are these rows alone."""
+        mine, theirs = ((b.theta, b.residual, b.pull, b.objective, *b.cache) for b in (self, other))
+        for now, then in zip(mine, theirs, strict=True):
+            now[rows] = then
 
     @property
     def slope(self) -> Array:
@@ -186,7 +188,8 @@ def approach(batch: Batch, iterations: int) -> tuple[Array, Array]:
 
         ratio = (batch.objective - there.objective) / np.maximum(gain, 1e-300)
         good = ratio > 1e-3
-        there.restore(~good, batch)
+        if not good.all():
+            there.put(~good, batch.take(~good))
         done = (gain <= FAR_GAIN * batch.objective + batch.rounding) & (damping <= 1.0) | (damping >= MOST_DAMPING)
         shrink = np.maximum(0.5, 1.0 - (2.0 * np.minimum(ratio, 1.0) - 1.0) ** 3)
         damping = np.maximum(damping * np.where(good, shrink, caution), NEAR_DAMPING)
@@ -235,14 +238,23 @@ def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int, unme
 
         step = np.minimum(np.maximum(step, batch.lower - batch.theta), batch.upper - batch.theta)
         curvature = _quadratic(hessian, step)
-        length = _search(batch, inside, step, curvature)
+        change = batch.form.along(batch.cache, step) / batch.delta[:, None]
+        length = _search(batch, inside, change, curvature)
         there = batch.at(batch.theta + length[:, None] * step)
         gained = batch.objective - there.objective
         # At the optimum's own rounding a gain cannot be measured; a step that small is safe to take.
         least = OBJECTIVE_ROUNDING * batch.objective + unmeasured * np.abs(batch.slope).sum(axis=1)
         good = (gained > 1e-4 * length * gain) | (np.abs(gained) <= least)
-        there.restore(~good, batch)
-        damping = np.where(good, np.maximum(0.1 * damping, NEAR_DAMPING), np.maximum(10.0 * damping, 1e-4))
+        if (bad := ~good).any():
+            near, moved = batch.take(bad), length[bad, None]
+            missed = inside[bad] * (there.residual[bad] - near.residual - moved * change[bad]) * near.delta[:, None]
+            turn = system.solve(-batch.form.gradient(near.cache, missed), np.flatnonzero(keep)[bad])
+            turned = near.at(near.theta + moved * step[bad] + turn)
+            better = near.objective - turned.objective > 1e-4 * (length * gain)[bad]
+            turned.put(~better, near.take(~better))
+            there.put(bad, turned)
+            good[bad] = better
+        damping = np.where(good, np.maximum(0.1 * damping, LEAST_DAMPING), np.maximum(10.0 * damping, REJECTED))
         ahead = good & (stage < last) & (gain <= STAGE_GAIN * batch.objective + batch.rounding)
         batch = there
         if ahead.any():
@@ -253,30 +265,34 @@ def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int, unme
     return Minimum(theta, objective, converged, at_bound)
 
 
-def _search(batch: Batch, inside: Array, step: Array, curvature: Array) -> Array:
+def _search(batch: Batch, inside: Array, change: Array, curvature: Array) -> Array:
     """The share in (0, 1] of each step that minimises the objective with linearised residuals, (P,).
 
-    Along a step its slope is piecewise linear there, plus a straight line for the rest of the Hessian. The zero of the
-    slope is bracketed among `LENGTHS` and interpolated.
+    Along a step that would change residuals by `change` (P, n) its slope is piecewise linear, plus a straight line for
+    the rest of the Hessian. The zero of the slope is bracketed among `LENGTHS` and interpolated.
     """
-    change = batch.form.along(batch.cache, step)
-    change /= batch.delta[:, None]
     rest = curvature / batch.delta**2 - _rows_dot(inside * change, change)
     pull = batch.weights * change
-    start = _rows_dot(batch.pull, change)
-    full = _rows_dot(pull, np.clip(batch.residual + change, -1.0, 1.0)) + rest
-    length = np.ones(len(step))
-    rows = np.flatnonzero((full > -0.1 * start) & (start < 0))
-    if rows.size:
-        between = LENGTHS[1:-1, None] * change[rows, None]
+    low = _rows_dot(batch.pull, change)
+    high = _rows_dot(pull, np.clip(batch.residual + change, -1.0, 1.0)) + rest
+    near, far = np.zeros(len(change)), np.ones(len(change))
+    length = far.copy()
+    rows = np.flatnonzero((high > -0.1 * low) & (low < 0))
+    for _ in range(ZOOMS):
+        if not rows.size:
+            break
+        at = near[rows, None] + (far - near)[rows, None] * LENGTHS
+        between = at[:, 1:-1, None] * change[rows, None]
         between += batch.residual[rows, None]
         np.clip(between, -1.0, 1.0, out=between)
-        slopes = np.empty((len(rows), len(LENGTHS)))
-        slopes[:, 0], slopes[:, -1] = start[rows], full[rows]
-        slopes[:, 1:-1] = (between @ pull[rows][:, :, None])[:, :, 0] + rest[rows, None] * LENGTHS[1:-1]
+        slopes = np.empty(at.shape)
+        slopes[:, 0], slopes[:, -1] = low[rows], high[rows]
+        slopes[:, 1:-1] = (between @ pull[rows][:, :, None])[:, :, 0] + rest[rows, None] * at[:, 1:-1]
         after, each = (slopes > 0).argmax(axis=1), np.arange(len(rows))
-        low, high = slopes[each, after - 1], slopes[each, after]
-        length[rows] = LENGTHS[after] - (LENGTHS[after] - LENGTHS[after - 1]) * high / (high - low)
+        near[rows], far[rows] = at[each, after - 1], at[each, after]
+        low[rows], high[rows] = slopes[each, after - 1], slopes[each, after]
+        length[rows] = (far - (far - near) * high / (high - low))[rows]
+        rows = rows[(-low < STEEP * high)[rows]]
     return length
 
 
@@ -307,13 +323,15 @@ class _System:
             np.linalg.cholesky(self._damped)
         except np.linalg.LinAlgError:
             least = np.linalg.eigvalsh(self.matrix)[:, 0]
-            indefinite = least + self.damping <= 1e-11
-            self.damping = np.where(indefinite, np.maximum(10.0 * self.damping, 1e-6 - 1.5 * least), self.damping)
+            indefinite = least + self.damping <= 1e-14
+            self.damping = np.where(indefinite, np.maximum(10.0 * self.damping, INDEFINITE - 1.5 * least), self.damping)
             self._damped = self._with_damping()
 
-    def solve(self, right: Array) -> Array:
-        right = np.where(self._unit > 0, right * self._unit, 0.0)
-        return np.linalg.solve(self._damped, right[:, :, None])[:, :, 0] * self._unit
+    def solve(self, right: Array, rows: Any = ...) -> Array:
+        """X of `rows`, by default of all; `right` is theirs."""
+        unit = self._unit[rows]
+        right = np.where(unit > 0, right * unit, 0.0)
+        return np.linalg.solve(self._damped[rows], right[:, :, None])[:, :, 0] * unit
 
 
 def _rows_dot(a: Array, b: Array) -> Array:

@@ -122,9 +122,11 @@ def _solve(
         return Batch.start(form, *rows, deltas[stage], theta)
 
     with np.errstate(all="ignore"):
-        first = batch(np.repeat(np.arange(P), G), np.zeros(P * G, dtype=int), starts.reshape(-1, k))
-        theta, objective = approach(first, ITERATIONS)
-        leader = _leaders(theta.reshape(P, G, k), objective.reshape(P, G), first.rounding[::G])
+        theta, leader = starts, np.empty((P, 0), dtype=int)
+        if G:  # none: `warm` is the only start
+            first = batch(np.repeat(np.arange(P), G), np.zeros(P * G, dtype=int), starts.reshape(-1, k))
+            theta, objective = approach(first, ITERATIONS)
+            leader = _leaders(theta.reshape(P, G, k), objective.reshape(P, G), first.rounding[::G])
         problem, at = np.nonzero(leader == np.arange(G))
         followers = (leader[problem] == at[:, None]).sum(axis=1)
         theta, stage = theta.reshape(P, G, k)[problem, at], np.ones(len(problem), dtype=int)

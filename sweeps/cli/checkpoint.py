@@ -211,7 +211,9 @@ def check_sampling(
     if not 0 <= seed < 1 << 63:
         raise UserError(f"--seed is {seed}; it must be from 0 to 2^63 - 1")
     if temperature == 0 and (top_k or top_p < 1):
-        raise UserError("--temperature is 0, which is greedy, so --top-k and --top-p say nothing; give one above 0")
+        raise UserError(
+            "--temperature is 0, which always takes the likeliest token; with --top-k or --top-p it must be above 0"
+        )
     if not all(stops):
         raise UserError("--stop is empty; it must be a text of one character or more")
 

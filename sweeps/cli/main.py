@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ...train.errors import UserError
-from ..entry import guarded
+from ..entry import guarded, sweep_main
 from . import bench, checkpoint, sweep
 from .options import command, show
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from ...train.data.shards import Shards
 
 INTERRUPTED = 130
-MANY_RUNS = 2000  # of a table, from which a fit takes minutes
+DEFAULTS = ("table", "mixture")  # convention and intervals, with which a sweep's own fit is shown
 REASONS = 3  # of a step of a data recipe, the most frequent ones
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -58,6 +60,8 @@ def fit_table(
     drop_worst: int = 0,
     bootstrap: int = 1000,
     seed: int = 0,
+    form: str = "chinchilla",
+    intervals: str = "mixture",
     objective: str = "huber",
     delta: float = 1e-3,
     tied: bool = False,
@@ -71,29 +75,26 @@ def fit_table(
     A law.json that an earlier fit wrote is asked again, for other budgets, without a new fit.
     """
     from ... import fit
-    from ...fit.laws.registry import law_class
+    from ...fit.laws.registry import loss_law
     from ..results.finish import print_law, write_results
     from ..runs.directory import SweepDirectory
 
-    law = law_class()(objective, delta, tied, fixed_e)
-    plain = not (column or derive_d or drop_worst) and repr(law) == repr(law_class()())
+    law = loss_law(form, objective=objective, delta=delta, tied=tied, E=fixed_e)
+    plain = not (column or derive_d or drop_worst) and repr(law) == repr(loss_law())
     if table.suffix == ".json":
         if not plain or output is not None:
-            raise UserError(f"{table} is a saved law; only --target-flops, --convention and --json apply to it")
-        result = fit.answer(table, target_flops, convention)
-    elif (table / "plan.json").exists() and plain and output is None and convention == "table":
+            raise UserError(
+                f"{table} is a saved law; only --target-flops, --convention, --intervals and --json apply to it"
+            )
+        result = fit.answer(table, target_flops, convention, intervals)
+    elif (table / "plan.json").exists() and plain and output is None and (convention, intervals) == DEFAULTS:
         result = write_results(SweepDirectory.open(table), targets=target_flops or None)
         output = table / "fit"
     else:
         runs = fit.read_table(table, columns=_columns(column or []), derive_d=derive_d, drop_worst=drop_worst)
         largest = float(max(runs.flops if convention == "table" else 6.0 * runs.N * runs.D))
         targets = tuple(target_flops or [largest * factor for factor in (10.0, 100.0, 1000.0)])
-        if len(runs) > MANY_RUNS:
-            print(
-                f"note: a fit of {len(runs):,} runs may take many minutes; a small --bootstrap is faster",
-                file=sys.stderr,
-            )
-        analysis = fit.analyze(runs, targets, bootstrap, seed, law, convention)
+        analysis = fit.analyze(runs, targets, bootstrap, seed, law, convention, intervals)
         if analysis.law is None and not any(approach.available for approach in analysis.approaches.values()):
             raise fit.InputError(analysis.approaches["parametric"].reason)
         if output is not None:
@@ -102,6 +103,41 @@ def fit_table(
     show(result, as_json, lambda law: print_law(law, table.name))
     if output is not None and not as_json:
         print(f"report: {output / 'report.html'}")
+
+
+@command(app, "compare")
+def compare_command(given: list[str], target_flops: list[float] | None = None, as_json: bool = False) -> None:
+    """How many times the compute BASE needs for the loss of each VARIANT; of overrides the sweep is planned."""
+    from ... import fit
+    from ...fit.approaches.recipes import split
+    from ..results.finish import print_comparisons
+
+    if not any(Path(one).exists() for one in given):
+        raise typer.Exit(_plan_comparison(given))
+    stems = [Path(one).resolve().stem for one in given]
+    names = stems if len({*stems}) == len(given) else given  # such as outputs/a/table.csv and outputs/b/table.csv
+    read = [fit.read_table(one) for one in given]
+    tables = list(zip(names, read, strict=True)) if len(given) > 1 else list(split(read[0]).items())
+    if len(tables) < 2:
+        raise UserError(f"{given[0]} has runs of one variant; give two sweeps or tables, or a sweep of +grid=compare")
+    (name, base), *others = tables
+    targets = target_flops or [float(base.flops.max()) * factor for factor in (10.0, 100.0)]
+    found = [fit.compare(base, own, targets, (name, other)) for other, own in others]
+    show([one.to_dict() for one in found], as_json, print_comparisons)
+
+
+def _plan_comparison(given: list[str]) -> int:
+    """Plans a compare grid of overrides, the first of which are the base's where there are several."""
+    base, variants = (given[0].split(), given[1:]) if len(given) > 1 else ([], given)
+    for one in given:
+        if "=" not in one:
+            raise UserError(f"{one!r} is no path and no override; give sweeps, tables, or such as optimizer=muon")
+    named = {re.sub(r"\W+", "_", one.rpartition(".")[2]): one.split() for one in variants}
+    said = ",".join(f"{name}:[{','.join(overrides)}]" for name, overrides in named.items())
+    arguments = ["+grid=compare", *base, f"grid.variants={{{said}}}"]
+    code = sweep_main([*arguments, "dry_run=true"])
+    print(f"start it: python sweep.py {shlex.join(arguments)}")
+    return code
 
 
 @command(app, "plan")
@@ -150,7 +186,7 @@ def prepare_command(overrides: list[str] | None = None) -> None:
     shards = prepare_with_progress(compose(overrides or []).data)
     for part in ("train", "validation"):
         numbers = shards.manifest[part]
-        print(f"{part}: {numbers['tokens']:,} tokens, {numbers['documents']:,} documents, {numbers['bytes']:,} bytes")
+        print(f"{part}: tokens {numbers['tokens']:,}, documents {numbers['documents']:,}, bytes {numbers['bytes']:,}")
     if (held_out := shards.manifest.get("held_out")) is not None:
         print(held_out["sentence"])
     elif shards.manifest["validation"]["documents"] == 1:

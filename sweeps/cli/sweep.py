@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...train.errors import UserError
+from ..entry import sweep_main
 from .options import command, show
 
 if TYPE_CHECKING:
@@ -45,9 +46,27 @@ Runs = Annotated[
 
 
 def _open(path: Path) -> SweepDirectory:
-    from ..observe.status import open_sweep
+    """An existing sweep whose plan this version can read."""
+    from ..runs.directory import SweepDirectory
 
-    return open_sweep(path)
+    sweep = SweepDirectory.open(path)
+    sweep.plan()
+    return sweep
+
+
+@command(app, "tune")
+def tune_command(overrides: list[str] | None = None, check: Path | None = None) -> None:
+    """Finds the constants of the `tuning` rules for a corpus and a family of models; a law of them goes to tuning.yaml.
+
+    With --check, what the settings of a finished sweep cost at its corners instead.
+    """
+    if check is None:
+        raise typer.Exit(sweep_main(["+grid=tune", *(overrides or [])]))
+    if overrides:
+        raise UserError(f"--check was given {' '.join(overrides)!r} as well; it takes the sweep's own settings")
+    from ..execute.check import check_corners
+
+    raise typer.Exit(check_corners(_open(check)))
 
 
 @command(app, "status")
@@ -134,7 +153,7 @@ def sync_command(sweep: Path, as_json: bool = False) -> None:
 
     with _said_aside(as_json):
         count = sync_sweep(_open(sweep))
-    show({"sent": count}, as_json, lambda answer: print(f"{answer['sent']} runs were sent"))
+    show({"sent": count}, as_json, lambda answer: print(f"runs sent: {answer['sent']}"))
 
 
 @command(app, "suggest")

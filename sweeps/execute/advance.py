@@ -1,11 +1,9 @@
 """What of a sweep starts next: for the command, on this machine and on SLURM, and for SLURM's keeper alike.
 
-The keeper is a tiny SLURM job that looks after a sweep for a moment, starts what must be started again, and goes:
-- nothing on a login node has to live: two keepers always wait in the queue, each for a time, and one begins by seeing
-  to it that there are two again;
+The keeper is a tiny SLURM job that starts what must be started again, and goes:
+- nothing on a login node has to live: two keepers always wait in the queue, and each begins by replacing itself;
 - a pass holds the sweep and leaves on disk all that it decides, so it can be killed at any moment;
-- what became of a run is read from its directory; SLURM is asked which jobs live, and where it does not answer a pass
-  does nothing.
+- a run's fate is read from its directory; where SLURM does not say which jobs live, a pass does nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...train.errors import UserError
+from ...train.errors import UserError, counted
 from .. import prepare
 from ..config import ClusterConfig, SweepConfig
 from ..growth import extend
@@ -146,7 +144,7 @@ def outcome(prepared: Prepared) -> int:
         else:
             code = 1
     if missing:
-        print(f"{len(missing)} runs could not be scored; the reasons are in {sweep.path / 'runs'}/<run>/log.txt")
+        print(f"{counted(len(missing), 'run')} could not be scored; see {sweep.path / 'runs'}/<run>/log.txt")
     return code
 
 
@@ -172,7 +170,7 @@ def keep(sweep_path: str) -> None:
         except Exception as error:
             # Whatever it is, the sweep must not be without a keeper.
             with contextlib.suppress(OSError):
-                print(f"this pass came to nothing, the next is to come: {error}")
+                print(f"this pass came to nothing, and the next will try again: {error}")
                 if not isinstance(error, UserError):
                     traceback.print_exc()
         time.sleep(pause)

@@ -1,12 +1,11 @@
 """One process' part in training a unit: a run alone, an ensemble, or a process per run on one device.
 
 Special here:
-- TERM and USR2 set a flag; the loop saves a checkpoint and returns, and only then is the job requeued. A wish to cancel
-  a run is a file in its directory, and stops nothing but that run; the others of its ensemble go on without it;
-- each run of a unit stays its own: how it ends is written when it ends, and costs the others nothing;
+- TERM and USR2 set a flag; the loop saves a checkpoint and returns, and only then is the job requeued. A file in a
+  run's directory cancels that run alone; the others of its ensemble go on;
 - an ensemble that does not fit into memory goes on as two halves, one after the other, down to runs alone;
-- processes that share a GPU do so through CUDA MPS where it can be started; the process that started them trains
-  nothing, passes TERM and USR2 on, and says what became of who was killed.
+- processes that share a GPU do so through CUDA MPS where it can be started; their parent trains nothing, passes signals
+  on, and says what became of who was killed.
 """
 
 from __future__ import annotations

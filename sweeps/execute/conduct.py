@@ -6,9 +6,10 @@ import shutil
 import time
 from pathlib import Path
 
-from ...train.errors import UserError
+from ...train.errors import UserError, counted
+from ...train.planner.validation import check_fields
 from .. import prepare
-from ..config import ACCEPTED, SweepConfig
+from ..config import SweepConfig
 from ..plan import rates
 from ..prepare import Prepared
 from ..runs import membership
@@ -112,7 +113,7 @@ def look_after(sweep: SweepDirectory) -> None:
     if (sweep.path / "jobs" / "slurm.json").exists() and is_unattended(sweep, live := slurm.live_jobs()):
         with sweep.lock(LOCK_SECONDS):
             count = slurm_backend(sweep, prepare.configuration(sweep).cluster, live).keep()
-        print(f"nobody looked after this sweep any more; {count} keepers do now")
+        print(f"nobody looked after this sweep any more; {counted(count, 'keeper does', 'keepers do')} now")
 
 
 def _conclude(prepared: Prepared, backend: SlurmBackend) -> int:
@@ -124,7 +125,7 @@ def _conclude(prepared: Prepared, backend: SlurmBackend) -> int:
     if not jobs and backend.to_start(prepared.directories):
         jobs = backend.record.jobs() & backend.live  # the keepers, who submit what was held back
     if jobs and not prepared.config.wait:
-        print(f"{len(jobs)} jobs are in the queue; see `isoflop status {sweep.path}`")
+        print(f"{counted(len(jobs), 'job is', 'jobs are')} in the queue; see `isoflop status {sweep.path}`")
         print(f"the report will be {sweep.path / 'fit' / 'report.html'}")
         return 0
     if jobs:
@@ -139,7 +140,7 @@ def check(config: SweepConfig) -> None:
     """Refuses a configuration that contradicts itself or asks for what is not there."""
     _check_folder(config)
     cluster = config.cluster
-    ACCEPTED.check(config)
+    check_fields(config)
     if cluster.kind == "slurm" and not config.dry_run and shutil.which("sbatch") is None:
         raise UserError("cluster is 'slurm' and there is no sbatch on the PATH; use cluster=local, or load SLURM first")
     if config.explain and not config.dry_run:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...train.errors import UserError
+from ...train.errors import UserError, counted
 from .. import prepare
 from ..config import cluster_of
 from ..growth import extend
@@ -70,7 +70,7 @@ def _cancel_jobs(sweep: SweepDirectory, runs: Iterable[RunDirectory], whole: boo
     named = {job for run in runs if run.state().state == "cancelled" and (job := run.state().job_id) is not None}
     if idle_jobs := (named & live) - needed:
         slurm.cancel(idle_jobs)
-        print(f"{len(idle_jobs)} jobs that had nothing else to do are cancelled")
+        print(f"cancelled {counted(len(idle_jobs), 'job')} that had nothing else to do")
 
 
 def retry(sweep: SweepDirectory, prefixes: list[str], failed: bool, diverged: bool, cancelled: bool = False) -> int:
@@ -96,7 +96,8 @@ def retry(sweep: SweepDirectory, prefixes: list[str], failed: bool, diverged: bo
         again |= lower_rates(sweep)
     if not again:
         left = sum(run.state().state == "cancelled" for run in members)
-        more = f"; {left} runs are cancelled, which --cancelled tries again" if left and not cancelled else ""
+        known = f"; {counted(left, 'run is', 'runs are')} cancelled, which --cancelled tries again"
+        more = known if left and not cancelled else ""
         print(f"there is nothing to try again{more}; see `isoflop status {sweep.path}`")
         return 0
     return conduct.resume(sweep, only=again)

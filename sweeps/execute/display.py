@@ -13,10 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
+from ...train.errors import counted
 from ..config import ClusterConfig
-from ..plan.sweep_plan import JobShape, Plan, makespan
+from ..plan.sweep_plan import Plan, makespan
 from ..runs import attempts
 from ..runs.directory import ENDS, RunDirectory, SweepDirectory
+from ..runs.forms import JobShape
 from ..slurm.placement import batches, split, workers_for
 from ..terminal import console, describe_seconds, plain_table, short
 
@@ -41,6 +43,7 @@ def _table_of(plan: Plan) -> Table:
     table = plain_table(columns, ("run",), f"{len(plan.runs)} runs")
     refined = any(run.recipe for run in plan.runs)
     optional = {
+        "variant": {run.run_id: run.variant for run in plan.runs if run.variant},
         "recipe": {run.run_id: run.recipe or "raw" for run in plan.runs if refined},
         "ranks": {run.run_id: run.mesh + _on_nodes(run.shape) for run in plan.runs if run.mesh},
         "branches from": {run.run_id: f"{run.parent} at {run.first_step:,}" for run in plan.runs if run.parent},
@@ -133,7 +136,7 @@ class Display:
     def __enter__(self) -> Display:
         self._live.start()
         if self._live.disable and self._scoring:
-            print(f"scoring {len(self._scoring)} checkpoints", flush=True)
+            print(f"scoring {counted(len(self._scoring), 'checkpoint')}", flush=True)
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,13 +1,11 @@
 """What jobs call: training a unit, a queue of units, scoring, and the last fit.
 
 Special here:
-- a worker goes through a queue, so that torch is imported once; what ends a run, or a unit, never ends the worker. On
-  this machine it stops when the launcher that started it is gone; in a SLURM job it gives its unit back when it is told
-  to stop, and has its job requeued;
-- every rank of a run trains, and rank 0 alone holds the lock, writes the state and requeues the job; why another rank
-  fails reaches the state through failure.json, whichever of them is left;
-- a job of several runs that was not stopped succeeds if any of them is done: those can be scored and branched from;
-- a job begins by looking for the sweep's plan. Where that is not to be seen it fails with a sentence in its log.
+- what ends a run, or a unit, never ends the worker. On this machine it stops when its launcher is gone; a SLURM job
+  that is told to stop gives its unit back and is requeued;
+- rank 0 alone holds the lock, writes the state and requeues the job; why another rank fails reaches the state through
+  failure.json;
+- a job of several runs that was not stopped succeeds if any of them is done: those can be scored and branched from.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ import os
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,6 +27,7 @@ from ...train.errors import UserError
 from ...train.job.environment import Ranks, detect
 from ...train.job.failure import Cause, Failure, note_failure
 from ...train.job.session import session
+from ..config import recorded
 from ..prepare import configuration
 from ..runs import attempts, states
 from ..runs.attempts import Policy
@@ -211,7 +211,7 @@ def _follow(run: RunDirectory, ranks: Ranks) -> None:
     # That a run stops or diverges is agreed on by all ranks, and rank 0 says it: leaving with an error here would make
     # SLURM end rank 0 before it has. A failure may be this rank's alone, and rank 0 may be what failed.
     if ending.state == "failed":
-        cause = Cause(ending.cause) if ending.cause in tuple(Cause) else Cause.UNKNOWN
+        cause = Cause(str(ending.cause))
         note_failure(run.path, Failure(cause, str(ending.reason), ranks.rank, ranks.host, hosts=(ranks.host,)))
         raise RunFailed(f"rank {ranks.rank} of run {run.run_id} failed: {ending.reason}")
 
@@ -224,7 +224,7 @@ def evaluate_runs(sweep_path: str, run_ids: list[str]) -> None:
     from ..results.scoring import evaluate_run, is_scored, open_suite
 
     sweep = check_shared(sweep_path)
-    settings = sweep.settings()["config"]["evaluate"]
+    settings = asdict(recorded(sweep.settings()).evaluate)
     scoring, failures = None, []
     for name in run_ids:
         run = sweep.run(name)

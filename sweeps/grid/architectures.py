@@ -55,6 +55,12 @@ def shaped(base: ModelConfig, width: int, depth: int) -> ModelConfig:
     return dataclasses.replace(base, width=width, depth=depth, heads=heads, kv_heads=kv_heads, hidden=None)
 
 
+def of_depth(base: ModelConfig) -> ModelConfig:
+    """The base model with the width that the rule has for its depth."""
+    ideal = 4 * base.depth**2
+    return shaped(base, min(widths(ideal + 256), key=lambda width: abs(width - ideal)), base.depth)
+
+
 @cache
 def _candidates(frozen_base: tuple[tuple[str, object], ...]) -> tuple[_Candidate, ...]:
     base = ModelConfig(**dict(frozen_base))  # type: ignore[arg-type]

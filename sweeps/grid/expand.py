@@ -8,29 +8,55 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from ...train.config import ModelConfig, RunConfig, run_id
 from ...train.data.recipe import recipe
 from ...train.errors import UserError
 from ...train.flops import count_parameters, tokens_for_budget, training_flops_per_token
-from ...train.planner.validation import validate
-from ..config import ACCEPTED, AdaptiveGrid, GridConfig, IsoflopGrid, LadderGrid, PointsGrid, ProductGrid
+from ...train.planner.validation import check_fields, validate
+from ..config import (
+    AdaptiveGrid,
+    CheckGrid,
+    GridConfig,
+    IsoflopGrid,
+    LadderGrid,
+    PointsGrid,
+    ProductGrid,
+    TuneGrid,
+    TuningConfig,
+)
 from ..terminal import short
 from . import architectures
 from .trunks import merge_runs, own_flops
+from .tune import rung_runs
+from .tuning import Tuner
 
+BASE = "base"  # the name of the base among its variants
+CUT = ("data.recipe", "data.sequence_length", "data.separate_documents")  # what a variant may change of the data
 FIRST_BUDGETS, FIRST_SIZES = 3, 4  # of an adaptive grid's first round: enough to fit a law's five constants
 FIRST_STEP = 3.0  # between two of these budgets
 FIRST_TRIES = 81  # budgets that are tried for the largest of them, over four decades
 
 
-def expand_grid(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
-    """Every run of a grid over `base`, once each, in the grid's own order."""
+def expand_grid(
+    grid: GridConfig, base: RunConfig, tuning: TuningConfig | None = None, present: Iterable[RunConfig] = ()
+) -> list[RunConfig]:
+    """Every run of a grid over `base`, once each, in the grid's own order; `present` are the runs that it joins."""
     if type(grid) not in KINDS:
-        raise UserError(f"grid.kind is {grid.kind!r}; it must be isoflop, ladder, product, points or adaptive")
-    ACCEPTED.check(grid, "grid.")
-    points: Iterable[RunConfig] = KINDS[type(grid)](grid, base)
+        raise UserError(f"grid.kind is {grid.kind!r}; it must be isoflop, ladder, product, points, adaptive or tune")
+    check_fields(grid, "grid.")
+    tuner = Tuner(tuning or TuningConfig())
+    check_fields(tuner.rules, "tuning.")
+    if batch := tuner.rules.batch_tokens.batch:
+        raise UserError(f"tuning.batch_tokens.batch is {batch}; it must be 0, for this rule is the batch's own")
+    points = list[RunConfig]()
+    for each, own in [(base, tuner)] if grid.variants is None else _variants(grid, base, tuner):
+        found: Iterable[RunConfig] = KINDS[type(grid)](grid, each, own)
+        if own.rules.horizon == "size":
+            found = KINDS[type(grid)](grid, each, own.with_spans([*found, *present]))
+        points.extend(found)
     runs: dict[str, RunConfig] = {}
     fingerprints: dict[tuple[str, ...], str | None] = {}  # a model of gigabytes is read once, not once per run
     for point in points:
@@ -41,10 +67,12 @@ def expand_grid(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
             if steps not in fingerprints:
                 recipe.require(steps)
                 fingerprints[steps] = recipe.fingerprint(steps)
-            data = dataclasses.replace(point.data, recipe=list(steps), recipe_fingerprint=fingerprints[steps])
-            run = dataclasses.replace(point, data=data, seed=seed)
+            data = replace(point.data, recipe=list(steps), recipe_fingerprint=fingerprints[steps])
+            run = replace(point, data=data, seed=seed)
             validate(run)
-            runs.setdefault(run_id(run), run)
+            if (other := runs.setdefault(run_id(run), run)).variant != run.variant:
+                said = f"grid.variants.{run.variant} has the same run as {other.variant}, {run_label(other)}"
+                raise UserError(f"{said}; what is compared must share no run")
     if not runs:
         raise UserError("grid has no runs; give it at least one size and one D")
     for run in runs.values():
@@ -54,49 +82,75 @@ def expand_grid(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
 
 def run_label(run: RunConfig) -> str:
     named = f"N{short(count_parameters(run.model).N_total)}_D{short(run.D)}_s{run.seed}"
+    named += f"_{run.variant}" if run.variant else ""
     return f"{named}_{recipe.recipe_label(run.data.recipe)}" if run.data.recipe else named
 
 
-def isoflop_runs(grid: IsoflopGrid, base: RunConfig) -> Iterator[RunConfig]:
+def _variants(grid: GridConfig, base: RunConfig, tuner: Tuner) -> Iterator[tuple[RunConfig, Tuner]]:
+    """The base and each variant, with the rules of those fields that it does not name itself."""
+    if grid.recipes is not None or isinstance(grid, AdaptiveGrid):
+        raise UserError("grid.variants goes neither with grid.recipes nor with an adaptive grid; leave one out")
+    if not isinstance(grid.variants, dict) or not grid.variants or BASE in grid.variants:
+        said = f"grid.variants is {grid.variants!r}; it must map names, other than {BASE}, to overrides"
+        raise UserError(f"{said}, as {{qknorm:[model.qk_norm=true]}}")
+    yield replace(base, variant=BASE), tuner
+    for name, changes in grid.variants.items():
+        where, run = f"grid.variants.{name}", copy.deepcopy(replace(base, variant=str(name)))
+        if not isinstance(changes, dict) or not changes:
+            raise UserError(f"{where} is {changes!r}; it must be overrides that change a run, as [model.qk_norm=true]")
+        for field, value in _dotted(changes):
+            if field in ("seed", "tokens") or (field.startswith("data.") and field not in CUT):
+                said = f"{where} changes {field}; variants share text, tokenizer, D and seeds"
+                raise UserError(f"{said} (sweep apart what does not, and give both sweeps to `isoflop compare`)")
+            _assign(run, field, value, where)
+        keep = [*tuner.rules.keep, *(field for field, _ in _dotted(changes))]
+        yield run, replace(tuner, rules=replace(tuner.rules, keep=keep))
+
+
+def isoflop_runs(grid: IsoflopGrid, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
     _refuse_tokens(grid, base)
     if not grid.budgets:
         raise UserError(f"grid.budgets is {grid.budgets}; give a list of training FLOPs such as [1e12,3e12]")
-    least, length = grid.min_steps * base.batch_tokens, base.data.sequence_length
     N, _, smallest = architectures.well_shaped(base.model)[0]
+
+    def spending(budget: float, model: ModelConfig) -> RunConfig | None:
+        """None where the steps would be too few."""
+        tokens: Any = tokens_for_budget(model, base.data.sequence_length, budget, grid.convention)
+        run = tuner.tuned(replace(base, model=model, tokens=tokens, budget=budget), whole=True)
+        return run if tokens >= grid.min_steps * run.batch_tokens else None
+
     for budget in sorted(set(grid.budgets)):
-        if tokens_for_budget(smallest, length, budget, grid.convention) < least:
+        if spending(budget, smallest) is None:
             raise UserError(
                 f"grid.budgets contains {budget:.3g}, and the smallest model ({N:,} parameters) needs "
-                f"{_least_flops(grid, base):.2g} FLOPs for grid.min_steps {grid.min_steps}; give at least that"
+                f"{_least_flops(grid, base, tuner):.2g} FLOPs for grid.min_steps {grid.min_steps}; give at least that"
             )
-        for model in isoflop_sizes(grid, base.model, budget):  # those of too few steps are left out
-            tokens = tokens_for_budget(model, length, budget, grid.convention)
-            if tokens >= least:
-                yield dataclasses.replace(base, model=model, tokens=whole_steps(tokens, base), budget=budget)
+        found = (spending(budget, model) for model in isoflop_sizes(grid, base.model, budget))
+        yield from (run for run in found if run is not None)
 
 
-def _least_flops(grid: IsoflopGrid, base: RunConfig) -> float:
-    """Of the smallest model for the fewest steps."""
-    smallest = architectures.well_shaped(base.model)[0][2]
-    least = float(grid.min_steps * base.batch_tokens)
-    return training_flops_per_token(smallest, base.data.sequence_length) * least
+def _least_flops(grid: IsoflopGrid, base: RunConfig, tuner: Tuner) -> float:
+    """Of the smallest model for the fewest steps, of one sequence where a rule chooses the batch."""
+    smallest, length = architectures.well_shaped(base.model)[0][2], base.data.sequence_length
+    least = float(grid.min_steps * (base.batch_tokens if tuner.rules.batch_tokens.k is None else length))
+    return training_flops_per_token(smallest, length) * least
 
 
-def _first_round(grid: AdaptiveGrid, base: RunConfig) -> list[RunConfig]:
+def _first_round(grid: AdaptiveGrid, base: RunConfig, tuner: Tuner) -> list[RunConfig]:
     """The largest small isoFLOP grid that grid.first_share of the FLOPs pays for."""
     if grid.recipes is not None and len(grid.recipes) != 1:
         raise UserError(
             f"grid.recipes has {len(grid.recipes)} recipes; an adaptive grid suggests runs for one law, so it takes one"
         )
-    total = adaptive_flops(grid, base)
-    top, each = largest_flops(grid), _least_flops(grid, base)
+    total = adaptive_flops(grid, base, tuner)
+    top, each = largest_flops(grid), _least_flops(grid, base, tuner)
     for i in range(FIRST_TRIES):
         budgets = [top * 10 ** (-4 * i / (FIRST_TRIES - 1)) / FIRST_STEP**j for j in range(FIRST_BUDGETS)]
         if budgets[-1] < each:
             break
-        small = dataclasses.replace(grid, budgets=budgets, sizes=FIRST_SIZES)
-        runs = list(isoflop_runs(small, base))
-        if _trained_flops(runs) <= grid.first_share * total:
+        small = replace(grid, budgets=budgets, sizes=FIRST_SIZES)
+        runs = list(isoflop_runs(small, base, tuner))
+        if trained_flops(runs) <= grid.first_share * total:
             return runs
     raise UserError(
         f"grid.flops_budget is {total:.3g}, of which grid.first_share {grid.first_share:g} pays for no first round of "
@@ -109,20 +163,14 @@ def largest_flops(grid: AdaptiveGrid) -> float:
     return grid.max_flops or max(grid.budgets or [math.inf])
 
 
-def adaptive_flops(grid: AdaptiveGrid, base: RunConfig) -> float:
+def adaptive_flops(grid: AdaptiveGrid, base: RunConfig, tuner: Tuner) -> float:
     """Of all rounds together."""
-    return grid.flops_budget or _trained_flops(list(isoflop_runs(grid, base)))
+    return grid.flops_budget or trained_flops(list(isoflop_runs(grid, base, tuner)))
 
 
-def _trained_flops(runs: list[RunConfig]) -> float:
+def trained_flops(runs: list[RunConfig]) -> float:
     """Of runs that share their trunks."""
     return sum(map(own_flops, merge_runs(runs).runs))
-
-
-def whole_steps(tokens: float, base: RunConfig, rounded: Callable[[float], int] = round) -> int:
-    """The nearest D that is a whole number of steps."""
-    step = max(1, base.batch_tokens)  # a batch of nothing is refused with the run
-    return max(1, rounded(tokens / step)) * step
 
 
 def isoflop_sizes(grid: IsoflopGrid, base: ModelConfig, budget: float) -> list[ModelConfig]:
@@ -145,13 +193,13 @@ def expected_size(grid: IsoflopGrid, base: ModelConfig, budget: float) -> float:
     the tables grow with the vocabulary.
     """
     expected = grid.expected_N * (budget / grid.expected_flops) ** grid.expected_exponent
-    on_bytes = dataclasses.replace(base, vocab_size=256, tied_embeddings=True)
+    on_bytes = replace(base, vocab_size=256, tied_embeddings=True)
     shape = architectures.nearest_model(on_bytes, expected)
-    own = dataclasses.replace(shape, vocab_size=base.vocab_size, tied_embeddings=base.tied_embeddings)
+    own = replace(shape, vocab_size=base.vocab_size, tied_embeddings=base.tied_embeddings)
     return expected + count_parameters(own).N_total - count_parameters(shape).N_total
 
 
-def _ladder(grid: LadderGrid, base: RunConfig) -> Iterator[RunConfig]:
+def _ladder(grid: LadderGrid, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
     _refuse_tokens(grid, base)
     if (grid.tokens is None) == (grid.tokens_per_parameter is None):
         raise UserError(
@@ -161,12 +209,12 @@ def _ladder(grid: LadderGrid, base: RunConfig) -> Iterator[RunConfig]:
     for size in grid.sizes:
         model = architectures.nearest_model(base.model, size)
         N = count_parameters(model).N_total
-        multiples = [ratio * N for ratio in grid.tokens_per_parameter or ()]
+        multiples: list[Any] = [ratio * N for ratio in grid.tokens_per_parameter or ()]
         for tokens in multiples if grid.tokens is None else grid.tokens:
-            yield dataclasses.replace(base, model=model, tokens=whole_steps(tokens, base))
+            yield tuner.tuned(replace(base, model=model, tokens=tokens), whole=True)
 
 
-def _product(grid: ProductGrid, base: RunConfig) -> Iterator[RunConfig]:
+def _product(grid: ProductGrid, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
     if grid.axes is not None and not isinstance(grid.axes, dict):
         raise UserError(f"grid.axes is {grid.axes!r}; it must map fields to values, as {{seed:[0,1]}}")
     axes = dict(_dotted(grid.axes or {}))
@@ -181,12 +229,12 @@ def _product(grid: ProductGrid, base: RunConfig) -> Iterator[RunConfig]:
         run = copy.deepcopy(base)
         for name, value in zip(axes, combination, strict=True):
             _assign(run, name, value)
-        if run.tokens <= 0:
+        if (run := tuner.dialled(run)).tokens <= 0:
             raise UserError("tokens is not set; a product grid needs tokens=… or an axis of that name")
-        yield run
+        yield tuner.tuned(run, kept=axes)
 
 
-def _points(grid: PointsGrid, base: RunConfig) -> Iterator[RunConfig]:
+def _points(grid: PointsGrid, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
     if not isinstance(grid.points, list) or not grid.points:
         raise UserError(
             f"grid.points is {grid.points!r}; it must be a list of runs, each a mapping as {{tokens:1000000,seed:1}}"
@@ -195,12 +243,12 @@ def _points(grid: PointsGrid, base: RunConfig) -> Iterator[RunConfig]:
         where = f"grid.points[{number}]"
         if not isinstance(point, dict) or not point:
             raise UserError(f"{where} is {point!r}; it must map fields to values, as {{tokens:1000000,seed:1}}")
-        run = copy.deepcopy(base)
-        for name, value in _dotted(point):
+        run, given = copy.deepcopy(base), dict(_dotted(point))
+        for name, value in given.items():
             _assign(run, name, value, where)
-        if run.tokens <= 0:
+        if (run := tuner.dialled(run)).tokens <= 0:
             raise UserError(f"{where} has no tokens; give it, or tokens=… for all points")
-        yield run
+        yield tuner.tuned(run, kept=given)
 
 
 def _dotted(axes: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -213,6 +261,7 @@ def _dotted(axes: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _assign(run: RunConfig, name: str, value: Any, where: str = "grid.axes") -> None:
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     *groups, last = name.split(".")
@@ -230,7 +279,8 @@ def _assign(run: RunConfig, name: str, value: Any, where: str = "grid.axes") -> 
         typed[last] = value
     except OmegaConfBaseException as error:
         raise UserError(f"{where}.{name} contains {value!r}: {str(error).splitlines()[0]}") from error
-    setattr(node, last, typed[last])
+    found = typed[last]
+    setattr(node, last, OmegaConf.to_container(found) if OmegaConf.is_config(found) else found)
 
 
 @functools.cache
@@ -246,10 +296,12 @@ def _refuse_tokens(grid: GridConfig, base: RunConfig) -> None:
         raise UserError(f"tokens is {base.tokens}, but a grid of kind {grid.kind} chooses D itself; leave tokens out")
 
 
-KINDS: dict[type, Callable[[Any, RunConfig], Iterable[RunConfig]]] = {
+KINDS: dict[type, Callable[[Any, RunConfig, Tuner], Iterable[RunConfig]]] = {
     AdaptiveGrid: _first_round,
     IsoflopGrid: isoflop_runs,
     LadderGrid: _ladder,
     ProductGrid: _product,
     PointsGrid: _points,
+    CheckGrid: _points,
+    TuneGrid: rung_runs,
 }

@@ -16,8 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from filelock import FileLock
-
 from ...train.config import RunConfig, canonical_json, identity, run_id
 from ...train.errors import UserError
 from ...train.files import fsync_path, read_json, read_json_lines, temporary_directory_beside, write_atomic
@@ -187,6 +185,8 @@ def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
     step = trunk_steps(branch.config())
     source, final = checkpoint_folder(trunk, step), checkpoint_folder(branch, step)
     begins = f"run {branch.run_id} begins at step {step} of run {trunk.run_id}"
+    from filelock import FileLock  # slow to import, and status needs no lock
+
     with FileLock(branch.path / ".graft.lock"):
         if any(own >= step and damage(checkpoint_folder(branch, own)) is None for own in branch.saved_steps()):
             return None

@@ -14,12 +14,16 @@ from typing import Any
 import yaml
 
 from ...train.config import run_id
-from ...train.errors import UserError
-from ...train.files import read_json, write_json
+from ...train.errors import UserError, counted
+from ...train.files import read_document, read_json, write_json
 from .. import prepare
-from ..config import AdaptiveGrid, GridConfig, PointsGrid, SweepConfig, from_mapping
+from ..config import AdaptiveGrid, GridConfig, PointsGrid, SweepConfig, TuneGrid, from_mapping
 from ..grid import expand as grid
 from ..grid.trunks import own_flops
+from ..grid.tune import rung_runs
+from ..grid.tuning import Tuner
+from ..plan.foresight import foresee
+from ..results.tuned import tried_settings
 from ..runs import membership
 from ..runs.directory import RunDirectory, SweepDirectory
 from ..terminal import short
@@ -37,16 +41,13 @@ def extend_sweep(sweep: SweepDirectory, overrides: list[str], grid_file: Path | 
     wanted = _overridden(config, overrides) if grid_file is None else read_grid(grid_file)
     names = add_grid(sweep, config, wanted, f"extended by {grid_file or ' '.join(overrides)}")
     none = f"every run of it is part of {sweep.path} already; nothing was added"
-    print(f"added {len(names)} runs to {sweep.path}" if names else none)
+    print(f"added {counted(len(names), 'run')} to {sweep.path}" if names else none)
     return names
 
 
 def read_grid(file: Path) -> GridConfig:
-    try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"--grid is {file}, which cannot be read ({_first_line(error)}); give a YAML file") from error
-    if not isinstance(values, dict) or "kind" not in values:
+    values = read_document(file, dict[str, Any], remedy="--grid takes YAML, a mapping with kind and its fields")
+    if "kind" not in values:
         raise UserError(f"--grid is {file}, which holds no grid; it must be a mapping with kind and its fields")
     return as_grid(values, file)
 
@@ -59,8 +60,12 @@ def as_grid(values: dict[str, Any], source: object) -> GridConfig:
 
 
 def add_grid(sweep: SweepDirectory, config: SweepConfig, wanted: GridConfig, why: str) -> list[str]:
-    """Returns the ids of the runs that are new."""
-    return membership.add_runs(sweep, grid.expand_grid(wanted, prepare.resolved_base(sweep, config)), why)
+    """Returns the ids of the runs that are new; says what the fit of all of them would lack."""
+    present = [run.config() for run in membership.members(sweep)]
+    runs = grid.expand_grid(wanted, prepare.resolved_base(sweep, config), config.tuning, present)
+    for line in foresee(wanted, runs, Tuner(config.tuning), present):
+        print(f"note: {line}")
+    return membership.add_runs(sweep, runs, why)
 
 
 def _overridden(config: SweepConfig, overrides: list[str]) -> GridConfig:
@@ -107,13 +112,29 @@ def replace_one(sweep: SweepDirectory, run: RunDirectory, factor: float) -> list
 
 
 def next_round(sweep: SweepDirectory, config: SweepConfig) -> bool:
-    """Adds the runs of an adaptive grid's next round; False where it is over, or the grid is no adaptive one."""
-    if config.grid is None or config.grid.kind != "adaptive" or membership.is_stopped(sweep):
+    """Adds the next round of an adaptive grid, or rung of a tune; False where it is over, or the grid is another."""
+    if membership.is_stopped(sweep):
+        return False
+    if isinstance(config.grid, TuneGrid):
+        return _next_rung(sweep, config, config.grid)
+    if not isinstance(config.grid, AdaptiveGrid):
         return False
     wanted = ask_round(sweep, config)
     added = wanted and add_grid(sweep, config, as_grid(wanted, sweep.path / RECORD), "a round of the adaptive grid")
     print(round_summary(sweep))
     return bool(added)
+
+
+def _next_rung(sweep: SweepDirectory, config: SweepConfig, wanted: TuneGrid) -> bool:
+    base, tried = prepare.resolved_base(sweep, config), tried_settings(sweep)
+    there = {run.config().tokens for run in membership.members(sweep)}
+    for rung in range(1, len(wanted.tokens_per_parameter)):
+        runs = list(rung_runs(wanted, base, Tuner(config.tuning), rung, tried))
+        if not there.issuperset(run.tokens for run in runs):
+            print(f"rung {rung + 1} of {len(wanted.tokens_per_parameter)}: {counted(len(runs), 'run')}")
+            named = [replace(run, name=grid.run_label(run)) for run in runs]
+            return bool(membership.add_runs(sweep, named, f"rung {rung + 1} of the tune"))
+    return False
 
 
 def ask_round(sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any] | None:
@@ -151,8 +172,8 @@ def round_summary(sweep: SweepDirectory) -> str:
         return "[" + ", ".join("unbounded" if end is None else f"{end:.3f}" for end in ends) + "]"
 
     return (
-        f"round {len(record['rounds'])}: {len(newest['runs'])} runs of {newest['flops']:.3g} FLOPs; the 95 % interval "
-        f"of the loss at {newest['target_flops']:.3g} FLOPs is {interval('before')}, and should come to "
+        f"round {len(record['rounds'])}: {counted(len(newest['runs']), 'run')} of {newest['flops']:.3g} FLOPs; the "
+        f"95 % interval of the loss at {newest['target_flops']:.3g} FLOPs is {interval('before')}, and should come to "
         f"{interval('expected')}"
     )
 
@@ -167,7 +188,7 @@ def _ask(sweep: SweepDirectory, config: SweepConfig, points: AdaptiveGrid, numbe
     base = prepare.resolved_base(sweep, config)
     base.tokens = 0
     cap = grid.largest_flops(points)
-    total = grid.adaptive_flops(points, base)
+    total = grid.adaptive_flops(points, base, Tuner(config.tuning))
     standing = fit_standing(sweep, config, points.target_flops or max(config.fit.targets, default=1000.0 * cap))
     limits = (("loss", standing.loss, points.tolerance), ("N", standing.N, points.size_tolerance))
     asked = [(name, estimate.relative_width, limit) for name, estimate, limit in limits if limit is not None]
@@ -177,7 +198,8 @@ def _ask(sweep: SweepDirectory, config: SweepConfig, points: AdaptiveGrid, numbe
     if number >= points.rounds:
         raise NothingToSuggest(f"all {points.rounds} rounds are over")
     planned = {run["run_id"]: float(run["flops_own"]) for run in sweep.plan()["runs"]}
-    added = [run.config() for run in membership.members(sweep) if run.run_id not in planned]
+    present = {run.run_id: run.config() for run in membership.members(sweep)}
+    added = [run for name, run in present.items() if name not in planned]
     spent = sum(planned.values()) + sum(map(own_flops, added))  # of runs that failed too
     left = total - spent
     if left < SPENT * total:
@@ -186,8 +208,9 @@ def _ask(sweep: SweepDirectory, config: SweepConfig, points: AdaptiveGrid, numbe
     budget = left * shares[0] / sum(shares)
     found = suggest_from(sweep, config, standing, budget, seeds=1, max_flops=cap, max_runs=points.round_runs)
     expected = found.to_dict()
+    runs = grid.expand_grid(PointsGrid(points=found.grid["points"]), base, config.tuning, present.values())
     return {
-        "runs": [run_id(run) for run in grid.expand_grid(PointsGrid(points=found.grid["points"]), base)],
+        "runs": list(map(run_id, runs)),
         "flops": found.flops,
         "flops_before": spent,
         "flops_budget": total,

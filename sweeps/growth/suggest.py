@@ -1,14 +1,14 @@
 """Which runs a sweep should buy next: those that narrow the interval at a large budget most for their FLOPs.
 
-Finished runs are fitted as in the report; well-shaped models, D in whole steps and other seeds are offered, each at its
-cost given the checkpoints on disk; `fit.allocation` chooses. A share of the budget goes to runs that check the law.
+Finished runs are fitted by the mixture of forms; well-shaped models, D in whole steps and other seeds are offered, each
+at its cost given the checkpoints on disk; `fit.allocation` chooses. No form is right, so large runs are worth more.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,8 +19,9 @@ from ...train.flops import count_parameters, flops_exact, tokens_for_budget
 from ...train.schedule import same_until, trunk_steps
 from .. import prepare
 from ..grid import architectures
-from ..grid.expand import run_label, whole_steps
+from ..grid.expand import run_label
 from ..grid.trunks import Progress, merge_runs, own_flops, progress_of
+from ..grid.tuning import Tuner, whole_steps
 from ..results.table import build_table
 from ..runs import membership
 from ..runs.directory import SweepDirectory
@@ -28,12 +29,12 @@ from ..terminal import console, plain_table, short
 
 if TYPE_CHECKING:
     from ...fit.allocation.design import Design
-    from ...fit.laws.law import LossLaw
+    from ...fit.mixture.mixture import FormMixture
     from ...fit.table import RunTable
     from ..config import SweepConfig
 
 LEVEL = 0.95
-RESAMPLES = 200  # of the bootstrap, at least
+CONSTANTS = 5  # of Chinchilla's law
 BEYOND = 1000.0  # times the largest C: what is asked about where nothing is named
 MIN_STEPS = 100  # of a suggested run, where the sweep's grid names no other number
 MAX_RUNS = 24  # of a suggestion, where nothing is named
@@ -65,7 +66,7 @@ class Standing:
     """What the runs that are done say of the target."""
 
     table: RunTable
-    law: LossLaw
+    mixture: FormMixture
     target_flops: float
     loss: Estimate
     N: Estimate
@@ -152,7 +153,7 @@ def suggest_from(
         known.append(run.config())
         progress[run.run_id] = progress_of(run, live=run.state().state in ("queued", "running"))
         labels[run.run_id] = trunk_of(known[-1])
-    market, table = Market(base, known, progress, config.trunks), standing.table
+    market, table = Market(base, known, progress, config.trunks, Tuner(config.tuning).with_spans(known)), standing.table
     most, ratios = min(budget, max_flops or budget), (table.D / table.N).tolist()
     least = BELOW * float(min(table.flops))
     within = Range(least, most, min(ratios), max(ratios), getattr(config.grid, "min_steps", MIN_STEPS))
@@ -171,13 +172,14 @@ def suggest_from(
         )
     costs = ("flops", "branch_flops", "size", "trunk")
     pool = Candidates(
-        N=np.array([offer.N for offer in offered], dtype=float),
-        D=np.array([offer.run.D for offer in offered], dtype=float),
+        inputs={"N": np.array([float(o.N) for o in offered]), "D": np.array([float(o.run.D) for o in offered])},
         **{name: np.array([getattr(offer, name) for offer in offered]) for name in costs},
     )
     try:
-        trunks = np.array([labels.get(name, name) for name in table.run_id])
-        question = Question.of(standing.law, standing.target_flops, trunks)
+        used, mixture = table.weight > 0, standing.mixture
+        trunks = np.array([labels.get(name, name) for name in table.run_id[used]])
+        shares = [*mixture.weights_.values()]
+        question = Question.of([*mixture.laws_.values()], standing.target_flops, trunks, shares=shares)
         design = Buyer(question, pool).buy(budget, max_runs)
     except InputError as error:
         raise NothingToSuggest(str(error)) from error
@@ -185,20 +187,18 @@ def suggest_from(
 
 
 def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float | None = None) -> Standing:
-    """Fits the runs that are done, as the report does, and predicts the target."""
-    from ...fit import InputError, compute_optimal, read_table
+    """Fits the mixture of forms to the runs that are done, and predicts the target."""
+    from ...fit import FormMixture, InputError, read_table
     from ...fit.approaches.recipes import split
-    from ...fit.laws.registry import law_class
+    from ...fit.mixture.mixture import DRAWS
     from ...fit.uncertainty import resampled_together
 
     options = config.fit
-    law = law_class()(options.objective, options.delta, options.tied, options.E)
-    free = 5 - options.tied - (options.E is not None)
     frame = build_table(sweep)
-    if (done := int(frame["final"].sum())) <= free:
+    if (done := int(frame["final"].sum())) <= CONSTANTS:
         raise NothingToSuggest(
-            f"{done} runs of {sweep.path} are done, and the law has {free} constants; at least {free + 1} runs "
-            "must be done before others can be suggested"
+            f"{done} runs of {sweep.path} are done, and the law has {CONSTANTS} constants; at least {CONSTANTS + 1} "
+            "runs must be done before others can be suggested"
         )
     try:
         table = read_table(frame)
@@ -206,24 +206,24 @@ def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float
             raise NothingToSuggest(
                 f"{sweep.path} has the data recipes {', '.join(recipes)}; a law is of one, so give it a sweep of one"
             )
-        law.fit(table.N, table.D, table.loss, table.weight, table.known_se, table.flops)
-        groups = resampled_together(table.group, table.run_id, law.problem_.free)
-        law.bootstrap(max(options.bootstrap, RESAMPLES), groups, options.seed)
+        largest = float(table.flops.max())
+        target = max(options.targets, default=BEYOND * largest) if target_flops is None else target_flops
+        if not largest < target < np.inf:
+            raise NothingToSuggest(
+                f"target_flops is {target:.3g}, and the largest run that is done has {largest:.3g}; give more than that"
+            )
+        groups = resampled_together(table.group, table.run_id, CONSTANTS)
+        mixture = FormMixture(draws=min(options.bootstrap, DRAWS) or DRAWS, seed=options.seed)
+        mixture.fit(table.N, table.D, table.loss, table.flops, groups, table.weight)
     except InputError as error:
         raise NothingToSuggest(f"the runs of {sweep.path} that are done give no law with intervals: {error}") from error
-    largest = float(table.flops.max())
-    target = max(options.targets, default=BEYOND * largest) if target_flops is None else target_flops
-    if not largest < target < np.inf:
-        raise NothingToSuggest(
-            f"target_flops is {target:.3g}, and the largest run that is done has {largest:.3g}; give more than that"
-        )
-    found = compute_optimal(law, target, level=LEVEL)
+    found = mixture.optimal(target, LEVEL)
 
     def estimate(name: str) -> Estimate:
         low, high = found.interval(name)[0]
         return Estimate(float(found.values[name][0]), float(low), float(high))
 
-    return Standing(table, law, float(target), estimate("loss"), estimate("N"))
+    return Standing(table, mixture, float(target), estimate("loss"), estimate("N"))
 
 
 def print_suggestion(suggestion: Suggestion) -> None:
@@ -334,6 +334,7 @@ class Market:
     known: Sequence[RunConfig]
     progress: Mapping[str, Progress]  # what the known runs have on disk
     share: bool = True  # runs that differ in D alone share a trunk
+    tuner: Tuner = field(default_factory=Tuner)
 
     def offers(self, seeds: Sequence[int], within: Range) -> list[Offer]:
         """Every run that could be added: each model and D within the range, with each seed."""
@@ -345,12 +346,14 @@ class Market:
             for seed in seeds:
                 template = replace(self.base, model=model, seed=seed, tokens=0)
                 trunk = trunk_of(template)
-                mates = families.get(trunk, [])
-                for tokens in [*_lengths(template, within), *self._saved(template, mates, within)]:
-                    run = replace(template, tokens=tokens)
+                saved = self._saved(template, families.get(trunk, []), within)
+                for tokens in [*self._lengths(template, within), *saved]:
+                    run = self.tuner.tuned(replace(template, tokens=tokens))
                     if (name := run_id(run)) not in taken:
                         taken.add(name)
-                        found.append(self._offer(run, trunk, mates))
+                        same = run.optimizer == template.optimizer and run.schedule == template.schedule
+                        own = trunk if same else trunk_of(run)
+                        found.append(self._offer(run, own, families.get(own, [])))
         return found
 
     def merge(self, chosen: Sequence[RunConfig]) -> list[RunConfig]:
@@ -360,6 +363,16 @@ class Market:
         trunks = {trunk_of(run) for run in chosen}
         mates = [run for run in self.known if trunk_of(run) in trunks]
         return merge_runs([*mates, *chosen], self.progress).runs[len(mates) :]
+
+    def _lengths(self, template: RunConfig, within: Range) -> Iterator[int]:
+        decades = math.log10(within.most_flops / within.least_flops)
+        levels = max(1, round(BUDGETS_PER_DECADE * decades))
+        for budget in (within.most_flops * 10 ** (-decades * i / levels) for i in range(levels + 1)):
+            D: Any = tokens_for_budget(template.model, template.data.sequence_length, budget)
+            run = self.tuner.tuned(replace(template, tokens=D))
+            run.tokens = whole_steps(D * (1 - 1e-9), run, math.floor)
+            if _lies_within(run, within):
+                yield run.tokens
 
     def _saved(self, template: RunConfig, mates: Sequence[RunConfig], within: Range) -> Iterator[int]:
         """Every D whose decay begins where a run of the trunk has kept a checkpoint: they are cheap."""
@@ -394,16 +407,6 @@ def sizes(base: ModelConfig, within: Range) -> list[ModelConfig]:
         models.setdefault(count_parameters(model).N_total, model)
         wanted *= SIZE_STEP
     return [models[N] for N in sorted(models)]
-
-
-def _lengths(template: RunConfig, within: Range) -> Iterator[int]:
-    decades = math.log10(within.most_flops / within.least_flops)
-    levels = max(1, round(BUDGETS_PER_DECADE * decades))
-    for budget in (within.most_flops * 10 ** (-decades * i / levels) for i in range(levels + 1)):
-        D = tokens_for_budget(template.model, template.data.sequence_length, budget)
-        tokens = whole_steps(D * (1 - 1e-9), template, math.floor)
-        if _lies_within(replace(template, tokens=tokens), within):
-            yield tokens
 
 
 def _lies_within(run: RunConfig, within: Range) -> bool:

@@ -25,32 +25,21 @@ from rich.markup import escape
 
 from ... import __version__
 from ...train.config import RECIPE
-from ...train.errors import UserError
+from ...train.errors import UserError, counted
 from ...train.files import read_document, read_json, write_atomic
-from ...train.job.failure import FailureFile
+from ...train.job.failure import Failure
 from ...train.schedule import trunk_steps
 from ..config import Recorded, recorded
 from ..runs import attempts, membership, states
 from ..runs.attempts import Begun, Policy
-from ..runs.directory import (
-    NEEDED,
-    OPEN,
-    AtWork,
-    Busy,
-    PlanFile,
-    RunDirectory,
-    State,
-    Summary,
-    SweepDirectory,
-    now_on,
-    yaml_or_empty,
-)
+from ..runs.directory import ANEW, OPEN, AtWork, Busy, RunDirectory, State, SweepDirectory, now_on, yaml_or_empty
+from ..runs.forms import NEEDED, PlanFile, Summary
 from ..runs.queue import CONTENTS, Contents, Queue
 from ..slurm import commands as slurm
 from ..slurm import supervisor
 from ..slurm.record import LaunchRecord, Memory, is_unattended, rebuilt, strays
 from ..terminal import say
-from .status import BRING_BACK, fit_failure, missing_field
+from .status import BRING_BACK, fit_failure
 
 LEAST_BYTES = 500e6  # that the disk must have left
 # Takes the lock that the process which starts it holds; 0: it got it, so locks do nothing here.
@@ -124,23 +113,19 @@ def _settle(sweep: SweepDirectory, fault: Fault, mend: bool) -> Finding:
 
 def _version(sweep: SweepDirectory, settings: Mapping[str, Any]) -> Iterator[Fault]:
     """A sweep that this version cannot read, or must not change."""
-    again = "run sweep.py again to write it anew"
-    for fault in unreadable(sweep.path / "plan.json", again, PlanFile, "plan"):
+    for fault in unreadable(sweep.path / "plan.json", ANEW, PlanFile, "plan"):
         yield replace(fault, mend=None)
         return
     try:
         recorded(sweep.settings())
     except UserError as error:
-        yield Fault("settings", str(error).partition(";")[0], sweep.path / "sweep.yaml", None, again)
+        yield Fault("settings", str(error).rpartition("; ")[0], sweep.path / "sweep.yaml", None, ANEW)
     ours = (("isoflop", "isoflop_version", __version__), ("recipe", "recipe", RECIPE))
     other = [f"{name} {settings[key]}" for name, key, own in ours if settings.get(key, own) != own]
-    absent = missing_field(sweep.plan())
-    if other or absent:
-        words = (
-            f"{' and '.join(other) or 'another version'} wrote the sweep, and this is {__version__}, recipe {RECIPE}"
-        )
+    if other:
+        words = f"{' and '.join(other)} wrote the sweep, and this is {__version__}, recipe {RECIPE}"
         how = "nothing is mended; use the version that wrote it, or sweep into another folder"
-        yield Fault("plan" if absent else "version", words, sweep.path, None, how)
+        yield Fault("version", words, sweep.path, None, how)
 
 
 def _faults(sweep: SweepDirectory, settings: Mapping[str, Any], deep: bool) -> Iterator[Fault]:
@@ -213,7 +198,8 @@ def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
             what = "nobody looks after this sweep: its keepers are gone from SLURM's queue"
             yield Fault("keepers", what, sweep.path / "jobs", None, BRING_BACK)
     if waiting := _without_job(sweep, live):
-        what = f"{len(waiting)} runs wait for a job that SLURM does not know: {', '.join(waiting)}"
+        count = counted(len(waiting), "run waits", "runs wait")
+        what = f"{count} for a job that SLURM does not know: {', '.join(waiting)}"
         yield Fault(
             "orphan",
             what,
@@ -307,10 +293,7 @@ def _launch_record(sweep: SweepDirectory) -> Iterator[Fault]:
                 record.write(sweep)
 
     path = sweep.path / "jobs" / "slurm.json"
-    try:
-        LaunchRecord.read(sweep)
-    except UserError:
-        yield Fault("unreadable", f"{path.name} cannot be read", path, rewrite, "written anew from SLURM's queue")
+    yield from unreadable(path, "written anew from SLURM's queue", LaunchRecord, mend=rewrite)
 
 
 def _is_table(path: Path) -> bool:
@@ -361,7 +344,7 @@ def unreadable(
         if path.exists():
             read_document(path, form)
     except UserError as error:
-        what = str(error).replace(str(path), path.name).rstrip(".")
+        what = str(error).replace(str(path), path.name).rpartition("; ")[0]
         yield Fault(kind, what, path, mend or partial(remove, path), how)
 
 
@@ -393,7 +376,7 @@ def _leftovers(run: RunDirectory) -> Iterator[Fault]:
     now = now_on(run.path)
     for folder in (run.path, run.path / "eval"):
         yield from old_temporaries(folder, now)
-    for name, form in (("failure.json", FailureFile), ("cancel.json", dict[str, Any]), (attempts.UNDER_WAY, Begun)):
+    for name, form in (("failure.json", Failure), ("cancel.json", dict[str, Any]), (attempts.UNDER_WAY, Begun)):
         yield from unreadable(run.path / name, "removed", form)
     if (path := run.path / ".reserve").exists():
         yield Fault("temporary", "disk is set aside for a run that nobody trains", path, run.release, "given back")
@@ -412,7 +395,7 @@ def _lines(run: RunDirectory) -> Iterator[Fault]:
         whole = [line for line in lines if _is_record(line)]
         if bad := len(lines) - len(whole) + (torn != b""):
             text = b"".join(line + b"\n" for line in whole).decode()
-            what = f"{bad} of the lines of {name} cannot be read"
+            what = f"{counted(bad, 'line')} of {name} cannot be read"
             yield Fault("torn", what, path, partial(write_atomic, path, text), "cut out; every other line stays")
 
 

@@ -15,7 +15,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -23,23 +22,18 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...train.errors import UserError
+from ...train.errors import UserError, counted
 from ...train.files import read_json
 from ..config import ClusterConfig, cluster_of
 from ..results import accounting
 from ..runs import attempts
 from ..runs.attempts import Attempt, Policy
-from ..runs.directory import FIT_FAILURE, OPEN, STATES, RunDirectory, SweepDirectory, now_on, yaml_or_empty
+from ..runs.directory import FIT_FAILURE, OPEN, STATES, RunDirectory, SweepDirectory, now_on
 from ..runs.membership import members
 from ..terminal import console, describe_seconds, printable, short
 
 Row = dict[str, Any]
 SQUEUE_SECONDS = 5.0  # that a look waits for an explanation
-# What every version's plan says of a run, and the commands here read.
-PLANNED = (
-    *("run_id", "name", "N_total", "D", "width", "depth", "heads", "seed", "budget", "steps", "shape", "flops_exact"),
-    *("estimated_seconds", "parent"),
-)
 PERIOD_SECONDS = 2.0  # between two looks
 ROWS = 60  # that a file or a pipe gets
 # In the order in which people look at them.
@@ -48,32 +42,6 @@ FOLDED = ("done", "planned", "queued")  # counted instead of shown, in this orde
 STYLES = {"failed": "red", "diverged": "red", "running": "cyan", "preempted": "yellow", "done": "green"}
 BRING_BACK = "isoflop retry brings them back"
 COLUMNS = ("run", "state", "N", "D", "step", "loss", "tok/s", "MFU", "ETA", "try", "where", "note")
-
-
-def open_sweep(path: Path | str) -> SweepDirectory:
-    """An existing sweep whose plan this version can read."""
-    sweep = SweepDirectory.open(path)
-    _plan_of(sweep)
-    return sweep
-
-
-def _plan_of(sweep: SweepDirectory) -> dict[str, Any]:
-    plan = sweep.plan()
-    if absent := missing_field(plan):
-        from ... import __version__
-
-        wrote = yaml_or_empty(sweep.path / "sweep.yaml").get("isoflop_version", "an unknown version")
-        raise UserError(
-            f"{sweep.path / 'plan.json'} lacks {absent}, for isoflop {wrote} wrote it and this is {__version__}; "
-            "use the version that wrote it, or sweep into another folder"
-        )
-    return plan
-
-
-def missing_field(plan: Mapping[str, Any]) -> str | None:
-    """A field that a run of a plan lacks, because another version wrote it."""
-    pairs = ((planned, name) for planned in plan["runs"] for name in PLANNED)
-    return next((name for planned, name in pairs if not isinstance(planned, dict) or name not in planned), None)
 
 
 def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -129,7 +97,7 @@ def fit_failure(sweep: SweepDirectory) -> str | None:
 
 def _planned(sweep: SweepDirectory) -> list[Row]:
     """Rows of the plan, also for runs that were added since it was made."""
-    rows: list[Row] = _plan_of(sweep)["runs"]
+    rows: list[Row] = sweep.plan()["runs"]
     if not (sweep.path / "added.json").exists():
         return rows
     from ...train.flops import count_parameters
@@ -199,7 +167,7 @@ def _add_life(sweep: SweepDirectory, rows: Iterable[Row], policy: Policy, now: f
         run = sweep.run(row["run_id"])
         age = row["heartbeat_age"] = attempts.sign_age(run, now)
         row["silent"] = age is None or age > policy.silence_seconds
-        begun = {"began": now, "share": 1.0} | (read_json(run.path / attempts.UNDER_WAY, attempts.Started) or {})
+        begun = {"began": now, "share": 1.0} | (read_json(run.path / attempts.UNDER_WAY, attempts.Begun) or {})
         began = begun["began"]
         seen = began if age is None else now - age
         ended = max(began, seen if row["silent"] else now)
@@ -217,11 +185,11 @@ def _add_costs(rows: Iterable[Row], cluster: ClusterConfig) -> None:
         if begun := row["under_way"]:
             rest = {"attempt": row["attempt"], "seconds": begun["ended"] - begun["began"], **begun, **unknown}
             histories[row["run_id"]].append(Attempt(cause="killed", reason=None, **rest))
-    paid = accounting.paid_seconds(histories)
+    paid, settings = accounting.paid_seconds(histories), asdict(cluster)
     for row in rows:
         row |= {"gpu_hours": 0.0, "core_hours": 0.0}
         if shape := row["shape"]:
-            hours = sum(paid[row["run_id"]]) * accounting.devices(shape, asdict(cluster)) / 3600
+            hours = sum(paid[row["run_id"]]) * accounting.devices(shape, settings) / 3600
             row["gpu_hours" if shape["gpus"] else "core_hours"] = hours
 
 
@@ -320,7 +288,7 @@ def render_status(status: dict[str, Any], out: Console, everything: bool) -> Ren
     hours, unit = (status["gpu_hours"], "GPU") if status["gpu_hours"] else (status["core_hours"], "core")
     words = [f"{hours:.3g} {unit}-hours so far"] if hours else []
     if status["retries"]:
-        words.append(f"{status['retries']} retries")
+        words.append(counted(status["retries"], "retry", "retries"))
     if status["eta_seconds"] is not None:
         words.append(f"the last run ends in about {describe_seconds(status['eta_seconds'])}")
     lines += [", ".join(words)] if words else []

@@ -8,10 +8,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ...train.config import RunConfig, from_dict
 from ...train.errors import UserError
+from ...train.files import read_document
 from ...train.flops import count_parameters
 from ...train.planner.planner import Candidate, Choice, Hardware, choose, gigabytes
 from ...train.planner.validation import validate
@@ -24,15 +23,8 @@ SETTINGS = ("tp", "dp", "zero", "micro_batch_size", "recompute")  # of `parallel
 def read_run(path: Path) -> RunConfig:
     """The config of a run directory, or of a config.yaml."""
     file = path / "config.yaml" if path.is_dir() else path
-    try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError:
-        raise UserError(f"{path} has no config.yaml; give a run directory, or the config.yaml of a run") from None
-    except (yaml.YAMLError, UnicodeDecodeError):
-        values = None
-    if not isinstance(values, dict):
-        raise UserError(f"{file} is no config of a run; give a run directory, or the config.yaml of a run")
-    config = from_dict(RunConfig, values)
+    remedy = "give a run directory, or the config.yaml of a run"
+    config = from_dict(RunConfig, read_document(file, dict[str, Any], remedy=remedy))
     validate(config)
     if config.model.vocab_size is None:
         raise UserError(f"{file} has no model.vocab_size; give the config.yaml of a planned run, which has one")

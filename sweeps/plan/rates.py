@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from ...train.config import RunConfig
 from ...train.data.recipe.pool import usable_cores
 from ...train.files import read_json, write_json
-from ..config import ClusterConfig, GridConfig, IsoflopGrid
+from ..config import ClusterConfig, GridConfig, IsoflopGrid, TuneGrid
+from ..runs.forms import PlanFile
 
 VERSION = 1
 RUNS, KINDS, PLACES = 32, 64, 64  # kept: newest runs of a width, kinds of run of a place, places
@@ -113,7 +112,7 @@ def load_rates(cluster: ClusterConfig, threads: int) -> Calibration:
 def sweep_rates(folder: Path, cluster: ClusterConfig, threads: int) -> Calibration:
     """What a sweep is planned with: what its plan.json says, and of other kinds of run `load_rates`."""
     # Else what its own runs reached would become their estimate, and the report could not say how far that was off.
-    planned = (read_json(folder / "plan.json") or {}).get("rates") or {}
+    planned = (read_json(folder / "plan.json", PlanFile) or {}).get("rates") or {}
     fixed = {
         kind: {int(width): (rate, count) for width, (rate, count) in widths.items()} for kind, widths in planned.items()
     }
@@ -122,6 +121,8 @@ def sweep_rates(folder: Path, cluster: ClusterConfig, threads: int) -> Calibrati
 
 def record_rates(place: str, measured: Iterable[Measured]) -> str | None:
     """Adds what runs reached to the file; says in a sentence what went wrong, None where nothing did."""
+    from filelock import FileLock, Timeout  # slow to import, and status needs no lock
+
     measured, file = list(measured), _file()
     if not measured:
         return None
@@ -211,13 +212,13 @@ def core_flops_per_second(seconds: float = 0.4) -> float:
 
 
 def fill_budgets(points: GridConfig | None, cluster: ClusterConfig, rate: float) -> None:
-    """Budgets that an isoFLOP grid does not name are the cluster's, else the probe's."""
-    if not isinstance(points, IsoflopGrid) or points.budgets is not None:
-        return
+    """Budgets that a grid does not name are the cluster's, else the probe's."""
     room = places(cluster, 1, rate)  # of one rank, whatever the runs have: how a run is spread changes not what is run
-    points.budgets = cluster.budgets or probed_budgets(
-        room.flops_per_second, room.jobs, cluster.minutes, cluster.half_speed_width
-    )
+    probe = (room.flops_per_second, room.jobs, cluster.minutes, cluster.half_speed_width)
+    if isinstance(points, TuneGrid) and points.flops_budget is None:
+        points.flops_budget = sum(cluster.budgets or ()) or SIZES * sum(probed_budgets(*probe))
+    if isinstance(points, IsoflopGrid) and points.budgets is None:
+        points.budgets = cluster.budgets or probed_budgets(*probe)
 
 
 def probed_budgets(flops_per_second: float, jobs: int, minutes: float, half_speed_width: float) -> list[float]:

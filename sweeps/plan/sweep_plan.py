@@ -13,64 +13,15 @@ from typing import Any
 from ...train.config import ParallelConfig, RunConfig, run_id
 from ...train.data.recipe.recipe import recipe_label
 from ...train.errors import UserError
-from ...train.flops import count_parameters, flops_6nd, flops_exact
+from ...train.flops import count_parameters, flops_6nd, flops_exact, flops_optimizer
 from ...train.schedule import trunk_steps
 from ..config import ClusterConfig
 from ..grid.trunks import own_flops
+from ..runs.forms import JobShape, PlannedRun
 from .packing import Clock, Unit, pack_runs
 from .rates import Calibration, run_kind
 
 MANY_STEPS = 200_000  # beyond which a batch is far below what a run of that length can use
-
-
-@dataclass(frozen=True)
-class JobShape:
-    """What one run asks of the machine; runs of one shape share an array."""
-
-    gpus: int  # for a rank
-    cpus: int  # for a rank
-    memory_gb: float  # for a rank
-    time_minutes: int
-    nodes: int = 1
-    ranks_per_node: int = 1
-
-    @property
-    def ranks(self) -> int:
-        return self.nodes * self.ranks_per_node
-
-    def for_one_process(self) -> JobShape:
-        """For a process that works on the whole run, as its scoring does: the memory of a node."""
-        return replace(self, memory_gb=self.memory_gb * self.ranks_per_node, nodes=1, ranks_per_node=1)
-
-
-@dataclass(frozen=True)
-class PlannedRun:
-    """One run with its size under each convention, its cost and its place."""
-
-    run_id: str
-    name: str
-    N_total: int
-    N_non_embedding: int
-    N_kaplan: int
-    D: int
-    flops_6nd: float
-    flops_exact: float
-    flops_own: float  # exact convention, of the steps that the run itself takes
-    budget: float | None
-    width: int
-    depth: int
-    heads: int
-    steps: int
-    seed: int
-    sequence_length: int
-    precision: str
-    shape: JobShape
-    mesh: str  # how the run is spread over its ranks, as "tp2 dp4 zero1"; empty for one rank
-    estimated_seconds: float  # of the steps that the run itself takes, alone
-    parent: str | None = None  # the trunk that it branches from
-    first_step: int = 0  # where it does
-    recipe: str = ""  # what is done to its text, as tables name it; empty for raw text
-    paid_seconds: float = 0.0  # of its unit's time: less than it takes alone, where runs are trained together
 
 
 @dataclass(frozen=True)
@@ -221,6 +172,7 @@ def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rate: float, thr
         flops_6nd=flops_6nd(run),
         flops_exact=flops_exact(run),
         flops_own=own,
+        flops_optimizer=flops_optimizer(run),
         budget=run.budget,
         **{name: getattr(run.model, name) for name in ("width", "depth", "heads")},
         steps=run.steps,
@@ -233,4 +185,5 @@ def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rate: float, thr
         parent=run.parent,
         first_step=trunk_steps(run) if run.parent is not None else 0,
         recipe=recipe_label(run.data.recipe) if run.data.recipe else "",
+        variant=run.variant or "",
     )

@@ -8,24 +8,26 @@ from __future__ import annotations
 import hashlib
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 
-from ...train.config import from_dict
-from ...train.errors import UserError
+from ...train.errors import UserError, counted
 from ...train.files import read_json, write_json
-from ..config import ClusterConfig
+from ..config import ClusterConfig, recorded
 from ..plan.packing import ensemble_speedup
 from ..plan.rates import Measured, kind_of, place_of, record_rates
 from ..plan.sweep_plan import launch_bound_width
+from ..prepare import configuration
 from ..runs import attempts
 from ..runs.directory import FIT_FAILURE, SweepDirectory
 from ..terminal import console, plain_table, say, short
 from . import pages, tracking
 from .accounting import account, own_seconds, result_of, shares_device
-from .table import sweep_curves, write_table
+from .table import UNTUNED, sweep_curves, write_table
+from .tuned import FILE, write_tuning
 
 COSTS = "costs.json"
 INPUTS = "inputs.json"
@@ -37,6 +39,7 @@ CODE = (".py", ".yaml", ".html", ".css", ".js")
 SOURCES = (
     "sweep.yaml",
     "plan.json",
+    UNTUNED,
     "runs/*/config.yaml",
     "runs/*/state.json",
     "runs/*/summary.json",
@@ -44,7 +47,7 @@ SOURCES = (
     "runs/*/attempts.jsonl",
     "runs/*/eval/step_*.json",
 )
-MADE = ("table.csv", COSTS, "fit/law.json", "fit/*.html", "fit/*.png", "runs/*/eval/*.html")
+MADE = ("table.csv", COSTS, FILE, "fit/law.json", "fit/*.html", "fit/*.png", "runs/*/eval/*.html")
 
 
 def write_results(sweep: SweepDirectory, targets: list[float] | None = None, anew: bool = False) -> dict[str, Any]:
@@ -56,7 +59,7 @@ def write_results(sweep: SweepDirectory, targets: list[float] | None = None, ane
     if not anew and read_json(inputs) == {"digest": digest, "made": _stamps(sweep, MADE)}:
         law = read_json(sweep.path / "fit" / "law.json")
     if law is not None:
-        law = {name: value for name, value in law.items() if name not in ("provenance", "estimator")}
+        law = {name: value for name, value in law.items() if name not in ("provenance", "estimator", "mixture")}
     else:
         try:
             law = _analyze(sweep, targets)
@@ -87,24 +90,32 @@ def _stamps(sweep: SweepDirectory, patterns: tuple[str, ...]) -> dict[str, list[
 
 def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, Any]:
     from ... import fit
-    from ...fit.laws.registry import law_class
+    from ...fit.laws.registry import loss_law
 
     settings = sweep.settings()
-    table = write_table(sweep)
+    config = recorded(settings)
+    options = config.fit
+    answers = pages.final_answers(sweep)
+    table = write_table(sweep, answers)
     if table.empty:
         raise UserError(
             f"no run of {sweep.path} is done, so there is nothing to fit; see `isoflop status {sweep.path}`"
         )
-    options = settings["config"]["fit"]
-    runs = fit.read_table(sweep.path)
-    largest = float(table["flops"].max())
-    wanted = targets or options["targets"] or [largest * factor for factor in (10.0, 100.0, 1000.0)]
-    law = law_class()(**{name: options[name] for name in ("objective", "delta", "tied", "E") if name in options})
-    analysis = fit.analyze(runs, tuple(wanted), options["bootstrap"], options["seed"], law)
-    provenance = {key: settings.get(key) for key in ("isoflop_version", "git_commit", "git_dirty", "host", "written")}
-    provenance["command"] = " ".join(settings.get("command", []))
     costs = account(sweep)
     write_json(sweep.path / COSTS, costs)
+    kind = (settings.get("config") or {}).get("grid", {}).get("kind")
+    if kind in ("tune", "check"):  # there for no law
+        law = write_tuning(sweep, configuration(sweep)) if kind == "tune" else {"warnings": []}
+        write_json(sweep.path / "fit" / "law.json", law)
+        return law
+    runs = fit.read_table(sweep.path)
+    largest = float(table["flops"].max())
+    wanted = targets or options.targets or [largest * factor for factor in (10.0, 100.0, 1000.0)]
+    chosen = {name: getattr(options, name) for name in ("objective", "delta", "tied", "E")}
+    law = loss_law(options.form, **chosen)
+    analysis = fit.analyze(runs, tuple(wanted), options.bootstrap, options.seed, law, intervals=options.intervals)
+    provenance = {key: settings.get(key) for key in ("isoflop_version", "git_commit", "git_dirty", "host", "written")}
+    provenance["command"] = " ".join(settings.get("command") or ())
     fit.write_report(
         analysis,
         sweep.path / "fit",
@@ -113,16 +124,14 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
         provenance=provenance,
         costs=costs,
     )
-    pages.write_pages(sweep, table)
-    _calibrate(sweep, settings)
+    pages.write_pages(sweep, table, answers)
+    if config.cluster.kind != "local" or settings.get("host") == platform.node():  # else trained on another machine
+        _calibrate(sweep, config.cluster)
     return analysis.to_dict()
 
 
-def _calibrate(sweep: SweepDirectory, settings: dict[str, Any]) -> None:
+def _calibrate(sweep: SweepDirectory, cluster: ClusterConfig) -> None:
     """Adds what this sweep's runs reached to what later estimates are made from. Never an error."""
-    cluster = from_dict(ClusterConfig, settings["config"]["cluster"])
-    if cluster.kind == "local" and settings.get("host") != platform.node():
-        return  # its runs were trained on another machine than this
     place = place_of(cluster, sweep.plan()["runs"][0]["shape"]["cpus"])
     if (said := record_rates(place, measured_rates(sweep, launch_bound_width(cluster)))) is not None:
         _note(f"note: {said}")
@@ -134,7 +143,7 @@ def measured_rates(sweep: SweepDirectory, launch_bound_width: float) -> list[Mea
     for planned in sweep.plan()["runs"]:
         run = sweep.run(planned["run_id"])
         result = result_of(run)
-        if result is None or shares_device(attempts.read(run), result):
+        if result is None or "device" not in result or shares_device(attempts.read(run), result):
             continue
         seconds = own_seconds(run, planned, result)
         if seconds < LEAST_SECONDS:
@@ -160,26 +169,43 @@ def print_result(sweep: SweepDirectory) -> None:
     print_law(law, sweep.path.name)
     if (costs := read_json(sweep.path / COSTS)) is not None:
         print("\n".join(cost_lines(costs)))
-    print(f"report: {sweep.path / 'fit' / 'report.html'}")
+    if (report := sweep.path / "fit" / "report.html").exists():
+        print(f"report: {report}")
     if (benchmarks := sweep.path / "fit" / "evaluation.html").exists():
         print(f"benchmarks: {benchmarks}")
 
 
 def print_law(law: dict[str, Any], name: str) -> None:
-    """N, D and loss at each target by each approach, then what to distrust."""
+    """N, D and loss at each target by the mixture and each approach, the law, then what to distrust."""
     from ...fit.flops import in_words
+    from ...fit.formatting import INTERVALS
 
-    counted = f" ({in_words(law['convention'])})" if "convention" in law else ""  # older files do not say
-    columns = (f"FLOPs{counted}", "approach", "N", "D", "D/N", "loss")
+    convention = f" ({in_words(law['convention'])})" if "convention" in law else ""  # older files do not say
+    columns = (f"FLOPs{convention}", "approach", "N", "D", "D/N", "loss")
     table = plain_table(columns, ("approach",), f"{name}: compute-optimal, with 95 % intervals")
-    approaches = (law.get("approaches") or {}).items()
-    found = [(item, name) for name, approach in approaches for item in approach.get("optimal", [])]
+    kind, approaches = law.get("intervals", "noise"), (law.get("approaches") or {}).items()
+    found = [(item, "mixture") for item in law.get("optimal", []) if kind == "mixture"]
+    found += [(item, name) for name, approach in approaches for item in approach.get("optimal", [])]
     for item, approach in sorted(found, key=lambda row: row[0]["flops"]):
         N, D, loss = (_with_interval(item, key) for key in ("N", "D", "loss"))
         ratio = "–" if not item["N"] or item["D"] is None else f"{item['D'] / item['N']:.3g}"
         table.add_row(f"{item['flops']:.3g}", approach, N, D, ratio, loss)
     if found:
         console().print(table)
+        say(INTERVALS[kind])
+    if forms := law.get("forms"):
+        say("mixture: " + "; ".join(f"{weight:.0%} {form}" for form, weight in forms.items()))
+    if constants := dict(law.get("law") or {}):
+        form, ci = constants.pop("form", "law"), law.get("ci") or {}
+        said = (
+            f"{k} = {_with_interval({k: v, f'{k}_ci': ci.get(k)}, k, '{:.4g}'.format)}" for k, v in constants.items()
+        )
+        say(escape(f"{form}: {', '.join(said)}"))
+    if tested := (law.get("backtest") or {}).get("tested"):
+        held = "" if tested["inside"] is None else f", {tested['inside']:.0%} within 95 % intervals"
+        best = f"; of the approaches {tested['best']} finds N* best" if tested["best"] else ""
+        error = "no step" if tested["error"] is None else f"mean error {tested['error']:.2%}{held}"
+        say(f"backtest of the {tested['by']}, up to {tested['reach']:.3g} times farther: {error}{best}")
     if law.get("verdict"):
         say(law["verdict"])
     for line in law.get("recipes_compared", []):
@@ -190,9 +216,23 @@ def print_law(law: dict[str, Any], name: str) -> None:
         say(f"[yellow]{warning['code']}[/]: {escape(warning['message'])}")
 
 
-def _with_interval(item: dict[str, Any], key: str) -> str:
+def print_comparisons(found: list[dict[str, Any]]) -> None:
+    """Multipliers by budget, and what they say."""
+    columns = ("variant", "FLOPs of the base", "multiplier", "of seconds")
+    table = plain_table(columns, ("variant",), "compute multipliers, with 95 % intervals")
+    for one in found:
+        for k in one["multipliers"]:
+            item = {"value": k["value"], "value_ci": k["ci"]} | k
+            flops = f"{k['flops']:.3g}" + " (beyond the runs)" * k["extrapolated"]
+            table.add_row(escape(one["variant"]), flops, *(_with_interval(item, name) for name in ("value", "seconds")))
+    console().print(table)
+    for line in (line for one in found for line in one["sentences"]):
+        say(escape(line))
+
+
+def _with_interval(item: dict[str, Any], key: str, form: Callable[[float], str] = short) -> str:
     """None is a bound of an interval without an end."""
-    form, interval = "{:.3f}".format if key == "loss" else short, item.get(f"{key}_ci")
+    form, interval = "{:.3f}".format if key == "loss" else form, item.get(f"{key}_ci")
     if item[key] is None:
         return "–"
     if not interval:
@@ -221,5 +261,5 @@ def cost_lines(costs: dict[str, Any]) -> list[str]:
         more = f" and {rest} more cause{'s' * (rest > 1)}" if rest > 0 else ""
         said += f"; attempts that ended early: {', '.join(ended[:SHOWN])}{more}"
     if few := costs.get("unrecorded"):
-        said += f"; of {few} runs attempts are not recorded, so these hours are too few"
+        said += f"; the attempts of {counted(few, 'run')} are not recorded, so these hours are too few"
     return [head, f"{said}; {costs['retries']} of {costs['retry_budget']} retries used"]

@@ -14,13 +14,24 @@ from .table import evaluations
 if TYPE_CHECKING:
     import pandas as pd
 
+    from ...evaluate.pages.paired import Answers
+
 MOST = 24  # checkpoints of a sweep that get a page, which takes a tenth of a second or more
 ABOUT = ("run_id", "name", "step", "final", "N", "D", "flops", "loss", "recipe", "budget")
 
 
-def write_pages(sweep: SweepDirectory, table: pd.DataFrame) -> Path | None:
-    """Writes fit/evaluation.html and runs/<id>/eval/step_<n>.html; None where nothing has been scored."""
+def final_answers(sweep: SweepDirectory) -> dict[str, Answers]:
+    """What each finished run's last checkpoint scored on each item, where that was kept."""
     from ...evaluate.pages.paired import answers_of
+    from ...evaluate.records.items import items_path, read_items
+
+    finals = {run: (run.summary() or {}).get("step") for run in sweep.runs() if run.is_done()}
+    files = {run.run_id: items_path(run.path / "eval" / f"step_{step}.json") for run, step in finals.items()}
+    return {run_id: answers_of(read_items(file)) for run_id, file in files.items() if file.is_file()}
+
+
+def write_pages(sweep: SweepDirectory, table: pd.DataFrame, answers: Mapping[str, Answers]) -> Path | None:
+    """Writes fit/evaluation.html and runs/<id>/eval/step_<n>.html; None where nothing has been scored."""
     from ...evaluate.pages.report import checkpoint_page
     from ...evaluate.pages.sweep_report import sweep_page
     from ...evaluate.records.items import items_path, read_items
@@ -47,8 +58,6 @@ def write_pages(sweep: SweepDirectory, table: pd.DataFrame) -> Path | None:
         if page.exists():
             links[row["run_id"]] = f"../runs/{row['run_id']}/eval/{page.name}"
     path = sweep.path / "fit" / "evaluation.html"
-    files = {row["run_id"]: items_path(_scores_file(sweep, row)) for row in finals}
-    answers = {run_id: answers_of(read_items(file)) for run_id, file in files.items() if file.is_file()}
     write_atomic(path, sweep_page(rows, answers, sweep.path.name, links))
     return path
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...train.data.recipe.recipe import recipe_label
 from ...train.errors import UserError
 from ...train.files import read_json, read_json_lines, write_atomic
-from ..runs.directory import NEEDED, RunDirectory, SweepDirectory, yaml_or_empty
+from ..runs.directory import RunDirectory, SweepDirectory, yaml_or_empty
+from ..runs.forms import NEEDED
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from ...evaluate.pages.paired import Answers
+
+UNTUNED = "untuned.csv"  # what `isoflop tune --check` found: run_id, excess, excess_se
 # Numbers of a task that become columns `<task>/<number>`.
 SCORES = ("acc", "acc_se", "acc_norm", "acc_norm_se", "gold_bpb", "gold_bpb_se", "chance", "items")
 # Those that become columns where a task has them: `<task>/clean_<number>` is of its items that were not trained on.
@@ -56,6 +60,9 @@ def build_table(sweep: SweepDirectory) -> pd.DataFrame:
 
     planned = {run["run_id"]: run for run in sweep.plan()["runs"]}
     rows = name_recipes_apart([row for run in sweep.runs() if run.is_done() for row in _rows(run, planned[run.run_id])])
+    if (file := sweep.path / UNTUNED).exists():
+        checked: dict[Any, Any] = pd.read_csv(file, dtype={"run_id": str}).set_index("run_id").to_dict("index")
+        rows = [row | (checked.get(row["run_id"], {}) if row["final"] else {}) for row in rows]
     columns = ["run_id", "step", "final", "state", "N", "D", "flops", "loss", "loss_se"]
     return pd.DataFrame(rows) if rows else pd.DataFrame(columns=columns)
 
@@ -71,9 +78,13 @@ def name_recipes_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def write_table(sweep: SweepDirectory) -> pd.DataFrame:
-    """Writes table.csv and returns it."""
+def write_table(sweep: SweepDirectory, answers: Mapping[str, Answers]) -> pd.DataFrame:
+    """Writes table.csv and returns it, with what `answers` (by run id) say of all runs: how far apart they lie."""
+    from ...evaluate.pages.paired import compare_tasks
+
     table = build_table(sweep)
+    for task, found in compare_tasks(answers, "acc").items():
+        table[f"{task}/acc_z"], table[f"{task}/acc_z_by_luck"] = found.z, found.threshold
     write_atomic(sweep.path / "table.csv", table.to_csv(index=False))
     return table
 
@@ -128,6 +139,8 @@ def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) ->
     row["trunk"] = planned["parent"]
     groups = yaml_or_empty(run.path / "config.yaml")  # whichever version wrote it
     row |= {name: (groups.get(group) or {}).get(field) for name, (group, field) in CONFIGURED.items()}
+    if groups.get("variant"):
+        row["variant"] = groups["variant"]
     data = groups.get("data") or {}
     steps = data.get("recipe") or []
     try:

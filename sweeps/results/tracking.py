@@ -14,13 +14,15 @@ import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...train.config import RunConfig, TrackerConfig, from_dict
+from ...train.config import RunConfig, TrackerConfig
 from ...train.errors import UserError
 from ...train.files import read_json, write_json
 from ...train.tracker import LINEAGE, PUSHED, Tracker, is_online, logged_in, open_run, server, unreachable
+from ..config import recorded
 from ..runs.directory import OPEN, Busy, RunDirectory, SweepDirectory
 from .table import SCORES, evaluations
 
@@ -55,7 +57,7 @@ def push_results(sweep: SweepDirectory, report: Callable[[str], None] = print, *
     """
     try:
         written = sweep.settings()
-        settings = from_dict(TrackerConfig, written["config"]["tracker"] | changes, "tracker.")
+        settings = replace(recorded(written).tracker, **changes)
         if settings.kind == "wandb" and (read_json(sweep.path / "fit" / PUSHED) or {}).get("digest") != _digest(sweep):
             _push_results(sweep, written, settings, report)
     except Exception as error:
@@ -81,7 +83,7 @@ def _push_results(
         id=results_id(sweep),
         name=f"{sweep.path.name}: fit",
         job_type="fit",
-        config={**{key: written.get(key) for key in PROVENANCE}, "sweep": written["config"]},
+        config={**{key: written.get(key) for key in PROVENANCE}, "sweep": written.get("config")},
     )
     try:
         run.log_artifact(_artifact(sweep))

@@ -1,12 +1,12 @@
 """Every start of a run is one line of attempts.jsonl: when, where, why it ended, which steps; and what follows from it.
 
 Special here:
-- an attempt that begins leaves attempt.json, which goes when its line is written. Whoever comes after one that was
-  killed (holding the run's lock) writes its line, even where state.json is damaged; no number is written twice;
-- what an attempt wasted depends on where the next one resumes, so `read` computes it from all lines;
+- an attempt that begins leaves attempt.json, which goes when its line is written. Whoever next holds the run's lock
+  writes the line of one that was killed; no number is written twice;
+- what an attempt wasted depends on where the next one resumes, so it is computed from all lines;
 - failures that are not the run's own fault are retried within a budget per run and one per sweep, after a pause that
   doubles; what would only happen again (bad input, an exception, a divergence) never is;
-- being told to stop is no failure: it counts against `max_requeues` alone.
+- being told to stop counts against `max_requeues` alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -27,7 +27,8 @@ from ...train.files import JsonLines, read_document, read_json, read_json_lines,
 from ...train.flops import flops_exact
 from ...train.job.failure import Cause
 from ...train.schedule import trunk_steps
-from .directory import Amount, Count, RunDirectory, SweepDirectory, now_on
+from .directory import RunDirectory, SweepDirectory, now_on
+from .forms import Amount, Count
 
 if TYPE_CHECKING:
     from ..config import ClusterConfig
@@ -117,15 +118,6 @@ class Begun:
     gpus: Amount
     share: Amount
     machine: str | None = None  # whose kernel keeps its lock
-
-
-class Started(TypedDict, total=False):
-    """What `isoflop status` reads of it."""
-
-    began: Amount
-    share: Amount
-    host: str | None
-    job_id: str | None
 
 
 def decide(attempts: Sequence[Attempt], policy: Policy, spent: int, now: float) -> Decision:

@@ -17,17 +17,17 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired, TypedDict, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 import yaml
-from msgspec import Meta
 
 from ...train.config import RunConfig, from_dict, run_id, to_dict
 from ...train.errors import UserError
 from ...train.files import HALVED, read_document, read_json, write_atomic, write_json
 from ...train.job.failure import forget_failure
 from ..terminal import printable
+from .forms import Count, Metrics, PlanFile, Settings, Summary
 
 Name = Literal["planned", "queued", "running", "done", "failed", "diverged", "preempted", "cancelled"]
 STATES: tuple[str, ...] = get_args(Name)
@@ -36,77 +36,9 @@ FIT_FAILURE = "fit_failure.json"  # of a sweep: why its last fit failed; absent 
 OPEN = ("running", "preempted", "queued", "planned")  # states that a run leaves by itself
 CANCEL = "cancel.json"
 HEARTBEAT = "heartbeat"
-# A thousand runs are planned in a second, and 4 ms a config in Python would be as much again to read them.
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+ANEW = "run the same sweep.py command again to write it anew, or use the version that wrote it"
+# A thousand runs are planned in a second, and 4 ms a config in Python would be as much again to write them.
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-
-
-Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Amount = Annotated[float, Meta(ge=0, lt=1e60)]
-FolderName = Annotated[str, Meta(pattern=r"^\w+\Z")]
-
-
-class Shape(TypedDict):
-    """A `JobShape` in plan.json."""
-
-    gpus: Count
-    cpus: Count
-    memory_gb: Amount
-    time_minutes: Count
-    nodes: Count
-    ranks_per_node: Count
-
-
-class Planned(TypedDict, total=False):
-    """A run in plan.json, as far as it is read there; `status.missing_field` asks for what must be there."""
-
-    run_id: FolderName
-    name: str
-    N_total: Count
-    D: Count
-    width: Count
-    steps: Annotated[int, Meta(gt=0, le=2**63 - 1)]
-    flops_exact: Amount
-    mesh: str
-    shape: Shape
-    estimated_seconds: Amount
-    paid_seconds: Amount
-    parent: FolderName | None
-    first_step: Count
-
-
-class PlanFile(TypedDict):
-    """plan.json, as far as it is read."""
-
-    runs: list[Planned]
-    total_flops: NotRequired[Amount]
-    rates: NotRequired[dict[str, dict[str, tuple[Amount, Count]]]]
-
-
-class Summary(TypedDict, total=False):
-    """summary.json, as far as it is read here."""
-
-    step: Count
-    D: Count
-    N_total: Count
-    seconds: Amount
-    val_loss: float
-    val_loss_se: float | None
-    checkpoint: str
-    ensemble: Count
-
-
-NEEDED = ("step", "D", "N_total", "flops_exact", "val_loss", "val_loss_se")  # of a summary, by the table
-
-
-class Metrics(TypedDict, total=False):
-    """A line of metrics.jsonl, as far as it is read here."""
-
-    step: Count
-    tokens: Count
-    train_loss: float | None
-    tokens_per_s: float | None
-    mfu: float | None
 
 
 class Busy(Exception):
@@ -170,8 +102,8 @@ class RunDirectory:
         """The frozen config; UserError where it is missing, unreadable, or that of another run."""
         path = self.path / "config.yaml"
         try:
-            config = from_dict(RunConfig, read_yaml(path))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, AttributeError, UserError) as error:
+            config = from_dict(RunConfig, read_document(path, dict[str, Any]))
+        except UserError as error:
             raise UserError(
                 f"{path} cannot be read as a run's config ({error}); remove the run directory and sweep again"
             ) from error
@@ -302,12 +234,9 @@ class SweepDirectory:
         return RunDirectory(self.path / "runs" / run_id)
 
     def plan(self) -> dict[str, Any]:
-        """plan.json; UserError where it cannot be read."""
-        try:
-            read_document(self.path / "plan.json", PlanFile)
-        except UserError as error:
-            raise UserError(f"{str(error).rstrip('.')}; run sweep.py again to write it anew") from None
-        return read_json(self.path / "plan.json") or {}
+        """plan.json, with the defaults of what it lacks; UserError where it cannot be read."""
+        known = msgspec.to_builtins(read_document(self.path / "plan.json", PlanFile, remedy=ANEW))
+        return (read_json(self.path / "plan.json") or {}) | known
 
     def runs(self) -> list[RunDirectory]:
         """The runs of the current plan, in its order."""
@@ -315,11 +244,7 @@ class SweepDirectory:
 
     def settings(self) -> dict[str, Any]:
         """sweep.yaml: the resolved config, and where it came from."""
-        path = self.path / "sweep.yaml"
-        try:
-            return msgspec.convert(read_yaml(path), dict[str, Any])
-        except (OSError, yaml.YAMLError, ValueError) as error:
-            raise UserError(f"{path} cannot be read ({error}); run sweep.py again to write it anew") from error
+        return dict(read_document(self.path / "sweep.yaml", Settings, remedy=ANEW))
 
     def lock(self, timeout: float = 0.0) -> AbstractContextManager[object]:
         """Holds the sweep while runs are planned and launched; AtWork after `timeout` seconds."""
@@ -409,23 +334,10 @@ def this_user() -> str:
     return f"{name} on {this_node()}"
 
 
-def read_yaml(path: Path) -> Any:
-    """The values of a YAML file; YAMLError also where they are nested too deeply for those who read them."""
-    text = path.read_text(encoding="utf-8")
-    try:
-        value = yaml.load(text, _LOADER if len(text) < 20_000 else yaml.SafeLoader)  # depth can crash the one in C
-        msgspec.to_builtins(value)
-        return value
-    except RecursionError:
-        raise yaml.YAMLError("it is nested too deeply") from None
-
-
 def yaml_or_empty(path: Path) -> dict[str, Any]:
     """A YAML mapping, or nothing where there is none."""
-    with suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
-        value = read_yaml(path)
-        if isinstance(value, dict):
-            return value
+    with suppress(UserError):
+        return read_document(path, dict[str, Any])
     return {}
 
 

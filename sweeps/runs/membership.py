@@ -11,7 +11,8 @@ from ...train.errors import UserError
 from ...train.files import read_document, write_json
 from . import attempts, states
 from .attempts import Policy
-from .directory import OPEN, AtWork, FolderName, RunDirectory, SweepDirectory, now_on
+from .directory import OPEN, AtWork, RunDirectory, SweepDirectory, now_on
+from .forms import FolderName
 
 ADDED = "added.json"
 STOPPED = "cancel.json"
@@ -105,7 +106,4 @@ def _added(sweep: SweepDirectory) -> dict[str, dict[str, Any]]:
     file = sweep.path / ADDED
     if not file.exists():
         return {}
-    try:
-        return read_document(file, Added)
-    except UserError as error:
-        raise UserError(f"{str(error).rstrip('.')}; restore it, or remove it and lose the runs that it names") from None
+    return read_document(file, Added, remedy="restore it, or remove it and lose the runs that it names")

@@ -1,16 +1,15 @@
 """A queue of units that workers go through, on this machine or on many hosts: each unit is one worker's at a time.
 
 Special here:
-- the truth is one file, journal.jsonl: one line per claim, release and end, appended whole under one lock, so a kill
-  cannot leave the queue between two states;
+- the truth is one file, journal.jsonl: one line per claim, release and end, appended whole under one lock;
 - a reader remembers how far it has read: a claim costs the same with ten thousand units as with ten;
-- who lives is what the kernel says: a worker holds a file lock for its life, and its claims name it. After a kill -9
-  the claim stands and the lock is free; whoever sees that first settles the unit;
-- a branch is handed out once its trunk's checkpoint is there, or when nothing will bring that checkpoint any more;
-- a node that a unit avoids does not get it for AVOID_SECONDS. After that any node does: a queue must not starve.
+- a worker holds a file lock for its life, and its claims name it. After a kill -9 the claim stands and the lock is
+  free; whoever sees that first settles the unit;
+- a branch is handed out once its trunk's checkpoint is there, or when nothing will bring it any more;
+- a node that a unit avoids does not get it for AVOID_SECONDS; after that any node does, so that no queue starves.
 
-Should a shared file system not carry locks from node to node, two workers might claim one unit; signs of life of the
-run, which `states.held` looks at, then keep one of them out.
+Where a shared file system carries no locks from node to node, a run's signs of life (`states.held`) keep a second
+worker out.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ import msgspec
 from ...train.files import read_document, write_json
 from . import states
 from .attempts import Policy
-from .directory import FolderName, RunDirectory, SweepDirectory, own_job, this_node
+from .directory import RunDirectory, SweepDirectory, own_job, this_node
+from .forms import FolderName
 from .states import Death
 
 CONTENTS, JOURNAL = "units.json", "journal.jsonl"

@@ -23,13 +23,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...train.errors import UserError
+from ...train.errors import UserError, counted
 from ...train.files import read_json, write_json
 from ..config import ClusterConfig
-from ..plan.sweep_plan import JobShape, Plan, PlannedRun
+from ..plan.sweep_plan import Plan
 from ..runs import states
 from ..runs.attempts import Policy
 from ..runs.directory import RunDirectory, SweepDirectory, own_job
+from ..runs.forms import JobShape, PlannedRun
 from ..runs.queue import Queue, Unit
 from . import cluster as slurm_cluster
 from . import commands as slurm
@@ -102,9 +103,9 @@ class SlurmBackend(Inventory):
             if not self.without_scoring([run]):  # the queue may have been full
                 tries[run.run_id] = tries.get(run.run_id, 0) + 1
         count = sum(len(unit.runs) for unit in units) - len(held)
-        print(f"submitted {count} runs and {len(unscored)} scorings to SLURM")
+        print(f"submitted {counted(count, 'run')} and {counted(len(unscored), 'scoring')} to SLURM")
         if held:
-            print(f"held back {len(held)} runs until the queue takes more jobs (cluster.max_submit)")
+            print(f"held back {counted(len(held), 'run')} until the queue takes more jobs (cluster.max_submit)")
 
     def refill(self) -> None:
         """Gives queues the workers that they have lost."""

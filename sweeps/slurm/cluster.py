@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ...train.errors import UserError
 from ..config import ClusterConfig
-from ..plan.sweep_plan import JobShape, PlannedRun
+from ..runs.forms import JobShape, PlannedRun
 from . import commands as slurm
 from .submit import needs, raw_keys
 

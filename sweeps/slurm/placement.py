@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..config import ClusterConfig
-from ..plan.sweep_plan import JobShape, PlannedRun
+from ..runs.forms import JobShape, PlannedRun
 from ..runs.queue import Unit
 
 

@@ -18,9 +18,9 @@ from typing import Any, TypedDict
 
 from ...train.errors import UserError
 from ...train.files import read_document, read_json, write_atomic, write_json
-from ..plan.sweep_plan import JobShape
 from ..runs import membership
 from ..runs.directory import RunDirectory, SweepDirectory
+from ..runs.forms import JobShape
 from ..runs.queue import Queue
 from . import commands as slurm
 from .placement import shape_in
@@ -58,10 +58,8 @@ class LaunchRecord:
     @classmethod
     def read(cls, sweep: SweepDirectory) -> LaunchRecord:
         """What was written last; UserError where it cannot be read: taken for empty, jobs would be submitted twice."""
-        try:
-            return read_document(_path(sweep), cls) if _path(sweep).exists() else cls()
-        except UserError as error:
-            raise UserError(f"{str(error).rstrip('.')}; `isoflop doctor {sweep.path}` mends it") from None
+        remedy = f"`isoflop doctor {sweep.path}` mends it"
+        return read_document(_path(sweep), cls, remedy=remedy) if _path(sweep).exists() else cls()
 
     def write(self, sweep: SweepDirectory) -> None:
         write_json(_path(sweep), dataclasses.asdict(self))

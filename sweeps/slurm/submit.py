@@ -1,10 +1,10 @@
 """Jobs to SLURM through submitit: what sbatch is told, and what it answers.
 
 Special here:
-- jobs are submitted on hold (`transaction.py`). A keeper is not: its time to begin holds it, and passes even where a
-  killed controller has forgotten that it was released;
+- jobs are submitted on hold (`transaction.py`). A keeper is held by its time to begin, which passes even where a killed
+  controller has forgotten its release;
 - a job starts in the folder of its pickles, where nothing shadows a package, with the sweep's copy of the code first on
-  PYTHONPATH. `cluster.setup` runs before that, in the folder that the sweep was first launched from;
+  PYTHONPATH; before that `cluster.setup` runs in the folder of the first launch;
 - keeper and fit ask for no GPU and run on the launcher's interpreter: they call sbatch, which images may lack;
 - an sbatch whose answer was lost may have made a job. It is called again, and the first job is a stray.
 """
@@ -28,7 +28,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from ...train.errors import UserError
 from ..config import ClusterConfig
-from ..plan.sweep_plan import JobShape
+from ..runs.forms import JobShape
 from . import commands as slurm
 
 # What SLURM says where the queue may hold no more jobs of a user, an account, a QOS or all of them.
@@ -120,7 +120,7 @@ class Submission:
                     raise QueueFull(f"SLURM takes no more jobs for now ({said}); sweep again later") from error
                 if slurm.AWAY.search(said) is None or time.monotonic() > deadline:
                     raise UserError(
-                        f"SLURM refused the {request.kind} job ({said}); nothing is left in the queue, "
+                        f"SLURM refused the {request.kind} job ({said}); nothing is left in the queue, so "
                         "mend the cluster.* setting that it names and sweep again"
                     ) from error
                 self.doubtful = True

@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from fake_sweep import planned_run
 from isoflop.bench import contenders
 from isoflop.bench import evaluate as bench
 from isoflop.bench.contenders import print_benchmark
@@ -59,7 +60,7 @@ def test_passes_of_the_model_are_timed_even_when_they_fail() -> None:
 
 def finished(folder: Path, rows: list[dict[str, Any]]) -> Path:
     """A sweep's folder with a plan and a table; every row has a budget."""
-    plan = {"runs": [{"run_id": row["run_id"], "budget": row["budget"]} for row in rows]}
+    plan = {"runs": [planned_run(row["run_id"], budget=row["budget"]) for row in rows]}
     (folder / "plan.json").write_text(json.dumps(plan))
     table = [{key: value for key, value in row.items() if key != "budget"} | {"final": True} for row in rows]
     pd.DataFrame(table).to_csv(folder / "table.csv", index=False)

@@ -31,6 +31,7 @@ def program(lines: str) -> list[str]:
     return [sys.executable, "-c", f"import sys, time\nprint('row ' + {row!r}, flush=True)\n{lines}"]
 
 
+@pytest.mark.slow
 def test_rows_are_kept_whatever_becomes_of_their_section(script: ModuleType) -> None:
     whole = script.run("loss", program("print('noise')"), 60.0, {})
     crashed = script.run("loss", program("sys.exit('the GPU is gone')"), 60.0, {})

@@ -23,7 +23,9 @@ from isoflop.evaluate import checkpoint
 from isoflop.evaluate.checkpoint import evaluate_checkpoint
 from isoflop.evaluate.inference.ranks import on_ranks
 from isoflop.evaluate.inference.scoring import Scorer
+from isoflop.evaluate.pages.report import format_scores
 from isoflop.evaluate.records.items import items_path, read_items
+from isoflop.evaluate.records.record import SETTINGS
 from isoflop.evaluate.tasks.suite import Suite, SuiteTask, freeze, quiet
 from isoflop.train.checkpoint.checkpoint import whole_weights
 from isoflop.train.checkpoint.saver import Saver
@@ -162,7 +164,19 @@ def test_nothing_is_scored_twice_and_everything_that_changed_is(tmp_path: Path, 
     newer = suite_of(7, ("chosen",))
     newer.tasks["chosen"].version = 2
     assert again(newer) == ["chosen"]
-    assert again(newer, precision="bf16") == ["chosen"]
+    lines = list[str]()
+    assert again(newer, precision="bf16", progress=lines.append) == ["chosen"]
+    kept = json.loads(out.read_text())["tasks"]
+    assert {name: task["precision"] for name, task in kept.items()} == {"last_word": "fp32", "chosen": "bf16"}
+    assert lines[0] == f"scored again, as items, prompts or settings are not those of {out}: chosen"
+    assert lines[1] == f"kept in {out}: last_word"
+    assert "last_word was scored under other settings than the rest: precision fp32." in format_scores(
+        json.loads(out.read_text())
+    )
+    old = json.loads(out.read_text())  # as an earlier version wrote it: what holds for all tasks is said once
+    old["tasks"] = {"chosen": {k: v for k, v in old["tasks"]["chosen"].items() if k not in SETTINGS}}
+    out.write_text(json.dumps(old))
+    assert again(newer, precision="bf16") == []
     assert again(suite_of(7, ("chosen",)), "other") == ["chosen"]  # another checkpoint: nothing of the old one stays
     assert set(json.loads(out.read_text())["tasks"]) == {"chosen"}
 
@@ -430,6 +444,16 @@ def test_where_the_loss_is_worst_is_looked_for_once_and_where_items_are_kept(
         scores = evaluate(tmp_path / "t.json", suite, held_out=known)
         assert scores["held_out"] == known | {"worst": [window]}
         assert len(looked) == 1
+
+
+def test_a_mean_of_a_suite_is_of_tasks_that_were_scored_alike(
+    tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "_suites", lambda: {"both": ["chosen", "last_word"]})
+    out = tmp_path / "s.json"
+    evaluate(out, suite_of(4, ("chosen",)))
+    assert evaluate(out, suite_of(4, ("last_word",)))["suites"].keys() == {"both"}
+    assert evaluate(out, suite_of(4, ("last_word",)), precision="bf16")["suites"] == {}
 
 
 def test_a_whole_suite_has_a_mean_of_its_own(tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,12 @@ from html.parser import HTMLParser
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.stats
+from isoflop import fit
 from isoflop.evaluate.pages import page as written
-from isoflop.evaluate.pages import sweep_report
+from isoflop.evaluate.pages import paired, sweep_report
 from isoflop.evaluate.pages.page import Axis
 from isoflop.evaluate.pages.paired import compare
 from isoflop.evaluate.pages.report import (
@@ -425,14 +427,59 @@ def test_what_all_runs_find_hard_does_not_hide_their_differences() -> None:
     assert found.held[0] == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize("runs", [2, 5, 20])
-def test_runs_that_are_alike_are_noise_nearly_always(runs: int) -> None:
-    rng, wrong = np.random.default_rng(runs), 0
-    for _ in range(60):
-        found = compare(by_run(rng.normal(size=60) + rng.normal(size=(runs, 60))), [])
-        assert found is not None
-        wrong += found.clear
-    assert wrong <= 8, "one in twenty; more than eight of sixty come once in two hundred times"
+KINDS = {
+    "normal": lambda rng, runs, items: rng.normal(size=items) + rng.normal(size=(runs, items)),
+    "spread": lambda rng, runs, items: rng.normal(size=(runs, items)) * np.linspace(0.5, 2, runs)[:, None],
+    "right or wrong": lambda rng, runs, items: rng.random((runs, items)) < 1 / (1 + np.exp(-rng.normal(0, 2, items))),
+    "skew": lambda rng, runs, items: rng.lognormal(size=(runs, items)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("runs", "items"), [(2, 10), (20, 10), (5, 100)])
+def test_runs_that_are_alike_are_called_clear_once_in_twenty_times(
+    kind: str, runs: int, items: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paired, "DRAWS", 400)
+    rng, trials = np.random.default_rng([runs, items]), 400
+    found = [compare(by_run(KINDS[kind](rng, runs, items)), []) for _ in range(trials)]
+    wrong = sum(one is not None and one.clear for one in found)
+    assert wrong <= scipy.stats.binom.isf(1e-3, trials, 0.05)  # of a true level of 5 % once in a thousand times
+    if kind == "normal":  # nor rarer, where nothing is discrete or skew
+        assert wrong >= scipy.stats.binom.ppf(1e-3, trials, 0.05)
+
+
+@pytest.mark.parametrize("runs", [2, 20])
+def test_a_run_that_is_better_is_found(runs: int) -> None:
+    rng, trials = np.random.default_rng(runs), 60
+    found = 0
+    for _ in range(trials):
+        scores = rng.normal(size=60) + rng.normal(size=(runs, 60))
+        scores[0] += 5.5 * (2 / 60) ** 0.5  # 5.5 standard errors of a difference
+        one = compare(by_run(scores), [])
+        found += one is not None and one.clear
+    assert found >= scipy.stats.binom.ppf(1e-3, trials, 0.9)
+
+
+@pytest.mark.parametrize(("better", "clear"), [(0.0, False), (0.12, True), (0.5, True)])
+def test_the_page_and_the_fit_say_one_thing_of_a_task(better: float, clear: bool) -> None:
+    rng, rows = np.random.default_rng(0), make_rows(("t",))
+    ease, skill = rng.random(400), np.argsort(np.argsort([-row["loss"] for row in rows])) / len(rows)
+    right = ease < 0.4 + better * skill[:, None] + 0.02 * rng.normal(size=(len(rows), 400))
+    answers: dict[str, Any] = {
+        row["run_id"]: {"t": {"acc": dict(enumerate(map(float, one)))}} for row, one in zip(rows, right, strict=True)
+    }
+    compared = paired.compare_tasks(answers, "acc")["t"]
+    acc = right.mean(axis=1)
+    table = pd.DataFrame({name: [row[name] for row in rows] for name in ("N", "D", "loss")})
+    table = table.assign(**{
+        "t/acc": acc, "t/acc_se": np.sqrt(acc * (1 - acc) / 400), "t/chance": 0.0,
+        "t/acc_z": compared.z, "t/acc_z_by_luck": compared.threshold,
+    })  # fmt: skip
+    (fitted,) = fit.fit_tasks(fit.read_table(table), bootstrap=10)
+    verdict = task_verdict({"acc": compared})
+    assert ("tells runs apart" in verdict) == clear == ("no two runs lie apart" not in fitted.reason)
+    assert "times their noise" not in fitted.reason
 
 
 def test_what_cannot_be_compared_is_not_known_and_equal_answers_are_no_difference() -> None:
@@ -497,8 +544,9 @@ def test_no_two_columns_of_a_task_contradict_each_other() -> None:
 
 
 def test_one_pair_of_many_is_not_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep_report, "compare", lambda *_: replace(signal_of(20), apart=1 / 276))
-    assert "20.00 over 4.00, <1 %" in Read(sweep_report.sweep_page(make_rows(), {}, "spine", {})).text
+    monkeypatch.setattr(paired, "compare", lambda *_: replace(signal_of(20), apart=1 / 276))
+    rows = make_rows()
+    assert "20.00 over 4.00, <1 %" in Read(sweep_report.sweep_page(rows, answers_to(rows), "spine", {})).text
 
 
 def test_every_checkpoint_is_a_dot_in_every_panel() -> None:

@@ -37,29 +37,37 @@ def sweep(budgets=(2e15, 6e15, 2e16, 6e16), sizes=6, noise=0.002, seed=0, **colu
 
 
 def analyze(table, **options):
-    return fit.analyze(fit.read_table(table), **({"targets": (1e18,), "bootstrap": 200} | options))
+    """Without the mixture of forms, which only its own tests need."""
+    options = {"targets": (1e18,), "bootstrap": 200, "intervals": "noise"} | options
+    return fit.analyze(fit.read_table(table), **options)
 
 
 def codes(found):
     return {w.code for w in found.warnings}
 
 
-def test_a_good_sweep_gets_three_answers_that_agree_and_cover_the_truth():
-    found = analyze(sweep())
+@pytest.fixture(scope="module")
+def plain():
+    return analyze(sweep(), targets=(1e17, 1e18))
+
+
+def test_a_good_sweep_gets_three_answers_that_agree_and_cover_the_truth(plain):
+    found = plain
     assert found.interior_minima == 4
-    assert found.verdict.sentence.startswith("Isoflop and parametric agree at 1e18 FLOPs within")
+    assert found.verdict.sentence.startswith("Isoflop and parametric agree at 1e17 FLOPs within")
     truth = (40 / 85) ** (1 / 0.6) * (1e18 / 6) ** 0.5
     for approach in found.approaches.values():
         low, high = approach.at(1e18).N_ci
         assert low < truth < high
         assert approach.exponent_interval[0] < 0.5 < approach.exponent_interval[1]
-    assert codes(found) <= {"extrapolation"}
+    assert codes(found) <= {"backtest_short"}
 
 
 def test_a_fit_that_did_not_converge_has_no_numbers_anywhere(monkeypatch, tmp_path):
     monkeypatch.setattr(solver, "ITERATIONS", 2)
-    found = analyze(sweep(), bootstrap=20)
+    found = analyze(sweep(), bootstrap=20, intervals="mixture")
     [said] = [w.message for w in found.warnings if w.code == "no_parametric"]
+    assert "no_mixture" in codes(found)
     assert "did not converge from any of 64 starts" in said
     page = fit.write_report(found, tmp_path / "fit").read_text()
     assert ", approach 3 · parametric</span>" not in page  # a tile
@@ -83,9 +91,12 @@ DEGENERATE = {
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("loss", DEGENERATE.values(), ids=DEGENERATE)
+@pytest.mark.parametrize(
+    "loss",
+    [pytest.param(of, id=name, marks=[] if name == "equal" else [pytest.mark.slow]) for name, of in DEGENERATE.items()],
+)
 def test_a_degenerate_table_gets_a_whole_report_with_no_figure_that_lacks_data(loss, tmp_path):
-    found = analyze(sweep().assign(loss=loss), bootstrap=20)
+    found = analyze(sweep().assign(loss=loss), bootstrap=20, intervals="mixture")
     assert not any(one.available for one in found.approaches.values())
     page = fit.write_report(found, tmp_path / "fit").read_text()
     assert "No approach has an answer: see the warnings." in page
@@ -93,14 +104,17 @@ def test_a_degenerate_table_gets_a_whole_report_with_no_figure_that_lacks_data(l
     files = {path.stem for path in (tmp_path / "fit").iterdir()}
     assert {"law", "report", "isoflop"} <= files
     assert not {"bootstrap", "optimal_N", "optimal_D", "optimal_loss"} & files
-    assert found.law is None or "No contours: the law predicts the same loss for all runs." in page
-    assert "contours" not in files
+    flat = found.law is None or np.ptp(np.log(found.law.predict(found.table.N, found.table.D))) < 1e-9
+    assert (found.law is None or "No contours: the law predicts the same loss for all runs." in page) == flat
+    assert ("contours" in files) == (not flat)
     assert {approach["exponent"] for approach in found.to_dict()["approaches"].values()} == {None}
     steps, influence = found.backtest["steps"], found.backtest["influence"]
     assert not any(0 in (step["tokens_per_parameter_at_target"], step["N_predicted"]) for step in steps)
     assert influence is None or not any(entry["N"] == 0 for entry in influence["left_out"])
 
 
+@pytest.mark.usefixtures("quick_pictures")
+@pytest.mark.slow
 def test_a_report_that_fails_leaves_no_folder_and_an_old_one_as_it_was(tmp_path, monkeypatch):
     found = analyze(sweep(), bootstrap=20)
     old, new = tmp_path / "old", tmp_path / "new"
@@ -119,20 +133,27 @@ def test_a_report_that_fails_leaves_no_folder_and_an_old_one_as_it_was(tmp_path,
     assert (old / "mine.png").exists()
 
 
+@pytest.mark.usefixtures("quick_pictures")
+@pytest.mark.slow
 def test_one_law_gives_one_answer_and_names_its_convention(tmp_path):
     """The table counts 3 % more than 6ND, and more for small models."""
     frame = sweep().assign(flops=lambda t: 6 * t.N * t.D * (1 + 300 * t.N ** (-1 / 3)))
-    found, C = analyze(frame, bootstrap=50), 1e18
+    found, C = analyze(frame, bootstrap=50, intervals="mixture"), 1e18
     fit.write_report(found, tmp_path)
-    as_6nd = analyze(frame, bootstrap=50, convention="6nd")
+    as_6nd = analyze(frame, bootstrap=50, convention="6nd", intervals="mixture")
     for convention, report in (("table", found), ("6nd", as_6nd)):
         best, said = found.law.optimal(C, convention=convention), report.to_dict()
         assert said["convention"] == best.convention == convention
-        [asked] = fit.answer(tmp_path / "law.json", [C], convention)["optimal"]
-        [written] = said["optimal"]
-        for name, value in asked.items():
-            assert value == (written[name] if name == "convention" else pytest.approx(written[name], rel=1e-5))
-        assert asked["N"] == pytest.approx(best.N[0], rel=1e-6)
+        for kind in ("mixture", "noise"):
+            again = fit.answer(tmp_path / "law.json", [C], convention, kind)
+            [asked], [written] = again["optimal"], said["optimal"]
+            if kind == "noise":
+                [written] = said["approaches"]["parametric"]["optimal"]
+                assert asked["N"] == pytest.approx(best.N[0], rel=1e-6)
+            for name, value in asked.items():
+                assert value == (written[name] if name == "convention" else pytest.approx(written[name], rel=1e-5))
+            assert again["intervals"] == kind
+            assert again["forms"] == (said["forms"] if kind == "mixture" else {})
         assert said["backtest"]["tokens_per_parameter_at_target_full"] == pytest.approx(best.ratio[0], rel=1e-6)
         [row] = [row for row in said["conventions"] if row["own"]]
         assert row["flops"] == convention
@@ -155,17 +176,17 @@ def test_influence_follows_the_exponents_that_a_law_names(law):
 def test_refits_that_never_converge_leave_an_answer_without_intervals(monkeypatch):
     bootstrap = fit.Law.bootstrap
 
-    def without_time(law, *options):
+    def without_time(law, *options, **named):
         with monkeypatch.context() as patch:
             patch.setattr(solver, "ITERATIONS", 0)
-            return bootstrap(law, *options)
+            return bootstrap(law, *options, **named)
 
     monkeypatch.setattr(fit.Law, "bootstrap", without_time)
-    found = analyze(sweep(), bootstrap=20)
-    assert "bootstrap_unconverged" in codes(found)
+    found = analyze(sweep(), bootstrap=20, intervals="mixture")
+    assert {"bootstrap_unconverged", "no_mixture"} <= codes(found)
     assert found.law.bootstrap_["resamples"] == 0
     assert np.isnan(found.law.predict_interval([1e7, 1e8], [1e9, 1e9], kind="run")).all()
-    assert {step["loss_inside"] for step in found.backtest["steps"]} == {None}
+    assert {step["inside"] for step in found.backtest["tested"]["ahead"]} <= {None}
     json.dumps(found.to_dict(), allow_nan=False)
 
 
@@ -176,8 +197,8 @@ def test_a_law_whose_intervals_have_no_end_is_checked_without_a_warning_of_numpy
     assert found.backtest["influence"]["left_out"]
 
 
-def test_the_json_is_the_contracts():
-    found = analyze(sweep(), targets=(1e17, 1e18))
+def test_the_json_is_the_contracts(plain):
+    found = plain
     said = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert list(said["law"]) == ["form", "E", "A", "B", "alpha", "beta"]
     assert said["law"]["form"] == "chinchilla"
@@ -197,8 +218,37 @@ def test_the_json_is_the_contracts():
     assert {"loss_error", "N_predicted", "N_measured", "steps"} <= set(said["backtest"])
 
 
+def test_the_mixture_of_forms_answers_first_and_covers_more_than_the_noise():
+    found = analyze(sweep(), bootstrap=30, intervals="mixture")
+    said = found.to_dict()
+    [best], [by_law] = said["optimal"], said["approaches"]["parametric"]["optimal"]
+    t = found.table
+    alone = fit.FormMixture(draws=30).fit(t.N, t.D, t.loss, t.flops, t.group)
+    assert best["N"] == pytest.approx(alone.optimal(1e18).N[0])
+    assert best["N_ci"] == pytest.approx(alone.optimal(1e18).interval("N")[0])
+    assert np.ptp(np.log(best["N_ci"])) > np.ptp(np.log(by_law["N_ci"]))
+    assert said["forms"] == pytest.approx(alone.weights_)
+    assert [said["intervals"], found.ranked[0].key] == ["mixture", "mixture"]
+    assert said["law"]["form"] == "chinchilla"
+    noise = analyze(sweep(), bootstrap=30)
+    assert noise.to_dict()["optimal"] == said["approaches"]["parametric"]["optimal"]
+    assert [noise.to_dict()["intervals"], noise.to_dict()["forms"]] == ["noise", {}]
+    none = analyze(sweep(), bootstrap=0, intervals="mixture").to_dict()
+    assert none["optimal"][0]["N"] == pytest.approx(best["N"], rel=1e-6)
+    assert none["optimal"][0]["N_ci"] is None
+    with pytest.raises(fit.InputError, match="intervals is 'wide'; choose mixture or noise"):
+        analyze(sweep(), intervals="wide")
+
+
+def test_an_interval_that_determines_nothing_is_no_interval():
+    far = analyze(sweep(), targets=(1e200,), bootstrap=30)
+    [said] = [w.message for w in far.warnings if w.code == "no_interval"]
+    assert said == "The interval of N* at 1e200 FLOPs by the parametric spans over five decades."
+    assert "no_interval" not in codes(analyze(sweep(), bootstrap=30))
+
+
 def test_the_same_seed_gives_the_same_numbers():
-    first, again, other = (analyze(sweep(), bootstrap=30, seed=seed).to_dict() for seed in (0, 0, 1))
+    first, again, other = (analyze(sweep(), bootstrap=10, seed=seed).to_dict() for seed in (0, 0, 1))
     assert first == again
     assert first != other
 
@@ -230,7 +280,7 @@ def test_no_bootstrap_means_no_intervals():
 
 
 def test_the_backtest_holds_out_the_highest_budget_and_predicts_it():
-    found = analyze(sweep(noise=0.0005))
+    found = analyze(sweep(noise=0.0005), bootstrap=20)
     test = found.backtest
     assert test["held_out_flops"] == 6e16
     assert test["runs_fitted"] == 18
@@ -247,8 +297,8 @@ def test_the_backtest_holds_out_the_highest_budget_and_predicts_it():
     )
 
 
-def test_bands_contain_their_values_for_every_approach():
-    found = analyze(sweep())
+def test_bands_contain_their_values_for_every_approach(plain):
+    found = plain
     C = np.geomspace(2e15, 1e17, 5)
     for approach in found.approaches.values():
         values, bands = approach.answers(C)
@@ -265,7 +315,6 @@ def with_outlier():
 
 WARNED = [
     ("loss_outlier", with_outlier, {}),
-    ("extrapolation", sweep, {"targets": (1e24,)}),
     ("narrow_span", lambda: sweep(budgets=(2e15, 6e15)), {}),
     ("few_sizes", lambda: sweep(sizes=4), {}),
     ("repeated_data", lambda: sweep(epochs=6.0), {}),
@@ -279,16 +328,71 @@ WARNED = [
 ]
 
 
+@pytest.fixture(scope="module")
+def faultless():
+    return codes(analyze(sweep(), bootstrap=50))
+
+
 @pytest.mark.parametrize(("code", "table", "options"), WARNED)
-def test_a_warning_comes_where_it_belongs_and_only_there(code, table, options):
-    assert code in codes(analyze(table(), **({"bootstrap": 50} | options)))
-    assert code not in codes(analyze(sweep(), targets=(1e18,), bootstrap=50))
+def test_a_warning_comes_where_it_belongs_and_only_there(code, table, options, faultless):
+    assert code in codes(analyze(table(), **({"bootstrap": 20} | options)))
+    assert code not in faultless
+
+
+@pytest.mark.slow
+def test_a_target_farther_out_than_the_backtest_reached_is_short_of_it(tmp_path):
+    found = analyze(sweep(), targets=(6.1e17, 5.9e17), bootstrap=20)
+    assert found.backtest["tested"]["reach"] == pytest.approx(10)  # from 6e15 FLOPs to 6e16
+    [said] = [w.message for w in found.warnings if w.code == "backtest_short"]
+    assert said.startswith("The target 6.1e17 FLOPs (10.2 times) lies farther beyond")
+    fit.write_report(found, tmp_path)
+    for C, code in ((6.1e17, ["backtest_short"]), (5.9e17, [])):
+        again = fit.answer(tmp_path / "law.json", [C])["warnings"]
+        assert [w["code"] for w in again if w["code"] in ("backtest_short", "extrapolation")] == code
+    assert "extrapolation" in codes(analyze(sweep(budgets=(6e16,)), targets=(1e24,), bootstrap=0))
+
+
+@pytest.mark.slow
+def test_a_law_that_bends_away_is_outside_of_its_backtest_and_the_mixture_says_how_far():
+    steeper = sweep(noise=0.0003).assign(loss=lambda t: t.loss * (1 + 0.02 * np.log(t.flops / 2e15) ** 2 / 12))
+    found = analyze(steeper, targets=(1e17,), bootstrap=40)
+    [said] = [w.message for w in found.warnings if w.code == "backtest_outside"]
+    tested = found.backtest["tested"]
+    assert said.startswith("Fitted to cheaper runs, the parametric errs by more than it says: ")
+    assert f"{tested['inside']:.0%} of {tested['predictions']} predicted losses" in said
+    assert "backtest_outside" not in codes(analyze(sweep(), targets=(1e17,), bootstrap=40))
+    mixed = analyze(sweep(), targets=(1e17,), bootstrap=20, intervals="mixture").backtest["tested"]
+    assert mixed["by"] == "mixture"
+    assert mixed["inside"] >= 0.9
+    assert [step["runs_fitted"] for step in mixed["ahead"]] == [12, 18]  # six runs of one budget are collinear
+    assert mixed["ahead"][0]["factor"] == pytest.approx([10 / 3] * 6 + [10] * 6)
+
+
+def test_forms_that_ask_for_other_sizes_are_named(monkeypatch):
+    found = analyze(sweep(), targets=(1e22,), bootstrap=20, intervals="mixture")
+    sizes = {"chinchilla": [1e9], "gamma": [2e9], "kaplan": [9e9]}
+    monkeypatch.setattr(found.mixture.mixture, "sizes", lambda *_: {k: np.array(v) for k, v in sizes.items()})
+    monkeypatch.setattr(found.mixture.mixture, "weights_", {"chinchilla": 0.5, "gamma": 0.41, "kaplan": 0.09})
+    assert "forms_disagree" not in {w.code for w in run_checks(found)}
+    found.mixture.mixture.weights_["kaplan"] = 0.2
+    [said] = [w.message for w in run_checks(found) if w.code == "forms_disagree"]
+    assert "1.00B (chinchilla, which weighs 50%) and 9.00B (kaplan, which weighs 20%)" in said
+
+
+def test_the_approach_that_finds_held_out_sizes_best_is_named_first():
+    found = analyze(sweep(), bootstrap=0)
+    off = found.backtest["tested"]["size_error"]
+    assert found.ranked[0].key == found.backtest["tested"]["best"] == min(off, key=off.get)
+    for step in found.backtest["steps"]:
+        assert step["N_measured"]
+    expected = [np.log(step["N_predicted"] / step["N_measured"]) for step in found.backtest["steps"]]
+    assert off["parametric"] == pytest.approx(np.sqrt(np.mean(np.square(expected))))
 
 
 def test_an_approach_that_is_made_to_disagree_is_said_to():
     """The parametric law of runs of the same budgets whose models are all five times larger."""
-    found = analyze(sweep(noise=0.0005))
-    larger = analyze(sweep(noise=0.0005).assign(N=lambda t: 5 * t.N, D=lambda t: t.D / 5))
+    found = analyze(sweep(noise=0.0005), bootstrap=60)
+    larger = analyze(sweep(noise=0.0005).assign(N=lambda t: 5 * t.N, D=lambda t: t.D / 5), bootstrap=60)
     approaches = found.approaches | {"parametric": larger.approaches["parametric"]}
     mixed = replace(found, approaches=approaches, verdict=fit.verdict(approaches, found.targets, found.table))
     assert "approaches_disagree" not in codes(found)
@@ -320,23 +424,24 @@ def test_a_ladder_of_few_trunks_has_intervals_and_says_what_they_leave_out():
         }
         for i, N in enumerate(sizes) for ratio in ratios
     ]  # fmt: skip
-    found = analyze(pd.DataFrame(rows))
+    found = analyze(pd.DataFrame(rows), bootstrap=60)
     assert found.to_dict()["ci"], "four trunks are fewer than five constants, and yet there are intervals"
     assert "few_trunks" in codes(found)
-    apart = analyze(pd.DataFrame(rows).drop(columns="trunk"))
+    apart = analyze(pd.DataFrame(rows).drop(columns="trunk"), bootstrap=60)
     assert "few_trunks" not in codes(apart)
     assert apart.to_dict()["ci"] == found.to_dict()["ci"]
 
 
 def written(c, N, D):
-    return c["E"] + c["A"] / N ** c["alpha"] + c["B"] / D ** c["beta"]
+    return c["E"] + c["A"] * (N ** -c["alpha"] + 3 * D ** -c["alpha"])
 
 
-BOUNDS = {"E": (0.1, 10), "A": (1, 1e6), "B": (1, 1e6), "alpha": (0.05, 2), "beta": (0.05, 2)}
+BOUNDS = {"E": (0.1, 10), "A": (1, 1e6), "alpha": (0.05, 2)}
 
 
+@pytest.mark.usefixtures("quick_pictures")
 @pytest.mark.parametrize(
-    "law", [fit.KaplanLaw(), fit.OvertrainingLaw(), fit.FunctionLaw(written, BOUNDS, tries=8)], ids=lambda law: law.form
+    "law", [fit.KaplanLaw(), fit.OvertrainingLaw(), fit.FunctionLaw(written, BOUNDS, tries=3)], ids=lambda law: law.form
 )
 def test_any_law_of_n_and_d_drives_the_analysis_the_backtest_and_the_report(law, tmp_path):
     rng = np.random.default_rng(0)
@@ -344,7 +449,8 @@ def test_any_law_of_n_and_d_drives_the_analysis_the_backtest_and_the_report(law,
     C, N = np.repeat(10.0 ** np.arange(18, 21), 5), np.tile(np.geomspace(0.2, 5, 5), 3)
     N = N * 0.05 * np.sqrt(C)
     loss = fit.ChinchillaLaw.evaluate(truth, N, C / (6 * N)) * np.exp(0.002 * rng.standard_normal(15))
-    found = fit.analyze(fit.read_table(pd.DataFrame({"N": N, "D": C / (6 * N), "loss": loss})), (1e22,), 10, law=law)
+    runs = fit.read_table(pd.DataFrame({"N": N, "D": C / (6 * N), "loss": loss}))
+    found = fit.analyze(runs, (1e22,), 10, law=law, intervals="noise")
     content = found.to_dict()
     assert content["law"]["form"] == law.form
     assert content["optimal"][0]["N_ci"][0] < content["optimal"][0]["N"] < content["optimal"][0]["N_ci"][1]

@@ -128,6 +128,15 @@ def epoch():
     return table, fit.ChinchillaLaw().fit(table.N, table.D, table.loss).bootstrap(400)
 
 
+def test_runs_of_no_design_are_held_out_by_half_a_decade():
+    """Hundreds of scattered runs have a hundred chance budgets, and a step for each would take minutes."""
+    rng = np.random.default_rng(0)
+    N, D = 10 ** rng.uniform(7, 9, 300), 10 ** rng.uniform(9, 11, 300)
+    runs = pd.DataFrame({"N": N, "D": D, "loss": 1.5 + 40 / N**0.3 + 85 / D**0.3})
+    assert len(fit.IsoflopProfiles().fit(N, D, runs.loss, 6 * N * D).budgets_) > 20
+    assert 4 <= len(backtest(*fitted(runs), TARGET)["steps"]) <= 8
+
+
 @pytest.mark.published
 def test_below_1e21_flops_the_epoch_data_predict_loss_to_1_percent_and_halve_tokens_per_parameter(epoch):
     table, law = epoch

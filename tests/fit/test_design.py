@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from isoflop.fit import ChinchillaLaw, InputError
-from isoflop.fit.allocation.allocation import optimum
+from isoflop.fit import ChinchillaLaw, FunctionLaw, InputError, KaplanLaw, RepetitionLaw
 from isoflop.fit.allocation.design import (
-    PRIOR,
+    Basin,
     Beliefs,
     Buyer,
     Candidates,
     Design,
-    Linear,
     Question,
-    Widths,
+    basins,
+    log_losses,
+    over,
     trunk_correlation,
 )
 
@@ -33,7 +34,7 @@ def runs(generator: np.random.Generator, noise: float = 0.004) -> tuple[Any, Any
 
 @pytest.fixture(scope="module")
 def law() -> ChinchillaLaw:
-    return ChinchillaLaw().fit(*runs(np.random.default_rng(0))).bootstrap(60)
+    return ChinchillaLaw().fit(*runs(np.random.default_rng(0)))
 
 
 def question(law: ChinchillaLaw, **changes: Any) -> Question:
@@ -46,86 +47,92 @@ def pool(generator: np.random.Generator, count: int) -> Candidates:
     N = np.where(np.arange(count) % 3 == 0, generator.choice(SIZES, count), generator.choice([2e8, 6e8, 2e9], count))
     D = np.exp(generator.uniform(np.log(2e9), np.log(2e11), count))
     C = 6 * N * D
-    return Candidates(N, D, C, 0.2 * C, C, np.array([f"{n:.4g}" for n in N]))
+    return Candidates({"N": N, "D": D}, C, 0.2 * C, C, np.array([f"{n:.4g}" for n in N]))
 
 
 def test_beliefs_are_the_posterior_of_dense_linear_algebra_with_errors_that_trunks_share() -> None:
     generator = np.random.default_rng(1)
     M, k, n, shared, own = 3, 5, 9, 0.3, 0.7
     goals, slopes = generator.normal(size=(M, 2, k)), generator.normal(size=(M, n, k))
-    trunk, prior = np.array([0, 1, -1, 0, 1, 1, -1, 0, 2]), generator.uniform(0.5, 2.0, k)
-    beliefs = Beliefs(goals, prior, 3, shared, own)
+    trunk, shares = np.array([0, 1, -1, 0, 1, 1, -1, 0, 2]), np.array([0.5, 0.3, 0.2])
+    beliefs = Beliefs(goals, shares, 3, shared, own)
     for i in range(n):
         beliefs.observe(slopes[:, i], int(trunk[i]))
     noise = np.diag(np.full(n, shared + own))
     noise += shared * ((trunk[:, None] == trunk) & (trunk[:, None] >= 0) & ~np.eye(n, dtype=bool))
-    for m in range(M):
-        posterior = np.linalg.inv(slopes[m].T @ np.linalg.inv(noise) @ slopes[m] + np.diag(prior**-2))
-        wanted = [goal @ posterior @ goal for goal in goals[m]]
-        np.testing.assert_allclose(beliefs.variances()[m], wanted, rtol=1e-10)
+    posterior = [np.linalg.inv(J.T @ np.linalg.inv(noise) @ J + np.eye(k)) for J in slopes]
+    wanted = [[goal @ each @ goal for goal in goals[m]] for m, each in enumerate(posterior)]
+    np.testing.assert_allclose(beliefs.variances(), shares @ np.array(wanted), rtol=1e-10)
 
 
-def test_a_gain_is_what_buying_brings_and_taking_back_undoes_it() -> None:
+def test_a_fall_is_what_buying_brings_and_taking_back_undoes_it() -> None:
     generator = np.random.default_rng(2)
     goals, slopes = generator.normal(size=(4, 2, 5)), generator.normal(size=(4, 6, 5))
-    trunk = np.array([0, 1, 0, 1, 1, 0])
-    beliefs = Beliefs(goals, np.ones(5), 2, 0.2, 0.5)
+    trunk = np.array([0, 1, 0, -1, 1, 0])
+    beliefs = Beliefs(goals, np.full(4, 0.25), 2, 0.2, 0.5)
     for i in range(3):
         beliefs.observe(slopes[:, i], int(trunk[i]))
-    before, gains, kept = beliefs.criterion(), beliefs.gains(slopes, trunk), beliefs.covariance.copy()
+    before, falls, kept = beliefs.variances().sum(), beliefs.falls(slopes, trunk), beliefs.covariance.copy()
     for i in range(6):
         trial = beliefs.copy()
         trial.observe(slopes[:, i], int(trunk[i]))
-        assert before - trial.criterion() == pytest.approx(gains[i], rel=1e-9)
+        assert before - trial.variances().sum() == pytest.approx(falls[i], rel=1e-9)
         trial.observe(slopes[:, i], int(trunk[i]), -1.0)
         np.testing.assert_allclose(trial.covariance, kept, atol=1e-12)
-    assert (gains > 0).all()
+    assert (falls > 0).all()
 
 
-@pytest.mark.parametrize("options", [{}, {"tied": True}, {"E": 1.8}, {"tied": True, "E": 1.8}])
-def test_slopes_and_goals_are_the_derivatives_by_every_free_constant(options: dict[str, Any]) -> None:
-    law = ChinchillaLaw(**options).fit(*runs(np.random.default_rng(3))).bootstrap(8)
-    linear = Linear(question(law), 4, 0)
-    N, D, step = np.array([2e8, 5e9]), np.array([3e10, 1e11]), 1e-6
-    names = [name for name in ("E", "A", "alpha", "B", "beta") if not (name == "E" and law.E is not None)]
-    names = [name for name in names if not (name == "beta" and law.tied)]
-    assert linear.slopes(N, D).shape == (4, 2, len(names)) == (4, 2, law.problem_.free)
-    assert len(linear.prior) == len(names)
-    assert set(linear.prior) <= set(PRIOR)
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"E": 1.8}])
+def test_slopes_are_the_derivatives_by_every_coordinate(options: dict[str, Any]) -> None:
+    law = ChinchillaLaw(**options).fit(*runs(np.random.default_rng(3)))
+    columns = {name: law.data_[name] for name in ("N", "D")}
+    p = law.problem_
+    width = (p.upper - p.lower) / 4
+    _, slopes = Basin(law, law.theta_, 1.0).slopes(log_losses(columns))
+    np.testing.assert_allclose(slopes, law._slopes(p, law.theta_) * width, atol=1e-5)
 
-    def moved(name: str, by: float) -> dict[str, Any]:
-        c = {key: value.copy() for key, value in linear.constants.items()}
-        if name in "EAB":
-            c[name] *= np.exp(by)
-        for exponent, amplitude, middle in (("alpha", "A", linear.n0), ("beta", "B", linear.d0)):
-            if exponent == name or (law.tied and name == "alpha"):  # the term at the middle of the runs stays
-                c[exponent] += by
-                c[amplitude] *= np.exp(by * middle)
-        return c
 
-    for place, name in enumerate(names):
-        high, low = (moved(name, sign * step) for sign in (1.0, -1.0))
-        up, down = (np.log(ChinchillaLaw.evaluate({k: v[:, None] for k, v in c.items()}, N, D)) for c in (high, low))
-        np.testing.assert_allclose(linear.slopes(N, D)[:, :, place], (up - down) / (2 * step), atol=1e-8)
-        (N1, _, L1), (N0, _, L0) = (optimum(TARGET, c) for c in (high, low))
-        wanted = np.stack([np.log(L1 / L0), np.log(N1 / N0)], 1) / (2 * step)
-        np.testing.assert_allclose(linear.goals(TARGET)[:, :, place], wanted, rtol=1e-6, atol=1e-7)
+VALLEYS = {"x": (1.0, 1.0), "m": (-2.0, 2.0)}
+
+
+def valleys(c: Any, z: Any) -> Any:
+    """At z = 1 alone, m and -m cannot be told apart."""
+    return np.exp(c["x"] * (c["m"] * c["m"] - 1.0) ** 2 * z / (1.0 + z) + 0.1 * c["m"] * (z - 1.0) + 1.0)
+
+
+def test_basins_are_weighed_by_likelihood_and_a_run_that_tells_them_apart_is_worth_most() -> None:
+    generator = np.random.default_rng(9)
+    z = np.repeat([0.97, 1.0, 1.03], 3)
+    y = valleys({"x": np.array(1.0), "m": np.array(0.6)}, z) * np.exp(0.05 * generator.normal(size=9))
+    law = FunctionLaw(valleys, VALLEYS, inputs=("z",), output="y").fit(z, y)
+    found = basins([law])
+    assert len(found) >= 2
+    assert sum(basin.share for basin in found) == pytest.approx(1.0)
+    signs = {bool(basin.theta[1] > 0) for basin in found}
+    assert signs == {True, False}
+    question = Question.of(law, 8.0, points={"z": [8.0]}, flops=z)
+    offered = np.array([0.9, 1.0, 5.0])
+    _, slopes = over(question.basins, log_losses({"z": offered}))
+    assert question.beliefs({}).falls(slopes, np.full(3, -1)).argmax() == 2
+    value, low, high = (question.forecast()[name][0] for name in ("value", "low", "high"))
+    ends = [float(valleys({"x": np.array(1.0), "m": np.array(m)}, 8.0)) for m in (-0.6, 0.6)]
+    assert low < min(ends) < value < max(ends) < high
 
 
 def test_a_small_batch_is_nearly_the_best_of_all_batches(law: ChinchillaLaw) -> None:
     for seed in range(4):
         offer = pool(np.random.default_rng(seed), 12)
-        buyer = Buyer(question(law), offer, draws=8)
+        buyer = Buyer(replace(question(law), drift_rate=np.zeros(2)), offer)
         budget = 0.4 * offer.flops.sum()
-        bought = buyer.buy(budget, max_runs=4, check_share=0.0)
+        bought = buyer.buy(budget, max_runs=4)
         every = [
             list(batch)
             for size in range(1, 5)
             for batch in itertools.combinations(range(12), size)
             if offer.cost(list(batch)) <= budget
         ]
-        scores = [buyer.with_beliefs(batch).criterion() for batch in every]
-        mine = buyer.with_beliefs(bought.chosen).criterion()
+        scores = [0.5 * np.log(buyer.value(buyer.with_beliefs(batch), batch)) for batch in every]
+        mine = 0.5 * np.log(buyer.value(buyer.with_beliefs(bought.chosen), bought.chosen))
         # Exchanges of one run for one are no search of everything; a batch gains much more than 3 % of the widths.
         assert mine <= min(scores) + 0.03
         assert mine < np.median(scores) - 0.03
@@ -139,35 +146,26 @@ def test_what_is_told_of_a_batch_adds_up(law: ChinchillaLaw) -> None:
     assert sum(bought.flops) == pytest.approx(offer.cost(bought.chosen), rel=1e-9)
     assert offer.cost(bought.chosen) <= budget * (1 + 1e-9)
     assert len(set(bought.chosen)) == len(bought.chosen)
-    gained = buyer.beliefs.criterion() - buyer.with_beliefs(bought.chosen).criterion()
-    assert sum(bought.gains) == pytest.approx(gained, rel=1e-9)
-    assert gained == pytest.approx(
-        0.5 * np.log(bought.before.loss * bought.before.N / bought.after.loss / bought.after.N), rel=1e-9
-    )
+    left = buyer.value(buyer.with_beliefs(bought.chosen), bought.chosen)
+    assert sum(bought.gains) == pytest.approx(-0.5 * np.log(left), rel=1e-9)
+    assert left == pytest.approx(np.mean([(bought.after[k] / bought.before[k]) ** 2 for k in ("loss", "N")]), rel=1e-9)
 
 
-def test_a_share_goes_to_the_largest_runs_near_the_optimum(law: ChinchillaLaw) -> None:
+def test_runs_larger_than_any_before_are_worth_more_because_no_form_is_right(law: ChinchillaLaw) -> None:
     offer = pool(np.random.default_rng(6), 200)
-    budget = 2.5 * offer.flops.max()
-    bought = Buyer(question(law), offer).buy(budget, max_runs=8)
-    checks = [i for i, check in zip(bought.chosen, bought.check, strict=True) if check]
-    assert checks
-    data = law.data_
-    reach = max(offer.size[offer.flops <= 0.5 * budget].max(), 6 * (data["N"] * data["D"]).max())
-    off = np.abs(np.log(offer.N / optimum(offer.size, TRUTH)[0]))
-    nearest = off[(offer.size >= 0.5 * reach) & (offer.flops <= 0.5 * budget)].min()
-    for i in checks:
-        assert offer.size[i] >= 0.5 * reach
-        assert off[i] <= nearest + np.log(2 * 1.5)  # the draws of the law place the optimum within 1.5
-    none = Buyer(question(law), offer).buy(budget, max_runs=8, check_share=0.0)
-    assert not any(none.check)
-    assert none.after.loss * none.after.N <= bought.after.loss * bought.after.N * 1.02  # safety is not free
+    asked = question(law)
+    bought = Buyer(asked, offer).buy(2.5 * offer.flops.max(), max_runs=8)
+    assert any(bought.check)
+    assert [offer.size[i] > asked.reach for i in bought.chosen] == bought.check
+    certain = replace(asked, drift_rate=np.zeros(2))
+    trusting = Buyer(certain, offer).buy(2.5 * offer.flops.max(), max_runs=8)
+    assert max(offer.size[trusting.chosen]) <= max(offer.size[bought.chosen])
 
 
 def test_the_longest_run_of_a_trunk_pays_for_it_and_what_branches_off_another_serves_nobody() -> None:
     N, D = np.ones(4), np.array([1.0, 2.0, 4.0, 3.0])
     offer = Candidates(
-        N, D, np.array([10.0, 20.0, 40.0, 6.0]), np.array([2.0, 4.0, 8.0, 6.0]), D, np.array(list("aaaa"))
+        {"N": N, "D": D}, np.array([10.0, 20.0, 40.0, 6.0]), np.array([2.0, 4.0, 8.0, 6.0]), D, np.array(list("aaaa"))
     )
     assert offer.cost([1]) == 20
     assert offer.cost([0, 1]) == 22
@@ -182,9 +180,9 @@ def test_the_longest_run_of_a_trunk_pays_for_it_and_what_branches_off_another_se
 def test_a_run_of_another_seed_is_worth_more_than_a_second_one_of_its_trunk(law: ChinchillaLaw) -> None:
     N, D = np.full(2, SIZES[2]), np.full(2, 5e10)
     C = 6 * N * D
-    offer = Candidates(N, D, C, C, C, np.array([f"{SIZES[2]:.4g}", "another"]))
+    offer = Candidates({"N": N, "D": D}, C, C, C, np.array([f"{SIZES[2]:.4g}", "another"]))
     buyer = Buyer(question(law, correlation=0.8), offer)
-    old, fresh = buyer.beliefs.gains(buyer.slopes, buyer.place)
+    old, fresh = buyer.worth(buyer.beliefs, [])
     assert fresh > 1.1 * old
 
 
@@ -197,7 +195,7 @@ def test_the_correlation_within_trunks_is_found_where_there_are_many_and_assumed
 
 
 def test_the_expected_interval_begins_from_the_one_that_is_there() -> None:
-    design = Design([], [], [], [], Widths(0.02, 0.5), Widths(0.01, 0.25))
+    design = Design([], [], [], [], {"loss": 0.02, "N": 0.5}, {"loss": 0.01, "N": 0.25})
     assert design.narrowed("loss", 2.0, (1.0, 4.0)) == pytest.approx((2**0.5, 8**0.5))
     assert design.narrowed("N", 2.0, (2.0, 32.0)) == pytest.approx((2.0, 8.0))
 
@@ -212,5 +210,49 @@ def test_bad_questions_are_refused(law: ChinchillaLaw) -> None:
         question(law, trunk=["a", "b"])
     with pytest.raises(InputError, match="target_flops is -1"):
         Question.of(law, -1.0)
-    with pytest.raises(InputError, match="call bootstrap"):
-        Question.of(ChinchillaLaw().fit(*runs(np.random.default_rng(0))), TARGET)
+    with pytest.raises(InputError, match="is not fitted"):
+        Question.of(ChinchillaLaw(), TARGET)
+    N, D, loss = runs(np.random.default_rng(0))
+    repeated = RepetitionLaw().fit(N, D, np.minimum(D, 8e9), loss)
+    with pytest.raises(InputError, match="repeated data has no optimum of N and D; give points"):
+        Question.of(repeated, TARGET)
+
+
+def repeated_loss(N: Any, D: Any, U: Any) -> Any:
+    return RepetitionLaw.evaluate(TRUTH | {"R_D": 8.0, "R_N": 5.0}, N, D, U)
+
+
+@pytest.mark.parametrize("form", ["repetition", "two forms"])
+def test_the_design_predicts_dear_runs_better_than_runs_at_random_for_other_laws(form: str) -> None:
+    axes = (SIZES, np.geomspace(1e9, 2e11, 6), np.array([2e9, 1e10]))
+    N, D, U = (grid.ravel() for grid in np.meshgrid(*axes, indexing="ij"))
+    target = {"N": np.full(2, 1e10), "D": np.full(2, 5e11), "U": np.array([2e9, 1e11])}
+    generator = np.random.default_rng(4)
+    loss = repeated_loss(N, D, U) * np.exp(0.004 * generator.normal(size=len(N)))
+    C = 6 * N * D
+    start = generator.choice(np.argsort(C)[:25], 14, replace=False)
+    if form == "repetition":
+        columns, laws = {"N": N, "D": D, "U": U}, [RepetitionLaw()]
+    else:
+        columns, laws, target = {"N": N, "D": D}, [ChinchillaLaw(), KaplanLaw()], {k: target[k] for k in "ND"}
+
+    def asked(rows: Any) -> Question:
+        fitted = [law.fit(*(column[rows] for column in columns.values()), loss[rows]) for law in laws]
+        return Question.of(
+            fitted, 6e21, correlation=0.0, points={k: v[: len(laws[0].inputs)] for k, v in target.items()}
+        )
+
+    left, budget = np.setdiff1d(np.arange(len(N)), start), 0.05 * C.sum()
+    offer = Candidates({k: v[left] for k, v in columns.items()}, C[left], C[left], C[left], left)
+    buyer = Buyer(asked(start), offer)
+    bought = buyer.buy(budget)
+    spread = buyer.value(buyer.with_beliefs(bought.chosen), bought.chosen)
+    for seed in range(5):
+        order = np.random.default_rng(seed).permutation(len(left))
+        some = [int(i) for i in order[np.cumsum(offer.flops[order]) <= budget]]
+        assert spread < buyer.value(buyer.with_beliefs(some), some)
+    said = asked(np.concatenate([start, left[bought.chosen]])).forecast()
+    if form == "repetition":
+        true = repeated_loss(*(target[name] for name in ("N", "D", "U")))
+        assert (said["low"] < true).all()
+        assert (true < said["high"]).all()

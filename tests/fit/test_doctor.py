@@ -152,6 +152,8 @@ FAULTS = [
     ("N_mixed", changed("N", lambda t: t.N_non_embedding, rows=slice(0, 6))),
     ("non_embedding_N", lambda: healthy().assign(N=lambda t: t.N_non_embedding, flops=lambda t: 6 * t.N * t.D)),
     ("non_embedding_N", changed("vocab_size", 256000, table=lambda: healthy().assign(width=2048))),
+    ("active_parameters", changed("params_active", lambda t: t.N / 8)),
+    ("active_parameters", lambda: healthy().assign(Na=lambda t: t.N, Nt=lambda t: 8 * t.N)),
     ("checkpoints", checkpoints_of_four_runs),
     ("checkpoints", lambda: checkpoints_of_four_runs(run_id=lambda t: t.run_id + "/step_" + t.step.astype(str))),
     ("checkpoints", lambda: checkpoints_of_four_runs(run_id=lambda t: t.index.astype(str))),
@@ -222,6 +224,42 @@ def test_bits_among_nats_are_found_row_by_row(mixed):
         assert f"{len(rows)} of 24 losses" in warning.message
 
 
+def test_any_column_that_explains_the_losses_is_named_and_a_width_is_not():
+    t = pd.concat(
+        [healthy(seed=i).assign(loss=lambda t, i=i: t.loss * (1 + 0.02 * i), corpus=f"c{i}") for i in range(3)]
+    )
+    t = t.assign(
+        run_id=[f"{i:010x}" for i in range(len(t))], shape=(t.N.rank(pct=True) * 4).round(), seed=np.arange(len(t)) % 3
+    )
+    [warning] = doctor.examine(fit.read_table(t.drop(columns=["val_bpb", "train_loss"])))
+    assert warning.code == "experiments_pooled"
+    assert "--column recipe=corpus" in warning.message
+    laws = fit.by_recipe(fit.read_table(t, {"recipe": "corpus"}))
+    assert [one.recipe for one in laws] == ["c0", "c1", "c2"]
+
+
+def test_checkpoints_without_a_run_id_are_recognised_by_their_falling_loss():
+    N = np.repeat(np.geomspace(1e7, 1e9, 6).round(), 40)
+    D = np.tile(np.geomspace(1e9, 5e10, 40), 6)
+    t = pd.DataFrame({"N": N, "D": D, "loss": 1.8 + 480 / N**0.35 + 2100 / D**0.37, "model": [f"m{n:.0f}" for n in N]})
+    t.insert(0, "source", "ours")
+    [warning] = [w for w in doctor.examine(fit.read_table(t)) if w.code == "checkpoints"]
+    assert "6 runs" in warning.message
+    assert "--column run_id=model" in warning.message
+    shuffled = t.assign(loss=np.random.default_rng(0).permuted(t.loss.to_numpy().reshape(6, 40), axis=1).ravel())
+    assert "checkpoints" not in found(shuffled)
+
+
+def test_flops_of_a_token_and_schedules_with_steps_in_their_name_are_heard():
+    t = healthy().assign(flops=lambda t: 6 * t.N)
+    [warning] = doctor.examine(fit.read_table(t))
+    assert "of a token and not of the run? `--column flops=6nd`" in warning.message
+    assert found(t, columns={"flops": "6nd"}) == []
+    assert found(changed("schedule", "constant_24000", rows=[0])().assign(decay_share=np.nan)) == ["schedules_mixed"]
+    bare_names = bare().rename(columns={"N": "N_no_emb"})
+    assert found(bare_names, columns={"N": "N_no_emb"}) == ["non_embedding_N"]
+
+
 def test_one_diverged_run_is_no_other_unit():
     assert found(changed("loss", lambda t: t.loss * 1.44, rows=[7], table=bare)()) == []
 
@@ -232,6 +270,10 @@ def test_a_learning_rate_that_follows_a_rule_is_no_selection():
     steps_in_size = changed("learning_rate", lambda t: np.where(t.N.rank() <= 12, 3e-3, 3e-4))
     for table in (power_law, rounded, steps_in_size):
         assert found(table()) == []
+    of_batch = healthy().assign(batch_size=lambda t: 2.0 ** np.log2(0.2 * t.D**0.5).round())
+    of_batch["learning_rate"] = 1e-4 * of_batch.D**-0.2 * of_batch.batch_size**0.5
+    assert found(of_batch) == []
+    assert found(of_batch.drop(columns="batch_size")) == ["best_of_sweep"]
 
 
 def test_checkpoints_that_are_resampled_together_or_left_out_are_no_fault():
@@ -333,6 +375,7 @@ def analysed(table, targets=(1e21,), **options):
     return fit.analyze(fit.read_table(table), targets=targets, **({"bootstrap": 0} | options))
 
 
+@pytest.mark.slow
 def test_an_analysis_names_its_outliers_and_says_what_they_do():
     t = healthy()
     t.loc[7, "loss"] *= 1.2
@@ -350,6 +393,7 @@ def test_an_analysis_hears_the_doctor_first_and_limits_last():
     codes = [w.code for w in analysed(t).warnings]
     assert codes.index("repeated_data") < codes.index("vertex_refused")
     assert codes[-1] == "flop_convention"
+    assert codes.count("vertex_refused") == 1  # of four budgets
     assert "edge_minimum" not in codes  # the refused vertex says it, with the reason
     assert analysed(t.head(4)).warnings[0].code == "no_envelope"
 

@@ -307,6 +307,24 @@ def test_hopeless_tasks_are_refused_with_the_reason():
         assert reason in repr(found[name])
 
 
+def test_runs_that_were_compared_item_by_item_are_judged_by_that():
+    frame = table(good=good, slight=lambda loss, rng: 0.31 + 0.1 * (accuracy(loss) - 0.6))
+    alone = verdicts(frame)
+    assert alone["good"].extrapolate
+    assert "its scores range over" in alone["slight"].reason
+    for name, z in (("good", 2.0), ("slight", 8.0)):
+        frame[f"{name}/acc_z"], frame[f"{name}/acc_z_by_luck"] = z, 3.5
+    found = verdicts(frame)
+    assert (found["slight"].score.ratio, found["slight"].score.by_luck, found["slight"].score.clear) == (8.0, 3.5, True)
+    assert "range over" not in found["slight"].reason
+    said = "no two runs lie apart: item by item the furthest differ by 2.00 standard errors, and above 3.50 is needed."
+    assert found["good"].reason == said
+    # What training adds to the noise is not among the items.
+    rough = table(checkpoints=8, good=lambda loss, rng: 0.5 + 0.02 * rng.standard_normal())
+    rough["good/acc_z"], rough["good/acc_z_by_luck"] = 8.0, 3.5
+    assert "times their noise (last checkpoints)" in verdicts(rough)["good"].reason
+
+
 def test_guessing_is_refused_whatever_the_seed():
     frames = [table(seed, **{f"t{i}": guess for i in range(20)}) for seed in range(5)]
     refused = [not v.extrapolate for frame in frames for v in verdicts(frame).values()]

@@ -268,6 +268,7 @@ def test_the_fit_is_where_scipys_least_squares_ends():
     )  # a flat valley: rounding of 1e-10 in the objective
 
 
+@pytest.mark.slow
 def test_intervals_of_the_surface_cover_where_cells_scatter_about_the_law():
     trials = 30
     inside = {name: 0 for name in WANTED if "_p_" in name}

@@ -47,6 +47,7 @@ def test_no_run_is_fitted_and_tested_in_one_hold_out():
     assert cut_offs(runs.N.to_numpy(), runs.D.to_numpy(), flops, labels) == []
 
 
+@pytest.mark.slow
 def test_weights_are_inverse_squared_rolling_errors_with_one_more_of_the_prior(mixture):
     prior = mixture.priors["loss"]
     runs = mixture.data_
@@ -113,11 +114,12 @@ def test_the_optimum_is_the_mean_of_the_forms_and_its_intervals_are_those_of_its
     assert low < a < high
 
 
+@pytest.mark.slow
 def test_known_laws_lie_within_the_intervals():
     inside = []
-    for seed in range(12):
+    for seed in range(6):
         runs = designed(seed)
-        mixture = mixed(runs, draws=60, seed=seed)
+        mixture = mixed(runs, draws=40, seed=seed)
         N, D = np.array([1e10, 6e10]), np.array([2e11, 1.2e12])
         found = mixture.forecast(N, D, kind="mean")
         truth = fit.ChinchillaLaw.evaluate(TRUTH, N, D)
@@ -127,7 +129,8 @@ def test_known_laws_lie_within_the_intervals():
 
 def test_the_seed_decides_the_answer():
     runs = designed()
-    one, same, other = (fit.forecast(runs, [1e11], [2e12], seed=seed) for seed in (1, 1, 2))
+    forms = ["kaplan", "chinchilla"]
+    one, same, other = (fit.forecast(runs, [1e11], [2e12], forms=forms, seed=seed) for seed in (1, 1, 2))
     assert one.equals(same)
     assert not one.equals(other)
 
@@ -174,5 +177,5 @@ def test_bad_input_is_one_sentence(change, asked, message):
     for name, value in change.items():
         runs = runs.drop(columns=name) if value is None else runs.assign(**{name: value})
     with pytest.raises(fit.InputError) as refused:
-        fit.forecast(runs, **({"N": [1e11], "D": [2e12]} | asked))
+        fit.forecast(runs, **({"N": [1e11], "D": [2e12], "forms": ["kaplan"]} | asked))
     assert str(refused.value).startswith(message)

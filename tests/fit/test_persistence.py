@@ -142,13 +142,51 @@ def test_a_saved_law_answers_as_the_law_does(law, saved):
         fit.answer(saved, [-1.0])
 
 
+def test_a_mixture_that_is_damaged_is_refused_in_one_sentence(tmp_path):
+    import pandas as pd
+
+    N, D, loss = points(noise=0.003)
+    runs = fit.read_table(pd.DataFrame({"N": N, "D": D, "loss": loss}))
+    fit.write_report(fit.analyze(runs, targets=(1e23,), bootstrap=10), tmp_path)
+    whole = (tmp_path / "law.json").read_text()
+    assert fit.answer(tmp_path / "law.json", [1e23])["intervals"] == "mixture"
+
+    def short_share(mixture):
+        mixture["share"]["size"].pop()
+
+    def no_form(mixture):
+        mixture["forms"].popitem()
+
+    def no_constant(mixture):
+        mixture["forms"]["gamma"]["constants"].pop("gamma")
+
+    def fewer_draws(mixture):
+        mixture["forms"]["gamma"]["draws"]["E"].pop()
+
+    def no_rate(mixture):
+        mixture["rate"].pop("size")
+
+    def no_ends(mixture):
+        mixture["ends"] = []
+
+    def other_draws(mixture):
+        mixture["forms"]["kaplan"]["draws"] = {"x": [1.0]}
+
+    for damage in (short_share, no_form, no_constant, fewer_draws, no_rate, no_ends, other_draws):
+        content = json.loads(whole)
+        damage(content["mixture"])
+        (tmp_path / "law.json").write_text(json.dumps(content))
+        with pytest.raises(fit.InputError, match=r"law.json holds a mixture whose forms, shares and draws"):
+            fit.answer(tmp_path / "law.json", [1e23])
+
+
 def test_a_reports_law_keeps_its_warnings_when_asked_again(tmp_path):
     import pandas as pd
 
     N, D, loss = points(noise=0.003)
     loss[3] *= 1.5  # an outlier, which the report warns about
     runs = fit.read_table(pd.DataFrame({"N": N, "D": D, "loss": loss}))
-    analysis = fit.analyze(runs, targets=(1e23,), bootstrap=20)
+    analysis = fit.analyze(runs, targets=(1e23,), bootstrap=20, intervals="noise")
     fit.write_report(analysis, tmp_path)
     said = fit.answer(tmp_path / "law.json", [1e20])
     assert any("outlier" in w["code"] for w in said["warnings"])
@@ -160,4 +198,4 @@ def test_a_reports_law_keeps_its_warnings_when_asked_again(tmp_path):
     with pytest.raises(fit.InputError, match=r"Expected array, got int at \$.warnings"):
         fit.answer(tmp_path / "other.json")
     refused = CliRunner().invoke(app, ["fit", str(tmp_path / "law.json"), "--tied"])
-    assert "only --target-flops, --convention and --json apply" in str(refused.exception)
+    assert "only --target-flops, --convention, --intervals and --json apply" in str(refused.exception)

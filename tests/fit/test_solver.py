@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from isoflop.fit import ChinchillaLaw, InputError, PowerLaw, read_table
+from isoflop.fit import ChinchillaLaw, InputError, KaplanLaw, PowerLaw, read_table
 from isoflop.fit.solver import solver
 from isoflop.fit.solver.forms import ComplexStepForm, FunctionForm
 from isoflop.fit.solver.solver import _leaders, solve, variable_projection
@@ -383,3 +383,46 @@ def test_power_laws_refuse_what_they_cannot_fit():
         PowerLaw().fit([1e17, 1e18], [3.0, np.nan])
     with pytest.raises(InputError, match="no residuals"):
         PowerLaw().fit([1e17, 1e18], [3.0, 2.0]).bootstrap(10)
+
+
+# 14 runs whose optimum lies at the end of a bent and narrow valley, or has no E: loss, where SciPy's polished
+# multi-start ends (L-BFGS-B from 12 starts of the grid, then simplex, under the same bounds), and what is at a bound.
+VALLEYS = [
+    (
+        [5.832, 5.455, 4.915, 5.046, 4.72, 4.366, 4.27, 4.063, 4.034, 3.901, 3.584, 3.394, 3.556, 3.424],
+        0.00017076030463400533,
+        [],
+    ),
+    (
+        [5.945, 5.552, 5.328, 4.981, 4.764, 4.61, 4.418, 4.219, 4.18, 3.905, 3.684, 3.531, 3.748, 3.464],
+        7.300259343858899e-05,
+        ["E"],
+    ),
+    (
+        [6.074, 5.429, 5.15, 4.993, 4.651, 4.528, 4.36, 4.009, 4.251, 3.865, 3.85, 3.554, 3.659, 3.494],
+        0.00020169301224282605,
+        [],
+    ),
+]
+
+
+@pytest.mark.parametrize(("loss", "best", "degenerate"), VALLEYS)
+def test_the_end_of_a_bent_valley_is_found(loss, best, degenerate):
+    N = [1e7] * 8 + [8e7] * 4 + [1.6e8] * 2
+    D = [5e7 * 2**i for i in range(8)] + [4e8 * 2**i for i in range(4)] + [8e8, 16e8]
+    law = ChinchillaLaw().fit(N, D, loss)
+    assert law.converged_
+    assert law.starts_["agreeing"] == 64
+    assert law.degenerate_ == degenerate
+    assert law.objective_ <= best * (1 + 1e-9)
+
+
+def test_a_deeper_valley_than_that_of_a_large_delta_is_found():
+    """All 32 starts that come from a large delta agree on 1.770656e-4."""
+    N = [102, 14471, 399, 4100, 1582, 8980, 15193, 16932, 1952, 24454, 18094, 4774, 7672, 277, 14169, 29915]
+    D = [33941, 211, 1194, 37190, 180, 736, 7334, 5537, 625, 10067, 105, 23805, 4162, 113, 6599, 1270]
+    loss = [6.483, 5.619, 5.426, 3.511, 5.938, 4.526, 3.164, 3.32]
+    loss += [5.007, 2.879, 6.436, 3.503, 3.599, 6.982, 3.241, 4.201]
+    law = KaplanLaw().fit(1e5 * np.array(N), 1e6 * np.array(D), loss)
+    assert law.objective_ <= 0.00017705141754882886 * (1 + 1e-9)
+    assert 0 < law.starts_["agreeing"] < law.starts_["tried"] == 64

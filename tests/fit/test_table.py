@@ -69,6 +69,19 @@ BAD = [
     (frame().drop(columns="loss"), {}, "has no column 'loss'; it has run_id, N, D"),
     (frame().drop(columns="D"), {}, "has no column 'D'; it has run_id, N, loss"),
     (frame().drop(columns="D"), {"derive_d": "6nd"}, "no column 'flops'"),
+    (frame().rename(columns={"N": "N_no_emb"}), {}, "`--column N=N_no_emb` names it"),
+    (
+        frame().rename(columns={"N": "params_active"}).assign(params_total=1),
+        {},
+        "`--column N=params_active` or `--column N=params_total` names it",
+    ),
+    (
+        frame().rename(columns={"N": "log10_N"}),
+        {},
+        "log10_N is a logarithm: `t['N'] = 10 ** t['log10_N']` makes",
+    ),
+    (frame().rename(columns={"D": "ln tokens"}), {}, "`t['D'] = np.exp(t['ln tokens'])` makes"),
+    (frame().rename(columns={"loss": "perplexity"}), {}, "`--column loss=perplexity` names it"),
     (frame().drop(columns="D").assign(flops=1e18), {}, "D can be derived with '6nd'"),
     (frame(), {"columns": {"N": "Size"}}, "has no column 'Size'; it has run_id, N, D, loss"),
     (frame(), {"columns": {"size": "N"}}, "'size' is not a known name; choose among N, D, loss"),
@@ -132,7 +145,9 @@ def test_a_broken_file_is_one_sentence(tmp_path, name, content, message):
 
 
 def test_a_missing_file_and_a_directory_without_a_table_say_what_to_give(tmp_path):
-    with pytest.raises(fit.InputError, match=r"does not exist; give a CSV or Parquet file, or a sweep directory"):
+    with pytest.raises(
+        fit.InputError, match=r"does not exist; give a CSV, JSON Lines or Parquet file, or a sweep directory"
+    ):
         fit.read_table(tmp_path / "no.csv")
     with pytest.raises(fit.InputError, match=r"has no table\.csv"):
         fit.read_table(tmp_path)
@@ -146,3 +161,21 @@ def test_the_row_that_is_named_is_the_line_of_the_file(tmp_path):
         fit.read_table(tmp_path / "t.csv")
     line = int(str(caught.value).split(" in row ")[1].split(";")[0])
     assert ",-1.0" in (tmp_path / "t.csv").read_text().splitlines()[line - 1]
+
+
+def test_sizes_perplexities_and_json_lines_are_read(tmp_path):
+    rows = pd.DataFrame(
+        {"params": ["125M", "1.3B"], "tokens": ["2,500,000,000", "26B tokens"], "val_ppl": [20.0, 10.0]}
+    )
+    rows.to_json(tmp_path / "runs.jsonl", orient="records", lines=True)
+    t = fit.read_table(tmp_path / "runs.jsonl", {"loss": "val_ppl"})
+    np.testing.assert_allclose(t.N, [125e6, 1.3e9])
+    np.testing.assert_allclose(t.D, [2.5e9, 26e9])
+    np.testing.assert_allclose(t.loss, np.log([20.0, 10.0]))
+    assert "perplexity" in t.notes[0]
+
+
+def test_a_nearly_constant_column_is_no_law():
+    N, D = np.linspace(1e8, 1.03e8, 12), np.geomspace(1e9, 1e11, 12)
+    with pytest.raises(fit.InputError, match=r"N is only 1e\+08 to 1\.03e\+08; a law in N and D needs"):
+        fit.ChinchillaLaw().fit(N, D, 2 + 1 / np.arange(1, 13))

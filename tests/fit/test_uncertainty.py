@@ -256,6 +256,7 @@ def test_a_profile_ends_in_the_valley_that_a_search_from_every_start_finds():
 # What is and is not determined.
 
 
+@pytest.mark.slow
 def test_a_constant_that_the_runs_do_not_determine_has_an_open_end():
     rng = np.random.default_rng(0)
     N, D = scattered(rng)
@@ -296,6 +297,17 @@ def test_few_runs_keep_every_run_and_many_are_drawn_with_replacement():
         law = fit.ChinchillaLaw().fit(N, D, loss).bootstrap(20)
         assert law.bootstrap_["method"] == method
         assert law.bootstrap(20, groups=np.arange(runs) // 2).bootstrap_["method"] == "wild"
+
+
+def test_a_resample_of_a_large_table_ends_where_it_ends_from_every_start(monkeypatch):
+    rng = np.random.default_rng(0)
+    N, D = scattered(rng, 150)
+    loss = fit.ChinchillaLaw.evaluate(random_truth(rng, N, D), N, D) * np.exp(NOISE * rng.standard_normal(len(N)))
+    law = fit.ChinchillaLaw().fit(N, D, loss)
+    full = law.bootstrap(60).draws_
+    monkeypatch.setattr("isoflop.fit.laws.law.LARGE", 100)
+    for name, draws in law.bootstrap(60).draws_.items():
+        np.testing.assert_allclose(draws, full[name], rtol=1e-5)
 
 
 def test_a_prediction_of_a_run_is_wider_than_that_of_the_law_and_a_level_widens_both():

@@ -197,7 +197,7 @@ def test_a_sweep_of_another_version_is_one_sentence(run: Run, sweep: SweepDirect
     (sweep.path / "plan.json").write_text(json.dumps(plan))
     code, _, error = run(command, sweep.path)
     assert code == 2
-    assert "lacks estimated_seconds" in error
+    assert "missing required field estimated_seconds" in error
     assert "use the version that wrote it" in error
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import yaml
+from fake_sweep import planned_run
 from isoflop import fit
 from isoflop.sweeps import prepare
 from isoflop.sweeps.config import EvaluateConfig, SweepConfig
@@ -112,10 +113,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, small_corpus: Callable[...
     folder = tmp_path_factory.mktemp("sweeps") / "family"
     sweep, runs = SweepDirectory(folder), keep_between(family(forty_steps(small_corpus(512))), EVERY)
     plan = [
-        {"run_id": run_id(run), "name": name, "budget": None, "width": 16, "depth": 1, "heads": 2, "seed": 0,
-         "estimated_seconds": 1.0, "parent": run.parent}
+        planned_run(run_id(run), name=name, width=16, heads=2, estimated_seconds=1.0, parent=run.parent)
         for name, run in zip(("trunk", "branch"), runs, strict=True)
-    ]  # fmt: skip
+    ]
     write_json(folder / "plan.json", {"runs": plan})
     questions = [
         {"question": f"the loss of {word}", "choices": [" tensor", " kernel", " of"], "answer": place % 3}
@@ -234,13 +234,16 @@ def test_the_pages_link_to_each_other_and_are_written_once(scored: Path, tmp_pat
     shutil.copytree(scored, folder)
     sweep = SweepDirectory(folder)
     trunk, branch, _ = opened(folder)
-    page = pages.write_pages(sweep, write_table(sweep))
+    answers = pages.final_answers(sweep)
+    assert answers.keys() == {trunk.run_id, branch.run_id}
+    table = write_table(sweep, answers)
+    page = pages.write_pages(sweep, table, answers)
     assert page == folder / "fit" / "evaluation.html"
     links = [f"../runs/{run.run_id}/eval/step_{step}.html" for run, step in ((trunk, 80), (branch, 40))]
     assert all(link in page.read_text() for link in links)
     assert all((page.parent / link).exists() for link in links)
     before = [(page.parent / link).stat().st_mtime_ns for link in links]
-    pages.write_pages(sweep, write_table(sweep))
+    pages.write_pages(sweep, table, answers)
     assert [(page.parent / link).stat().st_mtime_ns for link in links] == before
     peers = pages.peers_of(branch.path / "checkpoints" / "step_40")
     assert [(peer["run_id"], peer["name"]) for peer in peers] == [(trunk.run_id, "trunk")]
@@ -249,7 +252,7 @@ def test_the_pages_link_to_each_other_and_are_written_once(scored: Path, tmp_pat
 
 def test_without_scores_there_is_no_page(trained: Path) -> None:
     sweep = SweepDirectory(trained)
-    assert pages.write_pages(sweep, build_table(sweep)) is None
+    assert pages.write_pages(sweep, build_table(sweep), {}) is None
 
 
 def test_of_many_checkpoints_the_best_of_each_budget_get_pages_first() -> None:

@@ -11,7 +11,19 @@ from typing import Any
 
 import pytest
 from isoflop.sweeps import prepare
-from isoflop.sweeps.config import GRIDS, AdaptiveGrid, IsoflopGrid, LadderGrid, PointsGrid, ProductGrid, SweepConfig
+from isoflop.sweeps.config import (
+    GRIDS,
+    AdaptiveGrid,
+    CheckGrid,
+    IsoflopGrid,
+    LadderGrid,
+    PointsGrid,
+    PowerRule,
+    ProductGrid,
+    SweepConfig,
+    TuneGrid,
+    TuningConfig,
+)  # fmt: skip
 from isoflop.sweeps.entry import composition_error
 from isoflop.sweeps.execute.conduct import check
 from isoflop.train.config import DataConfig
@@ -25,17 +37,26 @@ ZERO = {
     "cluster.backoff_seconds", "cluster.dollars_per_gpu_hour", "cluster.gpus_per_job", "cluster.half_speed_width",
     "cluster.latency_us", "cluster.max_requeues", "cluster.queue_minutes", "cluster.retries", "cluster.sweep_retries",
     "fit.E", "fit.bootstrap", "fit.seed", "grid.expected_exponent", "grid.seeds", "optimizer.beta1", "optimizer.beta2",
-    "optimizer.gradient_clip", "optimizer.weight_decay", "optimizer.width_exponent", "optimizer.z_loss",
+    "optimizer.gradient_clip", "optimizer.momentum", "optimizer.weight_decay", "optimizer.width_exponent",
+    "optimizer.z_loss",
     "parallel.zero", "schedule.decay_share", "schedule.final_share", "schedule.warmup_max_share",
     "schedule.warmup_per_parameter", "schedule.warmup_tokens", "seed", "skip_bad_steps",
 }  # fmt: skip
-NEGATIVE = {"optimizer.width_exponent"}
+# A power law has any exponent; the batch's own rule has none of the batch.
+EXPONENTS = {
+    f"tuning.{rule.name}.{name}"
+    for rule in dataclasses.fields(TuningConfig) if rule.default_factory is PowerRule for name in ("N", "D", "batch")
+}  # fmt: skip
+ZERO |= EXPONENTS
+NEGATIVE = {"optimizer.width_exponent"} | EXPONENTS - {"tuning.batch_tokens.batch"}
 WORKING = {
     "isoflop": IsoflopGrid(budgets=[1e11]),
     "adaptive": AdaptiveGrid(budgets=[1e12, 3e12]),
     "ladder": LadderGrid(sizes=[8e3], tokens_per_parameter=[20.0]),
     "product": ProductGrid(axes={"model.qk_norm": [False]}),
     "points": PointsGrid(points=[{"model.qk_norm": False}]),
+    "check": CheckGrid(points=[{"model.qk_norm": False, "tokens": 2**17}]),
+    "tune": TuneGrid(sizes=[8e3], tokens_per_parameter=[5.0], flops_budget=1e12, span=1.0),
 }
 
 

@@ -9,10 +9,13 @@ import pytest
 from isoflop import fit
 from isoflop.sweeps.config import GridConfig, IsoflopGrid, LadderGrid, ProductGrid
 from isoflop.sweeps.grid.expand import expand_grid
+from isoflop.sweeps.grid.tuning import Tuner
 from isoflop.sweeps.plan import foresight
 from isoflop.train.config import DataConfig, ModelConfig, RunConfig
 from isoflop.train.errors import UserError
 from isoflop.train.flops import count_parameters, flops_exact
+
+FEW_SIZES = "sizes per budget are needed"
 
 
 @pytest.fixture
@@ -25,7 +28,7 @@ def foresee(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
         monkeypatch.setattr(foresight, "open_corpus", lambda data: Corpus())
         tokenizer = "bytes" if vocabulary == 256 else "bpe"
         base = RunConfig(model=ModelConfig(vocab_size=vocabulary), data=DataConfig(tokenizer=tokenizer), tokens=0)
-        return foresight.foresee(grid, expand_grid(grid, base))
+        return foresight.foresee(grid, expand_grid(grid, base), Tuner())
 
     return ask
 
@@ -45,11 +48,11 @@ def test_a_budget_without_a_profile_is_refused_with_the_nearest_that_has_one(
         foresee(IsoflopGrid(budgets=[2.5e10, 1e12]), 4096)
     nearest = float(re.findall(r"nearest budget with 5 is (\S+)$", str(refused.value))[0])
     assert 2.5e10 < nearest < 1e12
-    assert "parabola" not in " ".join(foresee(IsoflopGrid(budgets=[nearest, 30 * nearest]), 4096))
+    assert FEW_SIZES not in " ".join(foresee(IsoflopGrid(budgets=[nearest, 30 * nearest]), 4096))
 
 
 def test_who_asks_for_two_sizes_gets_them(foresee: Callable[..., list[str]]) -> None:
-    (said,) = [one for one in foresee(IsoflopGrid(budgets=[1e11, 1e12], sizes=2)) if "parabola" in one]
+    (said,) = [one for one in foresee(IsoflopGrid(budgets=[1e11, 1e12], sizes=2)) if FEW_SIZES in one]
     assert "2 at 1e11, 2 at 1e12" in said
 
 
@@ -79,3 +82,11 @@ def as_table(runs: Sequence[RunConfig]) -> fit.RunTable:
 
     rows = [{"N": count_parameters(r.model).N_total, "D": r.D, "flops": flops_exact(r), "loss": 2.0} for r in runs]
     return fit.read_table(pd.DataFrame(rows))
+
+
+def test_what_joins_a_sweep_is_looked_at_with_what_is_there(foresee: Callable[..., list[str]]) -> None:
+    base = RunConfig(model=ModelConfig(vocab_size=256), tokens=0)
+    grid, more = IsoflopGrid(budgets=[1e11, 3e11, 1e12]), IsoflopGrid(budgets=[3e12])
+    assert foresee(more) != []  # alone it is one budget
+    runs = expand_grid(more, base)
+    assert foresight.foresee(more, runs, Tuner(), expand_grid(grid, base)) == []

@@ -23,6 +23,10 @@ def base(**changes: object) -> RunConfig:
     return run
 
 
+def ladder(**changes: object) -> LadderGrid:
+    return LadderGrid(sizes=[1e4, 3e4], tokens_per_parameter=[20, 40], **changes)  # type: ignore[arg-type]
+
+
 BUDGETS = [1e11, 2e11, 5e11, 1e12]
 
 
@@ -190,7 +194,7 @@ REFUSED = [
     (IsoflopGrid(budgets=[float("nan")]), {}, "grid.budgets contains nan; it must be a finite number"),
     (IsoflopGrid(budgets=[]), {}, "give a list"),
     (IsoflopGrid(budgets=[1e12], convention="7nd"), {}, "must be one of exact, 6nd"),
-    (IsoflopGrid(budgets=[1e12], sizes=0), {}, "grid.sizes is 0; it must be greater than 0"),
+    (IsoflopGrid(budgets=[1e12], sizes=0), {}, "grid.sizes is 0; it must be 1 or more"),
     (IsoflopGrid(budgets=[1e12], span=math.nan), {}, "grid.span is nan; it must be a finite number"),
     (IsoflopGrid(budgets=[1e12], expected_N=0.0), {}, "grid.expected_N is 0.0; it must be greater than 0"),
     (
@@ -203,7 +207,7 @@ REFUSED = [
     (LadderGrid(sizes=[1e4], tokens=[1], tokens_per_parameter=[1]), {}, "exactly one of them"),
     (LadderGrid(sizes=[0.0], tokens=[1]), {}, "grid.sizes contains 0.0; it must be greater than 0"),
     (LadderGrid(sizes=[1e4, math.inf], tokens=[1]), {}, "grid.sizes contains inf; it must be a finite number"),
-    (LadderGrid(sizes=[1e4], tokens=[4096, 0]), {}, "grid.tokens contains 0; it must be greater than 0"),
+    (LadderGrid(sizes=[1e4], tokens=[4096, 0]), {}, "grid.tokens contains 0; it must be 1 or more"),
     (
         LadderGrid(sizes=[1e4], tokens_per_parameter=[-20]),
         {},
@@ -214,7 +218,7 @@ REFUSED = [
     (ProductGrid(axes=[1, 2]), {"tokens": 1}, "must map fields to values"),
     (ProductGrid(axes={"seed": [0]}), {}, "tokens is not set"),
     (ProductGrid(axes={"seed": 3}), {"tokens": 1}, "must be a list"),
-    (ProductGrid(axes={"optimizer.momentum": [1]}), {"tokens": 1}, "not a field of a run"),
+    (ProductGrid(axes={"optimizer.inertia": [1]}), {"tokens": 1}, "not a field of a run"),
     (ProductGrid(axes={"optimizer": [1]}), {"tokens": 1}, "names the group 'optimizer'"),
     (ProductGrid(axes={"seed": ["many"]}), {"tokens": 1}, "grid.axes.seed contains 'many'"),
     (ProductGrid(axes={"model.heads": [5]}), {"tokens": 1}, "model.heads is 5; it must divide model.width 64"),
@@ -223,15 +227,39 @@ REFUSED = [
     (PointsGrid(points=[7]), {}, "grid.points\\[0\\] is 7; it must map fields to values"),
     (PointsGrid(points=[{"tokens": 1}, {"seed": 1}]), {}, "grid.points\\[1\\] has no tokens"),
     (PointsGrid(points=[{"tokens": "many"}]), {}, "grid.points\\[0\\].tokens contains 'many'"),
-    (PointsGrid(points=[{"optimizer.momentum": 1}]), {"tokens": 1}, "grid.points\\[0\\] names 'optimizer.momentum'"),
+    (PointsGrid(points=[{"optimizer.inertia": 1}]), {"tokens": 1}, "grid.points\\[0\\] names 'optimizer.inertia'"),
     (PointsGrid(points=[{"model.heads": 5, "tokens": 1}]), {}, "model.heads is 5; it must divide model.width 64"),
     (AdaptiveGrid(budgets=[1e12], first_share=0.0), {}, "grid.first_share is 0.0; it must be above 0 and below 1"),
     (AdaptiveGrid(budgets=[1e12], rounds=0), {}, "grid.rounds is 0; it must be 1 or more"),
     (AdaptiveGrid(budgets=[1e12], tolerance=-1.0), {}, "grid.tolerance is -1.0; it must be greater than 0"),
     (AdaptiveGrid(budgets=[1e12], flops_budget=1e10), {}, "grid.flops_budget is 1e\\+10, of which .* no first round"),
     (AdaptiveGrid(), {}, "grid.budgets is None; give a list"),
-    (GridConfig(kind="spiral"), {}, "isoflop, ladder, product, points or adaptive"),
+    (AdaptiveGrid(variants={"a": {"model.qk_norm": True}}), {}, "neither with grid.recipes nor with an adaptive grid"),
+    (ladder(variants=[1]), {}, "grid.variants is \\[1\\]; it must map names"),
+    (ladder(variants={"base": {"model.qk_norm": True}}), {}, "other than base, to overrides"),
+    (ladder(variants={"a": {}}), {}, "grid.variants.a is {}; it must be overrides that change a run"),
+    (ladder(variants={"a": {"data.validation_tokens": 5}}), {}, "a changes data.validation_tokens; variants share"),
+    (ladder(variants={"a": {"seed": 5}}), {}, "grid.variants.a changes seed; variants share"),
+    (ladder(variants={"a": {"model.foo": 5}}), {}, "grid.variants.a names 'model.foo', which is not a field"),
+    (ladder(variants={"a": {"log_every": 5}}), {}, "grid.variants.a has the same run as base"),
+    (GridConfig(kind="spiral"), {}, "isoflop, ladder, product, points, adaptive or tune"),
 ]
+
+
+def test_variants_have_the_points_and_seeds_of_the_base_and_their_own_runs() -> None:
+    variants = {"norm": {"model.qk_norm": True}, "hot": {"optimizer.learning_rate": 0.012, "optimizer.beta2": 0.9}}
+    runs = grid.expand_grid(ladder(variants=variants, seeds=[0, 1]), base())
+    alone = grid.expand_grid(ladder(seeds=[0, 1]), base())
+    apart = {name: [run for run in runs if run.variant == name] for name in ("base", "norm", "hot")}
+    assert [run_id(run) for run in apart["base"]] == [run_id(run) for run in alone]
+    assert len({run_id(run) for run in runs}) == len(runs) == 3 * len(alone)
+    for name in variants:
+        same = [(run.seed, run.model.width) for run in alone]
+        assert [(run.seed, run.model.width) for run in apart[name]] == same
+    assert [run.D for run in apart["hot"]] == [run.D for run in alone]  # a norm has parameters, and so its own D
+    assert all(run.model.qk_norm for run in apart["norm"])
+    assert {run.optimizer.learning_rate for run in apart["hot"]} == {0.012}
+    assert (apart["hot"][0].name or "").endswith("_s0_hot")
 
 
 @pytest.mark.parametrize(("points", "changes", "sentence"), REFUSED)

@@ -18,9 +18,10 @@ import pytest
 from isoflop.sweeps.config import ClusterConfig
 from isoflop.sweeps.execute import advance, worker
 from isoflop.sweeps.plan.packing import Unit
-from isoflop.sweeps.plan.sweep_plan import JobShape, Plan, PlannedRun
+from isoflop.sweeps.plan.sweep_plan import Plan
 from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
+from isoflop.sweeps.runs.forms import JobShape, PlannedRun
 from isoflop.sweeps.runs.queue import Queue
 from isoflop.sweeps.slurm import backend, submit, transaction
 from isoflop.sweeps.slurm import commands as slurm
@@ -52,7 +53,7 @@ class Launch:
     def __init__(self, path: Path, runs: Sequence[PlannedRun], settings: ClusterConfig) -> None:
         self.sweep, self.runs, self.cluster = SweepDirectory(path), list(runs), settings
         self.plan = Plan(self.runs, [], 1, 1.0, 1.0, 1.0, 1.0, 1.0, None)
-        write_json(path / "plan.json", {"runs": [{"run_id": run.run_id, "shape": asdict(run.shape)} for run in runs]})
+        write_json(path / "plan.json", {"runs": [asdict(run) for run in runs]})
         for directory in self.directories:
             directory.set_state("planned")
 

@@ -53,6 +53,25 @@ def configuration(data: DataConfig, folder: Path, *overrides: str) -> SweepConfi
     return config
 
 
+def test_a_variant_is_any_set_of_overrides(data: DataConfig, tmp_path: Path) -> None:
+    """Groups too: they are recorded as the fields that they change, on top of the sweep's own."""
+    variants = "grid.variants={slow:[schedule=cosine,optimizer.learning_rate=1e-3],norm:[model.qk_norm=true]}"
+    config = configuration(data, tmp_path, "grid.seeds=[0,1]", "optimizer.learning_rate=5e-3", variants)
+    assert config.grid is not None
+    assert config.grid.variants == {
+        "slow": {"schedule.kind": "cosine", "schedule.final_share": 0.1, "optimizer.learning_rate": 1e-3},
+        "norm": {"model.qk_norm": True},
+    }
+    prepared = prepare.from_config(config)
+    prepare.write_plan(prepared, ["test"])
+    rates = {(run.variant, run.optimizer.learning_rate, run.schedule.kind) for run in prepared.runs}
+    assert rates == {("base", 5e-3, "wsd"), ("slow", 1e-3, "cosine"), ("norm", 5e-3, "wsd")}
+    again = prepare.from_disk(prepared.sweep)
+    assert {(run.run_id, run.variant) for run in again.plan.runs} == {
+        (run.run_id, run.variant) for run in prepared.plan.runs
+    }
+
+
 def ids(prepared: Prepared) -> set[str]:
     return {run_id(run) for run in prepared.runs}
 
@@ -168,6 +187,17 @@ def test_what_is_asked_about_the_runs_may_differ_and_a_note_says_so(
     assert "evaluate.limit was 150 and is 7, fit.tied was false and is true" in note
 
 
+def test_a_torn_plan_is_written_anew_by_the_same_request_and_by_no_other(
+    sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path
+) -> None:
+    planned = sweep()
+    (planned.sweep.path / "plan.json").write_text('{"runs": [')
+    assert prepare.conflict(prepare.from_config(configuration(data, tmp_path))) is None
+    other = prepare.conflict(prepare.from_config(configuration(data, tmp_path, "seed=7")))
+    assert other is not None
+    assert "seed was 0 and is 7" in other
+
+
 def test_a_folder_of_another_recipe_of_the_trainer_is_refused(
     sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,8 +290,8 @@ def test_a_grid_is_extended_by_what_changes_of_it(
         (["grid.sizes=[${nope}]"], None, "nope"),
         (["grid.sizs=1"], None, "correct it; conf/grid/ has one of each kind"),
         (["grid.kind=points"], None, "correct it"),
-        ([], "kind: points\npoints: [", "cannot be read"),
-        ([], "- 1\n", "holds no grid"),
+        ([], "kind: points\npoints: [", "is not what it must be: while parsing .*; --grid takes YAML"),
+        ([], "- 1\n", "Expected object, got array; --grid takes YAML, a mapping with kind"),
         ([], "kind: spiral\n", "grid.kind is 'spiral', which is none of"),
         ([], "kind: [points]\n", "which is none of"),
         ([], "kind: points\n", "grid.points is None; it must be"),

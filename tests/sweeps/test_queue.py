@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_sweep import planned_run
 from isoflop.sweeps.execute import worker
 from isoflop.sweeps.plan.packing import Unit
 from isoflop.sweeps.runs import attempts
@@ -307,7 +308,7 @@ def planned(path: Path) -> Queue:
         run.freeze(config)
         run.set_state("planned")
     names = [run_id(config) for config in configs]
-    write_json(path / "plan.json", {"runs": [{"run_id": name} for name in names]})
+    write_json(path / "plan.json", {"runs": [planned_run(name) for name in names]})
     return Queue.create(sweep, path / "jobs" / "queue", alone(*names), {})
 
 

@@ -16,6 +16,7 @@ from isoflop.fit import formatting
 from isoflop.fit.report import figures
 from isoflop.fit.report.report import render_template
 
+pytestmark = pytest.mark.usefixtures("quick_pictures")  # but for those of `full`, which come before
 HOSTILE = '<script>alert("x")</script>&</code>'
 
 
@@ -47,8 +48,8 @@ def sweep(budgets=(2e11, 5e11, 1.2e12, 3e12), sizes=6, hostile=False, tasks=True
     return pd.DataFrame(rows), pd.concat(curves)
 
 
-def write(folder, table, curves=None, **options):
-    found = fit.analyze(fit.read_table(table), targets=(1e14, 1e18), bootstrap=60)
+def write(folder, table, curves=None, intervals="noise", **options):
+    found = fit.analyze(fit.read_table(table), targets=(1e14, 1e18), bootstrap=60, intervals=intervals)
     return found, fit.write_report(found, folder, curves, **options)
 
 
@@ -57,7 +58,7 @@ def full(tmp_path_factory):
     table, curves = sweep()
     folder = tmp_path_factory.mktemp("report") / "deep" / "fit"
     found, path = write(
-        folder, table, curves, title="A & B", provenance={"git commit": "abc<123>", "runs": 24}, costs=COSTS
+        folder, table, curves, "mixture", title="A & B", provenance={"git commit": "abc<123>", "runs": 24}, costs=COSTS
     )
     return found, path
 
@@ -108,7 +109,7 @@ def test_the_page_says_what_the_analysis_found(full):
     for warning in found.warnings:
         assert warning.code in text
         assert warning.message in text
-    assert text.index("extrapolation") < text.index("What a budget wants"), "warnings come first"
+    assert text.index("backtest_short") < text.index("What a budget wants"), "warnings come first"
     for approach in found.approaches.values():
         for C in found.targets:
             e = approach.at(C)
@@ -166,10 +167,10 @@ def test_the_page_needs_no_network(full):
 def test_every_figure_is_valid_plotly_and_holds_data():
     graph_objects = pytest.importorskip("plotly.graph_objects")
     table, curves = sweep()
-    found = fit.analyze(fit.read_table(table), targets=(1e18,), bootstrap=50)
+    found = fit.analyze(fit.read_table(table), targets=(1e18,), bootstrap=50, intervals="noise")
     drawn = [figures.loss_curves(found, curves, by) for by in ("tokens", "flops")]
     drawn += [figures.isoflop(found), figures.contours(found), figures.backtest(found)]
-    drawn += [figures.residuals(found), figures.cloud(found), figures.published(found)]
+    drawn += [figures.residuals(found), figures.published(found)]
     drawn += [figures.allocation(found, q) for q in ("N", "D", "loss")]
     drawn += [figures.scores(found, m) for m in ("acc", "gold_bpb")]
     for figure in drawn:
@@ -208,7 +209,7 @@ def test_one_run_gets_a_report(tmp_path):
 def test_curves_of_other_runs_or_with_gaps_are_left_out(tmp_path):
     table, curves = sweep()
     curves.loc[curves.step == 50, "loss"] = np.nan
-    found = fit.analyze(fit.read_table(table), bootstrap=20)
+    found = fit.analyze(fit.read_table(table), bootstrap=20, intervals="noise")
     assert figures.loss_curves(found, curves.assign(run_id="other"), "tokens") is None
     drawn = figures.loss_curves(found, curves, "tokens")
     assert all(v is not None for trace in drawn["data"] for v in trace["y"])
@@ -322,7 +323,7 @@ def test_a_browser_draws_every_figure_without_an_error(tmp_path, kind, width):
     assert not re.search(r"CONSOLE.*(error|Uncaught)", result.stderr, re.I), result.stderr[-2000:]
     counts = {name: int(n) for name, n in (entry.rsplit("=", 1) for entry in said["drawn"])}
     # Two sizes a budget have no minimum between them, so no approach has an answer to draw.
-    assert len(counts) == {"smoke": 5}.get(kind, 13)
+    assert len(counts) == {"smoke": 5}.get(kind, 12)
     assert min(counts.values()) > 0, counts
     assert said["sorted"]
     if kind == "smoke":
@@ -337,7 +338,7 @@ def test_the_paper_figures_return_axes_and_draw():
 
     mpl.use("Agg")
     table, curves = sweep()
-    found = fit.analyze(fit.read_table(table), bootstrap=20)
+    found = fit.analyze(fit.read_table(table), bootstrap=20, intervals="noise")
     axes = found.law.plot()
     assert axes.get_xscale() == "log"
     assert axes.collections
@@ -362,7 +363,7 @@ def test_a_sweep_directory_goes_all_the_way(tmp_path):
 @pytest.mark.parametrize("law", [fit.KaplanLaw(), fit.ChinchillaLaw(tied=True)])
 def test_any_law_of_size_and_data_drives_analysis_backtest_and_report(tmp_path, law):
     table, _ = sweep(tasks=False)
-    found = fit.analyze(fit.read_table(table), targets=(1e14,), bootstrap=30, law=law)
+    found = fit.analyze(fit.read_table(table), targets=(1e14,), bootstrap=30, law=law, intervals="noise")
     assert type(found.law) is type(law)
     assert found.backtest["loss_error"] < 0.05
     path = fit.write_report(found, tmp_path)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from isoflop.sweeps.config import ClusterConfig, SweepConfig
 from isoflop.sweeps.execute.conduct import check
-from isoflop.sweeps.plan.sweep_plan import JobShape, PlannedRun, plan_runs
+from isoflop.sweeps.plan.sweep_plan import plan_runs
+from isoflop.sweeps.runs.forms import JobShape, PlannedRun
 from isoflop.sweeps.slurm import cluster as slurm_cluster
 from isoflop.train.config import ModelConfig, RunConfig
 from isoflop.train.errors import UserError

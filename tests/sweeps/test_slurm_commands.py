@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from isoflop.sweeps.config import ClusterConfig
 from isoflop.sweeps.execute import worker
-from isoflop.sweeps.plan.sweep_plan import JobShape, job_shape
+from isoflop.sweeps.plan.sweep_plan import job_shape
 from isoflop.sweeps.runs import directory
 from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
+from isoflop.sweeps.runs.forms import JobShape
 from isoflop.sweeps.slurm import commands as slurm
 from isoflop.sweeps.slurm.record import LaunchRecord
 from isoflop.sweeps.slurm.submit import Call, Request, Submission

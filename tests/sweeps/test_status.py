@@ -56,7 +56,8 @@ def begin(run: RunDirectory, seconds_ago: float) -> None:
     """As a worker that began so long ago, and that gave its last sign of life then."""
     began = now_on(run.path) - seconds_ago
     run.set_state("running", attempt=1, host="node1", job_id="7_0", since=began)
-    write_json(run.path / "attempt.json", {"began": began, "share": 0.5})
+    begun = attempts.Begun(1, began, "node1", "7_0", 0, 0, 0, 0, 0.0, 0.0, 0.5)
+    write_json(run.path / "attempt.json", vars(begun))
     run.give_sign()
     os.utime(run.path / "heartbeat", (began, began))
 
@@ -385,6 +386,7 @@ def test_a_plan_of_another_version_is_one_sentence(sweep: SweepDirectory) -> Non
     plan = sweep.plan()
     del plan["runs"][2]["steps"]
     write_json(sweep.path / "plan.json", plan)
-    (sweep.path / "sweep.yaml").write_text("isoflop_version: 9.0\n")
-    with pytest.raises(UserError, match=r"lacks steps, for isoflop 9\.0 wrote it and this is"):
-        status.open_sweep(sweep.path)
+    with pytest.raises(
+        UserError, match=r"missing required field steps at \$\.runs\[2\]; .*, or use the version that wrote it$"
+    ):
+        status.sweep_status(sweep)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from fake_sweep import planned_run
 from isoflop.sweeps.results import tracking
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.train import tracker
@@ -206,7 +207,7 @@ def attempt(view: Tracker, directory: Path, steps: range) -> None:
 def tracked_sweep(root: Path, *runs: RunConfig, lines: int = 5) -> SweepDirectory:
     """A sweep whose runs are done, and of which wandb knows nothing."""
     sweep = SweepDirectory(root / "grid")
-    write_json(sweep.path / "plan.json", {"runs": [{"run_id": run_id(run), "name": "n"} for run in runs]})
+    write_json(sweep.path / "plan.json", {"runs": [planned_run(run_id(run), name="n") for run in runs]})
     settings = {"git_commit": "c0ffee", "config": {"tracker": to_dict(runs[0].tracker)}}
     (sweep.path / "sweep.yaml").write_text(yaml.safe_dump(settings))
     for run in runs:

@@ -17,14 +17,15 @@ from typing import Any
 
 import pytest
 import torch
+from fake_sweep import planned_run
 from isoflop.sweeps.config import SweepConfig
 from isoflop.sweeps.execute import attempt, worker
 from isoflop.sweeps.plan.packing import Unit
-from isoflop.sweeps.plan.sweep_plan import JobShape
 from isoflop.sweeps.runs import attempts
 from isoflop.sweeps.runs import states as run_states
 from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import AtWork, RunDirectory, SweepDirectory
+from isoflop.sweeps.runs.forms import JobShape
 from isoflop.sweeps.runs.queue import Queue
 from isoflop.sweeps.slurm import commands as slurm
 from isoflop.sweeps.slurm import supervisor
@@ -68,7 +69,7 @@ class Bench:
         run.freeze(config)
         run.set_state("planned")
         self.names.append(run.run_id)
-        write_json(self.sweep.path / "plan.json", {"runs": [{"run_id": name} for name in self.names]})
+        write_json(self.sweep.path / "plan.json", {"runs": [planned_run(name) for name in self.names]})
         return run
 
     def family(self, seed: int) -> tuple[RunDirectory, RunDirectory]:
@@ -161,6 +162,7 @@ def test_one_worker_trains_an_ensemble_a_trunk_and_its_branch_as_if_each_were_al
     assert f"begins at step {trunk_steps(branch.config())} of run {trunk.run_id}" in log(branch)
 
 
+@pytest.mark.slow
 def test_of_two_processes_on_one_device_one_is_killed_and_the_other_ends(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

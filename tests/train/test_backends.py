@@ -8,18 +8,17 @@ import sys
 from collections.abc import Set
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 from attention_reference import flash_reference
-from isoflop.train.config import ModelConfig, OptimizerConfig
+from isoflop.train.config import ModelConfig, OptimizerConfig, ParallelConfig
 from isoflop.train.errors import UserError
 from isoflop.train.kernels import flash
 from isoflop.train.model import backends
 from isoflop.train.model.backends import Choice, Work, choose_backend, installed, load_backend, select_backend
 from isoflop.train.model.parametrization import build_model
-from isoflop.train.planner.validation import ACCEPTED
 from torch import Tensor
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -71,7 +70,8 @@ def test_a_choice_says_why() -> None:
 
 
 def test_what_is_asked_for_is_taken_wherever_it_can_be() -> None:
-    assert ACCEPTED.choices["parallel.attention"] == ["auto", *backends.PACKAGES]
+    attention = get_type_hints(ParallelConfig, include_extras=True)["attention"]
+    assert attention.__metadata__ == (("auto", *backends.PACKAGES),)
     for name in backends.PACKAGES:
         assert chosen(name) == Choice(name, "parallel.attention")
 

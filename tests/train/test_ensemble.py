@@ -45,7 +45,7 @@ def base(small_corpus: Callable[..., DataConfig]) -> RunConfig:
     return RunConfig(
         model=ModelConfig(width=16, depth=2, heads=2, vocab_size=256),
         data=small_corpus(256),
-        optimizer=OptimizerConfig(batch_size=4, learning_rate=1e-3),
+        optimizer=OptimizerConfig(batch_size=4, learning_rate=1e-3, base_depth=3),
         parallel=ParallelConfig(device="cpu", threads=1),
         checkpoint=CheckpointConfig(every_seconds=1e9),
         tracker=TrackerConfig(kind="none"),
@@ -131,6 +131,28 @@ def test_every_member_of_an_ensemble_is_the_run_trained_alone(alone: list[Path],
         assert_same_run(folder, reference)
         assert how.summary == json.loads((folder / "summary.json").read_text())
         assert how.summary["ensemble"] == 3
+
+
+def test_members_under_muon_are_the_runs_trained_alone(
+    configs: list[RunConfig], shards: Shards, tmp_path: Path
+) -> None:
+    runs = copy.deepcopy(configs)
+    for number, config in enumerate(runs):
+        config.tokens //= 3
+        config.optimizer = replace(config.optimizer, kind="muon", momentum=0.95 - 0.3 * number, nesterov=number != 1)
+    folders = [(tmp_path / f"{number}", tmp_path / f"{number}-alone") for number in range(3)]
+    ended = train_together(runs, [folder for folder, _ in folders], report=silent, shards=shards)
+    assert [how.kind for how in ended] == ["done"] * 3
+    for config, (folder, reference) in zip(runs, folders, strict=True):
+        reference.mkdir()
+        # Half of it in one go, and the rest from its checkpoint.
+        with pytest.raises(Stopped):
+            train(config, reference, should_stop=after(9), report=silent, shards=shards)
+        train(config, reference, report=silent, shards=shards)
+        assert_same_run(folder, reference)
+    runs[1].optimizer.iterations = 6
+    with pytest.raises(UserError, match=r"optimizer\.iterations is 5 in run .* and 6 in run"):
+        check_together(runs)
 
 
 @pytest.mark.parametrize("first", ["alone", "together"])

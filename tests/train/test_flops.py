@@ -11,10 +11,14 @@ from isoflop.train.flops import (
     count_parameters,
     flops_6nd,
     flops_exact,
+    flops_optimizer,
     tokens_for_budget,
     training_flops_per_token,
 )
-from isoflop.train.model.parametrization import build_model
+from isoflop.train.model.parametrization import build_model, empty_model, parameter_groups
+from isoflop.train.parallel.layout import whole_placement
+from isoflop.train.parallel.mesh import Mesh
+from isoflop.train.parallel.zero import Zero
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -86,3 +90,23 @@ def test_d_is_rounded_up_to_whole_steps() -> None:
     for tokens, steps in ((1, 1), (30, 1), (31, 2), (300, 10)):
         run.tokens = tokens
         assert (run.steps, run.D) == (steps, 30 * steps)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_flops_of_the_optimizer_are_what_the_counter_sees_in_an_update(seed: int) -> None:
+    model = random_architecture(seed)
+    optimizer = OptimizerConfig(kind="muon", iterations=seed + 1, batch_size=2)
+    gpt = empty_model(model, optimizer, 4)
+    placements = {name: whole_placement(p.shape) for name, p in gpt.named_parameters()}
+    zero = Zero(
+        gpt, parameter_groups(gpt, optimizer), placements, Mesh(), stage=0, dtype=torch.float32, optimizer=optimizer,
+        bucket_mb=1.0, device=torch.device("cpu"),
+    )  # fmt: skip
+    with zero.gradients.micro_batch(last=True):
+        torch.stack([p.sum() for p in gpt.parameters()]).sum().backward()
+    with FlopCounterMode(display=False) as counter:
+        zero.step(torch.zeros(()))
+    run = RunConfig(model=model, data=DataConfig(sequence_length=4), optimizer=optimizer, tokens=8 * 3)
+    assert flops_optimizer(run) == 3 * counter.get_total_flops()
+    run.optimizer.kind = "adamw"
+    assert flops_optimizer(run) == 0

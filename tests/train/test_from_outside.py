@@ -28,7 +28,7 @@ from isoflop.train.config import (
 from isoflop.train.data.storage import read_checked
 from isoflop.train.data.tokenizers import planned_vocab_size
 from isoflop.train.errors import UserError
-from isoflop.train.files import read_json_lines
+from isoflop.train.files import read_document, read_json_lines
 from isoflop.train.job.environment import Ranks, detect
 from isoflop.train.job.failure import read_failure
 from isoflop.train.job.rendezvous import _find
@@ -92,6 +92,20 @@ def test_a_checkpoint_with_files_of_another_form_is_one_sentence(
         checkpoint.load_for_evaluation(folder)
     assert str(folder / name) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\0" * 8, (2**62).to_bytes(8, "little") + b"{}", (100_000).to_bytes(8, "little") + b"[" * 100_000]
+)
+def test_weights_that_are_no_safetensors_are_one_sentence(content: bytes, config: RunConfig, tmp_path: Path) -> None:
+    loop.train(config, tmp_path, report=lambda line: None)
+    folder = tmp_path / "checkpoints" / "step_4"
+    (folder / "model.safetensors").write_bytes(content)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["model.safetensors"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"model.safetensors cannot be read \(.*\); give another checkpoint"):
+        checkpoint.load_for_evaluation(folder)
 
 
 @pytest.mark.parametrize("changes", [{"seconds": "long"}, {"loss_scale": 5, "updates": None}, {"bad_steps": []}])
@@ -222,5 +236,19 @@ def test_a_billion_ranks_are_answered_at_once() -> None:
     for environment in (torchrun | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1000000007"), slurm):
         with pytest.raises(UserError, match="the launcher's environment gives no rank"):
             detect(environment)
+    for name, value in (("MASTER_PORT", "http"), ("MASTER_PORT", "99999"), ("RANK", "x"), ("RANK", "-1")):
+        with pytest.raises(UserError, match=rf"gives no rank \(.*{name}={value}.*\); use submitit or torchrun"):
+            detect(torchrun | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", name: value})
     assert divisors_of(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
     assert divisors_of(10**9)[-2:] == [5 * 10**8, 10**9]
+
+
+def test_few_lines_of_aliases_do_not_fill_the_memory(tmp_path: Path) -> None:
+    lines = ["a: &a [x,x,x,x,x,x,x,x,x]"]
+    lines += [f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]" for i in range(12)]
+    (tmp_path / "a.yaml").write_text("\n".join(lines))
+    with pytest.raises(UserError, match="it holds more than 1000000 values"):
+        read_document(tmp_path / "a.yaml", dict[str, Any])
+    (tmp_path / "a.yaml").write_text("a: &a [*a]")
+    with pytest.raises(UserError, match="nested too deeply"):
+        read_document(tmp_path / "a.yaml", dict[str, Any])

@@ -189,6 +189,27 @@ def test_the_state_is_to_the_byte_what_the_engine_holds(model: ModelConfig, tp: 
             assert (said.parameters, said.gradients, said.optimizer) == (held["weights"], held["gradients"], optimizer)
 
 
+def test_what_muon_updates_has_one_moment() -> None:
+    for precision in ("fp32", "bf16"):
+        config = run_config(GROUPED, precision=precision)
+        config.optimizer.kind = "muon"
+        with FakeTensorMode():
+            held = bytes_held(build(config, Mesh())[1])
+        said, adamw = memory(config), run_config(GROUPED, precision=precision)
+        assert said.optimizer == held["master"] + held["exp_avg"] + held["exp_avg_sq"]
+        matrices = GROUPED.depth * share_of(config).block_matrices
+        assert memory(adamw).optimizer - said.optimizer == pytest.approx(4 * matrices, rel=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("iteration", ["fp32", "bf16"])
+def test_the_peak_of_an_update_by_muon_is_within_10_percent(precision: str, iteration: str) -> None:
+    config = run_config(dataclasses.replace(PLAIN, width=256, heads=4, depth=3), 16, 1, precision)
+    config.optimizer.kind, config.optimizer.iteration_precision = "muon", iteration
+    assert memory(config, "cpu").worst == "update"
+    assert_peak(config)
+
+
 @pytest.mark.parametrize(
     ("tp", "sequence_parallel"), [(1, True), (2, True), (2, False), (4, True), (4, False)],
     ids=["tp1", "tp2 SP", "tp2", "tp4 SP", "tp4"],
@@ -230,22 +251,30 @@ def assert_peak(config: RunConfig) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("selective", marks=pytest.mark.slow), "full"])
 @MODELS
 def test_the_peak_of_a_step_is_within_10_percent(model: ModelConfig, recompute: str, precision: str) -> None:
     length, micro = (512, 2) if precision == "bf16" and model is PLAIN else (128, 8)
     assert_peak(run_config(model, length, micro, precision, recompute))
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "zero", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
+)
 @pytest.mark.parametrize(("model", "precision"), [(GROUPED, "fp32"), (PLAIN, "bf16")], ids=["grouped", "plain"])
 def test_the_peak_is_within_10_percent_under_zero(model: ModelConfig, precision: str, zero: int) -> None:
     assert_peak(run_config(model, 256, 2, precision, "full", dp=4, zero=zero, micro_batches=2))
 
 
 @pytest.mark.parametrize(
-    ("tp", "sequence_parallel"), [(2, True), (2, False), (4, True), (4, False)], ids=["tp2 SP", "tp2", "tp4 SP", "tp4"]
-)  # fmt: skip
+    ("tp", "sequence_parallel"),
+    [
+        pytest.param(2, True, id="tp2 SP"),
+        pytest.param(4, False, id="tp4"),
+        pytest.param(2, False, id="tp2", marks=pytest.mark.slow),
+        pytest.param(4, True, id="tp4 SP", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(("model", "precision", "recompute"), [
     (PLAIN, "fp32", "none"), (GROUPED, "bf16", "selective"), (WIDE_TABLE, "bf16", "full"),
 ], ids=["plain", "grouped", "wide table"])  # fmt: skip

@@ -189,6 +189,45 @@ def test_steps_equal_a_plain_float64_adamw_with_clipping(tied: bool) -> None:
             np.testing.assert_allclose(actual, weights[name], rtol=1e-8, atol=2e-8, err_msg=name)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_depth_transfer_is_a_factor_on_every_branch_in_the_forward_pass(tied: bool) -> None:
+    """CompleteP as Dey et al. 2025 write it (arXiv:2505.01618, Table 1), beside ours, which is folded into weights."""
+    model = ModelConfig(width=32, depth=6, heads=2, vocab_size=20, qk_norm=True, tied_embeddings=tied)
+    optimizer = OptimizerConfig(
+        learning_rate=0.01, base_width=16, base_depth=2, eps=1e-3, weight_decay=0.3, gradient_clip=0.0
+    )
+    m, w = 2 / 6, 32 / 16
+    gpt, zero = engine(model, optimizer, torch.float64)
+    factors = {
+        n: m if n.endswith(("attention.out.weight", "mlp.down.weight")) else 1.0 for n, _ in gpt.named_parameters()
+    }
+    theirs = {name: (p.detach() / factors[name]).clone().requires_grad_() for name, p in gpt.named_parameters()}
+    groups = []
+    for name, p in theirs.items():
+        matrix, inside = p.dim() == 2 and name != "embedding.weight", name.startswith("blocks.")
+        groups.append({
+            "params": [p],
+            "lr": 0.01 / w if matrix else 0.01 * optimizer.embedding_multiplier,
+            "weight_decay": 0.3 * w if matrix else 0.0,
+            # Their head divides logits by w; ours has the factor folded in, as the branches have theirs.
+            "eps": 1e-3 * (m if inside else 1.0) / (1.0 if name == "head.weight" else w),
+        })  # fmt: skip
+    adam = torch.optim.AdamW(groups, betas=(optimizer.beta1, optimizer.beta2), foreach=False)
+    for step in range(4):
+        tokens = torch.randint(20, (3, 9), generator=torch.Generator().manual_seed(step))
+        with zero.gradients.micro_batch(last=True):
+            gpt.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+        zero.set_rates(1.0)
+        zero.step(torch.zeros(()))
+        weights = {name: p * factors[name] for name, p in theirs.items()}
+        logits = torch.func.functional_call(gpt, weights, (tokens[:, :-1],))[..., :20]
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        adam.step()
+        adam.zero_grad()
+    for name, p in gpt.named_parameters():
+        torch.testing.assert_close(p.detach(), theirs[name].detach() * factors[name], rtol=1e-10, atol=1e-10, msg=name)
+
+
 def test_accumulated_gradients_equal_those_of_the_whole_batch() -> None:
     model = ModelConfig(width=16, depth=2, heads=2, vocab_size=20)
     tokens = torch.randint(20, (6, 9), generator=torch.Generator().manual_seed(0))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -125,29 +124,22 @@ def test_a_run_stopped_at_random_steps_is_the_undisturbed_one(seed: int, undistu
 def test_a_run_killed_at_random_moments_is_the_undisturbed_one(undisturbed: Path, tmp_path: Path) -> None:
     # SIGKILL from outside, at a random instant: within a step, a line of metrics, or a checkpoint being written.
     # The child sleeps a little after every step, so that the kill falls inside the run.
-    code = """
-import json, sys, time
-from pathlib import Path
-from isoflop.train.config import RunConfig, from_dict
-from isoflop.train.loop import train
-config = from_dict(RunConfig, json.loads(Path(sys.argv[1]).read_text()))
-print("started", flush=True)
-train(config, Path(sys.argv[2]), should_stop=lambda: time.sleep(0.02))
-"""
+    def victim() -> None:
+        train(config_of(undisturbed), tmp_path, report=lambda line: None, should_stop=lambda: bool(time.sleep(0.02)))
+
     generator = random.Random(str(undisturbed.name)[:4])
-    command = [sys.executable, "-c", code, str(undisturbed / "config.json"), str(tmp_path)]
     for _ in range(2):
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert child.stdout is not None
-        assert child.stdout.readline() == "started\n"
+        child = multiprocessing.get_context("fork").Process(target=victim)
+        child.start()
+        assert child.pid is not None
         deadline = time.monotonic() + 60
         logged = len(read_json_lines(tmp_path / "metrics.jsonl"))
         while len(read_json_lines(tmp_path / "metrics.jsonl")) == logged and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(generator.uniform(0, 0.3))
         os.kill(child.pid, signal.SIGKILL)
-        assert child.wait() == -signal.SIGKILL  # it was still running
-        child.stdout.close()
+        child.join(60)
+        assert child.exitcode == -signal.SIGKILL  # it was still running
     train(config_of(undisturbed), tmp_path, report=lambda line: None)
     assert_same_run(tmp_path, undisturbed)
 

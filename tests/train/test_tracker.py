@@ -69,6 +69,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, failing: str = "") -> tuple[FakeRun, l
 
 
 @pytest.mark.usefixtures("logged_out")
+@pytest.mark.slow
 def test_without_a_login_a_real_run_is_offline_and_has_the_id_of_the_run(tmp_path: Path) -> None:
     import wandb
 

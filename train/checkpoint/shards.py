@@ -81,7 +81,12 @@ class _Files(FileSystem):
 def read_shards(checkpoint: Path, wanted: Sequence[Part]) -> None:
     """Fills the parts in place, wherever they lie; `UserError` where the checkpoint does not cover them."""
     reader = FileSystemReader(checkpoint / SHARDS)
-    index = reader.read_metadata()
+    try:
+        index = reader.read_metadata()
+    except Exception as error:  # what a pickle that is none raises is open-ended
+        raise UserError(
+            f"the index in {checkpoint / SHARDS} cannot be read ({error}); give another checkpoint"
+        ) from error
     reader.set_up_storage_reader(index, is_coordinator=True)
     items = []
     for part in wanted:

@@ -115,12 +115,15 @@ def _join(of_one: Sequence[Part]) -> Tensor:
 def read_whole(checkpoint: Path, wanted: Sequence[Part]) -> None:
     """Fills the parts in place from the format of one process; `UserError` where the checkpoint does not cover them."""
     for name, some in groupby(sorted(wanted, key=lambda part: part.file), key=lambda part: part.file):
-        with safe_open(checkpoint / name, framework="pt") as file:
-            there = set(file.keys())
-            for part in some:
-                saved: Any = file.get_slice(part.key) if part.key in there else None
-                check_shape(checkpoint, part, None if saved is None else tuple(saved.get_shape()))
-                part.values.copy_(saved[part.slices])
+        try:
+            with safe_open(checkpoint / name, framework="pt") as file:
+                there = set(file.keys())
+                for part in some:
+                    saved: Any = file.get_slice(part.key) if part.key in there else None
+                    check_shape(checkpoint, part, None if saved is None else tuple(saved.get_shape()))
+                    part.values.copy_(saved[part.slices])
+        except SafetensorError as error:
+            raise UserError(f"{checkpoint / name} cannot be read ({error}); give another checkpoint") from error
 
 
 def check_shape(checkpoint: Path, part: Part, saved: Shape | None) -> None:

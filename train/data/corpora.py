@@ -197,7 +197,7 @@ class HubDataset(Corpus):
         # What a remote file can raise is open-ended: network, decoding, schema. All of it ends this stream.
         except Exception as error:
             raise UserError(
-                f"data.name is {self.name!r}; the stream broke after {number} rows ({one_line(error)}), run again"
+                f"data.name is {self.name!r}; the stream broke after {number} rows ({one_line(error)}): run again"
             ) from error
 
     def _open(self) -> Any:
@@ -227,7 +227,7 @@ class HubDataset(Corpus):
             return  # the user says so; `datasets` may have it in its own cache
         except errors.GatedRepoError:
             raise UserError(
-                f"data.name is {self.name!r}; it is gated, accept its terms on the Hub and log in with `hf auth login`"
+                f"data.name is {self.name!r}; it is gated: accept its terms on the Hub and log in with `hf auth login`"
             ) from None
         except errors.RevisionNotFoundError:
             raise UserError(

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import DataConfig
-from ..errors import UserError
+from ..errors import UserError, counted
 from ..files import file_sha256
 from .corpora import Corpus
 from .mixing import MixedDocuments, Tokens, below_fraction, content_hash
@@ -165,11 +165,11 @@ def _build(
     raw = refined or mixed
     if raw.lowest == raw.highest:
         raise UserError(
-            f"data.corpus is {config.corpus}; its {len(raw)} document(s) are all the same text, and "
+            f"data.corpus is {config.corpus}; it has {counted(len(raw), 'document')} of one and the same text, and "
             "holding one out for validation needs at least two distinct documents"
         )
     if corpus.fingerprint() != fingerprint:
-        raise UserError(f"data.corpus is {config.corpus}; its text changed while it was read, run again")
+        raise UserError(f"data.corpus is {config.corpus}; its text changed while it was read: run again")
     blocks = corpus.held_out()
     writers = {part: _PartWriter(directory / f"{part}.bin", dtype) for part in PARTS}
     for done, (digest, tokens, text_bytes) in enumerate(mixed, start=1):

@@ -10,6 +10,8 @@ import errno
 import hashlib
 import json
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -23,6 +25,7 @@ import numpy.typing as npt
 from ..config import DataConfig, canonical_json
 from ..errors import UserError
 from ..files import read_json
+from . import merges
 from .corpora import Corpus, open_corpus
 from .mixing import Tokens, below_fraction, content_hash
 from .storage import Progress, building, checksum, locked, read_checked, silent, write_checked
@@ -267,23 +270,33 @@ def _trained(config: DataConfig, corpus: Corpus, cache: Path, progress: Progress
 
 
 def _train(config: DataConfig, corpus: Corpus, vocab_size: int, progress: Progress) -> SubwordTokenizer:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    import tokenizers
 
-    backend: Any = Tokenizer(models.BPE())
-    # GPT-2's rule for what a merge may span; no space is put in front, so that decoding gives the text back.
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_TOKENS[0]],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(_sample(config, corpus, progress), trainer)
+    command = [sys.executable, "-P", str(Path(merges.__file__)), str(vocab_size), END_TOKENS[0]]
+    pipe = subprocess.PIPE
+    child: Any  # has both pipes
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, encoding="utf-8") as child:
+        try:
+            with suppress(BrokenPipeError), child.stdin:  # it may have ended; see below
+                child.stdin.writelines(json.dumps(text) + "\n" for text in _sample(config, corpus, progress))
+            line = ""
+            for line in child.stdout:
+                if line.startswith('{"stage":"Compute merges"'):
+                    merged = json.loads(line)
+                    progress("learn merges", merged["current"], merged["total"])
+        except BaseException:
+            child.kill()
+            raise
+    if child.returncode:
+        raise UserError(
+            f"data.vocab_size is {vocab_size}; its tokenizer's training ended with code {child.returncode} "
+            f"({line.strip()[:200] or 'no message'}), as it does where memory runs out"
+        )
+    backend: Any = tokenizers.Tokenizer.from_str(line)
     trained = backend.get_vocab_size()
     if trained < vocab_size:
         warnings.warn(
-            f"data.vocab_size is {vocab_size}; the corpus gives only {trained} tokens, the rest is never used",
+            f"data.vocab_size is {vocab_size}; the corpus gives only {trained} tokens, and the rest is never used",
             stacklevel=2,
         )
     return SubwordTokenizer(backend, backend.token_to_id(END_TOKENS[0]), vocab_size)
@@ -306,7 +319,6 @@ def _sample(config: DataConfig, corpus: Corpus, progress: Progress) -> Iterator[
             unbroken += len(piece) if len(pieces) > 1 else 0
             if unbroken < _UNBROKEN:
                 yield piece
-    progress("learn merges", 0.0, 0.0)
     if held_out and not used:
         yield from _cut_words(held_out)  # a corpus of one or two short documents
 

@@ -1,6 +1,7 @@
 """Which runs can be trained together as one ensemble; the planner asks, so without torch.
 
-Members share the model, the data, the batch, the number format and the device; all else is a member's own.
+Members share the model, the data, the batch, the kind of optimizer, the number format and the device; all else is a
+member's own.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def shared_fields(config: RunConfig) -> dict[str, Any]:
         shape["data.path"] = config.data.path
     if config.data.tokenizer_fingerprint is None:
         shape["data.tokenizer"] = config.data.tokenizer
-    shape["optimizer.batch_size"] = config.optimizer.batch_size
+    # The kind and the base depth say which tensors share a rate.
+    for name in ("batch_size", "base_depth", "kind", "iterations", "iteration_precision"):
+        shape[f"optimizer.{name}"] = getattr(config.optimizer, name)
     shape["precision"] = config.precision
     return shape | {f"parallel.{name}": getattr(config.parallel, name) for name in _SHARED_PARALLEL}
 

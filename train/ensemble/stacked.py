@@ -35,8 +35,11 @@ from ..model.gpt import GPT, sequence_losses
 from ..model.loss import linear_cross_entropy
 from ..model.parametrization import empty_model, initial_weights, output_scale, parameter_groups
 from ..model.shape import model_shape
+from ..optimizer.registry import OPTIMIZERS
 from ..parallel.layout import Held, whole_placement
-from ..parallel.zero import StepResult, adamw, layouts_of, square
+from ..parallel.mesh import Mesh
+from ..parallel.whole import Matrices
+from ..parallel.zero import StepResult, first_whole, layouts_of, square
 from ..precision import compute_dtype
 from ..schedule import learning_rate_factor
 
@@ -164,8 +167,16 @@ class Rows:
         self._segments = [
             (number, group, place) for number, layout in enumerate(self._layouts) for group, place in layout.segments
         ]
-        shapes = [(len(self.optimizers), layout.size) for layout in self._layouts]
-        self._state = [[torch.zeros(shape, dtype=dtype, device=device) for shape in shapes] for _ in range(4)]
+        self._whole, sizes = first_whole(self._groups[0]), [layout.size for layout in self._layouts]
+        placements = {name: whole_placement(shape) for name, shape in self._shapes.items()}
+        owned = [(0, size) for size in sizes]
+        self._matrices = Matrices(
+            template.config, self._layouts, self._whole, owned, placements, Mesh(), replicated=True
+        )
+        self._state = [
+            [torch.zeros((len(self.optimizers), size), dtype=dtype, device=device) for size in each]
+            for each in (sizes, sizes, sizes, self._matrices.starts)
+        ]
         self.weight, self.grad, self.exp_avg, self.exp_avg_sq = self._state
         self.updates = torch.zeros(len(self.optimizers), dtype=torch.float32, device=device)  # of each, as in `Zero`
         # The largest norm of each, infinity where nothing is clipped.
@@ -185,8 +196,9 @@ class Rows:
             slot.name: matrix[rows, slot.start : slot.stop].unflatten(1, self._shapes[slot.name])
             for matrix, layout in zip(matrices, self._layouts, strict=True)
             for slot in layout.slots
+            if slot.stop <= matrix.shape[1]  # a second moment need not be all parameters'
         }
-        return {name: found[name] for name in self._shapes}
+        return {name: found[name] for name in self._shapes if name in found}
 
     def load(self, row: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Sets the weights of a member: tensors on the CPU by name, all of them."""
@@ -219,13 +231,31 @@ class Rows:
         # One at a time: the fused kernel has one learning rate a call.
         numbers = (factors, self._groups[rows], self.optimizers[rows], counts, divisors, skipped)
         members = zip(*numbers, strict=True)
+        directions = self._directions(rows, divisors, skipped)
         for row, (factor, groups, options, count, divisor, skip) in enumerate(members, rows.start):
             for number, group, (start, stop) in self._segments:
                 weight, slope, *moments = (matrices[number][row, start:stop] for matrices in self._state)
-                rate, decay = groups[group].learning_rate * factor, groups[group].weight_decay
-                adamw(weight, slope, moments, count, rate, decay, options, divisor, skip)
+                if group >= self._whole:
+                    first = self._matrices.starts[number]
+                    slope = directions[number][row - rows.start, start - first : stop - first]
+                its = groups[group]
+                rule = {"rate": its.learning_rate * factor, "decay": its.weight_decay, "eps": its.eps}
+                state = {"moments": moments, "count": count, "divisor": divisor, "skipped": skip}
+                OPTIMIZERS[its.optimizer].update(weight, slope, options=options, **rule, **state)
         self.updates[rows] += 1 - skipped
         return [StepResult(*member) for member in zip(losses, norms, skipped, strict=True)]
+
+    def _directions(self, rows: slice, divisors: Tensor, skipped: Tensor) -> list[Tensor]:
+        """As those of `Zero`, (e, elements) for each bucket; the matrices of all members are one batch."""
+        rule, directions = OPTIMIZERS[self.optimizers[0].kind].whole, list[Tensor]()
+        if rule is not None:
+            for start, *state in zip(self._matrices.starts, self.grad, self.exp_avg, strict=True):
+                members = zip(
+                    *(each[rows, start:] for each in state), self.optimizers[rows], divisors, skipped, strict=True
+                )
+                directions.append(torch.stack([rule.direction(*member) for member in members]))
+            self._matrices.transform(directions, rule.transform, self.optimizers[0])
+        return directions
 
     def keep(self, rows: Sequence[int]) -> None:
         """Forgets all other members; earlier `parameters` and `held` are of no use any more."""

@@ -53,13 +53,16 @@ def detect(environment: Mapping[str, str] | None = None) -> Ranks:
             attempt = env["SUBMITIT_LOCAL_JOB_ID"]
         else:
             return Ranks(host=host)
+        rank, size, local_rank, local_size = numbers
+        if not (0 <= rank < size <= MOST_RANKS and 0 <= local_rank < local_size <= size):
+            raise ValueError("a rank outside of its job")
+        if source == "torchrun" and not 0 < int(env["MASTER_PORT"]) < 2**16:
+            raise ValueError("no port")
     except (KeyError, ValueError, IndexError) as error:
-        raise UserError(f"the launcher's environment gives no rank ({error!r}); use submitit or torchrun") from error
-    rank, size, local_rank, local_size = numbers
-    ranks = Ranks(rank, size, local_rank, local_size, host, source, attempt)
-    if not (0 <= ranks.rank < ranks.size <= MOST_RANKS and 0 <= ranks.local_rank < ranks.local_size <= ranks.size):
-        raise UserError(f"the launcher's environment gives no rank ({ranks}); use submitit or torchrun")
-    return ranks
+        known = re.compile("|".join(TORCHRUN) + "|SUBMITIT_.*|SLURM_.*(ID|TASKS.*)")
+        said = ", ".join(f"{name}={env[name]}" for name in sorted(env) if known.fullmatch(name))
+        raise UserError(f"the launcher's environment gives no rank ({said[:400]}); use submitit or torchrun") from error
+    return Ranks(rank, size, local_rank, local_size, host, source, attempt)
 
 
 def _tasks_per_node(text: str) -> list[int]:

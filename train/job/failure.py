@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from ..errors import Diverged, OutOfMemory, UserError
 from ..files import FAILURE, create_json, read_json
@@ -26,28 +26,23 @@ class Cause(StrEnum):
     HUNG = "hung"  # alive, without progress
     NODE = "node"  # a node is lost, frozen, or did not start its ranks
     KILLED = "killed"  # a process ended without an error of its own
-    UNKNOWN = "unknown"  # the file names no cause
+    UNKNOWN = "unknown"  # the file names no cause, or one of another version
+
+    @classmethod
+    def _missing_(cls, value: object) -> Cause:
+        return cls.UNKNOWN
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended an attempt, and where."""
+    """What ended an attempt, and where: what failure.json holds."""
 
-    cause: Cause
-    reason: str  # in a sentence
+    cause: Cause = Cause.UNKNOWN
+    reason: str = "no reason"  # in a sentence
     rank: int | None = None  # the first of those at fault
     host: str | None = None  # its node
     step: int | None = None  # None: before the first, or nobody knows
     hosts: tuple[str, ...] = ()  # nodes of all ranks at fault
-
-
-class FailureFile(TypedDict, total=False):
-    """failure.json; a cause that nobody knows is no error."""
-
-    rank: int | None
-    host: str | None
-    step: int | None
-    hosts: list[str] | None
 
 
 class RankError(Exception):
@@ -103,11 +98,10 @@ def parse_failure(values: dict[str, Any]) -> Failure:
     """A failure from its fields, of which none need be there."""
     import msgspec
 
-    cause = values.get("cause") if values.get("cause") in tuple(Cause) else Cause.UNKNOWN
     try:
-        return msgspec.convert({"reason": "no reason"} | values | {"cause": cause}, Failure)
+        return msgspec.convert(values, Failure)
     except msgspec.ValidationError as error:
-        return Failure(Cause.UNKNOWN, f"its {FAILURE} cannot be understood ({str(error).replace('`', '')})")
+        return Failure(reason=f"its {FAILURE} cannot be understood ({str(error).replace('`', '')})")
 
 
 def forget_failure(directory: Path) -> None:

@@ -5,9 +5,9 @@ With n rows of width w, a vocabulary of V, z = x W^T the logits, p their softmax
     lse (n,)   = log sum exp z          L (n,) = lse - z_target + c lse^2
     dz (n, V)  = (1 + 2 c lse) p - onehot,   dx (n, w) = dz W,   dW (V, w) = dz^T x
 
-Logits exist for some rows at a time, and once: where a gradient of the mean is wanted, dz takes their place in the
-forward pass and goes into dx and dW at once, which the backward pass only scales. dz is no mean yet, so its size is
-that of a probability whatever the batch and the loss scale; fp16 holds it times `SHIFT`. dW adds up in fp32.
+Logits exist once, for some rows at a time: dz takes their place in the forward pass and goes into dx and dW, which the
+backward pass only scales. dz is no mean yet, so it has the size of a probability whatever the batch and the loss scale;
+fp16 holds it times `SHIFT`. dW adds up in fp32.
 
 Gradients in the forward pass: Hsu et al. 2024 (Liger), arXiv 2410.10989. z-loss: Chowdhery et al. 2022 (PaLM), arXiv
 2204.02311, section 5.

@@ -9,6 +9,18 @@ Yang et al. 2022 ("Tensor Programs V"), Table 8, with w = width / base_width:
     output head                 0                      eta / w^exponent      yes
     norms                       1 (constant)           eta * multiplier      none
 
+With a base depth L0 every branch is multiplied by m = L0 / depth (CompleteP, alpha = 1: Dey et al. 2025,
+arXiv:2505.01618, Table 1). The factor is part of the branch's last matrix W = m W', not of the forward pass: AdamW that
+takes W' by (eta, decay, eps) takes W by (m eta, decay / m, eps / m), and only the gradient's norm differs. Decay times
+w leaves eta * decay the same at every size. At the base width and depth this is the table above:
+
+    tensor                      initial std                learning rate    weight decay    epsilon
+    first matrix of a branch    1 / sqrt(fan_in)           eta / w          decay w         eps m / w
+    last matrix of a branch     ... m / sqrt(2 L0)         eta m / w        decay w / m     eps / w
+    output head                 0                          eta / w          decay w         eps
+    norms of a branch           1 (constant)               as above         none            eps m / w
+    embedding, last norm        as above                   as above         none            eps / w
+
 The head starts at zero, which every width shares, so the first loss is exactly ln(vocabulary).
 Tied embeddings start at 1/sqrt(base_width), keep the embedding's learning rate, and logits are divided by w instead
 (ibid., Table 3 and section B.1); their first loss lies above ln(vocabulary), and starting them smaller ends higher.
@@ -24,6 +36,7 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig, OptimizerConfig
+from ..optimizer.registry import OPTIMIZERS
 from .gpt import GPT
 from .shape import GROUPS, model_shape
 
@@ -34,6 +47,8 @@ class ParameterGroup:
     parameters: Sequence[Tensor]
     learning_rate: float
     weight_decay: float
+    eps: float
+    optimizer: str = "adamw"
 
 
 def output_scale(model: ModelConfig, optimizer: OptimizerConfig) -> float:
@@ -66,7 +81,7 @@ def initial_weights(model: ModelConfig, optimizer: OptimizerConfig, seed: int) -
     for parameter in model_shape(model).parameters:
         weights = torch.empty(parameter.shape)
         match parameter.role:
-            case "norm" | "head norm":
+            case "norm" | "head norm" | "last norm":
                 weights.fill_(1.0)
             case "head":
                 weights.zero_()
@@ -74,20 +89,44 @@ def initial_weights(model: ModelConfig, optimizer: OptimizerConfig, seed: int) -
                 weights.normal_(std=1.0 if role == "embedding" else optimizer.base_width**-0.5, generator=generator)
             case role:
                 std = 1 / math.sqrt(parameter.shape[1])
-                weights.normal_(std=std / math.sqrt(2 * model.depth) if role == "last" else std, generator=generator)
+                if role == "last":
+                    depth = optimizer.base_depth or model.depth
+                    std = std / math.sqrt(2 * depth) * branch_factor(model, optimizer)
+                weights.normal_(std=std, generator=generator)
         yield parameter.name, weights
 
 
+def branch_factor(model: ModelConfig, optimizer: OptimizerConfig) -> float:
+    """m, by which every branch is multiplied; 1 without a base depth."""
+    return 1.0 if optimizer.base_depth is None else optimizer.base_depth / model.depth
+
+
 def parameter_groups(gpt: GPT, optimizer: OptimizerConfig) -> list[ParameterGroup]:
-    transfer = (optimizer.base_width / gpt.config.width) ** optimizer.width_exponent
-    table_rate = optimizer.learning_rate * optimizer.embedding_multiplier
-    rates = {
-        "matrices": (optimizer.learning_rate * transfer, optimizer.weight_decay),
-        "embedding": (table_rate, 0.0),
-        "norms": (table_rate, 0.0),
+    narrow = (optimizer.base_width / gpt.config.width) ** optimizer.width_exponent
+    m, small = branch_factor(gpt.config, optimizer), 1.0 if optimizer.base_depth is None else narrow
+    rate, table_rate = optimizer.learning_rate * narrow, optimizer.learning_rate * optimizer.embedding_multiplier
+    decay, eps = optimizer.weight_decay / small, optimizer.eps
+    rules = {
+        "first": (rate, decay, eps * m * small),
+        "last": (rate * m, decay / m, eps * small),
+        "head": (rate, decay, eps),
+        **dict.fromkeys(("norm", "head norm"), (table_rate, 0.0, eps * m * small)),
+        **dict.fromkeys(("embedding", "tied", "last norm"), (table_rate, 0.0, eps * small)),
     }
+    # Which roles share a group decides the order of elements in a bucket, and so how sums over it are rounded.
+    groups = GROUPS if optimizer.base_depth is None else {role: (role,) for role in rules}
     tensors, parameters = dict(gpt.named_parameters()), model_shape(gpt.config).parameters
-    return [
-        ParameterGroup(group, [tensors[p.name] for p in parameters if p.role in GROUPS[group]], *rates[group])
-        for group in rates
-    ]
+    whole, spectral = OPTIMIZERS[optimizer.kind].roles, optimizer.learning_rate * optimizer.matrix_multiplier
+    if whole:  # in units that serve every width
+        rules |= {
+            "first": (spectral, optimizer.weight_decay, eps),
+            "last": (spectral * m, optimizer.weight_decay / m, eps),
+        }
+    found = []
+    for kind in dict.fromkeys(("adamw", optimizer.kind)):  # whole matrices come after all else
+        for name, several in groups.items():
+            roles = [role for role in several if (role in whole) == (kind != "adamw")]
+            some = [tensors[p.name] for p in parameters if p.role in roles]
+            if some:
+                found.append(ParameterGroup(name, some, *rules[roles[0]], kind))
+    return found

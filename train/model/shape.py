@@ -14,10 +14,15 @@ from typing import Literal, NamedTuple
 from ..config import ModelConfig, RunConfig
 
 # What a parameter does: it decides how it starts, how fast it learns, and how tensor parallelism shares it out.
-# A block's branches have a `first` matrix, split by rows, and a `last` one, split by columns; `head norm` is per head.
-Role = Literal["embedding", "tied", "head", "first", "last", "norm", "head norm"]
+# A block's branches have a `first` matrix, split by rows, and a `last` one, split by columns; `head norm` is per head,
+# `last norm` before the head.
+Role = Literal["embedding", "tied", "head", "first", "last", "norm", "head norm", "last norm"]
 TABLES: tuple[Role, ...] = ("embedding", "tied", "head")  # one row per token of the padded vocabulary
-GROUPS = {"matrices": ("first", "last", "head"), "embedding": ("embedding", "tied"), "norms": ("norm", "head norm")}
+GROUPS: dict[str, tuple[str, ...]] = {  # roles that share a learning rate where depth does not count
+    "matrices": ("first", "last", "head"),
+    "embedding": ("embedding", "tied"),
+    "norms": ("norm", "head norm", "last norm"),
+}
 
 # What kernels and planner must agree on stands here, where planning can read it without torch.
 # Context up to which bf16 on CPUs keeps the softmax of a training step, (batch, heads, T, T) numbers a layer.
@@ -103,7 +108,7 @@ class Shape:
     @property
     def parameters(self) -> list[Parameter]:
         blocks = [parameter.of_block(number) for number in range(self.depth) for parameter in self.block]
-        norm = Parameter("norm.weight", "norm", (Part("model.norm.weight", self.width, 1),))
+        norm = Parameter("norm.weight", "last norm", (Part("model.norm.weight", self.width, 1),))
         table = self._table("embedding.weight", "tied" if self.tied else "embedding", "model.embed_tokens.weight")
         head = [] if self.tied else [self._table("head.weight", "head", "lm_head.weight")]
         return [table, *blocks, norm, *head]

@@ -1,7 +1,7 @@
 """Flat buckets: which elements of which parameters lie side by side, and which of them a rank owns. Pure.
 
 A bucket is cut into one equal slice per data-parallel rank. Parameters of one learning rate and weight decay are
-neighbours in it. Padding is zero forever: AdamW leaves a zero with a zero gradient at zero.
+neighbours in it. Padding is zero forever: optimizers leave a zero with a zero gradient at zero.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ class Bucket:
     def owned(self, rank: int) -> Range:
         share = self.size // self.ranks
         return rank * share, (rank + 1) * share
+
+    def start_of(self, group: int) -> int:
+        """Where parameters of this group, and of those after it, begin."""
+        return next((slot.start for slot in self.slots if slot.group >= group), self.size)
 
     @property
     def padding(self) -> list[Range]:

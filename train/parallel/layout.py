@@ -73,6 +73,10 @@ class Box:
     def stop(self) -> int:
         return self.start + math.prod(self.size)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.size, strict=True))
+
 
 def boxes(placement: Placement, start: int, stop: int) -> Iterator[Box]:
     """Elements start … stop of a rank's flattened part as rectangles of the whole: at most three per piece in 2-D."""

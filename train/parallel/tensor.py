@@ -286,7 +286,7 @@ def _place(parameter: Parameter, mesh: Mesh, sequence_parallel: bool) -> Placeme
     tp, rank, shape = mesh.tp, mesh.tp_rank, parameter.shape
     if parameter.role == "last":
         return split_placement(shape, 1, rank, tp)
-    if parameter.role in ("norm", "head norm"):
+    if parameter.role in ("norm", "head norm", "last norm"):
         # Of queries or keys it sees this rank's heads, of the residual stream its tokens, or all of them.
         return whole_placement(shape, partial=parameter.role == "head norm" or sequence_parallel)
     pieces, top = [], 0

@@ -6,7 +6,7 @@ device.
 
 At stages 1 and 2 updated slices are gathered in place, and a module waits for its buckets. At stage 3 a bucket is a
 block, gathered while the block before it computes and freed after. Rajbhandari et al. 2020 (arXiv 1910.02054); Zhao et
-al. 2023 (arXiv 2304.11277); Loshchilov and Hutter 2019 (arXiv 1711.05101).
+al. 2023 (arXiv 2304.11277).
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from torch.distributed import ProcessGroup, Work
 from ..config import OptimizerConfig
 from ..model.gpt import GPT
 from ..model.parametrization import ParameterGroup
+from ..optimizer.registry import OPTIMIZERS
 from .buckets import Bucket, Range, Slot, bucket_layouts, clip, counted, partial
 from .data import Gradients
 from .layout import Held, Placement
 from .mesh import Mesh, all_gather
+from .whole import Matrices
 
 ROW = 4096  # elements whose squares are summed at once
 
@@ -173,7 +175,7 @@ class Weights:
 
 
 class Zero:
-    """Owner of a model's parameters, gradients and Adam's state.
+    """Owner of a model's parameters, gradients and optimizer state.
 
     The model's parameters (they may be on `meta`) become views of flat buffers on `device`, in `dtype`; master weights
     and moments are at least fp32. `bucket_mb` MiB of gradients travel together; at stage 3 a block.
@@ -213,11 +215,19 @@ class Zero:
         own = self.weights.own
         self.master = own if dtype == self.wide else [torch.zeros_like(piece, dtype=self.wide) for piece in own]
         self.exp_avg = [torch.zeros_like(master) for master in self.master]
-        self.exp_avg_sq = [torch.zeros_like(master) for master in self.master]
+        self._whole = first_whole(groups)
+        self.matrices = Matrices(
+            gpt.config, self.layouts, self._whole, self.owned, placements, mesh, replicated=self.stage == 0
+        )
+        # What is updated as whole matrices has one moment.
+        self.exp_avg_sq = [
+            torch.zeros_like(master[:start]) for master, start in zip(self.master, self.matrices.starts, strict=True)
+        ]
         self.updates = torch.zeros((), dtype=torch.float32, device=device)
         shards = list(zip(self.layouts, self.owned, self.gradients.shards, strict=True))
-        self._decays = [group.weight_decay for group in groups]
-        # Neighbours in this rank's slice of each bucket that share a learning rate and weight decay.
+        self._rules = [{"decay": group.weight_decay, "eps": group.eps, "options": optimizer} for group in groups]
+        self._updates = [OPTIMIZERS[group.optimizer].update for group in groups]
+        # Neighbours in this rank's slice of each bucket that share a learning rate, weight decay and epsilon.
         self._segments = [
             [(group, place) for group, segment in layout.segments for place in clip([segment], owned)]
             for layout, owned in zip(self.layouts, self.owned, strict=True)
@@ -275,19 +285,32 @@ class Zero:
         skipped = 1 - (torch.isfinite(norm) & torch.isfinite(total)).float()
         divisor = self._divisor(norm, scale)
         count = self.updates + 1
+        directions = self._directions(divisor, skipped)
         for number in reversed(range(len(self.layouts))):  # as the next forward pass wants them
-            shard = self.gradients.shards[number]
-            gradient = shard if self.dtype == self.wide else shard.to(self.wide)
-            state = (self.master[number], self.exp_avg[number], self.exp_avg_sq[number])
+            buffers = (self.master[number], self.exp_avg[number], self.exp_avg_sq[number])
             for group, (start, stop) in self._segments[number]:
-                weight, *moments = (values[start:stop] for values in state)
-                rate, decay = self.rates[group], self._decays[group]
-                adamw(weight, gradient[start:stop], moments, count, rate, decay, self.optimizer, divisor, skipped)
-            del gradient  # one fp32 copy at a time
+                weight, *moments = (values[start:stop] for values in buffers)
+                if group < self._whole:
+                    gradient = self.gradients.shards[number][start:stop].to(self.wide)  # one fp32 copy at a time
+                else:
+                    first = self.matrices.starts[number]
+                    gradient = directions[number][start - first : stop - first]
+                state = {"moments": moments, "count": count, "divisor": divisor, "skipped": skipped}
+                self._updates[group](weight, gradient, rate=self.rates[group], **self._rules[group], **state)
             self._refresh(number)
         self.updates += 1 - skipped
         self.gradients.clear()
         return StepResult(total, norm, skipped)
+
+    def _directions(self, divisor: Tensor | None, skipped: Tensor) -> list[Tensor]:
+        """Of what is updated as whole matrices, in this rank's slice of each bucket."""
+        rule, directions = OPTIMIZERS[self.optimizer.kind].whole, list[Tensor]()
+        if rule is not None:
+            for start, shard, moment in zip(self.matrices.starts, self.gradients.shards, self.exp_avg, strict=True):
+                gradient = shard[start:].to(self.wide)
+                directions.append(rule.direction(gradient, moment[start:], self.optimizer, divisor, skipped))
+            self.matrices.transform(directions, rule.transform, self.optimizer)
+        return directions
 
     def _sum_partial(self) -> None:
         """Adds up gradients that tensor-parallel ranks hold terms of: pieces lie at the same places on all of them."""
@@ -334,7 +357,7 @@ class Zero:
                 found += [
                     Held(slot.name, kind, self.placements[slot.name], first, last, tensors[number][start:stop])
                     for kind, tensors in kinds.items()
-                    if first < last
+                    if first < last and (kind != "exp_avg_sq" or slot.group < self._whole)
                 ]
         return found
 
@@ -350,6 +373,11 @@ class Zero:
         return (start - slot.start, stop - slot.start), start - first, stop - first
 
 
+def first_whole(groups: Sequence[ParameterGroup]) -> int:
+    """How many groups are updated element by element; those of whole matrices come after them."""
+    return sum(OPTIMIZERS[group.optimizer].whole is None for group in groups)
+
+
 def layouts_of(
     gpt: GPT, groups: Sequence[ParameterGroup], bucket_mb: float, dtype: torch.dtype, ranks: int, *, gathered: bool
 ) -> list[Bucket]:
@@ -357,40 +385,6 @@ def layouts_of(
     numbers = {name: group_of[id(p)] for name, p in gpt.named_parameters()}
     sizes = {name: p.numel() for name, p in gpt.named_parameters()}
     return bucket_layouts(sizes, numbers, max(1, int(bucket_mb * 2**20 / dtype.itemsize)), ranks, gathered=gathered)
-
-
-def adamw(
-    weight: Tensor,
-    gradient: Tensor,
-    moments: Sequence[Tensor],
-    count: Tensor,
-    rate: Tensor | float,
-    decay: float,
-    options: OptimizerConfig,
-    divisor: Tensor | None,
-    skipped: Tensor,
-) -> None:
-    """One update of a vector, number `count` (), of the gradient over `divisor` (); `skipped` () 1.0: of nothing."""
-    # What torch.optim.AdamW(fused=True) calls, without what it adds: a copy, a sum and a difference of `count` for
-    # every call, each a kernel of its own.
-    first, second = moments
-    torch._fused_adamw_(
-        [weight],
-        [gradient],
-        [first],
-        [second],
-        [],
-        [count],
-        lr=rate,
-        beta1=options.beta1,
-        beta2=options.beta2,
-        weight_decay=decay,
-        eps=options.eps,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=divisor,
-        found_inf=skipped,
-    )
 
 
 def square(values: Tensor, wide: torch.dtype) -> Tensor:

@@ -23,6 +23,7 @@ from functools import cached_property
 
 from ..config import ParallelConfig, RunConfig
 from ..errors import UserError
+from ..flops import flops_optimizer
 from ..memory import Memory, bucket_sizes, memory, stage_of
 from ..model.shape import Share, micro_batches, share_of
 from .validation import check_shapes, divisors_of, working_shapes
@@ -84,7 +85,8 @@ def step_time(config: RunConfig, hardware: Hardware) -> StepTime:
         recompute=passes * again,
         tensor=passes * tensor_seconds(config, hardware, column * forward),
         data=data_seconds(config, hardware, forward, 2 * forward + again),
-        update=updated * (6 * 4 + 2 * share.itemsize) / hardware.memory_bandwidth,
+        update=updated * (6 * 4 + 2 * share.itemsize) / hardware.memory_bandwidth
+        + flops_optimizer(config) / config.steps / config.parallel.world_size / rate,
     )
 
 

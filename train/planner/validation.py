@@ -9,16 +9,15 @@ Special here:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-import tomllib
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from ..config import ModelConfig, ParallelConfig, RunConfig
-from ..errors import UserError
+from ..errors import UserError, counted
 
-RANGES: dict[str, Callable[[float], bool]] = {  # by their names in the tables of what is accepted
+RULES: dict[str, Callable[[float], bool]] = {
     "1 or more": lambda value: value >= 1,
     "0 or more": lambda value: value >= 0,
     "greater than 0": lambda value: value > 0,
@@ -27,60 +26,50 @@ RANGES: dict[str, Callable[[float], bool]] = {  # by their names in the tables o
     "from 0 to 2": lambda value: 0 <= value <= 2,
     "from 0 to 20": lambda value: 0 <= value <= 20,
     "from -10 to 10": lambda value: -10 <= value <= 10,
+    "at least 0 and below 2^63": lambda value: 0 <= value < 2**63,
 }
-LARGEST = "1e30"  # of a number that has no other limit; more FLOPs than anybody has, and far from an overflow
+LARGEST = "at most 1e30"  # of any number: more FLOPs than anybody has, and far from an overflow
 
 
-@dataclasses.dataclass(frozen=True)
-class Accepted:
-    """What fields of a config may be, by flat names; None always is."""
+def check_fields(config: Any, prefix: str = "") -> None:
+    """Refuses what a config, or a group of it, has and its fields do not accept: UserError with what they do."""
+    for name, rules in _rules(config.__class__).items():
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(value):
+            check_fields(value, f"{prefix}{name}.")
+        verb = "contains" if isinstance(value, list) else "is"
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None and (needed := _needed(each, rules)):
+                raise UserError(f"{prefix}{name} {verb} {each!r}; it must be {needed}")
 
-    choices: dict[str, list[str]]
-    ranges: dict[str, str]
-    most: dict[str, str]
 
-    @classmethod
-    def read(cls, path: Path) -> Accepted:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-        by_word = (tables["ranges"], tables["most"])
-        return cls(
-            tables["choices"], *({name: word for word, names in each.items() for name in names} for each in by_word)
-        )
+@functools.cache
+def _rules(cls: type) -> dict[str, list[Any]]:
+    """What each field accepts, the narrowest last."""
 
-    def __or__(self, other: Accepted) -> Accepted:
-        return Accepted(self.choices | other.choices, self.ranges | other.ranges, self.most | other.most)
+    def words(hint: Any) -> list[Any]:
+        return [*(word for inner in get_args(hint) for word in words(inner)), *getattr(hint, "__metadata__", ())]
 
-    def check(self, config: Any, prefix: str = "") -> None:
-        """Refuses what a config, or a group of it, has and must not: UserError with what would be accepted."""
-        for item in dataclasses.fields(config):
-            name, value = prefix + item.name, getattr(config, item.name)
-            if dataclasses.is_dataclass(value):
-                self.check(value, f"{name}.")
-            verb = "contains" if isinstance(value, list) else "is"
-            for each in value if isinstance(value, list) else [value]:
-                if each is not None and (needed := self._needed(name, each)):
-                    raise UserError(f"{name} {verb} {each!r}; it must be {needed}")
+    return {name: [LARGEST, *words(hint)] for name, hint in get_type_hints(cls, include_extras=True).items()}
 
-    def _needed(self, name: str, value: Any) -> str:
-        """What a value is not; empty where it is accepted."""
-        if name in self.choices and value not in self.choices[name]:
-            return f"one of {', '.join(self.choices[name])}"
-        if not isinstance(value, int | float):
-            return ""
+
+def _needed(value: Any, rules: Sequence[Any]) -> str:
+    """What a value is not; empty where it is accepted."""
+    for rule in reversed(rules):
+        if isinstance(rule, tuple):
+            return "" if value in rule else f"one of {', '.join(map(str, rule))}"
         if isinstance(value, float) and not math.isfinite(value):
             return "a finite number"
-        if name in self.ranges and not RANGES[self.ranges[name]](value):
-            return self.ranges[name]
-        most = self.most.get(name, LARGEST)
-        return "" if abs(value) <= float(most) else f"at most {most}"
-
-
-ACCEPTED = Accepted.read(Path(__file__).with_suffix(".toml"))
+        if isinstance(value, int | float):
+            most = rule.partition("at most ")[2]
+            if value > float(most) if most else not RULES[rule](value):
+                return str(rule)
+    return ""
 
 
 def validate(config: RunConfig) -> None:
     """Refuses what cannot be trained: UserError with the field, the value and what would be accepted."""
-    ACCEPTED.check(config)
+    check_fields(config)
     _check_model(config.model)
     for step in config.checkpoint.at_steps or ():
         if not 1 <= step < config.steps:
@@ -94,8 +83,6 @@ def validate(config: RunConfig) -> None:
             f"schedule.decay_share is {schedule.decay_share}; with schedule.warmup_max_share "
             f"{schedule.warmup_max_share} it must be at most {1 - schedule.warmup_max_share:g}, or they overlap"
         )
-    if not 0 <= config.seed < 2**63:
-        raise UserError(f"seed is {config.seed}; it must be at least 0 and below 2^63")
     if data.validation_fraction == 0:
         raise UserError("data.validation_fraction is 0; a run is scored on held-out documents, so it must be above 0")
     if data.recipe and data.recipe_fingerprint is None:
@@ -134,6 +121,7 @@ def check_shapes(config: RunConfig) -> None:
 
     A model whose vocab_size is still None (the planner fills it in) is not asked about its vocabulary.
     """
+    check_fields(config.parallel, "parallel.")
     if (refusal := _refusal(config)) is not None:
         raise UserError(refusal)
 
@@ -143,11 +131,11 @@ def check_world(config: RunConfig, ranks: int, ranks_per_node: int) -> None:
     parallel = config.parallel
     if parallel.world_size != ranks:
         raise UserError(
-            f"{parallel.mesh} and the job has {_count(ranks, 'rank')}; {_advice(config, ranks, ranks_per_node)}"
+            f"{parallel.mesh} and the job has {counted(ranks, 'rank')}; {_advice(config, ranks, ranks_per_node)}"
         )
     if ranks_per_node % parallel.tp:
         raise UserError(
-            f"parallel.tp is {parallel.tp}; it must divide the {_count(ranks_per_node, 'rank')} of a node, because "
+            f"parallel.tp is {parallel.tp}; it must divide the {counted(ranks_per_node, 'rank')} of a node, because "
             f"a tensor-parallel group stays inside one; {_advice(config, ranks, ranks_per_node)}"
         )
 
@@ -191,11 +179,6 @@ def divisors_of(number: int) -> list[int]:
 def _refusal(config: RunConfig) -> str | None:
     """Why the shape does not fit, in a sentence; None if it does."""
     parallel, batch = config.parallel, config.optimizer.batch_size
-    for name, value in {"parallel.tp": parallel.tp, "parallel.dp": parallel.dp}.items():
-        if value < 1:
-            return f"{name} is {value}; it must be 1 or more"
-    if parallel.zero not in range(4):
-        return f"parallel.zero is {parallel.zero}; it must be one of 0, 1, 2, 3"
     if batch % parallel.dp:
         return (
             f"parallel.dp is {parallel.dp}; it must divide optimizer.batch_size {batch}: "
@@ -238,17 +221,13 @@ def _advice(config: RunConfig, ranks: int, ranks_per_node: int) -> str:
     if shapes:
         shapes.sort(key=lambda shape: (abs(shape[0] - wanted), shape))
         named = [f"tp {tp} * dp {dp}" for tp, dp in shapes[:3]]
-        return f"with {_count(ranks, 'rank')} it can be {' or '.join(named)}"
+        return f"with {counted(ranks, 'rank')} it can be {' or '.join(named)}"
     most = min(ranks - 1, config.optimizer.batch_size * config.model.heads)
     fewer = next(n for n in range(most, 0, -1) if working_shapes(config, n, min(n, ranks_per_node)))
-    return f"no shape of {_count(ranks, 'rank')} fits this model and batch, the nearest that does has {fewer}"
+    return f"no shape of {counted(ranks, 'rank')} fits this model and batch, the nearest that does has {fewer}"
 
 
 def _nearest(value: int, working: Iterable[int]) -> str:
     """Up to six of the numbers that work, nearest to the value by ratio, in order."""
     near = sorted(working, key=lambda number: max(number, value) / max(1, min(number, value)))[:6]
     return ", ".join(map(str, sorted(near)))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

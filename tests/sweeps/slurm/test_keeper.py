@@ -94,7 +94,7 @@ def test_what_the_queue_takes_no_more_of_is_submitted_later(sweep: Callable[[str
     many = sweep("many")
     grid = ["grid.axes={seed: [0, 1, 2, 3]}", "cluster.max_submit=6", "cluster.queue_minutes=0"]
     printed = many.submit(*LONG, *KEPT, "tokens=20_000", *grid)
-    assert "held back 1 runs" in printed
+    assert "held back 1 run until" in printed
     assert len(many.queue(EVERY)) <= 6
     over(many)
     assert many.states() == ["done"] * 4, many.job_logs()

@@ -18,8 +18,8 @@ import pytest
 from isoflop.sweeps.config import ClusterConfig, SweepConfig
 from isoflop.sweeps.entry import compose
 from isoflop.sweeps.execute import conduct
-from isoflop.sweeps.plan.sweep_plan import JobShape
 from isoflop.sweeps.runs.directory import SweepDirectory
+from isoflop.sweeps.runs.forms import JobShape
 from isoflop.sweeps.slurm import commands, snapshot
 from isoflop.sweeps.slurm.record import LaunchRecord, labelled_jobs
 from isoflop.sweeps.slurm.submit import Call, Request, Submission
@@ -38,8 +38,8 @@ def test_a_job_has_its_cpus_the_sweeps_code_and_hugging_faces_evaluate(tmp_path:
     script, answer, sweep = tmp_path / "script.py", tmp_path / "answer.json", SweepDirectory(tmp_path / "sweep")
     script.write_text(
         "import json, os, sys, evaluate, isoflop.evaluate.tasks.tasks as ours\n"
-        "threads = os.environ['OMP_NUM_THREADS']\n"
-        "answer = [evaluate.__file__, hasattr(evaluate, 'load'), ours.__file__, sys.path[0] or os.getcwd(), threads]\n"
+        "answer = [evaluate.__file__, hasattr(evaluate, 'load'), ours.__file__, sys.path[0] or os.getcwd()]\n"
+        "answer += [os.environ[name] for name in ('OMP_NUM_THREADS', 'SLURM_STEP_ID', 'SLURM_CPUS_ON_NODE')]\n"
         f"open({str(answer)!r}, 'w').write(json.dumps(answer))\n"
     )
     code, folder = snapshot.take(sweep), sweep.path.resolve() / "jobs" / "slurm-0"
@@ -50,16 +50,13 @@ def test_a_job_has_its_cpus_the_sweeps_code_and_hugging_faces_evaluate(tmp_path:
     assert commands.release([job]) is None
     assert commands.release([job]) is None, "once more, while it starts"
     until(lambda: job not in commands.live_jobs(), "an end of the job")
-    file, has_load, ours, first, threads = json.loads(answer.read_text())
+    file, has_load, ours, first, threads, *step = json.loads(answer.read_text())
     assert has_load
     assert "site-packages" in file
     assert Path(ours) == code / "isoflop" / "evaluate" / "tasks" / "tasks.py"
     assert Path(first) == folder
     assert threads == "2"
-    steps = dict(
-        line.split("|") for line in slurm("sacct", "-n", "-P", "-j", job, "-o", "JobID,AllocCPUS").splitlines()
-    )
-    assert steps[f"{job}.0"] == "2", "the CPUs that the job asked for are its task's"
+    assert step == ["0", "2"], "the CPUs that the job asked for are its task's"
 
 
 def test_a_sweep_in_a_folder_of_any_signs_that_are_not_refused_is_done(sweep: Callable[..., Sweep]) -> None:
@@ -126,7 +123,7 @@ def test_an_account_with_room_for_few_jobs_never_refuses_one_and_gets_all_done(s
             "sbatch", "--hold", "--account=small", f"--job-name={few.name}-queue", "--output=/dev/null", "--wrap=true"
         )
     printed = few.submit("cluster.account=small", "cluster.keeper_seconds=1", "+grid=smoke", "fit.bootstrap=50")
-    assert "held back 1 runs" in printed
+    assert "held back 1 run until" in printed
     most = 0
 
     def over() -> bool:

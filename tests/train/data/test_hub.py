@@ -88,7 +88,7 @@ RESPONSE = Mock(headers={})
         (ConnectionError("no route to host"), r"the Hub cannot be reached \(no route to host\): use data.corpus="),
         (errors.RepositoryNotFoundError("404", response=RESPONSE), r"'a/b'; the Hub has no such dataset"),
         (errors.RevisionNotFoundError("404", response=RESPONSE), r"data.revision is 'v2'; a/b has no such branch"),
-        (errors.GatedRepoError("403", response=RESPONSE), r"it is gated, accept its terms"),
+        (errors.GatedRepoError("403", response=RESPONSE), r"it is gated: accept its terms"),
     ],
 )
 def test_a_hub_that_does_not_serve_it_gets_one_sentence(
@@ -111,5 +111,5 @@ def test_a_stream_that_breaks_says_where(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
     monkeypatch.setattr(datasets, "load_dataset", rows)
-    with pytest.raises(UserError, match=r"the stream broke after 2 rows \(timed out\), run again"):
+    with pytest.raises(UserError, match=r"the stream broke after 2 rows \(timed out\): run again"):
         list(open_corpus(hub("a/b")).documents())

@@ -304,6 +304,7 @@ print("done")
 
 
 @pytest.mark.parametrize(("how", "kills"), [(signal.SIGKILL, (5, 16)), (signal.SIGINT, (26,))])
+@pytest.mark.slow
 def test_a_killed_prepare_goes_on_from_what_it_had_finished(
     corpus: DataConfig, tmp_path: Path, how: int, kills: tuple[int, ...]
 ) -> None:

@@ -388,7 +388,7 @@ def test_text_that_changes_while_it_is_read_is_refused(config: DataConfig, monke
             file.write('\n{"text": "one more"}')
 
     monkeypatch.setattr(module, "_tokenize", meddled)
-    with pytest.raises(UserError, match="its text changed while it was read, run again"):
+    with pytest.raises(UserError, match="its text changed while it was read: run again"):
         prepare(config)
     assert leftovers(config) == []
 

@@ -156,12 +156,37 @@ def test_a_word_without_end_is_cut_before_a_bpe_is_trained_on_it(
     assert list(ours._cut_words(texts[0])) == texts[:1]  # ordinary text gives the tokenizer that it always gave
     (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     config = DataConfig(corpus="text", path=str(tmp_path), tokenizer="bpe", vocab_size=300, validation_fraction=1e-9)
-    said: list[str] = []
-    sample = list(ours._sample(config, open_corpus(config), lambda stage, done, total: said.append(stage)))
+    sample = list(ours._sample(config, open_corpus(config), silent))
     assert "".join(sample) == "".join(texts)
-    assert said[-1] == "learn merges"
     monkeypatch.setattr(ours, "_UNBROKEN", 50_000)
     assert 48_000 < len("".join(ours._sample(config, open_corpus(config), silent))) - len(texts[0]) < 50_000
+
+
+def test_learning_merges_says_how_far_it_is(config: DataConfig) -> None:
+    said: list[tuple[float, float]] = []
+    ours._train(config, open_corpus(config), 300, lambda stage, done, total: said.append((done, total)))
+    assert [done for done, _ in said[-40:-1]] == sorted(done for done, _ in said[-40:-1])
+    assert said[-1][0] == said[-1][1] >= 40
+
+
+def test_a_training_that_is_killed_is_one_sentence_and_ends_with_an_interrupt(
+    config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "merges.py"
+    monkeypatch.setattr(ours.merges, "__file__", str(script))
+    for text, code in (("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", -9)):
+        script.write_text(text)
+        with pytest.raises(UserError, match=rf"^data.vocab_size is 300; its .* ended with code {code} "):
+            ours._train(config, open_corpus(config), 300, silent)
+
+    def interrupted(stage: str, done: float, total: float) -> None:
+        if stage == "learn merges":
+            raise KeyboardInterrupt
+
+    script.write_text("""import sys, time; sys.stdin.read()
+print('{"stage":"Compute merges","current":1,"total":9}', flush=True); time.sleep(60)""")
+    with pytest.raises(KeyboardInterrupt):
+        ours._train(config, open_corpus(config), 300, interrupted)
 
 
 def test_two_processes_train_one_bpe(config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

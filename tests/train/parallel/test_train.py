@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from isoflop.train.errors import OutOfMemory
 from isoflop.train.files import read_json_lines
 from isoflop.train.job.failure import read_failure
 from isoflop.train.job.fork import run_ranks
+from isoflop.train.parallel import whole as whole_matrices
 from isoflop.train.parallel.layout import boxes
 from isoflop.train.parallel.mesh import Mesh, build_mesh
 from isoflop.train.stepper import Stepper
@@ -130,9 +132,48 @@ def test_twenty_steps_on_every_mesh_are_those_of_one_process(
             answers.append(take_steps(config, build_mesh(dp, tp, CPU)))
         return answers
 
-    by_rank = run_ranks(ranks, every_mesh, timeout=900.0)
+    assert_same_steps(run_ranks(ranks, every_mesh, timeout=900.0), shapes(ranks), alone)
+
+
+def with_muon(config: RunConfig) -> RunConfig:
+    """The head is untied, and one key/value head is every tensor-parallel rank's."""
+    config = copy.deepcopy(config)
+    config.optimizer = replace(config.optimizer, kind="muon", matrix_multiplier=10.0)
+    config.model = replace(config.model, kv_heads=1, tied_embeddings=False)
+    return config
+
+
+# (tp, dp, zero, sequence_parallel): every stage, and every way in which both axes cut a matrix.
+MUON_MESHES = {
+    2: [(1, 2, 0, True), (1, 2, 1, True), (1, 2, 3, True), (2, 1, 0, True)],
+    4: [(1, 4, 2, True), (2, 2, 0, False), (2, 2, 1, True), (2, 2, 3, True), (4, 1, 0, True)],
+    8: [(1, 8, 3, True), (2, 4, 0, True), (2, 4, 1, False), (2, 4, 2, True), (2, 4, 3, True), (4, 2, 3, True)],
+}
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
+def test_twenty_steps_of_muon_on_a_mesh_are_those_of_one_process(ranks: int, base: RunConfig) -> None:
+    config = with_muon(base)
+
+    def every_mesh() -> list[Any]:
+        answers = []
+        whole_matrices.SMALL = 0  # in this process, so that data-parallel ranks share the work out
+        for config.parallel.tp, config.parallel.dp, config.parallel.zero, sequence in MUON_MESHES[ranks]:
+            config.parallel.sequence_parallel = sequence
+            answers.append(take_steps(config, build_mesh(config.parallel.dp, config.parallel.tp, CPU)))
+        return answers
+
+    losses, norms, weights = take_steps(config, Mesh())
+    expected = losses, norms, whole([(losses, norms, weights)])
+    assert losses[-1] < losses[0] - 0.3
+    assert_same_steps(run_ranks(ranks, every_mesh, timeout=900.0), MUON_MESHES[ranks], expected)
+
+
+def assert_same_steps(
+    by_rank: list[Any], meshes: list[tuple[int, int, int, bool]], alone: tuple[list[float], list[float], Weights]
+) -> None:
     losses, norms, weights = alone
-    for number, shape in enumerate(shapes(ranks)):
+    for number, shape in enumerate(meshes):
         answers = [answer[number] for answer in by_rank]
         for theirs in answers:
             assert theirs[0] == answers[0][0]  # every rank knows the same loss, to the bit
@@ -211,10 +252,12 @@ MOVES = [((2, 2, 3), (1, 1, 0)), ((1, 1, 0), (1, 2, 2)), ((1, 4, 1), (2, 1, 0)),
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), MOVES)
+@pytest.mark.parametrize(("before", "after", "kind"), [*((*move, "adamw") for move in MOVES), (*MOVES[0], "muon"),
+                                                       (*MOVES[2], "muon")])  # fmt: skip
 def test_a_run_moved_to_another_mesh_goes_on_as_if_never_moved(
-    before: tuple[int, int, int], after: tuple[int, int, int], config: RunConfig, tmp_path: Path
+    before: tuple[int, int, int], after: tuple[int, int, int], kind: str, config: RunConfig, tmp_path: Path
 ) -> None:
+    config = with_muon(config) if kind == "muon" else config
     reference = loop.train(config, tmp_path / "one", report=lambda line: None)
     stopped = copy.deepcopy(config)
     stopped.parallel.tp, stopped.parallel.dp, stopped.parallel.zero = before
@@ -237,7 +280,11 @@ def test_a_run_moved_to_another_mesh_goes_on_as_if_never_moved(
 
 
 @pytest.mark.slow
-def test_a_run_resumed_on_its_own_mesh_is_the_undisturbed_one_to_the_bit(config: RunConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_run_resumed_on_its_own_mesh_is_the_undisturbed_one_to_the_bit(
+    kind: str, config: RunConfig, tmp_path: Path
+) -> None:
+    config = with_muon(config) if kind == "muon" else config
     config.parallel.tp, config.parallel.dp, config.parallel.zero = 2, 2, 2
     train_on_ranks(config, tmp_path / "undisturbed")
     train_on_ranks(config, tmp_path / "stopped", should_stop=stop_at(5, rank=1))

@@ -26,7 +26,9 @@ BATCH, LENGTH = 12, 8
 MODEL = ModelConfig(width=20, depth=3, heads=2, vocab_size=20, tied_embeddings=False)
 TIED = ModelConfig(width=20, depth=3, heads=2, vocab_size=20, qk_norm=True)
 # eps far above the rounding error of gradients: Adam's first steps are the gradient's sign, and would magnify it.
-OPTIMIZER = OptimizerConfig(learning_rate=3e-3, base_width=20, embedding_multiplier=2.0, eps=1e-5, batch_size=BATCH)
+OPTIMIZER = OptimizerConfig(  # a base depth, so that tensors have learning rate, decay and epsilon of many values
+    learning_rate=3e-3, base_width=20, base_depth=5, embedding_multiplier=2.0, eps=1e-5, batch_size=BATCH
+)
 NO_CLIP = OptimizerConfig(
     learning_rate=3e-3, base_width=20, embedding_multiplier=2.0, eps=1e-5, gradient_clip=0.0, batch_size=BATCH
 )
@@ -89,7 +91,7 @@ def start_weights(model: ModelConfig, optimizer: OptimizerConfig) -> Iterator[tu
         )
 
 
-def train(ranks: int, stage: int, steps: int = 10, micro_batches: int = 2, **options: Any) -> Any:
+def train(ranks: int, stage: int, steps: int = 6, micro_batches: int = 2, **options: Any) -> Any:
     """(loss, norm, skipped) of every step, weights, and Adam's step count."""
     run = Run(build_mesh(ranks, 1, CPU), stage, **options)
     results = [run.step(step, micro_batches) for step in range(steps)]
@@ -102,16 +104,16 @@ def assert_close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray],
         np.testing.assert_allclose(actual[name], values, atol=atol, rtol=0, err_msg=name)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_every_stage_follows_one_process(ranks: int) -> None:
     for model in (MODEL, TIED) if ranks == 2 else (MODEL,):
         expected = train(1, 0, micro_batches=1, model=model)
         for answers in run_ranks(ranks, lambda m=model: [train(ranks, stage, model=m) for stage in range(4)]):
             for results, weights, updates in answers:
-                # fp32 sums in another order; ten steps of Adam at rates up to 6e-3.
+                # fp32 sums in another order; six steps of Adam at rates up to 6e-3.
                 np.testing.assert_allclose(results, expected[0], rtol=5e-6)
                 assert_close(weights, expected[1], 1e-5)
-                assert updates == expected[2] == 10
+                assert updates == expected[2] == 6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -162,15 +164,18 @@ def _theirs(kind: str, steps: int) -> dict[str, np.ndarray]:
     else:
         called = torch.nn.parallel.DistributedDataParallel(gpt)
     groups = [
-        {"params": list(g.parameters), "lr": g.learning_rate, "peak": g.learning_rate, "weight_decay": g.weight_decay}
+        {
+            "params": list(g.parameters), "lr": g.learning_rate, "peak": g.learning_rate,
+            "weight_decay": g.weight_decay, "eps": g.eps,
+        }
         for g in parameter_groups(gpt, OPTIMIZER)
-    ]
+    ]  # fmt: skip
     adam: Any = torch.optim.AdamW
     if kind == "ZeroRedundancyOptimizer":
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         adam = functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW, lr=1.0)
-    optimizer = adam(groups, betas=(0.9, 0.95), eps=1e-5)
+    optimizer = adam(groups, betas=(0.9, 0.95))
     for step in range(steps):
         batch = torch.randint(20, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))
         rows = batch.chunk(2)[dist.get_rank()]
@@ -281,7 +286,7 @@ def _tensors(values: Any) -> list[Tensor]:
 def _bytes(stage: int, dtype: torch.dtype) -> dict[str, Any]:
     mesh = build_mesh(2, 1, CPU)
     gc.collect()
-    before = {t.untyped_storage()._cdata for t in gc.get_objects() if isinstance(t, Tensor)}
+    gc.freeze()  # from here on `get_objects` gives those that are new
     run = Run(mesh, stage, dtype=dtype)
     run.step(0)
     sent = _Sent()
@@ -292,7 +297,7 @@ def _bytes(stage: int, dtype: torch.dtype) -> dict[str, Any]:
     storages = {
         t.untyped_storage()._cdata: t.untyped_storage().nbytes()
         for t in gc.get_objects()
-        if isinstance(t, Tensor) and t.untyped_storage()._cdata not in before
+        if issubclass(type(t), Tensor)
     }
     scalars = (run.zero.updates, run.zero.peaks, run.zero.rates)
     small = sum(t.untyped_storage().nbytes() for t in (run.gpt.cos, run.gpt.sin, *scalars))
@@ -303,7 +308,7 @@ def _bytes(stage: int, dtype: torch.dtype) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_bytes_held_and_sent_are_those_of_the_table(dtype: torch.dtype) -> None:
     """Rajbhandari et al. 2020, figure 1 and section 7, to the byte; psi counts the padding of the buckets."""
     low = dtype != torch.float32
@@ -359,6 +364,7 @@ def test_stage_3_never_holds_more_than_two_blocks_and_none_between_steps() -> No
     assert run_ranks(2, _most_gathered) == [(2, 2, 0)] * 2
 
 
+@pytest.mark.slow
 def test_stage_3_goes_with_recompute_and_compiled_blocks() -> None:
     def variant(recompute: str, compiled: bool) -> dict[str, np.ndarray]:
         run = Run(build_mesh(2, 1, CPU), 3)

@@ -1,0 +1,97 @@
+"""One valley for all isoFLOP budgets: each has its own floor, steepness and best size, and all share one shape.
+
+Under Chinchilla's law, at v = log N less its best value, loss rises as (q e^(-p v) + p e^(q v)) / (p + q) - 1 with
+p = alpha and q = beta. No form holds high above the floor, so a run counts the less the higher it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import Array
+
+SLACK = 0.4  # error of the form, as a share of the height above the floor
+EXPONENT, EXPONENT_SPREAD = 0.35, 0.7  # of p and q; spreads are of logarithms
+STEEPNESS, LOOSE = 0.3, 2.0  # which a budget of few sizes leaves open, as where its best size lies about their mean
+NOISE, LEAST_NOISE = 3e-3, 2e-4  # of a log loss: the first guess, and what no run is better than
+ROUNDS, FAR = 5, 12.0  # of weights; log N
+
+
+@dataclass(frozen=True)
+class Valley:
+    """A budget's curve: log floor, log steepness, best log N about the sizes' mean, their covariance; shared p, q."""
+
+    floor: float
+    steepness: float
+    place: float
+    covariance: Array
+    p: float
+    q: float
+
+    def minimum(self, losses: Array) -> tuple[Array, Array]:
+        return np.full(len(losses), self.place), np.full(len(losses), np.exp(self.floor))
+
+    def at(self, loss: Array, u: Array) -> Array:
+        return np.exp(self.floor + np.exp(self.steepness) * _rise(u - self.place, self.p, self.q))
+
+
+def fit_valleys(profiles: Sequence[Any]) -> tuple[list[Valley], float, float]:
+    """The valleys of isoFLOP profiles, the noise of a log loss where it is not known, and its degrees of freedom."""
+    from scipy.optimize import least_squares
+
+    if not profiles:
+        return [], np.nan, 0.0
+    K, member = len(profiles), np.repeat(np.arange(len(profiles)), [len(p.N) for p in profiles])
+    columns = [(np.log(p.N / p.N0), np.log(p.loss), p.weight, p.loss_se / p.loss) for p in profiles]
+    u, y, weight, known = (np.concatenate(column) for column in zip(*columns, strict=True))
+    floor = [np.log(p.loss.min()) for p in profiles]
+    place = [np.log(p.N[np.argsort(p.loss)[:3]] / p.N0).mean() for p in profiles]
+    theta = np.r_[floor, np.full(K, np.log(STEEPNESS)), place, np.full(2, np.log(EXPONENT))]
+
+    def residuals(theta: Array, spread: Array) -> Array:
+        floor, steepness, place = theta[:-2].reshape(3, K)
+        height = np.exp(steepness[member]) * _rise(u - place[member], *np.exp(theta[-2:]))
+        loose = (steepness - np.log(STEEPNESS)) / LOOSE, place / LOOSE
+        return np.r_[(y - floor[member] - height) / spread, *loose, (theta[-2:] - np.log(EXPONENT)) / EXPONENT_SPREAD]
+
+    def jacobian(theta: Array, spread: Array) -> Array:
+        _, steepness, place = theta[:-2].reshape(3, K)
+        shape = np.stack(_rise_and_slopes(u - place[member], *np.exp(theta[-2:])))
+        height, by_v, by_p, by_q = np.exp(steepness[member]) * shape
+        of_budget = [belongs * -one[:, None] for one in (np.ones_like(u), height, -by_v)]
+        runs = np.c_[*of_budget, -by_p, -by_q] / spread[:, None]
+        return np.r_[runs, np.diag(np.r_[np.zeros(K), np.full(2 * K, 1 / LOOSE), np.full(2, 1 / EXPONENT_SPREAD)])[K:]]
+
+    belongs = np.eye(K)[member]
+    noise, freedom = NOISE, float(max(len(y) - 2 * K - 2, 0.3 * len(y)))
+    for _ in range(ROUNDS):
+        own = np.where(np.isfinite(known), known, noise) * np.sqrt(weight.mean() / weight)
+        spread = np.hypot(own, SLACK * (y - theta[:K][member]))
+        found = least_squares(residuals, theta, args=(spread,), jac=jacobian, x_scale="jac")
+        theta, above = found.x, y - found.x[:K][member]
+        error = np.abs(found.fun[: len(y)] * spread)[above <= np.median(above)]  # of the lower half of the runs
+        noise = max(1.4826 * float(np.median(error)) * np.sqrt(len(y) / freedom), LEAST_NOISE)
+    covariance = np.linalg.pinv(found.jac.T @ found.jac)
+    p, q = np.exp(theta[-2:])
+    valleys = []
+    for k in range(K):
+        floor, steepness, place = theta[k:-2:K]
+        valleys.append(Valley(floor, steepness, place, covariance[k:-2:K, k:-2:K], p, q))
+    return valleys, noise, freedom
+
+
+def _rise(v: Array, p: float, q: float) -> Array:
+    return _rise_and_slopes(v, p, q)[0]
+
+
+def _rise_and_slopes(v: Array, p: float, q: float) -> tuple[Array, Array, Array, Array]:
+    """The shape, and its derivatives by v, log p and log q."""
+    v = np.clip(v, -FAR, FAR)
+    left, right = np.exp(-p * v), np.exp(q * v)
+    mean = (q * left + p * right) / (p + q)
+    by_p, by_q = (right - q * v * left - mean) / (p + q), (left + p * v * right - mean) / (p + q)
+    return mean - 1.0, p * q * (right - left) / (p + q), p * by_p, q * by_q

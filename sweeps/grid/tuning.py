@@ -1,0 +1,188 @@
+"""What a run learns by as a function of its N and D: the rules of the `tuning` group. Pure but for `read_rules`.
+
+Width and depth are `train/model/parametrization.py`'s: here a rate is one at the base width and depth. Every constant
+is one of `PowerRule`, so that published rules can be written down: Power Lines (Bergsma et al. 2025, arXiv:2505.13738),
+DeepSeek LLM (Bi et al. 2024, arXiv:2401.02954), Step Law (Li et al. 2025, arXiv:2503.04715).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from ...train.config import OptimizerConfig, RunConfig, canonical_json, flatten, identity, to_dict
+from ...train.errors import UserError
+from ...train.files import read_document
+from ...train.flops import count_parameters
+from ...train.optimizer.registry import OPTIMIZERS
+from ..config import TUNED, PowerRule, TuningConfig, from_mapping
+from . import architectures
+
+WHOLE_BATCHES = sorted([*(2**i for i in range(40)), *(3 * 2**i for i in range(40))])  # sequences a step
+# What a run has beside its family: sizes, and what rules choose.
+VARIED = {*TUNED, *(f"model.{name}" for name in ("width", "depth", "heads", "kv_heads", "hidden"))}
+
+
+@dataclass(frozen=True)
+class Tuner:
+    """The rules, and with `horizon=size` the least and most D of every model that runs of a grid have."""
+
+    rules: TuningConfig = field(default_factory=TuningConfig)
+    spans: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    def with_spans(self, runs: Iterable[RunConfig]) -> Self:
+        if self.rules.horizon == "run":
+            return self
+        spans: dict[str, tuple[float, float]] = {}
+        for run in runs:
+            least, most = spans.get(key := _model_key(run), (math.inf, 0))
+            spans[key] = min(least, run.tokens), max(most, run.tokens)
+        return replace(self, spans=spans)
+
+    def tuned(self, run: RunConfig, kept: Collection[str] = (), whole: bool = False) -> RunConfig:
+        """The run with what the rules give at its N and `tokens`, but for the fields in `kept`, by dotted names.
+
+        `whole`: D becomes the nearest whole number of steps of its own batch.
+        """
+        rules, kept = self.rules, {*kept, *self.rules.keep}
+        N, length = count_parameters(run.model).N_total, run.data.sequence_length
+        least, most = self.spans.get(_model_key(run), (math.inf, 0))
+        optimizer, schedule = replace(run.optimizer), replace(run.schedule)
+        groups = {"optimizer": optimizer, "schedule": schedule}
+
+        def choose(name: str, value: float | None) -> None:
+            group, _, last = name.partition(".")
+            if value is not None and name not in kept:
+                setattr(groups[group], last, value)
+
+        choose("optimizer.base_depth", rules.base_depth)
+        if rules.batch_tokens.k is not None:
+            D = max(most, run.tokens)
+            choose("optimizer.batch_size", batch_size(rules, N, D, min(least, run.tokens), length))
+        run = replace(run, optimizer=optimizer, schedule=schedule)
+        if whole:
+            run.tokens = whole_steps(run.tokens, run)
+        at = (N, max(most, run.tokens), run.batch_tokens)
+        choose("optimizer.learning_rate", power(rules.learning_rate, *at))
+        choose("optimizer.eps", power(rules.eps, *at))
+        if (half_life := power(rules.beta2_half_life, *at)) is not None:
+            choose("optimizer.beta2", beta2(run.batch_tokens, half_life, optimizer.beta1))
+        if (warmup := power(rules.warmup_tokens, *at)) is not None:
+            choose("schedule.warmup_tokens", round(warmup))
+        if (tau := power(rules.timescale, *at)) is not None:
+            rate = decaying_rate(optimizer, run.model.width)
+            choose("optimizer.weight_decay", weight_decay(tau, rate, at[1], run.batch_tokens))
+        return run
+
+    def dialled(self, run: RunConfig) -> RunConfig:
+        """With tuning.dial width and heads that follow from the depth; with tuning.tokens_per_parameter a D."""
+        model, tokens = run.model, run.tokens
+        if self.rules.dial:
+            model = architectures.of_depth(model)
+        if tokens <= 0 and self.rules.tokens_per_parameter is not None:
+            tokens = round(self.rules.tokens_per_parameter * count_parameters(model).N_total)
+        return replace(run, model=model, tokens=tokens)
+
+
+def power(rule: PowerRule, N: float, D: float, batch: float) -> float | None:
+    """A rule's value, for D and the batch in tokens."""
+    return None if rule.k is None else float(rule.k * N**rule.N * D**rule.D * batch**rule.batch)
+
+
+def batch_size(rules: TuningConfig, N: float, D: float, least: float, length: int) -> int:
+    """Sequences a step: 1, 2, 3, 4, 6, 8, 12, 16, ..., so that ranks can share them, whichever is nearest to the rule.
+
+    The best batch is a power of D alone (Power Lines, section 4; Step Law, equation 1). A run of `least` tokens makes
+    rules.min_steps steps, unless it has fewer sequences. A rule that gives less than a sequence gives one.
+    """
+    wanted = power(rules.batch_tokens, N, D, 1.0)
+    assert wanted is not None
+    if not wanted <= D:
+        raise UserError(f"tuning.batch_tokens gives {wanted:.3g} tokens at N {N:,} and D {D:.3g}; it must be at most D")
+    most = max(1.0, least / (length * rules.min_steps))
+    return min((size for size in WHOLE_BATCHES if size <= most), key=lambda size: abs(math.log(size * length / wanted)))
+
+
+def beta2(batch: float, half_life: float, beta1: float) -> float:
+    """The average of squared gradients forgets half in `half_life` tokens whatever the batch (Marek et al. 2025,
+    arXiv:2507.07101), and not before that of gradients, which would make steps unbounded.
+    """
+    return max(beta1, 0.5 ** (batch / half_life))
+
+
+def decaying_rate(optimizer: OptimizerConfig, width: int) -> float:
+    """The rate with which the matrices of blocks shrink, by it times weight_decay a step (see `parameter_groups`)."""
+    if OPTIMIZERS[optimizer.kind].roles:
+        return optimizer.learning_rate * optimizer.matrix_multiplier
+    narrow = (optimizer.base_width / width) ** optimizer.width_exponent
+    return optimizer.learning_rate * (narrow if optimizer.base_depth is None else 1.0)
+
+
+def weight_decay(tau: float, rate: float, D: float, batch: float) -> float:
+    """The lambda with which weights average over the updates of about tau D tokens: tau = B / (eta lambda D).
+
+    tau is a constant in Wang and Aitchison 2024 (arXiv:2405.13698), a falling power of D / N in Power Lines, section 3.
+    """
+    return batch / (rate * tau * D)
+
+
+def whole_steps(tokens: float, base: RunConfig, rounded: Callable[[float], int] = round) -> int:
+    """The nearest D that is a whole number of steps."""
+    step = max(1, base.batch_tokens)  # a batch of nothing is refused with the run
+    return max(1, rounded(tokens / step)) * step
+
+
+def _model_key(run: RunConfig) -> str:
+    return canonical_json(to_dict(run.model))
+
+
+def family(base: RunConfig) -> dict[str, Any]:
+    """What constants of rules hold for: all that runs of a grid share, by dotted names."""
+    shared = identity(base)
+    flat = flatten({group: shared[group] for group in ("model", "data", "optimizer", "schedule")})
+    return {name: value for name, value in flat.items() if name not in VARIED}
+
+
+@dataclass
+class TuningFile:
+    """What `isoflop tune` writes, as far as a sweep reads it."""
+
+    tuning: dict[str, Any]
+    family: dict[str, Any]
+
+
+def read_rules(rules: TuningConfig, base: RunConfig) -> tuple[TuningConfig, list[str]]:
+    """The rules with those of their file, and sentences for a person; UserError where it is of another vocabulary."""
+    if rules.file is None:
+        return rules, []
+    path = Path(rules.file).expanduser()
+    found = read_document(path, TuningFile, remedy="tuning.file takes what `isoflop tune` writes")
+    read = from_mapping({"grid": {"kind": "product"}, "tuning": found.tuning}, path, "tune again").tuning
+    own, unset = vars(rules), vars(TuningConfig())
+    merged = {name: value if own[name] == unset[name] else own[name] for name, value in vars(read).items()}
+    here = family(base)
+    names = [name for name in here | found.family if here.get(name) != found.family.get(name)]
+    if "model.vocab_size" in names:
+        raise UserError(
+            f"tuning.file is {path}, found with model.vocab_size {found.family.get('model.vocab_size')}; it must be "
+            f"{base.model.vocab_size} as here, for N and D mean something else in other tokens"
+        )
+    said = ", ".join(f"{name} {found.family.get(name)!r} (here {here.get(name)!r})" for name in names)
+    remarks = [f"the rules of {path} were found with {said}, and may not be the best here"] if names else []
+    return TuningConfig(**merged | {"file": None}), remarks
+
+
+def below_one_sequence(rules: TuningConfig, runs: Sequence[RunConfig]) -> int:
+    """How many runs have a batch of one sequence for want of a smaller one."""
+    wanted = (power(rules.batch_tokens, count_parameters(run.model).N_total, run.tokens, 1.0) for run in runs)
+    pairs = zip(wanted, runs, strict=True)
+    return sum(tokens is not None and tokens < run.data.sequence_length / 2 for tokens, run in pairs)
+
+
+def depends_on_D(rules: TuningConfig) -> bool:
+    """Whether runs that differ in D alone differ in more by these rules, so that they share no trunk."""
+    each = [rule for rule in vars(rules).values() if isinstance(rule, PowerRule) and rule.k is not None]
+    return rules.timescale in each or any(rule.D != 0.0 for rule in each)

@@ -1,0 +1,167 @@
+"""A variant beside its base: the compute multiplier, and an interval that holds it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from isoflop import fit
+from isoflop.benchmarks.compare import DESIGNS, FORMS, Case, covered, simulate
+from isoflop.fit.approaches.compare import CENTRE, _Rows, both_laws, log_multiplier
+from isoflop.fit.report.report import write_report
+
+DESIGN = (4, 3, 2, 0.004)
+# E, A, alpha, B, beta, gamma, m, trend, w, gap.
+COORDINATES = np.array([0.1, -1.2, -0.9, -1.0, -0.8, 0.2, 0.15, 0.04, -0.1, 0.03])
+
+
+def pair(seed: int = 0, design: tuple[int, int, int, float] = DESIGN, k: float = 1.2, trend: float = 0.0, **more: bool):
+    case = Case("chinchilla", design, (k, trend, "both"), **more)
+    return simulate(case, np.random.default_rng(seed))
+
+
+def changed(runs: fit.RunTable, **columns: object) -> fit.RunTable:
+    return fit.read_table(runs.frame.assign(**columns))
+
+
+def test_the_derivatives_are_those_of_the_laws() -> None:
+    rows, step = _Rows(*pair()), 1e-6
+    for i in range(len(CENTRE)):
+        ahead, behind = (both_laws(COORDINATES + sign * step * np.eye(len(CENTRE))[i], rows)[0] for sign in (1, -1))
+        assert both_laws(COORDINATES, rows)[1][:, i] == pytest.approx((ahead - behind) / (2 * step), abs=1e-8)
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.03, -0.03])
+def test_the_multiplier_is_that_of_a_numeric_search(gap: float) -> None:
+    """Each side's best loss over all F and D of a budget, and the variant's budget that reaches the base's."""
+    q, c = COORDINATES.copy(), 0.7
+    q[-1] = gap
+
+    def best(budget: float, side: float) -> float:
+        x = np.linspace(-4, 4, 4001)  # flat at its minimum, so that a step of 2e-3 is near enough
+        rows = _Rows.__new__(_Rows)
+        rows.x, rows.y, rows.of_base = x, budget - x, np.full(len(x), side)
+        return float(both_laws(q, rows)[0].min())
+
+    wanted, low, high = best(c, 1.0), c - 5.0, c + 5.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if best(middle, 0.0) > wanted else (low, middle)
+    assert log_multiplier(q, c) == pytest.approx(c - low, abs=1e-6)
+    if gap == 0.0:
+        assert log_multiplier(q, c) == pytest.approx(q[6] + q[7] * c, abs=1e-12)
+
+
+def test_a_floor_that_the_variant_never_reaches_gives_zero() -> None:
+    q = COORDINATES.copy()
+    q[-1] = -2.0
+    assert log_multiplier(q, 5.0) == -math.inf
+
+
+@pytest.mark.parametrize("trend", [0.0, 0.05])
+def test_without_noise_the_multiplier_and_its_trend_come_back(trend: float) -> None:
+    base, variant = pair(design=(4, 3, 2, 1e-7), trend=trend)
+    found = fit.compare(base, variant, [1e16])
+    middle = found.multipliers[1]
+    for one in found.multipliers:
+        assert one.value == pytest.approx(1.2 * (one.flops / middle.flops) ** trend, rel=1e-3)
+    assert found.trend == pytest.approx(trend, abs=1e-3)
+    assert [one.extrapolated for one in found.multipliers] == [False, False, False, True]
+    back = fit.compare(variant, base).multipliers[1].value
+    assert back == pytest.approx(1 / middle.value, rel=0.02)
+
+
+def test_pairs_of_a_seed_narrow_the_interval() -> None:
+    def width(shared: bool) -> float:
+        found = [fit.compare(*pair(seed, seeds_shared=shared)) for seed in range(8)]
+        return float(np.mean([math.log(one.multipliers[1].ci[1] / one.multipliers[1].ci[0]) for one in found]))
+
+    assert width(True) < 0.9 * width(False)
+
+
+def test_seconds_have_a_multiplier_of_their_own() -> None:
+    base, variant = pair(k=1.0)
+    luck = np.random.default_rng(1)
+    took = [t.flops / 1e9 * np.exp(0.01 * luck.standard_normal(len(t))) for t in (base, variant)]
+    base, variant = changed(base, seconds=took[0], device="cpu"), changed(variant, seconds=1.25 * took[1], device="cpu")
+    middle = fit.compare(base, variant).multipliers[1]
+    assert middle.seconds is not None
+    assert middle.seconds == pytest.approx(middle.value / 1.25, rel=0.02)
+    assert middle.seconds_ci is not None
+    assert middle.seconds_ci[0] < 0.8 < middle.seconds_ci[1]
+    other = fit.compare(base, changed(variant, device="gpu"))
+    assert other.multipliers[1].seconds is None
+    assert "Seconds are not compared" in other.sentences[-1]
+
+
+def test_another_tokenizer_is_compared_in_bits_per_byte() -> None:
+    """The same models with tokens of 2 bytes on one side: loss per token doubles, D halves, FLOPs stay."""
+    base, variant = pair(k=1.1)
+    bits = [t.loss / math.log(2) for t in (base, variant)]
+    base, same = changed(base, val_bpb=bits[0]), changed(variant, val_bpb=bits[1], flops=variant.flops)
+    other = changed(variant, val_bpb=bits[1], loss=2 * variant.loss, D=variant.D / 2, flops=variant.flops)
+    one, two = fit.compare(base, same), fit.compare(base, other)
+    assert (one.unit, two.unit) == ("nats per token", "bits per byte")
+    assert "bits per byte" in two.sentences[-1]
+    assert two.multipliers[1].value == pytest.approx(one.multipliers[1].value, rel=1e-3)
+
+
+def test_what_cannot_be_known_is_refused() -> None:
+    base, variant = pair()
+    with pytest.raises(fit.InputError, match="run 0-0 is of a and of b; what is compared must share no run"):
+        fit.compare(base, base, names=("a", "b"))
+    with pytest.raises(fit.InputError, match="variant has runs of one N or one D"):
+        fit.compare(base, variant.where(variant.N[0] == variant.N))
+    for runs in (fit.read_table(variant.frame.drop(columns="seed")), variant.where(variant.column("seed") == 0)):
+        found = fit.compare(base, runs)
+        assert found.multipliers[1].ci is found.trend_ci is found.more_seeds is None
+        assert "two seeds" in found.reason
+        assert "No interval" in found.sentences[0]
+
+
+def test_another_floor_is_found_and_said() -> None:
+    base, variant = pair(design=(5, 4, 3, 0.001), k=1.0)
+    lower = replace(variant, loss=variant.loss - 0.1)
+    found = fit.compare(base, lower)
+    assert found.E == "free"
+    assert found.gap > 1.02
+    assert fit.compare(base, variant).E == "shared"
+
+
+def test_more_seeds_see_a_difference() -> None:
+    """As many seeds as were said to be needed do show two per cent, in most cases."""
+    design = (3, 3, 2, 0.002)
+    seeds = fit.compare(*pair(design=design)).more_seeds
+    assert seeds is not None
+    assert 1 < seeds < 60
+    many = (*design[:2], 2 + seeds, design[3])
+    found = [fit.compare(*pair(seed, design=many, k=1.02)).multipliers[1].ci for seed in range(10)]
+    assert sum(ci is not None and ci[0] > 1 for ci in found) >= 6
+
+
+def test_the_report_shows_variants_beside_their_base(tmp_path, quick_pictures: None) -> None:
+    base, variant = pair()
+    frames = [t.frame.assign(variant=name) for t, name in ((base, "base"), (variant, "<b>muon</b>"))]
+    analysis = fit.analyze(fit.read_table(pd.concat(frames)), bootstrap=20, intervals="noise")
+    assert len(analysis.table) == len(base)
+    assert "recipes_apart" in {warning.code for warning in analysis.warnings}
+    page = write_report(analysis, tmp_path).read_text()
+    assert "Variants beside base" in page
+    assert "&lt;b&gt;muon&lt;/b&gt; against base: at" in page
+    assert "<b>muon</b>" not in page
+    assert "figure-multiplier" in page
+    found = analysis.to_dict()["recipes"][1]["comparison"]
+    assert found["multipliers"][1]["ci"][0] < 1.2 < found["multipliers"][1]["ci"][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_intervals_hold_that_nothing_differs(form: str) -> None:
+    """Of 95 % intervals of null comparisons 93 to 97 % hold 1, up to three standard errors of the simulation."""
+    held = [covered(Case(form, design, (1.0, 0.0, "both"), bool(i % 3)), 150) for i, design in enumerate(DESIGNS)]
+    for name in ("middle", "largest", "far", "trend"):
+        share, error = np.mean([one[name] for one in held]), 3 * math.sqrt(0.95 * 0.05 / (150 * len(DESIGNS)))
+        assert 0.93 - error < share < 0.97 + error, name

@@ -1,0 +1,249 @@
+"""What a run learns by follows N and D by stated rules, and without rules nothing changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from fake_sweep import complete
+from isoflop.sweeps.config import (
+    IsoflopGrid,
+    LadderGrid,
+    PointsGrid,
+    PowerRule,
+    ProductGrid,
+    TuningConfig,
+    base_run,
+)
+from isoflop.sweeps.entry import compose
+from isoflop.sweeps.grid.expand import expand_grid
+from isoflop.sweeps.grid.trunks import merge_runs
+from isoflop.sweeps.grid.tuning import (
+    Tuner,
+    batch_size,
+    below_one_sequence,
+    beta2,
+    family,
+    power,
+    read_rules,
+    weight_decay,
+)
+from isoflop.train.config import ModelConfig, OptimizerConfig, RunConfig, run_id
+from isoflop.train.errors import UserError
+from isoflop.train.flops import count_parameters
+from isoflop.train.model.parametrization import empty_model, parameter_groups
+
+BUDGETS = ["grid.budgets=[1e11,3e11,1e12]"]
+POINT = "{model.width:32,model.depth:2,model.heads:2,tokens:1000000}"
+# Run ids of before there were rules, by grid of conf/grid: how many, and the start of the SHA-256 of all of them.
+IDS = {
+    "adaptive": (BUDGETS, 11, "5d7b0e2ba9"),
+    "chinchilla": (BUDGETS, 18, "8643efd110"),
+    "data_recipe": ([], 48, "73a7b4ba3b"),
+    "ladder": ([], 20, "bf4882c941"),
+    "smoke": ([], 4, "3ccd9dc676"),
+    "points": ([f"grid.points=[{POINT}]"], 1, "1f32316431"),
+    "product": (
+        ["grid.axes={optimizer.learning_rate:[4e-3,8e-3],seed:[0,1]}", "tokens=1000000"], 4, "edc008acc0"
+    ),
+}  # fmt: skip
+RULES = TuningConfig(
+    base_depth=4,
+    batch_tokens=PowerRule(k=2.0, D=0.45),
+    learning_rate=PowerRule(k=2e-3, D=-0.05, batch=0.25),
+    timescale=PowerRule(k=1.084, N=0.527, D=-0.527),
+    beta2_half_life=PowerRule(k=0.02, D=1.0),
+    eps=PowerRule(k=1e-7, D=-0.1),
+    warmup_tokens=PowerRule(k=0.05, D=1.0),
+)
+
+
+def base(**changes: Any) -> RunConfig:
+    return dataclasses.replace(RunConfig(model=ModelConfig(vocab_size=256), tokens=0), **changes)
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_without_rules_every_grid_has_the_run_ids_of_before(name: str) -> None:
+    overrides, number, digest = IDS[name]
+    config = compose([f"+grid={name}", *overrides, "tuning=fixed"])
+    run = base_run(config)
+    run.model.vocab_size = 256
+    assert config.grid is not None
+    ids = [run_id(each) for each in expand_grid(config.grid, run, config.tuning)]
+    assert (len(ids), hashlib.sha256(" ".join(ids).encode()).hexdigest()[:10]) == (number, digest)
+
+
+def test_every_value_is_that_of_its_rule_at_the_runs_own_N_D_and_batch() -> None:
+    for grid in (IsoflopGrid(budgets=[1e11, 1e12]), LadderGrid(sizes=[8e3, 6e4], tokens_per_parameter=[20, 320])):
+        for run in expand_grid(grid, base(), RULES):
+            N, D, B, optimizer = count_parameters(run.model).N_total, run.D, run.batch_tokens, run.optimizer
+            assert run.tokens == D  # whole steps of the run's own batch
+            assert 0.8 <= B / (2.0 * D**0.45) <= 1.25
+            assert run.steps >= 100
+            assert optimizer.base_depth == 4
+            assert optimizer.learning_rate == pytest.approx(2e-3 * D**-0.05 * B**0.25, rel=1e-12)
+            assert optimizer.eps == pytest.approx(1e-7 * D**-0.1, rel=1e-12)
+            assert run.schedule.warmup_tokens == round(0.05 * D)
+            # After a half-life of tokens half of a squared gradient is forgotten.
+            forgotten = optimizer.beta2 ** (0.02 * D / B)
+            assert forgotten == pytest.approx(0.5, rel=1e-9) or optimizer.beta2 == optimizer.beta1
+            # Every matrix forgets over the same share of the run, by the rate and decay that it is updated with.
+            gpt = empty_model(run.model, optimizer, 8)
+            for group in parameter_groups(gpt, optimizer):
+                if group.weight_decay:
+                    tau = B / (group.learning_rate * group.weight_decay * D)
+                    assert tau == pytest.approx(1.084 * (D / N) ** -0.527, rel=1e-9), group.name
+
+
+def test_decay_without_depth_transfer_counts_with_the_rate_of_matrices() -> None:
+    rules = TuningConfig(timescale=PowerRule(k=0.2))
+    (run,) = expand_grid(ProductGrid(axes={"model.width": [128]}), base(tokens=2**20), rules)
+    group = parameter_groups(empty_model(run.model, run.optimizer, 8), run.optimizer)[0]
+    assert run.batch_tokens / (group.learning_rate * group.weight_decay * run.D) == pytest.approx(0.2, rel=1e-12)
+
+
+def test_decay_under_muon_counts_with_the_rate_of_its_matrices() -> None:
+    config = compose(["+grid=product", "optimizer=muon", "tokens=1048576", "grid.axes={model.width:[32,128]}"])
+    rules = dataclasses.replace(config.tuning, timescale=PowerRule(k=0.2))
+    run = base_run(config)
+    run.model.vocab_size = 256
+    for each in expand_grid(config.grid or ProductGrid(), complete(run), rules):
+        groups = parameter_groups(empty_model(each.model, each.optimizer, 8), each.optimizer)
+        rates = [group.learning_rate * group.weight_decay for group in groups if group.optimizer == "muon"]
+        assert rates
+        assert each.batch_tokens / np.array(rates) / each.D == pytest.approx(0.2, rel=1e-12)
+
+
+def test_published_rules_can_be_written_down() -> None:
+    """Those that conf/tuning/transfer.yaml lists, in tokens, where papers have sequences of 2048, or FLOPs."""
+    tau = power(PowerRule(k=1.084, N=0.527, D=-0.527), 1e8, 2e9, 1.0)
+    assert tau == pytest.approx(1.084 * 20**-0.527, rel=1e-12)
+    assert tau is not None
+    assert weight_decay(tau, 6e-3, 2e9, 2**19) == pytest.approx(2**19 / (6e-3 * tau * 2e9))
+    batch = power(PowerRule(k=62.7, D=0.383), 1e8, 2e9, 1.0)
+    assert batch is not None
+    assert batch / 2048 == pytest.approx(0.0306 * 2e9**0.383, rel=1e-3)
+    deepseek = power(PowerRule(k=0.525, N=0.3271, D=0.3271), 1e9, 1e20 / 6e9, 1.0)
+    assert deepseek == pytest.approx(0.2920 * 1e20**0.3271, rel=1e-3)
+    assert beta2(1024, 1024, 0.0) == 0.5
+    assert beta2(2**20, 1024, 0.9) == 0.9
+
+
+def test_a_point_is_tuned_as_the_grid_that_it_comes_from() -> None:
+    runs = expand_grid(IsoflopGrid(budgets=[1e11, 2e11, 5e11, 1e12]), base(), RULES)
+    points = [
+        {**{f"model.{name}": getattr(run.model, name) for name in ("width", "depth", "heads")}, "tokens": run.tokens}
+        for run in runs
+    ]
+    assert list(map(run_id, expand_grid(PointsGrid(points=points), base(), RULES))) == list(map(run_id, runs))
+
+
+def test_what_a_user_names_wins_over_its_rule_and_the_rest_follows_it() -> None:
+    grid = PointsGrid(points=[{"tokens": 10**6, "optimizer.batch_size": 32}, {"optimizer": {"learning_rate": 0.5}}])
+    large, fast = expand_grid(grid, base(tokens=10**6), RULES)
+    assert large.optimizer.batch_size == 32
+    assert large.optimizer.learning_rate == pytest.approx(2e-3 * 1e6**-0.05 * large.batch_tokens**0.25)
+    assert fast.optimizer.learning_rate == 0.5
+    assert fast.optimizer.batch_size == 8
+    config = compose(["+grid=ladder", "tuning=transfer", "optimizer.batch_size=5", "tuning.learning_rate.k=1e-4"])
+    assert config.tuning.keep == ["optimizer.batch_size"]
+    run = base_run(config)
+    run.model.vocab_size = 256
+    assert config.grid is not None
+    assert {each.optimizer.batch_size for each in expand_grid(config.grid, run, config.tuning)} == {5}
+
+
+def test_a_batch_takes_no_steps_from_a_short_run_and_is_whole_sequences() -> None:
+    rules = TuningConfig(batch_tokens=PowerRule(k=4096.0), min_steps=100)
+    for D, expected in ((2**20, 32), (2**18, 16), (2**16, 4), (2**13, 1)):
+        assert batch_size(rules, 1e4, D, D, 128) == expected
+    rules.batch_tokens.k = 6 * 128 * 1.01
+    assert batch_size(rules, 1e4, 2**20, 2**20, 128) == 6
+    grid = ProductGrid(axes={"tokens": [10**6, 10**5]})
+    rules.batch_tokens = PowerRule(k=1e-4, D=1.0)  # 100 and 10 tokens
+    small = expand_grid(grid, base(), rules)
+    assert [run.optimizer.batch_size for run in small] == [1, 1]
+    assert below_one_sequence(rules, small) == 1
+    rules.batch_tokens = PowerRule(k=2e6)
+    with pytest.raises(UserError, match=r"batch_tokens gives 2e\+06 tokens at N .* and D .*; it must be at most D"):
+        expand_grid(grid, base(), rules)
+
+
+def test_values_of_the_longest_run_of_a_size_keep_its_trunk() -> None:
+    grid = LadderGrid(sizes=[8e3, 3e4], tokens_per_parameter=[40, 80, 320])
+    rules = dataclasses.replace(RULES, warmup_tokens=PowerRule())
+    own = merge_runs(expand_grid(grid, base(), rules)).runs
+    assert not [run for run in own if run.parent]
+    shared = merge_runs(expand_grid(grid, base(), dataclasses.replace(rules, horizon="size"))).runs
+    assert sum(run.parent is not None for run in shared) == 4
+    for longest in (shared[2], shared[5]):
+        alone = Tuner(rules).tuned(dataclasses.replace(longest))
+        assert alone.optimizer == longest.optimizer
+    # A run that joins them later is tuned as they are.
+    one = {f"model.{name}": getattr(shared[2].model, name) for name in ("width", "depth", "heads")}
+    points, size = PointsGrid(points=[one | {"tokens": 10**6}]), dataclasses.replace(rules, horizon="size")
+    (joined,) = expand_grid(points, base(), size, shared)
+    assert joined.optimizer == shared[2].optimizer
+
+
+def test_one_dial_gives_the_shape_and_D() -> None:
+    config = compose(["+grid=one", "model=dial", "model.depth=6", "tuning=transfer"])
+    run = base_run(config)
+    run.model.vocab_size = 256
+    assert config.grid is not None
+    (found,) = expand_grid(config.grid, run, config.tuning)
+    assert (found.model.width, found.model.depth, found.model.heads) == (128, 6, 8)
+    assert found.tokens == 20 * count_parameters(found.model).N_total
+    assert found.optimizer.base_depth == 2
+    assert found.optimizer.batch_size != run.optimizer.batch_size
+    found = expand_grid(ProductGrid(axes={"model.depth": [2, 12]}), run, config.tuning)[1]
+    assert (found.model.width, found.model.heads) == (576, 9)
+
+
+def test_a_file_of_rules_says_what_is_different_and_refuses_another_vocabulary(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.yaml"
+    found = {"learning_rate": {"k": 0.01, "D": -0.1}, "base_depth": 2, "min_steps": 50}
+    values = {"tuning": found, "family": family(base()), "intervals": {"learning_rate": {"k": [0.009, 0.011]}}}
+    path.write_text(yaml.safe_dump(values))
+    asked = TuningConfig(file=str(path), base_depth=8, horizon="size")
+    rules, remarks = read_rules(asked, base())
+    assert remarks == []
+    assert rules.file is None
+    assert rules.horizon == "size"
+    assert (rules.learning_rate, rules.base_depth, rules.min_steps) == (PowerRule(k=0.01, D=-0.1), 8, 50)
+    other = base(optimizer=OptimizerConfig(learning_rate=1.0, z_loss=1e-4))  # a rate is the rules' to choose
+    (said,) = read_rules(asked, other)[1]
+    assert "optimizer.z_loss 0.0 (here 0.0001)" in said
+    assert "learning_rate" not in said
+    with pytest.raises(UserError, match=r"vocab_size 256; it must be 512"):
+        read_rules(asked, base(model=ModelConfig(vocab_size=512)))
+    for text, problem in (
+        ("tuning: {rate: 1}\nfamily: {}", "rate"),
+        ("tuning: {learning_rate: fast}\nfamily: {}", "not a subclass of PowerRule"),
+        ("family: {}", "tuning"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=problem):
+            read_rules(asked, base())
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"min_steps": 0}, r"tuning\.min_steps is 0; it must be 1 or more"),
+        ({"eps": PowerRule(k=-1.0)}, r"tuning\.eps\.k is -1\.0; it must be greater than 0"),
+        ({"eps": PowerRule(k=1.0, D=math.inf)}, r"tuning\.eps\.D is inf"),
+        ({"batch_tokens": PowerRule(k=1e3, batch=0.5)}, r"tuning\.batch_tokens\.batch is 0\.5; it must be 0"),
+        ({"horizon": "all"}, r"tuning\.horizon is 'all'; it must be one of run, size"),
+        ({"keep": ["optimizer.rate"]}, r"tuning\.keep contains 'optimizer\.rate'; it must be one of"),
+    ],
+)
+def test_rules_that_make_no_sense_are_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        expand_grid(ProductGrid(axes={"seed": [0]}), base(tokens=10**6), TuningConfig(**changes))

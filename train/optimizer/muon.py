@@ -1,0 +1,73 @@
+"""Muon: the momentum of every matrix, orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
+
+    M <- mu M + (1 - mu) G        U = (1 - mu) G + mu M (Nesterov), or M
+    O = sqrt(rows / columns) * NewtonSchulz(U)        W <- W - rate (O + decay W)
+
+The scale is the spectral condition, under which one rate serves all widths: an update's spectral norm is about
+sqrt(fan_out / fan_in), as the weights' is (Yang, Simon and Bernstein 2023, arXiv 2310.17813; Large et al. 2024, arXiv
+2405.14813; Bernstein and Newhouse 2024, arXiv 2409.20325). Moonlight's 0.2 sqrt(max(rows, columns)) (arXiv 2502.16982)
+fixes the size of an element instead, whose best rate falls with the width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from ..config import OptimizerConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+A, B, C = 3.4445, -4.7750, 2.0315  # of the quintic a x + b x^3 + c x^5, steepest at 0
+SMALLEST_NORM = 1e-7
+AT_A_TIME = 2**20  # elements of the matrices in one batched product, which should stay in a cache
+
+
+def direction(
+    gradient: Tensor, moment: Tensor, options: OptimizerConfig, divisor: Tensor | None, skipped: Tensor
+) -> Tensor:
+    """U, a vector in the iteration's number format; changes both arguments. `skipped` () 1.0: leaves the moment."""
+    import torch  # not at the top: the registry is read by planning
+
+    result = torch.empty_like(gradient, dtype=torch.bfloat16) if options.iteration_precision == "bf16" else gradient
+    share, none = 1 - options.momentum, skipped.bool()
+    factor, keep = share if divisor is None else share / divisor, options.momentum + share * skipped.double()
+    # Each operation rounds by itself: fused ones would round the last elements of a vector differently.
+    for g, m, u in pieces(gradient, moment, result):
+        g.mul_(factor).masked_fill_(none, 0.0)
+        m.mul_(keep).add_(g)
+        u.copy_(g.add_(m * options.momentum) if options.nesterov else m)
+    return result
+
+
+def orthogonalise(matrices: Tensor, options: OptimizerConfig) -> None:
+    """Replaces each U by O, in place: (..., rows, columns)."""
+    rows, columns = matrices.shape[-2:]
+    for some in matrices.flatten(0, -3).split(max(1, AT_A_TIME // (rows * columns))):
+        x = some / some.flatten(1).norm(dim=1).clamp(min=SMALLEST_NORM)[:, None, None]
+        for _ in range(options.iterations):
+            gram = x @ x.mT if rows <= columns else x.mT @ x  # the smaller one
+            power = gram.baddbmm(gram, gram, beta=B, alpha=C)
+            x = x.baddbmm(power, x, beta=A) if rows <= columns else x.baddbmm(x, power, beta=A)
+        some.copy_(x.mul_((rows / columns) ** 0.5))
+
+
+def muon(weight: Tensor, direction: Tensor, *, rate: Any, decay: float, skipped: Tensor, **_: Any) -> None:
+    """One update of a vector by O, as `adamw` by a gradient."""
+    rate = rate * (1 - skipped.double())
+    keep = 1 - rate * decay
+    for w, o in pieces(weight, direction):
+        w.mul_(keep).sub_(o.to(w.dtype) * rate)
+
+
+def pieces(*vectors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Of all vectors the same elements, as many as a core's second cache holds, for several operations on each."""
+    size = max(1, len(vectors[0])) if vectors[0].is_cuda else 2**15
+    return zip(*(vector.split(size) for vector in vectors), strict=True)
+
+
+def flops(rows: int, columns: int, options: OptimizerConfig) -> int:
+    """Of the iterations' matrix products: X X^T, its square, and their product with X."""
+    n, m = sorted((rows, columns))
+    return options.iterations * (4 * n * n * m + 2 * n**3)

@@ -1,0 +1,33 @@
+"""The optimizers by `optimizer.kind`. No torch, so that planning knows what each keeps and costs.
+
+To add one: its file, its line here, its name and `later` fields in `OptimizerConfig`, and its YAML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..config import OptimizerConfig
+from .adamw import adamw
+from .muon import direction, flops, muon, orthogonalise
+
+
+class WholeMatrices(NamedTuple):
+    """What an optimizer does that keeps one moment, and needs every matrix whole."""
+
+    direction: Callable[..., Any]  # of vectors: gradient and moment to what `transform` gets as matrices of one shape
+    transform: Callable[..., None]  # what it makes of them takes the gradient's place in the update
+    flops: Callable[[int, int, OptimizerConfig], int]  # of a matrix's products in one update
+
+
+class Optimizer(NamedTuple):
+    update: Callable[..., None]  # of a vector
+    roles: tuple[str, ...] = ()  # of what it updates, see `model/shape.py`; all else is AdamW's
+    whole: WholeMatrices | None = None
+
+
+OPTIMIZERS = {
+    "adamw": Optimizer(adamw),
+    "muon": Optimizer(muon, ("first", "last"), WholeMatrices(direction, orthogonalise, flops)),
+}
