@@ -71,7 +71,7 @@ def base(**changes: Any) -> RunConfig:
 @pytest.mark.parametrize("name", IDS)
 def test_without_rules_every_grid_has_the_run_ids_of_before(name: str) -> None:
     overrides, number, digest = IDS[name]
-    config = compose([f"+grid={name}", *overrides, "tuning=fixed"])
+    config = compose([f"+grid={name}", *overrides, "tuning=fixed", "cluster=local"])  # a cluster has its own precision
     run = base_run(config)
     run.model.vocab_size = 256
     assert config.grid is not None
