@@ -22,10 +22,10 @@ from .. import __version__
 from ..train.config import RECIPE, RunConfig, flatten, identity, run_id
 from ..train.errors import UserError, counted
 from ..train.files import read_json, write_atomic, write_json
-from .config import SweepConfig, base_run, from_mapping
+from .config import SweepConfig, TuneGrid, base_run, from_mapping
 from .grid import trunks
 from .grid.expand import expand_grid, trained_flops
-from .grid.tuning import Tuner, below_one_sequence, depends_on_D, read_rules
+from .grid.tuning import Tuner, depends_on_D, read_rules
 from .plan.foresight import foresee
 from .plan.rates import core_flops_per_second, fill_budgets, places, sweep_rates
 from .plan.sweep_plan import Plan, plan_remarks, plan_runs
@@ -208,10 +208,14 @@ def resolve_runs(config: SweepConfig) -> tuple[list[RunConfig], list[str]]:
                 f"model.vocab_size is {run.model.vocab_size}; the tokenizer {key[0]!r} has {size} tokens, and both "
                 "must be the same (null takes the tokenizer's)"
             )
-    if few := below_one_sequence(config.tuning, runs):
+    if isinstance(config.grid, TuneGrid):  # which tries settings of its own
+        return runs, remarks
+    tuner = Tuner(config.tuning).with_spans(runs)
+    if off := sum(map(tuner.misses_batch, runs)):
         remarks.append(
-            f"tuning.batch_tokens gives less than half a sequence (data.sequence_length {base.data.sequence_length}) "
-            f"for {few} of {len(runs)} runs; they train one sequence a step"
+            f"the batch of {off} of {len(runs)} runs is off tuning.batch_tokens by a factor of 1.5 or more, for it "
+            f"is at least a sequence (data.sequence_length {base.data.sequence_length}) for each data-parallel rank "
+            f"(parallel.dp {base.parallel.dp}), and leaves tuning.min_steps {config.tuning.min_steps} steps"
         )
     if config.trunks and depends_on_D(config.tuning):
         own = config.tuning.horizon

@@ -85,7 +85,11 @@ def test_the_command_that_it_was_started_with_continues_it_to_the_report(old: Pa
     done = [name for name in before if read(sweep / "runs" / name / "state.json")["state"] == "done"]
     said = {name: [(sweep / "runs" / name / file).read_bytes() for file in WRITTEN] for name in done}
     started_with = yaml.safe_load((sweep / "sweep.yaml").read_text())["command"]
-    command(old, sys.executable, str(ROOT / "sweep.py"), *started_with[2:])
+    again = (sys.executable, str(ROOT / "sweep.py"), *started_with[2:])
+    refused = subprocess.run(again, cwd=old, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "another request (tuning." in refused.stderr
+    command(old, *again, "tuning=fixed")  # as everything was before there were rules
     assert plan(sweep) == before
     assert {read(sweep / "runs" / name / "state.json")["state"] for name in before} == {"done"}
     assert {name: [(sweep / "runs" / name / file).read_bytes() for file in WRITTEN] for name in done} == said

@@ -8,7 +8,7 @@ DeepSeek LLM (Bi et al. 2024, arXiv:2401.02954), Step Law (Li et al. 2025, arXiv
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -61,7 +61,8 @@ class Tuner:
         choose("optimizer.base_depth", rules.base_depth)
         if rules.batch_tokens.k is not None:
             D = max(most, run.tokens)
-            choose("optimizer.batch_size", batch_size(rules, N, D, min(least, run.tokens), length))
+            least = min(least, run.tokens)
+            choose("optimizer.batch_size", batch_size(rules, N, D, least, length, max(1, run.parallel.dp)))
         run = replace(run, optimizer=optimizer, schedule=schedule)
         if whole:
             run.tokens = whole_steps(run.tokens, run)
@@ -76,6 +77,14 @@ class Tuner:
             rate = decaying_rate(optimizer, run.model.width)
             choose("optimizer.weight_decay", weight_decay(tau, rate, at[1], run.batch_tokens))
         return run
+
+    def misses_batch(self, run: RunConfig) -> bool:
+        """Whether a run's batch is off its rule by more than half: see what bounds it at `batch_size`."""
+        D = max(self.spans.get(_model_key(run), (math.inf, 0))[1], run.tokens)
+        wanted = power(self.rules.batch_tokens, count_parameters(run.model).N_total, D, 1.0)
+        if wanted is None or "optimizer.batch_size" in self.rules.keep:
+            return False
+        return not 1 / 1.5 <= run.batch_tokens / wanted <= 1.5
 
     def dialled(self, run: RunConfig) -> RunConfig:
         """With tuning.dial width and heads that follow from the depth; with tuning.tokens_per_parameter a D."""
@@ -92,18 +101,19 @@ def power(rule: PowerRule, N: float, D: float, batch: float) -> float | None:
     return None if rule.k is None else float(rule.k * N**rule.N * D**rule.D * batch**rule.batch)
 
 
-def batch_size(rules: TuningConfig, N: float, D: float, least: float, length: int) -> int:
-    """Sequences a step: 1, 2, 3, 4, 6, 8, 12, 16, ..., so that ranks can share them, whichever is nearest to the rule.
+def batch_size(rules: TuningConfig, N: float, D: float, least: float, length: int, ranks: int = 1) -> int:
+    """Sequences a step: of 1, 2, 3, 4, 6, 8, 12, 16, ... those that the data-parallel ranks can share, the nearest.
 
     The best batch is a power of D alone (Power Lines, section 4; Step Law, equation 1). A run of `least` tokens makes
-    rules.min_steps steps, unless it has fewer sequences. A rule that gives less than a sequence gives one.
+    rules.min_steps steps, unless it has fewer sequences. A rule that gives less than a sequence a rank gives one.
     """
     wanted = power(rules.batch_tokens, N, D, 1.0)
     assert wanted is not None
     if not wanted <= D:
         raise UserError(f"tuning.batch_tokens gives {wanted:.3g} tokens at N {N:,} and D {D:.3g}; it must be at most D")
-    most = max(1.0, least / (length * rules.min_steps))
-    return min((size for size in WHOLE_BATCHES if size <= most), key=lambda size: abs(math.log(size * length / wanted)))
+    most = max(ranks, least / (length * rules.min_steps))
+    shared = [size for size in WHOLE_BATCHES if size % ranks == 0] or [ranks * size for size in WHOLE_BATCHES]
+    return min((size for size in shared if size <= most), key=lambda size: abs(math.log(size * length / wanted)))
 
 
 def beta2(batch: float, half_life: float, beta1: float) -> float:
@@ -173,13 +183,6 @@ def read_rules(rules: TuningConfig, base: RunConfig) -> tuple[TuningConfig, list
     said = ", ".join(f"{name} {found.family.get(name)!r} (here {here.get(name)!r})" for name in names)
     remarks = [f"the rules of {path} were found with {said}, and may not be the best here"] if names else []
     return TuningConfig(**merged | {"file": None}), remarks
-
-
-def below_one_sequence(rules: TuningConfig, runs: Sequence[RunConfig]) -> int:
-    """How many runs have a batch of one sequence for want of a smaller one."""
-    wanted = (power(rules.batch_tokens, count_parameters(run.model).N_total, run.tokens, 1.0) for run in runs)
-    pairs = zip(wanted, runs, strict=True)
-    return sum(tokens is not None and tokens < run.data.sequence_length / 2 for tokens, run in pairs)
 
 
 def depends_on_D(rules: TuningConfig) -> bool:

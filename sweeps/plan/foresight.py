@@ -36,14 +36,15 @@ def foresee(
     size = open_corpus(runs[0].data).size_bytes()
     unique = math.nan if size is None else size / (1.0 if runs[0].data.tokenizer == "bytes" else BYTES_PER_TOKEN)
     if isinstance(grid, TuneGrid):
-        longest = max(rung_tokens(grid, run, run.model, len(grid.tokens_per_parameter) - 1) for run in runs)
+        ratios = grid.tokens_per_parameter
+        longest = max(rung_tokens(grid, run, run.model, len(ratios) - 1) for run in runs)
         if longest > MANY_EPOCHS * unique:
             raise UserError(
                 f"grid.tokens_per_parameter gives the largest of grid.sizes {longest:.3g} tokens, more than "
                 f"{MANY_EPOCHS:g} times the corpus; give less of either, or more text"
             )
-        rungs = len(grid.tokens_per_parameter)
-        return [f"these are the first of {rungs} rungs; all take {grid.flops_budget:.3g} FLOPs"]
+        total = sum(map(flops_exact, runs)) * sum(ratio / ratios[0] / 2**rung for rung, ratio in enumerate(ratios))
+        return [f"these are the first of {len(ratios)} rungs; all take about {total:.3g} FLOPs"]
     N, D, flops = zip(*((count_parameters(run.model).N_total, run.D, flops_exact(run)) for run in runs), strict=True)
     budgets, more = [math.nan if run.budget is None else run.budget for run in runs], {}
     if isinstance(grid, IsoflopGrid):

@@ -16,7 +16,7 @@ from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
 
 LADDER = ["+grid=ladder", f"grid.tokens_per_parameter={list(bench_grid.MULTIPLES)}", "cluster=local", "tracker=none"]
-LADDER += ["evaluate=none", "cluster.flops_per_second=1e11"]
+LADDER += ["evaluate=none", "cluster.flops_per_second=1e11", "tuning=fixed"]
 
 
 def test_a_ladder_of_five_d_costs_at_most_062_of_its_runs_apart() -> None:

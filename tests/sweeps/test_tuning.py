@@ -27,7 +27,6 @@ from isoflop.sweeps.grid.trunks import merge_runs
 from isoflop.sweeps.grid.tuning import (
     Tuner,
     batch_size,
-    below_one_sequence,
     beta2,
     family,
     power,
@@ -164,12 +163,14 @@ def test_a_batch_takes_no_steps_from_a_short_run_and_is_whole_sequences() -> Non
     for D, expected in ((2**20, 32), (2**18, 16), (2**16, 4), (2**13, 1)):
         assert batch_size(rules, 1e4, D, D, 128) == expected
     rules.batch_tokens.k = 6 * 128 * 1.01
-    assert batch_size(rules, 1e4, 2**20, 2**20, 128) == 6
+    by_ranks = {ranks: batch_size(rules, 1e4, 2**20, 2**20, 128, ranks) for ranks in (1, 2, 3, 4, 5, 6, 8)}
+    assert by_ranks == {1: 6, 2: 6, 3: 6, 4: 8, 5: 5, 6: 6, 8: 8}
     grid = ProductGrid(axes={"tokens": [10**6, 10**5]})
     rules.batch_tokens = PowerRule(k=1e-4, D=1.0)  # 100 and 10 tokens
     small = expand_grid(grid, base(), rules)
     assert [run.optimizer.batch_size for run in small] == [1, 1]
-    assert below_one_sequence(rules, small) == 1
+    assert [Tuner(rules).misses_batch(run) for run in small] == [False, True]
+    assert not any(Tuner(dataclasses.replace(rules, keep=["optimizer.batch_size"])).misses_batch(run) for run in small)
     rules.batch_tokens = PowerRule(k=2e6)
     with pytest.raises(UserError, match=r"batch_tokens gives 2e\+06 tokens at N .* and D .*; it must be at most D"):
         expand_grid(grid, base(), rules)
