@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -59,3 +61,24 @@ def synchronize(device: torch.device) -> None:
     """Waits for the device's queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
+    """Memory that one step asks of torch's allocator beyond what was held before it, at its highest."""
+    if device.type == "cuda":
+        synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
+        step()
+        synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - held
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes when it starts and stops
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    assert profile.profiler is not None
+    events = profile.profiler.kineto_results.events()
+    held = highest = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: int(e.start_ns())):
+        held += event.nbytes()
+        highest = max(highest, held)
+    return highest
