@@ -121,7 +121,7 @@ def real(pairs: int, folder: Path) -> None:
     if not (folder / "null" / "table.csv").exists():
         seeds = ",".join(map(str, range(4 * pairs)))
         grid = ["+grid=ladder", "sweep=null", f"output_root={folder}", f"grid.seeds=[{seeds}]"]
-        sizes = ["grid.sizes=[6e3,12e3,24e3]", "grid.tokens_per_parameter=[10,20,40]"]
+        sizes = ["grid.sizes=[4.5e3,7e3,11e3]", "grid.tokens_per_parameter=[10,20,40]", "tuning=fixed"]
         rest = ["cluster=local", "tracker=none", "evaluate=none", "fit.bootstrap=0"]
         subprocess.run([sys.executable, str(ROOT / "sweep.py"), *grid, *sizes, *rest], check=True)
     runs = fit.read_table(folder / "null")

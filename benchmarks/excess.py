@@ -3,9 +3,10 @@
     python benchmarks/excess.py FOLDER [--tuning transfer] [--corners two-decades|ten-times] [OVERRIDE...]
 
 At every corner 4 learning rates by 4 batches, a factor of 2 apart, with one seed; where the best lies at an edge, the
-search goes on there. Then the best three settings, the rules' and those of `tuning=fixed`, with four new seeds each.
-The excess is that of the rules' mean log loss over the lowest mean of the three, which luck has part in and which so
-errs on the side of the search. FOLDER/corners holds the runs; an interrupted measurement goes on.
+search goes on there. Then the best three settings, the rules' and those of `tuning=fixed`, with four new seeds each;
+--rates, --batches, --best and --seeds make all of this smaller. The excess is that of the rules' mean log loss over the
+lowest mean of the best, which luck has part in and which so errs on the side of the search.
+FOLDER/corners holds the runs; an interrupted measurement goes on.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ CORNERS = {  # width, depth, D: two decades of FLOPs, and ten times the dearest 
 }
 UNIT = 128 * 192  # tokens: a whole number of steps of every batch
 RATES, BATCHES = [3e-3 * 2**i for i in range(4)], [2 * 2**i for i in range(4)]
-SEEDS, BEST = range(101, 105), 3
 
 
 def setting(run: RunConfig) -> tuple[float, int]:
@@ -52,9 +52,11 @@ def train(config: SweepConfig, runs: list[RunConfig]) -> dict[str, float]:
     return {name: math.inf if one is None else math.log(one["val_loss"]) for name, one in found.items()}
 
 
-def search(config: SweepConfig, corners: list[RunConfig]) -> list[dict[tuple[float, int], float]]:
+def search(
+    config: SweepConfig, corners: list[RunConfig], first: tuple[list[float], list[int]]
+) -> list[dict[tuple[float, int], float]]:
     """Log losses by setting at each corner, the best of which is at no edge, or at a batch of one sequence."""
-    axes = [(list(RATES), list(BATCHES)) for _ in corners]
+    axes = [(list(first[0]), list(first[1])) for _ in corners]
     while True:
         asked = [
             [with_setting(run, lr, b) for lr in rates for b in batches]
@@ -80,6 +82,10 @@ def main() -> None:
     options.add_argument("folder", type=Path)
     options.add_argument("--tuning", default="transfer")
     options.add_argument("--corners", default="two-decades", choices=CORNERS)
+    options.add_argument("--rates", type=float, nargs="+", default=RATES)
+    options.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    options.add_argument("--best", type=int, default=3, help="settings of the search that are trained again")
+    options.add_argument("--seeds", type=int, default=4, help="with so many new seeds")
     asked, overrides = options.parse_known_args()
     points = ",".join(
         f"{{model.width:{w},model.depth:{d},model.heads:{max(1, w // 16)},tokens:{max(1, round(D / UNIT)) * UNIT}}}"
@@ -90,18 +96,18 @@ def main() -> None:
     ruled, plain = (compose([*common, f"tuning={name}"]) for name in (asked.tuning, "fixed"))
     (corners, _), (untuned, _) = prepare.resolve_runs(ruled), prepare.resolve_runs(plain)
     config = replace(plain, sweep="corners", sweep_merge=True)
-    tried = search(config, corners)
-    best = [sorted(one, key=lambda each: one[each])[:BEST] for one in tried]
+    tried, seeds = search(config, corners, (asked.rates, asked.batches)), range(101, 101 + asked.seeds)
+    best = [sorted(one, key=lambda each: one[each])[: asked.best] for one in tried]
     seeded = [
-        [[with_setting(run, *one, seed) for seed in SEEDS] for one in [setting(run), *several]]
-        + [[replace(fixed, seed=seed) for seed in SEEDS]]
+        [[with_setting(run, *one, seed) for seed in seeds] for one in [setting(run), *several]]
+        + [[replace(fixed, seed=seed) for seed in seeds]]
         for run, fixed, several in zip(corners, untuned, best, strict=True)
     ]
     losses = train(config, [run for corner in seeded for each in corner for run in each])
     table = np.array([[[losses[run_id(run)] for run in each] for each in corner] for corner in seeded])
     excesses = []
     for run, several, rows in zip(corners, best, table, strict=True):
-        means, error = rows.mean(axis=1), math.sqrt(rows.var(axis=1, ddof=1).mean() * 2 / len(SEEDS))
+        means, error = rows.mean(axis=1), math.sqrt(rows.var(axis=1, ddof=1).mean() * 2 / len(seeds))
         excess, fixed = np.expm1(means[[0, -1]] - means[1:-1].min())
         excesses.append(excess)
         settings = ", ".join(f"{lr:.3g} x {b}" for lr, b in [setting(run), *several])
