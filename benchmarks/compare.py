@@ -118,13 +118,13 @@ def holds(ends: tuple[float, float] | None, true: float) -> bool:
 
 def real(pairs: int, folder: Path) -> None:
     """Trains one ladder with four seeds for every comparison, and compares two of them with the other two."""
-    if not (folder / "null" / "table.csv").exists():
+    if not (folder / "alike" / "table.csv").exists():
         seeds = ",".join(map(str, range(4 * pairs)))
-        grid = ["+grid=ladder", "sweep=null", f"output_root={folder}", f"grid.seeds=[{seeds}]"]
+        grid = ["+grid=ladder", "sweep=alike", f"output_root={folder}", f"grid.seeds=[{seeds}]"]
         sizes = ["grid.sizes=[4.5e3,7e3,11e3]", "grid.tokens_per_parameter=[10,20,40]", "tuning=fixed"]
         rest = ["cluster=local", "tracker=none", "evaluate=none", "fit.bootstrap=0"]
         subprocess.run([sys.executable, str(ROOT / "sweep.py"), *grid, *sizes, *rest], check=True)
-    runs = fit.read_table(folder / "null")
+    runs = fit.read_table(folder / "alike")
     seed, held = runs.column("seed"), {"flops": 0, "seconds": 0, "trend": 0}
     for first in range(0, 4 * pairs, 4):
         base, variant = (runs.where(np.isin(seed, [first + i, first + i + 2])) for i in (0, 1))
