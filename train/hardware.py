@@ -38,7 +38,7 @@ class Cuda:
         torch.cuda.set_device(device)
         return device
 
-    def current(self) -> torch.device:
+    def current_device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
 
     def synchronize(self, device: torch.device) -> None:

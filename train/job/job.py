@@ -60,7 +60,7 @@ def join(config: RunConfig, directory: Path, report: Callable[[str], None]) -> I
         check_world(config, ranks.size, ranks.local_size)
         with meet(ranks, directory, config.parallel, device) as (mesh, store):
             if on_gpu(device):
-                device = CUDA.current()
+                device = CUDA.current_device()
             with Watchdog(mesh, store, config.parallel.timeout_seconds, lost) as watchdog:
                 check_same_config(mesh, config)
                 agreement = Agreement(mesh)
