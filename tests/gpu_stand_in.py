@@ -124,11 +124,13 @@ class Gpu(Cuda):
     def copy(self, target: Tensor, source: Tensor) -> None:
         assert target.dtype == source.dtype
         assert target.shape == source.shape
+        if not (target.is_meta or source.is_meta):
+            return super().copy(target, source)
         for x in (target, source):
             assert x.is_meta or x.untyped_storage()._cdata in self.pinned_storages, "not pinned, so the host waits"
         self.access(source, False, self.current)
         self.access(target, True, self.current)
-        target.zero_() if source.is_meta else target.copy_(source, non_blocking=True)
+        super().copy(target, torch.zeros_like(target) if source.is_meta else source)
 
     def read(self, x: Tensor) -> Tensor:
         self.reads.append(x.shape)
@@ -186,7 +188,7 @@ class _Operations(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         places = {x.device.type for x in (*tensors, *made)}
-        if name in ("aten::_to_copy", "aten::copy_") and places == {"cpu", "meta"}:
+        if name in ("aten::to", "aten::_to_copy", "aten::copy_") and places == {"cpu", "meta"}:
             late = (kwargs or {}).get("non_blocking") or (name == "aten::copy_" and args[2:] == (True,))
             assert late or self.host_may_wait, f"{name}: the host waits for a copy"
         else:
