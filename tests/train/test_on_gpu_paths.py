@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -404,3 +405,37 @@ def test_the_rate_of_matrix_products_is_measured_on_the_device(gpu: Gpu, monkeyp
     assert hardware.matmul_peak(META, torch.bfloat16, seconds=0.01) > 0
     assert len(gpu.said) >= 2
     assert {*gpu.said} == {"synchronize"}
+
+
+def test_a_gpu_is_taken_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert [hardware.pick_device(wanted).type for wanted in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
+
+
+ROOT = Path(__file__).resolve().parents[2]
+OF_A_GPU = re.compile(
+    r"torch\.cuda|is_cuda|is_cpu|device\.type|\bon_gpu\(|\bCUDA\.|(?<![\w.])(?:read|release_memory)\("
+)
+
+
+def lines_of_a_gpu() -> dict[str, list[str]]:
+    found = {}
+    for path in sorted([*(ROOT / "train").rglob("*.py"), *(ROOT / "evaluate").rglob("*.py")]):
+        lines = [line.strip() for line in path.read_text().splitlines() if OF_A_GPU.search(line)]
+        if lines:
+            found[path.relative_to(ROOT).as_posix()] = lines
+    return found
+
+
+def test_every_branch_of_a_gpu_is_in_the_table() -> None:
+    """A new one is entered there, with how it is executed in tests."""
+    page = (ROOT / "docs" / "gpu-paths.md").read_text()
+    table = {name: int(count) for name, count in re.findall(r"^\| (\S+\.py) \| (\d+) \|", page, re.MULTILINE)}
+    assert table == {name: len(lines) for name, lines in lines_of_a_gpu().items()}
+
+
+def test_what_device_it_is_is_asked_in_one_way_and_cuda_in_one_place() -> None:
+    for name, lines in lines_of_a_gpu().items():
+        if name != "train/hardware.py":
+            asked = [line for line in lines if re.search(r"is_cuda|is_cpu|device\.type [!=]=|torch\.cuda\.\w+\(", line)]
+            assert not [line for line in asked if '"meta"' not in line], name
