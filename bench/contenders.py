@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,31 +104,6 @@ def fastest(contenders: Sequence[Contender]) -> Contender:
     return min(contenders, key=lambda contender: contender.median)
 
 
-def peak_bytes(step: Step, device: torch.device) -> int:
-    """Memory that one step asks of torch's allocator beyond what was held before it, at its highest."""
-    import torch
-
-    from ..train.hardware import synchronize
-
-    if device.type == "cuda":
-        synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        held = torch.cuda.memory_allocated(device)
-        step()
-        synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - held
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes when it starts and stops
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
-    assert profile.profiler is not None
-    events = profile.profiler.kineto_results.events()
-    held = highest = 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: int(e.start_ns())):
-        held += event.nbytes()
-        highest = max(highest, held)
-    return highest
-
-
 def largest_difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
     """Between two lists of tensors, as a share of the largest value of the second."""
     pairs = [(a.detach().float(), b.detach().float()) for a, b in zip(ours, theirs, strict=True)]
@@ -182,6 +156,8 @@ def race(
 
     A step does `work` in the unit's numerator, and `flops`.
     """
+    from ..train.hardware import peak_bytes
+
     device, mine = peak.device, Contender("ours", ours)
     others = [Contender(name, step) for name, step in peers.items()]
     if steps is None:

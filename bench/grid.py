@@ -55,6 +55,7 @@ def bench_grid(minutes: float = 4.5, rounds: int = 2, cases: Sequence[str] = CAS
         "tracker=none",
         "evaluate=none",
         "tuning=fixed",  # so that runs of one size share trunks
+        "preflight=false",
         f"cluster.minutes={minutes}",
         f"cluster.flops_per_second={core_flops_per_second():.4g}",
     ]

@@ -42,7 +42,7 @@ GRID = [
     "+grid=product", "model.width=16", "model.depth=2", "model.heads=2", "data.sequence_length=64",
     "data.max_bytes=2000000", "data.validation_tokens=16384", "optimizer.batch_size=8", "validations=2",
     "fit.bootstrap=50", "precision=fp32", "tracker=none", "evaluate=none", "parallel.device=cpu", "ensembles=1",
-    "trunks=false", "checkpoint.every_seconds=1", "tuning=fixed",
+    "trunks=false", "checkpoint.every_seconds=1", "tuning=fixed", "preflight=false",
 ]  # fmt: skip
 SLURM = [
     "cluster=slurm", "cluster.gpus_per_job=0", "cluster.cpus_per_task=1", "cluster.memory_gb=1",

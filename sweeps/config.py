@@ -267,6 +267,7 @@ class SweepConfig(Training):
     sweep_merge: bool = False  # add to the runs that the directory has by another request; one plan, table and fit
     output_root: str = "outputs"
     dry_run: bool = False  # print the plan and its cost, start nothing
+    preflight: bool = True  # look whether a node of a new kind computes what it should, before its first run
     explain: bool = False  # with dry_run: how each shape of the grid is best spread over its ranks, and why
     wait: bool = False  # slurm: wait for the jobs instead of returning at once
 

@@ -22,7 +22,7 @@ from .. import __version__
 from ..train.config import RECIPE, RunConfig, flatten, identity, run_id
 from ..train.errors import UserError, counted
 from ..train.files import read_json, write_atomic, write_json
-from .config import SweepConfig, TuneGrid, base_run, from_mapping
+from .config import SweepConfig, TuneGrid, TuningConfig, base_run, from_mapping
 from .grid import trunks
 from .grid.expand import expand_grid, trained_flops
 from .grid.tuning import Tuner, depends_on_D, read_rules
@@ -91,14 +91,16 @@ def conflict(prepared: Prepared) -> str | None:
         there = {path.name for path in (sweep.path / "runs").glob("*")}
     if there <= wanted and (wanted <= there or prepared.config.sweep_merge):
         return None
-    said = ""
+    said = remedy = ""
     if before := _recorded(sweep):
+        if before.tuning == TuningConfig() != prepared.config.tuning:
+            remedy = "go on as before there were rules with tuning=fixed, "
         recipe = sweep.settings().get("recipe")  # of the trainer that its runs belong to
         said = _changes(_request(before) | {"recipe": recipe}, _request(prepared.config))
     return (
         f"{sweep.path} holds {counted(len(there), 'run')} of another request ({said or 'another version planned it'}); "
-        f"add to its grid with `isoflop extend {sweep.path} grid.FIELD=VALUE`, take another folder with sweep=NAME, or "
-        "put both into one plan, table and fit with sweep_merge=true"
+        f"{remedy}add to its grid with `isoflop extend {sweep.path} grid.FIELD=VALUE`, take another folder with "
+        "sweep=NAME, or put both into one plan, table and fit with sweep_merge=true"
     )
 
 
@@ -113,7 +115,8 @@ def _request(config: SweepConfig) -> dict[str, Any]:
     """What decides which runs there are, by dotted names."""
     base, grid = base_run(config), {f"grid.{name}": value for name, value in vars(config.grid).items()}
     tuning = {"tuning": dataclasses.asdict(config.tuning)}
-    return flatten(identity(base) | {"data": vars(base.data) | {"cache_dir": None}} | tuning) | grid
+    path = base.data.path and os.path.abspath(os.path.expanduser(base.data.path))
+    return flatten(identity(base) | {"data": vars(base.data) | {"cache_dir": None, "path": path}} | tuning) | grid
 
 
 def _questions(config: SweepConfig) -> dict[str, Any]:

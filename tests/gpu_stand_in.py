@@ -59,11 +59,13 @@ class Gpu(Cuda):
         self.launched: list[tuple[str, int, dict[str, Any]]] = []
         self.said: list[str] = []
         self.pinned_storages: set[int] = set()
+        self.alive: list[Any] = []  # storages in the book, whose addresses must not serve others
 
     def access(self, x: Tensor, write: bool, by: Stream) -> None:
         """`by` reads or writes x from now on; fails where somebody else may still be at it."""
         if by is not self.host:
             by.seen |= self.host.seen  # what the host has waited for was over when it asked for this
+        self.alive.append(x.untyped_storage())
         earlier = self.accesses.setdefault(x.untyped_storage()._cdata, [])
         racing = [number for number, wrote in earlier if (write or wrote) and number not in by.seen]
         assert not racing, f"{'writes' if write else 'reads'} {tuple(x.shape)} while it is still in use"
@@ -77,8 +79,18 @@ class Gpu(Cuda):
     def name(self, device: torch.device) -> str:
         return "stand-in"
 
+    def built_for(self) -> list[str]:
+        return ["sm_80", "sm_90"]
+
     def free_bytes(self, device: torch.device) -> int:
         return 1 << 20
+
+    def start_peak(self, device: torch.device) -> int:
+        self.said.append("start_peak")
+        return 5
+
+    def peak(self, device: torch.device) -> int:
+        return 12
 
     def take(self, local_rank: int) -> torch.device:
         self.said.append(f"take {local_rank}")
@@ -118,6 +130,7 @@ class Gpu(Cuda):
 
     def pin(self, x: Tensor) -> Tensor:
         assert x.device.type == "cpu"
+        self.alive.append(x.untyped_storage())
         self.pinned_storages.add(x.untyped_storage()._cdata)
         return x
 

@@ -89,6 +89,7 @@ def test_the_command_that_it_was_started_with_continues_it_to_the_report(old: Pa
     refused = subprocess.run(again, cwd=old, capture_output=True, text=True, check=False)
     assert refused.returncode == 2
     assert "another request (tuning." in refused.stderr
+    assert "go on as before there were rules with tuning=fixed" in refused.stderr
     command(old, *again, "tuning=fixed")  # as everything was before there were rules
     assert plan(sweep) == before
     assert {read(sweep / "runs" / name / "state.json")["state"] for name in before} == {"done"}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +30,20 @@ class Cuda:
     def name(self, device: torch.device) -> str:
         return str(torch.cuda.get_device_name(device))
 
+    def built_for(self) -> list[str]:
+        """Architectures such as sm_90 that PyTorch has code for."""
+        return torch.cuda.get_arch_list()
+
     def free_bytes(self, device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
+
+    def start_peak(self, device: torch.device) -> int:
+        """Bytes that are allocated now, from which on `peak` is the most."""
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+
+    def peak(self, device: torch.device) -> int:
+        return torch.cuda.max_memory_allocated(device)
 
     def take(self, local_rank: int) -> torch.device:
         """Makes a rank's GPU the current one. The launcher shows it all GPUs of its node, or only its own."""
@@ -144,3 +157,23 @@ def synchronize(device: torch.device) -> None:
     """Waits for the device's queue."""
     if on_gpu(device):
         CUDA.synchronize(device)
+
+
+def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
+    """Memory that one step asks of torch's allocator beyond what was held before it, at its highest."""
+    if on_gpu(device):
+        synchronize(device)
+        held = CUDA.start_peak(device)
+        step()
+        synchronize(device)
+        return CUDA.peak(device) - held
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes when it starts and stops
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    assert profile.profiler is not None
+    events = profile.profiler.kineto_results.events()
+    held = highest = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: int(e.start_ns())):
+        held += event.nbytes()
+        highest = max(highest, held)
+    return highest

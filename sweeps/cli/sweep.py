@@ -69,6 +69,27 @@ def tune_command(overrides: list[str] | None = None, check: Path | None = None) 
     raise typer.Exit(check_corners(_open(check)))
 
 
+@command(app, "preflight")
+def preflight_command(overrides: list[str] | None = None, as_json: bool = False) -> None:
+    """Tests this machine's kernels, planner, disk and network on the shapes of a grid, by default chinchilla's.
+
+    Before its first run a sweep does so by itself on every kind of node, unless preflight=false.
+    """
+    from ..entry import compose
+    from ..execute.preflight import test_machine
+
+    given = overrides or []
+    grid = [] if any(one.startswith("+grid=") for one in given) else ["+grid=chinchilla"]
+    found = []
+    for finding in test_machine(compose([*grid, *given])):
+        found.append(finding)
+        if not as_json:
+            print(f"{finding.outcome:<8}  {finding.said}")
+    if as_json:
+        show([asdict(finding) for finding in found], as_json, print)
+    raise typer.Exit(any(finding.outcome == "failed" for finding in found))
+
+
 @command(app, "status")
 def status_command(sweep: Path, watch: bool = False, everything: bool = False, as_json: bool = False) -> None:
     """States by count, and every run's step, loss, speed, place, and why it waits or failed."""

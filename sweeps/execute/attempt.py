@@ -38,6 +38,7 @@ from ..runs import states
 from ..runs.attempts import Policy
 from ..runs.directory import Busy, RunDirectory, job_restarts, job_seconds
 from ..runs.liveness import Heartbeat
+from ..runs.preflight import decided
 from ..runs.states import Ending, held
 
 ASK_SECONDS = 1.0  # between two looks at who started this process, and at who wants a run cancelled
@@ -166,7 +167,7 @@ def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
     try:
         if ranks.rank == 0:
             prepare(run)
-        config = run.config()
+        config = decided(run)
         if ranks.rank == 0 and ranks.size > 1:
             report(f"{ranks.size} ranks: {config.parallel.label}")
         train(config, run.path, should_stop=interrupt, report=report, alive=interrupt)
@@ -270,7 +271,7 @@ def _member(run: RunDirectory, job: str, policy: Policy, share: float, holds: co
         return None
     try:
         prepare(run)
-        return _Member(run, run.config(), hold)
+        return _Member(run, decided(run), hold)
     except Exception as error:
         # What keeps one member from beginning is its own affair.
         states.conclude(run, *failed(error, run))

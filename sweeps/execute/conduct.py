@@ -20,6 +20,7 @@ from ..slurm.backend import SlurmBackend, wait_for_slurm
 from ..slurm.record import is_unattended
 from ..terminal import describe_seconds
 from .advance import advance, missing_scores, outcome, renew, slurm_backend
+from .preflight import look_over
 
 LOCK_SECONDS = 60.0  # that a keeper's pass may hold a sweep
 LONGEST_NAME = 200  # bytes, of a sweep
@@ -81,6 +82,9 @@ def _conduct_here(prepared: Prepared, only: set[str] | None = None) -> int:
     backend = LocalBackend(prepared, only)
     asked = backend.asked()
     renew(sweep.run(name) for name in asked)  # before anything that takes long, in which one may be cancelled
+    if asked and prepared.config.preflight:
+        for line in look_over(sweep, prepared.runs, prepared.config.cluster, prepared.config.parallel.world_size):
+            print(line)
     over = advance(sweep, backend, asked, prepared)
     while not over:
         over = advance(sweep, backend)

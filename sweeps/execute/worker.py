@@ -37,6 +37,7 @@ from ..runs.states import UNWRITTEN
 from ..slurm import commands as slurm
 from ..slurm.supervisor import settle_lost, settle_queue
 from .attempt import Interrupt, tidy, train_rank, train_unit, try_log
+from .preflight import look_over
 
 POLL_SECONDS, LONGEST_PAUSE = 0.2, 5.0  # between two looks at a queue that has nothing to claim
 SETTLE_SECONDS = 60.0  # that somebody else may hold a sweep before its laws are fitted without a look for lost runs
@@ -58,7 +59,9 @@ def train(how: str, paths: Sequence[str], policy: Policy, launcher: tuple[str, s
     """
     runs, job = [RunDirectory(Path(path)) for path in paths], job_id()
     ranks = detect() if how == "alone" else Ranks()  # runs that are trained together have one rank each
-    check_shared(runs[0].path.parent.parent)
+    sweep = check_shared(runs[0].path.parent.parent)
+    if inside_job() and ranks.local_rank == 0:
+        look_at_node(sweep, ranks.local_size)
     if ranks.rank > 0:
         _follow(runs[0], ranks)
         return
@@ -84,6 +87,7 @@ def work(
     queue = Queue.open(sweep, Path(queue_folder))
     node, until = None, math.inf
     if inside_job():
+        look_at_node(sweep)
         node, until = this_node(), last_start(os.environ)
         place = int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))
     with contextlib.closing(queue), session():
@@ -91,6 +95,17 @@ def work(
         stopped = interrupt.reason or ("its time is nearly over" if time.monotonic() > until else None)
         if node is not None and stopped is not None and queue.left(node):
             _requeue_worker(stopped)
+
+
+def look_at_node(sweep: SweepDirectory, ranks: int = 1) -> None:
+    """Whether this node computes what it should, before the first job of a sweep on its kind trains anything."""
+    try:
+        config = configuration(sweep)
+        if config.preflight:
+            for line in look_over(sweep, [run.config() for run in sweep.runs()], config.cluster, ranks):
+                print(line, flush=True)
+    except Exception:  # what is only to protect runs must not cost one
+        traceback.print_exc()
 
 
 def _go_through(queue: Queue, policy: Policy, interrupt: Interrupt, place: int, node: str | None, until: float) -> None:

@@ -28,12 +28,15 @@ from ...train.config import RECIPE
 from ...train.errors import UserError, counted
 from ...train.files import read_document, read_json, write_atomic
 from ...train.job.failure import Failure
+from ...train.preflight.finding import FAILED, REPLACED
 from ...train.schedule import trunk_steps
 from ..config import Recorded, recorded
 from ..runs import attempts, membership, states
 from ..runs.attempts import Begun, Policy
 from ..runs.directory import ANEW, OPEN, AtWork, Busy, RunDirectory, State, SweepDirectory, now_on, yaml_or_empty
 from ..runs.forms import NEEDED, PlanFile, Summary
+from ..runs.preflight import FILE as PREFLIGHT
+from ..runs.preflight import read_record
 from ..runs.queue import CONTENTS, Contents, Queue
 from ..slurm import commands as slurm
 from ..slurm import supervisor
@@ -136,6 +139,7 @@ def _faults(sweep: SweepDirectory, settings: Mapping[str, Any], deep: bool) -> I
     yield from _file_system(sweep)
     yield from _files(sweep)
     yield from _orphans(sweep, policy)
+    yield from _nodes(sweep)
     runs = {run.run_id: run for run in _members(sweep)}
     for run in runs.values():
         if run.path.is_dir():
@@ -154,6 +158,16 @@ def _file_system(sweep: SweepDirectory) -> Iterator[Fault]:
     if not locks_work(sweep.path):
         how = "use a file system with locks, as NFS mounted without nolock; until then nothing keeps two jobs apart"
         yield Fault("locks", "two processes can hold the same file lock here", sweep.path, None, how)
+
+
+def _nodes(sweep: SweepDirectory) -> Iterator[Fault]:
+    """What the first look at each kind of node found; see `execute/preflight.py`."""
+    for node in read_record(sweep).nodes.values():
+        for finding in node.findings:
+            if finding.outcome in (FAILED, REPLACED):
+                how = "keep it out with cluster.exclude" if finding.outcome == FAILED else "nothing is to be done"
+                severity = "error" if finding.outcome == FAILED else "note"
+                yield Fault("node", f"{node.host}: {finding.said}", sweep.path / PREFLIGHT, None, how, severity)
 
 
 def locks_work(folder: Path) -> bool:

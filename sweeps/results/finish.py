@@ -23,6 +23,8 @@ from ..plan.sweep_plan import launch_bound_width
 from ..prepare import configuration
 from ..runs import attempts
 from ..runs.directory import FIT_FAILURE, SweepDirectory
+from ..runs.preflight import FILE as PREFLIGHT
+from ..runs.preflight import read_record, summary
 from ..terminal import console, plain_table, say, short
 from . import pages, tracking
 from .accounting import account, own_seconds, result_of, shares_device
@@ -39,6 +41,7 @@ CODE = (".py", ".yaml", ".html", ".css", ".js")
 SOURCES = (
     "sweep.yaml",
     "plan.json",
+    PREFLIGHT,
     UNTUNED,
     "runs/*/config.yaml",
     "runs/*/state.json",
@@ -116,6 +119,7 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
     analysis = fit.analyze(runs, tuple(wanted), options.bootstrap, options.seed, law, intervals=options.intervals)
     provenance = {key: settings.get(key) for key in ("isoflop_version", "git_commit", "git_dirty", "host", "written")}
     provenance["command"] = " ".join(settings.get("command") or ())
+    provenance["preflight"] = "; ".join(summary(node) for node in read_record(sweep).nodes.values()) or None
     fit.write_report(
         analysis,
         sweep.path / "fit",

@@ -11,13 +11,12 @@ from isoflop.bench.contenders import (
     contract_row,
     fastest,
     measuring_on,
-    peak_bytes,
     print_benchmark,
     spread,
     take_turns,
 )
 from isoflop.train.errors import UserError
-from isoflop.train.hardware import pick_device
+from isoflop.train.hardware import peak_bytes, pick_device
 
 CPU = torch.device("cpu")
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMON = [
     "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11", "data.max_bytes=2000000",
     "data.sequence_length=64", "data.validation_tokens=8192", "fit.bootstrap=50", "validations=2", "cluster.jobs=2",
-    "cluster.threads_per_job=1", "tuning=fixed",
+    "cluster.threads_per_job=1", "tuning=fixed", "preflight=false",
 ]  # fmt: skip
 # One rung with three D, of which the longest is the trunk of the others: 95, 190 and 380 steps.
 RUNG = ["+grid=ladder", "grid.sizes=[5e3]", "grid.tokens_per_parameter=[10,20,40]", *COMMON]

@@ -34,6 +34,8 @@ from isoflop.train.kernels.flash import HEAD_DIMS, flash_attention
 from isoflop.train.model.compiled import environment
 from isoflop.train.model.gpt import GPT
 from isoflop.train.parallel.mesh import Mesh, build_mesh
+from isoflop.train.preflight import machine, numerics
+from isoflop.train.preflight import ranks as ranks_module
 from isoflop.train.stepper import Stepper
 from safetensors.torch import load_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -405,6 +407,36 @@ def test_the_rate_of_matrix_products_is_measured_on_the_device(gpu: Gpu, monkeyp
     assert hardware.matmul_peak(META, torch.bfloat16, seconds=0.01) > 0
     assert len(gpu.said) >= 2
     assert {*gpu.said} == {"synchronize"}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_preflight_compares_on_the_device(
+    precision: str, config: RunConfig, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All numbers that the host reads are 1."""
+    gpu.answer = lambda x: torch.ones(x.shape, dtype=x.dtype)
+    for variant in ({}, {"data.separate_documents": True, "model.window": 8}):
+        runs = [changed(config, {"precision": precision, "parallel.attention": "ours"} | variant)]
+        found = [*numerics.check_attention(runs, META), *numerics.check_loss(runs, META)]
+        found += [*numerics.check_step(runs, META), *numerics.check_memory(runs, META)]
+        names = ["attention", "loss", "determinism", "step", "memory"]
+        assert [each.check for each in found if each.outcome == "passed" or each.check == "step"] == names
+        assert found[-1].numbers["measured"] == 7.0
+    assert {name for name, _, _ in gpu.launched} == {*KERNELS_OF_A_STEP}
+    (software,) = machine.check_software(META)
+    assert "on stand-in (sm_80)" in software.said
+    monkeypatch.setenv("PATH", "")
+    (gpus,) = machine.check_gpus(META)
+    assert "nvidia-smi does not answer" in gpus.said
+
+
+def test_preflight_measures_ranks_over_nccl(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_module, "matmul_peak", lambda *_: 1.0)
+    with ranks(2, 1, monkeypatch):
+        rate, reduce, gather = ranks_module._measure("meta")
+    assert rate == 1.0
+    assert min(reduce, gather) > 0
+    assert gpu.said == ["take 1", *["synchronize"] * 10]
 
 
 def test_a_gpu_is_taken_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,13 +65,14 @@ def test_a_sweep_in_a_folder_of_any_signs_that_are_not_refused_is_done(sweep: Ca
     odd.output_root = odd.output_root / f"{signs} éü日😀"
     odd.path = odd.output_root / odd.name
     odd.output_root.mkdir(parents=True)
-    printed = conduct.conduct(
-        configured(odd.name, odd.output_root, "+grid=smoke", "grid.tokens=[16384]", "fit.bootstrap=50"), ["test"]
-    )
+    asked = ("+grid=smoke", "grid.tokens=[16384]", "fit.bootstrap=50", "preflight=true")
+    printed = conduct.conduct(configured(odd.name, odd.output_root, *asked), ["test"])
     assert printed == 0
     odd.wait()
     assert odd.states() == ["done"] * 2, odd.job_logs()
     assert (odd.path / "fit" / "report.html").exists(), odd.job_logs()
+    (node,) = json.loads((odd.path / "preflight.json").read_text())["nodes"].values()
+    assert {finding["outcome"] for finding in node["findings"]} == {"passed"}
     assert {path.name for path in odd.output_root.parent.iterdir()} == {odd.output_root.name}
 
 

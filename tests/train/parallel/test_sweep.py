@@ -26,7 +26,7 @@ from isoflop.train.loop import train
 
 ROOT = Path(__file__).resolve().parents[3]
 SMOKE = ["+grid=smoke", "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11"]
-SMOKE += ["tuning=fixed"]  # batches that ranks can share
+SMOKE += ["tuning=fixed", "preflight=false"]  # batches that ranks can share
 SHORT = [*SMOKE, "grid.sizes=[4.5e4]", "grid.tokens=[8192]", "sweep=short"]
 # Long enough to be disturbed on the way.
 LONG = [*SMOKE, "grid.sizes=[4.5e4]", "grid.tokens=[100000]", "checkpoint.every_seconds=0.1", "sweep=long"]

@@ -1,0 +1,100 @@
+"""A sweep's first look at every kind of node that trains it.
+
+A node of a kind that has passed before, with the same software, is not looked at again, in any sweep.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from filelock import FileLock
+
+from ... import __version__
+from ...train.config import RunConfig
+from ...train.data.storage import cache_directory
+from ...train.errors import UserError
+from ...train.files import read_document, write_json
+from ...train.preflight.finding import FAILED, Finding
+from ...train.preflight.preflight import Request, findings
+from .. import prepare
+from ..config import ClusterConfig, SweepConfig
+from ..plan.rates import core_flops_per_second, fill_budgets
+from ..runs.directory import SweepDirectory, this_node
+from ..runs.preflight import FILE, NodeRecord, read_record, summary
+
+WANDB = "api.wandb.ai:443"
+WAIT_SECONDS = 600.0  # for whoever looks at a node of this kind at the same time
+
+
+def look_over(sweep: SweepDirectory, runs: Sequence[RunConfig], cluster: ClusterConfig, ranks: int) -> Iterator[str]:
+    """Checks this node unless one of its kind is known, and yields what a person should read of it."""
+    kind, file = node_kind(runs), sweep.path / FILE
+    cached = cache_directory(runs[0].data) / "preflight" / f"{kind}.json"
+    with FileLock(sweep.path / ".preflight.lock", timeout=WAIT_SECONDS):
+        record = read_record(sweep)
+        if kind in record.nodes:
+            return
+        found = None
+        with suppress(UserError):  # there is none
+            found = read_document(cached, NodeRecord)
+        if found is None:
+            start = time.monotonic()
+            seen = list(findings(request_of(sweep.path, runs, cluster, ranks)))
+            found = NodeRecord(this_node(), round(time.monotonic() - start, 1), seen)
+            if all(finding.outcome != FAILED for finding in seen):
+                cached.parent.mkdir(parents=True, exist_ok=True)
+                write_json(cached, asdict(found))
+            yield summary(found)
+        record.nodes[kind] = found
+        for finding in found.findings:
+            record.decides |= finding.decides
+        write_json(file, asdict(record))
+
+
+def request_of(folder: Path, runs: Sequence[RunConfig], cluster: ClusterConfig, ranks: int) -> Request:
+    gpus = cluster.kind == "slurm" and cluster.gpus_per_job > 0
+    device, tracker = runs[0].parallel.device, runs[0].tracker
+    online = tracker.kind == "wandb" and tracker.mode == "online"
+    bandwidth = cluster.node_gb_per_s * 1e9 if gpus else None
+    return Request(list(runs), folder, device, ranks, bandwidth=bandwidth, hosts=[WANDB] if online else [])
+
+
+def test_machine(config: SweepConfig) -> Iterator[Finding]:
+    """All checks of this machine, for the runs of a grid that is not started."""
+    rate = config.cluster.flops_per_second or core_flops_per_second()
+    fill_budgets(config.grid, config.cluster, rate)
+    runs, _ = prepare.resolve_runs(config)
+    folder = Path(config.output_root).resolve()
+    while not folder.is_dir():
+        folder = folder.parent
+    return findings(request_of(folder, runs, config.cluster, config.parallel.world_size))
+
+
+def node_kind(runs: Sequence[RunConfig]) -> str:
+    """Of processor, GPUs, driver, software, and the kernels that runs need: a hash."""
+    versions = [__version__]
+    for package in ("torch", "triton"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(importlib.metadata.version(package))
+    gpus, processor = "", ""
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        gpus = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line for line in lines if line.startswith("model name")), "")
+    kernels = {
+        (run.precision, run.parallel.attention, run.parallel.device)
+        + ((run.model.head_dim, run.model.window, run.data.separate_documents) if gpus else ())
+        for run in runs
+    }
+    said = json.dumps([versions, gpus, processor, runs[0].parallel.world_size, sorted(map(str, kernels))])
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
