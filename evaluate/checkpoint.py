@@ -20,7 +20,7 @@ from ..train.checkpoint.heldout import score_windows
 from ..train.config import canonical_json, run_id, to_dict
 from ..train.errors import UserError
 from ..train.flops import count_parameters, training_flops_per_token
-from ..train.hardware import pick_device
+from ..train.hardware import on_gpu, pick_device
 from ..train.job.control import run_on_ranks
 from ..train.parallel.mesh import Mesh
 from .harness import ALONE, CheckpointLM, TokenCache, answer_task
@@ -85,7 +85,8 @@ def evaluate_checkpoint(
             fingerprint = loaded.tokenizer.fingerprint
             shared = (tokens if tokens is not None else {}).setdefault(fingerprint, TokenCache())
             with record.answers() as answers:
-                length, room = loaded.config.data.sequence_length, batch_tokens or BATCH_TOKENS[device]
+                length = loaded.config.data.sequence_length
+                room = batch_tokens or BATCH_TOKENS["cuda" if on_gpu(torch.device(device)) else "cpu"]
                 lm = CheckpointLM(
                     loaded.model,
                     loaded.tokenizer,

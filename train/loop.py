@@ -24,7 +24,7 @@ from .data.shards import Shards, prepare
 from .errors import Diverged, Stopped, UserError
 from .files import HALVED, JsonLines, write_json
 from .flops import count_parameters, flops_6nd, flops_exact, flops_optimizer, training_flops_per_token
-from .hardware import device_name, kept_peak
+from .hardware import device_name, kept_peak, read
 from .job.control import run_on_ranks
 from .job.job import Job, join
 from .job.progress import RunProgress
@@ -270,8 +270,8 @@ class Trainer:
         """Judges every step since the last look, so that divergence does not depend on log_every."""
         if not self.unwatched:
             return
-        losses = torch.stack([result.loss for result in self.unwatched]).tolist()
-        skips = torch.stack([result.skipped for result in self.unwatched]).bool().tolist()
+        losses = read(torch.stack([result.loss for result in self.unwatched])).tolist()
+        skips = read(torch.stack([result.skipped for result in self.unwatched])).bool().tolist()
         self.unwatched.clear()
         first = self.progress.step - len(losses) + 1
         for line in self.progress.judge(first, zip(losses, skips, strict=True), self.config):
@@ -282,7 +282,7 @@ class Trainer:
         self.last_held_out = held_out
         if self.metrics is None or self.tracker is None:
             return
-        loss, norm = result.loss.item(), result.norm.item()
+        loss, norm = read(result.loss).item(), read(result.norm).item()
         flops_per_token = training_flops_per_token(config.model, config.data.sequence_length)
         record: dict[str, Any] = {
             "step": step,

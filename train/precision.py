@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from .hardware import read
+
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 FIRST_SCALE, SMALLEST_SCALE, LARGEST_SCALE = 2.0**16, 1.0, 2.0**24
@@ -59,7 +61,7 @@ class LossScaler:
         """Plain numbers for the checkpoint; waits for the device."""
         if self.scale is None:
             return {}
-        return {"scale": self.scale.item(), "good_steps": int(self._good_steps.item())}
+        return {"scale": read(self.scale).item(), "good_steps": int(read(self._good_steps).item())}
 
     def load_state(self, state: dict[str, float]) -> None:
         if self.scale is not None:

@@ -16,7 +16,7 @@ from .data.loader import TrainStream
 from .data.prefetch import Prefetch
 from .errors import OutOfMemory
 from .files import read_json, write_json
-from .hardware import out_of_memory
+from .hardware import on_gpu, out_of_memory, read, release_memory
 from .memory import halved_micro_batch
 from .model.compiled import Compiled
 from .model.gpt import sequence_losses
@@ -72,10 +72,10 @@ class Stepper:
         if config.data.separate_documents:
             self.gpt.end_of_document = stream.end_of_document
         choice = self.gpt.set_attention(parallel.attention, device, self.dtype)
-        if device.type == "cuda":
+        if on_gpu(device):
             report(str(choice))
         self.compiled: Compiled | None = None
-        self.graphs = parallel.cuda_graphs and device.type == "cuda" and mesh.world is None
+        self.graphs = parallel.cuda_graphs and on_gpu(device) and mesh.world is None
         if parallel.compile or self.graphs:
             self.compiled = Compiled(config, self.micro, device, mesh.rank == 0, report)
             self.compiled.load()
@@ -95,7 +95,7 @@ class Stepper:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside weights and moments: plain numbers."""
-        return {"updates": self.zero.updates.item(), "loss_scale": self.scaler.state()}
+        return {"updates": read(self.zero.updates).item(), "loss_scale": self.scaler.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Takes over `state`, after weights and moments were written to `held()`."""
@@ -115,6 +115,9 @@ class Stepper:
                 if not out_of_memory(error):
                     raise
                 self._halve(step, error)
+            if total is None:  # outside of the clause: the frames of the error, which hold tensors, are gone
+                self.zero.reset_gradients()
+                release_memory(self.device)
         result = self.zero.step(total, self.scaler.scale)
         self.scaler.update(result.skipped)
         if step + 1 < self.config.steps:
@@ -146,7 +149,7 @@ class Stepper:
             return losses
         everyone = torch.empty(self.mesh.dp * share, dtype=losses.dtype, device=self.device)
         all_gather(everyone, losses.to(self.device), group=self.mesh.dp_group)
-        return everyone[: len(windows)].cpu()
+        return read(everyone[: len(windows)])
 
     def _gradients(self, step: int) -> Tensor:
         """Forward and backward over this rank's rows; returns its part () of the batch's mean loss, on the device."""
@@ -183,7 +186,4 @@ class Stepper:
         if self.mesh.size > 1:
             raise OutOfMemory(words, goes_on=True) from error
         self.report(words)
-        self.zero.reset_gradients()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
         self.micro, self.halved = smaller, True

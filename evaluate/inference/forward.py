@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...train.hardware import out_of_memory
+from ...train.hardware import on_gpu, out_of_memory, release_memory
 from ...train.model.attention import causal_attention
 from ...train.model.block import gated, query_key_value, rotary_turn, rotated
 from ...train.model.gpt import GPT, Block
@@ -36,7 +36,7 @@ class Forward:
         self.model = model
         size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         weight = model.head.weight
-        packed = weight.device.type == "cpu" and size <= PACKED_BYTES and _packs(weight.dtype)
+        packed = not on_gpu(weight) and size <= PACKED_BYTES and _packs(weight.dtype)
         self._blocks = []
         for block in cast(Iterable[Block], model.blocks):
             mixer, mlp = block.attention, block.mlp
@@ -113,8 +113,7 @@ def unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | Non
         if not out_of_memory(error):
             raise
     # Outside of the clause: the frames of the error, which hold tensors, are gone.
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    release_memory(device)
     return None
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ...train.errors import UserError
+from ...train.hardware import CUDA, on_gpu, read
 from ...train.model.attention import document_starts, first_visible, visible_mask
 from ...train.model.gpt import GPT
 from .forward import Forward, attention_by_sequence, unless_out_of_memory
@@ -234,7 +235,7 @@ class Generation:
             uniforms = torch.tensor(drawn, dtype=torch.float64, device=logits.device)
         tokens, failed = choose_tokens(logits, self.sampling, uniforms)
         ended, outgrown = [], []
-        for request, token, bad in zip(requests, tokens.tolist(), failed.tolist(), strict=True):
+        for request, token, bad in zip(requests, read(tokens).tolist(), read(failed).tolist(), strict=True):
             request.failed = bad
             if bad:
                 ended.append(request)
@@ -297,7 +298,7 @@ class Generation:
         """Pages for all requests at once, or as many as the bound allows, at least for the longest one."""
         config, dtype = self.model.config, self.model.embedding.weight.dtype
         if cache_bytes is None:
-            cache_bytes = CACHE_BYTES if self.device.type == "cpu" else torch.cuda.mem_get_info(self.device)[0] // 2
+            cache_bytes = CUDA.free_bytes(self.device) // 2 if on_gpu(self.device) else CACHE_BYTES
         lengths = [min(len(request.text) + self.max_tokens, self.max_length) for request in self.waiting]
         least, most = -(-max(lengths) // page), sum(-(-length // page) for length in lengths)
         fitting = cache_bytes // (2 * config.depth * config.num_kv_heads * config.head_dim * page * dtype.itemsize)
@@ -403,7 +404,7 @@ def _most_likely(probabilities: Tensor, sampling: Sampling) -> tuple[Tensor, Ten
     count = _FIRST_SORTED
     while count < vocabulary:
         likely, tokens = probabilities.topk(count, dim=1)
-        if not bool((likely.sum(1) < sampling.top_p).any()):
+        if not read((likely.sum(1) < sampling.top_p).any()):
             return likely, tokens
         count *= 8
     return probabilities.sort(dim=1, descending=True, stable=True)

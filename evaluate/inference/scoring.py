@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ...train.errors import UserError
+from ...train.hardware import on_gpu, read
 from ...train.model.attention import causal_attention
 from ...train.model.gpt import GPT
 from .forward import Attend, Forward, attention_by_sequence, unless_out_of_memory
@@ -122,7 +123,7 @@ class Scorer:
             nats.append(found)
             hits.append(likeliest)
         back = np.argsort(order)
-        return torch.cat(nats).double().cpu().numpy()[back], torch.cat(hits).cpu().numpy()[back]
+        return read(torch.cat(nats).double()).numpy()[back], read(torch.cat(hits)).numpy()[back]
 
     def _put(self, ids: np.ndarray) -> Tensor:
         return torch.from_numpy(ids).to(self.device)
@@ -133,6 +134,8 @@ def _read(logits: Tensor, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
     logits = logits if logits.dtype == torch.float64 else logits.float()
     nats = torch.log_softmax(logits, dim=1)[rows, targets]  # on CPUs in half the time of logsumexp
     hits = logits[rows, targets] == logits.amax(dim=1)[rows]
+    if on_gpu(logits):  # which would wait to learn how many there are
+        return nats, hits & (logits.argmax(dim=1)[rows] == targets)
     some = hits.nonzero()[:, 0]  # where it ends takes 20 times as long to find as how high it is
     hits[some] = logits[rows[some]].argmax(dim=1) == targets[some]
     return nats, hits
@@ -143,7 +146,7 @@ def _attention(batch: list[Tree], model: GPT, device: torch.device, read: Tensor
     window = model.config.window
     narrow = window is not None and any(int(tree.positions.max()) >= window for tree in batch)
     masked = narrow or any(tree.branches or tree.documents.any() for tree in batch)
-    if masked and device.type == "cpu":
+    if masked and not on_gpu(device):
         return _one_by_one(batch, model, device, read)
     return _side_by_side(batch, model, device, read, masked)
 

@@ -19,8 +19,10 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
+from gpu_stand_in import META, kernels_on_meta, stand_in
 from isoflop.evaluate import checkpoint
 from isoflop.evaluate.checkpoint import evaluate_checkpoint
+from isoflop.evaluate.harness import CheckpointLM
 from isoflop.evaluate.inference.ranks import on_ranks
 from isoflop.evaluate.inference.scoring import Scorer
 from isoflop.evaluate.pages.report import format_scores
@@ -123,6 +125,31 @@ def test_the_file_holds_what_was_returned_and_a_line_is_said_of_each_task(tmp_pa
     assert scores["seconds"] == pytest.approx(sum(task["seconds"] for task in scores["tasks"].values()), abs=1e-3)
     # Nothing is left of the way there but the lock, which the kernel has dropped.
     assert {path.name for path in out.parent.iterdir()} == {"step_7.json", "step_7.items.jsonl.gz", ".step_7.json.lock"}
+
+
+def test_a_whole_suite_is_scored_on_a_gpu(tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On `meta`, up to what the host reads, in place of which are zeros."""
+    rooms: list[int] = []
+
+    def load(path: Path, device: str, dtype: torch.dtype) -> Any:
+        found = loaded()
+        found.model.to(device=device, dtype=dtype)
+        return found
+
+    def lm(*arguments: Any, **options: Any) -> CheckpointLM:
+        rooms.append(arguments[4])
+        return CheckpointLM(*arguments, **options)
+
+    monkeypatch.setattr(checkpoint, "pick_device", lambda *_: META)
+    monkeypatch.setattr(checkpoint, "_load", load)
+    monkeypatch.setattr(checkpoint, "CheckpointLM", lm)
+    with kernels_on_meta():
+        gpu = stand_in(monkeypatch)
+        scores = evaluate(tmp_path / "s.json", suite_of(), precision="bf16")
+    assert rooms == [checkpoint.BATCH_TOKENS["cuda"]]
+    assert asked == ["chosen", "last_word", "written", "text"]
+    assert scores["device"] == "meta"
+    assert gpu.reads
 
 
 def test_every_item_is_kept_and_adds_up_to_the_scores(tmp_path: Path, asked: list[str]) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..config import RunConfig, to_dict
 from ..data.tokenizers import Tokenizer
+from ..hardware import CUDA, on_gpu
 from ..job.control import run_on_ranks
 from ..job.rendezvous import MARGIN_SECONDS
 from ..parallel.layout import Held
@@ -95,14 +96,15 @@ class Saver:
             self._mesh = replace(self._mesh, control=None)
 
     def _stage(self, held: Sequence[Held]) -> tuple[list[Part], torch.cuda.Event | None]:
-        """This rank's share of the state in host memory, and on CUDA the event after which it is complete."""
+        """This rank's share of the state in host memory, and on a GPU the event after which it is complete."""
         mine = self._mine(held)
-        cuda = any(part.values.is_cuda for part in mine)
+        gpu = any(on_gpu(part.values) for part in mine)
         if [part.values.shape for part in mine] != [buffer.shape for buffer in self._buffers]:
-            self._buffers = [torch.empty(part.values.shape, pin_memory=cuda) for part in mine]
+            shapes = [part.values.shape for part in mine]
+            self._buffers = [CUDA.pinned(shape, torch.float32) if gpu else torch.empty(shape) for shape in shapes]
         for part, buffer in zip(mine, self._buffers, strict=True):
-            buffer.copy_(part.values, non_blocking=True)
-        copied = torch.cuda.Event() if cuda else None
+            CUDA.copy(buffer, part.values)
+        copied = CUDA.event() if gpu else None
         if copied is not None:
             copied.record()  # on the stream of training, whose later changes therefore come after the copies
         return [replace(part, values=buffer) for part, buffer in zip(mine, self._buffers, strict=True)], copied

@@ -11,6 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..hardware import CUDA, on_gpu
+
 RING = 3  # steps whose rows are on their way: being read, waiting, and being gathered
 
 Gather = Callable[[int], npt.NDArray[np.int64]]  # the rows of a step, (rows, T + 1)
@@ -29,32 +31,29 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream = CUDA.stream(device)
 
     def slot(self, shape: tuple[int, int]) -> Slot:
-        slot = Slot(
-            torch.empty(shape, dtype=torch.int64, pin_memory=True),
-            torch.empty(shape, dtype=torch.int64, device=self.device),
-        )
-        slot.rows.record_stream(self.stream)  # which may still write to it when nobody else knows it any more
-        slot.events = {"copied": torch.cuda.Event(), "read": torch.cuda.Event()}
+        slot = Slot(CUDA.pinned(shape, torch.int64), torch.empty(shape, dtype=torch.int64, device=self.device))
+        CUDA.keep_for(slot.rows, self.stream)
+        slot.events = {"copied": CUDA.event(), "read": CUDA.event()}
         self.leave(slot)  # the memory may be one that is still read under another name
         return slot
 
     def start(self, slot: Slot) -> None:
         """Begins to copy pages to rows, once the rows are no longer read."""
-        with torch.cuda.stream(self.stream):
+        with CUDA.work_on(self.stream):
             slot.events["read"].wait()
-            slot.rows.copy_(slot.pages, non_blocking=True)
+            CUDA.copy(slot.rows, slot.pages)
             slot.events["copied"].record()
 
     def arrive(self, slot: Slot) -> None:
         """What is computed from here on finds the rows."""
-        slot.events["copied"].wait(torch.cuda.current_stream(self.device))
+        slot.events["copied"].wait(CUDA.current_stream(self.device))
 
     def leave(self, slot: Slot) -> None:
         """What was computed up to here is the last that reads the rows."""
-        slot.events["read"].record(torch.cuda.current_stream(self.device))
+        slot.events["read"].record(CUDA.current_stream(self.device))
 
     def pages_free(self, slot: Slot) -> None:
         """Returns when the pages may be written to."""
@@ -66,7 +65,7 @@ class Prefetch:
 
     def __init__(self, gather: Gather, shape: tuple[int, int], device: torch.device, lane: Lane | None = None) -> None:
         self.gather = gather
-        if lane is None and device.type == "cuda":
+        if lane is None and on_gpu(device):
             lane = Lane(device)
         self._lane = lane
         self._ring = [] if lane is None else [lane.slot(shape) for _ in range(RING)]

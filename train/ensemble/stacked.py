@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from ..config import ModelConfig, OptimizerConfig, RunConfig
 from ..data.loader import TrainStream
 from ..data.shards import Shards
+from ..hardware import CUDA, on_gpu, read
 from ..model.backends import Backend
 from ..model.block import apply_rotary, lookup, query_key_value, rms_norm, swiglu
 from ..model.compiled import Compiled
@@ -286,7 +287,7 @@ class Member:
         self.stepper.rows.load(self.row, initial_weights(config.model, config.optimizer, config.seed))
 
     def state(self) -> dict[str, Any]:
-        return {"updates": self.stepper.rows.updates[self.row].item(), "loss_scale": {}}
+        return {"updates": read(self.stepper.rows.updates[self.row]).item(), "loss_scale": {}}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.stepper.rows.updates[self.row] = state["updates"]
@@ -316,7 +317,7 @@ class StackedStepper:
         if first.data.separate_documents:
             self.template.end_of_document = shards.tokenizer.end_of_document
         choice = self.template.set_attention(first.parallel.attention, device, self.dtype)
-        if device.type == "cuda":
+        if on_gpu(device):
             report(str(choice))
         self.members = [
             Member(self, index, config, TrainStream(shards, length, config.seed))
@@ -325,7 +326,7 @@ class StackedStepper:
         # A run alone cuts its buckets by the bytes of its compute type; here all is fp32, and cut at the same elements.
         bucket_mb = first.parallel.bucket_mb * torch.float32.itemsize / self.dtype.itemsize
         self.rows = Rows(self.template, [config.optimizer for config in configs], bucket_mb, device)
-        self.threads = torch.get_num_threads() if device.type == "cpu" and not self.compiled else 1
+        self.threads = 1 if on_gpu(device) or self.compiled else torch.get_num_threads()
         several = self.threads > 1
         self.pool = ThreadPoolExecutor(self.threads, "members", torch.set_num_threads, (1,)) if several else None
         self.cache: Compiled | None = None
@@ -336,7 +337,7 @@ class StackedStepper:
 
     def _stack(self) -> None:
         at_once = len(self.members)
-        if self.device.type == "cpu":
+        if not on_gpu(self.device):
             first = self.members[0].config
             at_once = max(1, STREAM_AT_A_TIME // (first.batch_tokens * first.model.width))
         # Members that are worked on together, their model, and where the gradients of its weights are to be written.
@@ -366,8 +367,8 @@ class StackedStepper:
         members = list(zip(self.members[rows], steps[rows], strict=True))
         batches = [member.stream.batch(step, member.micro) for member, step in members]
         tokens = torch.stack([torch.from_numpy(batch) for batch in batches])  # (e, B, T + 1)
-        if self.device.type == "cuda":
-            tokens = tokens.pin_memory()
+        if on_gpu(self.device):
+            tokens = CUDA.pin(tokens)
         tokens = tokens.to(self.device, non_blocking=True)
         z_losses = [member.config.optimizer.z_loss for member, _ in members]
         losses = model.losses(tokens[..., :-1], tokens[..., 1:], z_losses)

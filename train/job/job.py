@@ -12,7 +12,7 @@ import torch
 
 from ..config import RunConfig
 from ..errors import COLLECTIVE, Stopped
-from ..hardware import pick_device
+from ..hardware import CUDA, on_gpu, pick_device
 from ..parallel.mesh import Mesh
 from ..planner.validation import check_world, validate
 from .control import Agreement, check_same_config
@@ -59,8 +59,8 @@ def join(config: RunConfig, directory: Path, report: Callable[[str], None]) -> I
         device = pick_device(config.parallel.device)
         check_world(config, ranks.size, ranks.local_size)
         with meet(ranks, directory, config.parallel, device) as (mesh, store):
-            if device.type == "cuda":
-                device = torch.device("cuda", torch.cuda.current_device())
+            if on_gpu(device):
+                device = CUDA.current_device()
             with Watchdog(mesh, store, config.parallel.timeout_seconds, lost) as watchdog:
                 check_same_config(mesh, config)
                 agreement = Agreement(mesh)

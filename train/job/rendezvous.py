@@ -20,6 +20,7 @@ from torch.distributed import Store
 from ..config import ParallelConfig
 from ..errors import UserError
 from ..files import read_document, write_atomic
+from ..hardware import CUDA, on_gpu
 from ..parallel.mesh import Mesh, build_mesh
 from ..planner.validation import check_hosts
 from .environment import Ranks
@@ -48,10 +49,8 @@ def meet(
     Yields the mesh, and the store in which ranks leave each other messages: None for one process without a launcher.
     `UserError` where rank 0 was not found in time, or a tensor-parallel group is spread over nodes.
     """
-    if device.type == "cuda":
-        # The launcher shows a rank all GPUs of its node, or only its own.
-        device = torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    if on_gpu(device):
+        device = CUDA.take(ranks.local_rank)
     if ranks.size == 1 and ranks.source != "torchrun":
         yield Mesh(), None
         return
@@ -60,12 +59,12 @@ def meet(
     clean = False
     try:
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "nccl" if on_gpu(device) else "gloo",
             store=dist.PrefixStore("torch", store),
             rank=ranks.rank,
             world_size=ranks.size,
             timeout=limit,
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if on_gpu(device) else None,
         )
         mesh = build_mesh(parallel.dp, parallel.tp, device)
         for group in (mesh.dp_group, mesh.tp_group, mesh.control):
@@ -79,7 +78,7 @@ def meet(
         clean = True
     finally:
         # After an error NCCL would wait for collectives that never end; the process is about to.
-        if dist.is_initialized() and (clean or device.type != "cuda"):
+        if dist.is_initialized() and (clean or not on_gpu(device)):
             dist.destroy_process_group()
         leave(store, ranks.rank, ranks.size, parallel.timeout_seconds if clean else FAREWELL_SECONDS)
         if file is not None:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .flash_blocks import on_device
+from ..hardware import CUDA
 
 LONGEST_BLOCK = 8192  # columns that a program holds at a time, 16 a thread
 
@@ -32,21 +32,9 @@ def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, z_loss: flo
     count, columns = logits.shape
     losses = torch.empty(count, dtype=torch.float32, device=logits.device)
     block = min(triton.next_power_of_2(columns), LONGEST_BLOCK)
-    with on_device(logits):
-        _rows[(count,)](
-            logits,
-            logits.stride(0),
-            targets,
-            targets.stride(0),
-            losses,
-            vocab_size,
-            columns,
-            z_loss,
-            scale,
-            SLOPE=scale != 0,
-            BLOCK=block,
-            num_warps=max(1, block // 512),
-        )
+    arguments = (logits, logits.stride(0), targets, targets.stride(0), losses, vocab_size, columns, z_loss, scale)
+    options = {"SLOPE": scale != 0, "BLOCK": block, "num_warps": max(1, block // 512)}
+    CUDA.launch(_rows, count, logits, *arguments, **options)
     return losses
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from ..hardware import on_gpu
 
 HEAD_DIMS = (16, 32, 64, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -78,7 +79,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None) -> N
 def _require_triton(x: Tensor) -> None:
     if importlib.util.find_spec("triton") is None:
         raise UserError("attention ours needs the package triton, which is not installed; sdpa needs none.")
-    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+    if not on_gpu(x) and os.environ.get("TRITON_INTERPRET") != "1":
         raise UserError(f"attention ours needs tensors on a CUDA device, not on {x.device}; sdpa runs anywhere.")
 
 

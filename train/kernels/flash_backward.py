@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .flash_blocks import blocks_for, dot_precision, on_device
+from ..hardware import CUDA
+from .flash_blocks import blocks_for, dot_precision
 from .flash_forward import LOG2E, LOG2E_, head_of, key_range, load_rows, masked_block, program_place, store_rows
 
 
@@ -267,25 +268,15 @@ def backward(
     ends = None if first is None else query_ends(first, launch.KEYS)
     strides = tuple(x.stride() for x in (query, key, value, grad))
     common = ((query, key, value, grad, lse, delta), strides, first, first_batch, scale, scale * LOG2E)
-    with on_device(query):
-        delta_kernel[(triton.cdiv(time, rows) * batch * heads,)](
-            grad, out, grad_lse, delta, grad.stride(), heads, time, D=head_dim, QUERIES=rows
-        )
-        key_kernel[(triton.cdiv(time, launch.KEYS) * batch * kv_heads,)](
-            *common,
-            ends,
-            ends.stride(0) if ends is not None and first_batch else 0,
-            d_key,
-            d_value,
-            kv_heads,
-            heads // kv_heads,
-            time,
-            D=head_dim,
-            PRECISION=precision,
-            **launch._asdict(),
-        )
-        launch = blocks.d_query
-        query_kernel[(triton.cdiv(time, launch.QUERIES) * batch * heads,)](
-            *common, d_query, heads, heads // kv_heads, time, D=head_dim, PRECISION=precision, **launch._asdict()
-        )
+    programs, shape = triton.cdiv(time, rows) * batch * heads, {"D": head_dim, "QUERIES": rows}
+    CUDA.launch(delta_kernel, programs, query, grad, out, grad_lse, delta, grad.stride(), heads, time, **shape)
+    ends_batch = ends.stride(0) if ends is not None and first_batch else 0
+    outputs = (ends, ends_batch, d_key, d_value, kv_heads, heads // kv_heads, time)
+    programs, options = triton.cdiv(time, launch.KEYS) * batch * kv_heads, {"D": head_dim, "PRECISION": precision}
+    CUDA.launch(key_kernel, programs, query, *common, *outputs, **options, **launch._asdict())
+    launch = blocks.d_query
+    programs = triton.cdiv(time, launch.QUERIES) * batch * heads
+    CUDA.launch(
+        query_kernel, programs, query, *common, d_query, heads, heads // kv_heads, time, **options, **launch._asdict()
+    )
     return d_query, d_key, d_value

@@ -7,13 +7,14 @@ the smallest GPU of the generation. Not timed yet.
 
 from __future__ import annotations
 
-import contextlib
 import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..hardware import CUDA, on_gpu
 
 
 class Launch(NamedTuple):
@@ -51,9 +52,4 @@ def dot_precision() -> str:
 
 def capability_of(x: Tensor) -> tuple[int, int]:
     """The GPU's; on a CPU, under Triton's interpreter, sm_80 stands in."""
-    return torch.cuda.get_device_capability(x.device) if x.is_cuda else (8, 0)
-
-
-def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device: this makes it x's."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    return CUDA.capability(x.device) if on_gpu(x) else (8, 0)

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .flash_blocks import blocks_for, dot_precision, on_device
+from ..hardware import CUDA
+from .flash_blocks import blocks_for, dot_precision
 
 LOG2E = 1.4426950408889634
 LOG2E_: tl.constexpr = tl.constexpr(LOG2E)
@@ -175,20 +176,22 @@ def forward(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, sca
     lse = torch.empty((batch, heads, time), dtype=torch.float32, device=query.device)
     precision = dot_precision()
     launch = blocks_for(query, precision).forward
-    with on_device(query):
-        forward_kernel[(triton.cdiv(time, launch.QUERIES) * batch * heads,)](
-            (query, key, value),
-            (query.stride(), key.stride(), value.stride()),
-            first,
-            0 if first is None else first.stride(0),
-            out,
-            lse,
-            scale * LOG2E,
-            heads,
-            heads // key.shape[2],
-            time,
-            D=head_dim,
-            PRECISION=precision,
-            **launch._asdict(),
-        )
+    CUDA.launch(
+        forward_kernel,
+        triton.cdiv(time, launch.QUERIES) * batch * heads,
+        query,
+        (query, key, value),
+        (query.stride(), key.stride(), value.stride()),
+        first,
+        0 if first is None else first.stride(0),
+        out,
+        lse,
+        scale * LOG2E,
+        heads,
+        heads // key.shape[2],
+        time,
+        D=head_dim,
+        PRECISION=precision,
+        **launch._asdict(),
+    )
     return out, lse

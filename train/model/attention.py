@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..hardware import on_gpu
 from .shape import LONGEST_KEPT, query_block, visible_blocks
 
 
@@ -116,7 +117,7 @@ def causal_attention(
         window: that the mask was made with; keys that it hides from a whole block of queries are not read.
     """
     batch, heads, time, head_dim = query.shape
-    on_cpu, kept = query.device.type == "cpu", query.dtype == torch.bfloat16 and time <= LONGEST_KEPT
+    on_cpu, kept = not on_gpu(query), query.dtype == torch.bfloat16 and time <= LONGEST_KEPT
     if on_cpu and kept and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         scaled = (query * head_dim**-0.5, _repeated(key, heads), _repeated(value, heads))
         flat = (x.reshape(batch * heads, time, head_dim) for x in scaled)
@@ -135,7 +136,7 @@ def causal_attention(
 def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     grouped = query.shape[1] > key.shape[1]
     # On GPUs fused kernels take fewer key/value heads than query heads only in bf16 and fp16 without a mask.
-    if grouped and query.is_cuda and (mask is not None or query.dtype not in (torch.bfloat16, torch.float16)):
+    if grouped and on_gpu(query) and (mask is not None or query.dtype not in (torch.bfloat16, torch.float16)):
         key, value, grouped = _repeated(key, query.shape[1]), _repeated(value, query.shape[1]), False
     causal = mask is None
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from ..hardware import CUDA, on_gpu
 from .attention import causal_attention, first_visible, visible_mask
 
 LOW = (torch.bfloat16, torch.float16)
@@ -218,8 +219,8 @@ def select_backend(
     wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int, has_window: bool, has_documents: bool
 ) -> tuple[Choice, Backend]:
     """Chooses and loads. A package that `auto` cannot import is passed over; one that was asked for is a UserError."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    work = Work(device.type, capability, dtype, head_dim, has_window, has_documents)
+    capability = CUDA.capability(device) if on_gpu(device) else None
+    work = Work("cuda" if on_gpu(device) else "cpu", capability, dtype, head_dim, has_window, has_documents)
     there, broken = installed(), ""
     while True:
         choice = choose_backend(wanted, work, there)

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..hardware import on_gpu
+
 Turn = tuple[Tensor, Tensor]
 
 
@@ -28,7 +30,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Args:
         weight: (w,), or in an ensemble (E, 1, …, w), one per member, for x (E, …, w).
     """
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+    if not on_gpu(x) and not torch.compiler.is_compiling():
         return _RMSNorm.apply(x, weight, eps)
     if weight.dim() == 1:
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -186,5 +188,5 @@ def table_gradient(grad: Tensor, tokens: Tensor, rows: int, left_out: int = -1) 
 
     A row's is a sum over its tokens, which CPUs take in the type of grad: in bf16 it would stop growing early.
     """
-    wide = widened(grad) if grad.device.type == "cpu" else grad
+    wide = grad if on_gpu(grad) else widened(grad)
     return torch.ops.aten.embedding_dense_backward(wide, tokens, rows, left_out, False).to(grad.dtype)

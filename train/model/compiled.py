@@ -27,6 +27,7 @@ import torch
 from ..config import RunConfig, canonical_json
 from ..data.storage import cache_directory
 from ..files import write_atomic
+from ..hardware import CUDA, on_gpu
 
 PREFIX = "isoflop-"  # of our folders inside the compiler's
 OF_NO_BLOCK = ("depth", "vocab_size", "vocab_multiple", "tied_embeddings")  # fields of the model
@@ -112,9 +113,8 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": platform.machine(),
     }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return found | {"device": properties.name, "capability": [properties.major, properties.minor]}
+    if on_gpu(device):
+        return found | {"device": CUDA.name(device), "capability": [*CUDA.capability(device)]}
     return found | {"device": torch.backends.cpu.get_cpu_capability(), "flags": _cpu_flags()}
 
 

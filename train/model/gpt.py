@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..config import ModelConfig
 from ..errors import UserError
+from ..hardware import read
 from .attention import document_starts
 from .backends import SDPA, Backend, Choice, select_backend
 from .block import apply_rotary, lookup, query_key_value, rms_norm, rotary_angles, swiglu
@@ -270,5 +271,5 @@ def sequence_losses(
     for start in range(0, len(windows), rows):
         beat()
         chunk = windows[start : start + rows].to(model.cos.device)
-        losses.append(each_loss(chunk[:, :-1], chunk[:, 1:]).double().sum(dim=1).cpu())
+        losses.append(read(each_loss(chunk[:, :-1], chunk[:, 1:]).double().sum(dim=1)))
     return torch.cat(losses)

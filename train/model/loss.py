@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..hardware import on_gpu
 from .shape import rows_at_a_time
 
 # In fp16 dz is kept times this: 6e-8 becomes 2e-10, and dx = dz W stays finite for weights up to 127.
@@ -83,8 +84,8 @@ def _in_chunks(
 ) -> Tensor:
     """Losses (n,); given (dx, dW), fills dx (n, w) and dW (V, w)."""
     losses = torch.empty(len(x), dtype=_wide(x.dtype), device=x.device)
-    step = rows_at_a_time(len(weight), "cpu" if x.device.type == "cpu" else "cuda")
-    work = _kernel() if x.is_cuda and x.dtype in KERNEL_TYPES else cross_entropy_reference
+    step = rows_at_a_time(len(weight), "cuda" if on_gpu(x) else "cpu")
+    work = _kernel() if on_gpu(x) and x.dtype in KERNEL_TYPES else cross_entropy_reference
     for start in range(0, len(x), step):
         rows = slice(start, start + step)
         logits = F.linear(x[rows], weight)
@@ -137,7 +138,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, fresh: bool) -> Non
     add, keep = partial(torch.addmm, beta=0.0 if fresh else 1.0, out=total), total.dtype
     if left.dtype == keep:
         add(total, left.T, right)
-    elif left.is_cuda:
+    elif on_gpu(left):
         add(total, left.T, right, out_dtype=keep)
     elif left.dtype == torch.bfloat16:  # rounded once a chunk: on CPUs no product of bf16 gives fp32
         product = left.T @ right

@@ -63,7 +63,9 @@ def muon(weight: Tensor, direction: Tensor, *, rate: Any, decay: float, skipped:
 
 def pieces(*vectors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Of all vectors the same elements, as many as a core's second cache holds, for several operations on each."""
-    size = max(1, len(vectors[0])) if vectors[0].is_cuda else 2**15
+    from ..hardware import on_gpu  # not at the top: the registry is read by planning, without torch
+
+    size = max(1, len(vectors[0])) if on_gpu(vectors[0]) else 2**15
     return zip(*(vector.split(size) for vector in vectors), strict=True)
 
 

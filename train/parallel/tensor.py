@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ..hardware import on_gpu
 from ..model.block import table_gradient
 from ..model.gpt import GPT, Attention
 from ..model.shape import LOGITS_AT_A_TIME, Parameter, model_shape
@@ -219,7 +220,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _chunks(logits: Tensor) -> list[slice]:
     count, columns = logits.shape
-    step = max(1, LOGITS_AT_A_TIME["cpu" if logits.is_cpu else "cuda"] // columns)
+    step = max(1, LOGITS_AT_A_TIME["cuda" if on_gpu(logits) else "cpu"] // columns)
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 

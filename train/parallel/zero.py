@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
 from ..config import OptimizerConfig
+from ..hardware import on_gpu
 from ..model.gpt import GPT
 from ..model.parametrization import ParameterGroup
 from ..optimizer.registry import OPTIMIZERS
@@ -199,7 +200,7 @@ class Zero:
         self.mesh, self.placements, self.optimizer = mesh, placements, optimizer
         self.dtype, self.wide, self.device = dtype, torch.promote_types(dtype, torch.float32), device
         # The update reads fp32 on GPUs. On CPUs it reads a float64, so that nothing is lost of a Python float.
-        wide_rate = torch.float64 if device.type == "cpu" else torch.float32
+        wide_rate = torch.float32 if on_gpu(device) else torch.float64
         self.peaks = torch.tensor([group.learning_rate for group in groups], dtype=wide_rate, device=device)
         self.rates = torch.zeros_like(self.peaks)
         self.stage = stage if mesh.dp_group is not None else 0  # one rank owns everything anyway

@@ -14,6 +14,7 @@ import torch
 
 from ..config import RunConfig
 from ..flops import count_parameters
+from ..hardware import CUDA, on_gpu
 from ..job.failure import DISK_FULL
 from .finding import FAILED, NOTE, PASSED, Finding
 
@@ -33,11 +34,10 @@ def check_software(device: torch.device) -> Iterator[Finding]:
 
     triton = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None
     words = f"torch {torch.__version__}, Triton {triton or 'not installed'}"
-    if device.type == "cpu":
+    if not on_gpu(device):
         yield Finding("software", PASSED, f"{words}; no GPU is used")
         return
-    capability = torch.cuda.get_device_capability(device)
-    yield judge_software(words, triton, torch.cuda.get_device_name(device), capability, torch.cuda.get_arch_list())
+    yield judge_software(words, triton, CUDA.name(device), CUDA.capability(device), CUDA.built_for())
 
 
 def judge_software(
@@ -59,7 +59,7 @@ def judge_software(
 
 def check_gpus(device: torch.device) -> Iterator[Finding]:
     """Whether this node's GPUs are alike, free and at full speed."""
-    if device.type == "cpu":
+    if not on_gpu(device):
         return
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
     try:

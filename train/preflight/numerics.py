@@ -17,7 +17,7 @@ from torch import Tensor
 from ..config import RunConfig
 from ..data.loader import TrainStream
 from ..flops import count_parameters
-from ..hardware import out_of_memory, peak_bytes
+from ..hardware import on_gpu, out_of_memory, peak_bytes, read
 from ..memory import memory
 from ..model import loss as head
 from ..model.attention import document_starts
@@ -147,7 +147,7 @@ def check_step(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Find
                 raise
             yield Finding("step", NOTE, f"the model of {N:,} parameters does not fit in float64, and has no reference")
             continue
-        kind = "tf32" if run.precision == "fp32" and device.type != "cpu" and run.parallel.tf32 else run.precision
+        kind = "tf32" if run.precision == "fp32" and on_gpu(device) and run.parallel.tf32 else run.precision
         allowed = STEP_ERRORS[kind]
         errors = (abs(once[0][0] / loss - 1), abs(once[0][1] / norm - 1))
         words = f"a step of the model of {N:,} parameters in {kind} is off float64 by {errors[0]:.1e} in its loss and "
@@ -161,10 +161,11 @@ def check_step(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Find
 def check_memory(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Finding]:
     """The allocator's peak in a step of the largest model beside the planner's."""
     run = _alone(extremes(runs)[-1])
-    planned = memory(run, device.type).peak
+    kind = "cuda" if on_gpu(device) else "cpu"
+    planned = memory(run, kind).peak
     measured = peak_bytes(lambda: _steps(run, device, count=1, drawn=False), device)
     words = f"a step of the largest model takes {measured / 2**20:,.1f} MiB, by the planner {planned / 2**20:,.1f}"
-    fine = abs(measured - planned) <= BYTES_ERROR * planned + OVERHEAD[device.type]
+    fine = abs(measured - planned) <= BYTES_ERROR * planned + OVERHEAD[kind]
     words += "" if fine else f": more than {BYTES_ERROR:.0%} apart, so plans of memory cannot be trusted here"
     numbers = {"measured": float(measured), "planned": float(planned)}
     yield Finding("memory", PASSED if fine else FAILED, words, numbers=numbers)
@@ -221,7 +222,7 @@ def _loss_and_gradients(function: Callable[..., Tensor], x: Tensor, weight: Tens
 def _error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """The largest of the tensors' errors in root mean square: rounding averages out, a wrong factor does not."""
     pairs = zip(found, exact, strict=True)
-    return max(float((a.double() - b).norm() / b.norm().clamp_min(1e-300)) for a, b in pairs)
+    return max(float(read((a.double() - b).norm() / b.norm().clamp_min(1e-300))) for a, b in pairs)
 
 
 def _tried(work: Callable[[], float]) -> tuple[float, str]:
@@ -238,7 +239,7 @@ def _percent(found: tuple[float, str]) -> str:
 
 
 def _unit(dtype: torch.dtype, device: torch.device) -> float:
-    coarse = dtype == torch.float32 and device.type != "cpu" and torch.backends.cuda.matmul.allow_tf32
+    coarse = dtype == torch.float32 and on_gpu(device) and torch.backends.cuda.matmul.allow_tf32
     return 2.0**-10 if coarse else torch.finfo(dtype).eps
 
 
@@ -257,7 +258,7 @@ def _steps(run: RunConfig, device: torch.device, count: int = 2, drawn: bool = T
     if drawn:
         stepper.zero.load(_weights(run))
     results = [stepper.step(step) for step in range(count)]
-    return [(float(result.loss), float(result.norm)) for result in results]
+    return [(float(read(result.loss)), float(read(result.norm))) for result in results]
 
 
 def _weights(run: RunConfig) -> Iterator[tuple[str, Tensor]]:
@@ -284,4 +285,4 @@ def _reference_step(run: RunConfig, device: torch.device) -> tuple[float, float]
     tokens = torch.from_numpy(rows).to(device)
     loss = gpt.loss(tokens[:, :-1], tokens[:, 1:], z_loss=run.optimizer.z_loss)
     gradients = torch.autograd.grad(loss, list(parameters.values()))
-    return loss.item(), math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
+    return read(loss).item(), math.sqrt(sum(float(read(gradient.square().sum())) for gradient in gradients))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from ..hardware import matmul_peak, synchronize
+from ..hardware import CUDA, matmul_peak, on_gpu, synchronize
 from ..job.fork import run_ranks
 from ..parallel.mesh import all_gather
 from .finding import FAILED, NOTE, PASSED, Finding
@@ -55,9 +55,8 @@ def judge_ranks(measured: Sequence[tuple[float, float, float]], wanted: float | 
 
 def _measure(kind: str) -> tuple[float, float, float]:
     device, size, group = torch.device(kind), dist.get_world_size(), None
-    if kind == "cuda":
-        device = torch.device(kind, dist.get_rank() % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    if on_gpu(device):
+        device = CUDA.take(dist.get_rank())
         group = dist.new_group(backend="nccl")
     sent = torch.ones(BYTES // 4, device=device)
     received = torch.empty(size * len(sent), device=device)
