@@ -162,6 +162,7 @@ class ParallelConfig:
     bucket_mb: Annotated[Positive, "at most 1e6"] = cosmetic(25.0)  # gradients that travel together, in MiB
     micro_batch_size: int | None = cosmetic(None)  # sequences in one forward pass of a rank; None: its whole share
     attention: Annotated[str, ("auto", "ours", "sdpa", "flash2", "flash3", "flash4")] = cosmetic("auto")  # kernel
+    cross_entropy: Annotated[str, ("auto", "torch")] = cosmetic("auto")  # auto: our kernel where a GPU trains
     compile: bool = cosmetic(False)  # torch.compile, block by block
     # CUDA, one rank: blocks are compiled, and their kernels replayed as CUDA graphs. Off: it has not run on a GPU yet.
     cuda_graphs: bool = cosmetic(False)

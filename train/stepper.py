@@ -72,6 +72,7 @@ class Stepper:
         if config.data.separate_documents:
             self.gpt.end_of_document = stream.end_of_document
         choice = self.gpt.set_attention(parallel.attention, device, self.dtype)
+        self.gpt.head.fused = parallel.cross_entropy == "auto"
         if on_gpu(device):
             report(str(choice))
         self.compiled: Compiled | None = None

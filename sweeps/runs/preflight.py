@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ...train.config import RunConfig
 from ...train.errors import UserError, counted
@@ -39,8 +40,9 @@ def read_record(sweep: SweepDirectory) -> Record:
 def decided(run: RunDirectory) -> RunConfig:
     """A run's frozen config with what its sweep has decided of how to execute it."""
     config, sweep = run.config(), SweepDirectory(run.path.parent.parent)
-    attention = read_record(sweep).decides.get("attention", config.parallel.attention)
-    return replace(config, parallel=replace(config.parallel, attention=attention))
+    decides: dict[str, Any] = read_record(sweep).decides
+    known = {name: decides[name] for name in ("attention", "cross_entropy") if name in decides}
+    return replace(config, parallel=replace(config.parallel, **known))
 
 
 def summary(found: NodeRecord) -> str:

@@ -82,7 +82,9 @@ class StackedGPT:
         members = zip(
             self._last_hidden(tokens, table).unbind(), head.unbind(), targets.flatten(1), z_losses, strict=True
         )
-        return torch.stack([linear_cross_entropy(x, w, ids, vocabulary, reduction, z) for x, w, ids, z in members])
+        fused = self.template.head.fused
+        losses = [linear_cross_entropy(x, w, ids, vocabulary, reduction, z, fused) for x, w, ids, z in members]
+        return torch.stack(losses)
 
     def _last_hidden(self, tokens: Tensor, table: Tensor) -> Tensor:
         """What the head reads, (E, n, w), for rows of the tables (E, V, w)."""
@@ -317,6 +319,7 @@ class StackedStepper:
         if first.data.separate_documents:
             self.template.end_of_document = shards.tokenizer.end_of_document
         choice = self.template.set_attention(first.parallel.attention, device, self.dtype)
+        self.template.head.fused = first.parallel.cross_entropy == "auto"
         if on_gpu(device):
             report(str(choice))
         self.members = [

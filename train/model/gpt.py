@@ -130,7 +130,7 @@ class Head(nn.Linear):
 
     def __init__(self, width: int, padded: int, vocab_size: int) -> None:
         super().__init__(width, padded, bias=False)
-        self.vocab_size = vocab_size
+        self.vocab_size, self.fused = vocab_size, True  # see `linear_cross_entropy`
 
     def whole(self, logits: Tensor) -> Tensor:
         if self.vocab_size != logits.shape[-1]:
@@ -141,7 +141,7 @@ class Head(nn.Linear):
         if targets is None:
             return super().forward(x)
         losses = linear_cross_entropy(
-            x.flatten(0, -2), self.weight, targets.flatten(), self.vocab_size, reduction, z_loss
+            x.flatten(0, -2), self.weight, targets.flatten(), self.vocab_size, reduction, z_loss, self.fused
         )
         return losses.view(targets.shape) if reduction == "none" else losses
 

@@ -35,7 +35,13 @@ KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, reduction: str = "mean", z_loss: float = 0.0
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    reduction: str = "mean",
+    z_loss: float = 0.0,
+    fused: bool = True,
 ) -> Tensor:
     """-log softmax(x W^T)[target] + z_loss * lse^2, in nats and fp32 whatever the type of x (fp64 in fp64).
 
@@ -43,6 +49,7 @@ def linear_cross_entropy(
         x: (n, width), what the head reads.
         weight: (padded vocabulary, width); rows from `vocab_size` on are never predicted, and get a gradient of zero.
         targets: (n,) ids below `vocab_size`.
+        fused: our kernel where a GPU computes; else PyTorch's everywhere.
         reduction: mean | none; `none` is for scoring, and has no gradient (ValueError where one would be wanted).
 
     Returns:
@@ -53,8 +60,8 @@ def linear_cross_entropy(
     if wanted and reduction == "none":
         raise ValueError("reduction is none, which has no gradient; use mean, or torch.no_grad() to score")
     if wanted:
-        return _LinearCrossEntropy.apply(x, weight, targets, vocab_size, z_loss)
-    losses = _in_chunks(x, weight, targets, vocab_size, z_loss, None)
+        return _LinearCrossEntropy.apply(x, weight, targets, vocab_size, z_loss, fused)
+    losses = _in_chunks(x, weight, targets, vocab_size, z_loss, fused, None)
     return losses if reduction == "none" else losses.mean()
 
 
@@ -62,30 +69,38 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """The mean loss; keeps dx and dW of the sum of the losses, times `SHIFT` in fp16."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, z_loss: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, z_loss: float, fused: bool
+    ) -> Tensor:
         dx, dw = torch.empty_like(x), torch.empty_like(weight, dtype=_wide(weight.dtype))
-        losses = _in_chunks(x, weight, targets, vocab_size, z_loss, (dx, dw))
+        losses = _in_chunks(x, weight, targets, vocab_size, z_loss, fused, (dx, dw))
         ctx.dtype, ctx.divisor = weight.dtype, len(x) * _shift(x.dtype)
         ctx.save_for_backward(dx, dw)
         return losses.mean()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         dx, dw = ctx.saved_tensors
         factor = dloss / ctx.divisor
         # As a matrix it has a say in the type of the product: a scalar would be rounded to that of dx first.
         torch.mul(dx, factor.view(1, 1), out=dx)
-        return dx, dw.mul_(factor).to(ctx.dtype), None, None, None
+        return dx, dw.mul_(factor).to(ctx.dtype), None, None, None, None
 
 
 def _in_chunks(
-    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, z_loss: float, gradients: tuple[Tensor, Tensor] | None
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    z_loss: float,
+    fused: bool,
+    gradients: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """Losses (n,); given (dx, dW), fills dx (n, w) and dW (V, w)."""
     losses = torch.empty(len(x), dtype=_wide(x.dtype), device=x.device)
     step = rows_at_a_time(len(weight), "cuda" if on_gpu(x) else "cpu")
-    work = _kernel() if on_gpu(x) and x.dtype in KERNEL_TYPES else cross_entropy_reference
+    work = _kernel() if fused and on_gpu(x) and x.dtype in KERNEL_TYPES else cross_entropy_reference
     for start in range(0, len(x), step):
         rows = slice(start, start + step)
         logits = F.linear(x[rows], weight)

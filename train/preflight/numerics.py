@@ -114,19 +114,26 @@ def check_loss(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Find
             wide = logits if logits.dtype == torch.float64 else logits.float()
             return F.cross_entropy(wide, targets) + z * wide.logsumexp(1).square().mean()
 
-        def ours(x: Tensor, weight: Tensor, targets: Tensor = targets, size: int = size, z: float = z_loss) -> Tensor:
-            return head.linear_cross_entropy(x, weight, targets, size, z_loss=z)
+        def error(fused: bool) -> tuple[float, str]:
+            def ours(x: Tensor, weight: Tensor) -> Tensor:
+                return head.linear_cross_entropy(x, weight, targets, size, z_loss=z_loss, fused=fused)  # noqa: B023
+
+            return _tried(lambda: _error(_loss_and_gradients(ours, x, weight), exact))  # noqa: B023
 
         exact = _loss_and_gradients(theirs, x.double(), weight.double())
         peer = _error(_loss_and_gradients(theirs, x, weight), exact)
         bound = max(WORSE * peer, _unit(dtype, device) / 4)
-        found = _tried(lambda: _error(_loss_and_gradients(ours, x, weight), exact))  # noqa: B023
+        found = error(run.parallel.cross_entropy == "auto")
         words = f"the loss ({run.precision}, width {model.width}, vocabulary {size}) is off float64 by "
         words += f"{_percent(found)}, PyTorch's own by {peer:.2g}"
         numbers = {"error": found[0], "peer": peer, "bound": bound}
-        outcome = PASSED if found[0] <= bound else FAILED
-        words += "" if outcome == PASSED else f", where {bound:.2g} is allowed"
-        yield Finding("loss", outcome, words, numbers=numbers)
+        if found[0] <= bound:
+            yield Finding("loss", PASSED, words, numbers=numbers)
+        elif run.parallel.cross_entropy == "auto" and on_gpu(device) and error(fused=False)[0] <= bound:
+            words += "; our kernel is not used, and PyTorch's takes its place"
+            yield Finding("loss", REPLACED, words, {"cross_entropy": "torch"}, numbers)
+        else:
+            yield Finding("loss", FAILED, f"{words}, where {bound:.2g} is allowed", numbers=numbers)
 
 
 def check_step(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Finding]:

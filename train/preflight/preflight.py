@@ -17,6 +17,7 @@ from typing import Any
 from ..config import RunConfig, from_dict, to_dict
 from .finding import FAILED, REPLACED, Finding
 
+INSTEAD: dict[str, Any] = {"attention": {"attention": "sdpa"}, "loss": {"cross_entropy": "torch"}}  # of ours
 CHECKS = ("ranks", "software", "gpus", "disk", "shared memory", "network", "attention", "loss", "step", "memory")
 
 
@@ -58,11 +59,11 @@ def findings(request: Request, checks: Sequence[str] = CHECKS) -> Iterator[Findi
             last = (errors.read().strip().splitlines() or [""])[-1]
         said = f"no answer within {request.timeout:g} s" if hung else f"its process ended with code {code} ({last})"
         left = left[1:]
-        if at == "attention" and any(run.parallel.attention != "sdpa" for run in request.runs):
-            plain = [replace(run, parallel=replace(run.parallel, attention="sdpa")) for run in request.runs]
+        decides = INSTEAD.get(at, {})
+        if decides and any(decides.items() - vars(run.parallel).items() for run in request.runs):
+            plain = [replace(run, parallel=replace(run.parallel, **decides)) for run in request.runs]
             request, left = replace(request, runs=plain), [at, *left]
-            said += "; it is not used, and PyTorch's takes its place"
-            yield Finding(at, REPLACED, f"attention: {said}", {"attention": "sdpa"})
+            yield Finding(at, REPLACED, f"{at}: {said}; PyTorch's kernel takes the place of ours", decides)
         else:
             yield Finding(at, FAILED, f"{at}: {said}")
 
