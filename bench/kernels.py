@@ -26,9 +26,8 @@ from .contenders import Row
 
 VOCABULARY = 32768
 ABOUT = (
-    "What the compiler says of every launch, for packed documents; nothing was run. Model: the larger of FLOPs over peak "
-    f"and bytes (each tensor once) over bandwidth, of B=4, T=4096, width 2048 and a vocabulary of {VOCABULARY}; no "
-    "measurement."
+    "What the compiler says of every launch; nothing was run. The model, no measurement, is the larger of FLOPs over "
+    f"peak and bytes (each tensor once) over bandwidth: B=4, T=4096, width 2048, a vocabulary of {VOCABULARY}."
 )
 
 
@@ -131,7 +130,7 @@ def compiling_for(case: Case) -> Iterator[list[tuple[Any, dict[str, Any]]]]:
     try:
         with (
             mock.patch.object(triton.JITFunction, "run", compile_only),
-            mock.patch.object(flash_blocks, "capability_of", lambda _: divmod(case.arch, 10)),
+            mock.patch.object(flash_blocks, "capability_of", return_value=divmod(case.arch, 10)),
         ):
             yield compiled
     finally:
@@ -230,13 +229,13 @@ def print_kernels(rows: list[Row]) -> None:
     """The rows as a table."""
     from ..sweeps.terminal import console, plain_table
 
-    heads = "kernel block warps stages registers spilled KiB programs full tensor-cores model bound".split()
-    table = plain_table(["", *heads], left=("", "kernel", "full", "tensor-cores", "bound"))
+    plain = ("kernel", "block", "warps", "stages", "registers", "spilled", "shared", "programs", "limit")
+    table = plain_table(["", *plain, "tensor cores", "model, ms"], left=("", "kernel", "limit", "tensor cores"))
     for row in rows:
         where, _, _ = row["case"].rpartition(" ")
-        numbers = [row[key] for key in ("kernel", "block", "warps", "stages", "registers", "spilled")]
-        numbers += [f"{row['shared'] / KIB:.0f}", row["programs"], row["limit"], ", ".join(row["tensor_cores"])]
-        table.add_row(where, *map(str, numbers), f"{row['model_seconds'] * 1e3:.3g} ms", row["model_bound"])
+        cores = ", ".join(row["tensor_cores"])
+        time = f"{row['model_seconds'] * 1e3:.3g}, {row['model_bound']}"
+        table.add_row(where, *(str(row[key]) for key in plain), cores, time)
     screen = console()
     screen.print(ABOUT)
     screen.print(table)

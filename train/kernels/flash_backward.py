@@ -131,7 +131,7 @@ def key_kernel(  # type: ignore[no-untyped-def]
     grad_base = head_of(Grad, batch, kv_head * group, grad_strides)
     lse_row = Lse + (batch * kv_heads + kv_head) * group * time
     delta_row = Delta + (batch * kv_heads + kv_head) * group * time
-    for _ in tl.range(0, group):
+    for _ in tl.range(0, group, disable_licm=True):
         head = (q_base, q_strides[1], grad_base, grad_strides[1], lse_row, delta_row)
         for at in tl.range(whole_begin, whole_end, QUERIES):
             dk, dv = _key_grads(
