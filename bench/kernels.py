@@ -7,7 +7,6 @@ to be compiled only: so blocks, flags and the types and alignment of arguments a
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import os
 import re
 import subprocess
@@ -21,6 +20,7 @@ from unittest import mock
 import torch
 
 from ..train.errors import UserError
+from ..train.kernels.flash_blocks import TABLE
 from .attention import Shape
 from .contenders import Row
 
@@ -39,6 +39,7 @@ class Gpu(NamedTuple):
     """
 
     name: str
+    generation: str  # as flash_blocks.toml calls it
     target: str
     tensor_cores: str  # what their products are called in PTX
     most_shared: int  # of a program; launches of sm_80 serve sm_86, 89 and 120 too, which have 99 KiB and not 163
@@ -50,15 +51,15 @@ class Gpu(NamedTuple):
 KIB = 1024
 GPUS = {
     80: Gpu(
-        "A100", "sm_80", "mma.sync", 99 * KIB, 164 * KIB,
+        "A100", "ampere", "sm_80", "mma.sync", 99 * KIB, 164 * KIB,
         {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "float32": 19.5e12}, 2.04e12,
     ),
     90: Gpu(
-        "H100", "sm_90a", "wgmma.mma_async", 227 * KIB, 228 * KIB,
+        "H100", "hopper", "sm_90a", "wgmma.mma_async", 227 * KIB, 228 * KIB,
         {"bfloat16": 989e12, "float16": 989e12, "tf32": 495e12, "float32": 67e12}, 3.35e12,
     ),
     100: Gpu(
-        "B200", "sm_100a", "tcgen05.mma", 227 * KIB, 228 * KIB,
+        "B200", "blackwell", "sm_100a", "tcgen05.mma", 227 * KIB, 228 * KIB,
         {"bfloat16": 2250e12, "float16": 2250e12, "tf32": 1125e12, "float32": 75e12}, 8e12,
     ),
 }  # fmt: skip
@@ -90,8 +91,10 @@ class Case(NamedTuple):
 
 # Every entry of flash_blocks.toml at its largest head size, and the loss.
 CASES = [
-    *(Case(*case) for case in itertools.product(GPUS, ("bfloat16", "tf32", "float32"), (64, 128, 256))),
-    *(Case(arch, dtype, 0) for arch in GPUS for dtype in ("bfloat16", "float32")),
+    Case(arch, dtype, head_dim)
+    for arch, gpu in GPUS.items()
+    for dtype, entry in {"bfloat16": gpu.generation, "tf32": "tf32", "float32": "ieee"}.items()
+    for head_dim in [*map(int, TABLE[entry]), *([0] if dtype != "tf32" else [])]
 ]
 
 

@@ -10,13 +10,10 @@ import json
 import os
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
 
 import pytest
-from isoflop.bench.kernels import CASES, GPUS, TENSOR_MEMORY, Case, Row, model, occupancy, print_kernels
+from isoflop.bench.kernels import GPUS, TENSOR_MEMORY, Case, Row, model, occupancy, print_kernels
 from isoflop.train.errors import UserError
-from isoflop.train.kernels import flash_blocks
 from isoflop.train.kernels.flash import HEAD_DIMS
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
@@ -61,12 +58,6 @@ def test_the_usual_launches_spill_nothing_and_use_tensor_cores(arch: int, capsys
 @pytest.mark.parametrize("arch", GPUS)
 def test_every_launch_spills_nothing_and_uses_tensor_cores(arch: int, dtype: str, mask: str) -> None:
     check([f"{arch}:{dtype}:{head_dim}{mask}" for head_dim in HEAD_DIMS] + [f"{arch}:{dtype}:loss"])
-
-
-def test_the_table_has_every_entry_of_the_launches() -> None:
-    entries = tomllib.loads(Path(flash_blocks.__file__).with_suffix(".toml").read_text())
-    sizes = {case.head_dim for case in CASES if case.head_dim}
-    assert all({int(largest) for largest in launches} == sizes for launches in entries.values())
 
 
 @pytest.mark.parametrize(
