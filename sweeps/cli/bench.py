@@ -84,7 +84,7 @@ def bench_queues(runs: int = 1000, workers: int = 2, tasks: int = 50, as_json: b
 @command(app, "kernels")
 def bench_compiled(
     static: Annotated[bool, typer.Option("--static", help="Compile only, without a GPU.")] = False,
-    case: list[str] | None = None,
+    case: Annotated[list[str] | None, typer.Option(help="Such as 90:bfloat16:128; all when not given.")] = None,
     as_json: bool = False,
 ) -> None:
     """What the compiler says of every kernel's launches: registers, spills, shared memory, programs at once."""
