@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from ...train.errors import UserError
 from .options import command, show
 
 app = typer.Typer(no_args_is_help=True, help="Measure ours beside the peer, in one run.")
@@ -78,6 +79,20 @@ def bench_queues(runs: int = 1000, workers: int = 2, tasks: int = 50, as_json: b
     from ...bench.queue import bench_queue
 
     _show_rows(bench_queue(runs, workers, tasks), as_json)
+
+
+@command(app, "kernels")
+def bench_compiled(
+    static: Annotated[bool, typer.Option("--static", help="Compile only, without a GPU.")] = False,
+    case: Annotated[list[str] | None, typer.Option(help="Such as 90:bfloat16:128; all when not given.")] = None,
+    as_json: bool = False,
+) -> None:
+    """What the compiler says of every kernel's launches: registers, spills, shared memory, programs at once."""
+    from ...bench.kernels import bench_kernels, print_kernels
+
+    if not static:
+        raise UserError("bench kernels has --static alone; bench attention and bench loss measure the kernels.")
+    show(list(bench_kernels(case or ())), as_json, print_kernels)
 
 
 def _show_rows(rows: Iterable[dict[str, Any]], as_json: bool, about: str = "") -> None:

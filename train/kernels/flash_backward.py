@@ -132,13 +132,14 @@ def key_kernel(  # type: ignore[no-untyped-def]
     grad_base = head_of(Grad, batch, kv_head * group, grad_strides)
     lse_row = Lse + (batch * kv_heads + kv_head) * group * time
     delta_row = Delta + (batch * kv_heads + kv_head) * group * time
-    for _ in tl.range(0, group):
+    # What could be computed before these two loops is little, and would hold registers that others spill for.
+    for _ in tl.range(0, group, disable_licm=True):
         head = (q_base, q_strides[1], grad_base, grad_strides[1], lse_row, delta_row)
         for at in tl.range(whole_begin, whole_end, QUERIES):
             dk, dv = _key_grads(
                 dk, dv, key_block, head, first_row, at, time, scale_log2, D, QUERIES, PRECISION, MASKED=False
             )
-        for index in tl.range(0, masked):
+        for index in tl.range(0, masked, disable_licm=True):
             at = masked_block(index, begin, whole_begin, whole_end, QUERIES)
             dk, dv = _key_grads(
                 dk, dv, key_block, head, first_row, at, time, scale_log2, D, QUERIES, PRECISION, MASKED=True

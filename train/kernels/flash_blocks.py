@@ -1,8 +1,8 @@
 """Block sizes, warps and pipeline stages of the FlashAttention kernels, by head size, type and GPU generation.
 
 A table (flash_blocks.toml), no autotuner, so every node launches the same. Chosen from what the compiler says
-(`tests/train/kernels/test_compile.py`): large blocks whose inner loops spill next to nothing, in the shared memory of
-the smallest GPU of the generation. Not timed yet.
+(`isoflop bench kernels --static`): large blocks that spill no register, in the shared memory of the smallest GPU of the
+generation. Not timed yet.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Blocks(NamedTuple):
     d_query: Launch
 
 
-_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def blocks_for(query: Tensor, precision: str) -> Blocks:
     """The launches for queries of such a head size and type on their device; `precision` is that of fp32's products."""
     generation = {9: "hopper", 10: "blackwell"}.get(capability_of(query)[0], "ampere")
-    entries = _TABLE[precision if query.dtype == torch.float32 else generation]
+    entries = TABLE[precision if query.dtype == torch.float32 else generation]
     found = next(launches for largest, launches in entries.items() if query.shape[-1] <= int(largest))
     return Blocks(*(Launch(*numbers) for numbers in found))
 

@@ -1,6 +1,7 @@
 """Our FlashAttention gives what its float64 reference gives, sees what it may see, and says the same bits twice.
 
-On a machine without a GPU the kernels run in Triton's interpreter, in fp32 and fp16 (its bf16 products are wrong).
+On a machine without a GPU the kernels run in Triton's interpreter, in fp32 and fp16 (its bf16 products are wrong:
+test_bf16.py mends them).
 """
 
 from __future__ import annotations
