@@ -22,41 +22,52 @@ from ...train.config import RunConfig
 from ...train.data.storage import cache_directory
 from ...train.errors import UserError
 from ...train.files import read_document, write_json
-from ...train.preflight.finding import FAILED, Finding
-from ...train.preflight.preflight import Request, findings
+from ...train.preflight.finding import FAILED, PASSED, Finding, judge_speed
+from ...train.preflight.preflight import OF_KIND, OF_NODE, Request, findings
 from .. import prepare
 from ..config import ClusterConfig, SweepConfig
 from ..plan.rates import core_flops_per_second, fill_budgets
-from ..runs.directory import SweepDirectory, this_node
+from ..runs.directory import SweepDirectory, inside_job, this_node
 from ..runs.preflight import FILE, NodeRecord, read_record, summary
 
 WANDB = "api.wandb.ai:443"
-WAIT_SECONDS = 600.0  # for whoever looks at a node of this kind at the same time
+WAIT_SECONDS = 600.0  # for whoever checks another node of this kind at the same time
 
 
 def look_over(sweep: SweepDirectory, runs: Sequence[RunConfig], cluster: ClusterConfig, ranks: int) -> Iterator[str]:
-    """Checks this node unless one of its kind is known, and yields what a person should read of it."""
-    kind, file = node_kind(runs), sweep.path / FILE
+    """Checks this node on its first job of the sweep, and yields what a person should read of it.
+
+    What holds for all nodes of its kind is checked where no sweep knows it; its disk, network, ... always are.
+    """
+    host, kind = this_node(), node_kind(runs)
+    if host in read_record(sweep).nodes:
+        return
+    request, start = request_of(sweep.path, runs, cluster, ranks), time.monotonic()
+    own = list(findings(request, (*OF_NODE, "speed") if inside_job() else OF_NODE))
     cached = cache_directory(runs[0].data) / "preflight" / f"{kind}.json"
     with FileLock(sweep.path / ".preflight.lock", timeout=WAIT_SECONDS):
         record = read_record(sweep)
-        if kind in record.nodes:
-            return
-        found = None
-        with suppress(UserError):  # there is none
-            found = read_document(cached, NodeRecord)
-        if found is None:
-            start = time.monotonic()
-            seen = list(findings(request_of(sweep.path, runs, cluster, ranks)))
-            found = NodeRecord(this_node(), round(time.monotonic() - start, 1), seen)
-            if all(finding.outcome != FAILED for finding in seen):
+        alike = {name: node for name, node in record.nodes.items() if node.kind == kind}
+        known = next((node.of_kind for node in alike.values()), None)
+        if known is None:
+            with suppress(UserError):  # there is none
+                known = read_document(cached, list[Finding])
+        if is_new := known is None:
+            known = list(findings(request, OF_KIND))
+            if all(finding.outcome != FAILED for finding in known):
                 cached.parent.mkdir(parents=True, exist_ok=True)
-                write_json(cached, asdict(found))
-            yield summary(found)
-        record.nodes[kind] = found
-        for finding in found.findings:
+                write_json(cached, [asdict(finding) for finding in known])
+        assert known is not None
+        rates = {name: rate for name, node in alike.items() if (rate := node.rate) is not None}
+        node = NodeRecord(kind, own, known, round(time.monotonic() - start, 1))
+        if node.rate is not None and (slow := judge_speed(host, node.rate, rates)) is not None:
+            own.append(slow)
+        record.nodes[host] = node
+        for finding in known:
             record.decides |= finding.decides
-        write_json(file, asdict(record))
+        write_json(sweep.path / FILE, asdict(record))
+    if is_new or any(finding.outcome != PASSED for finding in own):
+        yield summary(host, node)
 
 
 def request_of(folder: Path, runs: Sequence[RunConfig], cluster: ClusterConfig, ranks: int) -> Request:
@@ -92,7 +103,7 @@ def node_kind(runs: Sequence[RunConfig]) -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next((line for line in lines if line.startswith("model name")), "")
     kernels = {
-        (run.precision, run.parallel.attention, run.parallel.device)
+        (run.precision, run.parallel.attention, run.parallel.cross_entropy, run.parallel.device)
         + ((run.model.head_dim, run.model.window, run.data.separate_documents) if gpus else ())
         for run in runs
     }

@@ -162,12 +162,12 @@ def _file_system(sweep: SweepDirectory) -> Iterator[Fault]:
 
 def _nodes(sweep: SweepDirectory) -> Iterator[Fault]:
     """What the first look at each kind of node found; see `execute/preflight.py`."""
-    for node in read_record(sweep).nodes.values():
-        for finding in node.findings:
+    for host, node in read_record(sweep).nodes.items():
+        for finding in (*node.findings, *node.of_kind):
             if finding.outcome in (FAILED, REPLACED):
                 how = "keep it out with cluster.exclude" if finding.outcome == FAILED else "nothing is to be done"
                 severity = "error" if finding.outcome == FAILED else "note"
-                yield Fault("node", f"{node.host}: {finding.said}", sweep.path / PREFLIGHT, None, how, severity)
+                yield Fault("node", f"{host}: {finding.said}", sweep.path / PREFLIGHT, None, how, severity)
 
 
 def locks_work(folder: Path) -> bool:

@@ -119,7 +119,7 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
     analysis = fit.analyze(runs, tuple(wanted), options.bootstrap, options.seed, law, intervals=options.intervals)
     provenance = {key: settings.get(key) for key in ("isoflop_version", "git_commit", "git_dirty", "host", "written")}
     provenance["command"] = " ".join(settings.get("command") or ())
-    provenance["preflight"] = "; ".join(summary(node) for node in read_record(sweep).nodes.values()) or None
+    provenance["preflight"] = "; ".join(summary(*node) for node in read_record(sweep).nodes.items()) or None
     fit.write_report(
         analysis,
         sweep.path / "fit",

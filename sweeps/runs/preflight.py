@@ -17,17 +17,23 @@ FILE = "preflight.json"
 
 @dataclass
 class NodeRecord:
-    """What was found on the first node of its kind."""
+    """What was found on a node's first job of the sweep."""
 
-    host: str
+    kind: str
+    findings: list[Finding]  # of this node
+    of_kind: list[Finding]  # of the first of its kind
     seconds: float
-    findings: list[Finding]
+
+    @property
+    def rate(self) -> float | None:
+        """FLOP/s of its matrix products."""
+        return next((one.numbers["flops_per_second"] for one in self.findings if one.check == "speed"), None)
 
 
 @dataclass
 class Record:
-    decides: dict[str, str] = field(default_factory=dict)  # fields of `parallel` that all runs of the sweep take
-    nodes: dict[str, NodeRecord] = field(default_factory=dict)  # by kind
+    decides: dict[str, str] = field(default_factory=dict)  # fields of `parallel`, which all runs of the sweep take
+    nodes: dict[str, NodeRecord] = field(default_factory=dict)  # by host
 
 
 def read_record(sweep: SweepDirectory) -> Record:
@@ -45,10 +51,9 @@ def decided(run: RunDirectory) -> RunConfig:
     return replace(config, parallel=replace(config.parallel, **known))
 
 
-def summary(found: NodeRecord) -> str:
+def summary(host: str, node: NodeRecord) -> str:
     """A line for all that is well, and one for each thing that is not."""
-    passed = sum(finding.outcome == PASSED for finding in found.findings)
-    lines = [f"preflight: {counted(passed, 'check')} of {found.host} passed in {found.seconds:.0f} s"]
-    return "\n".join(
-        [*lines, *(f"preflight: {one.outcome}: {one.said}" for one in found.findings if one.outcome != PASSED)]
-    )
+    found = [*node.findings, *node.of_kind]
+    passed = sum(finding.outcome == PASSED for finding in found)
+    lines = [f"preflight: {counted(passed, 'check')} of {host} passed in {node.seconds:.0f} s"]
+    return "\n".join([*lines, *(f"preflight: {one.outcome}: {one.said}" for one in found if one.outcome != PASSED)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.sweeps.runs.preflight import decided, read_record
 from isoflop.train.config import run_id
 from isoflop.train.preflight.finding import FAILED, PASSED, REPLACED, Finding
+from isoflop.train.preflight.preflight import OF_KIND, Request
 
+DISK = Finding("disk", PASSED, "there is room")
 FINE = Finding("loss", PASSED, "the loss is right")
 REPLACES = Finding("attention", REPLACED, "attention ours is off by 0.01", {"attention": "sdpa"})
 WRONG = Finding("step", FAILED, "a step is off by 0.1")
@@ -25,9 +28,13 @@ WRONG = Finding("step", FAILED, "a step is off by 0.1")
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[Finding]]:
-    """What the next looks find, one after the other; looks that nobody expects fail."""
+    """What the next looks at a kind of node find, one after the other; looks that nobody expects fail."""
     given: list[list[Finding]] = []
-    monkeypatch.setattr(preflight, "findings", lambda request: iter(given.pop(0)))
+
+    def findings(request: Request, checks: Sequence[str]) -> Iterator[Finding]:
+        return iter(given.pop(0) if checks == OF_KIND else [DISK])
+
+    monkeypatch.setattr(preflight, "findings", findings)
     return given
 
 
@@ -46,11 +53,12 @@ def test_a_node_that_passed_is_looked_at_once_in_all_sweeps(tmp_path: Path, seen
     first, _ = sweep_of(tmp_path / "first")
     seen.append([FINE, FINE])
     (said,) = look(first)
-    assert said.startswith("preflight: 2 checks of ")
+    assert said.startswith("preflight: 3 checks of ")
     assert look(first) == []
     second, _ = sweep_of(tmp_path / "second")
     assert look(second) == []
-    assert read_record(second) == read_record(first)
+    (node,) = read_record(second).nodes.values()
+    assert (node.findings, node.of_kind) == ([DISK], [FINE, FINE])  # its disk is this sweep's own affair
     other, _ = sweep_of(tmp_path / "other", precision="bf16")  # whose kernels are others
     seen.append([FINE])
     assert len(look(other)) == 1
@@ -69,6 +77,25 @@ def test_a_node_that_failed_is_named_and_looked_at_again_by_the_next_sweep(
     second, _ = sweep_of(tmp_path / "second")
     seen.append([FINE, FINE])
     assert len(look(second)) == 1
+
+
+def test_a_node_far_slower_than_its_siblings_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep, _ = sweep_of(tmp_path / "sweep")
+    host = ""
+
+    def findings(request: Request, checks: Sequence[str]) -> Iterator[Finding]:
+        speed = Finding("speed", PASSED, "", numbers={"flops_per_second": rates[host]})
+        return iter([FINE] if checks == OF_KIND else [DISK, speed])
+
+    monkeypatch.setattr(preflight, "findings", findings)
+    monkeypatch.setattr(preflight, "this_node", lambda: host)
+    rates, said = {"node1": 9e9, "node2": 1e10, "node3": 8e9, "node4": 3e9}, dict[str, list[str]]()
+    for host in rates:
+        said[host] = look(sweep)
+    assert [len(lines) for lines in said.values()] == [1, 0, 0, 1]
+    assert "node4 computes 3.0 GFLOP/s where its siblings do 9.0; keep its node out" in said["node4"][0]
+    (found,) = [one for one in examine_sweep(sweep, mend=False) if one.kind == "node"]
+    assert "node4" in found.what
 
 
 def test_what_was_decided_holds_for_all_runs_and_changes_no_id(tmp_path: Path, seen: list[list[Finding]]) -> None:
@@ -110,7 +137,7 @@ def test_a_sweep_looks_before_its_first_run(tmp_path: Path, cache: Path, capfd: 
     assert sweep_main([*asked, "sweep=on"]) == 0
     assert "checks of" in capfd.readouterr().out
     (node,) = json.loads((tmp_path / "on" / "preflight.json").read_text())["nodes"].values()
-    assert {one["outcome"] for one in node["findings"]} == {PASSED}
+    assert {one["outcome"] for one in node["findings"] + node["of_kind"]} == {PASSED}
     assert "preflight: " in (tmp_path / "on" / "fit" / "report.html").read_text()
     assert sweep_main([*asked, "sweep=again"]) == 0
     assert "preflight" not in capfd.readouterr().out

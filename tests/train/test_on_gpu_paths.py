@@ -426,8 +426,9 @@ def test_preflight_compares_on_the_device(
     (software,) = machine.check_software(META)
     assert "on stand-in (sm_80)" in software.said
     monkeypatch.setenv("PATH", "")
-    (gpus,) = machine.check_gpus(META)
+    (gpus,) = machine.check_gpus("cuda")
     assert "nvidia-smi does not answer" in gpus.said
+    assert not list(machine.check_gpus("auto"))
 
 
 def test_preflight_measures_ranks_over_nccl(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

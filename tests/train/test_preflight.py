@@ -157,7 +157,7 @@ def test_a_slow_rank_and_a_slow_network_are_named() -> None:
     even = [(9e9, 1e9, 1e9), (1e10, 1e9, 1e9), (1e10, 1.2e9, 1e9)]
     assert outcomes(ranks.judge_ranks(even, wanted=1.5e9)) == [PASSED]
     slow = worst(ranks.judge_ranks([*even, (3e9, 1e9, 1e9)]))
-    assert "rank 3 computes 3.0 GFLOP/s where its siblings do 9.5" in slow.said
+    assert "rank 3 computes 3.0 GFLOP/s where its siblings do 10.0" in slow.said
     network = worst(ranks.judge_ranks(even, wanted=450e9))
     assert network.outcome == NOTE
     assert "the cluster's group says 450.00" in network.said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
 import shutil
 import socket
@@ -9,14 +11,15 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from ..config import RunConfig
 from ..flops import count_parameters
-from ..hardware import CUDA, on_gpu
 from ..job.failure import DISK_FULL
 from .finding import FAILED, NOTE, PASSED, Finding
+
+if TYPE_CHECKING:
+    import torch
 
 QUERY = ("index", "name", "memory.total", "memory.used", "utilization.gpu", "clocks_throttle_reasons.active")
 # NVML's reasons that cost speed: power brake, and slowdowns by heat. Idle clocks and power caps are everyday.
@@ -29,8 +32,9 @@ INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 def check_software(device: torch.device) -> Iterator[Finding]:
     """Driver, PyTorch, Triton and the GPU's architecture."""
-    import importlib.metadata
-    import importlib.util
+    import torch
+
+    from ..hardware import CUDA, on_gpu  # PyTorch takes seconds, and what else is here does without
 
     triton = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None
     words = f"torch {torch.__version__}, Triton {triton or 'not installed'}"
@@ -45,11 +49,10 @@ def judge_software(
 ) -> Finding:
     """`built_for`: architectures such as sm_90 or compute_90, as torch lists them."""
     ours = 10 * capability[0] + capability[1]
-    known = {part.rpartition("_")[2].rstrip("af"): part.startswith("compute") for part in built_for}
-    exact = any(not ptx and int(number) // 10 == ours // 10 and int(number) <= ours for number, ptx in known.items())
-    later = any(ptx and int(number) <= ours for number, ptx in known.items())
     words += f" on {name} (sm_{ours})"
-    if not (exact or later):
+    # Machine code serves later GPUs of its generation, PTX all later ones.
+    kinds = [(part.startswith("compute"), int(part.rpartition("_")[2].rstrip("af"))) for part in built_for]
+    if not any(number <= ours and (ptx or number // 10 == capability[0]) for ptx, number in kinds):
         words += f": torch is built for {', '.join(built_for)}; install one that is built for it"
         return Finding("software", FAILED, words)
     if triton is None:
@@ -57,14 +60,14 @@ def judge_software(
     return Finding("software", PASSED, words)
 
 
-def check_gpus(device: torch.device) -> Iterator[Finding]:
-    """Whether this node's GPUs are alike, free and at full speed."""
-    if not on_gpu(device):
+def check_gpus(device: str) -> Iterator[Finding]:
+    """Whether this node's GPUs are alike, free and at full speed; nothing where runs use none."""
+    if device == "cpu" or (device == "auto" and shutil.which("nvidia-smi") is None):
         return
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, subprocess.SubprocessError) as error:  # as where a driver is installed and no GPU is there
         yield Finding("gpus", NOTE, f"nvidia-smi does not answer ({error}), so nobody knows whether the GPUs are free")
         return
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")

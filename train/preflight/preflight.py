@@ -18,7 +18,8 @@ from ..config import RunConfig, from_dict, to_dict
 from .finding import FAILED, REPLACED, Finding
 
 INSTEAD: dict[str, Any] = {"attention": {"attention": "sdpa"}, "loss": {"cross_entropy": "torch"}}  # of ours
-CHECKS = ("ranks", "software", "gpus", "disk", "shared memory", "network", "attention", "loss", "step", "memory")
+OF_NODE = ("gpus", "disk", "shared memory", "network")  # which need no PyTorch
+OF_KIND = ("ranks", "software", "attention", "loss", "step", "memory")  # ranks before this process takes a GPU
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Request:
     timeout: float = 90.0  # seconds that one check may take
 
 
-def findings(request: Request, checks: Sequence[str] = CHECKS) -> Iterator[Finding]:
+def findings(request: Request, checks: Sequence[str] = (*OF_NODE, *OF_KIND)) -> Iterator[Finding]:
     """What the checks find, as they find it."""
     left = list(checks)
     while left:
@@ -117,33 +118,37 @@ def main() -> None:
 
 
 def _run(check: str, request: Request) -> Iterator[Finding]:
+    from . import machine
+
+    match check:
+        case "gpus":
+            return machine.check_gpus(request.device)
+        case "disk":
+            return machine.check_disk(request.runs, request.folder, request.grace)
+        case "shared memory":
+            return machine.check_shared_memory(request.ranks)
+        case "network":
+            return machine.check_network(request.ranks, request.hosts)
     from ..hardware import pick_device
-    from . import machine, numerics, ranks
+    from . import numerics, ranks
 
     device = pick_device(request.device)
     match check:
         case "ranks":
-            yield from ranks.check_ranks(request.ranks, device.type, request.timeout / 2, request.bandwidth)
+            return ranks.check_ranks(request.ranks, device.type, request.timeout / 2, request.bandwidth)
+        case "speed":
+            return ranks.check_speed(device)
         case "software":
-            yield from machine.check_software(device)
-        case "gpus":
-            yield from machine.check_gpus(device)
-        case "disk":
-            yield from machine.check_disk(request.runs, request.folder, request.grace)
-        case "shared memory":
-            yield from machine.check_shared_memory(request.ranks)
-        case "network":
-            yield from machine.check_network(request.ranks, request.hosts)
+            return machine.check_software(device)
         case "attention":
-            yield from numerics.check_attention(request.runs, device)
+            return numerics.check_attention(request.runs, device)
         case "loss":
-            yield from numerics.check_loss(request.runs, device)
+            return numerics.check_loss(request.runs, device)
         case "step":
-            yield from numerics.check_step(request.runs, device)
+            return numerics.check_step(request.runs, device)
         case "memory":
-            yield from numerics.check_memory(request.runs, device)
-        case _:
-            raise ValueError(check)
+            return numerics.check_memory(request.runs, device)
+    raise ValueError(check)
 
 
 if __name__ == "__main__":

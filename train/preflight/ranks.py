@@ -12,9 +12,8 @@ import torch.distributed as dist
 from ..hardware import CUDA, matmul_peak, on_gpu, synchronize
 from ..job.fork import run_ranks
 from ..parallel.mesh import all_gather
-from .finding import FAILED, NOTE, PASSED, Finding
+from .finding import FAILED, NOTE, PASSED, SLOW, Finding, judge_speed
 
-SLOW = 0.4  # of the median rate of its siblings, or of what the cluster's group says
 TRIAL_SECONDS = 0.3  # of products, of which the best counts: a busy processor is no slow one
 BYTES = 2**24  # that a collective carries
 ROUNDS = 5
@@ -39,11 +38,10 @@ def check_ranks(size: int, kind: str, timeout: float, wanted: float | None = Non
 def judge_ranks(measured: Sequence[tuple[float, float, float]], wanted: float | None = None) -> Iterator[Finding]:
     """From each rank's matrix products (FLOP/s), all-reduce and all-gather (bytes/s)."""
     rates, reduce, gather = ([row[i] for row in measured] for i in range(3))
-    middle = statistics.median(rates)
     for rank, rate in enumerate(rates):
-        if rate < SLOW * middle:
-            said = f"rank {rank} computes {rate / 1e9:,.1f} GFLOP/s where its siblings do {middle / 1e9:,.1f}"
-            yield Finding("ranks", FAILED, f"{said}; all would wait for it, so keep its node out with cluster.exclude")
+        others = {str(other): rates[other] for other in range(len(rates)) if other != rank}
+        if (slow := judge_speed(f"rank {rank}", rate, others)) is not None:
+            yield slow
     words = f"{len(rates)} ranks met: all-reduce {min(reduce) / 1e9:.2f} GB/s, all-gather {min(gather) / 1e9:.2f}"
     numbers = {"all_reduce": min(reduce), "all_gather": min(gather)}
     if wanted is not None and min(*reduce, *gather) < SLOW * wanted:
@@ -51,6 +49,12 @@ def judge_ranks(measured: Sequence[tuple[float, float, float]], wanted: float | 
         yield Finding("ranks", NOTE, words, numbers=numbers)
     else:
         yield Finding("ranks", PASSED, words, numbers=numbers)
+
+
+def check_speed(device: torch.device) -> Iterator[Finding]:
+    """Matrix products, by which nodes of one kind are compared."""
+    rate = matmul_peak(device, torch.float32, TRIAL_SECONDS)
+    yield Finding("speed", PASSED, f"products run at {rate / 1e9:,.1f} GFLOP/s", numbers={"flops_per_second": rate})
 
 
 def _measure(kind: str) -> tuple[float, float, float]:
