@@ -65,7 +65,7 @@ def test_an_attention_kernel_that_is_one_per_cent_off_is_replaced(run: RunConfig
     wrong_backend(monkeypatch, lambda *given: SDPA.kernel(*given) * 1.01)
     finding = worst(numerics.check_attention([run], CPU))
     assert (finding.outcome, finding.decides) == (REPLACED, {"attention": "sdpa"})
-    assert "attention ours" in finding.said
+    assert "attention by ours" in finding.said
     assert finding.numbers["error"] > finding.numbers["bound"]
 
 

@@ -86,7 +86,8 @@ def check_attention(runs: Sequence[RunConfig], device: torch.device) -> Iterator
         said += ", documents apart" if documents else ""
         ours = _tried(lambda: error(_called(backend, tokens, run), exact, given))  # noqa: B023
         numbers = {"error": ours[0], "peer": peer, "bound": bound}
-        words = f"attention {choice.name} ({said}) is off float64 by {_percent(ours)}, PyTorch's own by {peer:.2g}"
+        words = f"attention by {choice.name} ({said}) differs from float64 by {_percent(ours)}"
+        words += f", PyTorch's own by {peer:.2g}"
         if ours[0] <= bound:
             yield Finding("attention", PASSED, words, numbers=numbers)
             continue
@@ -124,7 +125,7 @@ def check_loss(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Find
         peer = _error(_loss_and_gradients(theirs, x, weight), exact)
         bound = max(WORSE * peer, _unit(dtype, device) / 4)
         found = error(run.parallel.cross_entropy == "auto")
-        words = f"the loss ({run.precision}, width {model.width}, vocabulary {size}) is off float64 by "
+        words = f"the loss ({run.precision}, width {model.width}, vocabulary {size}) differs from float64 by "
         words += f"{_percent(found)}, PyTorch's own by {peer:.2g}"
         numbers = {"error": found[0], "peer": peer, "bound": bound}
         if found[0] <= bound:
@@ -157,8 +158,10 @@ def check_step(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Find
         kind = "tf32" if run.precision == "fp32" and on_gpu(device) and run.parallel.tf32 else run.precision
         allowed = STEP_ERRORS[kind]
         errors = (abs(once[0][0] / loss - 1), abs(once[0][1] / norm - 1))
-        words = f"a step of the model of {N:,} parameters in {kind} is off float64 by {errors[0]:.1e} in its loss and "
-        words += f"{errors[1]:.1e} in its gradient's norm"
+        words = (
+            f"a step of the model of {N:,} parameters in {kind} differs from float64 by {errors[0]:.1e} in loss and "
+        )
+        words += f"{errors[1]:.1e} in the norm of its gradient"
         fine = all(error <= most for error, most in zip(errors, allowed, strict=True))
         words += "" if fine else f", where {allowed[0]:g} and {allowed[1]:g} are allowed"
         numbers = {"loss": errors[0], "norm": errors[1]}
