@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import platform
 import time
@@ -167,6 +168,7 @@ def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
         step()
         synchronize(device)
         return CUDA.peak(device) - held
+    gc.collect()  # what went before, freed in between, would count against the step
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes when it starts and stops
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()

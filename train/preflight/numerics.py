@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..config import RunConfig
+from ..config import ParallelConfig, RunConfig
 from ..data.loader import TrainStream
 from ..flops import count_parameters
 from ..hardware import on_gpu, out_of_memory, peak_bytes, read
@@ -256,7 +256,8 @@ def _unit(dtype: torch.dtype, device: torch.device) -> float:
 def _alone(run: RunConfig, rows: int | None = None) -> RunConfig:
     """The run on one rank, with a batch of one micro-batch."""
     rows = rows or micro_batch_of(run)
-    parallel = replace(run.parallel, tp=1, dp=1, zero=0, micro_batch_size=rows, compile=False, cuda_graphs=False)
+    kept = {name: getattr(run.parallel, name) for name in ("attention", "cross_entropy", "recompute", "tf32")}
+    parallel = ParallelConfig(micro_batch_size=rows, **kept)
     return replace(run, parallel=parallel, optimizer=replace(run.optimizer, batch_size=rows))
 
 
