@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from ... import __version__
 from ...train.config import RunConfig
@@ -37,8 +37,16 @@ WAIT_SECONDS = 600.0  # for whoever checks another node of this kind at the same
 def look_over(sweep: SweepDirectory, runs: Sequence[RunConfig], cluster: ClusterConfig, ranks: int) -> Iterator[str]:
     """Checks this node on its first job of the sweep, and yields what a person should read of it.
 
-    What holds for all nodes of its kind is checked where no sweep knows it; its disk, network, ... always are.
+    What holds for all nodes of its kind is checked where no sweep knows it; its disk, network, ... always are. Where
+    nothing can be written down, runs go on unchecked: they meet the same disk, and say so.
     """
+    try:
+        yield from _look_over(sweep, runs, cluster, ranks)
+    except (OSError, Timeout) as error:
+        yield f"preflight could not be finished: {error}"
+
+
+def _look_over(sweep: SweepDirectory, runs: Sequence[RunConfig], cluster: ClusterConfig, ranks: int) -> Iterator[str]:
     host, kind = this_node(), node_kind(runs)
     if host in read_record(sweep).nodes:
         return

@@ -100,12 +100,13 @@ def work(
 def look_at_node(sweep: SweepDirectory, ranks: int = 1) -> None:
     """Whether this node computes what it should, before the first job of a sweep on its kind trains anything."""
     try:
-        config = configuration(sweep)
-        if config.preflight:
-            for line in look_over(sweep, [run.config() for run in sweep.runs()], config.cluster, ranks):
-                print(line, flush=True)
-    except Exception:  # what is only to protect runs must not cost one
-        traceback.print_exc()
+        config, runs = configuration(sweep), [run.config() for run in sweep.runs()]
+    except UserError as error:  # which costs no run that can be read
+        print(f"preflight is left out: {error}")
+        return
+    if config.preflight:
+        for line in look_over(sweep, runs, config.cluster, ranks):
+            print(line, flush=True)
 
 
 def _go_through(queue: Queue, policy: Policy, interrupt: Interrupt, place: int, node: str | None, until: float) -> None:
