@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ from ..plan.rates import core_flops_per_second, fill_budgets
 from ..runs.directory import SweepDirectory, inside_job, this_node
 from ..runs.preflight import FILE, NodeRecord, read_record, summary
 
-WANDB = "api.wandb.ai:443"
+WANDB, HUB = "api.wandb.ai:443", "huggingface.co:443"
 WAIT_SECONDS = 600.0  # for whoever checks another node of this kind at the same time
 
 
@@ -81,9 +82,11 @@ def _look_over(sweep: SweepDirectory, runs: Sequence[RunConfig], cluster: Cluste
 def request_of(folder: Path, runs: Sequence[RunConfig], cluster: ClusterConfig, ranks: int) -> Request:
     gpus = cluster.kind == "slurm" and cluster.gpus_per_job > 0
     device, tracker = runs[0].parallel.device, runs[0].tracker
-    online = tracker.kind == "wandb" and tracker.mode == "online"
+    hosts = [WANDB] if tracker.kind == "wandb" and tracker.mode == "online" else []
+    if runs[0].data.kind == "hf" and not os.environ.get("HF_HUB_OFFLINE"):
+        hosts.append(HUB)
     bandwidth = cluster.node_gb_per_s * 1e9 if gpus else None
-    return Request(list(runs), folder, device, ranks, bandwidth=bandwidth, hosts=[WANDB] if online else [])
+    return Request(list(runs), folder, device, ranks, bandwidth=bandwidth, hosts=hosts)
 
 
 def test_machine(config: SweepConfig) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from isoflop.sweeps.execute import preflight
 from isoflop.sweeps.observe.doctor import examine_sweep
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.sweeps.runs.preflight import decided, read_record
-from isoflop.train.config import run_id
+from isoflop.train.config import DataConfig, RunConfig, TrackerConfig, run_id
 from isoflop.train.preflight.finding import FAILED, PASSED, REPLACED, Finding
 from isoflop.train.preflight.preflight import OF_KIND, Request
 
@@ -155,3 +155,16 @@ def test_a_sweep_looks_before_its_first_run(tmp_path: Path, cache: Path, capfd: 
     assert sweep_main([*asked, "sweep=again"]) == 0
     assert "preflight" not in capfd.readouterr().out
     assert len(list((cache / "preflight").iterdir())) == 1
+
+
+def test_hosts_are_asked_for_that_runs_will_want(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hosts(**data: str) -> list[str]:
+        run = RunConfig(data=DataConfig(**data), tracker=TrackerConfig(mode=mode))  # type: ignore[arg-type]
+        return preflight.request_of(tmp_path, [run], ClusterConfig(), ranks=1).hosts
+
+    mode = "auto"
+    assert hosts() == []
+    assert hosts(kind="hf", path="some/corpus") == ["huggingface.co:443"]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    mode = "online"
+    assert hosts(kind="hf", path="some/corpus") == ["api.wandb.ai:443"]

@@ -151,8 +151,8 @@ def check_network(ranks: int, hosts: Sequence[str], environment: Mapping[str, st
             socket.create_connection((name, int(port)), timeout=5.0).close()
             yield Finding("network", PASSED, f"{name} answers")
         except OSError as error:
-            said = f"{name} does not answer ({error}), and a run that is to be online waits for it"
-            yield Finding("network", NOTE, f"{said}; tracker.mode=offline does without")
+            said = f"{name} does not answer ({error}), and what needs it waits"
+            yield Finding("network", NOTE, f"{said}; tracker.mode=offline and HF_HUB_OFFLINE=1 do without")
 
 
 def _matches(wanted: str, name: str) -> bool:
