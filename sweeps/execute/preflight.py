@@ -83,7 +83,7 @@ def request_of(folder: Path, runs: Sequence[RunConfig], cluster: ClusterConfig, 
     gpus = cluster.kind == "slurm" and cluster.gpus_per_job > 0
     device, tracker = runs[0].parallel.device, runs[0].tracker
     hosts = [WANDB] if tracker.kind == "wandb" and tracker.mode == "online" else []
-    if runs[0].data.kind == "hf" and not os.environ.get("HF_HUB_OFFLINE"):
+    if runs[0].data.corpus == "hf" and not os.environ.get("HF_HUB_OFFLINE"):
         hosts.append(HUB)
     bandwidth = cluster.node_gb_per_s * 1e9 if gpus else None
     return Request(list(runs), folder, device, ranks, bandwidth=bandwidth, hosts=hosts)

@@ -164,7 +164,7 @@ def test_hosts_are_asked_for_that_runs_will_want(tmp_path: Path, monkeypatch: py
 
     mode = "auto"
     assert hosts() == []
-    assert hosts(kind="hf", path="some/corpus") == ["huggingface.co:443"]
+    assert hosts(corpus="hf") == ["huggingface.co:443"]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     mode = "online"
-    assert hosts(kind="hf", path="some/corpus") == ["api.wandb.ai:443"]
+    assert hosts(corpus="hf") == ["api.wandb.ai:443"]
