@@ -48,10 +48,11 @@ def look_over(sweep: SweepDirectory, runs: Sequence[RunConfig], cluster: Cluster
 
 
 def _look_over(sweep: SweepDirectory, runs: Sequence[RunConfig], cluster: ClusterConfig, ranks: int) -> Iterator[str]:
-    host, kind = this_node(), node_kind(runs)
+    host = this_node()
     if host in read_record(sweep).nodes:
         return
-    request, start = request_of(sweep.path, runs, cluster, ranks), time.monotonic()
+    kind, start = node_kind(runs), time.monotonic()
+    request = request_of(sweep.path, runs, cluster, ranks)
     own = list(findings(request, (*OF_NODE, "speed") if inside_job() else OF_NODE))
     cached = cache_directory(runs[0].data) / "preflight" / f"{kind}.json"
     with FileLock(sweep.path / ".preflight.lock", timeout=WAIT_SECONDS):

@@ -210,7 +210,7 @@ def test_a_host_that_does_not_answer_is_a_note() -> None:
     assert "127.0.0.1 does not answer" in finding.said
 
 
-IDLE = "{0}, NVIDIA H100 80GB HBM3, 81559, 512, 0, 0x0000000000000001"
+IDLE = "{0}, GPU-{0}abc, NVIDIA H100 80GB HBM3, 81559, 512, 0, 0x0000000000000001"
 
 
 def test_gpus_that_are_alike_and_free_pass() -> None:
@@ -221,16 +221,20 @@ def test_gpus_that_are_alike_and_free_pass() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("1, NVIDIA H100 80GB HBM3, 81559, 40211, 97, 0x0", "GPU 1 is occupied by others: 40211 of 81559 MiB"),
-        ("1, NVIDIA H100 80GB HBM3, 81559, 5, 0, 0x0000000000000048", "GPU 1 is throttled by heat or power"),
-        ("1, NVIDIA A100-SXM4-40GB, 40960, 5, 0, 0x0", "the GPUs of this node differ: NVIDIA A100"),
+        (
+            "1, GPU-1def, NVIDIA H100 80GB HBM3, 81559, 40211, 97, 0x0",
+            "GPU 1 is occupied by others: 40211 of 81559 MiB",
+        ),
+        ("1, GPU-1def, NVIDIA H100 80GB HBM3, 81559, 5, 0, 0x0000000000000048", "GPU 1 is throttled by heat or power"),
+        ("1, GPU-1def, NVIDIA A100-SXM4-40GB, 40960, 5, 0, 0x0", "the GPUs of this node differ: NVIDIA A100"),
     ],
 )
 def test_a_gpu_that_is_occupied_throttled_or_another_is_named(line: str, said: str) -> None:
     found = list(machine.judge_gpus(f"{IDLE.format(0)}\n{line}\n"))
     assert said in worst(found).said
     # A rank that sees only the other GPU is not concerned.
-    assert outcomes(machine.judge_gpus(f"{IDLE.format(0)}\n{line}\n", ["0"])) == [PASSED]
+    for visible in ("0", "GPU-0a"):
+        assert outcomes(machine.judge_gpus(f"{IDLE.format(0)}\n{line}\n", [visible])) == [PASSED]
 
 
 def test_software_that_does_not_fit_the_gpu_is_named() -> None:

@@ -21,7 +21,7 @@ from .finding import FAILED, NOTE, PASSED, Finding
 if TYPE_CHECKING:
     import torch
 
-QUERY = ("index", "name", "memory.total", "memory.used", "utilization.gpu", "clocks_throttle_reasons.active")
+QUERY = ("index", "uuid", "name", "memory.total", "memory.used", "utilization.gpu", "clocks_throttle_reasons.active")
 # NVML's reasons that cost speed: power brake, and slowdowns by heat. Idle clocks and power caps are everyday.
 THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
 OCCUPIED = 0.05  # of a GPU's memory, by processes before ours
@@ -75,22 +75,22 @@ def check_gpus(device: str) -> Iterator[Finding]:
 
 
 def judge_gpus(listed: str, visible: Sequence[str] | None = None) -> Iterator[Finding]:
-    """From nvidia-smi's lines of `QUERY`; of the GPUs that are `visible` by index, else of all."""
+    """From nvidia-smi's lines of `QUERY`; of the GPUs that are `visible`, by index or the start of their UUID."""
     rows = [[part.strip() for part in line.split(",")] for line in listed.splitlines() if line.strip()]
     rows = [row for row in rows if len(row) == len(QUERY)]
-    if visible is not None and all(index.isdigit() for index in visible):
-        rows = [row for row in rows if row[0] in visible]
-    kinds = {f"{row[1]} with {row[2]} MiB" for row in rows}
+    if visible is not None:
+        rows = [row for row in rows if any(row[0] == one or row[1].startswith(one) for one in visible if one)]
+    kinds = {f"{row[2]} with {row[3]} MiB" for row in rows}
     if len(kinds) > 1:
         yield Finding("gpus", FAILED, f"the GPUs of this node differ: {', '.join(sorted(kinds))}; runs would mix them")
-    for index, _, total, used, busy, reasons in rows:
+    for index, _, _, total, used, busy, reasons in rows:
         if used.isdigit() and total.isdigit() and int(used) > OCCUPIED * int(total):
             said = f"GPU {index} is occupied by others: {used} of {total} MiB are taken, at {busy} % of use"
             yield Finding("gpus", FAILED, f"{said}; keep the node out with cluster.exclude, or wait")
         if reasons.startswith("0x") and int(reasons, 16) & THROTTLED:
             yield Finding("gpus", FAILED, f"GPU {index} is throttled by heat or power ({reasons}); it trains slower")
     if rows:
-        yield Finding("gpus", PASSED, f"{len(rows)} x {rows[0][1]}")
+        yield Finding("gpus", PASSED, f"{len(rows)} x {rows[0][2]}")
 
 
 def check_disk(runs: Sequence[RunConfig], folder: Path, grace: float) -> Iterator[Finding]:
