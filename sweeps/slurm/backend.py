@@ -127,7 +127,8 @@ class SlurmBackend(Inventory):
         table, law = _written(self.sweep.path / "table.csv"), _written(self.sweep.path / "fit" / "law.json")
         tried = self.memory.get("fits") or {}
         tries = tried.get("tries", 0) if tried.get("newest") == newest else 0
-        if newest == 0.0 or newest <= table <= law or tries >= FITS:
+        # Not that the table is older than the law: somebody may be at writing both anew.
+        if newest == 0.0 or newest <= min(table, law) or tries >= FITS:
             return False
         with contextlib.suppress(QueueFull):  # a later pass asks again
             self.submit_fit()

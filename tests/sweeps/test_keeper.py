@@ -320,3 +320,21 @@ def test_a_branch_waits_with_its_trunk(planned: Prepared, cluster: Cluster, monk
     survey = advance.look(planned.sweep, backend_of(planned, cluster), Policy())
     assert survey.due == {other.run_id: ()}
     assert set(survey.later) == {trunk.run_id, branch.run_id}
+
+
+def test_the_fit_is_due_where_results_are_newer_and_not_while_somebody_fits(
+    planned: Prepared, cluster: Cluster
+) -> None:
+    finish_all(planned)
+    backend, folder = backend_of(planned, cluster), planned.sweep.path
+    assert backend.fit()
+    (folder / "fit").mkdir()
+    for file in (folder / "table.csv", folder / "fit" / "law.json"):
+        file.write_text("{}")
+        os.utime(file, (2e9, 2e9))
+    assert not backend.fit()
+    os.utime(folder / "table.csv", (2e9 + 1, 2e9 + 1))  # written anew, and the law not yet
+    assert not backend.fit()
+    os.utime(folder / "fit" / "law.json", (1e9, 1e9))
+    assert backend.fit()
+    assert cluster.said == ["fit", "fit"]
