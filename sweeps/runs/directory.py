@@ -103,13 +103,14 @@ class RunDirectory:
         path = self.path / "config.yaml"
         try:
             config = from_dict(RunConfig, read_document(path, dict[str, Any]))
-        except UserError as error:
+            described = run_id(config)
+        except (UserError, ValueError) as error:  # of a value that is infinite or no number there is no id
             raise UserError(
                 f"{path} cannot be read as a run's config ({error}); remove the run directory and sweep again"
             ) from error
-        if run_id(config) != self.run_id:
+        if described != self.run_id:
             raise UserError(
-                f"{path} describes run {run_id(config)} and not {self.run_id}; it was edited or written by another "
+                f"{path} describes run {described} and not {self.run_id}; it was edited or written by another "
                 "version, so remove the run directory and sweep again"
             )
         return config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -31,6 +32,15 @@ def directory(tmp_path: Path) -> RunDirectory:
 
 def test_a_frozen_config_comes_back_as_it_was(tmp_path: Path) -> None:
     assert directory(tmp_path).config() == a_run()
+
+
+@pytest.mark.parametrize("value", [".nan", ".inf", "[1]"])
+def test_a_config_with_a_value_that_is_none_is_refused_in_a_sentence(value: str, tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    file = run.path / "config.yaml"
+    file.write_text(re.sub(r"learning_rate: .*", f"learning_rate: {value}", file.read_text()))
+    with pytest.raises(UserError, match=r"config\.yaml cannot be read as a run.s config .*; remove the run"):
+        run.config()
 
 
 def test_freezing_again_changes_nothing(tmp_path: Path) -> None:
