@@ -76,12 +76,12 @@ def preflight_command(overrides: list[str] | None = None, as_json: bool = False)
     Before its first run a sweep does so by itself on every kind of node, unless preflight=false.
     """
     from ..entry import compose
-    from ..execute.preflight import test_machine
+    from ..execute.preflight import check_machine
 
     given = overrides or []
     grid = [] if any(one.startswith("+grid=") for one in given) else ["+grid=chinchilla"]
     found = []
-    for finding in test_machine(compose([*grid, *given])):
+    for finding in check_machine(compose([*grid, *given])):
         found.append(finding)
         if not as_json:
             print(f"{finding.outcome:<8}  {finding.said}")

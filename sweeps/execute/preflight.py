@@ -27,7 +27,7 @@ from ...train.preflight.finding import FAILED, PASSED, Finding, judge_speed
 from ...train.preflight.preflight import OF_KIND, OF_NODE, Request, findings
 from .. import prepare
 from ..config import ClusterConfig, SweepConfig
-from ..plan.rates import core_flops_per_second, fill_budgets
+from ..plan.rates import core_flops_per_second, fill_budgets, processor_name
 from ..runs.directory import SweepDirectory, inside_job, this_node
 from ..runs.preflight import FILE, NodeRecord, read_record, summary
 
@@ -90,7 +90,7 @@ def request_of(folder: Path, runs: Sequence[RunConfig], cluster: ClusterConfig, 
     return Request(list(runs), folder, device, ranks, bandwidth=bandwidth, hosts=hosts)
 
 
-def test_machine(config: SweepConfig) -> Iterator[Finding]:
+def check_machine(config: SweepConfig) -> Iterator[Finding]:
     """All checks of this machine, for the runs of a grid that is not started."""
     rate = config.cluster.flops_per_second or core_flops_per_second()
     fill_budgets(config.grid, config.cluster, rate)
@@ -107,17 +107,14 @@ def node_kind(runs: Sequence[RunConfig]) -> str:
     for package in ("torch", "triton"):
         with suppress(importlib.metadata.PackageNotFoundError):
             versions.append(importlib.metadata.version(package))
-    gpus, processor = "", ""
+    gpus = ""
     with suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
         gpus = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next((line for line in lines if line.startswith("model name")), "")
     kernels = {
         (run.precision, run.parallel.attention, run.parallel.cross_entropy, run.parallel.device)
         + ((run.model.head_dim, run.model.window, run.data.separate_documents) if gpus else ())
         for run in runs
     }
-    said = json.dumps([versions, gpus, processor, runs[0].parallel.world_size, sorted(map(str, kernels))])
+    said = json.dumps([versions, gpus, processor_name(), runs[0].parallel.world_size, sorted(map(str, kernels))])
     return hashlib.sha256(said.encode()).hexdigest()[:16]

@@ -49,7 +49,6 @@ class Tuner:
         """
         rules, kept = self.rules, {*kept, *self.rules.keep}
         N, length = count_parameters(run.model).N_total, run.data.sequence_length
-        least, most = self.spans.get(_model_key(run), (math.inf, 0))
         optimizer, schedule = replace(run.optimizer), replace(run.schedule)
         groups = {"optimizer": optimizer, "schedule": schedule}
 
@@ -60,13 +59,12 @@ class Tuner:
 
         choose("optimizer.base_depth", rules.base_depth)
         if rules.batch_tokens.k is not None:
-            D = max(most, run.tokens)
-            least = min(least, run.tokens)
+            least, D = self._span(run)
             choose("optimizer.batch_size", batch_size(rules, N, D, least, length, max(1, run.parallel.dp)))
         run = replace(run, optimizer=optimizer, schedule=schedule)
         if whole:
             run.tokens = whole_steps(run.tokens, run)
-        at = (N, max(most, run.tokens), run.batch_tokens)
+        at = (N, self._span(run)[1], run.batch_tokens)
         choose("optimizer.learning_rate", power(rules.learning_rate, *at))
         choose("optimizer.eps", power(rules.eps, *at))
         if (half_life := power(rules.beta2_half_life, *at)) is not None:
@@ -80,11 +78,15 @@ class Tuner:
 
     def misses_batch(self, run: RunConfig) -> bool:
         """Whether a run's batch is off its rule by more than half: see what bounds it at `batch_size`."""
-        D = max(self.spans.get(_model_key(run), (math.inf, 0))[1], run.tokens)
-        wanted = power(self.rules.batch_tokens, count_parameters(run.model).N_total, D, 1.0)
+        wanted = power(self.rules.batch_tokens, count_parameters(run.model).N_total, self._span(run)[1], 1.0)
         if wanted is None or "optimizer.batch_size" in self.rules.keep:
             return False
         return not 1 / 1.5 <= run.batch_tokens / wanted <= 1.5
+
+    def _span(self, run: RunConfig) -> tuple[float, float]:
+        """The least and the most D of its model's runs, the run's own included."""
+        least, most = self.spans.get(_model_key(run), (math.inf, 0))
+        return min(least, run.tokens), max(most, run.tokens)
 
     def dialled(self, run: RunConfig) -> RunConfig:
         """With tuning.dial width and heads that follow from the depth; with tuning.tokens_per_parameter a D."""

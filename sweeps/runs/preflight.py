@@ -9,7 +9,7 @@ from typing import Any
 from ...train.config import RunConfig
 from ...train.errors import UserError, counted
 from ...train.files import read_document
-from ...train.preflight.finding import PASSED, Finding
+from ...train.preflight.finding import INSTEAD, PASSED, Finding
 from .directory import RunDirectory, SweepDirectory
 
 FILE = "preflight.json"
@@ -46,9 +46,9 @@ def read_record(sweep: SweepDirectory) -> Record:
 def decided(run: RunDirectory) -> RunConfig:
     """A run's frozen config with what its sweep has decided of how to execute it."""
     config, sweep = run.config(), SweepDirectory(run.path.parent.parent)
-    decides: dict[str, Any] = read_record(sweep).decides
-    known = {name: decides[name] for name in ("attention", "cross_entropy") if name in decides}
-    return replace(config, parallel=replace(config.parallel, **known))
+    known = {name for decides in INSTEAD.values() for name in decides}
+    decides: dict[str, Any] = {name: to for name, to in read_record(sweep).decides.items() if name in known}
+    return replace(config, parallel=replace(config.parallel, **decides))
 
 
 def summary(host: str, node: NodeRecord) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +24,12 @@ from ..model import loss as head
 from ..model.attention import document_starts
 from ..model.backends import SDPA, Backend, select_backend
 from ..model.gpt import GPT
-from ..model.parametrization import initial_weights, output_scale
+from ..model.parametrization import build_model
 from ..model.shape import micro_batch_of
 from ..parallel.mesh import Mesh
 from ..precision import compute_dtype
 from ..stepper import Stepper
-from .finding import FAILED, NOTE, PASSED, REPLACED, Finding
+from .finding import FAILED, INSTEAD, NOTE, PASSED, REPLACED, Finding
 
 WORSE = 2.0  # times PyTorch's own error in the same precision that a kernel of ours may have
 ROWS = 512  # of the head's input, at most
@@ -58,83 +59,14 @@ def extremes(runs: Sequence[RunConfig]) -> list[RunConfig]:
 
 def check_attention(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Finding]:
     """Forward and backward at every shape of the grid, two key/value heads of it."""
-    cases = {_attention_case(run): run for run in runs}
-    for case, run in cases.items():
-        group, head_dim, time, window, documents, precision = case
-        dtype, shape = compute_dtype(precision), (1, time, 2, head_dim)
-        generator = torch.Generator().manual_seed(0)
-        query = torch.randn(1, time, 2 * group, head_dim, generator=generator)
-        inputs = [query, *(torch.randn(shape, generator=generator) for _ in "kv"), torch.randn_like(query)]
-        query, key, value, slope = (x.to(device, dtype) for x in inputs)
-        tokens = torch.randint(0, 64 if documents else 2**30, (1, time), generator=generator).to(device)
-
-        def theirs(query: Tensor, key: Tensor, value: Tensor, tokens: Tensor = tokens, run: RunConfig = run) -> Tensor:
-            return _plain_attention(query, key, value, _visible(tokens, run))
-
-        def error(function: Callable[..., Tensor], exact: Sequence[Tensor], given: Sequence[Tensor]) -> float:
-            return _error(_with_gradients(function, given), exact)
-
-        given = (query, key, value, slope)
-        exact = _with_gradients(theirs, [x.double() for x in given])
-        peer = error(theirs, exact, given)
-        bound = max(WORSE * peer, _unit(dtype, device) / 4)
-        choice, backend = select_backend(
-            run.parallel.attention, device, dtype, head_dim, window is not None and window < time, documents
-        )
-        said = f"{precision}, {group} x 2 heads of {head_dim} over {time} tokens"
-        said += "" if window is None else f", window {window}"
-        said += ", documents apart" if documents else ""
-        ours = _tried(lambda: error(_called(backend, tokens, run), exact, given))  # noqa: B023
-        numbers = {"error": ours[0], "peer": peer, "bound": bound}
-        words = f"attention by {choice.name} ({said}) differs from float64 by {_percent(ours)}"
-        words += f", PyTorch's own by {peer:.2g}"
-        if ours[0] <= bound:
-            yield Finding("attention", PASSED, words, numbers=numbers)
-            continue
-        plain = _tried(lambda: error(_called(SDPA, tokens, run), exact, given))  # noqa: B023
-        if choice.name != "sdpa" and plain[0] <= bound:
-            words += "; it is not used, and PyTorch's takes its place"
-            yield Finding("attention", REPLACED, words, {"attention": "sdpa"}, numbers)
-        else:
-            yield Finding("attention", FAILED, f"{words}, where {bound:.2g} is allowed", numbers=numbers)
+    for run in {_attention_case(run): run for run in runs}.values():
+        yield _attention(run, device)
 
 
 def check_loss(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Finding]:
     """The head's product and cross-entropy, with the gradients by both factors."""
     for run in extremes(runs):
-        dtype, model = compute_dtype(run.precision), run.model
-        assert model.vocab_size is not None
-        generator, rows = torch.Generator().manual_seed(0), min(ROWS, run.data.sequence_length)
-        x = torch.randn(rows, model.width, generator=generator).to(device, dtype)
-        weight = (torch.randn(model.padded_vocab_size, model.width, generator=generator) / model.width**0.5).to(x)
-        targets = torch.randint(0, model.vocab_size, (rows,), generator=generator).to(device)
-        size, z_loss = model.vocab_size, run.optimizer.z_loss
-
-        def theirs(x: Tensor, weight: Tensor, targets: Tensor = targets, size: int = size, z: float = z_loss) -> Tensor:
-            logits = F.linear(x, weight[:size])
-            wide = logits if logits.dtype == torch.float64 else logits.float()
-            return F.cross_entropy(wide, targets) + z * wide.logsumexp(1).square().mean()
-
-        def error(fused: bool) -> tuple[float, str]:
-            def ours(x: Tensor, weight: Tensor) -> Tensor:
-                return head.linear_cross_entropy(x, weight, targets, size, z_loss=z_loss, fused=fused)  # noqa: B023
-
-            return _tried(lambda: _error(_loss_and_gradients(ours, x, weight), exact))  # noqa: B023
-
-        exact = _loss_and_gradients(theirs, x.double(), weight.double())
-        peer = _error(_loss_and_gradients(theirs, x, weight), exact)
-        bound = max(WORSE * peer, _unit(dtype, device) / 4)
-        found = error(run.parallel.cross_entropy == "auto")
-        words = f"the loss ({run.precision}, width {model.width}, vocabulary {size}) differs from float64 by "
-        words += f"{_percent(found)}, PyTorch's own by {peer:.2g}"
-        numbers = {"error": found[0], "peer": peer, "bound": bound}
-        if found[0] <= bound:
-            yield Finding("loss", PASSED, words, numbers=numbers)
-        elif run.parallel.cross_entropy == "auto" and on_gpu(device) and error(fused=False)[0] <= bound:
-            words += "; our kernel is not used, and PyTorch's takes its place"
-            yield Finding("loss", REPLACED, words, {"cross_entropy": "torch"}, numbers)
-        else:
-            yield Finding("loss", FAILED, f"{words}, where {bound:.2g} is allowed", numbers=numbers)
+        yield _loss(run, device)
 
 
 def check_step(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Finding]:
@@ -158,10 +90,8 @@ def check_step(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Find
         kind = "tf32" if run.precision == "fp32" and on_gpu(device) and run.parallel.tf32 else run.precision
         allowed = STEP_ERRORS[kind]
         errors = (abs(once[0][0] / loss - 1), abs(once[0][1] / norm - 1))
-        words = (
-            f"a step of the model of {N:,} parameters in {kind} differs from float64 by {errors[0]:.1e} in loss and "
-        )
-        words += f"{errors[1]:.1e} in the norm of its gradient"
+        words = f"a step of the model of {N:,} parameters in {kind} differs from float64 by {errors[0]:.1e} in loss "
+        words += f"and {errors[1]:.1e} in the norm of its gradient"
         fine = all(error <= most for error, most in zip(errors, allowed, strict=True))
         words += "" if fine else f", where {allowed[0]:g} and {allowed[1]:g} are allowed"
         numbers = {"loss": errors[0], "norm": errors[1]}
@@ -179,6 +109,85 @@ def check_memory(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Fi
     words += "" if fine else f": more than {BYTES_ERROR:.0%} apart, so plans of memory cannot be trusted here"
     numbers = {"measured": float(measured), "planned": float(planned)}
     yield Finding("memory", PASSED if fine else FAILED, words, numbers=numbers)
+
+
+def _attention(run: RunConfig, device: torch.device) -> Finding:
+    group, head_dim, time, window, documents, precision = _attention_case(run)
+    dtype, shape = compute_dtype(precision), (1, time, 2, head_dim)
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, time, 2 * group, head_dim, generator=generator)
+    inputs = [query, *(torch.randn(shape, generator=generator) for _ in "kv"), torch.randn_like(query)]
+    given = [x.to(device, dtype) for x in inputs]
+    tokens = torch.randint(0, 64 if documents else 2**30, (1, time), generator=generator).to(device)
+
+    def theirs(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return _plain_attention(query, key, value, _visible(tokens, run))
+
+    exact = _with_gradients(theirs, [x.double() for x in given])
+
+    def error(function: Callable[..., Tensor]) -> float:
+        return _error(_with_gradients(function, given), exact)
+
+    choice, backend = select_backend(
+        run.parallel.attention, device, dtype, head_dim, window is not None and window < time, documents
+    )
+    words = f"attention by {choice.name} ({precision}, {group} x 2 heads of {head_dim} over {time} tokens"
+    words += "" if window is None else f", window {window}"
+    words += ", documents apart)" if documents else ")"
+    return _judged(
+        "attention",
+        words,
+        lambda: error(_called(backend, tokens, run)),
+        error(theirs),
+        _unit(dtype, device),
+        None if choice.name == "sdpa" else lambda: error(_called(SDPA, tokens, run)),
+    )
+
+
+def _loss(run: RunConfig, device: torch.device) -> Finding:
+    dtype, model, z_loss = compute_dtype(run.precision), run.model, run.optimizer.z_loss
+    size = model.vocab_size
+    assert size is not None
+    generator, rows = torch.Generator().manual_seed(0), min(ROWS, run.data.sequence_length)
+    x = torch.randn(rows, model.width, generator=generator).to(device, dtype)
+    weight = (torch.randn(model.padded_vocab_size, model.width, generator=generator) / model.width**0.5).to(x)
+    targets = torch.randint(0, size, (rows,), generator=generator).to(device)
+
+    def theirs(x: Tensor, weight: Tensor) -> Tensor:
+        logits = F.linear(x, weight[:size])
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(wide, targets) + z_loss * wide.logsumexp(1).square().mean()
+
+    exact = _loss_and_gradients(theirs, x.double(), weight.double())
+
+    def error(function: Callable[..., Tensor]) -> float:
+        return _error(_loss_and_gradients(function, x, weight), exact)
+
+    ours = partial(head.linear_cross_entropy, targets=targets, vocab_size=size, z_loss=z_loss)
+    fused = run.parallel.cross_entropy == "auto"
+    return _judged(
+        "loss",
+        f"the loss ({run.precision}, width {model.width}, vocabulary {size})",
+        lambda: error(partial(ours, fused=fused)),
+        error(theirs),
+        _unit(dtype, device),
+        (lambda: error(partial(ours, fused=False))) if fused and on_gpu(device) else None,
+    )
+
+
+def _judged(
+    check: str, what: str, ours: Callable[[], float], peer: float, unit: float, instead: Callable[[], float] | None
+) -> Finding:
+    """From errors against float64: of ours, of PyTorch's own, and of what could take the place of ours."""
+    (error, why), bound = _tried(ours), max(WORSE * peer, unit / 4)
+    words = f"{what} differs from float64 by {why or f'{error:.2g}'}, PyTorch's own by {peer:.2g}"
+    numbers = {"error": error, "peer": peer, "bound": bound}
+    if error <= bound:
+        return Finding(check, PASSED, words, numbers=numbers)
+    if instead is not None and _tried(instead)[0] <= bound:
+        words += "; it is not used, and PyTorch's takes its place"
+        return Finding(check, REPLACED, words, INSTEAD[check], numbers)
+    return Finding(check, FAILED, f"{words}, where {bound:.2g} is allowed", numbers=numbers)
 
 
 def _attention_case(run: RunConfig) -> tuple[int, int, int, int | None, bool, str]:
@@ -244,10 +253,6 @@ def _tried(work: Callable[[], float]) -> tuple[float, str]:
     return (math.inf, "a value that is no number") if math.isnan(found) else (found, "")
 
 
-def _percent(found: tuple[float, str]) -> str:
-    return found[1] or f"{found[0]:.2g}"
-
-
 def _unit(dtype: torch.dtype, device: torch.device) -> float:
     coarse = dtype == torch.float32 and on_gpu(device) and torch.backends.cuda.matmul.allow_tf32
     return 2.0**-10 if coarse else torch.finfo(dtype).eps
@@ -267,33 +272,30 @@ def _steps(run: RunConfig, device: torch.device, count: int = 2, drawn: bool = T
     stream = RandomTokens(run.model.vocab_size, run.data.sequence_length)
     stepper = Stepper(run, Mesh(), device, stream, report=lambda line: None)
     if drawn:
-        stepper.zero.load(_weights(run))
+        stepper.zero.load((name, weights.detach()) for name, weights in _drawn_model(run).named_parameters())
     results = [stepper.step(step) for step in range(count)]
     return [(float(read(result.loss)), float(read(result.norm))) for result in results]
 
 
-def _weights(run: RunConfig) -> Iterator[tuple[str, Tensor]]:
-    """The initial weights with a head that is drawn as well: from one of zeros no gradient reaches the blocks."""
+def _drawn_model(run: RunConfig) -> GPT:
+    """With initial weights, but a head that is drawn as well: from one of zeros no gradient reaches the blocks."""
+    gpt = build_model(run.model, run.optimizer, run.data.sequence_length, run.seed)
     generator = torch.Generator().manual_seed(1)
-    for name, weights in initial_weights(run.model, run.optimizer, run.seed):
-        blank = weights.ndim > 1 and not weights.any()
-        yield name, weights.normal_(std=run.model.width**-0.5, generator=generator) if blank else weights
+    with torch.no_grad():
+        for weights in gpt.parameters():
+            if weights.ndim > 1 and not weights.any():
+                weights.normal_(std=run.model.width**-0.5, generator=generator)
+    return gpt
 
 
 def _reference_step(run: RunConfig, device: torch.device) -> tuple[float, float]:
     """Loss and gradient norm of the first step in float64, by autograd alone."""
     assert run.model.vocab_size is not None
-    with torch.device(device):
-        gpt = GPT(run.model, run.data.sequence_length, output_scale(run.model, run.optimizer))
-    parameters = dict(gpt.named_parameters())
-    with torch.no_grad():
-        for name, weights in _weights(run):
-            parameters[name].copy_(weights)
-    gpt.double()
+    gpt = _drawn_model(run).to(device).double()
     if run.data.separate_documents:
         gpt.end_of_document = END
     rows = RandomTokens(run.model.vocab_size, run.data.sequence_length).batch(0, run.optimizer.batch_size)
     tokens = torch.from_numpy(rows).to(device)
     loss = gpt.loss(tokens[:, :-1], tokens[:, 1:], z_loss=run.optimizer.z_loss)
-    gradients = torch.autograd.grad(loss, list(parameters.values()))
+    gradients = torch.autograd.grad(loss, list(gpt.parameters()))
     return read(loss).item(), math.sqrt(sum(float(read(gradient.square().sum())) for gradient in gradients))

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config import RunConfig, from_dict, to_dict
-from .finding import FAILED, REPLACED, Finding
+from .finding import FAILED, INSTEAD, REPLACED, Finding
 
-INSTEAD: dict[str, Any] = {"attention": {"attention": "sdpa"}, "loss": {"cross_entropy": "torch"}}  # of ours
 OF_NODE = ("gpus", "disk", "shared memory", "network")  # which need no PyTorch
 OF_KIND = ("ranks", "software", "attention", "loss", "step", "memory")  # ranks before this process takes a GPU
 
@@ -60,7 +59,7 @@ def findings(request: Request, checks: Sequence[str] = (*OF_NODE, *OF_KIND)) -> 
             last = (errors.read().strip().splitlines() or [""])[-1]
         said = f"no answer within {request.timeout:g} s" if hung else f"its process ended with code {code} ({last})"
         left = left[1:]
-        decides = INSTEAD.get(at, {})
+        decides: dict[str, Any] = INSTEAD.get(at, {})
         if decides and any(decides.items() - vars(run.parallel).items() for run in request.runs):
             plain = [replace(run, parallel=replace(run.parallel, **decides)) for run in request.runs]
             request, left = replace(request, runs=plain), [at, *left]
@@ -70,11 +69,7 @@ def findings(request: Request, checks: Sequence[str] = (*OF_NODE, *OF_KIND)) -> 
 
 
 def _start(request: Request, checks: Sequence[str], errors: Any) -> subprocess.Popen[bytes]:
-    wanted = asdict(request) | {
-        "runs": [to_dict(run) for run in request.runs],
-        "folder": str(request.folder),
-        "checks": list(checks),
-    }
+    wanted = to_dict(request) | {"folder": str(request.folder), "checks": list(checks)}
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", __name__],
