@@ -6,7 +6,7 @@ import json
 import random
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,29 +139,24 @@ def attack(
 QUICK = ["status --json", "doctor --dry-run", "logs", "plan RUN --ranks 2", "retry ID", "doctor", "status"]
 
 
+Attack = Callable[[int, list[str]], None]  # by seed and commands
+
+
+@pytest.fixture
+def attacks(smoke: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Attack:
+    return lambda seed, commands: attack(smoke[0], tmp_path, seed, monkeypatch, capsys, commands)
+
+
 @pytest.mark.parametrize("part", range(4))
-def test_damage_of_any_file_is_one_sentence(
-    part: int,
-    smoke: tuple[Path, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Any,
-) -> None:
+def test_damage_of_any_file_is_one_sentence(part: int, attacks: Attack) -> None:
     for seed in range(6 * part, 6 * part + 6):
-        attack(smoke[0], tmp_path, seed, monkeypatch, capsys, QUICK)
+        attacks(seed, QUICK)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(5))
-def test_damage_of_any_file_is_one_sentence_for_every_command(
-    part: int,
-    smoke: tuple[Path, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Any,
-) -> None:
+def test_damage_of_any_file_is_one_sentence_for_every_command(part: int, attacks: Attack) -> None:
     commands = [*QUICK[:-2], "report", "fit --bootstrap 2 --convention 6nd", "suggest --budget 1e13", "sync", "cancel"]
     commands += ["extend grid.tokens_per_parameter=[30]", "retry --diverged", "retry", *QUICK[-2:]]
     for seed in range(1000 + 40 * part, 1040 + 40 * part):
-        attack(smoke[0], tmp_path, seed, monkeypatch, capsys, commands)
-        shutil.rmtree(tmp_path / f"sweep{seed}")
+        attacks(seed, commands)

@@ -9,26 +9,12 @@ import pytest
 import torch
 from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.model.gpt import GPT
-from isoflop.train.model.parametrization import empty_model, initial_weights, parameter_groups
 from isoflop.train.model.shape import model_shape
-from isoflop.train.parallel.layout import whole_placement
-from isoflop.train.parallel.mesh import Mesh
 from isoflop.train.parallel.zero import Zero
+from zero_buffers import engine
 
 MODEL = ModelConfig(width=16, depth=2, heads=4, kv_heads=2, vocab_size=20, tied_embeddings=False, qk_norm=True)
 MUON = OptimizerConfig(kind="muon", learning_rate=0.01, weight_decay=0.3, gradient_clip=0.0, matrix_multiplier=3.0)
-
-
-def engine(model: ModelConfig, optimizer: OptimizerConfig, dtype: torch.dtype) -> tuple[GPT, Zero]:
-    gpt = empty_model(model, optimizer, 8)
-    placements = {name: whole_placement(p.shape) for name, p in gpt.named_parameters()}
-    zero = Zero(
-        gpt, parameter_groups(gpt, optimizer), placements, Mesh(), stage=0, dtype=dtype, optimizer=optimizer,
-        bucket_mb=0.01, device=torch.device("cpu"),
-    )  # fmt: skip
-    zero.load(initial_weights(model, optimizer, 0))
-    gpt.place_angles(torch.device("cpu"))
-    return gpt, zero
 
 
 def random_gradients(gpt: GPT, step: int) -> dict[str, torch.Tensor]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
-import random
+import dataclasses
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -44,15 +43,10 @@ ROWS, LENGTH, STEPS = 4, 32, 3
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    folder, generator = tmp_path_factory.mktemp("corpus"), random.Random(0)
-    lines = [" ".join(generator.choice(["tensor", "loss", "of", "the"]) for _ in range(40)) for _ in range(40)]
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+def base(small_corpus: Callable[..., DataConfig]) -> RunConfig:
     return RunConfig(
         model=ModelConfig(width=32, depth=2, heads=2, vocab_size=256),
-        data=DataConfig(
-            corpus="text", path=str(folder / "text.jsonl"), sequence_length=LENGTH, cache_dir=str(folder / "cache")
-        ),
+        data=dataclasses.replace(small_corpus(validation_tokens=1024), sequence_length=LENGTH),
         optimizer=OptimizerConfig(batch_size=ROWS, gradient_clip=0.5),
         schedule=ScheduleConfig(warmup_tokens=256, warmup_max_share=0.5),
         parallel=ParallelConfig(device="cpu"),

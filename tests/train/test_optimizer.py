@@ -12,13 +12,9 @@ import torch
 from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
 from isoflop.train.errors import UserError
 from isoflop.train.flops import count_parameters
-from isoflop.train.model.gpt import GPT
-from isoflop.train.model.parametrization import empty_model, initial_weights, parameter_groups
-from isoflop.train.parallel.layout import whole_placement
-from isoflop.train.parallel.mesh import Mesh
-from isoflop.train.parallel.zero import Zero
 from isoflop.train.planner.validation import validate
 from isoflop.train.schedule import decay_steps, learning_rate_factor, same_until, trunk_steps, warmup_steps
+from zero_buffers import engine
 
 # One token a step, so that tokens and steps are the same.
 ONE = {"data": DataConfig(sequence_length=1), "optimizer": OptimizerConfig(batch_size=1)}
@@ -133,19 +129,6 @@ def test_a_warmup_and_a_cooldown_that_overlap_are_refused() -> None:
         validate(run)
     run.schedule.kind = "cosine"
     validate(run)
-
-
-def engine(model: ModelConfig, optimizer: OptimizerConfig, dtype: torch.dtype) -> tuple[GPT, Zero]:
-    """One process that owns everything, with initial weights in it."""
-    gpt = empty_model(model, optimizer, 8)
-    placements = {name: whole_placement(p.shape) for name, p in gpt.named_parameters()}
-    zero = Zero(
-        gpt, parameter_groups(gpt, optimizer), placements, Mesh(), stage=0, dtype=dtype, optimizer=optimizer,
-        bucket_mb=0.01, device=torch.device("cpu"),
-    )  # fmt: skip
-    zero.load(initial_weights(model, optimizer, 0))
-    gpt.place_angles(torch.device("cpu"))
-    return gpt, zero
 
 
 @pytest.mark.parametrize("tied", [False, True])
