@@ -48,7 +48,7 @@ def later(default: Any) -> Any:
 
 @dataclass
 class ModelConfig:
-    """A Llama-shaped decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention."""
+    """A Llama-shaped decoder: RMSNorm, rotary positions, SwiGLU or experts of it, grouped-query attention."""
 
     width: Count6 = 64  # residual stream, d_model
     depth: Count4 = 4  # number of blocks
@@ -62,6 +62,17 @@ class ModelConfig:
     window: int | None = None  # sliding window: tokens that a token attends to, itself included; None: all before it
     rope_theta: Positive = 10000.0
     norm_eps: Positive = 1e-5
+    # A mixture of experts in the place of each block's MLP; see `model/experts.py`.
+    experts: Annotated[Natural, "at most 1e4"] = later(0)  # 0: dense
+    experts_per_token: Count4 = later(2)
+    expert_hidden: Count9 | None = later(None)  # inner width of one; None: that of the MLP over what a token uses
+    shared_experts: Annotated[Natural, "at most 1e4"] = later(0)  # which every token uses, beside those it chooses
+    dense_layers: Annotated[Natural, "at most 1e4"] = later(0)  # blocks at the bottom that keep their MLP
+    gate: Annotated[str, ("sigmoid", "softmax")] = later("sigmoid")  # what makes a score of a router's logit
+    gates_normalised: bool = later(True)  # a token's gates sum to 1
+    balance_rate: NotNegative = later(1e-3)  # of the biases that balance the load; they follow the schedule; 0: none
+    balance_loss: NotNegative = later(0.0)  # weight of the loss that balances the load
+    router_z_loss: NotNegative = later(0.0)  # times the squared logarithm of the normaliser of a router's softmax
 
     @property
     def head_dim(self) -> int:
@@ -75,6 +86,12 @@ class ModelConfig:
     def mlp_hidden(self) -> int:
         """Inner width of the MLP. 8/3 keeps its three matrices as large as the two of a 4x MLP (Shazeer 2020)."""
         return self.hidden if self.hidden is not None else -(-8 * self.width // 3 // 8) * 8
+
+    @property
+    def moe_hidden(self) -> int:
+        """Inner width of one expert; by default those that a token uses have the MLP's width together."""
+        used = self.experts_per_token + self.shared_experts
+        return self.expert_hidden if self.expert_hidden is not None else max(1, round(self.mlp_hidden / used / 8)) * 8
 
     @property
     def padded_vocab_size(self) -> int:

@@ -2,9 +2,10 @@
 
 N_total           every weight that can change a prediction (padding rows of the vocabulary excluded)
 N_non_embedding   N_total less the input table and less the output head (a tied table is counted once, and excluded)
+N_active          those of N_total that one token uses: of a mixture of experts the chosen ones alone
 N_kaplan          the matrices inside the blocks only, Kaplan et al. 2020, Table 1 (no embeddings, no norms)
 
-flops_6nd         6 * N_total * D, the rule of thumb of Kaplan et al. 2020 with Hoffmann et al.'s N
+flops_6nd         6 * N_active * D, the rule of thumb of Kaplan et al. 2020 with Hoffmann et al.'s N
 flops_exact       what the matrix products execute: 2 FLOPs a multiply-add, backward twice the forward; attention over
                   the full T x T square as Hoffmann et al. 2022, appendix F, and `torch.utils.flop_counter` count it
                   (over T x window with a sliding window); the padded output head; nothing for the embedding lookup,
@@ -18,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .config import ModelConfig, RunConfig
-from .model.shape import model_shape
+from .model.shape import Parameter, model_shape
 from .optimizer.registry import OPTIMIZERS
 
 
@@ -29,17 +30,19 @@ class ParameterCount:
     N_total: int
     N_non_embedding: int
     N_kaplan: int
+    N_active: int
 
 
 def count_parameters(model: ModelConfig) -> ParameterCount:
     assert model.vocab_size is not None
     shape = model_shape(model)
-    non_embedding = shape.depth * shape.block_size + shape.width
-    tables = 1 if shape.tied else 2
+    non_embedding = shape.in_blocks(lambda parameter: parameter.size) + shape.width
+    N_total = non_embedding + (1 if shape.tied else 2) * model.vocab_size * shape.width
     return ParameterCount(
-        N_total=non_embedding + tables * model.vocab_size * shape.width,
+        N_total=N_total,
         N_non_embedding=non_embedding,
-        N_kaplan=shape.depth * shape.block_matrices,
+        N_kaplan=shape.in_blocks(lambda parameter: parameter.size if parameter.flops else 0),
+        N_active=N_total - shape.in_blocks(lambda parameter: parameter.size - parameter.active),
     )
 
 
@@ -57,7 +60,7 @@ def flops_exact(config: RunConfig) -> float:
 
 
 def flops_6nd(config: RunConfig) -> float:
-    return 6.0 * count_parameters(config.model).N_total * config.D
+    return 6.0 * count_parameters(config.model).N_active * config.D
 
 
 def flops_optimizer(config: RunConfig) -> float:
@@ -65,13 +68,17 @@ def flops_optimizer(config: RunConfig) -> float:
     if optimizer.whole is None:
         return 0.0
     count, options = optimizer.whole.flops, config.optimizer
-    matrices = [parameter for parameter in model_shape(config.model).block if parameter.role in optimizer.roles]
-    each = [count(part.rows, matrix.columns or 1, options) for matrix in matrices for part in matrix.parts]
-    return float(config.steps * config.model.depth * sum(each))
+
+    def iterations(matrix: Parameter) -> int:
+        if matrix.role not in optimizer.roles:
+            return 0
+        return sum(count(part.rows, matrix.columns or 1, options) for part in matrix.parts)
+
+    return float(config.steps * model_shape(config.model).in_blocks(iterations))
 
 
 def tokens_for_budget(model: ModelConfig, sequence_length: int, flops: float, convention: str = "exact") -> float:
     """D that spends `flops` on this model: exact convention by default, or `6nd`."""
     if convention == "6nd":
-        return flops / (6.0 * count_parameters(model).N_total)
+        return flops / (6.0 * count_parameters(model).N_active)
     return flops / training_flops_per_token(model, sequence_length)

@@ -29,6 +29,7 @@ from .job.control import run_on_ranks
 from .job.job import Job, join
 from .job.progress import RunProgress
 from .job.session import kept
+from .model.experts import balance_of
 from .parallel.layout import Held
 from .parallel.zero import StepResult
 from .precision import set_matmul_precision
@@ -123,6 +124,9 @@ class Steps(Protocol):
 
     def losses(self, windows: Tensor, beat: Callable[[], None]) -> Tensor:
         """Summed nats of each window (n, T + 1) -> (n,) float64 on the CPU."""
+
+    def loads(self) -> Tensor | None:
+        """Tokens of each expert of each block since the last call, (blocks, experts); None: there are no experts."""
 
 
 class Trainer:
@@ -280,6 +284,7 @@ class Trainer:
     def _log(self, result: StepResult, tokens_per_s: float, held_out: HeldOut | None) -> None:
         config, step = self.config, self.progress.step
         self.last_held_out = held_out
+        loads = self.stepper.loads()
         if self.metrics is None or self.tracker is None:
             return
         loss, norm = read(result.loss).item(), read(result.norm).item()
@@ -298,6 +303,8 @@ class Trainer:
         }
         if self.progress.bad_steps:
             record["bad_steps"] = self.progress.bad_steps
+        if loads is not None:
+            record |= balance_of(loads)
         if held_out is not None:
             record |= vars(held_out)
         self.metrics.write(record)

@@ -18,7 +18,7 @@ def warmup_steps(config: RunConfig) -> int:
     schedule = config.schedule
     tokens: float | None = schedule.warmup_tokens
     if tokens is None:
-        tokens = schedule.warmup_per_parameter * count_parameters(config.model).N_total
+        tokens = schedule.warmup_per_parameter * count_parameters(config.model).N_active
     return int(min(tokens / config.batch_tokens, schedule.warmup_max_share * config.steps))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .config import RunConfig
@@ -152,10 +153,19 @@ class Stepper:
         all_gather(everyone, losses.to(self.device), group=self.mesh.dp_group)
         return read(everyone[: len(windows)])
 
+    def loads(self) -> Tensor | None:
+        """Tokens that each expert of each block got since the last call, (blocks, experts), on every rank at once;
+        None: there are no experts.
+        """
+        loads = self.gpt.loads()
+        if loads is not None and self.mesh.dp_group is not None:
+            dist.all_reduce(loads, group=self.mesh.dp_group)
+        return None if loads is None else read(loads)
+
     def _gradients(self, step: int) -> Tensor:
         """Forward and backward over this rank's rows; returns its part () of the batch's mean loss, on the device."""
         batch, z_loss = self.config.optimizer.batch_size, self.config.optimizer.z_loss
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), dtype=self.zero.wide, device=self.device)
         for start in range(0, self.share, self.micro):
             rows = self._rows(step, start)
             self._begin_pass()

@@ -78,7 +78,9 @@ class Tracker:
 
     def _send(self, record: dict[str, Any]) -> None:
         if record["step"] > self._sent:
-            self._run.log(record, step=record["step"])
+            lists = {name: value for name, value in record.items() if isinstance(value, list)}  # a number per block
+            each = {f"{name}/{block}": number for name, value in lists.items() for block, number in enumerate(value)}
+            self._run.log({k: v for k, v in record.items() if k not in lists} | each, step=record["step"])
             self._sent = record["step"]
 
     def finish(self, summary: dict[str, Any] | None = None) -> None:

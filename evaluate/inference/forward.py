@@ -18,7 +18,8 @@ from torch import Tensor
 from ...train.hardware import on_gpu, out_of_memory, release_memory
 from ...train.model.attention import causal_attention
 from ...train.model.block import gated, query_key_value, rotary_turn, rotated
-from ...train.model.gpt import GPT, Block
+from ...train.model.experts import MoE
+from ...train.model.gpt import GPT, MLP, Block
 
 # (number of the block, query (n, heads, d), key (n, kv_heads, d), value (n, kv_heads, d)) -> (n, heads, d), rotated.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -40,14 +41,14 @@ class Forward:
         self._blocks = []
         for block in cast(Iterable[Block], model.blocks):
             mixer, mlp = block.attention, block.mlp
-            matrices = (mixer.qkv, mixer.out, mlp.gate_up, mlp.down)
-            qkv, out, gate_up, down = (_product(matrix.weight, packed) for matrix in matrices)
+            qkv, out = (_product(matrix.weight, packed) for matrix in (mixer.qkv, mixer.out))
             # PyTorch's own norm has fewer operations than ours, which can be trained.
             norms = tuple(
                 partial(F.rms_norm, normalized_shape=norm.weight.shape, weight=norm.weight, eps=norm.eps)
                 for norm in mixer.norms
             )
-            self._blocks.append((block, norms, qkv, out, gate_up, down))
+            feed = partial(mlp, length=0) if isinstance(mlp, MoE) else _feed(mlp, packed)
+            self._blocks.append((block, norms, qkv, out, feed))
         self._head = _product(weight, packed)
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend, read: Tensor | None = None) -> Tensor:
@@ -61,7 +62,7 @@ class Forward:
         x = F.embedding(tokens, model.embedding.weight)
         turn = rotary_turn(model.cos[positions], model.sin[positions], x.dtype)
         rotate, width = partial(rotated, turn=turn), (x.shape[1],)
-        for number, (block, norms, qkv, out, gate_up, down) in enumerate(self._blocks):
+        for number, (block, norms, qkv, out, feed) in enumerate(self._blocks):
             products = qkv(F.rms_norm(x, width, block.attention_norm.weight, eps))
             mixer = block.attention
             query, key, value = query_key_value(
@@ -70,7 +71,7 @@ class Forward:
             if read is not None and number == len(self._blocks) - 1:
                 x, query = x[read], query[read]
             x = x.add_(out(attend(number, query, key, value).flatten(1)))
-            x = x.add_(down(gated(gate_up(F.rms_norm(x, width, block.mlp_norm.weight, eps)))))
+            x = x.add_(feed(F.rms_norm(x, width, block.mlp_norm.weight, eps)))
         x = F.rms_norm(x, width, model.norm.weight, eps)
         return x * model.output_scale if model.output_scale != 1.0 else x
 
@@ -123,6 +124,11 @@ def _product(weight: Tensor, packed: bool) -> Product:
         return partial(F.linear, weight=weight)
     kept = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, kept, None, "none", [], "")
+
+
+def _feed(mlp: MLP, packed: bool) -> Product:
+    gate_up, down = (_product(matrix.weight, packed) for matrix in (mlp.gate_up, mlp.down))
+    return lambda x: down(gated(gate_up(x)))
 
 
 @cache

@@ -27,7 +27,7 @@ def corners(runs: list[RunDirectory]) -> list[RunDirectory]:
     """The shortest and the longest run of the smallest and of the largest model."""
     sizes: dict[int, list[RunDirectory]] = {}
     for run in runs:
-        sizes.setdefault(count_parameters(run.config().model).N_total, []).append(run)
+        sizes.setdefault(count_parameters(run.config().model).N_active, []).append(run)
     ends = sorted({min(sizes), max(sizes)}) if sizes else ()
     found = [end(sizes[N], key=lambda run: run.config().D) for N in ends for end in (min, max)]
     return list({run.run_id: run for run in found}.values())
@@ -69,7 +69,7 @@ def check_corners(sweep: SweepDirectory) -> int:
     rows = [f"{run.run_id},{e:.6g},{se:.6g}\n" for run, e, se in zip(at, excess, error, strict=True)]
     write_atomic(sweep.path / UNTUNED, "".join(["run_id,excess,excess_se\n", *rows]))
     for corner, e, se in zip(runs, excess, error, strict=True):
-        N = count_parameters(corner.model).N_total
+        N = count_parameters(corner.model).N_active
         print(f"N {N:,}, D {corner.D:,}: {e:.2%} ± {se:.2%} above the best within a factor of 2 of its rate and batch")
     write_results(sweep)
     return code

@@ -52,7 +52,9 @@ def shaped(base: ModelConfig, width: int, depth: int) -> ModelConfig:
     kv_heads = None if groups == 1 else max(1, heads // groups)
     if kv_heads is not None and heads % kv_heads:
         kv_heads = next(k for k in range(kv_heads, 0, -1) if heads % k == 0)
-    return dataclasses.replace(base, width=width, depth=depth, heads=heads, kv_heads=kv_heads, hidden=None)
+    return dataclasses.replace(
+        base, width=width, depth=depth, heads=heads, kv_heads=kv_heads, hidden=None, expert_hidden=None
+    )
 
 
 def of_depth(base: ModelConfig) -> ModelConfig:
@@ -69,7 +71,7 @@ def _candidates(frozen_base: tuple[tuple[str, object], ...]) -> tuple[_Candidate
         ideal = 0.5 * math.sqrt(width)
         for depth in range(max(1, math.floor(ideal / 2)), math.ceil(2 * ideal) + 1):
             model = shaped(base, width, depth)
-            result.append((count_parameters(model).N_total, abs(math.log(depth / ideal)), model))
+            result.append((count_parameters(model).N_active, abs(math.log(depth / ideal)), model))
     return tuple(sorted(result, key=lambda item: item[:2]))
 
 

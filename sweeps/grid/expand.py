@@ -81,7 +81,7 @@ def expand_grid(
 
 
 def run_label(run: RunConfig) -> str:
-    named = f"N{short(count_parameters(run.model).N_total)}_D{short(run.D)}_s{run.seed}"
+    named = f"N{short(count_parameters(run.model).N_active)}_D{short(run.D)}_s{run.seed}"
     named += f"_{run.variant}" if run.variant else ""
     return f"{named}_{recipe.recipe_label(run.data.recipe)}" if run.data.recipe else named
 
@@ -183,7 +183,7 @@ def isoflop_sizes(grid: IsoflopGrid, base: ModelConfig, budget: float) -> list[M
     models: list[ModelConfig] = []
     for i in range(grid.sizes):
         target = expected * math.exp(gap * (i - (grid.sizes - 1) / 2))
-        above = count_parameters(models[-1]).N_total if models else 0
+        above = count_parameters(models[-1]).N_active if models else 0
         models.append(architectures.nearest_model(base, target, above))
     return models
 
@@ -196,7 +196,7 @@ def expected_size(grid: IsoflopGrid, base: ModelConfig, budget: float) -> float:
     on_bytes = replace(base, vocab_size=256, tied_embeddings=True)
     shape = architectures.nearest_model(on_bytes, expected)
     own = replace(shape, vocab_size=base.vocab_size, tied_embeddings=base.tied_embeddings)
-    return expected + count_parameters(own).N_total - count_parameters(shape).N_total
+    return expected + count_parameters(own).N_active - count_parameters(shape).N_active
 
 
 def _ladder(grid: LadderGrid, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
@@ -208,7 +208,7 @@ def _ladder(grid: LadderGrid, base: RunConfig, tuner: Tuner) -> Iterator[RunConf
         )
     for size in grid.sizes:
         model = architectures.nearest_model(base.model, size)
-        N = count_parameters(model).N_total
+        N = count_parameters(model).N_active
         multiples: list[Any] = [ratio * N for ratio in grid.tokens_per_parameter or ()]
         for tokens in multiples if grid.tokens is None else grid.tokens:
             yield tuner.tuned(replace(base, model=model, tokens=tokens), whole=True)

@@ -49,7 +49,7 @@ def rung_runs(
 
     count, half = _runs_per_size(grid, base) >> rung, math.log(grid.span) * 0.5 ** (rung / 3)
     for model in tune_models(grid, base):
-        N, tokens = count_parameters(model).N_total, rung_tokens(grid, base, model, rung)
+        N, tokens = count_parameters(model).N_active, rung_tokens(grid, base, model, rung)
         middle = np.log([base.optimizer.learning_rate, base.batch_tokens, TIMESCALE])
         if rung:
             before = rung_tokens(grid, base, model, rung - 1)
@@ -82,7 +82,7 @@ def rung_tokens(grid: TuneGrid, base: RunConfig, model: ModelConfig, rung: int) 
     """D of a rung: a whole number of steps of every batch, for runs of a size are compared at one D."""
     first, now = grid.tokens_per_parameter[0], grid.tokens_per_parameter[rung]
     unit = base.data.sequence_length * 3 * 2 ** math.ceil(math.log2(base.optimizer.batch_size * grid.span))
-    return max(1, round(first * count_parameters(model).N_total / unit)) * round(now / first) * unit
+    return max(1, round(first * count_parameters(model).N_active / unit)) * round(now / first) * unit
 
 
 def _runs_per_size(grid: TuneGrid, base: RunConfig) -> int:

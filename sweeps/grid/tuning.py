@@ -48,7 +48,7 @@ class Tuner:
         `whole`: D becomes the nearest whole number of steps of its own batch.
         """
         rules, kept = self.rules, {*kept, *self.rules.keep}
-        N, length = count_parameters(run.model).N_total, run.data.sequence_length
+        N, length = count_parameters(run.model).N_active, run.data.sequence_length
         optimizer, schedule = replace(run.optimizer), replace(run.schedule)
         groups = {"optimizer": optimizer, "schedule": schedule}
 
@@ -78,7 +78,7 @@ class Tuner:
 
     def misses_batch(self, run: RunConfig) -> bool:
         """Whether a run's batch is off its rule by more than half: see what bounds it at `batch_size`."""
-        wanted = power(self.rules.batch_tokens, count_parameters(run.model).N_total, self._span(run)[1], 1.0)
+        wanted = power(self.rules.batch_tokens, count_parameters(run.model).N_active, self._span(run)[1], 1.0)
         if wanted is None or "optimizer.batch_size" in self.rules.keep:
             return False
         return not 1 / 1.5 <= run.batch_tokens / wanted <= 1.5
@@ -94,7 +94,7 @@ class Tuner:
         if self.rules.dial:
             model = architectures.of_depth(model)
         if tokens <= 0 and self.rules.tokens_per_parameter is not None:
-            tokens = round(self.rules.tokens_per_parameter * count_parameters(model).N_total)
+            tokens = round(self.rules.tokens_per_parameter * count_parameters(model).N_active)
         return replace(run, model=model, tokens=tokens)
 
 

@@ -307,7 +307,7 @@ class Offer:
 
     @property
     def N(self) -> int:
-        return count_parameters(self.run.model).N_total
+        return count_parameters(self.run.model).N_active
 
 
 @dataclass(frozen=True)
@@ -404,13 +404,13 @@ def sizes(base: ModelConfig, within: Range) -> list[ModelConfig]:
     wanted = max(low, 1.0)
     while wanted <= high * SIZE_STEP:
         model = architectures.nearest_model(base, wanted)
-        models.setdefault(count_parameters(model).N_total, model)
+        models.setdefault(count_parameters(model).N_active, model)
         wanted *= SIZE_STEP
     return [models[N] for N in sorted(models)]
 
 
 def _lies_within(run: RunConfig, within: Range) -> bool:
-    ratio = run.D / count_parameters(run.model).N_total
+    ratio = run.D / count_parameters(run.model).N_active
     return (
         run.steps >= within.min_steps
         and within.least_ratio <= ratio <= within.most_ratio

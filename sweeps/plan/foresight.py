@@ -45,7 +45,7 @@ def foresee(
             )
         total = sum(map(flops_exact, runs)) * sum(ratio / ratios[0] / 2**rung for rung, ratio in enumerate(ratios))
         return [f"these are the first of {len(ratios)} rungs; all take about {total:.3g} FLOPs"]
-    N, D, flops = zip(*((count_parameters(run.model).N_total, run.D, flops_exact(run)) for run in runs), strict=True)
+    N, D, flops = zip(*((count_parameters(run.model).N_active, run.D, flops_exact(run)) for run in runs), strict=True)
     budgets, more = [math.nan if run.budget is None else run.budget for run in runs], {}
     if isinstance(grid, IsoflopGrid):
         enough, needed = min(FEW_SIZES, grid.sizes), min(LEAST_SIZES, grid.sizes)

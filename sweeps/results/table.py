@@ -25,6 +25,7 @@ CLEAN = ("acc", "acc_se", "gold_bpb", "gold_bpb_se")
 # What of a run's summary becomes a column under its own name.
 MEASURED = (
     "N_total",
+    "N_active",
     "N_non_embedding",
     "N_kaplan",
     "flops_6nd",
@@ -41,7 +42,7 @@ MEASURED = (
     "precision",
 )
 # What of these holds at every step of the run.
-OF_THE_RUN = ("N_total", "N_non_embedding", "N_kaplan", "device", "precision")
+OF_THE_RUN = ("N_total", "N_active", "N_non_embedding", "N_kaplan", "device", "precision")
 # What of a run's config becomes a column, by group and field: what makes runs comparable, and is asked before a fit.
 CONFIGURED = {
     "schedule": ("schedule", "kind"),
@@ -52,6 +53,7 @@ CONFIGURED = {
     "vocab_size": ("model", "vocab_size"),
     "tokenizer": ("data", "tokenizer_fingerprint"),
 }
+OF_EXPERTS = ("experts", "experts_per_token", "shared_experts")  # the same, in a sweep that has any
 
 
 def build_table(sweep: SweepDirectory) -> pd.DataFrame:
@@ -60,6 +62,8 @@ def build_table(sweep: SweepDirectory) -> pd.DataFrame:
 
     planned = {run["run_id"]: run for run in sweep.plan()["runs"]}
     rows = name_recipes_apart([row for run in sweep.runs() if run.is_done() for row in _rows(run, planned[run.run_id])])
+    if not any(row["experts"] for row in rows):
+        rows = [{name: value for name, value in row.items() if name not in OF_EXPERTS} for row in rows]
     if (file := sweep.path / UNTUNED).exists():
         checked: dict[Any, Any] = pd.read_csv(file, dtype={"run_id": str}).set_index("run_id").to_dict("index")
         rows = [row | (checked.get(row["run_id"], {}) if row["final"] else {}) for row in rows]
@@ -127,7 +131,7 @@ def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) ->
         "final": True,
         "state": run.state().state,
         "budget": planned["budget"],
-        "N": summary["N_total"],
+        "N": summary.get("N_active", summary["N_total"]),  # alike but for a mixture of experts
         "D": summary["D"],
         "flops": summary["flops_exact"],
         "loss": summary["val_loss"],
@@ -141,6 +145,8 @@ def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) ->
     row |= {name: (groups.get(group) or {}).get(field) for name, (group, field) in CONFIGURED.items()}
     if groups.get("variant"):
         row["variant"] = groups["variant"]
+    model = groups.get("model") or {}
+    row |= {name: model.get(name) or 0 for name in OF_EXPERTS}
     data = groups.get("data") or {}
     steps = data.get("recipe") or []
     try:

@@ -26,7 +26,7 @@ def tried_settings(sweep: SweepDirectory) -> Tried:
     for run in members(sweep):
         if run.is_done() and (summary := run.summary()) is not None:
             config = run.config()
-            cell = found.setdefault((count_parameters(config.model).N_total, config.D), [])
+            cell = found.setdefault((count_parameters(config.model).N_active, config.D), [])
             cell.append((settings_of(config), summary["val_loss"]))
     return found
 

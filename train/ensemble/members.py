@@ -46,6 +46,8 @@ def refusal(config: RunConfig) -> str | None:
             f"parallel.micro_batch_size is {parallel.micro_batch_size}; in an ensemble it must be null or the whole "
             f"batch of {batch}"
         )
+    if config.model.experts:
+        return f"model.experts is {config.model.experts}, and members would choose apart; in an ensemble it must be 0"
     if parallel.cuda_graphs:
         return "parallel.cuda_graphs is true, and an ensemble's kernels are not replayed; it must be false"
     if parallel.recompute != "none":

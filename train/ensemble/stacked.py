@@ -294,6 +294,9 @@ class Member:
     def load_state(self, state: dict[str, Any]) -> None:
         self.stepper.rows.updates[self.row] = state["updates"]
 
+    def loads(self) -> None:
+        """There are no experts in an ensemble."""
+
     def losses(self, windows: Tensor, beat: Callable[[], None]) -> Tensor:
         """As `Stepper.losses`, one member: a pass is as large as is good for the device, whatever the ensemble."""
         model = self.stepper.model(slice(self.row, self.row + 1))

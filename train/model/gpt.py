@@ -21,6 +21,7 @@ from ..hardware import read
 from .attention import document_starts
 from .backends import SDPA, Backend, Choice, select_backend
 from .block import apply_rotary, lookup, query_key_value, rms_norm, rotary_angles, swiglu
+from .experts import MoE, Router
 from .loss import linear_cross_entropy
 from .recompute import checkpointed, recomputed
 
@@ -80,10 +81,10 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU feed-forward (Shazeer 2020), (…, width) -> (…, width)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(config.width, 2 * config.mlp_hidden, bias=False)
-        self.down = nn.Linear(config.mlp_hidden, config.width, bias=False)
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(swiglu(self.gate_up(x)))
@@ -98,15 +99,18 @@ class Block(nn.Module):
         full        x (w)
         selective   x (w), query-key-value product ((H + 2K) d), stream after attention (w), gate-up product (2h)
         none        all of these, the norms' outputs (2w), what attention works on and gives, SwiGLU's product (h)
+
+    In place of gate-up and SwiGLU's product a mixture of experts keeps its rows, k (w + 2h), and k + 2k indices.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, experts: bool) -> None:
         super().__init__()
         self.recompute = "none"
         self.attention_norm = RMSNorm(config.width, config.norm_eps)
         self.attention = Attention(config)
         self.mlp_norm = RMSNorm(config.width, config.norm_eps)
-        self.mlp = MLP(config)
+        shared = MLP(config.width, config.shared_experts * config.moe_hidden) if config.shared_experts else None
+        self.mlp: MLP | MoE = MoE(config, shared) if experts else MLP(config.width, config.mlp_hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor) -> Tensor:
         if self.recompute == "full":
@@ -115,12 +119,17 @@ class Block(nn.Module):
 
     def _plain(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin, *seen)
-        return x + self.mlp(self.mlp_norm(x))
+        return x + self._feed(self.mlp_norm(x), cos)
+
+    def _feed(self, x: Tensor, cos: Tensor) -> Tensor:
+        return self.mlp(x, len(cos)) if isinstance(self.mlp, MoE) else self.mlp(x)
 
     def _selective(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor) -> Tensor:
         attention, mlp = self.attention, self.mlp
         products = recomputed(self.attention_norm, attention.qkv, x)
         middle = recomputed(attention.mix, lambda mixed: x + attention.out(mixed), products, cos, sin, *seen)
+        if isinstance(mlp, MoE):
+            return recomputed(self.mlp_norm, lambda normed: middle + self._feed(normed, cos), middle)
         products = recomputed(self.mlp_norm, mlp.gate_up, middle)
         return recomputed(swiglu, lambda inner: middle + mlp.down(inner), products)
 
@@ -163,12 +172,16 @@ class GPT(nn.Module):
             raise UserError("model.vocab_size is None; it is filled in from the tokenizer by the planner")
         self.config, self.max_length, self.output_scale = config, max_length, output_scale
         self.embedding = Embedding(config.padded_vocab_size, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        dense = config.dense_layers if config.experts else config.depth
+        self.blocks = nn.ModuleList(Block(config, experts=number >= dense) for number in range(config.depth))
         self.norm = RMSNorm(config.width, config.norm_eps)
         self.head = Head(config.width, config.padded_vocab_size, config.vocab_size)
         if config.tied_embeddings:
             self.head.weight = self.embedding.weight
         self.backend: Backend = SDPA
+        self.slope: list[Tensor] = []  # see `loss`
+        for router in self.routers:
+            router.slope = self.slope
         # The token that ends a document: a token sees its own alone, and positions stay absolute. To be set before
         # `set_attention`, for not every backend can do it.
         self.end_of_document: int | None = None
@@ -220,8 +233,30 @@ class GPT(nn.Module):
         return () if seen is None else (seen,)
 
     def loss(self, tokens: Tensor, targets: Tensor, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
-        """Cross-entropy in nats, fp32: a scalar, or with reduction `none` (batch, time)."""
-        return self.head(self.last_hidden(tokens), targets, reduction, z_loss)
+        """Cross-entropy in nats, fp32: a scalar, or with reduction `none` (batch, time).
+
+        The penalties of routers add to its gradient, not to its value.
+        """
+        losses: Tensor = self.head(self.last_hidden(tokens), targets, reduction, z_loss)
+        if losses.requires_grad and self.config.experts:
+            slope = self.slope  # not self, which would be kept by the graph that it keeps
+
+            def keep(grad: Tensor) -> None:
+                slope[:] = [grad]
+
+            losses.register_hook(keep)
+        return losses
+
+    @property
+    def routers(self) -> list[Router]:
+        return [module for module in self.modules() if isinstance(module, Router)]
+
+    def loads(self) -> Tensor | None:
+        """Tokens that each expert of each block got in training since the last call, (blocks, experts); None: none."""
+        loads = [router.load for router in self.routers]
+        for router in self.routers:
+            router.load = None
+        return torch.stack([load for load in loads if load is not None]) if loads and None not in loads else None
 
     def set_attention(self, wanted: str, device: torch.device, dtype: torch.dtype) -> Choice:
         """Takes the backend that is asked for, or that suits; UserError where it is missing or cannot do this."""

@@ -21,6 +21,10 @@ w leaves eta * decay the same at every size. At the base width and depth this is
     norms of a branch           1 (constant)               as above         none            eps m / w
     embedding, last norm        as above                   as above         none            eps / w
 
+A router is an output of its own, for the number of experts does not grow with the width: it starts at
+sqrt(base_width) / width, and learns at eta / w; experts are matrices inside blocks (Małaśnicki et al. 2025,
+arXiv:2508.09752). The biases of its choice start at 0 and move by `balance_rate`.
+
 The head starts at zero, which every width shares, so the first loss is exactly ln(vocabulary).
 Tied embeddings start at 1/sqrt(base_width), keep the embedding's learning rate, and logits are divided by w instead
 (ibid., Table 3 and section B.1); their first loss lies above ln(vocabulary), and starting them smaller ends higher.
@@ -83,8 +87,10 @@ def initial_weights(model: ModelConfig, optimizer: OptimizerConfig, seed: int) -
         match parameter.role:
             case "norm" | "head norm" | "last norm":
                 weights.fill_(1.0)
-            case "head":
+            case "head" | "balance":
                 weights.zero_()
+            case "router":
+                weights.normal_(std=optimizer.base_width**0.5 / model.width, generator=generator)
             case "embedding" | "tied" as role:
                 weights.normal_(std=1.0 if role == "embedding" else optimizer.base_width**-0.5, generator=generator)
             case role:
@@ -110,22 +116,26 @@ def parameter_groups(gpt: GPT, optimizer: OptimizerConfig) -> list[ParameterGrou
         "first": (rate, decay, eps * m * small),
         "last": (rate * m, decay / m, eps * small),
         "head": (rate, decay, eps),
+        "router": (rate, decay, eps * m * small),
+        "balance": (gpt.config.balance_rate, 0.0, eps),
         **dict.fromkeys(("norm", "head norm"), (table_rate, 0.0, eps * m * small)),
         **dict.fromkeys(("embedding", "tied", "last norm"), (table_rate, 0.0, eps * small)),
     }
     # Which roles share a group decides the order of elements in a bucket, and so how sums over it are rounded.
     groups = GROUPS if optimizer.base_depth is None else {role: (role,) for role in rules}
     tensors, parameters = dict(gpt.named_parameters()), model_shape(gpt.config).parameters
-    whole, spectral = OPTIMIZERS[optimizer.kind].roles, optimizer.learning_rate * optimizer.matrix_multiplier
-    if whole:  # in units that serve every width
+    kinds = list(dict.fromkeys(("adamw", "sign", optimizer.kind)))  # what has whole matrices comes after all else
+    kind_of = {role: next((kind for kind in kinds if role in OPTIMIZERS[kind].roles), "adamw") for role in rules}
+    spectral = optimizer.learning_rate * optimizer.matrix_multiplier
+    if OPTIMIZERS[optimizer.kind].whole:  # in units that serve every width
         rules |= {
             "first": (spectral, optimizer.weight_decay, eps),
             "last": (spectral * m, optimizer.weight_decay / m, eps),
         }
     found = []
-    for kind in dict.fromkeys(("adamw", optimizer.kind)):  # whole matrices come after all else
+    for kind in kinds:
         for name, several in groups.items():
-            roles = [role for role in several if (role in whole) == (kind != "adamw")]
+            roles = [role for role in several if kind_of[role] == kind]
             some = [tensors[p.name] for p in parameters if p.role in roles]
             if some:
                 found.append(ParameterGroup(name, some, *rules[roles[0]], kind))

@@ -7,6 +7,7 @@ modules with the same names in the same order.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
@@ -15,13 +16,15 @@ from ..config import ModelConfig, RunConfig
 
 # What a parameter does: it decides how it starts, how fast it learns, and how tensor parallelism shares it out.
 # A block's branches have a `first` matrix, split by rows, and a `last` one, split by columns; `head norm` is per head,
-# `last norm` before the head.
-Role = Literal["embedding", "tied", "head", "first", "last", "norm", "head norm", "last norm"]
+# `last norm` before the head; `balance` is the bias of a router's choice.
+Role = Literal["embedding", "tied", "head", "first", "last", "norm", "head norm", "last norm", "router", "balance"]
 TABLES: tuple[Role, ...] = ("embedding", "tied", "head")  # one row per token of the padded vocabulary
 GROUPS: dict[str, tuple[str, ...]] = {  # roles that share a learning rate where depth does not count
     "matrices": ("first", "last", "head"),
+    "routers": ("router",),
     "embedding": ("embedding", "tied"),
     "norms": ("norm", "head norm", "last norm"),
+    "balance": ("balance",),
 }
 
 # What kernels and planner must agree on stands here, where planning can read it without torch.
@@ -66,6 +69,8 @@ class Parameter:
     role: Role
     parts: tuple[Part, ...]  # one below the other
     columns: int | None = None  # None: a vector
+    experts: int = 1  # it is made of so many matrices alike, one below the other,
+    chosen: int = 1  # of which a token uses so many
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -77,13 +82,30 @@ class Parameter:
         return math.prod(self.shape)
 
     @property
+    def active(self) -> int:
+        """Elements that one token uses."""
+        return self.size // self.experts * self.chosen
+
+    @property
     def flops(self) -> int:
         """Of a forward pass, per token: 2 per multiply-add of a matrix product, nothing for look-ups and norms."""
-        return 2 * self.size if self.role in ("first", "last", "head", "tied") else 0
+        return 2 * self.active if self.role in ("first", "last", "head", "tied", "router") else 0
 
     def of_block(self, number: int) -> Parameter:
         parts = tuple(part._replace(hf=f"model.layers.{number}.{part.hf}") for part in self.parts)
         return replace(self, name=f"blocks.{number}.{self.name}", parts=parts)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Dimensions of a mixture of experts."""
+
+    count: int
+    chosen: int  # by a token
+    hidden: int  # of one expert
+    shared: int  # hidden units that every token uses beside them
+    above: int  # blocks from this one on have it
+    biased: bool  # biases of the choice balance the load
 
 
 @dataclass(frozen=True)
@@ -99,15 +121,27 @@ class Shape:
     vocabulary: int  # padded
     head_norms: bool  # RMSNorm on queries and keys
     tied: bool
+    experts: Experts | None
 
     @property
     def block(self) -> tuple[Parameter, ...]:
-        """The parameters of one block, in the model's order."""
-        return _block(self.width, self.heads, self.kv_heads, self.head_dim, self.hidden, self.head_norms)
+        """The parameters of one block, in the model's order: of the last, for the first ones may have no experts."""
+        return self.block_of(self.depth - 1)
+
+    def block_of(self, number: int) -> tuple[Parameter, ...]:
+        """The parameters of block `number`, their names without its prefix."""
+        experts = self.experts if self.experts is not None and number >= self.experts.above else None
+        return _block(self.width, self.heads, self.kv_heads, self.head_dim, self.hidden, self.head_norms, experts)
+
+    def in_blocks(self, count: Callable[[Parameter], int]) -> int:
+        """The sum over the parameters of all blocks."""
+        above = self.experts.above if self.experts is not None else 0
+        first, last = (sum(map(count, self.block_of(number))) for number in (0, self.depth - 1))
+        return above * first + (self.depth - above) * last
 
     @property
     def parameters(self) -> list[Parameter]:
-        blocks = [parameter.of_block(number) for number in range(self.depth) for parameter in self.block]
+        blocks = [parameter.of_block(number) for number in range(self.depth) for parameter in self.block_of(number)]
         norm = Parameter("norm.weight", "last norm", (Part("model.norm.weight", self.width, 1),))
         table = self._table("embedding.weight", "tied" if self.tied else "embedding", "model.embed_tokens.weight")
         head = [] if self.tied else [self._table("head.weight", "head", "lm_head.weight")]
@@ -127,13 +161,18 @@ class Shape:
 
     @property
     def block_matrices(self) -> int:
-        """Weights of a block that every token is multiplied with."""
+        """Weights of a block that one token is multiplied with."""
         return sum(parameter.flops for parameter in self.block) // 2
+
+    @property
+    def matrices(self) -> int:
+        """The same of all blocks."""
+        return self.in_blocks(lambda parameter: parameter.flops) // 2
 
 
 @lru_cache(maxsize=1024)
 def _block(
-    width: int, heads: int, kv_heads: int, head_dim: int, hidden: int, head_norms: bool
+    width: int, heads: int, kv_heads: int, head_dim: int, hidden: int, head_norms: bool, experts: Experts | None
 ) -> tuple[Parameter, ...]:
     def vector(name: str, role: Role, hf: str, size: int) -> Parameter:
         return Parameter(f"{name}.weight", role, (Part(f"{hf}.weight", size, 1),))
@@ -160,8 +199,30 @@ def _block(
         matrix("attention.out", "last", heads * head_dim, ("self_attn.o_proj", width, 1)),
         *of_heads,
         vector("mlp_norm", "norm", "post_attention_layernorm", width),
-        matrix("mlp.gate_up", "first", width, ("mlp.gate_proj", hidden, hidden), ("mlp.up_proj", hidden, hidden)),
-        matrix("mlp.down", "last", hidden, ("mlp.down_proj", width, 1)),
+        *(_swiglu("mlp", width, hidden) if experts is None else _mixture(width, experts)),
+    )
+
+
+def _swiglu(name: str, width: int, hidden: int, *hf: str, chosen: int = 1) -> tuple[Parameter, Parameter]:
+    """Both matrices of a feed-forward, or of several alike, one below the other, that Hugging Face calls `hf`."""
+    several = hf or (name,)
+    first = [Part(f"{one}.{half}_proj.weight", hidden, hidden) for one in several for half in ("gate", "up")]
+    last = [Part(f"{one}.down_proj.weight", width, 1) for one in several]
+    return (
+        Parameter(f"{name}.gate_up.weight", "first", tuple(first), width, len(several), chosen),
+        Parameter(f"{name}.down.weight", "last", tuple(last), hidden, len(several), chosen),
+    )
+
+
+def _mixture(width: int, experts: Experts) -> tuple[Parameter, ...]:
+    names = [f"mlp.experts.{number}" for number in range(experts.count)]
+    router = Parameter("mlp.router.weight", "router", (Part("mlp.gate.weight", experts.count, 1),), width)
+    balance = Parameter("mlp.router.balance", "balance", (Part("mlp.gate.e_score_correction_bias", experts.count, 1),))
+    return (
+        router,
+        *([balance] if experts.biased else []),
+        *_swiglu("mlp.experts", width, experts.hidden, *names, chosen=experts.chosen),
+        *(_swiglu("mlp.shared", width, experts.shared, "mlp.shared_experts") if experts.shared else ()),
     )
 
 
@@ -176,6 +237,16 @@ def model_shape(model: ModelConfig) -> Shape:
         vocabulary=model.padded_vocab_size,
         head_norms=model.qk_norm,
         tied=model.tied_embeddings,
+        experts=Experts(
+            count=model.experts,
+            chosen=model.experts_per_token,
+            hidden=model.moe_hidden,
+            shared=model.shared_experts * model.moe_hidden,
+            above=model.dense_layers,
+            biased=model.balance_rate > 0,
+        )
+        if model.experts
+        else None,
     )
 
 
@@ -208,10 +279,13 @@ def share_of(config: RunConfig, device: str = "cuda") -> Share:
     whole = model_shape(model)
     sequences = micro_batch_of(config)
     tokens = sequences * length
+    experts = whole.experts
+    if experts is not None:
+        experts = replace(experts, hidden=experts.hidden // ranks, shared=experts.shared // ranks)
     return Share(
         **vars(whole)
         | {name: getattr(whole, name) // ranks for name in ("heads", "hidden", "vocabulary")}
-        | {"kv_heads": whole.kv_heads // ranks or whole.kv_heads},
+        | {"kv_heads": whole.kv_heads // ranks or whole.kv_heads, "experts": experts},
         split=ranks > 1,
         kv_used=max(whole.kv_heads // ranks, 1),
         length=length,

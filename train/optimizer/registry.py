@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ..config import OptimizerConfig
 from .adamw import adamw
 from .muon import direction, flops, muon, orthogonalise
+from .sign import sign
 
 
 class WholeMatrices(NamedTuple):
@@ -29,5 +30,6 @@ class Optimizer(NamedTuple):
 
 OPTIMIZERS = {
     "adamw": Optimizer(adamw),
+    "sign": Optimizer(sign, ("balance",)),  # whatever the kind
     "muon": Optimizer(muon, ("first", "last"), WholeMatrices(direction, orthogonalise, flops)),
 }

@@ -7,7 +7,7 @@ neighbours in it. Padding is zero forever: optimizers leave a zero with a zero g
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -102,28 +102,35 @@ def bucket_layouts(
     return [pack_bucket(run, sizes, groups, ranks) for run in runs]
 
 
-def counted(bucket: Bucket, placements: Mapping[str, Placement], tp_rank: int) -> list[Range]:
+def counted(
+    bucket: Bucket, placements: Mapping[str, Placement], tp_rank: int, left_out: Container[int] = ()
+) -> list[Range]:
     """Ranges whose squares a tensor-parallel rank adds to the gradient norm: its own pieces, and on the first shared
-    ones.
+    ones, but for groups that are left out.
     """
-    return _merge((r, tp_rank == 0 or not piece.shared) for r, piece in _pieces(bucket, placements))
+    return _merge(
+        (r, (tp_rank == 0 or not piece.shared) and group not in left_out)
+        for r, group, piece in _pieces(bucket, placements)
+    )
 
 
 def partial(bucket: Bucket, placements: Mapping[str, Placement]) -> list[Range]:
     """Ranges whose gradient on a tensor-parallel rank is one term of a sum; the same on all of them."""
-    return _merge((r, piece.partial) for r, piece in _pieces(bucket, placements))
+    return _merge((r, piece.partial) for r, _, piece in _pieces(bucket, placements))
 
 
-def _pieces(bucket: Bucket, placements: Mapping[str, Placement]) -> Iterator[tuple[Range, Piece]]:
-    """Pieces in ascending order; together the whole bucket, for padding is given to the piece before it."""
+def _pieces(bucket: Bucket, placements: Mapping[str, Placement]) -> Iterator[tuple[Range, int, Piece]]:
+    """Pieces with their groups in ascending order; together the whole bucket, for padding is given to the piece before
+    it.
+    """
     ends = [*(slot.start for slot in bucket.slots[1:]), bucket.size]
     for slot, end in zip(bucket.slots, ends, strict=True):
         start, pieces = slot.start, placements[slot.name].pieces
         for piece in pieces[:-1]:
             stop = start + math.prod(piece.size)
-            yield (start, stop), piece
+            yield (start, stop), slot.group, piece
             start = stop
-        yield (start, end), pieces[-1]
+        yield (start, end), slot.group, pieces[-1]
 
 
 def _merge(ranges: Iterable[tuple[Range, bool]]) -> list[Range]:

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from ..hardware import on_gpu
 from ..model.block import table_gradient
+from ..model.experts import MoE, Stack
 from ..model.gpt import GPT, Attention
 from ..model.shape import LOGITS_AT_A_TIME, Parameter, model_shape
 from .layout import Piece, Placement, Shape, split_placement, whole_placement
@@ -112,6 +113,36 @@ class _Row(torch.autograd.Function):
         if ctx.sequence_parallel:
             dy = wait(all_gather(dy, ctx.group))
         return dy @ weight, dy.flatten(0, -2).T @ x.flatten(0, -2), None, None
+
+
+class _Enter(torch.autograd.Function):
+    """What every rank reads, X (n, w), and of whose gradient each has a term.
+
+    With sequence parallelism X is an all-gather of X_r (n/tp, w), and dX_r a reduce-scatter; else dX an all-reduce.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+        ctx.ranks = group, sequence_parallel
+        return wait(all_gather(x, group)) if sequence_parallel else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+        return _sum(dx.clone(), *ctx.ranks), None, None
+
+
+class _Leave(torch.autograd.Function):
+    """The sum of every rank's term, (n, w), or with sequence parallelism this rank's rows of it, (n/tp, w)."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+        ctx.ranks = group, sequence_parallel
+        return _sum(y.clone(), group, sequence_parallel)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        group, sequence_parallel = ctx.ranks
+        return wait(all_gather(dy, group)) if sequence_parallel else dy, None, None
 
 
 class SplitWeight(nn.Module):
@@ -264,17 +295,24 @@ def split_model(gpt: GPT, mesh: Mesh, sequence_parallel: bool) -> dict[str, Plac
     placements = {parameter.name: _place(parameter, mesh, sequence_parallel) for parameter in parameters}
     ranks = (mesh.tp_group, sequence_parallel)
     for parameter in parameters:
-        if parameter.role in ("first", "last"):
+        if parameter.experts > 1:
+            rows, columns = placements[parameter.name].local_shape
+            with torch.device("meta"):
+                gpt.set_submodule(parameter.name.removesuffix(".weight"), Stack(rows, columns))
+        elif parameter.role in ("first", "last"):
             kind = ColumnLinear if parameter.role == "first" else RowLinear
             split = kind(placements[parameter.name].local_shape, *ranks)
             gpt.set_submodule(parameter.name.removesuffix(".weight"), split)
-    for attention in gpt.modules():
-        if isinstance(attention, Attention):
-            attention.heads //= mesh.tp
-            if attention.kv_heads >= mesh.tp:
-                attention.kv_heads //= mesh.tp
+    for module in gpt.modules():
+        if isinstance(module, MoE):
+            module.enter, module.leave = (lambda x: _Enter.apply(x, *ranks)), (lambda y: _Leave.apply(y, *ranks))
+            module.router.share = 1 / mesh.tp
+        if isinstance(module, Attention):
+            module.heads //= mesh.tp
+            if module.kv_heads >= mesh.tp:
+                module.kv_heads //= mesh.tp
             else:  # all of them are here, and one serves tp / kv_heads ranks
-                attention.served_by = mesh.tp_rank * attention.kv_heads // mesh.tp
+                module.served_by = mesh.tp_rank * module.kv_heads // mesh.tp
     table = placements["embedding.weight"].local_shape
     gpt.register_module("embedding", VocabularyEmbedding(table, *ranks))
     gpt.register_module("head", VocabularyHead(table, *ranks, vocab_size=gpt.head.vocab_size))
@@ -287,6 +325,9 @@ def _place(parameter: Parameter, mesh: Mesh, sequence_parallel: bool) -> Placeme
     tp, rank, shape = mesh.tp, mesh.tp_rank, parameter.shape
     if parameter.role == "last":
         return split_placement(shape, 1, rank, tp)
+    if parameter.role in ("router", "balance"):
+        # Gates see this rank's hidden units; the load is known to every rank.
+        return whole_placement(shape, partial=parameter.role == "router")
     if parameter.role in ("norm", "head norm", "last norm"):
         # Of queries or keys it sees this rank's heads, of the residual stream its tokens, or all of them.
         return whole_placement(shape, partial=parameter.role == "head norm" or sequence_parallel)

@@ -238,10 +238,11 @@ class Zero:
             for layout, owned, shard in shards
             for start, stop in clip(partial(layout, placements), owned)
         ]
+        signs = [number for number, group in enumerate(groups) if group.optimizer == "sign"]  # no part of the loss's
         self._measured = [
             shard[first - owned[0] :][start:stop]
             for (layout, owned, shard), (first, last) in zip(shards, slices, strict=True)
-            for start, stop in clip(counted(layout, placements, mesh.tp_rank), (first, last))
+            for start, stop in clip(counted(layout, placements, mesh.tp_rank, signs), (first, last))
         ]
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -76,7 +76,7 @@ def step_time(config: RunConfig, hardware: Hardware) -> StepTime:
     again = share.tokens * share.depth * recomputed / rate
     # The share of the products of which tp gathers the input: query, key, value, gate, up, and the head.
     row_products = share.width * (share.heads * share.head_dim + share.hidden) * share.depth
-    column = 1 - row_products / (share.depth * share.block_matrices + share.table)
+    column = 1 - row_products / (share.matrices + share.table)
     # Adam reads gradient, weight and both moments, and writes the last three and the weight.
     updated = sum(bucket_sizes(share, config)) / (config.parallel.dp if stage_of(config) > 0 else 1)
     return StepTime(
@@ -92,9 +92,7 @@ def step_time(config: RunConfig, hardware: Hardware) -> StepTime:
 
 def forward_flops(share: Share) -> int:
     """Of matrix products and attention in one forward pass."""
-    return share.tokens * (
-        2 * (share.depth * share.block_matrices + share.table) + share.depth * attention_flops(share)
-    )
+    return share.tokens * (2 * (share.matrices + share.table) + share.depth * attention_flops(share))
 
 
 def attention_flops(share: Share) -> int:

@@ -108,6 +108,23 @@ def _check_model(model: ModelConfig) -> None:
             f"it is {model.head_dim}"
         )
     check_kv_heads(model)
+    if model.experts:
+        _check_experts(model)
+
+
+def _check_experts(model: ModelConfig) -> None:
+    count, chosen, dense = model.experts, model.experts_per_token, model.dense_layers
+    if count < 2:
+        raise UserError(f"model.experts is {count}; it must be 2 or more, or 0 for a dense model")
+    if chosen > count:
+        raise UserError(f"model.experts_per_token is {chosen}; it must be 1 to model.experts {count}")
+    if chosen == 1 and model.gates_normalised:
+        raise UserError(
+            "model.experts_per_token is 1 with model.gates_normalised true, so that every gate is 1 and the router "
+            "learns nothing; model.gates_normalised must be false"
+        )
+    if dense >= model.depth:
+        raise UserError(f"model.dense_layers is {dense}; it must be 0 to {model.depth - 1}, less than model.depth")
 
 
 def check_kv_heads(model: ModelConfig) -> None:
@@ -205,8 +222,10 @@ def _requirement(config: RunConfig, tp: int) -> str | None:
         return f"divide model.heads {model.heads}"
     if model.num_kv_heads % tp and tp % model.num_kv_heads:
         return f"be a divisor or a multiple of model.kv_heads {model.num_kv_heads}"
-    if model.mlp_hidden % tp:
+    if (not model.experts or model.dense_layers) and model.mlp_hidden % tp:
         return f"divide model.hidden, which is {model.mlp_hidden}"
+    if model.experts and model.moe_hidden % tp:
+        return f"divide model.expert_hidden, which is {model.moe_hidden}"
     if model.vocab_size is not None and model.padded_vocab_size % tp:
         return f"divide the vocabulary padded to model.vocab_multiple, which is {model.padded_vocab_size}"
     if config.parallel.sequence_parallel and length % tp:

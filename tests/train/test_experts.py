@@ -1,0 +1,259 @@
+"""A mixture of experts is a loop over its experts: its numbers, its gradients, its FLOPs, its balance."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from isoflop.train import loop
+from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig
+from isoflop.train.ensemble.members import refusal
+from isoflop.train.errors import UserError
+from isoflop.train.files import read_json_lines
+from isoflop.train.flops import count_parameters, training_flops_per_token
+from isoflop.train.model.experts import MoE, balance_of, grouped, grouped_outer
+from isoflop.train.model.gpt import GPT
+from isoflop.train.model.parametrization import build_model
+from isoflop.train.planner.validation import validate
+from small_runs import forty_steps
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+MIXED = ModelConfig(
+    width=24, depth=3, heads=2, vocab_size=61, experts=6, experts_per_token=2, expert_hidden=10, shared_experts=1,
+    dense_layers=1, balance_loss=0.02, router_z_loss=0.003,
+)  # fmt: skip
+GATES = [("sigmoid", True), ("sigmoid", False), ("softmax", True), ("softmax", False)]
+
+
+def mixture(seed: int, **changes: Any) -> GPT:
+    """In float64, with biases that decide choices."""
+    torch.manual_seed(seed)
+    gpt = build_model(replace(MIXED, **changes), OptimizerConfig(base_width=16), 12, seed).double()
+    for name, parameter in gpt.named_parameters():
+        if "router" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+        elif "head" in name or "embedding" in name:
+            torch.nn.init.normal_(parameter, std=1.0)
+    return gpt
+
+
+def one_by_one(moe: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What a layer gives for (batch, time, width), and its penalty: every expert on every token, by autograd alone."""
+    config, router, experts = moe.router.config, moe.router, moe.experts
+    logits = x @ router.weight.T
+    scores = logits.sigmoid() if config.gate == "sigmoid" else logits.softmax(-1)
+    wanted = scores if router.balance is None else scores + router.balance
+    chosen = torch.zeros_like(scores, dtype=torch.bool)
+    chosen.scatter_(-1, wanted.sort(-1, descending=True).indices[..., : config.experts_per_token], True)
+    gates = scores * chosen
+    if config.gates_normalised:
+        gates = gates / gates.sum(-1, keepdim=True)
+    y = torch.zeros_like(x) if moe.shared is None else moe.shared(x)
+    hidden = config.moe_hidden
+    for number in range(config.experts):
+        gate, up = experts.gate_up.weight[2 * hidden * number : 2 * hidden * (number + 1)].split(hidden)
+        down = experts.down.weight[config.width * number : config.width * (number + 1)]
+        y = y + gates[..., number, None] * ((F.silu(x @ gate.T) * (x @ up.T)) @ down.T)
+    load = chosen.double().mean(1) * config.experts / config.experts_per_token
+    probability = (scores / scores.sum(-1, keepdim=True)).mean(1)
+    penalty = config.balance_loss * (load * probability).sum(-1).mean()
+    return y, penalty + config.router_z_loss * logits.exp().sum(-1).log().square().mean()
+
+
+class OneByOne(torch.nn.Module):
+    def __init__(self, moe: MoE) -> None:
+        super().__init__()
+        self.moe, self.penalty = moe, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, self.penalty = one_by_one(self.moe, x)
+        return y
+
+
+def reference(gpt: GPT) -> GPT:
+    """The same weights, each mixture a loop over its experts."""
+    other = copy.deepcopy(gpt)
+    for block in other.blocks:
+        if isinstance(block.mlp, MoE):
+            block.mlp = OneByOne(block.mlp)  # type: ignore[assignment]
+    return other
+
+
+def penalties(gpt: GPT) -> Tensor:
+    return torch.stack([block.mlp.penalty for block in gpt.blocks if isinstance(block.mlp, OneByOne)]).sum()
+
+
+@pytest.mark.parametrize(("gate", "normalised"), GATES)
+@pytest.mark.parametrize("changes", [{}, {"shared_experts": 0, "balance_rate": 0.0}, {"experts_per_token": 6}])
+def test_loss_and_every_gradient_are_those_of_a_loop_over_experts(
+    gate: str, normalised: bool, changes: dict[str, Any]
+) -> None:
+    gpt = mixture(3, gate=gate, gates_normalised=normalised, **changes)
+    other = reference(gpt)
+    tokens = torch.randint(61, (5, 13))
+    loss, expected = gpt.loss(tokens[:, :-1], tokens[:, 1:]), other.loss(tokens[:, :-1], tokens[:, 1:])
+    (0.37 * loss).backward()
+    (0.37 * (expected + penalties(other))).backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
+    gradients = {name.replace("mlp.moe.", "mlp."): p.grad for name, p in other.named_parameters()}
+    for name, parameter in gpt.named_parameters():
+        if not name.endswith("balance"):
+            # Float64: sums over 60 tokens in other orders.
+            torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-13, rtol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputed_activations_give_the_same_bits(mode: str) -> None:
+    gpt, tokens = mixture(5), torch.randint(61, (4, 13))
+    gradients = []
+    for recompute in ("none", mode):
+        gpt.set_recompute(recompute)
+        gpt.zero_grad()
+        gpt.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+        gradients.append([p.grad.clone() for p in gpt.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_grouped_products_are_pytorchs_own() -> None:
+    """The way of GPUs against that of CPUs; experts without a row included."""
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.tensor([5, 0, 17, 2])
+    x, weights = torch.randn(24, 16, generator=generator), torch.randn(4, 16, 32, generator=generator)
+    y = torch.randn(24, 32, generator=generator)
+    offsets = counts.cumsum(0).to(torch.int32)
+    torch.testing.assert_close(grouped(x, weights, offsets), grouped(x, weights, counts.tolist()))
+    torch.testing.assert_close(grouped_outer(x, y, offsets), grouped_outer(x, y, counts.tolist()))
+    assert not grouped_outer(x, y, counts.tolist())[1].any()
+
+
+def test_the_gradient_of_a_bias_is_the_excess_of_its_expert() -> None:
+    gpt, tokens = mixture(6), torch.randint(61, (5, 13))
+    gpt.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+    loads = gpt.loads()
+    assert loads is not None
+    assert loads.shape == (2, 6)
+    assert loads.sum(-1).tolist() == [120, 120]  # 60 tokens choose 2
+    for load, router in zip(loads, gpt.routers, strict=True):
+        assert router.balance is not None
+        assert torch.equal(router.balance.grad, load.double() - 20)
+    assert gpt.loads() is None
+
+
+def test_the_balance_is_told_by_its_extremes() -> None:
+    found = balance_of(torch.tensor([[4, 4, 4, 4], [16, 0, 0, 0], [8, 8, 0, 0]]))
+    assert found["load_max"] == [1.0, 4.0, 2.0]
+    assert found["load_entropy"] == pytest.approx([1.0, 0.0, 0.5])
+    assert found["dead_experts"] == [0, 3, 2]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_flops_are_those_of_the_loop_where_the_load_is_balanced(seed: int) -> None:
+    """Each token through k experts, whoever they are: the counter sees every product of a loop over the chosen."""
+    config = replace(MIXED, dense_layers=seed % 2, shared_experts=seed // 2, experts=8, experts_per_token=1 + seed)
+    gpt, batch, time = build_model(config, OptimizerConfig(), 16, 0), 3, 16
+    rows = batch * time * config.experts_per_token // config.experts
+
+    class Chosen(torch.nn.Module):
+        def __init__(self, moe: MoE) -> None:
+            super().__init__()
+            self.moe = moe
+
+        def forward(self, x: Tensor) -> Tensor:
+            flat, moe = x.flatten(0, -2), self.moe
+            y = flat * (flat @ moe.router.weight.T).sum()
+            for number in range(config.experts):
+                gate_up = moe.experts.gate_up.weight.view(config.experts, -1, config.width)[number]
+                down = moe.experts.down.weight.view(config.experts, config.width, -1)[number]
+                inner = flat[:rows] @ gate_up.T
+                y = y + (inner[:, : config.moe_hidden] @ down.T).sum()
+            return y.view(x.shape) + (0.0 if moe.shared is None else moe.shared(x))
+
+    for block in gpt.blocks:
+        if isinstance(block.mlp, MoE):
+            block.mlp = Chosen(block.mlp)  # type: ignore[assignment]
+    tokens = torch.randint(61, (batch, time))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # whose products it sees
+        gpt(tokens).logsumexp(-1).sum().backward()
+    assert counter.get_total_flops() == training_flops_per_token(config, time) * batch * time
+
+
+def test_active_parameters_are_those_of_a_model_with_the_chosen_experts_alone() -> None:
+    few = replace(MIXED, experts=2)
+    # A router of fewer experts is smaller, and so are the biases.
+    smaller = (MIXED.experts - few.experts) * (MIXED.width + 1) * (MIXED.depth - MIXED.dense_layers)
+    assert count_parameters(MIXED).N_active == count_parameters(few).N_total + smaller
+    dense = replace(MIXED, experts=0)
+    assert count_parameters(dense).N_active == count_parameters(dense).N_total
+
+
+@pytest.fixture
+def config(small_corpus: Callable[..., DataConfig]) -> RunConfig:
+    config = forty_steps(small_corpus(64 + 16))
+    config.model = replace(config.model, experts=8, experts_per_token=2, expert_hidden=16, balance_rate=0.05)
+    return config
+
+
+def test_a_run_balances_its_load_and_goes_on_as_if_it_had_never_stopped(config: RunConfig, tmp_path: Path) -> None:
+    alone = loop.train(config, tmp_path / "alone")
+    records = read_json_lines(tmp_path / "alone" / "metrics.jsonl")
+    assert all(len(record["load_max"]) == config.model.depth for record in records)
+    unbiased = replace(config.model, balance_rate=0.0)
+    loop.train(replace(config, model=unbiased), tmp_path / "unbiased")
+    without = read_json_lines(tmp_path / "unbiased" / "metrics.jsonl")
+    assert records[-1]["load_entropy"][0] > without[-1]["load_entropy"][0]
+    assert alone["N_active"] < alone["N_total"]
+    assert alone["flops_6nd"] == 6.0 * alone["N_active"] * alone["D"]
+
+    interrupted = replace(config, checkpoint=replace(config.checkpoint, every_steps=15, at_steps=[15]))
+    loop.train(interrupted, tmp_path / "resumed")
+    for step in (30, 40):
+        for file in (tmp_path / "resumed" / "checkpoints").glob(f"step_{step}*"):
+            file.rename(file.with_name(f"gone_{step}"))
+    (tmp_path / "resumed" / "summary.json").unlink()
+    again = loop.train(interrupted, tmp_path / "resumed")
+    assert again["val_loss"] == alone["val_loss"]  # biases and moments are the very same
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"experts": 1}, "model.experts is 1; it must be 2 or more"),
+        ({"experts_per_token": 9}, "model.experts_per_token is 9; it must be 1 to model.experts 8"),
+        ({"experts_per_token": 1}, "model.gates_normalised must be false"),
+        ({"dense_layers": 1}, "model.dense_layers is 1; it must be 0 to 0"),
+        ({"gate": "relu"}, "model.gate is 'relu'; it must be one of sigmoid, softmax"),
+        ({"experts": -1}, "model.experts is -1; it must be 0 or more"),
+        ({"balance_rate": -1.0}, "model.balance_rate is -1.0; it must be 0 or more"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(config: RunConfig, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        validate(replace(config, model=replace(config.model, **changes)))
+    assert said in str(caught.value)
+
+
+def test_hidden_units_that_do_not_tile_are_refused(config: RunConfig) -> None:
+    config.model = replace(config.model, expert_hidden=17)
+    config.parallel.tp = 2
+    with pytest.raises(UserError, match=r"parallel.tp is 2; it must divide model.expert_hidden, which is 17"):
+        validate(config)
+
+
+def test_an_ensemble_refuses_experts(config: RunConfig) -> None:
+    assert "model.experts is 8" in str(refusal(config))
+
+
+def test_a_checkpoint_of_the_other_kind_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    loop.train(config, tmp_path)
+    dense = replace(config, model=replace(config.model, experts=0))
+    (tmp_path / "summary.json").unlink()
+    with pytest.raises(UserError):
+        loop.train(dense, tmp_path)

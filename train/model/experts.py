@@ -1,0 +1,259 @@
+"""A mixture of experts: each token goes through a few of many feed-forwards, and none is ever dropped.
+
+Special here:
+- rows are sorted by expert, so that every expert has one product per matrix, whatever the load;
+- a gate multiplies the inner activation, which is narrower than the model;
+- the biases that balance the load are parameters. Their gradient is how many tokens too many an expert got, so that it
+  is summed over micro-batches and ranks, sharded and saved as every gradient; `optimizer/sign.py` takes the step;
+- the loss that balances the load is one per sequence, so that it does not depend on the mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ModelConfig
+from ..hardware import on_gpu
+from .block import gated
+
+
+class Routing(NamedTuple):
+    """Where n tokens go that choose k experts each: rows (n k,) are sorted by expert, and by token within one."""
+
+    gates: Tensor  # (n k,) by row
+    tokens: Tensor  # (n k,) token of each row
+    rows: Tensor  # (n, k) rows of each token, ascending
+    counts: Tensor  # (experts,) rows of each expert, int64
+
+
+class Router(nn.Module):
+    """Scores and choice of experts, in fp32 whatever the type of the tokens.
+
+    With scores s = sigmoid(x W^T), or a softmax, the k experts with the largest s + b are chosen and weighted by s,
+    which may be made to sum to 1 (Shazeer et al. 2017; DeepSeek-V3, arXiv 2412.19437, section 2.1.2; the biases b: Wang
+    et al. 2024, arXiv 2408.15664). Penalties, whose gradient is added to that of the loss, with P the scores made to
+    sum to 1, and f the share of a sequence's rows that an expert got, times the number of experts:
+
+        balance_loss * mean over sequences of sum_e f_e mean P_e       (ibid., eq. 17-20; Switch, arXiv 2101.03961)
+        router_z_loss * mean over tokens of logsumexp(x W^T)^2         (ST-MoE, arXiv 2202.08906, eq. 5)
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.experts, config.width))
+        self.balance = nn.Parameter(torch.empty(config.experts)) if config.balance_rate > 0 else None
+        self.load: Tensor | None = None  # (experts,) tokens of each since `GPT.loads`, while training
+        self.slope: list[Tensor] = []  # () gradient of what is minimised by the mean loss, see `GPT.loss`
+        self.share = 1.0  # of the penalties that is this rank's: tensor-parallel ranks work on the same tokens
+
+    def forward(self, x: Tensor, length: int) -> Routing:
+        """Of tokens (n, width) that are sequences of `length`."""
+        config, k = self.config, self.config.experts_per_token
+        wide = torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(x.to(wide), self.weight.to(wide))
+        scores = logits.sigmoid() if config.gate == "sigmoid" else logits.softmax(-1)
+        wanted = scores if self.balance is None else scores + self.balance.to(wide)
+        chosen = wanted.detach().topk(k, dim=-1).indices.sort(-1).values
+        gates = scores.gather(1, chosen)
+        if config.gates_normalised:
+            gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)
+        counts = torch.zeros(config.experts, dtype=torch.int64, device=x.device)
+        counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+        if self.training:
+            with torch.no_grad():
+                self.load = counts if self.load is None else self.load + counts
+        if torch.is_grad_enabled():
+            excess = counts - len(x) * k / config.experts
+            gates = _Penalised.apply(gates, self._penalty(logits, scores, chosen, length), self.balance, excess, self)
+        order = chosen.flatten().argsort(stable=True)
+        rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+        return Routing(gates.flatten()[order].to(x.dtype), order // k, rows.view(-1, k), counts)
+
+    def _penalty(self, logits: Tensor, scores: Tensor, chosen: Tensor, length: int) -> Tensor | None:
+        config, total = self.config, logits.new_zeros(())
+        if config.balance_loss:
+            each = chosen.view(-1, length * config.experts_per_token)  # one row per sequence
+            got = torch.zeros(len(each), config.experts, dtype=logits.dtype, device=logits.device)
+            got.scatter_add_(1, each, torch.ones_like(each, dtype=got.dtype))
+            probabilities = (scores / scores.sum(-1, keepdim=True)).view(len(each), length, -1).mean(1)
+            share = got * (config.experts / each.shape[1])
+            total = total + config.balance_loss * (share * probabilities).sum(-1).mean()
+        if config.router_z_loss:
+            total = total + config.router_z_loss * logits.logsumexp(-1).square().mean()
+        return total if total.requires_grad else None
+
+
+class _Penalised(torch.autograd.Function):
+    """The gates as they are; in the backward pass the penalty gets its slope, and the biases get the excess."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gates: Tensor, penalty: Tensor | None, balance: Tensor | None, excess: Tensor, router: Router
+    ) -> Tensor:
+        ctx.router = router
+        ctx.save_for_backward(excess if balance is not None else None)
+        return gates.view_as(gates)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (excess,) = ctx.saved_tensors
+        slope = ctx.router.slope[0].to(grad.dtype) * ctx.router.share if ctx.needs_input_grad[1] else None
+        return grad, slope, excess if ctx.needs_input_grad[2] else None, None, None
+
+
+class ExpertMLP(nn.Module):
+    """SwiGLU feed-forwards alike, one below the other in one matrix: rows sorted by expert (m, width) -> (m, width)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        shape = config.experts, config.moe_hidden, config.width
+        self.experts = config.experts
+        self.gate_up, self.down = Stack(2 * shape[0] * shape[1], shape[2]), Stack(shape[0] * shape[2], shape[1])
+
+    def forward(self, x: Tensor, gates: Tensor, counts: Tensor) -> Tensor:
+        return _ExpertMLP.apply(x, gates, self.gate_up.weight, self.down.weight, counts)
+
+
+class Stack(nn.Module):
+    """A weight of a module's own, so that it is called as that of an `nn.Linear` is."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, columns))
+
+
+class _ExpertMLP(torch.autograd.Function):
+    """With m rows X sorted by expert, gates g (m,), and for each expert G (2 h, w) and W (w, h), both as stacks:
+
+        forward   A (m, 2 h) = X G^T,   B (m, h) = silu(gate) up,   Y (m, w) = (g B) W^T
+        backward  dB = dY W,  dg = sum dB B,  dA = swiglu'(g dB),  dX = dA G,  dW = dY^T (g B),  dG = dA^T X
+
+    every product within each expert's rows. X, A and g are kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor) -> Tensor:
+        first, last = (weight.view(len(counts), -1, weight.shape[1]) for weight in (gate_up, down))
+        spans = _spans(counts)
+        products = grouped(x, first.mT, spans)
+        ctx.save_for_backward(x, gates, products, gate_up, down, counts)
+        return grouped(gated(products).mul_(gates[:, None]), last.mT, spans)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, gates, products, gate_up, down, counts = ctx.saved_tensors
+        first, last = (weight.view(len(counts), -1, weight.shape[1]) for weight in (gate_up, down))
+        spans, grad = _spans(counts), grad.contiguous()
+        inner, d_inner = gated(products), grouped(grad, last, spans)
+        d_gates = (inner * d_inner).sum(-1)
+        d_inner.mul_(gates[:, None])
+        d_down = grouped_outer(grad, inner.mul_(gates[:, None]), spans).view_as(down)
+        gate, up = products.chunk(2, dim=-1)
+        d_products = torch.empty_like(products)
+        d_gate, d_up = d_products.chunk(2, dim=-1)
+        torch.mul(d_inner, F.silu(gate), out=d_up)
+        torch.ops.aten.silu_backward.grad_input(d_inner.mul_(up), gate, grad_input=d_gate)
+        d_gate_up = grouped_outer(d_products, x, spans).view_as(gate_up)
+        return grouped(d_products, first, spans), d_gates, d_gate_up, d_down, None
+
+
+def balance_of(loads: Tensor) -> dict[str, list[float]]:
+    """How evenly tokens (blocks, experts) are shared out, a number per block: the largest load over the mean one, the
+    entropy over that of equal loads, and how many experts got none.
+    """
+    share = loads / loads.sum(-1, keepdim=True)
+    return {
+        "load_max": (share.amax(-1) * loads.shape[1]).tolist(),
+        "load_entropy": (torch.special.entr(share).sum(-1) / math.log(loads.shape[1])).tolist(),
+        "dead_experts": (loads == 0).sum(-1).tolist(),
+    }
+
+
+Spans = list[int] | Tensor  # rows of each expert: on CPUs numbers, on GPUs where each ends, so that nothing waits
+
+
+def _spans(counts: Tensor) -> Spans:
+    return counts.cumsum(0).to(torch.int32) if on_gpu(counts) else counts.tolist()
+
+
+def grouped(x: Tensor, weights: Tensor, spans: Spans) -> Tensor:
+    """Each expert's rows of x (m, i) times its weights (experts, i, o): (m, o)."""
+    if isinstance(spans, Tensor):
+        return F.grouped_mm(x, weights, offs=spans)
+    out = x.new_empty(len(x), weights.shape[2])
+    for part, weight, own in zip(x.split(spans), weights, out.split(spans), strict=True):
+        torch.mm(part, weight, out=own)
+    return out
+
+
+def grouped_outer(left: Tensor, right: Tensor, spans: Spans) -> Tensor:
+    """left^T right of each expert's rows, (m, a) and (m, b): (experts, a, b)."""
+    if isinstance(spans, Tensor):
+        return F.grouped_mm(left.mT, right, offs=spans)
+    out = left.new_empty(len(spans), left.shape[1], right.shape[1])
+    for a, b, own in zip(left.split(spans), right.split(spans), out, strict=True):
+        torch.mm(a.mT, b, out=own)
+    return out
+
+
+class _Spread(torch.autograd.Function):
+    """Rows of tokens, (n, width) -> (n k, width); the gradient of a token is the sum over its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        return x[tokens]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (rows,) = ctx.saved_tensors
+        return _summed(grad, rows), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """The sum over each token's rows, (n k, width) -> (n, width)."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        return _summed(y, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (tokens,) = ctx.saved_tensors
+        return grad[tokens], None, None
+
+
+def _summed(y: Tensor, rows: Tensor) -> Tensor:
+    return F.embedding_bag(rows, y, mode="sum")
+
+
+class MoE(nn.Module):
+    """The experts that each token chooses, and a feed-forward for all, (…, time, width) -> (…, time, width)."""
+
+    def __init__(self, config: ModelConfig, shared: nn.Module | None) -> None:
+        super().__init__()
+        self.router, self.experts, self.shared = Router(config), ExpertMLP(config), shared
+        self.enter: Callable[[Tensor], Tensor] = _same  # to the tokens of all tensor-parallel ranks, and back
+        self.leave: Callable[[Tensor], Tensor] = _same
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor, length: int) -> Tensor:
+        """Of sequences of `length`; their tokens may come as one dimension."""
+        flat = self.enter(x).flatten(0, -2)
+        routing = self.router(flat, length)
+        rows = _Spread.apply(flat, routing.tokens, routing.rows)
+        rows = self.experts(rows, routing.gates, routing.counts)
+        y = self.leave(_Collect.apply(rows, routing.tokens, routing.rows)).view(x.shape)
+        return y if self.shared is None else y + self.shared(x)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
