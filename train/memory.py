@@ -29,6 +29,7 @@ from .config import RunConfig
 from .model.shape import (
     LOGITS_AT_A_TIME,
     LONGEST_KEPT,
+    Experts,
     Share,
     model_shape,
     query_block,
@@ -79,7 +80,7 @@ def memory(config: RunConfig, device: str = "cuda") -> Memory:
     buckets = bucket_sizes(share, config)
     held = state_bytes(sum(buckets), share.itemsize, stage, parallel.dp, one_moment(share, config))
     state, depth = sum(held.values()), share.depth
-    kept = kept_by_block(share)
+    kept = [kept_by_blocks(share, depth - done) for done in range(depth)]
     head, at_loss, in_block = kept_by_head(share), loss_workspace(share), block_workspace(share)
     mask = 0
     if has_mask(share) and not (share.recompute == "none" and keeps_softmax(share)):
@@ -88,18 +89,18 @@ def memory(config: RunConfig, device: str = "cuda") -> Memory:
     waiting = table if share.tied else 0  # the head's part of a tied table's gradient, until the embedding's comes
     gathered = [gathered_bytes(buckets, share, stage, done) for done in range(depth + 1)]
     travelling = [reduction_bytes(buckets, share, parallel.dp, stage, done) for done in range(depth + 1)]
-    backward = [mask + (depth - done) * kept + gathered[done] + travelling[done] for done in range(depth)]
+    backward = [mask + kept[done] + gathered[done] + travelling[done] for done in range(depth)]
     return Memory(
         **held,
         gathered=max(gathered),
         reduction=max(travelling),
-        activations=mask + depth * kept,
+        activations=mask + kept[0],
         head=head,
         loss_workspace=at_loss,
         block_workspace=in_block,
         table_gradients=waiting + table,
         moments={
-            "loss": state + gathered_bytes(buckets, share, stage, None) + mask + depth * kept + head + at_loss,
+            "loss": state + gathered_bytes(buckets, share, stage, None) + mask + kept[0] + head + at_loss,
             "backward": state + waiting + in_block + max(backward),
             "embedding": state + waiting + table + gathered[-1] + travelling[-1],
             "update": state + travelling[-1] + whole_workspace(share, config),
@@ -204,12 +205,31 @@ def reduction_bytes(buckets: Sequence[int], share: Share, ranks: int, stage: int
     return share.itemsize * (received + sum(summed) + sum(filled))
 
 
+def kept_by_blocks(share: Share, blocks: int) -> int:
+    """Of the first ones."""
+    dense = 0 if share.experts is None else min(blocks, share.experts.above)
+    return dense * kept_by_block(replace(share, experts=None)) + (blocks - dense) * kept_by_block(share)
+
+
+def kept_by_experts(share: Share, experts: Experts) -> int:
+    """Rows, first product and gates of the chosen experts, with where they come from and go to; scores and choice."""
+    rows = share.tokens * experts.chosen
+    routed = rows * ((share.width + 2 * experts.hidden + 1) * share.itemsize + 2 * INDEX)
+    choice = share.tokens * (experts.count * FP32 + experts.chosen * (2 * FP32 + INDEX) + FP32)
+    # The router reads tokens in fp32, of all tensor-parallel ranks.
+    wide = share.tokens * share.width * FP32 if share.itemsize < FP32 or share.rows < share.tokens else 0
+    return routed + choice + wide + 2 * share.tokens * experts.shared * share.itemsize
+
+
 def kept_by_block(share: Share) -> int:
+    """Of the last one."""
     stream = share.rows * share.width * share.itemsize
     if share.recompute == "full":
         return stream
-    inner = share.tokens * share.hidden * share.itemsize
+    inner = share.tokens * (share.hidden if share.experts is None else share.experts.shared) * share.itemsize
     kept = 2 * stream + 2 * inner  # before and after attention; gate and up
+    if share.experts is not None:
+        kept = 2 * stream + kept_by_experts(share, share.experts)
     fused = heads_bytes(share, share.heads + 2 * share.kv_heads)  # query, key and value
     if share.recompute == "selective":
         return kept + fused
@@ -310,6 +330,17 @@ def _split_loss_workspace(share: Share) -> int:
     return max(derivative, products - logits * share.itemsize, norm_workspace(share) - logits * share.itemsize)
 
 
+def _experts_workspace(share: Share, experts: Experts) -> int:
+    """Bytes beside what all blocks keep in the backward pass of the experts: derivatives by rows, activations and
+    weights.
+    """
+    rows = share.tokens * experts.chosen
+    weights = 3 * experts.count * experts.hidden * share.width
+    again = kept_by_block(replace(share, recompute="none")) if share.recompute == "full" else 0
+    stream = share.rows * share.width * share.itemsize
+    return max(again, stream) + share.itemsize * (rows * (2 * share.width + 4 * experts.hidden) + weights)
+
+
 def block_workspace(share: Share) -> int:
     """Bytes beside what all blocks keep while one goes backward: the most at any of four moments.
 
@@ -320,6 +351,8 @@ def block_workspace(share: Share) -> int:
     inner = share.tokens * share.hidden * share.itemsize
     gathered = whole if share.rows < share.tokens else 0
     norm = norm_workspace(share)
+    if share.experts is not None:
+        return max(_experts_workspace(share, share.experts), block_workspace(replace(share, experts=None)))
     mixing = heads_bytes(share, 5 * share.heads + 2 * share.kv_heads)
     if keeps_softmax(share):  # derivatives of the weights and of the scores, a block of queries at a time
         mixing += 2 * share.sequences * share.heads * max(softmax_blocks(share)) * share.itemsize

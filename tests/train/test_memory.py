@@ -6,6 +6,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -177,16 +178,40 @@ def test_the_state_is_that_of_the_zero_paper(itemsize: int, stage: int, by_psi: 
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 1), (1, 3), (2, 2), (4, 2)])
-@pytest.mark.parametrize("model", [PLAIN, GROUPED], ids=["plain", "grouped"])
-def test_the_state_is_to_the_byte_what_the_engine_holds(model: ModelConfig, tp: int, dp: int) -> None:
+@pytest.mark.parametrize("model", ["plain", "grouped", "experts"])
+def test_the_state_is_to_the_byte_what_the_engine_holds(model: str, tp: int, dp: int) -> None:
+    named = {"plain": PLAIN, "grouped": GROUPED, "experts": replace(MIXED, heads=8)}
     for precision in ("fp32", "bf16"):
         for stage in range(4) if dp > 1 else (0,):
-            config = run_config(model, precision=precision, tp=tp, dp=dp, zero=stage)
+            config = run_config(named[model], precision=precision, tp=tp, dp=dp, zero=stage)
             with mesh_of(config, rank=tp * dp - 1) as mesh, FakeTensorMode():
                 held = bytes_held(build(config, mesh)[1])
             said = memory(config)
             optimizer = held["master"] + held["exp_avg"] + held["exp_avg_sq"]
             assert (said.parameters, said.gradients, said.optimizer) == (held["weights"], held["gradients"], optimizer)
+
+
+MIXED = ModelConfig(
+    width=192, depth=4, heads=6, kv_heads=2, vocab_size=250, experts=12, experts_per_token=3, expert_hidden=96,
+    shared_experts=1, dense_layers=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_step_of_experts_allocates_what_is_said(precision: str, recompute: str) -> None:
+    """Of real tensors: what an expert gets, and so the shape of its products, is in the numbers."""
+    config = run_config(MIXED, micro=3, precision=precision, recompute=recompute)
+    with Live() as live:
+        gpt, zero = build(config, Mesh())
+        for parameter in gpt.parameters():
+            torch.nn.init.normal_(parameter, std=0.05)
+        live.peak = live.now
+        take_step(config, gpt, zero)
+    assert memory(config, "cpu").peak == pytest.approx(live.peak, rel=0.1)
+    if recompute == "none":
+        said = memory(config, "cpu")
+        assert said.activations + said.head == pytest.approx(kept_bytes(gpt, config), rel=0.1)
 
 
 def test_what_muon_updates_has_one_moment() -> None:

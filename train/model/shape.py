@@ -151,6 +151,11 @@ class Shape:
         return Parameter(name, role, (Part(hf, self.vocabulary, self.vocabulary),), self.width)
 
     @property
+    def inner(self) -> int:
+        """Hidden units of a block that one token uses."""
+        return self.hidden if self.experts is None else self.experts.chosen * self.experts.hidden + self.experts.shared
+
+    @property
     def table(self) -> int:
         """Weights of the embedding, and of the head."""
         return self.vocabulary * self.width

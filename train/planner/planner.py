@@ -70,12 +70,12 @@ def step_time(config: RunConfig, hardware: Hardware) -> StepTime:
     rate = hardware.flops_per_second * width / (width + hardware.half_speed_width)
     forward = forward_flops(share) / rate
     # The last product of a block is repeated for its collective's sake alone.
-    repeated = share.block_matrices - (0 if share.split else share.width * share.hidden)
+    repeated = share.block_matrices - (0 if share.split else share.width * share.inner)
     attention = attention_flops(share)
     recomputed = {"none": 0, "selective": attention, "full": 2 * repeated + attention}[config.parallel.recompute]
     again = share.tokens * share.depth * recomputed / rate
     # The share of the products of which tp gathers the input: query, key, value, gate, up, and the head.
-    row_products = share.width * (share.heads * share.head_dim + share.hidden) * share.depth
+    row_products = share.width * (share.heads * share.head_dim + share.inner) * share.depth
     column = 1 - row_products / (share.matrices + share.table)
     # Adam reads gradient, weight and both moments, and writes the last three and the weight.
     updated = sum(bucket_sizes(share, config)) / (config.parallel.dp if stage_of(config) > 0 else 1)
