@@ -28,8 +28,11 @@ def bytes_held(zero: Zero) -> dict[str, int]:
     """Bytes of this rank's lasting buffers."""
     gradients = zero.gradients
     tensors = {
-        "weights": zero.weights.full if zero.stage < 3 else zero.weights.own,
-        "gradients": [b.shard if gradients.freed or b.full is None else b.full for b in gradients.buckets],
+        "weights": [
+            full if stage < 3 else own
+            for full, own, stage in zip(zero.weights.full, zero.weights.own, zero.weights.stages, strict=True)
+        ],
+        "gradients": [b.shard if b.freed or b.full is None else b.full for b in gradients.buckets],
         "master": zero.master if zero.dtype != zero.wide else [],
         "exp_avg": zero.exp_avg,
         "exp_avg_sq": zero.exp_avg_sq,

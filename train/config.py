@@ -173,6 +173,7 @@ class ParallelConfig:
 
     tp: Count6 = cosmetic(1)  # tensor-parallel ranks: every matrix of a block is split over them; inside one node
     dp: Count6 = cosmetic(1)  # data-parallel ranks: each takes its share of every batch
+    ep: Count6 = cosmetic(1)  # of the dp ranks so many share the experts out, and send each other their tokens
     zero: Annotated[int, (0, 1, 2, 3)] = cosmetic(0)  # dp ranks share 1 optimizer, 2 + gradients, 3 + parameters
     sequence_parallel: bool = cosmetic(True)  # tp > 1: norms and residuals split over tokens as well
     recompute: Annotated[str, ("none", "selective", "full")] = cosmetic("none")  # activations, in the backward pass
@@ -201,7 +202,9 @@ class ParallelConfig:
         """How a run is spread over its ranks, as "tp2 dp4 zero1"; empty for one rank."""
         if self.world_size == 1:
             return ""
-        return f"tp{self.tp} dp{self.dp}" + (f" zero{self.zero}" if self.zero else "")
+        parts = [f"tp{self.tp}", f"dp{self.dp}"]
+        parts += [f"ep{self.ep}"] if self.ep > 1 else []
+        return " ".join([*parts, f"zero{self.zero}"] if self.zero else parts)
 
 
 @dataclass

@@ -78,8 +78,16 @@ def memory(config: RunConfig, device: str = "cuda") -> Memory:
     """Bytes of one rank of a run that has passed `validation.check_shapes`; `device` is cpu or cuda."""
     share, parallel, stage = share_of(config, device), config.parallel, stage_of(config)
     buckets = bucket_sizes(share, config)
-    held = state_bytes(sum(buckets), share.itemsize, stage, parallel.dp, one_moment(share, config))
+    experts = sum(bucket.size for bucket in buckets_of(share, config) if bucket.experts)
+    rest = sum(buckets) - experts
+    held = state_bytes(rest, share.itemsize, stage, parallel.dp, one_moment(share, config))
+    if experts:  # which so many ranks have
+        replicas = parallel.dp // parallel.ep
+        own = state_bytes(experts, share.itemsize, stage if replicas > 1 else 0, replicas)
+        held = {name: size + own[name] for name, size in held.items()}
     state, depth = sum(held.values()), share.depth
+    if experts:
+        buckets = _with_experts(buckets_of(share, config), whole=parallel.dp == parallel.ep)
     kept = [kept_by_blocks(share, depth - done) for done in range(depth)]
     head, at_loss, in_block = kept_by_head(share), loss_workspace(share), block_workspace(share)
     mask = 0
@@ -106,6 +114,18 @@ def memory(config: RunConfig, device: str = "cuda") -> Memory:
             "update": state + travelling[-1] + whole_workspace(share, config),
         },
     )
+
+
+def _with_experts(buckets: Sequence[Bucket], whole: bool) -> tuple[int, ...]:
+    """Elements that are gathered and summed together, experts with the bucket after theirs; `whole`: they never are."""
+    sizes, before = [], 0
+    for bucket in buckets:
+        if bucket.experts:
+            before = 0 if whole else bucket.size
+        else:
+            sizes.append(before + bucket.size)
+            before = 0
+    return tuple(sizes)
 
 
 def halved_micro_batch(micro_batch: int) -> int | None:
@@ -160,14 +180,17 @@ def whole_workspace(share: Share, config: RunConfig) -> int:
 def buckets_of(share: Share, config: RunConfig) -> tuple[Bucket, ...]:
     limit = max(1, int(config.parallel.bucket_mb * 2**20 / share.itemsize))
     alike = replace(share, sequences=0, rows=0, recompute="", device="")  # which change no bucket
-    return _buckets_of(alike, limit, config.parallel.dp, stage_of(config), OPTIMIZERS[config.optimizer.kind].roles)
+    parallel, roles = config.parallel, OPTIMIZERS[config.optimizer.kind].roles
+    return _buckets_of(alike, limit, parallel.dp, parallel.ep, stage_of(config), roles)
 
 
 @lru_cache(maxsize=64)
-def _buckets_of(share: Share, limit: int, ranks: int, stage: int, whole: tuple[str, ...]) -> tuple[Bucket, ...]:
+def _buckets_of(
+    share: Share, limit: int, ranks: int, ep: int, stage: int, whole: tuple[str, ...]
+) -> tuple[Bucket, ...]:
     sizes = {parameter.name: parameter.size for parameter in share.parameters}
     groups = {parameter.name: int(parameter.role in whole) for parameter in share.parameters}  # of the rest all are 0
-    return tuple(bucket_layouts(sizes, groups, limit, ranks, gathered=stage == 3))
+    return tuple(bucket_layouts(sizes, groups, limit, ranks, gathered=stage == 3, ep=ep))
 
 
 def gathered_bytes(buckets: Sequence[int], share: Share, stage: int, done: int | None) -> int:
@@ -335,7 +358,7 @@ def _experts_workspace(share: Share, experts: Experts) -> int:
     weights.
     """
     rows = share.tokens * experts.chosen
-    weights = 3 * experts.count * experts.hidden * share.width
+    weights = 3 * experts.held * experts.hidden * share.width
     again = kept_by_block(replace(share, recompute="none")) if share.recompute == "full" else 0
     stream = share.rows * share.width * share.itemsize
     return max(again, stream) + share.itemsize * (rows * (2 * share.width + 4 * experts.hidden) + weights)

@@ -48,7 +48,7 @@ class Saver:
             timeout = timedelta(seconds=config.parallel.timeout_seconds + MARGIN_SECONDS)
             self._mesh = replace(mesh, control=dist.new_group(backend="gloo", timeout=timeout))
             self._write_shards = shards.write_shards
-        self._twins: list[int] = []  # ranks that hold the very same, this one among them
+        self._twins: list[list[int]] = []  # of each part that is held, the ranks that hold the very same
         self._buffers: list[Tensor] = []
         self._pending: Future[None] | None = None
 
@@ -117,10 +117,15 @@ class Saver:
         if mesh.control is None:
             return parts(held)
         if not self._twins:
-            ranges = [(each.name, each.kind, each.start, each.stop) for each in held]
-            mine = (mesh.tp_rank, hashlib.sha256(repr(ranges).encode()).digest())
-            self._twins = [rank for rank, other in enumerate(mesh.gather(mine)) if other == mine]
-        return share_out(parts(held, mesh.tp_rank == 0), len(self._twins))[self._twins.index(mesh.rank)]
+            what = [(mesh.tp_rank, each.name, each.kind, each.placement, each.start, each.stop) for each in held]
+            mine = [hashlib.sha256(repr(each).encode()).digest() for each in what]
+            everyone = [set(theirs) for theirs in mesh.gather(mine)]
+            self._twins = [[rank for rank, theirs in enumerate(everyone) if own in theirs] for own in mine]
+        alike: dict[tuple[int, ...], list[Held]] = {}  # more than one kind where ranks share experts out
+        for each, twins in zip(held, self._twins, strict=True):
+            alike.setdefault(tuple(twins), []).append(each)
+        shares = [(share_out(parts(some, mesh.tp_rank == 0), len(twins)), twins) for twins, some in alike.items()]
+        return [part for share, twins in shares for part in share[twins.index(mesh.rank)]]
 
     def _write(self, step: int, staged: Sequence[Part], copied: torch.cuda.Event | None, trainer: str) -> None:
         if copied is not None:

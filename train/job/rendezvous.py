@@ -66,8 +66,8 @@ def meet(
             timeout=limit,
             device_id=device if on_gpu(device) else None,
         )
-        mesh = build_mesh(parallel.dp, parallel.tp, device)
-        for group in (mesh.dp_group, mesh.tp_group, mesh.control):
+        mesh = build_mesh(parallel.dp, parallel.tp, device, parallel.ep)
+        for group in (mesh.dp_group, mesh.tp_group, mesh.ep_group, mesh.replica_group, mesh.control):
             if group is not None:  # torch gives groups of its own making 10 minutes on NCCL, whatever their parent has
                 dist.distributed_c10d._set_pg_timeout(limit, group)
         hosts = mesh.gather(ranks.host)

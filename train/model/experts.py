@@ -203,7 +203,7 @@ def grouped_outer(left: Tensor, right: Tensor, spans: Spans) -> Tensor:
     return out
 
 
-class _Spread(torch.autograd.Function):
+class Spread(torch.autograd.Function):
     """Rows of tokens, (n, width) -> (n k, width); the gradient of a token is the sum over its rows."""
 
     @staticmethod
@@ -243,14 +243,16 @@ class MoE(nn.Module):
         self.router, self.experts, self.shared = Router(config), ExpertMLP(config), shared
         self.enter: Callable[[Tensor], Tensor] = _same  # to the tokens of all tensor-parallel ranks, and back
         self.leave: Callable[[Tensor], Tensor] = _same
+        self.exchange: Callable[[ExpertMLP, Tensor, Tensor, Tensor], Tensor] | None = None  # where ranks share them out
 
     @torch.compiler.disable
     def forward(self, x: Tensor, length: int) -> Tensor:
         """Of sequences of `length`; their tokens may come as one dimension."""
         flat = self.enter(x).flatten(0, -2)
         routing = self.router(flat, length)
-        rows = _Spread.apply(flat, routing.tokens, routing.rows)
-        rows = self.experts(rows, routing.gates, routing.counts)
+        rows = Spread.apply(flat, routing.tokens, routing.rows)
+        given = rows, routing.gates, routing.counts
+        rows = self.experts(*given) if self.exchange is None else self.exchange(self.experts, *given)
         y = self.leave(_Collect.apply(rows, routing.tokens, routing.rows)).view(x.shape)
         return y if self.shared is None else y + self.shared(x)
 

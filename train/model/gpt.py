@@ -21,7 +21,7 @@ from ..hardware import read
 from .attention import document_starts
 from .backends import SDPA, Backend, Choice, select_backend
 from .block import apply_rotary, lookup, query_key_value, rms_norm, rotary_angles, swiglu
-from .experts import MoE, Router
+from .experts import MoE
 from .loss import linear_cross_entropy
 from .recompute import checkpointed, recomputed
 
@@ -180,8 +180,8 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.weight
         self.backend: Backend = SDPA
         self.slope: list[Tensor] = []  # see `loss`
-        for router in self.routers:
-            router.slope = self.slope
+        for moe in self.mixtures:
+            moe.router.slope = self.slope
         # The token that ends a document: a token sees its own alone, and positions stay absolute. To be set before
         # `set_attention`, for not every backend can do it.
         self.end_of_document: int | None = None
@@ -248,13 +248,14 @@ class GPT(nn.Module):
         return losses
 
     @property
-    def routers(self) -> list[Router]:
-        return [module for module in self.modules() if isinstance(module, Router)]
+    def mixtures(self) -> list[MoE]:
+        return [module for module in self.modules() if isinstance(module, MoE)]
 
     def loads(self) -> Tensor | None:
         """Tokens that each expert of each block got in training since the last call, (blocks, experts); None: none."""
-        loads = [router.load for router in self.routers]
-        for router in self.routers:
+        routers = [moe.router for moe in self.mixtures]
+        loads = [router.load for router in routers]
+        for router in routers:
             router.load = None
         return torch.stack([load for load in loads if load is not None]) if loads and None not in loads else None
 

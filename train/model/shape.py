@@ -101,6 +101,7 @@ class Experts:
     """Dimensions of a mixture of experts."""
 
     count: int
+    held: int  # by a rank
     chosen: int  # by a token
     hidden: int  # of one expert
     shared: int  # hidden units that every token uses beside them
@@ -220,7 +221,7 @@ def _swiglu(name: str, width: int, hidden: int, *hf: str, chosen: int = 1) -> tu
 
 
 def _mixture(width: int, experts: Experts) -> tuple[Parameter, ...]:
-    names = [f"mlp.experts.{number}" for number in range(experts.count)]
+    names = [f"mlp.experts.{number}" for number in range(experts.held)]
     router = Parameter("mlp.router.weight", "router", (Part("mlp.gate.weight", experts.count, 1),), width)
     balance = Parameter("mlp.router.balance", "balance", (Part("mlp.gate.e_score_correction_bias", experts.count, 1),))
     return (
@@ -244,6 +245,7 @@ def model_shape(model: ModelConfig) -> Shape:
         tied=model.tied_embeddings,
         experts=Experts(
             count=model.experts,
+            held=model.experts,
             chosen=model.experts_per_token,
             hidden=model.moe_hidden,
             shared=model.shared_experts * model.moe_hidden,
@@ -286,7 +288,8 @@ def share_of(config: RunConfig, device: str = "cuda") -> Share:
     tokens = sequences * length
     experts = whole.experts
     if experts is not None:
-        experts = replace(experts, hidden=experts.hidden // ranks, shared=experts.shared // ranks)
+        held = experts.count // config.parallel.ep
+        experts = replace(experts, held=held, hidden=experts.hidden // ranks, shared=experts.shared // ranks)
     return Share(
         **vars(whole)
         | {name: getattr(whole, name) // ranks for name in ("heads", "hidden", "vocabulary")}

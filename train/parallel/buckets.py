@@ -36,6 +36,7 @@ class Bucket:
     slots: tuple[Slot, ...]
     size: int  # elements, padding included; a multiple of ranks
     ranks: int
+    experts: bool = False  # of experts, which other ranks have than all else
 
     def owned(self, rank: int) -> Range:
         share = self.size // self.ranks
@@ -60,13 +61,15 @@ class Bucket:
         return [(slot.group, (slot.start, stop)) for slot, stop in zip(firsts, stops, strict=True)]
 
 
-def pack_bucket(names: Sequence[str], sizes: Mapping[str, int], groups: Mapping[str, int], ranks: int) -> Bucket:
+def pack_bucket(
+    names: Sequence[str], sizes: Mapping[str, int], groups: Mapping[str, int], ranks: int, experts: bool = False
+) -> Bucket:
     """One bucket of these parameters; sizes in elements, groups as numbers."""
     slots, end = [], 0
     for name in sorted(names, key=lambda name: groups[name]):  # stable: otherwise in the order given
         slots.append(Slot(name, end, end + sizes[name], groups[name]))
         end = _round_up(end + sizes[name], ALIGNMENT)
-    return Bucket(tuple(slots), _round_up(end, ranks * ALIGNMENT), ranks)
+    return Bucket(tuple(slots), _round_up(end, ranks * ALIGNMENT), ranks, experts)
 
 
 def fill(names: Iterable[str], sizes: Mapping[str, int], limit: int) -> list[list[str]]:
@@ -83,23 +86,33 @@ def fill(names: Iterable[str], sizes: Mapping[str, int], limit: int) -> list[lis
 
 
 def bucket_layouts(
-    sizes: Mapping[str, int], groups: Mapping[str, int], limit: int, ranks: int, *, gathered: bool
+    sizes: Mapping[str, int], groups: Mapping[str, int], limit: int, ranks: int, *, gathered: bool, ep: int = 1
 ) -> list[Bucket]:
     """All parameters, in forward order, as buckets in backward order; `gathered` as stage 3 gathers them together.
 
-    That is the final norm with the head (and a tied table), each block, and an untied table.
+    That is the final norm with the head (and a tied table), each block, and an untied table. With ep > 1 experts have
+    buckets of their own, of ranks / ep ranks.
     """
     backward = list(sizes)[::-1]
-    if not gathered:
-        return [pack_bucket(run, sizes, groups, ranks) for run in fill(backward, sizes, limit)]
+    runs = _gathered(backward) if gathered else fill(backward, sizes, limit)
+    shares = [(False, ranks)] if ep == 1 else [(True, ranks // ep), (False, ranks)]
+    buckets = []
+    for run in runs:
+        for experts, count in shares:
+            names = run if ep == 1 else [name for name in run if (".experts." in name) == experts]
+            if names:
+                buckets.append(pack_bucket(names, sizes, groups, count, experts))
+    return buckets
+
+
+def _gathered(backward: Sequence[str]) -> list[list[str]]:
     units: dict[str, list[str]] = {}
     for name in backward:
         units.setdefault(".".join(name.split(".")[:2]) if name.startswith("blocks.") else name, []).append(name)
     table, norm = units.pop("embedding.weight"), units.pop("norm.weight")
     head = units.pop("head.weight", None)
     # A tied table last, as the look-up's share of its gradient is: buckets are summed in order, and would wait for it.
-    runs = [*units.values(), norm + table] if head is None else [head + norm, *units.values(), table]
-    return [pack_bucket(run, sizes, groups, ranks) for run in runs]
+    return [*units.values(), norm + table] if head is None else [head + norm, *units.values(), table]
 
 
 def counted(

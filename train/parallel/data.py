@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,15 +21,35 @@ from .buckets import Bucket, Range
 from .mesh import all_gather, reduce_scatter
 
 
+@dataclass(frozen=True)
+class Shared:
+    """A bucket and the ranks that have it, of which each updates its slice; at stage 0 every one all of it."""
+
+    layout: Bucket
+    group: ProcessGroup | None
+    rank: int  # of this process in the group
+    stage: int
+
+    @property
+    def slice(self) -> Range:
+        return self.layout.owned(self.rank)
+
+    @property
+    def owned(self) -> Range:
+        return self.slice if self.stage > 0 else (0, self.layout.size)
+
+
 class _Bucket:
-    def __init__(self, layout: Bucket, owned: Range, parameters: Sequence[nn.Parameter], freed: bool) -> None:
-        self.layout, self.owned, self.parameters = layout, owned, parameters
+    def __init__(self, shared: Shared, parameters: Sequence[nn.Parameter]) -> None:
+        self.shared, self.parameters = shared, parameters
+        self.layout, self.group, self.stage = shared.layout, shared.group, shared.stage
+        self.freed = shared.stage >= 2  # whole buckets exist only until they are reduced, after every micro-batch
         self.waiting: set[int] = set()  # slots whose gradient of this micro-batch is still to come
         self.full: Tensor | None = None  # every rank's elements
         self.views: list[Tensor] = []  # of `full`, one a slot
-        start, stop = owned
+        start, stop = shared.owned
         # The elements that this rank keeps, summed over ranks.
-        if freed:
+        if self.freed:
             self.shard = parameters[0].new_zeros(stop - start, requires_grad=False)
         else:
             self.shard = self.allocate()[start:stop]
@@ -47,29 +68,23 @@ class _Bucket:
 
 
 class Gradients:
-    """Gradients of all parameters, accumulated over micro-batches and summed over the data-parallel group.
+    """Gradients of all parameters, accumulated over micro-batches and summed over the ranks that share each bucket.
 
-    `layouts` are the buckets in backward order, `owned` the range of each that this rank updates. `complete` is called
-    with a bucket's number when all its gradients of one backward pass have come.
+    Buckets come in backward order. `complete` is called with a bucket's number when all its gradients of one backward
+    pass have come.
     """
 
     def __init__(
         self,
-        layouts: Sequence[Bucket],
+        buckets: Sequence[Shared],
         parameters: Mapping[str, nn.Parameter],
-        owned: Sequence[Range],
-        group: ProcessGroup | None,
         *,
-        stage: int,
         complete: Callable[[int], None],
     ) -> None:
-        self.group, self.complete, self.stage = group, complete, stage
-        self.freed = stage >= 2  # whole buckets exist only until they are reduced, after every micro-batch
+        self.complete = complete
+        group = next((bucket.group for bucket in buckets if bucket.group is not None), None)
         self.native = group is not None and "gloo" not in str(dist.get_backend(group))  # has a reduce-scatter
-        self.buckets = [
-            _Bucket(layout, own, [parameters[slot.name] for slot in layout.slots], self.freed)
-            for layout, own in zip(layouts, owned, strict=True)
-        ]
+        self.buckets = [_Bucket(one, [parameters[slot.name] for slot in one.layout.slots]) for one in buckets]
         for number, bucket in enumerate(self.buckets):
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._mover(number, index))
@@ -82,12 +97,12 @@ class Gradients:
 
     def clear(self) -> None:
         self.fresh = True  # nothing is accumulated, so what lies in the buckets is overwritten
-        self.reducing, self.next = False, 0
+        self.last, self.next = False, 0
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         """One forward and one backward pass; on leaving, every bucket is complete, and reduced or about to be."""
-        self.next, self.reducing = 0, self.group is not None and (last or self.freed)
+        self.next, self.last = 0, last
         for bucket in self.buckets:
             bucket.waiting.update(range(len(bucket.parameters)))
         yield
@@ -95,7 +110,7 @@ class Gradients:
             if bucket.waiting:  # parameters that the loss did not depend on
                 if bucket.full is None:
                     bucket.allocate()
-                if self.fresh or self.freed:
+                if self.fresh or bucket.freed:
                     for index in bucket.waiting:
                         bucket.views[index].zero_()
                 bucket.waiting.clear()
@@ -113,7 +128,7 @@ class Gradients:
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
-            if self.freed:
+            if bucket.freed:
                 bucket.free()
         self.clear()
 
@@ -130,7 +145,7 @@ class Gradients:
             bucket = gradients.buckets[number]
             if bucket.full is None:
                 bucket.allocate()
-            if gradients.fresh or gradients.freed:
+            if gradients.fresh or bucket.freed:
                 bucket.views[index].copy_(gradient)
             else:
                 bucket.views[index].add_(gradient)
@@ -142,10 +157,12 @@ class Gradients:
 
     def _completed(self, number: int) -> None:
         self.complete(number)
-        while self.reducing and self.next < len(self.buckets) and not self.buckets[self.next].waiting:
+        while self.next < len(self.buckets) and not self.buckets[self.next].waiting:
             bucket = self.buckets[self.next]
             self.next += 1
-            in_place = self.dtype == self.wide and (self.stage == 0 or (self.native and not self.freed))
+            if bucket.group is None or not (self.last or bucket.freed):
+                continue
+            in_place = self.dtype == self.wide and (bucket.stage == 0 or (self.native and not bucket.freed))
             if not in_place:  # a copy of the bucket lives as long as its sum is under way: two at most
                 self._advance()
             total = self._sum(bucket)
@@ -157,25 +174,25 @@ class Gradients:
 
     def _sum(self, bucket: _Bucket) -> Iterator[None]:
         """Sums a bucket over the ranks; yields where something was sent that the next step waits for."""
-        full, add = bucket.full, self.freed and not self.fresh
+        full, group, add = bucket.full, bucket.group, bucket.freed and not self.fresh
         assert full is not None
-        if self.freed:
+        if bucket.freed:
             bucket.free()
-        if self.stage == 0 and self.dtype == self.wide:
-            work = dist.all_reduce(full, group=self.group, async_op=True)
+        if bucket.stage == 0 and self.dtype == self.wide:
+            work = dist.all_reduce(full, group=group, async_op=True)
             yield
             _wait(work)
             return
-        start, stop = bucket.layout.owned(dist.get_rank(self.group))
-        own = full[start:stop] if self.stage == 0 else bucket.shard
+        start, stop = bucket.layout.owned(dist.get_rank(group))
+        own = full[start:stop] if bucket.stage == 0 else bucket.shard
         if self.native and self.dtype == self.wide:
             total = torch.empty_like(own) if add else own
-            work = reduce_scatter(total, full, group=self.group, async_op=True)
+            work = reduce_scatter(total, full, group=group, async_op=True)
             yield
             _wait(work)
         else:
             terms = torch.empty_like(full)
-            work = dist.all_to_all_single(terms, full, group=self.group, async_op=True)
+            work = dist.all_to_all_single(terms, full, group=group, async_op=True)
             yield
             _wait(work)
             total = terms.view(bucket.layout.ranks, -1).sum(0, dtype=self.wide)
@@ -183,8 +200,8 @@ class Gradients:
             own.add_(total)
         elif total is not own:
             own.copy_(total)
-        if self.stage == 0:
-            work = all_gather(full, own, group=self.group, async_op=True)
+        if bucket.stage == 0:
+            work = all_gather(full, own, group=group, async_op=True)
             yield
             _wait(work)
 

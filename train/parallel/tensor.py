@@ -24,9 +24,10 @@ from torch.distributed import ProcessGroup
 
 from ..hardware import on_gpu
 from ..model.block import table_gradient
-from ..model.experts import MoE, Stack
+from ..model.experts import Stack
 from ..model.gpt import GPT, Attention
 from ..model.shape import LOGITS_AT_A_TIME, Parameter, model_shape
+from .expert import Exchange
 from .layout import Piece, Placement, Shape, split_placement, whole_placement
 from .mesh import Mesh
 
@@ -290,29 +291,35 @@ def split_model(gpt: GPT, mesh: Mesh, sequence_parallel: bool) -> dict[str, Plac
     Parameters keep their names, and get the `local_shape` of their placements.
     """
     parameters = model_shape(gpt.config).parameters
-    if mesh.tp_group is None:
-        return {parameter.name: whole_placement(parameter.shape) for parameter in parameters}
     placements = {parameter.name: _place(parameter, mesh, sequence_parallel) for parameter in parameters}
-    ranks = (mesh.tp_group, sequence_parallel)
     for parameter in parameters:
         if parameter.experts > 1:
             rows, columns = placements[parameter.name].local_shape
             with torch.device("meta"):
                 gpt.set_submodule(parameter.name.removesuffix(".weight"), Stack(rows, columns))
-        elif parameter.role in ("first", "last"):
+    if mesh.ep_group is not None:
+        for moe in gpt.mixtures:
+            moe.exchange = Exchange(mesh.ep_group)
+    if mesh.tp_group is None:
+        return placements
+    ranks = (mesh.tp_group, sequence_parallel)
+    for parameter in parameters:
+        if parameter.experts > 1:
+            continue
+        if parameter.role in ("first", "last"):
             kind = ColumnLinear if parameter.role == "first" else RowLinear
             split = kind(placements[parameter.name].local_shape, *ranks)
             gpt.set_submodule(parameter.name.removesuffix(".weight"), split)
-    for module in gpt.modules():
-        if isinstance(module, MoE):
-            module.enter, module.leave = (lambda x: _Enter.apply(x, *ranks)), (lambda y: _Leave.apply(y, *ranks))
-            module.router.share = 1 / mesh.tp
-        if isinstance(module, Attention):
-            module.heads //= mesh.tp
-            if module.kv_heads >= mesh.tp:
-                module.kv_heads //= mesh.tp
+    for moe in gpt.mixtures:
+        moe.enter, moe.leave = (lambda x: _Enter.apply(x, *ranks)), (lambda y: _Leave.apply(y, *ranks))
+        moe.router.share = 1 / mesh.tp
+    for attention in gpt.modules():
+        if isinstance(attention, Attention):
+            attention.heads //= mesh.tp
+            if attention.kv_heads >= mesh.tp:
+                attention.kv_heads //= mesh.tp
             else:  # all of them are here, and one serves tp / kv_heads ranks
-                module.served_by = mesh.tp_rank * module.kv_heads // mesh.tp
+                attention.served_by = mesh.tp_rank * attention.kv_heads // mesh.tp
     table = placements["embedding.weight"].local_shape
     gpt.register_module("embedding", VocabularyEmbedding(table, *ranks))
     gpt.register_module("head", VocabularyHead(table, *ranks, vocab_size=gpt.head.vocab_size))
@@ -323,6 +330,10 @@ def split_model(gpt: GPT, mesh: Mesh, sequence_parallel: bool) -> dict[str, Plac
 
 def _place(parameter: Parameter, mesh: Mesh, sequence_parallel: bool) -> Placement:
     tp, rank, shape = mesh.tp, mesh.tp_rank, parameter.shape
+    if parameter.experts > 1:
+        return _place_experts(parameter, mesh)
+    if mesh.tp_group is None:
+        return whole_placement(shape)
     if parameter.role == "last":
         return split_placement(shape, 1, rank, tp)
     if parameter.role in ("router", "balance"):
@@ -340,3 +351,18 @@ def _place(parameter: Parameter, mesh: Mesh, sequence_parallel: bool) -> Placeme
     if top < shape[0]:  # key and value rows, to which only the rank whose queries they serve gives a gradient
         pieces.append(Piece((top, 0), (shape[0] - top, shape[1]), shared=True, partial=True))
     return Placement(shape, tuple(pieces))
+
+
+def _place_experts(parameter: Parameter, mesh: Mesh) -> Placement:
+    """Of the experts that lie on this rank its hidden units."""
+    tp, rank, columns = mesh.tp, mesh.tp_rank, parameter.shape[1]
+    own = len(parameter.parts) // mesh.ep
+    first = mesh.ep_rank * own
+    top, pieces = sum(part.rows for part in parameter.parts[:first]), []
+    for part in parameter.parts[first : first + own]:
+        if parameter.role == "last":
+            pieces.append(Piece((top, rank * (columns // tp)), (part.rows, columns // tp)))
+        else:
+            pieces.append(Piece((top + rank * (part.rows // tp), 0), (part.rows // tp, columns)))
+        top += part.rows
+    return Placement(parameter.shape, tuple(pieces))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 
 from ..config import OptimizerConfig
 from ..hardware import on_gpu
@@ -26,7 +26,7 @@ from ..model.gpt import GPT
 from ..model.parametrization import ParameterGroup
 from ..optimizer.registry import OPTIMIZERS
 from .buckets import Bucket, Range, Slot, bucket_layouts, clip, counted, partial
-from .data import Gradients
+from .data import Gradients, Shared
 from .layout import Held, Placement
 from .mesh import Mesh, all_gather
 from .whole import Matrices
@@ -46,25 +46,16 @@ class StepResult:
 class Weights:
     """Every parameter of a model in flat buckets; the model's own are replaced, and their values left undefined.
 
-    `layouts` are the buckets in backward order; `owned` the range of each that this rank updates.
+    Buckets come in backward order.
     """
 
-    def __init__(
-        self,
-        gpt: GPT,
-        layouts: Sequence[Bucket],
-        owned: Sequence[Range],
-        group: ProcessGroup | None,
-        *,
-        stage: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.group, self.stage = group, stage
+    def __init__(self, gpt: GPT, buckets: Sequence[Shared], *, dtype: torch.dtype, device: torch.device) -> None:
+        self.groups, self.stages = [one.group for one in buckets], [one.stage for one in buckets]
+        layouts, owned = [one.layout for one in buckets], [one.owned for one in buckets]
         self.full: list[Tensor] = []
         old = dict(gpt.named_parameters())
         new: dict[int, nn.Parameter] = {}
-        for layout in layouts:
+        for layout, stage in zip(layouts, self.stages, strict=True):
             full = torch.zeros(layout.size, dtype=dtype, device=device)
             for slot in layout.slots:
                 parameter = old[slot.name]
@@ -77,22 +68,22 @@ class Weights:
             for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 setattr(module, name, new[id(parameter)])
         self.parameters = {name: new[id(parameter)] for name, parameter in old.items()}
-        if stage < 3:
-            self.own = [full[start:stop] for full, (start, stop) in zip(self.full, owned, strict=True)]
-        else:
-            self.own = [torch.zeros(stop - start, dtype=dtype, device=device) for start, stop in owned]
+        self.own = [
+            full[start:stop] if stage < 3 else torch.zeros(stop - start, dtype=dtype, device=device)
+            for full, stage, (start, stop) in zip(self.full, self.stages, owned, strict=True)
+        ]
         self.work: list[Work | None] = [None] * len(layouts)  # gathers under way
-        self.whole = [stage < 3] * len(layouts)  # gathered, or about to be
-        if stage > 0:
+        self.whole = [stage < 3 for stage in self.stages]  # gathered, or about to be
+        if max(self.stages) > 0:
             numbers = {slot.name: number for number, layout in enumerate(layouts) for slot in layout.slots}
             self._schedule(gpt, numbers)
 
     def changed(self, number: int) -> None:
         """The owners have written to a bucket: it is gathered at once, or at stage 3 when it is needed."""
         self.wait(number)
-        if self.stage == 3:
+        if self.stages[number] == 3:
             self.release(number)
-        elif self.stage > 0:
+        elif self.stages[number] > 0:
             self._gather(number)
 
     def fetch(self, number: int) -> None:
@@ -111,7 +102,7 @@ class Weights:
 
     def release(self, number: int) -> None:
         """At stage 3 frees the storage of a bucket; it is fetched again when it is needed."""
-        if self.stage == 3 and self.whole[number]:
+        if self.stages[number] == 3 and self.whole[number]:
             self.wait(number)
             self.full[number].untyped_storage().resize_(0)
             self.whole[number] = False
@@ -123,7 +114,7 @@ class Weights:
             self.release(number)
 
     def _gather(self, number: int) -> None:
-        self.work[number] = all_gather(self.full[number], self.own[number], group=self.group, async_op=True)
+        self.work[number] = all_gather(self.full[number], self.own[number], group=self.groups[number], async_op=True)
 
     def _schedule(self, gpt: GPT, numbers: Mapping[str, int]) -> None:
         """Hooks on a model that wait for weights, and at stage 3 fetch them a block ahead and release them."""
@@ -132,45 +123,52 @@ class Weights:
             module: sorted({numbers[names[id(parameter)]] for parameter in module.parameters()})
             for module in (gpt.embedding, *gpt.blocks, gpt.norm, gpt.head)
         }
-        if self.stage < 3:
+        if max(self.stages) < 3:
             for module, several in used.items():
-                for number in several:
-                    module.register_forward_pre_hook(self._take(number))
+                module.register_forward_pre_hook(self._take(several))
             return
-        table, final = used[gpt.embedding][0], used[gpt.norm][0]
-        blocks = [used[block][0] for block in gpt.blocks]
+        table, final = used[gpt.embedding], used[gpt.norm]
+        blocks = [used[block] for block in gpt.blocks]
         ahead = [*blocks, final]
         gpt.embedding.register_forward_pre_hook(self._take(table, ahead[0]))
         for i, block in enumerate(gpt.blocks):
             block.register_forward_pre_hook(self._take(blocks[i], ahead[i + 1]))
-            before_backward = self._take(blocks[i], blocks[i - 1] if i > 0 else None)
+            before_backward = self._take(blocks[i], blocks[i - 1] if i > 0 else ())
             self._after(block, blocks[i], keep=i == len(blocks) - 1, before_backward=before_backward)
         gpt.norm.register_forward_pre_hook(self._take(final))
         self._after(gpt.head, final, keep=True)
         if table != final:
             self._after(gpt.embedding, table, keep=False)
 
-    def _take(self, number: int, ahead: int | None = None) -> Callable[..., None]:
-        """What to do before a bucket is used: have it, and start to fetch the one after it."""
+    def _take(self, numbers: Sequence[int], ahead: Sequence[int] = ()) -> Callable[..., None]:
+        """What to do before buckets are used: have them, and start to fetch those after them."""
 
         def take(*_: Any) -> None:
-            self.fetch(number)
-            self.wait(number)
-            if ahead is not None:
-                self.fetch(ahead)
+            for number in numbers:
+                self.fetch(number)
+            for number in numbers:
+                self.wait(number)
+            for number in ahead:
+                self.fetch(number)
 
         return take
 
     def _after(
-        self, module: nn.Module, number: int, *, keep: bool, before_backward: Callable[..., None] | None = None
+        self,
+        module: nn.Module,
+        numbers: Sequence[int],
+        *,
+        keep: bool,
+        before_backward: Callable[..., None] | None = None,
     ) -> None:
-        """Releases a bucket after a forward pass; with `keep` not where a backward pass follows."""
+        """Releases buckets after a forward pass; with `keep` not where a backward pass follows."""
 
         def hook(module: nn.Module, arguments: Any, out: Tensor) -> None:
             if out.requires_grad and before_backward is not None:
                 out.register_hook(before_backward)
             if not (keep and out.requires_grad):
-                self.release(number)
+                for number in numbers:
+                    self.release(number)
 
         module.register_forward_hook(hook)
 
@@ -203,22 +201,24 @@ class Zero:
         wide_rate = torch.float32 if on_gpu(device) else torch.float64
         self.peaks = torch.tensor([group.learning_rate for group in groups], dtype=wide_rate, device=device)
         self.rates = torch.zeros_like(self.peaks)
-        self.stage = stage if mesh.dp_group is not None else 0  # one rank owns everything anyway
-        self.layouts = layouts_of(gpt, groups, bucket_mb, dtype, mesh.dp, gathered=self.stage == 3)
+        gathered = stage == 3 and mesh.dp_group is not None
+        self.layouts = layouts_of(gpt, groups, bucket_mb, dtype, mesh.dp, gathered=gathered, ep=mesh.ep)
+        self.buckets = []
+        for layout in self.layouts:
+            group, rank = mesh.dp_group, mesh.dp_rank
+            if layout.experts:
+                group, rank = mesh.replica_group, mesh.dp_rank // mesh.ep
+            self.buckets.append(Shared(layout, group, rank, 0 if group is None else stage))  # one rank owns everything
         # Everybody keeps the gradient norm of its slice; at stage 0 it owns the other slices as well.
-        slices = [layout.owned(mesh.dp_rank) for layout in self.layouts]
-        self.owned = slices if self.stage > 0 else [(0, layout.size) for layout in self.layouts]
-        group = mesh.dp_group
-        self.weights = Weights(gpt, self.layouts, self.owned, group, stage=self.stage, dtype=dtype, device=device)
-        self.gradients = Gradients(
-            self.layouts, self.weights.parameters, self.owned, group, stage=self.stage, complete=self.weights.release
-        )
+        slices, self.owned = [one.slice for one in self.buckets], [one.owned for one in self.buckets]
+        self.weights = Weights(gpt, self.buckets, dtype=dtype, device=device)
+        self.gradients = Gradients(self.buckets, self.weights.parameters, complete=self.weights.release)
         own = self.weights.own
         self.master = own if dtype == self.wide else [torch.zeros_like(piece, dtype=self.wide) for piece in own]
         self.exp_avg = [torch.zeros_like(master) for master in self.master]
         self._whole = first_whole(groups)
         self.matrices = Matrices(
-            gpt.config, self.layouts, self._whole, self.owned, placements, mesh, replicated=self.stage == 0
+            gpt.config, self.layouts, self._whole, self.owned, placements, mesh, replicated=self.buckets[0].stage == 0
         )
         # What is updated as whole matrices has one moment.
         self.exp_avg_sq = [
@@ -254,7 +254,7 @@ class Zero:
                 raise ValueError(f"{name} is not one of the parameters that are still to be loaded: {', '.join(slots)}")
             number, slot = slots.pop(name)
             part = self.placements[name].take(whole).flatten()
-            if self.stage < 3:
+            if self.buckets[number].stage < 3:
                 self.weights.full[number][slot.start : slot.stop].copy_(part)
             (first, last), start, stop = self._overlap(number, slot)
             self.master[number][start:stop].copy_(part[first:last])
@@ -381,12 +381,20 @@ def first_whole(groups: Sequence[ParameterGroup]) -> int:
 
 
 def layouts_of(
-    gpt: GPT, groups: Sequence[ParameterGroup], bucket_mb: float, dtype: torch.dtype, ranks: int, *, gathered: bool
+    gpt: GPT,
+    groups: Sequence[ParameterGroup],
+    bucket_mb: float,
+    dtype: torch.dtype,
+    ranks: int,
+    *,
+    gathered: bool,
+    ep: int = 1,
 ) -> list[Bucket]:
     group_of = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
     numbers = {name: group_of[id(p)] for name, p in gpt.named_parameters()}
     sizes = {name: p.numel() for name, p in gpt.named_parameters()}
-    return bucket_layouts(sizes, numbers, max(1, int(bucket_mb * 2**20 / dtype.itemsize)), ranks, gathered=gathered)
+    limit = max(1, int(bucket_mb * 2**20 / dtype.itemsize))
+    return bucket_layouts(sizes, numbers, limit, ranks, gathered=gathered, ep=ep)
 
 
 def square(values: Tensor, wide: torch.dtype) -> Tensor:

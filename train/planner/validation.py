@@ -201,6 +201,8 @@ def _refusal(config: RunConfig) -> str | None:
             f"parallel.dp is {parallel.dp}; it must divide optimizer.batch_size {batch}: "
             f"{_nearest(parallel.dp, divisors_of(batch))}"
         )
+    if parallel.ep > 1 and (refusal := _experts_refusal(config)) is not None:
+        return refusal
     share = batch // parallel.dp
     micro = parallel.micro_batch_size
     if micro is not None and (micro < 1 or share % micro):
@@ -213,6 +215,20 @@ def _refusal(config: RunConfig) -> str | None:
         return None
     working = [tp for tp in divisors_of(config.model.heads) if _requirement(config, tp) is None]
     return f"parallel.tp is {parallel.tp}; it must {must}; it can be {_nearest(parallel.tp, working)}"
+
+
+def _experts_refusal(config: RunConfig) -> str | None:
+    """Why experts cannot be shared out as the config says."""
+    ep, dp, experts = config.parallel.ep, config.parallel.dp, config.model.experts
+    if experts == 0:
+        return f"parallel.ep is {ep} and model.experts 0; it must be 1, for there are no experts to share out"
+    if config.optimizer.kind != "adamw":
+        return f"parallel.ep is {ep} with optimizer.kind {config.optimizer.kind}; it must be 1, or the kind adamw"
+    working = divisors_of(math.gcd(dp, experts))
+    if ep in working:
+        return None
+    said = f"it must divide parallel.dp {dp} and model.experts {experts}"
+    return f"parallel.ep is {ep}; {said}: {_nearest(ep, working)}"
 
 
 def _requirement(config: RunConfig, tp: int) -> str | None:

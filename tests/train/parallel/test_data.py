@@ -14,7 +14,7 @@ from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.gpt import GPT
 from isoflop.train.model.parametrization import build_model
 from isoflop.train.parallel.buckets import ALIGNMENT, Bucket, clip, counted, fill, pack_bucket, partial
-from isoflop.train.parallel.data import Gradients
+from isoflop.train.parallel.data import Gradients, Shared
 from isoflop.train.parallel.layout import Piece, Placement
 from torch import Tensor
 
@@ -30,10 +30,8 @@ def layouts_of(gpt: GPT, limit: int, ranks: int) -> list[Bucket]:
 def gradients_of(gpt: GPT, stage: int, limit: int = 2000) -> Gradients:
     """Gradients of a model over all ranks, each of which owns its slice (stage 0: everything)."""
     layouts = layouts_of(gpt, limit, dist.get_world_size())
-    owned = [layout.owned(dist.get_rank()) if stage else (0, layout.size) for layout in layouts]
-    return Gradients(
-        layouts, dict(gpt.named_parameters()), owned, dist.group.WORLD, stage=stage, complete=lambda number: None
-    )
+    shared = [Shared(layout, dist.group.WORLD, dist.get_rank(), stage) for layout in layouts]
+    return Gradients(shared, dict(gpt.named_parameters()), complete=lambda number: None)
 
 
 def tokens_of(rank: int, step: int) -> Tensor:
@@ -133,7 +131,7 @@ def _against_ddp(stage: int, micro_batches: int) -> list[float]:
         whole = torch.zeros(bucket.layout.size)
         for slot in bucket.layout.slots:
             whole[slot.start : slot.stop] = expected[slot.name].flatten()
-        start, stop = bucket.owned
+        start, stop = bucket.shared.owned
         worst.append((shard - whole[start:stop]).abs().max().item())  # padding included: it must be zero
     return worst
 
@@ -210,7 +208,7 @@ def _low_precision(stage: int, dtype: torch.dtype) -> bool:
             for part in parts[1:]:
                 total = total + part[slot.name]
             whole[slot.start : slot.stop] = total.flatten()
-        start, stop = bucket.owned
+        start, stop = bucket.shared.owned
         same = same and shard.dtype == dtype and torch.equal(shard, whole[start:stop].to(dtype))
     return same
 

@@ -1,0 +1,57 @@
+"""Expert parallelism: data-parallel ranks share the experts out, and send each other the rows that go to them.
+
+With n rows of a rank, sorted by expert, and ep ranks with experts / ep each: n rows go out, m rows come in, sorted by
+sender; the experts give m rows, which go back the way they came. Gradients take the same way in the other direction,
+so a rank's experts get those of the whole group: they are summed over its replicas alone. Lepikhin et al. 2020, arXiv
+2006.16668.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..model.experts import ExpertMLP, Spread
+
+
+class Exchange:
+    """This rank's experts, for rows of all ranks of a group."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, experts: ExpertMLP, rows: Tensor, gates: Tensor, counts: Tensor) -> Tensor:
+        """As `experts`, of all of them: rows (n, width) and gates (n,) by expert, of which each has its count."""
+        sent = counts.view(self.group.size(), -1)
+        received = torch.empty_like(sent)  # (sender, own expert)
+        dist.all_to_all_single(received, sent, group=self.group)
+        sizes = sent.sum(1).tolist(), received.sum(1).tolist()  # the host must know how much comes: a GPU is waited for
+        rows, gates = (_Exchanged.apply(x, *sizes, self.group) for x in (rows, gates))
+        own = torch.arange(received.numel(), device=rows.device).remainder(received.shape[1])
+        order = own.repeat_interleave(received.flatten()).argsort(stable=True)  # by expert
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        y = experts(Spread.apply(rows, order, back[:, None]), gates[order], received.sum(0))
+        return _Exchanged.apply(Spread.apply(y, back, order[:, None]), *sizes[::-1], self.group)
+
+
+class _Exchanged(torch.autograd.Function):
+    """Consecutive rows to each rank of a group, `sent`, for those that each has for this one, `received`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+        ctx.way = received, sent, group
+        return _exchange(x, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(grad, *ctx.way), None, None, None
+
+
+def _exchange(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    out = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+    return out
