@@ -15,13 +15,13 @@ from ..config import ModelConfig, RunConfig
 
 # What a parameter does: it decides how it starts, how fast it learns, and how tensor parallelism shares it out.
 # A block's branches have a `first` matrix, split by rows, and a `last` one, split by columns; `head norm` is per head,
-# `last norm` before the head.
-Role = Literal["embedding", "tied", "head", "first", "last", "norm", "head norm", "last norm"]
+# `last norm` before the head. A `bias` is split as the `first` matrix whose products it is added to.
+Role = Literal["embedding", "tied", "head", "first", "last", "bias", "norm", "head norm", "last norm"]
 TABLES: tuple[Role, ...] = ("embedding", "tied", "head")  # one row per token of the padded vocabulary
 GROUPS: dict[str, tuple[str, ...]] = {  # roles that share a learning rate where depth does not count
     "matrices": ("first", "last", "head"),
     "embedding": ("embedding", "tied"),
-    "norms": ("norm", "head norm", "last norm"),
+    "norms": ("norm", "head norm", "bias", "last norm"),
 }
 
 # What kernels and planner must agree on stands here, where planning can read it without torch.
@@ -78,7 +78,7 @@ class Parameter:
 
     @property
     def flops(self) -> int:
-        """Of a forward pass, per token: 2 per multiply-add of a matrix product, nothing for look-ups and norms."""
+        """Of a forward pass, per token: 2 per multiply-add of a matrix product, nothing for look-ups, norms, biases."""
         return 2 * self.size if self.role in ("first", "last", "head", "tied") else 0
 
     def of_block(self, number: int) -> Parameter:
@@ -98,12 +98,13 @@ class Shape:
     hidden: int
     vocabulary: int  # padded
     head_norms: bool  # RMSNorm on queries and keys
+    qkv_bias: bool
     tied: bool
 
     @property
     def block(self) -> tuple[Parameter, ...]:
         """The parameters of one block, in the model's order."""
-        return _block(self.width, self.heads, self.kv_heads, self.head_dim, self.hidden, self.head_norms)
+        return _block(self.width, self.heads, self.kv_heads, self.head_dim, self.hidden, self.head_norms, self.qkv_bias)
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -133,7 +134,7 @@ class Shape:
 
 @lru_cache(maxsize=1024)
 def _block(
-    width: int, heads: int, kv_heads: int, head_dim: int, hidden: int, head_norms: bool
+    width: int, heads: int, kv_heads: int, head_dim: int, hidden: int, head_norms: bool, qkv_bias: bool
 ) -> tuple[Parameter, ...]:
     def vector(name: str, role: Role, hf: str, size: int) -> Parameter:
         return Parameter(f"{name}.weight", role, (Part(f"{hf}.weight", size, 1),))
@@ -147,16 +148,16 @@ def _block(
         for name in ("query", "key")
         if head_norms
     ]
+    products = (
+        ("self_attn.q_proj", heads * head_dim, heads),
+        ("self_attn.k_proj", keys, kv_heads),
+        ("self_attn.v_proj", keys, kv_heads),
+    )
+    bias = Parameter("attention.qkv_bias", "bias", tuple(Part(f"{hf}.bias", *rest) for hf, *rest in products))
     return (
         vector("attention_norm", "norm", "input_layernorm", width),
-        matrix(
-            "attention.qkv",
-            "first",
-            width,
-            ("self_attn.q_proj", heads * head_dim, heads),
-            ("self_attn.k_proj", keys, kv_heads),
-            ("self_attn.v_proj", keys, kv_heads),
-        ),
+        *([bias] if qkv_bias else []),
+        matrix("attention.qkv", "first", width, *products),
         matrix("attention.out", "last", heads * head_dim, ("self_attn.o_proj", width, 1)),
         *of_heads,
         vector("mlp_norm", "norm", "post_attention_layernorm", width),
@@ -175,6 +176,7 @@ def model_shape(model: ModelConfig) -> Shape:
         hidden=model.mlp_hidden,
         vocabulary=model.padded_vocab_size,
         head_norms=model.qk_norm,
+        qkv_bias=model.qkv_bias,
         tied=model.tied_embeddings,
     )
 
