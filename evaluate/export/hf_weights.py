@@ -220,9 +220,10 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Our fields of the rotary frequencies, wherever this version of transformers keeps them."""
     place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(place) or {}
-    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
+    flat = isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values())
+    kind = rope.get("rope_type", rope.get("type", "default")) if flat else None  # else one for each kind of layer
     if kind not in ("default", "llama3", "yarn"):
-        raise UserError(f"{place} is {rope!r} in config.json; its rope_type must be default, llama3 or yarn")
+        raise UserError(f"{place} is {rope!r} in config.json; it must be of rope_type default, llama3 or yarn")
     for name, accepted in {"partial_rotary_factor": 1.0, "truncate": True}.items():
         if rope.get(name, accepted) not in (accepted, None):
             raise UserError(f"{name} is {rope[name]!r} in {place} of config.json; only {accepted!r} can be imported")

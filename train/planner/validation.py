@@ -125,7 +125,7 @@ def _check_rope(model: ModelConfig) -> None:
         return
     missing = next((name for name in others[:2] if getattr(model, name) is None), None)
     if missing is not None:
-        raise UserError(f"model.{missing} is null; with model.rope_scaling {scaling} it must be a number, 1 or more")
+        raise UserError(f"model.{missing} is null; with model.rope_scaling {scaling} it must be 1 or more")
     rope = model.rope
     assert rope is not None
     if rope.slow >= rope.fast:
