@@ -230,9 +230,10 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
     def number(name: str, default: float | None = None, of: Mapping[str, Any] = rope) -> float:
         value = default if of.get(name) is None else of[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1e30:
             said = "is not in" if value is None else f"is {value!r} in"
-            raise UserError(f"{name} {said} {place if of is rope else 'config.json'}; it must be a positive number")
+            where = f"{place} of config.json" if of is rope else "config.json"
+            raise UserError(f"{name} {said} {where}; it must be above 0 and at most 1e30")
         return float(value)
 
     fields: dict[str, Any] = {"rope_theta": number("rope_theta", number("rope_theta", 10000.0, config))}

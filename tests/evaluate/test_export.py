@@ -295,6 +295,9 @@ def test_a_current_release_computes_and_writes_the_same_here_and_again_there(nam
     theirs = random_hf(tmp_path / "hf", name.split()[0], gain=4.0, **RELEASES[name])
     ours = load_for_evaluation(import_checkpoint(tmp_path / "hf", tmp_path / "ours"))
     folder = export_checkpoint(tmp_path / "ours", tmp_path / "out").folder
+    card = (folder / "README.md").read_text()
+    assert ("biases on queries, keys and values" in card) == ("Qwen2" in name or "biases" in name)
+    assert ("rotary positions by yarn with factor 4" in card) == ("yarn" in name)
     back, again = (
         load_for_evaluation(import_checkpoint(folder, tmp_path / "back")).model,
         AutoModelForCausalLM.from_pretrained(folder).eval(),
@@ -409,7 +412,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "scaling": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is .* default, llama3 or yarn"),
     "layered": ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_parameters is .* llama3 or yarn"),
     "factor": ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "model.rope_factor is 0.5; it must be 1 or more"),
-    "missing": ({"rope_scaling": {"type": "llama3"}}, "factor is not in rope_scaling; it must be a positive number"),
+    "missing": (
+        {"rope_scaling": {"type": "llama3"}},
+        "factor is not in rope_scaling of config.json; it",
+    ),
+    "huge": ({"rope_scaling": {"type": "yarn", "factor": 10**400}}, "factor is 10{400} in rope_scaling of config.json"),
     "context": (
         {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 1.5}},
         "original_max_position_embeddings is 1.5 in config.json; it must be a whole number",
@@ -662,7 +669,7 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
     "type": ({"tie_word_embeddings": "no"}, r"Expected bool, got str at \$.tie_word_embeddings"),
     "window": ({"model_type": "mistral", "sliding_window": "wide"}, r"got str at \$.sliding_window"),
     "end": ({"eos_token_id": "x"}, r"at \$.eos_token_id"),
-    "base": ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta is 'x' in config.json; it must be a positive"),
+    "base": ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta is 'x' in rope_parameters of config.json; it must"),
     "context": ({"max_position_embeddings": 10**15}, "max_position_embeddings is 10{15} in .* to 16777216"),
     "layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers is 10{9} in .* from 1 to 10000"),
     "none": ({"vocab_size": None}, "vocab_size is not in config.json; it must be a whole number"),

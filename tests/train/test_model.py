@@ -382,7 +382,7 @@ def test_a_compiled_block_gives_the_same_losses_and_gradients(monkeypatch: pytes
     # Through dynamo and aot_autograd, with the graph run by PyTorch: what inductor would add is minutes of C++.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
     config = ModelConfig(
-        width=16, depth=2, heads=4, kv_heads=2, vocab_size=30, qk_norm=True, window=5 if masked else None
+        width=16, depth=2, heads=4, kv_heads=2, vocab_size=30, qk_norm=True, qkv_bias=True, window=5 if masked else None
     )
     tokens = torch.randint(30, (2, 9), generator=torch.Generator().manual_seed(0))
     gradients = []
