@@ -12,9 +12,10 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import reprlib
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 from .errors import UserError
 
@@ -46,13 +47,24 @@ def later(default: Any) -> Any:
     return field(default=default, metadata={"later": True})
 
 
+class RopeScaling(NamedTuple):
+    """Rotary frequencies for a context longer than `length`: what turns rarely in that is slowed down by `factor`."""
+
+    kind: str  # llama3 | yarn
+    factor: float
+    length: int  # tokens of the context before
+    slow: float  # turns within it up to which a frequency is divided by the factor
+    fast: float  # turns from which it stays as it is
+    amplitude: float  # of cosine and sine; attention's scores are multiplied by its square
+
+
 @dataclass
 class ModelConfig:
     """A Llama-shaped decoder: RMSNorm, rotary positions, SwiGLU or experts of it, grouped-query attention."""
 
     width: Count6 = 64  # residual stream, d_model
     depth: Count4 = 4  # number of blocks
-    heads: Count6 = 4  # query heads; width must be a multiple
+    heads: Count6 = 4  # query heads; width must be a multiple where head_size is None
     kv_heads: Count | None = None  # key/value heads, a divisor of heads; None means heads (no grouping)
     hidden: Count9 | None = None  # SwiGLU inner width; None means 8/3 of the width, rounded up to a multiple of 8
     vocab_size: Count9 | None = None  # tokens that can be predicted; None is filled in from the tokenizer
@@ -62,6 +74,15 @@ class ModelConfig:
     window: int | None = None  # sliding window: tokens that a token attends to, itself included; None: all before it
     rope_theta: Positive = 10000.0
     norm_eps: Positive = 1e-5
+    head_size: Count6 | None = later(None)  # of a query, a key and a value; None: width / heads
+    qkv_bias: bool = later(False)  # added to queries, keys and values, before their norms
+    # For a longer context than was trained on: llama3 (Llama 3.1's) or yarn (Peng et al. 2023); None: neither.
+    rope_scaling: Annotated[str, ("llama3", "yarn")] | None = later(None)
+    rope_factor: Annotated[float, "1 or more"] | None = later(None)  # by which slow frequencies are divided
+    rope_length: Count9 | None = later(None)  # tokens of the context before
+    rope_slow: Positive | None = later(None)  # a frequency with fewer turns in it is slow; None: 1
+    rope_fast: Positive | None = later(None)  # one with more stays as it is; None: 4 for llama3, 32 for yarn
+    rope_attention: Positive | None = later(None)  # yarn: factor on cosine and sine; None: 0.1 ln(rope_factor) + 1
     # A mixture of experts in the place of each block's MLP; see `model/experts.py`.
     experts: Annotated[Natural, "at most 1e4"] = later(0)  # 0: dense
     experts_per_token: Count4 = later(2)
@@ -76,7 +97,22 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        return self.width // self.heads
+        return self.width // self.heads if self.head_size is None else self.head_size
+
+    @property
+    def rope(self) -> RopeScaling | None:
+        """What the fields `rope_*` say, their defaults filled in."""
+        if self.rope_scaling is None or self.rope_factor is None or self.rope_length is None:
+            return None
+        fast, amplitude = (32.0, 0.1 * math.log(self.rope_factor) + 1) if self.rope_scaling == "yarn" else (4.0, 1.0)
+        return RopeScaling(
+            self.rope_scaling,
+            self.rope_factor,
+            self.rope_length,
+            self.rope_slow or 1.0,
+            self.rope_fast or fast,
+            self.rope_attention or amplitude,
+        )
 
     @property
     def num_kv_heads(self) -> int:

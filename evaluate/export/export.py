@@ -1,5 +1,5 @@
-"""A checkpoint as a Hugging Face folder, and such a folder (Llama, Mistral, Qwen3) as a checkpoint, without their
-libraries: either appears whole or not at all.
+"""A checkpoint as a Hugging Face folder, and such a folder (Llama, Mistral, Qwen2, Qwen3) as a checkpoint, without
+their libraries: either appears whole or not at all.
 
 - What the other side would compute differently is refused by its field's name, or said in the model card.
 - An imported checkpoint is at step 0 of a run whose data nobody knows, so a held-out loss is withheld; it has no

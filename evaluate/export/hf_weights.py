@@ -2,7 +2,10 @@
 
     plain attention                  LlamaForCausalLM
     RMSNorm on queries and keys      Qwen3ForCausalLM (a norm per head, before the rotation, as ours)
-    sliding window w                 MistralForCausalLM, or Qwen3 with it in every layer: token i sees i - w + 1 to i
+    biases on queries, keys, values  Qwen2ForCausalLM; with norms Qwen3, whose bias on the output is then 0
+    sliding window w                 MistralForCausalLM, or Qwen with it in every layer: token i sees i - w + 1 to i
+
+Heads of any size and rotary frequencies scaled as llama3 or yarn go with each of them.
 
 Special here:
 - our query-key-value and gate-up matrices are theirs, one below the other; rotary positions have the same layout;
@@ -27,7 +30,9 @@ from ...train.errors import UserError
 from ...train.model.gpt import GPT
 from ...train.model.shape import TABLES, model_shape
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+ARCHITECTURES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_OUTPUT_BIAS = "self_attn.o_proj.bias"  # which comes with the others in Llama and Qwen3, and which we do not have
 
 
 def window_of(model: ModelConfig, sequence_length: int) -> int | None:
@@ -39,12 +44,14 @@ def model_type(model: ModelConfig, sequence_length: int) -> str:
     """The Hugging Face architecture that computes what this model does."""
     if model.qk_norm:
         return "qwen3"
+    if model.qkv_bias:
+        return "qwen2"
     return "llama" if window_of(model, sequence_length) is None else "mistral"
 
 
 def hf_config(model: ModelConfig, sequence_length: int, end: int, dtype: str) -> dict[str, Any]:
     """config.json of a model with its vocab_size; `end` is the id that ends a document, `dtype` torch's name."""
-    kind, window = model_type(model, sequence_length), window_of(model, sequence_length)
+    kind, window, rope = model_type(model, sequence_length), window_of(model, sequence_length), _hf_rope(model)
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
@@ -58,9 +65,9 @@ def hf_config(model: ModelConfig, sequence_length: int, end: int, dtype: str) ->
         "hidden_act": "silu",
         "max_position_embeddings": sequence_length,
         "rms_norm_eps": model.norm_eps,
-        # transformers 4 reads the first, 5 the second.
+        # transformers 4 reads the first, and where frequencies are scaled `rope_scaling`; 5 the second.
         "rope_theta": model.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "rope_parameters": {**rope, "rope_theta": model.rope_theta},
         "tie_word_embeddings": model.tied_embeddings,
         "bos_token_id": end,
         "eos_token_id": end,
@@ -68,11 +75,24 @@ def hf_config(model: ModelConfig, sequence_length: int, end: int, dtype: str) ->
         "dtype": dtype,
         "use_cache": True,
     }
-    config |= {"sliding_window": window} if kind == "mistral" else {"attention_bias": False, "attention_dropout": 0.0}
-    if kind == "qwen3" and window is not None:
+    if model.rope is not None:
+        config["rope_scaling"] = rope
+    config |= {"sliding_window": window} if kind == "mistral" else {"attention_dropout": 0.0}
+    if kind in ("llama", "qwen3"):
+        config["attention_bias"] = model.qkv_bias
+    if kind in ("qwen2", "qwen3") and window is not None:
         kinds = ["sliding_attention"] * model.depth
         config |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0, "layer_types": kinds}
     return config
+
+
+def _hf_rope(model: ModelConfig) -> dict[str, Any]:
+    if (rope := model.rope) is None:
+        return {"rope_type": "default"}
+    said = {"rope_type": rope.kind, "factor": rope.factor, "original_max_position_embeddings": rope.length}
+    if rope.kind == "llama3":
+        return said | {"low_freq_factor": rope.slow, "high_freq_factor": rope.fast}
+    return said | {"beta_slow": rope.slow, "beta_fast": rope.fast, "attention_factor": rope.amplitude}
 
 
 def to_hf(model: GPT) -> dict[str, Tensor]:
@@ -85,6 +105,9 @@ def to_hf(model: GPT) -> dict[str, Tensor]:
         for part, rows in zip(parameter.parts, weight.split([part.rows for part in parameter.parts]), strict=True):
             kept = rows[: model.config.vocab_size] if parameter.role in TABLES else rows
             result[part.hf] = kept.clone(memory_format=torch.contiguous_format)
+    if model.config.qkv_bias and model.config.qk_norm:
+        for number in range(model.config.depth):
+            result[f"model.layers.{number}.{_OUTPUT_BIAS}"] = torch.zeros(model.config.width)
     return result
 
 
@@ -107,6 +130,11 @@ def from_hf(files: Mapping[str, Any], config: ModelConfig) -> dict[str, Tensor]:
     if config.tied_embeddings:
         left.discard("lm_head.weight")  # some writers keep the table twice
     unknown = sorted(name for name in left if not name.endswith("rotary_emb.inv_freq"))
+    if config.qkv_bias:
+        biases = [name for name in unknown if name.endswith(_OUTPUT_BIAS)]
+        unknown = [name for name in unknown if name not in biases]
+        if (used := next((name for name in biases if files[name].get_tensor(name).any()), None)) is not None:
+            raise UserError(f"{used} is not 0; our model has no bias there, so it must be 0 to be imported")
     if unknown:
         raise UserError(f"the folder's weights have {unknown[0]}, which our model has no place for")
     size = 4 * sum(math.prod(parameter.shape) for parameter in parameters)
@@ -132,6 +160,7 @@ class HfConfig(TypedDict, total=False):
     tie_word_embeddings: bool
     rms_norm_eps: float
     rope_theta: float | None
+    attention_bias: bool | None
     sliding_window: int | None
     use_sliding_window: bool
     max_window_layers: int
@@ -155,11 +184,7 @@ def model_config(config: Mapping[str, Any], sequence_length: int) -> ModelConfig
         if config.get(name):
             raise UserError(f"{name} is {config[name]!r} in config.json; models that have it cannot be imported")
     width, heads = whole_number(config, "hidden_size"), whole_number(config, "num_attention_heads")
-    head_dim = config.get("head_dim") or (128 if kind == "qwen3" else width // heads)  # as transformers has it
-    if head_dim * heads != width:
-        raise UserError(
-            f"head_dim is {head_dim} in config.json; it must be hidden_size / num_attention_heads = {width / heads:g}"
-        )
+    head_dim = config.get("head_dim") or (128 if kind == "qwen3" else None)  # as transformers has it
     return ModelConfig(
         width=width,
         depth=whole_number(config, "num_hidden_layers", 10_000),
@@ -168,15 +193,18 @@ def model_config(config: Mapping[str, Any], sequence_length: int) -> ModelConfig
         hidden=whole_number(config, "intermediate_size"),
         vocab_size=whole_number(config, "vocab_size"),
         qk_norm=kind == "qwen3",
+        # Mistral and Qwen2 have no such setting.
+        qkv_bias=kind == "qwen2" or (kind != "mistral" and bool(config.get("attention_bias"))),
+        head_size=None if head_dim is None or head_dim * heads == width else head_dim,
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         window=_window(config, str(kind), sequence_length),
-        rope_theta=_rope_theta(config),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        **_rope(config),
     )
 
 
 # What these fields must say, where they are there; transformers reads a missing one as that, too.
-_ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
+_ONLY = {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 1.0}
 _REFUSED = ("quantization_config", "num_experts", "num_local_experts")
 
 
@@ -188,38 +216,60 @@ def whole_number(config: Mapping[str, Any], name: str, most: int = 1 << 24) -> i
     return value
 
 
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    """Base of the rotary frequencies, wherever this version of transformers keeps it."""
-    theta = config.get("rope_theta")
-    for name in ("rope_scaling", "rope_parameters"):
-        rope = config.get(name)
-        if rope is None:
-            continue
-        plain = (
-            isinstance(rope, dict)
-            and rope.get("rope_type", rope.get("type", "default")) == "default"
-            and rope.get("partial_rotary_factor", 1.0) == 1.0
-        )
-        if not plain:
-            raise UserError(f"{name} is {rope!r} in config.json; only rotary positions without scaling can be imported")
-        theta = rope.get("rope_theta", theta)
-    theta = 10000.0 if theta is None else theta
-    if not isinstance(theta, int | float) or not 0 < theta < math.inf:
-        raise UserError(f"rope_theta is {theta!r} in config.json; it must be a positive number")
-    return float(theta)
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Our fields of the rotary frequencies, wherever this version of transformers keeps them."""
+    place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(place) or {}
+    flat = isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values())
+    kind = rope.get("rope_type", rope.get("type", "default")) if flat else None  # else one for each kind of layer
+    if kind not in ("default", "llama3", "yarn"):
+        raise UserError(f"{place} is {rope!r} in config.json; it must be of rope_type default, llama3 or yarn")
+    for name, accepted in {"partial_rotary_factor": 1.0, "truncate": True}.items():
+        if rope.get(name, accepted) not in (accepted, None):
+            raise UserError(f"{name} is {rope[name]!r} in {place} of config.json; only {accepted!r} can be imported")
+
+    def number(name: str, default: float | None = None, of: Mapping[str, Any] = rope) -> float:
+        value = default if of.get(name) is None else of[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1e30:
+            said = "is not in" if value is None else f"is {value!r} in"
+            where = f"{place} of config.json" if of is rope else "config.json"
+            raise UserError(f"{name} {said} {where}; it must be above 0 and at most 1e30")
+        return float(value)
+
+    fields: dict[str, Any] = {"rope_theta": number("rope_theta", number("rope_theta", 10000.0, config))}
+    if kind == "default":
+        return fields
+    most, before = whole_number(config, "max_position_embeddings"), "original_max_position_embeddings"
+    length = whole_number({before: config.get(before) or rope.get(before) or most}, before)
+    fields |= {"rope_scaling": kind, "rope_length": length}
+    if kind == "llama3":
+        names = {"rope_factor": "factor", "rope_slow": "low_freq_factor", "rope_fast": "high_freq_factor"}
+        return fields | {ours: number(theirs) for ours, theirs in names.items()}
+    factor = number("factor", most / length)
+    both = rope.get("mscale") and rope.get("mscale_all_dim")
+    above, below = (number("mscale"), number("mscale_all_dim")) if both else (1.0, 0.0)
+    grown = 0.1 * math.log(max(factor, 1.0))
+    return fields | {
+        "rope_factor": factor,
+        "rope_slow": number("beta_slow", 1.0),
+        "rope_fast": number("beta_fast", 32.0),
+        "rope_attention": number("attention_factor", (above * grown + 1) / (below * grown + 1)),
+    }
 
 
 def _window(config: Mapping[str, Any], kind: str, sequence_length: int) -> int | None:
     """The sliding window that all layers have; None where they have none, or one that hides nothing."""
-    window = config.get("sliding_window", 4096)  # Mistral's and Qwen3's default
-    if kind == "llama" or (kind == "qwen3" and not config.get("use_sliding_window", False)):
+    window = config.get("sliding_window", 4096)  # Mistral's and Qwen's default
+    if kind == "llama" or (kind != "mistral" and not config.get("use_sliding_window", False)):
         window = None
     if window is None or window >= sequence_length:
         return None
     depth = whole_number(config, "num_hidden_layers")
-    if kind == "qwen3":
+    if kind != "mistral":
         first = config.get("max_window_layers", 28)
         kinds = config.get("layer_types") or ["sliding_attention" if i >= first else "full" for i in range(depth)]
+        if "sliding_attention" not in kinds:
+            return None
         if any(each != "sliding_attention" for each in kinds):
             raise UserError(
                 f"layer_types is {kinds!r} in config.json; a sliding window must be every layer's or none's"

@@ -74,7 +74,9 @@ def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str]) -> str:
         f"A decoder of width {model.width} and depth {model.depth}, {model.heads} heads"
         f" ({model.num_kv_heads} for keys and values), {model.vocab_size} tokens, context "
         f"{config.data.sequence_length}, {'tied' if model.tied_embeddings else 'untied'} embeddings"
-        f"{', RMSNorm on queries and keys' if model_shape(model).head_norms else ''}; "
+        f"{', RMSNorm on queries and keys' if model_shape(model).head_norms else ''}"
+        f"{', biases on queries, keys and values' if model.qkv_bias else ''}"
+        f"{f', rotary positions by {model.rope.kind} with factor {model.rope.factor:g}' if model.rope else ''}; "
         f"run `{run_id(config)}`, step {loaded.step}.",
         _table(("", ""), rows),
         *_scores(facts.scores or {}),

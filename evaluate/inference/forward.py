@@ -65,6 +65,8 @@ class Forward:
         for number, (block, norms, qkv, out, feed) in enumerate(self._blocks):
             products = qkv(F.rms_norm(x, width, block.attention_norm.weight, eps))
             mixer = block.attention
+            if mixer.qkv_bias is not None:
+                products = products.add_(mixer.qkv_bias)
             query, key, value = query_key_value(
                 products.view(len(x), -1, mixer.head_dim), mixer.heads, mixer.kv_heads, norms, rotate
             )

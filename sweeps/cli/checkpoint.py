@@ -286,7 +286,7 @@ def export(
 def import_model(
     folder: Path, output: Path, sequence_length: int | None = None, overwrite: bool = False, as_json: bool = False
 ) -> None:
-    """Makes a checkpoint of a Hugging Face folder (Llama, Mistral, Qwen3), to be scored, asked and exported."""
+    """Makes a checkpoint of a Hugging Face folder (Llama, Mistral, Qwen2 and 3), to be scored, asked and exported."""
     from ...evaluate.export.export import import_checkpoint
 
     path = import_checkpoint(folder, output, sequence_length=sequence_length, overwrite=overwrite)

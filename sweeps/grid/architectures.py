@@ -45,7 +45,7 @@ def widths(largest: int = 16384) -> tuple[int, ...]:
 
 
 def shaped(base: ModelConfig, width: int, depth: int) -> ModelConfig:
-    """The base model at a width and depth, keeping its ratio of query to key/value heads."""
+    """The base model at a width and depth, keeping its ratio of query to key/value heads, and its head_size."""
     check_kv_heads(base)
     heads = width // head_dim(width)
     groups = base.heads // base.num_kv_heads

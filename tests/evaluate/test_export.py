@@ -17,6 +17,7 @@ import yaml
 from isoflop.evaluate.export.export import export_checkpoint, import_checkpoint
 from isoflop.evaluate.export.hf_tokenizer import byte_characters
 from isoflop.evaluate.export.model_card import Facts, model_card
+from isoflop.evaluate.inference.generate import Generation
 from isoflop.sweeps.cli.checkpoint import facts_about
 from isoflop.train.checkpoint.checkpoint import ALONE, load_for_evaluation, restore_state, whole_weights
 from isoflop.train.checkpoint.saver import Saver
@@ -30,6 +31,7 @@ from safetensors.torch import load_file, save_file
 LENGTH = 64
 # Both sides compute in fp32, in other orders; logits reach about 6 here, where a rounding is 5e-7.
 SAME = 1e-4
+LONGER: dict[str, Any] = {"rope_theta": 100.0, "rope_factor": 4.0, "rope_length": 32}
 SHAPES = {
     "LlamaForCausalLM": ModelConfig(width=48, depth=3, heads=4),
     "LlamaForCausalLM, grouped, untied": ModelConfig(
@@ -38,6 +40,17 @@ SHAPES = {
     "Qwen3ForCausalLM": ModelConfig(width=48, depth=3, heads=4, kv_heads=2, qk_norm=True),
     "MistralForCausalLM": ModelConfig(width=48, depth=3, heads=4, window=7),
     "Qwen3ForCausalLM, window": ModelConfig(width=48, depth=3, heads=4, window=7, qk_norm=True),
+    "LlamaForCausalLM, heads of another size, llama3": ModelConfig(
+        width=48, depth=2, heads=4, kv_heads=2, head_size=20, rope_scaling="llama3", rope_fast=3.0, **LONGER
+    ),
+    "MistralForCausalLM, yarn": ModelConfig(
+        width=48, depth=2, heads=4, window=20, rope_scaling="yarn", rope_fast=3.0, rope_attention=1.5, **LONGER
+    ),
+    "Qwen2ForCausalLM": ModelConfig(width=48, depth=2, heads=4, kv_heads=2, qkv_bias=True),
+    "Qwen2ForCausalLM, yarn, window": ModelConfig(
+        width=48, depth=2, heads=4, head_size=16, window=7, qkv_bias=True, rope_scaling="yarn", **LONGER
+    ),
+    "Qwen3ForCausalLM, biases": ModelConfig(width=48, depth=2, heads=4, qk_norm=True, qkv_bias=True, head_size=32),
 }
 
 
@@ -200,8 +213,11 @@ def test_export_import_export_gives_the_same_files(name: str, tmp_path: Path, bp
         assert (first / file).read_text() == (second / file).read_text(), file
 
 
-def random_hf(folder: Path, kind: str, **changes: Any) -> Any:
-    """A random transformers model in a folder, with a byte tokenizer beside it; returns the model."""
+def random_hf(folder: Path, kind: str, gain: float = 8.0, **changes: Any) -> Any:
+    """A random transformers model in a folder, with a byte tokenizer beside it; returns the model.
+
+    `gain` times the matrices that transformers draws, with which logits grow, and what rounding does to them.
+    """
     import transformers
 
     shape = {"vocab_size": 300, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "head_dim": 12,
@@ -211,7 +227,10 @@ def random_hf(folder: Path, kind: str, **changes: Any) -> Any:
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.uniform_(0.5, 1.5) if parameter.dim() == 1 else parameter.mul_(8)
+            parameter.uniform_(0.5, 1.5) if parameter.dim() == 1 else parameter.mul_(gain)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # of either sign, but for the output's, which we do not have
+                parameter.mul_(0) if "o_proj" in name else parameter.sub_(1.0)
     model.save_pretrained(folder)
     source = checkpoint(folder.with_name("source"), ModelConfig(width=16, depth=1, heads=2))
     tokenizer = export_checkpoint(source, folder.with_name("tokenizer"), overwrite=True).folder
@@ -241,6 +260,115 @@ def test_a_model_of_transformers_computes_the_same_here(name: str, tmp_path: Pat
     assert (logits[..., :300] - expected).abs().max() < SAME
     assert logits[..., 300:].isneginf().all()
     assert ours.config.data.sequence_length == LENGTH
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 3.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
+RELEASES: dict[str, dict[str, Any]] = {
+    "Llama heads of another size": {"head_dim": 20},
+    "Llama 3.1": {"head_dim": 32, "rope_parameters": LLAMA3, "tie_word_embeddings": True},
+    "Llama yarn": {"head_dim": 32, "rope_parameters": YARN},
+    "Llama biases": {"attention_bias": True},
+    "Qwen2": {"head_dim": 16},
+    "Qwen2 yarn window": {
+        "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0,
+        "rope_parameters": YARN | {"mscale": 2.0, "mscale_all_dim": 0.5},
+    },
+    "Qwen3 yarn": {"head_dim": 32, "rope_parameters": YARN | {"attention_factor": 1.5, "beta_slow": 0.5}},
+    "Qwen3 biases": {"head_dim": 32, "attention_bias": True},
+    "Mistral window heads": {"head_dim": 32, "sliding_window": 9},
+    "Mistral yarn": {"head_dim": 32, "sliding_window": None, "rope_parameters": YARN | {"beta_fast": None}},
+}  # fmt: skip
+# Both sides compute in fp32, theirs with angles of fp32 too: up to 63 radians within 4e-6. Logits reach about 3 here.
+CLOSE = 1e-5
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_a_current_release_computes_and_writes_the_same_here_and_again_there(name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    theirs = random_hf(tmp_path / "hf", name.split()[0], gain=4.0, **RELEASES[name])
+    ours = load_for_evaluation(import_checkpoint(tmp_path / "hf", tmp_path / "ours"))
+    folder = export_checkpoint(tmp_path / "ours", tmp_path / "out").folder
+    card = (folder / "README.md").read_text()
+    assert ("biases on queries, keys and values" in card) == ("Qwen2" in name or "biases" in name)
+    assert ("rotary positions by yarn with factor 4" in card) == ("yarn" in name)
+    back, again = (
+        load_for_evaluation(import_checkpoint(folder, tmp_path / "back")).model,
+        AutoModelForCausalLM.from_pretrained(folder).eval(),
+    )
+    tokens = torch.randint(300, (4, LENGTH), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, logits = theirs(tokens).logits, ours.model(tokens)
+        assert expected.std() > 0.3
+        assert (logits[..., :300] - expected).abs().max() < CLOSE
+        assert (again(tokens).logits - expected).abs().max() < CLOSE
+        assert torch.equal(back(tokens), logits)
+    assert all(
+        torch.equal(a, b) for a, b in zip(ours.model.state_dict().values(), back.state_dict().values(), strict=True)
+    )
+    prompts = [tokens[row, : 5 + 9 * row].tolist() for row in range(4)]
+    generation, written = Generation(ours.model.eval(), prompts, 20, LENGTH, page=4), {}
+    while not generation.over:
+        written |= {request.index: request.new for request in generation.step(lambda new: False)}
+    for number, prompt in enumerate(prompts):
+        text = list(prompt)
+        for _ in range(20):
+            with torch.no_grad():
+                text.append(int(theirs(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+        assert written[number] == text[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "mistake"),
+    [
+        ("Llama", {"head_dim": 32, "rope_parameters": LLAMA3}, {"rope_fast": 4.0}),
+        ("Llama", {"head_dim": 32, "rope_parameters": YARN}, {"rope_attention": 1.0}),
+        ("Qwen2", {}, "key biases for query biases"),
+        ("Qwen2", {}, "biases head by head"),
+    ],
+    ids=str,
+)
+def test_a_mistake_in_what_releases_need_would_be_seen(
+    kind: str, changes: dict[str, Any], mistake: dict[str, Any] | str, tmp_path: Path
+) -> None:
+    theirs = random_hf(tmp_path / "hf", kind, gain=4.0, **changes)
+    model = load_for_evaluation(import_checkpoint(tmp_path / "hf", tmp_path / "ours")).model
+    if isinstance(mistake, dict):
+        model.config = replace(model.config, **mistake)
+        model.place_angles()
+    else:
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # of 4 query heads, 2 key heads and 2 value heads of 12
+                heads = parameter.detach().view(8, 12)
+                order = [4, 5, 2, 3, 0, 1, 6, 7] if "key" in mistake else [0, 1, 4, 6, 2, 3, 5, 7]
+                parameter.data = heads[order].flatten()
+    tokens = torch.randint(300, (4, LENGTH), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert (model(tokens)[..., :300] - theirs(tokens).logits).abs().max() > 100 * CLOSE
+
+
+def test_an_older_release_says_its_scaling_elsewhere(tmp_path: Path) -> None:
+    theirs = random_hf(tmp_path / "hf", "Llama", head_dim=32, rope_parameters=LLAMA3)
+    wanted = load_for_evaluation(import_checkpoint(tmp_path / "hf", tmp_path / "new")).config.model
+    assert (wanted.rope_scaling, wanted.rope_factor, wanted.rope_length) == ("llama3", 4.0, 32)
+    file = tmp_path / "hf" / "config.json"
+    described = json.loads(file.read_text())
+    rope = described.pop("rope_parameters")
+    described |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope | {"type": rope.pop("rope_type")}}
+    file.write_text(json.dumps(described))
+    assert load_for_evaluation(import_checkpoint(tmp_path / "hf", tmp_path / "old")).config.model == wanted
+    # Without a context before, transformers takes the whole one; a factor of null is what they differ by.
+    described["rope_scaling"] = {"type": "yarn", "factor": None, "original_max_position_embeddings": 16}
+    file.write_text(json.dumps(described))
+    yarn = load_for_evaluation(import_checkpoint(tmp_path / "hf", tmp_path / "yarn")).config.model
+    assert (yarn.rope_scaling, yarn.rope_factor, yarn.rope_length, yarn.rope_fast) == ("yarn", LENGTH / 16, 16, 32.0)
+    assert theirs.config.rope_parameters["rope_type"] == "llama3"
 
 
 def test_weights_in_several_files_and_a_shorter_context_are_read(tmp_path: Path) -> None:
@@ -276,16 +404,29 @@ def test_another_end_than_config_json_says_is_refused_where_no_tokenizer_config_
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "head_dim": ({"head_dim": 16}, "head_dim is 16 in config.json; it must be hidden_size / num_attention_heads = 12"),
-    "bias": ({"attention_bias": True}, "attention_bias is True"),
+    "head_dim": ({"head_dim": 16}, r"q_proj.weight has shape \(48, 48\); its config.json says \(64, 48\)"),
+    "odd heads": ({"head_dim": 7}, "model.head_size is 7; it must be even"),
+    "bias": ({"attention_bias": True}, "have no model.layers.0.self_attn.q_proj.bias"),
     "mlp": ({"mlp_bias": True}, "mlp_bias is True"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu' in config.json; only 'silu' can be imported"),
-    "scaling": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is .* without scaling"),
-    "yarn": ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters is .* without scaling"),
+    "scaling": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is .* default, llama3 or yarn"),
+    "layered": ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_parameters is .* llama3 or yarn"),
+    "factor": ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "model.rope_factor is 0.5; it must be 1 or more"),
+    "missing": (
+        {"rope_scaling": {"type": "llama3"}},
+        "factor is not in rope_scaling of config.json; it",
+    ),
+    "huge": ({"rope_scaling": {"type": "yarn", "factor": 10**400}}, "factor is 10{400} in rope_scaling of config.json"),
+    "context": (
+        {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 1.5}},
+        "original_max_position_embeddings is 1.5 in config.json; it must be a whole number",
+    ),
+    "truncate": ({"rope_scaling": {"type": "yarn", "truncate": False}}, "truncate is False in rope_scaling of"),
+    "share": ({"rope_scaling": {"type": "yarn", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5 in rope"),
     "odd": ({"rope_scaling": "default"}, "rope_scaling is 'default'"),
     "experts": ({"num_local_experts": 8}, "num_local_experts is 8"),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config is"),
-    "kind": ({"model_type": "gpt2"}, "model_type is 'gpt2' in config.json; it must be one of llama, mistral, qwen3"),
+    "kind": ({"model_type": "gpt2"}, "model_type is 'gpt2' in config.json; it must be one of llama, mistral, qwen2"),
     "size": ({"hidden_size": "48"}, "hidden_size is '48'"),
     "length": ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
     "vocabulary": ({"vocab_size": 200}, "vocab_size is 200 in config.json; tokenizer.json has ids up to 255"),
@@ -317,6 +458,17 @@ def test_what_our_model_cannot_compute_is_refused_by_its_field(tmp_path: Path) -
         (tmp_path / "hf" / missing).unlink()
         with pytest.raises(UserError, match=sentence):
             import_checkpoint(tmp_path / "hf", tmp_path / "out")
+
+
+def test_a_bias_on_the_output_is_refused_unless_it_is_zero(tmp_path: Path) -> None:
+    random_hf(tmp_path / "hf", "Llama", attention_bias=True)
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.self_attn.o_proj.bias"][3] = 1e-3
+    save_file(tensors, file)
+    with pytest.raises(UserError, match=r"^model.layers.1.self_attn.o_proj.bias is not 0; our model has no bias there"):
+        import_checkpoint(tmp_path / "hf", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_training_does_not_go_on_from_an_imported_checkpoint(tmp_path: Path) -> None:
@@ -517,7 +669,7 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
     "type": ({"tie_word_embeddings": "no"}, r"Expected bool, got str at \$.tie_word_embeddings"),
     "window": ({"model_type": "mistral", "sliding_window": "wide"}, r"got str at \$.sliding_window"),
     "end": ({"eos_token_id": "x"}, r"at \$.eos_token_id"),
-    "base": ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta is 'x' in config.json; it must be a positive"),
+    "base": ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta is 'x' in rope_parameters of config.json; it must"),
     "context": ({"max_position_embeddings": 10**15}, "max_position_embeddings is 10{15} in .* to 16777216"),
     "layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers is 10{9} in .* from 1 to 10000"),
     "none": ({"vocab_size": None}, "vocab_size is not in config.json; it must be a whole number"),

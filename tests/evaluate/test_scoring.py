@@ -23,6 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
     "grouped queries, query-key norm": {"heads": 4, "kv_heads": 2, "qk_norm": True},
     "window, head of its own": {"window": 9, "tied_embeddings": False},
+    "biases, heads of another size": {"kv_heads": 1, "qkv_bias": True, "head_size": 6},
     "padded vocabulary, one head": {"heads": 1, "vocab_multiple": 64},
 }
 

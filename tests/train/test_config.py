@@ -131,6 +131,16 @@ REFUSED = [
     ("model.vocab_multiple", 0, "model.vocab_multiple is 0; it must be 1 or more"),
     ("model.rope_theta", 0.0, "model.rope_theta is 0.0; it must be greater than 0"),
     ("model.norm_eps", -1.0, "model.norm_eps is -1.0; it must be greater than 0"),
+    ("model.head_size", 0, "model.head_size is 0; it must be 1 or more"),
+    ("model.head_size", 7, "model.head_size is 7; it must be even for rotary positions"),
+    ("model.rope_scaling", "linear", "model.rope_scaling is 'linear'; it must be one of llama3, yarn"),
+    ("model.rope_scaling", "yarn", "model.rope_factor is null; with model.rope_scaling yarn it must be 1 or more"),
+    ("model.rope_factor", 0.5, "model.rope_factor is 0.5; it must be 1 or more"),
+    (
+        "model.rope_length",
+        64,
+        "model.rope_length is 64; without model.rope_scaling, which may be llama3 or yarn, it must be null",
+    ),
     (
         "model.window",
         129,
@@ -211,6 +221,31 @@ def test_what_cannot_be_trained_is_refused_in_one_sentence(path: str, value: Any
     for group in groups:
         owner = getattr(owner, group)
     setattr(owner, name, value)
+    with pytest.raises(UserError) as raised:
+        validate(run)
+    assert str(raised.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "sentence"),
+    [
+        ("yarn", {"rope_length": None}, "model.rope_length is null; with model.rope_scaling yarn it must be 1 or more"),
+        ("yarn", {"rope_slow": 32.0}, "model.rope_slow is 32; it must be below model.rope_fast 32"),
+        ("llama3", {"rope_slow": 4.0}, "model.rope_slow is 4; it must be below model.rope_fast 4"),
+        (
+            "llama3",
+            {"rope_attention": 1.5},
+            "model.rope_attention is 1.5; with model.rope_scaling llama3 it must be null",
+        ),
+        ("yarn", {"rope_theta": 1.0}, "model.rope_theta is 1; with model.rope_scaling yarn it must be above 1"),
+    ],
+)
+def test_a_scaling_of_positions_that_cannot_be_is_refused(kind: str, change: dict[str, Any], sentence: str) -> None:
+    run = RunConfig()
+    run.model.rope_scaling, run.model.rope_factor, run.model.rope_length = kind, 4.0, 64
+    validate(run)
+    for name, value in change.items():
+        setattr(run.model, name, value)
     with pytest.raises(UserError) as raised:
         validate(run)
     assert str(raised.value) == sentence

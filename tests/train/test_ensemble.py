@@ -213,6 +213,7 @@ VARIANTS = {
     "plain": {},
     "grouped": {"kv_heads": 1, "qk_norm": True, "tied_embeddings": False},
     "window": {"window": 5, "vocab_size": 50, "vocab_multiple": 64},
+    "biases": {"qkv_bias": True, "head_size": 12, "rope_scaling": "yarn", "rope_factor": 4.0, "rope_length": 8},
 }
 
 
@@ -408,11 +409,13 @@ def test_threads_that_take_members_each_change_nothing(configs: list[RunConfig],
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_member_in_bf16_is_the_run_in_bf16(variant: str, base: RunConfig, shards: Shards, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("variant", "precision"), [*((name, "bf16") for name in VARIANTS), ("biases", "fp32")])
+def test_a_member_of_any_shape_is_the_run_alone(
+    variant: str, precision: str, base: RunConfig, shards: Shards, tmp_path: Path
+) -> None:
     runs = [member(base, number) for number in (0, 2)]
     for config in runs:
-        config.precision, config.validations, config.tokens = "bf16", 1, 20 * 64
+        config.precision, config.validations, config.tokens = precision, 1, 20 * 64
         config.parallel.bucket_mb = 0.01  # several, which say how the gradient norm is summed
         config.model = replace(config.model, **(VARIANTS[variant] | {"vocab_size": 256}))
     folders = [tmp_path / str(number) for number in range(2)]

@@ -141,7 +141,7 @@ def test_the_gradient_of_a_bias_is_the_excess_of_its_expert() -> None:
     assert loads is not None
     assert loads.shape == (2, 6)
     assert loads.sum(-1).tolist() == [120, 120]  # 60 tokens choose 2
-    for load, router in zip(loads, gpt.routers, strict=True):
+    for load, router in zip(loads, [moe.router for moe in gpt.mixtures], strict=True):
         assert router.balance is not None
         assert torch.equal(router.balance.grad, load.double() - 20)
     assert gpt.loads() is None

@@ -36,6 +36,8 @@ def random_architecture(seed: int) -> ModelConfig:
         vocab_multiple=generator.choice([1, 8, 64]),
         qk_norm=generator.random() < 0.5,
         tied_embeddings=generator.random() < 0.5,
+        head_size=generator.choice([None, 6]),
+        qkv_bias=generator.random() < 0.5,
     )
 
 

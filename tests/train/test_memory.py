@@ -161,7 +161,10 @@ PLAIN = ModelConfig(width=256, depth=4, heads=8, vocab_size=250)
 GROUPED = ModelConfig(width=192, depth=3, heads=8, kv_heads=2, vocab_size=1000, tied_embeddings=False, qk_norm=True)
 WINDOWED = ModelConfig(width=192, depth=3, heads=8, kv_heads=2, vocab_size=250, window=50)
 WIDE_TABLE = ModelConfig(width=128, depth=3, heads=4, kv_heads=2, vocab_size=4000, hidden=512)
-MODELS = pytest.mark.parametrize("model", [PLAIN, GROUPED, WIDE_TABLE], ids=["plain", "grouped", "wide table"])
+BIASED = ModelConfig(width=192, depth=3, heads=8, kv_heads=2, head_size=40, vocab_size=250, qkv_bias=True)
+MODELS = pytest.mark.parametrize(
+    "model", [PLAIN, GROUPED, WIDE_TABLE, BIASED], ids=["plain", "grouped", "wide table", "biases, other heads"]
+)
 
 
 @pytest.mark.parametrize(
@@ -178,9 +181,10 @@ def test_the_state_is_that_of_the_zero_paper(itemsize: int, stage: int, by_psi: 
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 1), (1, 3), (2, 2), (4, 2)])
-@pytest.mark.parametrize("model", ["plain", "grouped", "experts"])
+@pytest.mark.parametrize("model", ["plain", "grouped", "biases, other heads", "experts"])
 def test_the_state_is_to_the_byte_what_the_engine_holds(model: str, tp: int, dp: int) -> None:
-    named = {"plain": PLAIN, "grouped": GROUPED, "experts": replace(MIXED, heads=8)}
+    mixed = replace(MIXED, heads=8)
+    named = {"plain": PLAIN, "grouped": GROUPED, "biases, other heads": BIASED, "experts": mixed}
     for precision in ("fp32", "bf16"):
         for stage in range(4) if dp > 1 else (0,):
             config = run_config(named[model], precision=precision, tp=tp, dp=dp, zero=stage)

@@ -19,6 +19,11 @@ from isoflop.train.model.gpt import GPT, sequence_losses
 from isoflop.train.model.parametrization import build_model
 from torch import Tensor, nn
 
+ROPE: dict[str, dict[str, Any]] = {  # of old contexts in which some pairs of dimensions turn often and some rarely
+    "llama3": {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_length": 16, "rope_slow": 0.2, "rope_fast": 2.0},
+    "yarn": {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_length": 30, "rope_slow": 0.1, "rope_fast": 3.0},
+}
+
 
 def random_architecture(generator: random.Random) -> ModelConfig:
     heads = generator.choice([1, 2, 4, 6])
@@ -35,6 +40,9 @@ def random_architecture(generator: random.Random) -> ModelConfig:
         window=generator.choice([None, None, 1, 4, 30]),
         rope_theta=generator.choice([100.0, 10000.0]),
         norm_eps=generator.choice([1e-5, 1e-3]),
+        head_size=generator.choice([None, 6, 10]),
+        qkv_bias=generator.random() < 0.5,
+        **generator.choice([{}, *ROPE.values()]),
     )
 
 
@@ -47,6 +55,33 @@ def random_model(config: ModelConfig, length: int, seed: int, base_width: int = 
             std = 0.5 / math.sqrt(parameter.shape[-1]) if parameter.dim() > 1 else 0.3
             parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, std, generator=generator)
     return model
+
+
+def reference_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
+    """Radians a position of each pair, and the amplitude: the papers' cases, one pair at a time."""
+    plain = [config.rope_theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)]
+    if config.rope_scaling is None:
+        return np.array(plain), 1.0
+    factor, length = config.rope_factor or 0, config.rope_length or 0
+    slow, fast, found = config.rope_slow or 0, config.rope_fast or 0, []
+    if config.rope_scaling == "llama3":
+        for each in plain:
+            wavelength = 2 * math.pi / each
+            if wavelength < length / fast:
+                found.append(each)
+            elif wavelength > length / slow:
+                found.append(each / factor)
+            else:
+                smooth = (length / wavelength - slow) / (fast - slow)
+                found.append((1 - smooth) * each / factor + smooth * each)
+        return np.array(found), 1.0
+    where = [config.head_dim * math.log(length / (2 * math.pi * n)) / (2 * math.log(config.rope_theta))
+             for n in (fast, slow)]  # fmt: skip
+    low, high = max(math.floor(where[0]), 0), min(math.ceil(where[1]), config.head_dim - 1)
+    for i, each in enumerate(plain):
+        ramp = min(max((i - low) / (high - low), 0.0), 1.0)
+        found.append(ramp * each / factor + (1 - ramp) * each)
+    return np.array(found), 0.1 * math.log(factor) + 1
 
 
 def reference_logits(model: GPT, tokens: np.ndarray) -> np.ndarray:
@@ -62,8 +97,8 @@ def reference_logits(model: GPT, tokens: np.ndarray) -> np.ndarray:
 
     def rotate(x: np.ndarray) -> np.ndarray:  # (batch, time, heads, head_dim)
         half = config.head_dim // 2
-        frequencies = config.rope_theta ** (-2 * np.arange(half) / config.head_dim)
-        turn = np.exp(1j * np.outer(np.arange(x.shape[1]), frequencies))[None, :, None, :]
+        frequencies, amplitude = reference_frequencies(config)
+        turn = amplitude * np.exp(1j * np.outer(np.arange(x.shape[1]), frequencies))[None, :, None, :]
         turned = (x[..., :half] + 1j * x[..., half:]) * turn
         return np.concatenate([turned.real, turned.imag], -1)
 
@@ -77,7 +112,7 @@ def reference_logits(model: GPT, tokens: np.ndarray) -> np.ndarray:
     for i in range(config.depth):
         w = {name.removeprefix(f"blocks.{i}."): value for name, value in weights.items()}
         h = norm(x, w["attention_norm.weight"]) @ w["attention.qkv.weight"].T
-        h = h.reshape(batch, time, -1, config.head_dim)
+        h = (h + w.get("attention.qkv_bias", 0)).reshape(batch, time, -1, config.head_dim)
         q, k, v = np.split(h, [config.heads, config.heads + config.num_kv_heads], axis=2)
         if config.qk_norm:
             q, k = norm(q, w["attention.query_norm.weight"]), norm(k, w["attention.key_norm.weight"])
@@ -347,7 +382,7 @@ def test_a_compiled_block_gives_the_same_losses_and_gradients(monkeypatch: pytes
     # Through dynamo and aot_autograd, with the graph run by PyTorch: what inductor would add is minutes of C++.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
     config = ModelConfig(
-        width=16, depth=2, heads=4, kv_heads=2, vocab_size=30, qk_norm=True, window=5 if masked else None
+        width=16, depth=2, heads=4, kv_heads=2, vocab_size=30, qk_norm=True, qkv_bias=True, window=5 if masked else None
     )
     tokens = torch.randint(30, (2, 9), generator=torch.Generator().manual_seed(0))
     gradients = []
@@ -363,6 +398,35 @@ def test_a_compiled_block_gives_the_same_losses_and_gradients(monkeypatch: pytes
     for eager, traced_ in zip(*gradients, strict=True):
         # The same operations, possibly decomposed: fp32 rounding only.
         torch.testing.assert_close(eager, traced_, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_scaled_angles_are_those_of_transformers(kind: str) -> None:
+    rope_utils = pytest.importorskip("transformers.modeling_rope_utils", reason="transformers is in the extra `bench`")
+    transformers = pytest.importorskip("transformers")
+    generator = random.Random(0)
+    for _ in range(20):
+        theta, length = generator.choice([50.0, 1e4, 5e5]), generator.choice([16, 300, 8192])
+        slow = generator.choice([0.5, 1.0])
+        config = ModelConfig(
+            width=8, heads=1, head_size=generator.choice([4, 32, 64, 128]), rope_theta=theta, rope_scaling=kind,
+            rope_factor=generator.choice([1.0, 2.5, 32.0]), rope_length=length, rope_slow=slow,
+            rope_fast=generator.choice([2.0, 32.0]),
+            rope_attention=generator.choice([None, 0.7]) if kind == "yarn" else None,
+        )  # fmt: skip
+        said = {"rope_type": kind, "rope_theta": theta, "factor": config.rope_factor,
+                "original_max_position_embeddings": length}  # fmt: skip
+        ends = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
+        said |= dict(zip(ends, (slow, config.rope_fast), strict=True))
+        if config.rope_attention is not None:
+            said["attention_factor"] = config.rope_attention
+        llama = transformers.LlamaConfig(head_dim=config.head_dim, rope_parameters=said)
+        frequencies, amplitude = rope_utils.ROPE_INIT_FUNCTIONS[kind](llama)
+        angles = torch.outer(torch.arange(40).double(), frequencies.double())
+        cos, sin = block_module.rotary_angles(40, config.head_dim, theta, scaling=config.rope)
+        # Theirs are fp32, within some roundings of 6e-8: times up to 39 radians.
+        torch.testing.assert_close(cos, (angles.cos() * amplitude).float(), atol=2e-5, rtol=0)
+        torch.testing.assert_close(sin, (angles.sin() * amplitude).float(), atol=2e-5, rtol=0)
 
 
 def test_logits_equal_transformers_llama() -> None:

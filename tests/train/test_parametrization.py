@@ -16,6 +16,7 @@ def test_groups_hold_every_tensor_once_with_the_rates_of_the_table(seed: int) ->
     model = ModelConfig(
         width=generator.choice([8, 32, 128]), depth=2, heads=2, vocab_size=20,
         qk_norm=generator.random() < 0.5, tied_embeddings=seed % 2 == 0,
+        qkv_bias=seed % 3 == 0,
     )  # fmt: skip
     optimizer = OptimizerConfig(
         learning_rate=0.01, base_width=32, width_exponent=generator.choice([0.0, 0.5, 1.0]),
@@ -30,7 +31,7 @@ def test_groups_hold_every_tensor_once_with_the_rates_of_the_table(seed: int) ->
     names = {id(p): name for name, p in gpt.named_parameters()}
     where = {names[id(p)]: group for group in groups.values() for p in group.parameters}
     for name, group in where.items():
-        is_matrix = not name.startswith("embedding") and "norm" not in name
+        is_matrix = not name.startswith("embedding") and "norm" not in name and "bias" not in name
         assert group.weight_decay == (0.2 if is_matrix else 0.0), name
         transfer = (32 / model.width) ** optimizer.width_exponent
         assert group.learning_rate == pytest.approx(0.01 * transfer if is_matrix else 0.03, rel=1e-15), name
@@ -39,7 +40,7 @@ def test_groups_hold_every_tensor_once_with_the_rates_of_the_table(seed: int) ->
 
 
 def test_initial_sizes_are_those_of_the_table() -> None:
-    model = ModelConfig(width=256, depth=8, heads=4, vocab_size=512, tied_embeddings=False)
+    model = ModelConfig(width=256, depth=8, heads=4, vocab_size=512, tied_embeddings=False, qkv_bias=True)
     gpt = build_model(model, OptimizerConfig(base_width=64), 8, 0)
     branch = 1 / (2 * 8) ** 0.5
     expected = {
@@ -54,6 +55,7 @@ def test_initial_sizes_are_those_of_the_table() -> None:
         # A sample of n normals estimates its deviation to 1 / sqrt(2 n), below 0.3 % here: five of those.
         assert weights[name].std().item() == pytest.approx(std, rel=0.014), name
     assert weights["head.weight"].abs().max() == 0
+    assert weights["blocks.3.attention.qkv_bias"].abs().max() == 0
     model.tied_embeddings = True
     tied = build_model(model, OptimizerConfig(base_width=64), 8, 0)
     assert tied.embedding.weight.std().item() == pytest.approx(1 / 8, rel=0.014)

@@ -29,6 +29,7 @@ TIME, BATCH = 12, 4
 CPU = torch.device("cpu")
 MODES = ("none", "selective", "full")
 VARIANTS: list[dict[str, Any]] = [{}, {"kv_heads": 2}, {"kv_heads": 2, "qk_norm": True, "tied_embeddings": False}]
+VARIANTS.append({"kv_heads": 2, "qkv_bias": True, "head_size": 12})
 
 
 def architecture(**changes: Any) -> ModelConfig:
@@ -120,7 +121,7 @@ def expected_bytes(config: ModelConfig, mode: str, itemsize: int) -> list[int]:
     in_fp32 = []
     if mode == "none":
         in_fp32 = [1, 1, heads]  # statistics of both norms, and the softmax's
-        kept = [*kept, w, w, w, h]  # outputs of both norms, of attention, of SwiGLU
+        kept = [*kept, w, w, heads * d, h]  # outputs of both norms, of attention, of SwiGLU
         rotated = [heads * d, kv * d] if config.qk_norm else [(heads + kv) * d]
         if config.qk_norm:
             in_fp32 += [heads, kv]

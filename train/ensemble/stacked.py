@@ -114,10 +114,13 @@ def _block(
 
     heads, kv_heads = config.heads, config.num_kv_heads
     # (E, n, …) -> (E B, T, heads, d): in attention members are sequences among sequences.
-    fused = times(norm("attention", x), "attention.qkv").view(-1, len(cos), heads + 2 * kv_heads, config.head_dim)
+    products = times(norm("attention", x), "attention.qkv")
+    if config.qkv_bias:
+        products = products + weights["attention.qkv_bias"].to(x.dtype)[:, None]
+    fused = products.view(-1, len(cos), heads + 2 * kv_heads, config.head_dim)
     norms = tuple(partial(head_norm, name) for name in ("query", "key")) if model_shape(config).head_norms else ()
     query, key, value = query_key_value(fused, heads, kv_heads, norms, lambda x: apply_rotary(x, cos, sin))
-    mixed = backend.attend(query, key, value, seen, config.window).reshape(x.shape)
+    mixed = backend.attend(query, key, value, seen, config.window).reshape(*x.shape[:-1], -1)
     x = x + times(mixed, "attention.out")
     return x + times(swiglu(times(norm("mlp", x), "mlp.gate_up")), "mlp.down")
 

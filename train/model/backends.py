@@ -125,7 +125,7 @@ def obstacle(name: str, work: Work) -> str | None:
     if work.head_dim not in kernel.head_dims:
         sizes = kernel.head_dims
         words = ", ".join(map(str, sizes)) if len(sizes) < 9 else f"multiples of {sizes[0]} up to {sizes[-1]}"
-        return f"takes heads of size {words}, and model.width / model.heads is {work.head_dim}"
+        return f"takes heads of size {words}, and model.head_size, or width / heads, is {work.head_dim}"
     if work.has_documents and not kernel.documents:
         return "cannot keep documents apart (data.separate_documents)"
     if work.has_window and name == "flash4" and work.capability < (10, 0):

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..config import RopeScaling
 from ..hardware import on_gpu
 
 Turn = tuple[Tensor, Tensor]
@@ -65,12 +66,41 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rotary_angles(
-    length: int, head_dim: int, theta: float, device: torch.device | None = None
+    length: int,
+    head_dim: int,
+    theta: float,
+    device: torch.device | None = None,
+    scaling: RopeScaling | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position times frequency, each (length, head_dim / 2), fp32."""
+    """Cosine and sine of position times frequency, each (length, head_dim / 2), fp32; scaled, times the amplitude."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
+    if scaling is not None:
+        unscaled = _unscaled_share(frequencies, theta, scaling)
+        frequencies = frequencies * (unscaled + (1 - unscaled) / scaling.factor)
     angles = torch.outer(torch.arange(length, dtype=torch.float64, device=device), frequencies)
-    return angles.cos().float(), angles.sin().float()
+    amplitude = 1.0 if scaling is None else scaling.amplitude
+    return (angles.cos() * amplitude).float(), (angles.sin() * amplitude).float()
+
+
+def _unscaled_share(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """How much of each frequency (d / 2,) stays, the rest being divided by the factor: 0 for slow, 1 for fast ones.
+
+    Between both llama3 is linear in the turns within the old context (Llama 3.1), yarn in the number of the pair (Peng
+    et al. 2023, arXiv 2309.00071, section 3.2, whose bounds are made whole numbers, as transformers has it).
+    """
+    if scaling.kind == "llama3":
+        turns = frequencies * scaling.length / (2 * math.pi)
+        return ((turns - scaling.slow) / (scaling.fast - scaling.slow)).clamp(0, 1)
+    head_dim = 2 * len(frequencies)
+
+    def pair(turns: float) -> float:
+        """Number of the pair of dimensions that turns so often in the old context."""
+        return head_dim * math.log(scaling.length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = max(math.floor(pair(scaling.fast)), 0), min(math.ceil(pair(scaling.slow)), head_dim - 1)
+    numbers = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
+    # Where both bounds are one, a step.
+    return 1 - ((numbers - first) / (last - first if last != first else 0.001)).clamp(0, 1)
 
 
 def rotary_turn(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Turn:

@@ -48,7 +48,9 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.heads, config.num_kv_heads, config.head_dim
         self.qkv = nn.Linear(config.width, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
-        self.out = nn.Linear(config.width, config.width, bias=False)
+        # Not the product's own: added apart it rounds alike in ensembles, in inference and on tensor-parallel ranks.
+        self.qkv_bias = nn.Parameter(torch.zeros(self.qkv.out_features)) if config.qkv_bias else None
+        self.out = nn.Linear(self.heads * self.head_dim, config.width, bias=False)
         self.query_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.key_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         # Of these key/value heads the one that serves all query heads here; None: each serves its share of them. A
@@ -64,10 +66,12 @@ class Attention(nn.Module):
         return self.out(self.mix(self.qkv(x), cos, sin, seen))
 
     def mix(self, products: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Rotation, softmax and weighting: (…, rows of qkv) -> (…, heads * head_dim), … being batch and time.
+        """Bias, rotation, softmax and weighting: (…, rows of qkv) -> (…, heads * head_dim), … being batch and time.
 
         The two may come as one dimension; the angles (time, head_dim / 2) say which time it is. `seen`: see `GPT.seen`.
         """
+        if self.qkv_bias is not None:
+            products = products + self.qkv_bias
         fused = products.view(-1, len(cos), self.heads + 2 * self.kv_heads, self.head_dim)
         query, key, value = query_key_value(
             fused, self.heads, self.kv_heads, self.norms, lambda x: apply_rotary(x, cos, sin)
@@ -193,7 +197,8 @@ class GPT(nn.Module):
             # Without numbers to compute: PyTorch's arithmetic on meta imports the compiler, more than a second's work.
             cos = sin = torch.empty(self.max_length, self.config.head_dim // 2, device="meta")
         else:
-            cos, sin = rotary_angles(self.max_length, self.config.head_dim, self.config.rope_theta, device)
+            config = self.config
+            cos, sin = rotary_angles(self.max_length, config.head_dim, config.rope_theta, device, config.rope)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 

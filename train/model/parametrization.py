@@ -8,6 +8,7 @@ Yang et al. 2022 ("Tensor Programs V"), Table 8, with w = width / base_width:
     last matrix of a branch     ... / sqrt(2 depth)    eta / w^exponent      yes
     output head                 0                      eta / w^exponent      yes
     norms                       1 (constant)           eta * multiplier      none
+    biases                      0                      eta * multiplier      none
 
 With a base depth L0 every branch is multiplied by m = L0 / depth (CompleteP, alpha = 1: Dey et al. 2025,
 arXiv:2505.01618, Table 1). The factor is part of the branch's last matrix W = m W', not of the forward pass: AdamW that
@@ -18,7 +19,7 @@ w leaves eta * decay the same at every size. At the base width and depth this is
     first matrix of a branch    1 / sqrt(fan_in)           eta / w          decay w         eps m / w
     last matrix of a branch     ... m / sqrt(2 L0)         eta m / w        decay w / m     eps / w
     output head                 0                          eta / w          decay w         eps
-    norms of a branch           1 (constant)               as above         none            eps m / w
+    norms, biases of a branch   as above                   as above         none            eps m / w
     embedding, last norm        as above                   as above         none            eps / w
 
 A router is an output of its own, for the number of experts does not grow with the width: it starts at
@@ -87,7 +88,7 @@ def initial_weights(model: ModelConfig, optimizer: OptimizerConfig, seed: int) -
         match parameter.role:
             case "norm" | "head norm" | "last norm":
                 weights.fill_(1.0)
-            case "head" | "balance":
+            case "head" | "bias" | "balance":
                 weights.zero_()
             case "router":
                 weights.normal_(std=optimizer.base_width**0.5 / model.width, generator=generator)
@@ -118,7 +119,7 @@ def parameter_groups(gpt: GPT, optimizer: OptimizerConfig) -> list[ParameterGrou
         "head": (rate, decay, eps),
         "router": (rate, decay, eps * m * small),
         "balance": (gpt.config.balance_rate, 0.0, eps),
-        **dict.fromkeys(("norm", "head norm"), (table_rate, 0.0, eps * m * small)),
+        **dict.fromkeys(("norm", "head norm", "bias"), (table_rate, 0.0, eps * m * small)),
         **dict.fromkeys(("embedding", "tied", "last norm"), (table_rate, 0.0, eps * small)),
     }
     # Which roles share a group decides the order of elements in a bucket, and so how sums over it are rounded.

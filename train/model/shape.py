@@ -16,14 +16,17 @@ from ..config import ModelConfig, RunConfig
 
 # What a parameter does: it decides how it starts, how fast it learns, and how tensor parallelism shares it out.
 # A block's branches have a `first` matrix, split by rows, and a `last` one, split by columns; `head norm` is per head,
-# `last norm` before the head; `balance` is the bias of a router's choice.
-Role = Literal["embedding", "tied", "head", "first", "last", "norm", "head norm", "last norm", "router", "balance"]
+# `last norm` before the head. A `bias` is split as the `first` matrix whose products it is added to; `balance` is the
+# bias of a router's choice.
+Role = Literal[
+    "embedding", "tied", "head", "first", "last", "bias", "norm", "head norm", "last norm", "router", "balance"
+]
 TABLES: tuple[Role, ...] = ("embedding", "tied", "head")  # one row per token of the padded vocabulary
 GROUPS: dict[str, tuple[str, ...]] = {  # roles that share a learning rate where depth does not count
     "matrices": ("first", "last", "head"),
     "routers": ("router",),
     "embedding": ("embedding", "tied"),
-    "norms": ("norm", "head norm", "last norm"),
+    "norms": ("norm", "head norm", "bias", "last norm"),
     "balance": ("balance",),
 }
 
@@ -88,7 +91,7 @@ class Parameter:
 
     @property
     def flops(self) -> int:
-        """Of a forward pass, per token: 2 per multiply-add of a matrix product, nothing for look-ups and norms."""
+        """Of a forward pass, per token: 2 per multiply-add of a matrix product, nothing for look-ups, norms, biases."""
         return 2 * self.active if self.role in ("first", "last", "head", "tied", "router") else 0
 
     def of_block(self, number: int) -> Parameter:
@@ -121,6 +124,7 @@ class Shape:
     hidden: int
     vocabulary: int  # padded
     head_norms: bool  # RMSNorm on queries and keys
+    qkv_bias: bool
     tied: bool
     experts: Experts | None
 
@@ -132,7 +136,8 @@ class Shape:
     def block_of(self, number: int) -> tuple[Parameter, ...]:
         """The parameters of block `number`, their names without its prefix."""
         experts = self.experts if self.experts is not None and number >= self.experts.above else None
-        return _block(self.width, self.heads, self.kv_heads, self.head_dim, self.hidden, self.head_norms, experts)
+        of_attention = self.heads, self.kv_heads, self.head_dim, self.head_norms, self.qkv_bias
+        return _block(self.width, *of_attention, self.hidden, experts)
 
     def in_blocks(self, count: Callable[[Parameter], int]) -> int:
         """The sum over the parameters of all blocks."""
@@ -178,7 +183,14 @@ class Shape:
 
 @lru_cache(maxsize=1024)
 def _block(
-    width: int, heads: int, kv_heads: int, head_dim: int, hidden: int, head_norms: bool, experts: Experts | None
+    width: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    head_norms: bool,
+    qkv_bias: bool,
+    hidden: int,
+    experts: Experts | None,
 ) -> tuple[Parameter, ...]:
     def vector(name: str, role: Role, hf: str, size: int) -> Parameter:
         return Parameter(f"{name}.weight", role, (Part(f"{hf}.weight", size, 1),))
@@ -192,16 +204,16 @@ def _block(
         for name in ("query", "key")
         if head_norms
     ]
+    products = (
+        ("self_attn.q_proj", heads * head_dim, heads),
+        ("self_attn.k_proj", keys, kv_heads),
+        ("self_attn.v_proj", keys, kv_heads),
+    )
+    bias = Parameter("attention.qkv_bias", "bias", tuple(Part(f"{hf}.bias", *rest) for hf, *rest in products))
     return (
         vector("attention_norm", "norm", "input_layernorm", width),
-        matrix(
-            "attention.qkv",
-            "first",
-            width,
-            ("self_attn.q_proj", heads * head_dim, heads),
-            ("self_attn.k_proj", keys, kv_heads),
-            ("self_attn.v_proj", keys, kv_heads),
-        ),
+        *([bias] if qkv_bias else []),
+        matrix("attention.qkv", "first", width, *products),
         matrix("attention.out", "last", heads * head_dim, ("self_attn.o_proj", width, 1)),
         *of_heads,
         vector("mlp_norm", "norm", "post_attention_layernorm", width),
@@ -242,6 +254,7 @@ def model_shape(model: ModelConfig) -> Shape:
         hidden=model.mlp_hidden,
         vocabulary=model.padded_vocab_size,
         head_norms=model.qk_norm,
+        qkv_bias=model.qkv_bias,
         tied=model.tied_embeddings,
         experts=Experts(
             count=model.experts,

@@ -310,6 +310,10 @@ def split_model(gpt: GPT, mesh: Mesh, sequence_parallel: bool) -> dict[str, Plac
             kind = ColumnLinear if parameter.role == "first" else RowLinear
             split = kind(placements[parameter.name].local_shape, *ranks)
             gpt.set_submodule(parameter.name.removesuffix(".weight"), split)
+        elif parameter.role == "bias":
+            owner, _, name = parameter.name.rpartition(".")
+            own = torch.empty(placements[parameter.name].local_shape, device="meta")
+            setattr(gpt.get_submodule(owner), name, nn.Parameter(own))
     for moe in gpt.mixtures:
         moe.enter, moe.leave = (lambda x: _Enter.apply(x, *ranks)), (lambda y: _Leave.apply(y, *ranks))
         moe.router.share = 1 / mesh.tp
@@ -342,14 +346,14 @@ def _place(parameter: Parameter, mesh: Mesh, sequence_parallel: bool) -> Placeme
     if parameter.role in ("norm", "head norm", "last norm"):
         # Of queries or keys it sees this rank's heads, of the residual stream its tokens, or all of them.
         return whole_placement(shape, partial=parameter.role == "head norm" or sequence_parallel)
-    pieces, top = [], 0
+    pieces, top, zeros = [], 0, (0,) * (len(shape) - 1)
     for part in parameter.parts:
         if part.units >= tp:
             own = part.rows // tp
-            pieces.append(Piece((top + rank * own, 0), (own, shape[1])))
+            pieces.append(Piece((top + rank * own, *zeros), (own, *shape[1:])))
             top += part.rows
     if top < shape[0]:  # key and value rows, to which only the rank whose queries they serve gives a gradient
-        pieces.append(Piece((top, 0), (shape[0] - top, shape[1]), shared=True, partial=True))
+        pieces.append(Piece((top, *zeros), (shape[0] - top, *shape[1:]), shared=True, partial=True))
     return Placement(shape, tuple(pieces))
 
 

@@ -99,7 +99,9 @@ def validate(config: RunConfig) -> None:
 
 
 def _check_model(model: ModelConfig) -> None:
-    if model.width % model.heads:
+    if model.head_size is not None and model.head_size % 2:
+        raise UserError(f"model.head_size is {model.head_size}; it must be even for rotary positions")
+    if model.head_size is None and model.width % model.heads:
         divisors = ", ".join(map(str, divisors_of(model.width)))
         raise UserError(f"model.heads is {model.heads}; it must divide model.width {model.width}: {divisors}")
     if model.head_dim % 2:
@@ -108,6 +110,7 @@ def _check_model(model: ModelConfig) -> None:
             f"it is {model.head_dim}"
         )
     check_kv_heads(model)
+    _check_rope(model)
     if model.experts:
         _check_experts(model)
 
@@ -125,6 +128,31 @@ def _check_experts(model: ModelConfig) -> None:
         )
     if dense >= model.depth:
         raise UserError(f"model.dense_layers is {dense}; it must be 0 to {model.depth - 1}, less than model.depth")
+
+
+def _check_rope(model: ModelConfig) -> None:
+    scaling, others = model.rope_scaling, ("rope_factor", "rope_length", "rope_slow", "rope_fast", "rope_attention")
+    if scaling is None:
+        said = next((name for name in others if getattr(model, name) is not None), None)
+        if said is not None:
+            raise UserError(
+                f"model.{said} is {getattr(model, said)}; without model.rope_scaling, which may be llama3 or yarn, it "
+                "must be null"
+            )
+        return
+    missing = next((name for name in others[:2] if getattr(model, name) is None), None)
+    if missing is not None:
+        raise UserError(f"model.{missing} is null; with model.rope_scaling {scaling} it must be 1 or more")
+    rope = model.rope
+    assert rope is not None
+    if rope.slow >= rope.fast:
+        raise UserError(f"model.rope_slow is {rope.slow:g}; it must be below model.rope_fast {rope.fast:g}")
+    if scaling == "llama3" and model.rope_attention is not None:
+        raise UserError(
+            f"model.rope_attention is {model.rope_attention}; with model.rope_scaling llama3 it must be null"
+        )
+    if scaling == "yarn" and model.rope_theta <= 1:
+        raise UserError(f"model.rope_theta is {model.rope_theta:g}; with model.rope_scaling yarn it must be above 1")
 
 
 def check_kv_heads(model: ModelConfig) -> None:

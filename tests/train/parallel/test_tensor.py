@@ -140,6 +140,8 @@ ARCHITECTURES = {
     "two key/value heads": architecture(kv_heads=2, qk_norm=True, tied_embeddings=False),
     "one of each head's norm": architecture(kv_heads=1, qk_norm=True),
     "a window, and documents apart": architecture(kv_heads=2, window=5),
+    "biases, and heads of another size": architecture(kv_heads=2, qkv_bias=True, head_size=12),
+    "a bias of each head": architecture(qkv_bias=True, qk_norm=True),
     "padding on the last of four ranks": architecture(vocab_size=49, vocab_multiple=64),
     "two of four ranks all padding": architecture(vocab_size=20, vocab_multiple=64, tied_embeddings=False),
 }
@@ -439,7 +441,7 @@ def test_the_parts_of_all_ranks_are_the_whole(name: str) -> None:
                 (shared if piece.shared else own)[box] += 1
         # Every element is one rank's alone, or all of them have it.
         assert ((own == 1) & (shared == 0) | (own == 0) & (shared == 4)).all()
-        assert (shared > 0).any() == (len(shape) == 1 or ("qkv" in name and config.num_kv_heads < 4))
+        assert (shared > 0).any() == ("norm" in name or ("qkv" in name and config.num_kv_heads < 4))
 
 
 def test_a_model_of_billions_is_split_over_64_ranks_without_memory() -> None:

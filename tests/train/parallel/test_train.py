@@ -47,7 +47,9 @@ STEPS = 20
 @pytest.fixture(scope="module")
 def base(small_corpus: Callable[..., DataConfig]) -> RunConfig:
     config = RunConfig(
-        model=ModelConfig(width=32, depth=2, heads=4, kv_heads=2, vocab_size=256, qk_norm=True),
+        model=ModelConfig(
+            width=32, depth=2, heads=4, kv_heads=2, vocab_size=256, qk_norm=True, head_size=10, qkv_bias=True
+        ),
         data=small_corpus(256 + 16),
         # Adam follows the sign of a gradient down to eps: with 1e-8 the rounding of one near zero is a step of its own,
         # also between one process and itself in other micro-batches.
