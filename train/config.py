@@ -83,6 +83,10 @@ class ModelConfig:
     rope_slow: Positive | None = later(None)  # a frequency with fewer turns in it is slow; None: 1
     rope_fast: Positive | None = later(None)  # one with more stays as it is; None: 4 for llama3, 32 for yarn
     rope_attention: Positive | None = later(None)  # yarn: factor on cosine and sine; None: 0.1 ln(rope_factor) + 1
+    attention: Annotated[str, ("gqa", "mla")] = later("gqa")  # mla: see `model/latent.py`
+    kv_rank: Count6 | None = later(None)  # mla: of what keys and values come from; None: four heads
+    query_rank: Count6 | None = later(None)  # mla: of what queries come from; None: the residual stream itself
+    rotary_size: Count6 | None = later(None)  # mla: of a head's rotary part, beside `head_dim`; None: half a head
     # A mixture of experts in the place of each block's MLP; see `model/experts.py`.
     experts: Annotated[Natural, "at most 1e4"] = later(0)  # 0: dense
     experts_per_token: Count4 = later(2)
@@ -113,6 +117,28 @@ class ModelConfig:
             self.rope_fast or fast,
             self.rope_attention or amplitude,
         )
+
+    @property
+    def latent(self) -> int:
+        """Numbers of a token that keys and values come from; 0 without latent attention."""
+        return 0 if self.attention != "mla" else 4 * self.head_dim if self.kv_rank is None else self.kv_rank
+
+    @property
+    def rotary(self) -> int:
+        """Numbers of a head that are rotated."""
+        if self.attention != "mla":
+            return self.head_dim
+        return max(2, self.head_dim // 4 * 2) if self.rotary_size is None else self.rotary_size
+
+    @property
+    def key_dim(self) -> int:
+        """Size of a query and of a key."""
+        return self.head_dim + (self.rotary if self.attention == "mla" else 0)
+
+    @property
+    def cached(self) -> int:
+        """Numbers that a decoder keeps per token and block."""
+        return self.latent + self.rotary if self.attention == "mla" else 2 * self.num_kv_heads * self.head_dim
 
     @property
     def num_kv_heads(self) -> int:

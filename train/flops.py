@@ -51,7 +51,7 @@ def training_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     # Scores (T x head_dim products) and their weighting of the values, every query against the full square, or against
     # as many keys as its window has.
     keys = min(sequence_length, model.window or sequence_length)
-    attention = model.depth * 2 * 2 * keys * model.heads * model.head_dim
+    attention = model.depth * 2 * keys * model.heads * (model.key_dim + model.head_dim)
     return 3 * (sum(parameter.flops for parameter in model_shape(model).parameters) + attention)
 
 

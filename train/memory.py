@@ -30,6 +30,7 @@ from .model.shape import (
     LOGITS_AT_A_TIME,
     LONGEST_KEPT,
     Experts,
+    Latent,
     Share,
     model_shape,
     query_block,
@@ -253,14 +254,30 @@ def kept_by_block(share: Share) -> int:
     kept = 2 * stream + 2 * inner  # before and after attention; gate and up
     if share.experts is not None:
         kept = 2 * stream + kept_by_experts(share, share.experts)
+    norms = 2 * stream + 2 * share.rows * FP32  # what they give, and one number per token
+    if share.latent is not None:
+        kept += kept_by_latents(share, share.latent)
+        return kept if share.recompute == "selective" else kept + norms + inner
     fused = heads_bytes(share, share.heads + 2 * share.kv_heads)  # query, key and value
     if share.recompute == "selective":
         return kept + fused
     # A value that is a view of the fused product keeps all of it, and so do norms of heads, which read it.
     copied = share.heads > 1 if keeps_softmax(share) else repeats_heads(share)
     product = fused if share.head_norms or not copied else 0
-    norms = 2 * stream + 2 * share.rows * FP32  # what they give, and one number per token
     return kept + norms + product + attention_bytes(share) + inner
+
+
+def kept_by_latents(share: Share, latent: Latent) -> int:
+    """The small vectors and their norms, and what attention works on and gives, or what that is made of."""
+    small = share.rows * (2 * latent.rank + latent.rotary + 2 * (latent.queries or 0)) * share.itemsize
+    heads, size = share.tokens * share.heads, share.head_dim + latent.rotary
+    if share.recompute == "selective":
+        return small + (heads * (size + 2 * share.head_dim) + share.tokens * latent.rotary) * share.itemsize
+    # Query, key, value and result, all as wide as keys, what of the result is read, and the normalisers.
+    kept = small + heads * (4 * size + share.head_dim) * share.itemsize + heads * FP32
+    if keeps_softmax(share):
+        kept += share.sequences * share.heads * sum(softmax_blocks(share)) * share.itemsize
+    return kept
 
 
 def heads_bytes(share: Share, heads: int) -> int:

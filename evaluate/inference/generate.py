@@ -138,7 +138,7 @@ class Generation:
             start = max((place for place, before in enumerate(text[:-1], 1) if before == self.end), default=0)
             self.waiting.append(Request(index, text, torch.Generator().manual_seed(seed), start=start))
         self._batch: PagedBatch | None = None  # of `running`, until that or a table changes
-        self.cache, self.forward = self._new_cache(cache_bytes, page), Forward(model)
+        self.cache, self.forward = self._new_cache(cache_bytes, page), Forward(model, absorbed=True)
 
     @property
     def over(self) -> bool:
@@ -301,9 +301,9 @@ class Generation:
             cache_bytes = CUDA.free_bytes(self.device) // 2 if on_gpu(self.device) else CACHE_BYTES
         lengths = [min(len(request.text) + self.max_tokens, self.max_length) for request in self.waiting]
         least, most = -(-max(lengths) // page), sum(-(-length // page) for length in lengths)
-        fitting = cache_bytes // (2 * config.depth * config.num_kv_heads * config.head_dim * page * dtype.itemsize)
+        fitting = cache_bytes // (config.depth * config.cached * page * dtype.itemsize)
         pages = max(least, min(most, fitting))
-        return PagedCache(config.depth, config.num_kv_heads, config.head_dim, pages, dtype, self.device, page)
+        return PagedCache.of(config, pages, dtype, self.device, page)
 
 
 # --- the two passes ---------------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...train.config import ModelConfig
+
 PAGE = 32  # positions; on CPUs 16 to 128 took about the same time, and more hold more room that nobody uses
 
 Ids = npt.NDArray[np.int64]
@@ -38,7 +40,10 @@ class Pages:
 
 
 class PagedCache:
-    """Memory for keys and values (depth, pages, kv_heads, page, head_dim) each, and which of its pages are free."""
+    """Memory for keys and values (depth, pages, kv_heads, page, head_dim) each, and which of its pages are free.
+
+    Where values are the first `latent` numbers of the keys, they are kept once.
+    """
 
     def __init__(
         self,
@@ -49,13 +54,22 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device,
         page: int = PAGE,
+        latent: int = 0,
     ) -> None:
         shape = (depth, pages, kv_heads, page, head_dim)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.values = self.keys[..., :latent] if latent else torch.empty(shape, dtype=dtype, device=device)
+        self.stores = [self.keys] if latent else [self.keys, self.values]
         self.page, self.kv_heads = page, kv_heads
         self._free = list(range(pages))  # a heap: the lowest is taken first
         self._users: dict[int, Pages] = {}
+
+    @classmethod
+    def of(cls, model: ModelConfig, pages: int, dtype: torch.dtype, device: torch.device, page: int) -> PagedCache:
+        """For what `Forward(model, absorbed=True)` attends to."""
+        latent = model.latent
+        heads, size = (1, model.cached) if latent else (model.num_kv_heads, model.head_dim)
+        return cls(model.depth, heads, size, pages, dtype, device, page, latent)
 
     @property
     def free(self) -> int:
@@ -102,7 +116,7 @@ class PagedCache:
         moved = sorted(page for page in self._users if page >= used)
         places = heapq.nsmallest(len(moved), self._free)
         source, target = (torch.tensor(ids, device=self.keys.device) for ids in (moved, places))
-        for store in (self.keys, self.values):
+        for store in self.stores:
             for block in store:
                 block[target] = block[source]
         renamed = dict(zip(moved, places, strict=True))
@@ -116,8 +130,8 @@ class PagedCache:
     def write(self, block: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
         """Keeps keys and values (n, kv_heads, d) of one block at `rows` (n kv_heads,), see `rows`."""
         d = key.shape[-1]
-        self.keys[block].view(-1, d).index_copy_(0, rows, key.reshape(-1, d))
-        self.values[block].view(-1, d).index_copy_(0, rows, value.reshape(-1, d))
+        for store, new in zip(self.stores, (key, value), strict=False):
+            store[block].view(-1, d).index_copy_(0, rows, new.reshape(-1, d))
 
     def rows(self, pages: Sequence[Pages], positions: Sequence[Ids]) -> Ids:
         """Where positions (n,) of each request lie among all (page, head, position in its page): (sum n kv_heads,)."""
@@ -182,7 +196,7 @@ class PagedBatch:
         requests, heads, d = query.shape
         pages, products = self.top, self.top * cache.kv_heads
         keys = cache.keys[block, :pages].view(products, cache.page, d)
-        values = cache.values[block, :pages].view(products, cache.page, d)
+        values = cache.values[block, :pages].flatten(0, 1)
         # Queries of a group share their keys: (P kv_heads, group, d).
         query = (query.reshape(requests, heads * d) * d**-0.5).index_select(0, self.owner)
         scores = torch.bmm(query.view(products, -1, d), keys.transpose(1, 2)).view(pages * heads, cache.page)
@@ -191,6 +205,6 @@ class PagedBatch:
         scores = scores.masked_fill_(hidden, float("-inf"))
         weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
         weights = weights.to(query.dtype).view(-1, cache.page).index_select(0, self.by_page)
-        parts = torch.bmm(weights.view(products, -1, cache.page), values).view(pages, heads * d)
+        parts = torch.bmm(weights.view(products, -1, cache.page), values).reshape(pages, -1)
         mixed = F.embedding_bag(self.bags, parts, self.bag_starts, mode="sum")  # the sum over a request's pages
-        return mixed.view(requests, heads, d)
+        return mixed.view(requests, heads, -1)

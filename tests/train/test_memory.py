@@ -201,11 +201,17 @@ MIXED = ModelConfig(
 )  # fmt: skip
 
 
+LATENT = ModelConfig(width=192, depth=3, heads=6, vocab_size=250, attention="mla", query_rank=64)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_a_step_of_experts_allocates_what_is_said(precision: str, recompute: str) -> None:
+@pytest.mark.parametrize("model", [MIXED, LATENT], ids=["experts", "latents"])
+def test_a_step_of_experts_or_latents_allocates_what_is_said(
+    model: ModelConfig, precision: str, recompute: str
+) -> None:
     """Of real tensors: what an expert gets, and so the shape of its products, is in the numbers."""
-    config = run_config(MIXED, micro=3, precision=precision, recompute=recompute)
+    config = run_config(model, micro=3, precision=precision, recompute=recompute)
     with Live() as live:
         gpt, zero = build(config, Mesh())
         for parameter in gpt.parameters():

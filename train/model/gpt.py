@@ -20,16 +20,11 @@ from ..errors import UserError
 from ..hardware import read
 from .attention import document_starts
 from .backends import SDPA, Backend, Choice, select_backend
-from .block import apply_rotary, lookup, query_key_value, rms_norm, rotary_angles, swiglu
+from .block import RMSNorm, apply_rotary, lookup, query_key_value, rotary_angles, swiglu
 from .experts import MoE
+from .latent import LatentAttention
 from .loss import linear_cross_entropy
 from .recompute import checkpointed, recomputed
-
-
-class RMSNorm(nn.RMSNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.eps is not None
-        return rms_norm(x, self.weight, self.eps)
 
 
 class Embedding(nn.Embedding):
@@ -63,7 +58,10 @@ class Attention(nn.Module):
         return () if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
-        return self.out(self.mix(self.qkv(x), cos, sin, seen))
+        return self.out(self.mix(self.project(x), cos, sin, seen))
+
+    def project(self, x: Tensor) -> Tensor:
+        return self.qkv(x)
 
     def mix(self, products: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
         """Bias, rotation, softmax and weighting: (…, rows of qkv) -> (…, heads * head_dim), … being batch and time.
@@ -107,11 +105,12 @@ class Block(nn.Module):
     In place of gate-up and SwiGLU's product a mixture of experts keeps its rows, k (w + 2h), and k + 2k indices.
     """
 
-    def __init__(self, config: ModelConfig, experts: bool) -> None:
+    def __init__(self, config: ModelConfig, experts: bool = False) -> None:
         super().__init__()
         self.recompute = "none"
         self.attention_norm = RMSNorm(config.width, config.norm_eps)
-        self.attention = Attention(config)
+        latent = config.attention == "mla"
+        self.attention: Attention | LatentAttention = LatentAttention(config) if latent else Attention(config)
         self.mlp_norm = RMSNorm(config.width, config.norm_eps)
         shared = MLP(config.width, config.shared_experts * config.moe_hidden) if config.shared_experts else None
         self.mlp: MLP | MoE = MoE(config, shared) if experts else MLP(config.width, config.mlp_hidden)
@@ -130,7 +129,7 @@ class Block(nn.Module):
 
     def _selective(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor) -> Tensor:
         attention, mlp = self.attention, self.mlp
-        products = recomputed(self.attention_norm, attention.qkv, x)
+        products = recomputed(self.attention_norm, attention.project, x)
         middle = recomputed(attention.mix, lambda mixed: x + attention.out(mixed), products, cos, sin, *seen)
         if isinstance(mlp, MoE):
             return recomputed(self.mlp_norm, lambda normed: middle + self._feed(normed, cos), middle)
@@ -195,10 +194,10 @@ class GPT(nn.Module):
         """Computes the rotary angles; a model built on `meta` needs it before its first step."""
         if (device or torch.get_default_device()).type == "meta":
             # Without numbers to compute: PyTorch's arithmetic on meta imports the compiler, more than a second's work.
-            cos = sin = torch.empty(self.max_length, self.config.head_dim // 2, device="meta")
+            cos = sin = torch.empty(self.max_length, self.config.rotary // 2, device="meta")
         else:
             config = self.config
-            cos, sin = rotary_angles(self.max_length, config.head_dim, config.rope_theta, device, config.rope)
+            cos, sin = rotary_angles(self.max_length, config.rotary, config.rope_theta, device, config.rope)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -268,14 +267,14 @@ class GPT(nn.Module):
         """Takes the backend that is asked for, or that suits; UserError where it is missing or cannot do this."""
         has_window = self.config.window is not None and self.config.window < self.max_length
         has_documents = self.end_of_document is not None
-        choice, backend = select_backend(wanted, device, dtype, self.config.head_dim, has_window, has_documents)
+        choice, backend = select_backend(wanted, device, dtype, self.config.key_dim, has_window, has_documents)
         self.use(backend)
         return choice
 
     def use(self, backend: Backend) -> None:
         self.backend = backend
         for module in self.modules():
-            if isinstance(module, Attention):
+            if isinstance(module, Attention | LatentAttention):
                 module.backend = backend
 
     def set_recompute(self, mode: str) -> None:

@@ -115,6 +115,7 @@ def parameter_groups(gpt: GPT, optimizer: OptimizerConfig) -> list[ParameterGrou
     decay, eps = optimizer.weight_decay / small, optimizer.eps
     rules = {
         "first": (rate, decay, eps * m * small),
+        "latent": (rate, decay, eps * m * small),
         "last": (rate * m, decay / m, eps * small),
         "head": (rate, decay, eps),
         "router": (rate, decay, eps * m * small),
@@ -130,7 +131,7 @@ def parameter_groups(gpt: GPT, optimizer: OptimizerConfig) -> list[ParameterGrou
     spectral = optimizer.learning_rate * optimizer.matrix_multiplier
     if OPTIMIZERS[optimizer.kind].whole:  # in units that serve every width
         rules |= {
-            "first": (spectral, optimizer.weight_decay, eps),
+            **dict.fromkeys(("first", "latent"), (spectral, optimizer.weight_decay, eps)),
             "last": (spectral * m, optimizer.weight_decay / m, eps),
         }
     found = []

@@ -15,15 +15,27 @@ from typing import Literal, NamedTuple
 from ..config import ModelConfig, RunConfig
 
 # What a parameter does: it decides how it starts, how fast it learns, and how tensor parallelism shares it out.
-# A block's branches have a `first` matrix, split by rows, and a `last` one, split by columns; `head norm` is per head,
-# `last norm` before the head. A `bias` is split as the `first` matrix whose products it is added to; `balance` is the
-# bias of a router's choice.
+# A block's branches have a `first` matrix, split by rows, and a `last` one, split by columns; `latent` makes the small
+# vector of latent attention. `head norm` is per head, `last norm` before the head. A `bias` is split as the `first`
+# matrix whose products it is added to; `balance` is the bias of a router's choice.
 Role = Literal[
-    "embedding", "tied", "head", "first", "last", "bias", "norm", "head norm", "last norm", "router", "balance"
+    "embedding",
+    "tied",
+    "head",
+    "first",
+    "latent",
+    "last",
+    "router",
+    "norm",
+    "head norm",
+    "last norm",
+    "bias",
+    "balance",
 ]
+PRODUCTS: tuple[Role, ...] = ("first", "latent", "last", "head", "tied", "router")  # matrices that tokens go through
 TABLES: tuple[Role, ...] = ("embedding", "tied", "head")  # one row per token of the padded vocabulary
 GROUPS: dict[str, tuple[str, ...]] = {  # roles that share a learning rate where depth does not count
-    "matrices": ("first", "last", "head"),
+    "matrices": ("first", "latent", "last", "head"),
     "routers": ("router",),
     "embedding": ("embedding", "tied"),
     "norms": ("norm", "head norm", "bias", "last norm"),
@@ -92,11 +104,19 @@ class Parameter:
     @property
     def flops(self) -> int:
         """Of a forward pass, per token: 2 per multiply-add of a matrix product, nothing for look-ups, norms, biases."""
-        return 2 * self.active if self.role in ("first", "last", "head", "tied", "router") else 0
+        return 2 * self.active if self.role in PRODUCTS else 0
 
     def of_block(self, number: int) -> Parameter:
         parts = tuple(part._replace(hf=f"model.layers.{number}.{part.hf}") for part in self.parts)
         return replace(self, name=f"blocks.{number}.{self.name}", parts=parts)
+
+
+class Latent(NamedTuple):
+    """Dimensions of latent attention."""
+
+    rank: int
+    queries: int | None  # rank of what queries come from
+    rotary: int  # of a head
 
 
 @dataclass(frozen=True)
@@ -126,6 +146,7 @@ class Shape:
     head_norms: bool  # RMSNorm on queries and keys
     qkv_bias: bool
     tied: bool
+    latent: Latent | None
     experts: Experts | None
 
     @property
@@ -137,7 +158,7 @@ class Shape:
         """The parameters of block `number`, their names without its prefix."""
         experts = self.experts if self.experts is not None and number >= self.experts.above else None
         of_attention = self.heads, self.kv_heads, self.head_dim, self.head_norms, self.qkv_bias
-        return _block(self.width, *of_attention, self.hidden, experts)
+        return _block(self.width, *of_attention, self.latent, self.hidden, experts)
 
     def in_blocks(self, count: Callable[[Parameter], int]) -> int:
         """The sum over the parameters of all blocks."""
@@ -189,36 +210,70 @@ def _block(
     head_dim: int,
     head_norms: bool,
     qkv_bias: bool,
+    latent: Latent | None,
     hidden: int,
     experts: Experts | None,
 ) -> tuple[Parameter, ...]:
-    def vector(name: str, role: Role, hf: str, size: int) -> Parameter:
-        return Parameter(f"{name}.weight", role, (Part(f"{hf}.weight", size, 1),))
+    if latent is None:
+        attention = _grouped_query(width, heads, kv_heads, head_dim, head_norms, qkv_bias)
+    else:
+        attention = _latent(width, heads, head_dim, latent)
+    return (
+        _vector("attention_norm", "norm", "input_layernorm", width),
+        *attention,
+        _vector("mlp_norm", "norm", "post_attention_layernorm", width),
+        *(_swiglu("mlp", width, hidden) if experts is None else _mixture(width, experts)),
+    )
 
-    def matrix(name: str, role: Role, columns: int, *parts: tuple[str, int, int]) -> Parameter:
-        return Parameter(f"{name}.weight", role, tuple(Part(f"{hf}.weight", *rest) for hf, *rest in parts), columns)
 
+def _vector(name: str, role: Role, hf: str, size: int) -> Parameter:
+    return Parameter(f"{name}.weight", role, (Part(f"{hf}.weight", size, 1),))
+
+
+def _matrix(name: str, role: Role, columns: int, *parts: tuple[str, int, int]) -> Parameter:
+    return Parameter(f"{name}.weight", role, tuple(Part(f"{hf}.weight", *rest) for hf, *rest in parts), columns)
+
+
+def _grouped_query(
+    width: int, heads: int, kv_heads: int, head_dim: int, head_norms: bool, qkv_bias: bool
+) -> list[Parameter]:
     keys = kv_heads * head_dim
-    of_heads = [
-        vector(f"attention.{name}_norm", "head norm", f"self_attn.{name[0]}_norm", head_dim)
-        for name in ("query", "key")
-        if head_norms
-    ]
     products = (
         ("self_attn.q_proj", heads * head_dim, heads),
         ("self_attn.k_proj", keys, kv_heads),
         ("self_attn.v_proj", keys, kv_heads),
     )
     bias = Parameter("attention.qkv_bias", "bias", tuple(Part(f"{hf}.bias", *rest) for hf, *rest in products))
-    return (
-        vector("attention_norm", "norm", "input_layernorm", width),
+    return [
         *([bias] if qkv_bias else []),
-        matrix("attention.qkv", "first", width, *products),
-        matrix("attention.out", "last", heads * head_dim, ("self_attn.o_proj", width, 1)),
-        *of_heads,
-        vector("mlp_norm", "norm", "post_attention_layernorm", width),
-        *(_swiglu("mlp", width, hidden) if experts is None else _mixture(width, experts)),
-    )
+        _matrix("attention.qkv", "first", width, *products),
+        _matrix("attention.out", "last", heads * head_dim, ("self_attn.o_proj", width, 1)),
+        *(
+            _vector(f"attention.{name}_norm", "head norm", f"self_attn.{name[0]}_norm", head_dim)
+            for name in ("query", "key")
+            if head_norms
+        ),
+    ]
+
+
+def _latent(width: int, heads: int, head_dim: int, latent: Latent) -> list[Parameter]:
+    rows, queries = heads * (head_dim + latent.rotary), latent.queries
+    if queries is None:
+        query = [_matrix("attention.query", "first", width, ("self_attn.q_proj", rows, heads))]
+    else:
+        query = [
+            _matrix("attention.query_down", "latent", width, ("self_attn.q_a_proj", queries, 1)),
+            _vector("attention.query_norm", "norm", "self_attn.q_a_layernorm", queries),
+            _matrix("attention.query", "first", queries, ("self_attn.q_b_proj", rows, heads)),
+        ]
+    down = ("self_attn.kv_a_proj_with_mqa", latent.rank + latent.rotary, 1)
+    return [
+        *query,
+        _matrix("attention.latent", "latent", width, down),
+        _vector("attention.latent_norm", "norm", "self_attn.kv_a_layernorm", latent.rank),
+        _matrix("attention.key_value", "first", latent.rank, ("self_attn.kv_b_proj", 2 * heads * head_dim, heads)),
+        _matrix("attention.out", "last", heads * head_dim, ("self_attn.o_proj", width, 1)),
+    ]
 
 
 def _swiglu(name: str, width: int, hidden: int, *hf: str, chosen: int = 1) -> tuple[Parameter, Parameter]:
@@ -256,6 +311,7 @@ def model_shape(model: ModelConfig) -> Shape:
         head_norms=model.qk_norm,
         qkv_bias=model.qkv_bias,
         tied=model.tied_embeddings,
+        latent=Latent(model.latent, model.query_rank, model.rotary) if model.attention == "mla" else None,
         experts=Experts(
             count=model.experts,
             held=model.experts,

@@ -31,5 +31,5 @@ class Optimizer(NamedTuple):
 OPTIMIZERS = {
     "adamw": Optimizer(adamw),
     "sign": Optimizer(sign, ("balance",)),  # whatever the kind
-    "muon": Optimizer(muon, ("first", "last"), WholeMatrices(direction, orthogonalise, flops)),
+    "muon": Optimizer(muon, ("first", "latent", "last"), WholeMatrices(direction, orthogonalise, flops)),
 }

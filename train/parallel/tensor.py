@@ -26,6 +26,7 @@ from ..hardware import on_gpu
 from ..model.block import table_gradient
 from ..model.experts import Stack
 from ..model.gpt import GPT, Attention
+from ..model.latent import LatentAttention
 from ..model.shape import LOGITS_AT_A_TIME, Parameter, model_shape
 from .expert import Exchange
 from .layout import Piece, Placement, Shape, split_placement, whole_placement
@@ -318,6 +319,9 @@ def split_model(gpt: GPT, mesh: Mesh, sequence_parallel: bool) -> dict[str, Plac
         moe.enter, moe.leave = (lambda x: _Enter.apply(x, *ranks)), (lambda y: _Leave.apply(y, *ranks))
         moe.router.share = 1 / mesh.tp
     for attention in gpt.modules():
+        if isinstance(attention, LatentAttention):
+            attention.heads //= mesh.tp
+            attention.enter = lambda x: _Enter.apply(x, *ranks)
         if isinstance(attention, Attention):
             attention.heads //= mesh.tp
             if attention.kv_heads >= mesh.tp:
@@ -343,7 +347,7 @@ def _place(parameter: Parameter, mesh: Mesh, sequence_parallel: bool) -> Placeme
     if parameter.role in ("router", "balance"):
         # Gates see this rank's hidden units; the load is known to every rank.
         return whole_placement(shape, partial=parameter.role == "router")
-    if parameter.role in ("norm", "head norm", "last norm"):
+    if parameter.role in ("norm", "head norm", "last norm", "latent"):
         # Of queries or keys it sees this rank's heads, of the residual stream its tokens, or all of them.
         return whole_placement(shape, partial=parameter.role == "head norm" or sequence_parallel)
     pieces, top, zeros = [], 0, (0,) * (len(shape) - 1)

@@ -97,7 +97,8 @@ def forward_flops(share: Share) -> int:
 
 def attention_flops(share: Share) -> int:
     """Scores and weighting in one block, per token."""
-    return 4 * share.length * share.heads * share.head_dim
+    rotary = 0 if share.latent is None else share.latent.rotary
+    return 2 * share.length * share.heads * (2 * share.head_dim + rotary)
 
 
 def ring_seconds(size: float, ranks: int, bandwidth: float, latency: float) -> float:

@@ -104,6 +104,8 @@ def _check_model(model: ModelConfig) -> None:
     if model.head_size is None and model.width % model.heads:
         divisors = ", ".join(map(str, divisors_of(model.width)))
         raise UserError(f"model.heads is {model.heads}; it must divide model.width {model.width}: {divisors}")
+    if model.attention == "mla":
+        _check_latent(model)
     if model.head_dim % 2:
         raise UserError(
             f"model.heads is {model.heads}; width {model.width} / heads must be even for rotary positions, "
@@ -128,6 +130,14 @@ def _check_experts(model: ModelConfig) -> None:
         )
     if dense >= model.depth:
         raise UserError(f"model.dense_layers is {dense}; it must be 0 to {model.depth - 1}, less than model.depth")
+
+
+def _check_latent(model: ModelConfig) -> None:
+    for name, none in (("kv_heads", "null"), ("qk_norm", "false"), ("qkv_bias", "false")):
+        if value := getattr(model, name):
+            raise UserError(f"model.{name} is {value}; with model.attention mla it must be {none}")
+    if model.rotary % 2:
+        raise UserError(f"model.rotary_size is {model.rotary_size}; it must be even, for numbers are rotated in pairs")
 
 
 def _check_rope(model: ModelConfig) -> None:

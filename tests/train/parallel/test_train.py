@@ -184,6 +184,30 @@ def with_experts(config: RunConfig) -> RunConfig:
     return config
 
 
+def with_latents(config: RunConfig) -> RunConfig:
+    config = copy.deepcopy(config)
+    config.model = replace(
+        config.model, kv_heads=None, qk_norm=False, attention="mla", kv_rank=12, query_rank=10, rotary_size=4
+    )
+    return config
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_six_steps_of_latent_attention_on_every_mesh_are_those_of_one_process(ranks: int, base: RunConfig) -> None:
+    def every_mesh() -> list[Any]:
+        answers = []
+        for tp, dp, zero, sequence in shapes(ranks):
+            config = with_latents(base)
+            config.parallel.tp, config.parallel.dp, config.parallel.zero = tp, dp, zero
+            config.parallel.sequence_parallel = sequence
+            answers.append(take_steps(config, build_mesh(dp, tp, CPU), 6))
+        return answers
+
+    losses, norms, weights = take_steps(with_latents(base), Mesh(), 6)
+    expected = losses, norms, whole([(losses, norms, weights)])
+    assert_same_steps(run_ranks(ranks, every_mesh, timeout=900.0), shapes(ranks), expected)
+
+
 def expert_meshes(ranks: int) -> list[tuple[int, int, int, bool, int]]:
     """(tp, dp, zero, sequence_parallel, ep) of every legal mesh of so many ranks."""
     return [(*shape, ep) for shape in shapes(ranks) if shape[0] <= 2 for ep in (1, 2, 4) if shape[1] % ep == 0]

@@ -1,0 +1,164 @@
+"""Latent attention: the equations of its paper, written out; what it costs; and the absorbed form that decodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from isoflop.evaluate.inference.forward import Forward
+from isoflop.evaluate.inference.generate import decode_tokens, prefill_prompts
+from isoflop.evaluate.inference.paged import PagedBatch, PagedCache, Pages
+from isoflop.train.config import ModelConfig, OptimizerConfig, RunConfig
+from isoflop.train.ensemble.members import refusal
+from isoflop.train.errors import UserError
+from isoflop.train.flops import count_parameters, training_flops_per_token
+from isoflop.train.model.gpt import GPT
+from isoflop.train.model.latent import LatentAttention
+from isoflop.train.model.parametrization import build_model
+from isoflop.train.planner.validation import validate
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+LATENT = ModelConfig(width=36, depth=2, heads=3, vocab_size=61, attention="mla", kv_rank=20, rotary_size=6)
+CASES = [{}, {"query_rank": 14}, {"window": 5}, {"kv_rank": None, "rotary_size": None, "head_size": 16}]
+
+
+def latent_model(seed: int, **changes: Any) -> GPT:
+    """In float64, with weights that matter."""
+    torch.manual_seed(seed)
+    gpt = build_model(replace(LATENT, **changes), OptimizerConfig(), 24, seed).double()
+    for name, parameter in gpt.named_parameters():
+        torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
+    return gpt
+
+
+def written_out(attention: LatentAttention, x: Tensor, cos: Tensor, sin: Tensor, window: int | None) -> Tensor:
+    """Equations 37 to 47 of the paper, head by head and token by token's mask, for (batch, time, width)."""
+    d, r, c = attention.head_dim, attention.rotary, attention.rank
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+
+    def turned(v: Tensor) -> Tensor:
+        a, b = v[..., : r // 2], v[..., r // 2 :]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    def normed(v: Tensor, weight: Tensor) -> Tensor:
+        return v / (v.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+    source = x
+    if attention.query_down is not None and attention.query_norm is not None:
+        source = normed(x @ attention.query_down.weight.T, attention.query_norm.weight)
+    latent = normed(x @ attention.latent.weight[:c].T, attention.latent_norm.weight)
+    shared = turned(x @ attention.latent.weight[c:].T)
+    time = x.shape[1]
+    back = torch.arange(time)[:, None] - torch.arange(time)
+    hidden = (back < 0) | (back >= (window or time))
+    heads = []
+    for head in range(attention.heads):
+        query = source @ attention.query.weight[head * (d + r) : (head + 1) * (d + r)].T
+        key, value = (latent @ attention.key_value.weight[2 * d * head : 2 * d * (head + 1)].T).split(d, -1)
+        scores = query[..., :d] @ key.mT + turned(query[..., d:]) @ shared.mT
+        weights = (scores / (d + r) ** 0.5).masked_fill(hidden, float("-inf")).softmax(-1)
+        heads.append(weights @ value)
+    return torch.cat(heads, -1) @ attention.out.weight.T
+
+
+@pytest.mark.parametrize("changes", CASES)
+def test_output_and_gradients_are_those_of_the_equations(changes: dict[str, Any]) -> None:
+    gpt = latent_model(1, **changes)
+    attention, window = gpt.blocks[0].attention, gpt.config.window
+    assert isinstance(attention, LatentAttention)
+    x = torch.randn(2, 11, 36, dtype=torch.float64, requires_grad=True)
+    seen = gpt.seen(torch.zeros(2, 11, dtype=torch.long), torch.float64)
+    inputs = [x, *attention.parameters()]
+    y = attention(x, gpt.cos[:11], gpt.sin[:11], *seen)
+    expected = written_out(attention, x, gpt.cos[:11], gpt.sin[:11], window)
+    torch.testing.assert_close(y, expected, atol=1e-12, rtol=1e-10)
+    probe = torch.randn_like(y)
+    found, wanted = (torch.autograd.grad((out * probe).sum(), inputs) for out in (y, expected))
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-11, rtol=1e-9)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputed_activations_give_the_same_bits(mode: str) -> None:
+    gpt, tokens = latent_model(2), torch.randint(61, (3, 13))
+    gradients = []
+    for recompute in ("none", mode):
+        gpt.set_recompute(recompute)
+        gpt.zero_grad()
+        gpt.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+        gradients.append([p.grad.clone() for p in gpt.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("changes", CASES)
+def test_decoding_from_latents_gives_the_logits_of_the_whole_text(changes: dict[str, Any]) -> None:
+    gpt = latent_model(3, **changes)
+    texts = [torch.randint(61, (length,)).tolist() for length in (9, 4, 17)]
+    cache = PagedCache.of(gpt.config, 40, torch.float64, torch.device("cpu"), 4)
+    pages = [Pages() for _ in texts]
+    for page, text in zip(pages, texts, strict=True):
+        assert cache.extend(page, len(text))
+    with torch.inference_mode():
+        forward = Forward(gpt, absorbed=True)
+        first = prefill_prompts(forward, cache, [text[:-2] for text in texts], pages)
+        for row, text in zip(first, texts, strict=True):
+            whole = gpt(torch.tensor([text[:-2]]))[0, -1, :61]
+            torch.testing.assert_close(row, whole, atol=1e-10, rtol=1e-9)
+        batch = PagedBatch(cache, pages, gpt.config.heads)
+        for back in (2, 1):
+            ends = torch.tensor([len(text) - back for text in texts]).numpy()
+            seen = (ends + 1 - (gpt.config.window or 99)).clip(0)
+            rows = decode_tokens(forward, batch, [text[-back] for text in texts], ends, seen)
+            for row, text, end in zip(rows, texts, ends, strict=True):
+                whole = gpt(torch.tensor([text[: end + 1]]))[0, -1, :61]
+                torch.testing.assert_close(row, whole, atol=1e-10, rtol=1e-9)
+
+
+@pytest.mark.parametrize("changes", [*CASES, {"attention": "gqa", "kv_heads": 1, "kv_rank": None, "rotary_size": None}])
+def test_the_cache_is_as_large_as_the_formula_says(changes: dict[str, Any]) -> None:
+    config = replace(LATENT, **changes)
+    cache = PagedCache.of(config, 7, torch.bfloat16, torch.device("cpu"), 8)
+    held = sum(store.untyped_storage().nbytes() for store in cache.stores)
+    if config.attention == "mla":
+        assert config.cached == config.latent + config.rotary
+    else:
+        assert config.cached == 2 * config.num_kv_heads * config.head_dim
+    assert held == 7 * 8 * config.depth * config.cached * 2
+
+
+@pytest.mark.parametrize("changes", [{}, {"query_rank": 14}])
+def test_counted_parameters_and_flops_are_those_of_the_equations(changes: dict[str, Any]) -> None:
+    config = replace(LATENT, vocab_size=128, **changes)
+    gpt = build_model(config, OptimizerConfig(), 16, 0)
+    assert count_parameters(config).N_total == sum(p.numel() for p in gpt.parameters())
+    for block in gpt.blocks:
+        attention = block.attention
+        block.attention.forward = lambda x, cos, sin, attention=attention: written_out(attention, x, cos, sin, None)
+    tokens = torch.randint(61, (2, 16))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        gpt(tokens).logsumexp(-1).sum().backward()
+    assert counter.get_total_flops() == training_flops_per_token(config, 16) * 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kv_heads": 3}, "model.kv_heads is 3; with model.attention mla it must be null"),
+        ({"qk_norm": True}, "model.qk_norm is True; with model.attention mla it must be false"),
+        ({"rotary_size": 5}, "model.rotary_size is 5; it must be even"),
+        ({"attention": "linear"}, "model.attention is 'linear'; it must be one of gqa, mla"),
+        ({"kv_rank": 0}, "model.kv_rank is 0; it must be 1 or more"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        validate(RunConfig(model=replace(LATENT, **changes)))
+    assert said in str(caught.value)
+
+
+def test_an_ensemble_refuses_latent_attention() -> None:
+    assert refusal(RunConfig(model=LATENT)) == "model.attention is mla; in an ensemble it must be gqa"

@@ -1,0 +1,72 @@
+"""Multi-head latent attention: keys and values of all heads come from one small vector per token.
+
+DeepSeek-V2, arXiv 2405.04434, section 2.1 and appendix C. With c the rank of that latent, d the size of a head and r
+that of the rotary part, of which the key is the same for all heads, a token's cache is c + r numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ModelConfig
+from .backends import SDPA
+from .block import RMSNorm, apply_rotary
+
+
+class LatentAttention(nn.Module):
+    """Causal self-attention, (…, width) -> (…, width), … being batch and time.
+
+        query     q (H (d + r)) = W_q x, or W_q norm(W_c x) with a rank of its own
+        latent    l (c), k_r (r) = W_l x;   k (H d), v (H d) = W_kv norm(l), head by head
+        scores    (q . k + R q_r . R k_r) / sqrt(d + r)
+
+    Values are as wide as keys for the kernels' sake: what pads them is zero.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.rank, self.rotary = config.heads, config.head_dim, config.latent, config.rotary
+        width, eps, queries = config.width, config.norm_eps, config.query_rank
+        self.query_down = None if queries is None else nn.Linear(width, queries, bias=False)
+        self.query_norm = None if queries is None else RMSNorm(queries, eps)
+        self.query = nn.Linear(queries or width, self.heads * (self.head_dim + self.rotary), bias=False)
+        self.latent = nn.Linear(width, self.rank + self.rotary, bias=False)
+        self.latent_norm = RMSNorm(self.rank, eps)
+        self.key_value = nn.Linear(self.rank, 2 * self.heads * self.head_dim, bias=False)
+        self.out = nn.Linear(self.heads * self.head_dim, width, bias=False)
+        self.enter: Callable[[Tensor], Tensor] = lambda x: x  # to the tokens of all tensor-parallel ranks, and back
+        self.window, self.backend = config.window, SDPA
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
+        return self.out(self.mix(self.project(x), cos, sin, seen))
+
+    def compressed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What queries come from, the normalised latent, and the rotary part of the key, of (…, width)."""
+        queries = x if self.query_down is None or self.query_norm is None else self.query_norm(self.query_down(x))
+        latent, key = self.latent(x).split((self.rank, self.rotary), dim=-1)
+        return queries, self.latent_norm(latent), key
+
+    def project(self, x: Tensor) -> Tensor:
+        """Queries, keys and values, and the heads' rotary key: (…, H (d + r) + 2 H d + r)."""
+        queries, latent, key = self.compressed(x)
+        return torch.cat((self.query(queries), self.key_value(latent), self.enter(key)), dim=-1)
+
+    def mix(self, products: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Rotation, softmax and weighting of `project`: (…, H d), as `Attention.mix`."""
+        rows = products.view(-1, len(cos), products.shape[-1])
+        query, key, value = self.split(rows, lambda x: apply_rotary(x, cos, sin))
+        mixed = self.backend.attend(query, key, value, seen, self.window)
+        return mixed[..., : self.head_dim].reshape(*products.shape[:-1], -1)
+
+    def split(self, products: Tensor, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and padded value, (…, time, H, d + r) each, of what `project` gives."""
+        heads, d, r = self.heads, self.head_dim, self.rotary
+        query, both, key = products.split((heads * (d + r), 2 * heads * d, r), dim=-1)
+        query, turned = query.unflatten(-1, (heads, d + r)).split((d, r), dim=-1)
+        own, value = both.unflatten(-1, (heads, 2 * d)).chunk(2, dim=-1)
+        shared = rotate(key.unsqueeze(-2)).expand(*own.shape[:-1], r)
+        return torch.cat((query, rotate(turned)), -1), torch.cat((own, shared), -1), F.pad(value, (0, r))
