@@ -42,7 +42,9 @@ def _table_of(plan: Plan) -> Table:
     columns = ("run", "N_total", "D", "C exact", "D/N", "shape", "steps", "time")
     table = plain_table(columns, ("run",), f"{len(plan.runs)} runs")
     refined = any(run.recipe for run in plan.runs)
+    mixed = any(run.N_active != run.N_total for run in plan.runs)
     optional = {
+        "N_active": {run.run_id: short(run.N_active or run.N_total) for run in plan.runs if mixed},
         "variant": {run.run_id: run.variant for run in plan.runs if run.variant},
         "recipe": {run.run_id: run.recipe or "raw" for run in plan.runs if refined},
         "ranks": {run.run_id: run.mesh + _on_nodes(run.shape) for run in plan.runs if run.mesh},
@@ -63,7 +65,7 @@ def _table_of(plan: Plan) -> Table:
             short(run.N_total),
             short(run.D),
             f"{run.flops_exact:.2e}",
-            f"{run.D / run.N_total:.0f}",
+            f"{run.D / (run.N_active or run.N_total):.0f}",
             f"{run.width}x{run.depth}",
             f"{run.steps:,}",
             describe_seconds(run.estimated_seconds),

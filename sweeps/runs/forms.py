@@ -61,6 +61,7 @@ class PlannedRun:
     recipe: str = ""  # what is done to its text, as tables name it; empty for raw text
     flops_optimizer: Amount = 0.0  # of matrix products in the updates, of all steps; in none of the three above
     variant: str = ""  # what it is called where variants are compared
+    N_active: Count | None = None  # None in a plan from before there were mixtures of experts: N_total
     paid_seconds: Amount = 0.0  # of its unit's time: less than it takes alone, where runs are trained together
 
 
