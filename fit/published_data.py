@@ -40,7 +40,9 @@ class PublishedFile:
 class PublishedData:
     """A published data set: its files (the first is the default), source, licence, and which column plays which part.
 
-    `columns` and `derive_d` are those of `read_table`; `how` says how to make files that cannot be downloaded.
+    `columns` and `derive_d` are those of `read_table`; `how` says how to make files that cannot be downloaded. For a
+    table of runs, `last` keeps the last row of each value of a column, `rename` gives columns our names (old -> new),
+    and `same` adds what the paper states of all runs.
     """
 
     name: str
@@ -52,6 +54,9 @@ class PublishedData:
     columns: Mapping[str, str] = field(default_factory=dict)
     derive_d: str | None = None
     how: str = ""
+    last: str = ""
+    rename: Mapping[str, str] = field(default_factory=dict)
+    same: Mapping[str, float] = field(default_factory=dict)
 
 
 DATA = {
@@ -92,17 +97,21 @@ def published_runs(
     folder: str | Path | None = None,
     download: bool = False,
 ) -> RunTable:
-    """A published data set as a table of runs; `where` keeps the rows that have these values in these columns.
+    """A published data set as a table of runs; `where` keeps the rows that have this value, or one of a list of values,
+    in these columns.
 
     Most sets mix training data or conventions that no one law fits: choose, as in where={"train_dataset": "rpj"}.
     """
     record = published_data(name)
     frame = load_published(name, folder=folder, download=download)
+    if record.last:
+        frame = frame.drop_duplicates(record.last, keep="last")
+    frame = frame.rename(columns=record.rename).assign(**record.same)
     for column, value in (where or {}).items():
         if column not in frame:
             raise InputError(f"{name} has no column {column!r}; it has {', '.join(map(str, frame.columns))}.")
         values = frame[column]
-        frame = frame[values == value]
+        frame = frame[values.isin(value if isinstance(value, list | tuple) else [value])]
         if frame.empty:
             known = ", ".join(map(str, values.unique()[:12]))
             raise InputError(f"{name} has no row whose {column} is {value!r}; there are {known}.")
