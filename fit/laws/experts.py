@@ -10,6 +10,7 @@ Ludziejewski et al. 2025 (arXiv:2502.05172), equation 6; Abnar et al. 2025 (arXi
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Self
@@ -60,14 +61,12 @@ class ExpertLaw(Law):
     Parameters
     ----------
     form : {"clark", "krajewski", "ludziejewski", "abnar"}
-        clark is of N_active and experts at one number of tokens; krajewski of N_total, D and granularity at one number
-        of experts; ludziejewski of N_active, D and experts; abnar of N_total, D and experts.
+        Of N_active and experts at one D; of N_total, D and granularity at one number of experts; of N_active, D and
+        experts; of N_total, D and experts.
     tokens : float, optional
-        The tokens D of all runs, where they are the same: a form then has no D, nor the constants that go with it, and
-        answers budgets at this D. clark needs it only for budgets.
+        The one D of all runs: a form is then without D, and answers budgets at this D.
     share : float, optional
-        The share of the active parameters that lies in experts: N_total = N_active (1 + (experts - 1) share). What is
-        asked about N_total of N_active, or the other way about, needs it.
+        Of the active parameters, that which lies in experts: N_total = N_active (1 + (experts - 1) share).
 
     After `fit`: what `Law` lists. E_start is the E' of a dense model, E_max that of ever more experts.
     """
@@ -109,12 +108,8 @@ class ExpertLaw(Law):
     ) -> Self:
         """Fit to n runs: the columns of `inputs` in order and then loss (nats per token), or all by name, each (n,).
 
-        `weight` and `loss_se` (n,) as in every law. Raises InputError also for a column that is missing or the same in
-        every row.
+        `weight` and `loss_se` (n,) as in every law. Raises InputError also for a column that is the same in every row.
         """
-        missing = [name for name in (*self.inputs, self.output)[len(columns) :] if name not in named]
-        if missing:
-            raise InputError(f"{missing[0]} is missing; {self.title} needs {', '.join(self.inputs)} and loss.")
         return self._fit(tuple(by_name("fit", (*self.inputs, self.output), columns, named).values()), weight, loss_se)
 
     def evaluate(self, constants: Constants, *inputs: Any) -> Any:  # type: ignore[override]
@@ -122,7 +117,9 @@ class ExpertLaw(Law):
         with np.errstate(divide="ignore"):
             logged = {*self._amplitudes, *SATURATION}
             v = {name: np.log(constants[name]) if name in logged else floats(constants[name]) for name in self.names}
-        return np.sum([np.exp(self._term(term, v, logs).value) for term in self._terms], axis=0)
+        if self._saturates:
+            logs["E"] = saturated(logs["E"], v["E_start"], v["E_max"])[0]
+        return sum(np.exp(sum(v[k] * self._along(k, f, logs) for k, f in term.items())) for term in self._terms)
 
     def equation(self, say: Say) -> str:
         shown = FACTOR.sub(lambda found: found[0].replace(found[3], say(found[3])), self._text)
@@ -149,39 +146,30 @@ class ExpertLaw(Law):
         """The N_active, D and experts of lowest loss for C = 6 N_active D, with intervals after `bootstrap`.
 
         `flops` a scalar or (targets,). `most_parameters` bounds N_total, as memory does; `experts` holds their number,
-        which is else sought among those of the runs, and no farther: `at_edge` says where it ends at the most of them.
-        `more` has experts, sparsity and, given the share, N_total.
+        which is else sought between the fewest and the most of the runs. `more` has experts, sparsity and, given the
+        share, N_total.
         """
         (C,) = aligned(flops=flops)
         self._can_answer()
         if most_parameters is not None and (self.share is None or not most_parameters > 0):
-            raise InputError(
-                f"most_parameters is {most_parameters}; a number above zero is needed, and a law with share."
-            )
+            raise InputError(f"most_parameters is {most_parameters}; it must be above zero, and the law have a share.")
         tried = self.data_["experts"]
         choices = np.geomspace(tried.min(), tried.max(), CHOICES) if experts is None else floats([experts])
 
         def solve(constants: Constants) -> Columns:
-            found = [self._split(constants, C, E, most_parameters) for E in choices]
-            N, D, loss = (np.stack(np.broadcast_arrays(*part)) for part in zip(*found, strict=True))
-            N, D, loss = np.broadcast_arrays(N, D, loss)
-            at = loss.argmin(axis=0)[None]
-            N, D, loss = (np.take_along_axis(part, at, axis=0)[0] for part in (N, D, loss))
+            found = [np.broadcast_arrays(*self._split(constants, C, E, most_parameters)) for E in choices]
+            at = np.stack([loss for _, _, loss in found]).argmin(axis=0)[None]
+            N, D, loss = (np.take_along_axis(np.stack(part), at, axis=0)[0] for part in zip(*found, strict=True))
             E = choices[at[0]]
             total = {} if self.share is None else {"N_total": N * self._expansion(E)}
             return {"flops": C, "N": N, "D": D, "loss": loss, "experts": E, "sparsity": 1.0 - 1.0 / E} | total
 
         return answer(self, solve, level)
 
-    def at_edge(self, best: Optimum) -> np.ndarray:
-        """Where a best number of experts is the fewest (-1) or the most (1) of the runs, else 0; (targets,)."""
-        E, tried = best.more["experts"], self.data_["experts"]
-        return 1 * (tried.max() * (1 - 1e-9) <= E) - 1 * (tried.min() * (1 + 1e-9) >= E)
-
     def leverage(self, flops: float, experts: float, constants: Constants | None = None) -> Any:
         """FLOPs of the dense model that reaches the loss of the best mixture of so many experts at `flops`, over these;
-        each is at its best N and D, or at the law's one number of tokens. By default of the fitted constants; its
-        interval is `interval_of(lambda c: law.leverage(flops, experts, c))`. Infinite beyond 1e6.
+        each is at its best N and D, or at the law's one D. Of the fitted constants by default; the interval is
+        `interval_of(lambda c: law.leverage(flops, experts, c))`. Infinite beyond 1e6.
         """
         self._can_answer()
         given = self.constants_ if constants is None else constants
@@ -245,22 +233,19 @@ class ExpertLaw(Law):
         of = {k: f for term in self._terms for k, f in term.items()} | {k: k for k in SATURATION}
         wide = {k: (floor / s, ceiling / s) for k, s in self._scale.items() if of[k] == ""}
         at = {name: i for i, name in enumerate(self.names)}
+        # What a constant is times the middle of an axis belongs to the constant of its term without this axis.
+        moved = [
+            (k, o, middle[axis] * (1.0 if f[0] == "-" else -1.0) * self._scale[k] / self._scale[o])
+            for term in self._terms for axis in middle for k, f in term.items() for o, g in term.items()
+            if axis in f and g == f.strip("-").replace(axis, "")
+        ]  # fmt: skip
 
         def constants(theta: Array) -> Columns:
-            found = {name: theta[:, i].copy() for name, i in at.items()}
-            shifts: dict[str, Any] = {}
-            for term, axis in ((term, axis) for term in self._terms for axis in middle):
-                for name, feature in ((k, f) for k, f in term.items() if axis in f):
-                    # What a constant is times the middle belongs to the one without this axis.
-                    other = next(k for k, f in term.items() if f == feature.strip("-").replace(axis, ""))
-                    scale = (1.0 if feature[0] == "-" else -1.0) * self._scale[name] / self._scale[other]
-                    shifts[other] = scale * middle[axis] * found[name]
-            for name in self.names:
-                if name in self._amplitudes:
-                    found[name] = amplitude(found[name], floor, shifts.get(name, 0.0))
-                else:
-                    found[name] = np.exp(found[name]) if name in SATURATION else found[name] + shifts.get(name, 0.0)
-            return found
+            v = dict(zip(self.names, theta.T, strict=True))
+            by = {other: factor * v[name] for name, other, factor in moved}
+            found = {name: v[name] + by.get(name, 0.0) for name in self.names}
+            found |= {name: amplitude(v[name], floor, by.get(name, 0.0)) for name in self._amplitudes}
+            return found | {name: np.exp(v[name]) for name in self.names if name in SATURATION}
 
         return Problem(
             form=LogSumTerms(lambda v, _: [self._term(term, v, logs) for term in self._terms], at, len(target)),
@@ -272,6 +257,11 @@ class ExpertLaw(Law):
             constants=constants,
         )
 
+    def _along(self, name: str, feature: str, logs: Mapping[str, Any]) -> Any:
+        """What multiplies a constant in the exponent."""
+        sign = -1.0 if feature.startswith("-") else 1.0
+        return sign * self._scale[name] * math.prod((logs[axis] for axis in feature.strip("-")), start=1.0)
+
     def _term(self, term: Mapping[str, str], v: Mapping[str, Any], logs: Mapping[str, Any]) -> Term:
         """A term's exponent with its derivatives; amplitudes, E_start and E_max in logarithms."""
         moves, bends = [], {}
@@ -279,15 +269,9 @@ class ExpertLaw(Law):
             s, moves, bends = saturated(logs["E"], *(v[name] for name in SATURATION))
             logs = {**logs, "E": s}
 
-        def along(name: str, axes: str) -> Any:
-            found: Any = -self._scale[name] if term[name].startswith("-") else self._scale[name]
-            for axis in axes.strip("-"):
-                found = found * logs[axis]
-            return np.atleast_1d(found)
-
-        first = {name: along(name, feature) for name, feature in term.items()}
+        first = {name: np.atleast_1d(self._along(name, feature, logs)) for name, feature in term.items()}
         value = sum((v[name] * first[name] for name in term), 0.0 * sum(logs.values()))
-        per = {name: along(name, feature.replace("E", "")) for name, feature in term.items() if "E" in feature}
+        per = {name: self._along(name, f.replace("E", ""), logs) for name, f in term.items() if "E" in f}
         slope = sum(v[name] * of for name, of in per.items())  # by log E'
         second = {pair: slope * bend for pair, bend in bends.items()}
         for p, move in zip(SATURATION, moves, strict=False):
