@@ -6,7 +6,6 @@ FLOPs are 6 N_active D.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from ..errors import SPREAD, Array, Columns, InputError, positive
 from ..laws.experts import ExpertLaw
 from ..table import RunTable
-from ..uncertainty import resampled_together
+from ..uncertainty import percentile_intervals, resampled_together
 
 ACTIVE = 0.99  # of all parameters, from which on a model is dense
 
@@ -86,14 +85,17 @@ def by_experts(runs: RunTable, targets: tuple[float, ...], bootstrap: int = 0, s
     law = _fit(min(laws, key=lambda one: errors.get(one.form, np.inf)), c)
     if bootstrap:
         law.bootstrap(bootstrap, resampled_together(runs.group, runs.run_id, law.problem_.free), seed)
-    C, rows, answers = float((6.0 * c["N_active"] * c["D"]).max()), [], []
-    for E in np.unique(c["experts"]):
-        of, leverage = c["experts"] == E, partial(law.leverage, C, float(E))
-        known = {"leverage": leverage(), "ci": law.interval_of(leverage) if bootstrap else None}
-        rows.append({"experts": float(E), "runs": int(of.sum()), "loss": float(c["loss"][of].min())} | known)
+    C, tried, answers = float((6.0 * c["N_active"] * c["D"]).max()), np.unique(c["experts"]), []
+    known = {"experts": tried.tolist(), "leverage": law.leverage(C, tried).tolist()}
+    known["ci"] = (
+        percentile_intervals(law.leverage(C, tried, law.draws_), 0.95).tolist() if law.draws_ else [None] * len(tried)
+    )
+    known |= {"runs": [int((c["experts"] == E).sum()) for E in tried]}
+    known |= {"loss": [float(c["loss"][c["experts"] == E].min()) for E in tried]}
+    rows = [dict(zip(known, row, strict=True)) for row in zip(*known.values(), strict=True)]
     for most in (None, float(c["N_total"].max())):
         best = law.optimal(targets, most)
-        edge = (best.more["experts"] / c["experts"].max() > 0.999).tolist()
+        edge = (best.more["experts"] / tried.max() > 0.999).tolist()
         answers += [row | {"most": most, "edge": at} for row, at in zip(best.rows(), edge, strict=True)]
     return ExpertStudy("", law, errors, rows, answers)
 

@@ -157,28 +157,30 @@ class ExpertLaw(Law):
         choices = np.geomspace(tried.min(), tried.max(), CHOICES) if experts is None else floats([experts])
 
         def solve(constants: Constants) -> Columns:
-            found = [np.broadcast_arrays(*self._split(constants, C, E, most_parameters)) for E in choices]
-            at = np.stack([loss for _, _, loss in found]).argmin(axis=0)[None]
-            N, D, loss = (np.take_along_axis(np.stack(part), at, axis=0)[0] for part in zip(*found, strict=True))
+            N, D, loss = np.broadcast_arrays(*self._split(constants, C, choices[:, None, None], most_parameters))
+            at = loss.argmin(axis=0)[None]
+            N, D, loss = (np.take_along_axis(found, at, axis=0)[0] for found in (N, D, loss))
             E = choices[at[0]]
             total = {} if self.share is None else {"N_total": N * self._expansion(E)}
             return {"flops": C, "N": N, "D": D, "loss": loss, "experts": E, "sparsity": 1.0 - 1.0 / E} | total
 
         return answer(self, solve, level)
 
-    def leverage(self, flops: float, experts: float, constants: Constants | None = None) -> Any:
+    def leverage(self, flops: float, experts: ArrayLike, constants: Constants | None = None) -> Any:
         """FLOPs of the dense model that reaches the loss of the best mixture of so many experts at `flops`, over these;
-        each is at its best N and D, or at the law's one D. Of the fitted constants by default; the interval is
-        `interval_of(lambda c: law.leverage(flops, experts, c))`. Infinite beyond 1e6.
+        each is at its best N and D, or at the law's one D. Infinite beyond 1e6.
+
+        Of the fitted constants, with the shape of `experts`; of other `constants` (r,) with one more axis, so that the
+        interval is `interval_of(lambda c: law.leverage(flops, experts, c))`.
         """
         self._can_answer()
         given = self.constants_ if constants is None else constants
         c = {name: np.atleast_1d(floats(value)) for name, value in given.items()}
-        C = np.full(1, float(flops))
-        loss = self._split(c, C, experts)[2]
+        C = floats(flops)
+        loss = self._split(c, C, floats(experts)[..., None])[2]
         found = root(lambda x: loss - self._split(c, C * np.exp(x), 1.0)[2], *FARTHEST)
         reached = np.where(found > FARTHEST[1] - 1e-6, np.inf, np.exp(found))
-        return float(reached[0]) if constants is None else reached
+        return unboxed(reached[..., 0]) if constants is None else reached
 
     def _can_answer(self) -> None:
         self._fitted()
@@ -193,7 +195,7 @@ class ExpertLaw(Law):
         return 1.0 + (experts - 1.0) * (self.share or 0.0)
 
     def _split(
-        self, constants: Constants, C: Array, experts: float, most: float | None = None
+        self, constants: Constants, C: Array, experts: Any, most: float | None = None
     ) -> tuple[Array, Array, Array]:
         """N_active, D and loss of the best run of C FLOPs with so many experts and at most `most` parameters in all."""
         bound = np.inf if most is None else most / self._expansion(experts)
