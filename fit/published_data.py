@@ -40,9 +40,8 @@ class PublishedFile:
 class PublishedData:
     """A published data set: its files (the first is the default), source, licence, and which column plays which part.
 
-    `columns` and `derive_d` are those of `read_table`; `how` says how to make files that cannot be downloaded. For a
-    table of runs, `last` keeps the last row of each value of a column, `rename` gives columns our names (old -> new),
-    and `same` adds what the paper states of all runs.
+    `columns` and `derive_d` are those of `read_table`; `how` says how to make files that cannot be downloaded. A table
+    of runs keeps the last row of each value of column `last`, has names by `rename`, and what is the `same` in all.
     """
 
     name: str

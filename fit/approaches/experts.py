@@ -22,9 +22,9 @@ ACTIVE = 0.99  # of all parameters, from which on a model is dense
 class ExpertStudy:
     """What a table says of experts; where no law was fitted, `reason` says why.
 
-    held_out   form -> root mean square error of log loss, fitted without the largest N_active and without most experts
-    sparsities a row each: experts, runs, the lowest loss, the leverage at the dearest run's budget and its interval
-    answers    what each target wants, as text: at any size, and at most with the parameters of the largest run
+    held_out: form -> root mean square error of log loss, fitted without the largest N_active and without most experts.
+    sparsities: experts, runs, leverage at the dearest run's budget, its interval `ci`. answers: what each target wants,
+    as text, at any size and with at most the N_total of the largest run; whether at the `edge` of the runs.
     """
 
     reason: str = ""
@@ -56,7 +56,7 @@ def expert_columns(runs: RunTable) -> Columns:
 
 def held_out(law: ExpertLaw, columns: Columns, out: np.ndarray) -> Array:
     """Log of what was observed less log predicted in the rows of a mask (n,), by the law fitted to all others."""
-    _fit(law, {name: values[~out] for name, values in columns.items()})
+    law.fit(*(columns[name][~out] for name in (*law.inputs, "loss")))
     return np.log(columns["loss"][out]) - np.log(law.predict(*(columns[name][out] for name in law.inputs)))
 
 
@@ -65,40 +65,31 @@ def by_experts(runs: RunTable, targets: tuple[float, ...], bootstrap: int = 0, s
     if not (runs.column("N_active") < ACTIVE * runs.column("N_total")).any():
         return None
     try:
-        c = expert_columns(runs)
+        return _study(runs, targets, bootstrap, seed)
     except InputError as error:
         return ExpertStudy(str(error))
-    sparse, reason = c["experts"] > 1.0, ""
-    grown = (c["N_total"][sparse] / c["N_active"][sparse] - 1.0) / (c["experts"][sparse] - 1.0)
-    share = float(np.median(grown)) if sparse.any() else None
+
+
+def _study(runs: RunTable, targets: tuple[float, ...], bootstrap: int, seed: int) -> ExpertStudy:
+    c = expert_columns(runs)
+    sparse, tried = c["experts"] > 1.0, np.unique(c["experts"])
+    share = float(np.median((c["N_total"] / c["N_active"] - 1.0)[sparse] / (c["experts"][sparse] - 1.0)))
     tokens = float(np.median(c["D"])) if c["D"].max() < SPREAD * c["D"].min() else None
-    laws = [ExpertLaw(form, tokens, share) for form in ("ludziejewski", "abnar", *(["clark"] if tokens else []))]
     last = [c[name] > c[name].max() / SPREAD for name in ("N_active", "experts")]
-    errors: dict[str, float] = {}
-    for one in laws:
-        try:
-            errors[one.form] = float(np.sqrt(np.mean([np.mean(held_out(one, c, out) ** 2) for out in last])))
-        except InputError as error:  # too few runs for this form
-            reason = str(error)
-    if not errors:
-        return ExpertStudy(reason)
-    law = _fit(min(laws, key=lambda one: errors.get(one.form, np.inf)), c)
+    laws = [ExpertLaw(form, tokens, share) for form in ("abnar", "ludziejewski", *(["clark"] if tokens else []))]
+    laws = [law for law in laws if len(law.names) < min((~out).sum() for out in last)] or laws[:1]
+    errors = {law.form: float(np.sqrt(np.mean([np.mean(held_out(law, c, out) ** 2) for out in last]))) for law in laws}
+    law = min(laws, key=lambda law: errors[law.form])
+    law.fit(*(c[name] for name in (*law.inputs, "loss")))
     if bootstrap:
         law.bootstrap(bootstrap, resampled_together(runs.group, runs.run_id, law.problem_.free), seed)
-    C, tried, answers = float((6.0 * c["N_active"] * c["D"]).max()), np.unique(c["experts"]), []
-    known = {"experts": tried.tolist(), "leverage": law.leverage(C, tried).tolist()}
-    known["ci"] = (
-        percentile_intervals(law.leverage(C, tried, law.draws_), 0.95).tolist() if law.draws_ else [None] * len(tried)
-    )
-    known |= {"runs": [int((c["experts"] == E).sum()) for E in tried]}
-    known |= {"loss": [float(c["loss"][c["experts"] == E].min()) for E in tried]}
-    rows = [dict(zip(known, row, strict=True)) for row in zip(*known.values(), strict=True)]
+    C, answers = float((6.0 * c["N_active"] * c["D"]).max()), []
+    leverage, draws = law.leverage(C, tried).tolist(), law.draws_ and law.leverage(C, tried, law.draws_)
+    ends = [None] * len(tried) if draws is None else percentile_intervals(draws, 0.95).tolist()
+    each = zip(tried.tolist(), leverage, ends, strict=True)
+    rows = [{"experts": E, "runs": int((c["experts"] == E).sum()), "leverage": k, "ci": ci} for E, k, ci in each]
     for most in (None, float(c["N_total"].max())):
         best = law.optimal(targets, most)
         edge = (best.more["experts"] / tried.max() > 0.999).tolist()
         answers += [row | {"most": most, "edge": at} for row, at in zip(best.rows(), edge, strict=True)]
     return ExpertStudy("", law, errors, rows, answers)
-
-
-def _fit(law: ExpertLaw, columns: Columns) -> ExpertLaw:
-    return law.fit(*(columns[name] for name in (*law.inputs, "loss")))

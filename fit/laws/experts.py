@@ -28,26 +28,22 @@ from .law import Law, Problem, amplitude, least_starts
 from .registry import EXPERT_LAWS
 
 FORMS = {  # inputs and equation
-    "clark": (("N_active", "experts"), "10^d N^a E'^b N^(c log10 E')"),
-    "krajewski": (("N_total", "D", "granularity"), "g G^-gamma N^-alpha + a N^-alpha + b D^-beta + c"),
-    "ludziejewski": (
-        ("N_active", "D", "experts"),
-        "a E'^delta N^alpha N^(gamma ln E') + b E'^omega D^beta D^(zeta ln E') + c",
-    ),
-    "abnar": (("N_total", "D", "experts"), "a N^-alpha + b D^-beta + c E^lambda + d E^delta N^-gamma + e"),
+    "clark": "N_active experts: 10^d N^a E'^b N^(c log10 E')",
+    "krajewski": "N_total D granularity: g G^-gamma N^-alpha + a N^-alpha + b D^-beta + c",
+    "ludziejewski": "N_active D experts: a E'^delta N^alpha N^(gamma ln E') + b E'^omega D^beta D^(zeta ln E') + c",
+    "abnar": "N_total D experts: a N^-alpha + b D^-beta + c E^lambda + d E^delta N^-gamma + e",
 }
 FACTOR = re.compile(r"(?:(10|[NDGE])'?\^)?\(?(-?)([a-z]+)(?: (ln|log10) E'\))?")
 AXES = {"N_active": "N", "N_total": "N", "D": "D", "granularity": "G", "experts": "E"}
 LN10 = float(np.log(10.0))
-# By what multiplies a constant in the exponent, at the middle log N and log D of the runs: its bounds, and where starts
-# are drawn. A term that grows with N, D or G is no law.
-RANGES = {
+# By what multiplies a constant in the exponent: bounds, and where starts are drawn, at the middle log N and log D.
+RANGES: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
     **dict.fromkeys(("N", "D"), ((-3.0, 0.0), (-0.6, -0.02))),
     **dict.fromkeys(("-N", "-D", "-G"), ((0.0, 3.0), (0.05, 1.0))),
     **dict.fromkeys(("NE", "DE"), ((-3.0, 3.0), (-0.03, 0.03))),
     "E": ((-3.0, 3.0), (-0.5, 0.3)),
-    "E_start": (np.log([0.5, 10.0]), np.log([1.0, 5.0])),
-    "E_max": (np.log([12.0, 1e6]), np.log([30.0, 1000.0])),
+    "E_start": ((math.log(0.5), math.log(10.0)), (math.log(1.0), math.log(5.0))),
+    "E_max": ((math.log(12.0), math.log(1e6)), (math.log(30.0), math.log(1000.0))),
 }
 SATURATION = ("E_start", "E_max")
 CANDIDATES, STARTS = 1024, 64
@@ -60,18 +56,15 @@ class ExpertLaw(Law):
 
     Parameters
     ----------
-    form : {"clark", "krajewski", "ludziejewski", "abnar"}
-        Of N_active and experts at one D; of N_total, D and granularity at one number of experts; of N_active, D and
-        experts; of N_total, D and experts.
-    tokens : float, optional
-        The one D of all runs: a form is then without D, and answers budgets at this D.
-    share : float, optional
-        Of the active parameters, that which lies in experts: N_total = N_active (1 + (experts - 1) share).
+    form : {"clark", "krajewski", "ludziejewski", "abnar"}; `inputs` are its own. krajewski is of one number of experts.
+    tokens : the one D of all runs, optional; a form is then without D, and answers budgets at this D.
+    share : of the active parameters, that in experts, optional: N_total = N_active (1 + (experts - 1) share).
 
     After `fit`: what `Law` lists. E_start is the E' of a dense model, E_max that of ever more experts.
     """
 
     form: str = ""  # type: ignore[misc]
+    title = "a law of experts"
     output = "loss"
 
     def __init__(
@@ -90,16 +83,17 @@ class ExpertLaw(Law):
                 raise InputError(f"{name} is {value}; a finite number above zero is needed.")
         self.form, self.tokens, self.share = form, tokens, share
         self.title = f"the law of experts {form}"
-        inputs, text = FORMS[form]
-        self.inputs = tuple(name for name in inputs if tokens is None or name != "D")
+        inputs, text = FORMS[form].split(": ")
+        self.inputs = tuple(name for name in inputs.split() if tokens is None or name != "D")
         terms = [list(FACTOR.finditer(term)) for term in text.split(" + ")]
         if tokens is not None:  # a term of D alone is then part of the constant term
             terms = [[f for f in t if f[1] != "D"] for t in terms if len(t) != 2 or t[1][1] != "D"]
         self._text = " + ".join(" ".join(factor[0] for factor in term) for term in terms)
         self._scale = {f[3]: LN10 if f[1] == "10" else 1.0 / LN10 if f[4] == "log10" else 1.0 for t in terms for f in t}
-        # Of each term, every constant with what multiplies it in the exponent.
+        # Each constant with what multiplies it in the exponent.
         self._terms = [{f[3]: f[2] + (f[1] or "").strip("10") + "E" * bool(f[4]) for f in term} for term in terms]
-        self._amplitudes = {f[3] for term in terms for f in term if f[1] is None}
+        self._amplitudes = [f[3] for term in terms for f in term if f[1] is None]
+        self._logged = (*self._amplitudes, *SATURATION)
         self._saturates = "E'" in text
         self.names = (*self._scale, *(SATURATION if self._saturates else ()))
 
@@ -115,8 +109,7 @@ class ExpertLaw(Law):
     def evaluate(self, constants: Constants, *inputs: Any) -> Any:  # type: ignore[override]
         logs = {AXES[name]: np.log(v) for name, v in zip(self.inputs, inputs, strict=True)}
         with np.errstate(divide="ignore"):
-            logged = {*self._amplitudes, *SATURATION}
-            v = {name: np.log(constants[name]) if name in logged else floats(constants[name]) for name in self.names}
+            v = {k: np.log(constants[k]) if k in self._logged else floats(constants[k]) for k in self.names}
         if self._saturates:
             logs["E"] = saturated(logs["E"], v["E_start"], v["E_max"])[0]
         return sum(np.exp(sum(v[k] * self._along(k, f, logs) for k, f in term.items())) for term in self._terms)
@@ -125,12 +118,8 @@ class ExpertLaw(Law):
         shown = FACTOR.sub(lambda found: found[0].replace(found[3], say(found[3])), self._text)
         return ", ".join([f"L = {shown}", *(f"{name} = {say(name)}" for name in SATURATION if self._saturates)])
 
-    # What the experts are worth.
-
     def effective_parameters(self, N_active: ArrayLike, experts: ArrayLike, constants: Constants | None = None) -> Any:
-        """Parameters of the dense model of the same loss (Clark et al. 2022, equation 11); inputs and `constants`, by
-        default the fitted ones, broadcast together.
-        """
+        """Parameters of the dense model of equal loss (Clark et al. 2022, equation 11); all broadcast together."""
         self._fitted()
         if self.form != "clark":
             raise InputError(f"form is {self.form!r}; effective parameters are of clark, and others have leverage.")
@@ -146,8 +135,7 @@ class ExpertLaw(Law):
         """The N_active, D and experts of lowest loss for C = 6 N_active D, with intervals after `bootstrap`.
 
         `flops` a scalar or (targets,). `most_parameters` bounds N_total, as memory does; `experts` holds their number,
-        which is else sought between the fewest and the most of the runs. `more` has experts, sparsity and, given the
-        share, N_total.
+        else sought between the fewest and the most of the runs. `more` has experts, sparsity and, by share, N_total.
         """
         (C,) = aligned(flops=flops)
         self._can_answer()
@@ -168,35 +156,29 @@ class ExpertLaw(Law):
 
     def leverage(self, flops: float, experts: ArrayLike, constants: Constants | None = None) -> Any:
         """FLOPs of the dense model that reaches the loss of the best mixture of so many experts at `flops`, over these;
-        each is at its best N and D, or at the law's one D. Infinite beyond 1e6.
-
-        Of the fitted constants, with the shape of `experts`; of other `constants` (r,) with one more axis, so that the
-        interval is `interval_of(lambda c: law.leverage(flops, experts, c))`.
+        each is at its best N and D, or at the law's one D. Infinite beyond 1e6. `constants` (r,) give one more axis, so
+        that the interval is `interval_of(lambda c: law.leverage(flops, experts, c))`.
         """
         self._can_answer()
-        given = self.constants_ if constants is None else constants
-        c = {name: np.atleast_1d(floats(value)) for name, value in given.items()}
+        c = {k: np.atleast_1d(floats(v)) for k, v in (self.constants_ if constants is None else constants).items()}
         C = floats(flops)
         loss = self._split(c, C, floats(experts)[..., None])[2]
         found = root(lambda x: loss - self._split(c, C * np.exp(x), 1.0)[2], *FARTHEST)
-        reached = np.where(found > FARTHEST[1] - 1e-6, np.inf, np.exp(found))
-        return unboxed(reached[..., 0]) if constants is None else reached
+        found = np.where(found > FARTHEST[1] - 1e-6, np.inf, np.exp(found))
+        return unboxed(found[..., 0]) if constants is None else found
 
     def _can_answer(self) -> None:
         self._fitted()
         if "experts" not in self.inputs:
             raise InputError(f"form is {self.form!r}, of one number of experts; choose clark, ludziejewski or abnar.")
-        if "D" not in self.inputs and self.tokens is None:
-            raise InputError("tokens is not given; a budget needs the number of tokens that all runs saw.")
-        if "N_total" in self.inputs and self.share is None:
-            raise InputError("share is not given; a law of N_total needs the share of active parameters in experts.")
+        for name, needed in (("tokens", "D" not in self.inputs), ("share", "N_total" in self.inputs)):
+            if needed and getattr(self, name) is None:
+                raise InputError(f"{name} is not given; a budget needs ExpertLaw({self.form!r}, {name}=...).")
 
     def _expansion(self, experts: Any) -> Any:
         return 1.0 + (experts - 1.0) * (self.share or 0.0)
 
-    def _split(
-        self, constants: Constants, C: Array, experts: Any, most: float | None = None
-    ) -> tuple[Array, Array, Array]:
+    def _split(self, constants: Constants, C: Array, experts: Any, most: float | None = None) -> tuple[Array, ...]:
         """N_active, D and loss of the best run of C FLOPs with so many experts and at most `most` parameters in all."""
         bound = np.inf if most is None else most / self._expansion(experts)
 
@@ -204,37 +186,34 @@ class ExpertLaw(Law):
             known = {"N_active": N, "N_total": N * self._expansion(experts), "D": D, "experts": floats(experts)}
             return np.asarray(self.evaluate(constants, *(known[name] for name in self.inputs)))
 
-        if self.tokens is not None:
-            N = np.minimum(C / (6.0 * self.tokens), bound)
-            return N, floats(self.tokens), loss(N, self.tokens)
-        middle = 0.5 * np.log(C / 6.0)
-        x = lowest(lambda x: loss(np.exp(x), C / 6.0 / np.exp(x)), middle - REACH / 3, middle + REACH / 3)[0]
-        N = np.minimum(np.exp(x), bound)  # the loss has one valley in N, so a bound that binds is the best
-        return N, C / (6.0 * N), loss(N, C / (6.0 * N))
+        if self.tokens is None:
+            middle = 0.5 * np.log(C / 6.0)
+            x = lowest(lambda x: loss(np.exp(x), C / 6.0 / np.exp(x)), middle - REACH / 3, middle + REACH / 3)[0]
+            N = np.minimum(np.exp(x), bound)  # the loss has one valley in N, so a bound that binds is the best
+            return N, C / (6.0 * N), loss(N, C / (6.0 * N))
+        N = np.minimum(C / (6.0 * self.tokens), bound)
+        return N, floats(self.tokens), loss(N, self.tokens)
 
     # The law as the solver sees it.
 
     def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
         super()._check(inputs, observed)
         for name, values in zip(self.inputs, inputs, strict=True):
-            if values.max() < SPREAD * values.min():
-                raise InputError(f"{name} is {values.min():.4g} in every row; {self.title} needs more than one.")
-            if name == "experts" and values.min() < 1.0:
-                raise InputError(f"experts is {values.min():g} in a row; 1 (a dense model) or more is needed.")
+            low = values.min()
+            if values.max() < SPREAD * low or (name == "experts" and low < 1.0):
+                raise InputError(
+                    f"{name} is {low:.4g} in a row; more than one is needed, of experts 1 (dense) and more."
+                )
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
-        """Coordinates: amplitudes in logarithms and, as the exponents of experts, at the middle log N and log D; other
-        exponents; log E_start and log E_max.
-        """
+        """Coordinates: the constants, `_logged` in logarithms, those of no N or D at the middle log N and log D."""
         target = np.log(observed)
         logs = {AXES[name]: np.log(v) for name, v in zip(self.inputs, inputs, strict=True)}
-        axes = np.stack([*logs.values()])
         middle = {axis: float(logs[axis].mean()) if centred else 0.0 for axis in logs if axis in "ND"}
         logs |= {axis: logs[axis] - middle[axis] for axis in middle}
         floor, ceiling = (float(target.min()) - VANISHED, float(target.max()) + 2.0) if centred else (-FAR, FAR)
         of = {k: f for term in self._terms for k, f in term.items()} | {k: k for k in SATURATION}
         wide = {k: (floor / s, ceiling / s) for k, s in self._scale.items() if of[k] == ""}
-        at = {name: i for i, name in enumerate(self.names)}
         # What a constant is times the middle of an axis belongs to the constant of its term without this axis.
         moved = [
             (k, o, middle[axis] * (1.0 if f[0] == "-" else -1.0) * self._scale[k] / self._scale[o])
@@ -250,27 +229,28 @@ class ExpertLaw(Law):
             return found | {name: np.exp(v[name]) for name in self.names if name in SATURATION}
 
         return Problem(
-            form=LogSumTerms(lambda v, _: [self._term(term, v, logs) for term in self._terms], at, len(target)),
+            form=LogSumTerms(
+                lambda v, _: [self._term(t, v, logs) for t in self._terms],
+                {k: i for i, k in enumerate(self.names)},
+                len(target),
+            ),
             target=target,
-            bounds={name: wide.get(name) or tuple(RANGES[of[name]][0]) for name in self.names},
-            logarithmic=(*self._amplitudes, *SATURATION),
-            axes=axes,
+            bounds={name: wide.get(name) or RANGES[of[name]][0] for name in self.names},
+            logarithmic=self._logged,
+            axes=np.stack([*logs.values()]),
             starts=lambda weights, keep: self._starts(of, logs, observed, weights, keep),
             constants=constants,
         )
 
     def _along(self, name: str, feature: str, logs: Mapping[str, Any]) -> Any:
         """What multiplies a constant in the exponent."""
-        sign = -1.0 if feature.startswith("-") else 1.0
-        return sign * self._scale[name] * math.prod((logs[axis] for axis in feature.strip("-")), start=1.0)
+        scale = -self._scale[name] if feature.startswith("-") else self._scale[name]
+        return math.prod((logs[axis] for axis in feature.strip("-")), start=scale)
 
     def _term(self, term: Mapping[str, str], v: Mapping[str, Any], logs: Mapping[str, Any]) -> Term:
         """A term's exponent with its derivatives; amplitudes, E_start and E_max in logarithms."""
-        moves, bends = [], {}
-        if self._saturates:
-            s, moves, bends = saturated(logs["E"], *(v[name] for name in SATURATION))
-            logs = {**logs, "E": s}
-
+        s, moves, bends = saturated(logs["E"], *(v[k] for k in SATURATION)) if self._saturates else (None, (), {})
+        logs = {**logs, "E": s} if self._saturates else logs
         first = {name: np.atleast_1d(self._along(name, feature, logs)) for name, feature in term.items()}
         value = sum((v[name] * first[name] for name in term), 0.0 * sum(logs.values()))
         per = {name: self._along(name, f.replace("E", ""), logs) for name, f in term.items() if "E" in f}
@@ -306,8 +286,7 @@ def saturated(log_experts: Any, log_start: Any, log_most: Any) -> tuple[Any, Any
     u, w, E = np.exp(-log_start), np.exp(-log_most), np.exp(log_experts)
     K = 1.0 / (u - w)
     left = K / (E - 1.0 + K)
-    h, r = left / K + w, left**2
-    bend = 2.0 * left**2 * (1.0 - left) * K  # how r falls with u
+    h, r, bend = left / K + w, left**2, 2.0 * left**2 * (1.0 - left) * K  # bend: how r falls with u
     start, most = u * r / h, w * (1.0 - r) / h
     second = {
         ("E_start", "E_start"): u * u * bend / h - start + start**2,

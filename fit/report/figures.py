@@ -369,15 +369,14 @@ def experts(a: Analysis) -> Figure | None:
     """Loss by FLOPs, 6 N_active D, of each number of experts, and what the law says of their best runs."""
     if a.experts is None or a.experts.law is None:
         return None
-    c, law, data = expert_columns(a.table), a.experts.law, list[Trace]()
-    C = 6.0 * c["N_active"] * c["D"]
+    c, every, data = expert_columns(a.table), [row["experts"] for row in a.experts.sparsities], list[Trace]()
+    C, hover = 6.0 * c["N_active"] * c["D"], np.array(run_hover(a))
     reach = np.geomspace(C.min(), C.max(), 40)
-    every = np.unique(c["experts"])
-    for E, colour in zip(every, shades(every) if len(every) > 1 else PALETTE[:1], strict=True):
-        of, name = np.flatnonzero(c["experts"] == E), f"{amount(E)} experts" if E > 1 else "dense"
-        hover = [f"{name}<br>N {count(c['N_active'][i])} of {count(c['N_total'][i])}<br>{c['loss'][i]:.4f}" for i in of]
-        data.append(points(C[of], c["loss"][of], colour, hover, name=name, legendgroup=name))
-        data.append(line(reach, law.optimal(reach, experts=float(E)).loss, colour, width=1.5, legendgroup=name))
+    for E, colour in zip(every, shades(np.array(every)), strict=True):
+        of, name = c["experts"] == E, f"{amount(E)} experts" if E > 1 else "dense"
+        data.append(points(C[of], c["loss"][of], colour, list(hover[of]), name=name, legendgroup=name))
+        best = a.experts.law.optimal(reach, experts=E).loss
+        data.append(line(reach, best, colour, width=1.5, legendgroup=name))
     return {"data": data, "layout": layout("training FLOPs", LOSS, C)}
 
 
