@@ -96,8 +96,7 @@ def published_runs(
     folder: str | Path | None = None,
     download: bool = False,
 ) -> RunTable:
-    """A published data set as a table of runs; `where` keeps the rows that have this value, or one of a list of values,
-    in these columns.
+    """A published data set as a table of runs; `where` keeps rows that have these values, or one of a list, in columns.
 
     Most sets mix training data or conventions that no one law fits: choose, as in where={"train_dataset": "rpj"}.
     """

@@ -1,7 +1,4 @@
-"""Tables of mixtures of experts: which law predicts best, which sparsity a budget wants, and the leverage over dense.
-
-FLOPs are 6 N_active D.
-"""
+"""Tables of mixtures of experts: the law that predicts best, sparsity, leverage over dense; FLOPs are 6 N_active D."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ class ExpertStudy:
     """What a table says of experts; where no law was fitted, `reason` says why.
 
     held_out: form -> root mean square error of log loss, fitted without the largest N_active and without most experts.
-    sparsities: experts, runs, leverage at the dearest run's budget, its interval `ci`. answers: what each target wants,
+    sparsities: experts, leverage at the dearest run's budget, its interval `ci`. answers: what each target wants,
     as text, at any size and with at most the N_total of the largest run; whether at the `edge` of the runs.
     """
 
@@ -45,9 +42,7 @@ def expert_columns(runs: RunTable) -> Columns:
     for name in ("N_active", "N_total", "experts"):
         if not np.isfinite(runs.column(name)).any():
             has = ", ".join(map(str, runs.frame.columns))
-            raise InputError(
-                f"the table has no numbers in column {name!r}, which a law of experts needs; it has {has}."
-            )
+            raise InputError(f"no numbers in column {name!r}, which a law of experts needs; the table has {has}.")
     N, total, E, used = (runs.column(name) for name in ("N_active", "N_total", "experts", "experts_per_token"))
     E = np.where(ACTIVE * total > N, E / np.where(np.isfinite(used), used, 1.0), 1.0)
     found = {name: positive(name, v) for name, v in (("N_active", N), ("N_total", total), ("experts", E))}
@@ -73,6 +68,10 @@ def by_experts(runs: RunTable, targets: tuple[float, ...], bootstrap: int = 0, s
 def _study(runs: RunTable, targets: tuple[float, ...], bootstrap: int, seed: int) -> ExpertStudy:
     c = expert_columns(runs)
     sparse, tried = c["experts"] > 1.0, np.unique(c["experts"])
+    if len(tried) < 2:
+        raise InputError(
+            f"experts is {tried[0]:g} in every run; a law of experts needs runs of another number, or dense."
+        )
     share = float(np.median((c["N_total"] / c["N_active"] - 1.0)[sparse] / (c["experts"][sparse] - 1.0)))
     tokens = float(np.median(c["D"])) if c["D"].max() < SPREAD * c["D"].min() else None
     last = [c[name] > c[name].max() / SPREAD for name in ("N_active", "experts")]
@@ -84,10 +83,10 @@ def _study(runs: RunTable, targets: tuple[float, ...], bootstrap: int, seed: int
     if bootstrap:
         law.bootstrap(bootstrap, resampled_together(runs.group, runs.run_id, law.problem_.free), seed)
     C, answers = float((6.0 * c["N_active"] * c["D"]).max()), []
-    leverage, draws = law.leverage(C, tried).tolist(), law.draws_ and law.leverage(C, tried, law.draws_)
-    ends = [None] * len(tried) if draws is None else percentile_intervals(draws, 0.95).tolist()
-    each = zip(tried.tolist(), leverage, ends, strict=True)
-    rows = [{"experts": E, "runs": int((c["experts"] == E).sum()), "leverage": k, "ci": ci} for E, k, ci in each]
+    leverage, ends = law.leverage(C, tried).tolist(), [None] * len(tried)
+    if law.draws_ is not None:
+        ends = percentile_intervals(law.leverage(C, tried, law.draws_), 0.95).tolist()
+    rows = [{"experts": E, "leverage": k, "ci": ci} for E, k, ci in zip(tried.tolist(), leverage, ends, strict=True)]
     for most in (None, float(c["N_total"].max())):
         best = law.optimal(targets, most)
         edge = (best.more["experts"] / tried.max() > 0.999).tolist()

@@ -213,6 +213,7 @@ class ExpertLaw(Law):
         logs |= {axis: logs[axis] - middle[axis] for axis in middle}
         floor, ceiling = (float(target.min()) - VANISHED, float(target.max()) + 2.0) if centred else (-FAR, FAR)
         of = {k: f for term in self._terms for k, f in term.items()} | {k: k for k in SATURATION}
+        at = {name: i for i, name in enumerate(self.names)}
         wide = {k: (floor / s, ceiling / s) for k, s in self._scale.items() if of[k] == ""}
         # What a constant is times the middle of an axis belongs to the constant of its term without this axis.
         moved = [
@@ -229,11 +230,7 @@ class ExpertLaw(Law):
             return found | {name: np.exp(v[name]) for name in self.names if name in SATURATION}
 
         return Problem(
-            form=LogSumTerms(
-                lambda v, _: [self._term(t, v, logs) for t in self._terms],
-                {k: i for i, k in enumerate(self.names)},
-                len(target),
-            ),
+            form=LogSumTerms(lambda v, _: [self._term(t, v, logs) for t in self._terms], at, len(target)),
             target=target,
             bounds={name: wide.get(name) or RANGES[of[name]][0] for name in self.names},
             logarithmic=self._logged,
