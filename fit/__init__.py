@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .laws.broken import BrokenPowerLaw
     from .laws.chinchilla import ChinchillaLaw
     from .laws.custom import FunctionLaw
+    from .laws.experts import ExpertLaw
     from .laws.gamma import GammaLaw
     from .laws.kaplan import KaplanLaw
     from .laws.law import Law

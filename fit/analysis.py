@@ -14,6 +14,7 @@ from .approaches.approaches import Law, fit_parametric, mix_forms, three_approac
 from .approaches.backtest import backtest
 from .approaches.conventions import by_convention, read_off
 from .approaches.envelope import Envelope
+from .approaches.experts import by_experts
 from .approaches.isoflop import IsoflopProfiles
 from .approaches.recipes import by_recipe, split
 from .checks.checks import run_checks
@@ -84,6 +85,7 @@ def analyze(
         resamples=bootstrap,
         seed=seed,
         recipes=laws,
+        experts=by_experts(table, goals, quick, seed),
     )
     found.warnings = run_checks(found)
     return found

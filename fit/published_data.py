@@ -40,7 +40,8 @@ class PublishedFile:
 class PublishedData:
     """A published data set: its files (the first is the default), source, licence, and which column plays which part.
 
-    `columns` and `derive_d` are those of `read_table`; `how` says how to make files that cannot be downloaded.
+    `columns` and `derive_d` are those of `read_table`; `how` says how to make files that cannot be downloaded. A table
+    of runs keeps the last row of each value of column `last`, has names by `rename`, and what is the `same` in all.
     """
 
     name: str
@@ -52,6 +53,9 @@ class PublishedData:
     columns: Mapping[str, str] = field(default_factory=dict)
     derive_d: str | None = None
     how: str = ""
+    last: str = ""
+    rename: Mapping[str, str] = field(default_factory=dict)
+    same: Mapping[str, float] = field(default_factory=dict)
 
 
 DATA = {
@@ -92,17 +96,20 @@ def published_runs(
     folder: str | Path | None = None,
     download: bool = False,
 ) -> RunTable:
-    """A published data set as a table of runs; `where` keeps the rows that have these values in these columns.
+    """A published data set as a table of runs; `where` keeps rows that have these values, or one of a list, in columns.
 
     Most sets mix training data or conventions that no one law fits: choose, as in where={"train_dataset": "rpj"}.
     """
     record = published_data(name)
     frame = load_published(name, folder=folder, download=download)
+    if record.last:
+        frame = frame.drop_duplicates(record.last, keep="last")
+    frame = frame.rename(columns=record.rename).assign(**record.same)
     for column, value in (where or {}).items():
         if column not in frame:
             raise InputError(f"{name} has no column {column!r}; it has {', '.join(map(str, frame.columns))}.")
         values = frame[column]
-        frame = frame[values == value]
+        frame = frame[values.isin(value if isinstance(value, list | tuple) else [value])]
         if frame.empty:
             known = ", ".join(map(str, values.unique()[:12]))
             raise InputError(f"{name} has no row whose {column} is {value!r}; there are {known}.")

@@ -16,6 +16,7 @@ import numpy as np
 from .approaches.approaches import Approach, Law, law_intervals, mixture_approach, parametric
 from .approaches.conventions import ConventionRow
 from .approaches.envelope import Envelope
+from .approaches.experts import ExpertStudy
 from .approaches.isoflop import IsoflopProfiles
 from .approaches.recipes import RecipeLaw, sentences
 from .checks.doctor import Warning, extrapolation
@@ -63,6 +64,7 @@ class Analysis:
     resamples: int
     seed: int
     recipes: list[RecipeLaw] = field(default_factory=list)
+    experts: ExpertStudy | None = None
     warnings: tuple[Warning, ...] = ()
 
     @property
@@ -111,6 +113,7 @@ class Analysis:
                 "tasks": [task.to_dict() for task in self.tasks],
                 "recipes": [one.to_dict() for one in self.recipes],
                 "recipes_compared": sentences(self.recipes),
+                "experts": self.experts and self.experts.to_dict(),
                 "interior_minima": self.interior_minima,
                 "profiles": [
                     {

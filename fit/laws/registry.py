@@ -10,6 +10,7 @@ from ..errors import InputError
 
 DEFAULT = "chinchilla"
 LOSS_LAWS = ("chinchilla", "gamma", "kaplan", "overtraining")  # those of N and D that a table can be fitted with
+EXPERT_LAWS = ("clark", "krajewski", "ludziejewski", "abnar")  # forms of mixtures of experts
 # The class of each form; fit/__init__.py says where it lives.
 LAWS = {
     "chinchilla": "ChinchillaLaw",
@@ -23,6 +24,7 @@ LAWS = {
     "hyperparameter": "HyperparameterLaw",
     "hyperparameter-surface": "HyperparameterSurface",
     "critical-batch": "CriticalBatchLaw",
+    **dict.fromkeys(EXPERT_LAWS, "ExpertLaw"),
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ..approaches.experts import expert_columns
 from ..errors import Array, is_uneven
 from ..formatting import amount, count, fixed, percent, scientific, text, times
 from ..plots import (
@@ -45,7 +46,7 @@ BESIDE = ("kaplan2020_N_opt", "hoffmann2022_approach2", "besiroglu2024", "porian
 
 def draw_all(a: Analysis, curves: Any) -> dict[str, Figure | None]:
     """Every figure of the page by name, None where the analysis does not have what it shows."""
-    drawings = (backtest, residuals, isoflop, contours, published, multiplier)
+    drawings = (backtest, residuals, isoflop, contours, published, multiplier, experts)
     found = {draw.__name__: draw(a) for draw in drawings}
     found |= {f"loss-{by}": loss_curves(a, curves, by) for by in CURVE_TITLES}
     found |= {f"optimal-{quantity.lower()}": allocation(a, quantity) for quantity in OPTIMUM_TITLES}
@@ -362,6 +363,21 @@ def multiplier(a: Analysis) -> Figure | None:
     every = [v for one in (*lines, *bands) for v in one["y"] if v is not None]
     ends = line([largest] * 2, [min(every), max(every)], FAINT, ["the dearest run"] * 2, 1, "dash", name="dearest run")
     return {"data": [*bands, same, *lines, ends], "layout": look}
+
+
+def experts(a: Analysis) -> Figure | None:
+    """Loss by FLOPs, 6 N_active D, of each number of experts, and what the law says of their best runs."""
+    if a.experts is None or a.experts.law is None:
+        return None
+    c, every, data = expert_columns(a.table), [row["experts"] for row in a.experts.sparsities], list[Trace]()
+    C, hover = 6.0 * c["N_active"] * c["D"], np.array(run_hover(a))
+    reach = np.geomspace(C.min(), C.max(), 40)
+    for E, colour in zip(every, shades(np.array(every)), strict=True):
+        of, name = c["experts"] == E, f"{amount(E)} experts" if E > 1 else "dense"
+        data.append(points(C[of], c["loss"][of], colour, list(hover[of]), name=name, legendgroup=name))
+        best = a.experts.law.optimal(reach, experts=E).loss
+        data.append(line(reach, best, colour, width=1.5, legendgroup=name))
+    return {"data": data, "layout": layout("training FLOPs", LOSS, C)}
 
 
 def scores(a: Analysis, measure: str) -> Figure | None:

@@ -1,0 +1,94 @@
+"""Tables of mixtures of experts: the law that predicts best, sparsity, leverage over dense; FLOPs are 6 N_active D."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..errors import SPREAD, Array, Columns, InputError, positive
+from ..laws.experts import ExpertLaw
+from ..table import RunTable
+from ..uncertainty import percentile_intervals, resampled_together
+
+ACTIVE = 0.99  # of all parameters, from which on a model is dense
+
+
+@dataclass(frozen=True)
+class ExpertStudy:
+    """What a table says of experts; where no law was fitted, `reason` says why.
+
+    held_out: form -> root mean square error of log loss, fitted without the largest N_active and without most experts.
+    sparsities: experts, leverage at the dearest run's budget, its interval `ci`. answers: what each target wants,
+    as text, at any size and with at most the N_total of the largest run; whether at the `edge` of the runs.
+    """
+
+    reason: str = ""
+    law: ExpertLaw | None = None
+    held_out: dict[str, float] = field(default_factory=dict)
+    sparsities: list[dict[str, Any]] = field(default_factory=list)
+    answers: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return vars(self) | {"law": self.law and {"form": self.law.form} | self.law.constants_}
+
+
+def expert_columns(runs: RunTable) -> Columns:
+    """N_active, N_total, D, loss and experts, those of a layer over those that a token uses, each (n,); experts may be
+    missing in dense runs. Raises InputError where a column is missing.
+    """
+    for name in ("N_active", "N_total", "experts"):
+        if not np.isfinite(runs.column(name)).any():
+            has = ", ".join(map(str, runs.frame.columns))
+            raise InputError(f"no numbers in column {name!r}, which a law of experts needs; the table has {has}.")
+    N, total, E, used = (runs.column(name) for name in ("N_active", "N_total", "experts", "experts_per_token"))
+    E = np.where(ACTIVE * total > N, E / np.where(np.isfinite(used), used, 1.0), 1.0)
+    found = {name: positive(name, v) for name, v in (("N_active", N), ("N_total", total), ("experts", E))}
+    return {**found, "D": runs.D, "loss": runs.loss}
+
+
+def held_out(law: ExpertLaw, columns: Columns, out: np.ndarray) -> Array:
+    """Log of what was observed less log predicted in the rows of a mask (n,), by the law fitted to all others."""
+    law.fit(*(columns[name][~out] for name in (*law.inputs, "loss")))
+    return np.log(columns["loss"][out]) - np.log(law.predict(*(columns[name][out] for name in law.inputs)))
+
+
+def by_experts(runs: RunTable, targets: tuple[float, ...], bootstrap: int = 0, seed: int = 0) -> ExpertStudy | None:
+    """The study of a table; None where every N_active is N_total, or there is none."""
+    if not (runs.column("N_active") < ACTIVE * runs.column("N_total")).any():
+        return None
+    try:
+        return _study(runs, targets, bootstrap, seed)
+    except InputError as error:
+        return ExpertStudy(str(error))
+
+
+def _study(runs: RunTable, targets: tuple[float, ...], bootstrap: int, seed: int) -> ExpertStudy:
+    c = expert_columns(runs)
+    sparse, tried = c["experts"] > 1.0, np.unique(c["experts"])
+    if len(tried) < 2:
+        raise InputError(
+            f"experts is {tried[0]:g} in every run; a law of experts needs runs of another number, or dense."
+        )
+    share = float(np.median((c["N_total"] / c["N_active"] - 1.0)[sparse] / (c["experts"][sparse] - 1.0)))
+    tokens = float(np.median(c["D"])) if c["D"].max() < SPREAD * c["D"].min() else None
+    last = [c[name] > c[name].max() / SPREAD for name in ("N_active", "experts")]
+    laws = [ExpertLaw(form, tokens, share) for form in ("abnar", "ludziejewski", *(["clark"] if tokens else []))]
+    laws = [law for law in laws if len(law.names) < min((~out).sum() for out in last)] or laws[:1]
+    errors = {law.form: float(np.sqrt(np.mean([np.mean(held_out(law, c, out) ** 2) for out in last]))) for law in laws}
+    law = min(laws, key=lambda law: errors[law.form])
+    law.fit(*(c[name] for name in (*law.inputs, "loss")))
+    if bootstrap:
+        law.bootstrap(bootstrap, resampled_together(runs.group, runs.run_id, law.problem_.free), seed)
+    C, answers = float((6.0 * c["N_active"] * c["D"]).max()), []
+    leverage, ends = law.leverage(C, tried).tolist(), [None] * len(tried)
+    if law.draws_ is not None:
+        ends = percentile_intervals(law.leverage(C, tried, law.draws_), 0.95).tolist()
+    rows = [{"experts": E, "leverage": k, "ci": ci} for E, k, ci in zip(tried.tolist(), leverage, ends, strict=True)]
+    for most in (None, float(c["N_total"].max())):
+        best = law.optimal(targets, most)
+        edge = (best.more["experts"] / tried.max() > 0.999).tolist()
+        answers += [row | {"most": most, "edge": at} for row, at in zip(best.rows(), edge, strict=True)]
+    return ExpertStudy("", law, errors, rows, answers)

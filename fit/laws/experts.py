@@ -1,0 +1,293 @@
+"""Laws of mixtures of experts: what experts that a token does not use are worth, in loss and in dense parameters.
+
+Special here: a form is its equation. Each term is the exponential of constants times products of log inputs, so that
+values, derivatives, centring and starts are read off it. E is `experts`: those of a layer over those that a token uses,
+1 in a dense model, and so the sparsity S is 1 - 1 / E; E' is E where it saturates.
+
+Clark et al. 2022 (arXiv:2202.01169), equations 1, 4 and 11; Krajewski et al. 2024 (arXiv:2402.07871), equation 9;
+Ludziejewski et al. 2025 (arXiv:2502.05172), equation 6; Abnar et al. 2025 (arXiv:2501.12370), equation 6.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..allocation.allocation import REACH, Optimum, aligned, answer, lowest, root
+from ..errors import SPREAD, Array, Columns, Constants, InputError, Say, by_name, floats, unboxed
+from ..solver.forms import LogSumTerms, Term
+from ..solver.solver import variable_projection
+from .chinchilla import FAR, VANISHED
+from .custom import latin_hypercube
+from .law import Law, Problem, amplitude, least_starts
+from .registry import EXPERT_LAWS
+
+FORMS = {  # inputs and equation
+    "clark": "N_active experts: 10^d N^a E'^b N^(c log10 E')",
+    "krajewski": "N_total D granularity: g G^-gamma N^-alpha + a N^-alpha + b D^-beta + c",
+    "ludziejewski": "N_active D experts: a E'^delta N^alpha N^(gamma ln E') + b E'^omega D^beta D^(zeta ln E') + c",
+    "abnar": "N_total D experts: a N^-alpha + b D^-beta + c E^lambda + d E^delta N^-gamma + e",
+}
+FACTOR = re.compile(r"(?:(10|[NDGE])'?\^)?\(?(-?)([a-z]+)(?: (ln|log10) E'\))?")
+AXES = {"N_active": "N", "N_total": "N", "D": "D", "granularity": "G", "experts": "E"}
+LN10 = float(np.log(10.0))
+# By what multiplies a constant in the exponent: bounds, and where starts are drawn, at the middle log N and log D.
+RANGES: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
+    **dict.fromkeys(("N", "D"), ((-3.0, 0.0), (-0.6, -0.02))),
+    **dict.fromkeys(("-N", "-D", "-G"), ((0.0, 3.0), (0.05, 1.0))),
+    **dict.fromkeys(("NE", "DE"), ((-3.0, 3.0), (-0.03, 0.03))),
+    "E": ((-3.0, 3.0), (-0.5, 0.3)),
+    "E_start": ((math.log(0.5), math.log(10.0)), (math.log(1.0), math.log(5.0))),
+    "E_max": ((math.log(12.0), math.log(1e6)), (math.log(30.0), math.log(1000.0))),
+}
+SATURATION = ("E_start", "E_max")
+CANDIDATES, STARTS = 1024, 64
+CHOICES = 49  # numbers of experts that a budget is offered, from the fewest to the most of the runs
+FARTHEST = (np.log(1e-3), np.log(1e6))  # of a leverage, in logarithms
+
+
+class ExpertLaw(Law):
+    """The loss of a mixture of experts, by one of four published forms: their `equation`.
+
+    Parameters
+    ----------
+    form : {"clark", "krajewski", "ludziejewski", "abnar"}; `inputs` are its own. krajewski is of one number of experts.
+    tokens : the one D of all runs, optional; a form is then without D, and answers budgets at this D.
+    share : of the active parameters, that in experts, optional: N_total = N_active (1 + (experts - 1) share).
+
+    After `fit`: what `Law` lists. E_start is the E' of a dense model, E_max that of ever more experts.
+    """
+
+    form: str = ""  # type: ignore[misc]
+    title = "a law of experts"
+    output = "loss"
+
+    def __init__(
+        self,
+        form: str = "clark",
+        tokens: float | None = None,
+        share: float | None = None,
+        objective: str = "huber",
+        delta: float = 1e-3,
+    ) -> None:
+        super().__init__(objective, delta)
+        if form not in EXPERT_LAWS:
+            raise InputError(f"form is {form!r}; choose a law of experts: {', '.join(EXPERT_LAWS)}.")
+        for name, value in (("tokens", tokens), ("share", share)):
+            if value is not None and not 0.0 < value < np.inf:
+                raise InputError(f"{name} is {value}; a finite number above zero is needed.")
+        self.form, self.tokens, self.share = form, tokens, share
+        self.title = f"the law of experts {form}"
+        inputs, text = FORMS[form].split(": ")
+        self.inputs = tuple(name for name in inputs.split() if tokens is None or name != "D")
+        terms = [list(FACTOR.finditer(term)) for term in text.split(" + ")]
+        if tokens is not None:  # a term of D alone is then part of the constant term
+            terms = [[f for f in t if f[1] != "D"] for t in terms if len(t) != 2 or t[1][1] != "D"]
+        self._text = " + ".join(" ".join(factor[0] for factor in term) for term in terms)
+        self._scale = {f[3]: LN10 if f[1] == "10" else 1.0 / LN10 if f[4] == "log10" else 1.0 for t in terms for f in t}
+        # Each constant with what multiplies it in the exponent.
+        self._terms = [{f[3]: f[2] + (f[1] or "").strip("10") + "E" * bool(f[4]) for f in term} for term in terms]
+        self._amplitudes = [f[3] for term in terms for f in term if f[1] is None]
+        self._logged = (*self._amplitudes, *SATURATION)
+        self._saturates = "E'" in text
+        self.names = (*self._scale, *(SATURATION if self._saturates else ()))
+
+    def fit(
+        self, *columns: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None, **named: ArrayLike
+    ) -> Self:
+        """Fit to n runs: the columns of `inputs` in order and then loss (nats per token), or all by name, each (n,).
+
+        `weight` and `loss_se` (n,) as in every law. Raises InputError also for a column that is the same in every row.
+        """
+        return self._fit(tuple(by_name("fit", (*self.inputs, self.output), columns, named).values()), weight, loss_se)
+
+    def evaluate(self, constants: Constants, *inputs: Any) -> Any:  # type: ignore[override]
+        logs = {AXES[name]: np.log(v) for name, v in zip(self.inputs, inputs, strict=True)}
+        with np.errstate(divide="ignore"):
+            v = {k: np.log(constants[k]) if k in self._logged else floats(constants[k]) for k in self.names}
+        if self._saturates:
+            logs["E"] = saturated(logs["E"], v["E_start"], v["E_max"])[0]
+        return sum(np.exp(sum(v[k] * self._along(k, f, logs) for k, f in term.items())) for term in self._terms)
+
+    def equation(self, say: Say) -> str:
+        shown = FACTOR.sub(lambda found: found[0].replace(found[3], say(found[3])), self._text)
+        return ", ".join([f"L = {shown}", *(f"{name} = {say(name)}" for name in SATURATION if self._saturates)])
+
+    def effective_parameters(self, N_active: ArrayLike, experts: ArrayLike, constants: Constants | None = None) -> Any:
+        """Parameters of the dense model of equal loss (Clark et al. 2022, equation 11); all broadcast together."""
+        self._fitted()
+        if self.form != "clark":
+            raise InputError(f"form is {self.form!r}; effective parameters are of clark, and others have leverage.")
+        c = self.constants_ if constants is None else constants
+        start = np.log(c["E_start"])
+        s = saturated(np.log(floats(experts)), start, np.log(c["E_max"]))[0]
+        slope, dense = (c["a"] + c["c"] * at / LN10 for at in (s, start))
+        return unboxed(np.exp((slope * np.log(floats(N_active)) + c["b"] * (s - start)) / dense))
+
+    def optimal(
+        self, flops: ArrayLike, most_parameters: float | None = None, experts: float | None = None, level: float = 0.95
+    ) -> Optimum:
+        """The N_active, D and experts of lowest loss for C = 6 N_active D, with intervals after `bootstrap`.
+
+        `flops` a scalar or (targets,). `most_parameters` bounds N_total, as memory does; `experts` holds their number,
+        else sought between the fewest and the most of the runs. `more` has experts, sparsity and, by share, N_total.
+        """
+        (C,) = aligned(flops=flops)
+        self._can_answer()
+        if most_parameters is not None and (self.share is None or not most_parameters > 0):
+            raise InputError(f"most_parameters is {most_parameters}; it must be above zero, and the law have a share.")
+        tried = self.data_["experts"]
+        choices = np.geomspace(tried.min(), tried.max(), CHOICES) if experts is None else floats([experts])
+
+        def solve(constants: Constants) -> Columns:
+            N, D, loss = np.broadcast_arrays(*self._split(constants, C, choices[:, None, None], most_parameters))
+            at = loss.argmin(axis=0)[None]
+            N, D, loss = (np.take_along_axis(found, at, axis=0)[0] for found in (N, D, loss))
+            E = choices[at[0]]
+            total = {} if self.share is None else {"N_total": N * self._expansion(E)}
+            return {"flops": C, "N": N, "D": D, "loss": loss, "experts": E, "sparsity": 1.0 - 1.0 / E} | total
+
+        return answer(self, solve, level)
+
+    def leverage(self, flops: float, experts: ArrayLike, constants: Constants | None = None) -> Any:
+        """FLOPs of the dense model that reaches the loss of the best mixture of so many experts at `flops`, over these;
+        each is at its best N and D, or at the law's one D. Infinite beyond 1e6. `constants` (r,) give one more axis, so
+        that the interval is `interval_of(lambda c: law.leverage(flops, experts, c))`.
+        """
+        self._can_answer()
+        c = {k: np.atleast_1d(floats(v)) for k, v in (self.constants_ if constants is None else constants).items()}
+        C = floats(flops)
+        loss = self._split(c, C, floats(experts)[..., None])[2]
+        found = root(lambda x: loss - self._split(c, C * np.exp(x), 1.0)[2], *FARTHEST)
+        found = np.where(found > FARTHEST[1] - 1e-6, np.inf, np.exp(found))
+        return unboxed(found[..., 0]) if constants is None else found
+
+    def _can_answer(self) -> None:
+        self._fitted()
+        if "experts" not in self.inputs:
+            raise InputError(f"form is {self.form!r}, of one number of experts; choose clark, ludziejewski or abnar.")
+        for name, needed in (("tokens", "D" not in self.inputs), ("share", "N_total" in self.inputs)):
+            if needed and getattr(self, name) is None:
+                raise InputError(f"{name} is not given; a budget needs ExpertLaw({self.form!r}, {name}=...).")
+
+    def _expansion(self, experts: Any) -> Any:
+        return 1.0 + (experts - 1.0) * (self.share or 0.0)
+
+    def _split(self, constants: Constants, C: Array, experts: Any, most: float | None = None) -> tuple[Array, ...]:
+        """N_active, D and loss of the best run of C FLOPs with so many experts and at most `most` parameters in all."""
+        bound = np.inf if most is None else most / self._expansion(experts)
+
+        def loss(N: Array, D: Any) -> Array:
+            known = {"N_active": N, "N_total": N * self._expansion(experts), "D": D, "experts": floats(experts)}
+            return np.asarray(self.evaluate(constants, *(known[name] for name in self.inputs)))
+
+        if self.tokens is None:
+            middle = 0.5 * np.log(C / 6.0)
+            x = lowest(lambda x: loss(np.exp(x), C / 6.0 / np.exp(x)), middle - REACH / 3, middle + REACH / 3)[0]
+            N = np.minimum(np.exp(x), bound)  # the loss has one valley in N, so a bound that binds is the best
+            return N, C / (6.0 * N), loss(N, C / (6.0 * N))
+        N = np.minimum(C / (6.0 * self.tokens), bound)
+        return N, floats(self.tokens), loss(N, self.tokens)
+
+    # The law as the solver sees it.
+
+    def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
+        super()._check(inputs, observed)
+        for name, values in zip(self.inputs, inputs, strict=True):
+            low = values.min()
+            if values.max() < SPREAD * low or (name == "experts" and low < 1.0):
+                raise InputError(
+                    f"{name} is {low:.4g} in a row; more than one is needed, of experts 1 (dense) and more."
+                )
+
+    def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
+        """Coordinates: the constants, `_logged` in logarithms, those of no N or D at the middle log N and log D."""
+        target = np.log(observed)
+        logs = {AXES[name]: np.log(v) for name, v in zip(self.inputs, inputs, strict=True)}
+        middle = {axis: float(logs[axis].mean()) if centred else 0.0 for axis in logs if axis in "ND"}
+        logs |= {axis: logs[axis] - middle[axis] for axis in middle}
+        floor, ceiling = (float(target.min()) - VANISHED, float(target.max()) + 2.0) if centred else (-FAR, FAR)
+        of = {k: f for term in self._terms for k, f in term.items()} | {k: k for k in SATURATION}
+        at = {name: i for i, name in enumerate(self.names)}
+        wide = {k: (floor / s, ceiling / s) for k, s in self._scale.items() if of[k] == ""}
+        # What a constant is times the middle of an axis belongs to the constant of its term without this axis.
+        moved = [
+            (k, o, middle[axis] * (1.0 if f[0] == "-" else -1.0) * self._scale[k] / self._scale[o])
+            for term in self._terms for axis in middle for k, f in term.items() for o, g in term.items()
+            if axis in f and g == f.strip("-").replace(axis, "")
+        ]  # fmt: skip
+
+        def constants(theta: Array) -> Columns:
+            v = dict(zip(self.names, theta.T, strict=True))
+            by = {other: factor * v[name] for name, other, factor in moved}
+            found = {name: v[name] + by.get(name, 0.0) for name in self.names}
+            found |= {name: amplitude(v[name], floor, by.get(name, 0.0)) for name in self._amplitudes}
+            return found | {name: np.exp(v[name]) for name in self.names if name in SATURATION}
+
+        return Problem(
+            form=LogSumTerms(lambda v, _: [self._term(t, v, logs) for t in self._terms], at, len(target)),
+            target=target,
+            bounds={name: wide.get(name) or RANGES[of[name]][0] for name in self.names},
+            logarithmic=self._logged,
+            axes=np.stack([*logs.values()]),
+            starts=lambda weights, keep: self._starts(of, logs, observed, weights, keep),
+            constants=constants,
+        )
+
+    def _along(self, name: str, feature: str, logs: Mapping[str, Any]) -> Any:
+        """What multiplies a constant in the exponent."""
+        scale = -self._scale[name] if feature.startswith("-") else self._scale[name]
+        return math.prod((logs[axis] for axis in feature.strip("-")), start=scale)
+
+    def _term(self, term: Mapping[str, str], v: Mapping[str, Any], logs: Mapping[str, Any]) -> Term:
+        """A term's exponent with its derivatives; amplitudes, E_start and E_max in logarithms."""
+        s, moves, bends = saturated(logs["E"], *(v[k] for k in SATURATION)) if self._saturates else (None, (), {})
+        logs = {**logs, "E": s} if self._saturates else logs
+        first = {name: np.atleast_1d(self._along(name, feature, logs)) for name, feature in term.items()}
+        value = sum((v[name] * first[name] for name in term), 0.0 * sum(logs.values()))
+        per = {name: self._along(name, f.replace("E", ""), logs) for name, f in term.items() if "E" in f}
+        slope = sum(v[name] * of for name, of in per.items())  # by log E'
+        second = {pair: slope * bend for pair, bend in bends.items()}
+        for p, move in zip(SATURATION, moves, strict=False):
+            first[p] = slope * move
+            second |= {(name, p): of * move for name, of in per.items()}
+        return Term(value, first, second)
+
+    def _starts(self, of: Mapping[str, str], logs: Columns, observed: Array, weights: Array, keep: int | None) -> Array:
+        """Starts (P, G, k): exponents of a Latin hypercube, amplitudes by variable projection."""
+        drawn = [i for i, name in enumerate(self.names) if of[name]]
+        low, high = floats([RANGES[of[self.names[i]]][1] for i in drawn]).T
+        points = np.zeros((CANDIDATES, len(self.names)))
+        points[:, drawn] = low + latin_hypercube(CANDIDATES, len(drawn), 0) * (high - low)
+        v = {name: points[:, i : i + 1] for i, name in enumerate(self.names)}
+        basis = np.stack([np.exp(self._term(term, v, logs).value) for term in self._terms], 2)
+        amplitudes, error = variable_projection(basis / observed[None, :, None], np.ones_like(observed), weights)
+        error = np.where((amplitudes > 0).all(axis=2), error, error * 4.0)
+        starts = np.tile(points, (len(error), 1, 1))
+        for i, term in enumerate(self._terms):
+            name = next(k for k in term if of[k] == "")
+            log = np.log(np.maximum(amplitudes[..., i], 0.02 * observed.min()))
+            starts[..., self.names.index(name)] = log / self._scale[name]
+        return least_starts(starts, error, keep or STARTS)
+
+
+def saturated(log_experts: Any, log_start: Any, log_most: Any) -> tuple[Any, Any, Any]:
+    """The log of E' with 1 / E' = 1 / (E - 1 + 1 / (1 / E_start - 1 / E_max)) + 1 / E_max (Clark et al. 2022, equation
+    4), its slopes in log E_start and log E_max, and its second derivatives by pair of names.
+    """
+    u, w, E = np.exp(-log_start), np.exp(-log_most), np.exp(log_experts)
+    K = 1.0 / (u - w)
+    left = K / (E - 1.0 + K)
+    h, r, bend = left / K + w, left**2, 2.0 * left**2 * (1.0 - left) * K  # bend: how r falls with u
+    start, most = u * r / h, w * (1.0 - r) / h
+    second = {
+        ("E_start", "E_start"): u * u * bend / h - start + start**2,
+        ("E_start", "E_max"): start * most - u * w * bend / h,
+        ("E_max", "E_max"): w * w * bend / h - most + most**2,
+    }
+    return -np.log(h), (start, most), second
