@@ -163,6 +163,7 @@ class Trainer:
         self.validate_at = validation_steps(config)
         self.progress = RunProgress()
         self.last_held_out: HeldOut | None = None
+        self.balance: dict[str, list[float]] = {}  # of the experts of each block, when it was last looked at
         self.unwatched: list[StepResult] = []  # still on the device, so that no step waits for its own loss
         self.saver = Saver(directory / "checkpoints", job.mesh, config, self.tokenizer, report)
         self._resume()
@@ -304,7 +305,8 @@ class Trainer:
         if self.progress.bad_steps:
             record["bad_steps"] = self.progress.bad_steps
         if loads is not None:
-            record |= balance_of(loads)
+            self.balance = balance_of(loads)
+            record |= self.balance
         if held_out is not None:
             record |= vars(held_out)
         self.metrics.write(record)
@@ -337,5 +339,6 @@ class Trainer:
             "ensemble": self.ensemble,
             "micro_batch_size": self.stepper.micro,
             "precision": config.precision,
+            **self.balance,
             "torch": torch.__version__,
         }

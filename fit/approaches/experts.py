@@ -12,6 +12,7 @@ from ..laws.experts import ExpertLaw
 from ..table import RunTable
 from ..uncertainty import percentile_intervals, resampled_together
 
+LOADS = ("load_max", "dead_experts")
 ACTIVE = 0.99  # of all parameters, from which on a model is dense
 
 
@@ -21,7 +22,8 @@ class ExpertStudy:
 
     held_out: form -> root mean square error of log loss, fitted without the largest N_active and without most experts.
     sparsities: experts, leverage at the dearest run's budget, its interval `ci`. answers: what each target wants,
-    as text, at any size and with at most the N_total of the largest run; whether at the `edge` of the runs.
+    as text, at any size and with at most the N_total of the largest run; whether at the `edge` of the runs. load: of
+    the worst run, where the table says: the largest expert's share over the mean one, and experts without a token.
     """
 
     reason: str = ""
@@ -29,6 +31,7 @@ class ExpertStudy:
     held_out: dict[str, float] = field(default_factory=dict)
     sparsities: list[dict[str, Any]] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
+    load: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -91,4 +94,5 @@ def _study(runs: RunTable, targets: tuple[float, ...], bootstrap: int, seed: int
         best = law.optimal(targets, most)
         edge = (best.more["experts"] / tried.max() > 0.999).tolist()
         answers += [row | {"most": most, "edge": at} for row, at in zip(best.rows(), edge, strict=True)]
-    return ExpertStudy("", law, errors, rows, answers)
+    load = {name: v.max() for name in LOADS if len(v := runs.column(name)[np.isfinite(runs.column(name)) & sparse])}
+    return ExpertStudy("", law, errors, rows, answers, {name: float(worst) for name, worst in load.items()})

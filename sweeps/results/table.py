@@ -53,7 +53,8 @@ CONFIGURED = {
     "vocab_size": ("model", "vocab_size"),
     "tokenizer": ("data", "tokenizer_fingerprint"),
 }
-OF_EXPERTS = ("experts", "experts_per_token", "shared_experts")  # the same, in a sweep that has any
+# Columns of a sweep that has mixtures.
+OF_EXPERTS = ("experts", "experts_per_token", "shared_experts", "load_max", "load_entropy", "dead_experts")
 
 
 def build_table(sweep: SweepDirectory) -> pd.DataFrame:
@@ -146,7 +147,10 @@ def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) ->
     if groups.get("variant"):
         row["variant"] = groups["variant"]
     model = groups.get("model") or {}
-    row |= {name: model.get(name) or 0 for name in OF_EXPERTS}
+    row |= {name: model.get(name) or 0 for name in ("experts", "experts_per_token", "shared_experts")}
+    # Of the worst block; a run that was interrupted after its last step does not know.
+    loads = {"load_max": max, "load_entropy": min, "dead_experts": sum}
+    row |= {name: worst(summary[name]) if summary.get(name) else None for name, worst in loads.items()}
     data = groups.get("data") or {}
     steps = data.get("recipe") or []
     try:

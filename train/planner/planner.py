@@ -4,7 +4,7 @@ Every combination is costed in closed form. It fits when its peak (`memory.py`) 
 margin for what no formula sees: the CUDA context, NCCL's buffers, fragmentation. The seconds of a step are
 
     forward + backward + recompute     matrix-product FLOPs over the measured rate
-    + tensor + data                    collectives, as far as nothing hides them
+    + tensor + experts + data          collectives, as far as nothing hides them
     + update                           bytes of Adam over the memory's bandwidth
 
 A collective is a ring of N - 1 hops, each of n / N bytes and one latency; an all-reduce is two. Tensor-parallel ones
@@ -17,6 +17,8 @@ Korthikanti et al. 2022, arXiv 2205.05198, section 4; Rajbhandari et al. 2020, a
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +26,7 @@ from functools import cached_property
 from ..config import ParallelConfig, RunConfig
 from ..errors import UserError
 from ..flops import flops_optimizer
-from ..memory import Memory, bucket_sizes, memory, stage_of
+from ..memory import Memory, buckets_of, memory, stage_of
 from ..model.shape import Share, micro_batches, share_of
 from .validation import check_shapes, divisors_of, working_shapes
 
@@ -55,6 +57,7 @@ class StepTime:
     backward: float
     recompute: float  # activations computed again
     tensor: float  # tensor-parallel collectives that nothing hides
+    experts: float  # rows of tokens, to the ranks that have their experts and back
     data: float  # reductions and gathers over dp that nothing hides
     update: float
 
@@ -78,12 +81,13 @@ def step_time(config: RunConfig, hardware: Hardware) -> StepTime:
     row_products = share.width * (share.heads * share.head_dim + share.inner) * share.depth
     column = 1 - row_products / (share.matrices + share.table)
     # Adam reads gradient, weight and both moments, and writes the last three and the weight.
-    updated = sum(bucket_sizes(share, config)) / (config.parallel.dp if stage_of(config) > 0 else 1)
+    updated = sum(bucket.size / (bucket.ranks if stage_of(config) > 0 else 1) for bucket in buckets_of(share, config))
     return StepTime(
         forward=passes * forward,
         backward=passes * 2 * forward,
         recompute=passes * again,
         tensor=passes * tensor_seconds(config, hardware, column * forward),
+        experts=passes * exchange_seconds(config, hardware),
         data=data_seconds(config, hardware, forward, 2 * forward + again),
         update=updated * (6 * 4 + 2 * share.itemsize) / hardware.memory_bandwidth
         + flops_optimizer(config) / config.steps / config.parallel.world_size / rate,
@@ -128,17 +132,35 @@ def tensor_seconds(config: RunConfig, hardware: Hardware, product: float) -> flo
     return forward + backward + again
 
 
+def exchange_seconds(config: RunConfig, hardware: Hardware) -> float:
+    """What a micro-batch waits for the rows that expert-parallel ranks exchange: in a block there and back, in the
+    backward pass again, and where the block is computed anew.
+    """
+    share, parallel = share_of(config), config.parallel
+    if parallel.ep == 1 or share.experts is None:
+        return 0.0
+    rows = share.tokens * share.experts.chosen * share.width * share.itemsize
+    times = 6 if parallel.recompute == "full" else 4
+    once = ring_seconds(rows, parallel.ep, _bandwidth(parallel.ep * parallel.tp, hardware), hardware.latency)
+    return times * (share.depth - share.experts.above) * once
+
+
+def _bandwidth(ranks: int, hardware: Hardware) -> float:
+    """Between so many neighbours."""
+    return hardware.intra_bandwidth if ranks <= hardware.ranks_per_node else hardware.inter_bandwidth
+
+
 def data_seconds(config: RunConfig, hardware: Hardware, forward: float, backward: float) -> float:
     """What a step waits for reductions and gathers over dp, given the seconds of one forward and backward pass."""
     share, parallel, stage = share_of(config), config.parallel, stage_of(config)
     if parallel.dp == 1:
         return 0.0
-    inside = parallel.dp * parallel.tp <= hardware.ranks_per_node
-    bandwidth = hardware.intra_bandwidth if inside else hardware.inter_bandwidth
-
+    bandwidth = _bandwidth(parallel.dp * parallel.tp, hardware)
     # Gradients travel in the compute dtype, and are summed in fp32 where they arrive.
-    sizes = [elements * share.itemsize for elements in bucket_sizes(share, config)]
-    gather = [ring_seconds(size, parallel.dp, bandwidth, hardware.latency) for size in sizes]
+    gather = [
+        ring_seconds(bucket.size * share.itemsize, bucket.ranks, bandwidth, hardware.latency)
+        for bucket in buckets_of(share, config)
+    ]
     reduce = [seconds * (2 if stage == 0 else 1) for seconds in gather]
     if stage == 3:
         ahead = max(gather[-1], sum(gather) - forward)
@@ -160,8 +182,9 @@ class Candidate:
     @property
     def name(self) -> str:
         chosen = self.parallel
+        experts = f"ep={chosen.ep} " if chosen.ep > 1 else ""
         return (
-            f"tp={chosen.tp} dp={chosen.dp} zero={chosen.zero} micro_batch_size={chosen.micro_batch_size} "
+            f"tp={chosen.tp} dp={chosen.dp} {experts}zero={chosen.zero} micro_batch_size={chosen.micro_batch_size} "
             f"recompute={chosen.recompute}"
         )
 
@@ -169,7 +192,7 @@ class Candidate:
     def complexity(self) -> tuple[int, ...]:
         """Orders what takes equally long: least split first, then the largest micro-batches."""
         chosen = self.parallel
-        return chosen.tp, chosen.zero, RECOMPUTE.index(chosen.recompute), -(chosen.micro_batch_size or 0)
+        return chosen.tp, chosen.ep, chosen.zero, RECOMPUTE.index(chosen.recompute), -(chosen.micro_batch_size or 0)
 
 
 @dataclass(frozen=True)
@@ -248,7 +271,7 @@ def choose(config: RunConfig, ranks: int, hardware: Hardware, margin: float = MA
     """Costs every way to spread a run over `ranks` ranks.
 
     Args:
-        config: its tp, dp, zero, micro_batch_size and recompute are not read.
+        config: its tp, dp, ep, zero, micro_batch_size and recompute are not read.
         margin: share of the device's memory to leave free, at least 0 and below 1.
 
     Raises:
@@ -270,17 +293,18 @@ def choose(config: RunConfig, ranks: int, hardware: Hardware, margin: float = MA
 
 
 def ways(config: RunConfig, ranks: int, ranks_per_node: int) -> Iterator[ParallelConfig]:
-    """Every setting that divides the model and the batch; tp inside a node. UserError where there is none."""
+    """Every setting that divides model, experts and batch; tp inside a node. UserError where there is none."""
     found = False
     for micro in divisors_of(config.optimizer.batch_size):
-        asked = dataclasses.replace(config.parallel, micro_batch_size=micro, zero=0)
+        asked = dataclasses.replace(config.parallel, micro_batch_size=micro, zero=0, ep=1)
         for tp, dp in working_shapes(dataclasses.replace(config, parallel=asked), ranks, min(ranks, ranks_per_node)):
             found = True
-            for zero in (0, 1, 2, 3) if dp > 1 else (0,):
-                for recompute in RECOMPUTE:
-                    yield dataclasses.replace(asked, tp=tp, dp=dp, zero=zero, recompute=recompute)
+            shared = config.model.experts if config.optimizer.kind == "adamw" else 0
+            stages, sharings = (0, 1, 2, 3) if dp > 1 else (0,), divisors_of(math.gcd(dp, shared)) if shared else [1]
+            for ep, zero, recompute in itertools.product(sharings, stages, RECOMPUTE):
+                yield dataclasses.replace(asked, tp=tp, dp=dp, ep=ep, zero=zero, recompute=recompute)
     if not found:
-        plain = dataclasses.replace(config.parallel, tp=1, dp=ranks, zero=0, micro_batch_size=1)
+        plain = dataclasses.replace(config.parallel, tp=1, dp=ranks, zero=0, ep=1, micro_batch_size=1)
         check_shapes(dataclasses.replace(config, parallel=plain))
 
 
