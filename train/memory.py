@@ -236,9 +236,9 @@ def kept_by_blocks(share: Share, blocks: int) -> int:
 
 
 def kept_by_experts(share: Share, experts: Experts) -> int:
-    """Rows, first product and gates of the chosen experts, with where they come from and go to; scores and choice."""
+    """First product and gates of the chosen experts, with where rows come from and go to; scores and choice."""
     rows = share.tokens * experts.chosen
-    routed = rows * ((share.width + 2 * experts.hidden + 1) * share.itemsize + 2 * INDEX)
+    routed = rows * ((2 * experts.hidden + 1) * share.itemsize + 2 * INDEX)
     choice = share.tokens * (experts.count * FP32 + experts.chosen * (2 * FP32 + INDEX) + FP32)
     # The router reads tokens in fp32, of all tensor-parallel ranks.
     wide = share.tokens * share.width * FP32 if share.itemsize < FP32 or share.rows < share.tokens else 0
@@ -371,14 +371,17 @@ def _split_loss_workspace(share: Share) -> int:
 
 
 def _experts_workspace(share: Share, experts: Experts) -> int:
-    """Bytes beside what all blocks keep in the backward pass of the experts: derivatives by rows, activations and
-    weights.
+    """Bytes beside what all blocks keep in the backward pass of the experts: derivatives by rows and weights, and what
+    one expert works on at a time, on GPUs all.
     """
     rows = share.tokens * experts.chosen
+    at_once = rows if share.device == "cuda" else rows // experts.count
     weights = 3 * experts.held * experts.hidden * share.width
     again = kept_by_block(replace(share, recompute="none")) if share.recompute == "full" else 0
     stream = share.rows * share.width * share.itemsize
-    return max(again, stream) + share.itemsize * (rows * (2 * share.width + 4 * experts.hidden) + weights)
+    return max(again, stream) + share.itemsize * (
+        rows * share.width + at_once * (2 * share.width + 4 * experts.hidden) + weights
+    )
 
 
 def block_workspace(share: Share) -> int:

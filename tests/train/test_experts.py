@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from isoflop.train.ensemble.members import refusal
 from isoflop.train.errors import UserError
 from isoflop.train.files import read_json_lines
 from isoflop.train.flops import count_parameters, training_flops_per_token
-from isoflop.train.model.experts import MoE, balance_of, grouped, grouped_outer
+from isoflop.train.model.experts import MoE, balance_of, outer, product
 from isoflop.train.model.gpt import GPT
 from isoflop.train.model.parametrization import build_model
 from isoflop.train.planner.validation import validate
@@ -128,10 +129,15 @@ def test_grouped_products_are_pytorchs_own() -> None:
     counts = torch.tensor([5, 0, 17, 2])
     x, weights = torch.randn(24, 16, generator=generator), torch.randn(4, 16, 32, generator=generator)
     y = torch.randn(24, 32, generator=generator)
-    offsets = counts.cumsum(0).to(torch.int32)
-    torch.testing.assert_close(grouped(x, weights, offsets), grouped(x, weights, counts.tolist()))
-    torch.testing.assert_close(grouped_outer(x, y, offsets), grouped_outer(x, y, counts.tolist()))
-    assert not grouped_outer(x, y, counts.tolist())[1].any()
+    offsets, ends = counts.cumsum(0).to(torch.int32), [0, 5, 5, 22, 24]
+    one_by_one = torch.cat([product(x[a:b], weights, e) for e, (a, b) in enumerate(pairwise(ends))])
+    torch.testing.assert_close(product(x, weights, offsets), one_by_one)
+    found, expected = torch.ones(4, 16, 32), torch.zeros(4, 16, 32)
+    outer(x, y, offsets, found)
+    for e, (a, b) in enumerate(pairwise(ends)):
+        outer(x[a:b], y[a:b], e, expected)
+    torch.testing.assert_close(found, expected)
+    assert not found[1].any()
 
 
 def test_the_gradient_of_a_bias_is_the_excess_of_its_expert() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -109,16 +110,17 @@ class _Penalised(torch.autograd.Function):
 
 
 class ExpertMLP(nn.Module):
-    """SwiGLU feed-forwards alike, one below the other in one matrix: rows sorted by expert (m, width) -> (m, width)."""
+    """SwiGLU feed-forwards alike, one below the other in one matrix: (n, width) -> (n, width), summed over a token's
+    rows.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         shape = config.experts, config.moe_hidden, config.width
-        self.experts = config.experts
         self.gate_up, self.down = Stack(2 * shape[0] * shape[1], shape[2]), Stack(shape[0] * shape[2], shape[1])
 
-    def forward(self, x: Tensor, gates: Tensor, counts: Tensor) -> Tensor:
-        return _ExpertMLP.apply(x, gates, self.gate_up.weight, self.down.weight, counts)
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        return _ExpertMLP.apply(x, routing.gates, self.gate_up.weight, self.down.weight, *routing[1:])
 
 
 class Stack(nn.Module):
@@ -130,38 +132,81 @@ class Stack(nn.Module):
 
 
 class _ExpertMLP(torch.autograd.Function):
-    """With m rows X sorted by expert, gates g (m,), and for each expert G (2 h, w) and W (w, h), both as stacks:
+    """With m rows X of tokens sorted by expert, gates g (m,), and for each expert G (2 h, w) and W (w, h), as stacks:
 
         forward   A (m, 2 h) = X G^T,   B (m, h) = silu(gate) up,   Y (m, w) = (g B) W^T
         backward  dB = dY W,  dg = sum dB B,  dA = swiglu'(g dB),  dX = dA G,  dW = dY^T (g B),  dG = dA^T X
 
-    every product within each expert's rows. X, A and g are kept.
+    every product within each expert's rows; a token's result is the sum of its rows of Y. Kept are the tokens, A and g.
+    CPUs work on one expert after the other, so that its rows stay in the cache from the first product to the last.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor) -> Tensor:
-        first, last = (weight.view(len(counts), -1, weight.shape[1]) for weight in (gate_up, down))
-        spans = _spans(counts)
-        products = grouped(x, first.mT, spans)
-        ctx.save_for_backward(x, gates, products, gate_up, down, counts)
-        return grouped(gated(products).mul_(gates[:, None]), last.mT, spans)
+    def forward(
+        ctx: Any, x: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, tokens: Tensor, rows: Tensor, counts: Tensor
+    ) -> Tensor:
+        first, last = _stacks(gate_up, down, counts)
+        products, y = x.new_empty(len(tokens), first.shape[1]), x.new_empty(len(tokens), x.shape[1])
+        for own, expert in _parts(counts):
+            products[own] = part = product(x[tokens[own]], first.mT, expert)
+            y[own] = product(gated(part).mul_(gates[own, None]), last.mT, expert)
+        ctx.save_for_backward(x, gates, products, gate_up, down, tokens, rows, counts)
+        return _summed(y, rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, gates, products, gate_up, down, counts = ctx.saved_tensors
-        first, last = (weight.view(len(counts), -1, weight.shape[1]) for weight in (gate_up, down))
-        spans, grad = _spans(counts), grad.contiguous()
-        inner, d_inner = gated(products), grouped(grad, last, spans)
-        d_gates = (inner * d_inner).sum(-1)
-        d_inner.mul_(gates[:, None])
-        d_down = grouped_outer(grad, inner.mul_(gates[:, None]), spans).view_as(down)
-        gate, up = products.chunk(2, dim=-1)
-        d_products = torch.empty_like(products)
-        d_gate, d_up = d_products.chunk(2, dim=-1)
-        torch.mul(d_inner, F.silu(gate), out=d_up)
-        torch.ops.aten.silu_backward.grad_input(d_inner.mul_(up), gate, grad_input=d_gate)
-        d_gate_up = grouped_outer(d_products, x, spans).view_as(gate_up)
-        return grouped(d_products, first, spans), d_gates, d_gate_up, d_down, None
+        x, gates, products, gate_up, down, tokens, rows, counts = ctx.saved_tensors
+        first, last = _stacks(gate_up, down, counts)
+        d_first, d_last, d_gates = torch.zeros_like(first), torch.zeros_like(last), torch.empty_like(gates)
+        dx, grad = x.new_empty(len(tokens), x.shape[1]), grad.contiguous()
+        for own, expert in _parts(counts):
+            part, dy, gate = products[own], grad[tokens[own]], gates[own, None]
+            inner, d_inner = gated(part), product(dy, last, expert)
+            d_gates[own] = (inner * d_inner).sum(-1)
+            outer(dy, inner.mul_(gate), expert, d_last)
+            d_part = _gated_slope(part, d_inner.mul_(gate))
+            outer(d_part, x[tokens[own]], expert, d_first)
+            dx[own] = product(d_part, first, expert)
+        return _summed(dx, rows), d_gates, d_first.view_as(gate_up), d_last.view_as(down), None, None, None
+
+
+def _gated_slope(products: Tensor, grad: Tensor) -> Tensor:
+    """The derivative of `gated`; overwrites the gradient."""
+    gate, up = products.chunk(2, dim=-1)
+    slope = torch.empty_like(products)
+    d_gate, d_up = slope.chunk(2, dim=-1)
+    torch.mul(grad, F.silu(gate), out=d_up)
+    torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=d_gate)
+    return slope
+
+
+def _stacks(gate_up: Tensor, down: Tensor, counts: Tensor) -> list[Tensor]:
+    """Each expert's own matrices, (experts, rows, columns)."""
+    return [weight.view(len(counts), -1, weight.shape[1]) for weight in (gate_up, down)]
+
+
+Expert = int | Tensor  # one of them, or on GPUs all, by where the rows of each end: nothing waits for these numbers
+
+
+def _parts(counts: Tensor) -> list[tuple[slice, Expert]]:
+    """Rows to be worked on together, and whose they are."""
+    if on_gpu(counts):
+        return [(slice(None), counts.cumsum(0).to(torch.int32))]
+    ends = list(accumulate(counts.tolist()))
+    return [(slice(a, b), number) for number, (a, b) in enumerate(zip([0, *ends], ends, strict=False)) if b > a]
+
+
+def product(x: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    """Rows (m, i) times their expert's weights (experts, i, o)."""
+    return x @ weights[expert] if isinstance(expert, int) else F.grouped_mm(x, weights, offs=expert)
+
+
+def outer(left: Tensor, right: Tensor, expert: Expert, out: Tensor) -> None:
+    """left^T right, of rows (m, a) and (m, b), to their expert's place in `out` (experts, a, b)."""
+    if isinstance(expert, int):
+        torch.mm(left.mT, right, out=out[expert])
+    else:
+        out.copy_(F.grouped_mm(left.mT, right, offs=expert))
 
 
 def balance_of(loads: Tensor) -> dict[str, list[float]]:
@@ -174,33 +219,6 @@ def balance_of(loads: Tensor) -> dict[str, list[float]]:
         "load_entropy": (torch.special.entr(share).sum(-1) / math.log(loads.shape[1])).tolist(),
         "dead_experts": (loads == 0).sum(-1).tolist(),
     }
-
-
-Spans = list[int] | Tensor  # rows of each expert: on CPUs numbers, on GPUs where each ends, so that nothing waits
-
-
-def _spans(counts: Tensor) -> Spans:
-    return counts.cumsum(0).to(torch.int32) if on_gpu(counts) else counts.tolist()
-
-
-def grouped(x: Tensor, weights: Tensor, spans: Spans) -> Tensor:
-    """Each expert's rows of x (m, i) times its weights (experts, i, o): (m, o)."""
-    if isinstance(spans, Tensor):
-        return F.grouped_mm(x, weights, offs=spans)
-    out = x.new_empty(len(x), weights.shape[2])
-    for part, weight, own in zip(x.split(spans), weights, out.split(spans), strict=True):
-        torch.mm(part, weight, out=own)
-    return out
-
-
-def grouped_outer(left: Tensor, right: Tensor, spans: Spans) -> Tensor:
-    """left^T right of each expert's rows, (m, a) and (m, b): (experts, a, b)."""
-    if isinstance(spans, Tensor):
-        return F.grouped_mm(left.mT, right, offs=spans)
-    out = left.new_empty(len(spans), left.shape[1], right.shape[1])
-    for a, b, own in zip(left.split(spans), right.split(spans), out, strict=True):
-        torch.mm(a.mT, b, out=own)
-    return out
 
 
 class Spread(torch.autograd.Function):
@@ -217,7 +235,7 @@ class Spread(torch.autograd.Function):
         return _summed(grad, rows), None, None
 
 
-class _Collect(torch.autograd.Function):
+class Collect(torch.autograd.Function):
     """The sum over each token's rows, (n k, width) -> (n, width)."""
 
     @staticmethod
@@ -243,17 +261,13 @@ class MoE(nn.Module):
         self.router, self.experts, self.shared = Router(config), ExpertMLP(config), shared
         self.enter: Callable[[Tensor], Tensor] = _same  # to the tokens of all tensor-parallel ranks, and back
         self.leave: Callable[[Tensor], Tensor] = _same
-        self.exchange: Callable[[ExpertMLP, Tensor, Tensor, Tensor], Tensor] | None = None  # where ranks share them out
+        self.apply_experts: Callable[[ExpertMLP, Tensor, Routing], Tensor] = ExpertMLP.__call__
 
     @torch.compiler.disable
     def forward(self, x: Tensor, length: int) -> Tensor:
         """Of sequences of `length`; their tokens may come as one dimension."""
         flat = self.enter(x).flatten(0, -2)
-        routing = self.router(flat, length)
-        rows = Spread.apply(flat, routing.tokens, routing.rows)
-        given = rows, routing.gates, routing.counts
-        rows = self.experts(*given) if self.exchange is None else self.exchange(self.experts, *given)
-        y = self.leave(_Collect.apply(rows, routing.tokens, routing.rows)).view(x.shape)
+        y = self.leave(self.apply_experts(self.experts, flat, self.router(flat, length))).view(x.shape)
         return y if self.shared is None else y + self.shared(x)
 
 

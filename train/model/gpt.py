@@ -102,7 +102,8 @@ class Block(nn.Module):
         selective   x (w), query-key-value product ((H + 2K) d), stream after attention (w), gate-up product (2h)
         none        all of these, the norms' outputs (2w), what attention works on and gives, SwiGLU's product (h)
 
-    In place of gate-up and SwiGLU's product a mixture of experts keeps its rows, k (w + 2h), and k + 2k indices.
+    In place of gate-up and SwiGLU's product a mixture of experts keeps its rows' first product, k (2h), their gates (k)
+    and 2k indices.
     """
 
     def __init__(self, config: ModelConfig, experts: bool = False) -> None:

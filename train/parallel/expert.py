@@ -15,27 +15,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..model.experts import ExpertMLP, Spread
+from ..model.experts import Collect, ExpertMLP, Routing, Spread
 
 
 class Exchange:
-    """This rank's experts, for rows of all ranks of a group."""
+    """The experts of all ranks of a group, for the tokens of this one."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
 
-    def __call__(self, experts: ExpertMLP, rows: Tensor, gates: Tensor, counts: Tensor) -> Tensor:
-        """As `experts`, of all of them: rows (n, width) and gates (n,) by expert, of which each has its count."""
+    def __call__(self, experts: ExpertMLP, x: Tensor, routing: Routing) -> Tensor:
+        """As `experts`, had this rank all of them: (n, width) -> (n, width)."""
+        gates, tokens, rows, counts = routing
         sent = counts.view(self.group.size(), -1)
         received = torch.empty_like(sent)  # (sender, own expert)
         dist.all_to_all_single(received, sent, group=self.group)
         sizes = sent.sum(1).tolist(), received.sum(1).tolist()  # the host must know how much comes: a GPU is waited for
-        rows, gates = (_Exchanged.apply(x, *sizes, self.group) for x in (rows, gates))
-        own = torch.arange(received.numel(), device=rows.device).remainder(received.shape[1])
+        came, gates = (_Exchanged.apply(part, *sizes, self.group) for part in (Spread.apply(x, tokens, rows), gates))
+        own = torch.arange(received.numel(), device=x.device).remainder(received.shape[1])
         order = own.repeat_interleave(received.flatten()).argsort(stable=True)  # by expert
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        y = experts(Spread.apply(rows, order, back[:, None]), gates[order], received.sum(0))
-        return _Exchanged.apply(Spread.apply(y, back, order[:, None]), *sizes[::-1], self.group)
+        y = experts(came, Routing(gates[order], order, back[:, None], received.sum(0)))
+        return Collect.apply(_Exchanged.apply(y, *sizes[::-1], self.group), tokens, rows)
 
 
 class _Exchanged(torch.autograd.Function):

@@ -300,7 +300,7 @@ def split_model(gpt: GPT, mesh: Mesh, sequence_parallel: bool) -> dict[str, Plac
                 gpt.set_submodule(parameter.name.removesuffix(".weight"), Stack(rows, columns))
     if mesh.ep_group is not None:
         for moe in gpt.mixtures:
-            moe.exchange = Exchange(mesh.ep_group)
+            moe.apply_experts = Exchange(mesh.ep_group)
     if mesh.tp_group is None:
         return placements
     ranks = (mesh.tp_group, sequence_parallel)
