@@ -33,6 +33,11 @@ class RecipeLaw:
     comparison: Comparison | None = None
     apart: str = ""
 
+    @property
+    def cached(self) -> float:
+        """Bytes that a decoder of the largest run keeps per token, at two a number; NaN where the table does not say."""
+        return float(self.table.column("kv_bytes").max())
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         law, e = self.law, self.estimate

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ...train.config import ModelConfig, from_dict
 from ...train.data.recipe.recipe import recipe_label
 from ...train.errors import UserError
 from ...train.files import read_json, read_json_lines, write_atomic
@@ -144,9 +145,10 @@ def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) ->
     row["trunk"] = planned["parent"]
     groups = yaml_or_empty(run.path / "config.yaml")  # whichever version wrote it
     row |= {name: (groups.get(group) or {}).get(field) for name, (group, field) in CONFIGURED.items()}
+    model = groups.get("model") or {}
     if groups.get("variant"):
         row["variant"] = groups["variant"]
-    model = groups.get("model") or {}
+        row["kv_bytes"] = _kv_bytes(model)
     row |= {name: model.get(name) or 0 for name in ("experts", "experts_per_token", "shared_experts")}
     # Of the worst block; a run that was interrupted after its last step does not know.
     loads = {"load_max": max, "load_entropy": min, "dead_experts": sum}
@@ -158,6 +160,15 @@ def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) ->
     except UserError:  # a step that this version does not know
         row["recipe"] = "+".join(steps)
     return row | {"recipe_fingerprint": data.get("recipe_fingerprint")}
+
+
+def _kv_bytes(model: dict[str, Any]) -> int | None:
+    """What a decoder keeps per token, at two bytes a number; None where another version wrote the config."""
+    try:
+        config = from_dict(ModelConfig, model)
+        return 2 * config.depth * config.cached
+    except (UserError, TypeError):
+        return None
 
 
 def _scores(scores: dict[str, Any]) -> dict[str, Any]:

@@ -130,8 +130,9 @@ def test_grouped_products_are_pytorchs_own() -> None:
     x, weights = torch.randn(24, 16, generator=generator), torch.randn(4, 16, 32, generator=generator)
     y = torch.randn(24, 32, generator=generator)
     offsets, ends = counts.cumsum(0).to(torch.int32), [0, 5, 5, 22, 24]
-    one_by_one = torch.cat([product(x[a:b], weights, e) for e, (a, b) in enumerate(pairwise(ends))])
-    torch.testing.assert_close(product(x, weights, offsets), one_by_one)
+    one_by_one = torch.cat([x[a:b] @ weights[e] for e, (a, b) in enumerate(pairwise(ends))])
+    torch.testing.assert_close(product(x, weights, offsets, torch.empty(24, 32)), one_by_one)
+    torch.testing.assert_close(product(x[5:22], weights, 2, torch.empty(17, 32)), one_by_one[5:22])
     found, expected = torch.ones(4, 16, 32), torch.zeros(4, 16, 32)
     outer(x, y, offsets, found)
     for e, (a, b) in enumerate(pairwise(ends)):

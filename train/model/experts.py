@@ -148,8 +148,8 @@ class _ExpertMLP(torch.autograd.Function):
         first, last = _stacks(gate_up, down, counts)
         products, y = x.new_empty(len(tokens), first.shape[1]), x.new_empty(len(tokens), x.shape[1])
         for own, expert in _parts(counts):
-            products[own] = part = product(x[tokens[own]], first.mT, expert)
-            y[own] = product(gated(part).mul_(gates[own, None]), last.mT, expert)
+            part = product(x.index_select(0, tokens[own]), first.mT, expert, products[own])
+            product(gated(part).mul_(gates[own, None]), last.mT, expert, y[own])
         ctx.save_for_backward(x, gates, products, gate_up, down, tokens, rows, counts)
         return _summed(y, rows)
 
@@ -160,13 +160,14 @@ class _ExpertMLP(torch.autograd.Function):
         d_first, d_last, d_gates = torch.zeros_like(first), torch.zeros_like(last), torch.empty_like(gates)
         dx, grad = x.new_empty(len(tokens), x.shape[1]), grad.contiguous()
         for own, expert in _parts(counts):
-            part, dy, gate = products[own], grad[tokens[own]], gates[own, None]
-            inner, d_inner = gated(part), product(dy, last, expert)
+            part, dy, gate = products[own], grad.index_select(0, tokens[own]), gates[own, None]
+            inner = gated(part)
+            d_inner = product(dy, last, expert, torch.empty_like(inner))
             d_gates[own] = (inner * d_inner).sum(-1)
             outer(dy, inner.mul_(gate), expert, d_last)
             d_part = _gated_slope(part, d_inner.mul_(gate))
-            outer(d_part, x[tokens[own]], expert, d_first)
-            dx[own] = product(d_part, first, expert)
+            outer(d_part, x.index_select(0, tokens[own]), expert, d_first)
+            product(d_part, first, expert, dx[own])
         return _summed(dx, rows), d_gates, d_first.view_as(gate_up), d_last.view_as(down), None, None, None
 
 
@@ -196,9 +197,11 @@ def _parts(counts: Tensor) -> list[tuple[slice, Expert]]:
     return [(slice(a, b), number) for number, (a, b) in enumerate(zip([0, *ends], ends, strict=False)) if b > a]
 
 
-def product(x: Tensor, weights: Tensor, expert: Expert) -> Tensor:
-    """Rows (m, i) times their expert's weights (experts, i, o)."""
-    return x @ weights[expert] if isinstance(expert, int) else F.grouped_mm(x, weights, offs=expert)
+def product(x: Tensor, weights: Tensor, expert: Expert, out: Tensor) -> Tensor:
+    """Rows (m, i) times their expert's weights (experts, i, o), in `out` (m, o)."""
+    if isinstance(expert, int):
+        return torch.mm(x, weights[expert], out=out)
+    return out.copy_(F.grouped_mm(x, weights, offs=expert))
 
 
 def outer(left: Tensor, right: Tensor, expert: Expert, out: Tensor) -> None:
