@@ -35,7 +35,7 @@ class RecipeLaw:
 
     @property
     def cached(self) -> float:
-        """Bytes that a decoder of the largest run keeps per token, at two a number; NaN where the table does not say."""
+        """Bytes that a decoder of the largest run keeps per token, at two a number; NaN where no column says it."""
         return float(self.table.column("kv_bytes").max())
 
     def to_dict(self) -> dict[str, Any]:
