@@ -85,7 +85,7 @@ def analyze(
         resamples=bootstrap,
         seed=seed,
         recipes=laws,
-        experts=by_experts(table, goals, quick, seed),
+        experts=by_experts(counted, goals, quick, seed),
     )
     found.warnings = run_checks(found)
     return found

@@ -32,10 +32,12 @@ class ExpertStudy:
     sparsities: list[dict[str, Any]] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
     load: dict[str, float] = field(default_factory=dict)
+    columns: Columns = field(default_factory=dict, repr=False)  # as `expert_columns`
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return vars(self) | {"law": self.law and {"form": self.law.form} | self.law.constants_}
+        found = vars(self) | {"law": self.law and {"form": self.law.form} | self.law.constants_}
+        return {name: value for name, value in found.items() if name != "columns"}
 
 
 def expert_columns(runs: RunTable) -> Columns:
@@ -95,4 +97,4 @@ def _study(runs: RunTable, targets: tuple[float, ...], bootstrap: int, seed: int
         edge = (best.more["experts"] / tried.max() > 0.999).tolist()
         answers += [row | {"most": most, "edge": at} for row, at in zip(best.rows(), edge, strict=True)]
     load = {name: v.max() for name in LOADS if len(v := runs.column(name)[np.isfinite(runs.column(name)) & sparse])}
-    return ExpertStudy("", law, errors, rows, answers, {name: float(worst) for name, worst in load.items()})
+    return ExpertStudy("", law, errors, rows, answers, {name: float(worst) for name, worst in load.items()}, c)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from ..approaches.experts import expert_columns
 from ..errors import Array, is_uneven
 from ..formatting import amount, count, fixed, percent, scientific, text, times
 from ..plots import (
@@ -369,11 +368,12 @@ def experts(a: Analysis) -> Figure | None:
     """Loss by FLOPs, 6 N_active D, of each number of experts, and what the law says of their best runs."""
     if a.experts is None or a.experts.law is None:
         return None
-    c, every, data = expert_columns(a.table), [row["experts"] for row in a.experts.sparsities], list[Trace]()
-    C, hover = 6.0 * c["N_active"] * c["D"], np.array(run_hover(a))
+    c, every, data = a.experts.columns, [row["experts"] for row in a.experts.sparsities], list[Trace]()
+    C, of_run = 6.0 * c["N_active"] * c["D"], zip(c["N_active"], c["N_total"], c["D"], strict=True)
+    hover = np.array([f"N_active {count(N)} of {count(whole)}, D {count(D)}" for N, whole, D in of_run])
     reach = np.geomspace(C.min(), C.max(), 40)
     for E, colour in zip(every, shades(np.array(every)), strict=True):
-        of, name = c["experts"] == E, f"{amount(E)} experts" if E > 1 else "dense"
+        of, name = c["experts"] == E, f"{E:g} experts" if E > 1 else "dense"
         data.append(points(C[of], c["loss"][of], colour, list(hover[of]), name=name, legendgroup=name))
         best = a.experts.law.optimal(reach, experts=E).loss
         data.append(line(reach, best, colour, width=1.5, legendgroup=name))
