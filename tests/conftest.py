@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import random
@@ -50,6 +51,12 @@ def pytest_collectstart() -> None:
     """Before a test module can import triton: where there is no GPU its kernels are interpreted, on CPU tensors."""
     if missing("gpu"):
         os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish() -> None:
+    """What all test modules imported stays: no collection walks it again, and no forked process copies it to do so."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
