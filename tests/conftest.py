@@ -19,6 +19,7 @@ from filelock import FileLock
 from isoflop.train.config import DataConfig
 
 ROOT = Path(__file__).resolve().parent.parent
+gc.disable()  # until all test modules are imported
 # Before anything imports torch: on models this small a second thread costs more than it gives, here and in every child.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -57,6 +58,7 @@ def pytest_collection_finish() -> None:
     """What all test modules imported stays: no collection walks it again, and no forked process copies it to do so."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
