@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import random
@@ -18,6 +19,7 @@ from filelock import FileLock
 from isoflop.train.config import DataConfig
 
 ROOT = Path(__file__).resolve().parent.parent
+gc.disable()  # until all test modules are imported
 # Before anything imports torch: on models this small a second thread costs more than it gives, here and in every child.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -50,6 +52,13 @@ def pytest_collectstart() -> None:
     """Before a test module can import triton: where there is no GPU its kernels are interpreted, on CPU tensors."""
     if missing("gpu"):
         os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish() -> None:
+    """What all test modules imported stays: no collection walks it again, and no forked process copies it to do so."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

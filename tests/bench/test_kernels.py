@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
 import torch
 from isoflop.bench import attention as bench_attention
 from isoflop.bench import loss as bench_loss
-from isoflop.bench.contenders import largest_difference, print_benchmark
+from isoflop.bench.contenders import largest_difference, measuring_on, print_benchmark
 
 CONTRACT = {"case", "ours", "peer", "peer_name", "unit", "ratio", "spread", "device"}
 # bf16 keeps 8 bits, and what is compared was rounded several times on either side.
 APART = {"float32": 1e-5, "bfloat16": 0.05}
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that wait for each other crawl where others are at work on the cores."""
+    for module in (bench_attention, bench_loss):
+        monkeypatch.setattr(module, "measuring_on", functools.partial(measuring_on, threads=1))
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])

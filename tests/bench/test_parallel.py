@@ -21,10 +21,16 @@ from isoflop.train.parallel.mesh import build_mesh
 pytestmark = pytest.mark.slow
 
 
+def small_config(precision: str, folder: Path, compiled: bool) -> RunConfig:
+    """The benchmark's, of a model small enough for a test."""
+    config = bench_config(precision, folder, compiled)
+    config.model.width, config.model.depth, config.model.heads = 32, 2, 2
+    return config
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    config = bench_config("fp32", tmp_path, compiled=False)
-    config.model.width, config.model.depth, config.model.heads = 32, 2, 2
+    config = small_config("fp32", tmp_path, compiled=False)
     prepare(config.data)
     return config
 
@@ -51,7 +57,10 @@ def test_a_peer_takes_our_steps(
         assert peers == pytest.approx(loss, rel=1e-5)
 
 
-def test_rows_have_the_format_of_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_have_the_format_of_every_benchmark(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_parallel, "bench_config", small_config)
     rows = json.loads(json.dumps(bench_parallel.bench_parallel(rounds=2, steps=1)))
     assert len(rows) == len(bench_parallel.CASES) + 1
     for row in rows:

@@ -519,6 +519,7 @@ def test_a_sweep_at_work_is_clean_at_every_moment_and_is_not_disturbed(smoke: tu
         if (sweep.path / "plan.json").exists():
             assert examine_sweep(sweep, mend=True) == []
             looks += 1
+        time.sleep(0.1)  # or looking takes a core from the sweep
     assert launched.wait() == 0
     assert looks > 3
     undisturbed = {run.run_id: (run.summary() or {})["val_loss"] for run in SweepDirectory(smoke[0]).runs()}

@@ -293,14 +293,13 @@ def test_a_line_torn_at_any_byte_costs_nothing_that_came_before(sweep: SweepDire
         reader.close()
 
 
-# Killed between any two file operations
+# Killed between any two file operations: before each that changes one, as those that look leave what was there
 
-FILE_OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.truncate", "os.utime", "fcntl.flock"}
 POLICY = Policy(retries=5, backoff_seconds=0.0)
 
 
 def planned(path: Path) -> Queue:
-    """A sweep of three runs, the last two of which are one unit's, and its queue."""
+    """A sweep of two runs, each a unit of its own, and its queue."""
     sweep = SweepDirectory(path)
     configs = [RunConfig(model=ModelConfig(vocab_size=256), data=DataConfig(), tokens=64, seed=seed) for seed in (1, 2)]
     for config in configs:
@@ -312,13 +311,30 @@ def planned(path: Path) -> Queue:
     return Queue.create(sweep, path / "jobs" / "queue", alone(*names), {})
 
 
+def changes(event: str, arguments: tuple[Any, ...]) -> bool:
+    """Whether a file operation is about to change what is on the disk; the end of a process takes its locks away."""
+    path = arguments[0] if arguments else None
+    if event == "open":
+        _, mode, flags = arguments
+        if isinstance(path, int):
+            return set(mode or "w") & set("wax+") != set()  # what was opened before is about to be written
+        return bool(flags & (os.O_TRUNC | os.O_APPEND)) or (bool(flags & os.O_CREAT) and not os.path.lexists(path))
+    if event == "os.remove":
+        return os.path.lexists(path)
+    if event == "os.mkdir":
+        return not os.path.lexists(path)
+    return event in ("os.rename", "os.link", "os.truncate", "os.utime")
+
+
 def work(made: Queue, kill_at: int | None = None) -> int:
-    """Works through a queue; killed at its n-th file operation in the sweep. Returns how many there were."""
+    """Works through a queue; killed before its n-th change of a file in the sweep. Returns how many there were."""
     operations = itertools.count()
     folder = str(made.sweep.path)
 
     def on_event(event: str, arguments: tuple[Any, ...]) -> None:
-        if event not in FILE_OPERATIONS or not (isinstance(arguments[0], int) or str(arguments[0]).startswith(folder)):
+        if not event.startswith(("open", "os.")) or not arguments:
+            return
+        if not (isinstance(arguments[0], int) or str(arguments[0]).startswith(folder)) or not changes(event, arguments):
             return
         if next(operations) == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -350,7 +366,7 @@ def check_kills(tmp_path: Path, forked: Callable[[Callable[[], object]], int], p
 
 @pytest.fixture
 def operations(tmp_path: Path, forked: Callable[[Callable[[], object]], int], monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many file operations it takes to go through `planned`."""
+    """How many changes of files it takes to go through `planned`."""
     monkeypatch.setattr("isoflop.train.loop.train", trained)
     monkeypatch.setattr(worker, "POLL_SECONDS", 0.005)  # a worker looks once more before it takes what a dead one held
     made, answer = planned(tmp_path / "whole"), tmp_path / "operations"

@@ -183,16 +183,17 @@ def test_the_group_composes_without_scores_and_tracking() -> None:
     assert (config.evaluate.tasks, config.tracker.kind, config.cluster.minutes) == ([], "none", 25)
 
 
+# One thread a job: where others are at work on the cores, two that wait for each other crawl.
 SMALL = [
-    *("data.max_bytes=3000000", "data.validation_tokens=16384", "data.sequence_length=64", "fit.bootstrap=50"),
-    *("cluster=local", "cluster.jobs=1", "tracker=none", "evaluate=none"),
-    *("grid.sizes=[2.5e3,5e3]", "grid.tokens_per_parameter=[10,40]"),
+    *("data.max_bytes=1000000", "data.validation_tokens=4096", "data.sequence_length=32", "fit.bootstrap=50"),
+    *("cluster=local", "cluster.jobs=1", "cluster.threads_per_job=1", "tracker=none", "evaluate=none"),
+    *("grid.sizes=[2.5e3,5e3]", "grid.tokens_per_parameter=[5,20]"),
 ]
 
 
 @pytest.mark.slow
 def test_a_tune_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    asked = ["+grid=tune", *SMALL, f"output_root={tmp_path}", "grid.flops_budget=2.6e11", "grid.max_steps=400"]
+    asked = ["+grid=tune", *SMALL, f"output_root={tmp_path}", "grid.flops_budget=8.4e10", "grid.max_steps=100"]
     assert sweep_main(asked) == 0
     file = tmp_path / "tune" / "tuning.yaml"
     assert f"rules for tuning=law tuning.file={file}" in capfd.readouterr().out.replace("\n", "")

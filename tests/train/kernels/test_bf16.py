@@ -150,9 +150,9 @@ MORE = [
     Case(16, 1025),
     Case(64, 513, window=512),
     Case(64, 1024, window=129, documents=5),
-    Case(16, 4096, window=200),
-    Case(16, 4097, window=100),
-    Case(128, 2049),
+    Case(16, 2048, window=200),
+    Case(16, 2049, window=100),
+    Case(128, 1025),
 ]
 
 
@@ -173,7 +173,7 @@ def test_attention_errs_no_more_than_pytorchs(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*MORE, *(drawn(seed, 400) for seed in range(100, 130))], ids=str)
+@pytest.mark.parametrize("case", [*MORE, *(drawn(seed, 200) for seed in range(100, 120))], ids=str)
 def test_more_attention_errs_no_more_than_pytorchs(case: Case) -> None:
     check(case)
 

@@ -44,20 +44,20 @@ def check(cases: list[str]) -> list[Row]:
 
 
 @needs_triton
-@pytest.mark.parametrize("arch", GPUS)
-def test_the_usual_launches_spill_nothing_and_use_tensor_cores(arch: int, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = check([f"{arch}:bfloat16:128", f"{arch}:bfloat16:loss"])
+def test_the_usual_launches_spill_nothing_and_use_tensor_cores(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = check([f"{arch}:bfloat16:{case}" for arch in GPUS for case in ("128", "loss")])
     print_kernels(rows)
     assert "nothing was run" in capsys.readouterr().out
 
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("mask", ["", ":whole"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "tf32", "float32"])
 @pytest.mark.parametrize("arch", GPUS)
-def test_every_launch_spills_nothing_and_uses_tensor_cores(arch: int, dtype: str, mask: str) -> None:
-    check([f"{arch}:{dtype}:{head_dim}{mask}" for head_dim in HEAD_DIMS] + [f"{arch}:{dtype}:loss"])
+def test_every_launch_spills_nothing_and_uses_tensor_cores(arch: int) -> None:
+    sizes = [f"{head_dim}{mask}" for head_dim in HEAD_DIMS for mask in ("", ":whole")]
+    check(
+        [f"{arch}:{dtype}:{size}" for dtype in ("bfloat16", "float16", "tf32", "float32") for size in [*sizes, "loss"]]
+    )
 
 
 @pytest.mark.parametrize(

@@ -117,13 +117,13 @@ CASES = [
     Case(16, 300, window=1, heads=1, kv_heads=1, dtype=torch.float16),
     Case(32, 130, window=33, lengths=DOCUMENTS, batch=2, heads=4, kv_heads=2, dtype=torch.float16),
 ]
-MORE = [
-    Case(head_dim, time, 4, kv_heads, dtype, window, lengths, batch=2)
+MORE = [  # every size of a head in either type and under every mask; more heads and rows are more of the same programs
+    Case(head_dim, time, heads, 1, dtype, window, lengths, batch)
     for head_dim in HEAD_DIMS
-    for time, kv_heads, dtype, window, lengths in (
-        (300, 4, torch.float16, None, None),
-        (130, 2, torch.float32, 65, None),
-        (130, 1, torch.float16, 40, DOCUMENTS),
+    for time, heads, dtype, window, lengths, batch in (
+        (300, 1, torch.float16, None, None, 1),
+        (130, 2, torch.float32, 65, None, 1),
+        (130, 2, torch.float16, 40, DOCUMENTS, 2),
     )
 ] + [Case(64, 700, 1, 1, torch.float16, 200, (0, 350, 700)), Case(64, 513, 1, 1, torch.float32, 129)]
 

@@ -105,13 +105,15 @@ def whole(ranks: list[Any]) -> Weights:
 
 
 def shapes(ranks: int) -> list[tuple[int, int, int, bool]]:
-    """(tp, dp, zero, sequence_parallel) of every mesh of so many ranks."""
+    """(tp, dp, zero, sequence_parallel) of every mesh of so many ranks; of 8, that are cut like 4 along either axis,
+    every stage of ZeRO on every mesh, with and without sequence parallelism by turns.
+    """
     meshes = [(tp, ranks // tp) for tp in (1, 2, 4) if ranks % tp == 0 and ranks // tp in (1, 2, 4)]
     return [
         (tp, dp, zero, sequence)
         for tp, dp in meshes
         for zero in (range(4) if dp > 1 else [0])
-        for sequence in ([False, True] if tp > 1 else [True])
+        for sequence in ([True] if tp == 1 else [(zero + tp // 4) % 2 == 0] if ranks == 8 else [False, True])
     ]
 
 
