@@ -21,7 +21,7 @@ from .approaches import Approach, Law, fit_parametric, three_approaches
 from .envelope import Envelope
 from .isoflop import IsoflopProfiles, Method, budget_levels
 
-PARAMETERS = ("N_total", "N_non_embedding", "N_kaplan")
+PARAMETERS = ("N_total", "N_active", "N_non_embedding", "N_kaplan")
 SAME = 1e-3  # relative difference up to which two columns are one convention
 LEVEL = 1.02  # FLOPs of one budget within this factor need no move
 
@@ -85,6 +85,9 @@ def by_convention(
     """
     own = table.flops if own is None else own
     counts = {name: table.column(name) for name in PARAMETERS if name in table.frame}
+    active = counts.pop("N_active", table.N)
+    if "N_total" in counts and np.isfinite(active).all() and not _same(active, counts["N_total"]):
+        counts = {"N_active": active} | counts
     if not any(_same(N, table.N) for N in counts.values()):
         counts = {"N": table.N} | counts
     exact = table.column("flops_exact")
