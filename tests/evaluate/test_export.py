@@ -31,6 +31,8 @@ from safetensors.torch import load_file, save_file
 LENGTH = 64
 # Both sides compute in fp32, in other orders; logits reach about 6 here, where a rounding is 5e-7.
 SAME = 1e-4
+MIXED: dict[str, Any] = {"experts": 6, "experts_per_token": 2, "expert_hidden": 16}
+CHOSEN: dict[str, Any] = {**MIXED, "gate": "softmax", "balance_rate": 0.0}
 LONGER: dict[str, Any] = {"rope_theta": 100.0, "rope_factor": 4.0, "rope_length": 32}
 SHAPES = {
     "LlamaForCausalLM": ModelConfig(width=48, depth=3, heads=4),
@@ -51,6 +53,21 @@ SHAPES = {
         width=48, depth=2, heads=4, head_size=16, window=7, qkv_bias=True, rope_scaling="yarn", **LONGER
     ),
     "Qwen3ForCausalLM, biases": ModelConfig(width=48, depth=2, heads=4, qk_norm=True, qkv_bias=True, head_size=32),
+    "MixtralForCausalLM": ModelConfig(width=48, depth=2, heads=4, kv_heads=2, **CHOSEN),
+    "MixtralForCausalLM, window, untied": ModelConfig(
+        width=48, depth=2, heads=4, window=7, tied_embeddings=False, **CHOSEN
+    ),
+    "Qwen3MoeForCausalLM": ModelConfig(width=48, depth=3, heads=4, qk_norm=True, dense_layers=1, **CHOSEN),
+    "Qwen3MoeForCausalLM, window, biases, free gates": ModelConfig(
+        width=48, depth=2, heads=4, window=7, qk_norm=True, qkv_bias=True, gates_normalised=False, **CHOSEN
+    ),
+    "Glm4MoeForCausalLM": ModelConfig(width=48, depth=2, heads=4, kv_heads=2, **MIXED),
+    "Glm4MoeForCausalLM, shared, dense, norms, biases": ModelConfig(
+        width=48, depth=3, heads=4, shared_experts=2, dense_layers=1, qk_norm=True, qkv_bias=True, head_size=16, **MIXED
+    ),
+    "Glm4MoeForCausalLM, unbiased, free gates, yarn": ModelConfig(
+        width=48, depth=2, heads=4, balance_rate=0.0, gates_normalised=False, rope_scaling="yarn", **MIXED, **LONGER
+    ),
 }
 
 
@@ -69,8 +86,12 @@ def checkpoint(
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():
-            if parameter.dim() == 1:
+            if name.endswith("balance"):
+                parameter.uniform_(-0.2, 0.2, generator=generator)
+            elif parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5, generator=generator)
+            elif name.endswith("router.weight"):
+                parameter.normal_(std=0.2, generator=generator)
             elif name.startswith("head"):
                 parameter.normal_(std=0.1, generator=generator)
     return Saver(root, ALONE, config, tokenizer).save(7, whole_weights(gpt), {})
@@ -213,8 +234,10 @@ def test_export_import_export_gives_the_same_files(name: str, tmp_path: Path, bp
         assert (first / file).read_text() == (second / file).read_text(), file
 
 
-def random_hf(folder: Path, kind: str, gain: float = 8.0, **changes: Any) -> Any:
+def random_hf(folder: Path, kind: str, gain: float = 8.0, fused: bool = False, **changes: Any) -> Any:
     """A random transformers model in a folder, with a byte tokenizer beside it; returns the model.
+
+    `fused`: the matrices of all experts of a layer are written as one tensor, not as one for each.
 
     `gain` times the matrices that transformers draws, with which logits grow, and what rounding does to them.
     """
@@ -231,7 +254,10 @@ def random_hf(folder: Path, kind: str, gain: float = 8.0, **changes: Any) -> Any
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):  # of either sign, but for the output's, which we do not have
                 parameter.mul_(0) if "o_proj" in name else parameter.sub_(1.0)
-    model.save_pretrained(folder)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.3, 0.3)
+    model.save_pretrained(folder, save_original_format=not fused)
     source = checkpoint(folder.with_name("source"), ModelConfig(width=16, depth=1, heads=2))
     tokenizer = export_checkpoint(source, folder.with_name("tokenizer"), overwrite=True).folder
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -269,6 +295,11 @@ LLAMA3 = {
 YARN = {
     "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 3.0, "original_max_position_embeddings": 32,
 }  # fmt: skip
+QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GLM_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_nextn_predict_layers": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 1.0},
+}  # fmt: skip
 RELEASES: dict[str, dict[str, Any]] = {
     "Llama heads of another size": {"head_dim": 20},
     "Llama 3.1": {"head_dim": 32, "rope_parameters": LLAMA3, "tie_word_embeddings": True},
@@ -283,6 +314,21 @@ RELEASES: dict[str, dict[str, Any]] = {
     "Qwen3 biases": {"head_dim": 32, "attention_bias": True},
     "Mistral window heads": {"head_dim": 32, "sliding_window": 9},
     "Mistral yarn": {"head_dim": 32, "sliding_window": None, "rope_parameters": YARN | {"beta_fast": None}},
+    "Mixtral": {"num_local_experts": 6, "intermediate_size": 16},
+    "Mixtral fused": {"num_local_experts": 6, "sliding_window": 9, "num_experts_per_tok": 3, "fused": True},
+    "Qwen3Moe": {**QWEN_EXPERTS, "norm_topk_prob": True},
+    "Qwen3Moe fused": {**QWEN_EXPERTS, "fused": True},
+    "Qwen3Moe dense below": {**QWEN_EXPERTS, "num_hidden_layers": 3, "mlp_only_layers": [1, 0], "head_dim": 32},
+    "Qwen3Moe biases window": {
+        **QWEN_EXPERTS, "attention_bias": True, "use_sliding_window": True, "sliding_window": 9,
+    },
+    "Glm4Moe": GLM_EXPERTS,
+    "Glm4Moe fused": {**GLM_EXPERTS, "fused": True, "first_k_dense_replace": 0, "n_shared_experts": 2},
+    "Glm4Moe unnormalised": {**GLM_EXPERTS, "norm_topk_prob": False, "n_shared_experts": 0},
+    "Glm4Moe norms biases yarn": {
+        **GLM_EXPERTS, "use_qk_norm": True, "attention_bias": True, "head_dim": 32,
+        "rope_parameters": YARN | {"partial_rotary_factor": 1.0},
+    },
 }  # fmt: skip
 # Both sides compute in fp32, theirs with angles of fp32 too: up to 63 radians within 4e-6. Logits reach about 3 here.
 CLOSE = 1e-5
