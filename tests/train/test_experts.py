@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from isoflop.train import loop
+from isoflop.train.checkpoint.checkpoint import read_tensors, whole_weights
 from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig
 from isoflop.train.ensemble.members import refusal
 from isoflop.train.errors import UserError
@@ -251,9 +252,14 @@ def test_an_ensemble_refuses_experts(config: RunConfig) -> None:
     assert "model.experts is 8" in str(refusal(config))
 
 
-def test_a_checkpoint_of_the_other_kind_is_refused(config: RunConfig, tmp_path: Path) -> None:
-    loop.train(config, tmp_path)
-    dense = replace(config, model=replace(config.model, experts=0))
+@pytest.mark.parametrize(("there", "here"), [(8, 0), (0, 8)])
+def test_a_checkpoint_of_the_other_kind_is_refused(config: RunConfig, tmp_path: Path, there: int, here: int) -> None:
+    loop.train(replace(config, model=replace(config.model, experts=there)), tmp_path)
+    other = replace(config, model=replace(config.model, experts=here))
     (tmp_path / "summary.json").unlink()
-    with pytest.raises(UserError):
-        loop.train(dense, tmp_path)
+    with pytest.raises(UserError, match=f"belongs to another run: model.experts is {there} there and {here} here$"):
+        loop.train(other, tmp_path)
+    checkpoint, gpt = tmp_path / "checkpoints" / "step_40", build_model(other.model, other.optimizer, 16, 0)
+    with pytest.raises(UserError, match=r"does not (cover|fit) the model: .*mlp") as raised:  # as at step 0
+        read_tensors(checkpoint, whole_weights(gpt))
+    assert "\n" not in str(raised.value)
