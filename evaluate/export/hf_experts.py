@@ -13,8 +13,9 @@ Special here:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ _MISSING: dict[str, dict[str, Any]] = {
     "glm4_moe": {"rms_norm_eps": 1e-5, "norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 1},
 }
 _MIXTRAL = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
+_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def model_type(model: ModelConfig, window: int | None) -> str:
@@ -70,9 +72,8 @@ def settings(kind: str, model: ModelConfig, window: int | None) -> dict[str, Any
     """Fields of config.json that dense models lack, or have otherwise."""
     said = {"num_experts_per_tok": model.experts_per_token, "output_router_logits": False}
     if kind == "mixtral":
-        return said | {
-            "num_local_experts": model.experts, "intermediate_size": model.moe_hidden, "sliding_window": window
-        }  # fmt: skip
+        said |= {"num_local_experts": model.experts, "intermediate_size": model.moe_hidden}
+        return said | {"sliding_window": window}
     said |= {"moe_intermediate_size": model.moe_hidden, "norm_topk_prob": model.gates_normalised}
     if kind == "qwen3_moe":
         said |= {"use_sliding_window": window is not None, "sliding_window": window, "decoder_sparse_step": 1}
@@ -132,16 +133,16 @@ def left_out(model: ModelConfig) -> dict[str, Tensor]:
     """What GLM wants and this model does not have: biases of 0, shared experts of no width."""
     if kind_of(model) != "glm4_moe":
         return {}
-    found = {}
-    for number in range(model.dense_layers, model.depth):
-        block = f"model.layers.{number}.mlp"
-        if model.balance_rate == 0:
-            found[f"{block}.gate.e_score_correction_bias"] = torch.zeros(model.experts)
-        if model.shared_experts == 0:
-            found[f"{block}.shared_experts.down_proj.weight"] = torch.zeros(model.width, 0)
-            for half in ("gate", "up"):
-                found[f"{block}.shared_experts.{half}_proj.weight"] = torch.zeros(0, model.width)
-    return found
+    shapes: dict[str, tuple[int, ...]] = {}
+    if model.balance_rate == 0:
+        shapes["gate.e_score_correction_bias"] = (model.experts,)
+    if model.shared_experts == 0:
+        shapes |= {f"shared_experts.{half}_proj.weight": (0, model.width) for half in ("gate", "up")}
+        shapes["shared_experts.down_proj.weight"] = (model.width, 0)
+    blocks = range(model.dense_layers, model.depth)
+    return {
+        f"model.layers.{block}.mlp.{name}": torch.zeros(shape) for block in blocks for name, shape in shapes.items()
+    }
 
 
 def without_idle_biases(model: ModelConfig, weights: dict[str, Tensor]) -> None:
@@ -153,44 +154,29 @@ def without_idle_biases(model: ModelConfig, weights: dict[str, Tensor]) -> None:
             del weights[name]
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in an open file, or rows of an expert in one that holds those of all: (experts, rows, columns)."""
+class Stored(NamedTuple):
+    """A tensor in an open file, or rows of an expert in one that holds those of all."""
 
-    file: Any
     name: str
-    expert: tuple[int, slice] | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        shape = tuple(self.file.get_slice(self.name).get_shape())
-        return shape if self.expert is None else (len(range(*self.expert[1].indices(shape[1]))), *shape[2:])
-
-    def read(self) -> Tensor:
-        whole: Tensor = self.file.get_tensor(self.name) if self.expert is None else self._rows()
-        return whole.float()
-
-    def _rows(self) -> Any:
-        assert self.expert is not None
-        return self.file.get_slice(self.name)[self.expert]
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
 
 
 def stored(files: Mapping[str, Any]) -> dict[str, Stored]:
     """What open files hold, by the names of Qwen and GLM, one per expert and matrix, however a folder has them."""
     found = {}
     for name, file in files.items():
-        owner, _, last = name.rpartition(".")
-        shape = file.get_slice(name).get_shape() if last in ("gate_up_proj", "down_proj") else ()
-        if len(shape) == 3 and shape[0] <= 10_000:
-            halves = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
-            rows = shape[1] // len(halves)
-            for number in range(shape[0]):
-                for half, matrix in enumerate(halves):
-                    place = number, slice(half * rows, (half + 1) * rows)
-                    found[f"{owner}.{number}.{matrix}.weight"] = Stored(file, name, place)
-        else:
-            known = name
-            for ours, theirs in _MIXTRAL.items():
-                known = known.replace(theirs, ours)
-            found[known] = Stored(file, name)
+        piece, (owner, _, last) = file.get_slice(name), name.rpartition(".")
+        shape, parts = tuple(piece.get_shape()), _FUSED.get(last, ())
+        if parts and len(shape) == 3 and shape[0] <= 10_000:  # experts, rows of all parts, columns
+            rows = shape[1] // len(parts)
+            for number, (part, matrix) in product(range(shape[0]), enumerate(parts)):
+                place = number, slice(part * rows, (part + 1) * rows)
+                read = partial(piece.__getitem__, place)
+                found[f"{owner}.{number}.{matrix}.weight"] = Stored(name, (rows, shape[2]), read)
+            continue
+        known = name
+        for ours, theirs in _MIXTRAL.items():
+            known = known.replace(theirs, ours)
+        found[known] = Stored(name, shape, partial(file.get_tensor, name))
     return found

@@ -155,7 +155,7 @@ def from_hf(files: Mapping[str, Any], config: ModelConfig) -> dict[str, Tensor]:
         )
     result = {}
     for parameter in parameters:
-        pieces = [found[part.hf].read() for part in parameter.parts]
+        pieces = [found[part.hf].read().float() for part in parameter.parts]
         weight = torch.zeros(parameter.shape)
         torch.cat(pieces, out=weight[: sum(map(len, pieces))])
         result[parameter.name] = weight

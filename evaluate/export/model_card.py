@@ -49,17 +49,14 @@ def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str]) -> str:
     model, count = config.model, count_parameters(config.model)
     tokens = loaded.step * config.batch_tokens
     exact = training_flops_per_token(model, config.data.sequence_length) * tokens
-    known = tokens > 0
+    known, used = tokens > 0, "N_active" if model.experts else "N_total"
     rows = [
         ("N_total (every weight)", f"{count.N_total:,}"),
         ("N_non_embedding", f"{count.N_non_embedding:,}"),
         ("N_kaplan (matrices inside the blocks)", f"{count.N_kaplan:,}"),
         *([("N_active (what one token uses)", f"{count.N_active:,}")] if model.experts else []),
         ("D, tokens", f"{tokens:,}" if known else "unknown: the weights were imported"),
-        (
-            f"C, 6 {'N_active' if model.experts else 'N_total'} D",
-            f"{6.0 * count.N_active * tokens:.4g} FLOPs" if known else "unknown",
-        ),
+        (f"C, 6 {used} D", f"{6.0 * count.N_active * tokens:.4g} FLOPs" if known else "unknown"),
         ("C, exact", f"{float(exact):.4g} FLOPs" if known else "unknown"),
     ]
     held_out, law = (facts.scores or {}).get("held_out") or {}, facts.law
