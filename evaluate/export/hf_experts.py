@@ -33,7 +33,7 @@ _FIXED: dict[str, dict[str, Any]] = {
     "glm4_moe": {"window": None},
 }
 # What config.json must say in these fields; transformers reads a missing one as that, too.
-_ONLY: dict[str, dict[str, Any]] = {
+ONLY: dict[str, dict[str, Any]] = {
     "mixtral": {"router_jitter_noise": 0.0},
     "qwen3_moe": {"decoder_sparse_step": 1},
     "glm4_moe": {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
@@ -70,7 +70,7 @@ def kind_of(model: ModelConfig) -> str:
 
 def settings(kind: str, model: ModelConfig, window: int | None) -> dict[str, Any]:
     """Fields of config.json that dense models lack, or have otherwise."""
-    said = {"num_experts_per_tok": model.experts_per_token, "output_router_logits": False}
+    said: dict[str, Any] = {"num_experts_per_tok": model.experts_per_token, "output_router_logits": False}
     if kind == "mixtral":
         said |= {"num_local_experts": model.experts, "intermediate_size": model.moe_hidden}
         return said | {"sliding_window": window}
@@ -82,7 +82,7 @@ def settings(kind: str, model: ModelConfig, window: int | None) -> dict[str, Any
         return said | {"mlp_only_layers": list(range(model.dense_layers))}
     said |= {"n_routed_experts": model.experts, "n_shared_experts": model.shared_experts, "use_qk_norm": model.qk_norm}
     said |= {"first_k_dense_replace": model.dense_layers, "num_nextn_predict_layers": 0}
-    return said | {"partial_rotary_factor": 1.0} | _ONLY[kind]
+    return said | {"partial_rotary_factor": 1.0} | ONLY[kind]
 
 
 def completed(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,22 +98,15 @@ def completed(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def fields(kind: str, config: Mapping[str, Any], whole_number: Callable[[str], int]) -> dict[str, Any]:
     """Of our model, those that say which mixture a completed config.json describes; UserError where it is none."""
-    for name, accepted in _ONLY[kind].items():
-        if config.get(name, accepted) not in (accepted, None):
-            raise UserError(f"{name} is {config[name]!r} in config.json; only {accepted!r} can be imported")
-    sigmoid, dense = kind == "glm4_moe", 0
-    if sigmoid:
-        dense = config["first_k_dense_replace"]
-    elif kind == "qwen3_moe" and (layers := config.get("mlp_only_layers")):
-        dense = len(layers)
-        if sorted(layers) != list(range(dense)):
-            raise UserError(f"mlp_only_layers is {layers!r} in config.json; they must be the first ones to be imported")
+    sigmoid, layers = kind == "glm4_moe", config.get("mlp_only_layers") or []
+    if sorted(layers) != list(range(len(layers))):
+        raise UserError(f"mlp_only_layers is {layers!r} in config.json; they must be the first ones to be imported")
     return {
         "experts": whole_number("n_routed_experts" if sigmoid else "num_local_experts"),
         "experts_per_token": whole_number("num_experts_per_tok"),
         "expert_hidden": whole_number("intermediate_size" if kind == "mixtral" else "moe_intermediate_size"),
         "shared_experts": config["n_shared_experts"] if sigmoid else 0,
-        "dense_layers": dense,
+        "dense_layers": config["first_k_dense_replace"] if sigmoid else len(layers),
         "gate": "sigmoid" if sigmoid else "softmax",
         "gates_normalised": kind == "mixtral" or config["norm_topk_prob"],
         **({} if sigmoid else {"balance_rate": 0.0}),

@@ -194,7 +194,7 @@ def model_config(config: Mapping[str, Any], sequence_length: int) -> ModelConfig
         said = "is not in" if kind is None else f"is {kind!r} in"
         raise UserError(f"model_type {said} config.json; it must be one of {', '.join(ARCHITECTURES)}")
     config = mixtures.completed(kind, config)
-    for name, accepted in _ONLY.items():
+    for name, accepted in (_ONLY | mixtures.ONLY.get(kind, {})).items():
         if config.get(name, accepted) not in (accepted, None):
             raise UserError(f"{name} is {config[name]!r} in config.json; only {accepted!r} can be imported")
     mixed = kind in mixtures.ARCHITECTURES
@@ -222,7 +222,7 @@ def model_config(config: Mapping[str, Any], sequence_length: int) -> ModelConfig
 
 
 # What these fields must say, where they are there; transformers reads a missing one as that, too.
-_ONLY = {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 1.0}
+_ONLY: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 1.0}
 
 
 def whole_number(config: Mapping[str, Any], name: str, most: int = 1 << 24) -> int:

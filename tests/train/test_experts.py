@@ -21,6 +21,7 @@ from isoflop.train.flops import count_parameters, training_flops_per_token
 from isoflop.train.model.experts import MoE, balance_of, grouped, grouped_outer
 from isoflop.train.model.gpt import GPT
 from isoflop.train.model.parametrization import build_model
+from isoflop.train.optimizer.sign import sign
 from isoflop.train.planner.validation import validate
 from small_runs import forty_steps
 from torch import Tensor
@@ -146,6 +147,28 @@ def test_the_gradient_of_a_bias_is_the_excess_of_its_expert() -> None:
         assert router.balance is not None
         assert torch.equal(router.balance.grad, load.double() - 20)
     assert gpt.loads() is None
+
+
+def test_a_bias_takes_steps_of_one_size_against_the_excess_of_its_expert() -> None:
+    bias, excess = torch.tensor([1.0, 1.0, 1.0, 1.0]), torch.tensor([-3.0, 0.0, 0.25, 200.0])
+    for skipped in (0.0, 1.0):
+        sign(bias, excess, rate=0.5, skipped=torch.tensor(skipped))
+        assert bias.tolist() == [1.5, 1.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(("gate", "normalised"), GATES)
+def test_experts_are_chosen_in_fp32_whatever_the_type_of_the_tokens(gate: str, normalised: bool) -> None:
+    router = mixture(7, gate=gate, gates_normalised=normalised).bfloat16().mixtures[0].router
+    assert router.balance is not None
+    tokens = torch.randn(1200, 24).bfloat16()
+    routing = router(tokens, 12)
+    logits = tokens.float() @ router.weight.float().T
+    scores = logits.sigmoid() if gate == "sigmoid" else logits.softmax(-1)
+    chosen = (scores + router.balance.float()).topk(2).indices.sort(-1).values
+    assert torch.equal(torch.arange(6).repeat_interleave(routing.counts)[routing.rows], chosen)
+    gates = scores.gather(1, chosen)
+    gates = gates / gates.sum(-1, keepdim=True) if normalised else gates
+    assert torch.equal(routing.gates[routing.rows], gates.bfloat16())
 
 
 def test_the_balance_is_told_by_its_extremes() -> None:
