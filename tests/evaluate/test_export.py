@@ -554,9 +554,10 @@ ODD_EXPERTS: dict[str, dict[str, tuple[Any, str]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape"), [("Mixtral", MIXTRAL_EXPERTS), ("Qwen3Moe", QWEN_EXPERTS), ("Glm4Moe", GLM_EXPERTS)]
-)
+EXPERTS = [("Mixtral", MIXTRAL_EXPERTS), ("Qwen3Moe", QWEN_EXPERTS), ("Glm4Moe", GLM_EXPERTS)]
+
+
+@pytest.mark.parametrize(("kind", "shape"), EXPERTS)
 def test_a_mixture_that_is_none_of_ours_is_refused_by_its_field(
     kind: str, shape: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -577,6 +578,37 @@ def test_a_mixture_that_is_none_of_ours_is_refused_by_its_field(
     file.write_text(json.dumps(described))
     with pytest.raises(UserError, match=r"have no .*(moe.gate|mlp.gate|q_norm).weight, which its config.json calls"):
         import_checkpoint(tmp_path / "hf", tmp_path / "out")
+
+
+LEFT_OUT: dict[str, set[str]] = {
+    "Mixtral": {"rms_norm_eps", "rope_parameters", "sliding_window", "router_jitter_noise"},
+    "Qwen3Moe": {"norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "num_local_experts", "use_sliding_window"},
+    "Glm4Moe": {
+        "norm_topk_prob",
+        "n_shared_experts",
+        "first_k_dense_replace",
+        "rms_norm_eps",
+        "use_qk_norm",
+        "n_group",
+    },
+}
+
+
+@pytest.mark.parametrize(("kind", "shape"), EXPERTS)
+def test_what_a_config_leaves_out_is_what_transformers_takes_it_for(
+    kind: str, shape: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    random_hf(tmp_path / "hf", kind, gain=4.0, **shape)
+    file = tmp_path / "hf" / "config.json"
+    said = {name: value for name, value in json.loads(file.read_text()).items() if name not in LEFT_OUT[kind]}
+    file.write_text(json.dumps(said | ({"num_experts": 6} if kind == "Qwen3Moe" else {})))  # as transformers 4 wrote
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    ours = load_for_evaluation(import_checkpoint(tmp_path / "hf", tmp_path / "ours")).model
+    tokens = torch.randint(300, (4, LENGTH), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert (ours(tokens)[..., :300] - theirs(tokens).logits).abs().max() < CLOSE
 
 
 KEPT: dict[str, tuple[dict[str, Any], str]] = {
