@@ -20,8 +20,12 @@ from isoflop.train.files import read_json_lines
 from isoflop.train.flops import count_parameters, training_flops_per_token
 from isoflop.train.model.experts import MoE, balance_of, grouped, grouped_outer
 from isoflop.train.model.gpt import GPT
-from isoflop.train.model.parametrization import build_model
+from isoflop.train.model.parametrization import build_model, parameter_groups
+from isoflop.train.model.shape import model_shape
 from isoflop.train.optimizer.sign import sign
+from isoflop.train.parallel.layout import whole_placement
+from isoflop.train.parallel.mesh import Mesh
+from isoflop.train.parallel.zero import Zero
 from isoflop.train.planner.validation import validate
 from small_runs import forty_steps
 from torch import Tensor
@@ -171,6 +175,24 @@ def test_experts_are_chosen_in_fp32_whatever_the_type_of_the_tokens(gate: str, n
     assert torch.equal(routing.gates[routing.rows], gates.bfloat16())
 
 
+def test_the_norm_of_the_gradient_is_that_of_the_loss_and_counts_no_bias() -> None:
+    gpt, tokens = mixture(8, balance_rate=0.5).float(), torch.randint(61, (5, 13))
+    gpt.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+    counted = [p.grad for name, p in gpt.named_parameters() if p.grad is not None and not name.endswith("balance")]
+    optimizer, weights = OptimizerConfig(base_width=16), {n: p.detach().clone() for n, p in gpt.named_parameters()}
+    groups, places = parameter_groups(gpt, optimizer), {n: whole_placement(p.shape) for n, p in weights.items()}
+    zero = Zero(
+        gpt, groups, places, Mesh(), stage=0, dtype=torch.float32, optimizer=optimizer, bucket_mb=1.0,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    zero.load(weights.items())
+    with zero.gradients.micro_batch(last=True):
+        loss = gpt.loss(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+    norm = zero.step(loss.detach()).norm.item()
+    assert norm == pytest.approx(torch.cat([grad.flatten() for grad in counted]).norm().item(), rel=1e-5)
+
+
 def test_the_balance_is_told_by_its_extremes() -> None:
     found = balance_of(torch.tensor([[4, 4, 4, 4], [16, 0, 0, 0], [8, 8, 0, 0]]))
     assert found["load_max"] == [1.0, 4.0, 2.0]
@@ -216,6 +238,10 @@ def test_active_parameters_are_those_of_a_model_with_the_chosen_experts_alone() 
     assert count_parameters(MIXED).N_active == count_parameters(few).N_total + smaller
     dense = replace(MIXED, experts=0)
     assert count_parameters(dense).N_active == count_parameters(dense).N_total
+    for config in (MIXED, dense):  # the hidden units that one token uses
+        block = model_shape(config).block
+        last = [parameter for parameter in block if parameter.name.startswith("mlp") and parameter.role == "last"]
+        assert model_shape(config).inner * config.width == sum(parameter.active for parameter in last)
 
 
 @pytest.fixture
