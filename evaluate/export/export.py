@@ -1,5 +1,5 @@
-"""A checkpoint as a Hugging Face folder, and such a folder (Llama, Mistral, Qwen2, Qwen3) as a checkpoint, without
-their libraries: either appears whole or not at all.
+"""A checkpoint as a Hugging Face folder, and such a folder (Llama, Mistral, Qwen2, Qwen3, and with experts Mixtral,
+Qwen3-MoE, GLM-4-MoE) as a checkpoint, without their libraries: either appears whole or not at all.
 
 - What the other side would compute differently is refused by its field's name, or said in the model card.
 - An imported checkpoint is at step 0 of a run whose data nobody knows, so a held-out loss is withheld; it has no
@@ -27,6 +27,7 @@ from ...train.errors import UserError
 from ...train.files import file_sha256, put_in_place, read_document, read_json, temporary_directory_beside, write_json
 from ...train.planner.validation import validate
 from . import hf_weights as hf
+from .hf_experts import without_idle_biases
 from .hf_tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILES, read_tokenizer, write_tokenizer
 from .model_card import Facts, imported_from, model_card
 
@@ -59,7 +60,8 @@ def export_checkpoint(
     """Writes a Hugging Face folder with weights, settings, tokenizer and model card (of `facts`).
 
     `path` is a checkpoint or a run directory (its newest valid checkpoint), `dtype` fp32 or bf16. Raises UserError: no
-    checkpoint, an unknown format or dtype, or a folder that is not empty.
+    checkpoint, an unknown format or dtype, a mixture of experts that no architecture there computes, or a folder that
+    is not empty.
     """
     if format == "gguf":
         raise UserError("--format is 'gguf'; export with --format hf, and llama.cpp's convert_hf_to_gguf.py reads that")
@@ -106,8 +108,12 @@ def _is_ours(path: Path) -> bool:
 
 def _write_hf(loaded: LoadedCheckpoint, folder: Path, dtype: str) -> str:
     model, length = loaded.config.model, loaded.config.data.sequence_length
-    end = loaded.tokenizer.end_of_document
-    tensors = {name: weight.to(_DTYPES[dtype]) for name, weight in hf.to_hf(loaded.model).items()}
+    architecture, end = hf.ARCHITECTURES[hf.model_type(model, length)], loaded.tokenizer.end_of_document
+    tensors = {
+        # Biases that choose experts stay as they are, as transformers keeps them.
+        name: weight if name.endswith("e_score_correction_bias") else weight.to(_DTYPES[dtype])
+        for name, weight in hf.to_hf(loaded.model).items()
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     os.chmod(folder / "model.safetensors", 0o644)
     config, source = hf.hf_config(model, length, end, str(_DTYPES[dtype]).removeprefix("torch.")), loaded.path / SOURCE
@@ -120,7 +126,7 @@ def _write_hf(loaded: LoadedCheckpoint, folder: Path, dtype: str) -> str:
         kept = {name: value for name, value in (config | known).items() if name in known or name not in IDS}
         write_json(folder / CONFIG, kept)
         _copy(source, folder, _AS_IT_CAME)
-    return hf.ARCHITECTURES[hf.model_type(model, length)]
+    return architecture
 
 
 def _copy(source: Path, folder: Path, names: set[str]) -> None:
@@ -191,6 +197,7 @@ def import_checkpoint(
         # As the planner would have it.
         config.data.tokenizer_fingerprint = planned_fingerprint(config.data)
         weights = _weights(folder, config)
+        without_idle_biases(config.model, weights)
         checkpoint = temporary / "checkpoints" / ".step_0"
         checkpoint.mkdir(parents=True)
         save_file(weights, checkpoint / WEIGHTS)

@@ -5,7 +5,8 @@
     biases on queries, keys, values  Qwen2ForCausalLM; with norms Qwen3, whose bias on the output is then 0
     sliding window w                 MistralForCausalLM, or Qwen with it in every layer: token i sees i - w + 1 to i
 
-Heads of any size and rotary frequencies scaled as llama3 or yarn go with each of them.
+Heads of any size and rotary frequencies scaled as llama3 or yarn go with each of them; mixtures of experts are in
+`hf_experts.py`.
 
 Special here:
 - our query-key-value and gate-up matrices are theirs, one below the other; rotary positions have the same layout;
@@ -20,6 +21,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, TypedDict
 
 import torch
@@ -29,9 +31,11 @@ from ...train.config import ModelConfig
 from ...train.errors import UserError
 from ...train.model.gpt import GPT
 from ...train.model.shape import TABLES, model_shape
+from . import hf_experts as mixtures
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
-ARCHITECTURES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", **mixtures.ARCHITECTURES}
+_BIAS_IS_SAID = ("llama", "qwen3", "qwen3_moe", "glm4_moe")  # others have none, and Qwen2 always has some
 _OUTPUT_BIAS = "self_attn.o_proj.bias"  # which comes with the others in Llama and Qwen3, and which we do not have
 
 
@@ -41,7 +45,9 @@ def window_of(model: ModelConfig, sequence_length: int) -> int | None:
 
 
 def model_type(model: ModelConfig, sequence_length: int) -> str:
-    """The Hugging Face architecture that computes what this model does."""
+    """The Hugging Face architecture that computes what this model does; UserError where none does."""
+    if model.experts:
+        return mixtures.model_type(model, window_of(model, sequence_length))
     if model.qk_norm:
         return "qwen3"
     if model.qkv_bias:
@@ -78,8 +84,10 @@ def hf_config(model: ModelConfig, sequence_length: int, end: int, dtype: str) ->
     if model.rope is not None:
         config["rope_scaling"] = rope
     config |= {"sliding_window": window} if kind == "mistral" else {"attention_dropout": 0.0}
-    if kind in ("llama", "qwen3"):
+    if kind in _BIAS_IS_SAID:
         config["attention_bias"] = model.qkv_bias
+    if kind in mixtures.ARCHITECTURES:
+        config |= mixtures.settings(kind, model, window)
     if kind in ("qwen2", "qwen3") and window is not None:
         kinds = ["sliding_attention"] * model.depth
         config |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0, "layer_types": kinds}
@@ -104,8 +112,10 @@ def to_hf(model: GPT) -> dict[str, Tensor]:
             weight = (weight.double() * model.output_scale).float()
         for part, rows in zip(parameter.parts, weight.split([part.rows for part in parameter.parts]), strict=True):
             kept = rows[: model.config.vocab_size] if parameter.role in TABLES else rows
-            result[part.hf] = kept.clone(memory_format=torch.contiguous_format)
-    if model.config.qkv_bias and model.config.qk_norm:
+            name = mixtures.hf_name(part.hf, model.config)
+            result[name] = kept.clone(memory_format=torch.contiguous_format)
+    result |= mixtures.left_out(model.config)
+    if model.config.qkv_bias and model.config.qk_norm and mixtures.kind_of(model.config) != "glm4_moe":
         for number in range(model.config.depth):
             result[f"model.layers.{number}.{_OUTPUT_BIAS}"] = torch.zeros(model.config.width)
     return result
@@ -117,23 +127,24 @@ def from_hf(files: Mapping[str, Any], config: ModelConfig) -> dict[str, Tensor]:
     Raises UserError: a tensor is missing, of another shape than config.json says, or nothing that we know; they do not
     fit this machine. Before any of them is read.
     """
-    left, parameters = set(files), model_shape(config).parameters
+    found, parameters = mixtures.stored(files), model_shape(config).parameters
+    left = {name: one for name, one in found.items() if 0 not in one.shape}
     for parameter in parameters:
         for part in parameter.parts:
-            if part.hf not in files:
-                raise UserError(f"the folder's weights have no {part.hf}, which its config.json calls for")
-            found = tuple(files[part.hf].get_slice(part.hf).get_shape())
+            if part.hf not in found:
+                name = mixtures.hf_name(part.hf, config)
+                raise UserError(f"the folder's weights have no {name}, which its config.json calls for")
             rows = config.vocab_size if parameter.role in TABLES else part.rows
-            if found != (shape := (rows, *parameter.shape[1:])):
-                raise UserError(f"{part.hf} has shape {found}; its config.json says {shape}")
-            left.discard(part.hf)
+            if (has := found[part.hf].shape) != (shape := (rows, *parameter.shape[1:])):
+                raise UserError(f"{found[part.hf].name} has shape {has}; its config.json says {shape}")
+            left.pop(part.hf, None)
     if config.tied_embeddings:
-        left.discard("lm_head.weight")  # some writers keep the table twice
-    unknown = sorted(name for name in left if not name.endswith("rotary_emb.inv_freq"))
+        left.pop("lm_head.weight", None)  # some writers keep the table twice
+    unknown = sorted(one.name for name, one in left.items() if not name.endswith("rotary_emb.inv_freq"))
     if config.qkv_bias:
         biases = [name for name in unknown if name.endswith(_OUTPUT_BIAS)]
         unknown = [name for name in unknown if name not in biases]
-        if (used := next((name for name in biases if files[name].get_tensor(name).any()), None)) is not None:
+        if (used := next((name for name in biases if found[name].read().any()), None)) is not None:
             raise UserError(f"{used} is not 0; our model has no bias there, so it must be 0 to be imported")
     if unknown:
         raise UserError(f"the folder's weights have {unknown[0]}, which our model has no place for")
@@ -144,7 +155,7 @@ def from_hf(files: Mapping[str, Any], config: ModelConfig) -> dict[str, Tensor]:
         )
     result = {}
     for parameter in parameters:
-        pieces = [files[part.hf].get_tensor(part.hf).float() for part in parameter.parts]
+        pieces = [found[part.hf].read().float() for part in parameter.parts]
         weight = torch.zeros(parameter.shape)
         torch.cat(pieces, out=weight[: sum(map(len, pieces))])
         result[parameter.name] = weight
@@ -165,6 +176,11 @@ class HfConfig(TypedDict, total=False):
     use_sliding_window: bool
     max_window_layers: int
     layer_types: list[str] | None
+    norm_topk_prob: bool
+    use_qk_norm: bool
+    mlp_only_layers: list[int] | None
+    n_shared_experts: int
+    first_k_dense_replace: int
     eos_token_id: int | list[int] | None
 
 
@@ -177,12 +193,14 @@ def model_config(config: Mapping[str, Any], sequence_length: int) -> ModelConfig
     if kind not in ARCHITECTURES:
         said = "is not in" if kind is None else f"is {kind!r} in"
         raise UserError(f"model_type {said} config.json; it must be one of {', '.join(ARCHITECTURES)}")
-    for name, accepted in _ONLY.items():
+    config = mixtures.completed(kind, config)
+    for name, accepted in (_ONLY | mixtures.ONLY.get(kind, {})).items():
         if config.get(name, accepted) not in (accepted, None):
             raise UserError(f"{name} is {config[name]!r} in config.json; only {accepted!r} can be imported")
-    for name in _REFUSED:
+    mixed = kind in mixtures.ARCHITECTURES
+    for name in ("quantization_config", *(() if mixed else ("num_experts", "num_local_experts"))):
         if config.get(name):
-            raise UserError(f"{name} is {config[name]!r} in config.json; models that have it cannot be imported")
+            raise UserError(f"{name} is {config[name]!r} in config.json; a {kind} that has it cannot be imported")
     width, heads = whole_number(config, "hidden_size"), whole_number(config, "num_attention_heads")
     head_dim = config.get("head_dim") or (128 if kind == "qwen3" else None)  # as transformers has it
     return ModelConfig(
@@ -192,20 +210,19 @@ def model_config(config: Mapping[str, Any], sequence_length: int) -> ModelConfig
         kv_heads=config.get("num_key_value_heads") or heads,
         hidden=whole_number(config, "intermediate_size"),
         vocab_size=whole_number(config, "vocab_size"),
-        qk_norm=kind == "qwen3",
-        # Mistral and Qwen2 have no such setting.
-        qkv_bias=kind == "qwen2" or (kind != "mistral" and bool(config.get("attention_bias"))),
+        qk_norm=kind in ("qwen3", "qwen3_moe") or (kind == "glm4_moe" and bool(config.get("use_qk_norm"))),
+        qkv_bias=kind == "qwen2" or (kind in _BIAS_IS_SAID and bool(config.get("attention_bias"))),
         head_size=None if head_dim is None or head_dim * heads == width else head_dim,
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         window=_window(config, str(kind), sequence_length),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         **_rope(config),
+        **(mixtures.fields(kind, config, partial(whole_number, config)) if mixed else {}),
     )
 
 
 # What these fields must say, where they are there; transformers reads a missing one as that, too.
-_ONLY = {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 1.0}
-_REFUSED = ("quantization_config", "num_experts", "num_local_experts")
+_ONLY: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 1.0}
 
 
 def whole_number(config: Mapping[str, Any], name: str, most: int = 1 << 24) -> int:
@@ -260,12 +277,13 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 def _window(config: Mapping[str, Any], kind: str, sequence_length: int) -> int | None:
     """The sliding window that all layers have; None where they have none, or one that hides nothing."""
     window = config.get("sliding_window", 4096)  # Mistral's and Qwen's default
-    if kind == "llama" or (kind != "mistral" and not config.get("use_sliding_window", False)):
+    always = kind in ("mistral", "mixtral")
+    if kind in ("llama", "glm4_moe") or (not always and not config.get("use_sliding_window", False)):
         window = None
     if window is None or window >= sequence_length:
         return None
     depth = whole_number(config, "num_hidden_layers")
-    if kind != "mistral":
+    if kind in ("qwen2", "qwen3"):
         first = config.get("max_window_layers", 28)
         kinds = config.get("layer_types") or ["sliding_attention" if i >= first else "full" for i in range(depth)]
         if "sliding_attention" not in kinds:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...train.checkpoint.checkpoint import LoadedCheckpoint
-from ...train.config import run_id, to_dict
+from ...train.config import ModelConfig, run_id, to_dict
 from ...train.files import read_json
 from ...train.flops import count_parameters, training_flops_per_token
 from ...train.model.shape import model_shape
@@ -49,13 +49,14 @@ def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str]) -> str:
     model, count = config.model, count_parameters(config.model)
     tokens = loaded.step * config.batch_tokens
     exact = training_flops_per_token(model, config.data.sequence_length) * tokens
-    known = tokens > 0
+    known, used = tokens > 0, "N_active" if model.experts else "N_total"
     rows = [
         ("N_total (every weight)", f"{count.N_total:,}"),
         ("N_non_embedding", f"{count.N_non_embedding:,}"),
         ("N_kaplan (matrices inside the blocks)", f"{count.N_kaplan:,}"),
+        *([("N_active (what one token uses)", f"{count.N_active:,}")] if model.experts else []),
         ("D, tokens", f"{tokens:,}" if known else "unknown: the weights were imported"),
-        ("C, 6 N_total D", f"{6.0 * count.N_total * tokens:.4g} FLOPs" if known else "unknown"),
+        (f"C, 6 {used} D", f"{6.0 * count.N_active * tokens:.4g} FLOPs" if known else "unknown"),
         ("C, exact", f"{float(exact):.4g} FLOPs" if known else "unknown"),
     ]
     held_out, law = (facts.scores or {}).get("held_out") or {}, facts.law
@@ -77,7 +78,7 @@ def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str]) -> str:
         f"{', RMSNorm on queries and keys' if model_shape(model).head_norms else ''}"
         f"{', biases on queries, keys and values' if model.qkv_bias else ''}"
         f"{f', rotary positions by {model.rope.kind} with factor {model.rope.factor:g}' if model.rope else ''}; "
-        f"run `{run_id(config)}`, step {loaded.step}.",
+        f"{_mixture(model)}run `{run_id(config)}`, step {loaded.step}.",
         _table(("", ""), rows),
         *_scores(facts.scores or {}),
         "## Use",
@@ -88,6 +89,17 @@ def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str]) -> str:
         "its own.",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _mixture(model: ModelConfig) -> str:
+    if not model.experts:
+        return ""
+    below = f" above {model.dense_layers} with an MLP" if model.dense_layers else ""
+    shared = f", beside {model.shared_experts} for every token" if model.shared_experts else ""
+    return (
+        f"blocks{below} with {model.experts} experts of width {model.moe_hidden}, of which a token chooses "
+        f"{model.experts_per_token} by a {model.gate}{shared}; "
+    )
 
 
 def imported_from(checkpoint: Path) -> str | None:

@@ -286,7 +286,9 @@ def export(
 def import_model(
     folder: Path, output: Path, sequence_length: int | None = None, overwrite: bool = False, as_json: bool = False
 ) -> None:
-    """Makes a checkpoint of a Hugging Face folder (Llama, Mistral, Qwen2 and 3), to be scored, asked and exported."""
+    """Makes a checkpoint of a Hugging Face folder, to be scored, asked and exported: Llama, Mistral, Qwen2, Qwen3; with
+    experts Mixtral, Qwen3-MoE, GLM-4-MoE.
+    """
     from ...evaluate.export.export import import_checkpoint
 
     path = import_checkpoint(folder, output, sequence_length=sequence_length, overwrite=overwrite)

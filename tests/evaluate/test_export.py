@@ -31,6 +31,8 @@ from safetensors.torch import load_file, save_file
 LENGTH = 64
 # Both sides compute in fp32, in other orders; logits reach about 6 here, where a rounding is 5e-7.
 SAME = 1e-4
+MIXED: dict[str, Any] = {"experts": 6, "experts_per_token": 2, "expert_hidden": 16}
+CHOSEN: dict[str, Any] = {**MIXED, "gate": "softmax", "balance_rate": 0.0}
 LONGER: dict[str, Any] = {"rope_theta": 100.0, "rope_factor": 4.0, "rope_length": 32}
 SHAPES = {
     "LlamaForCausalLM": ModelConfig(width=48, depth=3, heads=4),
@@ -51,6 +53,21 @@ SHAPES = {
         width=48, depth=2, heads=4, head_size=16, window=7, qkv_bias=True, rope_scaling="yarn", **LONGER
     ),
     "Qwen3ForCausalLM, biases": ModelConfig(width=48, depth=2, heads=4, qk_norm=True, qkv_bias=True, head_size=32),
+    "MixtralForCausalLM": ModelConfig(width=48, depth=2, heads=4, kv_heads=2, **CHOSEN),
+    "MixtralForCausalLM, window, untied": ModelConfig(
+        width=48, depth=2, heads=4, window=7, tied_embeddings=False, **CHOSEN
+    ),
+    "Qwen3MoeForCausalLM": ModelConfig(width=48, depth=3, heads=4, qk_norm=True, dense_layers=1, **CHOSEN),
+    "Qwen3MoeForCausalLM, window, biases, free gates": ModelConfig(
+        width=48, depth=2, heads=4, window=7, qk_norm=True, qkv_bias=True, gates_normalised=False, **CHOSEN
+    ),
+    "Glm4MoeForCausalLM": ModelConfig(width=48, depth=2, heads=4, kv_heads=2, **MIXED),
+    "Glm4MoeForCausalLM, shared, dense, norms, biases": ModelConfig(
+        width=48, depth=3, heads=4, shared_experts=2, dense_layers=1, qk_norm=True, qkv_bias=True, head_size=16, **MIXED
+    ),
+    "Glm4MoeForCausalLM, unbiased, free gates, yarn": ModelConfig(
+        width=48, depth=2, heads=4, balance_rate=0.0, gates_normalised=False, rope_scaling="yarn", **MIXED, **LONGER
+    ),
 }
 
 
@@ -69,8 +86,12 @@ def checkpoint(
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():
-            if parameter.dim() == 1:
+            if name.endswith("balance"):
+                parameter.uniform_(-0.2, 0.2, generator=generator)
+            elif parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5, generator=generator)
+            elif name.endswith("router.weight"):
+                parameter.normal_(std=0.2, generator=generator)
             elif name.startswith("head"):
                 parameter.normal_(std=0.1, generator=generator)
     return Saver(root, ALONE, config, tokenizer).save(7, whole_weights(gpt), {})
@@ -89,8 +110,9 @@ def logits_of_both(path: Path, folder: Path) -> tuple[torch.Tensor, torch.Tensor
     """Ours and transformers' on the same random tokens, (batch, time, vocabulary)."""
     from transformers import AutoModelForCausalLM
 
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
-    ours = load_for_evaluation(path)
+    theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert not any(info.values()), info  # nothing is missing, and nothing is left over
+    theirs, ours = theirs.eval(), load_for_evaluation(path)
     size = ours.config.model.vocab_size
     assert size is not None
     tokens = torch.randint(size, (4, LENGTH), generator=torch.Generator().manual_seed(3))
@@ -107,7 +129,7 @@ def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> Non
     # No column of theirs is left over: the padding of the vocabulary is not there to be predicted.
     assert ours.shape == theirs.shape
     assert ours.std() > 0.5
-    assert (ours - theirs).abs().max() < SAME
+    assert (ours - theirs).abs().max() < (CLOSE if SHAPES[name].experts else SAME)
 
 
 def test_a_window_one_token_wider_would_be_seen(tmp_path: Path) -> None:
@@ -213,8 +235,10 @@ def test_export_import_export_gives_the_same_files(name: str, tmp_path: Path, bp
         assert (first / file).read_text() == (second / file).read_text(), file
 
 
-def random_hf(folder: Path, kind: str, gain: float = 8.0, **changes: Any) -> Any:
+def random_hf(folder: Path, kind: str, gain: float = 8.0, fused: bool = False, **changes: Any) -> Any:
     """A random transformers model in a folder, with a byte tokenizer beside it; returns the model.
+
+    `fused`: the matrices of all experts of a layer are written as one tensor, not as one for each.
 
     `gain` times the matrices that transformers draws, with which logits grow, and what rounding does to them.
     """
@@ -231,7 +255,10 @@ def random_hf(folder: Path, kind: str, gain: float = 8.0, **changes: Any) -> Any
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):  # of either sign, but for the output's, which we do not have
                 parameter.mul_(0) if "o_proj" in name else parameter.sub_(1.0)
-    model.save_pretrained(folder)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.3, 0.3)
+    model.save_pretrained(folder, save_original_format=not fused)
     source = checkpoint(folder.with_name("source"), ModelConfig(width=16, depth=1, heads=2))
     tokenizer = export_checkpoint(source, folder.with_name("tokenizer"), overwrite=True).folder
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -269,6 +296,12 @@ LLAMA3 = {
 YARN = {
     "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 3.0, "original_max_position_embeddings": 32,
 }  # fmt: skip
+QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MIXTRAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 16}
+GLM_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_nextn_predict_layers": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 1.0},
+}  # fmt: skip
 RELEASES: dict[str, dict[str, Any]] = {
     "Llama heads of another size": {"head_dim": 20},
     "Llama 3.1": {"head_dim": 32, "rope_parameters": LLAMA3, "tie_word_embeddings": True},
@@ -283,6 +316,21 @@ RELEASES: dict[str, dict[str, Any]] = {
     "Qwen3 biases": {"head_dim": 32, "attention_bias": True},
     "Mistral window heads": {"head_dim": 32, "sliding_window": 9},
     "Mistral yarn": {"head_dim": 32, "sliding_window": None, "rope_parameters": YARN | {"beta_fast": None}},
+    "Mixtral": MIXTRAL_EXPERTS,
+    "Mixtral fused": {"num_local_experts": 6, "sliding_window": 9, "num_experts_per_tok": 3, "fused": True},
+    "Qwen3Moe": {**QWEN_EXPERTS, "norm_topk_prob": True},
+    "Qwen3Moe fused": {**QWEN_EXPERTS, "fused": True},
+    "Qwen3Moe dense below": {**QWEN_EXPERTS, "num_hidden_layers": 3, "mlp_only_layers": [1, 0], "head_dim": 32},
+    "Qwen3Moe biases window": {
+        **QWEN_EXPERTS, "attention_bias": True, "use_sliding_window": True, "sliding_window": 9,
+    },
+    "Glm4Moe": GLM_EXPERTS,
+    "Glm4Moe fused": {**GLM_EXPERTS, "fused": True, "first_k_dense_replace": 0, "n_shared_experts": 2},
+    "Glm4Moe unnormalised": {**GLM_EXPERTS, "norm_topk_prob": False, "n_shared_experts": 0},
+    "Glm4Moe norms biases yarn": {
+        **GLM_EXPERTS, "use_qk_norm": True, "attention_bias": True, "head_dim": 32,
+        "rope_parameters": YARN | {"partial_rotary_factor": 1.0},
+    },
 }  # fmt: skip
 # Both sides compute in fp32, theirs with angles of fp32 too: up to 63 radians within 4e-6. Logits reach about 3 here.
 CLOSE = 1e-5
@@ -331,6 +379,12 @@ def test_a_current_release_computes_and_writes_the_same_here_and_again_there(nam
         ("Llama", {"head_dim": 32, "rope_parameters": YARN}, {"rope_attention": 1.0}),
         ("Qwen2", {}, "key biases for query biases"),
         ("Qwen2", {}, "biases head by head"),
+        ("Qwen3Moe", {**QWEN_EXPERTS, "norm_topk_prob": True}, {"gates_normalised": False}),
+        ("Mixtral", MIXTRAL_EXPERTS, {"experts_per_token": 3}),
+        ("Mixtral", MIXTRAL_EXPERTS, "gate for up"),
+        ("Mixtral", MIXTRAL_EXPERTS, "experts in another order"),
+        ("Glm4Moe", GLM_EXPERTS, "other biases of the choice"),
+        ("Glm4Moe", GLM_EXPERTS, {"gate": "softmax"}),
     ],
     ids=str,
 )
@@ -341,7 +395,21 @@ def test_a_mistake_in_what_releases_need_would_be_seen(
     model = load_for_evaluation(import_checkpoint(tmp_path / "hf", tmp_path / "ours")).model
     if isinstance(mistake, dict):
         model.config = replace(model.config, **mistake)
+        for moe in model.mixtures:
+            moe.router.config = model.config
         model.place_angles()
+    elif model.mixtures:
+        for router, experts in [(moe.router, moe.experts) for moe in model.mixtures]:
+            matrix = experts.gate_up.weight.data
+            halves = matrix.view(6, 2, -1, 48)
+            match mistake:
+                case "gate for up":
+                    matrix.copy_(halves.flip(1).reshape(matrix.shape))
+                case "experts in another order":
+                    matrix.copy_(halves.roll(1, 0).reshape(matrix.shape))
+                case _:
+                    assert router.balance is not None
+                    router.balance.data.zero_()
     else:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):  # of 4 query heads, 2 key heads and 2 value heads of 12
@@ -458,6 +526,129 @@ def test_what_our_model_cannot_compute_is_refused_by_its_field(tmp_path: Path) -
         (tmp_path / "hf" / missing).unlink()
         with pytest.raises(UserError, match=sentence):
             import_checkpoint(tmp_path / "hf", tmp_path / "out")
+
+
+ODD_EXPERTS: dict[str, dict[str, tuple[Any, str]]] = {
+    "Mixtral": {
+        "router_jitter_noise": (0.1, "router_jitter_noise is 0.1 in config.json; only 0.0 can be imported"),
+        "num_local_experts": (1, "model.experts is 1; it must be 2 or more"),
+        "num_experts_per_tok": (7, "model.experts_per_token is 7; it must be 1 to model.experts 6"),
+        "model_type": ("llama", "num_local_experts is 6 in config.json; a llama that has it cannot be imported"),
+    },
+    "Qwen3Moe": {
+        "decoder_sparse_step": (2, "decoder_sparse_step is 2 in config.json; only 1 can be imported"),
+        "mlp_only_layers": ([1], r"mlp_only_layers is \[1\] in config.json; they must be the first ones"),
+        "num_local_experts": (7, r"layers.0.mlp.gate.weight has shape \(6, 48\); its config.json says \(7, 48\)"),
+        "moe_intermediate_size": (24, r"experts.0.gate_proj.weight has shape \(16, 48\); its config.json says \(24, "),
+        "num_experts_per_tok": (None, "num_experts_per_tok is not in config.json; it must be a whole number from 1"),
+    },
+    "Glm4Moe": {
+        "routed_scaling_factor": (2.5, "routed_scaling_factor is 2.5 in config.json; only 1.0 can be imported"),
+        "n_group": (2, "n_group is 2 in config.json; only 1 can be imported"),
+        "rope_parameters": ({"rope_theta": 1e3}, "partial_rotary_factor is 0.5 in config.json; only 1.0 can be"),
+        "norm_topk_prob": ("no", r"Expected bool, got str at \$.norm_topk_prob"),
+        "first_k_dense_replace": (2, "model.dense_layers is 2; it must be 0 to 1"),
+        "n_routed_experts": (5, r"layers.1.mlp.gate.weight has shape \(6, 48\); its config.json says \(5, 48\)"),
+        "n_shared_experts": (-1, "model.shared_experts is -1; it must be 0 or more"),
+    },
+}
+
+
+EXPERTS = [("Mixtral", MIXTRAL_EXPERTS), ("Qwen3Moe", QWEN_EXPERTS), ("Glm4Moe", GLM_EXPERTS)]
+
+
+@pytest.mark.parametrize(("kind", "shape"), EXPERTS)
+def test_a_mixture_that_is_none_of_ours_is_refused_by_its_field(
+    kind: str, shape: dict[str, Any], tmp_path: Path
+) -> None:
+    random_hf(tmp_path / "hf", kind, **shape)
+    file = tmp_path / "hf" / "config.json"
+    described = json.loads(file.read_text())
+    for field, (value, sentence) in ODD_EXPERTS[kind].items():
+        file.write_text(json.dumps(described | {field: value}))
+        with pytest.raises(UserError, match=sentence) as raised:
+            import_checkpoint(tmp_path / "hf", tmp_path / "out")
+        assert "\n" not in str(raised.value)
+        assert not (tmp_path / "out").exists()
+    dense = {name: value for name, value in described.items() if name not in ("num_local_experts", "num_experts")}
+    file.write_text(json.dumps(dense | {"model_type": "llama"}))
+    with pytest.raises(UserError, match=r"have no model.layers.*, which its config.json calls for"):
+        import_checkpoint(tmp_path / "hf", tmp_path / "out")
+    random_hf(tmp_path / "hf", "Llama")
+    file.write_text(json.dumps(described))
+    with pytest.raises(UserError, match=r"have no .*(moe.gate|mlp.gate|q_norm).weight, which its config.json calls"):
+        import_checkpoint(tmp_path / "hf", tmp_path / "out")
+
+
+LEFT_OUT: dict[str, set[str]] = {
+    "Mixtral": {"rms_norm_eps", "rope_parameters", "sliding_window", "router_jitter_noise"},
+    "Qwen3Moe": {"norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "num_local_experts", "use_sliding_window"},
+    "Glm4Moe": {
+        "norm_topk_prob",
+        "n_shared_experts",
+        "first_k_dense_replace",
+        "rms_norm_eps",
+        "use_qk_norm",
+        "n_group",
+    },
+}
+
+
+@pytest.mark.parametrize(("kind", "shape"), EXPERTS)
+def test_what_a_config_leaves_out_is_what_transformers_takes_it_for(
+    kind: str, shape: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    random_hf(tmp_path / "hf", kind, gain=4.0, **shape)
+    file = tmp_path / "hf" / "config.json"
+    said = {name: value for name, value in json.loads(file.read_text()).items() if name not in LEFT_OUT[kind]}
+    file.write_text(json.dumps(said | ({"num_experts": 6} if kind == "Qwen3Moe" else {})))  # as transformers 4 wrote
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    ours = load_for_evaluation(import_checkpoint(tmp_path / "hf", tmp_path / "ours")).model
+    tokens = torch.randint(300, (4, LENGTH), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert (ours(tokens)[..., :300] - theirs(tokens).logits).abs().max() < CLOSE
+
+
+KEPT: dict[str, tuple[dict[str, Any], str]] = {
+    "biases": ({"balance_rate": 0.01}, "model.balance_rate is 0.01; to be .* as MixtralForCausalLM, it must be 0.0"),
+    "shared": ({"shared_experts": 1}, "model.shared_experts is 1; to be exported with model.gate 'softmax' and "),
+    "gates": ({"gates_normalised": False}, "model.gates_normalised is False; .* it must be True"),
+    "dense": ({"dense_layers": 1}, "model.dense_layers is 1; .* it must be 0"),
+    "queries": ({"qkv_bias": True}, "model.qkv_bias is True; .* it must be False"),
+    "normed": ({"qk_norm": True, "shared_experts": 1}, "model.shared_experts is 1; .* as Qwen3MoeForCausalLM, it must"),
+    "window": ({"gate": "sigmoid", "window": 7}, "model.window is 7; .* as Glm4MoeForCausalLM, it must be None"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_mixture_that_no_architecture_computes_is_not_exported(name: str, tmp_path: Path) -> None:
+    changes, sentence = KEPT[name]
+    path = checkpoint(tmp_path / "checkpoints", ModelConfig(width=16, depth=2, heads=2, **CHOSEN | changes))
+    with pytest.raises(UserError, match=sentence) as raised:
+        export_checkpoint(path, tmp_path / "out")
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("changes", [{}, {"balance_rate": 0.0}, {"shared_experts": 1, "dense_layers": 1}], ids=str)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_weights_of_a_mixture_come_back_the_same_with_biases_or_without(
+    changes: dict[str, Any], dtype: str, tmp_path: Path
+) -> None:
+    path = checkpoint(tmp_path / "checkpoints", ModelConfig(width=20, depth=2, heads=2, **MIXED | changes))
+    folder = export_checkpoint(path, tmp_path / "out", dtype=dtype).folder
+    ours, back = (load_for_evaluation(one).model for one in (path, import_checkpoint(folder, tmp_path / "back")))
+    assert (back.mixtures[0].router.balance is None) == ("balance_rate" in changes)
+    for (name, before), (other, after) in zip(ours.named_parameters(), back.named_parameters(), strict=True):
+        assert name == other
+        wanted = before if dtype == "fp32" or name.endswith("balance") else before.bfloat16().float()
+        assert torch.equal(wanted[:256], after[:256]), name  # what pads the vocabulary is not exported
+    card = (folder / "README.md").read_text()
+    assert "6 experts of width 16, of which a token chooses 2" in card
+    assert "| C, 6 N_active D |" in card
+    assert f"| N_active (what one token uses) | {count_parameters(ours.config).N_active:,} |" in card
 
 
 def test_a_bias_on_the_output_is_refused_unless_it_is_zero(tmp_path: Path) -> None:

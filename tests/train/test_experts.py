@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from isoflop.train import loop
+from isoflop.train.checkpoint.checkpoint import read_tensors, whole_weights
 from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig
 from isoflop.train.ensemble.members import refusal
 from isoflop.train.errors import UserError
@@ -20,7 +21,12 @@ from isoflop.train.files import read_json_lines
 from isoflop.train.flops import count_parameters, training_flops_per_token
 from isoflop.train.model.experts import MoE, balance_of, outer, product
 from isoflop.train.model.gpt import GPT
-from isoflop.train.model.parametrization import build_model
+from isoflop.train.model.parametrization import build_model, parameter_groups
+from isoflop.train.model.shape import model_shape
+from isoflop.train.optimizer.sign import sign
+from isoflop.train.parallel.layout import whole_placement
+from isoflop.train.parallel.mesh import Mesh
+from isoflop.train.parallel.zero import Zero
 from isoflop.train.planner.validation import validate
 from small_runs import forty_steps
 from torch import Tensor
@@ -154,6 +160,46 @@ def test_the_gradient_of_a_bias_is_the_excess_of_its_expert() -> None:
     assert gpt.loads() is None
 
 
+def test_a_bias_takes_steps_of_one_size_against_the_excess_of_its_expert() -> None:
+    bias, excess = torch.tensor([1.0, 1.0, 1.0, 1.0]), torch.tensor([-3.0, 0.0, 0.25, 200.0])
+    for skipped in (0.0, 1.0):
+        sign(bias, excess, rate=0.5, skipped=torch.tensor(skipped))
+        assert bias.tolist() == [1.5, 1.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(("gate", "normalised"), GATES)
+def test_experts_are_chosen_in_fp32_whatever_the_type_of_the_tokens(gate: str, normalised: bool) -> None:
+    router = mixture(7, gate=gate, gates_normalised=normalised).bfloat16().mixtures[0].router
+    assert router.balance is not None
+    tokens = torch.randn(1200, 24).bfloat16()
+    routing = router(tokens, 12)
+    logits = tokens.float() @ router.weight.float().T
+    scores = logits.sigmoid() if gate == "sigmoid" else logits.softmax(-1)
+    chosen = (scores + router.balance.float()).topk(2).indices.sort(-1).values
+    assert torch.equal(torch.arange(6).repeat_interleave(routing.counts)[routing.rows], chosen)
+    gates = scores.gather(1, chosen)
+    gates = gates / gates.sum(-1, keepdim=True) if normalised else gates
+    assert torch.equal(routing.gates[routing.rows], gates.bfloat16())
+
+
+def test_the_norm_of_the_gradient_is_that_of_the_loss_and_counts_no_bias() -> None:
+    gpt, tokens = mixture(8, balance_rate=0.5).float(), torch.randint(61, (5, 13))
+    gpt.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+    counted = [p.grad for name, p in gpt.named_parameters() if p.grad is not None and not name.endswith("balance")]
+    optimizer, weights = OptimizerConfig(base_width=16), {n: p.detach().clone() for n, p in gpt.named_parameters()}
+    groups, places = parameter_groups(gpt, optimizer), {n: whole_placement(p.shape) for n, p in weights.items()}
+    zero = Zero(
+        gpt, groups, places, Mesh(), stage=0, dtype=torch.float32, optimizer=optimizer, bucket_mb=1.0,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    zero.load(weights.items())
+    with zero.gradients.micro_batch(last=True):
+        loss = gpt.loss(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+    norm = zero.step(loss.detach()).norm.item()
+    assert norm == pytest.approx(torch.cat([grad.flatten() for grad in counted]).norm().item(), rel=1e-5)
+
+
 def test_the_balance_is_told_by_its_extremes() -> None:
     found = balance_of(torch.tensor([[4, 4, 4, 4], [16, 0, 0, 0], [8, 8, 0, 0]]))
     assert found["load_max"] == [1.0, 4.0, 2.0]
@@ -199,6 +245,10 @@ def test_active_parameters_are_those_of_a_model_with_the_chosen_experts_alone() 
     assert count_parameters(MIXED).N_active == count_parameters(few).N_total + smaller
     dense = replace(MIXED, experts=0)
     assert count_parameters(dense).N_active == count_parameters(dense).N_total
+    for config in (MIXED, dense):  # the hidden units that one token uses
+        block = model_shape(config).block
+        last = [parameter for parameter in block if parameter.name.startswith("mlp") and parameter.role == "last"]
+        assert model_shape(config).inner * config.width == sum(parameter.active for parameter in last)
 
 
 @pytest.fixture
@@ -258,9 +308,14 @@ def test_an_ensemble_refuses_experts(config: RunConfig) -> None:
     assert "model.experts is 8" in str(refusal(config))
 
 
-def test_a_checkpoint_of_the_other_kind_is_refused(config: RunConfig, tmp_path: Path) -> None:
-    loop.train(config, tmp_path)
-    dense = replace(config, model=replace(config.model, experts=0))
+@pytest.mark.parametrize(("there", "here"), [(8, 0), (0, 8)])
+def test_a_checkpoint_of_the_other_kind_is_refused(config: RunConfig, tmp_path: Path, there: int, here: int) -> None:
+    loop.train(replace(config, model=replace(config.model, experts=there)), tmp_path)
+    other = replace(config, model=replace(config.model, experts=here))
     (tmp_path / "summary.json").unlink()
-    with pytest.raises(UserError):
-        loop.train(dense, tmp_path)
+    with pytest.raises(UserError, match=f"belongs to another run: model.experts is {there} there and {here} here$"):
+        loop.train(other, tmp_path)
+    checkpoint, gpt = tmp_path / "checkpoints" / "step_40", build_model(other.model, other.optimizer, 16, 0)
+    with pytest.raises(UserError, match=r"does not (cover|fit) the model: .*mlp") as raised:  # as at step 0
+        read_tensors(checkpoint, whole_weights(gpt))
+    assert "\n" not in str(raised.value)

@@ -61,10 +61,14 @@ def mesh_of(config: RunConfig, rank: int = 0) -> Iterator[Mesh]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.world_size)
     try:
         devices = init_device_mesh("cpu", (parallel.dp, parallel.tp), mesh_dim_names=("dp", "tp"))
+        shape, names = (parallel.dp // parallel.ep, parallel.ep, parallel.tp), ("replica", "ep", "tp")
+        apart = init_device_mesh("cpu", shape, mesh_dim_names=names) if parallel.ep > 1 else None
         yield Mesh(
             rank=rank, dp=parallel.dp, tp=parallel.tp, world=dist.group.WORLD, control=dist.group.WORLD,
             dp_group=devices.get_group("dp") if parallel.dp > 1 else None,
-            tp_group=devices.get_group("tp") if parallel.tp > 1 else None, device_mesh=devices,
+            tp_group=devices.get_group("tp") if parallel.tp > 1 else None, device_mesh=devices, ep=parallel.ep,
+            ep_group=apart.get_group("ep") if apart is not None else None,
+            replica_group=apart.get_group("replica") if apart is not None and parallel.dp > parallel.ep else None,
         )  # fmt: skip
     finally:
         dist.destroy_process_group()
@@ -180,14 +184,22 @@ def test_the_state_is_that_of_the_zero_paper(itemsize: int, stage: int, by_psi: 
         assert sum(state_bytes(psi, itemsize, stage, ranks).values()) == by_psi(psi, ranks)
 
 
-@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (1, 3), (2, 2), (4, 2)])
-@pytest.mark.parametrize("model", ["plain", "grouped", "biases, other heads", "experts"])
-def test_the_state_is_to_the_byte_what_the_engine_holds(model: str, tp: int, dp: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "tp", "dp", "ep"),
+    [
+        (model, tp, dp, 1)
+        for model in ("plain", "grouped", "biases, other heads", "experts")
+        for tp, dp in ((1, 1), (1, 3), (2, 2), (4, 2))
+    ]
+    + [("experts", 1, 2, 2), ("experts", 2, 4, 2), ("experts", 1, 4, 4)],
+)
+def test_the_state_is_to_the_byte_what_the_engine_holds(model: str, tp: int, dp: int, ep: int) -> None:
     mixed = replace(MIXED, heads=8)
     named = {"plain": PLAIN, "grouped": GROUPED, "biases, other heads": BIASED, "experts": mixed}
     for precision in ("fp32", "bf16"):
         for stage in range(4) if dp > 1 else (0,):
             config = run_config(named[model], precision=precision, tp=tp, dp=dp, zero=stage)
+            config.parallel.ep = ep
             with mesh_of(config, rank=tp * dp - 1) as mesh, FakeTensorMode():
                 held = bytes_held(build(config, mesh)[1])
             said = memory(config)
@@ -218,10 +230,10 @@ def test_a_step_of_experts_or_latents_allocates_what_is_said(
             torch.nn.init.normal_(parameter, std=0.05)
         live.peak = live.now
         take_step(config, gpt, zero)
-    assert memory(config, "cpu").peak == pytest.approx(live.peak, rel=0.1)
+    assert memory(config, "cpu").peak == pytest.approx(live.peak, rel=0.02)
     if recompute == "none":
         said = memory(config, "cpu")
-        assert said.activations + said.head == pytest.approx(kept_bytes(gpt, config), rel=0.1)
+        assert said.activations + said.head == pytest.approx(kept_bytes(gpt, config), rel=0.01)
 
 
 def test_what_muon_updates_has_one_moment() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ def test_groups_hold_every_tensor_once_with_the_rates_of_the_table(seed: int) ->
     model = ModelConfig(
         width=generator.choice([8, 32, 128]), depth=2, heads=2, vocab_size=20,
         qk_norm=generator.random() < 0.5, tied_embeddings=seed % 2 == 0,
-        qkv_bias=seed % 3 == 0,
+        qkv_bias=seed % 3 == 0, experts=4 * (seed % 2), balance_rate=0.004,
     )  # fmt: skip
     optimizer = OptimizerConfig(
         learning_rate=0.01, base_width=32, width_exponent=generator.choice([0.0, 0.5, 1.0]),
@@ -24,6 +25,7 @@ def test_groups_hold_every_tensor_once_with_the_rates_of_the_table(seed: int) ->
     )  # fmt: skip
     gpt = build_model(model, optimizer, 8, 0)
     groups = {group.name: group for group in parameter_groups(gpt, optimizer)}
+    assert {"routers", "balance"} <= set(groups) or not model.experts
     grouped = [id(p) for group in groups.values() for p in group.parameters]
     assert sorted(grouped) == sorted(id(p) for p in gpt.parameters())
     assert len(set(grouped)) == len(grouped)
@@ -31,6 +33,9 @@ def test_groups_hold_every_tensor_once_with_the_rates_of_the_table(seed: int) ->
     names = {id(p): name for name, p in gpt.named_parameters()}
     where = {names[id(p)]: group for group in groups.values() for p in group.parameters}
     for name, group in where.items():
+        if name.endswith("balance"):
+            assert (group.optimizer, group.learning_rate, group.weight_decay) == ("sign", 0.004, 0.0)
+            continue
         is_matrix = not name.startswith("embedding") and "norm" not in name and "bias" not in name
         assert group.weight_decay == (0.2 if is_matrix else 0.0), name
         transfer = (32 / model.width) ** optimizer.width_exponent
@@ -56,6 +61,11 @@ def test_initial_sizes_are_those_of_the_table() -> None:
         assert weights[name].std().item() == pytest.approx(std, rel=0.014), name
     assert weights["head.weight"].abs().max() == 0
     assert weights["blocks.3.attention.qkv_bias"].abs().max() == 0
+    mixed = build_model(replace(model, experts=32), OptimizerConfig(base_width=64), 8, 0).mixtures[0]
+    assert mixed.router.weight.std().item() == pytest.approx(8 / 256, rel=0.04)  # of 8,192
+    assert mixed.experts.gate_up.weight.std().item() == pytest.approx(1 / 16, rel=0.014)
+    assert mixed.router.balance is not None
+    assert mixed.router.balance.abs().max() == 0
     model.tied_embeddings = True
     tied = build_model(model, OptimizerConfig(base_width=64), 8, 0)
     assert tied.embedding.weight.std().item() == pytest.approx(1 / 8, rel=0.014)

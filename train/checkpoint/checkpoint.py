@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
-from ..config import RunConfig, flatten, from_dict, identity, run_id
+from ..config import RunConfig, flatten, from_dict, identity, run_id, to_dict
 from ..data.storage import checksum
 from ..errors import UserError
 from ..files import file_sha256, fsync_path, read_document
@@ -201,10 +201,11 @@ def read_tensors(checkpoint: Path, held: Iterable[Held]) -> None:
 
 
 def _first_difference(saved: RunConfig, config: RunConfig) -> str:
-    ours, theirs = flatten(identity(config)), flatten(identity(saved))
-    for name in sorted(ours):
-        if ours[name] != theirs.get(name):
-            return f"{name} is {theirs.get(name)!r} there and {ours[name]!r} here"
+    ours, theirs = flatten(identity(config)), flatten(identity(saved))  # where defaults may be left out
+    here, there = flatten(to_dict(config)), flatten(to_dict(saved))
+    for name in sorted({*ours, *theirs}):
+        if ours.get(name) != theirs.get(name):
+            return f"{name} is {there.get(name)!r} there and {here.get(name)!r} here"
     return "they have different fields"
 
 

@@ -17,7 +17,8 @@ import pytest
 import torch
 from forked import Ended, fork_processes
 from isoflop.train import loop, precision
-from isoflop.train.checkpoint.checkpoint import load_for_evaluation
+from isoflop.train.checkpoint.checkpoint import load_for_evaluation, restore_state
+from isoflop.train.checkpoint.saver import Saver
 from isoflop.train.config import (
     CheckpointConfig,
     DataConfig,
@@ -31,6 +32,7 @@ from isoflop.train.config import (
 )
 from isoflop.train.data.loader import TrainStream
 from isoflop.train.data.shards import prepare
+from isoflop.train.data.tokenizers import ByteTokenizer
 from isoflop.train.errors import OutOfMemory
 from isoflop.train.files import read_json_lines
 from isoflop.train.job.failure import read_failure
@@ -82,13 +84,22 @@ def take_steps(
     stepper = Stepper(config, mesh, CPU, stream)
     stepper.start()
     results = [stepper.step(step) for step in range(steps)]
-    held = [h for h in stepper.zero.held() if h.kind == "weight"]
-    weights = [
-        (h.name, h.placement.shape, box, h.values[box.start - h.start : box.stop - h.start].clone().numpy())
-        for h in held
+    return [r.loss.item() for r in results], [r.norm.item() for r in results], boxes_of(stepper, ("weight",))
+
+
+def boxes_of(stepper: Stepper, kinds: Sequence[str]) -> list[tuple[str, Any, Any, Any]]:
+    """What this rank holds of the state: name, with the kind where there are several; shape; box; values."""
+    return [
+        (
+            h.name if len(kinds) == 1 else f"{h.name} {h.kind}",
+            h.placement.shape,
+            box,
+            h.values[box.start - h.start : box.stop - h.start].clone().numpy(),
+        )
+        for h in stepper.zero.held()
         for box in boxes(h.placement, h.start, h.stop)
+        if h.kind in kinds
     ]
-    return [r.loss.item() for r in results], [r.norm.item() for r in results], weights
 
 
 def whole(ranks: list[Any]) -> Weights:
@@ -237,6 +248,57 @@ def test_six_steps_of_experts_on_every_mesh_are_those_of_one_process(
     expected = losses, norms, whole([(losses, norms, weights)])
     assert any(name.endswith("balance") and values.any() for name, values in expected[2].items())
     assert_same_steps(run_ranks(ranks, every_mesh, timeout=900.0), meshes, expected, 1e-10)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_what_ranks_with_other_experts_save_is_their_state_on_one_process_and_on_every_mesh(
+    ranks: int, base: RunConfig, tmp_path: Path
+) -> None:
+    config = with_experts(base)
+    meshes = [shape for shape in expert_meshes(ranks) if shape[0] == 1 or shape[4] > 1]
+
+    def stepper_of(shape: tuple[int, int, int, bool, int]) -> Stepper:
+        own = copy.deepcopy(config)
+        own.parallel.tp, own.parallel.dp, own.parallel.zero, own.parallel.sequence_parallel, own.parallel.ep = shape
+        mesh = build_mesh(own.parallel.dp, own.parallel.tp, CPU, own.parallel.ep)
+        stepper = Stepper(own, mesh, CPU, TrainStream(prepare(config.data), config.data.sequence_length, config.seed))
+        stepper.start()
+        return stepper
+
+    def state_of(stepper: Stepper) -> tuple[None, None, list[tuple[str, Any, Any, Any]]]:
+        return None, None, boxes_of(stepper, ("weight", "exp_avg", "exp_avg_sq"))
+
+    def save_all() -> list[Any]:
+        found = []
+        for number, shape in enumerate(meshes):
+            stepper = stepper_of(shape)
+            for step in range(2):
+                stepper.step(step)
+            saver = Saver(tmp_path / str(number), stepper.mesh, config, ByteTokenizer())
+            saver.save(2, stepper.zero.held(), {})
+            saver.close()
+            found.append(state_of(stepper))
+        return found
+
+    def load_all() -> list[Any]:
+        """What each mesh saved, by the next one."""
+        found = []
+        for number, shape in enumerate([*meshes[1:], meshes[0]]):
+            stepper = stepper_of(shape)
+            restore_state(tmp_path / str(number) / "step_2", stepper.zero.held(), config)
+            found.append(state_of(stepper))
+        return found
+
+    saved = run_ranks(ranks, save_all, timeout=300.0)
+    loaded = run_ranks(ranks, load_all, timeout=300.0)
+    alone = Stepper(config, Mesh(), CPU, TrainStream(prepare(config.data), config.data.sequence_length, config.seed))
+    for number, shape in enumerate(meshes):
+        expected = whole([rank[number] for rank in saved])
+        restore_state(tmp_path / str(number) / "step_2", alone.zero.held(), config)
+        for found in (whole([rank[number] for rank in loaded]), whole([state_of(alone)])):
+            assert found.keys() == expected.keys()
+            for name, values in found.items():
+                assert np.array_equal(values, expected[name]), f"{shape} {name}"
 
 
 def assert_same_steps(
