@@ -54,10 +54,10 @@ def trained(config: ModelConfig) -> Work:
 def mixtral(implementation: str) -> Work:
     from transformers import MixtralConfig, MixtralForCausalLM
 
+    chosen: dict[str, Any] = {"experts_implementation": implementation, "attn_implementation": "sdpa"}
     config = MixtralConfig(
         vocab_size=256, hidden_size=256, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=4, num_local_experts=16, num_experts_per_tok=4, tie_word_embeddings=True,
-        experts_implementation=implementation, attn_implementation="sdpa",
+        num_key_value_heads=4, num_local_experts=16, num_experts_per_tok=4, tie_word_embeddings=True, **chosen,
     )  # fmt: skip
     model = MixtralForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

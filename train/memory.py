@@ -273,11 +273,11 @@ def kept_by_latents(share: Share, latent: Latent) -> int:
     heads, size = share.tokens * share.heads, share.head_dim + latent.rotary
     if share.recompute == "selective":
         return small + (heads * (size + 2 * share.head_dim) + share.tokens * latent.rotary) * share.itemsize
-    # Query, key, value and result, all as wide as keys, what of the result is read, and the normalisers.
-    kept = small + heads * (4 * size + share.head_dim) * share.itemsize + heads * FP32
+    # Query, key and value, all as wide as keys, and what of the result is read.
+    kept = small + heads * (3 * size + share.head_dim) * share.itemsize
     if keeps_softmax(share):
-        kept += share.sequences * share.heads * sum(softmax_blocks(share)) * share.itemsize
-    return kept
+        return kept + share.sequences * share.heads * sum(softmax_blocks(share)) * share.itemsize
+    return kept + heads * size * share.itemsize + heads * FP32  # the result, and the normalisers
 
 
 def heads_bytes(share: Share, heads: int) -> int:

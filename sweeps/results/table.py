@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...train.config import ModelConfig, from_dict
@@ -151,7 +151,7 @@ def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) ->
         row["kv_bytes"] = _kv_bytes(model)
     row |= {name: model.get(name) or 0 for name in ("experts", "experts_per_token", "shared_experts")}
     # Of the worst block; a run that was interrupted after its last step does not know.
-    loads = {"load_max": max, "load_entropy": min, "dead_experts": sum}
+    loads: dict[str, Callable[[list[float]], float]] = {"load_max": max, "load_entropy": min, "dead_experts": sum}
     row |= {name: worst(summary[name]) if summary.get(name) else None for name, worst in loads.items()}
     data = groups.get("data") or {}
     steps = data.get("recipe") or []

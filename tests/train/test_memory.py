@@ -230,7 +230,7 @@ def test_a_step_of_experts_or_latents_allocates_what_is_said(
             torch.nn.init.normal_(parameter, std=0.05)
         live.peak = live.now
         take_step(config, gpt, zero)
-    assert memory(config, "cpu").peak == pytest.approx(live.peak, rel=0.02)
+    assert memory(config, "cpu").peak == pytest.approx(live.peak, rel=0.04)
     if recompute == "none":
         said = memory(config, "cpu")
         assert said.activations + said.head == pytest.approx(kept_bytes(gpt, config), rel=0.01)
