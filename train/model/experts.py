@@ -160,25 +160,20 @@ class _ExpertMLP(torch.autograd.Function):
         d_first, d_last, d_gates = torch.zeros_like(first), torch.zeros_like(last), torch.empty_like(gates)
         dx, grad = x.new_empty(len(tokens), x.shape[1]), grad.contiguous()
         for own, expert in _parts(counts):
-            part, dy, gate = products[own], grad.index_select(0, tokens[own]), gates[own, None]
-            inner = gated(part)
+            dy, gate = grad.index_select(0, tokens[own]), gates[own, None]
+            first_half, up = products[own].chunk(2, dim=-1)
+            curve = F.silu(first_half)
+            inner = curve * up
             d_inner = product(dy, last, expert, torch.empty_like(inner))
             d_gates[own] = (inner * d_inner).sum(-1)
             outer(dy, inner.mul_(gate), expert, d_last)
-            d_part = _gated_slope(part, d_inner.mul_(gate))
+            d_part = torch.empty_like(products[own])
+            d_first_half, d_up = d_part.chunk(2, dim=-1)
+            torch.mul(d_inner.mul_(gate), curve, out=d_up)
+            torch.ops.aten.silu_backward.grad_input(d_inner.mul_(up), first_half, grad_input=d_first_half)
             outer(d_part, x.index_select(0, tokens[own]), expert, d_first)
             product(d_part, first, expert, dx[own])
         return _summed(dx, rows), d_gates, d_first.view_as(gate_up), d_last.view_as(down), None, None, None
-
-
-def _gated_slope(products: Tensor, grad: Tensor) -> Tensor:
-    """The derivative of `gated`; overwrites the gradient."""
-    gate, up = products.chunk(2, dim=-1)
-    slope = torch.empty_like(products)
-    d_gate, d_up = slope.chunk(2, dim=-1)
-    torch.mul(grad, F.silu(gate), out=d_up)
-    torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=d_gate)
-    return slope
 
 
 def _stacks(gate_up: Tensor, down: Tensor, counts: Tensor) -> list[Tensor]:
