@@ -38,7 +38,8 @@ ZERO = {
     "cluster.latency_us", "cluster.max_requeues", "cluster.queue_minutes", "cluster.retries", "cluster.sweep_retries",
     "fit.E", "fit.bootstrap", "fit.seed", "grid.expected_exponent", "grid.seeds", "optimizer.beta1", "optimizer.beta2",
     "optimizer.gradient_clip", "optimizer.momentum", "optimizer.weight_decay", "optimizer.width_exponent",
-    "optimizer.z_loss",
+    "optimizer.z_loss", "model.experts", "model.shared_experts", "model.dense_layers", "model.balance_rate",
+    "model.balance_loss", "model.router_z_loss",
     "parallel.zero", "schedule.decay_share", "schedule.final_share", "schedule.warmup_max_share",
     "schedule.warmup_per_parameter", "schedule.warmup_tokens", "seed", "skip_bad_steps",
 }  # fmt: skip

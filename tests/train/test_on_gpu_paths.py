@@ -108,6 +108,8 @@ VARIANTS = {
     "muon": {"optimizer.kind": "muon"},
     "muon in bf16": {"optimizer.kind": "muon", "optimizer.iteration_precision": "bf16"},
     "groups": {"model.kv_heads": 1, "model.qk_norm": True},
+    "latents": {"model.attention": "mla", "model.query_rank": 8, "model.rotary_size": 16},
+    "experts": {"model.experts": 4, "model.expert_hidden": 16, "model.shared_experts": 1, "model.balance_loss": 0.01},
     "untied": {"model.tied_embeddings": False},
     "no clipping": {"optimizer.gradient_clip": 0.0},
 }
@@ -125,7 +127,7 @@ def changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
 @pytest.mark.parametrize("attention", ["ours", "sdpa"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_step_of_another_kind_waits_for_nothing(variant: str, attention: str, config: RunConfig, gpu: Gpu) -> None:
-    for precision in ("fp32", "fp16"):
+    for precision in ("bf16",) if variant == "experts" else ("fp32", "fp16"):
         steps_of(changed(config, VARIANTS[variant] | {"parallel.attention": attention, "precision": precision}), gpu)
 
 

@@ -147,7 +147,7 @@ class _ExpertMLP(torch.autograd.Function):
     ) -> Tensor:
         first, last = _stacks(gate_up, down, counts)
         products, y = x.new_empty(len(tokens), first.shape[1]), x.new_empty(len(tokens), x.shape[1])
-        for own, expert in _parts(counts):
+        for own, expert in _parts(counts, x.dtype):
             part = product(x.index_select(0, tokens[own]), first.mT, expert, products[own])
             product(gated(part).mul_(gates[own, None]), last.mT, expert, y[own])
         ctx.save_for_backward(x, gates, products, gate_up, down, tokens, rows, counts)
@@ -159,7 +159,7 @@ class _ExpertMLP(torch.autograd.Function):
         first, last = _stacks(gate_up, down, counts)
         d_first, d_last, d_gates = torch.zeros_like(first), torch.zeros_like(last), torch.empty_like(gates)
         dx, grad = x.new_empty(len(tokens), x.shape[1]), grad.contiguous()
-        for own, expert in _parts(counts):
+        for own, expert in _parts(counts, x.dtype):
             dy, gate = grad.index_select(0, tokens[own]), gates[own, None]
             first_half, up = products[own].chunk(2, dim=-1)
             curve = F.silu(first_half)
@@ -181,12 +181,12 @@ def _stacks(gate_up: Tensor, down: Tensor, counts: Tensor) -> list[Tensor]:
     return [weight.view(len(counts), -1, weight.shape[1]) for weight in (gate_up, down)]
 
 
-Expert = int | Tensor  # one of them, or on GPUs all, by where the rows of each end: nothing waits for these numbers
+Expert = int | Tensor  # one of them, or on GPUs in bf16 all, by where the rows of each end: nothing waits for these
 
 
-def _parts(counts: Tensor) -> list[tuple[slice, Expert]]:
+def _parts(counts: Tensor, dtype: torch.dtype) -> list[tuple[slice, Expert]]:
     """Rows to be worked on together, and whose they are."""
-    if on_gpu(counts):
+    if on_gpu(counts) and dtype == torch.bfloat16:  # for others PyTorch has no grouped product, and a GPU is waited for
         return [(slice(None), counts.cumsum(0).to(torch.int32))]
     ends = list(accumulate(counts.tolist()))
     return [(slice(a, b), number) for number, (a, b) in enumerate(zip([0, *ends], ends, strict=False)) if b > a]
