@@ -57,7 +57,8 @@ def table(n=120, seed=0):
 
 
 @pytest.mark.parametrize("form", PUBLISHED)
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])  # of ten seeds, 90 to 100 % of a form's constants lie inside (measured)
+# Of ten seeds, 90 to 100 % of a form's constants lie inside (measured).
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_law_with_the_published_constants_comes_back_within_its_own_interval(form, seed):
     law = simulated(form, seed).bootstrap(200, seed=seed)
     assert law.converged_
