@@ -207,6 +207,7 @@ def _header(loaded: Any, device: str, precision: str) -> dict[str, Any]:
         "run_id": run_id(config),
         "step": loaded.step,
         "N_total": counts.N_total,
+        "N_active": counts.N_active,
         "N_non_embedding": counts.N_non_embedding,
         "tokens": tokens,
         "flops": float(training_flops_per_token(config.model, length)) * tokens,

@@ -92,11 +92,13 @@ def checkpoint_page(
 def _facts(scores: Scores) -> list[tuple[str, str, str]]:
     """(name, value, what explains it) at the head of the page."""
     held_out = scores.get("held_out") or {}
-    counts = (("Parameters (N_total)", "N_total"), ("N_non_embedding", "N_non_embedding"), ("Tokens (D)", "tokens"))
+    active = scores.get("N_active", scores.get("N_total"))  # another version's scores do not say
+    counts = [("Parameters (N_total)", "N_total"), ("N_non_embedding", "N_non_embedding"), ("Tokens (D)", "tokens")]
+    counts[1:1] = [] if active == scores.get("N_total") else [("N_active", "N_active")]
     found = [(name, scores.get(key)) for name, key in counts]
     facts = [(name, short_count(count), grouped(count)) for name, count in found if count is not None]
     if scores.get("flops") is not None:
-        six = "" if not scores["N_total"] else f"exact; 6ND is {compute(6 * scores['N_total'] * scores['tokens'])}"
+        six = "" if not active else f"exact; 6ND is {compute(6 * active * scores['tokens'])}"
         facts.append(("Training FLOPs", compute(scores["flops"]), six))
     error = held_out.get("val_loss_se")
     unit = f"{'' if error is None else f'± {error:.4f} '}nats per token"

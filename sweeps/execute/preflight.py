@@ -113,7 +113,7 @@ def node_kind(runs: Sequence[RunConfig]) -> str:
         gpus = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     kernels = {
         (run.precision, run.parallel.attention, run.parallel.cross_entropy, run.parallel.device)
-        + ((run.model.head_dim, run.model.window, run.data.separate_documents) if gpus else ())
+        + ((run.model.key_dim, run.model.window, run.data.separate_documents) if gpus else ())
         for run in runs
     }
     said = json.dumps([versions, gpus, processor_name(), runs[0].parallel.world_size, sorted(map(str, kernels))])

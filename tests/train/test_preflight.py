@@ -47,7 +47,12 @@ def worst(found: Iterable[Finding]) -> Finding:
     return finding
 
 
-@pytest.mark.parametrize("runs", [RUNS, [LOW]], ids=["fp32", "bf16"])
+MIXED = dataclasses.replace(LOW, model=dataclasses.replace(LOW.model, experts=8, expert_hidden=16, shared_experts=1))
+
+
+@pytest.mark.parametrize(
+    "runs", [RUNS, [LOW], pytest.param([MIXED], marks=pytest.mark.slow)], ids=["fp32", "bf16", "experts in bf16"]
+)
 def test_what_is_right_passes(runs: list[RunConfig], tmp_path: Path) -> None:
     found = list(preflight.findings(Request(runs, tmp_path, ranks=2)))
     assert {finding.outcome for finding in found} == {PASSED}, found

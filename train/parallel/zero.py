@@ -203,12 +203,7 @@ class Zero:
         self.rates = torch.zeros_like(self.peaks)
         gathered = stage == 3 and mesh.dp_group is not None
         self.layouts = layouts_of(gpt, groups, bucket_mb, dtype, mesh.dp, gathered=gathered, ep=mesh.ep)
-        self.buckets = []
-        for layout in self.layouts:
-            group, rank = mesh.dp_group, mesh.dp_rank
-            if layout.experts:
-                group, rank = mesh.replica_group, mesh.dp_rank // mesh.ep
-            self.buckets.append(Shared(layout, group, rank, 0 if group is None else stage))  # one rank owns everything
+        self.buckets = [shared(layout, mesh, stage) for layout in self.layouts]
         # Everybody keeps the gradient norm of its slice; at stage 0 it owns the other slices as well.
         slices, self.owned = [one.slice for one in self.buckets], [one.owned for one in self.buckets]
         self.weights = Weights(gpt, self.buckets, dtype=dtype, device=device)
@@ -373,6 +368,14 @@ class Zero:
         first, last = self.owned[number]
         start, stop = max(slot.start, first), max(min(slot.stop, last), max(slot.start, first))
         return (start - slot.start, stop - slot.start), start - first, stop - first
+
+
+def shared(layout: Bucket, mesh: Mesh, stage: int) -> Shared:
+    """A bucket among the ranks that have it; where that is one, it owns everything."""
+    group, rank = mesh.dp_group, mesh.dp_rank
+    if layout.experts:
+        group, rank = mesh.replica_group, mesh.dp_rank // mesh.ep
+    return Shared(layout, group, rank, 0 if group is None else stage)
 
 
 def first_whole(groups: Sequence[ParameterGroup]) -> int:

@@ -193,7 +193,7 @@ def _judged(
 def _attention_case(run: RunConfig) -> tuple[int, int, int, int | None, bool, str]:
     model, data = run.model, run.data
     group = model.heads // model.num_kv_heads
-    return group, model.head_dim, data.sequence_length, model.window, data.separate_documents, run.precision
+    return group, model.key_dim, data.sequence_length, model.window, data.separate_documents, run.precision
 
 
 def _visible(tokens: Tensor, run: RunConfig) -> Tensor:
@@ -259,11 +259,14 @@ def _unit(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _alone(run: RunConfig, rows: int | None = None) -> RunConfig:
-    """The run on one rank, with a batch of one micro-batch."""
+    """The run on one rank, with a batch of one micro-batch; of given rows, where numbers are compared, each token goes
+    through every expert, for rounding decides near ties.
+    """
+    model = replace(run.model, experts_per_token=run.model.experts) if rows and run.model.experts else run.model
     rows = rows or micro_batch_of(run)
     kept = {name: getattr(run.parallel, name) for name in ("attention", "cross_entropy", "recompute", "tf32")}
     parallel = ParallelConfig(micro_batch_size=rows, **kept)
-    return replace(run, parallel=parallel, optimizer=replace(run.optimizer, batch_size=rows))
+    return replace(run, model=model, parallel=parallel, optimizer=replace(run.optimizer, batch_size=rows))
 
 
 def _steps(run: RunConfig, device: torch.device, count: int = 2, drawn: bool = True) -> list[tuple[float, float]]:

@@ -15,10 +15,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_reference import flash_reference
+from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.errors import UserError
 from isoflop.train.kernels import flash
 from isoflop.train.kernels.flash import HEAD_DIMS
 from isoflop.train.model.attention import first_visible
+from isoflop.train.model.backends import load_backend
+from isoflop.train.model.parametrization import build_model
 from torch import Tensor
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
@@ -342,3 +345,21 @@ def test_on_a_gpu_a_tensor_of_more_than_2_to_the_31_elements_is_addressed() -> N
     whole = flash_attention(query, key, value, window=64)
     last = flash_attention(query[-1:].clone(), key[-1:].clone(), value[-1:].clone(), window=64)
     assert torch.equal(whole[-1:], last)
+
+
+@needs_triton
+def test_latent_attention_through_the_kernel_is_that_of_pytorchs() -> None:
+    """Keys of 32, values of 16 that are padded for it."""
+    config = ModelConfig(width=16, depth=1, heads=1, vocab_size=64, attention="mla", kv_rank=24, rotary_size=16)
+    gpt = build_model(config, OptimizerConfig(), 30, 0).to(DEVICE)
+    torch.manual_seed(0)
+    for parameter in gpt.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    tokens, found = torch.randint(64, (1, 31), device=DEVICE), []
+    for name in ("sdpa", "ours"):
+        gpt.use(load_backend(name))
+        gpt.zero_grad()
+        gpt.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+        found.append([parameter.grad.clone() for parameter in gpt.parameters() if parameter.grad is not None])
+    for theirs, ours in zip(*found, strict=True):
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()  # fp32: sums in other orders
