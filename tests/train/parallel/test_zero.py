@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -293,16 +294,22 @@ def _bytes(stage: int, dtype: torch.dtype) -> dict[str, Any]:
     with sent:
         run.step(1)
     run.zero.weights.forget()
-    gc.collect()
-    storages = {
-        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-        for t in gc.get_objects()
-        if issubclass(type(t), Tensor)
-    }
     scalars = (run.zero.updates, run.zero.peaks, run.zero.rates)
     small = sum(t.untyped_storage().nbytes() for t in (run.gpt.cos, run.gpt.sin, *scalars))
+    held, found = bytes_held(run.zero), -1
+    for _ in range(100):  # gloo's threads let go of what they sent a moment after it has come
+        gc.collect()
+        storages = {
+            t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+            for t in gc.get_objects()
+            if issubclass(type(t), Tensor)
+        }
+        found = sum(storages.values()) - small
+        if found == sum(held.values()):
+            break
+        time.sleep(0.05)
     return {
-        "held": bytes_held(run.zero), "found": sum(storages.values()) - small, "sent": sent.sent,
+        "held": held, "found": found, "sent": sent.sent,
         "sizes": [layout.size for layout in run.zero.layouts],
         "elements": sum(p.numel() for p in run.gpt.parameters()),
     }  # fmt: skip
