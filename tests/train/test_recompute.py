@@ -30,6 +30,8 @@ CPU = torch.device("cpu")
 MODES = ("none", "selective", "full")
 VARIANTS: list[dict[str, Any]] = [{}, {"kv_heads": 2}, {"kv_heads": 2, "qk_norm": True, "tied_embeddings": False}]
 VARIANTS.append({"kv_heads": 2, "qkv_bias": True, "head_size": 12})
+EXPERTS = {"experts": 6, "expert_hidden": 10, "shared_experts": 1, "dense_layers": 1, "balance_loss": 0.02}
+LATENTS = {"attention": "mla", "kv_rank": 20, "rotary_size": 6}
 
 
 def architecture(**changes: Any) -> ModelConfig:
@@ -71,7 +73,7 @@ def all_equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+@pytest.mark.parametrize("changes", [*VARIANTS, EXPERTS, LATENTS], ids=str)
 def test_gradients_are_the_same_to_the_bit(changes: dict[str, Any], dtype: torch.dtype) -> None:
     plain, *others = (gradients(random_model(architecture(**changes), mode, dtype)) for mode in MODES)
     assert plain[0].isfinite()
