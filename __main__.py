@@ -1,6 +1,5 @@
-"""`python -m isoflop`: the same as the command `isoflop`."""
+"""`python -m isoflop` is the command `isoflop`."""
 
-from .sweeps.cli.main import main
+from isoflop.sweeps.cli.main import main
 
-if __name__ == "__main__":
-    main()
+main()

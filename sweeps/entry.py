@@ -8,13 +8,16 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
+from ..train import config as fields_of_runs
 from ..train.config import flatten
 from ..train.errors import UserError
 from . import config as schemas
 from .config import TUNED, SweepConfig, base_run, register
+from .manual import manual
 from .slurm.commands import ask
 from .terminal import printable
 
@@ -34,6 +37,9 @@ def sweep_main(arguments: list[str] | None = None) -> int:
 def _compose_and_conduct(arguments: list[str]) -> int:
     import hydra
 
+    if {"-h", "--help"} & {*arguments}:
+        print(manual(CONFIG, arguments))
+        return 0
     register()
     # Hydra then raises instead of printing a traceback of its own, and `guarded` says it in a sentence.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -105,16 +111,18 @@ def for_hydra(arguments: list[str]) -> list[str]:
     """
     arguments = [argument if argument.isascii() else PLAIN.sub(r'\1="\2"', argument) for argument in arguments]
     arguments = [OVERRIDE.sub(r'"\1"', one) if one.startswith("grid.variants=") else one for one in arguments]
+    if "--hydra-help" in arguments:
+        return arguments
     named = [name for argument in arguments if (name := argument.partition("=")[0].lstrip("+")) in TUNED]
     if named and not any(argument.startswith("tuning.keep=") for argument in arguments):
-        arguments = [*arguments, f"tuning.keep=[{','.join(named)}]"]
+        arguments = [f"tuning.keep=[{','.join(named)}]", *arguments]  # in front, for a flag may take what follows it
     given = [argument for argument in arguments if argument.startswith("cluster=")]
     if given and given[-1] != "cluster=auto":
         return arguments
     kept = [argument for argument in arguments if argument != "cluster=auto"]
     # An installed client without a controller that replies does not count.
     on_slurm = shutil.which("sbatch") is not None and ask("sinfo", "-h", timeout=5.0).returncode == 0
-    return [*kept, f"cluster={'slurm' if on_slurm else 'local'}"]
+    return [f"cluster={'slurm' if on_slurm else 'local'}", *kept]
 
 
 def to_sweep_config(config: object) -> SweepConfig:
@@ -183,15 +191,20 @@ def composition_error(error: Exception) -> str:
     lines = list(dict.fromkeys(line.strip().rstrip(".") for line in text.splitlines() if line.strip()))
     if missing := re.search(r"Could not find '(\w+)/([^']*)'\s+Available options in '\w+':([\s\w]*)", text):
         group, name, options = missing.groups()
-        kinds = ", ".join(option for option in options.split() if not option.endswith("_schema"))
-        return f"{group} is {name!r}; it must be one of {kinds}"
-    unknown = re.search(r"Could not override '([\w.]+)'.*Key '\w+' (?:is )?not in '(\w+)'", text, re.DOTALL)
-    if unknown and (node := getattr(schemas, unknown[2], None)):
-        fields = ", ".join(item.name for item in dataclasses.fields(node))
-        return f"{unknown[1]} is no field; {unknown[1].rpartition('.')[0] or 'a sweep'} has {fields}"
+        kinds = [option for option in options.split() if not option.endswith("_schema")]
+        return f"{group} is {name!r}{_meant(name, kinds)}; it must be one of {', '.join(kinds)}"
+    unknown = re.search(r"Could not override '([\w.]+)'.*Key '(\w+)' (?:is )?not in '(\w+)'", text, re.DOTALL)
+    if unknown and (node := getattr(schemas, unknown[3], None) or getattr(fields_of_runs, unknown[3], None)):
+        fields, where = [item.name for item in dataclasses.fields(node)], unknown[1].rpartition(".")[0]
+        return f"{unknown[1]} is no field{_meant(unknown[2], fields)}; {where or 'a sweep'} has {', '.join(fields)}"
     noise = ("full_key:", "object_type=", "reference_type=", "Set the environment", "Either remove", "Or add")
     sentence = ": ".join(line for line in lines if not line.startswith(noise)).removeprefix("Error merging override ")
     return re.sub(r"field '[\w.]+' is not Optional", "it cannot be null", sentence)
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    nearest = get_close_matches(name, known, n=1)
+    return f" (did you mean {nearest[0]}?)" if nearest else ""
 
 
 def _say(message: object, code: int) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import shlex
 import sys
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,7 +24,8 @@ INTERRUPTED = 130
 DEFAULTS = ("table", "mixture")  # convention and intervals, with which a sweep's own fit is shown
 REASONS = 3  # of a step of a data recipe, the most frequent ones
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+HELP = {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__, context_settings=HELP)
 for commands in (sweep, checkpoint):
     app.add_typer(commands.app)
 data = typer.Typer(no_args_is_help=True, help="Build shards, and stage benchmarks for nodes without a network.")
@@ -37,7 +40,7 @@ def main() -> None:
 
 def _run() -> int:
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="isoflop", standalone_mode=False)
     except typer.Abort:
         raise KeyboardInterrupt from None
     except Exception as error:
@@ -49,6 +52,27 @@ def _run() -> int:
     if code == INTERRUPTED:  # newer versions of typer answer Ctrl-C with this, without a word
         raise KeyboardInterrupt
     return code if isinstance(code, int) else 0  # what `typer.Exit` was given
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"isoflop {version('isoflop')}, torch {version('torch')}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    versions: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions, and stop.")
+    ] = False,
+) -> None:
+    pass
+
+
+@command(app, "sweep", context_settings={"ignore_unknown_options": True, "help_option_names": []})
+def sweep_command(arguments: list[str] | None = None) -> None:
+    """Plans a grid, trains and scores it, and fits its laws: the same as `python sweep.py`, without a checkout."""
+    raise typer.Exit(sweep_main(arguments or ["--help"]))
 
 
 @command(app, "fit")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import typer
 from isoflop.benchmarks.compare import Case, simulate
 from isoflop.sweeps.cli import main as cli
 from isoflop.sweeps.cli.options import ABOUT
-from isoflop.sweeps.entry import sweep_main
+from isoflop.sweeps.entry import CONFIG, sweep_main
 from isoflop.sweeps.results.finish import write_results
 from isoflop.sweeps.runs.directory import SweepDirectory
 
@@ -48,6 +50,61 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 def sweep(smoke: tuple[Path, str], tmp_path: Path) -> Path:
     """A copy of the smoke sweep that a test may change."""
     return Path(shutil.copytree(smoke[0], tmp_path / "smoke"))
+
+
+def test_the_command_knows_its_version_and_a_short_flag_for_help(run: Run) -> None:
+    code, output, _ = run("--version")
+    assert code == 0
+    assert output.startswith(f"isoflop {version('isoflop')}, torch ")
+    assert run("-h")[1] == run("--help")[1] != ""
+
+
+def test_sweep_is_a_command_that_takes_overrides_and_flags_of_hydra(run: Run, tmp_path: Path) -> None:
+    own = tmp_path / "mine" / "grid" / "own.yaml"
+    own.parent.mkdir(parents=True)
+    shutil.copy(CONFIG / "grid" / "smoke.yaml", own)
+    given = ("--config-dir", tmp_path / "mine", "+grid=own", *SMOKE[1:], "dry_run=true", f"output_root={tmp_path}")
+    code, output, error = run("sweep", *given)
+    assert (code, error) == (0, "")
+    assert "4 runs" in output
+    assert not (tmp_path / "own").exists()
+
+
+def test_python_m_isoflop_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "isoflop", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("isoflop ")
+
+
+def test_help_of_a_sweep_shows_grids_and_settings_with_their_comments(run: Run) -> None:
+    code, output, _ = run("sweep", "data=hf", "+grid=ladder", "--help")
+    assert code == 0
+    assert "_schema" not in output
+    assert "chinchilla   An isoFLOP grid: several sizes at each of several FLOP budgets" in output
+    lines = [line.strip() for line in output.splitlines()]
+    for file in ("data/hf", "model/gpt", "grid/ladder"):
+        settings = [line for line in (CONFIG / f"{file}.yaml").read_text().splitlines() if re.match(r"\w.*:.*#", line)]
+        assert settings or file == "grid/ladder"
+        assert {*settings} <= {*lines}
+    assert "name: HuggingFaceFW/fineweb-edu" in lines
+    assert "corpus: stdlib" not in lines
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("grid=chinchila", "grid is 'chinchila' (did you mean chinchilla?); it must be one of adaptive"),
+        ("modell.width=8", "modell"),
+        ("model.widht=8", "model.widht is no field (did you mean width?); model has width, depth"),
+        ("optimizer=adamm", "optimizer is 'adamm' (did you mean adamw?); it must be one of adamw, muon"),
+        ("fit.zzz=1", "fit.zzz is no field; fit has "),
+    ],
+)
+def test_a_typo_is_answered_with_what_is_nearest(run: Run, given: str, said: str) -> None:
+    grid = [f"+{given}"] if given.startswith("grid") else ["+grid=smoke", given]
+    code, _, error = run("sweep", *grid, "dry_run=true")
+    assert code == 2
+    assert error.startswith("error: ")
+    assert said in error
 
 
 def test_status_counts_states_and_shows_every_run(run: Run, sweep: Path) -> None:
