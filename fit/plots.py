@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -18,6 +18,9 @@ from .allocation.allocation import Optimum, compute_optimal
 from .errors import Array, InputError, is_uneven
 from .files import replacing
 from .formatting import count, scientific
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Law = Any  # of N and D, fitted
 Analysis = Any
@@ -48,7 +51,7 @@ SIZE = (6.0, 4.2)
 DPI = 200
 FORMATS = ("png", "pdf", "svg")
 DASHES = {"solid": "-", "dash": "--", "dot": ":"}
-STAR = {"marker": "*", "s": 120, "edgecolor": "black", "linewidth": 0.7, "zorder": 4}
+STAR: dict[str, Any] = {"marker": "*", "s": 120, "edgecolor": "black", "linewidth": 0.7, "zorder": 4}
 
 
 def shade(share: float) -> str:
@@ -120,99 +123,104 @@ def loss_curves(a: Analysis, curves: Any, by: str) -> list[tuple[str, float, Arr
     return found
 
 
-def _axes(axes: Any, x: str, y: str, log_x: bool = True, log_y: bool = False) -> Any:
-    if axes is None:
+def _axes(ax: Axes | None, x: str, y: str, log_x: bool = True, log_y: bool = False) -> Axes:
+    if ax is None:
         import matplotlib.pyplot as plt
 
-        axes = plt.subplots(figsize=SIZE, layout="constrained")[1]
-    axes.set(xlabel=x, ylabel=y)
+        ax = plt.subplots(figsize=SIZE, layout="constrained")[1]
+    ax.set(xlabel=x, ylabel=y)
     if log_x:
         from matplotlib.ticker import LogFormatterSciNotation
 
-        axes.set_xscale("log")
+        ax.set_xscale("log")
         # Labels between powers of ten only where there is hardly one power on the axis: else they overlap.
-        axes.xaxis.set_minor_formatter(LogFormatterSciNotation(minor_thresholds=(0.6, 0.3)))
+        ax.xaxis.set_minor_formatter(LogFormatterSciNotation(minor_thresholds=(0.6, 0.3)))
     if log_y:
-        axes.set_yscale("log")
-    axes.grid(True, color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    return axes
+        ax.set_yscale("log")
+    ax.grid(True, color=GRID, linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
 
 
-def _legend(axes: Any, columns: int) -> Any:
-    place = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "handlelength": 1.6, "columnspacing": 1.2}
-    axes.legend(frameon=False, fontsize=8, ncols=columns, **place)
-    return axes
+def _legend(ax: Axes, columns: int) -> Axes:
+    place: dict[str, Any] = {
+        "loc": "lower left",
+        "bbox_to_anchor": (-0.02, 1.0),
+        "handlelength": 1.6,
+        "columnspacing": 1.2,
+    }
+    ax.legend(frameon=False, fontsize=8, ncols=columns, **place)
+    return ax
 
 
-def plot_contours(law: Law, N: Array, D: Array, loss: Array, axes: Any = None) -> Any:
+def plot_contours(law: Law, N: Array, D: Array, loss: Array, ax: Axes | None = None) -> Axes:
     """Loss of the law over (N, D), the runs, and the compute-efficient frontier."""
-    axes = _axes(axes, "parameters N", "tokens D", log_y=True)
+    ax = _axes(ax, "parameters N", "tokens D", log_y=True)
     n, d, surface, (low, high, step), best = loss_contours(law, N, D)
     levels = np.arange(low, high + step / 2, step)
-    axes.clabel(axes.contour(n, d, surface, levels, cmap="viridis", linewidths=0.9), fontsize=7)
-    axes.plot(best.N, best.D, color=APPROACH_STYLE["parametric"][0], linewidth=2.4, label="efficient frontier")
-    axes.scatter(N, D, c=loss, cmap="viridis", s=26, edgecolor="black", linewidth=0.6, zorder=3, label="runs")
-    axes.set(xlim=(n[0], n[-1]), ylim=(d[0], d[-1]))
-    return _legend(axes, 2)
+    ax.clabel(ax.contour(n, d, surface, levels, cmap="viridis", linewidths=0.9), fontsize=7)
+    ax.plot(best.N, best.D, color=APPROACH_STYLE["parametric"][0], linewidth=2.4, label="efficient frontier")
+    ax.scatter(N, D, c=loss, cmap="viridis", s=26, edgecolor="black", linewidth=0.6, zorder=3, label="runs")
+    ax.set(xlim=(n[0], n[-1]), ylim=(d[0], d[-1]))
+    return _legend(ax, 2)
 
 
-def plot_isoflop(profiles: Any, axes: Any = None) -> Any:
+def plot_isoflop(profiles: Any, ax: Axes | None = None) -> Axes:
     """Runs, curve and vertex of each budget; a refused curve is dotted and has no vertex."""
-    axes = _axes(axes, "parameters N", LOSS)
+    ax = _axes(ax, "parameters N", LOSS)
     shown = profiles.profiles_
     for p, colour in zip(shown, shades(np.array([p.flops for p in shown])) if shown else [], strict=True):
-        axes.scatter(p.N, p.loss, color=colour, s=24, zorder=3, label=f"{scientific(p.flops)} FLOPs")
+        ax.scatter(p.N, p.loss, color=colour, s=24, zorder=3, label=f"{scientific(p.flops)} FLOPs")
         if p.has_curve:
             line = "-" if p.accepted else ":"
-            axes.plot(*profile_curve(p), color=colour, linestyle=line, linewidth=1.4)
+            ax.plot(*profile_curve(p), color=colour, linestyle=line, linewidth=1.4)
         if p.accepted:
-            axes.scatter([p.N_best], [p.loss_best], color=colour, **STAR)
-    return _legend(axes, 5) if shown else axes
+            ax.scatter([p.N_best], [p.loss_best], color=colour, **STAR)
+    return _legend(ax, 5) if shown else ax
 
 
-def plot_allocation(analysis: Analysis, quantity: str = "N", axes: Any = None) -> Any:
+def plot_allocation(analysis: Analysis, quantity: str = "N", ax: Axes | None = None) -> Axes:
     """N, D or loss of the best run by budget, with bands of every approach that has an answer; `quantity` is N, D or
     loss.
     """
     log = quantity != "loss"
-    axes = _axes(axes, "training FLOPs", OPTIMUM_TITLES[quantity], log_y=log)
+    ax = _axes(ax, "training FLOPs", OPTIMUM_TITLES[quantity], log_y=log)
     C = np.geomspace(analysis.table.flops.min() / 2, analysis.table.flops.max() * 30, 120)
     seen: list[Array] = []
     for approach, values, band in allocation_lines(analysis, quantity, C):
         colour, dash, _ = APPROACH_STYLE[approach.key]
-        axes.plot(C, values, color=colour, linestyle=DASHES[dash], linewidth=1.8, label=approach.title)
+        ax.plot(C, values, color=colour, linestyle=DASHES[dash], linewidth=1.8, label=approach.title)
         seen.append(values[np.isfinite(values)])
         if band is not None:
-            axes.fill_between(C, np.clip(band[:, 0], 1e-30, None), band[:, 1], color=colour, alpha=0.13, linewidth=0)
+            ax.fill_between(C, np.clip(band[:, 0], 1e-30, None), band[:, 1], color=colour, alpha=0.13, linewidth=0)
     vertices, _ = measured_optima(analysis, quantity)
-    axes.scatter(*vertices, color=APPROACH_STYLE["isoflop"][0], **STAR)
+    ax.scatter(*vertices, color=APPROACH_STYLE["isoflop"][0], **STAR)
     seen.append(vertices[1])
     everything = np.concatenate(seen)
     if not everything.size:
-        return axes
+        return ax
     # A band that opens wide must not squeeze the lines flat.
     low, high = everything.min(), everything.max()
-    axes.set_ylim(*((low / 3, high * 3) if log else (0.9 * low, 1.05 * high)))
-    return _legend(axes, 3)
+    ax.set_ylim(*((low / 3, high * 3) if log else (0.9 * low, 1.05 * high)))
+    return _legend(ax, 3)
 
 
-def plot_curves(analysis: Analysis, curves: Any, by: str = "flops", axes: Any = None) -> Any:
+def plot_curves(analysis: Analysis, curves: Any, by: str = "flops", ax: Axes | None = None) -> Axes:
     """Loss curves (DataFrame: run_id, tokens, flops, loss) of the table's runs by `tokens` or `flops`, coloured by
     N.
     """
-    axes = _axes(axes, CURVE_TITLES[by], LOSS)
+    ax = _axes(ax, CURVE_TITLES[by], LOSS)
     t = analysis.table
     colours = dict(zip(t.N.tolist(), shades(t.N), strict=True))
     for _, N, x, loss in loss_curves(analysis, curves, by):
-        axes.plot(x, loss, color=colours[N], linewidth=0.9, alpha=0.85)
-    axes.scatter(t.D if by == "tokens" else t.flops, t.loss, color=shades(t.N), s=16, zorder=3)
-    axes.set_title(f"dark: N = {count(t.N.min())}, light: N = {count(t.N.max())}", fontsize=9)
-    return axes
+        ax.plot(x, loss, color=colours[N], linewidth=0.9, alpha=0.85)
+    ax.scatter(t.D if by == "tokens" else t.flops, t.loss, color=shades(t.N), s=16, zorder=3)
+    ax.set_title(f"dark: N = {count(t.N.min())}, light: N = {count(t.N.max())}", fontsize=9)
+    return ax
 
 
-def plot_residuals(law: Law, by: ArrayLike | None = None, axes: Any = None) -> Any:
+def plot_residuals(law: Law, by: ArrayLike | None = None, ax: Axes | None = None) -> Axes:
     """Residuals in percent against `by` (n,) (by default 6ND, or the first input), coloured by the first input."""
     name = law.inputs[0]
     first = law.data_[name]
@@ -221,47 +229,47 @@ def plot_residuals(law: Law, by: ArrayLike | None = None, axes: Any = None) -> A
         label, x = "", np.asarray(by, dtype=np.float64)
     elif {"N", "D"} <= set(law.inputs):
         label, x = "training FLOPs (6ND)", 6.0 * law.data_["N"] * law.data_["D"]
-    axes = _axes(axes, label, "measured over predicted (%)")
-    axes.axhline(0.0, color=FAINT, linewidth=1.0)
+    ax = _axes(ax, label, "measured over predicted (%)")
+    ax.axhline(0.0, color=FAINT, linewidth=1.0)
     residual = 100.0 * np.expm1(law.residuals())
-    axes.scatter(x, residual, color=shades(first), s=24, edgecolor="white", linewidth=0.4, zorder=3)
-    axes.set_title(f"dark: {name} = {count(first.min())}, light: {count(first.max())}", fontsize=9)
-    return axes
+    ax.scatter(x, residual, color=shades(first), s=24, edgecolor="white", linewidth=0.4, zorder=3)
+    ax.set_title(f"dark: {name} = {count(first.min())}, light: {count(first.max())}", fontsize=9)
+    return ax
 
 
-def plot_cloud(law: Law, x: str = "alpha", y: str = "beta", axes: Any = None) -> Any:
+def plot_cloud(law: Law, x: str = "alpha", y: str = "beta", ax: Axes | None = None) -> Axes:
     """Two constants of every bootstrap refit against each other, the fit, and their 95 % intervals."""
     if law.draws_ is None:
         raise InputError("a bootstrap cloud needs draws; call bootstrap(n, groups=run_id) first.")
     for name in (x, y):
         if name not in law.names:
             raise InputError(f"{name!r} is not a constant of this law; choose among {', '.join(law.names)}.")
-    axes = _axes(axes, x, y, log_x=False)
+    ax = _axes(ax, x, y, log_x=False)
     colour = APPROACH_STYLE["parametric"][0]
-    axes.scatter(law.draws_[x], law.draws_[y], s=7, color=colour, alpha=0.25, linewidth=0, label="refits of resamples")
+    ax.scatter(law.draws_[x], law.draws_[y], s=7, color=colour, alpha=0.25, linewidth=0, label="refits of resamples")
     bars = []
     for name in (x, y):
         (low, high), value = law.interval(name), law.constants_[name]
         bars.append([[max(value - low, 0)], [max(high - value, 0)]])
-    style = {"fmt": "o", "color": "black", "markersize": 5, "linewidth": 1.2, "capsize": 3}
-    axes.errorbar(
+    style: dict[str, Any] = {"fmt": "o", "color": "black", "markersize": 5, "linewidth": 1.2, "capsize": 3}
+    ax.errorbar(
         [law.constants_[x]], [law.constants_[y]], xerr=bars[0], yerr=bars[1], **style, label="fit, 95 % intervals"
     )
-    return _legend(axes, 2)
+    return _legend(ax, 2)
 
 
-def plot_backtest(analysis: Analysis, axes: Any = None) -> Any:
+def plot_backtest(analysis: Analysis, ax: Axes | None = None) -> Axes:
     """Errors of predicted losses by how far beyond the runs that were fitted, one colour per step."""
-    axes = _axes(axes, "compute over that of the dearest run fitted", "error of the loss (%)")
+    ax = _axes(ax, "compute over that of the dearest run fitted", "error of the loss (%)")
     ahead = (analysis.backtest["tested"] or {}).get("ahead", [])
     if not ahead:
-        return axes
+        return ax
     for step, colour in zip(ahead, shades(np.array([step["flops"] for step in ahead])), strict=True):
         label = f"{scientific(step['flops'])} FLOPs"
-        axes.scatter(step["factor"], 100 * np.array(step["error"]), color=colour, s=22, label=label, zorder=3)
-    axes.axhline(0.0, color=FAINT, linewidth=1.0, linestyle=":")
-    axes.axvline(analysis.targets[0] / analysis.table.flops.max(), color=FAINT, linestyle="--", label="target")
-    return _legend(axes, 5)
+        ax.scatter(step["factor"], 100 * np.array(step["error"]), color=colour, s=22, label=label, zorder=3)
+    ax.axhline(0.0, color=FAINT, linewidth=1.0, linestyle=":")
+    ax.axvline(analysis.targets[0] / analysis.table.flops.max(), color=FAINT, linestyle="--", label="target")
+    return _legend(ax, 5)
 
 
 def save_figures(
@@ -281,7 +289,7 @@ def save_figures(
     for name, draw in _drawings(analysis, curves).items():
         figure = Figure(figsize=SIZE)
         figure.subplots_adjust(left=0.13, bottom=0.13, right=0.97, top=0.88)
-        draw(axes=figure.subplots())
+        draw(ax=figure.subplots())
         for kind in formats:
             path = Path(directory) / f"{name}.{kind}"
             with replacing(path) as temporary, rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}):
@@ -291,7 +299,7 @@ def save_figures(
 
 
 def _drawings(analysis: Analysis, curves: Any) -> dict[str, Callable[..., Any]]:
-    """Name -> what draws it on `axes`, for whatever the analysis has."""
+    """Name -> what draws it on axes, for whatever the analysis has."""
     law, t = analysis.law, analysis.table
     drawings: dict[str, Callable[..., Any]] = {}
     if analysis.profiles.profiles_:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .errors import Array, InputError, check_weights, positive
+from .formatting import text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -84,6 +85,30 @@ class RunTable:
 
     def column(self, name: str) -> Array:
         return numeric(self.frame, name)[self.rows]
+
+    def to_frame(self) -> pd.DataFrame:
+        """The runs with their columns as laws read them; columns that no run has are left out."""
+        import pandas as pd
+
+        names = ("run_id", "N", "D", "flops", "loss", "loss_se", "budget", "weight", "group")
+        frame = pd.DataFrame({name: getattr(self, name) for name in names})
+        if (self.weight == 1.0).all():
+            frame = frame.drop(columns="weight")
+        return frame.drop(columns="group" if (self.group == self.run_id).all() else []).dropna(axis=1, how="all")
+
+    def _head(self) -> str:
+        span = ", ".join(f"{name} {low:.3g} to {high:.3g}" for name, low, high in self._spans())
+        return f"{len(self)} runs of {self.source}: {span}"
+
+    def _spans(self) -> list[tuple[str, float, float]]:
+        shown = {"N": self.N, "D": self.D, "FLOPs": self.flops, "loss": self.loss}
+        return [(name, float(each.min()), float(each.max())) for name, each in shown.items() if len(each)]
+
+    def __repr__(self) -> str:
+        return f"{self._head()}\n{self.to_frame().to_string(max_rows=8, show_dimensions=False)}"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{text(self._head())}</p>{self.to_frame().to_html(max_rows=8, show_dimensions=False)}"
 
     def where(self, keep: np.ndarray) -> RunTable:
         """The runs of a mask (n,)."""

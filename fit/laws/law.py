@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -67,6 +67,9 @@ from ..uncertainty import (
     wild_targets,
 )
 from .persistence import law_to_dict, read_law
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 OBJECTIVES = ("huber", "l1", "squares", "se")
 L1_DELTA = 1e-6
@@ -597,11 +600,11 @@ class LossLaw(Law):
             return super().interval(name, level, method)
         return self.interval_of(self.size_exponent, level, method)
 
-    def plot(self, axes: Any = None) -> Any:
+    def plot(self, ax: Axes | None = None) -> Axes:
         """Loss contours over (N, D), the runs and the efficient frontier; returns the matplotlib axes."""
         self._fitted()
         N, D, loss = self.data_.values()
-        return plot_contours(self, N, D, loss, axes)
+        return plot_contours(self, N, D, loss, ax)
 
     def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
         super()._check(inputs, observed)

@@ -274,3 +274,14 @@ def test_a_table_with_hardly_any_noise_converges(objective):
     law = fit.ChinchillaLaw(objective).fit(N, D, loss)
     assert law.converged_
     assert law.starts_["agreeing"] == 64
+
+
+@pytest.mark.parametrize(
+    "law",
+    [fit.ChinchillaLaw(tied=True, delta=0.01), fit.GammaLaw(E=1.2), fit.ExpertLaw(), fit.TaskLaw(), fit.PowerLaw()],
+)
+def test_scikit_learn_clones_a_law(law: fit.Law) -> None:
+    base = pytest.importorskip("sklearn.base", reason="scikit-learn is not installed")
+    copy = base.clone(law)
+    assert copy is not law
+    assert repr(copy) == repr(law)
