@@ -184,15 +184,21 @@ class HfConfig(TypedDict, total=False):
     eos_token_id: int | list[int] | None
 
 
+def importable(config: Mapping[str, Any]) -> str:
+    """The model_type of a config.json; UserError where it is none of ours."""
+    kind = config.get("model_type")
+    if kind not in ARCHITECTURES:
+        said = "is not in" if kind is None else f"is {kind!r} in"
+        raise UserError(f"model_type {said} config.json; it must be one of {', '.join(ARCHITECTURES)}")
+    return str(kind)
+
+
 def model_config(config: Mapping[str, Any], sequence_length: int) -> ModelConfig:
     """Our architecture from a config.json.
 
     Raises UserError: what it describes is none that our model computes; the field is named.
     """
-    kind = config.get("model_type")
-    if kind not in ARCHITECTURES:
-        said = "is not in" if kind is None else f"is {kind!r} in"
-        raise UserError(f"model_type {said} config.json; it must be one of {', '.join(ARCHITECTURES)}")
+    kind = importable(config)
     config = mixtures.completed(kind, config)
     for name, accepted in (_ONLY | mixtures.ONLY.get(kind, {})).items():
         if config.get(name, accepted) not in (accepted, None):

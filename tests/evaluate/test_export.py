@@ -19,7 +19,7 @@ from isoflop.evaluate.export.hf_tokenizer import byte_characters
 from isoflop.evaluate.export.model_card import Facts, model_card
 from isoflop.evaluate.inference.generate import Generation
 from isoflop.sweeps.cli.checkpoint import facts_about
-from isoflop.train.checkpoint.checkpoint import ALONE, load_for_evaluation, restore_state, whole_weights
+from isoflop.train.checkpoint.checkpoint import ALONE, find, load_for_evaluation, restore_state, whole_weights
 from isoflop.train.checkpoint.saver import Saver
 from isoflop.train.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig
 from isoflop.train.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
@@ -506,6 +506,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "layer_types is .* every layer's or none's",
     ),
 }
+
+
+def test_a_model_of_hugging_face_is_no_checkpoint_and_the_answer_says_what_makes_one(tmp_path: Path) -> None:
+    random_hf(tmp_path / "hf", "Llama")
+    with pytest.raises(UserError, match=r"hf is a model of Hugging Face; `isoflop import .*hf FOLDER` makes a"):
+        find(tmp_path / "hf")
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "gpt2", "n_positions": 1024}')
+    with pytest.raises(UserError, match=r"model_type is 'gpt2' in config\.json"):
+        import_checkpoint(tmp_path / "hf", tmp_path / "out")
 
 
 def test_what_our_model_cannot_compute_is_refused_by_its_field(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ import torch
 from ..config import RunConfig, flatten, from_dict, identity, run_id, to_dict
 from ..data.storage import checksum
 from ..errors import UserError
-from ..files import file_sha256, fsync_path, read_document
+from ..files import file_sha256, fsync_path, read_document, read_json
 from ..job.control import run_on_ranks
 from ..model.gpt import GPT
 from ..model.parametrization import build_model
@@ -252,6 +252,8 @@ def find(path: Path | str) -> Path:
         return path
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     newest = newest_valid(root, report=lambda message: None)
+    if newest is None and "model_type" in (read_json(path / "config.json") or {}):
+        raise UserError(f"{path} is a model of Hugging Face; `isoflop import {path} FOLDER` makes a checkpoint of it")
     if newest is None:
         raise UserError(f"{path} holds no checkpoint; give a run directory or a checkpoints/step_<n> directory")
     return newest
