@@ -20,6 +20,9 @@ from .schedule import trunk_steps
 LINEAGE = "lineage.json"  # where the run comes from: sweep, commit, attempt
 PUSHED = "wandb.json"  # what the server has, as far as it has confirmed
 
+AXES = ("step", "tokens", "flops")  # what curves are drawn against; the rest is shown in sections
+SECTIONS = ("train", "val", "experts", "speed")
+
 # Short enough that an ensemble, whose runs end one after the other, gets through them in the grace of a preempted job.
 ANSWER_SECONDS = 3.0  # for a server to say anything at all, before a run starts
 INIT_SECONDS = 15.0
@@ -67,6 +70,10 @@ class Tracker:
             job_type="train",
             config={**to_dict(config), "size": size, "lineage": lineage},
         )
+        for axis in AXES:
+            self._run.define_metric(axis, hidden=True)
+        for section in SECTIONS:
+            self._run.define_metric(f"{section}/*", step_metric="tokens")
         # Online wandb leaves out the steps that the server has. Its summary would say which, but may be ahead of them.
         for record in metrics(self._directory):
             self._send(record)
@@ -78,9 +85,7 @@ class Tracker:
 
     def _send(self, record: dict[str, Any]) -> None:
         if record["step"] > self._sent:
-            lists = {name: value for name, value in record.items() if isinstance(value, list)}  # a number per block
-            each = {f"{name}/{block}": number for name, value in lists.items() for block, number in enumerate(value)}
-            self._run.log({k: v for k, v in record.items() if k not in lists} | each, step=record["step"])
+            self._run.log(in_sections(record), step=record["step"])
             self._sent = record["step"]
 
     def finish(self, summary: dict[str, Any] | None = None) -> None:
@@ -107,6 +112,22 @@ class Tracker:
                     f"wandb failed while {what} ({type(error).__name__}: {words}); metrics.jsonl has every line, and "
                     "`isoflop sync` sends it"
                 )
+
+
+def in_sections(record: dict[str, Any]) -> dict[str, Any]:
+    """A line of metrics as wandb shows it: `train/loss`, `val/bpb`, `speed/mfu`, `experts/load_max/0` of block 0."""
+    found = {}
+    for name, value in record.items():
+        section, _, rest = name.partition("_")
+        if name in AXES:
+            found[name] = value
+        elif isinstance(value, list):
+            found |= {f"experts/{name}/{block}": number for block, number in enumerate(value)}
+        elif section in ("train", "val"):
+            found[f"{section}/{rest}"] = value
+        else:
+            found[f"{'speed' if name in ('seconds', 'tokens_per_s', 'mfu') else 'train'}/{name}"] = value
+    return found
 
 
 def open_run(settings: TrackerConfig, folder: Path, report: Callable[[str], None], seconds: float, **about: Any) -> Any:

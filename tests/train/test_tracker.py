@@ -40,6 +40,10 @@ class FakeRun:
         self.failing, self.logged, self.exit_code = failing, [], None  # type: ignore[var-annotated]
         self.summary: dict[str, Any] = {}
         self.settings = SimpleNamespace(mode="online")
+        self.defined: dict[str, Any] = {}
+
+    def define_metric(self, name: str, step_metric: str | None = None, hidden: bool | None = None) -> None:
+        self.defined[name] = step_metric
 
     def log(self, record: dict[str, Any], step: int) -> None:
         if self.failing == "log":
@@ -86,7 +90,7 @@ def test_without_a_login_a_real_run_is_offline_and_has_the_id_of_the_run(tmp_pat
     assert file.name == f"run-{run_id(config)}.wandb"
     # wandb's own service writes the file, and may still be at it when finish() returns.
     wandb.teardown()
-    assert b"train_loss" in file.read_bytes()
+    assert b"train/loss" in file.read_bytes()
 
 
 @pytest.mark.usefixtures("logged_out")
@@ -118,10 +122,15 @@ def test_a_login_means_online_and_resuming_the_same_run(monkeypatch: pytest.Monk
     assert (calls[0]["mode"], calls[0]["resume"], calls[0]["id"]) == ("online", "allow", "0123456789")
     assert (calls[0]["name"], calls[0]["group"], calls[0]["dir"]) == ("small", "sweep", str(tmp_path / "elsewhere"))
     assert calls[0]["config"]["optimizer"]["beta2"] == 0.95
-    view.log({"step": 7, "train_loss": 1.0})
+    line = {"step": 7, "tokens": 70, "train_loss": 1.0, "lr": 0.1, "mfu": 0.4, "val_loss": 2.0, "load_max": [1.5, 2.0]}
+    view.log(line)
     view.finish({"val_loss": 1.5})
     view.finish()
-    assert run.logged == [(7, {"step": 7, "train_loss": 1.0})]
+    shown = {"step": 7, "tokens": 70, "train/loss": 1.0, "train/lr": 0.1, "speed/mfu": 0.4, "val/loss": 2.0}
+    assert run.logged == [(7, {**shown, "experts/load_max/0": 1.5, "experts/load_max/1": 2.0})]
+    # Every curve is drawn against tokens, and can be against FLOPs and steps.
+    assert {name: axis for name, axis in run.defined.items() if axis is None} == dict.fromkeys(tracker.AXES)
+    assert all(run.defined[f"{name.partition('/')[0]}/*"] == "tokens" for name in run.logged[0][1] if "/" in name)
     assert run.summary == {"val_loss": 1.5}
     assert run.exit_code == 0
     # What is asked for goes before what is found, and the environment before a login.
