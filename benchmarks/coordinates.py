@@ -1,6 +1,6 @@
 """Coordinate check: how far activations move in a few steps of training, over widths and depths.
 
-    python benchmarks/coordinates.py [--seeds 8] [--steps 5] [--rate 3e-3] [--base-depth 4] [--untied]
+    python benchmarks/coordinates.py [--kind muon] [--rate 3e-3] [--base-depth 4] [--untied] ...
 
 For widths 16 to 256 at depth 4, and depths 2 to 16 at the base width: the root mean square of an activation on a batch
 that is never trained on, and of its change since the start. Where rates transfer, both are the same at every size
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,10 @@ import numpy as np
 import torch
 from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.model.gpt import GPT
-from isoflop.train.model.parametrization import build_model, parameter_groups
+from isoflop.train.model.parametrization import empty_model, initial_weights, parameter_groups
+from isoflop.train.parallel.layout import whole_placement
+from isoflop.train.parallel.mesh import Mesh
+from isoflop.train.parallel.zero import Zero
 from torch import Tensor
 
 WIDTHS, DEPTHS = (16, 32, 64, 128, 256), (2, 4, 8, 16)
@@ -52,28 +56,24 @@ def watch(gpt: GPT, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def changes(model: ModelConfig, optimizer: OptimizerConfig, steps: int, seed: int) -> Sizes:
-    gpt = build_model(model, optimizer, LENGTH, seed)
+    gpt = empty_model(model, optimizer, LENGTH)
+    placements = {name: whole_placement(p.shape) for name, p in gpt.named_parameters()}
+    zero = Zero(
+        gpt, parameter_groups(gpt, optimizer), placements, Mesh(), stage=0, dtype=torch.float32, bucket_mb=1.0,
+        optimizer=replace(optimizer, gradient_clip=0.0), device=torch.device("cpu"),
+    )  # fmt: skip
+    zero.load(initial_weights(model, optimizer, seed))
+    gpt.place_angles(torch.device("cpu"))
     source = torch.tensor(list(Path(argparse.__file__).read_bytes()))
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(source) - LENGTH - 1, (steps + 1, BATCH), generator=generator)
     batches = torch.stack([torch.stack([source[i : i + LENGTH + 1] for i in row]) for row in starts.tolist()])
     before = watch(gpt, batches[-1, :, :-1])
-    adam = torch.optim.AdamW(
-        [
-            {
-                "params": group.parameters,
-                "lr": group.learning_rate,
-                "weight_decay": group.weight_decay,
-                "eps": group.eps,
-            }
-            for group in parameter_groups(gpt, optimizer)
-        ],
-        betas=(optimizer.beta1, optimizer.beta2),
-    )
     for batch in batches[:-1]:
-        gpt.loss(batch[:, :-1], batch[:, 1:]).backward()
-        adam.step()
-        adam.zero_grad()
+        with zero.gradients.micro_batch(last=True):
+            gpt.loss(batch[:, :-1], batch[:, 1:]).backward()
+        zero.set_rates(1.0)
+        zero.step(torch.zeros(()))
     found = {}
     for name, after in watch(gpt, batches[-1, :, :-1]).items():
         found[name, "size"] = float(after.square().mean().sqrt())
@@ -106,13 +106,16 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", default="adamw")
+    parser.add_argument("--multiplier", type=float, default=3.0, help="rate of muon's matrices over --rate")
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--base-depth", type=int, default=4)
     parser.add_argument("--untied", action="store_true")
     asked = parser.parse_args()
-    optimizer = OptimizerConfig(learning_rate=asked.rate, base_width=WIDTH, base_depth=asked.base_depth or None)
+    optimizer = OptimizerConfig(asked.rate, base_width=WIDTH, base_depth=asked.base_depth or None, kind=asked.kind)
+    optimizer.matrix_multiplier = asked.multiplier
     for axis in ("width", "depth"):
         of_size = measure(axis, optimizer, not asked.untied, asked.steps, asked.seeds)
         print(f"\n{axis:22} {'':6} {'slope':>7}   root mean square at {', '.join(map(str, of_size))}")

@@ -31,10 +31,11 @@ OVERRIDE = re.compile(r"""(?<=[\[,])\s*([\w.+~/@-]+=[^][{}"',]*)(?=[],])""")  # 
 def sweep_main(arguments: list[str] | None = None) -> int:
     """Runs a sweep from Hydra overrides: 0 done, 1 a run failed, 2 the input was wrong, 130 interrupted."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    return guarded(lambda: _compose_and_conduct(given))
+    return guarded(lambda: compose_and_conduct(given))
 
 
-def _compose_and_conduct(arguments: list[str]) -> int:
+def compose_and_conduct(arguments: list[str]) -> int:
+    """`sweep_main` without its sentences: errors are raised."""
     import hydra
 
     if {"-h", "--help"} & {*arguments}:

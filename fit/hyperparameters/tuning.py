@@ -67,10 +67,10 @@ def tuning_rules(runs: Columns, draws: int = 1000, seed: int = 0) -> dict[str, A
     tried = np.array([[runs[name].min(), runs[name].max()] for name in SETTINGS])
     outside = (best < tried[:, :1]) | (best > tried[:, 1:])
     rules, drawn = (fitted.rules(values) for values in (at[:, None], theta.T))
-    prior_alone = {name: prior for name, prior in PRIORS.items() if prior.source and error[name] > UNSURE * prior.width}
     unknown = {
         name: f"{p.mean:.3g} ± {p.width:.3g} ({p.source}), which these runs hardly change"
-        for name, p in prior_alone.items()
+        for name, p in PRIORS.items()
+        if p.source and error[name] > UNSURE * p.width
     }
     cells = fitted.cell.max() + 1
     warnings = []

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...train.errors import UserError
-from ..entry import guarded, sweep_main
+from ..entry import compose_and_conduct, guarded
 from . import bench, checkpoint, sweep
 from .options import command, show
 
@@ -159,7 +159,7 @@ def _plan_comparison(given: list[str]) -> int:
     named = {re.sub(r"\W+", "_", one.rpartition(".")[2]): one.split() for one in variants}
     said = ",".join(f"{name}:[{','.join(overrides)}]" for name, overrides in named.items())
     arguments = ["+grid=compare", *base, f"grid.variants={{{said}}}"]
-    code = sweep_main([*arguments, "dry_run=true"])
+    code = compose_and_conduct([*arguments, "dry_run=true"])
     print(f"start it: python sweep.py {shlex.join(arguments)}")
     return code
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...train.errors import UserError
-from ..entry import sweep_main
+from ..entry import compose_and_conduct
 from .options import command, show
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def tune_command(overrides: list[str] | None = None, check: Path | None = None) 
     With --check, what the settings of a finished sweep cost at its corners instead.
     """
     if check is None:
-        raise typer.Exit(sweep_main(["+grid=tune", *(overrides or [])]))
+        raise typer.Exit(compose_and_conduct(["+grid=tune", *(overrides or [])]))
     if overrides:
         raise UserError(f"--check was given {' '.join(overrides)!r} as well; it takes the sweep's own settings")
     from ..execute.check import check_corners

@@ -127,10 +127,10 @@ def next_round(sweep: SweepDirectory, config: SweepConfig) -> bool:
 
 def _next_rung(sweep: SweepDirectory, config: SweepConfig, wanted: TuneGrid) -> bool:
     base, tried = prepare.resolved_base(sweep, config), tried_settings(sweep)
-    there = {run.config().tokens for run in membership.members(sweep)}
+    there = [(config.model, config.tokens) for config in (run.config() for run in membership.members(sweep))]
     for rung in range(1, len(wanted.tokens_per_parameter)):
         runs = list(rung_runs(wanted, base, Tuner(config.tuning), rung, tried))
-        if not there.issuperset(run.tokens for run in runs):
+        if not all((run.model, run.tokens) in there for run in runs):
             print(f"rung {rung + 1} of {len(wanted.tokens_per_parameter)}: {counted(len(runs), 'run')}")
             named = [replace(run, name=grid.run_label(run)) for run in runs]
             return bool(membership.add_runs(sweep, named, f"rung {rung + 1} of the tune"))

@@ -39,10 +39,10 @@ def write_tuning(sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any]:
     rows = [(*cell, *settings, loss) for cell, runs in tried for settings, loss in runs]
     columns = dict(zip(("N", "D", *Settings._fields, "loss"), np.array(rows, dtype=float).T, strict=True))
     found = tuning_rules(columns, config.fit.bootstrap, config.fit.seed)
-    others = {name: value for name, value in asdict(config.tuning).items() if name in OTHERS}
-    others = {name: value for name, value in others.items() if value is not None and value != asdict(PowerRule())}
-    command, runs = sweep.settings().get("command") or (), sweep.runs()
-    content = {"command": " ".join(command), **found, "family": family(runs[0].config())}
+    taken, unset = asdict(config.tuning), (None, asdict(PowerRule()))
+    others = {name: taken[name] for name in OTHERS if taken[name] not in unset}
+    command = sweep.settings().get("command") or ()
+    content = {"command": " ".join(command), **found, "family": family(sweep.runs()[0].config())}
     content["tuning"] = others | found["tuning"]
     write_atomic(sweep.path / FILE, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     said = yaml.safe_dump(found["tuning"], sort_keys=False)

@@ -400,13 +400,17 @@ def test_strange_units_are_asked_about(run: Run, tmp_path: Path, columns: dict[s
 
 
 def test_ctrl_c_during_an_evaluation_is_a_sentence(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("isoflop.train.checkpoint.checkpoint.find", interrupted)
     code, _, error = run("evaluate", "checkpoint")
     assert code == 130
     assert error.startswith("interrupted; everything finished so far is kept")
+    monkeypatch.setattr("isoflop.sweeps.execute.conduct.conduct", interrupted)
+    code, _, error = run("tune", "cluster=local")
+    assert code == 130
+    assert error.count("interrupted; everything finished so far is kept") == 1
 
 
 def stamps(folder: Path) -> dict[str, int]:

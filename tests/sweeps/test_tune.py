@@ -72,8 +72,10 @@ def test_the_first_rung_spreads_settings_around_the_base_and_compares_at_one_D()
         assert (np.exp(tried[:, 2]) * [run.steps for run in mates] >= 3.0).all()  # weights are not forgotten at once
 
 
-def test_rungs_halve_and_go_to_where_runs_were_best_and_the_file_is_read_by_a_sweep(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_rungs_halve_and_go_to_where_runs_were_best_and_the_file_is_read_by_a_sweep(tmp_path: Path, kind: str) -> None:
     config = tune_settings()
+    config.optimizer.kind = kind
     sweep = write(tmp_path / "tune", config)
     first = len(sweep.runs())
     for rung in (1, 2):
@@ -118,6 +120,19 @@ def test_runs_that_failed_are_no_settings_and_a_size_without_any_ends(tmp_path: 
     assert extend.next_round(sweep, config)
     fresh = [run.config() for run in members(sweep)][len(sweep.runs()) :]
     assert smallest not in {count_parameters(run.model).N_total for run in fresh}
+
+
+def test_a_rung_with_the_tokens_of_a_larger_models_rung_before_is_another(tmp_path: Path) -> None:
+    """The larger one is out of it, for its runs failed."""
+    sweep = write(tmp_path / "tune", config := tune_settings(sizes=[7.4e3, 14.7e3], tokens_per_parameter=[10, 20]))
+    finish(sweep)
+    tokens = [run.config().tokens for run in sweep.runs()]
+    assert max(tokens) == 2 * min(tokens)
+    for run in sweep.runs():
+        if run.config().tokens == max(tokens):
+            run.set_state("diverged")
+            (run.path / "summary.json").unlink()
+    assert extend.next_round(sweep, config)
 
 
 def test_bad_designs_are_refused_before_anything_runs() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 from fake_sweep import complete
+from isoflop.fit import published_law
 from isoflop.sweeps.config import (
     IsoflopGrid,
     LadderGrid,
@@ -21,7 +23,7 @@ from isoflop.sweeps.config import (
     TuningConfig,
     base_run,
 )
-from isoflop.sweeps.entry import compose
+from isoflop.sweeps.entry import CONFIG, compose
 from isoflop.sweeps.grid.expand import expand_grid
 from isoflop.sweeps.grid.trunks import merge_runs
 from isoflop.sweeps.grid.tuning import (
@@ -119,17 +121,21 @@ def test_decay_under_muon_counts_with_the_rate_of_its_matrices() -> None:
         assert each.batch_tokens / np.array(rates) / each.D == pytest.approx(0.2, rel=1e-12)
 
 
-def test_published_rules_can_be_written_down() -> None:
-    """Those that conf/tuning/transfer.yaml lists, in tokens, where papers have sequences of 2048, or FLOPs."""
+def test_the_published_rules_that_the_default_lists_are_those_of_the_records() -> None:
+    """In tokens, where records have sequences of 2048, or FLOPs."""
+    said = (CONFIG / "tuning" / "transfer.yaml").read_text().partition("# Published")[2]
+    power_lines, step_law, deepseek = (
+        PowerRule(**yaml.safe_load(rule)) for rule in re.findall(r"batch_tokens: ({.*?})", said)
+    )
+    for N, D in ((1e8, 2e9), (1e10, 1e12)):
+        assert power(power_lines, N, D, 1.0) == pytest.approx(2048 * published_law("bergsma2025_batch")(D), rel=1e-3)
+        assert power(step_law, N, D, 1.0) == pytest.approx(published_law("steplaw2025_batch")(D), rel=1e-12)
+        assert power(deepseek, N, D, 1.0) == pytest.approx(published_law("deepseek2024_batch")(6 * N * D), rel=1e-3)
+    assert yaml.safe_load(re.findall(r"timescale: ({.*?})", said)[0]) == {"k": 1.084, "N": 0.527, "D": -0.527}
     tau = power(PowerRule(k=1.084, N=0.527, D=-0.527), 1e8, 2e9, 1.0)
     assert tau == pytest.approx(1.084 * 20**-0.527, rel=1e-12)
     assert tau is not None
     assert weight_decay(tau, 6e-3, 2e9, 2**19) == pytest.approx(2**19 / (6e-3 * tau * 2e9))
-    batch = power(PowerRule(k=62.7, D=0.383), 1e8, 2e9, 1.0)
-    assert batch is not None
-    assert batch / 2048 == pytest.approx(0.0306 * 2e9**0.383, rel=1e-3)
-    deepseek = power(PowerRule(k=0.525, N=0.3271, D=0.3271), 1e9, 1e20 / 6e9, 1.0)
-    assert deepseek == pytest.approx(0.2920 * 1e20**0.3271, rel=1e-3)
     assert beta2(1024, 1024, 0.0) == 0.5
     assert beta2(2**20, 1024, 0.9) == 0.9
 

@@ -64,6 +64,20 @@ def test_once_all_is_done_the_same_command_trains_nothing(smoke: Sweep) -> None:
     assert before == {path: path.read_bytes() for path in smoke.path.glob("runs/*/*") if path.is_file()}
 
 
+def test_a_tune_goes_from_rung_to_rung_without_its_command_and_ends_with_rules(sweep: Callable[..., Sweep]) -> None:
+    tune = sweep("tune")
+    grid = [
+        "+grid=tune", "grid.sizes=[2.5e3]", "grid.tokens_per_parameter=[5,20]", "grid.flops_budget=1.4e10",
+        "grid.span=2", "data.sequence_length=32", "data.max_bytes=1000000", "data.validation_tokens=4096",
+        "cluster.queue_minutes=10", "ensembles=8", "fit.bootstrap=50",
+    ]  # fmt: skip
+    assert "submitted 16 runs" in tune.submit(*grid)
+    until(lambda: len(tune.runs()) == 16 + 8, "a second rung, from the keeper")
+    until((tune.path / "tuning.yaml").exists, "rules")
+    assert tune.states() == ["done"] * 24, tune.job_logs()
+    assert "submitted" not in tune.submit(*grid)
+
+
 def test_a_preempted_job_ends_with_the_numbers_of_an_undisturbed_one(sweep: Callable[..., Sweep]) -> None:
     """Seed 0 is preempted by a higher partition, seed 1 told of its time limit, seed 2 requeued by somebody else."""
     grid = [*LONG, "tokens=1_500_000"]
