@@ -235,6 +235,8 @@ class ParallelConfig:
 
     tp: Count6 = cosmetic(1)  # tensor-parallel ranks: every matrix of a block is split over them; inside one node
     dp: Count6 = cosmetic(1)  # data-parallel ranks: each takes its share of every batch
+    cp: Count6 = cosmetic(1)  # context-parallel ranks: each takes its share of every sequence
+    pp: Count6 = cosmetic(1)  # pipeline stages: each takes its share of the blocks
     ep: Count6 = cosmetic(1)  # of the dp ranks so many share the experts out, and send each other their tokens
     zero: Annotated[int, (0, 1, 2, 3)] = cosmetic(0)  # dp ranks share 1 optimizer, 2 + gradients, 3 + parameters
     sequence_parallel: bool = cosmetic(True)  # tp > 1: norms and residuals split over tokens as well
@@ -253,11 +255,12 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.dp
+        return self.pp * self.dp * self.cp * self.tp
 
     @property
     def mesh(self) -> str:
-        return f"parallel.tp {self.tp} * parallel.dp {self.dp} is {self.world_size}"
+        axes = ["tp", "dp", *(axis for axis in ("cp", "pp") if getattr(self, axis) > 1)]
+        return f"{' * '.join(f'parallel.{axis} {getattr(self, axis)}' for axis in axes)} is {self.world_size}"
 
     @property
     def label(self) -> str:
@@ -265,7 +268,7 @@ class ParallelConfig:
         if self.world_size == 1:
             return ""
         parts = [f"tp{self.tp}", f"dp{self.dp}"]
-        parts += [f"ep{self.ep}"] if self.ep > 1 else []
+        parts += [f"{axis}{getattr(self, axis)}" for axis in ("cp", "pp", "ep") if getattr(self, axis) > 1]
         return " ".join([*parts, f"zero{self.zero}"] if self.zero else parts)
 
 

@@ -63,9 +63,10 @@ def mesh_of(config: RunConfig, rank: int = 0) -> Iterator[Mesh]:
         devices = init_device_mesh("cpu", (parallel.dp, parallel.tp), mesh_dim_names=("dp", "tp"))
         shape, names = (parallel.dp // parallel.ep, parallel.ep, parallel.tp), ("replica", "ep", "tp")
         apart = init_device_mesh("cpu", shape, mesh_dim_names=names) if parallel.ep > 1 else None
+        others = devices.get_group("dp") if parallel.dp > 1 else None
         yield Mesh(
             rank=rank, dp=parallel.dp, tp=parallel.tp, world=dist.group.WORLD, control=dist.group.WORLD,
-            dp_group=devices.get_group("dp") if parallel.dp > 1 else None,
+            dp_group=others, data_group=others,
             tp_group=devices.get_group("tp") if parallel.tp > 1 else None, device_mesh=devices, ep=parallel.ep,
             ep_group=apart.get_group("ep") if apart is not None else None,
             replica_group=apart.get_group("replica") if apart is not None and parallel.dp > parallel.ep else None,
