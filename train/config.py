@@ -237,6 +237,8 @@ class ParallelConfig:
     dp: Count6 = cosmetic(1)  # data-parallel ranks: each takes its share of every batch
     cp: Count6 = cosmetic(1)  # context-parallel ranks: each takes its share of every sequence
     pp: Count6 = cosmetic(1)  # pipeline stages: each takes its share of the blocks
+    schedule: Annotated[str, ("gpipe", "1f1b", "interleaved", "zb-h1")] = cosmetic("1f1b")  # of pipeline stages
+    chunks: Count6 = cosmetic(1)  # of blocks that a pipeline rank has, interleaved
     ep: Count6 = cosmetic(1)  # of the dp ranks so many share the experts out, and send each other their tokens
     zero: Annotated[int, (0, 1, 2, 3)] = cosmetic(0)  # dp ranks share 1 optimizer, 2 + gradients, 3 + parameters
     sequence_parallel: bool = cosmetic(True)  # tp > 1: norms and residuals split over tokens as well

@@ -1,0 +1,231 @@
+"""Schedules of a pipeline as data: what each rank does in one step, in order; and which blocks it has. Pure, no torch.
+
+Chunk c of rank r is virtual stage c * stages + r. A micro-batch goes forward through them from 0 on, and backward. Its
+activations are kept from the forward action of a chunk to its weight gradients.
+
+gpipe         all forward, then all backward (Huang et al. 2019, arXiv 1811.06965)
+1f1b          as few under way as keep every rank busy (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1)
+interleaved   the same with several chunks a rank, for micro-batches in groups of `stages` (section 2.2.2 there)
+zb-h1         1f1b with weight gradients apart, which fill the bubble; as much in memory (Qi et al. 2024, arXiv
+              2401.10241, section 3.1; the step's boundary stays as it is)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, NamedTuple, get_args
+
+Name = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
+SCHEDULES: tuple[str, ...] = get_args(Name)
+Kind = Literal["forward", "backward", "input", "weight"]  # backward: the gradients by input and by weights at once
+
+
+class Action(NamedTuple):
+    kind: Kind
+    micro: int  # micro-batch
+    chunk: int  # of the rank's chunks of blocks
+
+    def __str__(self) -> str:
+        return f"{self.kind} of micro-batch {self.micro} in chunk {self.chunk}"
+
+
+Lists = Sequence[Sequence[Action]]  # by pipeline rank
+
+
+@dataclass(frozen=True)
+class Event:
+    """An action in time. A list of these, as JSON, is the trace of a step."""
+
+    rank: int
+    kind: Kind
+    micro: int
+    chunk: int
+    start: float  # seconds
+    end: float
+
+
+def schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> list[list[Action]]:
+    """What each of `stages` ranks does. ValueError: the schedule has no such chunks or micro-batches."""
+    if name not in SCHEDULES or (chunks > 1 and name != "interleaved"):
+        raise ValueError(f"{chunks} chunks of {name}; it must be one of {SCHEDULES}, more chunks only interleaved")
+    if chunks > 1 and micro_batches % stages:
+        raise ValueError(f"{micro_batches} micro-batches interleaved; they must be a multiple of {stages} stages")
+    groups = [range(first, min(first + stages, micro_batches)) for first in range(0, micro_batches, stages)]
+    order = [(micro, chunk) for group in groups for chunk in range(chunks) for micro in group]
+    forwards = [Action("forward", *place) for place in order]
+    backwards = [(micro, chunks - 1 - chunk) for micro, chunk in order]
+    return [_of_rank(name, rank, stages, chunks, forwards, backwards) for rank in range(stages)]
+
+
+def _of_rank(
+    name: str, rank: int, stages: int, chunks: int, forwards: list[Action], backwards: list[tuple[int, int]]
+) -> list[Action]:
+    after = stages - 1 - rank
+    ahead = {"gpipe": len(forwards), "interleaved": 2 * after + (chunks - 1) * stages}.get(name, after)
+    actions, waiting = forwards[:ahead], list[Action]()
+    for done, place in enumerate(backwards):
+        actions += forwards[ahead + done : ahead + done + 1]
+        actions.append(Action("input" if name == "zb-h1" else "backward", *place))
+        if name == "zb-h1":
+            waiting.append(Action("weight", *place))
+            if len(waiting) > rank:  # so that every rank has as much under way as the first one
+                actions.append(waiting.pop(0))
+    return actions + waiting
+
+
+def check(lists: Lists, stages: int, micro_batches: int, chunks: int) -> None:
+    """Proves that ranks which do this end: each action once, messages received as they are sent, no circle.
+
+    ValueError names the rank and the action that is wrong.
+    """
+    if len(lists) != stages:
+        raise ValueError(f"there are lists of {len(lists)} ranks; it must be {stages}")
+    places = {(micro, chunk) for micro in range(micro_batches) for chunk in range(chunks)}
+    for rank, actions in enumerate(lists):
+        whole = places & {(micro, chunk) for kind, micro, chunk in actions if kind == "backward"}
+        wanted = Counter(Action("forward", *place) for place in places)
+        wanted.update(Action("backward", *place) for place in whole)
+        wanted.update(Action(kind, *place) for place in places - whole for kind in ("input", "weight"))
+        found = Counter(actions)
+        if wrong := next(iter((wanted - found) + (found - wanted)), None):
+            raise ValueError(f"rank {rank} does {found[wrong]} times the {wrong}; it must do so {wanted[wrong]} times")
+    for rank in range(stages) if stages > 1 else ():
+        _check_receives(lists, rank, chunks, 1, ("forward",))
+        _check_receives(lists, rank, chunks, -1, ("backward", "input"))
+    simulate(lists)
+
+
+def _check_receives(lists: Lists, rank: int, chunks: int, step: int, kinds: tuple[str, ...]) -> None:
+    """Whether a rank awaits in their order what another one sends to the virtual stage that is `step` on."""
+    stages, sender = len(lists), (rank - step) % len(lists)
+    sent = [(one.micro, one.chunk * stages + sender + step) for one in lists[sender] if one.kind in kinds]
+    arriving = iter([(micro, virtual) for micro, virtual in sent if 0 <= virtual < stages * chunks])
+    for action in lists[rank]:
+        virtual = action.chunk * stages + rank
+        if action.kind in kinds and 0 <= virtual - step < stages * chunks:
+            micro, place = next(arriving)
+            if (micro, place) != (action.micro, virtual):
+                raise ValueError(
+                    f"rank {rank} awaits a message of rank {sender} before {action}; the one that comes is for "
+                    f"micro-batch {micro} in chunk {place // stages}"
+                )
+
+
+def simulate(
+    lists: Lists,
+    forward: float | Sequence[float] = 1.0,
+    input: float | Sequence[float] = 1.0,
+    weight: float | Sequence[float] = 1.0,
+    send: float = 0.0,
+) -> list[Event]:
+    """When each action happens, in an order in which they can: receives wait, sends do not.
+
+    Args:
+        forward: seconds of one micro-batch, of every virtual stage or of each; `input` and `weight` alike.
+        send: seconds from one rank to another, beside which both compute.
+
+    Raises:
+        ValueError: ranks wait for each other, with the first one's action.
+    """
+    stages, last = len(lists), len(lists) * (1 + max(action.chunk for actions in lists for action in actions)) - 1
+    forward, input, weight = (
+        [cost] * (last + 1) if isinstance(cost, int | float) else cost for cost in (forward, input, weight)
+    )
+    ends: dict[tuple[str, int, int], float] = {}  # backward gives what input does
+    events, clocks, following = list[Event](), [0.0] * stages, [0] * stages
+
+    def start_of(rank: int, action: Action) -> float | None:
+        """None: what it needs has not been done."""
+        start, virtual = clocks[rank], action.chunk * stages + rank
+        for need, delay in _needs(action, virtual, last, send if stages > 1 else 0.0):
+            if need not in ends:
+                return None
+            start = max(start, ends[need] + delay)
+        return start
+
+    before = -1
+    while before < len(events):
+        before = len(events)
+        for rank, actions in enumerate(lists):
+            while following[rank] < len(actions):
+                action = actions[following[rank]]
+                if (start := start_of(rank, action)) is None:
+                    break
+                virtual = action.chunk * stages + rank
+                parts = {"forward": forward[virtual], "input": input[virtual], "weight": weight[virtual]}
+                spent = parts.get(action.kind, parts["input"] + parts["weight"])
+                ends["input" if action.kind == "backward" else action.kind, action.micro, virtual] = start + spent
+                clocks[rank] = start + spent
+                following[rank] += 1
+                events.append(Event(rank, *action, start, start + spent))
+    for rank, actions in enumerate(lists):
+        if following[rank] < len(actions):
+            raise ValueError(f"rank {rank} waits for ever before {actions[following[rank]]}")
+    return events
+
+
+def _needs(action: Action, virtual: int, last: int, send: float) -> list[tuple[tuple[str, int, int], float]]:
+    """What must have been done before, and how long it travels."""
+    kind, micro, _ = action
+    if kind == "forward":
+        return [(("forward", micro, virtual - 1), send)] if virtual else []
+    if kind == "weight":
+        return [(("input", micro, virtual), 0.0)]
+    own = [(("forward", micro, virtual), 0.0)]
+    return [*own, (("input", micro, virtual + 1), send)] if virtual < last else own
+
+
+def bubbles(events: Sequence[Event]) -> list[float]:
+    """Seconds in which each rank waits between its first action and its last."""
+    own = [[event for event in events if event.rank == rank] for rank in range(1 + max(one.rank for one in events))]
+    return [
+        max(one.end for one in mine) - min(one.start for one in mine) - sum(one.end - one.start for one in mine)
+        for mine in own
+    ]
+
+
+def in_flight(actions: Sequence[Action]) -> int:
+    """The most micro-batches whose activations a rank keeps at once, each chunk counted apart."""
+    change = {"forward": 1, "input": 0}
+    return max(accumulate(change.get(action.kind, -1) for action in actions))
+
+
+def divide(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
+    """Contiguous blocks of each virtual stage, at least one, with the smallest dearest share; then as even as can be.
+
+    Args:
+        costs: of each block, at least `stages` of them.
+        first: what the first stage has beside its blocks; `last` alike.
+    """
+    count = len(costs)
+    sums = [0.0, *accumulate(costs)]
+
+    def cost(stage: int, start: int, end: int) -> float:
+        return sums[end] - sums[start] + (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
+
+    def furthest(most: float) -> list[int]:
+        """Blocks that the first stages can have together, none dearer than `most`; fewer stages if one is."""
+        ends = [0]
+        for stage in range(stages):
+            end, limit = ends[-1], count - (stages - 1 - stage)
+            while end < limit and cost(stage, ends[-1], end + 1) <= most:
+                end += 1
+            if end == ends[-1]:
+                break
+            ends.append(end)
+        return ends
+
+    low, most = 0.0, cost(0, 0, count) + last
+    while low < (middle := (low + most) / 2) < most:
+        low, most = (low, middle) if furthest(middle)[stages:] == [count] else (middle, most)
+    ends, end, shares = furthest(most), count, list[range]()
+    for stage in reversed(range(stages)):
+        even = cost(stage, 0, end) / (stage + 1)
+        starts = range(stage, min(ends[stage], end - 1) + 1)
+        fitting = (start for start in starts if cost(stage, start, end) <= most)
+        end = min(fitting, key=lambda start: abs(cost(stage, start, end) - even))
+        shares.insert(0, range(end, shares[0].start if shares else count))
+    return shares
