@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 from .errors import UserError
+from .parallel.schedules import SCHEDULES
 
 # Bumped whenever the trainer's arithmetic changes, so that an old result is never taken for a new one.
 RECIPE = 3
@@ -237,9 +238,9 @@ class ParallelConfig:
     dp: Count6 = cosmetic(1)  # data-parallel ranks: each takes its share of every batch
     cp: Count6 = cosmetic(1)  # context-parallel ranks: each takes its share of every sequence
     pp: Count6 = cosmetic(1)  # pipeline stages: each takes its share of the blocks
-    schedule: Annotated[str, ("gpipe", "1f1b", "interleaved", "zb-h1")] = cosmetic("1f1b")  # of pipeline stages
+    schedule: Annotated[str, SCHEDULES] = cosmetic("1f1b")  # of pipeline stages
     chunks: Count6 = cosmetic(1)  # of blocks that a pipeline rank has, interleaved
-    ep: Count6 = cosmetic(1)  # of the dp ranks so many share the experts out, and send each other their tokens
+    ep: Count6 = cosmetic(1)  # of the dp * cp ranks so many share the experts out, and send each other their tokens
     zero: Annotated[int, (0, 1, 2, 3)] = cosmetic(0)  # dp ranks share 1 optimizer, 2 + gradients, 3 + parameters
     sequence_parallel: bool = cosmetic(True)  # tp > 1: norms and residuals split over tokens as well
     recompute: Annotated[str, ("none", "selective", "full")] = cosmetic("none")  # activations, in the backward pass
@@ -258,6 +259,11 @@ class ParallelConfig:
     @property
     def world_size(self) -> int:
         return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def data(self) -> int:
+        """Ranks with the same part of the model and other tokens."""
+        return self.dp * self.cp
 
     @property
     def mesh(self) -> str:

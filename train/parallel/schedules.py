@@ -16,10 +16,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
-Name = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
-SCHEDULES: tuple[str, ...] = get_args(Name)
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 Kind = Literal["forward", "backward", "input", "weight"]  # backward: the gradients by input and by weights at once
 
 
