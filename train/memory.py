@@ -13,6 +13,8 @@ It is the end of every bucket, and the rank that counts here is the first, which
 padding of the trainer's buckets, so this is exact. What a micro-batch keeps is counted as autograd keeps it,
 one storage at a time: a view keeps all of what it looks into.
 
+A pipeline's ranks differ: what is said is the worst one's, whose schedule keeps several micro-batches' activations.
+
 Rajbhandari et al. 2020, arXiv 1910.02054, section 3; Korthikanti et al. 2022, arXiv 2205.05198, section 4.
 """
 
@@ -26,12 +28,14 @@ from functools import lru_cache
 from itertools import accumulate
 
 from .config import RunConfig
+from .flops import stage_blocks
 from .model.shape import (
     LOGITS_AT_A_TIME,
     LONGEST_KEPT,
     Experts,
     Latent,
     Share,
+    micro_batches,
     model_shape,
     query_block,
     rows_at_a_time,
@@ -41,6 +45,7 @@ from .model.shape import (
 from .optimizer.muon import AT_A_TIME
 from .optimizer.registry import OPTIMIZERS
 from .parallel.buckets import Bucket, bucket_layouts
+from .parallel.schedules import beside, schedule
 
 FP32, INDEX = 4, 8  # bytes of an fp32 number, and of a token's id
 
@@ -77,33 +82,92 @@ class Memory:
 
 def memory(config: RunConfig, device: str = "cuda") -> Memory:
     """Bytes of one rank of a run that has passed `validation.check_shapes`; `device` is cpu or cuda."""
-    share, parallel, stage = share_of(config, device), config.parallel, stage_of(config)
+    parallel = config.parallel
+    if parallel.pp == 1:
+        return _of_rank(config, [share_of(config, device)], [0])
+    # Later steps of a long schedule keep no more than its first ones.
+    passes = min(micro_batches(config), 2 * parallel.pp) if parallel.schedule != "gpipe" else micro_batches(config)
+    lists = schedule(parallel.schedule, parallel.pp, passes, parallel.chunks)
+    found = []
+    for actions, chunks in zip(lists, ranks_of(config, device), strict=True):
+        sizes = [kept_by_blocks(chunk, chunk.depth) + kept_by_end(chunk) for chunk in chunks]
+        found.append(_of_rank(config, chunks, [beside(actions, sizes, chunk) for chunk in range(len(chunks))]))
+    return max(found, key=lambda memory: memory.peak)
+
+
+def stages_of(config: RunConfig, device: str = "cuda") -> list[Share]:
+    """What a rank holds of each virtual stage."""
+    share, blocks = share_of(config, device), stage_blocks(config)
+    above = share.experts.above if share.experts is not None else share.depth
+    return [
+        replace(
+            share,
+            depth=len(own),
+            experts=replace(share.experts, above=max(0, above - own.start))
+            if share.experts is not None and above < own.stop
+            else None,
+            embeds=own.start == 0,
+            scores=own.stop == share.depth,
+        )
+        for own in blocks
+    ]
+
+
+def ranks_of(config: RunConfig, device: str = "cuda") -> list[list[Share]]:
+    """What each pipeline rank holds, chunk by chunk."""
+    stages, pp = stages_of(config, device), config.parallel.pp
+    return [stages[rank::pp] for rank in range(pp)]
+
+
+def together(chunks: Sequence[Share]) -> Share:
+    """Chunks of one rank as if their blocks followed each other."""
+    experts, above = chunks[-1].experts, sum(one.depth if one.experts is None else one.experts.above for one in chunks)
+    return replace(
+        chunks[-1],
+        depth=sum(chunk.depth for chunk in chunks),
+        experts=None if experts is None else replace(experts, above=above),
+        embeds=chunks[0].embeds,
+    )
+
+
+def kept_by_end(share: Share) -> int:
+    """After the last block: by the head, or what goes to the next stage."""
+    return kept_by_head(share) if share.scores else share.rows * share.width * share.itemsize
+
+
+def _of_rank(config: RunConfig, chunks: Sequence[Share], others: Sequence[int]) -> Memory:
+    """Of a rank with these chunks; `others` are bytes that are kept beside each while it is worked on."""
+    share, parallel, stage = together(chunks), config.parallel, stage_of(config)
     buckets = bucket_sizes(share, config)
     experts = sum(bucket.size for bucket in buckets_of(share, config) if bucket.experts)
     rest = sum(buckets) - experts
-    held = state_bytes(rest, share.itemsize, stage, parallel.dp, one_moment(share, config))
+    held = state_bytes(rest, share.itemsize, stage, parallel.data, one_moment(share, config))
     if experts:  # which so many ranks have
-        replicas = parallel.dp // parallel.ep
+        replicas = parallel.data // parallel.ep
         own = state_bytes(experts, share.itemsize, stage if replicas > 1 else 0, replicas)
         held = {name: size + own[name] for name, size in held.items()}
     state, depth = sum(held.values()), share.depth
     if experts:
-        buckets = _with_experts(buckets_of(share, config), whole=parallel.dp == parallel.ep)
-    kept = [kept_by_blocks(share, depth - done) for done in range(depth)]
-    head, at_loss, in_block = kept_by_head(share), loss_workspace(share), block_workspace(share)
+        buckets = _with_experts(buckets_of(share, config), whole=parallel.data == parallel.ep)
+    in_block = block_workspace(share)
+    head, at_loss = (kept_by_head(share), loss_workspace(share)) if share.scores else (0, 0)
     mask = 0
     if has_mask(share) and not (share.recompute == "none" and keeps_softmax(share)):
         mask = (share.sequences if share.documents else 1) * share.length**2 * share.itemsize
-    table = share.table * share.itemsize
-    waiting = table if share.tied else 0  # the head's part of a tied table's gradient, until the embedding's comes
+    table = share.table * share.itemsize if share.embeds or share.scores else 0
+    waiting = (
+        table if share.tied and share.embeds and share.scores else 0
+    )  # the head's part of a tied table's gradient, until the embedding's comes
     gathered = [gathered_bytes(buckets, share, stage, done) for done in range(depth + 1)]
-    travelling = [reduction_bytes(buckets, share, parallel.dp, stage, done) for done in range(depth + 1)]
+    travelling = [reduction_bytes(buckets, share, parallel.data, stage, done) for done in range(depth + 1)]
+    left = [(chunk, blocks) for chunk in reversed(range(len(chunks))) for blocks in range(chunks[chunk].depth, 0, -1)]
+    kept = [others[chunk] + kept_by_blocks(chunks[chunk], blocks) for chunk, blocks in left]
     backward = [mask + kept[done] + gathered[done] + travelling[done] for done in range(depth)]
     return Memory(
         **held,
         gathered=max(gathered),
         reduction=max(travelling),
-        activations=mask + kept[0],
+        activations=mask + max(kept),
         head=head,
         loss_workspace=at_loss,
         block_workspace=in_block,
@@ -111,7 +175,7 @@ def memory(config: RunConfig, device: str = "cuda") -> Memory:
         moments={
             "loss": state + gathered_bytes(buckets, share, stage, None) + mask + kept[0] + head + at_loss,
             "backward": state + waiting + in_block + max(backward),
-            "embedding": state + waiting + table + gathered[-1] + travelling[-1],
+            "embedding": state + others[0] + waiting + table + gathered[-1] + travelling[-1],
             "update": state + travelling[-1] + whole_workspace(share, config),
         },
     )
@@ -135,8 +199,8 @@ def halved_micro_batch(micro_batch: int) -> int | None:
 
 
 def stage_of(config: RunConfig) -> int:
-    """The ZeRO stage at work: one dp rank owns everything anyway."""
-    return config.parallel.zero if config.parallel.dp > 1 else 0
+    """The ZeRO stage at work: one data rank owns everything anyway."""
+    return config.parallel.zero if config.parallel.data > 1 else 0
 
 
 def state_bytes(elements: int, itemsize: int, stage: int, ranks: int, less: int = 0) -> dict[str, int]:
@@ -157,13 +221,13 @@ def bucket_sizes(share: Share, config: RunConfig) -> tuple[int, ...]:
 
 def one_moment(share: Share, config: RunConfig) -> int:
     """Elements without a second moment that the first data-parallel rank has."""
-    ranks = config.parallel.dp if stage_of(config) > 0 else 1
+    ranks = config.parallel.data if stage_of(config) > 0 else 1
     return sum(max(bucket.size // ranks - bucket.start_of(1), 0) for bucket in buckets_of(share, config))
 
 
 def whole_workspace(share: Share, config: RunConfig) -> int:
     """Bytes while matrices are whole: a rank's part of all, those that it owns, and a batch of them or an exchange."""
-    ranks, optimizer = config.parallel.world_size, config.optimizer
+    ranks, optimizer = config.parallel.world_size // config.parallel.pp, config.optimizer
     roles = OPTIMIZERS[optimizer.kind].roles
     block = [parameter for parameter in model_shape(config.model).block if parameter.role in roles]
     batches = Counter[tuple[int, int]]()  # elements of matrices of one shape
@@ -172,7 +236,7 @@ def whole_workspace(share: Share, config: RunConfig) -> int:
             batches[part.rows, matrix.columns or 1] += part.rows * (matrix.columns or 1)
     itemsize = 2 if optimizer.iteration_precision == "bf16" else FP32
     owned, batch = (share.depth * size // ranks for size in (batches.total(), max(batches.values(), default=0)))
-    held = owned if stage_of(config) > 0 else owned * config.parallel.dp
+    held = owned if stage_of(config) > 0 else owned * config.parallel.data
     kept = held if min(share.itemsize, itemsize) < FP32 else 0  # else in the gradients' place
     products = 3 * min(batch, max(AT_A_TIME, *(math.prod(side) for side in batches), 0))
     return itemsize * (kept + (0 if ranks == 1 else owned) + max(batch + products, 0 if ranks == 1 else held + owned))
@@ -182,7 +246,7 @@ def buckets_of(share: Share, config: RunConfig) -> tuple[Bucket, ...]:
     limit = max(1, int(config.parallel.bucket_mb * 2**20 / share.itemsize))
     alike = replace(share, sequences=0, rows=0, recompute="", device="")  # which change no bucket
     parallel, roles = config.parallel, OPTIMIZERS[config.optimizer.kind].roles
-    return _buckets_of(alike, limit, parallel.dp, parallel.ep, stage_of(config), roles)
+    return _buckets_of(alike, limit, parallel.data, parallel.ep, stage_of(config), roles)
 
 
 @lru_cache(maxsize=64)
@@ -217,7 +281,7 @@ def reduction_bytes(buckets: Sequence[int], share: Share, ranks: int, stage: int
     native = share.itemsize == FP32 and (share.device == "cuda" or stage == 0)
     if ranks == 1 or (stage < 2 and native):
         return 0
-    come = done * share.block_size + share.width + (0 if share.tied else share.table)
+    come = done * share.block_size + (share.width + (0 if share.tied else share.table)) * share.scores
     come += share.block[-1].size if done < share.depth else share.table
     ends = list(accumulate(buckets))
     complete = [size for size, end in zip(buckets, ends, strict=True) if end <= come]

@@ -13,7 +13,7 @@ zb-h1         1f1b with weight gradients apart, which fill the bubble; as much i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -186,10 +186,24 @@ def bubbles(events: Sequence[Event]) -> list[float]:
     ]
 
 
-def in_flight(actions: Sequence[Action]) -> int:
-    """The most micro-batches whose activations a rank keeps at once, each chunk counted apart."""
+def in_flight(actions: Sequence[Action], sizes: Sequence[int] | None = None) -> int:
+    """The most that a rank keeps at once of activations: micro-batches, each chunk counted apart, or with each chunk's
+    `sizes` bytes.
+    """
+    return max(_kept(actions, sizes))
+
+
+def beside(actions: Sequence[Action], sizes: Sequence[int], chunk: int) -> int:
+    """The most that a rank keeps of other micro-batches and chunks while it works on a chunk."""
+    kept = zip(actions, _kept(actions, sizes), strict=True)
+    gone = ("backward", "weight")  # it was there during these
+    return max(all - (action.kind not in gone) * sizes[chunk] for action, all in kept if action.chunk == chunk)
+
+
+def _kept(actions: Sequence[Action], sizes: Sequence[int] | None) -> Iterator[int]:
+    """After each action."""
     change = {"forward": 1, "input": 0}
-    return max(accumulate(change.get(action.kind, -1) for action in actions))
+    return accumulate(change.get(one.kind, -1) * (sizes[one.chunk] if sizes else 1) for one in actions)
 
 
 def divide(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
