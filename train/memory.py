@@ -45,7 +45,7 @@ from .model.shape import (
 from .optimizer.muon import AT_A_TIME
 from .optimizer.registry import OPTIMIZERS
 from .parallel.buckets import Bucket, bucket_layouts
-from .parallel.schedules import beside, schedule
+from .parallel.schedules import in_flight, schedule
 
 FP32, INDEX = 4, 8  # bytes of an fp32 number, and of a token's id
 
@@ -82,52 +82,32 @@ class Memory:
 
 def memory(config: RunConfig, device: str = "cuda") -> Memory:
     """Bytes of one rank of a run that has passed `validation.check_shapes`; `device` is cpu or cuda."""
-    parallel = config.parallel
-    if parallel.pp == 1:
-        return _of_rank(config, [share_of(config, device)], [0])
-    # Later steps of a long schedule keep no more than its first ones.
-    passes = min(micro_batches(config), 2 * parallel.pp) if parallel.schedule != "gpipe" else micro_batches(config)
+    parallel, passes = config.parallel, micro_batches(config)
+    if parallel.schedule != "gpipe":  # of the others a long one keeps no more than a short one
+        passes = min(passes, 2 * parallel.pp)
     lists = schedule(parallel.schedule, parallel.pp, passes, parallel.chunks)
-    found = []
-    for actions, chunks in zip(lists, ranks_of(config, device), strict=True):
+    worst: dict[tuple[Share, tuple[Share, ...]], list[int]] = {}  # what is kept beside each chunk
+    for actions, (share, chunks) in zip(lists, ranks_of(config, device), strict=True):
         sizes = [kept_by_blocks(chunk, chunk.depth) + kept_by_end(chunk) for chunk in chunks]
-        found.append(_of_rank(config, chunks, [beside(actions, sizes, chunk) for chunk in range(len(chunks))]))
-    return max(found, key=lambda memory: memory.peak)
+        beside = [0] * len(chunks)
+        for (kind, _, chunk), kept in zip(actions, in_flight(actions, sizes), strict=True):
+            beside[chunk] = max(beside[chunk], kept - (kind in ("forward", "input")) * sizes[chunk])
+        worst[share, chunks] = [*map(max, beside, worst.get((share, chunks), beside))]
+    return max((_of_rank(config, *held, beside) for held, beside in worst.items()), key=lambda memory: memory.peak)
 
 
-def stages_of(config: RunConfig, device: str = "cuda") -> list[Share]:
-    """What a rank holds of each virtual stage."""
-    share, blocks = share_of(config, device), stage_blocks(config)
-    above = share.experts.above if share.experts is not None else share.depth
-    return [
-        replace(
-            share,
-            depth=len(own),
-            experts=replace(share.experts, above=max(0, above - own.start))
-            if share.experts is not None and above < own.stop
-            else None,
-            embeds=own.start == 0,
-            scores=own.stop == share.depth,
-        )
-        for own in blocks
-    ]
+def ranks_of(config: RunConfig, device: str = "cuda") -> list[tuple[Share, tuple[Share, ...]]]:
+    """What each pipeline rank holds: in all, and of every chunk."""
+    whole, pp, blocks = share_of(config, device), config.parallel.pp, stage_blocks(config)
+    above = whole.depth if whole.experts is None else whole.experts.above
 
+    def held(own: Sequence[range]) -> Share:
+        depth, dense = sum(map(len, own)), sum(len(range(one.start, min(one.stop, above))) for one in own)
+        experts = None if whole.experts is None or dense == depth else replace(whole.experts, above=dense)
+        ends = own[0].start == 0, own[-1].stop == whole.depth
+        return replace(whole, depth=depth, experts=experts, embeds=ends[0], scores=ends[1])
 
-def ranks_of(config: RunConfig, device: str = "cuda") -> list[list[Share]]:
-    """What each pipeline rank holds, chunk by chunk."""
-    stages, pp = stages_of(config, device), config.parallel.pp
-    return [stages[rank::pp] for rank in range(pp)]
-
-
-def together(chunks: Sequence[Share]) -> Share:
-    """Chunks of one rank as if their blocks followed each other."""
-    experts, above = chunks[-1].experts, sum(one.depth if one.experts is None else one.experts.above for one in chunks)
-    return replace(
-        chunks[-1],
-        depth=sum(chunk.depth for chunk in chunks),
-        experts=None if experts is None else replace(experts, above=above),
-        embeds=chunks[0].embeds,
-    )
+    return [(held(blocks[rank::pp]), tuple(held([one]) for one in blocks[rank::pp])) for rank in range(pp)]
 
 
 def kept_by_end(share: Share) -> int:
@@ -135,9 +115,9 @@ def kept_by_end(share: Share) -> int:
     return kept_by_head(share) if share.scores else share.rows * share.width * share.itemsize
 
 
-def _of_rank(config: RunConfig, chunks: Sequence[Share], others: Sequence[int]) -> Memory:
-    """Of a rank with these chunks; `others` are bytes that are kept beside each while it is worked on."""
-    share, parallel, stage = together(chunks), config.parallel, stage_of(config)
+def _of_rank(config: RunConfig, share: Share, chunks: Sequence[Share], beside: Sequence[int]) -> Memory:
+    """Of a rank with these chunks; `beside` are bytes that other activations have while each is worked on."""
+    parallel, stage = config.parallel, stage_of(config)
     buckets = bucket_sizes(share, config)
     experts = sum(bucket.size for bucket in buckets_of(share, config) if bucket.experts)
     rest = sum(buckets) - experts
@@ -155,13 +135,12 @@ def _of_rank(config: RunConfig, chunks: Sequence[Share], others: Sequence[int]) 
     if has_mask(share) and not (share.recompute == "none" and keeps_softmax(share)):
         mask = (share.sequences if share.documents else 1) * share.length**2 * share.itemsize
     table = share.table * share.itemsize if share.embeds or share.scores else 0
-    waiting = (
-        table if share.tied and share.embeds and share.scores else 0
-    )  # the head's part of a tied table's gradient, until the embedding's comes
+    # The head's part of a tied table's gradient, until the embedding's comes.
+    waiting = table if share.tied and share.embeds and share.scores else 0
     gathered = [gathered_bytes(buckets, share, stage, done) for done in range(depth + 1)]
     travelling = [reduction_bytes(buckets, share, parallel.data, stage, done) for done in range(depth + 1)]
     left = [(chunk, blocks) for chunk in reversed(range(len(chunks))) for blocks in range(chunks[chunk].depth, 0, -1)]
-    kept = [others[chunk] + kept_by_blocks(chunks[chunk], blocks) for chunk, blocks in left]
+    kept = [beside[chunk] + kept_by_blocks(chunks[chunk], blocks) for chunk, blocks in left]
     backward = [mask + kept[done] + gathered[done] + travelling[done] for done in range(depth)]
     return Memory(
         **held,
@@ -175,7 +154,7 @@ def _of_rank(config: RunConfig, chunks: Sequence[Share], others: Sequence[int]) 
         moments={
             "loss": state + gathered_bytes(buckets, share, stage, None) + mask + kept[0] + head + at_loss,
             "backward": state + waiting + in_block + max(backward),
-            "embedding": state + others[0] + waiting + table + gathered[-1] + travelling[-1],
+            "embedding": state + beside[0] + waiting + table + gathered[-1] + travelling[-1],
             "update": state + travelling[-1] + whole_workspace(share, config),
         },
     )

@@ -12,8 +12,8 @@ zb-h1         1f1b with weight gradients apart, which fill the bubble; as much i
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -32,6 +32,7 @@ class Action(NamedTuple):
 
 
 Lists = Sequence[Sequence[Action]]  # by pipeline rank
+Need = tuple[str, int, int]  # the forward action, or the one that gives the gradients by input, of a virtual stage
 
 
 @dataclass(frozen=True)
@@ -129,81 +130,51 @@ def simulate(
     Raises:
         ValueError: ranks wait for each other, with the first one's action.
     """
-    stages, last = len(lists), len(lists) * (1 + max(action.chunk for actions in lists for action in actions)) - 1
-    forward, input, weight = (
-        [cost] * (last + 1) if isinstance(cost, int | float) else cost for cost in (forward, input, weight)
-    )
-    ends: dict[tuple[str, int, int], float] = {}  # backward gives what input does
-    events, clocks, following = list[Event](), [0.0] * stages, [0] * stages
-
-    def start_of(rank: int, action: Action) -> float | None:
-        """None: what it needs has not been done."""
-        start, virtual = clocks[rank], action.chunk * stages + rank
-        for need, delay in _needs(action, virtual, last, send if stages > 1 else 0.0):
-            if need not in ends:
-                return None
-            start = max(start, ends[need] + delay)
-        return start
-
+    stages = len(lists)
+    count = stages * (1 + max(action.chunk for actions in lists for action in actions))
+    seconds = {
+        kind: [cost] * count if isinstance(cost, int | float) else cost
+        for kind, cost in (("forward", forward), ("input", input), ("weight", weight))
+    }
+    seconds["backward"] = [sum(both) for both in zip(seconds["input"], seconds["weight"], strict=True)]
+    events, clocks, waiting = list[Event](), [0.0] * stages, [deque(actions) for actions in lists]
+    ends: dict[Need, float] = {}
     before = -1
     while before < len(events):
         before = len(events)
-        for rank, actions in enumerate(lists):
-            while following[rank] < len(actions):
-                action = actions[following[rank]]
-                if (start := start_of(rank, action)) is None:
-                    break
-                virtual = action.chunk * stages + rank
-                parts = {"forward": forward[virtual], "input": input[virtual], "weight": weight[virtual]}
-                spent = parts.get(action.kind, parts["input"] + parts["weight"])
-                ends["input" if action.kind == "backward" else action.kind, action.micro, virtual] = start + spent
-                clocks[rank] = start + spent
-                following[rank] += 1
-                events.append(Event(rank, *action, start, start + spent))
-    for rank, actions in enumerate(lists):
-        if following[rank] < len(actions):
-            raise ValueError(f"rank {rank} waits for ever before {actions[following[rank]]}")
+        for rank, queue in enumerate(waiting):
+            while queue and ends.keys() >= (needs := _needs(queue[0], rank, stages, count)):
+                kind, micro, chunk = action = queue.popleft()
+                virtual = chunk * stages + rank
+                start = max([clocks[rank], *(ends[need] + send * (need[2] % stages != rank) for need in needs)])
+                clocks[rank] = start + seconds[kind][virtual]
+                ends["input" if kind == "backward" else kind, micro, virtual] = clocks[rank]
+                events.append(Event(rank, *action, start, clocks[rank]))
+    for rank, queue in enumerate(waiting):
+        if queue:
+            raise ValueError(f"rank {rank} waits for ever before {queue[0]}")
     return events
 
 
-def _needs(action: Action, virtual: int, last: int, send: float) -> list[tuple[tuple[str, int, int], float]]:
-    """What must have been done before, and how long it travels."""
-    kind, micro, _ = action
+def _needs(action: Action, rank: int, stages: int, count: int) -> set[Need]:
+    kind, micro, virtual = action.kind, action.micro, action.chunk * stages + rank
     if kind == "forward":
-        return [(("forward", micro, virtual - 1), send)] if virtual else []
+        return {("forward", micro, virtual - 1)} if virtual else set()
     if kind == "weight":
-        return [(("input", micro, virtual), 0.0)]
-    own = [(("forward", micro, virtual), 0.0)]
-    return [*own, (("input", micro, virtual + 1), send)] if virtual < last else own
+        return {("input", micro, virtual)}
+    return {("forward", micro, virtual)} | ({("input", micro, virtual + 1)} if virtual + 1 < count else set())
 
 
 def bubbles(events: Sequence[Event]) -> list[float]:
     """Seconds in which each rank waits between its first action and its last."""
-    own = [[event for event in events if event.rank == rank] for rank in range(1 + max(one.rank for one in events))]
-    return [
-        max(one.end for one in mine) - min(one.start for one in mine) - sum(one.end - one.start for one in mine)
-        for mine in own
-    ]
+    own = [[event for event in events if event.rank == rank] for rank in sorted({event.rank for event in events})]
+    return [max(e.end for e in one) - min(e.start for e in one) - sum(e.end - e.start for e in one) for one in own]
 
 
-def in_flight(actions: Sequence[Action], sizes: Sequence[int] | None = None) -> int:
-    """The most that a rank keeps at once of activations: micro-batches, each chunk counted apart, or with each chunk's
-    `sizes` bytes.
-    """
-    return max(_kept(actions, sizes))
-
-
-def beside(actions: Sequence[Action], sizes: Sequence[int], chunk: int) -> int:
-    """The most that a rank keeps of other micro-batches and chunks while it works on a chunk."""
-    kept = zip(actions, _kept(actions, sizes), strict=True)
-    gone = ("backward", "weight")  # it was there during these
-    return max(all - (action.kind not in gone) * sizes[chunk] for action, all in kept if action.chunk == chunk)
-
-
-def _kept(actions: Sequence[Action], sizes: Sequence[int] | None) -> Iterator[int]:
-    """After each action."""
+def in_flight(actions: Sequence[Action], sizes: Sequence[int]) -> list[int]:
+    """Activations that a rank keeps after each action, in units of which a micro-batch has so many in each chunk."""
     change = {"forward": 1, "input": 0}
-    return accumulate(change.get(one.kind, -1) * (sizes[one.chunk] if sizes else 1) for one in actions)
+    return list(accumulate(change.get(action.kind, -1) * sizes[action.chunk] for action in actions))
 
 
 def divide(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
