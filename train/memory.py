@@ -228,7 +228,7 @@ def buckets_of(share: Share, config: RunConfig) -> tuple[Bucket, ...]:
     return _buckets_of(alike, limit, parallel.data, parallel.ep, stage_of(config), roles)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _buckets_of(
     share: Share, limit: int, ranks: int, ep: int, stage: int, whole: tuple[str, ...]
 ) -> tuple[Bucket, ...]:

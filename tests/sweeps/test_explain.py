@@ -59,21 +59,22 @@ def test_stages_move_2_2_2_and_3_psi_when_nothing_hides_them(zero: int, elements
     config = a_run(dp=8, zero=zero)
     slow = dataclasses.replace(H100, intra_bandwidth=1.0, latency=0.0)
     psi = sum(p.size for p in share_of(config).parameters)
-    seconds = data_seconds(config, slow, forward=0.0, backward=0.0)
+    seconds = data_seconds(config, slow, forward=0.0, backward=0.0, share=share_of(config))
     assert seconds == pytest.approx(elements * psi * 2 * 7 / 8, rel=1e-3)  # but for the buckets' padding
 
 
 def test_collectives_are_hidden_up_to_their_last_bucket() -> None:
     config = a_run(dp=8, zero=0)
     last = bucket_sizes(share_of(config), config)[-1] * 2
-    seen = data_seconds(config, H100, forward=1e9, backward=1e9)
+    seen = data_seconds(config, H100, forward=1e9, backward=1e9, share=share_of(config))
     assert seen == 2 * ring_seconds(last, 8, H100.intra_bandwidth, H100.latency)
-    assert seen < data_seconds(config, H100, forward=0.0, backward=0.0) / 4
+    assert seen < data_seconds(config, H100, forward=0.0, backward=0.0, share=share_of(config)) / 4
 
 
 def test_sequence_parallelism_moves_as_much_and_gathers_once_more() -> None:
     """An all-reduce is a scatter and a gather: with nothing to hide behind, only the inputs' second gather is more."""
-    with_it, without = (tensor_seconds(a_run(tp=4, sequence_parallel=sp), H100, product=0.0) for sp in (True, False))
+    both = (a_run(tp=4, sequence_parallel=sp) for sp in (True, False))
+    with_it, without = (tensor_seconds(config, H100, product=0.0, share=share_of(config)) for config in both)
     assert with_it == pytest.approx(without * 5 / 4)
 
 
@@ -97,12 +98,12 @@ def test_every_way_divides_model_and_batch_and_uses_every_rank() -> None:
     seen = set()
     for way in choice.candidates:
         chosen = way.parallel
-        assert chosen.tp * chosen.dp == 16
+        assert chosen.tp * chosen.dp * chosen.pp == 16
         assert chosen.tp <= 8  # a node
         assert 64 % (chosen.dp * (chosen.micro_batch_size or 0)) == 0
-        seen.add((chosen.tp, chosen.zero, chosen.micro_batch_size, chosen.recompute))
+        seen.add((chosen.tp, chosen.pp, chosen.zero, chosen.micro_batch_size, chosen.recompute))
     assert len(seen) == len(choice.candidates)
-    assert {zero for _, zero, *_ in seen} == {0, 1, 2, 3}
+    assert {zero for _, _, zero, *_ in seen} == {0, 1, 2, 3}
 
 
 def test_less_memory_is_never_faster_and_never_needs_more() -> None:

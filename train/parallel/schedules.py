@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 Kind = Literal["forward", "backward", "input", "weight"]  # backward: the gradients by input and by weights at once
@@ -45,6 +45,11 @@ class Event:
     chunk: int
     start: float  # seconds
     end: float
+
+
+def to_json(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """A trace as plain values, such as `read_document(path, list[Event])` reads."""
+    return [dict(vars(event)) for event in events]
 
 
 def schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> list[list[Action]]:
