@@ -266,7 +266,7 @@ def test_a_pipeline_that_cannot_be_is_refused_with_what_could(config: RunConfig,
 def test_what_a_refusal_names_works() -> None:
     """Of those with numbers at their end, for random pipelines."""
     draw, tried = random.Random(3), 0
-    for _ in range(1000):
+    for _ in range(2000):
         config = a_run(
             draw.randint(1, 12), draw.choice([1, 2, 6, 8, 12, 16]), pp=draw.randint(2, 9), chunks=draw.randint(2, 4),
             schedule="interleaved", dp=draw.choice([1, 2]), micro_batch_size=draw.choice([None, 1, 2]),
