@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 from .errors import UserError
+from .parallel.schedules import SCHEDULES
 
 # Bumped whenever the trainer's arithmetic changes, so that an old result is never taken for a new one.
 RECIPE = 3
@@ -235,7 +236,11 @@ class ParallelConfig:
 
     tp: Count6 = cosmetic(1)  # tensor-parallel ranks: every matrix of a block is split over them; inside one node
     dp: Count6 = cosmetic(1)  # data-parallel ranks: each takes its share of every batch
-    ep: Count6 = cosmetic(1)  # of the dp ranks so many share the experts out, and send each other their tokens
+    cp: Count6 = cosmetic(1)  # context-parallel ranks: each takes its share of every sequence
+    pp: Count6 = cosmetic(1)  # pipeline stages: each takes its share of the blocks
+    schedule: Annotated[str, SCHEDULES] = cosmetic("1f1b")  # of pipeline stages
+    chunks: Count6 = cosmetic(1)  # of blocks that a pipeline rank has, interleaved
+    ep: Count6 = cosmetic(1)  # of the dp * cp ranks so many share the experts out, and send each other their tokens
     zero: Annotated[int, (0, 1, 2, 3)] = cosmetic(0)  # dp ranks share 1 optimizer, 2 + gradients, 3 + parameters
     sequence_parallel: bool = cosmetic(True)  # tp > 1: norms and residuals split over tokens as well
     recompute: Annotated[str, ("none", "selective", "full")] = cosmetic("none")  # activations, in the backward pass
@@ -253,11 +258,17 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.dp
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def data(self) -> int:
+        """Ranks with the same part of the model and other tokens."""
+        return self.dp * self.cp
 
     @property
     def mesh(self) -> str:
-        return f"parallel.tp {self.tp} * parallel.dp {self.dp} is {self.world_size}"
+        axes = ["tp", "dp", *(axis for axis in ("cp", "pp") if getattr(self, axis) > 1)]
+        return f"{' * '.join(f'parallel.{axis} {getattr(self, axis)}' for axis in axes)} is {self.world_size}"
 
     @property
     def label(self) -> str:
@@ -265,7 +276,7 @@ class ParallelConfig:
         if self.world_size == 1:
             return ""
         parts = [f"tp{self.tp}", f"dp{self.dp}"]
-        parts += [f"ep{self.ep}"] if self.ep > 1 else []
+        parts += [f"{axis}{getattr(self, axis)}" for axis in ("cp", "pp", "ep") if getattr(self, axis) > 1]
         return " ".join([*parts, f"zero{self.zero}"] if self.zero else parts)
 
 

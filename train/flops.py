@@ -17,10 +17,12 @@ flops_optimizer   what the matrix products of the updates execute, beside these 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from .config import ModelConfig, RunConfig
 from .model.shape import Parameter, model_shape
 from .optimizer.registry import OPTIMIZERS
+from .parallel.schedules import divide
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,27 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     )
 
 
-def training_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """Of the forward pass's matrix products, and twice as much for the backward pass."""
+def block_flops(model: ModelConfig, sequence_length: int) -> list[int]:
+    """Of each block's forward pass, per token."""
     # Scores (T x head_dim products) and their weighting of the values, every query against the full square, or against
     # as many keys as its window has.
-    keys = min(sequence_length, model.window or sequence_length)
-    attention = model.depth * 2 * keys * model.heads * (model.key_dim + model.head_dim)
-    return 3 * (sum(parameter.flops for parameter in model_shape(model).parameters) + attention)
+    keys, shape = min(sequence_length, model.window or sequence_length), model_shape(model)
+    attention = 2 * keys * model.heads * (model.key_dim + model.head_dim)
+    return [attention + sum(one.flops for one in shape.block_of(number)) for number in range(model.depth)]
+
+
+def stage_blocks(config: RunConfig) -> list[range]:
+    """The blocks of each virtual stage of a pipeline (`parallel/schedules.py`); the last one has the head as well."""
+    costs = tuple(block_flops(config.model, config.data.sequence_length))
+    return _divided(costs, config.parallel.pp * config.parallel.chunks, 2 * model_shape(config.model).table)
+
+
+_divided = lru_cache(maxsize=256)(lambda costs, stages, head: divide(costs, stages, last=head))  # planning asks often
+
+
+def training_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
+    """Of the forward pass's matrix products, and twice as much for the backward pass."""
+    return 3 * (sum(block_flops(model, sequence_length)) + 2 * model_shape(model).table)
 
 
 def flops_exact(config: RunConfig) -> float:

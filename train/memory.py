@@ -13,6 +13,8 @@ It is the end of every bucket, and the rank that counts here is the first, which
 padding of the trainer's buckets, so this is exact. What a micro-batch keeps is counted as autograd keeps it,
 one storage at a time: a view keeps all of what it looks into.
 
+A pipeline's ranks differ: what is said is the worst one's, whose schedule keeps several micro-batches' activations.
+
 Rajbhandari et al. 2020, arXiv 1910.02054, section 3; Korthikanti et al. 2022, arXiv 2205.05198, section 4.
 """
 
@@ -26,12 +28,15 @@ from functools import lru_cache
 from itertools import accumulate
 
 from .config import RunConfig
+from .flops import stage_blocks
 from .model.shape import (
     LOGITS_AT_A_TIME,
     LONGEST_KEPT,
     Experts,
     Latent,
+    Parameter,
     Share,
+    micro_batches,
     model_shape,
     query_block,
     rows_at_a_time,
@@ -41,6 +46,7 @@ from .model.shape import (
 from .optimizer.muon import AT_A_TIME
 from .optimizer.registry import OPTIMIZERS
 from .parallel.buckets import Bucket, bucket_layouts
+from .parallel.schedules import in_flight, schedule
 
 FP32, INDEX = 4, 8  # bytes of an fp32 number, and of a token's id
 
@@ -54,7 +60,7 @@ class Memory:
     optimizer: int  # fp32 master weights, where the weights are not, and two moments
     gathered: int  # stage 3: whole weights of what is at work
     reduction: int  # whole or fp32 copies of the gradients that are on their way
-    activations: int  # kept by all blocks for the backward pass, and the mask of attention that they share
+    activations: int  # kept by all blocks for the backward pass, the mask that they share, messages of a pipeline
     head: int  # kept by the final norm, the head and the loss
     loss_workspace: int  # derivatives by the logits
     block_workspace: int  # derivatives, and activations computed again, in the backward pass of one block
@@ -77,41 +83,83 @@ class Memory:
 
 def memory(config: RunConfig, device: str = "cuda") -> Memory:
     """Bytes of one rank of a run that has passed `validation.check_shapes`; `device` is cpu or cuda."""
-    share, parallel, stage = share_of(config, device), config.parallel, stage_of(config)
+    parallel, passes = config.parallel, micro_batches(config)
+    name = parallel.schedule if parallel.pp > 1 else "1f1b"
+    # Of a long one but gpipe no more is kept than of a short one.
+    lists = schedule(name, parallel.pp, passes if name == "gpipe" else min(passes, 2 * parallel.pp), parallel.chunks)
+    worst: dict[tuple[Share, tuple[Share, ...]], list[int]] = {}  # what is kept beside each chunk
+    for actions, (share, chunks) in zip(lists, ranks_of(config, device), strict=True):
+        sizes = [kept_by_blocks(chunk, chunk.depth) + kept_by_head(chunk) * chunk.scores for chunk in chunks]
+        left = [chunk.tokens * chunk.itemsize * chunk.in_blocks(_sides) for chunk in chunks]
+        beside = [0] * len(chunks)
+        for (kind, _, chunk), kept in zip(actions, in_flight(actions, sizes, left), strict=True):
+            own = {"forward": sizes[chunk], "input": min(sizes[chunk], left[chunk])}.get(kind, 0)
+            beside[chunk] = max(beside[chunk], kept - own)
+        worst[share, chunks] = [*map(max, beside, worst.get((share, chunks), beside))]
+    return max((_of_rank(config, *held, beside) for held, beside in worst.items()), key=lambda memory: memory.peak)
+
+
+def _sides(matrix: Parameter) -> int:
+    """What its gradient needs of a token: the product's input, and the derivative by what it gives."""
+    return matrix.chosen * (matrix.shape[0] // matrix.experts + (matrix.columns or 0)) if matrix.flops else 0
+
+
+def ranks_of(config: RunConfig, device: str = "cuda") -> list[tuple[Share, tuple[Share, ...]]]:
+    """What each pipeline rank holds: in all, and of every chunk."""
+    whole, pp, blocks = share_of(config, device), config.parallel.pp, stage_blocks(config)
+    above = whole.depth if whole.experts is None else whole.experts.above
+
+    def held(own: Sequence[range]) -> Share:
+        depth, dense = sum(map(len, own)), sum(len(range(one.start, min(one.stop, above))) for one in own)
+        experts = None if whole.experts is None or dense == depth else replace(whole.experts, above=dense)
+        ends = own[0].start == 0, own[-1].stop == whole.depth
+        return replace(whole, depth=depth, experts=experts, embeds=ends[0], scores=ends[1])
+
+    return [(held(blocks[rank::pp]), tuple(held([one]) for one in blocks[rank::pp])) for rank in range(pp)]
+
+
+def _of_rank(config: RunConfig, share: Share, chunks: Sequence[Share], beside: Sequence[int]) -> Memory:
+    """Of a rank with these chunks; `beside` are bytes that other activations have while each is worked on."""
+    parallel, stage = config.parallel, stage_of(config)
     buckets = bucket_sizes(share, config)
     experts = sum(bucket.size for bucket in buckets_of(share, config) if bucket.experts)
     rest = sum(buckets) - experts
-    held = state_bytes(rest, share.itemsize, stage, parallel.dp, one_moment(share, config))
+    held = state_bytes(rest, share.itemsize, stage, parallel.data, one_moment(share, config))
     if experts:  # which so many ranks have
-        replicas = parallel.dp // parallel.ep
+        replicas = parallel.data // parallel.ep
         own = state_bytes(experts, share.itemsize, stage if replicas > 1 else 0, replicas)
         held = {name: size + own[name] for name, size in held.items()}
     state, depth = sum(held.values()), share.depth
     if experts:
-        buckets = _with_experts(buckets_of(share, config), whole=parallel.dp == parallel.ep)
-    kept = [kept_by_blocks(share, depth - done) for done in range(depth)]
-    head, at_loss, in_block = kept_by_head(share), loss_workspace(share), block_workspace(share)
+        buckets = _with_experts(buckets_of(share, config), whole=parallel.data == parallel.ep)
+    in_block = block_workspace(share)
+    head, at_loss = (kept_by_head(share), loss_workspace(share)) if share.scores else (0, 0)
     mask = 0
     if has_mask(share) and not (share.recompute == "none" and keeps_softmax(share)):
         mask = (share.sequences if share.documents else 1) * share.length**2 * share.itemsize
-    table = share.table * share.itemsize
-    waiting = table if share.tied else 0  # the head's part of a tied table's gradient, until the embedding's comes
+    # On each way of a pipeline a message that is awaited, and one that may not have come.
+    messages = 4 * share.rows * share.width * share.itemsize if parallel.pp > 1 else 0
+    table = share.table * share.itemsize if share.embeds or share.scores else 0
+    # The head's part of a tied table's gradient, until the embedding's comes.
+    waiting = table if share.tied and share.embeds and share.scores else 0
     gathered = [gathered_bytes(buckets, share, stage, done) for done in range(depth + 1)]
-    travelling = [reduction_bytes(buckets, share, parallel.dp, stage, done) for done in range(depth + 1)]
-    backward = [mask + kept[done] + gathered[done] + travelling[done] for done in range(depth)]
+    travelling = [reduction_bytes(buckets, share, parallel.data, stage, done) for done in range(depth + 1)]
+    left = [(chunk, blocks) for chunk in reversed(range(len(chunks))) for blocks in range(chunks[chunk].depth, 0, -1)]
+    kept = [beside[chunk] + kept_by_blocks(chunks[chunk], blocks) for chunk, blocks in left]
+    backward = [mask + messages + kept[done] + gathered[done] + travelling[done] for done in range(depth)]
     return Memory(
         **held,
         gathered=max(gathered),
         reduction=max(travelling),
-        activations=mask + kept[0],
+        activations=mask + messages + max(kept),
         head=head,
         loss_workspace=at_loss,
         block_workspace=in_block,
         table_gradients=waiting + table,
         moments={
-            "loss": state + gathered_bytes(buckets, share, stage, None) + mask + kept[0] + head + at_loss,
+            "loss": state + gathered_bytes(buckets, share, stage, None) + mask + messages + kept[0] + head + at_loss,
             "backward": state + waiting + in_block + max(backward),
-            "embedding": state + waiting + table + gathered[-1] + travelling[-1],
+            "embedding": state + beside[0] + waiting + table + gathered[-1] + travelling[-1],
             "update": state + travelling[-1] + whole_workspace(share, config),
         },
     )
@@ -135,8 +183,8 @@ def halved_micro_batch(micro_batch: int) -> int | None:
 
 
 def stage_of(config: RunConfig) -> int:
-    """The ZeRO stage at work: one dp rank owns everything anyway."""
-    return config.parallel.zero if config.parallel.dp > 1 else 0
+    """The ZeRO stage at work: one data rank owns everything anyway."""
+    return config.parallel.zero if config.parallel.data > 1 else 0
 
 
 def state_bytes(elements: int, itemsize: int, stage: int, ranks: int, less: int = 0) -> dict[str, int]:
@@ -157,13 +205,13 @@ def bucket_sizes(share: Share, config: RunConfig) -> tuple[int, ...]:
 
 def one_moment(share: Share, config: RunConfig) -> int:
     """Elements without a second moment that the first data-parallel rank has."""
-    ranks = config.parallel.dp if stage_of(config) > 0 else 1
+    ranks = config.parallel.data if stage_of(config) > 0 else 1
     return sum(max(bucket.size // ranks - bucket.start_of(1), 0) for bucket in buckets_of(share, config))
 
 
 def whole_workspace(share: Share, config: RunConfig) -> int:
     """Bytes while matrices are whole: a rank's part of all, those that it owns, and a batch of them or an exchange."""
-    ranks, optimizer = config.parallel.world_size, config.optimizer
+    ranks, optimizer = config.parallel.world_size // config.parallel.pp, config.optimizer
     roles = OPTIMIZERS[optimizer.kind].roles
     block = [parameter for parameter in model_shape(config.model).block if parameter.role in roles]
     batches = Counter[tuple[int, int]]()  # elements of matrices of one shape
@@ -172,7 +220,7 @@ def whole_workspace(share: Share, config: RunConfig) -> int:
             batches[part.rows, matrix.columns or 1] += part.rows * (matrix.columns or 1)
     itemsize = 2 if optimizer.iteration_precision == "bf16" else FP32
     owned, batch = (share.depth * size // ranks for size in (batches.total(), max(batches.values(), default=0)))
-    held = owned if stage_of(config) > 0 else owned * config.parallel.dp
+    held = owned if stage_of(config) > 0 else owned * config.parallel.data
     kept = held if min(share.itemsize, itemsize) < FP32 else 0  # else in the gradients' place
     products = 3 * min(batch, max(AT_A_TIME, *(math.prod(side) for side in batches), 0))
     return itemsize * (kept + (0 if ranks == 1 else owned) + max(batch + products, 0 if ranks == 1 else held + owned))
@@ -182,10 +230,10 @@ def buckets_of(share: Share, config: RunConfig) -> tuple[Bucket, ...]:
     limit = max(1, int(config.parallel.bucket_mb * 2**20 / share.itemsize))
     alike = replace(share, sequences=0, rows=0, recompute="", device="")  # which change no bucket
     parallel, roles = config.parallel, OPTIMIZERS[config.optimizer.kind].roles
-    return _buckets_of(alike, limit, parallel.dp, parallel.ep, stage_of(config), roles)
+    return _buckets_of(alike, limit, parallel.data, parallel.ep, stage_of(config), roles)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _buckets_of(
     share: Share, limit: int, ranks: int, ep: int, stage: int, whole: tuple[str, ...]
 ) -> tuple[Bucket, ...]:
@@ -217,7 +265,7 @@ def reduction_bytes(buckets: Sequence[int], share: Share, ranks: int, stage: int
     native = share.itemsize == FP32 and (share.device == "cuda" or stage == 0)
     if ranks == 1 or (stage < 2 and native):
         return 0
-    come = done * share.block_size + share.width + (0 if share.tied else share.table)
+    come = done * share.block_size + (share.width + (0 if share.tied else share.table)) * share.scores
     come += share.block[-1].size if done < share.depth else share.table
     ends = list(accumulate(buckets))
     complete = [size for size, end in zip(buckets, ends, strict=True) if end <= come]

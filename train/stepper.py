@@ -158,8 +158,8 @@ class Stepper:
         None: there are no experts.
         """
         loads = self.gpt.loads()
-        if loads is not None and self.mesh.dp_group is not None:
-            dist.all_reduce(loads, group=self.mesh.dp_group)
+        if loads is not None and self.mesh.data_group is not None:
+            dist.all_reduce(loads, group=self.mesh.data_group)
         return None if loads is None else read(loads)
 
     def _gradients(self, step: int) -> Tensor:

@@ -66,9 +66,10 @@ def meet(
             timeout=limit,
             device_id=device if on_gpu(device) else None,
         )
-        mesh = build_mesh(parallel.dp, parallel.tp, device, parallel.ep)
-        for group in (mesh.dp_group, mesh.tp_group, mesh.ep_group, mesh.replica_group, mesh.control):
-            if group is not None:  # torch gives groups of its own making 10 minutes on NCCL, whatever their parent has
+        mesh = build_mesh(parallel.dp, parallel.tp, device, parallel.ep, parallel.cp, parallel.pp)
+        for group in vars(mesh).values():
+            # Torch gives groups of its own making 10 minutes on NCCL, whatever their parent has.
+            if isinstance(group, dist.ProcessGroup):
                 dist.distributed_c10d._set_pg_timeout(limit, group)
         hosts = mesh.gather(ranks.host)
         if file is not None:

@@ -340,6 +340,8 @@ class Share(Shape):
     documents: bool  # each token sees its own document alone
     recompute: str  # none | selective | full
     device: str  # cpu | cuda
+    embeds: bool = True  # its first block is the model's
+    scores: bool = True  # its last one is, and the head follows
 
     @property
     def itemsize(self) -> int:
@@ -348,6 +350,12 @@ class Share(Shape):
     @property
     def tokens(self) -> int:
         return self.sequences * self.length
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        embeds, scores = self.embeds, self.scores
+        there = {"embedding": embeds, "tied": embeds or scores, "last norm": scores, "head": scores}
+        return [parameter for parameter in super().parameters if there.get(parameter.role, True)]
 
 
 def share_of(config: RunConfig, device: str = "cuda") -> Share:

@@ -1,12 +1,13 @@
-"""The place of a rank on the axes dp and tp (the inner one, so that its groups lie in one node), and their process
-groups; neighbours on dp may share experts out, the axis ep.
+"""The place of a rank on the axes pp, dp, cp and tp, from the outer to the inner one, whose groups lie in one node, and
+their process groups; neighbours on dp and cp, who have other tokens, may share experts out, the axis ep.
 
 An axis of size 1 has no group (None), which means no communication; one rank of a launcher has groups of itself.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,30 +28,64 @@ class Mesh:
     dp: int = 1
     tp: int = 1
     ep: int = 1
-    dp_group: ProcessGroup | None = None  # ranks with the same part of the model and other samples
-    tp_group: ProcessGroup | None = None  # ranks with the same samples and other parts of the model
-    ep_group: ProcessGroup | None = None  # of a dp group those that have each expert once
-    replica_group: ProcessGroup | None = None  # of a dp group those that have the same experts
+    cp: int = 1
+    pp: int = 1
+    dp_group: ProcessGroup | None = None  # ranks with the same part of the model and of sequences, and other sequences
+    cp_group: ProcessGroup | None = None  # ranks with the same part of the model and other parts of the same sequences
+    data_group: ProcessGroup | None = None  # both: ranks with the same part of the model and other tokens
+    tp_group: ProcessGroup | None = None  # ranks with the same tokens and blocks, and other parts of each block
+    pp_group: ProcessGroup | None = None  # ranks with the same tokens and other blocks
+    ep_group: ProcessGroup | None = None  # of a data group those that have each expert once
+    replica_group: ProcessGroup | None = None  # of a data group those that have the same experts
     world: ProcessGroup | None = None  # every rank, on the device's backend
     control: ProcessGroup | None = None  # every rank, gloo
+    stage_world: ProcessGroup | None = None  # every rank with the same blocks; both are None without a pipeline
+    stage_control: ProcessGroup | None = None
     device_mesh: DeviceMesh | None = None  # the same as torch names it, for torch's own parallelism beside ours
     hosts: tuple[str, ...] = ()  # the node of every rank, by rank, where they are known
 
     @property
     def size(self) -> int:
-        return self.dp * self.tp
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def data(self) -> int:
+        """Ranks of a data group."""
+        return self.dp * self.cp
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.tp % self.data
 
     @property
     def dp_rank(self) -> int:
-        return self.rank // self.tp
+        return self.data_rank // self.cp
+
+    @property
+    def cp_rank(self) -> int:
+        return self.data_rank % self.cp
 
     @property
     def tp_rank(self) -> int:
         return self.rank % self.tp
 
     @property
+    def pp_rank(self) -> int:
+        return self.rank // (self.data * self.tp)
+
+    @property
     def ep_rank(self) -> int:
-        return self.dp_rank % self.ep
+        return self.data_rank % self.ep
+
+    @property
+    def stage(self) -> Mesh:
+        """The ranks that have the same blocks, as a mesh without a pipeline."""
+        if self.pp == 1:
+            return self
+        rank = self.rank % (self.data * self.tp)
+        return replace(
+            self, rank=rank, pp=1, pp_group=None, world=self.stage_world, control=self.stage_control, hosts=()
+        )
 
     def gather(self, value: Any) -> list[Any]:
         """What every rank gives, by rank, on the host; it must pickle."""
@@ -65,29 +100,41 @@ class Mesh:
         return f"rank {rank} on {self.hosts[rank]}" if self.hosts else f"rank {rank}"
 
 
-def build_mesh(dp: int, tp: int, device: torch.device, ep: int = 1) -> Mesh:
-    """The mesh of this rank over torch's default process group, which must have dp * tp ranks; without one, one
-    process.
+def build_mesh(dp: int, tp: int, device: torch.device, ep: int = 1, cp: int = 1, pp: int = 1) -> Mesh:
+    """The mesh of this rank over torch's default process group, which must have pp * dp * cp * tp ranks; without one,
+    one process.
     """
     if not dist.is_initialized():
         return Mesh()
-    device_mesh = init_device_mesh(device.type, (dp, tp), mesh_dim_names=("dp", "tp"))  # outer to inner
-    apart = (
-        init_device_mesh(device.type, (dp // ep, ep, tp), mesh_dim_names=("replica", "ep", "tp")) if ep > 1 else None
-    )
-    alone = dp * tp == 1
+    axes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}  # outer to inner
+    device_mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    data, alone = dp * cp, math.prod(axes.values()) == 1
+    groups = {name: device_mesh.get_group(name) if size > 1 else None for name, size in axes.items()}
+    both = groups["dp"] or groups["cp"]
+    if dp > 1 and cp > 1:
+        both = _groups(device, (pp, data, tp), 1)
+    experts = (pp, data // ep, ep, tp)
     world = dist.group.WORLD
     control = world if "gloo" in str(dist.get_backend()) else dist.new_group(backend="gloo")
     return Mesh(
         rank=dist.get_rank(),
-        dp=dp,
-        tp=tp,
+        **axes,
         ep=ep,
-        dp_group=device_mesh.get_group("dp") if dp > 1 or alone else None,
-        tp_group=device_mesh.get_group("tp") if tp > 1 or alone else None,
-        ep_group=None if apart is None else apart.get_group("ep"),
-        replica_group=None if apart is None or dp == ep else apart.get_group("replica"),
+        dp_group=device_mesh.get_group("dp") if alone else groups["dp"],
+        cp_group=groups["cp"],
+        data_group=device_mesh.get_group("dp") if alone else both,
+        tp_group=device_mesh.get_group("tp") if alone else groups["tp"],
+        pp_group=groups["pp"],
+        ep_group=_groups(device, experts, 2) if ep > 1 else None,
+        replica_group=_groups(device, experts, 1) if 1 < ep < data else None,
         world=world,
         control=control,
+        stage_world=_groups(device, (pp, data * tp), 1) if pp > 1 else None,
+        stage_control=_groups(torch.device("cpu"), (pp, data * tp), 1) if pp > 1 else None,
         device_mesh=device_mesh,
     )
+
+
+def _groups(device: torch.device, shape: tuple[int, ...], axis: int) -> ProcessGroup:
+    """This rank's group along one axis of all ranks, laid out in a shape."""
+    return init_device_mesh(device.type, shape).get_group(axis)

@@ -40,7 +40,7 @@ class Matrices:
         first: int,
         owned: Sequence[Range],
         placements: Mapping[str, Placement],
-        mesh: Mesh,
+        mesh: Mesh,  # of one stage
         *,
         replicated: bool,
     ) -> None:

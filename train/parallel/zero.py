@@ -201,8 +201,8 @@ class Zero:
         wide_rate = torch.float32 if on_gpu(device) else torch.float64
         self.peaks = torch.tensor([group.learning_rate for group in groups], dtype=wide_rate, device=device)
         self.rates = torch.zeros_like(self.peaks)
-        gathered = stage == 3 and mesh.dp_group is not None
-        self.layouts = layouts_of(gpt, groups, bucket_mb, dtype, mesh.dp, gathered=gathered, ep=mesh.ep)
+        gathered = stage == 3 and mesh.data_group is not None
+        self.layouts = layouts_of(gpt, groups, bucket_mb, dtype, mesh.data, gathered=gathered, ep=mesh.ep)
         self.buckets = [shared(layout, mesh, stage) for layout in self.layouts]
         # Everybody keeps the gradient norm of its slice; at stage 0 it owns the other slices as well.
         slices, self.owned = [one.slice for one in self.buckets], [one.owned for one in self.buckets]
@@ -212,8 +212,9 @@ class Zero:
         self.master = own if dtype == self.wide else [torch.zeros_like(piece, dtype=self.wide) for piece in own]
         self.exp_avg = [torch.zeros_like(master) for master in self.master]
         self._whole = first_whole(groups)
+        replicated = self.buckets[0].stage == 0
         self.matrices = Matrices(
-            gpt.config, self.layouts, self._whole, self.owned, placements, mesh, replicated=self.buckets[0].stage == 0
+            gpt.config, self.layouts, self._whole, self.owned, placements, mesh.stage, replicated=replicated
         )
         # What is updated as whole matrices has one moment.
         self.exp_avg_sq = [
@@ -372,9 +373,9 @@ class Zero:
 
 def shared(layout: Bucket, mesh: Mesh, stage: int) -> Shared:
     """A bucket among the ranks that have it; where that is one, it owns everything."""
-    group, rank = mesh.dp_group, mesh.dp_rank
+    group, rank = mesh.data_group, mesh.data_rank
     if layout.experts:
-        group, rank = mesh.replica_group, mesh.dp_rank // mesh.ep
+        group, rank = mesh.replica_group, mesh.data_rank // mesh.ep
     return Shared(layout, group, rank, 0 if group is None else stage)
 
 

@@ -1,4 +1,4 @@
-"""Which (tp, dp, ZeRO stage, micro-batch, recompute) a run should use on so many ranks: the fastest that fits, and why.
+"""Which (tp, dp, pp, ZeRO stage, micro-batch, recompute) a run should use on so many ranks: the fastest that fits, why.
 
 Every combination is costed in closed form. It fits when its peak (`memory.py`) stays within the device's memory less a
 margin for what no formula sees: the CUDA context, NCCL's buffers, fragmentation. The seconds of a step are
@@ -6,6 +6,7 @@ margin for what no formula sees: the CUDA context, NCCL's buffers, fragmentation
     forward + backward + recompute     matrix-product FLOPs over the measured rate
     + tensor + experts + data          collectives, as far as nothing hides them
     + update                           bytes of Adam over the memory's bandwidth
+    + bubble + sends                   of a pipeline's schedule, played with these seconds of each stage
 
 A collective is a ring of N - 1 hops, each of n / N bytes and one latency; an all-reduce is two. Tensor-parallel ones
 hold up the forward pass, and run beside other products in the backward pass. Gradients are reduced beside the backward
@@ -19,15 +20,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 from ..config import ParallelConfig, RunConfig
 from ..errors import UserError
 from ..flops import flops_optimizer
-from ..memory import Memory, buckets_of, memory, stage_of
+from ..memory import Memory, buckets_of, memory, ranks_of, stage_of
 from ..model.shape import Share, micro_batches, share_of
+from ..parallel.schedules import schedule, simulate
 from .validation import check_shapes, divisors_of, working_shapes
 
 MARGIN = 0.10  # share of the device's memory that a plan leaves free
@@ -60,43 +63,108 @@ class StepTime:
     experts: float  # rows of tokens, to the ranks that have their experts and back
     data: float  # reductions and gathers over dp that nothing hides
     update: float
+    bubble: float = 0.0  # waiting for other stages of a pipeline
+    sends: float = 0.0  # and for what they send
 
     @property
     def total(self) -> float:
         return sum(vars(self).values())
 
 
+class Pass(NamedTuple):
+    """Seconds of a micro-batch in a virtual stage; its backward pass takes twice the forward one."""
+
+    forward: float
+    recompute: float
+    tensor: float
+    experts: float
+
+    @property
+    def actions(self) -> tuple[float, float, float]:
+        """The forward pass, input gradients, weight gradients."""
+        waits = (self.tensor + self.experts) / 2
+        return self.forward + waits, self.forward + self.recompute + waits, self.forward
+
+
 def step_time(config: RunConfig, hardware: Hardware) -> StepTime:
-    share, passes = share_of(config), micro_batches(config)
+    """Of the rank of a pipeline that works most."""
+    passes, held = micro_batches(config), {share for share, _ in ranks_of(config)}
+    each, pp = passes_of(config, hardware), config.parallel.pp
+    ranks = (Pass(*map(sum, zip(*each[rank::pp], strict=True))) for rank in range(pp))
+    work = max(ranks, key=lambda work: sum(work.actions))
+    whole, unsent = (_pipeline_seconds(config, each, send) for send in (send_seconds(config, hardware), 0.0))
+    # Adam reads gradient, weight and both moments, and writes the last three and the weight.
+    updated = max(
+        sum(bucket.size / (bucket.ranks if stage_of(config) > 0 else 1) for bucket in buckets_of(share, config))
+        for share in held
+    )
+    backward = 2 * work.forward + work.recompute
+    return StepTime(
+        **{name: passes * seconds for name, seconds in work._asdict().items()},
+        backward=passes * 2 * work.forward,
+        data=max(data_seconds(config, hardware, work.forward, backward, share) for share in held),
+        update=updated * (6 * 4 + 2 * share_of(config).itemsize) / hardware.memory_bandwidth
+        + flops_optimizer(config) / config.steps / config.parallel.world_size / rate_of(config, hardware),
+        bubble=unsent - passes * sum(work.actions) if pp > 1 else 0.0,
+        sends=whole - unsent,
+    )
+
+
+def rate_of(config: RunConfig, hardware: Hardware) -> float:
     # The width is the geometric mean of both sides of a matrix, of which tp splits one.
     width = config.model.width / config.parallel.tp**0.5
-    rate = hardware.flops_per_second * width / (width + hardware.half_speed_width)
+    return hardware.flops_per_second * width / (width + hardware.half_speed_width)
+
+
+def passes_of(config: RunConfig, hardware: Hardware) -> list[Pass]:
+    """A micro-batch in each virtual stage."""
+    by_chunk = zip(*(chunks for _, chunks in ranks_of(config)), strict=True)
+    return [_pass_of(config, hardware, share) for shares in by_chunk for share in shares]
+
+
+def _pass_of(config: RunConfig, hardware: Hardware, share: Share) -> Pass:
+    rate = rate_of(config, hardware)
     forward = forward_flops(share) / rate
     # The last product of a block is repeated for its collective's sake alone.
     repeated = share.block_matrices - (0 if share.split else share.width * share.inner)
     attention = attention_flops(share)
     recomputed = {"none": 0, "selective": attention, "full": 2 * repeated + attention}[config.parallel.recompute]
-    again = share.tokens * share.depth * recomputed / rate
     # The share of the products of which tp gathers the input: query, key, value, gate, up, and the head.
     row_products = share.width * (share.heads * share.head_dim + share.inner) * share.depth
-    column = 1 - row_products / (share.matrices + share.table)
-    # Adam reads gradient, weight and both moments, and writes the last three and the weight.
-    updated = sum(bucket.size / (bucket.ranks if stage_of(config) > 0 else 1) for bucket in buckets_of(share, config))
-    return StepTime(
-        forward=passes * forward,
-        backward=passes * 2 * forward,
-        recompute=passes * again,
-        tensor=passes * tensor_seconds(config, hardware, column * forward),
-        experts=passes * exchange_seconds(config, hardware),
-        data=data_seconds(config, hardware, forward, 2 * forward + again),
-        update=updated * (6 * 4 + 2 * share.itemsize) / hardware.memory_bandwidth
-        + flops_optimizer(config) / config.steps / config.parallel.world_size / rate,
+    column = 1 - row_products / (share.matrices + share.table * share.scores)
+    return Pass(
+        forward,
+        share.tokens * share.depth * recomputed / rate,
+        tensor_seconds(config, hardware, column * forward, share),
+        exchange_seconds(config, hardware, share),
     )
+
+
+def send_seconds(config: RunConfig, hardware: Hardware) -> float:
+    """Of a micro-batch's activations, or their gradients, to the next stage."""
+    share, ranks = share_of(config), config.parallel.world_size
+    return share.rows * share.width * share.itemsize / _bandwidth(ranks, hardware) + hardware.latency
+
+
+def _pipeline_seconds(config: RunConfig, each: Sequence[Pass], send: float) -> float:
+    """Of all micro-batches. The time of many follows from that of few, for it grows evenly."""
+    parallel, passes = config.parallel, micro_batches(config)
+    few, pp = min(passes, 4 * parallel.pp), parallel.pp
+    seconds = *zip(*(one.actions for one in each), strict=True), send
+    counts = few, few - pp if passes > few else few
+    first, before = (_last_end((parallel.schedule, pp, count, parallel.chunks), *seconds) for count in counts)
+    return first + (first - before) / pp * (passes - few)
+
+
+@lru_cache(maxsize=4096)
+def _last_end(asked: tuple[str, int, int, int], *seconds: Any) -> float:
+    return max(event.end for event in simulate(schedule(*asked), *seconds))
 
 
 def forward_flops(share: Share) -> int:
     """Of matrix products and attention in one forward pass."""
-    return share.tokens * (2 * (share.matrices + share.table) + share.depth * attention_flops(share))
+    head = share.table if share.scores else 0
+    return share.tokens * (2 * (share.matrices + head) + share.depth * attention_flops(share))
 
 
 def attention_flops(share: Share) -> int:
@@ -110,7 +178,7 @@ def ring_seconds(size: float, ranks: int, bandwidth: float, latency: float) -> f
     return (ranks - 1) * (size / ranks / bandwidth + latency)
 
 
-def tensor_seconds(config: RunConfig, hardware: Hardware, product: float) -> float:
+def tensor_seconds(config: RunConfig, hardware: Hardware, product: float, share: Share) -> float:
     """What a micro-batch waits for its tensor-parallel collectives.
 
     A block gathers and scatters twice; embedding and head are one pair more. In the backward pass the sum over ranks
@@ -119,10 +187,10 @@ def tensor_seconds(config: RunConfig, hardware: Hardware, product: float) -> flo
     Args:
         product: seconds of those products of a forward pass whose input is gathered.
     """
-    share, parallel = share_of(config), config.parallel
+    parallel = config.parallel
     size = share.tokens * share.width * share.itemsize
     ring = ring_seconds(size, parallel.tp, hardware.intra_bandwidth, hardware.latency)
-    pairs = 2 * share.depth + 1
+    pairs = 2 * share.depth + (share.embeds + share.scores) / 2
     forward = 2 * pairs * ring
     if parallel.sequence_parallel:
         backward = pairs * ring + 2 * max(0.0, pairs * ring - product)
@@ -132,11 +200,11 @@ def tensor_seconds(config: RunConfig, hardware: Hardware, product: float) -> flo
     return forward + backward + again
 
 
-def exchange_seconds(config: RunConfig, hardware: Hardware) -> float:
+def exchange_seconds(config: RunConfig, hardware: Hardware, share: Share) -> float:
     """What a micro-batch waits for the rows that expert-parallel ranks exchange: in a block there and back, in the
     backward pass again, and where the block is computed anew.
     """
-    share, parallel = share_of(config), config.parallel
+    parallel = config.parallel
     if parallel.ep == 1 or share.experts is None:
         return 0.0
     rows = share.tokens * share.experts.chosen * share.width * share.itemsize
@@ -150,12 +218,12 @@ def _bandwidth(ranks: int, hardware: Hardware) -> float:
     return hardware.intra_bandwidth if ranks <= hardware.ranks_per_node else hardware.inter_bandwidth
 
 
-def data_seconds(config: RunConfig, hardware: Hardware, forward: float, backward: float) -> float:
+def data_seconds(config: RunConfig, hardware: Hardware, forward: float, backward: float, share: Share) -> float:
     """What a step waits for reductions and gathers over dp, given the seconds of one forward and backward pass."""
-    share, parallel, stage = share_of(config), config.parallel, stage_of(config)
-    if parallel.dp == 1:
+    parallel, stage = config.parallel, stage_of(config)
+    if parallel.data == 1:
         return 0.0
-    bandwidth = _bandwidth(parallel.dp * parallel.tp, hardware)
+    bandwidth = _bandwidth(parallel.data * parallel.tp, hardware)
     # Gradients travel in the compute dtype, and are summed in fp32 where they arrive.
     gather = [
         ring_seconds(bucket.size * share.itemsize, bucket.ranks, bandwidth, hardware.latency)
@@ -182,9 +250,9 @@ class Candidate:
     @property
     def name(self) -> str:
         chosen = self.parallel
-        experts = f"ep={chosen.ep} " if chosen.ep > 1 else ""
+        others = "".join(f"{axis}={size} " for axis in ("cp", "pp", "ep") if (size := getattr(chosen, axis)) > 1)
         return (
-            f"tp={chosen.tp} dp={chosen.dp} {experts}zero={chosen.zero} micro_batch_size={chosen.micro_batch_size} "
+            f"tp={chosen.tp} dp={chosen.dp} {others}zero={chosen.zero} micro_batch_size={chosen.micro_batch_size} "
             f"recompute={chosen.recompute}"
         )
 
@@ -192,7 +260,8 @@ class Candidate:
     def complexity(self) -> tuple[int, ...]:
         """Orders what takes equally long: least split first, then the largest micro-batches."""
         chosen = self.parallel
-        return chosen.tp, chosen.ep, chosen.zero, RECOMPUTE.index(chosen.recompute), -(chosen.micro_batch_size or 0)
+        split = chosen.pp, chosen.tp, chosen.ep, chosen.zero
+        return *split, RECOMPUTE.index(chosen.recompute), -(chosen.micro_batch_size or 0)
 
 
 @dataclass(frozen=True)
@@ -252,14 +321,14 @@ class Choice:
         return said
 
     def notable(self) -> list[Candidate]:
-        """Worth a line, fastest first: per (tp, ZeRO stage) the fastest that fits, and one that does not if it beats
-        the choice.
+        """Worth a line, fastest first: per tp and ZeRO stage, with a pipeline and without, the fastest that fits, and
+        one that does not if it beats the choice.
         """
-        seen: set[tuple[int, int, bool]] = set()
+        seen: set[tuple[int, bool, int, bool]] = set()
         lines = []
         for candidate in self.candidates:
             fits = self.fits(candidate)
-            kind = (candidate.parallel.tp, candidate.parallel.zero, fits)
+            kind = (candidate.parallel.tp, candidate.parallel.pp > 1, candidate.parallel.zero, fits)
             beaten = not fits and self.best is not None and candidate.time.total > self.best.time.total
             if kind not in seen and (candidate is self.best or not beaten):
                 seen.add(kind)
@@ -271,7 +340,7 @@ def choose(config: RunConfig, ranks: int, hardware: Hardware, margin: float = MA
     """Costs every way to spread a run over `ranks` ranks.
 
     Args:
-        config: its tp, dp, ep, zero, micro_batch_size and recompute are not read.
+        config: its tp, dp, ep, zero, micro_batch_size and recompute are not read, on GPUs nor is its pp.
         margin: share of the device's memory to leave free, at least 0 and below 1.
 
     Raises:
@@ -285,26 +354,31 @@ def choose(config: RunConfig, ranks: int, hardware: Hardware, margin: float = MA
     if not 0 <= margin < 1:
         raise UserError(f"margin is {margin}; it must be at least 0 and below 1")
     candidates = []
-    for parallel in ways(config, ranks, hardware.ranks_per_node):
+    stages = divisors_of(ranks) if hardware.device == "cuda" else sorted({1, config.parallel.pp})
+    for parallel in ways(config, ranks, hardware.ranks_per_node, stages):
         spread = dataclasses.replace(config, parallel=parallel)
         candidates.append(Candidate(parallel, memory(spread, hardware.device), step_time(spread, hardware)))
     candidates.sort(key=lambda candidate: (candidate.time.total, candidate.complexity))
     return Choice(config, ranks, hardware, margin, candidates)
 
 
-def ways(config: RunConfig, ranks: int, ranks_per_node: int) -> Iterator[ParallelConfig]:
+def ways(config: RunConfig, ranks: int, ranks_per_node: int, stages: Sequence[int]) -> Iterator[ParallelConfig]:
     """Every setting that divides model, experts and batch; tp inside a node. UserError where there is none."""
     found = False
-    for micro in divisors_of(config.optimizer.batch_size):
-        asked = dataclasses.replace(config.parallel, micro_batch_size=micro, zero=0, ep=1)
+    whole = dataclasses.replace(config.parallel, zero=0, ep=1, pp=1, chunks=1)
+    for micro, pp in itertools.product(divisors_of(config.optimizer.batch_size), stages):
+        asked = dataclasses.replace(whole, micro_batch_size=micro, pp=pp)
+        asked.chunks = config.parallel.chunks if pp > 1 else 1
         for tp, dp in working_shapes(dataclasses.replace(config, parallel=asked), ranks, min(ranks, ranks_per_node)):
             found = True
             shared = config.model.experts if config.optimizer.kind == "adamw" else 0
-            stages, sharings = (0, 1, 2, 3) if dp > 1 else (0,), divisors_of(math.gcd(dp, shared)) if shared else [1]
-            for ep, zero, recompute in itertools.product(sharings, stages, RECOMPUTE):
+            data = dp * asked.cp
+            zeros = ((0, 1, 2, 3) if pp == 1 else (0, 1, 2)) if data > 1 else (0,)
+            sharings = divisors_of(math.gcd(data, shared)) if shared else [1]
+            for ep, zero, recompute in itertools.product(sharings, zeros, RECOMPUTE):
                 yield dataclasses.replace(asked, tp=tp, dp=dp, ep=ep, zero=zero, recompute=recompute)
     if not found:
-        plain = dataclasses.replace(config.parallel, tp=1, dp=ranks, zero=0, ep=1, micro_batch_size=1)
+        plain = dataclasses.replace(whole, tp=1, dp=max(1, ranks // whole.cp), micro_batch_size=1)
         check_shapes(dataclasses.replace(config, parallel=plain))
 
 

@@ -16,6 +16,7 @@ from typing import Any, get_args, get_type_hints
 
 from ..config import ModelConfig, ParallelConfig, RunConfig
 from ..errors import UserError, counted
+from ..model.shape import micro_batches
 
 RULES: dict[str, Callable[[float], bool]] = {
     "1 or more": lambda value: value >= 1,
@@ -213,12 +214,14 @@ def check_hosts(parallel: ParallelConfig, hosts: Sequence[str]) -> None:
 
 
 def working_shapes(config: RunConfig, ranks: int, ranks_per_node: int | None = None) -> list[tuple[int, int]]:
-    """Every (tp, dp) that spreads this run over exactly so many ranks, by tp; all else is as the config has it.
+    """Every (tp, dp) that spreads this run over exactly so many ranks, by tp; pp, cp and all else are the config's.
 
     Args:
         ranks_per_node: of `ranks`, on every node; None: all of them.
     """
-    shapes = [(tp, ranks // tp) for tp in divisors_of(ranks) if (ranks_per_node or ranks) % tp == 0]
+    fixed = config.parallel.pp * config.parallel.cp
+    left = divisors_of(ranks // fixed) if ranks % fixed == 0 else []
+    shapes = [(tp, ranks // fixed // tp) for tp in left if (ranks_per_node or ranks) % tp == 0]
     return [
         (tp, dp)
         for tp, dp in shapes
@@ -248,6 +251,8 @@ def _refusal(config: RunConfig) -> str | None:
         if parallel.dp > 1:
             whole = f"a rank's share of the batch, {whole} / parallel.dp {parallel.dp} = {share}"
         return f"parallel.micro_batch_size is {micro}; it must divide {whole}: {_nearest(micro, divisors_of(share))}"
+    if (refusal := _pipeline_refusal(config)) is not None:
+        return refusal
     must = _requirement(config, parallel.tp)
     if must is None:
         return None
@@ -255,17 +260,52 @@ def _refusal(config: RunConfig) -> str | None:
     return f"parallel.tp is {parallel.tp}; it must {must}; it can be {_nearest(parallel.tp, working)}"
 
 
+def _pipeline_refusal(config: RunConfig) -> str | None:
+    """Why blocks or micro-batches cannot go through stages as the config says."""
+    parallel, depth = config.parallel, config.model.depth
+    pp, chunks, interleaved = parallel.pp, parallel.chunks, parallel.schedule == "interleaved"
+    if chunks > 1 and (pp == 1 or not interleaved):
+        held = "parallel.pp 1" if pp == 1 else f"parallel.schedule {parallel.schedule}"
+        return f"parallel.chunks is {chunks} with {held}; it must be 1, or stages be interleaved"
+    if pp == 1:
+        return None
+    if pp > (most := depth // 2 if interleaved else depth):
+        said = "each of its stages has two chunks or more" if interleaved else "each stage has a block or more"
+        return f"parallel.pp is {pp}; {said} of model.depth {depth}, so that it must be at most {max(1, most)}"
+    if interleaved and not 2 <= chunks <= depth // pp:
+        said = f"interleaved, it must be 2 to {depth // pp}, or parallel.schedule be 1f1b"
+        return f"parallel.chunks is {chunks} with parallel.pp {pp} and model.depth {depth}; {said}"
+    if parallel.zero == 3:
+        said = "it must be 0, 1 or 2, for weights would be gathered anew for every micro-batch"
+        return f"parallel.zero is 3 with parallel.pp {pp}; {said}"
+    count, share = micro_batches(config), config.optimizer.batch_size // parallel.dp
+    if not interleaved or count % pp == 0:
+        return None
+    if sizes := [size for size in divisors_of(share) if share // size % pp == 0]:
+        micro = parallel.micro_batch_size
+        return (
+            f"parallel.micro_batch_size is {micro}, which gives {counted(count, 'micro-batch', 'micro-batches')}; "
+            f"interleaved, they must be a multiple of parallel.pp {pp}: {_nearest(micro or share, sizes)}"
+        )
+    stages = _nearest(pp, [stages for stages in divisors_of(share) if 1 < stages <= depth // chunks])
+    said = f"interleaved, it must divide them: {stages}" if stages else "parallel.schedule must be 1f1b"
+    return f"parallel.pp is {pp} and a rank has {counted(share, 'sequence')} a step; {said}"
+
+
 def _experts_refusal(config: RunConfig) -> str | None:
     """Why experts cannot be shared out as the config says."""
-    ep, dp, experts = config.parallel.ep, config.parallel.dp, config.model.experts
+    ep, data, experts = config.parallel.ep, config.parallel.data, config.model.experts
     if experts == 0:
         return f"parallel.ep is {ep} and model.experts 0; it must be 1, for there are no experts to share out"
     if config.optimizer.kind != "adamw":
         return f"parallel.ep is {ep} with optimizer.kind {config.optimizer.kind}; it must be 1, or the kind adamw"
-    working = divisors_of(math.gcd(dp, experts))
+    working = divisors_of(math.gcd(data, experts))
     if ep in working:
         return None
-    said = f"it must divide parallel.dp {dp} and model.experts {experts}"
+    others = f"parallel.dp {config.parallel.dp}" + (
+        f" * parallel.cp {config.parallel.cp}" if config.parallel.cp > 1 else ""
+    )
+    said = f"it must divide {others} and model.experts {experts}"
     return f"parallel.ep is {ep}; {said}: {_nearest(ep, working)}"
 
 
@@ -289,15 +329,17 @@ def _requirement(config: RunConfig, tp: int) -> str | None:
 
 def _advice(config: RunConfig, ranks: int, ranks_per_node: int) -> str:
     """What to ask for instead: shapes for these ranks, or else numbers of ranks that have any."""
-    wanted = config.parallel.tp
+    wanted, pp, cp = config.parallel.tp, config.parallel.pp, config.parallel.cp
+    rest = "".join(f" * {axis} {size}" for axis, size in (("cp", cp), ("pp", pp)) if size > 1)
     shapes = working_shapes(config, ranks, ranks_per_node)
     if shapes:
         shapes.sort(key=lambda shape: (abs(shape[0] - wanted), shape))
-        named = [f"tp {tp} * dp {dp}" for tp, dp in shapes[:3]]
+        named = [f"tp {tp} * dp {dp}{rest}" for tp, dp in shapes[:3]]
         return f"with {counted(ranks, 'rank')} it can be {' or '.join(named)}"
-    most = min(ranks - 1, config.optimizer.batch_size * config.model.heads)
-    fewer = next(n for n in range(most, 0, -1) if working_shapes(config, n, min(n, ranks_per_node)))
-    return f"no shape of {counted(ranks, 'rank')} fits this model and batch, the nearest that does has {fewer}"
+    most = min(ranks - 1, config.optimizer.batch_size * config.model.heads * pp * cp)
+    tried = (*range(most, 0, -1), *range(ranks + 1, 2 * pp * cp))  # fewer ranks first
+    near = next((n for n in tried if working_shapes(config, n, min(n, ranks_per_node))), pp * cp)
+    return f"no shape of {counted(ranks, 'rank')} fits this model and batch, the nearest that does has {near}"
 
 
 def _nearest(value: int, working: Iterable[int]) -> str:
