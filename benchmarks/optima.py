@@ -15,11 +15,12 @@ from __future__ import annotations
 import argparse
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from isoflop import fit
 from isoflop.benchmarks.holdout import hold_outs, tables
 from isoflop.fit.laws.law import Law
@@ -43,6 +44,17 @@ def laws() -> dict[str, Callable[[float], Law]]:
             name = f"{kind.form}{', tied' * tied}, E given"
             found[name] = lambda least, kind=kind, tied=tied: kind(tied=tied, E=GIVEN * least)
     return found
+
+
+def every_table(folder: Path) -> Iterator[pd.DataFrame]:
+    """Those of holdout.py, Step Law's best runs, and ScaleBench's of repeated data, whose law this is not."""
+    yield from (runs for _, runs in tables(folder))
+    step = pd.read_csv(folder / "steplaw/dense_lr_bs_loss.csv").groupby(["N", "D"], as_index=False)["smooth loss"].min()
+    parts = [pd.read_csv(folder / f"scalebench/data_constrained_{part}.csv") for part in ("train", "test")]
+    names = {"params": "N", "tokens": "D", "smooth loss": "loss"}
+    for found in (step, pd.concat(parts, ignore_index=True)):
+        runs = found.rename(columns=names)[["N", "D", "loss"]].astype(float)
+        yield runs.assign(flops=6 * runs.N * runs.D, group=np.arange(len(runs)))
 
 
 def peer(law: Law, starts: int) -> float:
@@ -90,7 +102,7 @@ def main() -> None:
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     cases = {}
-    for _, runs in tables(Path(os.environ["ISOFLOP_DATA"])):
+    for runs in every_table(Path(os.environ["ISOFLOP_DATA"])):
         for shown in (np.ones(len(runs), dtype=bool), *(shown for shown, _ in hold_outs(runs))):
             cases[runs[shown].to_csv()] = runs[shown]
     for name in asked.law or laws():

@@ -72,8 +72,8 @@ def test_tied_exponents_and_a_given_E_are_designed_for_by_the_closed_form() -> N
     loss = ChinchillaLaw.evaluate(truth, np.exp(x), np.exp(y)) * np.exp(0.004 * generator.normal(size=len(x)))
     law = ChinchillaLaw(tied=True, E=1.8).fit(np.exp(x), np.exp(y), loss)
     sizes = np.geomspace(2e7, 2e9, 25)
-    equal = np.full(25, 6e20)  # candidates that differ in their shape alone
-    pool = Candidates({"N": sizes, "D": equal / 6 / sizes}, equal, equal, equal, np.array([f"new {i}" for i in range(25)]))
+    equal, trunks = np.full(25, 6e20), np.array([f"new {i}" for i in range(25)])  # they differ in their shape alone
+    pool = Candidates({"N": sizes, "D": equal / 6 / sizes}, equal, equal, equal, trunks)
     asked = Question.of(law, TARGET)
     assert len(asked.basins) == 1
     A, B, alpha = law.A_, law.B_, law.alpha_
