@@ -62,6 +62,8 @@ class ChinchillaLaw(LossLaw):
         if E is not None and not 0 <= E < np.inf:
             raise InputError(f"E is {E}; it must be zero or more and below the lowest loss; without it, E is fitted.")
         self.tied, self.E = bool(tied), None if E is None else float(E)
+        if E is not None:  # then a large delta may hide the deepest valley
+            self.direct = "deeper"
 
     @staticmethod
     def evaluate(constants: Constants, *inputs: Any) -> Any:

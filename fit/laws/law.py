@@ -172,7 +172,7 @@ class Law(Estimator):
     resample_starts: int = 2  # starts of a resample besides the optimum of all runs
     # Whether a fit also follows every start at the wanted delta at once: "no", "always", or "deeper": such starts are
     # counted where one ended lower.
-    direct: ClassVar[str] = "no"
+    direct: str = "no"
     bootstrap_: dict[str, Any]
     resampling: ClassVar[str] = "auto"  # the default method of `bootstrap`
 

@@ -40,7 +40,8 @@ class OvertrainingLaw(LossLaw):
 
     def __init__(self, objective: str = "huber", delta: float = 1e-3, E: float | None = None) -> None:
         super().__init__(objective, delta)
-        self.E = self._tied(E).E
+        tied = self._tied(E)
+        self.E, self.direct = tied.E, tied.direct
 
     @staticmethod
     def evaluate(constants: Constants, *inputs: Any) -> Any:

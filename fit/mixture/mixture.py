@@ -123,8 +123,9 @@ class FormMixture:
         flops: ArrayLike | None = None,
         groups: Any = None,
         weight: ArrayLike | None = None,
+        loss_se: ArrayLike | None = None,
     ) -> Self:
-        """Fit, roll and resample every form over n runs (n,); `flops` is 6 N D by default.
+        """Fit, roll and resample every form over n runs (n,); `flops` is 6 N D by default, `loss_se` as of a law.
 
         Rows of one group (`groups` (n,): checkpoints of a run, branches of a trunk) are resampled and held out
         together. Raises InputError for bad numbers and where no form can be fitted and resampled.
@@ -132,7 +133,8 @@ class FormMixture:
         columns = {"N": positive("N", N), "D": positive("D", D), "loss": positive("loss", loss)}
         columns["flops"] = 6.0 * columns["N"] * columns["D"] if flops is None else positive("flops", flops)
         weights = check_weights(weight, len(columns["loss"]))
-        same_length(**columns, weight=weights)
+        errors = {} if loss_se is None else {"loss_se": positive("loss_se", loss_se)}
+        same_length(**columns, weight=weights, **errors)
         labels, used = group_labels(groups, len(weights)), weights > 0
         self.data_ = {name: column[used] for name, column in columns.items()}
         N, D, loss = (self.data_[name] for name in ("N", "D", "loss"))
@@ -142,7 +144,7 @@ class FormMixture:
         self.refused_: dict[str, str] = {}
         for name, law in self.forms.items():
             try:
-                fitted = law.clone().fit(N, D, loss, weight=weights[used])
+                fitted = law.clone().fit(N, D, loss, weights[used], **{name: v[used] for name, v in errors.items()})
                 if self.draws:
                     fitted.bootstrap(self.draws, groups=labels[used], seed=self.seed)
                 if not fitted.converged_ or (self.draws and not fitted.bootstrap_["resamples"]):

@@ -1,7 +1,8 @@
 """Which runs a sweep should buy next: those that narrow the interval at a large budget most for their FLOPs.
 
-Finished runs are fitted by the mixture of forms; well-shaped models, D in whole steps and other seeds are offered, each
-at its cost given the checkpoints on disk; `fit.allocation` chooses. No form is right, so large runs are worth more.
+Finished runs are fitted by the mixture of forms, or by the one law that the sweep's `fit` asks for; well-shaped models,
+D in whole steps and other seeds are offered, each at its cost given the checkpoints on disk; `fit.allocation` chooses.
+No form is right, so large runs are worth more.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ from ..terminal import console, plain_table, short
 
 if TYPE_CHECKING:
     from ...fit.allocation.design import Design
+    from ...fit.laws.law import LossLaw
     from ...fit.mixture.mixture import FormMixture
     from ...fit.table import RunTable
-    from ..config import SweepConfig
+    from ..config import FitConfig, SweepConfig
 
 LEVEL = 0.95
 CONSTANTS = 5  # of Chinchilla's law
 BEYOND = 1000.0  # times the largest C: what is asked about where nothing is named
+OF_LAW = ("form", "objective", "delta", "tied", "E")  # fields of `fit` that say which law is fitted
 MIN_STEPS = 100  # of a suggested run, where the sweep's grid names no other number
 MAX_RUNS = 24  # of a suggestion, where nothing is named
 MAX_SEEDS = 8  # new ones; with each, every size is offered and judged once more
@@ -96,6 +99,7 @@ class Suggestion:
     target_flops: float
     runs: list[SuggestedRun]
     flops: float  # of all runs, as they would be trained
+    forms: list[str]  # what was asked about the target
     before: dict[str, Estimate]  # loss and N at the target
     after: dict[str, Estimate]
     grid: dict[str, Any]  # kind points: what `isoflop extend` adds
@@ -213,8 +217,8 @@ def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float
                 f"target_flops is {target:.3g}, and the largest run that is done has {largest:.3g}; give more than that"
             )
         groups = resampled_together(table.group, table.run_id, CONSTANTS)
-        mixture = FormMixture(draws=min(options.bootstrap, DRAWS) or DRAWS, seed=options.seed)
-        mixture.fit(table.N, table.D, table.loss, table.flops, groups, table.weight)
+        mixture = FormMixture(_forms(options), min(options.bootstrap, DRAWS) or DRAWS, options.seed)
+        mixture.fit(table.N, table.D, table.loss, table.flops, groups, table.weight, table.known_se)
     except InputError as error:
         raise NothingToSuggest(f"the runs of {sweep.path} that are done give no law with intervals: {error}") from error
     found = mixture.optimal(target, LEVEL)
@@ -224,6 +228,14 @@ def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float
         return Estimate(float(found.values[name][0]), float(low), float(high))
 
     return Standing(table, mixture, float(target), estimate("loss"), estimate("N"))
+
+
+def _forms(options: FitConfig) -> list[LossLaw] | None:
+    """The one law that the sweep's fit asks for, or None where it asks for none: the mixture then has its own."""
+    from ...fit.laws.registry import loss_law
+
+    law, usual = ({name: getattr(fit, name) for name in OF_LAW} for fit in (options, type(options)()))
+    return None if law == usual and options.intervals == "mixture" else [loss_law(**law)]
 
 
 def print_suggestion(suggestion: Suggestion) -> None:
@@ -245,7 +257,9 @@ def print_suggestion(suggestion: Suggestion) -> None:
             "checks the law" if run.check else "",
         )
     out.print(table)
-    out.print(f"at {suggestion.target_flops:.3g} FLOPs, 95 % intervals now, and as expected after these runs:")
+    under = "the mixture of forms" if len(suggestion.forms) > 1 else suggestion.forms[0]
+    when = f"at {suggestion.target_flops:.3g} FLOPs, 95 % intervals now, and as expected after these runs"
+    out.print(f"{when}, under {under}:", highlight=False)
     for name, now in suggestion.before.items():
         then = suggestion.after[name]
         ends = (now.value, now.low, now.high, then.low, then.high)
@@ -289,6 +303,7 @@ def _suggestion(
         target_flops=standing.target_flops,
         runs=suggested,
         flops=sum(run.flops_own for run in suggested),
+        forms=[*standing.mixture.laws_],
         before=before,
         after=after,
         grid={"kind": "points", "points": points},

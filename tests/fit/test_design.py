@@ -65,6 +65,45 @@ def test_beliefs_are_the_posterior_of_dense_linear_algebra_with_errors_that_trun
     np.testing.assert_allclose(beliefs.variances(), shares @ np.array(wanted), rtol=1e-10)
 
 
+def test_tied_exponents_and_a_given_E_are_designed_for_by_the_closed_form() -> None:
+    generator = np.random.default_rng(0)
+    x, y = np.log(runs(generator)[:2])
+    truth = TRUTH | {"beta": 0.35}
+    loss = ChinchillaLaw.evaluate(truth, np.exp(x), np.exp(y)) * np.exp(0.004 * generator.normal(size=len(x)))
+    law = ChinchillaLaw(tied=True, E=1.8).fit(np.exp(x), np.exp(y), loss)
+    sizes = np.geomspace(2e7, 2e9, 25)
+    equal, trunks = np.full(25, 6e20), np.array([f"new {i}" for i in range(25)])  # they differ in their shape alone
+    pool = Candidates({"N": sizes, "D": equal / 6 / sizes}, equal, equal, equal, trunks)
+    asked = Question.of(law, TARGET)
+    assert len(asked.basins) == 1
+    A, B, alpha = law.A_, law.B_, law.alpha_
+
+    def slopes(u: Any, v: Any) -> Any:
+        """Of log L at (log N, log D) by log A, alpha and log B at the mean log N and log D."""
+        first, second = A * np.exp(-alpha * u), B * np.exp(-alpha * v)
+        by_alpha = -first * (u - x.mean()) - second * (v - y.mean())
+        return np.stack([first, by_alpha, second], -1) / (1.8 + first + second)[..., None]
+
+    # Muennighoff et al. 2023: N* = (A / B)^(1 / (2 alpha)) sqrt(C / 6), and at the optimum N* does not move the loss.
+    best = np.log(A / B) / (2 * alpha) + 0.5 * np.log(TARGET / 6)
+    moved = (x.mean() - y.mean() - np.log(A / B) / alpha) / (2 * alpha)
+    goals = np.stack([slopes(best, np.log(TARGET / 6) - best), [0.5 / alpha, moved, -0.5 / alpha]])
+    low, high = law.problem_.lower, law.problem_.upper
+    prior, rows = np.diag((4.0 / (high - low)) ** 2), slopes(x, y) / asked.noise
+
+    def left(*more: int) -> Any:
+        J = np.vstack([rows, *(slopes(*np.log([sizes[i], 1e20 / sizes[i]])) / asked.noise for i in more)])
+        return np.einsum("qi,ij,qj->q", goals, np.linalg.inv(J.T @ J + prior), goals)
+
+    # Slopes by central differences are good to about 1e-6.
+    np.testing.assert_allclose(asked.beliefs(asked.labels([])).variances(), left(), rtol=1e-4)
+    unknown = left() + asked.drift(asked.reach)
+    wanted = min(range(25), key=lambda i: float((left(i) / unknown).sum()))
+    bought = Buyer(asked, pool).buy(6.0001e20).chosen
+    free = Buyer(Question.of(ChinchillaLaw().fit(np.exp(x), np.exp(y), loss), TARGET), pool).buy(6.0001e20).chosen
+    assert bought == [wanted] != free
+
+
 def test_a_fall_is_what_buying_brings_and_taking_back_undoes_it() -> None:
     generator = np.random.default_rng(2)
     goals, slopes = generator.normal(size=(4, 2, 5)), generator.normal(size=(4, 6, 5))

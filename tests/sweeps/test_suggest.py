@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from fake_sweep import finish, settings, write
+from isoflop.fit import ChinchillaLaw, GammaLaw
 from isoflop.sweeps import prepare
 from isoflop.sweeps.config import IsoflopGrid
 from isoflop.sweeps.grid import expand as grid
@@ -18,6 +20,7 @@ from isoflop.sweeps.growth.suggest import (
     Market,
     Range,
     Suggestion,
+    fit_standing,
     print_suggestion,
     suggest_runs,
     trunk_of,
@@ -153,6 +156,49 @@ def test_what_cannot_be_suggested_is_refused_in_one_sentence(
     with pytest.raises(UserError, match=sentence) as error:
         suggest_runs(sweep, **asked)  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
+
+
+ASKED = [
+    ({"tied": True, "E": 1.0}, ChinchillaLaw(tied=True, E=1.0)),
+    ({"form": "gamma", "objective": "se"}, GammaLaw("se")),
+    ({"delta": 0.1}, ChinchillaLaw(delta=0.1)),
+    ({"intervals": "noise"}, ChinchillaLaw()),
+]
+
+
+@pytest.mark.parametrize(("asked", "law"), ASKED)
+def test_the_law_that_the_sweeps_fit_asks_for_is_the_one_that_is_asked(
+    sweep: SweepDirectory, asked: dict[str, Any], law: ChinchillaLaw
+) -> None:
+    config = prepare.configuration(sweep)
+    standing = fit_standing(sweep, replace(config, fit=replace(config.fit, **asked)), 1e14)
+    table = standing.table
+    law.fit(table.N, table.D, table.loss, table.weight, table.known_se, table.flops)
+    ((name, fitted),) = standing.mixture.laws_.items()
+    assert name == repr(law.clone())
+    assert fitted.constants_ == law.constants_  # to the bit: the same call on the same rows
+    # The optimum over N is searched for to about 1e-8 in the loss.
+    assert standing.loss.value == pytest.approx(float(law.optimal(1e14).loss[0]), rel=1e-6)
+
+
+def test_runs_are_suggested_under_the_law_of_the_sweeps_fit(
+    suggestion: Suggestion, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settings(IsoflopGrid(budgets=BUDGETS, sizes=4))
+    config.fit.tied, config.fit.E = True, 1.0
+    fixed = write(tmp_path / "sweep", config)
+    finish(fixed)
+    found = suggest_runs(fixed, 1e12, 1e14, max_flops=4e11, max_runs=12)
+    print_suggestion(found)
+    assert "under ChinchillaLaw(tied=True, E=1.0):" in " ".join(capsys.readouterr().out.split())
+    # Three constants of the same runs are known better than five, and than five forms.
+    assert all(found.before[name].relative_width < suggestion.before[name].relative_width for name in found.before)
+
+
+def test_a_constant_that_the_law_of_the_sweeps_fit_does_not_have_is_refused(sweep: SweepDirectory) -> None:
+    config = prepare.configuration(sweep)
+    with pytest.raises(UserError, match=r"E is 1\.0, which the form kaplan does not have"):
+        fit_standing(sweep, replace(config, fit=replace(config.fit, form="kaplan", E=1.0)), 1e14)
 
 
 def test_fewer_runs_than_constants_are_refused(tmp_path: Path) -> None:
