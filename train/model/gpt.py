@@ -320,7 +320,7 @@ class GPT(nn.Module):
         `cuda_graphs` kernels are recorded and replayed, which pays where launching them takes the time.
         """
         for block in self.blocks:
-            if isinstance(block, Block):
+            if not isinstance(block, nn.Identity):
                 block.forward = torch.compile(block.forward, mode="reduce-overhead" if cuda_graphs else None)
 
 

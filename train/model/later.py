@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Left = list[tuple[Tensor, Callable[[], Tensor]]]  # parameters, and what gives the gradient of each
+Left = list[tuple[Tensor, Tensor | Callable[[], Tensor]]]  # parameters, and the gradient of each or what gives it
 
 
 class Later:
@@ -22,7 +22,8 @@ class Later:
     @contextmanager
     def leave(self) -> Iterator[Left]:
         """Every gradient by a parameter, of a backward pass within the block."""
-        self.left = left = []
+        left: Left = []
+        self.left = left
         try:
             yield left
         finally:

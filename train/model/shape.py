@@ -385,7 +385,7 @@ def share_of(config: RunConfig, device: str = "cuda") -> Share:
 
 
 def micro_batch_of(config: RunConfig) -> int:
-    """Sequences in one forward pass of a rank; of a pipeline as many as keep the bubble small, where none is asked for."""
+    """Sequences in one forward pass of a rank; unless told, as many as leave a pipeline enough passes."""
     parallel, share = config.parallel, config.optimizer.batch_size // config.parallel.dp
     if parallel.micro_batch_size or parallel.pp == 1:
         return parallel.micro_batch_size or share

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
-from ..model.later import Later, by_weight
+from ..model.later import Later, Left
 from .buckets import Bucket, Range
 from .mesh import all_gather, reduce_scatter
 
@@ -73,7 +73,7 @@ class Gradients:
     """Gradients of all parameters, accumulated over micro-batches and summed over the ranks that share each bucket.
 
     Buckets come in backward order. `complete` is called with a bucket's number when all its gradients of one backward
-    pass have come. `later` may leave gradients to be given to `add`.
+    pass have come. `later` may leave gradients to be given to `add_all`.
     """
 
     def __init__(
@@ -155,6 +155,12 @@ class Gradients:
         if not bucket.waiting:
             self._completed(number)
 
+    def add_all(self, left: Left) -> None:
+        """What was left of a backward pass, in the block of `micro_batch`."""
+        while left:
+            parameter, gradient = left.pop(0)
+            self.add(parameter, gradient if isinstance(gradient, Tensor) else gradient())
+
     def _mover(self) -> Callable[[Tensor], None]:
         # A parameter keeps its hooks where Python's garbage collector does not look: one that held this would keep the
         # weights of every run in a process that trains many.
@@ -163,10 +169,12 @@ class Gradients:
         def move(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             gradients = holder()
-            assert gradient is not None
             assert gradients is not None
-            keeper = None if gradients.later is None else (gradients.later, parameter)
-            if by_weight(lambda: gradient, keeper) is not None:
+            if gradient is None:  # a layer has left it
+                return
+            if gradients.later is not None and gradients.later.left is not None:
+                gradients.later.left.append((parameter, gradient))
+            else:
                 gradients.add(parameter, gradient)
 
         return move

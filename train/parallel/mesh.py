@@ -125,7 +125,10 @@ def build_mesh(dp: int, tp: int, device: torch.device, ep: int = 1, cp: int = 1,
     control = world if "gloo" in str(dist.get_backend()) else dist.new_group(backend="gloo")
     return Mesh(
         rank=dist.get_rank(),
-        **axes,
+        pp=pp,
+        dp=dp,
+        cp=cp,
+        tp=tp,
         ep=ep,
         dp_group=device_mesh.get_group("dp") if alone else groups["dp"],
         cp_group=groups["cp"],

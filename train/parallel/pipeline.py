@@ -1,30 +1,33 @@
 """Pipeline parallelism: one rank's actions of a schedule, and the messages between them.
 
-Every rank has the tokens, so that residual streams and their gradients alone travel. A message that a rank will await
-is received ahead of time, one on each way; what was sent is kept until a later message shows that it has come, for
-gloo does not say so itself. Messages on one way keep their order (`schedules.check`).
+Every rank has the tokens, so that residual streams and their gradients alone travel. On each way the message that a
+rank awaits next is received ahead of time. What was sent is kept until a message shows that it has come, for gloo does
+not say so itself. Messages of one way keep their order (`schedules.check`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
-from torch.distributed import Work
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed import ProcessGroup, Work
 
 from ..hardware import read
 from ..model.gpt import GPT
-from ..model.later import Later, Left
+from ..model.later import Later, Left, Linear
 from .data import Gradients
 from .mesh import Mesh
 from .schedules import Action, Lists, schedule
+from .tensor import SplitWeight
 
 FORWARD, BACKWARD = 0, 1  # ways: of activations to the next virtual stage, of gradients to the one before
+
+_schedule = lru_cache(maxsize=4)(schedule)
 
 
 class Message(NamedTuple):
@@ -34,56 +37,58 @@ class Message(NamedTuple):
 
 
 class Messages:
-    """What one rank sends and gets while ranks go through their lists.
+    """What one rank sends and gets while all go through their lists, `mesh.pp * chunks` virtual stages.
 
     Args:
-        shape: of the residual stream of a micro-batch.
-        bounded: all ranks have the same forward actions, so that a send may wait for the one before the last.
+        shape: of what travels of a micro-batch, of the type of `like`.
+        patient: a send waits for the one before the last, where every rank has the same list, of forward actions alone.
     """
 
     def __init__(
-        self, lists: Lists, count: int, mesh: Mesh, shape: Callable[[int], tuple[int, ...]], like: Tensor, *, bounded: bool
+        self,
+        lists: Lists,
+        chunks: int,
+        mesh: Mesh,
+        shape: Callable[[int], tuple[int, ...]],
+        like: Tensor,
+        patient: bool = False,
     ) -> None:
-        self.mesh, self.count, self.shape, self.like, self.bounded = mesh, count, shape, like, bounded
-        self.turns = {  # of the actions that get each message
-            Message(BACKWARD if action.kind in ("backward", "input") else FORWARD, action.micro, virtual): turn
-            for rank, actions in enumerate(lists)
-            for turn, action in enumerate(actions)
-            if action.kind != "weight" and (virtual := action.chunk * mesh.pp + rank) >= 0
-        }
-        own = [message for message in self.turns if message.stage % mesh.pp == mesh.pp_rank]
-        self.awaited = [iter([one for one in own if one.way == way and self.source(one) is not None]) for way in (0, 1)]
+        self.mesh, self.last, self.shape, self.like, self.patient = mesh, mesh.pp * chunks - 1, shape, like, patient
+        self.turns = dict[Message, int]()  # of the actions that each is for, by rank
+        for rank, actions in enumerate(lists):
+            for turn, (kind, micro, chunk) in enumerate(actions):
+                if kind != "weight":
+                    way = FORWARD if kind == "forward" else BACKWARD
+                    self.turns[Message(way, micro, chunk * mesh.pp + rank)] = turn
+        own = [
+            each for each in self.turns if each.stage % mesh.pp == mesh.pp_rank and 0 <= self._source(each) <= self.last
+        ]
+        self.awaited = [iter([each for each in own if each.way == way]) for way in (FORWARD, BACKWARD)]
         self.coming = [self._post(way) for way in (FORWARD, BACKWARD)]
         self.sent: list[tuple[Message, Work, Tensor]] = []
 
-    def source(self, message: Message) -> int | None:
-        """The virtual stage that sends it; None: nobody does."""
-        stage = message.stage - 1 if message.way == FORWARD else message.stage + 1
-        return stage if 0 <= stage < self.count else None
-
-    def receive(self, message: Message) -> Tensor:
-        coming, source = self.coming[message.way], self.source(message)
-        assert coming is not None
-        assert source is not None
-        expected, work, x = coming
-        assert message == expected
-        self.coming[message.way] = self._post(message.way)
-        work.wait()
-        # Its sender has done all before it.
+    def receive(self, way: int, micro: int, stage: int) -> Tensor:
+        coming, message = self.coming[way], Message(way, micro, stage)
+        if coming is None or coming[0] != message:
+            raise ValueError(f"{message} is awaited, and the next one is {coming and coming[0]}")
+        self.coming[way] = self._post(way)
+        coming[1].wait()
+        # Its sender has done all that comes before it, and so got what that needs.
+        source = self._source(message)
         done = self.turns[message._replace(stage=source)]
-        self._let_go(lambda each: each.stage % self.mesh.pp == source % self.mesh.pp and self.turns[each] < done)
-        return x
+        self._let_go(lambda each: (each.stage - source) % self.mesh.pp == 0 and self.turns[each] < done)
+        return coming[2]
 
-    def send(self, message: Message, x: Tensor) -> None:
-        x, target = x.detach().contiguous(), message.stage % self.mesh.pp
-        if self.bounded and target > 0:
-            while len(self.sent) > 1:
-                self.sent.pop(0)[1].wait()
-        work = dist.isend(x, group=self._group(message.way, self.mesh.pp_rank, target), group_dst=target)
+    def send(self, way: int, micro: int, stage: int, x: Tensor) -> None:
+        message, x, rank = Message(way, micro, stage), x.detach().contiguous(), stage % self.mesh.pp
+        if self.patient and rank > 0 and len(self.sent) > 1:
+            self.sent.pop(0)[1].wait()
+        work = dist.isend(x, group=self._group(way, self.mesh.pp_rank, rank), group_dst=rank)
         assert work is not None
         self.sent.append((message, work, x))
 
     def end(self) -> None:
+        """Until all that was sent has come."""
         self._let_go(lambda each: True)
 
     def _let_go(self, has_come: Callable[[Message], bool]) -> None:
@@ -92,16 +97,130 @@ class Messages:
                 work.wait()
         self.sent = [each for each in self.sent if not has_come(each[0])]
 
+    def _source(self, message: Message) -> int:
+        """The virtual stage that sends it; nobody does where there is none."""
+        return message.stage - 1 if message.way == FORWARD else message.stage + 1
+
     def _post(self, way: int) -> tuple[Message, Work, Tensor] | None:
-        message = next(self.awaited[way], None)
-        source = None if message is None else self.source(message)
-        if message is None or source is None:
+        if (message := next(self.awaited[way], None)) is None:
             return None
-        x, rank = self.like.new_empty(self.shape(message.micro)), source % self.mesh.pp
+        x, rank = self.like.new_empty(self.shape(message.micro)), self._source(message) % self.mesh.pp
         work = dist.irecv(x, group=self._group(way, rank, self.mesh.pp_rank), group_src=rank)
         assert work is not None
         return message, work, x
 
-    def _group(self, way: int, source: int, target: int) -> dist.ProcessGroup:
+    def _group(self, way: int, source: int, target: int) -> ProcessGroup:
         around = source > target if way == FORWARD else source < target
         return self.mesh.edges[way + 2 * around]
+
+
+class Pipeline:
+    """The passes of one rank, which has `gpt.chunks` of the blocks."""
+
+    def __init__(self, gpt: GPT, mesh: Mesh, gradients: Gradients, name: str, sequence_parallel: bool) -> None:
+        self.gpt, self.mesh, self.gradients, self.name = gpt, mesh, gradients, name
+        self.split = mesh.tp if sequence_parallel else 1  # ranks that share the tokens of a residual stream out
+        self.like = gradients.shards[0]
+        self.later = Later()
+        if name == "zb-h1":
+            gradients.later = self.later
+            for module in gpt.blocks.modules():
+                if isinstance(module, Linear | SplitWeight):
+                    module.later = self.later
+
+    def step(self, rows: Sequence[Tensor], share: float, z_loss: float, scaled: Callable[[Tensor], Tensor]) -> Tensor:
+        """Forward and backward passes of micro-batches of tokens (n, T + 1), each `share` of the batch; this rank's
+        part () of the batch's mean loss, which is 0 but on the last stage.
+        """
+        lists = _schedule(self.name, self.mesh.pp, len(rows), len(self.gpt.chunks))
+        actions, messages = lists[self.mesh.pp_rank], self._messages(lists, rows)
+        ends = {action.chunk: turn for turn, action in enumerate(actions) if action.kind in ("backward", "weight")}
+        graphs = dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]]()
+        left = dict[tuple[int, int], Left]()
+        total = torch.zeros((), dtype=self.gradients.wide, device=self.like.device)
+        # A penalty's gradient is that of the mean loss, which only the last stage computes.
+        self.gpt.slope[:] = [scaled(total.new_full((), share))]
+        for turn, (kind, micro, chunk) in enumerate(actions):
+            place, stage = (micro, chunk), self._stage(chunk)
+            if kind == "forward":
+                x, y = self._forward(messages, micro, chunk, rows[micro][:, :-1])
+                if stage == messages.last:
+                    loss = self.gpt.score(y, rows[micro][:, 1:], z_loss=z_loss) * share
+                    total += loss.detach()
+                    graphs[place] = x, scaled(loss)
+                else:
+                    messages.send(FORWARD, micro, stage + 1, y)
+                    graphs[place] = x, get_gradient_edge(y)  # not y, which ends when it has come
+                    del y
+            elif kind == "backward":
+                with self.gradients.micro_batch(turn == ends[chunk], chunk):
+                    self._backward(messages, micro, chunk, *graphs.pop(place))
+            elif kind == "input":
+                with self.later.leave() as left[place]:
+                    self._backward(messages, micro, chunk, *graphs.pop(place))
+            else:
+                with self.gradients.micro_batch(turn == ends[chunk], chunk), torch.no_grad():
+                    self.gradients.add_all(left.pop(place))
+        messages.end()
+        return total
+
+    @torch.no_grad()
+    def losses(self, windows: Tensor, beat: Callable[[], None], batch_tokens: int = 16384) -> Tensor:
+        """As `sequence_losses`, on every rank; called on all at once."""
+        rows = windows.to(self.like.device).split(max(1, batch_tokens // (windows.shape[1] - 1)))
+        groups = [range(first, min(first + self.mesh.pp, len(rows))) for first in range(0, len(rows), self.mesh.pp)]
+        chunks = range(len(self.gpt.chunks))
+        actions = [Action("forward", micro, chunk) for group in groups for chunk in chunks for micro in group]
+        messages = self._messages([actions] * self.mesh.pp, rows, patient=True)
+        found = torch.zeros(len(windows), dtype=torch.float64, device=self.like.device)
+        for _, micro, chunk in actions:
+            beat()
+            stage = self._stage(chunk)
+            _, y = self._forward(messages, micro, chunk, rows[micro][:, :-1])
+            if stage == messages.last:
+                losses = self.gpt.score(y, rows[micro][:, 1:], reduction="none").double().sum(1)
+                found[micro * len(rows[0]) :][: len(losses)] = losses
+            else:
+                messages.send(FORWARD, micro, stage + 1, y)
+        messages.end()
+        dist.broadcast(found, group=self.mesh.pp_group, group_src=self.mesh.pp - 1)
+        return read(found)
+
+    def loads(self) -> Tensor:
+        """As `GPT.loads`, of the blocks of all stages; called on all ranks at once."""
+        config = self.gpt.config
+        every = torch.zeros(config.depth, config.experts, dtype=torch.int64, device=self.like.device)
+        loads = self.gpt.loads()
+        mine = [number for chunk in self.gpt.chunks for number in chunk if number >= config.dense_layers]
+        if loads is not None:
+            every[mine] = loads
+        dist.all_reduce(every, group=self.mesh.pp_group)
+        return every[config.dense_layers :]
+
+    def _stage(self, chunk: int) -> int:
+        return chunk * self.mesh.pp + self.mesh.pp_rank
+
+    def _messages(self, lists: Lists, rows: Sequence[Tensor], patient: bool = False) -> Messages:
+        def shape(micro: int) -> tuple[int, ...]:
+            count, length = len(rows[micro]), rows[micro].shape[1] - 1
+            width = self.gpt.config.width
+            return (count * length // self.split, width) if self.split > 1 else (count, length, width)
+
+        return Messages(lists, len(self.gpt.chunks), self.mesh, shape, self.like, patient)
+
+    def _forward(self, messages: Messages, micro: int, chunk: int, tokens: Tensor) -> tuple[Tensor | None, Tensor]:
+        """What a chunk gets of another stage, and gives."""
+        stage = self._stage(chunk)
+        if stage == 0:
+            return None, self.gpt.through(self.gpt.embedding(tokens), tokens)
+        x = messages.receive(FORWARD, micro, stage).requires_grad_(torch.is_grad_enabled())
+        return x, self.gpt.through(x, tokens, chunk)
+
+    def _backward(
+        self, messages: Messages, micro: int, chunk: int, x: Tensor | None, root: Tensor | GradientEdge
+    ) -> None:
+        stage = self._stage(chunk)
+        torch.autograd.backward(root, None if stage == messages.last else messages.receive(BACKWARD, micro, stage))
+        if x is not None:
+            assert x.grad is not None
+            messages.send(BACKWARD, micro, stage - 1, x.grad)

@@ -202,7 +202,9 @@ class Zero:
         self.peaks = torch.tensor([group.learning_rate for group in groups], dtype=wide_rate, device=device)
         self.rates = torch.zeros_like(self.peaks)
         gathered = stage == 3 and mesh.data_group is not None
-        self.layouts = layouts_of(gpt, groups, bucket_mb, dtype, mesh.data, gathered=gathered, ep=mesh.ep, ends=mesh.pp > 1)
+        self.layouts = layouts_of(
+            gpt, groups, bucket_mb, dtype, mesh.data, gathered=gathered, ep=mesh.ep, ends=mesh.pp > 1
+        )
         self.buckets = [shared(layout, mesh, stage) for layout in self.layouts]
         # Everybody keeps the gradient norm of its slice; at stage 0 it owns the other slices as well.
         slices, self.owned = [one.slice for one in self.buckets], [one.owned for one in self.buckets]
@@ -403,9 +405,7 @@ def layouts_of(
     sizes = {name: p.numel() for name, p in gpt.named_parameters()}
     limit = max(1, int(bucket_mb * 2**20 / dtype.itemsize))
     table = "embedding.weight" if ends and gpt.config.tied_embeddings and "embedding.weight" in sizes else None
-    return bucket_layouts(
-        sizes, numbers, limit, ranks, gathered=gathered, ep=ep, chunk_of=gpt.chunk_of, ends=table
-    )
+    return bucket_layouts(sizes, numbers, limit, ranks, gathered=gathered, ep=ep, chunk_of=gpt.chunk_of, ends=table)
 
 
 def square(values: Tensor, wide: torch.dtype) -> Tensor:
