@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,6 +43,19 @@ def by_weight(gradient: Callable[[], Tensor], keeper: Keeper) -> Tensor | None:
         return gradient()
     keeper[0].left.append((keeper[1], gradient))
     return None
+
+
+def add_ready(older: Iterable[Left], newest: Left) -> None:
+    """Adds gradients that are there, such as a table's, to those of a later pass: they would wait side by side."""
+    sums = {id(parameter): gradient for parameter, gradient in newest if isinstance(gradient, Tensor)}
+    for left in older:
+        kept: Left = []
+        for parameter, gradient in left:
+            if isinstance(gradient, Tensor) and id(parameter) in sums:
+                sums[id(parameter)].add_(gradient)
+            else:
+                kept.append((parameter, gradient))
+        left[:] = kept
 
 
 def rows_product(dy: Tensor, x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup, Work
 
 from ..hardware import read
 from ..model.gpt import GPT
-from ..model.later import Later, Left, Linear
+from ..model.later import Later, Left, Linear, add_ready
 from .data import Gradients
 from .mesh import Mesh
 from .schedules import Action, Lists, schedule
@@ -156,8 +156,10 @@ class Pipeline:
                 with self.gradients.micro_batch(turn == ends[chunk], chunk):
                     self._backward(messages, micro, chunk, *graphs.pop(place))
             elif kind == "input":
+                older = [each for (_, other), each in left.items() if other == chunk]
                 with self.later.leave() as left[place]:
                     self._backward(messages, micro, chunk, *graphs.pop(place))
+                add_ready(older, left[place])
             else:
                 with self.gradients.micro_batch(turn == ends[chunk], chunk), torch.no_grad():
                     self.gradients.add_all(left.pop(place))
