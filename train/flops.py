@@ -17,6 +17,7 @@ flops_optimizer   what the matrix products of the updates execute, beside these 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from .config import ModelConfig, RunConfig
 from .model.shape import Parameter, model_shape
@@ -58,9 +59,11 @@ def block_flops(model: ModelConfig, sequence_length: int) -> list[int]:
 
 def stage_blocks(config: RunConfig) -> list[range]:
     """The blocks of each virtual stage of a pipeline (`parallel/schedules.py`); the last one has the head as well."""
-    costs = block_flops(config.model, config.data.sequence_length)
-    head = 2 * model_shape(config.model).table
-    return divide(costs, config.parallel.pp * config.parallel.chunks, last=head)
+    costs = tuple(block_flops(config.model, config.data.sequence_length))
+    return _divided(costs, config.parallel.pp * config.parallel.chunks, 2 * model_shape(config.model).table)
+
+
+_divided = lru_cache(maxsize=256)(lambda costs, stages, head: divide(costs, stages, last=head))  # planning asks often
 
 
 def training_flops_per_token(model: ModelConfig, sequence_length: int) -> int:

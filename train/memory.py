@@ -59,7 +59,7 @@ class Memory:
     optimizer: int  # fp32 master weights, where the weights are not, and two moments
     gathered: int  # stage 3: whole weights of what is at work
     reduction: int  # whole or fp32 copies of the gradients that are on their way
-    activations: int  # kept by all blocks for the backward pass, and the mask of attention that they share
+    activations: int  # kept by all blocks for the backward pass, the mask that they share, messages of a pipeline
     head: int  # kept by the final norm, the head and the loss
     loss_workspace: int  # derivatives by the logits
     block_workspace: int  # derivatives, and activations computed again, in the backward pass of one block
@@ -88,10 +88,13 @@ def memory(config: RunConfig, device: str = "cuda") -> Memory:
     lists = schedule(parallel.schedule, parallel.pp, passes, parallel.chunks)
     worst: dict[tuple[Share, tuple[Share, ...]], list[int]] = {}  # what is kept beside each chunk
     for actions, (share, chunks) in zip(lists, ranks_of(config, device), strict=True):
-        sizes = [kept_by_blocks(chunk, chunk.depth) + kept_by_end(chunk) for chunk in chunks]
+        sizes = [kept_by_blocks(chunk, chunk.depth) + kept_by_head(chunk) * chunk.scores for chunk in chunks]
+        # For weight gradients inputs and derivatives of products, about as much as blocks keep that recompute none.
+        left = [kept_by_blocks(replace(chunk, recompute="none"), chunk.depth) for chunk in chunks]
         beside = [0] * len(chunks)
-        for (kind, _, chunk), kept in zip(actions, in_flight(actions, sizes), strict=True):
-            beside[chunk] = max(beside[chunk], kept - (kind in ("forward", "input")) * sizes[chunk])
+        for (kind, _, chunk), kept in zip(actions, in_flight(actions, sizes, left), strict=True):
+            own = {"forward": sizes[chunk], "input": min(sizes[chunk], left[chunk])}.get(kind, 0)
+            beside[chunk] = max(beside[chunk], kept - own)
         worst[share, chunks] = [*map(max, beside, worst.get((share, chunks), beside))]
     return max((_of_rank(config, *held, beside) for held, beside in worst.items()), key=lambda memory: memory.peak)
 
@@ -108,11 +111,6 @@ def ranks_of(config: RunConfig, device: str = "cuda") -> list[tuple[Share, tuple
         return replace(whole, depth=depth, experts=experts, embeds=ends[0], scores=ends[1])
 
     return [(held(blocks[rank::pp]), tuple(held([one]) for one in blocks[rank::pp])) for rank in range(pp)]
-
-
-def kept_by_end(share: Share) -> int:
-    """After the last block: by the head, or what goes to the next stage."""
-    return kept_by_head(share) if share.scores else share.rows * share.width * share.itemsize
 
 
 def _of_rank(config: RunConfig, share: Share, chunks: Sequence[Share], beside: Sequence[int]) -> Memory:
@@ -134,6 +132,8 @@ def _of_rank(config: RunConfig, share: Share, chunks: Sequence[Share], beside: S
     mask = 0
     if has_mask(share) and not (share.recompute == "none" and keeps_softmax(share)):
         mask = (share.sequences if share.documents else 1) * share.length**2 * share.itemsize
+    # On each way of a pipeline a message that is awaited, and one that may not have come.
+    messages = 4 * share.rows * share.width * share.itemsize if parallel.pp > 1 else 0
     table = share.table * share.itemsize if share.embeds or share.scores else 0
     # The head's part of a tied table's gradient, until the embedding's comes.
     waiting = table if share.tied and share.embeds and share.scores else 0
@@ -141,18 +141,18 @@ def _of_rank(config: RunConfig, share: Share, chunks: Sequence[Share], beside: S
     travelling = [reduction_bytes(buckets, share, parallel.data, stage, done) for done in range(depth + 1)]
     left = [(chunk, blocks) for chunk in reversed(range(len(chunks))) for blocks in range(chunks[chunk].depth, 0, -1)]
     kept = [beside[chunk] + kept_by_blocks(chunks[chunk], blocks) for chunk, blocks in left]
-    backward = [mask + kept[done] + gathered[done] + travelling[done] for done in range(depth)]
+    backward = [mask + messages + kept[done] + gathered[done] + travelling[done] for done in range(depth)]
     return Memory(
         **held,
         gathered=max(gathered),
         reduction=max(travelling),
-        activations=mask + max(kept),
+        activations=mask + messages + max(kept),
         head=head,
         loss_workspace=at_loss,
         block_workspace=in_block,
         table_gradients=waiting + table,
         moments={
-            "loss": state + gathered_bytes(buckets, share, stage, None) + mask + kept[0] + head + at_loss,
+            "loss": state + gathered_bytes(buckets, share, stage, None) + mask + messages + kept[0] + head + at_loss,
             "backward": state + waiting + in_block + max(backward),
             "embedding": state + beside[0] + waiting + table + gathered[-1] + travelling[-1],
             "update": state + travelling[-1] + whole_workspace(share, config),
@@ -228,7 +228,7 @@ def buckets_of(share: Share, config: RunConfig) -> tuple[Bucket, ...]:
     return _buckets_of(alike, limit, parallel.data, parallel.ep, stage_of(config), roles)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _buckets_of(
     share: Share, limit: int, ranks: int, ep: int, stage: int, whole: tuple[str, ...]
 ) -> tuple[Bucket, ...]:

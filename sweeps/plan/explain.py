@@ -16,8 +16,9 @@ from ...train.planner.planner import Candidate, Choice, Hardware, choose, gigaby
 from ...train.planner.validation import validate
 from ..config import ClusterConfig
 from ..terminal import console, plain_table, say, short
+from .gantt import predicted, print_gantt
 
-SETTINGS = ("tp", "dp", "zero", "micro_batch_size", "recompute")  # of `parallel`, that a choice sets
+SETTINGS = ("tp", "dp", "pp", "zero", "micro_batch_size", "recompute")  # of `parallel`, that a choice sets
 
 
 def read_run(path: Path) -> RunConfig:
@@ -91,8 +92,9 @@ def print_choice(choice: Choice) -> None:
         f"sequences of {config.data.sequence_length} tokens a step, {config.precision}, on {choice.ranks} ranks"
     )
     say(choice.why())
-    columns = ("tp", "dp", "zero", "micro-batch", "recompute", "s a step", "GB", "verdict")
-    table = plain_table(columns, ("recompute", "verdict"), "the fastest of each tp and ZeRO stage, in time's order")
+    columns = ("tp", "dp", "pp", "zero", "micro-batch", "recompute", "s a step", "GB", "verdict")
+    title = "the fastest of each tp and ZeRO stage, with a pipeline and without, in time's order"
+    table = plain_table(columns, ("recompute", "verdict"), title)
     for candidate in choice.notable():
         table.add_row(
             *(str(getattr(candidate.parallel, name)) for name in SETTINGS),
@@ -112,7 +114,12 @@ def print_choice(choice: Choice) -> None:
     for size, spent in zip_longest(left, right, fillvalue=("", "")):
         table.add_row(*size, *spent)
     console().print(table)
-    say("use it with: " + " ".join(f"parallel.{name}={getattr(best.parallel, name)}" for name in SETTINGS))
+    changed = [name for name in ("ep", "chunks") if getattr(best.parallel, name) != getattr(config.parallel, name)]
+    say("use it with: " + " ".join(f"parallel.{name}={getattr(best.parallel, name)}" for name in (*SETTINGS, *changed)))
+    if (shown := best.parallel if best.parallel.pp > 1 else config.parallel).pp > 1:
+        name = "chosen" if shown is best.parallel else "as configured"
+        piped = dataclasses.replace(config, parallel=shown)
+        print_gantt(predicted(piped, choice.hardware), f"{shown.schedule} of {shown.pp} stages, {name}")
 
 
 def explain_runs(runs: list[RunConfig], cluster: ClusterConfig, flops_per_second: float) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,15 +16,23 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
-from isoflop.train.memory import bucket_sizes, halved_micro_batch, memory, state_bytes
+from isoflop.train.memory import (
+    bucket_sizes,
+    halved_micro_batch,
+    kept_by_blocks,
+    kept_by_head,
+    memory,
+    ranks_of,
+    state_bytes,
+)
 from isoflop.train.model.block import _RMSNorm
 from isoflop.train.model.gpt import GPT, RMSNorm
 from isoflop.train.model.parametrization import empty_model, parameter_groups
-from isoflop.train.model.shape import micro_batches, share_of
+from isoflop.train.model.shape import Share, micro_batches, share_of
 from isoflop.train.parallel.mesh import Mesh
 from isoflop.train.parallel.tensor import split_model
 from isoflop.train.parallel.zero import Zero
-from isoflop.train.planner.planner import Hardware, choose
+from isoflop.train.planner.planner import Hardware, choose, forward_flops
 from isoflop.train.precision import compute_dtype
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -358,6 +368,68 @@ def test_activations_on_a_gpu_are_what_its_kernels_keep(monkeypatch: pytest.Monk
             gpt = empty_model(model, config.optimizer, 256).to(compute_dtype(precision))
             said = memory(config, "cuda")
             assert said.activations + said.head == pytest.approx(kept_bytes(gpt, config, meta), rel=0.01)
+
+
+def piped(model: ModelConfig, **parallel: Any) -> RunConfig:
+    config = run_config(model, micro_batches=8)
+    config.parallel = replace(config.parallel, **parallel)
+    return config
+
+
+UNTIED = replace(PLAIN, depth=8, tied_embeddings=False)
+LAYERED = replace(MIXED, depth=8, dense_layers=3)
+
+
+@pytest.mark.parametrize("model", [UNTIED, replace(PLAIN, depth=8), LAYERED], ids=["untied", "tied", "experts"])
+@pytest.mark.parametrize(("pp", "chunks"), [(2, 1), (4, 1), (2, 2), (2, 3)])
+def test_stages_hold_each_block_once_and_a_tied_table_twice(model: ModelConfig, pp: int, chunks: int) -> None:
+    config = piped(model, pp=pp, chunks=chunks, schedule="interleaved" if chunks > 1 else "1f1b")
+    ranks, whole = ranks_of(config), share_of(config)
+
+    def kinds(shares: list[Share]) -> Counter[str]:
+        names = (parameter.name for share in shares for parameter in share.parameters)
+        return Counter(re.sub(r"blocks\.\d+", "blocks", name) for name in names)
+
+    for held in ([share for share, _ in ranks], [chunk for _, chunks in ranks for chunk in chunks]):
+        twice = Counter(["embedding.weight"] if model.tied_embeddings else [])
+        assert kinds(held) == kinds([whole]) + twice
+        assert sum(map(forward_flops, held)) == forward_flops(whole)
+
+
+def test_a_schedule_keeps_its_micro_batches_activations() -> None:
+    share = share_of(piped(UNTIED))
+    one, messages = kept_by_blocks(share, 2), 4 * share.rows * share.width * share.itemsize  # of four stages
+
+    def kept(name: str, chunks: int = 1, passes: int = 8) -> int:
+        config = piped(UNTIED, pp=4, schedule=name, chunks=chunks)
+        config.optimizer.batch_size = passes * (config.parallel.micro_batch_size or 0)
+        return memory(config).activations - messages
+
+    # The first rank's four micro-batches, of any number; all of them, with what the head keeps of the others.
+    assert kept("1f1b") == kept("1f1b", passes=32) == kept("zb-h1") == 4 * one
+    for passes in (8, 12):
+        assert kept("gpipe", passes=passes) == passes * one + (passes - 1) * kept_by_head(share)
+    assert kept("interleaved", 2) == 11 * kept_by_blocks(share, 1)  # 2 * 3 + 1 * 4 + 1
+
+
+def test_the_worst_rank_of_a_pipeline_is_what_is_said() -> None:
+    wide = replace(UNTIED, vocab_size=20000)  # the last rank keeps a head for every micro-batch under way
+    assert memory(piped(wide, pp=4, schedule="gpipe")).worst == "loss"
+    # Rank 0 keeps four micro-batches' blocks, and an embedding.
+    deep = piped(replace(UNTIED, width=64, heads=4), pp=4)
+    first = ranks_of(deep)[0][0]
+    assert memory(deep).parameters == 4 * sum(bucket_sizes(first, deep))
+    # Recomputed blocks keep their inputs alone, until input gradients leave what weight gradients need.
+    full = [memory(piped(UNTIED, pp=4, schedule=name, recompute="full")) for name in ("1f1b", "zb-h1")]
+    assert full[1].activations > 3 * full[0].activations
+    state = [memory(piped(UNTIED, pp=2, dp=2, zero=zero)).state for zero in (0, 1, 2)]
+    assert state[0] > state[1] > state[2]
+
+
+def test_ranks_of_parts_of_sequences_share_state_as_data_parallel_ones_do() -> None:
+    for zero in (0, 1, 2, 3):
+        by_dp, by_cp = (memory(piped(UNTIED, zero=zero, **axis)) for axis in ({"dp": 4}, {"dp": 2, "cp": 2}))
+        assert by_dp.state == by_cp.state
 
 
 def test_what_tensor_parallel_ranks_compute_adds_up_to_the_whole() -> None:

@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 Kind = Literal["forward", "backward", "input", "weight"]  # backward: the gradients by input and by weights at once
@@ -45,6 +45,11 @@ class Event:
     chunk: int
     start: float  # seconds
     end: float
+
+
+def to_json(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """A trace as plain values, such as `read_document(path, list[Event])` reads."""
+    return [dict(vars(event)) for event in events]
 
 
 def schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> list[list[Action]]:
@@ -93,25 +98,21 @@ def check(lists: Lists, stages: int, micro_batches: int, chunks: int) -> None:
         if wrong := next(iter((wanted - found) + (found - wanted)), None):
             raise ValueError(f"rank {rank} does {found[wrong]} times the {wrong}; it must do so {wanted[wrong]} times")
     for rank in range(stages) if stages > 1 else ():
-        _check_receives(lists, rank, chunks, 1, ("forward",))
-        _check_receives(lists, rank, chunks, -1, ("backward", "input"))
+        _check_receives(lists, rank, 1, ("forward",), range(1, stages * chunks))
+        _check_receives(lists, rank, -1, ("backward", "input"), range(stages * chunks - 1))
     simulate(lists)
 
 
-def _check_receives(lists: Lists, rank: int, chunks: int, step: int, kinds: tuple[str, ...]) -> None:
+def _check_receives(lists: Lists, rank: int, step: int, kinds: Sequence[str], receiving: range) -> None:
     """Whether a rank awaits in their order what another one sends to the virtual stage that is `step` on."""
     stages, sender = len(lists), (rank - step) % len(lists)
-    sent = [(one.micro, one.chunk * stages + sender + step) for one in lists[sender] if one.kind in kinds]
-    arriving = iter([(micro, virtual) for micro, virtual in sent if 0 <= virtual < stages * chunks])
+    sent = ((one.micro, one.chunk * stages + sender + step) for one in lists[sender] if one.kind in kinds)
+    arriving = (message for message in sent if message[1] in receiving)
     for action in lists[rank]:
         virtual = action.chunk * stages + rank
-        if action.kind in kinds and 0 <= virtual - step < stages * chunks:
-            micro, place = next(arriving)
-            if (micro, place) != (action.micro, virtual):
-                raise ValueError(
-                    f"rank {rank} awaits a message of rank {sender} before {action}; the one that comes is for "
-                    f"micro-batch {micro} in chunk {place // stages}"
-                )
+        if action.kind in kinds and virtual in receiving and (come := next(arriving)) != (action.micro, virtual):
+            meant = f"micro-batch {come[0]} in chunk {come[1] // stages}"
+            raise ValueError(f"rank {rank} awaits rank {sender} before {action}; its next message is for {meant}")
 
 
 def simulate(
@@ -171,27 +172,31 @@ def bubbles(events: Sequence[Event]) -> list[float]:
     return [max(e.end for e in one) - min(e.start for e in one) - sum(e.end - e.start for e in one) for one in own]
 
 
-def in_flight(actions: Sequence[Action], sizes: Sequence[int]) -> list[int]:
-    """Activations that a rank keeps after each action, in units of which a micro-batch has so many in each chunk."""
-    change = {"forward": 1, "input": 0}
-    return list(accumulate(change.get(action.kind, -1) * sizes[action.chunk] for action in actions))
+def in_flight(actions: Sequence[Action], sizes: Sequence[int], left: Sequence[int] | None = None) -> list[int]:
+    """What a rank keeps after each action, of which a micro-batch has `sizes` in each chunk, from its input gradients
+    to its weight gradients `left`, by default as much.
+    """
+    changes = []
+    for kind, _, chunk in actions:
+        size, later = sizes[chunk], (left or sizes)[chunk]
+        changes.append({"forward": size, "input": later - size, "weight": -later, "backward": -size}[kind])
+    return list(accumulate(changes))
 
 
-def divide(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """Contiguous blocks of each virtual stage, at least one, with the smallest dearest share; then as even as can be.
+def divide(costs: Sequence[float], stages: int, last: float = 0.0) -> list[range]:
+    """Contiguous blocks of each virtual stage, at least one, with the smallest dearest share; the others near the mean.
 
     Args:
         costs: of each block, at least `stages` of them.
-        first: what the first stage has beside its blocks; `last` alike.
+        last: what the last stage has beside its blocks.
     """
-    count = len(costs)
-    sums = [0.0, *accumulate(costs)]
+    count, sums = len(costs), [0.0, *accumulate(costs)]
 
     def cost(stage: int, start: int, end: int) -> float:
-        return sums[end] - sums[start] + (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
+        return sums[end] - sums[start] + (last if stage == stages - 1 else 0)
 
     def furthest(most: float) -> list[int]:
-        """Blocks that the first stages can have together, none dearer than `most`; fewer stages if one is."""
+        """Blocks that the first 0, 1, 2, … stages can have together, none dearer than `most`; up to the one that is."""
         ends = [0]
         for stage in range(stages):
             end, limit = ends[-1], count - (stages - 1 - stage)
@@ -202,7 +207,7 @@ def divide(costs: Sequence[float], stages: int, first: float = 0.0, last: float 
             ends.append(end)
         return ends
 
-    low, most = 0.0, cost(0, 0, count) + last
+    low, most = 0.0, sums[-1] + last
     while low < (middle := (low + most) / 2) < most:
         low, most = (low, middle) if furthest(middle)[stages:] == [count] else (middle, most)
     ends, end, shares = furthest(most), count, list[range]()

@@ -328,14 +328,14 @@ class Choice:
         return said
 
     def notable(self) -> list[Candidate]:
-        """Worth a line, fastest first: per tp, pp and ZeRO stage the fastest that fits, and one that does not if it
-        beats the choice.
+        """Worth a line, fastest first: per tp and ZeRO stage, with a pipeline and without, the fastest that fits, and
+        one that does not if it beats the choice.
         """
-        seen: set[tuple[int, int, int, bool]] = set()
+        seen: set[tuple[int, bool, int, bool]] = set()
         lines = []
         for candidate in self.candidates:
             fits = self.fits(candidate)
-            kind = (candidate.parallel.tp, candidate.parallel.pp, candidate.parallel.zero, fits)
+            kind = (candidate.parallel.tp, candidate.parallel.pp > 1, candidate.parallel.zero, fits)
             beaten = not fits and self.best is not None and candidate.time.total > self.best.time.total
             if kind not in seen and (candidate is self.best or not beaten):
                 seen.add(kind)

@@ -269,36 +269,29 @@ def _pipeline_refusal(config: RunConfig) -> str | None:
         return f"parallel.chunks is {chunks} with {held}; it must be 1, or stages be interleaved"
     if pp == 1:
         return None
-    most = depth // 2 if interleaved else depth
-    if pp > most:
+    if pp > (most := depth // 2 if interleaved else depth):
         said = "each of its stages has two chunks or more" if interleaved else "each stage has a block or more"
         return f"parallel.pp is {pp}; {said} of model.depth {depth}, so that it must be at most {max(1, most)}"
     if interleaved and not 2 <= chunks <= depth // pp:
-        return (
-            f"parallel.chunks is {chunks} with parallel.pp {pp} and model.depth {depth}; interleaved, it must be 2 to "
-            f"{depth // pp}, or parallel.schedule be 1f1b"
-        )
+        said = f"interleaved, it must be 2 to {depth // pp}, or parallel.schedule be 1f1b"
+        return f"parallel.chunks is {chunks} with parallel.pp {pp} and model.depth {depth}; {said}"
     if parallel.compile and parallel.schedule == "zb-h1":
         return "parallel.compile is true with parallel.schedule zb-h1, whose backward pass is split; it must be false"
     if parallel.zero == 3:
-        return (
-            f"parallel.zero is 3 with parallel.pp {pp}; it must be 0, 1 or 2, for weights would be gathered anew for "
-            "every micro-batch"
-        )
+        said = "it must be 0, 1 or 2, for weights would be gathered anew for every micro-batch"
+        return f"parallel.zero is 3 with parallel.pp {pp}; {said}"
     count, share = micro_batches(config), config.optimizer.batch_size // parallel.dp
     if not interleaved or count % pp == 0:
         return None
-    micro, said = parallel.micro_batch_size, f"a multiple of parallel.pp {pp}"
     if sizes := [size for size in divisors_of(share) if share // size % pp == 0]:
+        micro = parallel.micro_batch_size
         return (
             f"parallel.micro_batch_size is {micro}, which gives {counted(count, 'micro-batch', 'micro-batches')}; "
-            f"interleaved, they must be {said}, so that it can be {_nearest(micro or share, sizes)}"
+            f"interleaved, they must be a multiple of parallel.pp {pp}: {_nearest(micro or share, sizes)}"
         )
     stages = _nearest(pp, [stages for stages in divisors_of(share) if 1 < stages <= depth // chunks])
-    return (
-        f"parallel.pp is {pp} and a rank has {counted(share, 'sequence')} a step; interleaved, it must divide them, so "
-        f"that it can be {f'{stages}, or ' if stages else ''}parallel.schedule 1f1b"
-    )
+    said = f"interleaved, it must divide them: {stages}" if stages else "parallel.schedule must be 1f1b"
+    return f"parallel.pp is {pp} and a rank has {counted(share, 'sequence')} a step; {said}"
 
 
 def _experts_refusal(config: RunConfig) -> str | None:

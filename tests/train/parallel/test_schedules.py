@@ -1,0 +1,296 @@
+"""Schedules end, keep and wait as their papers say, and what is no schedule is refused; blocks are divided by cost."""
+
+from __future__ import annotations
+
+import graphlib
+import json
+import random
+from collections.abc import Iterator
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import pytest
+from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from isoflop.train.errors import UserError
+from isoflop.train.files import read_document
+from isoflop.train.flops import block_flops, stage_blocks, training_flops_per_token
+from isoflop.train.parallel.schedules import (
+    SCHEDULES,
+    Action,
+    Event,
+    bubbles,
+    check,
+    divide,
+    in_flight,
+    schedule,
+    simulate,
+    to_json,
+)
+from isoflop.train.planner.validation import check_shapes, check_world, working_shapes
+
+# What docs/parallel.md says, by rank r of S stages, M micro-batches and V chunks, in times of one forward action.
+BUBBLE = {
+    "gpipe": lambda r, S, M, V: 3 * (S - 1 - r),
+    "1f1b": lambda r, S, M, V: 3 * (S - 1 - r),
+    "interleaved": lambda r, S, M, V: 3 * (S - 1 - r),
+    "zb-h1": lambda r, S, M, V: S - 1 - r,
+}
+KEPT = {
+    "gpipe": lambda r, S, M, V: M,
+    "1f1b": lambda r, S, M, V: min(S - r, M),
+    "interleaved": lambda r, S, M, V: min(2 * (S - 1 - r) + (V - 1) * S + 1, M * V),
+    "zb-h1": lambda r, S, M, V: min(S, M),
+}
+
+
+def cases(stages: int = 8, micro_batches: int = 12, chunks: int = 4) -> Iterator[tuple[str, int, int, int]]:
+    for name in SCHEDULES:
+        for S in range(1, stages + 1):
+            for M in range(1, micro_batches + 1):
+                for V in range(1, chunks + 1) if name == "interleaved" else (1,):
+                    if V == 1 or M % S == 0:
+                        yield name, S, M, V
+
+
+def test_every_schedule_is_one() -> None:
+    tried = 0
+    for name, S, M, V in cases():
+        check(schedule(name, S, M, V), S, M, V)
+        tried += 1
+    assert tried > 400
+
+
+def test_bubble_and_activations_are_those_of_the_papers() -> None:
+    """Equal to the last bit: sums of ones round nothing."""
+    for name, S, M, V in cases():
+        lists = schedule(name, S, M, V)
+        assert [max(in_flight(actions, [1] * V)) for actions in lists] == [KEPT[name](r, S, M, V) for r in range(S)]
+        if name != "zb-h1" or M >= S:
+            assert bubbles(simulate(lists)) == [BUBBLE[name](r, S, M, V) for r in range(S)], (name, S, M, V)
+
+
+def test_fewer_micro_batches_than_stages_leave_zb_h1_more_bubble() -> None:
+    """The condition in the table is needed."""
+    short = [(S, M) for name, S, M, _ in cases() if name == "zb-h1" and M < S]
+    assert all(max(bubbles(simulate(schedule("zb-h1", S, M)))) > S - 1 for S, M in short)
+    assert short
+
+
+def test_the_clock_reckons_with_each_stage_and_with_sends() -> None:
+    """Two stages and two micro-batches, by hand."""
+    events = simulate(schedule("1f1b", 2, 2), [2.0, 3.0], [4.0, 5.0], [1.0, 2.0], send=0.5)
+    times = {(event.rank, event.kind, event.micro): (event.start, event.end) for event in events}
+    assert times == {
+        (0, "forward", 0): (0.0, 2.0), (0, "forward", 1): (2.0, 4.0), (1, "forward", 0): (2.5, 5.5),
+        (1, "backward", 0): (5.5, 12.5), (1, "forward", 1): (12.5, 15.5), (1, "backward", 1): (15.5, 22.5),
+        (0, "backward", 0): (13.0, 18.0), (0, "backward", 1): (23.0, 28.0),
+    }  # fmt: skip
+    # A single rank sends nothing to itself.
+    assert max(event.end for event in simulate(schedule("interleaved", 1, 2, 2), send=100.0)) == 12.0
+
+
+def ends(lists: list[list[Action]]) -> bool:
+    """Whether complete lists are right, by a graph: no circle, and on every channel first sent is first received."""
+    stages, before = len(lists), dict[tuple[int, Action], set[tuple[int, Action]]]()
+    count = stages * (1 + max(action.chunk for actions in lists for action in actions))
+    gradients = ("backward", "input")
+    done = {
+        (action.kind in gradients, action.micro, action.chunk * stages + rank): (rank, action)
+        for rank, actions in enumerate(lists) for action in actions if action.kind != "weight"
+    }  # fmt: skip
+    sent: dict[tuple[int, int, bool], list[tuple[int, int]]] = {}
+    got: dict[tuple[int, int, bool], list[tuple[int, int]]] = {}
+    for rank, actions in enumerate(lists):
+        for earlier, action in pairwise([None, *actions]):
+            assert action is not None
+            node, back, virtual = (rank, action), action.kind in gradients, action.chunk * stages + rank
+            before[node] = set() if earlier is None else {(rank, earlier)}
+            if action.kind == "weight":
+                before[node].add(done[True, action.micro, virtual])
+                continue
+            if back:
+                before[node].add(done[False, action.micro, virtual])
+            source, target = (virtual + 1, virtual - 1) if back else (virtual - 1, virtual + 1)
+            if 0 <= source < count:
+                before[node].add(done[back, action.micro, source])
+                got.setdefault((source % stages, rank, back), []).append((action.micro, virtual))
+            if 0 <= target < count:
+                sent.setdefault((rank, target % stages, back), []).append((action.micro, target))
+    try:
+        graphlib.TopologicalSorter(before).prepare()
+    except graphlib.CycleError:
+        return False
+    return stages == 1 or sent == got
+
+
+def refused(lists: list[list[Action]], S: int, M: int, V: int) -> str:
+    try:
+        check(lists, S, M, V)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_two_actions_swapped_are_refused_wherever_ranks_would_hang_or_mistake_a_message() -> None:
+    """Some swaps are schedules too; a graph of all actions says which."""
+    draw, verdicts = random.Random(0), []
+    every = [case for case in cases(5, 8, 3) if case[2] > 1 or case[1] > 1]
+    for _ in range(3000):
+        name, S, M, V = draw.choice(every)
+        lists = schedule(name, S, M, V)
+        actions = lists[draw.randrange(S)]
+        first = draw.randrange(len(actions) - 1)
+        second = draw.choice([first + 1, draw.randrange(first + 1, len(actions))])
+        actions[first], actions[second] = actions[second], actions[first]
+        verdicts.append(refused(lists, S, M, V) == "")
+        assert verdicts[-1] == ends(lists), (name, S, M, V, lists)
+    assert 100 < sum(verdicts) < 2000
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)])
+def test_an_action_that_is_missing_or_done_twice_or_another_is_refused(name: str, chunks: int) -> None:
+    for rank in range(4):
+        for place in range(len(schedule(name, 4, 4, chunks)[rank])):
+            for change in ("drop", "double", "micro", "chunk"):
+                lists = schedule(name, 4, 4, chunks)
+                action = lists[rank][place]
+                lists[rank][place : place + 1] = {
+                    "drop": [], "double": [action, action], "micro": [action._replace(micro=4)],
+                    "chunk": [action._replace(chunk=chunks)],
+                }[change]  # fmt: skip
+                assert refused(lists, 4, 4, chunks).startswith(f"rank {rank} does "), (rank, action, change)
+
+
+def test_a_refusal_names_the_rank_and_the_action() -> None:
+    lists = schedule("1f1b", 4, 4)
+    lists[1][:2] = lists[1][1::-1]
+    assert refused(lists, 4, 4, 1) == (
+        "rank 1 awaits rank 0 before forward of micro-batch 1 in chunk 0; its next message is for micro-batch 0 in "
+        "chunk 0"
+    )
+    lists = schedule("1f1b", 4, 4)
+    lists[3][:2] = lists[3][1::-1]
+    assert refused(lists, 4, 4, 1) == "rank 0 waits for ever before backward of micro-batch 0 in chunk 0"
+    assert refused(schedule("1f1b", 4, 4), 3, 4, 1) == "there are lists of 4 ranks; it must be 3"
+    del lists[2][-1]
+    assert "rank 2 does 0 times the " in refused(lists, 4, 4, 1)
+
+
+@pytest.mark.parametrize(("name", "micro_batches", "chunks"), [("1f1b", 4, 2), ("zb-h2", 4, 1), ("interleaved", 6, 2)])
+def test_what_is_no_schedule_is_not_made(name: str, micro_batches: int, chunks: int) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        schedule(name, 4, micro_batches, chunks)
+
+
+def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
+    events = simulate(schedule("zb-h1", 2, 3), forward=0.1)
+    (tmp_path / "trace.json").write_text(json.dumps(to_json(events)))
+    assert read_document(tmp_path / "trace.json", list[Event]) == events
+
+
+def dearest(costs: list[float], shares: list[range], last: float) -> float:
+    sums = [sum(costs[number] for number in share) for share in shares]
+    return max([*sums[:-1], sums[-1] + last])
+
+
+def test_no_other_division_has_a_cheaper_dearest_share() -> None:
+    draw = random.Random(0)
+    for _ in range(1500):
+        costs = [float(draw.choice([4, draw.randint(1, 9)])) for _ in range(draw.randint(1, 9))]
+        stages, last = draw.randint(1, len(costs)), draw.choice([0.0, 3.0, 20.0])
+        found = divide(costs, stages, last)
+        assert len(found) == stages
+        assert all(found)
+        assert [number for share in found for number in share] == list(range(len(costs)))
+        cuts = combinations(range(1, len(costs)), stages - 1)
+        every = ([range(*pair) for pair in pairwise((0, *cut, len(costs)))] for cut in cuts)
+        assert dearest(costs, found, last) == min(dearest(costs, shares, last) for shares in every)
+
+
+def a_run(depth: int = 8, batch: int = 8, model: dict[str, int] | None = None, **parallel: object) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(**{"depth": depth, "vocab_size": 256} | (model or {})), data=DataConfig(sequence_length=64),
+        optimizer=OptimizerConfig(batch_size=batch), parallel=ParallelConfig(**parallel),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_stages_count_the_head_and_what_a_token_uses_of_experts() -> None:
+    assert stage_blocks(a_run(pp=4)) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
+    # A head as dear as three blocks leaves the last stage the least; dense blocks below experts are cheaper.
+    block = block_flops(a_run().model, 64)[0]
+    wide = a_run(pp=4, depth=9, model={"vocab_size": 3 * block // (2 * 64)})
+    assert stage_blocks(wide) == [range(0, 2), range(2, 5), range(5, 8), range(8, 9)]
+    mixed = {"experts": 8, "expert_hidden": 512, "dense_layers": 4}
+    first, *_, last = stage_blocks(a_run(pp=2, model=mixed))
+    assert len(first) > len(last)
+    for run in (a_run(), wide, a_run(model=mixed)):
+        head = 2 * run.model.padded_vocab_size * run.model.width
+        assert 3 * (sum(block_flops(run.model, 64)) + head) == training_flops_per_token(run.model, 64)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (a_run(pp=9), "parallel.pp is 9; each stage has a block or more of model.depth 8, so that it must be at most "
+         "8"),
+        (a_run(pp=5, schedule="interleaved", chunks=2), "parallel.pp is 5; each of its stages has two chunks or more "
+         "of model.depth 8, so that it must be at most 4"),
+        (a_run(pp=2, schedule="interleaved", chunks=5), "parallel.chunks is 5 with parallel.pp 2 and model.depth 8; "
+         "interleaved, it must be 2 to 4, or parallel.schedule be 1f1b"),
+        (a_run(pp=2, schedule="interleaved"), "parallel.chunks is 1 with parallel.pp 2 and model.depth 8; interleaved, "
+         "it must be 2 to 4, or parallel.schedule be 1f1b"),
+        (a_run(pp=2, chunks=2), "parallel.chunks is 2 with parallel.schedule 1f1b; it must be 1, or stages be "
+         "interleaved"),
+        (a_run(schedule="interleaved", chunks=2), "parallel.chunks is 2 with parallel.pp 1; it must be 1, or stages be "
+         "interleaved"),
+        (a_run(pp=2, dp=2, zero=3), "parallel.zero is 3 with parallel.pp 2; it must be 0, 1 or 2, for weights would be "
+         "gathered anew for every micro-batch"),
+        (a_run(pp=4, dp=2, micro_batch_size=2, schedule="interleaved", chunks=2), "parallel.micro_batch_size is 2, "
+         "which gives 2 micro-batches; interleaved, they must be a multiple of parallel.pp 4: 1"),
+        (a_run(pp=4, batch=6, schedule="interleaved", chunks=2), "parallel.pp is 4 and a rank has 6 sequences a step; "
+         "interleaved, it must divide them: 2, 3"),
+        (a_run(pp=4, batch=1, schedule="interleaved", chunks=2), "parallel.pp is 4 and a rank has 1 sequence a step; "
+         "parallel.schedule must be 1f1b"),
+        (a_run(pp=2, schedule="zb-h2"), "parallel.schedule is 'zb-h2'; it must be one of gpipe, 1f1b, interleaved, "
+         "zb-h1"),
+        (a_run(dp=2, cp=2, ep=3, model={"experts": 8}), "parallel.ep is 3; it must divide parallel.dp 2 * parallel.cp "
+         "2 and model.experts 8: 1, 2, 4"),
+    ],
+)  # fmt: skip
+def test_a_pipeline_that_cannot_be_is_refused_with_what_could(config: RunConfig, says: str) -> None:
+    with pytest.raises(UserError) as error:
+        check_shapes(config)
+    assert str(error.value) == says
+
+
+def test_what_a_refusal_names_works() -> None:
+    """Of those with numbers at their end, for random pipelines."""
+    draw, tried = random.Random(3), 0
+    for _ in range(2000):
+        config = a_run(
+            draw.randint(1, 12), draw.choice([1, 2, 6, 8, 12, 16]), pp=draw.randint(2, 9), chunks=draw.randint(2, 4),
+            schedule="interleaved", dp=draw.choice([1, 2]), micro_batch_size=draw.choice([None, 1, 2]),
+        )  # fmt: skip
+        try:
+            check_shapes(config)
+        except UserError as error:
+            field, _, numbers = str(error).rpartition(": ")
+            if "interleaved" not in field:
+                continue
+            for number in numbers.split(", "):
+                setattr(config.parallel, field.partition(" ")[0].removeprefix("parallel."), int(number))
+                config.parallel.micro_batch_size = 1 if field.startswith("parallel.pp") else int(number)
+                check_shapes(config)
+                tried += 1
+    assert tried > 100
+
+
+def test_ranks_are_shared_out_beside_stages_and_parts_of_sequences() -> None:
+    config = a_run(pp=2, cp=2)
+    assert working_shapes(config, 8) == [(1, 2), (2, 1)]
+    assert working_shapes(config, 6) == []
+    check_world(a_run(pp=2, cp=2, dp=2), 8, 8)
+    with pytest.raises(UserError, match=r"the job has 8 ranks; with 8 ranks it can be tp 1 \* dp 2 \* cp 2 \* pp 2 or"):
+        check_world(config, 8, 8)
+    with pytest.raises(UserError, match="no shape of 3 ranks fits this model and batch, the nearest that does has 4"):
+        check_world(config, 3, 3)
