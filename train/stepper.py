@@ -26,10 +26,13 @@ from .model.parametrization import empty_model, initial_weights, parameter_group
 from .model.shape import micro_batch_of
 from .parallel.mesh import Mesh, all_gather
 from .parallel.pipeline import Pipeline
+from .parallel.schedules import to_json
 from .parallel.tensor import split_model
 from .parallel.zero import StepResult, Zero
 from .precision import LossScaler, compute_dtype
 from .schedule import learning_rate_factor
+
+TRACED = 2  # the step that is timed where a trace is asked for: the first ones also make buffers
 
 
 class Stepper:
@@ -122,6 +125,9 @@ class Stepper:
         """One optimizer step (0-based): the batch's mean loss, the norm before clipping, and whether it was skipped."""
         self.zero.set_rates(learning_rate_factor(self.config, step))
         self.batch = self.prefetch.take(step)
+        timed = self.pipeline if self.config.parallel.trace and step == TRACED else None
+        if timed is not None:
+            timed.events = []
         total = None
         while total is None:
             try:
@@ -134,6 +140,10 @@ class Stepper:
                 self.zero.reset_gradients()
                 release_memory(self.device)
         result = self.zero.step(total, self.scaler.scale)
+        if timed is not None:
+            events = to_json(timed.traced())
+            if self.mesh.rank == 0 and self.record is not None:
+                write_json(self.record.with_name("trace.json"), events)
         self.scaler.update(result.skipped)
         if step + 1 < self.config.steps:
             self.prefetch.ahead(step + 1)

@@ -7,7 +7,9 @@ not say so itself. Messages of one way keep their order (`schedules.check`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,12 +19,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup, Work
 
-from ..hardware import read
+from ..hardware import read, synchronize
 from ..model.gpt import GPT
 from ..model.later import Later, Left, Linear, add_ready
 from .data import Gradients
 from .mesh import Mesh
-from .schedules import Action, Lists, schedule
+from .schedules import Action, Event, Lists, schedule
 from .tensor import SplitWeight
 
 FORWARD, BACKWARD = 0, 1  # ways: of activations to the next virtual stage, of gradients to the one before
@@ -121,6 +123,8 @@ class Pipeline:
         self.gpt, self.mesh, self.gradients, self.name = gpt, mesh, gradients, name
         self.split = mesh.tp if sequence_parallel else 1  # ranks that share the tokens of a residual stream out
         self.like = gradients.shards[0]
+        self.events: list[Event] | None = None  # of a step that is timed
+        self.begun = 0.0
         self.later = Later()
         if name == "zb-h1":
             gradients.later = self.later
@@ -141,7 +145,7 @@ class Pipeline:
         # A penalty's gradient is that of the mean loss, which only the last stage computes.
         self.gpt.slope[:] = [scaled(total.new_full((), share))]
         for turn, (kind, micro, chunk) in enumerate(actions):
-            place, stage = (micro, chunk), self._stage(chunk)
+            place, stage, self.begun = (micro, chunk), self._stage(chunk), time.time()
             if kind == "forward":
                 x, y = self._forward(messages, micro, chunk, rows[micro][:, :-1])
                 if stage == messages.last:
@@ -163,6 +167,9 @@ class Pipeline:
             else:
                 with self.gradients.micro_batch(turn == ends[chunk], chunk), torch.no_grad():
                     self.gradients.add_all(left.pop(place))
+            if self.events is not None:
+                synchronize(self.like.device)
+                self.events.append(Event(self.mesh.pp_rank, kind, micro, chunk, self.begun, time.time()))
         messages.end()
         return total
 
@@ -210,19 +217,38 @@ class Pipeline:
 
         return Messages(lists, len(self.gpt.chunks), self.mesh, shape, self.like, patient)
 
+    def _receive(self, messages: Messages, way: int, micro: int, stage: int) -> Tensor:
+        x = messages.receive(way, micro, stage)
+        if self.events is not None:
+            synchronize(self.like.device)
+            self.begun = time.time()
+        return x
+
+    def traced(self) -> list[Event]:
+        """The actions of the last step that was timed, on the first rank of every stage; called on all at once."""
+        events, self.events = self.events, None
+        every = self.mesh.gather(events)[:: self.mesh.data * self.mesh.tp]
+        first = min(event.start for of_rank in every for event in of_rank)
+        found = [
+            replace(event, start=event.start - first, end=event.end - first) for of_rank in every for event in of_rank
+        ]
+        return sorted(found, key=lambda event: event.start)
+
     def _forward(self, messages: Messages, micro: int, chunk: int, tokens: Tensor) -> tuple[Tensor | None, Tensor]:
         """What a chunk gets of another stage, and gives."""
         stage = self._stage(chunk)
         if stage == 0:
             return None, self.gpt.through(self.gpt.embedding(tokens), tokens)
-        x = messages.receive(FORWARD, micro, stage).requires_grad_(torch.is_grad_enabled())
+        x = self._receive(messages, FORWARD, micro, stage).requires_grad_(torch.is_grad_enabled())
         return x, self.gpt.through(x, tokens, chunk)
 
     def _backward(
         self, messages: Messages, micro: int, chunk: int, x: Tensor | None, root: Tensor | GradientEdge
     ) -> None:
         stage = self._stage(chunk)
-        torch.autograd.backward(root, None if stage == messages.last else messages.receive(BACKWARD, micro, stage))
+        torch.autograd.backward(
+            root, None if stage == messages.last else self._receive(messages, BACKWARD, micro, stage)
+        )
         if x is not None:
             assert x.grad is not None
             messages.send(BACKWARD, micro, stage - 1, x.grad)
