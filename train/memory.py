@@ -83,9 +83,9 @@ class Memory:
 def memory(config: RunConfig, device: str = "cuda") -> Memory:
     """Bytes of one rank of a run that has passed `validation.check_shapes`; `device` is cpu or cuda."""
     parallel, passes = config.parallel, micro_batches(config)
-    if parallel.schedule != "gpipe":  # of the others a long one keeps no more than a short one
-        passes = min(passes, 2 * parallel.pp)
-    lists = schedule(parallel.schedule, parallel.pp, passes, parallel.chunks)
+    name = parallel.schedule if parallel.pp > 1 else "1f1b"
+    # Of a long one but gpipe no more is kept than of a short one.
+    lists = schedule(name, parallel.pp, passes if name == "gpipe" else min(passes, 2 * parallel.pp), parallel.chunks)
     worst: dict[tuple[Share, tuple[Share, ...]], list[int]] = {}  # what is kept beside each chunk
     for actions, (share, chunks) in zip(lists, ranks_of(config, device), strict=True):
         sizes = [kept_by_blocks(chunk, chunk.depth) + kept_by_head(chunk) * chunk.scores for chunk in chunks]

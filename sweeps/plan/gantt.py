@@ -29,8 +29,8 @@ def predicted(config: RunConfig, hardware: Hardware) -> list[Event]:
     """A step of the run's pipeline, by the planner's seconds."""
     parallel = config.parallel
     lists = schedule(parallel.schedule, parallel.pp, micro_batches(config), parallel.chunks)
-    seconds = zip(*(one.actions for one in passes_of(config, hardware)), strict=True)
-    return simulate(lists, *seconds, send=send_seconds(config, hardware))
+    forward, input, weight = zip(*(one.actions for one in passes_of(config, hardware)), strict=True)
+    return simulate(lists, forward, input, weight, send_seconds(config, hardware))
 
 
 def read_trace(path: Path) -> list[Event]:

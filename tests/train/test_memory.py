@@ -409,6 +409,8 @@ def test_a_schedule_keeps_its_micro_batches_activations() -> None:
     assert kept("1f1b") == kept("1f1b", passes=32) == kept("zb-h1") == 4 * one
     for passes in (8, 12):
         assert kept("gpipe", passes=passes) == passes * one + (passes - 1) * kept_by_head(share)
+    for name in ("gpipe", "zb-h1"):  # without a pipeline none is at work
+        assert memory(piped(UNTIED, schedule=name, recompute="full")) == memory(piped(UNTIED, recompute="full"))
     assert kept("interleaved", 2) == 11 * kept_by_blocks(share, 1)  # 2 * 3 + 1 * 4 + 1
 
 

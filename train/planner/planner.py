@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..config import ParallelConfig, RunConfig
 from ..errors import UserError
@@ -90,7 +90,8 @@ def step_time(config: RunConfig, hardware: Hardware) -> StepTime:
     """Of the rank of a pipeline that works most."""
     passes, held = micro_batches(config), {share for share, _ in ranks_of(config)}
     each, pp = passes_of(config, hardware), config.parallel.pp
-    work = max((Pass(*map(sum, zip(*each[rank::pp], strict=True))) for rank in range(pp)), key=sum)
+    ranks = (Pass(*map(sum, zip(*each[rank::pp], strict=True))) for rank in range(pp))
+    work = max(ranks, key=lambda work: sum(work.actions))
     whole, unsent = (_pipeline_seconds(config, each, send) for send in (send_seconds(config, hardware), 0.0))
     # Adam reads gradient, weight and both moments, and writes the last three and the weight.
     updated = max(
@@ -99,11 +100,8 @@ def step_time(config: RunConfig, hardware: Hardware) -> StepTime:
     )
     backward = 2 * work.forward + work.recompute
     return StepTime(
-        forward=passes * work.forward,
+        **{name: passes * seconds for name, seconds in work._asdict().items()},
         backward=passes * 2 * work.forward,
-        recompute=passes * work.recompute,
-        tensor=passes * work.tensor,
-        experts=passes * work.experts,
         data=max(data_seconds(config, hardware, work.forward, backward, share) for share in held),
         update=updated * (6 * 4 + 2 * share_of(config).itemsize) / hardware.memory_bandwidth
         + flops_optimizer(config) / config.steps / config.parallel.world_size / rate_of(config, hardware),
@@ -151,21 +149,16 @@ def send_seconds(config: RunConfig, hardware: Hardware) -> float:
 def _pipeline_seconds(config: RunConfig, each: Sequence[Pass], send: float) -> float:
     """Of all micro-batches. The time of many follows from that of few, for it grows evenly."""
     parallel, passes = config.parallel, micro_batches(config)
-    seconds = tuple(zip(*(one.actions for one in each), strict=True))
-
-    def of(passes: int) -> float:
-        return _simulated(parallel.schedule, parallel.pp, passes, parallel.chunks, seconds, send)
-
-    few = min(passes, 4 * parallel.pp)
-    more = passes - few
-    return of(few) + ((of(few) - of(few - parallel.pp)) / parallel.pp * more if more else 0.0)
+    few, pp = min(passes, 4 * parallel.pp), parallel.pp
+    seconds = *zip(*(one.actions for one in each), strict=True), send
+    counts = few, few - pp if passes > few else few
+    first, before = (_last_end((parallel.schedule, pp, count, parallel.chunks), *seconds) for count in counts)
+    return first + (first - before) / pp * (passes - few)
 
 
 @lru_cache(maxsize=4096)
-def _simulated(
-    name: str, stages: int, passes: int, chunks: int, seconds: tuple[tuple[float, ...], ...], send: float
-) -> float:
-    return max(event.end for event in simulate(schedule(name, stages, passes, chunks), *seconds, send))
+def _last_end(asked: tuple[str, int, int, int], *seconds: Any) -> float:
+    return max(event.end for event in simulate(schedule(*asked), *seconds))
 
 
 def forward_flops(share: Share) -> int:
