@@ -246,7 +246,7 @@ class ParallelConfig:
     sequence_parallel: bool = cosmetic(True)  # tp > 1: norms and residuals split over tokens as well
     recompute: Annotated[str, ("none", "selective", "full")] = cosmetic("none")  # activations, in the backward pass
     bucket_mb: Annotated[Positive, "at most 1e6"] = cosmetic(25.0)  # gradients that travel together, in MiB
-    micro_batch_size: int | None = cosmetic(None)  # sequences in one forward pass of a rank; None: its whole share
+    micro_batch_size: int | None = cosmetic(None)  # sequences in one forward pass; None: see `micro_batch_of`
     attention: Annotated[str, ("auto", "ours", "sdpa", "flash2", "flash3", "flash4")] = cosmetic("auto")  # kernel
     cross_entropy: Annotated[str, ("auto", "torch")] = cosmetic("auto")  # auto: our kernel where a GPU trains
     compile: bool = cosmetic(False)  # torch.compile, block by block
