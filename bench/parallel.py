@@ -1,8 +1,9 @@
 """Our parallel trainer beside PyTorch's own, on forked ranks over gloo, each pinned to a core, in turn in one run.
 
 Both sides train the same model on the same rows from the same weights: `Stepper.step` against DDP,
-ZeroRedundancyOptimizer, `fully_shard` or `parallelize_module`, with torch's fused AdamW and clipping. Figures are of
-the first rank's clock. The last case is a step that starts an asynchronous checkpoint, against one without.
+ZeroRedundancyOptimizer, `fully_shard`, `parallelize_module` or a schedule of `torch.distributed.pipelining`, with
+torch's fused AdamW and clipping. Figures are of the first rank's clock. The last case is a step that starts an
+asynchronous checkpoint, against one without.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from .train import bench_config, build_stepper, size_and_batch
 if TYPE_CHECKING:
     from ..train.config import RunConfig
 
-# case, (tp, dp, zero), sequence parallel, peer
-CASES = (
-    ("data parallel, 2 ranks", (1, 2, 0), False, "DistributedDataParallel"),
-    ("ZeRO-1, 2 ranks", (1, 2, 1), False, "DDP + ZeroRedundancyOptimizer"),
-    ("ZeRO-3, 2 ranks", (1, 2, 3), False, "fully_shard"),
-    ("tensor parallel, 2 ranks", (2, 1, 0), False, "parallelize_module"),
-    ("tensor and sequence parallel, 2 ranks", (2, 1, 0), True, "parallelize_module"),
+# case, fields of `parallel`, peer
+CASES: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("data parallel, 2 ranks", {"dp": 2}, "DistributedDataParallel"),
+    ("ZeRO-1, 2 ranks", {"dp": 2, "zero": 1}, "DDP + ZeroRedundancyOptimizer"),
+    ("ZeRO-3, 2 ranks", {"dp": 2, "zero": 3}, "fully_shard"),
+    ("tensor parallel, 2 ranks", {"tp": 2, "sequence_parallel": False}, "parallelize_module"),
+    ("tensor and sequence parallel, 2 ranks", {"tp": 2}, "parallelize_module"),
+    ("pipeline, gpipe, 2 ranks", {"pp": 2, "schedule": "gpipe"}, "ScheduleGPipe"),
+    ("pipeline, 1f1b, 2 ranks", {"pp": 2}, "Schedule1F1B"),
+    ("pipeline, interleaved, 2 ranks", {"pp": 2, "schedule": "interleaved", "chunks": 2}, "ScheduleInterleaved1F1B"),
 )
 
 
@@ -36,11 +40,9 @@ def bench_parallel(rounds: int = 15, steps: int = 3) -> list[dict[str, Any]]:
 
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for case, (tp, dp, zero), sequence_parallel, peer in CASES:
+        for case, fields, peer in CASES:
             config = bench_config("fp32", Path(folder), compiled=False)
-            config.parallel = dataclasses.replace(
-                config.parallel, tp=tp, dp=dp, zero=zero, sequence_parallel=sequence_parallel
-            )
+            config.parallel = dataclasses.replace(config.parallel, **fields)
             prepare(config.data)
             rows.append(_measure(case, peer, config, rounds, steps))
         rows.append(_checkpoint_row(bench_config("fp32", Path(folder), compiled=False), Path(folder), rounds))
@@ -75,7 +77,7 @@ def _take_turns(config: RunConfig, peer: str, rounds: int, steps: int) -> tuple[
 
     warnings.simplefilter("ignore")  # torch's own code calls collectives by names that torch warns of
 
-    mesh = build_mesh(config.parallel.dp, config.parallel.tp, torch.device("cpu"))
+    mesh = build_mesh(config.parallel.dp, config.parallel.tp, torch.device("cpu"), pp=config.parallel.pp)
     if hasattr(os, "sched_setaffinity"):  # a core per rank, or they wander
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[mesh.rank % len(cores)]})

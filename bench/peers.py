@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -30,11 +32,14 @@ from torch.nn.parallel import DistributedDataParallel
 from ..train.config import RunConfig
 from ..train.data.loader import TrainStream
 from ..train.data.shards import prepare
+from ..train.flops import stage_blocks
 from ..train.model.gpt import GPT
 from ..train.model.parametrization import build_model, parameter_groups
+from ..train.model.shape import micro_batches
 from ..train.parallel.mesh import Mesh
 from ..train.schedule import learning_rate_factor
 
+PIPELINES = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B")  # of torch.distributed.pipelining
 Backward = Callable[[Tensor], Tensor]  # rows -> loss, after its backward pass
 
 
@@ -46,7 +51,10 @@ def build_peer(peer: str, config: RunConfig, mesh: Mesh) -> Callable[[int], Tens
     stream = TrainStream(prepare(config.data), config.data.sequence_length, config.seed)
     adam: dict[str, Any] = {"betas": (config.optimizer.beta1, config.optimizer.beta2)}
     optimizer: torch.optim.Optimizer
-    if peer == "fully_shard":
+    if peer in PIPELINES:
+        gpt, backward = pipelined(gpt, peer, config, mesh)
+        optimizer = torch.optim.AdamW(groups_of(gpt, config), fused=True, **adam)
+    elif peer == "fully_shard":
         for block in gpt.blocks:
             fully_shard(block, mesh=mesh.device_mesh["dp"])
         fully_shard(gpt, mesh=mesh.device_mesh["dp"])
@@ -78,7 +86,7 @@ def build_peer(peer: str, config: RunConfig, mesh: Mesh) -> Callable[[int], Tens
     def step(number: int) -> Tensor:
         rows = torch.from_numpy(stream.batch(number, config.optimizer.batch_size, mesh.dp_rank * share, share))
         result = backward(rows)
-        clip_gradients(parameters, config.optimizer.gradient_clip)
+        clip_gradients(parameters, config.optimizer.gradient_clip, mesh.pp_group)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * learning_rate_factor(config, number)
         optimizer.step()
@@ -88,9 +96,14 @@ def build_peer(peer: str, config: RunConfig, mesh: Mesh) -> Callable[[int], Tens
     return step
 
 
-def clip_gradients(parameters: list[nn.Parameter], limit: float) -> None:
+def clip_gradients(parameters: list[nn.Parameter], limit: float, stages: ProcessGroup | None) -> None:
     """By torch, whose norm takes one kind of tensor: without sequence parallelism norms are no DTensors."""
     kinds = [[p for p in parameters if isinstance(p, DTensor) == kind] for kind in (True, False)]
+    if stages is not None:  # torch's norm is that of one stage
+        squares = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).square()
+        dist.all_reduce(squares, group=stages)
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, squares.sqrt())
+        return
     if not all(kinds):
         torch.nn.utils.clip_grad_norm_(parameters, limit)
         return
@@ -115,6 +128,48 @@ def plain_backward(model: nn.Module) -> Backward:
         return loss.detach()
 
     return backward
+
+
+class Part(nn.Module):
+    """A virtual stage of a pipeline: tokens or the residual stream in, the stream or logits out."""
+
+    def __init__(self, gpt: GPT, chunk: int, first: bool, last: bool) -> None:
+        super().__init__()
+        self.gpt, self.chunk, self.first, self.last = gpt, chunk, first, last
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x if x.dim() == 2 else x[:, :, 0]  # of which nothing but the length is read
+        x = self.gpt.through(self.gpt.embedding(x) if self.first else x, tokens, self.chunk)
+        return self.gpt.head(self.gpt.leave(x)) if self.last else x
+
+
+def pipelined(gpt: GPT, schedule: str, config: RunConfig, mesh: Mesh) -> tuple[GPT, Backward]:
+    """Under `torch.distributed.pipelining`, with as many blocks a stage as ours."""
+    from torch.distributed import pipelining
+
+    stages, parallel = mesh.pp * config.parallel.chunks, config.parallel
+    gpt.keep(stage_blocks(config)[mesh.pp_rank :: mesh.pp], mesh.pp_rank == 0, mesh.pp_rank == mesh.pp - 1)
+    places = range(mesh.pp_rank, stages, mesh.pp)
+    parts = [
+        pipelining.PipelineStage(
+            Part(gpt, chunk, place == 0, place == stages - 1), place, stages, torch.device("cpu"), group=mesh.pp_group
+        )
+        for chunk, place in enumerate(places)
+    ]
+
+    def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    kind, passes = getattr(pipelining, schedule), micro_batches(config)
+    run = kind(parts if parallel.chunks > 1 else parts[0], passes, loss_of)
+
+    def backward(rows: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        last = {"target": rows[:, 1:], "losses": losses} if places[-1] == stages - 1 else {}
+        run.step(*([rows[:, :-1]] if places[0] == 0 else []), return_outputs=False, **last)
+        return torch.stack(losses).mean().detach() if losses else torch.zeros(())
+
+    return gpt, backward
 
 
 def split_backward(model: GPT) -> Backward:

@@ -240,12 +240,13 @@ class ParallelConfig:
     pp: Count6 = cosmetic(1)  # pipeline stages: each takes its share of the blocks
     schedule: Annotated[str, SCHEDULES] = cosmetic("1f1b")  # of pipeline stages
     chunks: Count6 = cosmetic(1)  # of blocks that a pipeline rank has, interleaved
+    trace: bool = cosmetic(False)  # times the actions of a pipeline's third step, for `isoflop plan --trace`
     ep: Count6 = cosmetic(1)  # of the dp * cp ranks so many share the experts out, and send each other their tokens
     zero: Annotated[int, (0, 1, 2, 3)] = cosmetic(0)  # dp ranks share 1 optimizer, 2 + gradients, 3 + parameters
     sequence_parallel: bool = cosmetic(True)  # tp > 1: norms and residuals split over tokens as well
     recompute: Annotated[str, ("none", "selective", "full")] = cosmetic("none")  # activations, in the backward pass
     bucket_mb: Annotated[Positive, "at most 1e6"] = cosmetic(25.0)  # gradients that travel together, in MiB
-    micro_batch_size: int | None = cosmetic(None)  # sequences in one forward pass of a rank; None: its whole share
+    micro_batch_size: int | None = cosmetic(None)  # sequences in one forward pass; None: see `micro_batch_of`
     attention: Annotated[str, ("auto", "ours", "sdpa", "flash2", "flash3", "flash4")] = cosmetic("auto")  # kernel
     cross_entropy: Annotated[str, ("auto", "torch")] = cosmetic("auto")  # auto: our kernel where a GPU trains
     compile: bool = cosmetic(False)  # torch.compile, block by block

@@ -17,6 +17,7 @@ from .data.loader import TrainStream
 from .data.prefetch import Prefetch
 from .errors import OutOfMemory
 from .files import read_json, write_json
+from .flops import stage_blocks
 from .hardware import on_gpu, out_of_memory, read, release_memory
 from .memory import halved_micro_batch
 from .model.compiled import Compiled
@@ -24,10 +25,14 @@ from .model.gpt import sequence_losses
 from .model.parametrization import empty_model, initial_weights, parameter_groups
 from .model.shape import micro_batch_of
 from .parallel.mesh import Mesh, all_gather
+from .parallel.pipeline import Pipeline
+from .parallel.schedules import to_json
 from .parallel.tensor import split_model
 from .parallel.zero import StepResult, Zero
 from .precision import LossScaler, compute_dtype
 from .schedule import learning_rate_factor
+
+TRACED = 2  # the step that is timed where a trace is asked for: the first ones also make buffers
 
 
 class Stepper:
@@ -52,9 +57,14 @@ class Stepper:
         self.halved = isinstance(halved, int) and halved >= 1
         if isinstance(halved, int) and self.halved:
             # A record of another mesh need not divide this one's share.
-            self.micro = max(n for n in range(1, min(self.micro, halved) + 1) if self.share % n == 0)
+            multiple = mesh.pp if parallel.schedule == "interleaved" else 1
+            fitting = (n for n in range(1, min(self.micro, halved) + 1) if self.share % (n * multiple) == 0)
+            self.micro = max(fitting)
         self.gpt = empty_model(config.model, config.optimizer, config.data.sequence_length)
         placements = split_model(self.gpt, mesh, parallel.sequence_parallel)
+        if mesh.pp > 1:
+            blocks = stage_blocks(config)[mesh.pp_rank :: mesh.pp]
+            self.gpt.keep(blocks, mesh.pp_rank == 0, mesh.pp_rank == mesh.pp - 1)
         self.gpt.place_angles(device)
         self.zero = Zero(
             self.gpt,
@@ -68,6 +78,10 @@ class Stepper:
             device=device,
         )
         self.held = self.zero.held
+        self.pipeline: Pipeline | None = None
+        if mesh.pp > 1:
+            of_streams = parallel.sequence_parallel and mesh.tp > 1
+            self.pipeline = Pipeline(self.gpt, mesh, self.zero.gradients, parallel.schedule, of_streams)
         self.scaler = LossScaler(config.precision, device)
         self.gpt.set_recompute(parallel.recompute)
         if config.data.separate_documents:
@@ -93,7 +107,9 @@ class Stepper:
     def start(self) -> None:
         """Initial weights, the same whatever the mesh."""
         config = self.config
-        self.zero.load(initial_weights(config.model, config.optimizer, config.seed))
+        weights = initial_weights(config.model, config.optimizer, config.seed)
+        own = self.zero.weights.parameters  # of a pipeline's stage
+        self.zero.load((name, whole) for name, whole in weights if name in own)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside weights and moments: plain numbers."""
@@ -109,6 +125,9 @@ class Stepper:
         """One optimizer step (0-based): the batch's mean loss, the norm before clipping, and whether it was skipped."""
         self.zero.set_rates(learning_rate_factor(self.config, step))
         self.batch = self.prefetch.take(step)
+        timed = self.pipeline if self.config.parallel.trace and step == TRACED else None
+        if timed is not None:
+            timed.events = []
         total = None
         while total is None:
             try:
@@ -121,6 +140,10 @@ class Stepper:
                 self.zero.reset_gradients()
                 release_memory(self.device)
         result = self.zero.step(total, self.scaler.scale)
+        if timed is not None:
+            events = to_json(timed.traced())
+            if self.mesh.rank == 0 and self.record is not None:
+                write_json(self.record.with_name("trace.json"), events)
         self.scaler.update(result.skipped)
         if step + 1 < self.config.steps:
             self.prefetch.ahead(step + 1)
@@ -144,7 +167,10 @@ class Stepper:
 
         self.gpt.eval()
         try:
-            losses = sequence_losses(self.gpt, windows[mine], beat=begin)
+            if self.pipeline is not None:
+                losses = self.pipeline.losses(windows[mine], begin)
+            else:
+                losses = sequence_losses(self.gpt, windows[mine], beat=begin)
         finally:
             self.gpt.train()
         if self.mesh.dp_group is None:
@@ -157,7 +183,8 @@ class Stepper:
         """Tokens that each expert of each block got since the last call, (blocks, experts), on every rank at once;
         None: there are no experts.
         """
-        loads = self.gpt.loads()
+        experts = self.config.model.experts
+        loads = self.pipeline.loads() if self.pipeline is not None and experts else self.gpt.loads()
         if loads is not None and self.mesh.data_group is not None:
             dist.all_reduce(loads, group=self.mesh.data_group)
         return None if loads is None else read(loads)
@@ -165,6 +192,9 @@ class Stepper:
     def _gradients(self, step: int) -> Tensor:
         """Forward and backward over this rank's rows; returns its part () of the batch's mean loss, on the device."""
         batch, z_loss = self.config.optimizer.batch_size, self.config.optimizer.z_loss
+        if self.pipeline is not None:
+            passes = [self._rows(step, start) for start in range(0, self.share, self.micro)]
+            return self.pipeline.step(passes, self.micro / batch, z_loss, self.scaler.scaled)
         total = torch.zeros((), dtype=self.zero.wide, device=self.device)
         for start in range(0, self.share, self.micro):
             rows = self._rows(step, start)

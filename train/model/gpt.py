@@ -9,7 +9,7 @@ Special here:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -23,6 +23,7 @@ from .backends import SDPA, Backend, Choice, select_backend
 from .block import RMSNorm, apply_rotary, lookup, query_key_value, rotary_angles, swiglu
 from .experts import MoE
 from .latent import LatentAttention
+from .later import Linear
 from .loss import linear_cross_entropy
 from .recompute import checkpointed, recomputed
 
@@ -42,10 +43,10 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.heads, config.num_kv_heads, config.head_dim
-        self.qkv = nn.Linear(config.width, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
+        self.qkv = Linear(config.width, (self.heads + 2 * self.kv_heads) * self.head_dim)
         # Not the product's own: added apart it rounds alike in ensembles, in inference and on tensor-parallel ranks.
         self.qkv_bias = nn.Parameter(torch.zeros(self.qkv.out_features)) if config.qkv_bias else None
-        self.out = nn.Linear(self.heads * self.head_dim, config.width, bias=False)
+        self.out = Linear(self.heads * self.head_dim, config.width)
         self.query_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.key_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         # Of these key/value heads the one that serves all query heads here; None: each serves its share of them. A
@@ -85,8 +86,7 @@ class MLP(nn.Module):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
+        self.gate_up, self.down = Linear(width, 2 * hidden), Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(swiglu(self.gate_up(x)))
@@ -183,7 +183,8 @@ class GPT(nn.Module):
         if config.tied_embeddings:
             self.head.weight = self.embedding.weight
         self.backend: Backend = SDPA
-        self.slope: list[Tensor] = []  # see `loss`
+        self.slope: list[Tensor] = []  # see `score`
+        self.chunks = [range(config.depth)]  # of blocks; a pipeline's rank has some of them, see `keep`
         for moe in self.mixtures:
             moe.router.slope = self.slope
         # The token that ends a document: a token sees its own alone, and positions stay absolute. To be set before
@@ -217,14 +218,20 @@ class GPT(nn.Module):
 
     def last_hidden(self, tokens: Tensor) -> Tensor:
         """What the head reads, or a tensor-parallel rank's rows of it."""
+        return self.leave(self.through(self.embedding(tokens), tokens))
+
+    def through(self, x: Tensor, tokens: Tensor, chunk: int = 0) -> Tensor:
+        """The residual stream after a chunk of the blocks; the tokens say what attention sees."""
         time = tokens.shape[1]
         if time > self.max_length:
             raise ValueError(f"sequence of {time} tokens is longer than the model's {self.max_length}")
         cos, sin = self.cos[:time], self.sin[:time]
-        x = self.embedding(tokens)
         seen = self.seen(tokens, x.dtype)
-        for block in self.blocks:
-            x = block(x, cos, sin, *seen)
+        for number in self.chunks[chunk]:
+            x = self.blocks[number](x, cos, sin, *seen)
+        return x
+
+    def leave(self, x: Tensor) -> Tensor:
         x = self.norm(x)
         # The scale belongs to the logits, and the vocabulary is wider than the model.
         return x * self.output_scale if self.output_scale != 1.0 else x
@@ -242,7 +249,11 @@ class GPT(nn.Module):
 
         The penalties of routers add to its gradient, not to its value.
         """
-        losses: Tensor = self.head(self.last_hidden(tokens), targets, reduction, z_loss)
+        return self.score(self.through(self.embedding(tokens), tokens), targets, reduction, z_loss)
+
+    def score(self, x: Tensor, targets: Tensor, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
+        """`loss` of the residual stream after the last block."""
+        losses: Tensor = self.head(self.leave(x), targets, reduction, z_loss)
         if losses.requires_grad and self.config.experts:
             slope = self.slope  # not self, which would be kept by the graph that it keeps
 
@@ -251,6 +262,24 @@ class GPT(nn.Module):
 
             losses.register_hook(keep)
         return losses
+
+    def keep(self, chunks: Sequence[range], embeds: bool, scores: bool) -> None:
+        """Leaves out what other pipeline stages have; names stay those of the whole model."""
+        self.chunks = list(chunks)
+        for number in range(len(self.blocks)):
+            if not any(number in chunk for chunk in chunks):
+                self.blocks[number] = nn.Identity()
+        if not embeds and not (scores and self.config.tied_embeddings):
+            self.register_module("embedding", nn.Identity())
+        for name in () if scores else ("norm", "head"):
+            self.register_module(name, nn.Identity())
+
+    def chunk_of(self, parameter: str) -> int:
+        """In whose backward pass a parameter of this rank gets its gradient, by its name."""
+        owner, number, *_ = parameter.split(".")
+        if owner == "blocks":
+            return next(place for place, chunk in enumerate(self.chunks) if int(number) in chunk)
+        return 0 if owner == "embedding" and self.chunks[0].start == 0 else len(self.chunks) - 1
 
     @property
     def mixtures(self) -> list[MoE]:
@@ -281,8 +310,8 @@ class GPT(nn.Module):
     def set_recompute(self, mode: str) -> None:
         """What blocks keep: none | selective | full, see `Block`."""
         for block in self.blocks:
-            assert isinstance(block, Block)
-            block.recompute = mode
+            if isinstance(block, Block):
+                block.recompute = mode
 
     def compile_blocks(self, cuda_graphs: bool = False) -> None:
         """Compiles block by block: every block of one width shares one compilation, whatever the depth.
@@ -291,7 +320,8 @@ class GPT(nn.Module):
         `cuda_graphs` kernels are recorded and replayed, which pays where launching them takes the time.
         """
         for block in self.blocks:
-            block.forward = torch.compile(block.forward, mode="reduce-overhead" if cuda_graphs else None)
+            if not isinstance(block, nn.Identity):
+                block.forward = torch.compile(block.forward, mode="reduce-overhead" if cuda_graphs else None)
 
 
 @torch.no_grad()

@@ -138,7 +138,7 @@ def parameter_groups(gpt: GPT, optimizer: OptimizerConfig) -> list[ParameterGrou
     for kind in kinds:
         for name, several in groups.items():
             roles = [role for role in several if kind_of[role] == kind]
-            some = [tensors[p.name] for p in parameters if p.role in roles]
+            some = [tensors[p.name] for p in parameters if p.role in roles and p.name in tensors]
             if some:
                 found.append(ParameterGroup(name, some, *rules[roles[0]], kind))
     return found

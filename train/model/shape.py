@@ -385,8 +385,13 @@ def share_of(config: RunConfig, device: str = "cuda") -> Share:
 
 
 def micro_batch_of(config: RunConfig) -> int:
-    """Sequences in one forward pass of a rank."""
-    return config.parallel.micro_batch_size or config.optimizer.batch_size // config.parallel.dp
+    """Sequences in one forward pass of a rank; unless told, as many as leave a pipeline enough passes."""
+    parallel, share = config.parallel, config.optimizer.batch_size // config.parallel.dp
+    if parallel.micro_batch_size or parallel.pp == 1:
+        return parallel.micro_batch_size or share
+    multiple, wanted = parallel.pp if parallel.schedule == "interleaved" else 1, min(4 * parallel.pp, share)
+    passes = (count for count in range(wanted, share + 1) if share % count == 0 and count % multiple == 0)
+    return share // next(passes, share)
 
 
 def micro_batches(config: RunConfig) -> int:

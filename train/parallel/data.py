@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
+from ..model.later import Later, Left
 from .buckets import Bucket, Range
 from .mesh import all_gather, reduce_scatter
 
@@ -44,6 +45,7 @@ class _Bucket:
         self.shared, self.parameters = shared, parameters
         self.layout, self.group, self.stage = shared.layout, shared.group, shared.stage
         self.freed = shared.stage >= 2  # whole buckets exist only until they are reduced, after every micro-batch
+        self.fresh = True  # nothing is accumulated, so what lies in it is overwritten
         self.waiting: set[int] = set()  # slots whose gradient of this micro-batch is still to come
         self.full: Tensor | None = None  # every rank's elements
         self.views: list[Tensor] = []  # of `full`, one a slot
@@ -71,7 +73,7 @@ class Gradients:
     """Gradients of all parameters, accumulated over micro-batches and summed over the ranks that share each bucket.
 
     Buckets come in backward order. `complete` is called with a bucket's number when all its gradients of one backward
-    pass have come.
+    pass have come. `later` may leave gradients to be given to `add_all`.
     """
 
     def __init__(
@@ -80,14 +82,17 @@ class Gradients:
         parameters: Mapping[str, nn.Parameter],
         *,
         complete: Callable[[int], None],
+        later: Later | None = None,
     ) -> None:
-        self.complete = complete
+        self.complete, self.later = complete, later
         group = next((bucket.group for bucket in buckets if bucket.group is not None), None)
         self.native = group is not None and "gloo" not in str(dist.get_backend(group))  # has a reduce-scatter
         self.buckets = [_Bucket(one, [parameters[slot.name] for slot in one.layout.slots]) for one in buckets]
+        self.places: dict[int, tuple[int, int]] = {}  # bucket and slot, by the parameter's id
         for number, bucket in enumerate(self.buckets):
             for index, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(self._mover(number, index))
+                self.places[id(parameter)] = number, index
+                parameter.register_post_accumulate_grad_hook(self._mover())
         # Of each bucket what this rank owns, (elements,); the batch's gradient after `wait`.
         self.shards = [bucket.shard for bucket in self.buckets]
         self.dtype = self.shards[0].dtype
@@ -96,35 +101,39 @@ class Gradients:
         self.clear()
 
     def clear(self) -> None:
-        self.fresh = True  # nothing is accumulated, so what lies in the buckets is overwritten
-        self.last, self.next = False, 0
+        for bucket in self.buckets:
+            bucket.fresh = True
+        self.last, self.queue = False, list[int]()  # the buckets that are to be reduced, in this order
 
     @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        """One forward and one backward pass; on leaving, every bucket is complete, and reduced or about to be."""
-        self.next, self.last = 0, last
-        for bucket in self.buckets:
+    def micro_batch(self, last: bool, chunk: int = 0) -> Iterator[None]:
+        """The backward pass of a chunk; on leaving, its buckets are complete, and reduced or about to be."""
+        mine = {number: bucket for number, bucket in enumerate(self.buckets) if bucket.layout.chunk == chunk}
+        self.queue, self.last = [number for number, bucket in mine.items() if not bucket.layout.ends], last
+        for bucket in mine.values():
             bucket.waiting.update(range(len(bucket.parameters)))
         yield
-        for number, bucket in enumerate(self.buckets):
+        for number, bucket in mine.items():
             if bucket.waiting:  # parameters that the loss did not depend on
                 if bucket.full is None:
                     bucket.allocate()
-                if self.fresh or bucket.freed:
+                if bucket.fresh or bucket.freed:
                     for index in bucket.waiting:
                         bucket.views[index].zero_()
                 bucket.waiting.clear()
                 self._completed(number)
-        self.fresh = False
+            bucket.fresh = False
 
     def wait(self) -> None:
         """Until every sum is made; on a GPU only the current stream waits."""
-        while self.pending:
-            self._advance()
+        for bucket in self.buckets:
+            if bucket.layout.ends:  # not before: the last stage would wait for the first within a backward pass
+                self._start(bucket)
+        self._finish()
 
     def reset(self) -> None:
         """Throws away everything, also what is in flight, after a micro-batch that failed on all ranks."""
-        self.wait()
+        self._finish()
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
@@ -132,7 +141,27 @@ class Gradients:
                 bucket.free()
         self.clear()
 
-    def _mover(self, number: int, index: int) -> Callable[[Tensor], None]:
+    def add(self, parameter: Tensor, gradient: Tensor) -> None:
+        """A parameter's gradient of this micro-batch, in the block of `micro_batch`."""
+        number, index = self.places[id(parameter)]
+        bucket = self.buckets[number]
+        if bucket.full is None:
+            bucket.allocate()
+        if bucket.fresh or bucket.freed:
+            bucket.views[index].copy_(gradient)
+        else:
+            bucket.views[index].add_(gradient)
+        bucket.waiting.discard(index)
+        if not bucket.waiting:
+            self._completed(number)
+
+    def add_all(self, left: Left) -> None:
+        """What was left of a backward pass, in the block of `micro_batch`."""
+        while left:
+            parameter, gradient = left.pop(0)
+            self.add(parameter, gradient if isinstance(gradient, Tensor) else gradient())
+
+    def _mover(self) -> Callable[[Tensor], None]:
         # A parameter keeps its hooks where Python's garbage collector does not look: one that held this would keep the
         # weights of every run in a process that trains many.
         holder = weakref.ref(self)
@@ -140,41 +169,43 @@ class Gradients:
         def move(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             gradients = holder()
-            assert gradient is not None
             assert gradients is not None
-            bucket = gradients.buckets[number]
-            if bucket.full is None:
-                bucket.allocate()
-            if gradients.fresh or bucket.freed:
-                bucket.views[index].copy_(gradient)
+            if gradient is None:  # a layer has left it
+                return
+            if gradients.later is not None and gradients.later.left is not None:
+                gradients.later.left.append((parameter, gradient))
             else:
-                bucket.views[index].add_(gradient)
-            bucket.waiting.discard(index)
-            if not bucket.waiting:
-                gradients._completed(number)
+                gradients.add(parameter, gradient)
 
         return move
 
     def _completed(self, number: int) -> None:
         self.complete(number)
-        while self.next < len(self.buckets) and not self.buckets[self.next].waiting:
-            bucket = self.buckets[self.next]
-            self.next += 1
-            if bucket.group is None or not (self.last or bucket.freed):
-                continue
-            in_place = self.dtype == self.wide and (bucket.stage == 0 or (self.native and not bucket.freed))
-            if not in_place:  # a copy of the bucket lives as long as its sum is under way: two at most
-                self._advance()
-            total = self._sum(bucket)
-            next(total)
-            self.pending.append(total)
+        while self.queue and not self.buckets[self.queue[0]].waiting:
+            bucket = self.buckets[self.queue.pop(0)]
+            if self.last or bucket.freed:
+                self._start(bucket)
+
+    def _start(self, bucket: _Bucket) -> None:
+        if bucket.group is None:
+            return
+        in_place = self.dtype == self.wide and (bucket.stage == 0 or (self.native and not bucket.freed))
+        if not in_place:  # a copy of the bucket lives as long as its sum is under way: two at most
+            self._advance()
+        total = self._sum(bucket)
+        next(total)
+        self.pending.append(total)
+
+    def _finish(self) -> None:
+        while self.pending:
+            self._advance()
 
     def _advance(self) -> None:
         self.pending = [total for total in self.pending if next(total, self) is not self]
 
     def _sum(self, bucket: _Bucket) -> Iterator[None]:
         """Sums a bucket over the ranks; yields where something was sent that the next step waits for."""
-        full, group, add = bucket.full, bucket.group, bucket.freed and not self.fresh
+        full, group, add = bucket.full, bucket.group, bucket.freed and not bucket.fresh
         assert full is not None
         if bucket.freed:
             bucket.free()

@@ -7,6 +7,7 @@ An axis of size 1 has no group (None), which means no communication; one rank of
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +36,9 @@ class Mesh:
     data_group: ProcessGroup | None = None  # both: ranks with the same part of the model and other tokens
     tp_group: ProcessGroup | None = None  # ranks with the same tokens and blocks, and other parts of each block
     pp_group: ProcessGroup | None = None  # ranks with the same tokens and other blocks
+    edges: tuple[ProcessGroup, ...] = ()  # the ranks of pp_group, for activations, for gradients, and for both again on
+    # the way between the last stage and the first: in each group two ranks send in one direction alone
+    ends_group: ProcessGroup | None = None  # the data groups of both ends of a pipeline together, on these ends
     ep_group: ProcessGroup | None = None  # of a data group those that have each expert once
     replica_group: ProcessGroup | None = None  # of a data group those that have the same experts
     world: ProcessGroup | None = None  # every rank, on the device's backend
@@ -96,8 +100,9 @@ class Mesh:
         return found
 
     def name(self, rank: int) -> str:
-        """A rank as messages name it: `rank 3 on node07`."""
-        return f"rank {rank} on {self.hosts[rank]}" if self.hosts else f"rank {rank}"
+        """A rank as messages name it: `rank 3 (stage 1) on node07`."""
+        stage = f" (stage {rank // (self.data * self.tp)})" if self.pp > 1 else ""
+        return f"rank {rank}{stage} on {self.hosts[rank]}" if self.hosts else f"rank {rank}{stage}"
 
 
 def build_mesh(dp: int, tp: int, device: torch.device, ep: int = 1, cp: int = 1, pp: int = 1) -> Mesh:
@@ -114,17 +119,24 @@ def build_mesh(dp: int, tp: int, device: torch.device, ep: int = 1, cp: int = 1,
     if dp > 1 and cp > 1:
         both = _groups(device, (pp, data, tp), 1)
     experts = (pp, data // ep, ep, tp)
+    stages = [list(range(stage * data * tp, (stage + 1) * data * tp)) for stage in range(pp)]
+    ends = [[*stages[0][rank::tp], *stages[-1][rank::tp]] for rank in range(tp)] if pp > 1 else []
     world = dist.group.WORLD
     control = world if "gloo" in str(dist.get_backend()) else dist.new_group(backend="gloo")
     return Mesh(
         rank=dist.get_rank(),
-        **axes,
+        pp=pp,
+        dp=dp,
+        cp=cp,
+        tp=tp,
         ep=ep,
         dp_group=device_mesh.get_group("dp") if alone else groups["dp"],
         cp_group=groups["cp"],
         data_group=device_mesh.get_group("dp") if alone else both,
         tp_group=device_mesh.get_group("tp") if alone else groups["tp"],
         pp_group=groups["pp"],
+        edges=tuple(filter(None, (_group_of(zip(*stages, strict=True)) for _ in range(4 if pp > 1 else 0)))),
+        ends_group=_group_of(ends),
         ep_group=_groups(device, experts, 2) if ep > 1 else None,
         replica_group=_groups(device, experts, 1) if 1 < ep < data else None,
         world=world,
@@ -133,6 +145,12 @@ def build_mesh(dp: int, tp: int, device: torch.device, ep: int = 1, cp: int = 1,
         stage_control=_groups(torch.device("cpu"), (pp, data * tp), 1) if pp > 1 else None,
         device_mesh=device_mesh,
     )
+
+
+def _group_of(several: Iterable[Sequence[int]]) -> ProcessGroup | None:
+    """Of groups of ranks that all ranks make together the one with this rank."""
+    made = [(ranks, dist.new_group(list(ranks))) for ranks in several]
+    return next((group for ranks, group in made if dist.get_rank() in ranks), None)
 
 
 def _groups(device: torch.device, shape: tuple[int, ...], axis: int) -> ProcessGroup:

@@ -202,7 +202,9 @@ class Zero:
         self.peaks = torch.tensor([group.learning_rate for group in groups], dtype=wide_rate, device=device)
         self.rates = torch.zeros_like(self.peaks)
         gathered = stage == 3 and mesh.data_group is not None
-        self.layouts = layouts_of(gpt, groups, bucket_mb, dtype, mesh.data, gathered=gathered, ep=mesh.ep)
+        self.layouts = layouts_of(
+            gpt, groups, bucket_mb, dtype, mesh.data, gathered=gathered, ep=mesh.ep, ends=mesh.pp > 1
+        )
         self.buckets = [shared(layout, mesh, stage) for layout in self.layouts]
         # Everybody keeps the gradient norm of its slice; at stage 0 it owns the other slices as well.
         slices, self.owned = [one.slice for one in self.buckets], [one.owned for one in self.buckets]
@@ -376,6 +378,8 @@ def shared(layout: Bucket, mesh: Mesh, stage: int) -> Shared:
     group, rank = mesh.data_group, mesh.data_rank
     if layout.experts:
         group, rank = mesh.replica_group, mesh.data_rank // mesh.ep
+    if layout.ends:  # which is summed once a step, so that it stays whole until then
+        group, rank, stage = mesh.ends_group, rank + mesh.data * (mesh.pp_rank > 0), min(stage, 1)
     return Shared(layout, group, rank, 0 if group is None else stage)
 
 
@@ -393,12 +397,15 @@ def layouts_of(
     *,
     gathered: bool,
     ep: int = 1,
+    ends: bool = False,
 ) -> list[Bucket]:
+    """With `ends` a tied table is on both ends of a pipeline."""
     group_of = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
     numbers = {name: group_of[id(p)] for name, p in gpt.named_parameters()}
     sizes = {name: p.numel() for name, p in gpt.named_parameters()}
     limit = max(1, int(bucket_mb * 2**20 / dtype.itemsize))
-    return bucket_layouts(sizes, numbers, limit, ranks, gathered=gathered, ep=ep)
+    table = "embedding.weight" if ends and gpt.config.tied_embeddings and "embedding.weight" in sizes else None
+    return bucket_layouts(sizes, numbers, limit, ranks, gathered=gathered, ep=ep, chunk_of=gpt.chunk_of, ends=table)
 
 
 def square(values: Tensor, wide: torch.dtype) -> Tensor:

@@ -275,6 +275,8 @@ def _pipeline_refusal(config: RunConfig) -> str | None:
     if interleaved and not 2 <= chunks <= depth // pp:
         said = f"interleaved, it must be 2 to {depth // pp}, or parallel.schedule be 1f1b"
         return f"parallel.chunks is {chunks} with parallel.pp {pp} and model.depth {depth}; {said}"
+    if parallel.compile and parallel.schedule == "zb-h1":
+        return "parallel.compile is true with parallel.schedule zb-h1, whose backward pass is split; it must be false"
     if parallel.zero == 3:
         said = "it must be 0, 1 or 2, for weights would be gathered anew for every micro-batch"
         return f"parallel.zero is 3 with parallel.pp {pp}; {said}"

@@ -1,0 +1,254 @@
+"""Pipeline parallelism: one rank's actions of a schedule, and the messages between them.
+
+Every rank has the tokens, so that residual streams and their gradients alone travel. On each way the message that a
+rank awaits next is received ahead of time. What was sent is kept until a message shows that it has come, for gloo does
+not say so itself. Messages of one way keep their order (`schedules.check`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed import ProcessGroup, Work
+
+from ..hardware import read, synchronize
+from ..model.gpt import GPT
+from ..model.later import Later, Left, Linear, add_ready
+from .data import Gradients
+from .mesh import Mesh
+from .schedules import Action, Event, Lists, schedule
+from .tensor import SplitWeight
+
+FORWARD, BACKWARD = 0, 1  # ways: of activations to the next virtual stage, of gradients to the one before
+
+_schedule = lru_cache(maxsize=4)(schedule)
+
+
+class Message(NamedTuple):
+    way: int
+    micro: int
+    stage: int  # virtual, that gets it
+
+
+class Messages:
+    """What one rank sends and gets while all go through their lists, `mesh.pp * chunks` virtual stages.
+
+    Args:
+        shape: of what travels of a micro-batch, of the type of `like`.
+        patient: a send waits for the one before the last, where every rank has the same list, of forward actions alone.
+    """
+
+    def __init__(
+        self,
+        lists: Lists,
+        chunks: int,
+        mesh: Mesh,
+        shape: Callable[[int], tuple[int, ...]],
+        like: Tensor,
+        patient: bool = False,
+    ) -> None:
+        self.mesh, self.last, self.shape, self.like, self.patient = mesh, mesh.pp * chunks - 1, shape, like, patient
+        self.turns = dict[Message, int]()  # of the actions that each is for, by rank
+        for rank, actions in enumerate(lists):
+            for turn, (kind, micro, chunk) in enumerate(actions):
+                if kind != "weight":
+                    way = FORWARD if kind == "forward" else BACKWARD
+                    self.turns[Message(way, micro, chunk * mesh.pp + rank)] = turn
+        own = [
+            each for each in self.turns if each.stage % mesh.pp == mesh.pp_rank and 0 <= self._source(each) <= self.last
+        ]
+        self.awaited = [iter([each for each in own if each.way == way]) for way in (FORWARD, BACKWARD)]
+        self.coming = [self._post(way) for way in (FORWARD, BACKWARD)]
+        self.sent: list[tuple[Message, Work, Tensor]] = []
+
+    def receive(self, way: int, micro: int, stage: int) -> Tensor:
+        coming, message = self.coming[way], Message(way, micro, stage)
+        if coming is None or coming[0] != message:
+            raise ValueError(f"{message} is awaited, and the next one is {coming and coming[0]}")
+        self.coming[way] = self._post(way)
+        coming[1].wait()
+        # Its sender has done all that comes before it, and so got what that needs.
+        source = self._source(message)
+        done = self.turns[message._replace(stage=source)]
+        self._let_go(lambda each: (each.stage - source) % self.mesh.pp == 0 and self.turns[each] < done)
+        return coming[2]
+
+    def send(self, way: int, micro: int, stage: int, x: Tensor) -> None:
+        message, x, rank = Message(way, micro, stage), x.detach().contiguous(), stage % self.mesh.pp
+        if self.patient and rank > 0 and len(self.sent) > 1:
+            self.sent.pop(0)[1].wait()
+        work = dist.isend(x, group=self._group(way, self.mesh.pp_rank, rank), group_dst=rank)
+        assert work is not None
+        self.sent.append((message, work, x))
+
+    def end(self) -> None:
+        """Until all that was sent has come."""
+        self._let_go(lambda each: True)
+
+    def _let_go(self, has_come: Callable[[Message], bool]) -> None:
+        for message, work, _ in self.sent:
+            if has_come(message):
+                work.wait()
+        self.sent = [each for each in self.sent if not has_come(each[0])]
+
+    def _source(self, message: Message) -> int:
+        """The virtual stage that sends it; nobody does where there is none."""
+        return message.stage - 1 if message.way == FORWARD else message.stage + 1
+
+    def _post(self, way: int) -> tuple[Message, Work, Tensor] | None:
+        if (message := next(self.awaited[way], None)) is None:
+            return None
+        x, rank = self.like.new_empty(self.shape(message.micro)), self._source(message) % self.mesh.pp
+        work = dist.irecv(x, group=self._group(way, rank, self.mesh.pp_rank), group_src=rank)
+        assert work is not None
+        return message, work, x
+
+    def _group(self, way: int, source: int, target: int) -> ProcessGroup:
+        around = source > target if way == FORWARD else source < target
+        return self.mesh.edges[way + 2 * around]
+
+
+class Pipeline:
+    """The passes of one rank, which has `gpt.chunks` of the blocks."""
+
+    def __init__(self, gpt: GPT, mesh: Mesh, gradients: Gradients, name: str, sequence_parallel: bool) -> None:
+        self.gpt, self.mesh, self.gradients, self.name = gpt, mesh, gradients, name
+        self.split = mesh.tp if sequence_parallel else 1  # ranks that share the tokens of a residual stream out
+        self.like = gradients.shards[0]
+        self.events: list[Event] | None = None  # of a step that is timed
+        self.begun = 0.0
+        self.later = Later()
+        if name == "zb-h1":
+            gradients.later = self.later
+            for module in gpt.blocks.modules():
+                if isinstance(module, Linear | SplitWeight):
+                    module.later = self.later
+
+    def step(self, rows: Sequence[Tensor], share: float, z_loss: float, scaled: Callable[[Tensor], Tensor]) -> Tensor:
+        """Forward and backward passes of micro-batches of tokens (n, T + 1), each `share` of the batch; this rank's
+        part () of the batch's mean loss, which is 0 but on the last stage.
+        """
+        lists = _schedule(self.name, self.mesh.pp, len(rows), len(self.gpt.chunks))
+        actions, messages = lists[self.mesh.pp_rank], self._messages(lists, rows)
+        ends = {action.chunk: turn for turn, action in enumerate(actions) if action.kind in ("backward", "weight")}
+        graphs = dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]]()
+        left = dict[tuple[int, int], Left]()
+        total = torch.zeros((), dtype=self.gradients.wide, device=self.like.device)
+        # A penalty's gradient is that of the mean loss, which only the last stage computes.
+        self.gpt.slope[:] = [scaled(total.new_full((), share))]
+        for turn, (kind, micro, chunk) in enumerate(actions):
+            place, stage, self.begun = (micro, chunk), self._stage(chunk), time.time()
+            if kind == "forward":
+                x, y = self._forward(messages, micro, chunk, rows[micro][:, :-1])
+                if stage == messages.last:
+                    loss = self.gpt.score(y, rows[micro][:, 1:], z_loss=z_loss) * share
+                    total += loss.detach()
+                    graphs[place] = x, scaled(loss)
+                else:
+                    messages.send(FORWARD, micro, stage + 1, y)
+                    graphs[place] = x, get_gradient_edge(y)  # not y, which ends when it has come
+                    del y
+            elif kind == "backward":
+                with self.gradients.micro_batch(turn == ends[chunk], chunk):
+                    self._backward(messages, micro, chunk, *graphs.pop(place))
+            elif kind == "input":
+                older = [each for (_, other), each in left.items() if other == chunk]
+                with self.later.leave() as left[place]:
+                    self._backward(messages, micro, chunk, *graphs.pop(place))
+                add_ready(older, left[place])
+            else:
+                with self.gradients.micro_batch(turn == ends[chunk], chunk), torch.no_grad():
+                    self.gradients.add_all(left.pop(place))
+            if self.events is not None:
+                synchronize(self.like.device)
+                self.events.append(Event(self.mesh.pp_rank, kind, micro, chunk, self.begun, time.time()))
+        messages.end()
+        return total
+
+    @torch.no_grad()
+    def losses(self, windows: Tensor, beat: Callable[[], None], batch_tokens: int = 16384) -> Tensor:
+        """As `sequence_losses`, on every rank; called on all at once."""
+        rows = windows.to(self.like.device).split(max(1, batch_tokens // (windows.shape[1] - 1)))
+        groups = [range(first, min(first + self.mesh.pp, len(rows))) for first in range(0, len(rows), self.mesh.pp)]
+        chunks = range(len(self.gpt.chunks))
+        actions = [Action("forward", micro, chunk) for group in groups for chunk in chunks for micro in group]
+        messages = self._messages([actions] * self.mesh.pp, rows, patient=True)
+        found = torch.zeros(len(windows), dtype=torch.float64, device=self.like.device)
+        for _, micro, chunk in actions:
+            beat()
+            stage = self._stage(chunk)
+            _, y = self._forward(messages, micro, chunk, rows[micro][:, :-1])
+            if stage == messages.last:
+                losses = self.gpt.score(y, rows[micro][:, 1:], reduction="none").double().sum(1)
+                found[micro * len(rows[0]) :][: len(losses)] = losses
+            else:
+                messages.send(FORWARD, micro, stage + 1, y)
+        messages.end()
+        dist.broadcast(found, group=self.mesh.pp_group, group_src=self.mesh.pp - 1)
+        return read(found)
+
+    def loads(self) -> Tensor:
+        """As `GPT.loads`, of the blocks of all stages; called on all ranks at once."""
+        config = self.gpt.config
+        every = torch.zeros(config.depth, config.experts, dtype=torch.int64, device=self.like.device)
+        loads = self.gpt.loads()
+        mine = [number for chunk in self.gpt.chunks for number in chunk if number >= config.dense_layers]
+        if loads is not None:
+            every[mine] = loads
+        dist.all_reduce(every, group=self.mesh.pp_group)
+        return every[config.dense_layers :]
+
+    def _stage(self, chunk: int) -> int:
+        return chunk * self.mesh.pp + self.mesh.pp_rank
+
+    def _messages(self, lists: Lists, rows: Sequence[Tensor], patient: bool = False) -> Messages:
+        def shape(micro: int) -> tuple[int, ...]:
+            count, length = len(rows[micro]), rows[micro].shape[1] - 1
+            width = self.gpt.config.width
+            return (count * length // self.split, width) if self.split > 1 else (count, length, width)
+
+        return Messages(lists, len(self.gpt.chunks), self.mesh, shape, self.like, patient)
+
+    def _receive(self, messages: Messages, way: int, micro: int, stage: int) -> Tensor:
+        x = messages.receive(way, micro, stage)
+        if self.events is not None:
+            synchronize(self.like.device)
+            self.begun = time.time()
+        return x
+
+    def traced(self) -> list[Event]:
+        """The actions of the last step that was timed, on the first rank of every stage; called on all at once."""
+        events, self.events = self.events, None
+        every = self.mesh.gather(events)[:: self.mesh.data * self.mesh.tp]
+        first = min(event.start for of_rank in every for event in of_rank)
+        found = [
+            replace(event, start=event.start - first, end=event.end - first) for of_rank in every for event in of_rank
+        ]
+        return sorted(found, key=lambda event: event.start)
+
+    def _forward(self, messages: Messages, micro: int, chunk: int, tokens: Tensor) -> tuple[Tensor | None, Tensor]:
+        """What a chunk gets of another stage, and gives."""
+        stage = self._stage(chunk)
+        if stage == 0:
+            return None, self.gpt.through(self.gpt.embedding(tokens), tokens)
+        x = self._receive(messages, FORWARD, micro, stage).requires_grad_(torch.is_grad_enabled())
+        return x, self.gpt.through(x, tokens, chunk)
+
+    def _backward(
+        self, messages: Messages, micro: int, chunk: int, x: Tensor | None, root: Tensor | GradientEdge
+    ) -> None:
+        stage = self._stage(chunk)
+        torch.autograd.backward(
+            root, None if stage == messages.last else self._receive(messages, BACKWARD, micro, stage)
+        )
+        if x is not None:
+            assert x.grad is not None
+            messages.send(BACKWARD, micro, stage - 1, x.grad)
