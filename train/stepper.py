@@ -147,8 +147,10 @@ class Stepper:
             losses = sequence_losses(self.gpt, windows[mine], beat=begin)
         finally:
             self.gpt.train()
+        if self.mesh.cp_group is not None:  # each has the tokens of its part
+            dist.all_reduce(losses := losses.to(self.device), group=self.mesh.cp_group)
         if self.mesh.dp_group is None:
-            return losses
+            return read(losses)
         everyone = torch.empty(self.mesh.dp * share, dtype=losses.dtype, device=self.device)
         all_gather(everyone, losses.to(self.device), group=self.mesh.dp_group)
         return read(everyone[: len(windows)])
@@ -170,7 +172,7 @@ class Stepper:
             rows = self._rows(step, start)
             self._begin_pass()
             with self.zero.gradients.micro_batch(last=start + self.micro == self.share):
-                loss = self.gpt.loss(rows[:, :-1], rows[:, 1:], z_loss=z_loss) * (self.micro / batch)
+                loss = self.gpt.loss(rows[:, :-1], rows[:, 1:], z_loss=z_loss) * (self.micro / batch / self.mesh.cp)
                 self.scaler.scaled(loss).backward()
             total += loss.detach()
         return total

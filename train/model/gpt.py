@@ -183,6 +183,9 @@ class GPT(nn.Module):
         if config.tied_embeddings:
             self.head.weight = self.embedding.weight
         self.backend: Backend = SDPA
+        # A context-parallel rank's part of whole sequences, along a dimension, and the backend that attends over all.
+        self.own: Callable[[Tensor, int], Tensor] = lambda x, dim: x
+        self.shared: Callable[[Backend], Backend] = lambda backend: backend
         self.slope: list[Tensor] = []  # see `loss`
         for moe in self.mixtures:
             moe.router.slope = self.slope
@@ -220,8 +223,8 @@ class GPT(nn.Module):
         time = tokens.shape[1]
         if time > self.max_length:
             raise ValueError(f"sequence of {time} tokens is longer than the model's {self.max_length}")
-        cos, sin = self.cos[:time], self.sin[:time]
-        x = self.embedding(tokens)
+        cos, sin = self.own(self.cos[:time], 0), self.own(self.sin[:time], 0)
+        x = self.embedding(self.own(tokens, 1))
         seen = self.seen(tokens, x.dtype)
         for block in self.blocks:
             x = block(x, cos, sin, *seen)
@@ -238,11 +241,12 @@ class GPT(nn.Module):
         return () if seen is None else (seen,)
 
     def loss(self, tokens: Tensor, targets: Tensor, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
-        """Cross-entropy in nats, fp32: a scalar, or with reduction `none` (batch, time).
+        """Cross-entropy in nats, fp32: a scalar, or with reduction `none` (batch, time). Of a
+        context-parallel rank it is that of its own tokens.
 
         The penalties of routers add to its gradient, not to its value.
         """
-        losses: Tensor = self.head(self.last_hidden(tokens), targets, reduction, z_loss)
+        losses: Tensor = self.head(self.last_hidden(tokens), self.own(targets, 1), reduction, z_loss)
         if losses.requires_grad and self.config.experts:
             slope = self.slope  # not self, which would be kept by the graph that it keeps
 
@@ -273,7 +277,7 @@ class GPT(nn.Module):
         return choice
 
     def use(self, backend: Backend) -> None:
-        self.backend = backend
+        self.backend = backend = self.shared(backend)
         for module in self.modules():
             if isinstance(module, Attention | LatentAttention):
                 module.backend = backend

@@ -1,0 +1,91 @@
+"""Sequences that ranks share out: attention is that of whole sequences, and a run is that of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from isoflop.train.job.fork import run_ranks
+from isoflop.train.model.attention import document_starts, first_visible
+from isoflop.train.model.backends import SDPA
+from isoflop.train.parallel.context import Ring, own_part
+from torch import Tensor
+
+END = 3  # the token that ends a document
+
+# batch, time, heads, key/value heads, head size, window, documents. Pieces of 4 ranks are 8 to 40 tokens, windows end
+# inside of one, at its edge, and beyond the next.
+CASES = {
+    "plain": (2, 64, 2, 2, 8, None, False),
+    "grouped": (2, 64, 6, 2, 8, None, False),
+    "one key head": (1, 64, 4, 1, 16, None, False),
+    "documents": (3, 64, 4, 2, 8, None, True),
+    "short window": (2, 64, 4, 2, 8, 5, False),
+    "window of a piece": (2, 64, 2, 2, 8, 8, False),
+    "window and documents": (2, 64, 4, 2, 8, 19, True),
+    "long window": (1, 320, 2, 1, 8, 150, False),
+    "several blocks of queries": (1, 1280, 1, 1, 4, 300, True),
+}
+
+
+def inputs_of(case: str, dtype: torch.dtype) -> tuple[Tensor, list[Tensor], Tensor, Tensor | None, int | None]:
+    """Tokens, query, key and value, the result's gradient, what each query sees first, and the window."""
+    batch, time, heads, kv_heads, size, window, documents = CASES[case]
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(0, 20, (batch, time), generator=generator)
+    fused = torch.randn(batch, time, 2 * heads + 2 * kv_heads, size, generator=generator, dtype=torch.float64)
+    query, key, value, grad = fused.to(dtype).split((heads, kv_heads, kv_heads, heads), dim=2)  # views, as in a model
+    return tokens, [query * 3, key, value], grad, document_starts(tokens, END) if documents else None, window
+
+
+def whole_attention(case: str, dtype: torch.dtype) -> list[Tensor]:
+    """Output and gradients by definition, in float64, of inputs rounded to a type."""
+    tokens, inputs, grad, documents, window = inputs_of(case, dtype)
+    query, key, value = (x.double().requires_grad_() for x in inputs)
+    first, group = first_visible(tokens, documents, window), query.shape[2] // key.shape[2]
+    position = torch.arange(tokens.shape[1])
+    seen = position <= position[:, None]
+    seen = seen if first is None else seen & (position >= first[:, None, :, None])
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key.repeat_interleave(group, 2)) * query.shape[-1] ** -0.5
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, value.repeat_interleave(group, 2))
+    return [out.detach(), *torch.autograd.grad(out, (query, key, value), grad.double())]
+
+
+def ring_attention(cases: list[str], dtype: torch.dtype) -> list[list[Tensor]]:
+    """The same of this rank's part of each, by the ring."""
+    found, group = [], dist.group.WORLD
+    assert group is not None
+    for case in cases:
+        tokens, inputs, grad, documents, window = inputs_of(case, dtype)
+        ring = Ring("sdpa", SDPA.kernel, "first", group)
+        seen = ring.seen(tokens, documents, window, dtype)
+        own = [own_part(x, 1, group).requires_grad_() for x in inputs]
+        out = ring.attend(*own, seen, window)
+        found.append([out.detach(), *torch.autograd.grad(out, own, own_part(grad, 1, group))])
+    return found
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """Whole sequences of every rank's part."""
+    halves = [part.chunk(2, dim=1) for part in parts]
+    return torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)], dim=1)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_attention_of_shared_sequences_is_that_of_whole_ones(ranks: int, dtype: torch.dtype, tolerance: float) -> None:
+    """Of numbers of order 1; bf16 rounds them by 0.004, in every step's result and in the sum."""
+    cases = list(CASES)
+    answers = run_ranks(ranks, ring_attention, cases, dtype, timeout=120.0)
+    for number, case in enumerate(cases):
+        for name, expected, *parts in zip(
+            ("out", "query", "key", "value"), whole_attention(case, dtype), *(a[number] for a in answers), strict=True
+        ):
+            scale = max(1.0, expected.abs().max().item())
+            found = joined(parts)
+            assert found.dtype == dtype
+            error = (found.double() - expected).abs().max().item() / scale
+            assert error < tolerance, f"{case}: {name} is wrong by {error:.2g}"
