@@ -237,7 +237,7 @@ class ParallelConfig:
     dp: Count6 = cosmetic(1)  # data-parallel ranks: each takes its share of every batch
     cp: Count6 = cosmetic(1)  # context-parallel ranks: each takes its share of every sequence
     pp: Count6 = cosmetic(1)  # pipeline stages: each takes its share of the blocks
-    ep: Count6 = cosmetic(1)  # of the dp ranks so many share the experts out, and send each other their tokens
+    ep: Count6 = cosmetic(1)  # of the dp * cp ranks so many share the experts out, and send each other their tokens
     zero: Annotated[int, (0, 1, 2, 3)] = cosmetic(0)  # dp ranks share 1 optimizer, 2 + gradients, 3 + parameters
     sequence_parallel: bool = cosmetic(True)  # tp > 1: norms and residuals split over tokens as well
     recompute: Annotated[str, ("none", "selective", "full")] = cosmetic("none")  # activations, in the backward pass
@@ -256,6 +256,11 @@ class ParallelConfig:
     @property
     def world_size(self) -> int:
         return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def data(self) -> int:
+        """Ranks with the same part of the model and other tokens."""
+        return self.dp * self.cp
 
     @property
     def mesh(self) -> str:

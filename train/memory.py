@@ -1,6 +1,6 @@
 """Bytes that one rank needs, in closed form: what lies there all the time, and what a micro-batch adds. No torch.
 
-With Psi the parameters of a rank's tensor-parallel part, N = dp, and e the bytes of a weight (2 in bf16 and fp16):
+With Psi the parameters of a rank's tensor-parallel part, N = dp cp, and e the bytes of a weight (2 in bf16 and fp16):
 
     stage   weights     gradients   optimizer (fp32 master and two moments)
     0       e Psi       e Psi       12 Psi
@@ -81,14 +81,14 @@ def memory(config: RunConfig, device: str = "cuda") -> Memory:
     buckets = bucket_sizes(share, config)
     experts = sum(bucket.size for bucket in buckets_of(share, config) if bucket.experts)
     rest = sum(buckets) - experts
-    held = state_bytes(rest, share.itemsize, stage, parallel.dp, one_moment(share, config))
+    held = state_bytes(rest, share.itemsize, stage, parallel.data, one_moment(share, config))
     if experts:  # which so many ranks have
-        replicas = parallel.dp // parallel.ep
+        replicas = parallel.data // parallel.ep
         own = state_bytes(experts, share.itemsize, stage if replicas > 1 else 0, replicas)
         held = {name: size + own[name] for name, size in held.items()}
     state, depth = sum(held.values()), share.depth
     if experts:
-        buckets = _with_experts(buckets_of(share, config), whole=parallel.dp == parallel.ep)
+        buckets = _with_experts(buckets_of(share, config), whole=parallel.data == parallel.ep)
     kept = [kept_by_blocks(share, depth - done) for done in range(depth)]
     head, at_loss, in_block = kept_by_head(share), loss_workspace(share), block_workspace(share)
     mask = 0
@@ -97,7 +97,7 @@ def memory(config: RunConfig, device: str = "cuda") -> Memory:
     table = share.table * share.itemsize
     waiting = table if share.tied else 0  # the head's part of a tied table's gradient, until the embedding's comes
     gathered = [gathered_bytes(buckets, share, stage, done) for done in range(depth + 1)]
-    travelling = [reduction_bytes(buckets, share, parallel.dp, stage, done) for done in range(depth + 1)]
+    travelling = [reduction_bytes(buckets, share, parallel.data, stage, done) for done in range(depth + 1)]
     backward = [mask + kept[done] + gathered[done] + travelling[done] for done in range(depth)]
     return Memory(
         **held,
@@ -135,8 +135,8 @@ def halved_micro_batch(micro_batch: int) -> int | None:
 
 
 def stage_of(config: RunConfig) -> int:
-    """The ZeRO stage at work: one dp rank owns everything anyway."""
-    return config.parallel.zero if config.parallel.dp > 1 else 0
+    """The ZeRO stage at work: one rank with its part of the model owns everything anyway."""
+    return config.parallel.zero if config.parallel.data > 1 else 0
 
 
 def state_bytes(elements: int, itemsize: int, stage: int, ranks: int, less: int = 0) -> dict[str, int]:
@@ -157,7 +157,7 @@ def bucket_sizes(share: Share, config: RunConfig) -> tuple[int, ...]:
 
 def one_moment(share: Share, config: RunConfig) -> int:
     """Elements without a second moment that the first data-parallel rank has."""
-    ranks = config.parallel.dp if stage_of(config) > 0 else 1
+    ranks = config.parallel.data if stage_of(config) > 0 else 1
     return sum(max(bucket.size // ranks - bucket.start_of(1), 0) for bucket in buckets_of(share, config))
 
 
@@ -172,7 +172,7 @@ def whole_workspace(share: Share, config: RunConfig) -> int:
             batches[part.rows, matrix.columns or 1] += part.rows * (matrix.columns or 1)
     itemsize = 2 if optimizer.iteration_precision == "bf16" else FP32
     owned, batch = (share.depth * size // ranks for size in (batches.total(), max(batches.values(), default=0)))
-    held = owned if stage_of(config) > 0 else owned * config.parallel.dp
+    held = owned if stage_of(config) > 0 else owned * config.parallel.data
     kept = held if min(share.itemsize, itemsize) < FP32 else 0  # else in the gradients' place
     products = 3 * min(batch, max(AT_A_TIME, *(math.prod(side) for side in batches), 0))
     return itemsize * (kept + (0 if ranks == 1 else owned) + max(batch + products, 0 if ranks == 1 else held + owned))
@@ -182,7 +182,7 @@ def buckets_of(share: Share, config: RunConfig) -> tuple[Bucket, ...]:
     limit = max(1, int(config.parallel.bucket_mb * 2**20 / share.itemsize))
     alike = replace(share, sequences=0, rows=0, recompute="", device="")  # which change no bucket
     parallel, roles = config.parallel, OPTIMIZERS[config.optimizer.kind].roles
-    return _buckets_of(alike, limit, parallel.dp, parallel.ep, stage_of(config), roles)
+    return _buckets_of(alike, limit, parallel.data, parallel.ep, stage_of(config), roles)
 
 
 @lru_cache(maxsize=64)

@@ -332,7 +332,8 @@ class Share(Shape):
 
     split: bool  # over more than one tensor-parallel rank
     kv_used: int  # key/value heads that are attended with
-    length: int  # tokens of a sequence
+    length: int  # tokens of a sequence that are this rank's
+    cp: int  # ranks that have the others
     sequences: int  # of a micro-batch
     rows: int  # tokens of a micro-batch that the rank's residual stream holds: all, or its share of them
     precision: str  # fp32 | bf16 | fp16
@@ -351,7 +352,8 @@ class Share(Shape):
 
 
 def share_of(config: RunConfig, device: str = "cuda") -> Share:
-    model, ranks, length = config.model, config.parallel.tp, config.data.sequence_length
+    model, ranks, whole_length = config.model, config.parallel.tp, config.data.sequence_length
+    length = whole_length // config.parallel.cp
     whole = model_shape(model)
     sequences = micro_batch_of(config)
     tokens = sequences * length
@@ -366,10 +368,11 @@ def share_of(config: RunConfig, device: str = "cuda") -> Share:
         split=ranks > 1,
         kv_used=max(whole.kv_heads // ranks, 1),
         length=length,
+        cp=config.parallel.cp,
         sequences=sequences,
         rows=tokens // ranks if config.parallel.sequence_parallel else tokens,
         precision=config.precision,
-        window=model.window if model.window is not None and model.window < length else None,
+        window=model.window if model.window is not None and model.window < whole_length else None,
         documents=config.data.separate_documents,
         recompute=config.parallel.recompute,
         device=device,

@@ -213,12 +213,14 @@ def check_hosts(parallel: ParallelConfig, hosts: Sequence[str]) -> None:
 
 
 def working_shapes(config: RunConfig, ranks: int, ranks_per_node: int | None = None) -> list[tuple[int, int]]:
-    """Every (tp, dp) that spreads this run over exactly so many ranks, by tp; all else is as the config has it.
+    """Every (tp, dp) that spreads this run over exactly so many ranks, by tp; all else, cp too, is as the config has
+    it.
 
     Args:
         ranks_per_node: of `ranks`, on every node; None: all of them.
     """
-    shapes = [(tp, ranks // tp) for tp in divisors_of(ranks) if (ranks_per_node or ranks) % tp == 0]
+    rest, left = divmod(ranks, config.parallel.cp)
+    shapes = [(tp, rest // tp) for tp in divisors_of(rest or 1) if not left and (ranks_per_node or ranks) % tp == 0]
     return [
         (tp, dp)
         for tp, dp in shapes
@@ -239,6 +241,13 @@ def _refusal(config: RunConfig) -> str | None:
             f"parallel.dp is {parallel.dp}; it must divide optimizer.batch_size {batch}: "
             f"{_nearest(parallel.dp, divisors_of(batch))}"
         )
+    length, cp = config.data.sequence_length, parallel.cp
+    if cp > 1 and length % (2 * cp):
+        working = [number for number in divisors_of(length) if number == 1 or length % (2 * number) == 0]
+        return (
+            f"parallel.cp is {cp}; it must divide data.sequence_length {length} into 2 parallel.cp equal pieces: "
+            f"{_nearest(cp, working)}"
+        )
     if parallel.ep > 1 and (refusal := _experts_refusal(config)) is not None:
         return refusal
     share = batch // parallel.dp
@@ -257,21 +266,23 @@ def _refusal(config: RunConfig) -> str | None:
 
 def _experts_refusal(config: RunConfig) -> str | None:
     """Why experts cannot be shared out as the config says."""
-    ep, dp, experts = config.parallel.ep, config.parallel.dp, config.model.experts
+    parallel, experts = config.parallel, config.model.experts
+    ep, data = parallel.ep, parallel.data
     if experts == 0:
         return f"parallel.ep is {ep} and model.experts 0; it must be 1, for there are no experts to share out"
     if config.optimizer.kind != "adamw":
         return f"parallel.ep is {ep} with optimizer.kind {config.optimizer.kind}; it must be 1, or the kind adamw"
-    working = divisors_of(math.gcd(dp, experts))
+    working = divisors_of(math.gcd(data, experts))
     if ep in working:
         return None
-    said = f"it must divide parallel.dp {dp} and model.experts {experts}"
+    others = f"parallel.dp {parallel.dp}" + (f" * parallel.cp {parallel.cp}" if parallel.cp > 1 else "")
+    said = f"it must divide {others} and model.experts {experts}"
     return f"parallel.ep is {ep}; {said}: {_nearest(ep, working)}"
 
 
 def _requirement(config: RunConfig, tp: int) -> str | None:
     """The first condition that a tp does not meet, as what it must do; None if it meets all."""
-    model, length = config.model, config.data.sequence_length
+    model, length, cp = config.model, config.data.sequence_length, config.parallel.cp
     if model.heads % tp:
         return f"divide model.heads {model.heads}"
     if model.num_kv_heads % tp and tp % model.num_kv_heads:
@@ -282,18 +293,22 @@ def _requirement(config: RunConfig, tp: int) -> str | None:
         return f"divide model.expert_hidden, which is {model.moe_hidden}"
     if model.vocab_size is not None and model.padded_vocab_size % tp:
         return f"divide the vocabulary padded to model.vocab_multiple, which is {model.padded_vocab_size}"
-    if config.parallel.sequence_parallel and length % tp:
-        return f"divide data.sequence_length {length}, or parallel.sequence_parallel be false"
+    if config.parallel.sequence_parallel and length // cp % tp:
+        part = f" / parallel.cp {cp}" if cp > 1 else ""
+        return f"divide data.sequence_length {length}{part}, or parallel.sequence_parallel be false"
     return None
 
 
 def _advice(config: RunConfig, ranks: int, ranks_per_node: int) -> str:
     """What to ask for instead: shapes for these ranks, or else numbers of ranks that have any."""
-    wanted = config.parallel.tp
+    wanted, cp = config.parallel.tp, config.parallel.cp
     shapes = working_shapes(config, ranks, ranks_per_node)
+    if cp > 1 and not shapes:
+        parallel = dataclasses.replace(config.parallel, cp=1)
+        return _advice(dataclasses.replace(config, parallel=parallel), ranks, ranks_per_node)
     if shapes:
         shapes.sort(key=lambda shape: (abs(shape[0] - wanted), shape))
-        named = [f"tp {tp} * dp {dp}" for tp, dp in shapes[:3]]
+        named = [f"tp {tp} * dp {dp}" + (f" * cp {cp}" if cp > 1 else "") for tp, dp in shapes[:3]]
         return f"with {counted(ranks, 'rank')} it can be {' or '.join(named)}"
     most = min(ranks - 1, config.optimizer.batch_size * config.model.heads)
     fewer = next(n for n in range(most, 0, -1) if working_shapes(config, n, min(n, ranks_per_node)))

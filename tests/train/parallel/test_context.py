@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from isoflop.train import precision
+from isoflop.train.config import RunConfig
+from isoflop.train.data.loader import TrainStream, validation_windows
+from isoflop.train.data.shards import prepare
 from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.attention import document_starts, first_visible
 from isoflop.train.model.backends import SDPA
 from isoflop.train.parallel.context import Ring, own_part
+from isoflop.train.parallel.mesh import Mesh, build_mesh
+from isoflop.train.planner.validation import check_shapes
+from isoflop.train.stepper import Stepper
+from test_train import CPU, assert_same_steps, base, boxes_of, whole, with_experts, with_latents
 from torch import Tensor
+
+__all__ = ["base"]  # a fixture
 
 END = 3  # the token that ends a document
 
@@ -89,3 +101,88 @@ def test_attention_of_shared_sequences_is_that_of_whole_ones(ranks: int, dtype: 
             assert found.dtype == dtype
             error = (found.double() - expected).abs().max().item() / scale
             assert error < tolerance, f"{case}: {name} is wrong by {error:.2g}"
+
+
+STEPS = 5
+
+
+def variant(base: RunConfig, name: str) -> RunConfig:
+    config = {"latents": with_latents, "experts": with_experts}.get(name, copy.deepcopy)(base)
+    if name == "masked":
+        config.model.window, config.data.separate_documents = 6, True
+    elif name in ("selective", "full"):
+        config.parallel.recompute = name
+    return config
+
+
+Shape = tuple[int, int, int, int, str]  # cp, tp, dp, zero, variant
+
+
+def every_shape(ranks: int) -> list[Shape]:
+    """Every mesh of so many ranks; variants, micro-batches and sequence parallelism by turns."""
+    names = itertools.cycle(["plain", "masked", "latents", "selective", "full"])
+    meshes = [(cp, tp, dp) for cp in (2, 4) for tp in (1, 2) for dp in (1, 2) if cp * tp * dp == ranks]
+    return [(*mesh, zero, next(names)) for mesh in meshes for zero in range(4)]
+
+
+def steps_of(config: RunConfig, mesh: Mesh) -> tuple[list[float], list[float], list[tuple[str, Any, Any, Any]]]:
+    """Losses of some steps and of held-out windows thereafter, norms, and this rank's boxes of the final weights."""
+    shards = prepare(config.data)
+    stepper = Stepper(config, mesh, CPU, TrainStream(shards, config.data.sequence_length, config.seed))
+    stepper.start()
+    results = [stepper.step(step) for step in range(STEPS)]
+    windows = torch.from_numpy(validation_windows(shards, config.data.sequence_length, 80))
+    scores = stepper.losses(windows, lambda: None).tolist()
+    return [r.loss.item() for r in results] + scores, [r.norm.item() for r in results], boxes_of(stepper, ("weight",))
+
+
+def assert_steps_of_one_process(ranks: int, base: RunConfig, shapes: list[Shape], tolerance: float) -> None:
+    def every_mesh() -> list[Any]:
+        answers = []
+        for number, (cp, tp, dp, zero, name) in enumerate(shapes):
+            config = variant(base, name)
+            parallel = config.parallel
+            parallel.cp, parallel.tp, parallel.dp, parallel.zero = cp, tp, dp, zero
+            parallel.micro_batch_size = 1 if zero % 2 else None
+            parallel.sequence_parallel = number % 3 > 0
+            parallel.ep = 2 if name == "experts" and zero % 2 == 0 else 1
+            check_shapes(config)
+            answers.append(steps_of(config, build_mesh(dp, tp, CPU, parallel.ep, cp)))
+        return answers
+
+    by_rank = run_ranks(ranks, every_mesh, timeout=900.0)
+    for name in {shape[-1] for shape in shapes}:
+        chosen = [number for number, shape in enumerate(shapes) if shape[-1] == name]
+        losses, norms, weights = steps_of(variant(base, name), Mesh())
+        answers = [[rank[number] for number in chosen] for rank in by_rank]
+        expected = losses, norms, whole([(losses, norms, weights)])
+        assert_same_steps(answers, [shapes[number] for number in chosen], expected, tolerance)
+
+
+FEW: dict[int, list[Shape]] = {
+    2: [(2, 1, 1, 0, "plain"), (2, 1, 1, 1, "masked"), (2, 1, 1, 3, "full")],
+    4: [(2, 2, 1, 2, "masked"), (2, 1, 2, 3, "selective"), (4, 1, 1, 1, "latents"), (2, 2, 1, 0, "plain")],
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_five_steps_on_a_mesh_are_those_of_one_process(ranks: int, base: RunConfig) -> None:
+    assert_steps_of_one_process(ranks, base, FEW[ranks], 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_five_steps_on_every_mesh_are_those_of_one_process(ranks: int, base: RunConfig) -> None:
+    assert_steps_of_one_process(ranks, base, every_shape(ranks), 1e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
+def test_five_steps_in_float64_are_those_of_one_process(
+    ranks: int, base: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of experts as well, where rounding decides no near tie of two."""
+    monkeypatch.setitem(precision._DTYPES, "fp32", torch.float64)
+    meshes = {2: [(2, 1, 1)], 4: [(4, 1, 1), (2, 2, 1), (2, 1, 2)], 8: [(4, 2, 1), (2, 2, 2), (4, 1, 2)]}[ranks]
+    kinds = [(0, "experts"), (3, "experts"), (1, "masked"), (2, "latents")]
+    shapes = [(*mesh, *kind) for mesh in meshes for kind in kinds]
+    assert_steps_of_one_process(ranks, base, shapes, 1e-10)
