@@ -269,7 +269,7 @@ def test_the_queries_that_see_a_block_of_keys_end_where_counting_says() -> None:
     from isoflop.train.kernels.flash_backward import query_ends
 
     first = first_from_lengths(DOCUMENTS, 2, 130)
-    ends = query_ends(first, 32)
+    ends = query_ends(first, 32, 130)
     for row in range(2):
         for block in range(5):
             keys = range(block * 32, min(block * 32 + 32, 130))
