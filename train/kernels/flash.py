@@ -120,6 +120,7 @@ def flash_backward(grad: Tensor, grad_lse: Tensor | None, *forward: Any) -> tupl
 
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    out, lse = out.contiguous(), lse.contiguous()
     return backward(grad, grad_lse, query, key, value, out, lse, _by_rows(first), scale, ahead)
 
 
