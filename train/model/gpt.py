@@ -185,7 +185,7 @@ class GPT(nn.Module):
         self.backend: Backend = SDPA
         # A context-parallel rank's part of whole sequences, along a dimension, and the backend that attends over all.
         self.own: Callable[[Tensor, int], Tensor] = lambda x, dim: x
-        self.shared: Callable[[Backend], Backend] = lambda backend: backend
+        self.shared: Callable[[Backend], Backend] | None = None
         self.slope: list[Tensor] = []  # see `loss`
         for moe in self.mixtures:
             moe.router.slope = self.slope
@@ -272,12 +272,13 @@ class GPT(nn.Module):
         """Takes the backend that is asked for, or that suits; UserError where it is missing or cannot do this."""
         has_window = self.config.window is not None and self.config.window < self.max_length
         has_documents = self.end_of_document is not None
-        choice, backend = select_backend(wanted, device, dtype, self.config.key_dim, has_window, has_documents)
+        masks = has_window, has_documents, self.shared is not None
+        choice, backend = select_backend(wanted, device, dtype, self.config.key_dim, *masks)
         self.use(backend)
         return choice
 
     def use(self, backend: Backend) -> None:
-        self.backend = backend = self.shared(backend)
+        self.backend = backend = backend if self.shared is None else self.shared(backend)
         for module in self.modules():
             if isinstance(module, Attention | LatentAttention):
                 module.backend = backend

@@ -130,14 +130,16 @@ class Ring(Backend):
         """Of every step of the ring the pairs, each with the first key that every query of it sees."""
         cp, rank, piece = self.group.size(), self.group.rank(), like.shape[1] // 2
         block = piece if self.name == "ours" else query_block(piece)
+        once = seen[:1] if seen is not None and seen.stride(0) == 0 else seen  # where it is the same for all rows
         for source in [(rank - step) % cp for step in range(cp)]:
-            if seen is None:
+            if once is None or seen is None:
                 yield [(pair, None) for pair in plain_pairs(cp, rank, source, piece)]
                 continue
-            low, high = ((seen - number * piece).clamp(0, piece) for number in _pieces(cp, source))
-            first = low + high  # as `_before`
-            pairs = masked_pairs(cp, rank, source, piece, window, block)
-            yield [(pair, (first[:, pair.rows] - pair.keys.start).clamp(min=0)) for pair in pairs]
+            low, high = ((once - number * piece).clamp(0, piece) for number in _pieces(cp, source))
+            yield [
+                (pair, (low + high)[:, pair.rows].sub(pair.keys.start).clamp_(min=0).expand(len(seen), -1))
+                for pair in masked_pairs(cp, rank, source, piece, window, block)
+            ]
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, ahead: int, first: Tensor | None) -> tuple[Tensor, Tensor]:
         """Output (batch, time, heads, d) and log-sum-exp (batch, heads, time), -inf where a query sees nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import itertools
 from typing import Any
 
@@ -15,7 +16,7 @@ from isoflop.train.data.loader import TrainStream, validation_windows
 from isoflop.train.data.shards import prepare
 from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.attention import document_starts, first_visible
-from isoflop.train.model.backends import SDPA
+from isoflop.train.model.backends import load_backend
 from isoflop.train.parallel.context import Ring, own_part
 from isoflop.train.parallel.mesh import Mesh, build_mesh
 from isoflop.train.planner.validation import check_shapes
@@ -39,6 +40,9 @@ CASES = {
     "window and documents": (2, 64, 4, 2, 8, 19, True),
     "long window": (1, 320, 2, 1, 8, 150, False),
     "several blocks of queries": (1, 1280, 1, 1, 4, 300, True),
+    "our kernels, plain": (2, 64, 4, 2, 16, None, False),
+    "our kernels, window": (2, 64, 2, 2, 16, 21, False),
+    "our kernels, documents": (2, 64, 4, 2, 16, 19, True),
 }
 
 
@@ -66,13 +70,13 @@ def whole_attention(case: str, dtype: torch.dtype) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, (query, key, value), grad.double())]
 
 
-def ring_attention(cases: list[str], dtype: torch.dtype) -> list[list[Tensor]]:
+def ring_attention(cases: list[str], dtype: torch.dtype, kernel: str = "sdpa") -> list[list[Tensor]]:
     """The same of this rank's part of each, by the ring."""
     found, group = [], dist.group.WORLD
     assert group is not None
     for case in cases:
         tokens, inputs, grad, documents, window = inputs_of(case, dtype)
-        ring = Ring("sdpa", SDPA.kernel, "first", group)
+        ring = Ring(kernel, load_backend(kernel).kernel, "first", group)
         seen = ring.seen(tokens, documents, window, dtype)
         own = [own_part(x, 1, group).requires_grad_() for x in inputs]
         out = ring.attend(*own, seen, window)
@@ -90,8 +94,18 @@ def joined(parts: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_attention_of_shared_sequences_is_that_of_whole_ones(ranks: int, dtype: torch.dtype, tolerance: float) -> None:
     """Of numbers of order 1; bf16 rounds them by 0.004, in every step's result and in the sum."""
-    cases = list(CASES)
-    answers = run_ranks(ranks, ring_attention, cases, dtype, timeout=120.0)
+    assert_whole(run_ranks(ranks, ring_attention, list(CASES), dtype, timeout=120.0), list(CASES), dtype, tolerance)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 0.003)])
+def test_our_kernels_attend_over_shared_sequences(dtype: torch.dtype, tolerance: float) -> None:
+    """In Triton's interpreter; fp16 rounds numbers of order 1 by 0.0005, as above."""
+    cases = [case for case in CASES if case.startswith("our kernels")]
+    assert_whole(run_ranks(2, ring_attention, cases, dtype, "ours", timeout=300.0), cases, dtype, tolerance)
+
+
+def assert_whole(answers: list[list[list[Tensor]]], cases: list[str], dtype: torch.dtype, tolerance: float) -> None:
     for number, case in enumerate(cases):
         for name, expected, *parts in zip(
             ("out", "query", "key", "value"), whole_attention(case, dtype), *(a[number] for a in answers), strict=True
