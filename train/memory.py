@@ -286,12 +286,13 @@ def heads_bytes(share: Share, heads: int) -> int:
 
 def keeps_softmax(share: Share) -> bool:
     """Whether attention runs in our blocks for CPUs, which keep their softmax, and copies of what they read."""
-    return share.device == "cpu" and share.precision == "bf16" and share.length <= LONGEST_KEPT
+    short = share.length <= LONGEST_KEPT and share.cp == 1
+    return share.device == "cpu" and share.precision == "bf16" and short
 
 
 def repeats_heads(share: Share) -> bool:
     """Whether PyTorch's kernel needs key and value once for every query head: on GPUs those of fp32 do."""
-    return share.heads > share.kv_used and share.device == "cuda" and share.precision == "fp32"
+    return share.heads > share.kv_used and share.device == "cuda" and share.precision == "fp32" and share.cp == 1
 
 
 def attention_bytes(share: Share) -> int:
@@ -320,9 +321,26 @@ def softmax_blocks(share: Share) -> list[int]:
     return [(end - start) * (end - low) for low, start, end in blocks]
 
 
+def ring_workspace(share: Share) -> int:
+    """Attention's backward pass over shared sequences: in fp32 the derivatives of queries, and of the keys and values
+    that leave, come and are worked on; keys and values of two ranks; what one step gives, and its mask.
+    """
+    size, heads, pair = share.head_dim, share.heads, 2 * share.kv_used
+    if share.latent is not None:
+        size, pair = size + share.latent.rotary, 2 * heads
+    wide = share.tokens * size * (heads + 3 * pair) * FP32
+    narrow = share.tokens * size * (2 * heads + 3 * pair) * share.itemsize
+    if share.device == "cuda" or (share.window is None and not share.documents):
+        return wide + narrow
+    block = query_block(share.length // 2) * share.length * (share.itemsize + 2)
+    return wide + narrow + block * (share.sequences if share.documents else 1)
+
+
 def has_mask(share: Share) -> bool:
-    """Whether a mask says what is seen, as PyTorch's kernels want it; ours for GPUs needs none."""
-    return share.device == "cpu" and (share.window is not None or share.documents)
+    """Whether a mask says what is seen, as PyTorch's kernels want it; ours for GPUs needs none, and over shared
+    sequences it is one of a block, made anew each time.
+    """
+    return share.device == "cpu" and share.cp == 1 and (share.window is not None or share.documents)
 
 
 def kept_by_head(share: Share) -> int:
@@ -399,6 +417,8 @@ def block_workspace(share: Share) -> int:
     mixing = heads_bytes(share, 5 * share.heads + 2 * share.kv_heads)
     if keeps_softmax(share):  # derivatives of the weights and of the scores, a block of queries at a time
         mixing += 2 * share.sequences * share.heads * max(softmax_blocks(share)) * share.itemsize
+    if share.cp > 1:
+        mixing = max(mixing, ring_workspace(share))
     if share.recompute == "selective":
         again = attention_bytes(share)
         moments = (4 * inner, stream + gathered + whole, norm - 2 * inner, again + mixing - 2 * inner - stream)
