@@ -100,7 +100,7 @@ def flash_forward(
 
 
 @flash_forward.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     batch, time, heads, _ = query.shape
     lse = query.new_empty((batch, heads, time), dtype=torch.float32)
     return torch.empty_like(query, memory_format=torch.contiguous_format), lse
@@ -138,7 +138,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
         grad = torch.zeros_like(ctx.saved_tensors[3])
-    return *torch.ops.isoflop.flash_backward(grad, grad_lse, *ctx.saved_tensors, *ctx.rest), *[None] * (1 + len(ctx.rest))
+    grads = torch.ops.isoflop.flash_backward(grad, grad_lse, *ctx.saved_tensors, *ctx.rest)
+    return *grads, None, *[None] * len(ctx.rest)
 
 
 torch.library.register_autograd("isoflop::flash_forward", _backward, setup_context=_setup)

@@ -285,6 +285,6 @@ def backward(
     CUDA.launch(key_kernel, programs, query, *common, *outputs, **options, **launch._asdict())
     launch = blocks.d_query
     programs = triton.cdiv(time, launch.QUERIES) * batch * heads
-    outputs = (d_query, heads, heads // kv_heads, time, key_time, ahead)
-    CUDA.launch(query_kernel, programs, query, *common, *outputs, **options, **launch._asdict())
+    sizes = (heads, heads // kv_heads, time, key_time, ahead)
+    CUDA.launch(query_kernel, programs, query, *common, d_query, *sizes, **options, **launch._asdict())
     return d_query, d_key, d_value

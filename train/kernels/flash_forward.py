@@ -1,9 +1,9 @@
 """FlashAttention's forward kernel: one program per block of queries of one head, walking the key blocks that it sees.
 
-Only `first[i] <= j <= i + ahead` is ever masked, so a program's key blocks are one range in three parts: some that are masked
-at the start of a document or window, some that all queries see whole, and those on the diagonal. The softmax is online
-and in base 2. Query blocks are launched last first: they have the most keys. A head size that is no power of two (96)
-is padded inside the block. Bases are 64-bit scalars and offsets inside a block 32-bit: no tensor is too large.
+What is seen is `first[i] <= j <= i + ahead`, so a program's key blocks are one range in three parts: some that are
+masked at the start of a document or window, some that all queries see whole, and those on the diagonal. The softmax is
+online and in base 2. Query blocks are launched last first: they have the most keys. A head size that is no power of two
+(96) is padded inside the block. Bases are 64-bit scalars and offsets inside a block 32-bit: no tensor is too large.
 
 Papers: FlashAttention-2 (Dao 2023, arXiv 2307.08691, algorithm 1); online softmax (Milakov & Gimelshein 2018,
 arXiv 1805.02867).

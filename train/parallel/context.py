@@ -141,39 +141,45 @@ class Ring(Backend):
                 for pair in masked_pairs(cp, rank, source, piece, window, block)
             ]
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, ahead: int, first: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Output (batch, time, heads, d) and log-sum-exp (batch, heads, time), -inf where a query sees nothing."""
+    def forward(self, query: Tensor, here: Tensor, ahead: int, first: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Output (batch, time, heads, d) and log-sum-exp (batch, heads, time), -inf where a query sees nothing.
+
+        `here` is (2, batch, keys, kv_heads, d), keys and values.
+        """
         if self.name == "ours":
-            return torch.ops.isoflop.flash_forward(query, key, value, first, query.shape[-1] ** -0.5, ahead)
-        mask, blind = _mask(query, key, ahead, first)
-        inputs = (x.transpose(1, 2) for x in (query, key, value))
+            return torch.ops.isoflop.flash_forward(query, *here, first, query.shape[-1] ** -0.5, ahead)
+        mask, blind = _mask(query, here.shape[2], ahead, first)
+        inputs = (x.transpose(1, 2) for x in (query, *here))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *inputs, 0.0, mask is None and ahead == 0, attn_mask=mask
         )
         return out.transpose(1, 2), lse if blind is None else lse.masked_fill(blind, float("-inf"))
 
     def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, ahead: int, first: Tensor | None
+        self, forward: tuple[Tensor, ...], here: Tensor, ahead: int, first: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Derivatives of query, key and value, given output and log-sum-exp over all keys there are."""
+        """Derivatives of query, key and value; of the forward pass the output's derivative, query, output and
+        log-sum-exp over all keys there are.
+        """
+        grad, query, out, lse = forward
         if self.name == "ours":
             scale = query.shape[-1] ** -0.5
-            return torch.ops.isoflop.flash_backward(grad, None, query, key, value, out, lse, first, scale, ahead)
-        mask, _ = _mask(query, key, ahead, first)
-        inputs = (x.transpose(1, 2) for x in (grad, query, key, value, out))
+            return torch.ops.isoflop.flash_backward(grad, None, query, *here, out, lse, first, scale, ahead)
+        mask, _ = _mask(query, here.shape[2], ahead, first)
+        inputs = (x.transpose(1, 2) for x in (grad, query, *here, out))
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *inputs, lse, 0.0, mask is None and ahead == 0, attn_mask=mask
         )
         return tuple(x.transpose(1, 2) for x in grads)
 
 
-def _mask(query: Tensor, key: Tensor, ahead: int, first: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def _mask(query: Tensor, keys: int, ahead: int, first: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """What is added to the scores, (batch, 1, queries, keys), and the queries that see nothing, (batch, 1, queries)."""
     if first is None:
         return None, None
-    rows, keys = (torch.arange(x.shape[1], device=x.device) for x in (query, key))
+    row, column = (torch.arange(count, device=query.device) for count in (query.shape[1], keys))
     first = first[:1] if first.stride(0) == 0 else first
-    hidden = (keys < first[:, None, :, None]) | (keys > rows[:, None] + ahead)
+    hidden = (column < first[:, None, :, None]) | (column > row[:, None] + ahead)
     mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))
     return mask.expand(len(query), -1, -1, -1), hidden.all(-1)
 
@@ -199,7 +205,7 @@ class _Attention(torch.autograd.Function):
         for step, pairs in enumerate(ring.steps(query, seen, window)):
             hop = _Hop(here, ring.group) if step < last else None
             for (rows, keys, ahead), first in pairs:
-                part, part_lse = ring.forward(query[:, rows], *here[:, :, keys], ahead, first)
+                part, part_lse = ring.forward(query[:, rows], here[:, :, keys], ahead, first)
                 if step == 0:  # where every query sees itself
                     out[:, rows], lse[:, :, rows] = part, part_lse
                 else:
@@ -222,8 +228,8 @@ class _Attention(torch.autograd.Function):
             hop = _Hop(here, ring.group) if step < last else None
             d_here = torch.zeros_like(here, dtype=lse.dtype)
             for (rows, keys, ahead), first in pairs:
-                part = (grad[:, rows], query[:, rows], *here[:, :, keys], out[:, rows], lse[:, :, rows])
-                dq, dk, dv = ring.backward(*part, ahead, first)
+                forward = grad[:, rows], query[:, rows], out[:, rows], lse[:, :, rows]
+                dq, dk, dv = ring.backward(forward, here[:, :, keys], ahead, first)
                 d_query[:, rows] += dq
                 d_here[0, :, keys] += dk
                 d_here[1, :, keys] += dv

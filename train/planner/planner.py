@@ -4,7 +4,7 @@ Every combination is costed in closed form. It fits when its peak (`memory.py`) 
 margin for what no formula sees: the CUDA context, NCCL's buffers, fragmentation. The seconds of a step are
 
     forward + backward + recompute     matrix-product FLOPs over the measured rate
-    + tensor + experts + data          collectives, as far as nothing hides them
+    + tensor + context + experts + data    what ranks send each other, as far as nothing hides it
     + update                           bytes of Adam over the memory's bandwidth
 
 A collective is a ring of N - 1 hops, each of n / N bytes and one latency; an all-reduce is two. Tensor-parallel ones
@@ -57,6 +57,7 @@ class StepTime:
     backward: float
     recompute: float  # activations computed again
     tensor: float  # tensor-parallel collectives that nothing hides
+    context: float  # keys and values that travel between steps of attention, and their derivatives, likewise
     experts: float  # rows of tokens, to the ranks that have their experts and back
     data: float  # reductions and gathers over dp that nothing hides
     update: float
@@ -87,6 +88,7 @@ def step_time(config: RunConfig, hardware: Hardware) -> StepTime:
         backward=passes * 2 * forward,
         recompute=passes * again,
         tensor=passes * tensor_seconds(config, hardware, column * forward),
+        context=passes * ring_wait(config, hardware, share.tokens * attention / share.cp / rate),
         experts=passes * exchange_seconds(config, hardware),
         data=data_seconds(config, hardware, forward, 2 * forward + again),
         update=updated * (6 * 4 + 2 * share.itemsize) / hardware.memory_bandwidth
@@ -102,7 +104,7 @@ def forward_flops(share: Share) -> int:
 def attention_flops(share: Share) -> int:
     """Scores and weighting in one block, per token."""
     rotary = 0 if share.latent is None else share.latent.rotary
-    return 2 * share.length * share.heads * (2 * share.head_dim + rotary)
+    return 2 * share.length * share.cp * share.heads * (2 * share.head_dim + rotary)
 
 
 def ring_seconds(size: float, ranks: int, bandwidth: float, latency: float) -> float:
@@ -132,6 +134,24 @@ def tensor_seconds(config: RunConfig, hardware: Hardware, product: float) -> flo
     return forward + backward + again
 
 
+def ring_wait(config: RunConfig, hardware: Hardware, step: float) -> float:
+    """What a micro-batch waits for context-parallel ranks: each step of the ring takes as long as its attention, of
+    `step` seconds in the forward pass, or as its transfer; the last derivatives come when nothing is left to do.
+    """
+    share, parallel = share_of(config), config.parallel
+    if share.cp == 1:
+        return 0.0
+    sizes = 2 * share.kv_used * share.head_dim
+    if share.latent is not None:
+        sizes = 2 * share.heads * (share.head_dim + share.latent.rotary)
+    bandwidth = _bandwidth(share.cp * parallel.tp, hardware)
+    hop = share.tokens * sizes * share.itemsize / bandwidth + hardware.latency
+    home = share.tokens * sizes * 4 / bandwidth + hardware.latency  # in fp32
+    forward = (share.cp - 1) * max(0.0, hop - step)
+    backward = (share.cp - 1) * max(0.0, hop + home - 2 * step) + home
+    return share.depth * ((1 if parallel.recompute == "none" else 2) * forward + backward)
+
+
 def exchange_seconds(config: RunConfig, hardware: Hardware) -> float:
     """What a micro-batch waits for the rows that expert-parallel ranks exchange: in a block there and back, in the
     backward pass again, and where the block is computed anew.
@@ -151,11 +171,11 @@ def _bandwidth(ranks: int, hardware: Hardware) -> float:
 
 
 def data_seconds(config: RunConfig, hardware: Hardware, forward: float, backward: float) -> float:
-    """What a step waits for reductions and gathers over dp, given the seconds of one forward and backward pass."""
+    """What a step waits for reductions and gathers over dp * cp, given the seconds of a forward and a backward pass."""
     share, parallel, stage = share_of(config), config.parallel, stage_of(config)
-    if parallel.dp == 1:
+    if parallel.data == 1:
         return 0.0
-    bandwidth = _bandwidth(parallel.dp * parallel.tp, hardware)
+    bandwidth = _bandwidth(parallel.data * parallel.tp, hardware)
     # Gradients travel in the compute dtype, and are summed in fp32 where they arrive.
     gather = [
         ring_seconds(bucket.size * share.itemsize, bucket.ranks, bandwidth, hardware.latency)
@@ -182,9 +202,9 @@ class Candidate:
     @property
     def name(self) -> str:
         chosen = self.parallel
-        experts = f"ep={chosen.ep} " if chosen.ep > 1 else ""
+        others = "".join(f"{name}={size} " for name in ("cp", "ep") if (size := getattr(chosen, name)) > 1)
         return (
-            f"tp={chosen.tp} dp={chosen.dp} {experts}zero={chosen.zero} micro_batch_size={chosen.micro_batch_size} "
+            f"tp={chosen.tp} dp={chosen.dp} {others}zero={chosen.zero} micro_batch_size={chosen.micro_batch_size} "
             f"recompute={chosen.recompute}"
         )
 
@@ -282,6 +302,8 @@ def choose(config: RunConfig, ranks: int, hardware: Hardware, margin: float = MA
     for name, value in dataclasses.asdict(hardware).items():
         if name not in ("latency", "device") and not value > 0:
             raise UserError(f"{name} is {value:g}; it must be greater than 0")
+    if ranks % config.parallel.cp:
+        raise UserError(f"ranks is {ranks}; it must be a multiple of parallel.cp {config.parallel.cp}")
     if not 0 <= margin < 1:
         raise UserError(f"margin is {margin}; it must be at least 0 and below 1")
     candidates = []
@@ -300,11 +322,13 @@ def ways(config: RunConfig, ranks: int, ranks_per_node: int) -> Iterator[Paralle
         for tp, dp in working_shapes(dataclasses.replace(config, parallel=asked), ranks, min(ranks, ranks_per_node)):
             found = True
             shared = config.model.experts if config.optimizer.kind == "adamw" else 0
-            stages, sharings = (0, 1, 2, 3) if dp > 1 else (0,), divisors_of(math.gcd(dp, shared)) if shared else [1]
+            stages = (0, 1, 2, 3) if dp * asked.cp > 1 else (0,)
+            sharings = divisors_of(math.gcd(dp * asked.cp, shared)) if shared else [1]
             for ep, zero, recompute in itertools.product(sharings, stages, RECOMPUTE):
                 yield dataclasses.replace(asked, tp=tp, dp=dp, ep=ep, zero=zero, recompute=recompute)
     if not found:
-        plain = dataclasses.replace(config.parallel, tp=1, dp=ranks, zero=0, ep=1, micro_batch_size=1)
+        dp = ranks // config.parallel.cp
+        plain = dataclasses.replace(config.parallel, tp=1, dp=dp, zero=0, ep=1, micro_batch_size=1)
         check_shapes(dataclasses.replace(config, parallel=plain))
 
 

@@ -90,7 +90,9 @@ def joined(parts: list[Tensor]) -> Tensor:
     return torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)], dim=1)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)]
+)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_attention_of_shared_sequences_is_that_of_whole_ones(ranks: int, dtype: torch.dtype, tolerance: float) -> None:
     """Of numbers of order 1; bf16 rounds them by 0.004, in every step's result and in the sum."""
