@@ -32,6 +32,7 @@ from .model.shape import (
     Experts,
     Latent,
     Share,
+    heads_at_a_time,
     model_shape,
     query_block,
     rows_at_a_time,
@@ -322,18 +323,21 @@ def softmax_blocks(share: Share) -> list[int]:
 
 
 def ring_workspace(share: Share) -> int:
-    """Attention's backward pass over shared sequences: in fp32 the derivatives of queries, and of the keys and values
-    that leave, come and are worked on; keys and values of two ranks; what one step gives, and its mask.
+    """Attention's backward pass over shared sequences: derivatives of all heads; of those that go round together in
+    fp32 the derivatives of queries, and of the keys and values that leave, come and are worked on, keys and values of
+    two ranks, and what one step gives with its mask.
     """
-    size, heads, pair = share.head_dim, share.heads, 2 * share.kv_used
+    size, heads, keys = share.head_dim, share.heads, share.kv_used
     if share.latent is not None:
-        size, pair = size + share.latent.rotary, 2 * heads
-    wide = share.tokens * size * (heads + 3 * pair) * FP32
-    narrow = share.tokens * size * (2 * heads + 3 * pair) * share.itemsize
-    if share.device == "cuda" or (share.window is None and not share.documents):
-        return wide + narrow
-    block = query_block(share.length // 2) * share.length * (share.itemsize + 2)
-    return wide + narrow + block * (share.sequences if share.documents else 1)
+        size, keys = size + share.latent.rotary, heads
+    head = share.tokens * size
+    whole = head * (2 * heads + 2 * keys) * share.itemsize
+    part = heads_at_a_time(keys, head, share.device) / keys
+    travelling = head * ((heads + 6 * keys) * FP32 + (heads + 6 * keys) * share.itemsize)
+    mask = 0
+    if share.device == "cpu" and (share.window is not None or share.documents):
+        mask = query_block(share.length // 2) * share.length * (share.itemsize + 2)
+    return whole + int(part * travelling) + mask * (share.sequences if share.documents else 1)
 
 
 def has_mask(share: Share) -> bool:

@@ -50,11 +50,19 @@ LOGITS_AT_A_TIME = {"cpu": 2**18, "cuda": 2**25}
 # Rows of them at least, for each adds once to the fp32 gradient of the whole table, which must be little beside the
 # products that they take: on a GPU 8 bytes an element against 6 FLOPs a row and element.
 FEWEST_ROWS = {"cpu": 256, "cuda": 4096}
+# Numbers of keys that travel together between context-parallel ranks: little room at long context, and few messages at
+# short. On GPUs, where few heads leave processors idle, more; not timed yet.
+TRAVELLING = {"cpu": 2**19, "cuda": 2**23}
 
 
 def rows_at_a_time(vocabulary: int, device: str) -> int:
     """Tokens whose logits exist together."""
     return max(LOGITS_AT_A_TIME[device] // vocabulary, FEWEST_ROWS[device])
+
+
+def heads_at_a_time(heads: int, numbers: int, device: str) -> int:
+    """Key/value heads that travel together from one context-parallel rank to the next, each of so many numbers."""
+    return min(heads, -(-TRAVELLING[device] // numbers))
 
 
 def query_block(length: int) -> int:

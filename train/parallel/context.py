@@ -4,6 +4,7 @@ blocks of attention compute.
 Special here:
 - rank r has the pieces r and 2 cp - 1 - r of 2 cp, so that all have the same causal work at every step of the ring;
 - a rank's tokens stay in their order, so what a query sees of anybody's keys is one range, and each step one product;
+- heads go round the ring some at a time, where tokens are many: what travels takes less room than what stays;
 - partial results are merged in fp32 by their log-sum-exp. The backward pass hands every block the whole one, so that
   the partial derivatives are those of the whole softmax; those of keys and values travel with them, and end at home.
 
@@ -22,9 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup
 
+from ..hardware import on_gpu
 from ..model.backends import Backend
 from ..model.gpt import GPT
-from ..model.shape import query_block
+from ..model.shape import heads_at_a_time, query_block
 
 
 def share_sequences(gpt: GPT, group: ProcessGroup) -> None:
@@ -198,22 +200,11 @@ class _Attention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, ring: Ring, window: int | None
     ) -> Tensor:
         wide = torch.promote_types(query.dtype, torch.float32)
-        batch, time, heads, _ = query.shape
-        out = torch.empty_like(query, dtype=wide, memory_format=torch.contiguous_format)
-        lse = torch.empty(batch, heads, time, dtype=wide, device=query.device)
-        here, last = torch.stack((key, value)), ring.group.size() - 1
-        for step, pairs in enumerate(ring.steps(query, seen, window)):
-            hop = _Hop(here, ring.group) if step < last else None
-            for (rows, keys, ahead), first in pairs:
-                part, part_lse = ring.forward(query[:, rows], here[:, :, keys], ahead, first)
-                if step == 0:  # where every query sees itself
-                    out[:, rows], lse[:, :, rows] = part, part_lse
-                else:
-                    weight = torch.sigmoid(part_lse - lse[:, :, rows]).transpose(1, 2).unsqueeze(-1)
-                    out[:, rows].lerp_(part.to(wide), weight)
-                    torch.logaddexp(lse[:, :, rows], part_lse, out=lse[:, :, rows])
-            here = here if hop is None else hop.wait()
-        out = out.to(query.dtype)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        lse = torch.empty(query.shape[0], query.shape[2], query.shape[1], dtype=wide, device=query.device)
+        for heads, served in _turns(query, key):
+            pair = key[:, :, served], value[:, :, served]
+            out[:, :, heads], lse[:, heads] = _forward(query[:, :, heads], torch.stack(pair), seen, ring, window, wide)
         ctx.ring, ctx.window = ring, window
         ctx.save_for_backward(query, key, value, seen, out, lse)
         return out
@@ -221,21 +212,70 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, seen, out, lse = ctx.saved_tensors
-        ring, grad, back = ctx.ring, grad.contiguous(), None
-        d_query = torch.zeros_like(query, dtype=lse.dtype, memory_format=torch.contiguous_format)
-        here, last = torch.stack((key, value)), ring.group.size() - 1
-        for step, pairs in enumerate(ring.steps(query, seen, ctx.window)):
-            hop = _Hop(here, ring.group) if step < last else None
-            d_here = torch.zeros_like(here, dtype=lse.dtype)
-            for (rows, keys, ahead), first in pairs:
-                forward = grad[:, rows], query[:, rows], out[:, rows], lse[:, :, rows]
-                dq, dk, dv = ring.backward(forward, here[:, :, keys], ahead, first)
-                d_query[:, rows] += dq
-                d_here[0, :, keys] += dk
-                d_here[1, :, keys] += dv
-            if back is not None:
-                d_here += back.wait()
-            back = _Hop(d_here, ring.group)
-            here = here if hop is None else hop.wait()
-        d_key, d_value = d_here if back is None else back.wait()
-        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None
+        d_query, d_key, d_value = (
+            torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
+        )
+        grad = grad.contiguous()
+        for heads, served in _turns(query, key):
+            pair = key[:, :, served], value[:, :, served]
+            forward = grad[:, :, heads], query[:, :, heads], out[:, :, heads], lse[:, heads]
+            d_query[:, :, heads], (d_key[:, :, served], d_value[:, :, served]) = _backward(
+                *forward, torch.stack(pair), seen, ctx.ring, ctx.window
+            )
+        return d_query, d_key, d_value, None, None, None
+
+
+def _turns(query: Tensor, key: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Heads of queries, with those of keys that serve them, that go round the ring together."""
+    kv_heads, group = key.shape[2], query.shape[2] // key.shape[2]
+    together = heads_at_a_time(kv_heads, key.shape[0] * key.shape[1] * key.shape[3], "cuda" if on_gpu(key) else "cpu")
+    for start in range(0, kv_heads, together):
+        stop = min(start + together, kv_heads)
+        yield slice(start * group, stop * group), slice(start, stop)
+
+
+def _forward(
+    query: Tensor, here: Tensor, seen: Tensor | None, ring: Ring, window: int | None, wide: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    batch, time, heads, _ = query.shape
+    out = torch.empty_like(query, dtype=wide, memory_format=torch.contiguous_format)
+    lse = torch.empty(batch, heads, time, dtype=wide, device=query.device)
+    last = ring.group.size() - 1
+    for step, pairs in enumerate(ring.steps(query, seen, window)):
+        hop = _Hop(here, ring.group) if step < last else None
+        for (rows, keys, ahead), first in pairs:
+            part, part_lse = ring.forward(query[:, rows], here[:, :, keys], ahead, first)
+            if step == 0:  # where every query sees itself
+                out[:, rows], lse[:, :, rows] = part, part_lse
+            else:
+                weight = torch.sigmoid(part_lse - lse[:, :, rows]).transpose(1, 2).unsqueeze(-1)
+                out[:, rows].lerp_(part.to(wide), weight)
+                torch.logaddexp(lse[:, :, rows], part_lse, out=lse[:, :, rows])
+        here = here if hop is None else hop.wait()
+    return out, lse
+
+
+def _backward(
+    grad: Tensor, query: Tensor, out: Tensor, lse: Tensor,
+    here: Tensor, seen: Tensor | None, ring: Ring, window: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Derivatives of queries, and of keys and values, (2, …)."""
+    d_query = torch.zeros_like(query, dtype=lse.dtype, memory_format=torch.contiguous_format)
+    last, back = ring.group.size() - 1, None
+    for step, pairs in enumerate(ring.steps(query, seen, window)):
+        hop = _Hop(here, ring.group) if step < last else None
+        d_here = torch.zeros_like(here, dtype=lse.dtype)
+        for (rows, keys, ahead), first in pairs:
+            forward = grad[:, rows], query[:, rows], out[:, rows], lse[:, :, rows]
+            dq, dk, dv = ring.backward(forward, here[:, :, keys], ahead, first)
+            d_query[:, rows] += dq
+            d_here[0, :, keys] += dk
+            d_here[1, :, keys] += dv
+            del dq, dk, dv  # before the next are made
+        if back is not None:
+            d_here += back.wait()
+            back = None
+        back = _Hop(d_here, ring.group)
+        here, hop = here if hop is None else hop.wait(), None
+    assert back is not None
+    return d_query, back.wait()
