@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from isoflop.bench.live import Live
 from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from isoflop.train.memory import bucket_sizes, halved_micro_batch, memory, state_bytes
 from isoflop.train.model.block import _RMSNorm
@@ -28,8 +28,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from zero_buffers import bytes_held
 
 CPU = torch.device("cpu")
@@ -91,35 +89,6 @@ def build(config: RunConfig, mesh: Mesh, device: torch.device = CPU) -> tuple[GP
         gpt.end_of_document = 0
     gpt.set_recompute(config.parallel.recompute)
     return gpt, zero
-
-
-class Live(TorchDispatchMode):
-    """Bytes of all storages that exist, found as operators return them; remembers the most there ever were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, Any] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
-                self.see(leaf)
-        return out
-
-    def see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self.storages:
-            self.storages[key] = weakref.ref(storage, lambda _: self.storages.pop(key, None))
-            self.peak = max(self.peak, self.now)
-
-    @property
-    def now(self) -> int:
-        # Asked anew every time, because ZeRO-3 resizes storages.
-        alive = [reference() for reference in list(self.storages.values())]
-        return sum(storage.nbytes() for storage in alive if storage is not None)
 
 
 def kept_bytes(gpt: GPT, config: RunConfig, device: torch.device = CPU) -> int:
