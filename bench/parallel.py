@@ -2,8 +2,8 @@
 
 Both sides train the same model on the same rows from the same weights: `Stepper.step` against DDP,
 ZeroRedundancyOptimizer, `fully_shard`, `parallelize_module` or a schedule of `torch.distributed.pipelining`, with
-torch's fused AdamW and clipping. Figures are of the first rank's clock. The last case is a step that starts an
-asynchronous checkpoint, against one without.
+torch's fused AdamW and clipping. Figures are of the first rank's clock. Then a step that starts an asynchronous
+checkpoint, against one without, and attention over shared sequences (`context.py`).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ CASES: tuple[tuple[str, dict[str, Any], str], ...] = (
 def bench_parallel(rounds: int = 15, steps: int = 3) -> list[dict[str, Any]]:
     """Tokens/s of our step and of the peer's on the same ranks, and what a save costs the step that starts it."""
     from ..train.data.shards import prepare
+    from .context import bench_context
 
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -46,7 +47,7 @@ def bench_parallel(rounds: int = 15, steps: int = 3) -> list[dict[str, Any]]:
             prepare(config.data)
             rows.append(_measure(case, peer, config, rounds, steps))
         rows.append(_checkpoint_row(bench_config("fp32", Path(folder), compiled=False), Path(folder), rounds))
-    return rows
+    return [*rows, *bench_context(rounds=rounds)]
 
 
 def _measure(case: str, peer: str, config: RunConfig, rounds: int, steps: int) -> dict[str, Any]:

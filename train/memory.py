@@ -1,6 +1,6 @@
 """Bytes that one rank needs, in closed form: what lies there all the time, and what a micro-batch adds. No torch.
 
-With Psi the parameters of a rank's tensor-parallel part, N = dp, and e the bytes of a weight (2 in bf16 and fp16):
+With Psi the parameters of a rank's tensor-parallel part, N = dp cp, and e the bytes of a weight (2 in bf16 and fp16):
 
     stage   weights     gradients   optimizer (fp32 master and two moments)
     0       e Psi       e Psi       12 Psi
@@ -36,6 +36,7 @@ from .model.shape import (
     Latent,
     Parameter,
     Share,
+    heads_at_a_time,
     micro_batches,
     model_shape,
     query_block,
@@ -183,7 +184,7 @@ def halved_micro_batch(micro_batch: int) -> int | None:
 
 
 def stage_of(config: RunConfig) -> int:
-    """The ZeRO stage at work: one data rank owns everything anyway."""
+    """The ZeRO stage at work: one rank with its part of the model owns everything anyway."""
     return config.parallel.zero if config.parallel.data > 1 else 0
 
 
@@ -334,12 +335,13 @@ def heads_bytes(share: Share, heads: int) -> int:
 
 def keeps_softmax(share: Share) -> bool:
     """Whether attention runs in our blocks for CPUs, which keep their softmax, and copies of what they read."""
-    return share.device == "cpu" and share.precision == "bf16" and share.length <= LONGEST_KEPT
+    short = share.length <= LONGEST_KEPT and share.cp == 1
+    return share.device == "cpu" and share.precision == "bf16" and short
 
 
 def repeats_heads(share: Share) -> bool:
     """Whether PyTorch's kernel needs key and value once for every query head: on GPUs those of fp32 do."""
-    return share.heads > share.kv_used and share.device == "cuda" and share.precision == "fp32"
+    return share.heads > share.kv_used and share.device == "cuda" and share.precision == "fp32" and share.cp == 1
 
 
 def attention_bytes(share: Share) -> int:
@@ -368,9 +370,29 @@ def softmax_blocks(share: Share) -> list[int]:
     return [(end - start) * (end - low) for low, start, end in blocks]
 
 
+def ring_workspace(share: Share) -> int:
+    """Attention's backward pass over shared sequences: derivatives of all heads; of those that go round together in
+    fp32 the derivatives of queries, and of the keys and values that leave, come and are worked on, keys and values of
+    two ranks, and what one step gives with its mask.
+    """
+    size, heads, keys = share.head_dim, share.heads, share.kv_used
+    if share.latent is not None:
+        size, keys = size + share.latent.rotary, heads
+    head = share.tokens * size
+    whole = head * (2 * heads + 2 * keys) * share.itemsize
+    part = heads_at_a_time(keys, head, share.device) / keys
+    travelling = head * ((heads + 6 * keys) * FP32 + (heads + 6 * keys) * share.itemsize)
+    mask = 0
+    if share.device == "cpu" and (share.window is not None or share.documents):
+        mask = query_block(share.length // 2) * share.length * (share.itemsize + 2)
+    return whole + int(part * travelling) + mask * (share.sequences if share.documents else 1)
+
+
 def has_mask(share: Share) -> bool:
-    """Whether a mask says what is seen, as PyTorch's kernels want it; ours for GPUs needs none."""
-    return share.device == "cpu" and (share.window is not None or share.documents)
+    """Whether a mask says what is seen, as PyTorch's kernels want it; ours for GPUs needs none, and over shared
+    sequences it is one of a block, made anew each time.
+    """
+    return share.device == "cpu" and share.cp == 1 and (share.window is not None or share.documents)
 
 
 def kept_by_head(share: Share) -> int:
@@ -447,6 +469,8 @@ def block_workspace(share: Share) -> int:
     mixing = heads_bytes(share, 5 * share.heads + 2 * share.kv_heads)
     if keeps_softmax(share):  # derivatives of the weights and of the scores, a block of queries at a time
         mixing += 2 * share.sequences * share.heads * max(softmax_blocks(share)) * share.itemsize
+    if share.cp > 1:
+        mixing = max(mixing, ring_workspace(share))
     if share.recompute == "selective":
         again = attention_bytes(share)
         moments = (4 * inner, stream + gathered + whole, norm - 2 * inner, again + mixing - 2 * inner - stream)

@@ -173,8 +173,10 @@ class Stepper:
                 losses = sequence_losses(self.gpt, windows[mine], beat=begin)
         finally:
             self.gpt.train()
+        if self.mesh.cp_group is not None:  # each has the tokens of its part
+            dist.all_reduce(losses := losses.to(self.device), group=self.mesh.cp_group)
         if self.mesh.dp_group is None:
-            return losses
+            return read(losses)
         everyone = torch.empty(self.mesh.dp * share, dtype=losses.dtype, device=self.device)
         all_gather(everyone, losses.to(self.device), group=self.mesh.dp_group)
         return read(everyone[: len(windows)])
@@ -194,13 +196,13 @@ class Stepper:
         batch, z_loss = self.config.optimizer.batch_size, self.config.optimizer.z_loss
         if self.pipeline is not None:
             passes = [self._rows(step, start) for start in range(0, self.share, self.micro)]
-            return self.pipeline.step(passes, self.micro / batch, z_loss, self.scaler.scaled)
+            return self.pipeline.step(passes, self.micro / batch / self.mesh.cp, z_loss, self.scaler.scaled)
         total = torch.zeros((), dtype=self.zero.wide, device=self.device)
         for start in range(0, self.share, self.micro):
             rows = self._rows(step, start)
             self._begin_pass()
             with self.zero.gradients.micro_batch(last=start + self.micro == self.share):
-                loss = self.gpt.loss(rows[:, :-1], rows[:, 1:], z_loss=z_loss) * (self.micro / batch)
+                loss = self.gpt.loss(rows[:, :-1], rows[:, 1:], z_loss=z_loss) * (self.micro / batch / self.mesh.cp)
                 self.scaler.scaled(loss).backward()
             total += loss.detach()
         return total

@@ -61,7 +61,7 @@ def test_rows_have_the_format_of_every_benchmark(
 ) -> None:
     monkeypatch.setattr(bench_parallel, "bench_config", small_config)
     rows = json.loads(json.dumps(bench_parallel.bench_parallel(rounds=2, steps=1)))
-    assert len(rows) == len(bench_parallel.CASES) + 1
+    assert len(rows) == len(bench_parallel.CASES) + 1 + 3
     for row in rows:
         assert {"case", "ours", "peer", "peer_name", "unit", "ratio", "spread", "device"} <= set(row)
         assert row["ratio"] == row["ours"] / row["peer"] > 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from isoflop.bench.live import Live
 from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from isoflop.train.memory import (
     bucket_sizes,
@@ -38,8 +37,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from zero_buffers import bytes_held
 
 CPU = torch.device("cpu")
@@ -47,14 +44,14 @@ CPU = torch.device("cpu")
 
 def run_config(
     model: ModelConfig, length: int = 128, micro: int = 2, precision: str = "fp32", recompute: str = "none",
-    tp: int = 1, dp: int = 1, zero: int = 0, micro_batches: int = 1, sequence_parallel: bool = True,
+    tp: int = 1, dp: int = 1, zero: int = 0, micro_batches: int = 1, sequence_parallel: bool = True, cp: int = 1,
 ) -> RunConfig:  # fmt: skip
     return RunConfig(
         model=model,
         data=DataConfig(sequence_length=length),
         optimizer=OptimizerConfig(batch_size=micro * micro_batches * dp),
         parallel=ParallelConfig(
-            tp=tp, dp=dp, zero=zero, micro_batch_size=micro, recompute=recompute, bucket_mb=0.5,
+            tp=tp, dp=dp, cp=cp, zero=zero, micro_batch_size=micro, recompute=recompute, bucket_mb=0.5,
             sequence_parallel=sequence_parallel,
         ),
         precision=precision,
@@ -70,16 +67,18 @@ def mesh_of(config: RunConfig, rank: int = 0) -> Iterator[Mesh]:
         return
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.world_size)
     try:
-        devices = init_device_mesh("cpu", (parallel.dp, parallel.tp), mesh_dim_names=("dp", "tp"))
-        shape, names = (parallel.dp // parallel.ep, parallel.ep, parallel.tp), ("replica", "ep", "tp")
+        axes = (parallel.dp, parallel.cp, parallel.tp)
+        devices = init_device_mesh("cpu", axes, mesh_dim_names=("dp", "cp", "tp"))
+        both = init_device_mesh("cpu", (parallel.data, parallel.tp)).get_group(0) if parallel.data > 1 else None
+        shape, names = (parallel.data // parallel.ep, parallel.ep, parallel.tp), ("replica", "ep", "tp")
         apart = init_device_mesh("cpu", shape, mesh_dim_names=names) if parallel.ep > 1 else None
-        others = devices.get_group("dp") if parallel.dp > 1 else None
         yield Mesh(
-            rank=rank, dp=parallel.dp, tp=parallel.tp, world=dist.group.WORLD, control=dist.group.WORLD,
-            dp_group=others, data_group=others,
+            rank=rank, dp=parallel.dp, cp=parallel.cp, tp=parallel.tp, world=dist.group.WORLD,
+            control=dist.group.WORLD, dp_group=devices.get_group("dp") if parallel.dp > 1 else None,
+            cp_group=devices.get_group("cp") if parallel.cp > 1 else None, data_group=both,
             tp_group=devices.get_group("tp") if parallel.tp > 1 else None, device_mesh=devices, ep=parallel.ep,
             ep_group=apart.get_group("ep") if apart is not None else None,
-            replica_group=apart.get_group("replica") if apart is not None and parallel.dp > parallel.ep else None,
+            replica_group=apart.get_group("replica") if apart is not None and parallel.data > parallel.ep else None,
         )  # fmt: skip
     finally:
         dist.destroy_process_group()
@@ -99,35 +98,6 @@ def build(config: RunConfig, mesh: Mesh, device: torch.device = CPU) -> tuple[GP
         gpt.end_of_document = 0
     gpt.set_recompute(config.parallel.recompute)
     return gpt, zero
-
-
-class Live(TorchDispatchMode):
-    """Bytes of all storages that exist, found as operators return them; remembers the most there ever were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, Any] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
-                self.see(leaf)
-        return out
-
-    def see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self.storages:
-            self.storages[key] = weakref.ref(storage, lambda _: self.storages.pop(key, None))
-            self.peak = max(self.peak, self.now)
-
-    @property
-    def now(self) -> int:
-        # Asked anew every time, because ZeRO-3 resizes storages.
-        alive = [reference() for reference in list(self.storages.values())]
-        return sum(storage.nbytes() for storage in alive if storage is not None)
 
 
 def kept_bytes(gpt: GPT, config: RunConfig, device: torch.device = CPU) -> int:
@@ -343,6 +313,20 @@ def test_the_peak_is_within_10_percent_under_tensor_parallelism(
     assert_peak(
         run_config(model, 256, 4, precision, recompute, tp=tp, dp=2, zero=zero, sequence_parallel=sequence_parallel)
     )
+
+
+@pytest.mark.parametrize(("cp", "tp"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_the_peak_of_shared_sequences_is_within_10_percent(cp: int, tp: int, recompute: str) -> None:
+    for model, precision in ((PLAIN, "fp32"), (GROUPED, "bf16"), (WINDOWED, "fp32"), (LATENT, "fp32")):
+        config = run_config(model, 256 * cp, 4, precision, recompute, tp=tp, zero=3 if tp > 1 else 0, cp=cp)
+        config.data.separate_documents = model is WINDOWED
+        assert_peak(config)
+        if recompute == "none":
+            with mesh_of(config) as mesh, FakeTensorMode():
+                kept = kept_bytes(build(config, mesh)[0], config)
+            said = memory(config, "cpu")
+            assert said.activations + said.head == pytest.approx(kept, rel=0.01)
 
 
 def test_activations_on_a_gpu_are_what_its_kernels_keep(monkeypatch: pytest.MonkeyPatch) -> None:

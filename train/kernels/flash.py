@@ -1,7 +1,8 @@
 """FlashAttention of our own, in Triton: causal, with packed documents and windows, for grouped queries, any length.
 
 Special here:
-- One mask serves all: query i sees the keys first[i] <= j <= i. `first` is the start of i's document, raised by the
+- One mask serves all: query i sees the keys first[i] <= j <= i, or up to i + ahead, where keys are those of other
+  tokens (`parallel/context.py`). `first` is the start of i's document, raised by the
   window, so it never falls along a row, and blocks that nobody sees are never loaded.
 - Query, key and value are read by their strides: no copies, and keys of grouped queries are never repeated.
 - The kernels are `torch.library` custom ops: compile and recompute see one op that saves q, k, v, its output and one
@@ -89,17 +90,17 @@ def _by_rows(first: Tensor | None) -> Tensor | None:
 
 @torch.library.custom_op("isoflop::flash_forward", mutates_args=())
 def flash_forward(
-    query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, scale: float
+    query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, scale: float, ahead: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Output (batch, time, heads, d), contiguous, and log-sum-exp (batch, heads, time), fp32."""
     _require_triton(query)
     from .flash_forward import forward
 
-    return forward(query, key, value, _by_rows(first), scale)
+    return forward(query, key, value, _by_rows(first), scale, ahead)
 
 
 @flash_forward.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     batch, time, heads, _ = query.shape
     lse = query.new_empty((batch, heads, time), dtype=torch.float32)
     return torch.empty_like(query, memory_format=torch.contiguous_format), lse
@@ -109,17 +110,18 @@ def _(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, scale: fl
     "isoflop::flash_backward",
     mutates_args=(),
     schema="(Tensor grad, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-    "Tensor? first, float scale) -> (Tensor, Tensor, Tensor)",
+    "Tensor? first, float scale, int ahead=0) -> (Tensor, Tensor, Tensor)",
 )
 def flash_backward(grad: Tensor, grad_lse: Tensor | None, *forward: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Derivatives of query, key and value, contiguous; `forward` as its kernel took and gave it."""
-    query, key, value, out, lse, first, scale = forward
+    query, key, value, out, lse, first, scale, ahead = (*forward, 0)[:8]  # a default is not passed on
     _require_triton(query)
     from .flash_backward import backward
 
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    return backward(grad, grad_lse, query, key, value, out, lse, _by_rows(first), scale)
+    out, lse = out.contiguous(), lse.contiguous()
+    return backward(grad, grad_lse, query, key, value, out, lse, _by_rows(first), scale, ahead)
 
 
 @flash_backward.register_fake
@@ -128,7 +130,7 @@ def _(grad: Tensor, grad_lse: Tensor | None, *forward: Any) -> tuple[Tensor, ...
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, first, ctx.scale = inputs
+    query, key, value, first, *ctx.rest = inputs
     ctx.save_for_backward(query, key, value, *output, first)
     ctx.set_materialize_grads(False)
 
@@ -136,7 +138,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
         grad = torch.zeros_like(ctx.saved_tensors[3])
-    return *torch.ops.isoflop.flash_backward(grad, grad_lse, *ctx.saved_tensors, ctx.scale), None, None
+    grads = torch.ops.isoflop.flash_backward(grad, grad_lse, *ctx.saved_tensors, *ctx.rest)
+    return *grads, None, *[None] * len(ctx.rest)
 
 
 torch.library.register_autograd("isoflop::flash_forward", _backward, setup_context=_setup)

@@ -49,6 +49,7 @@ def _key_grads(  # type: ignore[no-untyped-def]
     first_row,
     start,
     time,
+    ahead,
     scale_log2,
     D: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -70,7 +71,7 @@ def _key_grads(  # type: ignore[no-untyped-def]
     scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     p = tl.math.exp2(scores * scale_log2 - (lse * LOG2E_)[None, :])
     if MASKED:
-        visible = keys[:, None] <= rows[None, :]
+        visible = keys[:, None] <= rows[None, :] + ahead
         if first_row is not None:
             first = tl.load(first_row + rows, mask=rows < time, other=0)
             visible &= keys[:, None] >= first[None, :]
@@ -97,16 +98,18 @@ def key_kernel(  # type: ignore[no-untyped-def]
     kv_heads,
     group,
     time,
+    key_time,
+    ahead,
     D: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """DK, DV (batch, time, kv_heads, D), contiguous. Ends (batch, blocks, 2): see `query_ends`."""
+    """DK, DV (batch, keys, kv_heads, D), contiguous. Ends (batch, blocks, 2): see `query_ends`."""
     Q, K, V, Grad, Lse, Delta = inputs
     q_strides, k_strides, v_strides, grad_strides = strides
     # The first keys have the most queries, and are launched first.
-    block, batch, kv_head = program_place(time, kv_heads, KEYS)
+    block, batch, kv_head = program_place(key_time, kv_heads, KEYS)
     start = block * KEYS
     first_row = None if First is None else First + batch * first_batch
     keys = start + tl.arange(0, KEYS)
@@ -118,13 +121,14 @@ def key_kernel(  # type: ignore[no-untyped-def]
     if First is not None:
         whole_end = tl.load(Ends + batch * ends_batch + block * 2) // QUERIES * QUERIES
         end = tl.load(Ends + batch * ends_batch + block * 2 + 1)
-    begin = start // QUERIES * QUERIES
-    whole_begin = tl.cdiv(tl.minimum(start + KEYS - 1, end), QUERIES) * QUERIES
+    begin = tl.maximum(start - ahead, 0) // QUERIES * QUERIES
+    whole_begin = tl.cdiv(tl.minimum(tl.maximum(start + KEYS - 1 - ahead, 0), end), QUERIES) * QUERIES
+    whole_begin = tl.maximum(whole_begin, begin)
     whole_end = tl.maximum(whole_end, whole_begin)
     masked = (whole_begin - begin) // QUERIES + tl.cdiv(tl.maximum(end - whole_end, 0), QUERIES)
 
-    k = load_rows(head_of(K, batch, kv_head, k_strides), start, k_strides[1], time, KEYS, D, EDGE=True)
-    v = load_rows(head_of(V, batch, kv_head, v_strides), start, v_strides[1], time, KEYS, D, EDGE=True)
+    k = load_rows(head_of(K, batch, kv_head, k_strides), start, k_strides[1], key_time, KEYS, D, EDGE=True)
+    v = load_rows(head_of(V, batch, kv_head, v_strides), start, v_strides[1], key_time, KEYS, D, EDGE=True)
     key_block = (k, v, keys)
     dk = tl.zeros(k.shape, dtype=tl.float32)
     dv = tl.zeros(v.shape, dtype=tl.float32)
@@ -137,20 +141,20 @@ def key_kernel(  # type: ignore[no-untyped-def]
         head = (q_base, q_strides[1], grad_base, grad_strides[1], lse_row, delta_row)
         for at in tl.range(whole_begin, whole_end, QUERIES):
             dk, dv = _key_grads(
-                dk, dv, key_block, head, first_row, at, time, scale_log2, D, QUERIES, PRECISION, MASKED=False
+                dk, dv, key_block, head, first_row, at, time, ahead, scale_log2, D, QUERIES, PRECISION, MASKED=False
             )
         for index in tl.range(0, masked, disable_licm=True):
             at = masked_block(index, begin, whole_begin, whole_end, QUERIES)
             dk, dv = _key_grads(
-                dk, dv, key_block, head, first_row, at, time, scale_log2, D, QUERIES, PRECISION, MASKED=True
+                dk, dv, key_block, head, first_row, at, time, ahead, scale_log2, D, QUERIES, PRECISION, MASKED=True
             )
         q_base += q_strides[2]
         grad_base += grad_strides[2]
         lse_row += time
         delta_row += time
-    base = (batch * time * kv_heads + kv_head) * D
-    store_rows(DK + base, start, kv_heads * D, time, dk * scale, D)
-    store_rows(DV + base, start, kv_heads * D, time, dv, D)
+    base = (batch * key_time * kv_heads + kv_head) * D
+    store_rows(DK + base, start, kv_heads * D, key_time, dk * scale, D)
+    store_rows(DV + base, start, kv_heads * D, key_time, dv, D)
 
 
 @triton.jit
@@ -179,6 +183,8 @@ def query_kernel(  # type: ignore[no-untyped-def]
     heads,
     group,
     time,
+    key_time,
+    ahead,
     D: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -192,7 +198,7 @@ def query_kernel(  # type: ignore[no-untyped-def]
     k_base = head_of(K, batch, head // group, k_strides)
     v_base = head_of(V, batch, head // group, v_strides)
     first_row = None if First is None else First + batch * first_batch
-    begin, whole_begin, whole_end, end = key_range(first_row, start, time, QUERIES, KEYS)
+    begin, whole_begin, whole_end, end = key_range(first_row, start, time, key_time, ahead, QUERIES, KEYS)
 
     rows, columns = start + tl.arange(0, QUERIES), tl.arange(0, KEYS)
     line = (batch * heads + head) * time + rows
@@ -203,18 +209,18 @@ def query_kernel(  # type: ignore[no-untyped-def]
     dq = tl.zeros(q.shape, dtype=tl.float32)
 
     for key_start in tl.range(whole_begin, whole_end, KEYS):
-        k = load_rows(k_base, key_start, k_strides[1], time, KEYS, D, EDGE=False)
-        v = load_rows(v_base, key_start, v_strides[1], time, KEYS, D, EDGE=False)
+        k = load_rows(k_base, key_start, k_strides[1], key_time, KEYS, D, EDGE=False)
+        v = load_rows(v_base, key_start, v_strides[1], key_time, KEYS, D, EDGE=False)
         dq = _query_grad(q, grad, lse_log2, delta, dq, k, v, scale_log2, None, PRECISION)
 
     if first_row is not None:
         first = tl.load(first_row + rows, mask=rows < time, other=0)
     for index in tl.range(0, (whole_begin - begin) // KEYS + tl.cdiv(end - whole_end, KEYS)):
         key_start = masked_block(index, begin, whole_begin, whole_end, KEYS)
-        k = load_rows(k_base, key_start, k_strides[1], time, KEYS, D, EDGE=True)
-        v = load_rows(v_base, key_start, v_strides[1], time, KEYS, D, EDGE=True)
+        k = load_rows(k_base, key_start, k_strides[1], key_time, KEYS, D, EDGE=True)
+        v = load_rows(v_base, key_start, v_strides[1], key_time, KEYS, D, EDGE=True)
         keys = key_start + columns
-        visible = keys[None, :] <= rows[:, None]
+        visible = keys[None, :] <= tl.minimum(rows + ahead, key_time - 1)[:, None]
         if first_row is not None:
             visible &= keys[None, :] >= first[:, None]
         dq = _query_grad(q, grad, lse_log2, delta, dq, k, v, scale_log2, visible, PRECISION)
@@ -222,7 +228,7 @@ def query_kernel(  # type: ignore[no-untyped-def]
     store_rows(DQ + (batch * time * heads + head) * D, start, heads * D, time, dq * scale, D)
 
 
-def query_ends(first: Tensor, keys: int) -> Tensor:
+def query_ends(first: Tensor, keys: int, key_time: int) -> Tensor:
     """How many queries have `first` at or before the first, and the last, key of each block of keys.
 
     As `first` never falls along a row, these are where the queries end that see the block whole, and in part.
@@ -230,12 +236,13 @@ def query_ends(first: Tensor, keys: int) -> Tensor:
     Args:
         first: (batch, time) int32.
         keys: block size.
+        key_time: keys in all.
 
     Returns:
         (batch, blocks, 2) int32, contiguous; of one row where first's batch stride is 0.
     """
     first = (first[:1] if first.stride(0) == 0 else first).contiguous()
-    starts = torch.arange(0, first.shape[1], keys, dtype=torch.int32, device=first.device)
+    starts = torch.arange(0, key_time, keys, dtype=torch.int32, device=first.device)
     bounds = torch.stack((starts, starts + keys - 1), dim=1).view(1, -1).expand(first.shape[0], -1).contiguous()
     return torch.searchsorted(first, bounds, right=True, out_int32=True).view(first.shape[0], -1, 2)
 
@@ -250,34 +257,34 @@ def backward(
     lse: Tensor,
     first: Tensor | None,
     scale: float,
+    ahead: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the kernels: the derivatives of query, key and value, contiguous and in their shapes and types.
 
     Args:
         grad, grad_lse: derivatives of out (any strides with the last dimension contiguous) and lse (contiguous).
-        query, key, value, first, scale: as given to the forward kernel.
+        query, key, value, first, scale, ahead: as given to the forward kernel.
         out, lse: as it returned them.
     """
     batch, time, heads, head_dim = query.shape
-    kv_heads = key.shape[2]
+    key_time, kv_heads = key.shape[1:3]
     delta = torch.empty_like(lse)
     d_query, d_key, d_value = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
     precision = dot_precision()
     blocks = blocks_for(query, precision)
     launch, rows = blocks.d_key_value, 64
     first_batch = 0 if first is None else first.stride(0)
-    ends = None if first is None else query_ends(first, launch.KEYS)
+    ends = None if first is None else query_ends(first, launch.KEYS, key_time)
     strides = tuple(x.stride() for x in (query, key, value, grad))
     common = ((query, key, value, grad, lse, delta), strides, first, first_batch, scale, scale * LOG2E)
     programs, shape = triton.cdiv(time, rows) * batch * heads, {"D": head_dim, "QUERIES": rows}
     CUDA.launch(delta_kernel, programs, query, grad, out, grad_lse, delta, grad.stride(), heads, time, **shape)
     ends_batch = ends.stride(0) if ends is not None and first_batch else 0
-    outputs = (ends, ends_batch, d_key, d_value, kv_heads, heads // kv_heads, time)
-    programs, options = triton.cdiv(time, launch.KEYS) * batch * kv_heads, {"D": head_dim, "PRECISION": precision}
+    outputs = (ends, ends_batch, d_key, d_value, kv_heads, heads // kv_heads, time, key_time, ahead)
+    programs, options = triton.cdiv(key_time, launch.KEYS) * batch * kv_heads, {"D": head_dim, "PRECISION": precision}
     CUDA.launch(key_kernel, programs, query, *common, *outputs, **options, **launch._asdict())
     launch = blocks.d_query
     programs = triton.cdiv(time, launch.QUERIES) * batch * heads
-    CUDA.launch(
-        query_kernel, programs, query, *common, d_query, heads, heads // kv_heads, time, **options, **launch._asdict()
-    )
+    sizes = (heads, heads // kv_heads, time, key_time, ahead)
+    CUDA.launch(query_kernel, programs, query, *common, d_query, *sizes, **options, **launch._asdict())
     return d_query, d_key, d_value

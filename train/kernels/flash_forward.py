@@ -1,9 +1,9 @@
 """FlashAttention's forward kernel: one program per block of queries of one head, walking the key blocks that it sees.
 
-Only `first[i] <= j <= i` is ever masked, so a program's key blocks are one range in three parts: some that are masked
-at the start of a document or window, some that all queries see whole, and those on the diagonal. The softmax is online
-and in base 2. Query blocks are launched last first: they have the most keys. A head size that is no power of two (96)
-is padded inside the block. Bases are 64-bit scalars and offsets inside a block 32-bit: no tensor is too large.
+What is seen is `first[i] <= j <= i + ahead`, so a program's key blocks are one range in three parts: some that are
+masked at the start of a document or window, some that all queries see whole, and those on the diagonal. The softmax is
+online and in base 2. Query blocks are launched last first: they have the most keys. A head size that is no power of two
+(96) is padded inside the block. Bases are 64-bit scalars and offsets inside a block 32-bit: no tensor is too large.
 
 Papers: FlashAttention-2 (Dao 2023, arXiv 2307.08691, algorithm 1); online softmax (Milakov & Gimelshein 2018,
 arXiv 1805.02867).
@@ -68,15 +68,18 @@ def store_rows(base, start, stride, time, values, D: tl.constexpr):  # type: ign
 
 
 @triton.jit
-def key_range(first_row, start, time, QUERIES: tl.constexpr, KEYS: tl.constexpr):  # type: ignore[no-untyped-def]
+def key_range(  # type: ignore[no-untyped-def]
+    first_row, start, time, key_time, ahead, QUERIES: tl.constexpr, KEYS: tl.constexpr
+):
     """The keys that QUERIES queries from `start` on see: begin to end; all see all of whole_begin to whole_end."""
-    end = tl.minimum(start + QUERIES, time)
-    whole_end = (start + 1) // KEYS * KEYS
+    last = tl.minimum(start + QUERIES, time) - 1
+    end = tl.minimum(last + ahead + 1, key_time)
+    whole_end = tl.minimum(start + ahead + 1, key_time) // KEYS * KEYS
     begin = 0
     whole_begin = 0
     if first_row is not None:
-        begin = tl.load(first_row + start) // KEYS * KEYS
-        whole_begin = tl.minimum(tl.cdiv(tl.load(first_row + end - 1), KEYS) * KEYS, whole_end)
+        begin = tl.minimum(tl.load(first_row + start) // KEYS * KEYS, whole_end)
+        whole_begin = tl.minimum(tl.cdiv(tl.load(first_row + last), KEYS) * KEYS, whole_end)
     return begin, whole_begin, whole_end, end
 
 
@@ -115,6 +118,8 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     heads,
     group,
     time,
+    key_time,
+    ahead,
     D: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -128,7 +133,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     k_base = head_of(K, batch, head // group, k_strides)
     v_base = head_of(V, batch, head // group, v_strides)
     first_row = None if First is None else First + batch * first_batch
-    begin, whole_begin, whole_end, end = key_range(first_row, start, time, QUERIES, KEYS)
+    begin, whole_begin, whole_end, end = key_range(first_row, start, time, key_time, ahead, QUERIES, KEYS)
 
     rows, columns = start + tl.arange(0, QUERIES), tl.arange(0, KEYS)
     q = load_rows(head_of(Q, batch, head, q_strides), start, q_strides[1], time, QUERIES, D, EDGE=True)
@@ -137,36 +142,40 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     weights = tl.zeros((QUERIES,), dtype=tl.float32)
 
     for key_start in tl.range(whole_begin, whole_end, KEYS):
-        k = load_rows(k_base, key_start, k_strides[1], time, KEYS, D, EDGE=False)
-        v = load_rows(v_base, key_start, v_strides[1], time, KEYS, D, EDGE=False)
+        k = load_rows(k_base, key_start, k_strides[1], key_time, KEYS, D, EDGE=False)
+        v = load_rows(v_base, key_start, v_strides[1], key_time, KEYS, D, EDGE=False)
         total, highest, weights = _attend(q, k, v, total, highest, weights, scale_log2, None, PRECISION)
 
     if first_row is not None:
         first = tl.load(first_row + rows, mask=rows < time, other=0)
     for index in tl.range(0, (whole_begin - begin) // KEYS + tl.cdiv(end - whole_end, KEYS)):
         key_start = masked_block(index, begin, whole_begin, whole_end, KEYS)
-        k = load_rows(k_base, key_start, k_strides[1], time, KEYS, D, EDGE=True)
-        v = load_rows(v_base, key_start, v_strides[1], time, KEYS, D, EDGE=True)
+        k = load_rows(k_base, key_start, k_strides[1], key_time, KEYS, D, EDGE=True)
+        v = load_rows(v_base, key_start, v_strides[1], key_time, KEYS, D, EDGE=True)
         keys = key_start + columns
-        visible = keys[None, :] <= rows[:, None]
+        visible = keys[None, :] <= tl.minimum(rows + ahead, key_time - 1)[:, None]
         if first_row is not None:
             visible &= keys[None, :] >= first[:, None]
         total, highest, weights = _attend(q, k, v, total, highest, weights, scale_log2, visible, PRECISION)
 
     out_base = Out + (batch * time * heads + head) * D
-    store_rows(out_base, start, heads * D, time, total / weights[:, None], D)
+    # A row that sees nothing is 0, and its log-sum-exp -inf.
+    store_rows(out_base, start, heads * D, time, total / tl.maximum(weights, 1e-30)[:, None], D)
     lse = highest * LN2_ + tl.log(weights)
     tl.store(Lse + (batch * heads + head) * time + rows, lse, mask=rows < time)
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, scale: float, ahead: int = 0
+) -> tuple[Tensor, Tensor]:
     """Launches the kernel.
 
     Args:
         query: (batch, time, heads, d), any strides with the last dimension contiguous.
-        key, value: (batch, time, kv_heads, d), likewise.
+        key, value: (batch, keys, kv_heads, d), likewise.
         first: (batch, time) int32, rows contiguous (a batch stride of 0 is fine), or None.
         scale: of the scores, above 0.
+        ahead: query i sees no key after i + ahead.
 
     Returns:
         out (batch, time, heads, d) in query's type, and the log-sum-exp of each row (batch, heads, time), fp32.
@@ -190,6 +199,8 @@ def forward(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, sca
         heads,
         heads // key.shape[2],
         time,
+        key.shape[1],
+        ahead,
         D=head_dim,
         PRECISION=precision,
         **launch._asdict(),

@@ -34,6 +34,7 @@ PREFERRED = {
     "plain": ("flash3", "flash4", "sdpa"),
     "window": ("flash3", "flash4", "ours", "flash2", "sdpa"),
     "documents": ("ours", "sdpa"),
+    "ring": ("ours", "sdpa"),
 }
 
 PACKAGES = {
@@ -76,6 +77,7 @@ class Work:
     head_dim: int
     has_window: bool  # a sliding window hides something at the length trained on
     has_documents: bool  # documents are kept apart
+    has_ring: bool = False  # sequences are shared out over ranks
 
     def __str__(self) -> str:
         if self.device_type != "cuda":
@@ -104,15 +106,21 @@ def choose_backend(wanted: str, work: Work, installed: Set[str]) -> Choice:
     able = [name for name in PACKAGES if name in installed and obstacle(name, work) is None]
     if wanted == "auto":
         kind = "documents" if work.has_documents else "window" if work.has_window else "plain"
-        return Choice(next(name for name in PREFERRED[kind] if name in able), f"auto: {work}")
+        if able:
+            preferred = PREFERRED["ring" if work.has_ring else kind]
+            return Choice(next(name for name in preferred if name in able), f"auto: {work}")
+        wanted = "ours"
     if wanted in able:
         return Choice(wanted, "parallel.attention")
     reason = f"which {obstacle(wanted, work)}" if wanted in installed else f"and {PACKAGES[wanted]} is not installed"
-    raise UserError(f"parallel.attention is {wanted!r}, {reason}; it must be auto or one of {', '.join(able)}")
+    instead = f"it must be auto or one of {', '.join(able)}" if able else "parallel.cp must be 1"
+    raise UserError(f"parallel.attention is {wanted!r}, {reason}; {instead}")
 
 
 def obstacle(name: str, work: Work) -> str | None:
     """Why a backend cannot do this, to be read after "which"; None where it can."""
+    if work.has_ring and (name not in PREFERRED["ring"] or (name == "sdpa" and work.device_type == "cuda")):
+        return "cannot attend over sequences that ranks share out (parallel.cp)" + " on a GPU" * (name == "sdpa")
     if name == "sdpa":
         return None
     kernel = KERNELS[name]
@@ -216,11 +224,17 @@ def load_backend(name: str) -> Backend:
 
 
 def select_backend(
-    wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int, has_window: bool, has_documents: bool
+    wanted: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    has_window: bool,
+    has_documents: bool,
+    has_ring: bool = False,
 ) -> tuple[Choice, Backend]:
     """Chooses and loads. A package that `auto` cannot import is passed over; one that was asked for is a UserError."""
     capability = CUDA.capability(device) if on_gpu(device) else None
-    work = Work("cuda" if on_gpu(device) else "cpu", capability, dtype, head_dim, has_window, has_documents)
+    work = Work("cuda" if on_gpu(device) else "cpu", capability, dtype, head_dim, has_window, has_documents, has_ring)
     there, broken = installed(), ""
     while True:
         choice = choose_backend(wanted, work, there)

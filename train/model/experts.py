@@ -52,6 +52,7 @@ class Router(nn.Module):
         self.balance = nn.Parameter(torch.empty(config.experts)) if config.balance_rate > 0 else None
         self.load: Tensor | None = None  # (experts,) tokens of each since `GPT.loads`, while training
         self.slope: list[Tensor] = []  # () gradient of what is minimised by the mean loss, see `GPT.loss`
+        self.whole: Callable[[Tensor], Tensor] = _same  # counts of a part of each sequence to the mean over its parts
         self.share = 1.0  # of the penalties that is this rank's: tensor-parallel ranks work on the same tokens
 
     def forward(self, x: Tensor, length: int) -> Routing:
@@ -84,7 +85,7 @@ class Router(nn.Module):
             got = torch.zeros(len(each), config.experts, dtype=logits.dtype, device=logits.device)
             got.scatter_add_(1, each, torch.ones_like(each, dtype=got.dtype))
             probabilities = (scores / scores.sum(-1, keepdim=True)).view(len(each), length, -1).mean(1)
-            share = got * (config.experts / each.shape[1])
+            share = self.whole(got) * (config.experts / each.shape[1])
             total = total + config.balance_loss * (share * probabilities).sum(-1).mean()
         if config.router_z_loss:
             total = total + config.router_z_loss * logits.logsumexp(-1).square().mean()

@@ -183,6 +183,9 @@ class GPT(nn.Module):
         if config.tied_embeddings:
             self.head.weight = self.embedding.weight
         self.backend: Backend = SDPA
+        # A context-parallel rank's part of whole sequences, along a dimension, and the backend that attends over all.
+        self.own: Callable[[Tensor, int], Tensor] = lambda x, dim: x
+        self.shared: Callable[[Backend], Backend] | None = None
         self.slope: list[Tensor] = []  # see `score`
         self.chunks = [range(config.depth)]  # of blocks; a pipeline's rank has some of them, see `keep`
         for moe in self.mixtures:
@@ -218,14 +221,17 @@ class GPT(nn.Module):
 
     def last_hidden(self, tokens: Tensor) -> Tensor:
         """What the head reads, or a tensor-parallel rank's rows of it."""
-        return self.leave(self.through(self.embedding(tokens), tokens))
+        return self.leave(self.through(self.enter(tokens), tokens))
+
+    def enter(self, tokens: Tensor) -> Tensor:
+        return self.embedding(self.own(tokens, 1))
 
     def through(self, x: Tensor, tokens: Tensor, chunk: int = 0) -> Tensor:
         """The residual stream after a chunk of the blocks; the tokens say what attention sees."""
         time = tokens.shape[1]
         if time > self.max_length:
             raise ValueError(f"sequence of {time} tokens is longer than the model's {self.max_length}")
-        cos, sin = self.cos[:time], self.sin[:time]
+        cos, sin = self.own(self.cos[:time], 0), self.own(self.sin[:time], 0)
         seen = self.seen(tokens, x.dtype)
         for number in self.chunks[chunk]:
             x = self.blocks[number](x, cos, sin, *seen)
@@ -245,15 +251,16 @@ class GPT(nn.Module):
         return () if seen is None else (seen,)
 
     def loss(self, tokens: Tensor, targets: Tensor, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
-        """Cross-entropy in nats, fp32: a scalar, or with reduction `none` (batch, time).
+        """Cross-entropy in nats, fp32: a scalar, or with reduction `none` (batch, time). Of a
+        context-parallel rank it is that of its own tokens.
 
         The penalties of routers add to its gradient, not to its value.
         """
-        return self.score(self.through(self.embedding(tokens), tokens), targets, reduction, z_loss)
+        return self.score(self.through(self.enter(tokens), tokens), targets, reduction, z_loss)
 
     def score(self, x: Tensor, targets: Tensor, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
         """`loss` of the residual stream after the last block."""
-        losses: Tensor = self.head(self.leave(x), targets, reduction, z_loss)
+        losses: Tensor = self.head(self.leave(x), self.own(targets, 1), reduction, z_loss)
         if losses.requires_grad and self.config.experts:
             slope = self.slope  # not self, which would be kept by the graph that it keeps
 
@@ -297,12 +304,13 @@ class GPT(nn.Module):
         """Takes the backend that is asked for, or that suits; UserError where it is missing or cannot do this."""
         has_window = self.config.window is not None and self.config.window < self.max_length
         has_documents = self.end_of_document is not None
-        choice, backend = select_backend(wanted, device, dtype, self.config.key_dim, has_window, has_documents)
+        masks = has_window, has_documents, self.shared is not None
+        choice, backend = select_backend(wanted, device, dtype, self.config.key_dim, *masks)
         self.use(backend)
         return choice
 
     def use(self, backend: Backend) -> None:
-        self.backend = backend
+        self.backend = backend = backend if self.shared is None else self.shared(backend)
         for module in self.modules():
             if isinstance(module, Attention | LatentAttention):
                 module.backend = backend

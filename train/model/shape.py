@@ -50,11 +50,19 @@ LOGITS_AT_A_TIME = {"cpu": 2**18, "cuda": 2**25}
 # Rows of them at least, for each adds once to the fp32 gradient of the whole table, which must be little beside the
 # products that they take: on a GPU 8 bytes an element against 6 FLOPs a row and element.
 FEWEST_ROWS = {"cpu": 256, "cuda": 4096}
+# Numbers of keys that travel together between context-parallel ranks: little room at long context, and few messages at
+# short. On GPUs, where few heads leave processors idle, more; not timed yet.
+TRAVELLING = {"cpu": 2**19, "cuda": 2**23}
 
 
 def rows_at_a_time(vocabulary: int, device: str) -> int:
     """Tokens whose logits exist together."""
     return max(LOGITS_AT_A_TIME[device] // vocabulary, FEWEST_ROWS[device])
+
+
+def heads_at_a_time(heads: int, numbers: int, device: str) -> int:
+    """Key/value heads that travel together from one context-parallel rank to the next, each of so many numbers."""
+    return min(heads, -(-TRAVELLING[device] // numbers))
 
 
 def query_block(length: int) -> int:
@@ -332,7 +340,8 @@ class Share(Shape):
 
     split: bool  # over more than one tensor-parallel rank
     kv_used: int  # key/value heads that are attended with
-    length: int  # tokens of a sequence
+    length: int  # tokens of a sequence that are this rank's
+    cp: int  # ranks that have the others
     sequences: int  # of a micro-batch
     rows: int  # tokens of a micro-batch that the rank's residual stream holds: all, or its share of them
     precision: str  # fp32 | bf16 | fp16
@@ -359,7 +368,8 @@ class Share(Shape):
 
 
 def share_of(config: RunConfig, device: str = "cuda") -> Share:
-    model, ranks, length = config.model, config.parallel.tp, config.data.sequence_length
+    model, ranks, whole_length = config.model, config.parallel.tp, config.data.sequence_length
+    length = whole_length // config.parallel.cp
     whole = model_shape(model)
     sequences = micro_batch_of(config)
     tokens = sequences * length
@@ -374,10 +384,11 @@ def share_of(config: RunConfig, device: str = "cuda") -> Share:
         split=ranks > 1,
         kv_used=max(whole.kv_heads // ranks, 1),
         length=length,
+        cp=config.parallel.cp,
         sequences=sequences,
         rows=tokens // ranks if config.parallel.sequence_parallel else tokens,
         precision=config.precision,
-        window=model.window if model.window is not None and model.window < length else None,
+        window=model.window if model.window is not None and model.window < whole_length else None,
         documents=config.data.separate_documents,
         recompute=config.parallel.recompute,
         device=device,

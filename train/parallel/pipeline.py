@@ -211,7 +211,7 @@ class Pipeline:
 
     def _messages(self, lists: Lists, rows: Sequence[Tensor], patient: bool = False) -> Messages:
         def shape(micro: int) -> tuple[int, ...]:
-            count, length = len(rows[micro]), rows[micro].shape[1] - 1
+            count, length = len(rows[micro]), (rows[micro].shape[1] - 1) // self.mesh.cp
             width = self.gpt.config.width
             return (count * length // self.split, width) if self.split > 1 else (count, length, width)
 
@@ -238,7 +238,7 @@ class Pipeline:
         """What a chunk gets of another stage, and gives."""
         stage = self._stage(chunk)
         if stage == 0:
-            return None, self.gpt.through(self.gpt.embedding(tokens), tokens)
+            return None, self.gpt.through(self.gpt.enter(tokens), tokens)
         x = self._receive(messages, FORWARD, micro, stage).requires_grad_(torch.is_grad_enabled())
         return x, self.gpt.through(x, tokens, chunk)
 

@@ -29,6 +29,7 @@ from ..model.gpt import GPT, Attention
 from ..model.latent import LatentAttention
 from ..model.later import Keeper, Later, by_weight, is_left, rows_product
 from ..model.shape import LOGITS_AT_A_TIME, Parameter, model_shape
+from .context import share_sequences
 from .expert import Exchange
 from .layout import Piece, Placement, Shape, split_placement, whole_placement
 from .mesh import Mesh
@@ -310,6 +311,8 @@ def split_model(gpt: GPT, mesh: Mesh, sequence_parallel: bool) -> dict[str, Plac
     if mesh.ep_group is not None:
         for moe in gpt.mixtures:
             moe.apply_experts = Exchange(mesh.ep_group)
+    if mesh.cp_group is not None:
+        share_sequences(gpt, mesh.cp_group)
     if mesh.tp_group is None:
         return placements
     ranks = (mesh.tp_group, sequence_parallel)

@@ -4,7 +4,7 @@ Every combination is costed in closed form. It fits when its peak (`memory.py`) 
 margin for what no formula sees: the CUDA context, NCCL's buffers, fragmentation. The seconds of a step are
 
     forward + backward + recompute     matrix-product FLOPs over the measured rate
-    + tensor + experts + data          collectives, as far as nothing hides them
+    + tensor + context + experts + data    what ranks send each other, as far as nothing hides it
     + update                           bytes of Adam over the memory's bandwidth
     + bubble + sends                   of a pipeline's schedule, played with these seconds of each stage
 
@@ -60,6 +60,7 @@ class StepTime:
     backward: float
     recompute: float  # activations computed again
     tensor: float  # tensor-parallel collectives that nothing hides
+    context: float  # keys and values that travel between steps of attention, and their derivatives, likewise
     experts: float  # rows of tokens, to the ranks that have their experts and back
     data: float  # reductions and gathers over dp that nothing hides
     update: float
@@ -77,12 +78,13 @@ class Pass(NamedTuple):
     forward: float
     recompute: float
     tensor: float
+    context: float
     experts: float
 
     @property
     def actions(self) -> tuple[float, float, float]:
         """The forward pass, input gradients, weight gradients."""
-        waits = (self.tensor + self.experts) / 2
+        waits = (self.tensor + self.context + self.experts) / 2
         return self.forward + waits, self.forward + self.recompute + waits, self.forward
 
 
@@ -136,6 +138,7 @@ def _pass_of(config: RunConfig, hardware: Hardware, share: Share) -> Pass:
         forward,
         share.tokens * share.depth * recomputed / rate,
         tensor_seconds(config, hardware, column * forward, share),
+        ring_wait(config, hardware, share.tokens * attention / share.cp / rate, share),
         exchange_seconds(config, hardware, share),
     )
 
@@ -170,7 +173,7 @@ def forward_flops(share: Share) -> int:
 def attention_flops(share: Share) -> int:
     """Scores and weighting in one block, per token."""
     rotary = 0 if share.latent is None else share.latent.rotary
-    return 2 * share.length * share.heads * (2 * share.head_dim + rotary)
+    return 2 * share.length * share.cp * share.heads * (2 * share.head_dim + rotary)
 
 
 def ring_seconds(size: float, ranks: int, bandwidth: float, latency: float) -> float:
@@ -200,6 +203,24 @@ def tensor_seconds(config: RunConfig, hardware: Hardware, product: float, share:
     return forward + backward + again
 
 
+def ring_wait(config: RunConfig, hardware: Hardware, step: float, share: Share) -> float:
+    """What a micro-batch waits for context-parallel ranks: each step of the ring takes as long as its attention, of
+    `step` seconds in the forward pass, or as its transfer; the last derivatives come when nothing is left to do.
+    """
+    parallel = config.parallel
+    if share.cp == 1:
+        return 0.0
+    sizes = 2 * share.kv_used * share.head_dim
+    if share.latent is not None:
+        sizes = 2 * share.heads * (share.head_dim + share.latent.rotary)
+    bandwidth = _bandwidth(share.cp * parallel.tp, hardware)
+    hop = share.tokens * sizes * share.itemsize / bandwidth + hardware.latency
+    home = share.tokens * sizes * 4 / bandwidth + hardware.latency  # in fp32
+    forward = (share.cp - 1) * max(0.0, hop - step)
+    backward = (share.cp - 1) * max(0.0, hop + home - 2 * step) + home
+    return share.depth * ((1 if parallel.recompute == "none" else 2) * forward + backward)
+
+
 def exchange_seconds(config: RunConfig, hardware: Hardware, share: Share) -> float:
     """What a micro-batch waits for the rows that expert-parallel ranks exchange: in a block there and back, in the
     backward pass again, and where the block is computed anew.
@@ -219,7 +240,7 @@ def _bandwidth(ranks: int, hardware: Hardware) -> float:
 
 
 def data_seconds(config: RunConfig, hardware: Hardware, forward: float, backward: float, share: Share) -> float:
-    """What a step waits for reductions and gathers over dp, given the seconds of one forward and backward pass."""
+    """What a step waits for reductions and gathers over dp * cp, given the seconds of a forward and a backward pass."""
     parallel, stage = config.parallel, stage_of(config)
     if parallel.data == 1:
         return 0.0
@@ -351,6 +372,8 @@ def choose(config: RunConfig, ranks: int, hardware: Hardware, margin: float = MA
     for name, value in dataclasses.asdict(hardware).items():
         if name not in ("latency", "device") and not value > 0:
             raise UserError(f"{name} is {value:g}; it must be greater than 0")
+    if ranks % config.parallel.cp:
+        raise UserError(f"ranks is {ranks}; it must be a multiple of parallel.cp {config.parallel.cp}")
     if not 0 <= margin < 1:
         raise UserError(f"margin is {margin}; it must be at least 0 and below 1")
     candidates = []

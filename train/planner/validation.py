@@ -242,6 +242,13 @@ def _refusal(config: RunConfig) -> str | None:
             f"parallel.dp is {parallel.dp}; it must divide optimizer.batch_size {batch}: "
             f"{_nearest(parallel.dp, divisors_of(batch))}"
         )
+    length, cp = config.data.sequence_length, parallel.cp
+    if cp > 1 and length % (2 * cp):
+        working = [number for number in divisors_of(length) if number == 1 or length % (2 * number) == 0]
+        return (
+            f"parallel.cp is {cp}; it must divide data.sequence_length {length} into 2 parallel.cp equal pieces: "
+            f"{_nearest(cp, working)}"
+        )
     if parallel.ep > 1 and (refusal := _experts_refusal(config)) is not None:
         return refusal
     share = batch // parallel.dp
@@ -296,7 +303,8 @@ def _pipeline_refusal(config: RunConfig) -> str | None:
 
 def _experts_refusal(config: RunConfig) -> str | None:
     """Why experts cannot be shared out as the config says."""
-    ep, data, experts = config.parallel.ep, config.parallel.data, config.model.experts
+    parallel, experts = config.parallel, config.model.experts
+    ep, data = parallel.ep, parallel.data
     if experts == 0:
         return f"parallel.ep is {ep} and model.experts 0; it must be 1, for there are no experts to share out"
     if config.optimizer.kind != "adamw":
@@ -304,16 +312,14 @@ def _experts_refusal(config: RunConfig) -> str | None:
     working = divisors_of(math.gcd(data, experts))
     if ep in working:
         return None
-    others = f"parallel.dp {config.parallel.dp}" + (
-        f" * parallel.cp {config.parallel.cp}" if config.parallel.cp > 1 else ""
-    )
+    others = f"parallel.dp {parallel.dp}" + (f" * parallel.cp {parallel.cp}" if parallel.cp > 1 else "")
     said = f"it must divide {others} and model.experts {experts}"
     return f"parallel.ep is {ep}; {said}: {_nearest(ep, working)}"
 
 
 def _requirement(config: RunConfig, tp: int) -> str | None:
     """The first condition that a tp does not meet, as what it must do; None if it meets all."""
-    model, length = config.model, config.data.sequence_length
+    model, length, cp = config.model, config.data.sequence_length, config.parallel.cp
     if model.heads % tp:
         return f"divide model.heads {model.heads}"
     if model.num_kv_heads % tp and tp % model.num_kv_heads:
@@ -324,8 +330,9 @@ def _requirement(config: RunConfig, tp: int) -> str | None:
         return f"divide model.expert_hidden, which is {model.moe_hidden}"
     if model.vocab_size is not None and model.padded_vocab_size % tp:
         return f"divide the vocabulary padded to model.vocab_multiple, which is {model.padded_vocab_size}"
-    if config.parallel.sequence_parallel and length % tp:
-        return f"divide data.sequence_length {length}, or parallel.sequence_parallel be false"
+    if config.parallel.sequence_parallel and length // cp % tp:
+        part = f" / parallel.cp {cp}" if cp > 1 else ""
+        return f"divide data.sequence_length {length}{part}, or parallel.sequence_parallel be false"
     return None
 
 
@@ -334,6 +341,9 @@ def _advice(config: RunConfig, ranks: int, ranks_per_node: int) -> str:
     wanted, pp, cp = config.parallel.tp, config.parallel.pp, config.parallel.cp
     rest = "".join(f" * {axis} {size}" for axis, size in (("cp", cp), ("pp", pp)) if size > 1)
     shapes = working_shapes(config, ranks, ranks_per_node)
+    if cp > 1 and not shapes:
+        parallel = dataclasses.replace(config.parallel, cp=1)
+        return _advice(dataclasses.replace(config, parallel=parallel), ranks, ranks_per_node)
     if shapes:
         shapes.sort(key=lambda shape: (abs(shape[0] - wanted), shape))
         named = [f"tp {tp} * dp {dp}{rest}" for tp, dp in shapes[:3]]

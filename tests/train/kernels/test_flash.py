@@ -269,7 +269,7 @@ def test_the_queries_that_see_a_block_of_keys_end_where_counting_says() -> None:
     from isoflop.train.kernels.flash_backward import query_ends
 
     first = first_from_lengths(DOCUMENTS, 2, 130)
-    ends = query_ends(first, 32)
+    ends = query_ends(first, 32, 130)
     for row in range(2):
         for block in range(5):
             keys = range(block * 32, min(block * 32 + 32, 130))
@@ -363,3 +363,49 @@ def test_latent_attention_through_the_kernel_is_that_of_pytorchs() -> None:
         found.append([parameter.grad.clone() for parameter in gpt.parameters() if parameter.grad is not None])
     for theirs, ours in zip(*found, strict=True):
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm()  # fp32: sums in other orders
+
+
+@needs_triton
+@pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
+@pytest.mark.parametrize(
+    ("queries", "keys", "ahead"), [(130, 70, 70), (70, 200, 200), (60, 200, 140), (150, 200, 50), (33, 65, 32)]
+)
+def test_keys_of_other_tokens_are_seen_up_to_a_distance(queries: int, keys: int, ahead: int, documents: bool) -> None:
+    """Blocks of queries and keys end at other places; with documents the last queries see nothing."""
+    torch.manual_seed(0)
+    query, grad = (torch.randn(2, queries, 4, 16, device=DEVICE) for _ in range(2))
+    key, value = torch.randn(2, keys, 2, 2, 16, device=DEVICE).unbind(2)
+    first = None
+    if documents:
+        places = torch.tensor([0] * 10 + [keys // 3] * (queries - 20) + [keys] * 10)
+        first = torch.minimum(places, torch.arange(queries) + ahead + 1).to(torch.int32).repeat(2, 1).to(DEVICE)
+    out, lse = torch.ops.isoflop.flash_forward(query, key, value, first, 0.25, ahead)
+    rows, columns = torch.arange(queries, device=DEVICE), torch.arange(keys, device=DEVICE)
+    seen = (columns <= rows[:, None] + ahead).expand(2, -1, -1)
+    seen = seen if first is None else seen & (columns >= first[:, :, None])
+    blind = ~seen.any(-1)
+    assert blind.any() == documents
+    wide = [x.double().requires_grad_() for x in (query, key, value)]
+    scores = torch.einsum("bqhd,bkhd->bhqk", wide[0], wide[1].repeat_interleave(2, 2)) * 0.25
+    scores = scores.masked_fill(~seen[:, None], float("-inf"))
+    whole = scores.logsumexp(-1)
+    weights = (scores - whole.masked_fill(blind[:, None], 0.0)[..., None]).exp()
+    exact = torch.einsum("bhqk,bkhd->bqhd", weights, wide[2].repeat_interleave(2, 2))
+    close(out, exact, 1e-6)
+    torch.testing.assert_close(lse, whole.float(), rtol=1e-5, atol=1e-5)
+    # The backward pass is given what came of these and of other keys.
+    other = torch.logaddexp(whole, torch.zeros_like(whole)).detach()
+    merged = exact.detach() * (whole.detach() - other).exp().transpose(1, 2)[..., None]
+    found = torch.ops.isoflop.flash_backward(
+        grad, None, query, key, value, merged.float(), other.float(), first, 0.25, ahead
+    )
+    p = (scores - other[..., None]).exp()
+    d_p = torch.einsum("bqhd,bkhd->bhqk", grad.double(), wide[2].repeat_interleave(2, 2))
+    d_s = p * (d_p - (grad.double() * merged).sum(-1).transpose(1, 2)[..., None]) * 0.25
+    expected = (
+        torch.einsum("bhqk,bkhd->bqhd", d_s, wide[1].repeat_interleave(2, 2)),
+        torch.einsum("bhqk,bqhd->bkhd", d_s, query.double()).unflatten(2, (2, 2)).sum(3),
+        torch.einsum("bhqk,bqhd->bkhd", p, grad.double()).unflatten(2, (2, 2)).sum(3),
+    )
+    for ours, true in zip(found, expected, strict=True):
+        close(ours, true, 1e-6)

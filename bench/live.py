@@ -1,0 +1,39 @@
+"""Bytes of tensors that exist at once, of real or of fake ones."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Live(TorchDispatchMode):
+    """Bytes of all storages that exist, found as operators return them; remembers the most there ever were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, Any] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
+                self.see(leaf)
+        return out
+
+    def see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.storages:
+            self.storages[key] = weakref.ref(storage, lambda _: self.storages.pop(key, None))
+            self.peak = max(self.peak, self.now)
+
+    @property
+    def now(self) -> int:
+        # Asked anew every time, because ZeRO-3 resizes storages.
+        alive = [reference() for reference in list(self.storages.values())]
+        return sum(storage.nbytes() for storage in alive if storage is not None)
