@@ -72,7 +72,7 @@ def options(
 @command(app, "sweep", context_settings={"ignore_unknown_options": True, "help_option_names": []})
 def sweep_command(arguments: list[str] | None = None) -> None:
     """Plans a grid, trains and scores it, and fits its laws: the same as `python sweep.py`, without a checkout."""
-    raise typer.Exit(sweep_main(arguments or ["--help"]))
+    raise typer.Exit(compose_and_conduct(arguments or ["--help"]))
 
 
 @command(app, "fit")
