@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from typing import Any
+
+import pytest
 
 
 def covering(rows: Sequence[Any], seen: Sequence[Any] = (), key: Callable[[Any], tuple[Any, ...]] = tuple) -> list[Any]:
@@ -22,3 +24,10 @@ def covering(rows: Sequence[Any], seen: Sequence[Any] = (), key: Callable[[Any],
         found.append(max(rows, key=lambda row: len(pairs(row) & new)))
         new -= pairs(found[-1])
     return found
+
+
+def covered(rows: Iterable[Any]) -> list[Any]:
+    """Rows as a test's parameters, of which those outside of a cover are `exhaustive`."""
+    rows = list(rows)
+    cover = covering(rows)
+    return [pytest.param(*row, marks=() if row in cover else pytest.mark.exhaustive) for row in rows]
