@@ -47,6 +47,7 @@ def check(cases: list[str]) -> list[Row]:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_the_usual_launches_spill_nothing_and_use_tensor_cores(capsys: pytest.CaptureFixture[str]) -> None:
     rows = check([f"{arch}:bfloat16:{case}" for arch in GPUS for case in ("128", "loss")])
     print_kernels(rows)
