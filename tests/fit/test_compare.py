@@ -158,7 +158,7 @@ def test_the_report_shows_variants_beside_their_base(tmp_path, quick_pictures: N
 
 
 @pytest.mark.parametrize(
-    "trials", [pytest.param(75, marks=pytest.mark.slow), pytest.param(150, marks=pytest.mark.exhaustive)]
+    "trials", [pytest.param(100, marks=pytest.mark.slow), pytest.param(150, marks=pytest.mark.exhaustive)]
 )
 @pytest.mark.parametrize("form", FORMS)
 def test_intervals_hold_that_nothing_differs(form: str, trials: int) -> None:
