@@ -217,6 +217,7 @@ def test_a_table_of_one_number_of_experts_has_no_law():
     assert study.reason == "experts is 4 in every run; a law of experts needs runs of another number, or dense."
 
 
+@pytest.mark.slow
 def test_the_report_has_a_section_for_mixtures_alone(tmp_path, quick_pictures):
     analysis = fit.analyze(fit.read_table(table(60)), (1e21,), bootstrap=0, intervals="noise")
     page = fit.write_report(analysis, tmp_path / "experts").read_text()
