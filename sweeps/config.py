@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -333,6 +334,7 @@ GRIDS: dict[str, type[GridConfig]] = {
 }
 
 
+@functools.cache
 def register() -> None:
     """Makes the dataclasses known to Hydra, so that an unknown key or a value of a wrong type is an error."""
     from hydra.core.config_store import ConfigStore

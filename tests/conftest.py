@@ -22,6 +22,9 @@ ROOT = Path(__file__).resolve().parent.parent
 gc.disable()  # until all test modules are imported
 # Before anything imports torch: on models this small a second thread costs more than it gives, here and in every child.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Of several clusters, by their SLURM_CONF, the processes of pytest-xdist take one each by turns.
+if several := os.environ.get("ISOFLOP_SLURM_CONFS", "").split():
+    os.environ["SLURM_CONF"] = several[int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % len(several)]
 
 
 @functools.cache
@@ -62,6 +65,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: they take the longest, also without them, and no process ends with one."""
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
     for item in items:
         for marker in {marker.name for marker in item.iter_markers()} & {"gpu", "slurm", "published", "browser"}:
             if reason := missing(marker):
@@ -73,7 +79,8 @@ def alone_on_the_cluster(request: pytest.FixtureRequest) -> Iterator[None]:
     """Files whose tests use SLURM take turns, in whatever processes they run: tests of faults kill its daemons."""
     of_file = [item for item in request.session.items if item.path == request.path]
     if any(item.get_closest_marker("slurm") for item in of_file) and missing("slurm") is None:
-        with FileLock(Path(tempfile.gettempdir()) / "isoflop-tests-on-slurm.lock"):
+        cluster = os.environ.get("SLURM_CONF", "").replace("/", "-")
+        with FileLock(Path(tempfile.gettempdir()) / f"isoflop-tests-on-slurm{cluster}.lock"):
             yield
     else:
         yield

@@ -111,6 +111,12 @@ def test_planning_loads_neither_torch_nor_pandas() -> None:
     assert not modules & {"torch", "pandas", "scipy", "lm_eval", "datasets", "wandb", "plotly"}
 
 
+def test_training_loads_the_compiler_only_to_compile() -> None:
+    """It takes as long as PyTorch itself, in every process of every sweep. PyTorch imports SymPy for it alone."""
+    modules = loaded("import isoflop.train.loop, isoflop.train.ensemble.ensemble, isoflop.evaluate.checkpoint")
+    assert "sympy" not in modules
+
+
 # Imports that close a circle, of files or of folders. The list may only shrink.
 KNOWN_CIRCLES: set[tuple[str, str]] = set()
 

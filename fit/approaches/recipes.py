@@ -113,9 +113,13 @@ def by_recipe(
 def lifetime(base: RecipeLaw, one: RecipeLaw) -> str:
     """What training and writing tokens cost together beside the base, in a sentence; empty where it is not known.
 
-    Each is trained to the loss of the base's dearest run, and writes as fast as its own largest one.
+    Each is trained to the loss of the base's dearest run, and writes as fast as its own largest one, on one device.
     """
-    m = one.comparison.multipliers[2] if one.comparison else None
+    frames = [each.table.frame.iloc[each.table.rows] for each in (base, one)]
+    devices = {
+        name for frame in frames for column in ("device", "decode_device") if column in frame for name in frame[column]
+    }
+    m = one.comparison.multipliers[2] if one.comparison and len(devices) < 2 else None
     saved = base.decode_seconds - one.decode_seconds
     if m is None or not m.seconds or not math.isfinite(saved) or saved == 0:
         return ""

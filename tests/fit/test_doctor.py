@@ -416,6 +416,7 @@ def epoch(data, drop):
     return fit.read_table(data / "epoch" / "svg_extracted_data.csv", names, "6nd", drop)
 
 
+@pytest.mark.slow
 @pytest.mark.published
 def test_epochs_five_outliers_are_named_with_what_they_do(data):
     dirty = fit.analyze(epoch(data, 0), targets=(5.76e23,), bootstrap=0)
@@ -426,6 +427,7 @@ def test_epochs_five_outliers_are_named_with_what_they_do(data):
     assert "D/N at 5.76e23 FLOPs goes from 6.82 to 17.9" in warning.message
 
 
+@pytest.mark.slow
 @pytest.mark.published
 def test_epochs_other_240_points_have_no_outliers(data):
     clean = fit.analyze(epoch(data, 5), targets=(5.76e23,), bootstrap=0)

@@ -473,6 +473,7 @@ def test_the_published_average_error_of_held_out_runs(gadre):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.published
 def test_published_tasks_are_predicted_within_their_intervals_or_refused(gadre):
     """Each of 46 tasks by itself, from runs of up to 411M parameters, against runs of 1.4B and 6.9B."""

@@ -56,9 +56,10 @@ def table(n=120, seed=0):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", PUBLISHED)
 # Of ten seeds, 90 to 100 % of a form's constants lie inside (measured).
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_a_law_with_the_published_constants_comes_back_within_its_own_interval(form, seed):
     law = simulated(form, seed).bootstrap(200, seed=seed)
     assert law.converged_
@@ -117,7 +118,8 @@ def test_effective_parameters_are_those_of_the_dense_model_of_equal_loss():
     assert law.effective_parameters(5e6, 128.0) == pytest.approx(55e6, rel=0.1)  # their example of a small model
 
 
-@pytest.mark.parametrize("form", [pytest.param("ludziejewski", marks=pytest.mark.slow), "abnar"])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["ludziejewski", "abnar"])
 def test_leverage_is_where_the_best_dense_model_reaches_the_loss_of_the_best_mixture(form):
     law = simulated(form, share=SHARE).bootstrap(24)
     C, E = 1e20, 16.0
@@ -215,7 +217,8 @@ def test_a_table_of_one_number_of_experts_has_no_law():
     assert study.reason == "experts is 4 in every run; a law of experts needs runs of another number, or dense."
 
 
-def test_the_report_has_a_section_for_mixtures_alone(tmp_path):
+@pytest.mark.slow
+def test_the_report_has_a_section_for_mixtures_alone(tmp_path, quick_pictures):
     analysis = fit.analyze(fit.read_table(table(60)), (1e21,), bootstrap=0, intervals="noise")
     page = fit.write_report(analysis, tmp_path / "experts").read_text()
     assert "<h2>Experts</h2>" in page
@@ -270,6 +273,7 @@ def test_the_constants_and_effective_parameters_of_clark_come_back(router):
             assert high > theirs[0], (N, E)
 
 
+@pytest.mark.slow
 @pytest.mark.published
 @pytest.mark.parametrize("router", CLARK)
 def test_hold_outs_of_the_largest_models_and_of_the_most_experts(router):

@@ -275,6 +275,7 @@ def test_the_published_intervals(epoch):
     np.testing.assert_allclose(best.interval("loss")[0], [1.95, 2.00], atol=0.006)
 
 
+@pytest.mark.slow
 @pytest.mark.published
 def test_five_outliers_move_the_allocation_and_are_warned_about(epoch):
     clean, dirty = (fit.analyze(read(epoch, drop), targets=(5.76e23,), bootstrap=0) for drop in (5, 0))

@@ -24,7 +24,7 @@ from isoflop.sweeps.execute.advance import outcome
 from isoflop.sweeps.observe import doctor
 from isoflop.train.files import write_json
 
-ATTACKS = int(os.environ.get("ISOFLOP_TEST_ATTACKS", "100"))  # on every command, each on a file and in a way of its own
+ATTACKS = int(os.environ.get("ISOFLOP_TEST_ATTACKS", "60"))  # on every command, each on a file and in a way of its own
 DEEP = "[" * 100_000
 WILD: list[Any] = [
     None, True, -1, 0, 2**63, 10**30, 10**400, 1e308, float("nan"), float("-inf"), "", "é\x1b[31m", "../../x", "a\0b",

@@ -512,7 +512,7 @@ def test_json_of_a_finding_is_plain() -> None:
 @pytest.mark.slow
 def test_a_sweep_at_work_is_clean_at_every_moment_and_is_not_disturbed(smoke: tuple[Path, str], tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, str(root / "sweep.py"), *SMOKE, f"output_root={tmp_path}"]
+    command = [sys.executable, str(root / "sweep.py"), *SMOKE, "grid.tokens=[32768]", f"output_root={tmp_path}"]
     launched = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     sweep, looks = SweepDirectory(tmp_path / "smoke"), 0
     while launched.poll() is None:
@@ -523,7 +523,9 @@ def test_a_sweep_at_work_is_clean_at_every_moment_and_is_not_disturbed(smoke: tu
     assert launched.wait() == 0
     assert looks > 3
     undisturbed = {run.run_id: (run.summary() or {})["val_loss"] for run in SweepDirectory(smoke[0]).runs()}
-    assert {run.run_id: (run.summary() or {})["val_loss"] for run in sweep.runs()} == undisturbed
+    losses = {run.run_id: (run.summary() or {})["val_loss"] for run in sweep.runs()}
+    assert len(losses) == 2
+    assert losses.items() <= undisturbed.items()
     assert all(len(attempts.read(run)) == 1 for run in sweep.runs())
 
 

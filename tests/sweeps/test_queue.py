@@ -381,8 +381,10 @@ def test_a_worker_killed_at_a_file_operation_loses_no_unit_and_runs_none_twice(
     check_kills(tmp_path, forked, iter(points))
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "every", [pytest.param(3, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
+)
 def test_a_worker_killed_at_any_file_operation_loses_no_unit_and_runs_none_twice(
-    tmp_path: Path, forked: Callable[[Callable[[], object]], int], operations: int
+    tmp_path: Path, forked: Callable[[Callable[[], object]], int], operations: int, every: int
 ) -> None:
-    check_kills(tmp_path, forked, iter(range(operations)))
+    check_kills(tmp_path, forked, iter(range(0, operations, every)))

@@ -8,6 +8,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from covering import covered
 from gpu_stand_in import META, Event, Gpu, kernels_on_meta, on_device, stand_in
 from isoflop.train import hardware, loop
 from isoflop.train.checkpoint.saver import Saver
@@ -124,11 +126,14 @@ def changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
     return config
 
 
-@pytest.mark.parametrize("attention", ["ours", "sdpa"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_step_of_another_kind_waits_for_nothing(variant: str, attention: str, config: RunConfig, gpu: Gpu) -> None:
-    for precision in ("bf16",) if variant == "experts" else ("fp32", "fp16"):
-        steps_of(changed(config, VARIANTS[variant] | {"parallel.attention": attention, "precision": precision}), gpu)
+@pytest.mark.parametrize(
+    ("variant", "attention", "precision"), covered(product(VARIANTS, ("ours", "sdpa"), ("fp32", "fp16")))
+)
+def test_a_step_of_another_kind_waits_for_nothing(
+    variant: str, attention: str, precision: str, config: RunConfig, gpu: Gpu
+) -> None:
+    precision = "bf16" if variant == "experts" else precision
+    steps_of(changed(config, VARIANTS[variant] | {"parallel.attention": attention, "precision": precision}), gpu)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
@@ -195,24 +200,31 @@ def ranks(dp: int, tp: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mesh]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("dp", "tp", "stage"), [(1, 2, 0), *((2, tp, stage) for tp in (1, 2) for stage in range(4))])
+@pytest.mark.parametrize(
+    ("dp", "tp", "stage", "precision", "kind"),
+    covered(
+        (*mesh, *numbers)
+        for mesh in [(1, 2, 0), *((2, tp, stage) for tp in (1, 2) for stage in range(4))]
+        for numbers in (("fp32", "adamw"), ("bf16", "adamw"), ("fp16", "muon"))
+    ),
+)
 def test_a_step_of_a_rank_waits_for_nothing(
-    dp: int, tp: int, stage: int, config: RunConfig, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    dp: int, tp: int, stage: int, precision: str, kind: str, config: RunConfig, gpu: Gpu,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
     with ranks(dp, tp, monkeypatch) as mesh:
-        for precision, kind in (("fp32", "adamw"), ("bf16", "adamw"), ("fp16", "muon")):
-            parallel = {"parallel.dp": dp, "parallel.tp": tp, "parallel.zero": stage, "parallel.attention": "ours"}
-            one = changed(config, parallel | {"precision": precision, "optimizer.kind": kind})
-            one.parallel.sequence_parallel = precision == "bf16"
-            one.parallel.micro_batch_size = 1 if precision == "fp32" else None
-            stepper = steps_of(one, gpu, mesh)
-            assert stepper.zero.gradients.native == (dp > 1)  # has a reduce-scatter
-            stepper.losses(torch.zeros(3, LENGTH + 1, dtype=torch.int64), lambda: None)
-            gpu.reads.clear()
-            saver = Saver(tmp_path, mesh, one, prepare(one.data).tokenizer, gpu.said.append)
-            staged, copied = saver._stage(stepper.held())
-            assert copied is not None
-            assert {part.values.device.type for part in staged} == {"cpu"}
+        parallel = {"parallel.dp": dp, "parallel.tp": tp, "parallel.zero": stage, "parallel.attention": "ours"}
+        one = changed(config, parallel | {"precision": precision, "optimizer.kind": kind})
+        one.parallel.sequence_parallel = precision == "bf16"
+        one.parallel.micro_batch_size = 1 if precision == "fp32" else None
+        stepper = steps_of(one, gpu, mesh)
+        assert stepper.zero.gradients.native == (dp > 1)  # has a reduce-scatter
+        stepper.losses(torch.zeros(3, LENGTH + 1, dtype=torch.int64), lambda: None)
+        gpu.reads.clear()
+        saver = Saver(tmp_path, mesh, one, prepare(one.data).tokenizer, gpu.said.append)
+        staged, copied = saver._stage(stepper.held())
+        assert copied is not None
+        assert {part.values.device.type for part in staged} == {"cpu"}
 
 
 def test_ranks_meet_over_nccl(tmp_path: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,7 +262,6 @@ class MoE(nn.Module):
         self.leave: Callable[[Tensor], Tensor] = _same
         self.apply_experts: Callable[[ExpertMLP, Tensor, Routing], Tensor] = ExpertMLP.__call__
 
-    @torch.compiler.disable
     def forward(self, x: Tensor, length: int) -> Tensor:
         """Of sequences of `length`; their tokens may come as one dimension."""
         flat = self.enter(x).flatten(0, -2)

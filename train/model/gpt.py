@@ -327,6 +327,9 @@ class GPT(nn.Module):
         What is compiled is `forward`, without a block's hooks: ZeRO-3 gathers and frees weights in them. With
         `cuda_graphs` kernels are recorded and replayed, which pays where launching them takes the time.
         """
+        mixtures: list[nn.Module] = [module for module in self.modules() if isinstance(module, MoE)]
+        for mixture in mixtures:  # here and not in the class, because that imports the compiler
+            mixture.forward = torch.compiler.disable(mixture.forward)
         for block in self.blocks:
             if not isinstance(block, nn.Identity):
                 block.forward = torch.compile(block.forward, mode="reduce-overhead" if cuda_graphs else None)

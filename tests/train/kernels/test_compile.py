@@ -6,12 +6,15 @@ A child process without Triton's interpreter compiles: `isoflop bench kernels --
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
+from covering import covering
 from isoflop.bench.kernels import GPUS, TENSOR_MEMORY, Case, Row, model, occupancy, print_kernels
 from isoflop.train.errors import UserError
 from isoflop.train.kernels.flash import HEAD_DIMS
@@ -44,20 +47,32 @@ def check(cases: list[str]) -> list[Row]:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_the_usual_launches_spill_nothing_and_use_tensor_cores(capsys: pytest.CaptureFixture[str]) -> None:
     rows = check([f"{arch}:bfloat16:{case}" for arch in GPUS for case in ("128", "loss")])
     print_kernels(rows)
     assert "nothing was run" in capsys.readouterr().out
 
 
+EVERY = list(itertools.product(GPUS, ("bfloat16", "float16", "tf32", "float32"), (*HEAD_DIMS, "loss"), ("", ":whole")))
+LAUNCHES = [launch for launch in EVERY if launch[2:] != ("loss", ":whole")]
+
+
+def launches(chosen: Sequence[tuple[int, str, int | str, str]]) -> None:
+    check([f"{arch}:{dtype}:{size}{mask}" for arch, dtype, size, mask in chosen])
+
+
 @needs_triton
 @pytest.mark.slow
+def test_launches_with_any_two_settings_spill_nothing_and_use_tensor_cores() -> None:
+    launches(covering(LAUNCHES))
+
+
+@needs_triton
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", GPUS)
 def test_every_launch_spills_nothing_and_uses_tensor_cores(arch: int) -> None:
-    sizes = [f"{head_dim}{mask}" for head_dim in HEAD_DIMS for mask in ("", ":whole")]
-    check(
-        [f"{arch}:{dtype}:{size}" for dtype in ("bfloat16", "float16", "tf32", "float32") for size in [*sizes, "loss"]]
-    )
+    launches([launch for launch in LAUNCHES if launch[0] == arch])
 
 
 @pytest.mark.parametrize(

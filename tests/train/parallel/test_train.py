@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import covering
 from forked import Ended, fork_processes
 from isoflop.train import loop, precision
 from isoflop.train.checkpoint.checkpoint import load_for_evaluation, restore_state
@@ -128,28 +129,46 @@ def shapes(ranks: int) -> list[tuple[int, int, int, bool]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def alone(base: RunConfig) -> tuple[list[float], list[float], Weights]:
-    losses, norms, weights = take_steps(base, Mesh())
-    return losses, norms, whole([(losses, norms, weights)])
+def over_ranks(*many: int) -> pytest.MarkDecorator:
+    """Every mesh of 2 ranks; of more a cover of the pairs of settings that are new, and as `exhaustive` every mesh."""
+    few = [pytest.param(2, True, id="2")]
+    cover = [pytest.param(ranks, False, id=f"{ranks}", marks=pytest.mark.slow) for ranks in many]
+    whole = [pytest.param(ranks, True, id=f"{ranks}-every", marks=pytest.mark.exhaustive) for ranks in many]
+    return pytest.mark.parametrize(("ranks", "every"), few + cover + whole)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
-def test_twenty_steps_on_every_mesh_are_those_of_one_process(
-    ranks: int, base: RunConfig, alone: tuple[list[float], list[float], Weights]
-) -> None:
+def of_ranks(meshes: Callable[[int], list[Any]], ranks: int, every: bool, *many: int) -> list[Any]:
+    """Every mesh of so many ranks, or those of them that are in one cover of so `many`."""
+    if every:
+        return meshes(ranks)
+    cover = covering([mesh for n in many for mesh in meshes(n)], meshes(2), key=settings)
+    return [mesh for mesh in cover if mesh[0] * mesh[1] == ranks]
+
+
+def settings(mesh: tuple[int, ...]) -> tuple[int | None, ...]:
+    """A mesh without what changes nothing: a stage of ZeRO, and sequences, that nobody shares."""
+    tp, dp, zero, sequence, *rest = mesh
+    return tp, dp, zero if dp > 1 else None, sequence if tp > 1 else None, *rest
+
+
+@over_ranks(4, 8)
+def test_steps_on_every_mesh_are_those_of_one_process(ranks: int, every: bool, base: RunConfig) -> None:
+    meshes, steps = of_ranks(shapes, ranks, every, 4, 8), STEPS if every else 6
+
     def every_mesh() -> list[Any]:
         answers = []
-        for tp, dp, zero, sequence in shapes(ranks):
+        for tp, dp, zero, sequence in meshes:
             config = copy.deepcopy(base)
             config.parallel.tp, config.parallel.dp, config.parallel.zero = tp, dp, zero
             config.parallel.sequence_parallel = sequence
             # One micro-batch and several, for the sums over them take other ways.
             config.parallel.micro_batch_size = 1 if zero % 2 else None
-            answers.append(take_steps(config, build_mesh(dp, tp, CPU)))
+            answers.append(take_steps(config, build_mesh(dp, tp, CPU), steps))
         return answers
 
-    assert_same_steps(run_ranks(ranks, every_mesh, timeout=900.0), shapes(ranks), alone)
+    losses, norms, weights = take_steps(base, Mesh(), steps)
+    expected = losses, norms, whole([(losses, norms, weights)])
+    assert_same_steps(run_ranks(ranks, every_mesh, timeout=900.0), meshes, expected)
 
 
 def with_muon(config: RunConfig) -> RunConfig:
@@ -169,20 +188,20 @@ MUON_MESHES = {
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
-def test_twenty_steps_of_muon_on_a_mesh_are_those_of_one_process(ranks: int, base: RunConfig) -> None:
-    config = with_muon(base)
+def test_steps_of_muon_on_a_mesh_are_those_of_one_process(ranks: int, base: RunConfig) -> None:
+    config, steps = with_muon(base), STEPS if ranks == 2 else 6
 
     def every_mesh() -> list[Any]:
         answers = []
         whole_matrices.SMALL = 0  # in this process, so that data-parallel ranks share the work out
         for config.parallel.tp, config.parallel.dp, config.parallel.zero, sequence in MUON_MESHES[ranks]:
             config.parallel.sequence_parallel = sequence
-            answers.append(take_steps(config, build_mesh(config.parallel.dp, config.parallel.tp, CPU)))
+            answers.append(take_steps(config, build_mesh(config.parallel.dp, config.parallel.tp, CPU), steps))
         return answers
 
-    losses, norms, weights = take_steps(config, Mesh())
+    losses, norms, weights = take_steps(config, Mesh(), steps)
     expected = losses, norms, whole([(losses, norms, weights)])
-    assert losses[-1] < losses[0] - 0.3
+    assert ranks > 2 or losses[-1] < losses[0] - 0.3
     assert_same_steps(run_ranks(ranks, every_mesh, timeout=900.0), MUON_MESHES[ranks], expected)
 
 
@@ -205,11 +224,15 @@ def with_latents(config: RunConfig) -> RunConfig:
     return config
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_six_steps_of_latent_attention_on_every_mesh_are_those_of_one_process(ranks: int, base: RunConfig) -> None:
+@over_ranks(4)
+def test_six_steps_of_latent_attention_on_every_mesh_are_those_of_one_process(
+    ranks: int, every: bool, base: RunConfig
+) -> None:
+    meshes = of_ranks(shapes, ranks, every, 4)
+
     def every_mesh() -> list[Any]:
         answers = []
-        for tp, dp, zero, sequence in shapes(ranks):
+        for tp, dp, zero, sequence in meshes:
             config = with_latents(base)
             config.parallel.tp, config.parallel.dp, config.parallel.zero = tp, dp, zero
             config.parallel.sequence_parallel = sequence
@@ -218,7 +241,7 @@ def test_six_steps_of_latent_attention_on_every_mesh_are_those_of_one_process(ra
 
     losses, norms, weights = take_steps(with_latents(base), Mesh(), 6)
     expected = losses, norms, whole([(losses, norms, weights)])
-    assert_same_steps(run_ranks(ranks, every_mesh, timeout=900.0), shapes(ranks), expected)
+    assert_same_steps(run_ranks(ranks, every_mesh, timeout=900.0), meshes, expected)
 
 
 def expert_meshes(ranks: int) -> list[tuple[int, int, int, bool, int]]:
@@ -227,14 +250,14 @@ def expert_meshes(ranks: int) -> list[tuple[int, int, int, bool, int]]:
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["float64", "fp32"])
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
+@over_ranks(4, 8)
 def test_six_steps_of_experts_on_every_mesh_are_those_of_one_process(
-    ranks: int, exact: bool, base: RunConfig, monkeypatch: pytest.MonkeyPatch
+    ranks: int, every: bool, exact: bool, base: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float64, where rounding decides no near tie of two experts; in fp32 every token goes through all."""
     if exact:
         monkeypatch.setitem(precision._DTYPES, "fp32", torch.float64)
-    meshes, mixed = expert_meshes(ranks), with_experts(base)
+    meshes, mixed = of_ranks(expert_meshes, ranks, every, 4, 8), with_experts(base)
     mixed.model.experts_per_token = 2 if exact else 8
 
     def every_mesh() -> list[Any]:
@@ -243,7 +266,7 @@ def test_six_steps_of_experts_on_every_mesh_are_those_of_one_process(
             config = copy.deepcopy(mixed)
             config.parallel.tp, config.parallel.dp, config.parallel.zero, config.parallel.ep = tp, dp, zero, ep
             config.parallel.sequence_parallel = sequence
-            config.parallel.micro_batch_size = 1 if zero % 2 else None
+            config.parallel.micro_batch_size = 4 // dp if zero % 2 else None  # two
             answers.append(take_steps(config, build_mesh(dp, tp, CPU, ep), 6))
         return answers
 
@@ -253,12 +276,17 @@ def test_six_steps_of_experts_on_every_mesh_are_those_of_one_process(
     assert_same_steps(run_ranks(ranks, every_mesh, timeout=900.0), meshes, expected, 1e-10 if exact else 1e-5)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@over_ranks(4)
 def test_what_ranks_with_other_experts_save_is_their_state_on_one_process_and_on_every_mesh(
-    ranks: int, base: RunConfig, tmp_path: Path
+    ranks: int, every: bool, base: RunConfig, tmp_path: Path
 ) -> None:
     config = with_experts(base)
-    meshes = [shape for shape in expert_meshes(ranks) if shape[0] == 1 or shape[4] > 1]
+
+    def saved_by(ranks: int) -> list[tuple[int, int, int, bool, int]]:
+        """Sequences are cut or not in the forward pass alone."""
+        return [shape for shape in expert_meshes(ranks) if shape[3] and (shape[0] == 1 or shape[4] > 1)]
+
+    meshes = of_ranks(saved_by, ranks, every, 4)
 
     def stepper_of(shape: tuple[int, int, int, bool, int]) -> Stepper:
         own = copy.deepcopy(config)
