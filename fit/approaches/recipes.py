@@ -117,7 +117,11 @@ def lifetime(base: RecipeLaw, one: RecipeLaw) -> str:
     """
     frames = [each.table.frame.iloc[each.table.rows] for each in (base, one)]
     devices = {
-        name for frame in frames for column in ("device", "decode_device") if column in frame for name in frame[column]
+        name
+        for frame in frames
+        for column in ("device", "decode_device")
+        if column in frame
+        for name in frame[column].dropna()
     }
     m = one.comparison.multipliers[2] if one.comparison and len(devices) < 2 else None
     saved = base.decode_seconds - one.decode_seconds

@@ -13,8 +13,8 @@ Liu et al. 2023, arXiv 2310.01889; Grattafiori et al. 2024 (Llama 3), arXiv 2407
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -111,6 +111,11 @@ class Ring(Backend):
     """Attention of this rank's queries over the keys of all, each step by the backend's own kernel."""
 
     group: ProcessGroup
+    attention: Callable[..., Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Here and not on a function, because that imports the compiler wherever a process trains.
+        object.__setattr__(self, "attention", torch.compiler.disable(_Attention.apply))
 
     def seen(self, tokens: Tensor, first: Tensor | None, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """The first position that each own query sees, (batch, time / cp); None: 0 for all. Tokens are whole rows."""
@@ -120,11 +125,10 @@ class Ring(Backend):
         rows = first[:1] if first.stride(0) == 0 else first
         return own_part(rows, 1, self.group).expand(len(first), -1)
 
-    @torch.compiler.disable
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None, window: int | None = None
     ) -> Tensor:
-        return _Attention.apply(query, key, value, seen, self, window)
+        return self.attention(query, key, value, seen, self, window)
 
     def steps(
         self, like: Tensor, seen: Tensor | None, window: int | None
