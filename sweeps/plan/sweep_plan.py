@@ -143,7 +143,7 @@ def makespan(seconds: list[float], at_once: int) -> float:
 
 def job_shape(parallel: ParallelConfig, cluster: ClusterConfig, threads: int | None = None) -> JobShape:
     """Every node has as many ranks, and a tensor-parallel group stays within one node."""
-    groups = parallel.dp  # tensor-parallel groups on a node
+    groups = whole = parallel.world_size // parallel.tp  # tensor-parallel groups on a node
     if cluster.kind == "slurm" and cluster.ranks_per_node is not None:
         room = cluster.ranks_per_node // parallel.tp
         if room < 1:
@@ -151,13 +151,13 @@ def job_shape(parallel: ParallelConfig, cluster: ClusterConfig, threads: int | N
                 f"parallel.tp is {parallel.tp}, and tensor-parallel ranks share a node, of which "
                 f"cluster.ranks_per_node allows {cluster.ranks_per_node}; it must be at most that"
             )
-        groups = max(divisor for divisor in range(1, room + 1) if parallel.dp % divisor == 0)
+        groups = max(divisor for divisor in range(1, room + 1) if whole % divisor == 0)
     return JobShape(
         cluster.gpus_per_job,
         threads or cluster.cpus_per_task,
         cluster.memory_gb,
         cluster.time_minutes,
-        nodes=parallel.dp // groups,
+        nodes=whole // groups,
         ranks_per_node=groups * parallel.tp,
     )
 
