@@ -52,7 +52,8 @@ def print_gantt(events: Sequence[Event], title: str) -> None:
         row = Text(f"rank {rank}".ljust(LABEL))
         for event in sorted((one for one in events if one.rank == rank), key=lambda one: one.start):
             letter, *colours, _ = LOOKS[event.kind]
-            start, end = (LABEL + round(min((time - begin) / unit, out.width)) for time in (event.start, event.end))
+            ends = (min((time - begin) / unit, out.width - LABEL) for time in (event.start, event.end))
+            start, end = (LABEL + round(column) for column in ends)
             row.append(" " * (start - len(row)))
             room, name = max(0, end - len(row)), f"{letter}{event.micro}"
             fitting = next(text for text in (f"▏{name}", name, "▏", "") if len(text) <= room)

@@ -269,12 +269,14 @@ def test_isoflop_plan_refuses_what_is_no_trace(
 
 def test_a_picture_is_cut_to_the_terminal_and_no_number_is(capsys: pytest.CaptureFixture[str]) -> None:
     late = dataclasses.replace(STILL, rank=1, start=1e18, end=2e18)  # of a broken clock
-    print_gantt([*simulate(schedule("zb-h1", 1, 130), weight=0.5), late], "long")
-    row = capsys.readouterr().out.splitlines()[1]
-    assert len(row) == 160
-    assert row.startswith("rank 0  ▏F0 ▏B0 W0▏F1 ")
-    numbers = [int(cell) for cell in re.findall(r"F(\d+)", row)]
-    assert numbers == list(range(len(numbers)))
+    for weight in (0.5, 0.75, 1.0, 1.25, 1.5):
+        print_gantt([*simulate(schedule("zb-h1", 1, 130), weight=weight), late], "long")
+        row = capsys.readouterr().out.splitlines()[1]
+        assert len(row) == 160
+        assert row.startswith("rank 0  ▏F0 ▏B0 ▏W0 " if weight == 1.0 else "rank 0  ▏F0 ▏B0 ")
+        for kind in "FBW":  # as far as it is drawn, from 0 on
+            numbers = [int(cell) for cell in re.findall(rf"{kind}(\d+)", row)]
+            assert numbers == list(range(len(numbers))), row
 
 
 def test_isoflop_plan_refuses_what_is_no_run(
