@@ -135,12 +135,18 @@ class Part(nn.Module):
 
     def __init__(self, gpt: GPT, chunk: int, first: bool, last: bool) -> None:
         super().__init__()
-        self.gpt, self.chunk, self.first, self.last = gpt, chunk, first, last
+        ends = [gpt.embedding] * first + [gpt.norm, gpt.head] * last
+        self.own = nn.ModuleList([*ends, *(gpt.blocks[number] for number in gpt.chunks[chunk])])
+
+        def run(x: Tensor) -> Tensor:  # no module's attribute: the parameters of a part are its own alone
+            tokens = x if first else x[:, :, 0]  # of which nothing but the length is read
+            x = gpt.through(gpt.embedding(x) if first else x, tokens, chunk)
+            return gpt.head(gpt.leave(x)) if last else x
+
+        self.run = run
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = x if x.dim() == 2 else x[:, :, 0]  # of which nothing but the length is read
-        x = self.gpt.through(self.gpt.embedding(x) if self.first else x, tokens, self.chunk)
-        return self.gpt.head(self.gpt.leave(x)) if self.last else x
+        return self.run(x)
 
 
 def pipelined(gpt: GPT, schedule: str, config: RunConfig, mesh: Mesh) -> tuple[GPT, Backward]:

@@ -28,13 +28,15 @@ from isoflop.train.config import (
 )
 from isoflop.train.data.loader import TrainStream
 from isoflop.train.data.shards import prepare
-from isoflop.train.files import read_json_lines
+from isoflop.train.files import read_document, read_json_lines
 from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.later import Left, add_ready
 from isoflop.train.model.shape import micro_batch_of
+from isoflop.train.parallel import schedules
 from isoflop.train.parallel import whole as whole_matrices
 from isoflop.train.parallel.mesh import Mesh, build_mesh
 from isoflop.train.parallel.pipeline import Messages
+from isoflop.train.parallel.schedules import Event
 from isoflop.train.planner.validation import check_shapes
 from isoflop.train.stepper import Stepper
 from test_train import assert_same_steps, stop_at, take_steps, train_on_ranks, whole, with_experts
@@ -293,6 +295,7 @@ def test_a_run_that_moves_from_mesh_to_mesh_goes_on_as_if_never_moved(
     reference = loop.train(config, tmp_path / "one", report=lambda line: None)
     for number, (pp, schedule, chunks, tp, dp, zero) in enumerate(WAY):
         moved = copy.deepcopy(config)
+        moved.parallel.trace = True
         moved.parallel = replace(moved.parallel, pp=pp, schedule=schedule, chunks=chunks, tp=tp, dp=dp, zero=zero)
         last = number == len(WAY) - 1
         # Flags are agreed on at the next step; one process agrees with itself at once.
@@ -310,6 +313,12 @@ def test_a_run_that_moves_from_mesh_to_mesh_goes_on_as_if_never_moved(
                 theirs.get(name, 0.0), rel=1e-4 if name == "grad_norm" else 1e-5
             )
         assert ours.get("load_entropy") == pytest.approx(theirs.get("load_entropy"))
+    # The third step was the first one on the second mesh.
+    events = read_document(tmp_path / "moved" / "trace.json", list[Event])
+    for rank, actions in enumerate(schedules.schedule("interleaved", 4, 8, 2)):
+        own = [event for event in events if event.rank == rank]
+        assert [(event.kind, event.micro, event.chunk) for event in own] == [tuple(action) for action in actions]
+        assert all(0 <= event.start < event.end for event in own)
     summary = json.loads((tmp_path / "moved" / "summary.json").read_text())
     assert summary["val_loss"] == pytest.approx(reference["val_loss"], rel=1e-5)
     ours, theirs = (load_for_evaluation(tmp_path / name).model for name in ("moved", "one"))
