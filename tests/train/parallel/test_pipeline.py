@@ -68,6 +68,7 @@ class Case(NamedTuple):
     """One run over a mesh."""
 
     pp: int
+    cp: int
     tp: int
     dp: int
     zero: int
@@ -80,7 +81,7 @@ class Case(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        return self.pp * self.tp * self.dp
+        return self.pp * self.cp * self.tp * self.dp
 
     def of(self, config: RunConfig) -> RunConfig:
         config = copy.deepcopy(config)
@@ -112,9 +113,10 @@ def of_kind(base: RunConfig, kind: str) -> RunConfig:
 
 
 AXES: dict[str, Sequence[Any]] = {
-    "pp": (2, 4), "tp": (1, 2), "dp": (1, 2), "zero": (0, 1, 2), "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1"),
-    "chunks": (1, 2), "sequence_parallel": (True, False), "passes": (1, 2, 4, 8),
-    "recompute": ("none", "selective", "full"), "kind": ("tied", "untied", "experts", "latent", "muon"),
+    "pp": (2, 4), "cp": (1, 2, 4), "tp": (1, 2), "dp": (1, 2), "zero": (0, 1, 2),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1"), "chunks": (1, 2), "sequence_parallel": (True, False),
+    "passes": (1, 2, 4, 8), "recompute": ("none", "selective", "full"),
+    "kind": ("tied", "untied", "experts", "latent", "muon"),
 }  # fmt: skip
 
 
@@ -171,7 +173,7 @@ def by(some: Sequence[Case], key: Callable[[Case], Any]) -> list[tuple[Any, list
 def steps_of(case: Case, config: RunConfig, steps: int) -> Any:
     own = case.of(config)
     check_shapes(own)
-    return take_steps(own, build_mesh(case.dp, case.tp, CPU, own.parallel.ep, pp=case.pp), steps)
+    return take_steps(own, build_mesh(case.dp, case.tp, CPU, own.parallel.ep, case.cp, case.pp), steps)
 
 
 def test_steps_of_a_cover_of_meshes_schedules_and_models_are_those_of_one_process(
@@ -182,13 +184,20 @@ def test_steps_of_a_cover_of_meshes_schedules_and_models_are_those_of_one_proces
 
 
 @pytest.mark.slow
+def test_five_steps_of_a_cover_of_eight_ranks_are_those_of_one_process(
+    base: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_those_of_one_process(base, cover([case for case in cases() if case.ranks == 8]), monkeypatch)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", AXES["schedule"])
 def test_five_steps_on_every_mesh_with_every_schedule_are_those_of_one_process(
     name: str, base: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other axes by turns, in a cover of their own."""
     legal, chosen = cases(schedule=(name,)), list[Case]()
-    for _, same in by(legal, lambda case: case[:4]):
+    for _, same in by(legal, lambda case: case[:5]):
         chosen.append(same[len(chosen) * 7919 % len(same)])
     left = [case for case in cover(legal) if case not in chosen]
     assert_those_of_one_process(base, [*chosen, *left], monkeypatch)
