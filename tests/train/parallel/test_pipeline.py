@@ -30,7 +30,6 @@ from isoflop.train.data.loader import TrainStream
 from isoflop.train.data.shards import prepare
 from isoflop.train.files import read_document, read_json_lines
 from isoflop.train.job.fork import run_ranks
-from isoflop.train.model.later import Left, add_ready
 from isoflop.train.model.shape import micro_batch_of
 from isoflop.train.parallel import schedules
 from isoflop.train.parallel import whole as whole_matrices
@@ -266,16 +265,6 @@ def test_what_was_sent_is_let_go_when_messages_show_that_it_has_come(
     assert [rank[0] for rank in found][:3] == [8, 8, 8]
     # Of stage s that are 3 - s activations and the one just sent, and a gradient or two the stage before.
     assert all(kept <= 3 - stage + 3 for stage, (_, kept) in enumerate(found))
-
-
-def test_a_table_waits_once_and_a_product_for_its_own_pass() -> None:
-    table, weight = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
-    product = lambda: torch.ones(2)  # noqa: E731
-    older: list[Left] = [[(table, torch.full((2,), 1.0)), (weight, product)], [(weight, product)]]
-    newest: Left = [(weight, product), (table, torch.full((2,), 10.0))]
-    add_ready(older, newest)
-    assert [len(left) for left in older] == [1, 1]
-    assert newest[1][1].tolist() == [11.0, 11.0]  # type: ignore[union-attr]
 
 
 # Meshes that one run passes through, each for two steps: (pp, schedule, chunks, tp, dp, zero).
