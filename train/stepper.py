@@ -189,7 +189,7 @@ class Stepper:
         batch, z_loss = self.config.optimizer.batch_size, self.config.optimizer.z_loss
         if self.pipeline is not None:
             passes = [self._rows(step, start) for start in range(0, self.share, self.micro)]
-            return self.pipeline.step(passes, self.micro / batch, z_loss, self.scaler.scaled)
+            return self.pipeline.step(passes, self.micro / batch / self.mesh.cp, z_loss, self.scaler.scaled)
         total = torch.zeros((), dtype=self.zero.wide, device=self.device)
         for start in range(0, self.share, self.micro):
             rows = self._rows(step, start)

@@ -218,7 +218,10 @@ class GPT(nn.Module):
 
     def last_hidden(self, tokens: Tensor) -> Tensor:
         """What the head reads, or a tensor-parallel rank's rows of it."""
-        return self.leave(self.through(self.embedding(tokens), tokens))
+        return self.leave(self.through(self.enter(tokens), tokens))
+
+    def enter(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens)
 
     def through(self, x: Tensor, tokens: Tensor, chunk: int = 0) -> Tensor:
         """The residual stream after a chunk of the blocks; the tokens say what attention sees."""
@@ -249,7 +252,7 @@ class GPT(nn.Module):
 
         The penalties of routers add to its gradient, not to its value.
         """
-        return self.score(self.through(self.embedding(tokens), tokens), targets, reduction, z_loss)
+        return self.score(self.through(self.enter(tokens), tokens), targets, reduction, z_loss)
 
     def score(self, x: Tensor, targets: Tensor, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
         """`loss` of the residual stream after the last block."""

@@ -210,7 +210,7 @@ class Pipeline:
         return chunk * self.mesh.pp + self.mesh.pp_rank
 
     def _messages(self, lists: Lists, rows: Sequence[Tensor], *, patient: bool) -> Messages:
-        width, sizes = self.gpt.config.width, [(len(part), part.shape[1] - 1) for part in rows]
+        width, sizes = self.gpt.config.width, [(len(part), (part.shape[1] - 1) // self.mesh.cp) for part in rows]
         shapes = [(n * time // self.split, width) if self.split > 1 else (n, time, width) for n, time in sizes]
         return Messages(lists, len(self.gpt.chunks), self.mesh, shapes, self.like, patient)
 
@@ -225,7 +225,7 @@ class Pipeline:
         """What a chunk gets of another stage, and gives."""
         stage = self._stage(chunk)
         if stage == 0:
-            return None, self.gpt.through(self.gpt.embedding(tokens), tokens)
+            return None, self.gpt.through(self.gpt.enter(tokens), tokens)
         x = self._receive(messages, FORWARD, micro, stage).requires_grad_(torch.is_grad_enabled())
         return x, self.gpt.through(x, tokens, chunk)
 
