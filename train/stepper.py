@@ -5,6 +5,8 @@ device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +60,7 @@ class Stepper:
         if isinstance(halved, int) and self.halved:
             # A record of another mesh need not divide this one's share.
             multiple = mesh.pp if parallel.schedule == "interleaved" else 1
-            fitting = (n for n in range(1, min(self.micro, halved) + 1) if self.share % (n * multiple) == 0)
-            self.micro = max(fitting)
+            self.micro = max(n for n in range(1, min(self.micro, halved) + 1) if self.share % (n * multiple) == 0)
         self.gpt = empty_model(config.model, config.optimizer, config.data.sequence_length)
         placements = split_model(self.gpt, mesh, parallel.sequence_parallel)
         if mesh.pp > 1:
@@ -78,10 +79,7 @@ class Stepper:
             device=device,
         )
         self.held = self.zero.held
-        self.pipeline: Pipeline | None = None
-        if mesh.pp > 1:
-            of_streams = parallel.sequence_parallel and mesh.tp > 1
-            self.pipeline = Pipeline(self.gpt, mesh, self.zero.gradients, parallel.schedule, of_streams)
+        self.pipeline = Pipeline(self.gpt, mesh, self.zero.gradients, parallel) if mesh.pp > 1 else None
         self.scaler = LossScaler(config.precision, device)
         self.gpt.set_recompute(parallel.recompute)
         if config.data.separate_documents:
@@ -108,8 +106,7 @@ class Stepper:
         """Initial weights, the same whatever the mesh."""
         config = self.config
         weights = initial_weights(config.model, config.optimizer, config.seed)
-        own = self.zero.weights.parameters  # of a pipeline's stage
-        self.zero.load((name, whole) for name, whole in weights if name in own)
+        self.zero.load(each for each in weights if each[0] in self.zero.weights.parameters)  # of a pipeline's stage
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside weights and moments: plain numbers."""
@@ -141,9 +138,9 @@ class Stepper:
                 release_memory(self.device)
         result = self.zero.step(total, self.scaler.scale)
         if timed is not None:
-            events = to_json(timed.traced())
+            every, timed.events = self.mesh.gather(timed.events)[:: self.mesh.data * self.mesh.tp], None
             if self.mesh.rank == 0 and self.record is not None:
-                write_json(self.record.with_name("trace.json"), events)
+                write_json(self.record.with_name("trace.json"), to_json([*chain(*every)]))
         self.scaler.update(result.skipped)
         if step + 1 < self.config.steps:
             self.prefetch.ahead(step + 1)
@@ -167,10 +164,8 @@ class Stepper:
 
         self.gpt.eval()
         try:
-            if self.pipeline is not None:
-                losses = self.pipeline.losses(windows[mine], begin)
-            else:
-                losses = sequence_losses(self.gpt, windows[mine], beat=begin)
+            score = partial(sequence_losses, self.gpt) if self.pipeline is None else self.pipeline.losses
+            losses = score(windows[mine], beat=begin)
         finally:
             self.gpt.train()
         if self.mesh.cp_group is not None:  # each has the tokens of its part

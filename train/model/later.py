@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,52 +10,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Left = list[tuple[Tensor, Tensor | Callable[[], Tensor]]]  # parameters, and the gradient of each or what gives it
+Products = list[tuple[Tensor, Callable[[], Tensor]]]  # parameters, and what gives the gradient of each
 
 
 class Later:
     """Known to layers and gradients of one rank; at work in the block of `leave` alone."""
 
-    def __init__(self) -> None:
-        self.left: Left | None = None
+    products: Products | None = None
+    ready: dict[Tensor, Tensor]
 
     @contextmanager
-    def leave(self) -> Iterator[Left]:
-        """Every gradient by a parameter, of a backward pass within the block."""
-        left: Left = []
-        self.left = left
+    def leave(self, ready: dict[Tensor, Tensor]) -> Iterator[Products]:
+        """Every gradient by a parameter, of a backward pass within the block; those that are there all the same, such
+        as a table's, are added to `ready`, for they would wait side by side.
+        """
+        products: Products = []
+        self.products, self.ready = products, ready
         try:
-            yield left
+            yield products
         finally:
-            self.left = None
+            self.products = None
 
 
 Keeper = tuple[Later, Tensor] | None  # where the gradient by a parameter may be left
 
 
 def is_left(keeper: Keeper) -> bool:
-    return keeper is not None and keeper[0].left is not None
+    return keeper is not None and keeper[0].products is not None
 
 
 def by_weight(gradient: Callable[[], Tensor], keeper: Keeper) -> Tensor | None:
     """The gradient by a weight, or None where it is left for later."""
-    if keeper is None or keeper[0].left is None:
+    if keeper is None or keeper[0].products is None:
         return gradient()
-    keeper[0].left.append((keeper[1], gradient))
+    keeper[0].products.append((keeper[1], gradient))
     return None
-
-
-def add_ready(older: Iterable[Left], newest: Left) -> None:
-    """Adds gradients that are there, such as a table's, to those of a later pass: they would wait side by side."""
-    sums = {id(parameter): gradient for parameter, gradient in newest if isinstance(gradient, Tensor)}
-    for left in older:
-        kept: Left = []
-        for parameter, gradient in left:
-            if isinstance(gradient, Tensor) and id(parameter) in sums:
-                sums[id(parameter)].add_(gradient)
-            else:
-                kept.append((parameter, gradient))
-        left[:] = kept
 
 
 def rows_product(dy: Tensor, x: Tensor) -> Tensor:

@@ -7,9 +7,8 @@ neighbours in it. Padding is zero forever: optimizers leave a zero with a zero g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -89,33 +88,22 @@ def fill(names: Iterable[str], sizes: Mapping[str, int], limit: int) -> list[lis
 
 
 def bucket_layouts(
-    sizes: Mapping[str, int],
-    groups: Mapping[str, int],
-    limit: int,
-    ranks: int,
-    *,
-    gathered: bool,
-    ep: int = 1,
-    chunk_of: Callable[[str], int] = lambda name: 0,
-    ends: str | None = None,
+    sizes: Mapping[str, int], groups: Mapping[str, int], limit: int, ranks: int, *, gathered: bool, ep: int = 1
 ) -> list[Bucket]:
     """All parameters, in forward order, as buckets in backward order; `gathered` as stage 3 gathers them together.
 
     That is the final norm with the head (and a tied table), each block, and an untied table. With ep > 1 experts have
-    buckets of their own, of ranks / ep ranks, and so has what `ends` names, of twice the ranks. None spans two chunks.
+    buckets of their own, of ranks / ep ranks.
     """
-    backward = [name for name in sizes if name != ends][::-1]
-    chunks = [list(names) for _, names in groupby(backward, key=chunk_of)]
-    runs = _gathered(backward) if gathered else [run for names in chunks for run in fill(names, sizes, limit)]
+    backward = list(sizes)[::-1]
+    runs = _gathered(backward) if gathered else fill(backward, sizes, limit)
     shares = [(False, ranks)] if ep == 1 else [(True, ranks // ep), (False, ranks)]
     buckets = []
     for run in runs:
         for experts, count in shares:
             names = run if ep == 1 else [name for name in run if (".experts." in name) == experts]
             if names:
-                buckets.append(replace(pack_bucket(names, sizes, groups, count, experts), chunk=chunk_of(names[0])))
-    if ends is not None:
-        buckets.append(replace(pack_bucket([ends], sizes, groups, 2 * ranks), ends=True, chunk=chunk_of(ends)))
+                buckets.append(pack_bucket(names, sizes, groups, count, experts))
     return buckets
 
 

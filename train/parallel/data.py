@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
-from ..model.later import Later, Left
+from ..model.later import Later, Products
 from .buckets import Bucket, Range
 from .mesh import all_gather, reduce_scatter
 
@@ -73,7 +73,7 @@ class Gradients:
     """Gradients of all parameters, accumulated over micro-batches and summed over the ranks that share each bucket.
 
     Buckets come in backward order. `complete` is called with a bucket's number when all its gradients of one backward
-    pass have come. `later` may leave gradients to be given to `add_all`.
+    pass have come.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class Gradients:
         parameters: Mapping[str, nn.Parameter],
         *,
         complete: Callable[[int], None],
-        later: Later | None = None,
     ) -> None:
-        self.complete, self.later = complete, later
+        self.complete = complete
+        self.later: Later | None = None  # may leave gradients, which `add_all` then gets
         group = next((bucket.group for bucket in buckets if bucket.group is not None), None)
         self.native = group is not None and "gloo" not in str(dist.get_backend(group))  # has a reduce-scatter
         self.buckets = [_Bucket(one, [parameters[slot.name] for slot in one.layout.slots]) for one in buckets]
@@ -155,11 +155,14 @@ class Gradients:
         if not bucket.waiting:
             self._completed(number)
 
-    def add_all(self, left: Left) -> None:
-        """What was left of a backward pass, in the block of `micro_batch`."""
-        while left:
-            parameter, gradient = left.pop(0)
-            self.add(parameter, gradient if isinstance(gradient, Tensor) else gradient())
+    @torch.no_grad()
+    def add_all(self, products: Products, ready: dict[Tensor, Tensor]) -> None:
+        """What was left of a backward pass, in the block of `micro_batch`, and what is there of others."""
+        while products:
+            parameter, gradient = products.pop(0)
+            self.add(parameter, gradient())
+        while ready:
+            self.add(*ready.popitem())
 
     def _mover(self) -> Callable[[Tensor], None]:
         # A parameter keeps its hooks where Python's garbage collector does not look: one that held this would keep the
@@ -172,10 +175,11 @@ class Gradients:
             assert gradients is not None
             if gradient is None:  # a layer has left it
                 return
-            if gradients.later is not None and gradients.later.left is not None:
-                gradients.later.left.append((parameter, gradient))
-            else:
+            later = gradients.later
+            if later is None or later.products is None:
                 gradients.add(parameter, gradient)
+            else:
+                later.ready[parameter] = gradient.add_(later.ready.get(parameter, 0))
 
         return move
 

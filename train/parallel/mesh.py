@@ -111,7 +111,7 @@ def build_mesh(dp: int, tp: int, device: torch.device, ep: int = 1, cp: int = 1,
     """
     if not dist.is_initialized():
         return Mesh()
-    axes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}  # outer to inner
+    axes: dict[str, Any] = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}  # outer to inner
     device_mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     data, alone = dp * cp, math.prod(axes.values()) == 1
     groups = {name: device_mesh.get_group(name) if size > 1 else None for name, size in axes.items()}
@@ -125,10 +125,7 @@ def build_mesh(dp: int, tp: int, device: torch.device, ep: int = 1, cp: int = 1,
     control = world if "gloo" in str(dist.get_backend()) else dist.new_group(backend="gloo")
     return Mesh(
         rank=dist.get_rank(),
-        pp=pp,
-        dp=dp,
-        cp=cp,
-        tp=tp,
+        **axes,
         ep=ep,
         dp_group=device_mesh.get_group("dp") if alone else groups["dp"],
         cp_group=groups["cp"],

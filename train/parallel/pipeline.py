@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 
+from ..config import ParallelConfig
 from ..hardware import read, synchronize
 from ..model.gpt import GPT
-from ..model.later import Later, Left, Linear, add_ready
+from ..model.later import Later, Linear, Products
 from .data import Gradients
+from .layout import Shape
 from .mesh import Mesh
 from .schedules import Action, Event, Lists, schedule
 from .tensor import SplitWeight
@@ -42,20 +43,14 @@ class Messages:
     """What one rank sends and gets while all go through their lists, `mesh.pp * chunks` virtual stages.
 
     Args:
-        shape: of what travels of a micro-batch, of the type of `like`.
+        shapes: of what travels of each micro-batch, of the type of `like`.
         patient: a send waits for the one before the last, where every rank has the same list, of forward actions alone.
     """
 
     def __init__(
-        self,
-        lists: Lists,
-        chunks: int,
-        mesh: Mesh,
-        shape: Callable[[int], tuple[int, ...]],
-        like: Tensor,
-        patient: bool = False,
+        self, lists: Lists, chunks: int, mesh: Mesh, shapes: Sequence[Shape], like: Tensor, patient: bool
     ) -> None:
-        self.mesh, self.last, self.shape, self.like, self.patient = mesh, mesh.pp * chunks - 1, shape, like, patient
+        self.mesh, self.last, self.shapes, self.like, self.patient = mesh, mesh.pp * chunks - 1, shapes, like, patient
         self.turns = dict[Message, int]()  # of the actions that each is for, by rank
         for rank, actions in enumerate(lists):
             for turn, (kind, micro, chunk) in enumerate(actions):
@@ -67,33 +62,29 @@ class Messages:
         ]
         self.awaited = [iter([each for each in own if each.way == way]) for way in (FORWARD, BACKWARD)]
         self.coming = [self._post(way) for way in (FORWARD, BACKWARD)]
-        self.sent: list[tuple[Message, Work, Tensor]] = []
+        self.sent: list[tuple[Message, Any, Tensor]] = []
 
     def receive(self, way: int, micro: int, stage: int) -> Tensor:
         coming, message = self.coming[way], Message(way, micro, stage)
-        if coming is None or coming[0] != message:
-            raise ValueError(f"{message} is awaited, and the next one is {coming and coming[0]}")
+        assert coming is not None, message
         self.coming[way] = self._post(way)
-        coming[1].wait()
+        work, x = coming
+        work.wait()
         # Its sender has done all that comes before it, and so got what that needs.
         source = self._source(message)
         done = self.turns[message._replace(stage=source)]
-        self._let_go(lambda each: (each.stage - source) % self.mesh.pp == 0 and self.turns[each] < done)
-        return coming[2]
+        self.let_go(lambda each: (each.stage - source) % self.mesh.pp == 0 and self.turns[each] < done)
+        return x
 
     def send(self, way: int, micro: int, stage: int, x: Tensor) -> None:
         message, x, rank = Message(way, micro, stage), x.detach().contiguous(), stage % self.mesh.pp
         if self.patient and rank > 0 and len(self.sent) > 1:
             self.sent.pop(0)[1].wait()
-        work = dist.isend(x, group=self._group(way, self.mesh.pp_rank, rank), group_dst=rank)
-        assert work is not None
+        work = dist.isend(x, group=edge(self.mesh, way, self.mesh.pp_rank, rank), group_dst=rank)
         self.sent.append((message, work, x))
 
-    def end(self) -> None:
-        """Until all that was sent has come."""
-        self._let_go(lambda each: True)
-
-    def _let_go(self, has_come: Callable[[Message], bool]) -> None:
+    def let_go(self, has_come: Callable[[Message], bool] = lambda each: True) -> None:
+        """Ends sends that have come, or waits until all have."""
         for message, work, _ in self.sent:
             if has_come(message):
                 work.wait()
@@ -103,30 +94,42 @@ class Messages:
         """The virtual stage that sends it; nobody does where there is none."""
         return message.stage - 1 if message.way == FORWARD else message.stage + 1
 
-    def _post(self, way: int) -> tuple[Message, Work, Tensor] | None:
+    def _post(self, way: int) -> tuple[Any, Tensor] | None:
         if (message := next(self.awaited[way], None)) is None:
             return None
-        x, rank = self.like.new_empty(self.shape(message.micro)), self._source(message) % self.mesh.pp
-        work = dist.irecv(x, group=self._group(way, rank, self.mesh.pp_rank), group_src=rank)
-        assert work is not None
-        return message, work, x
+        x, rank = self.like.new_empty(self.shapes[message.micro]), self._source(message) % self.mesh.pp
+        work = dist.irecv(x, group=edge(self.mesh, way, rank, self.mesh.pp_rank), group_src=rank)
+        return work, x
 
-    def _group(self, way: int, source: int, target: int) -> ProcessGroup:
-        around = source > target if way == FORWARD else source < target
-        return self.mesh.edges[way + 2 * around]
+
+def edge(mesh: Mesh, way: int, source: int, target: int) -> ProcessGroup:
+    around = source > target if way == FORWARD else source < target
+    return mesh.edges[way + 2 * around]
+
+
+def meet(mesh: Mesh, way: int, word: Tensor) -> None:
+    """NCCL connects two ranks when both first speak, and waits: so in turn, before all wait for each other."""
+    for source in range(mesh.pp):
+        target = (source + (1 if way == FORWARD else -1)) % mesh.pp
+        if mesh.pp_rank == source:
+            dist.send(word, group=edge(mesh, way, source, target), group_dst=target)
+        elif mesh.pp_rank == target:
+            dist.recv(word, group=edge(mesh, way, source, target), group_src=source)
 
 
 class Pipeline:
     """The passes of one rank, which has `gpt.chunks` of the blocks."""
 
-    def __init__(self, gpt: GPT, mesh: Mesh, gradients: Gradients, name: str, sequence_parallel: bool) -> None:
-        self.gpt, self.mesh, self.gradients, self.name = gpt, mesh, gradients, name
-        self.split = mesh.tp if sequence_parallel else 1  # ranks that share the tokens of a residual stream out
+    def __init__(self, gpt: GPT, mesh: Mesh, gradients: Gradients, parallel: ParallelConfig) -> None:
+        self.gpt, self.mesh, self.gradients, self.name = gpt, mesh, gradients, parallel.schedule
+        self.split = mesh.tp if parallel.sequence_parallel else 1  # ranks that share a residual stream's tokens out
         self.like = gradients.shards[0]
         self.events: list[Event] | None = None  # of a step that is timed
         self.begun = 0.0
+        for way in (FORWARD, BACKWARD):
+            meet(mesh, way, self.like.new_zeros(1))
         self.later = Later()
-        if name == "zb-h1":
+        if self.name == "zb-h1":
             gradients.later = self.later
             for module in gpt.blocks.modules():
                 if isinstance(module, Linear | SplitWeight):
@@ -137,10 +140,11 @@ class Pipeline:
         part () of the batch's mean loss, which is 0 but on the last stage.
         """
         lists = _schedule(self.name, self.mesh.pp, len(rows), len(self.gpt.chunks))
-        actions, messages = lists[self.mesh.pp_rank], self._messages(lists, rows)
+        actions, messages = lists[self.mesh.pp_rank], self._messages(lists, rows, patient=False)
         ends = {action.chunk: turn for turn, action in enumerate(actions) if action.kind in ("backward", "weight")}
         graphs = dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]]()
-        left = dict[tuple[int, int], Left]()
+        left = dict[tuple[int, int], Products]()
+        ready: list[dict[Tensor, Tensor]] = [{} for _ in self.gpt.chunks]
         total = torch.zeros((), dtype=self.gradients.wide, device=self.like.device)
         # A penalty's gradient is that of the mean loss, which only the last stage computes.
         self.gpt.slope[:] = [scaled(total.new_full((), share))]
@@ -156,21 +160,19 @@ class Pipeline:
                     messages.send(FORWARD, micro, stage + 1, y)
                     graphs[place] = x, get_gradient_edge(y)  # not y, which ends when it has come
                     del y
-            elif kind == "backward":
-                with self.gradients.micro_batch(turn == ends[chunk], chunk):
-                    self._backward(messages, micro, chunk, *graphs.pop(place))
             elif kind == "input":
-                older = [each for (_, other), each in left.items() if other == chunk]
-                with self.later.leave() as left[place]:
+                with self.later.leave(ready[chunk]) as left[place]:
                     self._backward(messages, micro, chunk, *graphs.pop(place))
-                add_ready(older, left[place])
             else:
-                with self.gradients.micro_batch(turn == ends[chunk], chunk), torch.no_grad():
-                    self.gradients.add_all(left.pop(place))
+                with self.gradients.micro_batch(turn == ends[chunk], chunk):
+                    if kind == "backward":
+                        self._backward(messages, micro, chunk, *graphs.pop(place))
+                    else:
+                        self.gradients.add_all(left.pop(place), ready[chunk])
             if self.events is not None:
                 synchronize(self.like.device)
                 self.events.append(Event(self.mesh.pp_rank, kind, micro, chunk, self.begun, time.time()))
-        messages.end()
+        messages.let_go()
         return total
 
     @torch.no_grad()
@@ -191,7 +193,7 @@ class Pipeline:
                 found[micro * len(rows[0]) :][: len(losses)] = losses
             else:
                 messages.send(FORWARD, micro, stage + 1, y)
-        messages.end()
+        messages.let_go()
         dist.broadcast(found, group=self.mesh.pp_group, group_src=self.mesh.pp - 1)
         return read(found)
 
@@ -199,23 +201,18 @@ class Pipeline:
         """As `GPT.loads`, of the blocks of all stages; called on all ranks at once."""
         config = self.gpt.config
         every = torch.zeros(config.depth, config.experts, dtype=torch.int64, device=self.like.device)
-        loads = self.gpt.loads()
-        mine = [number for chunk in self.gpt.chunks for number in chunk if number >= config.dense_layers]
-        if loads is not None:
-            every[mine] = loads
+        if (loads := self.gpt.loads()) is not None:
+            every[[number for chunk in self.gpt.chunks for number in chunk if number >= config.dense_layers]] = loads
         dist.all_reduce(every, group=self.mesh.pp_group)
         return every[config.dense_layers :]
 
     def _stage(self, chunk: int) -> int:
         return chunk * self.mesh.pp + self.mesh.pp_rank
 
-    def _messages(self, lists: Lists, rows: Sequence[Tensor], patient: bool = False) -> Messages:
-        def shape(micro: int) -> tuple[int, ...]:
-            count, length = len(rows[micro]), (rows[micro].shape[1] - 1) // self.mesh.cp
-            width = self.gpt.config.width
-            return (count * length // self.split, width) if self.split > 1 else (count, length, width)
-
-        return Messages(lists, len(self.gpt.chunks), self.mesh, shape, self.like, patient)
+    def _messages(self, lists: Lists, rows: Sequence[Tensor], *, patient: bool) -> Messages:
+        width, sizes = self.gpt.config.width, [(len(part), (part.shape[1] - 1) // self.mesh.cp) for part in rows]
+        shapes = [(n * time // self.split, width) if self.split > 1 else (n, time, width) for n, time in sizes]
+        return Messages(lists, len(self.gpt.chunks), self.mesh, shapes, self.like, patient)
 
     def _receive(self, messages: Messages, way: int, micro: int, stage: int) -> Tensor:
         x = messages.receive(way, micro, stage)
@@ -223,16 +220,6 @@ class Pipeline:
             synchronize(self.like.device)
             self.begun = time.time()
         return x
-
-    def traced(self) -> list[Event]:
-        """The actions of the last step that was timed, on the first rank of every stage; called on all at once."""
-        events, self.events = self.events, None
-        every = self.mesh.gather(events)[:: self.mesh.data * self.mesh.tp]
-        first = min(event.start for of_rank in every for event in of_rank)
-        found = [
-            replace(event, start=event.start - first, end=event.end - first) for of_rank in every for event in of_rank
-        ]
-        return sorted(found, key=lambda event: event.start)
 
     def _forward(self, messages: Messages, micro: int, chunk: int, tokens: Tensor) -> tuple[Tensor | None, Tensor]:
         """What a chunk gets of another stage, and gives."""

@@ -12,7 +12,7 @@ al. 2023 (arXiv 2304.11277).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from ..hardware import on_gpu
 from ..model.gpt import GPT
 from ..model.parametrization import ParameterGroup
 from ..optimizer.registry import OPTIMIZERS
-from .buckets import Bucket, Range, Slot, bucket_layouts, clip, counted, partial
+from .buckets import Bucket, Range, Slot, bucket_layouts, clip, counted, pack_bucket, partial
 from .data import Gradients, Shared
 from .layout import Held, Placement
 from .mesh import Mesh, all_gather
@@ -202,9 +202,7 @@ class Zero:
         self.peaks = torch.tensor([group.learning_rate for group in groups], dtype=wide_rate, device=device)
         self.rates = torch.zeros_like(self.peaks)
         gathered = stage == 3 and mesh.data_group is not None
-        self.layouts = layouts_of(
-            gpt, groups, bucket_mb, dtype, mesh.data, gathered=gathered, ep=mesh.ep, ends=mesh.pp > 1
-        )
+        self.layouts = layouts_of(gpt, groups, bucket_mb, dtype, mesh.data, gathered=gathered, ep=mesh.ep)
         self.buckets = [shared(layout, mesh, stage) for layout in self.layouts]
         # Everybody keeps the gradient norm of its slice; at stage 0 it owns the other slices as well.
         slices, self.owned = [one.slice for one in self.buckets], [one.owned for one in self.buckets]
@@ -397,15 +395,22 @@ def layouts_of(
     *,
     gathered: bool,
     ep: int = 1,
-    ends: bool = False,
 ) -> list[Bucket]:
-    """With `ends` a tied table is on both ends of a pipeline."""
+    """No bucket spans two chunks of blocks, and a tied table on both ends of a pipeline has one of its own."""
     group_of = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
     numbers = {name: group_of[id(p)] for name, p in gpt.named_parameters()}
     sizes = {name: p.numel() for name, p in gpt.named_parameters()}
     limit = max(1, int(bucket_mb * 2**20 / dtype.itemsize))
-    table = "embedding.weight" if ends and gpt.config.tied_embeddings and "embedding.weight" in sizes else None
-    return bucket_layouts(sizes, numbers, limit, ranks, gathered=gathered, ep=ep, chunk_of=gpt.chunk_of, ends=table)
+    shared_out = gpt.config.tied_embeddings and (gpt.chunks[0].start > 0 or gpt.chunks[-1].stop < gpt.config.depth)
+    table = "embedding.weight" if shared_out and "embedding.weight" in sizes else None
+    found = []
+    for chunk in reversed(range(len(gpt.chunks))):
+        own = {name: size for name, size in sizes.items() if name != table and gpt.chunk_of(name) == chunk}
+        several = bucket_layouts(own, numbers, limit, ranks, gathered=gathered, ep=ep)
+        found += [replace(bucket, chunk=chunk) for bucket in several]
+    if table is not None:
+        found.append(replace(pack_bucket([table], sizes, numbers, 2 * ranks), ends=True, chunk=gpt.chunk_of(table)))
+    return found
 
 
 def square(values: Tensor, wide: torch.dtype) -> Tensor:
