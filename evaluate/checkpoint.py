@@ -24,7 +24,6 @@ from ..train.hardware import on_gpu, pick_device
 from ..train.job.control import run_on_ranks
 from ..train.parallel.mesh import Mesh
 from .harness import ALONE, CheckpointLM, TokenCache, answer_task
-from .inference.speed import decode_speed
 from .metrics import task_scores
 from .records.items import as_dicts
 from .records.record import SETTINGS, Record, only_one
@@ -54,7 +53,6 @@ def evaluate_checkpoint(
     cache: Path | str | None = None,  # folder of the staged benchmarks
     ngram: int | None = None,  # words in a row shared with the training text make an item contaminated; None: not asked
     ranks: Mesh = ALONE,  # the processes that share the work (`ranks.on_ranks`); only the first one writes
-    speed: bool = False,  # whether to measure the seconds of a generated token, into `decode` of the scores
     keep_items: bool = True,  # whether to write the items too; they are kept up where there are some
     progress: Report = lambda line: None,
 ) -> dict[str, Any]:
@@ -104,11 +102,6 @@ def evaluate_checkpoint(
                     answers.begin(f"{entry.name} ({place} of {len(missing)})")
                     _score(record, lm, entry, ngram, found.get(entry.name))
                     say(f"{entry.name}: {_in_words(record.tasks[entry.name])}")
-        if speed and "decode" not in record.scores:
-            context = loaded.config.data.sequence_length
-            record.scores["decode"] = run_on_ranks(
-                ranks, lambda: decode_speed(loaded.model, context, torch.device(device)), only_first=True
-            )
         record.finish(lambda: _held_out(loaded), _suites())
     return record.scores
 

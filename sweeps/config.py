@@ -194,7 +194,6 @@ class EvaluateConfig:
     every: Count | None = None  # steps: checkpoints in between are kept and scored too; None: the final one alone
     batch_tokens: Count | None = None  # tokens in one forward pass; None: what suits the device
     ngram: Count | None = 13  # words in a row that, if trained on, make an item contaminated; None: not asked
-    speed: bool = False  # measure the seconds of a generated token, too
 
 
 @dataclass

@@ -166,14 +166,6 @@ class Prices(_Checked):
         return self.serve_hour / 3600.0 / self.serve_peak * slowness
 
 
-def break_even(training: float, token: float) -> float:
-    """Written tokens at which `training` seconds more are level with `token` seconds less for each, not zero.
-
-    With token > 0 the model is the cheaper one beyond them (0: from the first on), else up to them (0: never).
-    """
-    return max(training / token, 0.0)
-
-
 def _pass(device: Device, tokens: Array, flops: Array, moved: Array) -> Pass:
     arithmetic = flops / (device.peak * device.compute_efficiency)
     memory = moved / (device.bandwidth * device.bandwidth_efficiency)

@@ -5,16 +5,13 @@ All are scored on the same held-out text, and each is compared with the base by 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ..allocation.serving import break_even
 from ..errors import InputError
-from ..formatting import amount, count
 from ..table import RunTable
 from .approaches import Estimate, Law, fit_parametric, law_intervals, parametric
 from .compare import Comparison, compare
@@ -40,12 +37,6 @@ class RecipeLaw:
     def cached(self) -> float:
         """Bytes that a decoder of the largest run keeps per token, at two a number; NaN where no column says it."""
         return float(self.table.column("kv_bytes").max())
-
-    @property
-    def decode_seconds(self) -> float:
-        """Measured, of a written token of the largest run; NaN where no column says it."""
-        largest = self.table.N.max() == self.table.N
-        return float(np.median(self.table.column("decode_seconds")[largest]))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -110,41 +101,9 @@ def by_recipe(
     return found
 
 
-def lifetime(base: RecipeLaw, one: RecipeLaw) -> str:
-    """What training and writing tokens cost together beside the base, in a sentence; empty where it is not known.
-
-    Each is trained to the loss of the base's dearest run, and writes as fast as its own largest one, on one device.
-    """
-    frames = [each.table.frame.iloc[each.table.rows] for each in (base, one)]
-    devices = {
-        name
-        for frame in frames
-        for column in ("device", "decode_device")
-        if column in frame
-        for name in frame[column].dropna()
-    }
-    m = one.comparison.multipliers[2] if one.comparison and len(devices) < 2 else None
-    saved = base.decode_seconds - one.decode_seconds
-    if m is None or not m.seconds or not math.isfinite(saved) or saved == 0:
-        return ""
-    whole = float(base.table.column("seconds")[base.table.flops.argmax()])
-    levels = [break_even(whole / speed - whole, saved) for speed in (m.seconds, *(m.seconds_ci or ())) if speed > 0]
-    said = count(levels[0]) + (f" [{count(min(levels))}, {count(max(levels))}]" if len(levels) == 3 else "")
-    more, less = (f"{amount(abs(x))} s {'more' if x > 0 else 'less'}" for x in (whole / m.seconds - whole, -saved))
-    where = f"cheaper {'beyond' if saved > 0 else 'up to'} {said} written tokens"
-    if max(levels) == 0:
-        where = f"{'cheaper' if saved > 0 else 'dearer'} at any number of written tokens"
-    return (
-        f"Trained to the loss of {base.recipe}'s dearest run, {one.recipe} takes {more}, and {less} for each written "
-        f"token: in seconds it is {where}."
-    )
-
-
 def sentences(laws: Sequence[RecipeLaw]) -> list[str]:
     """What the comparisons with the base say, one paragraph each."""
     return [
-        " ".join(filter(None, [*one.comparison.sentences, lifetime(laws[0], one)]))
-        if one.comparison
-        else f"{one.recipe} has no multiplier: {one.apart}."
+        " ".join(one.comparison.sentences) if one.comparison else f"{one.recipe} has no multiplier: {one.apart}."
         for one in laws[1:]
     ]

@@ -56,8 +56,7 @@ def _is_scored(run: RunDirectory, step: int, settings: dict[str, Any]) -> bool:
 
 
 def _request(settings: dict[str, Any]) -> dict[str, Any]:
-    asked = {"tasks": list(settings["tasks"]), "limit": settings["limit"], "ngram": settings.get("ngram")}
-    return asked | ({"speed": True} if settings.get("speed") else {})
+    return {"tasks": list(settings["tasks"]), "limit": settings["limit"], "ngram": settings.get("ngram")}
 
 
 def open_suite(settings: dict[str, Any], say: Callable[[str], None]) -> Scoring:
@@ -83,7 +82,6 @@ def evaluate_run(run: RunDirectory, settings: dict[str, Any], scoring: Scoring) 
             held_out=_held_out(run, step),
             batch_tokens=settings["batch_tokens"],
             ngram=settings.get("ngram"),
-            speed=bool(settings.get("speed")) and step == (run.summary() or {}).get("step"),
             keep_items=step == (run.summary() or {}).get("step"),
             progress=partial(log_step, step),
             **vars(scoring),

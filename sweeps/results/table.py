@@ -173,8 +173,6 @@ def _kv_bytes(model: dict[str, Any]) -> int | None:
 
 def _scores(scores: dict[str, Any]) -> dict[str, Any]:
     columns: dict[str, Any] = {}
-    if "decode" in scores:
-        columns |= {f"decode_{name}": scores["decode"][name] for name in ("seconds", "device")}
     for task, values in (scores.get("tasks") or {}).items():
         clean = values.get("clean") or {}
         # Whole texts have no accuracy, so no such columns either: a fit would ask why they are empty.

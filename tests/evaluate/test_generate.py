@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from isoflop.evaluate.inference import forward, speed
+from isoflop.evaluate.inference import forward
 from isoflop.evaluate.inference.forward import Forward
 from isoflop.evaluate.inference.generate import (
     Generation,
@@ -22,10 +22,9 @@ from isoflop.evaluate.inference.generate import (
     stream,
 )
 from isoflop.evaluate.inference.paged import PagedBatch, PagedCache, Pages
-from isoflop.train.config import ModelConfig, OptimizerConfig
+from isoflop.train.config import ModelConfig
 from isoflop.train.errors import UserError
 from isoflop.train.model.gpt import GPT
-from isoflop.train.model.parametrization import build_model
 from simple_models import draw
 
 CPU, END, STOP = torch.device("cpu"), 3, 2
@@ -359,17 +358,3 @@ def test_a_gpu_writes_what_the_host_does() -> None:
         options: dict[str, Any] = {"max_length": 60, "finished": lambda new: False, "sampling": Sampling(1.0, 9, 0.9)}
         expected = generate_texts(gpt, prompts, 40, **options, cache_bytes=1 << 14)
         assert generate_texts(gpt.cuda(), prompts, 40, **options, device="cuda", cache_bytes=1 << 14) == expected
-
-
-def test_a_written_token_is_timed_at_the_end_of_a_full_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every architecture; the bytes that the cache keeps are those of the formula, padded to whole pages."""
-    monkeypatch.setattr(speed, "MOST_SECONDS", 0.0)
-    for changes in ({}, {"kv_heads": 1}, {"attention": "mla", "kv_rank": 8, "rotary_size": 4}, {"experts": 4}):
-        model = ModelConfig(width=32, depth=2, heads=4, vocab_size=64, **changes)
-        gpt = build_model(model, OptimizerConfig(), 48, 0).eval()
-        _, kept = speed.full_batch(gpt, 3, 48, torch.device("cpu"))
-        assert kept == model.depth * model.cached * 4
-        found = speed.decode_speed(gpt, 48, torch.device("cpu"))
-        assert min(found["seconds"], found["spread"]) >= 0
-        assert found["seconds"] > 0
-        assert (found["requests"], found["context"]) == (speed.REQUESTS, 48)

@@ -8,9 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from isoflop import fit
-from isoflop.fit.allocation.serving import break_even
 from isoflop.fit.approaches.recipes import sentences, split
-from isoflop.fit.formatting import count
 from isoflop.fit.report.report import render_template
 
 RAW = "raw"
@@ -117,36 +115,3 @@ def test_the_report_shows_the_recipes_side_by_side_and_escapes_them(both: fit.An
     assert "<script>" not in section
     assert section.count("<tr>") == (1 + 4) + (1 + 2)  # multipliers, laws
     assert render_template("compare.html", recipes=[], compared=[]).strip() == ""
-
-
-def test_what_serving_makes_of_a_faster_decoder_is_level_where_both_costs_are() -> None:
-    """Variants with the same losses, of which one trains at half the speed and writes at twice, and so on."""
-    names = ("base", "better", "quick", "slow")
-    table = runs({name: {} for name in names}, noise=1e-5).rename(columns={"recipe": "variant"})
-    factor = table.variant.map(dict(zip(names, (1.0, 0.5, 2.0, 0.5), strict=True)))
-    table = table.assign(seconds=table.flops / 1e9 * factor, device="one", val_bpb=table.loss / 2)
-    table["decode_seconds"] = table.N * 1e-9 * table.variant.map(dict(zip(names, (2.0, 1.0, 1.0, 3.0), strict=True)))
-    again = table.assign(seed=1, run_id=table.run_id + "b", loss=table.loss * 1.00001)
-    analysis = fit.analyze(fit.read_table(pd.concat([table, again], ignore_index=True)), (1e18,), 20)
-    better, quick, slow = sentences(analysis.recipes)
-    dearest = table[table.variant == "base"].flops.max() / 1e9
-    level = dearest / (table.N.max() * 1e-9)  # seconds of training more over seconds per token less
-    assert f"it is cheaper beyond {count(level)[:3]}" in quick
-    assert f"it is cheaper up to {count(level / 2)[:3]}" in slow
-    assert "it is cheaper at any number of written tokens" in better
-    page = render_template(
-        "compare.html",
-        recipes=analysis.recipes,
-        compared=[better, quick, slow],
-        kind="variants",
-        figures={"multiplier": None},
-    )
-    assert "µs per written token" in page
-
-
-@pytest.mark.parametrize(
-    ("training", "token", "level"),
-    [(10.0, 2.0, 5.0), (-10.0, 2.0, 0.0), (10.0, -2.0, 0.0), (-10.0, -2.0, 5.0), (0.0, 1.0, 0.0)],
-)
-def test_costs_are_level_where_what_training_costs_more_is_paid(training: float, token: float, level: float) -> None:
-    assert break_even(training, token) == level
