@@ -169,13 +169,11 @@ class Prices(_Checked):
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Served tokens up to which the one that decodes slower costs less, training included; 0 or infinity: one always
-    does. `saved`: seconds per token by the variant, 0 where the ranges overlap, so that training decides.
-    """
+    """Served tokens up to which what decodes slower costs less, training included; 0 or infinity: one always does."""
 
     tokens: float
     ci: tuple[float, float] | None
-    saved: float
+    saved: float  # seconds per token, by the variant; 0 where the ranges overlap, so that training decides
 
 
 def break_even(

@@ -151,20 +151,21 @@ def compare(
 
 def decoding(runs: RunTable) -> Spread | None:
     """Seconds of a generated token (column decode_seconds), of the runs of the largest size."""
-    found = runs.column("decode_seconds")[(runs.N.max() == runs.N) & (runs.column("decode_seconds") > 0)]
-    return (float(found.min()), float(np.median(found)), float(found.max())) if len(found) else None
+    found = [one for one in runs.column("decode_seconds")[runs.N.max() == runs.N].tolist() if one > 0]
+    return (min(found), float(np.median(found)), max(found)) if found else None
 
 
 def _lifetime(laws: _Joint, base: RunTable, variant: RunTable) -> BreakEven | None:
-    dearest, d, other = base.flops == base.flops.max(), decoding(base), decoding(variant)
+    k, d, other = laws.at(math.log(base.flops.max()) - laws.rows.c0), decoding(base), decoding(variant)
     if d is None or other is None:
         return None
-    k, columns = laws.at(math.log(base.flops.max()) - laws.rows.c0), ("device", "decode_device")
-    devices = [t.frame[name].iloc[t.rows].dropna() for t in (base, variant) for name in columns if name in t.frame]
+    names = ("device", "decode_device")
+    devices = [t.frame[name].iloc[t.rows].dropna() for t in (base, variant) for name in names if name in t.frame]
     if k.seconds is None or len({*chain(*devices)}) > 1:
         laws.rows.notes.append("Serving is not weighed against training, because not all was timed on one device.")
         return None
-    return break_even(float(np.median(base.column("seconds")[dearest])), k.seconds, d, other, k.seconds_ci)
+    training = float(np.median(base.column("seconds")[base.flops == base.flops.max()]))
+    return break_even(training, k.seconds, d, other, k.seconds_ci)
 
 
 def _over_lifetime(base: str, variant: str, found: BreakEven) -> str:
@@ -176,9 +177,9 @@ def _over_lifetime(base: str, variant: str, found: BreakEven) -> str:
     )
     if found.tokens in (0.0, math.inf):
         said = f"{first if found.tokens else later} costs less time at any number of served tokens"
-        said += f", though within the intervals they may be level at {level}" if " to " in level else ""
-    pace = pace if found.saved else "as fast as"
-    return f"At batch 1 {variant} decodes {pace} {base}. Training at {base}'s dearest budget included, {said}."
+        said += f", though the break-even may lie anywhere from {level}" if " to " in level else ""
+    pace = f"At batch 1 {variant} decodes {pace if found.saved else 'as fast as'} {base}"
+    return f"{pace}. Training at {base}'s dearest budget included, {said}."
 
 
 class _Rows:

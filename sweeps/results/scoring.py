@@ -77,14 +77,13 @@ def evaluate_run(run: RunDirectory, settings: dict[str, Any], scoring: Scoring) 
     for step in wanted_steps(run, settings):
         if _is_scored(run, step, settings):
             continue
-        is_last = step == (run.summary() or {}).get("step")
         evaluate_checkpoint(
             checkpoint_folder(run, step),
             output=run.path / "eval" / f"step_{step}.json",
             held_out=_held_out(run, step),
             batch_tokens=settings["batch_tokens"],
             ngram=settings.get("ngram"),
-            keep_items=is_last,
+            keep_items=(is_last := step == (run.summary() or {}).get("step")),
             decode=is_last and bool(settings.get("decode")),
             progress=partial(log_step, step),
             **vars(scoring),
