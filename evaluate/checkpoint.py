@@ -24,6 +24,7 @@ from ..train.hardware import on_gpu, pick_device
 from ..train.job.control import run_on_ranks
 from ..train.parallel.mesh import Mesh
 from .harness import ALONE, CheckpointLM, TokenCache, answer_task
+from .inference.generate import decode_speed
 from .metrics import task_scores
 from .records.items import as_dicts
 from .records.record import SETTINGS, Record, only_one
@@ -54,6 +55,7 @@ def evaluate_checkpoint(
     ngram: int | None = None,  # words in a row shared with the training text make an item contaminated; None: not asked
     ranks: Mesh = ALONE,  # the processes that share the work (`ranks.on_ranks`); only the first one writes
     keep_items: bool = True,  # whether to write the items too; they are kept up where there are some
+    decode: bool = False,  # whether to measure the time of a generated token, once
     progress: Report = lambda line: None,
 ) -> dict[str, Any]:
     """Scores a checkpoint and writes the scores as JSON, and every item beside them (see `items.items_path`).
@@ -102,6 +104,8 @@ def evaluate_checkpoint(
                     answers.begin(f"{entry.name} ({place} of {len(missing)})")
                     _score(record, lm, entry, ngram, found.get(entry.name))
                     say(f"{entry.name}: {_in_words(record.tasks[entry.name])}")
+        if decode and record.scores.get("decode") is None:
+            record.scores["decode"] = run_on_ranks(ranks, lambda: decode_speed(loaded.model), only_first=True)
         record.finish(lambda: _held_out(loaded), _suites())
     return record.scores
 

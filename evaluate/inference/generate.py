@@ -11,6 +11,7 @@ Yu et al. 2022 (Orca); Kwon et al. 2023 (arXiv:2309.06180); Holtzman et al. 2020
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...train.errors import UserError
-from ...train.hardware import CUDA, on_gpu, read
+from ...train.hardware import CUDA, device_name, on_gpu, read
 from ...train.model.attention import document_starts, first_visible, visible_mask
 from ...train.model.gpt import GPT
 from .forward import Forward, attention_by_sequence, unless_out_of_memory
@@ -32,6 +33,7 @@ MOST_RUNNING = 256  # requests that decode in one pass
 CACHE_BYTES = 1 << 30  # of keys and values on a CPU, where the caller does not say; on a GPU half of what is free
 _DRAWN_AHEAD = 64  # random numbers of a stream
 _FIRST_SORTED = 64  # tokens that are tried for a nucleus, then 8 times as many
+TIMED, TIMED_SECONDS, TIMED_END = 256, 1.5, 32  # tokens that `decode_speed` times, for how long, how far from the end
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,26 @@ def stream(model: GPT, prompt: Sequence[int], max_tokens: int, *, seed: int = 0,
         if request.failed:
             raise UserError("the model returned NaN, so no token follows; give a checkpoint of a healthy run")
         yield from request.new[before:]
+
+
+def decode_speed(model: GPT) -> dict[str, Any] | None:
+    """Seconds of a greedy token of one request at the end of its context, the fastest of many: on a busy machine their
+    median is several times that. None where logits are NaN.
+    """
+    context, device, times = model.max_length, model.cos.device, list[float]()
+    prompt = [int(model.end_of_document == 0)] * (context - min(TIMED_END, context // 2))
+    generation, until = None, time.perf_counter() + TIMED_SECONDS
+    while len(times) <= TIMED and (len(times) < 2 or time.perf_counter() < until):
+        if generation is None or generation.over:
+            generation = Generation(model, [prompt], context - len(prompt) + 1, context, device=device)
+            generation.end = None  # a document that began here would not see the cache
+            if generation.step(lambda new: False):
+                return None
+        start = time.perf_counter()
+        generation.step(lambda new: False)
+        times.append(time.perf_counter() - start)
+    del times[0]  # which warms up
+    return {"seconds": min(times), "median": float(np.median(times)), "device": device_name(device)}
 
 
 @dataclass(eq=False)

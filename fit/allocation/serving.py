@@ -25,6 +25,7 @@ from numpy.typing import ArrayLike
 
 from ..errors import Array, InputError, floats
 
+Spread = tuple[float, float, float]  # seconds of a generated token, of like runs: least, median, most
 WIDTH_PER_BLOCK = 128.0  # of a typical shape: width over depth, as in Kaplan et al. 2020, section 3.3 and after
 
 
@@ -164,6 +165,30 @@ class Prices(_Checked):
         """Dollars per FLOP of serving."""
         slowness = (1.0 - self.output_share) / self.input_mfu + self.output_share / self.output_mfu
         return self.serve_hour / 3600.0 / self.serve_peak * slowness
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """Served tokens up to which what decodes slower costs less, training included; 0 or infinity: one always does."""
+
+    tokens: float
+    ci: tuple[float, float] | None
+    saved: float  # seconds per token, by the variant; 0 where the ranges overlap, so that training decides
+
+
+def break_even(
+    training: float, multiplier: float, base: Spread, variant: Spread, ci: tuple[float, float] | None = None
+) -> BreakEven:
+    """T + n d = T / K + n d', so n = T (1 / K - 1) / (d - d'), with its range over those of K and of both d.
+
+    T: seconds of the base; K: of the base over those of the variant at equal loss, and its interval `ci`.
+    """
+    least, saved, most = (base[i] - variant[2 - i] for i in range(3))
+    gains = np.array([saved, least, most, most, least]) * float(least > 0 or most < 0)
+    K = np.array([multiplier, *2 * (ci or ())])
+    with np.errstate(divide="ignore", invalid="ignore"):  # 1 / 0: the variant never has the loss
+        n, *ends = np.maximum(training * (1 / K - 1) / gains[: len(K)], 0.0).tolist()
+    return BreakEven(n, (min(ends), max(ends)) if ends else None, float(gains[0]))
 
 
 def _pass(device: Device, tokens: Array, flops: Array, moved: Array) -> Pass:

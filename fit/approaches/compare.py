@@ -15,13 +15,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from scipy.special import stdtr, stdtrit
 
+from ..allocation.serving import BreakEven, Spread, break_even
 from ..errors import Array, InputError
-from ..formatting import amount, interval, percent, plain_json, scientific
+from ..formatting import amount, count, interval, percent, plain_json, scientific
 from ..table import RunTable
 
 Interval = tuple[float, float]
@@ -69,6 +71,7 @@ class Comparison:
     unit: str
     reason: str
     notes: list[str]
+    lifetime: BreakEven | None  # at the base's dearest run, where all trains and decodes on one device
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -83,8 +86,9 @@ class Comparison:
             said += f", so that {self.variant} reaches the loss with {percent(1 / k.value)} of the FLOPs"
         if k.seconds:
             said += f"; of seconds {_said(k.seconds, k.seconds_ci)}"
+        served = [] if self.lifetime is None else [_over_lifetime(self.base, self.variant, self.lifetime)]
         if self.reason:
-            return [f"{said}. No interval: {self.reason}.", *self.notes]
+            return [f"{said}. No interval: {self.reason}.", *self.notes, *served]
         grown = [percent(10**slope - 1, True) for slope in (self.trend, *(self.trend_ci or ()))]
         said += f"; per tenfold compute it changes by {grown[0]} ({' to '.join(grown[1:])})"
         low, high = k.ci or (0.0, math.inf)
@@ -97,6 +101,7 @@ class Comparison:
             f"other way the multiplier would be {_said(other.value, other.ci)}.",
             f"A difference of {percent(SEEN)} would be seen, in {percent(POWER)} of cases, with {more}.",
             *self.notes,
+            *served,
         ]
 
 
@@ -140,7 +145,41 @@ def compare(
         rows.unit,
         rows.reason,
         rows.notes,
+        _lifetime(chosen, base, variant),
     )
+
+
+def decoding(runs: RunTable) -> Spread | None:
+    """Seconds of a generated token (column decode_seconds), of the runs of the largest size."""
+    found = [one for one in runs.column("decode_seconds")[runs.N.max() == runs.N].tolist() if one > 0]
+    return (min(found), float(np.median(found)), max(found)) if found else None
+
+
+def _lifetime(laws: _Joint, base: RunTable, variant: RunTable) -> BreakEven | None:
+    k, d, other = laws.at(math.log(base.flops.max()) - laws.rows.c0), decoding(base), decoding(variant)
+    if d is None or other is None:
+        return None
+    names = ("device", "decode_device")
+    devices = [t.frame[name].iloc[t.rows].dropna() for t in (base, variant) for name in names if name in t.frame]
+    if k.seconds is None or len({*chain(*devices)}) > 1:
+        laws.rows.notes.append("Serving is not weighed against training, because not all was timed on one device.")
+        return None
+    training = float(np.median(base.column("seconds")[base.flops == base.flops.max()]))
+    return break_even(training, k.seconds, d, other, k.seconds_ci)
+
+
+def _over_lifetime(base: str, variant: str, found: BreakEven) -> str:
+    first, later = (base, variant) if found.saved >= 0 else (variant, base)
+    pace = f"{amount(1e3 * abs(found.saved))} ms a token {'faster' if found.saved > 0 else 'slower'} than"
+    level = " to ".join("∞" if math.isinf(end) else count(end) for end in dict.fromkeys(found.ci or ()))
+    said = (
+        f"{first} costs less time up to {count(found.tokens)} ({level or 'no interval'}) served tokens, {later} beyond"
+    )
+    if found.tokens in (0.0, math.inf):
+        said = f"{first if found.tokens else later} costs less time at any number of served tokens"
+        said += f", though the break-even may lie anywhere from {level}" if " to " in level else ""
+    pace = f"At batch 1 {variant} decodes {pace if found.saved else 'as fast as'} {base}"
+    return f"{pace}. Training at {base}'s dearest budget included, {said}."
 
 
 class _Rows:

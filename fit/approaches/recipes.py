@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import InputError
 from ..table import RunTable
 from .approaches import Estimate, Law, fit_parametric, law_intervals, parametric
-from .compare import Comparison, compare
+from .compare import Comparison, compare, decoding
 
 COLUMN = "recipe"  # that of `variant` is read as this one, where a table has it
 RAW, BASE = "raw", "base"
@@ -37,6 +37,10 @@ class RecipeLaw:
     def cached(self) -> float:
         """Bytes that a decoder of the largest run keeps per token, at two a number; NaN where no column says it."""
         return float(self.table.column("kv_bytes").max())
+
+    @property
+    def decode(self) -> tuple[float, float, float] | None:
+        return decoding(self.table)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -56,7 +56,8 @@ def _is_scored(run: RunDirectory, step: int, settings: dict[str, Any]) -> bool:
 
 
 def _request(settings: dict[str, Any]) -> dict[str, Any]:
-    return {"tasks": list(settings["tasks"]), "limit": settings["limit"], "ngram": settings.get("ngram")}
+    asked = {"tasks": list(settings["tasks"]), "limit": settings["limit"], "ngram": settings.get("ngram")}
+    return asked | ({"decode": True} if settings.get("decode") else {})
 
 
 def open_suite(settings: dict[str, Any], say: Callable[[str], None]) -> Scoring:
@@ -82,7 +83,8 @@ def evaluate_run(run: RunDirectory, settings: dict[str, Any], scoring: Scoring) 
             held_out=_held_out(run, step),
             batch_tokens=settings["batch_tokens"],
             ngram=settings.get("ngram"),
-            keep_items=step == (run.summary() or {}).get("step"),
+            keep_items=(is_last := step == (run.summary() or {}).get("step")),
+            decode=is_last and bool(settings.get("decode")),
             progress=partial(log_step, step),
             **vars(scoring),
         )

@@ -172,7 +172,8 @@ def _kv_bytes(model: dict[str, Any]) -> int | None:
 
 
 def _scores(scores: dict[str, Any]) -> dict[str, Any]:
-    columns: dict[str, Any] = {}
+    timed = scores.get("decode") or {}
+    columns = {f"decode_{name}": timed[name] for name in ("seconds", "device") if name in timed}
     for task, values in (scores.get("tasks") or {}).items():
         clean = values.get("clean") or {}
         # Whole texts have no accuracy, so no such columns either: a fit would ask why they are empty.

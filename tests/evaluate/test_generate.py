@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from isoflop.evaluate.inference import forward
+from isoflop.evaluate.inference import forward, generate
 from isoflop.evaluate.inference.forward import Forward
 from isoflop.evaluate.inference.generate import (
     Generation,
     Sampling,
     choose_tokens,
+    decode_speed,
     decode_tokens,
     generate_texts,
     prefill_prompts,
@@ -182,6 +183,31 @@ def test_nan_fails_its_prompt_and_reaches_neither_neighbours_nor_those_that_come
     assert generate_texts(gpt, poisoned, 12, **options) == expected
     with pytest.raises(UserError, match="the model returned NaN"):
         list(stream(gpt, poisoned[0], 5, max_length=40))
+
+
+@pytest.mark.parametrize(("context", "first"), [(80, 48), (6, 3), (2, 1)])
+def test_the_tokens_that_are_timed_see_the_whole_text_and_end_where_it_fills_the_context(
+    monkeypatch: pytest.MonkeyPatch, context: int, first: int
+) -> None:
+    """Also where the model ends a document with every token."""
+    seen: list[tuple[int, int]] = []
+
+    def decode(forward: Any, batch: Any, tokens: Any, positions: Any, starts: Any) -> torch.Tensor:
+        seen.extend(zip(positions.tolist(), starts.tolist(), strict=True))
+        return decode_tokens(forward, batch, tokens, positions, starts).index_fill(1, torch.tensor([END]), 1e9)
+
+    monkeypatch.setattr(generate, "decode_tokens", decode)
+    monkeypatch.setattr(generate, "TIMED", 2 * (context - first))
+    monkeypatch.setattr(generate, "TIMED_SECONDS", 60.0)  # so that the number of tokens ends it on any machine
+    gpt = random_gpt(random.Random(0), context, torch.float32, window=None, depth=1)
+    gpt.end_of_document = END
+    timed = decode_speed(gpt)
+    assert timed is not None
+    assert 0 < timed["seconds"] <= timed["median"]
+    once = [(place, 0) for place in range(first, context)]
+    assert seen == [*once, *once, once[0]]  # the first of them warms up
+    torch.nn.init.constant_(gpt.head.weight, float("nan"))
+    assert decode_speed(gpt) is None
 
 
 @pytest.mark.parametrize(("name", "place"), [("prefill_prompts", 2), ("recompute_last", 1), ("decode_tokens", 2)])

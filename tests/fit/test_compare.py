@@ -157,6 +157,61 @@ def test_the_report_shows_variants_beside_their_base(tmp_path, quick_pictures: N
     assert found["multipliers"][1]["ci"][0] < 1.2 < found["multipliers"][1]["ci"][1]
 
 
+def timed(runs: fit.RunTable, name: str, speed: float, times: tuple[float, ...], device: str = "cpu") -> pd.DataFrame:
+    """With seconds of training and, of the largest size, these seconds of a token in turn; of smaller ones half."""
+    tokens = np.where(runs.N.max() == runs.N, np.resize(times, len(runs)), times[0] / 2)
+    columns = {"device": "cpu", "decode_device": device, "seconds": runs.flops / speed, "decode_seconds": tokens}
+    ids = [f"{name}{i}" for i in range(len(runs))]
+    return runs.frame.assign(variant=name, run_id=ids, kv_bytes=64 * len(name), **columns)
+
+
+def test_serving_is_weighed_against_training(tmp_path, quick_pictures: None) -> None:
+    """Without noise a variant that needs 1.25 times the seconds and saves 1 ms a token is level after T / 4 of them."""
+    base, variant = pair(design=(4, 3, 2, 1e-7), k=0.8)
+    frames = [timed(base, "base", 1e9, (3e-3, 2.9e-3, 3.1e-3)), timed(variant, "mqa", 1e9, (2e-3, 1.9e-3, 2.1e-3))]
+    analysis = fit.analyze(fit.read_table(pd.concat(frames)), bootstrap=20, intervals="noise")
+    one = analysis.recipes[1]
+    assert one.comparison is not None
+    assert one.comparison.lifetime is not None
+    training = base.flops.max() / 1e9
+    assert one.decode == (1.9e-3, 2e-3, 2.1e-3)
+    assert one.comparison.lifetime.tokens == pytest.approx(training / 4 / 1e-3, rel=0.01)  # the form's priors pull
+    assert one.comparison.lifetime.ci == pytest.approx((training / 4 / 1.2e-3, training / 4 / 0.8e-3), rel=0.01)
+    assert "mqa decodes 1.00 ms a token faster than base" in one.comparison.sentences[-1]
+    assert one.comparison.sentences[-1].endswith("served tokens, mqa beyond.")
+    page = write_report(analysis, tmp_path).read_text()
+    assert "served tokens, mqa beyond." in page
+    assert "2.00<small>1.90 to 2.10</small>" in page
+    assert "filled up to the context (cpu);" in page
+
+
+@pytest.mark.parametrize(
+    ("k", "times", "said"),
+    [
+        (1.5, (2e-3,), "better costs less time at any number of served tokens."),
+        (1.5, (4e-3,), "better costs less time up to"),
+        (0.5, (4e-3,), "base costs less time at any number of served tokens."),
+        (1.5, (3e-3, 2.9e-3), "decodes as fast as base. Training at base's dearest budget included, better costs"),
+        (1.1, (2e-3,), "though the break-even may lie anywhere from 0 to "),
+    ],
+)
+def test_what_serving_makes_of_a_variant_is_said(k: float, times: tuple[float, ...], said: str) -> None:
+    base, variant = pair(seed=3, k=k)
+    tables = [timed(base, "base", 1e9, (3e-3,)), timed(variant, "better", 1e9, times)]
+    assert said in fit.compare(*map(fit.read_table, tables), names=("base", "better")).sentences[-1]
+
+
+def test_times_of_several_devices_are_not_weighed_against_each_other() -> None:
+    base, variant = pair()
+    tables = [timed(base, "base", 1e9, (3e-3,)), timed(variant, "mqa", 1e9, (2e-3,), "gpu")]
+    found = fit.compare(*map(fit.read_table, tables))
+    assert found.lifetime is None
+    assert found.sentences[-1].startswith("Serving is not weighed against training")
+    untimed = fit.compare(base, variant)
+    assert untimed.lifetime is None
+    assert not any("Serving" in sentence for sentence in untimed.sentences)
+
+
 @pytest.mark.parametrize(
     "trials", [pytest.param(100, marks=pytest.mark.slow), pytest.param(150, marks=pytest.mark.exhaustive)]
 )

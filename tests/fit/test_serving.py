@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from isoflop import fit
 from isoflop.fit.allocation import serving
-from isoflop.fit.allocation.serving import Device, Prices, Served, decode, prefill
+from isoflop.fit.allocation.serving import Device, Prices, Served, break_even, decode, prefill
 from isoflop.train.config import ModelConfig
 from isoflop.train.flops import count_parameters, training_flops_per_token
 
@@ -134,6 +136,47 @@ def test_bad_input_gets_a_sentence(make, message: str) -> None:  # type: ignore[
     with pytest.raises(fit.InputError, match=message.split(";")[0]) as error:
         make()
     assert message in str(error.value)
+
+
+def alike(seconds: float) -> serving.Spread:
+    return seconds, seconds, seconds
+
+
+@pytest.mark.parametrize(
+    ("multiplier", "base", "variant", "tokens"),
+    [
+        (0.5, 0.003, 0.002, 1e5),  # 100 s more of training, 1 ms less a token
+        (2.0, 0.002, 0.003, 5e4),  # 50 s less, 1 ms more
+        (2.0, 0.003, 0.002, 0.0),  # better in both: the variant at any number
+        (0.5, 0.002, 0.003, 0.0),  # worse in both: the base
+        (1.0, 0.003, 0.002, 0.0),
+        (2.0, 0.002, 0.002, 0.0),  # equal decode: the variant
+        (0.5, 0.002, 0.002, math.inf),  # the base
+        (0.0, 0.003, 0.002, math.inf),  # a loss that the variant never has
+        (0.0, 0.002, 0.003, 0.0),
+    ],
+)
+def test_the_break_even_is_where_both_have_cost_the_same(
+    multiplier: float, base: float, variant: float, tokens: float
+) -> None:
+    found = break_even(100.0, multiplier, alike(base), alike(variant))
+    assert found.tokens == pytest.approx(tokens, rel=1e-12)
+    assert found.saved == pytest.approx(base - variant, abs=1e-15)
+    assert found.ci is None
+    if 0 < tokens < math.inf:
+        assert 100 + tokens * base == pytest.approx(100 / multiplier + tokens * variant, rel=1e-12)
+
+
+def test_the_break_even_has_the_range_of_the_multiplier_and_of_both_times() -> None:
+    slow, quick = (0.0030, 0.0031, 0.0034), (0.0020, 0.0021, 0.0024)
+    found = break_even(100.0, 0.5, slow, quick, (0.4, 0.8))
+    assert found.tokens == pytest.approx(100 / 0.001)
+    assert found.ci == pytest.approx((25 / 0.0014, 150 / 0.0006))
+    assert break_even(100.0, 0.5, slow, quick, (0.4, 1.2)).ci == pytest.approx((0.0, 150 / 0.0006))
+    assert break_even(100.0, 0.5, slow, quick, (0.0, 0.8)).ci == pytest.approx((25 / 0.0014, math.inf))
+    assert break_even(100.0, 2.0, quick, slow, (1.25, 4.0)).ci == pytest.approx((20 / 0.0014, 75 / 0.0006))
+    overlap = break_even(100.0, 0.5, slow, (0.0020, 0.0025, 0.0030), (0.4, 1.2))
+    assert (overlap.tokens, overlap.ci, overlap.saved) == (math.inf, (0.0, math.inf), 0.0)
 
 
 def test_a_laptop_needs_no_torch_for_it() -> None:

@@ -164,6 +164,40 @@ def test_every_kept_checkpoint_and_the_final_one_are_scored_once(
     worker.evaluate_runs(str(scored), [trunk.run_id, branch.run_id])
 
 
+def test_decoding_is_timed_where_it_is_asked_for_and_costs_no_other_score(
+    scored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "family"
+    shutil.copytree(scored, folder)
+    trunk, branch, settings = opened(folder)
+    before = {step: read_json(trunk.path / "eval" / f"step_{step}.json") or {} for step in (70, 80)}
+    request = read_json(trunk.path / "eval" / "step_80.request.json") or {}
+    assert [*request] == ["tasks", "limit", "ngram"]  # those of sweeps that were scored before there were such times
+    assert "decode" not in before[80]
+    assert not {"decode_seconds", "decode_device"} & {*build_table(SweepDirectory(folder))}
+    (folder / "sweep.yaml").write_text(yaml.safe_dump({"config": {"evaluate": settings | {"decode": True}}}))
+    monkeypatch.setattr("isoflop.evaluate.checkpoint.answer_task", lambda *_: pytest.fail("a task is scored again"))
+    for _ in range(2):  # the second has nothing to do
+        worker.evaluate_runs(str(folder), [trunk.run_id, branch.run_id])
+        monkeypatch.setattr(scoring, "open_suite", lambda *_: pytest.fail("nothing is left to score"))
+    after = {step: read_json(trunk.path / "eval" / f"step_{step}.json") or {} for step in (70, 80)}
+    timed = after[80].pop("decode")
+    assert {step: one | {"checkpoint": ""} for step, one in after.items()} == {
+        step: one | {"checkpoint": ""} for step, one in before.items()
+    }
+    table = build_table(SweepDirectory(folder))
+    mine = table[table["run_id"] == trunk.run_id].set_index("step")
+    assert (mine["decode_seconds"][80], mine["decode_device"][80]) == (timed["seconds"], timed["device"])
+    assert mine["decode_seconds"].drop(80).isna().all()
+    assert timed["device"] == (trunk.summary() or {})["device"]
+
+
+def test_the_grid_of_attention_asks_for_the_time_of_decoding() -> None:
+    asked = {name: compose([f"+grid={name}", "cluster=local"]).evaluate.decode for name in ("attention", "chinchilla")}
+    assert asked == {"attention": True, "chinchilla": False}
+    assert not compose(["+grid=attention", "cluster=local", "evaluate.decode=false"]).evaluate.decode
+
+
 def test_the_loss_is_the_trainings_where_it_has_one_and_is_computed_otherwise(scored: Path) -> None:
     trunk, _, _ = opened(scored)
     of = {step: (read_json(trunk.path / "eval" / f"step_{step}.json") or {})["held_out"] for step in (10, 40, 80)}
