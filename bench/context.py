@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,7 @@ def gathered(group: ProcessGroup, length: int) -> Attention:
 
 def _take_turns(length: int, rounds: int) -> tuple[list[float], list[float]]:
     """On every rank: seconds of a forward and backward pass of ours and of the peer's in each round."""
+    warnings.simplefilter("ignore")  # of torch's newest release, which calls the gathering by another name
     group = dist.group.WORLD
     assert group is not None
     if hasattr(os, "sched_setaffinity"):  # a core per rank, or they wander
