@@ -332,7 +332,9 @@ def ring_workspace(share: Share) -> int:
     head = share.tokens * size
     whole = head * (2 * heads + 2 * keys) * share.itemsize
     part = heads_at_a_time(keys, head, share.device) / keys
-    travelling = head * ((heads + 6 * keys) * FP32 + (heads + 6 * keys) * share.itemsize)
+    # Beside the first step all have half of the queries or of the keys; the last one sends no keys.
+    narrow = heads / 2 + (6 if share.cp > 2 else 4) * keys
+    travelling = head * ((heads + 6 * keys) * FP32 + narrow * share.itemsize)
     mask = 0
     if share.device == "cpu" and (share.window is not None or share.documents):
         mask = query_block(share.length // 2) * share.length * (share.itemsize + 2)

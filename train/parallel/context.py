@@ -88,14 +88,13 @@ def _send_on(sent: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     cp, rank, received = group.size(), group.rank(), torch.empty_like(sent)
     there = P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % cp)
     here = P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % cp)
-    works = dist.batch_isend_irecv([there, here])
+    return partial(_arrived, dist.batch_isend_irecv([there, here]), sent, received)
 
-    def arrived() -> Tensor:
-        for work in works:
-            work.wait()
-        return here.tensor  # both are kept until then
 
-    return arrived
+def _arrived(works: list[dist.Work], *kept: Tensor) -> Tensor:
+    for work in works:
+        work.wait()
+    return kept[-1]
 
 
 @dataclass(frozen=True)
