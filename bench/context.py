@@ -62,7 +62,8 @@ def gathered(group: ProcessGroup, length: int) -> Attention:
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         both = all_gather_tensor_autograd(torch.stack((key, value)).movedim(2, 0).contiguous(), 0, group)
         key, value = both.permute(1, 2, 3, 0, 4)
-        return F.scaled_dot_product_attention(query.transpose(1, 2), key, value, attn_mask=mask).transpose(1, 2)
+        query, grouped = query.transpose(1, 2), query.shape[2] > key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
 
     return attend
 
