@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -61,13 +62,15 @@ def gathered(group: ProcessGroup, length: int) -> Attention:
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         both = all_gather_tensor_autograd(torch.stack((key, value)).movedim(2, 0).contiguous(), 0, group)
         key, value = both.permute(1, 2, 3, 0, 4)
-        return F.scaled_dot_product_attention(query.transpose(1, 2), key, value, attn_mask=mask).transpose(1, 2)
+        query, grouped = query.transpose(1, 2), query.shape[2] > key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
 
     return attend
 
 
 def _take_turns(length: int, rounds: int) -> tuple[list[float], list[float]]:
     """On every rank: seconds of a forward and backward pass of ours and of the peer's in each round."""
+    warnings.simplefilter("ignore")  # of torch's newest release, which calls the gathering by another name
     group = dist.group.WORLD
     assert group is not None
     if hasattr(os, "sched_setaffinity"):  # a core per rank, or they wander

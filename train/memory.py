@@ -371,9 +371,8 @@ def softmax_blocks(share: Share) -> list[int]:
 
 
 def ring_workspace(share: Share) -> int:
-    """Attention's backward pass over shared sequences: derivatives of all heads; of those that go round together in
-    fp32 the derivatives of queries, and of the keys and values that leave, come and are worked on, keys and values of
-    two ranks, and what one step gives with its mask.
+    """Attention's backward pass over shared sequences: all derivatives; of heads that go round together those of
+    queries in fp32, of keys and values three times, keys and values twice; what one step gives, and its mask.
     """
     size, heads, keys = share.head_dim, share.heads, share.kv_used
     if share.latent is not None:
@@ -381,7 +380,9 @@ def ring_workspace(share: Share) -> int:
     head = share.tokens * size
     whole = head * (2 * heads + 2 * keys) * share.itemsize
     part = heads_at_a_time(keys, head, share.device) / keys
-    travelling = head * ((heads + 6 * keys) * FP32 + (heads + 6 * keys) * share.itemsize)
+    # Beside the first step all have half of the queries or of the keys; the last one sends no keys.
+    narrow = heads / 2 + (6 if share.cp > 2 else 4) * keys
+    travelling = head * ((heads + 6 * keys) * FP32 + narrow * share.itemsize)
     mask = 0
     if share.device == "cpu" and (share.window is not None or share.documents):
         mask = query_block(share.length // 2) * share.length * (share.itemsize + 2)
@@ -389,9 +390,7 @@ def ring_workspace(share: Share) -> int:
 
 
 def has_mask(share: Share) -> bool:
-    """Whether a mask says what is seen, as PyTorch's kernels want it; ours for GPUs needs none, and over shared
-    sequences it is one of a block, made anew each time.
-    """
+    """Whether a mask says what is seen, as PyTorch's kernels want it. Ours need none; a ring makes it by blocks."""
     return share.device == "cpu" and share.cp == 1 and (share.window is not None or share.documents)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from isoflop.bench import context as bench_context
 from isoflop.bench import parallel as bench_parallel
 from isoflop.bench import peers as bench_peers
 from isoflop.bench.contenders import print_benchmark
@@ -69,3 +71,18 @@ def test_rows_have_the_format_of_every_benchmark(
     said = capsys.readouterr().out
     assert "fully_shard" in said
     assert "MFU" not in said
+
+
+def test_the_peer_of_the_ring_attends_alike_and_a_rank_needs_its_share_of_memory() -> None:
+    def of_rank() -> list[torch.Tensor]:
+        torch.manual_seed(dist.get_rank())
+        inputs = [torch.randn(1, 32, heads, 64, requires_grad=True) for heads in (4, 2, 2)]
+        group = dist.group.WORLD
+        assert group is not None
+        both = [attend(*inputs) for attend in (bench_context.ring(group), bench_context.gathered(group, 64))]
+        return [x for out in both for x in (out.detach(), *torch.autograd.grad(out.square().sum(), inputs))]
+
+    for found in run_ranks(2, of_rank):
+        for ours, theirs in zip(found[:4], found[4:], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert bench_context.attention_bytes(4) < 0.3 * bench_context.attention_bytes(1)

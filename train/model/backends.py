@@ -228,13 +228,11 @@ def select_backend(
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
-    has_window: bool,
-    has_documents: bool,
-    has_ring: bool = False,
+    *masks: bool,  # of `Work`
 ) -> tuple[Choice, Backend]:
     """Chooses and loads. A package that `auto` cannot import is passed over; one that was asked for is a UserError."""
     capability = CUDA.capability(device) if on_gpu(device) else None
-    work = Work("cuda" if on_gpu(device) else "cpu", capability, dtype, head_dim, has_window, has_documents, has_ring)
+    work = Work("cuda" if on_gpu(device) else "cpu", capability, dtype, head_dim, *masks)
     there, broken = installed(), ""
     while True:
         choice = choose_backend(wanted, work, there)

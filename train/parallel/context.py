@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,12 @@ from ..hardware import on_gpu
 from ..model.backends import Backend
 from ..model.gpt import GPT
 from ..model.shape import heads_at_a_time, query_block
+
+# Queries of a rank and keys of a source; and query i of these sees the keys up to so many after i of those.
+Pair = tuple[slice, slice, int]
+DENSE = torch.contiguous_format
+_attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_derive = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def share_sequences(gpt: GPT, group: ProcessGroup) -> None:
@@ -54,21 +60,10 @@ def _mean(x: Tensor, group: ProcessGroup) -> Tensor:
     return x
 
 
-class Pair(NamedTuple):
-    """Queries of a rank and keys of a source; query i of these sees the keys up to i + ahead of those."""
-
-    rows: slice
-    keys: slice
-    ahead: int
-
-
 def plain_pairs(cp: int, rank: int, source: int, piece: int) -> list[Pair]:
     """Where a query sees all before it: one product, of 2 x 1 pieces, or at home of the triangle of 2 x 2."""
-    if source == rank:
-        return [Pair(slice(0, 2 * piece), slice(0, 2 * piece), 0)]
-    if source < rank:
-        return [Pair(slice(0, 2 * piece), slice(0, piece), piece)]
-    return [Pair(slice(piece, 2 * piece), slice(0, 2 * piece), 2 * piece)]
+    first, last, both = slice(0, piece), slice(piece, 2 * piece), slice(0, 2 * piece)
+    return [(both, both, 0) if source == rank else (both, first, piece) if source < rank else (last, both, 2 * piece)]
 
 
 def masked_pairs(cp: int, rank: int, source: int, piece: int, window: int | None, block: int) -> Iterator[Pair]:
@@ -76,13 +71,11 @@ def masked_pairs(cp: int, rank: int, source: int, piece: int, window: int | None
     for half, number in enumerate(_pieces(cp, rank)):
         for start in range(0, piece, block):
             stop = min(start + block, piece)
-            first, last = number * piece + start, number * piece + stop
-            low = 0 if window is None else max(0, first - window + 1)
-            keys = slice(_before(low, cp, source, piece), _before(last, cp, source, piece))
-            if keys.start < keys.stop:
-                begin = half * piece + start
-                ahead = begin - keys.start if source == rank else keys.stop - keys.start
-                yield Pair(slice(begin, half * piece + stop), keys, ahead)
+            low = 0 if window is None else number * piece + start - window + 1
+            keys = slice(*(_before(at, cp, source, piece) for at in (low, number * piece + stop)))
+            begin, count = half * piece + start, keys.stop - keys.start
+            if count > 0:
+                yield slice(begin, half * piece + stop), keys, begin - keys.start if source == rank else count
 
 
 def _before(position: int, cp: int, source: int, piece: int) -> int:
@@ -90,20 +83,18 @@ def _before(position: int, cp: int, source: int, piece: int) -> int:
     return sum(min(max(position - number * piece, 0), piece) for number in _pieces(cp, source))
 
 
-class _Hop:
-    """A tensor on its way to the next rank of the ring, and another from the one before."""
+def _send_on(sent: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
+    """Starts a tensor's way to the next rank of the ring; what is given waits for that of the rank before."""
+    cp, rank, received = group.size(), group.rank(), torch.empty_like(sent)
+    there = P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % cp)
+    here = P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % cp)
+    return partial(_arrived, dist.batch_isend_irecv([there, here]), sent, received)
 
-    def __init__(self, sent: Tensor, group: ProcessGroup) -> None:
-        cp, rank = group.size(), group.rank()
-        self.sent, self.received = sent, torch.empty_like(sent)
-        there = P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % cp)
-        here = P2POp(dist.irecv, self.received, group=group, group_peer=(rank - 1) % cp)
-        self.works = dist.batch_isend_irecv([there, here])
 
-    def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
-        return self.received
+def _arrived(works: list[dist.Work], *kept: Tensor) -> Tensor:
+    for work in works:
+        work.wait()
+    return kept[-1]
 
 
 @dataclass(frozen=True)
@@ -118,12 +109,11 @@ class Ring(Backend):
         object.__setattr__(self, "attention", torch.compiler.disable(_Attention.apply))
 
     def seen(self, tokens: Tensor, first: Tensor | None, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """The first position that each own query sees, (batch, time / cp); None: 0 for all. Tokens are whole rows."""
+        """The first position that each own query sees, (batch, time / cp), or (1, time / cp) for all rows; None: 0."""
         first = super().seen(tokens, first, window, dtype)
         if first is None:
             return None
-        rows = first[:1] if first.stride(0) == 0 else first
-        return own_part(rows, 1, self.group).expand(len(first), -1)
+        return own_part(first[:1] if first.stride(0) == 0 else first, 1, self.group)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None, window: int | None = None
@@ -131,51 +121,48 @@ class Ring(Backend):
         return self.attention(query, key, value, seen, self, window)
 
     def steps(
-        self, like: Tensor, seen: Tensor | None, window: int | None
-    ) -> Iterator[list[tuple[Pair, Tensor | None]]]:
-        """Of every step of the ring the pairs, each with the first key that every query of it sees."""
-        cp, rank, piece = self.group.size(), self.group.rank(), like.shape[1] // 2
+        self, here: Tensor, seen: Tensor | None, window: int | None
+    ) -> Iterator[tuple[Tensor, list[tuple[Pair, Tensor | None]]]]:
+        """Keys and values (2, batch, time, kv_heads, d) that are here, while the next ones come, and what sees them:
+        pairs, each with the first key that every query of it sees.
+        """
+        cp, rank, piece = self.group.size(), self.group.rank(), here.shape[2] // 2
         block = piece if self.name == "ours" else query_block(piece)
-        once = seen[:1] if seen is not None and seen.stride(0) == 0 else seen  # where it is the same for all rows
         for source in [(rank - step) % cp for step in range(cp)]:
-            if once is None or seen is None:
-                yield [(pair, None) for pair in plain_pairs(cp, rank, source, piece)]
-                continue
-            low, high = ((once - number * piece).clamp(0, piece) for number in _pieces(cp, source))
-            yield [
-                (pair, (low + high)[:, pair.rows].sub(pair.keys.start).clamp_(min=0).expand(len(seen), -1))
-                for pair in masked_pairs(cp, rank, source, piece, window, block)
-            ]
+            arrived = _send_on(here, self.group) if source != (rank + 1) % cp else None  # the last
+            if seen is None:
+                yield here, [(pair, None) for pair in plain_pairs(cp, rank, source, piece)]
+            else:
+                low, high = ((seen - number * piece).clamp_(0, piece) for number in _pieces(cp, source))
+                first = low + high
+                pairs = masked_pairs(cp, rank, source, piece, window, block)
+                yield (
+                    here,
+                    [(own, (first[:, own[0]] - own[1].start).clamp_(0).expand(len(here[0]), -1)) for own in pairs],
+                )
+            if arrived is not None:
+                here = arrived()
 
     def forward(self, query: Tensor, here: Tensor, ahead: int, first: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Output (batch, time, heads, d) and log-sum-exp (batch, heads, time), -inf where a query sees nothing.
-
-        `here` is (2, batch, keys, kv_heads, d), keys and values.
-        """
+        """Output (batch, time, heads, d) and log-sum-exp (batch, heads, time), -inf where a query sees nothing."""
         if self.name == "ours":
             return torch.ops.isoflop.flash_forward(query, *here, first, query.shape[-1] ** -0.5, ahead)
         mask, blind = _mask(query, here.shape[2], ahead, first)
         inputs = (x.transpose(1, 2) for x in (query, *here))
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *inputs, 0.0, mask is None and ahead == 0, attn_mask=mask
-        )
+        out, lse = _attend(*inputs, 0.0, mask is None and ahead == 0, attn_mask=mask)
         return out.transpose(1, 2), lse if blind is None else lse.masked_fill(blind, float("-inf"))
 
     def backward(
         self, forward: tuple[Tensor, ...], here: Tensor, ahead: int, first: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Derivatives of query, key and value; of the forward pass the output's derivative, query, output and
-        log-sum-exp over all keys there are.
-        """
+        """Derivatives of query, key and value, given the log-sum-exp over all keys there are."""
         grad, query, out, lse = forward
         if self.name == "ours":
             scale = query.shape[-1] ** -0.5
             return torch.ops.isoflop.flash_backward(grad, None, query, *here, out, lse, first, scale, ahead)
         mask, _ = _mask(query, here.shape[2], ahead, first)
         inputs = (x.transpose(1, 2) for x in (grad, query, *here, out))
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *inputs, lse, 0.0, mask is None and ahead == 0, attn_mask=mask
-        )
+        grads = _derive(*inputs, lse, 0.0, mask is None and ahead == 0, attn_mask=mask)
         return tuple(x.transpose(1, 2) for x in grads)
 
 
@@ -204,11 +191,20 @@ class _Attention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, ring: Ring, window: int | None
     ) -> Tensor:
         wide = torch.promote_types(query.dtype, torch.float32)
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        lse = torch.empty(query.shape[0], query.shape[2], query.shape[1], dtype=wide, device=query.device)
+        out, lse = torch.empty_like(query, memory_format=DENSE), query.new_empty(query[..., 0].mT.shape, dtype=wide)
         for heads, served in _turns(query, key):
+            total, norm = torch.empty_like(query[:, :, heads], dtype=wide, memory_format=DENSE), lse[:, heads]
             pair = key[:, :, served], value[:, :, served]
-            out[:, :, heads], lse[:, heads] = _forward(query[:, :, heads], torch.stack(pair), seen, ring, window, wide)
+            for step, (here, pairs) in enumerate(ring.steps(torch.stack(pair), seen, window)):
+                for (rows, keys, ahead), first in pairs:
+                    part, part_norm = ring.forward(query[:, rows, heads], here[:, :, keys], ahead, first)
+                    if step == 0:  # where every query sees itself
+                        total[:, rows], norm[:, :, rows] = part, part_norm
+                    else:
+                        weight = torch.sigmoid(part_norm - norm[:, :, rows]).transpose(1, 2).unsqueeze(-1)
+                        total[:, rows].lerp_(part.to(wide), weight)
+                        norm[:, :, rows] = torch.logaddexp(norm[:, :, rows], part_norm)
+            out[:, :, heads] = total
         ctx.ring, ctx.window = ring, window
         ctx.save_for_backward(query, key, value, seen, out, lse)
         return out
@@ -216,70 +212,30 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, seen, out, lse = ctx.saved_tensors
-        d_query, d_key, d_value = (
-            torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
-        )
+        d_query, d_key, d_value = (torch.empty_like(x, memory_format=DENSE) for x in (query, key, value))
         grad = grad.contiguous()
         for heads, served in _turns(query, key):
+            total = torch.zeros_like(query[:, :, heads], dtype=lse.dtype, memory_format=DENSE)
+            back: Any = None  # waits for the derivatives of what is here, which come from the rank before
             pair = key[:, :, served], value[:, :, served]
-            forward = grad[:, :, heads], query[:, :, heads], out[:, :, heads], lse[:, heads]
-            d_query[:, :, heads], (d_key[:, :, served], d_value[:, :, served]) = _backward(
-                *forward, torch.stack(pair), seen, ctx.ring, ctx.window
-            )
+            for here, pairs in ctx.ring.steps(torch.stack(pair), seen, ctx.window):
+                d_here = torch.zeros_like(here, dtype=lse.dtype)
+                for (rows, keys, ahead), first in pairs:
+                    forward = *(x[:, rows, heads] for x in (grad, query, out)), lse[:, heads, rows]
+                    dq, dk, dv = ctx.ring.backward(forward, here[:, :, keys], ahead, first)
+                    total[:, rows] += dq
+                    d_here[0, :, keys] += dk
+                    d_here[1, :, keys] += dv
+                    del dq, dk, dv  # before the next are made
+                if back is not None:
+                    d_here += back()
+                back = _send_on(d_here, ctx.ring.group)
+            d_query[:, :, heads], (d_key[:, :, served], d_value[:, :, served]) = total, back()
         return d_query, d_key, d_value, None, None, None
 
 
-def _turns(query: Tensor, key: Tensor) -> Iterator[tuple[slice, slice]]:
+def _turns(query: Tensor, key: Tensor) -> list[tuple[slice, slice]]:
     """Heads of queries, with those of keys that serve them, that go round the ring together."""
     kv_heads, group = key.shape[2], query.shape[2] // key.shape[2]
-    together = heads_at_a_time(kv_heads, key.shape[0] * key.shape[1] * key.shape[3], "cuda" if on_gpu(key) else "cpu")
-    for start in range(0, kv_heads, together):
-        stop = min(start + together, kv_heads)
-        yield slice(start * group, stop * group), slice(start, stop)
-
-
-def _forward(
-    query: Tensor, here: Tensor, seen: Tensor | None, ring: Ring, window: int | None, wide: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    batch, time, heads, _ = query.shape
-    out = torch.empty_like(query, dtype=wide, memory_format=torch.contiguous_format)
-    lse = torch.empty(batch, heads, time, dtype=wide, device=query.device)
-    last = ring.group.size() - 1
-    for step, pairs in enumerate(ring.steps(query, seen, window)):
-        hop = _Hop(here, ring.group) if step < last else None
-        for (rows, keys, ahead), first in pairs:
-            part, part_lse = ring.forward(query[:, rows], here[:, :, keys], ahead, first)
-            if step == 0:  # where every query sees itself
-                out[:, rows], lse[:, :, rows] = part, part_lse
-            else:
-                weight = torch.sigmoid(part_lse - lse[:, :, rows]).transpose(1, 2).unsqueeze(-1)
-                out[:, rows].lerp_(part.to(wide), weight)
-                torch.logaddexp(lse[:, :, rows], part_lse, out=lse[:, :, rows])
-        here = here if hop is None else hop.wait()
-    return out, lse
-
-
-def _backward(
-    grad: Tensor, query: Tensor, out: Tensor, lse: Tensor,
-    here: Tensor, seen: Tensor | None, ring: Ring, window: int | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Derivatives of queries, and of keys and values, (2, …)."""
-    d_query = torch.zeros_like(query, dtype=lse.dtype, memory_format=torch.contiguous_format)
-    last, back = ring.group.size() - 1, None
-    for step, pairs in enumerate(ring.steps(query, seen, window)):
-        hop = _Hop(here, ring.group) if step < last else None
-        d_here = torch.zeros_like(here, dtype=lse.dtype)
-        for (rows, keys, ahead), first in pairs:
-            forward = grad[:, rows], query[:, rows], out[:, rows], lse[:, :, rows]
-            dq, dk, dv = ring.backward(forward, here[:, :, keys], ahead, first)
-            d_query[:, rows] += dq
-            d_here[0, :, keys] += dk
-            d_here[1, :, keys] += dv
-            del dq, dk, dv  # before the next are made
-        if back is not None:
-            d_here += back.wait()
-            back = None
-        back = _Hop(d_here, ring.group)
-        here, hop = here if hop is None else hop.wait(), None
-    assert back is not None
-    return d_query, back.wait()
+    step = heads_at_a_time(kv_heads, key[:, :, 0].numel(), "cuda" if on_gpu(key) else "cpu")
+    return [(slice(at * group, (at + step) * group), slice(at, at + step)) for at in range(0, kv_heads, step)]

@@ -5,23 +5,38 @@ from __future__ import annotations
 import copy
 import importlib.util
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from isoflop.train import precision
-from isoflop.train.config import RunConfig
+from isoflop.train import loop, precision
+from isoflop.train.config import ModelConfig, RunConfig
 from isoflop.train.data.loader import TrainStream, validation_windows
 from isoflop.train.data.shards import prepare
+from isoflop.train.errors import UserError
+from isoflop.train.files import read_json_lines
 from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.attention import document_starts, first_visible
 from isoflop.train.model.backends import load_backend
 from isoflop.train.parallel.context import Ring, own_part
 from isoflop.train.parallel.mesh import Mesh, build_mesh
-from isoflop.train.planner.validation import check_shapes
+from isoflop.train.planner.planner import Hardware, step_time
+from isoflop.train.planner.validation import check_shapes, check_world
 from isoflop.train.stepper import Stepper
-from test_train import CPU, assert_same_steps, base, boxes_of, whole, with_experts, with_latents
+from test_train import (
+    CPU,
+    assert_same_steps,
+    base,
+    boxes_of,
+    stop_at,
+    train_on_ranks,
+    whole,
+    with_experts,
+    with_latents,
+)  # fmt: skip
 from torch import Tensor
 
 __all__ = ["base"]  # a fixture
@@ -202,3 +217,105 @@ def test_five_steps_in_float64_are_those_of_one_process(
     kinds = [(0, "experts"), (3, "experts"), (1, "masked"), (2, "latents")]
     shapes = [(*mesh, *kind) for mesh in meshes for kind in kinds]
     assert_steps_of_one_process(ranks, base, shapes, 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, 1, 1, 1), (1, 1, 2, 3)), ((1, 2, 2, 2), (4, 1, 1, 3)), ((2, 2, 1, 3), (1, 1, 1, 0))]
+)
+def test_a_run_moved_to_other_parts_of_sequences_goes_on_as_if_never_moved(
+    before: tuple[int, ...], after: tuple[int, ...], base: RunConfig, tmp_path: Path
+) -> None:
+    config = variant(base, "masked")
+    parallel = config.parallel
+    reference = loop.train(config, tmp_path / "one", report=lambda line: None)
+    parallel.cp, parallel.tp, parallel.dp, parallel.zero = before
+    ended = train_on_ranks(config, tmp_path / "moved", should_stop=stop_at(8, rank=parallel.world_size - 1))
+    assert {end.said[-1] for end in ended} == {"Stopped: stopped at step 9 of 20"}, ended
+    parallel.cp, parallel.tp, parallel.dp, parallel.zero = after
+    ended = train_on_ranks(config, tmp_path / "moved")
+    assert [end.said[-1] for end in ended] == ["done"] * parallel.world_size, ended
+    lines, expected = (read_json_lines(tmp_path / name / "metrics.jsonl") for name in ("moved", "one"))
+    assert [line["step"] for line in lines] == [line["step"] for line in expected]
+    for ours, theirs in zip(lines, expected, strict=True):
+        assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-5)
+    summary = json.loads((tmp_path / "moved" / "summary.json").read_text())
+    for name in ("val_loss", "val_bpb"):
+        assert summary[name] == pytest.approx(reference[name], rel=1e-5)
+
+
+def test_a_run_in_bf16_stays_near_that_of_one_process(base: RunConfig) -> None:
+    """Losses, some of 16 tokens, within 2^-8, to which bf16 rounds every activation; norms, sums of squares, twice."""
+    config = variant(base, "masked")
+    config.precision = "bf16"
+    losses, norms, _ = steps_of(config, Mesh())
+
+    def shared() -> tuple[list[float], list[float]]:
+        config.parallel.cp = 4
+        return steps_of(config, build_mesh(1, 1, CPU, 1, 4))[:2]
+
+    for theirs in run_ranks(4, shared):
+        assert theirs[0] == pytest.approx(losses, rel=2**-8)
+        assert theirs[1] == pytest.approx(norms, rel=2**-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_compiled_blocks_take_the_same_steps(recompute: str, base: RunConfig) -> None:
+    """The ring runs between two graphs."""
+    config = variant(base, recompute)
+    config.parallel.compile = True
+    losses, norms, _ = steps_of(variant(base, "plain"), Mesh())
+
+    def shared() -> tuple[list[float], list[float]]:
+        config.parallel.cp = 2
+        return steps_of(config, build_mesh(1, 1, CPU, 1, 2))[:2]
+
+    for theirs in run_ranks(2, shared, timeout=300.0):
+        assert theirs[0] == pytest.approx(losses, rel=1e-5)
+        assert theirs[1] == pytest.approx(norms, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("length", "cp", "tp", "said"),
+    [
+        (
+            64,
+            3,
+            1,
+            r"parallel\.cp is 3; it must divide data\.sequence_length 64 into 2 parallel\.cp equal pieces: 1, 2",
+        ),
+        (63, 3, 1, r"data\.sequence_length 63 into 2 parallel\.cp equal pieces: 1$"),
+        (36, 4, 1, r"into 2 parallel\.cp equal pieces: 1, 2, 3, 6, 9, 18$"),
+        (36, 6, 4, r"parallel\.tp is 4; it must divide data\.sequence_length 36 / parallel\.cp 6, or parallel\.seq"),
+        (64, 2, 1, ""),
+    ],
+)
+def test_lengths_that_do_not_divide_are_refused(length: int, cp: int, tp: int, said: str) -> None:
+    config = RunConfig(model=ModelConfig(width=64, heads=4, vocab_size=256))
+    config.data.sequence_length, config.parallel.cp, config.parallel.tp = length, cp, tp
+    if not said:
+        return check_shapes(config)
+    with pytest.raises(UserError, match=said):
+        check_shapes(config)
+
+
+def test_a_job_of_other_ranks_is_told_which_would_do() -> None:
+    config = RunConfig(model=ModelConfig(width=64, heads=4, vocab_size=256))
+    config.parallel.cp = 2
+    for ranks, said in ((8, "it can be tp 1 * dp 4 * cp 2 or tp 2"), (1, r"with 1 rank it can be tp 1 \* dp 1$")):
+        with pytest.raises(UserError, match=said.replace(" * ", r" \* ") if ranks > 1 else said):
+            check_world(config, ranks, ranks)
+
+
+def test_the_planner_counts_what_of_the_ring_nothing_hides() -> None:
+    config = RunConfig(model=ModelConfig(width=64, depth=3, heads=4, kv_heads=2, vocab_size=256))
+    config.data.sequence_length, config.parallel.cp, config.parallel.dp = 1024, 4, 2
+    one = RunConfig(model=config.model, data=config.data)
+    # A quarter of the tokens each; of the update nothing is shared.
+    fast = Hardware(intra_bandwidth=1e30, latency=0.0)
+    assert step_time(config, fast).context < 1e-20
+    assert 8 * step_time(config, fast).forward == pytest.approx(step_time(one, fast).forward)
+    slow = Hardware(intra_bandwidth=1e3, latency=0.0, flops_per_second=1e30)
+    keys = one.optimizer.batch_size // 2 * 256 * 2 * 2 * 16 * 4  # bytes of a rank's keys and values in fp32
+    assert step_time(config, slow).context == pytest.approx(3 * (3 + 3 + 4) * keys / 1e3)
