@@ -106,8 +106,9 @@ def of_kind(base: RunConfig, kind: str) -> RunConfig:
         latent = {"kv_heads": None, "qk_norm": False, "qkv_bias": False, "attention": "mla"}
         config.model = replace(config.model, **latent, kv_rank=12, query_rank=10, rotary_size=4)
         config.optimizer = replace(config.optimizer, gradient_clip=0.0)  # its divisor is fp32
-    elif kind == "untied":  # one key/value head is every tensor-parallel rank's
-        config.model = replace(config.model, kv_heads=1, tied_embeddings=False)
+    elif kind == "untied":  # one key/value head is every tensor-parallel rank's, and attention sees little
+        config.model = replace(config.model, kv_heads=1, tied_embeddings=False, window=9)
+        config.data = replace(config.data, separate_documents=True)
     elif kind == "muon":
         config.optimizer = replace(config.optimizer, kind="muon", matrix_multiplier=10.0)
     return config
@@ -252,6 +253,39 @@ def test_a_gradient_that_is_no_number_on_one_stage_is_skipped_on_all(base: RunCo
     assert run_ranks(2, skip_the_second) == [[(0.0, False, True), (1.0, True, False), (0.0, False, True)]] * 2
 
 
+@pytest.mark.parametrize(("pp", "chunks"), [(2, 2), (4, 1)])
+def test_held_out_losses_of_many_passes_and_loads_of_experts_are_those_of_one_process(
+    pp: int, chunks: int, base: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(precision._DTYPES, "fp32", torch.float64)
+    config = of_kind(base, "experts")
+    windows = torch.from_numpy(TrainStream(prepare(config.data), 16, 1).batch(0, 16, 0, 16))
+
+    def trained(own: RunConfig, mesh: Mesh) -> Stepper:
+        stepper = Stepper(own, mesh, CPU, TrainStream(prepare(config.data), 16, config.seed))
+        stepper.start()
+        stepper.step(0)
+        return stepper
+
+    def of_stages() -> tuple[Any, Any, int]:
+        own, beats = copy.deepcopy(config), list[None]()
+        schedule = "interleaved" if chunks > 1 else "1f1b"
+        own.parallel = replace(own.parallel, pp=pp, chunks=chunks, schedule=schedule, micro_batch_size=2)
+        stepper = trained(own, build_mesh(1, 1, CPU, pp=pp))
+        loads = stepper.loads()
+        assert stepper.pipeline is not None
+        # Three windows a pass, and one in the last.
+        losses = stepper.pipeline.losses(windows, lambda: beats.append(None), batch_tokens=3 * 16)
+        return loads.numpy(), losses.numpy(), len(beats)
+
+    alone = trained(config, Mesh())
+    expected, loads = alone.losses(windows, lambda: None).numpy(), alone.loads()
+    for theirs, losses, beats in run_ranks(pp, of_stages):
+        assert np.array_equal(theirs, loads)
+        np.testing.assert_allclose(losses, expected, rtol=1e-10)
+        assert beats == 6 * chunks
+
+
 def test_what_was_sent_is_let_go_when_messages_show_that_it_has_come(
     base: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,8 +379,8 @@ def test_a_rank_of_a_pipeline_is_named_with_its_stage() -> None:
 
 
 def test_a_step_takes_the_memory_that_is_planned(base: RunConfig) -> None:
-    config = of_kind(base, "untied")
-    config.model = replace(config.model, width=64, depth=8, kv_heads=None, qk_norm=False, qkv_bias=False)
+    config = copy.deepcopy(base)
+    config.model = replace(config.model, width=64, depth=8, qk_norm=False, qkv_bias=False, tied_embeddings=False)
     config.data = replace(config.data, sequence_length=64)
     config.optimizer.batch_size = 16
     prepare(config.data)
