@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 from isoflop import fit
 from isoflop.benchmarks.holdout import hold_outs, tables
-from isoflop.fit.laws.law import Law
+from isoflop.fit.laws.law import Law, LossLaw
 from isoflop.fit.mixture.mixture import family
 from scipy.optimize import minimize
 
@@ -36,24 +36,22 @@ MOVED = 0.3  # standard deviation of a moved start, in 1 + the size of a coordin
 GIVEN = 0.7  # of the lowest loss: E where it is given
 
 
-def laws() -> dict[str, Callable[[float], Law]]:
-    """By name, not fitted, from the lowest loss of a table."""
-    found: dict[str, Callable[[float], Law]] = {name: lambda _, law=law: law.clone() for name, law in family().items()}
-    for kind in (fit.ChinchillaLaw, fit.GammaLaw):
-        for tied in (False, True):
-            name = f"{kind.form}{', tied' * tied}, E given"
-            found[name] = lambda least, kind=kind, tied=tied: kind(tied=tied, E=GIVEN * least)
-    return found
+LAWS = (*family(), *(f"{form}, E given" for form in ("chinchilla", "chinchilla, tied", "gamma", "gamma, tied")))
+
+
+def unfitted(name: str, least: float) -> LossLaw:
+    """A law by its name, for a table with this lowest loss."""
+    kind = fit.GammaLaw if name.startswith("gamma") else fit.ChinchillaLaw
+    return family()[name] if name in family() else kind(tied="tied" in name, E=GIVEN * least)
 
 
 def every_table(folder: Path) -> Iterator[pd.DataFrame]:
     """Those of holdout.py, Step Law's best runs, and ScaleBench's of repeated data, whose law this is not."""
     yield from (runs for _, runs in tables(folder))
-    step = pd.read_csv(folder / "steplaw/dense_lr_bs_loss.csv").groupby(["N", "D"], as_index=False)["smooth loss"].min()
-    parts = [pd.read_csv(folder / f"scalebench/data_constrained_{part}.csv") for part in ("train", "test")]
-    names = {"params": "N", "tokens": "D", "smooth loss": "loss"}
-    for found in (step, pd.concat(parts, ignore_index=True)):
-        runs = found.rename(columns=names)[["N", "D", "loss"]].astype(float)
+    step = pd.read_csv(folder / "steplaw/dense_lr_bs_loss.csv").sort_values("smooth loss").drop_duplicates(["N", "D"])
+    more = pd.concat([pd.read_csv(folder / f"scalebench/data_constrained_{part}.csv") for part in ("train", "test")])
+    for N, D, loss in ((step.N, step.D, step["smooth loss"]), (more.params, more.tokens, more.loss)):
+        runs = pd.DataFrame({"N": N.to_numpy(float), "D": D.to_numpy(float), "loss": loss.to_numpy(float)})
         yield runs.assign(flops=6 * runs.N * runs.D, group=np.arange(len(runs)))
 
 
@@ -98,18 +96,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--starts", type=int, default=8, help="of SciPy per table")
     parser.add_argument("--every", type=int, default=1, help="ask SciPy for each so many-th table")
-    parser.add_argument("--law", choices=(*laws(),), action="append", help="this one alone; may be repeated")
+    parser.add_argument("--law", choices=LAWS, action="append", help="this one alone; may be repeated")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     cases = {}
     for runs in every_table(Path(os.environ["ISOFLOP_DATA"])):
         for shown in (np.ones(len(runs), dtype=bool), *(shown for shown, _ in hold_outs(runs))):
             cases[runs[shown].to_csv()] = runs[shown]
-    for name in asked.law or laws():
+    for name in asked.law or LAWS:
         fits, excess = [], [-np.inf]
         for number, runs in enumerate(cases.values()):
             try:
-                fits.append(laws()[name](runs.loss.min()).fit(runs.N, runs.D, runs.loss))
+                fits.append(unfitted(name, runs.loss.min()).fit(runs.N, runs.D, runs.loss))
             except fit.InputError:
                 continue
             if asked.starts and number % asked.every == 0:
