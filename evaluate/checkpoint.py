@@ -89,17 +89,8 @@ def evaluate_checkpoint(
             with record.answers() as answers:
                 length = loaded.config.data.sequence_length
                 room = batch_tokens or BATCH_TOKENS["cuda" if on_gpu(torch.device(device)) else "cpu"]
-                lm = CheckpointLM(
-                    loaded.model,
-                    loaded.tokenizer,
-                    length,
-                    device,
-                    room,
-                    tokens=shared,
-                    answers=answers,
-                    ranks=ranks,
-                    say=say,
-                )
+                told: dict[str, Any] = {"tokens": shared, "answers": answers, "ranks": ranks, "say": say}
+                lm = CheckpointLM(loaded.model, loaded.tokenizer, length, device, room, **told)
                 for place, entry in enumerate(missing, 1):
                     answers.begin(f"{entry.name} ({place} of {len(missing)})")
                     _score(record, lm, entry, ngram, found.get(entry.name))
