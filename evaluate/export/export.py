@@ -181,8 +181,8 @@ def import_checkpoint(
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder} has no {CONFIG}; it must be a folder of a Hugging Face model")
     described = read_document(folder / CONFIG, dict[str, Any])
-    hf.importable(described)
     read_document(folder / CONFIG, hf.HfConfig)  # checks the fields that it names
+    hf.importable(described)
     config = _run_config(folder, described, _length(described, sequence_length))
     with temporary_directory_beside(output) as temporary:
         tokenizer = read_tokenizer(folder, temporary)

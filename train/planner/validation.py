@@ -341,9 +341,9 @@ def _advice(config: RunConfig, ranks: int, ranks_per_node: int) -> str:
     wanted, pp, cp = config.parallel.tp, config.parallel.pp, config.parallel.cp
     rest = "".join(f" * {axis} {size}" for axis, size in (("cp", cp), ("pp", pp)) if size > 1)
     shapes = working_shapes(config, ranks, ranks_per_node)
-    if cp > 1 and not shapes:
-        parallel = dataclasses.replace(config.parallel, cp=1)
-        return _advice(dataclasses.replace(config, parallel=parallel), ranks, ranks_per_node)
+    plain = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cp=1))
+    if cp > 1 and not shapes and working_shapes(plain, ranks, ranks_per_node):
+        return _advice(plain, ranks, ranks_per_node)
     if shapes:
         shapes.sort(key=lambda shape: (abs(shape[0] - wanted), shape))
         named = [f"tp {tp} * dp {dp}{rest}" for tp, dp in shapes[:3]]

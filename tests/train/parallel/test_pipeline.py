@@ -411,7 +411,7 @@ def test_compiled_blocks_of_stages_train_the_same(base: RunConfig, monkeypatch: 
     losses, norms, weights = take_steps(config, Mesh(), 3)
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, mode: compile_(function, backend="aot_eager"))
-    case = Case(2, 1, 2, 1, "interleaved", 2, True, 4, "selective", "untied")
+    case = Case(2, 1, 1, 2, 1, "interleaved", 2, True, 4, "selective", "untied")
 
     def compiled() -> list[Any]:
         own = case.of(config)
