@@ -62,7 +62,7 @@ def draw(seed: int, ranks: int, data: DataConfig) -> Draw:
     kind = one.choice(("gqa", "gqa", "mla", "experts", "muon"))
     alone = RunConfig(
         model=ModelConfig(
-            width=32, depth=one.randint(2, 7), heads=4, vocab_size=256, tied_embeddings=one.random() < 0.5,
+            width=32, depth=one.randint(2, 9), heads=4, vocab_size=256, tied_embeddings=one.random() < 0.5,
             window=one.choice((None, None, 5, 9)),
         ),
         data=replace(data, separate_documents=one.random() < 0.3),
