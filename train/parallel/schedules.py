@@ -149,11 +149,9 @@ def _check_receives(lists: Lists, rank: int, step: int, kinds: Sequence[str], re
     """Whether a rank awaits in their order what others send to the virtual stage that is `step` on."""
     stages, arriving = len(lists), dict[int, list[tuple[int, int]]]()
     for sender, actions in enumerate(lists):
-        messages = ((one.micro, stage_of(sender, one.chunk, stages, v) + step) for one in actions if one.kind in kinds)
-        to_rank = (
-            message for message in messages if message[1] in receiving and rank_of(message[1], stages, v) == rank
-        )
-        arriving[sender] = list(to_rank)[::-1]
+        sent = ((one.micro, stage_of(sender, one.chunk, stages, v) + step) for one in actions if one.kind in kinds)
+        own = [message for message in sent if message[1] in receiving and rank_of(message[1], stages, v) == rank]
+        arriving[sender] = own[::-1]
     for action in lists[rank]:
         virtual = stage_of(rank, action.chunk, stages, v)
         if action.kind not in kinds or virtual not in receiving:
@@ -195,11 +193,12 @@ def simulate(
     while before < len(events):
         before = len(events)
         for rank, queue in enumerate(waiting):
-            while queue and ends.keys() >= (
-                needs := _needs(queue[0], stage_of(rank, queue[0].chunk, stages, v), count)
-            ):
-                kind, micro, chunk = action = queue.popleft()
+            while queue:
+                kind, micro, chunk = action = queue[0]
                 virtual = stage_of(rank, chunk, stages, v)
+                if not ends.keys() >= (needs := _needs(action, virtual, count)):
+                    break
+                queue.popleft()
                 there = (ends[need] + send * (rank_of(need[2], stages, v) != rank) for need in needs)
                 start = max([clocks[rank], *there])
                 clocks[rank] = start + seconds[kind][virtual]

@@ -387,7 +387,7 @@ def test_a_step_takes_the_memory_that_is_planned(base: RunConfig) -> None:
     prepare(config.data)
     planned = list[RunConfig]()
     for schedule, chunks, recompute in (("gpipe", 1, "none"), ("interleaved", 2, "none"), ("zb-h1", 1, "none"),
-                                        ("1f1b", 1, "full"), ("zb-h1", 1, "full")):  # fmt: skip
+                                        ("zb-v", 2, "none"), ("1f1b", 1, "full"), ("zb-h1", 1, "full")):  # fmt: skip
         own = {"schedule": schedule, "chunks": chunks, "recompute": recompute}
         planned.append(copy.deepcopy(config))
         planned[-1].parallel = replace(config.parallel, pp=4, micro_batch_size=2, **own)
