@@ -93,7 +93,7 @@ def test_a_pipeline_takes_its_schedules_time() -> None:
         config.model = model
         seconds = step_time(config, even)
         one = (seconds.forward + seconds.backward) / 64
-        assert seconds.bubble == pytest.approx(3 * one * share, rel=1e-3)
+        assert seconds.bubble == pytest.approx(3 * one * share, rel=2e-3)
         assert seconds.sends == 0.0
         # 64 micro-batches are reckoned from few: as long as playing them all takes.
         played = max(event.end for event in predicted(config, even))
