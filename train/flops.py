@@ -22,7 +22,7 @@ from functools import lru_cache
 from .config import ModelConfig, RunConfig
 from .model.shape import Parameter, model_shape
 from .optimizer.registry import OPTIMIZERS
-from .parallel.schedules import divide
+from .parallel.schedules import divide, places
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,12 @@ def stage_blocks(config: RunConfig) -> list[range]:
     """The blocks of each virtual stage of a pipeline (`parallel/schedules.py`); the last one has the head as well."""
     costs = tuple(block_flops(config.model, config.data.sequence_length))
     return _divided(costs, config.parallel.pp * config.parallel.chunks, 2 * model_shape(config.model).table)
+
+
+def rank_blocks(config: RunConfig) -> list[list[range]]:
+    """The blocks of each rank of a pipeline, by chunk."""
+    parallel, blocks = config.parallel, stage_blocks(config)
+    return [[blocks[stage] for stage in own] for own in places(parallel.schedule, parallel.pp, parallel.chunks)]
 
 
 _divided = lru_cache(maxsize=256)(lambda costs, stages, head: divide(costs, stages, last=head))  # planning asks often

@@ -28,7 +28,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from .config import RunConfig
-from .flops import stage_blocks
+from .flops import rank_blocks
 from .model.shape import (
     LOGITS_AT_A_TIME,
     LONGEST_KEPT,
@@ -107,7 +107,7 @@ def _sides(matrix: Parameter) -> int:
 
 def ranks_of(config: RunConfig, device: str = "cuda") -> list[tuple[Share, tuple[Share, ...]]]:
     """What each pipeline rank holds: in all, and of every chunk."""
-    whole, pp, blocks = share_of(config, device), config.parallel.pp, stage_blocks(config)
+    whole, blocks = share_of(config, device), rank_blocks(config)
     above = whole.depth if whole.experts is None else whole.experts.above
 
     def held(own: Sequence[range]) -> Share:
@@ -116,7 +116,7 @@ def ranks_of(config: RunConfig, device: str = "cuda") -> list[tuple[Share, tuple
         ends = own[0].start == 0, own[-1].stop == whole.depth
         return replace(whole, depth=depth, experts=experts, embeds=ends[0], scores=ends[1])
 
-    return [(held(blocks[rank::pp]), tuple(held([one]) for one in blocks[rank::pp])) for rank in range(pp)]
+    return [(held(own), tuple(held([one]) for one in own)) for own in blocks]
 
 
 def _of_rank(config: RunConfig, share: Share, chunks: Sequence[Share], beside: Sequence[int]) -> Memory:

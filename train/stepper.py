@@ -19,7 +19,7 @@ from .data.loader import TrainStream
 from .data.prefetch import Prefetch
 from .errors import OutOfMemory
 from .files import read_json, write_json
-from .flops import stage_blocks
+from .flops import rank_blocks
 from .hardware import on_gpu, out_of_memory, read, release_memory
 from .memory import halved_micro_batch
 from .model.compiled import Compiled
@@ -64,8 +64,8 @@ class Stepper:
         self.gpt = empty_model(config.model, config.optimizer, config.data.sequence_length)
         placements = split_model(self.gpt, mesh, parallel.sequence_parallel)
         if mesh.pp > 1:
-            blocks = stage_blocks(config)[mesh.pp_rank :: mesh.pp]
-            self.gpt.keep(blocks, mesh.pp_rank == 0, mesh.pp_rank == mesh.pp - 1)
+            blocks = rank_blocks(config)[mesh.pp_rank]
+            self.gpt.keep(blocks, blocks[0].start == 0, blocks[-1].stop == config.model.depth)
         self.gpt.place_angles(device)
         self.zero = Zero(
             self.gpt,

@@ -30,7 +30,7 @@ def predicted(config: RunConfig, hardware: Hardware) -> list[Event]:
     parallel = config.parallel
     lists = schedule(parallel.schedule, parallel.pp, micro_batches(config), parallel.chunks)
     forward, input, weight = zip(*(one.actions for one in passes_of(config, hardware)), strict=True)
-    return simulate(lists, forward, input, weight, send_seconds(config, hardware))
+    return simulate(lists, forward, input, weight, send_seconds(config, hardware), v=parallel.schedule == "zb-v")
 
 
 def read_trace(path: Path) -> list[Event]:

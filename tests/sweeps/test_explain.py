@@ -85,13 +85,15 @@ def test_sequence_parallelism_moves_as_much_and_gathers_once_more() -> None:
 def test_a_pipeline_takes_its_schedules_time() -> None:
     """Stages that take equally long, sends that take none: three times, forward and both gradients, of the bubble."""
     even = dataclasses.replace(H100, latency=0.0, intra_bandwidth=1e30)
-    model = dataclasses.replace(MODEL, vocab_size=1, vocab_multiple=1)  # no head to speak of
-    for name, share in (("gpipe", 1.0), ("1f1b", 1.0), ("zb-h1", 1 / 3), ("interleaved", 1 / 3)):
-        config = a_run(pp=4, micro_batch_size=1, schedule=name, chunks=3 if name == "interleaved" else 1)
+    model = dataclasses.replace(MODEL, depth=24, vocab_size=1, vocab_multiple=1)  # no head to speak of
+    # In a V no rank waits, but the last one begins three half stages late.
+    for name, share in (("gpipe", 1.0), ("1f1b", 1.0), ("zb-h1", 1 / 3), ("interleaved", 1 / 3), ("zb-v", 1 / 6)):
+        chunks = {"interleaved": 3, "zb-v": 2}.get(name, 1)
+        config = a_run(pp=4, micro_batch_size=1, schedule=name, chunks=chunks)
         config.model = model
         seconds = step_time(config, even)
         one = (seconds.forward + seconds.backward) / 64
-        assert seconds.bubble == pytest.approx(3 * one * share, rel=1e-3)
+        assert seconds.bubble == pytest.approx(3 * one * share, rel=2e-3)
         assert seconds.sends == 0.0
         # 64 micro-batches are reckoned from few: as long as playing them all takes.
         played = max(event.end for event in predicted(config, even))

@@ -66,10 +66,6 @@ class Mesh:
         return self.data_rank // self.cp
 
     @property
-    def cp_rank(self) -> int:
-        return self.data_rank % self.cp
-
-    @property
     def tp_rank(self) -> int:
         return self.rank % self.tp
 

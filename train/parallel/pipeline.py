@@ -25,7 +25,7 @@ from ..model.later import Later, Linear, Products
 from .data import Gradients
 from .layout import Shape
 from .mesh import Mesh
-from .schedules import Action, Event, Lists, schedule
+from .schedules import Action, Event, Lists, rank_of, schedule, stage_of
 from .tensor import SplitWeight
 
 FORWARD, BACKWARD = 0, 1  # ways: of activations to the next virtual stage, of gradients to the one before
@@ -45,27 +45,30 @@ class Messages:
     Args:
         shapes: of what travels of each micro-batch, of the type of `like`.
         patient: a send waits for the one before the last, where every rank has the same list, of forward actions alone.
+        v: chunks lie in a V.
     """
 
     def __init__(
-        self, lists: Lists, chunks: int, mesh: Mesh, shapes: Sequence[Shape], like: Tensor, patient: bool
-    ) -> None:
+        self, lists: Lists, chunks: int, mesh: Mesh, shapes: Sequence[Shape], like: Tensor, patient: bool,
+        v: bool,
+    ) -> None:  # fmt: skip
+        self.v, self.handed = v, dict[Message, Tensor]()  # what the rank gives to itself
         self.mesh, self.last, self.shapes, self.like, self.patient = mesh, mesh.pp * chunks - 1, shapes, like, patient
         self.turns = dict[Message, int]()  # of the actions that each is for, by rank
         for rank, actions in enumerate(lists):
             for turn, (kind, micro, chunk) in enumerate(actions):
                 if kind != "weight":
                     way = FORWARD if kind == "forward" else BACKWARD
-                    self.turns[Message(way, micro, chunk * mesh.pp + rank)] = turn
-        own = [
-            each for each in self.turns if each.stage % mesh.pp == mesh.pp_rank and 0 <= self._source(each) <= self.last
-        ]
+                    self.turns[Message(way, micro, stage_of(rank, chunk, mesh.pp, v))] = turn
+        own = [each for each in self.turns if self._rank(each.stage) == mesh.pp_rank and self._comes(each)]
         self.awaited = [iter([each for each in own if each.way == way]) for way in (FORWARD, BACKWARD)]
         self.coming = [self._post(way) for way in (FORWARD, BACKWARD)]
         self.sent: list[tuple[Message, Any, Tensor]] = []
 
     def receive(self, way: int, micro: int, stage: int) -> Tensor:
         coming, message = self.coming[way], Message(way, micro, stage)
+        if message in self.handed:
+            return self.handed.pop(message)
         assert coming is not None, message
         self.coming[way] = self._post(way)
         work, x = coming
@@ -73,11 +76,14 @@ class Messages:
         # Its sender has done all that comes before it, and so got what that needs.
         source = self._source(message)
         done = self.turns[message._replace(stage=source)]
-        self.let_go(lambda each: (each.stage - source) % self.mesh.pp == 0 and self.turns[each] < done)
+        self.let_go(lambda each: self._rank(each.stage) == self._rank(source) and self.turns[each] < done)
         return x
 
     def send(self, way: int, micro: int, stage: int, x: Tensor) -> None:
-        message, x, rank = Message(way, micro, stage), x.detach().contiguous(), stage % self.mesh.pp
+        message, x, rank = Message(way, micro, stage), x.detach().contiguous(), self._rank(stage)
+        if rank == self.mesh.pp_rank:
+            self.handed[message] = x
+            return
         if self.patient and rank > 0 and len(self.sent) > 1:
             self.sent.pop(0)[1].wait()
         work = dist.isend(x, group=edge(self.mesh, way, self.mesh.pp_rank, rank), group_dst=rank)
@@ -94,10 +100,18 @@ class Messages:
         """The virtual stage that sends it; nobody does where there is none."""
         return message.stage - 1 if message.way == FORWARD else message.stage + 1
 
+    def _rank(self, stage: int) -> int:
+        return rank_of(stage, self.mesh.pp, self.v)
+
+    def _comes(self, message: Message) -> bool:
+        """From another rank."""
+        source = self._source(message)
+        return 0 <= source <= self.last and self._rank(source) != self._rank(message.stage)
+
     def _post(self, way: int) -> tuple[Any, Tensor] | None:
         if (message := next(self.awaited[way], None)) is None:
             return None
-        x, rank = self.like.new_empty(self.shapes[message.micro]), self._source(message) % self.mesh.pp
+        x, rank = self.like.new_empty(self.shapes[message.micro]), self._rank(self._source(message))
         work = dist.irecv(x, group=edge(self.mesh, way, rank, self.mesh.pp_rank), group_src=rank)
         return work, x
 
@@ -107,10 +121,12 @@ def edge(mesh: Mesh, way: int, source: int, target: int) -> ProcessGroup:
     return mesh.edges[way + 2 * around]
 
 
-def meet(mesh: Mesh, way: int, word: Tensor) -> None:
+def meet(mesh: Mesh, way: int, word: Tensor, v: bool) -> None:
     """NCCL connects two ranks when both first speak, and waits: so in turn, before all wait for each other."""
-    for source in range(mesh.pp):
-        target = (source + (1 if way == FORWARD else -1)) % mesh.pp
+    step = 1 if way == FORWARD else -1
+    around = [(rank, rank + step) for rank in range(mesh.pp)]
+    there_and_back = [pair for rank, after in around for pair in ((rank, after), (after, rank)) if 0 <= after < mesh.pp]
+    for source, target in there_and_back if v else ((rank, after % mesh.pp) for rank, after in around):
         if mesh.pp_rank == source:
             dist.send(word, group=edge(mesh, way, source, target), group_dst=target)
         elif mesh.pp_rank == target:
@@ -123,13 +139,15 @@ class Pipeline:
     def __init__(self, gpt: GPT, mesh: Mesh, gradients: Gradients, parallel: ParallelConfig) -> None:
         self.gpt, self.mesh, self.gradients, self.name = gpt, mesh, gradients, parallel.schedule
         self.split = mesh.tp if parallel.sequence_parallel else 1  # ranks that share a residual stream's tokens out
-        self.like = gradients.shards[0]
+        self.like, self.v = gradients.shards[0], parallel.schedule == "zb-v"
         self.events: list[Event] | None = None  # of a step that is timed
         self.begun = 0.0
         for way in (FORWARD, BACKWARD):
-            meet(mesh, way, self.like.new_zeros(1))
+            meet(mesh, way, self.like.new_zeros(1), self.v)
+        # At both ends of a V; if tied, its gradients are those of the first chunk.
+        self.table = gpt.embedding.weight if self.v and mesh.pp_rank == 0 else None
         self.later = Later()
-        if self.name == "zb-h1":
+        if self.name.startswith("zb"):
             gradients.later = self.later
             for module in gpt.blocks.modules():
                 if isinstance(module, Linear | SplitWeight):
@@ -163,6 +181,8 @@ class Pipeline:
             elif kind == "input":
                 with self.later.leave(ready[chunk]) as left[place]:
                     self._backward(messages, micro, chunk, *graphs.pop(place))
+                if chunk and self.table in ready[chunk]:
+                    ready[0][self.table] = ready[chunk].pop(self.table) + ready[0].get(self.table, 0)
             else:
                 with self.gradients.micro_batch(turn == ends[chunk], chunk):
                     if kind == "backward":
@@ -194,7 +214,7 @@ class Pipeline:
             else:
                 messages.send(FORWARD, micro, stage + 1, y)
         messages.let_go()
-        dist.broadcast(found, group=self.mesh.pp_group, group_src=self.mesh.pp - 1)
+        dist.broadcast(found, group=self.mesh.pp_group, group_src=rank_of(messages.last, self.mesh.pp, self.v))
         return read(found)
 
     def loads(self) -> Tensor:
@@ -207,12 +227,12 @@ class Pipeline:
         return every[config.dense_layers :]
 
     def _stage(self, chunk: int) -> int:
-        return chunk * self.mesh.pp + self.mesh.pp_rank
+        return stage_of(self.mesh.pp_rank, chunk, self.mesh.pp, self.v)
 
     def _messages(self, lists: Lists, rows: Sequence[Tensor], *, patient: bool) -> Messages:
         width, sizes = self.gpt.config.width, [(len(part), (part.shape[1] - 1) // self.mesh.cp) for part in rows]
         shapes = [(n * time // self.split, width) if self.split > 1 else (n, time, width) for n, time in sizes]
-        return Messages(lists, len(self.gpt.chunks), self.mesh, shapes, self.like, patient)
+        return Messages(lists, len(self.gpt.chunks), self.mesh, shapes, self.like, patient, self.v)
 
     def _receive(self, messages: Messages, way: int, micro: int, stage: int) -> Tensor:
         x = messages.receive(way, micro, stage)

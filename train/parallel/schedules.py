@@ -1,13 +1,15 @@
 """Schedules of a pipeline as data: what each rank does in one step, in order; and which blocks it has. Pure, no torch.
 
-Chunk c of rank r is virtual stage c * stages + r. A micro-batch goes forward through them from 0 on, and backward. Its
-activations are kept from the forward action of a chunk to its weight gradients.
+Chunk c of rank r is virtual stage c * stages + r, in a V the second one 2 * stages - 1 - r. A micro-batch goes forward
+through them from 0 on, and backward. Its activations are kept from the forward action of a chunk to its weight
+gradients.
 
 gpipe         all forward, then all backward (Huang et al. 2019, arXiv 1811.06965)
 1f1b          as few under way as keep every rank busy (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1)
 interleaved   the same with several chunks a rank, for micro-batches in groups of `stages` (section 2.2.2 there)
 zb-h1         1f1b with weight gradients apart, which fill the bubble; as much in memory (Qi et al. 2024, arXiv
               2401.10241, section 3.1; the step's boundary stays as it is)
+zb-v          two chunks a rank in a V, and no bubble, with as much in memory as 1f1b (section 6 there)
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 Kind = Literal["forward", "backward", "input", "weight"]  # backward: the gradients by input and by weights at once
 
 
@@ -52,10 +54,28 @@ def to_json(events: Sequence[Event]) -> list[dict[str, Any]]:
     return [dict(vars(event)) for event in events]
 
 
+def stage_of(rank: int, chunk: int, stages: int, v: bool) -> int:
+    """The virtual stage of a rank's chunk."""
+    return chunk * stages + (stages - 1 - rank if v and chunk % 2 else rank)
+
+
+def rank_of(stage: int, stages: int, v: bool) -> int:
+    """Which rank has a virtual stage."""
+    return stage_of(stage % stages, stage // stages, stages, v) % stages
+
+
+def places(name: str, stages: int, chunks: int) -> list[list[int]]:
+    """The virtual stages of each rank, by chunk."""
+    return [[stage_of(rank, chunk, stages, name == "zb-v") for chunk in range(chunks)] for rank in range(stages)]
+
+
 def schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> list[list[Action]]:
     """What each of `stages` ranks does. ValueError: the schedule has no such chunks or micro-batches."""
-    if name not in SCHEDULES or (chunks > 1 and name != "interleaved"):
-        raise ValueError(f"{chunks} chunks of {name}; it must be one of {SCHEDULES}, more chunks only interleaved")
+    if name not in SCHEDULES or (chunks != 2 if name == "zb-v" else chunks > 1 and name != "interleaved"):
+        said = f"one of {SCHEDULES}, more chunks only interleaved, and two of zb-v"
+        raise ValueError(f"{chunks} chunks of {name}; it must be {said}")
+    if name == "zb-v":
+        return [_of_v(rank, stages, micro_batches) for rank in range(stages)]
     if chunks > 1 and micro_batches % stages:
         raise ValueError(f"{micro_batches} micro-batches interleaved; they must be a multiple of {stages} stages")
     groups = [range(first, min(first + stages, micro_batches)) for first in range(0, micro_batches, stages)]
@@ -81,7 +101,29 @@ def _of_rank(
     return actions + waiting
 
 
-def check(lists: Lists, stages: int, micro_batches: int, chunks: int) -> None:
+def _of_v(rank: int, stages: int, micro_batches: int) -> list[Action]:
+    """f, b: forward and input gradients of the first chunk; F, B: of the second; w: the oldest weight gradients left.
+
+    Ranks begin one unit apart, and each list below lets rank + 1 or rank - 1 do what it needs a unit before.
+    """
+    whole, after = max(micro_batches, 2 * stages - 1), stages - rank  # of fewer the others are left out
+    order = "f" * (2 * after - 1) + "Ff" * rank + "FBw" * after
+    order += "fbwFBw" * (whole - 2 * stages + 1 + rank) + "bwFBw" * (after - 1)
+    order += "bB" * rank + "bw" * after + "w" * 2 * rank
+    actions, waiting, done = list[Action](), deque[Action](), Counter[str]()
+    for letter in order:
+        if letter == "w":
+            actions.append(waiting.popleft())
+            continue
+        micro, chunk = done[letter], int(letter.isupper())
+        actions.append(Action("forward" if letter in "fF" else "input", micro, chunk))
+        if letter in "bB":
+            waiting.append(Action("weight", micro, chunk))
+        done[letter] += 1
+    return [action for action in actions if action.micro < micro_batches]
+
+
+def check(lists: Lists, stages: int, micro_batches: int, chunks: int, v: bool = False) -> None:
     """Proves that ranks which do this end: each action once, messages received as they are sent, no circle.
 
     ValueError names the rank and the action that is wrong.
@@ -98,19 +140,23 @@ def check(lists: Lists, stages: int, micro_batches: int, chunks: int) -> None:
         if wrong := next(iter((wanted - found) + (found - wanted)), None):
             raise ValueError(f"rank {rank} does {found[wrong]} times the {wrong}; it must do so {wanted[wrong]} times")
     for rank in range(stages) if stages > 1 else ():
-        _check_receives(lists, rank, 1, ("forward",), range(1, stages * chunks))
-        _check_receives(lists, rank, -1, ("backward", "input"), range(stages * chunks - 1))
-    simulate(lists)
+        _check_receives(lists, rank, 1, ("forward",), range(1, stages * chunks), v)
+        _check_receives(lists, rank, -1, ("backward", "input"), range(stages * chunks - 1), v)
+    simulate(lists, v=v)
 
 
-def _check_receives(lists: Lists, rank: int, step: int, kinds: Sequence[str], receiving: range) -> None:
-    """Whether a rank awaits in their order what another one sends to the virtual stage that is `step` on."""
-    stages, sender = len(lists), (rank - step) % len(lists)
-    sent = ((one.micro, one.chunk * stages + sender + step) for one in lists[sender] if one.kind in kinds)
-    arriving = (message for message in sent if message[1] in receiving)
+def _check_receives(lists: Lists, rank: int, step: int, kinds: Sequence[str], receiving: range, v: bool) -> None:
+    """Whether a rank awaits in their order what others send to the virtual stage that is `step` on."""
+    stages, arriving = len(lists), dict[int, list[tuple[int, int]]]()
+    for sender, actions in enumerate(lists):
+        sent = ((one.micro, stage_of(sender, one.chunk, stages, v) + step) for one in actions if one.kind in kinds)
+        own = [message for message in sent if message[1] in receiving and rank_of(message[1], stages, v) == rank]
+        arriving[sender] = own[::-1]
     for action in lists[rank]:
-        virtual = action.chunk * stages + rank
-        if action.kind in kinds and virtual in receiving and (come := next(arriving)) != (action.micro, virtual):
+        virtual = stage_of(rank, action.chunk, stages, v)
+        if action.kind not in kinds or virtual not in receiving:
+            continue
+        if (come := arriving[sender := rank_of(virtual - step, stages, v)].pop()) != (action.micro, virtual):
             meant = f"micro-batch {come[0]} in chunk {come[1] // stages}"
             raise ValueError(f"rank {rank} awaits rank {sender} before {action}; its next message is for {meant}")
 
@@ -121,12 +167,15 @@ def simulate(
     input: float | Sequence[float] = 1.0,
     weight: float | Sequence[float] = 1.0,
     send: float = 0.0,
+    *,
+    v: bool = False,
 ) -> list[Event]:
     """When each action happens, in an order in which they can: receives wait, sends do not.
 
     Args:
         forward: seconds of one micro-batch, of every virtual stage or of each; `input` and `weight` alike.
         send: seconds from one rank to another, beside which both compute.
+        v: chunks lie in a V.
 
     Raises:
         ValueError: ranks wait for each other, with the first one's action.
@@ -144,10 +193,14 @@ def simulate(
     while before < len(events):
         before = len(events)
         for rank, queue in enumerate(waiting):
-            while queue and ends.keys() >= (needs := _needs(queue[0], rank, stages, count)):
-                kind, micro, chunk = action = queue.popleft()
-                virtual = chunk * stages + rank
-                start = max([clocks[rank], *(ends[need] + send * (need[2] % stages != rank) for need in needs)])
+            while queue:
+                kind, micro, chunk = action = queue[0]
+                virtual = stage_of(rank, chunk, stages, v)
+                if not ends.keys() >= (needs := _needs(action, virtual, count)):
+                    break
+                queue.popleft()
+                there = (ends[need] + send * (rank_of(need[2], stages, v) != rank) for need in needs)
+                start = max([clocks[rank], *there])
                 clocks[rank] = start + seconds[kind][virtual]
                 ends["input" if kind == "backward" else kind, micro, virtual] = clocks[rank]
                 events.append(Event(rank, *action, start, clocks[rank]))
@@ -157,8 +210,8 @@ def simulate(
     return events
 
 
-def _needs(action: Action, rank: int, stages: int, count: int) -> set[Need]:
-    kind, micro, virtual = action.kind, action.micro, action.chunk * stages + rank
+def _needs(action: Action, virtual: int, count: int) -> set[Need]:
+    kind, micro, _ = action
     if kind == "forward":
         return {("forward", micro, virtual - 1)} if virtual else set()
     if kind == "weight":

@@ -37,7 +37,7 @@ from isoflop.train.parallel import schedules
 from isoflop.train.parallel import whole as whole_matrices
 from isoflop.train.parallel.mesh import Mesh, build_mesh
 from isoflop.train.parallel.pipeline import Messages
-from isoflop.train.parallel.schedules import Event
+from isoflop.train.parallel.schedules import SCHEDULES, Event
 from isoflop.train.planner.validation import check_shapes
 from isoflop.train.stepper import Stepper
 from test_train import assert_same_steps, stop_at, take_steps, train_on_ranks, whole, with_experts
@@ -116,7 +116,7 @@ def of_kind(base: RunConfig, kind: str) -> RunConfig:
 
 AXES: dict[str, Sequence[Any]] = {
     "pp": (2, 4), "cp": (1, 2, 4), "tp": (1, 2), "dp": (1, 2), "zero": (0, 1, 2),
-    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1"), "chunks": (1, 2), "sequence_parallel": (True, False),
+    "schedule": SCHEDULES, "chunks": (1, 2), "sequence_parallel": (True, False),
     "passes": (1, 2, 4, 8), "recompute": ("none", "selective", "full"),
     "kind": ("tied", "untied", "experts", "latent", "muon"),
 }  # fmt: skip
@@ -130,8 +130,9 @@ def cases(**fixed: Sequence[Any]) -> list[Case]:
         for case in every
         if case.ranks <= 8
         and 8 // case.dp % case.passes == 0
-        and (case.chunks == 2) == (case.schedule == "interleaved")
-        and (case.chunks == 1 or (case.pp == 2 and case.passes % 2 == 0))
+        and (case.chunks == 2) == (case.schedule in ("interleaved", "zb-v"))
+        and (case.chunks == 1 or case.pp == 2)
+        and (case.schedule != "interleaved" or case.passes % 2 == 0)
         and (case.sequence_parallel or case.tp == 2)
     ]
 
@@ -314,7 +315,7 @@ def test_what_was_sent_is_let_go_when_messages_show_that_it_has_come(
 
 # Meshes that one run passes through, each for two steps: (pp, schedule, chunks, tp, dp, zero).
 WAY = [(2, "1f1b", 1, 1, 2, 2), (4, "interleaved", 2, 1, 1, 1), (1, "1f1b", 1, 1, 1, 0), (1, "1f1b", 1, 1, 2, 1),
-       (2, "zb-h1", 1, 2, 1, 0)]  # fmt: skip
+       (4, "zb-v", 2, 1, 1, 0), (2, "zb-h1", 1, 2, 1, 0)]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["tied", pytest.param("experts", marks=pytest.mark.slow)])
@@ -386,7 +387,7 @@ def test_a_step_takes_the_memory_that_is_planned(base: RunConfig) -> None:
     prepare(config.data)
     planned = list[RunConfig]()
     for schedule, chunks, recompute in (("gpipe", 1, "none"), ("interleaved", 2, "none"), ("zb-h1", 1, "none"),
-                                        ("1f1b", 1, "full"), ("zb-h1", 1, "full")):  # fmt: skip
+                                        ("zb-v", 2, "none"), ("1f1b", 1, "full"), ("zb-h1", 1, "full")):  # fmt: skip
         own = {"schedule": schedule, "chunks": chunks, "recompute": recompute}
         planned.append(copy.deepcopy(config))
         planned[-1].parallel = replace(config.parallel, pp=4, micro_batch_size=2, **own)
