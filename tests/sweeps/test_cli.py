@@ -287,6 +287,8 @@ def test_data_prepare_builds_the_shards_once(run: Run, tmp_path: Path, monkeypat
     (tmp_path / "corpus").mkdir()
     for i in range(20):
         (tmp_path / "corpus" / f"{i}.txt").write_text(f"document {i}: " + "words and more words. " * 40)
+        (tmp_path / "corpus" / f"{i}.gz").touch()
+    (tmp_path / "corpus" / "LICENCE").touch()
     arguments = [
         "data",
         "prepare",
@@ -295,12 +297,16 @@ def test_data_prepare_builds_the_shards_once(run: Run, tmp_path: Path, monkeypat
         "data.tokenizer=bytes",
         "cluster=local",
     ]
-    code, output, _ = run(*arguments)
+    code, output, error = run(*arguments)
     assert code == 0
     assert "train: " in output
+    assert "skipped: 21 files (20 .gz, 1 without ending); read are .txt, " in output
+    assert re.search(r"built in \d.* s; [\d,]+ tokens/s", error)  # in a pipe, as here, too
+    shards = Path(re.findall("^shards: (.*)$", output, re.M)[0])
+    assert (shards / "train.bin").exists()
     built = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.bin")}
     assert built
-    assert run(*arguments)[1] == output
+    assert run(*arguments) == (0, output, "")
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.bin")} == built
 
 
