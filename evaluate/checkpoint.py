@@ -67,8 +67,8 @@ def evaluate_checkpoint(
     """
     say = progress if ranks.rank == 0 else lambda line: None
     output, device = Path(output), pick_device(device, "device").type
-    _check(precision, batch_tokens, ngram)
-    loaded = run_on_ranks(ranks, lambda: _load(Path(path), device, PRECISIONS[precision]))
+    check_settings(precision, batch_tokens, ngram)
+    loaded = run_on_ranks(ranks, lambda: load_scored(Path(path), device, PRECISIONS[precision]))
     suite = suite or run_on_ranks(ranks, lambda: load_suite(tasks, limit, cache=cache, progress=say))
     header = _header(loaded, device, precision)
     with only_one(output, say, ranks):
@@ -113,7 +113,7 @@ def _score(record: Record, lm: Any, entry: SuiteTask, ngram: int | None, contami
     record.enter(entry.name, scores, as_dicts(entry.name, items, contaminated))
 
 
-def _check(precision: str, batch_tokens: int | None, ngram: int | None) -> None:
+def check_settings(precision: str, batch_tokens: int | None, ngram: int | None) -> None:
     if precision not in PRECISIONS:
         raise UserError(f"precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
     if batch_tokens is not None and batch_tokens < 1:
@@ -122,7 +122,7 @@ def _check(precision: str, batch_tokens: int | None, ngram: int | None) -> None:
         raise UserError(f"ngram is {ngram}; it must be 1 or more words (--ngram 0, or null in a sweep, does not ask)")
 
 
-def _load(path: Path, device: str, dtype: torch.dtype) -> Any:
+def load_scored(path: Path, device: str, dtype: torch.dtype) -> Any:
     from ..train.checkpoint.checkpoint import find, load_for_evaluation
 
     try:

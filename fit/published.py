@@ -139,7 +139,11 @@ _LAWS = _read()
 
 
 def published_law(name: str) -> PublishedLaw:
-    """The published law of that name. Raises InputError naming the nearest names for one that is not known."""
+    """The published law of that name. Raises InputError naming the nearest names for one that is not known.
+
+    >>> published_law("hoffmann2022_approach3").optimal(5.76e23)
+    C (6ND) = 5.76e23, N = 32.2B, D = 2.98T, D/N = 92.6, loss = 1.9307
+    """
     if name not in _LAWS:
         asked = str(name).lower()
         said = {known: f"{known} {law.authors} {law.form} {law.arxiv}".lower() for known, law in _LAWS.items()}

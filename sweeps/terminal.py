@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from rich import box
 from rich.console import Console
@@ -24,6 +24,24 @@ def plain_table(columns: Iterable[str], left: Collection[str] = (), title: str |
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
     return table
+
+
+def fits(table: Table, out: Console) -> bool:
+    """Whether the table can be printed without cutting or folding a cell."""
+    return out.measure(table, options=out.options.update(width=1 << 12)).maximum <= out.width
+
+
+def print_rows(columns: Sequence[str], left: Collection[str], title: str, rows: Iterable[Sequence[str]]) -> None:
+    """A `plain_table`; where the terminal is too narrow for it, intervals stand below their numbers."""
+    out, rows, table = console(), list(rows), plain_table(columns, left, title)
+    for row in rows:
+        table.add_row(*row)
+    if not fits(table, out):
+        table = plain_table(columns, left, title)
+        table.padding = (0, 1, 0, 0)
+        for row in rows:
+            table.add_row(*(cell.replace(" [", "\n[") for cell in row))
+    out.print(table)
 
 
 def printable(text: str) -> str:

@@ -24,3 +24,9 @@ def test_examples_that_ask_for_other_runs_have_other_folders(name: str) -> None:
         wanted = sorted(argument for argument in arguments if not argument.startswith((*HOW, "sweep=")))
         requests.setdefault(values.get("sweep", values["grid"]), set()).add(" ".join(wanted))
     assert all(len(found) == 1 for found in requests.values()), requests
+
+
+def test_one_version_is_named_everywhere() -> None:
+    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {version}," in (ROOT / "CHANGELOG.md").read_text()

@@ -21,7 +21,7 @@ LINEAGE = "lineage.json"  # where the run comes from: sweep, commit, attempt
 PUSHED = "wandb.json"  # what the server has, as far as it has confirmed
 
 AXES = ("step", "tokens", "flops")  # what curves are drawn against; the rest is shown in sections
-SECTIONS = ("train", "val", "experts", "speed")
+SECTIONS = ("train", "val", "eval", "experts", "speed")
 
 # Short enough that an ensemble, whose runs end one after the other, gets through them in the grace of a preempted job.
 ANSWER_SECONDS = 3.0  # for a server to say anything at all, before a run starts
@@ -47,7 +47,7 @@ class Tracker:
         """
         self._report, self._directory = report, directory
         self._run: Any = None
-        self._sent = 0  # the newest step that the view has
+        self._sent, self._scores = 0, 0  # the newest step that the view has; checkpoints whose scores it has
         if config.tracker.kind == "wandb":
             self._guard("starting", lambda: self._start(config, run_id, seconds or FINISH_SECONDS))
 
@@ -88,6 +88,16 @@ class Tracker:
             self._run.log(in_sections(record), step=record["step"])
             self._sent = record["step"]
 
+    def add_scores(self, scores: list[dict[str, Any]]) -> None:
+        """Sends lines of `step`, `tokens` and `eval/task/metric`, one per checkpoint, behind all of the training's.
+
+        wandb takes steps in their order and each once, so a line that is sent again changes nothing.
+        """
+        for record in scores:
+            if self._run is not None:
+                self._guard("logging", lambda: self._run.log(record, step=self._sent + record["step"]))  # noqa: B023
+        self._scores = len(scores)
+
     def finish(self, summary: dict[str, Any] | None = None) -> None:
         """Sends the final numbers and closes; without a summary the run is not at its end."""
         if self._run is not None:
@@ -98,7 +108,8 @@ class Tracker:
         run.summary.update(summary or {})
         run.finish(exit_code=1 if summary is None else 0)
         if is_online(run):
-            write_json(self._directory / PUSHED, {"step": self._sent, "finished": summary is not None})
+            pushed = {"step": self._sent, "finished": summary is not None, "scores": self._scores}
+            write_json(self._directory / PUSHED, pushed)
 
     def _guard(self, what: str, action: Callable[[], Any]) -> None:
         try:
@@ -130,9 +141,17 @@ def in_sections(record: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def open_run(settings: TrackerConfig, folder: Path, report: Callable[[str], None], seconds: float, **about: Any) -> Any:
+def open_run(
+    settings: TrackerConfig,
+    folder: Path,
+    report: Callable[[str], None],
+    seconds: float,
+    offline_suffix: str = "",
+    **about: Any,
+) -> Any:
     """A wandb run; with mode `auto` it is offline where no server can be had, and that is reported.
 
+    `offline_suffix`: of the id of an offline run, which cannot be resumed, where the next one is another run.
     `seconds`: that `finish()` may wait for the server, before it raises TimeoutError. Other errors are wandb's own.
     """
     import wandb
@@ -145,6 +164,7 @@ def open_run(settings: TrackerConfig, folder: Path, report: Callable[[str], None
         report(f"{silence}; going on offline, and `isoflop sync` sends it later")
         mode = "offline"
     folder.mkdir(parents=True, exist_ok=True)
+    about["id"] += offline_suffix if mode == "offline" else ""
     _service()
     return wandb.init(
         project=settings.project,

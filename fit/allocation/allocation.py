@@ -345,6 +345,14 @@ def overtraining_cost(
     Exactly one of: ratio, its tokens per parameter over the optimum's; size, its parameters over the optimum's;
     overhead, the extra compute one will pay (0.2 for 20 %), for the smallest such model. `more`: size and overhead,
     which is infinite below (beta / (alpha + beta))^(1/alpha) of the optimal size.
+
+    Half the size of Chinchilla's approach 3 at its budget, for 21 % more training:
+
+    >>> from isoflop.fit import ChinchillaLaw
+    >>> N, D = [1e7, 1e7, 1e7, 1e8, 1e8, 1e8, 1e9, 1e9, 1e9], [1e9, 1e10, 1e11] * 3
+    >>> law = ChinchillaLaw().fit(N, D, [1.69 + 406.4 / n**0.34 + 410.7 / d**0.28 for n, d in zip(N, D)])
+    >>> overtraining_cost(law, 5.76e23, size=0.5)
+    C (6ND) = 6.96e23, N = 16.1B, D = 7.21T, D/N = 448, loss = 1.9307, size = 0.500, overhead = 0.208
     """
     name, value = exactly_one(ratio=ratio, size=size, overhead=overhead)
     _chinchilla(law)

@@ -42,6 +42,9 @@ FAR = 15.0  # bounds of the curve's argument at the mean loss
 class TaskLaw(Estimator):
     """Accuracy at (N, D), by way of the task's loss.
 
+    After `fit`: law_ (the first step), constants_ (of both), scatter_ (tau), items_ (of the benchmark, by the standard
+    errors, or None), converged_. After `bootstrap`: draws_, counts_ (of each resample, (resamples, rows)), bootstrap_.
+
     Parameters
     ----------
     link : {"sigmoid", "exponential"}
@@ -49,9 +52,6 @@ class TaskLaw(Estimator):
         What the sigmoid tends to at low loss; None fits it, which takes runs that come near it.
     law : Law, optional
         An unfitted law of (N, D) for the first step; by default E + A/N^alpha + B/D^beta.
-
-    After `fit`: law_ (the first step), constants_ (of both), scatter_ (tau), items_ (of the benchmark, by the standard
-    errors, or None), converged_. After `bootstrap`: draws_, counts_ (of each resample, (resamples, rows)), bootstrap_.
     """
 
     form = "task"

@@ -30,6 +30,18 @@ FAR = 200.0  # bounds of coordinates that are not centred: wide enough for exp(a
 class ChinchillaLaw(LossLaw):
     """L(N, D) = E + A / N^alpha + B / D^beta.
 
+    After `fit`: E_, A_, B_, alpha_, beta_, and what `Law` lists; `degenerate_` also names an exponent near zero.
+
+    >>> N, D = [1e7, 1e7, 1e7, 1e8, 1e8, 1e8, 1e9, 1e9, 1e9], [1e9, 1e10, 1e11] * 3
+    >>> loss = [1.7 + 400 / n**0.34 + 410 / d**0.28 for n, d in zip(N, D)]
+    >>> law = ChinchillaLaw().fit(N, D, loss)
+    >>> law
+    L(N, D) = 1.7 + 400 / N^0.34 + 410 / D^0.28   (9 points, 64 of 64 starts agree)
+    >>> law.optimal(5.76e23)
+    C (6ND) = 5.76e23, N = 31.5B, D = 3.05T, D/N = 97.0, loss = 1.9388
+    >>> round(law.predict(N=70e9, D=1.4e12), 4)
+    1.9451
+
     Parameters
     ----------
     objective : {"huber", "l1", "squares", "se"}
@@ -40,8 +52,6 @@ class ChinchillaLaw(LossLaw):
         Hold alpha = beta, as a constant D/N implies (Muennighoff et al. 2023; Gadre et al. 2024).
     E : float, optional
         Fix the irreducible loss, in the unit of the loss; zero leaves the term out.
-
-    After `fit`: E_, A_, B_, alpha_, beta_, and what `Law` lists; `degenerate_` also names an exponent near zero.
     """
 
     form = "chinchilla"

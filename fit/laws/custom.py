@@ -34,6 +34,8 @@ TAKEN |= {"objective", "problem", "scatter", "se", "starts", "theta", "weight"}
 class FunctionLaw(LossLaw):
     """The law `function(constants, *inputs)`; one of N and D drives an analysis.
 
+    `degenerate_` also names a constant that no prediction depends on.
+
     Parameters
     ----------
     function : callable
@@ -44,8 +46,6 @@ class FunctionLaw(LossLaw):
     starts : sequence of complete mappings, optional, besides the drawn ones.
     tries, seed : how many starts of a Latin hypercube are kept, and its seed.
     name : what to call the law; by default the function's own name.
-
-    `degenerate_` also names a constant that no prediction depends on.
     """
 
     form = "function"

@@ -54,13 +54,13 @@ FARTHEST = (np.log(1e-3), np.log(1e6))  # of a leverage, in logarithms
 class ExpertLaw(Law):
     """The loss of a mixture of experts, by one of four published forms: their `equation`.
 
+    After `fit`: what `Law` lists. E_start is the E' of a dense model, E_max that of ever more experts.
+
     Parameters
     ----------
     form : {"clark", "krajewski", "ludziejewski", "abnar"}; `inputs` are its own. krajewski is of one number of experts.
     tokens : the one D of all runs, optional; a form is then without D, and answers budgets at this D.
     share : of the active parameters, that in experts, optional: N_total = N_active (1 + (experts - 1) share).
-
-    After `fit`: what `Law` lists. E_start is the E' of a dense model, E_max that of ever more experts.
     """
 
     form: str = ""  # type: ignore[misc]

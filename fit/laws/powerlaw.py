@@ -24,6 +24,9 @@ class PowerLaw(LineLaw):
     """y = k x^p; with `offset`, y = E + k x^p with E >= 0 and p in [-3, 0].
 
     After `fit`: k_, p_, E_ (0 without an offset). After `bootstrap` or `fit_draws`: draws_.
+
+    >>> PowerLaw().fit([1e18, 1e20, 1e22], [2e8, 2e9, 2e10])
+    y = 0.2 x^0.5   (3 points, 1 of 1 starts agree)
     """
 
     form = "power"

@@ -176,6 +176,8 @@ def joint_starts(
 class RepetitionLaw(Law):
     """L(N, D, U) = E + A / N'^alpha + B / D'^beta; see the module for N' and D'.
 
+    After `fit`: E_, A_, B_, alpha_, beta_, R_D_, R_N_; `degenerate_` names R_N where no run outgrows its unique tokens.
+
     Parameters
     ----------
     tied : bool
@@ -183,8 +185,6 @@ class RepetitionLaw(Law):
     base : mapping, optional
         E, A, B, alpha and beta to hold, as the paper does, such as the constants of a tied fit to runs of one epoch.
         Intervals are then those of R_D and R_N given the base.
-
-    After `fit`: E_, A_, B_, alpha_, beta_, R_D_, R_N_; `degenerate_` names R_N where no run outgrows its unique tokens.
     """
 
     form = "repetition"

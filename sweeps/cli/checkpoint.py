@@ -76,6 +76,14 @@ def score(
         print(f"report: {folder / 'report.html'}")
 
 
+@command(app, "lm_eval", context_settings={"ignore_unknown_options": True, "help_option_names": []})
+def lm_eval_command(arguments: list[str] | None = None) -> None:
+    """lm-eval's own command; --model isoflop --model_args checkpoint=FOLDER is a checkpoint of ours."""
+    from ...evaluate.command import run_lm_eval
+
+    run_lm_eval(arguments or ["--help"])
+
+
 def _score(
     ranks: Any, wanted: Sequence[tuple[Path, Path]], suite: dict[str, Any], settings: dict[str, Any], quietly: bool
 ) -> list[Scored] | None:

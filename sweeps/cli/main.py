@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...train.errors import UserError
+from ...train.errors import UserError, counted
 from ..entry import compose_and_conduct, guarded
 from . import bench, checkpoint, sweep
 from .options import command, show
@@ -211,10 +211,15 @@ def _columns(pairs: list[str]) -> dict[str, str]:
 @command(data, "prepare")
 def prepare_command(overrides: list[str] | None = None) -> None:
     """Builds the token shards of a corpus, with progress; sweeps then start at once."""
+    from ...train.data.corpora import ACCEPTED, passed_over
     from ...train.data.shards import prepare_with_progress
     from ..entry import compose
 
-    shards = prepare_with_progress(compose(overrides or []).data)
+    config = compose(overrides or []).data
+    if config.corpus == "text" and config.path and (skipped := passed_over(config.path)):
+        kinds = ", ".join(f"{count:,} {ending}" for ending, count in skipped.most_common(5))
+        print(f"skipped: {counted(skipped.total(), 'file')} ({kinds}); read are {ACCEPTED}", flush=True)
+    shards = prepare_with_progress(config)
     for part in ("train", "validation"):
         numbers = shards.manifest[part]
         print(f"{part}: tokens {numbers['tokens']:,}, documents {numbers['documents']:,}, bytes {numbers['bytes']:,}")
@@ -224,6 +229,7 @@ def prepare_command(overrides: list[str] | None = None) -> None:
         print("the held-out set is one document, so losses are of that text alone; raise data.validation_fraction")
     for line in recipe_lines(shards):
         print(line)
+    print(f"shards: {shards.directory}")
 
 
 def recipe_lines(shards: Shards) -> list[str]:

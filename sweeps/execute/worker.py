@@ -238,6 +238,7 @@ def evaluate_runs(sweep_path: str, run_ids: list[str]) -> None:
     RunFailed where a run could not be scored, after the others; UserError where this node does not see the sweep.
     """
     from ..results.scoring import evaluate_run, is_scored, open_suite
+    from ..results.tracking import push_scores
 
     sweep = check_shared(sweep_path)
     settings = asdict(recorded(sweep.settings()).evaluate)
@@ -253,6 +254,7 @@ def evaluate_runs(sweep_path: str, run_ids: list[str]) -> None:
                 if not is_scored(run, settings):
                     scoring = scoring or open_suite(settings, run.log)
                     evaluate_run(run, settings, scoring)
+                    push_scores(run, run.log)
         except Timeout:
             print(f"left out: somebody else scores run {name}")
         except Exception as error:

@@ -30,7 +30,7 @@ from ..runs import attempts
 from ..runs.attempts import Attempt, Policy
 from ..runs.directory import FIT_FAILURE, OPEN, STATES, RunDirectory, SweepDirectory, now_on
 from ..runs.membership import members
-from ..terminal import console, describe_seconds, printable, short
+from ..terminal import console, describe_seconds, fits, printable, short
 
 Row = dict[str, Any]
 SQUEUE_SECONDS = 5.0  # that a look waits for an explanation
@@ -42,6 +42,8 @@ FOLDED = ("done", "planned", "queued")  # counted instead of shown, in this orde
 STYLES = {"failed": "red", "diverged": "red", "running": "cyan", "preempted": "yellow", "done": "green"}
 BRING_BACK = "isoflop retry brings them back"
 COLUMNS = ("run", "state", "N", "D", "step", "loss", "tok/s", "MFU", "ETA", "try", "where", "note")
+NOTE = 30  # characters of a note side by side, where there is no room for all
+LEAST_FIRST = ("try", "MFU", "where", "D", "N", "tok/s", "ETA", "loss", "step")  # what a narrow terminal does without
 
 
 def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -267,17 +269,7 @@ def render_status(status: dict[str, Any], out: Console, everything: bool) -> Ren
     shown, hidden = fold_rows(status["runs"], room)
     shown.sort(key=lambda row: ORDER.index(row["state"]))
     counts = ", ".join(f"{count} {state}" for state, count in status["states"].items())
-    table = Table(title=f"{status['sweep']}: {counts}", title_justify="left", box=box.SIMPLE)
-    cells = [_cells(row) for row in shown]
-    for number, column in enumerate(COLUMNS):
-        is_text = column in ("where", "note")  # what gives way on a narrow terminal
-        width = None if is_text else max([len(column), *(len(row[number]) for row in cells)])
-        left = is_text or column in ("run", "state")
-        table.add_column(column, justify="left" if left else "right", no_wrap=True, min_width=width)
-    for row, of_run in zip(shown, cells, strict=True):
-        table.add_row(
-            *(Text(printable(cell)) for cell in of_run), style=STYLES.get(row["state"])
-        )  # text: a name may have [brackets]
+    title = f"{status['sweep']}: {counts}"
     lines = []
     for (state, reason), runs in _reasons(shown).items():
         named = ", ".join(runs[:3]) + ", …" * (len(runs) > 3)
@@ -298,7 +290,27 @@ def render_status(status: dict[str, Any], out: Console, everything: bool) -> Ren
         lines.append(f"the fit failed: {status['fit_failure']}")
     if status["report"]:
         lines.append(f"report: {status['report']}")
-    return Group(table, *(Text(line, overflow="fold") for line in lines))
+    return Group(_table(shown, title, out), *(Text(line, overflow="fold") for line in lines))
+
+
+def _table(shown: list[Row], title: str, out: Console) -> Table:
+    """As many columns as there is room for, and always the note, which may take several lines."""
+    cells = [dict(zip(COLUMNS, _cells(row), strict=True)) for row in shown]
+    empty = [name for name in COLUMNS[3:-1] if not any(of_run[name] for of_run in cells)]
+    dropped = [*empty, *(name for name in LEAST_FIRST if name not in empty)]
+    for given_up in range(len(dropped) + 1):
+        table = Table(title=title, title_justify="left", box=box.SIMPLE)
+        columns = [name for name in COLUMNS if name not in dropped[:given_up]]
+        for name in columns:
+            left = name in ("run", "state", "where", "note")
+            room = NOTE if given_up and name == "note" else None
+            table.add_column(name, justify="left" if left else "right", no_wrap=name != "note", max_width=room)
+        for row, of_run in zip(shown, cells, strict=True):
+            texts = (Text(printable(of_run[name])) for name in columns)  # a name may have [brackets]
+            table.add_row(*texts, style=STYLES.get(row["state"]))
+        if fits(table, out):
+            break
+    return table
 
 
 def fold_rows(rows: list[Row], room: int | None) -> tuple[list[Row], dict[str, int]]:

@@ -25,7 +25,7 @@ from ..runs import attempts
 from ..runs.directory import FIT_FAILURE, SweepDirectory
 from ..runs.preflight import FILE as PREFLIGHT
 from ..runs.preflight import read_record, summary
-from ..terminal import console, plain_table, say, short
+from ..terminal import print_rows, say, short
 from . import pages, tracking
 from .accounting import account, own_seconds, result_of, shares_device
 from .table import UNTUNED, sweep_curves, write_table
@@ -184,18 +184,18 @@ def print_law(law: dict[str, Any], name: str) -> None:
     from ...fit.flops import in_words
     from ...fit.formatting import INTERVALS
 
-    convention = f" ({in_words(law['convention'])})" if "convention" in law else ""  # older files do not say
-    columns = (f"FLOPs{convention}", "approach", "N", "D", "D/N", "loss")
-    table = plain_table(columns, ("approach",), f"{name}: compute-optimal, with 95 % intervals")
+    convention = f" for FLOPs {in_words(law['convention'])}" if "convention" in law else ""  # older files do not say
     kind, approaches = law.get("intervals", "noise"), (law.get("approaches") or {}).items()
     found = [(item, "mixture") for item in law.get("optimal", []) if kind == "mixture"]
     found += [(item, name) for name, approach in approaches for item in approach.get("optimal", [])]
+    rows = []
     for item, approach in sorted(found, key=lambda row: row[0]["flops"]):
         N, D, loss = (_with_interval(item, key) for key in ("N", "D", "loss"))
-        ratio = "–" if not item["N"] or item["D"] is None else f"{item['D'] / item['N']:.3g}"
-        table.add_row(f"{item['flops']:.3g}", approach, N, D, ratio, loss)
+        ratio = "–" if not item["N"] or item["D"] is None else short(item["D"] / item["N"])
+        rows.append((f"{item['flops']:.3g}", approach, N, D, ratio, loss))
     if found:
-        console().print(table)
+        columns = ("FLOPs", "approach", "N", "D", "D/N", "loss")
+        print_rows(columns, ("approach",), f"{name}: compute-optimal{convention}, with 95 % intervals", rows)
         say(INTERVALS[kind])
     if forms := law.get("forms"):
         say("mixture: " + "; ".join(f"{weight:.0%} {form}" for form, weight in forms.items()))
@@ -223,13 +223,13 @@ def print_law(law: dict[str, Any], name: str) -> None:
 def print_comparisons(found: list[dict[str, Any]]) -> None:
     """Multipliers by budget, and what they say."""
     columns = ("variant", "FLOPs of the base", "multiplier", "of seconds")
-    table = plain_table(columns, ("variant",), "compute multipliers, with 95 % intervals")
+    rows = []
     for one in found:
         for k in one["multipliers"]:
             item = {"value": k["value"], "value_ci": k["ci"]} | k
             flops = f"{k['flops']:.3g}" + " (beyond the runs)" * k["extrapolated"]
-            table.add_row(escape(one["variant"]), flops, *(_with_interval(item, name) for name in ("value", "seconds")))
-    console().print(table)
+            rows.append((escape(one["variant"]), flops, *(_with_interval(item, name) for name in ("value", "seconds"))))
+    print_rows(columns, ("variant",), "compute multipliers, with 95 % intervals", rows)
     for line in (line for one in found for line in one["sentences"]):
         say(escape(line))
 

@@ -24,9 +24,9 @@ from ...train.files import read_json, write_json
 from ...train.tracker import LINEAGE, PUSHED, Tracker, is_online, logged_in, open_run, server, unreachable
 from ..config import recorded
 from ..runs.directory import OPEN, Busy, RunDirectory, SweepDirectory
-from .table import SCORES, evaluations
+from .table import MORE, SCORES, evaluations
 
-RESULTS = ("fit/law.json", "fit/report.html", "table.csv", "plan.json", "sweep.yaml")
+RESULTS = ("fit/law.json", "fit/*.html", "fit/*.png", "table.csv", "plan.json", "sweep.yaml")
 AT_ONCE = 8  # runs that are sent at a time
 SEND_SECONDS = 60.0  # that a run or the results may take to arrive; a report is some megabytes
 PROVENANCE = ("isoflop_version", "git_commit", "git_dirty", "host", "command", "written")
@@ -58,7 +58,9 @@ def push_results(sweep: SweepDirectory, report: Callable[[str], None] = print, *
     try:
         written = sweep.settings()
         settings = replace(recorded(written).tracker, **changes)
-        if settings.kind == "wandb" and (read_json(sweep.path / "fit" / PUSHED) or {}).get("digest") != _digest(sweep):
+        pushed = {"digest": None, "online": True} | (read_json(sweep.path / "fit" / PUSHED) or {})
+        known = pushed["digest"] == _digest(sweep) and (pushed["online"] or settings.mode != "online")
+        if settings.kind == "wandb" and not known:
             _push_results(sweep, written, settings, report)
     except Exception as error:
         # The results are on disk, and a network or a quota must not make a sweep of them that failed.
@@ -80,6 +82,7 @@ def _push_results(
         Path(settings.directory) if settings.directory else sweep.path,
         report,
         SEND_SECONDS,
+        f"-{before[:6]}",
         id=results_id(sweep),
         name=f"{sweep.path.name}: fit",
         job_type="fit",
@@ -93,8 +96,7 @@ def _push_results(
         run.summary.update({key: law.get(key) for key in ("law", "ci", "optimal", "verdict", "runs")})
     finally:
         run.finish()
-    if is_online(run):
-        write_json(sweep.path / "fit" / PUSHED, {"digest": before})
+    write_json(sweep.path / "fit" / PUSHED, {"digest": before, "online": is_online(run)})
 
 
 def _artifact(sweep: SweepDirectory) -> Any:
@@ -102,9 +104,8 @@ def _artifact(sweep: SweepDirectory) -> Any:
 
     name = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in sweep.path.name)
     artifact = wandb.Artifact(f"{name}-results", type="scaling-law")
-    for name in RESULTS:
-        if (sweep.path / name).is_file():
-            artifact.add_file(str(sweep.path / name), name=Path(name).name)
+    for path in (path for pattern in RESULTS for path in sorted(sweep.path.glob(pattern))):
+        artifact.add_file(str(path), name=path.name)
     summaries = [summary for run in sweep.runs() if (summary := run.summary()) is not None]
     with artifact.new_file("summaries.jsonl", mode="w") as file:
         file.writelines(json.dumps(summary) + "\n" for summary in summaries)
@@ -112,7 +113,38 @@ def _artifact(sweep: SweepDirectory) -> Any:
 
 
 def results_id(sweep: SweepDirectory) -> str:
-    return "fit-" + hashlib.sha256(str(sweep.path.resolve()).encode()).hexdigest()[:10]
+    """Of this sweep's results; sweeps of two machines may lie at one path."""
+    written = sweep.settings()
+    about = [str(sweep.path.resolve()), str(written.get("host")), str(written.get("written"))]
+    return "fit-" + hashlib.sha256("\n".join(about).encode()).hexdigest()[:10]
+
+
+def push_scores(run: RunDirectory, report: Callable[[str], None]) -> None:
+    """Adds to a finished run on wandb what its checkpoints scored. Never an error."""
+    config = run.config()
+    if config.tracker.kind == "wandb":
+        _push_scores(run, Tracker(config, run.run_id, run.path, report))
+
+
+def _push_scores(run: RunDirectory, view: Tracker) -> None:
+    records = score_records(run)
+    view.add_scores(records)
+    view.finish((run.summary() or {}) | (records[-1] if records else {}) if run.is_done() else None)
+
+
+def score_records(run: RunDirectory) -> list[dict[str, Any]]:
+    """Of each scored checkpoint, in order: step, tokens, and `eval/task/metric`."""
+    names = [name for name in (*SCORES, *MORE) if "items" not in name and name != "chance"]
+    return [
+        {"step": step, "tokens": scored.get("tokens")}
+        | {
+            f"eval/{task}/{name}": values[name]
+            for task, values in scored["tasks"].items()
+            for name in names
+            if values.get(name) is not None
+        }
+        for step, scored in evaluations(run).items()
+    ]
 
 
 def score_rows(sweep: SweepDirectory) -> tuple[list[str | int], list[Iterable[Any]]]:
@@ -144,8 +176,9 @@ def sync_sweep(sweep: SweepDirectory, progress: Callable[[str], None] = print) -
         raise UserError(f"{silence}; sync again when it does")
     sent, waiting = 0, list[RunDirectory]()
     for run in tracked:
-        pushed = {"step": -1, "finished": None} | (read_json(run.path / PUSHED) or {})
-        if pushed["step"] < run.last_metrics().get("step", 0) or pushed["finished"] != run.is_done():
+        pushed = {"step": -1, "finished": None, "scores": 0} | (read_json(run.path / PUSHED) or {})
+        there = {"step": pushed["step"], "finished": run.is_done(), "scores": len(evaluations(run))}
+        if pushed["step"] < run.last_metrics().get("step", 0) or pushed != there:
             waiting.append(run)
     with tempfile.TemporaryDirectory(prefix="wandb-", ignore_cleanup_errors=True) as folder:
         with ThreadPoolExecutor(AT_ONCE) as pool:  # most of a run's time is waiting for the server
@@ -171,8 +204,7 @@ def _send(run: RunDirectory, folder: str) -> bool:
     config.tracker.mode, config.tracker.directory = "online", folder
     try:
         with run.lock(timeout=0.0):
-            view = Tracker(config, run.run_id, run.path, _refuse, SEND_SECONDS)
-            view.finish(run.summary() if run.is_done() else None)
+            _push_scores(run, Tracker(config, run.run_id, run.path, _refuse, SEND_SECONDS))
     except Busy:
         return False
     return True

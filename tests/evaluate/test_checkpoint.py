@@ -91,7 +91,7 @@ def loaded(seed: int = 0, checksum: str = "c0ffee", step: int = 7) -> Any:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the tasks that a model was really asked about; paths are names of checkpoints."""
     names: list[str] = []
-    monkeypatch.setattr(checkpoint, "_load", lambda path, device, dtype: loaded(len(path.name), path.name))
+    monkeypatch.setattr(checkpoint, "load_scored", lambda path, device, dtype: loaded(len(path.name), path.name))
     real = checkpoint.answer_task
 
     def counted(lm: Any, entry: SuiteTask) -> Any:
@@ -141,7 +141,7 @@ def test_a_whole_suite_is_scored_on_a_gpu(tmp_path: Path, asked: list[str], monk
         return CheckpointLM(*arguments, **options)
 
     monkeypatch.setattr(checkpoint, "pick_device", lambda *_: META)
-    monkeypatch.setattr(checkpoint, "_load", load)
+    monkeypatch.setattr(checkpoint, "load_scored", load)
     monkeypatch.setattr(checkpoint, "CheckpointLM", lm)
     with kernels_on_meta():
         gpu = stand_in(monkeypatch)
@@ -395,7 +395,7 @@ def test_nan_withholds_the_score_and_names_the_item(
         next(result.model.parameters()).data.fill_(math.nan)
         return result
 
-    monkeypatch.setattr(checkpoint, "_load", broken)
+    monkeypatch.setattr(checkpoint, "load_scored", broken)
     lines = list[str]()
     scores = evaluate(tmp_path / "s.json", suite_of(3), progress=lines.append)["tasks"]
     for name, values in scores.items():

@@ -146,7 +146,7 @@ def test_a_checkpoint_is_loaded_onto_the_device_and_scored(
     saver = Saver(tmp_path, Mesh(), config, ByteTokenizer())
     saver.save(3, held, {})
     saver.close()
-    loaded = checkpoint._load(tmp_path / "step_3", "meta", checkpoint.PRECISIONS[precision])
+    loaded = checkpoint.load_scored(tmp_path / "step_3", "meta", checkpoint.PRECISIONS[precision])
     assert {x.device for x in (*loaded.model.parameters(), loaded.model.cos)} == {META}
     assert {x.dtype for x in loaded.model.parameters()} == {checkpoint.PRECISIONS[precision]}
     with on_device(host_may_wait=True):

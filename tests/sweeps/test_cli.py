@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from isoflop.sweeps.cli.options import ABOUT
 from isoflop.sweeps.entry import CONFIG, sweep_main
 from isoflop.sweeps.results.finish import write_results
 from isoflop.sweeps.runs.directory import SweepDirectory
+from lm_eval.tasks import TaskManager
 
 pytestmark = pytest.mark.usefixtures("quick_pictures")
 SMOKE = ["+grid=smoke", "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11"]
@@ -259,6 +261,62 @@ def test_evaluate_writes_scores_items_and_a_page_with_peers_of_its_sweep(
     assert "Compared" in (tmp_path / "both" / sorted(names)[0] / "report.html").read_text()
 
 
+LM_EVAL_TASK = """
+task: colours
+dataset_path: json
+dataset_kwargs: {data_files: {test: %s}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+
+
+def test_lm_eval_s_own_command_scores_a_checkpoint_as_ours_does(
+    run: Run, sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # lm-eval reads its 14,000 tasks at each start, which is left out here.
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    (tmp_path / "tasks").mkdir()
+    rows = [
+        {"question": f"item {i}: the", "choices": [f"c{i}" * (1 + i % 3), "import os"], "answer": i % 2}
+        for i in range(12)
+    ]
+    data = tmp_path / "colours.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "tasks" / "colours.yaml").write_text(LM_EVAL_TASK % data)
+    checkpoint = sorted(sweep.glob("runs/*/checkpoints/step_*"))[0]
+
+    out = ["--output_path", tmp_path / "theirs.json", "--include_path", tmp_path / "tasks", "--tasks", "colours"]
+    model = ["--model", "isoflop", "--model_args", f"checkpoint={checkpoint}", "--device", "cpu"]
+    code, said, _ = run("lm_eval", *model, *out)
+    assert code == 0
+    assert "|colours|" in said
+    theirs = json.loads(next(tmp_path.glob("theirs*.json")).read_text())["results"]["colours"]
+    code, said, _ = run(
+        "evaluate", checkpoint, "--tasks", tmp_path / "tasks", "--device", "cpu", "--ngram", "0", "--json"
+    )
+    ours = json.loads(said)["tasks"]["colours"]
+    assert 0 < ours["acc"] < 1, "else equality says little"
+    assert (theirs["acc,none"], theirs["acc_norm,none"]) == (ours["acc"], ours["acc_norm"])
+
+    for given, says in [
+        ("precision=fp32", "--model_args names no checkpoint"),
+        (
+            f"checkpoint={checkpoint},colour=red",
+            "--model_args has colour; it takes checkpoint, precision, batch_tokens, device",
+        ),
+        (f"checkpoint={checkpoint},precision=fp8", "precision is 'fp8'"),
+        ("checkpoint=nowhere", "nowhere"),
+    ]:
+        code, _, error = run("lm_eval", *model[:3], given, *out)
+        assert code == 2
+        assert says in error
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -287,6 +345,8 @@ def test_data_prepare_builds_the_shards_once(run: Run, tmp_path: Path, monkeypat
     (tmp_path / "corpus").mkdir()
     for i in range(20):
         (tmp_path / "corpus" / f"{i}.txt").write_text(f"document {i}: " + "words and more words. " * 40)
+        (tmp_path / "corpus" / f"{i}.gz").touch()
+    (tmp_path / "corpus" / "LICENCE").touch()
     arguments = [
         "data",
         "prepare",
@@ -295,12 +355,16 @@ def test_data_prepare_builds_the_shards_once(run: Run, tmp_path: Path, monkeypat
         "data.tokenizer=bytes",
         "cluster=local",
     ]
-    code, output, _ = run(*arguments)
+    code, output, error = run(*arguments)
     assert code == 0
     assert "train: " in output
+    assert "skipped: 21 files (20 .gz, 1 without ending); read are .txt, " in output
+    assert re.search(r"built in \d.* s; [\d,]+ tokens/s", error)  # in a pipe, as here, too
+    shards = Path(re.findall("^shards: (.*)$", output, re.M)[0])
+    assert (shards / "train.bin").exists()
     built = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.bin")}
     assert built
-    assert run(*arguments)[1] == output
+    assert run(*arguments) == (0, output, "")
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.bin")} == built
 
 

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from isoflop.sweeps import terminal
 from isoflop.sweeps.config import ClusterConfig, LadderGrid
 from isoflop.sweeps.execute.display import Display, print_plan
 from isoflop.sweeps.grid.expand import expand_grid
 from isoflop.sweeps.plan.sweep_plan import plan_runs
-from isoflop.sweeps.results.finish import cost_lines
+from isoflop.sweeps.results.finish import cost_lines, print_law
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.train.config import ModelConfig, RunConfig
 from isoflop.train.files import write_json
+from rich.console import Console
 
 
 def runs() -> list[RunConfig]:
@@ -112,3 +114,20 @@ def test_what_a_sweep_cost_is_said_in_two_lines() -> None:
         "23 of 24 runs done, 2.75e+19 FLOPs (exact) in 25 GPU-hours (planned: 20)",
         "nothing was wasted; 0 of 100 retries used",
     ]
+
+
+@pytest.mark.parametrize(("width", "lines"), [(120, 5 + 2), (80, 5 + 2 * 2)])
+def test_budgets_stay_readable_on_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int, lines: int
+) -> None:
+    monkeypatch.setattr(terminal, "console", lambda: Console(width=width))
+    item = {"N": 1.274e9, "N_ci": [9.87e8, 1.543e9], "D": 2.5e12, "D_ci": [1.11e12, 9.99e12], "loss": 2.1234}
+    item |= {"flops": 1.91e22, "loss_ci": [2.0, 2.2]}
+    approaches = {"parametric": {"optimal": [item]}}
+    print_law({"convention": "6nd", "intervals": "mixture", "optimal": [item], "approaches": approaches}, "wide")
+    said = capsys.readouterr().out.splitlines()[:lines]
+    text = "\n".join(said)
+    assert max(map(len, said)) <= width
+    assert "…" not in text
+    for whole in ("1.91e+22", "parametric", "1.27B", "[987M, 1.54B]", "[1.11T, 9.99T]", "1.96k", "[2.000, 2.200]"):
+        assert text.count(whole) == (1 if whole == "parametric" else 2), whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import stat
@@ -21,6 +22,7 @@ from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory, now_on
 from isoflop.train.config import ModelConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
+from rich.console import Console
 
 
 def make(folder: Path, count: int = 4, gpus: int = 1) -> SweepDirectory:
@@ -146,6 +148,30 @@ def rows(**counts: int) -> list[dict[str, Any]]:
         for state, count in counts.items()
         for number in range(count)
     ]
+
+
+def screen(width: int) -> Console:
+    return Console(width=width, height=40, file=io.StringIO(), force_terminal=False)
+
+
+def test_a_narrow_terminal_does_without_what_matters_least_and_never_without_the_note(sweep: SweepDirectory) -> None:
+    run = sweep.runs()[0]
+    metrics(run)
+    begin(run, seconds_ago=100)
+    found = status.sweep_status(sweep)
+    heads = {}
+    for width in (200, 80, 50):
+        out = screen(width)
+        out.print(status.render_status(found, out, everything=True))
+        lines = out.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        assert max(map(len, lines)) <= width
+        heads[width] = lines[2].split()
+        assert "…" not in " ".join(lines)
+        assert any(run.run_id in line for line in lines)
+    assert heads[200] == list(status.COLUMNS)
+    assert heads[80] == ["run", "state", "step", "loss", "tok/s", "note"]
+    assert heads[50] == ["run", "state", "note"]
+    assert [line[25:].strip() for line in lines[4:6]] == ["no sign of life for 1.7", "min"]
 
 
 def test_few_runs_are_all_shown() -> None:

@@ -10,11 +10,13 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 import yaml
 from fake_sweep import planned_run
 from isoflop.sweeps.results import tracking
@@ -300,6 +302,65 @@ def test_results_are_one_run_of_the_group_with_an_artifact_and_the_scores(server
     before = len(server.artifacts)
     tracking.push_results(sweep, said.append)
     assert (len(server.artifacts), said) == (before, [])
+
+
+def scored(run: RunDirectory, step: int, **tasks: dict[str, Any]) -> None:
+    write_json(run.path / "eval" / f"step_{step}.json", {"step": step, "tokens": 10 * step, "tasks": tasks})
+
+
+def test_scores_are_in_the_run_that_was_trained_once_each(server: StandIn, tmp_path: Path) -> None:
+    sweep = tracked_sweep(tmp_path, CONFIG)
+    run, said = sweep.run(RUN), list[str]()
+    assert tracking.sync_sweep(sweep, said.append) == 1
+    scored(run, 3, sciq={"acc": 0.25, "gold_bpb": 2.0, "bpb": None, "items": 100, "chance": 0.25})
+    scored(run, 5, sciq={"acc": 0.5, "gold_bpb": 1.25}, piqa={"acc": 0.75})
+    tracking.push_scores(run, said.append)
+    lines = [json.loads(line) for _, line in sorted(server.file(RUN, "wandb-history.jsonl").items())]
+    assert [line.get("step") for line in lines[:5]] == [1, 2, 3, 4, 5]
+    shown = [{key: value for key, value in line.items() if not key.startswith("_")} for line in lines[5:]]
+    assert shown == [
+        {"step": 3, "tokens": 30, "eval/sciq/acc": 0.25, "eval/sciq/gold_bpb": 2.0},
+        {"step": 5, "tokens": 50, "eval/sciq/acc": 0.5, "eval/sciq/gold_bpb": 1.25, "eval/piqa/acc": 0.75},
+    ]
+    assert (server.summary(RUN)["eval/piqa/acc"], server.summary(RUN)["val_loss"]) == (0.75, 1.25)
+    tracking.push_scores(run, said.append)
+    assert tracking.sync_sweep(sweep, said.append) == 0, "it has the scores too"
+    assert len(server.file(RUN, "wandb-history.jsonl")) == 7
+    scored(run, 4, sciq={"acc": 0.4})
+    assert tracking.sync_sweep(sweep, said.append) == 1, "a sync sends new scores"
+    assert not any("wandb" in line and "failed" in line for line in said)
+
+
+def offline(sweep: SweepDirectory) -> list[str]:
+    """Ids of the fits that wandb has offline."""
+    return sorted(path.stem.removeprefix("run-") for path in sweep.path.glob("wandb/offline-run-*/run-fit-*.wandb"))
+
+
+def test_fits_offline_have_ids_of_their_own_with_figures_and_reports(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    here = replace(CONFIG, tracker=TrackerConfig(group="grid", mode="offline"))
+    sweep, said = tracked_sweep(tmp_path, here), list[str]()
+    law = {"law": {"alpha": 0.34}}
+    for name in ("isoflop.png", "report.html", "evaluation.html"):
+        (sweep.path / "fit").mkdir(exist_ok=True)
+        (sweep.path / "fit" / name).write_text(name)
+    write_json(sweep.path / "fit" / "law.json", law)
+    tracking.push_results(sweep, said.append)
+    tracking.push_results(sweep, said.append)
+    (first,) = offline(sweep)
+    write_json(sweep.path / "fit" / "law.json", law | {"runs": 2})
+    tracking.push_results(sweep, said.append)
+    assert len({first, *offline(sweep)}) == len(offline(sweep)) == 2
+    assert {"isoflop.png", "report.html", "evaluation.html"} <= tracking._artifact(sweep).manifest.entries.keys()
+    # Another machine has a sweep at the same path.
+    before = tracking.results_id(sweep)
+    (sweep.path / "sweep.yaml").write_text("host: elsewhere\n" + (sweep.path / "sweep.yaml").read_text())
+    assert tracking.results_id(sweep) != before
+    assert said == []
+    wandb.teardown()
 
 
 def test_what_keeps_the_results_from_wandb_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

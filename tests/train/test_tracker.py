@@ -155,7 +155,7 @@ def test_the_view_begins_with_what_the_file_has_and_gets_no_step_twice(
     view.finish()
     assert [step for step, _ in run.logged] == [1, 2, 3, 4, 5]
     assert run.exit_code == 1  # not at its end
-    assert json.loads((tmp_path / tracker.PUSHED).read_text()) == {"step": 5, "finished": False}
+    assert json.loads((tmp_path / tracker.PUSHED).read_text()) == {"step": 5, "finished": False, "scores": 0}
     # Offline nobody knows what the directories of earlier attempts have: a new one gets everything.
     run.logged.clear()
     run.settings.mode = "offline"

@@ -9,6 +9,7 @@ import glob
 import hashlib
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -252,24 +253,31 @@ def find_files(path: str) -> list[Path]:
     """The text files that a file, folder (searched recursively) or glob names, in the order of their paths; no
     hidden ones.
     """
+    files = sorted({file for file in _candidates(path) if format_of(file)}, key=lambda file: file.parts)
+    if not files:
+        raise UserError(f"data.path is {path!r}; it holds no file of an accepted kind: {ACCEPTED}")
+    return files
+
+
+def passed_over(path: str) -> Counter[str]:
+    """How many files of each ending are there that `find_files` leaves out."""
+    return Counter(file.suffix.lower() or "without ending" for file in {*_candidates(path)} if not format_of(file))
+
+
+def _candidates(path: str) -> list[Path]:
     given = Path(path).expanduser()
     if given.is_file():
         if format_of(given) is None:
             raise UserError(f"data.path is {path!r}; the kind of file must be one of {ACCEPTED}")
         return [given]
     if given.is_dir():
-        candidates = _files_below(given)
-    elif glob.has_magic(path):
-        matches = [Path(match) for match in glob.glob(str(given), recursive=True)]
-        candidates = [file for match in matches for file in (_files_below(match) if match.is_dir() else [match])]
-        if not candidates:
-            raise UserError(f"data.path is {path!r}; no file matches it: it must name a file, a folder or a glob")
-    else:
+        return _files_below(given)
+    if not glob.has_magic(path):
         raise UserError(f"data.path is {path!r}; there is no such file: it must name a file, a folder or a glob")
-    files = sorted({file for file in candidates if format_of(file)}, key=lambda file: file.parts)
-    if not files:
-        raise UserError(f"data.path is {path!r}; it holds no file of an accepted kind: {ACCEPTED}")
-    return files
+    matches = [Path(match) for match in glob.glob(str(given), recursive=True)]
+    if found := [file for match in matches for file in (_files_below(match) if match.is_dir() else [match])]:
+        return found
+    raise UserError(f"data.path is {path!r}; no file matches it: it must name a file, a folder or a glob")
 
 
 def _files_below(root: Path, skip: Callable[[str], bool] = lambda name: name.startswith(".")) -> list[Path]:

@@ -7,9 +7,11 @@
 
 from __future__ import annotations
 
+import sys
+import time
 import warnings
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +24,19 @@ from ..files import file_sha256
 from .corpora import Corpus
 from .mixing import MixedDocuments, Tokens, below_fraction, content_hash
 from .recipe import recipe
+from .recipe.pool import Pool
 from .recipe.refine import Refinery, in_parts
 from .split import Blocks, split_corpus
 from .storage import Progress, building, cache_directory, checksum, locked, read_checked, silent, write_checked
-from .tokenizers import Tokenizer, load_tokenizer
+from .tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, tokenizer_from_directory
 
 # Bumped when the same corpus would give other files.
 FORMAT = 1
 PARTS = ("train", "validation")
 EXAMPLES = "recipe.examples.jsonl"
 _BATCH_CHARACTERS = 1 << 20  # that are encoded at a time
+_ALONE_BYTES = 4 << 20  # below which starting other processes takes longer than it saves
+_QUIET_SECONDS = 10.0  # between two lines of progress where there is no bar
 _WRITE_BYTES = 1 << 21  # that are written at a time
 
 
@@ -161,7 +166,8 @@ def _build(
     dtype = np.dtype(tokenizer.dtype)
     spool = directory / "spool"
     mixed = MixedDocuments(spool, dtype)
-    _tokenize(refined or corpus, tokenizer, mixed, progress)
+    tokenizer.save(directory)
+    _tokenize(refined or corpus, tokenizer, directory, mixed, progress)
     raw = refined or mixed
     if raw.lowest == raw.highest:
         raise UserError(
@@ -184,7 +190,6 @@ def _build(
         np.save(directory / f"{part}.documents.npy", np.array(writer.starts, np.int64))
     if spool.exists():
         spool.rmdir()
-    tokenizer.save(directory)
     if refined is not None:
         refined.write_examples(directory / EXAMPLES)
     files = {
@@ -209,17 +214,43 @@ def _build(
     write_checked(directory / "manifest.json", manifest)
 
 
-def _tokenize(source: Corpus | Refinery, tokenizer: Tokenizer, mixed: MixedDocuments, progress: Progress) -> None:
+def _tokenize(
+    source: Corpus | Refinery, tokenizer: Tokenizer, saved: Path, mixed: MixedDocuments, progress: Progress
+) -> None:
     size, tokens_done, bytes_done = source.size_bytes(), 0, 0
-    for texts in in_parts(source.documents(), _BATCH_CHARACTERS):
-        for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-            encoded = text.encode()
-            ids = np.append(ids, ids.dtype.type(tokenizer.end_of_document))
-            mixed.add(content_hash(encoded), ids, len(encoded))
-            tokens_done += len(ids)
-            bytes_done += len(encoded)
-        total = tokens_done / bytes_done * max(size, bytes_done) if size else 0.0
-        progress("tokenize", tokens_done, total)
+    parts = in_parts(source.documents(), _BATCH_CHARACTERS)
+    progress("tokenize", 0, 0)
+    alone = isinstance(tokenizer, ByteTokenizer) or (size is not None and size < _ALONE_BYTES)
+    with Pool(1 if alone else None) as pool:
+        if alone:
+            encoded = pool.map(partial(_encode, tokenizer), ((texts,) for texts in parts))
+        else:
+            encoded = pool.map(encode_saved, ((saved, texts) for texts in parts))
+        for documents in encoded:  # in any order: what comes of them is sorted
+            for digest, ids, text_bytes in documents:
+                mixed.add(digest, ids, text_bytes)
+                tokens_done += len(ids)
+                bytes_done += text_bytes
+            total = tokens_done / bytes_done * max(size, bytes_done) if size else 0.0
+            progress("tokenize", tokens_done, total)
+
+
+def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[tuple[int, Tokens, int]]:
+    """Hash, ids and bytes of each text."""
+    rows = []
+    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        encoded = text.encode()
+        ids = np.append(ids, ids.dtype.type(tokenizer.end_of_document))
+        rows.append((content_hash(encoded), ids, len(encoded)))
+    return rows
+
+
+def encode_saved(directory: Path, texts: list[str]) -> list[tuple[int, Tokens, int]]:
+    """`_encode` in a process of a pool, by the tokenizer that was saved there."""
+    return _encode(_loaded(directory), texts)
+
+
+_loaded = lru_cache(maxsize=1)(tokenizer_from_directory)
 
 
 class _PartWriter:
@@ -245,7 +276,9 @@ class _PartWriter:
 
 
 def prepare_with_progress(config: DataConfig) -> Shards:
-    """`prepare` with a bar on standard error that shows tokens per second; silent where there is no terminal."""
+    """`prepare` with a bar on standard error, or where there is no terminal a line now and then; at the end, how long
+    it took.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.text import Text
@@ -260,10 +293,23 @@ def prepare_with_progress(config: DataConfig) -> Shards:
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         tasks: dict[str, Any] = {}
+        began: dict[str, float] = {}
+        start = said = time.monotonic()
 
         def show(stage: str, done: float, total: float) -> None:
+            nonlocal said
+            now = time.monotonic()
             if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=None)
+                tasks[stage], began[stage] = bar.add_task(stage, total=None), now
             bar.update(tasks[stage], completed=done, total=total or None)
+            if not console.is_terminal and now - said > _QUIET_SECONDS:
+                said = now
+                of = f" of {total:,.0f}" if total else ""
+                print(f"{stage}: {done:,.0f}{of} after {now - start:.0f} s", file=sys.stderr, flush=True)
 
-        return prepare(config, show)
+        shards = prepare(config, show)
+    if "tokenize" in began:
+        now, tokens = time.monotonic(), sum(shards.manifest[part]["tokens"] for part in PARTS)
+        speed = tokens / (now - began["tokenize"])
+        print(f"built in {now - start:.1f} s; {speed:,.0f} tokens/s from text to shards", file=sys.stderr)
+    return shards

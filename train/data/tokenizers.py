@@ -25,7 +25,7 @@ import numpy.typing as npt
 from ..config import DataConfig, canonical_json
 from ..errors import UserError
 from ..files import read_json
-from . import merges
+from . import merges, words
 from .corpora import Corpus, open_corpus
 from .mixing import Tokens, below_fraction, content_hash
 from .storage import Progress, building, checksum, locked, read_checked, silent, write_checked
@@ -107,7 +107,7 @@ class ByteTokenizer:
         return np.frombuffer(text.encode(errors="replace"), np.uint8).astype(self.dtype)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
-        """`encode` of each text, on all cores where the tokenizer can."""
+        """`encode` of each text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Any) -> str:
@@ -135,6 +135,7 @@ class SubwordTokenizer:
         backend.encode_special_tokens = True
         self.token_bytes = _token_bytes(self._content, backend, vocab_size)
         self.token_bytes[end_of_document] = 0
+        self._words = words.Words(backend, self.dtype) if words.can_encode(self._content) else None
         self.fingerprint = checksum([self._content, end_of_document, vocab_size])[:16]
 
     def encode(self, text: str) -> Tokens:
@@ -142,6 +143,8 @@ class SubwordTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         valid = [text.encode(errors="replace").decode() for text in texts]  # the library refuses lone surrogates
+        if self._words is not None:
+            return [self._words.encode(text) for text in valid]
         encodings = self._backend.encode_batch_fast(valid, add_special_tokens=False)
         return [np.array(encoding.ids, self.dtype) for encoding in encodings]
 

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -22,9 +23,10 @@ import numpy as np
 import pytest
 from isoflop.train.config import DataConfig
 from isoflop.train.data import shards as module
-from isoflop.train.data import storage
+from isoflop.train.data import storage, words
 from isoflop.train.data.corpora import open_corpus
 from isoflop.train.data.mixing import MixedDocuments, _mixed_order, content_hash
+from isoflop.train.data.recipe import pool
 from isoflop.train.data.shards import Shards, open_shards, prepare, prepare_with_progress
 from isoflop.train.data.tokenizers import ByteTokenizer, load_tokenizer
 from isoflop.train.errors import UserError
@@ -194,7 +196,9 @@ def test_the_cache_is_where_the_environment_says(
     assert prepare(changed(config, cache_dir=None)).directory.is_relative_to(tmp_path / "home/.cache/isoflop")
 
 
-def test_progress_counts_tokens(config: DataConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_counts_tokens(
+    config: DataConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[tuple[str, float, float]] = []
     shards = prepare(config, lambda *call: calls.append(call))
     tokenized = [call for call in calls if call[0] == "tokenize"]
@@ -202,7 +206,43 @@ def test_progress_counts_tokens(config: DataConfig, capsys: pytest.CaptureFixtur
     assert all(done <= total * 1.01 for _, done, total in tokenized)
     shutil.rmtree(shards.directory)
     prepare_with_progress(config)
-    assert capsys.readouterr().out == ""  # standard output is for results
+    said = capsys.readouterr()
+    assert said.out == ""  # standard output is for results
+    assert re.fullmatch(r"built in [\d.]+ s; [\d,]+ tokens/s from text to shards\n", said.err)
+    prepare_with_progress(config)
+    assert capsys.readouterr().err == "", "it was there already"
+    shutil.rmtree(shards.directory)
+    monkeypatch.setattr(module, "_QUIET_SECONDS", 0.0)
+    prepare_with_progress(config)
+    said = capsys.readouterr()
+    assert re.search(r"^tokenize: [\d,]+ of [\d,]+ after \d+ s$", said.err, re.M)  # in a pipe, as here, too
+
+
+@pytest.mark.parametrize("kept", [1 << 21, 50])
+def test_a_word_at_a_time_and_by_other_processes_the_bytes_are_those_of_the_library(
+    config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    config = changed(config, tokenizer="bpe", vocab_size=400)
+    with monkeypatch.context() as patch:
+        patch.setattr(words, "can_encode", lambda content: False)
+        library = content(prepare(config).directory)
+    monkeypatch.setattr(words, "_MOST_CHARACTERS", kept)  # 50: forgets them between documents
+    monkeypatch.setattr(words.Words, "__init__", noting(tmp_path, words.Words.__init__))
+    assert content(prepare(changed(config, cache_dir=str(tmp_path / "words"))).directory) == library
+    assert (tmp_path / "used").exists()
+    monkeypatch.setattr(module, "_ALONE_BYTES", 0)
+    monkeypatch.setattr(module, "_BATCH_CHARACTERS", 1 << 12)  # some 8 parts
+    monkeypatch.setattr(module, "_encode", lambda *_: pytest.fail("encoded in this process"))
+    monkeypatch.setattr(pool, "usable_cores", lambda: 2)
+    assert content(prepare(changed(config, cache_dir=str(tmp_path / "pool"))).directory) == library
+
+
+def noting(folder: Path, init: Callable[..., None]) -> Callable[..., None]:
+    def made(self: Any, *arguments: Any) -> None:
+        (folder / "used").touch()
+        init(self, *arguments)
+
+    return made
 
 
 # Two at once, kills, full disks.

@@ -13,6 +13,7 @@ import pytest
 import tokenizers as hf
 from isoflop.train.config import DataConfig
 from isoflop.train.data import tokenizers as ours
+from isoflop.train.data import words
 from isoflop.train.data.corpora import open_corpus
 from isoflop.train.data.mixing import below_fraction, content_hash
 from isoflop.train.data.storage import silent
@@ -91,6 +92,36 @@ def test_bytes_are_a_byte_level_bpe_without_merges() -> None:
     peer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     for text, ids in zip(TEXTS, ByteTokenizer().encode_batch(TEXTS), strict=True):
         assert ids.tolist() == peer.encode(text).ids
+
+
+def test_word_by_word_the_ids_are_those_of_the_library(bpe: SubwordTokenizer) -> None:
+    assert words.can_encode(bpe._content)
+    generator, cases = (
+        random.Random(1),
+        ["'s", "'ll", "'", " ", "  ", "\n", "wort1", "7", "²", "٣", "é", "\u3000", "𝟘", "!"],
+    )
+    code_points = [*range(256), *range(0x2000, 0x2100), *range(0x3000, 0x3100), *range(0x1F000, 0x1F100)]
+    texts = [
+        *TEXTS[-6:],
+        *("".join(generator.choices(cases, k=8)) for _ in range(3000)),
+        *("".join(map(chr, generator.choices(code_points, k=50))) for _ in range(500)),
+    ]
+    library = bpe._backend.encode_batch_fast(texts, add_special_tokens=False)
+    for text, ids, expected in zip(texts, bpe.encode_batch(texts), library, strict=True):
+        assert ids.tolist() == expected.ids, repr(text)
+
+
+@pytest.mark.parametrize("changes", [
+    {"normalizer": {"type": "NFC"}},
+    {"pre_tokenizer": {"type": "Whitespace"}},
+    {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}},
+    {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}},
+    {"model": {"type": "Unigram"}},
+    {"model": {"type": "BPE", "dropout": 0.1}},
+    {"added_tokens": [{"id": 5, "content": "x y", "special": False}]},
+])  # fmt: skip
+def test_other_tokenizers_are_left_to_the_library(bpe: SubwordTokenizer, changes: dict[str, object]) -> None:
+    assert not words.can_encode({**bpe._content, **changes})
 
 
 def test_a_trained_bpe_gives_text_back_and_counts_its_bytes(bpe: ours.Tokenizer) -> None:

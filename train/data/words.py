@@ -1,0 +1,83 @@
+"""A byte-level BPE word by word: the ids of a word depend on nothing else, so each distinct one is encoded once.
+
+Words are cut by GPT-2's rule. Which characters are letters, digits or spaces is asked of the tokenizer itself, for
+tables of Unicode differ between libraries and versions.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from .mixing import Tokens
+
+_MOST_CHARACTERS = 1 << 21  # of words that are kept: some 60 MB with their ids
+_VISIBLE = {*range(33, 127), *range(161, 173), *range(174, 256)}  # bytes that GPT-2 writes as themselves
+_HIDDEN = sorted({*range(256)} - _VISIBLE)  # and those that it writes as the characters from 256 on
+_WRITTEN = {byte: chr(256 + at) for at, byte in enumerate(_HIDDEN)}
+_BEFORE = {"letters": "a", "digits": "1", "others": "!"}  # what makes one word with a character of its class
+
+
+def can_encode(content: dict[str, Any]) -> bool:
+    """Whether a tokenizer.json is a byte-level BPE that leaves text as it is and cuts it by GPT-2's rule."""
+    model, cut = content.get("model") or {}, content.get("pre_tokenizer") or {}
+    return (
+        model.get("type") == "BPE"
+        and not model.get("dropout")
+        and content.get("normalizer") is None
+        and cut.get("type") == "ByteLevel"
+        and cut.get("use_regex", True)
+        and not cut.get("add_prefix_space", True)
+        and all(token["special"] for token in content["added_tokens"])
+    )
+
+
+class Words:
+    """Encodes text as `backend` does, a tokenizer whose content `can_encode` accepts and that reads no special tokens
+    out of text.
+    """
+
+    def __init__(self, backend: Any, dtype: Any) -> None:
+        self._model, self._pieces = backend.model, backend.pre_tokenizer.pre_tokenize_str
+        self._dtype = dtype
+        self._ids: dict[str, bytes] = {}
+        self._room = _MOST_CHARACTERS
+        self._classes: dict[str, list[int]] = {name: [] for name in (*_BEFORE, "spaces")}
+        self._known: set[str] = set()
+        self._learn_characters({"a"})
+
+    def encode(self, text: str) -> Tokens:
+        if not text.isascii() and (new := set(text) - self._known):
+            self._learn_characters(new)
+        words, ids = self._words.findall(text), self._ids
+        if new := set(words).difference(ids):
+            if self._room < 0:
+                ids, self._room, new = {}, _MOST_CHARACTERS, set(words)
+                self._ids = ids  # not cleared, for another thread may still read the old ones
+            self._room -= sum(map(len, new))
+            for word in new:
+                written = word.encode().decode("latin-1").translate(_WRITTEN)
+                ids[word] = np.array([token.id for token in self._model.tokenize(written)], self._dtype).tobytes()
+        return np.frombuffer(b"".join(map(ids.__getitem__, words)), self._dtype)
+
+    def _learn_characters(self, new: set[str]) -> None:
+        """Asks the tokenizer for whole blocks of 256, in which neighbours mostly have one class."""
+        for block in {ord(character) >> 8 for character in new}:
+            for code in range(block << 8, block + 1 << 8):
+                one = (name for name, before in _BEFORE.items() if len(self._pieces(before + chr(code))) == 1)
+                self._classes[next(one, "spaces")].append(code)
+                self._known.add(chr(code))
+        letters, digits, _, spaces = map(_ranges, self._classes.values())
+        self._words = re.compile(
+            f"'(?:[sdmt]|ll|ve|re)| ?[{letters}]+| ?[{digits}]+| ?[^{letters}{digits}{spaces}]+"
+            f"|[{spaces}]+(?![^{spaces}])|[{spaces}]+"
+        )
+
+
+def _ranges(codes: list[int]) -> str:
+    """A set of characters, as a regular expression writes it."""
+    found = np.array(sorted(codes))
+    runs = np.split(found, np.flatnonzero(np.diff(found) > 1) + 1)
+    return "".join(f"\\U{run[0]:08x}-\\U{run[-1]:08x}" for run in runs)
