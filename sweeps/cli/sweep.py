@@ -99,6 +99,31 @@ def status_command(sweep: Path, watch: bool = False, everything: bool = False, a
     show_status(SweepDirectory.open(sweep), watch, as_json, everything)
 
 
+@command(app, "forecast")
+def forecast_command(
+    sweep: Path, target: list[str] | None = None, seal: bool = False, check: str | None = None, as_json: bool = False
+) -> None:
+    """Final losses of runs under way, or of larger ones; with --seal kept, to be held against what they come to."""
+    from ..observe import forecast
+
+    directory = _open(sweep)
+    if check is not None:
+        if target or seal:
+            raise UserError(f"--check was given with {'--target' if target else '--seal'}; it takes no other option")
+        forecast.check_run(directory, check)
+    now, without = [], dict[str, str]()
+    if target:
+        now = [forecast.forecast_target(directory, one) for one in target]
+    elif check is None:
+        now, without = forecast.forecast_running(directory)
+        if seal and not now:
+            raise UserError(f"no run of {sweep} is under way that could be forecast; name a larger one with --target")
+    if seal:
+        now = forecast.seal(directory, now)
+    said = {"forecasts": [asdict(one) for one in now], "without": without, "ledger": forecast.ledger(directory)}
+    show(said, as_json, forecast.print_forecasts)
+
+
 @command(app, "logs")
 def logs_command(
     sweep: Path,

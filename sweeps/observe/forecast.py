@@ -1,0 +1,249 @@
+"""Final losses before they are known: of runs under way, of one larger run, and a ledger of sealed predictions.
+
+A sealed prediction is SWEEP/forecasts/<digest>.json. Its digest is of everything else in it, and worth as much as its
+date: who publishes the digest before the run can prove afterwards what was predicted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ...train.config import RunConfig
+from ...train.errors import UserError
+from ...train.files import file_sha256, read_document, read_json, write_json
+from ...train.flops import count_parameters
+from ...train.schedule import learning_rate_factor
+from ..results.table import sweep_curves
+from ..runs.directory import RunDirectory, SweepDirectory, now_on
+from ..terminal import console, plain_table, say, short
+
+FOLDER, OUTCOME, LEVEL = "forecasts", ".outcome.json", 0.95
+ALIKE = 0.01  # relative difference of N or D up to which a run is the one that was predicted
+TEACHERS = 64  # finished runs that forecasts of others learn from
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A final loss with the interval of a new run's; `seen`: share of the run's steps that it knows."""
+
+    N: int
+    D: int
+    loss: float
+    low: float
+    high: float
+    run_id: str | None = None
+    seen: float = 0.0
+    level: float = LEVEL
+    made: str = ""
+    version: str = ""
+    inputs: dict[str, str] | None = None  # SHA-256 of the files that it was made from
+    digest: str = ""
+
+    def sealed(self, sweep: SweepDirectory) -> Forecast:
+        files = {name: sweep.path / name for name in ("table.csv", "curves.csv")}
+        inputs = {name: file_sha256(path) for name, path in files.items() if path.exists()}
+        made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now_on(sweep.path)))
+        dated = replace(self, made=made, version=version("isoflop"), inputs=inputs)
+        return replace(dated, digest=dated.own_digest())
+
+    def own_digest(self) -> str:
+        said = {name: value for name, value in asdict(self).items() if name != "digest"}
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to."""
+
+    run_id: str
+    N: int
+    D: int
+    loss: float
+    ended: str
+
+
+def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, str]]:
+    """Forecasts of the runs under way, and by run id why there is none."""
+    from ... import fit
+
+    under_way, done, planned = [], 0, {}
+    for run in sweep.runs():
+        state = run.state().state
+        if (state == "done" and done < TEACHERS) or (state not in ("done", "planned") and run.last_metrics()):
+            config = run.config()
+            planned[run.run_id] = [
+                config.optimizer.learning_rate * learning_rate_factor(config, step) for step in range(config.steps)
+            ]
+            done += state == "done"
+            under_way += [] if state == "done" else [(run.run_id, config)]
+    if not under_way:
+        return [], {}
+    curves = sweep_curves(sweep)
+    found = fit.forecast_final(curves[curves["run_id"].isin(list(planned))], planned, LEVEL)
+    forecasts, without = [], {}
+    for run_id, config in under_way:
+        row = found.loc[run_id]
+        if row["reason"]:
+            without[run_id] = str(row["reason"])
+        else:
+            loss, low, high, seen = (float(row[name]) for name in ("loss", "low", "high", "seen"))
+            forecasts.append(Forecast(_size(config), config.D, loss, low, high, run_id, seen))
+    return forecasts, without
+
+
+def forecast_target(sweep: SweepDirectory, target: str) -> Forecast:
+    """Where one run would land: of a run directory or its config.yaml, of N=..,D=.., or of the best N and D of a budget
+    in FLOPs. UserError for anything else, and for a run that is done.
+    """
+    from ... import fit
+
+    run_id, path = None, Path(target)
+    if path.name == "config.yaml":
+        path = path.parent
+    if (path / "config.yaml").is_file():
+        run = RunDirectory(path)
+        if run.is_done():
+            raise UserError(f"--target is {target}, a run that is done; a forecast is of a run whose loss is not known")
+        config = run.config()
+        run_id, N, D = run.run_id, float(_size(config)), float(config.D)
+    elif "=" in target:
+        N, D = _stated_size(target)
+    else:
+        N, D = _best_size(sweep, target)
+    said = fit.forecast(fit.read_table(sweep.path), [N], [D], LEVEL).iloc[0]
+    return Forecast(round(N), round(D), float(said["loss"]), float(said["low"]), float(said["high"]), run_id)
+
+
+def _size(config: RunConfig) -> int:
+    return count_parameters(config.model).N_active
+
+
+def _stated_size(target: str) -> tuple[float, float]:
+    try:
+        given = {name.strip(): float(value) for name, value in (part.split("=") for part in target.split(","))}
+        if set(given) == {"N", "D"} and all(1 <= value < math.inf for value in given.values()):
+            return given["N"], given["D"]
+    except ValueError:
+        pass
+    raise UserError(f"--target is {target!r}; give N and D as N=7e8,D=1.4e10, a run directory, or a budget in FLOPs")
+
+
+def _best_size(sweep: SweepDirectory, target: str) -> tuple[float, float]:
+    from ... import fit
+
+    try:
+        flops = float(target)
+    except ValueError:
+        flops = 0.0
+    if not 0 < flops < math.inf:
+        raise UserError(f"--target is {target!r}, which is no run directory; else give N=7e8,D=1.4e10 or FLOPs")
+    if not (law := sweep.path / "fit" / "law.json").exists():
+        raise UserError(f"{sweep.path} has no law yet; see `isoflop status {sweep.path}`, or state N=..,D=..")
+    best = fit.answer(law, [flops])["optimal"][0]
+    return float(best["N"]), float(best["D"])
+
+
+def seal(sweep: SweepDirectory, forecasts: Iterable[Forecast]) -> list[Forecast]:
+    """Dates, hashes and keeps forecasts."""
+    sealed = [one.sealed(sweep) for one in forecasts]
+    for one in sealed:
+        write_json(sweep.path / FOLDER / f"{one.digest[:12]}.json", asdict(one))
+    return sealed
+
+
+def check_run(sweep: SweepDirectory, given: str) -> list[Forecast]:
+    """Enters what a run came to beside the sealed forecasts of it; the run is a directory, or one of the sweep's."""
+    run = RunDirectory(Path(given)) if Path(given).is_dir() else sweep.run(given)
+    if not run.is_done():
+        raise UserError(
+            f"--check is {given!r}; it must be a run that is done: a run directory, or a run id of the sweep"
+        )
+    outcome, sealed = _outcome(run), _sealed(sweep)
+    own = [one for one in sealed if _is_of(one, outcome)]
+    if not own:
+        known = ", ".join(f"N {short(one.N)} D {short(one.D)}" for one in sealed) or "none"
+        raise UserError(
+            f"--check is {given!r} with N {short(outcome.N)} and D {short(outcome.D)}, of which there is no sealed "
+            f"forecast; sealed are: {known}"
+        )
+    for one in own:
+        write_json(sweep.path / FOLDER / f"{one.digest[:12]}{OUTCOME}", asdict(outcome))
+    return own
+
+
+def _outcome(run: RunDirectory) -> Outcome:
+    summary, ended = run.summary() or {}, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(run.state().since))
+    return Outcome(run.run_id, summary.get("N_active", summary["N_total"]), summary["D"], summary["val_loss"], ended)
+
+
+def _is_of(one: Forecast, outcome: Outcome) -> bool:
+    if one.run_id is not None:
+        return one.run_id == outcome.run_id
+    return all(math.isclose(a, b, rel_tol=ALIKE) for a, b in ((one.N, outcome.N), (one.D, outcome.D)))
+
+
+def _sealed(sweep: SweepDirectory) -> list[Forecast]:
+    paths = (sweep.path / FOLDER).glob("*.json")
+    found = [read_document(path, Forecast) for path in paths if not path.name.endswith(OUTCOME)]
+    return sorted(found, key=lambda one: (one.made, one.digest))
+
+
+def ledger(sweep: SweepDirectory) -> list[dict[str, Any]]:
+    """Every sealed forecast, oldest first, with the loss, the error and `inside` of its run where that is known, and
+    `fault`: what makes it no prediction.
+    """
+    rows = []
+    for one in _sealed(sweep):
+        outcome = None
+        if one.run_id is not None and (run := sweep.run(one.run_id)).is_done():
+            outcome = _outcome(run)
+        elif (kept := read_json(sweep.path / FOLDER / f"{one.digest[:12]}{OUTCOME}", Outcome)) is not None:
+            outcome = Outcome(**kept)
+        row = asdict(one) | {"outcome": None, "error": None, "inside": None, "fault": None}
+        if one.own_digest() != one.digest:
+            row["fault"] = "it was altered after it was sealed"
+        elif outcome is not None and outcome.ended <= one.made:
+            row["fault"] = "it was sealed when the run had ended"
+        elif outcome is not None:
+            row |= {"error": one.loss / outcome.loss - 1, "inside": one.low <= outcome.loss <= one.high}
+        rows.append(row | {"outcome": None if outcome is None else asdict(outcome)})
+    return rows
+
+
+def print_forecasts(said: dict[str, Any]) -> None:
+    """Forecasts of now, then the ledger."""
+    if now := said["forecasts"]:
+        table = plain_table(
+            ("run", "N", "D", "seen", "final loss"), ("run",), f"forecasts, {LEVEL:.0%} intervals of a run"
+        )
+        for one in now:
+            table.add_row(one["run_id"] or "–", short(one["N"]), short(one["D"]), f"{one['seen']:.0%}", _interval(one))
+        console().print(table)
+    for run_id, reason in said["without"].items():
+        say(f"{run_id}: no forecast, for {reason}")
+    for one in now:
+        if one["digest"]:
+            say(f"sealed {one['made']}, SHA-256 {one['digest']}: publish it, and the date is proved")
+    if not (rows := said["ledger"]):
+        return
+    table = plain_table(("sealed", "N", "D", "forecast", "came to", "error", ""), ("sealed", ""), "ledger")
+    for row in rows:
+        came = "" if row["outcome"] is None else f"{row['outcome']['loss']:.4f}"
+        error = "" if row["error"] is None else f"{row['error']:+.2%}"
+        held = row["fault"] or {True: "inside", False: "outside", None: ""}[row["inside"]]
+        table.add_row(row["made"], short(row["N"]), short(row["D"]), _interval(row), came, error, held)
+    console().print(table)
+    if judged := [row["inside"] for row in rows if row["inside"] is not None]:
+        say(f"{sum(judged)} of {len(judged)} intervals held")
+
+
+def _interval(one: dict[str, Any]) -> str:
+    return f"{one['loss']:.4f} [{one['low']:.4f}, {one['high']:.4f}]"

@@ -1,0 +1,120 @@
+"""`isoflop forecast`: predictions that are sealed before a run, and the ledger of what became of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import fake_sweep
+import pytest
+from isoflop.sweeps.cli.main import app
+from isoflop.sweeps.config import IsoflopGrid
+from isoflop.sweeps.observe import forecast
+from isoflop.sweeps.results.finish import write_results
+from isoflop.sweeps.runs.directory import SweepDirectory
+from isoflop.train.config import run_id
+from isoflop.train.errors import UserError
+from isoflop.train.files import write_json
+from typer.testing import CliRunner
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> SweepDirectory:
+    """Finished, with a law; none of its runs has a curve."""
+    config = fake_sweep.settings(IsoflopGrid(budgets=[1e11, 3e11, 1e12, 3e12], sizes=5))
+    sweep = fake_sweep.write(tmp_path_factory.mktemp("sweeps") / "small", config)
+    fake_sweep.finish(sweep)
+    write_results(sweep)
+    return sweep
+
+
+def said(sweep: SweepDirectory, *arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["forecast", str(sweep.path), *arguments, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0
+    return dict(json.loads(result.stdout))
+
+
+def larger(sweep: SweepDirectory, loss: float | None) -> str:
+    """A run directory of four times the largest size and D, done with a loss or planned."""
+    config = max((run.config() for run in sweep.runs()), key=lambda config: config.D)
+    config.model.width, config.tokens = 2 * config.model.width, 4 * config.D
+    run = SweepDirectory(sweep.path.parent / "large").run(run_id(config))
+    run.freeze(config)
+    if loss is not None:
+        known = {"step": config.steps, "D": config.D, "N_total": forecast._size(config), "flops_exact": 1.0}
+        write_json(run.path / "summary.json", known | {"val_loss": loss, "val_loss_se": 0.01})
+        run.set_state("done")
+    return str(run.path)
+
+
+def test_a_sealed_forecast_of_a_larger_run_is_held_against_what_it_came_to(
+    sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as earlier:
+        earlier.setattr(forecast, "now_on", lambda folder: 1e9)  # a clock in whole seconds
+        (sealed,) = said(sweep, "--target", larger(sweep, None), "--seal")["forecasts"]
+    truth = fake_sweep.true_loss(sealed["N"], sealed["D"])
+    assert sealed["loss"] == pytest.approx(truth, rel=0.02)  # noise of 0.4 %, four times further in N and D
+    assert sealed["low"] < truth < sealed["high"]
+    assert set(sealed["inputs"]) >= {"table.csv"}
+    (open_,) = said(sweep)["ledger"]
+    assert open_["outcome"] is None
+    (row,) = said(sweep, "--check", larger(sweep, truth))["ledger"]
+    assert row["inside"] is True
+    assert row["error"] == pytest.approx(sealed["loss"] / truth - 1)
+    said(sweep, "--check", larger(sweep, truth * 1.5))
+    assert said(sweep)["ledger"][0]["inside"] is False
+
+    file = next((sweep.path / "forecasts").glob(f"{sealed['digest'][:12]}.json"))
+    kept = file.read_text()
+    file.write_text(re.sub(r'"low": [0-9.]+', '"low": 0.5', kept))
+    assert said(sweep)["ledger"][0]["fault"] == "it was altered after it was sealed"
+    file.write_text(kept)
+    result = CliRunner().invoke(app, ["forecast", str(sweep.path)], catch_exceptions=False)
+    assert "0 of 1 intervals held" in result.stdout
+
+
+def test_a_forecast_that_was_sealed_after_its_run_is_none(sweep: SweepDirectory) -> None:
+    run = larger(sweep, 1.7)
+    one = forecast.Forecast(*[forecast._outcome(forecast.RunDirectory(Path(run))).N] * 2, 1.7, 1.6, 1.8)
+    outcome = forecast._outcome(forecast.RunDirectory(Path(run)))
+    (late,) = forecast.seal(sweep, [forecast.replace(one, D=outcome.D)])
+    forecast.check_run(sweep, run)
+    row = next(row for row in forecast.ledger(sweep) if row["digest"] == late.digest)
+    assert row["fault"] == "it was sealed when the run had ended"
+    assert row["inside"] is None
+
+
+def test_n_and_d_of_a_budget_are_the_laws_best(sweep: SweepDirectory) -> None:
+    (best,) = said(sweep, "--target", "1e13")["forecasts"]
+    law = json.loads((sweep.path / "fit" / "law.json").read_text())
+    assert law["optimal"][0]["flops"] != 1e13  # so it was asked anew
+    assert best["low"] < fake_sweep.true_loss(best["N"], best["D"]) < best["high"]
+    (stated,) = said(sweep, "--target", f"N={best['N']},D={best['D']}")["forecasts"]
+    assert stated["loss"] == pytest.approx(best["loss"], rel=1e-5)  # N and D are whole numbers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--target", "N=7e8"], "N=7e8,D=1.4e10"),
+        (["--target", "N=7e8,D=-1"], "N=7e8,D=1.4e10"),
+        (["--target", "N=x,D=1"], "N=7e8,D=1.4e10"),
+        (["--target", "nan"], "FLOPs"),
+        (["--target", "here"], "FLOPs"),
+        (["--check", "nothing"], "run that is done"),
+        (["--check", "x", "--seal"], "no other option"),
+        (["--seal"], "no run of"),
+    ],
+)
+def test_bad_input_is_a_sentence(sweep: SweepDirectory, arguments: list[str], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        CliRunner().invoke(app, ["forecast", str(sweep.path), *arguments], catch_exceptions=False)
+
+
+def test_a_run_without_a_sealed_forecast_is_told_which_there_are(sweep: SweepDirectory) -> None:
+    name = sweep.runs()[0].run_id
+    with pytest.raises(UserError, match="no sealed forecast; sealed are"):
+        forecast.check_run(sweep, name)
