@@ -50,7 +50,7 @@ SOURCES = (
     "runs/*/attempts.jsonl",
     "runs/*/eval/step_*.json",
 )
-MADE = ("table.csv", COSTS, FILE, "fit/law.json", "fit/*.html", "fit/*.png", "runs/*/eval/*.html")
+MADE = ("table.csv", "curves.csv", COSTS, FILE, "fit/law.json", "fit/*.html", "fit/*.png", "runs/*/eval/*.html")
 
 
 def write_results(sweep: SweepDirectory, targets: list[float] | None = None, anew: bool = False) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ...train.config import ModelConfig, from_dict
 from ...train.data.recipe.recipe import recipe_label
 from ...train.errors import UserError
@@ -54,6 +56,8 @@ CONFIGURED = {
     "vocab_size": ("model", "vocab_size"),
     "tokenizer": ("data", "tokenizer_fingerprint"),
 }
+CURVE = ["run_id", "step", "tokens", "flops", "lr", "batch", "N", "loss", "val_loss"]  # columns of curves.csv
+CURVE_ROWS = 400
 # Columns of a sweep that has mixtures.
 OF_EXPERTS = ("experts", "experts_per_token", "shared_experts", "load_max", "load_entropy", "dead_experts")
 
@@ -85,13 +89,14 @@ def name_recipes_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write_table(sweep: SweepDirectory, answers: Mapping[str, Answers]) -> pd.DataFrame:
-    """Writes table.csv and returns it, with what `answers` (by run id) say of all runs: how far apart they lie."""
+    """Writes curves.csv and table.csv; returns the latter, with what `answers` (by run id) say of how far runs lie apart."""
     from ...evaluate.pages.paired import compare_tasks
 
     table = build_table(sweep)
     for task, found in compare_tasks(answers, "acc").items():
         table[f"{task}/acc_z"], table[f"{task}/acc_z_by_luck"] = found.z, found.threshold
     write_atomic(sweep.path / "table.csv", table.to_csv(index=False))
+    write_atomic(sweep.path / "curves.csv", sweep_curves(sweep).to_csv(index=False))
     return table
 
 
@@ -185,16 +190,27 @@ def _scores(scores: dict[str, Any]) -> dict[str, Any]:
 
 
 def sweep_curves(sweep: SweepDirectory) -> pd.DataFrame:
-    """metrics.jsonl of every run of the plan, long: run_id, step, tokens, flops, loss (smoothed), val_loss."""
+    """A row per run of the plan and logged or validated step, of at most about CURVE_ROWS steps per run, evenly spread.
+
+    `lr` is that step's, `batch` in sequences, `N` as in the table, `loss` the smoothed loss of training, and `val_loss`
+    empty where nothing was validated. A branch has its trunk's steps too.
+    """
     import pandas as pd
 
     frames = []
-    for run in sweep.runs():
-        records = {record["step"]: record for record in read_json_lines(run.path / "metrics.jsonl") if "step" in record}
-        if records:
-            frame = pd.DataFrame(records.values()).reindex(
-                columns=["step", "tokens", "flops", "smoothed_loss", "val_loss"]
-            )
-            frames.append(frame.rename(columns={"smoothed_loss": "loss"}).assign(run_id=run.run_id))
-    columns = ["run_id", "step", "tokens", "flops", "loss", "val_loss"]
-    return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)
+    for planned in sweep.plan()["runs"]:
+        lines = read_json_lines(sweep.run(planned["run_id"]).path / "metrics.jsonl")
+        records = {record["step"]: record for record in lines if "step" in record}
+        if not records:
+            continue
+        frame = pd.DataFrame(records.values()).rename(columns={"smoothed_loss": "loss"})
+        known = {
+            "run_id": planned["run_id"],
+            "batch": planned["D"] // planned["steps"] // planned["sequence_length"],
+            "N": planned["N_active"] or planned["N_total"],
+        }
+        frame = frame.assign(**known).reindex(columns=CURVE)
+        spread = np.zeros(len(frame), dtype=bool)
+        spread[np.linspace(0, len(frame) - 1, CURVE_ROWS).round().astype(int)] = True
+        frames.append(frame[spread | frame["val_loss"].notna().to_numpy()])
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=CURVE)

@@ -13,6 +13,7 @@ from isoflop.sweeps.cli.main import app
 from isoflop.sweeps.config import IsoflopGrid
 from isoflop.sweeps.observe import forecast
 from isoflop.sweeps.results.finish import write_results
+from isoflop.sweeps.results.table import CURVE_ROWS, sweep_curves
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.train.config import run_id
 from isoflop.train.errors import UserError
@@ -118,3 +119,19 @@ def test_a_run_without_a_sealed_forecast_is_told_which_there_are(sweep: SweepDir
     name = sweep.runs()[0].run_id
     with pytest.raises(UserError, match="no sealed forecast; sealed are"):
         forecast.check_run(sweep, name)
+
+
+def test_curves_keep_validated_and_last_steps_of_runs_that_are_not_done_too(tmp_path: Path) -> None:
+    sweep = fake_sweep.write(tmp_path / "small", fake_sweep.settings(IsoflopGrid(budgets=[1e12], sizes=2)))
+    run = sweep.runs()[0]
+    lines = [{"step": n, "tokens": 128 * n, "smoothed_loss": 3.0, "lr": 0.01} for n in range(1, 2002)]
+    lines[6] |= {"val_loss": 2.5}
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curves = sweep_curves(sweep)
+    assert set(curves["run_id"]) == {run.run_id}
+    assert len(curves) == CURVE_ROWS + 1
+    assert curves["step"].iloc[-1] == 2001
+    assert curves.loc[curves["val_loss"].notna(), ["step", "loss", "val_loss"]].to_numpy().tolist() == [[7, 3.0, 2.5]]
+    config = run.config()
+    assert set(curves["batch"]) == {config.optimizer.batch_size}
+    assert set(curves["N"]) == {forecast._size(config)}
