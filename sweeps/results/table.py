@@ -89,7 +89,7 @@ def name_recipes_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write_table(sweep: SweepDirectory, answers: Mapping[str, Answers]) -> pd.DataFrame:
-    """Writes curves.csv and table.csv; returns the latter, with what `answers` (by run id) say of how far runs lie apart."""
+    """Writes curves.csv and table.csv; returns the latter, with what `answers` (by run id) say of runs' distances."""
     from ...evaluate.pages.paired import compare_tasks
 
     table = build_table(sweep)
