@@ -6,7 +6,6 @@ limits and output are lm-eval's; what a checkpoint answers is what `isoflop eval
 
 from __future__ import annotations
 
-import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from .checkpoint import BATCH_TOKENS, PRECISIONS, check_settings, load_scored
 from .harness import CheckpointLM
 
 NAME = "isoflop"
-THEIR_DEFAULT = "cuda:0"  # of --device, where there is a GPU or not
 
 
 class RegisteredLM(CheckpointLM):
@@ -35,17 +33,17 @@ class RegisteredLM(CheckpointLM):
         **others: Any,
     ) -> None:
         if unknown := others.keys() - {"batch_size", "max_batch_size"}:
-            known = ", ".join(name for name in inspect.signature(type(self)).parameters if name != "others")
-            raise UserError(f"--model_args has {', '.join(sorted(unknown))}; it takes {known}")
-        if not checkpoint:
             raise UserError(
-                "--model_args names no checkpoint; it must have checkpoint=FOLDER, of a checkpoint or a run"
+                f"--model_args has {', '.join(sorted(unknown))}; it takes checkpoint, precision, batch_tokens"
             )
+        if not checkpoint:
+            raise UserError("--model_args has no checkpoint; it must have checkpoint=FOLDER, of a checkpoint or a run")
         check_settings(precision, batch_tokens, None)
-        picked = pick_device("auto" if device in (None, THEIR_DEFAULT) else str(device), "--device")
-        loaded = load_scored(Path(checkpoint), picked.type, PRECISIONS[precision])
+        # lm-eval's own default is cuda:0, where there is a GPU or not.
+        picked = pick_device("auto" if device in (None, "cuda:0") else str(device), "--device")
+        one = load_scored(Path(checkpoint), picked.type, PRECISIONS[precision])
         room = batch_tokens or BATCH_TOKENS["cuda" if on_gpu(picked) else "cpu"]
-        super().__init__(loaded.model, loaded.tokenizer, loaded.config.data.sequence_length, picked.type, room)
+        super().__init__(one.model, one.tokenizer, one.config.data.sequence_length, picked.type, room)
 
 
 def run_lm_eval(arguments: list[str]) -> None:

@@ -26,21 +26,13 @@ def plain_table(columns: Iterable[str], left: Collection[str] = (), title: str |
     return table
 
 
-def fits(table: Table, out: Console) -> bool:
-    """Whether the table can be printed without cutting or folding a cell."""
-    return out.measure(table, options=out.options.update(width=1 << 12)).maximum <= out.width
-
-
-def print_rows(columns: Sequence[str], left: Collection[str], title: str, rows: Iterable[Sequence[str]]) -> None:
+def print_rows(columns: Sequence[str], left: Collection[str], title: str, rows: Sequence[Sequence[str]]) -> None:
     """A `plain_table`; where the terminal is too narrow for it, intervals stand below their numbers."""
-    out, rows, table = console(), list(rows), plain_table(columns, left, title)
+    out, table = console(), plain_table(columns, left, title)
+    narrow = sum(max(map(len, cells)) + 3 for cells in zip(columns, *rows, strict=True)) >= out.width
+    table.padding = (0, 1, 0, 0) if narrow else table.padding
     for row in rows:
-        table.add_row(*row)
-    if not fits(table, out):
-        table = plain_table(columns, left, title)
-        table.padding = (0, 1, 0, 0)
-        for row in rows:
-            table.add_row(*(cell.replace(" [", "\n[") for cell in row))
+        table.add_row(*(cell.replace(" [", "\n[") if narrow else cell for cell in row))
     out.print(table)
 
 

@@ -30,7 +30,7 @@ from ..runs import attempts
 from ..runs.attempts import Attempt, Policy
 from ..runs.directory import FIT_FAILURE, OPEN, STATES, RunDirectory, SweepDirectory, now_on
 from ..runs.membership import members
-from ..terminal import console, describe_seconds, fits, printable, short
+from ..terminal import console, describe_seconds, printable, short
 
 Row = dict[str, Any]
 SQUEUE_SECONDS = 5.0  # that a look waits for an explanation
@@ -269,8 +269,7 @@ def render_status(status: dict[str, Any], out: Console, everything: bool) -> Ren
     shown, hidden = fold_rows(status["runs"], room)
     shown.sort(key=lambda row: ORDER.index(row["state"]))
     counts = ", ".join(f"{count} {state}" for state, count in status["states"].items())
-    title = f"{status['sweep']}: {counts}"
-    lines = []
+    table, lines = _table(shown, f"{status['sweep']}: {counts}", out), []
     for (state, reason), runs in _reasons(shown).items():
         named = ", ".join(runs[:3]) + ", …" * (len(runs) > 3)
         one = len(runs) == 1
@@ -290,26 +289,25 @@ def render_status(status: dict[str, Any], out: Console, everything: bool) -> Ren
         lines.append(f"the fit failed: {status['fit_failure']}")
     if status["report"]:
         lines.append(f"report: {status['report']}")
-    return Group(_table(shown, title, out), *(Text(line, overflow="fold") for line in lines))
+    return Group(table, *(Text(line, overflow="fold") for line in lines))
 
 
 def _table(shown: list[Row], title: str, out: Console) -> Table:
     """As many columns as there is room for, and always the note, which may take several lines."""
-    cells = [dict(zip(COLUMNS, _cells(row), strict=True)) for row in shown]
-    empty = [name for name in COLUMNS[3:-1] if not any(of_run[name] for of_run in cells)]
-    dropped = [*empty, *(name for name in LEAST_FIRST if name not in empty)]
-    for given_up in range(len(dropped) + 1):
-        table = Table(title=title, title_justify="left", box=box.SIMPLE)
-        columns = [name for name in COLUMNS if name not in dropped[:given_up]]
-        for name in columns:
-            left = name in ("run", "state", "where", "note")
-            room = NOTE if given_up and name == "note" else None
-            table.add_column(name, justify="left" if left else "right", no_wrap=name != "note", max_width=room)
-        for row, of_run in zip(shown, cells, strict=True):
-            texts = (Text(printable(of_run[name])) for name in columns)  # a name may have [brackets]
-            table.add_row(*texts, style=STYLES.get(row["state"]))
-        if fits(table, out):
+    rows = [_cells(row) for row in shown]
+    columns = {name: [printable(row[place]) for row in rows] for place, name in enumerate(COLUMNS)}
+    widths = {name: max(map(len, [name, *cells])) for name, cells in columns.items()}
+    for name in [*(name for name in COLUMNS[3:-1] if not any(columns[name])), *LEAST_FIRST]:
+        if sum(widths.values()) + 3 * len(widths) + 1 <= out.width:
             break
+        widths.pop(name, None)
+        widths["note"] = min(widths["note"], NOTE)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for name, width in widths.items():
+        left = name in ("run", "state", "where", "note")
+        table.add_column(name, justify="left" if left else "right", no_wrap=name != "note", max_width=width)
+    for row, *texts in zip(shown, *(columns[name] for name in widths), strict=True):
+        table.add_row(*map(Text, texts), style=STYLES.get(row["state"]))  # text: a name may have [brackets]
     return table
 
 

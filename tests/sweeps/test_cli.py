@@ -304,10 +304,10 @@ def test_lm_eval_s_own_command_scores_a_checkpoint_as_ours_does(
     assert (theirs["acc,none"], theirs["acc_norm,none"]) == (ours["acc"], ours["acc_norm"])
 
     for given, says in [
-        ("precision=fp32", "--model_args names no checkpoint"),
+        ("precision=fp32", "--model_args has no checkpoint"),
         (
             f"checkpoint={checkpoint},colour=red",
-            "--model_args has colour; it takes checkpoint, precision, batch_tokens, device",
+            "--model_args has colour; it takes checkpoint, precision, batch_tokens",
         ),
         (f"checkpoint={checkpoint},precision=fp8", "precision is 'fp8'"),
         ("checkpoint=nowhere", "nowhere"),

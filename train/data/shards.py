@@ -221,12 +221,9 @@ def _tokenize(
     parts = in_parts(source.documents(), _BATCH_CHARACTERS)
     progress("tokenize", 0, 0)
     alone = isinstance(tokenizer, ByteTokenizer) or (size is not None and size < _ALONE_BYTES)
+    by = tokenizer if alone else saved
     with Pool(1 if alone else None) as pool:
-        if alone:
-            encoded = pool.map(partial(_encode, tokenizer), ((texts,) for texts in parts))
-        else:
-            encoded = pool.map(encode_saved, ((saved, texts) for texts in parts))
-        for documents in encoded:  # in any order: what comes of them is sorted
+        for documents in pool.map(encode_part, ((by, texts) for texts in parts)):  # in any order: they are sorted later
             for digest, ids, text_bytes in documents:
                 mixed.add(digest, ids, text_bytes)
                 tokens_done += len(ids)
@@ -235,19 +232,14 @@ def _tokenize(
             progress("tokenize", tokens_done, total)
 
 
-def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[tuple[int, Tokens, int]]:
-    """Hash, ids and bytes of each text."""
-    rows = []
+def encode_part(by: Tokenizer | Path, texts: list[str]) -> list[tuple[int, Tokens, int]]:
+    """Hash, ids and bytes of each text; other processes read the tokenizer from where it was saved."""
+    tokenizer, rows = _loaded(by) if isinstance(by, Path) else by, []
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         encoded = text.encode()
         ids = np.append(ids, ids.dtype.type(tokenizer.end_of_document))
         rows.append((content_hash(encoded), ids, len(encoded)))
     return rows
-
-
-def encode_saved(directory: Path, texts: list[str]) -> list[tuple[int, Tokens, int]]:
-    """`_encode` in a process of a pool, by the tokenizer that was saved there."""
-    return _encode(_loaded(directory), texts)
 
 
 _loaded = lru_cache(maxsize=1)(tokenizer_from_directory)
@@ -309,7 +301,7 @@ def prepare_with_progress(config: DataConfig) -> Shards:
 
         shards = prepare(config, show)
     if "tokenize" in began:
-        now, tokens = time.monotonic(), sum(shards.manifest[part]["tokens"] for part in PARTS)
-        speed = tokens / (now - began["tokenize"])
+        now = time.monotonic()
+        speed = sum(shards.manifest[part]["tokens"] for part in PARTS) / (now - began["tokenize"])
         print(f"built in {now - start:.1f} s; {speed:,.0f} tokens/s from text to shards", file=sys.stderr)
     return shards

@@ -232,9 +232,11 @@ def test_a_word_at_a_time_and_by_other_processes_the_bytes_are_those_of_the_libr
     assert (tmp_path / "used").exists()
     monkeypatch.setattr(module, "_ALONE_BYTES", 0)
     monkeypatch.setattr(module, "_BATCH_CHARACTERS", 1 << 12)  # some 8 parts
-    monkeypatch.setattr(module, "_encode", lambda *_: pytest.fail("encoded in this process"))
     monkeypatch.setattr(pool, "usable_cores", lambda: 2)
+    start, started = pool.Pool._start, list[pool.Pool]()
+    monkeypatch.setattr(pool.Pool, "_start", lambda self: (started.append(self), start(self))[1])
     assert content(prepare(changed(config, cache_dir=str(tmp_path / "pool"))).directory) == library
+    assert len(started) == 2
 
 
 def noting(folder: Path, init: Callable[..., None]) -> Callable[..., None]:
