@@ -25,8 +25,8 @@ FEW_RUNS = 5  # below which blocks of a run are left out, not runs
 LAST = 0.1  # share of a run's losses that tells what its last one misses
 SLACK = 2.0  # log units by which a constant that no run tells may move
 SEEN = 0.01  # of the largest rate: the fall from which on drops can be learned
-STARTS, TRIED = 6, 20  # starts of a fit, and steps of each before the best goes on
-COARSE = 800  # entries of a schedule that is searched
+STARTS, TRIED = 6, 10  # starts of a fit, and steps of each before the best goes on
+COARSE = 400  # entries of a schedule that is searched
 
 
 class CurveLaw:
@@ -124,7 +124,7 @@ class CurveLaw:
         starts = [np.maximum(shape[1:], 1e-4) / np.maximum(shape[:-1], 1e-4) for shape in shapes]
         begun = sorted(starts, key=last)[:2]
         found = min(
-            (minimize(last, x, method="L-BFGS-B", bounds=[(0, 1)] * len(x), options={"maxiter": 60}) for x in begun),
+            (minimize(last, x, method="L-BFGS-B", bounds=[(0, 1)] * len(x), options={"maxiter": 30}) for x in begun),
             key=lambda result: result.fun,
         )
         decay = np.interp(np.linspace(0, 1, steps - warmup), place, rates(found.x))

@@ -12,8 +12,9 @@ from scipy.sparse import block_diag, csr_matrix
 
 from ..errors import Array
 
-SEGMENTS = 120  # of equal total variation; the knots join them
-KNOTS = 100  # steps of a curve at which the sum over drops is taken; linear between them
+SEGMENTS = 60  # of equal total variation; the knots join them
+JUMPS = 8  # sudden drops that are followed closely
+KNOTS = 60  # steps of a curve at which the sum over drops is taken; linear between them
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Design:
 
 def features(lr: Array, steps: np.ndarray, rises: bool, fine: bool, stride: float) -> tuple[Any, ...]:
     """Of one curve: area (points,), weights (points, knots) and pairs. `rises`: warm-up is a negative drop from 0."""
-    segments = SEGMENTS * (3 if fine else 1)
+    segments = SEGMENTS * (6 if fine else 1)
     total = np.concatenate([[0.0], np.cumsum(lr) * stride])  # before step 1, after it, …
     drops = -np.diff(lr, prepend=0.0 if rises else lr[0])
     if not rises:
@@ -50,6 +51,10 @@ def features(lr: Array, steps: np.ndarray, rises: bool, fine: bool, stride: floa
     edges = _edges(varied, drops, segments, knots)
     jumps = np.flatnonzero(np.abs(drops) > varied[-1] / segments)
     around = edges if fine else np.intersect1d(edges, np.add.outer((0, 1), jumps))
+    if fine and len(jumps):  # what follows a jump bends at all scales
+        largest = jumps[np.argsort(-np.abs(drops[jumps]), kind="stable")[:JUMPS]]
+        after = np.add.outer(np.geomspace(1, steps[-1], KNOTS).astype(int), largest).ravel()
+        around = np.union1d(around, after[after <= steps[-1]])
     knots = np.union1d(knots, around[around >= steps[0]])
     weights = _between(steps, knots)
     if not varied[-1] > 0:
@@ -83,7 +88,7 @@ def design(
     fine: bool = False,
     stride: float = 1.0,
 ) -> Design:
-    """Of (lr in the law's unit, steps, size) a curve; `fine`: three times the segments, each a knot.
+    """Of (lr in the law's unit, steps, size) a curve; `fine`: six times the segments, each a knot.
 
     stride: the steps that one entry of lr stands for.
     """
@@ -107,7 +112,7 @@ def design(
 def _edges(varied: Array, drops: Array, segments: int, knots: np.ndarray) -> np.ndarray:
     """Steps 0..last that bound the segments: all of a short schedule, else the knots, jumps, and equal variation."""
     last = int(knots[-1])
-    if last <= 2 * segments or not varied[-1] > 0:
+    if last <= 4 * segments or not varied[-1] > 0:
         return np.arange(last + 1) if varied[-1] > 0 else knots
     turns = np.searchsorted(varied, np.linspace(0, varied[-1], segments + 1)[1:], side="left")
     jumps = np.flatnonzero(np.abs(drops) > varied[-1] / segments)
