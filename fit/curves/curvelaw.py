@@ -3,7 +3,8 @@
 Least squares of log loss under Huber's function. Neighbours in a curve and points of one run share their luck: errors
 come from leaving out whole runs, or blocks of a run as long as residuals remember where runs are few, each by one
 Gauss-Newton step. What a prediction misses besides is learned from the last losses of runs that were left out, and from
-how far the other forms disagree: each counts by how well it fits, to the power of half the number of runs.
+how far the other forms disagree: each counts by how well it fits, to the power of half the number of
+different schedules, for what a form misses of a schedule it misses in every run of it.
 """
 
 from __future__ import annotations
@@ -148,18 +149,20 @@ class CurveLaw:
         return losses(self._form, self._designed([asked], fine=True), self._values(self._theta))[0]
 
     def _disagreement(self, asked: tuple[Array, np.ndarray, float | None], value: Array) -> Array:
-        """Mean squared distance of the log losses (rows,) of all forms from ours, weighed."""
+        """Sum of squared distances of the log losses (rows,) of the other forms from ours, weighed."""
         if not self.cooldown_seen_:
             return np.zeros_like(value)
         if self._rivals is None:
             self._rivals = [
                 CurveLaw(name, self.warm, self.fading)._solved(self.runs_) for name in FORMS if name != self.form
             ]
-        weights = [min(1.0, self._misfit / rival._misfit) ** (len(self.runs_) / 2) for rival in self._rivals]
+        shares = np.linspace(0.05, 1, 20)
+        shapes = len({tuple(np.round(np.quantile(run.lr, shares) / run.lr.max(), 1)) for run in self.runs_})
+        weights = [min(1.0, self._misfit / rival._misfit) ** (shapes / 2) for rival in self._rivals]
         total = np.zeros_like(value)
         for weight, rival in zip(weights, self._rivals, strict=True):
             total += weight * (np.log(np.maximum(rival._losses(asked), 1e-300)) - value) ** 2
-        return total / (1 + sum(weights))
+        return total
 
     def _size(self, N: float | None) -> float:
         if self.sized_ and N is None:
