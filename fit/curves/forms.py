@@ -1,0 +1,137 @@
+"""Forms of a law of curves: L = E + F N^-a + A N^-b S^-alpha - B N^-c S^-d sum over drops of the rate of drop x kernel.
+
+S is the sum of rates. In the papers d = 0: a cooldown gains the same early and late. Inside, rates are over the largest
+one, S over the largest sum, N over a reference; `paper` gives the constants in the units of the papers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import Array, InputError
+from .features import Design
+
+Kernel = Callable[[Design, dict[str, float], bool], tuple[Array, dict[str, Array]]]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Where a constant is looked for; `log`: its logarithm is what is fitted."""
+
+    low: float
+    high: float
+    starts: tuple[float, ...]
+    log: bool = True
+
+
+@dataclass(frozen=True)
+class Form:
+    name: str
+    kernel: Kernel
+    constants: dict[str, Constant]  # of the kernel
+    rises: bool = False  # warm-up counts, as a negative drop
+
+
+TREND = {"E": Constant(1e-8, 1e3, (0.5,)), "A": Constant(1e-8, 1e4, (0.2,)), "alpha": Constant(0.01, 5, (0.3, 0.8))}
+SIZES = {
+    "F": Constant(1e-8, 1e3, (0.2,)),
+    "a": Constant(0.02, 3, (0.3,)),
+    "b": Constant(-2, 2, (0.0,), log=False),
+}
+DROPS = {"B": Constant(1e-8, 1e3, (0.05,))}
+FADING = {"d": Constant(-1, 2, (0.1,), log=False)}
+DROP_SIZE = {"c": Constant(-2, 2, (0.0,), log=False)}
+TWO_SIZES = 0.34  # a, where two sizes cannot tell it: Hoffmann et al.'s alpha
+
+
+def _power(d: Design, k: dict[str, float], slopes: bool) -> tuple[Array, dict[str, Array]]:
+    """G(x) = 1 - (C x + 1)^-beta at x = rate^-gamma S (Luo et al. 2025)."""
+    x = k["C"] * d.since if not (gamma := k.get("gamma", 0.0)) else k["C"] * d.since * np.exp(-gamma * d.log_rate)
+    log_u = np.log1p(x)
+    rest = np.exp(-k["beta"] * log_u)
+    if not slopes:
+        return 1 - rest, {}
+    by_c = k["beta"] * rest * x / (1 + x)
+    found = {"C": by_c / k["C"], "beta": rest * log_u}
+    return 1 - rest, found if "gamma" not in k else found | {"gamma": -by_c * d.log_rate}
+
+
+def _momentum(d: Design, k: dict[str, float], slopes: bool) -> tuple[Array, dict[str, Array]]:
+    """1 - lambda^steps: what momentum 1 / (1 - lambda) = r of the drop is left, over r (Tissue et al. 2024)."""
+    rest = np.exp(-d.steps / k["r"])
+    return 1 - rest, {"r": -rest * d.steps / k["r"] ** 2} if slopes else {}
+
+
+KERNEL = {"C": Constant(1e-2, 1e6, (20.0, 500.0)), "beta": Constant(0.02, 20, (0.5,))}
+FORMS = {
+    "multi-power": Form("multi-power", _power, KERNEL | {"gamma": Constant(0, 2, (0.4,), log=False)}),
+    "annealing": Form("annealing", _momentum, {"r": Constant(1, 1e7, (100.0, 3000.0))}),
+    # Integrated by parts, the noise sum of rate^2 (1 + C S)^-(1 + beta) is such a sum over drops from zero on.
+    "functional": Form("functional", _power, KERNEL, rises=True),
+}
+
+
+def form_named(name: str) -> Form:
+    if name not in FORMS:
+        raise InputError(f"form is {name!r}; {', '.join(FORMS)} can be given.")
+    return FORMS[name]
+
+
+def declared(form: Form, sizes: int, has_drops: bool, fading: bool) -> dict[str, Constant]:
+    """The constants that these curves can tell."""
+    found = dict(TREND)
+    if sizes > 1:
+        found |= SIZES
+        if sizes == 2:
+            found["a"] = Constant(TWO_SIZES * 0.999, TWO_SIZES * 1.001, (TWO_SIZES,))
+    if has_drops:
+        found |= DROPS | form.constants | (FADING if fading else {}) | (DROP_SIZE if sizes > 1 else {})
+    return found
+
+
+def losses(form: Form, d: Design, k: dict[str, float], slopes: bool = False) -> tuple[Array, dict[str, Array]]:
+    """Loss (rows,), and its derivative by each constant (rows,) where asked for."""
+    log_n, log_s = np.log(d.size), np.log(np.maximum(d.area, 1e-300))
+    trend = k["A"] * np.exp(-k["alpha"] * log_s - k.get("b", 0.0) * log_n)
+    by: dict[str, Array] = {}
+    loss = k["E"] + trend
+    if slopes:
+        by = {"E": np.ones_like(loss), "A": trend / k["A"], "alpha": -trend * log_s, "b": -trend * log_n}
+    if "F" in k:
+        floor = k["F"] * np.exp(-k["a"] * log_n)
+        loss = loss + floor
+        by |= {"F": floor / k["F"], "a": -floor * log_n}
+    if "B" in k and len(d.knot):
+        scale = k["B"] * np.exp(-k.get("c", 0.0) * log_n - k.get("d", 0.0) * log_s)
+        value, kernel_by = form.kernel(d, k, slopes)
+
+        def summed(values: Array) -> Array:
+            return d.between @ np.bincount(d.knot, d.drop * values, minlength=d.between.shape[1])
+
+        gain = scale * summed(value)
+        loss = loss - gain
+        if slopes:
+            by |= {"B": -gain / k["B"], "c": gain * log_n, "d": gain * log_s}
+            by |= {name: -scale * summed(slope) for name, slope in kernel_by.items()}
+    elif slopes and "B" in k:
+        by |= dict.fromkeys(("B", "c", "d", *form.constants), np.zeros_like(loss))
+    return loss, by
+
+
+def paper(form: Form, k: dict[str, float], unit: float, horizon: float, reference: float) -> dict[str, float]:
+    """Constants in the papers' units: lr and N as given. For "annealing" B is its C, times S2, and lambda is given."""
+    found = dict(k)
+    found["A"] *= (unit * horizon) ** k["alpha"] * reference ** k.get("b", 0.0)
+    if "F" in k:
+        found["F"] *= reference ** k["a"]
+    if "B" in k:
+        found["B"] *= reference ** k.get("c", 0.0) * (unit * horizon) ** k.get("d", 0.0) / unit
+        if "C" in k:
+            found["C"] *= unit ** (k.get("gamma", 0.0) - 1) / horizon
+        if "r" in k:
+            found["lambda"] = float(np.exp(-1 / found.pop("r")))
+            found["B"] *= 1 - found["lambda"]
+    return found
