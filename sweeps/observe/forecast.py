@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import statistics
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from ...train.config import RunConfig
 from ...train.errors import UserError
@@ -27,7 +29,9 @@ from ..terminal import console, plain_table, say, short
 
 FOLDER, OUTCOME, LEVEL = "forecasts", ".outcome.json", 0.95
 ALIKE = 0.01  # relative difference of N or D up to which a run is the one that was predicted
-TEACHERS = 64  # finished runs that forecasts of others learn from
+TEACHERS, LEAST = 64, 3  # finished runs that forecasts of others learn from: most, and fewest
+FRESH_SECONDS = 60.0  # in which `status` computes no forecast anew
+QUANTILE = 1.96  # of a normal distribution at LEVEL
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,13 @@ class Forecast:
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
+class Latest(TypedDict):
+    """forecast.json."""
+
+    made: float
+    runs: dict[str, tuple[float, float, float]]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a run came to."""
@@ -71,32 +82,58 @@ class Outcome:
 
 
 def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, str]]:
-    """Forecasts of the runs under way, and by run id why there is none."""
+    """Forecasts of the runs under way, and by run id why there is none.
+
+    Held-out losses are few in a run, so the law is one of smoothed training losses; how far held-out losses lie from
+    these at the end is learned from the runs that are done.
+    """
     from ... import fit
 
-    under_way, done, planned = [], 0, {}
+    under_way, last, planned = dict[str, RunConfig](), dict[str, float](), dict[str, list[float]]()
     for run in sweep.runs():
         state = run.state().state
-        if (state == "done" and done < TEACHERS) or (state not in ("done", "planned") and run.last_metrics()):
+        done = state == "done" and (summary := run.summary()) is not None
+        if (done and len(last) < TEACHERS) or (state not in ("done", "planned") and run.last_metrics()):
             config = run.config()
-            planned[run.run_id] = [
-                config.optimizer.learning_rate * learning_rate_factor(config, step) for step in range(config.steps)
-            ]
-            done += state == "done"
-            under_way += [] if state == "done" else [(run.run_id, config)]
+            rate = config.optimizer.learning_rate
+            planned[run.run_id] = [rate * learning_rate_factor(config, step) for step in range(config.steps)]
+            if done:
+                last[run.run_id] = summary["val_loss"]
+            else:
+                under_way[run.run_id] = config
     if not under_way:
         return [], {}
-    curves = sweep_curves(sweep)
-    found = fit.forecast_final(curves[curves["run_id"].isin(list(planned))], planned, LEVEL)
+    curves = sweep_curves(sweep).dropna(subset=["loss"])
+    trained = curves.groupby("run_id")["loss"].last()
+    apart = [math.log(loss / trained[name]) for name, loss in last.items() if name in trained]
+    if len(apart) < LEAST:
+        return [], dict.fromkeys(under_way, f"{len(apart)} runs are done; it learns from {LEAST} or more")
+    shift, scatter = statistics.mean(apart), QUANTILE * statistics.stdev(apart)
+    found = fit.forecast_final(curves[curves["run_id"].isin(list(planned))].drop(columns="val_loss"), planned, LEVEL)
     forecasts, without = [], {}
-    for run_id, config in under_way:
+    for run_id, config in under_way.items():
         row = found.loc[run_id]
         if row["reason"]:
             without[run_id] = str(row["reason"])
-        else:
-            loss, low, high, seen = (float(row[name]) for name in ("loss", "low", "high", "seen"))
-            forecasts.append(Forecast(_size(config), config.D, loss, low, high, run_id, seen))
+            continue
+        loss = float(row["loss"]) * math.exp(shift)
+        factor = math.exp(math.hypot(math.log(row["high"] / row["loss"]), scatter))
+        seen = float(row["seen"])
+        forecasts.append(Forecast(_size(config), config.D, loss, loss / factor, loss * factor, run_id, seen))
     return forecasts, without
+
+
+def of_late(sweep: SweepDirectory, now: float) -> dict[str, list[float]]:
+    """Loss, low and high of the runs under way, by run id, as of the last minute; kept in forecast.json."""
+    path = sweep.path / "forecast.json"
+    kept = read_json(path, Latest)
+    if kept is None or not 0 <= now - kept["made"] < FRESH_SECONDS:
+        with suppress(UserError):
+            found = forecast_running(sweep)[0]
+            kept = {"made": now, "runs": {str(one.run_id): [one.loss, one.low, one.high] for one in found}}
+            with suppress(OSError):  # of somebody else's sweep, or a full disk
+                write_json(path, kept, flush=False)
+    return dict(kept["runs"]) if kept else {}
 
 
 def forecast_target(sweep: SweepDirectory, target: str) -> Forecast:

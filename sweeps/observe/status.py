@@ -41,9 +41,20 @@ ORDER = ("running", "failed", "diverged", "preempted", "cancelled", "queued", "p
 FOLDED = ("done", "planned", "queued")  # counted instead of shown, in this order, where there are more than fit
 STYLES = {"failed": "red", "diverged": "red", "running": "cyan", "preempted": "yellow", "done": "green"}
 BRING_BACK = "isoflop retry brings them back"
-COLUMNS = ("run", "state", "N", "D", "step", "loss", "tok/s", "MFU", "ETA", "try", "where", "note")
+COLUMNS = ("run", "state", "N", "D", "step", "loss", "forecast", "tok/s", "MFU", "ETA", "try", "where", "note")
 NOTE = 30  # characters of a note side by side, where there is no room for all
-LEAST_FIRST = ("try", "MFU", "where", "D", "N", "tok/s", "ETA", "loss", "step")  # what a narrow terminal does without
+LEAST_FIRST = (
+    "try",
+    "MFU",
+    "where",
+    "D",
+    "N",
+    "tok/s",
+    "ETA",
+    "forecast",
+    "loss",
+    "step",
+)  # what a narrow terminal does without
 
 
 def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -63,6 +74,7 @@ def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None)
     now, policy = now_on(sweep.path), Policy.of(cluster)
     _add_life(sweep, rows, policy, now)
     _add_costs(rows, cluster)
+    _add_forecasts(sweep, rows, now)
     spent = sum(row["retries"] for row in rows)
     for row in rows:
         recent = row["history"][len(row["history"]) - row["recent"] :]
@@ -195,6 +207,17 @@ def _add_costs(rows: Iterable[Row], cluster: ClusterConfig) -> None:
             row["gpu_hours" if shape["gpus"] else "core_hours"] = hours
 
 
+def _add_forecasts(sweep: SweepDirectory, rows: Iterable[Row], now: float) -> None:
+    """The final loss that each running run is on its way to: [loss, low, high]."""
+    found: Mapping[str, Any] = {}
+    if any(row["state"] == "running" and row["step"] for row in rows):
+        from .forecast import of_late
+
+        found = of_late(sweep, now)
+    for row in rows:
+        row["forecast"] = found.get(row["run_id"]) if row["state"] == "running" else None
+
+
 def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> bool:
     """Why each queued run waits, in SLURM's words; returns whether SLURM says that nobody looks after the sweep."""
     reasons, unattended = dict[str, str](), False
@@ -297,6 +320,8 @@ def _table(shown: list[Row], title: str, out: Console) -> Table:
     rows = [_cells(row) for row in shown]
     columns = {name: [printable(row[place]) for row in rows] for place, name in enumerate(COLUMNS)}
     widths = {name: max(map(len, [name, *cells])) for name, cells in columns.items()}
+    if not any(columns["forecast"]):
+        del widths["forecast"]
     for name in [*(name for name in COLUMNS[3:-1] if not any(columns[name])), *LEAST_FIRST]:
         if sum(widths.values()) + 3 * len(widths) + 1 <= out.width:
             break
@@ -356,6 +381,7 @@ def _cells(row: Row) -> list[str]:
         short(row["D"]),
         f"{row['step']}/{row['steps']}",
         "" if row["loss"] is None else f"{row['loss']:.4f}",
+        "{:.3f} [{:.3f}, {:.3f}]".format(*row["forecast"]) if row["forecast"] else "",
         short(row["tokens_per_s"]) if row["tokens_per_s"] else "",
         "" if row["mfu"] is None else f"{row['mfu']:.1%}",
         "" if row["eta_seconds"] is None else describe_seconds(row["eta_seconds"]),

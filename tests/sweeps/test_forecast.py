@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import fake_sweep
+import numpy as np
 import pytest
 from isoflop.sweeps.cli.main import app
 from isoflop.sweeps.config import IsoflopGrid
 from isoflop.sweeps.observe import forecast
+from isoflop.sweeps.observe.status import render_status, sweep_status
 from isoflop.sweeps.results.finish import write_results
 from isoflop.sweeps.results.table import CURVE_ROWS, sweep_curves
-from isoflop.sweeps.runs.directory import SweepDirectory
-from isoflop.train.config import run_id
+from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
+from isoflop.train.config import RunConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
+from isoflop.train.schedule import learning_rate_factor
+from rich.console import Console
 from typer.testing import CliRunner
 
 
@@ -79,8 +84,8 @@ def test_a_sealed_forecast_of_a_larger_run_is_held_against_what_it_came_to(
 
 def test_a_forecast_that_was_sealed_after_its_run_is_none(sweep: SweepDirectory) -> None:
     run = larger(sweep, 1.7)
-    one = forecast.Forecast(*[forecast._outcome(forecast.RunDirectory(Path(run))).N] * 2, 1.7, 1.6, 1.8)
-    outcome = forecast._outcome(forecast.RunDirectory(Path(run)))
+    one = forecast.Forecast(*[forecast._outcome(RunDirectory(Path(run))).N] * 2, 1.7, 1.6, 1.8)
+    outcome = forecast._outcome(RunDirectory(Path(run)))
     (late,) = forecast.seal(sweep, [forecast.replace(one, D=outcome.D)])
     forecast.check_run(sweep, run)
     row = next(row for row in forecast.ledger(sweep) if row["digest"] == late.digest)
@@ -135,3 +140,46 @@ def test_curves_keep_validated_and_last_steps_of_runs_that_are_not_done_too(tmp_
     config = run.config()
     assert set(curves["batch"]) == {config.optimizer.batch_size}
     assert set(curves["N"]) == {forecast._size(config)}
+
+
+def curve(config: RunConfig) -> list[float]:
+    """Losses by step that fall with the sum of rates and with the rate itself, as the law of curves has it."""
+    rates = np.array([learning_rate_factor(config, step) for step in range(config.steps)])
+    return list(1 + 12 * forecast._size(config) ** -0.3 + 3 * np.cumsum(rates) ** -0.4 + 0.1 * rates)
+
+
+def write_curve(run: RunDirectory, share: float = 1.0) -> None:
+    config = run.config()
+    lines = [
+        {"step": n, "lr": config.optimizer.learning_rate * learning_rate_factor(config, n - 1), "smoothed_loss": loss}
+        for n, loss in enumerate(curve(config)[: round(share * config.steps)], 1)
+    ]
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_runs_under_way_are_on_their_way_to_what_finished_ones_say(tmp_path: Path) -> None:
+    sweep = fake_sweep.write(tmp_path / "small", fake_sweep.settings(IsoflopGrid(budgets=[1e10, 4e10], sizes=4)))
+    fake_sweep.finish(sweep)
+    for number, run in enumerate(sweep.runs()):
+        write_curve(run)
+        held_out = 1.02 * curve(run.config())[-1] * (1 + 0.001 * (-1) ** number)  # apart from the training loss
+        write_json(run.path / "summary.json", (run.summary() or {}) | {"val_loss": held_out})
+    young = max(sweep.runs(), key=lambda run: run.config().D)
+    truth = (young.summary() or {})["val_loss"]
+    (young.path / "summary.json").unlink()
+    write_curve(young, 0.5)
+    young.set_state("running")
+    (found,) = said(sweep)["forecasts"]
+    assert found["run_id"] == young.run_id
+    assert found["seen"] == pytest.approx(0.5, abs=0.01)
+    assert found["low"] < truth < found["high"]
+    assert found["loss"] == pytest.approx(truth, rel=0.005)  # 0.1 % of noise, and half of a run to come
+    status = {row["run_id"]: row["forecast"] for row in sweep_status(sweep)["runs"]}
+    assert status.pop(young.run_id) == pytest.approx([found["loss"], found["low"], found["high"]])
+    assert set(status.values()) == {None}
+    kept = json.loads((sweep.path / "forecast.json").read_text())
+    kept["runs"][young.run_id] = [1.5, 1.25, 1.75]
+    write_json(sweep.path / "forecast.json", kept)
+    out = Console(width=160, record=True, file=io.StringIO())
+    out.print(render_status(sweep_status(sweep), out, everything=True))  # a minute has not passed
+    assert "1.500 [1.250, 1.750]" in out.export_text()

@@ -215,7 +215,7 @@ def test_five_steps_in_float64_are_those_of_one_process(
     monkeypatch.setitem(precision._DTYPES, "fp32", torch.float64)
     meshes = {2: [(2, 1, 1)], 4: [(4, 1, 1), (2, 2, 1), (2, 1, 2)], 8: [(4, 2, 1), (2, 2, 2), (4, 1, 2)]}[ranks]
     kinds = [(0, "experts"), (3, "experts"), (1, "masked"), (2, "latents")]
-    shapes = [(*mesh, *kind) for mesh in meshes for kind in kinds]
+    shapes = [(*mesh, *kind) for mesh, kind in zip(itertools.cycle(meshes), kinds, strict=False)]
     assert_steps_of_one_process(ranks, base, shapes, 1e-10)
 
 
