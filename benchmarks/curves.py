@@ -123,7 +123,8 @@ def chess(aside: bool) -> None:
         start = time.process_time()
         forecast = fit.forecast_final(known, {run: planned[run] for run in known.run.unique()})
         found["seconds"].append(time.process_time() - start)
-        for run, row in forecast.iterrows():
+        for run in map(str, forecast.index):
+            row: Any = forecast.loc[run]
             rows = known[known.run == run]
             found["all"].append(row.loss / true[run] - 1)
             found["power"].append(power_law(rows, len(planned[run])) / true[run] - 1)
@@ -140,7 +141,7 @@ def chess(aside: bool) -> None:
 
 def simulated(seeds: int) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "fit"))
-    from test_curves import rates as shaped
+    from test_curves import rates as shaped  # type: ignore[import-not-found]
     from test_curves import table, truth
 
     kinds, lr = ("constant", "cosine", "linear", "steps") * 2, shaped("wsd", 240)

@@ -92,12 +92,14 @@ def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, s
     under_way, last, planned = dict[str, RunConfig](), dict[str, float](), dict[str, list[float]]()
     for run in sweep.runs():
         state = run.state().state
-        done = state == "done" and (summary := run.summary()) is not None
-        if (done and len(last) < TEACHERS) or (state not in ("done", "planned") and run.last_metrics()):
+        summary = run.summary() if state == "done" else None
+        if summary is not None and "val_loss" not in summary:
+            continue
+        if (summary is not None and len(last) < TEACHERS) or (state not in ("done", "planned") and run.last_metrics()):
             config = run.config()
             rate = config.optimizer.learning_rate
             planned[run.run_id] = [rate * learning_rate_factor(config, step) for step in range(config.steps)]
-            if done:
+            if summary is not None:
                 last[run.run_id] = summary["val_loss"]
             else:
                 under_way[run.run_id] = config
@@ -112,7 +114,7 @@ def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, s
     found = fit.forecast_final(curves[curves["run_id"].isin(list(planned))].drop(columns="val_loss"), planned, LEVEL)
     forecasts, without = [], {}
     for run_id, config in under_way.items():
-        row = found.loc[run_id]
+        row: Any = found.loc[run_id]
         if row["reason"]:
             without[run_id] = str(row["reason"])
             continue
@@ -128,7 +130,7 @@ def of_late(sweep: SweepDirectory, now: float) -> dict[str, list[float]]:
     path = sweep.path / "forecast.json"
     kept = read_json(path, Latest)
     if kept is None or not 0 <= now - kept["made"] < FRESH_SECONDS:
-        with suppress(UserError):
+        with suppress(UserError, ArithmeticError, LookupError, TypeError, ValueError):  # of files that are damaged
             found = forecast_running(sweep)[0]
             kept = {"made": now, "runs": {str(one.run_id): [one.loss, one.low, one.high] for one in found}}
             with suppress(OSError):  # of somebody else's sweep, or a full disk
