@@ -1,4 +1,4 @@
-"""How well laws of whole loss curves foretell real and simulated runs.
+"""How well laws of whole loss curves predict real and simulated runs.
 
     ISOFLOP_DATA=FOLDER python benchmarks/curves.py [--part mlp|chess|simulated] [--seeds 40]
 
