@@ -39,13 +39,16 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 INK = "#1b1f24"
 SCALE = [[i / 10, shade(i / 10)] for i in range(11)]
 CURVE_POINTS = 300  # of a loss curve
+MOST_RUNS, MOST_CURVES = 300, 100  # that a figure draws, evenly spread: more lie on each other
+PANELS, SCORE = 4, "#0072B2"  # tasks side by side, and the colour of their marks
+WIDEST = 1e3  # times the value, beyond which a band is cut: it would flatten the rest of the picture
 FRONTIER = 1e25  # FLOPs that published laws are asked about
 BESIDE = ("kaplan2020_N_opt", "hoffmann2022_approach2", "besiroglu2024", "porian2024_tuned", "deepseek2024", "llama3")
 
 
 def draw_all(a: Analysis, curves: Any) -> dict[str, Figure | None]:
     """Every figure of the page by name, None where the analysis does not have what it shows."""
-    drawings = (backtest, residuals, isoflop, contours, published, multiplier, experts)
+    drawings = (answer, backtest, residuals, isoflop, contours, published, multiplier, experts)
     found = {draw.__name__: draw(a) for draw in drawings}
     found |= {f"loss-{by}": loss_curves(a, curves, by) for by in CURVE_TITLES}
     found |= {f"optimal-{quantity.lower()}": allocation(a, quantity) for quantity in OPTIMUM_TITLES}
@@ -93,7 +96,8 @@ def tick_step(decades: float) -> int | str:
 
 
 def as_list(values: Any) -> list[Any]:
-    return [float(v) if np.isfinite(v) else None for v in np.asarray(values, dtype=np.float64)]
+    """Numbers for JSON, to the six digits that a screen can show."""
+    return [float(f"{v:.6g}") if np.isfinite(v) else None for v in np.asarray(values, dtype=np.float64)]
 
 
 def line(
@@ -104,6 +108,13 @@ def line(
 
 
 def points(x: Any, y: Any, colour: Any, hover: list[str], size: float = 8, edge: str = "white", **more: Any) -> Trace:
+    """Marks with hover texts, at most MOST_RUNS of them; `colour` is one, or one for each."""
+    if len(x) > MOST_RUNS:
+        kept = np.unique(np.linspace(0, len(x) - 1, MOST_RUNS).astype(int)).tolist()
+        x, y, hover = np.asarray(x)[kept], np.asarray(y)[kept], [hover[i] for i in kept]
+        colour = colour if isinstance(colour, str) else [colour[i] for i in kept]
+        if "error_y" in more:
+            more["error_y"] = more["error_y"] | {"array": [more["error_y"]["array"][i] for i in kept]}
     marker = {"color": colour, "size": size, "line": {"color": edge, "width": 1}} | more.pop("marker", {})
     return _trace("markers", x, y, hover, {"marker": marker} | more)
 
@@ -143,10 +154,12 @@ def loss_curves(a: Analysis, curves: Any, by: str) -> Figure | None:
     found = curves_of_runs(a, curves, by)
     if not found:
         return None
+    each = min(CURVE_POINTS, 60 * MOST_CURVES // min(len(found), MOST_CURVES))
+    every = -(-len(found) // MOST_CURVES)
     t, data = a.table, []
     colours = dict(zip(t.N.tolist(), shades(t.N), strict=True))
-    for run, N, x, y in found:
-        keep = np.unique(np.geomspace(1, len(x), CURVE_POINTS).astype(int) - 1)
+    for run, N, x, y in found[::every]:
+        keep = np.unique(np.geomspace(1, len(x), each).astype(int) - 1)
         hover = f"<b>{text(run)}</b><br>N {count(N)}<br>{by} %{{x:.3s}}<br>loss %{{y:.4f}}<extra></extra>"
         shown = line(x[keep], y[keep], colours[N], width=1.3, opacity=0.85, hoverinfo="all", hovertemplate=hover)
         data.append(shown)
@@ -237,6 +250,44 @@ def residuals(a: Analysis) -> Figure | None:
 
 
 # What follows: the optimum by budget, published laws, the backtest, scores.
+
+
+def answer(a: Analysis) -> Figure | None:
+    """N and D of every budget by what leads, with their bands, the best runs, and the first target: the report in one
+    picture.
+    """
+    goal, low = a.targets[0], float(a.table.flops.min())
+    C = np.unique(np.append(np.geomspace(low, 1.6 * max(goal, a.table.flops.max()), 60), goal))
+    data: list[Trace] = []
+    said: list[Trace] = []
+    shown: list[float] = []
+    for quantity, what, colour in (("N", "parameters", "#0072B2"), ("D", "tokens", "#D55E00")):
+        if not (lines := allocation_lines(a, quantity, C)):
+            return None
+        lead, values, band = lines[0]
+        at = int(np.searchsorted(C, goal))
+        label = f"<b>{count(float(values[at]))} {what}</b>"
+        if band is not None:
+            band = np.clip(band, values[:, None] / WIDEST, values[:, None] * WIDEST)
+            data.append(band_area(C, band, colour))
+            label += f"<br>{count(float(band[at, 0]))} to {count(float(band[at, 1]))}"
+        hover = budget_hovers(f"<b>{lead.title}</b>", C, quantity, values)
+        data.append(line(C, values, colour, hover, width=2.5, name=f"{what} {quantity}"))
+        data.append(points([goal], [values[at]], colour, [label], 12, showlegend=False))
+        minima, winners = measured_optima(a, quantity)
+        C_best, best = minima if len(minima[0]) else winners
+        hover = budget_hovers("isoFLOP minimum" if len(minima[0]) else "best run", C_best, quantity, best)
+        data.append(points(C_best, best, colour, hover, 7, showlegend=False, marker={"symbol": "circle-open"}))
+        said.append(
+            style("note") | {
+                "xref": "x", "yref": "y", "x": float(np.log10(goal)), "y": float(np.log10(values[at])), "xshift": -8,
+                "yshift": 6, "text": label, "align": "right", "font": {"size": 13, "color": colour},
+            }
+        )  # fmt: skip
+        shown += [*values, *best]
+    look = layout("training FLOPs", "", [C[0], C[-1]], shown, pad=0.16, height=340, log_y=True, annotations=said)
+    edge = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"color": FAINT, "width": 1, "dash": "dot"}}
+    return {"data": data, "layout": look | {"shapes": [edge | {"x0": C, "x1": C} for C in [float(goal)]]}}
 
 
 def allocation(a: Analysis, quantity: str) -> Figure | None:
@@ -381,32 +432,37 @@ def experts(a: Analysis) -> Figure | None:
 
 
 def scores(a: Analysis, measure: str) -> Figure | None:
-    """`acc` or `gold_bpb` of each task by compute, with standard errors; the line joins each budget's best runs."""
+    """`acc` or `gold_bpb` by compute, a panel per task; the line joins each budget's best runs, dots are chance."""
     t, hover = a.table, run_hover(a)
-    columns = [name for name in map(str, t.frame.columns) if name.endswith(("/acc", "/gold_bpb"))]
-    names = sorted({name.rsplit("/", 1)[0] for name in columns if np.isfinite(t.column(name)).any()})
-    data: list[Trace] = []
-    for task, colour in zip(names, PALETTE * (len(names) // len(PALETTE) + 1), strict=False):
+    columns = [name for name in map(str, t.frame.columns) if name.endswith(f"/{measure}")]
+    names = sorted(name.rsplit("/", 1)[0] for name in columns if np.isfinite(t.column(name)).any())
+    if not names:
+        return None
+    data, titles, rows = list[Trace](), list[Trace](), -(-len(names) // PANELS)
+    ends, axes = [float(t.flops.min()), float(t.flops.max())], layout("", "", t.flops)
+    look = layout("", "", height=90 + 165 * rows, showlegend=False)
+    look["grid"] = {"rows": rows, "columns": PANELS, "pattern": "independent", "xgap": 0.22, "ygap": 0.4}
+    for place, task in enumerate(names, 1):
+        x, y = (axis + str(place) * (place > 1) for axis in "xy")
+        panel: Trace = {"xaxis": x, "yaxis": y}
+        for axis, name in (("xaxis", x), ("yaxis", y)):
+            look[f"{axis}{name[1:]}"] = axes[axis] | {"title": {}, "tickfont": {"size": 10}, "nticks": 4}
+        look[f"xaxis{x[1:]}"] |= {"exponentformat": "power", "dtick": 1}
         values, errors, chance = (t.column(f"{task}/{name}") for name in (measure, f"{measure}_se", "chance"))
         seen = np.flatnonzero(np.isfinite(values))
-        if not seen.size:
-            continue
-        group: Trace = {"legendgroup": task}
-        bars: Trace = {"type": "data", "array": as_list(np.nan_to_num(errors[seen])), "color": colour}
-        shown: Trace = {"name": text(task), "opacity": 0.75, "error_y": bars | {"thickness": 0.7, "width": 0}}
+        bars: Trace = {"type": "data", "array": as_list(np.nan_to_num(errors[seen])), "color": SCORE}
         said = [f"<b>{text(task)}</b> {values[i]:.3f} ± {errors[i]:.3f}<br>{hover[i]}" for i in seen]
-        data.append(points(t.flops[seen], values[seen], colour, said, **shown, **group))
+        shown: Trace = {"opacity": 0.7, "error_y": bars | {"thickness": 0.7, "width": 0}}
+        data.append(points(t.flops[seen], values[seen], SCORE, said, 6, **shown, **panel))
         # The run of lowest loss in each budget, by rising FLOPs.
         levels = (seen[a.profiles.labels_[seen] == level] for level in range(len(a.profiles.budgets_)))
         best = np.array([rows[t.loss[rows].argmin()] for rows in levels if rows.size], dtype=int)
         best = best[np.argsort(t.flops[best])]
-        data.append(line(t.flops[best], values[best], colour, width=1.5, **group))
+        data.append(line(t.flops[best], values[best], SCORE, width=1.5, **panel))
         if measure == "acc" and np.isfinite(chance).any():
             level = float(chance[np.isfinite(chance)][0])
             said = [f"chance level of {text(task)}: {percent(level)}"] * 2
-            ends = [float(t.flops.min()), float(t.flops.max())]
-            data.append(line(ends, [level] * 2, colour, said, 1.2, "dot", showlegend=False, **group))
-    if not data:
-        return None
-    title = "accuracy (dotted: chance)" if measure == "acc" else "gold answer, bits per byte"
-    return {"data": data, "layout": layout("training FLOPs", title, t.flops)}
+            data.append(line(ends, [level] * 2, FAINT, said, 1.2, "dot", **panel))
+        at: Trace = {"xref": f"{x} domain", "yref": f"{y} domain", "x": 0, "y": 1, "xanchor": "left"}
+        titles.append(style("note") | at | {"text": f"<b>{text(task)}</b>", "font": {"size": 12, "color": INK}})
+    return {"data": data, "layout": look | {"annotations": titles}}

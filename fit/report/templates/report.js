@@ -1,19 +1,47 @@
 const narrow = matchMedia('(max-width:640px)').matches;
 const hovers = matchMedia('(hover:hover)').matches;
 
-for (const [id, figure] of Object.entries(FIGURES)) {
-  if (narrow) {
-    figure.layout.margin = {...figure.layout.margin, l: 48, r: 8};
-    figure.layout.font.size = 11;
-  }
-  Plotly.newPlot(id, figure.data, figure.layout, {
-    responsive: true,
-    displaylogo: false,
-    displayModeBar: hovers ? 'hover' : false,
-    modeBarButtonsToRemove: ['select2d', 'lasso2d', 'autoScale2d'],
-    toImageButtonOptions: {format: 'svg', filename: id},
-  });
+// Plotly's script and what it draws are stored compressed.
+let FIGURES = {};
+async function unpacked(id) {
+  const packed = Uint8Array.from(atob(document.getElementById(id).textContent), c => c.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream('gzip'));
+  return new Response(stream).text();
 }
+
+async function draw() {
+  const script = document.createElement('script');
+  try {
+    script.textContent = await unpacked('plotly');
+    FIGURES = JSON.parse(await unpacked('figures'));
+    if (document.getElementById('rows')) {
+      document.querySelector('.sortable tbody').insertAdjacentHTML('beforeend', await unpacked('rows'));
+    }
+  } catch {
+    for (const plot of document.querySelectorAll('.plot')) {
+      plot.textContent = 'This browser cannot unpack the figures. The PNG files beside this page show them.';
+    }
+    return;
+  }
+  document.head.append(script);
+  for (const [id, figure] of Object.entries(FIGURES)) {
+    if (narrow) {
+      figure.layout.margin = {...figure.layout.margin, l: 48, r: 8};
+      figure.layout.font.size = 11;
+      if (id === 'figure-answer') {  // the sentence above says the rest
+        for (const note of figure.layout.annotations) note.text = note.text.replace(/ .*/, '</b>');
+      }
+    }
+    Plotly.newPlot(id, figure.data, figure.layout, {
+      responsive: true,
+      displaylogo: false,
+      displayModeBar: hovers ? 'hover' : false,
+      modeBarButtonsToRemove: ['select2d', 'lasso2d', 'autoScale2d'],
+      toImageButtonOptions: {format: 'svg', filename: id},
+    });
+  }
+}
+draw();
 
 // The switch between the runs and far targets: a figure's `meta` has the axes of both views.
 for (const button of document.querySelectorAll('.switch button')) {
