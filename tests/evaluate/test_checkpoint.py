@@ -25,7 +25,7 @@ from isoflop.evaluate.checkpoint import evaluate_checkpoint
 from isoflop.evaluate.harness import CheckpointLM
 from isoflop.evaluate.inference.ranks import on_ranks
 from isoflop.evaluate.inference.scoring import Scorer
-from isoflop.evaluate.pages.report import format_scores
+from isoflop.evaluate.pages.report import checkpoint_page, format_scores
 from isoflop.evaluate.records.items import items_path, read_items
 from isoflop.evaluate.records.record import SETTINGS
 from isoflop.evaluate.tasks.suite import Suite, SuiteTask, freeze, quiet
@@ -125,6 +125,21 @@ def test_the_file_holds_what_was_returned_and_a_line_is_said_of_each_task(tmp_pa
     assert scores["seconds"] == pytest.approx(sum(task["seconds"] for task in scores["tasks"].values()), abs=1e-3)
     # Nothing is left of the way there but the lock, which the kernel has dropped.
     assert {path.name for path in out.parent.iterdir()} == {"step_7.json", "step_7.items.jsonl.gz", ".step_7.json.lock"}
+
+
+def test_of_imported_weights_it_is_said_what_nobody_can_know(
+    tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "trainer.json").write_text('{"imported_from": "some/model"}')
+    imported = loaded(step=0)
+    imported.path = tmp_path
+    monkeypatch.setattr(checkpoint, "load_scored", lambda path, device, dtype: imported)
+    scores = evaluate(tmp_path / "scores.json", suite_of(names=("chosen",)), held_out=None, ngram=13)
+    why = "the weights were imported from some/model, and what they were trained on is not known here"
+    assert scores["contamination_withheld"] == scores["held_out"]["withheld"] == why
+    said = checkpoint_page(scores, [])
+    assert "Tokens (D)" not in said
+    assert "None" not in said
 
 
 def test_a_whole_suite_is_scored_on_a_gpu(tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
