@@ -91,7 +91,8 @@ def render_report(
         title=title,
         origin=origin,
         counted=in_words(a.convention),
-        answer=f"{_answer(a)} {a.verdict.sentence}",
+        answer=_answer(a),
+        besides=[said for said in (_second(a), a.verdict.sentence) if said],
         able=[one for one in a.ranked if one.exponent is not None],
         influence=_influence(a),
         styles=APPROACH_STYLE,
@@ -143,20 +144,24 @@ def _answer(a: Analysis) -> str:
     found = [(one, e) for one in a.ranked if (e := one.at(C)).N is not None]
     if not found:
         return f"No approach has an answer for {budget.rstrip(',')}."
-    (lead, e), *others = found
+    lead, e = found[0]
     known = interval(e.N_ci, count)
     if known == UNDETERMINED:
         return f"These runs do not determine what {budget} would want: the interval spans over five decades."
-    size, tokens = f"{count(e.N)} parameters ({known})", f"{count(e.D)} tokens"
-    second = ""
-    if lead.mixture and others:
-        one, e2 = others[0]
-        tested = (
-            ", the approach that backtests best," if (a.backtest.get("tested") or {}).get("best") == one.key else ""
-        )
-        second = f" {one.key.capitalize()}{tested} asks for {count(e2.N)} ({interval(e2.N_ci, count)})."
     who = "the mixture of forms" if lead.mixture else lead.key
-    return f"For {budget} {who} asks for {size} and {tokens} ({interval(e.D_ci, count)}).{second}"
+    size, tokens = f"{count(e.N)} parameters ({known})", f"{count(e.D)} tokens ({interval(e.D_ci, count)})"
+    return f"For {budget} {who} asks for {size} and {tokens}."
+
+
+def _second(a: Analysis) -> str:
+    """What the next approach asks for at the first target, where a mixture leads."""
+    found = [(one, e) for one in a.ranked if (e := one.at(a.targets[0])).N is not None]
+    if len(found) < 2 or not found[0][0].mixture or interval(found[0][1].N_ci, count) == UNDETERMINED:
+        return ""
+    one, e = found[1]
+    best = (a.backtest.get("tested") or {}).get("best") == one.key
+    tested = ", the approach that backtests best," if best else ""
+    return f"{one.key.capitalize()}{tested} asks for {count(e.N)} ({interval(e.N_ci, count)})."
 
 
 def _influence(a: Analysis) -> list[dict[str, Any]]:
