@@ -8,9 +8,11 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -55,6 +57,13 @@ def pytest_collectstart() -> None:
     """Before a test module can import triton: where there is no GPU its kernels are interpreted, on CPU tensors."""
     if missing("gpu"):
         os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_runtest_setup() -> None:
+    """A worker that a test ran in this process left its handlers, with which children would outlive a SIGTERM."""
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        if callable(signal.getsignal(number)) and threading.current_thread() is threading.main_thread():
+            signal.signal(number, signal.SIG_DFL)
 
 
 def pytest_collection_finish() -> None:

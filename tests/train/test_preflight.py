@@ -56,8 +56,8 @@ MIXED = dataclasses.replace(LOW, model=dataclasses.replace(LOW.model, experts=8,
     ids=["fp32", "bf16", "experts in bf16"],
 )
 def test_what_is_right_passes(runs: list[RunConfig], tmp_path: Path) -> None:
-    found = list(preflight.findings(Request(runs, tmp_path, ranks=2)))
-    assert {finding.outcome for finding in found} == {PASSED}, found
+    found = list(preflight.findings(Request(runs, tmp_path, ranks=2, timeout=300.0)))
+    assert [finding for finding in found if finding.outcome != PASSED] == []
     assert {finding.check for finding in found} >= {"ranks", "disk", "attention", "loss", "determinism", "memory"}
     assert not list(tmp_path.iterdir())
 
