@@ -40,7 +40,7 @@ INK = "#1b1f24"
 SCALE = [[i / 10, shade(i / 10)] for i in range(11)]
 CURVE_POINTS = 300  # of a loss curve
 MOST_RUNS, MOST_CURVES = 300, 100  # that a figure draws, evenly spread: more lie on each other
-PANELS, SCORE = 4, "#0072B2"  # tasks side by side, and the colour of their marks
+PANELS, SCORE = 4, PALETTE[0]  # tasks side by side, and the colour of their marks
 WIDEST = 1e3  # times the value, beyond which a band is cut: it would flatten the rest of the picture
 FRONTIER = 1e25  # FLOPs that published laws are asked about
 BESIDE = ("kaplan2020_N_opt", "hoffmann2022_approach2", "besiroglu2024", "porian2024_tuned", "deepseek2024", "llama3")
@@ -261,7 +261,7 @@ def answer(a: Analysis) -> Figure | None:
     data: list[Trace] = []
     said: list[Trace] = []
     shown: list[float] = []
-    for quantity, what, colour in (("N", "parameters", "#0072B2"), ("D", "tokens", "#D55E00")):
+    for quantity, what, colour in (("N", "parameters", PALETTE[0]), ("D", "tokens", PALETTE[1])):
         if not (lines := allocation_lines(a, quantity, C)):
             return None
         lead, values, band = lines[0]
@@ -286,8 +286,8 @@ def answer(a: Analysis) -> Figure | None:
         )  # fmt: skip
         shown += [*values, *best]
     look = layout("training FLOPs", "", [C[0], C[-1]], shown, pad=0.16, height=340, log_y=True, annotations=said)
-    edge = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"color": FAINT, "width": 1, "dash": "dot"}}
-    return {"data": data, "layout": look | {"shapes": [edge | {"x0": C, "x1": C} for C in [float(goal)]]}}
+    edge: Trace = {"type": "line", "x0": goal, "x1": goal, "yref": "paper", "y0": 0, "y1": 1}
+    return {"data": data, "layout": look | {"shapes": [edge | {"line": {"color": FAINT, "width": 1, "dash": "dot"}}]}}
 
 
 def allocation(a: Analysis, quantity: str) -> Figure | None:

@@ -7,7 +7,6 @@ date: who publishes the digest before the run can prove afterwards what was pred
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import statistics
 import time
@@ -18,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypedDict
 
-from ...train.config import RunConfig
+from ...train.config import RunConfig, canonical_json
 from ...train.errors import UserError
 from ...train.files import file_sha256, read_document, read_json, write_json
 from ...train.flops import count_parameters
@@ -54,13 +53,13 @@ class Forecast:
     def sealed(self, sweep: SweepDirectory) -> Forecast:
         files = {name: sweep.path / name for name in ("table.csv", "curves.csv")}
         inputs = {name: file_sha256(path) for name, path in files.items() if path.exists()}
-        made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now_on(sweep.path)))
+        made = _date(now_on(sweep.path))
         dated = replace(self, made=made, version=version("isoflop"), inputs=inputs)
         return replace(dated, digest=dated.own_digest())
 
     def own_digest(self) -> str:
         said = {name: value for name, value in asdict(self).items() if name != "digest"}
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(canonical_json(said).encode()).hexdigest()
 
 
 class Latest(TypedDict):
@@ -105,13 +104,13 @@ def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, s
                 under_way[run.run_id] = config
     if not under_way:
         return [], {}
-    curves = sweep_curves(sweep).dropna(subset=["loss"])
+    curves = sweep_curves(sweep, planned).dropna(subset=["loss"])
     trained = curves.groupby("run_id")["loss"].last()
     apart = [math.log(loss / trained[name]) for name, loss in last.items() if name in trained]
     if len(apart) < LEAST:
         return [], dict.fromkeys(under_way, f"{len(apart)} runs are done; it learns from {LEAST} or more")
     shift, scatter = statistics.mean(apart), QUANTILE * statistics.stdev(apart)
-    found = fit.forecast_final(curves[curves["run_id"].isin(list(planned))].drop(columns="val_loss"), planned, LEVEL)
+    found = fit.forecast_final(curves.drop(columns="val_loss"), planned, LEVEL)
     forecasts, without = [], {}
     for run_id, config in under_way.items():
         row: Any = found.loc[run_id]
@@ -218,8 +217,12 @@ def check_run(sweep: SweepDirectory, given: str) -> list[Forecast]:
     return own
 
 
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
 def _outcome(run: RunDirectory) -> Outcome:
-    summary, ended = run.summary() or {}, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(run.state().since))
+    summary, ended = run.summary() or {}, _date(run.state().since)
     return Outcome(run.run_id, summary.get("N_active", summary["N_total"]), summary["D"], summary["val_loss"], ended)
 
 

@@ -28,7 +28,7 @@ from ..runs.preflight import read_record, summary
 from ..terminal import print_rows, say, short
 from . import pages, tracking
 from .accounting import account, own_seconds, result_of, shares_device
-from .table import UNTUNED, sweep_curves, write_table
+from .table import UNTUNED, write_curves, write_table
 from .tuned import FILE, write_tuning
 
 COSTS = "costs.json"
@@ -99,7 +99,7 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
     config = recorded(settings)
     options = config.fit
     answers = pages.final_answers(sweep)
-    table = write_table(sweep, answers)
+    table, curves = write_table(sweep, answers), write_curves(sweep)
     if table.empty:
         raise UserError(
             f"no run of {sweep.path} is done, so there is nothing to fit; see `isoflop status {sweep.path}`"
@@ -123,7 +123,7 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
     fit.write_report(
         analysis,
         sweep.path / "fit",
-        curves=sweep_curves(sweep),
+        curves=curves,
         title=sweep.path.name,
         provenance=provenance,
         costs=costs,

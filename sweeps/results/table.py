@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -89,14 +89,13 @@ def name_recipes_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write_table(sweep: SweepDirectory, answers: Mapping[str, Answers]) -> pd.DataFrame:
-    """Writes curves.csv and table.csv; returns the latter, with what `answers` (by run id) say of runs' distances."""
+    """Writes table.csv and returns it, with what `answers` (by run id) say of all runs: how far apart they lie."""
     from ...evaluate.pages.paired import compare_tasks
 
     table = build_table(sweep)
     for task, found in compare_tasks(answers, "acc").items():
         table[f"{task}/acc_z"], table[f"{task}/acc_z_by_luck"] = found.z, found.threshold
     write_atomic(sweep.path / "table.csv", table.to_csv(index=False))
-    write_atomic(sweep.path / "curves.csv", sweep_curves(sweep).to_csv(index=False))
     return table
 
 
@@ -189,8 +188,16 @@ def _scores(scores: dict[str, Any]) -> dict[str, Any]:
     return columns
 
 
-def sweep_curves(sweep: SweepDirectory) -> pd.DataFrame:
-    """A row per run of the plan and logged or validated step, of at most about CURVE_ROWS steps per run, evenly spread.
+def write_curves(sweep: SweepDirectory) -> pd.DataFrame:
+    """Writes curves.csv and returns it."""
+    curves = sweep_curves(sweep)
+    write_atomic(sweep.path / "curves.csv", curves.to_csv(index=False))
+    return curves
+
+
+def sweep_curves(sweep: SweepDirectory, only: Container[str] | None = None) -> pd.DataFrame:
+    """A row per run of the plan and logged or validated step, of at most about CURVE_ROWS steps per run, evenly spread;
+    with `only`, of runs of these ids.
 
     `lr` is that step's, `batch` in sequences, `N` as in the table, `loss` the smoothed loss of training, and `val_loss`
     empty where nothing was validated. A branch has its trunk's steps too.
@@ -199,6 +206,8 @@ def sweep_curves(sweep: SweepDirectory) -> pd.DataFrame:
 
     frames = []
     for planned in sweep.plan()["runs"]:
+        if only is not None and planned["run_id"] not in only:
+            continue
         lines = read_json_lines(sweep.run(planned["run_id"]).path / "metrics.jsonl")
         records = {record["step"]: record for record in lines if "step" in record}
         if not records:
