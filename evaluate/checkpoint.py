@@ -52,6 +52,7 @@ def evaluate_checkpoint(
     tokens: dict[str, TokenCache] | None = None,  # by tokenizer
     overlaps: dict[str, Contamination] | None = None,  # by corpus
     cache: Path | str | None = None,  # folder of the staged benchmarks
+    average: float | None = None,  # span of the average of the weights that is scored; None: the weights
     ngram: int | None = None,  # words in a row shared with the training text make an item contaminated; None: not asked
     ranks: Mesh = ALONE,  # the processes that share the work (`ranks.on_ranks`); only the first one writes
     keep_items: bool = True,  # whether to write the items too; they are kept up where there are some
@@ -68,7 +69,7 @@ def evaluate_checkpoint(
     say = progress if ranks.rank == 0 else lambda line: None
     output, device = Path(output), pick_device(device, "device").type
     check_settings(precision, batch_tokens, ngram)
-    loaded = run_on_ranks(ranks, lambda: load_scored(Path(path), device, PRECISIONS[precision]))
+    loaded = run_on_ranks(ranks, lambda: load_scored(Path(path), device, PRECISIONS[precision], average))
     suite = suite or run_on_ranks(ranks, lambda: load_suite(tasks, limit, cache=cache, progress=say))
     header = _header(loaded, device, precision)
     with only_one(output, say, ranks):
@@ -122,7 +123,7 @@ def check_settings(precision: str, batch_tokens: int | None, ngram: int | None) 
         raise UserError(f"ngram is {ngram}; it must be 1 or more words (--ngram 0, or null in a sweep, does not ask)")
 
 
-def load_scored(path: Path, device: str, dtype: torch.dtype) -> Any:
+def load_scored(path: Path, device: str, dtype: torch.dtype, average: float | None = None) -> Any:
     from ..train.checkpoint.checkpoint import find, load_for_evaluation
 
     try:
@@ -135,7 +136,7 @@ def load_scored(path: Path, device: str, dtype: torch.dtype) -> Any:
                     "another checkpoint of its run there"
                 ) from None
         raise
-    return load_for_evaluation(found, device, dtype)
+    return load_for_evaluation(found, device, dtype, average)
 
 
 def _held_out(loaded: Any) -> dict[str, Any]:
@@ -210,6 +211,7 @@ def _header(loaded: Any, device: str, precision: str) -> dict[str, Any]:
         "checkpoint_sha256": loaded.checksum,
         "run_id": run_id(config),
         "step": loaded.step,
+        **({} if loaded.average is None else {"average": loaded.average}),
         "N_total": counts.N_total,
         "N_active": counts.N_active,
         "N_non_embedding": counts.N_non_embedding,

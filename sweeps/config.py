@@ -191,6 +191,7 @@ class EvaluateConfig:
     path: str | None = None  # of the suite `custom`: a folder or a file
     allow_code: bool = False  # whether YAML of your own may run Python: `!function`, a metric's script
     limit: Count | None = 150  # items per task, a fixed recorded subset; None: all of them
+    average: Positive | None = None  # span of the average of the weights that is scored; None: the weights themselves
     every: Count | None = None  # steps: checkpoints in between are kept and scored too; None: the final one alone
     decode: bool = False  # whether the time of a generated token is measured too, at batch 1, of the final checkpoint
     batch_tokens: Count | None = None  # tokens in one forward pass; None: what suits the device

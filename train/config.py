@@ -222,12 +222,28 @@ class OptimizerConfig:
 
 @dataclass
 class ScheduleConfig:
-    kind: Annotated[str, ("wsd", "cosine", "constant")] = "wsd"  # warm-up, stable, decay
+    kind: Annotated[str, ("wsd", "cosine", "constant", "points")] = "wsd"  # warm-up, stable, decay
     warmup_per_parameter: NotNegative = 1.0  # tokens of warm-up for each parameter, N_total (Porian et al. 2024)
     warmup_tokens: Natural | None = None  # tokens of warm-up whatever N is, instead
     warmup_max_share: Share = 0.1  # a warm-up is never longer than this share of the run
     decay_share: Share = 0.2  # wsd: share of the run that cools down, as 1 - sqrt(progress) (Haegele et al. 2024)
     final_share: Share = 0.0  # learning rate at the end, as a share of the peak
+    # points: [share of the steps after warm-up, share of the peak], straight lines between, from share 0 to share 1.
+    points: list[list[NotNegative]] | None = later(None)
+
+
+@dataclass
+class AverageConfig:
+    """Averages of the weights that a run keeps, validates and saves beside its own; they change no step of it."""
+
+    kind: Annotated[str, ("none", "ema", "window")] = later("none")
+    # What each covers, as a share of the steps so far: of `ema` by its mean age, a `window` one to two times as much.
+    spans: list[Annotated[float, "above 0 and below 1"]] | None = later(None)  # None: [0.1]
+
+    @property
+    def kept(self) -> list[float]:
+        """Spans of the averages that there are."""
+        return [] if self.kind == "none" else [0.1] if self.spans is None else self.spans
 
 
 @dataclass
@@ -313,6 +329,7 @@ class Training:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    average: AverageConfig = field(default_factory=AverageConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .average import averaged_name, whole_copies
 from .checkpoint.checkpoint import resume_state
-from .checkpoint.heldout import HeldOut, held_out, validation_steps
+from .checkpoint.heldout import held_out, validation_steps
 from .checkpoint.saver import Saver
 from .config import RunConfig, run_id
 from .data.loader import TrainStream, bytes_of, validation_windows
@@ -122,8 +123,8 @@ class Steps(Protocol):
     def load_state(self, state: dict[str, Any]) -> None:
         """Goes on from `state()`, after `held()` was filled."""
 
-    def losses(self, windows: Tensor, beat: Callable[[], None]) -> Tensor:
-        """Summed nats of each window (n, T + 1) -> (n,) float64 on the CPU."""
+    def losses(self, windows: Tensor, beat: Callable[[], None], average: int | None = None) -> Tensor:
+        """Summed nats of each window (n, T + 1) -> (n,) float64 on the CPU, under that copy of the averages."""
 
     def loads(self) -> Tensor | None:
         """Tokens of each expert of each block since the last call, (blocks, experts); None: there are no experts."""
@@ -162,7 +163,7 @@ class Trainer:
         self.window_bytes = bytes_of(windows[:, 1:], self.tokenizer)
         self.validate_at = validation_steps(config)
         self.progress = RunProgress()
-        self.last_held_out: HeldOut | None = None
+        self.last_held_out: dict[str, Any] | None = None
         self.balance: dict[str, list[float]] = {}  # of the experts of each block, when it was last looked at
         self.unwatched: list[StepResult] = []  # still on the device, so that no step waits for its own loss
         self.saver = Saver(directory / "checkpoints", job.mesh, config, self.tokenizer, report)
@@ -215,16 +216,22 @@ class Trainer:
             self.saver.wait()
             raise Stopped(f"stopped at step {step} of {config.steps}")
 
-    def validate(self) -> HeldOut:
+    def validate(self) -> dict[str, Any]:
+        """Numbers of `HeldOut`, and the loss of each average of the weights as val_loss_<kind>_<span>."""
+
         def beat() -> None:
             self.job.watchdog.beat(self.progress.step, "scoring the held-out set")
             self.alive()
 
-        losses = self.stepper.losses(self.windows, beat)
-        result = held_out(losses, self.config.data.sequence_length, self.window_bytes)
+        step, length = self.progress.step, self.config.data.sequence_length
+        result = held_out(self.stepper.losses(self.windows, beat), length, self.window_bytes)
         if not math.isfinite(result.val_loss):
-            raise Diverged(f"the held-out loss is {result.val_loss} at step {self.progress.step}")
-        return result
+            raise Diverged(f"the held-out loss is {result.val_loss} at step {step}")
+        averaged = {}
+        for span, copy in whole_copies(self.config.average, step).items():
+            nats = self.stepper.losses(self.windows, beat, copy).mean().item()
+            averaged[averaged_name(self.config.average, span)] = nats / length
+        return vars(result) | averaged
 
     def save(self) -> None:
         """Saves this instant; the files are written while training goes on."""
@@ -282,7 +289,7 @@ class Trainer:
         for line in self.progress.judge(first, zip(losses, skips, strict=True), self.config):
             self.report(line)
 
-    def _log(self, result: StepResult, tokens_per_s: float, held_out: HeldOut | None) -> None:
+    def _log(self, result: StepResult, tokens_per_s: float, held_out: dict[str, Any] | None) -> None:
         config, step = self.config, self.progress.step
         self.last_held_out = held_out
         loads = self.stepper.loads()
@@ -308,11 +315,11 @@ class Trainer:
             self.balance = balance_of(loads)
             record |= self.balance
         if held_out is not None:
-            record |= vars(held_out)
+            record |= held_out
         self.metrics.write(record)
         self.tracker.log(record)
 
-    def _summary(self, held_out: HeldOut) -> dict[str, Any]:
+    def _summary(self, held_out: dict[str, Any]) -> dict[str, Any]:
         config, seconds = self.config, self.progress.seconds
         flops = flops_exact(config)
         return {
@@ -324,7 +331,7 @@ class Trainer:
             "flops_6nd": flops_6nd(config),
             "flops_exact": flops,
             "flops_optimizer": flops_optimizer(config),
-            **vars(held_out),
+            **held_out,
             "train_loss": self.progress.smoothed_loss,  # in metrics.jsonl `train_loss` is that of one step
             "unique_tokens": self.stepper.stream.unique_tokens,
             "epochs": self.epochs,

@@ -9,9 +9,9 @@ With Psi the parameters of a rank's tensor-parallel part, N = dp cp, and e the b
     3       e Psi / N   e Psi / N   12 Psi / N
 
 In fp32 the weights are their own master: 8 in place of 12. What is updated as whole matrices has one moment: 4 less.
-It is the end of every bucket, and the rank that counts here is the first, which has the least of it. Psi counts the
-padding of the trainer's buckets, so this is exact. What a micro-batch keeps is counted as autograd keeps it,
-one storage at a time: a view keeps all of what it looks into.
+It is the end of every bucket, and the rank that counts here is the first, which has the least of it. An average of the
+weights adds 4 per copy. Psi counts the padding of the trainer's buckets, so this is exact. What a micro-batch keeps is
+counted as autograd keeps it, one storage at a time: a view keeps all of what it looks into.
 
 A pipeline's ranks differ: what is said is the worst one's, whose schedule keeps several micro-batches' activations.
 
@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
+from .average import copies
 from .config import RunConfig
 from .flops import rank_blocks
 from .model.shape import (
@@ -58,7 +59,7 @@ class Memory:
 
     parameters: int  # weights in the compute dtype
     gradients: int
-    optimizer: int  # fp32 master weights, where the weights are not, and two moments
+    optimizer: int  # fp32 master weights, where the weights are not, two moments, and averages of the weights
     gathered: int  # stage 3: whole weights of what is at work
     reduction: int  # whole or fp32 copies of the gradients that are on their way
     activations: int  # kept by all blocks for the backward pass, the mask that they share, messages of a pipeline
@@ -125,10 +126,11 @@ def _of_rank(config: RunConfig, share: Share, chunks: Sequence[Share], beside: S
     buckets = bucket_sizes(share, config)
     experts = sum(bucket.size for bucket in buckets_of(share, config) if bucket.experts)
     rest = sum(buckets) - experts
-    held = state_bytes(rest, share.itemsize, stage, parallel.data, one_moment(share, config))
+    averages = copies(config.average)
+    held = state_bytes(rest, share.itemsize, stage, parallel.data, one_moment(share, config), averages)
     if experts:  # which so many ranks have
         replicas = parallel.data // parallel.ep
-        own = state_bytes(experts, share.itemsize, stage if replicas > 1 else 0, replicas)
+        own = state_bytes(experts, share.itemsize, stage if replicas > 1 else 0, replicas, averages=averages)
         held = {name: size + own[name] for name, size in held.items()}
     state, depth = sum(held.values()), share.depth
     if experts:
@@ -188,10 +190,14 @@ def stage_of(config: RunConfig) -> int:
     return config.parallel.zero if config.parallel.data > 1 else 0
 
 
-def state_bytes(elements: int, itemsize: int, stage: int, ranks: int, less: int = 0) -> dict[str, int]:
-    """The table above for buckets of so many elements, padding included, `less` of them with one moment."""
+def state_bytes(
+    elements: int, itemsize: int, stage: int, ranks: int, less: int = 0, averages: int = 0
+) -> dict[str, int]:
+    """The table above for buckets of so many elements, padding included, `less` of them with one moment, and so many
+    copies of averages.
+    """
     own = elements // ranks
-    master_and_moments = FP32 * (2 if itemsize == FP32 else 3)
+    master_and_moments = FP32 * (averages + (2 if itemsize == FP32 else 3))
     return {
         "parameters": (own if stage == 3 else elements) * itemsize,
         "gradients": (own if stage >= 2 else elements) * itemsize,

@@ -7,6 +7,7 @@ section 3; Porian et al. 2024).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from .config import RunConfig, identity
@@ -29,9 +30,9 @@ def decay_steps(config: RunConfig) -> int:
 
 def trunk_steps(config: RunConfig) -> int:
     """Steps at the start of a run that a longer one of the same N can make for it: all before its decay, none of a
-    cosine.
+    cosine or of points.
     """
-    if config.schedule.kind == "cosine":
+    if config.schedule.kind in ("cosine", "points"):
         return 0
     return min(config.steps - decay_steps(config), config.steps - 1)  # never the last, which has its own score
 
@@ -55,6 +56,9 @@ def learning_rate_factor(config: RunConfig, step: int) -> float:
     warmup, final, steps = warmup_steps(config), config.schedule.final_share, config.steps
     if step < warmup:
         return (step + 1) / (warmup + 1)
+    if config.schedule.kind == "points":
+        progress, points = (step - warmup) / max(1, steps - 1 - warmup), config.schedule.points or [[0, 1], [1, 1]]
+        return _between(points, progress)
     if config.schedule.kind == "cosine":
         progress = (step - warmup) / max(1, steps - warmup)
         return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
@@ -64,3 +68,10 @@ def learning_rate_factor(config: RunConfig, step: int) -> float:
     # 1-sqrt beats linear and cosine cooldowns (Haegele et al. 2024, section 3.2).
     progress = (step - (steps - decay) + 1) / (decay + 1)
     return final + (1 - final) * (1 - math.sqrt(progress))
+
+
+def _between(points: Sequence[Sequence[float]], share: float) -> float:
+    """The straight line through two neighbours of `points`, at a share; of two at one share the later one counts."""
+    number = max(i for i, point in enumerate(points[:-1]) if point[0] <= share)
+    (begin, low), (end, high) = points[number : number + 2]
+    return high if end == begin else low + (high - low) * (share - begin) / (end - begin)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .average import copies, shares
 from .config import RunConfig
 from .data.loader import TrainStream
 from .data.prefetch import Prefetch
@@ -77,6 +78,7 @@ class Stepper:
             optimizer=config.optimizer,
             bucket_mb=parallel.bucket_mb,
             device=device,
+            averages=copies(config.average),
         )
         self.held = self.zero.held
         self.pipeline = Pipeline(self.gpt, mesh, self.zero.gradients, parallel) if mesh.pp > 1 else None
@@ -137,6 +139,7 @@ class Stepper:
                 self.zero.reset_gradients()
                 release_memory(self.device)
         result = self.zero.step(total, self.scaler.scale)
+        self.zero.keep_averages(shares(self.config.average, step + 1))
         if timed is not None:
             every, timed.events = self.mesh.gather(timed.events)[:: self.mesh.data * self.mesh.tp], None
             if self.mesh.rank == 0 and self.record is not None:
@@ -148,11 +151,14 @@ class Stepper:
             self.compiled.keep()
         return result
 
-    def losses(self, windows: Tensor, beat: Callable[[], None]) -> Tensor:
+    def losses(self, windows: Tensor, beat: Callable[[], None], average: int | None = None) -> Tensor:
         """Summed nats of each window of tokens (n, T + 1) -> (n,) float64 on the CPU, the same on every rank.
 
-        `beat` is called before every forward pass, for it may be many.
+        `beat` is called before every forward pass, for it may be many. `average`: of that copy, not of the weights.
         """
+        if average is not None:
+            with self.zero.with_average(average):
+                return self.losses(windows, beat)
         # Each data-parallel rank scores an equal share, the last windows twice where it does not divide: under ZeRO-3
         # every rank must make the same number of passes.
         share = -(-len(windows) // self.mesh.dp)

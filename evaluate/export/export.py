@@ -54,12 +54,14 @@ def export_checkpoint(
     *,
     format: str = "hf",
     dtype: str = "fp32",
+    average: float | None = None,
     overwrite: bool = False,
     facts: Facts | None = None,
 ) -> Exported:
     """Writes a Hugging Face folder with weights, settings, tokenizer and model card (of `facts`).
 
-    `path` is a checkpoint or a run directory (its newest valid checkpoint), `dtype` fp32 or bf16. Raises UserError: no
+    `path` is a checkpoint or a run directory (its newest valid checkpoint), `dtype` fp32 or bf16, `average` as in
+    `load_for_evaluation`. Raises UserError: no
     checkpoint, an unknown format or dtype, a mixture of experts that no architecture there computes, or a folder that
     is not empty.
     """
@@ -71,7 +73,7 @@ def export_checkpoint(
         raise UserError(f"--dtype is {dtype!r}; it must be one of {', '.join(_DTYPES)}")
     path, output = find(path), Path(output)
     _check_free(output, overwrite, path)
-    loaded = load_for_evaluation(path)
+    loaded = load_for_evaluation(path, average=average)
     with temporary_directory_beside(output) as temporary:
         architecture = _write_hf(loaded, temporary, dtype)
         (temporary / "README.md").write_text(model_card(loaded, facts or Facts(), _notes(loaded)), encoding="utf-8")

@@ -34,6 +34,7 @@ def score(
     output: Path | None = None,
     against: Path | None = None,
     ngram: int = 13,
+    average: float | None = None,
     device: str = "auto",
     precision: str = "fp32",
     ranks: int = 1,
@@ -51,8 +52,12 @@ def score(
     from ...train.hardware import pick_device
 
     settings = {"device": device, "precision": precision, "ngram": ngram or None, "batch_tokens": batch_tokens}
+    settings |= {"average": average}
     paths = [find(path) for path in checkpoint]
-    wanted = list(zip(paths, _folders(paths, output), strict=True))
+    folders = _folders(paths, output)
+    if average is not None and output is None:
+        folders = [folder / f"average_{average:g}" for folder in folders]
+    wanted = list(zip(paths, folders, strict=True))
     other = None if against is None else _read(against)
     if against is not None and other is None:
         wanted.append((path := find(against), path))
@@ -277,6 +282,7 @@ def export(
     output: Path,
     format: str = "hf",
     dtype: str = "fp32",
+    average: float | None = None,
     overwrite: bool = False,
     as_json: bool = False,
 ) -> None:
@@ -285,7 +291,8 @@ def export(
     from ...train.checkpoint.checkpoint import find
 
     path = find(checkpoint)
-    done = export_checkpoint(path, output, format=format, dtype=dtype, overwrite=overwrite, facts=facts_about(path))
+    settings = {"format": format, "dtype": dtype, "average": average, "overwrite": overwrite}
+    done = export_checkpoint(path, output, **settings, facts=None if average else facts_about(path))
     said = {"folder": str(done.folder), "architecture": done.architecture, "dtype": dtype, "files": done.files}
     show(said, as_json, lambda said: print(f"{said['folder']}: {said['architecture']}, {', '.join(said['files'])}"))
 

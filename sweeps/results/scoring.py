@@ -57,7 +57,7 @@ def _is_scored(run: RunDirectory, step: int, settings: dict[str, Any]) -> bool:
 
 def _request(settings: dict[str, Any]) -> dict[str, Any]:
     asked = {"tasks": list(settings["tasks"]), "limit": settings["limit"], "ngram": settings.get("ngram")}
-    return asked | ({"decode": True} if settings.get("decode") else {})
+    return asked | {name: settings[name] for name in ("decode", "average") if settings.get(name)}
 
 
 def open_suite(settings: dict[str, Any], say: Callable[[str], None]) -> Scoring:
@@ -80,7 +80,8 @@ def evaluate_run(run: RunDirectory, settings: dict[str, Any], scoring: Scoring) 
         evaluate_checkpoint(
             checkpoint_folder(run, step),
             output=run.path / "eval" / f"step_{step}.json",
-            held_out=_held_out(run, step),
+            held_out=None if settings.get("average") else _held_out(run, step),
+            average=settings.get("average"),
             batch_tokens=settings["batch_tokens"],
             ngram=settings.get("ngram"),
             keep_items=(is_last := step == (run.summary() or {}).get("step")),

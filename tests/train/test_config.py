@@ -147,7 +147,7 @@ REFUSED = [
         "model.window is 129; it must be 1 to data.sequence_length 128, or null for no window",
     ),
     ("data.corpus", "web", "data.corpus is 'web'; it must be one of stdlib, text, hf"),
-    ("schedule.kind", "linear", "schedule.kind is 'linear'; it must be one of wsd, cosine, constant"),
+    ("schedule.kind", "linear", "schedule.kind is 'linear'; it must be one of wsd, cosine, constant, points"),
     ("precision", "fp8", "precision is 'fp8'; it must be one of fp32, bf16, fp16"),
     ("tracker.kind", "mlflow", "tracker.kind is 'mlflow'; it must be one of wandb, none"),
     ("tracker.mode", "off", "tracker.mode is 'off'; it must be one of auto, online, offline"),

@@ -17,7 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from covering import covered
 from isoflop.bench.live import Live
-from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from isoflop.train.average import copies
+from isoflop.train.config import AverageConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from isoflop.train.memory import (
     bucket_sizes,
     halved_micro_batch,
@@ -95,7 +96,7 @@ def build(config: RunConfig, mesh: Mesh, device: torch.device = CPU) -> tuple[GP
     zero = Zero(
         gpt, parameter_groups(gpt, config.optimizer), placements, mesh, stage=config.parallel.zero,
         dtype=compute_dtype(config.precision), optimizer=config.optimizer, bucket_mb=config.parallel.bucket_mb,
-        device=device,
+        device=device, averages=copies(config.average),
     )  # fmt: skip
     if config.data.separate_documents:
         gpt.end_of_document = 0
@@ -203,6 +204,18 @@ MIXED = ModelConfig(
 
 
 LATENT = ModelConfig(width=192, depth=3, heads=6, vocab_size=250, attention="mla", query_rank=64)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_averages_add_to_the_optimizer_s_part(precision: str) -> None:
+    config = run_config(GROUPED, precision=precision, dp=2, zero=1)
+    plain = memory(config)
+    config.average = AverageConfig("window", [0.1, 0.3])
+    with mesh_of(config, rank=1) as mesh, FakeTensorMode():
+        averages = build(config, mesh)[1].averages
+    more = sum(tensor.numel() * tensor.element_size() for average in averages for tensor in average)
+    assert memory(config) != plain
+    assert memory(config).optimizer - plain.optimizer == more
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
+from ..average import whole_copies
 from ..config import RunConfig, flatten, from_dict, identity, run_id, to_dict
 from ..data.storage import checksum
 from ..errors import UserError
@@ -230,11 +231,13 @@ class LoadedCheckpoint:
     tokenizer: Tokenizer
     step: int
     path: Path
+    average: float | None = None  # span of the average that the model's weights are
 
     @property
     def checksum(self) -> str:
-        """Identifies the content, wherever it lies."""
-        return checksum(read_document(self.path / "manifest.json", dict[str, FileEntry]))
+        """Identifies the weights, wherever they lie."""
+        files = read_document(self.path / "manifest.json", dict[str, FileEntry])
+        return checksum(files if self.average is None else [files, self.average])
 
 
 def find(path: Path | str) -> Path:
@@ -259,27 +262,36 @@ def find(path: Path | str) -> Path:
     return newest
 
 
-def whole_weights(gpt: GPT) -> list[Held]:
-    """The weights of a model that one process holds whole."""
+def whole_weights(gpt: GPT, kind: str = "weight") -> list[Held]:
+    """The weights of a model that one process holds whole; `kind` as a checkpoint has them."""
     return [
-        Held(name, "weight", whole_placement(parameter.shape), 0, parameter.numel(), parameter.detach().view(-1))
+        Held(name, kind, whole_placement(parameter.shape), 0, parameter.numel(), parameter.detach().view(-1))
         for name, parameter in gpt.named_parameters()
     ]
 
 
-def load_for_evaluation(path: Path | str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedCheckpoint:
-    """Opens a checkpoint, or the newest one of a run directory, for evaluation only; `UserError` where there is
-    none.
+def load_for_evaluation(
+    path: Path | str, device: str = "cpu", dtype: torch.dtype = torch.float32, average: float | None = None
+) -> LoadedCheckpoint:
+    """Opens a checkpoint, or the newest one of a run directory, for evaluation only; `average`: with the average of
+    the weights that has this span. `UserError` where there is none.
     """
     from ..data.tokenizers import tokenizer_from_directory
 
     path = find(path)
     config = read_config(path)
     gpt = build_model(config.model, config.optimizer, config.data.sequence_length, seed=0)
-    read_tensors(path, whole_weights(gpt))
-    step, tokenizer = read_step(path), tokenizer_from_directory(path / "tokenizer")
+    step, kind = read_step(path), "weight"
+    if average is not None:
+        found = whole_copies(config.average, step)
+        if average not in found:
+            kept = ", ".join(map(str, found)) or "none, for it was trained with average.kind none"
+            raise UserError(f"average is {average:g}; checkpoint {path} has averages of spans: {kept}")
+        kind = f"average_{found[average]}"
+    read_tensors(path, whole_weights(gpt, kind))
+    tokenizer = tokenizer_from_directory(path / "tokenizer")
     if config.data.separate_documents:
         gpt.end_of_document = tokenizer.end_of_document
     # Not the run's own choice: it may be scored on another device.
     gpt.set_attention("auto", torch.device(device), dtype)
-    return LoadedCheckpoint(gpt.to(device=device, dtype=dtype).eval(), config, tokenizer, step, path)
+    return LoadedCheckpoint(gpt.to(device=device, dtype=dtype).eval(), config, tokenizer, step, path, average)

@@ -50,6 +50,8 @@ def refusal(config: RunConfig) -> str | None:
         return f"model.experts is {config.model.experts}, and members would choose apart; in an ensemble it must be 0"
     if config.model.attention != "gqa":
         return f"model.attention is {config.model.attention}; in an ensemble it must be gqa"
+    if config.average.kept:
+        return f"average.kind is {config.average.kind}; in an ensemble it must be none"
     if parallel.cuda_graphs:
         return "parallel.cuda_graphs is true, and an ensemble's kernels are not replayed; it must be false"
     if parallel.recompute != "none":

@@ -300,8 +300,8 @@ class Member:
     def loads(self) -> None:
         """There are no experts in an ensemble."""
 
-    def losses(self, windows: Tensor, beat: Callable[[], None]) -> Tensor:
-        """As `Stepper.losses`, one member: a pass is as large as is good for the device, whatever the ensemble."""
+    def losses(self, windows: Tensor, beat: Callable[[], None], average: int | None = None) -> Tensor:
+        """As `Stepper.losses`, one member, which has no averages: a pass is as large as suits the device alone."""
         model = self.stepper.model(slice(self.row, self.row + 1))
 
         def each_loss(tokens: Tensor, targets: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ al. 2023 (arXiv 2304.11277).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -177,7 +178,8 @@ class Zero:
     """Owner of a model's parameters, gradients and optimizer state.
 
     The model's parameters (they may be on `meta`) become views of flat buffers on `device`, in `dtype`; master weights
-    and moments are at least fp32. `bucket_mb` MiB of gradients travel together; at stage 3 a block.
+    and moments are at least fp32. `bucket_mb` MiB of gradients travel together; at stage 3 a block. `averages` more
+    copies of the master weights are kept, as `keep_averages` says.
     """
 
     updates: Tensor  # () updates made: Adam's step count, to be saved and restored
@@ -194,6 +196,7 @@ class Zero:
         optimizer: OptimizerConfig,
         bucket_mb: float,
         device: torch.device,
+        averages: int = 0,
     ) -> None:
         self.mesh, self.placements, self.optimizer = mesh, placements, optimizer
         self.dtype, self.wide, self.device = dtype, torch.promote_types(dtype, torch.float32), device
@@ -211,6 +214,7 @@ class Zero:
         own = self.weights.own
         self.master = own if dtype == self.wide else [torch.zeros_like(piece, dtype=self.wide) for piece in own]
         self.exp_avg = [torch.zeros_like(master) for master in self.master]
+        self.averages = [[torch.zeros_like(master) for master in self.master] for _ in range(averages)]
         self._whole = first_whole(groups)
         replicated = self.buckets[0].stage == 0
         self.matrices = Matrices(
@@ -300,6 +304,31 @@ class Zero:
         self.gradients.clear()
         return StepResult(total, norm, skipped)
 
+    @torch.no_grad()
+    def keep_averages(self, shares: Sequence[float]) -> None:
+        """Takes the weights into each average, of which they then are that share."""
+        for average, share in zip(self.averages, shares, strict=True):
+            for kept, master in zip(average, self.master, strict=True):
+                kept.lerp_(master, share)
+
+    @contextmanager
+    def with_average(self, copy: int) -> Iterator[None]:
+        """The model computes with an average in here, and with its own weights, to the bit, after."""
+        self._exchange(self.averages[copy])
+        try:
+            yield
+        finally:
+            self._exchange(self.averages[copy])
+
+    @torch.no_grad()
+    def _exchange(self, average: Sequence[Tensor]) -> None:
+        self.weights.forget()  # what is being gathered in place must not be written to
+        for kept, master in zip(average, self.master, strict=True):
+            own = master.clone()
+            master.copy_(kept)
+            kept.copy_(own)
+        self.publish()
+
     def _directions(self, divisor: Tensor | None, skipped: Tensor) -> list[Tensor]:
         """Of what is updated as whole matrices, in this rank's slice of each bucket."""
         rule, directions = OPTIMIZERS[self.optimizer.kind].whole, list[Tensor]()
@@ -348,6 +377,7 @@ class Zero:
         """This rank's part of the training state, as writable views; after writing to them call `publish`."""
         self.weights.forget()  # what is being gathered in place must not be written to
         kinds = {"weight": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        kinds |= {f"average_{copy}": average for copy, average in enumerate(self.averages)}
         found = []
         for number, layout in enumerate(self.layouts):
             for slot in layout.slots:

@@ -84,6 +84,10 @@ def validate(config: RunConfig) -> None:
             f"schedule.decay_share is {schedule.decay_share}; with schedule.warmup_max_share "
             f"{schedule.warmup_max_share} it must be at most {1 - schedule.warmup_max_share:g}, or they overlap"
         )
+    if schedule.kind == "points":
+        _check_points(schedule.points)
+    if (spans := config.average.spans) is not None and not 0 < len(spans) == len(set(spans)):
+        raise UserError(f"average.spans is {spans}; it must be one or more different shares, as [0.1]")
     if data.validation_fraction == 0:
         raise UserError("data.validation_fraction is 0; a run is scored on held-out documents, so it must be above 0")
     if data.recipe and data.recipe_fingerprint is None:
@@ -97,6 +101,17 @@ def validate(config: RunConfig) -> None:
             "window"
         )
     check_shapes(config)
+
+
+def _check_points(points: list[list[float]] | None) -> None:
+    need = "it must be pairs [share of the steps, share of the peak] from share 0 to share 1, as [[0,1],[0.8,1],[1,0]]"
+    if not points or any(len(point) != 2 for point in points):
+        raise UserError(f"schedule.points is {points} with schedule.kind points; {need}")
+    at, rates = zip(*points, strict=True)
+    if (at[0], at[-1]) != (0, 1) or list(at) != sorted(at) or not all(0 <= rate <= 1 for rate in rates):
+        raise UserError(f"schedule.points is {points}, whose shares must rise and rates be 0 to 1; {need}")
+    if not any(rates):
+        raise UserError("schedule.points has rate 0 everywhere, so nothing would be learned; one must be above 0")
 
 
 def _check_model(model: ModelConfig) -> None:

@@ -19,10 +19,19 @@ import pytest
 import torch
 import torch._dynamo
 from isoflop.train import precision
+from isoflop.train.average import copies
 from isoflop.train.checkpoint import shards
 from isoflop.train.checkpoint.checkpoint import restore_state
 from isoflop.train.checkpoint.saver import Saver
-from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, ScheduleConfig
+from isoflop.train.config import (
+    AverageConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    ScheduleConfig,
+)
 from isoflop.train.data.loader import TrainStream, validation_windows
 from isoflop.train.data.shards import prepare
 from isoflop.train.data.tokenizers import ByteTokenizer
@@ -87,6 +96,8 @@ def draw(seed: int, ranks: int, data: DataConfig) -> Draw:
         model.dense_layers, model.gate = one.randint(0, 2) % model.depth, one.choice(("sigmoid", "softmax"))
         model.balance_rate, model.balance_loss, model.router_z_loss = 0.1, 0.05, 0.01
         alone.optimizer.gradient_clip = 0.0  # its divisor is fp32
+    kept = random.Random(f"averages of {seed}")
+    alone.average = AverageConfig(kept.choice(("none", "ema", "window")), kept.choice(([0.3], [0.7, 0.2])))
     return Draw(seed, one.randint(1, STEPS - 1), alone, (spread(alone, ranks, one), spread(alone, ranks, one)))
 
 
@@ -116,12 +127,14 @@ def stepper_of(config: RunConfig, mesh: Mesh) -> Stepper:
 
 
 def steps_of(stepper: Stepper, first: int, last: int) -> tuple[list[float], list[float], Any]:
-    """Losses of some steps and of held-out windows thereafter, norms, and this rank's boxes of the weights."""
+    """Losses of some steps, and of held-out windows thereafter; norms; this rank's boxes of weights and averages."""
     results = [stepper.step(step) for step in range(first, last)]
     data = stepper.config.data
     windows = torch.from_numpy(validation_windows(prepare(data), data.sequence_length, 80))
-    scores = stepper.losses(windows, lambda: None).tolist()
-    return [r.loss.item() for r in results] + scores, [r.norm.item() for r in results], boxes_of(stepper, ("weight",))
+    averages = range(copies(stepper.config.average))
+    scores = [loss for copy in (None, *averages) for loss in stepper.losses(windows, lambda: None, copy).tolist()]
+    boxes = boxes_of(stepper, ("weight", *(f"average_{copy}" for copy in averages)))
+    return [r.loss.item() for r in results] + scores, [r.norm.item() for r in results], boxes
 
 
 def leg_of(each: Draw, leg: int, folder: Path) -> Any:

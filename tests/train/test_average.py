@@ -1,0 +1,175 @@
+"""Averages of the weights are the plain sums that they say they are, whatever the run does meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from isoflop.evaluate.checkpoint import evaluate_checkpoint
+from isoflop.evaluate.tasks.suite import Suite
+from isoflop.train.average import copies, shares, whole_copies
+from isoflop.train.checkpoint.checkpoint import load_for_evaluation
+from isoflop.train.checkpoint.heldout import score_windows
+from isoflop.train.config import (
+    AverageConfig,
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrackerConfig,
+    identity,
+    run_id,
+)
+from isoflop.train.errors import Stopped, UserError
+from isoflop.train.files import read_json, read_json_lines
+from isoflop.train.loop import train
+from isoflop.train.planner.validation import validate
+from isoflop.train.schedule import learning_rate_factor
+
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def run(small_corpus: Callable[..., DataConfig]) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(width=16, depth=2, heads=2, vocab_size=256),
+        data=small_corpus(256),
+        optimizer=OptimizerConfig(batch_size=4),
+        schedule=ScheduleConfig(kind="constant"),
+        parallel=ParallelConfig(device="cpu", threads=1),
+        checkpoint=CheckpointConfig(every_seconds=1e9, every_steps=1, keep=STEPS),
+        tracker=TrackerConfig(kind="none"),
+        tokens=STEPS * 64,
+        log_every=1,
+    )  # fmt: skip
+
+
+def test_an_ema_has_the_mean_age_of_a_window_of_its_span() -> None:
+    average, last = AverageConfig("ema", [0.05, 0.2, 0.9]), 4000
+    for copy, span in enumerate(average.kept):
+        weights = np.zeros(last)
+        for step in range(1, last + 1):
+            share = shares(average, step)[copy]
+            weights[: step - 1] *= 1 - share
+            weights[step - 1] = share
+        assert weights.sum() == pytest.approx(1, abs=1e-12)
+        assert weights @ (1 - np.arange(1, last + 1) / last) == pytest.approx(span / 2, rel=0.01)  # 1/last of rounding
+
+
+@pytest.mark.parametrize("span", [0.05, 0.3, 0.9])
+def test_a_window_is_a_plain_mean_of_one_to_two_spans(span: float) -> None:
+    average, kept = AverageConfig("window", [0.5, span]), np.zeros((4, 500))
+    for step in range(1, 501):
+        for copy, share in enumerate(shares(average, step)):
+            kept[copy] *= 1 - share
+            kept[copy, step - 1] += share
+        weights = kept[whole_copies(average, step)[span]]
+        inside = np.flatnonzero(weights)
+        assert inside[-1] == step - 1
+        assert len(inside) == inside[-1] - inside[0] + 1
+        np.testing.assert_allclose(weights[inside], 1 / len(inside), rtol=1e-12)
+        if step > 5 / span:  # before that a block is a step or two
+            assert span / (1 + span) - 1 / step <= len(inside) / step <= 1 - (1 + span) ** -2 + 2 / step
+
+
+@pytest.mark.parametrize("kind", ["ema", "window"])
+def test_kept_averages_are_those_of_the_saved_weights_and_change_nothing_else(
+    run: RunConfig, kind: str, tmp_path: Path
+) -> None:
+    """Against float64 sums over a checkpoint of every step; held-out losses against the checkpoint's own."""
+    averaged = replace(run, average=AverageConfig(kind, [0.2, 0.6]))
+    train(averaged, tmp_path / "kept", report=lambda line: None)
+    train(run, tmp_path / "plain", report=lambda line: None)
+    weights = [_weights(load_for_evaluation(_step(tmp_path / "kept", step)).model) for step in range(1, STEPS + 1)]
+    assert torch.equal(weights[-1], _weights(load_for_evaluation(_step(tmp_path / "plain", STEPS)).model))
+    lines = {line["step"]: line for line in read_json_lines(tmp_path / "kept" / "metrics.jsonl")}
+    summary = read_json(tmp_path / "kept" / "summary.json") or {}
+    sums = torch.zeros(copies(averaged.average), len(weights[0]), dtype=torch.float64)
+    for step in range(1, STEPS + 1):
+        for copy, share in enumerate(shares(averaged.average, step)):
+            sums[copy] = (1 - share) * sums[copy] + share * weights[step - 1].double()
+        for span, copy in whole_copies(averaged.average, step).items():
+            loaded = load_for_evaluation(_step(tmp_path / "kept", step), average=span)
+            # Weights are of order 0.1 to 1, and some 20 sums round in fp32.
+            torch.testing.assert_close(_weights(loaded.model).double(), sums[copy], rtol=0, atol=1e-6)
+            if (name := f"val_loss_{kind}_{span:g}") in lines[step]:
+                assert lines[step][name] == pytest.approx(score_windows(loaded)[2].val_loss, rel=1e-6)
+                assert step < STEPS or summary[name] == lines[step][name]
+    assert sum(f"val_loss_{kind}_0.2" in line for line in lines.values()) == averaged.validations
+
+
+def test_a_resumed_run_keeps_the_same_averages_to_the_bit(run: RunConfig, tmp_path: Path) -> None:
+    averaged = replace(run, average=AverageConfig("window", [0.3]))
+    train(averaged, tmp_path / "whole", report=lambda line: None)
+    asked = itertools.count(1)
+    with pytest.raises(Stopped):
+        train(averaged, tmp_path / "parts", lambda: next(asked) == 13, lambda line: None)
+    train(averaged, tmp_path / "parts", report=lambda line: None)
+    files = [_step(tmp_path / part, STEPS) / "optimizer.safetensors" for part in ("whole", "parts")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_checkpoint_is_scored_by_its_average(run: RunConfig, tmp_path: Path) -> None:
+    averaged = replace(run, average=AverageConfig("ema"), checkpoint=CheckpointConfig())
+    train(averaged, tmp_path / "run", report=lambda line: None)
+    summary = read_json(tmp_path / "run" / "summary.json") or {}
+    both = [
+        evaluate_checkpoint(tmp_path / "run", output=tmp_path / "scores.json", average=average, suite=Suite({}, {}))
+        for average in (None, 0.1)
+    ]
+    for name, scores in zip(("val_loss", "val_loss_ema_0.1"), both, strict=True):
+        assert scores["held_out"]["val_loss"] == pytest.approx(summary[name], rel=1e-6)
+    assert both[0]["checkpoint_sha256"] != both[1]["checkpoint_sha256"]
+    with pytest.raises(UserError, match=r"average is 0.3; .* has averages of spans: 0.1"):
+        load_for_evaluation(tmp_path / "run", average=0.3)
+
+
+def test_runs_without_averages_keep_their_ids(run: RunConfig) -> None:
+    assert "average" not in identity(run)
+    assert run_id(run) == run_id(replace(run, average=AverageConfig("none")))
+    assert run_id(run) != run_id(replace(run, average=AverageConfig("ema")))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"average": AverageConfig("ema", [])}, r"average.spans is \[\]; it must be one or more different shares"),
+        ({"average": AverageConfig("ema", [0.1, 0.1])}, "one or more different shares"),
+        ({"average": AverageConfig("window", [1.0])}, "average.spans contains 1.0; it must be above 0 and below 1"),
+        ({"schedule": ScheduleConfig("points")}, "schedule.points is None with schedule.kind points"),
+        ({"schedule": ScheduleConfig("points", points=[[0, 1], [1]])}, "it must be pairs"),
+        ({"schedule": ScheduleConfig("points", points=[[0, 1], [0.9, 1]])}, "from share 0 to share 1"),
+        ({"schedule": ScheduleConfig("points", points=[[0, 1], [0.9, 1], [0.5, 0], [1, 0]])}, "shares must rise"),
+        ({"schedule": ScheduleConfig("points", points=[[0, 2], [1, 0]])}, "rates be 0 to 1"),
+        ({"schedule": ScheduleConfig("points", points=[[0, 0], [1, 0]])}, "one must be above 0"),
+    ],
+)
+def test_what_cannot_be_kept_or_followed_is_refused(run: RunConfig, change: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        validate(replace(run, **change))  # type: ignore[arg-type]
+
+
+def test_points_are_joined_by_straight_lines(run: RunConfig) -> None:
+    points = [[0, 1], [0.25, 0.5], [0.25, 0.8], [1, 0.1]]
+    config = replace(run, schedule=ScheduleConfig("points", warmup_tokens=128, points=points), tokens=102 * 64)
+    factors = [learning_rate_factor(config, step) for step in range(102)]
+    assert factors[:2] == [1 / 3, 2 / 3]
+    places = np.linspace(0, 1, 100)
+    line = np.where(places < 0.25, np.interp(places, [0, 0.25], [1, 0.5]), np.interp(places, [0.25, 1], [0.8, 0.1]))
+    np.testing.assert_allclose(factors[2:], line, rtol=1e-12)
+
+
+def _step(directory: Path, step: int) -> Path:
+    return directory / "checkpoints" / f"step_{step}"
+
+
+def _weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for _, parameter in sorted(model.named_parameters())])

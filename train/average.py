@@ -1,0 +1,49 @@
+"""Averages of the weights over the last steps: which there are, and how each takes the newest weights in. No torch.
+
+The loss of an average at a constant rate comes near that of a run that cools down there (Haegele et al. 2024). What an
+average covers grows with the run and never depends on its end, so that runs of one trunk share it too.
+"""
+
+from __future__ import annotations
+
+import math
+
+from .config import AverageConfig
+
+
+def copies(average: AverageConfig) -> int:
+    """Copies of the weights that are kept: one per span of `ema`, two of `window`."""
+    return len(average.kept) * (2 if average.kind == "window" else 1)
+
+
+def shares(average: AverageConfig, step: int) -> list[float]:
+    """The share of the newest weights in each copy after step (1-based); what was in the copy keeps the rest.
+
+    ema: ages of the weights in it have the mean that a window of `span` times the steps would have (a power function
+    of the step: Karras et al. 2024, arXiv 2312.02696, section 3.1). window: a plain mean, begun anew every other block.
+    """
+    if average.kind == "ema":
+        return [min(1.0, (2 / span - 1) / step) for span in average.kept]
+    return [1 / (step - begin + 1) for span in average.kept for begin in _begins(span, step)]
+
+
+def whole_copies(average: AverageConfig, step: int) -> dict[float, int]:
+    """Span -> the copy that is its average after `step`: of two windows the one that began first."""
+    if average.kind == "ema":
+        return {span: copy for copy, span in enumerate(average.kept)}
+    begins = {span: _begins(span, step) for span in average.kept}
+    return {span: 2 * i + int(two[1] < two[0]) for i, (span, two) in enumerate(begins.items())}
+
+
+def averaged_name(average: AverageConfig, span: float) -> str:
+    """What the held-out loss of an average is called in metrics.jsonl, summary.json and tables."""
+    return f"val_loss_{average.kind}_{span:g}"
+
+
+def _begins(span: float, step: int) -> tuple[int, int]:
+    """First steps of the windows in the two copies, which take turns with blocks that grow with the run."""
+    begins, block, first = [1, 1], 0, 1
+    while (after := max(first + 1, math.ceil(first * (1 + span)))) <= step:
+        block, first = block + 1, after
+        begins[block % 2] = first
+    return begins[0], begins[1]
