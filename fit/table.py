@@ -44,6 +44,7 @@ SIZE = re.compile(
 FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
+IDS = {"run_id": str, "trunk": str}  # one of digits alone is no number
 MOST_COLUMNS, MOST_RUNS = 20_000, 10_000
 MOST_BYTES = 8 << 20  # of a header that is looked at
 SHOWN = 20  # columns that an error names
@@ -145,6 +146,9 @@ def read_table(
     """
     frame, header, said = _load(source)
     notes: list[str] = []
+    if isinstance(source, (str, Path)) and (beside := Path(source) / "curves.csv").is_file():
+        frame, sentence = _averaged(frame, beside)
+        notes += [sentence] if sentence else []
     if len(frame) == 0:
         raise InputError(f"{said} has no rows; at least one run is needed.")
     if derive_d not in (None, "6nd"):
@@ -238,7 +242,7 @@ def _load(source: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, list[str], s
             raise InputError(f"{path} has more than {MOST_COLUMNS:,} columns; one row per run is expected.")
         if kind == "CSV":  # read_csv renames the second of two equal columns
             header = pd.read_csv(path, header=None, nrows=1, dtype=str).iloc[0].dropna()
-            return pd.read_csv(path, low_memory=False), [str(name) for name in header], str(path)
+            return pd.read_csv(path, low_memory=False, dtype=IDS), [str(name) for name in header], str(path)
         frame = pd.read_parquet(path) if kind == "Parquet" else pd.read_json(path, lines=True)
         return frame, [str(name) for name in frame.columns], str(path)
     except InputError:
@@ -248,6 +252,19 @@ def _load(source: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, list[str], s
     except Exception as error:  # readers raise whatever their backend raises
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise InputError(f"{path} is not a readable {kind} file ({reason}).") from None
+
+
+def _averaged(frame: pd.DataFrame, curves: Path) -> tuple[pd.DataFrame, str]:
+    import pandas as pd
+
+    from .curves.averaged import with_averages
+
+    try:
+        return with_averages(frame, pd.read_csv(curves, low_memory=False, dtype=IDS))
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{curves} cannot be read as curves ({error}); remove it, and a report writes it anew."
+        ) from None
 
 
 def _resolve(exist: list[str], columns: Mapping[str, str], said: str) -> dict[str, str]:

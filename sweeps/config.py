@@ -72,6 +72,17 @@ class LadderGrid(GridConfig):
 
 
 @dataclass
+class CurvesGrid(GridConfig):
+    """One long run per size, whose averaged weights say the loss of every D before its end, and a few cooldowns."""
+
+    kind: str = "curves"
+    sizes: list[Positive] = field(default_factory=list)  # wanted N_total; the nearest well-shaped model is taken
+    tokens_per_parameter: Positive = 320.0  # of each long run
+    # Shares of the long run's D at which the smallest, the middle and the largest size also cool down.
+    cooldowns: list[Annotated[float, "above 0 and below 1"]] = field(default_factory=lambda: [0.125, 0.5])
+
+
+@dataclass
 class ProductGrid(GridConfig):
     """Every combination of the values of any fields of a run, by dotted name."""
 
@@ -331,7 +342,8 @@ def recorded(settings: Mapping[str, Any]) -> Recorded:
 
 
 GRIDS: dict[str, type[GridConfig]] = {
-    node.kind: node for node in (AdaptiveGrid, TuneGrid, CheckGrid, PointsGrid, ProductGrid, LadderGrid, IsoflopGrid)
+    node.kind: node
+    for node in (AdaptiveGrid, TuneGrid, CheckGrid, PointsGrid, ProductGrid, CurvesGrid, LadderGrid, IsoflopGrid)
 }
 
 

@@ -19,6 +19,7 @@ from ...train.planner.validation import check_fields, validate
 from ..config import (
     AdaptiveGrid,
     CheckGrid,
+    CurvesGrid,
     GridConfig,
     IsoflopGrid,
     LadderGrid,
@@ -45,7 +46,7 @@ def expand_grid(
 ) -> list[RunConfig]:
     """Every run of a grid over `base`, once each, in the grid's own order; `present` are the runs that it joins."""
     if type(grid) not in KINDS:
-        raise UserError(f"grid.kind is {grid.kind!r}; it must be isoflop, ladder, product, points, adaptive or tune")
+        raise UserError(f"grid.kind is {grid.kind!r}; it must be one of {', '.join(node.kind for node in KINDS)}")
     check_fields(grid, "grid.")
     tuner = Tuner(tuning or TuningConfig())
     check_fields(tuner.rules, "tuning.")
@@ -214,6 +215,22 @@ def _ladder(grid: LadderGrid, base: RunConfig, tuner: Tuner) -> Iterator[RunConf
             yield tuner.tuned(replace(base, model=model, tokens=tokens), whole=True)
 
 
+def _curves(grid: CurvesGrid, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
+    _refuse_tokens(grid, base)
+    if not base.average.kept:
+        raise UserError("average.kind is none; a grid of curves reads averaged weights, so it must be ema or window")
+    if base.schedule.kind != "wsd":
+        raise UserError(
+            f"schedule.kind is {base.schedule.kind}; a grid of curves needs wsd, so that cooldowns branch off"
+        )
+    cooled = {0, len(grid.sizes) // 2, len(grid.sizes) - 1}
+    for i, size in enumerate(grid.sizes):
+        model = architectures.nearest_model(base.model, size)
+        for share in (*(sorted(grid.cooldowns) if i in cooled else ()), 1.0):
+            tokens: Any = share * grid.tokens_per_parameter * count_parameters(model).N_active
+            yield tuner.tuned(replace(base, model=model, tokens=tokens), whole=True)
+
+
 def _product(grid: ProductGrid, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
     if grid.axes is not None and not isinstance(grid.axes, dict):
         raise UserError(f"grid.axes is {grid.axes!r}; it must map fields to values, as {{seed:[0,1]}}")
@@ -300,6 +317,7 @@ KINDS: dict[type, Callable[[Any, RunConfig, Tuner], Iterable[RunConfig]]] = {
     AdaptiveGrid: _first_round,
     IsoflopGrid: isoflop_runs,
     LadderGrid: _ladder,
+    CurvesGrid: _curves,
     ProductGrid: _product,
     PointsGrid: _points,
     CheckGrid: _points,

@@ -10,7 +10,7 @@ from ...train.config import RunConfig, run_id
 from ...train.data.corpora import open_corpus
 from ...train.errors import UserError
 from ...train.flops import count_parameters, flops_exact
-from ..config import GridConfig, IsoflopGrid, LadderGrid, TuneGrid
+from ..config import CurvesGrid, GridConfig, IsoflopGrid, LadderGrid, TuneGrid
 from ..grid.expand import isoflop_runs
 from ..grid.tune import rung_tokens
 from ..grid.tuning import Tuner
@@ -30,6 +30,8 @@ def foresee(
     """
     from ...fit.checks.planned import FEW_SIZES, LEAST_SIZES, MANY_EPOCHS, examine_plan
 
+    if isinstance(grid, CurvesGrid):
+        return [_in_other_ways(grid, runs)]
     if type(grid) not in (IsoflopGrid, LadderGrid, TuneGrid):
         return []
     runs = list({run_id(run): run for run in (*runs, *present)}.values())
@@ -68,6 +70,24 @@ def foresee(
             more["repeated_data"] = f" The nearest budget of which no run does is {near} FLOPs; or take more text."
     warnings = examine_plan(N, D, flops, budgets, [tokens / unique for tokens in D])
     return [f"of this plan the fit would say: {one.message}{more.get(one.code, '')}" for one in warnings]
+
+
+def _in_other_ways(grid: CurvesGrid, runs: Sequence[RunConfig]) -> str:
+    """What the points of a grid of curves would cost as runs of their own, and as a ladder of cooldowns."""
+    from ...fit.curves.averaged import SPACING
+
+    least = min(grid.cooldowns, default=0.125)
+    shares = [SPACING**-k for k in range(1 + int(math.log(1 / least) / math.log(SPACING)))]
+    longest: dict[int, RunConfig] = {}
+    for run in sorted(runs, key=lambda run: run.D):
+        longest[count_parameters(run.model).N_active] = run
+    long = sum(map(flops_exact, longest.values()))
+    decay = runs[0].schedule.decay_share
+    apart, ladder = long * sum(shares), long * (1 + decay * sum(shares[1:]))
+    return (
+        f"averages give about {len(longest) * len(shares)} points of N and D; with a run for each they would take "
+        f"{apart:.2g} training FLOPs, as a ladder of cooldowns from the same long runs {ladder:.2g}"
+    )
 
 
 def _nearest(grid: IsoflopGrid, base: RunConfig, tuner: Tuner, budget: float, does: Does) -> str:

@@ -200,7 +200,8 @@ def sweep_curves(sweep: SweepDirectory, only: Container[str] | None = None) -> p
     with `only`, of runs of these ids.
 
     `lr` is that step's, `batch` in sequences, `N` as in the table, `loss` the smoothed loss of training, and `val_loss`
-    empty where nothing was validated. A branch has its trunk's steps too.
+    empty where nothing was validated; val_loss_ema_0.1 and such are of averages of the weights. A branch has its
+    trunk's steps too.
     """
     import pandas as pd
 
@@ -218,7 +219,8 @@ def sweep_curves(sweep: SweepDirectory, only: Container[str] | None = None) -> p
             "batch": planned["D"] // planned["steps"] // planned["sequence_length"],
             "N": planned["N_active"] or planned["N_total"],
         }
-        frame = frame.assign(**known).reindex(columns=CURVE)
+        averaged = [name for name in frame if str(name).startswith(("val_loss_ema_", "val_loss_window_"))]
+        frame = frame.assign(**known).reindex(columns=[*CURVE, *averaged])
         spread = np.zeros(len(frame), dtype=bool)
         spread[np.linspace(0, len(frame) - 1, CURVE_ROWS).round().astype(int)] = True
         frames.append(frame[spread | frame["val_loss"].notna().to_numpy()])
