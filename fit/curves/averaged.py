@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 AVERAGED = re.compile(r"val_loss_(?:ema|window)_(.+)")
 SPACING = 2**0.5  # least ratio of two D of one run; nearer ones share most of what is averaged
+OF_THE_END = ("budget", "val_bpb", "train_loss", "seconds", "estimated_seconds")  # and scores, of a run's last step
 BEYOND = 1.5  # a D further than this factor outside of the cooldowns' is left out
 SLOPE = 0.005  # prior standard deviation of the gap's slope per e-fold of D, as log loss
 
@@ -55,7 +56,8 @@ def with_averages(table: pd.DataFrame, curves: pd.DataFrame) -> tuple[pd.DataFra
             spent = {each: row[each] / row["D"] * D for each in ("flops", "flops_exact", "flops_6nd") if each in row}
             own = {"run_id": f"{run}@{int(step)}", "step": int(step), "D": D, "loss": estimate, "trunk": run, **spent}
             own |= {"loss_se": np.hypot(row.get("loss_se", 0.0) or 0.0, error * estimate), "averaged": name}
-            rows.append(row.to_dict() | own | {"budget": None})
+            kept = {each: value for each, value in row.items() if each not in OF_THE_END and "/" not in str(each)}
+            rows.append(kept | own)
     low, high = (100 * (slope[0] + slope[1] * end) for end in (log_D.min(), log_D.max()))
     said = (
         f"{len(rows)} points are losses of averaged weights ({name}) of {len(long)} long runs, less the gap that "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,11 +47,13 @@ def write_report(
     title: str = "Scaling-law report",
     provenance: Mapping[str, object] | None = None,
     costs: Mapping[str, Any] | None = None,
+    under_way: Sequence[Mapping[str, Any]] = (),
 ) -> Path:
     """Write report.html, law.json and PNG figures into `directory`, all or none; returns the path of report.html.
 
     `curves`: run_id, step, tokens, flops, loss of every run. `provenance`: names and values for the footer. `costs`: as
-    costs.json of a sweep. Raises InputError when the directory cannot be written to or the curves lack a column.
+    costs.json of a sweep. `under_way`: run_id, N, D, seen, loss, low and high of runs that are not done. Raises
+    InputError when the directory cannot be written to or the curves lack a column.
     """
     folder = Path(directory)
     if curves is not None:
@@ -72,12 +74,17 @@ def write_report(
     with filling(folder, [f"{name}.png" for name in FIGURES]) as new:
         write_text(new / "law.json", json.dumps(content, allow_nan=False) + "\n")
         save_figures(analysis, new, curves)
-        write_text(new / "report.html", render_report(analysis, curves, title, origin, costs))
+        write_text(new / "report.html", render_report(analysis, curves, title, origin, costs, under_way))
     return folder / "report.html"
 
 
 def render_report(
-    a: Analysis, curves: Any, title: str, origin: Mapping[str, str], costs: Mapping[str, Any] | None = None
+    a: Analysis,
+    curves: Any,
+    title: str,
+    origin: Mapping[str, str],
+    costs: Mapping[str, Any] | None = None,
+    under_way: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
@@ -105,6 +112,7 @@ def render_report(
         order=np.lexsort((t.N, t.flops if np.isnan(t.budget).all() else t.budget)),
         columns=[(head, form, t.column(name)) for name, head, form in RUN_COLUMNS if np.isfinite(t.column(name)).any()],
         costs=costs,
+        under_way=under_way,
         figures=drawn,
         most=(figures.MOST_RUNS, figures.MOST_CURVES),
         packed=packed,

@@ -105,6 +105,7 @@ def forecast_command(
 ) -> None:
     """Final losses of runs under way, or of larger ones; with --seal kept, to be held against what they come to."""
     from ..observe import forecast
+    from ..results.forecast import forecast_running
 
     directory = _open(sweep)
     if check is not None:
@@ -115,7 +116,7 @@ def forecast_command(
     if target:
         now = [forecast.forecast_target(directory, one) for one in target]
     elif check is None:
-        now, without = forecast.forecast_running(directory)
+        now, without = forecast_running(directory)
         if seal and not now:
             raise UserError(f"no run of {sweep} is under way that could be forecast; name a larger one with --target")
     if seal:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import csv
 import fcntl
 import json
+import math
 import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from ... import __version__
 from ...train.config import RECIPE
 from ...train.errors import UserError, counted
 from ...train.files import read_document, read_json, write_atomic
+from ...train.flops import count_parameters
 from ...train.job.failure import Failure
 from ...train.preflight.finding import FAILED, REPLACED
 from ...train.schedule import trunk_steps
@@ -49,6 +51,7 @@ LEAST_BYTES = 500e6  # that the disk must have left
 PROBE = "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 OLD_SECONDS = 600.0  # after which a temporary file is nobody's
 TEMPORARY = re.compile(r"^\.(now-|.+\.)[a-z0-9_]{8}$")  # as tempfile names them, here and in train/files.py
+ALIKE, LEAST_CURVES = 1.3, 5  # ratio of D/N up to which curves are compared, and how many of them at least
 STEP = re.compile(r"^step_(\d+)(\.request)?$")
 
 
@@ -146,9 +149,40 @@ def _faults(sweep: SweepDirectory, settings: Mapping[str, Any], deep: bool) -> I
             yield from faults_of(run, policy, deep, bool(config.evaluate.tasks))
         else:
             yield Fault("run", "the run has no directory", run.path, None, "sweep again to make it")
+    yield from _curves_apart(sweep)
     for path in sorted((sweep.path / "runs").glob("*")):
         if path.name not in runs:
             yield Fault("stranger", "it is in no plan of this sweep", path, None, "it is left as it is", "note")
+
+
+def _curves_apart(sweep: SweepDirectory) -> Iterator[Fault]:
+    """Runs whose normalised loss curve is not that of the others of their D/N, as it is where all are tuned alike."""
+    from ... import fit
+    from ..results.table import sweep_curves
+
+    alike = defaultdict[Any, list[str]](list)
+    for run in (run for run in sweep.runs() if run.is_done()):
+        with suppress(UserError):  # said of its config elsewhere
+            config = run.config()
+            ratio = config.D / count_parameters(config.model).N_active
+            shape = replace(config.schedule, warmup_tokens=None)
+            if config.parent is None:  # a branch's curve begins with its trunk's
+                alike[str(shape), round(math.log(ratio) / math.log(ALIKE))].append(run.run_id)
+    law = (read_json(sweep.path / "fit" / "law.json") or {}).get("law") or {}
+    for names in (names for names in alike.values() if len(names) >= LEAST_CURVES):
+        curves = sweep_curves(sweep, set(names)).dropna(subset=["loss"]).drop(columns="val_loss")
+        floor = min(float(law.get("E") or 0.0), 0.99 * float(curves["loss"].min()))
+        try:
+            found = fit.collapse(curves, floor)
+        except fit.InputError:  # of too few lines
+            continue
+        for name, row in found[found["noted"]].iterrows():
+            said = (
+                f"its normalised loss curve lies {row['deviation']:.1%} off those of {len(names) - 1} runs of its D/N, "
+                f"which lie {found['deviation'].median():.1%} apart: its settings may not suit it"
+            )
+            how = "see its curve in the report; `isoflop tune --check` tries other settings"
+            yield Fault("curve", said, sweep.run(str(name)).path, None, how, "note")
 
 
 def _file_system(sweep: SweepDirectory) -> Iterator[Fault]:

@@ -6,67 +6,20 @@ date: who publishes the digest before the run can prove afterwards what was pred
 
 from __future__ import annotations
 
-import hashlib
 import math
-import statistics
-import time
 from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
-from ...train.config import RunConfig, canonical_json
 from ...train.errors import UserError
-from ...train.files import file_sha256, read_document, read_json, write_json
-from ...train.flops import count_parameters
-from ...train.schedule import learning_rate_factor
-from ..results.table import sweep_curves
-from ..runs.directory import RunDirectory, SweepDirectory, now_on
+from ...train.files import read_document, read_json, write_json
+from ..results.forecast import LEVEL, Forecast, as_date, size_of
+from ..runs.directory import RunDirectory, SweepDirectory
 from ..terminal import console, plain_table, say, short
 
-FOLDER, OUTCOME, LEVEL = "forecasts", ".outcome.json", 0.95
+FOLDER, OUTCOME = "forecasts", ".outcome.json"
 ALIKE = 0.01  # relative difference of N or D up to which a run is the one that was predicted
-TEACHERS, LEAST = 64, 3  # finished runs that forecasts of others learn from: most, and fewest
-FRESH_SECONDS = 60.0  # in which `status` computes no forecast anew
-QUANTILE = 1.96  # of a normal distribution at LEVEL
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """A final loss with the interval of a new run's; `seen`: share of the run's steps that it knows."""
-
-    N: int
-    D: int
-    loss: float
-    low: float
-    high: float
-    run_id: str | None = None
-    seen: float = 0.0
-    level: float = LEVEL
-    made: str = ""
-    version: str = ""
-    inputs: dict[str, str] | None = None  # SHA-256 of the files that it was made from
-    digest: str = ""
-
-    def sealed(self, sweep: SweepDirectory) -> Forecast:
-        files = {name: sweep.path / name for name in ("table.csv", "curves.csv")}
-        inputs = {name: file_sha256(path) for name, path in files.items() if path.exists()}
-        made = _date(now_on(sweep.path))
-        dated = replace(self, made=made, version=version("isoflop"), inputs=inputs)
-        return replace(dated, digest=dated.own_digest())
-
-    def own_digest(self) -> str:
-        said = {name: value for name, value in asdict(self).items() if name != "digest"}
-        return hashlib.sha256(canonical_json(said).encode()).hexdigest()
-
-
-class Latest(TypedDict):
-    """forecast.json."""
-
-    made: float
-    runs: dict[str, tuple[float, float, float]]
 
 
 @dataclass(frozen=True)
@@ -78,63 +31,6 @@ class Outcome:
     D: int
     loss: float
     ended: str
-
-
-def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, str]]:
-    """Forecasts of the runs under way, and by run id why there is none.
-
-    Held-out losses are few in a run, so the law is one of smoothed training losses; how far held-out losses lie from
-    these at the end is learned from the runs that are done.
-    """
-    from ... import fit
-
-    under_way, last, planned = dict[str, RunConfig](), dict[str, float](), dict[str, list[float]]()
-    for run in sweep.runs():
-        state = run.state().state
-        summary = run.summary() if state == "done" else None
-        if summary is not None and "val_loss" not in summary:
-            continue
-        if (summary is not None and len(last) < TEACHERS) or (state not in ("done", "planned") and run.last_metrics()):
-            config = run.config()
-            rate = config.optimizer.learning_rate
-            planned[run.run_id] = [rate * learning_rate_factor(config, step) for step in range(config.steps)]
-            if summary is not None:
-                last[run.run_id] = summary["val_loss"]
-            else:
-                under_way[run.run_id] = config
-    if not under_way:
-        return [], {}
-    curves = sweep_curves(sweep, planned).dropna(subset=["loss"])
-    trained = curves.groupby("run_id")["loss"].last()
-    apart = [math.log(loss / trained[name]) for name, loss in last.items() if name in trained]
-    if len(apart) < LEAST:
-        return [], dict.fromkeys(under_way, f"{len(apart)} runs are done; it learns from {LEAST} or more")
-    shift, scatter = statistics.mean(apart), QUANTILE * statistics.stdev(apart)
-    found = fit.forecast_final(curves.drop(columns="val_loss"), planned, LEVEL)
-    forecasts, without = [], {}
-    for run_id, config in under_way.items():
-        row: Any = found.loc[run_id]
-        if row["reason"]:
-            without[run_id] = str(row["reason"])
-            continue
-        loss = float(row["loss"]) * math.exp(shift)
-        factor = math.exp(math.hypot(math.log(row["high"] / row["loss"]), scatter))
-        seen = float(row["seen"])
-        forecasts.append(Forecast(_size(config), config.D, loss, loss / factor, loss * factor, run_id, seen))
-    return forecasts, without
-
-
-def of_late(sweep: SweepDirectory, now: float) -> dict[str, list[float]]:
-    """Loss, low and high of the runs under way, by run id, as of the last minute; kept in forecast.json."""
-    path = sweep.path / "forecast.json"
-    kept = read_json(path, Latest)
-    if kept is None or not 0 <= now - kept["made"] < FRESH_SECONDS:
-        with suppress(UserError, ArithmeticError, LookupError, TypeError, ValueError):  # of files that are damaged
-            found = forecast_running(sweep)[0]
-            kept = {"made": now, "runs": {str(one.run_id): [one.loss, one.low, one.high] for one in found}}
-            with suppress(OSError):  # of somebody else's sweep, or a full disk
-                write_json(path, kept, flush=False)
-    return dict(kept["runs"]) if kept else {}
 
 
 def forecast_target(sweep: SweepDirectory, target: str) -> Forecast:
@@ -151,17 +47,13 @@ def forecast_target(sweep: SweepDirectory, target: str) -> Forecast:
         if run.is_done():
             raise UserError(f"--target is {target}, a run that is done; a forecast is of a run whose loss is not known")
         config = run.config()
-        run_id, N, D = run.run_id, float(_size(config)), float(config.D)
+        run_id, N, D = run.run_id, float(size_of(config)), float(config.D)
     elif "=" in target:
         N, D = _stated_size(target)
     else:
         N, D = _best_size(sweep, target)
     said = fit.forecast(fit.read_table(sweep.path), [N], [D], LEVEL).iloc[0]
     return Forecast(round(N), round(D), float(said["loss"]), float(said["low"]), float(said["high"]), run_id)
-
-
-def _size(config: RunConfig) -> int:
-    return count_parameters(config.model).N_active
 
 
 def _stated_size(target: str) -> tuple[float, float]:
@@ -217,12 +109,8 @@ def check_run(sweep: SweepDirectory, given: str) -> list[Forecast]:
     return own
 
 
-def _date(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
-
-
 def _outcome(run: RunDirectory) -> Outcome:
-    summary, ended = run.summary() or {}, _date(run.state().since)
+    summary, ended = run.summary() or {}, as_date(run.state().since)
     return Outcome(run.run_id, summary.get("N_active", summary["N_total"]), summary["D"], summary["val_loss"], ended)
 
 

@@ -210,12 +210,15 @@ def _add_costs(rows: Iterable[Row], cluster: ClusterConfig) -> None:
 def _add_forecasts(sweep: SweepDirectory, rows: Iterable[Row], now: float) -> None:
     """The final loss that each running run is on its way to: [loss, low, high]."""
     found: Mapping[str, Any] = {}
+    left: Mapping[str, str] = {}
     if any(row["state"] == "running" and row["step"] for row in rows):
-        from .forecast import of_late
+        from ..results.forecast import of_late
 
-        found = of_late(sweep, now)
+        found, left = of_late(sweep, now)
     for row in rows:
-        row["forecast"] = found.get(row["run_id"]) if row["state"] == "running" else None
+        runs = row["state"] == "running"
+        row["forecast"] = found.get(row["run_id"]) if runs else None
+        row["left_band"] = left.get(row["run_id"]) if runs else None
 
 
 def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> bool:
@@ -398,6 +401,8 @@ def _note(row: Row) -> str:
         words.append("no sign of life" + ("" if age is None else f" for {age}"))
     elif age is not None:
         words.append(f"alive {age} ago")
+    if row["left_band"]:
+        words.append(row["left_band"])
     if row["waits"]:
         words.append(f"waits: {row['waits']}")
     if row["retries"]:

@@ -9,6 +9,7 @@ import hashlib
 import platform
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from ..runs.preflight import read_record, summary
 from ..terminal import print_rows, say, short
 from . import pages, tracking
 from .accounting import account, own_seconds, result_of, shares_device
+from .forecast import forecast_running
 from .table import UNTUNED, write_curves, write_table
 from .tuned import FILE, write_tuning
 
@@ -127,6 +129,7 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
         title=sweep.path.name,
         provenance=provenance,
         costs=costs,
+        under_way=[asdict(one) for one in forecast_running(sweep)[0]],
     )
     pages.write_pages(sweep, table, answers)
     if config.cluster.kind != "local" or settings.get("host") == platform.node():  # else trained on another machine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import fake_sweep
 import numpy as np
 import pytest
 from isoflop.sweeps.cli.main import app
-from isoflop.sweeps.config import IsoflopGrid
+from isoflop.sweeps.config import IsoflopGrid, LadderGrid
 from isoflop.sweeps.observe import forecast
+from isoflop.sweeps.observe.doctor import _curves_apart
 from isoflop.sweeps.observe.status import render_status, sweep_status
+from isoflop.sweeps.results import forecast as running
 from isoflop.sweeps.results.finish import write_results
+from isoflop.sweeps.results.forecast import size_of
 from isoflop.sweeps.results.table import CURVE_ROWS, sweep_curves
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.train.config import RunConfig, run_id
@@ -49,7 +53,7 @@ def larger(sweep: SweepDirectory, loss: float | None) -> str:
     run = SweepDirectory(sweep.path.parent / "large").run(run_id(config))
     run.freeze(config)
     if loss is not None:
-        known = {"step": config.steps, "D": config.D, "N_total": forecast._size(config), "flops_exact": 1.0}
+        known = {"step": config.steps, "D": config.D, "N_total": size_of(config), "flops_exact": 1.0}
         write_json(run.path / "summary.json", known | {"val_loss": loss, "val_loss_se": 0.01})
         run.set_state("done")
     return str(run.path)
@@ -59,7 +63,7 @@ def test_a_sealed_forecast_of_a_larger_run_is_held_against_what_it_came_to(
     sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as earlier:
-        earlier.setattr(forecast, "now_on", lambda folder: 1e9)  # a clock in whole seconds
+        earlier.setattr(running, "now_on", lambda folder: 1e9)  # a clock in whole seconds
         (sealed,) = said(sweep, "--target", larger(sweep, None), "--seal")["forecasts"]
     truth = fake_sweep.true_loss(sealed["N"], sealed["D"])
     assert sealed["loss"] == pytest.approx(truth, rel=0.02)  # noise of 0.4 %, four times further in N and D
@@ -86,7 +90,7 @@ def test_a_forecast_that_was_sealed_after_its_run_is_none(sweep: SweepDirectory)
     run = larger(sweep, 1.7)
     one = forecast.Forecast(*[forecast._outcome(RunDirectory(Path(run))).N] * 2, 1.7, 1.6, 1.8)
     outcome = forecast._outcome(RunDirectory(Path(run)))
-    (late,) = forecast.seal(sweep, [forecast.replace(one, D=outcome.D)])
+    (late,) = forecast.seal(sweep, [replace(one, D=outcome.D)])
     forecast.check_run(sweep, run)
     row = next(row for row in forecast.ledger(sweep) if row["digest"] == late.digest)
     assert row["fault"] == "it was sealed when the run had ended"
@@ -139,13 +143,13 @@ def test_curves_keep_validated_and_last_steps_of_runs_that_are_not_done_too(tmp_
     assert curves.loc[curves["val_loss"].notna(), ["step", "loss", "val_loss"]].to_numpy().tolist() == [[7, 3.0, 2.5]]
     config = run.config()
     assert set(curves["batch"]) == {config.optimizer.batch_size}
-    assert set(curves["N"]) == {forecast._size(config)}
+    assert set(curves["N"]) == {size_of(config)}
 
 
 def curve(config: RunConfig) -> list[float]:
     """Losses by step that fall with the sum of rates and with the rate itself, as the law of curves has it."""
     rates = np.array([learning_rate_factor(config, step) for step in range(config.steps)])
-    return list(1 + 12 * forecast._size(config) ** -0.3 + 3 * np.cumsum(rates) ** -0.4 + 0.1 * rates)
+    return list(1 + 12 * size_of(config) ** -0.3 + 3 * np.cumsum(rates) ** -0.4 + 0.1 * rates)
 
 
 def write_curve(run: RunDirectory, share: float = 1.0) -> None:
@@ -178,8 +182,50 @@ def test_runs_under_way_are_on_their_way_to_what_finished_ones_say(tmp_path: Pat
     assert status.pop(young.run_id) == pytest.approx([found["loss"], found["low"], found["high"]])
     assert set(status.values()) == {None}
     kept = json.loads((sweep.path / "forecast.json").read_text())
-    kept["runs"][young.run_id] = [1.5, 1.25, 1.75]
+    assert kept["first"][young.run_id] == kept["runs"][young.run_id]
+    kept["runs"][young.run_id], kept["first"][young.run_id] = [1.5, 1.25, 1.75], [1.3, 1.2, 1.4]
     write_json(sweep.path / "forecast.json", kept)
     out = Console(width=160, record=True, file=io.StringIO())
     out.print(render_status(sweep_status(sweep), out, everything=True))  # a minute has not passed
-    assert "1.500 [1.250, 1.750]" in out.export_text()
+    text = out.export_text()
+    assert "1.500 [1.250, 1.750]" in text
+    assert "its forecast left the 1.200 to 1.400 of its first one" in " ".join(text.split())
+
+
+def test_the_report_of_an_unfinished_sweep_says_what_runs_under_way_come_to(tmp_path: Path) -> None:
+    sweep = fake_sweep.write(tmp_path / "small", fake_sweep.settings(IsoflopGrid(budgets=[1e10, 4e10], sizes=4)))
+    fake_sweep.finish(sweep)
+    for run in sweep.runs():
+        write_curve(run)
+    young = max(sweep.runs(), key=lambda run: run.config().D)
+    (young.path / "summary.json").unlink()
+    write_curve(young, 0.5)
+    young.set_state("running")
+    write_results(sweep)
+    (found,) = said(sweep)["forecasts"]
+    page = (sweep.path / "fit" / "report.html").read_text()
+    assert "Runs under way" in page
+    assert young.run_id in page
+    assert f"{found['loss']:.3f}" in page
+    young.set_state("done")
+    fake_sweep.finish(sweep)
+    write_results(sweep)
+    assert "Runs under way" not in (sweep.path / "fit" / "report.html").read_text()
+
+
+def test_the_doctor_names_a_run_whose_curve_is_not_that_of_its_ladder(tmp_path: Path) -> None:
+    grid = LadderGrid(sizes=[1e4, 2e4, 4e4, 8e4, 1.6e5, 3.2e5], tokens_per_parameter=[20.0, 40.0])
+    sweep = fake_sweep.write(tmp_path / "small", fake_sweep.settings(grid))
+    fake_sweep.finish(sweep)
+    for run in sweep.runs():
+        write_curve(run)
+    assert not [fault for fault in _curves_apart(sweep)]
+    ill = sweep.runs()[4]
+    lines = [json.loads(line) for line in (ill.path / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["smoothed_loss"] += 0.3 * (1 - line["step"] / len(lines))  # a rate that is too high until it falls
+    (ill.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (fault,) = _curves_apart(sweep)
+    assert fault.where == ill.path
+    assert re.search(r"its normalised loss curve lies [\d.]+% off those of 5 runs of its D/N", fault.what)
+    assert fault.severity == "note"
