@@ -1,12 +1,16 @@
 """How well laws of whole loss curves predict real and simulated runs.
 
     ISOFLOP_DATA=FOLDER python benchmarks/curves.py [--part mlp|chess|simulated] [--seeds 40]
+    python benchmarks/curves.py --schedules SWEEP   # of benchmarks/schedules
+    python benchmarks/curves.py --begun SWEEP       # any finished sweep without trunks
 
 - mlp: of each pair of schedules, all sizes and lengths, the last losses under the other schedules, by each form; beside
   an offset power law in steps through the run's size and the mean last loss of the known schedules. Developed on the
   10.5M networks of 244139 steps; "aside" leaves these out of what is scored and fitted.
 - chess: last losses from the first 30 % of each run and all runs of smaller sizes, beside an offset power law in steps
   and the last loss seen. Developed on seeds 0 and 1; 2 to 4 are aside.
+- schedules: laws fitted to three schedules at all sizes, by seed; last held-out losses under the other six.
+- begun: last training losses (smoothed) of a sweep's runs from their first 30 % and all runs of other sizes.
 - simulated: coverage of a new run's last loss under another schedule; runs differ by 0.2 %, points by 0.1 %, AR(0.8).
 """
 
@@ -163,11 +167,65 @@ def simulated(seeds: int) -> None:
         print(f"{'':44s} the law's own loss held {sum(law_held)}/{seeds}")
 
 
+def schedules(sweep: Path) -> None:
+    curves, table = fit.read_curves(sweep), pd.read_csv(sweep / "table.csv", dtype={"run_id": str}).set_index("run_id")
+    curves = curves[~curves.silent].drop(columns="silent")
+    known = ("cosine", "constant", "steps")
+    lr = {run: _exact(sweep, run) for run in table.index}
+    by_seed = table.groupby(["N", "variant"])["loss"].std() / table.groupby(["N", "variant"])["loss"].mean()
+    print(f"{len(table)} runs; standard deviation between seeds {100 * by_seed.mean():.2f} %")
+    for form in ("multi-power", "annealing", "functional"):
+        errors, held, half, seconds = [], [], [], []
+        for _, own in table.groupby("seed"):
+            start = time.process_time()
+            law = fit.CurveLaw(form).fit(curves[curves.run.isin(own.index[own.variant.isin(known)])], lr)
+            seconds.append(time.process_time() - start)
+            for run, row in own[~own.variant.isin(known)].iterrows():
+                loss, low, high = law.final(lr[run], N=row.N)
+                errors.append(loss / row.loss - 1)
+                held.append(low <= row.loss <= high)
+                half.append((high - low) / 2 / loss)
+        line(form, errors, held, half, float(np.median(seconds)))
+
+
+def begun(sweep: Path) -> None:
+    curves = pd.read_csv(sweep / "curves.csv", dtype={"run_id": str}).dropna(subset=["loss"]).drop(columns="val_loss")
+    planned = {str(run): _exact(sweep, str(run)) for run in curves.run_id.unique()}
+    errors, held, half, by_power, by_last = [], [], [], [], []
+    for run, rows in curves.groupby("run_id"):
+        true, seen = rows.loss.iloc[-1], rows[rows.step <= 0.3 * rows.step.max()]
+        others = curves[rows.N.iloc[0] != curves.N]
+        row: Any = fit.forecast_final(pd.concat([others, seen]), planned).loc[str(run)]
+        errors.append(row.loss / true - 1)
+        held.append(row.low <= true <= row.high)
+        half.append((row.high - row.low) / 2 / row.loss)
+        by_power.append(power_law(seen, rows.step.max()) / true - 1)
+        by_last.append(seen.loss.iloc[-1] / true - 1)
+    line("forecast_final", errors, held, half)
+    line("offset power law in steps", by_power, [], [])
+    line("last loss", by_last, [], [])
+
+
+def _exact(sweep: Path, run: str) -> Any:
+    """The rates of all steps of a run."""
+    from isoflop.sweeps.runs.directory import SweepDirectory
+    from isoflop.train.schedule import learning_rate_factor
+
+    config = SweepDirectory(sweep).run(run).config()
+    rate = config.optimizer.learning_rate
+    return np.array([rate * learning_rate_factor(config, step) for step in range(config.steps)])
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Forecasts of laws of curves on real and simulated runs.")
     parser.add_argument("--part", choices=("mlp", "chess", "simulated"))
     parser.add_argument("--seeds", type=int, default=40)
+    parser.add_argument("--schedules", type=Path, metavar="SWEEP")
+    parser.add_argument("--begun", type=Path, metavar="SWEEP")
     options = parser.parse_args()
+    if options.schedules or options.begun:
+        schedules(options.schedules) if options.schedules else begun(options.begun)
+        sys.exit()
     for name, part in (("mlp", mlp), ("chess", chess)):
         if options.part in (None, name):
             part(False)

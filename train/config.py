@@ -228,8 +228,9 @@ class ScheduleConfig:
     warmup_max_share: Share = 0.1  # a warm-up is never longer than this share of the run
     decay_share: Share = 0.2  # wsd: share of the run that cools down, as 1 - sqrt(progress) (Haegele et al. 2024)
     final_share: Share = 0.0  # learning rate at the end, as a share of the peak
-    # points: [share of the steps after warm-up, share of the peak], straight lines between, from share 0 to share 1.
-    points: list[list[NotNegative]] | None = later(None)
+    # points: shares of the steps after warm-up, from 0 to 1, and shares of the peak there, with straight lines between.
+    shares: list[float] | None = later(None)
+    factors: list[float] | None = later(None)
 
 
 @dataclass

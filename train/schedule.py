@@ -57,8 +57,8 @@ def learning_rate_factor(config: RunConfig, step: int) -> float:
     if step < warmup:
         return (step + 1) / (warmup + 1)
     if config.schedule.kind == "points":
-        progress, points = (step - warmup) / max(1, steps - 1 - warmup), config.schedule.points or [[0, 1], [1, 1]]
-        return _between(points, progress)
+        progress = (step - warmup) / max(1, steps - 1 - warmup)
+        return _between(config.schedule.shares or [0, 1], config.schedule.factors or [1, 1], progress)
     if config.schedule.kind == "cosine":
         progress = (step - warmup) / max(1, steps - warmup)
         return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
@@ -70,8 +70,8 @@ def learning_rate_factor(config: RunConfig, step: int) -> float:
     return final + (1 - final) * (1 - math.sqrt(progress))
 
 
-def _between(points: Sequence[Sequence[float]], share: float) -> float:
-    """The straight line through two neighbours of `points`, at a share; of two at one share the later one counts."""
-    number = max(i for i, point in enumerate(points[:-1]) if point[0] <= share)
-    (begin, low), (end, high) = points[number : number + 2]
+def _between(shares: Sequence[float], factors: Sequence[float], share: float) -> float:
+    """On the straight line through two neighbours; of two points at one share the later one counts."""
+    number = max(i for i, begin in enumerate(shares[:-1]) if begin <= share)
+    (begin, end), (low, high) = shares[number : number + 2], factors[number : number + 2]
     return high if end == begin else low + (high - low) * (share - begin) / (end - begin)

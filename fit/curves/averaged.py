@@ -38,7 +38,7 @@ def with_averages(table: pd.DataFrame, curves: pd.DataFrame) -> tuple[pd.DataFra
     whole = set(final.index[final["trunk"].isna()])  # a branch's curve begins with its trunk's
     long = {str(run): rows for run, rows in constant.groupby("run_id") if run in whole}
     cooled = final[final["trunk"].isin(list(long))]
-    gaps = {name: _gaps(name, long, cooled) for name in spans}
+    gaps = {str(name): _gaps(str(name), long, cooled) for name in spans}
     name, (log_D, gap) = min(gaps.items(), key=lambda item: _missed(*item[1]))
     if len(gap) < 2:
         return table, f"{len(gap)} cooldowns from a run with averaged weights; 2 or more say what an average is worth."

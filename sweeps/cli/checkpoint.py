@@ -51,8 +51,8 @@ def score(
     from ...train.checkpoint.checkpoint import find
     from ...train.hardware import pick_device
 
-    settings = {"device": device, "precision": precision, "ngram": ngram or None, "batch_tokens": batch_tokens}
-    settings |= {"average": average}
+    settings: dict[str, Any] = {"device": device, "precision": precision, "average": average}
+    settings |= {"ngram": ngram or None, "batch_tokens": batch_tokens}
     paths = [find(path) for path in checkpoint]
     folders = _folders(paths, output)
     if average is not None and output is None:
@@ -291,7 +291,7 @@ def export(
     from ...train.checkpoint.checkpoint import find
 
     path = find(checkpoint)
-    settings = {"format": format, "dtype": dtype, "average": average, "overwrite": overwrite}
+    settings: dict[str, Any] = {"format": format, "dtype": dtype, "average": average, "overwrite": overwrite}
     done = export_checkpoint(path, output, **settings, facts=None if average else facts_about(path))
     said = {"folder": str(done.folder), "architecture": done.architecture, "dtype": dtype, "files": done.files}
     show(said, as_json, lambda said: print(f"{said['folder']}: {said['architecture']}, {', '.join(said['files'])}"))

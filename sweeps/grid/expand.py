@@ -46,7 +46,7 @@ def expand_grid(
 ) -> list[RunConfig]:
     """Every run of a grid over `base`, once each, in the grid's own order; `present` are the runs that it joins."""
     if type(grid) not in KINDS:
-        raise UserError(f"grid.kind is {grid.kind!r}; it must be one of {', '.join(node.kind for node in KINDS)}")
+        raise UserError(f"grid.kind is {grid.kind!r}; it must be one of {', '.join(node().kind for node in KINDS)}")
     check_fields(grid, "grid.")
     tuner = Tuner(tuning or TuningConfig())
     check_fields(tuner.rules, "tuning.")

@@ -37,6 +37,10 @@ from isoflop.train.schedule import learning_rate_factor
 STEPS = 24
 
 
+def points(shares: list[float], factors: list[float]) -> ScheduleConfig:
+    return ScheduleConfig("points", shares=shares, factors=factors)
+
+
 @pytest.fixture(scope="module")
 def run(small_corpus: Callable[..., DataConfig]) -> RunConfig:
     return RunConfig(
@@ -144,12 +148,12 @@ def test_runs_without_averages_keep_their_ids(run: RunConfig) -> None:
         ({"average": AverageConfig("ema", [])}, r"average.spans is \[\]; it must be one or more different shares"),
         ({"average": AverageConfig("ema", [0.1, 0.1])}, "one or more different shares"),
         ({"average": AverageConfig("window", [1.0])}, "average.spans contains 1.0; it must be above 0 and below 1"),
-        ({"schedule": ScheduleConfig("points")}, "schedule.points is None with schedule.kind points"),
-        ({"schedule": ScheduleConfig("points", points=[[0, 1], [1]])}, "it must be pairs"),
-        ({"schedule": ScheduleConfig("points", points=[[0, 1], [0.9, 1]])}, "from share 0 to share 1"),
-        ({"schedule": ScheduleConfig("points", points=[[0, 1], [0.9, 1], [0.5, 0], [1, 0]])}, "shares must rise"),
-        ({"schedule": ScheduleConfig("points", points=[[0, 2], [1, 0]])}, "rates be 0 to 1"),
-        ({"schedule": ScheduleConfig("points", points=[[0, 0], [1, 0]])}, "one must be above 0"),
+        ({"schedule": ScheduleConfig("points")}, "schedule.shares is None; it must rise from 0 to 1"),
+        ({"schedule": points([0, 0.9], [1, 1])}, "must rise from 0 to 1"),
+        ({"schedule": points([0, 0.9, 0.5, 1], [1, 1, 1, 0])}, "must rise from 0 to 1"),
+        ({"schedule": points([0, 1], [1])}, "it must be 2 numbers from 0 to 1"),
+        ({"schedule": points([0, 1], [2, 0])}, "it must be 2 numbers from 0 to 1"),
+        ({"schedule": points([0, 1], [0, 0])}, "not all of them 0"),
     ],
 )
 def test_what_cannot_be_kept_or_followed_is_refused(run: RunConfig, change: dict[str, object], message: str) -> None:
@@ -158,8 +162,8 @@ def test_what_cannot_be_kept_or_followed_is_refused(run: RunConfig, change: dict
 
 
 def test_points_are_joined_by_straight_lines(run: RunConfig) -> None:
-    points = [[0, 1], [0.25, 0.5], [0.25, 0.8], [1, 0.1]]
-    config = replace(run, schedule=ScheduleConfig("points", warmup_tokens=128, points=points), tokens=102 * 64)
+    schedule = replace(points([0, 0.25, 0.25, 1], [1, 0.5, 0.8, 0.1]), warmup_tokens=128)
+    config = replace(run, schedule=schedule, tokens=102 * 64)
     factors = [learning_rate_factor(config, step) for step in range(102)]
     assert factors[:2] == [1 / 3, 2 / 3]
     places = np.linspace(0, 1, 100)

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, get_args, get_type_hints
 
-from ..config import ModelConfig, ParallelConfig, RunConfig
+from ..config import ModelConfig, ParallelConfig, RunConfig, ScheduleConfig
 from ..errors import UserError, counted
 from ..model.shape import micro_batches
 
@@ -85,7 +85,7 @@ def validate(config: RunConfig) -> None:
             f"{schedule.warmup_max_share} it must be at most {1 - schedule.warmup_max_share:g}, or they overlap"
         )
     if schedule.kind == "points":
-        _check_points(schedule.points)
+        _check_points(schedule)
     if (spans := config.average.spans) is not None and not 0 < len(spans) == len(set(spans)):
         raise UserError(f"average.spans is {spans}; it must be one or more different shares, as [0.1]")
     if data.validation_fraction == 0:
@@ -103,15 +103,14 @@ def validate(config: RunConfig) -> None:
     check_shapes(config)
 
 
-def _check_points(points: list[list[float]] | None) -> None:
-    need = "it must be pairs [share of the steps, share of the peak] from share 0 to share 1, as [[0,1],[0.8,1],[1,0]]"
-    if not points or any(len(point) != 2 for point in points):
-        raise UserError(f"schedule.points is {points} with schedule.kind points; {need}")
-    at, rates = zip(*points, strict=True)
-    if (at[0], at[-1]) != (0, 1) or list(at) != sorted(at) or not all(0 <= rate <= 1 for rate in rates):
-        raise UserError(f"schedule.points is {points}, whose shares must rise and rates be 0 to 1; {need}")
-    if not any(rates):
-        raise UserError("schedule.points has rate 0 everywhere, so nothing would be learned; one must be above 0")
+def _check_points(schedule: ScheduleConfig) -> None:
+    shares, factors = schedule.shares or [], schedule.factors or []
+    if len(shares) < 2 or shares[0] != 0 or shares[-1] != 1 or shares != sorted(shares):
+        raise UserError(f"schedule.shares is {schedule.shares}; it must rise from 0 to 1, as [0,0.8,1]")
+    if len(factors) != len(shares) or not all(0 <= each <= 1 for each in factors) or not any(factors):
+        raise UserError(
+            f"schedule.factors is {schedule.factors}; it must be {len(shares)} numbers from 0 to 1, not all of them 0"
+        )
 
 
 def _check_model(model: ModelConfig) -> None:
