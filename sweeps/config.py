@@ -62,6 +62,15 @@ class IsoflopGrid(GridConfig):
 
 
 @dataclass
+class CurvesGrid(IsoflopGrid):
+    """The largest budget's run of each size, whose averaged weights say the loss at every smaller D, and cooldowns."""
+
+    kind: str = "curves"
+    # Shares of a run's D at which three sizes also cool down: smallest, middle and largest of those warmed up by then.
+    cooldowns: list[Annotated[float, "above 0 and below 1"]] = field(default_factory=lambda: [0.05, 0.2, 0.5])
+
+
+@dataclass
 class LadderGrid(GridConfig):
     """Rungs of growing N, each trained on several D."""
 
@@ -69,17 +78,6 @@ class LadderGrid(GridConfig):
     sizes: list[Positive] = field(default_factory=list)  # wanted N_total; the nearest well-shaped model is taken
     tokens_per_parameter: list[Positive] | None = None  # D as multiples of N; or
     tokens: list[Count] | None = None  # D itself, to the nearest step
-
-
-@dataclass
-class CurvesGrid(GridConfig):
-    """One long run per size, whose averaged weights say the loss of every D before its end, and a few cooldowns."""
-
-    kind: str = "curves"
-    sizes: list[Positive] = field(default_factory=list)  # wanted N_total; the nearest well-shaped model is taken
-    tokens_per_parameter: Positive = 320.0  # of each long run
-    # Shares of the long run's D at which the smallest, the middle and the largest size also cool down.
-    cooldowns: list[Annotated[float, "above 0 and below 1"]] = field(default_factory=lambda: [0.125, 0.5])
 
 
 @dataclass

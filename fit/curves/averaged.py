@@ -18,6 +18,7 @@ AVERAGED = re.compile(r"val_loss_(?:ema|window)_(.+)")
 SPACING = 2**0.5  # least ratio of two D of one run; nearer ones share most of what is averaged
 OF_THE_END = ("budget", "val_bpb", "train_loss", "seconds", "estimated_seconds")  # and scores, of a run's last step
 BEYOND = 1.5  # a D further than this factor outside of the cooldowns' is left out
+WARM = 3.0  # times the D of a warm-up before which a run of its own would have warmed up faster
 SLOPE = 0.005  # prior standard deviation of the gap's slope per e-fold of D, as log loss
 
 
@@ -46,9 +47,9 @@ def with_averages(table: pd.DataFrame, curves: pd.DataFrame) -> tuple[pd.DataFra
     rows = []
     for run, curve in long.items():
         row, known = final.loc[run], cooled["D"][cooled["trunk"] == run].to_numpy(float)
-        last = 0.0
+        last, warm = 0.0, WARM * float(curve["tokens"].min())
         for step, D, loss in curve[["step", "tokens", name]].dropna().to_numpy(float):
-            inside = np.exp(log_D.min()) / BEYOND <= D <= np.exp(log_D.max()) * BEYOND
+            inside = max(np.exp(log_D.min()) / BEYOND, warm) <= D <= np.exp(log_D.max()) * BEYOND
             if not inside or last * SPACING > D or (np.abs(np.log(known / D)) < np.log(SPACING)).any():
                 continue
             last = D

@@ -16,6 +16,7 @@ from ...train.data.recipe import recipe
 from ...train.errors import UserError
 from ...train.flops import count_parameters, tokens_for_budget, training_flops_per_token
 from ...train.planner.validation import check_fields, validate
+from ...train.schedule import warmup_steps
 from ..config import (
     AdaptiveGrid,
     CheckGrid,
@@ -216,19 +217,20 @@ def _ladder(grid: LadderGrid, base: RunConfig, tuner: Tuner) -> Iterator[RunConf
 
 
 def _curves(grid: CurvesGrid, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
-    _refuse_tokens(grid, base)
     if not base.average.kept:
         raise UserError("average.kind is none; a grid of curves reads averaged weights, so it must be ema or window")
     if base.schedule.kind != "wsd":
         raise UserError(
             f"schedule.kind is {base.schedule.kind}; a grid of curves needs wsd, so that cooldowns branch off"
         )
-    cooled = {0, len(grid.sizes) // 2, len(grid.sizes) - 1}
-    for i, size in enumerate(grid.sizes):
-        model = architectures.nearest_model(base.model, size)
-        for share in (*(sorted(grid.cooldowns) if i in cooled else ()), 1.0):
-            tokens: Any = share * grid.tokens_per_parameter * count_parameters(model).N_active
-            yield tuner.tuned(replace(base, model=model, tokens=tokens), whole=True)
+    long = list(isoflop_runs(replace(grid, budgets=[max(grid.budgets)] if grid.budgets else None), base, tuner))
+    yield from long
+    for share in grid.cooldowns:
+        cooled = [replace(base, model=run.model, tokens=round(share * run.tokens)) for run in long]
+        cooled = [tuner.tuned(run, whole=True) for run in cooled]
+        # A warm-up that is cut short by a small D is not that of the long run.
+        able = [one for one, run in zip(cooled, long, strict=True) if warmup_steps(one) == warmup_steps(run)]
+        yield from (able[i] for i in sorted({0, len(able) // 2, len(able) - 1}) if able)
 
 
 def _product(grid: ProductGrid, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:

@@ -76,7 +76,7 @@ def _in_other_ways(grid: CurvesGrid, runs: Sequence[RunConfig]) -> str:
     """What the points of a grid of curves would cost as runs of their own, and as a ladder of cooldowns."""
     from ...fit.curves.averaged import SPACING
 
-    least = min(grid.cooldowns, default=0.125)
+    least = min(grid.cooldowns, default=1.0)
     shares = [SPACING**-k for k in range(1 + int(math.log(1 / least) / math.log(SPACING)))]
     longest: dict[int, RunConfig] = {}
     for run in sorted(runs, key=lambda run: run.D):
