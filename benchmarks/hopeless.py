@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-
 from isoflop.fit.curves.hopeless import Trial, chance_to_win
 from isoflop.sweeps.execute.hopeless import LEAST_CHANCE, trial_of
 from isoflop.sweeps.runs.directory import SweepDirectory
@@ -76,7 +75,12 @@ def main() -> None:
         chosen = [group[int(index)] for index in random.permutation(len(group))[:count]]
         results.append(replay(chosen, int(random.integers(1, 5))))
     saved, same = np.array([one for one, _ in results]), np.array([won for _, won in results])
-    said = {"groups": len(groups), "replays": len(results), "saved": float(saved.mean()), "saved_least": float(saved.min())}
+    said = {
+        "groups": len(groups),
+        "replays": len(results),
+        "saved": float(saved.mean()),
+        "saved_least": float(saved.min()),
+    }
     print(json.dumps(said | {"same_winner": float(same.mean())}))
 
 

@@ -13,14 +13,15 @@ from ..errors import Array
 YOUNG = 0.15  # share of its tokens below which a run is not judged: a warm-up takes up to 0.1
 RECENT = 0.1  # of a run's tokens so far, whose losses say where it is
 NEAR = 0.1  # log loss above the best of a group at which a finished run teaches half: only near ones decide
-# Before finished runs say more: a difference stays as large as it is, settings do not matter, and a final loss is off
-# by 0.05 as of so many runs. Measured in benchmarks/hopeless.py on tunes of other sizes and seeds.
+# What is known before finished runs say more, as of NOISE_RUNS of them: which part of a difference is left in the end,
+# and by how much a final log loss is missed, at a share s NOISE (1 - s) + LAST_NOISE. Chosen on one tune for the FLOPs
+# saved, tried on another by benchmarks/hopeless.py.
 SLOPE, SLOPE_WIDTH, NOISE, LAST_NOISE, NOISE_RUNS = 0.9, 0.3, 0.02, 0.003, 8.0
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A run among those of its group, which differ in rates and batch alone: N, D and shape of schedule are the same."""
+    """A run among those of its group, of one N, D and shape of schedule, which differ in rates and batch."""
 
     group: Hashable
     share: Array  # (points,) rising, of its tokens
@@ -44,7 +45,7 @@ class Chance(NamedTuple):
 def chance_to_win(run: Trial, finished: Sequence[Trial]) -> Chance | None:
     """Of a run under way; None where it is too young, or no run of its group has finished.
 
-    Log final loss is linear in the log loss at the same share and in the settings, with a level for each group: a
+    Log final loss is linear in the log loss at the same share, with a level for each group: a
     Bayesian linear regression with a normal-inverse-gamma prior (Gelman et al. 2013, Bayesian Data Analysis, ch. 14)
     on all finished runs, so the answer is of Student's t with as many degrees as they pay for.
     """
@@ -52,8 +53,12 @@ def chance_to_win(run: Trial, finished: Sequence[Trial]) -> Chance | None:
 
     share = float(run.share[-1]) if len(run.share) else 0.0
     own = run.level(share)
-    taught = [(one, level) for one in finished if one.final and (level := one.level(share)) is not None]
-    ends = {one.group: min(float(np.log(other.final)) for other, _ in taught if other.final and other.group == one.group) for one, _ in taught}
+    taught, ends = list[tuple[Trial, float, float]](), dict[Hashable, float]()  # logarithms
+    for one in finished:
+        if one.final is not None and (level := one.level(share)) is not None:
+            end = float(np.log(one.final))
+            taught.append((one, level, end))
+            ends[one.group] = min(end, ends.get(one.group, end))
     if share < YOUNG or own is None or run.group not in ends:
         return None
     groups, noise = list(ends), NOISE * (1 - share) + LAST_NOISE
@@ -63,9 +68,9 @@ def chance_to_win(run: Trial, finished: Sequence[Trial]) -> Chance | None:
 
     # Prior knowledge enters as rows of its own, scaled to the noise; levels of groups have none.
     prior = np.array([[noise / SLOPE_WIDTH, *[0.0] * len(groups)]])
-    y = np.array([np.log(one.final) for one, _ in taught])
-    weight = 1 / np.hypot(1, (y - [ends[one.group] for one, _ in taught]) / NEAR)
-    X = np.vstack([weight[:, None] * [row(*one) for one in taught], prior])
+    y = np.array([end for _, _, end in taught])
+    weight = 1 / np.hypot(1, (y - [ends[one.group] for one, _, _ in taught]) / NEAR)
+    X = np.vstack([weight[:, None] * [row(one, level) for one, level, _ in taught], prior])
     y = np.concatenate([weight * y, [noise / SLOPE_WIDTH * SLOPE]])
     inverse = np.linalg.pinv(X.T @ X)
     found = inverse @ X.T @ y
