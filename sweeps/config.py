@@ -40,6 +40,7 @@ class GridConfig:
     variants: Any = None
     # A run that diverges is tried once more, as a new run, with its learning rate times this; None: it is not.
     diverged_rate_factor: Annotated[float, "above 0 and below 1"] | None = None
+    stop_hopeless: bool = False  # tune: ends runs that cannot win any more; no other kind takes it, for a law needs all
 
 
 @dataclass

@@ -57,6 +57,14 @@ def bench_fits(as_json: bool = False) -> None:
     show(bench_fit(), as_json, print_fit_benchmark)
 
 
+@command(app, "curves")
+def bench_curve_laws(as_json: bool = False) -> None:
+    """Our laws of whole loss curves beside the multi-power law in PyTorch: laws per second, errors on unseen runs."""
+    from ...bench.curves import ABOUT, bench_curves
+
+    _show_rows(bench_curves(), as_json, ABOUT)
+
+
 @command(app, "evaluate")
 def bench_evaluations(
     device: str = "auto",

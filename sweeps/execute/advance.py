@@ -29,6 +29,7 @@ from ..slurm import commands as slurm
 from ..slurm.backend import Calls, SlurmBackend
 from ..slurm.supervisor import settle_lost
 from . import worker
+from .hopeless import Judge
 
 if TYPE_CHECKING:
     from .local import LocalBackend
@@ -136,7 +137,7 @@ def outcome(prepared: Prepared) -> int:
     stands_in = {old: sweep.run(new) for new, old in membership.replacements(sweep).items()}
     missing = missing_scores(prepared.directories, prepared.config)
     code = 1 if missing else 0
-    for run in [run for run in prepared.directories if not run.is_done()]:
+    for run in [run for run in prepared.directories if not run.is_done() and run.given_up() is None]:
         print(f"run {run.run_id} is {run.state()}")
         other = stands_in.get(run.run_id)
         if other is not None and other.is_done():
@@ -188,6 +189,8 @@ def tend(sweep: SweepDirectory) -> Pass:
     keepers = backend.keep()
     for name in settle_lost(sweep, Policy.of(cluster), live):
         print(f"run {name} was lost: {sweep.run(name).state().reason}")
+    if (judge := Judge.of(sweep)) is not None:
+        judge.look(run.run_id for run in membership.members(sweep) if run.state().state == "running")
     over = advance(sweep, backend)
     backend.remember(over)
     if over:

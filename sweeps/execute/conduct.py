@@ -9,7 +9,7 @@ from pathlib import Path
 from ...train.errors import UserError, counted
 from ...train.planner.validation import check_fields
 from .. import prepare
-from ..config import SweepConfig
+from ..config import SweepConfig, TuneGrid
 from ..plan import rates
 from ..prepare import Prepared
 from ..runs import membership
@@ -147,6 +147,11 @@ def check(config: SweepConfig) -> None:
     check_fields(config)
     if cluster.kind == "slurm" and not config.dry_run and shutil.which("sbatch") is None:
         raise UserError("cluster is 'slurm' and there is no sbatch on the PATH; use cluster=local, or load SLURM first")
+    if config.grid is not None and config.grid.stop_hopeless and not isinstance(config.grid, TuneGrid):
+        raise UserError(
+            f"grid.stop_hopeless is true and grid.kind is {config.grid.kind!r}; only tune takes it, for a law needs "
+            "every run to its end"
+        )
     if config.explain and not config.dry_run:
         raise UserError("explain is true and dry_run is false; the two go together: dry_run=true explain=true")
     extra = cluster.additional_parameters

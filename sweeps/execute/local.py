@@ -36,6 +36,7 @@ from ..runs.states import KILLED
 from ..slurm.supervisor import settle_queue
 from . import worker
 from .attempt import THREADS
+from .hopeless import Judge
 
 POLL_SECONDS = 0.25
 LOOK_SECONDS = 1.0  # between two looks for signs of life
@@ -93,7 +94,8 @@ class LocalBackend:
         self._fitted = False
 
     def asked(self) -> list[str]:
-        return [run.run_id for run in self._runs if not run.is_done() and run.run_id not in self._tried]
+        open_runs = [run.run_id for run in self._runs if not run.is_done() and run.given_up() is None]
+        return [name for name in open_runs if name not in self._tried]
 
     def is_taken(self, run: RunDirectory) -> bool:
         """Whether a run was not asked for again since it was last started here."""
@@ -145,8 +147,16 @@ class LocalBackend:
         parents = {name: (run.parent, run.first_step) for name in names if (run := planned[name]).parent is not None}
         queue = Queue.create(self._sweep, pool.folder / f"queue-{os.urandom(4).hex()}", units, parents)
         training = Workers(self._sweep, queue, Policy.of(self._config.cluster), ranks if most > 1 else None)
+        judge = Judge.of(self._sweep)
         with Display(plan, self._sweep, runs) as display:
-            pool.run(training, lambda: display.update(*training.news()))
+
+            def tick() -> None:
+                left, fresh = training.news()
+                display.update(left, fresh)
+                if judge is not None:
+                    judge.look(left)
+
+            pool.run(training, tick)
 
     def _score(self, plan: Plan, unscored: Sequence[RunDirectory]) -> None:
         from ..results.scoring import stage

@@ -21,13 +21,14 @@ OTHERS = ("base_depth", "beta2_half_life", "eps", "warmup_tokens", "min_steps") 
 
 
 def tried_settings(sweep: SweepDirectory) -> Tried:
-    """Of the runs that are done."""
+    """Of the runs that are done, and with the loss expected of them those stopped because they cannot win."""
     found: dict[tuple[int, int], list[Any]] = {}
     for run in members(sweep):
-        if run.is_done() and (summary := run.summary()) is not None:
+        summary = run.summary() if run.is_done() else None
+        if (loss := run.given_up() if summary is None else summary["val_loss"]) is not None:
             config = run.config()
             cell = found.setdefault((count_parameters(config.model).N_active, config.D), [])
-            cell.append((settings_of(config), summary["val_loss"]))
+            cell.append((settings_of(config), loss))
     return found
 
 

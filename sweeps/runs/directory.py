@@ -156,9 +156,15 @@ class RunDirectory:
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
 
-    def ask_cancel(self, by: str) -> None:
-        """Asks whoever trains the run, on whatever node, to save and stop."""
-        write_json(self.path / CANCEL, {"by": by, "at": now_on(self.path)})
+    def ask_cancel(self, by: str, expected_loss: float | None = None) -> None:
+        """Asks whoever trains the run, on whatever node, to save and stop; with a loss because it cannot win."""
+        write_json(self.path / CANCEL, {"by": by, "at": now_on(self.path), "expected_loss": expected_loss})
+
+    def given_up(self) -> float | None:
+        """The final loss expected of a run that was stopped because it cannot win; None: it was not."""
+        if self.state().state != "cancelled":
+            return None
+        return (read_json(self.path / CANCEL) or {}).get("expected_loss")
 
     def cancel_asked(self) -> str | None:
         """Who has asked to cancel the run."""

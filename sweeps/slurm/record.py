@@ -102,7 +102,7 @@ class Inventory:
         return {name: self.live.intersection(jobs.workers) for name, jobs in self.record.queues.items()}
 
     def to_start(self, runs: Sequence[RunDirectory]) -> list[RunDirectory]:
-        return [run for run in runs if not run.is_done() and not self.jobs_of(run)]
+        return [run for run in runs if not run.is_done() and run.given_up() is None and not self.jobs_of(run)]
 
     def without_scoring(self, runs: Sequence[RunDirectory]) -> list[RunDirectory]:
         """Those runs that no job in the queue will score."""

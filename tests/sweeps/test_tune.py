@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +13,13 @@ import pandas as pd
 import pytest
 import yaml
 from fake_sweep import complete, replan, settings, write
+from isoflop.sweeps import prepare
 from isoflop.sweeps.config import CheckGrid, LadderGrid, SweepConfig, TuneGrid, TuningConfig, base_run
 from isoflop.sweeps.entry import compose, sweep_main
 from isoflop.sweeps.execute.check import check_corners, corners, variants
+from isoflop.sweeps.execute.conduct import check
+from isoflop.sweeps.execute.hopeless import Judge
+from isoflop.sweeps.execute.local import LocalBackend
 from isoflop.sweeps.grid.expand import expand_grid
 from isoflop.sweeps.grid.tune import Settings, rung_tokens, settings_of, tune_models
 from isoflop.sweeps.grid.tuning import Tuner, read_rules
@@ -21,12 +27,14 @@ from isoflop.sweeps.growth import extend
 from isoflop.sweeps.plan.foresight import foresee
 from isoflop.sweeps.results.table import build_table
 from isoflop.sweeps.results.tuned import tried_settings, write_tuning
-from isoflop.sweeps.runs.directory import SweepDirectory
+from isoflop.sweeps.runs import states
+from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.sweeps.runs.membership import members
 from isoflop.train.config import RunConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
 from isoflop.train.flops import count_parameters, flops_exact
+from isoflop.train.job.progress import SMOOTHING
 
 TRUE = {"learning_rate": (0.01, 0.0, -0.05), "batch": (3.0, 0.0, 0.45), "timescale": (3.0, 0.4, -0.4)}
 
@@ -234,3 +242,56 @@ def test_the_check_of_a_grid_end_to_end(tmp_path: Path, capfd: pytest.CaptureFix
     assert check_corners(sweep) == 0
     assert (sweep.path / "untuned.csv").read_text() == before
     print(table[["N", "D", "loss", "learning_rate", "batch_size", "excess", "excess_se"]].to_string())
+
+
+def log_losses(run: RunDirectory, excess: float, share: float = 1.0) -> None:
+    """A run's metrics up to a share of its steps; smoothed as the trainer does it."""
+    config, smoothed, lines = run.config(), None, []
+    for step in range(1, round(share * config.steps) + 1):
+        loss = 2.0 * math.exp(0.3 * ((step / config.steps) ** -0.4 - 1) + excess)
+        smoothed = loss if smoothed is None else SMOOTHING * smoothed + (1 - SMOOTHING) * loss
+        lines.append(json.dumps({"step": step, "tokens": step * config.batch_tokens, "smoothed_loss": smoothed}) + "\n")
+    (run.path / "metrics.jsonl").write_text("".join(lines))
+
+
+def test_runs_of_a_tune_that_cannot_win_are_stopped_are_losers_and_are_not_started_again(tmp_path: Path) -> None:
+    config = tune_settings(stop_hopeless=True, sizes=[6e3], flops_budget=1.2e12)
+    sweep = write(tmp_path / "tune", config)
+    runs = members(sweep)
+    finish(sweep)
+    for run in runs:
+        log_losses(run, math.log((run.summary() or {})["val_loss"] / 2.0))
+    best = min(runs, key=lambda run: (run.summary() or {})["val_loss"])
+    others = [run for run in runs if run is not best]
+    for run, excess in ((others[0], 3.0), (others[1], -1.0)):
+        (run.path / "summary.json").unlink()
+        run.set_state("running")
+        log_losses(run, excess, 0.4)
+    judge = Judge.of(sweep)
+    assert judge is not None
+    judge.look([run.run_id for run in others[:2]])
+    assert others[1].cancel_asked() is None
+    said = others[0].cancel_asked()
+    assert said is not None
+    assert re.search(r"cannot win any more: probability \S+ at (39|40) % of its steps", said)
+    assert others[0].given_up() is None  # it has yet to stop
+    states.cancel(others[0], said)
+    assert "cannot win" in str(others[0].state().reason)
+    loss = others[0].given_up()
+    assert loss is not None
+    assert loss > (best.summary() or {})["val_loss"]
+    (cell,) = tried_settings(sweep).values()
+    assert len(cell) == len(runs) - 1
+    assert (settings_of(others[0].config()), loss) in cell
+    backend = LocalBackend(prepare.from_disk(sweep))
+    assert backend.asked() == [others[1].run_id]
+    states.retry_by_hand(others[0])  # unless a person asks for it
+    assert len(LocalBackend(prepare.from_disk(sweep)).asked()) == 2
+
+
+def test_only_a_tune_may_stop_runs_and_only_where_asked(tmp_path: Path) -> None:
+    assert Judge.of(write(tmp_path / "tune", tune_settings())) is None
+    config = settings(LadderGrid(sizes=[1e4], tokens=[10**6], stop_hopeless=True))
+    config.sweep = "law"
+    with pytest.raises(UserError, match=r"grid\.stop_hopeless is true and grid\.kind is 'ladder'; only tune takes it"):
+        check(config)
