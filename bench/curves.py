@@ -4,7 +4,7 @@ The peer is L(t) = L0 + A S(t)^-alpha - B sum_k (lr_{k-1} - lr_k) (1 - (1 + C lr
 2025, arXiv:2503.12811), its sum taken directly and its gradient by PyTorch: Adam on Huber's function of log loss, delta
 1e-3, with their rates, 5e-2 for coefficients and 5e-3 for exponents, here of logarithms, from one start.
 
-Simulated runs follow the peer's own law, with noise of 0.1 %. Of ISOFLOP_DATA's MLPs pairs of schedules foretell the
+Simulated runs follow the peer's own law, with noise of 0.1 %. Of ISOFLOP_DATA's MLPs pairs of schedules predict the
 last losses of the other three.
 """
 

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .average import averaged_name, whole_copies
 from .checkpoint.checkpoint import resume_state
 from .checkpoint.heldout import held_out, validation_steps
 from .checkpoint.saver import Saver
@@ -31,6 +30,7 @@ from .job.job import Job, join
 from .job.progress import RunProgress
 from .job.session import kept
 from .model.experts import balance_of
+from .optimizer.average import averaged_name, whole_copies
 from .parallel.layout import Held
 from .parallel.zero import StepResult
 from .precision import set_matmul_precision

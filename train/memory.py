@@ -27,7 +27,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from .average import copies
 from .config import RunConfig
 from .flops import rank_blocks
 from .model.shape import (
@@ -45,6 +44,7 @@ from .model.shape import (
     share_of,
     visible_blocks,
 )
+from .optimizer.average import copies
 from .optimizer.muon import AT_A_TIME
 from .optimizer.registry import OPTIMIZERS
 from .parallel.buckets import Bucket, bucket_layouts

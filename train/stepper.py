@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .average import copies, shares
 from .config import RunConfig
 from .data.loader import TrainStream
 from .data.prefetch import Prefetch
@@ -27,6 +26,7 @@ from .model.compiled import Compiled
 from .model.gpt import sequence_losses
 from .model.parametrization import empty_model, initial_weights, parameter_groups
 from .model.shape import micro_batch_of
+from .optimizer.average import copies, shares
 from .parallel.mesh import Mesh, all_gather
 from .parallel.pipeline import Pipeline
 from .parallel.schedules import to_json

@@ -12,7 +12,6 @@ import pytest
 import torch
 from isoflop.evaluate.checkpoint import evaluate_checkpoint
 from isoflop.evaluate.tasks.suite import Suite
-from isoflop.train.average import copies, shares, whole_copies
 from isoflop.train.checkpoint.checkpoint import load_for_evaluation
 from isoflop.train.checkpoint.heldout import score_windows
 from isoflop.train.config import (
@@ -31,6 +30,7 @@ from isoflop.train.config import (
 from isoflop.train.errors import Stopped, UserError
 from isoflop.train.files import read_json, read_json_lines
 from isoflop.train.loop import train
+from isoflop.train.optimizer.average import copies, shares, whole_copies
 from isoflop.train.planner.validation import validate
 from isoflop.train.schedule import learning_rate_factor
 

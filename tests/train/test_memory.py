@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from covering import covered
 from isoflop.bench.live import Live
-from isoflop.train.average import copies
 from isoflop.train.config import AverageConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from isoflop.train.memory import (
     bucket_sizes,
@@ -32,6 +31,7 @@ from isoflop.train.model.block import _RMSNorm
 from isoflop.train.model.gpt import GPT, RMSNorm
 from isoflop.train.model.parametrization import empty_model, parameter_groups
 from isoflop.train.model.shape import Share, micro_batches, share_of
+from isoflop.train.optimizer.average import copies
 from isoflop.train.parallel.mesh import Mesh
 from isoflop.train.parallel.tensor import split_model
 from isoflop.train.parallel.zero import Zero

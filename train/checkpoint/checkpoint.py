@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
-from ..average import whole_copies
 from ..config import RunConfig, flatten, from_dict, identity, run_id, to_dict
 from ..data.storage import checksum
 from ..errors import UserError
@@ -32,6 +31,7 @@ from ..files import file_sha256, fsync_path, read_document, read_json
 from ..job.control import run_on_ranks
 from ..model.gpt import GPT
 from ..model.parametrization import build_model
+from ..optimizer.average import whole_copies
 from ..parallel.layout import Held, whole_placement
 from ..parallel.mesh import Mesh
 from ..schedule import same_until

@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch._dynamo
 from isoflop.train import precision
-from isoflop.train.average import copies
 from isoflop.train.checkpoint import shards
 from isoflop.train.checkpoint.checkpoint import restore_state
 from isoflop.train.checkpoint.saver import Saver
@@ -37,6 +36,7 @@ from isoflop.train.data.shards import prepare
 from isoflop.train.data.tokenizers import ByteTokenizer
 from isoflop.train.errors import UserError
 from isoflop.train.job.fork import run_ranks
+from isoflop.train.optimizer.average import copies
 from isoflop.train.parallel import whole as whole_matrices
 from isoflop.train.parallel.mesh import Mesh, build_mesh
 from isoflop.train.parallel.schedules import SCHEDULES

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from .config import AverageConfig
+from ..config import AverageConfig
 
 
 def copies(average: AverageConfig) -> int:
