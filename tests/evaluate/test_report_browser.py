@@ -89,7 +89,7 @@ SWEEP = """
 """
 
 
-def browse(folder: Path, page: str, width: int) -> tuple[str, str]:
+def browse(folder: Path, page: str, width: int, *, into: str = "--dump-dom") -> tuple[str, str]:
     """The page after its scripts have run, and what the browser logged."""
     path = folder / "page.html"
     path.write_text(page, encoding="utf-8")
@@ -98,7 +98,7 @@ def browse(folder: Path, page: str, width: int) -> tuple[str, str]:
         [
             *(str(CHROMIUM), "--headless", "--no-sandbox", *flags, f"--user-data-dir={folder / 'profile'}"),
             *(f"--window-size={width},1400", "--virtual-time-budget=10000", "--enable-logging=stderr", "--v=0"),
-            *("--dump-dom", f"file://{path}"),
+            *(into, f"file://{path}"),
         ],
         capture_output=True,
         text=True,
@@ -199,6 +199,15 @@ def test_every_column_of_the_tables_is_seen_at_once_on_a_screen_and_on_half_of_o
     said = probe(tmp_path, page, 1400, steps)
     assert said["faults"] == []
     assert said["cut"] == {str(width): [0, 0, 0] for width in widths}
+
+
+def test_fifteen_tasks_with_samples_print_on_at_most_six_pages(tmp_path: Path) -> None:
+    tasks = {f"task_{i}": numbers(items=50) for i in range(15)}
+    others = [header(tasks, run_id=f"r{i}", flops=1.4e11) for i in range(3)]
+    page = checkpoint_page(header(tasks), make_items("task_0", 50), others)
+    browse(tmp_path, page, 1280, into=f"--print-to-pdf={tmp_path / 'page.pdf'}")
+    pages = len(re.findall(rb"/Type\s*/Page\b", (tmp_path / "page.pdf").read_bytes()))
+    assert 2 <= pages <= 6
 
 
 def test_a_missed_escape_still_cannot_run_and_ten_thousand_items_are_25_on_the_page(tmp_path: Path) -> None:
