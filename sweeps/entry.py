@@ -8,9 +8,11 @@ import os
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from ..train import config as fields_of_runs
 from ..train.config import flatten
@@ -63,8 +65,8 @@ def compose_and_conduct(arguments: list[str]) -> int:
             failures.append(error)  # raised below: Hydra would print the overrides around it
 
     before = sys.argv
-    # argparse takes overrides together, and so none behind the flag.
-    sys.argv = [before[0], *sorted(chosen, key=lambda argument: argument not in ("-m", "--multirun"))]
+    # argparse takes overrides together only, so flags and what follows them come last.
+    sys.argv = [before[0], *sorted(chosen, key=lambda one: one[:1] == "-" or ("=" not in one and one[:1] != "~"))]
     try:
         task()
     except Exception as error:  # of the composition, for what fails in a task is kept
@@ -161,7 +163,9 @@ def _checked(config: object) -> SweepConfig:
 def guarded(work: Callable[[], int]) -> int:
     """Runs a command and turns what a user can cause into one sentence and an exit code."""
     try:
-        return work()
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            return work()
     except UserError as error:
         return _say(error, 2)
     except BrokenPipeError:
@@ -179,6 +183,16 @@ def guarded(work: Callable[[], int]) -> int:
         if isinstance(error, OSError):
             return _say(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""), 1)
         raise
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+) -> None:
+    """Our own as a note, without the line of code that made it."""
+    if category is UserWarning and Path(filename).resolve().is_relative_to(CONFIG.resolve().parent):
+        print(f"note: {message}", file=sys.stderr)
+    else:
+        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
 
 
 def composition_error(error: Exception) -> str:

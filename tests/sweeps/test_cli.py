@@ -65,7 +65,7 @@ def test_sweep_is_a_command_that_takes_overrides_and_flags_of_hydra(run: Run, tm
     own = tmp_path / "mine" / "grid" / "own.yaml"
     own.parent.mkdir(parents=True)
     shutil.copy(CONFIG / "grid" / "smoke.yaml", own)
-    given = ("--config-dir", tmp_path / "mine", "+grid=own", *SMOKE[1:], "dry_run=true", f"output_root={tmp_path}")
+    given = ("--config-dir", tmp_path / "mine", "+grid=own", *SMOKE[2:], "dry_run=true", f"output_root={tmp_path}")
     code, output, error = run("sweep", *given)
     assert (code, error) == (0, "")
     assert "4 runs" in output
@@ -526,3 +526,12 @@ def test_every_option_says_what_it_is_and_no_text_is_left_over() -> None:
     left = {name: set(texts) - parameters[name] for name, texts in ABOUT.items() if name != "shared"}
     assert not any(left.values()), left
     assert set(ABOUT["shared"]) <= set().union(*parameters.values())
+
+
+def test_a_warning_of_ours_is_a_note_and_shows_no_code(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a text about tensors and words\n" * 500)
+    given = ("data=text", f"data.path={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}", "data.tokenizer=bpe")
+    code, _, error = run("data", "prepare", *given)
+    assert code == 0
+    assert re.search(r"^note: data.vocab_size is 4096; the corpus gives only \d+ tokens", error, re.MULTILINE)
+    assert "UserWarning" not in error
