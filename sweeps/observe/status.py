@@ -295,7 +295,7 @@ def render_status(status: dict[str, Any], out: Console, everything: bool) -> Ren
     shown, hidden = fold_rows(status["runs"], room)
     shown.sort(key=lambda row: ORDER.index(row["state"]))
     counts = ", ".join(f"{count} {state}" for state, count in status["states"].items())
-    table, lines = _table(shown, f"{status['sweep']}: {counts}", out), []
+    title, lines = f"{status['sweep']}: {counts}", []
     for (state, reason), runs in _reasons(shown).items():
         named = ", ".join(runs[:3]) + ", …" * (len(runs) > 3)
         one = len(runs) == 1
@@ -315,7 +315,8 @@ def render_status(status: dict[str, Any], out: Console, everything: bool) -> Ren
         lines.append(f"the fit failed: {status['fit_failure']}")
     if status["report"]:
         lines.append(f"report: {status['report']}")
-    return Group(table, *(Text(line, overflow="fold") for line in lines))
+    head = _table(shown, title, out) if shown else Text(title)
+    return Group(head, *(Text(line, overflow="fold") for line in lines))
 
 
 def _table(shown: list[Row], title: str, out: Console) -> Table:
