@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .checks.outliers import Outliers, find_outliers
     from .checks.verdict import Verdict, verdict
     from .curves.curvelaw import CurveLaw
-    from .curves.curves import collapse, read_curves
+    from .curves.curves import collapse, read_curves, schedule_points
     from .curves.forecast import forecast_final
     from .downstream.downstream import TaskVerdict, fit_tasks, signal_to_noise
     from .downstream.tasklaw import TaskLaw

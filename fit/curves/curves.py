@@ -124,6 +124,22 @@ def _curve(run: str, rows: pd.DataFrame, schedule: Array | None) -> Curve:
     return Curve(run, schedule, steps, spoken.loss.to_numpy(), size[0] if size else None)
 
 
+def schedule_points(lr: Any, tolerance: float = 2e-3) -> tuple[list[float], list[float]]:
+    """schedule.shares and schedule.factors of a run that follows lr (T,) after its warm-up, within `tolerance` of the
+    peak, as `CurveLaw.best_schedule` finds it.
+    """
+    lr = checked_schedule(lr, "the schedule")
+    factors = lr[int(np.argmax(lr)) :] / lr.max()
+    if len(factors) < 2:
+        raise InputError("lr rises to its last step; a schedule needs a step after its warm-up.")
+    places, kept = np.linspace(0, 1, len(factors)), [0, len(factors) - 1]
+    while True:
+        away = np.abs(np.interp(places, places[kept], factors[kept]) - factors)
+        if away.max() <= tolerance:
+            return places[kept].tolist(), factors[kept].tolist()
+        kept = sorted([*kept, int(np.argmax(away))])
+
+
 def collapse(curves: pd.DataFrame, floor: float | None = None) -> pd.DataFrame:
     """How far each run's normalised curve lies from the median of all, which coincide where sizes are tuned alike.
 

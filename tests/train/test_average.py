@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from isoflop import fit
 from isoflop.evaluate.checkpoint import evaluate_checkpoint
 from isoflop.evaluate.tasks.suite import Suite
 from isoflop.train.checkpoint.checkpoint import load_for_evaluation
@@ -177,3 +178,15 @@ def _step(directory: Path, step: int) -> Path:
 
 def _weights(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for _, parameter in sorted(model.named_parameters())])
+
+
+def test_the_best_schedule_of_a_law_is_followed_by_a_run(run: RunConfig) -> None:
+    generator = np.random.default_rng(0)
+    lr = 3e-3 * np.concatenate([np.arange(1, 11) / 11, np.ones(200), np.cumprod(1 - 0.03 * generator.random(190))])
+    lr[300:] *= 0.5  # a step
+    shares, factors = fit.schedule_points(lr)
+    assert len(shares) < 80
+    schedule = replace(points(shares, factors), warmup_tokens=10 * 64)
+    config = replace(run, schedule=schedule, tokens=400 * 64)
+    followed = 3e-3 * np.array([learning_rate_factor(config, step) for step in range(400)])
+    np.testing.assert_allclose(followed, lr, atol=2e-3 * 3e-3)
