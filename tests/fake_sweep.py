@@ -41,7 +41,7 @@ def write(folder: Path, config: SweepConfig) -> SweepDirectory:
     """A sweep that is planned; `finish` ends its runs."""
     sweep = SweepDirectory(folder)
     assert config.grid is not None
-    runs = grid.expand_grid(config.grid, complete(base_run(config)))
+    runs = grid.expand_grid(config.grid, complete(base_run(config)), config.tuning)
     folder.mkdir(parents=True)
     (folder / "sweep.yaml").write_text(yaml.safe_dump({"config": asdict(config)}))
     replan(sweep, config, runs)
