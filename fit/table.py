@@ -145,10 +145,7 @@ def read_table(
     Raises InputError, one sentence, for anything that cannot be read or is not a positive finite number.
     """
     frame, header, said = _load(source)
-    notes: list[str] = []
-    if isinstance(source, (str, Path)) and (beside := Path(source) / "curves.csv").is_file():
-        frame, sentence = _averaged(frame, beside)
-        notes += [sentence] if sentence else []
+    frame, notes = _averaged(frame, source)
     if len(frame) == 0:
         raise InputError(f"{said} has no rows; at least one run is needed.")
     if derive_d not in (None, "6nd"):
@@ -254,17 +251,19 @@ def _load(source: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, list[str], s
         raise InputError(f"{path} is not a readable {kind} file ({reason}).") from None
 
 
-def _averaged(frame: pd.DataFrame, curves: Path) -> tuple[pd.DataFrame, str]:
+def _averaged(frame: pd.DataFrame, source: Any) -> tuple[pd.DataFrame, list[str]]:
+    """With the points of averaged weights, where a sweep's curves.csv has some, and a sentence on them."""
     import pandas as pd
 
     from .curves.averaged import with_averages
 
+    if not isinstance(source, (str, Path)) or not (path := Path(source) / "curves.csv").is_file():
+        return frame, []
     try:
-        return with_averages(frame, pd.read_csv(curves, low_memory=False, dtype=IDS))
+        more, said = with_averages(frame, pd.read_csv(path, low_memory=False, dtype=IDS))
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{curves} cannot be read as curves ({error}); remove it, and a report writes it anew."
-        ) from None
+        raise InputError(f"{path} cannot be read as curves ({error}); `isoflop report` writes it anew.") from None
+    return more, [said] if said else []
 
 
 def _resolve(exist: list[str], columns: Mapping[str, str], said: str) -> dict[str, str]:

@@ -26,7 +26,7 @@ from .model.compiled import Compiled
 from .model.gpt import sequence_losses
 from .model.parametrization import empty_model, initial_weights, parameter_groups
 from .model.shape import micro_batch_of
-from .optimizer.average import copies, shares
+from .optimizer.average import copies, newest_shares
 from .parallel.mesh import Mesh, all_gather
 from .parallel.pipeline import Pipeline
 from .parallel.schedules import to_json
@@ -96,9 +96,8 @@ class Stepper:
             self.compiled = Compiled(config, self.micro, device, mesh.rank == 0, report)
             self.compiled.load()
             self.gpt.compile_blocks(self.graphs)
-        first = mesh.dp_rank * self.share
         self.prefetch = Prefetch(
-            lambda step: stream.batch(step, config.optimizer.batch_size, first, self.share),
+            lambda step: stream.batch(step, config.optimizer.batch_size, mesh.dp_rank * self.share, self.share),
             (self.share, config.data.sequence_length + 1),
             device,
         )
@@ -139,7 +138,7 @@ class Stepper:
                 self.zero.reset_gradients()
                 release_memory(self.device)
         result = self.zero.step(total, self.scaler.scale)
-        self.zero.keep_averages(shares(self.config.average, step + 1))
+        self.zero.keep_averages(newest_shares(self.config.average, step + 1))
         if timed is not None:
             every, timed.events = self.mesh.gather(timed.events)[:: self.mesh.data * self.mesh.tp], None
             if self.mesh.rank == 0 and self.record is not None:

@@ -31,7 +31,7 @@ from isoflop.train.config import (
 from isoflop.train.errors import Stopped, UserError
 from isoflop.train.files import read_json, read_json_lines
 from isoflop.train.loop import train
-from isoflop.train.optimizer.average import copies, shares, whole_copies
+from isoflop.train.optimizer.average import copies, newest_shares, whole_copies
 from isoflop.train.planner.validation import validate
 from isoflop.train.schedule import learning_rate_factor
 
@@ -62,7 +62,7 @@ def test_an_ema_has_the_mean_age_of_a_window_of_its_span() -> None:
     for copy, span in enumerate(average.kept):
         weights = np.zeros(last)
         for step in range(1, last + 1):
-            share = shares(average, step)[copy]
+            share = newest_shares(average, step)[copy]
             weights[: step - 1] *= 1 - share
             weights[step - 1] = share
         assert weights.sum() == pytest.approx(1, abs=1e-12)
@@ -73,7 +73,7 @@ def test_an_ema_has_the_mean_age_of_a_window_of_its_span() -> None:
 def test_a_window_is_a_plain_mean_of_one_to_two_spans(span: float) -> None:
     average, kept = AverageConfig("window", [0.5, span]), np.zeros((4, 500))
     for step in range(1, 501):
-        for copy, share in enumerate(shares(average, step)):
+        for copy, share in enumerate(newest_shares(average, step)):
             kept[copy] *= 1 - share
             kept[copy, step - 1] += share
         weights = kept[whole_copies(average, step)[span]]
@@ -99,7 +99,7 @@ def test_kept_averages_are_those_of_the_saved_weights_and_change_nothing_else(
     summary = read_json(tmp_path / "kept" / "summary.json") or {}
     sums = torch.zeros(copies(averaged.average), len(weights[0]), dtype=torch.float64)
     for step in range(1, STEPS + 1):
-        for copy, share in enumerate(shares(averaged.average, step)):
+        for copy, share in enumerate(newest_shares(averaged.average, step)):
             sums[copy] = (1 - share) * sums[copy] + share * weights[step - 1].double()
         for span, copy in whole_copies(averaged.average, step).items():
             loaded = load_for_evaluation(_step(tmp_path / "kept", step), average=span)

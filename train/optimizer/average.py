@@ -16,7 +16,7 @@ def copies(average: AverageConfig) -> int:
     return len(average.kept) * (2 if average.kind == "window" else 1)
 
 
-def shares(average: AverageConfig, step: int) -> list[float]:
+def newest_shares(average: AverageConfig, step: int) -> list[float]:
     """The share of the newest weights in each copy after step (1-based); what was in the copy keeps the rest.
 
     ema: ages of the weights in it have the mean that a window of `span` times the steps would have (a power function
