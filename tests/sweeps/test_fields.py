@@ -17,6 +17,7 @@ from isoflop.sweeps.config import (
     GRIDS,
     AdaptiveGrid,
     CheckGrid,
+    CurvesGrid,
     IsoflopGrid,
     LadderGrid,
     PointsGrid,
@@ -54,6 +55,7 @@ ZERO |= EXPONENTS
 NEGATIVE = {"optimizer.width_exponent"} | EXPONENTS - {"tuning.batch_tokens.batch"}
 WORKING = {
     "isoflop": IsoflopGrid(budgets=[1e11]),
+    "curves": CurvesGrid(budgets=[1e11]),
     "adaptive": AdaptiveGrid(budgets=[1e12, 3e12]),
     "ladder": LadderGrid(sizes=[8e3], tokens_per_parameter=[20.0]),
     "product": ProductGrid(axes={"model.qk_norm": [False]}),
@@ -93,6 +95,7 @@ def composed(kind: str) -> Any:
     config = SweepConfig(grid=WORKING[kind], sweep="sweep", dry_run=True)
     config.cluster.flops_per_second = 1e11
     config.tokens = 4096 if kind in ("product", "points") else None
+    config.average.kind = "ema" if kind == "curves" else "none"
     return OmegaConf.structured(config)
 
 
@@ -109,7 +112,8 @@ def test_an_absurd_number_is_refused_in_one_sentence_or_works(
     changed.data, changed.output_root = corpus, str(tmp_path)
     before = copy.deepcopy(OmegaConf.select(changed, name))
     is_list = OmegaConf.is_list(before) or name in (
-        "checkpoint.at_steps", "cluster.budgets", "grid.seeds", "grid.tokens", "grid.tokens_per_parameter",
+        "average.spans", "checkpoint.at_steps", "cluster.budgets", "grid.seeds", "grid.tokens", "grid.tokens_per_parameter",
+        "schedule.factors", "schedule.shares",
     )  # fmt: skip
     for value in ABSURD:
         said = None

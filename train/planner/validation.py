@@ -84,8 +84,7 @@ def validate(config: RunConfig) -> None:
             f"schedule.decay_share is {schedule.decay_share}; with schedule.warmup_max_share "
             f"{schedule.warmup_max_share} it must be at most {1 - schedule.warmup_max_share:g}, or they overlap"
         )
-    if schedule.kind == "points":
-        _check_points(schedule)
+    _check_points(schedule)
     if (spans := config.average.spans) is not None and not 0 < len(spans) == len(set(spans)):
         raise UserError(f"average.spans is {spans}; it must be one or more different shares, as [0.1]")
     if data.validation_fraction == 0:
@@ -104,6 +103,11 @@ def validate(config: RunConfig) -> None:
 
 
 def _check_points(schedule: ScheduleConfig) -> None:
+    if schedule.kind != "points":
+        for name, given in (("shares", schedule.shares), ("factors", schedule.factors)):
+            if given is not None:
+                raise UserError(f"schedule.{name} is {given}; it must be null unless schedule.kind is points")
+        return
     shares, factors = schedule.shares or [], schedule.factors or []
     if len(shares) < 2 or shares[0] != 0 or shares[-1] != 1 or shares != sorted(shares):
         raise UserError(f"schedule.shares is {schedule.shares}; it must rise from 0 to 1, as [0,0.8,1]")
