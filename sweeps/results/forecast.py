@@ -96,6 +96,9 @@ def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, s
     found = fit.forecast_final(curves.drop(columns="val_loss"), planned, LEVEL)
     forecasts, without = [], {}
     for run_id, config in under_way.items():
+        if run_id not in found.index:
+            without[run_id] = "its last step is taken"
+            continue
         row: Any = found.loc[run_id]
         if row["reason"]:
             without[run_id] = str(row["reason"])
