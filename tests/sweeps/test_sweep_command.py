@@ -308,11 +308,11 @@ BAD = [
     (["model.width=wide"], "'wide' of type 'str' could not be converted to Integer"),
     (["seed=1.5"], "could not be converted to Integer"),
     (["model.width=null"], "model.width=null: it cannot be null"),
-    (["schedule=linear"], "schedule is 'linear'; it must be one of cosine, wsd"),
+    (["schedule=linear"], "schedule is 'linear'; it must be one of constant, cosine, points, wsd"),
     (["schedule=null"], "Config group override must be a string or a list"),
     (
         ["+grid=spiral"],
-        "grid is 'spiral'; it must be one of adaptive, attention, chinchilla, compare, data_recipe, experts, ladder",
+        "grid is 'spiral'; it must be one of adaptive, attention, chinchilla, compare, curves, data_recipe, experts, ladder",
     ),
     (["grid.variants={a:[model.foo=3]}"], "model.foo"),
     (["grid.variants={}"], "grid.variants is {}; it must map names, other than base, to overrides"),
@@ -372,7 +372,7 @@ def test_a_budget_below_the_smallest_model_is_refused(tmp_path: Path, capsys: py
 
 def test_no_grid_names_the_grids(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        "+grid=NAME with one of adaptive, attention, chinchilla, compare, data_recipe, experts, ladder, one, "
+        "+grid=NAME with one of adaptive, attention, chinchilla, compare, curves, data_recipe, experts, ladder, one, "
         in refused(["cluster=local"], capsys)
     )
 
