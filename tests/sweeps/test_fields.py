@@ -112,8 +112,8 @@ def test_an_absurd_number_is_refused_in_one_sentence_or_works(
     changed.data, changed.output_root = corpus, str(tmp_path)
     before = copy.deepcopy(OmegaConf.select(changed, name))
     is_list = OmegaConf.is_list(before) or name in (
-        "average.spans", "checkpoint.at_steps", "cluster.budgets", "grid.seeds", "grid.tokens", "grid.tokens_per_parameter",
-        "schedule.factors", "schedule.shares",
+        "average.spans", "checkpoint.at_steps", "cluster.budgets", "grid.seeds", "grid.tokens",
+        "grid.tokens_per_parameter", "schedule.factors", "schedule.shares",
     )  # fmt: skip
     for value in ABSURD:
         said = None

@@ -312,7 +312,7 @@ BAD = [
     (["schedule=null"], "Config group override must be a string or a list"),
     (
         ["+grid=spiral"],
-        "grid is 'spiral'; it must be one of adaptive, attention, chinchilla, compare, curves, data_recipe, experts, ladder",
+        "grid is 'spiral'; it must be one of adaptive, attention, chinchilla, compare, curves, data_recipe, experts",
     ),
     (["grid.variants={a:[model.foo=3]}"], "model.foo"),
     (["grid.variants={}"], "grid.variants is {}; it must map names, other than base, to overrides"),
