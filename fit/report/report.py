@@ -48,12 +48,14 @@ def write_report(
     provenance: Mapping[str, object] | None = None,
     costs: Mapping[str, Any] | None = None,
     under_way: Sequence[Mapping[str, Any]] = (),
+    alone: Analysis | None = None,
 ) -> Path:
     """Write report.html, law.json and PNG figures into `directory`, all or none; returns the path of report.html.
 
     `curves`: run_id, step, tokens, flops, loss of every run. `provenance`: names and values for the footer. `costs`: as
-    costs.json of a sweep. `under_way`: run_id, N, D, seen, loss, low and high of runs that are not done. Raises
-    InputError when the directory cannot be written to or the curves lack a column.
+    costs.json of a sweep. `under_way`: run_id, N, D, seen, loss, low and high of runs that are not done. `alone`: the
+    same of the runs without points of averaged weights, to lay beside it. Raises InputError when the directory cannot
+    be written to or the curves lack a column.
     """
     folder = Path(directory)
     if curves is not None:
@@ -69,12 +71,14 @@ def write_report(
     content = analysis.to_dict() | {"provenance": origin}
     if analysis.law is not None:
         content["estimator"] = analysis.law.to_dict()
+    if alone is not None:
+        content["runs_alone"] = {"runs": len(alone.table), "optimal": alone.to_dict()["optimal"]}
     if analysis.lead.mixture is not None:
         content["mixture"] = mixture_to_dict(analysis.lead.mixture)
     with filling(folder, [f"{name}.png" for name in FIGURES]) as new:
         write_text(new / "law.json", json.dumps(content, allow_nan=False) + "\n")
         save_figures(analysis, new, curves)
-        write_text(new / "report.html", render_report(analysis, curves, title, origin, costs, under_way))
+        write_text(new / "report.html", render_report(analysis, curves, title, origin, costs, under_way, alone))
     return folder / "report.html"
 
 
@@ -85,6 +89,7 @@ def render_report(
     origin: Mapping[str, str],
     costs: Mapping[str, Any] | None = None,
     under_way: Sequence[Mapping[str, Any]] = (),
+    alone: Analysis | None = None,
 ) -> str:
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
@@ -113,6 +118,7 @@ def render_report(
         columns=[(head, form, t.column(name)) for name, head, form in RUN_COLUMNS if np.isfinite(t.column(name)).any()],
         costs=costs,
         under_way=under_way,
+        alone=alone,
         figures=drawn,
         most=(figures.MOST_RUNS, figures.MOST_CURVES),
         packed=packed,

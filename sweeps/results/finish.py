@@ -118,7 +118,8 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
     wanted = targets or options.targets or [largest * factor for factor in (10.0, 100.0, 1000.0)]
     chosen = {name: getattr(options, name) for name in ("objective", "delta", "tied", "E")}
     law = loss_law(options.form, **chosen)
-    analysis = fit.analyze(runs, tuple(wanted), options.bootstrap, options.seed, law, intervals=options.intervals)
+    asked = (tuple(wanted), options.bootstrap, options.seed, law)
+    analysis, ended = fit.analyze(runs, *asked, intervals=options.intervals), fit.read_table(table)
     provenance = {key: settings.get(key) for key in ("isoflop_version", "git_commit", "git_dirty", "host", "written")}
     provenance["command"] = " ".join(settings.get("command") or ())
     provenance["preflight"] = "; ".join(summary(*node) for node in read_record(sweep).nodes.items()) or None
@@ -130,6 +131,7 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
         provenance=provenance,
         costs=costs,
         under_way=[asdict(one) for one in forecast_running(sweep)[0]],
+        alone=fit.analyze(ended, *asked, intervals=options.intervals) if len(runs) > len(ended) else None,
     )
     pages.write_pages(sweep, table, answers)
     if config.cluster.kind != "local" or settings.get("host") == platform.node():  # else trained on another machine

@@ -86,6 +86,12 @@ def test_a_sweep_of_curves_is_fitted_with_its_averages(tmp_path: Path) -> None:
     runs = fit.read_table(sweep.path)
     assert len(runs.N) > 30
     assert any("of 6 long runs, less the gap that 8 cooldowns measured" in note for note in runs.notes)
-    assert "averaged weights (val_loss_ema_0.1)" in (sweep.path / "fit" / "report.html").read_text()
+    page = (sweep.path / "fit" / "report.html").read_text()
+    assert "averaged weights (val_loss_ema_0.1)" in page
+    assert f"by all {len(runs)} points, and by the 14 runs that ended, alone." in page
+    written = json.loads((sweep.path / "fit" / "law.json").read_text())
+    assert written["runs_alone"]["runs"] == 14
+    for own, alone in zip(written["optimal"], written["runs_alone"]["optimal"], strict=True):
+        assert own["flops"] == alone["flops"] and own["N"] != alone["N"]
     law = fit.ChinchillaLaw().fit(runs.N, runs.D, runs.loss)
     assert law.predict(3e5, 1e7) == pytest.approx(fake_sweep.true_loss(3e5, 1e7), rel=0.01)  # runs have 0.4 % of noise
