@@ -92,6 +92,7 @@ def test_a_sweep_of_curves_is_fitted_with_its_averages(tmp_path: Path) -> None:
     written = json.loads((sweep.path / "fit" / "law.json").read_text())
     assert written["runs_alone"]["runs"] == 14
     for own, alone in zip(written["optimal"], written["runs_alone"]["optimal"], strict=True):
-        assert own["flops"] == alone["flops"] and own["N"] != alone["N"]
+        assert own["flops"] == alone["flops"]
+        assert own["N"] != alone["N"]
     law = fit.ChinchillaLaw().fit(runs.N, runs.D, runs.loss)
     assert law.predict(3e5, 1e7) == pytest.approx(fake_sweep.true_loss(3e5, 1e7), rel=0.01)  # runs have 0.4 % of noise
