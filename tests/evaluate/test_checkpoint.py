@@ -83,7 +83,13 @@ def loaded(seed: int = 0, checksum: str = "c0ffee", step: int = 7) -> Any:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3, generator=generator)
     return SimpleNamespace(
-        model=model, config=config, tokenizer=ByteTokenizer(), step=step, path=Path("step_7"), checksum=checksum
+        model=model,
+        config=config,
+        tokenizer=ByteTokenizer(),
+        step=step,
+        path=Path("step_7"),
+        checksum=checksum,
+        average=None,
     )
 
 
@@ -91,7 +97,9 @@ def loaded(seed: int = 0, checksum: str = "c0ffee", step: int = 7) -> Any:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the tasks that a model was really asked about; paths are names of checkpoints."""
     names: list[str] = []
-    monkeypatch.setattr(checkpoint, "load_scored", lambda path, device, dtype: loaded(len(path.name), path.name))
+    monkeypatch.setattr(
+        checkpoint, "load_scored", lambda path, device, dtype, average: loaded(len(path.name), path.name)
+    )
     real = checkpoint.answer_task
 
     def counted(lm: Any, entry: SuiteTask) -> Any:
@@ -133,7 +141,7 @@ def test_of_imported_weights_it_is_said_what_nobody_can_know(
     (tmp_path / "trainer.json").write_text('{"imported_from": "some/model"}')
     imported = loaded(step=0)
     imported.path = tmp_path
-    monkeypatch.setattr(checkpoint, "load_scored", lambda path, device, dtype: imported)
+    monkeypatch.setattr(checkpoint, "load_scored", lambda *_: imported)
     scores = evaluate(tmp_path / "scores.json", suite_of(names=("chosen",)), held_out=None, ngram=13)
     why = "the weights were imported from some/model, and what they were trained on is not known here"
     assert scores["contamination_withheld"] == scores["held_out"]["withheld"] == why
@@ -146,7 +154,7 @@ def test_a_whole_suite_is_scored_on_a_gpu(tmp_path: Path, asked: list[str], monk
     """On `meta`, up to what the host reads, in place of which are zeros."""
     rooms: list[int] = []
 
-    def load(path: Path, device: str, dtype: torch.dtype) -> Any:
+    def load(path: Path, device: str, dtype: torch.dtype, average: None) -> Any:
         found = loaded()
         found.model.to(device=device, dtype=dtype)
         return found
@@ -330,7 +338,7 @@ def test_a_second_evaluation_into_the_same_file_waits_and_finds_everything(tmp_p
             target=lambda: done.append(evaluate(out, suite_of(4, ("chosen",)), progress=lines.append))
         )
         thread.start()
-        while not lines:
+        while thread.is_alive() and not lines:
             time.sleep(0.01)
         assert "waiting" in lines[0]
         assert not out.exists()
@@ -405,7 +413,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(
 def test_nan_withholds_the_score_and_names_the_item(
     tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(path: Path, device: str, dtype: Any) -> Any:
+    def broken(path: Path, device: str, dtype: Any, average: None) -> Any:
         result = loaded()
         next(result.model.parameters()).data.fill_(math.nan)
         return result

@@ -242,7 +242,7 @@ REFUSED = [
     (ladder(variants={"a": {"seed": 5}}), {}, "grid.variants.a changes seed; variants share"),
     (ladder(variants={"a": {"model.foo": 5}}), {}, "grid.variants.a names 'model.foo', which is not a field"),
     (ladder(variants={"a": {"log_every": 5}}), {}, "grid.variants.a has the same run as base"),
-    (GridConfig(kind="spiral"), {}, "isoflop, ladder, product, points, adaptive or tune"),
+    (GridConfig(kind="spiral"), {}, "one of adaptive, isoflop, ladder, curves, product, points, check, tune"),
 ]
 
 
