@@ -103,7 +103,7 @@ def test_what_the_queue_takes_no_more_of_is_submitted_later(sweep: Callable[[str
 
 def test_a_sweep_whose_keepers_were_cancelled_says_so_and_retry_brings_them_back(sweep: Callable[[str], Sweep]) -> None:
     left = sweep("left")
-    left.submit(*LONG, *KEPT, "tokens=1_800_000", "grid.axes={seed: [0]}", "cluster.queue_minutes=0")
+    left.submit(*LONG, *KEPT, "tokens=4_500_000", "grid.axes={seed: [0]}", "cluster.queue_minutes=0")
     command = ["-m", "isoflop.sweeps.cli.main"]
     isoflop(*command, "doctor", str(left.path))
     slurm("scancel", *left.queue("keeper"))
