@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 SPREAD = 1.05  # of N or of D, below which their differences are rounding
-FLAT = 1e-6  # relative difference of losses up to which they are the same
+FLAT = 1e-6  # relative difference of losses up to which they are the same: far above rounding, far below any noise
+LEAST, MOST = 1e-60, 1e60  # squares and products of two such numbers stay finite
 Array = NDArray[np.float64]
 Columns = dict[str, Array]
 Constants = Mapping[str, Any]  # of a law: name -> number or array
@@ -31,8 +32,9 @@ class InputError(ValueError):
 
 
 def positive(name: str, values: ArrayLike, rows: Any = None) -> Array:
-    """`values` as a flat float64 array of finite, strictly positive numbers; `rows` labels them in errors."""
-    return _checked(name, values, rows, "a finite number above zero", lambda v: v > 0)
+    """`values` as a flat float64 array of numbers from LEAST to MOST; `rows` labels them in errors."""
+    numbers = _checked(name, values, rows, "a finite number above zero", lambda v: v > 0)
+    return _checked(name, numbers, rows, f"from {LEAST:g} to {MOST:g}", lambda v: (v >= LEAST) & (v <= MOST))
 
 
 def check_weights(values: ArrayLike | None, points: int, rows: Any = None) -> Array:
@@ -40,6 +42,8 @@ def check_weights(values: ArrayLike | None, points: int, rows: Any = None) -> Ar
     if values is None:
         return np.ones(points)
     checked = _checked("weight", values, rows, "a finite number, zero or more", lambda v: v >= 0)
+    inside = f"zero, or from {LEAST:g} to {MOST:g}"
+    checked = _checked("weight", checked, rows, inside, lambda v: (v == 0) | (v >= LEAST) & (v <= MOST))
     if not checked.any():
         raise InputError("weight is zero in every row; at least one row must count.")
     return checked
@@ -71,8 +75,16 @@ def enough(points: int, parameters: int, what: str) -> None:
 
 
 def is_uneven(loss: Array) -> bool:
-    """Whether losses differ by more than rounding, so that there is something to draw and to fit."""
+    """Return whether losses differ by more than rounding, so that a law or a contour can follow them."""
     return bool(np.isfinite(loss).all() and np.ptp(loss) > FLAT * np.abs(loss).max())
+
+
+def need_uneven(name: str, values: Array) -> None:
+    """Raise InputError if all values are equal within rounding, because then they do not identify a law."""
+    if not is_uneven(values):
+        raise InputError(
+            f"{name} is {values[0]:.6g} in every row, to within {FLAT:g} of it; a law needs values that differ by more."
+        )
 
 
 def identifiable(N: Array, D: Array) -> None:
@@ -94,7 +106,10 @@ def identifiable(N: Array, D: Array) -> None:
 
 def _checked(name: str, values: ArrayLike, rows: Any, wanted: str, accept: Any) -> Array:
     try:
-        numbers = np.asarray(values, dtype=np.float64)
+        given = np.asarray(values)
+        if np.iscomplexobj(given):
+            raise TypeError  # NumPy would drop the imaginary part
+        numbers = given.astype(np.float64)
     except (TypeError, ValueError):
         raise InputError(f"{name} holds a value that is not a number; each must be {wanted}.") from None
     if numbers.ndim != 1:

@@ -123,6 +123,8 @@ def numeric(frame: pd.DataFrame, name: str) -> Array:
 
     if name not in frame:
         return np.full(len(frame), np.nan)
+    if np.iscomplexobj(frame[name]):
+        raise InputError(f"{name} holds complex numbers; each must be a real number.")
     return pd.to_numeric(frame[name], errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan)
 
 

@@ -32,8 +32,13 @@ def check_resampling(n: int, seed: int, least: int = 1) -> None:
 
 
 def by_group(groups: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Sorted labels, and each row's place among them."""
-    return np.unique(np.asarray(groups).astype(str), return_inverse=True)
+    """Return the labels in order of first appearance, and each row's place among them.
+
+    Sorted labels would let new names of the same groups change the draws.
+    """
+    labels, first, member = np.unique(np.asarray(groups).astype(str), return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    return labels[order], np.argsort(order)[member]
 
 
 def group_labels(groups: Any, rows: int) -> np.ndarray:
@@ -105,7 +110,7 @@ def _too_few(independent: int, free: int) -> InputError:
 
 
 def jackknife_weights(groups: Any) -> Array:
-    """Weights (groups, rows) that leave one whole group out at a time, in the order of their sorted labels."""
+    """Weights (groups, rows) that leave one whole group out at a time, in the order of `by_group`."""
     labels, member = by_group(groups)
     return 1.0 - (np.arange(len(labels))[:, None] == member)
 

@@ -203,6 +203,9 @@ def parametric(
     title = "Approach 3 · parametric"
     if law is None:
         return Approach("parametric", title, reason=reason)
+    if unresolved := law.unresolved_:
+        reason = f"the fitted loss does not change with {' or '.join(unresolved)}, so the law has no best size"
+        return Approach("parametric", title, reason, law=law)
     exponent, interval = None, None
     N, D, _ = law.data_.values()
     ends = compute_optimal(law, span or float((6.0 * N * D).max()), flops_per_token or 6.0)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, InputError, positive, same_length
+from ..errors import FLAT, Array, InputError, positive, same_length
 from ..laws.powerlaw import PowerLaw
 from ..uncertainty import cluster_counts
 from .isoflop import binned_levels, budget_levels
@@ -104,7 +104,7 @@ class Envelope:
             there = counts[:, rows] > 0
             rivals = (there @ np.eye(len(sizes), dtype=np.float32)[member] > 0).sum(axis=1)
             first = there.argmax(axis=1)
-            better = (rivals >= self._rivals) & (loss[rows[first]] < lowest)
+            better = (rivals >= self._rivals) & (loss[rows[first]] < lowest * (1.0 - FLAT))
             lowest[better] = loss[rows[first[better]]]
             # The smallest or largest of its rivals shows where the sizes end and not where the optimum is.
             inside = better & (member[first] > 0) & (member[first] < len(sizes) - 1)

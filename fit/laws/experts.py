@@ -197,13 +197,13 @@ class ExpertLaw(Law):
     # The law as the solver sees it.
 
     def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
-        super()._check(inputs, observed)
         for name, values in zip(self.inputs, inputs, strict=True):
             low = values.min()
             if values.max() < SPREAD * low or (name == "experts" and low < 1.0):
                 raise InputError(
                     f"{name} is {low:.4g} in a row; more than one is needed, of experts 1 (dense) and more."
                 )
+        super()._check(inputs, observed)
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
         """Coordinates: the constants, `_logged` in logarithms, those of no N or D at the middle log N and log D."""

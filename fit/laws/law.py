@@ -40,6 +40,8 @@ from ..errors import (
     enough,
     floats,
     identifiable,
+    is_uneven,
+    need_uneven,
     positive,
     same_length,
     unboxed,
@@ -205,9 +207,11 @@ class Law(Estimator):
 
     def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
         enough(np.unique(np.stack(inputs), axis=1).shape[1], self.problem_.free, self.title)
+        need_uneven(self.output, observed)
 
     # Fitting.
 
+    @np.errstate(all="ignore")  # a start that overflows has an infinite objective and loses
     def _fit(self, columns: tuple[ArrayLike, ...], weight: ArrayLike | None, loss_se: ArrayLike | None) -> Self:
         """Fit to columns (n,): the inputs in order, then what was observed."""
         names = (*self.inputs, self.output)
@@ -306,6 +310,7 @@ class Law(Estimator):
         found = self._refit(np.atleast_2d(floats(weights)), target)
         return {k: np.where(found.converged, v, np.nan) for k, v in self.problem_.constants(found.theta).items()}
 
+    @np.errstate(all="ignore")
     def _refit(self, weights: Array, target: Array | None = None) -> Solution:
         self._fitted()
         weights = weights * self.weight_ * self._precision
@@ -354,7 +359,7 @@ class Law(Estimator):
         self.draws_ = self.problem_.constants(found.theta[found.converged])
 
     def _left_out(self, groups: np.ndarray) -> Solution:
-        """The fits without each group in turn, in the order of their sorted labels (groups,); the last are kept."""
+        """The fits without each group in turn, in the order of `by_group` (groups,); the last are kept."""
         if self._jackknife is None or not np.array_equal(self._jackknife[0], groups):
             self._jackknife = (groups, self._refit(jackknife_weights(groups)))
         return self._jackknife[1]
@@ -599,6 +604,15 @@ class LossLaw(Law):
         if name != "a" or name in self.names:
             return super().interval(name, level, method)
         return self.interval_of(self.size_exponent, level, method)
+
+    @property
+    def unresolved_(self) -> list[str]:
+        """Inputs over whose range in the table the fitted loss does not change by more than rounding."""
+        self._fitted()
+        log = {name: np.log(self.data_[name]) for name in self.inputs}
+        centre = {name: np.full(2, values.mean()) for name, values in log.items()}
+        ends = {name: centre | {name: floats([values.min(), values.max()])} for name, values in log.items()}
+        return [name for name, at in ends.items() if not is_uneven(self.predict(*map(np.exp, at.values())))]
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Loss contours over (N, D), the runs and the efficient frontier; returns the matplotlib axes."""

@@ -197,7 +197,6 @@ class FormMixture:
             able = []
         if not able:
             return None
-        past._rolled = [{name: v[k + 1 :] for name, v in self._rolled[i].items()} for i in able]
         past.laws_ = {name: copy(law) for i, (name, law) in enumerate(self.laws_.items()) if i in able}
         for i, law in zip(able, past.laws_.values(), strict=True):
             law.constants_ = {name: float(v[k]) for name, v in self._rolled[i].items()}
@@ -209,7 +208,9 @@ class FormMixture:
         earlier = [
             CutOff(c.flops, c.fitted[on], c.tested[on], c.further[on[c.tested]]) for c in self.cut_offs_[k + 1 :]
         ]
-        past.cut_offs_ = [one for one in earlier if one.tested.any()]
+        kept = [j for j, one in enumerate(earlier) if one.tested.any()]
+        past.cut_offs_ = [earlier[j] for j in kept]
+        past._rolled = [{name: v[k + 1 :][kept] for name, v in self._rolled[i].items()} for i in able]
         past._missed = [past._errors(j, one) for j, one in enumerate(past.cut_offs_)]
         return past.weigh(self.priors)
 
@@ -335,6 +336,7 @@ class FormMixture:
             found.append(np.clip(np.where(np.isnan(log_N), middle, log_N), middle - REACH, middle + REACH))
         return np.stack(found)
 
+    @np.errstate(all="ignore")  # losses over a hundred decades give NaN, and so no interval
     def _variances(self, name: str, quantity: Callable[[Members], Array], further: Array) -> Columns:
         """Of the mean of a quantity, members -> (forms, targets, r)."""
         prior, share = self.priors[name], self._share[name]

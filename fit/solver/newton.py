@@ -331,7 +331,11 @@ class _System:
         """X of `rows`, by default of all; `right` is theirs."""
         unit = self._unit[rows]
         right = np.where(unit > 0, right * unit, 0.0)
-        return np.linalg.solve(self._damped[rows], right[:, :, None])[:, :, 0] * unit
+        try:
+            steps = np.linalg.solve(self._damped[rows], right[:, :, None])
+        except np.linalg.LinAlgError:  # a direction without curvature, where damping is below rounding: stay there
+            steps = np.linalg.pinv(self._damped[rows], hermitian=True) @ right[:, :, None]
+        return steps[:, :, 0] * unit
 
 
 def _rows_dot(a: Array, b: Array) -> Array:

@@ -111,8 +111,8 @@ def test_too_many_columns_or_runs_are_said_at_once(tmp_path):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("size", [1e200, 1e-200])
-def test_sizes_whose_product_is_no_number_are_one_sentence_without_a_warning(size):
-    with pytest.raises(fit.InputError, match=r"FLOPs \(6ND\) is (inf|0) in row 0"):
+def test_sizes_without_a_finite_product_are_one_sentence(size):
+    with pytest.raises(fit.InputError, match=r"N is 1e[+-]200 in row 0; it must be from 1e-60 to 1e\+60"):
         fit.read_table(pd.DataFrame({"N": [size], "D": [size], "loss": [3.0]}))
 
 

@@ -1,0 +1,75 @@
+"""Random tables, degenerate ones among them: a fit answers, or refuses in one sentence, and never warns."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from isoflop import fit
+
+TABLES = 24
+
+
+def random_table(seed):
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 30))
+    N, D = 10 ** rng.uniform(4, 9, n), 10 ** rng.uniform(6, 11, n)
+    if rng.random() < 0.5:
+        N = rng.choice(10.0 ** np.arange(5, 9), n)
+    law = 1.5 + 40 / N**0.3 + 85 / D**0.3
+    one_differs = np.full(n, 3.0)
+    one_differs[0] = 4.0
+    kinds = {
+        "law": law,
+        "equal": np.full(n, 3.0),
+        "equal but for rounding": 3 * (1 + 1e-15 * rng.standard_normal(n)),
+        "one differs": one_differs,
+        "huge": law * 1e300,
+        "decades": 10.0 ** rng.uniform(-50, 50, n),
+        "noise": law * np.exp(rng.standard_normal(n)),
+        "rising": 1 + 0.1 * np.log10(N * D),
+    }
+    frame = pd.DataFrame({"N": N, "D": D, "loss": list(kinds.values())[seed % len(kinds)]})
+    if rng.random() < 0.3:
+        frame["flops"] = 6 * N * D * 10 ** rng.uniform(-9, 9, n)
+    if rng.random() < 0.3:
+        frame["weight"] = 10 ** rng.uniform(-30, 30, n)
+    if rng.random() < 0.3:
+        frame["run_id"] = rng.integers(0, max(n // 2, 1), n)
+    if rng.random() < 0.2:
+        with np.errstate(over="ignore"):
+            frame = frame.astype(np.float32)
+    return frame
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("seed", range(TABLES))
+def test_a_random_table_is_answered_or_refused_in_one_sentence(seed):
+    try:
+        runs = fit.read_table(random_table(seed))
+        fit.forecast(runs, N=[1e10], D=[1e12])
+        answers = fit.analyze(runs, targets=(1e18,), bootstrap=10, intervals="noise").to_dict()["approaches"]
+    except fit.InputError as error:
+        refusal = str(error)
+    else:
+        refusal = "None."
+        assert all(found["reason"] or np.isfinite(found["exponent"]) for found in answers.values())
+    assert refusal.endswith(".")
+    assert "\n" not in refusal
+
+
+def test_complex_numbers_are_refused():
+    frame = pd.DataFrame({"N": [1e6, 1e7], "D": [1e8, 1e9], "loss": [3.0 + 1j, 2.5]})
+    with pytest.raises(fit.InputError, match="loss holds complex numbers"):
+        fit.read_table(frame)
+    with pytest.raises(fit.InputError, match="loss holds a value that is not a number"):
+        fit.ChinchillaLaw().fit(frame.N, frame.D, frame.loss)
+
+
+def test_new_names_of_the_groups_change_no_interval():
+    rng = np.random.default_rng(3)
+    N, D = rng.choice(10.0 ** np.arange(5, 9), 40), 10 ** rng.uniform(7, 11, 40)
+    loss = (1.5 + 40 / N**0.3 + 85 / D**0.3) * np.exp(0.01 * rng.standard_normal(40))
+    groups = np.arange(40) // 2
+    law = fit.ChinchillaLaw().fit(N, D, loss)
+    for method in ("wild", "pairs"):
+        named, renamed = (law.bootstrap(30, names, method=method).interval("alpha") for names in (groups, 99 - groups))
+        assert named == renamed
