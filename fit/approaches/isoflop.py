@@ -356,7 +356,7 @@ class IsoflopProfiles:
             self.scatter_ = excess_scatter((np.log(N) - np.log(bare.predict(C))) ** 2, variance, len(C) - 2)
         weight = _precision(variance, self.scatter_)
         self.N_law_, self.D_law_ = PowerLaw().fit(C, N, weight), PowerLaw().fit(C, D, weight)
-        if len(good) >= 4:
+        if len(good) >= 4 and is_uneven(loss):
             self.loss_law_ = PowerLaw(offset=True).fit(C, loss)
         if generator is None:
             return

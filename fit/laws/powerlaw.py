@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..errors import Array, Columns, Constants, InputError, Say
+from ..errors import Array, Columns, Constants, InputError, Say, need_uneven
 from ..solver.forms import LogSumExp
 from ..solver.solver import variable_projection
 from .law import LineLaw, Problem, amplitude, least_starts
@@ -91,6 +91,8 @@ class PowerLaw(LineLaw):
         if distinct < needed:
             form = "y = E + k x^p" if self.offset else "y = k x^p"
             raise InputError(f"{form} needs at least {needed} different x; there are {distinct}.")
+        if self.offset:  # without one, equal values are the law p = 0
+            need_uneven(self.output, observed)
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
         """Coordinates: log k (at the mean log x), p, and log E with an offset."""

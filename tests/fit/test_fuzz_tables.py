@@ -56,6 +56,13 @@ def test_a_random_table_is_answered_or_refused_in_one_sentence(seed):
     assert "\n" not in refusal
 
 
+def test_equal_values_determine_a_power_law_only_without_an_offset():
+    x = np.geomspace(1, 100, 9)
+    assert fit.PowerLaw().fit(x, np.full(9, 3.0)).p_ == pytest.approx(0.0, abs=1e-12)
+    with pytest.raises(fit.InputError, match="y is 3 in every row"):
+        fit.PowerLaw(offset=True).fit(x, 3.0 * (1 + 1e-15 * np.cos(x)))
+
+
 def test_complex_numbers_are_refused():
     frame = pd.DataFrame({"N": [1e6, 1e7], "D": [1e8, 1e9], "loss": [3.0 + 1j, 2.5]})
     with pytest.raises(fit.InputError, match="loss holds complex numbers"):
