@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from isoflop.train.data import tokenizers as ours
 from isoflop.train.data import words
 from isoflop.train.data.corpora import open_corpus
 from isoflop.train.data.mixing import below_fraction, content_hash
-from isoflop.train.data.storage import silent
 from isoflop.train.data.tokenizers import (
     ByteTokenizer,
     SubwordTokenizer,
@@ -29,28 +29,16 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 
 def random_text(seed: int) -> str:
-    """Any characters but surrogates: all planes, controls, spaces, combining marks."""
+    """Characters of all planes, controls, spaces and combining marks, of few blocks, for learning one takes time."""
     generator = random.Random(seed)
-    ranges = [
-        (0, 0x80),
-        (0, 0x20),
-        (0x80, 0x800),
-        (0x300, 0x370),
-        (0x800, 0xD800),
-        (0xE000, 0x10000),
-        (0x10000, 0x110000),
-    ]
-    return "".join(chr(generator.randrange(*generator.choice(ranges))) for _ in range(generator.randrange(1, 300)))
+    blocks = [(0, 0x80), (0, 0x20), (0x80, 0x200), (0x300, 0x370), (0x660, 0x6A0), (0x3000, 0x3100), (0xD700, 0xD800),
+              (0xFF00, 0x10000), (0x1F600, 0x1F700), (0x10FF00, 0x110000)]  # fmt: skip
+    return "".join(chr(generator.randrange(*generator.choice(blocks))) for _ in range(generator.randrange(1, 300)))
 
 
-TEXTS = [random_text(seed) for seed in range(200)] + [
-    "",
-    "\x00",
-    "<|endoftext|>",
-    "a <|endoftext|> b\r\n\t",
-    "ÿ",
-    "▁ x",
-]
+TEXTS = [
+    *map(random_text, range(200)), "", "\x00", "<|endoftext|>", "a <|endoftext|> b\r\n\t", "ÿ", "▁ x"
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +59,7 @@ def bpe(config: DataConfig) -> ours.Tokenizer:
 
 def test_bytes_come_back_and_the_end_of_a_document_is_never_text() -> None:
     tokenizer = ByteTokenizer()
-    assert tokenizer.vocab_size == 256
+    assert tokenizer.vocab_size == planned_vocab_size(DataConfig()) == 256
     for text in TEXTS:
         ids = tokenizer.encode(text)
         assert ids.dtype == np.uint16
@@ -140,98 +128,76 @@ def test_a_trained_bpe_gives_text_back_and_counts_its_bytes(bpe: ours.Tokenizer)
     assert len(bpe.encode("wort123 wort45 ")) < 15
 
 
-def test_training_is_deterministic(config: DataConfig, bpe: ours.Tokenizer, tmp_path: Path) -> None:
-    again = load_tokenizer(config, None, tmp_path)
-    assert again.fingerprint == bpe.fingerprint
-    other = load_tokenizer(DataConfig(**{**vars(config), "vocab_size": 401}), None, tmp_path)
-    assert other.fingerprint != bpe.fingerprint
-
-
-def test_held_out_documents_are_not_trained_on(config: DataConfig) -> None:
-    half = DataConfig(**{**vars(config), "validation_fraction": 0.5})
-    corpus = open_corpus(half)
-    sample = list(ours._sample(half, corpus, ours.silent))
-    held_out = [below_fraction(content_hash(text.encode()), 0.5) for text in corpus.documents()]
-    assert 0 < sum(held_out) < len(held_out)
-    assert sorted(sample) == sorted(text for text, out in zip(corpus.documents(), held_out, strict=True) if not out)
-
-
-def test_a_trained_bpe_is_kept_and_a_damaged_one_is_trained_again(
-    config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_training_repeats_and_a_damaged_tokenizer_is_trained_again(
+    config: DataConfig, bpe: ours.Tokenizer, tmp_path: Path
 ) -> None:
-    first = load_tokenizer(config, None, tmp_path)
-    trained = []
-    train = ours._train
+    reports: list[tuple[str, float, float]] = []
 
-    def counted(*arguments: Any) -> Any:
-        trained.append(1)
-        return train(*arguments)
+    def fingerprint(config: DataConfig) -> str:
+        reports.clear()
+        return load_tokenizer(config, None, tmp_path, lambda *report: reports.append(report)).fingerprint
 
-    monkeypatch.setattr(ours, "_train", counted)
-    assert load_tokenizer(config, None, tmp_path).fingerprint == first.fingerprint
-    assert not trained
+    assert fingerprint(config) == bpe.fingerprint
+    merges = [done for stage, done, _ in reports if stage == "learn merges"]
+    assert merges == sorted(merges)
+    assert reports[-1][1] == reports[-1][2] == merges[-1] >= 40
+    assert fingerprint(config) == bpe.fingerprint
+    assert not reports  # it was kept
     (path,) = tmp_path.glob("tokenizers/*/tokenizer.json")
     path.write_bytes(path.read_bytes()[:-100])
-    assert load_tokenizer(config, None, tmp_path).fingerprint == first.fingerprint
-    assert len(trained) == 1
+    assert fingerprint(config) == bpe.fingerprint
+    assert reports
+    assert fingerprint(replace(config, vocab_size=401)) != bpe.fingerprint
+
+
+@pytest.mark.filterwarnings("ignore:data.vocab_size")  # every word is learned, and some ids are left
+def test_held_out_documents_are_not_trained_on(tmp_path: Path) -> None:
+    generator = random.Random(0)
+    texts = ["".join(generator.choices("abcdefgh", k=8)) + " " for _ in range(20)]
+    lines = [json.dumps({"text": text * 50}) + "\n" for text in texts]
+    (tmp_path / "text.jsonl").write_text("".join(lines))
+    config = DataConfig(
+        corpus="text", path=str(tmp_path), tokenizer="bpe", vocab_size=360, validation_fraction=0.5
+    )  # fmt: skip
+    tokenizer = load_tokenizer(config, None, tmp_path / "cache")
+    held_out = [below_fraction(content_hash((text * 50).encode()), 0.5) for text in texts]
+    assert 0 < sum(held_out) < len(held_out)
+    for text, out in zip(texts, held_out, strict=True):
+        assert (len(tokenizer.encode(" " + text.strip())) > 1) == out
 
 
 @pytest.mark.parametrize("character", ["a", "7", " ", "=", "_", "語"])
-def test_a_word_without_end_is_cut_before_a_bpe_is_trained_on_it(
-    character: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_word_without_end_is_cut_before_a_bpe_is_trained_on_it(character: str) -> None:
     texts = ["some words of a text " * 200, "begin " + character * 100_000 + " end"]
     pieces = list(ours._cut_words(texts[1]))
     assert "".join(pieces) == texts[1]
     assert max(map(len, pieces)) <= 2 * ours._WORD
     assert list(ours._cut_words(texts[0])) == texts[:1]  # ordinary text gives the tokenizer that it always gave
-    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    config = DataConfig(corpus="text", path=str(tmp_path), tokenizer="bpe", vocab_size=300, validation_fraction=1e-9)
-    sample = list(ours._sample(config, open_corpus(config), silent))
-    assert "".join(sample) == "".join(texts)
-    monkeypatch.setattr(ours, "_UNBROKEN", 50_000)
-    assert 48_000 < len("".join(ours._sample(config, open_corpus(config), silent))) - len(texts[0]) < 50_000
 
 
-def test_learning_merges_says_how_far_it_is(config: DataConfig) -> None:
-    said: list[tuple[float, float]] = []
-    ours._train(config, open_corpus(config), 300, lambda stage, done, total: said.append((done, total)))
-    assert [done for done, _ in said[-40:-1]] == sorted(done for done, _ in said[-40:-1])
-    assert said[-1][0] == said[-1][1] >= 40
-
-
-def test_a_training_that_is_killed_is_one_sentence_and_ends_with_an_interrupt(
+def test_a_training_that_is_killed_is_one_sentence(
     config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "merges.py"
     monkeypatch.setattr(ours.merges, "__file__", str(script))
     for text, code in (("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", -9)):
         script.write_text(text)
-        with pytest.raises(UserError, match=rf"^data.vocab_size is 300; its .* ended with code {code} "):
-            ours._train(config, open_corpus(config), 300, silent)
-
-    def interrupted(stage: str, done: float, total: float) -> None:
-        if stage == "learn merges":
-            raise KeyboardInterrupt
-
-    script.write_text("""import sys, time; sys.stdin.read()
-print('{"stage":"Compute merges","current":1,"total":9}', flush=True); time.sleep(60)""")
-    with pytest.raises(KeyboardInterrupt):
-        ours._train(config, open_corpus(config), 300, interrupted)
+        with pytest.raises(UserError, match=rf"^data.vocab_size is 400; .* code {code} "):
+            load_tokenizer(config, None, tmp_path)
 
 
-def test_two_processes_train_one_bpe(config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_train_one_bpe(config: DataConfig, tmp_path: Path) -> None:
     count = tmp_path / "count"
-    train = ours._train
 
-    def counted(*arguments: Any) -> Any:
-        with open(count, "a") as file:
-            file.write("x")
-        return train(*arguments)
+    def load() -> None:
+        def report(stage: str, done: float, total: float) -> None:
+            if stage == "learn merges" and done == total:
+                with open(count, "a") as file:
+                    file.write("x")
 
-    monkeypatch.setattr(ours, "_train", counted)
-    fork = multiprocessing.get_context("fork")
-    children = [fork.Process(target=load_tokenizer, args=(config, None, tmp_path)) for _ in range(3)]
+        load_tokenizer(config, None, tmp_path, report)
+
+    children = [multiprocessing.get_context("fork").Process(target=load) for _ in range(3)]
     for child in children:
         child.start()
     for child in children:
@@ -240,10 +206,10 @@ def test_two_processes_train_one_bpe(config: DataConfig, tmp_path: Path, monkeyp
     assert count.read_text() == "x"
 
 
-def test_a_corpus_too_small_for_the_vocabulary_is_said_and_the_size_is_kept(tmp_path: Path) -> None:
+def test_a_corpus_too_small_for_the_vocabulary_keeps_its_size(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "abab abab"}\n{"text": "cdcd cdcd"}\n')
     config = DataConfig(corpus="text", path=str(tmp_path), tokenizer="bpe", vocab_size=1000)
-    with pytest.warns(UserWarning, match=r"data.vocab_size is 1000; the corpus gives only \d+ tokens"):
+    with pytest.warns(UserWarning, match="data.vocab_size is 1000"):
         tokenizer = load_tokenizer(config, None, tmp_path / "cache")
     assert tokenizer.vocab_size == len(tokenizer.token_bytes) == planned_vocab_size(config) == 1000
     assert tokenizer.decode([*tokenizer.encode("abab"), 999]) == "abab"
@@ -255,7 +221,7 @@ def test_a_checkpoint_carries_its_tokenizer(bpe: ours.Tokenizer, tmp_path: Path)
         back = tokenizer_from_directory(tmp_path / str(i))
         assert back.fingerprint == tokenizer.fingerprint
         assert (back.vocab_size, back.end_of_document) == (tokenizer.vocab_size, tokenizer.end_of_document)
-        assert all(np.array_equal(back.encode(text), tokenizer.encode(text)) for text in TEXTS)
+        assert all(map(np.array_equal, back.encode_batch(TEXTS), tokenizer.encode_batch(TEXTS)))
         assert np.array_equal(back.token_bytes, tokenizer.token_bytes)
 
 
@@ -264,7 +230,7 @@ def test_a_tokenizer_that_was_changed_is_refused(bpe: ours.Tokenizer, tmp_path: 
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     content["model"]["merges"].pop()
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"tokenizer.json has fingerprint .* so the file was changed"):
+    with pytest.raises(UserError, match="fingerprint"):
         tokenizer_from_directory(tmp_path)
     with pytest.raises(UserError, match=r"isoflop_tokenizer.json is missing"):
         tokenizer_from_directory(tmp_path / "nowhere")
@@ -312,7 +278,7 @@ def test_a_tokenizer_json_is_used_whole(tmp_path: Path, special: list[str], conf
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
     path = train_json(tmp_path / "tokenizer.json", ["<pad>"])
-    with pytest.raises(UserError, match=r"it has no token that ends a document: it must have one of <\|endoftext\|>, "):
+    with pytest.raises(UserError, match=r"data.tokenizer is .* ends a document"):
         load_tokenizer(DataConfig(tokenizer=str(path)), None, tmp_path)
 
 
@@ -340,15 +306,12 @@ def test_a_vocabulary_beyond_16_bits_is_stored_in_32() -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"tokenizer": "bpe", "vocab_size": 256}, r"data.vocab_size is 256; data.tokenizer=bpe needs at least 257"),
-        (
-            {"tokenizer": "/no/tokenizer.json"},
-            r"cannot be loaded \(No such file or directory\): it must be bytes",
-        ),
-        ({"tokenizer": "gpt2"}, r"data.tokenizer is 'gpt2'; it cannot be loaded"),
+        ({"tokenizer": "bpe", "vocab_size": 256}, "data.vocab_size is 256; .* 257"),
+        ({"tokenizer": "/no/tokenizer.json"}, "data.tokenizer is '/no/tokenizer.json'; .*No such file"),
+        ({"tokenizer": "gpt2"}, "data.tokenizer is 'gpt2'; it cannot be loaded"),
     ],
 )
-def test_a_tokenizer_that_cannot_be_had_is_refused(tmp_path: Path, fields: dict[str, Any], sentence: str) -> None:
+def test_a_tokenizer_that_cannot_be_loaded_is_refused(tmp_path: Path, fields: dict[str, Any], sentence: str) -> None:
     for ask in (planned_vocab_size, lambda config: load_tokenizer(config, None, tmp_path)):
         with pytest.raises(UserError, match=sentence):
             ask(DataConfig(**fields))
@@ -359,10 +322,6 @@ def test_a_tokenizer_that_cannot_be_had_is_refused(tmp_path: Path, fields: dict[
 )
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(UserError, match=r"cannot be loaded \(.+\): it must be bytes") as caught:
+    with pytest.raises(UserError, match="cannot be loaded") as caught:
         load_tokenizer(DataConfig(tokenizer=str(tmp_path / "tokenizer.json")), None, tmp_path)
     assert "\n" not in str(caught.value)
-
-
-def test_the_planned_size_of_bytes_is_256() -> None:
-    assert planned_vocab_size(DataConfig()) == 256
