@@ -155,7 +155,7 @@ def test_a_law_of_another_form_is_searched():
         allocation.overtraining_cost(Known(constants, form="kaplan"), 1e21, size=0.5)
 
 
-def test_few_tokens_cap_a_plain_law_at_one_epoch_and_the_rest_goes_into_size():
+def test_few_tokens_cap_a_plain_law_at_one_epoch():
     law = drawn(5)
     free = allocation.compute_optimal(law, 1e23)
     for convention, price in ((6.0, lambda n: 6 * n), (FlopsPerToken(6.0, 2e4),) * 2):
@@ -170,7 +170,7 @@ def test_few_tokens_cap_a_plain_law_at_one_epoch_and_the_rest_goes_into_size():
     np.testing.assert_allclose([plenty.N, plenty.loss], [free.N, free.loss], rtol=1e-12)
 
 
-def test_the_optimum_over_epochs_is_scipys_and_lies_between_one_epoch_and_fresh_tokens():
+def test_the_optimum_over_epochs_is_scipys():
     law = drawn(6, 12, form="repetition", inputs=("N", "D", "U"), evaluate=repeating)
     law.draws_["R_D"] = np.linspace(2.0, 30.0, 12)
     law.constants_ = each(law.draws_)[0]
@@ -290,7 +290,7 @@ def test_a_loss_out_of_reach_costs_infinity_and_counts_in_the_interval():
     assert "∞" in repr(found)
 
 
-def test_with_equal_exponents_the_price_of_overtraining_is_a_hyperbolic_cosine():
+def test_equal_exponents_make_overtraining_cost_a_cosh():
     gamma = 0.3
     law = Known(HOFFMANN | {"alpha": gamma, "beta": gamma})
     k = np.array([0.2, 1.0, 4.0, 20.0])
@@ -325,7 +325,7 @@ def test_the_smallest_model_for_an_overhead_undoes_the_overhead_of_a_size():
     assert np.isinf(found.flops[1])
 
 
-def test_intervals_are_the_percentiles_of_one_answer_a_draw_and_cover_the_truth():
+def test_intervals_are_percentiles_over_draws_and_cover():
     rng = np.random.default_rng(0)
     N, D = 10 ** rng.uniform(7.5, 10.5, 60), 10 ** rng.uniform(9, 12, 60)
     loss = chinchilla(HOFFMANN, N, D) * np.exp(0.003 * rng.standard_normal(60))

@@ -192,7 +192,7 @@ def test_refits_that_never_converge_leave_an_answer_without_intervals(monkeypatc
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_law_whose_intervals_have_no_end_is_checked_without_a_warning_of_numpy():
+def test_a_law_with_infinite_intervals_raises_no_warning():
     frame = sweep(sizes=3, noise=0.01).query("final").iloc[[0, 1, 2, 5, 8, 9]]
     found = analyze(frame, bootstrap=100, law=fit.KaplanLaw())
     assert found.backtest["influence"]["left_out"]
@@ -354,7 +354,7 @@ def test_a_target_farther_out_than_the_backtest_reached_is_short_of_it(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_law_that_bends_away_is_outside_of_its_backtest_and_the_mixture_says_how_far():
+def test_a_law_that_bends_away_fails_its_backtest():
     steeper = sweep(noise=0.0003).assign(loss=lambda t: t.loss * (1 + 0.02 * np.log(t.flops / 2e15) ** 2 / 12))
     found = analyze(steeper, targets=(1e17,), bootstrap=40)
     [said] = [w.message for w in found.warnings if w.code == "backtest_outside"]
@@ -444,7 +444,7 @@ BOUNDS = {"E": (0.1, 10), "A": (1, 1e6), "alpha": (0.05, 2)}
 @pytest.mark.parametrize(
     "law", [fit.KaplanLaw(), fit.OvertrainingLaw(), fit.FunctionLaw(written, BOUNDS, tries=3)], ids=lambda law: law.form
 )
-def test_any_law_of_n_and_d_drives_the_analysis_the_backtest_and_the_report(law, tmp_path):
+def test_any_law_of_n_and_d_drives_the_whole_analysis(law, tmp_path):
     rng = np.random.default_rng(0)
     truth = {"E": 1.8, "A": 480.0, "B": 2100.0, "alpha": 0.35, "beta": 0.37}
     C, N = np.repeat(10.0 ** np.arange(18, 21), 5), np.tile(np.geomspace(0.2, 5, 5), 3)

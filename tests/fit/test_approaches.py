@@ -152,7 +152,7 @@ def test_without_intervals_or_rivals_nothing_is_judged():
     assert "nothing confirms it" in verdict.sentence
 
 
-def test_approaches_that_disagree_are_named_with_their_sizes_and_the_suspects():
+def test_approaches_that_disagree_are_named():
     """D grows faster than the FLOPs say, which bends the parametric law and leaves the vertices in N where they are."""
     table, found = judged(sweep().assign(D=lambda t: t.D * (t.budget / 2e15) ** 0.7))
     verdict = fit.verdict(found, (1e18,), table)

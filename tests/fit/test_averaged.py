@@ -60,7 +60,7 @@ def test_points_of_averages_lie_on_the_law_that_made_them() -> None:
     assert (ratios >= 2**0.5 - 1e-9).all()
 
 
-def test_a_sweep_s_folder_is_read_with_them_and_its_runs_are_resampled_whole(tmp_path: Path) -> None:
+def test_a_sweep_folder_is_read_with_averages(tmp_path: Path) -> None:
     table, curves = simulated(0.002)
     table.to_csv(tmp_path / "table.csv", index=False)
     runs = fit.read_table(tmp_path)

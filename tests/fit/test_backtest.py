@@ -138,7 +138,7 @@ def test_runs_of_no_design_are_held_out_by_half_a_decade():
 
 
 @pytest.mark.published
-def test_below_1e21_flops_the_epoch_data_predict_loss_to_1_percent_and_halve_tokens_per_parameter(epoch):
+def test_epoch_data_below_1e21_flops_predict_the_rest(epoch):
     table, law = epoch
     cheap, held = table.where(table.flops < 1e21), table.where(table.flops >= 1e21)
     assert (len(cheap), len(held)) == (217, 23)

@@ -69,7 +69,7 @@ def test_there_is_a_row_for_every_count_and_the_tables_own_is_marked(rows):
     assert [key for key, row in rows.items() if row.own] == [("N_total", "exact")]
 
 
-def test_under_the_count_in_which_loss_is_a_law_every_exponent_is_the_closed_form(rows):
+def test_every_exponent_is_the_closed_form_in_its_own_count(rows):
     row = rows["N_total", "6nd"]
     a = BETA / (ALPHA + BETA)
     assert abs(row.approaches["isoflop"].exponent - a) < 0.01
@@ -89,7 +89,7 @@ def test_under_exact_flops_approach_3_allocates_under_those(rows):
     assert low < approach.exponent < high
 
 
-def test_without_embeddings_the_exponent_is_the_numeric_optimums_and_far_from_the_other(rows):
+def test_without_embeddings_the_exponent_is_the_numeric_one(rows):
     """Loss is a law in N_total only: in N_kaplan the vertices find the optimum, approach 3 the best of a wrong form."""
     for flops, shift in (("6nd", 0.24), ("exact", 0.18)):
         row, other = rows["N_kaplan", flops], rows["N_total", flops]
@@ -104,7 +104,7 @@ def test_without_embeddings_the_exponent_is_the_numeric_optimums_and_far_from_th
     assert rows["N_kaplan", "exact"].moved == 1.0
 
 
-def test_a_parabola_is_led_astray_by_a_count_under_which_the_profiles_are_lopsided():
+def test_lopsided_profiles_mislead_a_parabola():
     row = by_convention(fit.read_table(family()), method="parabola")[2]
     assert (row.parameters, row.flops) == ("N_kaplan", "6nd")
     profiles = row.approaches["isoflop"].profiles
@@ -113,7 +113,7 @@ def test_a_parabola_is_led_astray_by_a_count_under_which_the_profiles_are_lopsid
     assert min(off) < -0.06
 
 
-def test_moving_runs_to_a_shared_budget_finds_the_optimum_that_runs_there_find():
+def test_runs_moved_to_a_shared_budget_find_its_optimum():
     """Planned under one convention and read under another, against runs planned under the other."""
     moved, planned = (
         {(r.parameters, r.flops): r for r in by_convention(fit.read_table(family(own=own)))}["N_total", "6nd"]
@@ -156,7 +156,7 @@ def test_a_count_that_is_missing_or_zero_is_left_out_with_the_reason():
     assert (only.parameters, only.flops, only.own) == ("N", "6nd", True)
 
 
-def test_flops_of_a_size_follow_this_projects_own_counts_a_thousand_times_beyond_the_runs():
+def test_flops_of_a_size_extrapolate_as_the_projects_counts():
     def at(depth):
         model = ModelConfig(width=64 * depth, depth=depth, heads=depth, vocab_size=32_000)
         return count_parameters(model).N_total, training_flops_per_token(model, 2048)

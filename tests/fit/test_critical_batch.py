@@ -57,7 +57,7 @@ def test_batches_on_one_side_name_the_constant_that_they_do_not_show():
         CriticalBatchLaw().fit([1e5, 1e5, 1e6], [1e9, 1e9, 2e9])
 
 
-def test_kaplans_law_of_the_loss_comes_back_through_the_critical_batch_of_each_loss():
+def test_the_critical_batch_gives_kaplans_law_back():
     """B_crit(L) = B* / L^(1 / alpha_B), Kaplan et al. 2020, table 5: B* = 2.1e8 tokens, alpha_B = 0.21."""
     losses, found = np.array([4.5, 4.0, 3.5, 3.0, 2.5]), []
     for L in losses:

@@ -50,7 +50,7 @@ def pool(generator: np.random.Generator, count: int) -> Candidates:
     return Candidates({"N": N, "D": D}, C, 0.2 * C, C, np.array([f"{n:.4g}" for n in N]))
 
 
-def test_beliefs_are_the_posterior_of_dense_linear_algebra_with_errors_that_trunks_share() -> None:
+def test_beliefs_are_the_posterior_of_dense_linear_algebra() -> None:
     generator = np.random.default_rng(1)
     M, k, n, shared, own = 3, 5, 9, 0.3, 0.7
     goals, slopes = generator.normal(size=(M, 2, k)), generator.normal(size=(M, n, k))
@@ -139,7 +139,7 @@ def valleys(c: Any, z: Any) -> Any:
     return np.exp(c["x"] * (c["m"] * c["m"] - 1.0) ** 2 * z / (1.0 + z) + 0.1 * c["m"] * (z - 1.0) + 1.0)
 
 
-def test_basins_are_weighed_by_likelihood_and_a_run_that_tells_them_apart_is_worth_most() -> None:
+def test_a_run_that_tells_basins_apart_is_worth_most() -> None:
     generator = np.random.default_rng(9)
     z = np.repeat([0.97, 1.0, 1.03], 3)
     y = valleys({"x": np.array(1.0), "m": np.array(0.6)}, z) * np.exp(0.05 * generator.normal(size=9))
@@ -190,7 +190,7 @@ def test_what_is_told_of_a_batch_adds_up(law: ChinchillaLaw) -> None:
     assert left == pytest.approx(np.mean([(bought.after[k] / bought.before[k]) ** 2 for k in ("loss", "N")]), rel=1e-9)
 
 
-def test_runs_larger_than_any_before_are_worth_more_because_no_form_is_right(law: ChinchillaLaw) -> None:
+def test_runs_larger_than_any_before_are_worth_more(law: ChinchillaLaw) -> None:
     offer = pool(np.random.default_rng(6), 200)
     asked = question(law)
     bought = Buyer(asked, offer).buy(2.5 * offer.flops.max(), max_runs=8)
@@ -201,7 +201,7 @@ def test_runs_larger_than_any_before_are_worth_more_because_no_form_is_right(law
     assert max(offer.size[trusting.chosen]) <= max(offer.size[bought.chosen])
 
 
-def test_the_longest_run_of_a_trunk_pays_for_it_and_what_branches_off_another_serves_nobody() -> None:
+def test_the_longest_run_of_a_trunk_pays_for_it() -> None:
     N, D = np.ones(4), np.array([1.0, 2.0, 4.0, 3.0])
     offer = Candidates(
         {"N": N, "D": D}, np.array([10.0, 20.0, 40.0, 6.0]), np.array([2.0, 4.0, 8.0, 6.0]), D, np.array(list("aaaa"))
@@ -216,7 +216,7 @@ def test_the_longest_run_of_a_trunk_pays_for_it_and_what_branches_off_another_se
         assert sum(spent) == pytest.approx(offer.cost(list(order)))
 
 
-def test_a_run_of_another_seed_is_worth_more_than_a_second_one_of_its_trunk(law: ChinchillaLaw) -> None:
+def test_another_seed_is_worth_more_than_another_branch(law: ChinchillaLaw) -> None:
     N, D = np.full(2, SIZES[2]), np.full(2, 5e10)
     C = 6 * N * D
     offer = Candidates({"N": N, "D": D}, C, C, C, np.array([f"{SIZES[2]:.4g}", "another"]))
@@ -225,7 +225,7 @@ def test_a_run_of_another_seed_is_worth_more_than_a_second_one_of_its_trunk(law:
     assert fresh > 1.1 * old
 
 
-def test_the_correlation_within_trunks_is_found_where_there_are_many_and_assumed_where_there_are_none() -> None:
+def test_correlation_within_trunks_is_fitted_or_assumed() -> None:
     generator = np.random.default_rng(7)
     trunk = np.repeat(np.arange(2000), 3)
     error = 0.6 * generator.normal(size=2000)[trunk] + 0.8 * generator.normal(size=6000)
@@ -262,7 +262,7 @@ def repeated_loss(N: Any, D: Any, U: Any) -> Any:
 
 
 @pytest.mark.parametrize("form", ["repetition", "two forms"])
-def test_the_design_predicts_dear_runs_better_than_runs_at_random_for_other_laws(form: str) -> None:
+def test_a_design_beats_random_runs_for_other_laws(form: str) -> None:
     axes = (SIZES, np.geomspace(1e9, 2e11, 6), np.array([2e9, 1e10]))
     N, D, U = (grid.ravel() for grid in np.meshgrid(*axes, indexing="ij"))
     target = {"N": np.full(2, 1e10), "D": np.full(2, 5e11), "U": np.array([2e9, 1e11])}

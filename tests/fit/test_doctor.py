@@ -191,7 +191,7 @@ def test_what_the_reader_was_asked_to_do_is_repeated():
     assert found(healthy(), drop_worst=1) == ["dropped_worst"]
 
 
-def test_a_target_beyond_a_hundred_times_the_largest_run_is_an_extrapolation():
+def test_a_target_beyond_100_times_is_an_extrapolation():
     assert found(healthy(), targets=(9e21, 2e22)) == ["extrapolation"]
     with pytest.raises(fit.InputError, match="target is -1"):
         found(healthy(), targets=(-1.0,))
@@ -335,7 +335,7 @@ def scattered(seed, n=60, noise=None):
     return N, D, fit.ChinchillaLaw.evaluate(LAW, N, D) * np.exp(0.003 * error)
 
 
-def test_planted_outliers_are_found_and_the_fit_without_them_is_that_of_the_others():
+def test_planted_outliers_are_found():
     N, D, loss = scattered(0)
     planted = [4, 11, 30]
     loss[planted] *= [1.3, 1.12, 0.92]

@@ -138,7 +138,7 @@ def test_a_resample_goes_through_both_steps():
 
 
 @pytest.mark.slow
-def test_the_accuracy_of_a_larger_model_and_of_one_run_of_it_are_covered_at_their_rate():
+def test_accuracies_of_a_larger_model_are_covered_at_their_rate():
     trials, covered, run = 30, 0, 0
     N, D = 3e9, 6e10  # fifty times the compute of the largest run
     for seed in range(trials):
@@ -331,7 +331,7 @@ def test_guessing_is_refused_whatever_the_seed():
     assert all(refused)  # 1 % each would pass the first check, and none of those has signal enough
 
 
-def test_predictions_too_far_below_the_losses_seen_or_too_vague_are_refused_one_by_one():
+def test_predictions_too_far_or_too_vague_are_refused():
     near, far = verdicts(table(good=good), targets=[1e20, 1e28], bootstrap=200)["good"].predictions
     assert near.reason == ""
     assert "below the lowest seen" in far.reason

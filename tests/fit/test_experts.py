@@ -60,7 +60,7 @@ def table(n=120, seed=0):
 @pytest.mark.parametrize("form", PUBLISHED)
 # Of ten seeds, 90 to 100 % of a form's constants lie inside (measured).
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_law_with_the_published_constants_comes_back_within_its_own_interval(form, seed):
+def test_published_constants_come_back_within_the_interval(form, seed):
     law = simulated(form, seed).bootstrap(200, seed=seed)
     assert law.converged_
     for name, value in PUBLISHED[form].items():
@@ -69,7 +69,7 @@ def test_a_law_with_the_published_constants_comes_back_within_its_own_interval(f
 
 
 @pytest.mark.parametrize("form", PUBLISHED)
-def test_exact_data_give_the_constants_back_and_derivatives_are_those_of_differences(form):
+def test_exact_data_give_the_constants_of_experts_back(form):
     law = simulated(form, noise=0.0)
     assert law.starts_["agreeing"] >= 0.5 * law.starts_["tried"]
     for name, value in PUBLISHED[form].items():
@@ -120,7 +120,7 @@ def test_effective_parameters_are_those_of_the_dense_model_of_equal_loss():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["ludziejewski", "abnar"])
-def test_leverage_is_where_the_best_dense_model_reaches_the_loss_of_the_best_mixture(form):
+def test_leverage_is_where_dense_reaches_the_loss_of_a_mixture(form):
     law = simulated(form, share=SHARE).bootstrap(24)
     C, E = 1e20, 16.0
     leverage = law.leverage(C, E)
@@ -135,7 +135,7 @@ def test_leverage_is_where_the_best_dense_model_reaches_the_loss_of_the_best_mix
     assert low < exact < high
 
 
-def test_the_best_sparsity_is_the_lowest_loss_of_a_grid_also_under_a_memory_limit():
+def test_the_best_sparsity_is_the_lowest_loss_of_a_grid():
     law, C = simulated("ludziejewski", share=SHARE), 1e21
     free, bounded = law.optimal(C), law.optimal(C, most_parameters=1e10)
     assert free.more["experts"][0] == pytest.approx(32.0)  # more experts always help, so it ends at the most tried

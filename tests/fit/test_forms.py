@@ -80,7 +80,7 @@ def analytic(tables):
     return function
 
 
-def test_a_complex_step_gives_the_gradient_to_rounding_and_the_hessian_nearly():
+def test_a_complex_step_gives_the_gradient_to_rounding():
     built, theta, rng = random_form("free")
     form = ComplexStepForm(analytic(built), built.parameters, built.points)
     form.check(theta)
@@ -110,7 +110,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_function_that_is_not_analytic_in_practice_is_refused_in_one_sentence(kind):
+def test_a_function_that_is_not_analytic_is_refused(kind):
     function, message = BAD[kind]
     with pytest.raises(InputError, match=message) as caught:
         ComplexStepForm(function, 2, 4).check(np.array([[0.5, -0.7], [1.0, 0.3], [0.2, 0.9]]))

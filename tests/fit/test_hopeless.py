@@ -36,7 +36,7 @@ def test_who_lies_far_behind_is_hopeless_and_who_leads_is_not() -> None:
     assert 2.0 * np.exp(0.2) < expected.loss < 2.0 * np.exp(0.5)
 
 
-def test_nothing_is_said_of_the_young_or_where_none_of_the_group_has_finished() -> None:
+def test_young_runs_and_unfinished_groups_get_no_verdict() -> None:
     far = made(0.5)
     assert chance_to_win(under_way(far, YOUNG - 0.02), [made(0.0)]) is None
     assert chance_to_win(under_way(far, 0.5), [made(0.0, "b")]) is None

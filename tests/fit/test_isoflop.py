@@ -132,7 +132,7 @@ def test_known_noise_sets_the_width_of_the_interval():
         fit.IsoflopProfiles("spline")
 
 
-def test_a_lopsided_profile_biases_the_parabola_and_does_not_bias_the_others():
+def test_a_lopsided_profile_biases_only_the_parabola():
     N, D, loss, C, best = lopsided()
     bias = {}
     for method in (*CURVES, "valley"):
@@ -142,7 +142,7 @@ def test_a_lopsided_profile_biases_the_parabola_and_does_not_bias_the_others():
     assert max(abs(bias[method]) for method in ("cubic", "akima", "valley")) < 0.03
 
 
-def test_vertices_that_scatter_beyond_their_own_noise_widen_the_interval_of_the_exponent():
+def test_scatter_of_vertices_widens_the_interval_of_the_exponent():
     N, D, loss, C = grid(budgets=np.geomspace(1e18, 1e21, 7), noise=0.001)
     rng = np.random.default_rng(8)
     shifted = np.exp(0.2 * rng.standard_normal(7))[np.repeat(np.arange(7), 6)]

@@ -46,7 +46,7 @@ def muennighoff():
 
 
 @pytest.mark.published
-def test_the_published_decays_are_an_optimum_of_the_published_objective_and_not_the_best(muennighoff):
+def test_the_published_decays_are_not_the_best_optimum(muennighoff):
     """Muennighoff et al. give R_D* = 15.39, R_N* = 5.31 with an objective of 0.0158259366 on 182 runs.
 
     Their objective at their constants is reproduced to seven digits, and there is a local optimum next to them (they
@@ -101,7 +101,7 @@ def test_the_authors_own_single_epoch_runs_give_their_tied_exponent():
 
 
 @pytest.mark.published
-def test_all_constants_at_once_fit_the_repeated_runs_far_better_than_the_published_base(muennighoff):
+def test_all_constants_at_once_fit_repeated_runs_better(muennighoff):
     """The base came from a figure of Hoffmann et al.; it is not that of these runs, whatever the decays."""
     given, joint = RepetitionLaw(base=C4).fit(*muennighoff), RepetitionLaw(tied=True).fit(*muennighoff)
     assert joint.objective_ < 0.45 * given.objective_

@@ -30,7 +30,7 @@ def mixture():
 # Rolling hold-outs.
 
 
-def test_cut_offs_halve_the_compute_down_to_the_fewest_runs_and_test_all_that_is_dearer():
+def test_cut_offs_halve_the_compute_down_to_the_fewest_runs():
     runs = designed()
     flops = 6 * runs.N.to_numpy() * runs.D.to_numpy()
     found = cut_offs(runs.N.to_numpy(), runs.D.to_numpy(), flops, np.arange(len(runs)).astype(str))
@@ -48,7 +48,7 @@ def test_no_run_is_fitted_and_tested_in_one_hold_out():
 
 
 @pytest.mark.slow
-def test_weights_are_inverse_squared_rolling_errors_with_one_more_of_the_prior(mixture):
+def test_weights_are_inverse_squared_rolling_errors(mixture):
     prior = mixture.priors["loss"]
     runs = mixture.data_
     expected = []
@@ -88,7 +88,7 @@ def test_one_form_without_priors_is_the_law_itself_and_its_bootstrap():
     assert one.size_exponent()[0] == pytest.approx(law.exponents_[0], rel=1e-4)
 
 
-def test_an_interval_is_wider_for_a_run_than_for_the_law_and_grows_with_the_level_and_the_distance(mixture):
+def test_an_interval_grows_with_level_and_distance(mixture):
     N, D = np.array([1e9, 1e10, 1e12]), np.array([2e10, 2e11, 2e13])
     width = {key: np.log(found.high / found.low) for key, found in {
         "run": mixture.forecast(N, D), "mean": mixture.forecast(N, D, kind="mean"), "half": mixture.forecast(N, D, 0.5),
@@ -101,7 +101,7 @@ def test_an_interval_is_wider_for_a_run_than_for_the_law_and_grows_with_the_leve
     assert wide == pytest.approx(1.959964 * np.sqrt(sum(parts.values())), rel=1e-6)
 
 
-def test_the_optimum_is_the_mean_of_the_forms_and_its_intervals_are_those_of_its_variances(mixture):
+def test_the_optimum_is_the_mean_of_the_forms(mixture):
     best = mixture.optimal([1e23, 1e25])
     assert pytest.approx(best.flops) == 6 * best.N * best.D
     each = np.log([law.optimal([1e23, 1e25]).N for law in mixture.laws_.values()])

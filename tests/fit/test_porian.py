@@ -71,7 +71,7 @@ def test_every_vertex_is_theirs_within_its_published_standard_deviation(publishe
     assert (np.log(loss[corpus == "owt2"]) < 3e-3).all()
 
 
-def test_a_refused_vertex_has_none_in_their_results_either_or_lies_next_to_the_smallest_size(published, found):
+def test_a_refused_vertex_is_missing_or_at_an_edge_in_their_results(published, found):
     refused = [(key, p) for key, profiles in found.items() for p in profiles.profiles_ if not p.accepted]
     assert len(refused) == 6
     for key, p in refused:
@@ -93,7 +93,7 @@ def test_every_exponent_lies_in_its_published_interval(published, found):
         assert abs(law.p_ - exponent) < tolerance, key
 
 
-def test_the_one_exponent_outside_is_a_vertex_at_an_edge_which_they_keep_and_we_refuse(published, found):
+def test_the_one_exponent_outside_has_a_vertex_at_an_edge(published, found):
     profiles = found[UNCLOSED]
     low, high = interval(published, UNCLOSED)
     assert high < profiles.N_law_.p_ < high + 0.003
@@ -104,7 +104,7 @@ def test_the_one_exponent_outside_is_a_vertex_at_an_edge_which_they_keep_and_we_
     assert low < fit.PowerLaw().fit(list(ours), list(ours.values())).p_ < high
 
 
-def test_the_vertices_scatter_about_their_lines_more_than_the_noise_they_assume(found):
+def test_vertices_scatter_more_than_the_noise_they_assume(found):
     """So an interval from that noise alone is too narrow, and ours carries the scatter as well."""
     assert min(p.scatter_ for key, p in found.items() if key[1] == "rw") > 0.02
     for key, profiles in found.items():
@@ -113,7 +113,7 @@ def test_the_vertices_scatter_about_their_lines_more_than_the_noise_they_assume(
             assert spread / 1.349 < 0.035
 
 
-def test_parabolas_through_sizes_a_hundred_times_apart_miss_half_of_these_exponents(published):
+def test_parabolas_through_distant_sizes_miss_half_of_the_exponents(published):
     inside = 0
     for key, g in published[0].groupby(KEY):
         low, high = interval(published, key)

@@ -31,7 +31,7 @@ def test_kaplan_states_the_loss_of_gpt2_sized_models_and_its_own_exponents():
     assert published_law("kaplan2020_C")(8.64e19) == pytest.approx(3.1e8**0.05)
 
 
-def test_kaplan_joint_law_asks_for_five_times_the_data_for_eight_times_the_parameters():
+def test_kaplans_joint_law_gives_the_published_data_rule():
     """Section 4.4: "every time we increase the model size 8x, we only need to increase the data by roughly 5x"."""
     law = published_law("kaplan2020_joint")
 
@@ -79,7 +79,7 @@ def test_hoffmann_tables_come_back(name):
     np.testing.assert_allclose(published_law(name).optimal(flops).N, sizes, rtol=0.07)
 
 
-def test_approach_3_gives_40_billion_at_gophers_budget_but_not_with_its_rounded_constants():
+def test_approach_3_needs_unrounded_constants_for_gophers_budget():
     assert published_law("hoffmann2022_approach3_unrounded").optimal(GOPHER).N[0] == pytest.approx(40e9, rel=0.02)
     rounded = published_law(APPROACH_3).optimal(GOPHER)
     assert rounded.N[0] < 33e9
@@ -303,7 +303,7 @@ def served():
         server.server_close()
 
 
-def test_a_download_asks_for_the_pinned_commit_and_is_read_from_the_cache_afterwards(tiny, served, tmp_path):
+def test_a_download_asks_for_the_pinned_commit_and_is_cached(tiny, served, tmp_path):
     host, asked = served(CSV)
     path = download_published("epoch", host=host)
     assert asked == [f"/{tiny.repository}/{tiny.commit}/data/runs.csv"]
@@ -362,7 +362,7 @@ def test_a_full_disk_and_a_folder_that_is_a_file_are_one_sentence(tiny, served, 
     assert not list((tmp_path / "out" / "epoch").iterdir())
 
 
-def test_the_folder_of_isoflop_data_comes_first_and_other_bytes_are_refused(tiny, tmp_path, monkeypatch):
+def test_the_folder_of_isoflop_data_comes_first(tiny, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="download=True"):
         load_published("epoch")
     for place, content in (("cache/published", CSV), ("data", CSV.replace(b"3.4", b"3.1"))):

@@ -87,7 +87,7 @@ def test_the_two_bounds_meet_at_the_critical_batch_without_a_jump(seed: int) -> 
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_token_of_a_prompt_never_costs_more_than_one_that_is_written_after_it(seed: int) -> None:
+def test_a_token_of_a_prompt_never_costs_more_than_a_written_one(seed: int) -> None:
     model, device, _ = random_case(seed)
     prompt = np.array([1.0, 16.0, 256.0, 4096.0])
     read, written = prefill(model, device, 4.0, prompt), decode(model, device, 4.0, prompt)

@@ -80,7 +80,7 @@ def known_laws():
 
 
 @pytest.mark.slow
-def test_every_constant_of_200_random_known_laws_lies_in_its_interval_at_the_nominal_rate(known_laws):
+def test_constants_of_200_known_laws_are_covered_at_their_rate(known_laws):
     """So do the exponent of N*, and N*, D*, D/N and the loss at the largest budget and at 100 times it."""
     rates = {name: np.mean([held[name] for held in known_laws["interval"]]) for name in known_laws["interval"][0]}
     assert 0.93 <= np.mean(list(rates.values())) <= 0.97, rates
@@ -102,7 +102,7 @@ def test_a_new_run_lands_in_its_prediction_interval_at_the_nominal_rate(known_la
 
 
 @pytest.mark.slow
-def test_the_value_of_the_law_at_the_runs_lies_in_its_interval_at_the_nominal_rate(known_laws):
+def test_values_of_the_law_are_covered_at_their_rate(known_laws):
     # The points of one law move together: 1 % is one standard deviation of the simulation.
     assert 0.92 <= np.mean(known_laws["mean"]) <= 0.98
 
@@ -115,7 +115,7 @@ def test_the_residual_scale_is_that_of_the_noise(known_laws):
 
 
 @pytest.mark.slow
-def test_checkpoints_of_one_run_share_its_noise_and_only_clustered_intervals_cover():
+def test_only_clustered_intervals_cover_checkpoints_of_runs():
     rng = np.random.default_rng(1)
     held, landed = {"clustered": [], "naive": []}, []
     run = np.repeat(np.arange(24), 5)
@@ -310,7 +310,7 @@ def test_a_resample_of_a_large_table_ends_where_it_ends_from_every_start(monkeyp
         np.testing.assert_allclose(draws, full[name], rtol=1e-5)
 
 
-def test_a_prediction_of_a_run_is_wider_than_that_of_the_law_and_a_level_widens_both():
+def test_a_prediction_of_a_run_is_wider_than_that_of_the_law():
     rng = np.random.default_rng(7)
     N, D = designed(rng)
     loss = fit.ChinchillaLaw.evaluate(random_truth(rng, N, D), N, D) * np.exp(NOISE * rng.standard_normal(24))
