@@ -8,31 +8,17 @@ from isoflop.train.config import OptimizerConfig
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["width", "depth"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("axis", "tied"), [("width", False), ("depth", True)])
 def test_activations_and_their_changes_are_flat_over_width_and_depth(axis: str, tied: bool) -> None:
     optimizer = OptimizerConfig(learning_rate=3e-3, base_width=64, base_depth=4)
     found = slopes(measure(axis, optimizer, tied, steps=5, seeds=8))
     for (name, what), slope in found.items():
         limit = 0.05
-        if (axis, tied, name, what) == ("width", True, "logits", "change"):
-            limit = 0.1  # flat from width 64 on; below it a tied table is a large part of what moves
-        elif axis == "depth" and "middle" in name:
+        if axis == "depth" and "middle" in name:
             limit = 0.12  # half of a few blocks is no half of many: the slope falls as 1 / depth
         if axis == "depth" and tied and name.endswith("of the stream"):
             # A tied table starts the stream at 1/8, which early branches drown; what norms make of it is flat.
             limit = 0.3
-        assert abs(slope) <= limit, (name, what)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("axis", ["width", "depth"])
-def test_muon_moves_activations_as_far_at_every_width_and_depth(axis: str) -> None:
-    # Its matrices learn by enough that the branches' initial sum, which falls as 1 / sqrt(depth), is a small part.
-    optimizer = OptimizerConfig(3e-3, kind="muon", matrix_multiplier=20.0, base_width=64, base_depth=4)
-    for (name, what), slope in slopes(measure(axis, optimizer, False, steps=5, seeds=4)).items():
-        # What is left of that sum, and of a width of one head, shows in the stream; what is read of it is flat.
-        limit = 0.12 if "middle" in name or name.endswith("of the stream") else 0.05
         assert abs(slope) <= limit, (name, what)
 
 

@@ -28,8 +28,9 @@ from torch.utils._pytree import tree_leaves
 TIME, BATCH = 12, 4
 CPU = torch.device("cpu")
 MODES = ("none", "selective", "full")
-VARIANTS: list[dict[str, Any]] = [{}, {"kv_heads": 2}, {"kv_heads": 2, "qk_norm": True, "tied_embeddings": False}]
-VARIANTS.append({"kv_heads": 2, "qkv_bias": True, "head_size": 12})
+VARIANTS: list[dict[str, Any]] = [
+    {}, {"kv_heads": 2, "qk_norm": True, "tied_embeddings": False}, {"kv_heads": 2, "qkv_bias": True, "head_size": 12}
+]  # fmt: skip
 EXPERTS = {"experts": 6, "expert_hidden": 10, "shared_experts": 1, "dense_layers": 1, "balance_loss": 0.02}
 LATENTS = {"attention": "mla", "kv_rank": 20, "rotary_size": 6}
 
@@ -72,8 +73,12 @@ def all_equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("changes", [*VARIANTS, EXPERTS, LATENTS], ids=str)
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [(VARIANTS[0], torch.bfloat16), (VARIANTS[1], torch.float32), (VARIANTS[2], torch.float16),
+     (EXPERTS, torch.bfloat16), (LATENTS, torch.float32)],
+    ids=str,
+)  # fmt: skip
 def test_gradients_are_the_same_to_the_bit(changes: dict[str, Any], dtype: torch.dtype) -> None:
     plain, *others = (gradients(random_model(architecture(**changes), mode, dtype)) for mode in MODES)
     assert plain[0].isfinite()
@@ -115,21 +120,18 @@ class Storages(TorchDispatchMode):
         )
 
 
-def expected_bytes(config: ModelConfig, mode: str, itemsize: int) -> list[int]:
+def expected_bytes(config: ModelConfig, mode: str) -> list[int]:
     """The closed form of what one block keeps of a micro-batch, a storage an entry, with PyTorch's fused attention."""
     w, h, d, heads, kv = config.width, config.mlp_hidden, config.head_dim, config.heads, config.num_kv_heads
     stream = [w]
     kept = stream if mode == "full" else [*stream, (heads + 2 * kv) * d, w, 2 * h]
-    in_fp32 = []
     if mode == "none":
-        in_fp32 = [1, 1, heads]  # statistics of both norms, and the softmax's
         kept = [*kept, w, w, heads * d, h]  # outputs of both norms, of attention, of SwiGLU
+        kept += [1, 1, heads]  # statistics of both norms, and the softmax's
         rotated = [heads * d, kv * d] if config.qk_norm else [(heads + kv) * d]
-        if config.qk_norm:
-            in_fp32 += [heads, kv]
-        kept += rotated
+        kept += [*rotated, heads, kv] if config.qk_norm else rotated
     tokens = BATCH * TIME
-    return sorted([tokens * itemsize * n for n in kept] + [tokens * 4 * n for n in in_fp32])
+    return sorted(tokens * 4 * n for n in kept)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -144,22 +146,9 @@ def test_a_block_keeps_what_the_closed_form_says(changes: dict[str, Any], mode: 
         x = leaf * 1.0  # an activation that nothing but the block keeps
         out = block(x, cos, sin)
         del x
-    assert storages.alive([*own, out]) == expected_bytes(config, mode, 4)
+    assert storages.alive([*own, out]) == expected_bytes(config, mode)
     out.sum().backward(retain_graph=False)
     assert storages.alive([*own, out]) == []
-
-
-@pytest.mark.parametrize("mode", ["selective", "full"])
-def test_in_bf16_a_block_keeps_half_of_that(mode: str) -> None:
-    config = architecture()
-    block, (cos, sin) = Block(config).bfloat16(), rotary_angles(TIME, config.head_dim, config.rope_theta)
-    block.recompute = mode
-    leaf = torch.randn(BATCH, TIME, config.width, dtype=torch.bfloat16, requires_grad=True)
-    with Storages() as storages:
-        out = block(leaf * 1, cos, sin)
-    assert storages.alive([*block.parameters(), cos, sin, leaf, out]) == expected_bytes(config, mode, 2)
-    del out  # a graph that is thrown away takes everything along
-    assert storages.alive([*block.parameters(), cos, sin, leaf]) == []
 
 
 class Calls(TorchDispatchMode):
@@ -187,15 +176,6 @@ def test_selective_runs_no_matrix_product_again_and_full_all_but_the_last_of_a_b
     assert products["selective"] == products["none"]
     assert products["full"] == products["none"] + 3 * config.depth
     assert attention == {"none": 0, "selective": config.depth, "full": config.depth}
-
-
-def test_hooks_on_parameters_fire_once_a_backward_pass() -> None:
-    for mode in MODES:
-        gpt, fired = random_model(architecture(qk_norm=True), mode), Counter[str]()
-        for name, parameter in gpt.named_parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p, name=name, fired=fired: fired.update([name]))
-        gradients(gpt)
-        assert fired == Counter(name for name, _ in gpt.named_parameters())
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
@@ -266,7 +246,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
     return traced
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES[1:])
 def test_compiled_blocks_keep_and_compute_again_the_same(mode: str, traced: Traced) -> None:
     config = architecture(depth=3)
     gpt = random_model(config, mode)
@@ -275,10 +255,9 @@ def test_compiled_blocks_keep_and_compute_again_the_same(mode: str, traced: Trac
     # Every block ran one and the same compilation.
     assert [calls["mm"] for calls in traced.calls["forward"]] == [4]
     assert [calls["mm"] for calls in traced.calls["backward"]] == [11 if mode == "full" else 8]
-    if mode != "none":  # which tensors the partitioner keeps without our marks is its own business
-        kept = expected_bytes(config, mode, 4)
-        kept.remove(BATCH * TIME * config.width * 4)  # the block's input is no result of the graph
-        assert traced.kept == kept
+    kept = expected_bytes(config, mode)
+    kept.remove(BATCH * TIME * config.width * 4)  # the block's input is no result of the graph
+    assert traced.kept == kept
     for compiled, eager in zip(ours, gradients(random_model(config, mode)), strict=True):
         # The same operations, possibly decomposed: fp32 rounding only.
         torch.testing.assert_close(compiled, eager, atol=1e-6, rtol=1e-4)
@@ -290,7 +269,7 @@ COLLECTIVES = ("all_gather_into_tensor", "all_reduce_", "reduce_scatter_tensor")
 def train(
     dp: int, tp: int, stage: int, sequence_parallel: bool, mode: str, compiled: bool = False
 ) -> tuple[list[Tensor], Counter[str]]:
-    """Three steps on this rank: its losses and weights, and the tensor-parallel collectives of the first if eager."""
+    """Two steps on this rank: its losses and weights, and the tensor-parallel collectives of the first if eager."""
     config = architecture(qk_norm=True, tied_embeddings=False)
     optimizer, mesh = OptimizerConfig(batch_size=BATCH), build_mesh(dp, tp, CPU)
     gpt = empty_model(config, optimizer, TIME)
@@ -306,7 +285,7 @@ def train(
         gpt.compile_blocks()
     tokens, targets = (x.chunk(dp)[mesh.dp_rank] for x in windows(config))
     losses, sent = [], Counter[str]()
-    for step in range(3):
+    for step in range(2):
         with zero.gradients.micro_batch(last=True), nullcontext() if compiled else Calls() as calls:
             loss = gpt.loss(tokens, targets) / dp
             loss.backward()
@@ -317,9 +296,7 @@ def train(
     return losses + [held.values.clone() for held in zero.held()], sent
 
 
-@pytest.mark.parametrize(
-    ("dp", "tp", "stage", "sequence_parallel"), [(2, 1, 3, True), (1, 2, 0, True), (2, 2, 3, True), (1, 2, 0, False)]
-)
+@pytest.mark.parametrize(("dp", "tp", "stage", "sequence_parallel"), [(2, 2, 3, True), (1, 2, 0, False)])
 def test_on_every_mesh_training_is_the_same_to_the_bit(dp: int, tp: int, stage: int, sequence_parallel: bool) -> None:
     def on_this_rank() -> tuple[bool, list[Counter[str]]]:
         runs = [train(dp, tp, stage, sequence_parallel, mode) for mode in MODES]
@@ -335,19 +312,18 @@ def test_on_every_mesh_training_is_the_same_to_the_bit(dp: int, tp: int, stage: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dp", "tp", "stage", "mode"), [(1, 2, 0, "selective"), (2, 1, 3, "full")])
-def test_compiled_blocks_train_the_same_on_a_mesh(dp: int, tp: int, stage: int, mode: str, traced: Traced) -> None:
+def test_compiled_blocks_train_the_same_on_a_mesh(traced: Traced) -> None:
     def on_this_rank() -> tuple[float, dict[str, list[Counter[str]]]]:
-        compiled, _ = train(dp, tp, stage, True, mode, compiled=True)
-        eager, _ = train(dp, tp, stage, True, mode)
+        compiled, _ = train(1, 2, 0, True, "selective", compiled=True)
+        eager, _ = train(1, 2, 0, True, "selective")
         return max(float((a - b).abs().max()) for a, b in zip(compiled, eager, strict=True) if a.numel()), traced.calls
 
-    for gap, calls in run_ranks(dp * tp, on_this_rank):
+    for gap, calls in run_ranks(2, on_this_rank):
         # Weights are of order 1 and move by 6e-3 a step; the graph is decomposed in other operations, and Adam divides
         # gradients, a few of which are next to nothing, by themselves.
         assert gap < 1e-4
         (forward,), (backward,) = calls.values()
-        assert backward["mm"] == (11 if mode == "full" else 8)
-        if tp > 1:  # two products of each kind: see _Column and _Row
-            assert (forward["all_gather_into_tensor"], forward["reduce_scatter_tensor"]) == (2, 2)
-            assert (backward["all_gather_into_tensor"], backward["reduce_scatter_tensor"]) == (4, 2)
+        assert backward["mm"] == 8
+        # Two products of each kind: see _Column and _Row.
+        assert (forward["all_gather_into_tensor"], forward["reduce_scatter_tensor"]) == (2, 2)
+        assert (backward["all_gather_into_tensor"], backward["reduce_scatter_tensor"]) == (4, 2)

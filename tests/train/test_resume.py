@@ -30,7 +30,7 @@ from isoflop.train.config import (
 from isoflop.train.files import file_sha256, read_json_lines
 from isoflop.train.loop import Stopped, train
 
-STEPS = 30
+STEPS = 24
 CLOCK = ("seconds", "tokens_per_s", "mfu", "matmul_peak")
 
 
@@ -74,11 +74,11 @@ def assert_same_run(directory: Path, reference: Path) -> None:
     assert states[0] == states[1]  # the random-number state and the smoothed losses too
 
 
-@pytest.fixture(scope="module", params=["fp32", "bf16"])
+@pytest.fixture(scope="module")
 def undisturbed(request: pytest.FixtureRequest, run: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = copy.deepcopy(run)
-    config.precision = request.param
-    directory = tmp_path_factory.mktemp(request.param)
+    config.precision = getattr(request, "param", "bf16")
+    directory = tmp_path_factory.mktemp(config.precision)
     train(config, directory, report=lambda line: None)
     (directory / "config.json").write_text(json.dumps(to_dict(config)))
     return directory
@@ -100,7 +100,7 @@ def stop_after(steps: int) -> Any:
     return should_stop
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "undisturbed"), [(0, "fp32"), (1, "bf16"), (2, "bf16")], indirect=["undisturbed"])
 def test_a_run_stopped_at_random_steps_is_the_undisturbed_one(seed: int, undisturbed: Path, tmp_path: Path) -> None:
     generator = random.Random(seed)
     config = config_of(undisturbed)
@@ -109,7 +109,7 @@ def test_a_run_stopped_at_random_steps_is_the_undisturbed_one(seed: int, undistu
     said: list[str] = []
     at = 0
     while at < STEPS:
-        go_on = generator.randrange(1, 14)
+        go_on = generator.randrange(1, 12)
         at += go_on
         if at >= STEPS:
             train(config, tmp_path, report=said.append)
@@ -127,7 +127,7 @@ def test_a_run_killed_at_random_moments_is_the_undisturbed_one(undisturbed: Path
     def victim() -> None:
         train(config_of(undisturbed), tmp_path, report=lambda line: None, should_stop=lambda: bool(time.sleep(0.02)))
 
-    generator = random.Random(str(undisturbed.name)[:4])
+    generator = random.Random(0)
     for _ in range(2):
         child = multiprocessing.get_context("fork").Process(target=victim)
         child.start()
