@@ -1,93 +1,81 @@
-"""Causal modules that are no GPT, behind lm-eval: every request is a whole padded row; and whole suites at once."""
+"""Small GPTs with numbers that can be computed otherwise, tasks of every kind, and whole suites at once."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Any, cast
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
-from isoflop.evaluate import harness
 from isoflop.evaluate.harness import CheckpointLM, answer_task
-from isoflop.evaluate.inference.generate import Sampling, choose_tokens, generate_texts
-from isoflop.evaluate.inference.scoring import Done, Score
-from isoflop.evaluate.inference.trees import Request
+from isoflop.evaluate.inference.generate import Sampling, choose_tokens
 from isoflop.evaluate.metrics import task_scores
 from isoflop.evaluate.tasks.suite import Suite, SuiteTask
-from isoflop.train.config import ModelConfig
+from isoflop.train.config import DataConfig, ModelConfig, RunConfig
+from isoflop.train.data.tokenizers import ByteTokenizer
 from isoflop.train.model.gpt import GPT
-from torch import Tensor, nn
+from lm_eval.tasks import TaskManager
+from torch import Tensor
 
 
-class WholeRows:
-    """Scores requests with any causal module, tokens (B, T) -> logits (B, T, V), every request a whole padded row."""
-
-    def __init__(self, model: nn.Module, device: str | torch.device, batch_tokens: int) -> None:
-        self.model, self.device, self.batch_tokens = model, torch.device(device), batch_tokens
-
-    @torch.inference_mode()
-    def score(self, requests: Sequence[Request], done: Done | None = None) -> list[Score]:
-        """As `Scorer.score`."""
-        results: list[Score] = [(0.0, True)] * len(requests)
-        inputs = [request.inputs for request in requests]
-        order = sorted((n for n, r in enumerate(requests) if r.continuation), key=lambda place: -len(inputs[place]))
-        start = 0
-        while start < len(order):
-            rows = max(1, self.batch_tokens // len(inputs[order[start]]))
-            batch = order[start : start + rows]
-            tokens = np.zeros((len(batch), len(inputs[batch[0]])), dtype=np.int64)  # padded on the right, unseen
-            for row, place in enumerate(batch):
-                tokens[row, : len(inputs[place])] = inputs[place]
-            logits = self.model(torch.from_numpy(tokens).to(self.device))
-            for row, place in enumerate(batch):
-                results[place] = _row_score(logits[row, : len(inputs[place])], requests[place].continuation)
-            if done is not None:
-                done([(place, results[place]) for place in batch])
-            start += rows
-        return results
+def gpt(seed: int = 0, max_length: int = 32, dtype: torch.dtype = torch.float64, **shape: Any) -> GPT:
+    """A GPT whose weights are large enough that everything a token sees shows in its logits."""
+    torch.manual_seed(seed)
+    model = GPT(ModelConfig(**{"width": 32, "depth": 2, "heads": 2, "vocab_size": 256} | shape), max_length, 0.7).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3) if parameter.ndim > 1 else parameter.uniform_(0.5, 1.5)
+    return model.to(dtype)
 
 
-def _row_score(logits: Tensor, continuation: Sequence[int]) -> Score:
-    logits = logits[-len(continuation) :]
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    targets = torch.tensor(continuation, device=logits.device)
-    nats = logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(dim=1)
-    return float(nats.double().sum()), bool((logits.argmax(dim=1) == targets).all())
+@torch.no_grad()
+def by_forward(model: GPT, inputs: Sequence[int], targets: Sequence[int]) -> tuple[float, bool]:
+    """Nats of the last len(targets) predictions by the model's own forward, and whether each is the likeliest."""
+    logits = model(torch.tensor([list(inputs)]))[0, -len(targets) :].double()
+    nats = torch.log_softmax(logits, dim=1)[range(len(targets)), list(targets)]
+    return float(nats.sum()), bool((logits.argmax(dim=1) == torch.tensor(targets)).all())
 
 
-def lm_of(
-    model: Any, tokenizer: Any, max_length: int, device: str = "cpu", batch_tokens: int = 4096, **more: Any
-) -> CheckpointLM:
-    """A GPT, or any causal module (B, T) -> (B, T, V), as lm-eval's model."""
-    if isinstance(model, GPT):
-        return CheckpointLM(model, tokenizer, max_length, device, batch_tokens, **more)
-    stand_in = GPT(ModelConfig(width=32, depth=1, heads=2, vocab_size=257), max_length)
-    lm = CheckpointLM(stand_in, tokenizer, max_length, device, batch_tokens, **more)
-    lm.model, lm._scorer = model, cast(Any, WholeRows(model, device, batch_tokens))
-    return lm
+@torch.no_grad()
+def written(model: GPT, prompt: Sequence[int], count: int) -> list[int]:
+    """What greedy decoding writes, recomputing the window for every token."""
+    text = list(prompt)
+    for _ in range(count):
+        text.append(int(model(torch.tensor([text[-model.max_length :]]))[0, -1].argmax()))
+    return text[len(prompt) :]
 
 
-def texts_of_any(model: Any, prompts: Sequence[Sequence[int]], max_tokens: int, **options: Any) -> Any:
-    """As `generate_texts`; a module that is no GPT writes one prompt after the other, recomputing every token."""
-    if isinstance(model, GPT):
-        return generate_texts(model, prompts, max_tokens, **options)
-    results: list[list[int] | None] = []
-    for index, (prompt, seed) in enumerate(zip(prompts, options["seeds"], strict=True)):
-        generator, text, new = torch.Generator().manual_seed(seed), list(prompt), list[int]()
-        with torch.inference_mode():
-            while len(new) < max_tokens and not (new and options["finished"](new)):
-                logits = model(torch.tensor([text[-options["max_length"] :]]))[0, -1]
-                if logits.isnan().any():
-                    break
-                new.append(draw(logits, options["sampling"], generator))
-                text.append(new[-1])
-        results.append(None if logits.isnan().any() else new)
-        if options["done"] is not None:
-            options["done"](index, results[-1])
-    return results
+def random_table(seed: int = 0) -> Tensor:
+    """A random log p(next | last), (256, 256)."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.log_softmax(torch.randn(256, 256, generator=generator, dtype=torch.float64), dim=1)
 
 
-harness.generate_texts = texts_of_any
+def bigram(table: Tensor) -> GPT:
+    """A GPT whose attention and MLP add nothing, and whose head looks log p(next | last) up."""
+    block: dict[str, Any] = {"depth": 1, "heads": 1, "head_size": 2, "hidden": 8}
+    model = GPT(ModelConfig(width=256, vocab_size=256, vocab_multiple=1, tied_embeddings=False, **block), 64)
+    model = model.double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.embedding.weight.copy_(1e6 * torch.eye(256))  # so large that the norm's epsilon is none
+        model.norm.weight.fill_(1.0)
+        model.head.weight.copy_(table.T / 16)  # the norm makes one 16 of a single one among 256
+    return model
+
+
+def nats_of(table: Tensor, text: str, answer: str) -> float:
+    ids, first = list((text + answer).encode()), len(text.encode())
+    return sum(float(table[ids[place - 1], ids[place]]) for place in range(first, len(ids)))
+
+
+def checkpoint_of(model: GPT) -> Any:
+    config = RunConfig(model=ModelConfig(vocab_size=256), data=DataConfig(sequence_length=64))
+    return SimpleNamespace(model=model, config=config, tokenizer=ByteTokenizer(), step=7, path=Path("step_7"))
 
 
 def score_task(lm: CheckpointLM, entry: SuiteTask) -> dict[str, Any]:
@@ -101,7 +89,7 @@ def score_task(lm: CheckpointLM, entry: SuiteTask) -> dict[str, Any]:
 
 def score(loaded: Any, suite: Suite) -> dict[str, dict[str, Any]]:
     """Scores of each task."""
-    lm = lm_of(loaded.model, loaded.tokenizer, loaded.config.data.sequence_length)
+    lm = CheckpointLM(loaded.model, loaded.tokenizer, loaded.config.data.sequence_length)
     return {name: score_task(lm, entry) for name, entry in suite.tasks.items()}
 
 
@@ -109,3 +97,39 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """One token from logits (vocabulary,) and a stream of random numbers."""
     uniforms = torch.rand(1, dtype=torch.float64, generator=generator)
     return int(choose_tokens(logits[None], sampling, uniforms)[0])
+
+
+def custom_tasks(folder: Path) -> TaskManager:
+    """Tasks of every kind as lm-eval YAML over local files, behind an index that holds nothing else."""
+    rng = np.random.default_rng(5)
+
+    def words() -> str:
+        return " ".join("".join(rng.choice(list("abcde"), size=4)) for _ in range(4))
+
+    rows = [{"q": words(), "a": [words(), words()], "gold": i % 2, "golds": [1, 0][: 1 + i % 2]} for i in range(12)]
+    kinds: dict[str, dict[str, Any]] = {
+        "my_choice": {"output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_choice": "{{a}}",
+                      "doc_to_target": "gold", "metric_list": ["acc", "acc_norm"]},
+        "my_labels": {"output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_choice": "{{a}}",
+                      "doc_to_target": "{{golds}}", "metric_list": ["acc"]},
+        "my_writing": {"output_type": "generate_until", "doc_to_text": "{{q}}", "doc_to_target": "{{a[0]}}",
+                       "generation_kwargs": {"until": ["\n"], "max_gen_toks": 5}, "metric_list": ["exact_match"]},
+        "my_text": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{q}} {{a[0]}}",
+                    "metric_list": ["bits_per_byte"]},
+    }  # fmt: skip
+    for name, config in kinds.items():
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        aggregation = {"bits_per_byte": "bits_per_byte"}
+        metrics = [
+            {"metric": metric, "aggregation": aggregation.get(metric, "mean"), "higher_is_better": True}
+            for metric in config["metric_list"]
+        ]
+        dataset = {"data_files": {"test": str(data)}, "cache_dir": str(folder / "hub")}
+        full = {
+            **config, "task": name, "dataset_path": "json", "dataset_kwargs": dataset, "test_split": "test",
+            "metric_list": metrics, "metadata": {"version": 2},
+        }  # fmt: skip
+        (folder / f"{name}.yaml").write_text(json.dumps(full))
+    (folder / "all.yaml").write_text(json.dumps({"group": "my_group", "task": list(kinds)}))
+    return TaskManager(include_defaults=False, include_path=str(folder))

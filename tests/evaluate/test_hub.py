@@ -18,8 +18,7 @@ from isoflop.evaluate.tasks.suite import suite_tasks
 from isoflop.evaluate.tasks.tasks import load_suite, stage_tasks
 from isoflop.train.errors import UserError
 from lm_eval.tasks import TaskManager
-from simple_models import score
-from test_tasks import Bigram, checkpoint_of, custom_tasks
+from simple_models import bigram, checkpoint_of, custom_tasks, random_table, score
 
 
 @pytest.fixture
@@ -54,9 +53,7 @@ def manifest(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "no manifest", "another manifest"])
-def test_a_damaged_copy_is_said_and_fetched_again(
-    own_names: TaskManager, tmp_path: Path, damage: str
-) -> None:  # fmt: skip
+def test_a_damaged_copy_is_said_and_fetched_again(own_names: TaskManager, tmp_path: Path, damage: str) -> None:
     wanted = requests_of(load_suite("my_choice", 5, cache=tmp_path))
     (folder,) = stage_tasks("my_choice", tmp_path)
     if damage == "cut":
@@ -135,7 +132,7 @@ def test_examples_of_a_named_task_are_lm_evals_own_choice(own_names: TaskManager
     task.set_fewshot_seed(seed=1234)  # as lm_eval.simple_evaluate(num_fewshot=3) does
     task.build_all_requests(limit=None, rank=0, world_size=1)
     assert [one.args for one in suite.tasks["my_choice@3"].task.instances] == [one.args for one in task.instances]
-    scores = score(checkpoint_of(Bigram()), suite)
+    scores = score(checkpoint_of(bigram(random_table())), suite)
     assert scores.keys() == {"my_choice@3", "my_choice"}
     assert scores["my_choice"]["gold_bpb"] == scores["my_choice@3"]["gold_bpb"]  # a letter pair looks back one letter
     with pytest.raises(UserError, match=r"'my_choice' cannot be loaded"):
@@ -161,7 +158,7 @@ def test_a_folder_is_taken_where_lm_eval_has_no_such_name(
     questions.write_text(questions.read_text() * 2 + questions.read_text().replace("one is", "two is"))
     suite = load_suite("mine/questions.jsonl,mine/questions.jsonl@1", 5)
     assert list(suite.tasks) == ["questions", "questions@1"] == [entry.name for entry in suite.tasks.values()]
-    assert score(checkpoint_of(Bigram()), suite).keys() == suite.tasks.keys()
+    assert score(checkpoint_of(bigram(random_table())), suite).keys() == suite.tasks.keys()
     assert stage_tasks("mine") == []
 
 

@@ -29,13 +29,9 @@ from isoflop.train.model.gpt import GPT
 from isoflop.train.parallel.layout import Held, whole_placement
 from isoflop.train.parallel.mesh import Mesh, build_mesh
 from isoflop.train.parallel.tensor import split_model
+from simple_models import gpt
 
 T = 48
-
-
-def gpt() -> GPT:
-    torch.manual_seed(0)
-    return GPT(ModelConfig(width=32, depth=2, heads=2, vocab_size=256), T).double().eval()
 
 
 def asked(*arguments: Any) -> Any:
@@ -53,7 +49,7 @@ def requests(count: int = 12) -> list[Any]:
 
 
 def everything(ranks: Mesh, answers: Answers | None = None) -> dict[str, Any]:
-    lm = CheckpointLM(gpt(), ByteTokenizer(), T, batch_tokens=200, ranks=ranks, answers=answers)
+    lm = CheckpointLM(gpt(0, T), ByteTokenizer(), T, batch_tokens=200, ranks=ranks, answers=answers)
     settings = {"until": ["\n"], "max_gen_toks": 6}
     drawn = {**settings, "do_sample": True, "temperature": 1.0}
     return {

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from covering import covering
 from isoflop.evaluate.inference import scoring as module
 from isoflop.evaluate.inference.forward import Forward
 from isoflop.evaluate.inference.scoring import Score, Scorer
 from isoflop.evaluate.inference.trees import Costs, Request, Tree, plan_trees, tree_batches
-from isoflop.train.config import ModelConfig
 from isoflop.train.errors import UserError
 from isoflop.train.model.gpt import GPT
-from simple_models import WholeRows
+from simple_models import by_forward, gpt, written
 
 V, T, END = 37, 64, 3
 
@@ -26,19 +27,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "biases, heads of another size": {"kv_heads": 1, "qkv_bias": True, "head_size": 6},
     "padded vocabulary, one head": {"heads": 1, "vocab_multiple": 64},
 }
-
-
-def gpt(seed: int = 0, dtype: torch.dtype = torch.float64, separate: bool = False, **kwargs: Any) -> GPT:
-    """A GPT whose weights are large enough that everything a token sees shows in its logits."""
-    torch.manual_seed(seed)
-    config = ModelConfig(**{"width": 32, "depth": 2, "heads": 2, "vocab_size": V, **kwargs})
-    model = GPT(config, T, output_scale=0.7).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.3) if parameter.ndim > 1 else parameter.uniform_(0.5, 1.5)
-    if separate:
-        model.end_of_document = END
-    return model.to(dtype)
 
 
 def groups(seed: int, count: int = 10, header: int = 0) -> list[Request]:
@@ -54,21 +42,16 @@ def groups(seed: int, count: int = 10, header: int = 0) -> list[Request]:
     return [requests[place] for place in rng.permutation(len(requests))]
 
 
-@torch.no_grad()
+def model_of(seed: int = 0, dtype: torch.dtype = torch.float64, separate: bool = False, **shape: Any) -> GPT:
+    model = gpt(seed, T, dtype, vocab_size=V, **shape)
+    if separate:
+        model.end_of_document = END
+    return model
+
+
 def alone(model: GPT, request: Request) -> Score:
     """One request through `GPT.forward`."""
-    logits = model(torch.tensor([request.inputs.tolist()]))[0, len(request.prefix) - 1 :].double()
-    nats = torch.log_softmax(logits, dim=1)[range(len(request.continuation)), list(request.continuation)]
-    return float(nats.sum()), bool((logits.argmax(dim=1) == torch.tensor(request.continuation)).all())
-
-
-@torch.no_grad()
-def written(model: GPT, prefix: Sequence[int], count: int) -> list[int]:
-    """What greedy decoding writes."""
-    text = list(prefix)
-    for _ in range(count):
-        text.append(int(model(torch.tensor([text]))[0, -1].argmax()))
-    return text[len(prefix) :]
+    return by_forward(model, request.inputs.tolist(), request.continuation)
 
 
 def assert_close(ours: Sequence[Score], expected: Sequence[Score], tolerance: float) -> None:
@@ -76,15 +59,15 @@ def assert_close(ours: Sequence[Score], expected: Sequence[Score], tolerance: fl
     assert [greedy for _, greedy in ours] == [greedy for _, greedy in expected]
 
 
-@pytest.mark.parametrize("as_on_gpus", [False, True])
-@pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "separate", "as_on_gpus"), covering(list(product(MODELS, (False, True), (False, True))))
+)
 def test_what_is_shared_is_scored_as_if_each_request_were_alone(
     name: str, separate: bool, as_on_gpus: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if as_on_gpus:
         monkeypatch.setattr(module, "_one_by_one", module._side_by_side)
-    model = gpt(separate=separate, **MODELS[name])
+    model = model_of(separate=separate, **MODELS[name])
     requests = groups(0, 6) + groups(1, 6, header=12)
     requests += [Request(request.prefix, written(model, request.prefix, 3)) for request in requests[:5]]
     expected = [alone(model, request) for request in requests]
@@ -95,8 +78,8 @@ def test_what_is_shared_is_scored_as_if_each_request_were_alone(
 
 
 def test_in_single_precision_neither_sharing_nor_the_budget_shows() -> None:
-    model, requests = gpt(dtype=torch.float32), groups(3, 8)
-    exact = gpt(dtype=torch.float32).double()
+    model, requests = model_of(dtype=torch.float32), groups(3, 8)
+    exact = model_of(dtype=torch.float32).double()
     expected = [alone(exact, request)[0] for request in requests]
     for budget in (1, 100, 100_000):
         ours = [nats for nats, _ in Scorer(model, "cpu", budget).score(requests)]
@@ -104,24 +87,15 @@ def test_in_single_precision_neither_sharing_nor_the_budget_shows() -> None:
 
 
 def test_bf16_is_as_close_as_the_models_own_forward() -> None:
-    model, requests = gpt(dtype=torch.bfloat16), groups(4, 8)
-    exact = [alone(gpt(dtype=torch.bfloat16).double(), request)[0] for request in requests]
+    model, requests = model_of(dtype=torch.bfloat16), groups(4, 8)
+    exact = [alone(model_of(dtype=torch.bfloat16).double(), request)[0] for request in requests]
     ours = np.abs(np.array([nats for nats, _ in Scorer(model, "cpu", 500).score(requests)]) - exact)
     own = np.abs(np.array([alone(model, request)[0] for request in requests]) - exact)
     assert ours.mean() < 1.5 * own.mean() + 1e-3
 
 
-def test_whole_rows_are_the_same_requests_without_sharing() -> None:
-    model, requests = gpt(5), groups(5)
-    expected = [alone(model, request) for request in requests]
-    for budget in (1, 200):
-        heard: dict[int, Score] = {}
-        assert_close(WholeRows(model, "cpu", budget).score(requests, heard.update), expected, 1e-10)
-        assert len(heard) == sum(bool(request.continuation) for request in requests)
-
-
 def test_results_are_handed_out_as_they_come_each_once() -> None:
-    model, requests, heard = gpt(6), groups(6, 20), []
+    model, requests, heard = model_of(6), groups(6, 20), []
     scores = Scorer(model, "cpu", 150).score(requests, heard.append)
     assert len(heard) > 5
     pairs = [pair for batch in heard for pair in batch]
@@ -173,7 +147,7 @@ def test_prompts_share_their_examples_only_where_that_pays() -> None:
 
 def test_no_tree_outgrows_what_its_mask_may_take_however_large_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Examples so cheap beside attention that all prompts would share them in one tree."""
-    requests, model = groups(3, header=20), gpt()
+    requests, model = groups(3, header=20), model_of()
     free = Scorer(model, "cpu", 10_000)
     free._costs = Costs(token=1.0, pair=0.0)
     (whole,) = free._plan(requests, range(len(requests)))
@@ -238,7 +212,7 @@ class Small:
 def test_where_memory_runs_out_batches_shrink_and_stay_small(
     monkeypatch: pytest.MonkeyPatch, error: type[RuntimeError]
 ) -> None:
-    model, requests, said = gpt(10), groups(10, 40), []
+    model, requests, said = model_of(10), groups(10, 40), []
     expected = [alone(model, request) for request in requests]
     small = Small(monkeypatch, 80, error)
     scorer, heard = Scorer(model, "cpu", 5000, said.append), []
@@ -257,7 +231,7 @@ def test_one_request_that_does_not_fit_is_one_sentence(monkeypatch: pytest.Monke
     Small(monkeypatch, 30)
     requests = [Request([1] * 5, [2, 3]), Request([4] * 50, [5, 6])]
     with pytest.raises(UserError, match=r"memory ran out on cpu over one request of 51 tokens; precision=bf16 or"):
-        Scorer(gpt(), "cpu", 1000).score(requests)
+        Scorer(model_of(), "cpu", 1000).score(requests)
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,14 +240,14 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Forward, "hidden", broken)
     with pytest.raises(RuntimeError, match="mat1"):
-        Scorer(gpt(), "cpu", 1000).score(groups(0))
+        Scorer(model_of(), "cpu", 1000).score(groups(0))
 
 
 def test_nan_is_blamed_on_the_request_that_meets_it() -> None:
-    model = gpt(11)
+    model = model_of(11)
     with torch.no_grad():
         model.embedding.weight[30] = torch.nan
-        model.head.weight = torch.nn.Parameter(gpt(12).head.weight.detach().clone())
+        model.head.weight = torch.nn.Parameter(model_of(12).head.weight.detach().clone())
     prompt = [1, 2, 4, 5]
     requests = [Request(prompt, [6, 7, 8]), Request(prompt, [30, 7, 8]), Request(prompt, [9, 30]), Request(prompt, [5])]
     scores = Scorer(model, "cpu", 1000).score(requests)
@@ -286,10 +260,10 @@ def test_nan_is_blamed_on_the_request_that_meets_it() -> None:
 def test_nan_does_not_pass_from_tree_to_tree(as_on_gpus: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if as_on_gpus:  # where trees of unequal length are padded
         monkeypatch.setattr(module, "_one_by_one", module._side_by_side)
-    model = gpt(11, window=9)
+    model = model_of(11, window=9)
     with torch.no_grad():
         model.embedding.weight[30] = torch.nan
-        model.head.weight = torch.nn.Parameter(gpt(12).head.weight.detach().clone())
+        model.head.weight = torch.nn.Parameter(model_of(12).head.weight.detach().clone())
     rng = np.random.default_rng(11)
     apart = [Request([place, *rng.integers(4, 29, rng.integers(3, 40)).tolist()], [1, 2]) for place in range(30)]
     for place in (5, 17):
@@ -302,7 +276,7 @@ def test_nan_does_not_pass_from_tree_to_tree(as_on_gpus: bool, monkeypatch: pyte
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_gpu_gives_the_same_numbers(name: str) -> None:
-    model, requests = gpt(13, torch.float32, **MODELS[name]), groups(13, 20)
+    model, requests = model_of(13, torch.float32, **MODELS[name]), groups(13, 20)
     expected = Scorer(model, "cpu", 1000).score(requests)
     for budget in (100, 10_000):
         ours = Scorer(model.to("cuda"), "cuda", budget).score(requests)
