@@ -25,7 +25,7 @@ NOISE = 0.004  # of log loss
 
 def settings(points: GridConfig) -> SweepConfig:
     config = SweepConfig(grid=points, fit=FitConfig(bootstrap=100), cluster=ClusterConfig(flops_per_second=1e9))
-    config.model.vocab_size = 256
+    config.model.vocab_size, config.tracker.kind = 256, "none"
     return config
 
 
