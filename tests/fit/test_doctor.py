@@ -199,7 +199,7 @@ def test_a_target_beyond_100_times_is_an_extrapolation():
 
 def test_tables_of_many_laws_and_designs_hear_nothing():
     """Isoflop grids, ladders and random designs, whose constants differ by tens of percent from the published law's."""
-    for seed in range(30):
+    for seed in range(8):
         rng = np.random.default_rng(seed)
         constants = {name: value * np.exp(rng.normal(0, 0.1)) for name, value in LAW.items()}
         grid = healthy(seed, 10 ** rng.uniform(-3.5, -2), constants)
@@ -210,7 +210,7 @@ def test_tables_of_many_laws_and_designs_hear_nothing():
 @pytest.mark.parametrize("mixed", ["some", "half", "dearest", "first"])
 def test_bits_among_nats_are_found_row_by_row(mixed):
     """Whichever rows they are, even where the step lies along C and a law could bend to it."""
-    for seed in range(10):
+    for seed in range(4):
         t, rng = bare(seed=seed), np.random.default_rng(100 + seed)
         rows = {
             "some": rng.choice(len(t), 3, replace=False),
@@ -306,7 +306,7 @@ def test_a_column_is_found_by_its_other_names_in_any_case():
 def test_whatever_the_columns_hold_the_doctor_answers():
     """Words among numbers, zeros, infinities, gaps: columns that the fit does not read are the user's own."""
     oddities = np.array([np.nan, 0, -1, 1, 3.5, "x", "", None, True, "12", "constant", 1e30, np.inf], dtype=object)
-    for seed in range(150):
+    for seed in range(40):
         rng = np.random.default_rng(seed)
         n = int(rng.integers(1, 30))
         t = pd.DataFrame({"N": 10 ** rng.uniform(3, 10, n), "D": 10 ** rng.uniform(4, 11, n)})

@@ -142,7 +142,7 @@ def test_a_saved_law_answers_as_the_law_does(law, saved):
         fit.answer(saved, [-1.0])
 
 
-def test_a_mixture_that_is_damaged_is_refused_in_one_sentence(tmp_path):
+def test_a_mixture_that_is_damaged_is_refused_in_one_sentence(tmp_path, quick_pictures):
     import pandas as pd
 
     N, D, loss = points(noise=0.003)
@@ -180,7 +180,7 @@ def test_a_mixture_that_is_damaged_is_refused_in_one_sentence(tmp_path):
             fit.answer(tmp_path / "law.json", [1e23])
 
 
-def test_a_reports_law_keeps_its_warnings_when_asked_again(tmp_path):
+def test_a_reports_law_keeps_its_warnings_when_asked_again(tmp_path, quick_pictures):
     import pandas as pd
 
     N, D, loss = points(noise=0.003)
