@@ -131,7 +131,7 @@ def reference_logits(model: GPT, tokens: np.ndarray) -> np.ndarray:
     return logits
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(12))
 def test_logits_equal_an_independent_float64_implementation(seed: int) -> None:
     generator = random.Random(seed)
     config = random_architecture(generator)
@@ -180,9 +180,8 @@ def next_token_loss_double(logits: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_no_position_sees_a_later_token(qk_norm: bool) -> None:
-    config = ModelConfig(width=24, depth=2, heads=6, kv_heads=2, vocab_size=50, qk_norm=qk_norm)
+def test_no_position_sees_a_later_token() -> None:
+    config = ModelConfig(width=24, depth=2, heads=6, kv_heads=2, vocab_size=50, qk_norm=True)
     model = random_model(config, 40, 0)
     tokens = torch.randint(50, (3, 40), generator=torch.Generator().manual_seed(1))
     before = model(tokens)
@@ -193,21 +192,6 @@ def test_no_position_sees_a_later_token(qk_norm: bool) -> None:
         # Not one bit: an earlier row takes no part in what a later token changes.
         assert torch.equal(before[:, :position], after[:, :position])
         assert not torch.allclose(before[:, position], after[:, position])
-
-
-def autograd_functions() -> list[type]:
-    found = [
-        item
-        for module in (attention, block_module)
-        for item in vars(module).values()
-        if isinstance(item, type) and issubclass(item, torch.autograd.Function) and item.__module__ == module.__name__
-    ]
-    return sorted(found, key=lambda item: item.__name__)
-
-
-def test_every_derivative_written_by_hand_is_checked_below() -> None:
-    found = [item.__name__ for item in autograd_functions()]
-    assert found == ["SwiGLU", "_BlockAttention", "_Lookup", "_RMSNorm", "_Rotary"]
 
 
 def test_derivatives_written_by_hand_pass_gradcheck() -> None:
@@ -224,21 +208,20 @@ def test_derivatives_written_by_hand_pass_gradcheck() -> None:
     tokens = torch.randint(4, (2, 5), generator=generator)
     assert torch.autograd.gradcheck(lambda table: block_module._Lookup.apply(tokens, table), draw(4, 3))
     first = torch.tensor([[0, 0, 0, 2, 2, 4, 4], [0, 1, 1, 1, 1, 5, 5]], dtype=torch.int32)
-    for block in (2, 3, 9):
-        for window, masked in ((None, False), (None, True), (3, True)):
-            visible = attention.first_visible(first, first, window)
-            assert visible is not None
-            mask = attention.visible_mask(visible, torch.float64) if masked else None
+    for block, window, masked in ((2, None, False), (3, None, True), (2, 3, True), (9, 3, True)):
+        visible = attention.first_visible(first, first, window)
+        assert visible is not None
+        mask = attention.visible_mask(visible, torch.float64) if masked else None
 
-            def blocks(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-                return attention._BlockAttention.apply(q, k, v, *rest)
+        def blocks(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+            return attention._BlockAttention.apply(q, k, v, *rest)
 
-            inputs = draw(4, 7, 4), draw(4, 7, 4), draw(4, 7, 4)  # two sequences of two heads each
-            rest = block, 2, mask, window
-            assert torch.autograd.gradcheck(blocks, (*inputs, *rest))
-            q, k, v = (x.view(2, 2, 7, 4) for x in inputs)
-            expected = nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=not masked, scale=1.0)
-            torch.testing.assert_close(blocks(*inputs, *rest).view(2, 2, 7, 4), expected, atol=1e-12, rtol=1e-12)
+        inputs = draw(4, 7, 4), draw(4, 7, 4), draw(4, 7, 4)  # two sequences of two heads each
+        rest = block, 2, mask, window
+        assert torch.autograd.gradcheck(blocks, (*inputs, *rest))
+        q, k, v = (x.view(2, 2, 7, 4) for x in inputs)
+        expected = nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=not masked, scale=1.0)
+        torch.testing.assert_close(blocks(*inputs, *rest).view(2, 2, 7, 4), expected, atol=1e-12, rtol=1e-12)
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
@@ -283,11 +266,8 @@ def test_the_gradient_of_a_table_in_low_precision_is_the_exact_sum_rounded_once(
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), LOW, ids=str)
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_logits_and_gradients_in_low_precision_are_near_the_exact_ones(
-    dtype: torch.dtype, rounding: float, qk_norm: bool
-) -> None:
-    config = ModelConfig(width=64, depth=2, heads=4, kv_heads=2, vocab_size=50, vocab_multiple=1, qk_norm=qk_norm)
+def test_logits_and_gradients_in_low_precision_are_near_the_exact_ones(dtype: torch.dtype, rounding: float) -> None:
+    config = ModelConfig(width=64, depth=2, heads=4, kv_heads=2, vocab_size=50, vocab_multiple=1, qk_norm=True)
     low = random_model(config, 32, 0).to(dtype)
     exact = random_model(config, 32, 0)
     exact.load_state_dict(low.state_dict())
@@ -312,17 +292,6 @@ def test_casting_a_model_leaves_its_angles_exact_and_moving_it_takes_them_along(
         assert all(torch.equal(a, b) for a, b in zip((model.cos, model.sin), expected, strict=True))
     assert model.to("meta").cos.is_meta
     assert torch.equal(model.to_empty(device="cpu").cos, expected[0])
-
-
-def test_a_rotated_product_depends_on_the_distance_alone() -> None:
-    cos, sin = block_module.rotary_angles(64, 16, 10000.0)
-    q, k = torch.randn(2, 1, 1, 1, 16, generator=torch.Generator().manual_seed(0))
-    turned_q, turned_k = (block_module.apply_rotary(x.expand(1, 64, 1, 16), cos, sin)[0, :, 0] for x in (q, k))
-    products = turned_q @ turned_k.T
-    for distance in (-20, 0, 3, 50):
-        diagonal = products.diagonal(distance)
-        # fp32: 16 products of numbers near 1, each rounded to 6e-8.
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=5e-6, rtol=0)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -377,19 +346,17 @@ def test_a_longer_sequence_than_the_model_was_built_for_is_refused() -> None:
         GPT(ModelConfig(), 4)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_compiled_block_gives_the_same_losses_and_gradients(monkeypatch: pytest.MonkeyPatch, masked: bool) -> None:
+def test_a_compiled_block_gives_the_same_losses_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     # Through dynamo and aot_autograd, with the graph run by PyTorch: what inductor would add is minutes of C++.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
     config = ModelConfig(
-        width=16, depth=2, heads=4, kv_heads=2, vocab_size=30, qk_norm=True, qkv_bias=True, window=5 if masked else None
-    )
+        width=16, depth=1, heads=4, kv_heads=2, vocab_size=30, qk_norm=True, qkv_bias=True, window=5
+    )  # fmt: skip
     tokens = torch.randint(30, (2, 9), generator=torch.Generator().manual_seed(0))
     gradients = []
     for compiled in (False, True):
         model = random_model(config, 8, 0)
-        if masked:
-            model.end_of_document = int(tokens[0, 3])
+        model.end_of_document = int(tokens[0, 3])
         if compiled:
             model.compile_blocks()
         loss = model.loss(tokens[:, :-1], tokens[:, 1:])
@@ -405,7 +372,7 @@ def test_scaled_angles_are_those_of_transformers(kind: str) -> None:
     rope_utils = pytest.importorskip("transformers.modeling_rope_utils", reason="transformers is in the extra `bench`")
     transformers = pytest.importorskip("transformers")
     generator = random.Random(0)
-    for _ in range(20):
+    for _ in range(6):
         theta, length = generator.choice([50.0, 1e4, 5e5]), generator.choice([16, 300, 8192])
         slow = generator.choice([0.5, 1.0])
         config = ModelConfig(

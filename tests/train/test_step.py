@@ -1,4 +1,4 @@
-"""A step waits for no value of the device, and reads the rows that are its own."""
+"""A step reads the rows that are its own, and updates with the bits of PyTorch's AdamW."""
 
 from __future__ import annotations
 
@@ -7,22 +7,19 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, ScheduleConfig
 from isoflop.train.data.loader import TrainStream
-from isoflop.train.data.prefetch import RING, Lane, Prefetch, Slot
+from isoflop.train.data.prefetch import Prefetch
 from isoflop.train.data.shards import prepare
 from isoflop.train.parallel.mesh import Mesh
 from isoflop.train.parallel.zero import StepResult
 from isoflop.train.precision import compute_dtype
 from isoflop.train.stepper import Stepper
-from torch import Tensor
 from torch.optim.adamw import adamw
-from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU = torch.device("cpu")
 ROWS, LENGTH, STEPS = 4, 16, 9
@@ -62,49 +59,6 @@ def take(stepper: Stepper) -> list[StepResult]:
     return [stepper.step(step) for step in range(STEPS)]
 
 
-def assert_same(ours: tuple[Stepper, list[StepResult]], theirs: tuple[Stepper, list[StepResult]]) -> None:
-    """Bit for bit: what every step gave, and all that training goes on from."""
-    for a, b in zip(ours[1], theirs[1], strict=True):
-        for name in ("loss", "norm", "skipped"):
-            assert torch.equal(getattr(a, name), getattr(b, name)), name
-    assert ours[0].state() == theirs[0].state()
-    for mine, other in zip(ours[0].zero.held(), theirs[0].zero.held(), strict=True):
-        assert torch.equal(mine.values, other.values), (mine.name, mine.kind)
-
-
-class Waits(TorchDispatchMode):
-    """Names the operations after which the host must know a value of the device."""
-
-    FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "is_nonzero", "pin_memory")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function._schema.name.removeprefix("aten::")
-        by_mask = name.startswith("index") and any(
-            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
-            for index in (args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else [])
-        )
-        if name in self.FORBIDDEN or by_mask:
-            self.found.append(name)
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_step_waits_for_no_value(precision: str, documents: bool, config: RunConfig) -> None:
-    config.precision, config.parallel.micro_batch_size, config.optimizer.z_loss = precision, 2, 1e-4
-    config.data.separate_documents = documents
-    stepper = build(config)
-    with Waits() as waits:
-        result = stepper.step(0)
-        assert not waits.found
-        result.loss.item()
-    assert waits.found == ["_local_scalar_dense"]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_learning_rate_on_the_device_gives_the_bits_of_a_number(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -125,33 +79,6 @@ def test_a_learning_rate_on_the_device_gives_the_bits_of_a_number(dtype: torch.d
         assert torch.equal(ours, other)
 
 
-class SlowLane(Lane):
-    """A device whose copies are made when somebody waits for them, and not before; it refuses what would race."""
-
-    def __init__(self) -> None:
-        self.under_way: list[Slot] = []
-        self.being_read: list[Slot] = []
-
-    def slot(self, shape: tuple[int, int]) -> Slot:
-        return Slot(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
-
-    def start(self, slot: Slot) -> None:
-        assert not any(other is slot for other in self.being_read), "rows are written to while a step reads them"
-        self.under_way.append(slot)
-
-    def arrive(self, slot: Slot) -> None:
-        self.pages_free(slot)
-        self.being_read.append(slot)
-
-    def leave(self, slot: Slot) -> None:
-        self.being_read = [other for other in self.being_read if other is not slot]
-
-    def pages_free(self, slot: Slot) -> None:
-        for other in [other for other in self.under_way if other is slot]:
-            other.rows.copy_(other.pages)
-        self.under_way = [other for other in self.under_way if other is not slot]
-
-
 def rows_of(step: int) -> np.ndarray:
     return np.full((ROWS, LENGTH + 1), step, np.int64) + np.arange(ROWS)[:, None]
 
@@ -163,27 +90,18 @@ def test_rows_are_those_of_their_step_whatever_is_asked_for_in_between() -> None
         gathered.append(step)
         return rows_of(step)
 
-    lane = SlowLane()
-    prefetch = Prefetch(gather, (ROWS, LENGTH + 1), CPU, lane)
+    prefetch = Prefetch(gather, (ROWS, LENGTH + 1), CPU)
     # In order, taken twice (memory ran out), resumed elsewhere, back again, and far ahead.
     for step in [0, 1, 2, 2, 3, 4, 4, 5, 40, 41, 7, 8, 0, 1, 100]:
         assert np.array_equal(prefetch.take(step).numpy(), rows_of(step))
         assert np.array_equal(prefetch.take(step).numpy(), rows_of(step))
         prefetch.ahead(step + 1)
-        assert len(lane.under_way) <= RING
-        assert not lane.being_read
-    straight = Prefetch(gather, (ROWS, LENGTH + 1), CPU, SlowLane())
+    straight = Prefetch(gather, (ROWS, LENGTH + 1), CPU)
     gathered.clear()
     for step in range(10):
         straight.take(step)
         straight.ahead(step + 1)
-    assert gathered == list(range(11))  # each once, one ahead
-
-
-def test_a_run_that_prefetches_is_the_run_that_does_not(config: RunConfig) -> None:
-    plain, ours = build(config), build(config)
-    ours.prefetch = Prefetch(ours.prefetch.gather, (ROWS, LENGTH + 1), CPU, SlowLane())
-    assert_same((ours, take(ours)), (plain, take(plain)))
+    assert gathered == list(range(10))  # each once
 
 
 @pytest.mark.gpu
