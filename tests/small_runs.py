@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from isoflop.sweeps.runs.directory import RunDirectory
 from isoflop.sweeps.runs.queue import Queue, Unit
+from isoflop.sweeps.slurm import commands as slurm
 from isoflop.train.config import (
     DataConfig,
     ModelConfig,
@@ -46,6 +48,28 @@ def own_signals() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+class FakeSlurm:
+    """The answers of a controller, in job 7: how the job ends, and whether it is requeued."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fate, self.refusal, self.requeued = "running", None, list[str]()
+        self._monkeypatch = monkeypatch
+        monkeypatch.setattr(slurm, "fate", lambda job, restarts: self.fate)
+        monkeypatch.setattr(slurm, "requeue", self._requeue)
+        self.start(0)
+
+    def start(self, restarts: int) -> None:
+        values = {"SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
+        for name, value in values.items():
+            self._monkeypatch.setenv(name, value)
+        for name in ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
+            self._monkeypatch.delenv(name, raising=False)
+
+    def _requeue(self, job: str, restarts: int) -> str | None:
+        self.requeued.append(job)
+        return self.refusal
 
 
 def end_unit(queue: Queue, unit: Unit) -> None:

@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from isoflop.sweeps.execute import attempt, worker
+from isoflop.sweeps.execute import attempt
 from isoflop.sweeps.execute.attempt import Interrupt, train_one
 from isoflop.sweeps.execute.worker import RunFailed, requeue_stopped
 from isoflop.sweeps.runs import attempts, states
 from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import RunDirectory
-from isoflop.sweeps.slurm import commands as slurm
 from isoflop.train.config import DataConfig, RunConfig
 from isoflop.train.job.environment import Ranks
 from isoflop.train.loop import Stopped, train
-from small_runs import forty_steps, own_signals, planned
+from small_runs import FakeSlurm, forty_steps, own_signals, planned
 
 POLICY = Policy()
 
@@ -156,25 +155,6 @@ def test_a_signal_near_the_end_of_the_job_is_its_time_limit(
 # Back to the queue
 
 
-class Controller:
-    """What SLURM would say, and what it was asked."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.fate, self.refusal, self.requeued = "running", None, list[str]()
-        monkeypatch.setattr(slurm, "fate", lambda job, restarts: self.fate)
-        monkeypatch.setattr(slurm, "requeue", self._requeue)
-        monkeypatch.setattr(worker, "job_id", lambda: "7")
-
-    def _requeue(self, job: str, restarts: int) -> str | None:
-        self.requeued.append(job)
-        return self.refusal
-
-
-@pytest.fixture
-def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
-    return Controller(monkeypatch)
-
-
 def stopped(run: RunDirectory, times: int = 1) -> RunDirectory:
     for _ in range(times):
         with states.held(run, "7", POLICY):
@@ -183,10 +163,10 @@ def stopped(run: RunDirectory, times: int = 1) -> RunDirectory:
 
 
 def test_a_job_that_slurm_refuses_to_requeue_leaves_its_runs_preempted_and_records_an_end(
-    make: Callable[[int], RunDirectory], controller: Controller
+    make: Callable[[int], RunDirectory], fake_slurm: FakeSlurm
 ) -> None:
     run = stopped(make(1))
-    controller.refusal = "Unable to contact slurm controller"
+    fake_slurm.refusal = "Unable to contact slurm controller"
     with pytest.raises(RunFailed, match="SLURM would not requeue its job"):
         requeue_stopped([run], POLICY)
     assert run.state().state == "preempted"
@@ -195,44 +175,49 @@ def test_a_job_that_slurm_refuses_to_requeue_leaves_its_runs_preempted_and_recor
 
 
 def test_requeues_are_counted_from_the_attempts_since_the_last_retry_by_hand(
-    make: Callable[[int], RunDirectory], controller: Controller
+    make: Callable[[int], RunDirectory], fake_slurm: FakeSlurm
 ) -> None:
     policy = Policy(max_requeues=2)
     often, seldom = stopped(make(1), 3), stopped(make(2), 2)
     with pytest.raises(SystemExit, match="1"):
         requeue_stopped([often, seldom], policy)  # one of them goes on
-    assert controller.requeued == ["7"]
+    assert fake_slurm.requeued == ["7"]
     assert [run.state().state for run in (often, seldom)] == ["failed", "preempted"]
     assert "2 requeues, all that cluster.max_requeues allows; signal SIGUSR2" in (often.state().reason or "")
     with pytest.raises(RunFailed, match="had to stop again after 2 requeues"):
         requeue_stopped([stopped(seldom)], policy)
-    assert controller.requeued == ["7"]
+    assert fake_slurm.requeued == ["7"]
     states.retry_by_hand(often)
     with pytest.raises(SystemExit):
         requeue_stopped([stopped(often)], policy)
-    assert len(controller.requeued) == 2
+    assert len(fake_slurm.requeued) == 2
 
 
 @pytest.mark.parametrize(
-    ("fate", "state", "cause"), [("cancelled", "cancelled", "cancelled"), ("timeout", "preempted", "time_limit")]
+    ("fate", "state", "cause"),
+    [
+        ("cancelled", "cancelled", "cancelled"),
+        ("timeout", "preempted", "time_limit"),
+        ("requeued", "preempted", "preempted"),  # by SLURM itself, so it is not requeued again
+    ],
 )
 def test_what_slurm_says_of_the_job_corrects_the_line(
-    fate: str, state: str, cause: str, make: Callable[[int], RunDirectory], controller: Controller
+    fate: str, state: str, cause: str, make: Callable[[int], RunDirectory], fake_slurm: FakeSlurm
 ) -> None:
     run = stopped(make(1))
-    controller.fate = fate
+    fake_slurm.fate = fate
     with pytest.raises(RunFailed if fate == "cancelled" else SystemExit):
         requeue_stopped([run], POLICY)
     assert (run.state().state, ends(run)) == (state, [cause])
     assert "signal SIGUSR2" in (run.state().reason or "")
-    assert controller.requeued == (["7"] if fate == "timeout" else [])
+    assert fake_slurm.requeued == (["7"] if fate == "timeout" else [])
 
 
 def test_a_run_that_another_job_has_begun_meanwhile_is_left_alone(
-    make: Callable[[int], RunDirectory], controller: Controller
+    make: Callable[[int], RunDirectory], fake_slurm: FakeSlurm
 ) -> None:
     run = stopped(make(1))
-    controller.fate = "cancelled"
+    fake_slurm.fate = "cancelled"
     other = RunDirectory(run.path)
     with states.held(other, "8", POLICY), pytest.raises(RunFailed):
         requeue_stopped([run], POLICY)

@@ -7,8 +7,6 @@ import json
 import math
 import os
 import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -18,27 +16,24 @@ from typing import Any
 import pytest
 import torch
 from fake_sweep import planned_run
-from isoflop.sweeps.config import SweepConfig
-from isoflop.sweeps.execute import attempt, worker
+from isoflop.sweeps.execute import worker
 from isoflop.sweeps.plan.packing import Unit
 from isoflop.sweeps.runs import attempts
 from isoflop.sweeps.runs import states as run_states
 from isoflop.sweeps.runs.attempts import Policy
-from isoflop.sweeps.runs.directory import AtWork, RunDirectory, SweepDirectory
+from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.sweeps.runs.forms import JobShape
 from isoflop.sweeps.runs.queue import Queue
 from isoflop.sweeps.slurm import commands as slurm
 from isoflop.sweeps.slurm import supervisor
 from isoflop.sweeps.slurm.record import LaunchRecord, QueueJobs
 from isoflop.train.config import CheckpointConfig, DataConfig, RunConfig, run_id
-from isoflop.train.ensemble.ensemble import Ended
 from isoflop.train.errors import UserError
-from isoflop.train.files import HALVED, write_json
-from isoflop.train.job.environment import Ranks, detect
+from isoflop.train.files import write_json
 from isoflop.train.job.failure import Cause, Failure, note_failure
 from isoflop.train.loop import Diverged, Stopped, train
 from isoflop.train.schedule import trunk_steps
-from small_runs import forty_steps, is_over, own_signals, release_unit
+from small_runs import FakeSlurm, forty_steps, is_over, own_signals, release_unit
 
 SUMMARY = {"val_loss": 1.0}
 POLICY = Policy(retries=0)
@@ -133,12 +128,6 @@ def train_alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trainer], None]:
     return lambda trainer: monkeypatch.setattr("isoflop.train.loop.train", trainer)
 
 
-@pytest.fixture
-def train_ensemble(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trainer], None]:
-    """Puts a function in the place of `train_together`."""
-    return lambda trainer: monkeypatch.setattr("isoflop.train.ensemble.ensemble.train_together", trainer)
-
-
 # Real trainings
 
 
@@ -160,29 +149,6 @@ def test_one_worker_trains_an_ensemble_a_trunk_and_its_branch_as_if_each_were_al
         assert run.state().attempt == 1
     assert f"in an ensemble of 2: {members[0].run_id}, {members[1].run_id}" in log(members[1])
     assert f"begins at step {trunk_steps(branch.config())} of run {trunk.run_id}" in log(branch)
-
-
-@pytest.mark.slow
-def test_of_two_processes_on_one_device_one_is_killed_and_the_other_ends(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # As rank 0 of a job of two ranks, which the processes must not take themselves for.
-    for name, value in {"EXECUTOR": "local", "LOCAL_NTASKS": "2", "LOCAL_GLOBALID": "0", "LOCAL_LOCALID": "0"}.items():
-        monkeypatch.setenv(f"SUBMITIT_{name}", value)
-    monkeypatch.setenv("SUBMITIT_LOCAL_JOB_ID", "1")
-    short, endless = bench.run(1), bench.run(2, tokens=10**9)
-
-    def kill() -> None:
-        until(lambda: endless.last_metrics().get("step", 0) > 5 and short.state().state == "done")
-        os.kill(int(log(endless).split("process ")[1].split()[0]), signal.SIGKILL)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    worker.train("shared", [str(short.path), str(endless.path)], POLICY)
-    killer.join()
-    assert states(short, endless) == ["done", "failed"]
-    assert "its worker was killed; sweep again to go on" in reason(endless)
-    assert short.state().job_id == endless.state().job_id == str(os.getpid())  # their job's, not their own
 
 
 # The loop of a worker
@@ -269,338 +235,6 @@ def test_a_branch_of_a_trunk_that_failed_says_so(bench: Bench, train_alone: Call
     bench.work(("alone", [trunk]), ("alone", [branch]))
     assert states(trunk, branch) == ["diverged", "failed"]
     assert f"of run {trunk.run_id}, which has no checkpoint there and is diverged (the loss rose)" in reason(branch)
-
-
-# Ensembles
-
-
-def test_each_member_of_an_ensemble_ends_in_its_own_way(
-    bench: Bench, train_ensemble: Callable[[Trainer], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attempt, "BUSY_SECONDS", 0.1)
-    done, diverged, full, broken, stopped, before, taken, orphan = runs = [
-        *(bench.run(seed) for seed in range(7)), bench.run(7, parent="0123456789"),
-    ]  # fmt: skip
-    succeed(before.path)
-    before.set_state("done")
-
-    def trainer(configs: Any, directories: Any, should_stop: Any, report: Any, on_end: Any, **rest: Any) -> None:
-        assert [run_id(config) for config in configs] == [run.run_id for run in runs[:5]]
-        assert list(directories) == [run.path for run in runs[:5]]
-        assert states(*runs[:5]) == ["running"] * 5
-        report(1, "a word of the second")
-        on_end(1, Ended("diverged", "the loss rose"))
-        assert states(done, diverged) == ["running", "diverged"]
-        with diverged.lock(timeout=0.0):  # free for whoever comes next
-            pass
-        on_end(2, Ended("failed", "?", error=OSError(errno.ENOSPC, "full", "metrics.jsonl")))
-        on_end(3, Ended("failed", "the checkpoint is damaged"))
-        succeed(directories[0])
-        on_end(0, Ended("done", summary=SUMMARY))
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert should_stop()
-        on_end(4, Ended("stopped", "stopped at step 3 of 9"))
-
-    train_ensemble(trainer)
-    with taken.lock():
-        worker.train("ensemble", [str(run.path) for run in runs], POLICY)
-    assert states(*runs) == ["done", "diverged", "failed", "failed", "preempted", "done", "planned", "failed"]
-    assert reason(full) == "the disk is full (metrics.jsonl); free some space and sweep again"
-    assert reason(broken) == "the checkpoint is damaged"
-    assert reason(stopped) == "signal SIGTERM; stopped at step 3 of 9"
-    assert "run 0123456789, which has no checkpoint there" in reason(orphan)
-    assert "a word of the second" in log(diverged)
-    assert "a word of the second" not in log(done)
-    assert before.state().attempt == 0
-
-
-def test_an_ensemble_out_of_memory_goes_on_in_halves_down_to_runs_alone(
-    bench: Bench, train_ensemble: Callable[[Trainer], None], train_alone: Callable[[Trainer], None]
-) -> None:
-    groups: list[int] = []
-
-    def trainer(configs: Any, directories: Any, should_stop: Any, report: Any, on_end: Any, **rest: Any) -> None:
-        groups.append(len(configs))
-        if len(configs) == 7:
-            raise torch.OutOfMemoryError("while the weights were made")
-        for index, directory in enumerate(directories):
-            if len(configs) > 2:
-                on_end(index, Ended("failed", "out of memory", error=torch.OutOfMemoryError("in a step")))
-            else:
-                succeed(directory)
-                on_end(index, Ended("done", summary=SUMMARY))
-
-    train_ensemble(trainer)
-    train_alone(lambda config, directory, **arguments: (groups.append(1), succeed(directory)))
-    *runs, halved = [bench.run(seed) for seed in range(8)]
-    write_json(halved.path / HALVED, {"micro_batch_size": 2})  # no ensemble takes it
-    worker.train("ensemble", [str(run.path) for run in (*runs, halved)], POLICY)
-    assert groups == [7, 4, 2, 2, 3, 2, 1, 1]
-    assert states(*runs, halved) == ["done"] * 8
-    assert "going on in a smaller ensemble" in log(runs[0])
-
-
-def test_a_job_that_is_told_to_stop_begins_no_smaller_ensemble(
-    bench: Bench, train_ensemble: Callable[[Trainer], None]
-) -> None:
-    def trainer(*arguments: Any, **rest: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        raise torch.OutOfMemoryError("while the weights were made")
-
-    train_ensemble(trainer)
-    runs = [bench.run(seed) for seed in range(4)]
-    worker.train("ensemble", [str(run.path) for run in runs], POLICY)
-    assert [reason(run) for run in runs] == ["signal SIGTERM; before it began"] * 4
-    assert states(*runs) == ["preempted"] * 4
-
-
-def test_an_ensemble_that_cannot_be_trained_fails_those_that_are_left(
-    bench: Bench, train_ensemble: Callable[[Trainer], None]
-) -> None:
-    def trainer(configs: Any, directories: Any, should_stop: Any, report: Any, on_end: Any, **rest: Any) -> None:
-        succeed(directories[1])
-        on_end(1, Ended("done", summary=SUMMARY))
-        raise UserError("model.width differs")
-
-    train_ensemble(trainer)
-    first, second = bench.run(1), bench.run(2)
-    worker.train("ensemble", [str(first.path), str(second.path)], POLICY)
-    assert states(first, second) == ["failed", "done"]
-    assert reason(first) == "model.width differs"
-
-
-# Jobs of several runs on SLURM
-
-
-class FakeSlurm:
-    """What SLURM would say, and what it was asked."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.fate, self.refusal, self.requeued = "running", None, list[str]()
-        self._monkeypatch = monkeypatch
-        monkeypatch.setattr(slurm, "fate", lambda job, restarts: self.fate)
-        monkeypatch.setattr(slurm, "requeue", self._requeue)
-        self.start(0)
-
-    def start(self, restarts: int) -> None:
-        values = {"SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
-        for name, value in values.items():
-            self._monkeypatch.setenv(name, value)
-        for name in ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
-            self._monkeypatch.delenv(name, raising=False)
-
-    def _requeue(self, job: str, restarts: int) -> str | None:
-        self.requeued.append(job)
-        return self.refusal
-
-
-@pytest.fixture
-def fake_slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    return FakeSlurm(monkeypatch)
-
-
-def ending(*ends: Ended) -> Trainer:
-    """An ensemble whose members end so, in their order."""
-
-    def trainer(configs: Any, directories: Any, should_stop: Any, report: Any, on_end: Any, **rest: Any) -> None:
-        assert len(configs) == len(ends)
-        os.kill(os.getpid(), signal.SIGUSR2)
-        should_stop()
-        for index, ended in enumerate(ends):
-            if ended.kind == "done":
-                succeed(directories[index])
-            on_end(index, ended)
-
-    return trainer
-
-
-STOPPED, DIVERGED, DONE = Ended("stopped", "stopped at step 3 of 9"), Ended("diverged", "rose"), Ended("done")
-
-
-def test_a_stopped_job_of_several_runs_is_requeued_once_and_goes_on_with_those_that_were_stopped(
-    bench: Bench, fake_slurm: FakeSlurm, train_ensemble: Callable[[Trainer], None]
-) -> None:
-    runs = [bench.run(seed) for seed in range(4)]
-    paths = [str(run.path) for run in runs]
-    train_ensemble(ending(STOPPED, DIVERGED, DONE, STOPPED))
-    with pytest.raises(SystemExit, match="1"):
-        worker.train("ensemble", paths, POLICY)
-    assert fake_slurm.requeued == ["7"]
-    assert states(*runs) == ["preempted", "diverged", "done", "preempted"]
-    fake_slurm.start(1)
-    train_ensemble(ending(DONE, DONE))  # the one that diverged would diverge again
-    worker.train("ensemble", paths, POLICY)
-    assert states(*runs) == ["done", "diverged", "done", "done"]
-    assert [run.state().attempt for run in runs] == [2, 1, 1, 2]
-    fake_slurm.start(0)  # another job: somebody wants it tried again
-    runs[1].set_state("diverged", job_id="6")
-    succeeding = lambda config, directory, **arguments: succeed(directory)  # noqa: E731
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("isoflop.train.loop.train", succeeding)
-        worker.train("ensemble", paths, POLICY)
-    assert states(*runs) == ["done"] * 4
-
-
-@pytest.mark.parametrize(
-    ("fate", "refusal", "requeues", "state", "says"),
-    [
-        ("cancelled", None, 20, "cancelled", "its job was cancelled in SLURM; signal SIGUSR2; stopped at step 3 of 9"),
-        ("running", None, 0, "failed", "had to stop again after 0 requeues, all that cluster.max_requeues allows"),
-        ("running", "Access denied", 20, "preempted", r"SLURM would not requeue its job \(Access denied\)"),
-    ],
-)
-def test_a_job_that_is_not_requeued_says_why_in_every_run_that_was_stopped(
-    fate: str, refusal: str | None, requeues: int, state: str, says: str,
-    bench: Bench, fake_slurm: FakeSlurm, train_ensemble: Callable[[Trainer], None],
-) -> None:  # fmt: skip
-    fake_slurm.fate, fake_slurm.refusal = fate, refusal
-    runs = [bench.run(seed) for seed in range(3)]
-    train_ensemble(ending(STOPPED, DONE, STOPPED))
-    with pytest.raises(worker.RunFailed, match=says.split(";")[0]):
-        worker.train("ensemble", [str(run.path) for run in runs], Policy(max_requeues=requeues))
-    assert states(*runs) == [state, "done", state]
-    for run in (runs[0], runs[2]):
-        with pytest.raises(AssertionError, match=says):
-            raise AssertionError(reason(run))
-
-
-def test_a_job_that_slurm_has_requeued_itself_is_not_requeued_again(
-    bench: Bench, fake_slurm: FakeSlurm, train_ensemble: Callable[[Trainer], None]
-) -> None:
-    fake_slurm.fate = "requeued"
-    train_ensemble(ending(STOPPED, STOPPED))
-    runs = [bench.run(1), bench.run(2)]
-    with pytest.raises(SystemExit):
-        worker.train("ensemble", [str(run.path) for run in runs], POLICY)
-    assert (fake_slurm.requeued, states(*runs)) == ([], ["preempted"] * 2)
-
-
-def test_a_job_fails_only_when_none_of_its_runs_is_done(
-    bench: Bench, fake_slurm: FakeSlurm, train_ensemble: Callable[[Trainer], None]
-) -> None:
-    """Scoring and branches depend on the job, and those of the runs that are done should not be lost."""
-    first = [str(bench.run(seed).path) for seed in (1, 2)]
-    train_ensemble(ending(DIVERGED, DONE))
-    worker.train("ensemble", first, POLICY)
-    second = [str(bench.run(seed).path) for seed in (3, 4)]
-    train_ensemble(ending(DIVERGED, DIVERGED))
-    with pytest.raises(worker.RunFailed, match=r"run \w+ diverged: rose; run \w+ diverged: rose"):
-        worker.train("ensemble", second, POLICY)
-
-
-# Processes that share a device
-
-CHILD = """
-import signal, sys, time
-from pathlib import Path
-from isoflop.sweeps.runs.directory import RunDirectory
-what, path, job = sys.argv[1:4]
-run = RunDirectory(Path(path))
-def stop(number, frame):
-    run.set_state("preempted", job_id=job, reason=signal.Signals(number).name)
-    sys.exit(0)
-signal.signal(signal.SIGUSR2, stop)
-if what == "taken":
-    sys.exit(75)
-run.set_state("running", job_id=job)
-if what == "done":
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    (run.path / "summary.json").write_text("{}")
-    run.set_state("done")
-else:
-    time.sleep(120)
-"""
-
-
-@pytest.fixture
-def children(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What the processes of runs do, by run id, in the place of training: done, taken or sleep."""
-    script: dict[str, str] = {}
-    start = attempt.subprocess.Popen
-
-    def popen(command: list[str], **arguments: Any) -> Any:
-        assert command[:3] == [sys.executable, "-m", "isoflop.sweeps.execute.attempt"]
-        return start([sys.executable, "-c", CHILD, script[Path(command[3]).name], *command[3:]], **arguments)
-
-    monkeypatch.setattr(attempt.subprocess, "Popen", popen)
-    return script
-
-
-def test_processes_that_share_a_device_are_told_to_stop_and_their_job_is_requeued_once(
-    bench: Bench, fake_slurm: FakeSlurm, children: dict[str, str]
-) -> None:
-    done, taken, one, two = runs = [bench.run(seed) for seed in range(4)]
-    taken.set_state("running", job_id="6")
-    children |= dict(zip([run.run_id for run in runs], ("done", "taken", "sleep", "sleep"), strict=True))
-
-    def stop() -> None:
-        until(lambda: states(done, one, two) == ["done", "running", "running"])
-        os.kill(os.getpid(), signal.SIGUSR2)
-
-    stopper = threading.Thread(target=stop)
-    stopper.start()
-    with pytest.raises(SystemExit), taken.lock():
-        worker.train("shared", [str(run.path) for run in runs], POLICY)
-    stopper.join()
-    assert states(*runs) == ["done", "running", "preempted", "preempted"]
-    assert reason(one) == reason(two) == "SIGUSR2"
-    assert fake_slurm.requeued == ["7"]
-
-
-def test_a_process_that_shares_a_device_is_the_only_rank_of_its_run_and_has_its_share_of_the_cores() -> None:
-    job = {
-        "SUBMITIT_EXECUTOR": "slurm", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1",
-        "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "2", "SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "x",
-        "RANK": "0", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "8", "CUDA_VISIBLE_DEVICES": "3", "PATH": "/bin",
-    }  # fmt: skip
-    assert detect(job).size == 2
-    alone = attempt.lone_environment(job, 3)
-    assert detect(alone) == Ranks(host=detect(alone).host)
-    assert set(alone) == {"CUDA_VISIBLE_DEVICES", "PATH", *attempt.THREADS}
-    assert {alone[name] for name in attempt.THREADS} == {"2"}
-    assert attempt.lone_environment(job, 16)["OMP_NUM_THREADS"] == "1"
-
-
-@pytest.fixture
-def mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Puts a script in the place of NVIDIA's daemon; returns the file where it writes what it is told."""
-    told = tmp_path / "told"
-
-    def install(script: str) -> Path:
-        program = tmp_path / "bin" / "nvidia-cuda-mps-control"
-        program.parent.mkdir(exist_ok=True)
-        program.write_text(f"#!/bin/sh\n{script}\n".replace("TOLD", str(told)))
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-        monkeypatch.setattr(attempt, "GPU_DRIVER", tmp_path)
-        monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
-        return told
-
-    return install
-
-
-def test_the_multi_process_service_has_folders_of_its_own_and_is_stopped(mps: Callable[[str], Path]) -> None:
-    told = mps('test -d "$CUDA_MPS_PIPE_DIRECTORY" && echo "$1 $(cat)" >> TOLD')
-    with attempt.multi_process_service() as places:
-        folders = [Path(places["CUDA_MPS_PIPE_DIRECTORY"]), Path(places["CUDA_MPS_LOG_DIRECTORY"])]
-        assert all(folder.is_dir() for folder in folders)
-        assert told.read_text().split() == ["-d"]
-    assert told.read_text().split() == ["-d", "quit"]
-    assert not any(folder.exists() for folder in folders)
-
-
-def test_without_the_multi_process_service_runs_take_turns(
-    mps: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = mps("echo not supported >&2; exit 3")
-    with attempt.multi_process_service() as places:
-        assert places == {}
-    assert "no CUDA MPS (not supported)" in capsys.readouterr().out
-    mps("echo started >> TOLD")
-    monkeypatch.setattr(attempt, "GPU_DRIVER", Path("/nonexistent"))
-    with attempt.multi_process_service() as places:
-        assert places == {}
-    assert not told.exists()
 
 
 def test_a_run_that_was_killed_is_settled_with_what_was_noted(bench: Bench) -> None:
@@ -875,45 +509,6 @@ def test_a_run_that_waits_for_a_job_which_has_not_ended_is_not_lost(
     slurm_says(monkeypatch, lambda job: (outcome, None))
     assert supervisor.settle_lost(bench.sweep, POLICY, set()) == []
     assert (states(run), attempts.read(run)) == (["queued"], [])
-
-
-def test_a_run_that_was_submitted_anew_alone_is_no_longer_its_old_queues(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = bench.run(1)
-    submitted(bench, [run], ["7_0"])
-    LaunchRecord(training={run.run_id: "95_0"}).write(bench.sweep)
-    run.set_state("queued", job_id="95_0")
-    slurm_says(monkeypatch, lambda job: ("FAILED", None))
-    assert supervisor.settle_lost(bench.sweep, POLICY, set()) == [run.run_id]
-
-
-def test_the_last_job_looks_for_lost_runs_while_it_holds_the_sweep_alone(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench.run(1)
-    steps: list[str] = []
-
-    def held() -> bool:
-        try:
-            with SweepDirectory(bench.sweep.path).lock():
-                return False
-        except AtWork:
-            return True
-
-    def note(step: str, answer: Any = None) -> Callable[..., Any]:
-        return lambda *arguments: steps.append(f"{step} {held()}") or answer  # type: ignore[func-returns-value]
-
-    monkeypatch.setattr(worker, "configuration", lambda sweep: SweepConfig())
-    monkeypatch.setattr(slurm, "live_jobs", note("live", set()))
-    monkeypatch.setattr(worker, "settle_lost", note("settle"))
-    monkeypatch.setattr("isoflop.sweeps.results.finish.write_results", note("finish"))
-    worker.finish_sweep(str(bench.sweep.path))
-    assert steps == ["live True", "settle True", "finish False"]
-    monkeypatch.setattr(worker, "SETTLE_SECONDS", 0.0)
-    with bench.sweep.lock():
-        worker.finish_sweep(str(bench.sweep.path))
-    assert steps[3:] == ["finish True"], "who holds it settles them"
 
 
 def test_the_unit_of_a_worker_that_died_is_settled_by_whoever_looks_first(

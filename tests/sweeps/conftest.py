@@ -1,0 +1,53 @@
+"""Fixtures of several files: the `isoflop` command, a sweep to change, and scripts in the place of SLURM's commands."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from isoflop.sweeps.cli import main as cli
+from isoflop.sweeps.runs.directory import SweepDirectory
+from small_runs import FakeSlurm
+
+
+@pytest.fixture
+def isoflop(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """Exit code, standard output and standard error of `isoflop ARGUMENTS`, run in this process."""
+
+    def command(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["isoflop", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(exit_.value.code or 0), captured.out, captured.err
+
+    return command
+
+
+@pytest.fixture
+def sweep(smoke: tuple[Path, str], tmp_path: Path) -> SweepDirectory:
+    """A copy of the smoke sweep, which is done, that a test may change."""
+    return SweepDirectory(Path(shutil.copytree(smoke[0], tmp_path / "smoke")))
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Puts a shell script of a given name before everything else on the PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+    def put(name: str, script: str) -> None:
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+
+    return put
+
+
+@pytest.fixture
+def fake_slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    return FakeSlurm(monkeypatch)
