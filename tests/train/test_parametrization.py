@@ -45,9 +45,9 @@ def test_groups_hold_every_tensor_once_with_the_rates_of_the_table(seed: int) ->
 
 
 def test_initial_sizes_are_those_of_the_table() -> None:
-    model = ModelConfig(width=256, depth=8, heads=4, vocab_size=512, tied_embeddings=False, qkv_bias=True)
+    model = ModelConfig(width=256, depth=4, heads=4, vocab_size=512, tied_embeddings=False, qkv_bias=True)
     gpt = build_model(model, OptimizerConfig(base_width=64), 8, 0)
-    branch = 1 / (2 * 8) ** 0.5
+    branch = 1 / (2 * 4) ** 0.5
     expected = {
         "embedding.weight": 1.0,
         "blocks.3.attention.qkv.weight": 1 / 16,
@@ -61,7 +61,7 @@ def test_initial_sizes_are_those_of_the_table() -> None:
         assert weights[name].std().item() == pytest.approx(std, rel=0.014), name
     assert weights["head.weight"].abs().max() == 0
     assert weights["blocks.3.attention.qkv_bias"].abs().max() == 0
-    mixed = build_model(replace(model, experts=32), OptimizerConfig(base_width=64), 8, 0).mixtures[0]
+    mixed = build_model(replace(model, depth=1, experts=32), OptimizerConfig(base_width=64), 8, 0).mixtures[0]
     assert mixed.router.weight.std().item() == pytest.approx(8 / 256, rel=0.04)  # of 8,192
     assert mixed.experts.gate_up.weight.std().item() == pytest.approx(1 / 16, rel=0.014)
     assert mixed.router.balance is not None
@@ -73,9 +73,9 @@ def test_initial_sizes_are_those_of_the_table() -> None:
 
 
 def change_of_logits(width: int, exponent: float, tied: bool) -> float:
-    """Root mean square change of the logits after three steps of Adam on one batch, over three seeds."""
+    """Root mean square change of the logits after three steps of Adam on one batch, over two seeds."""
     changes = []
-    for seed in range(3):
+    for seed in range(2):
         model = ModelConfig(width=width, depth=2, heads=width // 16, vocab_size=32, tied_embeddings=tied)
         optimizer = OptimizerConfig(learning_rate=3e-3, base_width=32, width_exponent=exponent, weight_decay=0.0)
         gpt = build_model(model, optimizer, 16, seed)
@@ -91,7 +91,7 @@ def change_of_logits(width: int, exponent: float, tied: bool) -> float:
             adam.step()
             adam.zero_grad()
         changes.append((gpt(tokens[:, :-1]).detach()[..., :32] - before).square().mean().sqrt().item())
-    return sum(changes) / 3
+    return sum(changes) / 2
 
 
 @pytest.mark.parametrize("tied", [False, True])
