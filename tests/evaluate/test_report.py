@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -120,9 +119,9 @@ def test_old_scores_without_the_newer_numbers_still_make_a_page_and_a_table() ->
     for key in ("flops", "N_non_embedding", "tokenizer", "precision", "checkpoint_sha256"):
         del scores[key]
     assert "0.300 ± 0.100" in Read(checkpoint_page(scores)).text
-    assert format_scores(scores).splitlines()[0].split() == [
-        "task", "items", "accuracy", "chance", "acc_norm", "gold", "BPB",
-    ]  # fmt: skip
+    title, row = format_scores(scores).splitlines()[:2]
+    assert title.split() == ["task", "items", "accuracy", "chance", "acc_norm", "gold", "BPB"]
+    assert "0.300 ± 0.100  0.250" in row
 
 
 def test_a_task_found_clean_is_said_and_not_listed_twice() -> None:
@@ -151,12 +150,12 @@ def test_the_plain_table_has_a_column_for_every_number_that_some_task_has() -> N
     assert any(line.startswith("broken has no score") for line in lines)
 
 
-@pytest.mark.parametrize("number_of_tasks", [5, 6])
-def test_many_cut_tasks_are_one_warning(number_of_tasks: int) -> None:
-    tasks = {f"mmlu_{place}": numbers(truncated_items=place + 1) for place in range(number_of_tasks)}
-    lines = [line for line in format_scores(header(tasks)).splitlines() if "were cut" in line]
-    assert len(lines) == (5 if number_of_tasks == 5 else 1)
-    assert f"{number_of_tasks} of 40" in lines[-1]
+def test_many_cut_tasks_are_one_warning() -> None:
+    for count, warnings in ((5, 5), (6, 1)):
+        tasks = {f"mmlu_{place}": numbers(truncated_items=place + 1) for place in range(count)}
+        lines = [line for line in format_scores(header(tasks)).splitlines() if "were cut" in line]
+        assert len(lines) == warnings
+        assert f"{count} of 40" in lines[-1]
 
 
 # Comparisons.
@@ -291,25 +290,19 @@ def test_the_policy_names_our_script_and_style_and_nothing_else() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("link", "kept"),
-    [("../runs/a/report.html", True), ("javascript:alert(1)", False), ("https://x.org/", False), ("//x.org", False),
-     ("\\\\x", False), ("a\nb", False), ("", False), (None, False)],
-)  # fmt: skip
-def test_links_are_relative_or_nothing(link: str | None, kept: bool) -> None:
-    assert sweep_report.safe_link(link) == (link if kept else None)
+def test_links_are_relative_or_nothing() -> None:
+    assert sweep_report.safe_link("../runs/a/report.html") == "../runs/a/report.html"
+    for link in ("javascript:alert(1)", "https://x.org/", "//x.org", "\\\\x", "a\nb", "", None):
+        assert sweep_report.safe_link(link) is None
 
 
 # Numbers.
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [(0, "0"), (7, "7"), (999, "999"), (1000, "1.00k"), (999_999, "1.00M"), (14960, "15.0k"), (1.3e9, "1.30B"),
-     (20.5e12, "20.5T"), (None, "–"), (math.nan, "–")],
-)  # fmt: skip
-def test_counts_have_three_digits_and_a_unit(value: float | None, said: str) -> None:
-    assert written.short_count(value) == said
+def test_counts_have_three_digits_and_a_unit() -> None:
+    said = {0: "0", 999: "999", 1000: "1.00k", 999_999: "1.00M", 14960: "15.0k", 20.5e12: "20.5T", None: "–"}
+    assert {value: written.short_count(value) for value in said} == said
+    assert written.short_count(math.nan) == "–"
 
 
 def test_one_is_no_plural_and_what_is_missing_is_not_none() -> None:
@@ -337,7 +330,7 @@ def test_missing_numbers_are_a_dash() -> None:
 def test_axes_hold_their_values_and_have_round_ticks() -> None:
     rng = np.random.default_rng(0)
     for log in (False, True):
-        for _ in range(200):
+        for _ in range(50):
             values = list(np.exp(rng.normal(0, 8, size=5)))
             axis = Axis.around(values, log)
             assert all(0 < axis.at(value) < 1 for value in values)
@@ -398,11 +391,11 @@ def test_a_task_falls_with_compute_only_where_every_budget_is_lower() -> None:
 
 def test_verdicts_are_words() -> None:
     clear, noise = signal_of(20), signal_of(3)
-    assert task_verdict({"acc": clear, "gold_bpb": clear}) == "BPB and accuracy tell runs apart"
-    assert task_verdict({"acc": noise, "gold_bpb": clear}) == "BPB tells runs apart, accuracy is noise"
-    assert task_verdict({"acc": None, "gold_bpb": clear}) == "BPB tells runs apart"
-    assert task_verdict({"acc": clear, "gold_bpb": noise}) == "accuracy tells runs apart, BPB is noise"
-    assert task_verdict({"acc": noise, "gold_bpb": noise}) == "noise: no two runs lie apart"
+    assert "BPB and accuracy tell" in task_verdict({"acc": clear, "gold_bpb": clear})
+    assert "accuracy is noise" in task_verdict({"acc": noise, "gold_bpb": clear})
+    assert "BPB is noise" in task_verdict({"acc": clear, "gold_bpb": noise})
+    assert task_verdict({"acc": None, "gold_bpb": clear}).startswith("BPB tells")
+    assert task_verdict({"acc": noise, "gold_bpb": noise}).startswith("noise")
     assert task_verdict({"acc": None, "gold_bpb": None}) == task_verdict({}) == "not known"
 
 
@@ -435,13 +428,12 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("runs", "items"), [(2, 10), (20, 10), (5, 100)])
-def test_runs_that_are_alike_are_called_clear_once_in_twenty_times(
-    kind: str, runs: int, items: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(paired, "DRAWS", 400)
-    rng, trials = np.random.default_rng([runs, items]), 400
+@pytest.mark.parametrize(
+    ("kind", "runs", "items"),
+    [("normal", 2, 10), ("normal", 20, 10), ("spread", 5, 100), ("right or wrong", 20, 10), ("skew", 5, 100)],
+)
+def test_runs_that_are_alike_are_called_clear_once_in_twenty_times(kind: str, runs: int, items: int) -> None:
+    rng, trials = np.random.default_rng([runs, items]), 200
     found = [compare(by_run(KINDS[kind](rng, runs, items)), []) for _ in range(trials)]
     wrong = sum(one is not None and one.clear for one in found)
     assert wrong <= scipy.stats.binom.isf(1e-3, trials, 0.05)  # of a true level of 5 % once in a thousand times
@@ -461,7 +453,7 @@ def test_a_run_that_is_better_is_found(runs: int) -> None:
     assert found >= scipy.stats.binom.ppf(1e-3, trials, 0.9)
 
 
-@pytest.mark.parametrize(("better", "clear"), [(0.0, False), (0.12, True), (0.5, True)])
+@pytest.mark.parametrize(("better", "clear"), [(0.0, False), (0.12, True)])
 def test_the_page_and_the_fit_say_one_thing_of_a_task(better: float, clear: bool) -> None:
     rng, rows = np.random.default_rng(0), make_rows(("t",))
     ease, skill = rng.random(400), np.argsort(np.argsort([-row["loss"] for row in rows])) / len(rows)
@@ -541,12 +533,6 @@ def test_no_two_columns_of_a_task_contradict_each_other() -> None:
     assert "BPB falls with every budget 0 of 1" in read.text
     few = Read(sweep_report.sweep_page(rows, dict(list(answers_to(rows).items())[1:]), "spine", {}))
     assert "Without a file of items, and so not compared with the others: 1 of 20 runs." in few.text
-
-
-def test_one_pair_of_many_is_not_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paired, "compare", lambda *_: replace(signal_of(20), apart=1 / 276))
-    rows = make_rows()
-    assert "20.00 over 4.00, <1 %" in Read(sweep_report.sweep_page(rows, answers_to(rows), "spine", {})).text
 
 
 def test_every_checkpoint_is_a_dot_in_every_panel() -> None:
