@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +92,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contamination, "_OVERLAP_TOKENS", 400)
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-@pytest.mark.parametrize("ngram", [3, 13])
+@pytest.mark.parametrize(("tokenizer", "ngram"), [("bytes", 3), ("bpe", 13)])
 def test_overlaps_are_those_of_a_brute_force_search(
     tmp_path: Path, tokenizer: str, ngram: int, small_chunks: None
 ) -> None:
@@ -114,9 +112,7 @@ def test_overlaps_are_those_of_a_brute_force_search(
     assert overlaps(shards, suite_of(tmp_path, items), ngram)["quiz"] == expected
 
 
-def test_a_planted_item_is_found_whatever_its_case_and_punctuation_and_twelve_of_its_words_are_not(
-    tmp_path: Path,
-) -> None:
+def test_a_planted_item_is_found_whatever_its_case_and_punctuation(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     items = [{"question": " ".join(f"q{place}w{i}" for i in range(12)), "answer": "yes"} for place in range(4)]
     filler = [text_of(rng, 100) for _ in range(20)]
@@ -252,26 +248,24 @@ def leaked(tmp_path: Path) -> tuple[Shards, Suite]:
     return shards, suite_of(tmp_path, [{"question": training_texts(shards)[0], "answer": "no"}])
 
 
-def counting(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    calls: list[int] = []
-    stream = contamination._stream
-    monkeypatch.setattr(contamination, "_stream", lambda *args: (calls.append(1), stream(*args)))
-    return lambda: len(calls)
-
-
-def test_results_are_kept_by_text_items_and_length(
-    tmp_path: Path, leaked: tuple[Shards, Suite], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_are_kept_by_text_items_and_length(tmp_path: Path, leaked: tuple[Shards, Suite]) -> None:
     shards, suite = leaked
-    streamed, cache = counting(monkeypatch), tmp_path / "cache"
-    assert overlaps(shards, suite, cache=cache) == overlaps(shards, suite, cache=cache) == {"quiz": {0}}
-    assert streamed() == 1
+    cache = tmp_path / "cache"
+
+    def kept() -> int:
+        return len(list((cache / "contamination").iterdir()))
+
+    assert overlaps(shards, suite, cache=cache) == {"quiz": {0}}
+    (file,) = (cache / "contamination").iterdir()
+    before = file.stat().st_mtime_ns
+    assert overlaps(shards, suite, cache=cache) == {"quiz": {0}}
+    assert file.stat().st_mtime_ns == before  # read, not computed
     overlaps(shards, suite, 12, cache=cache)
     other = suite_of(tmp_path, [{"question": "other " * 20, "answer": "no"}], "other")
     both = Suite("both", suite.tasks | other.tasks)
     assert overlaps(shards, both, cache=cache) == {"quiz": {0}, "other": set()}
     assert overlaps(shards_of(tmp_path / "more", ["a b", "c d"]), suite, cache=cache) == {"quiz": set()}
-    assert streamed() == 4
+    assert kept() == 4
 
 
 def test_a_damaged_result_is_computed_again(tmp_path: Path, leaked: tuple[Shards, Suite]) -> None:
@@ -286,36 +280,10 @@ def test_a_damaged_result_is_computed_again(tmp_path: Path, leaked: tuple[Shards
         assert file.read_text() == whole
 
 
-def test_an_interrupt_leaves_nothing(
-    tmp_path: Path, leaked: tuple[Shards, Suite], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shards, suite = leaked
-
-    def interrupted(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(contamination, "_look_up", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            overlaps(shards, suite, cache=tmp_path)
-    assert not (tmp_path / "contamination").exists()
-    assert overlaps(shards, suite, cache=tmp_path) == {"quiz": {0}}
-
-
 def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, leaked: tuple[Shards, Suite]) -> None:
     (tmp_path / "contamination").write_text("a file where the folder would be")
     with pytest.raises(UserError, match="cannot be written"):
         overlaps(*leaked, cache=tmp_path)
-
-
-def test_progress_says_how_much_was_read_and_how_fast(
-    leaked: tuple[Shards, Suite], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(contamination, "_SAY_SECONDS", 0.0)
-    lines: list[str] = []
-    overlaps(*leaked, progress=lines.append)
-    assert lines
-    assert re.fullmatch(r"contamination: 0 of 0 MB of text, [\d,]+ MB/s, 0 min left", lines[-1])
 
 
 # Words and hashes
@@ -323,7 +291,7 @@ def test_progress_says_how_much_was_read_and_how_fast(
 
 def test_equal_words_have_equal_hashes_and_others_do_not() -> None:
     rng = np.random.default_rng(5)
-    text = text_of(rng, 5000)
+    text = text_of(rng, 2000)
     words = plain_words(text)
     hashes = word_hashes(normalised(text)).tolist()
     assert len(hashes) == len(words)
@@ -333,13 +301,6 @@ def test_equal_words_have_equal_hashes_and_others_do_not() -> None:
         hashed = gram_hashes(word_hashes(normalised(text)), length).tolist()
         assert len(hashed) == len(grams)
         assert len({*zip(grams, hashed, strict=True)}) == len(set(grams)) == len(set(hashed))
-
-
-def test_hashes_spread_over_all_bits() -> None:
-    words = word_hashes(normalised(" ".join(str(i) for i in range(20_000))))
-    shares = [float(((words >> np.uint64(bit)) & np.uint64(1)).mean()) for bit in range(64)]
-    assert len(set(words.tolist())) == 20_000
-    assert 0.5 - 0.02 < min(shares) <= max(shares) < 0.5 + 0.02  # 5.6 standard deviations of a fair coin
 
 
 def test_documents_in_bytes_are_normalised_as_texts_are() -> None:

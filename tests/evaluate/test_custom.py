@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from isoflop.evaluate.harness import CheckpointLM
 from isoflop.evaluate.tasks.custom import load_custom, read_questions, task_name
 from isoflop.evaluate.tasks.suite import SuiteTask
 from isoflop.evaluate.tasks.tasks import anchored, load_suite
+from isoflop.train.data.tokenizers import ByteTokenizer
 from isoflop.train.errors import UserError
+from simple_models import bigram, score_task
 
 CAPITALS: list[dict[str, Any]] = [
     {"question": "The capital of France is", "choices": ["Lyon", "Paris"], "answer": 1},
@@ -59,13 +63,8 @@ def test_a_file_with_choices_is_a_multiple_choice_task_asked_word_for_word(tmp_p
     assert [right(entry, place) for place in range(4)] == [1, 0, 1, 0]
     assert entry.subset["of"] == entry.subset["items"] == 4
     assert entry.subset["source"] == "capitals.jsonl"
-
-
-def test_lm_eval_counts_the_right_choices(tmp_path: Path) -> None:
-    entry = load_custom(write(tmp_path / "capitals.jsonl", CAPITALS))["capitals"]
     docs: Any = entry.task.eval_docs
-    scores = entry.task.process_results(docs[0], [(-9.0, False), (-1.0, True)])
-    assert scores == {"acc": 1.0, "acc_norm": 1.0}
+    assert entry.task.process_results(docs[0], [(-9.0, False), (-1.0, True)]) == {"acc": 1.0, "acc_norm": 1.0}
     assert entry.task.process_results(docs[1], [(-9.0, False), (-1.0, True), (-2.0, False)])["acc"] == 0.0
 
 
@@ -155,7 +154,6 @@ def test_more_examples_than_lines_are_refused(tmp_path: Path) -> None:
 
 COMPLAINTS: list[tuple[list[Any], str]] = [
     ([], "holds no items"),
-    (["", "  "], "holds no items"),
     (["{"], "line 1 of .* is not JSON"),
     ([CAPITALS[0], "[1]"], "line 2 of .* holds list, not an object"),
     ([CAPITALS[0], {"question": "q", "answer": "a"}], "line 2 of .* has no choices and line 1 has some"),
@@ -163,20 +161,13 @@ COMPLAINTS: list[tuple[list[Any], str]] = [
     ([{"answer": "a"}], "line 1 of .* has no 'question'; it has answer"),
     ([{"question": "q"}], "line 1 of .* has no 'answer'; it has question"),
     ([{"question": " ", "answer": "a"}], 'question is " "; it must be a text that is not blank'),
-    ([{"question": 3, "answer": "a"}], "question is 3; it must be a text"),
     ([{"question": "q", "answer": 3}], "answer is 3; it must be a text"),
-    ([{"question": "q", "context": 3, "answer": "a"}], "context is 3; it must be a text"),
     ([{"question": "q", "choices": ["a"], "answer": 0}], r'choices is \["a"\]; it must be a list of two texts or more'),
-    ([{"question": "q", "choices": "ab", "answer": 0}], 'choices is "ab"; it must be a list'),
-    ([{"question": "q", "choices": ["a", 1], "answer": 0}], r"choices\[1\] is 1; it must be a text"),
     ([{"question": "q", "choices": ["a", ""], "answer": 0}], r'choices\[1\] is ""; it must be a text'),
     ([{"question": "q", "choices": ["a", "a"], "answer": 0}], r'choices\[1\] is "a" once more; choices must differ'),
     ([{"question": "q", "choices": ["x", "y"], "answer": 2}], r"answer is 2; .* place of a choice \(0 to 1\)"),
-    ([{"question": "q", "choices": ["x", "y"], "answer": -1}], "answer is -1; it must be"),
     ([{"question": "q", "choices": ["x", "y"], "answer": True}], "answer is true; it must be"),
-    ([{"question": "q", "choices": ["x", "y"], "answer": 0.5}], "answer is 0.5; it must be"),
     ([{"question": "q", "choices": ["x", "y"], "answer": "C"}], r'answer is "C"; .* its letter \(A to B\)'),
-    ([{"question": "q", "choices": ["x", "y"]}], "answer is null; it must be"),
     ([{"question": "q", "choises": ["x", "y"], "answer": "x"}], "has a field 'choises' and no 'choices'"),
 ]  # fmt: skip
 
@@ -259,14 +250,10 @@ def test_templates_groups_and_functions_work(folder: Path) -> None:
     (folder / "loud.yaml").write_text("task: loud\ninclude: _base.yaml\ndoc_to_text: !function utils.shout\n")
     (folder / "quiet.yaml").write_text("task: quiet\ninclude: _base.yaml\ntag: [calm]\n")
     (folder / "sub").mkdir()
+    within = SUM.replace("sums", "within").replace("data/within", "../data/sums").replace("data/ex", "../data/ex")
     (folder / "sub" / "all.yaml").write_text(
-        "group: all\ntask:\n  - loud\n  - task: quiet\n    doc_to_text: 'q {{q}}'\n"
-        + "  - "
-        + SUM.replace("sums", "within")
-        .replace("data/within", "../data/sums")
-        .replace("data/ex", "../data/ex")
-        .strip()
-        .replace("\n", "\n    ")
+        "group: all\ntask:\n  - loud\n  - task: quiet\n    doc_to_text: 'q {{q}}'\n  - "
+        + within.strip().replace("\n", "\n    ")
     )
     with pytest.raises(UserError, match=r"loud.yaml runs Python of its own \(!function\); .* --allow-code, or"):
         load_custom(folder, limit=3)
@@ -297,17 +284,13 @@ def test_a_single_yaml_file_is_its_own_tasks_alone(folder: Path) -> None:
     [
         ({"sums.yaml": "a: [1"}, "sums.yaml is not what it must be: while parsing a flow sequence"),
         ({"sums.yaml": "- 1"}, "sums.yaml is not what it must be: Expected object, got array"),
-        ({"sums.yaml": "a: " + "[" * 100_000}, "sums.yaml is nested too deeply"),
         ({"sums.yaml": "task: &a [{task: *a}]"}, "sums.yaml is nested too deeply"),
         ({"sums.yaml": "dataset_path: json"}, "defines no task"),
         ({"again.yaml": SUM}, "task 'sums' is defined in .*again.yaml and in .*sums.yaml"),
-        ({"sums.yaml": "task: 3"}, "its name is 3"),
         ({"sums.yaml": SUM + "include: 3"}, r"Expected str \| array, got int at \$.include"),
-        ({"sums.yaml": SUM + "tag: {a: b}"}, r"got object at \$.tag"),
         ({"sums.yaml": "task: x\ninclude: nothing.yaml"}, "includes 'nothing.yaml'; it must be a file beside it"),
         ({"sums.yaml": "task: x\ninclude: sums.yaml"}, "includes itself"),
         ({"sums.yaml": SUM.replace("sums.jsonl", "none.jsonl")}, "task 'sums' of .* cannot be loaded"),
-        ({"sums.yaml": SUM.replace("{{q}}", "{{q")}, "task 'sums' of .* cannot be"),
         ({"sums.yaml": SUM + "doc_to_choice: !function utils.none"}, "sums.yaml runs Python of its own"),
         ({"group.yaml": "group: all\ntask: [sum]"}, "has the task 'sum', which is not defined; .* sums"),
         ({"sums.yaml": SUM + "unsafe_code: true"}, "runs generated code"),
@@ -364,24 +347,11 @@ def test_a_sweep_refuses_a_folders_python_before_anything_is_trained(folder: Pat
 
 def test_a_model_is_scored_on_a_file_and_its_gold_answers_in_bits_per_byte(tmp_path: Path) -> None:
     """The whole way, on a model that gives every byte the same probability."""
-    import torch
-    from isoflop.evaluate.harness import CheckpointLM
-    from isoflop.train.config import ModelConfig
-    from isoflop.train.data.tokenizers import ByteTokenizer
-    from isoflop.train.model.gpt import GPT
-    from simple_models import score_task
-
-    model = GPT(ModelConfig(width=16, depth=1, heads=2, vocab_size=256), 64)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    lm = CheckpointLM(model, ByteTokenizer(), 64)
+    lm = CheckpointLM(bigram(torch.zeros(256, 256)), ByteTokenizer(), 64)
     rows = [{"question": "2 + 2 =", "answer": "four"}, {"question": "2 + 3 =", "answer": "five"}]
     scores = score_task(lm, load_custom(write(tmp_path / "sums.jsonl", rows))["sums"])
-    scores = scores[0] if isinstance(scores, tuple) else scores
     assert math.isclose(scores["gold_bpb"], 8.0, rel_tol=1e-6)  # log2(256)
     quiz = score_task(lm, load_custom(write(tmp_path / "capitals.jsonl", CAPITALS))["capitals"])
-    quiz = quiz[0] if isinstance(quiz, tuple) else quiz
     assert quiz["chance"] == pytest.approx((0.5 + 1 / 3 + 0.5 + 0.5) / 4)
     assert math.isclose(quiz["gold_bpb"], 8.0, rel_tol=1e-6)
 
