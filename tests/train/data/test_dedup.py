@@ -46,7 +46,7 @@ def jaccard_of(texts: list[str], n: int = 5) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 13])
+@pytest.mark.parametrize("n", [1, 5, 13])
 def test_hashed_ngrams_are_the_ngrams(n: int) -> None:
     texts = texts_with_duplicates()
     hashes, offsets = shingles.ngrams(texts, n)
@@ -77,7 +77,7 @@ def test_jaccard_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_signatures_estimate_jaccard_without_bias_as_datasketch_does() -> None:
     datasketch = pytest.importorskip("datasketch")
-    corpus = planted_corpus(1200, pairs=150)
+    corpus = planted_corpus(600, pairs=75)
     for similarity, pairs in corpus.pairs.items():
         exact = exact_jaccard(corpus.texts, pairs)
         signed = shingles.signatures(*shingles.ngrams(corpus.texts, 5))
@@ -94,7 +94,7 @@ def test_signatures_estimate_jaccard_without_bias_as_datasketch_does() -> None:
         assert abs(np.mean(theirs) - exact[:50].mean() - ours[:50].mean()) < 8 * error / np.sqrt(50)
 
 
-@pytest.mark.parametrize("threshold", [recipe.LEAST_NEAR, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95])
+@pytest.mark.parametrize("threshold", [recipe.LEAST_NEAR, 0.5, 0.8, 0.95])
 def test_bands_find_what_they_promise(threshold: float) -> None:
     bands, rows = shingles.bands_and_rows(threshold)
     assert bands * rows <= shingles.SLOTS
@@ -133,7 +133,7 @@ def clusters(near: np.ndarray) -> np.ndarray:
 def test_near_duplicates_are_the_clusters_of_all_pairs(threshold: float) -> None:
     """But for the pairs that LSH may miss, at most 2 % at the threshold; nothing that is no duplicate goes."""
     missed = total = 0
-    for seed in range(3):
+    for seed in range(2):
         texts = texts_with_duplicates(seed=seed)
         held = np.random.default_rng(seed).random(len(texts)) < 0.1
         found, digests = deduplicated(texts, held, threshold)
@@ -208,7 +208,7 @@ def test_the_bloom_filter_removes_what_a_set_would() -> None:
 
 def test_planted_pairs_are_recalled_and_nothing_else_goes() -> None:
     rows = {
-        row["case"].removeprefix("near duplicates, "): row["ours"] for row in bench_dedup(6000, sample=0, pairs=300)
+        row["case"].removeprefix("near duplicates, "): row["ours"] for row in bench_dedup(3000, sample=0, pairs=200)
     }
     assert rows["pairs at 0.8 found"] >= 0.95
     assert rows["pairs at 0.9 found"] >= 0.99

@@ -100,11 +100,11 @@ def test_datatrove_removes_the_same_documents(monkeypatch: pytest.MonkeyPatch) -
     ):
         monkeypatch.setattr(module, "split_into_words", lambda text, language: text.split())
         peer = getattr(module, kind)()
-        for text in messy_texts(600):
+        for text in messy_texts(300):
             theirs = peer.filter(Document(text=text, id="0"))
             assert (ours(text) is None) == (theirs is True), (ours(text), theirs, text)
             kept += theirs is True
-    assert 200 < kept < 1000  # both answers were asked for
+    assert 100 < kept < 500  # both answers were asked for
 
 
 def reasons(word: str, texts: list[str]) -> list[str | None]:
