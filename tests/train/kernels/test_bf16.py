@@ -133,26 +133,19 @@ def check(case: Case) -> None:
 
 CASES = [
     Case(16, 1),
-    Case(16, 2, heads=2),
     Case(32, 31, heads=4, kv_heads=2, batch=2),
-    Case(64, 129, heads=3),
-    Case(96, 65, heads=2, kv_heads=2),
-    Case(128, 128, heads=2),
+    Case(64, 129),
     Case(256, 33),
-    Case(16, 33, heads=16),
     Case(16, 130, window=1, kv_heads=2, heads=2),  # rows that see only themselves
     Case(16, 40, documents=200),  # nearly as many documents as tokens
-    Case(32, 130, heads=4, kv_heads=2, window=33, documents=4, batch=2),
+    Case(32, 130, heads=2, window=33, documents=4),
 ]
 MORE = [
-    *(Case(head_dim, time, 2) for head_dim in flash.HEAD_DIMS for time in (63, 64, 127, 257)),
+    *(Case(head_dim, time) for head_dim in flash.HEAD_DIMS for time in (64, 257)),
     Case(16, 300, heads=16),
-    Case(16, 1025),
     Case(64, 513, window=512),
     Case(64, 1024, window=129, documents=5),
-    Case(16, 2048, window=200),
     Case(16, 2049, window=100),
-    Case(128, 1025),
 ]
 
 
@@ -167,13 +160,13 @@ def drawn(seed: int, longest: int) -> Case:
     )
 
 
-@pytest.mark.parametrize("case", [*CASES, *(drawn(seed, 70) for seed in range(4))], ids=str)
+@pytest.mark.parametrize("case", [*CASES, drawn(0, 70), drawn(1, 70)], ids=str)
 def test_attention_errs_no_more_than_pytorchs(case: Case) -> None:
     check(case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*MORE, *(drawn(seed, 200) for seed in range(100, 120))], ids=str)
+@pytest.mark.parametrize("case", [*MORE, *(drawn(seed, 200) for seed in range(100, 108))], ids=str)
 def test_more_attention_errs_no_more_than_pytorchs(case: Case) -> None:
     check(case)
 

@@ -46,33 +46,23 @@ def check(cases: list[str]) -> list[Row]:
     return rows
 
 
-@needs_triton
-@pytest.mark.slow
-def test_the_usual_launches_spill_nothing_and_use_tensor_cores(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = check([f"{arch}:bfloat16:{case}" for arch in GPUS for case in ("128", "loss")])
-    print_kernels(rows)
-    assert "nothing was run" in capsys.readouterr().out
-
-
 EVERY = list(itertools.product(GPUS, ("bfloat16", "float16", "tf32", "float32"), (*HEAD_DIMS, "loss"), ("", ":whole")))
 LAUNCHES = [launch for launch in EVERY if launch[2:] != ("loss", ":whole")]
 
 
-def launches(chosen: Sequence[tuple[int, str, int | str, str]]) -> None:
-    check([f"{arch}:{dtype}:{size}{mask}" for arch, dtype, size, mask in chosen])
-
-
 @needs_triton
-@pytest.mark.slow
-def test_launches_with_any_two_settings_spill_nothing_and_use_tensor_cores() -> None:
-    launches(covering(LAUNCHES))
-
-
-@needs_triton
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("arch", GPUS)
-def test_every_launch_spills_nothing_and_uses_tensor_cores(arch: int) -> None:
-    launches([launch for launch in LAUNCHES if launch[0] == arch])
+@pytest.mark.parametrize(
+    "launches",
+    [
+        pytest.param(covering(LAUNCHES), id="any two settings", marks=pytest.mark.slow),
+        pytest.param(LAUNCHES, id="every one", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_launches_spill_nothing_and_use_tensor_cores(
+    launches: Sequence[tuple[int, str, int | str, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_kernels(check([f"{arch}:{dtype}:{size}{mask}" for arch, dtype, size, mask in launches]))
+    assert "nothing was run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -80,9 +70,7 @@ def test_every_launch_spills_nothing_and_uses_tensor_cores(arch: int) -> None:
     [
         (80, 255, 0, 8, 0, (1, "registers")),
         (80, 168, 0, 4, 0, (3, "registers")),  # 12 warps, of three a part
-        (90, 32, 113 * 1024, 4, 0, (2, "shared memory")),
         (90, 32, 114 * 1024, 4, 0, (1, "shared memory")),  # each takes a KiB more
-        (80, 32, 0, 16, 0, (4, "registers")),
         (80, 16, 0, 16, 0, (4, "warps")),
         (80, 16, 0, 1, 0, (32, "warps")),  # programs at most
         (100, 64, 1024, 4, 256, (2, "tensor memory")),
@@ -103,7 +91,7 @@ def test_the_model_is_the_larger_of_flops_and_bytes() -> None:
     assert seconds == pytest.approx(16384 * 32768 * 8 / 2.04e12)
 
 
-@pytest.mark.parametrize("text", ["70:bfloat16:64", "80:int8:64", "80:bfloat16:80", "80:bfloat16:loss:whole", ""])
+@pytest.mark.parametrize("text", ["70:bfloat16:64", "80:int8:64", "80:bfloat16:loss:whole", ""])
 def test_a_case_that_is_none_is_refused_in_a_sentence(text: str) -> None:
     with pytest.raises(UserError, match="it must be ARCHITECTURE:TYPE:HEAD_SIZE"):
         Case.parse(text)

@@ -30,11 +30,12 @@ def draw(rows: int, columns: int, vocab_size: int, dtype: torch.dtype) -> tuple[
     return logits.to(DEVICE, dtype), torch.randint(vocab_size, (rows,), generator=generator).to(DEVICE)
 
 
-@pytest.mark.parametrize(("columns", "vocab_size"), [(2, 2), (16, 16), (100, 51), (128, 128), (640, 513), (1024, 1000)])
-@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize(
+    ("columns", "vocab_size", "z_loss"), [(2, 2, 0.0), (100, 51, 1e-2), (128, 128, 1e-2), (640, 513, 1e-2)]
+)
 @TYPES
 def test_loss_and_derivative_are_the_textbooks(
-    dtype: torch.dtype, tolerance: float, z_loss: float, columns: int, vocab_size: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, tolerance: float, columns: int, vocab_size: int, z_loss: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel, "LONGEST_BLOCK", 256)  # several blocks a row, the last of them with and without padding
     logits, targets = draw(9, columns, vocab_size, dtype)
@@ -47,17 +48,6 @@ def test_loss_and_derivative_are_the_textbooks(
         torch.testing.assert_close(losses.double(), wanted.detach(), rtol=2e-6, atol=2e-6)
         assert (found[:, :vocab_size].double() / scale - slope).norm() < tolerance * slope.norm()
         assert found[:, vocab_size:].count_nonzero() == 0
-
-
-@TYPES
-def test_it_is_its_reference(dtype: torch.dtype, tolerance: float) -> None:
-    logits, targets = draw(7, 384, 300, dtype)
-    for scale in (0.0, 1.0):
-        theirs, slope = cross_entropy_reference(logits.clone(), targets, 300, 1e-3, scale)
-        ours, found = kernel.fused_cross_entropy(logits.clone(), targets, 300, 1e-3, scale)
-        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
-        if scale:
-            torch.testing.assert_close(found, slope, rtol=tolerance, atol=tolerance / 100)
 
 
 def test_without_a_derivative_the_logits_stay() -> None:

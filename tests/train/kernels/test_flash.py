@@ -109,26 +109,19 @@ def check(case: Case) -> None:
 DOCUMENTS = (0, 17, 100, 130, 131, 180, 260)
 CASES = [
     Case(16, 1, dtype=torch.float16),
-    Case(32, 17, heads=4, batch=2),
-    Case(64, 130, heads=3, kv_heads=1),
+    Case(64, 17, heads=3, kv_heads=1, batch=2),
     Case(96, 100, heads=1, kv_heads=1, dtype=torch.float16),
-    Case(128, 130, heads=2, kv_heads=1, dtype=torch.float16),
-    Case(256, 17, heads=1, kv_heads=1, dtype=torch.float16),
     Case(256, 17, heads=1, kv_heads=1),
-    Case(16, 130, window=40, batch=2, heads=1, kv_heads=1),
+    Case(16, 130, window=1, heads=1, kv_heads=1, dtype=torch.float16),
     Case(16, 130, lengths=DOCUMENTS, batch=2, heads=2, kv_heads=1),
-    Case(16, 300, window=1, heads=1, kv_heads=1, dtype=torch.float16),
-    Case(32, 130, window=33, lengths=DOCUMENTS, batch=2, heads=4, kv_heads=2, dtype=torch.float16),
+    Case(32, 130, window=33, lengths=DOCUMENTS, batch=2, heads=2, kv_heads=1),
 ]
-MORE = [  # every size of a head in either type and under every mask; more heads and rows are more of the same programs
-    Case(head_dim, time, heads, 1, dtype, window, lengths, batch)
-    for head_dim in HEAD_DIMS
-    for time, heads, dtype, window, lengths, batch in (
-        (300, 1, torch.float16, None, None, 1),
-        (130, 2, torch.float32, 65, None, 1),
-        (130, 2, torch.float16, 40, DOCUMENTS, 2),
-    )
-] + [Case(64, 700, 1, 1, torch.float16, 200, (0, 350, 700)), Case(64, 513, 1, 1, torch.float32, 129)]
+# Every size of a head in either type; more heads and rows are more of the same programs.
+MORE = [
+    *(Case(head_dim, 130, 2, 1, torch.float16, 40, DOCUMENTS, 2) for head_dim in HEAD_DIMS),
+    *(Case(head_dim, 130, 1, 1, torch.float32, 65) for head_dim in HEAD_DIMS),
+    Case(64, 700, 1, 1, torch.float16, 200, (0, 350, 700)),
+]
 
 
 @needs_triton
@@ -176,7 +169,7 @@ def test_the_reference_is_pytorchs_own_attention() -> None:
 
 
 @needs_triton
-def test_nothing_changes_for_queries_that_cannot_see_what_changed() -> None:
+def test_what_a_query_cannot_see_changes_nothing_and_gets_a_gradient_of_0() -> None:
     case = Case(16, 130, window=50, lengths=(0, 80, 130), heads=1, kv_heads=1)
     fused, first = case.inputs()
     changed = fused.clone()
@@ -185,25 +178,16 @@ def test_nothing_changes_for_queries_that_cannot_see_what_changed() -> None:
     differs = (before != after).any(-1).flatten()
     # Token 30 is seen by itself and the 49 tokens after it, of its own document.
     assert differs.nonzero().flatten().tolist() == list(range(30, 80))
-
-
-@needs_triton
-def test_keys_that_the_loss_cannot_see_get_a_gradient_of_exactly_0() -> None:
-    case = Case(16, 130, window=50, lengths=(0, 80, 130), heads=1, kv_heads=1)
-    fused, first = case.inputs()
-    query, key, value = (x.detach().requires_grad_() for x in case.split(fused))
-    flash_attention(query, key, value, first=first, window=50)[:, 70].sum().backward()
-    assert key.grad is not None
-    assert value.grad is not None
-    assert query.grad is not None
-    assert value.grad[0, :, 0, 0].nonzero().flatten().tolist() == list(range(21, 71))
-    assert key.grad[0].abs().sum((1, 2)).nonzero().flatten().tolist() == list(range(21, 71))
-    assert query.grad[0].abs().sum((1, 2)).nonzero().flatten().tolist() == [70]
+    fused.requires_grad_()
+    flash_attention(*case.split(fused), first=first, window=50)[:, 70].sum().backward()
+    assert fused.grad is not None
+    reached = [x[0].abs().sum((1, 2)).nonzero().flatten().tolist() for x in case.split(fused.grad)]
+    assert reached == [[70], list(range(21, 71)), list(range(21, 71))]
 
 
 @needs_triton
 def test_two_backward_passes_give_the_same_bits() -> None:
-    case = Case(16, 130, heads=4, kv_heads=1, lengths=(0, 70, 130))
+    case = Case(16, 70, heads=2, kv_heads=1, lengths=(0, 30, 70))
     fused, first = case.inputs()
 
     def gradient() -> Tensor:
@@ -217,8 +201,8 @@ def test_two_backward_passes_give_the_same_bits() -> None:
 
 @needs_triton
 def test_the_ops_pass_pytorchs_own_check() -> None:
-    case = Case(16, 20, heads=2, kv_heads=1)
-    fused, first = Case(16, 20, heads=2, kv_heads=1, lengths=(0, 5, 20)).inputs()
+    case = Case(16, 6, heads=2, kv_heads=1, lengths=(0, 2, 6))
+    fused, first = case.inputs()
     arguments = [x.detach().requires_grad_() for x in case.split(fused)]
     torch.library.opcheck(torch.ops.isoflop.flash_forward, (*arguments, first, 0.25))
     arguments = [x.detach() for x in arguments]
@@ -232,11 +216,11 @@ def test_the_ops_pass_pytorchs_own_check() -> None:
 
 @needs_triton
 def test_compiled_whole_and_recomputed_it_gives_the_same_gradients() -> None:
-    case = Case(16, 40, heads=2, kv_heads=1, lengths=(0, 30, 40))
+    case = Case(16, 12, heads=2, kv_heads=1, lengths=(0, 9, 12))
     fused, first = case.inputs()
 
     def loss(x: Tensor) -> Tensor:
-        return flash_attention(*case.split(x * 2), first=first, window=20).square().sum()
+        return flash_attention(*case.split(x * 2), first=first, window=6).square().sum()
 
     def gradient(function: Any) -> Tensor:
         x = fused.clone().requires_grad_()
@@ -290,20 +274,17 @@ def call(head_dim: int = 16, kv_heads: int = 2, dtype: torch.dtype = torch.float
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "says"),
     [
-        ({"head_dim": 80}, "head size 80 is not one that the kernel takes: 16, 32, 64, 96, 128, 256"),
-        ({"kv_heads": 3}, "heads 4 must be a multiple of kv_heads 3"),
-        ({"dtype": torch.float64}, "torch.float64"),
-        ({"first": torch.zeros((2, 10))}, "must be (2, 10) of torch.int32"),
-        ({"first": torch.zeros((1, 10), dtype=torch.int32)}, "first (1, 10)"),
+        ({"head_dim": 80}, "head size 80 .*: 16, 32, 64, 96, 128, 256"),
+        ({"kv_heads": 3}, "heads 4 .* kv_heads 3"),
+        ({"dtype": torch.float64}, r"torch\.float64"),
+        ({"first": torch.zeros((1, 10), dtype=torch.int32)}, r"first \(1, 10\)"),
     ],
 )
-def test_what_the_kernel_does_not_take_is_said_in_one_sentence(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError) as refused:
+def test_what_the_kernel_does_not_take_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
         call(**options)
-    assert said in str(refused.value)
-    assert "\n" not in str(refused.value)
 
 
 def test_a_cpu_without_the_interpreter_is_told_where_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,12 +296,10 @@ def test_a_cpu_without_the_interpreter_is_told_where_the_kernel_runs(monkeypatch
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("lengths", [None, (0, 100, 999, 1000, 1513, 2000)])
-@pytest.mark.parametrize("window", [None, 300])
-def test_compiled_on_a_gpu_it_is_the_reference(
-    dtype: torch.dtype, head_dim: int, lengths: tuple[int, ...] | None, window: int | None
-) -> None:
-    check(Case(head_dim, 1000, 4, 2, dtype, window, lengths, batch=2))
+def test_compiled_on_a_gpu_it_is_the_reference(dtype: torch.dtype, head_dim: int) -> None:
+    for lengths in (None, (0, 100, 999, 1000, 1513, 2000)):
+        for window in (None, 300):
+            check(Case(head_dim, 1000, 4, 2, dtype, window, lengths, batch=2))
 
 
 @pytest.mark.gpu
@@ -366,15 +345,14 @@ def test_latent_attention_through_the_kernel_is_that_of_pytorchs() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
 @pytest.mark.parametrize(
-    ("queries", "keys", "ahead"), [(130, 70, 70), (70, 200, 200), (60, 200, 140), (150, 200, 50), (33, 65, 32)]
+    ("queries", "keys", "ahead", "documents"), [(80, 40, 40, False), (60, 140, 80, True), (33, 65, 32, True)]
 )
 def test_keys_of_other_tokens_are_seen_up_to_a_distance(queries: int, keys: int, ahead: int, documents: bool) -> None:
     """Blocks of queries and keys end at other places; with documents the last queries see nothing."""
     torch.manual_seed(0)
-    query, grad = (torch.randn(2, queries, 4, 16, device=DEVICE) for _ in range(2))
-    key, value = torch.randn(2, keys, 2, 2, 16, device=DEVICE).unbind(2)
+    query, grad = (torch.randn(2, queries, 2, 16, device=DEVICE) for _ in range(2))
+    key, value = torch.randn(2, keys, 2, 1, 16, device=DEVICE).unbind(2)
     first = None
     if documents:
         places = torch.tensor([0] * 10 + [keys // 3] * (queries - 20) + [keys] * 10)
@@ -404,8 +382,8 @@ def test_keys_of_other_tokens_are_seen_up_to_a_distance(queries: int, keys: int,
     d_s = p * (d_p - (grad.double() * merged).sum(-1).transpose(1, 2)[..., None]) * 0.25
     expected = (
         torch.einsum("bhqk,bkhd->bqhd", d_s, wide[1].repeat_interleave(2, 2)),
-        torch.einsum("bhqk,bqhd->bkhd", d_s, query.double()).unflatten(2, (2, 2)).sum(3),
-        torch.einsum("bhqk,bqhd->bkhd", p, grad.double()).unflatten(2, (2, 2)).sum(3),
+        torch.einsum("bhqk,bqhd->bkhd", d_s, query.double()).sum(2, keepdim=True),
+        torch.einsum("bhqk,bqhd->bkhd", p, grad.double()).sum(2, keepdim=True),
     )
     for ours, true in zip(found, expected, strict=True):
         close(ours, true, 1e-6)
