@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from isoflop.sweeps.cli.main import recipe_lines
 from isoflop.sweeps.config import LadderGrid, ProductGrid
 from isoflop.sweeps.grid import expand as grid
 from isoflop.train.config import DataConfig, ModelConfig, RunConfig, run_id
@@ -90,13 +89,6 @@ def test_a_recipe_has_one_spelling() -> None:
     assert len({recipe.fingerprint(steps) for steps in others}) == 5
 
 
-def test_rules_of_another_version_are_another_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = recipe.fingerprint(["exact", "near"])
-    monkeypatch.setitem(recipe.VERSIONS, "near", 99)
-    assert recipe.fingerprint(["exact", "near"]) != before
-    assert recipe.fingerprint(["exact"]) == recipe.fingerprint(["exact"])
-
-
 def test_a_model_counts_by_its_content_wherever_it_lies(tmp_path: Path) -> None:
     for folder, content in (("a", b"one"), ("b", b"one"), ("c", b"two")):
         (tmp_path / folder).mkdir()
@@ -110,47 +102,28 @@ def test_a_model_counts_by_its_content_wherever_it_lies(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("step", "said"),
     [
-        ("gohper", r"gohper', which is no step \(nearest: gopher\); it takes gopher, .*near\[:JACCARD\]"),
-        ("near:1.5", "above 0 and at most 1"),
-        ("near:0.02", "near must be at least 0.05"),  # one band, which would miss 98 % of such pairs
-        ("near:high", "'high' is no number"),
-        ("exact:1", "exact takes no argument"),
-        ("length:7", "MIN-MAX"),
-        ("length:9-3", "at most its MAX"),
+        ("gohper", "nearest: gopher"),
+        ("near:1.5", "at most 1"),
+        ("near:0.02", "at least 0.05"),  # one band, which would miss 98 % of such pairs
+        ("near:high", "'high'"),
+        ("exact:1", "no argument"),
+        ("length:9-3", "MAX"),
         ("language:english", "ISO 639"),
-        ("quality:model.bin", "quality:MODEL@THRESHOLD"),
         ("quality:/nowhere/model.bin@0.5", "no such file"),
     ],
 )
 def test_a_bad_step_is_named_with_what_is_accepted(step: str, said: str) -> None:
-    with pytest.raises(UserError, match=rf"data.recipe contains '.*{said}"):
+    with pytest.raises(UserError, match=rf"data.recipe contains '{step}.*{said}"):
         recipe.fingerprint([step])
 
 
-def test_what_a_step_needs_is_missed_by_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_a_step_needs_is_missed_by_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     base = RunConfig(model=ModelConfig(vocab_size=256), tokens=100_000)
-    with pytest.raises(UserError, match=r"'language:xx@0.65'; language knows .*en"):
-        grid.expand_grid(ProductGrid(axes={"data.recipe": [["language:xx"]]}), base)
     monkeypatch.setattr(recipe, "find_spec", lambda name: None)
-    for step, package in (("near", "rensa"), ("bloom", "rbloom"), ("language:en", "py3langid"),
-                          ("quality:model.bin@0.5", "fasttext-predict")):  # fmt: skip
-        with pytest.raises(UserError, match=rf"needs {package}: pip install {package}"):
+    for step, package in (("near", "rensa"), ("bloom", "rbloom"), ("language:en", "py3langid")):
+        with pytest.raises(UserError, match=f"pip install {package}"):
             grid.expand_grid(ProductGrid(axes={"data.recipe": [[step]]}), base)
     assert len(grid.expand_grid(ProductGrid(axes={"data.recipe": [["gopher", "exact"]]}), base)) == 1
-
-
-def test_another_model_of_the_language_library_is_another_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = [recipe.fingerprint([step]) for step in ("language:en", "gopher")]
-    monkeypatch.setattr(recipe, "_language_model_digest", lambda: "of another release")
-    assert [recipe.fingerprint([step]) == old for step, old in zip(("language:en", "gopher"), before, strict=True)] == [
-        False, True]  # fmt: skip
-
-
-def test_a_recipe_is_science_and_raw_text_keeps_every_old_id() -> None:
-    raw = RunConfig()
-    assert run_id(raw) == "131db2b4de"  # what it was before there were recipes
-    one = dataclasses.replace(raw, data=dataclasses.replace(raw.data, recipe_fingerprint="abc"))
-    assert run_id(one) != run_id(raw)
 
 
 def test_a_grid_takes_recipes_as_it_takes_seeds() -> None:
@@ -252,32 +225,15 @@ def test_examples_show_what_went_and_what_it_was_like(corpus: DataConfig) -> Non
     assert all(row["like"] == row["text"] for row in rows if row["step"] == "exact")
 
 
-def test_the_table_of_a_prepare_says_what_each_step_removed(corpus: DataConfig) -> None:
-    shards = made(corpus, FULL)
-    lines = recipe_lines(shards)
-    assert [line.split()[0] for line in lines[1:-1]] == ["raw", *["-"] * 5, "kept"]
-    assert f"{shards.manifest['recipe']['steps'][2]['documents']:,} (" in lines[4]
-    assert lines[-1].endswith("recipe.examples.jsonl")
-    assert recipe_lines(made(corpus, [])) == []
-
-
 def test_a_recipe_that_leaves_nothing_names_the_step_that_took_most(corpus: DataConfig, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"leaves none of \d+ training documents; 'length:10000-' removed most"):
+    with pytest.raises(UserError, match=r"leaves none of .*'length:10000-'"):
         made(corpus, ["exact", "length:10000-"])
     for folder in ("shards", "recipes"):
         assert not list((tmp_path / "cache" / folder).glob("*"))
 
 
-def test_a_recipe_that_leaves_less_than_a_window_names_the_step_too(corpus: DataConfig) -> None:
-    for _ in range(2):  # built, and found again
-        with pytest.raises(
-            UserError, match=r"leaves \d+ tokens .*sequence_length is 9999999; 'length:50-' removed most"
-        ):
-            made(corpus, ["length:50-"], sequence_length=9999999)
-
-
 def test_a_recipe_that_changed_since_it_was_planned_is_refused(corpus: DataConfig) -> None:
-    with pytest.raises(UserError, match=r"recipe_fingerprint is abc; the recipe exact has"):
+    with pytest.raises(UserError, match="recipe_fingerprint is abc"):
         made(corpus, ["exact"], recipe_fingerprint="abc")
     assert len(made(corpus, ["exact"], recipe_fingerprint=recipe.fingerprint(["exact"])).train)
 
@@ -375,7 +331,7 @@ def test_a_worker_that_dies_is_one_sentence() -> None:
         list(workers.map(os._exit, [(9,)]))
 
 
-def test_files_of_the_folder_a_prepare_runs_in_are_no_modules_of_its_workers(
+def test_files_of_the_current_folder_are_no_modules_of_the_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "pickle.py").write_text("raise SystemExit(3)")
