@@ -13,110 +13,90 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from isoflop.sweeps.cli import main as cli
 from isoflop.sweeps.cli import sweep as cli_sweep
 from isoflop.sweeps.execute import conduct
 from isoflop.sweeps.growth import extend, suggest
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.train.files import write_json
 
-Run = Any
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Exit code, standard output and standard error of `isoflop ARGUMENTS`."""
-
-    def isoflop(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["isoflop", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        captured = capsys.readouterr()
-        return int(exit_.value.code or 0), captured.out, captured.err
-
-    return isoflop
-
-
-@pytest.fixture
-def sweep(smoke: tuple[Path, str], tmp_path: Path) -> SweepDirectory:
-    """A copy of the smoke sweep that a test may change."""
-    return SweepDirectory(Path(shutil.copytree(smoke[0], tmp_path / "smoke")))
+Isoflop = Any
 
 
 def test_status_shows_more_of_a_large_sweep_when_asked(
-    run: Run, sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch
+    isoflop: Isoflop, sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("isoflop.sweeps.observe.status.ROWS", 3)
     first, *others = sweep.runs()
     first.set_state("failed", reason="the disk is full")
-    code, output, _ = run("status", sweep.path)
+    code, output, _ = isoflop("status", sweep.path)
     assert code == 0
-    assert first.run_id in output
+    assert f"{first.run_id} failed: the disk is full" in output
+    assert "3 done" in output
     assert "not shown: 3 done; --all shows every run" in output
     assert not any(other.run_id in output for other in others)
-    _, output, _ = run("status", sweep.path, "--all")
+    _, output, _ = isoflop("status", sweep.path, "--all")
     assert all(other.run_id in output for other in others)
 
 
-def test_status_watch_ends_with_a_sweep_that_is_over(run: Run, sweep: SweepDirectory) -> None:
-    code, output, _ = run("status", sweep.path, "--watch", "--json")
+def test_status_watch_ends_with_a_sweep_that_is_over(isoflop: Isoflop, sweep: SweepDirectory) -> None:
+    code, output, _ = isoflop("status", sweep.path, "--watch", "--json")
     assert code == 0
     assert json.loads(output)["states"] == {"done": 4}
-    assert run("status", sweep.path, "-w")[0] == 0
+    assert isoflop("status", sweep.path, "-w")[0] == 0
 
 
-def test_logs_without_a_run_are_of_what_runs_or_failed(run: Run, sweep: SweepDirectory) -> None:
+def test_logs_without_a_run_are_of_what_runs_or_failed(isoflop: Isoflop, sweep: SweepDirectory) -> None:
     first = sweep.runs()[0]
     first.set_state("failed", reason="x")
-    code, output, _ = run("logs", sweep.path)
+    code, output, _ = isoflop("logs", sweep.path)
     assert code == 0
     assert {line.split(":")[0] for line in output.splitlines()} == {f"{first.run_id} failed"}
-    code, output, _ = run("logs", sweep.path, first.run_id, "--follow")
+    code, output, _ = isoflop("logs", sweep.path, first.run_id, "--follow")
     assert code == 0
     assert "attempt 1 on " in output
 
 
 @pytest.mark.parametrize("command", [("status",), ("logs",), ("logs", "RUN"), ("doctor",), ("cancel",), ("retry",)])
 def test_no_byte_of_a_file_reaches_the_terminal_as_a_command_to_it(
-    run: Run, sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+    isoflop: Isoflop, sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
     one = sweep.runs()[0]
     one.set_state("failed", reason="\x1b[2Jgone\x07")
     one.log("\x1b]0;title\x07")
     write_json(one.path / "cancel.json", {"by": "\x9b31m", "at": 0.0})
     monkeypatch.setattr(conduct, "resume", lambda sweep, only: 0)
-    code, *said = run(command[0], sweep.path, *[one.run_id for _ in command[1:]])
+    code, *said = isoflop(command[0], sweep.path, *[one.run_id for _ in command[1:]])
     assert code in (0, 1)
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(said))
     assert r"\x1b" in "".join(said) or command[0] in ("doctor", "cancel")
 
 
-def test_the_doctor_s_exit_code_says_whether_anything_is_left(run: Run, sweep: SweepDirectory) -> None:
-    assert run("doctor", sweep.path)[:2] == (0, "nothing is wrong\n")
+def test_the_doctor_s_exit_code_says_whether_anything_is_left(isoflop: Isoflop, sweep: SweepDirectory) -> None:
+    assert isoflop("doctor", sweep.path)[:2] == (0, "nothing is wrong\n")
     first, second = sweep.runs()[:2]
     (first.path / "state.json").write_text("{")
-    code, output, _ = run("doctor", sweep.path, "--dry-run", "--json")
+    code, output, _ = isoflop("doctor", sweep.path, "--dry-run", "--json")
     assert code == 1
     (finding,) = json.loads(output)
     assert (finding["kind"], finding["mended"]) == ("state", False)
-    assert run("doctor", sweep.path)[0] == 0
+    assert isoflop("doctor", sweep.path)[0] == 0
     (second.path / "config.yaml").write_text("{")
-    assert run("doctor", sweep.path)[0] == 1
+    assert isoflop("doctor", sweep.path)[0] == 1
 
 
-def test_the_doctor_says_that_a_plan_cannot_be_read(run: Run, sweep: SweepDirectory) -> None:
+def test_the_doctor_says_that_a_plan_cannot_be_read(isoflop: Isoflop, sweep: SweepDirectory) -> None:
     (sweep.path / "plan.json").write_text("{")
-    code, output, error = run("doctor", sweep.path)
+    code, output, error = isoflop("doctor", sweep.path)
     assert (code, error) == (1, "")
     assert "left: plan.json: plan.json is not what it must be" in output
 
 
 @pytest.mark.parametrize("where", ["nowhere/more.yaml", "."])
 def test_a_suggestion_that_cannot_be_written_is_one_sentence(
-    run: Run, sweep: SweepDirectory, where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    isoflop: Isoflop, sweep: SweepDirectory, where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(suggest, "suggest_runs", lambda *_, **__: SimpleNamespace(grid={"kind": "points"}))
-    code, _, error = run("suggest", sweep.path, "--budget", 1e12, "--write", tmp_path / where)
+    code, _, error = isoflop("suggest", sweep.path, "--budget", 1e12, "--write", tmp_path / where)
     assert code == 2
     assert f"--write is {tmp_path / where}" in error
     assert "name a file" in error
@@ -124,57 +104,63 @@ def test_a_suggestion_that_cannot_be_written_is_one_sentence(
 
 
 def test_cancel_and_retry_pass_on_their_exit_codes(
-    run: Run, sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch
+    isoflop: Isoflop, sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(conduct, "resume", lambda sweep, only: 1)
     first = sweep.runs()[0]
     (first.path / "summary.json").unlink()
     first.set_state("preempted", reason="signal SIGTERM")
-    code, output, _ = run("cancel", sweep.path, first.run_id[:6])
+    code, output, _ = isoflop("cancel", sweep.path, first.run_id[:6])
     assert (code, output) == (0, f"run {first.run_id} is cancelled\n")
-    assert run("retry", sweep.path)[0] == 0  # it was cancelled by hand, and is not among the failed
-    code, output, _ = run("retry", sweep.path, first.run_id[:6])
+    assert isoflop("retry", sweep.path)[0] == 0  # it was cancelled by hand, and is not among the failed
+    code, output, _ = isoflop("retry", sweep.path, first.run_id[:6])
     assert code == 1
     assert "is tried again; it was cancelled" in output
-    run("cancel", sweep.path, first.run_id[:6])
-    assert f"run {first.run_id} is tried again" in run("retry", sweep.path, "--cancelled")[1]
+    isoflop("cancel", sweep.path, first.run_id[:6])
+    assert f"run {first.run_id} is tried again" in isoflop("retry", sweep.path, "--cancelled")[1]
 
 
-def test_what_a_command_has_changed_is_json_alone(run: Run, sweep: SweepDirectory) -> None:
+def test_what_a_command_has_changed_is_json_alone(isoflop: Isoflop, sweep: SweepDirectory) -> None:
     first, second = sweep.runs()[:2]
     for item in (first, second):
         (item.path / "summary.json").unlink()
         item.set_state("preempted", reason="signal SIGTERM")
-    code, output, said = run("cancel", sweep.path, first.run_id[:6], "--json")
+    code, output, said = isoflop("cancel", sweep.path, first.run_id[:6], "--json")
     assert code == 0
     (changed,) = json.loads(output)["changed"]
     assert (changed["run_id"], changed["state"]) == (first.run_id, "cancelled")
     assert f"run {first.run_id} is cancelled" in said
 
 
-def test_report_prints_the_law_as_json(run: Run, sweep: SweepDirectory) -> None:
-    code, output, _ = run("report", sweep.path, "--json")
+def test_report_writes_its_files_again_and_prints_the_law_as_json(isoflop: Isoflop, sweep: SweepDirectory) -> None:
+    shutil.rmtree(sweep.path / "fit")
+    (sweep.path / "table.csv").unlink()
+    code, output, _ = isoflop("report", sweep.path, "--json")
     assert code == 0
+    assert (sweep.path / "fit" / "report.html").exists()
+    assert (sweep.path / "table.csv").exists()
     assert json.loads(output)["warnings"] == json.loads((sweep.path / "fit" / "law.json").read_text())["warnings"]
 
 
-def test_extend_hands_on_what_it_was_given(run: Run, sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extend_hands_on_what_it_was_given(
+    isoflop: Isoflop, sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[object] = []
     started: list[set[str]] = []
     monkeypatch.setattr(
         extend, "extend_sweep", lambda _, *arguments: given.append(arguments) or ["new"] * len(given[1:])
     )
     monkeypatch.setattr(conduct, "resume", lambda sweep, only: started.append(only) or 0)
-    assert run("extend", sweep.path, "grid.tokens=[65536]")[0] == 0
+    assert isoflop("extend", sweep.path, "grid.tokens=[65536]")[0] == 0
     assert started == [], "where nothing is new nothing starts"
-    assert run("extend", sweep.path, "--grid", "more.yaml")[0] == 0
+    assert isoflop("extend", sweep.path, "--grid", "more.yaml")[0] == 0
     assert started == [{"new"}]
     assert given == [(["grid.tokens=[65536]"], None), ([], Path("more.yaml"))]
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "retry", "cancel", "extend", "doctor", "sync", "report"])
-def test_a_folder_that_is_no_sweep_is_one_sentence(run: Run, command: str, tmp_path: Path) -> None:
-    code, output, error = run(command, tmp_path)
+def test_a_folder_that_is_no_sweep_is_one_sentence(isoflop: Isoflop, command: str, tmp_path: Path) -> None:
+    code, output, error = isoflop(command, tmp_path)
     assert code == 2
     assert "is not a sweep directory" in error
     assert len(error.strip().splitlines()) == 1
@@ -182,20 +168,20 @@ def test_a_folder_that_is_no_sweep_is_one_sentence(run: Run, command: str, tmp_p
 
 
 @pytest.mark.parametrize("command", ["logs", "retry", "cancel"])
-def test_a_run_that_is_not_there_is_one_sentence(run: Run, sweep: SweepDirectory, command: str) -> None:
-    code, _, error = run(command, sweep.path, "zzz")
+def test_a_run_that_is_not_there_is_one_sentence(isoflop: Isoflop, sweep: SweepDirectory, command: str) -> None:
+    code, _, error = isoflop(command, sweep.path, "zzz")
     assert code == 2
     assert "run is 'zzz', which must begin exactly one run id" in error
     assert "it begins none" in error
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "retry", "cancel", "report"])
-def test_a_sweep_of_another_version_is_one_sentence(run: Run, sweep: SweepDirectory, command: str) -> None:
+def test_a_sweep_of_another_version_is_one_sentence(isoflop: Isoflop, sweep: SweepDirectory, command: str) -> None:
     plan = json.loads((sweep.path / "plan.json").read_text())
     for planned in plan["runs"]:
         del planned["estimated_seconds"]
     (sweep.path / "plan.json").write_text(json.dumps(plan))
-    code, _, error = run(command, sweep.path)
+    code, _, error = isoflop(command, sweep.path)
     assert code == 2
     assert "missing required field estimated_seconds" in error
     assert "use the version that wrote it" in error
