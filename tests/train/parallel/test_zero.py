@@ -18,14 +18,13 @@ from isoflop.train.model.parametrization import build_model, empty_model, initia
 from isoflop.train.parallel.layout import Piece, Placement, whole_placement
 from isoflop.train.parallel.mesh import Mesh, build_mesh
 from isoflop.train.parallel.zero import StepResult, Zero
+from meshes import CPU
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from zero_buffers import bytes_held
 
-CPU = torch.device("cpu")
 BATCH, LENGTH = 12, 8
 MODEL = ModelConfig(width=20, depth=3, heads=2, vocab_size=20, tied_embeddings=False)
-TIED = ModelConfig(width=20, depth=3, heads=2, vocab_size=20, qk_norm=True)
 # eps far above the rounding error of gradients: Adam's first steps are the gradient's sign, and would magnify it.
 OPTIMIZER = OptimizerConfig(  # a base depth, so that tensors have learning rate, decay and epsilon of many values
     learning_rate=3e-3, base_width=20, base_depth=5, embedding_multiplier=2.0, eps=1e-5, batch_size=BATCH
@@ -33,6 +32,8 @@ OPTIMIZER = OptimizerConfig(  # a base depth, so that tensors have learning rate
 NO_CLIP = OptimizerConfig(
     learning_rate=3e-3, base_width=20, embedding_multiplier=2.0, eps=1e-5, gradient_clip=0.0, batch_size=BATCH
 )
+# Every stage, in either precision by turns.
+FEW = list(enumerate((torch.bfloat16, torch.float32, torch.float32, torch.bfloat16)))
 
 
 class Run:
@@ -105,18 +106,6 @@ def assert_close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray],
         np.testing.assert_allclose(actual[name], values, atol=atol, rtol=0, err_msg=name)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-def test_every_stage_follows_one_process(ranks: int) -> None:
-    for model in (MODEL, TIED) if ranks == 2 else (MODEL,):
-        expected = train(1, 0, micro_batches=1, model=model)
-        for answers in run_ranks(ranks, lambda m=model: [train(ranks, stage, model=m) for stage in range(4)]):
-            for results, weights, updates in answers:
-                # fp32 sums in another order; six steps of Adam at rates up to 6e-3.
-                np.testing.assert_allclose(results, expected[0], rtol=5e-6)
-                assert_close(weights, expected[1], 1e-5)
-                assert updates == expected[2] == 6
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_stages_that_sum_alike_give_the_same_bits(dtype: torch.dtype) -> None:
     # In bf16 every stage sums in the owner; in fp32 stage 0 is an all-reduce, which sums two terms alike.
@@ -142,28 +131,18 @@ def test_bf16_trains_fp32_master_weights() -> None:
             assert torch.equal(own, master.bfloat16())
         return [(b - a).abs().max().item() for a, b in zip(before, run.zero.master, strict=True)]
 
-    for answer in run_ranks(2, lambda: [moved(stage) for stage in range(4)]):
+    for answer in run_ranks(2, lambda: [moved(stage) for stage in (0, 3)]):
         # Three steps of 0.7 times 4e-6, the rate of table and norms. Rows of unseen tokens may be all of a slice.
         assert all(max(changes) == pytest.approx(8.4e-6, rel=0.05) for changes in answer), answer
 
 
-def _theirs(kind: str, steps: int) -> dict[str, np.ndarray]:
-    """Weights after steps of torch's own sharded training."""
-    mesh = build_mesh(2, 1, CPU)
-    gpt: Any = build_model(MODEL, OPTIMIZER, LENGTH, 0)
+def _theirs(steps: int) -> dict[str, np.ndarray]:
+    """Weights after steps of torch's own data-parallel training."""
+    gpt = build_model(MODEL, OPTIMIZER, LENGTH, 0)
     with torch.no_grad():
         for name, weights in start_weights(MODEL, OPTIMIZER):
             gpt.get_parameter(name).copy_(weights)
-    called = gpt
-    if kind == "fully_shard":
-        from torch.distributed.fsdp import fully_shard
-
-        assert mesh.device_mesh is not None
-        for block in gpt.blocks:
-            fully_shard(block, mesh=mesh.device_mesh["dp"])
-        fully_shard(gpt, mesh=mesh.device_mesh["dp"])
-    else:
-        called = torch.nn.parallel.DistributedDataParallel(gpt)
+    called = torch.nn.parallel.DistributedDataParallel(gpt)
     groups = [
         {
             "params": list(g.parameters), "lr": g.learning_rate, "peak": g.learning_rate,
@@ -171,29 +150,25 @@ def _theirs(kind: str, steps: int) -> dict[str, np.ndarray]:
         }
         for g in parameter_groups(gpt, OPTIMIZER)
     ]  # fmt: skip
-    adam: Any = torch.optim.AdamW
-    if kind == "ZeroRedundancyOptimizer":
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        adam = functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW, lr=1.0)
-    optimizer = adam(groups, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     for step in range(steps):
         batch = torch.randint(20, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))
-        rows = batch.chunk(2)[dist.get_rank()]
+        rows = batch.chunk(dist.get_world_size())[dist.get_rank()]
         torch.nn.functional.cross_entropy(called(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).backward()
         torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * (0.7 + 0.1 * (step % 3))
         optimizer.step()
         optimizer.zero_grad()
-    full = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in gpt.named_parameters()}
-    return {name: p.detach().numpy().copy() for name, p in full.items()}
+    return {name: p.detach().numpy().copy() for name, p in gpt.named_parameters()}
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("ddp", 0), ("ZeroRedundancyOptimizer", 1), ("fully_shard", 3)])
-def test_weights_equal_those_of_torch(kind: str, stage: int) -> None:
-    for theirs, (_, ours, _) in run_ranks(2, lambda: (_theirs(kind, 5), train(2, stage, 5, 1))):
-        assert_close(ours, theirs, 5e-6)  # fp32, sums in another order
+def test_weights_of_every_stage_equal_those_of_torch() -> None:
+    """On three ranks, over which no tensor can be shared out evenly."""
+    for theirs, ours in run_ranks(3, lambda: (_theirs(4), [train(3, stage, 4) for stage in range(4)])):
+        for _, weights, updates in ours:
+            assert_close(weights, theirs, 5e-6)  # fp32, sums in another order
+            assert updates == 4
 
 
 def test_a_gradient_that_is_no_number_on_one_rank_skips_the_update_on_all() -> None:
@@ -216,7 +191,7 @@ def test_a_gradient_that_is_no_number_on_one_rank_skips_the_update_on_all() -> N
         assert bad.skipped.item() == 1.0
         assert run.zero.updates.item() == 2
 
-    run_ranks(2, lambda: [skips(stage, dtype) for stage in range(4) for dtype in (torch.float32, torch.bfloat16)])
+    run_ranks(2, lambda: [skips(stage, dtype) for stage, dtype in FEW])
 
 
 def test_a_loss_scale_changes_nothing_but_what_overflows() -> None:
@@ -253,7 +228,7 @@ def test_norm_and_clipping_equal_those_of_torch() -> None:
 def test_the_norm_of_many_elements_keeps_its_digits() -> None:
     from isoflop.train.parallel.zero import square
 
-    values = torch.randn(20_000_001, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(5_000_001, generator=torch.Generator().manual_seed(0))
     exact = values.double().square().sum().item()
     assert square(values, torch.float32).item() == pytest.approx(exact, rel=2e-6)
 
@@ -315,7 +290,7 @@ def _bytes(stage: int, dtype: torch.dtype) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_held_and_sent_are_those_of_the_table(dtype: torch.dtype) -> None:
     """Rajbhandari et al. 2020, figure 1 and section 7, to the byte; psi counts the padding of the buckets."""
     low = dtype != torch.float32
@@ -416,7 +391,7 @@ def test_what_was_held_goes_on_as_if_nothing_had_happened() -> None:
         assert first.step(3).loss == second.step(3).loss
         assert_close(second.weights(), first.weights(), 0.0)
 
-    run_ranks(3, lambda: [resumed(stage, dtype) for stage in range(4) for dtype in (torch.float32, torch.bfloat16)])
+    run_ranks(3, lambda: [resumed(stage, dtype) for stage, dtype in FEW])
 
 
 def test_a_failed_micro_batch_leaves_nothing_behind() -> None:
@@ -438,7 +413,7 @@ def test_a_failed_micro_batch_leaves_nothing_behind() -> None:
         assert run.step(1, 2).norm == plain.step(1, 2).norm
         assert_close(run.weights(), plain.weights(), 0.0)
 
-    run_ranks(2, lambda: [again(stage) for stage in range(4)])
+    run_ranks(2, lambda: [again(stage) for stage in (1, 3)])
 
 
 def test_tp_ranks_count_split_pieces_each_and_shared_ones_once_and_add_up_partial_ones() -> None:
@@ -499,7 +474,7 @@ def test_a_step_reads_no_number_from_the_device() -> None:
             with pytest.raises(AssertionError):
                 run.zero.updates.item()
 
-    run_ranks(2, lambda: [watched(stage, dtype) for stage in range(4) for dtype in (torch.float32, torch.float16)])
+    run_ranks(2, lambda: [watched(stage, dtype) for stage, dtype in ((0, torch.float16), (3, torch.float16))])
 
 
 def test_weights_that_do_not_fit_are_refused() -> None:
