@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from isoflop.sweeps.runs.directory import RunDirectory
@@ -21,6 +23,7 @@ from isoflop.train.config import (
     TrackerConfig,
     run_id,
 )
+from isoflop.train.files import read_json_lines
 
 
 def forty_steps(data: DataConfig) -> RunConfig:
@@ -31,6 +34,40 @@ def forty_steps(data: DataConfig) -> RunConfig:
         parallel=ParallelConfig(device="cpu"), tracker=TrackerConfig(kind="none"), tokens=40 * 64, log_every=5,
         validations=2,
     )  # fmt: skip
+
+
+CLOCK = ("seconds", "tokens_per_s", "mfu", "matmul_peak", "ensemble")
+
+
+def without_clock(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in CLOCK}
+
+
+def course(folder: Path) -> dict[int, dict[str, Any]]:
+    """The numbers of each logged step. A step that was logged twice must have the same numbers twice."""
+    lines: dict[int, dict[str, Any]] = {}
+    for line in map(without_clock, read_json_lines(folder / "metrics.jsonl")):
+        assert lines.setdefault(line["step"], line) == line
+    return lines
+
+
+def assert_same_run(folder: Path, reference: Path) -> None:
+    """Check that two directories hold one run, trained in two ways: the same bits, except for clocks."""
+    assert course(folder) == course(reference)  # float equality of every number of every line
+    summaries = [without_clock(json.loads((path / "summary.json").read_text())) for path in (folder, reference)]
+    assert summaries[0] == summaries[1]
+    ours, theirs = (path / summaries[0]["checkpoint"] for path in (folder, reference))
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+    # The random-number state and the smoothed losses too.
+    states = [without_clock(json.loads((path / "trainer.json").read_text())) for path in (ours, theirs)]
+    assert states[0] == states[1]
+
+
+def stop_after(steps: int) -> Callable[[], bool]:
+    """Return a should_stop that is true from its `steps`-th call on."""
+    calls = iter(range(1, 1 << 30))
+    return lambda: next(calls) >= steps
 
 
 def planned(folder: Path, config: RunConfig) -> RunDirectory:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +18,8 @@ from isoflop.train.config import (
     AverageConfig,
     CheckpointConfig,
     DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
     RunConfig,
     ScheduleConfig,
-    TrackerConfig,
     identity,
     run_id,
 )
@@ -34,6 +29,7 @@ from isoflop.train.loop import train
 from isoflop.train.optimizer.average import copies, newest_shares, whole_copies
 from isoflop.train.planner.validation import validate
 from isoflop.train.schedule import learning_rate_factor
+from small_runs import forty_steps, stop_after
 
 STEPS = 16
 
@@ -44,17 +40,10 @@ def points(shares: list[float], factors: list[float]) -> ScheduleConfig:
 
 @pytest.fixture(scope="module")
 def run(small_corpus: Callable[..., DataConfig]) -> RunConfig:
-    return RunConfig(
-        model=ModelConfig(width=16, depth=2, heads=2, vocab_size=256),
-        data=small_corpus(256),
-        optimizer=OptimizerConfig(batch_size=4),
-        schedule=ScheduleConfig(kind="constant"),
-        parallel=ParallelConfig(device="cpu", threads=1),
-        checkpoint=CheckpointConfig(every_seconds=1e9, every_steps=1, keep=STEPS),
-        tracker=TrackerConfig(kind="none"),
-        tokens=STEPS * 64,
-        log_every=1,
-    )  # fmt: skip
+    config = replace(forty_steps(small_corpus(256)), tokens=STEPS * 64, log_every=1, validations=4)
+    config.model.depth, config.parallel.threads, config.schedule = 2, 1, ScheduleConfig(kind="constant")
+    config.checkpoint = CheckpointConfig(every_seconds=1e9, every_steps=1, keep=STEPS)
+    return config
 
 
 def test_an_ema_has_the_mean_age_of_a_window_of_its_span() -> None:
@@ -114,9 +103,8 @@ def test_kept_averages_are_those_of_the_saved_weights_and_change_nothing_else(
 def test_a_resumed_run_keeps_the_same_averages_to_the_bit(run: RunConfig, tmp_path: Path) -> None:
     averaged = replace(run, average=AverageConfig("window", [0.3]))
     train(averaged, tmp_path / "whole", report=lambda line: None)
-    asked = itertools.count(1)
     with pytest.raises(Stopped):
-        train(averaged, tmp_path / "parts", lambda: next(asked) == 9, lambda line: None)
+        train(averaged, tmp_path / "parts", stop_after(9), lambda line: None)
     train(averaged, tmp_path / "parts", report=lambda line: None)
     files = [_step(tmp_path / part, STEPS) / "optimizer.safetensors" for part in ("whole", "parts")]
     assert files[0].read_bytes() == files[1].read_bytes()

@@ -11,24 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from isoflop.train.config import (
-    CheckpointConfig,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    TrackerConfig,
-    run_id,
-)
+from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, run_id
 from isoflop.train.data.shards import Shards, prepare
 from isoflop.train.ensemble.ensemble import train_together
 from isoflop.train.ensemble.members import check_together
 from isoflop.train.ensemble.stacked import Rows, StackedGPT
 from isoflop.train.errors import UserError
-from isoflop.train.files import file_sha256, read_json_lines
 from isoflop.train.loop import Stopped, train
 from isoflop.train.model.parametrization import build_model, empty_model, output_scale
+from small_runs import assert_same_run, forty_steps, stop_after
 
 STEPS = 24
 
@@ -39,16 +30,10 @@ def silent(*args: Any) -> None:
 
 @pytest.fixture(scope="module")
 def base(small_corpus: Callable[..., DataConfig]) -> RunConfig:
-    return RunConfig(
-        model=ModelConfig(width=16, depth=2, heads=2, vocab_size=256),
-        data=small_corpus(256),
-        optimizer=OptimizerConfig(batch_size=4, learning_rate=1e-3, base_depth=3),
-        parallel=ParallelConfig(device="cpu", threads=1),
-        checkpoint=CheckpointConfig(every_seconds=1e9),
-        tracker=TrackerConfig(kind="none"),
-        tokens=STEPS * 64,
-        log_every=1,
-    )  # fmt: skip
+    config = replace(forty_steps(small_corpus(256)), tokens=STEPS * 64, log_every=1)
+    config.model.depth, config.parallel.threads = 2, 1
+    config.optimizer = OptimizerConfig(batch_size=4, learning_rate=1e-3, base_depth=3)
+    return config
 
 
 def member(base: RunConfig, number: int) -> RunConfig:
@@ -83,29 +68,6 @@ def alone(configs: list[RunConfig], shards: Shards, tmp_path_factory: pytest.Tem
     return folders
 
 
-CLOCK = ("seconds", "tokens_per_s", "mfu", "matmul_peak")
-
-
-def without_clock(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if key not in (*CLOCK, "ensemble")}
-
-
-def assert_same_run(folder: Path, reference: Path) -> None:
-    """Files of one run, trained in two ways: the same bits, but for clocks."""
-    ours, theirs = (
-        {line["step"]: without_clock(line) for line in read_json_lines(path / "metrics.jsonl")}
-        for path in (folder, reference)
-    )
-    assert ours == theirs
-    summaries = [without_clock(json.loads((path / "summary.json").read_text())) for path in (folder, reference)]
-    assert summaries[0] == summaries[1]
-    final = [path / summaries[0]["checkpoint"] for path in (folder, reference)]
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        assert file_sha256(final[0] / name) == file_sha256(final[1] / name)
-    states = [without_clock(json.loads((path / "trainer.json").read_text())) for path in final]
-    assert states[0] == states[1]
-
-
 def test_every_member_of_an_ensemble_is_the_run_trained_alone(
     configs: list[RunConfig], shards: Shards, alone: list[Path], tmp_path: Path
 ) -> None:
@@ -122,27 +84,15 @@ def test_a_run_goes_on_in_an_ensemble_and_a_member_goes_on_alone(
     configs: list[RunConfig], shards: Shards, alone: list[Path], tmp_path: Path
 ) -> None:
     folders = [tmp_path / run_id(config) for config in configs]
-    ended = train_together(configs, folders, should_stop=after(4), report=silent, shards=shards)
+    ended = train_together(configs, folders, should_stop=stop_after(4), report=silent, shards=shards)
     assert [how.kind for how in ended] == ["stopped"] * 3
     for config, folder, count in zip(configs, folders, [1, 3, 9], strict=True):  # members of different steps
         with pytest.raises(Stopped):
-            train(config, folder, should_stop=after(count), report=silent, shards=shards)
+            train(config, folder, should_stop=stop_after(count), report=silent, shards=shards)
     ended = train_together(configs, folders, report=silent, shards=shards)
     assert [how.kind for how in ended] == ["done"] * 3
     for folder, reference in zip(folders, alone, strict=True):
         assert_same_run(folder, reference)
-
-
-def after(steps: int) -> Any:
-    """A should_stop that says yes from its `steps`-th question on."""
-    asked = 0
-
-    def should_stop() -> bool:
-        nonlocal asked
-        asked += 1
-        return asked >= steps
-
-    return should_stop
 
 
 @pytest.mark.parametrize(

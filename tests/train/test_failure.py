@@ -9,28 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from isoflop.train import loop
-from isoflop.train.config import (
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    ScheduleConfig,
-    TrackerConfig,
-)
+from isoflop.train.config import DataConfig, RunConfig
 from isoflop.train.errors import OutOfMemory, Stopped, UserError
 from isoflop.train.hardware import out_of_memory
 from isoflop.train.job.failure import Cause, Failure, RankError, cause_of, note_failure, read_failure
 from isoflop.train.stepper import Stepper
+from small_runs import forty_steps
 
 
 @pytest.fixture
 def config(small_corpus: Callable[..., DataConfig]) -> RunConfig:
-    return RunConfig(
-        model=ModelConfig(width=16, depth=1, heads=2, vocab_size=256), data=small_corpus(512, ["tensor", "of", "the"]),
-        optimizer=OptimizerConfig(batch_size=4), schedule=ScheduleConfig(warmup_tokens=128),
-        parallel=ParallelConfig(device="cpu", threads=1), tracker=TrackerConfig(kind="none"), tokens=40 * 64,
-    )  # fmt: skip
+    return forty_steps(small_corpus(512, ["tensor", "of", "the"]))
 
 
 def test_the_first_word_of_a_failure_stays_and_leaves_no_other_file(tmp_path: Path) -> None:

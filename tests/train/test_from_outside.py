@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,7 @@ import pytest
 import yaml
 from isoflop.train import loop
 from isoflop.train.checkpoint import checkpoint
-from isoflop.train.config import (
-    CheckpointConfig,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    ScheduleConfig,
-    TrackerConfig,
-    from_dict,
-    to_dict,
-)
+from isoflop.train.config import DataConfig, ModelConfig, RunConfig, from_dict, to_dict
 from isoflop.train.data.storage import read_checked
 from isoflop.train.data.tokenizers import planned_vocab_size
 from isoflop.train.errors import UserError
@@ -35,6 +24,7 @@ from isoflop.train.job.failure import read_failure
 from isoflop.train.job.rendezvous import _find
 from isoflop.train.planner.validation import check_world, divisors_of, validate
 from isoflop.train.tracker import metrics
+from small_runs import forty_steps
 
 DEEP = "[" * 100_000
 DEEPER = '{"a":' * 100_000
@@ -42,12 +32,9 @@ DEEPER = '{"a":' * 100_000
 
 @pytest.fixture(scope="module")
 def config(small_corpus: Callable[..., DataConfig]) -> RunConfig:
-    return RunConfig(
-        model=ModelConfig(width=16, depth=1, heads=2, vocab_size=256), data=small_corpus(512, ["tensor", "of", "the"]),
-        optimizer=OptimizerConfig(batch_size=4), schedule=ScheduleConfig(warmup_tokens=128),
-        parallel=ParallelConfig(device="cpu", threads=1), tracker=TrackerConfig(kind="none"), tokens=4 * 64,
-        checkpoint=CheckpointConfig(every_steps=2),
-    )  # fmt: skip
+    config = replace(forty_steps(small_corpus(512)), tokens=4 * 64)
+    config.checkpoint.every_steps = 2
+    return config
 
 
 def change(folder: Path, name: str, content: bytes) -> None:
@@ -220,7 +207,7 @@ def test_an_absurd_number_is_refused_at_once(field: str, value: Any) -> None:
 
 
 def test_a_billion_ranks_are_answered_at_once() -> None:
-    config = dataclasses.replace(RunConfig(model=ModelConfig(vocab_size=256)))
+    config = RunConfig(model=ModelConfig(vocab_size=256))
     with pytest.raises(UserError, match="1000000007 ranks"):
         check_world(config, 1_000_000_007, 1_000_000_007)
     torchrun = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}

@@ -15,16 +15,7 @@ import pytest
 import torch
 from isoflop.train.checkpoint.checkpoint import load_for_evaluation
 from isoflop.train.checkpoint.heldout import held_out, score_windows
-from isoflop.train.config import (
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    ScheduleConfig,
-    TrackerConfig,
-    run_id,
-)
+from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, run_id
 from isoflop.train.data.loader import TrainStream, validation_windows
 from isoflop.train.data.shards import prepare
 from isoflop.train.errors import UserError
@@ -38,22 +29,15 @@ from isoflop.train.parallel.mesh import Mesh
 from isoflop.train.parallel.zero import StepResult
 from isoflop.train.schedule import learning_rate_factor
 from isoflop.train.stepper import Stepper
+from small_runs import forty_steps
 
 
 @pytest.fixture(scope="module")
 def base(small_corpus: Callable[..., DataConfig]) -> RunConfig:
     # Letters of two bytes: bits per byte and per token differ in nothing but the ends of documents.
-    return RunConfig(
-        model=ModelConfig(width=16, depth=1, heads=2, vocab_size=256),
-        data=small_corpus(512, ["tensor", "Verlust", "größer", "of", "the"]),
-        optimizer=OptimizerConfig(batch_size=4),
-        schedule=ScheduleConfig(warmup_tokens=128),
-        parallel=ParallelConfig(device="cpu", threads=1),
-        tracker=TrackerConfig(kind="none"),
-        tokens=40 * 64,
-        log_every=5,
-        validations=3,
-    )  # fmt: skip
+    config = replace(forty_steps(small_corpus(512, ["tensor", "Verlust", "größer", "of", "the"])), validations=3)
+    config.parallel.threads = 1
+    return config
 
 
 @pytest.fixture

@@ -10,68 +10,27 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from isoflop.train import loop
 from isoflop.train.checkpoint import storage
-from isoflop.train.config import (
-    CheckpointConfig,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    TrackerConfig,
-    from_dict,
-    to_dict,
-)
-from isoflop.train.files import file_sha256, read_json_lines
+from isoflop.train.config import CheckpointConfig, DataConfig, RunConfig, from_dict, to_dict
+from isoflop.train.files import read_json_lines
 from isoflop.train.loop import Stopped, train
+from small_runs import assert_same_run, forty_steps, stop_after
 
 STEPS = 24
-CLOCK = ("seconds", "tokens_per_s", "mfu", "matmul_peak")
 
 
 @pytest.fixture(scope="module")
 def run(small_corpus: Callable[..., DataConfig]) -> RunConfig:
-    return RunConfig(
-        model=ModelConfig(width=16, depth=2, heads=2, vocab_size=256),
-        data=small_corpus(256),
-        optimizer=OptimizerConfig(batch_size=4),
-        parallel=ParallelConfig(device="cpu", threads=1, micro_batch_size=2),
-        checkpoint=CheckpointConfig(every_seconds=1e9, every_steps=4, keep=2),
-        tracker=TrackerConfig(kind="none"),
-        tokens=STEPS * 64,
-        log_every=1,
-    )  # fmt: skip
-
-
-def without_clock(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if key not in CLOCK}
-
-
-def course(directory: Path) -> dict[int, dict[str, Any]]:
-    """Every logged number of each step. A step that was logged twice must have said the same twice."""
-    lines: dict[int, dict[str, Any]] = {}
-    for record in read_json_lines(directory / "metrics.jsonl"):
-        line = without_clock(record)
-        assert lines.setdefault(line["step"], line) == line
-    return lines
-
-
-def assert_same_run(directory: Path, reference: Path) -> None:
-    ours, theirs = course(directory), course(reference)
-    assert sorted(ours) == list(range(1, STEPS + 1))
-    assert ours == theirs  # float equality of every number of every line
-    summaries = [json.loads((path / "summary.json").read_text()) for path in (directory, reference)]
-    assert without_clock(summaries[0]) == without_clock(summaries[1])
-    final = [path / "checkpoints" / f"step_{STEPS}" for path in (directory, reference)]
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        assert file_sha256(final[0] / name) == file_sha256(final[1] / name)
-    states = [without_clock(json.loads((path / "trainer.json").read_text())) for path in final]
-    assert states[0] == states[1]  # the random-number state and the smoothed losses too
+    config = replace(forty_steps(small_corpus(256)), tokens=STEPS * 64, log_every=1)
+    config.model.depth, config.parallel.threads, config.parallel.micro_batch_size = 2, 1, 2
+    config.checkpoint = CheckpointConfig(every_seconds=1e9, every_steps=4, keep=2)
+    return config
 
 
 @pytest.fixture(scope="module")
@@ -86,18 +45,6 @@ def undisturbed(request: pytest.FixtureRequest, run: RunConfig, tmp_path_factory
 
 def config_of(undisturbed: Path) -> RunConfig:
     return from_dict(RunConfig, json.loads((undisturbed / "config.json").read_text()))
-
-
-def stop_after(steps: int) -> Any:
-    """A should_stop that says yes at its `steps`-th question."""
-    asked = 0
-
-    def should_stop() -> bool:
-        nonlocal asked
-        asked += 1
-        return asked == steps
-
-    return should_stop
 
 
 @pytest.mark.parametrize(("seed", "undisturbed"), [(0, "fp32"), (1, "bf16"), (2, "bf16")], indirect=["undisturbed"])

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import json
-import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, ScheduleConfig
+from isoflop.train.config import DataConfig, RunConfig
 from isoflop.train.data.loader import TrainStream
 from isoflop.train.data.prefetch import Prefetch
 from isoflop.train.data.shards import prepare
@@ -19,33 +17,16 @@ from isoflop.train.parallel.mesh import Mesh
 from isoflop.train.parallel.zero import StepResult
 from isoflop.train.precision import compute_dtype
 from isoflop.train.stepper import Stepper
+from small_runs import forty_steps
 from torch.optim.adamw import adamw
 
 CPU = torch.device("cpu")
 ROWS, LENGTH, STEPS = 4, 16, 9
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    folder = tmp_path_factory.mktemp("corpus")
-    generator = random.Random(0)
-    lines = [" ".join(generator.choice(["tensor", "loss", "of", "the"]) for _ in range(40)) for _ in range(100)]
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    return RunConfig(
-        model=ModelConfig(width=16, depth=2, heads=2, vocab_size=256),
-        data=DataConfig(
-            corpus="text", path=str(folder / "text.jsonl"), sequence_length=LENGTH, cache_dir=str(folder / "cache")
-        ),
-        optimizer=OptimizerConfig(batch_size=ROWS, gradient_clip=0.5),
-        schedule=ScheduleConfig(warmup_tokens=256, warmup_max_share=0.5),
-        parallel=ParallelConfig(device="cpu"),
-        tokens=STEPS * ROWS * LENGTH,
-    )
-
-
 @pytest.fixture
-def config(base: RunConfig) -> RunConfig:
-    return copy.deepcopy(base)
+def config(small_corpus: Callable[..., DataConfig]) -> RunConfig:
+    return replace(forty_steps(small_corpus(512)), tokens=STEPS * ROWS * LENGTH)
 
 
 def build(config: RunConfig, device: torch.device = CPU, report: Callable[[str], None] = print) -> Stepper:
