@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -84,44 +83,34 @@ def test_a_sweep_writes_what_the_contract_says(smoke: tuple[Path, str]) -> None:
     assert len(table) == 4
     assert table["run_id"].is_unique
     assert {"N", "D", "loss", "loss_se", "flops", "run_id"} <= set(table)
+    by_size = table.sort_values(["N", "D"])["loss"]
+    assert by_size.iloc[-1] == by_size.min() < by_size.max() == by_size.iloc[0] < 5.545  # ln 256: to know nothing
+    assert table[["schedule", "decay_share", "tokenizer", "vocab_size"]].drop_duplicates().values.tolist() == [
+        ["wsd", 0.2, "bytes", 256]
+    ]
+    assert (table[["learning_rate", "batch_size", "sequence_length", "unique_tokens"]] > 0).all(axis=None)
+    assert table["trunk"].isna().all()
+    # Two sizes, two D, and tiny models.
+    assert {warning.code for warning in examine(read_table(sweep))} == {"few_runs", "narrow_span", "flop_convention"}
     assert (sweep / "fit" / "law.json").is_file()
     assert f"report: {sweep / 'fit' / 'report.html'}\n" in output
 
 
-def test_more_tokens_and_more_parameters_give_a_lower_loss(smoke: tuple[Path, str]) -> None:
-    table = pd.read_csv(smoke[0] / "table.csv").sort_values(["N", "D"])
-    assert table["loss"].iloc[-1] == table["loss"].min()
-    assert table["loss"].iloc[0] == table["loss"].max()
-    assert table["loss"].max() < 5.545  # ln 256, what knowing nothing costs
+@pytest.mark.usefixtures("quick_pictures")
+def test_again_trains_nothing(sweep: SweepDirectory, capfd: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.stat().st_mtime_ns for path in sweep.path.glob("runs/*/metrics.jsonl")}
+    assert sweep_main([*SMOKE, "fit.bootstrap=20", f"output_root={sweep.path.parent}"]) == 0
+    assert {path: path.stat().st_mtime_ns for path in sweep.path.glob("runs/*/metrics.jsonl")} == before
+    assert "report.html" in capfd.readouterr().out
 
 
-def test_the_table_carries_what_the_doctor_reads_and_it_finds_no_fault(smoke: tuple[Path, str]) -> None:
-    table = pd.read_csv(smoke[0] / "table.csv")
-    assert set(table["schedule"]) == {"wsd"}
-    assert set(table["decay_share"]) == {0.2}
-    assert set(table["tokenizer"]) == {"bytes"}
-    assert (table["vocab_size"] == 256).all()
-    assert (table[["learning_rate", "batch_size", "sequence_length", "unique_tokens"]] > 0).all(axis=None)
-    assert table["trunk"].isna().all()
-    found = {warning.code for warning in examine(read_table(smoke[0]))}
-    assert found == {"few_runs", "narrow_span", "flop_convention"}  # two sizes, two D, and tiny models
-
-
-def test_again_trains_nothing(smoke: tuple[Path, str], tmp_path: Path) -> None:
-    sweep = Path(shutil.copytree(smoke[0], tmp_path / "smoke"))
-    before = {path: path.stat().st_mtime_ns for path in sweep.glob("runs/*/metrics.jsonl")}
-    code, output = finished(sweep_process(SMOKE, sweep.parent))
-    assert code == 0, output
-    assert {path: path.stat().st_mtime_ns for path in sweep.glob("runs/*/metrics.jsonl")} == before
-    assert "report.html" in output
-
-
-def test_the_same_science_has_the_same_id_in_any_sweep(smoke: tuple[Path, str], tmp_path: Path) -> None:
-    arguments = [*SMOKE, "sweep=other", "cluster.minutes=1", "log_every=3", f"output_root={tmp_path}", "dry_run=true"]
-    ours = {run.run_id for run in SweepDirectory.open(smoke[0]).runs()}
-    code, output = finished(sweep_process(arguments, tmp_path))
-    assert code == 0
-    assert all(run_id in output for run_id in ours)
+def test_the_same_science_has_the_same_id_in_any_sweep(
+    smoke: tuple[Path, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    other = [*SMOKE, "sweep=other", "cluster.minutes=1", "log_every=3", f"output_root={tmp_path}", "dry_run=true"]
+    assert sweep_main(other) == 0
+    output = capfd.readouterr().out
+    assert all(run.run_id in output for run in SweepDirectory.open(smoke[0]).runs())
     assert not list(tmp_path.iterdir())  # a dry run writes nothing
 
 
@@ -302,43 +291,26 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return line
 
 
-BAD = [
+BAD = [  # numbers out of range are tried in test_fields.py, grids in test_grid.py
     (["grid.budgts=[1]"], "grid.budgts"),
-    (["model.foo=3"], "model.foo"),
-    (["model.width=wide"], "'wide' of type 'str' could not be converted to Integer"),
-    (["seed=1.5"], "could not be converted to Integer"),
+    (["model.width=wide"], "could not be converted to Integer"),
     (["model.width=null"], "model.width=null: it cannot be null"),
     (["schedule=linear"], "schedule is 'linear'; it must be one of constant, cosine, points, wsd"),
     (["schedule=null"], "Config group override must be a string or a list"),
-    (
-        ["+grid=spiral"],
-        "grid is 'spiral'; it must be one of adaptive, attention, chinchilla, compare, curves, data_recipe, experts",
-    ),
+    (["+grid=spiral"], "grid is 'spiral'; it must be one of adaptive, "),
     (["grid.variants={a:[model.foo=3]}"], "model.foo"),
     (["grid.variants={}"], "grid.variants is {}; it must map names, other than base, to overrides"),
     (["data=text", "data.path=/nonexistent/é"], "data.path is '/nonexistent/é'"),
-    (["data.path=[é]"], "'data.path=[é]' cannot be read as FIELD=VALUE; a value with signs other than letters"),
-    (["sweep=a(b"], "'sweep=a(b' cannot be read as FIELD=VALUE"),
+    (["data.path=[é]"], "'data.path=[é]' cannot be read as FIELD=VALUE"),
     (["words"], "'words' cannot be read as FIELD=VALUE"),
     (["precision=fp8"], "precision is 'fp8'; it must be one of fp32, bf16"),
-    (["schedule.kind=linear"], "one of wsd, cosine, constant"),
-    (["optimizer.batch_size=0"], "optimizer.batch_size is 0"),
-    (["optimizer.learning_rate=-1"], "optimizer.learning_rate is -1.0"),
-    (["grid.sizes=[0]"], "grid.sizes contains 0.0; it must be greater than 0"),
     (["data=text"], "data.path is null"),
-    (["data=text", "data.path=/nonexistent/corpus"], "/nonexistent/corpus"),
     (["data.tokenizer=/nonexistent/tokenizer.json"], "/nonexistent/tokenizer.json"),
     (["parallel.micro_batch_size=3", "optimizer.batch_size=8"], "it must divide optimizer.batch_size 8: 1, 2, 4, 8"),
-    (["cluster.jobs=0"], "cluster.jobs is 0"),
-    (["ensembles=0"], "ensembles is 0; it must be 1 or more"),
-    (["cluster.runs_per_gpu=0"], "cluster.runs_per_gpu is 0; it must be 1 or more"),
-    (["cluster.launch_bound_width=0"], "cluster.launch_bound_width is 0.0; it must be greater than 0"),
     (["model.window=65"], "model.window is 65; it must be 1 to data.sequence_length 64"),
-    (["parallel.attention=flash9"], "parallel.attention is 'flash9'; it must be one of auto, ours, sdpa"),
     (["cluster.kind=cloud"], "it must be one of local, slurm"),
     (["sweep=a/b"], "sweep is 'a/b'"),
     (["sweep=.."], "sweep is '..'; it names one folder under output_root"),
-    (["sweep=."], "sweep is '.'; it names one folder under output_root"),
     (["sweep=null"], "sweep is null; it names one folder under output_root"),
     (["sweep='a\nb'"], r"sweep is 'a\nb'; it names one folder"),
     ([f"sweep={'a' * 300}"], "takes at most 200 bytes"),
@@ -352,22 +324,6 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
     line = refused([*SMOKE, f"output_root={tmp_path}", *overrides], capsys)
     assert says in line
     assert not list(tmp_path.iterdir())
-
-
-def test_an_impossible_architecture_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [
-        "+grid=product",
-        "cluster=local",
-        "tokens=4096",
-        "grid.axes={model.heads:[5]}",
-        f"output_root={tmp_path}",
-    ]
-    assert "model.heads is 5; it must divide model.width 64: 1, 2, 4, 8, 16, 32, 64" in refused(arguments, capsys)
-
-
-def test_a_budget_below_the_smallest_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["+grid=chinchilla", "cluster=local", "grid.budgets=[1e6]", f"output_root={tmp_path}"]
-    assert "grid.budgets contains 1e+06" in refused(arguments, capsys)
 
 
 def test_no_grid_names_the_grids(capsys: pytest.CaptureFixture[str]) -> None:
@@ -428,6 +384,17 @@ MULTIRUNS = [
 ]  # fmt: skip
 
 
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the sweeps that are asked for, instead of running them."""
+    names: list[str] = []
+    monkeypatch.setattr(
+        "isoflop.sweeps.execute.conduct.conduct", lambda config, command: names.append(config.sweep) or 0
+    )
+    monkeypatch.chdir(tmp_path)
+    return names
+
+
 @pytest.mark.parametrize(
     ("overrides", "folders"),
     [
@@ -435,14 +402,9 @@ MULTIRUNS = [
         for number, case in enumerate(MULTIRUNS)
     ],
 )
-def test_every_job_of_a_multirun_has_a_folder_of_its_own_named_by_its_overrides(
-    overrides: list[str], folders: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_job_of_a_multirun_has_a_folder_named_by_its_overrides(
+    overrides: list[str], folders: list[str], asked: list[str]
 ) -> None:
-    asked: list[str | None] = []
-    monkeypatch.setattr(
-        "isoflop.sweeps.execute.conduct.conduct", lambda config, command: asked.append(config.sweep) or 0
-    )
-    monkeypatch.chdir(tmp_path)
     assert sweep_main(["--multirun", "cluster=local", *overrides]) == 0
     assert asked == folders
     if len(overrides) == 1 or overrides[1] == "seed=3":  # the flag has two forms, and may stand anywhere
@@ -450,12 +412,7 @@ def test_every_job_of_a_multirun_has_a_folder_of_its_own_named_by_its_overrides(
         assert asked == 2 * folders
 
 
-def test_the_name_of_a_multiruns_folder_fits_a_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(
-        "isoflop.sweeps.execute.conduct.conduct", lambda config, command: asked.append(config.sweep) or 0
-    )
-    monkeypatch.chdir(tmp_path)
+def test_the_name_of_a_multiruns_folder_fits_a_file_system(asked: list[str]) -> None:
     assert sweep_main(["--multirun", "+grid=smoke", "cluster=local", f"data.path={'a' * 150}1,{'a' * 150}2"]) == 0
     assert len(set(asked)) == 2
     assert all(len(name) < 140 for name in asked)
