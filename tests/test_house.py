@@ -30,9 +30,15 @@ NO_TORCH = (
 )  # fmt: skip
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imports(path: Path, top_level_only: bool = False) -> list[tuple[int, str]]:
     """(level of relativity, module) of every import statement of a file; not those under TYPE_CHECKING."""
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     nodes: list[ast.AST] = list(tree.body) if top_level_only else [n for n in ast.walk(tree) if not _type_checking(n)]
     found = []
     for node in nodes:
@@ -117,10 +123,6 @@ def test_training_loads_the_compiler_only_to_compile() -> None:
     assert "sympy" not in modules
 
 
-# Imports that close a circle, of files or of folders. The list may only shrink.
-KNOWN_CIRCLES: set[tuple[str, str]] = set()
-
-
 @functools.cache
 def graph() -> dict[str, set[str]]:
     """File to the files that it imports, wherever the import stands: inside functions and under TYPE_CHECKING too."""
@@ -129,7 +131,7 @@ def graph() -> dict[str, set[str]]:
     for name in known:
         targets: set[tuple[str, ...]] = set()
         package = tuple(name.split("/")[:-1])
-        for node in ast.walk(ast.parse((ROOT / name).read_text())):
+        for node in ast.walk(parsed(ROOT / name)):
             if isinstance(node, ast.ImportFrom) and node.level:
                 parent = package[: len(package) - node.level + 1] + tuple(node.module.split(".") if node.module else ())
                 targets |= {parent, *((*parent, alias.name) for alias in node.names)}
@@ -154,28 +156,9 @@ def folders(graph: dict[str, set[str]]) -> dict[str, set[str]]:
     return found
 
 
-def without(graph: dict[str, set[str]], edges: set[tuple[str, str]]) -> dict[str, set[str]]:
-    return {name: {other for other in others if (name, other) not in edges} for name, others in graph.items()}
-
-
 def test_no_circles_of_files_or_folders() -> None:
-    graphlib.TopologicalSorter(without(graph(), KNOWN_CIRCLES)).prepare()  # raises CycleError, which names the circle
-    graphlib.TopologicalSorter(without(folders(graph()), KNOWN_CIRCLES)).prepare()
-
-
-@pytest.mark.parametrize("edge", sorted(KNOWN_CIRCLES))
-def test_known_circles_are_still_there(edge: tuple[str, str]) -> None:
-    for edges in (graph(), folders(graph())):
-        if edge[1] in edges.get(edge[0], ()):
-            with pytest.raises(graphlib.CycleError):
-                graphlib.TopologicalSorter(without(edges, KNOWN_CIRCLES - {edge})).prepare()
-            return
-    pytest.fail(f"{edge} is gone: take it off KNOWN_CIRCLES")
-
-
-def test_the_top_of_a_room_is_its_spine() -> None:
-    for room in ALLOWED.keys() - {"bench"}:
-        assert len(list((ROOT / room).glob("*.py"))) <= 12, room
+    graphlib.TopologicalSorter(graph()).prepare()  # raises CycleError, which names the circle
+    graphlib.TopologicalSorter(folders(graph())).prepare()
 
 
 def test_a_folder_is_listed_in_the_wheel() -> None:

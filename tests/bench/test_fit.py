@@ -9,15 +9,10 @@ from isoflop.bench import fit as bench_fit
 from scipy.optimize import approx_fprime
 
 
-@pytest.fixture(scope="module")
-def benchmark():
-    return bench_fit
-
-
-def test_rows_have_the_format_of_every_benchmark_and_ours_is_never_worse(benchmark, monkeypatch, capsys):
+def test_rows_have_the_format_of_every_benchmark_and_ours_is_never_worse(monkeypatch, capsys):
     monkeypatch.delenv("ISOFLOP_DATA", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    rows = json.loads(json.dumps(benchmark.bench_fit(rounds=2, resamples=40, peer_resamples=3, peer_starts=3)))
+    rows = json.loads(json.dumps(bench_fit.bench_fit(rounds=2, resamples=40, peer_resamples=3, peer_starts=3)))
     assert os.environ["OMP_NUM_THREADS"] == "2"
     assert len(rows) == 3
     for row in rows:
@@ -27,17 +22,17 @@ def test_rows_have_the_format_of_every_benchmark_and_ours_is_never_worse(benchma
         assert "240 random runs" in row["case"]
     assert rows[0]["starts_agreeing"] == rows[0]["starts"] == 64
     assert rows[1]["compared"] == 6
-    benchmark.print_fit_benchmark(rows)
+    bench_fit.print_fit_benchmark(rows)
     said = capsys.readouterr().out
     assert "ours is not worse" in said
     assert "gradient by differences" in said
 
 
-def test_the_peer_is_given_the_objective_and_its_right_gradient(benchmark):
-    _, N, D, loss = benchmark._runs()
-    peer = benchmark.Peer(N, D, loss)
+def test_the_peer_is_given_the_objective_and_its_right_gradient():
+    _, N, D, loss = bench_fit._runs()
+    peer = bench_fit.Peer(N, D, loss)
     weight = np.random.default_rng(0).integers(0, 3, len(N)).astype(float)
-    law = benchmark.fit.ChinchillaLaw().fit(N, D, loss, weight=weight)
+    law = bench_fit.fit.ChinchillaLaw().fit(N, D, loss, weight=weight)
     theta = np.array([np.log(law.A_), np.log(law.B_), np.log(law.E_), law.alpha_, law.beta_])
     assert peer.objective(theta, weight)[0] == pytest.approx(law.objective_, rel=1e-12)
     away = theta + np.array([0.1, -0.2, 0.05, 0.01, -0.01])
@@ -45,7 +40,7 @@ def test_the_peer_is_given_the_objective_and_its_right_gradient(benchmark):
     np.testing.assert_allclose(peer.objective(away, weight)[1], numeric, rtol=1e-4, atol=1e-6)  # one-sided differences
 
 
-def test_the_grid_of_starts_is_the_published_one(benchmark):
-    assert len(benchmark.GRID) == 4500
-    assert min(benchmark.GRID) == (0.0, 0.0, -1.0, 0.0, 0.0)
-    assert max(benchmark.GRID) == (25.0, 25.0, 1.0, 2.0, 2.0)
+def test_the_grid_of_starts_is_the_published_one():
+    assert len(bench_fit.GRID) == 4500
+    assert min(bench_fit.GRID) == (0.0, 0.0, -1.0, 0.0, 0.0)
+    assert max(bench_fit.GRID) == (25.0, 25.0, 1.0, 2.0, 2.0)

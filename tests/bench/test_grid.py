@@ -33,16 +33,11 @@ def test_the_ladder_is_cut_to_the_minutes_and_never_to_nothing() -> None:
     assert bench_grid._shortened(LADDER, minutes=1e6)[-1] == "grid.sizes=[8000.0, 15000.0, 30000.0, 60000.0]"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"cases": ["smoke"]}, "--case is 'smoke'; it must be ladder or chinchilla"),
-        ({"minutes": 0.0}, "--minutes is 0.0; it must be greater than 0"),
-    ],
-)
-def test_bad_input_is_a_sentence(arguments: dict[str, object], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        next(iter(bench_grid.bench_grid(**arguments)))  # type: ignore[arg-type]
+def test_bad_input_is_a_sentence() -> None:
+    with pytest.raises(UserError, match="--case is 'smoke'"):
+        next(iter(bench_grid.bench_grid(cases=["smoke"])))
+    with pytest.raises(UserError, match=r"--minutes is 0\.0"):
+        next(iter(bench_grid.bench_grid(minutes=0.0)))
 
 
 def test_a_sweep_that_fails_is_no_measurement(tmp_path: Path) -> None:

@@ -23,9 +23,8 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "measuring_on", functools.partial(measuring_on, threads=1))
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_both_sides_attend_alike(kv_heads: int, capsys: pytest.CaptureFixture[str]) -> None:
-    shape = bench_attention.Shape(2, 48, 4, kv_heads, 16)
+def test_both_sides_attend_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = bench_attention.Shape(2, 48, 4, 2, 16)
     rows = list(bench_attention.bench_attention("cpu", rounds=2, steps=1, shapes=[shape]))
     assert rows == json.loads(json.dumps(rows))
     assert len(rows) == 2
@@ -33,14 +32,12 @@ def test_both_sides_attend_alike(kv_heads: int, capsys: pytest.CaptureFixture[st
         assert set(row) >= CONTRACT
         assert name in row["case"]
         assert "T=48" in row["case"]
-        assert ("key/value heads" in row["case"]) == (kv_heads != 4)
+        assert "key/value heads" in row["case"]
         assert row["ratio"] == row["ours"] / row["peer"] > 0
         assert row["device"].startswith("cpu")
         assert row["difference"] < bound
         # The output and three gradients at least.
-        assert min(row["peak_bytes"], row["peer_peak_bytes"]) >= 2 * 48 * 16 * (8 + 2 * kv_heads) * (
-            4 if bound < 0.01 else 2
-        )
+        assert min(row["peak_bytes"], row["peer_peak_bytes"]) >= 2 * 48 * 16 * 12 * (4 if bound < 0.01 else 2)
     print_benchmark(rows, bench_attention.ABOUT)
     assert "MiB / peer" in capsys.readouterr().out
 
