@@ -15,12 +15,10 @@ from isoflop.train.flops import (
     tokens_for_budget,
     training_flops_per_token,
 )
-from isoflop.train.model.parametrization import build_model, empty_model, parameter_groups
-from isoflop.train.parallel.layout import whole_placement
-from isoflop.train.parallel.mesh import Mesh
-from isoflop.train.parallel.zero import Zero
+from isoflop.train.model.parametrization import build_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from zero_buffers import engine
 
 
 def random_architecture(seed: int) -> ModelConfig:
@@ -98,12 +96,7 @@ def test_d_is_rounded_up_to_whole_steps() -> None:
 def test_flops_of_the_optimizer_are_what_the_counter_sees_in_an_update(seed: int) -> None:
     model = random_architecture(seed)
     optimizer = OptimizerConfig(kind="muon", iterations=seed + 1, batch_size=2)
-    gpt = empty_model(model, optimizer, 4)
-    placements = {name: whole_placement(p.shape) for name, p in gpt.named_parameters()}
-    zero = Zero(
-        gpt, parameter_groups(gpt, optimizer), placements, Mesh(), stage=0, dtype=torch.float32, optimizer=optimizer,
-        bucket_mb=1.0, device=torch.device("cpu"),
-    )  # fmt: skip
+    gpt, zero = engine(model, optimizer, torch.float32)
     with zero.gradients.micro_batch(last=True):
         torch.stack([p.sum() for p in gpt.parameters()]).sum().backward()
     with FlopCounterMode(display=False) as counter:
