@@ -13,7 +13,6 @@ import pandas as pd
 import pytest
 from fake_sweep import planned_run
 from isoflop.bench import evaluate as bench
-from isoflop.bench.overhead import overhead
 from isoflop.evaluate.metrics import ItemResult
 from isoflop.train.config import ModelConfig
 from isoflop.train.errors import UserError
@@ -95,10 +94,3 @@ def test_both_sides_of_a_small_model_agree_on_every_item() -> None:
     assert len(nats) == 3
     assert all(row["ours"] < bench.ALLOWED_NATS for row in nats)
     assert rows[-1]["unit"] == "items/s"
-
-
-@pytest.mark.slow
-def test_the_second_checkpoint_of_a_process_has_less_overhead(tmp_path: Path) -> None:
-    row = overhead(tmp_path, ("hellaswag,arc_easy", 10), vocab_size=512)
-    assert set(row) == ROW
-    assert 0 < row["ours"] < row["peer"]

@@ -110,9 +110,3 @@ def test_a_sweep_and_one_process_a_run_train_the_same_runs_to_the_same_losses() 
     assert "4 runs" in row["case"]
     assert row["ratio"] == row["ours"] / row["peer"] == pytest.approx(row["peer_seconds"] / row["seconds"])
     assert row["difference"] <= 1e-5  # ensembles; trunks alone are the same bits
-
-
-@pytest.mark.slow
-def test_trunks_alone_change_no_bit() -> None:
-    one_size = [*SMALL, "grid.sizes=[1e4]", "ensembles=1"]  # a trunk and its branch
-    assert bench_grid._clock_row("smoke", one_size, rounds=1)["difference"] == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 
@@ -12,8 +11,7 @@ from isoflop.bench import train as bench_train
 from isoflop.bench.contenders import Peak, measuring_on
 from isoflop.bench.llama import LlamaStep
 from isoflop.bench.tokens import random_shards
-from isoflop.bench.train import Setting, Size, bench_config, bench_sizes
-from isoflop.train.config import RunConfig
+from isoflop.bench.train import Setting, Size, bench_sizes
 from isoflop.train.data.loader import TrainStream
 from isoflop.train.flops import count_parameters
 from isoflop.train.model.gpt import GPT
@@ -109,23 +107,6 @@ def test_rows_of_the_sizes_for_gpus_have_the_format_of_every_benchmark() -> None
         assert "LlamaForCausalLM" in row["peer_name"]
         assert "tiny, T=16, V=256, B=4" in row["case"]
     assert first["peer_name"] == second["peer_name"]  # the way that was faster for the first
-
-
-@pytest.mark.slow
-def test_rows_on_a_cpu_have_the_format_of_every_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    def small(precision: str, folder: Path, compiled: bool) -> RunConfig:
-        config = bench_config(precision, folder, compiled)
-        config.model.width, config.model.depth, config.model.heads = 32, 2, 2
-        return config
-
-    monkeypatch.setattr(bench_train, "bench_config", small)
-    monkeypatch.setattr(bench_train, "measuring_on", functools.partial(measuring_on, threads=1))
-    rows = list(bench_train.bench_train("cpu", rounds=2, steps=1, compiled=False))
-    assert [row["case"].split(",")[0] for row in rows] == ["train fp32", "train bf16"]
-    for row in rows:
-        assert row["ratio"] == row["ours"] / row["peer"] > 0
-        assert 0 < row["mfu"] < 1.2
-        assert row["device"].startswith("cpu")
 
 
 def test_a_case_says_how_large_its_model_is(tmp_path: Path) -> None:
