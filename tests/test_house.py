@@ -69,7 +69,7 @@ def test_a_room_imports_only_the_rooms_that_its_arrows_point_to(room: str) -> No
             assert not (level == 0 and head == "isoflop"), f"{path.relative_to(ROOT)} imports isoflop absolutely"
 
 
-def test_only_the_command_line_imports_the_benchmarks_and_only_inside_functions() -> None:
+def test_only_functions_of_the_command_line_import_the_benchmarks() -> None:
     for path in files("sweeps"):
         depth = len(path.relative_to(ROOT).parts) - 1
         found = [module for level, module in imports(path) if level == depth + 1 and module.split(".")[0] == "bench"]

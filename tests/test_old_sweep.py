@@ -108,7 +108,7 @@ def test_the_command_that_it_was_started_with_continues_it_to_the_report(old: Pa
     assert costs["wasted"]["flops"] == wasted
 
 
-def test_a_lost_record_of_slurm_jobs_is_rebuilt_from_what_they_were_to_call(old: Path) -> None:
+def test_a_lost_record_of_slurm_jobs_is_rebuilt_from_the_jobs(old: Path) -> None:
     record, tools = old / "slurm/jobs/slurm.json", old / "bin"
     before = record.read_bytes()
     tools.mkdir()

@@ -104,7 +104,7 @@ def test_the_small_sweep_has_trunks_and_branches() -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_and_one_process_a_run_train_the_same_runs_to_the_same_losses() -> None:
+def test_a_sweep_and_one_process_a_run_have_the_same_losses() -> None:
     row = bench_grid._clock_row("smoke", SMALL, rounds=1)
     assert {"case", "ours", "peer", "peer_name", "unit", "ratio", "spread", "device"} <= set(row)
     assert "4 runs" in row["case"]

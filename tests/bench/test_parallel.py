@@ -75,7 +75,7 @@ def test_rows_have_the_format_of_every_benchmark(
     assert "MFU" not in said
 
 
-def test_the_peer_of_the_ring_attends_alike_and_a_rank_needs_its_share_of_memory() -> None:
+def test_the_peer_of_the_ring_attends_alike() -> None:
     def of_rank() -> list[torch.Tensor]:
         torch.manual_seed(dist.get_rank())
         inputs = [torch.randn(1, 32, heads, 64, requires_grad=True) for heads in (4, 2, 2)]

@@ -45,7 +45,7 @@ def test_the_fastest_is_the_one_with_the_lowest_median() -> None:
     assert quick.median == statistics.median(quick.seconds)
 
 
-def test_peak_memory_is_the_most_that_is_held_at_once_beyond_what_was_there() -> None:
+def test_peak_memory_is_the_most_that_is_held_at_once() -> None:
     size = 1 << 20
     held = torch.ones(size)
 

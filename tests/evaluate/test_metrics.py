@@ -18,7 +18,7 @@ from isoflop.evaluate.metrics import (
 )
 
 
-def test_gold_bits_per_byte_is_the_code_length_of_the_answer_over_its_bytes() -> None:
+def test_gold_bits_per_byte_is_the_answers_code_length_over_its_bytes() -> None:
     assert gold_bits_per_byte(math.log(2**-12), " abc") == pytest.approx(3.0, rel=1e-15)  # 12 bits, 4 bytes
     assert gold_bits_per_byte(math.log(1 / 257) * 4, " 漢") == pytest.approx(math.log2(257), rel=1e-15)
 
@@ -85,7 +85,7 @@ def test_the_probability_of_the_right_choice_is_scipys_softmax() -> None:
     assert chosen(0, [800.0, -800.0], [1]).margin == -1.0
 
 
-def test_several_right_choices_are_summed_and_without_a_wrong_one_there_is_no_margin() -> None:
+def test_several_right_choices_are_summed() -> None:
     nats = [math.log(share) for share in (0.1, 0.2, 0.3, 0.4)]
     two = chosen(0, nats, [1, 2])
     assert two.p_right == pytest.approx(0.5)

@@ -120,7 +120,7 @@ def probe(folder: Path, page: str, width: int, steps: str) -> dict[str, Any]:
     return dict(json.loads(html.unescape(found.group(1))))
 
 
-def test_samples_are_filtered_sorted_searched_and_walked_through_and_hostile_text_stays_text(tmp_path: Path) -> None:
+def test_samples_are_filtered_sorted_and_searched_and_text_stays_text(tmp_path: Path) -> None:
     one, two = f"arc_easy{HOSTILE}", f"gsm8k{HOSTILE}"
     items = make_items(one, 40, text=HOSTILE) + make_written(two, 6, HOSTILE)
     theirs = make_items(one, 40, seed=1, text=HOSTILE)
@@ -175,7 +175,7 @@ def test_samples_are_filtered_sorted_searched_and_walked_through_and_hostile_tex
     assert said["labels"], "every control has a label"
 
 
-def test_every_column_of_the_tables_is_seen_at_once_on_a_screen_and_on_half_of_one(tmp_path: Path) -> None:
+def test_every_column_of_the_tables_is_seen_at_once(tmp_path: Path) -> None:
     whole = {"items": 10042, "subset": {"items": 10042, "of": 10042}}
     names = ("hellaswag", "commonsense_qa_cloze", "mmlu_high_school_macroeconomics_cloze", "with-dashes-and-long")
     tasks = {name: numbers(margin=-0.5, **whole, clean=numbers(items=9034)) for name in names}
@@ -210,7 +210,7 @@ def test_fifteen_tasks_with_samples_print_on_at_most_six_pages(tmp_path: Path) -
     assert 2 <= pages <= 6
 
 
-def test_a_missed_escape_still_cannot_run_and_ten_thousand_items_are_25_on_the_page(tmp_path: Path) -> None:
+def test_a_missed_escape_cannot_run_and_a_page_has_25_items(tmp_path: Path) -> None:
     page = checkpoint_page(header({"t": numbers()}), make_items("t", 10_000))
     attack = f"<script>{RAN}</script><img src=x onerror={RAN}><svg onload={RAN}></svg><a href='javascript:{RAN}'>x</a>"
     seen, log = browse(tmp_path, page.replace("<main>", f"<main>{attack}", 1), 1280)
@@ -220,7 +220,7 @@ def test_a_missed_escape_still_cannot_run_and_ten_thousand_items_are_25_on_the_p
     assert seen.count('<li class="card"') == 25
 
 
-def test_a_sweeps_panels_name_the_run_under_the_pointer_and_its_table_sorts(tmp_path: Path) -> None:
+def test_a_sweeps_panels_name_the_run_and_its_table_sorts(tmp_path: Path) -> None:
     rows = make_rows(text=HOSTILE, recipes=("a", f"b{HOSTILE}"))
     page = sweep_page(rows, answers_to(rows), f"spine{HOSTILE}", {row["run_id"]: HOSTILE for row in rows})
     said = probe(tmp_path, page, 900, SWEEP)

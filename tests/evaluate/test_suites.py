@@ -213,7 +213,7 @@ def test_examples_that_cannot_be_had_are_one_sentence(cache: Path) -> None:
 # The choice of items
 
 
-def test_the_choice_of_items_is_pinned_and_a_smaller_one_is_part_of_a_larger() -> None:
+def test_the_choice_of_items_is_pinned_and_nested() -> None:
     # Written down once: another version, machine or process must choose these.
     assert choose_items("hellaswag", 10042, 5, 0) == [1314, 2189, 2529, 5111, 7409]
     large = choose_items("arc_easy", 500, 200, 3)

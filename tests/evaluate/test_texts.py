@@ -76,7 +76,7 @@ def test_a_limit_takes_the_same_documents_of_a_domain_every_time(folder: Path) -
     assert ten.subset["of"] == 30
 
 
-def test_a_long_document_counts_with_its_beginning_and_a_single_text_in_pieces(tmp_path: Path) -> None:
+def test_a_long_document_is_cut_and_a_single_text_comes_in_pieces(tmp_path: Path) -> None:
     book = "".join(f"Line {i} of a bök.\n\n" for i in range(2000))
     for domain in ("alone", "among"):
         (tmp_path / "held" / domain).mkdir(parents=True)
@@ -187,9 +187,3 @@ def test_a_loss_that_is_no_number_stays_no_number(small_corpus: Callable[..., Da
     found = worst_windows(loaded_of(small_corpus(validation_tokens=64), model), count=1)
     assert math.isnan(found["val_loss"])
     assert math.isnan(found["worst"][0]["loss"])
-
-
-def test_a_corpus_that_is_not_at_hand_is_said(tmp_path: Path) -> None:
-    data = DataConfig(corpus="text", path=str(tmp_path / "none.txt"), cache_dir=str(tmp_path))
-    with pytest.raises(UserError, match="there is no such file"):
-        worst_windows(loaded_of(data, small_model()))
