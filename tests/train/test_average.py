@@ -75,9 +75,7 @@ def test_a_window_is_a_plain_mean_of_one_to_two_spans(span: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ema", "window"])
-def test_kept_averages_are_those_of_the_saved_weights_and_change_nothing_else(
-    run: RunConfig, kind: str, tmp_path: Path
-) -> None:
+def test_averages_are_those_of_the_saved_weights_and_change_no_other(run: RunConfig, kind: str, tmp_path: Path) -> None:
     """Against float64 sums over a checkpoint of every step; held-out losses against the checkpoint's own."""
     averaged = replace(run, average=AverageConfig(kind, [0.2, 0.6]))
     train(averaged, tmp_path / "kept", report=lambda line: None)

@@ -51,11 +51,6 @@ def test_auto_takes_what_suits_the_device_and_the_mask(changes: dict[str, Any], 
     assert chosen("auto", **changes).name == name
 
 
-def test_what_is_asked_for_is_taken_wherever_it_can_be() -> None:
-    for name in backends.PACKAGES:
-        assert chosen(name) == Choice(name, "parallel.attention")
-
-
 @pytest.mark.parametrize(
     ("wanted", "changes", "words"),
     [

@@ -139,7 +139,7 @@ def test_another_run_is_not_restored_and_the_differing_field_is_named(tmp_path: 
     checkpoint.restore_state(path, held(*trained(other, 0)), other)
 
 
-def test_a_checkpoint_of_a_run_that_differs_in_d_alone_is_restored_up_to_the_first_decay(tmp_path: Path) -> None:
+def test_a_run_that_differs_in_d_alone_is_restored_up_to_its_decay(tmp_path: Path) -> None:
     config = tiny()
     config.schedule.warmup_tokens = 0
     step = config.batch_tokens
@@ -159,17 +159,8 @@ def test_a_checkpoint_of_a_run_that_differs_in_d_alone_is_restored_up_to_the_fir
             checkpoint.restore_state(tmp_path / run_id(long) / "step_40", held(gpt, adam), other)
 
 
-def test_the_newest_by_number_wins(root: Path) -> None:
-    assert newest(root) == ("step_10", [])
-    assert newest(root / "nowhere") == (None, [])
-
-
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
 
 
 def flip(path: Path) -> None:
@@ -178,7 +169,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("harm", [truncate, empty, flip, Path.unlink], ids=lambda harm: harm.__name__)
+@pytest.mark.parametrize("harm", [truncate, flip, Path.unlink], ids=lambda harm: harm.__name__)
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_one_is_reported_and_skipped(name: str, harm: Callable[[Path], None], root: Path) -> None:
     harm(root / "step_10" / name)
@@ -189,6 +180,7 @@ def test_a_damaged_one_is_reported_and_skipped(name: str, harm: Callable[[Path],
     with pytest.raises(UserError, match="is damaged"):
         checkpoint.load_for_evaluation(root / "step_10")
     assert checkpoint.load_for_evaluation(root).path.name == "step_9"
+    assert newest(root / "nowhere") == (None, [])
 
 
 def test_no_flipped_bit_of_the_manifest_does_more_than_damage(root: Path) -> None:
@@ -209,7 +201,7 @@ def test_no_flipped_bit_of_the_manifest_does_more_than_damage(root: Path) -> Non
         assert newest(root)[0] == "step_9"
 
 
-def test_all_damaged_is_none_and_every_one_is_reported(root: Path) -> None:
+def test_all_damaged_is_none_and_each_is_reported(root: Path) -> None:
     for path in root.iterdir():
         truncate(path / "model.safetensors")
     found, said = newest(root)
@@ -217,8 +209,6 @@ def test_all_damaged_is_none_and_every_one_is_reported(root: Path) -> None:
     assert [line.split()[1] for line in said] == ["step_10", "step_9", "step_2"]
     with pytest.raises(UserError, match="holds no checkpoint"):
         checkpoint.find(root)
-    with pytest.raises(UserError, match="does not exist"):
-        checkpoint.find(root / "step_99")
 
 
 def test_a_whole_checkpoint_stays_and_a_damaged_one_is_replaced(root: Path) -> None:
@@ -230,7 +220,7 @@ def test_a_whole_checkpoint_stays_and_a_damaged_one_is_replaced(root: Path) -> N
     assert newest(root) == ("step_10", [])
 
 
-def test_pruning_keeps_the_newest_and_never_counts_what_a_resumed_run_skipped(root: Path) -> None:
+def test_pruning_keeps_the_newest_and_drops_what_a_resume_skipped(root: Path) -> None:
     truncate(root / "step_10" / "model.safetensors")
     # The run fell back to step 9 or before and has just saved 9: step 10 must not push it out.
     checkpoint.prune(root, keep=1, newest=9, named=())
@@ -329,9 +319,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-def test_what_is_saved_is_the_state_of_the_moment_whatever_training_does_meanwhile(
-    gate: threading.Event, tmp_path: Path
-) -> None:
+def test_a_save_is_of_its_moment_although_training_goes_on(gate: threading.Event, tmp_path: Path) -> None:
     gpt, adam = trained(tiny())
     state = held(gpt, adam)
     expected = {(each.name, each.kind): each.values.clone() for each in state}

@@ -142,9 +142,7 @@ print(json.dumps({"losses": losses, "inductor": counters["inductor"], "new": len
 
 
 @pytest.mark.slow
-def test_a_new_process_on_an_empty_node_compiles_nothing_that_was_compiled_before(
-    config: RunConfig, tmp_path: Path
-) -> None:
+def test_a_new_process_on_an_empty_node_compiles_nothing_again(config: RunConfig, tmp_path: Path) -> None:
     from isoflop.train.config import to_dict
 
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{i * 37} words of text"}}\n' for i in range(500)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +13,8 @@ import torch
 from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, run_id
 from isoflop.train.data.shards import Shards, prepare
 from isoflop.train.ensemble.ensemble import train_together
-from isoflop.train.ensemble.members import check_together
 from isoflop.train.ensemble.stacked import Rows, StackedGPT
-from isoflop.train.errors import UserError
+from isoflop.train.files import read_json
 from isoflop.train.loop import Stopped, train
 from isoflop.train.model.parametrization import build_model, empty_model, output_scale
 from small_runs import assert_same_run, forty_steps, stop_after
@@ -68,18 +66,6 @@ def alone(configs: list[RunConfig], shards: Shards, tmp_path_factory: pytest.Tem
     return folders
 
 
-def test_every_member_of_an_ensemble_is_the_run_trained_alone(
-    configs: list[RunConfig], shards: Shards, alone: list[Path], tmp_path: Path
-) -> None:
-    folders, order = [tmp_path / run_id(config) for config in configs], list[int]()
-    ended = train_together(configs, folders, report=silent, on_end=lambda i, how: order.append(i), shards=shards)
-    assert [how.kind for how in ended] == ["done"] * 3
-    assert order == [2, 1, 0]  # the smaller D leaves first, and the others go on
-    for folder, reference, how in zip(folders, alone, ended, strict=True):
-        assert_same_run(folder, reference)
-        assert how.summary == json.loads((folder / "summary.json").read_text())
-
-
 def test_a_run_goes_on_in_an_ensemble_and_a_member_goes_on_alone(
     configs: list[RunConfig], shards: Shards, alone: list[Path], tmp_path: Path
 ) -> None:
@@ -89,10 +75,12 @@ def test_a_run_goes_on_in_an_ensemble_and_a_member_goes_on_alone(
     for config, folder, count in zip(configs, folders, [1, 3, 9], strict=True):  # members of different steps
         with pytest.raises(Stopped):
             train(config, folder, should_stop=stop_after(count), report=silent, shards=shards)
-    ended = train_together(configs, folders, report=silent, shards=shards)
-    assert [how.kind for how in ended] == ["done"] * 3
-    for folder, reference in zip(folders, alone, strict=True):
+    order = list[int]()
+    ended = train_together(configs, folders, report=silent, on_end=lambda i, how: order.append(i), shards=shards)
+    assert order == [2, 1, 0]  # the smaller D leaves first, and the others go on
+    for folder, reference, how in zip(folders, alone, ended, strict=True):
         assert_same_run(folder, reference)
+        assert how.summary == read_json(folder / "summary.json")
 
 
 @pytest.mark.parametrize(
@@ -152,29 +140,6 @@ def test_one_diverges_and_the_others_go_on(
     assert not (folders[1] / "summary.json").exists()
     for number in (0, 2):
         assert_same_run(folders[number], alone[number])
-
-
-def test_what_cannot_be_trained_together_is_refused_in_a_sentence(base: RunConfig) -> None:
-    def refused(match: str, *changes: tuple[str, Any]) -> None:
-        runs = [member(base, 0), member(base, 1)]
-        for name, value in changes:
-            *groups, field = name.split(".")
-            node: Any = runs[1]
-            for group in groups:
-                node = getattr(node, group)
-            setattr(node, field, value)
-        with pytest.raises(UserError, match=match) as caught:
-            check_together(runs)
-        assert "\n" not in str(caught.value)
-
-    refused(r"^model\.width is 16 in run \w+ and 32 in run", ("model.width", 32))
-    refused(r"^optimizer\.batch_size is 4 in run \w+ and 8 in run", ("optimizer.batch_size", 8))
-    refused(r"precision is 'fp16'", ("precision", "fp16"))
-    refused(r"parallel\.dp 2", ("parallel.dp", 2))
-    refused(r"parallel\.recompute is 'full'", ("parallel.recompute", "full"))
-    with pytest.raises(UserError, match=r"^run \w+ is twice"):
-        check_together([member(base, 0), member(base, 1), member(base, 0)])
-    check_together([member(base, 0), member(base, 1), member(base, 2)])
 
 
 @pytest.mark.gpu

@@ -20,17 +20,15 @@ from isoflop.train.files import read_json_lines
 from isoflop.train.flops import count_parameters, training_flops_per_token
 from isoflop.train.model.experts import MoE, balance_of, outer, product
 from isoflop.train.model.gpt import GPT
-from isoflop.train.model.parametrization import build_model, parameter_groups
+from isoflop.train.model.parametrization import build_model
 from isoflop.train.model.shape import model_shape
 from isoflop.train.optimizer.sign import sign
-from isoflop.train.parallel.layout import whole_placement
-from isoflop.train.parallel.mesh import Mesh
-from isoflop.train.parallel.zero import Zero
 from isoflop.train.planner.validation import validate
 from small_runs import forty_steps
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from zero_buffers import engine
 
 MIXED = ModelConfig(
     width=24, depth=3, heads=2, vocab_size=61, experts=6, experts_per_token=2, expert_hidden=10, shared_experts=1,
@@ -176,16 +174,11 @@ def test_experts_are_chosen_in_fp32_whatever_the_type_of_the_tokens(gate: str, n
 
 
 def test_the_norm_of_the_gradient_is_that_of_the_loss_and_counts_no_bias() -> None:
-    gpt, tokens = mixture(8, balance_rate=0.5).float(), torch.randint(61, (5, 13))
-    gpt.loss(tokens[:, :-1], tokens[:, 1:]).backward()
-    counted = [p.grad for name, p in gpt.named_parameters() if p.grad is not None and not name.endswith("balance")]
-    optimizer, weights = OptimizerConfig(base_width=16), {n: p.detach().clone() for n, p in gpt.named_parameters()}
-    groups, places = parameter_groups(gpt, optimizer), {n: whole_placement(p.shape) for n, p in weights.items()}
-    zero = Zero(
-        gpt, groups, places, Mesh(), stage=0, dtype=torch.float32, optimizer=optimizer, bucket_mb=1.0,
-        device=torch.device("cpu"),
-    )  # fmt: skip
-    zero.load(weights.items())
+    weights, tokens = mixture(8, balance_rate=0.5).float(), torch.randint(61, (5, 9))
+    gpt, zero = engine(weights.config, OptimizerConfig(base_width=16), torch.float32)
+    zero.load((name, p.detach()) for name, p in weights.named_parameters())
+    weights.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+    counted = [p.grad for name, p in weights.named_parameters() if p.grad is not None and not name.endswith("balance")]
     with zero.gradients.micro_batch(last=True):
         loss = gpt.loss(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
@@ -231,7 +224,7 @@ def test_flops_are_those_of_the_loop_where_the_load_is_balanced(seed: int) -> No
     assert counter.get_total_flops() == training_flops_per_token(config, time) * batch * time
 
 
-def test_active_parameters_are_those_of_a_model_with_the_chosen_experts_alone() -> None:
+def test_active_parameters_are_those_of_the_chosen_experts() -> None:
     few = replace(MIXED, experts=2)
     # A router of fewer experts is smaller, and so are the biases.
     smaller = (MIXED.experts - few.experts) * (MIXED.width + 1) * (MIXED.depth - MIXED.dense_layers)

@@ -126,7 +126,7 @@ def test_validation_is_the_mean_its_error_and_bits_per_byte(finished: Finished) 
     assert score_windows(loaded)[2].val_loss == pytest.approx(summary["val_loss"], rel=1e-6)
 
 
-def test_a_single_window_has_no_standard_error_and_the_files_stay_valid_json(config: RunConfig, tmp_path: Path) -> None:
+def test_a_single_window_has_no_standard_error_in_valid_json(config: RunConfig, tmp_path: Path) -> None:
     config.data.validation_tokens = 16
     assert train(config, tmp_path, report=lambda line: None)["val_loss_se"] is None
 

@@ -72,7 +72,7 @@ def test_thirty_steps_stay_near_those_of_fp32(name: str) -> None:
     assert all(held.values.dtype == torch.float32 for held in low.zero.held())
 
 
-def test_an_overflow_in_fp16_is_skipped_halves_the_scale_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overflow_in_fp16_is_skipped_and_halves_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "GROWTH_STEPS", 4)
     run = Run("fp16")
     run.step(0)  # the head starts at zero, so the first gradients are small

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.block import rotary_angles, swiglu
@@ -19,7 +17,6 @@ from isoflop.train.parallel.mesh import build_mesh
 from isoflop.train.parallel.tensor import split_model
 from isoflop.train.parallel.zero import Zero
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -162,7 +159,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_selective_runs_no_matrix_product_again_and_full_all_but_the_last_of_a_block() -> None:
+def test_selective_runs_no_product_again_and_full_all_but_the_last() -> None:
     config, products, attention = architecture(), {}, {}
     for mode in MODES:
         gpt = random_model(config, mode)
@@ -207,59 +204,6 @@ def test_a_product_that_saves_something_else_than_its_input_keeps_it() -> None:
     ours = torch.autograd.grad(out.sum(), (x, weight))
     theirs = torch.autograd.grad(product(swiglu(x)).sum(), (x, weight))
     assert all_equal(list(ours), list(theirs))
-
-
-class Traced:
-    """Compiles up to the partitioner and lets PyTorch run the graphs: what inductor would add is minutes of C++.
-
-    Notes of each graph which operations it has, and of the last forward pass what it hands to the backward pass.
-    """
-
-    def __init__(self) -> None:
-        self.calls: dict[str, list[Counter[str]]] = {"forward": [], "backward": []}
-        self.kept: list[int] = []
-        self.backend = aot_autograd(
-            fw_compiler=self.take("forward"), bw_compiler=self.take("backward"),
-            partition_fn=min_cut_rematerialization_partition,
-        )  # fmt: skip
-
-    def take(self, kind: str) -> Callable[..., Any]:
-        def compiler(module: torch.fx.GraphModule, example: Any) -> Any:
-            nodes = list(module.graph.nodes)
-            called = [node.target for node in nodes if node.op == "call_function"]
-            self.calls[kind].append(Counter(getattr(f, "overloadpacket", f).__name__ for f in called))
-            if kind == "forward":
-                saved = [x.meta["val"] for x in nodes[-1].args[0][1:] if x.op != "placeholder"]
-                self.kept = sorted(x.nbytes for x in saved if isinstance(x, Tensor) and x.dim() == 3)
-            return make_boxed_func(module.forward)
-
-        return compiler
-
-
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
-    """What blocks are compiled by from here on."""
-    torch._dynamo.reset()
-    traced, compile_ = Traced(), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, mode: compile_(f, backend=traced.backend, fullgraph=True))
-    return traced
-
-
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_compiled_blocks_keep_and_compute_again_the_same(mode: str, traced: Traced) -> None:
-    config = architecture(depth=3)
-    gpt = random_model(config, mode)
-    gpt.compile_blocks()
-    ours = gradients(gpt)
-    # Every block ran one and the same compilation.
-    assert [calls["mm"] for calls in traced.calls["forward"]] == [4]
-    assert [calls["mm"] for calls in traced.calls["backward"]] == [11 if mode == "full" else 8]
-    kept = expected_bytes(config, mode)
-    kept.remove(BATCH * TIME * config.width * 4)  # the block's input is no result of the graph
-    assert traced.kept == kept
-    for compiled, eager in zip(ours, gradients(random_model(config, mode)), strict=True):
-        # The same operations, possibly decomposed: fp32 rounding only.
-        torch.testing.assert_close(compiled, eager, atol=1e-6, rtol=1e-4)
 
 
 COLLECTIVES = ("all_gather_into_tensor", "all_reduce_", "reduce_scatter_tensor")

@@ -135,7 +135,7 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_the_run_goes_on_later(
     assert_same_run(tmp_path, undisturbed)
 
 
-def test_a_run_killed_between_its_last_checkpoint_and_its_summary_only_writes_the_summary(
+def test_a_run_killed_before_its_summary_only_writes_the_summary(
     undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(undisturbed)

@@ -113,7 +113,7 @@ def test_max_bytes_cuts_the_stream_at_a_whole_character(tmp_path: Path, limit: i
     assert min(limit, len(everything)) - 3 <= len(cut) <= limit  # a character of UTF-8 has at most four bytes
 
 
-def test_a_line_of_many_blocks_is_whole_and_one_beyond_the_limit_is_refused(
+def test_a_long_line_is_whole_and_one_beyond_the_limit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readers, "_BLOCK", 1 << 8)
@@ -143,7 +143,7 @@ def test_a_fingerprint_follows_the_content_and_not_the_place(tmp_path: Path, kin
     assert len({fingerprint, *(other.fingerprint() for other in others)}) == 1 + len(others)
 
 
-def test_renaming_files_changes_the_fingerprint_only_where_order_decides_what_is_cut(tmp_path: Path) -> None:
+def test_renaming_files_changes_the_fingerprint_only_under_a_limit(tmp_path: Path) -> None:
     write(tmp_path / "a", "txt", DOCUMENTS)
     write(tmp_path / "b", "txt", DOCUMENTS[::-1])
     whole = [open_corpus(text(tmp_path / name)).fingerprint() for name in "ab"]

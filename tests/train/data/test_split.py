@@ -71,7 +71,7 @@ def test_two_plays_are_held_out_by_blocks_with_a_gap(tokenizer: str, steps: list
     assert missing == 2 * GAP * len(held)
 
 
-def test_the_blocks_owe_nothing_to_the_names_of_files_and_copies_stay_on_one_side(tmp_path: Path) -> None:
+def test_blocks_do_not_depend_on_names_and_copies_stay_on_one_side(tmp_path: Path) -> None:
     plays = [play(seed, 3000) for seed in range(3)]
     first = prepare(few(tmp_path / "a", plays))
     second = prepare(few(tmp_path / "b", plays[::-1], cache_dir=str(tmp_path / "other")))
@@ -121,7 +121,7 @@ class Made(Corpus):
         ([50_000], 0.02, True),
     ],
 )
-def test_few_documents_are_those_whose_held_out_share_is_none_one_or_far_off(
+def test_corpora_of_few_documents_are_held_out_by_blocks(
     sizes: list[int], fraction: float, by_blocks: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     corpus = Made([play(seed, size // 15)[:size] for seed, size in enumerate(sizes)])
