@@ -1,0 +1,84 @@
+"""Run the tests of `fit` under changes that must not matter, and list those that fail only then.
+
+    python benchmarks/perturbed.py                 # every change in turn; about a minute each on an idle core
+    python benchmarks/perturbed.py ulp rows        # some of them
+
+The changes: every number that a law or a table is given moves to the next float (`ulp`, two seeds), the rows of every
+table that is read come in another order (`rows`), and BLAS works with 2 and 3 threads (`threads`). A test that fails
+under `ulp` or `threads` depends on rounding, and so on the processor. One that fails under `rows` may rightly compare
+row by row; read it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+CHANGES = {
+    "ulp": [{"PERTURB": "ulp", "PERTURB_SEED": "0"}, {"PERTURB": "ulp", "PERTURB_SEED": "1"}],
+    "rows": [{"PERTURB": "rows", "PERTURB_SEED": "0"}],
+    "threads": [{"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}, {"OPENBLAS_NUM_THREADS": "3"}],
+}
+
+
+def pytest_configure() -> None:
+    """As a plugin of pytest: apply the change that PERTURB names to the package `fit`."""
+    change, seed = os.environ.get("PERTURB"), int(os.environ.get("PERTURB_SEED", "0"))
+    if change is None:
+        return
+    import numpy as np
+    from isoflop.fit import errors, table
+
+    if change == "ulp":
+        checked = errors._checked
+
+        def moved(name: str, values: Any, *rest: Any) -> Any:
+            numbers = checked(name, values, *rest)
+            up = np.random.default_rng(seed + len(numbers)).random(len(numbers)) < 0.5
+            return np.nextafter(numbers, np.where(up | (numbers == 0), numbers, np.inf))
+
+        errors._checked = moved  # type: ignore[assignment]
+    else:
+        where = table.RunTable.where
+
+        def shuffled(runs: Any, keep: Any) -> Any:
+            order = np.random.default_rng(seed).permutation(np.arange(len(runs))[keep])
+            return where(runs, order)
+
+        table.RunTable.where = shuffled  # type: ignore[assignment, method-assign]
+
+
+def failures(environment: dict[str, str]) -> set[str]:
+    """Return the tests of `fit` that fail in this environment."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "perturbed", "tests/fit", "--tb=no", "-rfE"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "passed" not in done.stdout:
+        raise SystemExit(done.stdout + done.stderr)
+    return set(re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M))
+
+
+def main(names: list[str]) -> None:
+    """Print the tests that fail under each change and not without it."""
+    if unknown := [name for name in names if name not in CHANGES]:
+        raise SystemExit(f"{unknown[0]!r} is no change; choose among {', '.join(CHANGES)}.")
+    usual = failures({})
+    for name in names or CHANGES:
+        for environment in CHANGES[name]:
+            new = sorted(failures(environment) - usual)
+            print(f"{name} {environment}: {len(new)} more failures", *new, sep="\n  ", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
