@@ -25,6 +25,9 @@ from isoflop.train.config import (
 )
 from isoflop.train.files import read_json_lines
 
+# The sweep of the fixture `smoke`: no tracker, no benchmarks, a stated rate instead of a trial.
+SMOKE = ("+grid=smoke", "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11")
+
 
 def forty_steps(data: DataConfig) -> RunConfig:
     """A run of 40 steps on a corpus of the fixture `small_corpus`."""

@@ -15,7 +15,6 @@ from isoflop.sweeps.config import ClusterConfig
 from isoflop.sweeps.plan.sweep_plan import plan_runs
 from isoflop.sweeps.results import accounting, finish
 from isoflop.sweeps.results.accounting import account, lost_steps, paid_seconds
-from isoflop.sweeps.runs.attempts import CAUSES as ALL_CAUSES
 from isoflop.sweeps.runs.attempts import Attempt, with_waste
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.sweeps.slurm import commands as slurm
@@ -118,11 +117,6 @@ def test_runs_that_share_a_device_pay_for_its_time_once(seed: int) -> None:
         there = [[o for (o,) in histories.values() if o.share < 1 and o.began <= tick < o.ended] for tick in ticks]
         expected[name] = sum(1 / len(others) for others in there) if each.share < 1 else each.seconds
     assert {name: sum(paid) for name, paid in paid_seconds(histories).items()} == pytest.approx(expected, rel=1e-12)
-
-
-def test_attempts_of_two_jobs_share_nothing() -> None:
-    histories = {"a": [attempt(1, 0, 1, 1, share=0.5)], "b": [attempt(1, 0, 1, 1, share=0.5, job_id="other")]}
-    assert paid_seconds(histories) == {"a": [10.0], "b": [10.0]}
 
 
 class Made:
@@ -286,7 +280,3 @@ def test_what_a_run_reached_is_measured_as_if_it_had_trained_alone(tmp_path: Pat
     # Launches take half of a step at this width; two together pay them once: 4/3 as fast.
     assert found[run_id(runs[1])].flops_per_second == pytest.approx(flops / 25 * 3 / 4)
     assert found[run_id(runs[0])].width == 16
-
-
-def test_every_cause_has_words() -> None:
-    assert accounting.WORDS.keys() | {"done"} == set(ALL_CAUSES)

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import random
 import signal
-from dataclasses import asdict, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -281,19 +281,6 @@ def test_a_run_that_somebody_has_queued_again_gets_its_line_and_stays_queued(run
     assert (only(run).cause, run.state().state) == ("lost", "queued")
 
 
-def test_a_run_that_could_not_begin_has_an_attempt_of_nobodys_node(run: RunDirectory) -> None:
-    run.set_state("queued", job_id="7")
-    attempts.begin(run, "7")
-    assert states.settle_killed(run, "lost", "its job never began")
-    assert (only(run).host, run.state().state, run.state().attempt) == (None, "failed", 1)
-
-
-def test_settling_a_run_that_nobody_was_at_changes_nothing(run: RunDirectory) -> None:
-    before = (run.path / "state.json").read_bytes()
-    assert not states.settle_killed(run, "killed", "gone")
-    assert ((run.path / "state.json").read_bytes(), lines(run)) == (before, [])
-
-
 def test_a_job_that_slurm_starts_anew_has_lost_its_node(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(run)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -492,15 +479,6 @@ def test_a_retry_by_hand_leaves_what_is_done_and_what_is_trained(run: RunDirecto
     assert lines(run) == []
 
 
-def test_amending_a_line_keeps_the_others(run: RunDirectory) -> None:
-    for _ in range(2):
-        begin(run)
-        attempts.note(run, "preempted", "signal SIGUSR2")
-    before = attempts.read(run)
-    attempts.amend(run, "time_limit", "its time was over")
-    assert attempts.read(run) == [before[0], replace(before[1], cause="time_limit", reason="its time was over")]
-
-
 # Causes
 
 
@@ -551,12 +529,3 @@ def test_a_warning_near_the_end_of_a_job_is_that_of_its_time_limit() -> None:
     assert after(14400) == 14400 - 240  # two minutes of warning, and two that a process may take to begin
     assert after(60) == 15
     assert warned_after({}) == warned_after({"SLURM_JOB_START_TIME": "x", "SLURM_JOB_END_TIME": "1"}) == float("inf")
-
-
-def test_a_line_is_plain_json(run: RunDirectory) -> None:
-    begin(run)
-    states.settle_killed(run, "killed", "gone")
-    written = json.loads(lines(run)[0])
-    assert "budget" not in written
-    assert written == {key: value for key, value in asdict(only(run)).items() if key != "budget"} | {"at_fault": []}
-    assert os.linesep not in lines(run)[0]

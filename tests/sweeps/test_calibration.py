@@ -123,23 +123,6 @@ def test_what_was_measured_changes_no_run() -> None:
     assert {run.estimated_seconds for run in plans[0].runs} != {run.estimated_seconds for run in plans[1].runs}
 
 
-def test_places_are_told_apart() -> None:
-    gpu = {"kind": "slurm", "gpus_per_job": 1}
-    clusters = [
-        (ClusterConfig(**given), threads)
-        for given, threads in (
-            ({}, 1), ({}, 2), ({"gpus_per_job": 1}, 1), ({"kind": "slurm"}, 1), (gpu, 1),
-            ({**gpu, "partition": "a"}, 1), ({**gpu, "constraint": "h100"}, 1), ({**gpu, "gpus_per_job": 2}, 1),
-        )
-    ]  # fmt: skip
-    names = [place_of(*cluster) for cluster in clusters]
-    assert len(set(names)) == len(clusters), names
-    note({("a", 64): 1e9}, names[5])
-    assert [load_rates(*cluster).runs([KIND]) for cluster in clusters] == [0, 0, 0, 0, 0, 1, 0, 0]
-    # The threads of a rank matter where it has no GPU.
-    assert place_of(ClusterConfig(**gpu), 1) == place_of(ClusterConfig(**gpu), 8)
-
-
 def test_the_file_stays_small_and_keeps_the_newest(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "PLACES", 5)
     note({(f"run{number}", 64): float(number + 1) for number in range(rates.RUNS + 10)})

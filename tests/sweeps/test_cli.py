@@ -24,9 +24,9 @@ from isoflop.sweeps.entry import CONFIG, sweep_main
 from isoflop.sweeps.results.finish import write_results
 from isoflop.sweeps.runs.directory import SweepDirectory
 from lm_eval.tasks import TaskManager
+from small_runs import SMOKE
 
 pytestmark = pytest.mark.usefixtures("quick_pictures")
-SMOKE = ["+grid=smoke", "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11"]
 
 
 Isoflop = Any

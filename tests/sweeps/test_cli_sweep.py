@@ -13,9 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from isoflop.sweeps.cli import sweep as cli_sweep
 from isoflop.sweeps.execute import conduct
-from isoflop.sweeps.growth import extend, suggest
+from isoflop.sweeps.growth import suggest
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.train.files import write_json
 
@@ -142,22 +141,6 @@ def test_report_writes_its_files_again_and_prints_the_law_as_json(isoflop: Isofl
     assert json.loads(output)["warnings"] == json.loads((sweep.path / "fit" / "law.json").read_text())["warnings"]
 
 
-def test_extend_hands_on_what_it_was_given(
-    isoflop: Isoflop, sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[object] = []
-    started: list[set[str]] = []
-    monkeypatch.setattr(
-        extend, "extend_sweep", lambda _, *arguments: given.append(arguments) or ["new"] * len(given[1:])
-    )
-    monkeypatch.setattr(conduct, "resume", lambda sweep, only: started.append(only) or 0)
-    assert isoflop("extend", sweep.path, "grid.tokens=[65536]")[0] == 0
-    assert started == [], "where nothing is new nothing starts"
-    assert isoflop("extend", sweep.path, "--grid", "more.yaml")[0] == 0
-    assert started == [{"new"}]
-    assert given == [(["grid.tokens=[65536]"], None), ([], Path("more.yaml"))]
-
-
 @pytest.mark.parametrize("command", ["status", "logs", "retry", "cancel", "extend", "doctor", "sync", "report"])
 def test_a_folder_that_is_no_sweep_is_one_sentence(isoflop: Isoflop, command: str, tmp_path: Path) -> None:
     code, output, error = isoflop(command, tmp_path)
@@ -198,11 +181,3 @@ def test_the_shell_completes_run_ids(sweep: SweepDirectory) -> None:
     assert run_id in done.stdout
     assert "done, N 218k D 32.8k" in done.stdout
     assert not any(other.run_id in done.stdout for other in sweep.runs()[1:])
-
-
-def test_nothing_is_completed_where_there_is_no_sweep(sweep: SweepDirectory) -> None:
-    def complete(path: Path) -> list[tuple[str, str]]:
-        return cli_sweep.complete_run(SimpleNamespace(params={"sweep": path}), "")  # type: ignore[arg-type]
-
-    assert [run_id for run_id, _ in complete(sweep.path)] == [run.run_id for run in sweep.runs()]
-    assert complete(sweep.path / "nothing") == []

@@ -6,13 +6,13 @@ import json
 import multiprocessing
 import os
 import shutil
-import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fake_sweep import planned_run
 from isoflop.sweeps.execute import conduct, control
 from isoflop.sweeps.runs import attempts, membership, states
 from isoflop.sweeps.runs.attempts import Policy
@@ -24,9 +24,8 @@ POLICY = Policy()
 
 
 @pytest.fixture
-def sweep(smoke: tuple[Path, str], tmp_path: Path) -> SweepDirectory:
+def sweep(sweep: SweepDirectory) -> SweepDirectory:
     """A copy of the smoke sweep whose runs have not begun."""
-    sweep = SweepDirectory(Path(shutil.copytree(smoke[0], tmp_path / "smoke")))
     for run in sweep.runs():
         for name in ("summary.json", attempts.LINES):
             (run.path / name).unlink(missing_ok=True)
@@ -82,18 +81,12 @@ def fail(run: RunDirectory, cause: str) -> None:
     run.set_state("failed", reason=f"{cause} it was")
 
 
-def test_a_run_is_found_by_its_first_digits_and_one_that_is_meant_twice_once(sweep: SweepDirectory) -> None:
-    first, second = sweep.runs()[:2]
-    found = membership.find_runs(sweep, [second.run_id[:7], first.run_id, second.run_id])
-    assert [run.run_id for run in found] == [second.run_id, first.run_id]
-
-
 @pytest.mark.parametrize(("prefix", "says"), [("zz", "it begins none"), ("", "2b55d78312, d237d5ba58")])
-def test_a_prefix_of_no_run_or_of_several_is_one_sentence(
-    sweep: SweepDirectory, prefix: str, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = [sweep.run("2b55d78312"), sweep.run("d237d5ba58")]
-    monkeypatch.setattr(membership, "members", lambda sweep: runs)
+def test_a_run_is_named_by_first_digits_that_no_other_has(prefix: str, says: str, tmp_path: Path) -> None:
+    sweep = SweepDirectory(tmp_path)
+    write_json(tmp_path / "plan.json", {"runs": [planned_run("2b55d78312"), planned_run("d237d5ba58")]})
+    found = membership.find_runs(sweep, ["d237d5b", "2b55d78312", "d237d5ba58"])
+    assert [run.run_id for run in found] == ["d237d5ba58", "2b55d78312"]
     with pytest.raises(UserError, match="must begin exactly one run id") as error:
         membership.find_runs(sweep, [prefix])
     assert says in str(error.value)
@@ -168,18 +161,14 @@ def test_two_people_can_cancel_at_once(sweep: SweepDirectory) -> None:
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+def slurm(tmp_path: Path, install: Callable[[str, str], None]) -> Callable[[str], Path]:
     """SLURM's commands in place of SLURM: squeue names the jobs given; returns what was called."""
 
     def answer(jobs: str) -> Path:
-        folder, calls = tmp_path / "bin", tmp_path / "calls"
-        folder.mkdir()
         for name in ("squeue", "scancel", "sacct", "scontrol"):
             words = f"printf '{jobs}'" if name == "squeue" else "true"
-            (folder / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {calls}\n{words}\n')
-            (folder / name).chmod(stat.S_IRWXU)
-        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-        return calls
+            install(name, f'echo {name} "$@" >> {tmp_path / "calls"}\n{words}')
+        return tmp_path / "calls"
 
     return answer
 
@@ -233,6 +222,9 @@ def test_what_is_done_or_at_work_is_not_tried_again(
     assert f"run {done.run_id} is done, and stays so" in printed
     assert f"run {running.run_id} is being trained" in printed
     assert "nothing to try again" in printed
+    control.cancel(sweep, [running.run_id])
+    control.retry(sweep, [running.run_id], failed=False, diverged=False)
+    assert "is about to stop" in capsys.readouterr().out
     assert resumed == []
     assert states_of(sweep)[:2] == ["done", "running"]
 
@@ -305,22 +297,6 @@ def test_what_was_cancelled_is_tried_again_when_asked_for(
     control.retry(sweep, [], False, False, cancelled=True)
     assert resumed == [{run.run_id for run in sweep.runs()}]
     assert states_of(sweep) == ["planned"] * 4
-
-
-def test_a_run_that_is_about_to_stop_is_not_to_be_cancelled_first(
-    sweep: SweepDirectory,
-    busy: Callable[[RunDirectory], None],
-    resumed: list[set[str]],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run = sweep.runs()[0]
-    run.set_state("running", attempt=1, job_id="1")
-    busy(run)
-    control.retry(sweep, [run.run_id], False, False)
-    assert "is being trained; cancel it first" in capsys.readouterr().out
-    control.cancel(sweep, [run.run_id])
-    control.retry(sweep, [run.run_id], False, False)
-    assert "is about to stop; try again in a moment" in capsys.readouterr().out
 
 
 def test_of_a_dead_run_that_is_cancelled_no_sign_of_life_stays(sweep: SweepDirectory) -> None:

@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from isoflop.sweeps.cli import main as cli
 from isoflop.sweeps.entry import sweep_main
 from isoflop.sweeps.plan.explain import distinct_shapes
 from isoflop.sweeps.plan.gantt import predicted, print_gantt
 from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, to_dict
 from isoflop.train.errors import UserError
-from isoflop.train.flops import training_flops_per_token
-from isoflop.train.memory import bucket_sizes, memory
-from isoflop.train.model.shape import share_of
+from isoflop.train.memory import memory
 from isoflop.train.parallel.schedules import Event, schedule, simulate, to_json
 from isoflop.train.planner.planner import (
     TIE,
     Choice,
     Hardware,
     choose,
-    data_seconds,
-    forward_flops,
-    ring_seconds,
     step_time,
-    tensor_seconds,
 )
 
+Isoflop = Any
 STILL = Event(rank=0, kind="forward", micro=0, chunk=0, start=1.0, end=1.0)
 MODEL = ModelConfig(width=1024, depth=12, heads=16, kv_heads=8, vocab_size=32000)
 H100 = Hardware()
@@ -44,42 +36,6 @@ def a_run(**parallel: Any) -> RunConfig:
         model=MODEL, data=DataConfig(sequence_length=1024), optimizer=OptimizerConfig(batch_size=64),
         parallel=ParallelConfig(**parallel), precision="bf16",
     )  # fmt: skip
-
-
-def test_a_ring_moves_what_the_theory_says() -> None:
-    # n bytes in n / N pieces over N - 1 hops, and one latency a hop.
-    assert ring_seconds(800.0, 8, 100.0, 0.5) == pytest.approx(7 * (1.0 + 0.5))
-    assert ring_seconds(800.0, 1, 100.0, 0.5) == 0.0
-
-
-def test_one_rank_computes_what_flops_counts_and_tp_ranks_share_it() -> None:
-    one = share_of(a_run())
-    assert 3 * forward_flops(one) == training_flops_per_token(MODEL, 1024) * 64 * 1024
-    assert 8 * forward_flops(share_of(a_run(tp=8))) == forward_flops(one)
-
-
-@pytest.mark.parametrize(("zero", "elements"), [(0, 2), (1, 2), (2, 2), (3, 3)])
-def test_stages_move_2_2_2_and_3_psi_when_nothing_hides_them(zero: int, elements: int) -> None:
-    config = a_run(dp=8, zero=zero)
-    slow = dataclasses.replace(H100, intra_bandwidth=1.0, latency=0.0)
-    psi = sum(p.size for p in share_of(config).parameters)
-    seconds = data_seconds(config, slow, forward=0.0, backward=0.0, share=share_of(config))
-    assert seconds == pytest.approx(elements * psi * 2 * 7 / 8, rel=1e-3)  # but for the buckets' padding
-
-
-def test_collectives_are_hidden_up_to_their_last_bucket() -> None:
-    config = a_run(dp=8, zero=0)
-    last = bucket_sizes(share_of(config), config)[-1] * 2
-    seen = data_seconds(config, H100, forward=1e9, backward=1e9, share=share_of(config))
-    assert seen == 2 * ring_seconds(last, 8, H100.intra_bandwidth, H100.latency)
-    assert seen < data_seconds(config, H100, forward=0.0, backward=0.0, share=share_of(config)) / 4
-
-
-def test_sequence_parallelism_moves_as_much_and_gathers_once_more() -> None:
-    """An all-reduce is a scatter and a gather: with nothing to hide behind, only the inputs' second gather is more."""
-    both = (a_run(tp=4, sequence_parallel=sp) for sp in (True, False))
-    with_it, without = (tensor_seconds(config, H100, product=0.0, share=share_of(config)) for config in both)
-    assert with_it == pytest.approx(without * 5 / 4)
 
 
 def test_a_pipeline_takes_its_schedules_time() -> None:
@@ -102,25 +58,9 @@ def test_a_pipeline_takes_its_schedules_time() -> None:
     assert slow.sends > 0.5 * (64 + 3) * 1024 * 1024 * 2 / 1e9  # each micro-batch's, there or back, beside little else
 
 
-def test_a_pipeline_is_offered_on_gpus_and_to_who_asks_for_it() -> None:
-    def stages(device: str, **parallel: Any) -> set[int]:
-        hardware = dataclasses.replace(H100, device=device)
-        return {way.parallel.pp for way in choose(a_run(**parallel), 8, hardware).candidates}
-
-    assert stages("cuda") == {1, 2, 4, 8}
-    assert stages("cuda", schedule="interleaved", chunks=2) == {1, 2, 4}  # which have two blocks or more
-    assert stages("cpu") == {1}
-    assert stages("cpu", pp=4) == {1, 4}
-    parts = [way.parallel for way in choose(a_run(cp=2), 8, H100).candidates]
-    assert all(way.tp * way.dp * way.pp == 4 for way in parts)
-    name = next(way.name for way in choose(a_run(cp=2), 8, H100).candidates if way.parallel.pp == 2)
-    assert " cp=2 pp=2 zero=" in name
-
-
-@pytest.mark.parametrize("ranks", [1, 8, 32])
-def test_the_choice_is_the_fastest_that_fits(ranks: int) -> None:
-    for gigabytes in (4, 12, 80):
-        choice = choose(a_run(), ranks, dataclasses.replace(H100, memory_bytes=gigabytes * 1e9))
+def test_the_choice_is_the_fastest_that_fits() -> None:
+    for gigabytes in (0.1, 4, 12):
+        choice = choose(a_run(), 8, dataclasses.replace(H100, memory_bytes=gigabytes * 1e9))
         fitting = [way for way in choice.candidates if way.memory.peak <= 0.9 * gigabytes * 1e9]
         if not fitting:
             assert choice.best is None
@@ -143,41 +83,6 @@ def test_every_way_divides_model_and_batch_and_uses_every_rank() -> None:
         seen.add((chosen.tp, chosen.pp, chosen.zero, chosen.micro_batch_size, chosen.recompute))
     assert len(seen) == len(choice.candidates)
     assert {zero for _, _, zero, *_ in seen} == {0, 1, 2, 3}
-
-
-def test_less_memory_is_never_faster_and_never_needs_more() -> None:
-    seconds = []
-    for gigabytes in (80, 5, 2, 1.5, 1):
-        best = choose(a_run(), 8, dataclasses.replace(H100, memory_bytes=gigabytes * 1e9)).best
-        assert best is not None
-        assert best.memory.peak <= gigabytes * 0.9e9
-        seconds.append(best.time.total)
-    assert all(later >= earlier / (1 + TIE) for earlier, later in itertools.pairwise(seconds))
-    assert seconds[-1] > seconds[0]
-
-
-def test_what_is_rejected_says_by_how_much() -> None:
-    choice = choose(a_run(), 8, dataclasses.replace(H100, memory_bytes=10e9))
-    best = choice.best
-    assert best is not None
-    for way in choice.candidates:
-        verdict, over = choice.verdict(way), way.memory.peak - 9e9
-        if way is best:
-            assert verdict == "chosen"
-        elif over > 0:
-            assert verdict.startswith("needs ")
-            assert verdict.endswith(" more than there is")
-        else:
-            slower = way.time.total / best.time.total - 1
-            assert verdict == (f"{slower:.0%} slower" if slower > TIE else "as fast, and less simple")
-    assert best.name in choice.why()
-    assert "10 GB less 10%" in choice.why()
-
-
-def test_nothing_fits_is_said_with_the_least_that_would() -> None:
-    choice = choose(a_run(), 1, dataclasses.replace(H100, memory_bytes=1e8))
-    assert choice.best is None
-    assert choice.why().startswith("Nothing fits into 100 MB less 10%: of ")
 
 
 def choice_for(**changes: Any) -> Choice:
@@ -207,26 +112,16 @@ def test_runs_that_differ_in_seed_or_length_are_planned_once() -> None:
     assert distinct_shapes([run, *others, wider]) == [run, wider]
 
 
-def isoflop(arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(sys, "argv", ["isoflop", *arguments])
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    captured = capsys.readouterr()
-    return exit_.value.code or 0, captured.out, captured.err
-
-
-def test_isoflop_plan_reads_a_run_and_prints_the_choice(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_isoflop_plan_reads_a_run_and_prints_the_choice(tmp_path: Path, isoflop: Isoflop) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_dict(a_run())))
     arguments = ["plan", str(tmp_path), "--ranks", "8", "--memory-gb", "12"]
-    code, out, _ = isoflop(arguments, capsys, monkeypatch)
+    code, out, _ = isoflop(*arguments)
     best = choice_for(memory_bytes=12e9).best
     assert code == 0
     assert best is not None
     assert f"{best.name} is the fastest" in out
     assert "use it with: parallel.tp=" in out
-    code, out, _ = isoflop([*arguments, "--json"], capsys, monkeypatch)
+    code, out, _ = isoflop(*arguments, "--json")
     said = json.loads(out)
     assert code == 0
     assert said["chosen"]["bytes"]["peak"] == best.memory.peak
@@ -234,37 +129,33 @@ def test_isoflop_plan_reads_a_run_and_prints_the_choice(
     assert len(said["considered"]) == len(choice_for().candidates)
 
 
-def test_isoflop_plan_draws_a_pipelines_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_isoflop_plan_draws_a_pipelines_step(tmp_path: Path, isoflop: Isoflop) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_dict(a_run(pp=4, micro_batch_size=16, schedule="zb-h1"))))
-    code, out, _ = isoflop(["plan", str(tmp_path), "--ranks", "4"], capsys, monkeypatch)
+    code, out, _ = isoflop("plan", tmp_path, "--ranks", 4)
     assert code == 0
     assert "zb-h1 of 4 stages, as configured: " in out
     assert [line.split()[2][:3] for line in out.splitlines() if line.startswith("rank ")] == ["▏F0"] * 4
     events = simulate(schedule("1f1b", 2, 3))
     (tmp_path / "trace.json").write_text(json.dumps(to_json(events)))
     for path in (tmp_path, tmp_path / "trace.json"):
-        code, out, _ = isoflop(["plan", "--trace", str(path)], capsys, monkeypatch)
+        code, out, _ = isoflop("plan", "--trace", path)
         rows = out.splitlines()
         assert code == 0
         assert rows[0].endswith(": 12 s, in which ranks wait 0% to 25%")
         assert rows[1] == "rank 0  ▏F0 ▏F1         ▏B0     ▏F2 ▏B1         ▏B2     "
         assert rows[2] == "rank 1      ▏F0 ▏B0     ▏F1 ▏B1     ▏F2 ▏B2     "
-    code, out, _ = isoflop(["plan", "--trace", str(path), "--json"], capsys, monkeypatch)
+    code, out, _ = isoflop("plan", "--trace", path, "--json")
     assert json.loads(out) == to_json(events)
 
 
 @pytest.mark.parametrize("trace", ["[]", "{}", "[1]", '[{"rank": 0}]', json.dumps(to_json([STILL])), "no JSON"])
-def test_isoflop_plan_refuses_what_is_no_trace(
-    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_isoflop_plan_refuses_what_is_no_trace(trace: str, tmp_path: Path, isoflop: Isoflop) -> None:
     (tmp_path / "trace.json").write_text(trace)
-    code, _, error = isoflop(["plan", "--trace", str(tmp_path)], capsys, monkeypatch)
+    code, _, error = isoflop("plan", "--trace", tmp_path)
     assert code == 2
     assert error.startswith(f"error: {tmp_path / 'trace.json'} ")
     assert len(error.strip().splitlines()) == 1
-    code, _, error = isoflop(["plan"], capsys, monkeypatch)
+    code, _, error = isoflop("plan")
     assert code == 2
     assert "no run is given" in error
 
@@ -281,12 +172,10 @@ def test_a_picture_is_cut_to_the_terminal_and_no_number_is(capsys: pytest.Captur
             assert numbers == list(range(len(numbers))), row
 
 
-def test_isoflop_plan_refuses_what_is_no_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_isoflop_plan_refuses_what_is_no_run(tmp_path: Path, isoflop: Isoflop) -> None:
     (tmp_path / "config.yaml").write_text("just words")
     for path in (tmp_path, tmp_path / "nowhere"):
-        code, _, error = isoflop(["plan", str(path)], capsys, monkeypatch)
+        code, _, error = isoflop("plan", path)
         assert code == 2
         assert error.startswith("error: ")
         assert "give a run directory, or the config.yaml of a run" in error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return result
 
 
-@pytest.fixture
-def planned(small_corpus: Callable[..., DataConfig], tmp_path: Path, cluster: Cluster) -> Prepared:
+@pytest.fixture(scope="module")
+def template(small_corpus: Callable[..., DataConfig], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a sweep of three runs, planned for SLURM."""
     data = small_corpus(validation_tokens=256)
     config = compose(
         [
@@ -107,10 +109,17 @@ def planned(small_corpus: Callable[..., DataConfig], tmp_path: Path, cluster: Cl
             "optimizer.batch_size=4", "data.tokenizer=bytes", "cluster.backoff_seconds=1000", "ensembles=1",
         ]
     )  # fmt: skip
-    config.sweep, config.output_root = "sweep", str(tmp_path)
-    prepared = prepare.from_config(config)
-    prepare.write_plan(prepared, ["test"])
-    return prepared
+    config.sweep, config.output_root = "sweep", str(tmp_path_factory.mktemp("planned"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slurm, "live_jobs", lambda: set())
+        prepared = prepare.from_config(config)
+        prepare.write_plan(prepared, ["test"])
+    return prepared.sweep.path
+
+
+@pytest.fixture
+def planned(template: Path, tmp_path: Path, cluster: Cluster) -> Prepared:
+    return prepare.from_disk(SweepDirectory(Path(shutil.copytree(template, tmp_path / "sweep"))))
 
 
 def backend_of(planned: Prepared, cluster: Cluster) -> Backend:
@@ -157,11 +166,9 @@ def test_a_run_whose_node_was_lost_waits_and_then_goes_elsewhere(
     assert cluster.submitted == [{lost.run_id: ("node7",)}]
 
 
-@pytest.mark.parametrize(("state", "cause"), [("failed", "input"), ("failed", "error"), ("cancelled", "cancelled")])
-def test_what_would_only_happen_again_is_left_alone(
-    planned: Prepared, cluster: Cluster, state: str, cause: str
-) -> None:
-    for run in planned.directories:
+def test_what_would_only_happen_again_is_left_alone(planned: Prepared, cluster: Cluster) -> None:
+    ends = [("failed", "input"), ("failed", "error"), ("cancelled", "cancelled")]
+    for run, (state, cause) in zip(planned.directories, ends, strict=True):
         end(run, state, cause)
     assert advance.tend(planned.sweep).over
     assert cluster.submitted == []
@@ -190,7 +197,7 @@ def test_the_laws_are_fitted_after_the_last_result_and_a_fit_that_fails_is_given
 ) -> None:
     finish_all(planned)
     cluster.full = True
-    for _ in range(2 * backend.FITS):
+    for _ in range(backend.FITS + 1):
         assert not advance.tend(planned.sweep).over
     cluster.full = False
     for _ in range(backend.FITS):
@@ -249,7 +256,7 @@ def test_a_scoring_that_fails_is_repeated_a_few_times(
     monkeypatch.setattr(advance, "missing_scores", lambda runs, config: list(runs))
     passes = 0
     cluster.full = True
-    for _ in range(2 * backend.SCORINGS):
+    for _ in range(backend.SCORINGS + 1):
         assert not advance.tend(planned.sweep).over
     cluster.full = False
     while not advance.tend(planned.sweep).over and passes < 20:
@@ -320,21 +327,3 @@ def test_a_branch_waits_with_its_trunk(planned: Prepared, cluster: Cluster, monk
     survey = advance.look(planned.sweep, backend_of(planned, cluster), Policy())
     assert survey.due == {other.run_id: ()}
     assert set(survey.later) == {trunk.run_id, branch.run_id}
-
-
-def test_the_fit_is_due_where_results_are_newer_and_not_while_somebody_fits(
-    planned: Prepared, cluster: Cluster
-) -> None:
-    finish_all(planned)
-    backend, folder = backend_of(planned, cluster), planned.sweep.path
-    assert backend.fit()
-    (folder / "fit").mkdir()
-    for file in (folder / "table.csv", folder / "fit" / "law.json"):
-        file.write_text("{}")
-        os.utime(file, (2e9, 2e9))
-    assert not backend.fit()
-    os.utime(folder / "table.csv", (2e9 + 1, 2e9 + 1))  # written anew, and the law not yet
-    assert not backend.fit()
-    os.utime(folder / "fit" / "law.json", (1e9, 1e9))
-    assert backend.fit()
-    assert cluster.said == ["fit", "fit"]

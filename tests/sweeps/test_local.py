@@ -19,8 +19,7 @@ from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.sweeps.runs.queue import Queue
 from isoflop.train.config import DataConfig
 from isoflop.train.errors import UserError
-from isoflop.train.files import JsonLines
-from small_runs import end_unit, forty_steps, planned
+from small_runs import forty_steps, planned
 
 FORK = multiprocessing.get_context("fork")
 
@@ -46,18 +45,6 @@ def test_workers_that_die_before_they_begin_end_the_launch_with_a_sentence(worke
         workers.ended(started(workers))
     with pytest.raises(UserError, match=r"^workers end before they train anything, 3 of them; see worker\.err, and"):
         workers.ended(started(workers))
-
-
-def test_a_worker_that_has_trained_something_may_be_replaced_for_ever(workers: Workers) -> None:
-    for _ in range(STILLBORN - 1):
-        workers.ended(started(workers))
-    job = started(workers)
-    unit = workers.queue.claim(0)
-    assert unit is not None
-    end_unit(workers.queue, unit)
-    workers.ended(job)
-    for _ in range(STILLBORN - 1):
-        workers.ended(started(workers))  # it counts anew
 
 
 def work(workers: Workers, freezes: bool) -> None:
@@ -99,12 +86,3 @@ def test_a_worker_that_is_frozen_counts_as_hung_and_another_takes_its_place(
     assert histories == [[("hung", 1), ("done", 2)], [("done", 1)]]
     assert "no sign of life for 1 s" in (read(runs[0])[0].reason or "")
     assert {run.state().state for run in runs} == {"done"}
-
-
-def test_a_full_disk_is_said_once(tmp_path: Path) -> None:
-    lines = JsonLines(tmp_path / "metrics.jsonl")
-    lines._file.close()
-    lines._file = open("/dev/full", "a")  # noqa: SIM115
-    with pytest.raises(OSError, match="No space left"):
-        lines.write({"step": 1})
-    lines.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -97,18 +96,6 @@ def test_a_node_far_slower_than_its_siblings_is_named(tmp_path: Path, monkeypatc
     assert "node4 computes 3.0 GFLOP/s where its siblings do 9.0; keep its node out" in said["node4"][0]
     (found,) = [one for one in examine_sweep(sweep, mend=False) if one.kind == "node"]
     assert "node4" in found.what
-
-
-def test_a_disk_that_is_full_costs_no_run(
-    tmp_path: Path, seen: list[list[Finding]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path, value: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    sweep, _ = sweep_of(tmp_path / "sweep")
-    seen.append([FINE])
-    monkeypatch.setattr(preflight, "write_json", full)
-    assert look(sweep) == ["preflight could not be finished: [Errno 28] No space left on device"]
 
 
 def test_what_was_decided_holds_for_all_runs_and_changes_no_id(tmp_path: Path, seen: list[list[Finding]]) -> None:

@@ -165,19 +165,6 @@ def test_a_branch_starts_once_its_trunk_has_saved_and_while_that_still_trains(sw
     assert other.running() == {units[0]: 0, units[1]: 1}
 
 
-def test_a_branch_with_a_checkpoint_of_its_own_waits_for_nobody(sweep: SweepDirectory) -> None:
-    units = alone("trunk", "branch")
-    workers = queue(sweep, units, branch="trunk")
-    workers.claim(0)
-    publish(sweep, "branch", STEP + 5)
-    assert workers.claim(1) == units[1]
-
-
-def test_a_branch_whose_trunk_is_not_in_this_launch_is_ready(sweep: SweepDirectory) -> None:
-    workers = queue(sweep, alone("branch"), branch="trunk")
-    assert workers.claim(0) == workers.units[0]
-
-
 def test_branches_of_a_trunk_that_ended_or_died_without_a_checkpoint_are_released_to_say_so(
     sweep: SweepDirectory, forked: Callable[[Callable[[], object]], int]
 ) -> None:
@@ -195,15 +182,6 @@ def test_branches_of_a_trunk_that_ended_or_died_without_a_checkpoint_are_release
     assert workers.claim(1) is None, "the launcher has not yet said what became of it"
     end_unit(launcher, units[0])
     assert workers.claim(1) == units[2]
-
-
-def test_units_that_wait_for_each_other_hang_nobody(sweep: SweepDirectory) -> None:
-    """No plan makes such; a folder that somebody edited may."""
-    workers = queue(sweep, [Unit("ensemble", ("a", "x")), *alone("b")], a="b", b="a", x="a")
-    assert workers.claim(0) == workers.units[0]
-    assert workers.claim(1) is None
-    end_unit(workers, workers.units[0])
-    assert workers.claim(1) == workers.units[1]
 
 
 # Giving back

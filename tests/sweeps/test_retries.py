@@ -6,12 +6,9 @@ import pickle
 import random
 from dataclasses import replace
 
-import pytest
 from isoflop.sweeps.config import ClusterConfig
 from isoflop.sweeps.runs import attempts as retries
 from isoflop.sweeps.runs.attempts import CAUSES, INTERRUPTED, ON_NODE, RETRIED, Attempt, Policy, decide
-
-NEVER = ("done", "cancelled", "diverged", "input", "error")
 
 
 def an_attempt(number: int, cause: str, host: str | None = "node1", ended: float = 0.0, budget: int = 0) -> Attempt:
@@ -37,44 +34,12 @@ def test_a_run_that_has_not_begun_begins() -> None:
     assert decide([], Policy(), 0, 0.0) == retries.Decision(True, 0.0, (), "it has not begun")
 
 
-@pytest.mark.parametrize("cause", NEVER)
-def test_what_would_only_happen_again_is_never_tried_again(cause: str) -> None:
-    draw = random.Random(cause)
-    for _ in range(50):
-        decision = decide([*random_history(draw), an_attempt(99, cause, budget=2)], Policy(), 0, 0.0)
-        assert not decision.again
-        assert decision.why
-
-
-@pytest.mark.parametrize("cause", RETRIED)
-@pytest.mark.parametrize("budget", [0, 1, 3])
-def test_a_run_has_as_many_retries_as_its_budget_says(cause: str, budget: int) -> None:
-    policy = Policy(retries=budget)
-    for failures in range(1, 6):
-        assert decide(history(*[cause] * failures), policy, 0, 0.0).again == (failures <= budget)
-
-
 def test_all_runs_together_have_as_many_retries_as_the_sweeps_budget_says() -> None:
     policy = Policy(sweep_retries=2)
     said = [decide(history("killed"), policy, spent, 0.0) for spent in range(4)]
     assert [decision.again for decision in said] == [True, True, False, False]
     assert "cluster.sweep_retries" in said[2].why
     assert decide(history("preempted"), policy, 99, 0.0).again  # no retry
-
-
-@pytest.mark.parametrize("most", [0, 2, 20])
-def test_being_told_to_stop_counts_against_requeues_alone_whichever_way_it_came_back(most: int) -> None:
-    policy, draw = Policy(max_requeues=most, retries=0, sweep_retries=0), random.Random(most)
-    for stops in range(1, most + 3):
-        decision = decide(history(*draw.choices(INTERRUPTED, k=stops)), policy, 7, 0.0)
-        assert (decision.again, decision.wait_seconds) == (stops <= most, 0.0)
-    assert f"{most} requeues, all that cluster.max_requeues allows" in decision.why
-
-
-def test_memory_that_runs_out_is_met_once_with_a_smaller_micro_batch() -> None:
-    assert decide(history("memory"), Policy(retries=0), 0, 0.0).again
-    assert decide(history("memory", "preempted"), Policy(), 0, 0.0).again
-    assert not decide(history("memory", "preempted", "memory"), Policy(), 0, 0.0).again
 
 
 def test_the_pause_doubles_and_counts_from_the_end_of_the_last_attempt() -> None:
@@ -88,23 +53,9 @@ def test_the_pause_doubles_and_counts_from_the_end_of_the_last_attempt() -> None
     assert decide(history(*["killed"] * 5000), Policy(retries=10**6), 0, 0.0).wait_seconds == retries.LONGEST_WAIT
 
 
-def test_nodes_that_failed_are_avoided_each_once_and_the_newest_last() -> None:
-    nodes = [("hung", "a"), ("killed", "b"), ("node", "c"), ("lost", "a"), ("disk", "d"), ("lost", None)]
-    attempts = [an_attempt(number, cause, host) for number, (cause, host) in enumerate(nodes, 1)]
-    assert decide(attempts, Policy(retries=99), 0, 0.0).avoid == ("c", "a")
-
-
 def test_the_nodes_of_the_ranks_at_fault_are_avoided_and_not_that_of_the_first_rank() -> None:
     attempt = replace(an_attempt(1, "hung", "node1"), at_fault=("node07", "gpu-8.local"))
     assert decide([attempt], Policy(), 0, 0.0).avoid == ("node07", "gpu-8.local")
-
-
-def test_a_retry_by_hand_begins_a_new_budget_and_forgets_the_nodes() -> None:
-    draw = random.Random(0)
-    for _ in range(300):
-        attempts = random_history(draw)
-        newest = [attempt for attempt in attempts if attempt.budget == attempts[-1].budget]
-        assert decide(attempts, Policy(), 5, 1e4) == decide(newest, Policy(), 5, 1e4)
 
 
 def test_random_histories_keep_to_every_rule() -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -28,10 +26,6 @@ def directory(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(tmp_path / run_id(a_run()))
     run.freeze(a_run())
     return run
-
-
-def test_a_frozen_config_comes_back_as_it_was(tmp_path: Path) -> None:
-    assert directory(tmp_path).config() == a_run()
 
 
 @pytest.mark.parametrize("value", [".nan", ".inf", "[1]"])
@@ -117,14 +111,6 @@ def test_a_process_names_its_node_as_slurm_does_and_its_user(monkeypatch: pytest
 
     monkeypatch.setattr("getpass.getuser", nobody)
     assert this_user() == f"user {os.getuid()} on {this_node()}"
-
-
-def test_ranks_write_logs_of_their_own(tmp_path: Path) -> None:
-    run = directory(tmp_path)
-    run.log("first")
-    run.log("second", rank=3)
-    assert (run.path / "log.txt").read_text().endswith(" first\n")
-    assert (run.path / "log-rank3.txt").read_text().endswith(" second\n")
 
 
 def test_a_config_that_was_edited_into_another_run_is_refused(tmp_path: Path) -> None:
@@ -230,16 +216,6 @@ def test_one_directory_has_one_writer_and_the_refusal_names_it(tmp_path: Path) -
     finally:
         process.kill()
         process.wait()
-
-
-def test_a_lock_dies_with_its_holder(tmp_path: Path) -> None:
-    run = directory(tmp_path)
-    process = holder(run.path)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    started = time.monotonic()
-    with run.lock(timeout=5):
-        assert time.monotonic() - started < 5
 
 
 def test_a_worker_sees_whether_its_own_launcher_lives(tmp_path: Path) -> None:

@@ -27,20 +27,6 @@ from isoflop.train.errors import UserError
 Install = Callable[[str, str], None]
 
 
-@pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Puts a shell script of a given name before everything else on the PATH."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-
-    def put(name: str, script: str) -> None:
-        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
-        (folder / name).chmod(0o755)
-
-    return put
-
-
 # Taken from SLURM 22.05 at the moment when the job's process had got its signal.
 RUNNING = (
     "JobId=7 JobName=x Priority=1 JobState=RUNNING Reason=None Requeue=1 Restarts=0 RunTime=00:00:03 TimeLimit=01:00:00"

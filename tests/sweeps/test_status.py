@@ -217,22 +217,6 @@ def test_the_sweep_s_end_is_that_of_its_last_run_at_the_places_that_work_now() -
     assert status.sweep_eta([*running, *waiting, cancelled]) == 120.0
 
 
-def test_a_second_look_reads_only_what_has_changed(sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = sweep.runs()[:2]
-    for run in sweep.runs():
-        run.set_state("failed", reason="x")
-    before = status.sweep_status(sweep)
-    read: list[str] = []
-    real = status._read
-    monkeypatch.setattr(status, "_read", lambda run, *rest: read.append(run.run_id) or real(run, *rest))
-    first.set_state("planned")
-    after = status.sweep_status(sweep, before)
-    assert read == [first.run_id]
-    assert after["states"] == {"planned": 1, "failed": 3}
-    assert status.sweep_status(sweep, after) == status.sweep_status(sweep)
-    assert second.run_id in read
-
-
 def test_what_slurm_says_of_a_waiting_job_is_shown_and_nothing_else_is_asked_of_it(
     sweep: SweepDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,20 +245,6 @@ def test_without_squeue_a_waiting_run_has_no_explanation(
     write_json(sweep.path / "jobs" / "slurm.json", {})
     monkeypatch.setenv("PATH", str(tmp_path))
     assert row_of(sweep, run)["waits"] is None
-
-
-def test_a_watch_ends_with_the_last_run(
-    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for run in sweep.runs():
-        run.set_state("done")
-        write_json(run.path / "summary.json", {"step": 1, "val_loss": 2.0})
-    last = sweep.runs()[-1]
-    last.set_state("running")
-    monkeypatch.setattr(status.time, "sleep", lambda seconds: last.set_state("done"))
-    status.show_status(sweep, watch=True, as_json=True)
-    looks = [json.loads(line)["states"] for line in capsys.readouterr().out.splitlines()]
-    assert looks == [{"running": 1, "done": 3}, {"done": 4}]
 
 
 def fail(run: RunDirectory, cause: str) -> None:

@@ -19,10 +19,9 @@ from isoflop.fit import read_table
 from isoflop.fit.checks.doctor import examine
 from isoflop.sweeps.entry import guarded, sweep_main
 from isoflop.sweeps.runs.directory import SweepDirectory
+from small_runs import SMOKE
 
 ROOT = Path(__file__).resolve().parents[2]
-# Small, and cut off from what the machine may have: no tracker, no benchmarks, one core's probe instead of a trial.
-SMOKE = ["+grid=smoke", "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11"]
 # As SMOKE, but long enough to be interrupted: a second or two a run, a checkpoint every few steps.
 LONG = [*SMOKE, "grid.sizes=[5e3]", "grid.tokens=[200000]", "checkpoint.every_steps=20", "sweep=long"]
 

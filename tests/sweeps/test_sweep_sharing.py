@@ -166,39 +166,6 @@ def test_an_ensemble_gives_every_member_the_loss_that_it_has_alone(each_alone: P
     assert all((run.path / "checkpoints").is_dir() and run.state().state == "done" for run in runs(tmp_path))
 
 
-def test_one_member_diverges_and_the_others_go_on(each_alone: Path, tmp_path: Path) -> None:
-    axes = "grid.axes={optimizer.learning_rate:[3e-3,6e-3,1e30],tokens:[40000]}"
-    code, output = finished(start([*ALIKE, axes], tmp_path))
-    assert code == 1
-    assert sorted(run.state().state for run in runs(tmp_path)) == ["diverged", "done", "done"]
-    assert re.search(r"is diverged: the gradient norm is not finite at step \d", output)
-    alone = losses(each_alone)
-    for run in runs(tmp_path):
-        if run.is_done():
-            assert (run.summary() or {})["val_loss"] == pytest.approx(alone[run.run_id], rel=1e-4)
-
-
-def test_a_killed_ensemble_goes_on_as_single_runs(each_alone: Path, tmp_path: Path) -> None:
-    process = start([*ALIKE, "checkpoint.every_steps=20", "cluster.retries=0"], tmp_path)
-    until(
-        lambda: (
-            len(
-                [r for r in map(RunDirectory, (tmp_path / "s/runs").glob("*")) if r.last_metrics().get("step", 0) >= 40]
-            )
-            == 4
-        )
-    )
-    log = next((tmp_path / "s/runs").glob("*/log.txt")).read_text()
-    (worker,) = set(re.findall(r"process (\d+)", log))
-    os.kill(int(worker), signal.SIGKILL)
-    code, output = finished(process)
-    assert code == 1
-    assert {run.state().state for run in runs(tmp_path)} == {"failed"}, output
-    sweep([*ALIKE, "ensembles=1"], tmp_path)
-    assert losses(tmp_path) == pytest.approx(losses(each_alone), rel=1e-4)
-    assert all("resumed from step_" in (run.path / "log.txt").read_text() for run in runs(tmp_path))
-
-
 def test_one_worker_trains_many_runs_and_one_that_is_killed_is_replaced_and_its_run_tried_again(tmp_path: Path) -> None:
     common = [argument for argument in ALIKE if not argument.startswith("grid.axes=")]
     grid = ["grid.axes={seed:[0,1,2]}", "tokens=40000", "ensembles=1", "cluster.backoff_seconds=0"]
