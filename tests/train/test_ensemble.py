@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, run_id
 from isoflop.train.data.shards import Shards, prepare
 from isoflop.train.ensemble.ensemble import train_together
-from isoflop.train.ensemble.stacked import Rows, StackedGPT
 from isoflop.train.files import read_json
 from isoflop.train.loop import Stopped, train
-from isoflop.train.model.parametrization import build_model, empty_model, output_scale
 from small_runs import assert_same_run, forty_steps, stop_after
 
 STEPS = 24
@@ -29,7 +26,11 @@ def silent(*args: Any) -> None:
 @pytest.fixture(scope="module")
 def base(small_corpus: Callable[..., DataConfig]) -> RunConfig:
     config = replace(forty_steps(small_corpus(256)), tokens=STEPS * 64, log_every=1)
-    config.model.depth, config.parallel.threads = 2, 1
+    config.model = ModelConfig(
+        width=16, depth=2, heads=2, kv_heads=1, vocab_size=256, qk_norm=True, qkv_bias=True, window=5,
+        tied_embeddings=False,
+    )  # fmt: skip
+    config.data.separate_documents, config.parallel.threads = True, 1
     config.optimizer = OptimizerConfig(batch_size=4, learning_rate=1e-3, base_depth=3)
     return config
 
@@ -83,50 +84,6 @@ def test_a_run_goes_on_in_an_ensemble_and_a_member_goes_on_alone(
         assert how.summary == read_json(folder / "summary.json")
 
 
-@pytest.mark.parametrize(
-    ("changes", "documents"),
-    [
-        ({"kv_heads": 1, "qk_norm": True, "tied_embeddings": False, "window": 5}, True),
-        ({"vocab_size": 50, "vocab_multiple": 64, "qkv_bias": True, "head_size": 12}, False),
-    ],
-)
-def test_losses_and_gradients_are_those_of_each_model_in_float64(changes: dict[str, Any], documents: bool) -> None:
-    model = ModelConfig(**({"width": 16, "depth": 2, "heads": 2, "vocab_size": 64} | changes))
-    optimizers = [OptimizerConfig(base_width=width) for width in (16, 64, 32)]
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, int(model.vocab_size or 0), (3, 2, 13), generator=generator)
-    z_losses = [0.0, 1e-2, 1e-2]
-    template = empty_model(model, optimizers[0], 12)
-    template.place_angles(torch.device("cpu"))
-    rows = Rows(template, optimizers, 25.0, torch.device("cpu"), torch.float64)
-    gpts = [build_model(model, optimizer, 12, seed=0).double() for optimizer in optimizers]
-    for row, gpt in enumerate(gpts):
-        with torch.no_grad():
-            for parameter in gpt.parameters():  # a head of zeros would leave everything else without a gradient
-                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-        rows.load(row, gpt.named_parameters())
-    for each in (template, *gpts):
-        if documents:
-            each.end_of_document = 7
-    scales = torch.tensor([output_scale(model, optimizer) for optimizer in optimizers], dtype=torch.float64)
-    stacked = StackedGPT(template, rows.parameters(slice(0, 3)), scales, torch.float64)
-    losses = stacked.losses(tokens[..., :-1], tokens[..., 1:], z_losses)
-    # Each member's loss has a slope of its own, so that a mix-up could not cancel.
-    slopes = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
-    gradients = torch.autograd.grad(losses @ slopes, list(stacked.weights.values()))
-    with torch.no_grad():
-        each_loss = stacked.losses(tokens[..., :-1], tokens[..., 1:], [0.0] * 3, "none").view(3, 2, 12)
-    for row, gpt in enumerate(gpts):
-        expected = gpt.loss(tokens[row, :, :-1], tokens[row, :, 1:], z_loss=z_losses[row])
-        (expected * slopes[row]).backward()
-        assert losses[row].item() == pytest.approx(expected.item(), rel=1e-12)
-        with torch.no_grad():
-            scored = gpt.loss(tokens[row, :, :-1], tokens[row, :, 1:], reduction="none")
-        torch.testing.assert_close(each_loss[row], scored, rtol=1e-12, atol=1e-12)
-        for (name, parameter), found in zip(gpt.named_parameters(), gradients, strict=True):
-            torch.testing.assert_close(found[row], parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
-
-
 def test_one_diverges_and_the_others_go_on(
     configs: list[RunConfig], shards: Shards, alone: list[Path], tmp_path: Path
 ) -> None:
@@ -140,20 +97,3 @@ def test_one_diverges_and_the_others_go_on(
     assert not (folders[1] / "summary.json").exists()
     for number in (0, 2):
         assert_same_run(folders[number], alone[number])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_on_a_gpu_a_member_is_the_run_alone(
-    precision: str, configs: list[RunConfig], shards: Shards, tmp_path: Path
-) -> None:
-    runs = copy.deepcopy(configs)
-    for config in runs:
-        config.parallel.device, config.parallel.tf32, config.precision = "cuda", False, precision
-    ended = train_together(runs, [tmp_path / str(i) for i in range(3)], report=silent, shards=shards)
-    for number, (config, how) in enumerate(zip(runs, ended, strict=True)):
-        assert how.summary is not None, how.reason
-        reference = train(config, tmp_path / f"alone{number}", report=silent, shards=shards)
-        assert how.summary["val_loss"] == pytest.approx(
-            reference["val_loss"], rel=1e-5 if precision == "fp32" else 2e-3
-        )

@@ -105,20 +105,6 @@ def test_decoding_from_latents_gives_the_logits_of_the_whole_text(changes: dict[
                 torch.testing.assert_close(row, whole, atol=1e-10, rtol=1e-9)
 
 
-@pytest.mark.parametrize(
-    "changes", [CASES[1], {"attention": "gqa", "kv_heads": 1, "kv_rank": None, "rotary_size": None}]
-)
-def test_the_cache_is_as_large_as_the_formula_says(changes: dict[str, Any]) -> None:
-    config = replace(LATENT, **changes)
-    cache = PagedCache.of(config, 7, torch.bfloat16, torch.device("cpu"), 8)
-    held = sum(store.untyped_storage().nbytes() for store in cache.stores)
-    if config.attention == "mla":
-        assert config.cached == config.latent + config.rotary
-    else:
-        assert config.cached == 2 * config.num_kv_heads * config.head_dim
-    assert held == 7 * 8 * config.depth * config.cached * 2
-
-
 @pytest.mark.parametrize("changes", [{}, {"query_rank": 14}])
 def test_counted_parameters_and_flops_are_those_of_the_equations(changes: dict[str, Any]) -> None:
     config = replace(LATENT, vocab_size=128, **changes)

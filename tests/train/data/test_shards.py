@@ -108,15 +108,6 @@ def test_the_split_is_by_a_hash_of_the_content(config: DataConfig, tmp_path: Pat
     assert set(documents_of(before, "train")) <= set(documents_of(after, "train"))
 
 
-def test_copies_stay_on_one_side(config: DataConfig, tmp_path: Path) -> None:
-    documents = random_documents(2000) + ["the same text again"] * 50 + ["and another one"] * 50
-    shards = prepare(changed(config, path=str(write_corpus(tmp_path / "copies", documents))))
-    train, validation = documents_of(shards, "train"), documents_of(shards, "validation")
-    assert sorted(train + validation) == sorted(documents)
-    assert set(train).isdisjoint(validation)
-    assert shards.manifest["copies"] == 98
-
-
 def test_copies_do_not_stand_together() -> None:
     generator = np.random.default_rng(3)
     digests = np.append(generator.integers(1 << 56, dtype=np.uint64, size=2000), np.full(30, 12345, np.uint64))
