@@ -31,15 +31,16 @@ NO_TORCH = (
 
 
 @functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def statements(path: Path) -> tuple[list[ast.stmt], list[ast.AST]]:
+    """The statements at the top of a file, and its imports, wherever they stand."""
+    tree = ast.parse(path.read_text())
+    return tree.body, [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 @functools.cache
 def imports(path: Path, top_level_only: bool = False) -> list[tuple[int, str]]:
-    """(level of relativity, module) of every import statement of a file; not those under TYPE_CHECKING."""
-    tree = parsed(path)
-    nodes: list[ast.AST] = list(tree.body) if top_level_only else [n for n in ast.walk(tree) if not _type_checking(n)]
+    """(level of relativity, module) of every import statement of a file, or of those at its top."""
+    nodes = statements(path)[0 if top_level_only else 1]
     found = []
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -48,10 +49,6 @@ def imports(path: Path, top_level_only: bool = False) -> list[tuple[int, str]]:
             names = [node.module] if node.module else [alias.name for alias in node.names]
             found += [(node.level, name) for name in names]
     return found
-
-
-def _type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def files(room: str) -> list[Path]:
@@ -131,7 +128,7 @@ def graph() -> dict[str, set[str]]:
     for name in known:
         targets: set[tuple[str, ...]] = set()
         package = tuple(name.split("/")[:-1])
-        for node in ast.walk(parsed(ROOT / name)):
+        for node in statements(ROOT / name)[1]:
             if isinstance(node, ast.ImportFrom) and node.level:
                 parent = package[: len(package) - node.level + 1] + tuple(node.module.split(".") if node.module else ())
                 targets |= {parent, *((*parent, alias.name) for alias in node.names)}

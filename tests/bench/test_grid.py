@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -65,20 +65,20 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
         "import subprocess, time; child = subprocess.Popen(['sleep', '60']); "
         f"open({str(mark)!r}, 'w').write(str(child.pid)); time.sleep(60)"
     )
-    program = (
-        "import sys; from pathlib import Path; from isoflop.bench import grid as bench_grid; "
-        f"bench_grid._run([sys.executable, '-c', {sweep!r}], Path({str(tmp_path)!r}))"
-    )
-    # Ctrl-C works as in a terminal, also where the tests were started in the background, which ignores it.
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+
+    def measure() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
+        bench_grid._run([sys.executable, "-S", "-c", sweep], tmp_path)
+
+    process = multiprocessing.get_context("fork").Process(target=measure)
+    process.start()
     deadline = time.monotonic() + 60
     while not (mark.exists() and mark.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(2)
-    assert "KeyboardInterrupt" in process.communicate(timeout=60)[1]
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    assert process.exitcode == 1  # by KeyboardInterrupt
     pid = int(mark.read_text())
     while _alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)

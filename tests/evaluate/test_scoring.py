@@ -68,7 +68,7 @@ def test_what_is_shared_is_scored_as_if_each_request_were_alone(
     if as_on_gpus:
         monkeypatch.setattr(module, "_one_by_one", module._side_by_side)
     model = model_of(separate=separate, **MODELS[name])
-    requests = groups(0, 6) + groups(1, 6, header=12)
+    requests = groups(0, 4) + groups(1, 4, header=12)
     requests += [Request(request.prefix, written(model, request.prefix, 3)) for request in requests[:5]]
     expected = [alone(model, request) for request in requests]
     assert [greedy for _, greedy in expected[-5:]] == [True] * 5
