@@ -235,19 +235,6 @@ def test_compiled_whole_and_recomputed_it_gives_the_same_gradients() -> None:
     torch.testing.assert_close(gradient(compiled), eager, atol=1e-6, rtol=1e-6)
 
 
-def test_fake_tensors_see_shapes_types_and_strides() -> None:
-    case = Case(64, 128, heads=4, kv_heads=2, dtype=torch.bfloat16, batch=2)
-    with torch._subclasses.FakeTensorMode():
-        fused = torch.empty((2, 128, 8 * 64), dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
-        query, key, value = case.split(fused)
-        out, lse = torch.ops.isoflop.flash_forward(query, key, value, None, 0.125)
-        assert (out.shape, out.dtype, out.is_contiguous()) == (query.shape, torch.bfloat16, True)
-        assert (lse.shape, lse.dtype) == ((2, 4, 128), torch.float32)
-        flash_attention(query, key, value, window=64).sum().backward()
-        assert fused.grad is not None
-        assert fused.grad.shape == fused.shape
-
-
 @needs_triton
 def test_the_queries_that_see_a_block_of_keys_end_where_counting_says() -> None:
     from isoflop.train.kernels.flash_backward import query_ends
@@ -259,12 +246,6 @@ def test_the_queries_that_see_a_block_of_keys_end_where_counting_says() -> None:
             keys = range(block * 32, min(block * 32 + 32, 130))
             sees = [[first[row, i] <= j for j in keys] for i in range(130)]
             assert ends[row, block].tolist() == [sum(map(all, sees)), sum(map(any, sees))]
-
-
-def test_cumulative_lengths_become_the_start_of_each_tokens_document() -> None:
-    first = first_from_lengths((0, 2, 5, 6, 10), 2, 5)
-    assert first.tolist() == [[0, 0, 2, 2, 2], [0, 1, 1, 1, 1]]
-    assert first.dtype == torch.int32
 
 
 def call(head_dim: int = 16, kv_heads: int = 2, dtype: torch.dtype = torch.float32, **options: Any) -> None:

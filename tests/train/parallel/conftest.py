@@ -1,8 +1,9 @@
-"""A small run, on a corpus that is prepared once."""
+"""A small run, on a corpus that is prepared once, and imports that are made once."""
 
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +18,13 @@ from isoflop.train.config import (
     TrackerConfig,
 )
 from isoflop.train.data.shards import prepare
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imported_before_forks() -> None:
+    """Import once what takes seconds and what every rank would otherwise import again."""
+    for module in ("torch._dynamo", "isoflop.train.checkpoint.shards"):
+        importlib.import_module(module)
 
 
 @pytest.fixture(scope="session")

@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch._dynamo
 from forked import Ended, fork_processes
 from isoflop.train import loop
-from isoflop.train.checkpoint import shards
 from isoflop.train.config import ParallelConfig, RunConfig
 from isoflop.train.data.loader import TrainStream, validation_windows
 from isoflop.train.data.shards import prepare
@@ -20,8 +18,6 @@ from isoflop.train.optimizer.average import copies
 from isoflop.train.parallel.layout import Box, Held, boxes
 from isoflop.train.parallel.mesh import Mesh, build_mesh
 from isoflop.train.stepper import Stepper
-
-_ = torch._dynamo, shards  # imported once here, which takes seconds, and not again on every rank
 
 CPU = torch.device("cpu")
 

@@ -29,6 +29,7 @@ from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.parametrization import build_model
 from isoflop.train.parallel.layout import Held, Piece, Placement, boxes, split_placement, whole_placement
 from isoflop.train.parallel.mesh import Mesh, build_mesh
+from meshes import CPU
 from torch import Tensor
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
@@ -120,7 +121,7 @@ def assert_same(held: list[Held], expected: list[Held]) -> None:
 def save_as(shares: Shares, root: Path, config: RunConfig = CONFIG, seed: int = 1, step: int = 5) -> None:
     """Called on every rank: saves one state under a mesh and changes it while it is being written."""
     tp, dp, _ = shares
-    mesh = build_mesh(dp, tp, torch.device("cpu"))
+    mesh = build_mesh(dp, tp, CPU)
     saver = Saver(root, mesh, config, ByteTokenizer())
     held = held_by(mesh.rank, shares, state(seed))
     saver.save(step, held, {"seconds": 1.5, "updates": 4})
@@ -156,38 +157,32 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("shares", ALL, ids=str)
-def test_what_one_mesh_saved_every_other_loads_bit_for_bit(shares: Shares, saved: Path) -> None:
-    path = checkpoint.find(folder(saved, shares))
-    assert (path / "shards").is_dir() == (shares[0] * shares[1] > 1)
-    for other in ALL:
-        for rank in range(other[0] * other[1]):
-            expected = held_by(rank, other, state(1))
-            held = blank(expected)
-            trainer = checkpoint.restore_state(path, held, CONFIG)
-            assert trainer == {"step": 5, "seconds": 1.5, "updates": 4}
-            assert_same(held, expected)
-
-
-@pytest.mark.parametrize("shares", ALL, ids=str)
-def test_evaluation_reads_the_whole_weights_of_any_mesh(shares: Shares, saved: Path) -> None:
-    loaded = checkpoint.load_for_evaluation(folder(saved, shares))
+def test_what_one_mesh_saved_others_load_bit_for_bit(saved: Path) -> None:
+    """Each by two others, and by one that evaluates the weights alone."""
     expected = state(1)
-    assert (loaded.step, loaded.tokenizer.vocab_size) == (5, 256)
-    for name, parameter in loaded.model.named_parameters():
-        assert torch.equal(parameter, expected[name, "weight"]), name
+    for number, shares in enumerate(ALL):
+        path = checkpoint.find(folder(saved, shares))
+        assert (path / "shards").is_dir() == (shares[0] * shares[1] > 1)
+        for other in (ALL[number - 1], ALL[number - 4]):
+            for rank in range(other[0] * other[1]):
+                held = blank(held_by(rank, other, expected))
+                trainer = checkpoint.restore_state(path, held, CONFIG)
+                assert trainer == {"step": 5, "seconds": 1.5, "updates": 4}
+                assert_same(held, held_by(rank, other, expected))
+        loaded = checkpoint.load_for_evaluation(folder(saved, shares))
+        assert (loaded.step, loaded.tokenizer.vocab_size) == (5, 256)
+        for name, parameter in loaded.model.named_parameters():
+            assert torch.equal(parameter, expected[name, "weight"]), name
 
 
-@pytest.mark.parametrize("shares", [(2, 1, 0), (1, 2, 1)], ids=str)
-def test_ranks_resume_what_other_ranks_saved_and_say_once_which_file_is_damaged(
-    shares: Shares, saved: Path, tmp_path: Path
-) -> None:
+def test_ranks_resume_what_others_saved_and_report_damage_once(saved: Path, tmp_path: Path) -> None:
+    shares = (1, 2, 1)
     newest = shutil.copytree(checkpoint.find(folder(saved, (2, 2, 2))), tmp_path / "step_5")
-    older = shutil.copytree(checkpoint.find(folder(saved, (1, 1, 0))), tmp_path / "step_3")
+    shutil.copytree(checkpoint.find(folder(saved, (1, 1, 0))), tmp_path / "step_3")
     (newest / "shards" / "__3_0.distcp").unlink()
 
     def each() -> tuple[list[str], list[str]]:
-        mesh = build_mesh(shares[1], shares[0], torch.device("cpu"))
+        mesh = build_mesh(shares[1], shares[0], CPU)
         expected = held_by(mesh.rank, shares, state(1))
         said: list[str] = []
         refused = []
@@ -202,11 +197,12 @@ def test_ranks_resume_what_other_ranks_saved_and_say_once_which_file_is_damaged(
         return said, refused
 
     answers = run_ranks(2, each)
-    message = "checkpoint step_5 is damaged (shards/__3_0.distcp is missing); falling back to the one before"
-    assert [said for said, _ in answers] == [[message], []]
-    prefix = f"checkpoint {older} belongs to another run: model."
-    sentences = [f"{prefix}width is 12 there and 24 here", f"{prefix}hidden is None there and 8 here"]
-    assert [refused for _, refused in answers] == [sentences, sentences]
+    (message,), nothing = (said for said, _ in answers)
+    assert "step_5 is damaged (shards/__3_0.distcp" in message
+    assert nothing == []
+    for _, (width, hidden) in answers:
+        assert "model.width is 12 there and 24 here" in width
+        assert "model.hidden is None there and 8 here" in hidden
 
 
 def differing(field: str, value: int) -> RunConfig:
@@ -226,14 +222,14 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [truncate, flip, Path.unlink], ids=lambda harm: harm.__name__)
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "__3_0.distcp"])
+@pytest.mark.parametrize("name", [".metadata", "__3_0.distcp"])
 def test_a_damaged_shard_is_named(name: str, harm: Callable[[Path], None], saved: Path, tmp_path: Path) -> None:
     path = shutil.copytree(checkpoint.find(folder(saved, (2, 2, 0))), tmp_path / "step_5")
     assert checkpoint.damage(path) is None
     harm(path / "shards" / name)
     problem = checkpoint.damage(path)
     assert problem is not None
-    assert (f"shards/{name}" if harm is not Path.unlink or name != ".metadata" else "shards/.metadata") in problem
+    assert f"shards/{name}" in problem
     with pytest.raises(UserError, match="is damaged"):
         checkpoint.load_for_evaluation(path)
 
@@ -306,10 +302,13 @@ def test_every_element_is_written_once_and_equal_ranks_write_about_the_same(save
         assert max(loads) - min(loads) <= max(part.values.numel() for part in whole_state)
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_the_boxes_of_a_range_are_its_elements(seed: int) -> None:
+def test_the_boxes_of_a_range_are_its_elements() -> None:
     # Against a dense mask: number the elements of the whole, take the rank's part, cut the range, look them up.
-    generator = random.Random(seed)
+    for seed in range(60):
+        check_boxes(random.Random(seed))
+
+
+def check_boxes(generator: random.Random) -> None:
     at = random_placement(generator)
     numbers = torch.arange(math.prod(at.shape)).view(at.shape)
     flat = at.take(numbers).flatten()
@@ -337,7 +336,7 @@ def random_placement(generator: random.Random) -> Placement:
 
 
 def test_torch_itself_reads_what_the_ranks_wrote(saved: Path) -> None:
-    for shares in ALL[1:]:
+    for shares in ((2, 1, 0), (1, 2, 1), (2, 2, 2)):
         wanted = {storage.Part(*key, (), (), tensor).key: torch.empty_like(tensor) for key, tensor in state(1).items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it reads in one process, which is what we ask
@@ -350,7 +349,7 @@ def test_torch_itself_reads_what_the_ranks_wrote(saved: Path) -> None:
 def test_training_may_talk_while_the_ranks_save(tmp_path: Path) -> None:
     # Were the saver's collectives on training's group, one would be taken for the other: wrong sums, or a hang.
     def each() -> list[float]:
-        mesh = build_mesh(2, 1, torch.device("cpu"))
+        mesh = build_mesh(2, 1, CPU)
         saver = Saver(tmp_path, mesh, CONFIG, ByteTokenizer())
         held = held_by(mesh.rank, (1, 2, 1), state(1))
         sums = []
@@ -388,18 +387,15 @@ def kill_at_the_manifest(path: Path) -> None:
 
 MOMENTS: dict[str, tuple[Any, str, Any]] = {
     "shard": (shards._Files, "create_stream", killed_stream),
-    "checksum": (checkpoint, "describe", kill),
     "manifest": (checkpoint, "fsync_path", kill_at_the_manifest),
     "rename": (os, "replace", kill),
 }
 
 
-@pytest.mark.parametrize(
-    ("victim", "moment"), [(1, "shard"), (1, "checksum"), (0, "shard"), (0, "manifest"), (0, "rename")]
-)
+@pytest.mark.parametrize(("victim", "moment"), [(1, "shard"), (0, "manifest"), (0, "rename")])
 def test_a_rank_killed_while_saving_leaves_the_older_checkpoint(victim: int, moment: str, tmp_path: Path) -> None:
     def each() -> None:
-        mesh = build_mesh(2, 1, torch.device("cpu"))
+        mesh = build_mesh(2, 1, CPU)
         saver = Saver(tmp_path, mesh, CONFIG, ByteTokenizer())
         held = held_by(mesh.rank, (1, 2, 1), state(1))
         saver.save(3, held, {})
@@ -421,40 +417,23 @@ def test_a_rank_killed_while_saving_leaves_the_older_checkpoint(victim: int, mom
 
 
 @contextmanager
-def full_stream(self: Any, path: Path, mode: str) -> Iterator[Any]:
-    """A file on a disk without a byte left."""
-    path.touch()
-    with real_stream(self, Path("/dev/full"), mode) as stream:
-        yield stream
+def full_disk() -> Iterator[None]:
+    """Lets this process write no shard: the system refuses files of more than 2000 bytes."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
-real_stream = shards.FileSystem.create_stream
-
-
-@contextmanager
-def full_disk(kind: str) -> Iterator[None]:
-    """Lets this process write no shard."""
-    if kind == "full":
-        shards.FileSystem.create_stream = full_stream
-        yield
-        shards.FileSystem.create_stream = real_stream
-    else:
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
-        yield
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize(("victim", "kind"), [(0, "full"), (1, "full"), (1, "limit")])
+@pytest.mark.parametrize(("victim", "asynchronous"), [(0, True), (1, True), (1, False)])
 def test_a_full_disk_of_one_rank_is_an_error_of_all_and_the_run_can_go_on(
-    victim: int, kind: str, asynchronous: bool, tmp_path: Path
+    victim: int, asynchronous: bool, tmp_path: Path
 ) -> None:
     config = config_of_run(asynchronous)
 
     def each() -> tuple[int | None, str]:
-        mesh = build_mesh(2, 1, torch.device("cpu"))
+        mesh = build_mesh(2, 1, CPU)
         saver = Saver(tmp_path, mesh, config, ByteTokenizer())
         held = held_by(mesh.rank, (1, 2, 1), state(1))
         saver.save(3, held, {})
@@ -464,7 +443,7 @@ def test_a_full_disk_of_one_rank_is_an_error_of_all_and_the_run_can_go_on(
             saver.save(5, held, {})
             saver.save(6, held, {})  # asynchronous: it learns what became of the one before
 
-        with full_disk(kind) if mesh.rank == victim else nullcontext():
+        with full_disk() if mesh.rank == victim else nullcontext():
             with pytest.raises(OSError) as raised:  # noqa: PT011, the number is what tells
                 save_twice()
             dist.barrier()
@@ -477,6 +456,6 @@ def test_a_full_disk_of_one_rank_is_an_error_of_all_and_the_run_can_go_on(
 
     answers = run_ranks(2, each)
     assert answers[0] == answers[1]
-    assert answers[0][0] == (errno.ENOSPC if kind == "full" else errno.EFBIG)
+    assert answers[0][0] == errno.EFBIG
     assert checkpoint.find(tmp_path).name == "step_7"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_3", "step_7"]

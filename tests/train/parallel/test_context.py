@@ -14,7 +14,6 @@ from isoflop.train.model.attention import document_starts, first_visible
 from isoflop.train.model.backends import load_backend
 from isoflop.train.parallel.context import Ring, own_part
 from isoflop.train.parallel.mesh import Mesh
-from isoflop.train.planner.planner import Hardware, step_time
 from isoflop.train.planner.validation import check_shapes, check_world
 from meshes import mesh_of, take_steps
 from torch import Tensor
@@ -119,17 +118,6 @@ def test_a_run_in_bf16_stays_near_that_of_one_process(config: RunConfig) -> None
         assert theirs[1] == pytest.approx(norms, rel=2**-7)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_compiled_blocks_take_the_same_steps(recompute: str, config: RunConfig) -> None:
-    """The ring runs between two graphs."""
-    losses, norms, _ = take_steps(config, Mesh(), 2)
-    config.parallel.cp, config.parallel.recompute, config.parallel.compile = 2, recompute, True
-    for theirs in run_ranks(2, lambda: take_steps(config, mesh_of(config.parallel), 2), timeout=300.0):
-        assert theirs[0] == pytest.approx(losses, rel=1e-5)
-        assert theirs[1] == pytest.approx(norms, rel=1e-4)
-
-
 @pytest.mark.parametrize(
     ("length", "cp", "tp", "says"),
     [
@@ -153,16 +141,3 @@ def test_a_job_of_other_ranks_is_told_which_would_do() -> None:
     for ranks, shape in ((8, r"tp 1 \* dp 4 \* cp 2 or tp 2"), (1, r"tp 1 \* dp 1$")):
         with pytest.raises(UserError, match=shape):
             check_world(config, ranks, ranks)
-
-
-def test_the_planner_counts_what_of_the_ring_nothing_hides() -> None:
-    config = RunConfig(model=ModelConfig(width=64, depth=3, heads=4, kv_heads=2, vocab_size=256))
-    config.data.sequence_length, config.parallel.cp, config.parallel.dp = 1024, 4, 2
-    one = RunConfig(model=config.model, data=config.data)
-    # A quarter of the tokens each; of the update nothing is shared.
-    fast = Hardware(intra_bandwidth=1e30, latency=0.0)
-    assert step_time(config, fast).context < 1e-20
-    assert 8 * step_time(config, fast).forward == pytest.approx(step_time(one, fast).forward)
-    slow = Hardware(intra_bandwidth=1e3, latency=0.0, flops_per_second=1e30)
-    keys = one.optimizer.batch_size // 2 * 256 * 2 * 2 * 16 * 4  # bytes of a rank's keys and values in fp32
-    assert step_time(config, slow).context == pytest.approx(3 * (3 + 3 + 4) * keys / 1e3)

@@ -13,9 +13,8 @@ from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.gpt import GPT
 from isoflop.train.model.parametrization import build_model
-from isoflop.train.parallel.buckets import ALIGNMENT, Bucket, clip, counted, fill, pack_bucket, partial
+from isoflop.train.parallel.buckets import ALIGNMENT, Bucket, clip, fill, pack_bucket
 from isoflop.train.parallel.data import Gradients, Shared
-from isoflop.train.parallel.layout import Piece, Placement
 from torch import Tensor
 
 MODEL = ModelConfig(width=20, depth=2, heads=2, vocab_size=20, tied_embeddings=False)
@@ -49,7 +48,7 @@ def model(dtype: torch.dtype = torch.float32) -> GPT:
     return gpt
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_a_bucket_holds_every_parameter_once_aligned_and_cut_evenly(seed: int) -> None:
     generator = random.Random(seed)
     sizes = {f"p{i}": generator.choice([1, 7, 8, 64, 1000]) for i in range(generator.randint(1, 12))}
@@ -79,70 +78,8 @@ def test_buckets_keep_the_order_and_stay_below_the_limit() -> None:
     assert fill(sizes, sizes, 10) == [["a", "b"], ["c"], ["d", "e"]]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_tp_ranks_count_every_element_of_the_whole_once_and_sum_partial_ones(seed: int) -> None:
-    generator = random.Random(seed)
-    ranks = generator.choice([2, 4])
-    sizes, placements = {}, [dict[str, Placement]() for _ in range(ranks)]
-    for i in range(6):
-        kinds = [generator.choice(["split", "shared", "partial"]) for _ in range(generator.randint(1, 3))]
-        rows, columns = generator.randint(1, 5), generator.randint(1, 5)
-        for rank in range(ranks):
-            pieces = tuple(
-                Piece((0, 0), (rows, columns), shared=kind != "split", partial=kind == "partial") for kind in kinds
-            )
-            placements[rank][f"p{i}"] = Placement((99, columns), pieces)
-        sizes[f"p{i}"] = len(kinds) * rows * columns
-    bucket = pack_bucket(list(sizes), sizes, dict.fromkeys(sizes, 0), 2)
-    for slot in bucket.slots:
-        start = slot.start
-        for index, piece in enumerate(placements[0][slot.name].pieces):
-            for element in range(start, start + piece.size[0] * piece.size[1]):
-                seen = [
-                    any(a <= element < b for a, b in counted(bucket, placements[rank], rank)) for rank in range(ranks)
-                ]
-                assert seen == [rank == 0 or not piece.shared for rank in range(ranks)], (slot, index)
-                assert any(a <= element < b for a, b in partial(bucket, placements[0])) == piece.partial
-            start += piece.size[0] * piece.size[1]
-
-
 def test_ranges_are_cut_to_a_slice_and_counted_from_its_start() -> None:
     assert clip([(0, 4), (6, 9), (12, 20)], (3, 13)) == [(0, 1), (3, 6), (9, 10)]
-
-
-def _against_ddp(stage: int, micro_batches: int) -> list[float]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    theirs = model()
-    ddp = torch.nn.parallel.DistributedDataParallel(theirs, bucket_cap_mb=0.01)
-    for step in range(micro_batches):
-        tokens = tokens_of(rank, step)
-        with ddp.no_sync() if step < micro_batches - 1 else torch.enable_grad():
-            torch.nn.functional.cross_entropy(ddp(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    ours = model()
-    gradients = gradients_of(ours, stage)
-    for step in range(micro_batches):
-        with gradients.micro_batch(last=step == micro_batches - 1):
-            backward(ours, tokens_of(rank, step))
-        assert all(p.grad is None for p in ours.parameters())
-    gradients.wait()
-    expected = {name: p.grad * ranks for name, p in theirs.named_parameters()}  # DDP's is a mean
-    worst = []
-    for bucket, shard in zip(gradients.buckets, gradients.shards, strict=True):
-        whole = torch.zeros(bucket.layout.size)
-        for slot in bucket.layout.slots:
-            whole[slot.start : slot.stop] = expected[slot.name].flatten()
-        start, stop = bucket.shared.owned
-        worst.append((shard - whole[start:stop]).abs().max().item())  # padding included: it must be zero
-    return worst
-
-
-def test_gradients_equal_those_of_ddp() -> None:
-    def all_stages() -> list[float]:
-        return [worst for stage in (0, 1, 2) for count in (1, 3) for worst in _against_ddp(stage, count)]
-
-    for answers in run_ranks(3, all_stages):
-        # fp32 sums of gradients of up to 2, in another order.
-        assert max(answers) < 2e-6, answers
 
 
 def _counted(stage: int) -> list[tuple[bool, int, int]]:
@@ -213,9 +150,9 @@ def _low_precision(stage: int, dtype: torch.dtype) -> bool:
     return same
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_gradients_are_summed_in_fp32_and_rounded_once(dtype: torch.dtype) -> None:
-    for answer in run_ranks(3, lambda: [_low_precision(stage, dtype) for stage in (0, 1, 2)]):
+def test_low_precision_gradients_are_summed_in_fp32_and_rounded_once() -> None:
+    kinds = enumerate((torch.bfloat16, torch.float16, torch.bfloat16))
+    for answer in run_ranks(3, lambda: [_low_precision(stage, dtype) for stage, dtype in kinds]):
         assert answer == [True, True, True]
 
 

@@ -21,7 +21,7 @@ from isoflop.train.memory import memory
 from isoflop.train.model.shape import micro_batch_of
 from isoflop.train.parallel.mesh import Mesh
 from isoflop.train.parallel.pipeline import Messages
-from meshes import CPU, assert_same, mesh_of, started, take_steps, whole
+from meshes import CPU, mesh_of, started, take_steps, whole
 from test_train import of_kind
 
 
@@ -153,16 +153,3 @@ def test_a_step_takes_the_memory_that_is_planned(config: RunConfig) -> None:
         expected = memory(own, "cpu")
         # The worst rank; what the planner leaves out is small beside 10 %.
         assert max(ranks) == pytest.approx(expected.peak - expected.state, rel=0.1), own.parallel
-
-
-@pytest.mark.slow
-def test_compiled_blocks_of_stages_train_the_same(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    config.model = replace(config.model, depth=4, window=9)
-    alone = take_steps(config, Mesh(), 2)
-    compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, mode: compile_(function, backend="aot_eager"))
-    own = through(
-        config, pp=2, dp=2, zero=1, schedule="interleaved", chunks=2, micro_batch_size=1, recompute="selective",
-        compile=True,
-    )  # fmt: skip
-    assert_same(run_ranks(4, lambda: take_steps(own, mesh_of(own.parallel), 2), timeout=300.0), alone, 1e-5, own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import subprocess
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from isoflop.train.errors import UserError
-from isoflop.train.job.environment import Ranks, detect
+from isoflop.train.job.environment import detect
 from isoflop.train.planner.validation import check_hosts, check_shapes, check_world, working_shapes
 
 
@@ -40,53 +41,24 @@ def fits(config: RunConfig) -> bool:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (run(tp=0), "parallel.tp is 0; it must be 1 or more"),
-        (run(dp=-1), "parallel.dp is -1; it must be 1 or more"),
-        (run(zero=4), "parallel.zero is 4; it must be one of 0, 1, 2, 3"),
-        (run(tp=3), "parallel.tp is 3; it must divide model.heads 8; it can be 1, 2, 4, 8"),
+        (run(tp=0), "parallel.tp is 0; .* 1 or more"),
+        (run(zero=4), "parallel.zero is 4; .* 0, 1, 2, 3"),
+        (run(tp=3), "parallel.tp is 3; .* model.heads 8; .* 1, 2, 4, 8"),
         (
-            run(
-                tp=2,
-                batch=18,
-                length=18,
-                model={"heads": 6, "width": 48, "kv_heads": 3, "hidden": 96, "vocab_multiple": 96},
-            ),
-            "parallel.tp is 2; it must be a divisor or a multiple of model.kv_heads 3; it can be 1, 3, 6",
+            run(tp=2, batch=18, length=18, model={"heads": 6, "width": 48, "kv_heads": 3, "hidden": 96,
+                                                 "vocab_multiple": 96}),
+            "parallel.tp is 2; .* model.kv_heads 3; .* 1, 3, 6",
         ),
-        (
-            run(tp=8, model={"hidden": 100}),
-            "parallel.tp is 8; it must divide model.hidden, which is 100; it can be 1, 2, 4",
-        ),
-        (
-            run(tp=8, model={"vocab_size": 250, "vocab_multiple": 6}),
-            "parallel.tp is 8; it must divide the vocabulary padded to model.vocab_multiple, which is 252; "
-            "it can be 1, 2, 4",
-        ),
-        (
-            run(tp=8, length=6, micro_batch_size=2),
-            "parallel.tp is 8; it must divide data.sequence_length 6, or parallel.sequence_parallel be false; "
-            "it can be 1, 2",
-        ),
-        (run(dp=3), "parallel.dp is 3; it must divide optimizer.batch_size 16: 1, 2, 4, 8, 16"),
-        (
-            run(dp=100, batch=720),
-            "parallel.dp is 100; it must divide optimizer.batch_size 720: 60, 72, 80, 90, 120, 144",
-        ),
-        (
-            run(dp=4, micro_batch_size=3),
-            "parallel.micro_batch_size is 3; it must divide a rank's share of the batch, optimizer.batch_size 16 / "
-            "parallel.dp 4 = 4: 1, 2, 4",
-        ),
-        (
-            run(micro_batch_size=0),
-            "parallel.micro_batch_size is 0; it must divide optimizer.batch_size 16: 1, 2, 4, 8, 16",
-        ),
+        (run(tp=8, model={"hidden": 100}), "parallel.tp is 8; .* model.hidden.* 100; .* 1, 2, 4"),
+        (run(tp=8, model={"vocab_size": 250, "vocab_multiple": 6}), "parallel.tp is 8; .* 252; .* 1, 2, 4"),
+        (run(tp=8, length=6, micro_batch_size=2), "parallel.tp is 8; .* data.sequence_length 6.* 1, 2"),
+        (run(dp=100, batch=720), "parallel.dp is 100; .* optimizer.batch_size 720: 60, 72, 80, 90, 120, 144"),
+        (run(dp=4, micro_batch_size=3), "parallel.micro_batch_size is 3; .* parallel.dp 4 = 4: 1, 2, 4"),
+        (run(micro_batch_size=0), "parallel.micro_batch_size is 0; .* optimizer.batch_size 16: 1, 2, 4, 8, 16"),
     ],
-)
+)  # fmt: skip
 def test_a_shape_that_does_not_fit_is_refused_with_those_that_do(config: RunConfig, says: str) -> None:
-    with pytest.raises(UserError) as refused:
-        check_shapes(config)
-    assert str(refused.value) == says
+    assert re.fullmatch(says, refusal(config) or "")
 
 
 def test_what_need_not_be_split_is_not_asked_about() -> None:
@@ -135,11 +107,11 @@ def splits_evenly(config: RunConfig) -> bool:
 def test_the_check_agrees_with_cutting_everything_up() -> None:
     draw = random.Random(0)
     verdicts = []
-    for _ in range(3000):
+    for _ in range(1000):
         config = random_run(draw)
         verdicts.append(fits(config))
         assert verdicts[-1] == splits_evenly(config), config
-    assert 300 < sum(verdicts) < 2700
+    assert 100 < sum(verdicts) < 900
 
 
 def test_every_number_that_a_refusal_names_works_for_its_field() -> None:
@@ -165,11 +137,9 @@ def test_working_shapes_are_all_that_use_the_ranks_and_fit() -> None:
     for _ in range(200):
         config, ranks = random_run(draw), draw.choice([1, 2, 4, 6, 8, 12])
         expected = []
-        for tp in range(1, ranks + 1):
-            for dp in range(1, ranks + 1):
-                config.parallel.tp, config.parallel.dp = tp, dp
-                if tp * dp == ranks and fits(config):
-                    expected.append((tp, dp))
+        for config.parallel.tp, config.parallel.dp in itertools.product(range(1, ranks + 1), repeat=2):
+            if config.parallel.world_size == ranks and fits(config):
+                expected.append((config.parallel.tp, config.parallel.dp))
         assert working_shapes(config, ranks) == expected
 
 
@@ -178,31 +148,23 @@ def test_a_tensor_parallel_group_stays_inside_a_node() -> None:
     assert working_shapes(config, 16) == [(1, 16), (2, 8), (4, 4), (8, 2)]
     assert working_shapes(config, 16, ranks_per_node=4) == [(1, 16), (2, 8), (4, 4)]
     check_world(run(tp=4, dp=4), ranks=16, ranks_per_node=4)
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=r"parallel\.tp is 8; .* 4 ranks of a node.* tp 4 \* dp 4 or tp 2 \* dp 8"):
         check_world(run(tp=8, dp=2), ranks=16, ranks_per_node=4)
-    assert str(refused.value) == (
-        "parallel.tp is 8; it must divide the 4 ranks of a node, because a tensor-parallel group stays inside one; "
-        "with 16 ranks it can be tp 4 * dp 4 or tp 2 * dp 8 or tp 1 * dp 16"
-    )
 
 
 def test_a_job_with_other_ranks_is_refused_with_shapes_for_them() -> None:
-    with pytest.raises(UserError) as refused:
+    shapes = r"parallel\.dp 4 is 8 and the job has 4 ranks; .* tp 2 \* dp 2 or tp 1 \* dp 4 or tp 4 \* dp 1"
+    with pytest.raises(UserError, match=shapes):
         check_world(run(tp=2, dp=4), ranks=4, ranks_per_node=4)
-    assert str(refused.value) == (
-        "parallel.tp 2 * parallel.dp 4 is 8 and the job has 4 ranks; "
-        "with 4 ranks it can be tp 2 * dp 2 or tp 1 * dp 4 or tp 4 * dp 1"
-    )
-    with pytest.raises(UserError, match="no shape of 7 ranks fits this model and batch, the nearest that does has 4"):
+    with pytest.raises(UserError, match=r"no shape of 7 ranks .* has 4"):
         check_world(run(tp=2, dp=2), ranks=7, ranks_per_node=7)
 
 
 def test_ranks_dealt_out_to_nodes_in_turn_are_refused() -> None:
     check_hosts(ParallelConfig(tp=2), ["a", "a", "b", "b"])
     check_hosts(ParallelConfig(tp=1), ["a", "b", "a", "b"])
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match="ranks 2 to 3 of one tensor-parallel group are on a, b"):
         check_hosts(ParallelConfig(tp=2), ["a", "a", "a", "b", "b", "b"])
-    assert "ranks 2 to 3 of one tensor-parallel group are on a, b" in str(refused.value)
 
 
 SLURM = {
@@ -218,35 +180,29 @@ TORCHRUN = {
 }  # fmt: skip
 
 
-def place(ranks: Ranks) -> tuple[int, int, int, int, str, str]:
-    return ranks.rank, ranks.size, ranks.local_rank, ranks.local_size, ranks.source, ranks.attempt
+STEP = {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "3,2,1", "SLURM_LOCALID": "0"}
+BY_SLURM = {"SUBMITIT_EXECUTOR": "slurm"} | SLURM
 
 
-def test_the_rank_is_what_the_launcher_says() -> None:
-    slurm = detect({"SUBMITIT_EXECUTOR": "slurm"} | SLURM)
-    assert place(slurm) == (5, 7, 1, 2, "slurm", "71-3")
-    assert slurm.host == "node07"
-    assert place(detect(LOCAL)) == (3, 4, 3, 4, "local", "812")
-    assert place(detect(TORCHRUN)) == (6, 8, 2, 4, "torchrun", "none-0")
-    assert place(detect({})) == (0, 1, 0, 1, "alone", "0")
-
-
-def test_a_step_of_a_slurm_job_counts_its_own_tasks() -> None:
-    step = {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "3,2,1", "SLURM_LOCALID": "0"}
-    assert place(detect({"SUBMITIT_EXECUTOR": "slurm"} | SLURM | step)) == (5, 6, 0, 1, "slurm", "71-3")
-
-
-def test_a_process_started_by_hand_inside_an_allocation_is_one_process() -> None:
-    assert place(detect(SLURM)) == (0, 1, 0, 1, "alone", "0")
-
-
-def test_a_local_job_inside_an_allocation_is_local() -> None:
-    assert place(detect(SLURM | LOCAL)) == (3, 4, 3, 4, "local", "812")
-
-
-def test_of_two_launchers_the_inner_one_counts() -> None:
-    assert detect(LOCAL | TORCHRUN).source == "local"  # a pod that exports RANK for all its processes
-    assert detect(LOCAL | TORCHRUN | {"TORCHELASTIC_RUN_ID": "x"}).source == "torchrun"
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (BY_SLURM, (5, 7, 1, 2, "slurm", "71-3")),
+        (BY_SLURM | STEP, (5, 6, 0, 1, "slurm", "71-3")),  # a step of a job counts its own tasks
+        (SLURM, (0, 1, 0, 1, "alone", "0")),  # started by hand inside an allocation
+        (LOCAL, (3, 4, 3, 4, "local", "812")),
+        (SLURM | LOCAL, (3, 4, 3, 4, "local", "812")),
+        (TORCHRUN, (6, 8, 2, 4, "torchrun", "none-0")),
+        (LOCAL | TORCHRUN, (3, 4, 3, 4, "local", "812")),  # a pod that exports RANK for all its processes
+        (LOCAL | TORCHRUN | {"TORCHELASTIC_RUN_ID": "x"}, (6, 8, 2, 4, "torchrun", "x-0")),
+        ({}, (0, 1, 0, 1, "alone", "0")),
+    ],
+)
+def test_the_rank_is_what_the_launcher_says(environment: dict[str, str], expected: tuple[int | str, ...]) -> None:
+    ranks = detect(environment)
+    place = ranks.rank, ranks.size, ranks.local_rank, ranks.local_size, ranks.source, ranks.attempt
+    assert place == expected
+    assert ranks.source != "slurm" or ranks.host == "node07"
 
 
 @pytest.mark.parametrize(
@@ -255,7 +211,7 @@ def test_of_two_launchers_the_inner_one_counts() -> None:
 )
 def test_a_launcher_that_makes_no_sense_is_an_error_and_not_one_process(wrong: dict[str, str]) -> None:
     with pytest.raises(UserError, match="the launcher's environment gives no rank"):
-        detect({"SUBMITIT_EXECUTOR": "slurm"} | SLURM | wrong)
+        detect(BY_SLURM | wrong)
 
 
 def test_shapes_and_environment_import_no_torch() -> None:

@@ -148,6 +148,27 @@ def assert_those_of_one_process(several: list[Case], config: RunConfig) -> None:
             assert_same(answers, alone[case.kind, case.depth], 1e-10 if case.kind == "experts" else 1e-5, case)
 
 
+# Every way in which a compiled block meets what runs between two graphs: stages, the ring, gathered weights.
+COMPILED = [
+    Case("tied", 2, 1, 1, 2, None, 1, "interleaved", 2, None, 2, "selective"),
+    Case("muon", 1, 2, 2, 1, None, 3, None, None, True, 1, "full"),
+    Case("tied", 1, 2, 2, 1, None, 0, None, None, True, 2, "none"),
+    Case("tied", 1, 1, 2, 2, None, 3, None, None, False, 1, "selective"),
+]
+
+
+@pytest.mark.slow
+def test_compiled_blocks_take_the_same_steps(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through dynamo and aot_autograd; what inductor would add is minutes of C++."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, mode: compile_(function, backend="aot_eager"))
+    for case in COMPILED:
+        alone = steps_of(case, config, alone=True)
+        compiled = replace(config, parallel=replace(config.parallel, compile=True))
+        answers = run_ranks(4, lambda: steps_of(case, compiled), timeout=300.0)  # noqa: B023
+        assert_same(answers, alone, 1e-5, case)
+
+
 # Meshes that one run passes through, each for two steps: (pp, schedule, chunks, cp, tp, dp, ep, zero).
 WAY = [(2, "1f1b", 1, 1, 1, 2, 2, 2), (2, "interleaved", 2, 1, 2, 1, 1, 0), (1, "1f1b", 1, 1, 1, 1, 1, 0),
        (1, "1f1b", 1, 2, 2, 1, 2, 1), (1, "1f1b", 1, 1, 2, 2, 2, 3)]  # fmt: skip

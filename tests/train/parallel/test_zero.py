@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.parametrization import build_model, empty_model, initial_weights, parameter_groups
-from isoflop.train.parallel.layout import Piece, Placement, whole_placement
+from isoflop.train.parallel.layout import whole_placement
 from isoflop.train.parallel.mesh import Mesh, build_mesh
 from isoflop.train.parallel.zero import StepResult, Zero
 from meshes import CPU
@@ -346,25 +345,6 @@ def test_stage_3_never_holds_more_than_two_blocks_and_none_between_steps() -> No
     assert run_ranks(2, _most_gathered) == [(2, 2, 0)] * 2
 
 
-@pytest.mark.slow
-def test_stage_3_goes_with_recompute_and_compiled_blocks() -> None:
-    def variant(recompute: str, compiled: bool) -> dict[str, np.ndarray]:
-        run = Run(build_mesh(2, 1, CPU), 3)
-        run.gpt.set_recompute(recompute)
-        if compiled:
-            # The compiler's own front, without the code generator, which takes half a minute.
-            torch.compile = functools.partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
-            run.gpt.compile_blocks()
-        for step in range(3):
-            run.step(step, micro_batches=2)
-        return run.weights()
-
-    choices = [("none", False), ("selective", False), ("full", False), ("full", True)]
-    for first, *others in run_ranks(2, lambda: [variant(*choice) for choice in choices]):
-        for other in others:
-            assert_close(other, first, 2e-6)  # fp32; compiled, norms and products round elsewhere
-
-
 def test_what_was_held_goes_on_as_if_nothing_had_happened() -> None:
     def resumed(stage: int, dtype: torch.dtype) -> None:
         mesh = build_mesh(3, 1, CPU)
@@ -414,50 +394,6 @@ def test_a_failed_micro_batch_leaves_nothing_behind() -> None:
         assert_close(run.weights(), plain.weights(), 0.0)
 
     run_ranks(2, lambda: [again(stage) for stage in (1, 3)])
-
-
-def test_tp_ranks_count_split_pieces_each_and_shared_ones_once_and_add_up_partial_ones() -> None:
-    """Two tp ranks that compute the same, told apart by hand-made placements, against sums written out."""
-
-    def faked() -> None:
-        mesh = build_mesh(1, 2, CPU)
-        gpt = empty_model(MODEL, NO_CLIP, LENGTH)
-        placements = {name: whole_placement(p.shape) for name, p in gpt.named_parameters()}
-        name = "blocks.1.attention.qkv.weight"  # rows: 20 of queries, split; 40 of keys and values, shared and partial
-        pieces = (Piece((20 * mesh.tp_rank, 0), (20, 20)), Piece((40, 0), (40, 20), shared=True, partial=True))
-        placements[name] = Placement((80, 20), pieces)
-        groups = parameter_groups(gpt, NO_CLIP)
-        zero = Zero(
-            gpt, groups, placements, mesh, stage=0, dtype=torch.float32, optimizer=NO_CLIP, bucket_mb=0.01, device=CPU
-        )
-        gpt.place_angles(CPU)
-        generator = torch.Generator().manual_seed(0)
-        zero.load((n, torch.randn(placements[n].shape, generator=generator) / 5) for n, _ in gpt.named_parameters())
-        assert torch.equal(gpt.get_parameter(name)[20:], zero.weights.parameters[name][20:])
-        tokens = torch.randint(20, (2, 9), generator=generator)
-        gradients = {}
-        for key, parameter in gpt.named_parameters():
-            parameter.register_hook(functools.partial(gradients.__setitem__, key))
-        with zero.gradients.micro_batch(last=True):
-            loss = gpt.loss(tokens[:, :-1], tokens[:, 1:])
-            loss.backward()
-        mine = gradients.pop(name)
-        both = [torch.empty_like(mine) for _ in range(2)]
-        dist.all_gather(both, mine)
-        squares = torch.stack([g.double().square().sum() for g in gradients.values()]).sum()
-        dist.broadcast(squares, 0)  # of shared pieces the first rank tells
-        squares += sum(g[:20].double().square().sum() for g in both)
-        squares += (both[0][20:] + both[1][20:]).double().square().sum()
-        zero.set_rates(1.0)
-        result = zero.step(loss.detach() * (mesh.tp_rank + 1))
-        if mesh.tp_rank == 0:  # the loss is one number, which the first tp rank tells
-            assert result.loss == loss
-        assert result.norm.item() == pytest.approx(squares.sqrt().item(), rel=1e-6)
-        moment = {held.name: held.values for held in zero.held() if held.kind == "exp_avg"}[name].view(60, 20)
-        torch.testing.assert_close(moment[:20], 0.1 * mine[:20])
-        torch.testing.assert_close(moment[20:], 0.1 * (both[0] + both[1])[20:])
-
-    run_ranks(2, faked)
 
 
 def test_a_step_reads_no_number_from_the_device() -> None:
