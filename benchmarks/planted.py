@@ -4,7 +4,7 @@
 
 A list of bugs is TOML: for each its name, the `file`, the `old` text, which must stand there once, the `new` one, and
 the `tests` to run, by the names under `tests` of the same list. Without a bug all of them must pass. A bug is caught by
-the first test that fails, or that hangs. Prints a table, that of docs/planted.md; ends with 1 where a bug was missed.
+the first test that fails, or that hangs. Prints a table; ends with 1 where a bug was missed.
 """
 
 from __future__ import annotations
