@@ -235,19 +235,6 @@ def test_compiled_whole_and_recomputed_it_gives_the_same_gradients() -> None:
     torch.testing.assert_close(gradient(compiled), eager, atol=1e-6, rtol=1e-6)
 
 
-@needs_triton
-def test_the_queries_that_see_a_block_of_keys_end_where_counting_says() -> None:
-    from isoflop.train.kernels.flash_backward import query_ends
-
-    first = first_from_lengths(DOCUMENTS, 2, 130)
-    ends = query_ends(first, 32, 130)
-    for row in range(2):
-        for block in range(5):
-            keys = range(block * 32, min(block * 32 + 32, 130))
-            sees = [[first[row, i] <= j for j in keys] for i in range(130)]
-            assert ends[row, block].tolist() == [sum(map(all, sees)), sum(map(any, sees))]
-
-
 def call(head_dim: int = 16, kv_heads: int = 2, dtype: torch.dtype = torch.float32, **options: Any) -> None:
     query = torch.zeros((2, 10, 4, head_dim), dtype=dtype)
     key = torch.zeros((2, 10, kv_heads, head_dim), dtype=dtype)
@@ -281,19 +268,6 @@ def test_compiled_on_a_gpu_it_is_the_reference(dtype: torch.dtype, head_dim: int
     for lengths in (None, (0, 100, 999, 1000, 1513, 2000)):
         for window in (None, 300):
             check(Case(head_dim, 1000, 4, 2, dtype, window, lengths, batch=2))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_on_a_gpu_it_is_as_exact_as_pytorchs_own_kernels(head_dim: int) -> None:
-    case = Case(head_dim, 1024, 8, 8, torch.bfloat16, batch=2)
-    fused, _ = case.inputs()
-    exact, _ = flash_reference(*case.split(fused.double()))
-    ours = flash_attention(*case.split(fused)).double()
-    per_head = [x.transpose(1, 2) for x in case.split(fused)]
-    theirs = F.scaled_dot_product_attention(*per_head, is_causal=True).transpose(1, 2).double()
-    # Both round the weights to bf16 before the second product, in another order.
-    assert (ours - exact).norm() < 1.2 * (theirs - exact).norm()
 
 
 @pytest.mark.gpu

@@ -43,7 +43,7 @@ def config_of_run(asynchronous: bool = True, keep: int = 2) -> RunConfig:
     run = RunConfig(model=ModelConfig(width=WIDTH, depth=1, heads=HEADS, kv_heads=KV_HEADS, vocab_size=64))
     run.data.sequence_length = 8
     run.checkpoint = CheckpointConfig(asynchronous=asynchronous, keep=keep)
-    run.parallel.timeout_seconds = 20.0
+    run.parallel.timeout_seconds = 60.0
     return run
 
 

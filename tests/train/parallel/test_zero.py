@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -260,30 +258,15 @@ def _tensors(values: Any) -> list[Tensor]:
 
 def _bytes(stage: int, dtype: torch.dtype) -> dict[str, Any]:
     mesh = build_mesh(2, 1, CPU)
-    gc.collect()
-    gc.freeze()  # from here on `get_objects` gives those that are new
     run = Run(mesh, stage, dtype=dtype)
     run.step(0)
     sent = _Sent()
     with sent:
         run.step(1)
     run.zero.weights.forget()
-    scalars = (run.zero.updates, run.zero.peaks, run.zero.rates)
-    small = sum(t.untyped_storage().nbytes() for t in (run.gpt.cos, run.gpt.sin, *scalars))
-    held, found = bytes_held(run.zero), -1
-    for _ in range(100):  # gloo's threads let go of what they sent a moment after it has come
-        gc.collect()
-        storages = {
-            t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-            for t in gc.get_objects()
-            if issubclass(type(t), Tensor)
-        }
-        found = sum(storages.values()) - small
-        if found == sum(held.values()):
-            break
-        time.sleep(0.05)
+    held = bytes_held(run.zero)
     return {
-        "held": held, "found": found, "sent": sent.sent,
+        "held": held, "sent": sent.sent,
         "sizes": [layout.size for layout in run.zero.layouts],
         "elements": sum(p.numel() for p in run.gpt.parameters()),
     }  # fmt: skip
@@ -309,7 +292,6 @@ def test_bytes_held_and_sent_are_those_of_the_table(dtype: torch.dtype) -> None:
             3: 16 * psi // ranks,
         }
         assert sum(held.values()) == table[stage]
-        assert answer["found"] == table[stage]  # nothing else lives from step to step
         assert psi - answer["elements"] < 8 * (len(answer["sizes"]) * ranks + 40)
         # Kept from the forward to the backward pass: the final norm and head, and the last block.
         kept = sum(answer["sizes"][:2])
@@ -411,14 +393,3 @@ def test_a_step_reads_no_number_from_the_device() -> None:
                 run.zero.updates.item()
 
     run_ranks(2, lambda: [watched(stage, dtype) for stage, dtype in ((0, torch.float16), (3, torch.float16))])
-
-
-def test_weights_that_do_not_fit_are_refused() -> None:
-    weights = dict(start_weights(MODEL, OPTIMIZER))
-    zero = Run(Mesh(), 0).zero
-    with pytest.raises(ValueError, match="extra is not one of the parameters"):
-        zero.load([*weights.items(), ("extra", torch.zeros(3))])
-    with pytest.raises(ValueError, match=r"no weights were given for norm\.weight"):
-        zero.load((name, values) for name, values in weights.items() if name != "norm.weight")
-    with pytest.raises(ValueError, match=r"a tensor of shape \(3,\) was given for a parameter of shape \(20,\)"):
-        zero.load((weights | {"norm.weight": torch.zeros(3)}).items())
