@@ -37,14 +37,14 @@ def test_a_deeper_model_of_a_width_seen_before_compiles_nothing_new(monkeypatch:
     counters = torch._dynamo.utils.counters["stats"]
     tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
     made = []
-    for depth, vocabulary in ((2, 256), (6, 256), (1, 400)):
+    for depth, vocabulary in ((1, 256), (2, 400)):
         before = counters["unique_graphs"]
         model = GPT(ModelConfig(width=16, depth=depth, heads=2, vocab_size=vocabulary), 16)
         model.compile_blocks()
         for _ in range(2):
             model.loss(tokens, tokens).backward()
         made.append(counters["unique_graphs"] - before)
-    assert made == [1, 0, 0]
+    assert made == [1, 0]
 
 
 def compile_something(part: Compiled, files: dict[str, bytes]) -> None:
