@@ -44,7 +44,7 @@ def train(sweep: SweepDirectory, config: SweepConfig, round_: dict[str, Any]) ->
     return new
 
 
-def test_the_first_round_is_a_small_isoflop_grid_for_its_share_of_what_the_whole_one_would_cost() -> None:
+def test_the_first_round_is_a_small_isoflop_grid_for_its_share_of_the_cost() -> None:
     base = RunConfig(tokens=0)
     base.model.vocab_size = 256
     first = grid.expand_grid(AdaptiveGrid(budgets=BUDGETS), base)
@@ -59,7 +59,7 @@ def test_the_first_round_is_a_small_isoflop_grid_for_its_share_of_what_the_whole
 
 
 @pytest.mark.slow
-def test_rounds_go_on_until_they_are_over_within_the_flops_and_narrow_the_interval_around_the_truth(
+def test_rounds_stay_within_the_flops_and_narrow_the_interval(
     tmp_path: Path,
 ) -> None:
     config = adaptive_settings()

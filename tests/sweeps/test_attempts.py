@@ -6,14 +6,13 @@ import errno
 import json
 import multiprocessing
 import os
-import random
 import signal
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from isoflop.sweeps.execute.attempt import TrunkNotYet, failed, warned_after
+from isoflop.sweeps.execute.attempt import TrunkNotYet, failed
 from isoflop.sweeps.runs import attempts, states
 from isoflop.sweeps.runs.attempts import CAUSES, Attempt, Policy
 from isoflop.sweeps.runs.directory import Busy, RunDirectory, SweepDirectory
@@ -105,7 +104,7 @@ def test_a_run_that_is_done_has_one_line_with_all_its_steps(run: RunDirectory) -
     assert only(run) == end
 
 
-def test_steps_after_the_newest_checkpoint_are_wasted_and_none_of_another_attempt_count(run: RunDirectory) -> None:
+def test_steps_after_the_newest_checkpoint_are_wasted(run: RunDirectory) -> None:
     step = per_step(a_config())
     with states.held(run, "7", POLICY):
         save(run, 20)
@@ -150,13 +149,6 @@ def test_a_checkpoint_whose_files_have_not_their_sizes_is_none(run: RunDirectory
     assert attempts.newest_checkpoint(run) == 10
     (run.path / "checkpoints" / "step_10" / "manifest.json").write_text('{"model.safetensors": 3}')
     assert attempts.newest_checkpoint(run) == 9
-
-
-def test_a_run_whose_config_cannot_be_read_has_its_attempt_too(run: RunDirectory) -> None:
-    (run.path / "config.yaml").write_text("[")
-    with states.held(run, "7", POLICY):
-        states.conclude(run, "failed", "cannot be read", "input")
-    assert (only(run).cause, only(run).flops) == ("input", 0)
 
 
 def test_runs_that_are_trained_together_have_their_share_of_the_gpus(
@@ -275,12 +267,6 @@ def test_a_kill_between_line_and_state_is_finished_as_the_line_says(run: RunDire
         assert len(lines(run)) == number
 
 
-def test_a_run_that_somebody_has_queued_again_gets_its_line_and_stays_queued(run: RunDirectory) -> None:
-    begin(run, "queued")
-    assert not states.settle_killed(run, "lost", "gone")
-    assert (only(run).cause, run.state().state) == ("lost", "queued")
-
-
 def test_a_job_that_slurm_starts_anew_has_lost_its_node(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(run)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -311,20 +297,6 @@ def test_a_job_that_slurm_starts_anew_for_ever_ends_with_the_budget(
     states.retry_by_hand(run)
     with states.held(run, "7", policy) as begun:
         assert begun
-
-
-def test_a_job_that_slurm_starts_anew_counts_against_the_retries_of_the_sweep(
-    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = a_run(tmp_path, a_config(1))
-    for _ in range(3):
-        begin(other)
-        states.settle_killed(other, "killed", "gone")
-    begin(run)
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    with states.held(run, "7", replace(POLICY, sweep_retries=2)) as begun:
-        assert not begun
-    assert "cluster.sweep_retries" in (run.state().reason or "")
 
 
 # A full disk
@@ -389,53 +361,6 @@ def test_lines_that_are_torn_damaged_or_twice_there_are_left_out(run: RunDirecto
     assert [(each.attempt, each.cause) for each in attempts.read(run)] == [(1, "killed"), (2, "killed"), (4, "lost")]
 
 
-def test_what_is_wasted_follows_from_where_later_attempts_began() -> None:
-    """On random histories: each step of the run counts as kept once at most, and those of one that is done once."""
-    draw = random.Random(0)
-    for _ in range(500):
-        history, begins = list[Attempt](), draw.choice([0, 7])
-        saved = begins
-        for number in range(1, draw.randint(2, 8)):
-            first = draw.choice([saved, saved, begins, draw.randint(begins, saved)])  # damaged ones are passed over
-            last = first + draw.choice([0, draw.randint(0, 30)])
-            saved = draw.randint(first, last)
-            cause = draw.choice([cause for cause in CAUSES if cause != "done"])
-            history.append(
-                Attempt(number, 0.0, 1.0, 1.0, None, None, cause, None, first, last, saved, 10.0 * (last - first), 0.0)
-            )
-        reached = history[-1].last_step
-        if done := draw.random() < 0.5:
-            history[-1] = replace(history[-1], cause="done", saved_step=reached)
-        found = attempts.with_waste(history)
-        assert [replace(each, flops_wasted=0.0) for each in found] == history
-        kept = sum(each.flops - each.flops_wasted for each in found)
-        if done:
-            assert kept == pytest.approx(10.0 * (reached - begins), abs=1e-6)
-        elif history[-1].cause == "diverged":
-            assert kept == pytest.approx(0.0, abs=1e-6)
-        else:
-            assert kept <= 10.0 * (history[-1].saved_step - begins) + 1e-6
-        assert all(each.flops_wasted >= 0 for each in found)
-        if history[-1].cause != "diverged":
-            assert all(each.flops_wasted <= each.flops + 1e-6 for each in found)
-
-
-def test_the_waste_of_an_attempt_grows_when_the_next_falls_back_to_an_older_checkpoint(run: RunDirectory) -> None:
-    begin(run)
-    save(run, 10), log_step(run, 25)
-    newest = save(run, 20)
-    states.settle_killed(run, "killed", "gone")
-    step = per_step(a_config())
-    assert only(run).flops_wasted == pytest.approx(5 * step, rel=1e-12)
-    (newest / "model.safetensors").write_bytes(b"")
-    begin(run)
-    save(run, 40)
-    states.settle_killed(run, "killed", "gone")
-    first, second = attempts.read(run)
-    assert (second.first_step, second.flops_wasted) == (10, 0)
-    assert first.flops_wasted == pytest.approx(15 * step, rel=1e-12)
-
-
 # By hand
 
 
@@ -498,14 +423,7 @@ def test_an_error_has_a_cause(error: Exception, cause: str, run: RunDirectory) -
     assert cause in CAUSES
 
 
-def test_a_micro_batch_that_cannot_be_halved_again_is_not_tried_again(run: RunDirectory) -> None:
-    with states.held(run, "7", POLICY):
-        states.conclude(run, *failed(OutOfMemory("out of memory at step 3 with parallel.micro_batch_size 1"), run))
-    assert attempts.decision(run, POLICY, 0.0).why == "what ended it (error) would only happen again"
-    assert not attempts.decision(run, POLICY, 0.0).again
-
-
-def test_an_attempt_without_a_cause_is_of_an_unknown_one_and_is_tried_again(run: RunDirectory) -> None:
+def test_an_attempt_without_a_cause_has_an_unknown_one_and_is_tried_again(run: RunDirectory) -> None:
     begin(run)
     states.settle_killed(run, "killed", "gone")
     (run.path / attempts.LINES).write_text(json.dumps(json.loads(lines(run)[0]) | {"cause": None}) + "\n")
@@ -520,12 +438,3 @@ def test_what_a_rank_noted_says_which_nodes_are_at_fault(run: RunDirectory) -> N
         states.settle(run, states.KILLED)
     assert (only(run).cause, only(run).host, only(run).at_fault) == ("hung", "node1", ("node07", "gpu-8.local"))
     assert attempts.decision(run, POLICY, 0.0).avoid == ("node07", "gpu-8.local")
-
-
-def test_a_warning_near_the_end_of_a_job_is_that_of_its_time_limit() -> None:
-    def after(seconds: int) -> float:
-        return warned_after({"SLURM_JOB_START_TIME": "1000", "SLURM_JOB_END_TIME": str(1000 + seconds)})
-
-    assert after(14400) == 14400 - 240  # two minutes of warning, and two that a process may take to begin
-    assert after(60) == 15
-    assert warned_after({}) == warned_after({"SLURM_JOB_START_TIME": "x", "SLURM_JOB_END_TIME": "1"}) == float("inf")

@@ -90,15 +90,6 @@ def test_a_run_that_somebody_cancels_saves_and_ends_and_is_not_begun_again(
     assert ends(run) == ["cancelled", "done"]
 
 
-def test_a_run_that_has_ended_before_it_was_cancelled_is_done(
-    make: Callable[[int], RunDirectory], trainer: Callable[[Train], None]
-) -> None:
-    run = make(1)
-    trainer(lambda config, directory, **rest: (run.ask_cancel("ann"), (directory / "summary.json").write_text("{}")))
-    assert train_one(run, Ranks(), Interrupt(), "7", POLICY) == ("done", None)
-    assert train_one(run, Ranks(), Interrupt(), "8", POLICY) == ("done", None)
-
-
 class CancelsAt(Interrupt):
     """Asks to cancel a run after so many calls: one a step, and those by which a process says that it is at work."""
 
@@ -113,7 +104,7 @@ class CancelsAt(Interrupt):
         return super().__call__()
 
 
-def test_of_an_ensemble_one_is_cancelled_and_the_others_go_on_as_if_it_had_ended(
+def test_one_member_of_an_ensemble_is_cancelled_and_the_others_go_on(
     make: Callable[[int], RunDirectory], tmp_path: Path
 ) -> None:
     first, cancelled, last = runs = [make(seed) for seed in range(3)]
@@ -162,7 +153,7 @@ def stopped(run: RunDirectory, times: int = 1) -> RunDirectory:
     return run
 
 
-def test_a_job_that_slurm_refuses_to_requeue_leaves_its_runs_preempted_and_records_an_end(
+def test_a_job_that_slurm_refuses_to_requeue_leaves_its_runs_preempted(
     make: Callable[[int], RunDirectory], fake_slurm: FakeSlurm
 ) -> None:
     run = stopped(make(1))
@@ -174,7 +165,7 @@ def test_a_job_that_slurm_refuses_to_requeue_leaves_its_runs_preempted_and_recor
     assert ends(run) == ["preempted"]
 
 
-def test_requeues_are_counted_from_the_attempts_since_the_last_retry_by_hand(
+def test_requeues_are_counted_since_the_last_retry_by_hand(
     make: Callable[[int], RunDirectory], fake_slurm: FakeSlurm
 ) -> None:
     policy = Policy(max_requeues=2)

@@ -347,7 +347,7 @@ def test_compare_says_how_many_times_the_compute_the_base_needs(isoflop: Isoflop
         assert says in " ".join(said.split())
 
 
-def test_compare_of_overrides_shows_the_plan_and_the_command_that_starts_it(
+def test_compare_of_overrides_shows_the_plan_and_the_command_to_start_it(
     isoflop: Isoflop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -243,7 +243,7 @@ def test_a_run_that_a_job_in_the_queue_will_train_is_left_to_it(
 
 
 @pytest.mark.parametrize(("given", "factor"), [(None, 0.5), (0.25, 0.25)])
-def test_a_diverged_run_is_followed_by_a_new_one_at_a_lower_learning_rate_once(
+def test_retry_adds_one_run_at_a_lower_learning_rate_for_a_diverged_one(
     sweep: SweepDirectory, resumed: list[set[str]], given: float | None, factor: float
 ) -> None:
     text = (sweep.path / "sweep.yaml").read_text()

@@ -27,7 +27,7 @@ GRID = CurvesGrid(budgets=[1e11, 1e12], sizes=6)
 BASE = RunConfig(model=ModelConfig(vocab_size=256), tokens=0, average=AverageConfig("ema", [0.1, 0.2]), validations=32)
 
 
-def test_the_largest_budget_has_a_run_per_size_and_cooldowns_branch_from_these() -> None:
+def test_cooldowns_branch_from_one_long_run_per_size() -> None:
     runs = expand_grid(GRID, BASE, TuningConfig(horizon="size"))
     long, cooled = runs[:6], runs[6:]
     assert len({count_parameters(run.model).N_active for run in long}) == 6

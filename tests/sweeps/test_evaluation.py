@@ -16,14 +16,12 @@ import yaml
 from fake_sweep import planned_run
 from isoflop import fit
 from isoflop.sweeps import prepare
-from isoflop.sweeps.config import EvaluateConfig, SweepConfig
 from isoflop.sweeps.entry import compose
 from isoflop.sweeps.execute import worker
 from isoflop.sweeps.grid.trunks import keep_between, merge_runs, steps_between
 from isoflop.sweeps.results import pages, scoring
-from isoflop.sweeps.results.finish import print_law
 from isoflop.sweeps.results.scoring import is_scored, wanted_steps
-from isoflop.sweeps.results.table import _scores, build_table, name_recipes_apart, write_table
+from isoflop.sweeps.results.table import build_table, name_recipes_apart, write_table
 from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.train.config import DataConfig, RunConfig, run_id
@@ -41,7 +39,7 @@ def family(base: RunConfig) -> list[RunConfig]:
     return merge_runs([replace(base, tokens=2 * base.tokens), base]).runs
 
 
-def test_a_run_keeps_every_so_many_steps_before_its_last_and_a_branch_those_after_its_trunk() -> None:
+def test_a_run_keeps_a_checkpoint_every_so_many_steps_of_its_own() -> None:
     trunk, branch = family(forty_steps(DataConfig(sequence_length=16)))
     assert (trunk_steps(branch), branch.parent) == (32, run_id(trunk))
     assert steps_between(trunk, 10) == [10, 20, 30, 40, 50, 60, 70]
@@ -60,19 +58,7 @@ def test_what_is_kept_for_branches_stays_and_no_run_becomes_another() -> None:
     assert keep_between(runs, None) == runs
 
 
-def test_the_plan_of_a_sweep_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = family(forty_steps(DataConfig(sequence_length=16)))
-    monkeypatch.setattr(prepare, "progress_of_runs", lambda sweep, names, config: {})
-    config = SweepConfig(evaluate=EvaluateConfig(tasks=["small"], every=30))
-    config.cluster.flops_per_second = 1e11
-    prepared = prepare._prepare(SweepDirectory(tmp_path), config, runs, 1e11)
-    assert [run.checkpoint.at_steps for run in prepared.runs] == [[30, 32, 60], None]
-    config.evaluate.tasks = []
-    unscored = prepare._prepare(SweepDirectory(tmp_path), config, runs, 1e11)
-    assert [run.checkpoint.at_steps for run in unscored.runs] == [[32], None]
-
-
-def test_tasks_of_ones_own_are_named_from_the_root_and_missed_before_anything_is_trained(
+def test_a_missing_task_is_refused_before_anything_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_corpus: Callable[..., DataConfig]
 ) -> None:
     data = small_corpus(512)
@@ -198,7 +184,7 @@ def test_the_grid_of_attention_asks_for_the_time_of_decoding() -> None:
     assert not compose(["+grid=attention", "cluster=local", "evaluate.decode=false"]).evaluate.decode
 
 
-def test_the_loss_is_the_trainings_where_it_has_one_and_is_computed_otherwise(scored: Path) -> None:
+def test_a_score_has_the_loss_of_the_training_or_computes_it(scored: Path) -> None:
     trunk, _, _ = opened(scored)
     of = {step: (read_json(trunk.path / "eval" / f"step_{step}.json") or {})["held_out"] for step in (10, 40, 80)}
     summary = trunk.summary() or {}
@@ -245,13 +231,6 @@ def test_a_scored_checkpoint_is_a_row_and_only_final_ones_are_fitted(scored: Pat
     assert "7 intermediate checkpoints are left out of the fits." in runs.notes
 
 
-def test_text_has_no_columns_of_accuracy() -> None:
-    none = dict.fromkeys(("acc", "acc_se", "gold_bpb", "gold_bpb_se"))
-    text = none | {"bpb": 2.0, "bpb_se": 0.1, "chance": None, "items": 9}
-    assert _scores({"tasks": {"text_a": text}}) == {"text_a/items": 9, "text_a/bpb": 2.0, "text_a/bpb_se": 0.1}
-    assert {"t/acc", "t/gold_bpb"} <= _scores({"tasks": {"t": none | {"withheld": "item 0"}}}).keys()
-
-
 def test_a_recipe_of_the_data_is_a_column(scored: Path, tmp_path: Path) -> None:
     folder = tmp_path / "family"
     shutil.copytree(scored, folder)
@@ -284,11 +263,6 @@ def test_the_pages_link_to_each_other_and_are_written_once(scored: Path, tmp_pat
     assert pages.peers_of(tmp_path / "checkpoints" / "step_1") == []
 
 
-def test_without_scores_there_is_no_page(trained: Path) -> None:
-    sweep = SweepDirectory(trained)
-    assert pages.write_pages(sweep, build_table(sweep), {}) is None
-
-
 def test_of_many_checkpoints_the_best_of_each_budget_get_pages_first() -> None:
     rows = [
         {
@@ -304,20 +278,6 @@ def test_of_many_checkpoints_the_best_of_each_budget_get_pages_first() -> None:
     assert names == ["100-0", "10-0", "1-0", "100-1", "100-2"]
     assert len(pages.chosen_checkpoints(rows)) == pages.MOST
     assert len(pages.chosen_checkpoints(rows[:4])) == 4
-
-
-def test_an_interval_without_an_end_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    estimate = {
-        "flops": 1e12,
-        "N": 2e4,
-        "D": 9e6,
-        "loss": 1.5,
-        "N_ci": [0.0, 7e5],
-        "D_ci": [2e5, None],
-        "loss_ci": None,
-    }
-    print_law({"approaches": {"parametric": {"optimal": [estimate]}}}, "few")
-    assert "9M [200k, ∞]" in capsys.readouterr().out
 
 
 def test_recipes_of_one_name_that_do_different_things_are_told_apart() -> None:

@@ -39,7 +39,7 @@ def test_a_healthy_plan_is_met_with_silence(foresee: Callable[..., list[str]]) -
     assert foresee(LadderGrid(sizes=[8e3, 3e4, 6e4, 1e5], tokens_per_parameter=[20, 80, 320])) == []
 
 
-def test_a_budget_without_a_profile_is_refused_with_the_nearest_that_has_one(
+def test_a_budget_without_a_profile_is_refused_with_the_nearest_one(
     foresee: Callable[..., list[str]],
 ) -> None:
     with pytest.raises(
@@ -56,7 +56,7 @@ def test_who_asks_for_two_sizes_gets_them(foresee: Callable[..., list[str]]) -> 
     assert "2 at 1e11, 2 at 1e12" in said
 
 
-def test_text_that_is_repeated_too_often_is_named_with_the_budget_that_would_do(
+def test_text_repeated_too_often_is_named_with_the_budget_that_would_do(
     foresee: Callable[..., list[str]],
 ) -> None:
     (said,) = foresee(IsoflopGrid(budgets=[1e11, 3e11, 1e12]), text=400_000)

@@ -207,7 +207,7 @@ def test_grafting_twice_or_at_once_does_no_harm(sweep: tuple[RunDirectory, RunCo
     assert sorted(lines(branch)) == list(range(1, BEGIN + 1))
 
 
-def test_a_checkpoint_takes_no_room_twice_and_is_copied_where_files_have_one_name_only(
+def test_a_checkpoint_is_linked_or_copied_where_links_are_refused(
     sweep: tuple[RunDirectory, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trunk, config = sweep
@@ -265,7 +265,7 @@ def test_a_kill_or_a_full_disk_in_the_middle_leaves_nothing_that_counts(
     assert checkpoint.newest_valid(root, report=lambda line: None) == root / f"step_{BEGIN}"
 
 
-def test_a_trunk_without_a_whole_checkpoint_there_is_refused_in_one_sentence(
+def test_a_trunk_without_a_whole_checkpoint_there_is_refused(
     sweep: tuple[RunDirectory, RunConfig], tmp_path: Path
 ) -> None:
     trunk, config = sweep

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 
@@ -52,7 +51,7 @@ def test_the_6nd_convention_spends_6nd() -> None:
         assert flops_6nd(run) == pytest.approx(1e12, rel=0.5 / run.steps)
 
 
-def test_each_budget_has_the_wanted_number_of_distinct_sizes_around_the_expected_optimum() -> None:
+def test_each_budget_has_distinct_sizes_around_the_expected_optimum() -> None:
     points = IsoflopGrid(budgets=BUDGETS, sizes=6, span=16)
     runs = grid.expand_grid(points, base())
     for budget in BUDGETS:
@@ -60,14 +59,6 @@ def test_each_budget_has_the_wanted_number_of_distinct_sizes_around_the_expected
         expected = points.expected_N * (budget / points.expected_flops) ** points.expected_exponent
         assert len(set(sizes)) == 6
         assert min(sizes) < expected < max(sizes)
-
-
-def test_sizes_on_a_cluster_are_log_spaced() -> None:
-    """Where models are not tiny, the nearest well-shaped one lies within 10 % of the wanted size."""
-    points = IsoflopGrid(budgets=[1e18], sizes=5, span=16)
-    sizes = [count_parameters(m).N_total for m in grid.isoflop_sizes(points, ModelConfig(vocab_size=32768), 1e18)]
-    ratios = [math.log(b / a) for a, b in itertools.pairwise(sizes)]
-    assert max(abs(ratio - math.log(16) / 4) for ratio in ratios) < 0.2
 
 
 def on_a_cluster() -> RunConfig:
@@ -84,7 +75,7 @@ def on_a_cluster() -> RunConfig:
         (on_a_cluster(), [1e18, 2e18, 5e18, 1e19], 0.89),  # here many a D is too short for the warm-up of its N
     ],
 )
-def test_neighbouring_budgets_have_sizes_in_common_and_save_what_trunks_can(
+def test_neighbouring_budgets_share_sizes_and_save_what_trunks_can(
     template: RunConfig, budgets: list[float], share: float
 ) -> None:
     runs = grid.expand_grid(IsoflopGrid(budgets=budgets), template)
@@ -126,12 +117,6 @@ def test_architectures_tile_well(seed: int) -> None:
         assert 0.4 < model.depth / (0.5 * model.width**0.5) < 2.6
 
 
-def test_architectures_keep_the_options_of_the_base() -> None:
-    template = ModelConfig(vocab_size=256, qk_norm=True, tied_embeddings=True, rope_theta=5e5)
-    model = architectures.nearest_model(template, 1e6)
-    assert (model.qk_norm, model.tied_embeddings, model.rope_theta) == (True, True, 5e5)
-
-
 def test_a_ladder_is_every_size_times_every_d() -> None:
     runs = grid.expand_grid(LadderGrid(sizes=[1e4, 1e5], tokens_per_parameter=[20, 40]), base())
     ratios = sorted(run.D / count_parameters(run.model).N_total for run in runs)
@@ -170,11 +155,6 @@ def test_points_are_runs_one_by_one_and_take_dotted_or_nested_names() -> None:
     assert len(grid.expand_grid(PointsGrid(points=[dotted[0], dotted[0]], seeds=[0, 1]), base())) == 2
 
 
-def test_seeds_repeat_every_point() -> None:
-    runs = grid.expand_grid(LadderGrid(sizes=[1e4], tokens=[4096], seeds=[0, 1, 2]), base())
-    assert sorted(run.seed for run in runs) == [0, 1, 2]
-
-
 def test_expansion_is_deterministic_and_free_of_duplicates() -> None:
     points = LadderGrid(sizes=[1e4, 1.001e4], tokens=[4096])
     first, second = grid.expand_grid(points, base()), grid.expand_grid(points, base())
@@ -182,37 +162,13 @@ def test_expansion_is_deterministic_and_free_of_duplicates() -> None:
     assert len(first) == 1  # both wanted sizes are the same model
 
 
-def test_expansion_leaves_the_base_alone() -> None:
-    template = base(tokens=4096)
-    grid.expand_grid(ProductGrid(axes={"optimizer.learning_rate": [1.0]}), template)
-    assert template.optimizer.learning_rate == RunConfig().optimizer.learning_rate
-
-
-REFUSED = [
+REFUSED = [  # numbers out of range: test_fields.py
     (IsoflopGrid(budgets=[1e6]), {}, r"grid.budgets contains 1e\+06.*needs .*FLOPs"),
-    (IsoflopGrid(budgets=[-1.0]), {}, r"grid.budgets contains -1.0; it must be greater than 0"),
-    (IsoflopGrid(budgets=[float("nan")]), {}, "grid.budgets contains nan; it must be a finite number"),
     (IsoflopGrid(budgets=[]), {}, "give a list"),
     (IsoflopGrid(budgets=[1e12], convention="7nd"), {}, "must be one of exact, 6nd"),
-    (IsoflopGrid(budgets=[1e12], sizes=0), {}, "grid.sizes is 0; it must be 1 or more"),
-    (IsoflopGrid(budgets=[1e12], span=math.nan), {}, "grid.span is nan; it must be a finite number"),
-    (IsoflopGrid(budgets=[1e12], expected_N=0.0), {}, "grid.expected_N is 0.0; it must be greater than 0"),
-    (
-        IsoflopGrid(budgets=[1e12], expected_exponent=float("nan")),
-        {},
-        "grid.expected_exponent is nan; it must be a finite number",
-    ),
     (IsoflopGrid(budgets=[1e12]), {"tokens": 5}, "chooses D itself"),
     (LadderGrid(sizes=[1e4]), {}, "exactly one of them"),
     (LadderGrid(sizes=[1e4], tokens=[1], tokens_per_parameter=[1]), {}, "exactly one of them"),
-    (LadderGrid(sizes=[0.0], tokens=[1]), {}, "grid.sizes contains 0.0; it must be greater than 0"),
-    (LadderGrid(sizes=[1e4, math.inf], tokens=[1]), {}, "grid.sizes contains inf; it must be a finite number"),
-    (LadderGrid(sizes=[1e4], tokens=[4096, 0]), {}, "grid.tokens contains 0; it must be 1 or more"),
-    (
-        LadderGrid(sizes=[1e4], tokens_per_parameter=[-20]),
-        {},
-        "grid.tokens_per_parameter contains -20; it must be greater",
-    ),
     (LadderGrid(sizes=[], tokens=[1]), {}, "grid has no runs"),
     (ProductGrid(axes={}), {"tokens": 1}, "grid.axes is empty"),
     (ProductGrid(axes=[1, 2]), {"tokens": 1}, "must map fields to values"),
@@ -229,9 +185,6 @@ REFUSED = [
     (PointsGrid(points=[{"tokens": "many"}]), {}, "grid.points\\[0\\].tokens contains 'many'"),
     (PointsGrid(points=[{"optimizer.inertia": 1}]), {"tokens": 1}, "grid.points\\[0\\] names 'optimizer.inertia'"),
     (PointsGrid(points=[{"model.heads": 5, "tokens": 1}]), {}, "model.heads is 5; it must divide model.width 64"),
-    (AdaptiveGrid(budgets=[1e12], first_share=0.0), {}, "grid.first_share is 0.0; it must be above 0 and below 1"),
-    (AdaptiveGrid(budgets=[1e12], rounds=0), {}, "grid.rounds is 0; it must be 1 or more"),
-    (AdaptiveGrid(budgets=[1e12], tolerance=-1.0), {}, "grid.tolerance is -1.0; it must be greater than 0"),
     (AdaptiveGrid(budgets=[1e12], flops_budget=1e10), {}, "grid.flops_budget is 1e\\+10, of which .* no first round"),
     (AdaptiveGrid(), {}, "grid.budgets is None; give a list"),
     (AdaptiveGrid(variants={"a": {"model.qk_norm": True}}), {}, "neither with grid.recipes nor with an adaptive grid"),

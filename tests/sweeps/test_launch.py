@@ -20,8 +20,8 @@ from isoflop.sweeps.plan.sweep_plan import Plan
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.sweeps.runs.forms import JobShape, PlannedRun
 from isoflop.sweeps.runs.queue import Queue
-from isoflop.sweeps.slurm import backend, submit, transaction
 from isoflop.sweeps.slurm import commands as slurm
+from isoflop.sweeps.slurm import submit, transaction
 from isoflop.sweeps.slurm.backend import HELD_BACK, SlurmBackend
 from isoflop.sweeps.slurm.record import Inventory, LaunchRecord, rebuilt, strays
 from isoflop.train.errors import UserError
@@ -298,9 +298,7 @@ def test_a_launcher_may_be_killed_at_every_step_that_it_has(
     assert step > 18
 
 
-def test_a_record_that_cannot_be_read_is_no_empty_one_and_is_made_anew_from_the_queue(
-    make: Make, cluster_of: StandIn
-) -> None:
+def test_a_record_that_cannot_be_read_is_rebuilt_from_the_queue(make: Make, cluster_of: StandIn) -> None:
     """Taken for empty, queues that jobs go through would be put aside, and their runs submitted again."""
     sweep = make(*FAMILY)
     sweep.go(evaluate=True)
@@ -315,7 +313,7 @@ def test_a_record_that_cannot_be_read_is_no_empty_one_and_is_made_anew_from_the_
     assert sweep.launcher().to_start(sweep.directories) == []
 
 
-def test_jobs_that_slurm_does_not_release_are_released_by_the_next_launcher(make: Make, cluster_of: StandIn) -> None:
+def test_jobs_that_slurm_does_not_release_are_released_by_the_next_launch(make: Make, cluster_of: StandIn) -> None:
     sweep = make(planned("run", 40))
     cluster_of.say("refuse-release", "slurm_update error: Socket timed out on send/recv operation")
     with pytest.MonkeyPatch.context() as patch:
@@ -452,30 +450,3 @@ def test_jobs_that_the_user_holds_stay_on_hold(make: Make, cluster_of: StandIn) 
     sweep.go()
     assert cluster_of.released() == set()
     assert "hold" in cluster_of.flags(cluster_of.of_kind("train")[0])
-
-
-def test_who_waits_waits_for_the_keepers_too(
-    make: Make, cluster_of: StandIn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sweep = make(planned("run", 40))
-    sweep.go()
-    asked = []
-
-    def rest(seconds: float) -> None:
-        asked.append(seconds)
-        cluster_of.end(cluster_of.queue()[0])
-
-    monkeypatch.setattr(backend, "time", SimpleNamespace(sleep=rest, monotonic=time.monotonic))
-    backend.wait_for_slurm(sweep.sweep)
-    assert len(asked) == 4
-    assert cluster_of.queue() == []
-    sweep.launcher().keep()
-
-    def interrupt(seconds: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(backend, "time", SimpleNamespace(sleep=interrupt, monotonic=time.monotonic))
-    with pytest.raises(KeyboardInterrupt):
-        backend.wait_for_slurm(sweep.sweep)
-    assert "the jobs go on" in capsys.readouterr().out
-    assert len(cluster_of.queue()) == 2

@@ -61,9 +61,7 @@ def work(workers: Workers, freezes: bool) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def test_a_worker_that_is_frozen_counts_as_hung_and_another_takes_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_frozen_worker_counts_as_hung_and_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = SweepDirectory(tmp_path / "sweep")
     runs = [planned(sweep.path, replace(forty_steps(DataConfig()), seed=seed)) for seed in (0, 1)]
     policy = Policy(backoff_seconds=0.0)

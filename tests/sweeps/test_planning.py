@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from isoflop.sweeps import prepare
-from isoflop.sweeps.config import SweepConfig, base_run
+from isoflop.sweeps.config import SweepConfig
 from isoflop.sweeps.entry import compose
 from isoflop.sweeps.execute import conduct
 from isoflop.sweeps.execute.advance import outcome
@@ -18,9 +17,8 @@ from isoflop.sweeps.growth import extend
 from isoflop.sweeps.prepare import Prepared
 from isoflop.sweeps.runs import membership
 from isoflop.sweeps.runs.directory import SweepDirectory
-from isoflop.train.config import RECIPE, DataConfig, run_id
+from isoflop.train.config import DataConfig, run_id
 from isoflop.train.errors import UserError
-from isoflop.train.files import write_json
 
 
 @pytest.fixture(scope="module")
@@ -182,17 +180,6 @@ def test_a_torn_plan_is_written_anew_by_the_same_request_and_by_no_other(
     assert "seed was 0 and is 7" in other
 
 
-def test_a_folder_of_another_recipe_of_the_trainer_is_refused(
-    sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = sweep().sweep.path / "sweep.yaml"
-    file.write_text(file.read_text().replace(f"recipe: {RECIPE}\n", "recipe: 1\n", 1))
-    monkeypatch.setattr("isoflop.train.config.RunConfig.recipe", RECIPE + 1)
-    monkeypatch.setattr(prepare, "base_run", lambda config: dataclasses.replace(base_run(config), recipe=RECIPE + 1))
-    other = prepare.from_config(configuration(data, tmp_path))
-    assert f"recipe was 1 and is {RECIPE + 1}" in (prepare.conflict(other) or "")
-
-
 def test_merged_requests_are_one_sweep_whichever_of_them_is_asked_for_next(
     sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path
 ) -> None:
@@ -211,16 +198,6 @@ def test_merged_requests_are_one_sweep_whichever_of_them_is_asked_for_next(
         assert {run.run_id for run in merged.sweep.runs()} == ids(again) == both
     assert prepare.conflict(prepare.from_config(configuration(data, tmp_path, "seed=2"))) is not None
     assert prepare.conflict(prepare.from_config(configuration(data, tmp_path, "seed=2", "sweep_merge=true"))) is None
-
-
-def test_what_both_of_two_merged_requests_have_is_done_as_the_newer_says(
-    sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path
-) -> None:
-    first = ids(sweep())
-    more = ["grid.sizes=[8e3,4e4]", "log_every=3", "sweep_merge=true"]
-    merged = prepare.from_config(configuration(data, tmp_path, *more))
-    shared = [run for run in merged.runs if run.log_every == 3 and run_id(run) in first]
-    assert (len(merged.runs), len(shared)) == (6, 2)
 
 
 def test_a_run_that_waits_for_no_reason_is_said_to_wait_and_no_more(
@@ -294,14 +271,7 @@ def test_what_cannot_extend_a_sweep_is_refused_and_adds_nothing(
     assert not (kept.sweep.path / "added.json").exists()
 
 
-def test_a_sweep_without_runs_cannot_be_extended(sweep: Callable[..., Prepared]) -> None:
-    planned = sweep()
-    write_json(planned.sweep.path / "plan.json", {**planned.sweep.plan(), "runs": []})
-    with pytest.raises(UserError, match="has no runs"):
-        extend.extend_sweep(planned.sweep, ["grid.sizes=[1e4]"])
-
-
-def test_a_run_that_diverged_is_tried_once_at_a_lower_rate_where_the_grid_says_so(
+def test_a_diverged_run_is_repeated_once_at_a_lower_rate_if_the_grid_asks(
     sweep: Callable[..., Prepared],
 ) -> None:
     planned = sweep()
@@ -320,7 +290,7 @@ def test_a_run_that_diverged_is_tried_once_at_a_lower_rate_where_the_grid_says_s
     assert extend.replace_diverged(planned.sweep, planned.config) == [], "and not for ever"
 
 
-def test_a_sweep_that_was_cancelled_grows_no_more_until_it_is_started_again(sweep: Callable[..., Prepared]) -> None:
+def test_a_cancelled_sweep_does_not_grow_until_it_is_started_again(sweep: Callable[..., Prepared]) -> None:
     planned = sweep("grid.diverged_rate_factor=0.5")
     planned.directories[0].set_state("diverged", reason="a test")
     membership.stop_growth(planned.sweep, "a test")

@@ -116,6 +116,19 @@ def test_what_was_decided_holds_for_all_runs_and_changes_no_id(tmp_path: Path, s
     assert decided(directory).parallel.attention == "sdpa"
 
 
+def test_hosts_are_asked_for_that_runs_will_want(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hosts(**data: str) -> list[str]:
+        run = RunConfig(data=DataConfig(**data), tracker=TrackerConfig(mode=mode))  # type: ignore[arg-type]
+        return preflight.request_of(tmp_path, [run], ClusterConfig(), ranks=1).hosts
+
+    mode = "auto"
+    assert hosts() == []
+    assert hosts(corpus="hf") == ["huggingface.co:443"]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    mode = "online"
+    assert hosts(corpus="hf") == ["api.wandb.ai:443"]
+
+
 SMALL = [
     *("+grid=smoke", "grid.sizes=[2.5e3]", "grid.tokens=[4096]", "data.max_bytes=1000000", "data.sequence_length=32"),
     *("data.validation_tokens=4096", "cluster=local", "cluster.flops_per_second=1e11", "tracker=none", "evaluate=none"),
@@ -142,16 +155,3 @@ def test_a_sweep_looks_before_its_first_run(tmp_path: Path, cache: Path, capfd: 
     assert sweep_main([*asked, "sweep=again"]) == 0
     assert "preflight" not in capfd.readouterr().out
     assert len(list((cache / "preflight").iterdir())) == 1
-
-
-def test_hosts_are_asked_for_that_runs_will_want(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hosts(**data: str) -> list[str]:
-        run = RunConfig(data=DataConfig(**data), tracker=TrackerConfig(mode=mode))  # type: ignore[arg-type]
-        return preflight.request_of(tmp_path, [run], ClusterConfig(), ranks=1).hosts
-
-    mode = "auto"
-    assert hosts() == []
-    assert hosts(corpus="hf") == ["huggingface.co:443"]
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    mode = "online"
-    assert hosts(corpus="hf") == ["api.wandb.ai:443"]

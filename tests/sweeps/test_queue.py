@@ -92,22 +92,6 @@ def until(condition: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
-def test_units_are_handed_out_in_order_and_once(sweep: SweepDirectory) -> None:
-    units = [Unit("ensemble", ("a", "b")), *alone("c", "d")]
-    first = queue(sweep, units)
-    second = again(first, sweep)
-    assert (first.claim(0), second.claim(1)) == (units[0], units[1])
-    assert first.left() == second.left() == [units[2]]
-    assert second.running() == {units[0]: 0, units[1]: 1}
-    end_unit(first, units[0])
-    assert second.running() == {units[1]: 1}
-    assert first.claim(0) == units[2]
-    assert (first.claim(0), second.claim(1), second.left()) == (None, None, [])
-    end_unit(second, units[1])
-    end_unit(first, units[2])
-    assert (first.running(), first.lost()) == ({}, {})
-
-
 def test_many_processes_never_get_the_same_unit(
     sweep: SweepDirectory, forked: Callable[[Callable[[], object]], int], tmp_path: Path
 ) -> None:
@@ -147,7 +131,7 @@ def test_a_unit_whose_worker_was_killed_is_lost_until_it_is_settled(
     assert other.claim(0) is None
 
 
-def test_a_branch_starts_once_its_trunk_has_saved_and_while_that_still_trains(sweep: SweepDirectory) -> None:
+def test_a_branch_starts_once_its_trunk_has_saved(sweep: SweepDirectory) -> None:
     units = [*alone("trunk"), Unit("ensemble", ("one", "two")), *alone("free")]
     workers = queue(sweep, units, one="trunk", two="trunk")
     other = again(workers, sweep)
@@ -165,7 +149,7 @@ def test_a_branch_starts_once_its_trunk_has_saved_and_while_that_still_trains(sw
     assert other.running() == {units[0]: 0, units[1]: 1}
 
 
-def test_branches_of_a_trunk_that_ended_or_died_without_a_checkpoint_are_released_to_say_so(
+def test_branches_of_a_trunk_that_died_are_released_to_say_so(
     sweep: SweepDirectory, forked: Callable[[Callable[[], object]], int]
 ) -> None:
     units = alone("died", "ended", "one", "two")
@@ -195,49 +179,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_a_unit_that_is_given_back_keeps_its_place_and_is_claimed_again(sweep: SweepDirectory) -> None:
-    units = alone("a", "b", "c")
-    first = queue(sweep, units)
-    second = again(first, sweep)
-    assert (first.claim(0), first.claim(0)) == (units[0], units[1])
-    release_unit(first, units[0])
-    assert second.left() == [units[0], units[2]]
-    assert second.claim(1) == units[0]
-    end_unit(first, units[0])  # no longer its own
-    assert second.running() == {units[0]: 1, units[1]: 0}
-    events = [json.loads(line) for line in (first.folder / JOURNAL).read_text().splitlines()]
-    history = [(event["event"], event.get("worker")) for event in events if event["unit"] == 0]
-    assert history == [("claim", first.worker), ("release", None), ("claim", second.worker)]
-    for unit in units[:2]:
-        end_unit(second, unit)
-        end_unit(first, unit)
-    assert not is_over(first)
-    end_unit(first, units[2])  # nobody has it
-    assert second.claim(1) == units[2]
-    end_unit(second, units[2])
-    assert is_over(first)
-
-
-def test_a_unit_that_is_to_wait_is_claimed_when_its_time_has_come(sweep: SweepDirectory, clock: list[float]) -> None:
-    units = alone("a", "b")
-    workers = queue(sweep, units)
-    other = again(workers, sweep)
-    workers.claim(0)
-    release_unit(workers, units[0], wait_seconds=30)
-    assert (other.ready_in(), other.ready()) == (0, [units[1]])
-    assert other.claim(1) == units[1]
-    assert (other.claim(1), other.left(), other.ready_in()) == (None, [units[0]], 30.0)
-    clock[0] += 29
-    assert other.claim(1) is None
-    clock[0] += 1
-    assert other.ready() == [units[0]]
-    assert other.claim(1) == units[0]
-    assert (other.ready_in(), other.ready()) == (None, [])
-
-
-def test_a_node_that_a_unit_avoids_does_not_get_it_until_it_has_waited_for_another_in_vain(
-    sweep: SweepDirectory, clock: list[float]
-) -> None:
+def test_a_unit_goes_to_a_node_that_it_avoids_only_after_a_wait(sweep: SweepDirectory, clock: list[float]) -> None:
     units = alone("a")
     workers = queue(sweep, units)
     workers.claim(0, "node1")
@@ -352,7 +294,7 @@ def operations(tmp_path: Path, forked: Callable[[Callable[[], object]], int], mo
     return int(answer.read_text())
 
 
-def test_a_worker_killed_at_a_file_operation_loses_no_unit_and_runs_none_twice(
+def test_a_worker_killed_at_some_file_operations_loses_no_unit(
     tmp_path: Path, forked: Callable[[Callable[[], object]], int], operations: int
 ) -> None:
     points = random.Random(0).sample(range(operations), 5)
@@ -362,7 +304,7 @@ def test_a_worker_killed_at_a_file_operation_loses_no_unit_and_runs_none_twice(
 @pytest.mark.parametrize(
     "every", [pytest.param(3, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
 )
-def test_a_worker_killed_at_any_file_operation_loses_no_unit_and_runs_none_twice(
+def test_a_worker_killed_at_any_file_operation_loses_no_unit(
     tmp_path: Path, forked: Callable[[Callable[[], object]], int], operations: int, every: int
 ) -> None:
     check_kills(tmp_path, forked, iter(range(0, operations, every)))

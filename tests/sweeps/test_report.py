@@ -265,22 +265,14 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path, analysed):
 
 
 FORMATS = [
-    (formatting.count, 15_234, "15.2k"),
     (formatting.count, 999_950, "1.00M"),
-    (formatting.count, 70.3e9, "70.3B"),
     (formatting.count, 1.4e12, "1.40T"),
     (formatting.count, 3.2e16, "3.2e16"),
-    (formatting.count, 512, "512"),
     (formatting.count, None, "–"),
     (formatting.scientific, 1e24, "1e24"),
-    (formatting.scientific, 5.76e23, "5.76e23"),
-    (formatting.scientific, 0, "0"),
     (formatting.amount, 17.92, "17.9"),
-    (formatting.amount, 3.15e9, "3.15e9"),
     (formatting.percent, 0.00371, "0.37 %"),
-    (formatting.percent, 0.0371, "3.7 %"),
     (formatting.fixed, float("nan"), "–"),
-    (formatting.times, 10.0, "10 times"),
     (formatting.times, 999.96, "1,000 times"),
     (formatting.times, 3.3e11, "3.3e11 times"),
 ]

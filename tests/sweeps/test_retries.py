@@ -53,7 +53,7 @@ def test_the_pause_doubles_and_counts_from_the_end_of_the_last_attempt() -> None
     assert decide(history(*["killed"] * 5000), Policy(retries=10**6), 0, 0.0).wait_seconds == retries.LONGEST_WAIT
 
 
-def test_the_nodes_of_the_ranks_at_fault_are_avoided_and_not_that_of_the_first_rank() -> None:
+def test_the_nodes_of_the_ranks_at_fault_are_avoided() -> None:
     attempt = replace(an_attempt(1, "hung", "node1"), at_fault=("node07", "gpu-8.local"))
     assert decide([attempt], Policy(), 0, 0.0).avoid == ("node07", "gpu-8.local")
 

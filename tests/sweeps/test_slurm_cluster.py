@@ -44,9 +44,7 @@ def run_of(cluster: ClusterConfig, **parallel: int) -> PlannedRun:
 
 
 @pytest.mark.parametrize("sign", [*" /%:\\,a+'$~(", "é", "日", "\u202e", "\x7f"])
-def test_paths_with_signs_that_mean_something_else_to_a_job_are_refused_on_slurm_alone(
-    sign: str, tmp_path: Path
-) -> None:
+def test_paths_with_signs_that_jobs_misread_are_refused_on_slurm_alone(sign: str, tmp_path: Path) -> None:
     def refused(kind: str, **settings: str) -> bool:
         for folder, name in ((tmp_path, f"lr{sign}up"), (tmp_path / f"lr{sign}up", "sweep")):
             cluster = ClusterConfig(kind=kind, container=settings.get("container"))
@@ -80,7 +78,7 @@ def test_nothing_is_refused_and_nothing_limited_where_no_command_answers(install
     assert slurm_cluster.limits(CLUSTER) == slurm_cluster.Limits(1001, None)
 
 
-def test_the_smallest_limit_of_user_account_and_qos_counts_if_slurm_enforces_it(install: Install) -> None:
+def test_the_smallest_limit_of_user_account_and_qos_counts(install: Install) -> None:
     install("scontrol", CONFIG)
     install("sacctmgr", ACCOUNTING)
     assert slurm_cluster.limits(CLUSTER) == slurm_cluster.Limits(500, 9)
@@ -162,7 +160,7 @@ def test_a_refusal_is_passed_on_in_slurms_own_words(install: Install, words: str
     assert slurm_cluster.expected_starts(CLUSTER, [run.shape]) == {}
 
 
-def test_the_expected_start_is_asked_for_each_shape_as_it_would_be_submitted(install: Install, tmp_path: Path) -> None:
+def test_the_expected_start_is_asked_for_each_shape_of_job(install: Install, tmp_path: Path) -> None:
     said = "sbatch: Job 7 to start at 2026-11-21T21:41:57 using 2 processors on nodes node1 in partition main"
     install("sbatch", f"echo \"$*\" >> {tmp_path / 'asked'}; echo '{said}' >&2")
     cluster = dataclasses.replace(

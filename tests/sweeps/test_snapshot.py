@@ -85,7 +85,7 @@ def test_the_same_code_is_copied_once_and_other_code_beside_it(checkout: Path, t
     assert snapshot.take(sweep, package=second / "isoflop") == second, "of a job that runs from a copy it is that one"
 
 
-def test_a_launcher_that_comes_second_or_after_a_killed_one_finds_a_whole_copy(
+def test_a_launcher_after_a_killed_or_faster_one_finds_a_whole_copy(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = snapshot.take(SweepDirectory(tmp_path / "first"), package=checkout)
@@ -107,18 +107,6 @@ def test_a_launcher_that_comes_second_or_after_a_killed_one_finds_a_whole_copy(
     place = snapshot.take(sweep, package=checkout)
     assert files_of(place) == {"source.json"} | {f"isoflop/{name}" for name in files_of(place / "isoflop")}
     assert [path.name for path in place.parent.iterdir()] == [place.name]
-
-
-def test_an_installed_package_is_copied_whole_even_below_somebody_elses_checkout(
-    checkout: Path, tmp_path: Path
-) -> None:
-    installed = checkout / "junk-environment" / "isoflop"
-    for name in ("__init__.py", "sweeps/a.py", "conf/b.yaml", "evaluate/c.txt", "sweeps/__pycache__/a.pyc"):
-        (installed / name).parent.mkdir(parents=True, exist_ok=True)
-        (installed / name).write_text("")
-    place = snapshot.take(SweepDirectory(tmp_path / "sweep"), package=installed)
-    assert files_of(place / "isoflop") == {"__init__.py", "sweeps/a.py", "conf/b.yaml", "evaluate/c.txt"}
-    assert read_json(place / snapshot.SOURCE) == {"commit": None, "changed": False, "untracked": []}
 
 
 def test_every_package_of_the_project_is_in_a_room_that_is_copied() -> None:

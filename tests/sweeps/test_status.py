@@ -17,10 +17,8 @@ from isoflop.sweeps.observe import logs, status
 from isoflop.sweeps.plan.sweep_plan import plan_runs
 from isoflop.sweeps.results import accounting
 from isoflop.sweeps.runs import attempts, membership
-from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory, now_on
 from isoflop.train.config import ModelConfig, RunConfig, run_id
-from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
 from rich.console import Console
 
@@ -93,7 +91,7 @@ def ended(run: RunDirectory, cause: str, hours: float, number: int = 1, share: f
         file.write(json.dumps(vars(attempt)) + "\n")
 
 
-def test_hours_are_added_up_over_attempts_and_what_was_tried_again_counts_as_a_retry(sweep: SweepDirectory) -> None:
+def test_status_adds_up_hours_over_attempts_and_counts_retries(sweep: SweepDirectory) -> None:
     run, last = sweep.runs()[:2]
     for number, cause in enumerate(["killed", "preempted", "node", "done"], start=1):
         ended(run, cause, 0.25, number)
@@ -116,7 +114,7 @@ def test_hours_are_those_of_the_books(sweep: SweepDirectory) -> None:
     assert found["gpu_hours"] == pytest.approx(accounting.account(sweep)["used"]["hours"])
 
 
-def test_what_is_dead_costs_no_more_with_every_look_and_has_no_end_in_sight(sweep: SweepDirectory) -> None:
+def test_a_dead_run_costs_nothing_more_and_has_no_expected_end(sweep: SweepDirectory) -> None:
     run = sweep.runs()[0]
     metrics(run)
     begin(run, seconds_ago=2000)
@@ -154,7 +152,7 @@ def screen(width: int) -> Console:
     return Console(width=width, height=40, file=io.StringIO(), force_terminal=False)
 
 
-def test_a_narrow_terminal_does_without_what_matters_least_and_never_without_the_note(sweep: SweepDirectory) -> None:
+def test_a_narrow_terminal_drops_columns_and_never_the_note(sweep: SweepDirectory) -> None:
     run = sweep.runs()[0]
     metrics(run)
     begin(run, seconds_ago=100)
@@ -172,12 +170,6 @@ def test_a_narrow_terminal_does_without_what_matters_least_and_never_without_the
     assert heads[80] == ["run", "state", "step", "loss", "tok/s", "note"]
     assert heads[50] == ["run", "state", "note"]
     assert [line[25:].strip() for line in lines[4:6]] == ["no sign of life for 1.7", "min"]
-
-
-def test_few_runs_are_all_shown() -> None:
-    shown, hidden = status.fold_rows(rows(done=10, running=5), room=20)
-    assert len(shown) == 15
-    assert hidden == {}
 
 
 def test_of_many_runs_those_that_are_done_or_wait_are_counted() -> None:
@@ -204,7 +196,7 @@ def estimate(state: str, estimated: float, step: int = 0, **values: object) -> d
     }  # fmt: skip
 
 
-def test_the_sweep_s_end_is_that_of_its_last_run_at_the_places_that_work_now() -> None:
+def test_a_sweep_ends_with_its_last_run_on_the_workers_of_now() -> None:
     running = [estimate("running", 100, eta_seconds=10.0), estimate("running", 100, eta_seconds=40.0)]
     waiting = [estimate("planned", 100), estimate("queued", 50), estimate("preempted", 60, step=50)]
     # 100 from the first place at 10, 50 from the second at 40, and the 30 that the last has left from 90.
@@ -217,7 +209,7 @@ def test_the_sweep_s_end_is_that_of_its_last_run_at_the_places_that_work_now() -
     assert status.sweep_eta([*running, *waiting, cancelled]) == 120.0
 
 
-def test_what_slurm_says_of_a_waiting_job_is_shown_and_nothing_else_is_asked_of_it(
+def test_status_shows_why_a_job_waits_and_asks_slurm_once(
     sweep: SweepDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program, calls = tmp_path / "bin" / "squeue", tmp_path / "calls"
@@ -237,22 +229,12 @@ def test_what_slurm_says_of_a_waiting_job_is_shown_and_nothing_else_is_asked_of_
     assert calls.read_text() == "call\n"
 
 
-def test_without_squeue_a_waiting_run_has_no_explanation(
-    sweep: SweepDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = sweep.runs()[0]
-    run.set_state("queued", job_id="12_1")
-    write_json(sweep.path / "jobs" / "slurm.json", {})
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert row_of(sweep, run)["waits"] is None
-
-
 def fail(run: RunDirectory, cause: str) -> None:
     ended(run, cause, 1.0)
     run.set_state("failed", reason=f"{cause} it was")
 
 
-def test_a_watch_waits_for_what_is_tried_again_and_not_for_what_has_failed_for_good(
+def test_a_watch_waits_for_retries_and_not_for_final_failures(
     sweep: SweepDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     again, *others = sweep.runs()
@@ -287,20 +269,7 @@ def test_following_a_log_goes_on_while_the_run_is_tried_again(
     logs.print_log(sweep, never.run_id, follow=True)
 
 
-def test_a_watch_is_left_quietly(
-    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(seconds: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(status.time, "sleep", interrupt)
-    status.show_status(sweep, watch=True)
-    printed = capsys.readouterr()
-    assert "4 planned" in printed.out
-    assert not printed.err
-
-
-def test_a_follower_reads_whole_lines_once_and_survives_a_file_that_is_cut_or_replaced(tmp_path: Path) -> None:
+def test_a_follower_reads_each_line_once_also_of_a_replaced_file(tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     follower = logs.Follower(path)
     assert follower.lines() == []  # it is not there yet
@@ -345,22 +314,7 @@ def test_following_a_log_ends_with_the_run_and_loses_no_line(
     assert "12_3_0_log.err: srun: error" in printed
 
 
-def test_without_a_run_the_newest_lines_of_those_that_run_or_failed_are_shown(
-    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one, two, three, _ = sweep.runs()
-    for run, state in ((one, "running"), (two, "failed"), (three, "done")):
-        for number in range(9):
-            run.log(f"{state} {number}")
-        run.set_state(state)
-    logs.print_newest_lines(sweep, follow=False)
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.split()[-2:] for line in printed] == [
-        [state, str(number)] for state in ("running", "failed") for number in (6, 7, 8)
-    ]
-
-
-def test_runs_that_were_added_are_shown_too_and_where_there_are_none_that_is_said(
+def test_logs_show_added_runs_and_say_where_there_are_none(
     sweep: SweepDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logs.print_newest_lines(sweep, follow=False)
@@ -371,18 +325,3 @@ def test_runs_that_were_added_are_shown_too_and_where_there_are_none_that_is_sai
     write_json(sweep.path / membership.ADDED, {added.run_id: {}})
     logs.print_newest_lines(sweep, follow=False)
     assert "of a run that was added" in capsys.readouterr().out
-
-
-def test_limits_are_those_of_the_sweep_s_own_cluster(sweep: SweepDirectory) -> None:
-    (sweep.path / "sweep.yaml").write_text("config: {cluster: {heartbeat_seconds: 99.0, of_another_version: 1}}\n")
-    assert Policy.of(status.cluster_of(sweep.settings())).heartbeat_seconds == 99.0
-
-
-def test_a_plan_of_another_version_is_one_sentence(sweep: SweepDirectory) -> None:
-    plan = sweep.plan()
-    del plan["runs"][2]["steps"]
-    write_json(sweep.path / "plan.json", plan)
-    with pytest.raises(
-        UserError, match=r"missing required field steps at \$\.runs\[2\]; .*, or use the version that wrote it$"
-    ):
-        status.sweep_status(sweep)

@@ -166,7 +166,7 @@ def test_an_ensemble_gives_every_member_the_loss_that_it_has_alone(each_alone: P
     assert all((run.path / "checkpoints").is_dir() and run.state().state == "done" for run in runs(tmp_path))
 
 
-def test_one_worker_trains_many_runs_and_one_that_is_killed_is_replaced_and_its_run_tried_again(tmp_path: Path) -> None:
+def test_a_killed_worker_is_replaced_and_its_run_is_tried_again(tmp_path: Path) -> None:
     common = [argument for argument in ALIKE if not argument.startswith("grid.axes=")]
     grid = ["grid.axes={seed:[0,1,2]}", "tokens=40000", "ensembles=1", "cluster.backoff_seconds=0"]
     process = start([*common, *grid], tmp_path)

@@ -10,7 +10,6 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -164,8 +163,6 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIn]:
     """A server where this process is logged in, and wandb's own process, which takes half a second to start."""
-    import wandb
-
     with StandIn() as server, pytest.MonkeyPatch.context() as patch:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         patch.setenv("WANDB_BASE_URL", server.url)
@@ -224,9 +221,7 @@ def tracked_sweep(root: Path, *runs: RunConfig, lines: int = 5) -> SweepDirector
     return sweep
 
 
-def test_a_run_online_has_every_step_once_although_it_was_stopped_and_fell_back(
-    server: StandIn, tmp_path: Path
-) -> None:
+def test_a_run_online_has_every_step_once_although_it_was_stopped(server: StandIn, tmp_path: Path) -> None:
     said: list[str] = []
     write_json(tmp_path / tracker.LINEAGE, {"attempt": 3, "git_commit": "c0ffee"})
     first = Tracker(CONFIG, RUN, tmp_path, said.append)
@@ -331,40 +326,7 @@ def test_scores_are_in_the_run_that_was_trained_once_each(server: StandIn, tmp_p
     assert not any("wandb" in line and "failed" in line for line in said)
 
 
-def offline(sweep: SweepDirectory) -> list[str]:
-    """Ids of the fits that wandb has offline."""
-    return sorted(path.stem.removeprefix("run-") for path in sweep.path.glob("wandb/offline-run-*/run-fit-*.wandb"))
-
-
-def test_fits_offline_have_ids_of_their_own_with_figures_and_reports(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    here = replace(CONFIG, tracker=TrackerConfig(group="grid", mode="offline"))
-    sweep, said = tracked_sweep(tmp_path, here), list[str]()
-    law = {"law": {"alpha": 0.34}}
-    for name in ("isoflop.png", "report.html", "evaluation.html"):
-        (sweep.path / "fit").mkdir(exist_ok=True)
-        (sweep.path / "fit" / name).write_text(name)
-    write_json(sweep.path / "fit" / "law.json", law)
-    tracking.push_results(sweep, said.append)
-    tracking.push_results(sweep, said.append)
-    (first,) = offline(sweep)
-    write_json(sweep.path / "fit" / "law.json", law | {"runs": 2})
-    tracking.push_results(sweep, said.append)
-    assert len({first, *offline(sweep)}) == len(offline(sweep)) == 2
-    assert {"isoflop.png", "report.html", "evaluation.html"} <= tracking._artifact(sweep).manifest.entries.keys()
-    # Another machine has a sweep at the same path.
-    before = tracking.results_id(sweep)
-    (sweep.path / "sweep.yaml").write_text("host: elsewhere\n" + (sweep.path / "sweep.yaml").read_text())
-    assert tracking.results_id(sweep) != before
-    assert said == []
-    wandb.teardown()
-
-
 def test_what_keeps_the_results_from_wandb_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import wandb
 
     def refuse(**about: Any) -> None:
         raise wandb.errors.CommError("the quota\nis used up")
@@ -436,7 +398,6 @@ def test_a_server_that_falls_silent_costs_seconds_and_no_line(
 def test_a_sync_that_fails_says_so_and_the_next_one_goes_on(
     server: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    import wandb
 
     others = [RunConfig(model=CONFIG.model, tracker=CONFIG.tracker, seed=seed) for seed in range(1, 20)]
     sweep = tracked_sweep(tmp_path, CONFIG, *others)

@@ -122,7 +122,7 @@ def test_every_branch_has_a_trunk_that_saves_it_steps(
         assert len(roots) == len({(run.seed, run.model.width) for run in roots})  # one a family: the most is shared
 
 
-def test_runs_whose_learning_rate_depends_on_d_are_not_merged_and_the_reason_is_said() -> None:
+def test_runs_whose_rate_depends_on_d_are_not_merged_and_the_plan_says_why() -> None:
     cosine = merge_runs(by_steps(50, 100, 200, 400, 800, kind="cosine"))
     assert all(run.parent is None and run.checkpoint.at_steps is None for run in cosine.runs)
     assert cosine.remarks == [
@@ -144,7 +144,7 @@ def test_runs_whose_learning_rate_depends_on_d_are_not_merged_and_the_reason_is_
     assert hasty.remarks[0].endswith("schedule.decay_share 0.99 leaves no step before the decay")
 
 
-def test_runs_that_differ_in_more_than_d_are_not_merged_and_nothing_is_said() -> None:
+def test_runs_that_differ_in_more_than_d_are_not_merged() -> None:
     short, long = by_steps(50, 100)
     other = replace(long, optimizer=replace(long.optimizer, learning_rate=1.0))
     assert merge_runs([short, other]).remarks == []

@@ -15,17 +15,15 @@ import yaml
 from fake_sweep import complete, replan, settings, write
 from isoflop.sweeps import prepare
 from isoflop.sweeps.config import CheckGrid, LadderGrid, SweepConfig, TuneGrid, TuningConfig, base_run
-from isoflop.sweeps.entry import compose, sweep_main
+from isoflop.sweeps.entry import sweep_main
 from isoflop.sweeps.execute.check import check_corners, corners, variants
-from isoflop.sweeps.execute.conduct import check
 from isoflop.sweeps.execute.hopeless import Judge
 from isoflop.sweeps.execute.local import LocalBackend
 from isoflop.sweeps.grid.expand import expand_grid
-from isoflop.sweeps.grid.tune import Settings, rung_tokens, settings_of, tune_models
+from isoflop.sweeps.grid.tune import rung_tokens, settings_of, tune_models
 from isoflop.sweeps.grid.tuning import Tuner, read_rules
 from isoflop.sweeps.growth import extend
 from isoflop.sweeps.plan.foresight import foresee
-from isoflop.sweeps.results.table import build_table
 from isoflop.sweeps.results.tuned import tried_settings, write_tuning
 from isoflop.sweeps.runs import states
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
@@ -62,7 +60,7 @@ def first_rung(config: SweepConfig) -> list[RunConfig]:
     return expand_grid(config.grid, complete(base_run(config)), config.tuning)
 
 
-def test_the_first_rung_spreads_settings_around_the_base_and_compares_at_one_D() -> None:
+def test_the_first_rung_spreads_settings_around_the_base_at_one_D() -> None:
     config = tune_settings()
     runs = first_rung(config)
     sizes = {count_parameters(run.model).N_total: [] for run in runs}
@@ -81,7 +79,7 @@ def test_the_first_rung_spreads_settings_around_the_base_and_compares_at_one_D()
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_rungs_halve_and_go_to_where_runs_were_best_and_the_file_is_read_by_a_sweep(tmp_path: Path, kind: str) -> None:
+def test_rungs_halve_towards_the_best_and_a_sweep_reads_their_rules(tmp_path: Path, kind: str) -> None:
     config = tune_settings()
     config.optimizer.kind = kind
     sweep = write(tmp_path / "tune", config)
@@ -165,12 +163,6 @@ def test_every_batch_divides_D_in_every_rung() -> None:
         assert tokens[0] % (128 * 192) == 0
 
 
-def test_settings_are_read_back_from_a_run() -> None:
-    run = base_run(settings(CheckGrid()))
-    run.model.width, run.tokens = 32, 2**20
-    assert settings_of(run) == Settings(6e-3, 1024, pytest.approx(1 / (6e-3 * 2 * 0.1 * 1024)))
-
-
 def test_corners_are_compared_at_their_own_D_with_all_else_as_it_is(tmp_path: Path) -> None:
     config = settings(LadderGrid(sizes=[8e3, 2e4, 5e4], tokens=[2**17, 2**18, 2**19]))
     sweep = write(tmp_path / "grid", config)
@@ -188,22 +180,6 @@ def test_corners_are_compared_at_their_own_D_with_all_else_as_it_is(tmp_path: Pa
     assert {one.D for one in trained} == {2**17}
     run.optimizer.batch_size = 1
     assert variants(run)[4] is None
-
-
-def test_the_table_says_what_a_check_found(tmp_path: Path) -> None:
-    sweep = write(tmp_path / "grid", settings(LadderGrid(sizes=[8e3], tokens=[2**17, 2**18])))
-    finish(sweep)
-    first = sweep.runs()[0].run_id
-    (sweep.path / "untuned.csv").write_text(f"run_id,excess,excess_se\n{first},0.04,0.002\n")
-    table = build_table(sweep).set_index("run_id")
-    assert table.loc[first, "excess"] == 0.04
-    assert table["excess"].isna().sum() == 1
-
-
-def test_the_group_composes_without_scores_and_tracking() -> None:
-    config = compose(["+grid=tune"])
-    assert isinstance(config.grid, TuneGrid)
-    assert (config.evaluate.tasks, config.tracker.kind, config.cluster.minutes) == ([], "none", 25)
 
 
 # One thread a job: where others are at work on the cores, two that wait for each other crawl.
@@ -254,7 +230,7 @@ def log_losses(run: RunDirectory, excess: float, share: float = 1.0) -> None:
     (run.path / "metrics.jsonl").write_text("".join(lines))
 
 
-def test_runs_of_a_tune_that_cannot_win_are_stopped_are_losers_and_are_not_started_again(tmp_path: Path) -> None:
+def test_runs_of_a_tune_that_cannot_win_are_stopped_for_good(tmp_path: Path) -> None:
     config = tune_settings(stop_hopeless=True, sizes=[6e3], flops_budget=1.2e12)
     sweep = write(tmp_path / "tune", config)
     runs = members(sweep)
@@ -287,11 +263,3 @@ def test_runs_of_a_tune_that_cannot_win_are_stopped_are_losers_and_are_not_start
     assert backend.asked() == [others[1].run_id]
     states.retry_by_hand(others[0])  # unless a person asks for it
     assert len(LocalBackend(prepare.from_disk(sweep)).asked()) == 2
-
-
-def test_only_a_tune_may_stop_runs_and_only_where_asked(tmp_path: Path) -> None:
-    assert Judge.of(write(tmp_path / "tune", tune_settings())) is None
-    config = settings(LadderGrid(sizes=[1e4], tokens=[10**6], stop_hopeless=True))
-    config.sweep = "law"
-    with pytest.raises(UserError, match=r"grid\.stop_hopeless is true and grid\.kind is 'ladder'; only tune takes it"):
-        check(config)

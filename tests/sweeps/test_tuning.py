@@ -102,13 +102,6 @@ def test_every_value_is_that_of_its_rule_at_the_runs_own_N_D_and_batch() -> None
                     assert tau == pytest.approx(1.084 * (D / N) ** -0.527, rel=1e-9), group.name
 
 
-def test_decay_without_depth_transfer_counts_with_the_rate_of_matrices() -> None:
-    rules = TuningConfig(timescale=PowerRule(k=0.2))
-    (run,) = expand_grid(ProductGrid(axes={"model.width": [128]}), base(tokens=2**20), rules)
-    group = parameter_groups(empty_model(run.model, run.optimizer, 8), run.optimizer)[0]
-    assert run.batch_tokens / (group.learning_rate * group.weight_decay * run.D) == pytest.approx(0.2, rel=1e-12)
-
-
 def test_decay_under_muon_counts_with_the_rate_of_its_matrices() -> None:
     config = compose(["+grid=product", "optimizer=muon", "tokens=1048576", "grid.axes={model.width:[32,128]}"])
     rules = dataclasses.replace(config.tuning, timescale=PowerRule(k=0.2))
@@ -121,7 +114,7 @@ def test_decay_under_muon_counts_with_the_rate_of_its_matrices() -> None:
         assert each.batch_tokens / np.array(rates) / each.D == pytest.approx(0.2, rel=1e-12)
 
 
-def test_the_published_rules_that_the_default_lists_are_those_of_the_records() -> None:
+def test_the_published_rules_in_the_default_are_those_of_the_records() -> None:
     """In tokens, where records have sequences of 2048, or FLOPs."""
     said = (CONFIG / "tuning" / "transfer.yaml").read_text().partition("# Published")[2]
     power_lines, step_law, deepseek = (
@@ -213,7 +206,7 @@ def test_one_dial_gives_the_shape_and_D() -> None:
     assert (found.model.width, found.model.heads) == (576, 9)
 
 
-def test_a_file_of_rules_says_what_is_different_and_refuses_another_vocabulary(tmp_path: Path) -> None:
+def test_a_file_of_rules_names_what_differs_and_refuses_another_vocabulary(tmp_path: Path) -> None:
     path = tmp_path / "tuned.yaml"
     found = {"learning_rate": {"k": 0.01, "D": -0.1}, "base_depth": 2, "min_steps": 50}
     values = {"tuning": found, "family": family(base()), "intervals": {"learning_rate": {"k": [0.009, 0.011]}}}

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fake_sweep import planned_run
 from isoflop.sweeps.execute import worker
 from isoflop.sweeps.plan.packing import Unit
@@ -131,9 +130,7 @@ def train_alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trainer], None]:
 # Real trainings
 
 
-def test_one_worker_trains_an_ensemble_a_trunk_and_its_branch_as_if_each_were_alone(
-    bench: Bench, tmp_path: Path
-) -> None:
+def test_a_worker_trains_ensemble_trunk_and_branch_as_if_each_were_alone(bench: Bench, tmp_path: Path) -> None:
     members, (trunk, branch) = [bench.run(1), bench.run(2)], bench.family(3)
     queue = bench.work(("ensemble", members), ("alone", [trunk]), ("alone", [branch]))
     runs = [*members, trunk, branch]
@@ -207,23 +204,6 @@ def test_a_worker_whose_launcher_is_gone_stops(bench: Bench, train_alone: Callab
     bench.work(("alone", [run]), launcher=(str(bench.sweep.path), "token of a dead launcher"))
     assert states(run) == ["preempted"]
     assert reason(run).startswith("the launcher is gone; ")
-
-
-def test_a_run_that_asks_for_threads_leaves_the_next_its_own(
-    bench: Bench, train_alone: Callable[[Trainer], None]
-) -> None:
-    seen = []
-
-    def trainer(config: RunConfig, directory: Path, **arguments: Any) -> None:
-        seen.append(torch.get_num_threads())
-        torch.set_num_threads(3)
-        succeed(directory)
-
-    train_alone(trainer)
-    before = torch.get_num_threads()
-    bench.work(("alone", [bench.run(1)]), ("alone", [bench.run(2)]))
-    assert seen == [before, before]
-    assert torch.get_num_threads() == before
 
 
 def test_a_branch_of_a_trunk_that_failed_says_so(bench: Bench, train_alone: Callable[[Trainer], None]) -> None:
@@ -308,7 +288,7 @@ def _stop(should_stop: Callable[[], bool]) -> None:
     raise Stopped("stopped at step 3 of 9")
 
 
-def test_what_failed_is_tried_again_within_its_budget_and_nowhere_else_what_would_only_fail_again(
+def test_a_failed_run_is_tried_again_within_its_budget_of_retries(
     bench: Bench, node: FakeSlurm, train_alone: Callable[[Trainer], None]
 ) -> None:
     full, wrong, _ = runs = [bench.run(seed) for seed in range(3)]
@@ -359,7 +339,7 @@ def test_a_worker_on_a_node_that_is_to_be_avoided_leaves(
     assert states(run) == ["done"]
 
 
-def test_a_worker_close_to_its_time_limit_begins_nothing_and_has_its_job_put_back(
+def test_a_worker_close_to_its_time_limit_begins_nothing_more(
     bench: Bench, node: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_START_TIME", "1000")
@@ -374,16 +354,6 @@ def test_a_worker_close_to_its_time_limit_begins_nothing_and_has_its_job_put_bac
     with pytest.raises(SystemExit):
         work_queue(bench, queue)
     assert (states(run), node.requeued) == (["planned"], ["7"])
-
-
-def test_a_node_that_does_not_see_the_sweep_says_so(
-    bench: Bench, node: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queue = bench.queue(("alone", [bench.run(1)]))
-    (bench.sweep.path / "plan.json").unlink()
-    monkeypatch.setenv("SLURM_SUBMIT_HOST", "login1")
-    with pytest.raises(UserError, match=r"holds no plan.json on node node1, where login1 has it: the output folder is"):
-        work_queue(bench, queue)
 
 
 # Runs that were lost
@@ -490,7 +460,7 @@ def test_runs_in_a_queue_whose_workers_die_at_once_use_up_a_budget(
     assert states(*runs) == ["queued", "queued"], "it came as far as to begin one"
 
 
-def test_a_worker_that_was_cancelled_before_it_claimed_anything_has_cancelled_no_run(
+def test_a_worker_cancelled_before_its_first_claim_cancels_no_run(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = bench.run(1)

@@ -39,7 +39,7 @@ def causes(run: RunDirectory) -> list[str]:
     return [attempt.cause for attempt in read(run)]
 
 
-def test_what_is_killed_is_trained_again_and_fitted_with_nobody_at_the_terminal(
+def test_killed_runs_are_trained_again_and_fitted_without_a_terminal(
     sweep: Callable[[str], Sweep],
 ) -> None:
     """Seed 0 is a task of its own, and its process is killed; seed 1 is stopped dead, so that no sign of life comes."""
@@ -101,7 +101,7 @@ def test_what_the_queue_takes_no_more_of_is_submitted_later(sweep: Callable[[str
     assert len((many.path / "table.csv").read_text().splitlines()) == 1 + 4
 
 
-def test_a_sweep_whose_keepers_were_cancelled_says_so_and_retry_brings_them_back(sweep: Callable[[str], Sweep]) -> None:
+def test_a_sweep_without_keepers_says_so_and_retry_brings_them_back(sweep: Callable[[str], Sweep]) -> None:
     left = sweep("left")
     left.submit(*LONG, *KEPT, "tokens=4_500_000", "grid.axes={seed: [0]}", "cluster.queue_minutes=0")
     command = ["-m", "isoflop.sweeps.cli.main"]

@@ -64,7 +64,7 @@ def test_once_all_is_done_the_same_command_trains_nothing(smoke: Sweep) -> None:
     assert before == {path: path.read_bytes() for path in smoke.path.glob("runs/*/*") if path.is_file()}
 
 
-def test_a_tune_goes_from_rung_to_rung_without_its_command_and_ends_with_rules(sweep: Callable[..., Sweep]) -> None:
+def test_a_tune_goes_from_rung_to_rung_without_its_command(sweep: Callable[..., Sweep]) -> None:
     tune = sweep("tune")
     grid = [
         "+grid=tune", "grid.sizes=[2.5e3]", "grid.tokens_per_parameter=[5,20]", "grid.flops_budget=1.4e10",
@@ -276,7 +276,7 @@ def test_waiting_for_the_jobs_reports_what_failed(sweep: Callable[..., Sweep]) -
     assert not lost.queue()
 
 
-def test_a_rank_is_a_task_and_one_that_is_told_to_stop_stops_them_all_for_one_requeue(
+def test_a_rank_that_is_told_to_stop_stops_all_ranks_for_one_requeue(
     sweep: Callable[..., Sweep],
 ) -> None:
     spread = sweep("spread")
