@@ -124,13 +124,6 @@ def test_old_scores_still_make_a_page_and_a_table() -> None:
     assert "0.300 ± 0.100  0.250" in row
 
 
-def test_a_task_found_clean_is_said_and_not_listed_twice() -> None:
-    clean = numbers(contaminated_items=0, clean=numbers())
-    said = Read(checkpoint_page(header({"a": clean, "b": clean, "c": numbers()}))).text
-    assert "No item of 2 of 3 tasks shares text with the training data." in said
-    assert said.count("clean part") == 0
-
-
 def test_suites_and_what_is_not_known_of_contamination_are_said() -> None:
     suites = {"small": {"centered": 0.125, "centered_se": 0.01, "tasks": 12, "withheld": None}}
     suites["core"] = {"centered": None, "centered_se": None, "tasks": 0, "withheld": "item 3"}

@@ -125,16 +125,13 @@ def test_what_cannot_be_read_is_named_in_one_sentence(
     assert "data." not in str(raised.value)
 
 
-def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="names no folder"):
-        load_texts(tmp_path / "none")
-
-
-def test_domains_that_would_share_a_name_are_refused(tmp_path: Path) -> None:
+def test_no_folder_and_domains_that_would_share_a_name_are_refused(tmp_path: Path) -> None:
     for name in ("a b", "a,b"):
         (tmp_path / "held" / name).mkdir(parents=True)
         (tmp_path / "held" / name / "x.txt").write_text("text")
     assert list(domains(tmp_path / "held")) == ["a b", "a,b"]
+    with pytest.raises(UserError, match="names no folder"):
+        load_texts(tmp_path / "none")
     with pytest.raises(UserError, match="two domains that are written 'text_held_a_b'"):
         load_texts(tmp_path / "held")
 
