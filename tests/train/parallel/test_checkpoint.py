@@ -234,9 +234,7 @@ def test_a_damaged_shard_is_named(name: str, harm: Callable[[Path], None], saved
         checkpoint.load_for_evaluation(path)
 
 
-def test_a_checkpoint_that_does_not_cover_the_model_is_refused_and_the_tensor_named(
-    saved: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_does_not_cover_the_model_is_refused(saved: Path, tmp_path: Path) -> None:
     for shares in ((1, 1, 0), (2, 1, 0)):
         path = checkpoint.find(folder(saved, shares))
         values = torch.zeros(48)
@@ -265,9 +263,7 @@ def test_a_folder_that_nodes_do_not_share_is_no_place_for_a_checkpoint(tmp_path:
     assert checkpoint.list_steps(tmp_path / "checkpoints") == []
 
 
-def test_one_process_writes_the_same_bytes_whether_it_holds_a_tensor_whole_or_in_pieces(
-    saved: Path, tmp_path: Path
-) -> None:
+def test_one_process_writes_the_same_bytes_of_whole_tensors_and_pieces(saved: Path, tmp_path: Path) -> None:
     # In pieces: a tensor-parallel group of one rank, as where one GPU runs the code of many.
     pieces = checkpoint.find(folder(saved, (1, 1, 0)))
     assert len(placement("blocks.0.attention.qkv.weight", (24, WIDTH), 0, 1).pieces) == 3
@@ -287,7 +283,7 @@ def test_one_process_that_holds_a_part_does_not_save_it_for_the_whole(tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_element_is_written_once_and_equal_ranks_write_about_the_same(saved: Path) -> None:
+def test_every_element_is_written_once_and_ranks_write_equal_shares(saved: Path) -> None:
     elements = sum(tensor.numel() for tensor in state(1).values())
     for shares in ALL[1:]:
         files = sorted((checkpoint.find(folder(saved, shares)) / "shards").glob("*.distcp"))

@@ -113,7 +113,7 @@ def _counted(stage: int) -> list[tuple[bool, int, int]]:
     return [*found, (True, len(gradients.buckets), 0)]
 
 
-def test_nothing_is_sent_before_the_last_micro_batch_and_then_beside_the_backward_pass() -> None:
+def test_gradients_are_sent_during_the_last_backward_pass_alone() -> None:
     for answer in run_ranks(2, lambda: [_counted(stage) for stage in (0, 1, 2)]):
         for stage, (*micro_batches, (_, buckets, _)) in enumerate(answer):
             assert buckets > 3

@@ -141,7 +141,7 @@ def leg_of(each: Draw, leg: int, folder: Path) -> Outcome:
         *(pytest.param(range(n, n + 20), 8, id=f"{n}", marks=pytest.mark.exhaustive) for n in range(100, 300, 20)),
     ],
 )
-def test_drawn_runs_that_move_between_drawn_meshes_are_those_of_one_process(
+def test_drawn_runs_that_move_between_meshes_are_those_of_one_process(
     seeds: range, ranks: int, small_corpus: Callable[..., DataConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = small_corpus(256 + 16)

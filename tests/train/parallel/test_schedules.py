@@ -125,7 +125,7 @@ def refused(lists: list[list[Action]], S: int, M: int, V: int, v: bool = False) 
     return ""
 
 
-def test_two_actions_swapped_are_refused_wherever_ranks_would_hang_or_mistake_a_message() -> None:
+def test_swapped_actions_are_refused_where_ranks_would_hang() -> None:
     """Some swaps are schedules too; a graph of all actions says which."""
     draw, verdicts = random.Random(0), []
     every = [case for case in cases(5, 8, 3) if max(case[1:3]) > 1 and not case[0].startswith("zb")]

@@ -93,7 +93,7 @@ def test_every_survivor_names_the_rank_that_died(victim: int, far_apart: bool, t
         assert ended[rank].said == [f"rank {victim} on node{victim} died at step 3"]
 
 
-def test_of_several_that_die_at_once_those_are_named_that_are_dead_when_the_first_is_missed(tmp_path: Path) -> None:
+def test_of_several_ranks_that_die_at_once_the_dead_are_named(tmp_path: Path) -> None:
     ended = job(tmp_path, 3, at_step_3([1, 2], die), [0])
     names = ("rank 1 on node1", "rank 2 on node2", "rank 1 on node1 and rank 2 on node2")
     assert ended[0].said in [[f"{name} died at step 3"] for name in names]
@@ -136,7 +136,7 @@ def test_a_rank_that_raises_tells_the_others_why(tmp_path: Path) -> None:
         assert ended[rank].said == [own if rank == victim else told]
 
 
-def test_an_error_that_all_ranks_share_ends_no_rank_before_it_has_cleaned_up(tmp_path: Path) -> None:
+def test_a_shared_error_ends_no_rank_before_it_has_cleaned_up(tmp_path: Path) -> None:
     def act(mesh: Mesh, step: int, watchdog: Watchdog) -> None:
         if step == 3:
             try:
@@ -150,7 +150,7 @@ def test_an_error_that_all_ranks_share_ends_no_rank_before_it_has_cleaned_up(tmp
 
 
 @pytest.mark.slow
-def test_long_work_that_beats_is_let_be_and_who_ends_in_good_order_is_not_mourned(tmp_path: Path) -> None:
+def test_long_work_that_beats_and_ranks_that_end_in_order_are_no_failures(tmp_path: Path) -> None:
     def act(mesh: Mesh, step: int, watchdog: Watchdog) -> None:
         if mesh.rank == 0:  # cannot beat while it waits for the others
             dist.recv(torch.ones(1), src=1)
