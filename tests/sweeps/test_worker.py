@@ -5,21 +5,26 @@ from __future__ import annotations
 import errno
 import json
 import math
+import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_sweep import planned_run
-from isoflop.sweeps.execute import worker
+from isoflop.sweeps.execute import attempt, local, worker
+from isoflop.sweeps.execute.attempt import Interrupt, train_one
+from isoflop.sweeps.execute.local import STILLBORN, LocalJob, LocalPool, Workers
+from isoflop.sweeps.execute.worker import RunFailed, requeue_stopped
 from isoflop.sweeps.plan.packing import Unit
 from isoflop.sweeps.runs import attempts
 from isoflop.sweeps.runs import states as run_states
-from isoflop.sweeps.runs.attempts import Policy
+from isoflop.sweeps.runs.attempts import Policy, read
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.sweeps.runs.forms import JobShape
 from isoflop.sweeps.runs.queue import Queue
@@ -29,10 +34,11 @@ from isoflop.sweeps.slurm.record import LaunchRecord, QueueJobs
 from isoflop.train.config import CheckpointConfig, DataConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
+from isoflop.train.job.environment import Ranks
 from isoflop.train.job.failure import Cause, Failure, note_failure
 from isoflop.train.loop import Diverged, Stopped, train
 from isoflop.train.schedule import trunk_steps
-from small_runs import FakeSlurm, forty_steps, is_over, own_signals, release_unit
+from small_runs import FakeSlurm, forty_steps, is_over, own_signals, planned, release_unit
 
 SUMMARY = {"val_loss": 1.0}
 POLICY = Policy(retries=0)
@@ -500,3 +506,250 @@ def test_the_unit_of_a_worker_that_died_is_settled_by_whoever_looks_first(
     assert [unit.runs for unit in queue.left()] == [(run.run_id,)]
     assert states(run) == ["queued"]
     assert "to be tried again: retry 1 of 3 after node" in reason(run)
+
+
+# Runs that are stopped
+
+
+PATIENT = Policy()  # which tries again
+
+
+@pytest.fixture
+def make(tmp_path: Path, base: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], RunDirectory]:
+    """Plans a run, of which a worker asks at every step whether it is cancelled."""
+    monkeypatch.setattr(attempt, "ASK_SECONDS", -1.0)
+
+    def make(seed: int) -> RunDirectory:
+        return planned(tmp_path, replace(base, seed=seed))
+
+    return make
+
+
+def ends(run: RunDirectory) -> list[str]:
+    return [end.cause for end in attempts.read(run)]
+
+
+def test_a_run_that_somebody_cancels_saves_and_ends_and_is_not_begun_again(
+    make: Callable[[int], RunDirectory], train_alone: Callable[[Trainer], None]
+) -> None:
+    run, other = make(1), make(2)
+    interrupt = Interrupt()
+
+    def ask(config: RunConfig, directory: Path, should_stop: Callable[[], bool], **arguments: Any) -> None:
+        assert not should_stop()
+        other.ask_cancel("somebody else's run")
+        assert not should_stop()
+        run.ask_cancel("ann on login1")
+        assert should_stop()
+        raise Stopped("stopped at step 3 of 40")
+
+    train_alone(ask)
+    said = train_one(run, Ranks(), interrupt, "7", PATIENT)
+    assert said == ("cancelled", "cancelled by ann on login1; stopped at step 3 of 40")
+    assert (run.state().state, ends(run)) == ("cancelled", ["cancelled"])
+    assert not interrupt()  # whoever trained it goes on with others
+    assert train_one(run, Ranks(), interrupt, "8", PATIENT) == (
+        "cancelled",
+        "cancelled by ann on login1 before it began",
+    )
+    assert ends(run) == ["cancelled"]
+    run_states.retry_by_hand(run)
+    train_alone(
+        lambda config, directory, should_stop, **rest: should_stop() or (directory / "summary.json").write_text("{}")
+    )
+    assert train_one(run, Ranks(), interrupt, "9", PATIENT) == ("done", None)
+    assert ends(run) == ["cancelled", "done"]
+
+
+class CancelsAt(Interrupt):
+    """Asks to cancel a run after so many calls: one a step, and those by which a process says that it is at work."""
+
+    def __init__(self, run: RunDirectory, calls: int) -> None:
+        super().__init__()
+        self.run, self.left = run, calls
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        if self.left == 0:
+            self.run.ask_cancel("ann on login1")
+        return super().__call__()
+
+
+def test_one_member_of_an_ensemble_is_cancelled_and_the_others_go_on(
+    make: Callable[[int], RunDirectory], tmp_path: Path
+) -> None:
+    first, cancelled, last = runs = [make(seed) for seed in range(3)]
+    attempt.train_ensemble(runs, CancelsAt(cancelled, 12), "7", PATIENT)
+    assert [run.state().state for run in runs] == ["done", "cancelled", "done"]
+    (end,) = attempts.read(cancelled)
+    said = f"cancelled by ann on login1; stopped at step {end.last_step} of 40"
+    assert (cancelled.state().reason or "").startswith(said)
+    assert 0 < end.last_step < 40
+    assert (end.cause, end.first_step, end.saved_step, end.share) == ("cancelled", 0, end.last_step, 1 / 3)
+    for run in (first, last):
+        assert [(end.cause, end.last_step, end.flops_wasted) for end in attempts.read(run)] == [("done", 40, 0)]
+        alone = train(run.config(), tmp_path / "alone" / run.run_id, report=lambda line: None)
+        # Members sum in another order.
+        assert (run.summary() or {})["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("seconds", "cause"), [(None, "preempted"), (60, "time_limit"), (86400, "preempted")])
+def test_a_signal_near_the_end_of_the_job_is_its_time_limit(
+    seconds: int | None, cause: str, make: Callable[[int], RunDirectory], train_alone: Callable[[Trainer], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if seconds is not None:
+        monkeypatch.setenv("SLURM_JOB_START_TIME", "1000")
+        monkeypatch.setenv("SLURM_JOB_END_TIME", str(1000 + seconds))
+    run, interrupt = make(1), Interrupt()
+    interrupt._began -= 30.0  # so long ago it began
+
+    def stop(config: RunConfig, directory: Path, should_stop: Callable[[], bool], **arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert should_stop()
+        raise Stopped("stopped at step 3 of 40")
+
+    train_alone(stop)
+    assert train_one(run, Ranks(), interrupt, "7", PATIENT)[0] == "preempted"
+    assert ends(run) == [cause]
+
+
+# Back to the queue
+
+
+def stopped(run: RunDirectory, times: int = 1) -> RunDirectory:
+    for _ in range(times):
+        with run_states.held(run, "7", PATIENT):
+            run_states.conclude(run, "preempted", "signal SIGUSR2")
+    return run
+
+
+def test_a_job_that_slurm_refuses_to_requeue_leaves_its_runs_preempted(
+    make: Callable[[int], RunDirectory], fake_slurm: FakeSlurm
+) -> None:
+    run = stopped(make(1))
+    fake_slurm.refusal = "Unable to contact slurm controller"
+    with pytest.raises(RunFailed, match="SLURM would not requeue its job"):
+        requeue_stopped([run], PATIENT)
+    assert run.state().state == "preempted"
+    assert "signal SIGUSR2; SLURM would not requeue its job (Unable to contact" in (run.state().reason or "")
+    assert ends(run) == ["preempted"]
+
+
+def test_requeues_are_counted_since_the_last_retry_by_hand(
+    make: Callable[[int], RunDirectory], fake_slurm: FakeSlurm
+) -> None:
+    policy = Policy(max_requeues=2)
+    often, seldom = stopped(make(1), 3), stopped(make(2), 2)
+    with pytest.raises(SystemExit, match="1"):
+        requeue_stopped([often, seldom], policy)  # one of them goes on
+    assert fake_slurm.requeued == ["7"]
+    assert [run.state().state for run in (often, seldom)] == ["failed", "preempted"]
+    assert "2 requeues, all that cluster.max_requeues allows; signal SIGUSR2" in (often.state().reason or "")
+    with pytest.raises(RunFailed, match="had to stop again after 2 requeues"):
+        requeue_stopped([stopped(seldom)], policy)
+    assert fake_slurm.requeued == ["7"]
+    run_states.retry_by_hand(often)
+    with pytest.raises(SystemExit):
+        requeue_stopped([stopped(often)], policy)
+    assert len(fake_slurm.requeued) == 2
+
+
+@pytest.mark.parametrize(
+    ("fate", "state", "cause"),
+    [
+        ("cancelled", "cancelled", "cancelled"),
+        ("timeout", "preempted", "time_limit"),
+        ("requeued", "preempted", "preempted"),  # by SLURM itself, so it is not requeued again
+    ],
+)
+def test_what_slurm_says_of_the_job_corrects_the_line(
+    fate: str, state: str, cause: str, make: Callable[[int], RunDirectory], fake_slurm: FakeSlurm
+) -> None:
+    run = stopped(make(1))
+    fake_slurm.fate = fate
+    with pytest.raises(RunFailed if fate == "cancelled" else SystemExit):
+        requeue_stopped([run], PATIENT)
+    assert (run.state().state, ends(run)) == (state, [cause])
+    assert "signal SIGUSR2" in (run.state().reason or "")
+    assert fake_slurm.requeued == (["7"] if fate == "timeout" else [])
+
+
+def test_a_run_that_another_job_has_begun_meanwhile_is_left_alone(
+    make: Callable[[int], RunDirectory], fake_slurm: FakeSlurm
+) -> None:
+    run = stopped(make(1))
+    fake_slurm.fate = "cancelled"
+    other = RunDirectory(run.path)
+    with run_states.held(other, "8", PATIENT), pytest.raises(RunFailed):
+        requeue_stopped([run], PATIENT)
+    assert run.state().state == "running"
+    assert json.loads((run.path / attempts.LINES).read_text())["cause"] == "preempted"
+
+
+# Workers on this machine
+
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Workers:
+    sweep = SweepDirectory(tmp_path / "sweep")
+    units = [Unit("alone", (name,)) for name in ("a", "b")]
+    for unit in units:
+        (sweep.path / "runs" / unit.runs[0]).mkdir(parents=True)
+    return Workers(sweep, Queue.create(sweep, sweep.path / "jobs", units, {}), Policy())
+
+
+def started(workers: Workers) -> LocalJob:
+    job = workers.take(0)
+    assert job is not None
+    job.handle = SimpleNamespace(paths=SimpleNamespace(stderr="worker.err"))
+    return job
+
+
+def test_workers_that_die_before_they_begin_end_the_launch_with_a_sentence(workers: Workers) -> None:
+    for _ in range(STILLBORN - 1):
+        workers.ended(started(workers))
+    with pytest.raises(UserError, match=r"^workers end before they train anything, 3 of them; see worker\.err, and"):
+        workers.ended(started(workers))
+
+
+def work(workers: Workers, freezes: bool) -> None:
+    """Freezes in the middle of the first run, or where there is nothing left to train."""
+    queue = Queue.open(workers.sweep, workers.queue.folder)
+    while (unit := queue.claim(0)) is not None:
+        run = workers.sweep.run(unit.runs[0])
+        with run_states.held(run, "7", workers.policy):
+            if freezes:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            (run.path / "summary.json").write_text("{}")
+            run_states.conclude(run, "done")
+        queue.settle(unit, workers.policy, run_states.KILLED)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_frozen_worker_counts_as_hung_and_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = SweepDirectory(tmp_path / "sweep")
+    runs = [planned(sweep.path, replace(forty_steps(DataConfig()), seed=seed)) for seed in (0, 1)]
+    policy = Policy(backoff_seconds=0.0)
+    units = [Unit("alone", (run.run_id,)) for run in runs]
+    workers = Workers(sweep, Queue.create(sweep, sweep.path / "jobs", units, {}), policy)
+    started: list[object] = []
+
+    def start(pool: LocalPool, job: LocalJob, place: int) -> LocalJob:
+        process = FORK.Process(target=work, args=(workers, not started))
+        process.start()
+        started.append(process)
+        job.handle = SimpleNamespace(_process=SimpleNamespace(pid=process.pid, poll=lambda: process.exitcode))
+        return job
+
+    monkeypatch.setattr(LocalPool, "_start", start)
+    monkeypatch.setattr(local, "LOOK_SECONDS", 0.1)
+    LocalPool(tmp_path, places=1, threads=1, hang_seconds=1.0).run(workers, lambda: None)
+    assert len(started) == 2
+    histories = [[(attempt.cause, attempt.attempt) for attempt in read(run)] for run in runs]
+    assert histories == [[("hung", 1), ("done", 2)], [("done", 1)]]
+    assert "no sign of life for 1 s" in (read(runs[0])[0].reason or "")
+    assert {run.state().state for run in runs} == {"done"}
