@@ -17,10 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import typer
 from isoflop.benchmarks.compare import Case, simulate
-from isoflop.sweeps.cli import main as cli
-from isoflop.sweeps.cli.options import ABOUT
 from isoflop.sweeps.entry import CONFIG, sweep_main
 from isoflop.sweeps.execute import conduct
 from isoflop.sweeps.growth import suggest
@@ -452,21 +449,6 @@ def test_a_sweep_that_is_asked_for_again_writes_only_what_is_out_of_date(folder:
     (run.path / "summary.json").write_text(json.dumps(run.summary()))
     assert written_anew() >= results, "a run wrote its summary anew"
     assert written_anew() == set()
-
-
-def test_every_option_says_what_it_is_and_no_text_is_left_over() -> None:
-    def leaves(group: Any) -> list[Any]:
-        return [leaf for c in group.commands.values() for leaf in (leaves(c) if hasattr(c, "commands") else [c])]
-
-    commands = leaves(typer.main.get_command(cli.app))
-    mute = [f"{c.name} {p.name}" for c in commands for p in c.params if p.name != "help" and not p.help]
-    assert mute == []
-    parameters: dict[str, set[str]] = {}
-    for command in commands:
-        parameters.setdefault(command.callback.__name__, set()).update(p.name for p in command.params)
-    left = {name: set(texts) - parameters[name] for name, texts in ABOUT.items() if name != "shared"}
-    assert not any(left.values()), left
-    assert set(ABOUT["shared"]) <= set().union(*parameters.values())
 
 
 def test_a_warning_of_ours_is_a_note_and_shows_no_code(isoflop: Isoflop, tmp_path: Path) -> None:

@@ -263,23 +263,6 @@ def test_the_pages_link_to_each_other_and_are_written_once(scored: Path, tmp_pat
     assert pages.peers_of(tmp_path / "checkpoints" / "step_1") == []
 
 
-def test_of_many_checkpoints_the_best_of_each_budget_get_pages_first() -> None:
-    rows = [
-        {
-            "run_id": f"{budget}-{n}",
-            "budget": float(budget),
-            "flops": float(budget),
-            "loss": 2.0 + n / 10 - budget / 100,
-        }
-        for budget in (1, 10, 100)
-        for n in range(30)
-    ]
-    names = [row["run_id"] for row in pages.chosen_checkpoints(rows, 5)]
-    assert names == ["100-0", "10-0", "1-0", "100-1", "100-2"]
-    assert len(pages.chosen_checkpoints(rows)) == pages.MOST
-    assert len(pages.chosen_checkpoints(rows[:4])) == 4
-
-
 def test_recipes_of_one_name_that_do_different_things_are_told_apart() -> None:
     rows = [{"recipe": "exact", "recipe_fingerprint": "e"}] + [
         {"recipe": "quality:m.bin@0.5", "recipe_fingerprint": print_} for print_ in ("a", "b", "a")

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 from isoflop.sweeps.entry import sweep_main
-from isoflop.sweeps.plan.explain import distinct_shapes
 from isoflop.sweeps.plan.gantt import predicted, print_gantt
 from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, to_dict
 from isoflop.train.errors import UserError
@@ -72,19 +71,6 @@ def test_the_choice_is_the_fastest_that_fits() -> None:
         assert choice.best.time == step_time(spread, choice.hardware)
 
 
-def test_every_way_divides_model_and_batch_and_uses_every_rank() -> None:
-    choice = choose(a_run(), 16, H100)
-    seen = set()
-    for way in choice.candidates:
-        chosen = way.parallel
-        assert chosen.tp * chosen.dp * chosen.pp == 16
-        assert chosen.tp <= 8  # a node
-        assert 64 % (chosen.dp * (chosen.micro_batch_size or 0)) == 0
-        seen.add((chosen.tp, chosen.pp, chosen.zero, chosen.micro_batch_size, chosen.recompute))
-    assert len(seen) == len(choice.candidates)
-    assert {zero for _, _, zero, *_ in seen} == {0, 1, 2, 3}
-
-
 def choice_for(**changes: Any) -> Choice:
     return choose(a_run(), changes.pop("ranks", 8), dataclasses.replace(H100, **changes))
 
@@ -103,13 +89,6 @@ def choice_for(**changes: Any) -> Choice:
 def test_what_cannot_be_planned_is_refused(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said.replace("(", r"\(")):
         choice_for(**asked)
-
-
-def test_runs_that_differ_in_seed_or_length_are_planned_once() -> None:
-    run = a_run()
-    others = [dataclasses.replace(run, seed=1), dataclasses.replace(run, tokens=10**9)]
-    wider = dataclasses.replace(run, model=dataclasses.replace(MODEL, width=2048))
-    assert distinct_shapes([run, *others, wider]) == [run, wider]
 
 
 def test_isoflop_plan_reads_a_run_and_prints_the_choice(tmp_path: Path, isoflop: Isoflop) -> None:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from isoflop.sweeps.grid import trunks
-from isoflop.sweeps.grid.trunks import Progress, graft, merge_runs
+from isoflop.sweeps.grid.trunks import graft, merge_runs
 from isoflop.sweeps.runs.directory import RunDirectory
 from isoflop.sweeps.runs.queue import can_begin
 from isoflop.train.checkpoint import checkpoint
@@ -292,23 +291,3 @@ def test_a_trunk_without_a_whole_checkpoint_there_is_refused(
     )
     assert not (branch.path / "checkpoints").exists()
     assert not (branch.path / "metrics.jsonl").exists()
-
-
-def test_what_is_on_disk_is_read_without_opening_a_tensor(
-    sweep: tuple[RunDirectory, RunConfig], tmp_path: Path
-) -> None:
-    trunk, config = sweep
-    assert trunks.progress_of(RunDirectory(tmp_path / "nowhere")) == Progress()
-    done = Progress(True, TRUNK_STEPS, frozenset({BEGIN, TRUNK_STEPS}))
-    assert trunks.progress_of(trunk) == done
-    branch = directory(tmp_path, config)
-    assert trunks.progress_of(branch) == Progress(parent=trunk.run_id)
-    # A process that has the run saves what it was told, and whoever asks now comes too late.
-    assert trunks.progress_of(branch, live=True) == Progress(True, BRANCH_STEPS, frozenset(), trunk.run_id)
-    moving = directory(tmp_path / "moving", trunk.config())
-    assert trunks.progress_of(moving, live=True) == Progress(True, TRUNK_STEPS, frozenset({BEGIN}))
-    assert (trunks.has_checkpoint(trunk, BEGIN), trunks.has_checkpoint(moving, BEGIN)) == (True, False)
-    assert (can_begin(branch, trunk, BEGIN), can_begin(branch, moving, BEGIN)) == (True, False)
-    graft(branch, trunk)
-    assert trunks.progress_of(branch) == Progress(False, BEGIN, frozenset({BEGIN}), trunk.run_id)
-    assert can_begin(branch, moving, BEGIN)  # it has what it needs

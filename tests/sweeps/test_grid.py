@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import math
 import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import fake_sweep
 import pytest
-from isoflop.sweeps.config import AdaptiveGrid, GridConfig, IsoflopGrid, LadderGrid, PointsGrid, ProductGrid
+import yaml
+from isoflop import fit
+from isoflop.sweeps.config import (
+    AdaptiveGrid,
+    CurvesGrid,
+    GridConfig,
+    IsoflopGrid,
+    LadderGrid,
+    PointsGrid,
+    ProductGrid,
+    TuningConfig,
+)
 from isoflop.sweeps.grid import architectures
 from isoflop.sweeps.grid import expand as grid
-from isoflop.sweeps.grid.trunks import merge_runs, own_flops
-from isoflop.train.config import ModelConfig, OptimizerConfig, RunConfig, run_id
+from isoflop.sweeps.grid.expand import expand_grid
+from isoflop.sweeps.grid.trunks import Progress, merge_runs, own_flops, own_steps
+from isoflop.sweeps.grid.tuning import Tuner
+from isoflop.sweeps.plan.foresight import foresee
+from isoflop.sweeps.results.finish import write_results
+from isoflop.sweeps.results.table import write_curves
+from isoflop.train.checkpoint.heldout import validation_steps
+from isoflop.train.config import AverageConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.flops import count_parameters, flops_6nd, flops_exact
+from isoflop.train.planner.validation import validate
+from isoflop.train.schedule import learning_rate_factor, same_until, trunk_steps, warmup_steps
 
 
 def base(**changes: object) -> RunConfig:
@@ -220,3 +245,251 @@ def test_bad_grids_are_refused_in_one_sentence(points: GridConfig, changes: dict
     with pytest.raises(UserError, match=sentence) as error:
         grid.expand_grid(points, base(**changes))
     assert "\n" not in str(error.value)
+
+
+# Runs that share a trunk
+
+
+ROOT = Path(__file__).resolve().parents[2]
+HALF_TO_EIGHT = (0.5, 1, 2, 4, 8)
+
+
+def scheduled(**schedule: Any) -> RunConfig:
+    return RunConfig(model=ModelConfig(vocab_size=256), tokens=0, schedule=ScheduleConfig(**schedule))
+
+
+def large() -> RunConfig:
+    """What a cluster would train: steps of 262,144 tokens."""
+    run = scheduled()
+    run.model.vocab_size, run.optimizer.batch_size, run.data.sequence_length = 32768, 256, 1024
+    return run
+
+
+def by_steps(*steps: int, **schedule: Any) -> list[RunConfig]:
+    """Runs of so many steps, which share all else."""
+    template = scheduled(**{"warmup_tokens": 2048, **schedule})
+    return [replace(template, name=f"D{number}", tokens=number * template.batch_tokens) for number in steps]
+
+
+DEFAULTS = yaml.safe_load((ROOT / "conf" / "grid" / "ladder.yaml").read_text())
+SIZES = [float(size) for size in DEFAULTS["sizes"]]  # YAML 1.1 takes 8.0e3 for a word, and Hydra does not
+LADDERS = [
+    (scheduled(), SIZES, DEFAULTS["tokens_per_parameter"]),
+    (scheduled(), SIZES, [20 * multiple for multiple in HALF_TO_EIGHT]),
+    (scheduled(), [3e3, 1e5, 1e6], [20 * multiple for multiple in HALF_TO_EIGHT]),
+    (large(), [2e7, 1e8, 4e8, 1e9, 7e9], [20 * multiple for multiple in HALF_TO_EIGHT]),
+]
+
+
+@pytest.mark.parametrize(("template", "sizes", "ratios"), LADDERS)
+def test_a_ladder_of_half_to_eight_times_a_d_costs_at_most_62_percent(
+    template: RunConfig, sizes: list[float], ratios: list[float]
+) -> None:
+    """1/2 + 1 + 2 + 4 + 8 is 15.5 units; a trunk of 8 and four decays of a fifth is 9.5, which is 61.3 %."""
+    apart = grid.expand_grid(LadderGrid(sizes=sizes, tokens_per_parameter=ratios), template)
+    merged = merge_runs(apart)
+    assert len(apart) == len(ratios) * len(sizes)
+    parents = [run.parent for run in merged.runs if run.parent is not None]
+    assert len(parents) == (len(ratios) - 1) * len(sizes)
+    assert len(set(parents)) == len(sizes)  # one trunk a rung
+    assert sum(map(own_flops, merged.runs)) <= 0.62 * sum(map(flops_exact, apart))
+    (remark,) = merged.remarks
+    assert f"{len(parents)} of {len(apart)} runs branch from {len(sizes)} trunks" in remark
+    assert remark.endswith("39% fewer")
+
+
+def test_parents_and_named_checkpoints_leave_ids_and_arguments_alone() -> None:
+    runs = by_steps(100, 50, 200)
+    before = copy.deepcopy(runs)
+    merged = merge_runs(runs).runs
+    assert runs == before
+    assert [run_id(run) for run in merged] == [run_id(run) for run in runs]
+    trunk = run_id(runs[2])
+    assert [run.parent for run in merged] == [trunk, trunk, None]
+    assert [run.checkpoint.at_steps for run in merged] == [None, None, [40, 80]]
+    assert [own_steps(run) for run in merged] == [20, 10, 200]
+    assert merge_runs(merged).runs == merged
+
+
+def random_progress(chooser: random.Random, run: RunConfig) -> Progress:
+    saved = frozenset(chooser.sample(range(1, run.steps + 1), min(run.steps, chooser.randrange(4))))
+    fixed = chooser.random() < 0.3
+    return Progress(fixed, run.steps if fixed else max(saved, default=0), saved)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_branch_has_a_trunk_that_saves_it_steps(
+    seed: int,
+) -> None:
+    chooser = random.Random(seed)
+    template = scheduled(
+        kind=chooser.choice(["wsd", "wsd", "wsd", "cosine", "constant"]),
+        warmup_per_parameter=chooser.choice([0.0, 0.1, 1.0]),
+        warmup_max_share=chooser.choice([0.0, 0.05, 0.1]),
+        decay_share=chooser.choice([0.0, 0.1, 0.2, 0.9]),
+    )
+    lengths = [chooser.choice([1, 2, 3, 10, 47, 100, 333, 1000]) * template.batch_tokens for _ in range(5)]
+    odd = {tokens - chooser.randrange(2) for tokens in lengths}  # with an equal too that is said otherwise
+    models = [replace(template.model, width=width) for width in (16, 64)]
+    runs = [replace(template, model=m, tokens=tokens, seed=s) for m in models for tokens in sorted(odd) for s in (0, 1)]
+    chooser.shuffle(runs)
+    progress = {run_id(run): random_progress(chooser, run) for run in runs if chooser.random() < 0.3}
+    merged = merge_runs(runs, progress).runs
+    assert [run_id(run) for run in merged] == [run_id(run) for run in runs]
+    by_id = {run_id(run): run for run in merged}
+    for run in merged:
+        validate(run)
+        assert 0 < own_flops(run) <= flops_exact(run)
+        if run.parent is None:
+            continue
+        trunk, begin = by_id[run.parent], trunk_steps(run)
+        assert max(1, warmup_steps(run)) <= begin <= same_until(trunk, run)
+        assert begin < trunk.steps
+        assert begin in (trunk.checkpoint.at_steps or ())
+        assert progress.get(run.parent, Progress()).can_save(begin)
+        assert not progress.get(run_id(run), Progress()).fixed
+        assert trunk.parent is None  # a trunk makes its steps itself
+    if not progress and template.schedule.kind == "wsd" and template.schedule.warmup_max_share == 0:
+        roots = [run for run in merged if run.parent is None and trunk_steps(run) > 0]
+        assert len(roots) == len({(run.seed, run.model.width) for run in roots})  # one a family: the most is shared
+
+
+def test_runs_whose_rate_depends_on_d_are_not_merged_and_the_plan_says_why() -> None:
+    cosine = merge_runs(by_steps(50, 100, 200, 400, 800, kind="cosine"))
+    assert all(run.parent is None and run.checkpoint.at_steps is None for run in cosine.runs)
+    assert cosine.remarks == [
+        "4 runs differ from a longer one in D alone and cannot branch from it (D400, D200, D100 and 1 more): with "
+        "schedule.kind cosine the learning rate of every step depends on D; with wsd it would not"
+    ]
+    template = scheduled()  # 1 token of warm-up a parameter: 10 parameters' worth of D are too few, 20 are enough
+    ladder = grid.expand_grid(LadderGrid(sizes=[6e4], tokens_per_parameter=[5, 20, 40]), template)
+    merged = merge_runs(ladder)
+    assert [run.parent for run in merged.runs] == [None, run_id(ladder[2]), None]
+    assert merged.remarks[0].startswith("1 of 3 runs branch from 1 trunk: ")
+    assert merged.remarks[1] == (
+        f"1 run differs from a longer one in D alone and cannot branch from it ({ladder[0].name}): "
+        "schedule.warmup_max_share 0.1 cuts a warm-up, which so depends on D; from 10 tokens a parameter on it does not"
+    )
+    fixed = merge_runs(by_steps(10, 1000, warmup_tokens=1024 * 50))
+    assert fixed.remarks[0].endswith("depends on D; from 512k tokens on it does not")
+    hasty = merge_runs(by_steps(10, 20, decay_share=0.99, warmup_max_share=0.01))
+    assert hasty.remarks[0].endswith("schedule.decay_share 0.99 leaves no step before the decay")
+
+
+def test_runs_that_differ_in_more_than_d_are_not_merged() -> None:
+    short, long = by_steps(50, 100)
+    other = replace(long, optimizer=replace(long.optimizer, learning_rate=1.0))
+    assert merge_runs([short, other]).remarks == []
+    assert [run.parent for run in merge_runs([short, other]).runs] == [None, None]
+
+
+def test_what_never_decays_leaves_its_last_step_to_the_branch() -> None:
+    for schedule in ({"kind": "constant"}, {"decay_share": 0.0}):
+        merged = merge_runs(by_steps(50, 100, **schedule)).runs
+        assert own_steps(merged[0]) == 1
+        assert merged[1].checkpoint.at_steps == [49]
+
+
+def test_a_run_that_is_past_a_step_it_has_not_saved_is_no_trunk_there() -> None:
+    runs = by_steps(50, 100, 200, 400)
+    names = [run_id(run) for run in runs]
+
+    def parents(**progress: Progress) -> list[int | None]:
+        merged = merge_runs(runs, {names[int(key[1:])]: value for key, value in progress.items()}).runs
+        return [None if run.parent is None else names.index(run.parent) for run in merged]
+
+    assert parents() == [3, 3, 3, None]
+    # The longest is done, and has saved its end alone: the next one is the trunk of the others.
+    assert parents(_3=Progress(True, 400, frozenset({400}))) == [2, 2, None, None]
+    assert parents(_3=Progress(True, 400, frozenset({80, 400}))) == [2, 3, None, None]
+    # It goes on from step 60: what begins at 40 has no trunk in it, what begins at 80 or 160 has.
+    assert parents(_3=Progress(False, 60, frozenset({60}))) == [None, 3, 3, None]
+    # Nobody is made a branch any more that is done, at work, or past its beginning; what it was it stays.
+    assert parents(_1=Progress(True, 100, frozenset({100}))) == [3, None, 3, None]
+    assert parents(_1=Progress(True, 100, frozenset({100}), names[3])) == [3, 3, 3, None]
+    assert parents(_1=Progress(False, 81, frozenset({81}))) == [3, None, 3, None]
+    assert parents(_1=Progress(False, 79, frozenset({79}))) == [3, 3, 3, None]
+    said = merge_runs(runs, {names[3]: Progress(True, 400, frozenset({400})), names[2]: Progress(True, 200)}).remarks
+    assert said[1] == (
+        "1 run differs from a longer one in D alone and cannot branch from it (D100): what could be the trunk is past "
+        "the step where they would begin, and has kept no checkpoint of it"
+    )
+
+
+# Grids of curves
+
+
+GRID = CurvesGrid(budgets=[1e11, 1e12], sizes=6)
+BASE = RunConfig(model=ModelConfig(vocab_size=256), tokens=0, average=AverageConfig("ema", [0.1, 0.2]), validations=32)
+
+
+def test_cooldowns_branch_from_one_long_run_per_size() -> None:
+    runs = expand_grid(GRID, BASE, TuningConfig(horizon="size"))
+    long, cooled = runs[:6], runs[6:]
+    assert len({count_parameters(run.model).N_active for run in long}) == 6
+    assert all(flops_exact(run) == pytest.approx(1e12, rel=0.01) for run in long)
+    assert len(cooled) == 8  # at a twentieth two sizes alone have warmed up
+    merged = merge_runs(runs).runs
+    assert [run.parent is None for run in merged] == [True] * 6 + [False] * 8
+    for run in cooled:
+        (trunk,) = (other for other in long if other.model == run.model)
+        assert min(abs(run.D / trunk.D - share) for share in GRID.cooldowns) < 0.01
+        assert warmup_steps(run) == warmup_steps(trunk)
+
+
+def test_the_plan_says_what_the_same_points_would_cost_apart() -> None:
+    runs = expand_grid(GRID, BASE, TuningConfig(horizon="size"))
+    (said,) = foresee(GRID, runs, Tuner())
+    shares = [2 ** (-k / 2) for k in range(1 + int(math.log2(20) * 2))]
+    assert f"about {6 * len(shares)} points" in said
+    assert f"{6e12 * sum(shares):.2g} training FLOPs" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"average": AverageConfig()}, "average.kind is none; a grid of curves reads averaged weights"),
+        ({"schedule": ScheduleConfig("cosine")}, "schedule.kind is cosine; a grid of curves needs wsd"),
+        ({"tokens": 1000}, "tokens is 1000, but a grid of kind curves chooses D itself"),
+    ],
+)
+def test_what_gives_no_curves_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        expand_grid(GRID, replace(BASE, **change))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("quick_pictures")
+def test_a_sweep_of_curves_is_fitted_with_its_averages(tmp_path: Path) -> None:
+    """Runs, cooldowns and averages of a known law: the report has the averages' points, and the law comes back."""
+    config = fake_sweep.settings(GRID)
+    config.average, config.tuning.horizon, config.validations = BASE.average, "size", 32
+    config.fit.bootstrap, config.fit.intervals = 10, "noise"
+    sweep = fake_sweep.write(tmp_path / "curves", config)
+    fake_sweep.finish(sweep)
+    for run in sweep.runs():
+        own = run.config()
+        N, lines = count_parameters(own.model).N_active, []
+        for step in sorted(validation_steps(own)):
+            D = step * own.batch_tokens
+            above = math.exp(0.001 + 0.002 * math.log(D / 1e6))
+            lines.append({
+                "step": step, "tokens": D, "lr": learning_rate_factor(own, step - 1), "smoothed_loss": 3.0,
+                "val_loss": 3.0, "val_loss_ema_0.1": fake_sweep.true_loss(N, D) * above, "val_loss_ema_0.2": 3.0,
+            })  # fmt: skip
+        (run.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curves = write_curves(sweep)
+    assert {"val_loss_ema_0.1", "val_loss_ema_0.2"} <= set(curves)
+    write_results(sweep)
+    runs = fit.read_table(sweep.path)
+    assert len(runs.N) > 30
+    assert any("of 6 long runs, less the gap that 8 cooldowns measured" in note for note in runs.notes)
+    page = (sweep.path / "fit" / "report.html").read_text()
+    assert "averaged weights (val_loss_ema_0.1)" in page
+    assert f"by all {len(runs)} points, and by the 14 runs that ended, alone." in page
+    written = json.loads((sweep.path / "fit" / "law.json").read_text())
+    assert written["runs_alone"]["runs"] == 14
+    for own, alone in zip(written["optimal"], written["runs_alone"]["optimal"], strict=True):
+        assert own["flops"] == alone["flops"]
+        assert own["N"] != alone["N"]
+    law = fit.ChinchillaLaw().fit(runs.N, runs.D, runs.loss)
+    assert law.predict(3e5, 1e7) == pytest.approx(fake_sweep.true_loss(3e5, 1e7), rel=0.01)  # runs have 0.4 % of noise

@@ -18,13 +18,12 @@ from fake_sweep import planned_run
 from isoflop.sweeps.execute import worker
 from isoflop.sweeps.plan.packing import Unit
 from isoflop.sweeps.runs import attempts
-from isoflop.sweeps.runs import queue as queues
 from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.sweeps.runs.queue import JOURNAL, Queue
 from isoflop.train.config import DataConfig, ModelConfig, RunConfig, run_id
 from isoflop.train.files import write_json
-from small_runs import end_unit, is_over, release_unit
+from small_runs import end_unit, is_over
 
 STEP = 40
 
@@ -149,51 +148,7 @@ def test_a_branch_starts_once_its_trunk_has_saved(sweep: SweepDirectory) -> None
     assert other.running() == {units[0]: 0, units[1]: 1}
 
 
-def test_branches_of_a_trunk_that_died_are_released_to_say_so(
-    sweep: SweepDirectory, forked: Callable[[Callable[[], object]], int]
-) -> None:
-    units = alone("died", "ended", "one", "two")
-    launcher = queue(sweep, units, one="died", two="ended")
-    pid = forked(lambda: claims_and_sleeps(launcher, sweep, 0))
-    until(lambda: launcher.running() == {units[0]: 0})
-    workers = again(launcher, sweep)
-    assert workers.claim(1) == units[1]
-    assert workers.claim(2) is None
-    end_unit(workers, units[1])
-    assert workers.claim(2) == units[3]
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    assert workers.claim(1) is None, "the launcher has not yet said what became of it"
-    end_unit(launcher, units[0])
-    assert workers.claim(1) == units[2]
-
-
 # Giving back
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The file system's clock, which a test sets."""
-    now = [1000.0]
-    monkeypatch.setattr(Queue, "_now", lambda self: now[0])
-    return now
-
-
-def test_a_unit_goes_to_a_node_that_it_avoids_only_after_a_wait(sweep: SweepDirectory, clock: list[float]) -> None:
-    units = alone("a")
-    workers = queue(sweep, units)
-    workers.claim(0, "node1")
-    release_unit(workers, units[0], wait_seconds=10, avoid=["node1", "node2"])
-    clock[0] += 10
-    assert workers.avoided() == ("node1", "node2")
-    assert (workers.claim(0, "node1"), workers.left("node1")) == (None, []), "a worker there had better leave"
-    assert workers.left("node3") == units
-    clock[0] += queues.AVOID_SECONDS
-    assert workers.avoided() == ()
-    assert workers.left("node1") == units
-    assert workers.claim(0, "node1") == units[0]
-    release_unit(workers, units[0], avoid=["node1"])
-    assert workers.claim(0) == units[0], "on one machine there is nowhere else to go"
 
 
 def test_a_line_torn_at_any_byte_costs_nothing_that_came_before(sweep: SweepDirectory) -> None:

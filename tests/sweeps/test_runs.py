@@ -143,14 +143,14 @@ def test_a_reader_never_sees_half_a_state(tmp_path: Path) -> None:
         [sys.executable, "-c", "import sys; from pathlib import Path\n"
          "from isoflop.sweeps.runs.directory import RunDirectory\n"
          "run = RunDirectory(Path(sys.argv[1]))\n"
-         "for i in range(300): run.set_state('running', attempt=i)", str(run.path)]
+         "for i in range(100): run.set_state('running', attempt=i)", str(run.path)]
     )  # fmt: skip
     reads = 0
     while writer.poll() is None:
         assert json.loads((run.path / "state.json").read_text())["state"] == "running"
         reads += 1
     assert writer.returncode == 0
-    assert reads > 100
+    assert reads > 20
 
 
 HOLD = """
