@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,6 +80,14 @@ def planned(folder: Path, config: RunConfig) -> RunDirectory:
     run.freeze(config)
     run.set_state("planned")
     return run
+
+
+def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
+    """Waits until a condition holds; fails after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
 
 
 @contextmanager

@@ -12,12 +12,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 from isoflop.sweeps.config import ClusterConfig
@@ -42,7 +40,7 @@ from isoflop.train.errors import OutOfMemory, UserError
 from isoflop.train.flops import flops_exact, training_flops_per_token
 from isoflop.train.job.failure import Cause, Failure, RankError, note_failure, read_failure
 from isoflop.train.schedule import trunk_steps
-from small_runs import planned
+from small_runs import planned, until
 
 FORK = multiprocessing.get_context("fork")
 POLICY = Policy(heartbeat_seconds=0.05, hang_seconds=60.0)
@@ -556,13 +554,6 @@ def test_a_policy_is_what_the_cluster_says_and_travels_in_a_jobs_arguments() -> 
 @pytest.fixture(autouse=True)
 def small_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "MARGIN_SECONDS", 0.3)
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 def test_a_run_gives_signs_of_life_while_it_trains_and_none_afterwards(run: RunDirectory) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from isoflop.sweeps.entry import sweep_main
-from isoflop.sweeps.plan.gantt import predicted, print_gantt
+from isoflop.sweeps.plan.gantt import print_gantt
 from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, to_dict
 from isoflop.train.errors import UserError
 from isoflop.train.memory import memory
@@ -35,26 +35,6 @@ def a_run(**parallel: Any) -> RunConfig:
         model=MODEL, data=DataConfig(sequence_length=1024), optimizer=OptimizerConfig(batch_size=64),
         parallel=ParallelConfig(**parallel), precision="bf16",
     )  # fmt: skip
-
-
-def test_a_pipeline_takes_its_schedules_time() -> None:
-    """Stages that take equally long, sends that take none: three times, forward and both gradients, of the bubble."""
-    even = dataclasses.replace(H100, latency=0.0, intra_bandwidth=1e30)
-    model = dataclasses.replace(MODEL, depth=24, vocab_size=1, vocab_multiple=1)  # no head to speak of
-    # In a V no rank waits, but the last one begins three half stages late.
-    for name, share in (("gpipe", 1.0), ("1f1b", 1.0), ("zb-h1", 1 / 3), ("interleaved", 1 / 3), ("zb-v", 1 / 6)):
-        chunks = {"interleaved": 3, "zb-v": 2}.get(name, 1)
-        config = a_run(pp=4, micro_batch_size=1, schedule=name, chunks=chunks)
-        config.model = model
-        seconds = step_time(config, even)
-        one = (seconds.forward + seconds.backward) / 64
-        assert seconds.bubble == pytest.approx(3 * one * share, rel=2e-3)
-        assert seconds.sends == 0.0
-        # 64 micro-batches are reckoned from few: as long as playing them all takes.
-        played = max(event.end for event in predicted(config, even))
-        assert one * 64 + seconds.bubble == pytest.approx(played, rel=1e-9)
-    slow = step_time(a_run(pp=4, micro_batch_size=1), dataclasses.replace(H100, intra_bandwidth=1e9))
-    assert slow.sends > 0.5 * (64 + 3) * 1024 * 1024 * 2 / 1e9  # each micro-batch's, there or back, beside little else
 
 
 def test_the_choice_is_the_fastest_that_fits() -> None:

@@ -79,14 +79,6 @@ def test_nodes_hold_whole_tensor_parallel_groups_and_are_as_few_as_can_be(
     assert job_shape(parallel, ClusterConfig(kind="local", ranks_per_node=per_node)).nodes == 1
 
 
-def test_scoring_is_one_process_with_the_memory_of_a_node() -> None:
-    cluster = ClusterConfig(kind="slurm", gpus_per_job=1, cpus_per_task=4, memory_gb=32.0, ranks_per_node=4)
-    shape = job_shape(ParallelConfig(tp=2, dp=4), cluster).for_one_process()
-    assert (shape.ranks, shape.gpus, shape.cpus, shape.memory_gb) == (1, 1, 4, 128.0)
-    alone = job_shape(ParallelConfig(), cluster)
-    assert alone.for_one_process() == alone
-
-
 @pytest.mark.parametrize(
     ("ranks", "jobs", "threads", "rate"),
     [(1, 8, 1, 1.0), (2, 4, 1, 2.0), (3, 2, 1, 3.0), (4, 2, 1, 4.0), (5, 1, 1, 5.0), (16, 1, 1, 8.0)],

@@ -23,7 +23,7 @@ from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.sweeps.runs.queue import JOURNAL, Queue
 from isoflop.train.config import DataConfig, ModelConfig, RunConfig, run_id
 from isoflop.train.files import write_json
-from small_runs import end_unit, is_over
+from small_runs import end_unit, is_over, until
 
 STEP = 40
 
@@ -82,13 +82,6 @@ def publish(sweep: SweepDirectory, name: str, step: int) -> None:
     folder = sweep.run(name).path / "checkpoints" / f"step_{step}"
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text("{}")
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 def test_many_processes_never_get_the_same_unit(

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from isoflop.fit import read_table
 from isoflop.fit.checks.doctor import examine
 from isoflop.sweeps.entry import sweep_main
 from isoflop.sweeps.runs.directory import SweepDirectory
-from small_runs import SMOKE
+from small_runs import SMOKE, until
 
 ROOT = Path(__file__).resolve().parents[2]
 # As SMOKE, but long enough to be interrupted: a second or two a run, a checkpoint every few steps.
@@ -112,13 +111,6 @@ def test_the_same_science_has_the_same_id_in_any_sweep(
     assert not list(tmp_path.iterdir())  # a dry run writes nothing
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 90.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-
-
 def long_run_under_way(root: Path) -> bool:
     """Whether the longer run of LONG has passed its second checkpoint."""
     return any(steps(path) >= 60 for path in root.glob("long/runs/*/metrics.jsonl"))
@@ -149,7 +141,7 @@ def everything_is_killed(process: subprocess.Popen[str], root: Path) -> None:
 def the_launcher_is_killed(process: subprocess.Popen[str], root: Path) -> None:
     process.kill()
     # Nobody is left to tell the workers; they must notice, save, and go.
-    wait_for(lambda: not workers_of(root), 30)
+    until(lambda: not workers_of(root), 30)
 
 
 def a_worker_is_killed(process: subprocess.Popen[str], root: Path) -> None:
@@ -179,7 +171,7 @@ def test_an_interrupted_sweep_goes_on_and_ends_with_the_same_losses(
     tmp_path: Path,
 ) -> None:
     process = sweep_process([*LONG, "cluster.retries=0"], tmp_path)
-    wait_for(lambda: long_run_under_way(tmp_path))
+    until(lambda: long_run_under_way(tmp_path))
     disturb(process, tmp_path)
     code, output = finished(process)
     assert code == exit_code, output
@@ -223,7 +215,7 @@ def test_without_benchmarks_the_laws_are_fitted_all_the_same(tmp_path: Path, mon
 def test_two_sweeps_in_one_folder_are_refused(tmp_path: Path) -> None:
     first = sweep_process(LONG, tmp_path)
     try:
-        wait_for(lambda: (tmp_path / "long" / "plan.json").exists())
+        until(lambda: (tmp_path / "long" / "plan.json").exists())
         code, output = finished(sweep_process(LONG, tmp_path))
         assert code == 2
         assert f"is in use (sweep is held by process {first.pid} on " in output

@@ -8,8 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import pytest
 from isoflop.fit import read_table
 from isoflop.sweeps.runs import attempts
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
+from small_runs import until
 
 pytestmark = pytest.mark.slow  # whole sweeps, one after the other
 
@@ -67,13 +66,6 @@ def losses(root: Path) -> dict[str, float]:
 
 def plan(root: Path) -> dict[str, Any]:
     return dict(json.loads((root / "s" / "plan.json").read_text()))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")

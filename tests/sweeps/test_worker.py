@@ -19,7 +19,7 @@ import pytest
 from fake_sweep import planned_run
 from isoflop.sweeps.execute import attempt, local, worker
 from isoflop.sweeps.execute.attempt import Interrupt, train_one
-from isoflop.sweeps.execute.local import STILLBORN, LocalJob, LocalPool, Workers
+from isoflop.sweeps.execute.local import LocalJob, LocalPool, Workers
 from isoflop.sweeps.execute.worker import RunFailed, requeue_stopped
 from isoflop.sweeps.plan.packing import Unit
 from isoflop.sweeps.runs import attempts
@@ -35,10 +35,9 @@ from isoflop.train.config import CheckpointConfig, DataConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
 from isoflop.train.job.environment import Ranks
-from isoflop.train.job.failure import Cause, Failure, note_failure
 from isoflop.train.loop import Diverged, Stopped, train
 from isoflop.train.schedule import trunk_steps
-from small_runs import FakeSlurm, forty_steps, is_over, own_signals, planned, release_unit
+from small_runs import FakeSlurm, forty_steps, is_over, own_signals, planned, release_unit, until
 
 SUMMARY = {"val_loss": 1.0}
 POLICY = Policy(retries=0)
@@ -111,13 +110,6 @@ def reason(run: RunDirectory) -> str:
 
 def log(run: RunDirectory) -> str:
     return (run.path / "log.txt").read_text()
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 def succeed(path: Path) -> None:
@@ -221,17 +213,6 @@ def test_a_branch_of_a_trunk_that_failed_says_so(bench: Bench, train_alone: Call
     bench.work(("alone", [trunk]), ("alone", [branch]))
     assert states(trunk, branch) == ["diverged", "failed"]
     assert f"of run {trunk.run_id}, which has no checkpoint there and is diverged (the loss rose)" in reason(branch)
-
-
-def test_a_run_that_was_killed_is_settled_with_what_was_noted(bench: Bench) -> None:
-    run = bench.run(1)
-    run.set_state("running")
-    note_failure(run.path, Failure(Cause.KILLED, "rank 1 died"))
-    run_states.settle_child(run)
-    assert reason(run).startswith("its worker was killed (rank 1 died); sweep again")
-    run.set_state("diverged", reason="rose")
-    run_states.settle_child(run)
-    assert states(run) == ["diverged"]
 
 
 # A queue in SLURM jobs
@@ -561,38 +542,6 @@ def test_a_run_that_somebody_cancels_saves_and_ends_and_is_not_begun_again(
     assert ends(run) == ["cancelled", "done"]
 
 
-class CancelsAt(Interrupt):
-    """Asks to cancel a run after so many calls: one a step, and those by which a process says that it is at work."""
-
-    def __init__(self, run: RunDirectory, calls: int) -> None:
-        super().__init__()
-        self.run, self.left = run, calls
-
-    def __call__(self) -> bool:
-        self.left -= 1
-        if self.left == 0:
-            self.run.ask_cancel("ann on login1")
-        return super().__call__()
-
-
-def test_one_member_of_an_ensemble_is_cancelled_and_the_others_go_on(
-    make: Callable[[int], RunDirectory], tmp_path: Path
-) -> None:
-    first, cancelled, last = runs = [make(seed) for seed in range(3)]
-    attempt.train_ensemble(runs, CancelsAt(cancelled, 12), "7", PATIENT)
-    assert [run.state().state for run in runs] == ["done", "cancelled", "done"]
-    (end,) = attempts.read(cancelled)
-    said = f"cancelled by ann on login1; stopped at step {end.last_step} of 40"
-    assert (cancelled.state().reason or "").startswith(said)
-    assert 0 < end.last_step < 40
-    assert (end.cause, end.first_step, end.saved_step, end.share) == ("cancelled", 0, end.last_step, 1 / 3)
-    for run in (first, last):
-        assert [(end.cause, end.last_step, end.flops_wasted) for end in attempts.read(run)] == [("done", 40, 0)]
-        alone = train(run.config(), tmp_path / "alone" / run.run_id, report=lambda line: None)
-        # Members sum in another order.
-        assert (run.summary() or {})["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-5)
-
-
 @pytest.mark.parametrize(("seconds", "cause"), [(None, "preempted"), (60, "time_limit"), (86400, "preempted")])
 def test_a_signal_near_the_end_of_the_job_is_its_time_limit(
     seconds: int | None, cause: str, make: Callable[[int], RunDirectory], train_alone: Callable[[Trainer], None],
@@ -691,29 +640,6 @@ def test_a_run_that_another_job_has_begun_meanwhile_is_left_alone(
 
 
 FORK = multiprocessing.get_context("fork")
-
-
-@pytest.fixture
-def workers(tmp_path: Path) -> Workers:
-    sweep = SweepDirectory(tmp_path / "sweep")
-    units = [Unit("alone", (name,)) for name in ("a", "b")]
-    for unit in units:
-        (sweep.path / "runs" / unit.runs[0]).mkdir(parents=True)
-    return Workers(sweep, Queue.create(sweep, sweep.path / "jobs", units, {}), Policy())
-
-
-def started(workers: Workers) -> LocalJob:
-    job = workers.take(0)
-    assert job is not None
-    job.handle = SimpleNamespace(paths=SimpleNamespace(stderr="worker.err"))
-    return job
-
-
-def test_workers_that_die_before_they_begin_end_the_launch_with_a_sentence(workers: Workers) -> None:
-    for _ in range(STILLBORN - 1):
-        workers.ended(started(workers))
-    with pytest.raises(UserError, match=r"^workers end before they train anything, 3 of them; see worker\.err, and"):
-        workers.ended(started(workers))
 
 
 def work(workers: Workers, freezes: bool) -> None:
