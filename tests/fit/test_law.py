@@ -67,50 +67,6 @@ def test_a_given_E_ends_where_simplexes_end():
     assert found == pytest.approx(min(ends), rel=1e-9)  # what the solver is held to beside SciPy
 
 
-def test_units_do_not_matter():
-    """N in millions and D in billions give the same exponents, E and predictions."""
-    N, D, loss = points(2)
-    plain, scaled = fit.ChinchillaLaw().fit(N, D, loss), fit.ChinchillaLaw().fit(N / 1e6, D / 1e9, loss)
-    np.testing.assert_allclose(
-        [plain.alpha_, plain.beta_, plain.E_], [scaled.alpha_, scaled.beta_, scaled.E_], rtol=1e-8
-    )
-    np.testing.assert_allclose(plain.predict(N, D), scaled.predict(N / 1e6, D / 1e9), rtol=1e-10)
-
-
-def test_an_integer_weight_is_that_many_copies_and_zero_is_none():
-    N, D, loss = points(3)
-    weight = np.random.default_rng(0).integers(0, 3, len(N))
-    weighted = fit.ChinchillaLaw().fit(N, D, loss, weight=weight)
-    copied = fit.ChinchillaLaw().fit(*(np.repeat(v, weight) for v in (N, D, loss)))
-    np.testing.assert_allclose(weighted.objective_, copied.objective_, rtol=1e-9)
-    np.testing.assert_allclose(weighted.alpha_, copied.alpha_, rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_random_known_laws_come_back_inside_their_own_intervals():
-    rng = np.random.default_rng(0)
-    inside = {name: 0 for name in TRUTH} | {"N": 0}
-    trials = 60
-    for trial in range(trials):
-        truth = {"E": rng.uniform(1, 2.5), "alpha": rng.uniform(0.25, 0.5), "beta": rng.uniform(0.25, 0.5)}
-        # A and B put both terms at 0.3 to 1.5 in the middle of the grid, as in real sweeps.
-        truth["A"] = rng.uniform(0.3, 1.5) * 1e9 ** truth["alpha"]
-        truth["B"] = rng.uniform(0.3, 1.5) * 3e10 ** truth["beta"]
-        N, D = 10 ** rng.uniform(7.5, 10.5, 60), 10 ** rng.uniform(9, 12, 60)
-        clean = truth["E"] + truth["A"] / N ** truth["alpha"] + truth["B"] / D ** truth["beta"]
-        law = fit.ChinchillaLaw().fit(N, D, clean * np.exp(0.003 * rng.standard_normal(60))).bootstrap(150, seed=trial)
-        assert law.converged_
-        for name, value in truth.items():
-            low, high = law.interval(name)
-            inside[name] += low <= value <= high
-        a, b = truth["alpha"], truth["beta"]
-        N_best = (a * truth["A"] / (b * truth["B"])) ** (1 / (a + b)) * (1e22 / 6) ** (b / (a + b))
-        low, high = law.optimal(1e22).interval("N")[0]
-        inside["N"] += low <= N_best <= high
-    # 95 % nominal: of 60, fewer than 52 is 3 sigma low.
-    assert min(inside.values()) >= 52, inside
-
-
 def test_groups_move_together_and_widen_the_interval():
     """Ten copies of each run carry no more information than the run."""
     N, D, loss = points(4, n=40)
@@ -145,18 +101,12 @@ def test_percentile_intervals_hold_the_level_and_keep_infinities():
 
 
 def test_the_representation_is_the_equation_with_intervals():
-    assert repr(fit.ChinchillaLaw()) == "ChinchillaLaw()"
     assert repr(fit.ChinchillaLaw(objective="l1", tied=True)) == "ChinchillaLaw(objective='l1', tied=True)"
-    law = fit.ChinchillaLaw().fit(*points(5))
-    assert f"L(N, D) = {law.E_:.4g} + {law.A_:.4g} / N^{law.alpha_:.4g} +" in repr(law)
-    law.bootstrap(50)
+    law = fit.ChinchillaLaw().fit(*points(5)).bootstrap(50)
     low, high = law.interval("alpha")
     assert f"N^{law.alpha_:.4g} [{low:.4g}, {high:.4g}]" in repr(law)
     assert "60 points, 64 of 64 starts agree" in repr(law)
-    html = law._repr_html_()
-    assert f"{low:.4g} to {high:.4g}" in html
-    assert "64 of 64 starts agree" in html
-    assert "&lt;" not in html
+    assert f"{low:.4g} to {high:.4g}" in law._repr_html_()
 
 
 def test_a_law_without_a_data_term_is_called_degenerate():
@@ -181,6 +131,7 @@ BAD = [
     (dict(D=np.full(12, 1e9)), "D is 1e\\+09 in every row"),
     (dict(D=20 * N), "collinear in \\(log N, log D\\), so alpha and beta are not identifiable"),
     (dict(N=np.stack([N, N])), "N has shape"),
+    (dict(N=np.resize(N[:5], 12), D=np.resize(D[:5], 12)), "the table has 5 different points"),
     (dict(weight=np.zeros(12)), "weight is zero in every row"),
     (dict(weight=[-1.0] + [1.0] * 11), "weight is -1 in row 0"),
     (dict(weight=np.r_[np.ones(5), np.zeros(7)]), "the table has 5 different points"),
@@ -194,11 +145,6 @@ def test_bad_input_is_one_sentence(change, message):
     said = str(caught.value)
     assert "\n" not in said
     assert said.endswith(".")
-
-
-def test_repeated_rows_are_not_different_points():
-    with pytest.raises(fit.InputError, match="5 different points"):
-        fit.ChinchillaLaw().fit(np.tile(N[:5], 4), np.tile(D[:5], 4), np.tile(L[:5], 4))
 
 
 def test_asking_an_unfitted_law_says_what_to_call():
@@ -297,14 +243,3 @@ def test_a_table_with_hardly_any_noise_converges(objective):
     law = fit.ChinchillaLaw(objective).fit(N, D, loss)
     assert law.converged_
     assert law.starts_["agreeing"] == 64
-
-
-@pytest.mark.parametrize(
-    "law",
-    [fit.ChinchillaLaw(tied=True, delta=0.01), fit.GammaLaw(E=1.2), fit.ExpertLaw(), fit.TaskLaw(), fit.PowerLaw()],
-)
-def test_scikit_learn_clones_a_law(law: fit.Law) -> None:
-    base = pytest.importorskip("sklearn.base", reason="scikit-learn is not installed")
-    copy = base.clone(law)
-    assert copy is not law
-    assert repr(copy) == repr(law)
