@@ -172,27 +172,66 @@ FAULTS = [
     ("edge_minimum", edges("N > 0.5 * N.groupby(budget).transform('mean')")),
     ("narrow_span", lambda: healthy(budgets=(3e18, 1e19))),
     ("flop_convention", changed("flops", lambda t: t.flops * 1.4)),
+    # Columns are found by their other names, in any case.
+    ("long_warmup", lambda: healthy().drop(columns="warmup_share").assign(**{"Warmup Ratio": 0.4, "LR": 1e-3})),
+    ("schedules_mixed", lambda: changed("schedule", "const", rows=[0])().rename(columns={"schedule": "Decay"})),
+]
+
+
+def tuned():
+    """A learning rate that follows a rule of D and batch size."""
+    t = healthy().assign(batch_size=lambda t: 2.0 ** np.log2(0.2 * t.D**0.5).round())
+    return t.assign(learning_rate=1e-4 * t.D**-0.2 * t.batch_size**0.5)
+
+
+def two_seeds():
+    t = pd.concat([healthy(), healthy(seed=1)], ignore_index=True)
+    return t.assign(run_id=[f"{i:010x}" for i in range(len(t))])
+
+
+def rounded_copies():
+    t = pd.concat([bare(), bare().assign(run_id=lambda t: t.run_id + "b")])
+    return t.assign(loss=t.loss.round(3))
+
+
+def grouped_checkpoints():
+    t = checkpoints_of_four_runs(run_id=lambda t: t.run_id + "/step_" + t.step.astype(str))
+    return t.assign(group=t.run_id.str[:10])
+
+
+SOUND = [
+    healthy,
+    bare,
+    changed("loss", lambda t: t.loss * 1.44, rows=[7], table=bare),  # one diverged run is not another unit
+    changed("learning_rate", lambda t: 3e3 * t.N**-0.7 * t.D**0.1),
+    changed("learning_rate", lambda t: 2.0 ** np.log2(3e3 * t.N**-0.7 * t.D**0.1).round()),
+    changed("learning_rate", lambda t: np.where(t.N.rank() <= 12, 3e-3, 3e-4)),
+    tuned,
+    two_seeds,
+    rounded_copies,
+    grouped_checkpoints,
+    lambda: checkpoints_of_four_runs(schedule=lambda t: "constant"),
+    lambda: changed("parent", "0000000004", rows=slice(0, 4))().assign(trunk=lambda t: t.parent),
 ]
 
 
 @pytest.mark.parametrize(("code", "broken"), FAULTS)
 def test_a_fault_is_named_and_nothing_else_is(code, broken):
-    assert set(found(broken())) == {code}
+    warnings = doctor.examine(fit.read_table(broken()))
+    assert {w.code for w in warnings} == {code}
+    assert all(w.message.endswith(".") for w in warnings)
 
 
-@pytest.mark.parametrize("table", [healthy, bare])
+@pytest.mark.parametrize("table", SOUND)
 def test_a_table_without_a_fault_hears_nothing(table):
-    assert found(table(), targets=(1e21,)) == []
+    assert found(table(), targets=(1e21,) if table in (healthy, bare) else ()) == []
 
 
-def test_what_the_reader_was_asked_to_do_is_repeated():
-    t = healthy().drop(columns="D")
-    assert found(t, derive_d="6nd") == ["derived_d"]
+def test_what_the_user_asked_for_is_repeated():
+    assert found(healthy().drop(columns="D"), derive_d="6nd") == ["derived_d"]
     assert found(healthy(), drop_worst=1) == ["dropped_worst"]
-
-
-def test_a_target_beyond_100_times_is_an_extrapolation():
-    assert found(healthy(), targets=(9e21, 2e22)) == ["extrapolation"]
+    assert found(healthy(), targets=(9e21, 2e22)) == ["extrapolation"]  # more than 100 times the largest run
+    assert found(tuned().drop(columns="batch_size")) == ["best_of_sweep"]
     with pytest.raises(fit.InputError, match="target is -1"):
         found(healthy(), targets=(-1.0,))
 
@@ -226,11 +265,9 @@ def test_bits_among_nats_are_found_row_by_row(mixed):
 
 def test_any_column_that_explains_the_losses_is_named_and_a_width_is_not():
     t = pd.concat(
-        [healthy(seed=i).assign(loss=lambda t, i=i: t.loss * (1 + 0.02 * i), corpus=f"c{i}") for i in range(3)]
+        [healthy(seed=i).assign(corpus=f"c{i}", loss=lambda t, i=i: t.loss * (1 + 0.02 * i)) for i in range(3)]
     )
-    t = t.assign(
-        run_id=[f"{i:010x}" for i in range(len(t))], shape=(t.N.rank(pct=True) * 4).round(), seed=np.arange(len(t)) % 3
-    )
+    t = t.assign(run_id=[f"{i:010x}" for i in range(len(t))], shape=(t.N.rank(pct=True) * 4).round())
     [warning] = doctor.examine(fit.read_table(t.drop(columns=["val_bpb", "train_loss"])))
     assert warning.code == "experiments_pooled"
     assert "--column recipe=corpus" in warning.message
@@ -250,56 +287,13 @@ def test_checkpoints_without_a_run_id_are_recognised_by_their_falling_loss():
     assert "checkpoints" not in found(shuffled)
 
 
-def test_flops_of_a_token_and_schedules_with_steps_in_their_name_are_heard():
+def test_flops_of_a_token_and_schedules_with_steps_in_their_name_are_found():
     t = healthy().assign(flops=lambda t: 6 * t.N)
     [warning] = doctor.examine(fit.read_table(t))
-    assert "of a token and not of the run? `--column flops=6nd`" in warning.message
+    assert "--column flops=6nd" in warning.message
     assert found(t, columns={"flops": "6nd"}) == []
     assert found(changed("schedule", "constant_24000", rows=[0])().assign(decay_share=np.nan)) == ["schedules_mixed"]
-    bare_names = bare().rename(columns={"N": "N_no_emb"})
-    assert found(bare_names, columns={"N": "N_no_emb"}) == ["non_embedding_N"]
-
-
-def test_one_diverged_run_is_no_other_unit():
-    assert found(changed("loss", lambda t: t.loss * 1.44, rows=[7], table=bare)()) == []
-
-
-def test_a_learning_rate_that_follows_a_rule_is_no_selection():
-    power_law = changed("learning_rate", lambda t: 3e3 * t.N**-0.7 * t.D**0.1)
-    rounded = changed("learning_rate", lambda t: 2.0 ** np.log2(3e3 * t.N**-0.7 * t.D**0.1).round())
-    steps_in_size = changed("learning_rate", lambda t: np.where(t.N.rank() <= 12, 3e-3, 3e-4))
-    for table in (power_law, rounded, steps_in_size):
-        assert found(table()) == []
-    of_batch = healthy().assign(batch_size=lambda t: 2.0 ** np.log2(0.2 * t.D**0.5).round())
-    of_batch["learning_rate"] = 1e-4 * of_batch.D**-0.2 * of_batch.batch_size**0.5
-    assert found(of_batch) == []
-    assert found(of_batch.drop(columns="batch_size")) == ["best_of_sweep"]
-
-
-def test_checkpoints_that_are_resampled_together_or_left_out_are_no_fault():
-    named = checkpoints_of_four_runs(run_id=lambda t: t.run_id + "/step_" + t.step.astype(str))
-    assert found(named.assign(group=lambda t: t.run_id.str[:10])) == []
-    assert found(checkpoints_of_four_runs(schedule=lambda t: "constant")) == []
-    assert "checkpoints" not in found(checkpoints_of_four_runs(final=lambda t: t.step == 8))
-
-
-def test_branches_that_name_their_trunk_are_resampled_together():
-    t = changed("parent", "0000000004", rows=slice(0, 4))()
-    assert found(t.assign(trunk=t.parent)) == []
-
-
-def test_seeds_are_no_sweep_and_rounded_losses_no_copies():
-    t = pd.concat([healthy(), healthy(seed=1)], ignore_index=True)
-    t["run_id"] = [f"{i:010x}" for i in range(len(t))]
-    assert found(t) == []
-    twice = pd.concat([bare(), bare().assign(run_id=lambda t: t.run_id + "b")])
-    assert found(twice.assign(loss=twice.loss.round(3))) == []
-
-
-def test_a_column_is_found_by_its_other_names_in_any_case():
-    broken = healthy().drop(columns="warmup_share").assign(**{"Warmup Ratio": 0.4, "LR": 1e-3})
-    assert found(broken) == ["long_warmup"]
-    assert found(changed("schedule", "const", rows=[0])().rename(columns={"schedule": "Decay"})) == ["schedules_mixed"]
+    assert found(bare().rename(columns={"N": "N_no_emb"}), columns={"N": "N_no_emb"}) == ["non_embedding_N"]
 
 
 @pytest.mark.filterwarnings("error")
@@ -315,14 +309,6 @@ def test_whatever_the_columns_hold_the_doctor_answers():
             if rng.random() < 0.5 and names[0] not in t:
                 t[names[0]] = rng.choice(oddities, n) if rng.random() < 0.5 else rng.uniform(0, 2, n)
         assert all(code.replace("_", "").isalpha() for code in found(t))
-
-
-def test_every_message_says_what_was_found_and_ends_a_sentence():
-    for code, broken in FAULTS:
-        [warning] = {w.code: w for w in doctor.examine(fit.read_table(broken()))}.values()
-        assert not warning.message[0].islower(), code
-        assert warning.message.endswith("."), code
-        assert len(warning.message) < 500, code
 
 
 # Outliers.
@@ -363,11 +349,8 @@ def test_noise_has_no_outliers_even_where_its_tails_are_exponential(n):
     for seed in range(8):
         for noise in (None, lambda rng, n: rng.laplace(size=n)):
             assert not find_outliers(fit.ChinchillaLaw().fit(*scattered(seed, n, noise))).rows.size
-
-
-def test_a_table_too_small_to_know_its_scatter_has_no_outliers():
     N, D, loss = scattered(2, n=12)
-    loss[3] *= 1.5
+    loss[3] *= 1.5  # too few runs to know their scatter
     assert not find_outliers(fit.ChinchillaLaw().fit(N, D, loss)).rows.size
 
 
@@ -381,11 +364,10 @@ def test_an_analysis_names_its_outliers_and_says_what_they_do():
     t.loc[7, "loss"] *= 1.2
     [warning] = [w for w in analysed(t).warnings if "outlier" in w.code]
     assert t.run_id[7] in warning.message
-    assert f"(loss {t.loss[7]:.4g}, +20%)" in warning.message
+    assert "+20%" in warning.message
     clean = analysed(healthy()).law.optimal(1e21).ratio[0]
-    assert f"D/N at 1e21 FLOPs goes from {analysed(t).law.optimal(1e21).ratio[0]:.3g} to" in warning.message
-    said = float(warning.message.split(" to ")[2].split(",")[0])
-    assert abs(np.log(said / clean)) < 0.2
+    without = float(warning.message.split(" to ")[2].split(",")[0])
+    assert abs(np.log(without / clean)) < 0.2
 
 
 def test_an_analysis_hears_the_doctor_first_and_limits_last():
@@ -411,26 +393,24 @@ def data():
     return Path(os.environ["ISOFLOP_DATA"])
 
 
-def epoch(data, drop):
-    names = {"N": "Model Size", "flops": "Training FLOP"}
-    return fit.read_table(data / "epoch" / "svg_extracted_data.csv", names, "6nd", drop)
-
-
 @pytest.mark.slow
 @pytest.mark.published
-def test_epochs_five_outliers_are_named_with_what_they_do(data):
-    dirty = fit.analyze(epoch(data, 0), targets=(5.76e23,), bootstrap=0)
+def test_epochs_five_outliers_are_named_and_the_other_240_have_none(data):
+    dirty, clean = (
+        fit.analyze(
+            fit.read_table(
+                data / "epoch" / "svg_extracted_data.csv", {"N": "Model Size", "flops": "Training FLOP"}, "6nd", drop
+            ),
+            targets=(5.76e23,),
+            bootstrap=0,
+        )
+        for drop in (0, 5)
+    )
     [warning] = [w for w in dirty.warnings if "outlier" in w.code]
     assert warning.message.startswith("5 of 245 runs")
     for row, loss in enumerate(("5.006", "4.665", "3.766", "3.794", "3.447")):
         assert f"{row} (loss {loss}" in warning.message
-    assert "D/N at 5.76e23 FLOPs goes from 6.82 to 17.9" in warning.message
-
-
-@pytest.mark.slow
-@pytest.mark.published
-def test_epochs_other_240_points_have_no_outliers(data):
-    clean = fit.analyze(epoch(data, 5), targets=(5.76e23,), bootstrap=0)
+    assert "6.82 to 17.9" in warning.message
     assert {w.code for w in clean.warnings} == {"vertex_refused", "few_sizes", "dropped_worst", "derived_d"}
 
 
@@ -459,7 +439,7 @@ def test_gadres_shortest_runs_never_leave_their_warmup(data, corpus):
     t["warmup_tokens"] = t.warmup * t.global_bs * 2048.0
     [warning] = doctor.examine(fit.read_table(t))
     assert warning.code == "long_warmup"
-    assert f"up to 106%, which never reaches its learning rate ({corpus}-d=512_l=8_h=4-0.25" in warning.message
+    assert "106%" in warning.message
     named = [w for w in doctor.examine(fit.read_table(t, {"N": "N_no_embed"})) if w.code == "non_embedding_N"]
     assert "3% to 46%" in named[0].message
 

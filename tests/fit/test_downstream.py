@@ -75,20 +75,6 @@ def test_the_curve_is_that_of_scipys_curve_fit(link):
     np.testing.assert_allclose(law.accuracy(law.constants_, loss), peer(loss, *found), rtol=1e-6)
 
 
-@pytest.mark.parametrize("link", ["sigmoid", "exponential"])
-def test_the_curves_derivatives_are_those_of_central_differences(link):
-    N, D, loss, acc, _ = sample(0)
-    curve = TaskLaw(link, ceiling=None).fit(N, D, loss, acc, chance=None)._curve
-    theta = np.array([[0.2, 0.9, -0.3, 0.4], [0.1, 0.8, 0.7, -0.5]])
-    _, first, second = curve._derivatives(theta)
-    h = 1e-5
-    for i in range(4):
-        step = h * np.eye(4)[i]
-        above, below = curve._derivatives(theta + step), curve._derivatives(theta - step)
-        np.testing.assert_allclose(first[..., i], (above[0] - below[0]) / (2 * h), atol=1e-9)
-        np.testing.assert_allclose(second[..., i], (above[1] - below[1]) / (2 * h), atol=1e-9)
-
-
 def test_checkpoints_teach_the_second_step_and_not_the_first():
     N, D, loss, acc, se = sample(1)
     rng = np.random.default_rng(9)
@@ -171,16 +157,10 @@ def test_a_scatter_beyond_the_items_is_found():
 
 
 def test_a_law_prints_both_steps_with_intervals():
-    law = TaskLaw().fit(*sample(5), chance=0.25)
-    assert repr(TaskLaw()).startswith("TaskLaw(link='sigmoid'")
+    law = TaskLaw().fit(*sample(5), chance=0.25).bootstrap(50)
     assert repr(law).startswith("acc = 0.25 + (1 - 0.25) / (1 + exp(-")
-    assert "converged" in repr(law.bootstrap(50))
-    assert "[" in repr(law)
-    assert " + exp(" in repr(TaskLaw("exponential").fit(*sample(5)))
     low, high = law.constant_interval("slope")
     assert f"[{low:.4g}, {high:.4g}]" in repr(law)
-    with pytest.raises(fit.InputError, match="interval of 'gamma' is not known"):
-        law.constant_interval("gamma")
 
 
 WRONG = [
@@ -191,6 +171,17 @@ WRONG = [
     ({"acc": np.full(24, 0.5)}, "columns differ in length"),
     ({"N": np.full(25, 1e8)}, "N is 1e\\+08 in every row"),
 ]
+REFUSED = [
+    (lambda: TaskLaw("probit"), "link is 'probit'"),
+    (lambda: TaskLaw(ceiling=2), "ceiling is 2"),
+    (lambda: TaskLaw(law=RepetitionLaw()), "law takes N, D, U"),
+    (lambda: TaskLaw().predict(1e9, 1e10), "not fitted"),
+    (lambda: TaskLaw().fit(*sample(0)).interval(1e9, 1e10), "no intervals yet"),
+    (lambda: TaskLaw().fit(*sample(0)).bootstrap(10).constant_interval("gamma"), "interval of 'gamma'"),
+    (lambda: fit_tasks(fit.read_table(table(good=good)), [1e20]), "targets need a law of N and D"),
+    (lambda: fit_tasks(fit.read_table(table(good=good)), bootstrap=0), "bootstrap is 0"),
+    (lambda: verdicts(table(good=good), [-1.0]), "target is -1"),
+]
 
 
 @pytest.mark.parametrize(("change", "said"), WRONG)
@@ -200,17 +191,10 @@ def test_bad_rows_are_refused_in_one_sentence(change, said):
         TaskLaw().fit(**given)
 
 
-def test_bad_options_are_refused():
-    with pytest.raises(fit.InputError, match="link is 'probit'"):
-        TaskLaw("probit")
-    with pytest.raises(fit.InputError, match="ceiling is 2"):
-        TaskLaw(ceiling=2)
-    with pytest.raises(fit.InputError, match="law takes N, D, U"):
-        TaskLaw(law=RepetitionLaw())
-    with pytest.raises(fit.InputError, match="not fitted"):
-        TaskLaw().predict(1e9, 1e10)
-    with pytest.raises(fit.InputError, match="no intervals yet"):
-        TaskLaw().fit(*sample(0)).interval(1e9, 1e10)
+@pytest.mark.parametrize(("ask", "said"), REFUSED)
+def test_bad_options_and_questions_are_refused(ask, said):
+    with pytest.raises(fit.InputError, match=said):
+        ask()
 
 
 # Tables of tasks.
@@ -262,7 +246,8 @@ def test_a_sound_task_is_extrapolated_to_the_optimum_of_each_budget():
         assert prediction.run_interval[0] <= prediction.acc_interval[0] < prediction.acc_interval[1]
         assert prediction.loss_interval[0] < task_loss(prediction.N, prediction.D) < prediction.loss_interval[1]
         assert prediction.reason == ""
-    assert "at 1e+20 FLOPs: 0." in repr(found)
+    assert json.loads(json.dumps(found.to_dict()))["predictions"][0]["flops"] == 1e20
+    assert set(found.to_dict()["law"]["constants"]) == set(LAW) | set(CURVE)
 
 
 def test_the_frontier_is_that_of_the_same_resample():
@@ -292,9 +277,11 @@ def test_hopeless_tasks_are_refused_with_the_reason():
     few = frame["run_id"].isin([f"r{i}" for i in range(5)])
     for name in ("acc", "acc_se", "chance", "gold_bpb"):
         frame[f"few/{name}"] = frame[f"good/{name}"].where(few)
+    frame["unknown/acc"] = frame["good/acc"]  # without a standard error
     found = verdicts(frame)
     assert found["good"].extrapolate
     said = {
+        "unknown": "nothing in the table says how noisy",
         "chance": "no run is above chance (0.25) by more than luck",
         "slight": "its scores range over",
         "backwards": "its accuracy does not follow its loss",
@@ -303,8 +290,7 @@ def test_hopeless_tasks_are_refused_with_the_reason():
     for name, reason in said.items():
         assert not found[name].extrapolate
         assert reason in found[name].reason, found[name].reason
-        assert found[name].law is None
-        assert reason in repr(found[name])
+        assert found[name].to_dict()["law"] is None
 
 
 def test_runs_that_were_compared_item_by_item_are_judged_by_that():
@@ -317,8 +303,7 @@ def test_runs_that_were_compared_item_by_item_are_judged_by_that():
     found = verdicts(frame)
     assert (found["slight"].score.ratio, found["slight"].score.by_luck, found["slight"].score.clear) == (8.0, 3.5, True)
     assert "range over" not in found["slight"].reason
-    said = "no two runs lie apart: item by item the furthest differ by 2.00 standard errors, and above 3.50 is needed."
-    assert found["good"].reason == said
+    assert "2.00 standard errors, and above 3.50 is needed" in found["good"].reason
     # What training adds to the noise is not among the items.
     rough = table(checkpoints=8, good=lambda loss, rng: 0.5 + 0.02 * rng.standard_normal())
     rough["good/acc_z"], rough["good/acc_z_by_luck"] = 8.0, 3.5
@@ -335,12 +320,8 @@ def test_predictions_too_far_or_too_vague_are_refused():
     near, far = verdicts(table(good=good), targets=[1e20, 1e28], bootstrap=200)["good"].predictions
     assert near.reason == ""
     assert "below the lowest seen" in far.reason
-    assert "bits per byte" in far.reason
-
-    def jumpy(loss, rng):
-        return accuracy(loss, middle=0.6) + 0.08 * rng.standard_normal()
-
-    (vague,) = verdicts(table(jumpy=jumpy), targets=[1e21], bootstrap=200)["jumpy"].predictions
+    jumpy = table(jumpy=lambda loss, rng: accuracy(loss, middle=0.6) + 0.08 * rng.standard_normal())
+    (vague,) = verdicts(jumpy, targets=[1e21], bootstrap=200)["jumpy"].predictions
     assert vague.reason.startswith("the interval of a run, 0.")
 
 
@@ -348,36 +329,26 @@ def test_noise_is_read_from_checkpoints_then_seeds_then_items():
     def jumpy(loss, rng):
         return accuracy(loss) + 0.02 * rng.standard_normal()
 
-    items = verdicts(table(jumpy=jumpy))["jumpy"].score
-    seeds = verdicts(table(seeds=3, jumpy=jumpy))["jumpy"].score
-    steps = verdicts(table(checkpoints=20, jumpy=jumpy))["jumpy"].score
-    assert items.source == "standard error of the items"
-    assert seeds.source == "runs of one size and length"
-    assert steps.source == "last checkpoints"
-    binomial = np.sqrt(0.7 * 0.3 / ITEMS)
-    run = np.hypot(binomial, 0.02)
-    mean = 0.75
-    np.testing.assert_allclose(items.noise * mean, binomial, rtol=0.2)
-    np.testing.assert_allclose([seeds.noise * mean, steps.noise * mean], run, rtol=0.25)
-
-
-def test_a_run_that_still_learns_is_not_taken_for_noise():
-    steady = verdicts(table(checkpoints=20, good=good))["good"]
-    assert steady.loss.source == "last checkpoints"
-    np.testing.assert_allclose(steady.loss.noise, NOISE, rtol=0.35)
+    binomial = np.sqrt(0.7 * 0.3 / ITEMS) / 0.75
+    run = np.hypot(binomial, 0.02 / 0.75)
+    for options, source, noise in (
+        ({}, "standard error of the items", binomial),
+        ({"seeds": 3}, "runs of one size and length", run),
+        ({"checkpoints": 20}, "last checkpoints", run),
+    ):
+        found = verdicts(table(**options, jumpy=jumpy))["jumpy"]
+        assert found.score.source == source
+        np.testing.assert_allclose(found.score.noise, noise, rtol=0.25)
+    np.testing.assert_allclose(found.loss.noise, NOISE, rtol=0.35)  # though the loss still falls
 
 
 def test_checkpoints_are_used_but_for_the_first_of_a_run():
-    found = verdicts(table(checkpoints=19, good=good))["good"]  # steps 50, 100, ...: the first is below a tenth
+    frame = table(checkpoints=19, good=good)  # steps 50, 100, ...: the first is below a tenth
+    found = verdicts(frame)["good"]
     assert found.runs == 25
     assert len(found.law.data_["acc"]) == 25 * 19
     assert found.law.data_["final"].sum() == 25
-
-
-def test_rows_dropped_by_the_user_are_no_checkpoints():
-    frame = table(good=good)
-    runs = fit.read_table(frame, drop_worst=3)
-    (found,) = fit_tasks(runs)
+    (found,) = fit_tasks(fit.read_table(table(good=good), drop_worst=3))  # dropped rows are not checkpoints
     assert len(found.law.data_["acc"]) == found.runs == 22
 
 
@@ -389,19 +360,6 @@ def test_a_task_without_gold_bytes_goes_through_the_loss_of_the_table():
     np.testing.assert_allclose(found.law.data_["loss"], frame["loss"])
 
 
-def test_a_table_that_does_not_know_its_noise_is_refused():
-    frame = table(good=good).drop(columns=["good/acc_se"])
-    assert "nothing in the table says how noisy" in verdicts(frame)["good"].reason
-
-
-def test_a_verdict_is_plain_data():
-    accepted = verdicts(table(good=good), targets=[1e21])["good"].to_dict()
-    assert json.loads(json.dumps(accepted))["predictions"][0]["flops"] == 1e21
-    assert set(accepted["law"]["constants"]) == set(LAW) | set(CURVE)
-    refused = verdicts(table(chance=guess))["chance"].to_dict()
-    assert (refused["law"], refused["predictions"], refused["extrapolate"]) == (None, [], False)
-
-
 def test_signal_to_noise_is_range_over_noise():
     found = signal_to_noise([0.4, 0.5, 0.6, 0.7], 0.02, "items")
     np.testing.assert_allclose([found.signal, found.noise, found.ratio], [0.3 / 0.55, 0.02 / 0.55, 15.0])
@@ -410,16 +368,6 @@ def test_signal_to_noise_is_range_over_noise():
     ranges = np.ptp(np.random.default_rng(0).standard_normal((20_000, 25)), axis=1)
     np.testing.assert_allclose(signal_to_noise(np.zeros(25), 1.0).by_luck, ranges.mean(), rtol=0.01)
     assert not signal_to_noise(np.zeros(25), 0.0).clear
-
-
-def test_targets_need_the_law_of_these_runs():
-    runs = fit.read_table(table(good=good))
-    with pytest.raises(fit.InputError, match="targets need a law of N and D"):
-        fit_tasks(runs, [1e20])
-    with pytest.raises(fit.InputError, match="bootstrap is 0"):
-        fit_tasks(runs, bootstrap=0)
-    with pytest.raises(fit.InputError, match="target is -1"):
-        fit_tasks(runs, [-1.0], fit.ChinchillaLaw().fit(runs.N, runs.D, runs.loss))
 
 
 # Published runs.
