@@ -185,21 +185,3 @@ def test_a_disagreement_beyond_the_runs_alone_is_one_of_extrapolation():
     table, found = judged(sweep())
     (said,) = find_suspects(found, {6e18}, table)
     assert said.startswith("They agree at the largest run and differ only 100 times beyond it")
-
-
-def test_intervals_that_only_touch_confirm_nothing():
-    table, _ = judged(sweep(), bootstrap=0)
-
-    class At:
-        available = True
-
-        def __init__(self, N, low, high):
-            self.N, self.N_ci = N, (low, high)
-
-        def at(self, _):
-            return self
-
-    touching = {"isoflop": At(4.2e11, 2.4e11, 7e11), "parametric": At(9.5e11, 5e11, 14e11)}
-    verdict = fit.verdict(touching, (1e18,), table)
-    assert verdict.agree is None
-    assert "overlap, and neither holds the other's N of 950B and 420B" in verdict.sentence

@@ -185,22 +185,6 @@ def test_serving_is_weighed_against_training(tmp_path, quick_pictures: None) -> 
     assert "filled up to the context (cpu);" in page
 
 
-@pytest.mark.parametrize(
-    ("k", "times", "said"),
-    [
-        (1.5, (2e-3,), "better costs less time at any number of served tokens."),
-        (1.5, (4e-3,), "better costs less time up to"),
-        (0.5, (4e-3,), "base costs less time at any number of served tokens."),
-        (1.5, (3e-3, 2.9e-3), "decodes as fast as base. Training at base's dearest budget included, better costs"),
-        (1.1, (2e-3,), "though the break-even may lie anywhere from 0 to "),
-    ],
-)
-def test_what_serving_makes_of_a_variant_is_said(k: float, times: tuple[float, ...], said: str) -> None:
-    base, variant = pair(seed=3, k=k)
-    tables = [timed(base, "base", 1e9, (3e-3,)), timed(variant, "better", 1e9, times)]
-    assert said in fit.compare(*map(fit.read_table, tables), names=("base", "better")).sentences[-1]
-
-
 def test_times_of_several_devices_are_not_weighed_against_each_other() -> None:
     base, variant = pair()
     tables = [timed(base, "base", 1e9, (3e-3,)), timed(variant, "mqa", 1e9, (2e-3,), "gpu")]

@@ -180,29 +180,10 @@ def test_a_concave_profile_and_a_minimum_at_an_edge_are_refused():
     for method in CURVES:
         edge = fit.IsoflopProfiles(method).fit(N, D, np.r_[loss.min() - 0.001, loss[1:]], C).profiles_[0]
         assert "the smallest size" in edge.reason or "add smaller ones" in edge.reason
-    # The parabola's vertex stays inside; the lowest run is the smallest.
-    assert (
-        "lowest measured loss is at the smallest size"
-        in fit.IsoflopProfiles().fit(N, D, np.r_[loss.min() - 0.001, loss[1:]], C).profiles_[0].reason
-    )
     two = fit.IsoflopProfiles("akima").fit(N[:2], D[:2], loss[:2], C[:2], budget=C[:2]).profiles_[0]
     assert two.reason == "only 2 sizes at this budget, and Akima's curve needs 3"
     with pytest.raises(fit.InputError, match="has no curve: only 2 sizes"):
         two.curve(N)
-
-
-def test_a_cubic_is_a_parabola_where_there_are_fewer_than_five_sizes():
-    few = fit.IsoflopProfiles("cubic").fit(*grid(sizes=4, noise=0.01)).bootstrap(50)
-    same = fit.IsoflopProfiles("parabola").fit(*grid(sizes=4, noise=0.01)).bootstrap(50)
-    assert [p.method for p in few.profiles_] == ["parabola"] * 4
-    assert few.N_law_.interval("p") == same.N_law_.interval("p")
-
-
-def test_three_sizes_have_a_vertex_but_no_interval_by_themselves():
-    N, D, loss, C = grid(budgets=(1e19,), sizes=3)
-    found = fit.IsoflopProfiles().fit(N, D, loss, C).bootstrap(100)
-    assert found.profiles_[0].accepted
-    assert found.profiles_[0].interval() is None
 
 
 def test_noise_beyond_the_curvature_makes_the_interval_unbounded():

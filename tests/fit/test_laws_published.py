@@ -100,14 +100,6 @@ def test_the_authors_own_single_epoch_runs_give_their_tied_exponent():
     assert law.objective_ < np.where(residual < 1e-3, residual**2 / 2, 1e-3 * (residual - 5e-4)).sum()
 
 
-@pytest.mark.published
-def test_all_constants_at_once_fit_repeated_runs_better(muennighoff):
-    """The base came from a figure of Hoffmann et al.; it is not that of these runs, whatever the decays."""
-    given, joint = RepetitionLaw(base=C4).fit(*muennighoff), RepetitionLaw(tied=True).fit(*muennighoff)
-    assert joint.objective_ < 0.45 * given.objective_
-    assert 0.39 < joint.alpha_ < 0.42
-
-
 @pytest.fixture(scope="module")
 def gadre():
     return published("gadre/gadre_runs.csv")
@@ -146,13 +138,3 @@ def test_the_published_hold_out_errors_of_over_training(gadre):
     np.testing.assert_allclose(errors(weighted), [0.71, 0.73], atol=0.05)
     np.testing.assert_allclose(errors(OvertrainingLaw(objective="squares").fit(N, D, loss)), [1.05, 1.10], atol=0.01)
     assert (errors(OvertrainingLaw().fit(N, D, loss)) < [0.45, 0.45]).all()
-
-
-@pytest.mark.published
-@pytest.mark.parametrize(("dataset", "most"), [("c4_original", 4.7), ("rpj", 0.5), ("rw_original", 1.8)])
-def test_five_small_runs_predict_the_largest_model_on_each_training_set(gadre, dataset, most):
-    """6.9B parameters at 20 tokens each, on C4's validation loss: the published 0.73 % is the best of three."""
-    five = chosen(gadre, dataset)
-    law = OvertrainingLaw().fit(five.N, five.D, five.loss_c4_val)
-    large = gadre[(gadre.train_dataset == dataset) & (gadre.N > 5e9)].iloc[0]
-    assert 100 * abs(law.predict(large.N, large.D) / large.loss_c4_val - 1) < most

@@ -102,21 +102,3 @@ def test_the_one_exponent_outside_has_a_vertex_at_an_edge(published, found):
     assert edge == 2.5e16
     ours = {p.flops: p.N_best for p in profiles.accepted_} | {edge: theirs.set_index("flops").n[edge]}
     assert low < fit.PowerLaw().fit(list(ours), list(ours.values())).p_ < high
-
-
-def test_vertices_scatter_more_than_the_noise_they_assume(found):
-    """So an interval from that noise alone is too narrow, and ours carries the scatter as well."""
-    assert min(p.scatter_ for key, p in found.items() if key[1] == "rw") > 0.02
-    for key, profiles in found.items():
-        if key[1] == "rw":
-            spread = np.median([np.subtract(*np.percentile(np.log(p.N_draws), [75, 25])) for p in profiles.accepted_])
-            assert spread / 1.349 < 0.035
-
-
-def test_parabolas_through_distant_sizes_miss_half_of_the_exponents(published):
-    inside = 0
-    for key, g in published[0].groupby(KEY):
-        low, high = interval(published, key)
-        law = fit.IsoflopProfiles().fit(g.n, g.flops / (6 * g.n), g.loss, g.flops, budget=g.flops).N_law_
-        inside += low <= law.p_ <= high
-    assert inside <= 8

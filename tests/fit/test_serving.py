@@ -177,7 +177,3 @@ def test_the_break_even_has_the_range_of_the_multiplier_and_of_both_times() -> N
     assert break_even(100.0, 2.0, quick, slow, (1.25, 4.0)).ci == pytest.approx((20 / 0.0014, 75 / 0.0006))
     overlap = break_even(100.0, 0.5, slow, (0.0020, 0.0025, 0.0030), (0.4, 1.2))
     assert (overlap.tokens, overlap.ci, overlap.saved) == (math.inf, (0.0, math.inf), 0.0)
-
-
-def test_a_laptop_needs_no_torch_for_it() -> None:
-    assert "torch" not in serving.__dict__

