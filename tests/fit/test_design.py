@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from isoflop.fit import ChinchillaLaw, FunctionLaw, InputError, KaplanLaw, RepetitionLaw
 from isoflop.fit.allocation.design import (
-    Basin,
     Beliefs,
     Buyer,
     Candidates,
@@ -57,7 +56,12 @@ def test_beliefs_are_the_posterior_of_dense_linear_algebra() -> None:
     trunk, shares = np.array([0, 1, -1, 0, 1, 1, -1, 0, 2]), np.array([0.5, 0.3, 0.2])
     beliefs = Beliefs(goals, shares, 3, shared, own)
     for i in range(n):
+        before, fall, kept = beliefs.variances().sum(), beliefs.falls(slopes, trunk)[i], beliefs.covariance.copy()
         beliefs.observe(slopes[:, i], int(trunk[i]))
+        assert before - beliefs.variances().sum() == pytest.approx(fall, rel=1e-9)
+        undone = beliefs.copy()
+        undone.observe(slopes[:, i], int(trunk[i]), -1.0)
+        np.testing.assert_allclose(undone.covariance, kept, atol=1e-12)
     noise = np.diag(np.full(n, shared + own))
     noise += shared * ((trunk[:, None] == trunk) & (trunk[:, None] >= 0) & ~np.eye(n, dtype=bool))
     posterior = [np.linalg.inv(J.T @ np.linalg.inv(noise) @ J + np.eye(k)) for J in slopes]
@@ -102,33 +106,6 @@ def test_tied_exponents_and_a_given_E_are_designed_for_by_the_closed_form() -> N
     bought = Buyer(asked, pool).buy(6.0001e20).chosen
     free = Buyer(Question.of(ChinchillaLaw().fit(np.exp(x), np.exp(y), loss), TARGET), pool).buy(6.0001e20).chosen
     assert bought == [wanted] != free
-
-
-def test_a_fall_is_what_buying_brings_and_taking_back_undoes_it() -> None:
-    generator = np.random.default_rng(2)
-    goals, slopes = generator.normal(size=(4, 2, 5)), generator.normal(size=(4, 6, 5))
-    trunk = np.array([0, 1, 0, -1, 1, 0])
-    beliefs = Beliefs(goals, np.full(4, 0.25), 2, 0.2, 0.5)
-    for i in range(3):
-        beliefs.observe(slopes[:, i], int(trunk[i]))
-    before, falls, kept = beliefs.variances().sum(), beliefs.falls(slopes, trunk), beliefs.covariance.copy()
-    for i in range(6):
-        trial = beliefs.copy()
-        trial.observe(slopes[:, i], int(trunk[i]))
-        assert before - trial.variances().sum() == pytest.approx(falls[i], rel=1e-9)
-        trial.observe(slopes[:, i], int(trunk[i]), -1.0)
-        np.testing.assert_allclose(trial.covariance, kept, atol=1e-12)
-    assert (falls > 0).all()
-
-
-@pytest.mark.parametrize("options", [{}, {"tied": True}, {"E": 1.8}])
-def test_slopes_are_the_derivatives_by_every_coordinate(options: dict[str, Any]) -> None:
-    law = ChinchillaLaw(**options).fit(*runs(np.random.default_rng(3)))
-    columns = {name: law.data_[name] for name in ("N", "D")}
-    p = law.problem_
-    width = (p.upper - p.lower) / 4
-    _, slopes = Basin(law, law.theta_, 1.0).slopes(log_losses(columns))
-    np.testing.assert_allclose(slopes, law._slopes(p, law.theta_) * width, atol=1e-5)
 
 
 VALLEYS = {"x": (1.0, 1.0), "m": (-2.0, 2.0)}
@@ -202,15 +179,11 @@ def test_runs_larger_than_any_before_are_worth_more(law: ChinchillaLaw) -> None:
 
 
 def test_the_longest_run_of_a_trunk_pays_for_it() -> None:
-    N, D = np.ones(4), np.array([1.0, 2.0, 4.0, 3.0])
-    offer = Candidates(
-        {"N": N, "D": D}, np.array([10.0, 20.0, 40.0, 6.0]), np.array([2.0, 4.0, 8.0, 6.0]), D, np.array(list("aaaa"))
-    )
-    assert offer.cost([1]) == 20
-    assert offer.cost([0, 1]) == 22
-    assert offer.cost([2, 0, 1]) == 46
-    assert offer.cost([3]) == 6  # it branches off a trunk that is there
-    assert offer.cost([3, 0]) == 16
+    D, flops, decay = np.array([[1.0, 2.0, 4.0, 3.0], [10.0, 20.0, 40.0, 6.0], [2.0, 4.0, 8.0, 6.0]])
+    offer = Candidates({"N": np.ones(4), "D": D}, flops, decay, D, np.array(list("aaaa")))
+    # Run 3 branches off a trunk that is there.
+    for batch, cost in (([1], 20), ([0, 1], 22), ([2, 0, 1], 46), ([3], 6), ([3, 0], 16)):
+        assert offer.cost(batch) == cost
     for order in itertools.permutations(range(4)):
         spent = [offer.extra(list(order[:i]))[order[i]] for i in range(4)]
         assert sum(spent) == pytest.approx(offer.cost(list(order)))
@@ -239,22 +212,25 @@ def test_the_expected_interval_begins_from_the_one_that_is_there() -> None:
     assert design.narrowed("N", 2.0, (2.0, 32.0)) == pytest.approx((2.0, 8.0))
 
 
-def test_bad_questions_are_refused(law: ChinchillaLaw) -> None:
-    offer = pool(np.random.default_rng(8), 3)
-    with pytest.raises(InputError, match=r"budget is 1e\+10 FLOPs; the cheapest run costs .*, so give at least that"):
-        Buyer(question(law), offer).buy(1e10)
-    with pytest.raises(InputError, match=r"correlation is 1\.0; at least 0 and below 1"):
-        question(law, correlation=1.0)
-    with pytest.raises(InputError, match="trunk has 2 labels and the law 20 rows"):
-        question(law, trunk=["a", "b"])
-    with pytest.raises(InputError, match="target_flops is -1"):
-        Question.of(law, -1.0)
-    with pytest.raises(InputError, match="is not fitted"):
-        Question.of(ChinchillaLaw(), TARGET)
+def repeated() -> RepetitionLaw:
     N, D, loss = runs(np.random.default_rng(0))
-    repeated = RepetitionLaw().fit(N, D, np.minimum(D, 8e9), loss)
-    with pytest.raises(InputError, match="repeated data has no optimum of N and D; give points"):
-        Question.of(repeated, TARGET)
+    return RepetitionLaw().fit(N, D, np.minimum(D, 8e9), loss)
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda law: Buyer(question(law), pool(np.random.default_rng(8), 3)).buy(1e10), "the cheapest run costs"),
+        (lambda law: question(law, correlation=1.0), "correlation is 1.0"),
+        (lambda law: question(law, trunk=["a", "b"]), "trunk has 2 labels and the law 20 rows"),
+        (lambda law: Question.of(law, -1.0), "target_flops is -1"),
+        (lambda law: Question.of(ChinchillaLaw(), TARGET), "is not fitted"),
+        (lambda law: Question.of(repeated(), TARGET), "no optimum of N and D"),
+    ],
+)
+def test_bad_questions_are_refused(law: ChinchillaLaw, ask: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        ask(law)
 
 
 def repeated_loss(N: Any, D: Any, U: Any) -> Any:
