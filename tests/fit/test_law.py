@@ -129,6 +129,7 @@ BAD = [
     (dict(N=N[:5], D=D[:5], loss=L[:5]), "has 5 parameters and the table has 5 different points; it needs at least 6"),
     (dict(N=np.full(12, 1e9)), "N is 1e\\+09 in every row"),
     (dict(D=np.full(12, 1e9)), "D is 1e\\+09 in every row"),
+    (dict(N=np.linspace(1e8, 1.03e8, 12)), r"N is only 1e\+08 to 1\.03e\+08; a law in N and D needs"),
     (dict(D=20 * N), "collinear in \\(log N, log D\\), so alpha and beta are not identifiable"),
     (dict(N=np.stack([N, N])), "N has shape"),
     (dict(N=np.resize(N[:5], 12), D=np.resize(D[:5], 12)), "the table has 5 different points"),
@@ -197,16 +198,6 @@ def test_the_published_optimum_on_240_points_to_all_digits(epoch):
     said = [f"{law.E_:.5f}", f"{law.A_:.3f}", f"{law.B_:.3f}", f"{law.alpha_:.6f}", f"{law.beta_:.6f}"]
     assert said == ["1.81722", "477.826", "2143.417", "0.347310", "0.367172"]
     assert law.starts_ == {"tried": 64, "agreeing": 64}
-
-
-@pytest.mark.published
-def test_a_small_delta_gives_the_published_l1_constants(epoch):
-    runs = read(epoch, 5)
-    law = fit.ChinchillaLaw(delta=1e-6).fit(runs.N, runs.D, runs.loss)
-    assert law.converged_
-    # The published ones come from an optimizer that stopped early: their objective is 0.3 % above this one.
-    np.testing.assert_allclose([law.E_, law.alpha_, law.beta_], [1.8169, 0.3478, 0.3658], atol=1e-4)
-    np.testing.assert_allclose([law.A_, law.B_], [482.0, 2085.4], rtol=5e-4)
 
 
 @pytest.mark.published

@@ -192,22 +192,6 @@ def test_equal_bounds_fix_a_parameter_and_bounds_are_reported():
     assert [p.coordinates[i] for i in np.flatnonzero(found.at_bound[0])] == ["alpha"]
 
 
-def test_bounds_of_each_problem_are_its_own():
-    """As in a profile likelihood: E fixed at another value in each."""
-    p, starts = problem(6)
-    fixed = np.log(np.linspace(1.6, 1.9, 7))
-    at = p.coordinates.index("E")
-    lower, upper = (np.repeat(bound[None, :], 7, axis=0) for bound in (p.lower, p.upper))
-    lower[:, at] = upper[:, at] = fixed
-    together = solve(p.form, p.target, np.ones((7, 60)), starts, lower, upper, 1e-3)
-    assert together.converged.all()
-    np.testing.assert_array_equal(together.theta[:, at], fixed)
-    for i in range(7):
-        alone = solve(p.form, p.target, np.ones((1, 60)), starts, lower[i], upper[i], 1e-3)
-        np.testing.assert_allclose(together.objective[i], alone.objective[0], rtol=1e-12)
-    assert together.objective.argmin() not in (0, 6)
-
-
 def test_targets_and_starts_may_be_one_for_all_or_one_each():
     p, starts = problem(2)
     weights = resamples(1, 4)

@@ -25,7 +25,7 @@ def cost(N, D, *settings):
     return sum(c * np.prod([x ** int(p) for x, p in zip(u, name, strict=True)], axis=0) for name, c in SHAPE.items())
 
 
-def simulated(seed, noise=0.003, first=32, ratios=RATIOS, decay=True):
+def simulated(seed, noise=0.003, first=32, ratios=RATIOS):
     """A tune as sweeps/grid/tune.py makes it: rungs of half the runs, in half the volume, around the best quarter."""
     rng, rows = np.random.default_rng(seed), []
     for N in SIZES:
@@ -35,10 +35,6 @@ def simulated(seed, noise=0.003, first=32, ratios=RATIOS, decay=True):
             settings = np.exp(middle + (2 * points - 1) * half)
             settings[:, 1] = 128 * np.maximum(1, np.round(settings[:, 1] / 128))
             loss = (1.2 + 40 / N**0.5 + 300 / D**0.45) * np.exp(cost(N, D, *settings.T))
-            if not decay:  # its best is none at all
-                idle = np.full(len(loss), best("timescale", N, D))
-                loss *= np.exp(cost(N, D, *settings[:, :2].T, idle) - cost(N, D, *settings.T))
-                loss *= np.exp(0.02 * settings[:, 2] ** -0.5)
             loss *= np.exp(noise * rng.standard_normal(len(loss)))
             rows += [(N, D, *one, y) for one, y in zip(settings, loss, strict=True)]
             middle = np.log(settings[np.argsort(loss)[: len(loss) // 4]]).mean(axis=0)
@@ -121,14 +117,6 @@ def test_what_the_runs_do_not_tell_stays_at_published_values_and_is_said():
     assert "noisy_runs" in {warning["code"] for warning in noisy["warnings"]}
     with pytest.raises(fit.InputError, match=r"6 runs lie within 8%.* a tune needs more than 16"):
         tuning_rules({name: column[:8] for name, column in simulated(0).items()})
-
-
-def test_where_no_decay_is_best_its_rule_is_weak_and_the_others_stand():
-    found = tuning_rules(simulated(4, decay=False), draws=50)["tuning"]
-    assert value(found["timescale"], 1.6e4, 6.4e5) > 2  # weights forget nothing in a run
-    batch = value(found["batch_tokens"], 1.6e4, 6.4e5)
-    rate = value(found["learning_rate"], 1.6e4, 6.4e5, batch)
-    assert float(cost(1.6e4, 6.4e5, rate, batch, best("timescale", 1.6e4, 6.4e5))) < 0.005
 
 
 def test_an_optimum_below_one_sequence_is_found_from_one_side_and_said():
