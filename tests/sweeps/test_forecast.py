@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("quick_pictures")
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> SweepDirectory:
     """Finished, with a law; none of its runs has a curve."""
     config = fake_sweep.settings(IsoflopGrid(budgets=[1e11, 3e11, 1e12, 3e12], sizes=5))
-    config.fit.bootstrap, config.fit.intervals, config.optimizer.batch_size = 50, "noise", 32
+    config.fit.bootstrap, config.fit.intervals, config.optimizer.batch_size = 20, "noise", 64
     sweep = fake_sweep.write(tmp_path_factory.mktemp("sweeps") / "small", config)
     fake_sweep.finish(sweep)
     write_results(sweep)
@@ -146,19 +146,29 @@ def test_curves_keep_the_validated_and_the_last_steps_of_every_run(tmp_path: Pat
     assert set(curves["N"]) == {size_of(config)}
 
 
-def curve(config: RunConfig) -> list[float]:
+def rates_of(config: RunConfig) -> list[float]:
+    return [learning_rate_factor(config, step) for step in range(config.steps)]
+
+
+def curve(config: RunConfig, factors: list[float]) -> list[float]:
     """Losses by step that fall with the sum of rates and with the rate itself, as the law of curves has it."""
-    rates = np.array([learning_rate_factor(config, step) for step in range(config.steps)])
+    rates = np.array(factors)
     return list(1 + 12 * size_of(config) ** -0.3 + 3 * np.cumsum(rates) ** -0.4 + 0.1 * rates)
 
 
-def write_curve(run: RunDirectory, share: float = 1.0) -> None:
+def write_curve(run: RunDirectory, share: float = 1.0) -> float:
+    """Writes a run's losses up to a share of its steps; returns the last loss of all."""
     config = run.config()
+    rates = rates_of(config)
+    losses = curve(config, rates)
     lines = [
-        {"step": n, "lr": config.optimizer.learning_rate * learning_rate_factor(config, n - 1), "smoothed_loss": loss}
-        for n, loss in enumerate(curve(config)[: round(share * config.steps)], 1)
+        {"step": n, "lr": config.optimizer.learning_rate * rate, "smoothed_loss": loss}
+        for n, (rate, loss) in enumerate(zip(rates, losses, strict=True), 1)
     ]
-    (run.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run.path / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines[: round(share * config.steps)])
+    )
+    return losses[-1]
 
 
 def test_runs_under_way_are_forecast_by_those_that_are_done(tmp_path: Path) -> None:
@@ -167,8 +177,7 @@ def test_runs_under_way_are_forecast_by_those_that_are_done(tmp_path: Path) -> N
     sweep = fake_sweep.write(tmp_path / "small", config)
     fake_sweep.finish(sweep)
     for number, run in enumerate(sweep.runs()):
-        write_curve(run)
-        held_out = 1.02 * curve(run.config())[-1] * (1 + 0.001 * (-1) ** number)  # apart from the training loss
+        held_out = 1.02 * write_curve(run) * (1 + 0.001 * (-1) ** number)  # apart from the training loss
         write_json(run.path / "summary.json", (run.summary() or {}) | {"val_loss": held_out})
     young = max(sweep.runs(), key=lambda run: run.config().D)
     truth = (young.summary() or {})["val_loss"]

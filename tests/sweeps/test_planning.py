@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,24 +27,26 @@ def data(small_corpus: Callable[..., DataConfig]) -> DataConfig:
     return small_corpus(validation_tokens=256)
 
 
-@pytest.fixture
-def sweep(data: DataConfig, tmp_path: Path) -> Callable[..., Prepared]:
-    """Plans a small ladder and writes it."""
-
-    def make(*overrides: str) -> Prepared:
-        prepared = prepare.from_config(configuration(data, tmp_path, *overrides))
-        prepare.write_plan(prepared, ["test"])
-        return prepared
-
-    return make
-
-
 @pytest.fixture(scope="module")
 def kept(data: DataConfig, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     """The same sweep, for tests that change nothing of it."""
     prepared = prepare.from_config(configuration(data, tmp_path_factory.mktemp("kept")))
     prepare.write_plan(prepared, ["test"])
     return prepared
+
+
+@pytest.fixture
+def sweep(kept: Prepared, data: DataConfig, tmp_path: Path) -> Callable[..., Prepared]:
+    """Plans a small ladder and writes it; without overrides it is a copy of the kept one."""
+
+    def make(*overrides: str) -> Prepared:
+        if not overrides:
+            return prepare.from_disk(SweepDirectory(Path(shutil.copytree(kept.sweep.path, tmp_path / "sweep"))))
+        prepared = prepare.from_config(configuration(data, tmp_path, *overrides))
+        prepare.write_plan(prepared, ["test"])
+        return prepared
+
+    return make
 
 
 def configuration(data: DataConfig, folder: Path, *overrides: str) -> SweepConfig:
