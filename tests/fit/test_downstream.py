@@ -117,10 +117,7 @@ def test_a_resample_goes_through_both_steps():
             sigma=1 / np.sqrt(law._weight[rows]),
         )
         np.testing.assert_allclose([law.draws_["middle"][i], law.draws_["slope"][i]], second, rtol=1e-4)
-    draws = law.predict_draws([1e9, 1e10], [2e10, 2e11])
-    assert draws.shape == (2, 60)
-    assert law.interval([1e9, 1e10], [2e10, 2e11]).shape == (2, 2)
-    np.testing.assert_allclose(law.predict_draws(1e9, 2e10), draws[0])
+    np.testing.assert_allclose(law.predict_draws(1e9, 2e10), law.predict_draws([1e9, 1e10], [2e10, 2e11])[0])
 
 
 @pytest.mark.slow
@@ -142,25 +139,21 @@ def test_accuracies_of_a_larger_model_are_covered_at_their_rate():
     assert run >= 25
 
 
-def test_the_interval_of_a_run_widens_with_fewer_items():
-    law = TaskLaw().fit(*sample(5), chance=0.25).bootstrap(250)
-    assert abs(law.items_ - ITEMS) <= 1
-    widths = [np.ptp(law.prediction_interval(1e8, 2e9, items=items)) for items in (100, 1000, 100_000)]
-    assert widths[0] > 1.5 * widths[1] > 1.5 * widths[2]
-    assert widths[2] >= 0.9 * np.ptp(law.interval(1e8, 2e9))
-
-
 def test_a_scatter_beyond_the_items_is_found():
     found = [TaskLaw().fit(*sample(seed, scatter=0.03), chance=0.25).scatter_ for seed in range(8)]
     np.testing.assert_allclose(np.mean(found), 0.03, rtol=0.2)
     assert np.median([TaskLaw().fit(*sample(seed), chance=0.25).scatter_ for seed in range(8)]) < 0.005
 
 
-def test_a_law_prints_both_steps_with_intervals():
-    law = TaskLaw().fit(*sample(5), chance=0.25).bootstrap(50)
+def test_a_law_prints_its_intervals_and_fewer_items_widen_them():
+    law = TaskLaw().fit(*sample(5), chance=0.25).bootstrap(250)
     assert repr(law).startswith("acc = 0.25 + (1 - 0.25) / (1 + exp(-")
     low, high = law.constant_interval("slope")
     assert f"[{low:.4g}, {high:.4g}]" in repr(law)
+    assert abs(law.items_ - ITEMS) <= 1
+    widths = [np.ptp(law.prediction_interval(1e8, 2e9, items=items)) for items in (100, 1000, 100_000)]
+    assert widths[0] > 1.5 * widths[1] > 1.5 * widths[2]
+    assert widths[2] >= 0.9 * np.ptp(law.interval(1e8, 2e9))
 
 
 WRONG = [
@@ -343,21 +336,19 @@ def test_noise_is_read_from_checkpoints_then_seeds_then_items():
 
 
 def test_checkpoints_are_used_but_for_the_first_of_a_run():
-    frame = table(checkpoints=19, good=good)  # steps 50, 100, ...: the first is below a tenth
-    found = verdicts(frame)["good"]
+    found = verdicts(table(checkpoints=19, good=good))["good"]  # steps 50, 100, ...: the first is below a tenth
     assert found.runs == 25
     assert len(found.law.data_["acc"]) == 25 * 19
     assert found.law.data_["final"].sum() == 25
-    (found,) = fit_tasks(fit.read_table(table(good=good), drop_worst=3))  # dropped rows are not checkpoints
-    assert len(found.law.data_["acc"]) == found.runs == 22
 
 
-def test_a_task_without_gold_bytes_goes_through_the_loss_of_the_table():
+def test_dropped_rows_are_left_out_and_tasks_without_bytes_use_the_loss():
     frame = table(good=good).drop(columns=["good/gold_bpb", "good/chance"])
-    found = verdicts(frame)["good"]
+    (found,) = fit_tasks(fit.read_table(frame, drop_worst=3))
+    assert len(found.law.data_["acc"]) == found.runs == 22
     assert found.measure == "loss"
     assert found.law.constants_["floor"] == 0.0
-    np.testing.assert_allclose(found.law.data_["loss"], frame["loss"])
+    assert set(found.law.data_["loss"]) <= set(frame["loss"])
 
 
 def test_signal_to_noise_is_range_over_noise():
