@@ -218,13 +218,6 @@ def test_the_line_of_valleys_covers_a_hidden_budget():
     assert np.mean(inside) >= 7 / 8
 
 
-def test_the_prior_of_the_slope_gives_way_to_vertices_on_a_line():
-    N, D, loss, C, _ = lopsided(budgets=np.geomspace(1e18, 1e21, 7))
-    found = fit.IsoflopProfiles("valley").fit(N, D, loss, C)
-    assert abs(found.N_law_.p_ - 0.28 / 0.83) < 0.02
-    assert found.scatter_ < 0.15 / 2  # the prior's
-
-
 def test_a_budget_of_few_sizes_takes_its_shape_from_the_others():
     N, D, loss, C, best = lopsided(sizes=7, noise=0.001)
     few = (C < 1e21) | (np.abs(np.log(N / best)) < 1.5)  # three sizes of the dearest budget

@@ -199,13 +199,11 @@ def test_without_breaks_it_is_a_power_law_with_an_offset():
     np.testing.assert_allclose([straight.a_, straight.b_, straight.c0_], [0, 7, 0.2], rtol=1e-9)
 
 
-@pytest.mark.parametrize("breaks", [2, 3])
-def test_several_breaks_come_back_in_the_order_of_their_places(breaks):
+def test_several_breaks_come_back_in_the_order_of_their_places():
     x = np.geomspace(1e2, 1e10, 70)
     truth = {"a": 0.05, "b": 40.0, "c0": 0.3, "c1": 0.3, "d1": 2e4, "f1": 0.4, "c2": -0.4, "d2": 3e6, "f2": 0.3}
-    if breaks == 3:
-        truth |= {"c3": 0.35, "d3": 2e8, "f3": 0.5}
-    law = BrokenPowerLaw(breaks).fit(x, BrokenPowerLaw.evaluate(truth, x))
+    truth |= {"c3": 0.35, "d3": 2e8, "f3": 0.5}
+    law = BrokenPowerLaw(3).fit(x, BrokenPowerLaw.evaluate(truth, x))
     assert law.converged_
     for name, value in truth.items():
         assert law.constants_[name] == pytest.approx(value, rel=1e-5), name

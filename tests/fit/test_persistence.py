@@ -9,16 +9,12 @@ from isoflop.fit.laws.persistence import FORMAT, VERSION
 from isoflop.sweeps.cli.main import app
 from typer.testing import CliRunner
 
-
-def points(seed=0, n=40, noise=0.003):
-    rng = np.random.default_rng(seed)
-    N, D = 10 ** rng.uniform(7, 10, n), 10 ** rng.uniform(9, 12, n)
-    return N, D, (1.8 + 480 / N**0.35 + 2100 / D**0.37) * np.exp(noise * rng.standard_normal(n))
+from tests.fit.test_law import points
 
 
 @pytest.fixture(scope="module")
 def law():
-    return fit.ChinchillaLaw(delta=3e-3).fit(*points()).bootstrap(30, groups=np.arange(40) // 2)
+    return fit.ChinchillaLaw(delta=3e-3).fit(*points(0, 40)).bootstrap(30, groups=np.arange(40) // 2)
 
 
 @pytest.fixture
@@ -30,10 +26,10 @@ def saved(law, tmp_path):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: fit.ChinchillaLaw(tied=True).fit(*points()),
-        lambda: fit.ChinchillaLaw(E=1.7).fit(*points()),
-        lambda: fit.ChinchillaLaw("se").fit(*points(), loss_se=np.full(40, 1e-3)),
-        lambda: fit.ChinchillaLaw("squares", np.inf).fit(*points()),
+        lambda: fit.ChinchillaLaw(tied=True).fit(*points(0, 40)),
+        lambda: fit.ChinchillaLaw(E=1.7).fit(*points(0, 40)),
+        lambda: fit.ChinchillaLaw("se").fit(*points(0, 40), loss_se=np.full(40, 1e-3)),
+        lambda: fit.ChinchillaLaw("squares", np.inf).fit(*points(0, 40)),
         lambda: fit.PowerLaw(offset=True).fit(np.geomspace(1, 100, 9), 1 + np.geomspace(1, 100, 9) ** -0.5),
     ],
 )
@@ -50,7 +46,7 @@ def test_provenance_says_version_date_and_the_hash_of_the_data(law):
     content = law.to_dict()
     assert set(content["provenance"]) == {"isoflop", "date"}
     assert len(content["data"]["sha256"]) == 64
-    other = fit.ChinchillaLaw().fit(*points(1)).to_dict()
+    other = fit.ChinchillaLaw().fit(*points(1, 40)).to_dict()
     assert other["data"]["sha256"] != content["data"]["sha256"]
 
 
@@ -69,9 +65,7 @@ BAD = [
     (lambda c: change(c, "form", to="x"), "holds a law of form 'x'; known are chinchilla"),
     (lambda c: change(c, "data", "columns", "N", 3, to=1e9), "holds data whose hash differs"),
     (lambda c: change(c, "options", to={"gamma": 1}), "is not a whole law"),
-    (lambda c: change(c, "fit", to={}), "is not a whole law"),
     (lambda c: json.dumps(c)[:-50], "is not what it must be: Input data was truncated"),
-    (lambda c: "[]", "is not a law"),
     (lambda c: '{"a":' * 20000 + "1" + "}" * 20000, "is nested too deeply"),
     (lambda c: change(c, "fit", "theta", to="x"), r"Expected array, got str - at \$.fit.theta"),
     (lambda c: change(c, "fit", "theta", to=[0.0] * 9), "theta has 9 numbers, and the law 5"),
@@ -79,11 +73,7 @@ BAD = [
     (lambda c: change(c, "data", "weight", to=[1.0]), "columns differ in length"),
     (lambda c: change(c, "data", "columns", "D", 2, to=-1), "D is -1 in row 2"),
     (lambda c: change(c, "data", to=3), r"Expected object, got int - at \$.data"),
-    (lambda c: change(c, "options", "delta", to=[]), "is not a whole law"),
-    (lambda c: change(c, "form", to=["power"]), "holds a law of form"),
-    (lambda c: change(c, "bootstrap", to={"draws": 1}), "is not a whole law"),
     (lambda c: change(c, "flops_per_token", to="6nd"), r"\$.flops_per_token"),
-    (lambda c: "", "is not what it must be: Input data was truncated"),
 ]
 
 
@@ -124,7 +114,7 @@ def test_a_saved_law_answers_as_the_law_does(law, saved):
 def test_a_mixture_that_is_damaged_is_refused_in_one_sentence(tmp_path, quick_pictures):
     import pandas as pd
 
-    N, D, loss = points(noise=0.003)
+    N, D, loss = points(0, 40)
     runs = fit.read_table(pd.DataFrame({"N": N, "D": D, "loss": loss}))
     fit.write_report(fit.analyze(runs, targets=(1e23,), bootstrap=10), tmp_path)
     whole = (tmp_path / "law.json").read_text()
@@ -145,7 +135,7 @@ def test_a_mixture_that_is_damaged_is_refused_in_one_sentence(tmp_path, quick_pi
 def test_a_reports_law_keeps_its_warnings_when_asked_again(tmp_path, quick_pictures):
     import pandas as pd
 
-    N, D, loss = points(noise=0.003)
+    N, D, loss = points(0, 40)
     loss[3] *= 1.5  # an outlier, which the report warns about
     runs = fit.read_table(pd.DataFrame({"N": N, "D": D, "loss": loss}))
     analysis = fit.analyze(runs, targets=(1e23,), bootstrap=20, intervals="noise")

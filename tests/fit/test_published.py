@@ -269,13 +269,6 @@ def test_a_download_asks_for_the_pinned_commit_and_is_cached(tiny, served, tmp_p
         download_published("epoch", folder=tmp_path / "taken", host=host)
 
 
-def test_a_file_url_serves_as_well(tiny, tmp_path):
-    there = tmp_path / tiny.repository / tiny.commit / "data"
-    there.mkdir(parents=True)
-    (there / "runs.csv").write_bytes(CSV)
-    assert download_published("epoch", folder=tmp_path / "out", host=tmp_path.as_uri()).read_bytes() == CSV
-
-
 @pytest.mark.parametrize(
     ("answer", "said"),
     [

@@ -53,6 +53,13 @@ def test_flops_are_those_of_a_loop_over_layers_and_tokens() -> None:
     assert count_parameters(size).N_total >= model.N
 
 
+def critical_batch(model, device, context):
+    """The batch from which decode is bound by arithmetic: b (2 N + 4 a L) / balance = w N + b c k (L + 1), for b."""
+    gained = (2.0 * model.N + 4.0 * model.attention_width * context) / device.balance
+    gained -= model.cache_bytes * model.kv_numbers * (context + 1.0)
+    return model.weight_bytes * model.N / gained if gained > 0 else np.inf
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_decode_is_bound_by_memory_at_batch_one_and_by_arithmetic_at_last(seed: int) -> None:
     model, device, context = random_case(seed)
@@ -66,18 +73,7 @@ def test_decode_is_bound_by_memory_at_batch_one_and_by_arithmetic_at_last(seed: 
     assert per_token[-1] == pytest.approx(flops / device.peak / device.compute_efficiency, rel=1e-6)
     weights = model.weight_bytes * model.N / device.bandwidth / device.bandwidth_efficiency
     assert passes.seconds[0] - device.overhead == pytest.approx(weights, rel=1e-2)
-
-
-def critical_batch(model, device, context):
-    """The batch from which decode is bound by arithmetic: b (2 N + 4 a L) / balance = w N + b c k (L + 1), for b."""
-    gained = (2.0 * model.N + 4.0 * model.attention_width * context) / device.balance
-    gained -= model.cache_bytes * model.kv_numbers * (context + 1.0)
-    return model.weight_bytes * model.N / gained if gained > 0 else np.inf
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_two_bounds_meet_at_the_critical_batch_without_a_jump(seed: int) -> None:
-    model, device, context = random_case(seed)
+    # The two bounds meet at the critical batch without a jump.
     batch = float(critical_batch(model, device, context))
     below, at, above = (decode(model, device, batch * f, context) for f in (1 - 1e-9, 1.0, 1 + 1e-9))
     assert not below.bound

@@ -11,17 +11,12 @@ from isoflop.fit.solver.solver import solve, variable_projection
 from scipy.optimize import least_squares, minimize
 from scipy.special import logsumexp
 
-
-def law_points(seed, n=60, noise=0.003, alpha=0.35, beta=0.37, E=1.8, A=480.0, B=2100.0):
-    """Runs of a known law over three decades of N and D, with Gaussian noise in log loss."""
-    rng = np.random.default_rng(seed)
-    N, D = 10 ** rng.uniform(7.5, 10.5, n), 10 ** rng.uniform(9, 12, n)
-    return N, D, (E + A / N**alpha + B / D**beta) * np.exp(noise * rng.standard_normal(n))
+from tests.fit.test_law import points
 
 
 def problem(seed, **options):
     """A Chinchilla law's problem over known runs, and its 64 starts."""
-    law = ChinchillaLaw().fit(*law_points(seed, **options))
+    law = ChinchillaLaw().fit(*points(seed, **options))
     return law.problem_, law.problem_.starts(np.ones((1, len(law.weight_))), None)
 
 
@@ -43,7 +38,7 @@ def resamples(seed, problems, n=60):
 @pytest.mark.parametrize("delta", [1e-3, 1e-2, np.inf])
 def test_no_start_of_an_independent_optimizer_finds_a_lower_objective(delta):
     for seed in range(3):
-        N, D, loss = law_points(seed)
+        N, D, loss = points(seed)
         law = ChinchillaLaw(delta=delta).fit(N, D, loss)
         assert law.converged_
 
@@ -67,7 +62,7 @@ def test_no_start_of_an_independent_optimizer_finds_a_lower_objective(delta):
 
 
 def test_nearly_every_start_agrees_on_a_known_law_with_noise():
-    agree = [ChinchillaLaw().fit(*law_points(seed)).starts_ for seed in range(10)]
+    agree = [ChinchillaLaw().fit(*points(seed)).starts_ for seed in range(10)]
     assert sum(s["agreeing"] for s in agree) >= 0.99 * sum(s["tried"] for s in agree)
 
 
@@ -192,16 +187,6 @@ def test_equal_bounds_fix_a_parameter_and_bounds_are_reported():
     assert [p.coordinates[i] for i in np.flatnonzero(found.at_bound[0])] == ["alpha"]
 
 
-def test_targets_and_starts_may_be_one_for_all_or_one_each():
-    p, starts = problem(2)
-    weights = resamples(1, 4)
-    shared = solve(p.form, p.target, weights, starts, p.lower, p.upper, 1e-3)
-    targets, own = np.repeat(p.target[None], 4, axis=0), np.repeat(starts, 4, axis=0)
-    each = solve(p.form, targets, weights, own, p.lower, p.upper, 1e-3)
-    for name in ("theta", "objective", "agreeing"):
-        np.testing.assert_array_equal(getattr(shared, name), getattr(each, name))
-
-
 @pytest.mark.parametrize("delta", [1e-6, 1e-3, np.inf])
 def test_merged_starts_find_what_each_start_finds(delta):
     p, starts = problem(7)
@@ -306,11 +291,6 @@ VALLEYS = [
         [5.945, 5.552, 5.328, 4.981, 4.764, 4.61, 4.418, 4.219, 4.18, 3.905, 3.684, 3.531, 3.748, 3.464],
         7.300259343858899e-05,
         ["E"],
-    ),
-    (
-        [6.074, 5.429, 5.15, 4.993, 4.651, 4.528, 4.36, 4.009, 4.251, 3.865, 3.85, 3.554, 3.659, 3.494],
-        0.00020169301224282605,
-        [],
     ),
 ]
 
