@@ -47,6 +47,7 @@ def test_no_run_is_fitted_and_tested_in_one_hold_out():
     assert cut_offs(runs.N.to_numpy(), runs.D.to_numpy(), flops, labels) == []
 
 
+@pytest.mark.slow
 def test_weights_are_inverse_squared_rolling_errors():
     runs, names = designed(), ["kaplan", "chinchilla, tied"]
     mixture = mixed(runs, forms=names, priors=dict.fromkeys(("loss", "size"), Prior(0.01, 0.0, 0.0)))
