@@ -57,14 +57,15 @@ def table(n=120, seed=0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", PUBLISHED)
-# Of ten seeds, 90 to 100 % of a form's constants lie inside (measured).
-@pytest.mark.parametrize("seed", [1, 2])
-def test_published_constants_come_back_within_the_interval(form, seed):
-    law = simulated(form, seed).bootstrap(200, seed=seed)
-    assert law.converged_
-    for name, value in PUBLISHED[form].items():
-        low, high = law.interval(name)
-        assert low <= value <= high, name
+def test_published_constants_come_back_within_the_interval(form):
+    """Of ten seeds, 90 to 100 % of a form's constants lie inside 95 % intervals; constants of one fit move together."""
+    inside = []
+    for seed in (1, 2):
+        law = simulated(form, seed).bootstrap(200, seed=seed)
+        assert law.converged_
+        intervals = {name: law.interval(name) for name in PUBLISHED[form]}
+        inside += [intervals[name][0] <= value <= intervals[name][1] for name, value in PUBLISHED[form].items()]
+    assert np.mean(inside) >= 0.8, inside
 
 
 @pytest.mark.parametrize("form", PUBLISHED)
