@@ -163,8 +163,9 @@ def test_a_killed_worker_is_replaced_and_its_run_is_tried_again(tmp_path: Path) 
     grid = ["grid.axes={seed:[0,1,2]}", "tokens=40000", "ensembles=1", "cluster.backoff_seconds=0"]
     process = start([*common, *grid], tmp_path)
     logs = lambda: [path.read_text() for path in (tmp_path / "s/runs").glob("*/log.txt")]  # noqa: E731
-    until(lambda: bool(logs()))
-    os.kill(int(re.findall(r"process (\d+)", logs()[0])[0]), signal.SIGKILL)
+    begun = lambda: re.findall(r"process (\d+)", "".join(logs()))  # noqa: E731
+    until(begun)
+    os.kill(int(begun()[0]), signal.SIGKILL)
     code, output = finished(process)
     assert code == 0, output
     causes = sorted([attempt.cause for attempt in attempts.read(run)] for run in runs(tmp_path))
