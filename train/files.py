@@ -149,7 +149,12 @@ def _parse_yaml(text: str) -> Any:
 
     # The loader in C takes a tenth of the time, and depth can crash it; brackets and columns bound that.
     depth = text.count("[") + text.count("{") + max(map(len, text.splitlines()), default=0)
-    result = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader) if depth < 20_000 else yaml.SafeLoader)
+    try:
+        result = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader) if depth < 20_000 else yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        if "nesting depth" in str(error):  # the loader in C of PyYAML 6.0.4 counts levels itself
+            raise RecursionError from None
+        raise
     left, values = MOST_VALUES, [(result, 0)]
     while values:
         value, depth = values.pop()
