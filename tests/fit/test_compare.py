@@ -142,6 +142,7 @@ def test_more_seeds_see_a_difference() -> None:
     assert sum(ci is not None and ci[0] > 1 for ci in found) >= 6
 
 
+@pytest.mark.slow
 def test_the_report_shows_variants_beside_their_base(tmp_path, quick_pictures: None) -> None:
     base, variant = pair()
     frames = [t.frame.assign(variant=name) for t, name in ((base, "base"), (variant, "<b>muon</b>"))]

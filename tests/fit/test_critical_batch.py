@@ -36,6 +36,7 @@ def test_the_fit_is_where_scipys_least_squares_ends():
     assert repr(CriticalBatchLaw.from_json(law.to_json())) == repr(law)
 
 
+@pytest.mark.slow
 def test_intervals_cover_at_their_rate():
     trials = 200
     inside = dict.fromkeys(CriticalBatchLaw.names, 0)

@@ -110,6 +110,7 @@ def test_neither_the_unit_of_the_rate_nor_the_order_of_rows_matters():
     assert fit.CurveLaw().fit(named, schedules).predict(lr) == pytest.approx(base, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_intervals_cover_the_last_loss_of_a_new_run_under_another_schedule():
     lr, held, points = rates("wsd", 240), 0, []
     true = truth("multi-power", lr, [240])[0]

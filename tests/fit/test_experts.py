@@ -176,6 +176,7 @@ def test_bad_input_is_one_sentence(wrong, words):
         wrong()
 
 
+@pytest.mark.slow
 def test_a_table_is_answered_by_the_form_that_predicts_it_best():
     study = by_experts(fit.read_table(table()), (1e20, 1e21), bootstrap=20)
     assert min(study.held_out, key=study.held_out.get) == study.law.form == "ludziejewski"

@@ -6,6 +6,7 @@ import pytest
 from isoflop import fit
 
 TABLES = 24
+ONCE_WRONG = (4, 5, 12, 13, 15, 19, 20)  # what these drew ended in a traceback, a warning or an answer without a basis
 
 
 def random_table(seed):
@@ -41,7 +42,10 @@ def random_table(seed):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("seed", range(TABLES))
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(n, marks=() if n < 8 or n in ONCE_WRONG else pytest.mark.slow) for n in range(TABLES)],
+)
 def test_a_random_table_is_answered_or_refused_in_one_sentence(seed):
     try:
         runs = fit.read_table(random_table(seed))

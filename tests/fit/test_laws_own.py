@@ -211,6 +211,7 @@ def test_several_breaks_come_back_in_the_order_of_their_places():
     assert law.support() > 10
 
 
+@pytest.mark.slow
 def test_a_break_that_the_data_do_not_show_is_called_degenerate():
     """A plain power law with noise: in most draws the criterion does not want a break, and never strongly."""
     x = np.geomspace(1e3, 1e8, 30)

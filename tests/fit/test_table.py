@@ -97,7 +97,7 @@ BAD = [
 
 def test_too_many_columns_or_runs_are_said_at_once(tmp_path):
     path = tmp_path / "wide.csv"
-    path.write_text(",".join(f"c{i}" for i in range(10**6)) + "\n")
+    path.write_text(",".join(f"c{i}" for i in range(20_001)) + "\n")
     with pytest.raises(fit.InputError, match="has more than 20,000 columns; one row per run is expected"):
         fit.read_table(path)
     path.write_text(",".join(f"c{i}" for i in range(15000)) + "\n" + "1," * 14999 + "1\n")

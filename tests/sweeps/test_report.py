@@ -172,6 +172,7 @@ def test_the_page_needs_no_network(full):
     assert len(page) < 2.5e6, "24 runs"
 
 
+@pytest.mark.slow
 def test_a_thousand_runs_add_little_and_are_all_there(tmp_path):
     sizes = []
     for budgets in (4, 40):
@@ -355,9 +356,8 @@ def test_a_browser_draws_every_figure_without_an_error(tmp_path, kind, width):
 
 @pytest.mark.browser
 @pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
-def test_a_sweep_of_24_runs_prints_on_at_most_six_pages(tmp_path):
-    table, curves = sweep()
-    _, path = write(tmp_path, table, curves, "mixture", costs=COSTS)
+def test_a_sweep_of_24_runs_prints_on_at_most_six_pages(full, tmp_path):
+    _, path = full
     flags = [f"--{flag}" for flag in QUIET.split()]
     command = [CHROMIUM, "--headless", "--no-sandbox", *flags, f"--user-data-dir={tmp_path / 'profile'}"]
     command += ["--virtual-time-budget=20000", f"--print-to-pdf={tmp_path / 'report.pdf'}", f"file://{path}"]

@@ -257,6 +257,7 @@ def test_rounds_stay_within_the_flops_and_narrow_the_interval(
     assert after.loss.low < float(optimum(1e15, TRUTH)[2]) < after.loss.high
 
 
+@pytest.mark.slow
 def test_it_ends_when_the_interval_is_as_narrow_as_was_asked_for(tmp_path: Path) -> None:
     config = adaptive_settings(tolerance=0.9, size_tolerance=1e6, target_flops=2e13)
     sweep = write(tmp_path / "sweep", config)

@@ -336,6 +336,7 @@ def test_a_longer_sequence_than_the_model_was_built_for_is_refused() -> None:
         GPT(ModelConfig(), 4)
 
 
+@pytest.mark.slow
 def test_a_compiled_block_gives_the_same_losses_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     # Through dynamo and aot_autograd, with the graph run by PyTorch: what inductor would add is minutes of C++.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))

@@ -37,6 +37,7 @@ def worst(found: Iterable[Finding]) -> Finding:
     return finding
 
 
+@pytest.mark.slow
 def test_what_is_right_passes(tmp_path: Path) -> None:
     found = list(preflight.findings(Request([SMALL], tmp_path, ranks=2, timeout=300.0)))
     assert [finding for finding in found if finding.outcome != PASSED] == []

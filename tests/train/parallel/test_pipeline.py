@@ -133,6 +133,7 @@ def test_a_rank_of_a_pipeline_is_named_with_its_stage() -> None:
     assert [mesh.name(rank) for rank in (3, 4)] == ["rank 3 (stage 0) on node06", "rank 4 (stage 1) on node07"]
 
 
+@pytest.mark.slow
 def test_a_step_takes_the_memory_that_is_planned(config: RunConfig) -> None:
     config.model = replace(config.model, width=64, depth=8, qk_norm=False, qkv_bias=False, tied_embeddings=False)
     config.data = replace(config.data, sequence_length=64)
