@@ -103,7 +103,7 @@ def test_the_small_sweep_has_trunks_and_branches() -> None:
     assert [run.parent is None for run in runs] == [False, True, False, True]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_sweep_and_one_process_a_run_have_the_same_losses() -> None:
     row = bench_grid._clock_row("smoke", SMALL, rounds=1)
     assert {"case", "ours", "peer", "peer_name", "unit", "ratio", "spread", "device"} <= set(row)

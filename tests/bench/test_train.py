@@ -95,6 +95,7 @@ def test_random_tokens_fall_off_like_words() -> None:
     assert counts[0] > 2 * counts[1] > 8 * counts[2] > 0
 
 
+@pytest.mark.slow
 def test_rows_of_the_sizes_for_gpus_have_the_format_of_every_benchmark() -> None:
     with measuring_on("cpu", 1):
         rows = list(bench_sizes(Setting(CPU, rounds=2, steps=1, compiled=False), [TINY, TINY], every_way=False))

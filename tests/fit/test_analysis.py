@@ -91,11 +91,13 @@ DEGENERATE = {
 }
 
 
-SLOW = {name: [] if name.startswith("equal") else [pytest.mark.slow] for name in DEGENERATE}
+SLOW = {"rising": [pytest.mark.slow], "huge": [pytest.mark.slow], "rising with N": [pytest.mark.exhaustive]}
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("loss", [pytest.param(of, id=name, marks=SLOW[name]) for name, of in DEGENERATE.items()])
+@pytest.mark.parametrize(
+    "loss", [pytest.param(of, id=name, marks=SLOW.get(name, ())) for name, of in DEGENERATE.items()]
+)
 def test_a_degenerate_table_gets_a_report_without_empty_figures(loss, tmp_path):
     found = analyze(sweep().assign(loss=loss), bootstrap=20, intervals="mixture")
     assert not any(one.available for one in found.approaches.values())

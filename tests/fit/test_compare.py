@@ -198,7 +198,7 @@ def test_times_of_several_devices_are_not_weighed_against_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    "trials", [pytest.param(100, marks=pytest.mark.slow), pytest.param(150, marks=pytest.mark.exhaustive)]
+    "trials", [pytest.param(40, marks=pytest.mark.slow), pytest.param(150, marks=pytest.mark.exhaustive)]
 )
 @pytest.mark.parametrize("form", FORMS)
 def test_intervals_hold_that_nothing_differs(form: str, trials: int) -> None:

@@ -363,6 +363,7 @@ def test_runs_that_failed_are_no_settings_and_a_size_without_any_ends(tmp_path: 
     assert smallest not in {count_parameters(run.model).N_total for run in fresh}
 
 
+@pytest.mark.slow
 def test_a_rung_with_the_tokens_of_a_larger_models_rung_before_is_another(tmp_path: Path) -> None:
     """The larger one is out of it, for its runs failed."""
     sweep = write(tmp_path / "tune", config := tune_settings(sizes=[7.4e3, 14.7e3], tokens_per_parameter=[10, 20]))

@@ -30,6 +30,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     )
 
 
+@pytest.mark.slow
 def test_a_deeper_model_of_a_width_seen_before_compiles_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
     # The compiler's own front, where a second compilation would show, without the code generator.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))

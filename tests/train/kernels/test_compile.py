@@ -48,13 +48,14 @@ def check(cases: list[str]) -> list[Row]:
 
 EVERY = list(itertools.product(GPUS, ("bfloat16", "float16", "tf32", "float32"), (*HEAD_DIMS, "loss"), ("", ":whole")))
 LAUNCHES = [launch for launch in EVERY if launch[2:] != ("loss", ":whole")]
+MOST_PAIRS = covering(LAUNCHES)[:20]  # those with most new pairs come first
 
 
 @needs_triton
 @pytest.mark.parametrize(
     "launches",
     [
-        pytest.param(covering(LAUNCHES), id="any two settings", marks=pytest.mark.slow),
+        pytest.param(MOST_PAIRS, id="most pairs of settings", marks=pytest.mark.slow),
         pytest.param(LAUNCHES, id="every one", marks=pytest.mark.exhaustive),
     ],
 )

@@ -200,6 +200,7 @@ def test_two_backward_passes_give_the_same_bits() -> None:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_the_ops_pass_pytorchs_own_check() -> None:
     case = Case(16, 6, heads=2, kv_heads=1, lengths=(0, 2, 6))
     fused, first = case.inputs()

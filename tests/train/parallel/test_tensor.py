@@ -146,7 +146,7 @@ ARCHITECTURES = {
 }
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_losses_logits_and_gradients_are_those_of_one_process(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every architecture, with sequence parallelism on two ranks or on four."""
     z_loss = 1e-2 if tp == 4 else 0.0

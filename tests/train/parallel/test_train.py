@@ -176,6 +176,7 @@ WAY = [(2, "1f1b", 1, 1, 1, 2, 2, 2), (2, "interleaved", 2, 1, 2, 1, 1, 0), (1, 
        (1, "1f1b", 1, 2, 2, 1, 2, 1), (1, "1f1b", 1, 1, 2, 2, 2, 3)]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_that_moves_between_meshes_goes_on_as_if_never_moved(config: RunConfig, tmp_path: Path) -> None:
     config = of_kind(config, "experts")
     config.model.experts_per_token = config.model.experts  # every token goes through all: no near tie decides
