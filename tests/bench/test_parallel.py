@@ -62,10 +62,7 @@ def test_a_peer_takes_our_steps(case: str, fields: dict[str, Any], peer: str, co
 def test_rows_have_the_format_of_every_benchmark(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Without compilation, which takes minutes and changes no row.
-    monkeypatch.setattr(
-        bench_parallel, "bench_config", lambda precision, folder, _: small_config(precision, folder, False)
-    )
+    monkeypatch.setattr(bench_parallel, "bench_config", small_config)
     monkeypatch.delattr("os.sched_setaffinity", raising=False)  # tests beside this one want the same cores
     rows = json.loads(json.dumps(bench_parallel.bench_parallel(rounds=1, steps=1)))
     assert len(rows) == len(bench_parallel.CASES) + 1 + 3
