@@ -4,7 +4,7 @@
     python benchmarks/faults.py --faults 50 --seed 0
 
 The same grid is trained on this machine first. Then it goes to the cluster that $SLURM_CONF names, half of it as array
-tasks and half through a queue, and faults (tests/faults.py) strike at random times at random places until so many have.
+tasks and half through a queue, and faults (fault_injection.py) strike at random times and places until so many have.
 When all is over every run must be done, once, with the very losses of the first grid, and `isoflop doctor` must find
 nothing. Needs root and the cluster of tests/slurm_cluster.sh, whose daemons it kills. A full disk needs a file system
 of the sweep's own: a tmpfs, where root may mount one.
@@ -28,14 +28,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import fault_injection  # type: ignore[import-not-found]
 from isoflop.sweeps.observe import doctor
 from isoflop.sweeps.runs import attempts
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.train.files import read_json_lines
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))  # before this folder, where this file has the same name
-import faults  # type: ignore[import-not-found]  # noqa: E402
 
 EXACT = ("val_loss", "val_loss_se", "train_loss")
 GRID = [
@@ -46,7 +45,7 @@ GRID = [
 ]  # fmt: skip
 SLURM = [
     "cluster=slurm", "cluster.gpus_per_job=0", "cluster.cpus_per_task=1", "cluster.memory_gb=1",
-    f"cluster.time_minutes={faults.LONG_LIMIT}", "cluster.array_parallelism=2", "cluster.partition=low",
+    f"cluster.time_minutes={fault_injection.LONG_LIMIT}", "cluster.array_parallelism=2", "cluster.partition=low",
     "cluster.keeper_seconds=3", "cluster.heartbeat_seconds=1", "cluster.backoff_seconds=1", "cluster.hang_minutes=5",
     "cluster.retries=100", "cluster.sweep_retries=10000", "cluster.max_requeues=1000",
 ]  # fmt: skip
@@ -56,7 +55,7 @@ SLURM = [
 class Outcome:
     """What a disturbed sweep came to."""
 
-    strikes: list[faults.Strike]
+    strikes: list[fault_injection.Strike]
     complaints: list[str]  # none: it passed
     seconds: float
     sweep: SweepDirectory
@@ -124,10 +123,10 @@ def disturb(
     """
     command = sweep_command(overrides, root, f"disturbed-{seed}", *SLURM, *pace(reference))
     began = time.monotonic()
-    faults.resume_nodes()
+    fault_injection.resume_nodes()
     subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, check=True)
     sweep = SweepDirectory.open(root / f"disturbed-{seed}")
-    injector = faults.Injector(sweep, command, random.Random(seed), disk)
+    injector = fault_injection.Injector(sweep, command, random.Random(seed), disk)
     strikes = inject(injector, kinds or injector.kinds(), count, every, began + patience)
     over = wait_until_over(sweep, began + patience)
     complaints = [] if over else [f"not over after {patience:.0f} s: {describe(sweep)}"]
@@ -152,11 +151,11 @@ def pace(reference: SweepDirectory) -> list[str]:
 
 
 def inject(
-    injector: faults.Injector, kinds: Sequence[str], count: int, every: float, deadline: float
-) -> list[faults.Strike]:
+    injector: fault_injection.Injector, kinds: Sequence[str], count: int, every: float, deadline: float
+) -> list[fault_injection.Strike]:
     """Strikes at random times, until `count` faults have struck or the sweep is over."""
-    chance, strikes = injector.chance, list[faults.Strike]()
-    repairs: list[tuple[float, faults.Repair]] = []
+    chance, strikes = injector.chance, list[fault_injection.Strike]()
+    repairs: list[tuple[float, fault_injection.Repair]] = []
     rounds = [chance.sample(kinds, len(kinds)) for _ in range(-(-count // len(kinds)))]  # as many of each kind
     waiting = list(itertools.chain.from_iterable(rounds))[:count]
     due = time.monotonic() + chance.expovariate(1 / every)
@@ -167,9 +166,9 @@ def inject(
             time.sleep(max(0.0, 0.0 if waiting else item[0] - now))
             try:
                 item[1].do()
-            except faults.Away:
+            except fault_injection.Away:
                 repairs.append((time.monotonic() + 1.0, item[1]))
-            except faults.Refused:
+            except fault_injection.Refused:
                 pass  # such as of a job that has ended
         if now > deadline or (waiting and all(run.is_done() for run in injector.sweep.runs())):
             waiting.clear()
@@ -184,13 +183,13 @@ def inject(
                     due = time.monotonic() + chance.expovariate(1 / every)
                     break
         time.sleep(0.1)
-    faults.resume_nodes()
+    fault_injection.resume_nodes()
     return strikes
 
 
 def jobs_of(sweep: SweepDirectory) -> list[str]:
     """The sweep's jobs that are in the queue: name, state, and why they wait."""
-    listed = faults.slurm("squeue", "-h", "-r", "-o", "%j %T %r", patience=60.0).splitlines()
+    listed = fault_injection.slurm("squeue", "-h", "-r", "-o", "%j %T %r", patience=60.0).splitlines()
     return sorted(line for line in listed if line.startswith(f"{sweep.path.name}-"))
 
 
@@ -199,7 +198,7 @@ def wait_until_over(sweep: SweepDirectory, deadline: float) -> bool:
     while time.monotonic() < deadline:
         if all(run.is_done() for run in sweep.runs()) and not jobs_of(sweep):
             return True
-        faults.resume_nodes()
+        fault_injection.resume_nodes()
         time.sleep(1.0)
     return False
 
@@ -210,7 +209,7 @@ def describe(sweep: SweepDirectory) -> str:
     return f"{'; '.join(states) or 'all runs are done'}; in the queue: {', '.join(jobs_of(sweep)) or 'nothing'}"
 
 
-def launchers_ended(injector: faults.Injector) -> list[str]:
+def launchers_ended(injector: fault_injection.Injector) -> list[str]:
     """Of launchers that were started beside the first: each must have ended with 0, or with one sentence."""
     complaints = []
     for launcher in injector.launchers:
@@ -280,7 +279,7 @@ def check_run(run: RunDirectory, reference: RunDirectory) -> Iterator[str]:
         yield f"steps {sorted(curve.keys() ^ expected.keys())} are in one metrics.jsonl alone"
 
 
-def seconds_lost(sweep: SweepDirectory, strike: faults.Strike) -> float:
+def seconds_lost(sweep: SweepDirectory, strike: fault_injection.Strike) -> float:
     """Seconds from a fault until what it struck trains again, the longest of several runs; 0 where none was stopped."""
     lost = 0.0
     for name in strike.runs:
@@ -335,7 +334,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=24, help="of the grid")
     parser.add_argument("--seconds", type=float, default=8.0, help="that the shorter half of the runs take undisturbed")
     parser.add_argument("--every", type=float, default=4.0, help="mean seconds between two faults")
-    parser.add_argument("--kind", action="append", choices=list(faults.FAULTS), help="of fault, may be repeated; all")
+    parser.add_argument(
+        "--kind", action="append", choices=list(fault_injection.FAULTS), help="of fault, may be repeated; all"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of times, places and kinds")
     parser.add_argument("--patience", type=float, default=1800.0, help="seconds until it counts as stuck")
     parser.add_argument("--keep", type=Path, help="folder for the sweeps, which then stay")

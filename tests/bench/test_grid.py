@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from isoflop.bench import grid as bench_grid
-from isoflop.sweeps.grid.trunks import merge_runs
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
 
@@ -91,22 +90,3 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (ProcessLookupError, FileNotFoundError):
         return False
-
-
-# Two D of two sizes, whose warm-ups are as long, so that they share trunks.
-SMOKE = ["+grid=smoke", "schedule.warmup_tokens=1024", *LADDER[2:]]
-SMALL = [*SMOKE, "grid.sizes=[5e3,1e4]", "data.max_bytes=500000", "data.validation_tokens=4096", "fit.bootstrap=20"]
-
-
-def test_the_small_sweep_has_trunks_and_branches() -> None:
-    runs = merge_runs(bench_grid.Planned.of(SMOKE).runs).runs
-    assert [run.parent is None for run in runs] == [False, True, False, True]
-
-
-@pytest.mark.exhaustive
-def test_a_sweep_and_one_process_a_run_have_the_same_losses() -> None:
-    row = bench_grid._clock_row("smoke", SMALL, rounds=1)
-    assert {"case", "ours", "peer", "peer_name", "unit", "ratio", "spread", "device"} <= set(row)
-    assert "4 runs" in row["case"]
-    assert row["ratio"] == row["ours"] / row["peer"] == pytest.approx(row["peer_seconds"] / row["seconds"])
-    assert row["difference"] <= 1e-5  # ensembles; trunks alone are the same bits

@@ -85,13 +85,12 @@ def test_a_fit_that_did_not_converge_has_no_numbers_anywhere(monkeypatch, tmp_pa
 DEGENERATE = {
     "equal": lambda t: 3.0,
     "rising": lambda t: 1.0 + 0.1 * np.log10(t.N * t.D),
-    "rising with N": lambda t: 1.0 + 0.1 * np.log10(t.N),
     "huge": lambda t: 1e60,
     "equal but for rounding": lambda t: 3.0 * (1.0 + 1e-15 * np.cos(t.N)),
 }
 
 
-SLOW = {"rising": [pytest.mark.slow], "huge": [pytest.mark.slow], "rising with N": [pytest.mark.exhaustive]}
+SLOW = {"rising": [pytest.mark.slow], "huge": [pytest.mark.slow]}
 
 
 @pytest.mark.filterwarnings("error")

@@ -6,7 +6,6 @@ import errno
 import json
 import multiprocessing
 import os
-import pickle
 import random
 import signal
 import sys
@@ -18,7 +17,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from isoflop.sweeps.config import ClusterConfig
 from isoflop.sweeps.execute.attempt import TrunkNotYet, failed
 from isoflop.sweeps.runs import attempts, liveness, states
 from isoflop.sweeps.runs import attempts as retries
@@ -442,14 +440,6 @@ def test_an_error_has_a_cause(error: Exception, cause: str, run: RunDirectory) -
     assert cause in CAUSES
 
 
-def test_an_attempt_without_a_cause_has_an_unknown_one_and_is_tried_again(run: RunDirectory) -> None:
-    begin(run)
-    states.settle_killed(run, "killed", "gone")
-    (run.path / attempts.LINES).write_text(json.dumps(json.loads(lines(run)[0]) | {"cause": None}) + "\n")
-    assert only(run).cause == "unknown"
-    assert attempts.decision(run, POLICY, 0.0).again
-
-
 def test_what_a_rank_noted_says_which_nodes_are_at_fault(run: RunDirectory) -> None:
     begin(run)
     note_failure(run.path, Failure(Cause.HUNG, "two ranks hang", hosts=("node07", "gpu-8.local")))
@@ -537,15 +527,6 @@ def test_random_histories_keep_to_every_rule() -> None:
         assert set(decision.avoid) == set(at_fault)
         assert not at_fault or decision.avoid[-1] == at_fault[-1]
     assert 300 < again < 1700  # both answers are tried
-
-
-def test_a_policy_is_what_the_cluster_says_and_travels_in_a_jobs_arguments() -> None:
-    cluster = ClusterConfig(
-        max_requeues=1, retries=2, sweep_retries=3, backoff_seconds=4.0, heartbeat_seconds=5.0, hang_minutes=6.0
-    )
-    assert Policy.of(cluster) == Policy(1, 2, 3, 4.0, 5.0, 360.0)
-    assert pickle.loads(pickle.dumps(Policy.of(cluster))) == Policy.of(cluster)
-    assert Policy.of(ClusterConfig()) == Policy()
 
 
 # Signs of life

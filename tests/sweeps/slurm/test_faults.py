@@ -5,10 +5,9 @@ It kills daemons of the cluster, so it has the cluster to itself (`alone_on_the_
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +15,7 @@ from types import ModuleType
 import pytest
 from isoflop.sweeps.runs.directory import SweepDirectory
 
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "faults.py"
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 FAULTS = 6  # at most: a quick machine has trained everything before the last
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("own_cluster")]
@@ -24,15 +23,9 @@ pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("own_cluster")]
 
 @pytest.fixture(scope="module")
 def suite() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("fault_suite", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fault_suite"] = module  # dataclasses look there
-    path = list(sys.path)
-    spec.loader.exec_module(module)
-    yield module
-    sys.path[:] = path
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield importlib.import_module("faults")
 
 
 @pytest.fixture(scope="module")
