@@ -98,7 +98,7 @@ SLOW = {"rising": [pytest.mark.slow], "huge": [pytest.mark.slow]}
     "loss", [pytest.param(of, id=name, marks=SLOW.get(name, ())) for name, of in DEGENERATE.items()]
 )
 def test_a_degenerate_table_gets_a_report_without_empty_figures(loss, tmp_path):
-    found = analyze(sweep().assign(loss=loss), bootstrap=20, intervals="mixture")
+    found = analyze(sweep().assign(loss=loss), bootstrap=5, intervals="mixture")
     assert not any(one.available for one in found.approaches.values())
     page = fit.write_report(found, tmp_path / "fit").read_text()
     assert "No approach has an answer: see the warnings." in page

@@ -80,7 +80,7 @@ def test_a_tune_goes_from_rung_to_rung_without_its_command(sweep: Callable[..., 
 
 def test_a_preempted_job_ends_with_the_numbers_of_an_undisturbed_one(sweep: Callable[..., Sweep]) -> None:
     """Seed 0 is preempted by a higher partition, seed 1 told of its time limit, seed 2 requeued by somebody else."""
-    grid = [*LONG, "tokens=1_500_000"]
+    grid = [*LONG, "tokens=800_000"]
     low, other, undisturbed = sweep("low"), sweep("other"), sweep("undisturbed")
     # Exclusive, so that whoever takes the node takes it from this run alone.
     low.submit(
