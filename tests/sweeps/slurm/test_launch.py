@@ -6,7 +6,6 @@ That is at least four nodes, and an account `small` that may have 8 jobs in the 
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import runpy
@@ -115,7 +114,7 @@ def test_launchers_that_are_killed_at_random_times_submit_every_run_once(sweep: 
             killed += os.WIFSIGNALED(os.waitpid(process, 0)[1])
         begun = time.monotonic()
         assert os.waitpid(launched(directory), 0)[1] == 0
-        usual = min(usual or math.inf, time.monotonic() - begun)
+        usual = usual or time.monotonic() - begun
         record = LaunchRecord.read(directory)
         assert labelled_jobs(directory).keys() == record.jobs() & commands.live_jobs()
         assert len(shot.queue("train")) == len({record.training[name] for name in shot.runs()}) == 4
