@@ -13,7 +13,7 @@ from isoflop.train.flops import count_parameters
 CPU = torch.device("cpu")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_both_sides_have_the_same_losses() -> None:
     case = Case(4e3, members=3, length=16, rows=2)
     (row,) = bench_ensemble("cpu", rounds=2, steps=1, cases=[case])

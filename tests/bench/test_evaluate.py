@@ -79,7 +79,7 @@ def test_a_case_that_there_is_not_and_a_peer_that_is_missing_are_refused(monkeyp
         next(bench.bench_evaluate("cpu", cases=["duplicates"]))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_both_sides_of_a_small_model_agree_on_every_item() -> None:
     pytest.importorskip("accelerate")
     small = bench.Setting(

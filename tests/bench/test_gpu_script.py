@@ -31,7 +31,7 @@ def program(lines: str) -> list[str]:
     return [sys.executable, "-c", f"import sys, time\nprint('row ' + {row!r}, flush=True)\n{lines}"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rows_are_kept_whatever_becomes_of_their_section(script: ModuleType) -> None:
     whole = script.run("loss", program("print('noise')"), 60.0, {})
     crashed = script.run("loss", program("sys.exit('the GPU is gone')"), 60.0, {})
@@ -66,7 +66,7 @@ def test_only_files_with_tests_for_a_gpu_are_checked(script: ModuleType) -> None
     assert "test_house.py" not in names
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_whole_script_runs_without_a_gpu(tmp_path: Path) -> None:
     only = ["--device", "cpu", "--quick", "--only", "loss,train", "--out", str(tmp_path)]
     done = subprocess.run([sys.executable, str(SCRIPT), *only], capture_output=True, text=True, check=False)

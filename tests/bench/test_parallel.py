@@ -21,7 +21,7 @@ from isoflop.train.data.shards import prepare
 from isoflop.train.job.fork import run_ranks
 from isoflop.train.parallel.mesh import build_mesh
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 def small_config(precision: str, folder: Path, compiled: bool) -> RunConfig:
