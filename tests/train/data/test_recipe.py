@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 import random
 import signal
 import subprocess
@@ -327,8 +326,8 @@ def test_an_error_in_a_worker_is_the_callers(processes: int) -> None:
 
 
 def test_a_worker_that_dies_is_one_sentence() -> None:
-    with Pool(2) as workers, pytest.raises(UserError, match="ended with 9"):
-        list(workers.map(os._exit, [(9,)]))
+    with Pool(2) as workers, pytest.raises(UserError, match="ended with -9"):
+        list(workers.map(signal.raise_signal, [(signal.SIGKILL,)]))
 
 
 def test_files_of_the_current_folder_are_no_modules_of_the_workers(
