@@ -142,7 +142,7 @@ print(json.dumps({"losses": losses, "inductor": counters["inductor"], "new": len
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_new_process_on_an_empty_node_compiles_nothing_again(config: RunConfig, tmp_path: Path) -> None:
     from isoflop.train.config import to_dict
 
