@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -104,7 +104,8 @@ def test_the_same_science_has_the_same_id_in_any_sweep(
 
 def wait_for_steps(root: Path, further: int) -> None:
     """Until the run of LONG has come so many steps further than its newest checkpoint; many are to come, for this may
-    be seen late."""
+    be seen late.
+    """
     until(lambda: list(root.glob("long/runs/*/metrics.jsonl")))
     (path,) = root.glob("long/runs/*/metrics.jsonl")
     newest = max((int(folder.name[5:]) for folder in path.parent.glob("checkpoints/step_*")), default=0)
