@@ -22,10 +22,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..sweeps.plan.packing import Unit
 from ..sweeps.runs.attempts import Policy
 from ..sweeps.runs.directory import SweepDirectory
-from ..sweeps.runs.queue import JOURNAL, Queue
+from ..sweeps.runs.queue import JOURNAL, Queue, Unit
 from ..sweeps.slurm import commands as slurm
 from ..train.config import (
     DataConfig,
@@ -100,7 +99,7 @@ def trivial_sweep(folder: Path, runs: int) -> tuple[SweepDirectory, Queue]:
         names.append(run.run_id)
     write_json(sweep.path / "plan.json", {"runs": [{"run_id": name} for name in names]})
     (sweep.path / TIMES).mkdir()
-    return sweep, Queue.create(sweep, sweep.path / "jobs" / "queue-bench", [Unit("alone", (n,)) for n in names], {})
+    return sweep, Queue.create(sweep, sweep.path / "jobs" / "queue-bench", [Unit((n,)) for n in names], {})
 
 
 def measure_queue(folder: Path, runs: int, workers: int) -> dict[str, Any]:

@@ -146,9 +146,6 @@ class ClusterConfig:
     minutes: Duration = 4.5  # local: how long a probed grid may train, all cores together
     flops_per_second: Positive | None = None  # matrix-product peak of one core (local) or one rank (slurm); None: probe
     half_speed_width: NotNegative = 96.0  # model width at which training reaches half of that peak, for estimates
-    # Model width at which launching operations takes half of a step, which is what ensembles save. None: 4 on CPUs, as
-    # measured on one; 512 on GPUs, which nobody has measured.
-    launch_bound_width: Positive | None = None
     precision: str = "fp32"  # what a run uses unless `precision` is set
     jobs: Count6 | None = None  # local: runs at a time; None: one per core
     threads_per_job: Count4 | None = None  # local: of one rank; None: its share of the cores
@@ -172,7 +169,7 @@ class ClusterConfig:
     queue_minutes: Annotated[NotNegative, "at most 1e8"] = 10.0
     setup: list[str] = field(default_factory=list)  # shell lines before the job's command
     additional_parameters: Any = None  # raw #SBATCH keys and values, a mapping (see ProductGrid.axes for its type)
-    runs_per_gpu: Count6 = 1  # small runs that share a GPU as processes; on slurm through CUDA MPS where there is one
+    runs_per_gpu: Count6 = 1  # local: small runs that share a GPU as processes
     max_requeues: Natural = 20  # attempts after which a run that keeps being preempted is given up
     # What is not the run's own fault (a killed process, a lost node, a hang, a full disk) is tried again.
     retries: Natural = 3  # so often per run
@@ -272,7 +269,6 @@ class SweepConfig(Training):
     grid: GridConfig | None = None
     tuning: TuningConfig = field(default_factory=TuningConfig)
     trunks: bool = True  # runs that differ in D alone share the constant-rate part of the longest (schedule wsd)
-    ensembles: Count = 8  # runs of one shape that are trained together where that pays, at most; 1: every run by itself
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     fit: FitConfig = field(default_factory=FitConfig)
@@ -303,6 +299,11 @@ def base_run(config: SweepConfig) -> RunConfig:
     return RunConfig(**values)
 
 
+# Fields of earlier versions, and what to do now; in a sweep that is on disk they say nothing any more.
+REMOVED = {
+    "ensembles": "runs train one by one, several at a time by cluster.jobs",
+    "cluster.launch_bound_width": "runs train one by one",
+}
 OTHER_VERSION = "use the version that wrote it, or sweep into another folder"
 
 
@@ -314,6 +315,10 @@ def from_mapping(values: Any, source: object, remedy: str = OTHER_VERSION) -> Sw
     try:
         if (kind := values["grid"]["kind"]) not in list(GRIDS):  # it may be a list itself
             raise KeyError(f"grid.kind is {kind!r}, which is none of {', '.join(GRIDS)}")
+        for name in REMOVED:
+            group, _, field_name = name.rpartition(".")
+            if isinstance(holder := values.get(group) if group else values, dict):
+                holder.pop(field_name, None)
         base = OmegaConf.structured(SweepConfig(grid=GRIDS[kind]()))
         result = OmegaConf.to_object(OmegaConf.merge(base, values))
     except (OmegaConfBaseException, TypeError, KeyError) as error:

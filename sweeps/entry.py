@@ -18,7 +18,7 @@ from ..train import config as fields_of_runs
 from ..train.config import flatten
 from ..train.errors import UserError
 from . import config as schemas
-from .config import TUNED, SweepConfig, base_run, register
+from .config import REMOVED, TUNED, SweepConfig, base_run, register
 from .manual import manual
 from .slurm.commands import ask
 from .terminal import printable
@@ -112,6 +112,9 @@ def for_hydra(arguments: list[str]) -> list[str]:
     """Quotes values with letters beyond ASCII and variants' overrides; keeps rules off the fields that are given;
     replaces `cluster=auto`, also the default, by slurm or local.
     """
+    for name in (argument.partition("=")[0].lstrip("+~") for argument in arguments):
+        if name in REMOVED:
+            raise UserError(f"{name} is no field any more: {REMOVED[name]}")
     arguments = [argument if argument.isascii() else PLAIN.sub(r'\1="\2"', argument) for argument in arguments]
     arguments = [OVERRIDE.sub(r'"\1"', one) if one.startswith("grid.variants=") else one for one in arguments]
     if "--hydra-help" in arguments:

@@ -160,10 +160,7 @@ def _prepare(sweep: SweepDirectory, config: SweepConfig, runs: list[RunConfig], 
         runs = trunks.keep_between(runs, config.evaluate.every)
     room = places(config.cluster, config.parallel.world_size, rate)
     measured = sweep_rates(sweep.path, config.cluster, room.threads)
-    taken = {name for name, each in progress.items() if each.fixed}
-    planned = plan_runs(
-        runs, config.cluster, room.flops_per_second, room.jobs, config.ensembles, room.threads, measured, taken
-    )
+    planned = plan_runs(runs, config.cluster, room.flops_per_second, room.jobs, room.threads, measured)
     return Prepared(sweep, config, runs, planned, rate, [*said, *plan_remarks(planned)])
 
 

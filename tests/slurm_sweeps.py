@@ -19,7 +19,7 @@ DEADLINE = 240.0  # seconds after which something that should have happened is t
 SMALL = [
     "cluster.gpus_per_job=0", "cluster.cpus_per_task=1", "cluster.memory_gb=1", "cluster.time_minutes=5",
     "cluster.array_parallelism=2", "precision=fp32", "tracker=none", "evaluate=none",
-    "parallel.device=cpu", "ensembles=1", "tuning=fixed", "preflight=false",
+    "parallel.device=cpu", "tuning=fixed", "preflight=false",
     # Every run is a task of its own, and nothing is tried again: slurm/test_keeper.py has that.
     "cluster.queue_minutes=0", "cluster.retries=0", "cluster.keeper_seconds=5", "cluster.heartbeat_seconds=1",
 ]  # fmt: skip

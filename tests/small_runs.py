@@ -40,7 +40,7 @@ def forty_steps(data: DataConfig) -> RunConfig:
     )  # fmt: skip
 
 
-CLOCK = ("seconds", "tokens_per_s", "mfu", "matmul_peak", "ensemble")
+CLOCK = ("seconds", "tokens_per_s", "mfu", "matmul_peak")
 
 
 def without_clock(record: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import isoflop
 import pytest
 
 ROOT = Path(isoflop.__file__).resolve().parent
-HOW = ("dry_run", "explain", "wait", "trunks", "ensembles", "parallel.", "cluster.", "tracker", "evaluate", "fit.")
+HOW = ("dry_run", "explain", "wait", "trunks", "parallel.", "cluster.", "tracker", "evaluate", "fit.")
 
 
 @pytest.mark.parametrize("name", ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))])

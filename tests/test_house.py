@@ -24,7 +24,7 @@ ALLOWED = {
 TRAIN_TOP = {"torch", "numpy", "safetensors"}
 NO_TORCH = (
     "train/config.py", "train/flops.py", "train/errors.py", "train/memory.py",
-    "train/model/shape.py", "train/schedule.py", "train/ensemble/members.py", "train/planner/planner.py",
+    "train/model/shape.py", "train/schedule.py", "train/planner/planner.py",
     "train/planner/validation.py", "train/job/environment.py", "train/job/failure.py", "train/parallel/buckets.py",
     "train/parallel/schedules.py", "train/files.py",
 )  # fmt: skip
@@ -116,7 +116,7 @@ def test_planning_loads_neither_torch_nor_pandas() -> None:
 
 def test_training_loads_the_compiler_only_to_compile() -> None:
     """It takes as long as PyTorch itself, in every process of every sweep. PyTorch imports SymPy for it alone."""
-    modules = loaded("import isoflop.train.loop, isoflop.train.ensemble.ensemble, isoflop.evaluate.checkpoint")
+    modules = loaded("import isoflop.train.loop, isoflop.evaluate.checkpoint")
     assert "sympy" not in modules
 
 

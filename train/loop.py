@@ -1,19 +1,18 @@
 """The training loop: a config in, a run directory out.
 
 Everything that decides a number is a pure function of the config and the step, so a resumed run gives the same bits. A
-`Trainer` keeps the records of one run and takes no step itself: `train` steps one run, an ensemble many together.
+`Trainer` keeps the records of a run and takes no step itself: its `Stepper` does.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from .checkpoint.checkpoint import resume_state
 from .checkpoint.heldout import held_out, validation_steps
@@ -31,7 +30,6 @@ from .job.progress import RunProgress
 from .job.session import kept
 from .model.experts import balance_of
 from .optimizer.average import averaged_name, whole_copies
-from .parallel.layout import Held
 from .parallel.zero import StepResult
 from .precision import set_matmul_precision
 from .schedule import learning_rate_factor, warmup_steps
@@ -105,31 +103,6 @@ def open_run_shards(config: RunConfig, shards: Shards | None, job: Job, alive: C
     return shards
 
 
-class Steps(Protocol):
-    """What a trainer needs of who takes its steps: `Stepper`, or a member of an ensemble."""
-
-    micro: int  # sequences in one forward pass
-    stream: TrainStream
-
-    def held(self) -> Sequence[Held]:
-        """Weights and moments, as writable views."""
-
-    def start(self) -> None:
-        """Sets the initial weights."""
-
-    def state(self) -> dict[str, Any]:
-        """Plain numbers for the checkpoint."""
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on from `state()`, after `held()` was filled."""
-
-    def losses(self, windows: Tensor, beat: Callable[[], None], average: int | None = None) -> Tensor:
-        """Summed nats of each window (n, T + 1) -> (n,) float64 on the CPU, under that copy of the averages."""
-
-    def loads(self) -> Tensor | None:
-        """Tokens of each expert of each block since the last call, (blocks, experts); None: there are no experts."""
-
-
 class Trainer:
     """The records of one run, kept by one rank between steps: its progress, metrics, held-out losses and
     checkpoints.
@@ -142,20 +115,17 @@ class Trainer:
         report: Callable[[str], None],
         shards: Shards,
         job: Job,
-        stepper: Steps,
+        stepper: Stepper,
         peak: float,
         *,
-        ensemble: int = 1,
-        clock: Callable[[], float] = time.perf_counter,
         alive: Callable[[], object] = lambda: None,
     ) -> None:
         """Resumes the run from its newest valid checkpoint, or starts it.
 
-        `peak` FLOP/s of all ranks are what MFU is stated against; of an ensemble each member pays its share of the
-        `clock`.
+        `peak` FLOP/s of all ranks are what MFU is stated against.
         """
         self.config, self.directory, self.report, self.job = config, directory, report, job
-        self.stepper, self.peak, self.ensemble, self.clock, self.alive = stepper, peak, ensemble, clock, alive
+        self.stepper, self.peak, self.alive = stepper, peak, alive
         self.leads = job.mesh.rank == 0  # this rank writes what a run writes once
         self.tokenizer = shards.tokenizer
         windows = validation_windows(shards, config.data.sequence_length, config.data.validation_tokens)
@@ -174,31 +144,27 @@ class Trainer:
             report(f"{config.D:,} tokens are {self.epochs:.2f} epochs of the {unique:,} unique ones")
         self.metrics = JsonLines(directory / "metrics.jsonl") if self.leads else None
         self.tracker = Tracker(config, run_id(config), directory, report) if self.leads else None
-        self.start_clock()
+        self._zero_seconds = time.perf_counter() - self.progress.seconds
+        self._logged_at, self._logged_step = time.perf_counter(), self.progress.step
+        self._saved_at = time.perf_counter()
 
     @property
     def goes_on(self) -> bool:
         return self.progress.step < self.config.steps
-
-    def start_clock(self) -> None:
-        """From here on the run pays for time; again where it had to wait before its first step."""
-        self._zero_seconds = self.clock() - self.progress.seconds
-        self._logged_at, self._logged_step = self.clock(), self.progress.step
-        self._saved_at = time.perf_counter()  # by the wall, for a kill costs what the wall has seen
 
     def record_step(self, result: StepResult) -> None:
         """Records a step: judges losses, validates and logs where the config says so."""
         config, progress = self.config, self.progress
         progress.step += 1
         self.unwatched.append(result)
-        now = self.clock()
+        now = time.perf_counter()
         progress.seconds = now - self._zero_seconds
         if progress.step % config.log_every == 0 or progress.step in self.validate_at or not self.goes_on:
             self._watch()
             tokens_per_s = (progress.step - self._logged_step) * config.batch_tokens / (now - self._logged_at)
             held_out = self.validate() if progress.step in self.validate_at else None
             self._log(result, tokens_per_s, held_out)
-            self._logged_at, self._logged_step = self.clock(), progress.step
+            self._logged_at, self._logged_step = time.perf_counter(), progress.step
 
     def save_is_due(self) -> bool:
         return self.leads and time.perf_counter() - self._saved_at >= self.config.checkpoint.every_seconds
@@ -343,7 +309,6 @@ class Trainer:
             "matmul_peak": self.peak,
             "device": device_name(self.job.device),
             "ranks": self.job.mesh.size,
-            "ensemble": self.ensemble,
             "micro_batch_size": self.stepper.micro,
             "precision": config.precision,
             **self.balance,

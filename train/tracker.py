@@ -23,7 +23,7 @@ PUSHED = "wandb.json"  # what the server has, as far as it has confirmed
 AXES = ("step", "tokens", "flops")  # what curves are drawn against; the rest is shown in sections
 SECTIONS = ("train", "val", "eval", "experts", "speed")
 
-# Short enough that an ensemble, whose runs end one after the other, gets through them in the grace of a preempted job.
+# Short beside the grace of a preempted job.
 ANSWER_SECONDS = 3.0  # for a server to say anything at all, before a run starts
 INIT_SECONDS = 15.0
 FINISH_SECONDS = 10.0
@@ -173,7 +173,7 @@ def open_run(
         dir=str(folder),
         mode=cast(Any, mode),
         resume="allow" if mode == "online" else None,
-        reinit="create_new",  # beside the runs of this process that go on, those of an ensemble
+        reinit="create_new",  # a worker trains run after run
         settings=wandb.Settings(
             silent=True,
             console="off",

@@ -25,6 +25,7 @@ from ..prepare import Prepared
 from ..runs import attempts, membership, states
 from ..runs.attempts import Policy
 from ..runs.directory import Busy, RunDirectory, SweepDirectory, now_on
+from ..runs.queue import Unit
 from ..slurm import commands as slurm
 from ..slurm.backend import Calls, SlurmBackend
 from ..slurm.supervisor import settle_lost
@@ -78,7 +79,7 @@ def advance(
             from ...train.data.shards import prepare_with_progress
 
             prepare_with_progress(waiting[0].config().data)  # now, for compute nodes may have no network
-        units = prepared.plan.units_of(survey.due.keys())
+        units = [Unit((run.run_id,)) for run in prepared.plan.runs if run.run_id in survey.due]
         backend.start(prepared.plan, units, unscored, bool(config.evaluate.tasks), survey.due)
         return False
     if survey.later or backend.in_queue():
@@ -200,7 +201,7 @@ def tend(sweep: SweepDirectory) -> Pass:
 
 
 def slurm_backend(sweep: SweepDirectory, cluster: ClusterConfig, live: set[str]) -> SlurmBackend:
-    calls = Calls(worker.train, worker.work, worker.evaluate_runs, worker.finish_sweep, keep, _stage)
+    calls = Calls(worker.train_run, worker.work, worker.evaluate_runs, worker.finish_sweep, keep, _stage)
     return SlurmBackend(sweep, cluster, live, calls)
 
 

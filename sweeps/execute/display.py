@@ -19,6 +19,7 @@ from ..plan.sweep_plan import Plan, makespan
 from ..runs import attempts
 from ..runs.directory import ENDS, RunDirectory, SweepDirectory
 from ..runs.forms import JobShape
+from ..runs.queue import Unit
 from ..slurm.placement import batches, split, workers_for
 from ..terminal import console, describe_seconds, plain_table, short
 
@@ -49,7 +50,6 @@ def _table_of(plan: Plan) -> Table:
         "recipe": {run.run_id: run.recipe or "raw" for run in plan.runs if refined},
         "ranks": {run.run_id: run.mesh + _on_nodes(run.shape) for run in plan.runs if run.mesh},
         "branches from": {run.run_id: f"{run.parent} at {run.first_step:,}" for run in plan.runs if run.parent},
-        "together": {name: unit.name for unit in plan.units for name in unit.runs if len(unit.runs) > 1},
     }
     more = {name: cells for name, cells in optional.items() if cells}
     for name in more:
@@ -90,7 +90,7 @@ def _jobs(plan: Plan, cluster: ClusterConfig, starts: Mapping[JobShape, str]) ->
     if cluster.kind != "slurm":
         return []
     planned = {run.run_id: run for run in plan.runs}
-    queued, tasks = split(plan.units, planned, cluster)
+    queued, tasks = split([Unit((run.run_id,)) for run in plan.runs], planned, cluster)
     workers = sum(workers_for(batch, planned, cluster) for batch in batches(queued, planned, {}, {}))
     said = []
     if tasks:

@@ -141,8 +141,6 @@ class LocalBackend:
         self._tried |= {run.run_id: run.state().since for run in runs}
         ranks = {name: planned[name].shape.ranks for name in names}  # a grid may vary the ranks of its runs
         most = max(ranks.values())
-        if most > 1:  # jobs of several ranks train one run at a time
-            units = [Unit("alone", (name,)) for name in names]
         pool = self._pool(most)
         parents = {name: (run.parent, run.first_step) for name in names if (run := planned[name]).parent is not None}
         queue = Queue.create(self._sweep, pool.folder / f"queue-{os.urandom(4).hex()}", units, parents)
@@ -310,8 +308,9 @@ class Workers:
             return LocalJob(worker.work, (sweep, str(self.queue.folder.resolve()), self.policy, place, launcher))
         if (unit := self.queue.claim(place)) is None:
             return None
-        paths = [str(self.sweep.run(name).path.resolve()) for name in unit.runs]
-        return LocalJob(worker.train, (unit.how, paths, self.policy, launcher), self.ranks[unit.runs[0]], unit)
+        (name,) = unit.runs
+        arguments = str(self.sweep.run(name).path.resolve()), self.policy, launcher
+        return LocalJob(worker.train_run, arguments, self.ranks[name], unit)
 
     def at_work(self, job: LocalJob) -> list[RunDirectory]:
         """The runs that a job trains now."""

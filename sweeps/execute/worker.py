@@ -1,11 +1,10 @@
-"""What jobs call: training a unit, a queue of units, scoring, and the last fit.
+"""What jobs call: training a run, a queue of units, scoring, and the last fit.
 
 Special here:
-- what ends a run, or a unit, never ends the worker. On this machine it stops when its launcher is gone; a SLURM job
+- what ends a run never ends the worker. On this machine it stops when its launcher is gone; a SLURM job
   that is told to stop gives its unit back and is requeued;
 - rank 0 alone holds the lock, writes the state and requeues the job; why another rank fails reaches the state through
-  failure.json;
-- a job of several runs that was not stopped succeeds if any of them is done: those can be scored and branched from.
+  failure.json.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import math
 import os
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
@@ -31,12 +30,21 @@ from ..config import recorded
 from ..prepare import configuration
 from ..runs import attempts, states
 from ..runs.attempts import Policy
-from ..runs.directory import RunDirectory, SweepDirectory, inside_job, job_id, job_restarts, job_seconds, this_node
+from ..runs.directory import (
+    Busy,
+    RunDirectory,
+    SweepDirectory,
+    inside_job,
+    job_id,
+    job_restarts,
+    job_seconds,
+    this_node,
+)
 from ..runs.queue import Queue
 from ..runs.states import UNWRITTEN
 from ..slurm import commands as slurm
 from ..slurm.supervisor import settle_lost, settle_queue
-from .attempt import Interrupt, tidy, train_rank, train_unit, try_log
+from .attempt import Interrupt, tidy, train_one, train_rank, try_log
 from .preflight import look_over
 
 POLL_SECONDS, LONGEST_PAUSE = 0.2, 5.0  # between two looks at a queue that has nothing to claim
@@ -50,28 +58,30 @@ class RunFailed(Exception):
     """No run has a result; their states say why. Makes the job exit with an error."""
 
 
-def train(how: str, paths: Sequence[str], policy: Policy, launcher: tuple[str, str] | None = None) -> None:
-    """Trains a unit as one job, resuming what is there. Every rank of its runs calls it.
+def train_run(path: str, policy: Policy, launcher: tuple[str, str] | None = None) -> None:
+    """Trains a run as one job, resuming what is there. Every rank calls it.
 
-    Of the run directories in `paths` only the frozen config.yaml is read, and of a branch its trunk's checkpoint.
+    Of the run directory `path` only the frozen config.yaml is read, and of a branch its trunk's checkpoint.
     `launcher` is the sweep directory and the lock token of a launcher on this machine, which must stay alive. RunFailed
-    where none of the runs is done; UserError where this node does not see the sweep.
+    where the run is not done; UserError where this node does not see the sweep.
     """
-    runs, job = [RunDirectory(Path(path)) for path in paths], job_id()
-    ranks = detect() if how == "alone" else Ranks()  # runs that are trained together have one rank each
-    sweep = check_shared(runs[0].path.parent.parent)
+    run, job, ranks = RunDirectory(Path(path)), job_id(), detect()
+    sweep = check_shared(run.path.parent.parent)
     if inside_job() and ranks.local_rank == 0:
         look_at_node(sweep, ranks.local_size)
     if ranks.rank > 0:
-        _follow(runs[0], ranks)
+        _follow(run, ranks)
         return
-    train_unit(how, runs, ranks, _interrupt(launcher), job, policy)
-    ended = [(run, run.state()) for run in runs]
-    stopped = [run for run, state in ended if state.state == "preempted" and state.job_id == job]
-    if stopped and inside_job():
-        requeue_stopped(stopped, policy)
-    if not stopped and not any(run.is_done() for run in runs):
-        raise RunFailed("; ".join(f"run {run.run_id} {state}" for run, state in ended))
+    try:
+        train_one(run, ranks, _interrupt(launcher), job, policy)
+    except Busy as error:
+        print(f"left out: {error}")
+    state = run.state()
+    if state.state == "preempted" and state.job_id == job:
+        if inside_job():
+            requeue_stopped(run, policy)
+    elif not run.is_done():
+        raise RunFailed(f"run {run.run_id} {state}")
 
 
 def work(
@@ -128,9 +138,11 @@ def _go_through(queue: Queue, policy: Policy, interrupt: Interrupt, place: int, 
             pause = min(2 * pause, LONGEST_PAUSE)
             continue
         try:
-            runs = [queue.sweep.run(name) for name in unit.runs]
-            if wanted := [run for run in runs if not run.is_done()]:
-                train_unit(unit.how, wanted, detect(), interrupt, job_id(), policy)
+            for run in [queue.sweep.run(name) for name in unit.runs]:
+                if not run.is_done():
+                    train_one(run, detect(), interrupt, job_id(), policy)
+        except Busy as error:
+            print(f"left out: {error}")
         except Exception:
             # Such as a disk too full to say that a run has begun; the other units may be better off.
             traceback.print_exc()
@@ -152,37 +164,30 @@ def _requeue_worker(why: str) -> NoReturn:
     raise SystemExit(1)
 
 
-def requeue_stopped(runs: Sequence[RunDirectory], policy: Policy) -> NoReturn:
-    """Requeues a SLURM job whose runs were stopped, and have saved, unless SLURM has done so.
+def requeue_stopped(run: RunDirectory, policy: Policy) -> NoReturn:
+    """Requeues a SLURM job whose run was stopped, and has saved, unless SLURM has done so.
 
     Leaves with an error in any case (RunFailed: the job is cancelled, or not requeued): an exit with 0 would let
-    scoring start. The states are written before, for the processes of a requeued job may be killed at any moment; SLURM
-    may take minutes to say what corrects them. Where it refuses or is away the runs stay `preempted`, for whoever looks
+    scoring start. The state is written before, for the processes of a requeued job may be killed at any moment; SLURM
+    may take minutes to say what corrects it. Where it refuses or is away the run stays `preempted`, for whoever looks
     after the sweep.
     """
     job, restarts = job_id(), job_restarts()
-    fate = slurm.fate(job, restarts)
-    names = ", ".join(run.run_id for run in runs)
+    fate, reason = slurm.fate(job, restarts), run.state().reason
     if fate == "cancelled":
         why = "its job was cancelled in SLURM"
-        for run in runs:
-            states.correct(run, "cancelled", f"{why}; {run.state().reason}", "cancelled")
-        raise RunFailed(f"run {names} cancelled: {why}")
+        states.correct(run, "cancelled", f"{why}; {reason}", "cancelled")
+        raise RunFailed(f"run {run.run_id} cancelled: {why}")
     if fate == "timeout":
-        for run in runs:
-            states.correct(run, "preempted", run.state().reason, "time_limit")
-    decisions = {run: attempts.decide(attempts.current(run), policy, 0, 0.0) for run in runs}
-    over = [run for run, decision in decisions.items() if not decision.again]
-    for run in over:
-        states.correct(run, "failed", f"{decisions[run].why}; {run.state().reason}")
-    if len(over) == len(runs):
-        raise RunFailed(f"run {names} failed: {decisions[over[0]].why}")
+        states.correct(run, "preempted", reason, "time_limit")
+    decision = attempts.decide(attempts.current(run), policy, 0, 0.0)
+    if not decision.again:
+        states.correct(run, "failed", f"{decision.why}; {reason}")
+        raise RunFailed(f"run {run.run_id} failed: {decision.why}")
     if fate != "requeued" and (refused := slurm.requeue(job, restarts)) is not None:
         why = f"SLURM would not requeue its job ({refused})"
-        for run in runs:
-            if run not in over:
-                states.correct(run, "preempted", f"{run.state().reason}; {why}, so sweep again to go on")
-        raise RunFailed(f"run {names} preempted: {why}")
+        states.correct(run, "preempted", f"{reason}; {why}, so sweep again to go on")
+        raise RunFailed(f"run {run.run_id} preempted: {why}")
     # Not an Exception: submitit would record the end of a job that goes on.
     raise SystemExit(1)
 

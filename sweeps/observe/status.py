@@ -199,11 +199,12 @@ def _add_costs(rows: Iterable[Row], cluster: ClusterConfig) -> None:
         if begun := row["under_way"]:
             rest = {"attempt": row["attempt"], "seconds": begun["ended"] - begun["began"], **begun, **unknown}
             histories[row["run_id"]].append(Attempt(cause="killed", reason=None, **rest))
-    paid, settings = accounting.paid_seconds(histories), asdict(cluster)
+    settings = asdict(cluster)
     for row in rows:
         row |= {"gpu_hours": 0.0, "core_hours": 0.0}
         if shape := row["shape"]:
-            hours = sum(paid[row["run_id"]]) * accounting.devices(shape, settings) / 3600
+            paid = sum(attempt.paid for attempt in histories[row["run_id"]])
+            hours = paid * accounting.devices(shape, settings) / 3600
             row["gpu_hours" if shape["gpus"] else "core_hours"] = hours
 
 

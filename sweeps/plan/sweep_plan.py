@@ -1,4 +1,4 @@
-"""Runs become jobs: their cost, their order, what is trained together, and their shape. Pure.
+"""Runs become jobs: their cost, their order, and their shape. Pure.
 
 Estimates decide on order and place alone: which runs there are, and what comes of them, does not depend on them.
 """
@@ -6,8 +6,9 @@ Estimates decide on order and place alone: which runs there are, and what comes 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field, replace
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...train.config import ParallelConfig, RunConfig, run_id
@@ -18,7 +19,6 @@ from ...train.schedule import trunk_steps
 from ..config import ClusterConfig
 from ..grid.trunks import own_flops
 from ..runs.forms import JobShape, PlannedRun
-from .packing import Clock, Unit, pack_runs
 from .rates import Calibration, run_kind
 
 MANY_STEPS = 200_000  # beyond which a batch is far below what a run of that length can use
@@ -26,10 +26,9 @@ MANY_STEPS = 200_000  # beyond which a batch is far below what a run of that len
 
 @dataclass(frozen=True)
 class Plan:
-    """A sweep's runs, longest first, and what they cost together."""
+    """A sweep's runs in the order in which they start, and what they cost together."""
 
     runs: list[PlannedRun]
-    units: list[Unit]  # what jobs train, in the order in which they are started
     jobs_at_once: int
     estimated_seconds: float  # wall clock at that concurrency, training alone
     total_flops: float  # exact convention, as trained: what branches share with a trunk counts once
@@ -41,11 +40,6 @@ class Plan:
     # Of each kind of run by width: the FLOP/s that were measured, and by how many runs; a sweep goes on with these.
     rates: dict[str, dict[int, tuple[float, int]]] = field(default_factory=dict)
 
-    def units_of(self, names: Collection[str]) -> list[Unit]:
-        """The units without the runs that are not named."""
-        left = [(unit.how, tuple(name for name in unit.runs if name in names)) for unit in self.units]
-        return [Unit(how if len(runs) > 1 else "alone", runs) for how, runs in left if runs]
-
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -55,15 +49,12 @@ def plan_runs(
     cluster: ClusterConfig,
     flops_per_second: float,
     jobs_at_once: int,
-    ensembles: int = 1,
     threads: int | None = None,
     measured: Calibration | None = None,
-    taken: Collection[str] = (),
 ) -> Plan:
     """Cost, order and placement of a grid, with its trunks and branches.
 
-    `flops_per_second` is the matmul peak of one job, all ranks together; `threads` are those of a rank. `taken` runs
-    are done or have a job: no unit has both such a run and one that is left.
+    `flops_per_second` is the matmul peak of one job, all ranks together; `threads` are those of a rank.
     """
 
     def assumed(width: float) -> float:  # where nothing was measured: small models reach little of the peak
@@ -74,38 +65,17 @@ def plan_runs(
     rates = {name: measured.rate(kinds[name], run.model.width, assumed) for name, run in by_id.items()}
     planned = [_planned(name, run, cluster, rates[name], threads) for name, run in by_id.items()]
     # Longest first: the last job to start is then the shortest, and no core idles behind a long tail.
-    planned.sort(key=lambda run: (-run.estimated_seconds, run.run_id))
-    seconds = {run.run_id: run.estimated_seconds for run in planned}
-    bound, on_gpu, is_local = launch_bound_width(cluster), cluster.gpus_per_job > 0, cluster.kind == "local"
-    room, sharing = (cluster.gpu_memory_gb, cluster.runs_per_gpu) if on_gpu else (cluster.memory_gb, 1)
-    if is_local:  # so many jobs have the same GPU anyway
-        room, sharing = room / sharing, 1
-    units: list[Unit] = []
-    for is_taken in (False, True):
-        part = {name: run for name, run in by_id.items() if (name in taken) == is_taken}
-        units += pack_runs(
-            Clock(part, seconds, bound),
-            places=jobs_at_once,
-            ensembles=ensembles,
-            runs_per_gpu=sharing,
-            room_bytes=room * 1e9,
-            device="cuda" if on_gpu else "cpu",
-        )
-    clock, paid = Clock(by_id, seconds, bound), dict[str, float]()
-    pieces = [clock.piece(unit) for unit in units]
-    for piece in pieces:
-        paid |= clock.paid_shares(piece)
-    planned = [replace(run, paid_seconds=paid[run.run_id]) for run in planned]
-    gpu_hours = sum(run.paid_seconds * run.shape.gpus * run.shape.ranks for run in planned) / 3600
-    core_hours = sum(run.paid_seconds * run.shape.cpus * run.shape.ranks for run in planned) / 3600
-    if is_local:  # so many places are one GPU
+    trunks = {run.parent for run in planned}
+    planned.sort(key=lambda run: (-run.estimated_seconds, run.run_id not in trunks, run.run_id))
+    gpu_hours = sum(run.estimated_seconds * run.shape.gpus * run.shape.ranks for run in planned) / 3600
+    core_hours = sum(run.estimated_seconds * run.shape.cpus * run.shape.ranks for run in planned) / 3600
+    if cluster.kind == "local":  # so many places are one GPU
         gpu_hours /= cluster.runs_per_gpu
     price = cluster.dollars_per_gpu_hour
     return Plan(
         runs=planned,
-        units=units,
         jobs_at_once=jobs_at_once,
-        estimated_seconds=clock.wall_clock(pieces, jobs_at_once),
+        estimated_seconds=wall_clock(planned, jobs_at_once),
         total_flops=sum(run.flops_own for run in planned),
         separate_flops=sum(run.flops_exact for run in planned),
         gpu_hours=gpu_hours,
@@ -116,10 +86,28 @@ def plan_runs(
     )
 
 
-def launch_bound_width(cluster: ClusterConfig) -> float:
-    """See `packing.ensemble_speedup`."""
-    assumed = 512.0 if cluster.gpus_per_job > 0 else 4.0
-    return assumed if cluster.launch_bound_width is None else cluster.launch_bound_width
+def wall_clock(runs: Sequence[PlannedRun], places: int) -> float:
+    """Estimated time of runs, each on the first free place, and a branch when its trunk has come to where it begins."""
+    started: dict[str, float] = {}
+    planned = {run.run_id: run for run in runs}
+    free = [0.0] * max(1, places)
+    waiting = list(runs)
+    while waiting:
+
+        def ready_at(run: PlannedRun) -> float:
+            trunk = planned.get(run.parent or "")
+            if trunk is None:
+                return 0.0
+            begun = started.get(trunk.run_id, math.inf)
+            share = (run.first_step - trunk.first_step) / (trunk.steps - trunk.first_step)
+            return begun + share * trunk.estimated_seconds
+
+        ready = (run for run in waiting if ready_at(run) <= free[0])
+        first = next(ready, None) or min(waiting, key=ready_at)
+        waiting.remove(first)
+        started[first.run_id] = max(ready_at(first), free[0])
+        heapq.heapreplace(free, started[first.run_id] + first.estimated_seconds)
+    return max(free)
 
 
 def plan_remarks(plan: Plan) -> list[str]:

@@ -1,7 +1,7 @@
 """What a sweep was planned to cost and what it has cost, what was wasted and why, and how far its estimates were off.
 
 A step is useful as long as a result stands on it, or a checkpoint that a run can go on from; otherwise it is lost to
-what ended the attempt after which the run went back behind it. Runs that share a device pay equal parts at any time.
+what ended the attempt after which the run went back behind it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from ...train.errors import UserError
@@ -44,7 +43,6 @@ class _Entry:
     history: list[Attempt]
     result: dict[str, Any] | None  # None: it is not done
     devices: float
-    paid: list[float] = field(default_factory=list)  # seconds of each attempt
     served: int = 0  # the last step of a trunk that a branch's result stands on
 
     @property
@@ -64,8 +62,6 @@ def account(sweep: SweepDirectory) -> dict[str, Any]:
     for planned in plan["runs"]:
         run, part = sweep.run(planned["run_id"]), devices(planned["shape"], cluster)
         entries[run.run_id] = _Entry(run, planned, attempts.read(run), result_of(run), part)
-    for name, paid in paid_seconds({name: entry.history for name, entry in entries.items()}).items():
-        entries[name].paid = paid
     every = list(entries.values())
     for entry in every:
         if entry.result is not None and (trunk := entries.get(entry.planned.get("parent") or "")) is not None:
@@ -136,25 +132,6 @@ def lost_steps(history: Sequence[Attempt], begins: int, done: bool, served: int 
     return [+counts for counts in lost]
 
 
-def paid_seconds(histories: Mapping[str, Sequence[Attempt]]) -> dict[str, list[float]]:
-    """Time of each attempt, by run id; of those that share a process or a device, each one's part. Pure."""
-    paid = {name: [attempt.seconds for attempt in history] for name, history in histories.items()}
-    sharing = defaultdict(list)  # attempts of one job, though perhaps one after the other
-    for name, history in histories.items():
-        for index, attempt in enumerate(history):
-            if attempt.share < 1:
-                sharing[attempt.host, attempt.job_id].append((attempt.began, attempt.ended, name, index))
-    for sharers in sharing.values():
-        moments = sorted({moment for began, ended, _, _ in sharers for moment in (began, ended)})
-        for _, _, name, index in sharers:
-            paid[name][index] = 0.0
-        for start, end in pairwise(moments):
-            present = [(name, index) for began, ended, name, index in sharers if began <= start and end <= ended]
-            for name, index in present:
-                paid[name][index] += (end - start) / len(present)
-    return paid
-
-
 @dataclass
 class _Books:
     """Sums over runs; FLOPs are whole numbers, so that they add up."""
@@ -169,8 +146,8 @@ class _Books:
         run, result, kept = entry.planned, entry.result, 0
         step_flops, begins = round(run["flops_exact"] / run["steps"]), run.get("first_step", 0)
         lost = lost_steps(entry.history, begins, result is not None, entry.served)
-        for attempt, seconds, counts in zip(entry.history, entry.paid, lost, strict=True):
-            hours, steps = seconds * entry.devices / 3600, attempt.last_step - attempt.first_step
+        for attempt, counts in zip(entry.history, lost, strict=True):
+            hours, steps = attempt.paid * entry.devices / 3600, attempt.last_step - attempt.first_step
             if attempt.cause != "done":
                 self.ended[attempt.cause] += 1
                 if not steps:  # it has not come to its first step: all its time went to what ended it
@@ -236,7 +213,7 @@ def _slurm_hours(
 
 
 def planned_seconds(planned: Planned) -> float:
-    """What a run was expected to pay; an earlier version's plan has only what it takes alone."""
+    """What a run was expected to pay; an earlier version trained runs together, and each paid its part."""
     return float(planned.get("paid_seconds") or planned["estimated_seconds"])
 
 
@@ -268,8 +245,6 @@ def _errors(entries: Iterable[_Entry]) -> tuple[dict[str, float] | None, dict[in
         if entry.result is None:
             continue
         actual, planned = own_seconds(entry.run, entry.planned, entry.result), planned_seconds(entry.planned)
-        if shares_device(entry.history, entry.result):
-            actual *= sum(entry.paid) / max(sum(attempt.seconds for attempt in entry.history), 1e-9)
         times.append((actual, planned))
         by_width[entry.planned["width"]].append(actual / planned)
     if not times:
@@ -281,8 +256,3 @@ def _errors(entries: Iterable[_Entry]) -> tuple[dict[str, float] | None, dict[in
 def result_of(run: RunDirectory) -> dict[str, Any] | None:
     """The summary of a run that is done."""
     return run.summary() if run.state().state == "done" else None
-
-
-def shares_device(history: Sequence[Attempt], result: Mapping[str, Any]) -> bool:
-    """Whether a run shared its device with other processes; an ensemble's clock takes care of its members."""
-    return result.get("ensemble", 1) == 1 and any(attempt.share < 1 for attempt in history)

@@ -18,17 +18,14 @@ from rich.markup import escape
 from ...train.errors import UserError, counted
 from ...train.files import read_json, write_json
 from ..config import ClusterConfig, recorded
-from ..plan.packing import ensemble_speedup
 from ..plan.rates import Measured, kind_of, place_of, record_rates
-from ..plan.sweep_plan import launch_bound_width
 from ..prepare import configuration
-from ..runs import attempts
 from ..runs.directory import FIT_FAILURE, SweepDirectory
 from ..runs.preflight import FILE as PREFLIGHT
 from ..runs.preflight import read_record, summary
 from ..terminal import print_rows, say, short
 from . import pages, tracking
-from .accounting import account, own_seconds, result_of, shares_device
+from .accounting import account, own_seconds, result_of
 from .forecast import forecast_running
 from .table import UNTUNED, write_curves, write_table
 from .tuned import FILE, write_tuning
@@ -142,25 +139,24 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
 def _calibrate(sweep: SweepDirectory, cluster: ClusterConfig) -> None:
     """Adds what this sweep's runs reached to what later estimates are made from. Never an error."""
     place = place_of(cluster, sweep.plan()["runs"][0]["shape"]["cpus"])
-    if (said := record_rates(place, measured_rates(sweep, launch_bound_width(cluster)))) is not None:
+    if (said := record_rates(place, measured_rates(sweep))) is not None:
         _note(f"note: {said}")
 
 
-def measured_rates(sweep: SweepDirectory, launch_bound_width: float) -> list[Measured]:
-    """What the runs that are done reached, each as if trained alone."""
+def measured_rates(sweep: SweepDirectory) -> list[Measured]:
+    """What the runs that are done reached; of an earlier version, those that were trained alone."""
     found = []
     for planned in sweep.plan()["runs"]:
         run = sweep.run(planned["run_id"])
         result = result_of(run)
-        if result is None or "device" not in result or shares_device(attempts.read(run), result):
+        if result is None or "device" not in result or result.get("ensemble", 1) > 1:
             continue
         seconds = own_seconds(run, planned, result)
         if seconds < LEAST_SECONDS:
             continue
-        gain = ensemble_speedup(planned["width"], result.get("ensemble", 1), launch_bound_width)
         batch_tokens = planned["D"] // planned["steps"]
         kind = kind_of(planned["precision"], planned["mesh"], batch_tokens, planned["sequence_length"])
-        rate = planned["flops_own"] / seconds / gain
+        rate = planned["flops_own"] / seconds
         found.append(Measured(run.run_id, kind, planned["width"], rate, result["device"]))
     return found
 

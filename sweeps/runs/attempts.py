@@ -94,9 +94,14 @@ class Attempt:
     flops: Amount  # of its own steps, exact convention
     flops_wasted: Amount  # of those among them that had to be made again, or that led nowhere
     gpus: Amount = 0.0  # ranks times GPUs, times `share`
-    share: Amount = 1.0  # of its process or device, which runs trained together divide between them
+    share: Amount = 1.0  # of its process, which earlier versions divided between runs
     at_fault: tuple[str, ...] = ()  # nodes, where its ranks were on several
     budget: int = 0  # times that somebody had asked for a retry before; counted by `read`
+
+    @property
+    def paid(self) -> float:
+        """Seconds of its devices."""
+        return self.seconds * self.share
 
 
 NAMES = [item.name for item in fields(Attempt) if item.name != "budget"]
@@ -163,10 +168,10 @@ def decision(run: RunDirectory, policy: Policy, now: float) -> Decision:
     return said
 
 
-def begin(run: RunDirectory, job: str | None, node: str | None = None, share: float = 1.0) -> Begun:
+def begin(run: RunDirectory, job: str | None, node: str | None = None) -> Begun:
     """Writes that an attempt begins; the caller holds the run. Without a node it was to begin and could not."""
     numbers = [attempt.attempt for attempt in read(run)]
-    begun = _begun(run, max([run.state().attempt, *numbers]) + 1, now_on(run.path), node, job, share)
+    begun = _begun(run, max([run.state().attempt, *numbers]) + 1, now_on(run.path), node, job)
     (run.path / UNDER_WAY).write_text(json.dumps(asdict(begun)), encoding="utf-8")
     return begun
 
@@ -181,7 +186,7 @@ def under_way(run: RunDirectory) -> Begun | None:
         if state.state != "running" or state.attempt <= max(numbers, default=0):
             return None
         # attempt.json is lost, as after a power cut: what is known is in state.json and on the disk.
-        begun = _begun(run, state.attempt, state.since, state.host, state.job_id, 1.0)
+        begun = _begun(run, state.attempt, state.since, state.host, state.job_id)
         begun = replace(begun, metrics_bytes=0, machine=None)
     return None if begun.attempt in numbers else begun
 
@@ -318,9 +323,9 @@ def visible_damage(checkpoint: Path) -> str | None:
     return None
 
 
-def _begun(run: RunDirectory, number: int, began: float, host: str | None, job: str | None, share: float) -> Begun:
+def _begun(run: RunDirectory, number: int, began: float, host: str | None, job: str | None) -> Begun:
     first_step, machine = newest_checkpoint(run) or 0, socket.gethostname()
-    begun = Begun(number, began, host, job, 0, 0, first_step, _metrics_bytes(run), 0.0, 0.0, share, machine)
+    begun = Begun(number, began, host, job, 0, 0, first_step, _metrics_bytes(run), 0.0, 0.0, 1.0, machine)
     try:
         config = run.config()
     except UserError:  # which is what ends the attempt
@@ -332,7 +337,7 @@ def _begun(run: RunDirectory, number: int, began: float, host: str | None, job: 
         begins=begins,
         first_step=max(begins, first_step),
         flops_per_step=flops_exact(config) / config.steps,
-        gpus=_gpus(config) * share,
+        gpus=_gpus(config),
     )
 
 

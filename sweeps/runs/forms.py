@@ -62,7 +62,6 @@ class PlannedRun:
     flops_optimizer: Amount = 0.0  # of matrix products in the updates, of all steps; in none of the three above
     variant: str = ""  # what it is called where variants are compared
     N_active: Count | None = None  # None in a plan from before there were mixtures of experts: N_total
-    paid_seconds: Amount = 0.0  # of its unit's time: less than it takes alone, where runs are trained together
 
 
 class PlanFile(TypedDict):
@@ -98,7 +97,7 @@ class Summary(TypedDict, total=False):
     val_loss_se: float | None
     checkpoint: str
     device: str
-    ensemble: Count
+    ensemble: Count  # above 1 where an earlier version trained so many runs together
 
 
 NEEDED = ("step", "D", "N_total", "flops_exact", "val_loss", "val_loss_se")  # of a summary, by the table

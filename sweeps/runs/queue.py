@@ -43,8 +43,7 @@ AVOID_SECONDS = 900.0  # counted from when the unit can be claimed again
 class Unit:
     """What one job trains."""
 
-    how: str  # alone | ensemble | shared: processes of their own on one device
-    runs: tuple[FolderName, ...]  # run ids, longest first
+    runs: tuple[FolderName, ...]  # run ids: one, or of an earlier version several that it trained together
 
     @property
     def name(self) -> str:

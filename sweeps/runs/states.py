@@ -110,7 +110,7 @@ def hold_idle(run: RunDirectory, policy: Policy) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def held(run: RunDirectory, job: str, policy: Policy, timeout: float = 60.0, share: float = 1.0) -> Iterator[bool]:
+def held(run: RunDirectory, job: str, policy: Policy, timeout: float = 60.0) -> Iterator[bool]:
     """Holds a run while this process trains it; yields False where there is nothing to do. Busy: somebody trains it."""
     with run.lock(timeout):
         if run.is_done():
@@ -134,7 +134,7 @@ def held(run: RunDirectory, job: str, policy: Policy, timeout: float = 60.0, sha
         forget_failure(run.path)
         run.give_sign()
         try:
-            begun = attempts.begin(run, job, this_node(), share)
+            begun = attempts.begin(run, job, this_node())
             try:
                 run.set_state("running", attempt=begun.attempt, host=begun.host, job_id=job, since=begun.began)
                 run.log(f"attempt {begun.attempt} on {begun.host}, job {job}, process {os.getpid()}")
@@ -235,20 +235,6 @@ def settle(run: RunDirectory, death: Death, advise: bool = False) -> bool:
     run.forget_signs()
     run.log(f"settled: {words}")
     return True
-
-
-def settle_child(run: RunDirectory) -> None:
-    """Settles a run whose own process has ended: it says how, or it was killed."""
-    settle(run, KILLED, advise=True)
-    if run.state().state == "queued":
-        run.set_state("failed", reason=KILLED.words)
-
-
-def stop_before(run: RunDirectory, job: str, reason: str | None) -> bool:
-    """Whether a run had not begun when its process was told to stop; it is preempted then."""
-    if waiting := run.state().state in ("planned", "queued"):
-        run.set_state("preempted", job_id=job, reason=f"{reason}, before it began")
-    return waiting
 
 
 def settle_dead(runs: Sequence[RunDirectory], policy: Policy, death: Death) -> bool:

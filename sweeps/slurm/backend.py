@@ -292,7 +292,7 @@ class _Launch:
 
     def score(self, unscored: Sequence[RunDirectory], room: int) -> None:
         """Submits scoring, as far as there is room."""
-        units = [Unit("alone", (run.run_id,)) for run in unscored]
+        units = [Unit((run.run_id,)) for run in unscored]
         with contextlib.suppress(QueueFull):
             for batch in placement.batches(units, self.planned, {}, {}):
                 count = min(len(batch.units), self.backend.cluster.array_parallelism, self.max_array, room)
@@ -330,8 +330,8 @@ class _Launch:
     def _array(self, batch: Batch) -> None:
         training = []
         for unit in batch.units:
-            paths = [str(self.backend.sweep.run(name).path.resolve()) for name in unit.runs]
-            training.append(Call(self.backend.calls.train, (unit.how, paths, self.backend.policy)))
+            path = str(self.backend.sweep.run(unit.runs[0]).path.resolve())
+            training.append(Call(self.backend.calls.train, (path, self.backend.policy)))
         with self.began.together():
             request = Request("train", batch.shape, after(batch.waits), batch.avoid)
             trained_by = _by_run(batch, self.began.submit(request, training))

@@ -84,6 +84,8 @@ def _submit_limits(cluster: ClusterConfig, name: str) -> Iterator[int]:
 def check(cluster: ClusterConfig, runs: Sequence[PlannedRun]) -> None:
     """UserError where the cluster cannot or will not take these runs, if SLURM says so."""
     raw_keys(cluster)
+    if cluster.runs_per_gpu > 1:
+        raise UserError(f"cluster.runs_per_gpu is {cluster.runs_per_gpu}; on slurm it must be 1")
     by_shape = {run.shape: run for run in reversed(runs)}  # the first of each shape
     if nodes := _nodes():
         there = _of_partition(nodes, cluster.partition)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..config import ClusterConfig
 from ..runs.forms import JobShape, PlannedRun
@@ -71,9 +71,8 @@ def of_family(values: Mapping[str, Iterable[str]], family: Mapping[str, int]) ->
 
 
 def seconds(unit: Unit, planned: Mapping[str, PlannedRun]) -> float:
-    """Estimate of a unit, from above where its runs are trained together."""
-    each = [planned[name].estimated_seconds for name in unit.runs]
-    return max(each) if unit.how == "shared" else math.fsum(each)
+    """Estimate of a unit."""
+    return math.fsum(planned[name].estimated_seconds for name in unit.runs)
 
 
 def batches(
@@ -92,14 +91,7 @@ def batches(
 
 
 def shape_of(unit: Unit, planned: Mapping[str, PlannedRun]) -> JobShape:
-    return shape_in(unit, planned[unit.runs[0]].shape)
-
-
-def shape_in(unit: Unit, shape: JobShape) -> JobShape:
-    """What the job of a unit asks for whose runs have this shape alone."""
-    if unit.how != "shared":
-        return shape
-    return replace(shape, cpus=shape.cpus * len(unit.runs), memory_gb=shape.memory_gb * len(unit.runs))
+    return planned[unit.runs[0]].shape
 
 
 def levels(units: Sequence[Unit], planned: Mapping[str, PlannedRun]) -> list[list[Unit]]:

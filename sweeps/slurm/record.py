@@ -23,7 +23,6 @@ from ..runs.directory import RunDirectory, SweepDirectory
 from ..runs.forms import JobShape
 from ..runs.queue import Queue
 from . import commands as slurm
-from .placement import shape_in
 
 MEMORY = "keeper.json"  # in jobs/: what the keepers know of the sweep
 
@@ -175,7 +174,7 @@ def rebuilt(sweep: SweepDirectory) -> LaunchRecord:
             call = submitted_call(folder / f"slurm-{transaction}" / f"{job}_submitted.pkl")
         except ValueError:
             continue  # it stays a stray
-        match call:  # `train_run`, `train_unit` and `work_queue`: jobs that version 0.1 has submitted
+        match call:  # `train`, `train_unit` and `work_queue`: jobs that earlier versions have submitted
             case "keep", _:
                 record.keepers.append(job)
             case "finish_sweep", _:
@@ -190,7 +189,7 @@ def rebuilt(sweep: SweepDirectory) -> LaunchRecord:
                 name = Path(path).name
                 if name not in record.queues:
                     unit = Queue.open(sweep, folder / name).units[0]
-                    record.queues[name] = QueueJobs(shape_in(unit, JobShape(**shapes[unit.runs[0]])))
+                    record.queues[name] = QueueJobs(JobShape(**shapes[unit.runs[0]]))
                 record.queues[name].workers.append(job)
     for script in folder.glob("slurm-*/*_submission.sh"):
         if found := re.search(r"^#SBATCH --chdir=(.+)$", script.read_text(encoding="utf-8"), re.MULTILINE):

@@ -101,10 +101,10 @@ def test_a_trunk_that_diverged_was_of_use_as_far_as_its_branches_begin() -> None
 class Made:
     """A sweep's folder with a plan, and histories as tests want them."""
 
-    def __init__(self, path: Path, cluster: ClusterConfig, runs: list[RunConfig], ensembles: int = 1) -> None:
+    def __init__(self, path: Path, cluster: ClusterConfig, runs: list[RunConfig]) -> None:
         self.sweep, self.cluster = SweepDirectory(path / "sweep"), cluster
         self.runs = {run_id(run): run for run in runs}
-        self.plan = plan_runs(runs, cluster, 1e9, 1, ensembles, threads=2)
+        self.plan = plan_runs(runs, cluster, 1e9, 1, threads=2)
         self.sweep.path.mkdir()
         (self.sweep.path / "plan.json").write_text(json.dumps(self.plan.to_dict()))
         settings = {"config": {"cluster": dataclasses.asdict(cluster)}}
@@ -118,7 +118,7 @@ class Made:
         lines = [{key: value for key, value in vars(each).items() if key != "budget"} for each in history]
         (directory.path / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         if state == "done":
-            (directory.path / "summary.json").write_text(json.dumps({"device": "gpu", "ensemble": 1} | summary))
+            (directory.path / "summary.json").write_text(json.dumps({"device": "gpu"} | summary))
 
 
 def run(seed: int = 0, width: int = 16, tokens: int = 100 * 8 * 128) -> RunConfig:
@@ -201,7 +201,7 @@ def test_of_a_branch_its_own_part_counts(tmp_path: Path) -> None:
     step_flops = flops_exact(trunk) / trunk.steps
     assert books["useful"]["flops"] == (400 + 200 - begins) * step_flops == books["planned"]["flops"]
     # The trunk's clock says 0.1 s a step up to where the branch begins; what is beyond is the branch's own.
-    planned = {each.run_id: each.paid_seconds for each in made.plan.runs}
+    planned = {each.run_id: each.estimated_seconds for each in made.plan.runs}
     assert books["error"] is not None
     assert books["error"]["ratio"] == pytest.approx((40 + 26 - 0.1 * begins) / sum(planned.values()))
     assert books["error"]["runs"] == 2

@@ -168,16 +168,6 @@ def test_a_checkpoint_whose_files_have_not_their_sizes_is_none(run: RunDirectory
     assert attempts.newest_checkpoint(run) == 9
 
 
-def test_runs_that_are_trained_together_have_their_share_of_the_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    run = a_run(tmp_path, replace(a_config(), parallel=ParallelConfig(tp=2, dp=2, device="auto")))
-    with states.held(run, "7", POLICY, share=0.25):
-        states.conclude(run, "failed", "no luck")
-    assert (only(run).gpus, only(run).share) == (1.0, 0.25)
-
-
 # Who is killed is settled by who comes next
 
 

@@ -17,12 +17,11 @@ import yaml
 from isoflop.sweeps.observe import doctor, status
 from isoflop.sweeps.observe.doctor import Finding, examine_sweep
 from isoflop.sweeps.observe.status import sweep_status
-from isoflop.sweeps.plan.packing import Unit
 from isoflop.sweeps.results import accounting
 from isoflop.sweeps.results.finish import cost_lines, write_results
 from isoflop.sweeps.runs import attempts
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
-from isoflop.sweeps.runs.queue import Queue
+from isoflop.sweeps.runs.queue import Queue, Unit
 from isoflop.train.files import read_json, write_json
 from small_runs import SMOKE
 
@@ -291,7 +290,7 @@ def test_units_of_a_worker_that_died_go_back_to_their_queue(sweep: SweepDirector
     unfinish(sweep, "queued")
     write_json(sweep.path / "jobs" / "slurm.json", {})
     folder = sweep.path / "jobs" / "queue-1"
-    dead = Queue.create(sweep, folder, [Unit("alone", (run.run_id,))], {})
+    dead = Queue.create(sweep, folder, [Unit((run.run_id,))], {})
     dead.claim(0)
     dead.close()
     assert "queue" in kinds(examine_sweep(sweep, mend=True))

@@ -115,7 +115,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, small_corpus: Callable[...
             run = sweep.run(run_id(config))
             run.freeze(config)
             run.set_state("planned")
-            worker.train("alone", [str(run.path)], Policy(retries=0))
+            worker.train_run(str(run.path), Policy(retries=0))
     return folder
 
 

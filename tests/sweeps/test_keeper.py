@@ -106,7 +106,7 @@ def template(small_corpus: Callable[..., DataConfig], tmp_path_factory: pytest.T
             "+grid=product", "tokens=640", "grid.axes={seed: [0, 1, 2]}", "cluster=slurm", "tracker=none",
             "evaluate=none", "data=text", f"data.path={data.path}", f"data.cache_dir={data.cache_dir}",
             "data.sequence_length=16",
-            "optimizer.batch_size=4", "data.tokenizer=bytes", "cluster.backoff_seconds=1000", "ensembles=1",
+            "optimizer.batch_size=4", "data.tokenizer=bytes", "cluster.backoff_seconds=1000",
         ]
     )  # fmt: skip
     config.sweep, config.output_root = "sweep", str(tmp_path_factory.mktemp("planned"))

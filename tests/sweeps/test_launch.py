@@ -15,11 +15,10 @@ from types import SimpleNamespace
 import pytest
 from isoflop.sweeps.config import ClusterConfig
 from isoflop.sweeps.execute import advance, worker
-from isoflop.sweeps.plan.packing import Unit
 from isoflop.sweeps.plan.sweep_plan import Plan
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.sweeps.runs.forms import JobShape, PlannedRun
-from isoflop.sweeps.runs.queue import Queue
+from isoflop.sweeps.runs.queue import Queue, Unit
 from isoflop.sweeps.slurm import commands as slurm
 from isoflop.sweeps.slurm import submit, transaction
 from isoflop.sweeps.slurm.backend import HELD_BACK, SlurmBackend
@@ -64,7 +63,7 @@ class Launch:
     def go(self, evaluate: bool = False, avoid: dict[str, tuple[str, ...]] | None = None) -> list[str]:
         """What a launch does: submits what no job does yet; returns what was held back."""
         launcher = self.launcher()
-        units = [Unit("alone", (run.run_id,)) for run in launcher.to_start(self.directories)]
+        units = [Unit((run.run_id,)) for run in launcher.to_start(self.directories)]
         return launcher.submit(self.plan, units, [], evaluate, avoid)
 
     def states(self) -> Counter[str]:
@@ -140,7 +139,7 @@ def test_nothing_is_submitted_twice(make: Make, cluster_of: StandIn) -> None:
     sweep.sweep.run("short").set_state("failed")
     (folder,) = sweep.sweep.path.glob("jobs/queue-*")
     queue = Queue.open(sweep.sweep, folder)
-    end_unit(queue, queue.claim(0) or Unit("alone", ()))
+    end_unit(queue, queue.claim(0) or Unit(()))
     queue.close()
     assert [run.run_id for run in sweep.launcher().to_start(sweep.directories)] == ["short"]
 

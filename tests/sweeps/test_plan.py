@@ -1,4 +1,4 @@
-"""Plans: cost, order, placement, packing, measured rates; probes and words."""
+"""Plans: cost, order, placement, measured rates; probes and words."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from isoflop import fit
@@ -22,17 +20,14 @@ from isoflop.sweeps.grid import architectures
 from isoflop.sweeps.grid.expand import expand_grid
 from isoflop.sweeps.grid.tuning import Tuner
 from isoflop.sweeps.plan import foresight, rates
-from isoflop.sweeps.plan.packing import Clock, Unit, pack_runs
 from isoflop.sweeps.plan.rates import Calibration, Measured, kind_of, load_rates, place_of, record_rates, sweep_rates
-from isoflop.sweeps.plan.sweep_plan import MANY_STEPS, Plan, job_shape, makespan, plan_remarks, plan_runs
+from isoflop.sweeps.plan.sweep_plan import MANY_STEPS, Plan, job_shape, makespan, plan_remarks, plan_runs, wall_clock
+from isoflop.sweeps.runs.forms import PlannedRun
 from isoflop.sweeps.terminal import describe_seconds, short
-from isoflop.train.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, run_id
-from isoflop.train.ensemble.members import check_together
+from isoflop.train.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
 from isoflop.train.flops import count_parameters, flops_exact
-from isoflop.train.memory import memory
-from isoflop.train.schedule import trunk_steps
 
 
 def runs() -> list[RunConfig]:
@@ -157,93 +152,34 @@ def test_the_nearest_model_is_the_nearest_of_all(seed: int) -> None:
         assert architectures.nearest_model(base, wanted, above) == best[2]
 
 
-# Packing
+# The order in which runs start, and how long all take
 
 
-BOUND = 96.0
+def planned(name: str, seconds: float, parent: str | None = None, first_step: int = 0) -> PlannedRun:
+    """A run of 100 steps."""
+    values = dict.fromkeys((item.name for item in dataclasses.fields(PlannedRun)), 0)
+    return PlannedRun(**values | {  # type: ignore[arg-type]
+        "run_id": name, "estimated_seconds": seconds, "parent": parent, "first_step": first_step, "steps": 100
+    })  # fmt: skip
 
 
-def unit_seconds(unit: Unit, runs: Mapping[str, RunConfig], seconds: Mapping[str, float], bound: float) -> float:
-    """Estimated time of a unit alone."""
-    return Clock(runs, seconds, bound).piece(unit).seconds
-
-
-def run(width: int = 16, tokens: int = 2**17, seed: int = 0, **changes: Any) -> RunConfig:
-    model = ModelConfig(width=width, depth=2, heads=2, vocab_size=256)
-    return RunConfig(model=model, data=DataConfig(fingerprint="text"), tokens=tokens, seed=seed, **changes)
-
-
-def times(runs: Sequence[RunConfig]) -> dict[str, float]:
-    """Seconds alone at a rate that grows with the width; of a branch without what its trunk does for it."""
-    return {
-        run_id(each): flops_exact(each) / (1e9 * each.model.width / (each.model.width + BOUND))
-        * (1 - trunk_steps(each) / each.steps if each.parent else 1)
-        for each in runs
-    }  # fmt: skip
-
-
-def alone(runs: Sequence[RunConfig]) -> list[Unit]:
-    seconds = times(runs)
-    return [Unit("alone", (name,)) for name in sorted(seconds, key=lambda name: (-seconds[name], name))]
-
-
-def clock(units: Sequence[Unit], runs: Sequence[RunConfig], places: int) -> float:
-    clock = Clock({run_id(each): each for each in runs}, times(runs), BOUND)
-    return clock.wall_clock([clock.piece(unit) for unit in units], places)
-
-
-def packed(runs: Sequence[RunConfig], **settings: Any) -> list[Unit]:
-    settings = {"places": 2, "ensembles": 8, "runs_per_gpu": 1, "room_bytes": 1e18, "device": "cpu", **settings}
-    return pack_runs(Clock({run_id(each): each for each in runs}, times(runs), BOUND), **settings)
-
-
-def family(seed: int = 0, width: int = 16) -> list[RunConfig]:
-    """A trunk and branches of 1/2, 1/4 and 1/8 of its D."""
-    trunk = run(width, 2**18, seed)
-    return [trunk, *(replace(run(width, 2**18 // part, seed), parent=run_id(trunk)) for part in (2, 4, 8))]
-
-
-def random_sweep(generator: random.Random) -> list[RunConfig]:
-    runs = {}
-    for seed in range(generator.randint(1, 12)):
-        width, tokens = generator.choice([8, 16, 64]), 2 ** generator.randint(14, 18)
-        changes = generator.choice(
-            [{}, {}, {}, {"precision": "fp16"}, {"parallel": ParallelConfig(dp=2)}, {"max_loss_rise": 2.0}]
-        )
-        for each in family(seed, width) if generator.random() < 0.4 else [run(width, tokens, seed, **changes)]:
-            runs[run_id(each)] = each
-    return list(runs.values())
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_any_packing_keeps_its_promises(seed: int) -> None:
-    generator = random.Random(seed)
-    runs = random_sweep(generator)
-    by_id: Mapping[str, RunConfig] = {run_id(each): each for each in runs}
-    room = generator.choice([1e18, 2e6, 1e7])
-    places, ensembles, sharers = generator.randint(1, 5), generator.choice([1, 2, 3, 8]), generator.choice([1, 1, 4])
-    units = packed(runs, places=places, ensembles=ensembles, runs_per_gpu=sharers, room_bytes=room)
-    generator.shuffle(runs)
-    assert packed(runs, places=places, ensembles=ensembles, runs_per_gpu=sharers, room_bytes=room) == units
-
-    assert sorted(name for unit in units for name in unit.runs) == sorted(by_id)
-    assert clock(units, runs, places) <= clock(alone(runs), runs, places) * (1 + 1e-6)
-    for unit in units:
-        members = [by_id[name] for name in unit.runs]
-        peaks = [memory(each, "cpu").peak for each in members]
-        assert len({each.parent is None for each in members}) == 1
-        if unit.how == "ensemble":
-            assert 2 <= len(members) <= ensembles
-            check_together(members)  # raises for what cannot be trained together
-            assert sum(peaks) <= room
-        elif unit.how == "shared":
-            assert 2 <= len(members) <= sharers
-            assert all(each.parallel.world_size == 1 for each in members)
-            assert max(peaks) <= room / sharers
-        else:
-            assert len(members) == 1
-    lengths = [unit_seconds(unit, by_id, times(runs), BOUND) for unit in units]
-    assert lengths == sorted(lengths, reverse=True)
+@pytest.mark.parametrize(
+    ("runs", "places", "seconds"),
+    [
+        ([planned("a", 4), planned("b", 3), planned("c", 2), planned("d", 1)], 2, 5.0),
+        ([planned("a", 4), planned("b", 3)], 5, 4.0),
+        # A branch waits until its trunk is at step 50, and the place trains another run meanwhile.
+        ([planned("t", 10), planned("b", 4, "t", 50), planned("c", 3)], 2, 10.0),
+        ([planned("t", 10), planned("b", 7, "t", 50)], 2, 12.0),
+        ([planned("b", 4, "t", 50), planned("t", 10)], 1, 14.0),
+        ([planned("b", 4, "elsewhere", 50)], 1, 4.0),
+        ([planned("t", 10), planned("b", 4, "t", 50), planned("c", 3, "b", 75)], 3, 10.0),
+    ],
+)
+def test_the_estimate_of_a_sweep_lets_branches_wait_for_their_trunks(
+    runs: list[PlannedRun], places: int, seconds: float
+) -> None:
+    assert wall_clock(runs, places) == seconds
 
 
 # What past sweeps reached
@@ -323,9 +259,9 @@ def test_a_sweep_goes_on_with_the_rates_that_it_was_first_planned_with(tmp_path:
 def test_what_was_measured_changes_no_run() -> None:
     base = runs()[0]
     kind = kind_of(base.precision, "", base.batch_tokens, base.data.sequence_length)
-    plans = [plan_runs(runs(), ClusterConfig(), 1e11, 2, 8)]
+    plans = [plan_runs(runs(), ClusterConfig(), 1e11, 2)]
     plans.append(
-        plan_runs(runs(), ClusterConfig(), 1e11, 2, 8, measured=Calibration({kind: {8: (1e6, 1), 999: (1e13, 1)}}))
+        plan_runs(runs(), ClusterConfig(), 1e11, 2, measured=Calibration({kind: {8: (1e6, 1), 999: (1e13, 1)}}))
     )
     ids = [{(run.run_id, run.D, run.steps, run.shape, run.flops_own) for run in each.runs} for each in plans]
     assert ids[0] == ids[1]

@@ -157,7 +157,7 @@ def test_how_and_where_a_request_is_done_may_differ(kept: Prepared, data: DataCo
     """Jobs, the tracker, how often something is written, the mesh, and what runs share."""
     changes = ["cluster.jobs=1", "cluster.memory_gb=1", "cluster.retries=1", "tracker=wandb", "log_every=3"]
     changes += ["validations=1", "checkpoint.every_steps=7", "parallel.dp=2", "parallel.threads=1", "trunks=false"]
-    again = prepare.from_config(configuration(data, kept.sweep.path.parent, *changes, "ensembles=1", "precision=fp32"))
+    again = prepare.from_config(configuration(data, kept.sweep.path.parent, *changes, "precision=fp32"))
     assert prepare.conflict(again) is None
     assert ids(again) == ids(kept)
 

@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 from fake_sweep import planned_run
 from isoflop.sweeps.execute import worker
-from isoflop.sweeps.plan.packing import Unit
 from isoflop.sweeps.runs import attempts
 from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import SweepDirectory
-from isoflop.sweeps.runs.queue import JOURNAL, Queue
+from isoflop.sweeps.runs.queue import JOURNAL, Queue, Unit
 from isoflop.train.config import DataConfig, ModelConfig, RunConfig, run_id
 from isoflop.train.files import write_json
 from small_runs import end_unit, is_over, until
@@ -57,7 +56,7 @@ def forked() -> Iterator[Callable[[Callable[[], object]], int]]:
 
 
 def alone(*names: str) -> list[Unit]:
-    return [Unit("alone", (name,)) for name in names]
+    return [Unit((name,)) for name in names]
 
 
 def queue(sweep: SweepDirectory, units: Sequence[Unit], **parents: str) -> Queue:
@@ -124,7 +123,7 @@ def test_a_unit_whose_worker_was_killed_is_lost_until_it_is_settled(
 
 
 def test_a_branch_starts_once_its_trunk_has_saved(sweep: SweepDirectory) -> None:
-    units = [*alone("trunk"), Unit("ensemble", ("one", "two")), *alone("free")]
+    units = [*alone("trunk"), Unit(("one", "two")), *alone("free")]
     workers = queue(sweep, units, one="trunk", two="trunk")
     other = again(workers, sweep)
     assert not other.was_claimed()

@@ -61,7 +61,7 @@ def begin(run: RunDirectory, seconds_ago: float) -> None:
     """As a worker that began so long ago, and that gave its last sign of life then."""
     began = now_on(run.path) - seconds_ago
     run.set_state("running", attempt=1, host="node1", job_id="7_0", since=began)
-    begun = attempts.Begun(1, began, "node1", "7_0", 0, 0, 0, 0, 0.0, 0.0, 0.5)
+    begun = attempts.Begun(1, began, "node1", "7_0", 0, 0, 0, 0, 0.0, 0.0, 1.0)
     write_json(run.path / "attempt.json", vars(begun))
     run.give_sign()
     os.utime(run.path / "heartbeat", (began, began))
@@ -73,7 +73,7 @@ def test_a_running_run_says_when_it_ends_and_what_it_has_cost(sweep: SweepDirect
     begin(run, seconds_ago=20)
     row = row_of(sweep, run)
     assert row["eta_seconds"] == 2**15 / 2**10  # half of its tokens are left
-    assert row["gpu_hours"] == pytest.approx(20 / 3600, rel=0.1)  # nobody else is at the GPU that it shares
+    assert row["gpu_hours"] == pytest.approx(20 / 3600, rel=0.1)
     assert not row["silent"]
     assert row["heartbeat_age"] == pytest.approx(20, abs=2)
 
@@ -115,7 +115,12 @@ def test_hours_are_those_of_the_books(sweep: SweepDirectory) -> None:
     ended(two, "killed", 10.0, share=0.5)
     ended(alone, "killed", 2.0)
     found = status.sweep_status(sweep)
-    assert [row["gpu_hours"] for row in found["runs"]] == [0.25, 4.75, 1.0, 0.0]  # two share a GPU, and one its process
+    assert [row["gpu_hours"] for row in found["runs"]] == [
+        0.25,
+        2.5,
+        1.0,
+        0.0,
+    ]  # two share a GPU, of an earlier version
     assert found["gpu_hours"] == pytest.approx(accounting.account(sweep)["used"]["hours"])
 
 

@@ -1,4 +1,4 @@
-"""`python sweep.py` where runs share work: trunks with branches, ensembles, and workers that go from run to run."""
+"""`python sweep.py` where runs share work: trunks with branches, and workers that go from run to run."""
 
 from __future__ import annotations
 
@@ -28,11 +28,6 @@ COMMON = [
 ]  # fmt: skip
 # One rung with three D, of which the longest is the trunk of the others: 95, 190 and 380 steps.
 RUNG = ["+grid=ladder", "grid.sizes=[5e3]", "grid.tokens_per_parameter=[10,20,40]", *COMMON]
-# Four runs of one shape with learning rates and D of their own.
-ALIKE = [
-    "+grid=product", "model.width=16", "model.depth=1", "model.heads=1", *COMMON, "cluster.jobs=1",
-    "grid.axes={optimizer.learning_rate:[3e-3,6e-3],tokens:[40000,60000]}", "trunks=false",
-]  # fmt: skip
 
 
 def start(arguments: list[str], root: Path) -> subprocess.Popen[str]:
@@ -72,7 +67,7 @@ def plan(root: Path) -> dict[str, Any]:
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The rung with every run trained from its first step."""
     root = tmp_path_factory.mktemp("apart")
-    sweep([*RUNG, "trunks=false", "ensembles=1"], root)
+    sweep([*RUNG, "trunks=false"], root)
     return root
 
 
@@ -80,7 +75,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The rung as a trunk with branches, and what the command said."""
     root = tmp_path_factory.mktemp("shared")
-    return root, sweep([*RUNG, "ensembles=1"], root)
+    return root, sweep(RUNG, root)
 
 
 def test_branches_end_as_the_runs_trained_apart_to_the_last_bit(shared: tuple[Path, str], apart: Path) -> None:
@@ -120,7 +115,7 @@ def test_what_has_one_trunk_is_resampled_together(shared: tuple[Path, str]) -> N
 
 
 def test_a_trunk_that_is_interrupted_goes_on_and_so_do_its_branches(apart: Path, tmp_path: Path) -> None:
-    process = start([*RUNG, "ensembles=1", "checkpoint.every_steps=30"], tmp_path)
+    process = start([*RUNG, "checkpoint.every_steps=30"], tmp_path)
     until(
         lambda: any(
             run.last_metrics().get("step", 0) >= 60 for run in map(RunDirectory, (tmp_path / "s/runs").glob("*"))
@@ -128,40 +123,23 @@ def test_a_trunk_that_is_interrupted_goes_on_and_so_do_its_branches(apart: Path,
     )
     process.send_signal(signal.SIGINT)
     assert finished(process)[0] == 130
-    sweep([*RUNG, "ensembles=1"], tmp_path)
+    sweep(RUNG, tmp_path)
     assert losses(tmp_path) == losses(apart)
 
 
 def test_a_branch_whose_trunk_has_no_checkpoint_there_says_so(tmp_path: Path) -> None:
     """The trunk diverges: at this learning rate in its first steps."""
-    assert finished(start([*RUNG, "ensembles=1", "optimizer.learning_rate=1e30"], tmp_path))[0] == 1
+    assert finished(start([*RUNG, "optimizer.learning_rate=1e30"], tmp_path))[0] == 1
     trunk = next(run["run_id"] for run in plan(tmp_path)["runs"] if run["parent"] is None)
     said = [run.state().reason or "" for run in runs(tmp_path) if run.run_id != trunk]
     assert len(said) == 2
     assert all(trunk in reason and "no checkpoint" in reason for reason in said), said
 
 
-@pytest.fixture(scope="module")
-def each_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("alone")
-    sweep([*ALIKE, "ensembles=1"], root)
-    return root
-
-
-def test_an_ensemble_gives_every_member_the_loss_that_it_has_alone(each_alone: Path, tmp_path: Path) -> None:
-    sweep(ALIKE, tmp_path)
-    (unit,) = plan(tmp_path)["units"]
-    assert (unit["how"], len(unit["runs"])) == ("ensemble", 4)
-    ours, theirs = losses(tmp_path), losses(each_alone)
-    # To the bit where a batched product rounds as single ones do; else a hundred steps of another rounding.
-    assert ours == pytest.approx(theirs, rel=1e-4)
-    assert all((run.path / "checkpoints").is_dir() and run.state().state == "done" for run in runs(tmp_path))
-
-
 def test_a_killed_worker_is_replaced_and_its_run_is_tried_again(tmp_path: Path) -> None:
-    common = [argument for argument in ALIKE if not argument.startswith("grid.axes=")]
-    grid = ["grid.axes={seed:[0,1,2]}", "tokens=40000", "ensembles=1", "cluster.backoff_seconds=0"]
-    process = start([*common, *grid], tmp_path)
+    grid = ["+grid=product", "model.width=16", "model.depth=1", "model.heads=1", "grid.axes={seed:[0,1,2]}"]
+    settings = ["tokens=40000", "trunks=false", "cluster.jobs=1", "cluster.backoff_seconds=0"]
+    process = start([*grid, *COMMON, *settings], tmp_path)
     logs = lambda: [path.read_text() for path in (tmp_path / "s/runs").glob("*/log.txt")]  # noqa: E731
     begun = lambda: re.findall(r"process (\d+)", "".join(logs()))  # noqa: E731
     until(begun)

@@ -1,4 +1,4 @@
-"""Workers: one process trains unit after unit, what becomes of one run costs no other, and each says how it ended."""
+"""Workers: one process trains run after run, what becomes of one run costs no other, and each says how it ended."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from isoflop.sweeps.execute import attempt, local, worker
 from isoflop.sweeps.execute.attempt import Interrupt, train_one
 from isoflop.sweeps.execute.local import LocalJob, LocalPool, Workers
 from isoflop.sweeps.execute.worker import RunFailed, requeue_stopped
-from isoflop.sweeps.plan.packing import Unit
 from isoflop.sweeps.runs import attempts
 from isoflop.sweeps.runs import states as run_states
 from isoflop.sweeps.runs.attempts import Policy, read
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.sweeps.runs.forms import JobShape
-from isoflop.sweeps.runs.queue import Queue
+from isoflop.sweeps.runs.queue import Queue, Unit
 from isoflop.sweeps.slurm import commands as slurm
 from isoflop.sweeps.slurm import supervisor
 from isoflop.sweeps.slurm.record import LaunchRecord, QueueJobs
@@ -78,19 +77,19 @@ class Bench:
         branch = self.run(seed, parent=run_id(trunk))
         return self.run(seed, tokens=trunk.tokens, checkpoint=CheckpointConfig(at_steps=[begin])), branch
 
-    def queue(self, *units: tuple[str, Sequence[RunDirectory]]) -> Queue:
-        named = [Unit(how, tuple(run.run_id for run in runs)) for how, runs in units]
-        configs = {run.run_id: run.config() for _, runs in units for run in runs}
+    def queue(self, *runs: RunDirectory) -> Queue:
+        named = [Unit((run.run_id,)) for run in runs]
+        configs = {run.run_id: run.config() for run in runs}
         parents = {name: (config.parent, trunk_steps(config)) for name, config in configs.items() if config.parent}
         return Queue.create(self.sweep, self.sweep.path / "queue", named, parents)
 
     def work(
         self,
-        *units: tuple[str, Sequence[RunDirectory]],
+        *runs: RunDirectory,
         policy: Policy = POLICY,
         launcher: tuple[str, str] | None = None,
     ) -> Queue:
-        queue = self.queue(*units)
+        queue = self.queue(*runs)
         worker.work(str(self.sweep.path), str(queue.folder), policy, 0, launcher)
         return queue
 
@@ -128,21 +127,18 @@ def train_alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trainer], None]:
 # Real trainings
 
 
-def test_a_worker_trains_ensemble_trunk_and_branch_as_if_each_were_alone(bench: Bench, tmp_path: Path) -> None:
-    members, (trunk, branch) = [bench.run(1), bench.run(2)], bench.family(3)
-    queue = bench.work(("ensemble", members), ("alone", [trunk]), ("alone", [branch]))
-    runs = [*members, trunk, branch]
-    assert states(*runs) == ["done"] * 4, [reason(run) for run in runs]
+def test_a_worker_trains_trunk_and_branch_as_if_each_were_alone(bench: Bench, tmp_path: Path) -> None:
+    other, (trunk, branch) = bench.run(1), bench.family(3)
+    queue = bench.work(other, trunk, branch)
+    runs = [other, trunk, branch]
+    assert states(*runs) == ["done"] * 3, [reason(run) for run in runs]
     assert (queue.left(), queue.running(), queue.lost()) == ([], {}, {})
     for run in runs:
         config = replace(run.config(), parent=None)
         alone = train(config, tmp_path / "alone" / run.run_id, report=lambda line: None)
-        # Members sum in another order; a branch is bit for bit the run alone.
-        tolerance = {"rel": 1e-5} if run in members else {"rel": 0, "abs": 0}
-        assert (run.summary() or {})["val_loss"] == pytest.approx(alone["val_loss"], **tolerance)
+        assert (run.summary() or {})["val_loss"] == alone["val_loss"]
         assert log(run).rstrip().endswith(" done")
         assert run.state().attempt == 1
-    assert f"in an ensemble of 2: {members[0].run_id}, {members[1].run_id}" in log(members[1])
     assert f"begins at step {trunk_steps(branch.config())} of run {trunk.run_id}" in log(branch)
 
 
@@ -160,7 +156,7 @@ def test_what_ends_a_run_never_ends_the_worker(bench: Bench, train_alone: Callab
         succeed(directory)
 
     train_alone(trainer)
-    queue = bench.queue(*[("alone", [run]) for run in runs])
+    queue = bench.queue(*runs)
     runs[4].path.joinpath("config.yaml").write_text("[]")
     worker.work(str(bench.sweep.path), str(queue.folder), POLICY)
     assert states(*runs) == ["diverged", "failed", "failed", "failed", "failed", "done"]
@@ -184,7 +180,7 @@ def test_a_worker_that_is_told_to_stop_saves_and_takes_nothing_more(
         raise Stopped("stopped at step 3 of 9")
 
     train_alone(trainer)
-    queue = bench.work(("alone", [first]), ("alone", [second]))
+    queue = bench.work(first, second)
     assert states(first, second) == ["preempted", "planned"]
     assert reason(first) == "signal SIGUSR2; stopped at step 3 of 9"
     assert [unit.runs for unit in queue.left()] == [(first.run_id,), (second.run_id,)]  # for whoever comes next
@@ -199,7 +195,7 @@ def test_a_worker_whose_launcher_is_gone_stops(bench: Bench, train_alone: Callab
         raise Stopped("stopped at step 1 of 9")
 
     train_alone(trainer)
-    bench.work(("alone", [run]), launcher=(str(bench.sweep.path), "token of a dead launcher"))
+    bench.work(run, launcher=(str(bench.sweep.path), "token of a dead launcher"))
     assert states(run) == ["preempted"]
     assert reason(run).startswith("the launcher is gone; ")
 
@@ -210,7 +206,7 @@ def test_a_branch_of_a_trunk_that_failed_says_so(bench: Bench, train_alone: Call
 
     train_alone(trainer)
     trunk, branch = bench.family(1)
-    bench.work(("alone", [trunk]), ("alone", [branch]))
+    bench.work(trunk, branch)
     assert states(trunk, branch) == ["diverged", "failed"]
     assert f"of run {trunk.run_id}, which has no checkpoint there and is diverged (the loss rose)" in reason(branch)
 
@@ -236,7 +232,7 @@ def test_a_worker_that_slurm_stops_gives_its_unit_back_and_its_job_too(
     bench: Bench, node: FakeSlurm, train_alone: Callable[[Trainer], None]
 ) -> None:
     first, second = bench.run(1), bench.run(2)
-    queue = bench.queue(("alone", [first]), ("alone", [second]))
+    queue = bench.queue(first, second)
 
     def stopped(config: RunConfig, directory: Path, should_stop: Callable[[], bool], **arguments: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -260,7 +256,7 @@ def test_a_worker_whose_job_was_cancelled_leaves_its_run_to_the_others(
     bench: Bench, node: FakeSlurm, train_alone: Callable[[Trainer], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = bench.run(1)
-    queue = bench.queue(("alone", [run]))
+    queue = bench.queue(run)
     node.fate = "cancelled"
     train_alone(lambda config, directory, should_stop, **arguments: _stop(should_stop))
     with pytest.raises(SystemExit):
@@ -290,7 +286,7 @@ def test_a_failed_run_is_tried_again_within_its_budget_of_retries(
         succeed(directory)
 
     train_alone(trainer)
-    queue = bench.queue(*[("alone", [run]) for run in runs])
+    queue = bench.queue(*runs)
     work_queue(bench, queue, Policy(retries=2, backoff_seconds=0.0))
     assert states(*runs) == ["failed", "failed", "done"]
     assert [begun.count(run.run_id) for run in runs] == [3, 1, 2]
@@ -305,7 +301,7 @@ def test_runs_that_are_done_or_cancelled_are_not_trained(
     done.set_state("done")
     unwanted.ask_cancel("a colleague")
     train_alone(lambda *arguments, **options: pytest.fail("trained"))
-    queue = bench.queue(("alone", [done]), ("alone", [unwanted]))
+    queue = bench.queue(done, unwanted)
     work_queue(bench, queue)
     assert (states(done, unwanted), is_over(queue)) == (["done", "cancelled"], True)
 
@@ -314,7 +310,7 @@ def test_a_worker_on_a_node_that_is_to_be_avoided_leaves(
     bench: Bench, node: FakeSlurm, train_alone: Callable[[Trainer], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = bench.run(1)
-    queue = bench.queue(("alone", [run]))
+    queue = bench.queue(run)
     unit = queue.claim(0, "node1")
     assert unit is not None
     release_unit(queue, unit, avoid=["node1"])
@@ -336,7 +332,7 @@ def test_a_worker_close_to_its_time_limit_begins_nothing_more(
         assert worker.last_start(os.environ) - time.monotonic() == pytest.approx(limit - margin, abs=1.0)
     assert worker.last_start({}) == math.inf
     run = bench.run(1)
-    queue = bench.queue(("alone", [run]))
+    queue = bench.queue(run)
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1000")
     with pytest.raises(SystemExit):
         work_queue(bench, queue)
@@ -412,7 +408,7 @@ def test_a_run_that_gives_signs_of_life_is_not_lost(bench: Bench) -> None:
 
 def submitted(bench: Bench, runs: Sequence[RunDirectory], workers: list[str]) -> Queue:
     """A queue of runs whose workers are these jobs."""
-    units = [Unit("alone", (run.run_id,)) for run in runs]
+    units = [Unit((run.run_id,)) for run in runs]
     queue = Queue.create(bench.sweep, bench.sweep.path / "jobs" / "queue-1", units, {})
     LaunchRecord(queues={"queue-1": QueueJobs(JobShape(1, 1, 2.0, 60), workers)}).write(bench.sweep)
     for run in runs:
@@ -525,20 +521,17 @@ def test_a_run_that_somebody_cancels_saves_and_ends_and_is_not_begun_again(
         raise Stopped("stopped at step 3 of 40")
 
     train_alone(ask)
-    said = train_one(run, Ranks(), interrupt, "7", PATIENT)
-    assert said == ("cancelled", "cancelled by ann on login1; stopped at step 3 of 40")
+    train_one(run, Ranks(), interrupt, "7", PATIENT)
     assert (run.state().state, ends(run)) == ("cancelled", ["cancelled"])
+    assert reason(run) == "cancelled by ann on login1; stopped at step 3 of 40"
     assert not interrupt()  # whoever trained it goes on with others
-    assert train_one(run, Ranks(), interrupt, "8", PATIENT) == (
-        "cancelled",
-        "cancelled by ann on login1 before it began",
-    )
-    assert ends(run) == ["cancelled"]
+    train_one(run, Ranks(), interrupt, "8", PATIENT)
+    assert (ends(run), reason(run)) == (["cancelled"], "cancelled by ann on login1 before it began")
     run_states.retry_by_hand(run)
     train_alone(
         lambda config, directory, should_stop, **rest: should_stop() or (directory / "summary.json").write_text("{}")
     )
-    assert train_one(run, Ranks(), interrupt, "9", PATIENT) == ("done", None)
+    train_one(run, Ranks(), interrupt, "9", PATIENT)
     assert ends(run) == ["cancelled", "done"]
 
 
@@ -559,7 +552,8 @@ def test_a_signal_near_the_end_of_the_job_is_its_time_limit(
         raise Stopped("stopped at step 3 of 40")
 
     train_alone(stop)
-    assert train_one(run, Ranks(), interrupt, "7", PATIENT)[0] == "preempted"
+    train_one(run, Ranks(), interrupt, "7", PATIENT)
+    assert run.state().state == "preempted"
     assert ends(run) == [cause]
 
 
@@ -579,7 +573,7 @@ def test_a_job_that_slurm_refuses_to_requeue_leaves_its_runs_preempted(
     run = stopped(make(1))
     fake_slurm.refusal = "Unable to contact slurm controller"
     with pytest.raises(RunFailed, match="SLURM would not requeue its job"):
-        requeue_stopped([run], PATIENT)
+        requeue_stopped(run, PATIENT)
     assert run.state().state == "preempted"
     assert "signal SIGUSR2; SLURM would not requeue its job (Unable to contact" in (run.state().reason or "")
     assert ends(run) == ["preempted"]
@@ -590,17 +584,19 @@ def test_requeues_are_counted_since_the_last_retry_by_hand(
 ) -> None:
     policy = Policy(max_requeues=2)
     often, seldom = stopped(make(1), 3), stopped(make(2), 2)
+    with pytest.raises(RunFailed, match="had to stop again after 2 requeues"):
+        requeue_stopped(often, policy)
     with pytest.raises(SystemExit, match="1"):
-        requeue_stopped([often, seldom], policy)  # one of them goes on
+        requeue_stopped(seldom, policy)
     assert fake_slurm.requeued == ["7"]
     assert [run.state().state for run in (often, seldom)] == ["failed", "preempted"]
     assert "2 requeues, all that cluster.max_requeues allows; signal SIGUSR2" in (often.state().reason or "")
     with pytest.raises(RunFailed, match="had to stop again after 2 requeues"):
-        requeue_stopped([stopped(seldom)], policy)
+        requeue_stopped(stopped(seldom), policy)
     assert fake_slurm.requeued == ["7"]
     run_states.retry_by_hand(often)
     with pytest.raises(SystemExit):
-        requeue_stopped([stopped(often)], policy)
+        requeue_stopped(stopped(often), policy)
     assert len(fake_slurm.requeued) == 2
 
 
@@ -618,7 +614,7 @@ def test_what_slurm_says_of_the_job_corrects_the_line(
     run = stopped(make(1))
     fake_slurm.fate = fate
     with pytest.raises(RunFailed if fate == "cancelled" else SystemExit):
-        requeue_stopped([run], PATIENT)
+        requeue_stopped(run, PATIENT)
     assert (run.state().state, ends(run)) == (state, [cause])
     assert "signal SIGUSR2" in (run.state().reason or "")
     assert fake_slurm.requeued == (["7"] if fate == "timeout" else [])
@@ -631,7 +627,7 @@ def test_a_run_that_another_job_has_begun_meanwhile_is_left_alone(
     fake_slurm.fate = "cancelled"
     other = RunDirectory(run.path)
     with run_states.held(other, "8", PATIENT), pytest.raises(RunFailed):
-        requeue_stopped([run], PATIENT)
+        requeue_stopped(run, PATIENT)
     assert run.state().state == "running"
     assert json.loads((run.path / attempts.LINES).read_text())["cause"] == "preempted"
 
@@ -660,7 +656,7 @@ def test_a_frozen_worker_counts_as_hung_and_is_replaced(tmp_path: Path, monkeypa
     sweep = SweepDirectory(tmp_path / "sweep")
     runs = [planned(sweep.path, replace(forty_steps(DataConfig()), seed=seed)) for seed in (0, 1)]
     policy = Policy(backoff_seconds=0.0)
-    units = [Unit("alone", (run.run_id,)) for run in runs]
+    units = [Unit((run.run_id,)) for run in runs]
     workers = Workers(sweep, Queue.create(sweep, sweep.path / "jobs", units, {}), policy)
     started: list[object] = []
 

@@ -1,4 +1,4 @@
-"""The parts of a decoder block, each written once: training, ensembles, inference and tensor parallelism use these.
+"""The parts of a decoder block, each written once: training, inference and tensor parallelism use these.
 
 On CPUs, where PyTorch fuses none of them, norm, rotation and SwiGLU have derivatives of our own; the compiler gets
 plain expressions, which it fuses.
@@ -26,16 +26,10 @@ def widened(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm (Zhang and Sennrich 2019) over the last dimension.
-
-    Args:
-        weight: (w,), or in an ensemble (E, 1, …, w), one per member, for x (E, …, w).
-    """
+    """Root-mean-square norm (Zhang and Sennrich 2019) over the last dimension; weight (w,)."""
     if not on_gpu(x) and not torch.compiler.is_compiling():
         return _RMSNorm.apply(x, weight, eps)
-    if weight.dim() == 1:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return F.rms_norm(x, x.shape[-1:], None, eps) * weight
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -62,13 +56,10 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         unit, grad, factor = widened(x) * scale, widened(grad), widened(weight)
-        factors = factor.view(-1, x.shape[-1])
-        slopes = (grad * unit).reshape(len(factors), -1, x.shape[-1])
-        # Member by member: one batched product would sum in another order than a run trained alone.
-        means = [torch.mv(slope, own) for slope, own in zip(slopes, factors, strict=True)]
-        mean = torch.stack(means).div_(x.shape[-1]).view(scale.shape)
+        slopes = (grad * unit).reshape(-1, x.shape[-1])
+        mean = torch.mv(slopes, factor).div_(x.shape[-1]).view(scale.shape)
         dx = (grad * factor).addcmul_(unit, mean, value=-1).mul_(scale)
-        return dx.to(x.dtype), slopes.sum(1).view(weight.shape).to(weight.dtype), None
+        return dx.to(x.dtype), slopes.sum(0).to(weight.dtype), None
 
 
 def rotary_angles(
@@ -198,25 +189,21 @@ class SwiGLU(torch.autograd.Function):
 
 
 def lookup(tokens: Tensor, table: Tensor) -> Tensor:
-    """Rows of a table (V, w) for ids (…), or of each member's own table (E, V, w) for ids (E, n)."""
+    """Rows of a table (V, w) for ids (…)."""
     return _Lookup.apply(tokens, table)
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, table: Tensor) -> Tensor:
-        ctx.shape = table.shape
-        if table.dim() == 2:
-            ctx.save_for_backward(tokens)
-            return F.embedding(tokens, table)
-        members = torch.arange(len(table), device=tokens.device)[:, None]
-        ctx.save_for_backward(tokens + members * table.shape[1])
-        return table[members, tokens]
+        ctx.rows = len(table)
+        ctx.save_for_backward(tokens)
+        return F.embedding(tokens, table)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        (rows,) = ctx.saved_tensors
-        return None, table_gradient(grad, rows, math.prod(ctx.shape[:-1])).view(ctx.shape)
+        (tokens,) = ctx.saved_tensors
+        return None, table_gradient(grad, tokens, ctx.rows)
 
 
 def table_gradient(grad: Tensor, tokens: Tensor, rows: int, left_out: int = -1) -> Tensor:

@@ -44,7 +44,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.heads, config.num_kv_heads, config.head_dim
         self.qkv = Linear(config.width, (self.heads + 2 * self.kv_heads) * self.head_dim)
-        # Not the product's own: added apart it rounds alike in ensembles, in inference and on tensor-parallel ranks.
+        # Not the product's own: added apart it rounds alike in inference and on tensor-parallel ranks.
         self.qkv_bias = nn.Parameter(torch.zeros(self.qkv.out_features)) if config.qkv_bias else None
         self.out = Linear(self.heads * self.head_dim, config.width)
         self.query_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None

@@ -69,7 +69,7 @@ def test_a_tune_goes_from_rung_to_rung_without_its_command(sweep: Callable[..., 
     grid = [
         "+grid=tune", "grid.sizes=[2.5e3]", "grid.tokens_per_parameter=[5,20]", "grid.flops_budget=1.4e10",
         "grid.span=2", "data.sequence_length=32", "data.max_bytes=1000000", "data.validation_tokens=4096",
-        "cluster.queue_minutes=10", "ensembles=8", "fit.bootstrap=50",
+        "cluster.queue_minutes=10", "fit.bootstrap=50",
     ]  # fmt: skip
     assert "submitted 16 runs" in tune.submit(*grid)
     until(lambda: len(tune.runs()) == 16 + 8, "a second rung, from the keeper")
@@ -336,35 +336,3 @@ def test_branches_wait_for_their_trunk_and_end_as_they_do_alone(sweep: Callable[
     assert shared.losses() == apart.losses()
     for run in branches:
         assert f"of run {trunk.run_id}, whose checkpoint is" in (run.path / "log.txt").read_text()
-
-
-# A node of the cluster has two CPUs, and processes that share a GPU have one each.
-@pytest.mark.parametrize(
-    ("how", "seeds", "settings"),
-    [("ensemble", 4, ["ensembles=4"]), ("shared", 2, ["cluster.gpus_per_job=1", "cluster.runs_per_gpu=2"])],
-)
-def test_runs_that_are_trained_together_are_one_job_that_comes_back_whole(
-    how: str, seeds: int, settings: list[str], sweep: Callable[..., Sweep]
-) -> None:
-    """Requeued on the way, and done in the end with the losses that each has alone."""
-    grid = [*LONG, "tokens=200_000", f"grid.axes={{seed: {list(range(seeds))}}}", "cluster.array_parallelism=1"]
-    together, alone = sweep(how), sweep("alone")
-    together.submit(*grid, *settings)
-    units = (read_json(together.path / "plan.json") or {})["units"]
-    assert [(unit["how"], len(unit["runs"])) for unit in units] == [(how, seeds)]
-    runs = list(together.runs().values())
-    for run in runs:
-        until(lambda: run.last_metrics().get("step", 0) >= 20, f"20 steps of {run.run_id}")  # noqa: B023
-    (job,) = {run.state().job_id or "" for run in runs}
-    slurm("scontrol", "requeue", job)
-    until(lambda: together.states() == ["preempted"] * seeds, "all preempted")
-    assert together.queue("fit", "%T") == ["PENDING"]
-    done = alone.command(*grid, "cluster=local", "cluster.jobs=2", "cluster.threads_per_job=1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    together.wait()
-    assert together.states() == ["done"] * seeds, together.job_logs()
-    assert {run.state().attempt for run in runs} == {2}
-    assert {run.state().job_id for run in runs} == {job}, "the same job, requeued"
-    # An ensemble may round otherwise, where the machine's batched products do.
-    tolerance = 1e-4 if how == "ensemble" else 0.0
-    assert together.losses() == pytest.approx(alone.losses(), rel=tolerance, abs=0)

@@ -132,10 +132,10 @@ def test_a_rank_out_of_memory_leaves_the_run_preempted_for_another_start(
 
     monkeypatch.setattr("isoflop.train.loop.train", out_of_memory)
     monkeypatch.setattr(worker, "detect", lambda: Ranks(rank=0, size=2))
-    worker.train("alone", [str(run.path)], Policy())
+    worker.train_run(str(run.path), Policy())
     assert (run.state().state, run.state().reason) == ("preempted", reason)
     with pytest.raises(worker.RunFailed, match="out of memory"):
-        worker.train("alone", [str(run.path)], Policy())  # a second time it is a failure
+        worker.train_run(str(run.path), Policy())  # a second time it is a failure
     assert run.state().state == "failed"
 
 
@@ -146,7 +146,7 @@ def test_a_lone_process_is_no_run_of_four_ranks(tmp_path: Path, monkeypatch: pyt
     run.freeze(config)
     (tmp_path / "plan.json").write_text("{}")  # by which a worker sees that the folder is shared with it
     with pytest.raises(worker.RunFailed):
-        worker.train("alone", [str(run.path)], Policy())
+        worker.train_run(str(run.path), Policy())
     assert run.state().state == "failed"
     assert "parallel.tp 2 * parallel.dp 2 is 4 and the job has 1 rank;" in (run.state().reason or "")
 
