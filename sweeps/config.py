@@ -272,7 +272,7 @@ class SweepConfig(Training):
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     fit: FitConfig = field(default_factory=FitConfig)
-    sweep: str | None = None  # name of the directory under output_root
+    sweep: str | None = None  # name of the directory under output_root; None: the grid's
     sweep_merge: bool = False  # add to the runs that the directory has by another request; one plan, table and fit
     output_root: str = "outputs"
     dry_run: bool = False  # print the plan and its cost, start nothing

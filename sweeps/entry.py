@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import dataclasses
 import hashlib
-import os
+import itertools
 import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from ..train import config as fields_of_runs
 from ..train.config import flatten
 from ..train.errors import UserError
-from . import config as schemas
 from .config import REMOVED, TUNED, SweepConfig, base_run, register
 from .manual import manual
 from .slurm.commands import ask
@@ -38,74 +38,125 @@ def sweep_main(arguments: list[str] | None = None) -> int:
 
 def compose_and_conduct(arguments: list[str]) -> int:
     """`sweep_main` without its sentences: errors are raised."""
-    import hydra
-
-    if {"-h", "--help"} & {*arguments}:
-        print(manual(CONFIG, arguments))
+    flags = _parser().parse_intermixed_args(arguments)
+    if flags.help:
+        print(manual(CONFIG, flags.overrides))
         return 0
-    register()
-    # Hydra then raises instead of printing a traceback of its own, and `guarded` says it in a sentence.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    chosen = for_hydra(arguments)
-    codes: list[int] = []
-    failures: list[Exception] = []
+    codes, beside = list[int](), list[str]()
+    if flags.config_dir is not None:
+        if not Path(flags.config_dir).is_dir():
+            raise UserError(f"--config-dir is {flags.config_dir}; it must be a folder like conf/")
+        beside = [f'hydra.searchpath=["file://{Path(flags.config_dir).absolute()}"]']
+    with _hydra():
+        for overrides, varied in expanded(for_hydra(flags.overrides), flags.multirun):
+            config, grid = _composed([*beside, *overrides])
+            if flags.cfg:
+                import yaml
 
-    @hydra.main(version_base="1.3", config_path=str(CONFIG), config_name="config")
-    def task(config: object) -> None:
-        from hydra.core.hydra_config import HydraConfig
+                print(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False), end="")
+                continue
+            if config.grid is None:
+                grids = ", ".join(sorted(path.stem for path in (CONFIG / "grid").glob("*.yaml")))
+                raise UserError(f"grid is missing; add +grid=NAME with one of {grids}")
+            config.sweep = job_folder(config.sweep or str(grid), varied)
+            from .execute.conduct import conduct
 
-        from .execute.conduct import conduct
-
-        try:
-            wanted = to_sweep_config(config)
-            resolve_variants(wanted, list(HydraConfig.get().overrides.task))
-            wanted.sweep = job_folder(wanted.sweep, chosen)
-            codes.append(conduct(wanted, command=["python", "sweep.py", *arguments]))
-        except Exception as error:
-            failures.append(error)  # raised below: Hydra would print the overrides around it
-
-    before = sys.argv
-    # argparse takes overrides together only, so flags and what follows them come last.
-    sys.argv = [before[0], *sorted(chosen, key=lambda one: one[:1] == "-" or ("=" not in one and one[:1] != "~"))]
-    try:
-        task()
-    except Exception as error:  # of the composition, for what fails in a task is kept
-        raise UserError(composition_error(error)) from error
-    finally:
-        sys.argv = before
-    if failures:
-        raise failures[0]
+            codes.append(conduct(config, command=["python", "sweep.py", *arguments]))
     return max(codes, default=0)
 
 
-def job_folder(sweep: str | None, arguments: list[str]) -> str | None:
-    """A sweep's folder: of a job of --multirun its own, named by the overrides that tell the jobs apart."""
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.types import RunMode
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see --help")
 
-    if sweep is None or HydraConfig.get().mode != RunMode.MULTIRUN:
-        return sweep
-    given = [argument for argument in arguments if not argument.startswith("-")]
-    parsed = OverridesParser.create().parse_overrides(given)
-    varied = {override.get_key_element() for override in parsed if override.is_sweep_override()}
-    pairs = (override.partition("=")[::2] for override in HydraConfig.get().overrides.task)
+
+def _parser() -> _Parser:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    return parser
+
+
+def expanded(overrides: list[str], several: bool) -> list[tuple[list[str], list[str]]]:
+    """The overrides of each job of a multirun, and those among them that tell it from the others."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    swept = [override for override in parsed if override.is_sweep_override()]
+    if swept and not several:
+        raise UserError(f"{swept[0].input_line} has several values; a list is [a,b], and --multirun sweeps each value")
+    fixed = [str(override.input_line) for override in parsed if not override.is_sweep_override()]
+    each = [[f"{one.get_key_element()}={value}" for value in one.sweep_string_iterator()] for one in swept]
+    return [([*fixed, *varied], [*varied]) for varied in itertools.product(*each)]
+
+
+def job_folder(sweep: str, varied: Sequence[str]) -> str:
+    """A sweep's folder: of a job of --multirun its own, named by the overrides that tell the jobs apart."""
     # The folder's name may be the grid's, or vary itself.
-    parts = [f"{key.lstrip('+')}={value}" for key, value in pairs if key in varied and value != sweep]
+    pairs = [one.lstrip("+").partition("=")[::2] for one in varied]
+    parts = [f"{key}={value}" for key, value in pairs if value != sweep]
     name = "_".join([sweep, *(re.sub(r"[^\w.=,+-]+", "-", re.sub(r"[][{}()'\"]", "", part)) for part in parts)])
-    return name if len(name) <= LONGEST else f"{name[:LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return (
+        name
+        if not varied or len(name) <= LONGEST
+        else f"{name[:LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    )
 
 
 def compose(overrides: list[str]) -> SweepConfig:
     """The configuration of `python sweep.py OVERRIDES`, for commands that need only a part of it."""
-    from hydra import compose as hydra_compose
+    with _hydra():
+        return _composed(for_hydra(overrides))[0]
+
+
+@contextlib.contextmanager
+def _hydra() -> Iterator[None]:
+    """Hydra reads conf/; what it finds wrong is a UserError."""
     from hydra import initialize_config_dir
 
     register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIG)):
-        result = _checked(hydra_compose("config", overrides=[*for_hydra(overrides), "sweep=none"]))
-        resolve_variants(result, for_hydra(overrides))
-        return result
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(CONFIG)):
+            yield
+    except Exception as error:
+        # Some of Hydra's errors are OSErrors too; its modules take a while to import, so they are known by name.
+        if type(error).__module__.split(".")[0] in ("hydra", "omegaconf"):
+            raise UserError(composition_error(error)) from error
+        raise
+
+
+def _composed(overrides: list[str]) -> tuple[SweepConfig, str | None]:
+    """The configuration, with every type checked, and the name of its grid."""
+    from hydra import compose as hydra_compose
+    from omegaconf import OmegaConf
+
+    def composed(overrides: list[str]) -> tuple[SweepConfig, str | None]:
+        try:
+            config = hydra_compose("config", overrides, return_hydra_config=True)
+        except ValueError as error:  # such as of model=null
+            raise UserError(composition_error(error)) from error
+        grid = config.hydra.runtime.choices.get("grid")
+        OmegaConf.set_struct(config, False)
+        del config["hydra"]
+        result = OmegaConf.to_object(config)
+        assert isinstance(result, SweepConfig)
+        return result, grid
+
+    result, grid = composed(overrides)
+    found = getattr(result.grid, "variants", None)
+    variants = found if isinstance(found, dict) else {}
+    # Of a variant the overrides are replaced by the fields of a run that they change.
+    for name, given in variants.items():
+        if isinstance(given, list) and all(isinstance(one, str) for one in given):
+            asked = [one for one in overrides if "grid.variants" not in one.partition("=")[0]]
+            other, _ = composed([*asked, "grid.variants=null", *given])
+            own = flatten(dataclasses.asdict(base_run(result)))
+            fields = flatten(dataclasses.asdict(base_run(other)))
+            variants[name] = {field: value for field, value in fields.items() if value != own.get(field, fields)}
+    return result, grid
 
 
 def for_hydra(arguments: list[str]) -> list[str]:
@@ -117,8 +168,6 @@ def for_hydra(arguments: list[str]) -> list[str]:
             raise UserError(f"{name} is no field any more: {REMOVED[name]}")
     arguments = [argument if argument.isascii() else PLAIN.sub(r'\1="\2"', argument) for argument in arguments]
     arguments = [OVERRIDE.sub(r'"\1"', one) if one.startswith("grid.variants=") else one for one in arguments]
-    if "--hydra-help" in arguments:
-        return arguments
     named = [name for argument in arguments if (name := argument.partition("=")[0].lstrip("+")) in TUNED]
     if named and not any(argument.startswith("tuning.keep=") for argument in arguments):
         arguments = [f"tuning.keep=[{','.join(named)}]", *arguments]  # in front, for a flag may take what follows it
@@ -129,38 +178,6 @@ def for_hydra(arguments: list[str]) -> list[str]:
     # An installed client without a controller that replies does not count.
     on_slurm = shutil.which("sbatch") is not None and ask("sinfo", "-h", timeout=5.0).returncode == 0
     return [f"cluster={'slurm' if on_slurm else 'local'}", *kept]
-
-
-def to_sweep_config(config: object) -> SweepConfig:
-    """Hydra's config as the dataclasses, with a grid."""
-    result = _checked(config)
-    if result.grid is None:
-        grids = ", ".join(sorted(path.stem for path in (CONFIG / "grid").glob("*.yaml")))
-        raise UserError(f"grid is missing; add +grid=NAME with one of {grids}")
-    return result
-
-
-def resolve_variants(config: SweepConfig, overrides: list[str]) -> None:
-    """Replaces the overrides of grid.variants by the fields of a run that they change, as Hydra composes them."""
-    from hydra import compose as hydra_compose
-
-    own, found = flatten(dataclasses.asdict(base_run(config))), getattr(config.grid, "variants", None)
-    variants = found if isinstance(found, dict) else {}
-    for name, given in variants.items():
-        if isinstance(given, list) and all(isinstance(one, str) for one in given):
-            asked = [one for one in overrides if "grid.variants" not in one.partition("=")[0]]
-            other = _checked(hydra_compose("config", overrides=[*asked, "grid.variants=null", "sweep=none", *given]))
-            fields = flatten(dataclasses.asdict(base_run(other)))
-            variants[name] = {field: value for field, value in fields.items() if value != own.get(field, fields)}
-
-
-def _checked(config: object) -> SweepConfig:
-    """As the dataclasses: every interpolation resolved, every type checked."""
-    from omegaconf import OmegaConf
-
-    result = OmegaConf.to_object(config)
-    assert isinstance(result, SweepConfig)
-    return result
 
 
 def guarded(work: Callable[[], int]) -> int:
@@ -176,9 +193,6 @@ def guarded(work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return _say("interrupted; everything finished so far is kept, and the same command goes on from here", 130)
     except Exception as error:
-        # Some of Hydra's errors are OSErrors too; its modules take a while to import, so they are known by name.
-        if type(error).__module__.split(".")[0] in ("hydra", "omegaconf"):
-            return _say(composition_error(error), 2)
         from ..fit.errors import InputError
 
         if isinstance(error, InputError):
@@ -199,25 +213,28 @@ def _show_warning(
 
 
 def composition_error(error: Exception) -> str:
-    """One sentence from Hydra's several lines."""
+    """One sentence from an error of Hydra or OmegaConf, or of OmegaConf within Hydra."""
+    from hydra.errors import MissingConfigException
+    from omegaconf.errors import OmegaConfBaseException
+
     if override := getattr(error, "override", None):
         return (
             f"{override!r} cannot be read as FIELD=VALUE; a value with signs other than letters, digits and - _ . / "
             "needs double quotes within the shell's single ones, as in 'data.path=\"a(b)\"'"
         )
-    text = f"{error}\n{error.__cause__ or ''}".partition("Config search path:")[0]
-    lines = list(dict.fromkeys(line.strip().rstrip(".") for line in text.splitlines() if line.strip()))
-    if missing := re.search(r"Could not find '(\w+)/([^']*)'\s+Available options in '\w+':([\s\w]*)", text):
-        group, name, options = missing.groups()
-        kinds = [option for option in options.split() if not option.endswith("_schema")]
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        kinds = [option for option in error.options if not option.endswith("_schema")]
         return f"{group} is {name!r}{_meant(name, kinds)}; it must be one of {', '.join(kinds)}"
-    unknown = re.search(r"Could not override '([\w.]+)'.*Key '(\w+)' (?:is )?not in '(\w+)'", text, re.DOTALL)
-    if unknown and (node := getattr(schemas, unknown[3], None) or getattr(fields_of_runs, unknown[3], None)):
-        fields, where = [item.name for item in dataclasses.fields(node)], unknown[1].rpartition(".")[0]
-        return f"{unknown[1]} is no field{_meant(unknown[2], fields)}; {where or 'a sweep'} has {', '.join(fields)}"
-    noise = ("full_key:", "object_type=", "reference_type=", "Set the environment", "Either remove", "Or add")
-    sentence = ": ".join(line for line in lines if not line.startswith(noise)).removeprefix("Error merging override ")
-    return re.sub(r"field '[\w.]+' is not Optional", "it cannot be null", sentence)
+    inner = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    words, field = str(inner).splitlines()[0].rstrip("."), str(getattr(inner, "full_key", None) or "")
+    node, key = getattr(inner, "object_type", None), str(getattr(inner, "key", None))
+    if dataclasses.is_dataclass(node) and key not in (fields := [item.name for item in dataclasses.fields(node)]):
+        group = field.rpartition(".")[0] or "a sweep"
+        return f"{field} is no field{_meant(key, fields)}; {group} has {', '.join(fields)}"
+    if words.endswith("is not Optional"):
+        return f"{field} cannot be null"
+    return f"{field}: {words}" if field and field not in words else words
 
 
 def _meant(name: str, known: Sequence[str]) -> str:

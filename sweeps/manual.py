@@ -21,8 +21,7 @@ where an earlier one stopped.
   python sweep.py data=hf --help                         the settings of another option
 """
 TAIL = """\
-Hydra's own: --cfg job prints the whole composed configuration, --info defaults where each part comes from,
---multirun starts one sweep per value of a list, --hydra-help says more.
+--cfg job prints the whole composed configuration, --multirun starts one sweep per value of a list.
 """
 
 
@@ -38,7 +37,7 @@ def manual(config: Path, arguments: Sequence[str]) -> str:
         if group in chosen:
             others = [option for option in options if option != chosen[group]]
             lines.append(f"  {group:<10} {', '.join([chosen[group], *others])}")
-    own = re.sub(r"^(#.*|defaults:\n(  .*\n)+|hydra:\n(  .*\n)+)", "", base, flags=re.MULTILINE).strip()
+    own = re.sub(r"^(#.*|defaults:\n(  .*\n)+)", "", base, flags=re.MULTILINE).strip()
     lines += ["", "Settings:", textwrap.indent(own, "  ")]
     for group, option in chosen.items():
         text = (config / group / f"{option}.yaml").read_text(encoding="utf-8").rstrip()
