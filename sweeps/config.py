@@ -47,8 +47,7 @@ class GridConfig:
 class IsoflopGrid(GridConfig):
     """Several sizes at each of several FLOP budgets (Hoffmann et al. 2022, approach 2).
 
-    Sizes are log-spaced around N = expected_N * (C / expected_flops) ^ expected_exponent, which need only be right
-    within the span.
+    Sizes are log-spaced around N = expected_N (C / 2.5e11) ^ 0.55, which need only be right within the span.
     """
 
     kind: str = "isoflop"
@@ -56,9 +55,7 @@ class IsoflopGrid(GridConfig):
     convention: Annotated[str, ("exact", "6nd")] = "exact"  # how a budget turns into D
     sizes: Count = 6  # models per budget
     span: Annotated[float, "1 or more"] = 16.0  # largest over smallest N of a budget
-    expected_N: Positive = 22e3  # N_total at expected_flops
-    expected_flops: Positive = 2.5e11
-    expected_exponent: Annotated[float, "from 0 to 2"] = 0.55
+    expected_N: Positive = 22e3  # N_total at 2.5e11 FLOPs, on bytes
     min_steps: Count = 100  # a point with fewer optimizer steps is no training; it is left out
 
 
@@ -119,10 +116,8 @@ class AdaptiveGrid(IsoflopGrid):
     target_flops: Positive | None = None  # budget asked about; None: the largest of fit.targets, else 1000 max_flops
     max_flops: Positive | None = None  # the most that one run may cost; None: the largest of budgets
     tolerance: Positive | None = 0.02  # over when the loss's 95 % interval at the target is narrower than this of it
-    size_tolerance: Positive | None = None  # and that of N* than this of it; None: N* is not asked about
     rounds: Count = 3  # of suggested runs, at most
     round_runs: Count = 16  # runs of a round, at most
-    first_share: Annotated[float, "above 0 and below 1"] = 0.2  # of the FLOPs, for the first round
 
 
 @dataclass
@@ -211,11 +206,9 @@ class FitConfig:
 
     targets: list[Positive] = field(default_factory=list)  # FLOPs to extrapolate to; none: 10x to 1000x the largest
     bootstrap: Annotated[Natural, "at most 1e6"] = 1000  # resamples of runs behind every interval
-    seed: Natural = 0
     intervals: Annotated[str, ("mixture", "noise")] = "mixture"  # of answers: a mixture of forms, or noise under one
     form: Annotated[str, ("chinchilla", "gamma", "kaplan", "overtraining")] = "chinchilla"  # parametric
     objective: Annotated[str, ("huber", "l1", "squares", "se")] = "huber"  # se: weights by loss_se
-    delta: Positive = 1e-3  # where Huber's function turns linear, in log loss
     tied: bool = False  # hold alpha = beta
     E: Annotated[float, "from 0 to 20"] | None = None  # fix the irreducible loss
 
@@ -303,6 +296,12 @@ def base_run(config: SweepConfig) -> RunConfig:
 REMOVED = {
     "ensembles": "runs train one by one, several at a time by cluster.jobs",
     "cluster.launch_bound_width": "runs train one by one",
+    "grid.expected_flops": "give grid.expected_N, the best N at 2.5e11 FLOPs",
+    "grid.expected_exponent": "give grid.expected_N, the best N at 2.5e11 FLOPs",
+    "grid.first_share": "the first round has a fifth of the FLOPs",
+    "grid.size_tolerance": "give grid.tolerance, of the loss",
+    "fit.seed": "`isoflop fit` has --seed",
+    "fit.delta": "`isoflop fit` has --delta",
 }
 OTHER_VERSION = "use the version that wrote it, or sweep into another folder"
 

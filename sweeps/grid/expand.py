@@ -40,6 +40,9 @@ CUT = ("data.recipe", "data.sequence_length", "data.separate_documents")  # what
 FIRST_BUDGETS, FIRST_SIZES = 3, 4  # of an adaptive grid's first round: enough to fit a law's five constants
 FIRST_STEP = 3.0  # between two of these budgets
 FIRST_TRIES = 81  # budgets that are tried for the largest of them, over four decades
+FIRST_SHARE = 0.2  # of an adaptive grid's FLOPs, for its first round
+EXPECTED_FLOPS = 2.5e11  # at which grid.expected_N is the best size
+EXPECTED_EXPONENT = 0.55  # of the best N in C; 0.46 to 0.50 in Hoffmann et al. 2022, 0.73 in Kaplan et al. 2020
 
 
 def expand_grid(
@@ -139,7 +142,7 @@ def _least_flops(grid: IsoflopGrid, base: RunConfig, tuner: Tuner) -> float:
 
 
 def _first_round(grid: AdaptiveGrid, base: RunConfig, tuner: Tuner) -> list[RunConfig]:
-    """The largest small isoFLOP grid that grid.first_share of the FLOPs pays for."""
+    """The largest small isoFLOP grid that FIRST_SHARE of the FLOPs pays for."""
     if grid.recipes is not None and len(grid.recipes) != 1:
         raise UserError(
             f"grid.recipes has {len(grid.recipes)} recipes; an adaptive grid suggests runs for one law, so it takes one"
@@ -152,10 +155,10 @@ def _first_round(grid: AdaptiveGrid, base: RunConfig, tuner: Tuner) -> list[RunC
             break
         small = replace(grid, budgets=budgets, sizes=FIRST_SIZES)
         runs = list(isoflop_runs(small, base, tuner))
-        if trained_flops(runs) <= grid.first_share * total:
+        if trained_flops(runs) <= FIRST_SHARE * total:
             return runs
     raise UserError(
-        f"grid.flops_budget is {total:.3g}, of which grid.first_share {grid.first_share:g} pays for no first round of "
+        f"grid.flops_budget is {total:.3g}, of which {FIRST_SHARE:.0%} pay for no first round of "
         f"{FIRST_BUDGETS} budgets and {FIRST_SIZES} sizes of at least grid.min_steps {grid.min_steps} steps; give more"
     )
 
@@ -194,7 +197,7 @@ def expected_size(grid: IsoflopGrid, base: ModelConfig, budget: float) -> float:
     """N_total of the expected optimum: grid.expected_N is that of models on bytes, whose blocks stay as they are while
     the tables grow with the vocabulary.
     """
-    expected = grid.expected_N * (budget / grid.expected_flops) ** grid.expected_exponent
+    expected = grid.expected_N * (budget / EXPECTED_FLOPS) ** EXPECTED_EXPONENT
     on_bytes = replace(base, vocab_size=256, tied_embeddings=True)
     shape = architectures.nearest_model(on_bytes, expected)
     own = replace(shape, vocab_size=base.vocab_size, tied_embeddings=base.tied_embeddings)

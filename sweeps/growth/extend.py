@@ -190,10 +190,8 @@ def _ask(sweep: SweepDirectory, config: SweepConfig, points: AdaptiveGrid, numbe
     cap = grid.largest_flops(points)
     total = grid.adaptive_flops(points, base, Tuner(config.tuning))
     standing = fit_standing(sweep, config, points.target_flops or max(config.fit.targets, default=1000.0 * cap))
-    limits = (("loss", standing.loss, points.tolerance), ("N", standing.N, points.size_tolerance))
-    asked = [(name, estimate.relative_width, limit) for name, estimate, limit in limits if limit is not None]
-    if asked and all(width <= limit for _, width, limit in asked):  # the intervals are as narrow as was asked for
-        said = " and ".join(f"{width:.2%} of the {name} (asked for {limit:.2%})" for name, width, limit in asked)
+    if points.tolerance is not None and (width := standing.loss.relative_width) <= points.tolerance:
+        said = f"{width:.2%} of the loss (asked for {points.tolerance:.2%})"
         raise NothingToSuggest(f"the 95 % interval at {standing.target_flops:.3g} FLOPs is {said}")
     if number >= points.rounds:
         raise NothingToSuggest(f"all {points.rounds} rounds are over")

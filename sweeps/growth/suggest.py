@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 LEVEL = 0.95
 CONSTANTS = 5  # of Chinchilla's law
 BEYOND = 1000.0  # times the largest C: what is asked about where nothing is named
-OF_LAW = ("form", "objective", "delta", "tied", "E")  # fields of `fit` that say which law is fitted
+OF_LAW = ("form", "objective", "tied", "E")  # fields of `fit` that say which law is fitted
 MIN_STEPS = 100  # of a suggested run, where the sweep's grid names no other number
 MAX_RUNS = 24  # of a suggestion, where nothing is named
 MAX_SEEDS = 8  # new ones; with each, every size is offered and judged once more
@@ -217,7 +217,7 @@ def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float
                 f"target_flops is {target:.3g}, and the largest run that is done has {largest:.3g}; give more than that"
             )
         groups = resampled_together(table.group, table.run_id, CONSTANTS)
-        mixture = FormMixture(_forms(options), min(options.bootstrap, DRAWS) or DRAWS, options.seed)
+        mixture = FormMixture(_forms(options), min(options.bootstrap, DRAWS) or DRAWS, seed=0)
         mixture.fit(table.N, table.D, table.loss, table.flops, groups, table.weight, table.known_se)
     except InputError as error:
         raise NothingToSuggest(f"the runs of {sweep.path} that are done give no law with intervals: {error}") from error

@@ -39,7 +39,7 @@ def write_tuning(sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any]:
     tried = tried_settings(sweep).items()
     rows = [(*cell, *settings, loss) for cell, runs in tried for settings, loss in runs]
     columns = dict(zip(("N", "D", *Settings._fields, "loss"), np.array(rows, dtype=float).T, strict=True))
-    found = tuning_rules(columns, config.fit.bootstrap, config.fit.seed)
+    found = tuning_rules(columns, config.fit.bootstrap, seed=0)
     taken, unset = asdict(config.tuning), (None, asdict(PowerRule()))
     others = {name: taken[name] for name in OTHERS if taken[name] not in unset}
     command = sweep.settings().get("command") or ()

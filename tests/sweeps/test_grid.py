@@ -63,7 +63,7 @@ def test_every_isoflop_run_spends_its_budget_to_within_a_step() -> None:
 
 
 def test_the_expected_optimum_grows_by_the_tables_of_a_larger_vocabulary() -> None:
-    points = IsoflopGrid(expected_N=22e3, expected_flops=2.5e11)
+    points = IsoflopGrid(expected_N=22e3)
     assert grid.expected_size(points, ModelConfig(vocab_size=256), 2.5e11) == 22e3  # to the last bit: run ids stand
     width = architectures.nearest_model(ModelConfig(vocab_size=256), 22e3).width
     assert grid.expected_size(points, ModelConfig(vocab_size=4096), 2.5e11) == 22e3 + (4096 - 256) * width
@@ -81,7 +81,7 @@ def test_each_budget_has_distinct_sizes_around_the_expected_optimum() -> None:
     runs = grid.expand_grid(points, base())
     for budget in BUDGETS:
         sizes = [count_parameters(run.model).N_total for run in runs if run.budget == budget]
-        expected = points.expected_N * (budget / points.expected_flops) ** points.expected_exponent
+        expected = points.expected_N * (budget / 2.5e11) ** 0.55
         assert len(set(sizes)) == 6
         assert min(sizes) < expected < max(sizes)
 

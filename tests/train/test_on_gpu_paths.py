@@ -284,11 +284,6 @@ def lines_of_a_gpu() -> dict[str, list[str]]:
     return found
 
 
-def test_every_file_that_asks_for_a_gpu_is_in_the_table() -> None:
-    page = (ROOT / "docs" / "gpu-paths.md").read_text()
-    assert set(re.findall(r"^\| (\S+\.py) \|", page, re.MULTILINE)) == set(lines_of_a_gpu())
-
-
 def test_what_device_it_is_is_asked_in_one_way_and_cuda_in_one_place() -> None:
     for name, lines in lines_of_a_gpu().items():
         if name != "train/hardware.py":
