@@ -256,7 +256,7 @@ class ParallelConfig:
     cp: Count6 = cosmetic(1)  # context-parallel ranks: each takes its share of every sequence
     pp: Count6 = cosmetic(1)  # pipeline stages: each takes its share of the blocks
     schedule: Annotated[str, SCHEDULES] = cosmetic("1f1b")  # of pipeline stages
-    chunks: Count6 = cosmetic(1)  # of blocks that a pipeline rank has, interleaved; 2 of zb-v
+    chunks: Count6 = cosmetic(1)  # of blocks, per pipeline rank; 2 or more if interleaved
     trace: bool = cosmetic(False)  # times the actions of a pipeline's third step, for `isoflop plan --trace`
     ep: Count6 = cosmetic(1)  # of the dp * cp ranks so many share the experts out, and send each other their tokens
     zero: Annotated[int, (0, 1, 2, 3)] = cosmetic(0)  # dp ranks share 1 optimizer, 2 + gradients, 3 + parameters

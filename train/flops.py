@@ -22,7 +22,7 @@ from functools import lru_cache
 from .config import ModelConfig, RunConfig
 from .model.shape import Parameter, model_shape
 from .optimizer.registry import OPTIMIZERS
-from .parallel.schedules import divide, places
+from .parallel.schedules import divide
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ def stage_blocks(config: RunConfig) -> list[range]:
 
 
 def rank_blocks(config: RunConfig) -> list[list[range]]:
-    """The blocks of each rank of a pipeline, by chunk."""
-    parallel, blocks = config.parallel, stage_blocks(config)
-    return [[blocks[stage] for stage in own] for own in places(parallel.schedule, parallel.pp, parallel.chunks)]
+    """Return the blocks of each rank of a pipeline, by chunk."""
+    blocks, pp = stage_blocks(config), config.parallel.pp
+    return [blocks[rank::pp] for rank in range(pp)]
 
 
 _divided = lru_cache(maxsize=256)(lambda costs, stages, head: divide(costs, stages, last=head))  # planning asks often

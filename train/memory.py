@@ -34,7 +34,6 @@ from .model.shape import (
     LONGEST_KEPT,
     Experts,
     Latent,
-    Parameter,
     Share,
     heads_at_a_time,
     micro_batches,
@@ -92,18 +91,11 @@ def memory(config: RunConfig, device: str = "cuda") -> Memory:
     worst: dict[tuple[Share, tuple[Share, ...]], list[int]] = {}  # what is kept beside each chunk
     for actions, (share, chunks) in zip(lists, ranks_of(config, device), strict=True):
         sizes = [kept_by_blocks(chunk, chunk.depth) + kept_by_head(chunk) * chunk.scores for chunk in chunks]
-        left = [chunk.tokens * chunk.itemsize * chunk.in_blocks(_sides) for chunk in chunks]
         beside = [0] * len(chunks)
-        for (kind, _, chunk), kept in zip(actions, in_flight(actions, sizes, left), strict=True):
-            own = {"forward": sizes[chunk], "input": min(sizes[chunk], left[chunk])}.get(kind, 0)
-            beside[chunk] = max(beside[chunk], kept - own)
+        for (kind, _, chunk), kept in zip(actions, in_flight(actions, sizes), strict=True):
+            beside[chunk] = max(beside[chunk], kept - sizes[chunk] * (kind == "forward"))
         worst[share, chunks] = [*map(max, beside, worst.get((share, chunks), beside))]
     return max((_of_rank(config, *held, beside) for held, beside in worst.items()), key=lambda memory: memory.peak)
-
-
-def _sides(matrix: Parameter) -> int:
-    """What its gradient needs of a token: the product's input, and the derivative by what it gives."""
-    return matrix.chosen * (matrix.shape[0] // matrix.experts + (matrix.columns or 0)) if matrix.flops else 0
 
 
 def ranks_of(config: RunConfig, device: str = "cuda") -> list[tuple[Share, tuple[Share, ...]]]:

@@ -20,8 +20,6 @@ COLUMNS, LABEL = 4, 8  # of a forward action, and of a row's name
 LOOKS = {  # letter, colours of even and of odd chunks, and what it is
     "forward": ("F", "white on #1f5fa8", "white on #6a3d9a", "forward"),
     "backward": ("B", "black on #59b36b", "black on #9ccc65", "backward"),
-    "input": ("B", "black on #59b36b", "black on #9ccc65", "input gradients"),
-    "weight": ("W", "black on #f0b34a", "black on #f6d58a", "weight gradients"),
 }
 
 
@@ -29,8 +27,8 @@ def predicted(config: RunConfig, hardware: Hardware) -> list[Event]:
     """A step of the run's pipeline, by the planner's seconds."""
     parallel = config.parallel
     lists = schedule(parallel.schedule, parallel.pp, micro_batches(config), parallel.chunks)
-    forward, input, weight = zip(*(one.actions for one in passes_of(config, hardware)), strict=True)
-    return simulate(lists, forward, input, weight, send_seconds(config, hardware), v=parallel.schedule == "zb-v")
+    forward, backward = zip(*(stage.actions for stage in passes_of(config, hardware)), strict=True)
+    return simulate(lists, forward, backward, send_seconds(config, hardware))
 
 
 def read_trace(path: Path) -> list[Event]:

@@ -89,10 +89,10 @@ def test_isoflop_plan_reads_a_run_and_prints_the_choice(tmp_path: Path, isoflop:
 
 
 def test_isoflop_plan_draws_a_pipelines_step(tmp_path: Path, isoflop: Isoflop) -> None:
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_dict(a_run(pp=4, micro_batch_size=16, schedule="zb-h1"))))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_dict(a_run(pp=4, micro_batch_size=16, schedule="gpipe"))))
     code, out, _ = isoflop("plan", tmp_path, "--ranks", 4)
     assert code == 0
-    assert "zb-h1 of 4 stages, as configured: " in out
+    assert "gpipe of 4 stages, as configured: " in out
     assert [line.split()[2][:3] for line in out.splitlines() if line.startswith("rank ")] == ["▏F0"] * 4
     events = simulate(schedule("1f1b", 2, 3))
     (tmp_path / "trace.json").write_text(json.dumps(to_json(events)))
@@ -121,12 +121,12 @@ def test_isoflop_plan_refuses_what_is_no_trace(trace: str, tmp_path: Path, isofl
 
 def test_a_picture_is_cut_to_the_terminal_and_no_number_is(capsys: pytest.CaptureFixture[str]) -> None:
     late = dataclasses.replace(STILL, rank=1, start=1e18, end=2e18)  # of a broken clock
-    for weight in (0.5, 0.75, 1.0, 1.25, 1.5):
-        print_gantt([*simulate(schedule("zb-h1", 1, 130), weight=weight), late], "long")
+    for backward in (1.5, 1.75, 2.0, 2.25, 2.5):
+        print_gantt([*simulate(schedule("1f1b", 1, 130), backward=backward), late], "long")
         row = capsys.readouterr().out.splitlines()[1]
         assert len(row) == 160
-        assert row.startswith("rank 0  ▏F0 ▏B0 ▏W0 " if weight == 1.0 else "rank 0  ▏F0 ▏B0 ")
-        for kind in "FBW":  # as far as it is drawn, from 0 on
+        assert row.startswith("rank 0  ▏F0 ▏B0     ▏F1 " if backward == 2.0 else "rank 0  ▏F0 ▏B0 ")
+        for kind in "FB":  # as far as it is drawn, from 0 on
             numbers = [int(cell) for cell in re.findall(rf"{kind}(\d+)", row)]
             assert numbers == list(range(len(numbers))), row
 

@@ -23,7 +23,6 @@ from .backends import SDPA, Backend, Choice, select_backend
 from .block import RMSNorm, apply_rotary, lookup, query_key_value, rotary_angles, swiglu
 from .experts import MoE
 from .latent import LatentAttention
-from .later import Linear
 from .loss import linear_cross_entropy
 from .recompute import checkpointed, recomputed
 
@@ -43,10 +42,10 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.heads, config.num_kv_heads, config.head_dim
-        self.qkv = Linear(config.width, (self.heads + 2 * self.kv_heads) * self.head_dim)
+        self.qkv = nn.Linear(config.width, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         # Not the product's own: added apart it rounds alike in inference and on tensor-parallel ranks.
         self.qkv_bias = nn.Parameter(torch.zeros(self.qkv.out_features)) if config.qkv_bias else None
-        self.out = Linear(self.heads * self.head_dim, config.width)
+        self.out = nn.Linear(self.heads * self.head_dim, config.width, bias=False)
         self.query_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.key_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         # Of these key/value heads the one that serves all query heads here; None: each serves its share of them. A
@@ -86,7 +85,8 @@ class MLP(nn.Module):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.gate_up, self.down = Linear(width, 2 * hidden), Linear(hidden, width)
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(swiglu(self.gate_up(x)))

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ..config import ModelConfig
 from .backends import SDPA
 from .block import RMSNorm, apply_rotary
-from .later import Linear
 
 
 class LatentAttention(nn.Module):
@@ -32,13 +31,13 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.heads, self.head_dim, self.rank, self.rotary = config.heads, config.head_dim, config.latent, config.rotary
         width, eps, queries = config.width, config.norm_eps, config.query_rank
-        self.query_down = None if queries is None else Linear(width, queries)
+        self.query_down = None if queries is None else nn.Linear(width, queries, bias=False)
         self.query_norm = None if queries is None else RMSNorm(queries, eps)
-        self.query = Linear(queries or width, self.heads * (self.head_dim + self.rotary))
-        self.latent = Linear(width, self.rank + self.rotary)
+        self.query = nn.Linear(queries or width, self.heads * (self.head_dim + self.rotary), bias=False)
+        self.latent = nn.Linear(width, self.rank + self.rotary, bias=False)
         self.latent_norm = RMSNorm(self.rank, eps)
-        self.key_value = Linear(self.rank, 2 * self.heads * self.head_dim)
-        self.out = Linear(self.heads * self.head_dim, width)
+        self.key_value = nn.Linear(self.rank, 2 * self.heads * self.head_dim, bias=False)
+        self.out = nn.Linear(self.heads * self.head_dim, width, bias=False)
         self.enter: Callable[[Tensor], Tensor] = lambda x: x  # to the tokens of all tensor-parallel ranks, and back
         self.window, self.backend = config.window, SDPA
 

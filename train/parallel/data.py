@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
-from ..model.later import Later, Products
 from .buckets import Bucket, Range
 from .mesh import all_gather, reduce_scatter
 
@@ -84,15 +83,12 @@ class Gradients:
         complete: Callable[[int], None],
     ) -> None:
         self.complete = complete
-        self.later: Later | None = None  # may leave gradients, which `add_all` then gets
         group = next((bucket.group for bucket in buckets if bucket.group is not None), None)
         self.native = group is not None and "gloo" not in str(dist.get_backend(group))  # has a reduce-scatter
         self.buckets = [_Bucket(one, [parameters[slot.name] for slot in one.layout.slots]) for one in buckets]
-        self.places: dict[int, tuple[int, int]] = {}  # bucket and slot, by the parameter's id
         for number, bucket in enumerate(self.buckets):
             for index, parameter in enumerate(bucket.parameters):
-                self.places[id(parameter)] = number, index
-                parameter.register_post_accumulate_grad_hook(self._mover())
+                parameter.register_post_accumulate_grad_hook(self._mover(number, index))
         # Of each bucket what this rank owns, (elements,); the batch's gradient after `wait`.
         self.shards = [bucket.shard for bucket in self.buckets]
         self.dtype = self.shards[0].dtype
@@ -141,30 +137,7 @@ class Gradients:
                 bucket.free()
         self.clear()
 
-    def add(self, parameter: Tensor, gradient: Tensor) -> None:
-        """A parameter's gradient of this micro-batch, in the block of `micro_batch`."""
-        number, index = self.places[id(parameter)]
-        bucket = self.buckets[number]
-        if bucket.full is None:
-            bucket.allocate()
-        if bucket.fresh or bucket.freed:
-            bucket.views[index].copy_(gradient)
-        else:
-            bucket.views[index].add_(gradient)
-        bucket.waiting.discard(index)
-        if not bucket.waiting:
-            self._completed(number)
-
-    @torch.no_grad()
-    def add_all(self, products: Products, ready: dict[Tensor, Tensor]) -> None:
-        """What was left of a backward pass, in the block of `micro_batch`, and what is there of others."""
-        while products:
-            parameter, gradient = products.pop(0)
-            self.add(parameter, gradient())
-        while ready:
-            self.add(*ready.popitem())
-
-    def _mover(self) -> Callable[[Tensor], None]:
+    def _mover(self, number: int, index: int) -> Callable[[Tensor], None]:
         # A parameter keeps its hooks where Python's garbage collector does not look: one that held this would keep the
         # weights of every run in a process that trains many.
         holder = weakref.ref(self)
@@ -172,14 +145,18 @@ class Gradients:
         def move(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             gradients = holder()
+            assert gradient is not None
             assert gradients is not None
-            if gradient is None:  # a layer has left it
-                return
-            later = gradients.later
-            if later is None or later.products is None:
-                gradients.add(parameter, gradient)
+            bucket = gradients.buckets[number]
+            if bucket.full is None:
+                bucket.allocate()
+            if bucket.fresh or bucket.freed:
+                bucket.views[index].copy_(gradient)
             else:
-                later.ready[parameter] = gradient.add_(later.ready.get(parameter, 0))
+                bucket.views[index].add_(gradient)
+            bucket.waiting.discard(index)
+            if not bucket.waiting:
+                gradients._completed(number)
 
         return move
 

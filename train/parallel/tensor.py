@@ -27,7 +27,6 @@ from ..model.block import table_gradient
 from ..model.experts import Stack
 from ..model.gpt import GPT, Attention
 from ..model.latent import LatentAttention
-from ..model.later import Keeper, Later, by_weight, is_left, rows_product
 from ..model.shape import LOGITS_AT_A_TIME, Parameter, model_shape
 from .context import share_sequences
 from .expert import Exchange
@@ -35,8 +34,6 @@ from .layout import Piece, Placement, Shape, split_placement, whole_placement
 from .mesh import Mesh
 
 _collectives = torch.ops._c10d_functional
-
-Split = tuple[ProcessGroup, bool, Keeper]  # the last: where the gradient by the weight waits
 
 
 def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -79,22 +76,22 @@ class _Column(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, split: Split) -> Tensor:
-        ctx.group, ctx.sequence_parallel, ctx.keeper = split
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
         ctx.save_for_backward(x, weight)
-        return F.linear(wait(all_gather(x, ctx.group)) if ctx.sequence_parallel else x, weight)
+        return F.linear(wait(all_gather(x, group)) if sequence_parallel else x, weight)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        (x, weight), group, shared, now = ctx.saved_tensors, ctx.group, ctx.sequence_parallel, not is_left(ctx.keeper)
-        whole = all_gather(x, group) if shared and now else x
-        dx = reduce_scatter(dy @ weight, group) if shared else all_reduce(dy @ weight, group)
-
-        def product() -> Tensor:
-            return rows_product(dy, wait(whole if now else all_gather(x, group)) if shared else x)
-
-        dw = by_weight(product, ctx.keeper)
-        return wait(dx), dw, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        if ctx.sequence_parallel:
+            x = all_gather(x, ctx.group)
+            dx = reduce_scatter(dy @ weight, ctx.group)
+            x = wait(x)
+        else:
+            dx = all_reduce(dy @ weight, ctx.group)
+        dw = dy.flatten(0, -2).T @ x.flatten(0, -2)
+        return wait(dx), dw, None, None
 
 
 class _Row(torch.autograd.Function):
@@ -108,17 +105,17 @@ class _Row(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, split: Split) -> Tensor:
-        ctx.group, ctx.sequence_parallel, ctx.keeper = split
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
         ctx.save_for_backward(x, weight)
-        return _sum(F.linear(x, weight), ctx.group, ctx.sequence_parallel)
+        return _sum(F.linear(x, weight), group, sequence_parallel)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
         if ctx.sequence_parallel:
             dy = wait(all_gather(dy, ctx.group))
-        return dy @ weight, by_weight(lambda: rows_product(dy, x), ctx.keeper), None
+        return dy @ weight, dy.flatten(0, -2).T @ x.flatten(0, -2), None, None
 
 
 class _Enter(torch.autograd.Function):
@@ -152,30 +149,26 @@ class _Leave(torch.autograd.Function):
 
 
 class SplitWeight(nn.Module):
-    later: Later | None = None
+    """A weight of which every tensor-parallel rank has a part."""
 
     def __init__(self, shape: Shape, group: ProcessGroup, sequence_parallel: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape, device="meta"))
         self.group, self.sequence_parallel = group, sequence_parallel
 
-    @property
-    def split(self) -> Split:
-        return self.group, self.sequence_parallel, None if self.later is None else (self.later, self.weight)
-
 
 class ColumnLinear(SplitWeight):
     """x W_r^T with this rank's rows of W: (…, i) -> (…, o/tp), or with sequence parallelism (n/tp, i) -> (n, o/tp)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Column.apply(x, self.weight, self.split)
+        return _Column.apply(x, self.weight, self.group, self.sequence_parallel)
 
 
 class RowLinear(SplitWeight):
     """Sum of x_r W_r^T: (…, i/tp) -> (…, o), or with sequence parallelism (n, i/tp) -> (n/tp, o)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Row.apply(x, self.weight, self.split)
+        return _Row.apply(x, self.weight, self.group, self.sequence_parallel)
 
 
 class _Embedding(torch.autograd.Function):

@@ -431,7 +431,7 @@ def layouts_of(
     numbers = {name: group_of[id(p)] for name, p in gpt.named_parameters()}
     sizes = {name: p.numel() for name, p in gpt.named_parameters()}
     limit = max(1, int(bucket_mb * 2**20 / dtype.itemsize))
-    shared_out = gpt.config.tied_embeddings and (gpt.chunks[0].start > 0 or gpt.chunks[-1].stop < gpt.config.depth)
+    shared_out = gpt.config.tied_embeddings and gpt.chunks != [range(gpt.config.depth)]
     table = "embedding.weight" if shared_out and "embedding.weight" in sizes else None
     found = []
     for chunk in reversed(range(len(gpt.chunks))):

@@ -30,7 +30,7 @@ from ..errors import UserError
 from ..flops import flops_optimizer
 from ..memory import Memory, buckets_of, memory, ranks_of, stage_of
 from ..model.shape import Share, micro_batches, share_of
-from ..parallel.schedules import places, schedule, simulate
+from ..parallel.schedules import schedule, simulate
 from .validation import check_shapes, divisors_of, working_shapes
 
 MARGIN = 0.10  # share of the device's memory that a plan leaves free
@@ -82,17 +82,17 @@ class Pass(NamedTuple):
     experts: float
 
     @property
-    def actions(self) -> tuple[float, float, float]:
-        """The forward pass, input gradients, weight gradients."""
+    def actions(self) -> tuple[float, float]:
+        """The seconds of the forward pass and of the backward pass."""
         waits = (self.tensor + self.context + self.experts) / 2
-        return self.forward + waits, self.forward + self.recompute + waits, self.forward
+        return self.forward + waits, 2 * self.forward + self.recompute + waits
 
 
 def step_time(config: RunConfig, hardware: Hardware) -> StepTime:
     """Of the rank of a pipeline that works most."""
     passes, held = micro_batches(config), {share for share, _ in ranks_of(config)}
     each, pp = passes_of(config, hardware), config.parallel.pp
-    ranks = (Pass(*map(sum, zip(*(each[stage] for stage in own), strict=True))) for own in _places(config))
+    ranks = (Pass(*map(sum, zip(*each[rank::pp], strict=True))) for rank in range(pp))
     work = max(ranks, key=lambda work: sum(work.actions))
     whole, unsent = (_pipeline_seconds(config, each, send) for send in (send_seconds(config, hardware), 0.0))
     # Adam reads gradient, weight and both moments, and writes the last three and the weight.
@@ -119,14 +119,9 @@ def rate_of(config: RunConfig, hardware: Hardware) -> float:
 
 
 def passes_of(config: RunConfig, hardware: Hardware) -> list[Pass]:
-    """A micro-batch in each virtual stage."""
-    by_rank = zip(_places(config), ranks_of(config), strict=True)
-    shares = dict(pair for own, (_, chunks) in by_rank for pair in zip(own, chunks, strict=True))
-    return [_pass_of(config, hardware, shares[stage]) for stage in sorted(shares)]
-
-
-def _places(config: RunConfig) -> list[list[int]]:
-    return places(config.parallel.schedule, config.parallel.pp, config.parallel.chunks)
+    """Return the seconds of a micro-batch in each virtual stage."""
+    by_chunk = zip(*(chunks for _, chunks in ranks_of(config)), strict=True)
+    return [_pass_of(config, hardware, share) for shares in by_chunk for share in shares]
 
 
 def _pass_of(config: RunConfig, hardware: Hardware, share: Share) -> Pass:
@@ -167,7 +162,7 @@ def _pipeline_seconds(config: RunConfig, each: Sequence[Pass], send: float) -> f
 
 @lru_cache(maxsize=4096)
 def _last_end(asked: tuple[str, int, int, int], *seconds: Any) -> float:
-    return max(event.end for event in simulate(schedule(*asked), *seconds, v=asked[0] == "zb-v"))
+    return max(event.end for event in simulate(schedule(*asked), *seconds))
 
 
 def forward_flops(share: Share) -> int:

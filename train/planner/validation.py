@@ -289,23 +289,17 @@ def _pipeline_refusal(config: RunConfig) -> str | None:
     """Why blocks or micro-batches cannot go through stages as the config says."""
     parallel, depth = config.parallel, config.model.depth
     pp, chunks, interleaved = parallel.pp, parallel.chunks, parallel.schedule == "interleaved"
-    v = parallel.schedule == "zb-v"
-    if chunks > 1 and (pp == 1 or not (interleaved or v)):
+    if chunks > 1 and (pp == 1 or not interleaved):
         held = "parallel.pp 1" if pp == 1 else f"parallel.schedule {parallel.schedule}"
         return f"parallel.chunks is {chunks} with {held}; it must be 1, or stages be interleaved"
     if pp == 1:
         return None
-    if pp > (most := depth // 2 if interleaved or v else depth):
-        said = "each of its stages has two chunks or more" if interleaved or v else "each stage has a block or more"
+    if pp > (most := depth // 2 if interleaved else depth):
+        said = "each of its stages has two chunks or more" if interleaved else "each stage has a block or more"
         return f"parallel.pp is {pp}; {said} of model.depth {depth}, so that it must be at most {max(1, most)}"
     if interleaved and not 2 <= chunks <= depth // pp:
         said = f"interleaved, it must be 2 to {depth // pp}, or parallel.schedule be 1f1b"
         return f"parallel.chunks is {chunks} with parallel.pp {pp} and model.depth {depth}; {said}"
-    if v and chunks != 2:
-        return f"parallel.chunks is {chunks} with parallel.schedule zb-v; it must be 2"
-    if parallel.compile and parallel.schedule.startswith("zb"):
-        said = "whose backward pass is split; it must be false"
-        return f"parallel.compile is true with parallel.schedule {parallel.schedule}, {said}"
     if parallel.zero == 3:
         said = "it must be 0, 1 or 2, for weights would be gathered anew for every micro-batch"
         return f"parallel.zero is 3 with parallel.pp {pp}; {said}"
