@@ -142,7 +142,6 @@ def load_scored(path: Path, device: str, dtype: torch.dtype, average: float | No
 def _held_out(loaded: Any) -> dict[str, Any]:
     """Held-out loss on the run's own corpus, and where it is worst; the reason where there is none."""
     try:
-        _check_training_known(loaded)
         found = worst_windows(loaded)
     except UserError as error:  # the corpus is on another machine
         return _NO_LOSS | {"withheld": str(error)}
@@ -180,17 +179,9 @@ def _contamination(
     from .tasks.staging import cache_root
 
     try:
-        _check_training_known(loaded)
         return overlaps(at_hand(loaded.config.data, loaded.tokenizer), suite, ngram, cache_root(cache), say), None
     except UserError as error:
         return {}, str(error)
-
-
-def _check_training_known(loaded: Any) -> None:
-    from .export.model_card import imported_from
-
-    if (source := imported_from(loaded.path)) is not None:
-        raise UserError(f"the weights were imported from {source}, and what they were trained on is not known here")
 
 
 def _suites() -> dict[str, list[str]]:

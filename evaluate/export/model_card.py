@@ -9,12 +9,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ...train.checkpoint.checkpoint import LoadedCheckpoint
 from ...train.config import ModelConfig, run_id, to_dict
-from ...train.files import read_json
 from ...train.flops import count_parameters, training_flops_per_token
 from ...train.model.shape import model_shape
 from ..pages.page import is_number, scored, with_error
@@ -49,15 +47,15 @@ def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str]) -> str:
     model, count = config.model, count_parameters(config.model)
     tokens = loaded.step * config.batch_tokens
     exact = training_flops_per_token(model, config.data.sequence_length) * tokens
-    known, used = tokens > 0, "N_active" if model.experts else "N_total"
+    used = "N_active" if model.experts else "N_total"
     rows = [
         ("N_total (every weight)", f"{count.N_total:,}"),
         ("N_non_embedding", f"{count.N_non_embedding:,}"),
         ("N_kaplan (matrices inside the blocks)", f"{count.N_kaplan:,}"),
         *([("N_active (what one token uses)", f"{count.N_active:,}")] if model.experts else []),
-        ("D, tokens", f"{tokens:,}" if known else "unknown: the weights were imported"),
-        (f"C, 6 {used} D", f"{6.0 * count.N_active * tokens:.4g} FLOPs" if known else "unknown"),
-        ("C, exact", f"{float(exact):.4g} FLOPs" if known else "unknown"),
+        ("D, tokens", f"{tokens:,}"),
+        (f"C, 6 {used} D", f"{6.0 * count.N_active * tokens:.4g} FLOPs"),
+        ("C, exact", f"{float(exact):.4g} FLOPs"),
     ]
     held_out, law = (facts.scores or {}).get("held_out") or {}, facts.law
     if is_number(loss := held_out.get("val_loss")):
@@ -102,11 +100,6 @@ def _mixture(model: ModelConfig) -> str:
     )
 
 
-def imported_from(checkpoint: Path) -> str | None:
-    """The folder that the weights came from, where we did not train them."""
-    return (read_json(checkpoint / "trainer.json") or {}).get("imported_from")
-
-
 def _front_matter(loaded: LoadedCheckpoint) -> str:
     data = loaded.config.data
     lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- isoflop", "- scaling-laws"]
@@ -147,10 +140,6 @@ def _scores(scores: Mapping[str, Any]) -> list[str]:
 
 def _trained_by(loaded: LoadedCheckpoint, facts: Facts) -> list[str]:
     exported = f" Exported by isoflop {_plain(facts.version)}." if facts.version else ""
-    if (source := imported_from(loaded.path)) is not None:
-        return [
-            f"The weights were imported from `{_plain(source)}`; how they were trained is not known here.{exported}"
-        ]
     made = facts.provenance
     code = f"isoflop {_plain(made['isoflop_version'])}" if made.get("isoflop_version") else "isoflop"
     if made.get("git_commit"):

@@ -95,7 +95,7 @@ def _facts(scores: Scores) -> list[tuple[str, str, str]]:
     active = scores.get("N_active", scores.get("N_total"))  # another version's scores do not say
     counts = [("Parameters (N_total)", "N_total"), ("N_non_embedding", "N_non_embedding"), ("Tokens (D)", "tokens")]
     counts[1:1] = [] if active == scores.get("N_total") else [("N_active", "N_active")]
-    found = [(name, scores.get(key)) for name, key in counts if scores.get(key) != 0]  # no tokens: imported weights
+    found = [(name, scores.get(key)) for name, key in counts]
     facts = [(name, short_count(count), grouped(count)) for name, count in found if count is not None]
     if scores.get("flops") is not None:
         six = "" if not active else f"exact; 6ND is {compute(6 * active * scores['tokens'])}"

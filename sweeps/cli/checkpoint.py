@@ -1,4 +1,4 @@
-"""The commands about one checkpoint: score it, let it write, carry it to other libraries and back."""
+"""The commands about one checkpoint: evaluate, generate, export."""
 
 from __future__ import annotations
 
@@ -297,17 +297,13 @@ def export(
     show(said, as_json, lambda said: print(f"{said['folder']}: {said['architecture']}, {', '.join(said['files'])}"))
 
 
-@command(app, "import")
-def import_model(
-    folder: Path, output: Path, sequence_length: int | None = None, overwrite: bool = False, as_json: bool = False
-) -> None:
-    """Makes a checkpoint of a Hugging Face folder, to be scored, asked and exported: Llama, Mistral, Qwen2, Qwen3; with
-    experts Mixtral, Qwen3-MoE, GLM-4-MoE.
-    """
-    from ...evaluate.export.export import import_checkpoint
-
-    path = import_checkpoint(folder, output, sequence_length=sequence_length, overwrite=overwrite)
-    show({"checkpoint": str(path)}, as_json, lambda said: print(f"checkpoint: {said['checkpoint']}"))
+@command(app, "import", hidden=True, context_settings={"ignore_unknown_options": True, "help_option_names": []})
+def import_model(arguments: list[str] | None = None) -> None:
+    """Refer users of the removed command to lm-eval."""
+    raise UserError(
+        "isoflop no longer imports Hugging Face models; score one with "
+        "`lm_eval --model hf --model_args pretrained=FOLDER`"
+    )
 
 
 def facts_about(checkpoint: Path) -> Facts:

@@ -1,4 +1,4 @@
-"""To Hugging Face: the same logits, the same ids, and a sentence for what cannot be the same; and back once."""
+"""Export to Hugging Face: the same logits and ids, and one sentence for each model that cannot be exported."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from isoflop.evaluate.export.export import export_checkpoint, import_checkpoint
+from isoflop.evaluate.export.export import export_checkpoint
 from isoflop.evaluate.export.model_card import Facts, model_card
-from isoflop.sweeps.cli.checkpoint import app, facts_about
+from isoflop.sweeps.cli.checkpoint import facts_about
+from isoflop.sweeps.cli.main import main
 from isoflop.train.checkpoint.checkpoint import ALONE, load_for_evaluation, whole_weights
 from isoflop.train.checkpoint.saver import Saver
 from isoflop.train.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig
@@ -25,7 +26,6 @@ from isoflop.train.flops import count_parameters, training_flops_per_token
 from isoflop.train.model.parametrization import build_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 LENGTH = 64
 # Both sides compute in fp32, in other orders; logits reach about 6 here, where a rounding is 5e-7.
@@ -227,62 +227,6 @@ def test_any_text_has_the_same_ids_on_both_sides(tmp_path: Path, bpe: Tokenizer)
         assert theirs.decode([tokenizer.end_of_document]) == "<|endoftext|>"
 
 
-ROUND_TRIP = [
-    "Qwen3ForCausalLM, window",
-    "Qwen2ForCausalLM, yarn, window",
-    "Glm4MoeForCausalLM, shared, dense, norms, biases",
-]
-
-
-@pytest.mark.parametrize("name", ROUND_TRIP)
-def test_export_import_export_gives_the_same_files(name: str, tmp_path: Path, bpe: Tokenizer) -> None:
-    tokenizer = bpe if "Qwen3" in name else ByteTokenizer()
-    path = checkpoint(tmp_path / "checkpoints", SHAPES[name], tokenizer)
-    first = export_checkpoint(path, tmp_path / "first").folder
-    done = CliRunner().invoke(app, ["import", str(first), f"{tmp_path}/back"])
-    assert done.exit_code == 0, done.output
-    ours, back = load_for_evaluation(path), load_for_evaluation(tmp_path / "back")
-    assert back.tokenizer.fingerprint == tokenizer.fingerprint
-    for (key, before), (other, after) in zip(ours.model.named_parameters(), back.model.named_parameters(), strict=True):
-        assert key == other
-        if "norm" not in key:  # the last norm holds muP's multiplier
-            assert torch.equal(before[: tokenizer.vocab_size], after[: tokenizer.vocab_size]), key
-    done = CliRunner().invoke(app, ["export", f"{tmp_path}/back", f"{tmp_path}/second", "--json"])
-    assert json.loads(done.output)["architecture"] == name.split(",")[0]
-    second = tmp_path / "second"
-    before, after = (load_file(folder / "model.safetensors") for folder in (first, second))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)
-    for file in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        assert (first / file).read_text() == (second / file).read_text(), file
-    card = (second / "README.md").read_text()
-    assert "how they were trained is not known here" in card
-    for invented in ("By isoflop", "learning_rate", "FLOPs |", "It was trained on"):
-        assert invented not in card
-
-
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"model_type": "gpt2"}, "model_type is 'gpt2'"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters"),
-        ({"vocab_size": 200}, "vocab_size is 200"),
-        ({"num_hidden_layers": 2}, "model.layers.1"),
-        ({"intermediate_size": 72}, "shape"),
-        ({"tie_word_embeddings": "no"}, "tie_word_embeddings"),
-    ],
-)
-def test_what_cannot_be_imported_is_one_sentence(change: dict[str, Any], field: str, tmp_path: Path) -> None:
-    path = checkpoint(tmp_path / "checkpoints", TINY)
-    file = export_checkpoint(path, tmp_path / "hf").folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(UserError, match=field) as raised:
-        import_checkpoint(tmp_path / "hf", tmp_path / "out")
-    assert "\n" not in str(raised.value)
-    assert not (tmp_path / "out").exists()
-
-
 KEPT: list[tuple[dict[str, Any], str]] = [
     ({"balance_rate": 0.01}, "balance_rate is 0.01"),
     ({"shared_experts": 1}, "shared_experts is 1"),
@@ -329,7 +273,7 @@ def test_only_what_an_export_wrote_is_ever_replaced(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=reason):
             export_checkpoint(other, folder, overwrite=True)
-    with pytest.raises(UserError, match="holds step_7, which is to be read"):
+    with pytest.raises(UserError, match="holds step_7, which is to be exported"):
         export_checkpoint(path, path.parent, overwrite=True)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -358,6 +302,18 @@ def test_a_format_or_a_dtype_that_there_is_not_is_refused(tmp_path: Path) -> Non
     ):
         with pytest.raises(UserError, match=reason):
             export_checkpoint(path, tmp_path / "out", **options)
+
+
+def test_import_and_folders_of_hugging_face_point_to_lm_eval(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = export_checkpoint(checkpoint(tmp_path / "checkpoints", TINY), tmp_path / "hf").folder
+    for arguments in (["import", f"{folder}", "out", "--overwrite"], ["evaluate", f"{folder}"]):
+        monkeypatch.setattr("sys.argv", ["isoflop", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        assert "lm_eval --model hf --model_args pretrained=" in capsys.readouterr().err
 
 
 def test_the_card_has_every_count_and_score_and_no_markup_of_names(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ class FileEntry(TypedDict):
 
 
 class Position(TypedDict):
-    """What trainer.json holds of every checkpoint, an imported one too."""
+    """The part of trainer.json that every checkpoint has."""
 
     step: int
 
@@ -256,7 +256,10 @@ def find(path: Path | str) -> Path:
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     newest = newest_valid(root, report=lambda message: None)
     if newest is None and "model_type" in (read_json(path / "config.json") or {}):
-        raise UserError(f"{path} is a model of Hugging Face; `isoflop import {path} FOLDER` makes a checkpoint of it")
+        raise UserError(
+            f"{path} is a Hugging Face model, which isoflop does not read; score it with "
+            f"`lm_eval --model hf --model_args pretrained={path}`"
+        )
     if newest is None:
         raise UserError(f"{path} holds no checkpoint; give a run directory or a checkpoints/step_<n> directory")
     return newest
