@@ -164,11 +164,10 @@ class Pair:
 
     def ours(self) -> Any:
         """Our side, which has seen no text yet."""
-        from ..evaluate.checkpoint import BATCH_TOKENS
         from ..evaluate.harness import CheckpointLM
 
-        length, room = self.loaded.config.data.sequence_length, BATCH_TOKENS[self.device.type]
-        return CheckpointLM(self.loaded.model, self.loaded.tokenizer, length, self.device, room)
+        length = self.loaded.config.data.sequence_length
+        return CheckpointLM(self.loaded.model, self.loaded.tokenizer, length, self.device)
 
     def peer(self, batch_size: int) -> Any:
         from lm_eval.models.huggingface import HFLM

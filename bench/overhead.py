@@ -48,21 +48,19 @@ def seconds_beside_passes(checkpoints: Sequence[Path], tasks: str, items: int) -
     began = time.perf_counter()
     import torch
 
-    from ..evaluate.checkpoint import evaluate_checkpoint
-    from ..evaluate.harness import TokenCache
+    from ..evaluate.checkpoint import Evaluator
     from ..evaluate.inference import scoring
     from ..evaluate.tasks.tasks import load_suite
 
     torch.set_num_threads(THREADS)
-    suite = load_suite(tasks, items)
-    tokens: dict[str, TokenCache] = {}
+    evaluator = Evaluator(load_suite(tasks, items), device="cpu")
     passes: list[float] = []
     time_passes(scoring.Scorer, passes)
     for checkpoint in checkpoints:
         output = checkpoint.parent / "scores.json"
         # A sweep has them from the training; the windows where the loss is worst take a pass of the model.
         held_out: dict[str, Any] = {"val_loss": 0.0, "val_loss_se": None, "val_bpb": 0.0, "worst": []}
-        evaluate_checkpoint(checkpoint, output=output, suite=suite, tokens=tokens, held_out=held_out, device="cpu")
+        evaluator.evaluate(checkpoint, output, held_out=held_out)
         found.append(time.perf_counter() - began - sum(passes))
         passes.clear()
         began = time.perf_counter()

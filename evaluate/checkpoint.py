@@ -1,7 +1,7 @@
-"""One checkpoint in, one file of scores out, and beside it one of all items.
+"""Score checkpoints on a suite of tasks, and write the scores and every item.
 
-Both are complete after every task, and a killed evaluation goes on at the next request with the same numbers. A score
-of this checkpoint stands until its task is asked with other items, prompts, lm-eval, precision or scoring of ours.
+Both files are complete after every task, and a killed evaluation continues with the same numbers. A recorded score is
+used again until its task has other items or prompts, or lm-eval's version, the precision or our scoring changes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ..train.checkpoint.heldout import score_windows
 from ..train.config import canonical_json, run_id, to_dict
 from ..train.errors import UserError
 from ..train.flops import count_parameters, training_flops_per_token
-from ..train.hardware import on_gpu, pick_device
+from ..train.hardware import pick_device
 from ..train.job.control import run_on_ranks
 from ..train.parallel.mesh import Mesh
 from .harness import ALONE, CheckpointLM, TokenCache, answer_task
@@ -29,92 +29,142 @@ from .metrics import task_scores
 from .records.items import as_dicts
 from .records.record import SETTINGS, Record, only_one
 from .tasks.suite import Suite, SuiteTask, expand, quiet, suite_names
-from .tasks.tasks import DEFAULT_LIMIT, Report, load_suite
+from .tasks.tasks import Report
 
-SCORING = 2  # bumped when our arithmetic changes, so that an old score is never taken for a new one
-# Small enough on a CPU to stay in its caches, large enough on a GPU to fill it.
-BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
-Contamination = tuple[dict[str, set[int]], str | None]  # contaminated items by task; why there are none to be had
+SCORING = 2  # raised when our arithmetic changes, so that old scores are computed again
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Contamination = tuple[dict[str, set[int]], str | None]  # contaminated items by task, or why they are unknown
 
 
-def evaluate_checkpoint(
-    path: Path | str,  # a checkpoint directory, or a run directory (its newest valid checkpoint)
-    tasks: str | Sequence[str] = "small",  # see `tasks.load_suite`; unused when `suite` is given
-    output: Path | str = "scores.json",
-    *,
-    limit: int | None = DEFAULT_LIMIT,  # items per task; None means all
-    batch_tokens: int | None = None,  # bound on rows times length of one forward pass; None: what suits the device
-    held_out: dict[str, Any] | None = None,  # val_loss, val_loss_se, val_bpb of the training; computed otherwise
-    device: str = "auto",
-    precision: str = "fp32",  # of the weights
-    suite: Suite | None = None,  # loaded tasks
-    tokens: dict[str, TokenCache] | None = None,  # by tokenizer
-    overlaps: dict[str, Contamination] | None = None,  # by corpus
-    cache: Path | str | None = None,  # folder of the staged benchmarks
-    average: float | None = None,  # span of the average of the weights that is scored; None: the weights
-    ngram: int | None = None,  # words in a row shared with the training text make an item contaminated; None: not asked
-    ranks: Mesh = ALONE,  # the processes that share the work (`ranks.on_ranks`); only the first one writes
-    keep_items: bool = True,  # whether to write the items too; they are kept up where there are some
-    decode: bool = False,  # whether to measure the time of a generated token, once
-    progress: Report = lambda line: None,
-) -> dict[str, Any]:
-    """Scores a checkpoint and writes the scores as JSON, and every item beside them (see `items.items_path`).
+@dataclass
+class Evaluator:
+    """Scores checkpoints on one suite, with the same settings.
 
-    Scores that `output` holds of this checkpoint are kept, of other tasks too. `suite`, `tokens` and `overlaps` are to
-    be shared between the checkpoints of one process; the last two are filled in here. `progress` is called with a line
-    of text for each task, and every few seconds of a long one. Raises UserError: no checkpoint there, an unknown task,
-    data that cannot be had, or an output that cannot be written.
+    Token ids and contaminated items are kept from one checkpoint to the next; `dataclasses.replace` passes them on.
+
+    Attributes:
+        suite: Loaded tasks (see `tasks.load_suite`).
+        device: "auto", "cpu" or "cuda".
+        precision: Type of the weights, "fp32" or "bf16".
+        batch_tokens: Bound on rows times length of one forward pass; None takes the device's default.
+        average: Span of the weight average to score; None scores the weights.
+        ngram: An item is contaminated if it shares this many consecutive words with the training text; None skips the
+            search.
+        ranks: Processes that share the work (see `ranks.on_ranks`); only the first one writes.
     """
-    say = progress if ranks.rank == 0 else lambda line: None
-    output, device = Path(output), pick_device(device, "device").type
-    check_settings(precision, batch_tokens, ngram)
-    loaded = run_on_ranks(ranks, lambda: load_scored(Path(path), device, PRECISIONS[precision], average))
-    suite = suite or run_on_ranks(ranks, lambda: load_suite(tasks, limit, cache=cache, progress=say))
-    header = _header(loaded, device, precision)
-    with only_one(output, say, ranks):
-        record = Record(output, header, suite, ngram, say, ranks, keep_items)
-        if held_out is not None:
-            worst = (record.scores["held_out"] or {}).get("worst")
-            record.scores["held_out"] = held_out if worst is None else held_out | {"worst": worst}
-        if missing := [entry for name, entry in suite.tasks.items() if name not in record.tasks]:
-            known = overlaps if overlaps is not None else {}
-            corpus = canonical_json([to_dict(loaded.config.data), ngram])
-            if corpus not in known:
-                known[corpus] = run_on_ranks(
-                    ranks, lambda: _contamination(loaded, suite, ngram, cache, say), only_first=True
-                )
-            found, record.scores["contamination_withheld"] = known[corpus]
-            fingerprint = loaded.tokenizer.fingerprint
-            shared = (tokens if tokens is not None else {}).setdefault(fingerprint, TokenCache())
-            with record.answers() as answers:
-                length = loaded.config.data.sequence_length
-                room = batch_tokens or BATCH_TOKENS["cuda" if on_gpu(torch.device(device)) else "cpu"]
-                told: dict[str, Any] = {"tokens": shared, "answers": answers, "ranks": ranks, "say": say}
-                lm = CheckpointLM(loaded.model, loaded.tokenizer, length, device, room, **told)
-                for place, entry in enumerate(missing, 1):
-                    answers.begin(f"{entry.name} ({place} of {len(missing)})")
-                    _score(record, lm, entry, ngram, found.get(entry.name))
-                    say(f"{entry.name}: {_in_words(record.tasks[entry.name])}")
-        if decode and record.scores.get("decode") is None:
-            record.scores["decode"] = run_on_ranks(ranks, lambda: decode_speed(loaded.model), only_first=True)
-        record.finish(lambda: _held_out(loaded), _suites())
-    return record.scores
+
+    suite: Suite
+    device: str = "auto"
+    precision: str = "fp32"
+    batch_tokens: int | None = None
+    average: float | None = None
+    ngram: int | None = None
+    ranks: Mesh = ALONE
+    tokens: dict[str, TokenCache] = field(default_factory=dict, repr=False)  # by tokenizer
+    contaminated: dict[str, Contamination] = field(default_factory=dict, repr=False)  # by corpus
+
+    def __post_init__(self) -> None:
+        check_settings(self.precision, self.batch_tokens, self.ngram)
+
+    def evaluate(
+        self,
+        path: Path | str,
+        output: Path | str = "scores.json",
+        *,
+        held_out: dict[str, Any] | None = None,
+        keep_items: bool = True,
+        decode: bool = False,
+        progress: Report = lambda line: None,
+    ) -> dict[str, Any]:
+        """Score a checkpoint, write the scores as JSON and every item next to them, and return the scores.
+
+        Scores of this checkpoint that `output` already holds are kept, including those of other tasks.
+
+        Args:
+            path: Checkpoint, or run directory (its newest valid checkpoint is used).
+            output: File of scores; `items_path(output)` is the file of items.
+            held_out: val_loss, val_loss_se and val_bpb of the training; None computes them.
+            keep_items: Whether to write items if `output` has none yet.
+            decode: Whether to measure the time of one generated token, once per checkpoint.
+            progress: Called with a line for each task, and every few seconds during a long one.
+
+        Raises:
+            UserError: There is no checkpoint, or the output cannot be written.
+        """
+        say = progress if self.ranks.rank == 0 else lambda line: None
+        output, device = Path(output), pick_device(self.device, "device").type
+        dtype = PRECISIONS[self.precision]
+        loaded = run_on_ranks(self.ranks, lambda: load_scored(Path(path), device, dtype, self.average))
+        header = _header(loaded, device, self.precision)
+        with only_one(output, say, self.ranks):
+            record = Record(output, header, self.suite, self.ngram, say, self.ranks, keep_items)
+            if held_out is not None:
+                worst = (record.scores["held_out"] or {}).get("worst")
+                record.scores["held_out"] = held_out if worst is None else held_out | {"worst": worst}
+            if missing := [task for name, task in self.suite.tasks.items() if name not in record.tasks]:
+                self._score(record, loaded, device, missing, say)
+            if decode and record.scores.get("decode") is None:
+                record.scores["decode"] = run_on_ranks(self.ranks, lambda: decode_speed(loaded.model), only_first=True)
+            record.finish(lambda: _held_out(loaded), _suites())
+        return record.scores
+
+    def _score(self, record: Record, loaded: Any, device: str, missing: list[SuiteTask], say: Report) -> None:
+        contaminated, record.scores["contamination_withheld"] = self._contamination(loaded, say)
+        tokens = self.tokens.setdefault(loaded.tokenizer.fingerprint, TokenCache())
+        with record.answers() as answers:
+            lm = CheckpointLM(
+                loaded.model,
+                loaded.tokenizer,
+                loaded.config.data.sequence_length,
+                device,
+                self.batch_tokens,
+                tokens=tokens,
+                answers=answers,
+                ranks=self.ranks,
+                say=say,
+            )
+            for number, task in enumerate(missing, 1):
+                answers.begin(f"{task.name} ({number} of {len(missing)})")
+                _score_task(record, lm, task, self.ngram, contaminated.get(task.name))
+                say(f"{task.name}: {_in_words(record.tasks[task.name])}")
+
+    def _contamination(self, loaded: Any, say: Report) -> Contamination:
+        """Return the items of each task that the training text contains, or the reason why this is unknown."""
+        key = canonical_json([to_dict(loaded.config.data), self.ngram])
+        if key not in self.contaminated:
+            self.contaminated[key] = run_on_ranks(
+                self.ranks, lambda: _contamination(loaded, self.suite, self.ngram, say), only_first=True
+            )
+        return self.contaminated[key]
 
 
-def _score(record: Record, lm: Any, entry: SuiteTask, ngram: int | None, contaminated: set[int] | None) -> None:
+def _score_task(record: Record, lm: Any, task: SuiteTask, ngram: int | None, contaminated: set[int] | None) -> None:
     start = time.perf_counter()
-    with quiet(progress_bars=True):  # keeps the templates that lm-eval compiles until all of its items are read
-        items, others = answer_task(lm, entry)
+    with quiet(progress_bars=True):  # keeps the templates that lm-eval compiles until all items have been read
+        items, others = answer_task(lm, task)
     scores = task_scores(items, contaminated)
     scores |= dict.fromkeys(others) if scores["withheld"] else others
-    scores |= {"subset": entry.subset, "version": entry.version, "shots": entry.shots, "ngram": ngram}
+    scores |= {"subset": task.subset, "version": task.version, "shots": task.shots, "ngram": ngram}
     scores |= {key: record.scores[key] for key in SETTINGS}
     scores["seconds"] = round(time.perf_counter() - start, 3)
-    record.enter(entry.name, scores, as_dicts(entry.name, items, contaminated))
+    record.enter(task.name, scores, as_dicts(task.name, items, contaminated))
+
+
+def _contamination(loaded: Any, suite: Suite, ngram: int | None, say: Report) -> Contamination:
+    if ngram is None:
+        return {}, None
+    from ..train.data.shards import at_hand
+    from .contamination.contamination import overlaps
+    from .tasks.staging import cache_root
+
+    try:
+        return overlaps(at_hand(loaded.config.data, loaded.tokenizer), suite, ngram, cache_root(), say), None
+    except UserError as error:  # the training text is on another machine
+        return {}, str(error)
 
 
 def check_settings(precision: str, batch_tokens: int | None, ngram: int | None) -> None:
+    """Raise UserError for a setting that is not accepted."""
     if precision not in PRECISIONS:
         raise UserError(f"precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
     if batch_tokens is not None and batch_tokens < 1:
@@ -124,15 +174,16 @@ def check_settings(precision: str, batch_tokens: int | None, ngram: int | None) 
 
 
 def load_scored(path: Path, device: str, dtype: torch.dtype, average: float | None = None) -> Any:
+    """Load a checkpoint with its tokenizer; the error says so if only the tokenizer is missing."""
     from ..train.checkpoint.checkpoint import find, load_for_evaluation
 
     try:
         found = find(path)
     except UserError:
-        for one in (path, *path.glob("checkpoints/step_*")):
-            if (one / "manifest.json").is_file() and not (one / "tokenizer").is_dir():
+        for folder in (path, *path.glob("checkpoints/step_*")):
+            if (folder / "manifest.json").is_file() and not (folder / "tokenizer").is_dir():
                 raise UserError(
-                    f"checkpoint {one} has no tokenizer, so no text can be scored; put the folder `tokenizer` of "
+                    f"checkpoint {folder} has no tokenizer, so no text can be scored; put the folder `tokenizer` of "
                     "another checkpoint of its run there"
                 ) from None
         raise
@@ -140,21 +191,21 @@ def load_scored(path: Path, device: str, dtype: torch.dtype, average: float | No
 
 
 def _held_out(loaded: Any) -> dict[str, Any]:
-    """Held-out loss on the run's own corpus, and where it is worst; the reason where there is none."""
+    """Return the held-out loss on the run's own corpus with its worst windows, or the reason why there is none."""
     try:
-        found = worst_windows(loaded)
+        losses = worst_windows(loaded)
     except UserError as error:  # the corpus is on another machine
         return _NO_LOSS | {"withheld": str(error)}
-    if not math.isfinite(found["val_loss"]):
-        return _NO_LOSS | {"withheld": f"the held-out loss is {found['val_loss']}"}
-    return dict(found)
+    if not math.isfinite(losses["val_loss"]):
+        return _NO_LOSS | {"withheld": f"the held-out loss is {losses['val_loss']}"}
+    return losses
 
 
 def worst_windows(loaded: Any, count: int = 20) -> dict[str, Any]:
-    """Held-out loss of a checkpoint on its run's own corpus: val_loss (nats per token), val_loss_se, val_bpb.
+    """Return the held-out loss on the run's own corpus: val_loss (nats per token), val_loss_se, val_bpb, worst.
 
-    `worst` has up to `count` windows of {index, loss, text (of the predicted tokens)}, highest loss first and NaN
-    before all; windows of equal loss in their order. Raises UserError: the corpus is not at hand, or has changed.
+    `worst` lists up to `count` windows of {index, loss, text (of the predicted tokens)}, NaN first, then from the
+    highest loss down. Raises UserError if the corpus is not on this machine or has changed.
     """
     windows, losses, numbers = score_windows(loaded)
     length = windows.shape[1] - 1
@@ -168,27 +219,11 @@ def worst_windows(loaded: Any, count: int = 20) -> dict[str, Any]:
 _NO_LOSS = {"val_loss": None, "val_loss_se": None, "val_bpb": None}
 
 
-def _contamination(
-    loaded: Any, suite: Suite, ngram: int | None, cache: Path | str | None, say: Report
-) -> Contamination:
-    """Items of each task that the training text holds; where it is not at hand, none and the reason."""
-    if ngram is None:
-        return {}, None
-    from ..train.data.shards import at_hand
-    from .contamination.contamination import overlaps
-    from .tasks.staging import cache_root
-
-    try:
-        return overlaps(at_hand(loaded.config.data, loaded.tokenizer), suite, ngram, cache_root(cache), say), None
-    except UserError as error:
-        return {}, str(error)
-
-
 def _suites() -> dict[str, list[str]]:
-    """The tasks of each suite that has a list of its own."""
+    """Return the tasks of each suite."""
     members = {}
     for name in suite_names():
-        with contextlib.suppress(UserError):  # it waits for a path, or has no tasks
+        with contextlib.suppress(UserError):  # the suite needs evaluate.path, or has no tasks
             members[name] = expand([name])
     return members
 

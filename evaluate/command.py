@@ -1,7 +1,7 @@
-"""lm-eval's own command, whose `--model isoflop` is a checkpoint of ours.
+"""Run lm-eval's own command with `--model isoflop`, which is one of our checkpoints.
 
-lm-eval 0.4.13 looks for models among its own modules alone, so ours is registered before its parser runs. Tasks, shots,
-limits and output are lm-eval's; what a checkpoint answers is what `isoflop evaluate` would ask it.
+lm-eval 0.4.13 searches only its own modules for models, so ours is registered before its parser runs. Tasks, shots,
+limits and output are lm-eval's; the answers are those of `isoflop evaluate`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from lm_eval import _cli
 from lm_eval.api import registry
 
 from ..train.errors import UserError
-from ..train.hardware import on_gpu, pick_device
-from .checkpoint import BATCH_TOKENS, PRECISIONS, check_settings, load_scored
+from ..train.hardware import pick_device
+from .checkpoint import PRECISIONS, check_settings, load_scored
 from .harness import CheckpointLM
 
 NAME = "isoflop"
 
 
 class RegisteredLM(CheckpointLM):
-    """A checkpoint by the words of `--model_args`; lm-eval's sizes of batches in rows are not used."""
+    """A checkpoint described by `--model_args`; lm-eval's batch sizes in rows are not used."""
 
     def __init__(
         self,
@@ -41,17 +41,17 @@ class RegisteredLM(CheckpointLM):
         check_settings(precision, batch_tokens, None)
         # lm-eval's own default is cuda:0, where there is a GPU or not.
         picked = pick_device("auto" if device in (None, "cuda:0") else str(device), "--device")
-        one = load_scored(Path(checkpoint), picked.type, PRECISIONS[precision])
-        room = batch_tokens or BATCH_TOKENS["cuda" if on_gpu(picked) else "cpu"]
-        super().__init__(one.model, one.tokenizer, one.config.data.sequence_length, picked.type, room)
+        loaded = load_scored(Path(checkpoint), picked.type, PRECISIONS[precision])
+        length = loaded.config.data.sequence_length
+        super().__init__(loaded.model, loaded.tokenizer, length, picked.type, batch_tokens)
 
 
 def run_lm_eval(arguments: list[str]) -> None:
-    """Runs `lm_eval ARGUMENTS`, by its own parser and with its own output."""
+    """Run `lm_eval ARGUMENTS` with its own parser and output."""
     if NAME not in registry.MODEL_REGISTRY:
         registry.register_model(NAME)(RegisteredLM)
     before = sys.argv
-    sys.argv = ["isoflop lm_eval", *arguments]  # read there, and changed
+    sys.argv = ["isoflop lm_eval", *arguments]  # lm-eval reads and changes it
     try:
         parser = _cli.HarnessCLI()
         parser.execute(parser.parse_args())

@@ -23,6 +23,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from ..train.data.tokenizers import Tokenizer
+from ..train.hardware import on_gpu
 from ..train.job.control import run_on_ranks
 from ..train.model.gpt import GPT
 from ..train.parallel.mesh import Mesh
@@ -35,6 +36,8 @@ from .records.items import item_results
 from .records.record import Answers, request_key
 from .tasks.suite import SuiteTask, quiet
 
+# Small enough for the caches of a CPU, large enough to fill a GPU.
+BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
 ROUND_TOKENS = 1 << 18  # that a rank scores before all ranks' answers are stored
 ENTRY_BYTES = 200  # of a text and its ids in a `TokenCache`, beside these
 ROUND_PROMPTS = 64  # that a rank continues before they are
@@ -73,7 +76,7 @@ class CheckpointLM(TemplateLM):
         tokenizer: Tokenizer,
         max_length: int,
         device: str | torch.device = "cpu",
-        batch_tokens: int = 4096,  # bound on rows times length of one forward pass
+        batch_tokens: int | None = None,  # bound on rows times length of one forward pass; default by device
         seed: int = 0,
         *,
         tokens: TokenCache | None = None,  # of texts met before, under this tokenizer
@@ -83,9 +86,10 @@ class CheckpointLM(TemplateLM):
     ) -> None:
         super().__init__()
         self.model, self.text, self.max_length = model, tokenizer, max_length
-        self._device, self.batch_tokens, self.seed = torch.device(device), batch_tokens, seed
+        self._device, self.seed = torch.device(device), seed
+        self.batch_tokens = batch_tokens or BATCH_TOKENS["cuda" if on_gpu(self._device) else "cpu"]
         self._tokens, self._answers, self._ranks = tokens or TokenCache(), answers, ranks
-        self._scorer = Scorer(model, device, batch_tokens, say)
+        self._scorer = Scorer(model, device, self.batch_tokens, say)
         # Arguments of requests whose prompt was cut or whose continuation took several windows; that met a NaN.
         self.truncated: set[tuple[Any, ...]] = set()
         self.failed: set[tuple[Any, ...]] = set()

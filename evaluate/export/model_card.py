@@ -35,7 +35,7 @@ CAVEATS = {
 class Facts:
     """What is known of a checkpoint beside itself."""
 
-    scores: Mapping[str, Any] | None = None  # see `checkpoint.evaluate_checkpoint`; `held_out` alone will do
+    scores: Mapping[str, Any] | None = None  # see `Evaluator.evaluate`; `held_out` alone is enough
     law: Mapping[str, Any] | None = None  # of its sweep: form, predicted_loss, interval (low, high) or None
     provenance: Mapping[str, Any] = field(default_factory=dict)  # isoflop_version, git_commit, git_dirty of training
     version: str | None = None  # of the isoflop that exports

@@ -38,7 +38,7 @@ VERDICTS = ("acc", "exact_match", "acc_norm")
 def checkpoint_page(
     scores: Scores, items: Items = (), peers: Sequence[Scores] = (), against: Other | None = None
 ) -> str:
-    """A self-contained HTML page of what `evaluate_checkpoint` returned and the items that it wrote.
+    """A self-contained HTML page of what `Evaluator.evaluate` returned and the items that it wrote.
 
     `peers`: scores of the sweep's other checkpoints, for what equal compute buys elsewhere; `against`: scores and items
     of one other checkpoint, to be compared item by item.

@@ -92,23 +92,20 @@ def lm_eval_command(arguments: list[str] | None = None) -> None:
 def _score(
     ranks: Any, wanted: Sequence[tuple[Path, Path]], suite: dict[str, Any], settings: dict[str, Any], quietly: bool
 ) -> list[Scored] | None:
-    """One after the other, on every rank alike; only the first has an answer."""
-    from ...evaluate.checkpoint import evaluate_checkpoint
-    from ..results.scoring import open_suite
+    """Score checkpoints in turn on every rank; only the first rank returns the scores."""
+    from ...evaluate.checkpoint import Evaluator
+    from ...evaluate.tasks.tasks import load_suite
 
     def say(line: str) -> None:
         if ranks.rank == 0 and not quietly:
             print(line, flush=True)
 
-    shared = open_suite(suite, say)
+    evaluator = Evaluator(load_suite(**suite, progress=say), ranks=ranks, **settings)
     found = []
     for number, (path, folder) in enumerate(wanted, 1):
         if len(wanted) > 1:
             say(f"{path} ({number} of {len(wanted)})")
-        scores = evaluate_checkpoint(
-            path, output=folder / SCORES, ranks=ranks, progress=say, **vars(shared), **settings
-        )
-        found.append((folder, scores))
+        found.append((folder, evaluator.evaluate(path, folder / SCORES, progress=say)))
     return found if ranks.rank == 0 else None
 
 

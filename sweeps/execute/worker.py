@@ -242,12 +242,12 @@ def evaluate_runs(sweep_path: str, run_ids: list[str]) -> None:
 
     RunFailed where a run could not be scored, after the others; UserError where this node does not see the sweep.
     """
-    from ..results.scoring import evaluate_run, is_scored, open_suite
+    from ..results.scoring import evaluate_run, is_scored, open_evaluator
     from ..results.tracking import push_scores
 
     sweep = check_shared(sweep_path)
     settings = asdict(recorded(sweep.settings()).evaluate)
-    scoring, failures = None, []
+    evaluator, failures = None, []
     for name in run_ids:
         run = sweep.run(name)
         if not run.is_done():
@@ -257,8 +257,8 @@ def evaluate_runs(sweep_path: str, run_ids: list[str]) -> None:
             # Not the run's own lock: nobody trains what is done, and a command must not wait for a scoring.
             with FileLock(run.path / ".scoring.lock", timeout=0):
                 if not is_scored(run, settings):
-                    scoring = scoring or open_suite(settings, run.log)
-                    evaluate_run(run, settings, scoring)
+                    evaluator = evaluator or open_evaluator(settings, run.log)
+                    evaluate_run(run, settings, evaluator)
                     push_scores(run, run.log)
         except Timeout:
             print(f"left out: somebody else scores run {name}")

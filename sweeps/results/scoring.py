@@ -5,7 +5,6 @@ A checkpoint that a run was not told to keep, because `evaluate.every` was set l
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,18 +14,7 @@ from ..grid.trunks import checkpoint_folder, has_checkpoint, steps_between
 from ..runs.directory import RunDirectory
 
 if TYPE_CHECKING:
-    from ...evaluate.checkpoint import Contamination
-    from ...evaluate.harness import TokenCache
-    from ...evaluate.tasks.suite import Suite
-
-
-@dataclasses.dataclass
-class Scoring:
-    """What the checkpoints of one process share: tasks, their texts as ids, and which items were trained on."""
-
-    suite: Suite
-    tokens: dict[str, TokenCache] = dataclasses.field(default_factory=dict)
-    overlaps: dict[str, Contamination] = dataclasses.field(default_factory=dict)
+    from ...evaluate.checkpoint import Evaluator
 
 
 def stage(tasks: list[str]) -> None:
@@ -60,16 +48,22 @@ def _request(settings: dict[str, Any]) -> dict[str, Any]:
     return asked | {name: settings[name] for name in ("decode", "average") if settings.get(name)}
 
 
-def open_suite(settings: dict[str, Any], say: Callable[[str], None]) -> Scoring:
+def open_evaluator(settings: dict[str, Any], say: Callable[[str], None]) -> Evaluator:
+    """Load a sweep's tasks, for all checkpoints that this process scores."""
+    from ...evaluate.checkpoint import Evaluator
     from ...evaluate.tasks.tasks import load_suite
 
-    allow_code = bool(settings.get("allow_code"))  # a sweep of an earlier version does not say
-    return Scoring(load_suite(settings["tasks"], settings["limit"], progress=say, allow_code=allow_code))
+    allow_code = bool(settings.get("allow_code"))  # sweeps of earlier versions lack it
+    return Evaluator(
+        load_suite(settings["tasks"], settings["limit"], progress=say, allow_code=allow_code),
+        batch_tokens=settings["batch_tokens"],
+        average=settings.get("average"),
+        ngram=settings.get("ngram"),
+    )
 
 
-def evaluate_run(run: RunDirectory, settings: dict[str, Any], scoring: Scoring) -> None:
-    """Scores the wanted checkpoints that have no scores yet, into eval/step_<n>.json."""
-    from ...evaluate.checkpoint import evaluate_checkpoint
+def evaluate_run(run: RunDirectory, settings: dict[str, Any], evaluator: Evaluator) -> None:
+    """Score the wanted checkpoints that have no scores yet, into eval/step_<n>.json."""
 
     def log_step(step: int, line: str) -> None:
         run.log(f"step {step}: {line}")
@@ -77,17 +71,14 @@ def evaluate_run(run: RunDirectory, settings: dict[str, Any], scoring: Scoring) 
     for step in wanted_steps(run, settings):
         if _is_scored(run, step, settings):
             continue
-        evaluate_checkpoint(
+        is_last = step == (run.summary() or {}).get("step")
+        evaluator.evaluate(
             checkpoint_folder(run, step),
-            output=run.path / "eval" / f"step_{step}.json",
+            run.path / "eval" / f"step_{step}.json",
             held_out=None if settings.get("average") else _held_out(run, step),
-            average=settings.get("average"),
-            batch_tokens=settings["batch_tokens"],
-            ngram=settings.get("ngram"),
-            keep_items=(is_last := step == (run.summary() or {}).get("step")),
+            keep_items=is_last,
             decode=is_last and bool(settings.get("decode")),
             progress=partial(log_step, step),
-            **vars(scoring),
         )
         write_json(run.path / "eval" / f"step_{step}.request.json", _request(settings))
 

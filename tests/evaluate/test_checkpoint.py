@@ -25,7 +25,7 @@ from filelock import FileLock
 from forked import fork_processes
 from gpu_stand_in import META, kernels_on_meta, stand_in
 from isoflop.evaluate import checkpoint
-from isoflop.evaluate.checkpoint import evaluate_checkpoint, worst_windows
+from isoflop.evaluate.checkpoint import Evaluator, worst_windows
 from isoflop.evaluate.inference.ranks import on_ranks
 from isoflop.evaluate.pages.report import format_scores
 from isoflop.evaluate.records.items import items_path, read_items
@@ -110,6 +110,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Evaluate = Callable[..., Any]
+OF_A_CALL = ("held_out", "keep_items", "decode", "progress")  # the other settings are an evaluator's
 
 
 @pytest.fixture
@@ -118,8 +119,10 @@ def evaluate(run: Path, isoflop_cache: Path) -> Evaluate:
 
     def call(output: Path, suite: Suite, step: int = 3, folder: Path = run, **more: Any) -> Any:
         lines = call.lines = list[str]()  # type: ignore[attr-defined]
-        options: dict[str, Any] = {"held_out": HELD_OUT, "device": "cpu", "progress": lines.append} | more
-        scores = evaluate_checkpoint(folder / "checkpoints" / f"step_{step}", output=output, suite=suite, **options)
+        options: dict[str, Any] = {"held_out": HELD_OUT, "progress": lines.append}
+        options |= {name: more.pop(name) for name in OF_A_CALL if name in more}
+        evaluator = Evaluator(suite, **{"device": "cpu"} | more)
+        scores = evaluator.evaluate(folder / "checkpoints" / f"step_{step}", output, **options)
         call.asked = [line.split(":")[0] for line in lines if line.split(":")[0] in KINDS]  # type: ignore[attr-defined]
         return scores
 
@@ -318,7 +321,7 @@ def test_bad_arguments_are_named_before_anything_is_written(run: Path, evaluate:
     shutil.rmtree(bare / "checkpoints" / "step_3" / "tokenizer")
     for given in (bare, bare / "checkpoints" / "step_3"):  # the run, its checkpoint
         with pytest.raises(UserError, match="step_3 has no tokenizer"):
-            evaluate_checkpoint(given, output=tmp_path / "t.json", suite=suite, device="cpu")
+            Evaluator(suite, device="cpu").evaluate(given, tmp_path / "t.json")
 
 
 def test_an_output_that_cannot_be_written_is_one_sentence(evaluate: Any, tmp_path: Path) -> None:
@@ -358,7 +361,7 @@ def test_nan_withholds_the_score_and_names_the_item(evaluate: Any, tmp_path: Pat
 
 def test_contaminated_items_are_marked_and_the_rest_is_scored_apart(evaluate: Any, tmp_path: Path) -> None:
     out, shared, suite = tmp_path / "s.json", dict[str, Any](), suite_of(6, ("chosen",))
-    options: dict[str, Any] = {"overlaps": shared, "cache": tmp_path / "cache"}
+    options: dict[str, Any] = {"contaminated": shared}
     scores = evaluate(out, suite, ngram=8, **options)["tasks"]["chosen"]
     items = read_items(items_path(out))
     assert [item["contaminated"] for item in items] == [False, True, True, False, False, False]

@@ -146,7 +146,7 @@ def test_every_kept_checkpoint_and_the_final_one_are_scored_once(
     assert not is_scored(trunk, settings | {"limit": 3})
     # The trunk trained through what its branch shares with it, and only final checkpoints keep their items.
     assert [path.name for path in (trunk.path / "eval").glob("*.items.jsonl.gz")] == ["step_80.items.jsonl.gz"]
-    monkeypatch.setattr(scoring, "open_suite", lambda *_: pytest.fail("nothing is left to score"))
+    monkeypatch.setattr(scoring, "open_evaluator", lambda *_: pytest.fail("nothing is left to score"))
     worker.evaluate_runs(str(scored), [trunk.run_id, branch.run_id])
 
 
@@ -165,7 +165,7 @@ def test_decoding_is_timed_where_it_is_asked_for_and_costs_no_other_score(
     monkeypatch.setattr("isoflop.evaluate.checkpoint.answer_task", lambda *_: pytest.fail("a task is scored again"))
     for _ in range(2):  # the second has nothing to do
         worker.evaluate_runs(str(folder), [trunk.run_id, branch.run_id])
-        monkeypatch.setattr(scoring, "open_suite", lambda *_: pytest.fail("nothing is left to score"))
+        monkeypatch.setattr(scoring, "open_evaluator", lambda *_: pytest.fail("nothing is left to score"))
     after = {step: read_json(trunk.path / "eval" / f"step_{step}.json") or {} for step in (70, 80)}
     timed = after[80].pop("decode")
     assert {step: one | {"checkpoint": ""} for step, one in after.items()} == {
