@@ -294,8 +294,8 @@ def export(
     show(said, as_json, lambda said: print(f"{said['folder']}: {said['architecture']}, {', '.join(said['files'])}"))
 
 
-@command(app, "import", hidden=True, context_settings={"ignore_unknown_options": True, "help_option_names": []})
-def import_model(arguments: list[str] | None = None) -> None:
+@app.command("import", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def import_model() -> None:
     """Refer users of the removed command to lm-eval."""
     raise UserError(
         "isoflop no longer imports Hugging Face models; score one with "
