@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from isoflop.evaluate.inference.cache import Cache
 from isoflop.evaluate.inference.forward import Forward
 from isoflop.evaluate.inference.generate import decode_tokens
-from isoflop.evaluate.inference.paged import PagedBatch, PagedCache, Pages
 from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.flops import count_parameters
 from isoflop.train.model.gpt import GPT
@@ -75,20 +75,18 @@ def mixtral(implementation: str) -> Work:
 def decoded(config: ModelConfig) -> tuple[Work, int]:
     """A token of each request at the context's end, and the bytes that the cache keeps per token."""
     gpt: GPT = build_model(config, OptimizerConfig(), CONTEXT, 0).eval()
-    cache = PagedCache.of(config, REQUESTS * CONTEXT // 32, torch.float32, torch.device("cpu"), 32)
-    pages = [Pages() for _ in range(REQUESTS)]
-    for each in pages:
-        assert cache.extend(each, CONTEXT)
-    for store in cache.stores:
+    cache = Cache(config, REQUESTS, CONTEXT, torch.float32, torch.device("cpu"))
+    stores = [cache.keys] if cache.latent else [cache.keys, cache.values]
+    for store in stores:
         store.normal_()
-    forward, batch = Forward(gpt, absorbed=True), PagedBatch(cache, pages, config.heads)
+    forward = Forward(gpt, absorbed=True)
     positions, first = np.full(REQUESTS, CONTEXT - 1), np.zeros(REQUESTS, np.int64)
 
     @torch.inference_mode()
     def step() -> None:
-        decode_tokens(forward, batch, [7] * REQUESTS, positions, first)
+        decode_tokens(forward, cache, [7] * REQUESTS, positions, first)
 
-    held = sum(store.untyped_storage().nbytes() for store in cache.stores)
+    held = sum(store.untyped_storage().nbytes() for store in stores)
     assert held == REQUESTS * CONTEXT * config.depth * config.cached * 4  # the formula
     return step, held // (REQUESTS * CONTEXT)
 

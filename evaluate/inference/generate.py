@@ -1,12 +1,10 @@
 """Text from a model, token by token: greedy or sampled, many prompts at a time.
 
-- Batching is continuous: who is finished leaves and the next one joins. Who finds no page of the cache waits, and
-  where those that run outgrow the pages the last to come goes back to wait, with what it has written.
-- Every prompt draws one uniform number per token from a stream of its own: its text depends on neither its neighbours
-  nor such waits.
-- A text longer than the model's context slides: all positions change with every token, so no cache helps.
+- Batching is continuous: a finished text leaves and a waiting one takes its row of the cache.
+- Every prompt has its own random stream, one number per token, so its text does not depend on other prompts.
+- A text longer than the context slides: all positions change with every token, so the window is computed again.
 
-Yu et al. 2022 (Orca); Kwon et al. 2023 (arXiv:2309.06180); Holtzman et al. 2020 (arXiv:1904.09751).
+Yu et al. 2022 (Orca); Holtzman et al. 2020 (arXiv:1904.09751).
 """
 
 from __future__ import annotations
@@ -26,19 +24,20 @@ from ...train.errors import UserError
 from ...train.hardware import CUDA, device_name, on_gpu, read
 from ...train.model.attention import document_starts, first_visible, visible_mask
 from ...train.model.gpt import GPT
+from .cache import Cache, Ids
 from .forward import Forward, attention_by_sequence, unless_out_of_memory
-from .paged import PAGE, Ids, PagedBatch, PagedCache, Pages
 
-MOST_RUNNING = 256  # requests that decode in one pass
-CACHE_BYTES = 1 << 30  # of keys and values on a CPU, where the caller does not say; on a GPU half of what is free
-_DRAWN_AHEAD = 64  # random numbers of a stream
-_FIRST_SORTED = 64  # tokens that are tried for a nucleus, then 8 times as many
-TIMED, TIMED_SECONDS, TIMED_END = 256, 1.5, 32  # tokens that `decode_speed` times, for how long, how far from the end
+MAX_RUNNING = 256  # texts that decode together
+CACHE_BYTES = 1 << 30  # default for keys and values on a CPU; on a GPU it is half of the free memory
+_DRAWN_AHEAD = 64  # random numbers of a stream that are drawn at once
+_FIRST_SORTED = 64  # tokens that are tried for a nucleus; then 8 times as many
+# `decode_speed` times this many tokens, for at most so many seconds, and begins so far from the end of the context.
+TIMED, TIMED_SECONDS, TIMED_END = 256, 1.5, 32
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. Temperature 0 is greedy; top_k 0 and top_p 1 leave the distribution whole."""
+    """How the next token is drawn. Temperature 0 is greedy; top_k 0 and top_p 1 keep the whole distribution."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -57,11 +56,16 @@ def generate_texts(
     done: Callable[[int, list[int] | None], None] | None = None,
     **options: Any,
 ) -> list[list[int] | None]:
-    """At most `max_tokens` new tokens of each prompt, none of them empty; None where the model's logits were NaN.
+    """Return at most `max_tokens` new tokens for each prompt, or None if the model's logits were NaN.
 
-    `finished` is asked after each token with all new ones of that prompt; True ends it (that token is kept). `done` is
-    called with a prompt's place and its result as soon as it is there. `options`: see `Generation`. Raises UserError: a
-    single prompt does not fit the memory.
+    Args:
+        prompts: Token ids; no prompt is empty.
+        finished: Called after each token with all new tokens of that prompt; True ends the text after this token.
+        done: Called with a prompt's index and result as soon as it is complete.
+        options: See `Generation`.
+
+    Raises:
+        UserError: A single prompt does not fit the memory.
     """
     if not prompts:
         return []
@@ -76,9 +80,9 @@ def generate_texts(
 
 
 def stream(model: GPT, prompt: Sequence[int], max_tokens: int, *, seed: int = 0, **options: Any) -> Iterator[int]:
-    """The tokens that follow one prompt, each as soon as it is there; for the options see `Generation`.
+    """Yield the tokens that follow one prompt as they are computed; for the options see `Generation`.
 
-    Raises UserError: the model's logits are NaN.
+    Raises UserError if the model's logits are NaN.
     """
     generation = Generation(model, [prompt], max_tokens, seeds=[seed], **options)
     (request,) = generation.waiting
@@ -91,8 +95,9 @@ def stream(model: GPT, prompt: Sequence[int], max_tokens: int, *, seed: int = 0,
 
 
 def decode_speed(model: GPT) -> dict[str, Any] | None:
-    """Seconds of a greedy token of one request at the end of its context, the fastest of many: on a busy machine their
-    median is several times that. None where logits are NaN.
+    """Return the seconds of one greedy token at the end of the context, or None if logits are NaN.
+
+    The fastest of many tokens counts: on a busy machine their median is several times that.
     """
     context, device, times = model.max_length, model.cos.device, list[float]()
     prompt = [int(model.end_of_document == 0)] * (context - min(TIMED_END, context // 2))
@@ -106,19 +111,18 @@ def decode_speed(model: GPT) -> dict[str, Any] | None:
         start = time.perf_counter()
         generation.step(lambda new: False)
         times.append(time.perf_counter() - start)
-    del times[0]  # which warms up
+    del times[0]  # the warm-up
     return {"seconds": min(times), "median": float(np.median(times)), "device": device_name(device)}
 
 
 @dataclass(eq=False)
 class Request:
-    """A prompt on its way: the end of its text, what is new, and where its last document starts in the text."""
+    """A prompt in progress: the end of its text, the new tokens, and where its last document starts in the text."""
 
     index: int
     text: list[int]
     random: torch.Generator
     new: list[int] = field(default_factory=list)
-    pages: Pages = field(default_factory=Pages)
     start: int = 0
     failed: bool = False
     _ahead: list[float] = field(default_factory=list)
@@ -131,8 +135,14 @@ class Request:
 
 
 class Generation:
-    """Prompts on their way through a model: each waits, then runs (cached) or slides (recomputed), and leaves. Of a
-    prompt only the last `max_length` tokens count.
+    """Prompts in progress: each waits, then runs (row i of the cache is that of `running[i]`) or slides, and leaves.
+
+    Args:
+        prompts: Token ids; only the last `max_length` tokens of each count.
+        max_length: Longest sequence that the model accepts.
+        seeds: One per prompt, for sampling; the default is its index.
+        batch_tokens: Bound on the tokens of one forward pass; a longer prompt goes alone.
+        cache_bytes: Bound on keys and values, by default `CACHE_BYTES`; one text always fits.
     """
 
     def __init__(
@@ -140,17 +150,15 @@ class Generation:
         model: GPT,
         prompts: Sequence[Sequence[int]],
         max_tokens: int,
-        max_length: int,  # of a sequence that the model accepts
+        max_length: int,
         sampling: Sampling = GREEDY,
-        seeds: Sequence[int] | None = None,  # one per prompt, for sampling; default its place in the list
+        seeds: Sequence[int] | None = None,
         device: str | torch.device = "cpu",
-        batch_tokens: int = 4096,  # bound on the tokens of one forward pass; a longer prompt goes alone
-        cache_bytes: int | None = None,  # of keys and values, default see `CACHE_BYTES`; one prompt always fits
-        page: int = PAGE,  # positions
+        batch_tokens: int = 4096,
+        cache_bytes: int | None = None,
     ) -> None:
         self.model, self.max_tokens, self.max_length, self.sampling = model, max_tokens, max_length, sampling
         self.device, self.batch_tokens = torch.device(device), batch_tokens
-        self.most_running = min(batch_tokens, MOST_RUNNING)
         self.end, self.window = model.end_of_document, model.config.window or max_length
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -159,8 +167,7 @@ class Generation:
             text = list(prompt[-max_length:])
             start = max((place for place, before in enumerate(text[:-1], 1) if before == self.end), default=0)
             self.waiting.append(Request(index, text, torch.Generator().manual_seed(seed), start=start))
-        self._batch: PagedBatch | None = None  # of `running`, until that or a table changes
-        self.cache, self.forward = self._new_cache(cache_bytes, page), Forward(model, absorbed=True)
+        self.cache, self.forward = self._new_cache(cache_bytes), Forward(model, absorbed=True)
 
     @property
     def over(self) -> bool:
@@ -168,98 +175,91 @@ class Generation:
 
     @torch.inference_mode()
     def step(self, finished: Callable[[list[int]], bool]) -> list[Request]:
-        """One round: a token for every request that runs, slides or joins. Returns those that have ended."""
+        """Compute one token for every request that slides, runs or joins; return those that have ended."""
         if self.max_tokens < 1:
             ended, self.waiting = list(self.waiting), deque()
             return ended
         ended = []
-        # In this order, so that a request has at most one token a round, and what one leaves another has at once.
+        # In this order a request gets at most one token per round, and a row that becomes free is used at once.
         for work in (self._slide, self._decode, self._prefill):
             requests, logits = work()
             if logits is not None:
                 ended += self._take(requests, logits, finished)
         return ended
 
-    # Each of these gives requests and the logits after their texts; None: nobody is there, or memory ran out, and the
-    # next round tries with fewer.
+    # Each of these returns requests and the logits after their texts; None if there are no requests, or if memory ran
+    # out during a prefill, which the next round tries with fewer.
 
     def _slide(self) -> tuple[list[Request], Tensor | None]:
-        requests, start = self.sliding, 0
-        parts: list[Tensor] = []
-        while start < len(requests):
-            chunk = requests[start : start + max(1, self.batch_tokens // self.max_length)]
-            texts = [request.text[-self.max_length :] for request in chunk]
-            logits = unless_out_of_memory(partial(recompute_last, self.model, texts, self.device), self.device)
-            if logits is None:
-                self.batch_tokens = self._halved(len(chunk)) * self.max_length
-                continue
-            parts.append(logits)
-            start += len(chunk)
-        return requests, torch.cat(parts) if parts else None
+        def recompute(chunk: slice) -> Tensor:
+            return prefill_prompts(self.forward, None, [one.text[-self.max_length :] for one in requests[chunk]])
+
+        requests = self.sliding
+        return requests, self._in_chunks(len(requests), self.max_length, recompute)
 
     def _decode(self) -> tuple[list[Request], Tensor | None]:
-        self._make_room()
-        if not self.running:
-            return [], None
-        if self._batch is None:
-            self.cache.compact()
-            tables = [request.pages for request in self.running]
-            self._batch = PagedBatch(self.cache, tables, self.model.config.heads)
-        texts = [request.text for request in self.running]
-        positions = np.array([len(text) - 1 for text in texts])
-        first = np.array([self._first(request) for request in self.running])
-        tokens = [text[-1] for text in texts]
-        logits = unless_out_of_memory(
-            partial(decode_tokens, self.forward, self._batch, tokens, positions, first), self.device
-        )
-        if logits is None:
-            self.most_running = self._halved(len(self.running))
-            while len(self.running) > self.most_running:
-                self._wait_again()
-        return self.running, logits
+        requests = self.running
+        tokens = [request.text[-1] for request in requests]
+        lengths = np.array([len(request.text) for request in requests])
+        first = np.maximum(lengths - self.window, [request.start for request in requests])
+
+        def decode(chunk: slice) -> Tensor:
+            positions = lengths[chunk] - 1
+            return decode_tokens(self.forward, self.cache, tokens[chunk], positions, first[chunk], chunk.start)
+
+        return requests, self._in_chunks(len(requests), 1, decode)
+
+    def _in_chunks(self, count: int, tokens: int, compute: Callable[[slice], Tensor]) -> Tensor | None:
+        """Return the logits of `count` requests with so many tokens each; smaller chunks if memory runs out."""
+        parts: list[Tensor] = []
+        start = 0
+        while start < count:
+            chunk = slice(start, min(start + max(1, self.batch_tokens // tokens), count))
+            logits = unless_out_of_memory(partial(compute, chunk), self.device)
+            if logits is None:
+                self.batch_tokens = self._halved(chunk.stop - start) * tokens
+                continue
+            parts.append(logits)
+            start = chunk.stop
+        return torch.cat(parts) if parts else None
 
     def _prefill(self) -> tuple[list[Request], Tensor | None]:
         joined = self._admit()
         if not joined:
             return [], None
-        texts, pages = [request.text for request in joined], [request.pages for request in joined]
-        logits = unless_out_of_memory(partial(prefill_prompts, self.forward, self.cache, texts, pages), self.device)
-        self.running += joined
-        self._batch = None
+        texts, row = [request.text for request in joined], len(self.running)
+        self.cache.clear(range(row, row + len(joined)))
+        prefill = partial(prefill_prompts, self.forward, self.cache, texts, row)
+        logits = unless_out_of_memory(prefill, self.device)
         if logits is None:
             self.batch_tokens = self._halved(sum(map(len, texts)), len(joined) == 1)
-            for _ in joined:
-                self._wait_again()
+            self.waiting.extendleft(reversed(joined))
+        else:
+            self.running += joined
         return joined, logits
 
     def _admit(self) -> list[Request]:
-        """Those that wait, in order, while there is a place, a budget, and a page for each to grow into."""
+        """Take waiting requests in order, while there are rows and the tokens fit one pass."""
         joined: list[Request] = []
         tokens = 0
-        while self.waiting and len(self.running) + len(joined) < self.most_running:
-            request = self.waiting[0]
-            tokens += len(request.text)
-            request.pages.first = self._first(request) // self.cache.page
-            company = len(self.running) + len(joined)
-            needed = -(-len(request.text) // self.cache.page) - request.pages.first
-            if (joined and tokens > self.batch_tokens) or (company and needed + company + 1 > self.cache.free):
-                break
-            if not self.cache.extend(request.pages, len(request.text)):
+        while self.waiting and len(self.running) + len(joined) < self.cache.rows:
+            tokens += len(self.waiting[0].text)
+            if joined and tokens > self.batch_tokens:
                 break
             joined.append(self.waiting.popleft())
         return joined
 
     def _take(self, requests: list[Request], logits: Tensor, finished: Callable[[list[int]], bool]) -> list[Request]:
-        """Gives each its next token. Those that end leave; those that outgrow the model slide from now on."""
+        """Give each request its next token; requests that end leave, and those that outgrow the context slide."""
         uniforms = None
         if self.sampling.temperature != 0:
             drawn = [request.uniform() for request in requests]
             uniforms = torch.tensor(drawn, dtype=torch.float64, device=logits.device)
         tokens, failed = choose_tokens(logits, self.sampling, uniforms)
         ended, outgrown = [], []
-        for request, token, bad in zip(requests, read(tokens).tolist(), read(failed).tolist(), strict=True):
-            request.failed = bad
-            if bad:
+        for request, token, is_nan in zip(requests, read(tokens).tolist(), read(failed).tolist(), strict=True):
+            request.failed = is_nan
+            if is_nan:
                 ended.append(request)
                 continue
             if request.text[-1] == self.end:
@@ -270,43 +270,19 @@ class Generation:
                 ended.append(request)
             elif len(request.text) > self.max_length:
                 outgrown.append(request)
-        if ended or outgrown:
-            self._leave({*ended, *outgrown})
+        self._leave({*ended, *outgrown})
         self.sliding += outgrown
         return ended
 
     def _leave(self, requests: set[Request]) -> None:
-        for request in requests:
-            if request.pages.table:
-                self.cache.release(request.pages)
-                self._batch = None
-        self.running = [request for request in self.running if request not in requests]
+        """Remove requests; the last running ones move to the rows that become free."""
         self.sliding = [request for request in self.sliding if request not in requests]
-
-    def _make_room(self) -> None:
-        """A page for the next token of each that runs; where there are too few, the last to come waits."""
-        place = 0
-        while place < len(self.running):
-            request = self.running[place]
-            pages, length = request.pages, len(request.text)
-            if self.cache.forget(pages, self._first(request)):
-                self._batch = None
-            if pages.end * self.cache.page < length:
-                self._batch = None
-                if not self.cache.extend(pages, length):
-                    self._wait_again()  # which may be the one that asks
-                    continue
-            place += 1
-
-    def _wait_again(self) -> None:
-        request = self.running.pop()
-        self.cache.release(request.pages)
-        self.waiting.appendleft(request)
-        self._batch = None
-
-    def _first(self, request: Request) -> int:
-        """The first position that the last token of its text sees."""
-        return max(len(request.text) - self.window, request.start)
+        for row in range(len(self.running) - 1, -1, -1):
+            if self.running[row] in requests:
+                last = self.running.pop()
+                if row < len(self.running):
+                    self.running[row] = last
+                    self.cache.move(len(self.running), row)
 
     def _halved(self, size: int, alone: bool = False) -> int:
         if size == 1 or alone:
@@ -316,48 +292,44 @@ class Generation:
             )
         return size // 2
 
-    def _new_cache(self, cache_bytes: int | None, page: int) -> PagedCache:
-        """Pages for all requests at once, or as many as the bound allows, at least for the longest one."""
+    def _new_cache(self, cache_bytes: int | None) -> Cache:
+        """Create rows for all requests, or as many as the bound allows, each for the longest text."""
         config, dtype = self.model.config, self.model.embedding.weight.dtype
         if cache_bytes is None:
             cache_bytes = CUDA.free_bytes(self.device) // 2 if on_gpu(self.device) else CACHE_BYTES
-        lengths = [min(len(request.text) + self.max_tokens, self.max_length) for request in self.waiting]
-        least, most = -(-max(lengths) // page), sum(-(-length // page) for length in lengths)
-        fitting = cache_bytes // (config.depth * config.cached * page * dtype.itemsize)
-        pages = max(least, min(most, fitting))
-        return PagedCache.of(config, pages, dtype, self.device, page)
+        length = max(min(len(request.text) + self.max_tokens, self.max_length) for request in self.waiting)
+        rows = cache_bytes // (config.depth * config.cached * length * dtype.itemsize)
+        rows = max(1, min(rows, len(self.waiting), MAX_RUNNING))
+        return Cache(config, rows, length, dtype, self.device)
 
 
 # --- the two passes ---------------------------------------------------------------------------------------------------
 
 
 def prefill_prompts(
-    forward: Forward, cache: PagedCache, texts: Sequence[Sequence[int]], pages: Sequence[Pages]
+    forward: Forward, cache: Cache | None, texts: Sequence[Sequence[int]], first_row: int = 0
 ) -> Tensor:
-    """Reads texts and keeps their keys and values: logits after each (texts, vocabulary).
+    """Read texts, keep their keys and values from row `first_row` on, and return logits (texts, vocabulary) after each.
 
-    Positions before the first page of a request are not kept: nothing will look at them.
+    Without a cache nothing is kept.
     """
     model, device = forward.model, forward.model.cos.device
     lengths = [len(text) for text in texts]
-    kept = [np.arange(one.first * cache.page, length) for one, length in zip(pages, lengths, strict=True)]
-    ends = np.cumsum(lengths)
-    flat = np.concatenate([at + end - length for at, end, length in zip(kept, ends, lengths, strict=True)])
-    rows = torch.from_numpy(cache.rows(pages, kept)).to(device)
-    kept_tokens = None if len(flat) == ends[-1] else torch.from_numpy(flat).to(device)
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    places = None if cache is None else cache.places(first_row + np.repeat(np.arange(len(texts)), lengths), positions)
     tokens = torch.tensor([token for text in texts for token in text], device=device)
     masks = [_mask(model, part) for part in tokens.split(lengths)]
 
     def attend(block: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        written = (key, value) if kept_tokens is None else (key[kept_tokens], value[kept_tokens])
-        cache.write(block, rows, *written)
+        if cache is not None and places is not None:
+            cache.write(block, places, key, value)
         asking, seen = lengths, masks
-        if len(query) < len(key):  # of each text the last token alone
+        if len(query) < len(key):  # the last token of each text alone
             asking, seen = [1] * len(texts), [None if mask is None else mask[:, :, -1:] for mask in masks]
         return attention_by_sequence(query, key, value, asking, lengths, seen, model.config.window)
 
-    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-    return forward.logits(forward.hidden(tokens, positions, attend, torch.from_numpy(ends - 1).to(device)))
+    last = torch.from_numpy(np.cumsum(lengths) - 1).to(device)
+    return forward.logits(forward.hidden(tokens, torch.from_numpy(positions).to(device), attend, last))
 
 
 def _mask(model: GPT, tokens: Tensor) -> Tensor | None:
@@ -367,36 +339,26 @@ def _mask(model: GPT, tokens: Tensor) -> Tensor | None:
     return None if first is None else visible_mask(first, model.embedding.weight.dtype)
 
 
-def decode_tokens(forward: Forward, batch: PagedBatch, tokens: Sequence[int], positions: Ids, first: Ids) -> Tensor:
-    """Adds one token to each request: logits after it (requests, vocabulary).
+def decode_tokens(
+    forward: Forward, cache: Cache, tokens: Sequence[int], positions: Ids, first: Ids, first_row: int = 0
+) -> Tensor:
+    """Add one token to each row of the cache from `first_row` on, and return the logits after it (rows, vocabulary).
 
-    `tokens`, `positions` and the `first` position that each sees are (requests,).
+    `tokens`, `positions` and the `first` position that each sees are (rows,).
     """
     device = forward.model.cos.device
-    at = torch.from_numpy(positions).to(device)
-    return forward.logits(forward.hidden(torch.tensor(tokens, device=device), at, batch.step(positions, first)))
-
-
-def recompute_last(model: GPT, texts: Sequence[Sequence[int]], device: str | torch.device) -> Tensor:
-    """Logits after the last token of each text, computed from nothing: (texts, vocabulary). Padding on the right is
-    unseen.
-    """
-    longest = max(len(text) for text in texts)
-    tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
-    last = torch.tensor([len(text) - 1 for text in texts], device=device)
-    rows = torch.arange(len(texts), device=device)
-    logits: Tensor = model.head(model.last_hidden(tokens)[rows, last])
-    return logits[:, : model.head.vocab_size]  # without the padding of the vocabulary
+    attend, at = cache.step(first_row, positions, first), torch.from_numpy(positions).to(device)
+    return forward.logits(forward.hidden(torch.tensor(tokens, device=device), at, attend))
 
 
 # --- the next token ---------------------------------------------------------------------------------------------------
 
 
 def choose_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One token per row of logits (rows, vocabulary): temperature first, then top-k, then the nucleus.
+    """Choose one token per row of logits (rows, vocabulary): temperature first, then top-k, then the nucleus.
 
-    `uniforms` (rows,) float64 in [0, 1) are not read where the temperature is 0. The second result (rows,) says which
-    rows held a NaN, whose token means nothing.
+    `uniforms` (rows,) float64 in [0, 1) are not read if the temperature is 0. The second result (rows,) is True for
+    rows with a NaN, whose token has no meaning.
     """
     highest, greedy = logits.max(dim=1)  # a NaN counts as the highest
     if sampling.temperature == 0:
@@ -408,7 +370,7 @@ def choose_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor | None = 
     likely, tokens = _most_likely(probabilities, sampling)
     if sampling.top_p < 1:
         before = likely.cumsum(1) - likely
-        # A token belongs to the nucleus while those ahead of it hold less than top_p; the first always does.
+        # A token belongs to the nucleus if the tokens ahead of it have less than top_p; the first one always does.
         outside = before >= sampling.top_p
         outside[:, 0] = False
         likely = likely.masked_fill(outside, 0.0)
@@ -416,9 +378,7 @@ def choose_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor | None = 
 
 
 def _most_likely(probabilities: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """The probabilities that top-k leaves (they sum to 1 again), or enough to hold the nucleus, highest first; their
-    tokens.
-    """
+    """Return probabilities, highest first, and their tokens: those of top-k, normalised, or enough for the nucleus."""
     vocabulary = probabilities.shape[1]
     if sampling.top_k:
         likely, tokens = probabilities.topk(min(sampling.top_k, vocabulary), dim=1)
@@ -433,9 +393,9 @@ def _most_likely(probabilities: Tensor, sampling: Sampling) -> tuple[Tensor, Ten
 
 
 def _drawn(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """The first place at which the cumulative sum exceeds uniform times total: (rows, n), (rows,) -> (rows, 1)."""
+    """Return the first place where the cumulative sum exceeds uniform times total: (rows, n), (rows,) -> (rows, 1)."""
     cumulative = probabilities.cumsum(1)
     total = cumulative[:, -1:]
-    # Below the total even where rounding takes the product there, or a place of probability 0 could be meant.
+    # Below the total even after rounding, or a place of probability 0 could be chosen.
     threshold = torch.minimum(uniforms[:, None] * total, total * (1 - 2.0**-52))
     return torch.searchsorted(cumulative, threshold, right=True).clamp_(max=probabilities.shape[1] - 1)

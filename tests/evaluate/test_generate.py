@@ -1,4 +1,4 @@
-"""Generation with a paged cache and continuous batching, against recomputing the window for every token in float64."""
+"""Generation with a cache and continuous batching, against recomputing the window for every token in float64."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from isoflop.evaluate.inference import forward, generate
+from isoflop.evaluate.inference.cache import Cache
 from isoflop.evaluate.inference.forward import Forward
 from isoflop.evaluate.inference.generate import (
     Generation,
@@ -22,7 +23,6 @@ from isoflop.evaluate.inference.generate import (
     prefill_prompts,
     stream,
 )
-from isoflop.evaluate.inference.paged import PagedBatch, PagedCache, Pages
 from isoflop.train.config import ModelConfig
 from isoflop.train.errors import UserError
 from isoflop.train.model.gpt import GPT
@@ -77,8 +77,7 @@ def finish(generation: Generation, finished: Finished = lambda new: False) -> di
         for request in generation.step(finished):
             assert request.index not in results
             results[request.index] = None if request.failed else request.new
-        tables = [page for request in generation.running for page in request.pages.table]
-        assert len(tables) == len({*tables}) == generation.cache.keys.shape[1] - generation.cache.free
+        assert len(generation.running) <= generation.cache.rows
     assert generation.over
     return results
 
@@ -87,7 +86,7 @@ def test_every_token_is_that_of_recomputation() -> None:
     waited = slid = 0
     for seed in range(12):
         chance = random.Random(seed)
-        max_length, page = chance.choice([12, 30, 50]), chance.choice([1, 2, 4, 8])
+        max_length = chance.choice([12, 30, 50])
         gpt = random_gpt(chance, max_length)
         size = gpt.config.vocab_size or 0
         sampling = chance.choice(
@@ -99,49 +98,19 @@ def test_every_token_is_that_of_recomputation() -> None:
         ]
         count, stop = chance.randrange(1, 25), chance.choice([STOP, -1])
         finished = partial(ends_with, stop)
-        page_bytes = 2 * gpt.config.depth * gpt.config.num_kv_heads * 8 * page * 8
+        row_bytes = 2 * gpt.config.depth * gpt.config.num_kv_heads * 8 * max_length * 8
         generation = Generation(
             gpt, prompts, count, max_length, sampling, None, CPU, chance.choice([1, 7, 40, 1000]),
-            page_bytes * chance.choice([0, 8, 20, 1000]), page,
+            row_bytes * chance.choice([0, 2, 4, 1000]),
         )  # fmt: skip
         results = finish(generation, finished)
         for index, prompt in enumerate(prompts):
             expected = naive(gpt, prompt, count, max_length, finished, sampling, index)
             assert results[index] == expected, (seed, index, gpt.config)
             slid += len(prompt) + len(expected) > max_length
-        waited += len(prompts) > 1 and generation.cache.keys.shape[1] < 20
+        waited += generation.cache.rows < len(prompts)
     assert waited
     assert slid
-
-
-def test_requests_that_find_no_page_wait_and_go_on_where_they_were() -> None:
-    chance = random.Random(5)
-    gpt = random_gpt(chance, 40, window=None)
-    gpt.end_of_document = None
-    prompts = [[chance.randrange(17) for _ in range(6)] for _ in range(6)]
-    generation = Generation(gpt, prompts, 30, 40, Sampling(1.0), None, CPU, cache_bytes=0, page=4)
-    assert generation.cache.keys.shape[1] == 9  # of 54 that all would need: one request of 36
-    most, came_back = 0, False
-    results: dict[int, list[int] | None] = {}
-    while not generation.over:
-        results |= {request.index: request.new for request in generation.step(lambda new: False)}
-        most = max(most, len(generation.running))
-        came_back |= any(request.new for request in generation.waiting)
-    assert most > 1
-    assert came_back
-    for index, prompt in enumerate(prompts):
-        assert results[index] == naive(gpt, prompt, 30, 40, lambda new: False, Sampling(1.0), index)
-
-
-def test_a_window_and_the_end_of_a_document_give_pages_back() -> None:
-    chance = random.Random(0)
-    gpt = random_gpt(chance, 200, window=9, vocab_size=17)
-    generation = Generation(gpt, [[5] * 100, [4] * 90 + [END, 4]], 60, 200, page=4)
-    most = 0
-    while not generation.over:
-        generation.step(lambda new: False)
-        most = max(most, *(len(request.pages.table) for request in generation.running), 0)
-    assert 0 < most <= 4  # 9 positions touch at most 4 pages of 4
 
 
 def test_results_do_not_depend_on_neighbours_and_are_told_as_they_come() -> None:
@@ -191,9 +160,9 @@ def test_timed_tokens_see_the_whole_text_and_end_at_the_context(
     """Also where the model ends a document with every token."""
     seen: list[tuple[int, int]] = []
 
-    def decode(forward: Any, batch: Any, tokens: Any, positions: Any, starts: Any) -> torch.Tensor:
+    def decode(forward: Any, cache: Any, tokens: Any, positions: Any, starts: Any, row: int) -> torch.Tensor:
         seen.extend(zip(positions.tolist(), starts.tolist(), strict=True))
-        return decode_tokens(forward, batch, tokens, positions, starts).index_fill(1, torch.tensor([END]), 1e9)
+        return decode_tokens(forward, cache, tokens, positions, starts).index_fill(1, torch.tensor([END]), 1e9)
 
     monkeypatch.setattr(generate, "decode_tokens", decode)
     monkeypatch.setattr(generate, "TIMED", 2 * (context - first))
@@ -244,20 +213,17 @@ def test_logits_of_prefill_and_decode_are_the_models(dtype: torch.dtype, toleran
         gpt = random_gpt(chance, 64, dtype)
         size = gpt.config.vocab_size or 0
         texts = [[chance.randrange(size) for _ in range(chance.randrange(2, 40))] for _ in range(5)]
-        cache = PagedCache(gpt.config.depth, gpt.config.num_kv_heads, 8, 60, dtype, CPU, page=4)
-        pages = [Pages() for _ in texts]
-        for one, text in zip(pages, texts, strict=True):
-            assert cache.extend(one, len(text))
+        cache = Cache(gpt.config, len(texts), 40, dtype, CPU)
+        cache.clear(range(len(texts)))
         with torch.inference_mode():
-            first = prefill_prompts(Forward(gpt), cache, [text[:-1] for text in texts], pages)
+            first = prefill_prompts(Forward(gpt), cache, [text[:-1] for text in texts])
             starts = [
                 0 if gpt.end_of_document is None or END not in text[:-1] else len(text) - 1 - text[-2::-1].index(END)
                 for text in texts
             ]
             lengths, window = np.array(list(map(len, texts))), gpt.config.window or 64
             seen = np.maximum(lengths - window, starts)
-            batch = PagedBatch(cache, pages, gpt.config.heads)
-            second = decode_tokens(Forward(gpt), batch, [text[-1] for text in texts], lengths - 1, seen)
+            second = decode_tokens(Forward(gpt), cache, [text[-1] for text in texts], lengths - 1, seen)
             for row, text in enumerate(texts):
                 whole = gpt(torch.tensor([text]))[0, :, :size].double()
                 for logits, expected in ((first[row], whole[-2]), (second[row], whole[-1])):
@@ -306,31 +272,6 @@ def test_packed_products_are_the_plain_ones_whatever_the_rows(dtype: torch.dtype
     for rows in (wide[:, :16], wide, wide[:, :32].double()):
         with pytest.raises(RuntimeError):
             product(rows)
-
-
-def test_pages_stay_at_the_front_and_keep_what_they_hold() -> None:
-    chance = random.Random(1)
-    cache = PagedCache(2, 2, 4, 40, torch.float64, CPU, page=4)
-    held: list[tuple[Pages, torch.Tensor]] = []
-    for _ in range(150):
-        if held and chance.random() < 0.5:
-            cache.release(held.pop(chance.randrange(len(held)))[0])
-        else:
-            pages, length = Pages(), chance.randrange(1, 30)
-            if not cache.extend(pages, length):
-                assert cache.free < -(-length // 4)
-                continue
-            content = torch.randn(length, 2, 4, dtype=torch.float64)
-            rows = torch.from_numpy(cache.rows([pages], [np.arange(length)]))
-            cache.write(1, rows, content, -content)
-            held.append((pages, content))
-        cache.compact()
-        used = 40 - cache.free
-        assert 2 * cache.top <= 3 * used
-        for pages, content in held:
-            rows = torch.from_numpy(cache.rows([pages], [np.arange(len(content))]))
-            assert torch.equal(cache.keys[1].view(-1, 4)[rows].view_as(content), content)
-            assert torch.equal(cache.values[1].view(-1, 4)[rows].view_as(content), -content)
 
 
 def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

@@ -89,13 +89,13 @@ SAMPLINGS = [Sampling(), Sampling(0.7, top_k=5), Sampling(0.7, top_p=0.9)]
 
 @VARIANTS
 def test_texts_are_written_with_one_wait_a_token(model: dict[str, Any], dtype: torch.dtype, gpu: Gpu) -> None:
-    """Prompts that fit, that outgrow the model and slide, and that wait for pages."""
+    """Prompts that fit, that outgrow the model and slide, and that wait for a row."""
     gpt = on_meta(dtype, **model)
     prompts = [[1, 2, 3], [5] * (LENGTH - 1), [255, 4] * 10]
     for sampling in SAMPLINGS:
         with on_device(host_may_wait=True):
             texts = generate_texts(
-                gpt, prompts, 3, finished=lambda new: False, max_length=LENGTH, sampling=sampling, device=META, page=8
+                gpt, prompts, 3, finished=lambda new: False, max_length=LENGTH, sampling=sampling, device=META
             )
         assert texts == [[0] * 3] * len(prompts)
 
@@ -112,11 +112,11 @@ def test_a_nucleus_is_looked_for_until_it_is_found(gpu: Gpu) -> None:
 
 def test_the_cache_takes_half_of_what_is_free(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     gpt = on_meta(torch.bfloat16)
-    monkeypatch.setattr(hardware.CUDA, "free_bytes", lambda device: 2 * 7 * 2 * 2 * 2 * 8 * 8 * 2)
-    generation = Generation(gpt, [[1]] * 10, 30, LENGTH, device=META, page=8)
-    assert generation.cache.free == 7
+    monkeypatch.setattr(hardware.CUDA, "free_bytes", lambda device: 2 * 7 * 2 * 2 * 2 * 8 * 31 * 2)
+    generation = Generation(gpt, [[1]] * 10, 30, LENGTH, device=META)
+    assert generation.cache.rows == 7
     assert generation.cache.keys.is_meta
-    with on_device(host_may_wait=True):  # who finds no page waits, and pages are moved to the front
+    with on_device(host_may_wait=True):  # three wait for a row
         while not generation.over:
             generation.step(lambda new: len(new) >= 8)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from isoflop.evaluate.inference.cache import Cache
 from isoflop.evaluate.inference.forward import Forward
 from isoflop.evaluate.inference.generate import decode_tokens, prefill_prompts
-from isoflop.evaluate.inference.paged import PagedBatch, PagedCache, Pages
 from isoflop.train.config import ModelConfig, OptimizerConfig, RunConfig
 from isoflop.train.errors import UserError
 from isoflop.train.flops import count_parameters, training_flops_per_token
@@ -85,21 +85,18 @@ def test_output_and_gradients_are_those_of_the_equations(changes: dict[str, Any]
 def test_decoding_from_latents_gives_the_logits_of_the_whole_text(changes: dict[str, Any]) -> None:
     gpt = latent_model(3, **changes)
     texts = [torch.randint(61, (length,)).tolist() for length in (9, 4, 17)]
-    cache = PagedCache.of(gpt.config, 40, torch.float64, torch.device("cpu"), 4)
-    pages = [Pages() for _ in texts]
-    for page, text in zip(pages, texts, strict=True):
-        assert cache.extend(page, len(text))
+    cache = Cache(gpt.config, len(texts), 20, torch.float64, torch.device("cpu"))
+    cache.clear(range(len(texts)))
     with torch.inference_mode():
         forward = Forward(gpt, absorbed=True)
-        first = prefill_prompts(forward, cache, [text[:-2] for text in texts], pages)
+        first = prefill_prompts(forward, cache, [text[:-2] for text in texts])
         for row, text in zip(first, texts, strict=True):
             whole = gpt(torch.tensor([text[:-2]]))[0, -1, :61]
             torch.testing.assert_close(row, whole, atol=1e-10, rtol=1e-9)
-        batch = PagedBatch(cache, pages, gpt.config.heads)
         for back in (2, 1):
             ends = torch.tensor([len(text) - back for text in texts]).numpy()
             seen = (ends + 1 - (gpt.config.window or 99)).clip(0)
-            rows = decode_tokens(forward, batch, [text[-back] for text in texts], ends, seen)
+            rows = decode_tokens(forward, cache, [text[-back] for text in texts], ends, seen)
             for row, text, end in zip(rows, texts, ends, strict=True):
                 whole = gpt(torch.tensor([text[: end + 1]]))[0, -1, :61]
                 torch.testing.assert_close(row, whole, atol=1e-10, rtol=1e-9)
