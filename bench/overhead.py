@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ..train.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig
+from ..train.config import DataConfig, ModelConfig, RunConfig
 from .contenders import THREADS, Row, plain_row
 
 
@@ -36,10 +36,13 @@ def _untrained(folder: Path, vocab_size: int, seed: int) -> Path:
 
     data = DataConfig(max_bytes=1 << 22, tokenizer="bpe", vocab_size=vocab_size, sequence_length=1024)
     model = ModelConfig(width=32, depth=1, heads=2, vocab_size=vocab_size)
-    config = RunConfig(model=model, data=data, seed=seed, checkpoint=CheckpointConfig(asynchronous=False))
+    config = RunConfig(model=model, data=data, seed=seed)
     gpt = build_model(model, config.optimizer, data.sequence_length, seed)
     tokenizer = load_tokenizer(data, None, folder.parent / "tokenizer")
-    return Saver(folder, ALONE, config, tokenizer).save(1, whole_weights(gpt), {})
+    saver = Saver(folder, ALONE, config, tokenizer)
+    path = saver.save(1, whole_weights(gpt), {})
+    saver.wait()
+    return path
 
 
 def seconds_beside_passes(checkpoints: Sequence[Path], tasks: str, items: int) -> list[float]:

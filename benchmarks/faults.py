@@ -145,7 +145,7 @@ def pace(reference: SweepDirectory) -> list[str]:
         (run.summary() or {})["flops_exact"] / (run.summary() or {})["seconds"] for run in reference.runs()
     )
     return [
-        f"cluster.flops_per_second={rate * 2:.4g}", "cluster.half_speed_width=16",
+        f"cluster.flops_per_second={rate * 2:.4g}",
         f"cluster.queue_minutes={statistics.median(seconds) / 60:.4g}",
     ]  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ..train.config import (
+    ANY,
     Count,
     Count4,
     Count6,
@@ -21,7 +22,9 @@ from ..train.config import (
     RunConfig,
     TrackerConfig,
     Training,
+    drop_removed,
 )
+from ..train.config import REMOVED as OF_RUNS
 from ..train.errors import UserError
 from ..train.planner.validation import check_fields
 
@@ -140,7 +143,6 @@ class ClusterConfig:
     budgets: list[Positive] | None = None  # what a grid without its own budgets uses; None: probe this machine
     minutes: Duration = 4.5  # local: how long a probed grid may train, all cores together
     flops_per_second: Positive | None = None  # matrix-product peak of one core (local) or one rank (slurm); None: probe
-    half_speed_width: NotNegative = 96.0  # model width at which training reaches half of that peak, for estimates
     precision: str = "fp32"  # what a run uses unless `precision` is set
     jobs: Count6 | None = None  # local: runs at a time; None: one per core
     threads_per_job: Count4 | None = None  # local: of one rank; None: its share of the cores
@@ -226,10 +228,7 @@ class PowerRule:
     batch: Exponent = 0.0
 
 
-TUNED = (
-    *(f"optimizer.{name}" for name in ("base_depth", "learning_rate", "batch_size", "weight_decay", "beta2", "eps")),
-    "schedule.warmup_tokens",
-)
+TUNED = (*(f"optimizer.{name}" for name in ("base_depth", "learning_rate", "batch_size", "weight_decay")),)
 
 
 @dataclass
@@ -241,9 +240,6 @@ class TuningConfig:
     batch_tokens: PowerRule = field(default_factory=PowerRule)  # tokens a step
     learning_rate: PowerRule = field(default_factory=PowerRule)  # at base_width and base_depth
     timescale: PowerRule = field(default_factory=PowerRule)  # of weight decay: batch / (learning rate * decay * D)
-    beta2_half_life: PowerRule = field(default_factory=PowerRule)  # tokens
-    eps: PowerRule = field(default_factory=PowerRule)  # at base_width and base_depth
-    warmup_tokens: PowerRule = field(default_factory=PowerRule)  # schedule.warmup_tokens
     min_steps: Count = 100  # of a run, which a batch that grew may not take away
     horizon: Annotated[str, ("run", "size")] = "run"  # D in the rules: the run's, or that of the longest of its N
     # Fields of a run that rules leave alone; what the command line gives is added.
@@ -292,16 +288,22 @@ def base_run(config: SweepConfig) -> RunConfig:
     return RunConfig(**values)
 
 
-# Fields of earlier versions, and what to do now; in a sweep that is on disk they say nothing any more.
-REMOVED = {
-    "ensembles": "runs train one by one, several at a time by cluster.jobs",
-    "cluster.launch_bound_width": "runs train one by one",
-    "grid.expected_flops": "give grid.expected_N, the best N at 2.5e11 FLOPs",
-    "grid.expected_exponent": "give grid.expected_N, the best N at 2.5e11 FLOPs",
-    "grid.first_share": "the first round has a fifth of the FLOPs",
-    "grid.size_tolerance": "give grid.tolerance, of the loss",
-    "fit.seed": "`isoflop fit` has --seed",
-    "fit.delta": "`isoflop fit` has --delta",
+NO_RULE = {"k": None, "N": 0.0, "D": 0.0, "batch": 0.0}
+# Fields of earlier versions; see `REMOVED` of train/config.py.
+REMOVED: dict[str, tuple[Any, str]] = {
+    **OF_RUNS,
+    "ensembles": (ANY, "runs train one by one, several at a time by cluster.jobs"),
+    "cluster.launch_bound_width": (ANY, "runs train one by one"),
+    "cluster.half_speed_width": (ANY, "runs that are done say how fast the next ones will be"),
+    "fit.seed": (ANY, "`isoflop fit` has --seed"),
+    "fit.delta": (ANY, "`isoflop fit` has --delta"),
+    "grid.expected_flops": (2.5e11, "give grid.expected_N, the best N at 2.5e11 FLOPs"),
+    "grid.expected_exponent": (0.55, "give grid.expected_N, the best N at 2.5e11 FLOPs"),
+    "grid.first_share": (ANY, "the first round has a fifth of the FLOPs"),
+    "grid.size_tolerance": (ANY, "give grid.tolerance, of the loss"),
+    "tuning.beta2_half_life": (NO_RULE, "give optimizer.beta2"),
+    "tuning.eps": (NO_RULE, "give optimizer.eps"),
+    "tuning.warmup_tokens": (NO_RULE, "give schedule.warmup_tokens or schedule.warmup_per_parameter"),
 }
 OTHER_VERSION = "use the version that wrote it, or sweep into another folder"
 
@@ -312,12 +314,9 @@ def from_mapping(values: Any, source: object, remedy: str = OTHER_VERSION) -> Sw
     from omegaconf.errors import OmegaConfBaseException
 
     try:
+        values = drop_removed(values, REMOVED) if isinstance(values, dict) else values
         if (kind := values["grid"]["kind"]) not in list(GRIDS):  # it may be a list itself
             raise KeyError(f"grid.kind is {kind!r}, which is none of {', '.join(GRIDS)}")
-        for name in REMOVED:
-            group, _, field_name = name.rpartition(".")
-            if isinstance(holder := values.get(group) if group else values, dict):
-                holder.pop(field_name, None)
         base = OmegaConf.structured(SweepConfig(grid=GRIDS[kind]()))
         result = OmegaConf.to_object(OmegaConf.merge(base, values))
     except (OmegaConfBaseException, TypeError, KeyError) as error:

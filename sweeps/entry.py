@@ -59,6 +59,7 @@ def compose_and_conduct(arguments: list[str]) -> int:
                 grids = ", ".join(sorted(path.stem for path in (CONFIG / "grid").glob("*.yaml")))
                 raise UserError(f"grid is missing; add +grid=NAME with one of {grids}")
             config.sweep = job_folder(config.sweep or str(grid), varied)
+            config.tracker.group = config.tracker.group or config.sweep
             from .execute.conduct import conduct
 
             codes.append(conduct(config, command=["python", "sweep.py", *arguments]))
@@ -165,7 +166,7 @@ def for_hydra(arguments: list[str]) -> list[str]:
     """
     for name in (argument.partition("=")[0].lstrip("+~") for argument in arguments):
         if name in REMOVED:
-            raise UserError(f"{name} is no field any more: {REMOVED[name]}")
+            raise UserError(f"{name} is no field any more: {REMOVED[name][1]}")
     arguments = [argument if argument.isascii() else PLAIN.sub(r'\1="\2"', argument) for argument in arguments]
     arguments = [OVERRIDE.sub(r'"\1"', one) if one.startswith("grid.variants=") else one for one in arguments]
     named = [name for argument in arguments if (name := argument.partition("=")[0].lstrip("+")) in TUNED]

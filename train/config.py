@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
@@ -81,9 +82,6 @@ class ModelConfig:
     rope_scaling: Annotated[str, ("llama3", "yarn")] | None = later(None)
     rope_factor: Annotated[float, "1 or more"] | None = later(None)  # by which slow frequencies are divided
     rope_length: Count9 | None = later(None)  # tokens of the context before
-    rope_slow: Positive | None = later(None)  # a frequency with fewer turns in it is slow; None: 1
-    rope_fast: Positive | None = later(None)  # one with more stays as it is; None: 4 for llama3, 32 for yarn
-    rope_attention: Positive | None = later(None)  # yarn: factor on cosine and sine; None: 0.1 ln(rope_factor) + 1
     attention: Annotated[str, ("gqa", "mla")] = later("gqa")  # mla: see `model/latent.py`
     kv_rank: Count6 | None = later(None)  # mla: of what keys and values come from; None: four heads
     query_rank: Count6 | None = later(None)  # mla: of what queries come from; None: the residual stream itself
@@ -106,18 +104,11 @@ class ModelConfig:
 
     @property
     def rope(self) -> RopeScaling | None:
-        """What the fields `rope_*` say, their defaults filled in."""
+        """What the fields `rope_*` say, with the constants of Llama 3.1 or of Peng et al. 2023, section 3.4."""
         if self.rope_scaling is None or self.rope_factor is None or self.rope_length is None:
             return None
         fast, amplitude = (32.0, 0.1 * math.log(self.rope_factor) + 1) if self.rope_scaling == "yarn" else (4.0, 1.0)
-        return RopeScaling(
-            self.rope_scaling,
-            self.rope_factor,
-            self.rope_length,
-            self.rope_slow or 1.0,
-            self.rope_fast or fast,
-            self.rope_attention or amplitude,
-        )
+        return RopeScaling(self.rope_scaling, self.rope_factor, self.rope_length, 1.0, fast, amplitude)
 
     @property
     def latent(self) -> int:
@@ -215,8 +206,6 @@ class OptimizerConfig:
     kind: Annotated[str, ("adamw", "muon")] = later("adamw")
     matrix_multiplier: Positive = later(3.0)  # their rate, whatever their width, as a multiple of learning_rate
     momentum: Share = later(0.95)
-    nesterov: bool = later(True)
-    iterations: Annotated[Count, "at most 100"] = later(5)  # of Newton-Schulz
     iteration_precision: Annotated[str, ("fp32", "bf16")] = later("fp32")
 
 
@@ -267,8 +256,6 @@ class ParallelConfig:
     attention: Annotated[str, ("auto", "ours", "sdpa", "flash2", "flash3", "flash4")] = cosmetic("auto")  # kernel
     cross_entropy: Annotated[str, ("auto", "torch")] = cosmetic("auto")  # auto: our kernel where a GPU trains
     compile: bool = cosmetic(False)  # torch.compile, block by block
-    # CUDA, one rank: blocks are compiled, and their kernels replayed as CUDA graphs. Off: it has not run on a GPU yet.
-    cuda_graphs: bool = cosmetic(False)
     tf32: bool = cosmetic(True)  # fp32 matrix products on GPUs in TF32 (10 bits of mantissa)
     timeout_seconds: Annotated[Positive, "at most 1e6"] = cosmetic(600.0)  # a rank without progress ends its job
     device: Annotated[str, ("auto", "cpu", "cuda")] = cosmetic("auto")
@@ -304,7 +291,6 @@ class CheckpointConfig:
 
     every_seconds: Positive = cosmetic(60.0)  # on a clock, so that any kill costs at most this much
     every_steps: Count | None = cosmetic(None)
-    asynchronous: bool = cosmetic(True)  # write while training goes on; a step pays for the copy only
     # Also after these steps, and kept: branches start there.
     at_steps: list[int] | None = field(default=None, metadata={"cosmetic": True})
     keep: Count = cosmetic(2)  # newest checkpoints kept while the run goes on; the final one always stays
@@ -407,8 +393,35 @@ def to_dict(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+ANY = object()
+# Fields of earlier versions: what they must be, for anything else said which run it was, and what to do instead. ANY:
+# they only said how a run is computed.
+REMOVED: dict[str, tuple[Any, str]] = {
+    "model.rope_slow": (None, "model.rope_scaling has the constants of its paper"),
+    "model.rope_fast": (None, "model.rope_scaling has the constants of its paper"),
+    "model.rope_attention": (None, "model.rope_scaling has the constants of its paper"),
+    "optimizer.nesterov": (True, "Muon's momentum is Nesterov's"),
+    "optimizer.iterations": (5, "Muon makes five iterations"),
+    "parallel.cuda_graphs": (ANY, "use parallel.compile"),
+    "checkpoint.asynchronous": (ANY, "checkpoints are always written while training goes on"),
+}
+
+
+def drop_removed(values: Mapping[str, Any], removed: Mapping[str, tuple[Any, str]], prefix: str = "") -> dict[str, Any]:
+    """Nested values without the fields of earlier versions; UserError where one asks for what there is no more."""
+    kept = {}
+    for name, value in values.items():
+        needed, instead = removed.get(f"{prefix}{name}", (ANY, ""))
+        if not instead:
+            kept[name] = drop_removed(value, removed, f"{prefix}{name}.") if isinstance(value, dict) else value
+        elif needed is not ANY and value != needed:
+            raise UserError(f"{prefix}{name} is {value!r}, and is no field any more: {instead}")
+    return kept
+
+
 def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
     """Builds a config dataclass from a nested dict; UserError on a key that it does not have, or a wrong type."""
+    values = drop_removed(values, REMOVED, prefix)
     fields = {item.name: item for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = [name for name in values if name not in fields]
     if unknown:

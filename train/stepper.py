@@ -91,11 +91,10 @@ class Stepper:
         if on_gpu(device):
             report(str(choice))
         self.compiled: Compiled | None = None
-        self.graphs = parallel.cuda_graphs and on_gpu(device) and mesh.world is None
-        if parallel.compile or self.graphs:
+        if parallel.compile:
             self.compiled = Compiled(config, self.micro, device, mesh.rank == 0, report)
             self.compiled.load()
-            self.gpt.compile_blocks(self.graphs)
+            self.gpt.compile_blocks()
         self.prefetch = Prefetch(
             lambda step: stream.batch(step, config.optimizer.batch_size, mesh.dp_rank * self.share, self.share),
             (self.share, config.data.sequence_length + 1),
@@ -165,7 +164,6 @@ class Stepper:
 
         def begin() -> None:
             beat()
-            self._begin_pass()
 
         self.gpt.eval()
         try:
@@ -200,7 +198,6 @@ class Stepper:
         total = torch.zeros((), dtype=self.zero.wide, device=self.device)
         for start in range(0, self.share, self.micro):
             rows = self._rows(step, start)
-            self._begin_pass()
             with self.zero.gradients.micro_batch(last=start + self.micro == self.share):
                 loss = self.gpt.loss(rows[:, :-1], rows[:, 1:], z_loss=z_loss) * (self.micro / batch / self.mesh.cp)
                 self.scaler.scaled(loss).backward()
@@ -210,10 +207,6 @@ class Stepper:
     def _rows(self, step: int, start: int) -> Tensor:
         """(micro, T + 1) rows of the step at hand, from this rank's row `start` on."""
         return self.batch[start : start + self.micro]
-
-    def _begin_pass(self) -> None:
-        if self.graphs:
-            torch.compiler.cudagraph_mark_step_begin()  # what replays gave in the pass before may be overwritten
 
     def _halve(self, step: int, error: Exception) -> None:
         """Once per run: half the micro-batch, the same batch. Of several ranks the others wait inside a collective

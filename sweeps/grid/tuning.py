@@ -49,31 +49,24 @@ class Tuner:
         """
         rules, kept = self.rules, {*kept, *self.rules.keep}
         N, length = count_parameters(run.model).N_active, run.data.sequence_length
-        optimizer, schedule = replace(run.optimizer), replace(run.schedule)
-        groups = {"optimizer": optimizer, "schedule": schedule}
+        optimizer = replace(run.optimizer)
 
         def choose(name: str, value: float | None) -> None:
-            group, _, last = name.partition(".")
-            if value is not None and name not in kept:
-                setattr(groups[group], last, value)
+            if value is not None and f"optimizer.{name}" not in kept:
+                setattr(optimizer, name, value)
 
-        choose("optimizer.base_depth", rules.base_depth)
+        choose("base_depth", rules.base_depth)
         if rules.batch_tokens.k is not None:
             least, D = self._span(run)
-            choose("optimizer.batch_size", batch_size(rules, N, D, least, length, max(1, run.parallel.dp)))
-        run = replace(run, optimizer=optimizer, schedule=schedule)
+            choose("batch_size", batch_size(rules, N, D, least, length, max(1, run.parallel.dp)))
+        run = replace(run, optimizer=optimizer)
         if whole:
             run.tokens = whole_steps(run.tokens, run)
         at = (N, self._span(run)[1], run.batch_tokens)
-        choose("optimizer.learning_rate", power(rules.learning_rate, *at))
-        choose("optimizer.eps", power(rules.eps, *at))
-        if (half_life := power(rules.beta2_half_life, *at)) is not None:
-            choose("optimizer.beta2", beta2(run.batch_tokens, half_life, optimizer.beta1))
-        if (warmup := power(rules.warmup_tokens, *at)) is not None:
-            choose("schedule.warmup_tokens", round(warmup))
+        choose("learning_rate", power(rules.learning_rate, *at))
         if (tau := power(rules.timescale, *at)) is not None:
             rate = decaying_rate(optimizer, run.model.width)
-            choose("optimizer.weight_decay", weight_decay(tau, rate, at[1], run.batch_tokens))
+            choose("weight_decay", weight_decay(tau, rate, at[1], run.batch_tokens))
         return run
 
     def misses_batch(self, run: RunConfig) -> bool:
@@ -116,13 +109,6 @@ def batch_size(rules: TuningConfig, N: float, D: float, least: float, length: in
     most = max(ranks, least / (length * rules.min_steps))
     shared = [size for size in WHOLE_BATCHES if size % ranks == 0] or [ranks * size for size in WHOLE_BATCHES]
     return min((size for size in shared if size <= most), key=lambda size: abs(math.log(size * length / wanted)))
-
-
-def beta2(batch: float, half_life: float, beta1: float) -> float:
-    """The average of squared gradients forgets half in `half_life` tokens whatever the batch (Marek et al. 2025,
-    arXiv:2507.07101), and not before that of gradients, which would make steps unbounded.
-    """
-    return max(beta1, 0.5 ** (batch / half_life))
 
 
 def decaying_rate(optimizer: OptimizerConfig, width: int) -> float:

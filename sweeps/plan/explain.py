@@ -17,6 +17,7 @@ from ...train.planner.validation import validate
 from ..config import ClusterConfig
 from ..terminal import console, plain_table, say, short
 from .gantt import predicted, print_gantt
+from .rates import half_speed_width
 
 SETTINGS = ("tp", "dp", "pp", "zero", "micro_batch_size", "recompute")  # of `parallel`, that a choice sets
 
@@ -38,7 +39,7 @@ def hardware_of(cluster: ClusterConfig, flops_per_second: float) -> Hardware:
     return Hardware(
         memory_bytes=(cluster.gpu_memory_gb if gpus else cluster.memory_gb) * 1e9,
         flops_per_second=flops_per_second,
-        half_speed_width=cluster.half_speed_width,
+        half_speed_width=half_speed_width(cluster),
         memory_bandwidth=cluster.memory_gb_per_s * 1e9,
         intra_bandwidth=cluster.node_gb_per_s * 1e9,
         inter_bandwidth=cluster.network_gb_per_s * 1e9,

@@ -211,19 +211,24 @@ def core_flops_per_second(seconds: float = 0.4) -> float:
     return float(subprocess.run(trial, capture_output=True, text=True, env=environment, check=True).stdout)
 
 
+def half_speed_width(cluster: ClusterConfig) -> float:
+    """Model width at which training reaches half of the matmul peak: an assumption, where no run has been measured."""
+    return 512.0 if cluster.gpus_per_job > 0 else 96.0
+
+
 def fill_budgets(points: GridConfig | None, cluster: ClusterConfig, rate: float) -> None:
     """Budgets that a grid does not name are the cluster's, else the probe's."""
     room = places(cluster, 1, rate)  # of one rank, whatever the runs have: how a run is spread changes not what is run
-    probe = (room.flops_per_second, room.jobs, cluster.minutes, cluster.half_speed_width)
+    probe = (room.flops_per_second, room.jobs, cluster.minutes, half_speed_width(cluster))
     if isinstance(points, TuneGrid) and points.flops_budget is None:
         points.flops_budget = sum(cluster.budgets or ()) or SIZES * sum(probed_budgets(*probe))
     if isinstance(points, IsoflopGrid) and points.budgets is None:
         points.budgets = cluster.budgets or probed_budgets(*probe)
 
 
-def probed_budgets(flops_per_second: float, jobs: int, minutes: float, half_speed_width: float) -> list[float]:
+def probed_budgets(flops_per_second: float, jobs: int, minutes: float, half_speed: float) -> list[float]:
     """Budgets whose grid of six sizes each fills about `minutes` on `jobs` cores."""
-    rate = flops_per_second * jobs * TYPICAL_WIDTH / (TYPICAL_WIDTH + half_speed_width)
+    rate = flops_per_second * jobs * TYPICAL_WIDTH / (TYPICAL_WIDTH + half_speed)
     smallest = rate * minutes * 60 / (SIZES * sum(LADDER))
     # To a power of two: two probes of one machine, or two machines of one kind, nearly always plan the same runs.
     smallest = 1e11 * 2.0 ** math.floor(math.log2(smallest / 1e11))

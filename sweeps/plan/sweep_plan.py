@@ -19,7 +19,7 @@ from ...train.schedule import trunk_steps
 from ..config import ClusterConfig
 from ..grid.trunks import own_flops
 from ..runs.forms import JobShape, PlannedRun
-from .rates import Calibration, run_kind
+from .rates import Calibration, half_speed_width, run_kind
 
 MANY_STEPS = 200_000  # beyond which a batch is far below what a run of that length can use
 
@@ -58,7 +58,7 @@ def plan_runs(
     """
 
     def assumed(width: float) -> float:  # where nothing was measured: small models reach little of the peak
-        return flops_per_second * width / (width + cluster.half_speed_width)
+        return flops_per_second * width / (width + half_speed_width(cluster))
 
     measured, by_id = measured or Calibration(), {run_id(run): run for run in runs}
     kinds = {name: run_kind(run) for name, run in by_id.items()}

@@ -17,7 +17,7 @@ from ..runs.directory import SweepDirectory
 from ..runs.membership import members
 
 FILE = "tuning.yaml"
-OTHERS = ("base_depth", "beta2_half_life", "eps", "warmup_tokens", "min_steps")  # which the tune has taken as they were
+OTHERS = ("base_depth", "min_steps")  # which the tune has taken as they were
 
 
 def tried_settings(sweep: SweepDirectory) -> Tried:

@@ -94,13 +94,14 @@ def make_run(folder: Path) -> Path:
         validation_tokens=640, cache_dir=str(folder / "cache"),
     )  # fmt: skip
     prepare(data)
-    config = RunConfig(model=ModelConfig(**SHAPE), data=data, checkpoint=CheckpointConfig(asynchronous=False, keep=3))
+    config = RunConfig(model=ModelConfig(**SHAPE), data=data, checkpoint=CheckpointConfig(keep=3))
     saver = Saver(folder / "checkpoints", ALONE, config, ByteTokenizer())
     for step in (3, 7, 9):
         model = gpt(step, LENGTH, torch.float32, **SHAPE)
         if step == 9:
             torch.nn.init.constant_(model.embedding.weight, math.nan)
         saver.save(step, whole_weights(model), {})
+    saver.wait()
     return folder
 
 

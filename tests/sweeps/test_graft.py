@@ -149,11 +149,9 @@ def test_a_branch_is_the_run_trained_alone_bit_for_bit(
     assert run_id(load_for_evaluation(branch.path).config) == branch.run_id
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 def test_so_is_a_branch_of_a_trunk_that_was_stopped_and_resumed_itself(
-    asynchronous: bool, run: RunConfig, alone: dict[int, RunDirectory], shards: Shards, tmp_path: Path
+    run: RunConfig, alone: dict[int, RunDirectory], shards: Shards, tmp_path: Path
 ) -> None:
-    run = replace(run, checkpoint=replace(run.checkpoint, asynchronous=asynchronous))
     trunk, branch = (
         directory(tmp_path, config) for config in merge_runs(of_steps(run, TRUNK_STEPS, BRANCH_STEPS)).runs
     )

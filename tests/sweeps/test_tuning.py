@@ -40,7 +40,6 @@ from isoflop.sweeps.grid.tune import settings_of
 from isoflop.sweeps.grid.tuning import (
     Tuner,
     batch_size,
-    beta2,
     family,
     power,
     read_rules,
@@ -78,9 +77,6 @@ RULES = TuningConfig(
     batch_tokens=PowerRule(k=2.0, D=0.45),
     learning_rate=PowerRule(k=2e-3, D=-0.05, batch=0.25),
     timescale=PowerRule(k=1.084, N=0.527, D=-0.527),
-    beta2_half_life=PowerRule(k=0.02, D=1.0),
-    eps=PowerRule(k=1e-7, D=-0.1),
-    warmup_tokens=PowerRule(k=0.05, D=1.0),
 )
 
 
@@ -108,11 +104,7 @@ def test_every_value_is_that_of_its_rule_at_the_runs_own_N_D_and_batch() -> None
             assert run.steps >= 100
             assert optimizer.base_depth == 4
             assert optimizer.learning_rate == pytest.approx(2e-3 * D**-0.05 * B**0.25, rel=1e-12)
-            assert optimizer.eps == pytest.approx(1e-7 * D**-0.1, rel=1e-12)
-            assert run.schedule.warmup_tokens == round(0.05 * D)
             # After a half-life of tokens half of a squared gradient is forgotten.
-            forgotten = optimizer.beta2 ** (0.02 * D / B)
-            assert forgotten == pytest.approx(0.5, rel=1e-9) or optimizer.beta2 == optimizer.beta1
             # Every matrix forgets over the same share of the run, by the rate and decay that it is updated with.
             gpt = empty_model(run.model, optimizer, 8)
             for group in parameter_groups(gpt, optimizer):
@@ -148,8 +140,6 @@ def test_the_published_rules_in_the_default_are_those_of_the_records() -> None:
     assert tau == pytest.approx(1.084 * 20**-0.527, rel=1e-12)
     assert tau is not None
     assert weight_decay(tau, 6e-3, 2e9, 2**19) == pytest.approx(2**19 / (6e-3 * tau * 2e9))
-    assert beta2(1024, 1024, 0.0) == 0.5
-    assert beta2(2**20, 1024, 0.9) == 0.9
 
 
 def test_a_point_is_tuned_as_the_grid_that_it_comes_from() -> None:
@@ -196,17 +186,16 @@ def test_a_batch_takes_no_steps_from_a_short_run_and_is_whole_sequences() -> Non
 
 def test_values_of_the_longest_run_of_a_size_keep_its_trunk() -> None:
     grid = LadderGrid(sizes=[8e3, 3e4], tokens_per_parameter=[40, 80, 320])
-    rules = dataclasses.replace(RULES, warmup_tokens=PowerRule())
-    own = merge_runs(expand_grid(grid, base(), rules)).runs
+    own = merge_runs(expand_grid(grid, base(), RULES)).runs
     assert not [run for run in own if run.parent]
-    shared = merge_runs(expand_grid(grid, base(), dataclasses.replace(rules, horizon="size"))).runs
+    shared = merge_runs(expand_grid(grid, base(), dataclasses.replace(RULES, horizon="size"))).runs
     assert sum(run.parent is not None for run in shared) == 4
     for longest in (shared[2], shared[5]):
-        alone = Tuner(rules).tuned(dataclasses.replace(longest))
+        alone = Tuner(RULES).tuned(dataclasses.replace(longest))
         assert alone.optimizer == longest.optimizer
     # A run that joins them later is tuned as they are.
     one = {f"model.{name}": getattr(shared[2].model, name) for name in ("width", "depth", "heads")}
-    points, size = PointsGrid(points=[one | {"tokens": 10**6}]), dataclasses.replace(rules, horizon="size")
+    points, size = PointsGrid(points=[one | {"tokens": 10**6}]), dataclasses.replace(RULES, horizon="size")
     (joined,) = expand_grid(points, base(), size, shared)
     assert joined.optimizer == shared[2].optimizer
 
@@ -256,8 +245,8 @@ def test_a_file_of_rules_names_what_differs_and_refuses_another_vocabulary(tmp_p
     ("changes", "problem"),
     [
         ({"min_steps": 0}, r"tuning\.min_steps is 0; it must be 1 or more"),
-        ({"eps": PowerRule(k=-1.0)}, r"tuning\.eps\.k is -1\.0; it must be greater than 0"),
-        ({"eps": PowerRule(k=1.0, D=math.inf)}, r"tuning\.eps\.D is inf"),
+        ({"timescale": PowerRule(k=-1.0)}, r"tuning\.timescale\.k is -1\.0; it must be greater than 0"),
+        ({"timescale": PowerRule(k=1.0, D=math.inf)}, r"tuning\.timescale\.D is inf"),
         ({"batch_tokens": PowerRule(k=1e3, batch=0.5)}, r"tuning\.batch_tokens\.batch is 0\.5; it must be 0"),
         ({"horizon": "all"}, r"tuning\.horizon is 'all'; it must be one of run, size"),
         ({"keep": ["optimizer.rate"]}, r"tuning\.keep contains 'optimizer\.rate'; it must be one of"),

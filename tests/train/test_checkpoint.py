@@ -64,8 +64,11 @@ def held(gpt: GPT, adam: torch.optim.AdamW) -> list[Held]:
 
 def save(root: Path, step: int, config: RunConfig | None = None, steps: int = 2) -> Path:
     config = config or tiny()
-    config.checkpoint.asynchronous, config.checkpoint.keep = False, 5
-    return Saver(root, Mesh(), config, ByteTokenizer()).save(step, held(*trained(config, steps)), {"seconds": 1.5})
+    config.checkpoint.keep = 5
+    saver = Saver(root, Mesh(), config, ByteTokenizer())
+    path = saver.save(step, held(*trained(config, steps)), {"seconds": 1.5})
+    saver.wait()
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -181,7 +181,6 @@ def test_what_cannot_be_trained_is_refused_in_one_sentence(path: str, value: Any
         ("checkpoint.at_steps", [10**9], "contains 1000000000"),
         ("data.validation_fraction", 0.0, "is 0"),
         ("model.rope_length", None, "is null"),
-        ("model.rope_slow", 32.0, "is 32"),
         ("model.rope_theta", 1.0, "is 1"),
     ],
 )

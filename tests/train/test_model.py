@@ -20,8 +20,8 @@ from isoflop.train.model.parametrization import build_model
 from torch import Tensor, nn
 
 ROPE: dict[str, dict[str, Any]] = {  # of old contexts in which some pairs of dimensions turn often and some rarely
-    "llama3": {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_length": 16, "rope_slow": 0.2, "rope_fast": 2.0},
-    "yarn": {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_length": 30, "rope_slow": 0.1, "rope_fast": 3.0},
+    "llama3": {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_length": 64},
+    "yarn": {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_length": 400},
 }
 
 
@@ -63,7 +63,7 @@ def reference_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
     if config.rope_scaling is None:
         return np.array(plain), 1.0
     factor, length = config.rope_factor or 0, config.rope_length or 0
-    slow, fast, found = config.rope_slow or 0, config.rope_fast or 0, []
+    slow, fast, found = 1.0, 4.0 if config.rope_scaling == "llama3" else 32.0, []
     if config.rope_scaling == "llama3":
         for each in plain:
             wavelength = 2 * math.pi / each

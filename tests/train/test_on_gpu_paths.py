@@ -224,11 +224,10 @@ def whole_run(config: RunConfig, folder: Path, gpu: Gpu, monkeypatch: pytest.Mon
     return loop.train(config, folder, report=gpu.said.append, **options)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_run_is_saved_stopped_resumed_and_summed_up(
-    asynchronous: bool, config: RunConfig, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    config: RunConfig, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    config.precision, config.checkpoint.asynchronous = "fp16", asynchronous
+    config.precision = "fp16"
     with pytest.raises(Stopped):
         whole_run(config, tmp_path, gpu, monkeypatch, should_stop=lambda: True)
     summary = whole_run(config, tmp_path, gpu, monkeypatch)

@@ -15,7 +15,6 @@ from isoflop.train.data.prefetch import Prefetch
 from isoflop.train.data.shards import prepare
 from isoflop.train.parallel.mesh import Mesh
 from isoflop.train.parallel.zero import StepResult
-from isoflop.train.precision import compute_dtype
 from isoflop.train.stepper import Stepper
 from small_runs import forty_steps
 from torch.optim.adamw import adamw
@@ -86,24 +85,8 @@ def test_rows_are_those_of_their_step_whatever_is_asked_for_in_between() -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_blocks_replayed_as_cuda_graphs_give_the_plain_step(precision: str, config: RunConfig) -> None:
-    config.precision, config.parallel.device, config.parallel.micro_batch_size = precision, "cuda", 2
-    device, runs = torch.device("cuda"), []
-    for graphs in (False, True):
-        config.parallel.cuda_graphs = graphs
-        stepper = build(config, device)
-        assert (stepper.compiled is not None) == graphs
-        assert stepper.dtype == compute_dtype(precision)
-        runs.append((stepper, take(stepper)))
-    for ours, plain in zip(runs[1][1], runs[0][1], strict=True):
-        # The look-up's derivative adds with atomics, in an order of its own.
-        torch.testing.assert_close(ours.loss, plain.loss, rtol=1e-3 if precision != "fp32" else 1e-5, atol=0)
-
-
-@pytest.mark.gpu
 def test_no_step_on_a_gpu_synchronizes(config: RunConfig, tmp_path: Path) -> None:
-    config.parallel.device, config.parallel.cuda_graphs = "cuda", False
+    config.parallel.device = "cuda"
     stepper = build(config, torch.device("cuda"))
     for step in range(3):
         stepper.step(step)

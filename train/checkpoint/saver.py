@@ -57,7 +57,7 @@ class Saver:
         stays.
 
         Raises:
-            OSError: on every rank: this save (in line) or the one before (asynchronous) failed.
+            OSError: on every rank: the save before this one failed.
         """
         self.wait()
         staged, copied = self._stage(held)
@@ -71,12 +71,8 @@ class Saver:
             except BaseException as error:
                 pending.set_exception(error)
 
-        if self.config.checkpoint.asynchronous:
-            # A daemon: a rank that is told to die must not wait for its disk.
-            threading.Thread(target=settle, name="saver", daemon=True).start()
-        else:
-            settle()
-            self.wait()
+        # A daemon: a rank that is told to die must not wait for its disk.
+        threading.Thread(target=settle, name="saver", daemon=True).start()
         return self.root / f"step_{step}"
 
     def wait(self) -> None:

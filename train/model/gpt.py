@@ -321,18 +321,17 @@ class GPT(nn.Module):
             if isinstance(block, Block):
                 block.recompute = mode
 
-    def compile_blocks(self, cuda_graphs: bool = False) -> None:
+    def compile_blocks(self) -> None:
         """Compiles block by block: every block of one width shares one compilation, whatever the depth.
 
-        What is compiled is `forward`, without a block's hooks: ZeRO-3 gathers and frees weights in them. With
-        `cuda_graphs` kernels are recorded and replayed, which pays where launching them takes the time.
+        What is compiled is `forward`, without a block's hooks: ZeRO-3 gathers and frees weights in them.
         """
         mixtures: list[nn.Module] = [module for module in self.modules() if isinstance(module, MoE)]
         for mixture in mixtures:  # here and not in the class, because that imports the compiler
             mixture.forward = torch.compiler.disable(mixture.forward)
         for block in self.blocks:
             if not isinstance(block, nn.Identity):
-                block.forward = torch.compile(block.forward, mode="reduce-overhead" if cuda_graphs else None)
+                block.forward = torch.compile(block.forward, mode=None)
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Muon: the momentum of every matrix, orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
 
-    M <- mu M + (1 - mu) G        U = (1 - mu) G + mu M (Nesterov), or M
+    M <- mu M + (1 - mu) G        U = (1 - mu) G + mu M (Nesterov)
     O = sqrt(rows / columns) * NewtonSchulz(U)        W <- W - rate (O + decay W)
 
 The scale is the spectral condition, under which one rate serves all widths: an update's spectral norm is about
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 A, B, C = 3.4445, -4.7750, 2.0315  # of the quintic a x + b x^3 + c x^5, steepest at 0
+ITERATIONS = 5
 SMALLEST_NORM = 1e-7
 AT_A_TIME = 2**20  # elements of the matrices in one batched product, which should stay in a cache
 
@@ -37,7 +38,7 @@ def direction(
     for g, m, u in pieces(gradient, moment, result):
         g.mul_(factor).masked_fill_(none, 0.0)
         m.mul_(keep).add_(g)
-        u.copy_(g.add_(m * options.momentum) if options.nesterov else m)
+        u.copy_(g.add_(m * options.momentum))
     return result
 
 
@@ -46,7 +47,7 @@ def orthogonalise(matrices: Tensor, options: OptimizerConfig) -> None:
     rows, columns = matrices.shape[-2:]
     for some in matrices.flatten(0, -3).split(max(1, AT_A_TIME // (rows * columns))):
         x = some / some.flatten(1).norm(dim=1).clamp(min=SMALLEST_NORM)[:, None, None]
-        for _ in range(options.iterations):
+        for _ in range(ITERATIONS):
             gram = x @ x.mT if rows <= columns else x.mT @ x  # the smaller one
             power = gram.baddbmm(gram, gram, beta=B, alpha=C)
             x = x.baddbmm(power, x, beta=A) if rows <= columns else x.baddbmm(x, power, beta=A)
@@ -72,4 +73,4 @@ def pieces(*vectors: Tensor) -> Iterable[tuple[Tensor, ...]]:
 def flops(rows: int, columns: int, options: OptimizerConfig) -> int:
     """Of the iterations' matrix products: X X^T, its square, and their product with X."""
     n, m = sorted((rows, columns))
-    return options.iterations * (4 * n * n * m + 2 * n**3)
+    return ITERATIONS * (4 * n * n * m + 2 * n**3)

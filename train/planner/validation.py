@@ -160,7 +160,7 @@ def _check_latent(model: ModelConfig) -> None:
 
 
 def _check_rope(model: ModelConfig) -> None:
-    scaling, others = model.rope_scaling, ("rope_factor", "rope_length", "rope_slow", "rope_fast", "rope_attention")
+    scaling, others = model.rope_scaling, ("rope_factor", "rope_length")
     if scaling is None:
         said = next((name for name in others if getattr(model, name) is not None), None)
         if said is not None:
@@ -169,17 +169,9 @@ def _check_rope(model: ModelConfig) -> None:
                 "must be null"
             )
         return
-    missing = next((name for name in others[:2] if getattr(model, name) is None), None)
+    missing = next((name for name in others if getattr(model, name) is None), None)
     if missing is not None:
         raise UserError(f"model.{missing} is null; with model.rope_scaling {scaling} it must be 1 or more")
-    rope = model.rope
-    assert rope is not None
-    if rope.slow >= rope.fast:
-        raise UserError(f"model.rope_slow is {rope.slow:g}; it must be below model.rope_fast {rope.fast:g}")
-    if scaling == "llama3" and model.rope_attention is not None:
-        raise UserError(
-            f"model.rope_attention is {model.rope_attention}; with model.rope_scaling llama3 it must be null"
-        )
     if scaling == "yarn" and model.rope_theta <= 1:
         raise UserError(f"model.rope_theta is {model.rope_theta:g}; with model.rope_scaling yarn it must be above 1")
 

@@ -39,10 +39,10 @@ Shares = tuple[int, int, int]  # tp, dp, zero
 State = dict[tuple[str, str], Tensor]  # (name, kind): the whole tensor
 
 
-def config_of_run(asynchronous: bool = True, keep: int = 2) -> RunConfig:
+def config_of_run(keep: int = 2) -> RunConfig:
     run = RunConfig(model=ModelConfig(width=WIDTH, depth=1, heads=HEADS, kv_heads=KV_HEADS, vocab_size=64))
     run.data.sequence_length = 8
-    run.checkpoint = CheckpointConfig(asynchronous=asynchronous, keep=keep)
+    run.checkpoint = CheckpointConfig(keep=keep)
     run.parallel.timeout_seconds = 60.0
     return run
 
@@ -422,22 +422,18 @@ def full_disk() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
-@pytest.mark.parametrize(("victim", "asynchronous"), [(0, True), (1, True), (1, False)])
-def test_a_full_disk_of_one_rank_is_an_error_of_all_and_the_run_can_go_on(
-    victim: int, asynchronous: bool, tmp_path: Path
-) -> None:
-    config = config_of_run(asynchronous)
-
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_full_disk_of_one_rank_is_an_error_of_all_and_the_run_can_go_on(victim: int, tmp_path: Path) -> None:
     def each() -> tuple[int | None, str]:
         mesh = build_mesh(2, 1, CPU)
-        saver = Saver(tmp_path, mesh, config, ByteTokenizer())
+        saver = Saver(tmp_path, mesh, CONFIG, ByteTokenizer())
         held = held_by(mesh.rank, (1, 2, 1), state(1))
         saver.save(3, held, {})
         saver.wait()
 
         def save_twice() -> None:
             saver.save(5, held, {})
-            saver.save(6, held, {})  # asynchronous: it learns what became of the one before
+            saver.save(6, held, {})  # it learns what became of the one before
 
         with full_disk() if mesh.rank == victim else nullcontext():
             with pytest.raises(OSError) as raised:  # noqa: PT011, the number is what tells
