@@ -2,7 +2,7 @@
 
 Every rank has the tokens, so that only residual streams and their gradients are sent. In each direction a rank posts
 the receive of its next message ahead of time. Sent tensors are kept until a message shows that they have arrived,
-because gloo does not report it. Messages in one direction keep their order (`schedules.check`).
+because gloo does not report it. Every schedule receives the messages of one direction in the order sent.
 """
 
 from __future__ import annotations

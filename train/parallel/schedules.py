@@ -11,10 +11,10 @@ interleaved   the same with several chunks per rank, for micro-batches in groups
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
@@ -75,41 +75,6 @@ def schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> lis
             actions += [*forwards[number : number + 1], backward]
         lists.append(actions)
     return lists
-
-
-def check(lists: Lists, stages: int, micro_batches: int, chunks: int) -> None:
-    """Prove that ranks with these actions end: each action once, messages received in the order sent, no cycle.
-
-    Raises:
-        ValueError: names the rank and the action that is wrong.
-    """
-    if len(lists) != stages:
-        raise ValueError(f"there are lists of {len(lists)} ranks; it must be {stages}")
-    kinds: tuple[Kind, ...] = ("forward", "backward")
-    expected = Counter(Action(*each) for each in product(kinds, range(micro_batches), range(chunks)))
-    for rank, actions in enumerate(lists):
-        counts = Counter(actions)
-        if wrong := next(iter((expected - counts) + (counts - expected)), None):
-            raise ValueError(
-                f"rank {rank} does {counts[wrong]} times the {wrong}; it must do so {expected[wrong]} times"
-            )
-    for rank, kind in product(range(stages) if stages > 1 else (), kinds):
-        _check_receives(lists, rank, kind, stages * chunks)
-    simulate(lists)
-
-
-def _check_receives(lists: Lists, rank: int, kind: Kind, count: int) -> None:
-    """Check that a rank receives what its neighbour sends for one kind of action in the order sent."""
-    stages, step = len(lists), 1 if kind == "forward" else -1
-    sender = (rank - step) % stages
-    targets = ((action, action.chunk * stages + sender + step) for action in lists[sender] if action.kind == kind)
-    sent = [(action.micro, target // stages) for action, target in targets if 0 <= target < count]
-    sources = ((action, action.chunk * stages + rank - step) for action in lists[rank] if action.kind == kind)
-    receiving = [action for action, source in sources if 0 <= source < count]
-    for action, message in zip(receiving, sent, strict=True):
-        if message != (action.micro, action.chunk):
-            target = "micro-batch {} in chunk {}".format(*message)
-            raise ValueError(f"rank {rank} awaits rank {sender} before {action}; its next message is for {target}")
 
 
 def simulate(

@@ -6,7 +6,7 @@ import graphlib
 import json
 import random
 from collections.abc import Iterator
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,6 @@ from isoflop.train.parallel.schedules import (
     Action,
     Event,
     bubbles,
-    check,
     divide,
     in_flight,
     schedule,
@@ -59,38 +58,8 @@ def cases(stages: int = 8, micro_batches: int = 12, chunks: int = 4) -> Iterator
                         yield name, S, M, V
 
 
-def test_every_schedule_is_one() -> None:
-    tried = 0
-    for name, S, M, V in cases():
-        check(schedule(name, S, M, V), S, M, V)
-        tried += 1
-    assert tried > 350
-
-
-def test_bubble_and_activations_are_those_of_the_papers() -> None:
-    """Equal to the last bit: sums of ones round nothing."""
-    for name, S, M, V in cases():
-        lists = schedule(name, S, M, V)
-        assert [max(in_flight(actions, [1] * V)) for actions in lists] == [KEPT[name](r, S, M, V) for r in range(S)]
-        expected = [BUBBLE[name](r, S, M, V) for r in range(S)]
-        assert bubbles(simulate(lists)) == expected, (name, S, M, V)
-
-
-def test_the_clock_reckons_with_each_stage_and_with_sends() -> None:
-    """Two stages and two micro-batches, by hand."""
-    events = simulate(schedule("1f1b", 2, 2), [2.0, 3.0], [5.0, 7.0], send=0.5)
-    times = {(event.rank, event.kind, event.micro): (event.start, event.end) for event in events}
-    assert times == {
-        (0, "forward", 0): (0.0, 2.0), (0, "forward", 1): (2.0, 4.0), (1, "forward", 0): (2.5, 5.5),
-        (1, "backward", 0): (5.5, 12.5), (1, "forward", 1): (12.5, 15.5), (1, "backward", 1): (15.5, 22.5),
-        (0, "backward", 0): (13.0, 18.0), (0, "backward", 1): (23.0, 28.0),
-    }  # fmt: skip
-    # A single rank sends nothing to itself.
-    assert max(event.end for event in simulate(schedule("interleaved", 1, 2, 2), send=100.0)) == 12.0
-
-
 def ends(lists: list[list[Action]]) -> bool:
-    """Whether complete lists are right, by a graph: no circle, and on every channel first sent is first received."""
+    """Return whether ranks with these actions end: no cycle, and every channel receives messages in the order sent."""
     stages, before = len(lists), dict[tuple[int, Action], set[tuple[int, Action]]]()
     count = stages * (1 + max(action.chunk for actions in lists for action in actions))
     done = {
@@ -120,53 +89,51 @@ def ends(lists: list[list[Action]]) -> bool:
     return all(sent.get(way) == got.get(way) for way in sent.keys() | got.keys() if way not in own)
 
 
-def refused(lists: list[list[Action]], S: int, M: int, V: int) -> str:
-    try:
-        check(lists, S, M, V)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_swapped_actions_are_refused_where_ranks_would_hang() -> None:
-    """Some swaps are schedules too; a graph of all actions says which."""
-    draw, verdicts = random.Random(0), []
-    every = [case for case in cases(5, 8, 3) if max(case[1:3]) > 1]
-    for _ in range(1000):
-        name, S, M, V = draw.choice(every)
+def test_every_schedule_does_each_action_once_and_ends() -> None:
+    tried = 0
+    for name, S, M, V in cases():
         lists = schedule(name, S, M, V)
-        actions = lists[draw.randrange(S)]
-        first = draw.randrange(len(actions) - 1)
-        second = draw.choice([first + 1, draw.randrange(first + 1, len(actions))])
-        actions[first], actions[second] = actions[second], actions[first]
-        verdicts.append(refused(lists, S, M, V) == "")
-        assert verdicts[-1] == ends(lists), (name, S, M, V, lists)
-    assert 30 < sum(verdicts) < 700
+        every = sorted(Action(*action) for action in product(("forward", "backward"), range(M), range(V)))
+        assert [sorted(actions) for actions in lists] == [every] * S, (name, S, M, V)
+        assert ends(lists), (name, S, M, V)
+        tried += 1
+    assert tried > 350
 
 
-@pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
-def test_an_action_that_is_missing_or_done_twice_or_another_is_refused(name: str, chunks: int) -> None:
-    for rank in range(4):
-        for place in range(len(schedule(name, 4, 4, chunks)[rank])):
-            for change in ("drop", "double", "micro", "chunk"):
-                lists = schedule(name, 4, 4, chunks)
-                action = lists[rank][place]
-                lists[rank][place : place + 1] = {
-                    "drop": [], "double": [action, action], "micro": [action._replace(micro=4)],
-                    "chunk": [action._replace(chunk=chunks)],
-                }[change]  # fmt: skip
-                said = refused(lists, 4, 4, chunks)
-                assert said.startswith(f"rank {rank} does "), (action, change, said)
-
-
-def test_a_refusal_names_the_rank_and_the_action() -> None:
+@pytest.mark.parametrize("rank", [1, 3])  # one receives messages in another order, one waits for its own message
+def test_swapped_actions_do_not_end(rank: int) -> None:
     lists = schedule("1f1b", 4, 4)
-    lists[1][:2] = lists[1][1::-1]
-    assert "rank 1 awaits rank 0 before forward of micro-batch 1 in chunk 0" in refused(lists, 4, 4, 1)
+    lists[rank][:2] = lists[rank][1::-1]
+    assert not ends(lists)
+
+
+def test_bubble_and_activations_are_those_of_the_papers() -> None:
+    """Equal to the last bit: sums of ones round nothing."""
+    for name, S, M, V in cases():
+        lists = schedule(name, S, M, V)
+        assert [max(in_flight(actions, [1] * V)) for actions in lists] == [KEPT[name](r, S, M, V) for r in range(S)]
+        expected = [BUBBLE[name](r, S, M, V) for r in range(S)]
+        assert bubbles(simulate(lists)) == expected, (name, S, M, V)
+
+
+def test_the_clock_reckons_with_each_stage_and_with_sends() -> None:
+    """Two stages and two micro-batches, by hand."""
+    events = simulate(schedule("1f1b", 2, 2), [2.0, 3.0], [5.0, 7.0], send=0.5)
+    times = {(event.rank, event.kind, event.micro): (event.start, event.end) for event in events}
+    assert times == {
+        (0, "forward", 0): (0.0, 2.0), (0, "forward", 1): (2.0, 4.0), (1, "forward", 0): (2.5, 5.5),
+        (1, "backward", 0): (5.5, 12.5), (1, "forward", 1): (12.5, 15.5), (1, "backward", 1): (15.5, 22.5),
+        (0, "backward", 0): (13.0, 18.0), (0, "backward", 1): (23.0, 28.0),
+    }  # fmt: skip
+    # A single rank sends nothing to itself.
+    assert max(event.end for event in simulate(schedule("interleaved", 1, 2, 2), send=100.0)) == 12.0
+
+
+def test_ranks_that_wait_for_each_other_are_named() -> None:
     lists = schedule("1f1b", 4, 4)
     lists[3][:2] = lists[3][1::-1]
-    assert refused(lists, 4, 4, 1) == "rank 0 waits for ever before backward of micro-batch 0 in chunk 0"
-    assert "4 ranks; it must be 3" in refused(schedule("1f1b", 4, 4), 3, 4, 1)
+    with pytest.raises(ValueError, match="rank 0 waits for ever before backward of micro-batch 0 in chunk 0"):
+        simulate(lists)
 
 
 @pytest.mark.parametrize(("name", "micro_batches", "chunks"), [("1f1b", 4, 2), ("2f2b", 4, 1), ("interleaved", 6, 2)])
