@@ -175,7 +175,6 @@ def compute(value: float | None) -> str:
 
 # --- pictures --------------------------------------------------------------------------------------------------------
 
-STRIP = 230  # width in pixels
 WIDTH, HEIGHT = 272, 190  # of a panel
 LEFT, RIGHT, TOP, BOTTOM = 42, 10, 10, 26  # margins of a panel
 
@@ -233,25 +232,6 @@ def _round_ticks(low: float, high: float) -> list[tuple[float, str]]:
 def bar_end(value: float, largest: float = 1.0) -> str:
     """Where a bar of 120 pixels ends."""
     return f"{min(max(value / largest, 0.0), 1.0) * 120:.1f}"
-
-
-class Strip:
-    """One line with a dot for each of `others` (value, what it is), and this one marked, with two standard errors."""
-
-    def __init__(
-        self, own: float, error: float | None, others: Sequence[tuple[float, str]], chance: float | None = None
-    ) -> None:
-        reach = 2 * (error or 0.0)
-        self.own, self.others = own, others
-        self.low, self.high = (max(own - reach, 0.0) if own >= 0 else own - reach), own + reach
-        values = [self.low, self.high, *(value for value, _ in others)]
-        if chance is not None and chance >= min(values) - 0.5 * (max(values) - min(values)):
-            values.append(chance)
-        self.least, self.most, self._axis = min(values), max(values), Axis.around(values)
-        self.chance = chance if chance is not None and self._axis.low <= chance <= self._axis.high else None
-
-    def x(self, value: float) -> str:
-        return f"{6 + self._axis.at(value) * (STRIP - 12):.1f}"
 
 
 @dataclass

@@ -7,19 +7,17 @@ than two separate errors suggest.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..metrics import mean_and_error
-from .page import Strip, compute, counted, grouped, is_number, number, render_page, scored, short_count, with_error
+from .page import compute, counted, grouped, is_number, number, render_page, scored, short_count, with_error
 
 Scores = Mapping[str, Any]
 Items = Sequence[Mapping[str, Any]]
 Other = tuple[Scores, Items]
 MANY = 5  # cut tasks that still get a line each
-EQUAL = 1.5  # checkpoints whose compute differs by no more than this factor are compared
 # Numbers of a task that have a place of their own on the page; any other with a standard error is a further metric.
 PLACED = ("acc", "acc_norm", "gold_bpb", "p_right", "margin", "bpb")
 # Measures of two checkpoints: (key, name, whether more is better).
@@ -35,29 +33,22 @@ MEASURES = (
 VERDICTS = ("acc", "exact_match", "acc_norm")
 
 
-def checkpoint_page(
-    scores: Scores, items: Items = (), peers: Sequence[Scores] = (), against: Other | None = None
-) -> str:
-    """A self-contained HTML page of what `Evaluator.evaluate` returned and the items that it wrote.
+def checkpoint_page(scores: Scores, items: Items = (), against: Other | None = None) -> str:
+    """Return a self-contained HTML page of what `Evaluator.evaluate` returned and the items that it wrote.
 
-    `peers`: scores of the sweep's other checkpoints, for what equal compute buys elsewhere; `against`: scores and items
-    of one other checkpoint, to be compared item by item.
+    `against`: scores and items of another checkpoint, which are compared item by item.
     """
     name, worst = scores.get("name") or scores["run_id"], (scores.get("held_out") or {}).get("worst")
     tasks = {task: found for task, found in scores["tasks"].items() if not _is_domain(found)}
     domains = sorted(
         ((task, found) for task, found in scores["tasks"].items() if _is_domain(found)), key=lambda one: one[1]["bpb"]
     )
-    itself = (scores["run_id"], scores["step"])
-    others = [peer for peer in peers if (peer.get("run_id"), peer.get("step")) != itself]
-    near = at_equal_compute(scores, others)
     count = sum(task.get("contaminated_items") == 0 for task in tasks.values())  # looked through and found clean
     among = counted(count, "task") if count == len(tasks) else f"{count} of {counted(len(tasks), 'task')}"
     clean = [f"No item of {among} shares text with the training data."] if count else []
     sections = {
         ("tasks", "Benchmarks"): tasks or not scores["tasks"],
         ("domains", "Text by domain"): domains,
-        ("compute", "At equal compute"): others,
         ("against", "Compared"): against,
         ("samples", "Samples"): items,
         ("worst", "Worst losses"): worst,
@@ -76,10 +67,6 @@ def checkpoint_page(
         "warnings": _warnings(scores),
         "footer": _footer(scores),
         "remarks": [*_suites(scores), *clean],
-        "others": others,
-        "near": near,
-        "places": _places(scores, near),
-        "nearest": _nearest(scores, others),
         "other": against[0] if against else None,
         "other_name": _called(against[0]) if against else "",
         "differences": _differences(items, against[1]) if against else {},
@@ -170,21 +157,7 @@ def _listed(tasks: Mapping[str, Scores], key: str) -> str:
     return ", ".join(f"{name} {task[key]:,} of {task['items']:,}" for name, task in tasks.items())
 
 
-# --- beside other checkpoints ----------------------------------------------------------------------------------------
-
-
-def at_equal_compute(scores: Scores, others: Sequence[Scores]) -> list[Scores]:
-    """The other checkpoints whose FLOPs are within a factor `EQUAL`, nearest first; none where a number is missing."""
-    return [peer for distance, peer in _by_compute(scores, others) if distance <= math.log(EQUAL) + 1e-9]
-
-
-def _by_compute(scores: Scores, peers: Sequence[Scores]) -> list[tuple[float, Scores]]:
-    """(|log of the ratio of FLOPs|, peer), nearest first; none where a number is missing."""
-    own = scores.get("flops")
-    if not is_number(own) or own <= 0:
-        return []
-    known = [peer for peer in peers if is_number(peer.get("flops")) and peer["flops"] > 0]
-    return sorted(((abs(math.log(peer["flops"] / own)), peer) for peer in known), key=lambda entry: entry[0])
+# --- against another checkpoint --------------------------------------------------------------------------------------
 
 
 def _called(scores: Scores) -> str:
@@ -192,47 +165,6 @@ def _called(scores: Scores) -> str:
     shown = f" ({short_count(size)} parameters)" if is_number(size) else ""
     step = f" at step {scores['step']}" if is_number(scores.get("step")) else ""
     return f"{scores.get('name') or scores.get('run_id') or 'a checkpoint without a name'}{step}{shown}"
-
-
-def _nearest(scores: Scores, others: Sequence[Scores]) -> str:
-    known = _by_compute(scores, others)
-    if not known:
-        return "The compute of this checkpoint or of the others is not recorded, so nothing is compared."
-    return (
-        f"The sweep has {counted(len(others), 'other checkpoint')}, none within a factor {EQUAL} of this one's "
-        f"{compute(scores['flops'])} FLOPs; the nearest took {compute(known[0][1]['flops'])}."
-    )
-
-
-class Place(NamedTuple):
-    """Where a checkpoint stands among others: the picture, and "2 of 4"."""
-
-    strip: Strip
-    rank: str
-
-
-def _places(scores: Scores, near: Sequence[Scores]) -> dict[str, list[Place | None]]:
-    """Of each task the places by bits per byte and by accuracy."""
-    both = {
-        name: [_place(task, near, name, keys) for keys in (("gold_bpb", "bpb"), ("acc", "exact_match"))]
-        for name, task in scores["tasks"].items()
-    }
-    return {name: places for name, places in both.items() if any(places)}
-
-
-def _place(task: Scores, near: Sequence[Scores], name: str, keys: Sequence[str]) -> Place | None:
-    key = next((key for key in keys if is_number(task.get(key))), None)
-    if key is None:
-        return None
-    own, more = task[key], next(more for measure, _, more in MEASURES if measure == key)
-    others = [
-        (value, f"{_called(peer)}, {compute(peer['flops'])} FLOPs: {value:.4f}")
-        for peer in near
-        if is_number(value := (peer["tasks"].get(name) or {}).get(key))
-    ]
-    better = sum(value > own if more else value < own for value, _ in others)
-    strip = Strip(own, task.get(f"{key}_se"), others, task.get("chance") if more else None)
-    return Place(strip, f"{better + 1} of {len(others) + 1}" if others else "–")
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,8 @@ def score(
         return
     if against is not None and other is None:
         other = found.pop()
-    for path, scored in zip(paths, found, strict=True):
-        _write_page(path.absolute(), scored, other)
+    for scored in found:
+        _write_page(scored, other)
     if as_json:
         print(json.dumps(found[0][1] if len(found) == 1 else [scores for _, scores in found], indent=1))
         return
@@ -133,17 +133,16 @@ def _read(against: Path) -> Scored | None:
     return file.parent, scores
 
 
-def _write_page(checkpoint: Path, scored: Scored, other: Scored | None) -> None:
+def _write_page(scored: Scored, other: Scored | None) -> None:
     from ...evaluate.pages.report import checkpoint_page
     from ...evaluate.records.items import items_path, read_items
-    from ..results.pages import peers_of
 
     def items_of(folder: Path) -> Any:
         return read_items(items_path(folder / SCORES), lambda line: print(line, file=sys.stderr))
 
     folder, scores = scored
     against = None if other is None else (other[1], items_of(other[0]))
-    page = checkpoint_page(scores, items_of(folder), peers_of(checkpoint), against)
+    page = checkpoint_page(scores, items_of(folder), against)
     write_atomic(folder / "report.html", page)
 
 

@@ -46,15 +46,15 @@ def write_pages(sweep: SweepDirectory, table: pd.DataFrame, answers: Mapping[str
     if not rows:
         return None
     finals = [row for row in rows if row["final"]]
-    peers = [scores[row["run_id"]][row["step"]] | {"name": row["name"]} for row in finals]
     shown = {(row["run_id"], row["step"]) for row in chosen_checkpoints(finals)}
-    newest = max(_scores_file(sweep, row).stat().st_mtime_ns for row in finals) if finals else 0
     links = {}
-    for row, own in zip(finals, peers, strict=True):
-        page = (file := _scores_file(sweep, row)).with_suffix(".html")
-        is_new = page.exists() and page.stat().st_mtime_ns > newest
+    for row in finals:
+        file = sweep.run(row["run_id"]).path / "eval" / f"step_{row['step']}.json"
+        page = file.with_suffix(".html")
+        is_new = page.exists() and page.stat().st_mtime_ns > file.stat().st_mtime_ns
         if (row["run_id"], row["step"]) in shown and not is_new:
-            write_atomic(page, checkpoint_page(own, read_items(items_path(file)), peers))
+            own = scores[row["run_id"]][row["step"]] | {"name": row["name"]}
+            write_atomic(page, checkpoint_page(own, read_items(items_path(file))))
         if page.exists():
             links[row["run_id"]] = f"../runs/{row['run_id']}/eval/{page.name}"
     path = sweep.path / "fit" / "evaluation.html"
@@ -71,23 +71,3 @@ def chosen_checkpoints(finals: list[dict[str, Any]], most: int = MOST) -> list[d
             best[group] = row
     first = [id(row) for row in best.values()]
     return sorted(finals, key=lambda row: (id(row) not in first, -row["flops"]))[:most]
-
-
-def _scores_file(sweep: SweepDirectory, row: Mapping[str, Any]) -> Path:
-    return sweep.run(row["run_id"]).path / "eval" / f"step_{row['step']}.json"
-
-
-def peers_of(checkpoint: Path) -> list[dict[str, Any]]:
-    """Scores of the other final checkpoints of the sweep that a checkpoint belongs to."""
-    run = checkpoint.parent.parent
-    root = run.parent.parent
-    if run.parent.name != "runs" or not (root / "plan.json").is_file():
-        return []
-    sweep = SweepDirectory(root)
-    found = []
-    for planned in sweep.plan()["runs"]:
-        other = sweep.run(planned["run_id"])
-        scores = evaluations(other).get((other.summary() or {}).get("step", -1))
-        if scores is not None and other.run_id != run.name:
-            found.append(scores | {"name": planned["name"]})
-    return found

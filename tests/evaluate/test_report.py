@@ -20,7 +20,6 @@ from isoflop.evaluate.pages import paired, sweep_report
 from isoflop.evaluate.pages.page import Axis
 from isoflop.evaluate.pages.paired import compare
 from isoflop.evaluate.pages.report import (
-    at_equal_compute,
     checkpoint_page,
     format_scores,
     is_right,
@@ -68,7 +67,7 @@ class Read(HTMLParser):
         return json.loads(next(body for attributes, body in self.scripts if attributes.get("id") == "data"))
 
 
-def full(text: str = "") -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]], Any]:
+def full(text: str = "") -> tuple[dict[str, Any], list[dict[str, Any]], Any]:
     """Everything that a page can show; `text` is put wherever a text may come from outside."""
     tasks = {
         f"arc_easy{text}": numbers(clean=numbers(0.3, items=34), contaminated_items=6, truncated_items=8),
@@ -83,8 +82,7 @@ def full(text: str = "") -> tuple[dict[str, Any], list[dict[str, Any]], list[dic
     items = make_items(f"arc_easy{text}", 40, text=text) + make_written(f"gsm8k{text}", 6, text)
     theirs = make_items(f"arc_easy{text}", 30, seed=1, text=text) + make_written(f"gsm8k{text}", 6, text)
     other = header(tasks, run_id=f"other{text}", checkpoint=f"elsewhere{text}", name=f"N2M{text}")
-    peers = [header({name: numbers(0.3) for name in tasks}, run_id=f"p{i}{text}", flops=1.5e11) for i in range(3)]
-    return scores, items, [*peers, header({}, run_id="far", flops=1e15)], (other, theirs)
+    return scores, items, (other, theirs)
 
 
 def test_the_page_says_all_that_is_known_of_a_checkpoint() -> None:
@@ -94,7 +92,7 @@ def test_the_page_says_all_that_is_known_of_a_checkpoint() -> None:
         "1.23M 1,234,567", "1.00M 1,000,000", "20,480", "1.50×10¹¹", "exact; 6ND is 1.52×10¹¹", "1.5000 ± 0.0100",
         "2.1640", "40 of 10,042", "0.400 ± 0.010", "0.600 ± 0.030", "0.700 ± 0.040", "0.800 ± 0.050", "0.250",
         "clean part 34", "exact_match 0.125 ± 0.050", "withheld", "context 128 tokens", "0.9000 ± 0.0200",
-        "9.250 nats per token", "a window", "3 of the sweep's 4 other checkpoints",
+        "9.250 nats per token", "a window",
     ):  # fmt: skip
         assert expected in said, expected
     assert said.index("broken has no score: item 3: nan.") < said.index("Parameters (N_total)"), "warnings come first"
@@ -107,7 +105,7 @@ def test_without_items_the_page_has_no_script_and_no_empty_sections() -> None:
     read = Read(checkpoint_page(header({"arc_easy": numbers()})))
     assert "script" not in read.tags
     assert any("script-src 'none'" in (value or "") for name, value in read.attributes if name == "content")
-    for heading in ("Samples", "Worst", "equal compute", "Against", "domain"):
+    for heading in ("Samples", "Worst", "Against", "domain"):
         assert heading not in read.text
     assert "No task was scored." in Read(checkpoint_page(header({}))).text
 
@@ -154,22 +152,6 @@ def test_many_cut_tasks_are_one_warning() -> None:
 # Comparisons.
 
 
-def test_equal_compute_means_within_a_factor_nearest_first() -> None:
-    own = header({}, flops=1e12)
-    ratios = {"near": 1.1, "nearer": 0.95, "edge": 1 / 1.5, "over": 1.51, "far": 10.0}
-    peers = [header({}, run_id=name, flops=1e12 * ratio) for name, ratio in ratios.items()]
-    peers += [header({}, run_id="unknown", flops=None), header({}, run_id="x", flops=math.nan)]
-    assert [peer["run_id"] for peer in at_equal_compute(own, peers)] == ["nearer", "near", "edge"]
-    assert at_equal_compute(header({}, flops=None), peers) == []
-
-
-def test_the_place_among_the_others_knows_which_direction_is_better() -> None:
-    peers = [header({"a": numbers(value)}, run_id=str(value)) for value in (0.1, 0.2, 0.9)]
-    said = Read(checkpoint_page(header({"a": numbers(0.4)}), peers=peers)).text
-    # Bits per byte: two are lower, so third of four; accuracy: one is higher, so second.
-    assert re.search(r"0\.600 .*? 3 of 4 0\.400 .*? 2 of 4", said)
-
-
 def test_the_paired_error_is_that_of_the_differences() -> None:
     rng = np.random.default_rng(3)
     hard = rng.normal(size=200)  # what both find hard
@@ -213,7 +195,7 @@ def test_right_and_wrong_follow_the_tasks_own_metric() -> None:
 
 
 def test_the_samples_hold_every_item_and_the_others_answer_to_it() -> None:
-    scores, items, _, against = full()
+    scores, items, against = full()
     data = payload(scores, items, against)
     assert data["tasks"] == ["arc_easy", "gsm8k"]
     assert data["names"][1].startswith("N2M at step 10")
@@ -298,7 +280,7 @@ def test_one_is_no_plural_and_what_is_missing_is_not_none() -> None:
     assert "in 1 budget " in text
     items = make_items("t", 1)
     against = ({"tasks": {"t": numbers()}, "N_total": None}, items)
-    text = Read(checkpoint_page(header({"t": numbers(items=1)}), items, (), against)).text
+    text = Read(checkpoint_page(header({"t": numbers(items=1)}), items, against)).text
     assert "a checkpoint without a name" in text
     assert " 1 item; " in text
     assert "None" not in text

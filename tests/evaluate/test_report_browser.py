@@ -128,7 +128,7 @@ def test_samples_are_filtered_sorted_and_searched_and_text_stays_text(tmp_path: 
     scores = header({one: numbers(), two: numbers(withheld=HOSTILE), f"text{HOSTILE}": domain(1.0)}, held_out=worst)
     scores |= {key: HOSTILE for key in ("name", "checkpoint", "device", "tokenizer")}
     other = header(scores["tasks"], run_id=HOSTILE, name=HOSTILE, checkpoint=HOSTILE)
-    said = probe(tmp_path, checkpoint_page(scores, items, [other], (other, theirs)), 900, SAMPLES)
+    said = probe(tmp_path, checkpoint_page(scores, items, (other, theirs)), 900, SAMPLES)
 
     assert said["faults"] == []
     assert said["ran"] is None, "hostile text ran"
@@ -182,7 +182,7 @@ def test_every_column_of_the_tables_is_seen_at_once(tmp_path: Path) -> None:
     tasks |= {"half": numbers(subset={"items": 500, "of": 10042}, items=500), "text_news": domain(1.5, **whole)}
     further = {"exact_match": 0.1, "exact_match_se": 0.01, "exact_match,flexible-extract": 0.2}
     tasks["gsm8k"] = numbers(acc=None, p_right=None, **further, **{"exact_match,flexible-extract_se": 0.02})
-    page = checkpoint_page(header(tasks), (), [header(tasks, run_id="p", flops=1.4e11)])
+    page = checkpoint_page(header(tasks))
     widths = [1280, 1245, 1235, 1100, 900]
     # A frame is a window of its own to the style.
     steps = f"""
@@ -198,13 +198,12 @@ def test_every_column_of_the_tables_is_seen_at_once(tmp_path: Path) -> None:
       }}"""
     said = probe(tmp_path, page, 1400, steps)
     assert said["faults"] == []
-    assert said["cut"] == {str(width): [0, 0, 0] for width in widths}
+    assert said["cut"] == {str(width): [0, 0] for width in widths}
 
 
 def test_fifteen_tasks_with_samples_print_on_at_most_six_pages(tmp_path: Path) -> None:
     tasks = {f"task_{i}": numbers(items=50) for i in range(15)}
-    others = [header(tasks, run_id=f"r{i}", flops=1.4e11) for i in range(3)]
-    page = checkpoint_page(header(tasks), make_items("task_0", 50), others)
+    page = checkpoint_page(header(tasks), make_items("task_0", 50))
     browse(tmp_path, page, 1280, into=f"--print-to-pdf={tmp_path / 'page.pdf'}")
     pages = len(re.findall(rb"/Type\s*/Page\b", (tmp_path / "page.pdf").read_bytes()))
     assert 2 <= pages <= 6

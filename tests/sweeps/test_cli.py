@@ -186,7 +186,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_evaluate_writes_scores_items_and_a_page_with_peers_of_its_sweep(
+def test_evaluate_writes_scores_items_and_a_page(
     isoflop: Isoflop, smoke: tuple[Path, str], questions: Path, tmp_path: Path
 ) -> None:
     checkpoint, other = sorted(smoke[0].glob("runs/*/checkpoints/step_*"))[:2]
