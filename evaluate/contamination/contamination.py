@@ -1,11 +1,11 @@
-"""Which task items were in the training text: overlap of word n-grams, 13 words by default.
+"""Find task items that the training text contains, by word n-grams (13 words by default).
 
 - An item is its question and its right answer, without few-shot examples, with and without the words that open or close
-  every question of its task. It is contaminated when `ngram` words in a row of it stand in a training document.
-- An item shorter than `ngram` is looked for whole if it has 8 words or more: shorter ones occur by chance.
-- Equal 64-bit hashes count as equal: of 1e6 n-grams in 1e12 words one false match is expected in 20 such comparisons.
+  every question of its task. It is contaminated if a training document contains `ngram` consecutive words of it.
+- Of an item shorter than `ngram` the whole is looked up if it has 8 words or more: shorter ones occur by chance.
+- Equal 64-bit hashes count as equal: for 1e6 n-grams in 1e12 words, one in 20 searches has a false match.
 
-lm-eval's own decontamination wants sorted files made outside its package. 13 and 8: GPT-3 (Brown et al. 2020,
+lm-eval's own decontamination needs sorted files that other programs make. 13 and 8: GPT-3 (Brown et al. 2020,
 arXiv:2005.14165, appendix C).
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -59,13 +58,13 @@ _VALUES[ord("A") : ord("Z") + 1] = _VALUES[ord("a") : ord("z") + 1]  # what `nor
 def overlaps(
     shards: Shards, suite: Suite, ngram: int = NGRAM, cache: Path | None = None, progress: Report = lambda line: None
 ) -> dict[str, set[int]]:
-    """The items of each task that share `ngram` words in a row with the training part: places as `SuiteTask.indices`.
+    """Return the items of each task, as in `SuiteTask.indices`, that share `ngram` words with the training part.
 
-    They are kept in `<cache>/contamination`, one file per task, and found there again. Raises UserError: no training
-    text, or a cache that cannot be written.
+    Results are kept in `<cache>/contamination`, one file per task. Raises UserError if there is no training text, or if
+    the cache cannot be written.
     """
     if not len(shards.train):
-        raise UserError(f"{shards.directory} has no training text in which items could be looked for")
+        raise UserError(f"{shards.directory} has no training text to search for items")
     if cache is None:
         return _search(shards, suite.tasks, ngram, progress)
     files = {}
@@ -94,7 +93,7 @@ def overlaps(
 
 
 def _read(files: dict[str, Path]) -> dict[str, set[int]]:
-    """What the cache knows. A file that is missing or damaged is as good as none."""
+    """Read the results in the cache; missing and damaged files are left out."""
     known = {}
     for name, path in files.items():
         try:
@@ -217,42 +216,30 @@ def _search(shards: Shards, tasks: dict[str, SuiteTask], ngram: int, progress: R
 
 
 def _stream(shards: Shards, index: _Index, progress: Report) -> None:
-    """Looks up every n-gram of the training part, one thread per core."""
+    """Look up every n-gram of the training part, with one thread per core."""
     total, text_bytes = len(shards.train), int(shards.manifest["train"]["bytes"])
     step = max(int(_CHUNK_BYTES * total / max(text_bytes, 1)), _OVERLAP_TOKENS)
     to_text = _text_of(shards)
-    starts, lock, stop = iter(range(0, total, step)), threading.Lock(), threading.Event()
     began = said = time.monotonic()
 
-    def work() -> None:
-        try:
-            while not stop.is_set():
-                with lock:
-                    start = next(starts, None)
-                if start is None:
-                    return
-                end = min(start + step + _OVERLAP_TOKENS, total)
-                _look_up(index, to_text(np.asarray(shards.train[start:end])), start > 0, end < total)
-                say(min(start + step, total) / total)
-        finally:
-            stop.set()  # the text is read, or this thread failed
+    def look_up(start: int) -> float:
+        end = min(start + step + _OVERLAP_TOKENS, total)
+        _look_up(index, to_text(np.asarray(shards.train[start:end])), start > 0, end < total)
+        return min(start + step, total) / total
 
-    def say(share: float) -> None:
-        nonlocal said
-        now = time.monotonic()
-        if now - said >= _SAY_SECONDS:
-            said, done = now, share * text_bytes / 1e6
-            rate = done / (now - began)
-            left = (1 - share) / share * (now - began) / 60
-            of = f"{done:,.0f} of {text_bytes / 1e6:,.0f} MB of text, {rate:,.0f} MB/s"
-            progress(f"contamination: {of}, {left:.0f} min left")
-
-    with ThreadPoolExecutor(workers := usable_cores()) as pool:
+    with ThreadPoolExecutor(usable_cores()) as pool:
         try:
-            for future in [pool.submit(work) for _ in range(workers)]:
-                future.result()
-        finally:
-            stop.set()
+            for share in pool.map(look_up, range(0, total, step)):
+                now = time.monotonic()
+                if now - said >= _SAY_SECONDS:
+                    said, done = now, share * text_bytes / 1e6
+                    rate = done / (now - began)
+                    left = (1 - share) / share * (now - began) / 60
+                    of = f"{done:,.0f} of {text_bytes / 1e6:,.0f} MB of text, {rate:,.0f} MB/s"
+                    progress(f"contamination: {of}, {left:.0f} min left")
+        except BaseException:  # an interrupt too must not wait for the rest of the text
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _look_up(index: _Index, text: bytes, cut_before: bool, cut_after: bool) -> None:
