@@ -1,8 +1,8 @@
-"""The files of one evaluation: scores, items, and the answers of an evaluation that has not come to its end.
+"""The files of one evaluation: scores, items, and the answers of an evaluation that has not finished.
 
-Of several ranks the first alone reads and writes, and what it has read, or could not write, all of them learn. The
-answers begin with what they depend on (checkpoint, precision, our scoring, lm-eval), go by a hash of their request, and
-are flushed batch by batch; floats come back the same, so a resumed evaluation equals one that ran through.
+Only the first of several ranks reads and writes, and all of them learn what it read or could not write. The answers
+start with what they depend on (checkpoint, precision, our scoring, lm-eval), are keyed by a hash of their request, and
+are flushed after every batch. Floats keep all their bits, so a resumed evaluation equals an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ...train.errors import UserError
-from ...train.files import JsonLines, plain_value, read_json, write_atomic, write_json
+from ...train.files import JsonLines, plain_value, read_json, read_json_lines, write_atomic, write_json
 from ...train.job.control import run_on_ranks
 from ...train.parallel.mesh import Mesh
 from ..metrics import suite_scores
@@ -26,45 +26,49 @@ from ..tasks.suite import Suite
 from .items import items_path, move_aside, pack_items, read_items
 
 Report = Callable[[str], None]
-# What a score depends on beside its checkpoint and its task; each task's scores say it, for a file may hold several.
+# What a score depends on besides checkpoint and task. Each task records them, because one file may hold several.
 SETTINGS = ("lm_eval_version", "scoring", "precision")
-SECONDS = 10.0  # between two lines of a meter
+SECONDS = 10.0  # between two lines of progress
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
 
 
 def request_key(kind: str, *parts: Any) -> str:
-    """Hex of a 16-byte BLAKE2b over the canonical JSON of a request's parts (strings, numbers, lists)."""
+    """Return the hex BLAKE2b (16 bytes) of the canonical JSON of a request's parts (strings, numbers, lists)."""
     text = json.dumps([kind, *parts], sort_keys=True, separators=(",", ":"), default=plain_value)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 class Answers:
-    """Answers by key, in memory and with a `path` in a file; says how far and how fast a task is.
+    """Answers by key, in memory and, with a `path`, in a file; reports the progress and speed of a task.
 
-    The file is begun anew where it has another header. Raises UserError: the file cannot be written.
+    A file with another header is replaced, and damaged lines of a file are ignored. Raises UserError if the file cannot
+    be written.
     """
 
     def __init__(
         self, path: Path | None = None, header: dict[str, Any] | None = None, say: Report = lambda line: None
     ) -> None:
-        self.path, self._say, self.known = path, say, dict[str, Any]()
+        self.path, self._say = path, say
+        self.known: dict[str, Any] = {}
         self.begin("")
         if path is None:
             return
         header = json.loads(json.dumps(header, default=plain_value))
         with _written("answers", path):
-            answers = _answers_under(path, header, say)
-            if answers is None:
-                path.unlink(missing_ok=True)
-            self._lines = JsonLines(path)
-            if answers is None:
+            self._lines = JsonLines(path)  # cuts off a line torn by a kill
+            lines = read_json_lines(path)
+            if lines[:1] != [header]:
+                self._lines.close()
+                path.unlink()
+                self._lines, lines = JsonLines(path), []
                 self._lines.write(header)
-        self.known = answers or {}
+        for batch in lines[1:]:
+            self.known.update(batch)
 
     def begin(self, name: str) -> None:
-        """A new task; what it looks up is what it asks for."""
+        """Start a task: the requests that it looks up are those that it asks."""
         self._name, self._total, self._found, self._new = name, 0, 0, 0
         self._start = self._said = time.monotonic()
 
@@ -75,7 +79,7 @@ class Answers:
         return answer
 
     def put(self, pairs: Iterable[tuple[str, Any]]) -> None:
-        """Remembers a batch of JSON values and writes it as one line. Raises UserError: the disk is full."""
+        """Keep a batch of JSON values, and write it as one line. Raises UserError if the disk is full."""
         batch = dict(pairs)
         if not batch:
             return
@@ -87,7 +91,7 @@ class Answers:
         now = time.monotonic()
         if now - self._said >= SECONDS:
             self._said = now
-            # What was there from an earlier evaluation took no time, so it does not count towards the rate.
+            # Answers of an earlier evaluation took no time, so they do not count towards the rate.
             rate = self._new / max(now - self._start, 1e-9)
             done = self._found + self._new
             left = (self._total - done) / rate
@@ -100,42 +104,21 @@ class Answers:
             self._lines.close()
 
 
-def _answers_under(path: Path, header: dict[str, Any], say: Report) -> dict[str, Any] | None:
-    """The answers under this header; None where the file must be begun anew. A line torn by a kill is dropped."""
-    if not path.exists():
-        return None
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1].splitlines()
-    if not whole:  # killed while it wrote the header
-        return None
-    answers: dict[str, Any] = {}
-    try:
-        if json.loads(whole[0]) != header:
-            return None
-        for line in whole[1:]:
-            answers.update(json.loads(line))
-    except (ValueError, TypeError):
-        aside = move_aside(path)
-        say(f"{path} is damaged; moved to {aside.name}, asking the model again")
-        return None
-    return answers
-
-
 # --- scores and items ------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def only_one(output: Path, say: Report, ranks: Mesh) -> Iterator[None]:
-    """Holds the output, so that two evaluations into one file do not ask twice; the kernel drops the lock.
+    """Lock the output, so that two evaluations into one file do not compute twice; the kernel drops the lock.
 
-    Raises UserError: the folder cannot be written, or the output is one.
+    Raises UserError if the folder cannot be written, or if the output is a folder.
     """
     lock = FileLock(output.with_name(f".{output.name}.lock"))
     run_on_ranks(ranks, lambda: _acquire(lock, output, say), only_first=True)
     try:
         yield
     finally:
-        lock.release()  # of a rank that holds none: nothing
+        lock.release()  # does nothing on a rank that does not hold it
 
 
 def _acquire(lock: FileLock, output: Path, say: Report) -> None:
@@ -146,12 +129,12 @@ def _acquire(lock: FileLock, output: Path, say: Report) -> None:
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            say(f"somebody else writes {output}; waiting for them")
+            say(f"another process writes {output}; waiting for it")
             lock.acquire()
 
 
 class Record:
-    """What is known of a checkpoint, in memory (`scores`) and on disk."""
+    """Scores and items of a checkpoint, in memory (`scores`) and on disk."""
 
     def __init__(
         self,
@@ -163,15 +146,15 @@ class Record:
         ranks: Mesh,
         keep_items: bool,
     ) -> None:
-        """With what an earlier evaluation of this very checkpoint left, less tasks that are asked otherwise now."""
+        """Start from the scores of an earlier evaluation of this checkpoint, without tasks whose settings changed."""
         self.output, self._ranks, self._say, self._keep_items = output, ranks, say, keep_items
         old = run_on_ranks(ranks, lambda: _kept(output, header, suite, ngram, say), only_first=True)
         known: dict[str, Any] = {"tasks": {}, "suites": {}, "held_out": None, "contamination_withheld": None}
         self.scores = header | known | {name: old[name] for name in (*known, "decode") if name in old}
-        # Where there are items already, they must not fall behind their scores.
+        # Items that are there already must not fall behind their scores.
         self._keeps = ranks.rank == 0 and (keep_items or items_path(output).exists())
         self._members: dict[str, bytes] = {}  # packed items by task
-        if self._keeps and self.tasks:  # items of other tasks go with the next write
+        if self._keeps and self.tasks:  # the next write includes the items of other tasks
             by_task: dict[str, list[dict[str, Any]]] = {}
             for item in read_items(items_path(output), say):
                 by_task.setdefault(item["task"], []).append(item)
@@ -184,7 +167,7 @@ class Record:
 
     @contextlib.contextmanager
     def answers(self) -> Iterator[Answers]:
-        """The answers so far, which the first rank keeps; they are deleted when the block ends without an error."""
+        """Open the answers so far, which the first rank keeps; delete them if the block ends without an error."""
         path = self.output.with_name(f"{self.output.stem}.answers.jsonl")
         header = {key: self.scores[key] for key in ("checkpoint_sha256", *SETTINGS)}
         is_first = self._ranks.rank == 0
@@ -195,17 +178,16 @@ class Record:
             path.unlink(missing_ok=True)
 
     def enter(self, name: str, scores: dict[str, Any], items: list[dict[str, Any]]) -> None:
-        """A task is complete, and in the files. Raises UserError: the files cannot be written; the old ones stay."""
+        """Write a finished task. Raises UserError if the files cannot be written; the old ones stay."""
         self.tasks[name] = scores
         if self._keeps:
             self._members[name] = pack_items(items)
         self._write(flush=False)
 
     def finish(self, held_out: Callable[[], dict[str, Any]], suites: Mapping[str, Sequence[str]]) -> None:
-        """Held-out loss, and the means of the suites (name -> tasks) that are whole.
+        """Add the held-out loss, and the means of the suites (name -> tasks) whose tasks have all been scored.
 
-        `held_out` is asked where no loss is known, and, where items are kept, for the windows where it is worst; a
-        known loss stays.
+        `held_out` is called if no loss is known, and, if items are kept, for its worst windows; a known loss stays.
         """
         known = self.scores["held_out"]
         if known is None or known.get("withheld"):  # the corpus may be at hand by now
@@ -221,12 +203,12 @@ class Record:
         self._write(flush=True)
 
     def _write(self, flush: bool) -> None:
-        """Both files; a power cut before the last, flushed, writing costs tasks and no more."""
+        """Write both files; a power cut before the last write, which is flushed, costs only some tasks."""
         self.scores["seconds"] = round(sum(task["seconds"] for task in self.tasks.values()), 3)
 
         def write() -> None:
             with _written("scores", self.output):
-                if self._keeps:  # first, for a task whose scores are there is not scored again
+                if self._keeps:  # first, because a task with scores is not scored again
                     write_atomic(items_path(self.output), self._members.values(), flush)
                 write_json(self.output, self.scores, flush)
 
@@ -234,6 +216,7 @@ class Record:
 
 
 def _kept(output: Path, header: dict[str, Any], suite: Suite, ngram: int | None, say: Report) -> dict[str, Any]:
+    """Return what `output` holds of this checkpoint, without tasks whose items, prompts or settings changed."""
     if not output.exists():
         return {}
     old = read_json(output)
@@ -242,7 +225,7 @@ def _kept(output: Path, header: dict[str, Any], suite: Suite, ngram: int | None,
         return {}
     if old.get("checkpoint_sha256") != header["checkpoint_sha256"]:
         return {}
-    # A file of an earlier version says once what holds for all of its tasks.
+    # Earlier versions recorded these once for all tasks of a file.
     common = {key: old.get(key) for key in SETTINGS}
     known = {
         name: scores | {key: scores.get(key, common[key]) for key in SETTINGS} for name, scores in old["tasks"].items()

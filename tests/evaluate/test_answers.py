@@ -75,15 +75,11 @@ def test_answers_of_another_model_are_dropped(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("line", ["{no json", "3", "null", '"text"'])
-def test_a_damaged_file_is_moved_aside_and_said(tmp_path: Path, line: str) -> None:
-    path, lines = tmp_path / "a.jsonl", list[str]()
-    content = json.dumps(HEADER) + "\n" + line + '\n{"a": 1}\n'
-    path.write_text(content)
-    store = opened(path, lines)
-    assert store.get("a") is None
-    assert (tmp_path / "a.jsonl.corrupt-1").read_text() == content
-    assert "is damaged; moved to a.jsonl.corrupt-1" in lines[0]
+def test_a_damaged_line_costs_its_answers_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join([json.dumps(HEADER), '{"a": 1}', "{no json", "3", "null", '"text"', '{"b": 2}', ""]))
+    store = opened(path)
+    assert (store.get("a"), store.get("b")) == (1, 2)
     store.close()
 
 
