@@ -67,8 +67,15 @@ if TYPE_CHECKING:
         plot_residuals,
         save_figures,
     )
-    from .published import PublishedLaw, compare_published, published_law, published_laws
-    from .published_data import download_published, load_published, published_runs
+    from .published import (
+        PublishedLaw,
+        compare_published,
+        download_published,
+        load_published,
+        published_law,
+        published_laws,
+        published_runs,
+    )
     from .report.report import write_report
     from .results import Analysis, answer
     from .table import RunTable, read_table

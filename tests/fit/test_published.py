@@ -8,10 +8,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-from isoflop.fit import published_data
+from isoflop.fit import published
 from isoflop.fit.errors import InputError
-from isoflop.fit.published import compare_published, published_law, published_laws
-from isoflop.fit.published_data import PublishedFile, download_published, load_published, published_runs
+from isoflop.fit.published import (
+    PublishedFile,
+    compare_published,
+    download_published,
+    load_published,
+    published_law,
+    published_laws,
+    published_runs,
+)
 
 GOPHER = 5.76e23
 APPROACH_3 = "hoffmann2022_approach3"
@@ -215,8 +222,8 @@ CSV = b"Model Size,Training FLOP,loss\n1e8,1e18,3.5\n2e8,1e18,3.4\n1e8,3e18,3.2\
 def tiny(monkeypatch, tmp_path):
     """The set `epoch`, three rows long, with nothing of the user's in reach."""
     entry = PublishedFile("runs.csv", "data/runs.csv", hashlib.sha256(CSV).hexdigest(), len(CSV))
-    record = replace(published_data.DATA["epoch"], files=(entry,))
-    monkeypatch.setitem(published_data.DATA, "epoch", record)
+    record = replace(published.DATA["epoch"], files=(entry,))
+    monkeypatch.setitem(published.DATA, "epoch", record)
     monkeypatch.setenv("ISOFLOP_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("ISOFLOP_DATA", raising=False)
     return record
@@ -318,7 +325,7 @@ def test_rows_are_chosen_by_what_their_columns_hold(tiny, tmp_path):
 def test_published_data_is_there_byte_for_byte(name, rows):
     assert len(published_runs(name)) == rows
     assert len(load_published(name)) == rows  # reading compares the bytes of the verbatim files
-    for entry in published_data.DATA[name].files:
+    for entry in published.DATA[name].files:
         assert not load_published(name, entry.name).empty
 
 
