@@ -184,32 +184,6 @@ def percentile_intervals(draws: Array, level: float) -> Array:
     return np.array([percentile_interval(row, level) for row in rows]).reshape(*points, 2)
 
 
-def bca_interval(draws: Any, estimate: float, jackknife: Any, level: float = 0.95) -> tuple[float, float]:
-    """Bias-corrected and accelerated bootstrap interval (Efron 1987); percentile where all draws lie on one side.
-
-    `draws` (resamples,), `estimate` of the full fit, `jackknife` (groups,) with one group left out each.
-    """
-    from scipy.special import ndtr, ndtri
-
-    values = floats(draws).ravel()
-    values = np.sort(values[~np.isnan(values)])
-    below = 0.5 * ((values < estimate).mean() + (values <= estimate).mean()) if values.size else 0.0
-    if not 0.0 < below < 1.0:
-        return percentile_interval(draws, level)
-    left = floats(jackknife)
-    spread = left[np.isfinite(left)].mean() - left[np.isfinite(left)] if np.isfinite(left).any() else np.zeros(1)
-    scale = float((spread**2).sum())
-    acceleration = float((spread**3).sum()) / (6.0 * scale**1.5) if scale > 0 else 0.0
-    bias = ndtri(below)
-    ends = []
-    for tail in (0.5 * (1.0 - level), 0.5 * (1.0 + level)):
-        shifted = bias + ndtri(tail)
-        share = float(ndtr(bias + shifted / (1.0 - acceleration * shifted)))
-        rank = share * (values.size - 1)
-        ends.append(values[int(np.floor(rank) if tail < 0.5 else np.ceil(rank))])
-    return (float(ends[0]), float(ends[1]))
-
-
 def excess_scatter(squares: Array, variance: Array, freedom: int) -> float:
     """The tau >= 0 at which sum squares / (variance + tau^2) equals the degrees of freedom (Paule and Mandel 1982)."""
     if freedom < 1 or (squares / variance).sum() <= freedom:

@@ -21,7 +21,6 @@ import inspect
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -55,7 +54,6 @@ from ..solver.forms import LogForm
 from ..solver.solver import AGREE, Solution, best_of, joined, solve
 from ..uncertainty import (
     RUNS_PER_CONSTANT,
-    bca_interval,
     by_group,
     excess_scatter,
     group_labels,
@@ -75,16 +73,8 @@ if TYPE_CHECKING:
 
 OBJECTIVES = ("huber", "l1", "squares", "se")
 L1_DELTA = 1e-6
-# Of a profile: values tried on the way out, in distances at which a parabola would end; the far ones only if needed.
-NEAR, FAR = np.array([0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0]), 2.0 ** np.arange(2, 14)
-REFINE = 9  # values tried between the two that an end lies between ...
 PINV = 1e-3  # of the largest singular value, below which rows do not say where a linear step goes
-ROUNDS = 2  # ... so many times
 LARGE = 2000  # rows from which a resample moves the optimum so little that it is the one start of its refit
-OWN_STARTS = 2  # of the law's own, besides a step along the tangent
-NODES = 64  # of a Gaussian kernel
-
-Point = tuple[float, float, Array]  # of a profile: the coordinate that is held, the rise, all coordinates (k,)
 
 
 @dataclass
@@ -189,7 +179,7 @@ class Law(Estimator):
     # What a subclass gives.
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
-        """The law over these rows; uncentred, every coordinate is one constant alone (for profiles)."""
+        """The law over these rows."""
         raise NotImplementedError
 
     @staticmethod
@@ -388,27 +378,14 @@ class Law(Estimator):
 
     # Intervals.
 
-    def interval(self, name: str, level: float = 0.95, method: str = "percentile") -> tuple[float, float]:
-        """Interval of a constant: "percentile" or "bca" of the bootstrap, or "profile" of the likelihood (see
-        `Profile`).
-        """
+    def interval(self, name: str, level: float = 0.95) -> tuple[float, float]:
+        """Return the percentile interval of a constant over the bootstrap."""
         self._known(name)
-        if method == "profile":
-            return Profile(self, name).interval(level)
-        return self.interval_of(lambda constants: constants[name], level, method)
+        return self.interval_of(lambda constants: constants[name], level)
 
-    def interval_of(
-        self, quantity: Callable[[Constants], Any], level: float = 0.95, method: str = "percentile"
-    ) -> tuple[float, float]:
-        """Bootstrap interval of any function of the constants, given as name -> (draws,)."""
-        draws = quantity(self._bootstrapped())
-        if method == "percentile":
-            return percentile_interval(draws, level)
-        if method != "bca":
-            raise InputError(f"method is {method!r}; choose percentile or bca, or profile for a constant of the law.")
-        without = self._left_out(self.groups_)
-        left = {name: values[without.converged] for name, values in self.problem_.constants(without.theta).items()}
-        return bca_interval(draws, float(quantity(self.constants_)), quantity(left), level)
+    def interval_of(self, quantity: Callable[[Constants], Any], level: float = 0.95) -> tuple[float, float]:
+        """Return the bootstrap interval of any function of the constants, which gets name -> (draws,)."""
+        return percentile_interval(quantity(self._bootstrapped()), level)
 
     def predict_interval(
         self, *inputs: ArrayLike, level: float = 0.95, kind: str = "mean", **named: ArrayLike
@@ -599,11 +576,11 @@ class LossLaw(Law):
         a = float(self.size_exponent(self.constants_))
         return a, 1.0 - a
 
-    def interval(self, name: str, level: float = 0.95, method: str = "percentile") -> tuple[float, float]:
-        """As `Law.interval`; also of `a`, the exponent of N*(C), from the bootstrap."""
+    def interval(self, name: str, level: float = 0.95) -> tuple[float, float]:
+        """Return the interval of a constant, or of `a`, the exponent of N*(C), over the bootstrap."""
         if name != "a" or name in self.names:
-            return super().interval(name, level, method)
-        return self.interval_of(self.size_exponent, level, method)
+            return super().interval(name, level)
+        return self.interval_of(self.size_exponent, level)
 
     @property
     def unresolved_(self) -> list[str]:
@@ -639,124 +616,3 @@ class LineLaw(Law):
     ) -> Self:
         """x, y (n,) positive; weight and standard errors of y (n,) optional. Returns self."""
         return self._fit((x, y), weight, loss_se)
-
-
-class Profile:
-    """A profile likelihood: one constant is held at value after value, and all others are fitted again.
-
-    It takes rows as independent and alike in their noise. Huber's objective is no likelihood, so how far it may rise
-    follows from the errors: 2 rise * mean psi' / mean psi^2 is F(1, n - k), psi being the objective's slope. Both means
-    are those of the left-out residuals, smoothed by a kernel; with the fit's own, intervals cover 85 to 92 % instead of
-    94 to 97 (measured in docs/decisions.md).
-
-    The tau test: Huber and Ronchetti 2009, Robust Statistics, chapter 13. For least squares it is the F test.
-    """
-
-    def __init__(self, law: Law, name: str) -> None:
-        """Raises InputError for a constant that is not fitted by itself, and after a bootstrap of groups of rows."""
-        law._fitted()
-        *inputs, observed = law.data_.values()
-        self.law, self.problem = law, law._problem(tuple(inputs), observed, centred=False)
-        p = self.problem
-        if name not in p.bounds:
-            raise InputError(f"profile of {name!r} is not known; choose one of {', '.join(p.coordinates)}.")
-        used = law.weight_ > 0
-        groups = used.sum() if law.draws_ is None else len(np.unique(law.groups_[used]))
-        if groups < used.sum():
-            raise InputError(
-                f"the {used.sum()} rows of this law move in {groups} groups and a profile takes them as independent; "
-                "choose percentile or bca."
-            )
-        self.at = p.coordinates.index(name)
-        self.log = name in p.logarithmic
-        with np.errstate(divide="ignore"):
-            constants = [law.constants_[c] if c not in p.logarithmic else np.log(law.constants_[c]) for c in p.bounds]
-        self.best = np.clip(constants, p.lower, p.upper)
-        slope = law._slopes(p, self.best)
-        others = (p.lower < self.best) & (self.best < p.upper)
-        others[self.at] = False
-        size = np.maximum(np.linalg.norm(slope, axis=0), 1e-300)
-        follow = np.linalg.lstsq((slope / size)[:, others], slope[:, self.at], rcond=1e-12)[0]
-        # How all coordinates follow the one that is held, to first order, and what of its squared slope is then left.
-        self.direction = np.zeros(len(self.best))
-        self.direction[self.at], self.direction[others] = 1.0, -follow / size[others]
-        self.curvature = float(((slope @ self.direction) ** 2).sum())
-
-    def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """The values that the runs tolerate at `level`; an end that they do not determine is 0 or infinite."""
-        most = self.tolerated_rise(level)
-        # Where the objective is flat, a step of 1 is a factor of e.
-        step = min(np.sqrt(2.0 * most / max(self._slope_moments()[0] * self.curvature, 1e-300)), 1.0)
-        low, high = (self._end(sign * step, most) for sign in (-1.0, 1.0))
-        return (float(np.exp(low)), float(np.exp(high))) if self.log else (low, high)
-
-    def tolerated_rise(self, level: float = 0.95) -> float:
-        """The rise of the objective at the ends of an interval."""
-        from scipy.special import stdtrit
-
-        curve, square = self._slope_moments()
-        freedom = max(int((self.law.weight_ > 0).sum()) - self.law.problem_.free, 1)
-        return float(0.5 * stdtrit(freedom, 0.5 + 0.5 * level) ** 2 * square / curve)
-
-    def _slope_moments(self) -> tuple[float, float]:
-        from scipy.special import ndtr, ndtri
-
-        law = self.law
-        if law.objective == "se":  # its squares are in units of the known variance
-            return 1.0, 1.0
-        used, delta = law.weight_ > 0, law._delta
-        weight, rows = law.weight_[used], int(used.sum())
-        if np.isinf(delta):
-            return 1.0, float(weight @ law.residuals()[used] ** 2 / max(rows - law.problem_.free, 1))
-        error = law.left_out_residuals(np.arange(len(used)).astype(str))[used]
-        share = weight / weight.sum()
-        width = max(kernel_width(error, rows), 1e-12)
-        shrink = np.sqrt(1.0 + width**2 / max(float(np.mean(error**2)), 1e-24))  # the variance stays what it is
-        error, width = error / shrink, width / shrink
-        curve = share @ (ndtr((delta - error) / width) - ndtr((-delta - error) / width))
-        kernel = width * ndtri((np.arange(NODES) + 0.5) / NODES)
-        square = share @ np.clip(error[:, None] + kernel, -delta, delta) ** 2
-        return float(curve), float(square.mean())
-
-    def _refits(self, values: Array, near: Array) -> tuple[Array, Array]:
-        """Rise of the objective (m,) and coordinates (m, k), with the held one at values (m,)."""
-        p, law = self.problem, self.law
-        warm = near + (values - near[:, self.at])[:, None] * self.direction
-        lower, upper = (np.tile(bound, (len(values), 1)) for bound in (p.lower, p.upper))
-        lower[:, self.at] = upper[:, self.at] = values
-        weights = np.broadcast_to(law.weight_ * law._precision, (len(values), p.form.points))
-        starts = p.starts(weights[:1], OWN_STARTS)
-        found = solve(p.form, p.target, weights, starts, lower, upper, law._delta, warm=warm)
-        rise = np.where(np.isfinite(found.objective), found.objective, np.inf) - law.objective_
-        return np.maximum(rise, 0.0), found.theta
-
-    def _end(self, step: float, most: float) -> float:
-        """The coordinate where the objective has risen by `most`, in the direction of `step`; infinite (or zero) if
-        never.
-        """
-        best = self.best[self.at]
-        bound = float((self.problem.upper if step > 0 else self.problem.lower)[self.at])
-        outward = best + step * np.concatenate([NEAR, FAR])
-        outward = np.append(outward[np.abs(outward - best) < abs(bound - best)], bound)
-        points: list[Point] = [(best, 0.0, self.best)]
-        for values in np.split(outward[np.isfinite(outward)], [len(NEAR)]):
-            if len(values) and points[-1][1] <= most:
-                points += self._points(values, np.tile(points[-1][2], (len(values), 1)))
-        if max(rise for _, rise, _ in points) <= most:
-            return 0.0 if bound == 0.0 and not self.log else float(np.copysign(np.inf, step))
-        for _ in range(ROUNDS):
-            inner, outer = _crossing(points, most)
-            share = np.linspace(0.0, 1.0, REFINE + 2)[1:-1]
-            between = inner[2] + share[:, None] * (outer[2] - inner[2])
-            points = [inner, *self._points(inner[0] + share * (outer[0] - inner[0]), between), outer]
-        inner, outer = _crossing(points, most)
-        # The root of the rise is nearly straight.
-        inside, outside = np.sqrt(inner[1]), np.sqrt(min(outer[1], 1e9 * most))
-        return float(inner[0] + (np.sqrt(most) - inside) / (outside - inside) * (outer[0] - inner[0]))
-
-    def _points(self, values: Array, near: Array) -> list[Point]:
-        return list(zip(values, *self._refits(values, near), strict=True))
-
-
-def _crossing(points: list[Point], most: float) -> tuple[Point, Point]:
-    return next((inner, outer) for inner, outer in pairwise(points) if outer[1] > most)

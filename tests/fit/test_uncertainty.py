@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 from isoflop import fit
 from isoflop.fit.allocation.allocation import optimum
-from isoflop.fit.uncertainty import bca_interval
-from scipy import stats
 
 NOISE = 0.003
 LAWS = 200
@@ -145,27 +143,6 @@ def test_the_wild_bootstrap_has_the_jackknifes_variance():
     expected = (bread @ meat @ bread)[1, 1] * (1 - 1 / 14) * 12 / (12 - 2)
     np.testing.assert_allclose(law.draws_["p"].var(), expected, rtol=0.03)  # 40,000 draws: 1 % is one deviation
     np.testing.assert_allclose(law.draws_["p"].mean(), law.p_, atol=5 * np.sqrt(expected / 40_000))
-
-
-def test_the_profile_of_a_straight_line_is_students_t():
-    x, y = straight_line(2)
-    law = fit.PowerLaw().fit(x, y)
-    line = stats.linregress(np.log(x), np.log(y))
-    for level in (0.5, 0.95, 0.999):
-        reach = stats.t.ppf(0.5 + 0.5 * level, 12)
-        expected = [line.slope - reach * line.stderr, line.slope + reach * line.stderr]
-        np.testing.assert_allclose(law.interval("p", level, method="profile"), expected, rtol=1e-9)
-        expected = np.exp([line.intercept + side * reach * line.intercept_stderr for side in (-1, 1)])
-        np.testing.assert_allclose(law.interval("k", level, method="profile"), expected, rtol=1e-6)
-
-
-def test_bca_is_scipys_on_the_same_draws():
-    data = np.random.default_rng(0).exponential(size=25)
-    theirs = stats.bootstrap((data,), np.mean, n_resamples=20_000, method="BCa", rng=np.random.default_rng(1))
-    left = [np.delete(data, i).mean() for i in range(25)]
-    ours = bca_interval(theirs.bootstrap_distribution, data.mean(), left)
-    # The ends are order statistics here and interpolated there; 20,000 draws lie close.
-    np.testing.assert_allclose(ours, theirs.confidence_interval, atol=1e-3)
 
 
 # What is and is not determined.
