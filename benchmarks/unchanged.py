@@ -279,8 +279,8 @@ def laws() -> dict[str, Any]:
         for number, each in enumerate(fitted)
     }
     decided = [
-        law.optimal([1e21, 5.76e23]), fit.token_limited(law, 1e24, 1e11), fit.overtraining_cost(law, 1e24, size=0.5),
-        fit.inference_aware(law, 1e13, loss=2.0), fit.fixed_size(law, 7e9, loss=2.1), fit.compute_optimal(law, 1e22, 3),
+        law.optimal([1e21, 5.76e23]), fit.token_limited(law, 1e24, 1e11), fit.inference_aware(law, 1e13, loss=2.0),
+        fit.compute_optimal(law, 1e22, 3),
     ]  # fmt: skip
     profiles = fit.IsoflopProfiles().fit(*table, runs.flops).profiles_
     published = {

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from .allocation.allocation import (
         Optimum,
         compute_optimal,
-        fixed_size,
         inference_aware,
-        overtraining_cost,
         token_limited,
     )
     from .allocation.serving import Device, Prices, Served

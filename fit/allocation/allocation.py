@@ -1,14 +1,13 @@
-"""How to split a budget between parameters and tokens, under the questions that people really ask.
+"""How to split a budget between parameters and tokens, also with limited tokens or with serving counted.
 
 Special here:
 - A question is a pure function of a law's constants. `answer` asks it of the fitted constants and of every draw at
   once, (targets, 1) against (r,), so that every answer is an `Optimum` with intervals.
-- E + A/N^alpha + B/D^beta has closed forms, or roots to rounding along the curve of `EqualLoss`. Other laws of (N, D),
-  FLOP conventions and repeated tokens are searched.
+- A law gives its own optimum, in closed form where it has one. Other FLOP conventions and repeated tokens are searched.
 - A vanished term sends the optimum to zero or infinity, and a loss out of reach costs infinity: both are answers.
 
 Hoffmann et al. 2022 (arXiv:2203.15556), section 3.3; Muennighoff et al. 2023 (arXiv:2305.16264); Sardana et al. 2023
-(arXiv:2401.00448); de Vries 2023, "Go smol or go home", for the price of a smaller model.
+(arXiv:2401.00448).
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from .serving import Prices
 
 GRID = 160  # points of a search's first pass, which a law of several valleys needs
 LOGITS = 700.0  # bounds of logit s: its exponential is still a number
-FAR = 300.0  # bounds of log D around sqrt(C)
 REACH = 60.0  # a search in log N goes this far to both sides of sqrt(C), so that units do not matter
 
 Curve = Callable[[Array], Array]
@@ -133,16 +131,6 @@ def aligned(**columns: ArrayLike) -> list[Array]:
     return [np.broadcast_to(v, longest)[:, None] for v in checked.values()]
 
 
-def exactly_one(**options: Any) -> tuple[str, Any]:
-    """The name and the value of the one option that is not None."""
-    given = [name for name, value in options.items() if value is not None]
-    if len(given) != 1:
-        raise InputError(
-            f"{' and '.join(given) or 'nothing'} was given; exactly one of {', '.join(options)} is needed."
-        )
-    return given[0], options[given[0]]
-
-
 def _written(name: str, value: float) -> str:
     if not np.isfinite(value):
         return "none" if np.isnan(value) else "∞"
@@ -159,13 +147,6 @@ def optimum(flops: ArrayLike, constants: Constants, coefficient: float = 6.0) ->
     log_n = (np.log(alpha * A) - np.log(beta * B) + beta * log_c) / (alpha + beta)
     N, D = np.exp(log_n), np.exp(log_c - log_n)
     return N, D, E + _term(A, N, alpha) + _term(B, D, beta)
-
-
-def tokens_for_loss(N: ArrayLike, loss: ArrayLike, constants: Constants) -> Array:
-    """The D at which the law falls to `loss`; infinite where no number of tokens is enough."""
-    E, A, B, alpha, beta = _live(constants)
-    left = floats(loss) - E - _term(A, floats(N), alpha)
-    return np.where(left > 0, (B / np.where(left > 0, left, 1.0)) ** (1.0 / beta), np.inf)
 
 
 class EqualLoss:
@@ -190,21 +171,6 @@ class EqualLoss:
         """N and D at z; infinite where no model reaches the loss."""
         N, D = (np.where(self.reachable, np.exp(log), np.inf) for log in self(z))
         return N, D
-
-
-def serving_optimum(C: Array, worth: Array, constants: Constants) -> tuple[Array, Array, Array]:
-    """N, D and the lowest loss with C = 6 N (D + worth), where the slope in log D vanishes."""
-    E, A, B, alpha, beta = _live(constants)
-    log_c = np.log(C / 6.0)
-
-    def slope(y: Array) -> Array:
-        log_n = log_c - np.logaddexp(y, np.log(worth))
-        return np.log(alpha * A) - alpha * log_n - np.log(beta * B) + beta * y - np.log1p(worth * np.exp(-y))
-
-    y = root(slope, 0.5 * log_c - FAR, 0.5 * log_c + FAR)
-    D = np.where(A == 0, np.inf, np.where(B == 0, 0.0, np.exp(y)))
-    N = C / 6.0 / (D + worth)
-    return N, D, E + _term(A, N, alpha) + _term(B, D, beta)
 
 
 def lowest(value: Callable[[Array], Array], low: Array, high: Array) -> tuple[Array, Array]:
@@ -303,111 +269,32 @@ def token_limited(
     return answer(law, solve, level, flops_per_token)
 
 
-def fixed_size(
-    law: Any,
-    N: ArrayLike,
-    flops: ArrayLike | None = None,
-    loss: ArrayLike | None = None,
-    flops_per_token: float | Curve | None = None,
-    level: float = 0.95,
-) -> Optimum:
-    """At N parameters: the tokens and loss that `flops` buy, or the tokens and FLOPs that `loss` needs (maybe
-    infinite).
-    """
-    name, value = exactly_one(flops=flops, loss=loss)
-    flops_per_token = own_convention(law, flops_per_token)
-    spend = spending(flops_per_token)
-    n, given = aligned(N=N, **{name: value})
-    if name == "loss":
-        _chinchilla(law)
-
-    def solve(constants: Constants) -> Columns:
-        if name == "flops":
-            D = given / spend(n)
-            return {"flops": given, "N": n, "D": D, "loss": law.evaluate(constants, n, D)}
-        D = tokens_for_loss(n, given, constants)
-        return {"flops": spend(n) * D, "N": n, "D": D, "loss": given}
-
-    return answer(law, solve, level, flops_per_token)
-
-
-def overtraining_cost(
-    law: Any,
-    flops: ArrayLike,
-    ratio: ArrayLike | None = None,
-    size: ArrayLike | None = None,
-    overhead: ArrayLike | None = None,
-    level: float = 0.95,
-) -> Optimum:
-    """A smaller model of the same loss as the optimum at `flops` (C = 6 N D), and what it costs to train. de Vries
-    2023.
-
-    Exactly one of: ratio, its tokens per parameter over the optimum's; size, its parameters over the optimum's;
-    overhead, the extra compute one will pay (0.2 for 20 %), for the smallest such model. `more`: size and overhead,
-    which is infinite below (beta / (alpha + beta))^(1/alpha) of the optimal size.
-
-    Half the size of Chinchilla's approach 3 at its budget, for 21 % more training:
-
-    >>> from isoflop.fit import ChinchillaLaw
-    >>> N, D = [1e7, 1e7, 1e7, 1e8, 1e8, 1e8, 1e9, 1e9, 1e9], [1e9, 1e10, 1e11] * 3
-    >>> law = ChinchillaLaw().fit(N, D, [1.69 + 406.4 / n**0.34 + 410.7 / d**0.28 for n, d in zip(N, D)])
-    >>> overtraining_cost(law, 5.76e23, size=0.5)
-    C (6ND) = 6.96e23, N = 16.1B, D = 7.21T, D/N = 448, loss = 1.9307, size = 0.500, overhead = 0.208
-    """
-    name, value = exactly_one(ratio=ratio, size=size, overhead=overhead)
-    _chinchilla(law)
-    C, wanted = aligned(flops=flops, **{name: value})
-
-    def solve(constants: Constants) -> Columns:
-        N0, _, loss = optimum(C, constants)
-        if name == "size":
-            N = wanted * N0
-            D = tokens_for_loss(N, loss, constants)
-        else:
-            curve = EqualLoss(constants, loss)
-            n0, d0 = curve(curve.cheapest)
-            if name == "ratio":
-                z = root(lambda z: np.subtract(*curve(z)[::-1]) - (d0 - n0) - np.log(wanted), *curve.ends)
-            else:
-                z = root(lambda z: np.add(*curve(z)) - (n0 + d0) - np.log1p(wanted), curve.cheapest, curve.ends[1])
-            N, D = curve.point(z)
-        spent = 6.0 * N * D
-        overhead = np.round(spent / C - 1.0, 12)  # rounding is no overhead
-        return {"flops": spent, "N": N, "D": D, "loss": loss, "size": N / N0, "overhead": overhead}
-
-    return answer(law, solve, level)
-
-
 def inference_aware(
-    law: Any,
-    lifetime_tokens: ArrayLike,
-    loss: ArrayLike | None = None,
-    budget: ArrayLike | None = None,
-    prices: Prices | None = None,
-    level: float = 0.95,
+    law: Any, lifetime_tokens: ArrayLike, loss: ArrayLike, prices: Prices | None = None, level: float = 0.95
 ) -> Optimum:
-    """The model that is cheapest to train and then to serve for `lifetime_tokens`. Sardana et al. 2023.
+    """Return the model of a given loss that is cheapest to train and then to serve (Sardana et al. 2023).
 
-    A token trained on costs 6 N FLOPs, one served 2 N. Exactly one of: loss, to be reached; budget, for the lowest loss
-    (total FLOPs, or dollars with `prices`). `flops` is training alone; `more`: inference_flops, total_flops, saving
-    (over the training-optimal model of the same loss), and dollars with `prices`.
+    Args:
+        law: One with a curve of `equal_loss`, such as `ChinchillaLaw`.
+        lifetime_tokens: Tokens to be served, at 2 N FLOPs each; a token of training costs 6 N.
+        loss: The loss to reach. `lifetime_tokens` and `loss` broadcast together.
+        prices: Of training and of serving; without them, FLOPs are counted.
+        level: Of the intervals.
+
+    Returns:
+        `flops` of training alone. `more` has inference_flops, total_flops, saving (over the training-optimal model of
+        the same loss), and dollars with `prices`. Infinite where no model reaches the loss.
     """
-    name, value = exactly_one(loss=loss, budget=budget)
-    _chinchilla(law)
-    served, wanted = aligned(lifetime_tokens=lifetime_tokens, **{name: value})
+    if not hasattr(law, "equal_loss"):
+        raise InputError(f"the law is of form {law.form!r}; this question needs E + A/N^alpha + B/D^beta.")
+    served, goal = aligned(lifetime_tokens=lifetime_tokens, loss=loss)
     # Serving a token costs what training on this many would.
     worth = served / 3.0 * (prices.serve / prices.train if prices else 1.0)
 
     def solve(constants: Constants) -> Columns:
-        if name == "loss":
-            curve = EqualLoss(constants, wanted)
-            z = root(lambda z: z - curve.cheapest - np.log1p(worth * np.exp(-curve(z)[1])), *curve.ends)
-            N, D = curve.point(z)
-            goal = wanted
-        else:
-            N, D, goal = serving_optimum(wanted / (prices.train if prices else 1.0), worth, constants)
-            curve = EqualLoss(constants, goal)
-        N0, D0 = curve.point(curve.cheapest)
+        curve = law.equal_loss(constants, goal)
+        z = root(lambda z: z - curve.cheapest - np.log1p(worth * np.exp(-curve(z)[1])), *curve.ends)
+        (N, D), (N0, D0) = curve.point(z), curve.point(curve.cheapest)
         found = {"flops": 6.0 * N * D, "N": N, "D": D, "loss": goal, "inference_flops": 2.0 * N * served}
         found["total_flops"] = found["flops"] + found["inference_flops"]
         found["saving"] = 1.0 - N * (D + worth) / (N0 * (D0 + worth))
@@ -432,8 +319,8 @@ def search(
     law: Any, constants: Constants, C: Array, spend: Curve, U: Array | None = None
 ) -> tuple[Array, Array, Array]:
     """The lowest loss over log N at D = C / spend(N), for any law: a grid, then golden sections around its best."""
-    # Next to E the other terms lose digits, and the place of a flat minimum half of those left.
-    sought = {**constants, "E": np.zeros_like(constants["E"])} if law.form == "chinchilla" else constants
+    # Next to an irreducible loss the other terms lose digits, and the place of a flat minimum half of those left.
+    sought = {**constants, law.irreducible: 0.0 * constants[law.irreducible]} if law.irreducible else constants
 
     def loss(x: Array, constants: Constants = sought) -> Array:
         N = np.exp(x)
@@ -454,8 +341,3 @@ def spending(flops_per_token: float | Curve) -> Curve:
         return flops_per_token
     coefficient = float(positive("flops_per_token", [flops_per_token])[0])
     return lambda N: coefficient * N
-
-
-def _chinchilla(law: Any) -> None:
-    if law.form != "chinchilla":
-        raise InputError(f"the law is of form {law.form!r}; this question needs E + A/N^alpha + B/D^beta.")

@@ -212,7 +212,7 @@ def parametric(
     if not (np.isfinite(ends.ratio) & (ends.ratio > 0)).all():
         gone = f" ({', '.join(law.degenerate_)} at a bound)" if law.degenerate_ else ""
         return Approach("parametric", title, f"the law has no best size at the budgets of the runs{gone}", law=law)
-    if flops_per_token is None and law.form == "chinchilla":
+    if flops_per_token is None and law.power_optimum:
         exponent = finite_or_none(law.exponents_[0])
         interval = None if law.draws_ is None else law.interval("a")
     elif span is not None and span[1] > span[0]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..allocation.allocation import optimum
+from ..allocation.allocation import EqualLoss, optimum
 from ..errors import Array, Columns, Constants, InputError, Say
 from ..solver.forms import LogSumExp
 from ..solver.solver import variable_projection
@@ -58,6 +58,8 @@ class ChinchillaLaw(LossLaw):
     title = "the law E + A/N^alpha + B/D^beta"
     names = ("E", "A", "B", "alpha", "beta")
     exponent_names = ("alpha", "beta")
+    irreducible = "E"
+    power_optimum = True
     resample_starts = 1  # on 4000 resamples of published runs no other start of 64 ended lower
     E_: float
     A_: float
@@ -89,6 +91,10 @@ class ChinchillaLaw(LossLaw):
     ) -> tuple[Array, Array, Array]:
         """In closed form (Hoffmann et al. 2022, equation 4)."""
         return optimum(flops, constants, flops_per_token)
+
+    def equal_loss(self, constants: Constants, loss: Array) -> EqualLoss:
+        """Return the curve of N and D that reach a loss, for `inference_aware`."""
+        return EqualLoss(constants, loss)
 
     def size_exponent(self, constants: Constants) -> Any:
         """Beta / (alpha + beta), of N* = G (C/6)^a."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..allocation.allocation import optimum
+from ..allocation.allocation import EqualLoss, optimum
 from ..errors import Array, Columns, Constants, Say
 from ..solver.forms import LogSumTerms, Term, power_sum
 from ..solver.solver import variable_projection
@@ -54,6 +54,10 @@ class GammaLaw(ChinchillaLaw):
         """In closed form: the N and D that minimise the sum in brackets."""
         N, D, inner = optimum(flops, {**constants, "E": 0.0}, flops_per_token)
         return N, D, constants["E"] + np.power(inner, constants["gamma"])
+
+    def equal_loss(self, constants: Constants, loss: Array) -> EqualLoss:
+        left = np.power(np.maximum(loss - constants["E"], 0.0), 1.0 / constants["gamma"])
+        return EqualLoss({**constants, "E": np.zeros_like(constants["E"])}, left)
 
     # The law as the solver sees it.
 

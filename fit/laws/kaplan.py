@@ -39,6 +39,7 @@ class KaplanLaw(LossLaw):
     title = "the law [(N_c/N)^(alpha_N/alpha_D) + D_c/D]^alpha_D"
     names = ("N_c", "D_c", "alpha_N", "alpha_D")
     exponent_names = ("alpha_N", "alpha_D")
+    power_optimum = True
     direct = "deeper"
     N_c_: float
     D_c_: float

@@ -167,6 +167,7 @@ class Law(Estimator):
     direct: str = "no"
     bootstrap_: dict[str, Any]
     resampling: ClassVar[str] = "auto"  # the default method of `bootstrap`
+    irreducible: ClassVar[str] = ""  # the constant that is added to all else, where there is one
 
     def __init__(self, objective: str = "huber", delta: float = 1e-3) -> None:
         if objective not in OBJECTIVES:
@@ -525,6 +526,7 @@ class LossLaw(Law):
     output = "loss"
     E: float | None = None  # where it is given, and not fitted
     exponent_names: tuple[str, ...] = ()  # constants that say how fast the loss falls
+    power_optimum: ClassVar[bool] = False  # whether N*(C) is a power of C, so that `size_exponent` is exact
     flops_per_token_: FlopsPerToken | None = None  # as the table counts that it was fitted to; None: 6N
 
     def fit(

@@ -33,6 +33,8 @@ class OvertrainingLaw(LossLaw):
     title = "the law E + (a M^eta + b M^-eta) C^-eta"
     names = ("E", "a", "b", "eta")
     exponent_names = ("eta",)
+    irreducible = "E"
+    power_optimum = True
     E_: float
     a_: float
     b_: float

@@ -28,6 +28,7 @@ class Known:
     constants_: dict
     draws_: dict | None = None
     form: str = "chinchilla"
+    irreducible: str = "E"
     inputs: tuple = ("N", "D")
     evaluate: object = field(default=staticmethod(chinchilla))
 
@@ -35,6 +36,9 @@ class Known:
         if self.form == "chinchilla":
             return allocation.optimum(flops, constants, flops_per_token)
         return LossLaw.optimum(self, flops, constants, flops_per_token)
+
+    def equal_loss(self, constants, loss):
+        return allocation.EqualLoss(constants, loss)
 
 
 def random_constants(seed, n):
@@ -118,7 +122,7 @@ def test_a_law_of_another_form_is_searched():
         return ((c["N_c"] / N) ** (c["alpha_N"] / c["alpha_D"]) + c["D_c"] / D) ** c["alpha_D"]
 
     constants = {"N_c": 8.8e13, "D_c": 5.4e13, "alpha_N": 0.076, "alpha_D": 0.103}
-    found = allocation.compute_optimal(Known(constants, form="kaplan", evaluate=kaplan), 1e21)
+    found = allocation.compute_optimal(Known(constants, form="kaplan", irreducible="", evaluate=kaplan), 1e21)
     N, loss = peer(lambda n: kaplan(constants, n, 1e21 / 6 / n), 1e6, 1e14)
     np.testing.assert_allclose(found.N, N, rtol=1e-5)
     np.testing.assert_allclose(found.loss, loss, rtol=1e-12)
@@ -171,10 +175,6 @@ def test_serving_moves_the_optimum_to_where_scipy_finds_it():
         np.testing.assert_allclose(found.more["total_flops"], total, rtol=1e-12)
         np.testing.assert_allclose(found.N, N, rtol=1e-6)
         np.testing.assert_allclose(chinchilla(constants, found.N, found.D), goals[j], rtol=1e-12)
-        # The best loss of that budget is this loss, reached by this model.
-        dual = allocation.inference_aware(Known(constants), served, budget=found.more["total_flops"])
-        np.testing.assert_allclose([dual.N, dual.D, dual.loss], [found.N, found.D, found.loss], rtol=1e-9)
-        np.testing.assert_allclose(dual.more["saving"], found.more["saving"], atol=1e-9)
         assert found.more["saving"][0] > 0
 
 
@@ -204,67 +204,33 @@ def test_prices_weigh_serving_against_training():
     many = allocation.inference_aware(law, 40 * served, loss=2.1)
     found = allocation.inference_aware(law, served, loss=2.1, prices=slow)
     np.testing.assert_allclose([found.N, found.D], [many.N, many.D], rtol=1e-9)
-    dual = allocation.inference_aware(law, served, budget=found.more["dollars"], prices=slow)
-    np.testing.assert_allclose([dual.N, dual.loss], [found.N, found.loss], rtol=1e-9)
-    np.testing.assert_allclose(dual.more["dollars"], found.more["dollars"], rtol=1e-12)
-
-
-def test_a_fixed_size_spends_a_budget_or_says_what_a_loss_needs():
-    law = drawn(8)
-    spent = allocation.fixed_size(law, 1e9, flops=[1e20, 1e22])
-    np.testing.assert_allclose(spent.loss, chinchilla(law.constants_, 1e9, np.array([1e20, 1e22]) / 6e9), rtol=1e-14)
-    needed = allocation.fixed_size(law, 1e9, loss=spent.loss)
-    np.testing.assert_allclose([needed.D, needed.flops], [spent.D, [1e20, 1e22]], rtol=1e-9)
 
 
 def test_a_loss_out_of_reach_costs_infinity_and_counts_in_the_interval():
     draws = {name: np.full(100, value) for name, value in HOFFMANN.items()}
-    draws["E"] = np.where(np.arange(100) < 10, 2.2, 1.69)  # a tenth of the draws lie above the goal
-    law = Known(HOFFMANN, draws)
-    found = allocation.fixed_size(law, [1e9, 1e7], loss=2.2)
-    assert np.isfinite(found.D[0])
-    assert np.isinf(found.D[1])  # 406.4 / 1e7^0.34 alone is 1.7
-    assert found.interval("flops")[0][1] == np.inf
-    assert np.isfinite(found.interval("flops", level=0.7)[0]).all()
-    served = allocation.inference_aware(law, 1e12, loss=2.2)
+    draws["E"] = np.where(np.arange(100) < 10, 2.2, 1.69)  # a tenth of the draws lie at the goal
+    served = allocation.inference_aware(Known(HOFFMANN, draws), 1e12, loss=2.2)
     assert np.isfinite(served.N[0])
     assert served.interval("N")[0][1] == np.inf
-    assert "∞" in repr(found)
+    assert np.isfinite(served.interval("N", level=0.7)[0]).all()
+    assert "∞" in repr(served)
 
 
-def test_equal_exponents_make_overtraining_cost_a_cosh():
-    gamma = 0.3
-    law = Known(HOFFMANN | {"alpha": gamma, "beta": gamma})
-    k = np.array([0.2, 1.0, 4.0, 20.0])
-    found = allocation.overtraining_cost(law, 1e21, ratio=k)
-    np.testing.assert_allclose(1 + found.more["overhead"], np.cosh(gamma * np.log(k) / 2) ** (2 / gamma), rtol=1e-9)
-    best = allocation.compute_optimal(law, 1e21)
-    np.testing.assert_allclose(found.ratio / best.ratio, k, rtol=1e-9)
-    np.testing.assert_allclose(chinchilla(law.constants_, found.N, found.D), best.loss[0], rtol=1e-12)
+@pytest.mark.parametrize("gamma", [0.6, 1.0])
+def test_the_law_with_a_power_of_both_terms_is_served_too(gamma):
+    rng = np.random.default_rng(2)
+    N, D = 10 ** rng.uniform(7.5, 10.5, 30), 10 ** rng.uniform(9, 12, 30)
+    truth = {"E": 1.7, "A": 300.0, "B": 900.0, "alpha": 0.5, "beta": 0.52, "gamma": gamma}
+    law = fit.GammaLaw().fit(N, D, fit.GammaLaw.evaluate(truth, N, D))
+    found = allocation.inference_aware(law, 1e12, loss=2.3)
+    assert law.predict(N=found.N[0], D=found.D[0]) == pytest.approx(2.3, rel=1e-9)
 
+    def cost(n):  # the D that reaches the loss, from the sum in brackets
+        left = (2.3 - 1.7) ** (1 / gamma) - 300.0 / n**0.5
+        return np.inf if left <= 0 else n * (6 * (900.0 / left) ** (1 / 0.52) + 2e12)
 
-def test_the_price_of_a_smaller_model_is_de_vriess_formula():
-    law = drawn(9)
-    k = 0.6
-    found = allocation.overtraining_cost(law, 1e21, size=k)
-    a, b = law.draws_["alpha"], law.draws_["beta"]
-    with np.errstate(invalid="ignore"):
-        tokens = (1 - (k**-a - 1) * b / a) ** (-1 / b)  # at the optimum the terms stand as beta to alpha
-    expected = np.where(np.isnan(tokens), np.inf, k * tokens - 1)
-    np.testing.assert_allclose(found.draws["overhead"][0], expected, rtol=1e-8)
-
-
-def test_the_smallest_model_for_an_overhead_undoes_the_overhead_of_a_size():
-    law = Known(HOFFMANN)
-    sizes = np.array([0.9, 0.5, 0.2])
-    costs = allocation.overtraining_cost(law, 1e21, size=sizes).more["overhead"]
-    np.testing.assert_allclose(
-        allocation.overtraining_cost(law, 1e24, overhead=costs).more["size"], sizes, rtol=1e-6
-    )  # and the budget does not matter
-    limit = (0.28 / 0.62) ** (1 / 0.34)
-    found = allocation.overtraining_cost(law, 1e21, size=[limit * 1.001, limit * 0.999])
-    assert np.isfinite(found.flops[0])
-    assert np.isinf(found.flops[1])
+    size, total = peer(cost, found.N[0] / 30, found.N[0] * 30)
+    np.testing.assert_allclose([found.N[0], found.more["total_flops"][0]], [size, total], rtol=1e-5)
 
 
 def test_intervals_are_percentiles_over_draws_and_cover():
@@ -276,9 +242,6 @@ def test_intervals_are_percentiles_over_draws_and_cover():
         lambda law: allocation.compute_optimal(law, 1e22),
         lambda law: allocation.token_limited(law, 1e22, 5e10),
         lambda law: allocation.inference_aware(law, 1e12, loss=2.3),
-        lambda law: allocation.inference_aware(law, 1e12, budget=1e22),
-        lambda law: allocation.fixed_size(law, 1e9, loss=2.5),
-        lambda law: allocation.overtraining_cost(law, 1e22, overhead=0.2),
     ):
         found, true, alone = ask(law), ask(Known(HOFFMANN)), ask(Known({name: v[7] for name, v in law.draws_.items()}))
         assert set(found.intervals) == set(found.values)
@@ -307,15 +270,12 @@ WRONG = [
     (lambda law: allocation.compute_optimal(law, 1e21).interval("n"), "interval of 'n'"),
     (lambda law: allocation.compute_optimal(fit.ChinchillaLaw(), 1e21), "not fitted"),
     (lambda law: allocation.token_limited(law, [1e21, 1e22], [1e9, 1e10, 1e11]), "flops has 2, unique_tokens has 3"),
-    (lambda law: allocation.fixed_size(law, 1e9), "nothing was given; exactly one of flops, loss"),
-    (lambda law: allocation.fixed_size(law, 1e9, flops=1e21, loss=2.0), "flops and loss was given"),
     (lambda law: allocation.inference_aware(law, 0.0, loss=2.0), "lifetime_tokens is 0"),
-    (lambda law: allocation.overtraining_cost(law, 1e21, size=np.nan), "size is nan"),
     (lambda law: Prices(2.0, 1e15, 2.0, 1e15, output_mfu=1.5), "output_mfu is 1.5; it must be a share"),
     (lambda law: Prices(0.0, 1e15, 2.0, 1e15), "train_hour is 0.0; it must be a finite number above zero"),
     (lambda law: FlopsPerToken.measured([1e9, 1e9], [1e9, 1e10], [1e19]), "columns differ in length"),
     (lambda law: allocation.compute_optimal(Known({}, form="x", inputs=("C",)), 1e21), "the law takes C"),
-    (lambda law: allocation.overtraining_cost(Known(HOFFMANN, form="kaplan"), 1e21, size=0.5), "form 'kaplan'"),
+    (lambda law: allocation.inference_aware(fit.KaplanLaw(), 1e12, loss=2.0), "form 'kaplan'"),
 ]
 
 
