@@ -13,6 +13,7 @@ The second step weighs by 1 / (acc_se^2 + tau^2), tau a scatter of runs beyond t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -21,7 +22,7 @@ from numpy.typing import ArrayLike
 from ..errors import Array, Columns, Constants, InputError, Say, enough, floats, positive, same_length, unboxed
 from ..laws.law import Estimator, Law
 from ..laws.registry import law_class
-from ..solver.forms import FunctionForm
+from ..solver.forms import LogSumTerms
 from ..solver.solver import Solution, solve
 from ..uncertainty import (
     cluster_counts,
@@ -175,7 +176,7 @@ class TaskLaw(Estimator):
         """The second step: accuracy at a task loss."""
         u = constants["slope"] * (constants["middle"] - loss)
         top = constants["ceiling"] - constants["floor"] if self.link == "sigmoid" else 1.0
-        return np.asarray(constants["floor"] + top * _shape(self.link, u)[0])
+        return np.asarray(constants["floor"] + top * _shape(self.link, u))
 
     def predict(self, N: ArrayLike, D: ArrayLike) -> Any:
         self._fitted()
@@ -245,7 +246,8 @@ class _Curve:
         self.link, self.acc = link, acc
         self.mean, self.spread = float(loss.mean()), float(loss.std()) or 1.0
         self.z = (loss - self.mean) / self.spread
-        self.form = FunctionForm(self._derivatives, 4, len(loss))
+        at = {name: i for i, name in enumerate(("floor", "ceiling", "offset", "log_slope"))}
+        self.form = LogSumTerms(self._terms, at, len(loss))
         top = 1.0 if link == "exponential" else ceiling
         low, high = float(acc.min()), float(acc.max())
         self.lower = np.array([0.0 if chance is None else chance, high if top is None else top, -FAR, np.log(1e-2)])
@@ -259,7 +261,7 @@ class _Curve:
         """The best curve of each problem (P, n): from every start, or from `near` and the best few."""
         starts = np.broadcast_to(self.starts, (len(weights), *self.starts.shape))
         if near is not None:
-            error = weights @ ((self._derivatives(self.starts)[0] - self.acc) ** 2).T
+            error = weights @ ((self.form.value(self.starts)[0] - self.acc) ** 2).T
             best = np.argsort(error, axis=1)[:, :FALLBACK_STARTS]
             here = np.broadcast_to(near, (len(weights), 1, 4))
             starts = np.concatenate([here, self.starts[best]], axis=1)
@@ -271,34 +273,14 @@ class _Curve:
         found["middle"] = self.mean + offset / found["slope"]
         return {name: found[name] for name in LINKS[self.link]}
 
-    def _derivatives(self, theta: Array) -> tuple[Array, Array, Array]:
-        """Accuracy (P, n), its gradient (P, n, 4) and Hessian (P, n, 4, 4)."""
-        floor, ceiling, offset = (theta[:, i : i + 1] for i in range(3))
-        v = np.exp(theta[:, 3:]) * self.z
-        g, g1, g2 = _shape(self.link, offset - v)
-        # The exponential has no ceiling: its height is one, and the floor does not lower it.
-        bounded = 1.0 if self.link == "sigmoid" else 0.0
-        height = ceiling - floor if bounded else np.ones_like(floor)
-        first = np.stack([1.0 - bounded * g, bounded * g, height * g1, -height * g1 * v], axis=2)
-        second = np.zeros((*g.shape, 4, 4))
-        second[..., 2, 2] = height * g2
-        second[..., 2, 3] = second[..., 3, 2] = -height * g2 * v
-        second[..., 3, 3] = height * (g2 * v**2 - g1 * v)
-        for i, sign in ((0, -bounded), (1, bounded)):
-            second[..., i, 2] = second[..., 2, i] = sign * g1
-            second[..., i, 3] = second[..., 3, i] = -sign * g1 * v
-        return floor + height * g, first, second
+    def _terms(self, v: Mapping[str, Any]) -> list[Any]:
+        """Return the accuracy. The exponential has no ceiling: its height is one, and the floor does not lower it."""
+        height = v["ceiling"] - v["floor"] if self.link == "sigmoid" else 1.0
+        return [v["floor"] + height * _shape(self.link, v["offset"] - np.exp(v["log_slope"]) * self.z)]
 
 
-def _shape(link: str, u: Any) -> tuple[Array, Array, Array]:
-    if link == "exponential":
-        g = np.exp(np.minimum(u, 50.0))
-        return g, g, g
-    from scipy.special import expit
-
-    g = expit(u)
-    slope = g * (1.0 - g)
-    return g, slope, slope * (1.0 - 2.0 * g)
+def _shape(link: str, u: Any) -> Any:
+    return np.exp(np.minimum(u, 50.0)) if link == "exponential" else np.exp(-np.logaddexp(0.0, -u))
 
 
 def intervals(draws: Array, level: float) -> Any:

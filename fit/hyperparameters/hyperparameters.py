@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import Array, Columns, Constants, InputError, Say, positive, same_length
-from ..laws.law import Law, Problem, amplitude
-from ..solver.forms import LogSumExp
-from ..solver.solver import variable_projection
+from ..laws.law import Law, Problem, amplitude, centred, projected_starts
+from ..solver.forms import LogSumExp, LogSumTerms
 from ..uncertainty import by_group, group_labels
 
 COLLINEAR = 0.01  # smallest over largest singular value of the log inputs, each scaled, below which exponents are one
@@ -183,8 +182,8 @@ class HyperparameterLaw(DesignedLaw):
                 "are not identifiable; add cells, or fewer inputs."
             )
 
-    def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
-        design, middle = centred_design(log_design(list(inputs), len(observed)), centred)
+    def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
+        design, middle = centred_design(log_design(list(inputs), len(observed)))
         target, free = np.log(observed), design.shape[1]
 
         def starts(weights: Array, keep: int | None) -> Array:
@@ -195,7 +194,6 @@ class HyperparameterLaw(DesignedLaw):
             form=LogSumExp(free, [(range(free), design)]),
             target=target,
             bounds=dict.fromkeys(self.names, (-np.inf, np.inf)),
-            logarithmic="k",
             axes=np.log(np.stack(inputs)),
             starts=starts,
             constants=lambda theta: law_constants(self.names, theta, middle),
@@ -252,12 +250,9 @@ class CriticalBatchLaw(DesignedLaw):
         if distinct < 3:
             raise InputError(f"{self.title} needs at least 3 different batches; there are {distinct}.")
 
-    def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
-        log_batch, target = np.log(inputs[0]), np.log(observed)
-        middle = float(log_batch.mean()) if centred else 0.0
-        one = np.ones((len(target), 1))
-        floor = float(target.min()) - REACH - np.ptp(log_batch) if centred else -500.0
-        ceiling = float(target.max()) + 2.0 if centred else 500.0
+    def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
+        (u, middle), target, at = centred(inputs[0]), np.log(observed), {"E_min": 0, "S_min": 1}
+        floor, ceiling = float(target.min()) - REACH - np.ptp(u), float(target.max()) + 2.0
 
         def constants(theta: Array) -> Columns:
             E_min, S_min = amplitude(theta[:, 0], floor), amplitude(theta[:, 1], floor, -middle)
@@ -265,17 +260,17 @@ class CriticalBatchLaw(DesignedLaw):
                 return {"E_min": E_min, "S_min": S_min, "B_crit": E_min / S_min}
 
         def starts(weights: Array, keep: int | None) -> Array:
-            basis = np.stack([np.ones_like(target), np.exp(log_batch - middle)], axis=1)[None]
-            amplitudes, _ = variable_projection(basis / observed[None, :, None], np.ones_like(target), weights)
+            basis = np.stack([np.ones_like(u), np.exp(u)], axis=1)[None] / observed[None, :, None]
             least = 1e-3 * observed.min()
-            return np.log(np.maximum(amplitudes, least))
+            return projected_starts(
+                at, lambda log: {"E_min": log[..., 0], "S_min": log[..., 1]}, basis, weights, keep, least=least
+            )
 
         return Problem(
-            form=LogSumExp(2, [((0,), one), ((1,), one, log_batch - middle)]),
+            form=LogSumTerms(lambda v: [v["E_min"], v["S_min"] + u], at, len(u)),
             target=target,
-            bounds=dict.fromkeys(("E_min", "S_min"), (floor, ceiling)),
-            logarithmic=("E_min", "S_min"),
-            axes=log_batch[None, :],
+            bounds=dict.fromkeys(at, (floor, ceiling)),
+            axes=np.log(np.stack(inputs)),
             starts=starts,
             constants=constants,
         )
@@ -303,9 +298,9 @@ def log_design(inputs: list[Array], rows: int) -> Array:
     return np.stack([np.ones(rows), *(np.log(values) for values in inputs)], axis=1)
 
 
-def centred_design(design: Array, centred: bool) -> tuple[Array, Array]:
-    """A design with its inputs less their means, and these."""
-    middle = design[:, 1:].mean(axis=0) * centred
+def centred_design(design: Array) -> tuple[Array, Array]:
+    """Return a design with its inputs less their means, and these means."""
+    middle = design[:, 1:].mean(axis=0)
     return np.concatenate([design[:, :1], design[:, 1:] - middle], axis=1), middle
 
 

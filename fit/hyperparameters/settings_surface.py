@@ -393,13 +393,13 @@ class HyperparameterSurface(DesignedLaw):
                 f"of order {self.order}; add settings, or set the one that does not vary to None."
             )
 
-    def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
+    def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
         """Coordinates: of each law log k (at the mean log inputs) and its exponents, then the coefficients of q."""
         cell, weight = self._cells(), self.weight_
         share = weight / np.bincount(cell, weight)[cell]
         designs, middles = [], []
         for raw in self._designs():
-            design, middle = centred_design(raw, centred)
+            design, middle = centred_design(raw)
             designs.append(design)
             middles.append(middle)
         form = SurfaceForm(np.log(np.stack(inputs[2:])), designs, cell, share, self.powers)
@@ -416,7 +416,6 @@ class HyperparameterSurface(DesignedLaw):
             form=form,
             target=target,
             bounds=dict.fromkeys(self.names, (-np.inf, np.inf)),
-            logarithmic=[name for name in self.names if name.endswith("_k")],
             axes=np.log(np.stack(inputs[:2])),
             # The problem is nearly linear: beside the full fit, one more start is enough for a resample.
             starts=lambda weights, keep: first[None] if keep is None else first[None, :1],

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import Array, Columns, Constants, InputError, Say
-from ..solver.forms import LogSumTerms, Term
+from ..solver.forms import LogSumTerms
 from ..solver.solver import variable_projection
-from .law import LineLaw, Problem, amplitude, least_starts
+from .law import RESAMPLES_AT_ONCE, LineLaw, Problem, amplitude, centred, least_starts
 
 BREAKS = (0, 1, 2, 3)
 STEEPEST = 20.0  # |c_i|; Caballero et al. find up to 6
@@ -30,7 +30,6 @@ OFFSET_GRID = (0.0, 0.5, 0.8, 0.95, 0.99)  # of the smallest y
 PLACES = {1: 12, 2: 9, 3: 8}  # how many places inside the data the starts try, by the number of breaks
 WIDTH_GRID = (0.02, 0.06, 0.2)  # of the span of log x, for the starts
 STARTS = 48
-CHUNK = 200  # resamples whose starts are projected at once, to bound memory
 
 
 class BrokenPowerLaw(LineLaw):
@@ -120,88 +119,69 @@ class BrokenPowerLaw(LineLaw):
                 f"different x; it needs at least {self.problem_.free + 1}."
             )
 
-    def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
-        """Coordinates: log b (without breaks, at the mean log x), c0, c_i, log d_i, log f_i; log a with an offset."""
-        log_x, target = np.log(inputs[0]), np.log(observed)
-        x0 = float(log_x.mean()) if centred else 0.0
-        u, span = log_x - x0, max(float(np.ptp(log_x)), 1e-3)
+    def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
+        """Coordinates: log b at the mean log x (without breaks), c0, c_i, log d_i, log f_i; log a with an offset."""
+        (u, x0), target, breaks = centred(inputs[0]), np.log(observed), range(1, self.breaks + 1)
+        span = max(float(np.ptp(u)), 1e-3)
         names = [name for name in self.names if name != "a" or self.offset]
         at = {name: i for i, name in enumerate(names)}
         low, high = float(target.min()), float(target.max())
         bounds = {
             "a": (low - VANISHED, high),
-            "b": (low - WIDE, high + WIDE) if centred else (-np.inf, np.inf),
+            "b": (low - WIDE, high + WIDE),
             "c": (-STEEPEST, STEEPEST),
             "d": (float(u.min()) - MARGIN * span, float(u.max()) + MARGIN * span),
             "f": (np.log(SHARPEST), np.log(max(span, 2.0 * SHARPEST))),
         }
 
+        def terms(v: Mapping[str, Any]) -> list[Any]:
+            log = v["b"] - v["c0"] * u
+            for i in breaks:
+                f = np.exp(v[f"f{i}"])
+                log = log - v[f"c{i}"] * f * np.logaddexp(0.0, (u - v[f"d{i}"]) / f)
+            return [log, v["a"]] if self.offset else [log]
+
+        def constants(theta: Array) -> Columns:
+            with np.errstate(over="ignore"):
+                b = np.exp(theta[:, at["b"]] + theta[:, at["c0"]] * x0)
+            a = amplitude(theta[:, at["a"]], bounds["a"][0]) if self.offset else np.zeros(len(theta))
+            columns = {kind: theta[:, [at[f"{kind}{i}"] for i in breaks]] for kind in "cdf"}
+            order = np.argsort(columns["d"], axis=1)
+            columns = {kind: np.take_along_axis(values, order, axis=1) for kind, values in columns.items()}
+            columns |= {"d": np.exp(columns["d"] + x0), "f": np.exp(columns["f"])}
+            found = {"a": a, "b": b, "c0": theta[:, at["c0"]].copy()}
+            return found | {f"{kind}{i}": columns[kind][:, i - 1] for i in breaks for kind in "cdf"}
+
         return Problem(
-            form=LogSumTerms(lambda v, with_second: _terms(v, u, self.breaks, with_second), at, len(u)),
+            form=LogSumTerms(terms, at, len(u)),
             target=target,
             bounds={name: bounds[name[0]] for name in names},
-            logarithmic=[name for name in names if name[0] != "c"],
-            axes=log_x[None, :],
+            axes=np.log(np.stack(inputs)),
             starts=lambda weights, keep: _starts(u, observed, self.breaks, at, weights, keep or STARTS),
-            constants=lambda theta: self._constants(theta, at, x0, bounds["a"][0]),
+            constants=constants,
         )
-
-    def _constants(self, theta: Array, at: Mapping[str, int], x0: float, floor: float) -> Columns:
-        with np.errstate(over="ignore"):
-            b = np.exp(theta[:, at["b"]] + theta[:, at["c0"]] * x0)
-        a = amplitude(theta[:, at["a"]], floor) if self.offset else np.zeros(len(theta))
-        found = {"a": a, "b": b, "c0": theta[:, at["c0"]].copy()}
-        columns = {kind: theta[:, [at[f"{kind}{i + 1}"] for i in range(self.breaks)]] for kind in "cdf"}
-        order = np.argsort(columns["d"], axis=1)
-        columns = {kind: np.take_along_axis(values, order, axis=1) for kind, values in columns.items()}
-        columns |= {"d": np.exp(columns["d"] + x0), "f": np.exp(columns["f"])}
-        return found | {f"{kind}{i + 1}": columns[kind][:, i] for i in range(self.breaks) for kind in "cdf"}
-
-
-def _terms(v: Mapping[str, Array], u: Array, breaks: int, with_second: bool) -> list[Term]:
-    """The logarithm of the broken power, and log a where there is an offset."""
-    value = v["b"] - v["c0"] * u
-    first = {"b": np.ones(1), "c0": -u}
-    second: dict[tuple[str, str], Array] = {}
-    for i in range(1, breaks + 1):
-        c, f, t = v[f"c{i}"], np.exp(v[f"f{i}"]), u - v[f"d{i}"]
-        soft = f * np.logaddexp(0.0, t / f)
-        value = value - c * soft
-        above = np.exp(t / f - np.logaddexp(0.0, t / f))  # the share of the way past the break
-        C, D, F = f"c{i}", f"d{i}", f"f{i}"
-        by_f = soft - t * above
-        first |= {C: -soft, D: c * above, F: -c * by_f}
-        if not with_second:
-            continue
-        bend = above * (1.0 - above) / f
-        second |= {(C, D): above, (C, F): -by_f}
-        second |= {(D, D): -c * bend, (D, F): -c * bend * t, (F, F): -c * (by_f + t**2 * bend)}
-    terms = [Term(value, first, second)]
-    return [*terms, Term(v["a"] + 0.0 * u, {"a": np.ones(1)})] if "a" in v else terms
 
 
 def _starts(u: Array, y: Array, breaks: int, at: Mapping[str, int], weights: Array, keep: int) -> Array:
     """Starts (P, G, k): log b and slopes by least squares in log(y - a), over a grid of a, places and widths."""
-    span = float(np.ptp(u))
     inner = np.quantile(u, np.linspace(0.0, 1.0, PLACES.get(breaks, 1) + 2)[1:-1])
     grid = list(product(combinations(inner, breaks), WIDTH_GRID if breaks else (1.0,)))
     places = np.array([place for place, _ in grid]).reshape(len(grid), breaks)
-    width = span * np.array([share for _, share in grid])
+    width = float(np.ptp(u)) * np.array([share for _, share in grid])
     bends = [-width[:, None] * np.logaddexp(0.0, (u - places[:, i : i + 1]) / width[:, None]) for i in range(breaks)]
     basis = np.stack([np.ones((len(grid), len(u))), np.broadcast_to(-u, (len(grid), len(u))), *bends], axis=2)
     found = []
-    for part in np.array_split(weights, max(1, len(weights) // CHUNK)):
+    for part in np.array_split(weights, max(1, len(weights) // RESAMPLES_AT_ONCE)):
         starts, errors = [], []
         for share in OFFSET_GRID if "a" in at else (0.0,):
             left = y - share * y.min()
             # What is an error in log y is one of y / left in the logarithm of what is left.
             slopes, error = variable_projection(basis, np.log(left), part * (left / y) ** 2)
             one = np.empty((*error.shape, len(at)))
-            one[..., at["b"]], one[..., at["c0"]] = slopes[..., 0], slopes[..., 1]
+            for place, name in enumerate(["b", "c0", *(f"c{i + 1}" for i in range(breaks))]):
+                one[..., at[name]] = slopes[..., place]
             for i in range(breaks):
-                one[..., at[f"c{i + 1}"]] = slopes[..., 2 + i]
-                one[..., at[f"d{i + 1}"]] = places[:, i]
-                one[..., at[f"f{i + 1}"]] = np.log(width)
+                one[..., at[f"d{i + 1}"]], one[..., at[f"f{i + 1}"]] = places[:, i], np.log(width)
             if "a" in at:
                 one[..., at["a"]] = np.log(max(share, 0.02) * y.min())
             starts.append(one)

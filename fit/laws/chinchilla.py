@@ -8,7 +8,6 @@ Hoffmann et al. 2022 (arXiv:2203.15556), section 3.3 and appendix D.3; Besiroglu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,14 +16,12 @@ from numpy.typing import ArrayLike
 from ..allocation.allocation import EqualLoss, optimum
 from ..errors import Array, Columns, Constants, InputError, Say
 from ..solver.forms import LogSumExp
-from ..solver.solver import variable_projection
-from .law import LossLaw, Problem, amplitude, least_starts
+from .law import LossLaw, Problem, amplitude, centred, projected_starts
 
 EXPONENT_GRID = np.geomspace(0.03, 1.5, 8)
 EXPONENT_BOUNDS = (0.0, 3.0)
 VANISHED = 12.0  # a term below exp(-12) of the smallest loss is called zero
 FLAT_EXPONENT = 0.01  # over three decades such a term changes by 7 %, so it cannot be told from E
-FAR = 200.0  # bounds of coordinates that are not centred: wide enough for exp(a) of any units
 
 
 class ChinchillaLaw(LossLaw):
@@ -108,26 +105,22 @@ class ChinchillaLaw(LossLaw):
         exponents = self.exponent_names[: 1 if self.tied else 2]
         self._call_degenerate(*(name for name in exponents if self.constants_[name] < FLAT_EXPONENT))
 
-    def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
+    def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
         """Coordinates: log A and log B (at the mean log N and log D), log E unless fixed, and the exponents."""
-        log_n, log_d = np.log(inputs[0]), np.log(inputs[1])
-        x0, y0 = (float(log_n.mean()), float(log_d.mean())) if centred else (0.0, 0.0)
-        x, y = log_n - x0, log_d - y0
-        target = np.log(observed)
-        names = ["A", "alpha", "B"] + ([] if self.tied else ["beta"]) + (["E"] if self.E is None else [])
+        (x, x0), (y, y0) = (centred(column) for column in inputs)
+        one, target, fixed = np.ones_like(x), np.log(observed), self.E
+        names = ["A", "alpha", "B"] + ([] if self.tied else ["beta"]) + (["E"] if fixed is None else [])
         at = {name: i for i, name in enumerate(names)}
         at.setdefault("beta", at["alpha"])
-        one = np.ones_like(x)
         terms: list[tuple[Any, ...]] = [
             ((at["A"], at["alpha"]), np.stack([one, -x], 1)),
             ((at["B"], at["beta"]), np.stack([one, -y], 1)),
         ]
-        if self.E is None:
+        if fixed is None:
             terms.append(((at["E"],), one[:, None]))
-        elif self.E > 0:
-            terms.append(((), np.zeros((len(x), 0)), np.full(len(x), np.log(self.E))))
-        low, high = (float(target.min()) - VANISHED, float(target.max()) + 2.0) if centred else (-FAR, FAR)
-        fixed = self.E
+        elif fixed > 0:
+            terms.append(((), np.zeros((len(x), 0)), np.full(len(x), np.log(fixed))))
+        low, high = float(target.min()) - VANISHED, float(target.max()) + 2.0
 
         def constants(theta: Array) -> Columns:
             alpha, beta = (theta[:, at[name]].copy() for name in ("alpha", "beta"))
@@ -135,35 +128,25 @@ class ChinchillaLaw(LossLaw):
             E = np.full(len(theta), fixed) if fixed is not None else amplitude(theta[:, at["E"]], low)
             return {"A": A, "B": B, "E": E, "alpha": alpha, "beta": beta}
 
+        def starts(weights: Array, keep: int | None) -> Array:
+            alpha, beta = (grid.ravel() for grid in np.meshgrid(EXPONENT_GRID, EXPONENT_GRID, indexing="ij"))
+            if self.tied:
+                alpha = beta = np.geomspace(EXPONENT_GRID[0], EXPONENT_GRID[-1], len(alpha))
+            parts = [np.exp(-alpha[:, None] * x), np.exp(-beta[:, None] * y), np.ones((len(alpha), len(x)))]
+            basis = np.stack(parts if fixed is None else parts[:2], axis=2) / observed[None, :, None]
+
+            def coordinates(log: Array) -> dict[str, Array]:
+                amplitudes = dict(zip("ABE", np.moveaxis(log, 2, 0), strict=False))
+                return amplitudes | {"alpha": alpha, "beta": beta}
+
+            least = 0.02 * observed.min()
+            return projected_starts(at, coordinates, basis, weights, keep, 1.0 - (fixed or 0.0) / observed, 1.0, least)
+
         return Problem(
             form=LogSumExp(len(names), terms),
             target=target,
             bounds={name: (low, high) if name in "ABE" else EXPONENT_BOUNDS for name in names},
-            logarithmic="ABE",
-            axes=np.stack([log_n, log_d]),
-            starts=lambda weights, keep: _starts(x, y, observed, fixed, at, weights, keep),
+            axes=np.log(np.stack(inputs)),
+            starts=starts,
             constants=constants,
         )
-
-
-def _starts(
-    x: Array, y: Array, loss: Array, E: float | None, at: Mapping[str, int], weights: Array, keep: int | None
-) -> Array:
-    """Starts (P, G, k) by variable projection over the grid of exponents; the `keep` best ones, or all."""
-    alpha, beta = (grid.ravel() for grid in np.meshgrid(EXPONENT_GRID, EXPONENT_GRID, indexing="ij"))
-    if at["alpha"] == at["beta"]:
-        alpha = beta = np.geomspace(EXPONENT_GRID[0], EXPONENT_GRID[-1], len(alpha))
-    terms = [np.exp(-alpha[:, None] * x), np.exp(-beta[:, None] * y)]
-    if E is None:
-        terms.append(np.ones((len(alpha), len(x))))
-    # Divided by the loss, a residual is one in log loss to first order.
-    basis = np.stack(terms, axis=2) / loss[None, :, None]
-    amplitudes, error = variable_projection(basis, np.ones_like(loss) - (E or 0.0) / loss, weights)
-    # Where least squares wants a negative amplitude the start is a small positive one instead.
-    log = np.log(np.maximum(amplitudes, 0.02 * loss.min()))
-    error = np.where((amplitudes > 0).all(axis=2), error, error * 4.0)
-    starts = np.empty((*error.shape, max(at.values()) + 1))
-    for name, column in zip(("A", "B", "E"), np.moveaxis(log, 2, 0), strict=False):
-        starts[..., at[name]] = column
-    starts[..., at["alpha"]], starts[..., at["beta"]] = alpha, beta
-    return starts if keep is None else least_starts(starts, error, keep)

@@ -6,8 +6,8 @@
     bounds = {"E": (0.1, 10), "A": (1, 1e6), "B": (1, 1e6), "alpha": (0.05, 2), "beta": (0.05, 2), "gamma": (0.1, 20)}
     law = FunctionLaw(precision, bounds, inputs=("N", "D", "P")).fit(N, D, P, loss)
 
-Derivatives are complex steps, so the function must take complex constants: no abs, maximum or cast to float; a fit
-checks that. A constant whose bounds are above zero is fitted in its logarithm.
+Derivatives come from the function itself (`solver/jets.py`), so it must be arithmetic with NumPy's exp, log and the
+like, without casts or branches; a fit checks that. A constant whose bounds are above zero is fitted in its logarithm.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, Constants, InputError, Say, by_name
-from ..solver.forms import ComplexStepForm
+from ..errors import Array, Constants, InputError, Say, by_name, floats
+from ..solver.forms import LogSumTerms
+from ..solver.jets import ACCEPTED
 from .law import Law, LossLaw, Problem
 
 Function = Callable[..., Any]
 CANDIDATES = 16  # points of the Latin hypercube for each start that is kept
-CHECKED = 8  # points where the complex step is compared with a difference
+CHECKED = 8  # points where the derivatives are tried
 UNUSABLE = 1e6  # stands for the squared error of a start without a finite prediction
 # Attributes of a fitted law, less the underscore at their end.
 TAKEN = {"bootstrap", "constants", "converged", "data", "degenerate", "draws", "groups"}
@@ -39,7 +40,8 @@ class FunctionLaw(LossLaw):
     Parameters
     ----------
     function : callable
-        Takes constants (name -> array) and the inputs, which broadcast together, and gives predictions above zero.
+        Takes constants (name -> array, or what carries its derivatives) and the inputs, which broadcast together, and
+        returns predictions above zero.
     parameters : mapping
         name -> (lowest, highest), both finite; equal ones hold a constant.
     inputs, output : names of the columns that `fit` takes, in order, and of what is predicted.
@@ -96,7 +98,7 @@ class FunctionLaw(LossLaw):
         """Fit to the inputs in order and then what was observed, all (n,) and above zero; by position or by name.
 
         `weight`, `loss_se`, `flops` (n,) as in every law, the last for inputs N and D alone. Raises InputError also
-        where the function takes no complex constants.
+        where the function has no derivative.
         """
         given = by_name("fit", (*self.inputs, self.output), columns, named)
         if flops is not None and self.inputs == ("N", "D"):
@@ -125,9 +127,7 @@ class FunctionLaw(LossLaw):
             )
         law = super().from_json(source)
         law.function = function
-        form = law.problem_.form
-        if isinstance(form, ComplexStepForm):
-            form.check(law.theta_[None, :])
+        law._check_function(law.theta_[None, :])
         residual = law.residuals()
         slope = np.clip(residual, -law._delta, law._delta)
         objective = float((law.weight_ * law._precision) @ (slope * (residual - 0.5 * slope)))
@@ -144,9 +144,21 @@ class FunctionLaw(LossLaw):
         if not self.names:
             raise InputError("parameters is empty; give each constant's bounds, as in {'E': (0.1, 10)}.")
         Law._check(self, inputs, observed)
-        problem, form = self.problem_, self.problem_.form
-        if isinstance(form, ComplexStepForm):
-            form.check(problem.starts(np.ones((1, form.points)), CHECKED)[0])
+        self._check_function(self.problem_.starts(np.ones((1, self.problem_.form.points)), CHECKED)[0])
+
+    def _check_function(self, points: Array) -> None:
+        """Raise InputError where the function cannot be differentiated, or is finite at none of points (G, k)."""
+        try:
+            with np.errstate(all="ignore"):
+                value, (first, _) = self.problem_.form.value(points)
+        except InputError:
+            raise
+        except Exception as error:  # it is the user's function, and may raise anything
+            raise InputError(
+                f"function cannot be differentiated ({type(error).__name__}: {error}); {ACCEPTED}."
+            ) from None
+        if not np.isfinite(first[np.isfinite(value)]).any():
+            raise InputError("function gives no finite prediction and slope at any start; give starts where it does.")
 
     def _accept(self, found: Any) -> None:
         super()._accept(found)
@@ -155,34 +167,31 @@ class FunctionLaw(LossLaw):
         free = self.problem_.lower < self.problem_.upper
         self._call_degenerate(*np.array(self.names)[free & ~moved].tolist())
 
-    def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
+    def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
         target = np.log(observed)
         logarithmic = {name for name, (low, _) in self.bounds.items() if low > 0.0}
 
-        def constants(theta: Any) -> dict[str, Any]:
+        def constants(theta: Array) -> dict[str, Any]:
             columns = zip(self.names, theta.T, strict=True)
             return {name: np.exp(column) if name in logarithmic else column.copy() for name, column in columns}
 
-        def log_value(theta: Any) -> Any:
-            """Log predictions (P, n) at theta (P, k), complex or not; NaN where there is none."""
-            columns = {name: value[:, None] for name, value in constants(theta).items()}
-            with np.errstate(all="ignore"):
-                value = np.broadcast_to(self.evaluate(columns, *inputs), (len(theta), len(target)))
-                return np.log(np.where(value.real > 0.0, value, np.nan))
+        def terms(v: Mapping[str, Any]) -> list[Any]:
+            found = {name: np.exp(value) if name in logarithmic else value for name, value in v.items()}
+            return [np.log(self.evaluate(found, *inputs))]
 
         def starts(weights: Array, keep: int | None) -> Array:
             points = self._points(problem.lower, problem.upper, logarithmic)
-            error = weights @ _squares(log_value, points, target).T
+            error = weights @ _squares(self.evaluate, constants(points), inputs, target).T
             if keep is None:  # those given are never left out of the full fit
                 error[:, : len(self._given)] = -1.0
             order = np.argsort(error, axis=1, kind="stable")[:, : keep or len(self._given) + self.tries]
             return points[order]
 
+        at = {name: i for i, name in enumerate(self.names)}
         problem = Problem(
-            form=ComplexStepForm(log_value, len(self.names), len(target)),
+            form=LogSumTerms(terms, at, len(target)),
             target=target,
             bounds={n: tuple(np.log(pair)) if n in logarithmic else pair for n, pair in self.bounds.items()},
-            logarithmic=logarithmic,
             axes=np.log(np.stack([column for column in inputs if np.ptp(column) > 0.0] or [inputs[0]])),
             starts=starts,
             constants=constants,
@@ -204,9 +213,13 @@ class FunctionLaw(LossLaw):
         return {name: float(start[name]) for name in self.names}
 
 
-def _squares(log_value: Function, points: Array, target: Array) -> Array:
+def _squares(function: Function, constants: Constants, inputs: Sequence[Array], target: Array) -> Array:
+    """Return squared errors (G, n) of log predictions at constants (G,), large where there is no prediction."""
+    points = {name: value[:, None] for name, value in constants.items()}
+    shape = (len(next(iter(constants.values()))), len(target))
     try:
-        value = log_value(points)
+        with np.errstate(all="ignore"):
+            log = np.log(np.broadcast_to(floats(function(points, *inputs)), shape))
     except InputError:
         raise
     except Exception as error:  # it is the user's function, and may raise anything
@@ -214,9 +227,9 @@ def _squares(log_value: Function, points: Array, target: Array) -> Array:
             f"function fails on arrays ({type(error).__name__}: {error}); it takes constants of shape (P, 1) by name, "
             "inputs of shape (n,), and gives what broadcasts to (P, n)."
         ) from None
-    if not np.isfinite(value).all(axis=1).any():
+    if not np.isfinite(log).all(axis=1).any():
         raise InputError("function gives no finite value above zero for every run within the bounds; check these.")
-    return np.nan_to_num((value - target) ** 2, nan=UNUSABLE, posinf=UNUSABLE)
+    return np.nan_to_num((log - target) ** 2, nan=UNUSABLE, posinf=UNUSABLE)
 
 
 def latin_hypercube(points: int, dimensions: int, seed: int) -> Array:

@@ -20,11 +20,10 @@ from numpy.typing import ArrayLike
 
 from ..allocation.allocation import REACH, Optimum, aligned, answer, lowest, root
 from ..errors import SPREAD, Array, Columns, Constants, InputError, Say, by_name, floats, unboxed
-from ..solver.forms import LogSumTerms, Term
-from ..solver.solver import variable_projection
-from .chinchilla import FAR, VANISHED
+from ..solver.forms import LogSumTerms
+from .chinchilla import VANISHED
 from .custom import latin_hypercube
-from .law import Law, Problem, amplitude, least_starts
+from .law import Law, Problem, amplitude, projected_starts
 from .registry import EXPERT_LAWS
 
 FORMS = {  # inputs and equation
@@ -110,9 +109,7 @@ class ExpertLaw(Law):
         logs = {AXES[name]: np.log(v) for name, v in zip(self.inputs, inputs, strict=True)}
         with np.errstate(divide="ignore"):
             v = {k: np.log(constants[k]) if k in self._logged else floats(constants[k]) for k in self.names}
-        if self._saturates:
-            logs["E"] = saturated(logs["E"], v["E_start"], v["E_max"])[0]
-        return sum(np.exp(sum(v[k] * self._along(k, f, logs) for k, f in term.items())) for term in self._terms)
+        return sum(np.exp(exponent) for exponent in self._exponents(v, logs))
 
     def equation(self, say: Say) -> str:
         shown = FACTOR.sub(lambda found: found[0].replace(found[3], say(found[3])), self._text)
@@ -125,7 +122,7 @@ class ExpertLaw(Law):
             raise InputError(f"form is {self.form!r}; effective parameters are of clark, and others have leverage.")
         c = self.constants_ if constants is None else constants
         start = np.log(c["E_start"])
-        s = saturated(np.log(floats(experts)), start, np.log(c["E_max"]))[0]
+        s = saturated(np.log(floats(experts)), start, np.log(c["E_max"]))
         slope, dense = (c["a"] + c["c"] * at / LN10 for at in (s, start))
         return unboxed(np.exp((slope * np.log(floats(N_active)) + c["b"] * (s - start)) / dense))
 
@@ -205,13 +202,13 @@ class ExpertLaw(Law):
                 )
         super()._check(inputs, observed)
 
-    def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
+    def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
         """Coordinates: the constants, `_logged` in logarithms, those of no N or D at the middle log N and log D."""
         target = np.log(observed)
         logs = {AXES[name]: np.log(v) for name, v in zip(self.inputs, inputs, strict=True)}
-        middle = {axis: float(logs[axis].mean()) if centred else 0.0 for axis in logs if axis in "ND"}
+        middle = {axis: float(logs[axis].mean()) for axis in logs if axis in "ND"}
         logs |= {axis: logs[axis] - middle[axis] for axis in middle}
-        floor, ceiling = (float(target.min()) - VANISHED, float(target.max()) + 2.0) if centred else (-FAR, FAR)
+        floor, ceiling = float(target.min()) - VANISHED, float(target.max()) + 2.0
         of = {k: f for term in self._terms for k, f in term.items()} | {k: k for k in SATURATION}
         at = {name: i for i, name in enumerate(self.names)}
         wide = {k: (floor / s, ceiling / s) for k, s in self._scale.items() if of[k] == ""}
@@ -230,64 +227,48 @@ class ExpertLaw(Law):
             return found | {name: np.exp(v[name]) for name in self.names if name in SATURATION}
 
         return Problem(
-            form=LogSumTerms(lambda v, _: [self._term(t, v, logs) for t in self._terms], at, len(target)),
+            form=LogSumTerms(lambda v: self._exponents(v, logs), at, len(target)),
             target=target,
             bounds={name: wide.get(name) or RANGES[of[name]][0] for name in self.names},
-            logarithmic=self._logged,
             axes=np.stack([*logs.values()]),
             starts=lambda weights, keep: self._starts(of, logs, observed, weights, keep),
             constants=constants,
         )
 
     def _along(self, name: str, feature: str, logs: Mapping[str, Any]) -> Any:
-        """What multiplies a constant in the exponent."""
+        """Return what multiplies a constant in the exponent."""
         scale = -self._scale[name] if feature.startswith("-") else self._scale[name]
         return math.prod((logs[axis] for axis in feature.strip("-")), start=scale)
 
-    def _term(self, term: Mapping[str, str], v: Mapping[str, Any], logs: Mapping[str, Any]) -> Term:
-        """A term's exponent with its derivatives; amplitudes, E_start and E_max in logarithms."""
-        s, moves, bends = saturated(logs["E"], *(v[k] for k in SATURATION)) if self._saturates else (None, (), {})
-        logs = {**logs, "E": s} if self._saturates else logs
-        first = {name: np.atleast_1d(self._along(name, feature, logs)) for name, feature in term.items()}
-        value = sum((v[name] * first[name] for name in term), 0.0 * sum(logs.values()))
-        per = {name: self._along(name, f.replace("E", ""), logs) for name, f in term.items() if "E" in f}
-        slope = sum(v[name] * of for name, of in per.items())  # by log E'
-        second = {pair: slope * bend for pair, bend in bends.items()}
-        for p, move in zip(SATURATION, moves, strict=False):
-            first[p] = slope * move
-            second |= {(name, p): of * move for name, of in per.items()}
-        return Term(value, first, second)
+    def _exponents(self, v: Mapping[str, Any], logs: Mapping[str, Any]) -> list[Any]:
+        """Return the exponent of each term; amplitudes, E_start and E_max are given as logarithms."""
+        if self._saturates:
+            logs = {**logs, "E": saturated(logs["E"], v["E_start"], v["E_max"])}
+        return [sum(v[name] * self._along(name, feature, logs) for name, feature in t.items()) for t in self._terms]
 
     def _starts(self, of: Mapping[str, str], logs: Columns, observed: Array, weights: Array, keep: int | None) -> Array:
         """Starts (P, G, k): exponents of a Latin hypercube, amplitudes by variable projection."""
-        drawn = [i for i, name in enumerate(self.names) if of[name]]
-        low, high = floats([RANGES[of[self.names[i]]][1] for i in drawn]).T
-        points = np.zeros((CANDIDATES, len(self.names)))
-        points[:, drawn] = low + latin_hypercube(CANDIDATES, len(drawn), 0) * (high - low)
-        v = {name: points[:, i : i + 1] for i, name in enumerate(self.names)}
-        basis = np.stack([np.exp(self._term(term, v, logs).value) for term in self._terms], 2)
-        amplitudes, error = variable_projection(basis / observed[None, :, None], np.ones_like(observed), weights)
-        error = np.where((amplitudes > 0).all(axis=2), error, error * 4.0)
-        starts = np.tile(points, (len(error), 1, 1))
-        for i, term in enumerate(self._terms):
-            name = next(k for k in term if of[k] == "")
-            log = np.log(np.maximum(amplitudes[..., i], 0.02 * observed.min()))
-            starts[..., self.names.index(name)] = log / self._scale[name]
-        return least_starts(starts, error, keep or STARTS)
+        drawn = [name for name in self.names if of[name]]
+        low, high = floats([RANGES[of[name]][1] for name in drawn]).T
+        points = low + latin_hypercube(CANDIDATES, len(drawn), 0) * (high - low)
+        v = {name: np.zeros((CANDIDATES, 1)) for name in self.names}
+        v |= {name: points[:, i : i + 1] for i, name in enumerate(drawn)}
+        basis = np.stack([np.exp(exponent) + 0.0 * observed for exponent in self._exponents(v, logs)], 2)
+        scaled = [next(name for name in term if of[name] == "") for term in self._terms]
+
+        def coordinates(log: Array) -> dict[str, Array]:
+            found = {name: points[:, i] for i, name in enumerate(drawn)}
+            return found | {name: log[..., i] / self._scale[name] for i, name in enumerate(scaled)}
+
+        at = {name: i for i, name in enumerate(self.names)}
+        basis, least = basis / observed[None, :, None], 0.02 * observed.min()
+        return projected_starts(at, coordinates, basis, weights, keep or STARTS, least=least)
 
 
-def saturated(log_experts: Any, log_start: Any, log_most: Any) -> tuple[Any, Any, Any]:
-    """The log of E' with 1 / E' = 1 / (E - 1 + 1 / (1 / E_start - 1 / E_max)) + 1 / E_max (Clark et al. 2022, equation
-    4), its slopes in log E_start and log E_max, and its second derivatives by pair of names.
+def saturated(log_experts: Any, log_start: Any, log_most: Any) -> Any:
+    """Return the log of E' with 1 / E' = 1 / (E - 1 + 1 / (1 / E_start - 1 / E_max)) + 1 / E_max (Clark et al. 2022,
+    equation 4).
     """
-    u, w, E = np.exp(-log_start), np.exp(-log_most), np.exp(log_experts)
-    K = 1.0 / (u - w)
-    left = K / (E - 1.0 + K)
-    h, r, bend = left / K + w, left**2, 2.0 * left**2 * (1.0 - left) * K  # bend: how r falls with u
-    start, most = u * r / h, w * (1.0 - r) / h
-    second = {
-        ("E_start", "E_start"): u * u * bend / h - start + start**2,
-        ("E_start", "E_max"): start * most - u * w * bend / h,
-        ("E_max", "E_max"): w * w * bend / h - most + most**2,
-    }
-    return -np.log(h), (start, most), second
+    least = np.exp(-log_most)
+    reach = 1.0 / (np.exp(-log_start) - least)
+    return -np.log(1.0 / (np.expm1(log_experts) + reach) + least)

@@ -13,10 +13,9 @@ from numpy.typing import ArrayLike
 
 from ..allocation.allocation import EqualLoss, optimum
 from ..errors import Array, Columns, Constants, Say
-from ..solver.forms import LogSumTerms, Term, power_sum
-from ..solver.solver import variable_projection
-from .chinchilla import EXPONENT_BOUNDS, FAR, VANISHED, ChinchillaLaw
-from .law import Problem, amplitude, least_starts
+from ..solver.forms import LogSumTerms
+from .chinchilla import EXPONENT_BOUNDS, VANISHED, ChinchillaLaw
+from .law import Problem, amplitude, centred, projected_starts
 
 EXPONENT_GRID = np.geomspace(0.03, 1.0, 6)  # of alpha gamma and of beta gamma
 GAMMA_GRID = np.array([0.25, 0.5, 1.0, 2.0])
@@ -61,97 +60,58 @@ class GammaLaw(ChinchillaLaw):
 
     # The law as the solver sees it.
 
-    def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
+    def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
         """Coordinates: of (A / N^alpha)^gamma and (B / D^beta)^gamma the logarithm at the mean log N and log D and the
-        exponent; gamma; log E unless fixed. Uncentred: the constants, A, B and E as logarithms.
+        exponent; gamma; log E unless fixed.
         """
-        log_n, log_d = np.log(inputs[0]), np.log(inputs[1])
-        x0, y0 = (float(log_n.mean()), float(log_d.mean())) if centred else (0.0, 0.0)
-        x, y, target = log_n - x0, log_d - y0, np.log(observed)
-        names = ["A", "alpha", "B"] + ([] if self.tied else ["beta"]) + ["gamma"] + (["E"] if self.E is None else [])
+        (x, x0), (y, y0) = (centred(column) for column in inputs)
+        target, fixed = np.log(observed), self.E
+        names = ["A", "alpha", "B"] + ([] if self.tied else ["beta"]) + ["gamma"] + (["E"] if fixed is None else [])
         at = {name: i for i, name in enumerate(names)}
         at.setdefault("beta", at["alpha"])
-        low, high = (float(target.min()) - VANISHED, float(target.max()) + 2.0) if centred else (-FAR, FAR)
-        fixed = self.E
+        low, high = float(target.min()) - VANISHED, float(target.max()) + 2.0
+
+        def terms(v: Mapping[str, Any]) -> list[Any]:
+            size, data, s = v["A"] - v["alpha"] * x, v["B"] - v["beta"] * y, v["gamma"]
+            shortage = data + s * np.logaddexp(0.0, (size - data) / s)
+            return [shortage] if fixed == 0 else [shortage, v["E"]]
 
         def constants(theta: Array) -> Columns:
-            gamma, (alpha, beta) = theta[:, at["gamma"]].copy(), (theta[:, at[name]] for name in ("alpha", "beta"))
-            power = gamma if centred else np.ones_like(gamma)
-            alpha, beta = alpha / power, beta / power
+            gamma = theta[:, at["gamma"]].copy()
+            alpha, beta = theta[:, at["alpha"]] / gamma, theta[:, at["beta"]] / gamma
             A, B = (
-                np.where(theta[:, at[name]] <= low, 0.0, amplitude(theta[:, at[name]] / power, -np.inf, shift))
+                np.where(theta[:, at[name]] <= low, 0.0, amplitude(theta[:, at[name]] / gamma, -np.inf, shift))
                 for name, shift in (("A", x0 * alpha), ("B", y0 * beta))
             )
             E = np.full(len(theta), fixed) if fixed is not None else amplitude(theta[:, at["E"]], low)
             return {"E": E, "A": A, "B": B, "alpha": alpha, "beta": beta, "gamma": gamma}
 
-        def terms(v: Mapping[str, Array], second: bool) -> list[Term]:
-            found = [_term(v, x, y, centred, second)]
-            if self.E is None:
-                found.append(Term(v["E"] + 0.0 * x, {"E": np.ones_like(v["E"])}))
-            elif self.E > 0:
-                found.append(Term(np.full((1, len(x)), np.log(self.E))))
-            return found
+        def starts(weights: Array, keep: int | None) -> Array:
+            """Given gamma, E and the exponents, (loss - E)^(1 / gamma) is linear in A and B."""
+            floors = SHARE_GRID * observed.min() if fixed is None else np.array([fixed])
+            betas = EXPONENT_GRID[:1] if self.tied else EXPONENT_GRID
+            axes = np.meshgrid(EXPONENT_GRID, betas, GAMMA_GRID, floors, indexing="ij")
+            alpha, beta, gamma, E = (axis.ravel() for axis in axes)
+            beta = alpha if self.tied else beta
+            power = np.log(observed - E[:, None]) / gamma[:, None]
+            lines = [np.exp(-(alpha / gamma)[:, None] * x - power), np.exp(-(beta / gamma)[:, None] * y - power)]
+            # A residual of the power is loss / (gamma (loss - E)) times one of log loss, to first order.
+            scale = (gamma * (1.0 - E / observed.mean())) ** 2
+
+            def coordinates(log: Array) -> dict[str, Array]:
+                found = {"A": log[..., 0] * gamma, "B": log[..., 1] * gamma, "alpha": alpha, "beta": beta}
+                found |= {"gamma": gamma, "E": np.log(np.maximum(E, 1e-3 * observed.min()))}
+                return {name: values for name, values in found.items() if name in at}
+
+            least = 0.02 * np.exp(power).min(axis=1)[:, None]
+            return projected_starts(at, coordinates, np.stack(lines, 2), weights, keep or STARTS, None, scale, least)
 
         bounds = dict.fromkeys("ABE", (low, high)) | {"gamma": GAMMA_BOUNDS}
         return Problem(
-            form=LogSumTerms(terms, at, len(x)),
+            form=LogSumTerms(terms, at, len(x), {"E": np.log(fixed)} if fixed else {}),
             target=target,
             bounds={name: bounds.get(name, EXPONENT_BOUNDS) for name in names},
-            logarithmic="ABE",
-            axes=np.stack([log_n, log_d]),
-            starts=lambda weights, keep: _starts(x, y, observed, fixed, at, centred, weights, keep),
+            axes=np.log(np.stack(inputs)),
+            starts=starts,
             constants=constants,
         )
-
-
-def _term(v: Mapping[str, Array], x: Array, y: Array, centred: bool, with_second: bool) -> Term:
-    """The logarithm of (A / N^alpha + B / D^beta)^gamma."""
-    s = v["gamma"]
-    one = np.ones_like(s)
-    if centred:
-        g = Term(v["A"] - v["alpha"] * x, {"A": one, "alpha": -x})
-        h = Term(v["B"] - v["beta"] * y, {"B": one, "beta": -y})
-    else:
-        lines = []
-        for letter, exponent, z in (("A", "alpha", x), ("B", "beta", y)):
-            value = s * (v[letter] - v[exponent] * z)
-            first = {letter: s, exponent: -s * z, "gamma": value / s}
-            lines.append(Term(value, first, {(letter, "gamma"): one, (exponent, "gamma"): -z}))
-        g, h = lines
-    return power_sum(g, h, s, "gamma", ("A", "alpha", "B", "beta", "gamma"), with_second)
-
-
-def _starts(
-    x: Array,
-    y: Array,
-    loss: Array,
-    E: float | None,
-    at: Mapping[str, int],
-    centred: bool,
-    weights: Array,
-    keep: int | None,
-) -> Array:
-    """Starts (P, G, k) from a grid: given gamma, E and the exponents, (loss - E)^(1 / gamma) is linear in A and B."""
-    tied = at["alpha"] == at["beta"]
-    floors = SHARE_GRID * loss.min() if E is None else np.array([E])
-    axes = np.meshgrid(EXPONENT_GRID, EXPONENT_GRID[:1] if tied else EXPONENT_GRID, GAMMA_GRID, floors, indexing="ij")
-    alpha, beta, gamma, floor = (axis.ravel() for axis in axes)
-    beta = alpha if tied else beta
-    powered = np.log(loss - floor[:, None]) / gamma[:, None]
-    basis = np.stack(
-        [np.exp(-(alpha / gamma)[:, None] * x - powered), np.exp(-(beta / gamma)[:, None] * y - powered)], 2
-    )
-    amplitudes, error = variable_projection(basis, np.ones_like(loss), weights)
-    # A residual of the powered loss is loss / (gamma (loss - E)) times one of log loss, to first order.
-    error = error * (gamma * (1.0 - floor / loss.mean())) ** 2
-    error = np.where((amplitudes > 0).all(axis=2), error, error * 4.0)
-    log = np.log(np.maximum(amplitudes, 0.02 * np.exp(powered).min(axis=1)[:, None]))
-    scale = gamma if centred else np.ones_like(gamma)
-    starts = np.empty((*error.shape, max(at.values()) + 1))
-    starts[..., at["A"]], starts[..., at["B"]] = log[..., 0] * scale, log[..., 1] * scale
-    starts[..., at["alpha"]], starts[..., at["beta"]] = alpha * scale / gamma, beta * scale / gamma
-    starts[..., at["gamma"]] = gamma
-    if E is None:
-        starts[..., at["E"]] = np.log(np.maximum(floor, 1e-3 * loss.min()))
-    return least_starts(starts, error, keep or STARTS)

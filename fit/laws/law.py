@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -51,7 +51,7 @@ from ..formatting import interval as interval_text
 from ..formatting import text
 from ..plots import plot_contours
 from ..solver.forms import LogForm
-from ..solver.solver import AGREE, Solution, best_of, joined, solve
+from ..solver.solver import AGREE, Solution, best_of, joined, solve, variable_projection
 from ..uncertainty import (
     RUNS_PER_CONSTANT,
     by_group,
@@ -75,6 +75,7 @@ OBJECTIVES = ("huber", "l1", "squares", "se")
 L1_DELTA = 1e-6
 PINV = 1e-3  # of the largest singular value, below which rows do not say where a linear step goes
 LARGE = 2000  # rows from which a resample moves the optimum so little that it is the one start of its refit
+RESAMPLES_AT_ONCE = 200  # whose starts are projected at once, to bound memory
 
 
 @dataclass
@@ -82,14 +83,13 @@ class Problem:
     """A law over one table of n rows, in the solver's k coordinates.
 
     target (n,) log of what was observed; bounds of the k coordinates by the constant behind each, equal where fixed;
-    logarithmic: those in logarithms; axes (m, n) log inputs that must vary in every resample. `starts(weights (P, n),
-    keep)` gives (P, G, k), the `keep` best or all; `constants(theta (P, k))` gives name -> (P,).
+    axes (m, n): log inputs that must vary in every resample. `starts(weights (P, n), keep)` gives (P, G, k), the `keep`
+    best or all; `constants(theta (P, k))` gives name -> (P,).
     """
 
     form: LogForm
     target: Array
     bounds: Mapping[str, tuple[float, float]]
-    logarithmic: Collection[str]
     axes: Array
     starts: Callable[[Array, int | None], Array]
     constants: Callable[[Array], Columns]
@@ -106,9 +106,50 @@ def amplitude(log: Array, floor: float, shift: Array | float = 0.0) -> Array:
         return np.where(log <= floor, 0.0, np.exp(log + shift))
 
 
-def least_starts(starts: Array, error: Array, keep: int) -> Array:
-    """The `keep` starts (P, G, k) of least error (P, G), best first."""
-    return np.take_along_axis(starts, np.argsort(error, axis=1)[:, :keep, None], axis=1)
+def centred(column: Array) -> tuple[Array, float]:
+    """Return the logarithm of a column (n,) less its mean, and the mean."""
+    log = np.log(column)
+    return log - log.mean(), float(log.mean())
+
+
+def least_starts(starts: Array, error: Array, keep: int | None) -> Array:
+    """Return the `keep` starts (P, G, k) of least error (P, G), best first; all, in their order, where keep is None."""
+    return starts if keep is None else np.take_along_axis(starts, np.argsort(error, axis=1)[:, :keep, None], axis=1)
+
+
+def projected_starts(
+    at: Mapping[str, int],
+    coordinates: Callable[[Array], Mapping[str, Any]],
+    basis: Array,
+    weights: Array,
+    keep: int | None,
+    target: Array | None = None,
+    scale: Array | float = 1.0,
+    least: Array | float = 0.0,
+) -> Array:
+    """Return starts (P, G, k) by variable projection over G settings of the nonlinear coordinates.
+
+    Args:
+        at: The parameter of each coordinate.
+        coordinates: Logarithms of the m amplitudes (P, G, m) to coordinates, each broadcast to (P, G).
+        basis: What the amplitudes multiply, relative to the observed values, (G, n, m). A residual is then one in log
+            space to first order.
+        weights: (P, n).
+        keep: How many starts of least error to return, best first; None for all of them in order.
+        target: What the basis should add up to, (n,); by default one.
+        scale: Factor (G,) from the square of a residual here to that of one in log space.
+        least: Floor (G, 1) of the amplitudes. It stands for a negative one, whose error counts four times.
+    """
+    target = np.ones(basis.shape[1]) if target is None else target
+    found = []
+    for part in np.array_split(weights, max(1, len(weights) // RESAMPLES_AT_ONCE)):
+        amplitudes, error = variable_projection(basis, target, part)
+        error = np.where((amplitudes > 0).all(axis=2), error, 4.0 * error) * scale
+        starts = np.empty((*error.shape, max(at.values()) + 1))
+        for name, values in coordinates(np.log(np.maximum(amplitudes, least))).items():
+            starts[..., at[name]] = values
+        found.append(least_starts(starts, error, keep))
+    return np.concatenate(found)
 
 
 class Estimator:
@@ -179,7 +220,7 @@ class Law(Estimator):
 
     # What a subclass gives.
 
-    def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
+    def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
         """The law over these rows."""
         raise NotImplementedError
 

@@ -8,17 +8,15 @@ Gadre et al. 2024 (arXiv:2403.08540), equation 4.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, Columns, Constants, InputError, Say, floats
+from ..errors import Array, Columns, Constants, Say, floats
 from .chinchilla import FLAT_EXPONENT, ChinchillaLaw
-from .law import Law, LossLaw, Problem
+from .law import LossLaw, Problem
 
 RENAMED = {"A": "a", "B": "b", "alpha": "eta"}
 
@@ -75,23 +73,6 @@ class OvertrainingLaw(LossLaw):
         """One half."""
         return 0.0 * constants["eta"] + 0.5
 
-    # To and from the law E + A / N^alpha + B / D^alpha.
-
-    def chinchilla(self) -> ChinchillaLaw:
-        """The same fitted law, with its draws, as a `ChinchillaLaw(tied=True)`."""
-        self._fitted()
-        draws = None if self.draws_ is None else tied_constants(self.draws_)
-        return _translated(self, ChinchillaLaw, {new: old for old, new in RENAMED.items()}, draws)
-
-    @classmethod
-    def from_chinchilla(cls, law: ChinchillaLaw) -> Self:
-        """A fitted `ChinchillaLaw(tied=True)`, with its draws, in these constants."""
-        law._fitted()
-        if not law.tied:
-            raise InputError("the ChinchillaLaw has two exponents; fit it with tied=True, as this law has only one.")
-        draws = None if law.draws_ is None else own_constants(law.draws_)
-        return _translated(law, cls, RENAMED, draws)
-
     # The law as the solver sees it.
 
     def _tied(self, E: float | None) -> ChinchillaLaw:
@@ -102,43 +83,13 @@ class OvertrainingLaw(LossLaw):
         if 2.0 * self.constants_["eta"] < FLAT_EXPONENT:
             self._call_degenerate("eta")
 
-    def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
+    def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
         size, data = (6.0 * v**2 for v in inputs)
-        problem = self._tied(self.E)._problem((size, data), observed, centred)
+        problem = self._tied(self.E)._problem((size, data), observed)
 
         def constants(theta: Array) -> Columns:
             found = problem.constants(theta)
             return {"E": found["E"], "a": found["A"], "b": found["B"], "eta": found["alpha"]}
 
         bounds = {RENAMED.get(name, name): pair for name, pair in problem.bounds.items()}
-        return replace(problem, bounds=bounds, logarithmic="abE", constants=constants)
-
-
-def tied_constants(constants: Constants) -> dict[str, Any]:
-    """E, A, B, alpha = beta of the tied Chinchilla law from E, a, b, eta."""
-    c, six = constants, np.power(6.0, -constants["eta"])
-    return {"E": c["E"], "A": c["a"] * six, "B": c["b"] * six, "alpha": 2.0 * c["eta"], "beta": 2.0 * c["eta"]}
-
-
-def own_constants(constants: Constants) -> dict[str, Any]:
-    """E, a, b, eta from the constants of a tied Chinchilla law."""
-    c, eta = constants, 0.5 * constants["alpha"]
-    six = np.power(6.0, eta)
-    return {"E": c["E"], "a": c["A"] * six, "b": c["B"] * six, "eta": eta}
-
-
-def _translated(law: Law, to: Any, renamed: Mapping[str, str], draws: Mapping[str, Array] | None) -> Any:
-    """The fitted law as class `to`, by way of its file: the solver's coordinates are the same, but for a factor of two
-    in the exponent, as the mean of log 6 N^2 is log 6 + 2 mean log N.
-    """
-    content = law.to_dict()
-    exponent = law.problem_.coordinates.index("eta" if to is ChinchillaLaw else "alpha")
-    content["fit"]["theta"][exponent] *= 2.0 if to is ChinchillaLaw else 0.5
-    content["fit"]["degenerate"] = [renamed.get(name, name) for name in law.degenerate_]
-    content["form"] = to.form
-    content["options"].pop("tied", None)
-    if to is ChinchillaLaw:
-        content["options"]["tied"] = True
-    if draws is not None:
-        content["bootstrap"]["draws"] = {name: values.tolist() for name, values in draws.items()}
-    return to.from_json(json.dumps(content))
+        return replace(problem, bounds=bounds, constants=constants)

@@ -94,13 +94,13 @@ class PowerLaw(LineLaw):
         if self.offset:  # without one, equal values are the law p = 0
             need_uneven(self.output, observed)
 
-    def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
+    def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
         """Coordinates: log k (at the mean log x), p, and log E with an offset."""
         log_x, target = np.log(inputs[0]), np.log(observed)
-        x0 = float(log_x.mean()) if centred else 0.0
+        x0 = float(log_x.mean())
         u = log_x - x0
         one = np.ones_like(u)
-        floor, ceiling = (float(target.min()) - VANISHED, float(target.max()) + 2.0) if centred else (-500.0, 500.0)
+        floor, ceiling = float(target.min()) - VANISHED, float(target.max()) + 2.0
         terms: list[tuple[Any, ...]] = [((0, 1), np.stack([one, u], 1))]
         bounds = dict.fromkeys("kp", (-np.inf, np.inf))
         if self.offset:
@@ -116,7 +116,6 @@ class PowerLaw(LineLaw):
             form=LogSumExp(len(bounds), terms),
             target=target,
             bounds=bounds,
-            logarithmic="kE",
             axes=log_x[None, :],
             starts=lambda weights, keep: _starts(u, observed, self.offset, weights, keep),
             constants=constants,

@@ -5,8 +5,8 @@
     N' = U_N + U_N R_N (1 - exp(-(N / U_N - 1) / R_N)), U_N the size that is compute-optimal for U tokens, and at most N
 
 Special here:
-- U_N solves alpha A / U_N^alpha = beta B / U^beta, so it moves with the constants; its derivatives are in the fit. In
-  logarithms, log N' = log N - s + h(s, log R_N) for s = log(N / U_N) > 0, and the same for D.
+- U_N solves alpha A / U_N^alpha = beta B / U^beta, so it moves with the constants. In logarithms, log N' = log N - s +
+  h(s, log R_N) for s = log(N / U_N) > 0, and the same for D.
 - The objective in (R_D, R_N) is flat and has several valleys: `starts_` says how many starts agree.
 
 Muennighoff et al. 2023 (arXiv:2305.16264), equations 5 and 6.
@@ -15,162 +15,47 @@ Muennighoff et al. 2023 (arXiv:2305.16264), equations 5 and 6.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from ..allocation.allocation import Optimum, token_limited
 from ..errors import Array, Columns, Constants, InputError, Say, floats, identifiable
-from ..solver.forms import LogSumTerms, Term
-from ..solver.solver import variable_projection
+from ..solver.forms import LogSumTerms
 from .chinchilla import FLAT_EXPONENT, VANISHED
-from .law import Law, Problem, amplitude
+from .law import Law, Problem, amplitude, centred, projected_starts
 
 EXPONENT_GRID = np.geomspace(0.1, 1.0, 5)
 DECAY_GRID = np.geomspace(0.5, 200.0, 8)
 COARSE_DECAY_GRID = np.geomspace(1.0, 60.0, 4)
 RATIO_GRID = (5.0, 20.0, 80.0)  # tokens per parameter at the optimum, for the starts alone
-HUGE = 600.0  # of log(N / U_N): beyond, N' has long ceased to grow
-CHUNK = 200  # resamples whose starts are projected at once, to bound memory
-MOVING = ("A", "alpha", "B", "beta")  # the coordinates that move U_N
+HUGE = 300.0  # of log(N / U_N): beyond, N' has long ceased to grow; the square of its exponential is still a number
 BASE = ("A", "alpha", "B", "beta", "E")
 EXPONENT_BOUNDS = (FLAT_EXPONENT, 3.0)
 R_BOUNDS = (1e-3, 1e5)  # repeats that are worth nothing, and repeats that are as good as new
 STARTS = 64
-FAR = 200.0  # bounds of coordinates that are not centred
+TINY = 1e-300  # stands for a term that vanished, in logarithms
 
 
-class Jet(NamedTuple):
-    """h(s, r) and its derivatives."""
-
-    h: Array
-    s: Array
-    r: Array
-    ss: Array
-    sr: Array
-    rr: Array
-
-
-def saturated(s: Array, r: Array) -> Array:
-    """h(s, r) = log(1 + R (1 - exp(-(e^s - 1) / R))), R = e^r; s >= 0."""
+def saturated(s: Any, r: Any) -> Any:
+    """Return h(s, r) = log(1 + R (1 - exp(-(e^s - 1) / R))) with R = e^r, for s >= 0."""
     R = np.exp(r)
     return np.log1p(-R * np.expm1(-np.expm1(s) / R))
 
 
-def saturated_jet(s: Array, r: Array) -> Jet:
-    """`saturated` with its first and second derivatives."""
-    R = np.exp(r)
-    z = np.expm1(s) / R
-    left = np.exp(-z)
-    grown = -R * np.expm1(-z)
-    F = 1.0 + grown
-    slope = np.exp(s - z)  # dF/ds
-    Fs, Fr = slope / F, (grown - R * z * left) / F
-    Fss, Fsr = slope * (1.0 - np.exp(s) / R) / F, slope * z / F
-    Frr = (grown - R * z * left * (1.0 + z)) / F
-    return Jet(np.log(F), Fs, Fr, Fss - Fs**2, Fsr - Fs * Fr, Frr - Fr**2)
+def worth(v: Mapping[str, Any], x: Any, w: Any, repeats: Any) -> tuple[Any, Any]:
+    """Return log N' and log D'.
 
-
-@dataclass(frozen=True)
-class Repeated:
-    """The terms over n runs: x log N, w log of different tokens, both from their middles; repeats log D - log U."""
-
-    x: Array
-    w: Array
-    repeats: Array
-    wanted: frozenset[str]
-
-    def __call__(self, v: Mapping[str, Array], with_second: bool) -> list[Term]:
-        return [self._size(v, with_second), self._tokens(v), Term(v["E"] + 0.0 * self.x, {"E": np.ones(1)})]
-
-    def optimal(self, v: Mapping[str, Array]) -> Array:
-        """Log U_N from its middle, (P, n)."""
-        return (v["A"] - v["B"] + np.log(v["alpha"] / v["beta"]) + v["beta"] * self.w) / v["alpha"]
-
-    def excess(self, v: Mapping[str, Array]) -> Array:
-        return np.clip(self.x - self.optimal(v), 0.0, HUGE)
-
-    def _tokens(self, v: Mapping[str, Array]) -> Term:
-        jet = saturated_jet(self.repeats, v["R_D"])
-        data = self.w + jet.h
-        first = {"B": np.ones(1), "beta": -data, "R_D": -v["beta"] * jet.r}
-        return Term(v["B"] - v["beta"] * data, first, {("beta", "R_D"): -jet.r, ("R_D", "R_D"): -v["beta"] * jet.rr})
-
-    def _size(self, v: Mapping[str, Array], with_second: bool) -> Term:
-        """The term log A - alpha log N', where log N' = x - s + h(s, r), s = x - c and c = log U_N."""
-        alpha, c = v["alpha"], self.optimal(v)
-        s = self.excess(v)
-        jet = saturated_jet(s, v["R_N"])
-        size = self.x - s + jet.h
-        first = {"A": np.ones(1), "alpha": -size, "R_N": -alpha * jet.r}
-        second = {("R_N", "R_N"): -alpha * jet.rr}
-        if not self.wanted & set(MOVING):
-            return Term(v["A"] - alpha * size, first, second)
-        by, by2 = self._optimal_derivatives(v, c)
-        follows = 1.0 - jet.s  # d log N' / dc; zero where N is below U_N
-        for p in MOVING:
-            first[p] = first.get(p, 0.0) - alpha * follows * by[p]
-        if not with_second:
-            return Term(v["A"] - alpha * size, first)
-        bend = np.where(self.x > c, jet.ss, 0.0)
-        for i, p in enumerate(MOVING):
-            second[p, "R_N"] = alpha * jet.sr * by[p] - (jet.r if p == "alpha" else 0.0)
-            for q in MOVING[i:]:
-                second[p, q] = -alpha * (bend * by[p] * by[q] + follows * by2.get((p, q), 0.0))
-                if "alpha" in (p, q):  # the factor alpha moves too
-                    other = p if q == "alpha" else q
-                    second[p, q] = second[p, q] - (2.0 if p == q else 1.0) * follows * by[other]
-        return Term(v["A"] - alpha * size, first, second)
-
-    def _optimal_derivatives(self, v: Mapping[str, Array], c: Array) -> tuple[Columns, dict[tuple[str, str], Array]]:
-        alpha, beta = v["alpha"], v["beta"]
-        by = {"A": 1.0 / alpha, "B": -1.0 / alpha}
-        by |= {"alpha": (1.0 / alpha - c) / alpha, "beta": (self.w - 1.0 / beta) / alpha}
-        by2 = {
-            ("A", "alpha"): -1.0 / alpha**2,
-            ("alpha", "B"): 1.0 / alpha**2,
-            ("alpha", "beta"): -by["beta"] / alpha,
-            ("alpha", "alpha"): (c - alpha * by["alpha"] - 2.0 / alpha) / alpha**2,
-            ("beta", "beta"): 1.0 / (alpha * beta**2),
-        }
-        return by, by2
-
-
-def joint_starts(
-    data: Repeated, shift: float, observed: Array, at: Mapping[str, int], weights: Array, keep: int
-) -> Array:
-    """Starts (P, G, k) by variable projection over exponents, decays and tokens per parameter at the optimum.
-
-    shift: the middle of log N less that of log D. With U_N from the tokens per parameter, the law is linear in E, A and
-    B.
+    Args:
+        v: A, B, R_D and R_N as logarithms, alpha and beta.
+        x: log N, and `w` the logarithm of different tokens. Either may be counted from any place, from which A and B
+            are counted too.
+        repeats: log D less that of the different tokens.
     """
-    tied = at["alpha"] == at["beta"]
-    second = EXPONENT_GRID[:1] if tied else EXPONENT_GRID
-    axes = np.meshgrid(EXPONENT_GRID, second, COARSE_DECAY_GRID, COARSE_DECAY_GRID, RATIO_GRID, indexing="ij")
-    alpha, beta, R_D, R_N, ratio = (grid.reshape(-1, 1) for grid in axes)
-    beta = alpha if tied else beta
-    excess = np.clip(data.x - (data.w - np.log(ratio) - shift), 0.0, HUGE)
-    size = data.x - excess + saturated(excess, np.log(R_N))
-    tokens = data.w + saturated(data.repeats, np.log(R_D))
-    basis = np.stack([np.exp(-alpha * size), np.exp(-beta * tokens), np.ones_like(size)], axis=2)
-    # Divided by the loss, a residual is one in log loss to first order.
-    basis = basis / observed[None, :, None]
-    grid = np.zeros((len(alpha), max(at.values()) + 1))
-    for name, column in (("alpha", alpha), ("beta", beta), ("R_D", np.log(R_D)), ("R_N", np.log(R_N))):
-        grid[:, at[name]] = column[:, 0]
-    found = []
-    for part in np.array_split(weights, max(1, len(weights) // CHUNK)):
-        amplitudes, error = variable_projection(basis, np.ones_like(observed), part)
-        error = np.where((amplitudes > 0).all(axis=2), error, error * 4.0)
-        order = np.argsort(error, axis=1)[:, :keep]
-        starts = grid[order]
-        log = np.log(np.maximum(np.take_along_axis(amplitudes, order[:, :, None], axis=1), 0.02 * observed.min()))
-        for i, name in enumerate("ABE"):
-            starts[..., at[name]] = log[..., i]
-        found.append(starts)
-    return np.concatenate(found)
+    optimal = (v["A"] - v["B"] + np.log(v["alpha"] / v["beta"]) + v["beta"] * w) / v["alpha"]
+    excess = np.minimum(np.maximum(x - optimal, 0.0), HUGE)
+    return x - excess + saturated(excess, v["R_N"]), w + saturated(repeats, v["R_D"])
 
 
 class RepetitionLaw(Law):
@@ -191,6 +76,7 @@ class RepetitionLaw(Law):
     title = "the law of repeated data"
     names = ("E", "A", "B", "alpha", "beta", "R_D", "R_N")
     direct = "always"
+    irreducible = "E"
     inputs = ("N", "D", "U")
     output = "loss"
     E_: float
@@ -238,13 +124,10 @@ class RepetitionLaw(Law):
     @staticmethod
     def evaluate(constants: Constants, *inputs: Any) -> Any:
         c = {name: floats(value) for name, value in constants.items()}
-        with np.errstate(divide="ignore", invalid="ignore"):
-            log_n, log_d, log_u = (np.log(v) for v in inputs)
-            w = np.minimum(log_u, log_d)
-            optimal = (np.log(c["alpha"] * c["A"]) - np.log(c["beta"] * c["B"]) + c["beta"] * w) / c["alpha"]
-            excess = np.clip(np.nan_to_num(log_n - optimal, nan=0.0), 0.0, HUGE)
-        size = log_n - excess + saturated(excess, np.log(c["R_N"]))
-        data = w + saturated(log_d - w, np.log(c["R_D"]))
+        log_n, log_d, log_u = (np.log(v) for v in inputs)
+        w = np.minimum(log_u, log_d)
+        v = c | {name: np.log(np.maximum(c[name], TINY)) for name in ("A", "B", "R_D", "R_N")}
+        size, data = worth(v, log_n, w, log_d - w)
         return c["E"] + c["A"] * np.exp(-c["alpha"] * size) + c["B"] * np.exp(-c["beta"] * data)
 
     def equation(self, say: Say) -> str:
@@ -274,30 +157,27 @@ class RepetitionLaw(Law):
         if np.allclose(without, self.predict(*columns), rtol=1e-9, atol=0.0):
             self._call_degenerate("R_N")
 
-    def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
+    def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
         """Coordinates: log A and log B (at the mean log N and log D), log E, the exponents, unless the base is given;
         log R_D, log R_N.
         """
-        log_n, log_d = np.log(inputs[0]), np.log(inputs[1])
-        log_u = np.minimum(np.log(inputs[2]), log_d)
-        x0, y0 = (float(log_n.mean()), float(log_d.mean())) if centred else (0.0, 0.0)
-        target = np.log(observed)
-        base = self._base
+        (x, x0), (y, y0) = centred(inputs[0]), centred(inputs[1])
+        w = np.minimum(np.log(inputs[2]) - y0, y)
+        target, repeats, base = np.log(observed), y - w, self._base
         own = [] if base else [name for name in BASE if not (self.tied and name == "beta")]
         names = (*own, "R_D", "R_N")
-        at = {name: i for i, name in enumerate(names)}
-        if self.tied:
-            at["beta"] = at["alpha"]
-        data = Repeated(log_n - x0, log_u - y0, log_d - log_u, frozenset(at))
-        floor, ceiling = (float(target.min()) - VANISHED, float(target.max()) + 2.0) if centred else (-FAR, FAR)
-        bounds = {"A": (floor, ceiling), "alpha": EXPONENT_BOUNDS, "R_D": tuple(np.log(R_BOUNDS))}
-        bounds |= {"B": bounds["A"], "E": bounds["A"], "beta": bounds["alpha"], "R_N": bounds["R_D"]}
-
+        at = {name: i for i, name in enumerate(names)} | ({"beta": own.index("alpha")} if self.tied else {})
+        low, high = float(target.min()) - VANISHED, float(target.max()) + 2.0
+        bounds = dict.fromkeys("ABE", (low, high)) | dict.fromkeys(("alpha", "beta"), EXPONENT_BOUNDS)
+        bounds |= dict.fromkeys(("R_D", "R_N"), tuple(np.log(R_BOUNDS)))
         fixed = {}
         if base:
             middle = {"A": x0 * base["alpha"], "B": y0 * base["beta"], "E": 0.0}
-            fixed = base | {name: float(np.log(max(base[name], 1e-300))) - middle[name] for name in "ABE"}
-        form = LogSumTerms(data, at, len(target), fixed)
+            fixed = base | {name: float(np.log(max(base[name], TINY))) - middle[name] for name in "ABE"}
+
+        def terms(v: Mapping[str, Any]) -> list[Any]:
+            size, data = worth(v, x, w, repeats)
+            return [v["A"] - v["alpha"] * size, v["B"] - v["beta"] * data, v["E"]]
 
         def constants(theta: Array) -> Columns:
             found = {name: np.exp(theta[:, at[name]]) for name in ("R_D", "R_N")}
@@ -305,23 +185,37 @@ class RepetitionLaw(Law):
                 return {name: np.full(len(theta), base[name]) for name in BASE} | found
             found |= {name: theta[:, at[name]].copy() for name in ("alpha", "beta")}
             for name, shift in (("A", x0 * found["alpha"]), ("B", y0 * found["beta"]), ("E", 0.0)):
-                found[name] = amplitude(theta[:, at[name]], floor, shift)
+                found[name] = amplitude(theta[:, at[name]], low, shift)
             return found
 
         def starts(weights: Array, keep: int | None) -> Array:
-            if not base:
-                return joint_starts(data, x0 - y0, observed, at, weights, keep or STARTS)
-            # The best of a grid, by least squares.
-            grid = np.stack([g.ravel() for g in np.meshgrid(np.log(DECAY_GRID), np.log(DECAY_GRID))], 1)
-            error = weights @ ((form.value(grid)[0] - target) ** 2).T
-            return grid[np.argsort(error, axis=1)[:, : keep or STARTS]]
+            if base:  # the best of a grid, by least squares
+                grid = np.stack([g.ravel() for g in np.meshgrid(np.log(DECAY_GRID), np.log(DECAY_GRID))], 1)
+                error = weights @ ((form.value(grid)[0] - target) ** 2).T
+                return grid[np.argsort(error, axis=1)[:, : keep or STARTS]]
+            betas = EXPONENT_GRID[:1] if self.tied else EXPONENT_GRID
+            axes = (EXPONENT_GRID, betas, COARSE_DECAY_GRID, COARSE_DECAY_GRID, RATIO_GRID)
+            alpha, beta, R_D, R_N, ratio = (g.reshape(-1, 1) for g in np.meshgrid(*axes, indexing="ij"))
+            beta = alpha if self.tied else beta
+            # With U_N from the tokens per parameter, the law is linear in E, A and B.
+            excess = np.clip(x - (w - np.log(ratio) - x0 + y0), 0.0, HUGE)
+            size = x - excess + saturated(excess, np.log(R_N))
+            data = w + saturated(repeats, np.log(R_D))
+            basis = np.stack([np.exp(-alpha * size), np.exp(-beta * data), np.ones_like(size)], axis=2)
 
+            def coordinates(log: Array) -> dict[str, Array]:
+                held = {"alpha": alpha, "beta": beta, "R_D": np.log(R_D), "R_N": np.log(R_N)}
+                return dict(zip("ABE", np.moveaxis(log, 2, 0), strict=True)) | {k: v[:, 0] for k, v in held.items()}
+
+            basis, least = basis / observed[None, :, None], 0.02 * observed.min()
+            return projected_starts(at, coordinates, basis, weights, keep or STARTS, least=least)
+
+        form = LogSumTerms(terms, at, len(target), fixed)
         return Problem(
             form=form,
             target=target,
             bounds={name: bounds[name] for name in names},
-            logarithmic=("A", "B", "E", "R_D", "R_N"),
-            axes=np.stack([log_n, log_d]),
+            axes=np.log(np.stack(inputs[:2])),
             starts=starts,
             constants=constants,
         )

@@ -1,27 +1,21 @@
 """Laws as the solver sees them: log loss as a function of the parameters, with derivatives.
 
 A form is asked for *sums over points* (gradients, Hessians), which for sums of power laws (`LogSumExp`) are products
-with constant tables; a dense Jacobian is kept only by other laws.
-
-Squire and Trapp 1998 (SIAM Review 40, 110): the complex step.
+with constant tables. Every other law is a `LogSumTerms`: its derivatives follow from its formula.
 """
 
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ..errors import Array, InputError, floats
+from ..errors import Array, floats
+from .jets import Jet
 
 SAFE_EXPONENT = 600.0  # a few exponentials of this size neither overflow nor vanish
-COMPLEX_STEP = 1e-30  # its square is below the rounding of anything
-DIFFERENCE = 1e-5  # relative step of a central difference: about 1e-10 of truncation and 1e-11 of rounding
-ANALYTIC = 1e-4  # how well a complex step and a difference of an analytic function agree, with room
 
 
 class LogForm:
@@ -60,10 +54,8 @@ class LogForm:
         return np.einsum("pni,pi->pn", cache[0], step)
 
     def bend(self, cache: list[Array], step: Array) -> Array:
-        """How that change bends, step^T d2f step, (P, n); here a difference, as it steers and decides nothing."""
-        theta, h = cache[1], DIFFERENCE
-        ahead, behind = (self.along(self.value(theta + sign * h * step)[1], step) for sign in (1.0, -1.0))
-        return (ahead - behind) / (2.0 * h)
+        """How that change bends, step^T d2f step, (P, n)."""
+        raise NotImplementedError
 
 
 class LogSumExp(LogForm):
@@ -192,202 +184,74 @@ class _PlacedSums:
         return sums @ self.place
 
 
-@dataclass(frozen=True)
-class Term:
-    """u (P, n), du by coordinate name, and d2u, where not zero, by pair of names, each once; they broadcast to u."""
-
-    value: Array
-    first: Mapping[str, Array] = field(default_factory=dict)
-    second: Mapping[tuple[str, str], Array] = field(default_factory=dict)
-
-
-def power_sum(g: Term, h: Term, s: Array, power: str, names: Sequence[str], with_second: bool) -> Term:
-    """The term s log(exp(g/s) + exp(h/s)) of two lines; `power` is the name of s (P, 1) among the coordinates `names`.
-
-    Its Hessian in (g, h, s) is (w1 w2 / s) z z^T with z = (1, -1, -(g - h) / s), w1 and w2 the shares of the lines.
-    """
-    gap = (g.value - h.value) / s
-    either = np.logaddexp(gap, 0.0)
-    share, other = np.exp(gap - either), np.exp(-either)
-    first = {name: share * g.first.get(name, 0.0) + other * h.first.get(name, 0.0) for name in names}
-    first[power] = first[power] + either - share * gap
-    value = h.value + s * either
-    if not with_second:
-        return Term(value, first)
-    z = {name: g.first.get(name, 0.0) - h.first.get(name, 0.0) for name in names}
-    z[power] = z[power] - gap
-    bend = share * other / s
-    second = {(p, q): bend * z[p] * z[q] for i, p in enumerate(names) for q in names[i:]}
-    for weight, line in ((share, g), (other, h)):
-        for pair, derivative in line.second.items():
-            second[pair] = second[pair] + weight * derivative
-    return Term(value, first, second)
-
-
-# Coordinates (P, 1) by name, and whether second derivatives are wanted besides the first.
-Terms = Callable[[Mapping[str, Array], bool], list[Term]]
+# The coordinates by name, each (P, 1), to the logarithms of the terms, which broadcast to (P, n).
+Terms = Callable[[Mapping[str, Any]], Sequence[Any]]
 
 
 class LogSumTerms(LogForm):
-    """f = log sum_t exp u_t(theta), each u_t any twice differentiable function of named coordinates.
+    """f = log sum_t exp u_t(theta), each u_t any function of named coordinates that `Jet` can differentiate.
 
-    `at` gives the parameter that each name reads (names may share one), `fixed` the rest.
+    `at` gives the parameter that each name reads (names may share one), `fixed` the values of the other names. One term
+    alone is f itself. The cache is the Jacobian (P, n, k) and theta.
     """
 
     def __init__(
         self, terms: Terms, at: Mapping[str, int], points: int, fixed: Mapping[str, float] | None = None
     ) -> None:
         self.terms, self.at, self.points = terms, dict(at), points
-        self.fixed = dict(fixed or {})
-        self.parameters = max(self.at.values()) + 1
+        self.fixed = {name: np.full((1, 1), value) for name, value in (fixed or {}).items()}
+        self.parameters = max(self.at.values(), default=-1) + 1
 
     def value(self, theta: Array) -> tuple[Array, list[Array]]:
-        terms, shares, value = self._evaluate(theta, False)
-        first = np.zeros((*value.shape, self.parameters))
+        terms, shares, value = self._evaluate({n: Jet(theta[:, i : i + 1], {i: 1.0}) for n, i in self.at.items()})
+        first = np.zeros((len(theta), self.points, self.parameters))
         for term, share in zip(terms, shares, strict=True):
-            for name, derivative in term.first.items():
-                if name in self.at:
-                    first[:, :, self.at[name]] += share * derivative
-        return value, [first, theta]
+            for i, derivative in term.first.items():
+                first[:, :, i] += share * derivative
+        return np.array(np.broadcast_to(value, first.shape[:2])), [first, theta]
 
     def second(self, cache: list[Array], slope: Array) -> Array:
         """d2f = sum_t p_t (du_t du_t^T + d2u_t) - df df^T."""
         first, theta = cache
-        terms, shares, _ = self._evaluate(theta, True)
+        terms, shares, _ = self._evaluate({n: Jet(theta[:, i : i + 1], {i: 1.0}, {}) for n, i in self.at.items()})
         hessian = np.zeros((len(theta), self.parameters, self.parameters))
         for term, share in zip(terms, shares, strict=True):
             weighted = slope * share
-            if len(terms) > 1:  # one alone is f itself
-                own = self._first(term, first)
+            if len(terms) > 1:
+                own = np.zeros_like(first)
+                for i, derivative in term.first.items():
+                    own[:, :, i] = derivative
                 hessian += (own * weighted[:, :, None]).transpose(0, 2, 1) @ own
-            for (p, q), derivative in term.second.items():
-                if p in self.at and q in self.at:
-                    total = (weighted * derivative).sum(axis=1)
-                    hessian[:, self.at[p], self.at[q]] += total
-                    if p != q:
-                        hessian[:, self.at[q], self.at[p]] += total
-        if len(terms) > 1:
-            hessian -= (first * slope[:, :, None]).transpose(0, 2, 1) @ first
-        return hessian
+            for (i, j), derivative in term.second.items():
+                total = (weighted * derivative).sum(axis=1)
+                hessian[:, i, j] += total
+                if i != j:
+                    hessian[:, j, i] += total
+        return hessian - (first * slope[:, :, None]).transpose(0, 2, 1) @ first if len(terms) > 1 else hessian
 
     def bend(self, cache: list[Array], step: Array) -> Array:
-        """step^T d2f step, (P, n)."""
-        first, theta = cache
-        terms, shares, value = self._evaluate(theta, True)
-        bend = np.zeros_like(value)
+        """step^T d2f step, (P, n): second derivatives along the one direction."""
+        theta = cache[1]
+        along = {n: Jet(theta[:, i : i + 1], {0: step[:, i : i + 1]}, {}) for n, i in self.at.items()}
+        terms, shares, _ = self._evaluate(along)
+        if len(terms) == 1:
+            return np.broadcast_to(terms[0].second.get((0, 0), 0.0), (len(theta), self.points))
+        mean, square = np.zeros((len(theta), self.points)), np.zeros((len(theta), self.points))
         for term, share in zip(terms, shares, strict=True):
-            if len(terms) > 1:
-                bend += share * np.einsum("pni,pi->pn", self._first(term, first), step) ** 2
-            for (p, q), derivative in term.second.items():
-                if p in self.at and q in self.at:
-                    twice = 1.0 if p == q else 2.0
-                    product = twice * step[:, self.at[p]] * step[:, self.at[q]]
-                    bend += share * derivative * product[:, None]
-        return bend - self.along(cache, step) ** 2 if len(terms) > 1 else bend
+            moved = term.first.get(0, 0.0)
+            mean += share * moved
+            square += share * (moved**2 + term.second.get((0, 0), 0.0))
+        return square - mean**2
 
-    def _evaluate(self, theta: Array, second: bool) -> tuple[list[Term], list[Array], Array]:
-        values = {name: theta[:, i : i + 1] for name, i in self.at.items()}
-        values |= {name: np.full((len(theta), 1), value) for name, value in self.fixed.items()}
-        terms = self.terms(values, second)
+    def _evaluate(self, coordinates: Mapping[str, Jet]) -> tuple[list[Jet], list[Array], Array]:
+        """Return the terms, the share of each in the sum, and the logarithm of the sum."""
+        found = self.terms({**coordinates, **self.fixed})
+        terms = [term if isinstance(term, Jet) else Jet(np.asarray(term), {}, {}) for term in found]
+        if len(terms) == 1:
+            return terms, [np.ones(1)], terms[0].value
         top = terms[0].value
         for term in terms[1:]:
             top = np.maximum(top, term.value)
         shares = [np.exp(term.value - top) for term in terms]
-        total = np.sum(shares, axis=0)
+        total = np.sum(np.broadcast_arrays(*shares), axis=0)
         return terms, [share / total for share in shares], top + np.log(total)
-
-    def _first(self, term: Term, like: Array) -> Array:
-        """A term's du (P, n, k)."""
-        own = np.zeros_like(like)
-        for name, derivative in term.first.items():
-            if name in self.at:
-                own[:, :, self.at[name]] += derivative
-        return own
-
-
-class FunctionForm(LogForm):
-    """Any law as a function: theta (P, k) to f (P, n), df (P, n, k) and d2f (P, n, k, k)."""
-
-    def __init__(self, function: Callable[[Array], tuple[Array, Array, Array]], parameters: int, points: int) -> None:
-        self.function, self.parameters, self.points = function, parameters, points
-
-    def value(self, theta: Array) -> tuple[Array, list[Array]]:
-        value, first, second = (np.array(part) for part in self.function(theta))
-        return value, [first, theta, second]
-
-    def second(self, cache: list[Array], slope: Array) -> Array:
-        return np.einsum("pn,pnij->pij", slope, cache[2])
-
-    def bend(self, cache: list[Array], step: Array) -> Array:
-        return np.einsum("pnij,pi,pj->pn", cache[2], step, step)
-
-
-class ComplexStepForm(LogForm):
-    """Any analytic law as a function alone: complex theta (P, k) to log predictions (P, n).
-
-    The gradient is Im f(theta + i h e) / h with h = 1e-30: exact to rounding. The Hessian is a central difference of
-    it, good to about nine digits; it steers steps, and convergence is judged on the gradient.
-    """
-
-    def __init__(self, function: Callable[[Any], Any], parameters: int, points: int) -> None:
-        self.function, self.parameters, self.points = function, parameters, points
-
-    def value(self, theta: Array) -> tuple[Array, list[Array]]:
-        P, k = theta.shape
-        shifted = theta[:, None, :] + 1j * COMPLEX_STEP * np.eye(k)
-        f = self._evaluate(shifted.reshape(P * k, k)).reshape(P, k, self.points)
-        first = np.ascontiguousarray(f.imag.transpose(0, 2, 1)) / COMPLEX_STEP
-        return f[:, 0].real.copy(), [first, theta]
-
-    def second(self, cache: list[Array], slope: Array) -> Array:
-        theta = cache[1]
-        hessian = np.empty((*theta.shape, self.parameters))
-        for j, unit in enumerate(np.eye(self.parameters)):
-            h = DIFFERENCE * (1.0 + np.abs(theta[:, j : j + 1]))
-            ahead, behind = (self.gradient(self.value(theta + sign * h * unit)[1], slope) for sign in (1.0, -1.0))
-            hessian[:, :, j] = (ahead - behind) / (2.0 * h)
-        return 0.5 * (hessian + hessian.transpose(0, 2, 1))
-
-    def _evaluate(self, theta: Any) -> Any:
-        f = np.asarray(self.function(theta))
-        if f.shape != (len(theta), self.points):
-            raise InputError(
-                f"the law's function gave shape {f.shape} for {len(theta)} rows of parameters; "
-                f"({len(theta)}, {self.points}) is expected, a row of log predictions each."
-            )
-        return f
-
-    def check(self, starts: Array) -> None:
-        """Raises InputError where at `starts` (G, k) complex step and difference disagree, or nothing is finite."""
-        with np.errstate(all="ignore"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # NumPy warns of a cast that drops the imaginary part; we refuse it
-            try:
-                f, (first, _) = self.value(starts)
-                if not np.iscomplexobj(self._evaluate(starts + 0j)):
-                    raise InputError(
-                        "the law's function gives real numbers for complex parameters; it must be analytic."
-                    )
-                differences = [self._difference(starts, j) for j in range(self.parameters)]
-            except InputError:
-                raise
-            except Exception as failure:  # it is the user's function, and may raise anything
-                raise InputError(
-                    f"the law's function fails on complex parameters ({type(failure).__name__}: {failure}); "
-                    "it must be analytic, of NumPy's own functions."
-                ) from None
-        finite = np.isfinite(f).all(axis=1)
-        if not finite.any():
-            raise InputError("the law's function gives no finite prediction at any start; give starts where it does.")
-        for j, difference in enumerate(differences):
-            error = np.abs(first[finite, :, j] - difference[finite]).max()
-            size = np.abs(difference[finite]).max() + 1e-3 * (1.0 + np.abs(f[finite]).max())
-            if not error <= ANALYTIC * size:
-                raise InputError(
-                    f"the law's function is not analytic in parameter {j}: its complex step and a difference differ by "
-                    f"{error:.2g}; exp, log, powers and products are, abs, real, casts and comparisons are not."
-                )
-
-    def _difference(self, theta: Array, j: int) -> Array:
-        h = DIFFERENCE * (1.0 + np.abs(theta[:, j : j + 1])) * np.eye(self.parameters)[j]
-        width = 2.0 * h[:, j : j + 1]
-        return (self._evaluate(theta + h + 0j).real - self._evaluate(theta - h + 0j).real) / width

@@ -157,19 +157,12 @@ def test_the_least_squares_fit_is_where_scipy_ends_from_the_truth(case):
 
 
 @case
-@pytest.mark.parametrize("centred", [True, False])
-def test_gradient_and_hessian_are_those_of_finite_differences(case, centred):
-    truth, (*inputs, y) = case.data(3, noise=0.01)
-    law = case.make().fit(*inputs, y)
-    problem = law._problem(tuple(law.data_[name] for name in law.inputs), y, centred)
-    form, k = problem.form, problem.form.parameters
+def test_gradient_and_hessian_are_those_of_finite_differences(case):
+    _, columns = case.data(3, noise=0.01)
+    law = case.make().fit(*columns)
+    form, k = law.problem_.form, law.problem_.form.parameters
     rng = np.random.default_rng(0)
-    theta = law.theta_
-    if not centred:
-        logs = problem.logarithmic
-        theta = np.array([np.log(truth[name]) if name in logs else truth[name] for name in problem.bounds])
-        np.testing.assert_allclose(form.value(theta[None, :])[0][0], np.log(law.evaluate(truth, *inputs)), atol=1e-11)
-    theta = theta + 0.003 * rng.standard_normal((4, k)) * np.maximum(np.abs(theta), 0.1) * (1 if centred else 0.1)
+    theta = law.theta_ + 0.003 * rng.standard_normal((4, k)) * np.maximum(np.abs(law.theta_), 0.1)
     slope, zero = rng.standard_normal((4, POINTS)), np.zeros((4, POINTS))
     h = 1e-6  # the differences below are then good to h^2 plus rounding / h, about 1e-9 of the largest entry
 

@@ -8,7 +8,7 @@ from isoflop.fit.laws.broken import BrokenPowerLaw
 from isoflop.fit.laws.custom import FunctionLaw, latin_hypercube
 from isoflop.fit.laws.kaplan import KaplanLaw
 from isoflop.fit.laws.law import Law
-from isoflop.fit.laws.overtraining import OvertrainingLaw, tied_constants
+from isoflop.fit.laws.overtraining import OvertrainingLaw
 from isoflop.fit.laws.repetition import RepetitionLaw, saturated
 
 # Kaplan et al. 2020, section 1.2; Muennighoff et al. 2023, the repository's README.
@@ -93,24 +93,6 @@ def test_the_over_training_law_is_the_tied_chinchilla_law():
     np.testing.assert_allclose(ours.at(C, M), said, rtol=1e-12)
 
 
-def test_constants_go_to_chinchilla_and_back_exactly():
-    N, D, noise = sizes(4)
-    loss = (1.8 + 400 / N**0.34 + 1200 / D**0.34) * np.exp(0.003 * noise)
-    law = OvertrainingLaw(delta=np.inf, E=1.8).fit(N, D, loss).bootstrap(15, groups=np.arange(50) // 2)
-    there = law.chinchilla()
-    assert (there.tied, there.E, there.delta) == (True, 1.8, np.inf)
-    np.testing.assert_allclose(there.predict_draws(N[:3], D[:3]), law.predict_draws(N[:3], D[:3]), rtol=1e-13)
-    assert tied_constants(law.constants_) == pytest.approx(there.constants_, rel=1e-13)
-    back = OvertrainingLaw.from_chinchilla(there)
-    assert back.constants_ == pytest.approx(law.constants_, rel=1e-14)
-    assert back.starts_ == law.starts_
-    ours, theirs = law.optimal([1e20, 1e24]), there.optimal([1e20, 1e24])
-    for name in ("N", "D", "loss"):
-        np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), rtol=1e-12)
-        np.testing.assert_allclose(ours.interval(name), theirs.interval(name), rtol=1e-12)
-    np.testing.assert_allclose(ours.ratio[0], ours.ratio[1], rtol=1e-12)
-
-
 # Repetition.
 
 
@@ -133,7 +115,7 @@ def test_repeats_are_worth_between_nothing_and_new_tokens():
     np.testing.assert_allclose(saturated(s, np.log(1e-9)), 0.0, atol=1e-8)
     at_most = np.log1p(15.0)
     assert (np.diff(saturated(s, np.log(15.0))) >= 0).all()
-    assert saturated(np.array(600.0), np.log(15.0)) == pytest.approx(at_most, rel=1e-14)
+    assert saturated(np.array(300.0), np.log(15.0)) == pytest.approx(at_most, rel=1e-14)
 
 
 def test_the_best_allocation_under_a_token_limit_is_the_published_one():
@@ -166,9 +148,7 @@ def test_excess_parameters_that_no_run_has_are_not_fitted():
 N, D, _ = sizes(5)
 LOSS = 1.8 + 400 / N**0.34 + 1200 / D**0.4
 REFUSED = [
-    (lambda: OvertrainingLaw.from_chinchilla(fit.ChinchillaLaw().fit(N, D, LOSS)), "two exponents"),
     (lambda: OvertrainingLaw(E=9).fit(N, D, LOSS), "E is 9; it must be below the lowest loss"),
-    (lambda: OvertrainingLaw().chinchilla(), "not fitted"),
     (lambda: RepetitionLaw().fit(N, D, 2 * D, LOSS), "no run repeats its data"),
     (lambda: RepetitionLaw(base={"E": 1, "A": 1, "B": 1, "alpha": 1}), "base has no beta"),
     (lambda: RepetitionLaw(base=C4 | {"alpha": 0}), "base has alpha = 0; it must be"),
@@ -315,7 +295,7 @@ def test_a_file_without_its_function_says_so():
         FunctionLaw.from_json(text)
     with pytest.raises(fit.InputError, match="it is not the one that the law was fitted with"):
         FunctionLaw.from_json(text, lambda c, N, D, P: 1.001 * precision(c, N, D, P))
-    with pytest.raises(fit.InputError, match="the law's function fails"):
+    with pytest.raises(fit.InputError, match=r"function cannot be differentiated .TypeError"):
         FunctionLaw.from_json(text, lambda c, N: N)
     blind = Law.from_json(text)
     assert "gamma = " in repr(blind)
@@ -329,7 +309,9 @@ def test_a_constant_that_nothing_depends_on_is_called_degenerate():
 
 
 BAD = [
-    (dict(function=lambda c, N, D, P: abs(precision(c, N, D, P))), "real numbers for complex parameters"),
+    (dict(function=lambda c, N, D, P: np.sinc(c["gamma"] + 0 * N)), "the law uses sinc, which has no derivative here"),
+    (dict(function=lambda c, N, D, P: np.floor(precision(c, N, D, P))), "the law uses floor, which has no derivative"),
+    (dict(function=lambda c, N, D, P: c["A"].astype(int) + N), "cannot be differentiated .AttributeError"),
     (dict(function=lambda c, N, D, P: -precision(c, N, D, P)), "no finite value above zero for every run"),
     (
         dict(function=lambda c, N: N),

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from isoflop import fit
-from isoflop.fit.laws.overtraining import OvertrainingLaw, own_constants
+from isoflop.fit.laws.overtraining import OvertrainingLaw
 from isoflop.fit.laws.repetition import RepetitionLaw
 from isoflop.fit.solver.solver import solve
 from scipy.optimize import curve_fit
@@ -131,7 +131,8 @@ def test_the_published_hold_out_errors_of_over_training(gadre):
         (N, D), loss, p0=[200, 200, 0.3, 1.8], maxfev=20_000
     )  # fmt: skip
     scipy = OvertrainingLaw().fit(N, D, loss)
-    scipy.constants_ = own_constants(dict(zip(("A", "B", "alpha", "E"), peer, strict=True)))
+    A, B, alpha, E = peer
+    scipy.constants_ = {"E": E, "a": A * 6 ** (alpha / 2), "b": B * 6 ** (alpha / 2), "eta": alpha / 2}
     np.testing.assert_allclose(errors(scipy), [0.71, 0.73], atol=0.005)
     weighted = OvertrainingLaw(objective="squares").fit(N, D, loss, weight=loss**2)
     assert weighted.starts_ == {"tried": 64, "agreeing": 64}

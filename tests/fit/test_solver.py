@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from isoflop.fit import ChinchillaLaw, InputError, KaplanLaw, PowerLaw
 from isoflop.fit.solver import solver
-from isoflop.fit.solver.forms import ComplexStepForm, FunctionForm
+from isoflop.fit.solver.forms import LogSumTerms
 from isoflop.fit.solver.solver import solve, variable_projection
 from scipy.optimize import least_squares, minimize
 from scipy.special import logsumexp
@@ -83,14 +83,10 @@ def test_converged_means_a_minimum_inside_the_box():
 
 def test_a_saddle_is_not_an_optimum(monkeypatch):
     """The form x^2 - y^2 has, fitted to -1, a zero gradient at the origin and negative curvature there."""
-
-    def function(theta):
-        x, y = theta.T
-        first = np.stack([2 * x, -2 * y], 1)[:, None, :]
-        second = np.broadcast_to(np.diag([2.0, -2.0]), (len(theta), 1, 2, 2))
-        return (x**2 - y**2)[:, None], first, second
-
-    form, box = FunctionForm(function, 2, 1), (np.full(2, -10.0), np.full(2, 10.0))
+    form, box = (
+        LogSumTerms(lambda v: [v["x"] ** 2 - v["y"] ** 2], {"x": 0, "y": 1}, 1),
+        (np.full(2, -10.0), np.full(2, 10.0)),
+    )
     moved = minimise(form, np.array([-1.0]), np.ones(1), np.array([[0.5, 0.3]]), *box, np.inf)
     assert moved.converged[0]
     assert moved.objective[0] < 1e-20
@@ -99,12 +95,10 @@ def test_a_saddle_is_not_an_optimum(monkeypatch):
     assert not stuck.converged[0]
 
 
-def parabola(theta):
+def parabola():
     """The point (x, x^2), two log predictions: two of its points may be nearest to one that lies above its vertex."""
-    x = theta[:, :1]
-    first, second = np.stack([np.ones_like(x), 2 * x], axis=1), np.zeros((len(x), 2, 1, 1))
-    second[:, 1] = 2.0
-    return np.concatenate([x, x**2], axis=1), first, second
+    here, square = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+    return LogSumTerms(lambda v: [v["x"] * here + v["x"] ** 2 * square], {"x": 0}, 2)
 
 
 ABOVE, LEFT = np.array([0.0, 2.0]), np.array([-0.1, 2.0])  # of the vertex, and a little to the left of it
@@ -117,7 +111,7 @@ def nearest(target, side):
 
 
 def test_only_starts_that_end_in_the_best_valley_agree():
-    form = FunctionForm(parabola, 1, 2)
+    form = parabola()
     starts = np.array([-1.9, -1.2, -1.0, 0.8, 0.9, 1.1, 1.3, 1.5])[None, :, None]
     found = solve(form, LEFT, np.ones((2, 2)), starts, *WIDE)
     np.testing.assert_allclose(found.theta, nearest(LEFT, -1), rtol=1e-9)
@@ -132,7 +126,7 @@ def test_only_starts_that_end_in_the_best_valley_agree():
 
 
 def test_a_warm_start_in_another_valley_does_not_hide_the_better_one():
-    form, one = FunctionForm(parabola, 1, 2), np.ones((1, 2))
+    form, one = parabola(), np.ones((1, 2))
     for start, warm in ((-1.4, 1.2), (1.4, -1.2)):
         found = solve(form, LEFT, one, np.array([[[start]]]), *WIDE, warm=np.array([warm]))
         np.testing.assert_allclose(found.theta[0, 0], nearest(LEFT, -1), rtol=1e-9)
@@ -141,14 +135,10 @@ def test_a_warm_start_in_another_valley_does_not_hide_the_better_one():
 
 def test_a_problem_without_an_optimum_is_said_not_to_have_converged():
     """exp(-theta) comes ever nearer to what is below it, and never arrives; and a prediction may be no number."""
-
-    def falling(theta):
-        value = np.exp(-theta)
-        return value, -value[:, :, None], value[:, :, None, None]
-
     everywhere, starts = (np.array([-np.inf]), np.array([np.inf])), np.array([[[0.0], [1.0], [2.0]]])
-    for function, target in ((falling, -1.0), (lambda t: tuple(np.nan * part for part in falling(t)), -1.0)):
-        found = solve(FunctionForm(function, 1, 1), np.array([target]), np.ones((1, 1)), starts, *everywhere, np.inf)
+    for factor in (1.0, np.nan):
+        form = LogSumTerms(lambda v, factor=factor: [factor * np.exp(-v["x"])], {"x": 0}, 1)
+        found = solve(form, np.array([-1.0]), np.ones((1, 1)), starts, *everywhere, np.inf)
         assert not found.converged[0]
         assert found.agreeing[0] == 0
         assert found.tried[0] == 3
@@ -157,20 +147,22 @@ def test_a_problem_without_an_optimum_is_said_not_to_have_converged():
 def test_a_start_without_a_prediction_is_left_and_the_others_go_on():
     lost = []
 
-    def half(theta):
-        lost.append((theta[:, 0].real > 5).sum())
-        return np.where(theta[:, :1].real > 5, np.nan, np.log(theta[:, :1] + theta[:, 1:] * np.linspace(1, 2, 6)))
+    def half(v):
+        lost.append((v["a"].value > 5).sum())
+        return [np.log(v["a"] + v["b"] * np.linspace(1, 2, 6)) + np.where(v["a"].value > 5, np.nan, 0.0)]
+
+    form = LogSumTerms(half, {"a": 0, "b": 1}, 6)
 
     target = np.log(1.5 + 0.7 * np.linspace(1, 2, 6))
     starts = np.array([[[9.0, 1.0], [1.0, 1.0], [2.0, 0.1], [7.0, 7.0]]])
     box = (np.array([0.1, 0.01]), np.array([10.0, 10.0]))
-    found = solve(ComplexStepForm(half, 2, 6), target, np.ones((1, 6)), starts, *box, 1e-3)
+    found = solve(form, target, np.ones((1, 6)), starts, *box, 1e-3)
     np.testing.assert_allclose(found.theta[0], [1.5, 0.7], rtol=1e-8)  # exact data; conditioning 1e2
     assert found.agreeing[0] == 2
-    each = minimise(ComplexStepForm(half, 2, 6), target, np.ones(6), starts[0], *box, 1e-3)
+    each = minimise(form, target, np.ones(6), starts[0], *box, 1e-3)
     assert each.converged.tolist() == [False, True, True, False]
     lost.clear()
-    minimise(ComplexStepForm(half, 2, 6), target, np.ones(6), starts[0, [0, 3]], *box, 1e-3)
+    minimise(form, target, np.ones(6), starts[0, [0, 3]], *box, 1e-3)
     assert len(lost) <= 9  # one step each, and what checks and derivatives ask for
 
 
