@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from ..train.config import (
     ANY,
     Count,
     Count4,
     Count6,
+    Fraction,
     Natural,
     NotNegative,
     Positive,
@@ -28,7 +30,8 @@ from ..train.config import REMOVED as OF_RUNS
 from ..train.errors import UserError
 from ..train.planner.validation import check_fields
 
-Duration = Annotated[Positive, "at most 1e8"]
+Duration = Annotated[float, Meta(gt=0, le=1e8)]
+Pause = Annotated[float, Meta(ge=0, le=1e8)]
 
 
 @dataclass
@@ -42,7 +45,7 @@ class GridConfig:
     # as the fields that they change, {muon: {optimizer.kind: muon}}. A mapping, as ProductGrid.axes is.
     variants: Any = None
     # A run that diverges is tried once more, as a new run, with its learning rate times this; None: it is not.
-    diverged_rate_factor: Annotated[float, "above 0 and below 1"] | None = None
+    diverged_rate_factor: Fraction | None = None
     stop_hopeless: bool = False  # tune: ends runs that cannot win any more; no other kind takes it, for a law needs all
 
 
@@ -57,7 +60,7 @@ class IsoflopGrid(GridConfig):
     budgets: list[Positive] | None = None  # training FLOPs; None: those of the cluster group, or of a probe here
     convention: Annotated[str, ("exact", "6nd")] = "exact"  # how a budget turns into D
     sizes: Count = 6  # models per budget
-    span: Annotated[float, "1 or more"] = 16.0  # largest over smallest N of a budget
+    span: Annotated[float, Meta(ge=1)] = 16.0  # largest over smallest N of a budget
     expected_N: Positive = 22e3  # N_total at 2.5e11 FLOPs, on bytes
     min_steps: Count = 100  # a point with fewer optimizer steps is no training; it is left out
 
@@ -68,7 +71,7 @@ class CurvesGrid(IsoflopGrid):
 
     kind: str = "curves"
     # Shares of a run's D at which three sizes also cool down: smallest, middle and largest of those warmed up by then.
-    cooldowns: list[Annotated[float, "above 0 and below 1"]] = field(default_factory=lambda: [0.05, 0.2, 0.5])
+    cooldowns: list[Fraction] = field(default_factory=lambda: [0.05, 0.2, 0.5])
 
 
 @dataclass
@@ -131,7 +134,7 @@ class TuneGrid(GridConfig):
     sizes: list[Positive] = field(default_factory=list)  # wanted N_total
     tokens_per_parameter: list[Positive] = field(default_factory=list)  # of each rung, at least doubling
     flops_budget: Positive | None = None  # training FLOPs, all rungs together; None: the cluster's, or of a probe here
-    span: Annotated[float, "1 or more", "at most 1e4"] = 8.0  # the first rung tries settings so far off the base's
+    span: Annotated[float, Meta(ge=1, le=1e4)] = 8.0  # the first rung tries settings so far off the base's
     max_steps: Count = 20_000  # of a run; batches too small for it are not tried
 
 
@@ -147,11 +150,13 @@ class ClusterConfig:
     jobs: Count6 | None = None  # local: runs at a time; None: one per core
     threads_per_job: Count4 | None = None  # local: of one rank; None: its share of the cores
     # What one rank gets; a run of several ranks gets it for each of them.
-    gpus_per_job: Annotated[Natural, "at most 1e6"] = 0
+    gpus_per_job: Annotated[int, Meta(ge=0, le=10**6)] = 0
     cpus_per_task: Count4 = 1
     memory_gb: Positive = 8.0
     ranks_per_node: Count | None = None  # slurm: ranks of a run that a node takes; None: all of them
-    time_minutes: Annotated[Count, "at most 1e8"] = 60  # limit of one job; a run that needs more goes on in the next
+    time_minutes: Annotated[int, Meta(ge=1, le=10**8)] = (
+        60  # limit of one job; a run that needs more goes on in the next
+    )
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -163,7 +168,7 @@ class ClusterConfig:
     array_parallelism: Count6 = 256  # jobs of one array that may run at once
     max_submit: Count | None = None  # jobs that may be in the queue at once; None: what SLURM says of the account
     # Runs estimated shorter than this are no array task each: jobs of about this length work through a queue of them.
-    queue_minutes: Annotated[NotNegative, "at most 1e8"] = 10.0
+    queue_minutes: Pause = 10.0
     setup: list[str] = field(default_factory=list)  # shell lines before the job's command
     additional_parameters: Any = None  # raw #SBATCH keys and values, a mapping (see ProductGrid.axes for its type)
     runs_per_gpu: Count6 = 1  # local: small runs that share a GPU as processes
@@ -171,10 +176,10 @@ class ClusterConfig:
     # What is not the run's own fault (a killed process, a lost node, a hang, a full disk) is tried again.
     retries: Natural = 3  # so often per run
     sweep_retries: Natural = 100  # so often all runs together
-    backoff_seconds: Annotated[NotNegative, "at most 1e8"] = 30.0  # before a run's first retry; then doubled
+    backoff_seconds: Pause = 30.0  # before a run's first retry; then doubled
     heartbeat_seconds: Duration = 10.0  # between two signs of life of a run
     hang_minutes: Duration = 30.0  # without a step, after which a run counts as hung
-    keeper_seconds: Annotated[float, "1 or more", "at most 1e8"] = 60.0  # slurm: between two looks of the keeper, a job
+    keeper_seconds: Annotated[float, Meta(ge=1, le=1e8)] = 60.0  # slurm: between two looks of the keeper, a job
     keeper_partition: str | None = None  # of that job, and of the fit; None: partition
     dollars_per_gpu_hour: NotNegative | None = None
     # What `explain=true` reckons with beside the rate: assumptions, until somebody measures them here.
@@ -207,15 +212,15 @@ class FitConfig:
     """What is asked of the laws."""
 
     targets: list[Positive] = field(default_factory=list)  # FLOPs to extrapolate to; none: 10x to 1000x the largest
-    bootstrap: Annotated[Natural, "at most 1e6"] = 1000  # resamples of runs behind every interval
+    bootstrap: Annotated[int, Meta(ge=0, le=10**6)] = 1000  # resamples of runs behind every interval
     intervals: Annotated[str, ("mixture", "noise")] = "mixture"  # of answers: a mixture of forms, or noise under one
     form: Annotated[str, ("chinchilla", "gamma", "kaplan", "overtraining")] = "chinchilla"  # parametric
     objective: Annotated[str, ("huber", "l1", "squares", "se")] = "huber"  # se: weights by loss_se
     tied: bool = False  # hold alpha = beta
-    E: Annotated[float, "from 0 to 20"] | None = None  # fix the irreducible loss
+    E: Annotated[float, Meta(ge=0, le=20)] | None = None  # fix the irreducible loss
 
 
-Exponent = Annotated[float, "from -10 to 10"]
+Exponent = Annotated[float, Meta(ge=-10, le=10)]
 
 
 @dataclass

@@ -70,6 +70,7 @@ def test_status_and_fit_read_it(old: Path) -> None:
     reasons = {run["run_id"]: run["reason"] for run in status["runs"] if run["state"] == "failed"}
     assert reasons.keys() == {TRUNK, BRANCH}
     assert reasons[TRUNK] == "its worker was killed"
+    assert json.loads(command(old, *ISOFLOP, "report", "local", "--json"))["runs"] == 7
     found = json.loads(
         command(old, *ISOFLOP, "fit", "local/table.csv", "--bootstrap", "20", "--intervals", "noise", "--json")
     )

@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
+from msgspec import Meta, ValidationError, convert
+
 from .errors import UserError
 from .parallel.schedules import SCHEDULES
 
@@ -27,15 +29,17 @@ RECIPE = 3
 
 T = TypeVar("T")
 
-# What a field accepts stands beside its type, in words of `planner/validation.py`, or as a tuple of all its values.
-Natural = Annotated[int, "0 or more", "at most 1e18"]
-Count = Annotated[int, "1 or more", "at most 1e18"]
-Count4 = Annotated[Count, "at most 1e4"]  # beyond such limits planning would hang, or fill the memory
-Count6 = Annotated[Count, "at most 1e6"]
-Count9 = Annotated[Count, "at most 1e9"]
-NotNegative = Annotated[float, "0 or more"]
-Positive = Annotated[float, "greater than 0"]
-Share = Annotated[float, "at least 0 and below 1"]
+# What a field accepts stands beside its type: bounds, or a tuple of all its values.
+Natural = Annotated[int, Meta(ge=0, le=10**18)]
+Natural4 = Annotated[int, Meta(ge=0, le=10**4)]
+Count = Annotated[int, Meta(ge=1, le=10**18)]
+Count4 = Annotated[int, Meta(ge=1, le=10**4)]  # beyond such limits planning would hang, or fill the memory
+Count6 = Annotated[int, Meta(ge=1, le=10**6)]
+Count9 = Annotated[int, Meta(ge=1, le=10**9)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(ge=0, lt=1)]
+Fraction = Annotated[float, Meta(gt=0, lt=1)]
 Precision = Annotated[str, ("fp32", "bf16", "fp16")]
 
 
@@ -80,18 +84,18 @@ class ModelConfig:
     qkv_bias: bool = later(False)  # added to queries, keys and values, before their norms
     # For a longer context than was trained on: llama3 (Llama 3.1's) or yarn (Peng et al. 2023); None: neither.
     rope_scaling: Annotated[str, ("llama3", "yarn")] | None = later(None)
-    rope_factor: Annotated[float, "1 or more"] | None = later(None)  # by which slow frequencies are divided
+    rope_factor: Annotated[float, Meta(ge=1)] | None = later(None)  # by which slow frequencies are divided
     rope_length: Count9 | None = later(None)  # tokens of the context before
     attention: Annotated[str, ("gqa", "mla")] = later("gqa")  # mla: see `model/latent.py`
     kv_rank: Count6 | None = later(None)  # mla: of what keys and values come from; None: four heads
     query_rank: Count6 | None = later(None)  # mla: of what queries come from; None: the residual stream itself
     rotary_size: Count6 | None = later(None)  # mla: of a head's rotary part, beside `head_dim`; None: half a head
     # A mixture of experts in the place of each block's MLP; see `model/experts.py`.
-    experts: Annotated[Natural, "at most 1e4"] = later(0)  # 0: dense
+    experts: Natural4 = later(0)  # 0: dense
     experts_per_token: Count4 = later(2)
     expert_hidden: Count9 | None = later(None)  # inner width of one; None: that of the MLP over what a token uses
-    shared_experts: Annotated[Natural, "at most 1e4"] = later(0)  # which every token uses, beside those it chooses
-    dense_layers: Annotated[Natural, "at most 1e4"] = later(0)  # blocks at the bottom that keep their MLP
+    shared_experts: Natural4 = later(0)  # which every token uses, beside those it chooses
+    dense_layers: Natural4 = later(0)  # blocks at the bottom that keep their MLP
     gate: Annotated[str, ("sigmoid", "softmax")] = later("sigmoid")  # what makes a score of a router's logit
     gates_normalised: bool = later(True)  # a token's gates sum to 1
     balance_rate: NotNegative = later(1e-3)  # of the biases that balance the load; they follow the schedule; 0: none
@@ -192,7 +196,9 @@ class OptimizerConfig:
 
     learning_rate: Positive = 6e-3  # at base_width
     base_width: Count9 = 64
-    width_exponent: Annotated[float, "from -10 to 10"] = 1.0  # matrices' rate ~ (base_width / width)^exponent; 0: fixed
+    width_exponent: Annotated[float, Meta(ge=-10, le=10)] = (
+        1.0  # matrices' rate ~ (base_width / width)^exponent; 0: fixed
+    )
     base_depth: Count9 | None = later(None)  # learning rates then serve every depth too (CompleteP); None: width alone
     embedding_multiplier: Positive = 4.0  # learning rate of embeddings and norms, as a multiple of learning_rate
     beta1: Share = 0.9
@@ -228,7 +234,7 @@ class AverageConfig:
 
     kind: Annotated[str, ("none", "ema", "window")] = later("none")
     # What each covers, as a share of the steps so far: of `ema` by its mean age, a `window` one to two times as much.
-    spans: list[Annotated[float, "above 0 and below 1"]] | None = later(None)  # None: [0.1]
+    spans: list[Fraction] | None = later(None)  # None: [0.1]
 
     @property
     def kept(self) -> list[float]:
@@ -251,13 +257,13 @@ class ParallelConfig:
     zero: Annotated[int, (0, 1, 2, 3)] = cosmetic(0)  # dp ranks share 1 optimizer, 2 + gradients, 3 + parameters
     sequence_parallel: bool = cosmetic(True)  # tp > 1: norms and residuals split over tokens as well
     recompute: Annotated[str, ("none", "selective", "full")] = cosmetic("none")  # activations, in the backward pass
-    bucket_mb: Annotated[Positive, "at most 1e6"] = cosmetic(25.0)  # gradients that travel together, in MiB
+    bucket_mb: Annotated[float, Meta(gt=0, le=1e6)] = cosmetic(25.0)  # gradients that travel together, in MiB
     micro_batch_size: int | None = cosmetic(None)  # sequences in one forward pass; None: see `micro_batch_of`
     attention: Annotated[str, ("auto", "ours", "sdpa", "flash2", "flash3", "flash4")] = cosmetic("auto")  # kernel
     cross_entropy: Annotated[str, ("auto", "torch")] = cosmetic("auto")  # auto: our kernel where a GPU trains
     compile: bool = cosmetic(False)  # torch.compile, block by block
     tf32: bool = cosmetic(True)  # fp32 matrix products on GPUs in TF32 (10 bits of mantissa)
-    timeout_seconds: Annotated[Positive, "at most 1e6"] = cosmetic(600.0)  # a rank without progress ends its job
+    timeout_seconds: Annotated[float, Meta(gt=0, le=1e6)] = cosmetic(600.0)  # a rank without progress ends its job
     device: Annotated[str, ("auto", "cpu", "cuda")] = cosmetic("auto")
     threads: Count4 | None = cosmetic(None)  # CPU threads of a rank; None: what the launcher gives it
 
@@ -322,7 +328,7 @@ class Training:
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     tokens: Count = 2**20  # D: tokens to train on, rounded up to whole steps
     precision: Precision = "fp32"  # of weights and activations in a step; master weights are fp32
-    seed: Annotated[int, "at least 0 and below 2^63"] = 0  # weights and order of samples
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0  # weights and order of samples
     log_every: Count = cosmetic(10)  # steps between lines of metrics.jsonl
     validations: Count6 = cosmetic(4)  # times the held-out set is scored during the run, the end included
     max_loss_rise: Positive = 3.0  # nats above the best smoothed loss at which a run counts as diverged
@@ -432,15 +438,13 @@ def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
         if group is not None and not isinstance(value, dict):
             raise UserError(f"{prefix}{name} is {value!r}; it must be a mapping with the fields of {group.__name__}")
         kwargs[name] = from_dict(group, value, f"{prefix}{name}.") if group is not None else value
-    import msgspec
-
     try:
-        msgspec.convert(values, cls)
-    except msgspec.ValidationError as error:
+        convert(values, cls)
+    except ValidationError as error:
         reason, _, where = str(error).replace("`", "").partition(" - at $.")
         name = where.partition("[")[0]
         raise UserError(
-            f"{prefix}{name} is {reprlib.repr(values.get(name))}; it is of the wrong type: {reason}"
+            f"{prefix}{name} is {reprlib.repr(values.get(name))}; it is not what it must be: {reason}"
         ) from None
     return cls(**kwargs)
 

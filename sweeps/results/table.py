@@ -217,7 +217,7 @@ def sweep_curves(sweep: SweepDirectory, only: Container[str] | None = None) -> p
         known = {
             "run_id": planned["run_id"],
             "batch": planned["D"] // planned["steps"] // planned["sequence_length"],
-            "N": planned["N_active"] or planned["N_total"],
+            "N": planned.get("N_active") or planned["N_total"],
         }
         averaged = [name for name in frame if str(name).startswith(("val_loss_ema_", "val_loss_window_"))]
         frame = frame.assign(**known).reindex(columns=[*CURVE, *averaged])

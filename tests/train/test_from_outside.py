@@ -202,7 +202,7 @@ def test_an_absurd_number_is_refused_at_once(field: str, value: Any) -> None:
     config = RunConfig(model=ModelConfig(vocab_size=256))
     group, _, name = field.rpartition(".")
     setattr(getattr(config, group) if group else config, name, value)
-    with pytest.raises(UserError, match=rf"^{field} is .* at most 1e"):
+    with pytest.raises(UserError, match=rf"^{field} is .* at most 1"):
         validate(config)
 
 

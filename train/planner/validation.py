@@ -11,25 +11,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, get_args, get_type_hints
+
+from msgspec import Meta
 
 from ..config import ModelConfig, ParallelConfig, RunConfig, ScheduleConfig
 from ..errors import UserError, counted
 from ..model.shape import micro_batches
 
-RULES: dict[str, Callable[[float], bool]] = {
-    "1 or more": lambda value: value >= 1,
-    "0 or more": lambda value: value >= 0,
-    "greater than 0": lambda value: value > 0,
-    "at least 0 and below 1": lambda value: 0 <= value < 1,
-    "above 0 and below 1": lambda value: 0 < value < 1,
-    "from 0 to 2": lambda value: 0 <= value <= 2,
-    "from 0 to 20": lambda value: 0 <= value <= 20,
-    "from -10 to 10": lambda value: -10 <= value <= 10,
-    "at least 0 and below 2^63": lambda value: 0 <= value < 2**63,
-}
-LARGEST = "at most 1e30"  # of any number: more FLOPs than anybody has, and far from an overflow
+LARGEST = 1e30  # of any number: more FLOPs than anybody has, and far from an overflow
 
 
 def check_fields(config: Any, prefix: str = "") -> None:
@@ -46,26 +37,37 @@ def check_fields(config: Any, prefix: str = "") -> None:
 
 @functools.cache
 def _rules(cls: type) -> dict[str, list[Any]]:
-    """What each field accepts, the narrowest last."""
+    """What stands beside each field's type."""
 
-    def words(hint: Any) -> list[Any]:
-        return [*(word for inner in get_args(hint) for word in words(inner)), *getattr(hint, "__metadata__", ())]
+    def beside(hint: Any) -> list[Any]:
+        return [*(rule for inner in get_args(hint) for rule in beside(inner)), *getattr(hint, "__metadata__", ())]
 
-    return {name: [LARGEST, *words(hint)] for name, hint in get_type_hints(cls, include_extras=True).items()}
+    return {name: beside(hint) for name, hint in get_type_hints(cls, include_extras=True).items()}
 
 
 def _needed(value: Any, rules: Sequence[Any]) -> str:
     """What a value is not; empty where it is accepted."""
-    for rule in reversed(rules):
-        if isinstance(rule, tuple):
-            return "" if value in rule else f"one of {', '.join(map(str, rule))}"
-        if isinstance(value, float) and not math.isfinite(value):
-            return "a finite number"
-        if isinstance(value, int | float):
-            most = rule.partition("at most ")[2]
-            if value > float(most) if most else not RULES[rule](value):
-                return str(rule)
-    return ""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a finite number"
+    for rule in rules:
+        if isinstance(rule, tuple) and value not in rule:
+            return f"one of {', '.join(map(str, rule))}"
+        if isinstance(rule, Meta) and isinstance(value, int | float) and (words := _beyond(value, rule)):
+            return words
+    return f"at most {LARGEST:g}" if isinstance(value, int | float) and value > LARGEST else ""
+
+
+def _beyond(value: float, bounds: Meta) -> str | None:
+    """The end of the bounds that a value is beyond, in words; None where it is within."""
+    if bounds.ge is not None and value < bounds.ge:
+        return f"{bounds.ge:g} or more"
+    if bounds.gt is not None and value <= bounds.gt:
+        return f"greater than {bounds.gt:g}"
+    if bounds.le is not None and value > bounds.le:
+        return f"at most {bounds.le:,}"
+    if bounds.lt is not None and value >= bounds.lt:
+        return f"below {bounds.lt:g}"
+    return None
 
 
 def validate(config: RunConfig) -> None:
