@@ -54,6 +54,13 @@ def command(folder: Path, *arguments: str, path: str = "") -> str:
     return done.stdout
 
 
+def refusal(folder: Path, arguments: list[str]) -> str:
+    """What a command says that must refuse what it was given."""
+    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    return done.stderr
+
+
 def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
@@ -86,11 +93,12 @@ def test_the_command_that_it_was_started_with_continues_it_to_the_report(old: Pa
     done = [name for name in before if read(sweep / "runs" / name / "state.json")["state"] == "done"]
     said = {name: [(sweep / "runs" / name / file).read_bytes() for file in WRITTEN] for name in done}
     started_with = yaml.safe_load((sweep / "sweep.yaml").read_text())["command"]
-    again = (sys.executable, str(ROOT / "sweep.py"), *started_with[2:])
-    refused = subprocess.run(again, cwd=old, capture_output=True, text=True, check=False)
-    assert refused.returncode == 2
-    assert "another request (tuning." in refused.stderr
-    assert "go on as before there were rules with tuning=fixed" in refused.stderr
+    again = [sys.executable, str(ROOT / "sweep.py"), *started_with[2:]]
+    assert "ensembles is no field any more: runs train one by one" in refusal(old, again)
+    again.remove("ensembles=1")
+    said_now = refusal(old, again)
+    assert "another request (tuning." in said_now
+    assert "go on as before there were rules with tuning=fixed" in said_now
     command(old, *again, "tuning=fixed")  # as everything was before there were rules
     assert plan(sweep) == before
     assert {read(sweep / "runs" / name / "state.json")["state"] for name in before} == {"done"}
