@@ -182,12 +182,10 @@ class ClusterConfig:
     keeper_seconds: Annotated[float, Meta(ge=1, le=1e8)] = 60.0  # slurm: between two looks of the keeper, a job
     keeper_partition: str | None = None  # of that job, and of the fit; None: partition
     dollars_per_gpu_hour: NotNegative | None = None
-    # What `explain=true` reckons with beside the rate: assumptions, until somebody measures them here.
     gpu_memory_gb: Positive = 80.0  # of one GPU; ranks without one have memory_gb
-    memory_gb_per_s: Positive = 10.0  # a rank's own memory
+    # Bandwidths for `explain=true`; nothing measures them.
     node_gb_per_s: Positive = 5.0  # from a rank to another of its node
     network_gb_per_s: Positive = 1.0  # from a rank to another node
-    latency_us: NotNegative = 50.0  # of a message
 
 
 @dataclass
@@ -271,7 +269,7 @@ class SweepConfig(Training):
     output_root: str = "outputs"
     dry_run: bool = False  # print the plan and its cost, start nothing
     preflight: bool = True  # look whether a node of a new kind computes what it should, before its first run
-    explain: bool = False  # with dry_run: how each shape of the grid is best spread over its ranks, and why
+    explain: bool = False  # with dry_run: meshes for each shape of the grid, ranked by estimated time per step
     wait: bool = False  # slurm: wait for the jobs instead of returning at once
 
 
@@ -299,6 +297,8 @@ REMOVED: dict[str, tuple[Any, str]] = {
     **OF_RUNS,
     "ensembles": (ANY, "runs train one by one, several at a time by cluster.jobs"),
     "cluster.launch_bound_width": (ANY, "runs train one by one"),
+    "cluster.latency_us": (ANY, "explain=true reckons without the latency of messages"),
+    "cluster.memory_gb_per_s": (ANY, "explain=true reckons without the time that memory takes"),
     "cluster.half_speed_width": (ANY, "runs that are done say how fast the next ones will be"),
     "fit.seed": (ANY, "`isoflop fit` has --seed"),
     "fit.delta": (ANY, "`isoflop fit` has --delta"),

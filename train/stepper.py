@@ -21,7 +21,6 @@ from .errors import OutOfMemory
 from .files import read_json, write_json
 from .flops import rank_blocks
 from .hardware import on_gpu, out_of_memory, read, release_memory
-from .memory import halved_micro_batch
 from .model.compiled import Compiled
 from .model.gpt import sequence_losses
 from .model.parametrization import empty_model, initial_weights, parameter_groups
@@ -36,6 +35,11 @@ from .precision import LossScaler, compute_dtype
 from .schedule import learning_rate_factor
 
 TRACED = 2  # the step that is timed where a trace is asked for: the first ones also make buffers
+
+
+def halved_micro_batch(micro_batch: int) -> int | None:
+    """Return the largest proper divisor of a micro-batch that does not fit, so that it still divides the batch."""
+    return next((micro_batch // d for d in range(2, micro_batch + 1) if micro_batch % d == 0), None)
 
 
 class Stepper:

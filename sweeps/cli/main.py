@@ -166,7 +166,7 @@ def _plan_comparison(given: list[str]) -> int:
 
 @command(app, "plan")
 def plan_command(
-    run: Path | None = None,
+    run: Path,
     ranks: int = 8,
     memory_gb: float = 80.0,
     margin: float = 0.1,
@@ -174,19 +174,12 @@ def plan_command(
     flops_per_second: float = 4e14,
     node_gb_per_s: float = 450.0,
     network_gb_per_s: float = 50.0,
-    trace: Path | None = None,
     as_json: bool = False,
 ) -> None:
-    """How a run is best spread over GPUs, and why; or the picture of a pipeline's step that a trace has."""
-    from ...train.parallel.schedules import to_json
-    from ...train.planner.planner import Hardware, choose
-    from ..plan.explain import explain_choice, print_choice, read_run
-    from ..plan.gantt import print_gantt, read_trace
+    """Rank the ways to spread a run over GPUs by estimated time per step, with the memory of each."""
+    from ...train.planner.planner import Hardware, rank_ways
+    from ..plan.explain import print_ways, read_run, ways_to_dict
 
-    if trace is not None:
-        return show(read_trace(trace), as_json, lambda events: print_gantt(events, trace.name), to_json)
-    if run is None:
-        raise UserError("no run is given; name a run directory, or the config.yaml of a run, or --trace and a file")
     hardware = Hardware(
         memory_bytes=memory_gb * 1e9,
         flops_per_second=flops_per_second,
@@ -194,8 +187,8 @@ def plan_command(
         inter_bandwidth=network_gb_per_s * 1e9,
         ranks_per_node=ranks_per_node,
     )
-    choice = choose(read_run(run), ranks, hardware, margin)
-    show(choice, as_json, print_choice, explain_choice)
+    config = read_run(run)
+    show(rank_ways(config, ranks, hardware, margin), as_json, lambda ways: print_ways(config, ways), ways_to_dict)
 
 
 def _columns(pairs: list[str]) -> dict[str, str]:

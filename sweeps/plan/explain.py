@@ -1,29 +1,27 @@
-"""How to spread a run over ranks, for a person: what was chosen, its bytes and seconds, and what was not."""
+"""Print the meshes that a run could use, ranked by estimated time per step, with the memory of each."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from ...train.config import RunConfig, from_dict
-from ...train.errors import UserError
+from ...train.errors import UserError, counted
 from ...train.files import read_document
 from ...train.flops import count_parameters
-from ...train.planner.planner import Candidate, Choice, Hardware, choose, gigabytes
+from ...train.planner.planner import TIE, Hardware, Way, rank_ways
 from ...train.planner.validation import validate
 from ..config import ClusterConfig
 from ..terminal import console, plain_table, say, short
-from .gantt import predicted, print_gantt
 from .rates import half_speed_width
 
-SETTINGS = ("tp", "dp", "pp", "zero", "micro_batch_size", "recompute")  # of `parallel`, that a choice sets
+SETTINGS = ("tp", "dp", "pp", "ep", "zero", "micro_batch_size", "recompute")  # of `parallel`, set by a way
+ROWS = 12  # of the table
 
 
 def read_run(path: Path) -> RunConfig:
-    """The config of a run directory, or of a config.yaml."""
+    """Read the config of a run directory, or a config.yaml."""
     file = path / "config.yaml" if path.is_dir() else path
     remedy = "give a run directory, or the config.yaml of a run"
     config = from_dict(RunConfig, read_document(file, dict[str, Any], remedy=remedy))
@@ -33,97 +31,62 @@ def read_run(path: Path) -> RunConfig:
     return config
 
 
-def hardware_of(cluster: ClusterConfig, flops_per_second: float) -> Hardware:
-    """What a rank of a job on this cluster has."""
-    gpus = cluster.gpus_per_job > 0
-    return Hardware(
-        memory_bytes=(cluster.gpu_memory_gb if gpus else cluster.memory_gb) * 1e9,
-        flops_per_second=flops_per_second,
-        half_speed_width=half_speed_width(cluster),
-        memory_bandwidth=cluster.memory_gb_per_s * 1e9,
-        intra_bandwidth=cluster.node_gb_per_s * 1e9,
-        inter_bandwidth=cluster.network_gb_per_s * 1e9,
-        latency=cluster.latency_us * 1e-6,
-        ranks_per_node=cluster.ranks_per_node or 2**30,
-        device="cuda" if gpus else "cpu",
-    )
+def ways_to_dict(ways: list[Way]) -> dict[str, Any]:
+    """Return every way as plain values, the best first, and the one to use."""
+    ranked = [
+        {name: getattr(way.parallel, name) for name in (*SETTINGS, "sequence_parallel")}
+        | {"fits": way.fits, "verdict": verdict(way, ways[0]), "seconds": way.seconds}
+        | {"bytes": dataclasses.asdict(way.memory) | {"peak": way.memory.peak}}
+        for way in ways
+    ]
+    return {"chosen": ranked[0] if ways[0].fits else None, "considered": ranked}
 
 
-def distinct_shapes(runs: list[RunConfig]) -> list[RunConfig]:
-    """One run per model, sequence, batch and precision: seeds, D and learning rates change no plan."""
-    found: dict[str, RunConfig] = {}
-    for run in runs:
-        shape = [vars(run.model), run.data.sequence_length, run.optimizer.batch_size, run.precision]
-        found.setdefault(json.dumps(shape), run)
-    return list(found.values())
+def verdict(way: Way, best: Way) -> str:
+    """Return how a way compares with the best."""
+    slower = way.seconds / best.seconds - 1
+    known = "does not fit" if not way.fits else "chosen" if way is best else "as fast, and less simple"
+    return f"{slower:.0%} slower" if way.fits and slower > TIE else known
 
 
-def explain_choice(choice: Choice) -> dict[str, Any]:
-    """As plain values: the settings to use, why, and every way that was considered, fastest first."""
-    model = choice.config.model
-    return {
-        "model": {"width": model.width, "depth": model.depth, "N_total": count_parameters(model).N_total},
-        "sequence_length": choice.config.data.sequence_length,
-        "batch_size": choice.config.optimizer.batch_size,
-        "precision": choice.config.precision,
-        "ranks": choice.ranks,
-        "margin": choice.margin,
-        "hardware": dataclasses.asdict(choice.hardware),
-        "why": choice.why(),
-        "chosen": None if choice.best is None else _described(choice, choice.best),
-        "considered": [_described(choice, candidate) for candidate in choice.candidates],
-    }
-
-
-def _described(choice: Choice, candidate: Candidate) -> dict[str, Any]:
-    return {
-        **{name: getattr(candidate.parallel, name) for name in (*SETTINGS, "sequence_parallel")},
-        "fits": choice.fits(candidate),
-        "verdict": choice.verdict(candidate),
-        "seconds": dataclasses.asdict(candidate.time) | {"total": candidate.time.total},
-        "bytes": dataclasses.asdict(candidate.memory) | {"peak": candidate.memory.peak},
-    }
-
-
-def print_choice(choice: Choice) -> None:
-    """Why, what was considered, and where bytes and seconds go."""
-    model, config = choice.config.model, choice.config
+def print_ways(config: RunConfig, ways: list[Way]) -> None:
+    """Print the ranked meshes, each with its best settings, and the overrides that select the best."""
+    model, best, fitting = config.model, ways[0], sum(way.fits for way in ways)
     say(
         f"N {short(count_parameters(model).N_total)} ({model.width}x{model.depth}), {config.optimizer.batch_size} "
-        f"sequences of {config.data.sequence_length} tokens a step, {config.precision}, on {choice.ranks} ranks"
+        f"sequences of {config.data.sequence_length} tokens a step, {config.precision}, on "
+        f"{counted(best.parallel.world_size, 'rank')}: {fitting} of {counted(len(ways), 'way')} fit into memory"
     )
-    say(choice.why())
-    columns = ("tp", "dp", "pp", "zero", "micro-batch", "recompute", "s a step", "GB", "verdict")
-    title = "the fastest of each tp and ZeRO stage, with a pipeline and without, in time's order"
-    table = plain_table(columns, ("recompute", "verdict"), title)
-    for candidate in choice.notable():
-        table.add_row(
-            *(str(getattr(candidate.parallel, name)) for name in SETTINGS),
-            f"{candidate.time.total:.3g}",
-            f"{candidate.memory.peak / 1e9:.3g}",
-            choice.verdict(candidate),
-            style="bold" if candidate is choice.best else None if choice.fits(candidate) else "dim",
-        )
+    meshes = {way.mesh: way for way in reversed(ways)}  # the best way of each
+    ranked = [way for way in ways if way is meshes[way.mesh]]
+    title = f"{min(ROWS, len(ranked))} of {counted(len(ranked), 'mesh', 'meshes')}, the fastest that fits first"
+    table = plain_table((*SETTINGS, "s a step", "GB a rank", "verdict"), ("recompute", "verdict"), title)
+    for way in ranked[:ROWS]:
+        numbers = f"{way.seconds:.3g}", f"{way.memory.peak / 1e9:.3g}", verdict(way, best)
+        settings = (str(getattr(way.parallel, name)) for name in SETTINGS)
+        table.add_row(*settings, *numbers, style=None if way.fits else "dim")
     console().print(table)
-    if (best := choice.best) is None:
-        return
-    sizes = {name: size for name, size in vars(best.memory).items() if name != "moments"}
-    sizes[f"peak ({best.memory.worst})"] = best.memory.peak
-    table = plain_table(("bytes a rank", "", "seconds a step", ""), ("bytes a rank", "seconds a step"))
-    left = [(name.replace("_", " "), gigabytes(size)) for name, size in sizes.items()]
-    right = [(name, f"{spent:.3g}") for name, spent in (vars(best.time) | {"step": best.time.total}).items()]
-    for size, spent in zip_longest(left, right, fillvalue=("", "")):
-        table.add_row(*size, *spent)
-    console().print(table)
-    changed = [name for name in ("ep", "chunks") if getattr(best.parallel, name) != getattr(config.parallel, name)]
-    say("use it with: " + " ".join(f"parallel.{name}={getattr(best.parallel, name)}" for name in (*SETTINGS, *changed)))
-    if (shown := best.parallel if best.parallel.pp > 1 else config.parallel).pp > 1:
-        name = "chosen" if shown is best.parallel else "as configured"
-        piped = dataclasses.replace(config, parallel=shown)
-        print_gantt(predicted(piped, choice.hardware), f"{shown.schedule} of {shown.pp} stages, {name}")
+    if best.fits:
+        names = (*SETTINGS, "chunks") if best.parallel.chunks != config.parallel.chunks else SETTINGS
+        say("use it with: " + " ".join(f"parallel.{name}={getattr(best.parallel, name)}" for name in names))
+    else:
+        say(f"nothing fits: the smallest way needs {min(way.memory.peak for way in ways) / 1e9:.3g} GB")
 
 
 def explain_runs(runs: list[RunConfig], cluster: ClusterConfig, flops_per_second: float) -> None:
-    """Prints the choice for every distinct shape, each on the ranks that it asks for."""
-    for run in distinct_shapes(runs):
-        print_choice(choose(run, run.parallel.world_size, hardware_of(cluster, flops_per_second)))
+    """Print the ways of every distinct shape, each on the ranks that its runs ask for."""
+    gpus = cluster.gpus_per_job > 0
+    hardware = Hardware(
+        memory_bytes=(cluster.gpu_memory_gb if gpus else cluster.memory_gb) * 1e9,
+        flops_per_second=flops_per_second,
+        half_speed_width=half_speed_width(cluster),
+        intra_bandwidth=cluster.node_gb_per_s * 1e9,
+        inter_bandwidth=cluster.network_gb_per_s * 1e9,
+        ranks_per_node=cluster.ranks_per_node or 2**30,
+        device="cuda" if gpus else "cpu",
+    )
+    shapes = {  # seeds, D and learning rates change no mesh
+        (repr(run.model), run.data.sequence_length, run.optimizer.batch_size, run.precision): run for run in runs
+    }
+    for run in shapes.values():
+        print_ways(run, rank_ways(run, run.parallel.world_size, hardware))

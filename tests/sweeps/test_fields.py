@@ -38,7 +38,7 @@ ABSURD = (0, -1, 1e300, math.nan, math.inf, True, "many")
 # Zero says something here: off, none, the first, or a share of nothing.
 ZERO = {
     "cluster.backoff_seconds", "cluster.dollars_per_gpu_hour", "cluster.gpus_per_job",
-    "cluster.latency_us", "cluster.max_requeues", "cluster.queue_minutes", "cluster.retries", "cluster.sweep_retries",
+    "cluster.max_requeues", "cluster.queue_minutes", "cluster.retries", "cluster.sweep_retries",
     "fit.E", "fit.bootstrap", "grid.seeds", "optimizer.beta1", "optimizer.beta2",
     "optimizer.gradient_clip", "optimizer.momentum", "optimizer.weight_decay", "optimizer.width_exponent",
     "optimizer.z_loss", "model.experts", "model.shared_experts", "model.dense_layers", "model.balance_rate",
