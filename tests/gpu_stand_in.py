@@ -79,9 +79,6 @@ class Gpu(Cuda):
     def name(self, device: torch.device) -> str:
         return "stand-in"
 
-    def built_for(self) -> list[str]:
-        return ["sm_80", "sm_90"]
-
     def free_bytes(self, device: torch.device) -> int:
         return 1 << 20
 

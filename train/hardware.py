@@ -31,10 +31,6 @@ class Cuda:
     def name(self, device: torch.device) -> str:
         return str(torch.cuda.get_device_name(device))
 
-    def built_for(self) -> list[str]:
-        """Architectures such as sm_90 that PyTorch has code for."""
-        return torch.cuda.get_arch_list()
-
     def free_bytes(self, device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
 

@@ -9,6 +9,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -71,17 +72,26 @@ def tune_command(overrides: list[str] | None = None, check: Path | None = None) 
 
 @command(app, "preflight")
 def preflight_command(overrides: list[str] | None = None, as_json: bool = False) -> None:
-    """Tests this machine's kernels, planner, disk and network on the shapes of a grid, by default chinchilla's.
+    """Check this machine's memory, disk, network, ranks and kernels on the shapes of a grid, by default chinchilla's.
 
-    Before its first run a sweep does so by itself on every kind of node, unless preflight=false.
+    A sweep does so itself before its first run on every kind of node, unless preflight=false.
     """
+    from ...train.preflight.preflight import check_device, check_node
     from ..entry import compose
-    from ..execute.preflight import check_machine
+    from ..plan.rates import core_flops_per_second, fill_budgets
+    from ..prepare import resolve_runs
+    from ..runs.preflight import request_of
 
     given = overrides or []
     grid = [] if any(one.startswith("+grid=") for one in given) else ["+grid=chinchilla"]
+    config = compose([*grid, *given])
+    fill_budgets(config.grid, config.cluster, config.cluster.flops_per_second or core_flops_per_second())
+    folder = Path(config.output_root).resolve()
+    while not folder.is_dir():
+        folder = folder.parent
+    request = request_of(folder, resolve_runs(config)[0], config.parallel.world_size)
     found = []
-    for finding in check_machine(compose([*grid, *given])):
+    for finding in chain(check_node(request), check_device(request)):
         found.append(finding)
         if not as_json:
             print(f"{finding.outcome:<8}  {finding.said}")

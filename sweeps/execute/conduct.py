@@ -14,13 +14,13 @@ from ..plan import rates
 from ..prepare import Prepared
 from ..runs import membership
 from ..runs.directory import AtWork, SweepDirectory
+from ..runs.preflight import check_first_job
 from ..slurm import cluster as slurm_cluster
 from ..slurm import commands as slurm
 from ..slurm.backend import SlurmBackend, wait_for_slurm
 from ..slurm.record import is_unattended
 from ..terminal import describe_seconds
 from .advance import advance, missing_scores, outcome, renew, slurm_backend
-from .preflight import look_over
 
 LOCK_SECONDS = 60.0  # that a keeper's pass may hold a sweep
 LONGEST_NAME = 200  # bytes, of a sweep
@@ -83,7 +83,7 @@ def _conduct_here(prepared: Prepared, only: set[str] | None = None) -> int:
     asked = backend.asked()
     renew(sweep.run(name) for name in asked)  # before anything that takes long, in which one may be cancelled
     if asked and prepared.config.preflight:
-        for line in look_over(sweep, prepared.runs, prepared.config.cluster, prepared.config.parallel.world_size):
+        for line in check_first_job(sweep, prepared.runs, prepared.config.parallel.world_size):
             print(line)
     over = advance(sweep, backend, asked, prepared)
     while not over:

@@ -40,12 +40,12 @@ from ..runs.directory import (
     job_seconds,
     this_node,
 )
+from ..runs.preflight import check_first_job
 from ..runs.queue import Queue
 from ..runs.states import UNWRITTEN
 from ..slurm import commands as slurm
 from ..slurm.supervisor import settle_lost, settle_queue
 from .attempt import Interrupt, tidy, train_one, train_rank, try_log
-from .preflight import look_over
 
 POLL_SECONDS, LONGEST_PAUSE = 0.2, 5.0  # between two looks at a queue that has nothing to claim
 SETTLE_SECONDS = 60.0  # that somebody else may hold a sweep before its laws are fitted without a look for lost runs
@@ -115,7 +115,7 @@ def look_at_node(sweep: SweepDirectory, ranks: int = 1) -> None:
         print(f"preflight is left out: {error}")
         return
     if config.preflight:
-        for line in look_over(sweep, runs, config.cluster, ranks):
+        for line in check_first_job(sweep, runs, ranks):
             print(line, flush=True)
 
 

@@ -30,7 +30,7 @@ from ...train.errors import UserError, counted
 from ...train.files import read_document, read_json, write_atomic
 from ...train.flops import count_parameters
 from ...train.job.failure import Failure
-from ...train.preflight.finding import FAILED, REPLACED
+from ...train.preflight.preflight import FAILED, REPLACED
 from ...train.schedule import trunk_steps
 from ..config import Recorded, recorded
 from ..runs import attempts, membership, states
@@ -195,7 +195,7 @@ def _file_system(sweep: SweepDirectory) -> Iterator[Fault]:
 
 
 def _nodes(sweep: SweepDirectory) -> Iterator[Fault]:
-    """What the first look at each kind of node found; see `execute/preflight.py`."""
+    """What the first look at each kind of node found; see `runs/preflight.py`."""
     for host, node in read_record(sweep).nodes.items():
         for finding in (*node.findings, *node.of_kind):
             if finding.outcome in (FAILED, REPLACED):

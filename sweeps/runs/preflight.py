@@ -1,59 +1,123 @@
-"""What was found on the nodes that train a sweep, and decided for all its runs: preflight.json."""
+"""Check every node on its first job of a sweep: preflight.json. What holds for its kind is checked once, for all."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
+from ... import __version__
 from ...train.config import RunConfig
+from ...train.data.storage import cache_directory
 from ...train.errors import UserError, counted
-from ...train.files import read_document
-from ...train.preflight.finding import INSTEAD, PASSED, Finding
-from .directory import RunDirectory, SweepDirectory
+from ...train.files import read_document, write_json
+from ...train.preflight.preflight import FAILED, INSTEAD, PASSED, Finding, Request, check_device, check_node
+from .directory import RunDirectory, SweepDirectory, this_node
 
 FILE = "preflight.json"
+WANDB, HUB = "api.wandb.ai:443", "huggingface.co:443"
+WAIT_SECONDS = 600.0  # for a worker that checks another node at the same time
 
 
 @dataclass
 class NodeRecord:
-    """What was found on a node's first job of the sweep."""
+    """Findings on a node's first job of the sweep."""
 
     kind: str
     findings: list[Finding]  # of this node
-    of_kind: list[Finding]  # of the first of its kind
+    of_kind: list[Finding]  # of the first node of its kind
     seconds: float
-
-    @property
-    def rate(self) -> float | None:
-        """FLOP/s of its matrix products."""
-        return next((one.numbers["flops_per_second"] for one in self.findings if one.check == "speed"), None)
 
 
 @dataclass
 class Record:
-    decides: dict[str, str] = field(default_factory=dict)  # fields of `parallel`, which all runs of the sweep take
+    decides: dict[str, str] = field(default_factory=dict)  # fields of `parallel` that all runs of the sweep take
     nodes: dict[str, NodeRecord] = field(default_factory=dict)  # by host
 
 
 def read_record(sweep: SweepDirectory) -> Record:
-    """What was found so far; nothing where the file is missing or torn, for it can be found again."""
+    """Return the findings so far; none if the file is missing or torn, since the checks can be repeated."""
     with suppress(UserError):
         return read_document(sweep.path / FILE, Record)
     return Record()
 
 
 def decided(run: RunDirectory) -> RunConfig:
-    """A run's frozen config with what its sweep has decided of how to execute it."""
-    config, sweep = run.config(), SweepDirectory(run.path.parent.parent)
+    """Return a run's frozen config with the kernels that its sweep has decided on."""
+    config, record = run.config(), read_record(SweepDirectory(run.path.parent.parent))
     known = {name for decides in INSTEAD.values() for name in decides}
-    decides: dict[str, Any] = {name: to for name, to in read_record(sweep).decides.items() if name in known}
+    decides: dict[str, Any] = {name: to for name, to in record.decides.items() if name in known}
     return replace(config, parallel=replace(config.parallel, **decides))
 
 
 def summary(host: str, node: NodeRecord) -> str:
-    """A line for all that is well, and one for each thing that is not."""
+    """Return a line for all checks that passed, and one for each other finding."""
     found = [*node.findings, *node.of_kind]
     passed = sum(finding.outcome == PASSED for finding in found)
     lines = [f"preflight: {counted(passed, 'check')} of {host} passed in {node.seconds:.0f} s"]
     return "\n".join([*lines, *(f"preflight: {one.outcome}: {one.said}" for one in found if one.outcome != PASSED)])
+
+
+def check_first_job(sweep: SweepDirectory, runs: Sequence[RunConfig], ranks: int) -> Iterator[str]:
+    """Check this node if the sweep does not know it, and yield what the user should read.
+
+    If nothing can be written down, runs go on unchecked: they meet the same disk, and report it.
+    """
+    host, start, is_new = this_node(), time.monotonic(), False
+    if host in read_record(sweep).nodes:
+        return
+    request, kind = request_of(sweep.path, runs, ranks), node_kind(runs)
+    try:
+        own, cached = list(check_node(request)), cache_directory(runs[0].data) / "preflight" / f"{kind}.json"
+        with FileLock(sweep.path / ".preflight.lock", timeout=WAIT_SECONDS):
+            record = read_record(sweep)
+            known = [node.of_kind for node in record.nodes.values() if node.kind == kind]
+            with suppress(UserError):  # no sweep has checked this kind
+                known.append(read_document(cached, list[Finding]))
+            if is_new := not known:
+                known.append(list(check_device(request)))
+                if all(finding.outcome != FAILED for finding in known[0]):
+                    cached.parent.mkdir(parents=True, exist_ok=True)
+                    write_json(cached, [asdict(finding) for finding in known[0]])
+            node = record.nodes[host] = NodeRecord(kind, own, known[0], round(time.monotonic() - start, 1))
+            for finding in known[0]:
+                record.decides |= finding.decides
+            write_json(sweep.path / FILE, asdict(record))
+    except (OSError, Timeout) as error:
+        yield f"preflight could not be finished: {error}"
+        return
+    if is_new or any(finding.outcome != PASSED for finding in own):
+        yield summary(host, node)
+
+
+def request_of(folder: Path, runs: Sequence[RunConfig], ranks: int) -> Request:
+    """Return what to check for the runs of a sweep."""
+    tracker, is_offline = runs[0].tracker, os.environ.get("HF_HUB_OFFLINE")
+    hosts = [WANDB] if tracker.kind == "wandb" and tracker.mode == "online" else []
+    hosts += [HUB] if runs[0].data.corpus == "hf" and not is_offline else []
+    return Request(list(runs), folder, runs[0].parallel.device, ranks, hosts)
+
+
+def node_kind(runs: Sequence[RunConfig]) -> str:
+    """Return a hash of processor, GPUs, driver, software, and the kernels that the runs need."""
+    facts = {__version__, f"{runs[0].parallel.world_size} ranks"}
+    with suppress(OSError, importlib.metadata.PackageNotFoundError):
+        facts |= {line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")}
+        facts |= {f"{package} {importlib.metadata.version(package)}" for package in ("torch", "triton")}
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        facts.add(subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout)
+    fields = ("attention", "cross_entropy", "device")
+    facts |= {f"{run.precision} {[getattr(run.parallel, name) for name in fields]}" for run in runs}
+    facts |= {f"{run.model.key_dim} {run.model.window} {run.data.separate_documents}" for run in runs}
+    return hashlib.sha256(json.dumps(sorted(facts)).encode()).hexdigest()[:16]

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_sweep import settings, write
-from isoflop.sweeps.config import ClusterConfig, ProductGrid
+from isoflop.sweeps.config import ProductGrid
 from isoflop.sweeps.entry import sweep_main
-from isoflop.sweeps.execute import preflight
 from isoflop.sweeps.observe.doctor import examine_sweep
+from isoflop.sweeps.runs import preflight
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.sweeps.runs.preflight import decided, read_record
 from isoflop.train.config import DataConfig, RunConfig, TrackerConfig, run_id
-from isoflop.train.preflight.finding import FAILED, PASSED, REPLACED, Finding
-from isoflop.train.preflight.preflight import OF_KIND, Request
+from isoflop.train.preflight.preflight import FAILED, PASSED, REPLACED, Finding, Request
 
 DISK = Finding("disk", PASSED, "there is room")
 FINE = Finding("loss", PASSED, "the loss is right")
@@ -28,13 +27,14 @@ WRONG = Finding("step", FAILED, "a step is off by 0.1")
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[Finding]]:
-    """What the next looks at a kind of node find, one after the other; looks that nobody expects fail."""
+    """Findings of the next checks of a kind of node, one after the other; a check that no test expects fails."""
     given: list[list[Finding]] = []
 
-    def findings(request: Request, checks: Sequence[str]) -> Iterator[Finding]:
-        return iter(given.pop(0) if checks == OF_KIND else [DISK])
+    def check_device(request: Request) -> Iterator[Finding]:
+        return iter(given.pop(0))
 
-    monkeypatch.setattr(preflight, "findings", findings)
+    monkeypatch.setattr(preflight, "check_device", check_device)
+    monkeypatch.setattr(preflight, "check_node", lambda request: iter([DISK]))
     return given
 
 
@@ -46,7 +46,7 @@ def sweep_of(folder: Path, **changes: Any) -> tuple[SweepDirectory, RunDirectory
 
 
 def look(sweep: SweepDirectory) -> list[str]:
-    return list(preflight.look_over(sweep, [run.config() for run in sweep.runs()], ClusterConfig(), ranks=1))
+    return list(preflight.check_first_job(sweep, [run.config() for run in sweep.runs()], ranks=1))
 
 
 def test_a_node_that_passed_is_looked_at_once_in_all_sweeps(tmp_path: Path, seen: list[list[Finding]]) -> None:
@@ -79,23 +79,31 @@ def test_a_node_that_failed_is_named_and_looked_at_again_by_the_next_sweep(
     assert len(look(second)) == 1
 
 
-def test_a_node_far_slower_than_its_siblings_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_node_of_a_kind_is_checked_for_its_own_disk_alone(
+    tmp_path: Path, seen: list[list[Finding]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sweep, _ = sweep_of(tmp_path / "sweep")
-    host = ""
+    seen.append([WRONG])
+    full = Finding("disk", FAILED, "the disk is full")
+    for host, own in (("node1", DISK), ("node2", DISK), ("node3", full)):
+        monkeypatch.setattr(preflight, "this_node", lambda host=host: host)
+        monkeypatch.setattr(preflight, "check_node", lambda request, own=own: iter([own]))
+        lines = look(sweep)
+        assert len(lines) == (0 if host == "node2" else 1)
+    assert "preflight: failed: the disk is full" in lines[0]
+    assert {host: node.of_kind for host, node in read_record(sweep).nodes.items()} == {
+        host: [WRONG] for host in ("node1", "node2", "node3")
+    }
 
-    def findings(request: Request, checks: Sequence[str]) -> Iterator[Finding]:
-        speed = Finding("speed", PASSED, "", numbers={"flops_per_second": rates[host]})
-        return iter([FINE] if checks == OF_KIND else [DISK, speed])
 
-    monkeypatch.setattr(preflight, "findings", findings)
-    monkeypatch.setattr(preflight, "this_node", lambda: host)
-    rates, said = {"node1": 9e9, "node2": 1e10, "node3": 8e9, "node4": 3e9}, dict[str, list[str]]()
-    for host in rates:
-        said[host] = look(sweep)
-    assert [len(lines) for lines in said.values()] == [1, 0, 0, 1]
-    assert "node4 computes 3.0 GFLOP/s where its siblings do 9.0; keep its node out" in said["node4"][0]
-    (found,) = [one for one in examine_sweep(sweep, mend=False) if one.kind == "node"]
-    assert "node4" in found.what
+def test_a_record_of_an_older_version_is_read(tmp_path: Path) -> None:
+    sweep, directory = sweep_of(tmp_path / "sweep")
+    finding = {"check": "speed", "outcome": "passed", "said": "fast", "decides": {}, "numbers": {"flops": 1e9}}
+    node = {"kind": "abc", "findings": [finding], "of_kind": [], "seconds": 3.0}
+    document = {"decides": {"attention": "sdpa"}, "nodes": {"node1": node}}
+    (sweep.path / "preflight.json").write_text(json.dumps(document))
+    assert read_record(sweep).nodes["node1"].findings == [Finding("speed", PASSED, "fast")]
+    assert decided(directory).parallel.attention == "sdpa"
 
 
 def test_what_was_decided_holds_for_all_runs_and_changes_no_id(tmp_path: Path, seen: list[list[Finding]]) -> None:
@@ -119,7 +127,7 @@ def test_what_was_decided_holds_for_all_runs_and_changes_no_id(tmp_path: Path, s
 def test_hosts_are_asked_for_that_runs_will_want(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def hosts(**data: str) -> list[str]:
         run = RunConfig(data=DataConfig(**data), tracker=TrackerConfig(mode=mode))  # type: ignore[arg-type]
-        return preflight.request_of(tmp_path, [run], ClusterConfig(), ranks=1).hosts
+        return preflight.request_of(tmp_path, [run], ranks=1).hosts
 
     mode = "auto"
     assert hosts() == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ import torch
 from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig
 from isoflop.train.model import loss as head
 from isoflop.train.model.backends import SDPA, Backend, Choice
-from isoflop.train.preflight import machine, numerics, preflight
-from isoflop.train.preflight.finding import FAILED, PASSED, REPLACED, Finding
-from isoflop.train.preflight.preflight import Request
+from isoflop.train.preflight import kernels, preflight
+from isoflop.train.preflight.preflight import FAILED, NOTE, PASSED, REPLACED, Finding, Request, check_device, check_node
 from isoflop.train.stepper import Stepper
 
 CPU = torch.device("cpu")
@@ -27,35 +25,50 @@ SMALL = RunConfig(
     tokens=2**16,
 )
 LOW = dataclasses.replace(SMALL, precision="bf16", data=DataConfig(sequence_length=96, separate_documents=True))
+WINDOWED = dataclasses.replace(SMALL, model=dataclasses.replace(SMALL.model, window=20))
 
 MonkeyPatch = pytest.MonkeyPatch
 
 
-def worst(found: Iterable[Finding]) -> Finding:
-    """The one that is not well."""
+def asked(*runs: RunConfig, folder: Path = Path()) -> Request:
+    return Request(list(runs), folder, device="cpu")
+
+
+def only_problem(found: Iterable[Finding]) -> Finding:
+    """Return the one finding that is not passed."""
     (finding,) = [finding for finding in found if finding.outcome != PASSED]
     return finding
 
 
 @pytest.mark.slow
 def test_what_is_right_passes(tmp_path: Path) -> None:
-    found = list(preflight.findings(Request([SMALL], tmp_path, ranks=2, timeout=300.0)))
+    request = Request([SMALL], tmp_path, ranks=2)
+    found = [*check_node(request), *check_device(request)]
     assert [finding for finding in found if finding.outcome != PASSED] == []
-    assert {finding.check for finding in found} >= {"ranks", "disk", "attention", "loss", "determinism", "memory"}
+    assert [finding.check for finding in found] == ["memory", "disk", "ranks", "attention", "loss", "step"]
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("run", [SMALL, LOW], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("run", [SMALL, LOW, WINDOWED], ids=["fp32", "bf16", "window"])
 def test_attention_whose_gradient_is_one_per_cent_off_is_replaced(run: RunConfig, monkeypatch: MonkeyPatch) -> None:
+    assert [finding.outcome for finding in kernels.check_attention(asked(run), CPU)] == [PASSED]
+
     def kernel(query: Any, key: Any, value: Any, mask: Any, window: Any) -> Any:
         return SDPA.kernel(query, 1.01 * key - 0.01 * key.detach(), value * 1.01, mask, window)
 
     for name, outcome in (("ours", REPLACED), ("sdpa", FAILED)):
         backend = Choice(name, "planted"), Backend(name, kernel, reads="mask")
-        monkeypatch.setattr(numerics, "select_backend", lambda *arguments, backend=backend: backend)
-        finding = worst(numerics.check_attention([run], CPU))
-        assert finding.outcome == outcome
-        assert finding.numbers["error"] > finding.numbers["bound"]
+        monkeypatch.setattr(kernels, "select_backend", lambda *arguments, backend=backend: backend)
+        assert only_problem(kernels.check_attention(asked(run), CPU)).outcome == outcome
+
+
+def test_a_kernel_that_gives_no_numbers_fails(monkeypatch: MonkeyPatch) -> None:
+    def kernel(query: Any, key: Any, value: Any, mask: Any, window: Any) -> Any:
+        return SDPA.kernel(query, key, value, mask, window) * torch.nan
+
+    backend = Choice("sdpa", "planted"), Backend("sdpa", kernel, reads="mask")
+    monkeypatch.setattr(kernels, "select_backend", lambda *arguments: backend)
+    assert only_problem(kernels.check_attention(asked(SMALL), CPU)).outcome == FAILED
 
 
 def test_a_loss_or_a_step_that_is_wrong_fails(monkeypatch: MonkeyPatch) -> None:
@@ -66,49 +79,48 @@ def test_a_loss_or_a_step_that_is_wrong_fails(monkeypatch: MonkeyPatch) -> None:
     reference = head.cross_entropy_reference
     with monkeypatch.context() as planted:
         planted.setattr(head, "cross_entropy_reference", wrong_loss)
-        assert worst(numerics.check_loss([LOW], CPU)).check == "loss"
+        assert only_problem(kernels.check_loss(asked(LOW), CPU)).check == "loss"
+    assert [finding.outcome for finding in kernels.check_step(asked(LOW), CPU)] == [PASSED]
     gradients = Stepper._gradients
     monkeypatch.setattr(Stepper, "_gradients", lambda self, step: gradients(self, step) * 1.001)
-    assert worst(numerics.check_step([SMALL], CPU)).check == "step"
+    assert "are allowed" in only_problem(kernels.check_step(asked(SMALL), CPU)).said
     monkeypatch.setattr(Stepper, "_gradients", lambda self, step: gradients(self, step) * (1 + 1e-6 * torch.rand(())))
-    assert worst(numerics.check_step([SMALL], CPU)).check == "determinism"
+    assert "other bits" in only_problem(kernels.check_step(asked(SMALL), CPU)).said
 
 
-def test_a_gpu_that_is_occupied_throttled_or_another_is_named() -> None:
-    idle = "{0}, GPU-{0}abc, NVIDIA H100 80GB HBM3, 81559, 512, 0, 0x0000000000000001"
-    (finding,) = machine.judge_gpus("\n".join(idle.format(index) for index in range(8)))
-    assert finding.outcome == PASSED
-    for line, word in (
-        ("1, GPU-1def, NVIDIA H100 80GB HBM3, 81559, 40211, 97, 0x0", "GPU 1 is occupied"),
-        ("1, GPU-1def, NVIDIA H100 80GB HBM3, 81559, 5, 0, 0x0000000000000048", "GPU 1 is throttled"),
-        ("1, GPU-1def, NVIDIA A100-SXM4-40GB, 40960, 5, 0, 0x0", "differ"),
-    ):
-        assert word in worst(machine.judge_gpus(f"{idle.format(0)}\n{line}\n")).said
-        # A rank that sees only the other GPU is not concerned.
-        assert [one.outcome for one in machine.judge_gpus(f"{idle.format(0)}\n{line}\n", ["0"])] == [PASSED]
+def test_memory_that_is_not_free_and_a_disk_that_is_full_are_named(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    def run(*arguments: Any, **options: Any) -> Any:
+        return subprocess.CompletedProcess([], 0, stdout="81559\n3\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert preflight.free_of_gpus() == [81559 * 2**20, 3 * 2**20]
+    large = dataclasses.replace(SMALL, model=dataclasses.replace(SMALL.model, width=512, depth=8))
+    finding = only_problem(check_node(Request([large], tmp_path)))
+    assert (finding.check, finding.outcome) == ("memory", FAILED)
+    assert finding.said.startswith("a rank has 3 MB of memory free, and the largest run needs at least ")
+    assert only_problem([*check_node(asked(large, folder=Path("/proc")))]).check == "disk"
 
 
-def test_a_check_that_kills_its_process_or_hangs_is_a_finding(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    def begins(check: str, then: str = "") -> str:
-        return f'import os, time; print(\'{{"begin": "{check}"}}\', flush=True); {then}\n'
+def test_a_host_that_does_not_answer_is_a_note(tmp_path: Path) -> None:
+    request = dataclasses.replace(asked(SMALL, folder=tmp_path), hosts=["localhost:1"])
+    finding = only_problem(check_node(request))
+    assert (finding.check, finding.outcome) == ("network", NOTE)
 
-    def passes(check: str) -> str:
-        return begins(check) + f'print(\'{{"check": "{check}", "outcome": "passed", "said": "fine"}}\', flush=True)\n'
 
-    scripts = {  # of the process that runs the checks, by the first of them and the attention that is asked for
-        "disk auto": passes("disk") + begins("attention", "os.kill(os.getpid(), 11)"),
-        "attention sdpa": passes("attention") + begins("step", "time.sleep(60)"),
-        "loss sdpa": passes("loss"),
-    }
-
-    def start(request: Request, checks: Any, errors: Any) -> subprocess.Popen[bytes]:
-        script = scripts[f"{checks[0]} {request.runs[0].parallel.attention}"]
-        return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=errors)
-
-    monkeypatch.setattr(preflight, "_start", start)
-    found = list(preflight.findings(Request([SMALL], tmp_path, timeout=4.0), ["disk", "attention", "step", "loss"]))
-    assert [(one.check, one.outcome) for one in found] == [
-        ("disk", PASSED), ("attention", REPLACED), ("attention", PASSED), ("step", FAILED), ("loss", PASSED),
-    ]  # fmt: skip
-    assert found[1].decides == {"attention": "sdpa"}
-    assert "code -11" in found[1].said
+@pytest.mark.parametrize(
+    ("script", "check", "text"),
+    [("print('\"attention\"', flush=True); import os; os.kill(os.getpid(), 11)", "attention",
+      "code -11 (); set parallel.attention=sdpa, or keep the node out with cluster.exclude"),
+     ("print('\"step\"', flush=True); import time; time.sleep(60)", "step", "no answer within 5 s; keep the node"),
+     ("raise ValueError('no device')", "device", "(ValueError: no device); keep the node out")],
+)  # fmt: skip
+def test_a_check_that_kills_its_process_or_hangs_is_a_finding(
+    script: str, check: str, text: str, tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    (tmp_path / "kernels.py").write_text(script)
+    (tmp_path / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path.parent)
+    monkeypatch.setattr(preflight, "__package__", tmp_path.name)
+    finding = only_problem(check_device(dataclasses.replace(asked(SMALL), timeout=5.0 if check == "step" else 60.0)))
+    assert (finding.check, finding.outcome) == (check, FAILED)
+    assert text in finding.said

@@ -1,0 +1,191 @@
+"""Compare a device's kernels and a training step with float64, and let ranks meet: the process of `check_device`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..config import ParallelConfig, RunConfig
+from ..flops import count_parameters
+from ..hardware import CUDA, on_gpu, pick_device, read, synchronize
+from ..job.fork import run_ranks
+from ..model import loss as head
+from ..model.attention import document_starts
+from ..model.backends import SDPA, select_backend
+from ..model.gpt import GPT
+from ..model.parametrization import build_model
+from ..parallel.mesh import Mesh
+from ..precision import compute_dtype
+from ..stepper import Stepper
+from .preflight import EXCLUDE, FAILED, INSTEAD, PASSED, REPLACED, Finding, Request
+
+WORSE = 2.0  # times PyTorch's own error in the same precision that a kernel of ours may have
+ROWS = 512  # of the head's input, at most
+# Relative errors that one step's loss and gradient norm may have; TF32 rounds as fp16 does.
+STEP_ERRORS = {"fp32": (1e-5, 1e-4), "tf32": (2e-3, 2e-2), "fp16": (5e-3, 3e-2), "bf16": (1e-2, 5e-2)}
+END = 0  # token that ends a document, if documents are kept apart
+Kernel = Callable[..., Tensor]
+
+
+def check_ranks(request: Request, device: torch.device) -> Iterator[Finding]:
+    """Check that the ranks of a node reach each other, on GPUs over NCCL."""
+    if request.ranks > 1:
+        try:
+            run_ranks(request.ranks, _meet, device, timeout=request.timeout / 2)
+            yield Finding("ranks", PASSED, f"{request.ranks} ranks reach each other")
+        except RuntimeError as error:
+            last = str(error).strip().split("\n")[-1]
+            yield Finding("ranks", FAILED, f"{request.ranks} ranks do not reach each other: {last}; {EXCLUDE}")
+
+
+def _meet(device: torch.device) -> None:
+    device = CUDA.take(dist.get_rank()) if on_gpu(device) else device
+    group = dist.new_group(backend="nccl") if on_gpu(device) else None
+    dist.all_reduce(torch.ones((), device=device), group=group)
+    synchronize(device)
+
+
+def check_attention(request: Request, device: torch.device) -> Iterator[Finding]:
+    """Compare attention, forward and backward, at every shape of the grid, with two key/value heads of it."""
+    shapes = {
+        (run.model.heads // run.model.num_kv_heads, run.model.key_dim, run.data.sequence_length, run.model.window): run
+        for run in request.runs
+    }
+    for (group, head_dim, time, window), run in shapes.items():
+        precision, documents = run.precision, run.data.separate_documents
+        generator = torch.Generator().manual_seed(0)
+        drawn = (torch.randn(1, time, heads, head_dim, generator=generator) for heads in (2 * group, 2, 2))
+        inputs = [x.to(device, compute_dtype(precision)) for x in drawn]
+        tokens = torch.randint(0, 64, (1, time), generator=generator).to(device)
+        first = document_starts(tokens, END) if documents else None
+        masks = window is not None and window < time, documents
+        choice, backend = select_backend(run.parallel.attention, device, inputs[0].dtype, head_dim, *masks)
+        ours = partial(backend.attend, seen=backend.seen(tokens, first, window, inputs[0].dtype), window=window)
+        theirs = partial(_plain_attention, mask=SDPA.seen(tokens, first, window, torch.float32))
+        name = f"attention by {choice.name} ({precision}, {group} x 2 heads of {head_dim} over {time} tokens)"
+        yield _compare("attention", name, ours, theirs, inputs, replaceable=choice.name != "sdpa")
+
+
+def _plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    bias = None if mask is None else mask.to(query)
+    return F.scaled_dot_product_attention(q, k, v, bias, is_causal=bias is None, enable_gqa=True).transpose(1, 2)
+
+
+def check_loss(request: Request, device: torch.device) -> Iterator[Finding]:
+    """Compare the head's product and cross-entropy of the largest model, with the gradients by both factors."""
+    run = max(request.runs, key=lambda run: count_parameters(run.model).N_total)
+    model, z_loss, size = run.model, run.optimizer.z_loss, run.model.vocab_size or 1
+    generator, fused = torch.Generator().manual_seed(0), run.parallel.cross_entropy == "auto"
+    x = torch.randn(min(ROWS, run.data.sequence_length), model.width, generator=generator)
+    weight = torch.randn(model.padded_vocab_size, model.width, generator=generator) / model.width**0.5
+    targets = torch.randint(0, size, (len(x),), generator=generator).to(device)
+
+    def theirs(x: Tensor, weight: Tensor) -> Tensor:
+        logits = F.linear(x, weight[:size])
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(wide, targets) + z_loss * wide.logsumexp(1).square().mean()
+
+    ours = partial(head.linear_cross_entropy, targets=targets, vocab_size=size, z_loss=z_loss, fused=fused)
+    name = f"the loss ({run.precision}, width {model.width}, vocabulary {size})"
+    inputs = [tensor.to(device, compute_dtype(run.precision)) for tensor in (x, weight)]
+    yield _compare("loss", name, ours, theirs, inputs, replaceable=fused and on_gpu(device))
+
+
+def _compare(
+    check: str, name: str, ours: Kernel, theirs: Kernel, inputs: Sequence[Tensor], replaceable: bool
+) -> Finding:
+    """Judge our kernel's output and gradients by the error of PyTorch's own, both compared with float64."""
+    dtype = inputs[0].dtype
+
+    def outputs(function: Kernel, dtype: torch.dtype = dtype) -> list[Tensor]:
+        given = [x.detach().to(dtype, copy=True).requires_grad_() for x in inputs]
+        out = function(*given)
+        slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+        return [x.detach().double() for x in (out, *torch.autograd.grad(out, given, slope))]
+
+    def error_of(function: Kernel) -> float:
+        pairs = zip(outputs(function), exact, strict=True)  # in root mean square, in which rounding averages out
+        return float(read(torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max()))
+
+    exact = outputs(theirs, torch.float64)
+    error, peer = error_of(ours), error_of(theirs)
+    coarse = dtype == torch.float32 and on_gpu(inputs[0]) and torch.backends.cuda.matmul.allow_tf32
+    bound = max(WORSE * peer, (2.0**-10 if coarse else torch.finfo(dtype).eps) / 4)
+    text = f"{name} differs from float64 by {error:.2g}, PyTorch's own by {peer:.2g}"
+    if error <= bound:
+        return Finding(check, PASSED, text)
+    if replaceable:
+        return Finding(check, REPLACED, f"{text}; PyTorch's kernel replaces ours", INSTEAD[check])
+    return Finding(check, FAILED, f"{text} ({bound:.2g} is allowed); {EXCLUDE}")
+
+
+def check_step(request: Request, device: torch.device) -> Iterator[Finding]:
+    """Compare a step of the smallest model with float64, and its bits with those of a repetition."""
+    run = min(request.runs, key=lambda run: count_parameters(run.model).N_total)
+    # One rank and one sequence. Each token goes through every expert, since rounding decides near ties.
+    model = replace(run.model, experts_per_token=run.model.experts or run.model.experts_per_token)
+    kept = {name: getattr(run.parallel, name) for name in ("attention", "cross_entropy", "recompute", "tf32")}
+    optimizer, parallel = replace(run.optimizer, batch_size=1), ParallelConfig(micro_batch_size=1, **kept)
+    run = replace(run, model=model, parallel=parallel, optimizer=optimizer)
+    rows = np.random.default_rng(0).integers(0, model.vocab_size or 1, (1, run.data.sequence_length + 1))
+    gpt = build_model(model, optimizer, run.data.sequence_length, run.seed)
+    for weights in gpt.parameters():  # from a head of zeros no gradient would reach the blocks
+        if weights.ndim > 1 and not weights.any():
+            torch.nn.init.normal_(weights, std=model.width**-0.5, generator=torch.Generator().manual_seed(1))
+    first, again = (_take_step(run, device, gpt, rows) for _ in range(2))
+    exact = _exact_step(run, gpt.to(device).double(), torch.from_numpy(rows).to(device))
+    kind = "tf32" if run.precision == "fp32" and on_gpu(device) and run.parallel.tf32 else run.precision
+    errors, bounds = [abs(a / b - 1) for a, b in zip(first, exact, strict=True)], STEP_ERRORS[kind]
+    text = f"a step in {kind} differs from float64 by {errors[0]:.1e} in loss and {errors[1]:.1e} in gradient norm"
+    if not (errors[0] <= bounds[0] and errors[1] <= bounds[1]):
+        text += f" ({bounds[0]:g} and {bounds[1]:g} are allowed); {EXCLUDE}"
+    elif first != again:
+        text += f", and a repetition gives other bits; {EXCLUDE}"
+    yield Finding("step", FAILED if EXCLUDE in text else PASSED, text)
+
+
+def _take_step(run: RunConfig, device: torch.device, gpt: GPT, rows: np.ndarray) -> tuple[float, float]:
+    """Return loss and gradient norm of the first step."""
+    stream: Any = SimpleNamespace(batch=lambda *_: rows, end_of_document=END)
+    stepper = Stepper(run, Mesh(), device, stream, report=lambda line: None)
+    stepper.zero.load((name, weights.detach()) for name, weights in gpt.named_parameters())
+    result = stepper.step(0)
+    return float(read(result.loss)), float(read(result.norm))
+
+
+def _exact_step(run: RunConfig, gpt: GPT, tokens: Tensor) -> tuple[float, float]:
+    """Return loss and gradient norm of the first step by autograd alone."""
+    gpt.end_of_document = END if run.data.separate_documents else None
+    loss = gpt.loss(tokens[:, :-1], tokens[:, 1:], z_loss=run.optimizer.z_loss)
+    gradients = torch.autograd.grad(loss, list(gpt.parameters()))
+    return float(read(loss.detach())), math.sqrt(sum(float(read(gradient.square().sum())) for gradient in gradients))
+
+
+def main() -> None:
+    """Read a request from standard input and write findings as lines of JSON, the name of each check before them."""
+    request, out = pickle.load(sys.stdin.buffer), os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no finding
+    device = pick_device(request.device)
+    for check in (check_ranks, check_attention, check_loss, check_step):  # forks come before this process takes a GPU
+        print(json.dumps(check.__name__.removeprefix("check_")), file=out)
+        for finding in check(request, device):
+            print(json.dumps(asdict(finding)), file=out)
+
+
+if __name__ == "__main__":
+    main()
