@@ -252,7 +252,6 @@ class ParallelConfig:
     pp: Count6 = cosmetic(1)  # pipeline stages: each takes its share of the blocks
     schedule: Annotated[str, SCHEDULES] = cosmetic("1f1b")  # of pipeline stages
     chunks: Count6 = cosmetic(1)  # of blocks, per pipeline rank; 2 or more if interleaved
-    trace: bool = cosmetic(False)  # times the actions of a pipeline's third step, for `isoflop plan --trace`
     ep: Count6 = cosmetic(1)  # of the dp * cp ranks so many share the experts out, and send each other their tokens
     zero: Annotated[int, (0, 1, 2, 3)] = cosmetic(0)  # dp ranks share 1 optimizer, 2 + gradients, 3 + parameters
     sequence_parallel: bool = cosmetic(True)  # tp > 1: norms and residuals split over tokens as well
@@ -409,6 +408,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "optimizer.nesterov": (True, "Muon's momentum is Nesterov's"),
     "optimizer.iterations": (5, "Muon makes five iterations"),
     "parallel.cuda_graphs": (ANY, "use parallel.compile"),
+    "parallel.trace": (ANY, "profile a run with torch.profiler"),
     "checkpoint.asynchronous": (ANY, "checkpoints are always written while training goes on"),
 }
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,10 @@ from .model.shape import micro_batch_of
 from .optimizer.average import copies, newest_shares
 from .parallel.mesh import Mesh, all_gather
 from .parallel.pipeline import Pipeline
-from .parallel.schedules import to_json
 from .parallel.tensor import split_model
 from .parallel.zero import StepResult, Zero
 from .precision import LossScaler, compute_dtype
 from .schedule import learning_rate_factor
-
-TRACED = 2  # the step that is timed where a trace is asked for: the first ones also make buffers
 
 
 def halved_micro_batch(micro_batch: int) -> int | None:
@@ -126,9 +122,6 @@ class Stepper:
         """One optimizer step (0-based): the batch's mean loss, the norm before clipping, and whether it was skipped."""
         self.zero.set_rates(learning_rate_factor(self.config, step))
         self.batch = self.prefetch.take(step)
-        timed = self.pipeline if self.config.parallel.trace and step == TRACED else None
-        if timed is not None:
-            timed.events = []
         total = None
         while total is None:
             try:
@@ -142,10 +135,6 @@ class Stepper:
                 release_memory(self.device)
         result = self.zero.step(total, self.scaler.scale)
         self.zero.keep_averages(newest_shares(self.config.average, step + 1))
-        if timed is not None:
-            every, timed.events = self.mesh.gather(timed.events)[:: self.mesh.data * self.mesh.tp], None
-            if self.mesh.rank == 0 and self.record is not None:
-                write_json(self.record.with_name("trace.json"), to_json([*chain(*every)]))
         self.scaler.update(result.skipped)
         if step + 1 < self.config.steps:
             self.prefetch.ahead(step + 1)

@@ -72,7 +72,7 @@ def test_times_follow_the_theory() -> None:
     ("asked", "message"),
     [({"ranks": 0}, "ranks is 0; it must be 1 to 1048576"),
      ({"ranks": 1_000_000_007}, "ranks is 1000000007; it must be 1 to 1048576"),
-     ({"ranks": 1_000_003}, "parallel.dp is 1000003; it must be at most 1e6"),
+     ({"ranks": 1_000_003}, "parallel.dp is 1000003; it must be at most 1,000,000"),
      ({"ranks": 26}, "parallel.dp is 26; it must divide optimizer.batch_size 64"),
      ({"memory_bytes": -1.0}, "memory_bytes is -1; it must be greater than 0"),
      ({"flops_per_second": 0.0}, "flops_per_second is 0; it must be greater than 0"),

@@ -7,7 +7,6 @@ because gloo does not report it. Every schedule receives the messages of one dir
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,12 +18,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup
 
 from ..config import ParallelConfig
-from ..hardware import read, synchronize
+from ..hardware import read
 from ..model.gpt import GPT
 from .data import Gradients
 from .layout import Shape
 from .mesh import Mesh
-from .schedules import Action, Event, Lists, schedule
+from .schedules import Action, Lists, schedule
 
 FORWARD, BACKWARD = 0, 1  # ways: of activations to the next virtual stage, of gradients to the one before
 
@@ -130,8 +129,6 @@ class Pipeline:
         self.gpt, self.mesh, self.gradients, self.name = gpt, mesh, gradients, parallel.schedule
         self.split = mesh.tp if parallel.sequence_parallel else 1  # ranks that share a residual stream's tokens out
         self.like = gradients.shards[0]
-        self.events: list[Event] | None = None  # of a step that is timed
-        self.begun = 0.0
         for way in (FORWARD, BACKWARD):
             meet(mesh, way, self.like.new_zeros(1))
 
@@ -149,7 +146,7 @@ class Pipeline:
         # A penalty's gradient is that of the mean loss, which only the last stage computes.
         self.gpt.slope[:] = [scaled(total.new_full((), share))]
         for turn, (kind, micro, chunk) in enumerate(actions):
-            place, stage, self.begun = (micro, chunk), self._stage(chunk), time.time()
+            place, stage = (micro, chunk), self._stage(chunk)
             if kind == "forward":
                 x, y = self._forward(messages, micro, chunk, rows[micro][:, :-1])
                 if stage == messages.last:
@@ -163,9 +160,6 @@ class Pipeline:
             else:
                 with self.gradients.micro_batch(turn == ends[chunk], chunk):
                     self._backward(messages, micro, chunk, *graphs.pop(place))
-            if self.events is not None:
-                synchronize(self.like.device)
-                self.events.append(Event(self.mesh.pp_rank, kind, micro, chunk, self.begun, time.time()))
         messages.let_go()
         return total
 
@@ -208,28 +202,19 @@ class Pipeline:
         shapes = [(n * time // self.split, width) if self.split > 1 else (n, time, width) for n, time in sizes]
         return Messages(lists, len(self.gpt.chunks), self.mesh, shapes, self.like, patient)
 
-    def _receive(self, messages: Messages, way: int, micro: int, stage: int) -> Tensor:
-        x = messages.receive(way, micro, stage)
-        if self.events is not None:
-            synchronize(self.like.device)
-            self.begun = time.time()
-        return x
-
     def _forward(self, messages: Messages, micro: int, chunk: int, tokens: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return what a chunk receives from another stage, and its output."""
         stage = self._stage(chunk)
         if stage == 0:
             return None, self.gpt.through(self.gpt.enter(tokens), tokens)
-        x = self._receive(messages, FORWARD, micro, stage).requires_grad_(torch.is_grad_enabled())
+        x = messages.receive(FORWARD, micro, stage).requires_grad_(torch.is_grad_enabled())
         return x, self.gpt.through(x, tokens, chunk)
 
     def _backward(
         self, messages: Messages, micro: int, chunk: int, x: Tensor | None, root: Tensor | GradientEdge
     ) -> None:
         stage = self._stage(chunk)
-        torch.autograd.backward(
-            root, None if stage == messages.last else self._receive(messages, BACKWARD, micro, stage)
-        )
+        torch.autograd.backward(root, None if stage == messages.last else messages.receive(BACKWARD, micro, stage))
         if x is not None:
             assert x.grad is not None
             messages.send(BACKWARD, micro, stage - 1, x.grad)

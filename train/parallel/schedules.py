@@ -11,11 +11,9 @@ interleaved   the same with several chunks per rank, for micro-batches in groups
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 Kind = Literal["forward", "backward"]
@@ -32,23 +30,6 @@ class Action(NamedTuple):
 
 Lists = Sequence[Sequence[Action]]  # by pipeline rank
 Need = tuple[Kind, int, int]  # an action by its kind, micro-batch and virtual stage
-
-
-@dataclass(frozen=True)
-class Event:
-    """An action in time. A list of these, as JSON, is the trace of a step."""
-
-    rank: int
-    kind: Kind
-    micro: int
-    chunk: int
-    start: float  # seconds
-    end: float
-
-
-def to_json(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Return a trace as plain values, which `read_document(path, list[Event])` reads."""
-    return [dict(vars(event)) for event in events]
 
 
 def schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> list[list[Action]]:
@@ -75,73 +56,6 @@ def schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> lis
             actions += [*forwards[number : number + 1], backward]
         lists.append(actions)
     return lists
-
-
-def simulate(
-    lists: Lists,
-    forward: float | Sequence[float] = 1.0,
-    backward: float | Sequence[float] = 2.0,
-    send: float = 0.0,
-) -> list[Event]:
-    """Return when each action happens, in an order in which they can: receives wait, sends do not.
-
-    Args:
-        lists: the actions of every rank.
-        forward: seconds of one micro-batch, for all virtual stages or for each.
-        backward: likewise.
-        send: seconds from one rank to another, during which both compute.
-
-    Raises:
-        ValueError: ranks wait for each other; names the first such rank and its action.
-    """
-    stages = len(lists)
-    count = stages * (1 + max(action.chunk for actions in lists for action in actions))
-    seconds = {
-        kind: [cost] * count if isinstance(cost, int | float) else cost
-        for kind, cost in (("forward", forward), ("backward", backward))
-    }
-    events, clocks, waiting = list[Event](), [0.0] * stages, [deque(actions) for actions in lists]
-    ends: dict[Need, float] = {}
-    before = -1
-    while before < len(events):
-        before = len(events)
-        for rank, queue in enumerate(waiting):
-            while queue:
-                kind, micro, chunk = action = queue[0]
-                virtual = chunk * stages + rank
-                if not ends.keys() >= (needs := _needs(action, virtual, count)):
-                    break
-                queue.popleft()
-                arrivals = (ends[need] + send * (need[2] % stages != rank) for need in needs)
-                start = max([clocks[rank], *arrivals])
-                ends[kind, micro, virtual] = clocks[rank] = start + seconds[kind][virtual]
-                events.append(Event(rank, *action, start, clocks[rank]))
-    for rank, queue in enumerate(waiting):
-        if queue:
-            raise ValueError(f"rank {rank} waits for ever before {queue[0]}")
-    return events
-
-
-def _needs(action: Action, virtual: int, count: int) -> set[Need]:
-    """Return the actions that must end before this one, which is in a virtual stage of `count`."""
-    kind, micro, _ = action
-    if kind == "forward":
-        return {("forward", micro, virtual - 1)} if virtual else set()
-    needs: set[Need] = {("forward", micro, virtual)}
-    if virtual + 1 < count:
-        needs.add(("backward", micro, virtual + 1))
-    return needs
-
-
-def bubbles(events: Sequence[Event]) -> list[float]:
-    """Return the seconds in which each rank waits between its first action and its last."""
-    own = [[event for event in events if event.rank == rank] for rank in sorted({event.rank for event in events})]
-    return [max(e.end for e in one) - min(e.start for e in one) - sum(e.end - e.start for e in one) for one in own]
-
-
-def in_flight(actions: Sequence[Action], sizes: Sequence[int]) -> list[int]:
-    """Return what a rank keeps after each action, where one micro-batch in chunk c needs `sizes[c]`."""
-    return list(accumulate(sizes[chunk] if kind == "forward" else -sizes[chunk] for kind, _, chunk in actions))
 
 
 def divide(costs: Sequence[float], stages: int, last: float = 0.0) -> list[range]:

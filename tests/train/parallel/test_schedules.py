@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import graphlib
-import json
 import random
-from collections.abc import Iterator
-from itertools import combinations, pairwise, product
-from pathlib import Path
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, combinations, pairwise, product
 
 import pytest
 from isoflop.train.config import (
@@ -21,20 +21,96 @@ from isoflop.train.config import (
     to_dict,
 )
 from isoflop.train.errors import UserError
-from isoflop.train.files import read_document
 from isoflop.train.flops import block_flops, stage_blocks, training_flops_per_token
 from isoflop.train.parallel.schedules import (
     SCHEDULES,
     Action,
-    Event,
-    bubbles,
     divide,
-    in_flight,
     schedule,
-    simulate,
-    to_json,
 )
 from isoflop.train.planner.validation import check_shapes, check_world, validate, working_shapes
+
+Need = tuple[str, int, int]  # an action by its kind, micro-batch and virtual stage
+
+
+@dataclass(frozen=True)
+class Event:
+    """An action in time."""
+
+    rank: int
+    kind: str
+    micro: int
+    chunk: int
+    start: float  # seconds
+    end: float
+
+
+def simulate(
+    lists: Sequence[Sequence[Action]],
+    forward: float | Sequence[float] = 1.0,
+    backward: float | Sequence[float] = 2.0,
+    send: float = 0.0,
+) -> list[Event]:
+    """Return when each action happens, in an order in which they can: receives wait, sends do not.
+
+    Args:
+        lists: the actions of every rank.
+        forward: seconds of one micro-batch, for all virtual stages or for each.
+        backward: likewise.
+        send: seconds from one rank to another, during which both compute.
+
+    Raises:
+        ValueError: ranks wait for each other; names the first such rank and its action.
+    """
+    stages = len(lists)
+    count = stages * (1 + max(action.chunk for actions in lists for action in actions))
+    seconds = {
+        kind: [cost] * count if isinstance(cost, int | float) else cost
+        for kind, cost in (("forward", forward), ("backward", backward))
+    }
+    events, clocks, waiting = list[Event](), [0.0] * stages, [deque(actions) for actions in lists]
+    ends: dict[Need, float] = {}
+    before = -1
+    while before < len(events):
+        before = len(events)
+        for rank, queue in enumerate(waiting):
+            while queue:
+                kind, micro, chunk = action = queue[0]
+                virtual = chunk * stages + rank
+                if not ends.keys() >= (needs := needs_of(action, virtual, count)):
+                    break
+                queue.popleft()
+                arrivals = (ends[need] + send * (need[2] % stages != rank) for need in needs)
+                start = max([clocks[rank], *arrivals])
+                ends[kind, micro, virtual] = clocks[rank] = start + seconds[kind][virtual]
+                events.append(Event(rank, *action, start, clocks[rank]))
+    for rank, queue in enumerate(waiting):
+        if queue:
+            raise ValueError(f"rank {rank} waits for ever before {queue[0]}")
+    return events
+
+
+def needs_of(action: Action, virtual: int, count: int) -> set[Need]:
+    """Return the actions that must end before this one, which is in a virtual stage of `count`."""
+    kind, micro, _ = action
+    if kind == "forward":
+        return {("forward", micro, virtual - 1)} if virtual else set()
+    needs: set[Need] = {("forward", micro, virtual)}
+    if virtual + 1 < count:
+        needs.add(("backward", micro, virtual + 1))
+    return needs
+
+
+def bubbles(events: Sequence[Event]) -> list[float]:
+    """Return the seconds in which each rank waits between its first action and its last."""
+    own = [[event for event in events if event.rank == rank] for rank in sorted({event.rank for event in events})]
+    return [max(e.end for e in one) - min(e.start for e in one) - sum(e.end - e.start for e in one) for one in own]
+
+
+def in_flight(actions: Sequence[Action], sizes: Sequence[int]) -> list[int]:
+    """Return what a rank keeps after each action, where one micro-batch in chunk c needs `sizes[c]`."""
+    return list(accumulate(sizes[chunk] if kind == "forward" else -sizes[chunk] for kind, _, chunk in actions))
+
 
 # What docs/parallel.md says, by rank r of S stages, M micro-batches and V chunks, in times of one forward action.
 BUBBLE = {
@@ -140,12 +216,6 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
 def test_what_is_no_schedule_is_not_made(name: str, micro_batches: int, chunks: int) -> None:
     with pytest.raises(ValueError, match="must be"):
         schedule(name, 4, micro_batches, chunks)
-
-
-def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
-    events = simulate(schedule("interleaved", 2, 4, 2), forward=0.1)
-    (tmp_path / "trace.json").write_text(json.dumps(to_json(events)))
-    assert read_document(tmp_path / "trace.json", list[Event]) == events
 
 
 def dearest(costs: list[float], shares: list[range], last: float) -> float:

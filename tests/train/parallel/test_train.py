@@ -17,13 +17,11 @@ from isoflop.train import loop, precision
 from isoflop.train.checkpoint.checkpoint import load_for_evaluation
 from isoflop.train.config import RunConfig
 from isoflop.train.errors import OutOfMemory
-from isoflop.train.files import read_document, read_json_lines
+from isoflop.train.files import read_json_lines
 from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.gpt import GPT
-from isoflop.train.parallel import schedules
 from isoflop.train.parallel import whole as whole_matrices
 from isoflop.train.parallel.mesh import Mesh
-from isoflop.train.parallel.schedules import Event
 from isoflop.train.planner.validation import check_shapes
 from isoflop.train.stepper import Stepper
 from meshes import Outcome, assert_same, mesh_of, stop_at, take_steps, train_on_ranks
@@ -191,7 +189,7 @@ def test_a_run_that_moves_between_meshes_goes_on_as_if_never_moved(config: RunCo
     for number, mesh in enumerate(WAY):
         values = dict(zip(("pp", "schedule", "chunks", "cp", "tp", "dp", "ep", "zero"), mesh, strict=True))
         moved = copy.deepcopy(config)
-        moved.parallel = replace(config.parallel, **values, micro_batch_size=2, trace=True)
+        moved.parallel = replace(config.parallel, **values, micro_batch_size=2)
         ranks, last = moved.parallel.world_size, number == len(WAY) - 1
         # Flags are agreed on at the next step; one process agrees with itself at once.
         stops = {} if last else {"should_stop": stop_at(2 if ranks == 1 else 1, rank=ranks - 1)}
@@ -212,12 +210,6 @@ def test_a_run_that_moves_between_meshes_goes_on_as_if_never_moved(config: RunCo
     ours, theirs = (load_for_evaluation(tmp_path / name).model for name in ("moved", "one"))
     for (name, value), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         torch.testing.assert_close(value, other, rtol=0, atol=1e-5, msg=name)
-    # The third step was the first one on the second mesh.
-    events = read_document(tmp_path / "moved" / "trace.json", list[Event])
-    for rank, actions in enumerate(schedules.schedule("interleaved", 2, 4, 2)):
-        own = [event for event in events if event.rank == rank]
-        assert [(event.kind, event.micro, event.chunk) for event in own] == [tuple(action) for action in actions]
-        assert all(0 <= event.start < event.end for event in own)
 
 
 @pytest.mark.slow
