@@ -1,8 +1,8 @@
-"""Our attention beside PyTorch's and the flash-attn packages, forward and backward: `isoflop bench attention`.
+"""Time our attention and PyTorch's or flash-attn's, forward and backward: `isoflop bench attention`.
 
-Every contender takes and gives the layout of a model's projections, (batch, time, heads, head_dim). On a GPU ours is
-the Triton kernel, and the peer the fastest of SDPA's backends and whatever flash-attn is installed; on a CPU ours is
-what the model calls, and the peer is SDPA.
+Every contender takes the layout of a model's projections, (batch, time, heads, head_dim). On a GPU ours is the Triton
+kernel, and the peer is the fastest of SDPA's backends and the installed flash-attn packages. On a CPU ours is what the
+model calls, and the peer is SDPA.
 """
 
 from __future__ import annotations
@@ -11,21 +11,18 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..train.model import backends
-from .contenders import Peak, Row, measuring_on, race
-
-if TYPE_CHECKING:
-    from torch.nn.attention import SDPBackend
+from .timing import Peak, Row, measuring_on, race
 
 ABOUT = (
     "FLOPs of causal attention: 4 T^2 d heads / 2 per sequence forward, 2.5 times as many backward; "
-    "MFU: those over the matmul peak of the same run; peak memory is what a call asks for beyond its inputs"
+    "MFU: over the matmul peak of the same run; peak memory: what a call needs in addition to its inputs"
 )
 Attention = Callable[
     [Tensor, Tensor, Tensor], Tensor
@@ -34,6 +31,8 @@ Attention = Callable[
 
 @dataclass(frozen=True)
 class Shape:
+    """The shape of query, key and value."""
+
     batch: int
     time: int
     heads: int
@@ -46,7 +45,7 @@ class Shape:
 
     @property
     def forward_flops(self) -> float:
-        """Causal convention: of the two products of the T x T square, half."""
+        """FLOPs by the causal convention: half of the two products of the T x T square."""
         return 4.0 * self.time**2 * self.head_dim * self.heads / 2 * self.batch
 
     def __str__(self) -> str:
@@ -54,23 +53,23 @@ class Shape:
         return f"T={self.time}, B={self.batch}, {self.heads} heads of {self.head_dim}{groups}"
 
 
-# A width of 2048 in heads of 64 and of 128, the same tokens in every batch.
+# A width of 2048 in heads of 64 and of 128, with the same number of tokens in every batch.
 GPU_SHAPES = [
     Shape(16384 // time, time, 2048 // head_dim, 2048 // head_dim, head_dim)
     for head_dim in (64, 128)
     for time in (1024, 2048, 4096, 8192, 16384)
 ]
-# The 4 heads of 32 of the project's figures, without and with grouped queries.
+# The 4 heads of 32 of the README's figures, without and with grouped queries.
 CPU_SHAPES = [Shape(4096 // time, time, 4, kv_heads, 32) for kv_heads in (4, 2) for time in (128, 256, 512, 1024)]
 
 
 def bench_attention(
     device: str = "auto", rounds: int = 15, steps: int | None = None, shapes: Sequence[Shape] = ()
 ) -> Iterator[Row]:
-    """Causal attention of ours and of the fastest peer.
+    """Yield a row for each shape, type and pass, of ours and the fastest peer.
 
-    On a GPU in bf16 and TFLOP/s, forward alone and with backward; on a CPU in fp32 and bf16 and tokens/s, with
-    backward. A turn is `steps` calls; None: about 30 ms.
+    A GPU is measured in bf16 and TFLOP/s, forward alone and with backward; a CPU in fp32 and bf16 and tokens/s, with
+    backward. A turn has `steps` calls.
     """
     with measuring_on(device) as place:
         gpu = place.type == "cuda"
@@ -85,18 +84,17 @@ def _bench(shape: Shape, peak: Peak, backward: bool, rounds: int, steps: int | N
     device, dtype = peak.device, peak.dtype
     inputs = Inputs.random(shape, dtype, device)
     functions = working_peers(attention_peers(device, shape), inputs, backward)
-    steps_of = {name: partial(inputs.run, function, backward) for name, function in functions.items()}
+    peers = {name: partial(inputs.run, function, backward) for name, function in functions.items()}
     ours = partial(inputs.run, our_attention(inputs), backward)
-    passes = "forward + backward" if backward else "forward"
-    case = f"attention {str(dtype).removeprefix('torch.')}, {passes}, {shape}"
+    case = f"attention {str(dtype).removeprefix('torch.')}, forward{' + backward' * backward}, {shape}"
     flops = shape.forward_flops * (3.5 if backward else 1.0)
     unit, work = ("TFLOP/s", flops / 1e12) if device.type == "cuda" else ("tokens/s", float(shape.tokens))
-    return race(case, unit, work, flops, ours, steps_of, peak, rounds, steps)
+    return race(case, unit, work, flops, ours, peers, peak, rounds, steps)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Query, key and value, and the gradient that comes back."""
+    """Query, key and value, and the gradient of the output."""
 
     query: Tensor
     key: Tensor
@@ -115,7 +113,7 @@ class Inputs:
         return cls(query, key, value, normal(shape.heads))
 
     def run(self, attention: Attention, backward: bool) -> tuple[Tensor, ...]:
-        """The output, and with `backward` the gradients of query, key and value."""
+        """Return the output, and with `backward` the gradients of query, key and value."""
         leaves = (self.query, self.key, self.value)
         with torch.set_grad_enabled(backward):
             output = attention(*leaves)
@@ -131,40 +129,33 @@ def our_attention(inputs: Inputs) -> Attention:
 
 
 def attention_peers(device: torch.device, shape: Shape) -> dict[str, Attention]:
-    """Those that are installed; which heads, devices and types they take is their own affair."""
+    """Return the installed peers; some do not take every head size, device or type."""
     grouped = shape.heads != shape.kv_heads
     if device.type == "cpu":
         if not grouped:
             return {"F.scaled_dot_product_attention": _sdpa}
-        return {
-            "F.scaled_dot_product_attention, enable_gqa": partial(_sdpa, grouped=True),
-            "F.scaled_dot_product_attention, heads repeated": _repeated_sdpa,
-        }
+        return {"SDPA, enable_gqa": partial(_sdpa, grouped=True), "SDPA, heads repeated": _repeated_sdpa}
     from torch.nn.attention import SDPBackend
 
-    found: dict[str, Attention] = {
-        name: partial(_one_backend, backend=backend, grouped=grouped)
-        for name, backend in {
-            "SDPA flash": SDPBackend.FLASH_ATTENTION,
-            "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
-            "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
-        }.items()
+    kinds = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+    kinds["efficient"] = SDPBackend.EFFICIENT_ATTENTION
+    peers: dict[str, Attention] = {
+        f"SDPA {name}": partial(_one_backend, backend=kind, grouped=grouped) for name, kind in kinds.items()
     }
     for name in sorted(backends.installed() - {"ours", "sdpa"}):
         with contextlib.suppress(ImportError):
-            found[backends.PACKAGES[name]] = backends.load_backend(name).attend
-    return found
+            peers[backends.PACKAGES[name]] = backends.load_backend(name).attend
+    return peers
 
 
 def working_peers(functions: Mapping[str, Attention], inputs: Inputs, backward: bool) -> dict[str, Attention]:
-    found = {}
+    """Return the functions that accept these inputs."""
+    working = {}
     for name, function in functions.items():
-        try:
+        with contextlib.suppress(RuntimeError, NotImplementedError, AssertionError):
             inputs.run(function, backward)
-        except (RuntimeError, NotImplementedError, AssertionError):
-            continue
-        found[name] = function
-    return found
+            working[name] = function
+    return working
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, grouped: bool = False) -> Tensor:
@@ -173,11 +164,11 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, grouped: bool = False) -> T
 
 
 def _repeated_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    groups = query.shape[2] // key.shape[2]
-    return _sdpa(query, key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2))
+    key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
+    return _sdpa(query, key, value)
 
 
-def _one_backend(query: Tensor, key: Tensor, value: Tensor, backend: SDPBackend, grouped: bool) -> Tensor:
+def _one_backend(query: Tensor, key: Tensor, value: Tensor, backend: Any, grouped: bool) -> Tensor:
     from torch.nn.attention import sdpa_kernel
 
     with sdpa_kernel(backend):

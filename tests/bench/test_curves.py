@@ -30,7 +30,7 @@ def test_adam_comes_closer_to_the_law_and_rows_state_both_errors() -> None:
     curves, (asked, *_) = curves_of(pd.concat(known)), curves_of(pd.concat(aside))
     errors = [np.abs(np.log(Peer(curves, steps).predict(asked) / asked.loss)).mean() for steps in (1, 100)]
     assert errors[1] < errors[0] / 2
-    rows = list(bench_curves(steps=2, cases=[(words, known, aside)]))
+    rows = list(bench_curves(steps=2, case=(words, known, aside), rounds=2))
     assert [row["case"] for row in rows] == [f"a law of {words}, {how}" for how in ("as in the paper", "default")]
     for row in rows:
         assert {"ours", "peer", "peer_name", "unit", "ratio", "spread", "device"} <= row.keys()

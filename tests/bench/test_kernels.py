@@ -9,7 +9,7 @@ import pytest
 import torch
 from isoflop.bench import attention as bench_attention
 from isoflop.bench import loss as bench_loss
-from isoflop.bench.contenders import largest_difference, measuring_on, print_benchmark
+from isoflop.bench.timing import largest_difference, measuring_on, print_benchmark
 
 CONTRACT = {"case", "ours", "peer", "peer_name", "unit", "ratio", "spread", "device"}
 # bf16 keeps 8 bits, and what is compared was rounded several times on either side.

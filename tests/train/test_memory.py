@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from isoflop.bench.live import Live
 from isoflop.train.config import AverageConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from isoflop.train.memory import bucket_sizes, halved_micro_batch, memory
 from isoflop.train.model.gpt import GPT
@@ -22,6 +21,7 @@ from isoflop.train.parallel.mesh import Mesh
 from isoflop.train.parallel.tensor import split_model
 from isoflop.train.parallel.zero import Zero
 from isoflop.train.precision import compute_dtype
+from live_bytes import Live
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh

@@ -1,12 +1,12 @@
 """Run the tests of `fit` under changes that must not matter, and list those that fail only then.
 
-    python benchmarks/perturbed.py                 # every change in turn; about a minute each on an idle core
-    python benchmarks/perturbed.py ulp rows        # some of them
+    python bench/perturbed.py                 # every change in turn; about a minute each on an idle core
+    python bench/perturbed.py ulp rows        # some of them
 
 The changes: the last bit of every number of a table or a law's data is cleared or set (`ulp`), the rows of every
-table that is read come in another order (`rows`), and BLAS works with 2 and 3 threads (`threads`). A test that fails
-under `threads` depends on rounding, and so on the processor. One that fails under `ulp` or `rows` may also compare its
-input to the last bit, or row by row; read it.
+table are shuffled (`rows`), and BLAS works with 2 and 3 threads (`threads`). A test that fails under `threads` depends
+on rounding, and so on the processor. One that fails under `ulp` or `rows` may also compare its input to the last bit,
+or row by row.
 """
 
 from __future__ import annotations
@@ -28,48 +28,39 @@ CHANGES = {
 
 
 def pytest_configure() -> None:
-    """As a plugin of pytest: apply the change that PERTURB names to the package `fit`."""
+    """Apply the change that PERTURB names to the package `fit`, as a plugin of pytest."""
     change = os.environ.get("PERTURB")
     if change is None:
         return
     import numpy as np
     import pytest
-    from isoflop.fit import errors, table
 
-    patch = pytest.MonkeyPatch()
+    from ..fit import errors, table
 
-    if change != "rows":
-        checked = errors._checked
+    checked, where, patch = errors._checked, table.RunTable.where, pytest.MonkeyPatch()
 
-        def moved(name: str, values: Any, *rest: Any) -> Any:
-            numbers = checked(name, values, *rest)
-            if name == "weight" or len(numbers) < LEAST_ROWS:
-                return numbers
-            bits = numbers.view(np.int64)  # done twice it is the same, as for a law that is read from a file
-            return (bits | 1 if change == "set" else bits & ~1).view(np.float64)
+    def moved(name: str, values: Any, *rest: Any) -> Any:
+        numbers = checked(name, values, *rest)
+        if name == "weight" or len(numbers) < LEAST_ROWS:
+            return numbers
+        bits = numbers.view(np.int64)  # moving twice is the same as once, for a law that is read from a file
+        return (bits | 1 if change == "set" else bits & ~1).view(np.float64)
 
-        patch.setattr(errors, "_checked", moved)
-    else:
-        where = table.RunTable.where
+    def shuffled(runs: Any, keep: Any) -> Any:
+        return where(runs, np.random.default_rng(0).permutation(np.arange(len(runs))[keep]))
 
-        def shuffled(runs: Any, keep: Any) -> Any:
-            order = np.random.default_rng(0).permutation(np.arange(len(runs))[keep])
-            return where(runs, order)
-
+    if change == "rows":
         patch.setattr(table.RunTable, "where", shuffled)
+    else:
+        patch.setattr(errors, "_checked", moved)
 
 
 def failures(environment: dict[str, str]) -> set[str]:
     """Return the tests of `fit` that fail in this environment."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "perturbed", "tests/fit", "--tb=no", "-rfE"]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    plugin = ["-p", "isoflop.bench.perturbed"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *plugin, "tests/fit", "--tb=no", "-rfE"]
+    variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
     if "passed" not in done.stdout:
         raise SystemExit(done.stdout + done.stderr)
     return set(re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M))
