@@ -2,9 +2,7 @@
 
 The peer is L(t) = L0 + A S(t)^-alpha - B sum_k (lr_{k-1} - lr_k) (1 - (1 + C lr_k^-gamma S_k(t))^-beta) (Luo et al.
 2025, arXiv:2503.12811), its sum taken directly and its gradient by PyTorch: Adam on Huber's function of log loss, delta
-1e-3, with their rates, 5e-2 for coefficients and 5e-3 for exponents, here of logarithms, from one start.
-
-The runs are simulated by the peer's own law, with noise of 0.1 %.
+1e-3, with their rates, here of logarithms, from one start. The runs are simulated by the peer's own law, with noise.
 """
 
 from __future__ import annotations
@@ -23,13 +21,12 @@ from ..sweeps.plan.rates import processor_name
 from .timing import Contender, Row, take_turns, timed_row
 
 ABOUT = "errors: of the last losses of runs that were not fitted; --json also has the worst"
-DELTA = 1e-3
-RATES = (5e-2, 5e-3)  # of Adam: coefficients, exponents
+DELTA, RATES = 1e-3, (5e-2, 5e-3)  # rates of Adam: coefficients, exponents
 STAGES = 400  # of a schedule; a longer one is summed over this many stretches, which favours the peer
 TRUE = {"E": 2.5, "A": 0.6, "alpha": 0.4, "B": 0.4, "C": 0.06, "beta": 0.5, "gamma": 0.5}  # rates in units of the peak
 START = {"B": 0.1, "C": 0.03, "beta": 0.5, "gamma": 0.5}
 STEPS = 1000
-Case = tuple[str, list[pd.DataFrame], list[pd.DataFrame]]  # title, known runs, hidden runs
+Case = tuple[list[pd.DataFrame], list[pd.DataFrame]]  # known runs, hidden runs
 
 
 class Terms:
@@ -97,12 +94,12 @@ def simulated(steps: int = 1000, points: int = 50) -> Case:
         loss = loss * np.exp(random.normal(0, 1e-3, steps)) if len(tables) < 3 else loss
         columns = {"run": kind, "step": at, "lr": lr, "loss": loss, "val_loss": np.where(seen, loss, np.nan)}
         tables.append(pd.DataFrame(columns))
-    return "3 simulated runs", tables[:3], tables[3:]
+    return tables[:3], tables[3:]
 
 
 def bench_curves(steps: int = STEPS, case: Case | None = None, rounds: int = 3) -> Iterator[Row]:
     """Yield laws per second and errors on hidden runs of ours, as in the paper and by default, and of the peer."""
-    title, known, hidden = case or simulated()
+    known, hidden = case or simulated()
     table, curves = pd.concat(known), curves_of(pd.concat(hidden))
     CurveLaw().fit(table)  # loads SciPy
     laws = [Contender("as in the paper", lambda: CurveLaw(fading=False).fit(table))]
@@ -113,7 +110,7 @@ def bench_curves(steps: int = STEPS, case: Case | None = None, rounds: int = 3) 
     for ours in laws:
         name, both = f"multi-power law in PyTorch, Adam, {steps} steps", (ours.seconds, peer.seconds)
         errors = _errors(ours.step(), curves)
-        yield timed_row(f"a law of {title}, {ours.name}", 1.0, "laws/s", *both, name, processor_name()) | {
+        yield timed_row(f"a law of {len(known)} runs, {ours.name}", 1.0, "laws/s", *both, name, processor_name()) | {
             "mean_error": float(np.mean(errors)), "peer_mean_error": float(np.mean(peer_errors)),
             "worst_error": max(errors), "peer_worst_error": max(peer_errors),
         }  # fmt: skip

@@ -1,8 +1,7 @@
 """Time our evaluation and lm-eval's `hf` model, and check that they agree: `isoflop bench evaluate`.
 
-Both sides answer the same requests through lm-eval's evaluator, from one checkpoint and its export. Agreement is counted
-item by item, and in nats. The model is trained for a moment on Python's standard library, so that its answers are not
-random; the peer gets its fastest batch size.
+Both sides answer the same requests through lm-eval's evaluator, from one checkpoint and its export. The model is
+trained for a moment, so that its answers are not random; the peer gets its fastest batch size.
 """
 
 from __future__ import annotations
@@ -12,23 +11,13 @@ import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..train.config import (
-    CheckpointConfig,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    ScheduleConfig,
-    TrackerConfig,
-)  # fmt: skip
 from ..train.errors import UserError
-from .timing import Contender, Row, fastest, measuring_on, plain_row, require, take_turns, timed_row
+from .timing import Contender, Row, fastest, isoflop, measuring_on, plain_row, require, take_turns, timed_row
 
 if TYPE_CHECKING:
     import torch
@@ -42,57 +31,39 @@ ITEMS, ALLOWED_NATS = 500, 1e-3
 PEER = "lm-eval hf"
 BATCH_SIZES = (8, 16, 32, 64)  # of the peer; its `auto` finds 64 on a CPU
 TRIAL_ITEMS = 50  # by which its batch size is chosen
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is measured."""
-
-    model: ModelConfig = field(default_factory=lambda: ModelConfig(width=256, depth=10, heads=8))
-    vocab_size: int = 8192
-    text_bytes: int = 8 << 20
-    length: int = 1024
-    tokens: int = 1 << 16
-    generation: tuple[int, int] = (20, 64)  # prompts of GSM8K and new tokens of each
+MODEL = ["model.width=256", "model.depth=10", "model.heads=8", "data.vocab_size=8192", "data.max_bytes=8388608",
+         "data.sequence_length=1024", "tokens=65536"]  # fmt: skip
+TRAINING = ["+grid=product", "grid.axes={seed:[0]}", "data.tokenizer=bpe", "data.validation_tokens=4096",
+            "optimizer.batch_size=2", "schedule.warmup_tokens=0", "validations=1", "tuning=fixed", "cluster=local",
+            "tracker=none", "evaluate=none", "preflight=false", "fit.bootstrap=0", "sweep=trained"]  # fmt: skip
 
 
 def bench_evaluate(
     device: str = "auto", rounds: int = 3, items: int = ITEMS, cases: Sequence[str] = CASES,
-    setting: Setting | None = None,
+    overrides: Sequence[str] = MODEL, generation: tuple[int, int] = (20, 64),
 ) -> Iterator[Row]:  # fmt: skip
-    """Yield rows case by case; HellaSwag and LAMBADA have `items` items, and ARC-E is whole from 500 on."""
-    setting = setting or Setting()
+    """Yield rows case by case.
+
+    HellaSwag and LAMBADA have `items` items, and ARC-E is whole from 500 on. GSM8K has the prompts and the new tokens
+    that `generation` states. `overrides` describe the model.
+    """
     for case in cases:
         if case not in CASES:
             raise UserError(f"--case is {case!r}; it must be one of {', '.join(CASES)}")
     require("transformers", "which is the benchmark's peer")
     require("accelerate", "which lm-eval's hf model needs")
     with measuring_on(device) as place, tempfile.TemporaryDirectory() as folder:
-        pair = Pair.make(Path(folder), setting, place)
+        pair = Pair.make(Path(folder), overrides, place)
         if "agreement" in cases:
-            yield from pair.agreement(items)
+            yield from pair.agreement(items, *generation)
         if "throughput" in cases:
             yield pair.throughput(items, rounds)
 
 
-def trained(folder: Path, setting: Setting) -> Path:
+def trained(folder: Path, overrides: Sequence[str]) -> Path:
     """Train a checkpoint for a moment."""
-    from ..train.data.corpora import open_corpus
-    from ..train.loop import train
-
-    data = DataConfig(
-        corpus="stdlib", max_bytes=setting.text_bytes, tokenizer="bpe", vocab_size=setting.vocab_size,
-        sequence_length=setting.length, validation_tokens=4 * setting.length,
-    )  # fmt: skip
-    data.fingerprint, data.tokenizer_fingerprint = open_corpus(data).fingerprint(), "bpe"
-    config = RunConfig(
-        model=replace(setting.model, vocab_size=setting.vocab_size), data=data, tokens=setting.tokens,
-        optimizer=OptimizerConfig(batch_size=2), schedule=ScheduleConfig(warmup_tokens=0),
-        parallel=ParallelConfig(device="cpu"), tracker=TrackerConfig(kind="none"), validations=1,
-        checkpoint=CheckpointConfig(every_seconds=1e9),
-    )  # fmt: skip
-    summary = train(config, folder / "run", report=lambda line: None)
-    return folder / "run" / str(summary["checkpoint"])
+    isoflop("sweep", *TRAINING, *overrides, f"output_root={folder}")
+    return max(folder.glob("trained/runs/*/checkpoints/step_*"))
 
 
 @dataclass
@@ -101,17 +72,16 @@ class Pair:
 
     loaded: Any
     exported: Path
-    setting: Setting
     device: torch.device
 
     @classmethod
-    def make(cls, folder: Path, setting: Setting, device: torch.device) -> Pair:
+    def make(cls, folder: Path, overrides: Sequence[str], device: torch.device) -> Pair:
         from ..evaluate.export.export import export_checkpoint
         from ..train.checkpoint.checkpoint import load_for_evaluation
 
-        checkpoint = trained(folder, setting)
+        checkpoint = trained(folder, overrides)
         exported = export_checkpoint(checkpoint, folder / "hf").folder
-        return cls(load_for_evaluation(checkpoint, device.type), exported, setting, device)
+        return cls(load_for_evaluation(checkpoint, device.type), exported, device)
 
     def ours(self) -> Any:
         """Return our side, with empty caches."""
@@ -129,18 +99,13 @@ class Pair:
         lm.truncated, lm.failed = set(), set()  # attributes of our side that `answer_task` reads
         return lm
 
-    def agreement(self, items: int) -> Iterator[Row]:
+    def agreement(self, items: int, prompts: int, new: int) -> Iterator[Row]:
         """Yield the number of items that both answer alike, and the largest difference of log-likelihoods."""
         from ..train.hardware import device_name
 
-        (prompts, new), place = self.setting.generation, device_name(self.device)
-        ours, peer = self.ours(), self.peer(BATCH_SIZES[1])
-        for name, limit, title in (
-            ("hellaswag", items, "HellaSwag"),
-            ("arc_easy", None if items >= ITEMS else items, "ARC-E"),
-            ("lambada_openai", items, "LAMBADA"),
-            ("gsm8k", min(prompts, items), f"GSM8K, generation of {new} tokens"),
-        ):
+        place, ours, peer = device_name(self.device), self.ours(), self.peer(BATCH_SIZES[1])
+        limits = {"hellaswag": items, "arc_easy": None if items >= ITEMS else items, "lambada_openai": items}
+        for name, limit in (limits | {"gsm8k": min(prompts, items)}).items():
             entry = load_entry(name, limit)
             for request in entry.task.instances:
                 if request.request_type == "generate_until":
@@ -148,12 +113,11 @@ class Pair:
                     request.arguments = (context, settings | {"max_gen_toks": new})
             pairs = list(zip(answers(ours, entry), answers(peer, entry), strict=True))
             equal = sum(same_answer(a, b) for a, b in pairs)
-            yield plain_row(
-                f"{title}, {len(pairs)} items: the same answer", equal, len(pairs), PEER, "items equal", place
-            )
+            case = f"{name}, {len(pairs)} items: the same answer"
+            yield plain_row(case, equal, len(pairs), PEER, "items equal", place)
             if any(a.log_probabilities for a, _ in pairs):
                 nats = max(nats_apart(a, b) for a, b in pairs)
-                case, ratio = f"{title}: largest difference of log-likelihoods", ALLOWED_NATS / max(nats, 1e-12)
+                case, ratio = f"{name}: largest difference of log-likelihoods", ALLOWED_NATS / max(nats, 1e-12)
                 yield plain_row(case, nats, ALLOWED_NATS, "allowed", "max nats", place, ratio)
 
     def throughput(self, items: int, rounds: int) -> Row:
@@ -177,8 +141,7 @@ class Pair:
 def load_entry(name: str, limit: int | None) -> SuiteTask:
     from ..evaluate.tasks.tasks import load_suite
 
-    (entry,) = load_suite(name, limit).tasks.values()
-    return entry
+    return next(iter(load_suite(name, limit).tasks.values()))
 
 
 def answers(lm: Any, entry: SuiteTask) -> list[ItemResult]:
@@ -202,6 +165,5 @@ def same_answer(ours: ItemResult, theirs: ItemResult) -> bool:
 
 def nats_apart(ours: ItemResult, theirs: ItemResult) -> float:
     """Return the largest difference of two items' log-likelihoods; infinite if one is not a number."""
-    pairs = zip(ours.log_probabilities, theirs.log_probabilities, strict=True)
-    differences = [abs(a - b) for a, b in pairs]
+    differences = [abs(a - b) for a, b in zip(ours.log_probabilities, theirs.log_probabilities, strict=True)]
     return max((math.inf if math.isnan(d) else d for d in differences), default=0.0)

@@ -15,6 +15,7 @@ import math
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -33,10 +34,9 @@ CORNERS = {  # width, depth, D: two decades of FLOPs, and ten times the largest 
 }
 UNIT = 128 * 192  # tokens: a whole number of steps of every batch
 RATES, BATCHES = [3e-3 * 2**i for i in range(4)], [2 * 2**i for i in range(4)]
-Setting = tuple[float, int]  # learning rate, batch
 
 
-def setting(run: RunConfig) -> Setting:
+def setting(run: RunConfig) -> tuple[float, int]:
     return run.optimizer.learning_rate, run.optimizer.batch_size
 
 
@@ -56,25 +56,22 @@ def train(config: SweepConfig, runs: list[RunConfig]) -> dict[str, float]:
 
 def search(
     config: SweepConfig, corners: list[RunConfig], rates: list[float], batches: list[int]
-) -> list[list[Setting]]:
+) -> list[list[tuple[float, int]]]:
     """Return the settings of each corner from the best to the worst; the best is not at an edge."""
     axes = [(list(rates), list(batches)) for _ in corners]
     while True:
         settings = [list(product(*pair)) for pair in axes]
-        losses = train(
-            config, [with_setting(run, *one) for run, some in zip(corners, settings, strict=True) for one in some]
-        )
+        pairs = zip(corners, settings, strict=True)
+        losses = train(config, [with_setting(run, *one) for run, some in pairs for one in some])
         wider = False
         for run, some, (rates, batches) in zip(corners, settings, axes, strict=True):
             by_setting = {one: losses[run_id(with_setting(run, *one))] for one in some}
             some.sort(key=by_setting.__getitem__)
-            rate, batch = some[0]
-            if rate in (min(rates), max(rates)):
-                rates.append(rate / 2 if rate == min(rates) else rate * 2)
-                wider = True
-            if batch in (min(batches), max(batches)) and batch > 1:
-                batches.append(batch // 2 if batch == min(batches) else batch * 2)
-                wider = True
+            edges: list[tuple[list[Any], Any]] = [(rates, some[0][0]), (batches, some[0][1])]
+            for values, best in edges:
+                if best in (min(values), max(values)) and best != 1:
+                    values.append(type(best)(best / 2 if best == min(values) else best * 2))
+                    wider = True
         if not wider:
             return settings
 

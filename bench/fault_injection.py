@@ -1,8 +1,7 @@
 """Inject faults into a sweep on the cluster of tests/slurm_cluster.sh.
 
 The cluster's nodes are this machine, so all of its processes can be killed from here. A fault that finds no victim
-returns None, and is tried again later. What must be repaired (a node that is down, a full disk) is a `Repair`, which the
-caller carries out when it is due, so that faults overlap.
+returns None, and is tried again later. The caller carries out a `Repair` when it is due, so that faults overlap.
 """
 
 from __future__ import annotations
@@ -43,11 +42,13 @@ class Repair(NamedTuple):
     due: Callable[[], bool] = lambda: False
 
 
+Result = tuple[str, Repair | None] | None  # the text for the log, and the repair
+
+
 class Strike(NamedTuple):
-    """An injected fault: the ids of the struck runs, and the text for the log."""
+    """An injected fault, and its text for the log."""
 
     kind: str
-    runs: tuple[str, ...]
     text: str
     repair: Repair | None = None
 
@@ -61,15 +62,9 @@ class Victim(NamedTuple):
     node: str
 
 
-Result = tuple[tuple[str, ...], str, Repair | None] | None  # ids of the struck runs, text for the log, repair
-
-
 @dataclass
 class Injector:
-    """Strikes a sweep, which `command` launched and whose file system `disk` may be filled.
-
-    Every choice is made by `chance`; `launchers` are later processes of the same command.
-    """
+    """Strikes a sweep, which `command` launched and whose file system `disk` may be filled; `chance` makes choices."""
 
     sweep: SweepDirectory
     command: list[str]
@@ -107,13 +102,10 @@ class Injector:
                     victims.append(Victim(run, state.job_id, process, node))
         return victims
 
-    def on_node(self, node: str) -> tuple[str, ...]:
-        return tuple(victim.run.run_id for victim in self.victims() if victim.node == node)
-
     def kill_worker(self, victim: Victim) -> Result:
         """Kill the training process, as the kernel does if it is short of memory."""
         os.kill(victim.process, signal.SIGKILL)
-        return (victim.run.run_id,), f"process {victim.process} of run {victim.run.run_id}", None
+        return f"process {victim.process} of run {victim.run.run_id}", None
 
     def kill_slurmstepd(self, victim: Victim) -> Result:
         """Kill the daemon of a job's step: for SLURM the job has ended, but its process lives on."""
@@ -123,29 +115,25 @@ class Injector:
         if process <= 1:
             return None  # it was killed before, and the run is an orphan
         os.kill(process, signal.SIGKILL)
-        return (victim.run.run_id,), f"slurmstepd {process} of job {victim.job}", None
+        return f"slurmstepd {process} of job {victim.job}", None
 
     def kill_slurmd(self, victim: Victim) -> Result:
         """Kill a node's daemon for a time shorter or longer than SlurmdTimeout, after which the node is given up."""
         seconds, daemon = self.chance.choice([2.0, 15.0]), f"slurmd-{victim.node}"
-        runs = self.on_node(victim.node)
         cluster("kill", daemon)
-        return runs, f"{daemon} for {seconds:.0f} s", Repair(seconds, lambda: cluster("start", daemon))
+        return f"{daemon} for {seconds:.0f} s", Repair(seconds, lambda: cluster("start", daemon))
 
     def node_down(self, victim: Victim) -> Result:
         """Declare a node down, as an administrator may, though its processes live."""
         seconds, node = self.chance.uniform(2.0, 8.0), f"nodename={victim.node}"
-        runs = self.on_node(victim.node)
         slurm("scontrol", "update", node, "state=down", "reason=fault")
-        repair = Repair(seconds, lambda: slurm("scontrol", "update", node, "state=resume"))
-        return runs, f"{victim.node} for {seconds:.0f} s", repair
+        return f"{node} for {seconds:.0f} s", Repair(seconds, lambda: slurm("scontrol", "update", node, "state=resume"))
 
     def preempt(self, victim: Victim) -> Result:
         """Submit a job of a higher partition that takes the whole node."""
-        runs = self.on_node(victim.node)
         job = ["--partition=main", "--exclusive", f"--nodelist={victim.node}", "--job-name=fault", "--time=1"]
         slurm("sbatch", *job, "--output=/dev/null", "--wrap=sleep 2")
-        return runs, f"all jobs on {victim.node}", None
+        return f"all jobs on {victim.node}", None
 
     def shorten_limit(self, victim: Victim) -> Result:
         """Shorten a job's limit, so that SLURM sends the warning signal within its period of 30 seconds."""
@@ -157,7 +145,7 @@ class Injector:
             return state.state != "running" or state.attempt != attempt
 
         restore = Repair(40.0, lambda: slurm("scontrol", "update", job, f"timelimit={LONG_LIMIT}"), is_over)
-        return (victim.run.run_id,), f"job {victim.job}", restore
+        return f"job {victim.job}", restore
 
     def truncate_checkpoint(self, _: Victim) -> Result:
         """Halve a file of a newest checkpoint and kill its run, which must fall back to the checkpoint before."""
@@ -169,7 +157,7 @@ class Injector:
                 largest = max(files, key=lambda path: path.stat().st_size)
                 os.truncate(largest, largest.stat().st_size // 2)
                 os.kill(victim.process, signal.SIGKILL)
-                return (victim.run.run_id,), f"{checkpoints[-1].name} of run {victim.run.run_id}", None
+                return f"{checkpoints[-1].name} of run {victim.run.run_id}", None
             os.kill(victim.process, signal.SIGCONT)
         return None
 
@@ -182,14 +170,13 @@ class Injector:
                 with suppress(OSError):
                     while True:
                         file.write(b"\0" * size)
-        runs = tuple(victim.run.run_id for victim in self.victims())
-        return runs, f"for {seconds:.1f} s", Repair(seconds, lambda: ballast.unlink(missing_ok=True))
+        return f"for {seconds:.1f} s", Repair(seconds, lambda: ballast.unlink(missing_ok=True))
 
     def restart_slurmctld(self) -> Result:
         """Kill the controller, and start it again with the state that it had saved."""
         seconds = self.chance.uniform(0.5, 5.0)
         cluster("kill", "slurmctld")
-        return (), f"for {seconds:.1f} s", Repair(seconds, lambda: cluster("start", "slurmctld"))
+        return f"for {seconds:.1f} s", Repair(seconds, lambda: cluster("start", "slurmctld"))
 
     def corrupt_state(self) -> Result:
         """Replace the state.json of a run, in any state, by half of it, an empty file, or nonsense."""
@@ -197,13 +184,13 @@ class Injector:
         whole = (run.path / "state.json").read_bytes()
         damaged = self.chance.choice([whole[: len(whole) // 2], b"", b"\0" * 64, b'{"state": 3, "attempt": "x"}'])
         (run.path / "state.json").write_bytes(damaged)
-        return (run.run_id,), f"of run {run.run_id}, now {damaged[:20]!r}", None
+        return f"of run {run.run_id}, now {damaged[:20]!r}", None
 
     def launch_twice(self) -> Result:
         """Start the command that launched the sweep twice more, at the same moment."""
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self.launchers += [subprocess.Popen(self.command, cwd=ROOT, text=True, **streams) for _ in range(2)]
-        return (), " and ".join(f"process {launcher.pid}" for launcher in self.launchers[-2:]), None
+        return " and ".join(f"process {launcher.pid}" for launcher in self.launchers[-2:]), None
 
 
 WITHOUT_VICTIM = ("slurmctld restart", "corrupted state.json", "two launchers at once")
@@ -243,12 +230,7 @@ def cluster(*arguments: str) -> None:
 
 
 def slurm(*command: str, patience: float = 0.0) -> str:
-    """Return the output of one of SLURM's commands, and wait up to `patience` seconds for a controller that is away.
-
-    Raises:
-        Refused: with SLURM's message, for example for a job that has ended.
-        Away: the controller does not answer.
-    """
+    """Return the output of one of SLURM's commands, and wait up to `patience` seconds for a controller that is away."""
     deadline = time.monotonic() + patience
     while True:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -3,10 +3,9 @@
     tests/slurm_cluster.sh up; eval "$(tests/slurm_cluster.sh env)"
     python -m isoflop.bench.faults --faults 50 --seed 0
 
-The grid is first trained on this machine. Then it is submitted to the cluster that $SLURM_CONF names, and faults
-(fault_injection.py) strike at random times and places. In the end every run must be done, once, with the same losses to
-the last bit, and `isoflop doctor` must find nothing. Needs root and the cluster of tests/slurm_cluster.sh, whose daemons
-it kills. A full disk needs a separate file system for the sweep: a tmpfs, if root may mount one.
+The grid is trained on this machine and on the cluster, where faults strike at random times and places. In the end every
+run must be done, once, with the same losses to the last bit, and `isoflop doctor` must find nothing. Needs root and the
+cluster of tests/slurm_cluster.sh, whose daemons it kills, and for a full disk a tmpfs that root may mount.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from ..sweeps.observe import doctor
 from ..sweeps.runs import attempts
@@ -48,15 +47,6 @@ SLURM = [
     "cluster.keeper_seconds=3", "cluster.heartbeat_seconds=1", "cluster.backoff_seconds=1", "cluster.hang_minutes=5",
     "cluster.retries=100", "cluster.sweep_retries=10000", "cluster.max_requeues=1000",
 ]  # fmt: skip
-
-
-class Outcome(NamedTuple):
-    """The result of a disturbed sweep, which passed if there are no complaints."""
-
-    strikes: list[Strike]
-    complaints: list[str]
-    seconds: float
-    sweep: SweepDirectory
 
 
 def grid(runs: int, tokens: int) -> list[str]:
@@ -87,11 +77,11 @@ def sweep_command(overrides: Sequence[str], root: Path, name: str, *more: str) -
 def disturb(
     overrides: Sequence[str], reference: SweepDirectory, root: Path, disk: Path | None, count: int, seed: int,
     patience: float, every: float, kinds: Sequence[str] = (),
-) -> Outcome:  # fmt: skip
+) -> tuple[list[Strike], list[str], SweepDirectory]:  # fmt: skip
     """Submit the grid below `root`, inject `count` faults, about as many of each kind, and wait until it is over.
 
     `disk` is the file system of `root` if it may be filled, `patience` the seconds until an unfinished sweep counts as
-    stuck, and `every` the mean seconds between two faults.
+    stuck, and `every` the mean seconds between two faults. Returns the faults, what is wrong, and the sweep.
     """
     command = sweep_command(overrides, root, f"disturbed-{seed}", *SLURM, *pace(reference))
     began = time.monotonic()
@@ -105,17 +95,15 @@ def disturb(
         unfinished = [run for run in sweep.runs() if not run.is_done()]
         states = [f"{run.run_id} is {run.state().state} ({run.state().reason})" for run in unfinished]
         complaints.append(f"not over after {patience:.0f} s: {states}; in the queue: {jobs_of(sweep)}")
-    complaints += [*launcher_complaints(injector), *check(sweep, reference)]
-    return Outcome(strikes, complaints, time.monotonic() - began, sweep)
+    return strikes, [*complaints, *launcher_complaints(injector), *check(sweep, reference)], sweep
 
 
 def pace(reference: SweepDirectory) -> list[str]:
     """Return settings with which estimates match this machine, and the longer half of the runs counts as long."""
     summaries = [run.summary() or {} for run in reference.runs()]
     rate = statistics.median(summary["flops_exact"] / summary["seconds"] for summary in summaries)
-    minutes = statistics.median(summary["seconds"] for summary in summaries) / 60
-    speed = [f"cluster.flops_per_second={rate * 2:.4g}", "cluster.half_speed_width=16"]
-    return [*speed, f"cluster.queue_minutes={minutes:.4g}"]
+    minutes = f"cluster.queue_minutes={statistics.median(summary['seconds'] for summary in summaries) / 60:.4g}"
+    return [f"cluster.flops_per_second={rate * 2:.4g}", "cluster.half_speed_width=16", minutes]
 
 
 def inject(injector: Injector, kinds: Sequence[str], count: int, every: float, deadline: float) -> list[Strike]:
@@ -153,7 +141,6 @@ def inject(injector: Injector, kinds: Sequence[str], count: int, every: float, d
 
 
 def jobs_of(sweep: SweepDirectory) -> list[str]:
-    """Return name, state and reason of the sweep's jobs in the queue."""
     lines = fault_injection.slurm("squeue", "-h", "-r", "-o", "%j %T %r", patience=60.0).splitlines()
     return sorted(line for line in lines if line.startswith(f"{sweep.path.name}-"))
 
@@ -169,7 +156,7 @@ def wait_until_over(sweep: SweepDirectory, deadline: float) -> bool:
 
 
 def launcher_complaints(injector: Injector) -> Iterator[str]:
-    """Check that every second launcher ended with 0, or with one sentence."""
+    """Check that every later launcher ended with 0, or with one sentence."""
     for launcher in injector.launchers:
         output, _ = launcher.communicate(timeout=120)
         disk_was_full = launcher.returncode == 1 and os.strerror(errno.ENOSPC) in output
@@ -187,12 +174,10 @@ def check(sweep: SweepDirectory, reference: SweepDirectory) -> list[str]:
     if not (sweep.path / "fit" / "report.html").exists():
         complaints.append("there is no report")
     table = sweep.path / "table.csv"
-    rows = len(table.read_text().splitlines()) - 1 if table.exists() else 0
-    if rows != len(expected):
+    if (rows := len(table.read_text().splitlines()) - 1 if table.exists() else 0) != len(expected):
         complaints.append(f"the table has {rows} rows, for {len(expected)} runs")
     # The doctor repairs files that faults have damaged next to whole results; then nothing may be left.
-    for finding in doctor.examine_sweep(sweep, mend=True):
-        print(f"doctor: {finding}")
+    print(*(f"doctor: {finding}" for finding in doctor.examine_sweep(sweep, mend=True)), sep="\n")
     return complaints + [f"doctor: {item}" for item in doctor.examine_sweep(sweep, mend=False) if item.is_left]
 
 
@@ -214,17 +199,15 @@ def check_run(run: RunDirectory, reference: RunDirectory) -> Iterator[str]:
         if after.began < before.ended:
             yield f"attempt {after.attempt} began {before.ended - after.began:.2f} s before the end of the one before"
     starts = len(re.findall(r" attempt \d+ on ", (run.path / "log.txt").read_text()))
-    steps, whole = (
+    steps, undisturbed = (
         [(line["step"], (line["train_loss"], line["grad_norm"])) for line in read_json_lines(path / "metrics.jsonl")]
         for path in (run.path, reference.path)
     )
     back = sum(after[0] <= before[0] for before, after in itertools.pairwise(steps))
     if back >= max(starts, len(lines)):
         yield f"its steps go back {back} times in {starts} starts, so two trained it at once"
-    if wrong := [(step, values) for step, values in steps if dict(whole).get(step) != values]:
-        yield f"step {wrong[0][0]} has {wrong[0][1]}, and {dict(whole).get(wrong[0][0])} undisturbed"
-    if missing := dict(whole).keys() - dict(steps).keys():
-        yield f"steps {sorted(missing)} are missing in metrics.jsonl"
+    if wrong := {*steps} ^ {*undisturbed}:
+        yield f"steps differ from the undisturbed ones: {sorted(wrong)[:2]}"
 
 
 @contextlib.contextmanager
@@ -244,29 +227,14 @@ def scratch(keep: Path | None) -> Iterator[tuple[Path, Path | None]]:
             subprocess.run(["rm", "-rf", str(folder)], check=False)
 
 
-def print_table(outcome: Outcome) -> None:
-    done = {run.run_id for run in outcome.sweep.runs() if run.is_done()}
-    for kind in sorted({strike.kind for strike in outcome.strikes}):
-        strikes = [strike for strike in outcome.strikes if strike.kind == kind]
-        print(f"{kind:30} {len(strikes)} injected, {sum(set(s.runs) <= done for s in strikes)} recovered")
-    lines = [line for run in outcome.sweep.runs() for line in attempts.read(run)]
-    wasted, total = sum(line.flops_wasted for line in lines), sum(line.flops for line in lines)
-    print(f"{len(outcome.strikes)} faults, {len(lines)} attempts at {len(done)} runs in {outcome.seconds:.0f} s; "
-          f"{wasted / total:.1%} of the work was wasted")  # fmt: skip
-
-
 def main() -> int:
     """Return 0 if nothing was wrong, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=50, help="number of faults")
     parser.add_argument("--runs", type=int, default=24, help="of the grid")
-    parser.add_argument(
-        "--seconds", type=float, default=8.0, help="that the shorter half of the runs takes undisturbed"
-    )
+    parser.add_argument("--seconds", type=float, default=8.0, help="of the shorter half of the runs, undisturbed")
     parser.add_argument("--every", type=float, default=4.0, help="mean seconds between two faults")
-    parser.add_argument(
-        "--kind", action="append", choices=list(fault_injection.FAULTS), help="repeatable; default: all"
-    )
+    parser.add_argument("--kind", action="append", choices=[*fault_injection.FAULTS], help="repeatable; default: all")
     parser.add_argument("--seed", type=int, default=0, help="of times, places and kinds")
     parser.add_argument("--patience", type=float, default=1800.0, help="seconds until the sweep counts as stuck")
     parser.add_argument("--keep", type=Path, help="folder for the sweeps, which then stay")
@@ -275,13 +243,15 @@ def main() -> int:
     with scratch(options.keep) as (folder, disk):
         overrides = grid(options.runs, tokens_for(options.seconds, folder))
         place = (train_here(overrides, folder), disk or folder, disk, options.faults, options.seed)
-        outcome = disturb(overrides, *place, options.patience, options.every, options.kind or ())
-        print_table(outcome)
-        complaints, struck = outcome.complaints, len(outcome.strikes)
-        if struck < options.faults:
-            complaints.append(f"{struck} of {options.faults} faults were injected before the end; raise --seconds")
-        for complaint in complaints:
-            print(f"WRONG: {complaint}")
+        strikes, complaints, sweep = disturb(overrides, *place, options.patience, options.every, options.kind or ())
+        for kind, count in Counter(strike.kind for strike in strikes).items():
+            print(f"{kind:30} {count}")
+        lines = [line for run in sweep.runs() for line in attempts.read(run)]
+        share = sum(line.flops_wasted for line in lines) / sum(line.flops for line in lines)
+        print(f"{len(strikes)} faults, {len(lines)} attempts at {options.runs} runs, {share:.1%} of the work wasted")
+        if len(strikes) < options.faults:
+            complaints.append(f"{len(strikes)} of {options.faults} faults struck before the end; raise --seconds")
+        print(*(f"WRONG: {complaint}" for complaint in complaints), sep="\n")
     return 1 if complaints else 0
 
 

@@ -1,10 +1,9 @@
 """Time our fits and SciPy's L-BFGS-B on the same runs and resamples, one core each: `isoflop bench fit`.
 
-The runs are Hoffmann et al.'s as Besiroglu et al. (2024) read them off the figure, from ISOFLOP_DATA; without it, as many
-random runs of a known law. For one fit the peer starts from each point of the published grid of 4500 (Hoffmann et al.
-2022, appendix D.3); random points are timed, and their time is scaled. For the bootstrap it starts once per resample,
-from the optimum of all runs. It minimises Huber's function through log-sum-exp, in units that make its tolerances tight,
-with an analytic gradient, which is its best use, or differences, which is its usual use.
+The runs are Hoffmann et al.'s as Besiroglu et al. (2024) read them off the figure, from ISOFLOP_DATA; else random runs
+of a known law. For one fit the peer starts from each point of the published grid of 4500 (Hoffmann et al. 2022,
+appendix D.3); random points are timed, and their time is scaled. For the bootstrap it starts once per resample, from
+the optimum of all runs, with an analytic gradient, its best use, or differences, its usual use.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -78,9 +76,8 @@ def bench_fit(rounds: int = 7, resamples: int = 4000, peer_resamples: int = 20, 
     """Return rows of one fit, and of the bootstrap with and without a gradient for the peer."""
     title, N, D, loss = _runs()
     peer, law = Peer(N, D, loss), fit.ChinchillaLaw().fit(N, D, loss)
-    bootstraps = [
-        _bootstrap(title, law, peer, rounds, resamples, peer_resamples, analytic) for analytic in (True, False)
-    ]
+    ways = ((True, "gradient given"), (False, "gradient by differences"))
+    bootstraps = [_bootstrap(title, law, peer, rounds, resamples, peer_resamples, *way) for way in ways]
     return [_one_fit(title, law, peer, rounds, peer_starts), *bootstraps]
 
 
@@ -90,55 +87,49 @@ def _one_fit(title: str, law: fit.ChinchillaLaw, peer: Peer, rounds: int, starts
     for turn in range(rounds):
         points = [GRID[i] for i in order[turn * starts : (turn + 1) * starts]]
         with ONE_CORE:
-            ours.append(statistics.median(_seconds(lambda: law.fit(peer.N, peer.D, peer.loss)) for _ in range(5)))
-            theirs.append(
-                len(GRID) / starts * _seconds(_collect(reached, points, partial(peer.minimise, weight=weight)))
-            )
-    name = f"SciPy L-BFGS-B, gradient given, from a grid of {len(GRID)}"
-    return timed_row(f"one fit of {title}", 1.0, "fits/s", ours, theirs, name, f"{processor_name()}, one core") | {
+            ours.append(statistics.median(_seconds(law.fit, peer.N, peer.D, peer.loss) for _ in range(5)))
+            seconds = _seconds(reached.extend, (peer.minimise(start, weight) for start in points))
+        theirs.append(seconds * len(GRID) / starts)
+    name = f"gradient given, from a grid of {len(GRID)}"
+    return _row(f"one fit of {title}", ours, theirs, name) | {
         "seconds": statistics.median(ours),
         "peer_seconds": statistics.median(theirs),
         "starts": law.starts_["tried"],
         "starts_agreeing": law.starts_["agreeing"],
         "peer_starts_agreeing": float(np.mean(np.array(reached) <= law.objective_ * (1 + SAME))),
-        "compared": 1,
         "worse": int(law.objective_ > min(reached) * (1 + WORSE)),
     }
 
 
 def _bootstrap(
-    title: str, law: fit.ChinchillaLaw, peer: Peer, rounds: int, resamples: int, peer_resamples: int, analytic: bool
-) -> Row:
-    problem, groups = law.problem_, np.arange(len(peer.N))
+    title: str, law: fit.ChinchillaLaw, peer: Peer, rounds: int, resamples: int, peer_resamples: int, analytic: bool,
+    way: str,
+) -> Row:  # fmt: skip
+    problem, points = law.problem_, np.stack([peer.N, peer.D])
     # The resamples that the law's own bootstrap draws.
     counts, _ = identifiable_counts(
-        groups, resamples, 0, np.stack([peer.N, peer.D]), law.weight_, problem.axes, problem.free
+        np.arange(len(peer.N)), resamples, 0, points, law.weight_, problem.axes, problem.free
     )
     start = np.array([np.log(law.A_), np.log(law.B_), np.log(law.E_), law.alpha_, law.beta_])
     ours, theirs, reached = list[float](), list[float](), list[float]()
     for turn in range(rounds):
         some = counts[turn * peer_resamples : (turn + 1) * peer_resamples]
         with ONE_CORE:
-            ours.append(_seconds(lambda: law.bootstrap(resamples)) / resamples)
-            minimise = partial(peer.minimise, start, analytic=analytic)
-            theirs.append(_seconds(_collect(reached, some, minimise)) / len(some))
+            ours.append(_seconds(law.bootstrap, resamples) / resamples)
+            seconds = _seconds(reached.extend, (peer.minimise(start, weight, analytic) for weight in some))
+        theirs.append(seconds / len(some))
     ratio = np.array(reached) / _objectives(law, peer, counts[: rounds * peer_resamples])
-    name = f"SciPy L-BFGS-B, gradient {'given' if analytic else 'by differences'}, one start"
-    return timed_row(
-        f"bootstrap of {title}, {resamples} resamples",
-        1.0,
-        "fits/s",
-        ours,
-        theirs,
-        name,
-        f"{processor_name()}, one core",
-    ) | {
+    return _row(f"bootstrap of {title}, {resamples} resamples", ours, theirs, f"{way}, one start") | {
         "seconds": statistics.median(ours) * resamples,
         "peer_seconds": statistics.median(theirs) * resamples,
         "compared": len(ratio),
         "worse": int((ratio < 1 - WORSE).sum()),
         "peer_worse": int((ratio > 1 + SAME).sum()),
     }
+
+
+def _row(case: str, ours: list[float], theirs: list[float], way: str) -> Row:
+    return timed_row(case, 1.0, "fits/s", ours, theirs, f"SciPy L-BFGS-B, {way}", f"{processor_name()}, one core")
 
 
 def _objectives(law: fit.ChinchillaLaw, peer: Peer, counts: Any) -> Any:
@@ -163,12 +154,7 @@ def _runs() -> tuple[str, Any, Any, Any]:
     return "240 random runs of a known law", N, D, (1.817 + 482.0 / N**0.348 + 2085.0 / D**0.366) * np.exp(noise)
 
 
-def _seconds(work: Callable[[], Any]) -> float:
+def _seconds(work: Callable[..., Any], *arguments: Any) -> float:
     started = time.perf_counter()
-    work()
+    work(*arguments)
     return time.perf_counter() - started
-
-
-def _collect(results: list[float], inputs: Any, work: Callable[[Any], float]) -> Callable[[], None]:
-    """Return work that appends the result for every input."""
-    return lambda: results.extend(work(item) for item in inputs)

@@ -25,27 +25,25 @@ from .timing import Row
 
 VOCABULARY = 32768
 ABOUT = "What the compiler reports of every launch; nothing was run. Registers and spilled bytes are per thread."
-KIB = 1024
 TENSOR_CORES = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")  # PTX of the tensor cores of each generation
 
 
 class Gpu(NamedTuple):
-    """A GPU of one generation, with bytes of shared memory.
-
-    CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
-    """
+    """A GPU of one generation (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability")."""
 
     name: str
     generation: str  # its name in flash_blocks.toml
     target: str
     tensor_cores: str
-    most_shared: int  # of a program; launches for sm_80 also serve sm_86, 89 and 120, which have 99 KiB and not 163
+    most_shared: (
+        int  # bytes of a program; launches for sm_80 also serve sm_86, 89 and 120, which have 99 KiB and not 163
+    )
 
 
 GPUS = {
-    80: Gpu("A100", "ampere", "sm_80", TENSOR_CORES[0], 99 * KIB),
-    90: Gpu("H100", "hopper", "sm_90a", TENSOR_CORES[1], 227 * KIB),
-    100: Gpu("B200", "blackwell", "sm_100a", TENSOR_CORES[2], 227 * KIB),
+    80: Gpu("A100", "ampere", "sm_80", TENSOR_CORES[0], 99 << 10),
+    90: Gpu("H100", "hopper", "sm_90a", TENSOR_CORES[1], 227 << 10),
+    100: Gpu("B200", "blackwell", "sm_100a", TENSOR_CORES[2], 227 << 10),
 }
 TENSOR_MEMORY = 512  # columns of a multiprocessor, by the same table
 
@@ -139,23 +137,15 @@ def _row(case: Case, kernel: Any, options: dict[str, Any]) -> Row:
     gpu, code, metadata = GPUS[case.arch], kernel.asm["ptx"], kernel.metadata
     name = metadata.name if case.head_dim else "cross_entropy"
     registers, spilled = resources(kernel.asm["cubin"])
-    target = re.search(r"\.target (\w+)", code)
     size = f"d={case.head_dim}{'' if case.documents else ' whole'}" if case.head_dim else f"V={VOCABULARY}"
     return {
-        "case": f"{gpu.target} {case.dtype} {size} {name}",
-        "device": f"{gpu.name}: compiled, not run",
-        "kernel": name,
-        "architecture": target[1] if target else "",
-        "dtype": case.dtype,
+        "case": f"{gpu.target} {case.dtype} {size} {name}", "device": f"{gpu.name}: compiled, not run",
+        "kernel": name, "architecture": re.findall(r"\.target (\w+)", code)[0], "dtype": case.dtype,
         "block": "x".join(str(options[key]) for key in ("QUERIES", "KEYS", "BLOCK") if key in options),
-        "warps": metadata.num_warps,
-        "stages": metadata.num_stages,
-        "registers": registers,
-        "spilled": spilled,
-        "shared": metadata.shared,
-        "tensor_memory": metadata.tmem_size or 0,
+        "warps": metadata.num_warps, "stages": metadata.num_stages, "registers": registers, "spilled": spilled,
+        "shared": metadata.shared, "tensor_memory": metadata.tmem_size or 0,
         "tensor_cores": [opcode for opcode in TENSOR_CORES if opcode in code],
-    }
+    }  # fmt: skip
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -172,14 +162,8 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def print_kernels(rows: list[Row]) -> None:
-    """Print the rows as a table."""
-    from ..sweeps.terminal import console, plain_table
-
-    columns = ("kernel", "block", "warps", "stages", "registers", "spilled", "shared")
-    table = plain_table(["", *columns, "tensor cores"], left=("", "kernel", "tensor cores"))
+    """Print a line for each row."""
+    print(ABOUT)
     for row in rows:
-        title = row["case"].rpartition(" ")[0]
-        table.add_row(title, *(str(row[column]) for column in columns), ", ".join(row["tensor_cores"]))
-    screen = console()
-    screen.print(ABOUT)
-    screen.print(table)
+        figures = ("block", "warps", "stages", "registers", "spilled", "shared")
+        print(row["case"], *(f"{name} {row[name]}" for name in figures), *row["tensor_cores"], sep=", ")

@@ -1,12 +1,10 @@
 """Run the tests of `fit` under changes that must not matter, and list those that fail only then.
 
-    python bench/perturbed.py                 # every change in turn; about a minute each on an idle core
-    python bench/perturbed.py ulp rows        # some of them
+    python bench/perturbed.py [ulp rows threads]    # by default all; about a minute each on an idle core
 
-The changes: the last bit of every number of a table or a law's data is cleared or set (`ulp`), the rows of every
-table are shuffled (`rows`), and BLAS works with 2 and 3 threads (`threads`). A test that fails under `threads` depends
-on rounding, and so on the processor. One that fails under `ulp` or `rows` may also compare its input to the last bit,
-or row by row.
+The changes: the last bit of every number of a table or a law's data is cleared or set (`ulp`), rows are shuffled
+(`rows`), and BLAS works with 2 and 3 threads (`threads`). A test that fails under `threads` depends on rounding. One
+that fails under `ulp` or `rows` may also compare its input to the last bit, or row by row.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ CHANGES = {
 
 def pytest_configure() -> None:
     """Apply the change that PERTURB names to the package `fit`, as a plugin of pytest."""
-    change = os.environ.get("PERTURB")
-    if change is None:
+    if (change := os.environ.get("PERTURB")) is None:
         return
     import numpy as np
     import pytest

@@ -1,30 +1,25 @@
 """Time the handling of a thousand runs: planning, submission, status, and the overhead of each run.
 
-    python -m isoflop.bench.thousand [--runs 1000] [--rounds 3] [--folder FOLDER]
+    python -m isoflop.bench.thousand [--runs 1000] [--rounds 3]
 
-Planning and status need no SLURM; without it submission is left out and the runs are trained on this machine. A figure
-is the time of a whole command, including Python's start. The overhead of a run is (wall clock from the first beginning
-to the last end) * workers / runs, less the mean of the runs' own seconds; `isoflop bench queue` measures that alone.
+Without SLURM, submission is left out and the runs are trained here. The overhead of a run is (wall clock from the first
+beginning to the last end) * workers / runs, less the mean of their own seconds (`isoflop bench queue`).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..sweeps.runs import attempts
 from ..sweeps.runs.directory import SweepDirectory
 from ..train.errors import UserError
-from .timing import Row
+from .timing import Row, isoflop
 
 ABOUT = "overhead of a run in addition to its own time"
 WORKERS = 2
@@ -57,11 +52,7 @@ def grid(folder: Path, runs: int) -> list[str]:
 
 
 def overhead(sweep: SweepDirectory, workers: int) -> dict[str, float]:
-    """Return the milliseconds per run of a finished sweep: the whole, the runs' own, and the rest.
-
-    Raises:
-        UserError: a run was not done at its first attempt, so the figure would include the retry.
-    """
+    """Return the milliseconds per run of a finished sweep: the whole, the runs' own, and the rest."""
     lines = [attempts.read(run) for run in sweep.runs()]
     first = [of_run[0] for of_run in lines if len(of_run) == 1 and of_run[0].cause == "done"]
     if len(first) < len(lines):
@@ -72,35 +63,20 @@ def overhead(sweep: SweepDirectory, workers: int) -> dict[str, float]:
     return {"overhead_ms": whole - training, "whole_ms": whole, "training_ms": training}
 
 
-def isoflop(*arguments: str) -> float:
-    """Return the seconds of an `isoflop` command; UserError if it fails."""
-    started = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "isoflop", *arguments], env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
-        capture_output=True, stdin=subprocess.DEVNULL, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise UserError(f"isoflop {arguments[0]} ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
-    return time.perf_counter() - started
-
-
 def show(title: str, rounds: int, measure: Callable[[int], float]) -> None:
-    """Print the median of several measurements, and all of them."""
-    seconds = [measure(number) for number in range(rounds)]
-    print(f"{title}: {statistics.median(seconds):.2f} s ({json.dumps([round(s, 2) for s in seconds])})", flush=True)
+    seconds = sorted(measure(number) for number in range(rounds))
+    print(f"{title}: {statistics.median(seconds):.2f} s, {seconds[0]:.2f} to {seconds[-1]:.2f}", flush=True)
 
 
 def main() -> None:
-    """Print one line for each figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="folder for the sweeps; default: a temporary one")
     options = parser.parse_args()
-    folder = options.folder or Path(tempfile.mkdtemp(prefix="thousand-"))
     on_slurm = not subprocess.run(["sh", "-c", "sinfo -h"], capture_output=True, check=False).returncode
-    runs = [*grid(folder, options.runs), *(SLURM if on_slurm else LOCAL)]
-    try:
+    with tempfile.TemporaryDirectory(prefix="thousand-") as name:
+        folder = Path(name)
+        runs = [*grid(folder, options.runs), *(SLURM if on_slurm else LOCAL)]
         show(f"plan {options.runs} runs", options.rounds, lambda i: isoflop("sweep", *runs, "dry_run=true"))
         if on_slurm:
             hold = "cluster.additional_parameters={hold: true}"
@@ -111,9 +87,6 @@ def main() -> None:
         isoflop("sweep", *runs, *workers, "sweep=queue")
         print(f"a run with {WORKERS} workers: {overhead(SweepDirectory(folder / 'queue'), WORKERS)}", flush=True)
         show("status", options.rounds, lambda i: isoflop("status", str(folder / "queue")))
-    finally:
-        if options.folder is None:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

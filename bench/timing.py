@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,10 +24,6 @@ from ..train.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-EXACT = (
-    "MFU: exact FLOPs (matrix products, attention over the full T x T square, backward twice the forward) "
-    "over the matmul peak of the same run"
-)
 THREADS = 2  # of every measurement on a CPU, so that figures do not depend on the number of cores
 TURN_SECONDS = 0.03  # of a turn whose number of steps is not given
 Row = dict[str, Any]
@@ -70,13 +69,9 @@ def measuring_on(device: str, threads: int = THREADS) -> Iterator[torch.device]:
 
 
 def take_turns(
-    contenders: Sequence[Contender],
-    rounds: int,
-    steps: int,
-    device: torch.device,
-    between: Callable[[], None] = lambda: None,
-    barrier: Callable[[], object] = lambda: None,
-) -> None:
+    contenders: Sequence[Contender], rounds: int, steps: int, device: torch.device,
+    between: Callable[[], None] = lambda: None, barrier: Callable[[], object] = lambda: None,
+) -> None:  # fmt: skip
     """Fill the contenders' seconds with `rounds` turns of `steps` steps each, after one step that is not counted.
 
     `between` runs after each round, and `barrier` before the clock starts and before it stops (for several ranks).
@@ -105,6 +100,19 @@ def seconds_per_step(
     return (time.perf_counter() - start) / count
 
 
+def isoflop(*arguments: str) -> float:
+    """Return the seconds of an `isoflop` command; UserError if it fails."""
+    command, environment = [sys.executable, "-m", "isoflop", *arguments], os.environ | {"OMP_NUM_THREADS": "1"}
+    started = time.perf_counter()
+    done = subprocess.run(
+        command, env=environment, text=True, capture_output=True, stdin=subprocess.DEVNULL, check=False
+    )
+    if done.returncode:
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        raise UserError(f"isoflop {arguments[0]} ended with {done.returncode}: {lines[-1] if lines else 'no output'}")
+    return time.perf_counter() - started
+
+
 def fastest(contenders: Sequence[Contender]) -> Contender:
     return min(contenders, key=lambda contender: statistics.median(contender.seconds))
 
@@ -118,10 +126,9 @@ def largest_difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tens
 def timed_row(
     case: str, work: float, unit: str, ours: Sequence[float], theirs: Sequence[float], peer: str, device: Any
 ) -> Row:
-    """Return the row of contenders that took turns.
+    """Return the row of contenders that took turns, with the seconds per step of the same rounds.
 
-    A step does `work` in the numerator of `unit` (tokens, fits). `ours` and `theirs` are the seconds per step of the
-    same rounds. `device` is a torch.device, or text.
+    A step does `work` in the numerator of `unit` (tokens, fits). `device` is a torch.device, or text.
     """
     from ..train.hardware import device_name
 
@@ -186,9 +193,7 @@ def with_mfu(row: Row, flops: float, peak: Peak) -> Row:
 
 def spread(ratios: Sequence[float]) -> float:
     """Return half the interquartile range."""
-    if len(ratios) < 2:
-        return 0.0
-    quarters = statistics.quantiles(ratios, n=4)
+    quarters = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [0.0] * 3
     return (quarters[2] - quarters[0]) / 2
 
 
@@ -200,46 +205,34 @@ COLUMNS = (
     ("seconds / peer", "seconds", 1.0, ",.3g"),
     ("share of FLOPs", "flops_share", 1.0, ".3f"),
     ("largest difference", "difference", 1.0, ".1g"),
-    ("worse / peer", "worse", 1, "d"),
+    ("worse / peer", "worse", 1.0, ".0f"),
     ("mean error % / peer", "mean_error", 1.0, ".2f"),
 )
 
 
 def print_benchmark(rows: list[Row], about: str = "") -> None:
-    """Print the rows as a table, with `about` in its title."""
+    """Print the rows as a table, below `about`."""
     from rich.table import Table
 
     from ..sweeps.terminal import console
 
-    if not rows:
-        print("nothing was measured")
-        return
-    devices, peers, units = (
-        dict.fromkeys(row[key] for row in rows if row[key]) for key in ("device", "peer_name", "unit")
-    )
-    title = [f"ours and the peer in turn, on {', '.join(devices)}"]
-    title += [f"peer: {', '.join(peers)}"] * (len(peers) == 1) + [f"in {', '.join(units)}"] * (len(units) == 1)
-    screen = console()
-    screen.print("; ".join(filter(None, [*title, about])))
-    extra = [column for column in COLUMNS if any(column[1] in row for row in rows)]
-    last = ["unit"] * (len(units) > 1) + ["peer_name"] * (len(peers) > 1)
+    columns = [column for column in COLUMNS if any(column[1] in row for row in rows)]
     table = Table("case")
-    for heading in ("ours", "peer", "ratio", *(column[0] for column in extra)):
+    for heading in ("ours", "peer", "unit", "ratio", *(column[0] for column in columns)):
         table.add_column(heading, justify="right", no_wrap=True)
-    for key in last:
-        table.add_column({"unit": "unit", "peer_name": "peer is"}[key])
+    table.add_column("peer is")
     for row in rows:
-        values = []
-        for _, key, unit, form in extra:
+        cells = []
+        for _, key, unit, form in columns:
             pair = [row[name] for name in (key, f"peer_{key}") if name in row]
-            values.append(" / ".join(format(value / unit if unit != 1 else value, form) for value in pair))
+            cells.append(" / ".join(format(value / unit, form) for value in pair))
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f} ± {row['spread'] or 0:.2f}"
-        cells = [_number(row["ours"]), _number(row["peer"]), ratio, *values, *(row[key] or "" for key in last)]
-        table.add_row(row["case"], *cells)
+        both = (_number(row["ours"]), _number(row["peer"]), row["unit"], ratio)
+        table.add_row(row["case"], *both, *cells, row["peer_name"] or "")
+    screen = console()
+    screen.print("; ".join([*dict.fromkeys(row["device"] for row in rows if row["device"]), *filter(None, [about])]))
     screen.print(table)
 
 
 def _number(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

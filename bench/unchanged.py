@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,44 +38,22 @@ os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 HERE = "cluster=local tracker=none evaluate=none cluster.flops_per_second=1e11 cluster.jobs=1 cluster.threads_per_job=1"
 PARTS = (*LISTS["sweeps"], "fit")
 TOLERANCES = {"evaluate": (1e-6, 0.0), "fit": (1e-12, 1e-6)}  # absolute, relative; the other parts have none
-RUN = [
-    "name",
-    "N_total",
-    "N_non_embedding",
-    "N_kaplan",
-    "D",
-    "flops_6nd",
-    "flops_exact",
-    "steps",
-    "parent",
-    "first_step",
-    "budget",
-    "seed",
-]
-FINAL = ("step", "val_loss", "val_loss_se", "val_bpb", "train_loss", "ranks")
-CURVES = ("step", "tokens", "flops", "lr", "train_loss", "smoothed_loss", "val_loss", "grad_norm")
-CLOCK = ("seconds", "tokens_per_s", "mfu", "estimated_seconds")  # columns that depend on the clock
-ITEM = ("prompt", "log_probabilities", "answer", "values", "gold_bpb", "p_right", "margin", "bpb")
-TASKS = "hellaswag,arc_easy,piqa@2,lambada_openai,gsm8k_gold,mmlu_cloze,text_code,text_maths,quiz.jsonl,quiz.jsonl@2"
+FIELDS = LISTS["fields"]  # of a run's plan, its summary, its curves, an evaluated item, and what a clock decides
+TASKS = ",".join(FIELDS["tasks"])
 PROMPTS = ("def main(", "import os\n", "    return ", "")
 SAMPLING = ("", "--temperature 0.8 --top-k 50 --top-p 0.95 --seed 1")
 
 
-def call(command: list[str], folder: Path, codes: tuple[int, ...] = (0,), until: Path | None = None) -> tuple[int, str]:
-    """Run a command in a folder with the folder's own cache, and return its exit code and output.
-
-    With `until`, it is killed as soon as that file exists.
-    """
-    cache = folder / "cache"
+def isoflop(folder: Path, *arguments: str, codes: Sequence[int] = (0,), until: Path | None = None) -> tuple[int, str]:
+    """Run a command with the folder's own cache, at most until a file exists, and return its exit code and output."""
+    command, cache = [sys.executable, "-m", "isoflop", *arguments], folder / "cache"
     if not cache.exists():
         cache.mkdir(parents=True)
         BENCHMARKS.mkdir(parents=True, exist_ok=True)
         (cache / "benchmarks").symlink_to(BENCHMARKS.resolve())
-    environment = os.environ | {"ISOFLOP_CACHE": str(cache)}
     with (folder / "output").open("w+") as output, (folder / "errors").open("w+") as errors:
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=output, stderr=errors, start_new_session=True
-        )
+        options: dict[str, Any] = {"env": os.environ | {"ISOFLOP_CACHE": str(cache)}, "start_new_session": True}
+        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=errors, **options)
         while until is not None and process.poll() is None:
             if until.exists():
                 os.killpg(process.pid, signal.SIGKILL)
@@ -90,48 +68,45 @@ def call(command: list[str], folder: Path, codes: tuple[int, ...] = (0,), until:
         return code, output.read()
 
 
-def isoflop(folder: Path, *arguments: str, codes: tuple[int, ...] = (0,)) -> tuple[int, str]:
-    return call([sys.executable, "-m", "isoflop", *arguments], folder, codes)
-
-
 def sweep_numbers(arguments: str, folder: Path, only_planned: bool) -> dict[str, Any]:
     """Return the plan of a sweep and, if it is trained, every number of its runs that no clock decides."""
     sweep = folder / "outputs/s"
     for name in ("tiny", "small"):
         arguments = arguments.replace(f"{{{name}}}", LISTS[name])
-    command = [sys.executable, "-m", "isoflop", "sweep", *HERE.split(), *shlex.split(arguments), "sweep=s"]
-    call(command, folder, until=sweep / "plan.json" if only_planned else None)
+    overrides = [*HERE.split(), *shlex.split(arguments), "sweep=s"]
+    isoflop(folder, "sweep", *overrides, until=sweep / "plan.json" if only_planned else None)
     plan = json.loads((sweep / "plan.json").read_text())
-    runs = {run["run_id"]: {name: run[name] for name in RUN} for run in plan["runs"]}
+    runs = {run["run_id"]: {name: run[name] for name in FIELDS["run"]} for run in plan["runs"]}
     if only_planned:
         return {"runs": runs}
     for name, run in runs.items():
         summary = json.loads((sweep / "runs" / name / "summary.json").read_text())
         lines = [json.loads(line) for line in (sweep / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-        run |= {"final": {key: summary[key] for key in FINAL}}
-        run |= {"curves": {key: [line.get(key) for line in lines] for key in CURVES}}
+        run |= {"final": {key: summary[key] for key in FIELDS["final"]}}
+        run |= {"curves": {key: [line.get(key) for line in lines] for key in FIELDS["curves"]}}
     with (sweep / "table.csv").open() as file:
         rows = sorted(csv.DictReader(file), key=lambda row: (row["run_id"], int(row["step"])))
-    return {"runs": runs, "table": {key: [row[key] for row in rows] for key in rows[0] if key not in CLOCK}}
+    return {"runs": runs, "table": {key: [row[key] for row in rows] for key in rows[0] if key not in FIELDS["clock"]}}
 
 
 def checkpoint_answers(folder: Path) -> dict[str, Any]:
     """Return the scores, every item, and greedy and sampled texts of each checkpoint."""
     answers = {}
-    tasks = f"{TASKS},writes,text:held_out"
     for run in sorted((folder / "outputs/s/runs").iterdir()):
         place = folder / "scores" / run.name
-        isoflop(folder, "evaluate", str(run), "--tasks", tasks, "--limit", "8", "--output", str(place))
+        isoflop(folder, "evaluate", str(run), "--tasks", TASKS, "--limit", "8", "--output", str(place))
         with gzip.open(place / "scores.items.jsonl.gz", "rt") as file:
             lines = [json.loads(line) for line in file]
-        items = {f"{item['task']} {item['index']}": {key: item[key] for key in ITEM} for item in lines}
+        items = {f"{item['task']} {item['index']}": {key: item[key] for key in FIELDS["item"]} for item in lines}
         texts = {}
         for prompt in PROMPTS:
             for options in SAMPLING:
                 command = ["generate", str(run), prompt, "--max-tokens", "100", "--json", *options.split()]
                 texts[f"{prompt!r} {options}"] = json.loads(isoflop(folder, *command)[1])["text"]
         scored = json.loads((place / "scores.json").read_text())["tasks"]
-        scores = {task: {key: score[key] for key in score if key not in CLOCK} for task, score in scored.items()}
+        scores = {
+            task: {key: score[key] for key in score if key not in FIELDS["clock"]} for task, score in scored.items()
+        }
         answers[run.name] = {"scores": scores, "items": items, "texts": texts}
     return answers
 
@@ -184,10 +159,7 @@ def laws() -> dict[str, Any]:
         "task": fit.TaskLaw().fit(gadre.N, gadre.D, gadre.loss, gadre.column("acc_hellaswag"), chance=0.25).constants_,
         "profiles": [[profile.N_best, profile.D_best, profile.loss_best] for profile in profiles],
         "decisions": [[best.values, best.intervals] for best in decisions],
-        "published": {
-            one.name: [one.constants, one.intervals, one(**dict.fromkeys(one.inputs, 3e8))]
-            for one in fit.published_laws()
-        },
+        "published": {one.name: [one.constants, one(**dict.fromkeys(one.inputs, 3e8))] for one in fit.published_laws()},
     }
 
 
@@ -205,12 +177,12 @@ def numbers(node: Any) -> Any:
     return [numbers(item) for item in node if not isinstance(item, str)] if isinstance(node, (list, tuple)) else node
 
 
-def record(folder: Path, parts: list[str]) -> None:
+def record(folders: list[Path], parts: list[str]) -> int:
     """Write a JSON file for each part."""
+    folder = folders[0].resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    files = LISTS["files"] | {
-        "corpus.jsonl": "".join(f'{{"text": "line {i} of {i * i % 97} words"}}\n' for i in range(2000))
-    }
+    corpus = "".join(f'{{"text": "line {i} of {i * i % 97} words"}}\n' for i in range(2000))
+    files = LISTS["files"] | {"corpus.jsonl": corpus}
     for part in parts:
         began, results = time.monotonic(), {}
         with tempfile.TemporaryDirectory(prefix="unchanged-") as temporary:
@@ -226,6 +198,7 @@ def record(folder: Path, parts: list[str]) -> None:
                 results = fits(Path(temporary))
         (folder / f"{part}.json").write_text(json.dumps(results, indent=1, sort_keys=True))
         print(f"{part}: {time.monotonic() - began:.0f} s", flush=True)
+    return 0
 
 
 def compare(folders: list[Path], parts: list[str]) -> int:
@@ -268,7 +241,6 @@ def equal(old: Any, new: Any, absolute: float, relative: float) -> bool:
 
 
 def main() -> int:
-    """Run one of the two commands."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("record", "compare"))
     parser.add_argument("folders", nargs="+", type=Path)
@@ -277,12 +249,9 @@ def main() -> int:
     parts = options.only.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--only names {', '.join(sorted(unknown))}; it takes some of {','.join(PARTS)}")
-    if len(options.folders) != (1 if options.command == "record" else 2):
+    if len(options.folders) != {"record": 1, "compare": 2}[options.command]:
         parser.error(f"{len(options.folders)} folders were passed; record takes one, compare two")
-    if options.command == "compare":
-        return compare(options.folders, parts)
-    record(options.folders[0].resolve(), parts)
-    return 0
+    return (compare if options.command == "compare" else record)(options.folders, parts)
 
 
 if __name__ == "__main__":

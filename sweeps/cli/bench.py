@@ -1,4 +1,4 @@
-"""`isoflop bench`: measure ours and a peer in turn, in one run. Only this file imports the room bench/, in functions."""
+"""`isoflop bench`: measure ours and a peer in turn, in one run. Only functions of this file import the room bench/."""
 
 from __future__ import annotations
 
@@ -14,24 +14,27 @@ from .options import command, show
 app = typer.Typer(no_args_is_help=True, help="Measure ours and a peer in turn, in one run.")
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda; each has its own cases.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Turns of each side; figures are medians over them.")]
-# `bench_<name>` of bench/<name>.py, which takes a device and rounds.
+# File of bench/ and help of `bench_<name>`, which takes a device and rounds.
 TIMED = {
-    "train": "Tokens per second and MFU of our trainer and transformers' LlamaForCausalLM of the same shape.",
-    "attention": "Our causal attention and the fastest of SDPA and flash-attn, with peak memory.",
-    "loss": "Our fused head and cross-entropy and F.cross_entropy of the logits, with peak memory.",
+    "train": (
+        "train",
+        "Tokens per second and MFU of our trainer and transformers' LlamaForCausalLM of the same shape.",
+    ),
+    "attention": ("layers", "Our causal attention and the fastest of SDPA and flash-attn, with peak memory."),
+    "loss": ("layers", "Our fused head and cross-entropy and F.cross_entropy of the logits, with peak memory."),
 }
 # `bench_<name>` of bench/<name>.py without options.
 PLAIN = {
     "parallel": "Our data, ZeRO and tensor parallelism and PyTorch's, on two pinned ranks.",
     "fit": "Fits per second of our solver and SciPy's L-BFGS-B, on the same runs and resamples.",
-    "curves": "Our laws of whole loss curves and the multi-power law in PyTorch: laws per second, errors on hidden runs.",
+    "curves": "Our laws of whole loss curves and the multi-power law in PyTorch: laws per second and errors.",
 }
 
 
-def _register_timed(name: str, about: str) -> None:
+def _register_timed(name: str, file: str, about: str) -> None:
     @command(app, name, help=about)
     def bench_device(device: Device = "auto", rounds: Rounds = 15, as_json: bool = False) -> None:
-        module = importlib.import_module(f"...bench.{name}", __package__)
+        module = importlib.import_module(f"...bench.{file}", __package__)
         _show_rows(getattr(module, f"bench_{name}")(device, rounds), as_json, module.ABOUT)
 
 
@@ -42,8 +45,8 @@ def _register_plain(name: str, about: str) -> None:
         _show_rows(getattr(module, f"bench_{name}")(), as_json, module.ABOUT)
 
 
-for name, about in TIMED.items():
-    _register_timed(name, about)
+for name, (file, about) in TIMED.items():
+    _register_timed(name, file, about)
 for name, about in PLAIN.items():
     _register_plain(name, about)
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 from isoflop.bench import evaluate as bench
 from isoflop.evaluate.metrics import ItemResult
-from isoflop.train.config import ModelConfig
 from isoflop.train.errors import UserError
 
 ROW = {"case", "ours", "peer", "peer_name", "unit", "ratio", "spread", "device"}
@@ -43,11 +42,9 @@ def test_a_case_that_there_is_not_and_a_peer_that_is_missing_are_refused(monkeyp
 @pytest.mark.exhaustive
 def test_both_sides_of_a_small_model_agree_on_every_item() -> None:
     pytest.importorskip("accelerate")
-    small = bench.Setting(
-        model=ModelConfig(width=64, depth=2, heads=2), vocab_size=1024, text_bytes=1 << 20, length=512,
-        tokens=1 << 14, generation=(3, 12),
-    )  # fmt: skip
-    rows = list(bench.bench_evaluate("cpu", 1, 12, ["agreement", "throughput"], setting=small))
+    small = ["model.width=64", "model.depth=2", "model.heads=2", "data.vocab_size=1024", "data.max_bytes=1000000"]
+    small += ["data.sequence_length=512", "tokens=16384"]
+    rows = list(bench.bench_evaluate("cpu", 1, 12, overrides=small, generation=(3, 12)))
     assert all(set(row) == ROW for row in rows)
     counted = [row for row in rows if row["unit"] == "items equal"]
     assert [row["ours"] for row in counted] == [row["peer"] for row in counted] == [12, 12, 12, 3]

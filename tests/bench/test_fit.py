@@ -24,7 +24,7 @@ def test_rows_have_the_format_of_every_benchmark_and_ours_is_never_worse(monkeyp
     assert rows[0]["starts_agreeing"] == rows[0]["starts"] == 64
     assert rows[1]["compared"] == 6
     print_benchmark(rows, bench_fit.ABOUT)
-    assert "gradient by differences" in capsys.readouterr().out
+    assert "worse / peer" in capsys.readouterr().out
 
 
 def test_the_peer_is_given_the_objective_and_its_right_gradient():

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from isoflop.bench import parallel as bench_parallel
-from isoflop.bench import peers as bench_peers
 from isoflop.bench.timing import print_benchmark
 from isoflop.bench.train import bench_config, build_stepper
 from isoflop.train.config import RunConfig
@@ -45,7 +44,7 @@ def test_a_peer_takes_our_steps(case: str, fields: dict[str, Any], peer: str, co
     def losses() -> tuple[list[float], list[float]]:
         warnings.simplefilter("ignore")
         here = build_mesh(dp, tp, torch.device("cpu"))
-        ours, theirs = build_stepper(config, here), bench_peers.build_peer(peer, config, here)
+        ours, theirs = build_stepper(config, here), bench_parallel.build_peer(peer, config, here)
         # Fused matrices are cut elsewhere by the tensor-parallel peer, so it is the same model in its first step only.
         steps = 4 if tp == 1 else 1
         return [ours.step(n).loss.item() for n in range(steps)], [theirs(n).item() for n in range(steps)]

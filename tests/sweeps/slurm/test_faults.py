@@ -56,7 +56,8 @@ def test_the_suite_sees_what_it_is_there_to_see(reference: SweepDirectory, tmp_p
 
 def test_faults_cost_time_and_change_nothing(grid: list[str], reference: SweepDirectory) -> None:
     with suite.scratch(None) as (folder, disk):
-        outcome = suite.disturb(grid, reference, disk or folder, disk, count=FAULTS, seed=0, patience=240.0, every=2.0)
-        assert outcome.complaints == []
-        assert outcome.strikes
-        assert len({strike.kind for strike in outcome.strikes}) == len(outcome.strikes), "each of its own kind"
+        place = (reference, disk or folder, disk)
+        strikes, complaints, _ = suite.disturb(grid, *place, count=FAULTS, seed=0, patience=240.0, every=2.0)
+        assert complaints == []
+        assert strikes
+        assert len({strike.kind for strike in strikes}) == len(strikes), "each of its own kind"

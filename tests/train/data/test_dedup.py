@@ -5,18 +5,27 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
-from isoflop.bench.train import random_ids
+from isoflop.train.data.corpora import Corpus
 from isoflop.train.data.recipe import dedup, recipe, shingles
+from isoflop.train.data.recipe.refine import NEAR_WORDS, Refinery
 
 WORDS = [f"w{i}" for i in range(3000)]
 
 
-NEAR_WORDS = refine.NEAR_WORDS
 PLANTED = (0.6, 0.7, 0.8, 0.9)  # similarities
 WORDS_OF_A_DOCUMENT, VOCABULARY = (50, 100), 50_000
+
+
+def random_ids(random: np.random.Generator, vocabulary: int, count: int) -> np.ndarray:
+    """Return ids below `vocabulary`, (count,), with the frequencies of words (Zipf)."""
+    cumulative = np.cumsum(1.0 / (np.arange(vocabulary) + 2.7))
+    return np.searchsorted(cumulative, random.random(count) * cumulative[-1]).clip(max=vocabulary - 1)
 
 
 @dataclass(frozen=True)
