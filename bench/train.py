@@ -1,222 +1,150 @@
-"""Our training step beside transformers' LlamaForCausalLM, same shapes: `isoflop bench train`.
+"""Time our training step and transformers' LlamaForCausalLM of the same shape, in turn: `isoflop bench train`.
 
 Ours is all of `Stepper.step`: reading the batch, forward, backward, clipping, AdamW. The peer gets its batch for free,
-SDPA, torch's fused AdamW, and its faster way to compute in bf16. On a CPU both run a model of 1.06M parameters, in
-turn; on a GPU compiled dense GPTs of 124M to 1.3B in bf16, one side after the other, each in all of the memory and with
-the largest micro-batch that fits.
+SDPA, torch's fused AdamW, and its faster way to compute in bf16. On a CPU both train a model of 1.06M parameters, on a
+GPU compiled GPTs of 124M to 1.3B in bf16.
 """
 
 from __future__ import annotations
 
-import gc
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from ..sweeps.terminal import short
 from ..train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrackerConfig
 from ..train.data.loader import TrainStream
 from ..train.data.shards import prepare
-from ..train.errors import UserError
 from ..train.flops import count_parameters, training_flops_per_token
 from ..train.parallel.mesh import Mesh
-from ..train.stepper import OutOfMemory, Stepper
-from .contenders import (
-    EXACT,
-    Contender,
-    Peak,
-    Row,
-    Step,
-    contract_row,
-    counted,
-    fastest,
-    measuring_on,
-    require,
-    take_turns,
-    with_mfu,
-)
-from .llama import LlamaStep
-from .tokens import random_shards
+from ..train.stepper import Stepper
+from . import timing
+from .timing import Contender, Row, counted, measuring_on, require
 
-ABOUT = EXACT
-# The 1.06M-parameter byte GPT of the project's figures.
-WIDTH, DEPTH, HEADS, LENGTH, BATCH = 128, 5, 4, 256, 16
-WAYS = {"pure bf16": torch.bfloat16, "bf16 autocast": torch.float32}  # the peer's, and what it holds weights in
+ABOUT = "MFU: exact FLOPs, attention over the full T x T square, over the matmul peak of the same run"
+CPU = torch.device("cpu")
+# Width, depth, heads, inner width, vocabulary, context, batch, sequences in a forward pass. 1.06M is the byte GPT of
+# the README's figures; larger ones have GPT-2's and GPT-3's widths and depths, and micro-batches that should fit 80 GB
+# for all contenders together (not measured). tiny checks that everything runs.
+SIZES = {
+    "tiny": (32, 2, 2, 64, 256, 16, 4, 2),
+    "1.06M": (128, 5, 4, None, 256, 256, 16, None),
+    "124M": (768, 12, 12, 2048, 50304, 1024, 64, 16),
+    "350M": (1024, 24, 16, 2816, 50304, 1024, 64, 8),
+    "1.3B": (2048, 24, 16, 5504, 50304, 1024, 64, 4),
+}
+WAYS = {"pure bf16": torch.bfloat16, "bf16 autocast": torch.float32}  # of the peer, and the type of its weights
 
 
-def bench_train(device: str = "auto", rounds: int = 15, steps: int = 4, compiled: bool = True) -> Iterator[Row]:
-    """Tokens/s with MFU; `rounds` turns of `steps` steps; on a CPU ours also `compiled`, the peer eager."""
-    with measuring_on(device) as place:
+def bench_train(
+    device: str = "auto", rounds: int = 15, steps: int = 4, sizes: Sequence[str] = (), compiled: bool = True
+) -> Iterator[Row]:
+    """Yield tokens/s with MFU, on a GPU compiled, on a CPU eager and then ours `compiled`."""
+    with measuring_on(device) as place, tempfile.TemporaryDirectory() as folder:
         require("transformers", "which is the benchmark's peer")
-        if place.type == "cuda":
-            yield from bench_sizes(Setting(place, rounds, steps))
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            for compile_ours in (False, True) if compiled else (False,):
-                for precision in ("fp32", "bf16"):
-                    yield _on_cpu(precision, Path(folder), rounds, steps, compile_ours)
+        gpu = place.type == "cuda"
+        ways = [("bf16", True)] if gpu else list(product(("fp32", "bf16"), (False, True) if compiled else (False,)))
+        for size, (precision, compile_ours) in product(sizes or (list(SIZES)[2:] if gpu else ["1.06M"]), ways):
+            config = bench_config(precision, Path(folder), compile_ours, size)
+            config.parallel.device = place.type
+            yield _row(f"train {precision}{' compiled' * compile_ours}", config, place, rounds, steps)
 
 
-def _on_cpu(precision: str, folder: Path, rounds: int, steps: int, compiled: bool) -> Row:
-    cpu = torch.device("cpu")
-    config = bench_config(precision, folder, compiled)
-    ours = Contender("Stepper.step", counted(build_stepper(config, Mesh()).step))
-    weights = torch.float32 if precision == "fp32" else torch.bfloat16
-    batch = torch.randint(256, (BATCH, LENGTH + 1))
-    peers = [Contender(f"eager, pure {precision}", LlamaStep(config, batch, weights))]
-    if precision == "bf16":
-        peers.append(Contender("eager, bf16 autocast", LlamaStep(config, batch, torch.float32)))
-    peak = Peak(cpu, weights)
-    take_turns([ours, *peers], rounds, steps, cpu, peak.measure)
-    case = f"train {precision}{' compiled' if compiled else ''}, {size_and_batch(config)}"
-    return train_row(case, config, ours, fastest(peers), peak)
-
-
-def train_row(case: str, config: RunConfig, ours: Contender, peer: Contender, peak: Peak) -> Row:
-    name = f"transformers LlamaForCausalLM, SDPA, fused AdamW, {peer.name}"
-    row = contract_row(case, config.batch_tokens, "tokens/s", ours.seconds, peer.seconds, name, peak.device)
-    return with_mfu(row, training_flops_per_token(config.model, config.data.sequence_length), peak)
+def _row(case: str, config: RunConfig, device: torch.device, rounds: int, steps: int) -> Row:
+    stepper = build_stepper(config, Mesh(), device)
+    batch = torch.from_numpy(stepper.stream.batch(0, config.optimizer.batch_size)).to(device)
+    ours = Contender("ours", counted(stepper.step))
+    mode = "compiled" if device.type == "cuda" and config.parallel.compile else "eager"
+    peers = [
+        Contender(f"{mode}, {way}", LlamaStep(config, batch, weights, mode == "compiled"))
+        for way, weights in (WAYS if config.precision == "bf16" else {"pure fp32": torch.float32}).items()
+    ]
+    peak = timing.Peak(device, torch.float32 if config.precision == "fp32" else torch.bfloat16)
+    timing.take_turns([ours, *peers], rounds, steps, device, peak.measure)
+    peer = timing.fastest(peers)
+    case, name = f"{case}, {size_and_batch(config)}", f"transformers LlamaForCausalLM, fused AdamW, {peer.name}"
+    row = timing.timed_row(case, config.batch_tokens, "tokens/s", ours.seconds, peer.seconds, name, device)
+    return timing.with_mfu(row, training_flops_per_token(config.model, config.data.sequence_length), peak)
 
 
 def size_and_batch(config: RunConfig) -> str:
-    """Of a case: the model's size, the context and the batch."""
     size = short(count_parameters(config.model).N_total)
     return f"{size} parameters, T={config.data.sequence_length}, B={config.optimizer.batch_size}"
 
 
-def bench_config(precision: str, folder: Path, compiled: bool) -> RunConfig:
-    """On a CPU: 1.06M parameters, and enough text for every step to read other windows."""
+def bench_config(precision: str, folder: Path, compiled: bool, size: str = "1.06M") -> RunConfig:
+    """Return a run on a CPU that reads some text below `folder`."""
     text = folder / "text.jsonl"
     if not text.exists():
-        # Which tokens they are changes no speed.
         text.write_text("".join(f'{{"text": "{str(i) * 400}"}}\n' for i in range(1000)))
+    width, depth, heads, hidden, vocabulary, length, batch, micro = SIZES[size]
+    tied = size != "1.06M"
     return RunConfig(
-        model=ModelConfig(width=WIDTH, depth=DEPTH, heads=HEADS, vocab_size=256, tied_embeddings=False),
-        data=DataConfig(corpus="text", path=str(text), sequence_length=LENGTH, cache_dir=str(folder / "cache")),
-        optimizer=OptimizerConfig(batch_size=BATCH),
-        parallel=ParallelConfig(device="cpu", compile=compiled),
+        model=ModelConfig(width, depth, heads, hidden=hidden, vocab_size=vocabulary, tied_embeddings=tied),
+        data=DataConfig(corpus="text", path=str(text), sequence_length=length, cache_dir=str(folder / "cache")),
+        optimizer=OptimizerConfig(batch_size=batch),
+        parallel=ParallelConfig(device="cpu", compile=compiled, micro_batch_size=micro),
         tracker=TrackerConfig(kind="none"),
-        tokens=10**9,
+        tokens=10**12,
         precision=precision,
     )
 
 
-def build_stepper(config: RunConfig, mesh: Mesh) -> Stepper:
-    """Our trainer on this rank of a CPU, at its first step."""
+def build_stepper(config: RunConfig, mesh: Mesh, device: torch.device = CPU) -> Stepper:
+    """Return our trainer on this rank, at its first step."""
     stream = TrainStream(prepare(config.data), config.data.sequence_length, config.seed)
-    stepper = Stepper(config, mesh, torch.device("cpu"), stream)
+    stepper = Stepper(config, mesh, device, stream, report=lambda line: None)
     stepper.start()
     return stepper
 
 
-@dataclass(frozen=True)
-class Size:
-    """A dense GPT: widths and depths of GPT-2 and GPT-3, SwiGLU's inner width a multiple of 128."""
+class LlamaStep:
+    """A step of a Llama of our run's shape, optimizer and precision, which trains on one batch (rows, T + 1) of ids.
 
-    name: str
-    width: int
-    depth: int
-    heads: int
-    hidden: int
-    vocabulary: int = 50304
-    length: int = 1024
-    rows: int = 64  # sequences of a step
+    A bf16 run with fp32 `weights` computes under autocast. `compiled`: forward and loss are compiled as one.
+    """
 
-    def config(self, device: torch.device, micro: int, compiled: bool) -> RunConfig:
-        """Our run of it, `micro` rows in a forward pass."""
-        return RunConfig(
-            model=ModelConfig(self.width, self.depth, self.heads, hidden=self.hidden, vocab_size=self.vocabulary),
-            data=DataConfig(sequence_length=self.length),
-            optimizer=OptimizerConfig(batch_size=self.rows),
-            parallel=ParallelConfig(device=device.type, compile=compiled, micro_batch_size=micro),
-            tracker=TrackerConfig(kind="none"),
-            tokens=10**12,
-            precision="bf16",
-        )
+    def __init__(self, config: RunConfig, batch: Tensor, weights: torch.dtype, compiled: bool = False) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
 
-    def bytes_of(self, micro: int) -> int:
-        """A rough guess at what a step needs."""
-        N = count_parameters(self.config(torch.device("cpu"), micro, compiled=False).model).N_total
-        return 18 * N + micro * self.length * (32 * self.width * self.depth + 8 * self.vocabulary)
+        model, optimizer = config.model, config.optimizer
+        shape: dict[str, Any] = {
+            "hidden_size": model.width, "intermediate_size": model.mlp_hidden, "num_hidden_layers": model.depth,
+            "num_attention_heads": model.heads, "num_key_value_heads": model.num_kv_heads,
+            "vocab_size": model.vocab_size, "max_position_embeddings": batch.shape[1] - 1,
+            "rms_norm_eps": model.norm_eps, "tie_word_embeddings": model.tied_embeddings, "attn_implementation": "sdpa",
+        }  # fmt: skip
+        with torch.device(batch.device):
+            llama: Any = LlamaForCausalLM(LlamaConfig(**shape))
+        self.llama = llama.to(weights).train()
+        betas = (optimizer.beta1, optimizer.beta2)
+        adamw = partial(torch.optim.AdamW, eps=optimizer.eps, weight_decay=optimizer.weight_decay, fused=True)
+        self.adamw = adamw(llama.parameters(), optimizer.learning_rate, betas)
+        self.clip = optimizer.gradient_clip
+        self.batch, self.micro = batch, config.parallel.micro_batch_size or len(batch)
+        self.autocast = config.precision == "bf16" and weights == torch.float32
+        self.loss = torch.compile(self._loss, dynamic=False) if compiled else self._loss
 
+    def __call__(self) -> Tensor:
+        """Take a step, and return the batch's mean loss before the update."""
+        total = torch.zeros((), device=self.batch.device)
+        for rows in self.batch.split(self.micro):
+            with torch.autocast(self.batch.device.type, torch.bfloat16, enabled=self.autocast):
+                loss = self.loss(rows) * (len(rows) / len(self.batch))
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(self.llama.parameters(), self.clip)
+        self.adamw.step()
+        self.adamw.zero_grad()
+        return total
 
-SIZES = (Size("124M", 768, 12, 12, 2048), Size("350M", 1024, 24, 16, 2816), Size("1.3B", 2048, 24, 16, 5504))
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How a size is measured."""
-
-    device: torch.device
-    rounds: int
-    steps: int
-    compiled: bool = True
-
-
-def bench_sizes(setting: Setting, sizes: Sequence[Size] = SIZES, every_way: bool = True) -> Iterator[Row]:
-    """A row per size; without `every_way` later sizes have only the first one's faster way: compiling takes long."""
-    ways = list(WAYS)
-    for size in sizes:
-        row, faster = _bench_size(size, setting, ways)
-        if not every_way:
-            ways = [faster]
-        yield row
-
-
-def _bench_size(size: Size, setting: Setting, ways: Sequence[str]) -> tuple[Row, str]:
-    """The row, and the peer's faster way."""
-    stream = TrainStream(random_shards(size.vocabulary, 16 * size.rows * size.length), size.length, seed=0)
-    peak = Peak(setting.device, torch.bfloat16)
-
-    def our_step(config: RunConfig) -> Step:
-        stepper = Stepper(config, Mesh(), setting.device, stream, report=lambda line: None)
-        stepper.start()
-        stepper.halved = True  # as if it had been before: what does not fit is to fail, and not to go on with less
-        return counted(stepper.step)
-
-    def peers_step(way: str, config: RunConfig) -> Step:
-        batch = torch.from_numpy(stream.batch(0, size.rows)).to(setting.device)
-        return LlamaStep(config, batch, WAYS[way], setting.compiled)
-
-    ours, micro = _largest_that_fits(size, our_step, setting, peak)
-    peers = {way: _largest_that_fits(size, partial(peers_step, way), setting, peak) for way in ways}
-    faster = min(peers, key=lambda way: peers[way][0].median)
-    peer, peers_micro = peers[faster]
-    mode = "compiled" if setting.compiled else "eager"
-    peer.name = f"{mode}, {faster}, micro-batch {peers_micro}"
-    case = f"train bf16 {mode}, {size.name}, T={size.length}, V={size.vocabulary}, B={size.rows}, micro-batch {micro}"
-    return train_row(case, size.config(setting.device, micro, setting.compiled), ours, peer, peak), faster
-
-
-def _largest_that_fits(
-    size: Size, build: Callable[[RunConfig], Step], setting: Setting, peak: Peak
-) -> tuple[Contender, int]:
-    """Measures what `build` makes with the largest micro-batch that fits; and which that is."""
-    micro, gpu = size.rows, setting.device.type == "cuda"
-    if gpu:  # all rows, halved until the guess fits: failing costs a compilation
-        total = torch.cuda.get_device_properties(setting.device).total_memory
-        while micro > 1 and size.bytes_of(micro) > total:
-            micro //= 2
-    while micro > 0:
-        try:
-            return _measured(build, size.config(setting.device, micro, setting.compiled), setting, peak), micro
-        except (torch.OutOfMemoryError, OutOfMemory):
-            micro //= 2
-        finally:
-            # Gives back what a contender held: compiled functions hold their models.
-            torch.compiler.reset()
-            gc.collect()
-            if gpu:
-                torch.cuda.empty_cache()
-    raise UserError(f"{size.name} does not fit on this device, with one sequence of {size.length} tokens at a time")
-
-
-def _measured(build: Callable[[RunConfig], Step], config: RunConfig, setting: Setting, peak: Peak) -> Contender:
-    """Its seconds alone: what was measured would hold its memory."""
-    contender = Contender("", build(config))
-    take_turns([contender], setting.rounds, setting.steps, setting.device, peak.measure)
-    return Contender("", lambda: None, contender.seconds)
+    def _loss(self, rows: Tensor) -> Tensor:
+        logits = self.llama(input_ids=rows[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())

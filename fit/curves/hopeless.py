@@ -15,7 +15,7 @@ RECENT = 0.1  # of a run's tokens so far, whose losses say where it is
 NEAR = 0.1  # log loss above the best of a group at which a finished run teaches half: only near ones decide
 # What is known before finished runs say more, as of NOISE_RUNS of them: which part of a difference is left in the end,
 # and by how much a final log loss is missed, at a share s NOISE (1 - s) + LAST_NOISE. Chosen on one tune for the FLOPs
-# saved, tried on another by benchmarks/hopeless.py.
+# saved, tried on another by benchmarks/hopeless.py of commit b30938e.
 SLOPE, SLOPE_WIDTH, NOISE, LAST_NOISE, NOISE_RUNS = 0.9, 0.3, 0.02, 0.003, 8.0
 
 

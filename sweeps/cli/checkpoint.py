@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ...train.errors import UserError
 from ...train.files import read_json, write_atomic
-from .options import command, show
+from .options import AsJson, Average, Checkpoint, Device, Overwrite, show
 
 if TYPE_CHECKING:
     from ...evaluate.export.model_card import Facts
@@ -26,21 +26,41 @@ SCORES = "scores.json"
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
-@command(app, "evaluate")
+@app.command("evaluate")
 def score(
-    checkpoint: list[Path],
-    tasks: str = "small",
-    limit: int | None = None,
-    output: Path | None = None,
-    against: Path | None = None,
-    ngram: int = 13,
-    average: float | None = None,
-    device: str = "auto",
-    precision: str = "fp32",
-    ranks: int = 1,
-    batch_tokens: int | None = None,
-    allow_code: bool = False,
-    as_json: bool = False,
+    checkpoint: Annotated[
+        list[Path], typer.Argument(help="Checkpoints, or run directories (the newest of each).", show_default=False)
+    ],
+    tasks: Annotated[
+        str,
+        typer.Option(help="With commas between: suites (small, core, domains), tasks (piqa, piqa@5), files, folders."),
+    ] = "small",
+    limit: Annotated[
+        int | None, typer.Option(help="Items per task, a fixed subset; all of them when not given.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for scores.json, items and report.html; default: the checkpoint. Of several: a folder each."
+        ),
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Another checkpoint, or its scores.json: compared item by item in the report.")
+    ] = None,
+    ngram: Annotated[
+        int, typer.Option(help="Words in a row shared with the training text make an item contaminated; 0: not asked.")
+    ] = 13,
+    average: Average = None,
+    device: Device = "auto",
+    precision: Annotated[str, typer.Option(help="fp32 or bf16, of the weights.")] = "fp32",
+    ranks: Annotated[int, typer.Option(help="Processes that share the work; on GPUs start them with torchrun.")] = 1,
+    batch_tokens: Annotated[
+        int | None, typer.Option(help="Tokens in one forward pass; default: what suits the device.")
+    ] = None,
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="Let YAML of your own run Python, as with !function.")
+    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Scores checkpoints and writes scores.json, every item, and report.html for each.
 
@@ -81,8 +101,12 @@ def score(
         print(f"report: {folder / 'report.html'}")
 
 
-@command(app, "lm_eval", context_settings={"ignore_unknown_options": True, "help_option_names": []})
-def lm_eval_command(arguments: list[str] | None = None) -> None:
+@app.command("lm_eval", context_settings={"ignore_unknown_options": True, "help_option_names": []})
+def lm_eval_command(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="What lm_eval takes; none: its help.", show_default=False)
+    ] = None,
+) -> None:
     """lm-eval's own command; --model isoflop --model_args checkpoint=FOLDER is a checkpoint of ours."""
     from ...evaluate.command import run_lm_eval
 
@@ -146,18 +170,25 @@ def _write_page(scored: Scored, other: Scored | None) -> None:
     write_atomic(folder / "report.html", page)
 
 
-@command(app, "generate")
+@app.command("generate")
 def write_text(
-    checkpoint: Path,
-    prompt: str = "",
-    max_tokens: int = 256,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    stop: list[str] | None = None,
-    device: str = "auto",
-    as_json: bool = False,
+    checkpoint: Checkpoint,
+    prompt: Annotated[
+        str,
+        typer.Argument(
+            help="Text to go on from; - reads standard input; none: the start of a document.", show_default=False
+        ),
+    ] = "",
+    max_tokens: Annotated[int, typer.Option(help="The most new tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; above it tokens are drawn.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw from this many of the likeliest tokens; 0: from all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that hold this share.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text at which to stop, itself left out; repeat for more.")
+    ] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Continues a text with a checkpoint, greedily unless a temperature is given, and prints it as it comes."""
     check_sampling(max_tokens, temperature, top_k, top_p, seed, stop or [])
@@ -272,15 +303,15 @@ def _standard_input() -> str:
         raise UserError(f"standard input is not UTF-8 at byte {error.start}; it must be text in UTF-8") from error
 
 
-@command(app, "export")
+@app.command("export")
 def export(
-    checkpoint: Path,
-    output: Path,
-    format: str = "hf",
-    dtype: str = "fp32",
-    average: float | None = None,
-    overwrite: bool = False,
-    as_json: bool = False,
+    checkpoint: Checkpoint,
+    output: Annotated[Path, typer.Argument(help="A folder, new or empty.", show_default=False)],
+    format: Annotated[str, typer.Option(help="hf: what transformers loads, and llama.cpp converts.")] = "hf",
+    dtype: Annotated[str, typer.Option(help="Of the weights: fp32 or bf16.")] = "fp32",
+    average: Average = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
 ) -> None:
     """Writes a checkpoint as a folder that other libraries load, with a model card."""
     from ...evaluate.export.export import export_checkpoint

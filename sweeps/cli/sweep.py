@@ -17,7 +17,7 @@ import typer
 
 from ...train.errors import UserError
 from ..entry import compose_and_conduct
-from .options import command, show
+from .options import AsJson, ChangesAsJson, Sweep, show
 
 if TYPE_CHECKING:
     from ..runs.directory import SweepDirectory
@@ -55,8 +55,19 @@ def _open(path: Path) -> SweepDirectory:
     return sweep
 
 
-@command(app, "tune")
-def tune_command(overrides: list[str] | None = None, check: Path | None = None) -> None:
+@app.command("tune")
+def tune_command(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="As for sweep.py: data=text data.path=corpus/ cluster.minutes=10", show_default=False),
+    ] = None,
+    check: Annotated[
+        Path | None,
+        typer.Option(
+            help="A finished sweep: its settings are tried at half and twice the rate and batch, at the grid's corners."
+        ),
+    ] = None,
+) -> None:
     """Finds the constants of the `tuning` rules for a corpus and a family of models; a law of them goes to tuning.yaml.
 
     With --check, what the settings of a finished sweep cost at its corners instead.
@@ -70,8 +81,14 @@ def tune_command(overrides: list[str] | None = None, check: Path | None = None) 
     raise typer.Exit(check_corners(_open(check)))
 
 
-@command(app, "preflight")
-def preflight_command(overrides: list[str] | None = None, as_json: bool = False) -> None:
+@app.command("preflight")
+def preflight_command(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="As for sweep.py: +grid=ladder parallel.dp=2 precision=bf16", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Check this machine's memory, disk, network, ranks and kernels on the shapes of a grid, by default chinchilla's.
 
     A sweep does so itself before its first run on every kind of node, unless preflight=false.
@@ -100,8 +117,13 @@ def preflight_command(overrides: list[str] | None = None, as_json: bool = False)
     raise typer.Exit(any(finding.outcome == "failed" for finding in found))
 
 
-@command(app, "status")
-def status_command(sweep: Path, watch: bool = False, everything: bool = False, as_json: bool = False) -> None:
+@app.command("status")
+def status_command(
+    sweep: Sweep,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again every two seconds; Ctrl-C ends it.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Every run, however many there are.")] = False,
+    as_json: AsJson = False,
+) -> None:
     """States by count, and every run's step, loss, speed, place, and why it waits or failed."""
     from ..observe.status import show_status
     from ..runs.directory import SweepDirectory
@@ -109,9 +131,23 @@ def status_command(sweep: Path, watch: bool = False, everything: bool = False, a
     show_status(SweepDirectory.open(sweep), watch, as_json, everything)
 
 
-@command(app, "forecast")
+@app.command("forecast")
 def forecast_command(
-    sweep: Path, target: list[str] | None = None, seal: bool = False, check: str | None = None, as_json: bool = False
+    sweep: Sweep,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A run that is not done: its directory, N=7e8,D=1.4e10, or FLOPs (the best N and D); repeat for more."
+        ),
+    ] = None,
+    seal: Annotated[
+        bool, typer.Option("--seal", help="Keep the forecasts, dated and hashed, in the sweep's folder forecasts.")
+    ] = False,
+    check: Annotated[
+        str | None,
+        typer.Option(help="A run that is done (a directory, or a run id): enters its loss beside what was sealed."),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Final losses of runs under way, or of larger ones; with --seal kept, to be held against what they come to."""
     from ..observe import forecast
@@ -135,14 +171,14 @@ def forecast_command(
     show(said, as_json, forecast.print_forecasts)
 
 
-@command(app, "logs")
+@app.command("logs")
 def logs_command(
-    sweep: Path,
+    sweep: Sweep,
     run: Annotated[
         str | None,
         typer.Argument(help="A run id, or its first digits.", show_default=False, autocompletion=complete_run),
     ] = None,
-    follow: bool = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
 ) -> None:
     """Prints a run's log from its first attempt on; without RUN the newest lines of runs that are running or failed."""
     from ..observe.logs import print_log, print_newest_lines
@@ -154,14 +190,18 @@ def logs_command(
         print_log(directory, run, follow)
 
 
-@command(app, "retry")
+@app.command("retry")
 def retry_command(
-    sweep: Path,
+    sweep: Sweep,
     runs: Runs = None,
-    failed: bool = False,
-    diverged: bool = False,
-    cancelled: bool = False,
-    as_json: bool = False,
+    failed: Annotated[
+        bool, typer.Option("--failed", help="All that failed; this is the default when nothing is named.")
+    ] = False,
+    diverged: Annotated[
+        bool, typer.Option("--diverged", help="All that diverged, each as a new run with a lower learning rate.")
+    ] = False,
+    cancelled: Annotated[bool, typer.Option("--cancelled", help="All that were cancelled.")] = False,
+    as_json: ChangesAsJson = False,
 ) -> None:
     """Starts failed runs again, with a new budget of retries; each goes on from its newest checkpoint."""
     from ..execute.control import retry
@@ -169,17 +209,22 @@ def retry_command(
     _act(sweep, as_json, lambda directory: retry(directory, runs or [], failed, diverged, cancelled))
 
 
-@command(app, "cancel")
-def cancel_command(sweep: Path, runs: Runs = None, as_json: bool = False) -> None:
+@app.command("cancel")
+def cancel_command(sweep: Sweep, runs: Runs = None, as_json: ChangesAsJson = False) -> None:
     """Stops runs, or the whole sweep with all its jobs; what trains saves a checkpoint first."""
     from ..execute.control import cancel
 
     _act(sweep, as_json, lambda directory: cancel(directory, runs or []))
 
 
-@command(app, "extend")
+@app.command("extend")
 def extend_command(
-    sweep: Path, overrides: list[str] | None = None, grid: Path | None = None, as_json: bool = False
+    sweep: Sweep,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="As for sweep.py: grid.budgets=[1e20]", show_default=False)
+    ] = None,
+    grid: Annotated[Path | None, typer.Option(help="A YAML file with a grid, as `suggest --write` makes.")] = None,
+    as_json: ChangesAsJson = False,
 ) -> None:
     """Adds budgets, sizes or points to a sweep; only the new runs start."""
     from ..execute.conduct import resume
@@ -192,8 +237,13 @@ def extend_command(
     _act(sweep, as_json, grow)
 
 
-@command(app, "doctor")
-def doctor_command(sweep: Path, dry_run: bool = False, deep: bool = False, as_json: bool = False) -> None:
+@app.command("doctor")
+def doctor_command(
+    sweep: Sweep,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what is wrong.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Also read every checkpoint and check its sums.")] = False,
+    as_json: AsJson = False,
+) -> None:
     """Finds orphans, stale locks, half-written files and the like, repairs them and says what it did."""
     from ..observe.doctor import examine_sweep, print_findings
     from ..runs.directory import SweepDirectory
@@ -203,8 +253,8 @@ def doctor_command(sweep: Path, dry_run: bool = False, deep: bool = False, as_js
     raise typer.Exit(1 if any(finding.is_left for finding in found) else 0)
 
 
-@command(app, "sync")
-def sync_command(sweep: Path, as_json: bool = False) -> None:
+@app.command("sync")
+def sync_command(sweep: Sweep, as_json: AsJson = False) -> None:
     """Sends runs that were tracked offline to wandb."""
     from ..results.tracking import sync_sweep
 
@@ -213,15 +263,17 @@ def sync_command(sweep: Path, as_json: bool = False) -> None:
     show({"sent": count}, as_json, lambda answer: print(f"runs sent: {answer['sent']}"))
 
 
-@command(app, "suggest")
+@app.command("suggest")
 def suggest_command(
-    sweep: Path,
-    budget: float,
-    target_flops: float | None = None,
-    seeds: int = 1,
-    max_flops: float | None = None,
-    write: Path | None = None,
-    as_json: bool = False,
+    sweep: Sweep,
+    budget: Annotated[float, typer.Option(help="FLOPs that the new runs may cost together.", show_default=False)],
+    target_flops: Annotated[
+        float | None, typer.Option(help="Budget whose optimum is asked for; by default the sweep's largest target.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="New seeds that each size is offered with, beside the sweep's own.")] = 1,
+    max_flops: Annotated[float | None, typer.Option(help="The most that one run may cost.")] = None,
+    write: Annotated[Path | None, typer.Option(help="Write the grid here, for `extend --grid`.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """The runs that shrink the interval at the target most for their FLOPs."""
     import yaml
@@ -242,8 +294,8 @@ def suggest_command(
     show(suggestion, as_json, print_suggestion, lambda suggestion: suggestion.to_dict())
 
 
-@command(app, "report")
-def report_command(sweep: Path, as_json: bool = False) -> None:
+@app.command("report")
+def report_command(sweep: Sweep, as_json: AsJson = False) -> None:
     """Writes the table, the laws and the report anew from what the runs have written."""
     from ..results.finish import print_result, write_results
 

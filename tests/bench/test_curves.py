@@ -26,12 +26,12 @@ def test_the_peer_sums_as_the_paper_does() -> None:
 
 
 def test_adam_comes_closer_to_the_law_and_rows_state_both_errors() -> None:
-    words, known, aside = simulated(steps=60, points=15)
+    known, aside = simulated(steps=60, points=15)
     curves, (asked, *_) = curves_of(pd.concat(known)), curves_of(pd.concat(aside))
     errors = [np.abs(np.log(Peer(curves, steps).predict(asked) / asked.loss)).mean() for steps in (1, 100)]
     assert errors[1] < errors[0] / 2
-    rows = list(bench_curves(steps=2, cases=[(words, known, aside)]))
-    assert [row["case"] for row in rows] == [f"a law of {words}, {how}" for how in ("as in the paper", "default")]
+    rows = list(bench_curves(steps=2, case=(known, aside), rounds=2))
+    assert [row["case"] for row in rows] == [f"a law of 3 runs, {how}" for how in ("as in the paper", "default")]
     for row in rows:
         assert {"ours", "peer", "peer_name", "unit", "ratio", "spread", "device"} <= row.keys()
         assert 0 <= row["mean_error"] <= row["worst_error"] < 1

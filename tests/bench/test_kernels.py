@@ -7,9 +7,8 @@ import json
 
 import pytest
 import torch
-from isoflop.bench import attention as bench_attention
-from isoflop.bench import loss as bench_loss
-from isoflop.bench.contenders import largest_difference, measuring_on, print_benchmark
+from isoflop.bench import layers
+from isoflop.bench.timing import largest_difference, measuring_on, print_benchmark
 
 CONTRACT = {"case", "ours", "peer", "peer_name", "unit", "ratio", "spread", "device"}
 # bf16 keeps 8 bits, and what is compared was rounded several times on either side.
@@ -19,13 +18,12 @@ APART = {"float32": 1e-5, "bfloat16": 0.05}
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that wait for each other crawl where others are at work on the cores."""
-    for module in (bench_attention, bench_loss):
-        monkeypatch.setattr(module, "measuring_on", functools.partial(measuring_on, threads=1))
+    monkeypatch.setattr(layers, "measuring_on", functools.partial(measuring_on, threads=1))
 
 
 def test_both_sides_attend_alike(capsys: pytest.CaptureFixture[str]) -> None:
-    shape = bench_attention.Shape(2, 48, 4, 2, 16)
-    rows = list(bench_attention.bench_attention("cpu", rounds=2, steps=1, shapes=[shape]))
+    shape = layers.Shape(2, 48, 4, 2, 16)
+    rows = list(layers.bench_attention("cpu", rounds=2, steps=1, shapes=[shape]))
     assert rows == json.loads(json.dumps(rows))
     assert len(rows) == 2
     for row, (name, bound) in zip(rows, APART.items(), strict=True):
@@ -38,16 +36,16 @@ def test_both_sides_attend_alike(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["difference"] < bound
         # The output and three gradients at least.
         assert min(row["peak_bytes"], row["peer_peak_bytes"]) >= 2 * 48 * 16 * 12 * (4 if bound < 0.01 else 2)
-    print_benchmark(rows, bench_attention.ABOUT)
+    print_benchmark(rows, layers.ABOUT)
     assert "MiB / peer" in capsys.readouterr().out
 
 
 def test_attention_is_counted_by_the_causal_convention() -> None:
-    shape = bench_attention.GPU_SHAPES[0]
-    assert (shape.tokens, shape.heads * shape.head_dim, shape.head_dim) == (16384, 2048, 64)
+    shape = layers.GPU_SHAPES[0]
+    assert (shape.batch * shape.time, shape.heads * shape.head_dim, shape.head_dim) == (16384, 2048, 64)
     assert shape.forward_flops == 4 * 1024**2 * 64 * 32 / 2 * 16
-    assert {s.head_dim for s in bench_attention.GPU_SHAPES} == {64, 128}
-    assert {s.time for s in bench_attention.GPU_SHAPES} == {1024, 2048, 4096, 8192, 16384}
+    assert {s.head_dim for s in layers.GPU_SHAPES} == {64, 128}
+    assert {s.time for s in layers.GPU_SHAPES} == {1024, 2048, 4096, 8192, 16384}
 
 
 def test_a_difference_is_seen() -> None:
@@ -60,14 +58,14 @@ def test_a_peer_that_does_not_work_here_is_left_out() -> None:
     def broken(*inputs: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no kernel for this")
 
-    inputs = bench_attention.Inputs.random(bench_attention.Shape(1, 8, 1, 1, 8), torch.float32, torch.device("cpu"))
-    functions = {"broken": broken, "sdpa": bench_attention._sdpa}
-    assert list(bench_attention.working_peers(functions, inputs, backward=True)) == ["sdpa"]
+    inputs = layers.random_inputs(layers.Shape(1, 8, 1, 1, 8), torch.float32, torch.device("cpu"))
+    functions = {"broken": broken, "sdpa": layers._sdpa}
+    assert list(layers.working_peers(functions, inputs, backward=True)) == ["sdpa"]
 
 
 def test_both_sides_have_the_same_loss_and_gradients() -> None:
-    shape = bench_loss.Shape(tokens=96, width=32, vocabulary=384)
-    rows = list(bench_loss.bench_loss("cpu", rounds=2, steps=1, shapes=[shape]))
+    shape = layers.LossShape(tokens=96, width=32, vocabulary=384)
+    rows = list(layers.bench_loss("cpu", rounds=2, steps=1, shapes=[shape]))
     assert rows == json.loads(json.dumps(rows))
     assert len(rows) == 2
     for row, (name, bound) in zip(rows, APART.items(), strict=True):

@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 from isoflop import fit
-from isoflop.benchmarks.compare import DESIGNS, FORMS, Case, covered, simulate
 from isoflop.fit.approaches.compare import CENTRE, _Rows, both_laws, log_multiplier
 from isoflop.fit.report.report import write_report
+from simulated_ladders import DESIGNS, FORMS, Case, covered, simulate
 
 DESIGN = (4, 3, 2, 0.004)
 # E, A, alpha, B, beta, gamma, m, trend, w, gap.

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from isoflop.benchmarks.compare import Case, simulate
 from isoflop.sweeps.entry import CONFIG, sweep_main
 from isoflop.sweeps.execute import conduct
 from isoflop.sweeps.growth import suggest
@@ -25,6 +24,7 @@ from isoflop.sweeps.results.finish import write_results
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.train.files import write_json
 from lm_eval.tasks import TaskManager
+from simulated_ladders import Case, simulate
 from small_runs import SMOKE
 
 pytestmark = pytest.mark.usefixtures("quick_pictures")

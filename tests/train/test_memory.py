@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from isoflop.bench.live import Live
 from isoflop.train.config import AverageConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from isoflop.train.memory import memory
 from isoflop.train.model.gpt import GPT
@@ -22,6 +21,7 @@ from isoflop.train.parallel.tensor import split_model
 from isoflop.train.parallel.zero import Zero
 from isoflop.train.precision import compute_dtype
 from isoflop.train.stepper import halved_micro_batch
+from live_bytes import Live
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh

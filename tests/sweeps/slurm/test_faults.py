@@ -1,46 +1,36 @@
-"""A sweep that faults strike at random comes to the numbers of an undisturbed one: benchmarks/faults.py in small.
+"""A sweep that faults strike at random comes to the numbers of an undisturbed one: bench/faults.py in small.
 
 It kills daemons of the cluster, so it has the cluster to itself (`alone_on_the_cluster` in conftest.py).
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from isoflop.bench import faults as suite
 from isoflop.sweeps.runs.directory import SweepDirectory
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 FAULTS = 6  # at most: a quick machine has trained everything before the last
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("own_cluster")]
 
 
 @pytest.fixture(scope="module")
-def suite() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        yield importlib.import_module("faults")
-
-
-@pytest.fixture(scope="module")
-def grid(suite: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def grid(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Six runs of some seconds, whatever this machine's speed."""
     return suite.grid(6, suite.tokens_for(3.0, tmp_path_factory.mktemp("faults")))
 
 
 @pytest.fixture(scope="module")
-def reference(suite: ModuleType, grid: list[str], tmp_path_factory: pytest.TempPathFactory) -> SweepDirectory:
+def reference(grid: list[str], tmp_path_factory: pytest.TempPathFactory) -> SweepDirectory:
     """The grid, undisturbed."""
-    return suite.undisturbed(grid, tmp_path_factory.mktemp("faults"))
+    return suite.train_here(grid, tmp_path_factory.mktemp("faults"))
 
 
-def test_the_suite_sees_what_it_is_there_to_see(suite: ModuleType, reference: SweepDirectory, tmp_path: Path) -> None:
+def test_the_suite_sees_what_it_is_there_to_see(reference: SweepDirectory, tmp_path: Path) -> None:
     """Of a sweep that was not disturbed it says nothing, and of each damage what it is."""
     shutil.copytree(reference.path, tmp_path / "sweep")
     sweep = SweepDirectory.open(tmp_path / "sweep")
@@ -64,9 +54,10 @@ def test_the_suite_sees_what_it_is_there_to_see(suite: ModuleType, reference: Sw
     assert f"run {fourth.run_id}: is failed: it was lost" in said
 
 
-def test_faults_cost_time_and_change_nothing(suite: ModuleType, grid: list[str], reference: SweepDirectory) -> None:
+def test_faults_cost_time_and_change_nothing(grid: list[str], reference: SweepDirectory) -> None:
     with suite.scratch(None) as (folder, disk):
-        outcome = suite.disturb(grid, reference, disk or folder, disk, count=FAULTS, seed=0, patience=240.0, every=2.0)
-        assert outcome.complaints == []
-        assert outcome.strikes
-        assert len({strike.kind for strike in outcome.strikes}) == len(outcome.strikes), "each of its own kind"
+        place = (reference, disk or folder, disk)
+        strikes, complaints, _ = suite.disturb(grid, *place, count=FAULTS, seed=0, patience=240.0, every=2.0)
+        assert complaints == []
+        assert strikes
+        assert len({strike.kind for strike in strikes}) == len(strikes), "each of its own kind"

@@ -5,13 +5,79 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
-from isoflop.bench.dedup import bench_dedup, exact_jaccard, planted_corpus
+from isoflop.train.data.corpora import Corpus
 from isoflop.train.data.recipe import dedup, recipe, shingles
+from isoflop.train.data.recipe.refine import NEAR_WORDS, Refinery
 
 WORDS = [f"w{i}" for i in range(3000)]
+
+
+PLANTED = (0.6, 0.7, 0.8, 0.9)  # similarities
+WORDS_OF_A_DOCUMENT, VOCABULARY = (50, 100), 50_000
+
+
+def random_ids(random: np.random.Generator, vocabulary: int, count: int) -> np.ndarray:
+    """Return ids below `vocabulary`, (count,), with the frequencies of words (Zipf)."""
+    cumulative = np.cumsum(1.0 / (np.arange(vocabulary) + 2.7))
+    return np.searchsorted(cumulative, random.random(count) * cumulative[-1]).clip(max=vocabulary - 1)
+
+
+@dataclass(frozen=True)
+class Planted(Corpus):
+    """Texts, and pairs of their indices by the Jaccard similarity that they were made for."""
+
+    texts: list[str]
+    pairs: dict[float, np.ndarray]
+
+    def documents(self) -> Iterator[str]:
+        return iter(self.texts)
+
+    def fingerprint(self) -> str:
+        return f"{len(self.texts)} planted"
+
+    def size_bytes(self) -> int:
+        return sum(map(len, self.texts))
+
+    def sample(self, size: int) -> Iterator[str]:
+        return iter(self.texts)
+
+
+def planted_corpus(documents: int, pairs: int = 2000) -> Planted:
+    """Return shuffled documents of random words, with this number of planted pairs of each similarity."""
+    random = np.random.default_rng(0)
+    letters = random.integers(97, 123, (VOCABULARY, 9)).astype(np.uint8)
+    words = [bytes(row[: 2 + i % 8]).decode() for i, row in enumerate(letters)]
+    lengths = random.integers(WORDS_OF_A_DOCUMENT[0], WORDS_OF_A_DOCUMENT[1] + 1, documents)
+    ids = random_ids(random, VOCABULARY, int(lengths.sum()))
+    texts = [" ".join([words[i] for i in part]) for part in np.split(ids, np.cumsum(lengths)[:-1])]
+    partner = random.permutation(documents)[: 2 * pairs * len(PLANTED)].reshape(len(PLANTED), pairs, 2)
+    for similarity, both in zip(PLANTED, partner, strict=True):
+        for first, second in both.tolist():
+            texts[second] = _similar(texts[first].split(), texts[second].split(), similarity)
+    return Planted(texts, dict(zip(PLANTED, partner, strict=True)))
+
+
+def _similar(words: list[str], others: list[str], similarity: float) -> str:
+    """Return a text of as many words that ends with others, with at least this similarity of 5-grams."""
+    n = len(words) - NEAR_WORDS + 1
+    kept = int(np.ceil(2 * n * similarity / (1 + similarity))) + NEAR_WORDS - 1
+    return " ".join([*words[:kept], *(others * 3)[: len(words) - kept]])
+
+
+def exact_jaccard(texts: Sequence[str], pairs: np.ndarray) -> np.ndarray:
+    """Return the similarity of each pair, (pairs,), by Python's sets of strings, without any of our code."""
+
+    def ngrams(i: int) -> set[tuple[str, ...]]:
+        words = texts[i].split()
+        return set(zip(*(words[k:] for k in range(NEAR_WORDS)), strict=False))
+
+    return np.array([len(ngrams(a) & ngrams(b)) / len(ngrams(a) | ngrams(b)) for a, b in pairs.tolist()])
 
 
 def sets_of(text: str, n: int) -> set[tuple[str, ...]]:
@@ -206,11 +272,13 @@ def test_the_bloom_filter_removes_what_a_set_would() -> None:
         assert leaked.any()
 
 
-def test_planted_pairs_are_recalled_and_nothing_else_goes() -> None:
-    rows = {
-        row["case"].removeprefix("near duplicates, "): row["ours"] for row in bench_dedup(3000, sample=0, pairs=200)
-    }
-    assert rows["pairs at 0.8 found"] >= 0.95
-    assert rows["pairs at 0.9 found"] >= 0.99
-    assert rows["pairs at 0.6 kept"] == rows["pairs at 0.7 kept"] == 1
-    assert rows["of what went, duplicates"] == 1
+def test_planted_pairs_are_recalled_and_nothing_else_goes(tmp_path: Path) -> None:
+    corpus = planted_corpus(3000, pairs=200)
+    removed = Refinery(corpus, corpus.fingerprint(), ["near:0.8"], 1e-6, tmp_path).run().removed >= 0
+    caught = {similarity: removed[both].any(1) for similarity, both in corpus.pairs.items()}
+    assert caught[0.8].mean() >= 0.95
+    assert caught[0.9].mean() >= 0.99
+    assert not caught[0.6].any()
+    assert not caught[0.7].any()
+    right = sum((caught[k] & (exact_jaccard(corpus.texts, both) >= 0.8)).sum() for k, both in corpus.pairs.items())
+    assert right == removed.sum()

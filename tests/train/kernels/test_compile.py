@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import pytest
 from covering import covering
-from isoflop.bench.kernels import GPUS, TENSOR_MEMORY, Case, Row, model, occupancy, print_kernels
+from isoflop.bench.kernels import GPUS, TENSOR_MEMORY, Case, Row, print_kernels
 from isoflop.train.errors import UserError
 from isoflop.train.kernels.flash import HEAD_DIMS
 
@@ -36,7 +36,6 @@ def check(cases: list[str]) -> list[Row]:
         assert row["spilled"] == 0, row
         assert row["shared"] <= gpu.most_shared, row
         assert row["tensor_memory"] <= TENSOR_MEMORY, row
-        assert row["programs"] >= 1, row
         if row["kernel"] in ("delta_kernel", "cross_entropy") or row["dtype"] == "float32":
             assert row["tensor_cores"] == [], row  # no products; and exact ones of fp32 have no tensor cores
         elif row["dtype"] == "tf32":
@@ -64,32 +63,6 @@ def test_launches_spill_nothing_and_use_tensor_cores(
 ) -> None:
     print_kernels(check([f"{arch}:{dtype}:{size}{mask}" for arch, dtype, size, mask in launches]))
     assert "nothing was run" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arch", "registers", "shared", "warps", "tensor_memory", "expected"),
-    [
-        (80, 255, 0, 8, 0, (1, "registers")),
-        (80, 168, 0, 4, 0, (3, "registers")),  # 12 warps, of three a part
-        (90, 32, 114 * 1024, 4, 0, (1, "shared memory")),  # each takes a KiB more
-        (80, 16, 0, 16, 0, (4, "warps")),
-        (80, 16, 0, 1, 0, (32, "warps")),  # programs at most
-        (100, 64, 1024, 4, 256, (2, "tensor memory")),
-    ],
-)
-def test_programs_at_once_are_counted_as_the_table_of_the_guide_says(
-    arch: int, registers: int, shared: int, warps: int, tensor_memory: int, expected: tuple[int, str]
-) -> None:
-    assert occupancy(GPUS[arch], registers, shared, warps, tensor_memory) == expected
-
-
-def test_the_model_is_the_larger_of_flops_and_bytes() -> None:
-    seconds, bound = model(GPUS[80], Case(80, "bfloat16", 64), "forward_kernel")
-    assert bound == "FLOPs"
-    assert seconds == pytest.approx(4 * 4 * 4096**2 * 2048 / 2 / 312e12)
-    seconds, bound = model(GPUS[80], Case(80, "float32", 0), "cross_entropy")
-    assert bound == "bytes"
-    assert seconds == pytest.approx(16384 * 32768 * 8 / 2.04e12)
 
 
 @pytest.mark.parametrize("text", ["70:bfloat16:64", "80:int8:64", "80:bfloat16:loss:whole", ""])

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from isoflop.bench.peers import llama_plan
+from isoflop.bench.parallel import llama_plan
 from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.gpt import GPT, MLP, Attention

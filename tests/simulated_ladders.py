@@ -1,23 +1,16 @@
-"""Do the intervals of `fit.compare` hold the truth? Simulated ladders of two variants, or real ones.
+"""Simulated ladders of two variants whose compute multiplier is known, for the tests of `fit.compare`.
 
-    python benchmarks/compare.py [--rounds 500] [--kept]     designs used while the method was made, or those kept aside
-    python benchmarks/compare.py --real FOLDER [--pairs 12]  trains ladders of the same thing, and compares seeds
-
-Truths: the fitted form, and three that are not (another way to add, an interaction, exponents that bend), random
-constants; noise is shared by a trunk's branches and by runs of one seed on both sides. The variant is the base at
-k(C) times the compute, in N, in D, or in both, which is its multiplier exactly.
+Truths are the fitted form and three others (another way to add, an interaction, exponents that bend), with random
+constants. Noise is shared by a trunk's branches and by runs of one seed on both sides. The variant is the base at k(C)
+times the compute, in N, in D, or in both, which is exactly its multiplier.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-import subprocess
-import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,10 +20,6 @@ from isoflop import fit
 FORMS = ("chinchilla", "sum", "interaction", "bent")
 # Sizes, D, seeds, noise of log loss.
 DESIGNS = ((3, 2, 2, 0.01), (3, 2, 2, 0.002), (3, 4, 2, 0.005), (4, 3, 3, 0.005), (5, 4, 2, 0.01), (5, 4, 4, 0.002))
-KEPT = ((3, 3, 2, 0.004), (3, 2, 4, 0.007), (4, 2, 2, 0.01), (4, 4, 3, 0.002), (5, 2, 3, 0.005), (5, 3, 2, 0.003))
-# Multiplier at the middle, its change per log compute, where it comes from.
-EFFECTS = ((1.0, 0.0, "both"), (1.05, 0.0, "D"), (1.2, 0.0, "D"), (1.2, 0.0, "N"), (1.2, 0.05, "both"))
-ROOT = Path(__file__).resolve().parent.parent
 FAR = 10.0  # times the largest run
 
 
@@ -44,7 +33,7 @@ class Case:
 
 
 def simulate(case: Case, rng: np.random.Generator) -> tuple[fit.RunTable, fit.RunTable]:
-    """The base's runs and the variant's."""
+    """Return the base's runs and the variant's."""
     sizes, tokens, seeds, noise = case.design
     k, trend, side = case.effect
     N = 1.5e4 * 2.0 ** np.arange(sizes)
@@ -75,7 +64,7 @@ def simulate(case: Case, rng: np.random.Generator) -> tuple[fit.RunTable, fit.Ru
 
 
 def truth(form: str, rng: np.random.Generator) -> Callable[[Any, Any], Any]:
-    """A law with random constants, of log N and log D."""
+    """Return a law of log N and log D with random constants."""
     E, alpha, beta = rng.uniform(0.5, 1.7), *rng.uniform(0.25, 0.6, 2)
     a, b = np.log(rng.uniform(0.2, 0.6, 2))
 
@@ -94,7 +83,7 @@ def truth(form: str, rng: np.random.Generator) -> Callable[[Any, Any], Any]:
 
 
 def covered(case: Case, rounds: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Whether each round's intervals hold the truth: in the middle, at the largest run, beyond it, and of the trend."""
+    """Return whether each round's intervals hold the truth: in the middle, at the largest run, beyond, of the trend."""
     rng = np.random.default_rng([seed, zlib.crc32(repr(case).encode())])
     k, trend, _ = case.effect
     held: dict[str, list[float]] = {name: [] for name in ("middle", "largest", "far", "trend", "half", "free")}
@@ -114,57 +103,3 @@ def covered(case: Case, rounds: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 def holds(ends: tuple[float, float] | None, true: float) -> bool:
     return ends is not None and ends[0] <= true <= ends[1]
-
-
-def real(pairs: int, folder: Path) -> None:
-    """Trains one ladder with four seeds for every comparison, and compares two of them with the other two."""
-    if not (folder / "alike" / "table.csv").exists():
-        seeds = ",".join(map(str, range(4 * pairs)))
-        grid = ["+grid=ladder", "sweep=alike", f"output_root={folder}", f"grid.seeds=[{seeds}]"]
-        sizes = ["grid.sizes=[4.5e3,7e3,11e3]", "grid.tokens_per_parameter=[10,20,40]", "tuning=fixed"]
-        rest = ["cluster=local", "tracker=none", "evaluate=none", "fit.bootstrap=0"]
-        subprocess.run([sys.executable, str(ROOT / "sweep.py"), *grid, *sizes, *rest], check=True)
-    runs = fit.read_table(folder / "alike")
-    seed, held = runs.column("seed"), {"flops": 0, "seconds": 0, "trend": 0}
-    for first in range(0, 4 * pairs, 4):
-        base, variant = (runs.where(np.isin(seed, [first + i, first + i + 2])) for i in (0, 1))
-        found = fit.compare(base, variant)
-        middle = found.multipliers[1]
-        held["flops"] += holds(middle.ci, 1.0)
-        held["seconds"] += holds(middle.seconds_ci, 1.0)
-        held["trend"] += holds(found.trend_ci, 0.0)
-        print(f"seeds {first} to {first + 3}: {' '.join(found.sentences)}")
-    print(f"of {pairs} comparisons of the same thing, intervals hold 1: {held}")
-
-
-def main() -> None:
-    options = argparse.ArgumentParser()
-    options.add_argument("--real", type=Path, metavar="FOLDER")
-    options.add_argument("--pairs", type=int, default=12)
-    options.add_argument("--rounds", type=int, default=200)
-    options.add_argument("--kept", action="store_true")
-    options.add_argument("--effects", type=int, default=len(EFFECTS))
-    asked = options.parse_args()
-    if asked.real is not None:
-        real(asked.pairs, asked.real)
-        return
-    totals: dict[Any, list[dict[str, np.ndarray]]] = {}
-    for effect in EFFECTS[: asked.effects]:
-        for form in FORMS:
-            for number, design in enumerate(KEPT if asked.kept else DESIGNS):
-                case = Case(form, design, effect, seeds_shared=bool(number % 3))
-                found = covered(case, asked.rounds, seed=1000 + asked.kept)
-                said = " ".join(f"{name} {values.mean():.3f}" for name, values in found.items())
-                print(f"{form:12s} {design} {effect} {said}", flush=True)
-                totals.setdefault((effect, form), []).append(found)
-    print("\nshare of 95 % intervals that hold the truth, and its standard error")
-    for (effect, form), parts in totals.items():
-        shares = {
-            name: np.concatenate([part[name] for part in parts]) for name in ("middle", "largest", "far", "trend")
-        }
-        means = [f"{name} {v.mean():.3f} ± {v.std() / math.sqrt(len(v)):.3f}" for name, v in shares.items()]
-        print(f"{effect} {form:12s} {'  '.join(means)}")
-
-
-if __name__ == "__main__":
-    main()
