@@ -32,7 +32,7 @@ def test_examples_of_pages(path: Path) -> None:
 
 
 def test_there_are_examples() -> None:
-    assert len(MODULES) >= 4
+    assert MODULES
     assert PAGES
 
 
