@@ -1,4 +1,7 @@
-"""Every kind of law by the name of its form, which is what law.json says; a new law is a file and a line here."""
+"""Every kind of law by the name of its form, which is what law.json holds.
+
+A new law is one file and one line in LAWS. A law of N and D that tables can be fitted with is also in LOSS_LAWS.
+"""
 
 from __future__ import annotations
 
@@ -11,33 +14,33 @@ from ..errors import InputError
 DEFAULT = "chinchilla"
 LOSS_LAWS = ("chinchilla", "gamma", "kaplan", "overtraining")  # those of N and D that a table can be fitted with
 EXPERT_LAWS = ("clark", "krajewski", "ludziejewski", "abnar")  # forms of mixtures of experts
-# The class of each form; fit/__init__.py says where it lives.
-LAWS = {
-    "chinchilla": "ChinchillaLaw",
-    "gamma": "GammaLaw",
-    "power": "PowerLaw",
-    "kaplan": "KaplanLaw",
-    "broken": "BrokenPowerLaw",
-    "repetition": "RepetitionLaw",
-    "overtraining": "OvertrainingLaw",
-    "function": "FunctionLaw",
-    "hyperparameter": "HyperparameterLaw",
-    "hyperparameter-surface": "HyperparameterSurface",
-    "critical-batch": "CriticalBatchLaw",
-    **dict.fromkeys(EXPERT_LAWS, "ExpertLaw"),
+LAWS = {  # form -> module within `fit`, and class
+    "chinchilla": "laws.chinchilla:ChinchillaLaw",
+    "gamma": "laws.gamma:GammaLaw",
+    "power": "laws.powerlaw:PowerLaw",
+    "kaplan": "laws.kaplan:KaplanLaw",
+    "broken": "laws.broken:BrokenPowerLaw",
+    "repetition": "laws.repetition:RepetitionLaw",
+    "overtraining": "laws.overtraining:OvertrainingLaw",
+    "function": "laws.custom:FunctionLaw",
+    "hyperparameter": "hyperparameters.hyperparameters:HyperparameterLaw",
+    "hyperparameter-surface": "hyperparameters.settings_surface:HyperparameterSurface",
+    "critical-batch": "hyperparameters.hyperparameters:CriticalBatchLaw",
+    **dict.fromkeys(EXPERT_LAWS, "laws.experts:ExpertLaw"),
 }
 
 
 def law_class(form: str = DEFAULT) -> type[Any]:
-    """The class of a form; it is imported only now."""
+    """Return the class of a form; its module is imported only now."""
     if form not in LAWS:
         raise InputError(f"form is {form!r}; known are {', '.join(LAWS)}.")
-    found: type[Any] = getattr(import_module("..", __package__), LAWS[form])
-    return found
+    module, name = LAWS[form].split(":")
+    kind: type[Any] = getattr(import_module(f"...{module}", __name__), name)
+    return kind
 
 
 def loss_law(form: str = DEFAULT, **options: Any) -> Any:
-    """A law of N and D, not fitted; an option that it does not have must be at its default."""
+    """Return a law of N and D, not fitted. An option that the law does not have must be None or False."""
     if form not in LOSS_LAWS:
         raise InputError(f"form is {form!r}; choose a law of N and D: {', '.join(LOSS_LAWS)}.")
     kind = law_class(form)
