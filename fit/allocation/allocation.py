@@ -1,4 +1,4 @@
-"""How to split a budget between parameters and tokens, also with limited tokens or with serving counted.
+"""The best split of a budget between parameters and tokens, also with limited tokens or with serving counted.
 
 Special here:
 - A question is a pure function of a law's constants. `answer` asks it of the fitted constants and of every draw at
@@ -51,16 +51,16 @@ class Optimum:
     @property
     @np.errstate(divide="ignore", invalid="ignore")
     def ratio(self) -> Array:
-        """Tokens per parameter, D / N."""
+        """Return tokens per parameter, D / N."""
         return self.D / self.N
 
     @property
     def values(self) -> Columns:
-        """Every quantity by name, each (targets,)."""
+        """Return every quantity by name, each (targets,)."""
         return {"flops": self.flops, "N": self.N, "D": self.D, "ratio": self.ratio, "loss": self.loss, **self.more}
 
     def interval(self, name: str, level: float | None = None) -> Array:
-        """Percentile interval of a quantity, of shape (targets, 2); NaN before a bootstrap."""
+        """Return the percentile interval of a quantity, of shape (targets, 2); NaN before a bootstrap."""
         if name not in self.values:
             raise InputError(f"interval of {name!r} is not known; choose one of {', '.join(self.values)}.")
         if name not in self.draws:
@@ -69,11 +69,11 @@ class Optimum:
 
     @property
     def intervals(self) -> Columns:
-        """Quantity -> (targets, 2) at `level`; empty before a bootstrap."""
+        """Return quantity -> (targets, 2) at `level`; empty before a bootstrap."""
         return {name: self.interval(name) for name in self.draws}
 
     def rows(self) -> list[dict[str, str]]:
-        """What is printed: a row per target, each quantity as text with its interval."""
+        """Return a row of text per target: each quantity with its interval."""
         found, intervals = self.values, self.intervals
 
         def cell(name: str, i: int) -> str:
@@ -124,7 +124,7 @@ def answer(
 
 
 def aligned(**columns: ArrayLike) -> list[Array]:
-    """Positive numbers, broadcast to one length, each of shape (targets, 1)."""
+    """Return positive numbers, broadcast to one length, each of shape (targets, 1)."""
     checked = {name: positive(name, np.atleast_1d(floats(v))) for name, v in columns.items()}
     longest = max(len(v) for v in checked.values())
     same_length(**{name: v for name, v in checked.items() if len(v) > 1})
@@ -141,7 +141,10 @@ def _written(name: str, value: float) -> str:
 
 @np.errstate(divide="ignore", invalid="ignore", over="ignore")
 def optimum(flops: ArrayLike, constants: Constants, coefficient: float = 6.0) -> tuple[Array, Array, Array]:
-    """N, D and loss that minimise E + A/N^alpha + B/D^beta under C = coefficient N D (Hoffmann et al. 2022, eq. 4)."""
+    """Return the N and D that minimise E + A/N^alpha + B/D^beta under C = coefficient N D, and the loss.
+
+    Hoffmann et al. 2022, equation 4.
+    """
     E, A, B, alpha, beta = _live(constants)
     log_c = np.log(floats(flops) / coefficient)
     log_n = (np.log(alpha * A) - np.log(beta * B) + beta * log_c) / (alpha + beta)
@@ -168,13 +171,13 @@ class EqualLoss:
         return (self.log_a + np.logaddexp(0.0, -z)) / self.alpha, (self.log_b + np.logaddexp(0.0, z)) / self.beta
 
     def point(self, z: Any) -> tuple[Array, Array]:
-        """N and D at z; infinite where no model reaches the loss."""
+        """Return N and D at z; infinite where no model reaches the loss."""
         N, D = (np.where(self.reachable, np.exp(log), np.inf) for log in self(z))
         return N, D
 
 
 def lowest(value: Callable[[Array], Array], low: Array, high: Array) -> tuple[Array, Array]:
-    """Where `value` is lowest between two bounds, and -1 or 1 where that is at one of them, else 0."""
+    """Return where `value` is lowest between two bounds, and -1 or 1 where that is at one of them, else 0."""
     step = (high - low) / GRID
     best, at = value(low), np.zeros(1)
     for i in range(1, GRID + 1):
@@ -195,7 +198,7 @@ def lowest(value: Callable[[Array], Array], low: Array, high: Array) -> tuple[Ar
 
 
 def root(rising: Callable[[Array], Array], low: Any, high: Any) -> Array:
-    """Where a rising function crosses zero, by bisection to rounding; an end where it does not."""
+    """Return where a rising function crosses zero, by bisection to rounding; an end where it does not."""
     for _ in range(70):
         middle = 0.5 * (low + high)
         above = rising(middle) > 0
@@ -204,7 +207,7 @@ def root(rising: Callable[[Array], Array], low: Any, high: Any) -> Array:
 
 
 def _live(constants: Constants) -> tuple[Array, Array, Array, Array, Array]:
-    """E, A, B, alpha, beta; a term whose exponent is zero counts as E."""
+    """Return E, A, B, alpha, beta; a term whose exponent is zero counts as E."""
     E, A, B, alpha, beta = (floats(constants[k]) for k in ("E", "A", "B", "alpha", "beta"))
     E = E + np.where(alpha == 0, A, 0.0) + np.where(beta == 0, B, 0.0)
     return E, np.where(alpha == 0, 0.0, A), np.where(beta == 0, 0.0, B), alpha, beta
@@ -217,7 +220,7 @@ def _term(amplitude: Array, x: Array, exponent: Array) -> Array:
 def compute_optimal(
     law: Any, flops: ArrayLike, flops_per_token: float | Curve | None = None, level: float = 0.95
 ) -> Optimum:
-    """The N and D of lowest loss for `flops` (a scalar or (targets,)) of training.
+    """Return the N and D of lowest loss for `flops` (a scalar or (targets,)) of training.
 
     flops_per_token: k of k N FLOPs per token, or a function of N such as `FlopsPerToken`, which is searched to about
     1e-6; None: the convention of the law.
@@ -246,7 +249,7 @@ def token_limited(
     flops_per_token: float | Curve | None = None,
     level: float = 0.95,
 ) -> Optimum:
-    """The best N and D for `flops` when there are only `unique_tokens` different ones (broadcast together).
+    """Return the best N and D for `flops` when there are only `unique_tokens` different ones (broadcast together).
 
     A law of (N, D, U) knows what a repeated token is worth, and `more` has the best number of epochs; for a law of (N,
     D), D stops at one epoch and the rest of the budget goes into N.
@@ -295,16 +298,16 @@ def inference_aware(
         curve = law.equal_loss(constants, goal)
         z = root(lambda z: z - curve.cheapest - np.log1p(worth * np.exp(-curve(z)[1])), *curve.ends)
         (N, D), (N0, D0) = curve.point(z), curve.point(curve.cheapest)
-        found = {"flops": 6.0 * N * D, "N": N, "D": D, "loss": goal, "inference_flops": 2.0 * N * served}
-        found["total_flops"] = found["flops"] + found["inference_flops"]
-        found["saving"] = 1.0 - N * (D + worth) / (N0 * (D0 + worth))
-        return found | ({"dollars": 6.0 * prices.train * N * (D + worth)} if prices else {})
+        values = {"flops": 6.0 * N * D, "N": N, "D": D, "loss": goal, "inference_flops": 2.0 * N * served}
+        values["total_flops"] = values["flops"] + values["inference_flops"]
+        values["saving"] = 1.0 - N * (D + worth) / (N0 * (D0 + worth))
+        return values | ({"dollars": 6.0 * prices.train * N * (D + worth)} if prices else {})
 
     return answer(law, solve, level)
 
 
 def unlimited(law: Any, constants: Constants, C: Array, flops_per_token: Any) -> tuple[Array, Array, Array]:
-    """N, D and the lowest loss of a law of N and D under any constants; they and C broadcast together."""
+    """Return N, D and the lowest loss of a law of N and D under any constants; they and C broadcast together."""
     if tuple(law.inputs) != ("N", "D"):
         raise InputError(f"the law takes {', '.join(law.inputs)}; a law of N and D is expected.")
     if callable(flops_per_token):
@@ -318,7 +321,7 @@ def unlimited(law: Any, constants: Constants, C: Array, flops_per_token: Any) ->
 def search(
     law: Any, constants: Constants, C: Array, spend: Curve, U: Array | None = None
 ) -> tuple[Array, Array, Array]:
-    """The lowest loss over log N at D = C / spend(N), for any law: a grid, then golden sections around its best."""
+    """Return N, D and the lowest loss over log N at D = C / spend(N): a grid, then golden sections around its best."""
     # Next to an irreducible loss the other terms lose digits, and the place of a flat minimum half of those left.
     sought = {**constants, law.irreducible: 0.0 * constants[law.irreducible]} if law.irreducible else constants
 
@@ -336,7 +339,7 @@ def search(
 
 
 def spending(flops_per_token: float | Curve) -> Curve:
-    """FLOPs per token by N."""
+    """Return FLOPs per token as a function of N."""
     if callable(flops_per_token):
         return flops_per_token
     coefficient = float(positive("flops_per_token", [flops_per_token])[0])

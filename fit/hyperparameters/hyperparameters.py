@@ -215,6 +215,7 @@ class CriticalBatchLaw(DesignedLaw):
     form = "critical-batch"
     title = "the critical batch law"
     names = ("E_min", "S_min", "B_crit")
+    formula = "tokens = {E_min} (1 + batch / {B_crit}), steps >= {S_min}"
     inputs = ("batch",)
     output = "tokens"
     E_min_: float
@@ -236,9 +237,6 @@ class CriticalBatchLaw(DesignedLaw):
     def evaluate(constants: Constants, *inputs: Any) -> Any:
         """E_min + S_min batch at inputs (batch,)."""
         return constants["E_min"] + constants["S_min"] * inputs[0]
-
-    def equation(self, say: Say) -> str:
-        return f"tokens = {say('E_min')} (1 + batch / {say('B_crit')}), steps >= {say('S_min')}"
 
     # The law as the solver sees it.
 

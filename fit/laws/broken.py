@@ -50,8 +50,8 @@ class BrokenPowerLaw(LineLaw):
         if breaks not in BREAKS:
             raise InputError(f"breaks is {breaks}; it must be 0, 1, 2 or 3.")
         self.breaks, self.offset = int(breaks), bool(offset)
-        each = tuple(f"{name}{i}" for i in range(1, breaks + 1) for name in "cdf")
-        self.names = ("a", "b", "c0", *each)
+        bends = tuple(f"{name}{i}" for i in range(1, breaks + 1) for name in "cdf")
+        self.names = ("a", "b", "c0", *bends)
 
     @staticmethod
     def evaluate(constants: Constants, *inputs: Any) -> Any:
@@ -74,7 +74,7 @@ class BrokenPowerLaw(LineLaw):
     # Whether the data support the breaks.
 
     def aicc(self) -> float:
-        """The corrected Akaike criterion, less a constant of the data; infinity where n - k - 1 < 1.
+        """Return the corrected Akaike criterion, less a constant of the data; infinity where n - k - 1 < 1.
 
         The scatter is Gaussian where the objective is a sum of squares, and Laplacian for huber and l1.
         """
@@ -88,7 +88,7 @@ class BrokenPowerLaw(LineLaw):
         return 2.0 / power * n * np.log(scatter) + (2.0 * k * n / (n - k - 1) if n > k + 1 else np.inf)
 
     def simpler(self) -> BrokenPowerLaw:
-        """The law with one break fewer, fitted to the same data."""
+        """Return the law with one break fewer, fitted to the same data."""
         self._fitted()
         if self.breaks == 0:
             raise InputError("breaks is 0, so there is no simpler law.")
@@ -96,7 +96,7 @@ class BrokenPowerLaw(LineLaw):
         return law.fit(self.data_["x"], self.data_["y"], self.weight_, self.se_)
 
     def support(self) -> float:
-        """How much one break fewer raises the criterion; above ten the data can hardly do without."""
+        """Return by how much one break fewer raises the criterion; above ten is strong support for the break."""
         return self.simpler().aicc() - self.aicc()
 
     def _accept(self, found: Any) -> None:
@@ -120,7 +120,9 @@ class BrokenPowerLaw(LineLaw):
             )
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Coordinates: log b at the mean log x (without breaks), c0, c_i, log d_i, log f_i; log a with an offset."""
+        """Build the problem. Coordinates: log b at the mean log x (without breaks), c0, c_i, log d_i, log f_i; with an
+        offset, log a.
+        """
         (u, x0), target, breaks = centred(inputs[0]), np.log(observed), range(1, self.breaks + 1)
         span = max(float(np.ptp(u)), 1e-3)
         names = [name for name in self.names if name != "a" or self.offset]
@@ -149,8 +151,8 @@ class BrokenPowerLaw(LineLaw):
             order = np.argsort(columns["d"], axis=1)
             columns = {kind: np.take_along_axis(values, order, axis=1) for kind, values in columns.items()}
             columns |= {"d": np.exp(columns["d"] + x0), "f": np.exp(columns["f"])}
-            found = {"a": a, "b": b, "c0": theta[:, at["c0"]].copy()}
-            return found | {f"{kind}{i}": columns[kind][:, i - 1] for i in breaks for kind in "cdf"}
+            values = {"a": a, "b": b, "c0": theta[:, at["c0"]].copy()}
+            return values | {f"{kind}{i}": columns[kind][:, i - 1] for i in breaks for kind in "cdf"}
 
         return Problem(
             form=LogSumTerms(terms, at, len(u)),
@@ -163,19 +165,21 @@ class BrokenPowerLaw(LineLaw):
 
 
 def _starts(u: Array, y: Array, breaks: int, at: Mapping[str, int], weights: Array, keep: int) -> Array:
-    """Starts (P, G, k): log b and slopes by least squares in log(y - a), over a grid of a, places and widths."""
+    """Return starts (P, G, k): log b and slopes by least squares in log(y - a), over a grid of a, places and
+    widths.
+    """
     inner = np.quantile(u, np.linspace(0.0, 1.0, PLACES.get(breaks, 1) + 2)[1:-1])
     grid = list(product(combinations(inner, breaks), WIDTH_GRID if breaks else (1.0,)))
     places = np.array([place for place, _ in grid]).reshape(len(grid), breaks)
     width = float(np.ptp(u)) * np.array([share for _, share in grid])
     bends = [-width[:, None] * np.logaddexp(0.0, (u - places[:, i : i + 1]) / width[:, None]) for i in range(breaks)]
     basis = np.stack([np.ones((len(grid), len(u))), np.broadcast_to(-u, (len(grid), len(u))), *bends], axis=2)
-    found = []
+    chosen = []
     for part in np.array_split(weights, max(1, len(weights) // RESAMPLES_AT_ONCE)):
         starts, errors = [], []
         for share in OFFSET_GRID if "a" in at else (0.0,):
             left = y - share * y.min()
-            # What is an error in log y is one of y / left in the logarithm of what is left.
+            # What is an error in log y is one of y / left in the logarithm of the rest.
             slopes, error = variable_projection(basis, np.log(left), part * (left / y) ** 2)
             one = np.empty((*error.shape, len(at)))
             for place, name in enumerate(["b", "c0", *(f"c{i + 1}" for i in range(breaks))]):
@@ -186,5 +190,5 @@ def _starts(u: Array, y: Array, breaks: int, at: Mapping[str, int], weights: Arr
                 one[..., at["a"]] = np.log(max(share, 0.02) * y.min())
             starts.append(one)
             errors.append(error)
-        found.append(least_starts(np.concatenate(starts, axis=1), np.concatenate(errors, axis=1), keep))
-    return np.concatenate(found)
+        chosen.append(least_starts(np.concatenate(starts, axis=1), np.concatenate(errors, axis=1), keep))
+    return np.concatenate(chosen)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..allocation.allocation import EqualLoss, optimum
-from ..errors import Array, Columns, Constants, InputError, Say
+from ..errors import Array, Columns, Constants, InputError
 from ..solver.forms import LogSumExp
 from .law import LossLaw, Problem, amplitude, centred, projected_starts
 
@@ -54,6 +54,7 @@ class ChinchillaLaw(LossLaw):
     form = "chinchilla"
     title = "the law E + A/N^alpha + B/D^beta"
     names = ("E", "A", "B", "alpha", "beta")
+    formula = "L(N, D) = {E} + {A} / N^{alpha} + {B} / D^{beta}"
     exponent_names = ("alpha", "beta")
     irreducible = "E"
     power_optimum = True
@@ -80,13 +81,10 @@ class ChinchillaLaw(LossLaw):
         c = constants
         return c["E"] + c["A"] * np.power(N, -c["alpha"]) + c["B"] * np.power(D, -c["beta"])
 
-    def equation(self, say: Say) -> str:
-        return f"L(N, D) = {say('E')} + {say('A')} / N^{say('alpha')} + {say('B')} / D^{say('beta')}"
-
     def optimum(
         self, flops: ArrayLike, constants: Constants, flops_per_token: float = 6.0
     ) -> tuple[Array, Array, Array]:
-        """In closed form (Hoffmann et al. 2022, equation 4)."""
+        """Return the optimum in closed form (Hoffmann et al. 2022, equation 4)."""
         return optimum(flops, constants, flops_per_token)
 
     def equal_loss(self, constants: Constants, loss: Array) -> EqualLoss:
@@ -94,7 +92,7 @@ class ChinchillaLaw(LossLaw):
         return EqualLoss(constants, loss)
 
     def size_exponent(self, constants: Constants) -> Any:
-        """Beta / (alpha + beta), of N* = G (C/6)^a."""
+        """Return beta / (alpha + beta), the exponent a of N* = G (C/6)^a."""
         with np.errstate(invalid="ignore"):
             return np.divide(constants["beta"], np.add(constants["alpha"], constants["beta"]))
 
@@ -106,7 +104,7 @@ class ChinchillaLaw(LossLaw):
         self._call_degenerate(*(name for name in exponents if self.constants_[name] < FLAT_EXPONENT))
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Coordinates: log A and log B (at the mean log N and log D), log E unless fixed, and the exponents."""
+        """Build the problem. Coordinates: log A and log B (at the mean log N and log D), exponents, log E."""
         (x, x0), (y, y0) = (centred(column) for column in inputs)
         one, target, fixed = np.ones_like(x), np.log(observed), self.E
         names = ["A", "alpha", "B"] + ([] if self.tied else ["beta"]) + (["E"] if fixed is None else [])

@@ -45,7 +45,7 @@ class FunctionLaw(LossLaw):
     parameters : mapping
         name -> (lowest, highest), both finite; equal ones hold a constant.
     inputs, output : names of the columns that `fit` takes, in order, and of what is predicted.
-    starts : sequence of complete mappings, optional, besides the drawn ones.
+    starts : sequence of complete mappings, optional, tried in addition to the drawn ones.
     tries, seed : how many starts of a Latin hypercube are kept, and its seed.
     name : what to call the law; by default the function's own name.
     """
@@ -82,7 +82,7 @@ class FunctionLaw(LossLaw):
         self.title = f"the law {self.name}"
 
     def options(self) -> dict[str, Any]:
-        """The constructor's arguments, but for the function."""
+        """Return the constructor's arguments without the function."""
         parameters = {name: list(pair) for name, pair in self.bounds.items()}
         given = self.get_params() | {"parameters": parameters, "inputs": list(self.inputs), "starts": self._given}
         return {name: value for name, value in given.items() if name != "function"}
@@ -117,7 +117,7 @@ class FunctionLaw(LossLaw):
 
     @classmethod
     def from_json(cls, source: Any, function: Function | None = None) -> Self:
-        """A fitted law from a file, with the function that it was fitted with, which no file holds.
+        """Read a fitted law from a file, given the function that it was fitted with, which no file holds.
 
         Raises InputError where the function does not give the stored objective.
         """
@@ -176,8 +176,8 @@ class FunctionLaw(LossLaw):
             return {name: np.exp(column) if name in logarithmic else column.copy() for name, column in columns}
 
         def terms(v: Mapping[str, Any]) -> list[Any]:
-            found = {name: np.exp(value) if name in logarithmic else value for name, value in v.items()}
-            return [np.log(self.evaluate(found, *inputs))]
+            values = {name: np.exp(value) if name in logarithmic else value for name, value in v.items()}
+            return [np.log(self.evaluate(values, *inputs))]
 
         def starts(weights: Array, keep: int | None) -> Array:
             points = self._points(problem.lower, problem.upper, logarithmic)
@@ -240,7 +240,7 @@ def latin_hypercube(points: int, dimensions: int, seed: int) -> Array:
 
 
 def _bounds(parameters: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
-    """Pairs (lowest, highest) by name, checked."""
+    """Return checked pairs (lowest, highest) by name."""
     bounds = {}
     for name, pair in parameters.items():
         if not str(name).isidentifier() or name in TAKEN:

@@ -1,8 +1,8 @@
 """Laws of mixtures of experts: what experts that a token does not use are worth, in loss and in dense parameters.
 
 Special here: a form is its equation. Each term is the exponential of constants times products of log inputs, so that
-values, derivatives, centring and starts are read off it. E is `experts`: those of a layer over those that a token uses,
-1 in a dense model, and so the sparsity S is 1 - 1 / E; E' is E where it saturates.
+values, derivatives, centring and starts are read off it. E is `experts`, the experts of a layer over the experts that a
+token uses: 1 in a dense model. The sparsity S is 1 - 1 / E; E' is E where it saturates.
 
 Clark et al. 2022 (arXiv:2202.01169), equations 1, 4 and 11; Krajewski et al. 2024 (arXiv:2402.07871), equation 9;
 Ludziejewski et al. 2025 (arXiv:2502.05172), equation 6; Abnar et al. 2025 (arXiv:2501.12370), equation 6.
@@ -116,7 +116,7 @@ class ExpertLaw(Law):
         return ", ".join([f"L = {shown}", *(f"{name} = {say(name)}" for name in SATURATION if self._saturates)])
 
     def effective_parameters(self, N_active: ArrayLike, experts: ArrayLike, constants: Constants | None = None) -> Any:
-        """Parameters of the dense model of equal loss (Clark et al. 2022, equation 11); all broadcast together."""
+        """Return the parameters of the dense model of equal loss (Clark et al. 2022, equation 11); all broadcast."""
         self._fitted()
         if self.form != "clark":
             raise InputError(f"form is {self.form!r}; effective parameters are of clark, and others have leverage.")
@@ -129,7 +129,7 @@ class ExpertLaw(Law):
     def optimal(
         self, flops: ArrayLike, most_parameters: float | None = None, experts: float | None = None, level: float = 0.95
     ) -> Optimum:
-        """The N_active, D and experts of lowest loss for C = 6 N_active D, with intervals after `bootstrap`.
+        """Return the N_active, D and experts of lowest loss for C = 6 N_active D, with intervals after `bootstrap`.
 
         `flops` a scalar or (targets,). `most_parameters` bounds N_total, as memory does; `experts` holds their number,
         else sought between the fewest and the most of the runs. `more` has experts, sparsity and, by share, N_total.
@@ -152,9 +152,10 @@ class ExpertLaw(Law):
         return answer(self, solve, level)
 
     def leverage(self, flops: float, experts: ArrayLike, constants: Constants | None = None) -> Any:
-        """FLOPs of the dense model that reaches the loss of the best mixture of so many experts at `flops`, over these;
-        each is at its best N and D, or at the law's one D. Infinite beyond 1e6. `constants` (r,) give one more axis, so
-        that the interval is `interval_of(lambda c: law.leverage(flops, experts, c))`.
+        """Return the FLOPs of the dense model that reaches the loss of the best mixture at `flops`, over these FLOPs.
+
+        Both are at their best N and D, or at the law's one D. Infinite beyond 1e6. `constants` (r,) add an axis, so the
+        interval is `interval_of(lambda c: law.leverage(flops, experts, c))`.
         """
         self._can_answer()
         c = {k: np.atleast_1d(floats(v)) for k, v in (self.constants_ if constants is None else constants).items()}
@@ -176,7 +177,7 @@ class ExpertLaw(Law):
         return 1.0 + (experts - 1.0) * (self.share or 0.0)
 
     def _split(self, constants: Constants, C: Array, experts: Any, most: float | None = None) -> tuple[Array, ...]:
-        """N_active, D and loss of the best run of C FLOPs with so many experts and at most `most` parameters in all."""
+        """Return N_active, D and loss of the best run of C FLOPs with at most `most` parameters in total."""
         bound = np.inf if most is None else most / self._expansion(experts)
 
         def loss(N: Array, D: Any) -> Array:
@@ -203,7 +204,9 @@ class ExpertLaw(Law):
         super()._check(inputs, observed)
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Coordinates: the constants, `_logged` in logarithms, those of no N or D at the middle log N and log D."""
+        """Build the problem. Coordinates: the constants, `_logged` as logarithms. Constants that multiply neither N nor
+        D are taken at the mean log N and log D.
+        """
         target = np.log(observed)
         logs = {AXES[name]: np.log(v) for name, v in zip(self.inputs, inputs, strict=True)}
         middle = {axis: float(logs[axis].mean()) for axis in logs if axis in "ND"}
@@ -222,9 +225,9 @@ class ExpertLaw(Law):
         def constants(theta: Array) -> Columns:
             v = dict(zip(self.names, theta.T, strict=True))
             by = {other: factor * v[name] for name, other, factor in moved}
-            found = {name: v[name] + by.get(name, 0.0) for name in self.names}
-            found |= {name: amplitude(v[name], floor, by.get(name, 0.0)) for name in self._amplitudes}
-            return found | {name: np.exp(v[name]) for name in self.names if name in SATURATION}
+            values = {name: v[name] + by.get(name, 0.0) for name in self.names}
+            values |= {name: amplitude(v[name], floor, by.get(name, 0.0)) for name in self._amplitudes}
+            return values | {name: np.exp(v[name]) for name in self.names if name in SATURATION}
 
         return Problem(
             form=LogSumTerms(lambda v: self._exponents(v, logs), at, len(target)),
@@ -247,7 +250,7 @@ class ExpertLaw(Law):
         return [sum(v[name] * self._along(name, feature, logs) for name, feature in t.items()) for t in self._terms]
 
     def _starts(self, of: Mapping[str, str], logs: Columns, observed: Array, weights: Array, keep: int | None) -> Array:
-        """Starts (P, G, k): exponents of a Latin hypercube, amplitudes by variable projection."""
+        """Return starts (P, G, k): exponents of a Latin hypercube, amplitudes by variable projection."""
         drawn = [name for name in self.names if of[name]]
         low, high = floats([RANGES[of[name]][1] for name in drawn]).T
         points = low + latin_hypercube(CANDIDATES, len(drawn), 0) * (high - low)
@@ -257,8 +260,8 @@ class ExpertLaw(Law):
         scaled = [next(name for name in term if of[name] == "") for term in self._terms]
 
         def coordinates(log: Array) -> dict[str, Array]:
-            found = {name: points[:, i] for i, name in enumerate(drawn)}
-            return found | {name: log[..., i] / self._scale[name] for i, name in enumerate(scaled)}
+            values = {name: points[:, i] for i, name in enumerate(drawn)}
+            return values | {name: log[..., i] / self._scale[name] for i, name in enumerate(scaled)}
 
         at = {name: i for i, name in enumerate(self.names)}
         basis, least = basis / observed[None, :, None], 0.02 * observed.min()

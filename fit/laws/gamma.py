@@ -1,4 +1,4 @@
-"""The law L(N, D) = E + (A / N^alpha + B / D^beta)^gamma: one exponent more says how the two shortages add up.
+"""The law L(N, D) = E + (A / N^alpha + B / D^beta)^gamma: one more exponent for how the two shortages add up.
 
 At gamma = 1 it is Chinchilla's law, with E = 0 and beta = 1 Kaplan's. The optimal N and D do not depend on gamma.
 """
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..allocation.allocation import EqualLoss, optimum
-from ..errors import Array, Columns, Constants, Say
+from ..errors import Array, Columns, Constants
 from ..solver.forms import LogSumTerms
 from .chinchilla import EXPONENT_BOUNDS, VANISHED, ChinchillaLaw
 from .law import Problem, amplitude, centred, projected_starts
@@ -33,6 +33,7 @@ class GammaLaw(ChinchillaLaw):
     form = "gamma"
     title = "the law E + (A/N^alpha + B/D^beta)^gamma"
     names: tuple[str, ...] = ("E", "A", "B", "alpha", "beta", "gamma")  # type: ignore[assignment]
+    formula = "L(N, D) = {E} + ({A} / N^{alpha} + {B} / D^{beta})^{gamma}"
     resample_starts = 2
     direct = "deeper"
     gamma_: float
@@ -43,14 +44,10 @@ class GammaLaw(ChinchillaLaw):
         without = {**c, "E": 0.0}
         return c["E"] + np.power(ChinchillaLaw.evaluate(without, *inputs), c["gamma"])
 
-    def equation(self, say: Say) -> str:
-        inner = f"{say('A')} / N^{say('alpha')} + {say('B')} / D^{say('beta')}"
-        return f"L(N, D) = {say('E')} + ({inner})^{say('gamma')}"
-
     def optimum(
         self, flops: ArrayLike, constants: Constants, flops_per_token: float = 6.0
     ) -> tuple[Array, Array, Array]:
-        """In closed form: the N and D that minimise the sum in brackets."""
+        """Return the optimum in closed form: the N and D that minimise the sum in brackets."""
         N, D, inner = optimum(flops, {**constants, "E": 0.0}, flops_per_token)
         return N, D, constants["E"] + np.power(inner, constants["gamma"])
 
@@ -61,8 +58,8 @@ class GammaLaw(ChinchillaLaw):
     # The law as the solver sees it.
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Coordinates: of (A / N^alpha)^gamma and (B / D^beta)^gamma the logarithm at the mean log N and log D and the
-        exponent; gamma; log E unless fixed.
+        """Build the problem. Coordinates: the logarithm of (A / N^alpha)^gamma and (B / D^beta)^gamma at the mean log N
+        and log D, and their exponents; gamma; log E unless fixed.
         """
         (x, x0), (y, y0) = (centred(column) for column in inputs)
         target, fixed = np.log(observed), self.E
@@ -87,7 +84,7 @@ class GammaLaw(ChinchillaLaw):
             return {"E": E, "A": A, "B": B, "alpha": alpha, "beta": beta, "gamma": gamma}
 
         def starts(weights: Array, keep: int | None) -> Array:
-            """Given gamma, E and the exponents, (loss - E)^(1 / gamma) is linear in A and B."""
+            # Given gamma, E and the exponents, (loss - E)^(1 / gamma) is linear in A and B.
             floors = SHARE_GRID * observed.min() if fixed is None else np.array([fixed])
             betas = EXPONENT_GRID[:1] if self.tied else EXPONENT_GRID
             axes = np.meshgrid(EXPONENT_GRID, betas, GAMMA_GRID, floors, indexing="ij")
@@ -99,9 +96,9 @@ class GammaLaw(ChinchillaLaw):
             scale = (gamma * (1.0 - E / observed.mean())) ** 2
 
             def coordinates(log: Array) -> dict[str, Array]:
-                found = {"A": log[..., 0] * gamma, "B": log[..., 1] * gamma, "alpha": alpha, "beta": beta}
-                found |= {"gamma": gamma, "E": np.log(np.maximum(E, 1e-3 * observed.min()))}
-                return {name: values for name, values in found.items() if name in at}
+                values = {"A": log[..., 0] * gamma, "B": log[..., 1] * gamma, "alpha": alpha, "beta": beta}
+                values |= {"gamma": gamma, "E": np.log(np.maximum(E, 1e-3 * observed.min()))}
+                return {name: value for name, value in values.items() if name in at}
 
             least = 0.02 * np.exp(power).min(axis=1)[:, None]
             return projected_starts(at, coordinates, np.stack(lines, 2), weights, keep or STARTS, None, scale, least)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, Columns, Constants, Say, floats
+from ..errors import Array, Columns, Constants, floats
 from ..solver.forms import LogSumTerms
 from .law import LossLaw, Problem, centred, projected_starts
 
@@ -36,6 +36,7 @@ class KaplanLaw(LossLaw):
     form = "kaplan"
     title = "the law [(N_c/N)^(alpha_N/alpha_D) + D_c/D]^alpha_D"
     names = ("N_c", "D_c", "alpha_N", "alpha_D")
+    formula = "L(N, D) = [({N_c} / N)^({alpha_N} / {alpha_D}) + {D_c} / D]^{alpha_D}"
     exponent_names = ("alpha_N", "alpha_D")
     power_optimum = True
     direct = "deeper"
@@ -53,14 +54,10 @@ class KaplanLaw(LossLaw):
             data = np.log(c["D_c"]) - np.log(D)
         return np.exp(c["alpha_D"] * np.logaddexp(size, data))
 
-    def equation(self, say: Say) -> str:
-        power = f"({say('alpha_N')} / {say('alpha_D')})"
-        return f"L(N, D) = [({say('N_c')} / N)^{power} + {say('D_c')} / D]^{say('alpha_D')}"
-
     def optimum(
         self, flops: ArrayLike, constants: Constants, flops_per_token: float = 6.0
     ) -> tuple[Array, Array, Array]:
-        """In closed form: N^(1 + r) = r N_c^r C / (k D_c), with r = alpha_N / alpha_D and C = k N D."""
+        """Return the optimum in closed form: N^(1 + r) = r N_c^r C / (k D_c), r = alpha_N / alpha_D and C = k N D."""
         c, spent = constants, floats(flops) / flops_per_token
         r = c["alpha_N"] / c["alpha_D"]
         with np.errstate(divide="ignore", invalid="ignore"):  # a line that vanished sends N to an end
@@ -68,7 +65,7 @@ class KaplanLaw(LossLaw):
             return N, spent / N, self.evaluate(c, N, spent / N)
 
     def size_exponent(self, constants: Constants) -> Any:
-        """alpha_D / (alpha_N + alpha_D)."""
+        """Return alpha_D / (alpha_N + alpha_D)."""
         return np.divide(constants["alpha_D"], np.add(constants["alpha_N"], constants["alpha_D"]))
 
     # The law as the solver sees it.
@@ -79,8 +76,8 @@ class KaplanLaw(LossLaw):
             self.degenerate_[self.degenerate_.index("N_c")] = "D_c"
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Coordinates: D_c is the logarithm of the line of the data at the mean log D, N_c how far the other lies above
-        it there, in units of alpha_D; and the exponents.
+        """Build the problem. Coordinates: D_c is the logarithm of the line of the data at the mean log D, N_c how
+        far the other line is above it there, in units of alpha_D; and the exponents.
         """
         (x, x0), (y, y0) = (centred(column) for column in inputs)
         target = np.log(observed)
@@ -90,7 +87,7 @@ class KaplanLaw(LossLaw):
         at = {name: i for i, name in enumerate(bounds)}
 
         def terms(v: Mapping[str, Any]) -> list[Any]:
-            """The log loss: with s = alpha_D, s log(exp(size / s) + exp(data / s)) of the two lines."""
+            # The log loss is s log(exp(size / s) + exp(data / s)) of the two lines, with s = alpha_D.
             s = v["alpha_D"]
             above = v["N_c"] - v["alpha_N"] / s * x + y  # (size - data) / s
             return [v["D_c"] - s * y + s * np.logaddexp(0.0, above)]
@@ -104,7 +101,7 @@ class KaplanLaw(LossLaw):
             return {"N_c": N_c, "D_c": D_c, "alpha_N": alpha_N.copy(), "alpha_D": alpha_D.copy()}
 
         def starts(weights: Array, keep: int | None) -> Array:
-            """Given the exponents, loss^(1 / alpha_D) is linear in the two amplitudes."""
+            # Given the exponents, loss^(1 / alpha_D) is linear in the two amplitudes.
             ratio, alpha_D = (grid.ravel() for grid in np.meshgrid(RATIO_GRID, EXPONENT_GRID, indexing="ij"))
             power = (target - target.mean())[None, :] / alpha_D[:, None]
             lines = [np.exp(-ratio[:, None] * x - power), np.exp(-y - power)]

@@ -202,6 +202,7 @@ class Law(Estimator):
     form: ClassVar[str] = ""
     title: str
     names: tuple[str, ...]
+    formula: str  # the law as text, with the constants' names in braces
     resample_starts: int = 2  # starts of a resample besides the optimum of all runs
     # Whether a fit also follows every start at the wanted delta at once: "no", "always", or "deeper": such starts are
     # counted where one ended lower.
@@ -230,8 +231,8 @@ class Law(Estimator):
         raise NotImplementedError
 
     def equation(self, say: Say) -> str:
-        """The law as text, each constant through `say(name)`."""
-        raise NotImplementedError
+        """Return the law as text, each constant through `say(name)`."""
+        return self.formula.format(**{name: say(name) for name in self.names})
 
     def options(self) -> dict[str, Any]:
         """The constructor's arguments as a file holds them."""

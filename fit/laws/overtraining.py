@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, Columns, Constants, Say, floats
+from ..errors import Array, Columns, Constants, floats
 from .chinchilla import FLAT_EXPONENT, ChinchillaLaw
 from .law import LossLaw, Problem
 
@@ -30,6 +30,7 @@ class OvertrainingLaw(LossLaw):
     form = "overtraining"
     title = "the law E + (a M^eta + b M^-eta) C^-eta"
     names = ("E", "a", "b", "eta")
+    formula = "L(C, M) = {E} + ({a} M^{eta} + {b} M^-{eta}) C^-{eta}"
     exponent_names = ("eta",)
     irreducible = "E"
     power_optimum = True
@@ -50,19 +51,15 @@ class OvertrainingLaw(LossLaw):
         size, data = (6.0 * np.square(floats(v)) for v in (N, D))
         return c["E"] + c["a"] * np.power(size, -c["eta"]) + c["b"] * np.power(data, -c["eta"])
 
-    def equation(self, say: Say) -> str:
-        eta = say("eta")
-        return f"L(C, M) = {say('E')} + ({say('a')} M^{eta} + {say('b')} M^-{eta}) C^-{eta}"
-
     def at(self, flops: ArrayLike, ratio: ArrayLike) -> Any:
-        """The predicted loss of `flops` = 6 N D of training at `ratio` = D / N."""
+        """Return the predicted loss of `flops` = 6 N D of training at `ratio` = D / N."""
         C, M = floats(flops), floats(ratio)
         return self.predict(N=np.sqrt(C / (6.0 * M)), D=np.sqrt(C * M / 6.0))
 
     def optimum(
         self, flops: ArrayLike, constants: Constants, flops_per_token: float = 6.0
     ) -> tuple[Array, Array, Array]:
-        """In closed form: M = (b / a)^(1 / (2 eta)) tokens per parameter at every C."""
+        """Return the optimum in closed form: M = (b / a)^(1 / (2 eta)) tokens per parameter at every C."""
         c, spent = constants, floats(flops) / flops_per_token
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             M = np.divide(c["b"], c["a"]) ** (0.5 / c["eta"])
@@ -70,7 +67,7 @@ class OvertrainingLaw(LossLaw):
             return N, D, self.evaluate(c, N, D)
 
     def size_exponent(self, constants: Constants) -> Any:
-        """One half."""
+        """Return one half."""
         return 0.0 * constants["eta"] + 0.5
 
     # The law as the solver sees it.
@@ -88,8 +85,8 @@ class OvertrainingLaw(LossLaw):
         problem = self._tied(self.E)._problem((size, data), observed)
 
         def constants(theta: Array) -> Columns:
-            found = problem.constants(theta)
-            return {"E": found["E"], "a": found["A"], "b": found["B"], "eta": found["alpha"]}
+            tied = problem.constants(theta)
+            return {"E": tied["E"], "a": tied["A"], "b": tied["B"], "eta": tied["alpha"]}
 
         bounds = {RENAMED.get(name, name): pair for name, pair in problem.bounds.items()}
         return replace(problem, bounds=bounds, constants=constants)

@@ -44,8 +44,8 @@ def loss_law(form: str = DEFAULT, **options: Any) -> Any:
     if form not in LOSS_LAWS:
         raise InputError(f"form is {form!r}; choose a law of N and D: {', '.join(LOSS_LAWS)}.")
     kind = law_class(form)
-    known = inspect.signature(kind).parameters
+    accepted = inspect.signature(kind).parameters
     for name, value in options.items():
-        if name not in known and value not in (None, False):
-            raise InputError(f"{name} is {value}, which the form {form} does not have; it has {', '.join(known)}.")
-    return kind(**{name: value for name, value in options.items() if name in known})
+        if name not in accepted and value not in (None, False):
+            raise InputError(f"{name} is {value}, which the form {form} does not have; it has {', '.join(accepted)}.")
+    return kind(**{name: value for name, value in options.items() if name in accepted})

@@ -7,7 +7,7 @@
 Special here:
 - U_N solves alpha A / U_N^alpha = beta B / U^beta, so it moves with the constants. In logarithms, log N' = log N - s +
   h(s, log R_N) for s = log(N / U_N) > 0, and the same for D.
-- The objective in (R_D, R_N) is flat and has several valleys: `starts_` says how many starts agree.
+- The objective in (R_D, R_N) is flat and has several valleys: `starts_` has the number of starts that agree.
 
 Muennighoff et al. 2023 (arXiv:2305.16264), equations 5 and 6.
 """
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..allocation.allocation import Optimum, token_limited
-from ..errors import Array, Columns, Constants, InputError, Say, floats, identifiable
+from ..errors import Array, Columns, Constants, InputError, floats, identifiable
 from ..solver.forms import LogSumTerms
 from .chinchilla import FLAT_EXPONENT, VANISHED
 from .law import Law, Problem, amplitude, centred, projected_starts
@@ -74,6 +74,7 @@ class RepetitionLaw(Law):
 
     form = "repetition"
     title = "the law of repeated data"
+    formula = "L(N, D, U) = {E} + {A} / N'^{alpha} + {B} / D'^{beta}, R_D = {R_D}, R_N = {R_N}"
     names = ("E", "A", "B", "alpha", "beta", "R_D", "R_N")
     direct = "always"
     irreducible = "E"
@@ -130,14 +131,8 @@ class RepetitionLaw(Law):
         size, data = worth(v, log_n, w, log_d - w)
         return c["E"] + c["A"] * np.exp(-c["alpha"] * size) + c["B"] * np.exp(-c["beta"] * data)
 
-    def equation(self, say: Say) -> str:
-        return (
-            f"L(N, D, U) = {say('E')} + {say('A')} / N'^{say('alpha')} + {say('B')} / D'^{say('beta')}, "
-            f"R_D = {say('R_D')}, R_N = {say('R_N')}"
-        )
-
     def optimal(self, flops: ArrayLike, unique_tokens: ArrayLike, level: float = 0.95) -> Optimum:
-        """The N and D of lowest loss under C = 6 N D with only `unique_tokens` different tokens; `more`: epochs."""
+        """Return the N and D of lowest loss for 6 N D FLOPs and `unique_tokens` different tokens; `more` has epochs."""
         return token_limited(self, flops, unique_tokens, level=level)
 
     # The law as the solver sees it.
@@ -158,15 +153,15 @@ class RepetitionLaw(Law):
             self._call_degenerate("R_N")
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Coordinates: log A and log B (at the mean log N and log D), log E, the exponents, unless the base is given;
-        log R_D, log R_N.
+        """Build the problem. Coordinates: log A and log B (at the mean log N and log D), log E and exponents unless the
+        base is given; log R_D, log R_N.
         """
         (x, x0), (y, y0) = centred(inputs[0]), centred(inputs[1])
         w = np.minimum(np.log(inputs[2]) - y0, y)
         target, repeats, base = np.log(observed), y - w, self._base
-        own = [] if base else [name for name in BASE if not (self.tied and name == "beta")]
-        names = (*own, "R_D", "R_N")
-        at = {name: i for i, name in enumerate(names)} | ({"beta": own.index("alpha")} if self.tied else {})
+        free = [] if base else [name for name in BASE if not (self.tied and name == "beta")]
+        names = (*free, "R_D", "R_N")
+        at = {name: i for i, name in enumerate(names)} | ({"beta": free.index("alpha")} if self.tied else {})
         low, high = float(target.min()) - VANISHED, float(target.max()) + 2.0
         bounds = dict.fromkeys("ABE", (low, high)) | dict.fromkeys(("alpha", "beta"), EXPONENT_BOUNDS)
         bounds |= dict.fromkeys(("R_D", "R_N"), tuple(np.log(R_BOUNDS)))
@@ -180,13 +175,13 @@ class RepetitionLaw(Law):
             return [v["A"] - v["alpha"] * size, v["B"] - v["beta"] * data, v["E"]]
 
         def constants(theta: Array) -> Columns:
-            found = {name: np.exp(theta[:, at[name]]) for name in ("R_D", "R_N")}
+            values = {name: np.exp(theta[:, at[name]]) for name in ("R_D", "R_N")}
             if base:
-                return {name: np.full(len(theta), base[name]) for name in BASE} | found
-            found |= {name: theta[:, at[name]].copy() for name in ("alpha", "beta")}
-            for name, shift in (("A", x0 * found["alpha"]), ("B", y0 * found["beta"]), ("E", 0.0)):
-                found[name] = amplitude(theta[:, at[name]], low, shift)
-            return found
+                return {name: np.full(len(theta), base[name]) for name in BASE} | values
+            values |= {name: theta[:, at[name]].copy() for name in ("alpha", "beta")}
+            for name, shift in (("A", x0 * values["alpha"]), ("B", y0 * values["beta"]), ("E", 0.0)):
+                values[name] = amplitude(theta[:, at[name]], low, shift)
+            return values
 
         def starts(weights: Array, keep: int | None) -> Array:
             if base:  # the best of a grid, by least squares

@@ -21,7 +21,7 @@ SAFE_EXPONENT = 600.0  # a few exponentials of this size neither overflow nor va
 class LogForm:
     """k parameters, n points, log loss out. theta is (P, k), coefficients such as `slope` (P, n), a step (P, k).
 
-    `value` gives f (P, n), an array of the caller's own, and arrays with P rows each for the other methods (`cache`):
+    `value` gives f (P, n), a new array, and arrays with P rows each for the other methods (`cache`):
     the Jacobian (P, n, k) and theta, unless a form has its own methods; `second` gives sum_i slope_i d2f_i.
     """
 
@@ -35,26 +35,26 @@ class LogForm:
         raise NotImplementedError
 
     def gradient(self, cache: list[Array], slope: Array) -> Array:
-        """sum_i slope_i df_i, (P, k)."""
+        """Return sum_i slope_i df_i, (P, k)."""
         return np.einsum("pn,pni->pi", slope, cache[0])
 
     def derivatives(self, cache: list[Array], slope: Array, curvature: Array, second: bool) -> tuple[Array, Array]:
-        """The gradient, and sum_i curvature_i df_i df_i^T, (P, k, k), plus sum_i slope_i d2f_i where `second`."""
+        """Return the gradient, and sum_i curvature_i df_i df_i^T (P, k, k), plus sum_i slope_i d2f_i if `second`."""
         first = cache[0]
         hessian = (first * curvature[:, :, None]).transpose(0, 2, 1) @ first
         return self.gradient(cache, slope), hessian + self.second(cache, slope) if second else hessian
 
     def sizes(self, cache: list[Array], slope: Array, spread: Array) -> tuple[Array, Array]:
-        """sum_i |slope_i| |df_i|, what cancels in a gradient, and sum_i spread_i |df_i|; both (P, k)."""
+        """Return sum_i |slope_i| |df_i|, what cancels in a gradient, and sum_i spread_i |df_i|; both (P, k)."""
         size = np.abs(cache[0])
         return np.einsum("pn,pni->pi", np.abs(slope), size), np.einsum("pn,pni->pi", spread, size)
 
     def along(self, cache: list[Array], step: Array) -> Array:
-        """Change of each prediction along a step, df . step, (P, n)."""
+        """Return the change of each prediction along a step, df . step, (P, n)."""
         return np.einsum("pni,pi->pn", cache[0], step)
 
     def bend(self, cache: list[Array], step: Array) -> Array:
-        """How that change bends, step^T d2f step, (P, n)."""
+        """Return the second derivative along a step, step^T d2f step, (P, n)."""
         raise NotImplementedError
 
 
@@ -86,7 +86,7 @@ class LogSumExp(LogForm):
         self._second = _PlacedSums(*zip(*[self._products(s, t) for s, t in pairs], strict=True))
 
     def _products(self, s: int, t: int) -> tuple[Array, Array]:
-        """Products of the columns of Z_s and Z_t, (n, m), and the entries of the Hessian that each belongs to."""
+        """Return products of the columns of Z_s and Z_t, (n, m), and the entries of the Hessian that they enter."""
         pairs = [(a, b) for a in range(len(self.index[s])) for b in range(len(self.index[t])) if s != t or a <= b]
         columns = np.zeros((self.points, len(pairs)))
         place = np.zeros((len(pairs), self.parameters, self.parameters))
@@ -99,7 +99,7 @@ class LogSumExp(LogForm):
         return columns, place.reshape(len(pairs), self.parameters**2)
 
     def _change(self, step: Array) -> list[Array]:
-        """Change of each term's exponent along a step: (P, n), or (P, 1) where all points share it."""
+        """Return the change of each term's exponent along a step: (P, n), or (P, 1) where all points share it."""
         return [step[:, index] @ rows for index, rows in zip(self.index, self._rows, strict=True)]
 
     def value(self, theta: Array) -> tuple[Array, list[Array]]:
@@ -149,7 +149,7 @@ class LogSumExp(LogForm):
 
 
 def _pair_coefficients(cache: list[Array], slope: Array, curvature: Array, second: bool) -> Iterator[Array]:
-    """What multiplies Z_s Z_t^T at each point for the pairs s <= t, in order; one array, overwritten."""
+    """Yield what multiplies Z_s Z_t^T at each point for the pairs s <= t, in one array that is overwritten."""
     outer = curvature - slope if second else curvature
     left, work = np.empty_like(outer), np.empty_like(outer)
     for s, share in enumerate(cache):
@@ -211,7 +211,7 @@ class LogSumTerms(LogForm):
         return np.array(np.broadcast_to(value, first.shape[:2])), [first, theta]
 
     def second(self, cache: list[Array], slope: Array) -> Array:
-        """d2f = sum_t p_t (du_t du_t^T + d2u_t) - df df^T."""
+        """Return sum_i slope_i d2f_i, with d2f = sum_t p_t (du_t du_t^T + d2u_t) - df df^T."""
         first, theta = cache
         terms, shares, _ = self._evaluate({n: Jet(theta[:, i : i + 1], {i: 1.0}, {}) for n, i in self.at.items()})
         hessian = np.zeros((len(theta), self.parameters, self.parameters))
@@ -230,7 +230,7 @@ class LogSumTerms(LogForm):
         return hessian - (first * slope[:, :, None]).transpose(0, 2, 1) @ first if len(terms) > 1 else hessian
 
     def bend(self, cache: list[Array], step: Array) -> Array:
-        """step^T d2f step, (P, n): second derivatives along the one direction."""
+        """Return step^T d2f step, (P, n), from jets along this one direction."""
         theta = cache[1]
         along = {n: Jet(theta[:, i : i + 1], {0: step[:, i : i + 1]}, {}) for n, i in self.at.items()}
         terms, shares, _ = self._evaluate(along)
@@ -245,8 +245,8 @@ class LogSumTerms(LogForm):
 
     def _evaluate(self, coordinates: Mapping[str, Jet]) -> tuple[list[Jet], list[Array], Array]:
         """Return the terms, the share of each in the sum, and the logarithm of the sum."""
-        found = self.terms({**coordinates, **self.fixed})
-        terms = [term if isinstance(term, Jet) else Jet(np.asarray(term), {}, {}) for term in found]
+        exponents = self.terms({**coordinates, **self.fixed})
+        terms = [term if isinstance(term, Jet) else Jet(np.asarray(term), {}, {}) for term in exponents]
         if len(terms) == 1:
             return terms, [np.ones(1)], terms[0].value
         top = terms[0].value
