@@ -364,7 +364,7 @@ def test_a_long_plan_is_folded_and_a_short_one_is_not(capsys: pytest.CaptureFixt
 
 def test_a_dry_run_says_cost_source_jobs_and_expected_starts(capsys: pytest.CaptureFixture[str]) -> None:
     cluster = ClusterConfig(kind="slurm", gpus_per_job=1, cpus_per_task=4, dollars_per_gpu_hour=2.0, queue_minutes=1.0)
-    planned = plan_runs(runs(), cluster, 1.35e10, 8)
+    planned = plan_runs(runs(), cluster, 1.125e10, 8)
     short = [run.estimated_seconds for run in planned.runs if run.estimated_seconds < 60]
     assert 60 < sum(short) < 120
     assert len(short) == len(planned.runs) - 2
