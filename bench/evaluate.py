@@ -140,7 +140,7 @@ class Pair:
 def load_entry(name: str, limit: int | None) -> SuiteTask:
     from ..evaluate.tasks.tasks import load_suite
 
-    return next(iter(load_suite(name, limit).tasks.values()))
+    return next(iter(load_suite(name, limit).values()))
 
 
 def answers(lm: Any, entry: SuiteTask) -> list[ItemResult]:

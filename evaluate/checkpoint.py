@@ -101,7 +101,7 @@ class Evaluator:
             if held_out is not None:
                 worst = (record.scores["held_out"] or {}).get("worst")
                 record.scores["held_out"] = held_out if worst is None else held_out | {"worst": worst}
-            if missing := [task for name, task in self.suite.tasks.items() if name not in record.tasks]:
+            if missing := [task for name, task in self.suite.items() if name not in record.tasks]:
                 self._score(record, loaded, device, missing, say)
             if decode and record.scores.get("decode") is None:
                 record.scores["decode"] = run_on_ranks(self.ranks, lambda: decode_speed(loaded.model), only_first=True)

@@ -66,9 +66,9 @@ def overlaps(
     if not len(shards.train):
         raise UserError(f"{shards.directory} has no training text to search for items")
     if cache is None:
-        return _search(shards, suite.tasks, ngram, progress)
+        return _search(shards, suite, ngram, progress)
     files = {}
-    for name, task in suite.tasks.items():
+    for name, task in suite.items():
         # What the answer depends on: the training text, the items and the question.
         key = checksum([VERSION, shards.manifest, task.subset["sha256"], task.indices, ngram])[:32]
         files[name] = cache / "contamination" / f"{key}.json"
@@ -77,7 +77,7 @@ def overlaps(
         lock = f"contamination-{checksum([shards.manifest, ngram])[:16]}"
         with locked(cache, lock, lambda stage, *_: progress(f"contamination: {stage}")):
             known = _read(files)  # another process may have been at it
-            missing = {name: task for name, task in suite.tasks.items() if name not in known}
+            missing = {name: task for name, task in suite.items() if name not in known}
             found = _search(shards, missing, ngram, progress)
             for name, items in found.items():
                 content = {"task": name, "ngram": ngram, "contaminated": sorted(items)}
@@ -89,7 +89,7 @@ def overlaps(
                         "cache with ISOFLOP_CACHE"
                     ) from error
             known |= found
-    return {name: known[name] for name in suite.tasks}
+    return {name: known[name] for name in suite}
 
 
 def _read(files: dict[str, Path]) -> dict[str, set[int]]:

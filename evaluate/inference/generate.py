@@ -29,7 +29,6 @@ from .forward import Forward, attention_by_sequence, unless_out_of_memory
 
 MAX_RUNNING = 256  # texts that decode together
 CACHE_BYTES = 1 << 30  # default for keys and values on a CPU; on a GPU it is half of the free memory
-_DRAWN_AHEAD = 64  # random numbers of a stream that are drawn at once
 _FIRST_SORTED = 64  # tokens that are tried for a nucleus; then 8 times as many
 # `decode_speed` times this many tokens, for at most so many seconds, and begins so far from the end of the context.
 TIMED, TIMED_SECONDS, TIMED_END = 256, 1.5, 32
@@ -121,17 +120,10 @@ class Request:
 
     index: int
     text: list[int]
-    random: torch.Generator
+    uniforms: Tensor  # (max_tokens,) one random number per new token
+    start: int
     new: list[int] = field(default_factory=list)
-    start: int = 0
     failed: bool = False
-    _ahead: list[float] = field(default_factory=list)
-
-    def uniform(self) -> float:
-        if not self._ahead:
-            drawn = torch.rand(_DRAWN_AHEAD, dtype=torch.float64, generator=self.random)
-            self._ahead = drawn.flip(0).tolist()
-        return self._ahead.pop()
 
 
 class Generation:
@@ -166,7 +158,9 @@ class Generation:
         for index, (prompt, seed) in enumerate(zip(prompts, seeds or range(len(prompts)), strict=True)):
             text = list(prompt[-max_length:])
             start = max((place for place, before in enumerate(text[:-1], 1) if before == self.end), default=0)
-            self.waiting.append(Request(index, text, torch.Generator().manual_seed(seed), start=start))
+            random = torch.Generator().manual_seed(seed)
+            uniforms = torch.rand(max_tokens, dtype=torch.float64, generator=random)
+            self.waiting.append(Request(index, text, uniforms, start))
         self.cache, self.forward = self._new_cache(cache_bytes), Forward(model, absorbed=True)
 
     @property
@@ -253,8 +247,7 @@ class Generation:
         """Give each request its next token; requests that end leave, and those that outgrow the context slide."""
         uniforms = None
         if self.sampling.temperature != 0:
-            drawn = [request.uniform() for request in requests]
-            uniforms = torch.tensor(drawn, dtype=torch.float64, device=logits.device)
+            uniforms = torch.stack([request.uniforms[len(request.new)] for request in requests]).to(logits.device)
         tokens, failed = choose_tokens(logits, self.sampling, uniforms)
         ended, outgrown = [], []
         for request, token, is_nan in zip(requests, read(tokens).tolist(), read(failed).tolist(), strict=True):

@@ -232,7 +232,7 @@ def _kept(output: Path, header: dict[str, Any], suite: Suite, ngram: int | None,
     }
     changed = [
         name
-        for name, entry in suite.tasks.items()
+        for name, entry in suite.items()
         if (scores := known.get(name)) is not None
         and not (
             scores["subset"] == entry.subset
@@ -243,7 +243,7 @@ def _kept(output: Path, header: dict[str, Any], suite: Suite, ngram: int | None,
     ]
     if changed:
         say(f"scored again, as items, prompts or settings are not those of {output}: {', '.join(changed)}")
-    if others := [name for name in known if name not in suite.tasks]:
+    if others := [name for name in known if name not in suite]:
         say(f"kept in {output}: {', '.join(others)}")
     return {**old, "tasks": {name: scores for name, scores in known.items() if name not in changed}, "suites": {}}
 

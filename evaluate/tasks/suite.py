@@ -44,17 +44,14 @@ class SuiteTask:
     shots: int = 0  # examples in each prompt
 
 
-@dataclass
-class Suite:
-    name: str
-    tasks: dict[str, SuiteTask]
+Suite = dict[str, SuiteTask]  # by name, in the order in which they are scored
 
 
-def choose_items(name: str, count: int, limit: int | None, seed: int = SEED) -> list[int]:
-    """Places of the items to score, ascending: the `limit` smallest by a hash."""
+def choose_items(name: str, count: int, limit: int | None) -> list[int]:
+    """Return the places of the items to score, ascending: the `limit` smallest by a hash."""
     if limit is None or limit >= count:
         return list(range(count))
-    ranked = sorted(range(count), key=lambda index: hashlib.sha256(f"{seed}/{name}/{index}".encode()).digest())
+    ranked = sorted(range(count), key=lambda index: hashlib.sha256(f"{SEED}/{name}/{index}".encode()).digest())
     return sorted(ranked[:limit])
 
 

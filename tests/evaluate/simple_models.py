@@ -9,11 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from isoflop.evaluate.harness import CheckpointLM, answer_task
 from isoflop.evaluate.inference.generate import Sampling, choose_tokens
 from isoflop.evaluate.metrics import task_scores
+from isoflop.evaluate.tasks import hub
 from isoflop.evaluate.tasks.suite import Suite, SuiteTask
+from isoflop.evaluate.tasks.tasks import load_suite
 from isoflop.train.config import DataConfig, ModelConfig, RunConfig
 from isoflop.train.data.tokenizers import ByteTokenizer
 from isoflop.train.model.gpt import GPT
@@ -90,13 +93,20 @@ def score_task(lm: CheckpointLM, entry: SuiteTask) -> dict[str, Any]:
 def score(loaded: Any, suite: Suite) -> dict[str, dict[str, Any]]:
     """Scores of each task."""
     lm = CheckpointLM(loaded.model, loaded.tokenizer, loaded.config.data.sequence_length)
-    return {name: score_task(lm, entry) for name, entry in suite.tasks.items()}
+    return {name: score_task(lm, entry) for name, entry in suite.items()}
 
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """One token from logits (vocabulary,) and a stream of random numbers."""
     uniforms = torch.rand(1, dtype=torch.float64, generator=generator)
     return int(choose_tokens(logits[None], sampling, uniforms)[0])
+
+
+def load_indexed(manager: TaskManager, *asked: Any, **options: Any) -> Suite:
+    """Tasks by name, from an index of lm-eval's that holds others than its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hub, "task_manager", lambda *_: manager)
+        return load_suite(*asked, **options)
 
 
 def custom_tasks(folder: Path) -> TaskManager:

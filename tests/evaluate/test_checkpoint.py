@@ -80,7 +80,7 @@ def made_up(name: str, count: int) -> SuiteTask:
 
 
 def suite_of(count: int = 6, names: tuple[str, ...] = ("chosen", "last_word", "written", "text")) -> Suite:
-    return Suite("made up", {name: made_up(name, count) for name in names})
+    return {name: made_up(name, count) for name in names}
 
 
 def make_run(folder: Path) -> Path:
@@ -199,7 +199,7 @@ def test_nothing_is_scored_twice_and_everything_that_changed_is(evaluate: Any, t
     assert again(suite_of(7, ("chosen",))) == ["chosen"]  # other items
     assert set(json.loads(out.read_text())["tasks"]) == {"chosen", "last_word"}
     assert [item["task"] for item in read_items(items_path(out))] == ["last_word"] * 6 + ["chosen"] * 7
-    newer = Suite("made up", {"chosen": replace(made_up("chosen", 7), version=2)})
+    newer = {"chosen": replace(made_up("chosen", 7), version=2)}
     assert again(newer) == ["chosen"]
     assert again(newer, precision="bf16") == ["chosen"]
     scores = json.loads(out.read_text())

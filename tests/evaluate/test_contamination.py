@@ -60,7 +60,7 @@ def training_texts(shards: Shards) -> list[str]:
 def suite_of(folder: Path, items: list[dict[str, Any]], name: str = "quiz") -> Suite:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
-    return Suite(name, load_custom(folder / f"{name}.jsonl"))
+    return load_custom(folder / f"{name}.jsonl")
 
 
 def plain_words(text: str) -> list[str]:
@@ -198,11 +198,11 @@ def test_places_are_those_of_the_split_and_examples_are_no_part_of_an_item(tmp_p
     items = [{"question": " ".join(f"q{place}w{i}" for i in range(20)), "answer": "no"} for place in range(30)]
     leak = training_texts(shards)[0]
     suite_of(tmp_path, [*items[:17], {"question": leak, "answer": "yes"}, *items[17:]])
-    suite = Suite("quiz", load_custom(tmp_path / "quiz.jsonl", shots=5, limit=None))
-    assert any(leak in instance.args[0] for instance in suite.tasks["quiz@5"].task.instances if instance.doc_id != 17)
+    suite = load_custom(tmp_path / "quiz.jsonl", shots=5, limit=None)
+    assert any(leak in instance.args[0] for instance in suite["quiz@5"].task.instances if instance.doc_id != 17)
     assert overlaps(shards, suite) == {"quiz@5": {17}}
-    some = Suite("quiz", load_custom(tmp_path / "quiz.jsonl", limit=12))
-    assert overlaps(shards, some)["quiz"] == {17} & set(some.tasks["quiz"].indices)
+    some = load_custom(tmp_path / "quiz.jsonl", limit=12)
+    assert overlaps(shards, some)["quiz"] == {17} & set(some["quiz"].indices)
 
 
 def test_texts_to_be_scored_whole_are_items_too(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_texts_to_be_scored_whole_are_items_too(tmp_path: Path) -> None:
     (folder / "web").mkdir(parents=True)
     for place, text in enumerate(["nothing of the kind " * 9, training_texts(shards)[0], training_texts(shards)[1]]):
         (folder / "web" / f"{place}.txt").write_text(text)
-    assert overlaps(shards, Suite("texts", load_texts(folder))) == {"text_held_web": {1, 2}}
+    assert overlaps(shards, load_texts(folder)) == {"text_held_web": {1, 2}}
 
 
 def texts_of_task(text: Any, target: Any, choices: list[str]) -> tuple[str, str]:
@@ -249,7 +249,7 @@ def test_results_are_kept_by_text_items_and_length(tmp_path: Path, leaked: tuple
     assert file.stat().st_mtime_ns == before  # read, not computed
     overlaps(shards, suite, 12, cache=cache)
     other = suite_of(tmp_path, [{"question": "other " * 20, "answer": "no"}], "other")
-    both = Suite("both", suite.tasks | other.tasks)
+    both = suite | other
     assert overlaps(shards, both, cache=cache) == {"quiz": {0}, "other": set()}
     assert overlaps(shards_of(tmp_path / "more", ["a b", "c d"]), suite, cache=cache) == {"quiz": set()}
     assert len(list((cache / "contamination").iterdir())) == 4

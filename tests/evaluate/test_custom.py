@@ -359,4 +359,4 @@ def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
     both = [str(tmp_path / folder / "quiz.jsonl") for folder in ("first", "second")]
     with pytest.raises(UserError, match=r"'quiz' comes from .*first.* and from .*second.*; rename one"):
         load_suite(both)
-    assert list(load_suite([both[0], both[0]]).tasks) == ["quiz"], "the same file twice is one"
+    assert list(load_suite([both[0], both[0]])) == ["quiz"], "the same file twice is one"

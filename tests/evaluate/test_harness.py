@@ -15,12 +15,11 @@ from isoflop.evaluate.harness import CheckpointLM, TokenCache, answer_task
 from isoflop.evaluate.metrics import ItemResult
 from isoflop.evaluate.records.items import _right_choices
 from isoflop.evaluate.records.record import Answers
-from isoflop.evaluate.tasks.tasks import load_suite
 from isoflop.train.data.tokenizers import ByteTokenizer
 from isoflop.train.model.gpt import GPT
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
-from simple_models import by_forward, gpt, written
+from simple_models import by_forward, gpt, load_indexed, written
 
 END, T = ByteTokenizer.end_of_document, 32
 
@@ -258,9 +257,9 @@ def model() -> GPT:
 
 @pytest.fixture(scope="module")
 def items(tasks: TaskManager, model: GPT) -> dict[str, list[ItemResult]]:
-    suite = load_suite([*KINDS, "shots"], None, manager=tasks)
+    suite = load_indexed(tasks, [*KINDS, "shots"], None)
     lm = lm_of(model)
-    return {name: answer_task(lm, entry)[0] for name, entry in suite.tasks.items()}
+    return {name: answer_task(lm, entry)[0] for name, entry in suite.items()}
 
 
 def nats_of(model: GPT, prompt: str, answer: str) -> float:

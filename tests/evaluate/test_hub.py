@@ -30,7 +30,7 @@ def own_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TaskManager:
 
 
 def requests_of(suite: Any) -> dict[str, list[Any]]:
-    return {name: [request.args for request in entry.task.instances] for name, entry in suite.tasks.items()}
+    return {name: [request.args for request in entry.task.instances] for name, entry in suite.items()}
 
 
 def test_copies_serve_a_node_without_the_hub(own_names: TaskManager, tmp_path: Path) -> None:
@@ -126,12 +126,12 @@ hub.write_copy(Path({str(tmp_path / "hub" / "x")!r}), datasets.Dataset.from_dict
 
 def test_examples_of_a_named_task_are_lm_evals_own_choice(own_names: TaskManager, tmp_path: Path) -> None:
     suite = load_suite("my_choice@3,my_choice", None, cache=tmp_path)
-    assert {name: entry.shots for name, entry in suite.tasks.items()} == {"my_choice@3": 3, "my_choice": 0}
+    assert {name: entry.shots for name, entry in suite.items()} == {"my_choice@3": 3, "my_choice": 0}
     task = own_names.load(["my_choice"])["tasks"]["my_choice"]
     task.set_config(key="num_fewshot", value=3)
     task.set_fewshot_seed(seed=1234)  # as lm_eval.simple_evaluate(num_fewshot=3) does
     task.build_all_requests(limit=None, rank=0, world_size=1)
-    assert [one.args for one in suite.tasks["my_choice@3"].task.instances] == [one.args for one in task.instances]
+    assert [one.args for one in suite["my_choice@3"].task.instances] == [one.args for one in task.instances]
     scores = score(checkpoint_of(bigram(random_table())), suite)
     assert scores.keys() == {"my_choice@3", "my_choice"}
     assert scores["my_choice"]["gold_bpb"] == scores["my_choice@3"]["gold_bpb"]  # a letter pair looks back one letter
@@ -154,11 +154,11 @@ def test_a_folder_is_taken_where_lm_eval_has_no_such_name(
     }
     (tmp_path / "mine" / "sums.yaml").write_text(json.dumps({"task": "sums", **data, **form}))
     monkeypatch.chdir(tmp_path)
-    assert list(load_suite("mine", 5).tasks) == ["sums"] == list(load_suite("./mine", 5).tasks)
+    assert list(load_suite("mine", 5)) == ["sums"] == list(load_suite("./mine", 5))
     questions.write_text(questions.read_text() * 2 + questions.read_text().replace("one is", "two is"))
     suite = load_suite("mine/questions.jsonl,mine/questions.jsonl@1", 5)
-    assert list(suite.tasks) == ["questions", "questions@1"] == [entry.name for entry in suite.tasks.values()]
-    assert score(checkpoint_of(bigram(random_table())), suite).keys() == suite.tasks.keys()
+    assert list(suite) == ["questions", "questions@1"] == [entry.name for entry in suite.values()]
+    assert score(checkpoint_of(bigram(random_table())), suite).keys() == suite.keys()
     assert stage_tasks("mine") == []
 
 

