@@ -174,7 +174,7 @@ def check_settings(precision: str, batch_tokens: int | None, ngram: int | None) 
 
 
 def load_scored(path: Path, device: str, dtype: torch.dtype, average: float | None = None) -> Any:
-    """Load a checkpoint with its tokenizer; the error says so if only the tokenizer is missing."""
+    """Load a checkpoint with its tokenizer; there is a separate error for a missing tokenizer."""
     from ..train.checkpoint.checkpoint import find, load_for_evaluation
 
     try:

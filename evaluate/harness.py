@@ -1,8 +1,8 @@
-"""lm-eval asks, our own models answer, in this process and without transformers.
+"""Our models as lm-eval sees them, in this process and without transformers.
 
-lm-eval builds prompts and computes the metrics; here are ids, windows and sums. Prompts that do not fit are cut on the
-left, as by lm-eval's `hf` model; a *continuation* that does not fit is scored by lm-eval's rolling windows. Each
-request is looked up among the answers first, and the model's work is shared out over ranks (`ranks.py`).
+lm-eval builds prompts and computes metrics; this file computes ids, windows and sums. Prompts that are too long are cut
+on the left, as in lm-eval's `hf` model; a *continuation* that is too long is scored by lm-eval's rolling windows. Each
+request is looked up in the answers first, and the ranks share the work of the model (`ranks.py`).
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from .tasks.suite import SuiteTask, quiet
 
 # Small enough for the caches of a CPU, large enough to fill a GPU.
 BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
-ROUND_TOKENS = 1 << 18  # that a rank scores before all ranks' answers are stored
-ENTRY_BYTES = 200  # of a text and its ids in a `TokenCache`, beside these
-ROUND_PROMPTS = 64  # that a rank continues before they are
+# Tokens that a rank scores, and prompts that it continues, before the answers of all ranks are stored.
+ROUND_TOKENS, ROUND_PROMPTS = 1 << 18, 64
+ENTRY_BYTES = 200  # overhead of an entry of a `TokenCache`
 ALONE = Mesh()
 
 
 class TokenCache:
-    """Ids of texts under one tokenizer, for checkpoint after checkpoint, as arrays of its own small type.
+    """Token ids of texts under one tokenizer, kept from checkpoint to checkpoint in the tokenizer's small integer type.
 
-    At most `largest` bytes are kept; what is beyond is encoded anew each time.
+    At most `largest` bytes are kept; texts beyond that are encoded each time.
     """
 
     def __init__(self, largest: int = 1 << 28) -> None:
@@ -55,7 +55,7 @@ class TokenCache:
         self._ids: dict[str, np.ndarray] = {}
 
     def encode(self, texts: Iterable[str], encode: Callable[[Sequence[str]], Sequence[Any]]) -> dict[str, list[int]]:
-        """Ids of each text; those that are not known yet by `encode`, which takes many texts at a time."""
+        """Return the ids of each text; `encode` encodes the texts that are not kept, many at a time."""
         wanted = dict.fromkeys(texts)
         new = [text for text in wanted if text not in self._ids]
         arrays = dict(zip(new, map(np.asarray, encode(new)), strict=True)) if new else {}
@@ -68,7 +68,7 @@ class TokenCache:
 
 
 class CheckpointLM(TemplateLM):
-    """A model of ours as lm-eval sees it; its tokenizer's `end_of_document` conditions what has no context."""
+    """A model of ours as lm-eval sees it; `end_of_document` of its tokenizer stands for an empty context."""
 
     def __init__(
         self,
@@ -79,10 +79,10 @@ class CheckpointLM(TemplateLM):
         batch_tokens: int | None = None,  # bound on rows times length of one forward pass; default by device
         seed: int = 0,
         *,
-        tokens: TokenCache | None = None,  # of texts met before, under this tokenizer
-        answers: Answers | None = None,  # of this model, found before; default none are kept
-        ranks: Mesh = ALONE,  # the processes that share the work, each with the same model
-        say: Callable[[str], None] = lambda line: None,  # told when memory runs out
+        tokens: TokenCache | None = None,  # of this tokenizer
+        answers: Answers | None = None,  # earlier answers of this model; by default none are kept
+        ranks: Mesh = ALONE,  # processes that share the work, each with the same model
+        say: Callable[[str], None] = lambda line: None,  # called if memory runs out
     ) -> None:
         super().__init__()
         self.model, self.text, self.max_length = model, tokenizer, max_length
@@ -90,7 +90,7 @@ class CheckpointLM(TemplateLM):
         self.batch_tokens = batch_tokens or BATCH_TOKENS["cuda" if on_gpu(self._device) else "cpu"]
         self._tokens, self._answers, self._ranks = tokens or TokenCache(), answers, ranks
         self._scorer = Scorer(model, device, self.batch_tokens, say)
-        # Arguments of requests whose prompt was cut or whose continuation took several windows; that met a NaN.
+        # Arguments of requests with a cut prompt or a continuation of several windows, and of those with a NaN.
         self.truncated: set[tuple[Any, ...]] = set()
         self.failed: set[tuple[Any, ...]] = set()
 
@@ -107,9 +107,9 @@ class CheckpointLM(TemplateLM):
     # --- log-likelihoods ---------------------------------------------------------------------------------------------
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[Score]:
-        """Nats of each continuation given its context, and whether greedy decoding would produce it."""
+        """Return the nats of each continuation given its context, and whether greedy decoding would produce it."""
         pairs = [request.args for request in requests]
-        # As lm-eval: trailing blanks of a context belong to the continuation, and both are encoded as one text.
+        # As in lm-eval, trailing blanks of a context belong to the continuation, and both are encoded as one text.
         contexts = [context.rstrip() for context, _ in pairs]
         ids = self._encode([*contexts, *(context + continuation for context, continuation in pairs)])
         split = []
@@ -118,7 +118,7 @@ class CheckpointLM(TemplateLM):
             if context == "" and whole[:1] == [self.prefix_token_id]:
                 before = whole[:1]
             if len(before) >= len(whole) and context + continuation != start:
-                # No token is the answer's alone, so those that reach over the border are.
+                # No token belongs to the answer alone, so tokens across the border count as the answer's.
                 before = whole[: min(shared_length(np.asarray(before), np.asarray(whole)), len(whole) - 1)]
             split.append(((context, continuation), before, whole[len(before) :]))
         return self._loglikelihood_tokens(split)
@@ -131,7 +131,7 @@ class CheckpointLM(TemplateLM):
             room = self.max_length + 1 - len(continuation)
             if len(context) > room:
                 self.truncated.add(strings)
-            before = context or [self.prefix_token_id]  # a context of blanks has moved into the continuation, whole
+            before = context or [self.prefix_token_id]  # a context of blanks is part of the continuation
             if room < 1:
                 windows.append(_rolling_windows(continuation, before[-1], self.max_length))
             else:
@@ -139,15 +139,15 @@ class CheckpointLM(TemplateLM):
         return self._sums([request_key("loglikelihood", *strings) for strings, _, _ in requests], windows)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
-        """Nats of whole texts: every token scored once, in windows of `max_length` after `end_of_document`."""
+        """Return the nats of whole texts: every token is scored once, in windows after `end_of_document`."""
         texts = [request.args[0] for request in requests]
         ids = self._encode(texts)
         windows = [_rolling_windows(ids[text], self.prefix_token_id, self.max_length) for text in texts]
         return [total for total, _ in self._sums([request_key("rolling", text) for text in texts], windows)]
 
     def _sums(self, names: list[str], windows: list[list[Request]]) -> list[Score]:
-        """The sum over the windows of each request; from the answers where it is there, else into them."""
-        # A long text is kept window by window, for its windows do not stand together in the batches.
+        """Return the sum over the windows of each request, from the answers or from the model."""
+        # Answers are kept window by window, because the windows of a text are not in one batch.
         parts = [[f"{name}.{number}" for number in range(len(of))] for name, of in zip(names, windows, strict=True)]
         wanted = dict(zip(chain(*parts), chain(*windows), strict=True))
         scores = {name: (float(nats), bool(greedy)) for name, (nats, greedy) in self._known(wanted).items()}
@@ -164,13 +164,13 @@ class CheckpointLM(TemplateLM):
         else:
             for shared in share_requests(requests, self._ranks.size, ROUND_TOKENS):
                 mine = [requests[place] for place in shared[self._ranks.rank]]
-                found = self._ranks.gather(run_on_ranks(self._ranks, partial(self._scorer.score, mine)))
-                done(list(zip(chain(*shared), chain(*found), strict=True)))
-        # Without windows nothing was asked: certain, and greedy decoding writes it.
+                gathered = self._ranks.gather(run_on_ranks(self._ranks, partial(self._scorer.score, mine)))
+                done(list(zip(chain(*shared), chain(*gathered), strict=True)))
+        # A request without windows has probability 1, and greedy decoding writes it.
         return [(sum((scores[one][0] for one in of), 0.0), all(scores[one][1] for one in of)) for of in parts]
 
     def _known(self, names: Iterable[str]) -> dict[str, Any]:
-        """The answers that the first rank has."""
+        """Return the answers that the first rank has."""
         if (store := self._answers) is None:
             return {}
         return run_on_ranks(
@@ -180,32 +180,32 @@ class CheckpointLM(TemplateLM):
         )
 
     def _keep(self, answers: list[tuple[str, Any]]) -> None:
-        """With the first rank; where it cannot write them, all raise."""
+        """Store answers on the first rank; all ranks raise if it cannot write them."""
         if self._answers is not None:
             run_on_ranks(self._ranks, partial(self._answers.put, answers), only_first=True)
 
     # --- generation --------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-        """The text after each context, up to a stop sequence (not included), the end of the document, or the limit."""
+        """Return the text after each context, up to a stop sequence, the end of the document, or the limit."""
         groups: dict[str, list[int]] = {}
         for place, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(place)
         results = [""] * len(requests)
-        for words, places in groups.items():
+        for group, places in groups.items():
             contexts = [requests[place].args[0] for place in places]
-            texts = self._continue(contexts, places, words, normalize_gen_kwargs(requests[places[0]].args[1]))
+            texts = self._continue(contexts, places, group, normalize_gen_kwargs(requests[places[0]].args[1]))
             for place, text in zip(places, texts, strict=True):
                 results[place] = text
         return results
 
-    def _continue(self, contexts: list[str], places: list[int], words: str, settings: Any) -> list[str]:
-        """Contexts that share their settings. Seeds go by place in the whole list, so repeats differ."""
-        most, stops = settings["max_gen_toks"], [stop for stop in settings["until"] if stop]
+    def _continue(self, contexts: list[str], places: list[int], group: str, settings: Any) -> list[str]:
+        """Continue contexts with the same settings. Seeds depend on the place in the whole list, so repeats differ."""
+        limit, stops = settings["max_gen_toks"], [stop for stop in settings["until"] if stop]
         decode = self.text.decode
-        # As lm-eval's `hf` model: the prompt gives way to the answer. Where the answer alone fills the context, the
-        # window slides instead.
-        room = self.max_length - most if most < self.max_length else self.max_length
+        # As in lm-eval's `hf` model, the prompt is cut to leave room for the answer. If the answer alone fills the
+        # context, the window slides instead.
+        room = self.max_length - limit if limit < self.max_length else self.max_length
         ids = self._encode(contexts)
         self.truncated |= {(context,) for context in contexts if len(ids[context]) > room}
         sampling = Sampling(
@@ -214,28 +214,28 @@ class CheckpointLM(TemplateLM):
             float(settings.get("top_p") or 1.0),
         )
         names: list[str] = []
-        wanted: dict[str, tuple[list[int], int]] = {}  # prompt and seed
+        prompts: dict[str, tuple[list[int], int]] = {}  # ids and seed
         for context, place in zip(contexts, places, strict=True):
             # torch keeps 32 bits of a seed on the CPU, so the two numbers are mixed into that many.
             seed = int(np.random.SeedSequence([self.seed, place]).generate_state(1)[0])
-            names.append(request_key("generate", context, words, seed if sampling.temperature > 0 else None))
-            wanted[names[-1]] = (ids[context] or [self.prefix_token_id])[-room:], seed
+            names.append(request_key("generate", context, group, seed if sampling.temperature > 0 else None))
+            prompts[names[-1]] = (ids[context] or [self.prefix_token_id])[-room:], seed
 
         def finished(new: list[int]) -> bool:
             return new[-1] == self.eot_token_id or (bool(stops) and any(stop in decode(new) for stop in stops))
 
-        texts = {name: answer[0] for name, answer in self._known(wanted).items()}
-        missing = [name for name in wanted if name not in texts]
+        texts = {name: answer[0] for name, answer in self._known(prompts).items()}
+        missing = [name for name in prompts if name not in texts]
 
         def ask(part: list[str], done: Callable[[int, list[int] | None], None] | None = None) -> list[list[int] | None]:
             return generate_texts(
                 self.model,
-                [wanted[name][0] for name in part],
-                most,
+                [prompts[name][0] for name in part],
+                limit,
                 max_length=self.max_length,
                 finished=finished,
                 sampling=sampling,
-                seeds=[wanted[name][1] for name in part],
+                seeds=[prompts[name][1] for name in part],
                 device=self._device,
                 batch_tokens=self.batch_tokens,
                 done=done,
@@ -246,30 +246,31 @@ class CheckpointLM(TemplateLM):
                 texts[name] = None if output is None else postprocess_generated_text(decode(output), stops, None)
             self._keep([(name, [texts[name]]) for name in names])
 
-        # Alone what is finished is kept at once; several ranks take every size-th prompt, round by round.
+        # One rank stores each text as soon as it ends; several ranks take every size-th prompt, round by round.
         size, rank = self._ranks.size, self._ranks.rank
         if size == 1:
             ask(missing, lambda number, output: take([missing[number]], [output]))
         for start in range(0, len(missing) if size > 1 else 0, size * ROUND_PROMPTS):
             part = missing[start : start + size * ROUND_PROMPTS]
-            found = self._ranks.gather(run_on_ranks(self._ranks, partial(ask, part[rank::size])))
-            take([name for other in range(size) for name in part[other::size]], list(chain(*found)))
+            outputs = self._ranks.gather(run_on_ranks(self._ranks, partial(ask, part[rank::size])))
+            take([name for other in range(size) for name in part[other::size]], list(chain(*outputs)))
         self.failed |= {(context,) for context, name in zip(contexts, names, strict=True) if texts[name] is None}
         return [texts[name] or "" for name in names]
 
 
 def _rolling_windows(tokens: list[int], prefix: int, max_length: int) -> list[Request]:
-    """lm-eval's windows over a text: disjoint, except that the last one looks back as far as the model can."""
+    """Return lm-eval's windows over a text: disjoint, except that the last one has as much context as fits."""
     windows = get_rolling_token_windows(tokens, prefix, max_length, context_len=1)
     return [Request(*make_disjoint_window(window)) for window in windows]
 
 
 def answer_task(lm: CheckpointLM, entry: SuiteTask) -> tuple[list[ItemResult], dict[str, float | None]]:
-    """The items of a task that the model answered, and the task's metrics that are no mean over items (perplexity, F1)
-    as lm-eval computes them, without an error of ours; None where that is no finite number.
+    """Return the items of a task with the model's answers, and metrics that are not a mean over items (perplexity, F1).
+
+    These metrics are lm-eval's, without a standard error; None if they are not finite.
     """
     with quiet(progress_bars=True):
-        # Standard errors are ours, from the items: lm-eval's bootstrap would cost more than the model.
+        # Our standard errors come from the items; lm-eval's bootstrap would cost more than the model.
         output = lm_eval.evaluate(lm, {"tasks": {entry.name: entry.task}, "groups": {}}, bootstrap_iters=0)
     averaged = {name for name, function in entry.task.aggregation().items() if function is mean}
     items = item_results(entry, output["samples"][entry.name], averaged, lm.truncated, lm.failed)

@@ -52,7 +52,7 @@ def export_checkpoint(
         dtype: Type of the weights, fp32 or bf16.
         average: Span of the weight average to export; None exports the weights.
         overwrite: Whether a folder of an earlier export may be replaced.
-        facts: What the model card states besides the checkpoint itself.
+        facts: What the model card states in addition to the checkpoint.
 
     Raises:
         UserError: There is no checkpoint, the format or dtype is unknown, no architecture computes the model, or the
@@ -82,7 +82,7 @@ def _check_free(output: Path, overwrite: bool, source: Path) -> None:
         if not overwrite:
             raise UserError(f"{output} is not empty; choose another folder, or replace it with --overwrite")
         if source.resolve().is_relative_to(output.resolve()):
-            raise UserError(f"{output} holds {source.name}, which is to be exported; choose another folder")
+            raise UserError(f"{output} holds {source.name}, the checkpoint to export; choose another folder")
         foreign = sorted(file.name for file in output.iterdir() if not _is_ours(file))
         if foreign:
             raise UserError(

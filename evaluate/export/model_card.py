@@ -1,7 +1,4 @@
-"""The README.md of an exported model: what it is, what it cost, how good it is, and how far to trust that.
-
-What is not known is left out or said to be unknown, never filled in.
-"""
+"""The README.md of an exported model: its shape, cost and scores. Unknown values are left out."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ SCORES = {
     "gold_bpb": "gold BPB",
     "bpb": "BPB",
 }
-# What may stand in front of a number of items.
+# Counts of items that are listed next to a task's scores, and their names.
 CAVEATS = {
     "truncated_items": "items whose prompt was cut to the context",
     "contaminated_items": "items that share text with the training data",
@@ -33,7 +30,7 @@ CAVEATS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a checkpoint beside itself."""
+    """What is known about a checkpoint in addition to its own files."""
 
     scores: Mapping[str, Any] | None = None  # see `Evaluator.evaluate`; `held_out` alone is enough
     law: Mapping[str, Any] | None = None  # of its sweep: form, predicted_loss, interval (low, high) or None
@@ -42,7 +39,7 @@ class Facts:
 
 
 def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str]) -> str:
-    """Markdown; `notes` are said under how to use it, a paragraph each."""
+    """Return Markdown; `notes` are paragraphs of the section on use."""
     config, name = loaded.config, f"isoflop {run_id(loaded.config)}"
     model, count = config.model, count_parameters(config.model)
     tokens = loaded.step * config.batch_tokens
@@ -109,7 +106,7 @@ def _front_matter(loaded: LoadedCheckpoint) -> str:
 
 
 def _plain(text: str) -> str:
-    """One line of it, which neither Markdown nor a page takes for markup."""
+    """Return the text as one line in which neither Markdown nor HTML sees markup."""
     line = " ".join(str(text).split())
     # An underscore inside a word marks nothing up, and names are full of them.
     return re.sub(r"[\\`*<>\[\]|#&]|(?<![^\W_])_|_(?![^\W_])", lambda found: f"&#{ord(found.group())};", line)

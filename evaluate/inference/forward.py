@@ -1,8 +1,8 @@
-"""Passes through a GPT in which the caller says where each token stands and what it sees. For inference mode alone.
+"""The forward pass of a GPT for inference: the caller gives each token's position and the attention.
 
-Tokens come as one flat list: no padding is computed, and only attention, which the caller brings, knows what belongs
-together. For a small model on a CPU the number of operations is what a token costs. There its matrices are kept a
-second time, packed in oneDNN's order: products of 16 rows took two thirds of the time, those of 500 four fifths.
+Tokens are one flat list, so no padding is computed, and only the caller's attention knows which tokens belong together.
+On a CPU a small model's cost per token is its number of operations. Its matrices are kept a second time there, packed
+in oneDNN's order: products of 16 rows took two thirds of the time, those of 500 rows four fifths.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Project = Callable[[Tensor, Product], tuple[Tensor, Tensor, Tensor]]  # (n, widt
 
 T = TypeVar("T")
 
-PACKED_BYTES = 1 << 29  # of a model whose matrices are worth keeping twice
+PACKED_BYTES = 1 << 29  # largest model whose matrices are kept twice
 
 
 class Forward:
-    """A model in eval mode, made ready for many passes; later changes of its weights may not be seen.
+    """A model in eval mode, prepared for many passes; it may not see later changes of the weights.
 
-    With `absorbed` latent attention gives every head the one latent of a token for its key, and for its value: what a
-    decoder keeps. The matrices that would make keys and values of it work on queries and on what is mixed.
+    With `absorbed`, latent attention uses a token's latent as key and value of every head, which is what a decoder
+    keeps. The matrices that would compute keys and values are applied to queries and to the mixed values instead.
     """
 
     def __init__(self, model: GPT, absorbed: bool = False) -> None:
@@ -56,11 +56,13 @@ class Forward:
         self._head = _product(weight, packed)
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend, read: Tensor | None = None) -> Tensor:
-        """What the head reads of tokens (n,): (n or m, width), the output multiplier included.
+        """Return the input of the head for tokens (n,): (n or m, width), output multiplier included.
 
-        `positions` (n,) are of each in its own sequence, below `model.max_length`; `attend` is softmax(Q K^T / sqrt(d))
-        V over whatever each token sees. `read` (m,): the tokens whose result is wanted, None all; in the last block
-        only they ask, and `attend` is given their queries (m, heads, d) beside all keys and values.
+        Args:
+            positions: (n,) of each token in its sequence, below `model.max_length`.
+            attend: softmax(Q K^T / sqrt(d)) V over the tokens that each token sees.
+            read: (m,) tokens whose result is returned, None for all. In the last block `attend` gets only their
+                queries (m, heads, d), with all keys and values.
         """
         model, eps = self.model, self.model.config.norm_eps
         x = F.embedding(tokens, model.embedding.weight)
@@ -89,18 +91,23 @@ def attention_by_sequence(
     masks: Sequence[Tensor | None],
     window: int | None = None,
 ) -> Tensor:
-    """Attention within sequences that stand one after the other, nothing padded or gathered: (m, heads, d).
+    """Compute attention within consecutive sequences, without padding: (m, heads, d).
 
-    query (m, heads, d); key (n, kv_heads, d); value of the same or narrower heads; `asking`, `lengths`: queries and
-    tokens of each sequence, summing to m and n. `masks` are added to the scores of each, (1, 1, asking, length); None:
-    all of its tokens ask and see what is before them, or its last one alone asks. `window`: that the masks were made
-    with.
+    Args:
+        query: (m, heads, d).
+        key: (n, kv_heads, d).
+        value: (n, kv_heads, d or less).
+        asking: Queries of each sequence; they sum to m.
+        lengths: Tokens of each sequence; they sum to n.
+        masks: Added to the scores of each sequence, (1, 1, asking, length). None: all tokens are queries and see the
+            tokens before them, or the last token is the only query.
+        window: Window of the masks.
     """
     parts = []
-    for *own, mask in zip(query.split(asking), key.split(lengths), value.split(lengths), masks, strict=True):
-        q, k, v = (x.transpose(0, 1)[None] for x in own)
+    for *tensors, mask in zip(query.split(asking), key.split(lengths), value.split(lengths), masks, strict=True):
+        q, k, v = (x.transpose(0, 1)[None] for x in tensors)
         narrow = v.shape[-1]
-        v = v if narrow == k.shape[-1] else F.pad(v, (0, k.shape[-1] - narrow))  # which kernels ask for
+        v = v if narrow == k.shape[-1] else F.pad(v, (0, k.shape[-1] - narrow))  # kernels need equal widths
         if q.shape[2] == k.shape[2]:
             mixed = causal_attention(q, k, v, mask, window)
         else:
@@ -110,19 +117,19 @@ def attention_by_sequence(
 
 
 def unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | None:
-    """What the work returns; None: memory ran out."""
+    """Return the result of `work`, or None if memory ran out."""
     try:
         return work()
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-    # Outside of the clause: the frames of the error, which hold tensors, are gone.
+    # Outside of the clause, where the error's frames no longer hold tensors.
     release_memory(device)
     return None
 
 
 def _product(weight: Tensor, packed: bool) -> Product:
-    """Of rows (n, in) the product with W^T, (n, out)."""
+    """Return the function that multiplies rows (n, in) by W^T: (n, out)."""
     if not packed:
         return partial(F.linear, weight=weight)
     kept = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
@@ -159,7 +166,7 @@ def _latent(mixer: LatentAttention, packed: bool, absorbed: bool) -> tuple[Proje
 
 
 def _norm(norm: RMSNorm) -> Product:
-    """PyTorch's own has fewer operations than ours, which can be trained."""
+    """Return PyTorch's own norm, which has fewer operations than our trainable one."""
     return partial(F.rms_norm, normalized_shape=norm.weight.shape, weight=norm.weight, eps=norm.eps)
 
 
@@ -170,9 +177,9 @@ def _feed(mlp: MLP, packed: bool) -> Product:
 
 @cache
 def _packs(dtype: torch.dtype) -> bool:
-    """Whether packed products of a type are there and right.
+    """Return whether packed products of a type exist and are right.
 
-    They are no public part of PyTorch, so one is tried, on small whole numbers, of which any order of sums is exact.
+    They are not public in PyTorch, so one is tried on small whole numbers, whose sums are exact in any order.
     """
     if dtype not in (torch.float32, torch.bfloat16):
         return False

@@ -169,7 +169,7 @@ class Generation:
 
     @torch.inference_mode()
     def step(self, finished: Callable[[list[int]], bool]) -> list[Request]:
-        """Compute one token for every request that slides, runs or joins; return those that have ended."""
+        """Compute one token for every request that slides, runs or joins; return the requests that have ended."""
         if self.max_tokens < 1:
             ended, self.waiting = list(self.waiting), deque()
             return ended
@@ -244,7 +244,7 @@ class Generation:
         return joined
 
     def _take(self, requests: list[Request], logits: Tensor, finished: Callable[[list[int]], bool]) -> list[Request]:
-        """Give each request its next token; requests that end leave, and those that outgrow the context slide."""
+        """Give each request its next token; finished requests leave, and requests longer than the context slide."""
         uniforms = None
         if self.sampling.temperature != 0:
             uniforms = torch.stack([request.uniforms[len(request.new)] for request in requests]).to(logits.device)

@@ -1,8 +1,8 @@
-"""One evaluation over several processes, each with the whole model and a share of the requests.
+"""One evaluation on several processes, each with the whole model and a share of the requests.
 
-Only what the model does is shared out, and every rank gets all of its answers, so code above this file is code for one
-process. Requests go out in lexicographic order, which keeps shared prompts on one rank, and in rounds, so that what is
-done can be stored between them.
+Only the work of the model is shared, and every rank gets all answers, so the callers are written for one process.
+Requests are dealt out in lexicographic order, which keeps shared prompts on one rank, and in rounds, so that answers
+can be stored between them.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from .trees import Request, ordered, shared_length
 
 T = TypeVar("T")
 
-MOST_FORKS = 64  # ranks that a machine with fewer cores may have all the same
-PATIENCE = timedelta(days=2)  # that a rank waits for another one; one that has died is noticed at once
+MAX_FORKS = 64  # ranks that a machine with fewer cores may have
+PATIENCE = timedelta(days=2)  # how long a rank waits for another one; a dead rank is noticed at once
 
 
 def share_requests(requests: Sequence[Request], ranks: int, round_tokens: int) -> Iterator[list[list[int]]]:
-    """Places of the requests, one list per rank, round by round of about `round_tokens` each. Pure, so all agree."""
+    """Yield rounds of about `round_tokens` per rank: places of requests, one list per rank, the same on all ranks."""
     places, new, before = [], [], np.zeros(0, dtype=np.int64)
     for place, inputs in ordered(requests, range(len(requests))):
         places.append(place)
-        # What it shares with the one before is computed there.
+        # The part shared with the request before is computed there.
         new.append(max(1, len(inputs) - shared_length(before, inputs)))
         before = inputs
     done = np.cumsum(new)
@@ -48,16 +48,18 @@ def share_requests(requests: Sequence[Request], ranks: int, round_tokens: int) -
 
 
 def on_ranks(count: int, function: Callable[[Mesh], T], *, device: str = "cpu") -> T:
-    """Calls a function on every rank of a job and returns what it gave on the first one.
+    """Call a function on every rank of a job and return the result of the first rank.
 
-    Under torchrun or submitit the ranks are those of the job, each with a GPU of its own where `device` is `cuda`, and
-    meet in the current folder. Without a launcher this process forks `count` ranks, one thread each. Raises UserError:
-    what the function raised as such, on any rank; a number of ranks that cannot be had. Raises RuntimeError: a rank
-    raised something else, or died; holds its words.
+    Under torchrun or submitit the ranks are those of the job, with one GPU each if `device` is `cuda`; they meet in the
+    current folder. Without a launcher this process forks `count` ranks with one thread each.
+
+    Raises:
+        UserError: The function raised it on any rank, or the number of ranks is not possible here.
+        RuntimeError: A rank raised another error, whose message this one contains, or died.
     """
-    launched, most = detect(), max(MOST_FORKS, os.cpu_count() or 1)
-    if not 1 <= count <= most:
-        raise UserError(f"ranks is {count}; it must be 1 to {most} on this machine")
+    launched, max_forks = detect(), max(MAX_FORKS, os.cpu_count() or 1)
+    if not 1 <= count <= max_forks:
+        raise UserError(f"ranks is {count}; it must be 1 to {max_forks} on this machine")
     if launched.size > 1:
         if count not in (1, launched.size):
             raise UserError(f"ranks is {count}, and {launched.source} started {launched.size}; leave it out")
@@ -69,7 +71,7 @@ def on_ranks(count: int, function: Callable[[Mesh], T], *, device: str = "cpu") 
     if device != "cpu":
         raise UserError(f"ranks is {count} on {device}; start one per GPU with torchrun --nproc-per-node {count}")
 
-    # The library's own threads do not survive a fork, and say so.
+    # The tokenizers library's threads do not survive a fork; without this it prints a warning.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     def rank() -> tuple[bool, Any]:
@@ -80,8 +82,8 @@ def on_ranks(count: int, function: Callable[[Mesh], T], *, device: str = "cpu") 
             return False, str(error)
 
     answers = run_ranks(count, rank, timeout=PATIENCE.total_seconds())
-    for fine, words in answers:
-        if not fine:
-            raise UserError(words)
+    for is_result, message in answers:
+        if not is_result:
+            raise UserError(message)
     result: T = answers[0][1]
     return result

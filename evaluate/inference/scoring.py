@@ -1,9 +1,9 @@
-"""How likely continuations are after their prefixes, with a GPT: what requests share is computed once.
+"""Log-probabilities of continuations after their prefixes; what requests share is computed once.
 
-Requests are packed as trees of tokens (`trees.py`); matrices work on all tokens of a batch in one list (`forward.py`).
-Logits, and the last block, are computed only where a request reads them, a few at a time: an array of (tokens,
-vocabulary) never exists. Where memory runs out the batch is halved. Sums over tokens are float64, so batching changes
-nothing beyond the rounding of the model itself.
+Requests are packed as trees of tokens (`trees.py`), and matrices multiply all tokens of a batch as one list
+(`forward.py`). The last block and the logits are computed only for tokens that a request reads, a few at a time: an
+array of (tokens, vocabulary) never exists. If memory runs out, the batch is halved. Sums over tokens are float64, so
+batching changes nothing except the rounding of the model itself.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .forward import Attend, Forward, attention_by_sequence, unless_out_of_memor
 from .trees import Costs, Request, Tree, plan_trees, tree_batches
 
 Score = tuple[float, bool]  # (nats, whether greedy decoding would write it)
-Done = Callable[[list[tuple[int, Score]]], None]  # (place of the request, its score) of those that are finished
+Done = Callable[[list[tuple[int, Score]]], None]  # called with (place, score) of finished requests
 
 LOGITS_A_TOKEN = 1024  # entries of logits held at a time, for each token of the budget
-# Under a mask an operation of attention takes longer than one of a matrix product; measured best with few-shot prompts
-# on a CPU, 3 and 12 being within a fifth.
+# An operation of masked attention takes longer than one of a matrix product. 10 was fastest for few-shot prompts on a
+# CPU; 3 and 12 were within a fifth.
 ATTENTION_SLOWNESS = 10.0
-LARGEST_TREE = 8192  # tokens: its mask has the square of that
+LARGEST_TREE = 8192  # tokens; the mask has the square of that
 
 
 class Scorer:
@@ -46,20 +46,20 @@ class Scorer:
         self._forward, self._say = Forward(model), say
         config = model.config
         block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
-        # Of one block: two operations a weight; and two products with half of the pairs of tokens, for they see back.
+        # Of one block: two operations per weight, and two products over half of the pairs of tokens (causal).
         self._costs = Costs(token=2 * block, pair=2 * ATTENTION_SLOWNESS * config.heads * config.head_dim)
 
     def score(self, requests: Sequence[Request], done: Done | None = None) -> list[Score]:
-        """(nats, greedy) of each request, in their order; `done` hears of them batch by batch.
+        """Return (nats, greedy) of each request in order; `done` is called after every batch.
 
-        Raises UserError: there is not enough memory for a single request.
+        Raises UserError if there is not enough memory for a single request.
         """
         results: dict[int, Score] = {}
         while waiting := [place for place in range(len(requests)) if place not in results]:
             for batch in tree_batches(self._plan(requests, waiting), self.batch_tokens):
                 scored = self._try(requests, batch)
                 if scored is None:
-                    break  # the rest is planned anew for a smaller budget
+                    break  # the rest is planned again for a smaller budget
                 results.update(scored)
                 if done is not None:
                     done(scored)
@@ -70,7 +70,7 @@ class Scorer:
         return plan_trees(requests, waiting, self._costs, largest, self.model.end_of_document)
 
     def _try(self, requests: Sequence[Request], batch: list[Tree]) -> list[tuple[int, Score]] | None:
-        """None: memory ran out, and the budget was lowered."""
+        """Score a batch, or lower the budget and return None if memory ran out."""
         scored = unless_out_of_memory(lambda: self._isolated(requests, batch), self.device)
         if scored is not None:
             return scored
@@ -80,13 +80,13 @@ class Scorer:
                 f"memory ran out on {self.device} over one request of {longest} tokens; precision=bf16 or a machine "
                 "with more memory would do"
             )
-        # A batch that did not fill its budget says more than the budget.
+        # The size of a batch that did not fill its budget is a better estimate than the budget.
         self.batch_tokens = max(1, min(self.batch_tokens, len(batch) * longest) // 2)
         self._say(f"memory ran out; batch_tokens is {self.batch_tokens} from here on")
         return None
 
     def _isolated(self, requests: Sequence[Request], batch: list[Tree]) -> list[tuple[int, Score]]:
-        """NaN passes masks. What is NaN in company is asked again alone, so that the right request is blamed."""
+        """Score again alone what is NaN in a shared tree: NaN passes masks, and the right request must be blamed."""
         scored = self._pass(batch)
         company = {one.place for tree in batch if len(tree.scored) > 1 for one in tree.scored}
         return [
@@ -101,7 +101,7 @@ class Scorer:
         starts = np.cumsum([0, *map(len, batch)])
         scored = [one for tree in batch for one in tree.scored]
         nodes = [one.nodes + start for tree, start in zip(batch, starts, strict=False) for one in tree.scored]
-        # (u,) tokens whose logits are read, and by which of the targets (p,).
+        # (u,) tokens whose logits are read, and which of them each target (p,) reads.
         read, reader = np.unique(np.concatenate(nodes), return_inverse=True)
         attention = _attention(batch, self.model, self.device, places := self._put(read))
         hidden = self._forward.hidden(tokens, positions, attention, places)  # (u, width)
@@ -111,17 +111,17 @@ class Scorer:
         return [(one.place, (float(s), bool(g))) for one, s, g in zip(scored, sums, greedy, strict=True)]
 
     def _targets(self, hidden: Tensor, reader: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Log p of targets (p,) by rows (p,) of hidden (u, width), in float64, and whether each is the likeliest."""
+        """Return log p of targets (p,) by rows (p,) of hidden (u, width), and whether each is the likeliest token."""
         order = np.argsort(reader, kind="stable")
-        rising, wanted = reader[order], self._put(targets[order])
+        rising, ids = reader[order], self._put(targets[order])
         rows = max(1, self.batch_tokens * LOGITS_A_TOKEN // self.model.head.vocab_size)
         nats, hits = [], []
         for start in range(0, len(hidden), rows):
             low, high = np.searchsorted(rising, (start, start + rows))
             logits = self._forward.logits(hidden[start : start + rows])  # (rows, V)
-            found, likeliest = _read(logits, self._put(rising[low:high] - start), wanted[low:high])
-            nats.append(found)
-            hits.append(likeliest)
+            log_p, is_likeliest = _read(logits, self._put(rising[low:high] - start), ids[low:high])
+            nats.append(log_p)
+            hits.append(is_likeliest)
         back = np.argsort(order)
         return read(torch.cat(nats).double()).numpy()[back], read(torch.cat(hits)).numpy()[back]
 
@@ -130,19 +130,18 @@ class Scorer:
 
 
 def _read(logits: Tensor, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Nats of targets (p,) by rows (p,) of logits (r, V), and whether each is the likeliest, of equals the first."""
+    """Return nats of targets (p,) by rows (p,) of logits (r, V), and whether each is the first of the likeliest."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    nats = torch.log_softmax(logits, dim=1)[rows, targets]  # on CPUs in half the time of logsumexp
+    nats = torch.log_softmax(logits, dim=1)[rows, targets]  # half the time of logsumexp on CPUs
     hits = logits[rows, targets] == logits.amax(dim=1)[rows]
-    if on_gpu(logits):  # which would wait to learn how many there are
+    if on_gpu(logits):  # `nonzero` would wait for the GPU
         return nats, hits & (logits.argmax(dim=1)[rows] == targets)
-    some = hits.nonzero()[:, 0]  # where it ends takes 20 times as long to find as how high it is
+    some = hits.nonzero()[:, 0]  # argmax takes 20 times as long as amax
     hits[some] = logits[rows[some]].argmax(dim=1) == targets[some]
     return nats, hits
 
 
 def _attention(batch: list[Tree], model: GPT, device: torch.device, read: Tensor) -> Attend:
-    # Whether a token must not see all tokens before it in its row.
     window = model.config.window
     narrow = window is not None and any(int(tree.positions.max()) >= window for tree in batch)
     masked = narrow or any(tree.branches or tree.documents.any() for tree in batch)
@@ -152,8 +151,8 @@ def _attention(batch: list[Tree], model: GPT, device: torch.device, read: Tensor
 
 
 def _mask(batch: list[Tree], longest: int, model: GPT, device: torch.device) -> Tensor:
-    """What is added to scores: 0 or -inf, (rows, 1, longest, longest)."""
-    # Padding sees itself and what pads before it: a row of -inf alone would be NaN.
+    """Return what is added to scores: 0 or -inf, (rows, 1, longest, longest)."""
+    # Padding sees itself and earlier padding: a row of nothing but -inf would be NaN.
     ends = _padded([tree.ends for tree in batch], longest, device)
     index = torch.arange(longest, dtype=torch.int32, device=device)
     seen = (index[:, None] >= index) & (index[:, None] < ends[:, None, :])
@@ -168,13 +167,13 @@ def _mask(batch: list[Tree], longest: int, model: GPT, device: torch.device) -> 
 
 
 def _padded(parts: list[np.ndarray], value: int, device: torch.device) -> Tensor:
-    """(rows, longest) int32 of rows that are shorter."""
+    """Pad rows to (rows, longest) int32."""
     rows = [torch.from_numpy(part) for part in parts]
     return pad_sequence(rows, batch_first=True, padding_value=value).to(device, torch.int32)
 
 
 def _one_by_one(batch: list[Tree], model: GPT, device: torch.device, read: Tensor) -> Attend:
-    """Attention over trees one after the other, under masks on CPUs: what belongs to a small tree stays in a cache."""
+    """Return masked attention for CPUs, one tree after the other: a small tree stays in the processor's cache."""
     lengths = [len(tree) for tree in batch]
     ends = np.cumsum(lengths)
     read_of_each = np.diff(np.searchsorted(read.numpy(), [0, *ends])).tolist()
@@ -192,12 +191,12 @@ def _one_by_one(batch: list[Tree], model: GPT, device: torch.device, read: Tenso
 
 
 def _side_by_side(batch: list[Tree], model: GPT, device: torch.device, read: Tensor, masked: bool = True) -> Attend:
-    """Attention over trees, one per row of a padded batch. In the last block `read` alone ask."""
+    """Return attention over a padded batch with one tree per row. In the last block only `read` are queries."""
     sizes = np.array([len(tree) for tree in batch])
     longest = int(sizes.max())
     column, starts = np.arange(longest), np.cumsum(sizes) - sizes
-    # Where each token stands in the padded batch, and which token stands at each place there. Padding is a copy of the
-    # row's own last token: NaN passes masks, and must stay in its row.
+    # The place of each token in the padded batch, and the token of each place. Padding is a copy of the row's last
+    # token: NaN passes masks, and must stay in its row.
     places = torch.from_numpy(np.flatnonzero(column < sizes[:, None])).to(device)
     source = torch.from_numpy((starts[:, None] + np.minimum(column, sizes[:, None] - 1)).ravel()).to(device)
     is_padded = len(places) < len(source)
@@ -210,7 +209,7 @@ def _side_by_side(batch: list[Tree], model: GPT, device: torch.device, read: Ten
 
     def attend(block: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         few = len(query) < len(key)
-        if few:  # where nobody asks, zeros do
+        if few:  # the other queries are zeros
             query = query.new_zeros(len(key), *query.shape[1:]).index_copy_(0, read, query)
         mixed = causal_attention(in_rows(query), in_rows(key), in_rows(value), mask).transpose(1, 2).flatten(0, 1)
         mixed = mixed.index_select(0, places) if is_padded else mixed

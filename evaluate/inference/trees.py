@@ -1,8 +1,8 @@
-"""Requests as trees of tokens: what several of them share stands in a tree once. Pure; NumPy alone.
+"""Requests as trees of tokens, in which a shared prefix occurs once. Pure functions of NumPy arrays.
 
-In preorder a token i sees a token j exactly where j <= i < end(j), where j's branch ends. In lexicographic order what a
-request shares with any earlier one it shares with the one just before it. It joins the tree before it where that saves
-more arithmetic than attention over the larger tree costs.
+In preorder a token i sees a token j exactly if j <= i < end(j), where j's branch ends. In lexicographic order, the
+prefix that a request shares with any earlier one it also shares with the one just before it. A request joins the tree
+before it if that saves more arithmetic than attention over the larger tree costs.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Request:
 
     @property
     def inputs(self) -> Ids:
-        """What a model reads: the last token is only predicted."""
+        """The tokens that a model reads: the last one is only predicted."""
         return np.asarray([*self.prefix, *self.continuation[:-1]], dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class Scored:
     place: int  # of the request in its list
-    nodes: Ids  # (k,) after which of the tree's tokens each of its k tokens is predicted
-    targets: Ids  # (k,) those tokens
+    nodes: Ids  # (k,) the tree's tokens after which its k tokens are predicted
+    targets: Ids  # (k,) the predicted tokens
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Tree:
     tokens: Ids  # (n,)
     positions: Ids  # (n,) from the root
     ends: Ids  # (n,) token j is seen by the tokens j <= i < ends[j]
-    documents: Ids  # (n,) position at which the token's document begins; 0 where documents are not kept apart
-    scored: list[Scored]  # the requests that it answers
+    documents: Ids  # (n,) position at which the token's document begins; 0 if documents are not separated
+    scored: list[Scored]  # the requests in this tree
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -56,7 +56,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a tree of n tokens costs: token * n + pair * n^2, in any unit."""
+    """The cost of a tree of n tokens: token * n + pair * n^2, in any unit."""
 
     token: float
     pair: float
@@ -68,9 +68,10 @@ class Costs:
 def plan_trees(
     requests: Sequence[Request], waiting: Sequence[int], costs: Costs, largest: int, end_of_document: int | None = None
 ) -> list[Tree]:
-    """Packs the requests at the places `waiting` into trees, where by `costs` sharing pays, of `largest` tokens at most
-    (a request that is longer has a tree of its own). After `end_of_document` another document begins, which sees
-    nothing of the one before.
+    """Pack the requests at the places `waiting` into trees of at most `largest` tokens, if sharing pays by `costs`.
+
+    A longer request has a separate tree. After `end_of_document` another document begins, which does not see the
+    tokens before.
     """
     growing: list[_Growing] = []
     for place, inputs in ordered(requests, waiting):
@@ -86,9 +87,9 @@ def plan_trees(
 
 
 def ordered(requests: Sequence[Request], waiting: Sequence[int]) -> list[tuple[int, Ids]]:
-    """(place, inputs) of those that wait, lexicographically by inputs: what begins alike stands together."""
+    """Return (place, inputs) of waiting requests in lexicographic order of the inputs."""
     inputs = {place: requests[place].inputs for place in waiting}
-    # Numbers of four bytes, the highest first, compare as their bytes do.
+    # Big-endian numbers of four bytes compare as their bytes do.
     order = sorted(waiting, key=lambda place: inputs[place].astype(">u4").tobytes())
     return [(place, inputs[place]) for place in order]
 
@@ -100,8 +101,9 @@ def shared_length(first: Ids, second: Ids) -> int:
 
 
 def tree_batches(trees: Sequence[Tree], batch_tokens: int) -> Iterator[list[Tree]]:
-    """The longest first, at most `batch_tokens` rows times length; those that branch apart, because the others need no
-    mask.
+    """Yield batches of at most `batch_tokens` rows times length, longest trees first.
+
+    Trees with branches are in separate batches, because the others need no mask.
     """
     order = sorted(trees, key=lambda tree: (tree.branches, -len(tree)))
     start = 0

@@ -26,7 +26,7 @@ from ..tasks.suite import Suite
 from .items import items_path, move_aside, pack_items, read_items
 
 Report = Callable[[str], None]
-# What a score depends on besides checkpoint and task. Each task records them, because one file may hold several.
+# What a score depends on, in addition to checkpoint and task. Each task records them: one file may hold several.
 SETTINGS = ("lm_eval_version", "scoring", "precision")
 SECONDS = 10.0  # between two lines of progress
 
@@ -68,7 +68,7 @@ class Answers:
             self.known.update(batch)
 
     def begin(self, name: str) -> None:
-        """Start a task: the requests that it looks up are those that it asks."""
+        """Start to count the requests of a task."""
         self._name, self._total, self._found, self._new = name, 0, 0, 0
         self._start = self._said = time.monotonic()
 

@@ -273,7 +273,7 @@ def test_only_what_an_export_wrote_is_ever_replaced(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=reason):
             export_checkpoint(other, folder, overwrite=True)
-    with pytest.raises(UserError, match="holds step_7, which is to be exported"):
+    with pytest.raises(UserError, match="holds step_7, the checkpoint to export"):
         export_checkpoint(path, path.parent, overwrite=True)
     assert sorted(tmp_path.rglob("*")) == before
 
