@@ -30,6 +30,7 @@ from .suite import (
     SEED,
     SuiteTask,
     choose_items,
+    explained,
     freeze,
     freeze_whole,
     nearest,
@@ -376,26 +377,15 @@ def _check_members(folder: Path, manager: TaskManager) -> None:
 
 
 def _build(folder: Path, name: str, manager: TaskManager) -> dict[str, Any]:
-    try:
-        with quiet():
-            tasks = manager.load([name])["tasks"]
-    except Exception as error:  # the hub's client, `datasets`, lm-eval and the user's code each raise their own kinds
-        raise UserError(
-            f"task {name!r} of {folder} cannot be loaded ({type(error).__name__}: {one_line(error)}); "
-            "look at its YAML and its data"
-        ) from error
-    return only_text(tasks)
+    with explained(f"task {name!r} of {folder} cannot be loaded", "look at its YAML and its data"), quiet():
+        return only_text(manager.load([name])["tasks"])
 
 
 def _frozen(folder: Path, name: str, task: Any, shots: int, limit: int | None) -> SuiteTask:
-    try:
+    advice = f"look at its YAML and its data{', which must hold enough examples' if shots else ''}"
+    with explained(f"task {name!r} of {folder} cannot build its prompts", advice):
         split = "test" if task.has_test_docs() else "validation"
         return freeze_whole(name, task, limit, split, folder.name, shots or None)
-    except Exception as error:  # code and templates of the user's run here: any kind
-        raise UserError(
-            f"task {name!r} of {folder} cannot build its prompts ({type(error).__name__}: {one_line(error)}); "
-            f"look at its YAML and its data{', which must hold enough examples' if shots else ''}"
-        ) from error
 
 
 # --- texts ----------------------------------------------------------------------------------------------------------

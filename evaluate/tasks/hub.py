@@ -15,11 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...train.data.readers import one_line
 from ...train.errors import UserError
 from ...train.files import file_sha256, read_json, write_json
 from .staging import STAGED, Report, cache_root, replacement, writable
-from .suite import SuiteTask, errors_only, freeze_whole, nearest, only_text, quiet, suite_names
+from .suite import SuiteTask, errors_only, explained, freeze_whole, nearest, only_text, quiet, suite_names
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -38,6 +37,11 @@ _MANNERS = {
     "verification_mode",
 }
 
+_ADVICE = (
+    "its data come from the Hugging Face Hub: run `isoflop data benchmarks --tasks {name}` once on a machine with "
+    "network and ISOFLOP_CACHE on a shared disk, or choose tasks of the suites small, core and domains, which need no "
+    "Hub"
+)
 _UNTEXTUAL = {"unsafe_code", "doc_to_image", "doc_to_audio"}  # keys of definitions
 
 
@@ -101,7 +105,7 @@ def load_named(
     """
     check_name(name, manager)
     result = {}
-    with copies(cache, progress), _explained(name):
+    with copies(cache, progress), explained(f"task {name!r} cannot be loaded", _ADVICE.format(name=name)):
         for leaf, task in _text_tasks(name, manager).items():
             config = task.config
             split = str(config.test_split if task.has_test_docs() else config.validation_split)
@@ -122,21 +126,6 @@ def _text_tasks(name: str, manager: TaskManager) -> dict[str, Any]:
         return only_text(manager.load([name])["tasks"])
 
 
-@contextlib.contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Whatever goes wrong with a task's data becomes one sentence that says what to run."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # the hub's client, its HTTP library and `datasets` each raise their own kinds
-        raise UserError(
-            f"task {name!r} cannot be loaded ({type(error).__name__}: {one_line(error)}); its data come from the "
-            f"Hugging Face Hub: run `isoflop data benchmarks --tasks {name}` once on a machine with network and "
-            "ISOFLOP_CACHE on a shared disk, or choose tasks of the suites small, core and domains, which need no Hub"
-        ) from error
-
-
 def stage_named(names: list[str], cache: Path | str | None, progress: Report) -> list[Path]:
     """Keeps copies of all data that these tasks load; returns their folders. Raises UserError as `load_named`."""
     manager = task_manager(cache, progress)
@@ -145,7 +134,8 @@ def stage_named(names: list[str], cache: Path | str | None, progress: Report) ->
     folders: list[Path] = []
     for name in names:
         progress(f"fetching the data of {name}")
-        with _explained(name), copies(cache, progress, keep=folders):
+        advice = _ADVICE.format(name=name)
+        with explained(f"task {name!r} cannot be loaded", advice), copies(cache, progress, keep=folders):
             _text_tasks(name, manager)
     return list(dict.fromkeys(folders))
 

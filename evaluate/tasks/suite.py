@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from ...train.data.readers import one_line
 from ...train.errors import UserError
 
 if TYPE_CHECKING:
@@ -153,6 +154,17 @@ def only_text(tasks: dict[str, Any], refused: Sequence[str] = ()) -> dict[str, A
 def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return f"the nearest names are {', '.join(near)}" if near else otherwise
+
+
+@contextmanager
+def explained(what: str, advice: str) -> Iterator[None]:
+    """Turn any error in a block into the sentence "{what} ({error}); {advice}"."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # lm-eval, `datasets`, the hub's client and the user's code raise errors of many types
+        raise UserError(f"{what} ({type(error).__name__}: {one_line(error)}); {advice}") from error
 
 
 @contextmanager
