@@ -1,4 +1,4 @@
-"""What a task's item results add up to: each number with a standard error, chance beside it, and a suite's mean.
+"""Scores of a task from the results of its items, with standard errors and chance level, and a suite's mean.
 
 Below a billion parameters accuracy sits at chance and jumps about, while gold bits per byte and the probability of the
 right choice move smoothly with compute: all are kept. A model that returns NaN has no score, and the item is named.
@@ -19,21 +19,21 @@ import numpy as np
 
 @dataclass(frozen=True)
 class ItemResult:
-    """One item of a benchmark, answered."""
+    """One item of a benchmark with the model's answer."""
 
     index: int  # place in its dataset split
     values: dict[str, float]  # metrics whose mean is the task's score, by lm-eval's names (acc, acc_norm, exact_match)
     log_probabilities: list[float] = field(default_factory=list)  # nats of every continuation scored
-    gold: tuple[float, str] | None = None  # (nats, text) of the right answer, as scored, where the task has such a text
-    chance: float | None = None  # probability that a uniform guess is right, where guessing has a meaning
+    gold: tuple[float, str] | None = None  # (nats, text) of the right answer, as scored, if the task has such a text
+    chance: float | None = None  # probability that a uniform guess is right, if guessing has a meaning
     truncated: bool = False  # the prompt was cut
     failed: bool = False  # the model returned NaN while it generated
     prompt: str = ""
     choices: list[str] | None = None  # the continuations, one per log-probability
     right: list[int] | None = None  # places of the right ones
     answer: str | None = None  # the generated text
-    target: str | None = None  # the text that was wanted
-    bytes: int | None = None  # UTF-8 bytes of a whole text whose log-probability was asked (rolling tasks)
+    target: str | None = None  # the right text
+    bytes: int | None = None  # UTF-8 bytes of a whole text that was scored (rolling tasks)
 
     @property
     def is_finite(self) -> bool:
@@ -49,13 +49,13 @@ class ItemResult:
 
     @property
     def p_right(self) -> float | None:
-        """Probability of the right choices among all: a softmax over their log-probabilities."""
+        """Probability of the right choices: a softmax over the log-probabilities of all choices."""
         shares = self._shares
         return None if shares is None else float(shares[self.right].sum())
 
     @property
     def margin(self) -> float | None:
-        """p_right less the probability of the likeliest wrong choice, in [-1, 1]."""
+        """p_right minus the probability of the likeliest wrong choice, in [-1, 1]."""
         shares, right = self._shares, self.p_right
         if shares is None or right is None or len(set(self.right or ())) == len(shares):
             return None
@@ -71,7 +71,7 @@ class ItemResult:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Mean and its standard error over items, s / sqrt(n); None where undefined."""
+    """Return the mean and its standard error over items, s / sqrt(n); None if undefined."""
     if not len(values):
         return None, None
     array = np.asarray(values, dtype=np.float64)
@@ -82,7 +82,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]
 
 
 def error_of_alike(count: int) -> float:
-    """Standard error of a share that is 0 or 1, as of two more answers of each kind: 0 would look certain.
+    """Return the standard error of a share that is 0 or 1, as with two more answers of each kind; 0 would look certain.
 
     sqrt(p (1 - p) / (n + 4)), p = 2 / (n + 4) (Agresti & Coull 1998).
     """
@@ -91,14 +91,12 @@ def error_of_alike(count: int) -> float:
 
 
 def gold_bits_per_byte(log_probability: float, text: str) -> float:
-    """-log2 p(text) / UTF-8 bytes of the text, from nats of exactly that text: the blank before an answer is part of
-    it.
-    """
+    """Return -log2 p(text) / UTF-8 bytes, from nats of exactly that text, with the blank before an answer."""
     return -log_probability / math.log(2) / len(text.encode("utf-8", errors="replace"))
 
 
 def ratio_and_error(amounts: Sequence[float], sizes: Sequence[float]) -> tuple[float | None, float | None]:
-    """sum(amounts) / sum(sizes) and its standard error over units that have both; None where undefined.
+    """Return sum(amounts) / sum(sizes) and its standard error over units that have both; None if undefined.
 
     sqrt(n) * s / sum(sizes), with s the deviation of `amount - ratio * size` about zero (Cochran 1977, chapter 6).
     """
@@ -118,7 +116,7 @@ ALWAYS = ("acc", "acc_norm")
 
 
 def task_scores(items: Sequence[ItemResult], contaminated: Collection[int] | None = None) -> dict[str, Any]:
-    """One task's numbers: `<metric>` and `<metric>_se` for each, chance, items, truncated_items, withheld, clean.
+    """Return a task's `<metric>` and `<metric>_se`, chance, items, truncated_items, withheld and clean.
 
     `acc`, `acc_norm`, `gold_bpb`, `p_right`, `margin` and `bpb` are always there, or None.
     `withheld` says which item made the model fail; every score is None then. `clean` has the numbers of the items that
@@ -161,7 +159,7 @@ def _numbers(items: Sequence[ItemResult], names: Sequence[str]) -> dict[str, Any
 
 
 def centered(scores: Mapping[str, Any]) -> tuple[float, float | None] | None:
-    """(acc - chance) / (1 - chance) and its standard error: 0 is guessing, 1 is all right. None without accuracy."""
+    """Return (acc - chance) / (1 - chance), where 0 is guessing, and its standard error; None without accuracy."""
     acc, chance = scores.get("acc"), scores.get("chance") or 0.0
     if acc is None or chance >= 1:
         return None
@@ -170,7 +168,7 @@ def centered(scores: Mapping[str, Any]) -> tuple[float, float | None] | None:
 
 
 def suite_scores(tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Mean centered accuracy over the tasks of a suite that have an accuracy, each task counting once.
+    """Return the mean centered accuracy over the tasks of a suite that have an accuracy, each with equal weight.
 
     `centered_se` is over items within these tasks, `tasks` their number, `withheld` None or why.
     """

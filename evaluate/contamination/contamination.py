@@ -107,7 +107,7 @@ def _read(files: dict[str, Path]) -> dict[str, set[int]]:
 
 
 def normalised(text: str | bytes) -> bytes:
-    """Text in which words are runs of letters, digits and bytes from 0x80 on; ASCII is left to `words_and_ends`.
+    """Return text whose words are runs of letters, digits and bytes from 0x80 on; `words_and_ends` handles ASCII.
 
     Documents in bytes are separated by `END`, which stays.
     """
@@ -121,7 +121,7 @@ def normalised(text: str | bytes) -> bytes:
 
 
 def words_and_ends(text: bytes) -> tuple[Words, npt.NDArray[np.intp]]:
-    """(w,) hashes of the words of normalised text, and (w,) the number of ends of documents before each."""
+    """Return (w,) hashes of the words of normalised text, and (w,) the number of ends of documents before each."""
     raw = np.frombuffer(text, np.uint8)  # (b,)
     edges = np.flatnonzero(np.diff(_IS_WORD.take(raw), prepend=False, append=False))  # starts and ends take turns
     starts, ends = edges[::2], edges[1::2]
@@ -146,7 +146,7 @@ class _Index:
 
 
 def item_words(task: SuiteTask) -> list[list[Words]]:
-    """For each item the word sequences that are looked for: as asked, and without the template's words."""
+    """Return the word sequences of each item that are searched for: without the template's words, and with them."""
     pairs = [item_texts(task.task, doc) for doc in task.task.frozen_docs]
     questions = [words_and_ends(normalised(question))[0] for question, _ in pairs]
     answers = [words_and_ends(normalised(answer))[0] for _, answer in pairs]
@@ -160,7 +160,7 @@ def item_words(task: SuiteTask) -> list[list[Words]]:
 
 
 def item_texts(task: Any, doc: Any) -> tuple[str, str]:
-    """The question of an item, without few-shot examples, and its first right answer; either may be empty.
+    """Return the question of an item, without few-shot examples, and its first right answer; either may be empty.
 
     Where the choices are contexts of one continuation (WinoGrande), the right context stands for the question.
     """
@@ -243,7 +243,7 @@ def _stream(shards: Shards, index: _Index, progress: Report) -> None:
 
 
 def _look_up(index: _Index, text: bytes, cut_before: bool, cut_after: bool) -> None:
-    """Within one document. A word at a cut may be half a word: the neighbouring chunk has it."""
+    """Look up the n-grams of a chunk, document by document. A word at a cut is left to the neighbouring chunk."""
     text = normalised(text)
     words, documents = words_and_ends(text)
     kept = slice(1 if cut_before else 0, len(words) - 1 if cut_after else len(words))
@@ -258,7 +258,7 @@ def _look_up(index: _Index, text: bytes, cut_before: bool, cut_after: bool) -> N
 
 
 def _text_of(shards: Shards) -> Callable[[npt.NDArray[Any]], bytes]:
-    """Token ids to UTF-8, with `END` at the end of a document."""
+    """Return the function from token ids to UTF-8, with `END` at the end of a document."""
     tokenizer = shards.tokenizer
     if isinstance(tokenizer, ByteTokenizer):  # its end of a document is the byte 0xFF
         return lambda ids: ids.astype(np.uint8).tobytes()
@@ -276,7 +276,7 @@ def _text_of(shards: Shards) -> Callable[[npt.NDArray[Any]], bytes]:
 
 
 def _byte_table(path: Path, vocab_size: int) -> list[bytes] | None:
-    """The bytes of each id of a byte-level BPE, several times faster than decoding; None for others."""
+    """Return the bytes of each id of a byte-level BPE (several times faster than decoding); None for others."""
     content = json.loads(path.read_text(encoding="utf-8"))
     if (content.get("decoder") or {}).get("type") != "ByteLevel" or content["model"].get("type") != "BPE":
         return None

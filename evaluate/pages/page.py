@@ -4,7 +4,7 @@
 - A Content-Security-Policy names our own script and style by their hashes, so nothing else may run, load or send even
   if an escape were missed; there are no style attributes either.
 - `templates/charts.html` draws SVG without a script. The dots of a colour are one path of lines of no length with round
-  ends: a thousand take 12 kB, elements of their own ten times that.
+  ends: a thousand take 12 kB, separate elements ten times that.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HIDDEN = re.compile(
 def render_page(
     template: str, title: str, context: dict[str, Any], style: str, script: str = "", data: Any = None
 ) -> str:
-    """A whole page: a template, the files of a style (beside `page.css`) and a script, and the data that it reads."""
+    """Render a whole page from a template, a style (in addition to `page.css`), a script, and the script's data."""
     styles = "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", style))
     code = (TEMPLATES / script).read_text(encoding="utf-8") if script else ""
     policy = (
@@ -80,24 +80,24 @@ def _environment() -> Environment:
 
 
 def spell(value: Any) -> str:
-    """Any text, with what would hide or reorder it spelled out."""
+    """Return a text in which characters that hide or reorder text are spelled out."""
     return _HIDDEN.sub(lambda found: f"‹U+{ord(found.group()):04X}›", str(value).replace("\r\n", "\n"))
 
 
 def soften(shown: str) -> Markup:
-    """What comes after the number in "0.25 ± 0.01" or "3 of 10" in a softer tone."""
+    """Show the part after the number in "0.25 ± 0.01" or "3 of 10" in a softer tone."""
     value, blank, rest = spell(shown).partition(" ")
     return Markup("{}<small>{}</small>").format(value, rest) if blank else Markup("{}").format(value)
 
 
 def breakable(name: str) -> Markup:
-    """A name; a long one may break after its underscores."""
+    """Return a name; a long one may break after its underscores."""
     shown = Markup("{}").format(spell(name))
     return shown.replace("_", Markup("_<wbr>")) if len(name) > 16 else shown
 
 
 def _data_block(value: Any) -> Markup:
-    """JSON that a script of the page reads, in an element that no browser runs.
+    """Return JSON that a script of the page reads, in an element that no browser runs.
 
     `<` is escaped, so neither `</script` nor `<!--` can occur; so are U+2028, U+2029, marks of direction and lone
     surrogates. A number that is not finite becomes a text ("nan", "-inf"), because JSON has none.
@@ -109,7 +109,7 @@ def _data_block(value: Any) -> Markup:
 
 
 def _finite(value: Any) -> Any:
-    """The same with floats of six digits, and texts for those that are not finite."""
+    """Return the value with floats of six digits; floats that are not finite become texts."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     if isinstance(value, dict):
@@ -125,19 +125,19 @@ _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether it is a finite number; True and False are none."""
+    """Return whether a value is a finite number; True and False are not."""
     # The usual ones first: asking an abstract class is slow, and a page asks a million times.
     is_one = isinstance(value, int | float) or (value is not None and isinstance(value, Real))
     return is_one and not isinstance(value, bool) and math.isfinite(value)
 
 
 def number(value: float | None, digits: int = 3, sign: str = "") -> str:
-    """0.123; with `sign` "+" a positive one has its sign too."""
+    """Format as 0.123; with `sign` "+" a positive number has its sign too."""
     return f"{value:{sign}.{digits}f}".replace("-", "−") if is_number(value) else "–"
 
 
 def with_error(value: float | None, error: float | None, digits: int = 3) -> str:
-    """0.123 ± 0.004, or the value alone."""
+    """Format as 0.123 ± 0.004, or the value alone."""
     return number(value, digits) + (f" ± {error:.{digits}f}" if is_number(value) and is_number(error) else "")
 
 
@@ -146,7 +146,7 @@ def scored(scores: Mapping[str, Any], metric: str, digits: int = 3) -> str:
 
 
 def short_count(value: float | None) -> str:
-    """1234567 -> 1.23M; three digits."""
+    """Format with three digits: 1234567 -> 1.23M."""
     if not is_number(value):
         return "–"
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -156,17 +156,17 @@ def short_count(value: float | None) -> str:
 
 
 def grouped(value: Any) -> str:
-    """1234567 -> 1,234,567."""
+    """Format with commas: 1234567 -> 1,234,567."""
     return f"{value:,}" if is_number(value) else str(value)
 
 
 def counted(count: int, noun: str) -> str:
-    """1 task, 1,234 tasks."""
+    """Format a count with its noun: 1 task, 1,234 tasks."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def compute(value: float | None) -> str:
-    """FLOPs as 1.23×10¹⁹."""
+    """Format FLOPs as 1.23×10¹⁹."""
     if not is_number(value) or value <= 0:
         return "–"
     mantissa, _, exponent = f"{value:.2e}".partition("e")
@@ -191,7 +191,7 @@ class Axis:
 
     @classmethod
     def around(cls, values: Sequence[float], log: bool = False) -> Axis:
-        """Holds all values, with some air."""
+        """Return an axis that holds all values, with some space around them."""
         low, high = min(values), max(values)
         if log:
             air = max((high / low) ** 0.05, 1.05)
@@ -200,13 +200,13 @@ class Axis:
         return cls(low - air, high + air)
 
     def at(self, value: float) -> float:
-        """Where it lies, from 0 to 1."""
+        """Return the position of a value, from 0 to 1."""
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Three to six round numbers inside, with how they are written."""
+        """Return three to six round numbers on the axis, with their texts."""
         if not self.log:
             return _round_ticks(self.low, self.high)
         first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
@@ -230,13 +230,13 @@ def _round_ticks(low: float, high: float) -> list[tuple[float, str]]:
 
 
 def bar_end(value: float, largest: float = 1.0) -> str:
-    """Where a bar of 120 pixels ends."""
+    """Return where a bar of 120 pixels ends."""
     return f"{min(max(value / largest, 0.0), 1.0) * 120:.1f}"
 
 
 @dataclass
 class Panel:
-    """One small scatter plot; `faint` dots stand back, `errors` are (x, y, standard error), drawn twice as long."""
+    """One small scatter plot; `errors` are (x, y, standard error), drawn twice as long."""
 
     name: str
     x_axis: Axis
@@ -276,9 +276,9 @@ class Panel:
         return [(colour, "M" + "L".join(points)) for colour, points in ways]
 
     def x(self, value: float) -> str:
-        """In pixels from the left."""
+        """Return pixels from the left."""
         return f"{LEFT + min(max(self.x_axis.at(value), 0.0), 1.0) * (WIDTH - LEFT - RIGHT):.1f}"
 
     def y(self, value: float) -> str:
-        """In pixels from the top."""
+        """Return pixels from the top."""
         return f"{HEIGHT - BOTTOM - min(max(self.y_axis.at(value), 0.0), 1.0) * (HEIGHT - TOP - BOTTOM):.1f}"

@@ -1,4 +1,4 @@
-"""Whether runs differ on a task by more than the luck of its items, and whether small runs choose as large ones do.
+"""Test whether runs differ on a task by more than chance, and whether small runs rank choices as large ones do.
 
 All runs answer the same items, so an item that is hard for all of them tells nothing of their difference: its error is
 that of the paired differences. How far apart the furthest two of so many runs would lie by luck is drawn: item by item
@@ -45,7 +45,7 @@ class Paired:
 
 
 def answers_of(items: Iterable[Mapping[str, Any]]) -> Answers:
-    """What a run scored on each item of each task."""
+    """Return what a run scored on each item of each task."""
     found: Answers = {}
     for item in items:
         known = (item.get("values") or {}) | {key: item.get(key) for key in MEASURES["gold_bpb"]}
@@ -56,7 +56,7 @@ def answers_of(items: Iterable[Mapping[str, Any]]) -> Answers:
 
 
 def compare_tasks(answers: Mapping[Any, Answers], measure: str, choices: Sequence[Choice] = ()) -> dict[str, Paired]:
-    """The runs on each task on which they can be compared."""
+    """Compare the runs on each task on which this is possible."""
     known: dict[str, dict[Any, Mapping[int, float]]] = {}
     for run, tasks in answers.items():
         for task, measures in tasks.items():
@@ -66,7 +66,7 @@ def compare_tasks(answers: Mapping[Any, Answers], measure: str, choices: Sequenc
 
 
 def compare(answers: Mapping[Any, Mapping[int, float]], choices: Sequence[Choice]) -> Paired | None:
-    """Of runs by their place or id, over the items that all of them answered; None where there is too little."""
+    """Compare runs, by place or id, over the items that all of them answered; None if there are too few."""
     shared = sorted(set.intersection(*map(set, answers.values()))) if len(answers) > 1 else []
     if (n := len(shared)) < FEWEST:
         return None
@@ -86,7 +86,7 @@ def compare(answers: Mapping[Any, Mapping[int, float]], choices: Sequence[Choice
     by_luck = [np.max(np.abs(part[:, i] - part[:, j]) / error, axis=1, initial=0.0) for part in drawn]
 
     def z_of(difference: Any) -> Any:
-        """Of one in errors about zero: in errors about itself; bounded, for runs that differ alike on every item."""
+        """Convert a difference in errors about zero to errors about itself; bounded if all items differ equally."""
         return difference * np.sqrt((n - 1) / np.maximum(n - difference**2, 1e-4 * n))
 
     z = z_of(difference)
@@ -96,7 +96,7 @@ def compare(answers: Mapping[Any, Mapping[int, float]], choices: Sequence[Choice
         a, b, c, d = np.array(known).T
 
         def agreeing(score: np.ndarray) -> np.ndarray:
-            """A tie agrees by half."""
+            """Return the share of choices that agree; a tie counts half."""
             return (np.sign(score[:, a] - score[:, b]) * np.sign(score[:, c] - score[:, d]) / 2 + 0.5).mean(axis=1)
 
         resampled = rng.multinomial(n, np.full(n, 1 / n), DRAWS) @ scores.T / n

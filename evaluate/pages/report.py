@@ -1,6 +1,6 @@
-"""One checkpoint's scores as a page (`templates/checkpoint.html`) and as a plain table.
+"""Show one checkpoint's scores as a page (`templates/checkpoint.html`) and as a plain table.
 
-Warnings stand before numbers, chance beside accuracy, and a number that was withheld is never a zero. Two checkpoints
+Warnings come before numbers, chance is next to accuracy, and a withheld number is never a zero. Two checkpoints
 are compared item by item: what is hard for one is hard for both, so the error of the mean difference is far smaller
 than two separate errors suggest.
 """
@@ -18,7 +18,7 @@ Scores = Mapping[str, Any]
 Items = Sequence[Mapping[str, Any]]
 Other = tuple[Scores, Items]
 MANY = 5  # cut tasks that still get a line each
-# Numbers of a task that have a place of their own on the page; any other with a standard error is a further metric.
+# Numbers of a task with a fixed column on the page; any other number with a standard error is a further metric.
 PLACED = ("acc", "acc_norm", "gold_bpb", "p_right", "margin", "bpb")
 # Measures of two checkpoints: (key, name, whether more is better).
 MEASURES = (
@@ -29,7 +29,7 @@ MEASURES = (
     ("p_right", "p(right)", True),
     ("margin", "margin", True),
 )
-# Metrics that say of one item whether it was answered rightly, the first that it has.
+# Metrics that tell whether an item was answered correctly; the first one present counts.
 VERDICTS = ("acc", "exact_match", "acc_norm")
 
 
@@ -77,7 +77,7 @@ def checkpoint_page(scores: Scores, items: Items = (), against: Other | None = N
 
 
 def _facts(scores: Scores) -> list[tuple[str, str, str]]:
-    """(name, value, what explains it) at the head of the page."""
+    """Return (name, value, explanation) of the cards at the head of the page."""
     held_out = scores.get("held_out") or {}
     active = scores.get("N_active", scores.get("N_total"))  # another version's scores do not say
     counts = [("Parameters (N_total)", "N_total"), ("N_non_embedding", "N_non_embedding"), ("Tokens (D)", "tokens")]
@@ -117,12 +117,12 @@ def _suites(scores: Scores) -> list[str]:
 
 
 def _is_domain(task: Scores) -> bool:
-    """Text, scored as a whole: bits per byte and no answer."""
+    """Return whether a task scores whole texts: it has bits per byte and no answer."""
     return task.get("bpb") is not None and task.get("acc") is None and task.get("gold_bpb") is None
 
 
 def _further_metrics(task: Scores) -> list[str]:
-    """Metrics of the task beyond those that every task may have: exact_match, f1, …"""
+    """Return the task's metrics that other tasks do not have: exact_match, f1, …"""
     names = [key[:-3] for key in task if key.endswith("_se") and key[:-3] not in PLACED]
     return [name for name in names if is_number(task.get(name))]
 
@@ -169,7 +169,7 @@ def _called(scores: Scores) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """This checkpoint less the other one, over `items` that both answered; `error` is the paired standard error."""
+    """This checkpoint minus the other one, over `items` that both answered; `error` is the paired standard error."""
 
     items: int
     own: float
@@ -183,14 +183,14 @@ class Difference:
 
 
 def _key_of(item: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What makes two items the same question: not the place in the dataset alone."""
+    """Return the key by which two items are the same question; the place in the dataset is not enough."""
     return (item.get("task"), item.get("index"), item.get("prompt"), tuple(item.get("choices") or ()))
 
 
 def paired_differences(
     items: Iterable[Mapping[str, Any]], others: Iterable[Mapping[str, Any]]
 ) -> dict[str, dict[str, Difference]]:
-    """Task -> measure -> difference, over the items that both have a number for."""
+    """Return task -> measure -> difference, over the items for which both have a number."""
     known = {_key_of(item): item for item in others}
     pairs: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for item in items:
@@ -210,7 +210,7 @@ def paired_differences(
 
 
 def _differences(items: Items, others: Items) -> dict[str, list[tuple[str, Difference, str]]]:
-    """Task -> (measure, difference, its class on the page)."""
+    """Return task -> (measure, difference, class on the page)."""
 
     def tone(found: Difference, more: bool) -> str:
         return "soft" if not found.is_clear else "better" if (found.value > 0) == more else "worse"
@@ -225,14 +225,14 @@ def _differences(items: Items, others: Items) -> dict[str, list[tuple[str, Diffe
 
 
 def is_right(item: Mapping[str, Any]) -> bool | None:
-    """Whether an item was answered rightly; None where the task does not say (text by domain)."""
+    """Return whether an item was answered correctly; None if the task does not say (text by domain)."""
     values = item.get("values") or {}
     names = [*VERDICTS, *sorted(name for name in values if name.startswith("exact_match"))]
     return next((values[name] >= 0.5 for name in names if is_number(values.get(name))), None)
 
 
 def payload(scores: Scores, items: Items, against: Other | None) -> dict[str, Any]:
-    """What the script of the page reads; each item has the other checkpoint's answer in it."""
+    """Return the data of the page's script; each item includes the other checkpoint's answer."""
     others = {_key_of(item): item for item in against[1]} if against else {}
     tasks = task_order(scores, items)
     places = {task: place for place, task in enumerate(tasks)}
@@ -248,7 +248,7 @@ def payload(scores: Scores, items: Items, against: Other | None) -> dict[str, An
 
 
 def task_order(scores: Scores, items: Items) -> list[str]:
-    """The tasks that have items, in the order of the scores."""
+    """Return the tasks that have items, in the order of the scores."""
     with_items = {str(item.get("task")) for item in items}
     return [*(name for name in scores["tasks"] if name in with_items), *sorted(with_items - scores["tasks"].keys())]
 
@@ -258,7 +258,7 @@ def _known(item: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _answer(item: Mapping[str, Any]) -> dict[str, Any]:
-    """What of an item's own numbers travels with it."""
+    """Return the part of an item that is the model's answer."""
     right = is_right(item)
     known = _known(item, "log_probabilities", "answer", "gold_bpb", "p_right", "margin", "bpb", "values")
     return known | ({} if right is None else {"ok": int(right)})
@@ -266,13 +266,13 @@ def _answer(item: Mapping[str, Any]) -> dict[str, Any]:
 
 # --- for a terminal --------------------------------------------------------------------------------------------------
 
-# Columns of the plain table: key, heading; those that stand only where some task has the number come last.
+# Columns of the plain table: key, heading. The rare ones are shown only if some task has the number.
 _COLUMNS = (("acc", "accuracy"), ("acc_norm", "acc_norm"), ("gold_bpb", "gold BPB"))
 _RARE = (("p_right", "p(right)"), ("margin", "margin"), ("bpb", "bits/byte"))
 
 
 def format_scores(scores: Scores) -> str:
-    """The same as a plain table."""
+    """Format scores as a plain table."""
     tasks = scores["tasks"]
     further = sorted({name for task in tasks.values() for name in _further_metrics(task)})
     rare = [(key, name) for key, name in _RARE if any(is_number(task.get(key)) for task in tasks.values())]

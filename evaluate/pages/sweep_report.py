@@ -1,4 +1,4 @@
-"""A sweep's benchmarks as one page: tasks by compute, loss to accuracy, and which tasks mean something at this scale.
+"""A sweep's benchmarks as one page: tasks by compute, loss against accuracy, and which tasks are informative.
 
 The best run of a budget is the one with the lowest held-out loss: the best of many noisy scores would look monotone
 by luck. Every panel is static SVG; the script adds what a pointer wants.
@@ -20,7 +20,7 @@ import numpy as np
 from .page import Axis, Panel, compute, counted, is_number, number, render_page, short_count, spell
 from .paired import MEASURES, Answers, Choice, Paired, compare_tasks
 
-FEW = 60  # checkpoints in a panel that still get error bars of their own
+FEW = 60  # checkpoints in a panel that still have error bars each
 SAME_BUDGET = 1.25  # runs whose FLOPs differ by less from the smallest of their budget belong to it
 SHADES = 6  # colours of N, and of recipes
 BITS, SCORE = MEASURES["gold_bpb"], MEASURES["acc"]  # bits per byte of the right answer, or of text
@@ -31,7 +31,7 @@ Value = tuple[float, float | None]  # and its standard error
 
 
 def sweep_page(rows: Sequence[Row], answers: Mapping[str, Answers], title: str, links: Mapping[str, str]) -> str:
-    """A self-contained HTML page.
+    """Return a self-contained HTML page.
 
     `rows`: one for each checkpoint: run_id, name, step, final, N, D, flops, loss, recipe (or None), `tasks` (the scores
     by task), and where a `budget` is given, it says which runs belong together. By run_id, `answers` are what its final
@@ -79,7 +79,7 @@ def sweep_page(rows: Sequence[Row], answers: Mapping[str, Answers], title: str, 
 
 
 def safe_link(link: str | None) -> str | None:
-    """A relative path, or nothing: an address with a scheme (javascript:) or a host is refused."""
+    """Return a relative path, or None for an address with a scheme (javascript:) or a host."""
     return link if link and re.fullmatch(r"(?!/)[^:\\]*", link) and link.isprintable() else None
 
 
@@ -88,7 +88,7 @@ def safe_link(link: str | None) -> str | None:
 
 @dataclass
 class Sweep:
-    """The scored checkpoints that have FLOPs, arranged."""
+    """The scored checkpoints that have FLOPs, grouped by budget and recipe."""
 
     rows: list[Row]
     budgets: list[list[int]]  # places in `rows` of the finished runs of each budget, by rising FLOPs
@@ -105,14 +105,14 @@ class Sweep:
         return cls(kept, _budgets(kept), recipes if len(recipes) > 1 else [], shades)
 
     def colour(self, place: int) -> str:
-        """Class of a dot: its recipe where recipes are compared, its N otherwise."""
+        """Return the class of a dot: by recipe if recipes are compared, by N otherwise."""
         row = self.rows[place]
         if self.recipes:
             return self.recipe_colour(recipe_of(row))
         return self.shade(next((shade for shade, most in enumerate(self.shades) if (row.get("N") or 0) <= most), 0))
 
     def shade(self, place: int) -> str:
-        """Class of one of the shades of N. Few of them take colours that lie far apart."""
+        """Return the class of one of the shades of N; few shades use colours that differ more."""
         spread = round(place * (SHADES - 1) / (len(self.shades) - 1)) if len(self.shades) > 1 else SHADES - 2
         return f"n{spread}"
 
@@ -120,7 +120,7 @@ class Sweep:
         return f"r{self.recipes.index(recipe) % SHADES}"
 
     def value(self, place: int, task: str, keys: Sequence[str]) -> Value | None:
-        """The first of `keys` that this checkpoint has for the task, with its standard error."""
+        """Return the first of `keys` that this checkpoint has for the task, with its standard error."""
         scores = self.rows[place]["tasks"].get(task, {})
         key = next((key for key in keys if is_number(scores.get(key))), None)
         if key is None:
@@ -129,12 +129,12 @@ class Sweep:
         return scores[key], error if is_number(error) else None
 
     def best(self, recipe: str | None = None) -> list[int]:
-        """Of each budget, the finished run with the lowest held-out loss, of those with that recipe if one is given."""
+        """Return the finished run with the lowest held-out loss of each budget, with that recipe if one is given."""
         return [place for group in self.budgets if (place := self._lowest(group, recipe)) is not None]
 
     @cached_property
     def lines(self) -> dict[str, list[int]]:
-        """The same by colour class: of each recipe, where recipes are compared, and of all runs otherwise."""
+        """The best runs by colour class: of each recipe if recipes are compared, and of all runs otherwise."""
         return {self.recipe_colour(recipe): self.best(recipe) for recipe in self.recipes} or {"": self.best()}
 
     def _lowest(self, group: Sequence[int], recipe: str | None) -> int | None:
@@ -146,7 +146,7 @@ class Sweep:
         return min(known, key=lambda place: self.rows[place]["loss"], default=None)
 
     def best_of_each(self) -> dict[str, int]:
-        """Of each recipe, its best run at the largest budget that all recipes have; empty where there is none."""
+        """Return the best run of each recipe at the largest budget that all recipes have; empty if there is none."""
         for group in reversed(self.budgets):
             known = {recipe: self._lowest(group, recipe) for recipe in self.recipes}
             if all(place is not None for place in known.values()):
@@ -155,12 +155,12 @@ class Sweep:
 
 
 def recipe_of(row: Row) -> str:
-    """What a run's data went through; runs without a recipe stand together as one."""
+    """Return the name of a run's data recipe; runs without one are one group."""
     return "no recipe" if row.get("recipe") is None else str(row["recipe"])
 
 
 def _budgets(rows: Sequence[Row]) -> list[list[int]]:
-    """Places of the finished runs of each budget, by rising FLOPs: by `budget` where every run has one.
+    """Return the places of the finished runs of each budget, by rising FLOPs; by `budget` if every run has one.
 
     Otherwise a budget is FLOPs within a factor of each other, because a grid hits its budgets only to whole steps.
     """
@@ -177,7 +177,7 @@ def _budgets(rows: Sequence[Row]) -> list[list[int]]:
 
 
 def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Spearman's, with ties shared; None below three points, or where one side does not vary."""
+    """Return Spearman's correlation; None below three points, or if one side does not vary."""
     from scipy.stats import rankdata
 
     if len(x) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
@@ -194,7 +194,7 @@ class Trend:
 
     @property
     def steps(self) -> list[bool]:
-        """From budget to budget, whether the value falls."""
+        """Whether the value falls from one budget to the next."""
         return [later < before for before, later in zip(self.values, self.values[1:], strict=False)]
 
     @property
@@ -203,7 +203,7 @@ class Trend:
 
 
 def trend(sweep: Sweep, task: str) -> Trend | None:
-    """None for a task without bits per byte."""
+    """Return the trend of a task's bits per byte, if it has them."""
 
     def points(places: Sequence[int]) -> tuple[list[float], list[float]]:
         found = {place: scored[0] for place in places if (scored := sweep.value(place, task, BITS))}
@@ -214,7 +214,7 @@ def trend(sweep: Sweep, task: str) -> Trend | None:
 
 
 def choices(sweep: Sweep) -> list[Choice]:
-    """Pairs of recipes (without them: of sizes, by their place in a budget) at a small budget and at the largest."""
+    """Return pairs of recipes, or of sizes by their place in a budget, at a small budget and at the largest."""
     made: list[dict[Any, int]] = []
     for group in sweep.budgets:
         places = {size: place for place, size in enumerate(sorted({sweep.rows[run].get("N") or 0 for run in group}))}
@@ -234,7 +234,7 @@ def choices(sweep: Sweep) -> list[Choice]:
 
 
 def strength(signal: Signal) -> float:
-    """How far the better of a task's two measures stands out of its noise."""
+    """Return the signal-to-noise ratio of the better of a task's two measures."""
     return max((one.z / one.threshold for one in signal.values() if one), default=0.0)
 
 
@@ -295,7 +295,7 @@ def _warnings(sweep: Sweep, given: int, answers: Mapping[str, Answers]) -> list[
 
 
 def _said(row: Row) -> str:
-    """What stands beside the pointer."""
+    """Return the text of the tooltip."""
     recipe = f", {row['recipe']}" if row.get("recipe") is not None else ""
     return (
         f"{row.get('name') or row['run_id']}{recipe}\n"
@@ -307,7 +307,7 @@ def _said(row: Row) -> str:
 def _recipe_rows(
     sweep: Sweep, tasks: Sequence[str], best: Mapping[str, int]
 ) -> list[tuple[str, dict[str, Value | None], float | None, int]]:
-    """(name, value of each recipe, the lowest, digits): held-out loss, and each task's bits per byte."""
+    """Return (name, value of each recipe, the lowest, digits) for held-out loss and each task's bits per byte."""
     losses = {recipe: sweep.rows[place].get("loss") for recipe, place in best.items()}
     rows: list[tuple[str, dict[str, Value | None], int]] = [
         ("held-out loss", {recipe: (loss, None) if is_number(loss) else None for recipe, loss in losses.items()}, 4)
@@ -321,7 +321,7 @@ def _recipe_rows(
 
 
 def _panels(sweep: Sweep, task: str) -> list[Panel]:
-    """Bits per byte and accuracy, by compute and by loss."""
+    """Return panels of bits per byte and accuracy, by compute and by loss."""
     views = [("flops", "FLOPs", Axis.around([row["flops"] for row in sweep.rows], log=True))]
     if losses := [row["loss"] for row in sweep.rows if is_number(row.get("loss"))]:
         views.append(("loss", "held-out loss", Axis.around(losses)))
@@ -361,7 +361,7 @@ def _panel(sweep: Sweep, task: str, keys: Sequence[str], name: str, field: str, 
 
 
 def _key(sweep: Sweep) -> list[tuple[str, str]]:
-    """(class, name): what the colours mean."""
+    """Return (class, name) of each colour."""
     if sweep.recipes:
         return [(sweep.recipe_colour(recipe), recipe) for recipe in sweep.recipes]
     names = [f"{'to' if place else 'N up to'} {short_count(most)}" for place, most in enumerate(sweep.shades)]

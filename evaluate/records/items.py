@@ -1,4 +1,4 @@
-"""Items: from lm-eval's samples to what was asked, what was right and what the model said, and to a file of them.
+"""Items: the question, the right answer and the model's answer, from lm-eval's samples, and the file that keeps them.
 
 The prompt is what all of an item's contexts begin with; the rest of a context belongs to its choice (WinoGrande). The
 file is gzipped JSON lines, each task a member of its own; scores never depend on it, the report's samples do.
@@ -30,7 +30,7 @@ Arguments = set[tuple[Any, ...]]
 def item_results(
     entry: SuiteTask, samples: list[dict[str, Any]], averaged: set[str], truncated: Arguments, failed: Arguments
 ) -> list[ItemResult]:
-    """One result for each item of lm-eval's samples, by place; those of several filters become one.
+    """Return one result per item of lm-eval's samples, by place; samples of several filters are merged.
 
     `averaged`: metrics whose mean is the task's score; `truncated`, `failed`: see `harness.CheckpointLM`.
     """
@@ -56,7 +56,7 @@ def item_results(
 
 
 def _answers(task: Any, sample: dict[str, Any]) -> dict[str, Any]:
-    """Fields of an `ItemResult` that follow from the kind of task."""
+    """Return the fields of an `ItemResult` that depend on the kind of task."""
     arguments, responses = sample["arguments"], [response[0] for response in sample["resps"]]
     kind, first = task.OUTPUT_TYPE, arguments[0][0] if arguments else ""
     if kind == "generate_until":
@@ -90,7 +90,7 @@ def _gold(arguments: Any, nats: float) -> tuple[float, str] | None:
 
 
 def _right_choices(task: Any, doc: Any, texts: list[str]) -> list[int]:
-    """Places of the right choices, by lm-eval's reading of the label: a place, a text, or a list of either."""
+    """Return the places of the right choices; as in lm-eval a label is a place, a text, or a list of either."""
     label = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
     labels = label if isinstance(label, list) else [label]
     places = [texts.index(one) if isinstance(one, str) and one in texts else one for one in labels]
@@ -101,13 +101,14 @@ def _right_choices(task: Any, doc: Any, texts: list[str]) -> list[int]:
 
 
 def items_path(scores: Path) -> Path:
-    """Where the items of a file of scores lie: `scores.json` -> `scores.items.jsonl.gz`."""
+    """Return the file of items of a file of scores: `scores.json` -> `scores.items.jsonl.gz`."""
     return scores.with_name(f"{scores.stem}.items.jsonl.gz")
 
 
 def as_dicts(task: str, items: Sequence[ItemResult], contaminated: Collection[int] | None) -> list[dict[str, Any]]:
-    """A task's items as they are written: texts cut in the middle to `LONGEST` characters, None for what is not
-    finite.
+    """Return a task's items as they are written.
+
+    Texts are cut in the middle to `LONGEST` characters, and numbers that are not finite become None.
     """
     return [
         {
@@ -129,7 +130,7 @@ def as_dicts(task: str, items: Sequence[ItemResult], contaminated: Collection[in
 
 
 def shortened(text: str) -> str:
-    """At most `LONGEST` characters: its beginning and its end."""
+    """Return the beginning and the end of a text, together at most `LONGEST` characters."""
     if len(text) <= LONGEST:
         return text
     room = LONGEST - len(CUT)
@@ -146,7 +147,7 @@ def pack_items(items: Iterable[dict[str, Any]]) -> bytes:
 
 
 def read_items(path: Path, say: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
-    """The items of an evaluation; none where there is no file. A damaged one is moved aside, and `say` is told."""
+    """Return the items of an evaluation, if there is a file. A damaged file is moved aside and reported to `say`."""
     if not path.is_file():
         return []
     try:
@@ -155,7 +156,7 @@ def read_items(path: Path, say: Callable[[str], None] = lambda line: None) -> li
     except (OSError, EOFError, zlib.error, ValueError) as error:
         try:
             said = f"moved to {move_aside(path).name}"
-        except OSError:  # somebody else's folder
+        except OSError:  # the folder is read-only
             said = "left where it is"
         say(f"{path} is no file of items ({error}); {said}, and its samples are not shown")
         return []
@@ -163,7 +164,7 @@ def read_items(path: Path, say: Callable[[str], None] = lambda line: None) -> li
 
 
 def move_aside(path: Path) -> Path:
-    """Renames a damaged file to `<name>.corrupt-<n>`; returns where it is now."""
+    """Rename a damaged file to `<name>.corrupt-<n>`, and return its new path."""
     candidates = (path.with_name(f"{path.name}.corrupt-{number}") for number in range(1, 1_000_000))
     aside = next(candidate for candidate in candidates if not candidate.exists())
     os.replace(path, aside)

