@@ -80,7 +80,7 @@ def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str]) -> str:
         *notes,
         "## How it was trained",
         *_trained_by(loaded, facts),
-        "No licence is stated here: whoever publishes these weights chooses one, and the text they were trained on has "
+        "No licence is stated here: the publisher of these weights chooses one, and the text they were trained on has "
         "its own.",
     ]
     return "\n\n".join(parts) + "\n"

@@ -194,7 +194,7 @@ class Trend:
 
     @property
     def steps(self) -> list[bool]:
-        """Whether the value falls from one budget to the next."""
+        """Return whether the value falls, from each budget to the next."""
         return [later < before for before, later in zip(self.values, self.values[1:], strict=False)]
 
     @property

@@ -1,7 +1,7 @@
 """Items: the question, the right answer and the model's answer, from lm-eval's samples, and the file that keeps them.
 
 The prompt is what all of an item's contexts begin with; the rest of a context belongs to its choice (WinoGrande). The
-file is gzipped JSON lines, each task a member of its own; scores never depend on it, the report's samples do.
+file is gzipped JSON lines, each task a separate member; scores never depend on it, the report's samples do.
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ def _read_yaml(path: Path, allow_code: bool, including: tuple[Path, ...] = ()) -
         found = next((base / include for base in (path.parent, lm_eval_tasks()) if (base / include).is_file()), None)
         if found is None:
             raise UserError(
-                f"{path} includes {include!r}; it must be a file beside it, or one of lm-eval's own such as "
+                f"{path} includes {include!r}; it must be a file next to it, or one of lm-eval's own such as "
                 "hellaswag/hellaswag.yaml"
             )
         included = _read_yaml(found, allow_code, (*including, path))

@@ -166,7 +166,7 @@ def _load_staged(entry: Entry, limit: int | None, directory: Path) -> SuiteTask:
         "task": written,
         "training_split": None,
         "validation_split": None,
-        # lm-eval leaves an item out of its own examples only where both are from the test split.
+        # lm-eval excludes an item from its examples only if both are from the test split.
         "test_split": split,
         "fewshot_split": split,
         "custom_dataset": lambda **_: {split: chosen},

@@ -283,7 +283,7 @@ def test_a_single_yaml_file_is_its_own_tasks_alone(folder: Path) -> None:
         ({"sums.yaml": "dataset_path: json"}, "defines no task"),
         ({"again.yaml": SUM}, "task 'sums' is defined in .*again.yaml and in .*sums.yaml"),
         ({"sums.yaml": SUM + "include: 3"}, r"Expected str \| array, got int at \$.include"),
-        ({"sums.yaml": "task: x\ninclude: nothing.yaml"}, "includes 'nothing.yaml'; it must be a file beside it"),
+        ({"sums.yaml": "task: x\ninclude: nothing.yaml"}, "includes 'nothing.yaml'; it must be a file next to it"),
         ({"sums.yaml": "task: x\ninclude: sums.yaml"}, "includes itself"),
         ({"sums.yaml": SUM.replace("sums.jsonl", "none.jsonl")}, "task 'sums' of .* cannot be loaded"),
         ({"sums.yaml": SUM + "doc_to_choice: !function utils.none"}, "sums.yaml runs Python of its own"),
