@@ -178,7 +178,7 @@ def load_scored(path: Path, device: str, dtype: torch.dtype, average: float | No
     from ..train.checkpoint.checkpoint import find, load_for_evaluation
 
     try:
-        found = find(path)
+        checkpoint = find(path)
     except UserError:
         for folder in (path, *path.glob("checkpoints/step_*")):
             if (folder / "manifest.json").is_file() and not (folder / "tokenizer").is_dir():
@@ -187,7 +187,7 @@ def load_scored(path: Path, device: str, dtype: torch.dtype, average: float | No
                     "another checkpoint of its run there"
                 ) from None
         raise
-    return load_for_evaluation(found, device, dtype, average)
+    return load_for_evaluation(checkpoint, device, dtype, average)
 
 
 def _held_out(loaded: Any) -> dict[str, Any]:

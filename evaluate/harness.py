@@ -56,15 +56,15 @@ class TokenCache:
 
     def encode(self, texts: Iterable[str], encode: Callable[[Sequence[str]], Sequence[Any]]) -> dict[str, list[int]]:
         """Return the ids of each text; `encode` encodes the texts that are not kept, many at a time."""
-        wanted = dict.fromkeys(texts)
-        new = [text for text in wanted if text not in self._ids]
+        unique = dict.fromkeys(texts)
+        new = [text for text in unique if text not in self._ids]
         arrays = dict(zip(new, map(np.asarray, encode(new)), strict=True)) if new else {}
         for text, ids in arrays.items():
             size = ids.nbytes + len(text) + ENTRY_BYTES
             if self.bytes + size <= self.largest:
                 self._ids[text] = ids
                 self.bytes += size
-        return {text: (arrays[text] if text in arrays else self._ids[text]).tolist() for text in wanted}
+        return {text: (arrays[text] if text in arrays else self._ids[text]).tolist() for text in unique}
 
 
 class CheckpointLM(TemplateLM):
@@ -149,10 +149,10 @@ class CheckpointLM(TemplateLM):
         """Return the sum over the windows of each request, from the answers or from the model."""
         # Answers are kept window by window, because the windows of a text are not in one batch.
         parts = [[f"{name}.{number}" for number in range(len(of))] for name, of in zip(names, windows, strict=True)]
-        wanted = dict(zip(chain(*parts), chain(*windows), strict=True))
-        scores = {name: (float(nats), bool(greedy)) for name, (nats, greedy) in self._known(wanted).items()}
-        missing = [name for name in wanted if name not in scores]
-        requests = [wanted[name] for name in missing]
+        by_name = dict(zip(chain(*parts), chain(*windows), strict=True))
+        scores = {name: (float(nats), bool(greedy)) for name, (nats, greedy) in self._known(by_name).items()}
+        missing = [name for name in by_name if name not in scores]
+        requests = [by_name[name] for name in missing]
 
         def done(batch: list[tuple[int, Score]]) -> None:
             new = {missing[place]: score for place, score in batch}

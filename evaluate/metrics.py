@@ -150,8 +150,8 @@ def _numbers(items: Sequence[ItemResult], names: Sequence[str]) -> dict[str, Any
         if len(values) > 1 and set(values) in ({0.0}, {1.0}):
             scores[f"{name}_se"] = error_of_alike(len(values))
     for name in OWN:
-        own = [value for item in items if (value := getattr(item, name)) is not None]
-        scores[name], scores[f"{name}_se"] = mean_and_error(own)
+        values_of_items = [value for item in items if (value := getattr(item, name)) is not None]
+        scores[name], scores[f"{name}_se"] = mean_and_error(values_of_items)
     texts = [item for item in items if item.bytes]
     bits = [-sum(item.log_probabilities) / math.log(2) for item in texts]
     scores["bpb"], scores["bpb_se"] = ratio_and_error(bits, [float(item.bytes or 0) for item in texts])

@@ -72,12 +72,12 @@ def overlaps(
         # What the answer depends on: the training text, the items and the question.
         key = checksum([VERSION, shards.manifest, task.subset["sha256"], task.indices, ngram])[:32]
         files[name] = cache / "contamination" / f"{key}.json"
-    known = _read(files)
-    if known.keys() != files.keys():
+    results = _read(files)
+    if results.keys() != files.keys():
         lock = f"contamination-{checksum([shards.manifest, ngram])[:16]}"
         with locked(cache, lock, lambda stage, *_: progress(f"contamination: {stage}")):
-            known = _read(files)  # another process may have been at it
-            missing = {name: task for name, task in suite.items() if name not in known}
+            results = _read(files)  # another process may have been at it
+            missing = {name: task for name, task in suite.items() if name not in results}
             found = _search(shards, missing, ngram, progress)
             for name, items in found.items():
                 content = {"task": name, "ngram": ngram, "contaminated": sorted(items)}
@@ -88,19 +88,19 @@ def overlaps(
                         f"{files[name]} cannot be written ({error.strerror or error}); free space, or choose another "
                         "cache with ISOFLOP_CACHE"
                     ) from error
-            known |= found
-    return {name: known[name] for name in suite}
+            results |= found
+    return {name: results[name] for name in suite}
 
 
 def _read(files: dict[str, Path]) -> dict[str, set[int]]:
     """Read the results in the cache; missing and damaged files are left out."""
-    known = {}
+    results = {}
     for name, path in files.items():
         try:
-            known[name] = {int(index) for index in read_checked(path)["contaminated"]}
+            results[name] = {int(index) for index in read_checked(path)["contaminated"]}
         except (UserError, KeyError, TypeError, ValueError):
             continue
-    return known
+    return results
 
 
 # --- words -----------------------------------------------------------------------------------------------------------
@@ -178,8 +178,8 @@ def item_texts(task: Any, doc: Any) -> tuple[str, str]:
 
 
 def _shared(rows: Sequence[Words]) -> int:
-    most = min(len(row) for row in rows)
-    return next((i for i in range(most) if any(row[i] != rows[0][i] for row in rows)), most)
+    shortest = min(len(row) for row in rows)
+    return next((i for i in range(shortest) if any(row[i] != rows[0][i] for row in rows)), shortest)
 
 
 def _index(tasks: dict[str, SuiteTask], ngram: int) -> _Index:
@@ -220,7 +220,7 @@ def _stream(shards: Shards, index: _Index, progress: Report) -> None:
     total, text_bytes = len(shards.train), int(shards.manifest["train"]["bytes"])
     step = max(int(_CHUNK_BYTES * total / max(text_bytes, 1)), _OVERLAP_TOKENS)
     to_text = _text_of(shards)
-    began = said = time.monotonic()
+    start_time = last_report = time.monotonic()
 
     def look_up(start: int) -> float:
         end = min(start + step + _OVERLAP_TOKENS, total)
@@ -231,10 +231,10 @@ def _stream(shards: Shards, index: _Index, progress: Report) -> None:
         try:
             for share in pool.map(look_up, range(0, total, step)):
                 now = time.monotonic()
-                if now - said >= _SAY_SECONDS:
-                    said, done = now, share * text_bytes / 1e6
-                    rate = done / (now - began)
-                    left = (1 - share) / share * (now - began) / 60
+                if now - last_report >= _SAY_SECONDS:
+                    last_report, done = now, share * text_bytes / 1e6
+                    rate = done / (now - start_time)
+                    left = (1 - share) / share * (now - start_time) / 60
                     of = f"{done:,.0f} of {text_bytes / 1e6:,.0f} MB of text, {rate:,.0f} MB/s"
                     progress(f"contamination: {of}, {left:.0f} min left")
         except BaseException:  # an interrupt too must not wait for the rest of the text
@@ -246,8 +246,8 @@ def _look_up(index: _Index, text: bytes, cut_before: bool, cut_after: bool) -> N
     """Look up the n-grams of a chunk, document by document. A word at a cut is left to the neighbouring chunk."""
     text = normalised(text)
     words, documents = words_and_ends(text)
-    kept = slice(1 if cut_before else 0, len(words) - 1 if cut_after else len(words))
-    words, documents = words[kept], documents[kept]
+    inside = slice(1 if cut_before else 0, len(words) - 1 if cut_after else len(words))
+    words, documents = words[inside], documents[inside]
     for length in index.lengths:
         if len(words) >= length:
             within = documents[length - 1 :] == documents[: len(documents) - length + 1]

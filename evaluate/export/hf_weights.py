@@ -103,9 +103,9 @@ def to_hf(model: GPT) -> dict[str, Tensor]:
         if parameter.name == "norm.weight":
             weight = (weight.double() * model.output_scale).float()
         for part, rows in zip(parameter.parts, weight.split([part.rows for part in parameter.parts]), strict=True):
-            kept = rows[: model.config.vocab_size] if parameter.role in TABLES else rows
+            rows_out = rows[: model.config.vocab_size] if parameter.role in TABLES else rows
             name = mixtures.hf_name(part.hf, model.config)
-            result[name] = kept.clone(memory_format=torch.contiguous_format)
+            result[name] = rows_out.clone(memory_format=torch.contiguous_format)
     result |= mixtures.empty_tensors(model.config)
     if model.config.qkv_bias and model.config.qk_norm and mixtures.kind_of(model.config) != "glm4_moe":
         for number in range(model.config.depth):  # Qwen3 has an output bias with the others, and our model has none

@@ -132,8 +132,8 @@ def _product(weight: Tensor, packed: bool) -> Product:
     """Return the function that multiplies rows (n, in) by W^T: (n, out)."""
     if not packed:
         return partial(F.linear, weight=weight)
-    kept = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-    return lambda x: torch.ops.mkldnn._linear_pointwise(x, kept, None, "none", [], "")
+    packed_weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed_weight, None, "none", [], "")
 
 
 def _grouped_query(mixer: Attention, packed: bool) -> tuple[Project, Product]:

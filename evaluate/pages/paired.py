@@ -46,23 +46,23 @@ class Paired:
 
 def answers_of(items: Iterable[Mapping[str, Any]]) -> Answers:
     """Return what a run scored on each item of each task."""
-    found: Answers = {}
+    answers: Answers = {}
     for item in items:
-        known = (item.get("values") or {}) | {key: item.get(key) for key in MEASURES["gold_bpb"]}
+        numbers = (item.get("values") or {}) | {key: item.get(key) for key in MEASURES["gold_bpb"]}
         for measure, keys in MEASURES.items():
-            if (value := next((known[key] for key in keys if known.get(key) is not None), None)) is not None:
-                found.setdefault(item["task"], {}).setdefault(measure, {})[item["index"]] = float(value)
-    return found
+            if (value := next((numbers[key] for key in keys if numbers.get(key) is not None), None)) is not None:
+                answers.setdefault(item["task"], {}).setdefault(measure, {})[item["index"]] = float(value)
+    return answers
 
 
 def compare_tasks(answers: Mapping[Any, Answers], measure: str, choices: Sequence[Choice] = ()) -> dict[str, Paired]:
     """Compare the runs on each task on which this is possible."""
-    known: dict[str, dict[Any, Mapping[int, float]]] = {}
+    by_task: dict[str, dict[Any, Mapping[int, float]]] = {}
     for run, tasks in answers.items():
         for task, measures in tasks.items():
             if measure in measures:
-                known.setdefault(task, {})[run] = measures[measure]
-    return {task: found for task, runs in known.items() if (found := compare(runs, choices)) is not None}
+                by_task.setdefault(task, {})[run] = measures[measure]
+    return {task: found for task, runs in by_task.items() if (found := compare(runs, choices)) is not None}
 
 
 def compare(answers: Mapping[Any, Mapping[int, float]], choices: Sequence[Choice]) -> Paired | None:

@@ -95,7 +95,7 @@ def _facts(scores: Scores) -> list[tuple[str, str, str]]:
 
 
 def _footer(scores: Scores) -> str:
-    known = {
+    parts = {
         "run": scores["run_id"],
         "checkpoint SHA-256": str(scores.get("checkpoint_sha256") or "")[:16],
         "context": f"{scores['sequence_length']} tokens",
@@ -104,7 +104,7 @@ def _footer(scores: Scores) -> str:
         "precision": scores.get("precision"),
         "scored on": f"{scores['device']} in {scores['seconds']:.1f} s",
     }
-    return " · ".join(f"{key} {value}" for key, value in known.items() if value)
+    return " · ".join(f"{key} {value}" for key, value in parts.items() if value)
 
 
 def _suites(scores: Scores) -> list[str]:
@@ -191,22 +191,22 @@ def paired_differences(
     items: Iterable[Mapping[str, Any]], others: Iterable[Mapping[str, Any]]
 ) -> dict[str, dict[str, Difference]]:
     """Return task -> measure -> difference, over the items for which both have a number."""
-    known = {_key_of(item): item for item in others}
+    others_by_key = {_key_of(item): item for item in others}
     pairs: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for item in items:
-        if (other := known.get(_key_of(item))) is None:
+        if (other := others_by_key.get(_key_of(item))) is None:
             continue
         for measure, _, _ in MEASURES:
             a, b = ((one.get("values") or {}).get(measure, one.get(measure)) for one in (item, other))
             if is_number(a) and is_number(b):
                 pairs.setdefault((str(item["task"]), measure), []).append((float(a), float(b)))
-    found: dict[str, dict[str, Difference]] = {}
+    differences: dict[str, dict[str, Difference]] = {}
     for (task, measure), both in pairs.items():
         value, error = mean_and_error([a - b for a, b in both])
         assert value is not None
-        own, other_mean = (sum(side) / len(both) for side in zip(*both, strict=True))
-        found.setdefault(task, {})[measure] = Difference(len(both), own, other_mean, value, error)
-    return found
+        own_mean, other_mean = (sum(side) / len(both) for side in zip(*both, strict=True))
+        differences.setdefault(task, {})[measure] = Difference(len(both), own_mean, other_mean, value, error)
+    return differences
 
 
 def _differences(items: Items, others: Items) -> dict[str, list[tuple[str, Difference, str]]]:
@@ -260,8 +260,8 @@ def _known(item: Mapping[str, Any], *names: str) -> dict[str, Any]:
 def _answer(item: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of an item that is the model's answer."""
     right = is_right(item)
-    known = _known(item, "log_probabilities", "answer", "gold_bpb", "p_right", "margin", "bpb", "values")
-    return known | ({} if right is None else {"ok": int(right)})
+    numbers = _known(item, "log_probabilities", "answer", "gold_bpb", "p_right", "margin", "bpb", "values")
+    return numbers | ({} if right is None else {"ok": int(right)})
 
 
 # --- for a terminal --------------------------------------------------------------------------------------------------

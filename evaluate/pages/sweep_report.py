@@ -138,19 +138,19 @@ class Sweep:
         return {self.recipe_colour(recipe): self.best(recipe) for recipe in self.recipes} or {"": self.best()}
 
     def _lowest(self, group: Sequence[int], recipe: str | None) -> int | None:
-        known = [
+        candidates = [
             place
             for place in group
             if is_number(self.rows[place].get("loss")) and recipe in (None, recipe_of(self.rows[place]))
         ]
-        return min(known, key=lambda place: self.rows[place]["loss"], default=None)
+        return min(candidates, key=lambda place: self.rows[place]["loss"], default=None)
 
     def best_of_each(self) -> dict[str, int]:
         """Return the best run of each recipe at the largest budget that all recipes have; empty if there is none."""
         for group in reversed(self.budgets):
-            known = {recipe: self._lowest(group, recipe) for recipe in self.recipes}
-            if all(place is not None for place in known.values()):
-                return {recipe: place for recipe, place in known.items() if place is not None}
+            best = {recipe: self._lowest(group, recipe) for recipe in self.recipes}
+            if all(place is not None for place in best.values()):
+                return {recipe: place for recipe, place in best.items() if place is not None}
         return {}
 
 
@@ -239,13 +239,13 @@ def strength(signal: Signal) -> float:
 
 
 def task_verdict(signal: Signal) -> str:
-    known = {name: one.clear for measure, name in NAMES.items() if (one := signal.get(measure))}
-    clear = [name for name, is_clear in known.items() if is_clear]
-    if not known:
+    clear_by_name = {name: one.clear for measure, name in NAMES.items() if (one := signal.get(measure))}
+    clear = [name for name, is_clear in clear_by_name.items() if is_clear]
+    if not clear_by_name:
         return "not known"
     if not clear:
         return "noise: no two runs lie apart"
-    noise = "".join(f", {name} is noise" for name, is_clear in known.items() if not is_clear)
+    noise = "".join(f", {name} is noise" for name, is_clear in clear_by_name.items() if not is_clear)
     return f"{' and '.join(clear)} {'tell' if len(clear) > 1 else 'tells'} runs apart{noise}"
 
 

@@ -155,10 +155,10 @@ def read_items(path: Path, say: Callable[[str], None] = lambda line: None) -> li
             items = [json.loads(line) for line in file]
     except (OSError, EOFError, zlib.error, ValueError) as error:
         try:
-            said = f"moved to {move_aside(path).name}"
+            outcome = f"moved to {move_aside(path).name}"
         except OSError:  # the folder is read-only
-            said = "left where it is"
-        say(f"{path} is no file of items ({error}); {said}, and its samples are not shown")
+            outcome = "left where it is"
+        say(f"{path} is no file of items ({error}); {outcome}, and its samples are not shown")
         return []
     return [item for item in items if isinstance(item, dict) and "task" in item and "index" in item]
 

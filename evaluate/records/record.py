@@ -189,12 +189,12 @@ class Record:
 
         `held_out` is called if no loss is known, and, if items are kept, for its worst windows; a known loss stays.
         """
-        known = self.scores["held_out"]
-        if known is None or known.get("withheld"):  # the corpus may be at hand by now
+        held_out_scores = self.scores["held_out"]
+        if held_out_scores is None or held_out_scores.get("withheld"):  # the corpus may be at hand by now
             self.scores["held_out"] = run_on_ranks(self._ranks, held_out, only_first=True)
-        elif self._keep_items and "worst" not in known:
+        elif self._keep_items and "worst" not in held_out_scores:
             worst = run_on_ranks(self._ranks, held_out, only_first=True).get("worst")
-            self.scores["held_out"] = known if worst is None else known | {"worst": worst}
+            self.scores["held_out"] = held_out_scores if worst is None else held_out_scores | {"worst": worst}
         self.scores["suites"] = {
             suite: suite_scores([self.tasks[name] for name in names])
             for suite, names in suites.items()
@@ -227,13 +227,13 @@ def _kept(output: Path, header: dict[str, Any], suite: Suite, ngram: int | None,
         return {}
     # Earlier versions recorded these once for all tasks of a file.
     common = {key: old.get(key) for key in SETTINGS}
-    known = {
+    tasks = {
         name: scores | {key: scores.get(key, common[key]) for key in SETTINGS} for name, scores in old["tasks"].items()
     }
     changed = [
         name
         for name, entry in suite.items()
-        if (scores := known.get(name)) is not None
+        if (scores := tasks.get(name)) is not None
         and not (
             scores["subset"] == entry.subset
             and scores.get("version") == entry.version
@@ -243,9 +243,9 @@ def _kept(output: Path, header: dict[str, Any], suite: Suite, ngram: int | None,
     ]
     if changed:
         say(f"scored again, as items, prompts or settings are not those of {output}: {', '.join(changed)}")
-    if others := [name for name in known if name not in suite]:
+    if others := [name for name in tasks if name not in suite]:
         say(f"kept in {output}: {', '.join(others)}")
-    return {**old, "tasks": {name: scores for name, scores in known.items() if name not in changed}, "suites": {}}
+    return {**old, "tasks": {name: scores for name, scores in tasks.items() if name not in changed}, "suites": {}}
 
 
 def _alike(scores: Mapping[str, Any], header: Mapping[str, Any]) -> bool:

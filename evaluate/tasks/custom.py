@@ -126,13 +126,13 @@ def _examples(path: Path, name: str, rows: list[dict[str, Any]], index: int, sho
     """Return the text of an item's examples: other items of the file with their answers, never the item itself."""
     if not shots:
         return ""
-    found: dict[int, None] = {}
+    others: dict[int, None] = {}
     for draw in range(100 * (shots + 1)):
         digest = hashlib.sha256(f"{SEED}/{name}/{index}/example/{draw}".encode()).digest()
         other = int.from_bytes(digest[:8], "big") % len(rows)
         if rows[other]["prompt"] != rows[index]["prompt"]:
-            found[other] = None
-        if len(found) == shots:
+            others[other] = None
+        if len(others) == shots:
             break
     else:
         raise UserError(
@@ -140,7 +140,7 @@ def _examples(path: Path, name: str, rows: list[dict[str, Any]], index: int, sho
             "without the item itself, so it must have more lines, or fewer examples be asked for"
         )
     texts = []
-    for other in found:
+    for other in others:
         row = rows[other]
         answer = row["choices"][row["answer"]] if "choices" in row else row["answer"]
         texts.append(row["prompt"] + delimiter + answer + _BETWEEN_EXAMPLES)
@@ -285,13 +285,13 @@ def _read_yaml(path: Path, allow_code: bool, including: tuple[Path, ...] = ()) -
     merged: dict[str, Any] = {}
     includes = config.pop("include", [])
     for include in includes if isinstance(includes, list) else [includes]:
-        found = next((base / include for base in (path.parent, lm_eval_tasks()) if (base / include).is_file()), None)
-        if found is None:
+        target = next((base / include for base in (path.parent, lm_eval_tasks()) if (base / include).is_file()), None)
+        if target is None:
             raise UserError(
                 f"{path} includes {include!r}; it must be a file next to it, or one of lm-eval's own such as "
                 "hellaswag/hellaswag.yaml"
             )
-        included = _read_yaml(found, allow_code, (*including, path))
+        included = _read_yaml(target, allow_code, (*including, path))
         included.pop("task_list", None)  # as lm-eval: it belongs to the included file alone
         merged |= included
     return merged | config
@@ -419,8 +419,8 @@ def domains(folder: Path) -> dict[str, list[Path]]:
         raise UserError(_about(folder, error)) from None
     for path in files:
         parts = path.relative_to(folder).parts
-        own = _LOOSE if format_of(path) == "plain" else path.name.split(".")[0]
-        domain = parts[0] if len(parts) > 1 else own
+        own_domain = _LOOSE if format_of(path) == "plain" else path.name.split(".")[0]
+        domain = parts[0] if len(parts) > 1 else own_domain
         result.setdefault(domain, []).append(path)
     return dict(sorted(result.items()))
 
@@ -430,8 +430,8 @@ def _load_domain(folder: Path, name: str, domain: str, files: list[Path], limit:
         # Read twice, so that of a large file no more than the chosen documents is ever held.
         count = sum(1 for _ in _documents(files))
         indices = choose_items(name, count, limit)
-        wanted = set(indices)
-        rows = [{FIELD: text} for index, text in enumerate(_documents(files)) if index in wanted]
+        chosen = set(indices)
+        rows = [{FIELD: text} for index, text in enumerate(_documents(files)) if index in chosen]
     except UserError as error:
         raise UserError(_about(folder, error)) from None
     if not rows:

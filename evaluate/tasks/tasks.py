@@ -57,7 +57,7 @@ def anchored(tasks: Sequence[str], progress: Report = lambda line: None, allow_c
     Raises UserError: a file or a folder that is not there, or is not what it must be; a name that lm-eval does not
     know.
     """
-    found = []
+    result = []
     for written in expand(tasks):
         entry = parse_entry(written)
         is_path = entry.kind in ("text", "path")
@@ -73,8 +73,8 @@ def anchored(tasks: Sequence[str], progress: Report = lambda line: None, allow_c
             if entry.kind != "text":
                 check_custom(place, allow_code)
             written = f"text:{place}" if entry.kind == "text" else f"{place}" + written.removeprefix(entry.name)
-        found.append(written)
-    return found
+        result.append(written)
+    return result
 
 
 def load_suite(
@@ -108,25 +108,25 @@ def load_suite(
     sources: dict[str, Entry] = {}
     for entry in entries:
         if entry.kind == "staged":
-            found = {entry.written: _load_staged(entry, limit, directory)}
+            tasks_of_entry = {entry.written: _load_staged(entry, limit, directory)}
         elif entry.kind == "text":
-            found = load_texts(Path(entry.name), limit)
+            tasks_of_entry = load_texts(Path(entry.name), limit)
         elif entry.kind == "path":
-            found = load_custom(Path(entry.name), entry.shots or 0, limit, allow_code)
+            tasks_of_entry = load_custom(Path(entry.name), entry.shots or 0, limit, allow_code)
         else:
             manager = manager or hub.task_manager(cache, progress)
             if entry.name not in manager.all_tasks and Path(entry.name).is_dir():
-                found = load_custom(Path(entry.name), entry.shots or 0, limit, allow_code)
+                tasks_of_entry = load_custom(Path(entry.name), entry.shots or 0, limit, allow_code)
             else:
-                found = hub.load_named(entry.name, entry.shots, limit, manager, cache, progress)
-        for name in found:
+                tasks_of_entry = hub.load_named(entry.name, entry.shots, limit, manager, cache, progress)
+        for name in tasks_of_entry:
             # Tasks of one name from two files would share a place; a group's task that is also named is the same.
             other = sources.setdefault(name, entry)
             if other.written != entry.written and "path" in (entry.kind, other.kind):
                 raise UserError(
                     f"tasks: {name!r} comes from {other.written} and from {entry.written}; rename one of the two"
                 )
-        loaded |= found
+        loaded |= tasks_of_entry
     return loaded
 
 
@@ -158,8 +158,8 @@ def _load_staged(entry: Entry, limit: int | None, directory: Path) -> SuiteTask:
     from lm_eval.tasks._yaml_loader import load_yaml
 
     name, written, staged = entry.name, entry.written, STAGED[entry.name]
-    known = BENCHMARKS[staged.data].known
-    lines, split = staged_lines(directory, staged.data), known["split"]
+    benchmark = BENCHMARKS[staged.data].known
+    lines, split = staged_lines(directory, staged.data), benchmark["split"]
     indices = choose_items(name, len(lines), limit)
     chosen = _dataset([lines[index] for index in indices])
     config: dict[str, Any] = load_yaml(staged.definition) | {
@@ -176,7 +176,7 @@ def _load_staged(entry: Entry, limit: int | None, directory: Path) -> SuiteTask:
         raise UserError(f"task {written!r} asks for examples, but {name} scores whole texts; write {name}")
     with quiet():
         task = TaskManager(include_defaults=False).load([config])["tasks"][written]
-        remarks = {"note": known["note"]} if "note" in known else {}
+        remarks = {"note": benchmark["note"]} if "note" in benchmark else {}
         if shots:
             remarks |= {"examples": _give_examples(task, name, staged, shots, directory, lines, config)}
     return freeze(written, task, indices, len(lines), split, directory.name, shots, **remarks)
@@ -201,17 +201,17 @@ def _give_examples(
     if staged.examples:
         pool = list(_dataset(staged_lines(directory, staged.examples)))
         task.sampler = SameGroup(pool, staged.group)
-        most = min(Counter(doc[staged.group] for doc in pool).values())
+        available = min(Counter(doc[staged.group] for doc in pool).values())
         source = f"the first of the split {BENCHMARKS[staged.examples].known['split']} with the item's {staged.group}"
     else:
         places = choose_items(f"{name}/examples", len(lines), EXAMPLES)
         docs = _dataset([lines[place] for place in places])
         process = config.get("process_docs")
         task.sampler.replace_df(list(process(docs) if process else docs))
-        most = len(places) - 1
+        available = len(places) - 1
         source = f"{len(places)} items of the scored split {config['test_split']}, without the item itself"
-    if shots > most:
-        raise UserError(f"task {name}@{shots} asks for {shots} examples; {name} has {most} to offer")
+    if shots > available:
+        raise UserError(f"task {name}@{shots} asks for {shots} examples; {name} has {available} to offer")
     return source
 
 
