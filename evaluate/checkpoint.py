@@ -40,7 +40,7 @@ Contamination = tuple[dict[str, set[int]], str | None]  # contaminated items by 
 class Evaluator:
     """Scores checkpoints on one suite, with the same settings.
 
-    Token ids and contaminated items are kept from one checkpoint to the next; `dataclasses.replace` passes them on.
+    Token ids and contaminated items are kept from one checkpoint to the next.
 
     Attributes:
         suite: Loaded tasks (see `tasks.load_suite`).
@@ -61,7 +61,7 @@ class Evaluator:
     ngram: int | None = None
     ranks: Mesh = ALONE
     tokens: dict[str, TokenCache] = field(default_factory=dict, repr=False)  # by tokenizer
-    contaminated: dict[str, Contamination] = field(default_factory=dict, repr=False)  # by corpus
+    contaminated: dict[str, Contamination] = field(default_factory=dict, repr=False)  # by corpus, for this suite
 
     def __post_init__(self) -> None:
         check_settings(self.precision, self.batch_tokens, self.ngram)
