@@ -129,11 +129,12 @@ def _whole_matrices(config: RunConfig, share: Share) -> int:
 
 def _update(config: RunConfig, share: Share) -> int:
     """Return bytes while matrices are whole: all that are owned, and an exchange of them or products of some."""
-    owned, data = _whole_matrices(config, share), config.parallel.data
-    itemsize = 2 if config.optimizer.iteration_precision == "bf16" else FP32
-    exchanged = 0 if data * config.parallel.tp == 1 else owned if config.parallel.zero else owned // data
-    work = max(2 * owned // 3 + min(owned, 3 * AT_A_TIME), owned + exchanged if exchanged else 0)
-    return itemsize * (exchanged + work + (owned if share.itemsize < FP32 else 0))
+    owned, data, tp = _whole_matrices(config, share), config.parallel.data, config.parallel.tp
+    itemsize, batch = 2 if config.optimizer.iteration_precision == "bf16" else FP32, 2 * owned // 3
+    exchanged = 0 if data * tp == 1 else owned if config.parallel.zero else owned // data
+    work = max(batch + 3 * min(batch, AT_A_TIME), owned + exchanged if exchanged else 0)
+    kept = (owned if share.itemsize < FP32 else 0) + (owned if tp > 1 else 0)  # updates; pieces that are no neighbours
+    return itemsize * (kept + exchanged + work)
 
 
 def _in_transit(config: RunConfig, share: Share) -> int:
@@ -159,8 +160,7 @@ def _kept_by_block(share: Share) -> int:
         copied = share.width if e < FP32 or share.rows < share.tokens else 0
         kept += share.tokens * (experts.count + copied) * FP32
     attention, inputs = _attention(share)
-    # What both norms give, and the product of gate and up.
-    return kept + (inputs if share.recompute == "selective" else 2 * stream + inner + attention)
+    return kept + (inputs if share.recompute == "selective" else 2 * stream + inner + attention)  # norms, gate times up
 
 
 def _attention(share: Share) -> tuple[int, int]:

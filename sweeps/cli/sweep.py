@@ -97,7 +97,6 @@ def preflight_command(
     from ..entry import compose
     from ..plan.rates import core_flops_per_second, fill_budgets
     from ..prepare import resolve_runs
-    from ..runs.preflight import request_of
 
     given = overrides or []
     grid = [] if any(one.startswith("+grid=") for one in given) else ["+grid=chinchilla"]
@@ -106,9 +105,8 @@ def preflight_command(
     folder = Path(config.output_root).resolve()
     while not folder.is_dir():
         folder = folder.parent
-    request = request_of(folder, resolve_runs(config)[0], config.parallel.world_size)
-    found = []
-    for finding in chain(check_node(request), check_device(request)):
+    runs, ranks, found = resolve_runs(config)[0], config.parallel.world_size, []
+    for finding in chain(check_node(runs, folder, ranks), check_device(runs, ranks)):
         found.append(finding)
         if not as_json:
             print(f"{finding.outcome:<8}  {finding.said}")

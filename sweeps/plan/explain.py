@@ -35,15 +35,14 @@ def ways_to_dict(ways: list[Way]) -> dict[str, Any]:
     """Return every way as plain values, the best first, and the one to use."""
     ranked = [
         {name: getattr(way.parallel, name) for name in (*SETTINGS, "sequence_parallel")}
-        | {"fits": way.fits, "verdict": verdict(way, ways[0]), "seconds": way.seconds}
+        | {"fits": way.fits, "verdict": _verdict(way, ways[0]), "seconds": way.seconds}
         | {"bytes": dataclasses.asdict(way.memory) | {"peak": way.memory.peak}}
         for way in ways
     ]
     return {"chosen": ranked[0] if ways[0].fits else None, "considered": ranked}
 
 
-def verdict(way: Way, best: Way) -> str:
-    """Return how a way compares with the best."""
+def _verdict(way: Way, best: Way) -> str:
     slower = way.seconds / best.seconds - 1
     known = "does not fit" if not way.fits else "chosen" if way is best else "as fast, and less simple"
     return f"{slower:.0%} slower" if way.fits and slower > TIE else known
@@ -62,7 +61,7 @@ def print_ways(config: RunConfig, ways: list[Way]) -> None:
     title = f"{min(ROWS, len(ranked))} of {counted(len(ranked), 'mesh', 'meshes')}, the fastest that fits first"
     table = plain_table((*SETTINGS, "s a step", "GB a rank", "verdict"), ("recompute", "verdict"), title)
     for way in ranked[:ROWS]:
-        numbers = f"{way.seconds:.3g}", f"{way.memory.peak / 1e9:.3g}", verdict(way, best)
+        numbers = f"{way.seconds:.3g}", f"{way.memory.peak / 1e9:.3g}", _verdict(way, best)
         settings = (str(getattr(way.parallel, name)) for name in SETTINGS)
         table.add_row(*settings, *numbers, style=None if way.fits else "dim")
     console().print(table)

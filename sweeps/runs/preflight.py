@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -21,11 +20,10 @@ from ...train.config import RunConfig
 from ...train.data.storage import cache_directory
 from ...train.errors import UserError, counted
 from ...train.files import read_document, write_json
-from ...train.preflight.preflight import FAILED, INSTEAD, PASSED, Finding, Request, check_device, check_node
+from ...train.preflight.preflight import FAILED, INSTEAD, PASSED, Finding, check_device, check_node
 from .directory import RunDirectory, SweepDirectory, this_node
 
 FILE = "preflight.json"
-WANDB, HUB = "api.wandb.ai:443", "huggingface.co:443"
 WAIT_SECONDS = 600.0  # for a worker that checks another node at the same time
 
 
@@ -76,16 +74,17 @@ def check_first_job(sweep: SweepDirectory, runs: Sequence[RunConfig], ranks: int
     host, start, is_new = this_node(), time.monotonic(), False
     if host in read_record(sweep).nodes:
         return
-    request, kind = request_of(sweep.path, runs, ranks), node_kind(runs)
+    kind = node_kind(runs)
     try:
-        own, cached = list(check_node(request)), cache_directory(runs[0].data) / "preflight" / f"{kind}.json"
+        own = list(check_node(runs, sweep.path, ranks))
+        cached = cache_directory(runs[0].data) / "preflight" / f"{kind}.json"
         with FileLock(sweep.path / ".preflight.lock", timeout=WAIT_SECONDS):
             record = read_record(sweep)
             known = [node.of_kind for node in record.nodes.values() if node.kind == kind]
             with suppress(UserError):  # no sweep has checked this kind
                 known.append(read_document(cached, list[Finding]))
             if is_new := not known:
-                known.append(list(check_device(request)))
+                known.append(list(check_device(runs, ranks)))
                 if all(finding.outcome != FAILED for finding in known[0]):
                     cached.parent.mkdir(parents=True, exist_ok=True)
                     write_json(cached, [asdict(finding) for finding in known[0]])
@@ -98,14 +97,6 @@ def check_first_job(sweep: SweepDirectory, runs: Sequence[RunConfig], ranks: int
         return
     if is_new or any(finding.outcome != PASSED for finding in own):
         yield summary(host, node)
-
-
-def request_of(folder: Path, runs: Sequence[RunConfig], ranks: int) -> Request:
-    """Return what to check for the runs of a sweep."""
-    tracker, is_offline = runs[0].tracker, os.environ.get("HF_HUB_OFFLINE")
-    hosts = [WANDB] if tracker.kind == "wandb" and tracker.mode == "online" else []
-    hosts += [HUB] if runs[0].data.corpus == "hf" and not is_offline else []
-    return Request(list(runs), folder, runs[0].parallel.device, ranks, hosts)
 
 
 def node_kind(runs: Sequence[RunConfig]) -> str:

@@ -17,7 +17,7 @@ from isoflop.sweeps.runs import preflight
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.sweeps.runs.preflight import decided, read_record
 from isoflop.train.config import DataConfig, RunConfig, TrackerConfig, run_id
-from isoflop.train.preflight.preflight import FAILED, PASSED, REPLACED, Finding, Request
+from isoflop.train.preflight.preflight import FAILED, PASSED, REPLACED, Finding, hosts_of
 
 DISK = Finding("disk", PASSED, "there is room")
 FINE = Finding("loss", PASSED, "the loss is right")
@@ -30,11 +30,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[Finding]]:
     """Findings of the next checks of a kind of node, one after the other; a check that no test expects fails."""
     given: list[list[Finding]] = []
 
-    def check_device(request: Request) -> Iterator[Finding]:
+    def check_device(runs: Any, ranks: int) -> Iterator[Finding]:
         return iter(given.pop(0))
 
     monkeypatch.setattr(preflight, "check_device", check_device)
-    monkeypatch.setattr(preflight, "check_node", lambda request: iter([DISK]))
+    monkeypatch.setattr(preflight, "check_node", lambda *request: iter([DISK]))
     return given
 
 
@@ -87,7 +87,7 @@ def test_a_second_node_of_a_kind_is_checked_for_its_own_disk_alone(
     full = Finding("disk", FAILED, "the disk is full")
     for host, own in (("node1", DISK), ("node2", DISK), ("node3", full)):
         monkeypatch.setattr(preflight, "this_node", lambda host=host: host)
-        monkeypatch.setattr(preflight, "check_node", lambda request, own=own: iter([own]))
+        monkeypatch.setattr(preflight, "check_node", lambda *request, own=own: iter([own]))
         lines = look(sweep)
         assert len(lines) == (0 if host == "node2" else 1)
     assert "preflight: failed: the disk is full" in lines[0]
@@ -124,17 +124,15 @@ def test_what_was_decided_holds_for_all_runs_and_changes_no_id(tmp_path: Path, s
     assert decided(directory).parallel.attention == "sdpa"
 
 
-def test_hosts_are_asked_for_that_runs_will_want(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hosts(**data: str) -> list[str]:
-        run = RunConfig(data=DataConfig(**data), tracker=TrackerConfig(mode=mode))  # type: ignore[arg-type]
-        return preflight.request_of(tmp_path, [run], ranks=1).hosts
+def test_hosts_are_asked_that_runs_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hosts(mode: str = "auto", **data: str) -> list[str]:
+        return hosts_of(RunConfig(data=DataConfig(**data), tracker=TrackerConfig(mode=mode)))  # type: ignore[arg-type]
 
-    mode = "auto"
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     assert hosts() == []
-    assert hosts(corpus="hf") == ["huggingface.co:443"]
+    assert hosts(corpus="hf") == ["huggingface.co"]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    mode = "online"
-    assert hosts(corpus="hf") == ["api.wandb.ai:443"]
+    assert hosts("online", corpus="hf") == ["api.wandb.ai"]
 
 
 SMALL = [

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig
+from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from isoflop.train.model import loss as head
 from isoflop.train.model.backends import SDPA, Backend, Choice
 from isoflop.train.preflight import kernels, preflight
-from isoflop.train.preflight.preflight import FAILED, NOTE, PASSED, REPLACED, Finding, Request, check_device, check_node
+from isoflop.train.preflight.preflight import FAILED, NOTE, PASSED, REPLACED, Finding, check_device, check_node
 from isoflop.train.stepper import Stepper
 
 CPU = torch.device("cpu")
@@ -31,10 +31,6 @@ WINDOWED = dataclasses.replace(SMALL, model=dataclasses.replace(SMALL.model, win
 MonkeyPatch = pytest.MonkeyPatch
 
 
-def asked(*runs: RunConfig, folder: Path = Path()) -> Request:
-    return Request(list(runs), folder, device="cpu")
-
-
 def only_problem(found: Iterable[Finding]) -> Finding:
     """Return the one finding that is not passed."""
     (finding,) = [finding for finding in found if finding.outcome != PASSED]
@@ -43,8 +39,7 @@ def only_problem(found: Iterable[Finding]) -> Finding:
 
 @pytest.mark.slow
 def test_what_is_right_passes(tmp_path: Path) -> None:
-    request = Request([SMALL], tmp_path, ranks=2)
-    found = [*check_node(request), *check_device(request)]
+    found = [*check_node([SMALL], tmp_path, ranks=2), *check_device([SMALL], ranks=2)]
     assert [finding for finding in found if finding.outcome != PASSED] == []
     assert [finding.check for finding in found] == ["memory", "disk", "ranks", "attention", "loss", "step"]
     assert not list(tmp_path.iterdir())
@@ -52,7 +47,7 @@ def test_what_is_right_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("run", [SMALL, LOW, WINDOWED], ids=["fp32", "bf16", "window"])
 def test_attention_whose_gradient_is_one_per_cent_off_is_replaced(run: RunConfig, monkeypatch: MonkeyPatch) -> None:
-    assert [finding.outcome for finding in kernels.check_attention(asked(run), CPU)] == [PASSED]
+    assert [finding.outcome for finding in kernels.check_attention([run], CPU)] == [PASSED]
 
     def kernel(query: Any, key: Any, value: Any, mask: Any, window: Any) -> Any:
         return SDPA.kernel(query, 1.01 * key - 0.01 * key.detach(), value * 1.01, mask, window)
@@ -60,7 +55,7 @@ def test_attention_whose_gradient_is_one_per_cent_off_is_replaced(run: RunConfig
     for name, outcome in (("ours", REPLACED), ("sdpa", FAILED)):
         backend = Choice(name, "planted"), Backend(name, kernel, reads="mask")
         monkeypatch.setattr(kernels, "select_backend", lambda *arguments, backend=backend: backend)
-        assert only_problem(kernels.check_attention(asked(run), CPU)).outcome == outcome
+        assert only_problem(kernels.check_attention([run], CPU)).outcome == outcome
 
 
 def test_a_kernel_that_gives_no_numbers_fails(monkeypatch: MonkeyPatch) -> None:
@@ -69,7 +64,7 @@ def test_a_kernel_that_gives_no_numbers_fails(monkeypatch: MonkeyPatch) -> None:
 
     backend = Choice("sdpa", "planted"), Backend("sdpa", kernel, reads="mask")
     monkeypatch.setattr(kernels, "select_backend", lambda *arguments: backend)
-    assert only_problem(kernels.check_attention(asked(SMALL), CPU)).outcome == FAILED
+    assert only_problem(kernels.check_attention([SMALL], CPU)).outcome == FAILED
 
 
 def test_a_loss_or_a_step_that_is_wrong_fails(monkeypatch: MonkeyPatch) -> None:
@@ -80,14 +75,14 @@ def test_a_loss_or_a_step_that_is_wrong_fails(monkeypatch: MonkeyPatch) -> None:
     reference = head.cross_entropy_reference
     with monkeypatch.context() as planted:
         planted.setattr(head, "cross_entropy_reference", wrong_loss)
-        assert only_problem(kernels.check_loss(asked(LOW), CPU)).check == "loss"
-    assert [finding.outcome for finding in kernels.check_step(asked(LOW), CPU)] == [PASSED]
+        assert only_problem(kernels.check_loss([LOW], CPU)).check == "loss"
+    assert [finding.outcome for finding in kernels.check_step([LOW], CPU)] == [PASSED]
     gradients = Stepper._gradients
     monkeypatch.setattr(Stepper, "_gradients", lambda self, step: gradients(self, step) * 1.001)
-    assert "are allowed" in only_problem(kernels.check_step(asked(SMALL), CPU)).said
+    assert "are allowed" in only_problem(kernels.check_step([SMALL], CPU)).said
     factor = itertools.cycle([1.0, 1.000001])
     monkeypatch.setattr(Stepper, "_gradients", lambda self, step: gradients(self, step) * next(factor))
-    assert "other bits" in only_problem(kernels.check_step(asked(SMALL), CPU)).said
+    assert "other bits" in only_problem(kernels.check_step([SMALL], CPU)).said
 
 
 def test_memory_that_is_not_free_and_a_disk_that_is_full_are_named(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
@@ -97,15 +92,16 @@ def test_memory_that_is_not_free_and_a_disk_that_is_full_are_named(tmp_path: Pat
     monkeypatch.setattr(subprocess, "run", run)
     assert preflight.free_of_gpus() == [81559 * 2**20, 3 * 2**20]
     large = dataclasses.replace(SMALL, model=dataclasses.replace(SMALL.model, width=512, depth=8))
-    finding = only_problem(check_node(Request([large], tmp_path)))
+    on_cpu = dataclasses.replace(SMALL, parallel=ParallelConfig(device="cpu"))
+    finding = only_problem(check_node([large], tmp_path, ranks=1))
     assert (finding.check, finding.outcome) == ("memory", FAILED)
     assert finding.said.startswith("a rank has 3 MB of memory free, and the largest run needs at least ")
-    assert only_problem([*check_node(asked(large, folder=Path("/proc")))]).check == "disk"
+    assert only_problem(check_node([on_cpu], Path("/proc"), ranks=1)).check == "disk"
 
 
-def test_a_host_that_does_not_answer_is_a_note(tmp_path: Path) -> None:
-    request = dataclasses.replace(asked(SMALL, folder=tmp_path), hosts=["localhost:1"])
-    finding = only_problem(check_node(request))
+def test_a_host_that_does_not_answer_is_a_note(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "hosts_of", lambda run: ["no-such-host.invalid"])
+    finding = only_problem(check_node([SMALL], tmp_path, ranks=1))
     assert (finding.check, finding.outcome) == ("network", NOTE)
 
 
@@ -123,6 +119,6 @@ def test_a_check_that_kills_its_process_or_hangs_is_a_finding(
     (tmp_path / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path.parent)
     monkeypatch.setattr(preflight, "__package__", tmp_path.name)
-    finding = only_problem(check_device(dataclasses.replace(asked(SMALL), timeout=5.0 if check == "step" else 60.0)))
+    finding = only_problem(check_device([SMALL], 1, timeout=5.0 if check == "step" else 60.0))
     assert (finding.check, finding.outcome) == (check, FAILED)
     assert text in finding.said

@@ -23,7 +23,6 @@ from ..memory import Memory, memory, rank_shares, replicated_elements
 from ..model.shape import Share, micro_batches
 from .validation import check_shapes, divisors_of, working_shapes
 
-MARGIN = 0.10  # share of the device's memory that a plan leaves free
 MAX_RANKS = 2**20
 TIE = 0.01  # times that differ by less count as equal, since the formulas are no better
 RECOMPUTE = ("none", "selective", "full")
@@ -61,7 +60,7 @@ class Way:
         return self.parallel.pp, self.parallel.tp, self.parallel.ep, self.parallel.zero
 
 
-def rank_ways(config: RunConfig, ranks: int, hardware: Hardware, margin: float = MARGIN) -> list[Way]:
+def rank_ways(config: RunConfig, ranks: int, hardware: Hardware, margin: float = 0.1) -> list[Way]:
     """Return every way to spread a run: the fastest that fits first, of equally fast ones the least split.
 
     Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import pickle
 import sys
@@ -31,7 +30,7 @@ from ..model.parametrization import build_model
 from ..parallel.mesh import Mesh
 from ..precision import compute_dtype
 from ..stepper import Stepper
-from .preflight import EXCLUDE, FAILED, INSTEAD, PASSED, REPLACED, Finding, Request
+from .preflight import EXCLUDE, FAILED, INSTEAD, PASSED, REPLACED, Finding
 
 WORSE = 2.0  # times PyTorch's own error in the same precision that a kernel of ours may have
 ROWS = 512  # of the head's input, at most
@@ -41,15 +40,15 @@ END = 0  # token that ends a document, if documents are kept apart
 Kernel = Callable[..., Tensor]
 
 
-def check_ranks(request: Request, device: torch.device) -> Iterator[Finding]:
+def check_ranks(ranks: int, device: torch.device, timeout: float) -> Iterator[Finding]:
     """Check that the ranks of a node reach each other, on GPUs over NCCL."""
-    if request.ranks > 1:
+    if ranks > 1:
         try:
-            run_ranks(request.ranks, _meet, device, timeout=request.timeout / 2)
-            yield Finding("ranks", PASSED, f"{request.ranks} ranks reach each other")
+            run_ranks(ranks, _meet, device, timeout=timeout)
+            yield Finding("ranks", PASSED, f"{ranks} ranks reach each other")
         except RuntimeError as error:
             last = str(error).strip().split("\n")[-1]
-            yield Finding("ranks", FAILED, f"{request.ranks} ranks do not reach each other: {last}; {EXCLUDE}")
+            yield Finding("ranks", FAILED, f"{ranks} ranks do not reach each other: {last}; {EXCLUDE}")
 
 
 def _meet(device: torch.device) -> None:
@@ -59,21 +58,21 @@ def _meet(device: torch.device) -> None:
     synchronize(device)
 
 
-def check_attention(request: Request, device: torch.device) -> Iterator[Finding]:
+def check_attention(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Finding]:
     """Compare attention, forward and backward, at every shape of the grid, with two key/value heads of it."""
-    shapes = {
-        (run.model.heads // run.model.num_kv_heads, run.model.key_dim, run.data.sequence_length, run.model.window): run
-        for run in request.runs
-    }
-    for (group, head_dim, time, window), run in shapes.items():
-        precision, documents = run.precision, run.data.separate_documents
+    cases = set()
+    for run in runs:
+        model, data = run.model, run.data
+        heads = model.heads // model.num_kv_heads, model.key_dim, model.window
+        cases.add((*heads, data.sequence_length, data.separate_documents, run.precision, run.parallel.attention))
+    for group, head_dim, window, time, documents, precision, wanted in cases:
         generator = torch.Generator().manual_seed(0)
         drawn = (torch.randn(1, time, heads, head_dim, generator=generator) for heads in (2 * group, 2, 2))
         inputs = [x.to(device, compute_dtype(precision)) for x in drawn]
         tokens = torch.randint(0, 64, (1, time), generator=generator).to(device)
         first = document_starts(tokens, END) if documents else None
         masks = window is not None and window < time, documents
-        choice, backend = select_backend(run.parallel.attention, device, inputs[0].dtype, head_dim, *masks)
+        choice, backend = select_backend(wanted, device, inputs[0].dtype, head_dim, *masks)
         ours = partial(backend.attend, seen=backend.seen(tokens, first, window, inputs[0].dtype), window=window)
         theirs = partial(_plain_attention, mask=SDPA.seen(tokens, first, window, torch.float32))
         name = f"attention by {choice.name} ({precision}, {group} x 2 heads of {head_dim} over {time} tokens)"
@@ -86,9 +85,9 @@ def _plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     return F.scaled_dot_product_attention(q, k, v, bias, is_causal=bias is None, enable_gqa=True).transpose(1, 2)
 
 
-def check_loss(request: Request, device: torch.device) -> Iterator[Finding]:
+def check_loss(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Finding]:
     """Compare the head's product and cross-entropy of the largest model, with the gradients by both factors."""
-    run = max(request.runs, key=lambda run: count_parameters(run.model).N_total)
+    run = max(runs, key=lambda run: count_parameters(run.model).N_total)
     model, z_loss, size = run.model, run.optimizer.z_loss, run.model.vocab_size or 1
     generator, fused = torch.Generator().manual_seed(0), run.parallel.cross_entropy == "auto"
     x = torch.randn(min(ROWS, run.data.sequence_length), model.width, generator=generator)
@@ -134,9 +133,9 @@ def _compare(
     return Finding(check, FAILED, f"{text} ({bound:.2g} is allowed); {EXCLUDE}")
 
 
-def check_step(request: Request, device: torch.device) -> Iterator[Finding]:
+def check_step(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Finding]:
     """Compare a step of the smallest model with float64, and its bits with those of a repetition."""
-    run = min(request.runs, key=lambda run: count_parameters(run.model).N_total)
+    run = min(runs, key=lambda run: count_parameters(run.model).N_total)
     # One rank and one sequence. Each token goes through every expert, since rounding decides near ties.
     model = replace(run.model, experts_per_token=run.model.experts or run.model.experts_per_token)
     kept = {name: getattr(run.parallel, name) for name in ("attention", "cross_entropy", "recompute", "tf32")}
@@ -148,7 +147,11 @@ def check_step(request: Request, device: torch.device) -> Iterator[Finding]:
         if weights.ndim > 1 and not weights.any():
             torch.nn.init.normal_(weights, std=model.width**-0.5, generator=torch.Generator().manual_seed(1))
     first, again = (_take_step(run, device, gpt, rows) for _ in range(2))
-    exact = _exact_step(run, gpt.to(device).double(), torch.from_numpy(rows).to(device))
+    gpt.to(device).double().end_of_document = END if run.data.separate_documents else None
+    tokens = torch.from_numpy(rows).to(device)
+    loss = gpt.loss(tokens[:, :-1], tokens[:, 1:], z_loss=optimizer.z_loss)
+    squares = [gradient.square().sum() for gradient in torch.autograd.grad(loss, list(gpt.parameters()))]
+    exact = float(read(loss.detach())), float(read(torch.stack(squares).sum().sqrt()))
     kind = "tf32" if run.precision == "fp32" and on_gpu(device) and run.parallel.tf32 else run.precision
     errors, bounds = [abs(a / b - 1) for a, b in zip(first, exact, strict=True)], STEP_ERRORS[kind]
     text = f"a step in {kind} differs from float64 by {errors[0]:.1e} in loss and {errors[1]:.1e} in gradient norm"
@@ -168,22 +171,20 @@ def _take_step(run: RunConfig, device: torch.device, gpt: GPT, rows: np.ndarray)
     return float(read(result.loss)), float(read(result.norm))
 
 
-def _exact_step(run: RunConfig, gpt: GPT, tokens: Tensor) -> tuple[float, float]:
-    """Return loss and gradient norm of the first step by autograd alone."""
-    gpt.end_of_document = END if run.data.separate_documents else None
-    loss = gpt.loss(tokens[:, :-1], tokens[:, 1:], z_loss=run.optimizer.z_loss)
-    gradients = torch.autograd.grad(loss, list(gpt.parameters()))
-    return float(read(loss.detach())), math.sqrt(sum(float(read(gradient.square().sum())) for gradient in gradients))
-
-
 def main() -> None:
     """Read a request from standard input and write findings as lines of JSON, the name of each check before them."""
-    request, out = pickle.load(sys.stdin.buffer), os.fdopen(os.dup(1), "w", buffering=1)
+    runs, ranks, timeout = pickle.load(sys.stdin.buffer)
+    out, device = os.fdopen(os.dup(1), "w", buffering=1), pick_device(runs[0].parallel.device)
     os.dup2(2, 1)  # what libraries print is no finding
-    device = pick_device(request.device)
-    for check in (check_ranks, check_attention, check_loss, check_step):  # forks come before this process takes a GPU
-        print(json.dumps(check.__name__.removeprefix("check_")), file=out)
-        for finding in check(request, device):
+    checks = {  # forks come before this process takes a GPU
+        "ranks": check_ranks(ranks, device, timeout / 2),
+        "attention": check_attention(runs, device),
+        "loss": check_loss(runs, device),
+        "step": check_step(runs, device),
+    }
+    for name, found in checks.items():
+        print(json.dumps(name), file=out)
+        for finding in found:
             print(json.dumps(asdict(finding)), file=out)
 
 

@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,39 +35,33 @@ class Finding:
     decides: dict[str, str] = field(default_factory=dict)  # fields of `parallel` that runs on such a device must take
 
 
-@dataclass(frozen=True)
-class Request:
-    """What to check for."""
-
-    runs: list[RunConfig]
-    folder: Path  # of checkpoints
-    device: str = "auto"
-    ranks: int = 1  # of a run, on this node
-    hosts: list[str] = field(default_factory=list)  # NAME:PORT that runs need
-    timeout: float = 300.0  # seconds that the checks of `check_device` may take
-
-
-def check_node(request: Request) -> Iterator[Finding]:
-    """Check what differs between nodes of one kind."""
-    yield _memory(request)
-    yield _disk(request)
-    for host in request.hosts:
-        name, _, port = host.rpartition(":")
+def check_node(runs: Sequence[RunConfig], folder: Path, ranks: int) -> Iterator[Finding]:
+    """Check what differs between nodes of one kind, for runs of so many ranks on a node and checkpoints in a folder."""
+    yield _memory(runs, ranks)
+    yield _disk(runs, folder)
+    for name in hosts_of(runs[0]):
         try:
-            socket.create_connection((name, int(port)), timeout=5.0).close()
+            socket.create_connection((name, 443), timeout=5.0).close()
             yield Finding("network", PASSED, f"{name} answers")
         except OSError as error:
             text = f"{name} does not answer ({error}); set tracker.mode=offline and HF_HUB_OFFLINE=1 to do without it"
             yield Finding("network", NOTE, text)
 
 
-def _memory(request: Request) -> Finding:
+def hosts_of(run: RunConfig) -> list[str]:
+    """Return the names of the hosts that a run needs."""
+    tracks = run.tracker.kind == "wandb" and run.tracker.mode == "online"
+    reads = run.data.corpus == "hf" and not os.environ.get("HF_HUB_OFFLINE")
+    return ["api.wandb.ai"] * tracks + ["huggingface.co"] * reads
+
+
+def _memory(runs: Sequence[RunConfig], ranks: int) -> Finding:
     """Compare free memory with the least that the largest run needs, which is with micro-batches of one sequence."""
-    gpus = [] if request.device == "cpu" else free_of_gpus()
-    small = [replace(run, parallel=replace(run.parallel, micro_batch_size=1)) for run in request.runs]
+    gpus = [] if runs[0].parallel.device == "cpu" else free_of_gpus()
+    small = [replace(run, parallel=replace(run.parallel, micro_batch_size=1)) for run in runs]
     needed = max(memory(run, "cuda" if gpus else "cpu").peak for run in small)
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = min(gpus, default=1024 * int(lines["MemAvailable"].split()[0]) // request.ranks)
+    free = min(gpus, default=1024 * int(lines["MemAvailable"].split()[0]) // ranks)
     text = f"a rank has {free / 1e6:,.0f} MB of memory free, and the largest run needs at least {needed / 1e6:,.1f} MB"
     text += "" if needed <= free else "; end other processes, or set parallel.recompute=full or more ranks"
     return Finding("memory", PASSED if needed <= free else FAILED, text)
@@ -86,32 +80,32 @@ def free_of_gpus() -> list[int]:
     return []
 
 
-def _disk(request: Request) -> Finding:
+def _disk(runs: Sequence[RunConfig], folder: Path) -> Finding:
     """Check that all checkpoints have room, and that a file of a checkpoint's size can be written."""
-    sizes = [12 * count_parameters(run.model).N_total for run in request.runs]  # fp32 weights and two moments
-    needed, free = sum(sizes) + max(sizes), shutil.disk_usage(request.folder).free
-    text = f"{request.folder} has {free / 1e6:,.0f} MB free, and checkpoints take about {needed / 1e6:,.1f} MB"
-    trial, size = request.folder / f".preflight-{os.getpid()}", min(max(sizes), TRIAL_BYTES)
+    sizes = [12 * count_parameters(run.model).N_total for run in runs]  # fp32 weights and two moments
+    needed, free = sum(sizes) + max(sizes), shutil.disk_usage(folder).free
+    text = f"{folder} has {free / 1e6:,.0f} MB free, and checkpoints take about {needed / 1e6:,.1f} MB"
+    trial, size = folder / f".preflight-{os.getpid()}", min(max(sizes), TRIAL_BYTES)
     try:
         trial.write_bytes(os.urandom(size))
     except OSError as error:  # a quota may be full, or the file system read-only
-        text, needed = f"{size / 1e6:,.1f} MB cannot be written to {request.folder} ({error.strerror})", free
+        text, needed = f"{size / 1e6:,.1f} MB cannot be written to {folder} ({error.strerror})", free
     finally:
         trial.unlink(missing_ok=True)
     text += "" if needed < free else "; free some space, or set output_root to another disk"
     return Finding("disk", PASSED if needed < free else FAILED, text)
 
 
-def check_device(request: Request) -> Iterator[Finding]:
+def check_device(runs: Sequence[RunConfig], ranks: int, timeout: float = 300.0) -> Iterator[Finding]:
     """Check what holds for all nodes of a kind. A check that crashes or hangs is a finding, and the last one."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command, given = [sys.executable, "-P", "-m", f"{__package__}.kernels"], pickle.dumps(request)
+    command, given = [sys.executable, "-P", "-m", f"{__package__}.kernels"], pickle.dumps((runs, ranks, timeout))
     try:
-        ended = subprocess.run(command, input=given, capture_output=True, env=environment, timeout=request.timeout)
+        ended = subprocess.run(command, input=given, capture_output=True, env=environment, timeout=timeout)
         lines, last = ended.stdout.splitlines(), (ended.stderr.decode().splitlines() or [""])[-1]
         problem = f"its process ended with code {ended.returncode} ({last})" if ended.returncode else ""
     except subprocess.TimeoutExpired as expired:
-        lines, problem = (expired.stdout or b"").splitlines(), f"no answer within {request.timeout:g} s"
+        lines, problem = (expired.stdout or b"").splitlines(), f"no answer within {timeout:g} s"
     check = "device"
     for message in map(json.loads, lines):
         if isinstance(message, str):

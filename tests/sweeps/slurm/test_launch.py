@@ -74,9 +74,7 @@ def test_a_sweep_in_a_folder_of_any_signs_that_are_not_refused_is_done(sweep: Ca
     nodes = json.loads((odd.path / "preflight.json").read_text())["nodes"]
     assert {name.rstrip("1234") for name in nodes} == {"node"}
     for node in nodes.values():
-        # Four nodes of one busy machine may well differ in speed.
-        found = [finding for finding in node["findings"] + node["of_kind"] if finding["check"] != "speed"]
-        assert {finding["outcome"] for finding in found} == {"passed"}
+        assert {finding["outcome"] for finding in node["findings"] + node["of_kind"]} == {"passed"}
     assert {path.name for path in odd.output_root.parent.iterdir()} == {odd.output_root.name}
 
 
