@@ -7,7 +7,7 @@ State follows from the ZeRO stage. With P parameters on a rank, N = dp cp data-p
     2       e P         e P / N     12 P / N
     3       e P / N     e P / N     12 P / N
 
-Weights in fp32 are their own master: 8 in place of 12. Muon keeps one moment of a matrix: 4 less. Each average of the
+Weights in fp32 are their own master: 8 and not 12. Muon keeps one moment of a matrix: 4 less. Each average of the
 weights adds 4. Activations are what autograd keeps of the micro-batches in flight. Workspace is what the worst moment
 of a step allocates in addition: the loss, the backward pass of a block or of the embedding, or the update.
 
@@ -164,7 +164,7 @@ def _kept_by_block(share: Share) -> int:
 
 
 def _attention(share: Share) -> tuple[int, int]:
-    """Return bytes that attention keeps, and those that it is computed from."""
+    """Return bytes that attention keeps, and bytes of its inputs."""
     heads = share.tokens * share.heads * share.itemsize
     queries, keys = heads * share.head_dim, share.tokens * share.kv_heads * share.head_dim * share.itemsize
     softmax = 0  # kept by our blocks for CPUs

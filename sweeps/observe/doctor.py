@@ -195,7 +195,7 @@ def _file_system(sweep: SweepDirectory) -> Iterator[Fault]:
 
 
 def _nodes(sweep: SweepDirectory) -> Iterator[Fault]:
-    """What the first look at each kind of node found; see `runs/preflight.py`."""
+    """Yield the faults that preflight found on each node; see `runs/preflight.py`."""
     for host, node in read_record(sweep).nodes.items():
         for finding in (*node.findings, *node.of_kind):
             if finding.outcome in (FAILED, REPLACED):

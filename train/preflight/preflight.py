@@ -69,11 +69,9 @@ def _memory(runs: Sequence[RunConfig], ranks: int) -> Finding:
 
 def free_of_gpus() -> list[int]:
     """Return the free bytes of every GPU that this process may use; none without a driver or a GPU."""
-    command, visible = (
-        ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"],
-        "CUDA_VISIBLE_DEVICES",
-    )
-    command += ["-i", os.environ[visible]] if os.environ.get(visible) else []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    command += [] if visible is None else ["-i", visible]  # an empty one is refused, as no GPU is visible
     with suppress(OSError, subprocess.SubprocessError):
         listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
         return [int(free) * 2**20 for free in listed.split()]
