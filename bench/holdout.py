@@ -135,7 +135,7 @@ def report(results: list[dict[str, Any]]) -> None:
             "error %": 100 * np.median(np.abs(np.expm1(np.concatenate(error)))),
             "rate, drift, disagreement": constants,
         }
-    print(pd.DataFrame(rows).T.to_string(float_format="%.2f"))
+    print(pd.DataFrame(rows).T.round(2).to_string())
     print("learnt from all:", choose(of, families))
 
 

@@ -1,6 +1,6 @@
 """Compile our kernels for GPUs that are not present, and report resources: `isoflop bench kernels --static`.
 
-The functions that training calls run on CPU tensors, while Triton is told that a GPU is present and only compiles. So
+The functions that training calls run on CPU tensors, and a driver that stands in for a GPU lets Triton only compile. So
 blocks, flags, and the types and alignment of arguments are those of a real launch.
 """
 

@@ -1,4 +1,4 @@
-"""Run the tests of `fit` under changes that must not matter, and list those that fail only then.
+"""Run the tests of `fit` under changes that must not matter, and list the tests that fail only then.
 
     python bench/perturbed.py [ulp rows threads]    # by default all; about a minute each on an idle core
 

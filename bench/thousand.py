@@ -3,7 +3,7 @@
     python -m isoflop.bench.thousand [--runs 1000] [--rounds 3]
 
 Without SLURM, submission is left out and the runs are trained here. The overhead of a run is (wall clock from the first
-beginning to the last end) * workers / runs, less the mean of their own seconds (`isoflop bench queue`).
+beginning to the last end) * workers / runs, less the mean of the runs' seconds (`isoflop bench queue`).
 """
 
 from __future__ import annotations
