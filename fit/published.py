@@ -97,7 +97,7 @@ class PublishedLaw:
 
     @property
     def allocates(self) -> bool:
-        """Whether the law says how to split a budget between N and D."""
+        """Return whether the law splits a budget between N and D."""
         return self.splits or self.kind.startswith("optimal")
 
     def optimal(self, flops: ArrayLike) -> Optimum:
@@ -174,10 +174,10 @@ def published_laws(kind: str | None = None) -> list[PublishedLaw]:
 
 
 def compare_published(flops: ArrayLike, own: Any = None, **own_columns: Any) -> pd.DataFrame:
-    """How each published law splits `flops`, a row per law and target, with its conventions; own laws come first.
+    """Compare how each published law splits `flops`: a row per law and target, with its conventions, own laws first.
 
     own: anything with `.optimal(flops)` that gives arrays flops, N, D and loss, or a mapping of names to such laws.
-    own_columns: what to say of own laws, as in N_convention="N_total", loss_unit="nats/token".
+    own_columns: columns of own laws, as in N_convention="N_total", loss_unit="nats/token".
 
     `beyond` is flops over the largest budget of the fit; NaN stands for what is not published. Losses of different
     tokenizers or data are not comparable.
@@ -224,7 +224,7 @@ class PublishedFile:
 class PublishedData:
     """A published data set: its files (the first is the default), source, licence, and which column plays which part.
 
-    `columns` and `derive_d` are those of `read_table`; `how` says how to make files that cannot be downloaded. A table
+    `columns` and `derive_d` are those of `read_table`; `how` describes making files that cannot be downloaded. A table
     of runs keeps the last row of each value of column `last`, has names by `rename`, and what is the `same` in all.
     """
 
@@ -249,7 +249,7 @@ DATA = {
 
 
 def published_data(name: str) -> PublishedData:
-    """What is known of a data set."""
+    """Return the record of a data set."""
     if name not in DATA:
         raise InputError(f"there is no published data set {name!r}; choose one of {', '.join(DATA)}.")
     return DATA[name]

@@ -203,7 +203,7 @@ class Law(Estimator):
     title: str
     names: tuple[str, ...]
     formula: str  # the law as text, with the constants' names in braces
-    resample_starts: int = 2  # starts of a resample besides the optimum of all runs
+    resample_starts: int = 2  # starts of a resample in addition to the optimum of all runs
     # Whether a fit also follows every start at the wanted delta at once: "no", "always", or "deeper": such starts are
     # counted where one ended lower.
     direct: str = "no"
@@ -270,7 +270,7 @@ class Law(Estimator):
         self._precision = np.ones_like(self.weight_)
         if self.objective == "se" and self.se_ is not None:
             self._precision = 1.0 / ((self.se_ / self.data_[self.output]) ** 2 + scatter**2)
-        self._jackknife: tuple[np.ndarray, Solution] | None = None
+        self._jackknife: tuple[np.ndarray, Array] | None = None  # groups, and the residuals without them
 
     def _solve_full(self) -> Solution:
         """A large delta carries all starts to the broadest valley; at the small one there may be a deeper one."""
@@ -279,7 +279,7 @@ class Law(Estimator):
         smooth = self._solve(weights, starts)
         if self.direct == "no" or np.isinf(self._delta):
             return smooth
-        starts = starts.swapaxes(0, 1)  # each a problem of its own
+        starts = starts.swapaxes(0, 1)  # each as a separate problem
         weights = np.broadcast_to(weights, (len(starts), p.form.points))
         direct = solve(p.form, p.target, weights, starts, p.lower, p.upper, self._delta, staged=False)
         every = best_of(joined([smooth, direct]), np.zeros(1 + len(starts), dtype=int))
@@ -391,17 +391,13 @@ class Law(Estimator):
         self.groups_, self.bootstrap_ = groups, counted | {"method": method, "seed": seed}
         self.draws_ = self.problem_.constants(found.theta[found.converged])
 
-    def _left_out(self, groups: np.ndarray) -> Solution:
-        """The fits without each group in turn, in the order of `by_group` (groups,); the last are kept."""
-        if self._jackknife is None or not np.array_equal(self._jackknife[0], groups):
-            self._jackknife = (groups, self._refit(jackknife_weights(groups)))
-        return self._jackknife[1]
-
     def left_out_residuals(self, groups: np.ndarray) -> Array:
-        """Log of what was observed minus what the fit without the row's group predicts, (rows,)."""
-        _, member = by_group(groups)
-        predicted = self.problem_.form.value(self._left_out(groups).theta)[0]
-        return self.problem_.target - predicted[member, np.arange(len(member))]
+        """Return the log of what was observed less what the fit without the row's group predicts, (rows,)."""
+        if self._jackknife is None or not np.array_equal(self._jackknife[0], groups):
+            _, member = by_group(groups)
+            predicted = self.problem_.form.value(self._refit(jackknife_weights(groups)).theta)[0]
+            self._jackknife = (groups, self.problem_.target - predicted[member, np.arange(len(member))])
+        return self._jackknife[1]
 
     def _slopes(self, problem: Problem, theta: Array) -> Array:
         """Slopes (rows, k) of the log prediction at theta (k,), by the root of each row's weight."""
@@ -517,7 +513,7 @@ class Law(Estimator):
         )
 
     def summary(self) -> str:
-        """As in `240 points, 64 of 64 starts agree`."""
+        """Return a summary of the fit, such as `240 points, 64 of 64 starts agree`."""
         said = "{agreeing} of {tried} starts agree".format(**self.starts_) if self.converged_ else "NOT converged"
         stuck = f", {', '.join(self.degenerate_)} at a bound" if self.degenerate_ else ""
         return f"{len(self.weight_)} points, {said}{stuck}"
@@ -560,14 +556,14 @@ class Law(Estimator):
 class LossLaw(Law):
     """A law L(N, D): it can drive an analysis, a backtest, an allocation and a report.
 
-    Besides what `Law` has, these ask for `optimum`, `size_exponent` and `exponent_names` alone.
+    In addition to what `Law` has, these ask for `optimum`, `size_exponent` and `exponent_names` alone.
     """
 
     title = "a law of N and D"
     inputs: tuple[str, ...] = ("N", "D")
     output = "loss"
     E: float | None = None  # where it is given, and not fitted
-    exponent_names: tuple[str, ...] = ()  # constants that say how fast the loss falls
+    exponent_names: tuple[str, ...] = ()  # the exponents of the falling terms
     power_optimum: ClassVar[bool] = False  # whether N*(C) is a power of C, so that `size_exponent` is exact
     flops_per_token_: FlopsPerToken | None = None  # as the table counts that it was fitted to; None: 6N
 
@@ -583,7 +579,7 @@ class LossLaw(Law):
         """Fit to n runs: N parameters, D tokens, loss (nats per token), all (n,). Returns self.
 
         `weight` (n,) multiplies each run's term; `loss_se` (n,) is the standard error, for objective "se"; `flops` (n,)
-        says how `optimal` counts FLOPs, without it as 6ND. Raises InputError for bad numbers, too few different runs,
+        sets how `optimal` counts FLOPs; without it, as 6ND. Raises InputError for bad numbers, too few different runs,
         and where N and D do not vary separately.
         """
         self.flops_per_token_ = None if flops is None else flops_per_token(*map(floats, (N, D, flops)))
