@@ -1,6 +1,6 @@
 """Check whether a law of tuned runs predicts larger budgets better: the same grid with two `tuning`s, and its targets.
 
-    python -m isoflop.bench.tilt FOLDER [--tunings fixed transfer] [OVERRIDE...]
+    python -m isoflop.bench.tilt FOLDER [OVERRIDE...] [--tunings fixed transfer]
 
 Three budgets are fitted, and 3, 5, 7 and 10 times the largest are predicted, at two sizes each, trained by the same
 rules. Prints the error of log loss of each target, its mean, how many intervals hold, and the exponent a of N*.
