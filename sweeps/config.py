@@ -16,6 +16,7 @@ from ..train.config import (
     Count,
     Count4,
     Count6,
+    Exponent,
     Fraction,
     Natural,
     NotNegative,
@@ -216,9 +217,6 @@ class FitConfig:
     objective: Annotated[str, ("huber", "l1", "squares", "se")] = "huber"  # se: weights by loss_se
     tied: bool = False  # hold alpha = beta
     E: Annotated[float, Meta(ge=0, le=20)] | None = None  # fix the irreducible loss
-
-
-Exponent = Annotated[float, Meta(ge=-10, le=10)]
 
 
 @dataclass

@@ -82,7 +82,7 @@ def _parser() -> _Parser:
 
 
 def expanded(overrides: list[str], several: bool) -> list[tuple[list[str], list[str]]]:
-    """The overrides of each job of a multirun, and those among them that tell it from the others."""
+    """Return the overrides of each job of a multirun, and which of them differ between the jobs."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     parsed = OverridesParser.create().parse_overrides(overrides)
@@ -100,11 +100,9 @@ def job_folder(sweep: str, varied: Sequence[str]) -> str:
     pairs = [one.lstrip("+").partition("=")[::2] for one in varied]
     parts = [f"{key}={value}" for key, value in pairs if value != sweep]
     name = "_".join([sweep, *(re.sub(r"[^\w.=,+-]+", "-", re.sub(r"[][{}()'\"]", "", part)) for part in parts)])
-    return (
-        name
-        if not varied or len(name) <= LONGEST
-        else f"{name[:LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-    )
+    if varied and len(name) > LONGEST:
+        return f"{name[:LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return name
 
 
 def compose(overrides: list[str]) -> SweepConfig:
@@ -130,7 +128,7 @@ def _hydra() -> Iterator[None]:
 
 
 def _composed(overrides: list[str]) -> tuple[SweepConfig, str | None]:
-    """The configuration, with every type checked, and the name of its grid."""
+    """Return the configuration, with every type checked, and the name of its grid."""
     from hydra import compose as hydra_compose
     from omegaconf import OmegaConf
 
@@ -149,12 +147,12 @@ def _composed(overrides: list[str]) -> tuple[SweepConfig, str | None]:
     result, grid = composed(overrides)
     found = getattr(result.grid, "variants", None)
     variants = found if isinstance(found, dict) else {}
-    # Of a variant the overrides are replaced by the fields of a run that they change.
+    own = flatten(dataclasses.asdict(base_run(result))) if variants else {}
+    # Replace the overrides of each variant by the fields of a run that they change.
     for name, given in variants.items():
         if isinstance(given, list) and all(isinstance(one, str) for one in given):
             asked = [one for one in overrides if "grid.variants" not in one.partition("=")[0]]
             other, _ = composed([*asked, "grid.variants=null", *given])
-            own = flatten(dataclasses.asdict(base_run(result)))
             fields = flatten(dataclasses.asdict(base_run(other)))
             variants[name] = {field: value for field, value in fields.items() if value != own.get(field, fields)}
     return result, grid

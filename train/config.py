@@ -40,6 +40,7 @@ NotNegative = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
 Fraction = Annotated[float, Meta(gt=0, lt=1)]
+Exponent = Annotated[float, Meta(ge=-10, le=10)]
 Precision = Annotated[str, ("fp32", "bf16", "fp16")]
 
 
@@ -196,9 +197,7 @@ class OptimizerConfig:
 
     learning_rate: Positive = 6e-3  # at base_width
     base_width: Count9 = 64
-    width_exponent: Annotated[float, Meta(ge=-10, le=10)] = (
-        1.0  # matrices' rate ~ (base_width / width)^exponent; 0: fixed
-    )
+    width_exponent: Exponent = 1.0  # matrices' rate ~ (base_width / width)^exponent; 0: fixed
     base_depth: Count9 | None = later(None)  # learning rates then serve every depth too (CompleteP); None: width alone
     embedding_multiplier: Positive = 4.0  # learning rate of embeddings and norms, as a multiple of learning_rate
     beta1: Share = 0.9
@@ -399,8 +398,8 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 ANY = object()
-# Fields of earlier versions: what they must be, for anything else said which run it was, and what to do instead. ANY:
-# they only said how a run is computed.
+# Fields of earlier versions, with the one value that is still read and what to do instead. With any other value the run
+# was a different one, so it is refused. ANY: the field never changed a result, so every value is read.
 REMOVED: dict[str, tuple[Any, str]] = {
     "model.rope_slow": (None, "model.rope_scaling has the constants of its paper"),
     "model.rope_fast": (None, "model.rope_scaling has the constants of its paper"),
@@ -414,7 +413,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
 
 
 def drop_removed(values: Mapping[str, Any], removed: Mapping[str, tuple[Any, str]], prefix: str = "") -> dict[str, Any]:
-    """Nested values without the fields of earlier versions; UserError where one asks for what there is no more."""
+    """Return nested values without the fields of earlier versions; UserError if one has a value that is not read."""
     kept = {}
     for name, value in values.items():
         needed, instead = removed.get(f"{prefix}{name}", (ANY, ""))

@@ -123,7 +123,7 @@ def read_document(path: Path, form: type[Form], largest: int = 64 << 20, remedy:
     Raises:
         UserError: it cannot be read, has more than `largest` bytes, or has another form; names file, field and remedy.
     """
-    import msgspec  # here, for a job that only trains does without
+    import msgspec
     import yaml
 
     try:

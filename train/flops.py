@@ -89,12 +89,12 @@ def flops_optimizer(config: RunConfig) -> float:
     optimizer = OPTIMIZERS[config.optimizer.kind]
     if optimizer.whole is None:
         return 0.0
-    count, options = optimizer.whole.flops, config.optimizer
+    count = optimizer.whole.flops
 
     def iterations(matrix: Parameter) -> int:
         if matrix.role not in optimizer.roles:
             return 0
-        return sum(count(part.rows, matrix.columns or 1, options) for part in matrix.parts)
+        return sum(count(part.rows, matrix.columns or 1) for part in matrix.parts)
 
     return float(config.steps * model_shape(config.model).in_blocks(iterations))
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from .checkpoint.checkpoint import resume_state
@@ -232,8 +233,6 @@ class Trainer:
         if state is None:
             self.stepper.start()
             return
-        import msgspec
-
         try:
             self.progress = msgspec.convert({key: state[key] for key in vars(self.progress)}, RunProgress)
             self.stepper.load_state(state)

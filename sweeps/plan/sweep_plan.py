@@ -92,16 +92,15 @@ def wall_clock(runs: Sequence[PlannedRun], places: int) -> float:
     planned = {run.run_id: run for run in runs}
     free = [0.0] * max(1, places)
     waiting = list(runs)
+
+    def ready_at(run: PlannedRun) -> float:
+        trunk = planned.get(run.parent or "")
+        if trunk is None:
+            return 0.0
+        share = (run.first_step - trunk.first_step) / (trunk.steps - trunk.first_step)
+        return started.get(trunk.run_id, math.inf) + share * trunk.estimated_seconds
+
     while waiting:
-
-        def ready_at(run: PlannedRun) -> float:
-            trunk = planned.get(run.parent or "")
-            if trunk is None:
-                return 0.0
-            begun = started.get(trunk.run_id, math.inf)
-            share = (run.first_step - trunk.first_step) / (trunk.steps - trunk.first_step)
-            return begun + share * trunk.estimated_seconds
-
         ready = (run for run in waiting if ready_at(run) <= free[0])
         first = next(ready, None) or min(waiting, key=ready_at)
         waiting.remove(first)

@@ -213,7 +213,7 @@ def _slurm_hours(
 
 
 def planned_seconds(planned: Planned) -> float:
-    """What a run was expected to pay; an earlier version trained runs together, and each paid its part."""
+    """Return the planned seconds of a run; plans with runs that were trained together have each one's part."""
     return float(planned.get("paid_seconds") or planned["estimated_seconds"])
 
 

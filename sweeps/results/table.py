@@ -169,7 +169,7 @@ def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) ->
 def _kv_bytes(model: dict[str, Any]) -> int | None:
     """What a decoder keeps per token, at two bytes a number; None where another version wrote the config."""
     try:
-        config = from_dict(ModelConfig, model)
+        config = from_dict(ModelConfig, model, "model.")
         return 2 * config.depth * config.cached
     except (UserError, TypeError):
         return None

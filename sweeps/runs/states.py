@@ -110,9 +110,9 @@ def hold_idle(run: RunDirectory, policy: Policy) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def held(run: RunDirectory, job: str, policy: Policy, timeout: float = 60.0) -> Iterator[bool]:
+def held(run: RunDirectory, job: str, policy: Policy) -> Iterator[bool]:
     """Holds a run while this process trains it; yields False where there is nothing to do. Busy: somebody trains it."""
-    with run.lock(timeout):
+    with run.lock():
         if run.is_done():
             settle_killed(run, "done", "")  # a line that a full disk had no room for
             yield False

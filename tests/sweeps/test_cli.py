@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 from isoflop.sweeps.entry import CONFIG, sweep_main
 from isoflop.sweeps.execute import conduct
 from isoflop.sweeps.growth import suggest
 from isoflop.sweeps.results.finish import write_results
+from isoflop.sweeps.results.table import write_table
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.train.files import write_json
 from lm_eval.tasks import TaskManager
@@ -122,6 +124,18 @@ def test_fit_of_a_sweep_directory_writes_its_law_and_report(isoflop: Isoflop, fo
     assert law["law"] is None  # four runs are fewer than a law has parameters, and it says so
     assert "no_parametric" in {warning["code"] for warning in law["warnings"]}
     assert json.loads((folder / "fit" / "law.json").read_text())["warnings"] == law["warnings"]
+
+
+def test_a_field_of_an_earlier_version_leaves_the_table_as_it_is(sweep: SweepDirectory) -> None:
+    tables = []
+    for more in ({}, {"rope_slow": None}):
+        for run in sweep.runs():
+            values = yaml.safe_load((run.path / "config.yaml").read_text())
+            values["variant"], values["model"] = "base", values["model"] | more
+            (run.path / "config.yaml").write_text(yaml.safe_dump(values))
+        tables.append(write_table(sweep, {}))
+    assert (tables[0]["kv_bytes"] > 0).all()
+    pd.testing.assert_frame_equal(*tables)
 
 
 def table(path: Path) -> Path:

@@ -201,3 +201,14 @@ def test_padding_and_the_inner_width_follow_their_rules() -> None:
     run.model.vocab_size = None
     with pytest.raises(UserError, match=r"model\.vocab_size is None"):
         _ = run.model.padded_vocab_size
+
+
+def test_fields_of_earlier_versions_are_read_and_refused_where_the_run_was_another() -> None:
+    run = RunConfig()
+    values = to_dict(run)
+    values["model"] |= {"rope_slow": None}
+    values["parallel"] |= {"trace": True}
+    assert from_dict(RunConfig, values) == run
+    values["optimizer"] |= {"iterations": 4}
+    with pytest.raises(UserError, match=r"^optimizer.iterations is 4, and is no field any more: Muon makes five"):
+        from_dict(RunConfig, values)

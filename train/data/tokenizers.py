@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -187,7 +188,6 @@ class _TokenizerFile:
 
 
 def _read_tokenizer_json(path: Path) -> Any:
-    import msgspec
     import tokenizers
 
     try:

@@ -9,6 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ..errors import Diverged, OutOfMemory, UserError
 from ..files import FAILURE, create_json, read_json
 
@@ -96,8 +98,6 @@ def read_failure(directory: Path) -> Failure | None:
 
 def parse_failure(values: dict[str, Any]) -> Failure:
     """A failure from its fields, of which none need be there."""
-    import msgspec
-
     try:
         return msgspec.convert(values, Failure)
     except msgspec.ValidationError as error:

@@ -331,7 +331,7 @@ class GPT(nn.Module):
             mixture.forward = torch.compiler.disable(mixture.forward)
         for block in self.blocks:
             if not isinstance(block, nn.Identity):
-                block.forward = torch.compile(block.forward, mode=None)
+                block.forward = torch.compile(block.forward)
 
 
 @torch.no_grad()

@@ -70,7 +70,7 @@ def pieces(*vectors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     return zip(*(vector.split(size) for vector in vectors), strict=True)
 
 
-def flops(rows: int, columns: int, options: OptimizerConfig) -> int:
+def flops(rows: int, columns: int) -> int:
     """Of the iterations' matrix products: X X^T, its square, and their product with X."""
     n, m = sorted((rows, columns))
     return ITERATIONS * (4 * n * n * m + 2 * n**3)

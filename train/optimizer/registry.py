@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..config import OptimizerConfig
 from .adamw import adamw
 from .muon import direction, flops, muon, orthogonalise
 from .sign import sign
@@ -19,7 +18,7 @@ class WholeMatrices(NamedTuple):
 
     direction: Callable[..., Any]  # of vectors: gradient and moment to what `transform` gets as matrices of one shape
     transform: Callable[..., None]  # what it makes of them takes the gradient's place in the update
-    flops: Callable[[int, int, OptimizerConfig], int]  # of a matrix's products in one update
+    flops: Callable[[int, int], int]  # rows and columns of a matrix to its products' FLOPs in one update
 
 
 class Optimizer(NamedTuple):

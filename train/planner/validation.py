@@ -64,7 +64,7 @@ def _beyond(value: float, bounds: Meta) -> str | None:
     if bounds.gt is not None and value <= bounds.gt:
         return f"greater than {bounds.gt:g}"
     if bounds.le is not None and value > bounds.le:
-        return f"at most {bounds.le:,}"
+        return f"at most {int(bounds.le):,}"
     if bounds.lt is not None and value >= bounds.lt:
         return f"below {bounds.lt:g}"
     return None

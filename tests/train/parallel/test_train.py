@@ -167,7 +167,7 @@ COMPILED = [
 def test_compiled_blocks_take_the_same_steps(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through dynamo and aot_autograd; what inductor would add is minutes of C++."""
     compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, mode: compile_(function, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend="aot_eager"))
     for case in COMPILED:
         alone = steps_of(case, config, alone=True)
         compiled = replace(config, parallel=replace(config.parallel, compile=True))
