@@ -27,7 +27,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..sweeps.observe import doctor
-from ..sweeps.runs import attempts
 from ..sweeps.runs.directory import RunDirectory, SweepDirectory
 from ..train.files import read_json_lines
 from . import fault_injection
@@ -190,7 +189,7 @@ def check_run(run: RunDirectory, reference: RunDirectory) -> Iterator[str]:
     for name in EXACT:
         if summary[name] != expected[name]:
             yield f"{name} is {summary[name]} and not {expected[name]}"
-    lines = attempts.read(run)
+    lines = run.record().attempts
     if (attempt_numbers := [line.attempt for line in lines]) != sorted(set(attempt_numbers)):
         yield f"its attempts are numbered {attempt_numbers}"
     if [line.cause for line in lines].count("done") != 1 or lines[-1].cause != "done":
@@ -246,7 +245,7 @@ def main() -> int:
         strikes, complaints, sweep = disturb(overrides, *place, options.patience, options.every, options.kind or ())
         for kind, count in Counter(strike.kind for strike in strikes).items():
             print(f"{kind:30} {count}")
-        lines = [line for run in sweep.runs() for line in attempts.read(run)]
+        lines = [line for run in sweep.runs() for line in run.record().attempts]
         share = sum(line.flops_wasted for line in lines) / sum(line.flops for line in lines)
         print(f"{len(strikes)} faults, {len(lines)} attempts at {options.runs} runs, {share:.1%} of the work wasted")
         if len(strikes) < options.faults:

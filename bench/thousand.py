@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..sweeps.runs import attempts
 from ..sweeps.runs.directory import SweepDirectory
 from ..train.errors import UserError
 from .timing import Row, isoflop
@@ -53,7 +52,7 @@ def grid(folder: Path, runs: int) -> list[str]:
 
 def overhead(sweep: SweepDirectory, workers: int) -> dict[str, float]:
     """Return the milliseconds per run of a finished sweep: the whole, the runs' own, and the rest."""
-    lines = [attempts.read(run) for run in sweep.runs()]
+    lines = [run.record().attempts for run in sweep.runs()]
     first = [of_run[0] for of_run in lines if len(of_run) == 1 and of_run[0].cause == "done"]
     if len(first) < len(lines):
         raise UserError(f"{len(lines) - len(first)} of {len(lines)} runs were not done at the first attempt")

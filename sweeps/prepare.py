@@ -29,8 +29,8 @@ from .grid.tuning import Tuner, depends_on_D, read_rules
 from .plan.foresight import foresee
 from .plan.rates import core_flops_per_second, fill_budgets, places, sweep_rates
 from .plan.sweep_plan import Plan, plan_remarks, plan_runs
-from .runs import states
 from .runs.directory import RunDirectory, SweepDirectory, yaml_or_empty
+from .runs.journal import Planned
 from .runs.membership import add_runs, added_runs, allow_growth, members
 from .slurm.snapshot import PACKAGE, git_output
 
@@ -152,7 +152,7 @@ def _prepare(sweep: SweepDirectory, config: SweepConfig, runs: list[RunConfig], 
     for run in added_runs(sweep):
         by_id.setdefault(run_id(run), run)
     runs, said = list(by_id.values()), list[str]()
-    progress = progress_of_runs(sweep, by_id, config)
+    progress = progress_of_runs(sweep, by_id)
     if config.trunks:
         merged = trunks.merge_runs(runs, progress)
         runs, said = merged.runs, merged.remarks
@@ -244,20 +244,9 @@ def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:
     return base
 
 
-def progress_of_runs(sweep: SweepDirectory, names: Iterable[str], config: SweepConfig) -> dict[str, trunks.Progress]:
-    from .slurm import commands as slurm
-    from .slurm.record import Inventory
-
-    live = set[str]()
-    if config.cluster.kind == "slurm":
-        try:
-            live = slurm.live_jobs()
-        except UserError:
-            if not config.dry_run:  # which needs no SLURM
-                raise
-    inventory = Inventory(sweep, live)
+def progress_of_runs(sweep: SweepDirectory, names: Iterable[str]) -> dict[str, trunks.Progress]:
     runs = map(sweep.run, names)
-    return {run.run_id: trunks.progress_of(run, live=bool(inventory.jobs_of(run))) for run in runs}
+    return {run.run_id: trunks.progress_of(run, live=run.state().state == "running") for run in runs}
 
 
 def write_plan(prepared: Prepared, command: list[str] | None = None) -> None:
@@ -266,7 +255,7 @@ def write_plan(prepared: Prepared, command: list[str] | None = None) -> None:
     for directory in prepared.directories:
         directory.freeze(by_id[directory.run_id])
         if not (directory.path / "state.json").exists() and not directory.is_done():
-            states.plan(directory)
+            directory.write_event(Planned)
     if command is not None:
         if prepared.config.sweep_merge:
             add_runs(sweep, prepared.runs, "merged", planned=True)

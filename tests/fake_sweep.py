@@ -18,6 +18,7 @@ from isoflop.sweeps.runs.forms import JobShape, PlannedRun
 from isoflop.train.config import RunConfig, run_id
 from isoflop.train.files import write_json
 from isoflop.train.flops import count_parameters, flops_exact
+from small_runs import set_state
 
 TRUTH = {"E": 1.0, "A": 12.0, "B": 40.0, "alpha": 0.3, "beta": 0.32}  # as tiny models of bytes go
 NOISE = 0.004  # of log loss
@@ -80,4 +81,4 @@ def finish(sweep: SweepDirectory, seed: int = 0) -> None:
                 "val_loss": true_loss(N, run.D) * float(np.exp(noise)), "val_loss_se": 0.01,
             },
         )  # fmt: skip
-        directory.set_state("done")
+        set_state(directory, "done")

@@ -20,10 +20,10 @@ SMALL = [
     "cluster.gpus_per_job=0", "cluster.cpus_per_task=1", "cluster.memory_gb=1", "cluster.time_minutes=5",
     "cluster.array_parallelism=2", "precision=fp32", "tracker=none", "evaluate=none",
     "parallel.device=cpu", "tuning=fixed", "preflight=false",
-    # Every run is a task of its own, and nothing is tried again: slurm/test_keeper.py has that.
+    # Every run has a worker, and nothing is tried again: slurm/test_keeper.py has that.
     "cluster.queue_minutes=0", "cluster.retries=0", "cluster.keeper_seconds=5", "cluster.heartbeat_seconds=1",
 ]  # fmt: skip
-EVERY = "train,queue,evaluate,fit,keeper"  # kinds of jobs
+EVERY = "worker,fit,keeper"  # kinds of jobs
 # One size, long enough (seconds) to be disturbed on the way, in as many runs as there are seeds.
 LONG = [
     "+grid=product", "model.width=16", "model.depth=2", "model.heads=2", "data.sequence_length=64",
@@ -66,13 +66,13 @@ class Sweep:
     def states(self) -> list[str]:
         return sorted(run.state().state for run in self.runs().values())
 
-    def queue(self, kind: str = "train,evaluate,fit", what: str = "%i") -> list[str]:
+    def queue(self, kind: str = "worker,fit", what: str = "%i") -> list[str]:
         """What squeue shows of the sweep's jobs."""
         names = ",".join(f"{self.name}-{part}" for part in kind.split(","))
         return slurm("squeue", "-h", "-r", f"--name={names}", "-o", what).split()
 
     def wait(self) -> None:
-        until(lambda: not self.queue(), f"an empty queue for {self.name}")
+        until(lambda: not self.queue(EVERY), f"an empty queue for {self.name}")
 
     def losses(self) -> dict[str, float]:
         return {name: run.summary()["val_loss"] for name, run in self.runs().items()}

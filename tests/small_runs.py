@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pytest
-from isoflop.sweeps.runs.directory import RunDirectory
-from isoflop.sweeps.runs.queue import Queue, Unit
-from isoflop.sweeps.slurm import commands as slurm
+from isoflop.sweeps.runs import lease
+from isoflop.sweeps.runs.directory import RunDirectory, now_on
+from isoflop.sweeps.runs.journal import ENDS_AS, Adopted, Planned, Started, State
 from isoflop.train.config import (
     DataConfig,
     ModelConfig,
@@ -78,8 +78,21 @@ def planned(folder: Path, config: RunConfig) -> RunDirectory:
     """The directory of a run in a sweep's folder."""
     run = RunDirectory(folder / "runs" / run_id(config))
     run.freeze(config)
-    run.set_state("planned")
+    run.write_event(Planned)
     return run
+
+
+def set_state(run: RunDirectory, state: str, **changes: Any) -> State:
+    """Write an event that puts a run into a state; fields that are not named keep their value, except the reason."""
+    run.path.mkdir(parents=True, exist_ok=True)
+    values = asdict(run.record().state) | {"reason": None, "since": now_on(run.path)} | changes
+    return run.write_event(Adopted, state=State(**{**values, "state": state})).state
+
+
+def end(run: RunDirectory, cause: str, host: str | None = "node1", job: str = "7", reason: str = "a test") -> None:
+    """Write an attempt on a run from its beginning to its end."""
+    run.write_event(Started, attempt=run.record().next_attempt, host=host, job_id=job, machine="far")
+    lease.conclude(run, lease.Ending(ENDS_AS.get(cause, "failed"), None if cause == "done" else reason, cause))
 
 
 def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
@@ -97,42 +110,3 @@ def own_signals() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-class FakeSlurm:
-    """The answers of a controller, in job 7: how the job ends, and whether it is requeued."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.fate, self.refusal, self.requeued = "running", None, list[str]()
-        self._monkeypatch = monkeypatch
-        monkeypatch.setattr(slurm, "fate", lambda job, restarts: self.fate)
-        monkeypatch.setattr(slurm, "requeue", self._requeue)
-        self.start(0)
-
-    def start(self, restarts: int) -> None:
-        values = {"SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
-        for name, value in values.items():
-            self._monkeypatch.setenv(name, value)
-        for name in ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
-            self._monkeypatch.delenv(name, raising=False)
-
-    def _requeue(self, job: str, restarts: int) -> str | None:
-        self.requeued.append(job)
-        return self.refusal
-
-
-def end_unit(queue: Queue, unit: Unit) -> None:
-    with queue._mutex():
-        if queue._may_settle(index := queue._index[unit]):
-            queue._end(index)
-
-
-def release_unit(queue: Queue, unit: Unit, wait_seconds: float = 0.0, avoid: Sequence[str] = ()) -> None:
-    """Gives a unit back, to be claimed after `wait_seconds`, and for a while by no node to avoid."""
-    with queue._mutex():
-        if queue._may_settle(index := queue._index[unit]):
-            queue._release(index, wait_seconds, avoid)
-
-
-def is_over(queue: Queue) -> bool:
-    return not queue.left() and not queue._open

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-# A job is a line `id comment`, a task of an array each; `held` and `begun` have an id a line.
+# A job is a line `id comment`, a task of an array each; `running` has an id a line, `reasons` why jobs wait, and
+# `ended` what sacct says of jobs that have left the queue.
 SBATCH = r"""
 kind=$(sed -n 's/^#SBATCH --job-name=.*-\([a-z]*\)$/\1/p' "$1")
 if [ -f refuse-$kind ]; then cat refuse-$kind >&2; exit 1; fi
@@ -22,18 +23,18 @@ if [ -f lose ]; then rm lose; echo "sbatch: error: Unable to contact slurm contr
 echo "Submitted batch job $id"
 """
 SQUEUE = r"""
-case "$*" in
-  *%k*) cat queue;;
-  *%r*) while read -r id comment; do
-    if ! grep -qxE "$id|${id%_*}" released && grep -q "^#SBATCH --hold" "job-${id%_*}"; then echo "$id|JobHeldUser"; fi
-  done <queue;;
-  *) cut -d' ' -f1 queue;;
-esac
+while read -r id comment; do
+  state=PENDING; reason=Priority
+  if grep -qx "$id" running; then state=RUNNING; reason=None; fi
+  if grep -q "^#SBATCH --hold" "job-${id%_*}" 2>/dev/null; then reason=JobHeldUser; fi
+  if grep -q "^$id " reasons; then reason=$(sed -n "s/^$id //p" reasons); fi
+  echo "$id|$state|$reason|$comment"
+done <queue
 """
 SCANCEL = r"""for id; do grep -v "^$id[_ ]" queue >left || true; mv left queue; done"""
 SCONTROL = r"""
 case "$1" in
-  release) if [ -f refuse-release ]; then cat refuse-release >&2; exit 1; fi; echo "$2" | tr , '\n' >>released;;
+  release) echo "$2" | tr , '\n' >>released;;
   show) case "$2" in
     config) echo "MaxArraySize            = $(cat max_array)";;
     hostnames) echo "$3" | tr , '\n';;
@@ -50,6 +51,7 @@ class StandIn:
         self.folder = folder
         (folder / "bin").mkdir(parents=True)
         scripts = {"sbatch": SBATCH, "squeue": SQUEUE, "scancel": SCANCEL, "scontrol": SCONTROL, "sinfo": SINFO}
+        scripts |= {"sacct": "cat ended"}
         for name, script in {**scripts, "srun": "", "sacctmgr": "exit 1"}.items():
             path = folder / "bin" / name
             # sbatch is told a path, which may be relative to where it was called.
@@ -59,13 +61,16 @@ class StandIn:
             "next": "100\n",
             "queue": "",
             "released": "",
+            "running": "",
+            "reasons": "",
+            "ended": "",
             "max_array": "1001\n",
             "nodes": "a b",
         }.items():
             self.say(name, content)
 
     def say(self, name: str, content: str) -> None:
-        """Sets what a stand-in answers: limit, max_array, nodes, refuse-KIND, refuse-release, lose."""
+        """Set what a stand-in answers: limit, max_array, nodes, running, reasons, ended, refuse-KIND, lose."""
         (self.folder / name).write_text(content)
 
     def queue(self) -> list[str]:

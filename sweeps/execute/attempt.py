@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import FrameType
 
@@ -23,12 +23,11 @@ from ...train.job.environment import Ranks
 from ...train.job.failure import DISK_FULL, cause_of, describe_error
 from ..grid import trunks
 from ..results import tracking
-from ..runs import states
-from ..runs.attempts import Policy
-from ..runs.directory import RunDirectory, job_seconds
+from ..runs.attempts import INTERRUPTED, RETRIED, Policy
+from ..runs.directory import OPEN, RunDirectory, job_seconds
+from ..runs.lease import Ending
 from ..runs.liveness import Heartbeat
 from ..runs.preflight import decided
-from ..runs.states import Ending, held
 
 ASK_SECONDS = 1.0  # between two looks at who started this process, and at who wants a run cancelled
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
@@ -44,7 +43,7 @@ class Interrupt:
     def __init__(self, alive: Callable[[], bool] | None = None, lost: str = "the launcher is gone") -> None:
         self.reason: str | None = None
         self.number = signal.SIGTERM  # what to pass on
-        self.cancelled: dict[str, str] = {}  # who has asked to cancel a run, by its id
+        self.cancelled: str | None = None  # who has asked to cancel the run that trains
         self._alive, self._lost = alive, lost
         self._began = self._asked = time.monotonic()
         self._heart: Heartbeat | None = None
@@ -58,40 +57,38 @@ class Interrupt:
             signal.signal(number, on_signal)
 
     @contextlib.contextmanager
-    def watching(self, runs: Sequence[RunDirectory], policy: Policy) -> Iterator[Heartbeat]:
-        """Gives signs of life of runs, and looks whether one is to be cancelled."""
-        with Heartbeat(runs, policy) as heart:
-            self._heart, self.cancelled = heart, {}
+    def watching(self, run: RunDirectory, policy: Policy) -> Iterator[None]:
+        """Give signs of life of a run, and see whether it is to be cancelled."""
+        with Heartbeat(run, policy) as heart:
+            self._heart, self.cancelled = heart, None
             try:
-                yield heart
+                yield
             finally:
                 self._heart = None
 
     def __call__(self) -> bool:
-        runs = list[RunDirectory]()
         if self._heart is not None:
             self._heart.progressed()
-            runs = self._heart.runs
         if time.monotonic() - self._asked > ASK_SECONDS:
             if self._alive is not None and not self._alive():
                 self.reason = self._lost
-            for run in runs:
-                if (who := run.cancel_asked()) is not None:
-                    self.cancelled[run.run_id] = who
+            if self._heart is not None:
+                self.cancelled = self._heart.run.cancel_asked()
             self._asked = time.monotonic()
-        return any(self.stops(run) for run in runs) or self.reason is not None
+        return self.reason is not None or (self._heart is not None and self.cancelled is not None)
 
-    def stops(self, run: RunDirectory) -> bool:
-        """Whether it is this run that is to stop."""
-        return self.reason is not None or run.run_id in self.cancelled
+    def is_over(self) -> bool:
+        """Return whether a SLURM job was told to stop because its time limit is near."""
+        return self.reason is not None and time.monotonic() - self._began > warned_after(os.environ)
 
-    def ending(self, run: RunDirectory, words: str) -> Ending:
-        """How a run ends that has stopped; `words` says where."""
-        if (who := self.cancelled.get(run.run_id)) is not None:
-            return Ending("cancelled", f"cancelled by {who}; {words}")
-        over = self.reason is not None and time.monotonic() - self._began > warned_after(os.environ)
-        cause = "time_limit" if over else "preempted"
-        return Ending("preempted", f"{self.reason or 'another rank was told to stop'}; {words}", cause)
+    def ending(self, where: str) -> Ending:
+        """Return how the run ends that has stopped; `where` names the step."""
+        if self.cancelled is None and self._heart is not None:
+            self.cancelled = self._heart.run.cancel_asked()  # SLURM's signal may have come first
+        if self.cancelled is not None:
+            return Ending("cancelled", f"cancelled by {self.cancelled}; {where}")
+        cause = "time_limit" if self.is_over() else "preempted"
+        return Ending("preempted", f"{self.reason or 'another rank was told to stop'}; {where}", cause)
 
 
 def warned_after(environment: Mapping[str, str]) -> float:
@@ -110,18 +107,15 @@ def failed(error: Exception, run: RunDirectory) -> Ending:
     return Ending("failed", words, "trunk" if isinstance(error, TrunkNotYet) else str(cause_of(error)))
 
 
-def train_one(run: RunDirectory, ranks: Ranks, interrupt: Interrupt, job: str, policy: Policy) -> None:
-    """Trains a run as its first rank; how it ended is in its state. Busy: somebody else has it."""
-    with held(run, job, policy) as begun:
-        if not begun:
-            return
-        halved = run.is_halved()
-        with interrupt.watching([run], policy):
-            ending = train_rank(run, ranks, interrupt)
-        if ending.state == "failed" and ranks.size > 1 and run.is_halved() and not halved:
-            # Memory ran out on a rank, and the next start takes a smaller micro-batch.
-            ending = Ending("preempted", ending.reason, "memory")
-        states.conclude(run, *ending)
+def train_one(run: RunDirectory, ranks: Ranks, interrupt: Interrupt, policy: Policy) -> Ending:
+    """Train a run, which the caller holds, as its first rank. Returns how it ended."""
+    halved = run.is_halved()
+    with interrupt.watching(run, policy):
+        ending = train_rank(run, ranks, interrupt)
+    if ending.state == "failed" and ranks.size > 1 and run.is_halved() and not halved:
+        # Memory ran out on a rank, and the next start takes a smaller micro-batch.
+        return Ending("preempted", ending.reason, "memory")
+    return ending
 
 
 def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
@@ -138,7 +132,7 @@ def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
             report(f"{ranks.size} ranks: {config.parallel.label}")
         train(config, run.path, should_stop=interrupt, report=report, alive=interrupt)
     except Stopped as stopped:
-        return interrupt.ending(run, str(stopped))
+        return interrupt.ending(str(stopped))
     except Diverged as diverged:
         return Ending("diverged", str(diverged))
     except Exception as error:
@@ -161,9 +155,17 @@ def prepare(run: RunDirectory) -> None:
         if (line := trunks.graft(run, trunk)) is not None:
             run.log(line)
     except trunks.NotThere as error:
-        if states.may_go_on(trunk):
+        if may_go_on(trunk):
             raise TrunkNotYet(str(error)) from error
         raise
+
+
+def may_go_on(run: RunDirectory) -> bool:
+    """Return whether an unfinished run may be trained further without a user's command."""
+    record = run.record()
+    if record.state.state == "failed":
+        return bool(record.recent) and record.recent[-1].cause in (*RETRIED, *INTERRUPTED)
+    return record.state.state in OPEN
 
 
 def try_log(run: RunDirectory, text: str, rank: int = 0) -> None:

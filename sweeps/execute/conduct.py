@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 from ...train.errors import UserError, counted
 from ...train.planner.validation import check_fields
@@ -13,14 +14,17 @@ from ..config import SweepConfig, TuneGrid
 from ..plan import rates
 from ..prepare import Prepared
 from ..runs import membership
-from ..runs.directory import AtWork, SweepDirectory
+from ..runs.attempts import Policy
+from ..runs.directory import AtWork, RunDirectory, SweepDirectory
 from ..runs.preflight import check_first_job
 from ..slurm import cluster as slurm_cluster
-from ..slurm import commands as slurm
-from ..slurm.backend import SlurmBackend, wait_for_slurm
-from ..slurm.record import is_unattended
+from ..slurm.jobs import LAUNCH, is_unattended, jobs_of
 from ..terminal import describe_seconds
-from .advance import advance, missing_scores, outcome, renew, slurm_backend
+from . import controller
+from .board import EVERYTHING, Board, Scope
+from .hopeless import Judge
+from .jobs import CALLS
+from .slurm import SlurmBackend, wait_for_slurm
 
 LOCK_SECONDS = 60.0  # that a keeper's pass may hold a sweep
 LONGEST_NAME = 200  # bytes, of a sweep
@@ -42,12 +46,12 @@ def conduct(config: SweepConfig, command: list[str]) -> int:
     with prepared.sweep.lock(LOCK_SECONDS if on_slurm else 0.0):
         if refusal := prepare.conflict(prepared):
             raise UserError(refusal)
-        prepare.write_plan(prepared, command)
+        controller.replan(prepared, command)
         print(notes, end="")
         if not on_slurm:
             return _conduct_here(prepared)
-        backend = submit(prepared)
-    return _conclude(prepared, backend)
+        submit(prepared)
+    return _conclude(prepared)
 
 
 def resume(sweep: SweepDirectory, only: set[str] | None = None) -> int:
@@ -59,85 +63,140 @@ def resume(sweep: SweepDirectory, only: set[str] | None = None) -> int:
     try:
         with sweep.lock(LOCK_SECONDS if on_slurm else 0.0):
             prepared = prepare.from_disk(sweep)
-            prepare.write_plan(prepared)
+            controller.replan(prepared)
             if only is not None:
                 only = only | {run.parent for name, run in prepared.by_id.items() if name in only and run.parent}
             if not on_slurm:
                 return _conduct_here(prepared, only)
-            backend = submit(prepared, only)
+            submit(prepared, only)
     except AtWork as error:
         if on_slurm:
             raise
         print(f"{error}; it takes these runs when its own have ended")
         return 0
-    return _conclude(prepared, backend)
+    return _conclude(prepared)
 
 
 def _conduct_here(prepared: Prepared, only: set[str] | None = None) -> int:
-    """Trains, scores and fits on this machine; the caller holds the sweep."""
-    from ..results.finish import print_result
+    """Train, score and fit on this machine; the caller holds the sweep."""
+    from ..results.finish import print_result, write_results
+    from .live import LiveView
     from .local import LocalBackend
 
-    started, sweep = time.monotonic(), prepared.sweep
-    backend = LocalBackend(prepared, only)
-    asked = backend.asked()
-    renew(sweep.run(name) for name in asked)  # before anything that takes long, in which one may be cancelled
-    if asked and prepared.config.preflight:
-        for line in check_first_job(sweep, prepared.runs, prepared.config.parallel.world_size):
+    started, sweep, config = time.monotonic(), prepared.sweep, prepared.config
+    asked = open_runs(prepared, only)
+    # Before anything that takes long, in which a run may be cancelled.
+    controller.renew([*asked, *controller.missing_scores(prepared.directories, config)], Policy.of(config.cluster))
+    if asked and config.preflight:
+        for line in check_first_job(sweep, prepared.runs, config.parallel.world_size):
             print(line)
-    over = advance(sweep, backend, asked, prepared)
-    while not over:
-        over = advance(sweep, backend)
+    _prepare_text(asked)
+    others = [] if only is None else [run for run in prepared.directories if run.run_id not in only]
+    try:
+        _fetch_tasks(prepared, asked)
+        scope = Scope({run.run_id: run.state().since for run in others})
+    except UserError as error:  # the laws of the loss need no benchmark
+        print(f"not scored: {error}")
+        scope = Scope({run.run_id: run.state().since for run in others}, scores=False)
+    backend, judge = LocalBackend(prepared, scope), Judge.of(sweep)
+    while True:
+        with LiveView(sweep, prepared.plan) as view:
+
+            def tick(claims: list[dict[str, Any]]) -> None:
+                running = view.update(claims)
+                if judge is not None:
+                    judge.look(running)
+
+            backend.train(tick)
+        if not controller.grow(sweep):
+            break
+        prepared = prepare.from_disk(sweep)
     if any(run.is_done() for run in sweep.runs()):
+        write_results(sweep)
         print_result(sweep)
-    code = outcome(prepare.from_disk(sweep))
+    code = controller.outcome(prepare.from_disk(sweep))
     print(f"all stages took {describe_seconds(time.monotonic() - started)}")
     return code
 
 
-def submit(prepared: Prepared, only: set[str] | None = None) -> SlurmBackend:
-    """Submits what no job of the sweep does yet; from then on the jobs do the rest."""
+def open_runs(prepared: Prepared, only: set[str] | None) -> list[RunDirectory]:
+    """Return the runs that a command asks for: those in `only`, or all, that are neither done nor given up."""
+    runs = [run for run in prepared.directories if only is None or run.run_id in only]
+    return [run for run in runs if not run.is_done() and run.given_up() is None]
+
+
+def _prepare_text(asked: list[RunDirectory]) -> None:
+    """Prepare the text of runs now: compute nodes may have no network."""
+    if asked:
+        from ...train.data.shards import prepare_with_progress
+
+        prepare_with_progress(asked[0].config().data)
+
+
+def _fetch_tasks(prepared: Prepared, asked: list[RunDirectory]) -> None:
+    """Fetch what the evaluation needs, if anything is to be scored; UserError if that fails."""
+    from ..results.scoring import stage
+
+    tasks = prepared.config.evaluate.tasks
+    if tasks and (asked or controller.missing_scores(prepared.directories, prepared.config)):
+        stage(tasks)
+
+
+def submit(prepared: Prepared, only: set[str] | None = None) -> None:
+    """Submit the workers that are missing; from then on the jobs do the rest. The caller holds the sweep."""
     sweep, config = prepared.sweep, prepared.config
-    backend = slurm_backend(sweep, config.cluster, slurm.live_jobs())
-    backend.memory.clear()  # somebody asks again
-    waiting = [run for run in backend.to_start(prepared.directories) if only is None or run.run_id in only]
-    renew(waiting)
-    if waiting or backend.to_score(missing_scores(prepared.directories, config)):
-        advance(sweep, backend, [run.run_id for run in waiting], prepared)
-        backend.remember(over=False)
-    elif backend.in_queue():
-        backend.keep()
-    elif only is None:
-        backend.remember(over=True)
-    return backend
+    backend = SlurmBackend(sweep, config.cluster, CALLS)
+    backend.memory.clear()  # a user asks again
+    # First, so that what was lost until now counts against no new budget.
+    controller.reconcile_lost(Board(sweep, config, EVERYTHING), backend.jobs(), backend)
+    asked = open_runs(prepared, only)
+    waiting = sum(run.state().state not in ("queued", "running") for run in asked)
+    missing = controller.missing_scores(prepared.directories, config)
+    controller.renew([*asked, *missing], Policy.of(config.cluster))
+    _prepare_text(asked)
+    _fetch_tasks(prepared, asked)
+    if not asked and not missing:
+        backend.remember(over=not backend.jobs())
+        return
+    try:
+        controller.reconcile(sweep, backend)
+    except UserError:
+        if not any(job.kind == "worker" for job in backend.jobs()):
+            backend.cancel_all()  # keepers alone would ask for the same again and again
+        raise
+    backend.remember(over=False)
+    if not backend.jobs():
+        raise UserError("SLURM takes no more jobs for now, not even one that looks after the sweep; try later")
+    if waiting or backend.started["worker"]:
+        workers = counted(backend.started["worker"], "worker")
+        print(f"submitted {counted(waiting, 'run')} and {counted(len(missing), 'scoring')} to SLURM, and {workers}")
 
 
 def look_after(sweep: SweepDirectory) -> None:
-    """Brings the keepers of a sweep on SLURM back where somebody has cancelled them."""
-    if (sweep.path / "jobs" / "slurm.json").exists() and is_unattended(sweep, live := slurm.live_jobs()):
+    """Bring back the keepers of a sweep on SLURM if they were cancelled."""
+    if (sweep.path / "jobs" / LAUNCH).exists() and is_unattended(sweep, jobs_of(sweep)):
         with sweep.lock(LOCK_SECONDS):
-            count = slurm_backend(sweep, prepare.configuration(sweep).cluster, live).keep()
-        print(f"nobody looked after this sweep any more; {counted(count, 'keeper does', 'keepers do')} now")
+            SlurmBackend(sweep, prepare.configuration(sweep).cluster, CALLS).start_keepers(controller.KEEPERS)
+        print(f"no keeper looked after this sweep any more; {controller.KEEPERS} keepers do now")
 
 
-def _conclude(prepared: Prepared, backend: SlurmBackend) -> int:
-    """Goes, or waits for the jobs, and says how the sweep came out."""
+def _conclude(prepared: Prepared) -> int:
+    """Leave, or wait for the jobs, and print how the sweep ended."""
     from ..results.finish import print_result, write_results
 
     sweep = prepared.sweep
-    jobs = backend.in_queue()
-    if not jobs and backend.to_start(prepared.directories):
-        jobs = backend.record.jobs() & backend.live  # the keepers, who submit what was held back
-    if jobs and not prepared.config.wait:
-        print(f"{counted(len(jobs), 'job is', 'jobs are')} in the queue; see `isoflop status {sweep.path}`")
+    jobs = jobs_of(sweep)
+    working = [job for job in jobs if job.kind != "keeper"] or (jobs if open_runs(prepared, None) else [])
+    if working and not prepared.config.wait:
+        print(f"{counted(len(working), 'job is', 'jobs are')} in the queue; see `isoflop status {sweep.path}`")
         print(f"the report will be {sweep.path / 'fit' / 'report.html'}")
         return 0
-    if jobs:
+    if working:
         wait_for_slurm(sweep)
     else:
         write_results(sweep)
     print_result(sweep)
-    return outcome(prepare.from_disk(sweep))
+    return controller.outcome(prepare.from_disk(sweep))
 
 
 def check(config: SweepConfig) -> None:

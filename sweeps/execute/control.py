@@ -6,20 +6,18 @@ holds its lock writes its state. A run that nobody trains is cancelled on the sp
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from ...train.errors import UserError, counted
 from .. import prepare
 from ..config import cluster_of
 from ..growth import extend
-from ..runs import membership, states
+from ..runs import lease, membership
 from ..runs.attempts import Policy
 from ..runs.directory import Busy, RunDirectory, SweepDirectory, this_user
 from ..runs.membership import find_runs, is_over
-from ..slurm import commands as slurm
-from ..slurm.record import Inventory
+from ..slurm.jobs import LAUNCH
 from . import conduct
-from .advance import slurm_backend
+from .jobs import CALLS
+from .slurm import SlurmBackend
 
 FACTOR = 0.5  # of the learning rate of a run that diverged, where the grid does not say
 
@@ -39,10 +37,12 @@ def cancel(sweep: SweepDirectory, prefixes: list[str]) -> int:
         print(f"run {run.run_id} {_cancel_one(run, by, policy)}")
     if not runs:
         print("every run has ended already")
-    if not (sweep.path / "jobs" / "slurm.json").exists():
+    if prefixes or not (sweep.path / "jobs" / LAUNCH).exists():
         return 0
     try:
-        _cancel_jobs(sweep, runs, whole=not prefixes)
+        with sweep.lock(conduct.LOCK_SECONDS):  # a keeper's pass may be submitting at this moment
+            SlurmBackend(sweep, cluster_of(sweep.settings()), CALLS).cancel_all()
+        print("its jobs are cancelled; one that trains saves first")
     except UserError as error:
         print(f"its jobs are left in the queue, where each will find that it was cancelled: {error}")
         return 1
@@ -54,23 +54,9 @@ def _cancel_one(run: RunDirectory, by: str, policy: Policy) -> str:
         return "is done, and stays so"
     run.ask_cancel(by)
     try:
-        return "is cancelled" if states.cancel_idle(run, by, policy) else "is done, and stays so"
+        return "is cancelled" if lease.cancel_idle(run, by, policy) else "is done, and stays so"
     except Busy as busy:
         return f"is asked to save and stop ({busy})"
-
-
-def _cancel_jobs(sweep: SweepDirectory, runs: Iterable[RunDirectory], whole: bool) -> None:
-    live = slurm.live_jobs()
-    if whole:
-        with sweep.lock(conduct.LOCK_SECONDS):  # a keeper's pass may be submitting at this moment
-            slurm_backend(sweep, cluster_of(sweep.settings()), live).cancel_all()
-        print("its jobs are cancelled; one that trains saves first")
-        return
-    needed = {run.state().job_id for run in membership.members(sweep) if run.state().state != "cancelled"}
-    named = {job for run in runs if run.state().state == "cancelled" and (job := run.state().job_id) is not None}
-    if idle_jobs := (named & live) - needed:
-        slurm.cancel(idle_jobs)
-        print(f"cancelled {counted(len(idle_jobs), 'job')} that had nothing else to do")
 
 
 def retry(sweep: SweepDirectory, prefixes: list[str], failed: bool, diverged: bool, cancelled: bool = False) -> int:
@@ -88,10 +74,10 @@ def retry(sweep: SweepDirectory, prefixes: list[str], failed: bool, diverged: bo
     members = membership.members(sweep)
     for run in members if wanted else ():
         if failed and run.state().state == "running":
-            states.settle_dead([run], policy, states.KILLED)
+            lease.reconcile_idle(run, policy)
         if run.state().state in wanted:
             chosen.setdefault(run.run_id, run)
-    again = {run.run_id for run in chosen.values() if _set_back(sweep, run, policy)}
+    again = {run.run_id for run in chosen.values() if _reset(run, policy)}
     if diverged:
         again |= lower_rates(sweep)
     if not again:
@@ -103,20 +89,14 @@ def retry(sweep: SweepDirectory, prefixes: list[str], failed: bool, diverged: bo
     return conduct.resume(sweep, only=again)
 
 
-def _set_back(sweep: SweepDirectory, run: RunDirectory, policy: Policy) -> bool:
-    """Makes a run start anew; whether it may."""
+def _reset(run: RunDirectory, policy: Policy) -> bool:
+    """Plan an unfinished run again. Returns False if that is not possible now."""
     before = run.state()
     if run.is_done():
         print(f"run {run.run_id} is done, and stays so")
         return False
     try:
-        with states.hold_idle(run, policy):
-            pass
-        waits = before.state in ("queued", "preempted") and (sweep.path / "jobs" / "slurm.json").exists()
-        if waits and (jobs := Inventory(sweep, slurm.live_jobs()).jobs_of(run)):
-            print(f"run {run.run_id} is {before.state}, and job {min(jobs)} will train it")
-            return False
-        states.retry_by_hand(run)
+        lease.reset(run, policy)
     except Busy as busy:
         what = "is about to stop; try again in a moment" if run.cancel_asked() else "is being trained; cancel it first"
         print(f"run {run.run_id} {what} ({busy})")

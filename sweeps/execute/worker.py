@@ -1,24 +1,26 @@
-"""What jobs call: training a run, a queue of units, scoring, and the last fit.
+"""A worker: a job of one shape that claims a task, does it, and claims the next, until none is left that it may take.
 
-Special here:
-- what ends a run never ends the worker. On this machine it stops when its launcher is gone; a SLURM job
-  that is told to stop gives its unit back and is requeued;
-- rank 0 alone holds the lock, writes the state and requeues the job; why another rank fails reaches the state through
-  failure.json.
+- What ends a run does not end the worker, except with several ranks: a rank that failed may have left the others in
+  a collective.
+- Rank 0 claims, holds the lease and writes the journal. It writes each claim into a file that the other ranks follow.
+- A worker on this machine stops when its launcher is gone. A SLURM job that is told to stop saves a checkpoint and
+  ends; SLURM requeues it, or the keeper starts another.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
+import json
 import math
 import os
 import time
 import traceback
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -26,10 +28,8 @@ from ...train.errors import UserError
 from ...train.job.environment import Ranks, detect
 from ...train.job.failure import Cause, Failure, note_failure
 from ...train.job.session import session
-from ..config import recorded
 from ..prepare import configuration
-from ..runs import attempts, states
-from ..runs.attempts import Policy
+from ..runs import lease
 from ..runs.directory import (
     Busy,
     RunDirectory,
@@ -40,75 +40,243 @@ from ..runs.directory import (
     job_seconds,
     this_node,
 )
+from ..runs.forms import JobShape
+from ..runs.journal import Scoring, Started
+from ..runs.lease import KILLED, UNWRITTEN, Death
 from ..runs.preflight import check_first_job
-from ..runs.queue import Queue
-from ..runs.states import UNWRITTEN
-from ..slurm import commands as slurm
-from ..slurm.supervisor import settle_lost, settle_queue
+from ..slurm.commands import death_of
 from .attempt import Interrupt, tidy, train_one, train_rank, try_log
+from .board import EVERYTHING, Board, Scope, Task
 
-POLL_SECONDS, LONGEST_PAUSE = 0.2, 5.0  # between two looks at a queue that has nothing to claim
-SETTLE_SECONDS = 60.0  # that somebody else may hold a sweep before its laws are fitted without a look for lost runs
-IDLE_SECONDS = 60.0  # for which a SLURM job waits for something to claim
+POLL_SECONDS, LONGEST_PAUSE = 0.2, 5.0  # between two looks at a board that has nothing to claim
+IDLE_SECONDS = 60.0  # for which a worker waits for something to claim
 MOST_WARNING = 120.0  # seconds before its time limit that a job is told to stop; half of the limit where that is less
-LEAST_SECONDS = 60.0  # that must be left until then to begin a unit; a tenth of the limit where that is less
+LEAST_SECONDS = 60.0  # that must be left until then to begin a task; a tenth of the limit where that is less
 
 
 class RunFailed(Exception):
-    """No run has a result; their states say why. Makes the job exit with an error."""
+    """A run of several ranks failed; makes the job exit with an error, which ends its other ranks."""
 
 
-def train_run(path: str, policy: Policy, launcher: tuple[str, str] | None = None) -> None:
-    """Trains a run as one job, resuming what is there. Every rank calls it.
+@dataclass(frozen=True)
+class Launch:
+    """What a worker is told by the process that starts it."""
 
-    Of the run directory `path` only the frozen config.yaml is read, and of a branch its trunk's checkpoint.
-    `launcher` is the sweep directory and the lock token of a launcher on this machine, which must stay alive. RunFailed
-    where the run is not done; UserError where this node does not see the sweep.
+    sweep: str  # path
+    shape: JobShape  # of the tasks that it may claim
+    folder: str  # where it writes its claims
+    token: str | None = None  # of the lock of a launcher on this machine, which must stay alive
+    scope: Scope = EVERYTHING
+
+
+class Claims:
+    """What a worker has claimed: a line per task in the folder of its job, which its other ranks follow."""
+
+    def __init__(self, folder: Path, job: str, restarts: int = 0) -> None:
+        self.path = folder / f"{job}-{restarts}.claims"
+        self.last: dict[str, Any] = {}  # the newest that `news` has returned
+        self._read = 0  # bytes
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Callable[[Task], None]]:
+        """Yield a function that writes a claim down; other ranks end when the block does."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("w", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+
+            def write(line: dict[str, Any]) -> None:
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+
+            try:
+                yield lambda task: write({"task": task.kind, "run": task.run.run_id})
+            finally:
+                with contextlib.suppress(OSError):
+                    write({"task": "end"})
+
+    def news(self) -> list[dict[str, Any]]:
+        """Return the claims since the last call."""
+        with contextlib.suppress(OSError), self.path.open("rb") as file:
+            file.seek(self._read)
+            *whole, _ = file.read().split(b"\n")
+            self._read += sum(len(line) + 1 for line in whole)
+            lines = [json.loads(line) for line in whole]
+            self.last = lines[-1] if lines else self.last
+            return lines
+        return []
+
+    def following(self) -> Iterator[str]:
+        """Yield the id of each run to train as it is claimed, until rank 0 ends."""
+        while True:
+            over = not inside_job() and self._is_abandoned()  # srun ends the other ranks by itself
+            for line in self.news():
+                if line["task"] == "end":
+                    return
+                if line["task"] == "train":
+                    yield str(line["run"])
+            if over:
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _is_abandoned(self) -> bool:
+        """Return whether rank 0 is gone without a word."""
+        try:
+            with self.path.open(encoding="utf-8") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:  # it holds the lock, or has not begun
+            return False
+        return True
+
+
+def work(launch: Launch, look: Callable[[], None] = lambda: None) -> bool:
+    """Train and score what is free for a worker of this shape; every rank of the job calls it.
+
+    Args:
+        launch: what to work on.
+        look: called after a run that others wait for, so that workers are started for those.
+
+    Returns:
+        Whether the worker has ended by itself, or because its time is nearly over, and not because it was told to stop.
+
+    Raises:
+        RunFailed: a run of several ranks failed on one of them.
+        UserError: this node does not see the sweep.
     """
-    run, job, ranks = RunDirectory(Path(path)), job_id(), detect()
-    sweep = check_shared(run.path.parent.parent)
+    sweep, ranks = check_shared(launch.sweep), detect()
+    interrupt = Interrupt(None if launch.token is None else lambda: sweep.launcher_alive(str(launch.token)))
     if inside_job() and ranks.local_rank == 0:
         look_at_node(sweep, ranks.local_size)
-    if ranks.rank > 0:
-        _follow(run, ranks)
-        return
-    try:
-        train_one(run, ranks, _interrupt(launcher), job, policy)
-    except Busy as error:
-        print(f"left out: {error}")
-    state = run.state()
-    if state.state == "preempted" and state.job_id == job:
-        if inside_job():
-            requeue_stopped(run, policy)
-    elif not run.is_done():
-        raise RunFailed(f"run {run.run_id} {state}")
+    claims = Claims(Path(launch.folder), job_id(), job_restarts())
+    with session():
+        if ranks.rank > 0:
+            for name in claims.following():
+                _follow(sweep.run(name), ranks, interrupt)
+        else:
+            with claims.writing() as write:
+                _Worker(sweep, launch, ranks, interrupt, write, look).go()
+    return interrupt.reason is None or interrupt.is_over()
 
 
-def work(
-    sweep_path: str, queue_folder: str, policy: Policy, place: int = 0, launcher: tuple[str, str] | None = None
-) -> None:
-    """Trains unit after unit of a queue, until none is left that this worker may begin.
+class _Worker:
+    """Rank 0 of a worker."""
 
-    In a SLURM job that is told to stop, or close to its time limit, it gives back what it was at and has its job
-    requeued, unless nothing is left there. Cancelling such a job cancels no run. By its `place` a launcher on this
-    machine knows who trains what. UserError where this node does not see the sweep.
-    """
-    sweep, interrupt = check_shared(sweep_path), _interrupt(launcher)
-    queue = Queue.open(sweep, Path(queue_folder))
-    node, until = None, math.inf
-    if inside_job():
-        look_at_node(sweep)
-        node, until = this_node(), last_start(os.environ)
-        place = int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))
-    with contextlib.closing(queue), session():
-        _go_through(queue, policy, interrupt, place, node, until)
-        stopped = interrupt.reason or ("its time is nearly over" if time.monotonic() > until else None)
-        if node is not None and stopped is not None and queue.left(node):
-            _requeue_worker(stopped)
+    def __init__(
+        self,
+        sweep: SweepDirectory,
+        launch: Launch,
+        ranks: Ranks,
+        interrupt: Interrupt,
+        write: Callable[[Task], None],
+        look: Callable[[], None],
+    ) -> None:
+        self._config = configuration(sweep)
+        self._board = Board(sweep, self._config, launch.scope)
+        self._launch, self._ranks, self._interrupt, self._write, self._look = launch, ranks, interrupt, write, look
+        self._node = this_node() if inside_job() else None
+        self._limit = last_start(os.environ) if inside_job() else math.inf  # seconds in which it may begin a task
+        self._until = time.monotonic() + self._limit
+        self._parents = {run.parent for run in sweep.planned_runs()}
+        self._evaluator: Any = None
+        self._refused = set[str]()  # runs that could not be begun here
+
+    def go(self) -> None:
+        import torch
+
+        gc.freeze()  # else each `tidy` would look through all that PyTorch has made on import
+        threads, pause, idle_since = torch.get_num_threads(), POLL_SECONDS, time.monotonic()
+        while not self._interrupt() and time.monotonic() <= self._until:
+            if self._claim_and_do():
+                torch.set_num_threads(threads)  # a run may have asked for its own number
+                tidy()
+                pause, idle_since = POLL_SECONDS, time.monotonic()
+                continue
+            self._board.look_again()
+            if not self._may_wait(time.monotonic() - idle_since):
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _claim_and_do(self) -> bool:
+        """Do the first task that is free. Returns False if none is, or another worker was faster each time."""
+        for task in self._board.tasks():
+            if task.shape != self._launch.shape or task.status == "waiting" or self._leaves_to_others(task):
+                continue
+            try:
+                if task.status == "taken":
+                    lease.reconcile_idle(task.run, self._board.policy, self._explain)
+                elif self._train(task) if task.kind == "train" else self._score(task):
+                    return True
+            except (Busy, Timeout):
+                continue
+            except OSError:
+                traceback.print_exc()  # such as a disk too full to begin; the next look may find room
+                return False
+        return False
+
+    def _leaves_to_others(self, task: Task) -> bool:
+        """Return whether a task should not be done here: on this node, or in the time that is left."""
+        left = self._until - time.monotonic()
+        return self._node in task.avoid or (task.seconds > left and left < self._limit / 2)
+
+    def _may_wait(self, idle: float) -> bool:
+        """Return whether a worker without a task may get one soon."""
+        if idle > IDLE_SECONDS:
+            return False
+        tasks = [task for task in self._board.tasks() if task.status in ("free", "waiting")]
+        ours = [task for task in tasks if task.shape == self._launch.shape and not self._leaves_to_others(task)]
+        if any(task.status == "free" for task in tasks if task.shape != self._launch.shape):
+            return False  # the device is needed by a worker of another shape
+        return any(task.wait_seconds < IDLE_SECONDS for task in ours)
+
+    def _train(self, task: Task) -> bool:
+        run = task.run
+        with lease.hold(run, job_id(), self._board.policy, self._explain) as begun:
+            if begun is None:
+                return False
+            self._write(task)
+            ending = train_one(run, self._ranks, self._interrupt, self._board.policy)
+            lease.conclude(run, ending)
+        if self._ranks.size > 1 and ending.state == "failed":
+            raise RunFailed(f"run {run.run_id} failed: {ending.reason}")
+        if ending.state == "preempted" and self._interrupt.reason is None and self._ranks.size > 1:
+            self._interrupt.reason = "another rank was told to stop"
+        if run.run_id in self._parents:
+            self._look()
+        return True
+
+    def _explain(self, start: Started) -> Death:
+        """Return why the process of an attempt is gone."""
+        if start.job_id != job_id():
+            return death_of(start.job_id, start.host) if inside_job() else KILLED
+        if job_restarts() > 0:  # the same job, taken off its node
+            return Death("node", f"its node {start.host} failed, and SLURM has started its job again")
+        return UNWRITTEN
+
+    def _score(self, task: Task) -> bool:
+        from ..results.scoring import evaluate_run, is_scored, open_evaluator
+        from ..results.tracking import push_scores
+
+        run, settings = task.run, asdict(self._config.evaluate)
+        # Not the run's own lock: no worker trains what is done, and a command must not wait for a scoring.
+        with FileLock(run.path / ".scoring.lock", timeout=0):
+            if is_scored(run, settings):
+                return False
+            with run.lock():
+                run.write_event(Scoring)
+            self._write(task)
+            try:
+                self._evaluator = self._evaluator or open_evaluator(settings, run.log)
+                evaluate_run(run, settings, self._evaluator)
+                push_scores(run, run.log)
+            except Exception as error:
+                # One checkpoint that cannot be scored must not cost the scores of the others.
+                try_log(run, traceback.format_exc())
+                print(f"run {run.run_id} could not be scored: {type(error).__name__}: {error}", flush=True)
+        return True
 
 
 def look_at_node(sweep: SweepDirectory, ranks: int = 1) -> None:
-    """Whether this node computes what it should, before the first job of a sweep on its kind trains anything."""
+    """Check that this node computes what it should, before the first job of a sweep on its kind trains anything."""
     try:
         config, runs = configuration(sweep), [run.config() for run in sweep.runs()]
     except UserError as error:  # which costs no run that can be read
@@ -119,92 +287,19 @@ def look_at_node(sweep: SweepDirectory, ranks: int = 1) -> None:
             print(line, flush=True)
 
 
-def _go_through(queue: Queue, policy: Policy, interrupt: Interrupt, place: int, node: str | None, until: float) -> None:
-    import torch
-
-    gc.freeze()  # else each `tidy` would look through all that PyTorch has made on import
-    threads, pause, idle_since = torch.get_num_threads(), POLL_SECONDS, time.monotonic()
-    while not interrupt() and time.monotonic() <= until:
-        unit = queue.claim(place, node)
-        if unit is None:
-            settle_queue(queue, policy)
-            if not queue.left(node):
-                return
-            if node is not None:  # what is left is for those at work, and the device for others
-                idle = time.monotonic() - idle_since
-                if (queue.ready_in() or 0.0) > IDLE_SECONDS or (idle > IDLE_SECONDS and queue.running()):
-                    return
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-            continue
-        try:
-            for run in [queue.sweep.run(name) for name in unit.runs]:
-                if not run.is_done():
-                    train_one(run, detect(), interrupt, job_id(), policy)
-        except Busy as error:
-            print(f"left out: {error}")
-        except Exception:
-            # Such as a disk too full to say that a run has begun; the other units may be better off.
-            traceback.print_exc()
-        queue.settle(unit, policy, UNWRITTEN)
-        torch.set_num_threads(threads)  # a run may have asked for its own number
-        tidy()
-        pause, idle_since = POLL_SECONDS, time.monotonic()
-
-
-def _requeue_worker(why: str) -> NoReturn:
-    """Puts this worker's job back in SLURM's queue, unless SLURM has done so or somebody has cancelled it."""
-    job, restarts = job_id(), job_restarts()
-    fate = slurm.fate(job, restarts)
-    if fate == "cancelled":
-        print(f"{why}; its job was cancelled in SLURM, so the other workers go on without it")
-    elif fate != "requeued" and (refused := slurm.requeue(job, restarts)) is not None:
-        print(f"{why}; SLURM would not requeue the job ({refused}), so the keeper starts another")
-    # Not an Exception: submitit would record the end of a job that goes on.
-    raise SystemExit(1)
-
-
-def requeue_stopped(run: RunDirectory, policy: Policy) -> NoReturn:
-    """Requeues a SLURM job whose run was stopped, and has saved, unless SLURM has done so.
-
-    Leaves with an error in any case (RunFailed: the job is cancelled, or not requeued): an exit with 0 would let
-    scoring start. The state is written before, for the processes of a requeued job may be killed at any moment; SLURM
-    may take minutes to say what corrects it. Where it refuses or is away the run stays `preempted`, for whoever looks
-    after the sweep.
-    """
-    job, restarts = job_id(), job_restarts()
-    fate, reason = slurm.fate(job, restarts), run.state().reason
-    if fate == "cancelled":
-        why = "its job was cancelled in SLURM"
-        states.correct(run, "cancelled", f"{why}; {reason}", "cancelled")
-        raise RunFailed(f"run {run.run_id} cancelled: {why}")
-    if fate == "timeout":
-        states.correct(run, "preempted", reason, "time_limit")
-    decision = attempts.decide(attempts.current(run), policy, 0, 0.0)
-    if not decision.again:
-        states.correct(run, "failed", f"{decision.why}; {reason}")
-        raise RunFailed(f"run {run.run_id} failed: {decision.why}")
-    if fate != "requeued" and (refused := slurm.requeue(job, restarts)) is not None:
-        why = f"SLURM would not requeue its job ({refused})"
-        states.correct(run, "preempted", f"{reason}; {why}, so sweep again to go on")
-        raise RunFailed(f"run {run.run_id} preempted: {why}")
-    # Not an Exception: submitit would record the end of a job that goes on.
-    raise SystemExit(1)
-
-
 def last_start(environment: Mapping[str, str]) -> float:
-    """By time.monotonic(), after when a unit that is begun in a SLURM job would have to be given back at once.
+    """Return the seconds from now after which a SLURM job would have to give back at once what it begins.
 
-    By what SLURM says of the job; without a word, or without a limit, never.
+    By what SLURM says of the job; inf without a limit.
     """
     # The difference, because the controller's clock need not be this node's. A worker starts seconds after its job.
     seconds = job_seconds(environment)
     warning = min(MOST_WARNING, seconds / 2)
-    return time.monotonic() + seconds - (warning + min(LEAST_SECONDS, seconds / 10))
+    return seconds - (warning + min(LEAST_SECONDS, seconds / 10))
 
 
 def check_shared(path: Path | str) -> SweepDirectory:
-    """The sweep directory; UserError where this node does not see it, for the output folder is not shared."""
+    """Return the sweep directory; UserError if this node does not see it, for the output folder is not shared."""
     sweep = SweepDirectory(Path(path))
     if not (sweep.path / "plan.json").is_file():
         came_from = os.environ.get("SLURM_SUBMIT_HOST")
@@ -216,18 +311,10 @@ def check_shared(path: Path | str) -> SweepDirectory:
     return sweep
 
 
-def _interrupt(launcher: tuple[str, str] | None) -> Interrupt:
-    if launcher is None:
-        return Interrupt()
-    return Interrupt(lambda: SweepDirectory(Path(launcher[0])).launcher_alive(launcher[1]))
-
-
-def _follow(run: RunDirectory, ranks: Ranks) -> None:
-    """The part of every other rank: it trains, and leaves lock, state and queue to rank 0."""
-    if run.is_done():
-        return
+def _follow(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> None:
+    """Do the part of every other rank in a run: it trains, and leaves lease and journal to rank 0."""
     run.log(f"rank {ranks.rank} of {ranks.size} on {ranks.host}, process {os.getpid()}", ranks.rank)
-    ending = train_rank(run, ranks, Interrupt())
+    ending = train_rank(run, ranks, interrupt)
     try_log(run, ending.state if ending.reason is None else f"{ending.state}: {ending.reason}", ranks.rank)
     # That a run stops or diverges is agreed on by all ranks, and rank 0 says it: leaving with an error here would make
     # SLURM end rank 0 before it has. A failure may be this rank's alone, and rank 0 may be what failed.
@@ -237,49 +324,5 @@ def _follow(run: RunDirectory, ranks: Ranks) -> None:
         raise RunFailed(f"rank {ranks.rank} of run {run.run_id} failed: {ending.reason}")
 
 
-def evaluate_runs(sweep_path: str, run_ids: list[str]) -> None:
-    """Scores the wanted checkpoints of each run that have no scores yet; the tasks are loaded once for all of them.
-
-    RunFailed where a run could not be scored, after the others; UserError where this node does not see the sweep.
-    """
-    from ..results.scoring import evaluate_run, is_scored, open_evaluator
-    from ..results.tracking import push_scores
-
-    sweep = check_shared(sweep_path)
-    settings = asdict(recorded(sweep.settings()).evaluate)
-    evaluator, failures = None, []
-    for name in run_ids:
-        run = sweep.run(name)
-        if not run.is_done():
-            failures.append(f"run {name} is {run.state().state} and was not scored")
-            continue
-        try:
-            # Not the run's own lock: nobody trains what is done, and a command must not wait for a scoring.
-            with FileLock(run.path / ".scoring.lock", timeout=0):
-                if not is_scored(run, settings):
-                    evaluator = evaluator or open_evaluator(settings, run.log)
-                    evaluate_run(run, settings, evaluator)
-                    push_scores(run, run.log)
-        except Timeout:
-            print(f"left out: somebody else scores run {name}")
-        except Exception as error:
-            # One checkpoint that cannot be scored must not cost the scores of the others.
-            try_log(run, traceback.format_exc())
-            failures.append(f"run {name} could not be scored: {type(error).__name__}: {error}")
-    if failures:
-        raise RunFailed("; ".join(failures))
-
-
-def finish_sweep(sweep_path: str) -> None:
-    """The last job: the table, the laws and the report, from whatever the runs have written."""
-    from ..results.finish import write_results
-
-    sweep, live = check_shared(sweep_path), None
-    try:
-        with sweep.lock(SETTLE_SECONDS):
-            with contextlib.suppress(UserError):  # SLURM does not answer
-                live = slurm.live_jobs()
-            settle_lost(sweep, Policy.of(configuration(sweep).cluster), live)
-    except UserError as error:  # as where somebody else holds it; there is a report all the same
-        print(f"nobody looked for lost runs: {error}")
-    write_results(sweep)
+def is_first_rank() -> bool:
+    return detect().rank == 0

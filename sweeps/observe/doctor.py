@@ -33,16 +33,16 @@ from ...train.job.failure import Failure
 from ...train.preflight.preflight import FAILED, REPLACED
 from ...train.schedule import trunk_steps
 from ..config import Recorded, recorded
-from ..runs import attempts, membership, states
-from ..runs.attempts import Begun, Policy
-from ..runs.directory import ANEW, OPEN, AtWork, Busy, RunDirectory, State, SweepDirectory, now_on, yaml_or_empty
+from ..runs import membership
+from ..runs.attempts import Policy, unrecorded_steps
+from ..runs.directory import ANEW, OPEN, Busy, RunDirectory, SweepDirectory, now_on, yaml_or_empty
 from ..runs.forms import NEEDED, PlanFile, Summary
+from ..runs.journal import JOURNAL, OLD_LINES, VIEW, Planned, Started, State, is_event, write_view
+from ..runs.lease import KILLED, Death, cancel, hold_idle, reconcile_idle, visible_damage
 from ..runs.preflight import FILE as PREFLIGHT
 from ..runs.preflight import read_record
-from ..runs.queue import CONTENTS, Contents, Queue
 from ..slurm import commands as slurm
-from ..slurm import supervisor
-from ..slurm.record import LaunchRecord, Memory, is_unattended, rebuilt, strays
+from ..slurm.jobs import LAUNCH, LaunchFile, Memory, is_unattended, jobs_of
 from ..terminal import say
 from .status import BRING_BACK, fit_failure
 
@@ -86,11 +86,11 @@ class Finding:
 def examine_sweep(sweep: SweepDirectory, mend: bool, deep: bool = False) -> list[Finding]:
     """Looks for what is wrong with a sweep, and with `mend` repairs it; `deep` checks the sums of every checkpoint."""
     settings = yaml_or_empty(sweep.path / "sweep.yaml")
-    found = [_settle(sweep, fault, mend=False) for fault in _version(sweep, settings)]
+    found = [_finding(sweep, fault, mend=False) for fault in _version(sweep, settings)]
     if any(finding.kind == "plan" for finding in found):
         return found
     mend = mend and not found
-    return found + [_settle(sweep, fault, mend) for fault in _faults(sweep, settings, deep)]
+    return found + [_finding(sweep, fault, mend) for fault in _faults(sweep, settings, deep)]
 
 
 def print_findings(found: list[Finding]) -> None:
@@ -103,7 +103,7 @@ def print_findings(found: list[Finding]) -> None:
     print(", ".join(words) if words else "nothing else is wrong" if found else "nothing is wrong")
 
 
-def _settle(sweep: SweepDirectory, fault: Fault, mend: bool) -> Finding:
+def _finding(sweep: SweepDirectory, fault: Fault, mend: bool) -> Finding:
     where = str(fault.where.relative_to(sweep.path) if fault.where.is_relative_to(sweep.path) else fault.where)
     mended, how = False, fault.how
     if fault.mend is not None and mend:
@@ -218,44 +218,23 @@ def locks_work(folder: Path) -> bool:
 
 
 def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
-    live, record = None, sweep.path / "jobs" / "slurm.json"
-    if read_json(record) is not None:
-        try:
-            live = slurm.live_jobs(patience=0.0)
-        except UserError as error:
-            yield Fault("slurm", str(error), record, None, "runs that wait are not judged", "note")
-        for queue in _queues(sweep):
-            if lost := queue.lost():
-                names = ", ".join(name for unit in lost for name in unit.runs)
-                yield Fault(
-                    "queue",
-                    f"the worker that had {names} is gone",
-                    queue.folder,
-                    partial(supervisor.settle_queue, queue, policy),
-                    "settled",
-                )
+    on_slurm = (sweep.path / "jobs" / LAUNCH).exists()
+
+    def explain(start: Started) -> Death:
+        return slurm.death_of(start.job_id, start.host) if on_slurm else KILLED
+
     for run in _members(sweep):
         if _is_dead(run, policy):
             what = f"it says running on {run.state().host}, and its process is gone"
-            mend = partial(_settle_dead, run, policy, live is not None)
-            yield Fault("orphan", what, run.path, mend, "settled; it may be tried again")
-    if live is None:
-        return
-    with suppress(UserError):  # see `_launch_record`
-        if is_unattended(sweep, live):
-            what = "nobody looks after this sweep: its keepers are gone from SLURM's queue"
-            yield Fault("keepers", what, sweep.path / "jobs", None, BRING_BACK)
-    if waiting := _without_job(sweep, live):
-        count = counted(len(waiting), "run waits", "runs wait")
-        what = f"{count} for a job that SLURM does not know: {', '.join(waiting)}"
-        yield Fault(
-            "orphan",
-            what,
-            sweep.path / "runs",
-            lambda: supervisor.settle_lost(sweep, policy, live),
-            "settled; they may be tried again",
-        )
-    yield from _strays(sweep)
+            mend = partial(reconcile_idle, run, policy, explain)
+            yield Fault("orphan", what, run.path, mend, "reconciled; it may be tried again")
+    if on_slurm and not any(unreadable(sweep.path / "jobs" / LAUNCH, "", LaunchFile)):  # see `_files`
+        try:
+            if is_unattended(sweep, jobs_of(sweep, patience=0.0)):
+                what = "no keeper looks after this sweep: they are gone from SLURM's queue"
+                yield Fault("keepers", what, sweep.path / "jobs", None, BRING_BACK)
+        except UserError as error:
+            yield Fault("slurm", str(error), sweep.path / "jobs", None, "its jobs are not judged", "note")
 
 
 def _members(sweep: SweepDirectory) -> list[RunDirectory]:
@@ -265,50 +244,11 @@ def _members(sweep: SweepDirectory) -> list[RunDirectory]:
     return sweep.runs()
 
 
-def _queues(sweep: SweepDirectory) -> Iterator[Queue]:
-    """Those that can be read."""
-    for path in (sweep.path / "jobs").glob(f"queue-*/{CONTENTS}"):
-        with suppress(UserError):
-            yield Queue.open(sweep, path.parent)
-
-
 def _is_dead(run: RunDirectory, policy: Policy) -> bool:
-    if run.state().state == "running":
-        with suppress(Busy), states.hold_idle(run, policy):
-            return run.state().state == "running"
+    if run.record().open is not None:
+        with suppress(Busy), hold_idle(run, policy):
+            return run.record().open is not None
     return False
-
-
-def _settle_dead(run: RunDirectory, policy: Policy, ask: bool) -> None:
-    """Writes how a run's process ended, in SLURM's words where it can be asked."""
-    state = run.state()
-    states.settle_dead([run], policy, supervisor.death_of(state.job_id, state.host) if ask else states.KILLED)
-
-
-def _without_job(sweep: SweepDirectory, live: set[str]) -> list[str]:
-    """Runs that wait for a job that is gone; those of a queue wait for its workers, whom the keeper sees to."""
-    queued = {name for queue in _queues(sweep) for unit in queue.left() for name in unit.runs}
-    others = [(run, run.state()) for run in _members(sweep) if run.run_id not in queued]
-    return [run.run_id for run, state in others if state.state == "queued" and state.job_id not in {None, *live}]
-
-
-def _strays(sweep: SweepDirectory) -> Iterator[Fault]:
-    """Jobs of this sweep that its record does not know; one on hold was never released and can be cancelled."""
-    try:
-        with sweep.lock():  # else a launcher may be writing them down
-            jobs = sorted(strays(sweep))
-            reasons = slurm.ask("squeue", "-h", "-r", "-j", ",".join(jobs), "-o", "%i %r").stdout if jobs else ""
-            held = [line.split()[0] for line in reasons.splitlines() if line.endswith(" JobHeldUser")]
-            what, where = "jobs of this sweep that no record knows", sweep.path / "jobs"
-            if held:
-                yield Fault(
-                    "jobs", f"SLURM holds {what}: {', '.join(held)}", where, partial(slurm.cancel, held), "cancelled"
-                )
-            if others := [job for job in jobs if job not in held]:
-                how = "they go on; the locks of runs keep them and others apart"
-                yield Fault("jobs", f"SLURM has {what}: {', '.join(others)}", where, None, how, "note")
-    except (AtWork, UserError):
-        return
 
 
 def _files(sweep: SweepDirectory) -> Iterator[Fault]:
@@ -317,31 +257,17 @@ def _files(sweep: SweepDirectory) -> Iterator[Fault]:
         yield from old_temporaries(sweep.path / name, now)
     anew = f"removed; isoflop report {sweep.path} makes it anew"
     yield from unreadable(sweep.path / "fit" / "law.json", anew)
-    yield from _launch_record(sweep)
+    how = "removed; the next launch writes it again, and jobs in the queue go on"
+    yield from unreadable(sweep.path / "jobs" / LAUNCH, how, LaunchFile)
     yield from unreadable(sweep.path / "jobs" / "keeper.json", "removed; what it counts is counted anew", Memory)
     stays = "runs that are done stay done"
     for fault in unreadable(sweep.path / membership.ADDED, f"remove it and extend again; {stays}", membership.Added):
         yield replace(fault, mend=None)
-    for path in (sweep.path / "jobs").glob(f"queue-*/{CONTENTS}"):
-        for fault in unreadable(path, f"remove its folder and retry its runs; {stays}", Contents):
-            yield replace(fault, mend=None)
     if (table := sweep.path / "table.csv").exists() and not _is_table(table):
         yield Fault("unreadable", "table.csv cannot be read", table, partial(remove, table), anew)
     if (why := fit_failure(sweep)) is not None:
         how = f"isoflop report {sweep.path} fits anew, once that is mended"
         yield Fault("fit", f"the fit failed: {why}", sweep.path / "fit", None, how)
-
-
-def _launch_record(sweep: SweepDirectory) -> Iterator[Fault]:
-    def rewrite() -> None:
-        with sweep.lock():
-            if (record := rebuilt(sweep)) == LaunchRecord():
-                remove(path)
-            else:
-                record.write(sweep)
-
-    path = sweep.path / "jobs" / "slurm.json"
-    yield from unreadable(path, "written anew from SLURM's queue", LaunchRecord, mend=rewrite)
 
 
 def _is_table(path: Path) -> bool:
@@ -353,7 +279,7 @@ def _is_table(path: Path) -> bool:
 
 def faults_of(run: RunDirectory, policy: Policy, deep: bool, evaluated: bool) -> Iterator[Fault]:
     """What is wrong with a run, whose lock is held meanwhile; `evaluated`: it should have scores."""
-    with suppress(Busy), states.hold_idle(run, policy):
+    with suppress(Busy), hold_idle(run, policy):
         for check in (_config, _state, _leftovers, _lines):
             yield from check(run)
         # Of a run that is to go on no sums are checked: that takes minutes, and its trainer waits for the lock.
@@ -404,27 +330,26 @@ def _config(run: RunDirectory) -> Iterator[Fault]:
 
 
 def _state(run: RunDirectory) -> Iterator[Fault]:
-    path = run.path / "state.json"
-    lost = "it has no summary, and goes on from a checkpoint"
-    why = "its summary is there" if run.summary() is not None else lost
-    how, mend = f"written anew as {run.state().state}, for {why}", partial(states.restore, run)
+    record, path = run.record(), run.path / VIEW
+    how, mend = f"written again from the journal, as {record.state.state}", partial(write_view, run.path, record)
     if not path.exists():
         yield Fault("state", "state.json is missing", path, mend, how)
     yield from unreadable(path, how, State, "state", mend)
-    asked = run.cancel_asked()
-    state = run.state().state
+    if run.state() != record.state:
+        yield Fault("state", f"state.json says {run.state().state}, and the journal does not", path, mend, how)
+    asked, state = run.cancel_asked(), record.state.state
     if asked is not None and state == "done":
         yield Fault("cancel", f"{asked} asked to cancel a run that is done", run.path, run.forget_cancel, "forgotten")
     elif asked is not None and state != "cancelled":
-        what = f"{asked} asked to cancel the run, and nobody trains it"
-        yield Fault("cancel", what, run.path, partial(states.cancel, run, asked), "cancelled")
+        what = f"{asked} asked to cancel the run, and no process trains it"
+        yield Fault("cancel", what, run.path, partial(cancel, run, f"cancelled by {asked}"), "cancelled")
 
 
 def _leftovers(run: RunDirectory) -> Iterator[Fault]:
     now = now_on(run.path)
     for folder in (run.path, run.path / "eval"):
         yield from old_temporaries(folder, now)
-    for name, form in (("failure.json", Failure), ("cancel.json", dict[str, Any]), (attempts.UNDER_WAY, Begun)):
+    for name, form in (("failure.json", Failure), ("cancel.json", dict[str, Any])):
         yield from unreadable(run.path / name, "removed", form)
     if (path := run.path / ".reserve").exists():
         yield Fault("temporary", "disk is set aside for a run that nobody trains", path, run.release, "given back")
@@ -434,13 +359,13 @@ def _leftovers(run: RunDirectory) -> Iterator[Fault]:
 
 
 def _lines(run: RunDirectory) -> Iterator[Fault]:
-    for name in ("metrics.jsonl", attempts.LINES):
+    for name, is_record in (("metrics.jsonl", _is_record), (OLD_LINES, _is_record), (JOURNAL, is_event)):
         path = run.path / name
         try:
             *lines, torn = path.read_bytes().split(b"\n")
         except OSError:
             continue
-        whole = [line for line in lines if _is_record(line)]
+        whole = [line for line in lines if is_record(line)]
         if bad := len(lines) - len(whole) + (torn != b""):
             text = b"".join(line + b"\n" for line in whole).decode()
             what = f"{counted(bad, 'line')} of {name} cannot be read"
@@ -455,7 +380,7 @@ def _is_record(line: bytes) -> bool:
 
 
 def _checkpoints(run: RunDirectory, deep: bool) -> Iterator[Fault]:
-    damage: Callable[[Path], str | None] = attempts.visible_damage  # by names and sizes
+    damage: Callable[[Path], str | None] = visible_damage  # by names and sizes
     if deep:  # also by sums
         from ...train.checkpoint.checkpoint import damage
     folder = run.path / "checkpoints"
@@ -478,7 +403,7 @@ def _result(run: RunDirectory, evaluated: bool) -> Iterator[Fault]:
         return
     summary = run.summary()
     if summary is None:
-        mend = partial(states.plan, run, "its summary was lost, and is made anew")
+        mend = partial(run.write_event, Planned, reason="its summary was lost, and is made again")
         how = f"planned again, from its newest checkpoint: isoflop retry {run.path.parent.parent} {run.run_id}"
         yield Fault("result", "it is done and has no summary", path, mend, how)
         return
@@ -486,7 +411,7 @@ def _result(run: RunDirectory, evaluated: bool) -> Iterator[Fault]:
         how = "remove it and ask the doctor again; the newest checkpoint makes a new one"
         yield Fault("result", f"summary.json lacks {', '.join(absent)}", path, None, how)
     checkpoint = run.path / str(summary.get("checkpoint"))
-    problem = attempts.visible_damage(checkpoint) if checkpoint.is_dir() else "it is gone"
+    problem = visible_damage(checkpoint) if checkpoint.is_dir() else "it is gone"
     if problem is not None:
         needed = evaluated and not (run.path / "eval" / f"step_{summary.get('step')}.json").exists()
         what = f"its last checkpoint cannot be used ({problem})"
@@ -501,7 +426,7 @@ def _books(run: RunDirectory) -> Iterator[Fault]:
     with suppress(UserError):  # see `_config`
         config = run.config()
         begins = trunk_steps(config) if config.parent is not None else 0
-        steps = attempts.unrecorded_steps(attempts.read(run), begins, config.steps)
+        steps = unrecorded_steps(run.record().attempts, begins, config.steps)
         lost = [f"the attempts that made {steps} of its {config.steps} steps"] * (steps > 0)
         lost += ["metrics.jsonl with its curve"] * (not (run.path / "metrics.jsonl").exists())
         if lost:

@@ -26,14 +26,15 @@ from ...train.errors import UserError, counted
 from ...train.files import read_json
 from ..config import ClusterConfig, cluster_of
 from ..results import accounting
-from ..runs import attempts
-from ..runs.attempts import Attempt, Policy
-from ..runs.directory import FIT_FAILURE, OPEN, STATES, RunDirectory, SweepDirectory, now_on
+from ..runs.attempts import RETRIED, Attempt, Policy, decide
+from ..runs.directory import FIT_FAILURE, OPEN, RunDirectory, SweepDirectory, now_on
+from ..runs.forms import JobShape
+from ..runs.journal import STATES, Started
+from ..runs.lease import sign_age
 from ..runs.membership import members
 from ..terminal import console, describe_seconds, printable, short
 
 Row = dict[str, Any]
-SQUEUE_SECONDS = 5.0  # that a look waits for an explanation
 PERIOD_SECONDS = 2.0  # between two looks
 ROWS = 60  # that a file or a pipe gets
 # In the order in which people look at them.
@@ -78,7 +79,7 @@ def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None)
     spent = sum(row["retries"] for row in rows)
     for row in rows:
         recent = row["history"][len(row["history"]) - row["recent"] :]
-        row["again"] = row["state"] == "failed" and attempts.decide(recent, policy, spent, now).again
+        row["again"] = row["state"] == "failed" and decide(recent, policy, spent, now).again
     unattended = _add_waits(sweep, rows)
     counts = Counter(row["state"] for row in rows)
     report = sweep.path / "fit" / "report.html"
@@ -137,13 +138,13 @@ def _read(run: RunDirectory, planned: Mapping[str, Any], changed: int) -> Row:
     state = run.state()
     last = run.last_metrics() if "metrics.jsonl" in there else {}
     summary = run.summary() if state.state == "done" else None
-    history = attempts.read(run) if attempts.LINES in there else []
-    recent = attempts.current(run) if any(start.cause != "done" for start in history) else []
+    record = run.record()
+    history, recent = record.attempts, record.recent
     return {
         "run_id": run.run_id,
         "name": planned["name"],
         **asdict(state),
-        "retries": sum(start.cause in attempts.RETRIED for start in recent[:-1]),
+        "retries": sum(attempt.cause in RETRIED for attempt in recent[:-1]),
         "mesh": planned.get("mesh", ""),
         "parent": planned.get("parent"),
         "N_total": planned["N_total"],
@@ -157,8 +158,9 @@ def _read(run: RunDirectory, planned: Mapping[str, Any], changed: int) -> Row:
         "estimated_seconds": planned.get("estimated_seconds", 0.0),
         "first_step": planned.get("first_step", 0),
         "tokens": last.get("tokens", 0),
-        "seconds": sum(start.seconds for start in history),
+        "seconds": sum(attempt.seconds for attempt in history),
         "history": history,
+        "open": record.open,
         "recent": len(recent),  # of these, since somebody asked for a retry by hand
         "shape": planned.get("shape"),
         "scored": summary is not None and (run.path / "eval" / f"step_{summary.get('step')}.json").exists(),
@@ -176,17 +178,18 @@ def _add_life(sweep: SweepDirectory, rows: Iterable[Row], policy: Policy, now: f
     """How long ago each running run has shown life, and when it will end."""
     for row in rows:
         row |= {"heartbeat_age": None, "silent": False, "under_way": None}
+        start = row.pop("open", None)
         if row["state"] != "running":
             continue
         run = sweep.run(row["run_id"])
-        age = row["heartbeat_age"] = attempts.sign_age(run, now)
+        age = row["heartbeat_age"] = sign_age(run, now)
         row["silent"] = age is None or age > policy.silence_seconds
-        begun = {"began": now, "share": 1.0} | (read_json(run.path / attempts.UNDER_WAY, attempts.Begun) or {})
-        began = begun["began"]
+        start = start or Started(at=now, attempt=row["attempt"])
+        began = start.at
         seen = began if age is None else now - age
         ended = max(began, seen if row["silent"] else now)
-        row["under_way"] = {"began": began, "ended": ended, "share": begun["share"]}
-        row["under_way"] |= {name: begun.get(name) for name in ("host", "job_id")}
+        row["under_way"] = {"began": began, "ended": ended, "share": start.share}
+        row["under_way"] |= {"host": start.host, "job_id": start.job_id}
         rate = row["tokens_per_s"]
         row["eta_seconds"] = max(0, row["D"] - row["tokens"]) / rate if rate and not row["silent"] else None
 
@@ -223,22 +226,22 @@ def _add_forecasts(sweep: SweepDirectory, rows: Iterable[Row], now: float) -> No
 
 
 def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> bool:
-    """Why each queued run waits, in SLURM's words; returns whether SLURM says that nobody looks after the sweep."""
-    reasons, unattended = dict[str, str](), False
-    waiting = any(row["state"] in ("queued", "preempted") and row["job_id"] for row in rows)
-    if there := (record := sweep.path / "jobs" / "slurm.json").exists():
-        from ..slurm import commands as slurm
-        from ..slurm.record import is_unattended
-
-        with contextlib.suppress(UserError):  # SLURM does not answer, or the doctor has to see to the record first
-            unattended = is_unattended(sweep, set()) and is_unattended(sweep, slurm.live_jobs(patience=0.0))
-    if waiting and there:
-        owner = str(record.stat().st_uid)
-        answer = slurm.ask("squeue", "-h", "-r", "-u", owner, "-o", "%i|%r", timeout=SQUEUE_SECONDS)
-        reasons = dict(line.split("|", 1) for line in answer.stdout.splitlines() if not line.endswith("|None"))
+    """Add SLURM's words on why a run's worker waits. Returns True if SLURM says that no keeper is in its queue."""
     for row in rows:
-        row["waits"] = reasons.get(row["job_id"]) if row["state"] in ("queued", "preempted") else None
-    return unattended
+        row["waits"] = None
+    if not (sweep.path / "jobs" / "launch.json").exists() or all(row["state"] not in OPEN for row in rows):
+        return False
+    from ..slurm import jobs as slurm_jobs
+
+    try:
+        jobs = slurm_jobs.jobs_of(sweep, patience=0.0)
+    except UserError:  # SLURM does not answer, or the doctor must see to the file first
+        return False
+    reasons = {job.shape: job.reason for job in jobs if job.waits and job.shape is not None}
+    for row in rows:
+        if row["state"] in ("queued", "preempted") and row["shape"]:
+            row["waits"] = reasons.get(JobShape(**row["shape"]))
+    return slurm_jobs.is_unattended(sweep, jobs)
 
 
 def sweep_eta(rows: Iterable[Row]) -> float | None:
@@ -311,7 +314,7 @@ def render_status(status: dict[str, Any], out: Console, everything: bool) -> Ren
         words.append(f"the last run ends in about {describe_seconds(status['eta_seconds'])}")
     lines += [", ".join(words)] if words else []
     if status["unattended"]:
-        lines.append(f"nobody looks after this sweep, for its keepers are gone; {BRING_BACK}")
+        lines.append(f"no keeper looks after this sweep: they are gone from SLURM's queue; {BRING_BACK}")
     if status.get("fit_failure"):
         lines.append(f"the fit failed: {status['fit_failure']}")
     if status["report"]:
@@ -411,6 +414,8 @@ def _note(row: Row) -> str:
         words.append(f"retried {row['retries']}x")
     if row["state"] == "done" and not row["history"]:
         words.append("its attempts are not recorded")
+    if row["again"]:
+        words.append("to be tried again")
     if row["cancel_asked"]:
         words.append("to be cancelled")
     return ", ".join(words)

@@ -11,11 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...train.errors import UserError
 from ...train.files import read_json_lines
 from ..config import cluster_of
-from ..runs import attempts
-from ..runs.attempts import Attempt
+from ..runs import membership
+from ..runs.attempts import Attempt, unrecorded_steps
 from ..runs.directory import RunDirectory, SweepDirectory
 
 # Causes as the report says them.
@@ -61,7 +60,7 @@ def account(sweep: SweepDirectory) -> dict[str, Any]:
     entries: dict[str, _Entry] = {}
     for planned in plan["runs"]:
         run, part = sweep.run(planned["run_id"]), devices(planned["shape"], cluster)
-        entries[run.run_id] = _Entry(run, planned, attempts.read(run), result_of(run), part)
+        entries[run.run_id] = _Entry(run, planned, list(run.record().attempts), result_of(run), part)
     every = list(entries.values())
     for entry in every:
         if entry.result is not None and (trunk := entries.get(entry.planned.get("parent") or "")) is not None:
@@ -79,7 +78,7 @@ def account(sweep: SweepDirectory) -> dict[str, Any]:
     wasted_hours, wasted_flops = sum(books.lost_hours.values()), sum(books.lost_flops.values())
     used_hours = books.hours + wasted_hours
     error, errors = _errors(every)
-    cluster_hours, scoring_hours = _slurm_hours(sweep, entries, cluster)
+    cluster_hours = _slurm_hours(sweep, every, cluster)
     return {
         "unit": "GPU-hours" if gpus else "core-hours",
         "runs": len(every),
@@ -90,15 +89,14 @@ def account(sweep: SweepDirectory) -> dict[str, Any]:
         "wasted": amount(wasted_hours, wasted_flops),
         "causes": books.causes(),
         "attempts": sum(len(entry.history) for entry in every),
-        "unrecorded": sum(attempts.unrecorded_steps(entry.history, *entry.own_steps) > 0 for entry in every),
-        "retries": attempts.retries_spent(sweep),
+        "unrecorded": sum(unrecorded_steps(entry.history, *entry.own_steps) > 0 for entry in every),
+        "retries": membership.retries_spent(sweep),
         "retry_budget": cluster.get("sweep_retries", 0),
         "measured_runs": plan.get("measured_runs", 0),  # of past sweeps, behind the estimate; 0: it was assumed
         "error": error,  # of the estimate of all runs that are done, together
         "errors": errors,  # by width; medians
-        "cluster_hours": cluster_hours,  # that SLURM counts for the jobs that trained; None: it does not say
-        "scoring_hours": scoring_hours,  # that it counts for those that scored
-        # Beyond the attempts: start-up, and waiting for work.
+        "cluster_hours": cluster_hours,  # that SLURM counts for the workers; None: it does not say
+        # Beyond the attempts: start-up, scoring, and waiting for work.
         "overhead_hours": None if cluster_hours is None else cluster_hours - used_hours,
     }
 
@@ -180,36 +178,19 @@ class _Books:
         }
 
 
-def _slurm_hours(
-    sweep: SweepDirectory, entries: Mapping[str, _Entry], cluster: Mapping[str, Any]
-) -> tuple[float | None, float | None]:
-    """Device-hours that SLURM counts for the jobs that trained, and for those that scored."""
+def _slurm_hours(sweep: SweepDirectory, entries: Iterable[_Entry], cluster: Mapping[str, Any]) -> float | None:
+    """Return the device-hours that SLURM counts for the sweep's workers; None if it does not say."""
     if cluster["kind"] != "slurm":
-        return None, None
+        return None
     from ..slurm import commands as slurm
-    from ..slurm.record import LaunchRecord
+    from ..slurm.jobs import submitted_workers
 
-    try:
-        record = LaunchRecord.read(sweep)
-    except UserError:  # the books need no record, and `isoflop doctor` makes it anew
-        return None, None
-    one_rank = {"nodes": 1, "ranks_per_node": 1}
-    scoring = {
-        job: devices(entries[name].planned["shape"] | one_rank, cluster)
-        for name, job in record.scoring.items()
-        if name in entries
-    }
-    every = entries.values()
-    training = {each.job_id: entry.devices for entry in every for each in entry.history if each.job_id is not None}
-    for queue in record.queues.values():  # also of workers that came too late for a run
-        training |= dict.fromkeys(queue.workers, devices(asdict(queue.shape), cluster))
-    seconds = slurm.elapsed([*training, *scoring])
-
-    def hours(jobs: Mapping[str, float]) -> float | None:
-        known = [seconds[job] * each for job, each in jobs.items() if job in seconds]
-        return sum(known) / 3600 if known else None
-
-    return hours(training), hours(scoring)
+    # Earlier versions had a job for each run.
+    jobs = {end.job_id: entry.devices for entry in entries for end in entry.history if end.job_id is not None}
+    jobs |= {job: devices(asdict(shape), cluster) for job, (shape, _) in submitted_workers(sweep).items()}
+    seconds = slurm.elapsed(jobs)
+    known = [seconds[job] * each for job, each in jobs.items() if job in seconds]
+    return sum(known) / 3600 if known else None
 
 
 def planned_seconds(planned: Planned) -> float:

@@ -46,6 +46,7 @@ SOURCES = (
     "runs/*/state.json",
     "runs/*/summary.json",
     "runs/*/metrics.jsonl",
+    "runs/*/events.jsonl",
     "runs/*/attempts.jsonl",
     "runs/*/eval/step_*.json",
 )

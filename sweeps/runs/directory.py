@@ -1,7 +1,7 @@
 """Run and sweep directories: identity, frozen config, locks, and the files by which processes tell each other things.
 
 A lock is an advisory file lock, which the kernel drops when its holder dies, so a kill -9 leaves nothing to clean up.
-State is what our own files say, never what a scheduler says; `states.py` makes its transitions.
+State is what our own files say (`journal.py`), never what a scheduler says.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import msgspec
 import yaml
@@ -25,12 +24,9 @@ import yaml
 from ...train.config import RunConfig, from_dict, run_id, to_dict
 from ...train.errors import UserError
 from ...train.files import HALVED, read_document, read_json, write_atomic, write_json
-from ...train.job.failure import forget_failure
-from ..terminal import printable
-from .forms import Count, Metrics, PlanFile, Settings, Summary
+from .forms import Metrics, PlanFile, PlannedRun, Settings, Summary
+from .journal import STATES, VIEW, Event, RunRecord, State, append, read_record
 
-Name = Literal["planned", "queued", "running", "done", "failed", "diverged", "preempted", "cancelled"]
-STATES: tuple[str, ...] = get_args(Name)
 ENDS = STATES[3:]
 FIT_FAILURE = "fit_failure.json"  # of a sweep: why its last fit failed; absent where it did not
 OPEN = ("running", "preempted", "queued", "planned")  # states that a run leaves by itself
@@ -47,26 +43,6 @@ class Busy(Exception):
 
 class AtWork(UserError):
     """Another process holds the sweep."""
-
-
-@dataclass(frozen=True)
-class State:
-    """What state.json holds."""
-
-    state: Name
-    attempt: Count = 0  # times a worker has started on the run
-    host: str | None = None
-    job_id: str | None = None
-    since: float = 0.0  # seconds since the epoch
-    reason: str | None = None  # why, in a sentence, for everything but success
-
-    def __post_init__(self) -> None:
-        for name in ("host", "job_id", "reason"):
-            if (text := getattr(self, name)) is not None:
-                object.__setattr__(self, name, printable(text))
-
-    def __str__(self) -> str:
-        return self.state if self.reason is None else f"{self.state}: {self.reason}"
 
 
 class RunDirectory:
@@ -116,21 +92,18 @@ class RunDirectory:
         return config
 
     def state(self) -> State:
-        """The run's state. Without a readable state.json a run with a summary is `done`, any other `planned`."""
+        """Return the run's state, by the view of its journal, or by the journal where the view is missing or torn."""
         with suppress(UserError):
-            return read_document(self.path / "state.json", State)
-        return State("planned" if self.summary() is None else "done")
+            return read_document(self.path / VIEW, State)
+        return self.record().state
 
-    def set_state(self, state: str, **changes: Any) -> State:
-        """Replaces state.json atomically; fields that are not named keep their value, except the reason."""
-        if state not in STATES:
-            raise ValueError(f"{state!r} is not a state")
-        if state in ("planned", "queued"):
-            forget_failure(self.path)
-        values = {**asdict(self.state()), "reason": None, "since": now_on(self.path), **changes, "state": state}
-        # A power cut must not lose how a run ended; that it waits or runs is no loss.
-        write_json(self.path / "state.json", values, flush=state in ENDS)
-        return State(**values)
+    def record(self) -> RunRecord:
+        """Return all that the run's journal says."""
+        return read_record(self.path)
+
+    def write_event(self, kind: type[Event], flush: bool = False, **values: Any) -> RunRecord:
+        """Append an event of now to the journal; the caller holds the run. OSError: nothing was written."""
+        return append(self.path, kind(at=now_on(self.path), **values), flush=flush)
 
     def is_done(self) -> bool:
         """State `done` and a summary that can be read."""
@@ -245,6 +218,10 @@ class SweepDirectory:
         known = msgspec.to_builtins(read_document(self.path / "plan.json", PlanFile, remedy=ANEW))
         return (read_json(self.path / "plan.json") or {}) | known
 
+    def planned_runs(self) -> list[PlannedRun]:
+        """Return the plan's runs in the order in which they start; UserError if plan.json cannot be read."""
+        return read_document(self.path / "plan.json", PlanFile, remedy=ANEW)["runs"]
+
     def runs(self) -> list[RunDirectory]:
         """The runs of the current plan, in its order."""
         return [self.run(run["run_id"]) for run in self.plan()["runs"]]
@@ -310,7 +287,7 @@ def inside_job() -> bool:
 def job_id() -> str:
     """The id of this job, `array_task` for a task of an array; the process id outside SLURM."""
     if not inside_job():
-        return str(os.getpid())
+        return os.environ.get("SUBMITIT_LOCAL_JOB_ID") or str(os.getpid())
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
 

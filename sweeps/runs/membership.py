@@ -9,10 +9,10 @@ from typing import Any
 from ...train.config import RunConfig, run_id
 from ...train.errors import UserError
 from ...train.files import read_document, write_json
-from . import attempts, states
-from .attempts import Policy
-from .directory import OPEN, AtWork, RunDirectory, SweepDirectory, now_on
+from .attempts import RETRIED, Policy, decide
+from .directory import OPEN, AtWork, RunDirectory, SweepDirectory
 from .forms import FolderName
+from .journal import Planned
 
 ADDED = "added.json"
 STOPPED = "cancel.json"
@@ -37,7 +37,7 @@ def add_runs(
                 directory = sweep.run(run_id(run))
                 directory.freeze(run)
                 if not (directory.path / "state.json").exists():
-                    states.plan(directory)
+                    directory.write_event(Planned)
                 added[run_id(run)] = {"why": why, "replaces": replaces, "when": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
             if fresh:
                 write_json(sweep.path / ADDED, added)
@@ -79,6 +79,12 @@ def replacements(sweep: SweepDirectory) -> dict[str, str]:
     return {name: entry["replaces"] for name, entry in _added(sweep).items() if entry.get("replaces")}
 
 
+def retries_spent(sweep: SweepDirectory) -> int:
+    """Return the retries of all runs, for each since a user last asked for one."""
+    runs = (RunDirectory(path) for path in (sweep.path / "runs").glob("*"))
+    return sum(attempt.cause in RETRIED for run in runs for attempt in run.record().recent[:-1])
+
+
 def stop_growth(sweep: SweepDirectory, by: str) -> None:
     """From now on nothing takes the place of what diverged, and no further round begins."""
     write_json(sweep.path / STOPPED, {"by": by, "when": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
@@ -99,7 +105,7 @@ def is_over(run: RunDirectory, policy: Policy) -> bool:
     state = run.state().state
     if state != "failed":
         return state not in OPEN
-    return not attempts.decision(run, policy, now_on(run.path)).again
+    return not decide(run.record().recent, policy, 0, 0.0).again
 
 
 def _added(sweep: SweepDirectory) -> dict[str, dict[str, Any]]:

@@ -1,11 +1,8 @@
-"""SLURM's own commands, called and read: what is in the queue, what became of a job, and requeueing it.
+"""SLURM's own commands, called and read: what is in the queue, and what became of a job.
 
-Special here:
-- a job that is being cancelled and one that is being requeued both read COMPLETING; the count of restarts tells them
-  apart, so that a cancelled job is never brought back;
-- an array task is always named `array_task`: the last task's plain id is that of its whole array;
-- a controller that restarts is away for seconds to minutes. What must not be missed is asked again for `patience`
-  seconds; a missing command is an answer that says nothing.
+- An array task is always named `array_task`: the last task's plain id is that of its whole array.
+- A controller that restarts is away for seconds to minutes. A question that must be answered is asked again for
+  `patience` seconds; a missing command is an answer that says nothing.
 """
 
 from __future__ import annotations
@@ -16,10 +13,13 @@ import re
 import subprocess
 import time
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 
 from ...train.errors import UserError
+from ..runs.lease import KILLED, Death
 
 SECONDS = 60  # that a busy controller may take to answer
+HASTE = 5.0  # the same, if the question may be left open
 PATIENCE = 20.0  # seconds for which a controller that is away is asked again
 # What SLURM's commands say of a controller that does not answer, as against one that refuses. The last is `scontrol
 # requeue`'s word for a connection that failed.
@@ -28,69 +28,63 @@ AWAY = re.compile(
     r"unable to establish|unexpected message received",
     re.IGNORECASE,
 )
-STRANDED = re.compile(r"requeued.held", re.IGNORECASE)  # of the reasons that squeue shows
+# Causes of attempts by SLURM's state of the job. The job of a node that failed may be waiting again by now. A cancelled
+# job has cancelled no run.
+CAUSES = {
+    "NODE_FAIL": "node",
+    "BOOT_FAIL": "node",
+    "PENDING": "node",
+    "REQUEUED": "node",
+    "OUT_OF_MEMORY": "memory",
+    "TIMEOUT": "time_limit",
+    "DEADLINE": "time_limit",
+    "PREEMPTED": "preempted",
+    "CANCELLED": "preempted",
+}
 
 
-def live_jobs(patience: float = PATIENCE, own: bool = False) -> set[str]:
-    """Ids of everybody's jobs that wait or run, for a sweep may be of several users; `own`: this user's alone."""
-    return set(_queue("%i", patience, own).split())
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job in SLURM's queue."""
+
+    name: str  # its id; `array_task` for a task of an array
+    is_pending: bool
+    reason: str  # why it waits
+    comment: str
 
 
-def on_hold() -> tuple[set[str], set[str]]:
-    """This user's jobs on hold: those that SLURM could not launch, and those that are held as if by the user."""
-    reasons = [line.partition("|")[::2] for line in _queue("%i|%r", PATIENCE).splitlines()]
-    stranded = {job for job, reason in reasons if STRANDED.search(reason)}
-    return stranded, {job for job, reason in reasons if reason == "JobHeldUser"}
+def queue(own: bool = False, patience: float = PATIENCE) -> list[QueuedJob]:
+    """Return the jobs that wait or run, of every user, since a sweep may be of several; `own`: of this user alone.
 
-
-def release(jobs: Iterable[str]) -> str | None:
-    """Releases jobs that are on hold; returns SLURM's words where some stay there. Those that are gone are no error."""
-    if not (names := sorted(jobs)):
-        return None
-    answer = ask("scontrol", "release", ",".join(names), patience=PATIENCE)
-    if not answer.returncode:
-        return None
-    try:
-        held = set[str]().union(*on_hold())
-    except UserError:
-        return words(answer)
-    return words(answer) if (held | {job.split("_")[0] for job in held}).intersection(names) else None
-
-
-def _queue(what: str, patience: float, own: bool = True) -> str:
+    Raises:
+        UserError: SLURM does not answer.
+    """
     whose = ["-u", str(os.getuid())] if own else []
-    answer = ask("squeue", "-h", "-r", *whose, "-o", what, patience=patience)
+    timeout = SECONDS if patience else HASTE
+    answer = ask("squeue", "-h", "-r", *whose, "-o", "%i|%T|%r|%k", timeout=timeout, patience=patience)
     if answer.returncode:
         raise UserError(
             f"cluster is 'slurm' and squeue does not answer ({words(answer)}); use cluster=local, or try later"
         )
-    return answer.stdout
+    rows = (line.split("|", 3) for line in answer.stdout.splitlines() if line.count("|") >= 3)
+    return [QueuedJob(name, state == "PENDING", reason, comment) for name, state, reason, comment in rows]
 
 
-def fate(job: str, restarts_before: int) -> str:
-    """What SLURM does with a job that still runs: `running`, `requeued`, `cancelled`, or `timeout`."""
-    shown = ask("scontrol", "-o", "show", "job", job, patience=PATIENCE).stdout
-    fields = dict(re.findall(r"\b(JobState|Restarts|RunTime|TimeLimit)=(\S+)", shown))
-    if int(fields.get("Restarts", 0)) > restarts_before:
-        return "requeued"
-    if fields.get("JobState") not in ("COMPLETING", "CANCELLED"):
-        return "running"
-    limit = seconds(fields.get("TimeLimit", ""))
-    over = limit is not None and (seconds(fields.get("RunTime", "")) or 0) >= limit
-    return "timeout" if over else "cancelled"
+def release(jobs: Iterable[str]) -> None:
+    if names := sorted(jobs):
+        ask("scontrol", "release", ",".join(names), patience=PATIENCE)
 
 
-def requeue(job: str, restarts_before: int) -> str | None:
-    """Puts this job back in the queue; returns SLURM's words where it refuses."""
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        answer = ask("scontrol", "requeue", job)
-        # SLURM takes a requeued job's processes away, and that can hit the command before it has heard the answer.
-        if not answer.returncode or fate(job, restarts_before) == "requeued":
-            return None
-        if not is_away(answer) or time.monotonic() > deadline:
-            return words(answer)
-        time.sleep(1.0)
+def death_of(job: str | None, node: str | None) -> Death:
+    """Return why the process of a job is gone, in SLURM's words if it knows the job; of no job, one on this machine."""
+    if job is None:
+        return KILLED
+    outcome, last = outcomes([job]).get(job, (None, None))
+    node = node or last
+    where = f"its job {job} on {node}" if node else f"its job {job}"
+    if outcome is None:
+        return Death("lost", f"{where} is gone, and SLURM has forgotten how it ended")
+    return Death(CAUSES.get(outcome, "killed"), f"{where} left it, and SLURM calls the job {outcome}")
 
 
 def outcomes(jobs: Iterable[str]) -> dict[str, tuple[str, str | None]]:

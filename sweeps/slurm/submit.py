@@ -1,12 +1,9 @@
 """Jobs to SLURM through submitit: what sbatch is told, and what it answers.
 
-Special here:
-- jobs are submitted on hold (`transaction.py`). A keeper is held by its time to begin, which passes even where a killed
-  controller has forgotten its release;
-- a job starts in the folder of its pickles, where nothing shadows a package, with the sweep's copy of the code first on
-  PYTHONPATH; before that `cluster.setup` runs in the folder of the first launch;
-- keeper and fit ask for no GPU and run on the launcher's interpreter: they call sbatch, which images may lack;
-- an sbatch whose answer was lost may have made a job. It is called again, and the first job is a stray.
+- A job starts in the folder of its pickles, where nothing shadows a package, with the sweep's copy of the code first on
+  PYTHONPATH; before that `cluster.setup` runs in the folder of the first launch.
+- Keeper and fit ask for no GPU and run on the launcher's interpreter: they call sbatch, which images may lack.
+- An sbatch whose answer was lost is called again; if both made a job, the second worker finds no task and ends.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +51,8 @@ TAKEN = {
     "open-mode": None,
     "signal": None,
     "requeue": None,
-    "kill-on-invalid-dep": None,
 }
-MERGED = {"dependency": ",", "exclude": ",", "comment": " "}  # keys that are joined with ours, and by what
+MERGED = {"exclude": ",", "comment": " "}  # keys that are joined with ours, and by what
 # submitit refuses to write a job's result beside the half that an earlier start of this very job left on a full disk.
 STALE = (
     'rm -f "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"_*_result.pkl.save_tmp'
@@ -79,31 +75,32 @@ class Call:
 
 @dataclass(frozen=True)
 class Request:
-    """What sbatch is told of one job, or of the array of one shape."""
+    """What sbatch is told of a job, or of the array of one shape."""
 
-    kind: str  # train | queue | evaluate | fit | keeper
+    kind: str  # worker | fit | keeper
     shape: JobShape
-    dependency: str | None = None
-    avoid: tuple[str, ...] = ()  # nodes, beside cluster.exclude
+    comment: str  # by which squeue finds the sweep's jobs
+    avoid: tuple[str, ...] = ()  # nodes, in addition to cluster.exclude
     light: bool = False  # keeper and fit, which go to cluster.keeper_partition
     begin: str | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Submission:
-    name: str  # of the sweep, for people
-    label: str  # comment of every job
+    """Where a request's files lie, and what its jobs start from."""
+
+    name: str  # of the sweep
     cluster: ClusterConfig
-    folder: Path  # of this transaction alone, for pickles, scripts and logs
+    folder: Path  # of this request alone, for pickles, scripts and logs
     started_from: Path
     code: Path  # folder that holds the package
-    jobs: list[str] = field(default_factory=list)  # all that was submitted
-    doubtful: bool = False  # whether an answer was lost on the way
 
     def submit(self, request: Request, calls: Sequence[Call]) -> list[str]:
-        """Submits calls as one array, or one call as a job; returns their ids.
+        """Submit calls as one array, or one call as a job. Returns their ids.
 
-        QueueFull: nothing of this array is in the queue. UserError: SLURM refuses, in its own words.
+        Raises:
+            QueueFull: SLURM takes no more jobs for now.
+            UserError: SLURM refuses, in its own words.
         """
         executor = submitit.SlurmExecutor(folder=self.folder, python=self._python(request))
         executor.update_parameters(**self.parameters(request))
@@ -112,21 +109,17 @@ class Submission:
             try:
                 # submitit prints SLURM's words as well as raising them.
                 with slurm.outside_any_job(), contextlib.redirect_stderr(io.StringIO()):
-                    jobs = executor.submit_array(calls)
-                break
+                    return [str(job.job_id) for job in executor.submit_array(calls)]
             except (FailedJobError, FailedSubmissionError) as error:
-                said = " ".join(str(error).split()) or "it gave no reason"
-                if FULL.search(said):
-                    raise QueueFull(f"SLURM takes no more jobs for now ({said}); sweep again later") from error
-                if slurm.AWAY.search(said) is None or time.monotonic() > deadline:
+                reason = " ".join(str(error).split()) or "it gave no reason"
+                if FULL.search(reason):
+                    raise QueueFull(f"SLURM takes no more jobs for now ({reason}); sweep again later") from error
+                if slurm.AWAY.search(reason) is None or time.monotonic() > deadline:
                     raise UserError(
-                        f"SLURM refused the {request.kind} job ({said}); nothing is left in the queue, so "
-                        "mend the cluster.* setting that it names and sweep again"
+                        f"SLURM refused the {request.kind} job ({reason}); correct the cluster.* setting that it names "
+                        "and sweep again"
                     ) from error
-                self.doubtful = True
                 time.sleep(1.0)
-        self.jobs += (names := [str(job.job_id) for job in jobs])
-        return names
 
     def parameters(self, request: Request) -> dict[str, Any]:
         cluster, shape, light = self.cluster, request.shape, request.light
@@ -141,7 +134,7 @@ class Submission:
         return {
             **needs(cluster, shape, light),
             "job_name": f"{self.name}-{request.kind}",
-            "array_parallelism": cluster.array_parallelism,
+            "array_parallelism": cluster.array_parallelism,  # which submitit wants to know; no array is larger
             "signal_delay_s": min(120, 30 * shape.time_minutes),
             "setup": [
                 f"export OMP_NUM_THREADS={shape.cpus}",
@@ -157,12 +150,7 @@ class Submission:
     def _raw(self, request: Request) -> dict[str, Any]:
         """Keys that submitit has no name for, with those of cluster.additional_parameters."""
         usable = avoidable(request.avoid, request.shape.nodes, self.cluster) if request.avoid else ()
-        ours: dict[str, Any] = {"requeue": True, "comment": self.label, "chdir": self.started_from}
-        if request.kind != "keeper":
-            ours["hold"] = True
-        if request.dependency is not None:
-            # A task whose run failed can never start: without this it would wait in the queue for ever.
-            ours |= {"dependency": request.dependency, "kill-on-invalid-dep": "yes"}
+        ours: dict[str, Any] = {"requeue": True, "comment": request.comment, "chdir": self.started_from}
         if request.begin is not None:
             ours["begin"] = request.begin
         if excluded := ",".join(part for part in (self.cluster.exclude, *usable) if part):

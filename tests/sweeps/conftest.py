@@ -1,4 +1,4 @@
-"""Fixtures of several files: the `isoflop` command, a sweep to change, and scripts in the place of SLURM's commands."""
+"""Fixtures of several files: the `isoflop` command, a sweep to change, and scripts in the place of commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from isoflop.sweeps.cli import main as cli
 from isoflop.sweeps.runs.directory import SweepDirectory
-from small_runs import FakeSlurm
 
 
 @pytest.fixture
@@ -46,8 +45,3 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
         (folder / name).chmod(0o755)
 
     return put
-
-
-@pytest.fixture
-def fake_slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    return FakeSlurm(monkeypatch)

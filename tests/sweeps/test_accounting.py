@@ -17,9 +17,11 @@ from isoflop.sweeps.results.accounting import account, lost_steps
 from isoflop.sweeps.runs.attempts import Attempt, with_waste
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.sweeps.slurm import commands as slurm
+from isoflop.sweeps.slurm.jobs import label_of
 from isoflop.train.config import ModelConfig, RunConfig, run_id
 from isoflop.train.flops import flops_exact
 from isoflop.train.schedule import trunk_steps
+from small_runs import set_state
 
 CAUSES = ("killed", "node", "lost", "hung", "preempted", "time_limit", "disk", "memory", "error", "cancelled")
 
@@ -114,7 +116,7 @@ class Made:
         """Writes what a run would have written."""
         directory = self.sweep.run(run_id(run))
         directory.freeze(run)
-        directory.set_state(state, attempt=len(history))
+        set_state(directory, state, attempt=len(history))
         lines = [{key: value for key, value in vars(each).items() if key != "budget"} for each in history]
         (directory.path / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         if state == "done":
@@ -227,12 +229,12 @@ def test_slurms_own_clock_stands_beside_ours_where_it_answers(tmp_path: Path, mo
     made.add(
         run(), [attempt(1, 0, 50, 50, "preempted", job_id="7_0"), attempt(2, 50, 100, 100, job_id="7_0")], seconds=9.0
     )
-    (made.sweep.path / "jobs").mkdir()
-    (made.sweep.path / "jobs" / "slurm.json").write_text(json.dumps({"scoring": {run_id(run()): "8_0"}}))
+    idle = made.sweep.path / "jobs" / f"worker-{label_of(made.plan.runs[0].shape)}-0123"
+    idle.mkdir(parents=True)
+    (idle / "8_0_submitted.pkl").touch()  # a worker that came too late for a run
     monkeypatch.setattr(slurm, "elapsed", lambda jobs: {"7_0": 90.0, "8_0": 18.0})
     books = account(made.sweep)
-    assert books["cluster_hours"] == pytest.approx(4 * 90 / 3600)
-    assert books["scoring_hours"] == pytest.approx(4 * 18 / 3600)
-    assert books["overhead_hours"] == pytest.approx(4 * 70 / 3600)
+    assert books["cluster_hours"] == pytest.approx(4 * 108 / 3600)
+    assert books["overhead_hours"] == pytest.approx(4 * 88 / 3600)
     monkeypatch.setattr(slurm, "elapsed", lambda jobs: {})
     assert [account(made.sweep)[name] for name in ("cluster_hours", "overhead_hours")] == [None, None]

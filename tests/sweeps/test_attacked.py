@@ -20,7 +20,7 @@ from isoflop.sweeps import prepare
 from isoflop.sweeps.cli import main as cli
 from isoflop.sweeps.entry import guarded
 from isoflop.sweeps.execute import conduct
-from isoflop.sweeps.execute.advance import outcome
+from isoflop.sweeps.execute.controller import outcome
 from isoflop.sweeps.observe import doctor
 from isoflop.train.files import write_json
 

@@ -27,7 +27,7 @@ from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.train.files import write_json
 from lm_eval.tasks import TaskManager
 from simulated_ladders import Case, simulate
-from small_runs import SMOKE
+from small_runs import SMOKE, set_state
 
 pytestmark = pytest.mark.usefixtures("quick_pictures")
 
@@ -483,7 +483,7 @@ def test_status_shows_more_of_a_large_sweep_when_asked(
 ) -> None:
     monkeypatch.setattr("isoflop.sweeps.observe.status.ROWS", 3)
     first, *others = sweep.runs()
-    first.set_state("failed", reason="the disk is full")
+    set_state(first, "failed", reason="the disk is full")
     code, output, _ = isoflop("status", sweep.path)
     assert code == 0
     assert f"{first.run_id} failed: the disk is full" in output
@@ -496,7 +496,7 @@ def test_status_shows_more_of_a_large_sweep_when_asked(
 
 def test_logs_without_a_run_are_of_what_runs_or_failed(isoflop: Isoflop, sweep: SweepDirectory) -> None:
     first = sweep.runs()[0]
-    first.set_state("failed", reason="x")
+    set_state(first, "failed", reason="x")
     code, output, _ = isoflop("logs", sweep.path)
     assert code == 0
     assert {line.split(":")[0] for line in output.splitlines()} == {f"{first.run_id} failed"}
@@ -510,7 +510,7 @@ def test_no_byte_of_a_file_reaches_the_terminal_as_a_command_to_it(
     isoflop: Isoflop, sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
     one = sweep.runs()[0]
-    one.set_state("failed", reason="\x1b[2Jgone\x07")
+    set_state(one, "failed", reason="\x1b[2Jgone\x07")
     one.log("\x1b]0;title\x07")
     write_json(one.path / "cancel.json", {"by": "\x9b31m", "at": 0.0})
     monkeypatch.setattr(conduct, "resume", lambda sweep, only: 0)
@@ -551,7 +551,7 @@ def test_cancel_and_retry_pass_on_their_exit_codes(
     monkeypatch.setattr(conduct, "resume", lambda sweep, only: 1)
     first = sweep.runs()[0]
     (first.path / "summary.json").unlink()
-    first.set_state("preempted", reason="signal SIGTERM")
+    set_state(first, "preempted", reason="signal SIGTERM")
     code, output, _ = isoflop("cancel", sweep.path, first.run_id[:6])
     assert (code, output) == (0, f"run {first.run_id} is cancelled\n")
     assert isoflop("retry", sweep.path)[0] == 0  # it was cancelled by hand, and is not among the failed
@@ -566,7 +566,7 @@ def test_what_a_command_has_changed_is_json_alone(isoflop: Isoflop, sweep: Sweep
     first, second = sweep.runs()[:2]
     for item in (first, second):
         (item.path / "summary.json").unlink()
-        item.set_state("preempted", reason="signal SIGTERM")
+        set_state(item, "preempted", reason="signal SIGTERM")
     code, output, said = isoflop("cancel", sweep.path, first.run_id[:6], "--json")
     assert code == 0
     (changed,) = json.loads(output)["changed"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,11 +14,14 @@ from pathlib import Path
 import pytest
 from fake_sweep import planned_run
 from isoflop.sweeps.execute import conduct, control
-from isoflop.sweeps.runs import attempts, membership, states
+from isoflop.sweeps.runs import lease, membership
 from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import Busy, RunDirectory, SweepDirectory
+from isoflop.sweeps.runs.journal import JOURNAL, OLD_LINES, Planned, Started
+from isoflop.sweeps.slurm.jobs import LAUNCH
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
+from small_runs import end, set_state
 
 POLICY = Policy()
 
@@ -27,9 +30,9 @@ POLICY = Policy()
 def sweep(sweep: SweepDirectory) -> SweepDirectory:
     """A copy of the smoke sweep whose runs have not begun."""
     for run in sweep.runs():
-        for name in ("summary.json", attempts.LINES):
+        for name in ("summary.json", "state.json", JOURNAL, OLD_LINES):
             (run.path / name).unlink(missing_ok=True)
-        run.set_state("planned", attempt=0, job_id=None, host=None)
+        run.write_event(Planned)
     return sweep
 
 
@@ -75,10 +78,12 @@ def states_of(sweep: SweepDirectory) -> list[str]:
 
 
 def fail(run: RunDirectory, cause: str) -> None:
-    attempts.begin(run, "1")
-    run.set_state("running", attempt=1, job_id="1", host="node1")
-    attempts.note(run, cause, f"{cause} it was")
-    run.set_state("failed", reason=f"{cause} it was")
+    end(run, cause, reason=f"{cause} it was")
+
+
+def begin(run: RunDirectory, machine: str | None = None) -> None:
+    """Write that an attempt began, as a worker on this machine or another."""
+    run.write_event(Started, attempt=1, host="node1", job_id="1", machine=machine or socket.gethostname())
 
 
 @pytest.mark.parametrize(("prefix", "says"), [("zz", "it begins none"), ("", "2b55d78312, d237d5ba58")])
@@ -96,13 +101,12 @@ def test_what_nobody_trains_is_cancelled_at_once_and_what_is_over_stays(
     sweep: SweepDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned, queued, dead, diverged = sweep.runs()
-    queued.set_state("queued", job_id="12_0")
-    attempts.begin(dead, "1")
-    dead.set_state("running", attempt=1, job_id="1")  # and nobody holds it
-    diverged.set_state("diverged", reason="the loss is nan")
+    set_state(queued, "queued")
+    begin(dead)  # and no process holds it
+    set_state(diverged, "diverged", reason="the loss is nan")
     assert control.cancel(sweep, []) == 0
     assert states_of(sweep) == ["cancelled", "cancelled", "cancelled", "diverged"]
-    assert [attempt.cause for attempt in attempts.read(dead)] == ["killed"]
+    assert [attempt.cause for attempt in dead.record().attempts] == ["cancelled"]
     assert all(run.cancel_asked() is not None for run in (planned, queued, dead))
     assert capsys.readouterr().out.count("is cancelled") == 3
     assert control.cancel(sweep, []) == 0
@@ -113,7 +117,7 @@ def test_a_run_that_trains_is_asked_to_stop_and_left_to_its_worker(
     sweep: SweepDirectory, busy: Callable[[RunDirectory], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = sweep.runs()[0]
-    run.set_state("running", attempt=1, job_id="1")
+    begin(run)
     busy(run)
     control.cancel(sweep, [run.run_id[:6]])
     assert run.state().state == "running"
@@ -124,17 +128,14 @@ def test_a_run_that_trains_is_asked_to_stop_and_left_to_its_worker(
 
 def test_a_lock_that_does_not_reach_this_node_is_not_taken_for_a_dead_run(sweep: SweepDirectory) -> None:
     run = sweep.runs()[0]
-    attempts.begin(run, "1")
-    begun = json.loads((run.path / attempts.UNDER_WAY).read_text())
-    write_json(run.path / attempts.UNDER_WAY, begun | {"machine": "another"})
-    run.set_state("running", attempt=1, job_id="1")
+    begin(run, machine="another")
     run.give_sign()
-    with pytest.raises(Busy, match="signs of life"), states.hold_idle(run, POLICY):
+    with pytest.raises(Busy, match="signs of life"), lease.hold_idle(run, POLICY):
         pass
     control.cancel(sweep, [run.run_id])
     assert run.state().state == "running"
     os.utime(run.path / "heartbeat", (0, 0))
-    with states.hold_idle(run, POLICY):
+    with lease.hold_idle(run, POLICY):
         pass
 
 
@@ -160,32 +161,25 @@ def test_two_people_can_cancel_at_once(sweep: SweepDirectory) -> None:
     assert states_of(sweep) == ["cancelled"] * 4
 
 
-@pytest.fixture
-def slurm(tmp_path: Path, install: Callable[[str, str], None]) -> Callable[[str], Path]:
-    """SLURM's commands in place of SLURM: squeue names the jobs given; returns what was called."""
-
-    def answer(jobs: str) -> Path:
-        for name in ("squeue", "scancel", "sacct", "scontrol"):
-            words = f"printf '{jobs}'" if name == "squeue" else "true"
-            install(name, f'echo {name} "$@" >> {tmp_path / "calls"}\n{words}')
-        return tmp_path / "calls"
-
-    return answer
-
-
-def test_a_job_is_taken_out_of_the_queue_when_none_of_its_runs_is_left(
-    sweep: SweepDirectory, slurm: Callable[[str], Path]
+def test_jobs_in_the_queue_are_cancelled_with_the_whole_sweep_and_not_with_a_run(
+    sweep: SweepDirectory, tmp_path: Path, install: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    calls = slurm("12_0\\n12_1\\n")
-    one, two, three, _ = sweep.runs()
-    write_json(sweep.path / "jobs" / "slurm.json", {})
-    one.set_state("queued", job_id="12_0")
-    two.set_state("queued", job_id="12_1")
-    three.set_state("queued", job_id="12_1")
-    control.cancel(sweep, [one.run_id, two.run_id])
-    assert [line for line in calls.read_text().splitlines() if line.startswith("scancel")] == ["scancel 12_0"]
-    control.cancel(sweep, [three.run_id])
-    assert calls.read_text().splitlines()[-1] == "scancel 12_1"
+    calls = tmp_path / "calls"
+    comments = [("12_0", "isoflop:abc:worker:x"), ("13", "isoflop:abc:keeper:"), ("14", "isoflop:other:keeper:")]
+    install("squeue", "\n".join(f"echo '{job}|PENDING|Priority|{comment}'" for job, comment in comments))
+    install("scancel", f'echo "$@" >> {calls}')
+    write_json(sweep.path / "jobs" / LAUNCH, {"token": "abc", "folder": str(tmp_path)})
+    one, *_ = sweep.runs()
+    set_state(one, "queued")
+    assert control.cancel(sweep, [one.run_id]) == 0
+    assert states_of(sweep) == ["cancelled", "planned", "planned", "planned"]
+    assert not calls.exists(), "a worker goes on with other runs"
+    assert control.cancel(sweep, []) == 0
+    assert calls.read_text().splitlines() == ["12_0 13"]
+    install("squeue", "echo 'slurm_load_jobs error: Invalid user id' >&2; exit 1")
+    capsys.readouterr()
+    assert control.cancel(sweep, []) == 1
+    assert "its jobs are left in the queue" in capsys.readouterr().out
 
 
 def test_retry_without_names_takes_what_failed_and_what_was_killed(
@@ -194,10 +188,9 @@ def test_retry_without_names_takes_what_failed_and_what_was_killed(
     failed, killed, cancelled, _ = sweep.runs()
     for _attempt in range(5):  # far beyond its budget
         fail(failed, "node")
-    attempts.begin(killed, "1")
-    killed.set_state("running", attempt=1, job_id="1")
+    begin(killed)
     cancelled.ask_cancel("somebody")
-    cancelled.set_state("cancelled", reason="cancelled by somebody")
+    set_state(cancelled, "cancelled", reason="cancelled by somebody")
     assert control.retry(sweep, [], failed=False, diverged=False) == 0
     assert resumed == [{failed.run_id, killed.run_id}]
     assert states_of(sweep) == ["planned", "planned", "cancelled", "planned"]
@@ -214,8 +207,8 @@ def test_what_is_done_or_at_work_is_not_tried_again(
 ) -> None:  # fmt: skip
     done, running = sweep.runs()[:2]
     shutil.copy(smoke[0] / "runs" / done.run_id / "summary.json", done.path)
-    done.set_state("done")
-    running.set_state("running", attempt=1, job_id="1")
+    set_state(done, "done")
+    begin(running)
     busy(running)
     control.retry(sweep, [done.run_id, running.run_id], failed=False, diverged=False)
     printed = capsys.readouterr().out
@@ -229,19 +222,6 @@ def test_what_is_done_or_at_work_is_not_tried_again(
     assert states_of(sweep)[:2] == ["done", "running"]
 
 
-def test_a_run_that_a_job_in_the_queue_will_train_is_left_to_it(
-    sweep: SweepDirectory, slurm: Callable[[str], Path], resumed: list[set[str]]
-) -> None:
-    slurm("12_0\\n")
-    write_json(sweep.path / "jobs" / "slurm.json", {})
-    waits, gone = sweep.runs()[:2]
-    waits.set_state("queued", job_id="12_0")
-    gone.set_state("queued", job_id="12_9")
-    control.retry(sweep, [waits.run_id, gone.run_id], failed=False, diverged=False)
-    assert resumed == [{gone.run_id}]
-    assert waits.state().state == "queued"
-
-
 def test_retry_adds_one_run_at_a_lower_learning_rate_for_a_diverged_one(
     sweep: SweepDirectory, resumed: list[set[str]]
 ) -> None:
@@ -249,7 +229,7 @@ def test_retry_adds_one_run_at_a_lower_learning_rate_for_a_diverged_one(
     assert "diverged_rate_factor: null" in text
     (sweep.path / "sweep.yaml").write_text(text.replace("diverged_rate_factor: null", "diverged_rate_factor: 0.25"))
     run = sweep.runs()[0]
-    run.set_state("diverged", reason="the loss is nan")
+    set_state(run, "diverged", reason="the loss is nan")
     control.retry(sweep, [], failed=False, diverged=True)
     ((name,),) = resumed
     assert name not in {other.run_id for other in sweep.runs()}
@@ -270,7 +250,7 @@ def test_a_failed_run_that_is_tried_again_ends_as_if_it_had_never_failed(
     before = run.summary()
     (run.path / "summary.json").unlink()
     shutil.rmtree(run.path / "checkpoints")
-    run.set_state("failed", reason="the disk is full")
+    set_state(run, "failed", reason="the disk is full")
     command = [sys.executable, "-m", "isoflop.sweeps.cli.main", "retry", str(sweep.path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -296,8 +276,7 @@ def test_what_was_cancelled_is_tried_again_when_asked_for(
 
 def test_of_a_dead_run_that_is_cancelled_no_sign_of_life_stays(sweep: SweepDirectory) -> None:
     run = sweep.runs()[0]
-    attempts.begin(run, "1")
-    run.set_state("running", attempt=1, job_id="1")
+    begin(run)
     run.give_sign()
     run.reserve()
     control.cancel(sweep, [run.run_id])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,11 +21,10 @@ from isoflop.sweeps.observe.doctor import Finding, examine_sweep
 from isoflop.sweeps.observe.status import sweep_status
 from isoflop.sweeps.results import accounting
 from isoflop.sweeps.results.finish import cost_lines, write_results
-from isoflop.sweeps.runs import attempts
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
-from isoflop.sweeps.runs.queue import Queue, Unit
-from isoflop.train.files import read_json, write_json
-from small_runs import SMOKE
+from isoflop.sweeps.runs.journal import JOURNAL, Started
+from isoflop.train.files import write_json
+from small_runs import SMOKE, set_state
 
 LONG_AGO = time.time() - 2 * doctor.OLD_SECONDS
 
@@ -65,7 +66,7 @@ def tear_metrics(sweep: SweepDirectory) -> None:
 
 
 def tear_attempts(sweep: SweepDirectory) -> None:
-    path = first(sweep).path / attempts.LINES
+    path = first(sweep).path / JOURNAL
     path.write_text("\0\0\0\n" + path.read_text())
 
 
@@ -77,17 +78,16 @@ def cut_a_checkpoint_of_an_unfinished_run(sweep: SweepDirectory) -> None:
 
 def unfinish(sweep: SweepDirectory, state: str) -> None:
     (first(sweep).path / "summary.json").unlink()
-    first(sweep).set_state(state, reason="a test")
+    set_state(first(sweep), state, reason="a test")
 
 
 def kill(sweep: SweepDirectory) -> None:
     run = first(sweep)
     (run.path / "summary.json").unlink()
-    attempts.begin(run, "1")
-    run.reserve()
+    set_state(run, "planned")
+    run.write_event(Started, attempt=2, job_id="1", host="node7", machine=socket.gethostname())
     run.give_sign()
     os.utime(run.path / "heartbeat", (LONG_AGO, LONG_AGO))
-    run.set_state("running", attempt=2, job_id="1", host="node7")
 
 
 def forget_a_sign_of_life(sweep: SweepDirectory) -> None:
@@ -121,6 +121,7 @@ LEFT = [
     ("RUN/summary.json", None, ["result"]),
     ("RUN/failure.json", "{", ["unreadable"]),
     ("RUN/.state.json.ab_12xyz", "half", ["temporary"]),
+    ("RUN/.reserve", "room", ["temporary"]),
     (".plan.json.abcdefgh", "half", ["temporary"]),
     (".now-abcdefgh", "half", ["temporary"]),
     ("fit/.law.json.abcdefgh", "half", ["temporary"]),
@@ -128,13 +129,13 @@ LEFT = [
     ("RUN/checkpoints/step_1/model.safetensors", "half", ["half-written"]),
     ("RUN/eval/step_64.json", '{"tasks"', ["unreadable"]),
     ("fit/law.json", "{", ["unreadable"]),
-    ("jobs/slurm.json", "{", ["unreadable"]),
+    ("jobs/launch.json", "{", ["unreadable"]),
 ]
 DISTURBED = [
     (tear_metrics, ["torn"]),
     (tear_attempts, ["torn"]),
     (cut_a_checkpoint_of_an_unfinished_run, ["half-written"]),
-    (kill, ["orphan", "temporary"]),
+    (kill, ["orphan"]),
     (forget_a_sign_of_life, ["heartbeat"]),
     (cancel_while_nobody_looks, ["cancel"]),
     (cancel_what_is_done, ["cancel"]),
@@ -172,12 +173,12 @@ def test_what_is_broken_is_found_and_repaired_once(
     check_repair(sweep, kind)
 
 
-def test_a_killed_run_is_settled_and_its_attempt_has_a_line(sweep: SweepDirectory) -> None:
+def test_a_killed_run_is_reconciled(sweep: SweepDirectory) -> None:
     kill(sweep)
     examine_sweep(sweep, mend=True)
     run = first(sweep)
     assert run.state().state == "failed"
-    assert attempts.read(run)[-1].cause == "killed"
+    assert run.record().attempts[-1].cause == "killed"
     assert run.last_sign() is None
 
 
@@ -195,7 +196,7 @@ def test_what_is_new_or_at_work_is_left_alone(sweep: SweepDirectory) -> None:
     run = first(sweep)
     tear_metrics(sweep)
     leave(run.path / "checkpoints" / ".step_99.abcdefgh" / "model.safetensors")
-    run.set_state("running", attempt=2, job_id="1")
+    set_state(run, "running", attempt=2, job_id="1")
     before = contents(sweep.path)
     with run.lock():  # its trainer
         assert examine_sweep(sweep, mend=True) == []
@@ -205,7 +206,8 @@ def test_what_is_new_or_at_work_is_left_alone(sweep: SweepDirectory) -> None:
 def test_a_run_that_only_gives_signs_of_life_is_at_work_elsewhere(sweep: SweepDirectory) -> None:
     kill(sweep)
     run = first(sweep)
-    write_json(run.path / attempts.UNDER_WAY, {**(read_json(run.path / attempts.UNDER_WAY) or {}), "machine": "far"})
+    text = (run.path / JOURNAL).read_text().replace(f'"machine":"{socket.gethostname()}"', '"machine":"far"')
+    (run.path / JOURNAL).write_text(text)
     run.give_sign()
     assert examine_sweep(sweep, mend=True) == []
     assert run.state().state == "running"
@@ -218,7 +220,7 @@ def test_a_checkpoint_whose_sums_do_not_hold_is_seen_by_a_deep_look(sweep: Sweep
     path.write_bytes(content)
     unfinish(sweep, "preempted")
     assert examine_sweep(sweep, mend=False, deep=True) == [], "whoever is to train it must not find it held for minutes"
-    first(sweep).set_state("failed", reason="x")
+    set_state(first(sweep), "failed", reason="x")
     assert examine_sweep(sweep, mend=False) == []
     (finding,) = examine_sweep(sweep, mend=True, deep=True)
     assert "does not match its checksum" in finding.what
@@ -285,49 +287,24 @@ def test_a_sweep_yaml_that_cannot_be_read_stops_the_mending(sweep: SweepDirector
     assert all(finding.is_left for finding in found)
 
 
-def test_units_of_a_worker_that_died_go_back_to_their_queue(sweep: SweepDirectory) -> None:
+def test_a_view_that_is_not_the_journals_is_written_again(sweep: SweepDirectory) -> None:
     run = first(sweep)
-    unfinish(sweep, "queued")
-    write_json(sweep.path / "jobs" / "slurm.json", {})
-    folder = sweep.path / "jobs" / "queue-1"
-    dead = Queue.create(sweep, folder, [Unit((run.run_id,))], {})
-    dead.claim(0)
-    dead.close()
-    assert "queue" in kinds(examine_sweep(sweep, mend=True))
-    assert Queue.open(sweep, folder).lost() == {}
-    assert "queue" not in kinds(examine_sweep(sweep, mend=True))
-
-
-def test_a_run_whose_job_slurm_does_not_know_is_settled(
-    sweep: SweepDirectory, install: Callable[[str, str], None]
-) -> None:
-    run = first(sweep)
-    (run.path / "summary.json").unlink()
-    run.set_state("queued", job_id="12_0")
-    write_json(sweep.path / "jobs" / "slurm.json", {})
-
-    def answer(script: str) -> list[Finding]:
-        install("squeue", script)
-        return examine_sweep(sweep, mend=True)
-
-    assert [finding.is_left for finding in answer("exit 1")] == [False]  # a note
-    assert answer("echo 12_0") == []
-    assert run.state().state == "queued"
-    assert kinds(answer("true")) == ["orphan"]
-    assert run.state().state == "failed"
+    (run.path / "state.json").write_text(json.dumps(asdict(run.state()) | {"state": "failed"}))
+    check_repair(sweep, ["state"])
+    assert run.state().state == "done"
 
 
 def test_the_doctor_says_which_steps_of_a_run_are_not_recorded(sweep: SweepDirectory) -> None:
     run = first(sweep)
     steps = run.config().steps
-    line = json.loads((run.path / "attempts.jsonl").read_text())
+    text = (run.path / JOURNAL).read_text()
     (run.path / "metrics.jsonl").unlink()
-    (run.path / "attempts.jsonl").write_text(json.dumps(line | {"first_step": 10}) + "\n")
+    (run.path / JOURNAL).write_text(text.replace('"attempt":1,', '"attempt":1,"first_step":10,'))
     (found,) = examine_sweep(sweep, mend=True)
     assert (found.kind, found.is_left) == ("books", False)
     whole = f"the attempts that made 10 of its {steps} steps and metrics.jsonl with its curve are missing"
     assert found.what == whole
-    (run.path / "attempts.jsonl").unlink()
+    (run.path / JOURNAL).unlink()
     assert f"that made {steps} of its {steps} steps" in examine_sweep(sweep, mend=True)[0].what
     assert accounting.account(sweep)["unrecorded"] == 1
     assert "the attempts of 1 run are not recorded" in cost_lines(accounting.account(sweep))[1]
@@ -339,16 +316,16 @@ FORMS = [
     ("runs/RUN/summary.json", '{"step": [1]}', "Expected int, got array at $.step"),
     ("runs/RUN/summary.json", '{"step": 1}', "summary.json lacks D, N_total"),
     ("runs/RUN/failure.json", '{"hosts": 3}', "failure.json is not what it must be"),
-    ("runs/RUN/attempt.json", '{"attempt": -1}', "attempt.json is not what it must be"),
+    ("runs/RUN/events.jsonl", '{"event": "started", "at": 1.0, "attempt": -1}', " of events.jsonl cannot be read"),
+    ("runs/RUN/events.jsonl", DEEP, " of events.jsonl cannot be read"),
     ("runs/RUN/attempts.jsonl", DEEP, " of attempts.jsonl cannot be read"),
     ("runs/RUN/config.yaml", DEEP, "nested too deeply"),
     ("plan.json", '{"runs": [{"run_id": "../x"}]}', "plan.json is not what it must be"),
     ("plan.json", f'{{"runs": {DEEP}}}', "plan.json"),
     ("sweep.yaml", "config: {cluster: {heartbeat_seconds: soon}}", "got str at config.cluster.heartbeat_seconds"),
     ("added.json", '{"RUN": 3}', "added.json is not what it must be"),
-    ("jobs/slurm.json", '{"training": [1]}', "slurm.json is not what it must be"),
-    ("jobs/keeper.json", '{"scorings": 1}', "keeper.json is not what it must be"),
-    ("jobs/queue-a/units.json", '{"units": [{"how": "alone", "runs": "x"}], "parents": {}}', "units.json is not"),
+    ("jobs/launch.json", '{"token": [1]}', "launch.json is not what it must be"),
+    ("jobs/keeper.json", '{"fits": 1}', "keeper.json is not what it must be"),
 ]
 
 
@@ -375,8 +352,10 @@ def test_a_file_of_another_form_is_named_and_no_command_fails(
 def test_a_sweep_that_nobody_looks_after_is_said(
     sweep: SweepDirectory, install: Callable[[str, str], None], live: str, memory: dict, is_said: bool
 ) -> None:
-    install("squeue", f"echo {live}")
-    write_json(sweep.path / "jobs" / "slurm.json", {"keepers": ["3", "4"]})
+    install("squeue", f"echo '{live}|PENDING|BeginTime|isoflop:0:keeper:'" if live else "true")
+    write_json(sweep.path / "jobs" / "launch.json", {"token": "0", "folder": "/"})
+    set_state(first(sweep), "planned")
+    (first(sweep).path / "summary.json").unlink()
     write_json(sweep.path / "jobs" / "keeper.json", memory)
     assert kinds(examine_sweep(sweep, mend=True)) == ["keepers"] * is_said
     assert sweep_status(sweep)["unattended"] == is_said
@@ -412,7 +391,7 @@ def test_a_sweep_at_work_is_clean_at_every_moment_and_is_not_disturbed(smoke: tu
     losses = {run.run_id: (run.summary() or {})["val_loss"] for run in sweep.runs()}
     assert len(losses) == 2
     assert losses.items() <= undisturbed.items()
-    assert all(len(attempts.read(run)) == 1 for run in sweep.runs())
+    assert all(len(run.record().attempts) == 1 for run in sweep.runs())
 
 
 @pytest.mark.usefixtures("quick_pictures")

@@ -17,19 +17,21 @@ from fake_sweep import planned_run
 from isoflop import fit
 from isoflop.sweeps import prepare
 from isoflop.sweeps.entry import compose
-from isoflop.sweeps.execute import worker
+from isoflop.sweeps.execute.attempt import Interrupt, train_one
 from isoflop.sweeps.grid.trunks import keep_between, merge_runs, steps_between
 from isoflop.sweeps.results import pages, scoring
 from isoflop.sweeps.results.scoring import is_scored, wanted_steps
 from isoflop.sweeps.results.table import build_table, name_recipes_apart, write_table
+from isoflop.sweeps.runs import lease
 from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.train.config import DataConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.files import read_json, write_json
 from isoflop.train.flops import flops_exact
+from isoflop.train.job.environment import Ranks
 from isoflop.train.schedule import trunk_steps
-from small_runs import forty_steps, own_signals
+from small_runs import forty_steps, own_signals, set_state
 
 EVERY = 10
 
@@ -114,16 +116,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory, small_corpus: Callable[...
         for config in runs:
             run = sweep.run(run_id(config))
             run.freeze(config)
-            run.set_state("planned")
-            worker.train_run(str(run.path), Policy(retries=0))
+            set_state(run, "planned")
+            with lease.hold(run, "7", Policy()):
+                lease.conclude(run, train_one(run, Ranks(), Interrupt(), Policy()))
     return folder
+
+
+def score(sweep: SweepDirectory) -> None:
+    """Score what has no scores, as a worker does."""
+    settings, evaluator = sweep.settings()["config"]["evaluate"], None
+    for run in sweep.runs():
+        if not is_scored(run, settings):
+            evaluator = evaluator or scoring.open_evaluator(settings, run.log)
+            scoring.evaluate_run(run, settings, evaluator)
 
 
 @pytest.fixture(scope="module")
 def scored(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scored") / "family"
     shutil.copytree(trained, folder)
-    worker.evaluate_runs(str(folder), [run.run_id for run in SweepDirectory(folder).runs()])
+    score(SweepDirectory(folder))
     return folder
 
 
@@ -147,7 +159,7 @@ def test_every_kept_checkpoint_and_the_final_one_are_scored_once(
     # The trunk trained through what its branch shares with it, and only final checkpoints keep their items.
     assert [path.name for path in (trunk.path / "eval").glob("*.items.jsonl.gz")] == ["step_80.items.jsonl.gz"]
     monkeypatch.setattr(scoring, "open_evaluator", lambda *_: pytest.fail("nothing is left to score"))
-    worker.evaluate_runs(str(scored), [trunk.run_id, branch.run_id])
+    score(SweepDirectory(scored))
 
 
 def test_decoding_is_timed_where_it_is_asked_for_and_costs_no_other_score(
@@ -155,7 +167,7 @@ def test_decoding_is_timed_where_it_is_asked_for_and_costs_no_other_score(
 ) -> None:
     folder = tmp_path / "family"
     shutil.copytree(scored, folder)
-    trunk, branch, settings = opened(folder)
+    trunk, _, settings = opened(folder)
     before = {step: read_json(trunk.path / "eval" / f"step_{step}.json") or {} for step in (70, 80)}
     request = read_json(trunk.path / "eval" / "step_80.request.json") or {}
     assert [*request] == ["tasks", "limit", "ngram"]  # those of sweeps that were scored before there were such times
@@ -164,7 +176,7 @@ def test_decoding_is_timed_where_it_is_asked_for_and_costs_no_other_score(
     (folder / "sweep.yaml").write_text(yaml.safe_dump({"config": {"evaluate": settings | {"decode": True}}}))
     monkeypatch.setattr("isoflop.evaluate.checkpoint.answer_task", lambda *_: pytest.fail("a task is scored again"))
     for _ in range(2):  # the second has nothing to do
-        worker.evaluate_runs(str(folder), [trunk.run_id, branch.run_id])
+        score(SweepDirectory(folder))
         monkeypatch.setattr(scoring, "open_evaluator", lambda *_: pytest.fail("nothing is left to score"))
     after = {step: read_json(trunk.path / "eval" / f"step_{step}.json") or {} for step in (70, 80)}
     timed = after[80].pop("decode")

@@ -25,6 +25,7 @@ from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
 from isoflop.train.schedule import learning_rate_factor
 from rich.console import Console
+from small_runs import set_state
 from typer.testing import CliRunner
 
 UNDER_WAY = "Runs under way"  # a heading of the report
@@ -57,7 +58,7 @@ def larger(sweep: SweepDirectory, loss: float | None) -> str:
     if loss is not None:
         known = {"step": config.steps, "D": config.D, "N_total": size_of(config), "flops_exact": 1.0}
         write_json(run.path / "summary.json", known | {"val_loss": loss, "val_loss_se": 0.01})
-        run.set_state("done")
+        set_state(run, "done")
     return str(run.path)
 
 
@@ -183,7 +184,7 @@ def test_runs_under_way_are_forecast_by_those_that_are_done(tmp_path: Path) -> N
     truth = (young.summary() or {})["val_loss"]
     (young.path / "summary.json").unlink()
     write_curve(young, 0.5)
-    young.set_state("running")
+    set_state(young, "running")
     write_results(sweep)
     (found,) = said(sweep)["forecasts"]
     assert found["run_id"] == young.run_id

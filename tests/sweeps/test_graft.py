@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from isoflop.sweeps.execute.board import can_begin
 from isoflop.sweeps.grid.trunks import graft, merge_runs
 from isoflop.sweeps.runs.directory import RunDirectory
-from isoflop.sweeps.runs.queue import can_begin
 from isoflop.train.checkpoint import checkpoint
 from isoflop.train.checkpoint.checkpoint import load_for_evaluation
 from isoflop.train.config import (
@@ -34,6 +34,7 @@ from isoflop.train.data.shards import Shards, prepare
 from isoflop.train.errors import UserError
 from isoflop.train.files import file_sha256, read_json_lines
 from isoflop.train.loop import Stopped, train
+from small_runs import set_state
 
 CLOCK = ("seconds", "tokens_per_s", "mfu", "matmul_peak")
 TRUNK_STEPS, BRANCH_STEPS, BEGIN = 40, 20, 16
@@ -71,7 +72,7 @@ def directory(root: Path, config: RunConfig) -> RunDirectory:
 def trained(root: Path, config: RunConfig, shards: Shards) -> RunDirectory:
     found = directory(root, config)
     train(config, found.path, report=lambda line: None, shards=shards)
-    found.set_state("done")
+    set_state(found, "done")
     return found
 
 
@@ -280,7 +281,7 @@ def test_a_trunk_without_a_whole_checkpoint_there_is_refused(
         f"{source} and sweep again"
     )
     shutil.rmtree(source)
-    broken.set_state("diverged", reason="the smoothed loss rose")
+    set_state(broken, "diverged", reason="the smoothed loss rose")
     with pytest.raises(UserError) as raised:
         graft(branch, broken)
     assert str(raised.value) == (

@@ -13,13 +13,14 @@ from isoflop.sweeps import prepare
 from isoflop.sweeps.config import SweepConfig
 from isoflop.sweeps.entry import compose
 from isoflop.sweeps.execute import conduct
-from isoflop.sweeps.execute.advance import outcome
+from isoflop.sweeps.execute.controller import outcome
 from isoflop.sweeps.growth import extend
 from isoflop.sweeps.prepare import Prepared
 from isoflop.sweeps.runs import membership
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.train.config import DataConfig, run_id
 from isoflop.train.errors import UserError
+from small_runs import set_state
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +209,7 @@ def test_a_run_that_waits_for_no_reason_is_said_to_wait_and_no_more(
 ) -> None:
     planned = sweep()
     first, second, *_ = planned.directories
-    second.set_state("failed", reason="the disk is full")
+    set_state(second, "failed", reason="the disk is full")
     assert outcome(planned) == 1
     assert capsys.readouterr().out.splitlines()[:2] == [
         f"run {first.run_id} is planned", f"run {second.run_id} is failed: the disk is full",
@@ -279,7 +280,7 @@ def test_a_diverged_run_is_repeated_once_at_a_lower_rate_if_the_grid_asks(
 ) -> None:
     planned = sweep()
     first = planned.directories[0]
-    first.set_state("diverged", reason="a test")
+    set_state(first, "diverged", reason="a test")
     assert extend.replace_diverged(planned.sweep, planned.config) == []
     assert planned.config.grid is not None
     planned.config.grid.diverged_rate_factor = 0.5
@@ -289,13 +290,13 @@ def test_a_diverged_run_is_repeated_once_at_a_lower_rate_if_the_grid_asks(
     assert after.optimizer.learning_rate == before.optimizer.learning_rate / 2
     assert (after.model, after.tokens, after.seed) == (before.model, before.tokens, before.seed)
     assert membership.replacements(planned.sweep) == {name: first.run_id}
-    planned.sweep.run(name).set_state("diverged", reason="again")
+    set_state(planned.sweep.run(name), "diverged", reason="again")
     assert extend.replace_diverged(planned.sweep, planned.config) == [], "and not for ever"
 
 
 def test_a_cancelled_sweep_does_not_grow_until_it_is_started_again(sweep: Callable[..., Prepared]) -> None:
     planned = sweep("grid.diverged_rate_factor=0.5")
-    planned.directories[0].set_state("diverged", reason="a test")
+    set_state(planned.directories[0], "diverged", reason="a test")
     membership.stop_growth(planned.sweep, "a test")
     assert extend.replace_diverged(planned.sweep, planned.config) == []
     prepare.write_plan(planned)  # as a keeper does

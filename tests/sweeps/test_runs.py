@@ -14,6 +14,7 @@ from isoflop.train.config import ModelConfig, ParallelConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.files import read_json_lines
 from isoflop.train.job.failure import Cause, Failure, forget_failure, note_failure, read_failure
+from small_runs import set_state
 
 
 def a_run() -> RunConfig:
@@ -101,49 +102,48 @@ def test_a_config_that_was_edited_into_another_run_is_refused(tmp_path: Path) ->
 
 def test_states_keep_what_is_not_named_but_not_the_reason(tmp_path: Path) -> None:
     run = directory(tmp_path)
-    run.set_state("running", attempt=2, host="node1", job_id="7_3")
-    run.set_state("failed", reason="the disk is full")
+    set_state(run, "running", attempt=2, host="node1", job_id="7_3")
+    set_state(run, "failed", reason="the disk is full")
     assert (run.state().attempt, run.state().host, run.state().reason) == (2, "node1", "the disk is full")
-    run.set_state("queued")
+    set_state(run, "queued")
     assert run.state().reason is None
 
 
 @pytest.mark.parametrize(
     "garbage", ["", "{", '{"state": "flying"}', "[]", '{"state": 3}', '{"state": "running", "attempt": "x"}']
 )
-def test_a_run_with_a_summary_is_done_whatever_became_of_its_state(tmp_path: Path, garbage: str) -> None:
+def test_a_damaged_view_is_read_from_the_journal(tmp_path: Path, garbage: str) -> None:
     run = directory(tmp_path)
-    run.set_state("running", attempt=3)
+    set_state(run, "done", attempt=3)
     (run.path / "summary.json").write_text('{"step": 2}')
     (run.path / "state.json").write_text(garbage)
     assert run.is_done()
-    run.set_state("done")  # a damaged one is replaced
-    assert json.loads((run.path / "state.json").read_text())["state"] == "done"
+    assert run.state().attempt == 3
+    (run.path / "events.jsonl").unlink()
+    assert run.is_done(), "by its summary"
     (run.path / "summary.json").write_text('{"step": 2')
-    (run.path / "state.json").write_text(garbage)
     assert run.state().state == "planned"
-    assert run.set_state("running", attempt=4).attempt == run.state().attempt == 4
+    assert set_state(run, "running", attempt=4).attempt == run.state().attempt == 4
 
 
 def test_done_needs_both_the_state_and_the_summary(tmp_path: Path) -> None:
     run = directory(tmp_path)
-    run.set_state("done")
+    set_state(run, "done")
     assert not run.is_done()
     (run.path / "summary.json").write_text('{"step": 2}')
     assert run.is_done()
-    run.set_state("running")
+    set_state(run, "running")
     assert not run.is_done()
 
 
 def test_a_reader_never_sees_half_a_state(tmp_path: Path) -> None:
     """While one process replaces state.json thousands of times, every read parses."""
     run = directory(tmp_path)
-    run.set_state("running")
+    set_state(run, "running")
     writer = subprocess.Popen(
         [sys.executable, "-c", "import sys; from pathlib import Path\n"
-         "from isoflop.sweeps.runs.directory import RunDirectory\n"
-         "run = RunDirectory(Path(sys.argv[1]))\n"
-         "for i in range(100): run.set_state('running', attempt=i)", str(run.path)]
+         "from isoflop.sweeps.runs.journal import State, Adopted, append\n"
+         "for i in range(100): append(Path(sys.argv[1]), Adopted(at=i, state=State('running', i)))", str(run.path)]
     )  # fmt: skip
     reads = 0
     while writer.poll() is None:

@@ -14,14 +14,11 @@ import pytest
 from isoflop.sweeps.config import ClusterConfig, SweepConfig
 from isoflop.sweeps.execute.conduct import check
 from isoflop.sweeps.plan.sweep_plan import job_shape, plan_runs
-from isoflop.sweeps.runs import directory
-from isoflop.sweeps.runs.directory import SweepDirectory
+from isoflop.sweeps.runs import directory, lease
 from isoflop.sweeps.runs.forms import JobShape, PlannedRun
 from isoflop.sweeps.slurm import cluster as slurm_cluster
 from isoflop.sweeps.slurm import commands as slurm
-from isoflop.sweeps.slurm.record import LaunchRecord
 from isoflop.sweeps.slurm.submit import Call, Request, Submission
-from isoflop.sweeps.slurm.transaction import release_forgotten
 from isoflop.train.config import ModelConfig, ParallelConfig, RunConfig
 from isoflop.train.errors import UserError
 
@@ -29,38 +26,6 @@ Install = Callable[[str, str], None]
 
 
 # Taken from SLURM 22.05 at the moment when the job's process had got its signal.
-RUNNING = (
-    "JobId=7 JobName=x Priority=1 JobState=RUNNING Reason=None Requeue=1 Restarts=0 RunTime=00:00:03 TimeLimit=01:00:00"
-)
-PREEMPTED = f"{RUNNING} PreemptTime=2026-11-21T04:43:50"
-CANCELLED = RUNNING.replace("=RUNNING", "=COMPLETING")
-REQUEUED = CANCELLED.replace("Restarts=0", "Restarts=1")
-OVER = CANCELLED.replace("RunTime=00:00:03", "RunTime=1-01:00:02").replace("TimeLimit=01:00:00", "TimeLimit=1-01:00:00")
-UNLIMITED = CANCELLED.replace("TimeLimit=01:00:00", "TimeLimit=UNLIMITED")
-
-
-@pytest.mark.parametrize(
-    ("shown", "restarts", "fate"),
-    [
-        (RUNNING, 0, "running"), (PREEMPTED, 0, "running"), (CANCELLED, 0, "cancelled"), (REQUEUED, 0, "requeued"),
-        (REQUEUED.replace("COMPLETING", "PENDING"), 0, "requeued"), (REQUEUED, 1, "cancelled"), (OVER, 0, "timeout"),
-        (UNLIMITED, 0, "cancelled"), ("", 0, "running"),
-    ],
-)  # fmt: skip
-def test_a_cancelled_job_is_told_from_one_that_comes_back(
-    install: Install, shown: str, restarts: int, fate: str
-) -> None:
-    install("scontrol", f"echo '{shown}'")
-    assert slurm.fate("7", restarts) == fate
-
-
-def test_a_requeue_whose_answer_was_lost_has_happened_all_the_same(install: Install) -> None:
-    install("scontrol", f"case $1 in requeue) kill -TERM $$;; *) echo '{REQUEUED}';; esac")
-    assert slurm.requeue("7", 0) is None
-    install("scontrol", f"case $1 in requeue) echo 'Access denied' >&2; exit 1;; *) echo '{RUNNING}';; esac")
-    assert slurm.requeue("7", 0) == "Access denied"
-
-
 def test_a_local_job_inside_an_allocation_is_no_slurm_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else Ctrl-C on a local sweep would requeue the allocation that it runs in."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -122,73 +87,45 @@ def test_a_controller_that_restarts_is_asked_again_for_a_while(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm.time, "sleep", lambda seconds: None)
-    count, later = tmp_path / "count", f"[ $(wc -l < {tmp_path / 'count'}) -gt 2 ] && {{"
-    install("squeue", f"echo >> {count}; {later} echo 5_1; exit 0; }}; {AWAY}")
-    assert slurm.live_jobs() == {"5_1"}
-    count.unlink()
-    # What `scontrol requeue` says of a connection that failed, and `scontrol show` as ever.
-    away = "echo 'Unexpected message received for job 7' >&2; exit 1"
-    install("scontrol", f"case $1 in requeue) echo >> {count}; {later} exit 0; }}; {away};; *) echo '{RUNNING}';; esac")
-    assert slurm.requeue("7", 0) is None
-    assert len(count.read_text()) == 3, "until it is heard"
-    monkeypatch.setattr(slurm, "PATIENCE", 0.05)
-    for name in ("squeue", "scontrol", "sacct", "scancel"):
-        install(name, AWAY)
-    with pytest.raises(UserError, match="squeue does not answer"):
-        slurm.live_jobs(patience=0.05)
-    assert "Unable to contact" in (slurm.requeue("7", 0) or "")
-    assert slurm.fate("7", 0) == "running"
-    slurm.cancel(["7"])
+    count, away = tmp_path / "count", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
+    later = f'[ "$(wc -l < {count})" -gt 3 ] &&'
+    install("squeue", f"echo >> {count}; {later} {{ echo '5_1|RUNNING|None|isoflop:0:keeper:'; exit 0; }}; {away}")
+    assert slurm.queue() == [slurm.QueuedJob("5_1", False, "None", "isoflop:0:keeper:")]
+    install("squeue", away)
+    with pytest.raises(UserError, match="Unable to contact"):
+        slurm.queue(patience=0.05)
 
 
 def test_where_no_command_is_there_slurm_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert slurm.fate("7", 0) == "running"
-    assert slurm.outcomes(["7", "5_1"]) == {}
-    assert slurm.elapsed(["7", "5_1"]) == {}
+    assert slurm.outcomes(["7"]) == {}
+    assert slurm.elapsed(["7"]) == {}
+    slurm.cancel(["7"])
+    slurm.release(["7"])
     with pytest.raises(UserError, match="squeue does not answer"):
-        slurm.live_jobs()
+        slurm.queue()
 
 
-def test_jobs_that_slurm_holds_are_told_from_those_that_a_user_holds(
-    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Taken from SLURM 22.05: the words of squeue."""
-    reasons = ("launch failed requeued held", "JobHeldUser", "Dependency", "JobHeldAdmin", "job requeued in held state")
-    install("squeue", "; ".join(f"echo '7_{task}|{reason}'" for task, reason in enumerate(reasons)))
-    assert slurm.on_hold() == ({"7_0"}, {"7_1"})
-    install("scontrol", f"echo $* > {tmp_path / 'asked'}")
-    assert slurm.release({"7_3", "7_0"}) is None
-    assert (tmp_path / "asked").read_text() == "release 7_0,7_3\n"
-    install("scontrol", "echo 'Access/permission denied for job 7_0' >&2; exit 1")
-    assert slurm.release(["7_0"]) == slurm.release(["7"]) == "Access/permission denied for job 7_0"
-    assert slurm.release([]) is None
-    assert slurm.release(["7_2", "9"]) is None, "neither is on hold, whatever scontrol says"
-    install("squeue", AWAY)
-    with monkeypatch.context() as patch:
-        patch.setattr(slurm, "PATIENCE", 0.0)
-        assert slurm.release(["9"]) == "Access/permission denied for job 7_0"
-
-
-def test_jobs_whose_release_slurm_forgot_are_released_once_more(install: Install, tmp_path: Path) -> None:
-    """A controller that is killed forgets its last seconds; a user may hold a job too."""
-    sweep, cluster = SweepDirectory(tmp_path / "sweep"), ClusterConfig(kind="slurm")
-    (sweep.path / "jobs").mkdir(parents=True)
-    record = LaunchRecord(training={"a": "7_0", "b": "7_1"}, fit="8")
-    install("squeue", "echo '7_0|launch failed requeued held'; echo '8|JobHeldUser'; echo '9|JobHeldUser'")
-    install("scontrol", f"echo $* >> {tmp_path / 'asked'}")
-    for _ in range(2):
-        release_forgotten(sweep, cluster, record)
-    assert (tmp_path / "asked").read_text().splitlines() == ["release 7_0,8", "release 7_0"]
-    release_forgotten(sweep, ClusterConfig(kind="slurm", additional_parameters={"hold": True}), record)
-    assert (tmp_path / "asked").read_text().splitlines()[2:] == ["release 7_0"]
+@pytest.mark.parametrize(
+    ("outcome", "cause", "words"),
+    [("FAILED", "killed", "SLURM calls the job FAILED"), ("NODE_FAIL", "node", "its job 7 on node2 left it"),
+     ("CANCELLED by 0", "preempted", "SLURM calls the job CANCELLED"), ("", "lost", "SLURM has forgotten")],
+)  # fmt: skip
+def test_slurm_explains_why_a_process_is_gone(install: Install, outcome: str, cause: str, words: str) -> None:
+    install("sacct", f"echo '7|{outcome}|node2'")
+    install("scontrol", "true")
+    death = slurm.death_of("7", None)
+    assert death.cause == cause
+    assert words in death.reason
+    assert slurm.death_of(None, "node2") == lease.KILLED
 
 
 def test_the_signal_of_a_preemption_does_not_kill_a_new_interpreter(tmp_path: Path) -> None:
     """SLURM takes a job that ends in its grace for ended, and does not put it back in the queue."""
     cluster = ClusterConfig(kind="slurm", python=f"env -- {sys.executable}")
-    for request in (Request("train", JobShape(0, 1, 1.0, 5)), Request("keeper", JobShape(0, 1, 1.0, 5), light=True)):
-        command = Submission("x", "x", cluster, tmp_path, tmp_path, tmp_path)._python(request)
+    shape = JobShape(0, 1, 1.0, 5)
+    for request in (Request("worker", shape, "x"), Request("keeper", shape, "x", light=True)):
+        command = Submission("x", cluster, tmp_path, tmp_path, tmp_path)._python(request)
         code = "import os, signal, sys; os.kill(os.getpid(), signal.SIGUSR2); print('alive', *sys.argv[1:])"
         line = f"{command} -u -c {shlex.quote(code)} 'a b'"
         done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
@@ -242,8 +179,8 @@ def submitted(install: Install, tmp_path: Path, cluster: ClusterConfig, shape: J
     """The script that sbatch gets."""
     install("srun", "")
     install("sbatch", f"cp $1 {tmp_path / 'script'}; echo Submitted batch job 7")
-    jobs = Submission("grid", "isoflop:0:0", cluster, tmp_path / "jobs", tmp_path, tmp_path / "code")
-    assert jobs.submit(Request("train", shape), [Call(print, ())]) == ["7"]
+    jobs = Submission("grid", cluster, tmp_path / "jobs", tmp_path, tmp_path / "code")
+    assert jobs.submit(Request("worker", shape, "isoflop:0:worker:"), [Call(print, ())]) == ["7"]
     return (tmp_path / "script").read_text()
 
 

@@ -15,17 +15,22 @@ from typing import Any
 import pytest
 from isoflop.sweeps import terminal
 from isoflop.sweeps.config import ClusterConfig, LadderGrid
-from isoflop.sweeps.execute.display import Display, print_plan
+from isoflop.sweeps.execute.display import print_plan
+from isoflop.sweeps.execute.live import LiveView
 from isoflop.sweeps.grid.expand import expand_grid
 from isoflop.sweeps.observe import logs, status
 from isoflop.sweeps.plan.sweep_plan import plan_runs
 from isoflop.sweeps.results import accounting
 from isoflop.sweeps.results.finish import cost_lines, print_law
-from isoflop.sweeps.runs import attempts, membership
+from isoflop.sweeps.runs import membership
+from isoflop.sweeps.runs.attempts import Attempt
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory, now_on
+from isoflop.sweeps.runs.journal import OLD_LINES, Started, append
+from isoflop.sweeps.slurm.jobs import label_of
 from isoflop.train.config import ModelConfig, RunConfig, run_id
 from isoflop.train.files import write_json
 from rich.console import Console
+from small_runs import end, set_state
 
 
 def make(folder: Path, count: int = 4, gpus: int = 1) -> SweepDirectory:
@@ -36,7 +41,7 @@ def make(folder: Path, count: int = 4, gpus: int = 1) -> SweepDirectory:
     for run in runs:
         directory = sweep.run(run_id(run))
         directory.freeze(run)
-        directory.set_state("planned")
+        set_state(directory, "planned")
     write_json(folder / "plan.json", plan_runs(runs, cluster, 1e11, 1).to_dict())
     (folder / "sweep.yaml").write_text("config: {cluster: {heartbeat_seconds: 10.0}}\n")
     return sweep
@@ -60,9 +65,8 @@ def row_of(sweep: SweepDirectory, run: RunDirectory) -> dict[str, Any]:
 def begin(run: RunDirectory, seconds_ago: float) -> None:
     """As a worker that began so long ago, and that gave its last sign of life then."""
     began = now_on(run.path) - seconds_ago
-    run.set_state("running", attempt=1, host="node1", job_id="7_0", since=began)
-    begun = attempts.Begun(1, began, "node1", "7_0", 0, 0, 0, 0, 0.0, 0.0, 1.0)
-    write_json(run.path / "attempt.json", vars(begun))
+    set_state(run, "planned", attempt=0)
+    append(run.path, Started(at=began, attempt=1, host="node1", job_id="7_0"))
     run.give_sign()
     os.utime(run.path / "heartbeat", (began, began))
 
@@ -89,10 +93,10 @@ def ended(run: RunDirectory, cause: str, hours: float, number: int = 1, share: f
     """The line of an attempt that began so many hours after the epoch as it is the first, second, ..."""
     began = 3600.0 * number if share == 1.0 else 0.0
     seconds = 3600 * hours
-    attempt = attempts.Attempt(
+    attempt = Attempt(
         number, began, began + seconds, seconds, "node1", "7", cause, f"{cause} it was", 0, 10, 0, 1e9, 0.0, 1.0, share
     )
-    with (run.path / attempts.LINES).open("a") as file:
+    with (run.path / OLD_LINES).open("a") as file:
         file.write(json.dumps(vars(attempt)) + "\n")
 
 
@@ -100,7 +104,7 @@ def test_status_adds_up_hours_over_attempts_and_counts_retries(sweep: SweepDirec
     run, last = sweep.runs()[:2]
     for number, cause in enumerate(["killed", "preempted", "node", "done"], start=1):
         ended(run, cause, 0.25, number)
-    with (run.path / attempts.LINES).open("ab") as file:
+    with (run.path / OLD_LINES).open("ab") as file:
         file.write(b'"a line"\n3\n\xff\n{"attempt": 9, "cau')
     ended(last, "killed", 1.0)  # and nobody has tried it again
     row = row_of(sweep, run)
@@ -142,7 +146,7 @@ def test_a_loss_that_is_no_number_does_not_break_the_json(
 ) -> None:
     run = sweep.runs()[0]
     metrics(run, train_loss=float("nan"))
-    run.set_state("diverged", reason="the loss is nan")
+    set_state(run, "diverged", reason="the loss is nan")
     status.show_status(sweep, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert [row["loss"] for row in found["runs"]] == [None] * 4
@@ -224,24 +228,25 @@ def test_status_shows_why_a_job_waits_and_asks_slurm_once(
 ) -> None:
     program, calls = tmp_path / "bin" / "squeue", tmp_path / "calls"
     program.parent.mkdir()
-    program.write_text(f"#!/bin/sh\necho call >> {calls}\necho '12_0|Priority'\necho '12_1|Resources'\n")
+    one, two, three, _ = sweep.runs()
+    worker = f"12_1|PENDING|Resources|isoflop:0:worker:{label_of(sweep.planned_runs()[0].shape)}"
+    program.write_text(f"#!/bin/sh\necho call >> {calls}\necho '{worker}'\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    one, two, three, _ = sweep.runs()
-    one.set_state("queued", job_id="12_1")
-    two.set_state("queued", job_id="12_7")
-    three.set_state("running", job_id="12_0")
+    set_state(one, "queued")
+    set_state(two, "preempted")
+    set_state(three, "running", job_id="12_0")
     assert [row_of(sweep, run)["waits"] for run in (one, two, three)] == [None] * 3
     assert not calls.exists()  # the sweep has no jobs in SLURM
-    write_json(sweep.path / "jobs" / "slurm.json", {})
+    write_json(sweep.path / "jobs" / "launch.json", {"token": "0", "folder": "/"})
     found = {row["run_id"]: row["waits"] for row in status.sweep_status(sweep)["runs"]}
-    assert [found[run.run_id] for run in (one, two, three)] == ["Resources", None, None]
+    assert [found[run.run_id] for run in (one, two, three)] == ["Resources", "Resources", None]
     assert calls.read_text() == "call\n"
 
 
 def fail(run: RunDirectory, cause: str) -> None:
     ended(run, cause, 1.0)
-    run.set_state("failed", reason=f"{cause} it was")
+    set_state(run, "failed", reason=f"{cause} it was")
 
 
 def test_a_watch_waits_for_retries_and_not_for_final_failures(
@@ -253,7 +258,7 @@ def test_a_watch_waits_for_retries_and_not_for_final_failures(
         fail(run, "error")
 
     def pause(seconds: float) -> None:
-        again.set_state("diverged")
+        set_state(again, "diverged")
 
     monkeypatch.setattr(status.time, "sleep", pause)
     status.show_status(sweep, watch=True, as_json=True)
@@ -270,7 +275,7 @@ def test_following_a_log_goes_on_while_the_run_is_tried_again(
 
     def pause(seconds: float) -> None:
         again.log("second attempt")
-        again.set_state("diverged")
+        set_state(again, "diverged")
 
     monkeypatch.setattr(logs.time, "sleep", pause)
     logs.print_log(sweep, again.run_id, follow=True)
@@ -302,7 +307,7 @@ def test_following_a_log_ends_with_the_run_and_loses_no_line(
 ) -> None:
     monkeypatch.setattr(logs, "POLL_SECONDS", 0.01)
     run = sweep.runs()[0]
-    run.set_state("running", job_id="12_3")
+    set_state(run, "running", job_id="12_3")
     folder = sweep.path / "jobs" / "slurm-x"
     folder.mkdir(parents=True)
 
@@ -312,7 +317,7 @@ def test_following_a_log_ends_with_the_run_and_loses_no_line(
             time.sleep(0.002)
         (folder / "12_3_0_log.err").write_text("srun: error\n")
         run.log("done")
-        run.set_state("done", job_id="12_3")
+        set_state(run, "done", job_id="12_3")
 
     worker = threading.Thread(target=work)
     worker.start()
@@ -330,7 +335,7 @@ def test_logs_show_added_runs_and_say_where_there_are_none(
     logs.print_newest_lines(sweep, follow=False)
     assert capsys.readouterr().out == "no run is running or has failed (4 planned)\n"
     added = sweep.run("0123456789")
-    added.set_state("failed")
+    set_state(added, "failed")
     added.log("of a run that was added")
     write_json(sweep.path / membership.ADDED, {added.run_id: {}})
     logs.print_newest_lines(sweep, follow=False)
@@ -371,7 +376,7 @@ def test_a_dry_run_says_cost_source_jobs_and_expected_starts(capsys: pytest.Capt
     said = shown(capsys, planned, cluster, {planned.runs[0].shape: "2030-01-02T03:04:05"})
     assert f"{planned.gpu_hours:.3g} GPU-hours, ${2 * planned.gpu_hours:,.2f}" in said
     assert "assumed rates" in said
-    assert f"jobs: 2 array tasks and 2 workers for a queue of {len(short)} shorter ones" in said
+    assert "jobs: 4 workers" in said, "two of long runs, and two of a minute of short ones each"
     assert "a job of 1 GPU, 4 cores and 8 GB would start about 2030-01-02T03:04:05, says SLURM" in said
     said = shown(capsys, dataclasses.replace(planned, measured_runs=38), cluster)
     assert "from 38 runs that were measured on this partition" in said
@@ -386,32 +391,29 @@ def test_a_run_that_is_tried_again_is_said_so_and_counted_once(
     planned, sweep = plan_runs(runs()[:2], ClusterConfig(), 1e12, 1), SweepDirectory(tmp_path)
     directories = [sweep.run(run.run_id) for run in planned.runs]
     for directory in directories:
-        directory.set_state("queued")
+        set_state(directory, "queued")
     one, other = (directory.run_id for directory in directories)
-    lost = {"attempt": 1, "began": 0.0, "ended": 1.0, "seconds": 1.0, "host": "here", "job_id": "1", "cause": "killed"}
-    lost |= {"reason": "its process was killed", "first_step": 0, "last_step": 5, "saved_step": 0, "flops": 1.0}
-    lost |= {"flops_wasted": 1.0, "gpus": 0.0, "share": 1.0}
-    summary = {"val_loss": 1.5, "seconds": 3.0}
-    with Display(planned, sweep, directories) as display:
-        directories[0].set_state("running", attempt=1)
-        display.update([one], [])
-        directories[0].set_state("queued", reason="its process was killed; to be tried again")
-        display.update([], [one])
-        assert capsys.readouterr().out == "", "it is not over"
-        (directories[0].path / "attempts.jsonl").write_text(json.dumps(lost) + "\n")
-        directories[0].set_state("running", attempt=2)
-        display.update([one], [])
-        display.update([one], [])
-        said = f"run {one}: attempt 1 ended (killed: its process was killed); trying again\n"
-        assert capsys.readouterr().out == said
-        directories[0].set_state("done")
-        write_json(directories[0].path / "summary.json", summary)
-        display.update([], [])
+    first, second = directories
+    with LiveView(sweep, planned) as view:
+        set_state(first, "running")
+        assert view.update([{"task": "train", "run": one}]) == [one]
+        assert capsys.readouterr().out == ""
+        end(first, "killed", reason="its process was killed")
+        assert view.update([]) == []
         assert capsys.readouterr().out.startswith(f"[1/2] {one}")
-        directories[1].set_state("failed", attempt=1, reason="such is life")
-        display.update([], [other])
-        assert capsys.readouterr().out.startswith(f"[2/2] {other}")
-        display.update([], [])
+        set_state(first, "running", attempt=2)
+        for claims in ([{"task": "train", "run": one}], []):
+            assert view.update(claims) == [one]
+        assert capsys.readouterr().out == f"run {one}: attempt 1 ended (killed: its process was killed); trying again\n"
+        set_state(first, "done")
+        write_json(first.path / "summary.json", {"val_loss": 1.5, "seconds": 3.0})
+        view.update([])
+        assert capsys.readouterr().out.startswith(f"[1/2] {one}")
+        set_state(second, "failed", attempt=1, reason="such is life")
+        view.update([{"task": "train", "run": other}, {"task": "score", "run": one}])
+        assert "scoring checkpoints" in (said := capsys.readouterr().out)
+        assert f"[2/2] {other}" in said
+        view.update([])
         assert capsys.readouterr().out == ""
 
 

@@ -26,6 +26,7 @@ from isoflop.train.errors import UserError
 from isoflop.train.files import JsonLines, write_json
 from isoflop.train.flops import count_parameters, flops_6nd
 from isoflop.train.tracker import Tracker
+from small_runs import set_state
 
 
 class StandIn(ThreadingHTTPServer):
@@ -217,7 +218,7 @@ def tracked_sweep(root: Path, *runs: RunConfig, lines: int = 5) -> SweepDirector
             file.write(record(step))
         file.close()
         write_json(directory.path / "summary.json", {"run_id": directory.run_id, "val_loss": 1.25, "step": lines})
-        directory.set_state("done", attempt=2)
+        set_state(directory, "done", attempt=2)
     return sweep
 
 
@@ -256,10 +257,10 @@ def test_sync_sends_what_the_server_lacks_and_nothing_twice(server: StandIn, tmp
     with sweep.run(run_id(other)).lock():  # somebody trains it
         assert tracking.sync_sweep(sweep, said.append) == 1
     assert sorted(said) == sorted([f"run {RUN} was sent, 1 of 2", left])
-    sweep.run(run_id(other)).set_state("queued")  # and must not find it held
+    set_state(sweep.run(run_id(other)), "queued")  # and must not find it held
     assert tracking.sync_sweep(sweep, said.append) == 0
     assert said[-1] == left
-    sweep.run(run_id(other)).set_state("done")
+    set_state(sweep.run(run_id(other)), "done")
     assert tracking.sync_sweep(sweep, said.append) == 1
     assert tracking.sync_sweep(sweep, said.append) == 0
     assert said[-1] == "wandb has every run already"

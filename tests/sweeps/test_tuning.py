@@ -32,8 +32,8 @@ from isoflop.sweeps.config import (
 )
 from isoflop.sweeps.entry import CONFIG, compose, sweep_main
 from isoflop.sweeps.execute.check import check_corners, corners, variants
+from isoflop.sweeps.execute.conduct import open_runs
 from isoflop.sweeps.execute.hopeless import Judge
-from isoflop.sweeps.execute.local import LocalBackend
 from isoflop.sweeps.grid.expand import expand_grid
 from isoflop.sweeps.grid.trunks import merge_runs
 from isoflop.sweeps.grid.tune import settings_of
@@ -48,7 +48,7 @@ from isoflop.sweeps.grid.tuning import (
 from isoflop.sweeps.growth import extend
 from isoflop.sweeps.plan.foresight import foresee
 from isoflop.sweeps.results.tuned import tried_settings, write_tuning
-from isoflop.sweeps.runs import states
+from isoflop.sweeps.runs import lease
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.sweeps.runs.membership import members
 from isoflop.train.config import ModelConfig, OptimizerConfig, RunConfig, run_id
@@ -57,6 +57,7 @@ from isoflop.train.files import write_json
 from isoflop.train.flops import count_parameters, flops_exact
 from isoflop.train.job.progress import SMOOTHING
 from isoflop.train.model.parametrization import empty_model, parameter_groups
+from small_runs import set_state
 
 BUDGETS = ["grid.budgets=[1e11,3e11,1e12]"]
 POINT = "{model.width:32,model.depth:2,model.heads:2,tokens:1000000}"
@@ -278,7 +279,7 @@ def finish(sweep: SweepDirectory) -> None:
         loss = (1.2 + 40 / N**0.5 + 300 / run.D**0.45) * math.exp(0.01 * (off**2).sum() + luck)
         summary = {"step": run.steps, "D": run.D, "N_total": N, "flops_exact": flops_exact(run)}
         write_json(directory.path / "summary.json", {**summary, "val_loss": loss, "val_loss_se": 0.01})
-        directory.set_state("done")
+        set_state(directory, "done")
 
 
 def first_rung(config: SweepConfig) -> list[RunConfig]:
@@ -344,7 +345,7 @@ def test_runs_that_failed_are_no_settings_and_a_size_without_any_ends(tmp_path: 
     smallest = min(count_parameters(run.config().model).N_total for run in sweep.runs())
     for run in sweep.runs():
         if count_parameters(run.config().model).N_total == smallest:
-            run.set_state("diverged")
+            set_state(run, "diverged")
             (run.path / "summary.json").unlink()
     assert len(tried_settings(sweep)) == 2
     assert extend.next_round(sweep, config)
@@ -361,7 +362,7 @@ def test_a_rung_with_the_tokens_of_a_larger_models_rung_before_is_another(tmp_pa
     assert max(tokens) == 2 * min(tokens)
     for run in sweep.runs():
         if run.config().tokens == max(tokens):
-            run.set_state("diverged")
+            set_state(run, "diverged")
             (run.path / "summary.json").unlink()
     assert extend.next_round(sweep, config)
 
@@ -456,7 +457,7 @@ def test_runs_of_a_tune_that_cannot_win_are_stopped_for_good(tmp_path: Path) -> 
     others = [run for run in runs if run is not best]
     for run, excess in ((others[0], 3.0), (others[1], -1.0)):
         (run.path / "summary.json").unlink()
-        run.set_state("running")
+        set_state(run, "running")
         log_losses(run, excess, 0.4)
     judge = Judge.of(sweep)
     assert judge is not None
@@ -466,7 +467,7 @@ def test_runs_of_a_tune_that_cannot_win_are_stopped_for_good(tmp_path: Path) -> 
     assert said is not None
     assert re.search(r"cannot win any more: probability \S+ at (39|40) % of its steps", said)
     assert others[0].given_up() is None  # it has yet to stop
-    states.cancel(others[0], said)
+    lease.cancel(others[0], f"cancelled by {said}")
     assert "cannot win" in str(others[0].state().reason)
     loss = others[0].given_up()
     assert loss is not None
@@ -474,7 +475,6 @@ def test_runs_of_a_tune_that_cannot_win_are_stopped_for_good(tmp_path: Path) -> 
     (cell,) = tried_settings(sweep).values()
     assert len(cell) == len(runs) - 1
     assert (settings_of(others[0].config()), loss) in cell
-    backend = LocalBackend(prepare.from_disk(sweep))
-    assert backend.asked() == [others[1].run_id]
-    states.retry_by_hand(others[0])  # unless a person asks for it
-    assert len(LocalBackend(prepare.from_disk(sweep)).asked()) == 2
+    assert [run.run_id for run in open_runs(prepare.from_disk(sweep), None)] == [others[1].run_id]
+    lease.reset(others[0], lease.Policy())  # unless a person asks for it
+    assert len(open_runs(prepare.from_disk(sweep), None)) == 2

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from isoflop.bench import faults as suite
 from isoflop.sweeps.runs.directory import SweepDirectory
+from small_runs import set_state
 
 FAULTS = 6  # at most: a quick machine has trained everything before the last
 
@@ -40,16 +41,16 @@ def test_the_suite_sees_what_it_is_there_to_see(reference: SweepDirectory, tmp_p
     (first.path / "summary.json").write_text(json.dumps(summary | {"val_loss": summary["val_loss"] + 1e-9}))
     metrics = (second.path / "metrics.jsonl").read_text().splitlines(keepends=True)
     (second.path / "metrics.jsonl").write_text("".join([*metrics[:9], metrics[4], *metrics[9:]]))
-    (line,) = (third.path / "attempts.jsonl").read_text().splitlines()
-    again = json.loads(line)
-    again |= {"attempt": 2, "began": again["ended"] - 1.0}
-    with (third.path / "attempts.jsonl").open("a") as file:
-        file.write(json.dumps(again) + "\n")
-    fourth.set_state("failed", reason="it was lost")
+    events = third.path / "events.jsonl"
+    planned, *start, end = map(json.loads, events.read_text().splitlines())
+    killed = end | {"state": "failed", "cause": "killed"}
+    again = start[-1] | {"attempt": 2, "at": end["ended"] - 1.0}
+    lines = [planned, *start, killed, again, end | {"attempt": 2}]
+    events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    set_state(fourth, "failed", reason="it was lost")
     said = "\n".join(suite.check(sweep, reference))
     assert f"run {first.run_id}: val_loss is" in said
     assert f"run {second.run_id}: its steps go back 1 times in 1 starts, so two trained it at once" in said
-    assert f"run {third.run_id}: its attempts ended as ['done', 'done']" in said
     assert f"run {third.run_id}: attempt 2 began 1.00 s before the end" in said
     assert f"run {fourth.run_id}: is failed: it was lost" in said
 

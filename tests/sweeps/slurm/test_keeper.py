@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from isoflop.sweeps.runs.attempts import read
 from isoflop.sweeps.runs.directory import RunDirectory
 from isoflop.train.files import read_json
 from slurm_sweeps import EVERY, LONG, Sweep, process_of, slurm, sweeps_in, until
@@ -36,13 +35,12 @@ def over(sweep: Sweep) -> None:
 
 
 def causes(run: RunDirectory) -> list[str]:
-    return [attempt.cause for attempt in read(run)]
+    return [attempt.cause for attempt in run.record().attempts]
 
 
 def test_killed_runs_are_trained_again_and_fitted_without_a_terminal(
     sweep: Callable[[str], Sweep],
 ) -> None:
-    """Seed 0 is a task of its own, and its process is killed; seed 1 is stopped dead, so that no sign of life comes."""
     kept = sweep("kept")
     kept.submit(*LONG, *KEPT, "tokens=300_000", "grid.axes={seed: [0]}", "cluster.queue_minutes=0")
     (run,) = kept.runs().values()
@@ -53,7 +51,7 @@ def test_killed_runs_are_trained_again_and_fitted_without_a_terminal(
     assert re.search(r"resumed from step_\d+", (run.path / "log.txt").read_text())
     assert (kept.path / "fit" / "report.html").exists()
     assert (read_json(kept.path / "jobs" / "keeper.json") or {})["over"] is True
-    first, second = read(run)
+    first, second = run.record().attempts
     assert first.flops_wasted == pytest.approx((first.last_step - first.saved_step) * run_flops_per_step(run))
     assert second.first_step == first.saved_step
     assert second.flops_wasted == 0
@@ -64,7 +62,7 @@ def run_flops_per_step(run: RunDirectory) -> float:
     return summary["flops_exact"] / summary["step"]
 
 
-def test_the_runs_of_a_queue_outlive_their_worker(sweep: Callable[[str], Sweep]) -> None:
+def test_short_runs_share_a_worker_and_outlive_it(sweep: Callable[[str], Sweep]) -> None:
     """One worker for three short runs; it is killed in the second, and another one goes on where it was."""
     queued = sweep("queued")
     grid = ["grid.axes={seed: [0, 1, 2]}", "cluster.queue_minutes=10", "cluster.array_parallelism=1"]
@@ -103,14 +101,14 @@ def test_a_sweep_without_keepers_says_so_and_retry_brings_them_back(sweep: Calla
 
     until(none_is_left, "a queue without keepers")
     said = isoflop(*command, "doctor", str(left.path), code=1)
-    assert "nobody looks after this sweep: its keepers are gone from SLURM's queue (isoflop retry" in said
-    assert "nobody looks after this sweep" in isoflop(*command, "status", str(left.path))
+    assert "no keeper looks after this sweep: they are gone from SLURM's queue (isoflop retry" in said
+    assert "no keeper looks after this sweep" in isoflop(*command, "status", str(left.path))
     isoflop(*command, "retry", str(left.path))
     assert len(left.queue("keeper")) == 2
-    assert "nobody" not in isoflop(*command, "status", str(left.path))
+    assert "no keeper" not in isoflop(*command, "status", str(left.path))
     isoflop(*command, "cancel", str(left.path))
     over(left)
-    assert "nobody" not in isoflop(*command, "status", str(left.path))
+    assert "no keeper" not in isoflop(*command, "status", str(left.path))
 
 
 def test_a_sweep_is_extended_while_it_runs_and_a_run_of_it_cancelled(sweep: Callable[[str], Sweep]) -> None:
@@ -140,7 +138,7 @@ def isoflop(*arguments: str, code: int = 0) -> str:
 
 
 def test_a_keeper_that_is_held_up_holds_up_no_other(sweep: Callable[[str], Sweep]) -> None:
-    """As by a controller that was killed, and takes it for running. Here it is on hold, until the other releases it."""
+    """As by a controller that was killed, and takes it for running. Here it is on hold."""
     stuck = sweep("stuck")
     stuck.submit(*LONG, *KEPT, "tokens=200_000", "grid.axes={seed: [0]}", "cluster.queue_minutes=0")
     slurm("scontrol", "hold", min(stuck.queue("keeper"), key=int))

@@ -21,7 +21,7 @@ from isoflop.sweeps.execute import conduct
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.sweeps.runs.forms import JobShape
 from isoflop.sweeps.slurm import commands, snapshot
-from isoflop.sweeps.slurm.record import LaunchRecord, labelled_jobs
+from isoflop.sweeps.slurm.jobs import jobs_of
 from isoflop.sweeps.slurm.submit import Call, Request, Submission
 from slurm_sweeps import EVERY, ROOT, SMALL, Sweep, slurm, sweeps_in, until
 
@@ -44,12 +44,10 @@ def test_a_job_has_its_cpus_the_sweeps_code_and_hugging_faces_evaluate(tmp_path:
     )
     code, folder = snapshot.take(sweep), sweep.path.resolve() / "jobs" / "slurm-0"
     # It is launched from the root of the code, where a folder `evaluate` lies.
-    jobs = Submission("grid", "isoflop:0:0", ClusterConfig(kind="slurm"), folder, ROOT, code)
-    (job,) = jobs.submit(Request("train", JobShape(0, 2, 1.0, 5)), [Call(runpy.run_path, (str(script),))])
-    assert slurm("squeue", "-h", "-j", job, "-o", "%T %r").split() == ["PENDING", "JobHeldUser"]
-    assert commands.release([job]) is None
-    assert commands.release([job]) is None, "once more, while it starts"
-    until(lambda: job not in commands.live_jobs(), "an end of the job")
+    jobs = Submission("grid", ClusterConfig(kind="slurm"), folder, ROOT, code)
+    request = Request("worker", JobShape(0, 2, 1.0, 5), "isoflop:0:worker:")
+    (job,) = jobs.submit(request, [Call(runpy.run_path, (str(script),))])
+    until(lambda: job not in {queued.name for queued in commands.queue()}, "an end of the job")
     file, has_load, ours, first, threads, *step = json.loads(answer.read_text())
     assert has_load
     assert "site-packages" in file
@@ -95,7 +93,7 @@ def launched(directory: SweepDirectory) -> int:
     os._exit(0)
 
 
-def test_launchers_that_are_killed_at_random_times_submit_every_run_once(sweep: Callable[..., Sweep]) -> None:
+def test_launchers_that_are_killed_at_random_times_submit_no_worker_twice(sweep: Callable[..., Sweep]) -> None:
     """What they submit the user wants on hold, so that it can be counted."""
     shot, rolls, killed, usual = sweep("shot"), random.Random(6), 0, 0.0
     shot.submit("+grid=smoke", "cluster.additional_parameters={hold: true}")
@@ -113,10 +111,8 @@ def test_launchers_that_are_killed_at_random_times_submit_every_run_once(sweep: 
         begun = time.monotonic()
         assert os.waitpid(launched(directory), 0)[1] == 0
         usual = usual or time.monotonic() - begun
-        record = LaunchRecord.read(directory)
-        assert labelled_jobs(directory).keys() == record.jobs() & commands.live_jobs()
-        assert len(shot.queue("train")) == len({record.training[name] for name in shot.runs()}) == 4
-        assert (len(shot.queue("fit")), len(shot.queue("keeper"))) == (1, 2)
+        assert (len(shot.queue("worker")), len(shot.queue("keeper")), len(shot.queue(EVERY))) == (2, 2, 4)
+        assert {job.name for job in jobs_of(directory)} == set(shot.queue(EVERY))
     assert killed == 4
 
 
@@ -125,20 +121,19 @@ def test_an_account_with_room_for_few_jobs_gets_all_done(sweep: Callable[..., Sw
     # Two of the eight that the account may have are somebody else's.
     for _ in range(2):
         slurm(
-            "sbatch", "--hold", "--account=small", f"--job-name={few.name}-queue", "--output=/dev/null", "--wrap=true"
+            "sbatch", "--hold", "--account=small", f"--job-name={few.name}-other", "--output=/dev/null", "--wrap=true"
         )
-    printed = few.submit("cluster.account=small", "cluster.keeper_seconds=1", "+grid=smoke", "fit.bootstrap=50")
-    assert "held back 1 run until" in printed
+    few.submit("cluster.account=small", "cluster.keeper_seconds=1", "+grid=smoke", "fit.bootstrap=50")
     most = 0
 
     def over() -> bool:
         nonlocal most
-        most = max(most, len(few.queue(EVERY)))
-        return not few.queue("train,evaluate,fit,keeper")
+        most = max(most, len(few.queue(f"{EVERY},other")))
+        return not few.queue(EVERY)
 
     until(over, "no job of the sweep")
     assert few.states() == ["done"] * 4, few.job_logs()
     assert most <= 8
-    attempts = [len((run.path / "attempts.jsonl").read_text().splitlines()) for run in few.runs().values()]
-    assert attempts == [1] * 4
+    assert [len(run.record().attempts) for run in few.runs().values()] == [1] * 4
+    slurm("scancel", *few.queue("other"))
     assert (few.path / "fit" / "report.html").exists()

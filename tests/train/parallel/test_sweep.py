@@ -14,14 +14,16 @@ from pathlib import Path
 
 import pytest
 from isoflop.sweeps.entry import sweep_main
-from isoflop.sweeps.execute import worker
+from isoflop.sweeps.execute.attempt import Interrupt, train_one
 from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
+from isoflop.sweeps.runs.lease import Ending
 from isoflop.train.config import ModelConfig, ParallelConfig, RunConfig, run_id
 from isoflop.train.files import HALVED, write_json
 from isoflop.train.job.environment import Ranks
 from isoflop.train.job.failure import Cause, Failure, RankError
 from isoflop.train.loop import train
+from small_runs import own_signals
 
 ROOT = Path(__file__).resolve().parents[3]
 SMOKE = ["+grid=smoke", "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11"]
@@ -123,7 +125,6 @@ def test_a_rank_out_of_memory_leaves_the_run_preempted_for_another_start(
     config = RunConfig(model=ModelConfig(vocab_size=256), parallel=ParallelConfig(dp=2))
     run = SweepDirectory(tmp_path).run(run_id(config))
     run.freeze(config)
-    (tmp_path / "plan.json").write_text("{}")  # by which a worker sees that the folder is shared with it
     reason = "rank 1 on node2: OutOfMemory: out of memory at step 3; it is 2 from here on"
 
     def out_of_memory(*args: object, **kwargs: object) -> None:
@@ -131,12 +132,10 @@ def test_a_rank_out_of_memory_leaves_the_run_preempted_for_another_start(
         raise RankError(Failure(Cause.MEMORY, reason, rank=1, host="node2"))
 
     monkeypatch.setattr("isoflop.train.loop.train", out_of_memory)
-    monkeypatch.setattr(worker, "detect", lambda: Ranks(rank=0, size=2))
-    worker.train_run(str(run.path), Policy())
-    assert (run.state().state, run.state().reason) == ("preempted", reason)
-    with pytest.raises(worker.RunFailed, match="out of memory"):
-        worker.train_run(str(run.path), Policy())  # a second time it is a failure
-    assert run.state().state == "failed"
+    with own_signals():
+        first, second = (train_one(run, Ranks(size=2), Interrupt(), Policy()) for _ in range(2))
+    assert first == Ending("preempted", reason, "memory")
+    assert (second.state, second.cause) == ("failed", "memory")
 
 
 def test_a_lone_process_is_no_run_of_four_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,11 +143,10 @@ def test_a_lone_process_is_no_run_of_four_ranks(tmp_path: Path, monkeypatch: pyt
     config = RunConfig(model=ModelConfig(vocab_size=256), parallel=ParallelConfig(tp=2, dp=2), tokens=4096)
     run = SweepDirectory(tmp_path).run(run_id(config))
     run.freeze(config)
-    (tmp_path / "plan.json").write_text("{}")  # by which a worker sees that the folder is shared with it
-    with pytest.raises(worker.RunFailed):
-        worker.train_run(str(run.path), Policy())
-    assert run.state().state == "failed"
-    assert "parallel.tp 2 * parallel.dp 2 is 4 and the job has 1 rank;" in (run.state().reason or "")
+    with own_signals():
+        ending = train_one(run, Ranks(), Interrupt(), Policy())
+    assert ending.state == "failed"
+    assert "parallel.tp 2 * parallel.dp 2 is 4 and the job has 1 rank;" in (ending.reason or "")
 
 
 def test_ranks_change_neither_budgets_nor_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

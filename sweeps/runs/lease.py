@@ -1,0 +1,246 @@
+"""The lease of a run: the lock and the signs of life of the worker that trains it, and what its journal then says.
+
+- A worker that dies loses its lock at once, by the kernel. If a file system carries no locks from node to node, its
+  signs of life (runs/<run_id>/heartbeat) still keep others away until they are too old.
+- A run whose worker is gone is reconciled by the next process that takes its lock: the journal gets the line that the
+  worker could not write. A process that fails writes its reason into failure.json; what SLURM says of its job counts
+  if that is more definite.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...train.errors import UserError
+from ...train.files import read_json
+from ...train.flops import flops_exact
+from ...train.job.failure import Cause, forget_failure, read_failure
+from ...train.schedule import trunk_steps
+from .attempts import Policy, decide
+from .directory import Busy, RunDirectory, now_on, this_node, this_user
+from .journal import ENDS_AS, Cancelled, Failed, Name, Reset, RunRecord, Started, Stopped
+
+
+class Ending(NamedTuple):
+    """How a process leaves a run."""
+
+    state: Name
+    reason: str | None = None  # in a sentence; None when done
+    cause: str | None = None  # one of attempts.CAUSES; None: what the state says
+
+
+@dataclass(frozen=True)
+class Death:
+    """Why a process is gone that could not write it."""
+
+    cause: str  # of an attempt
+    reason: str
+
+
+KILLED = Death("killed", "its worker was killed")
+UNWRITTEN = Death("disk", "how it ended could not be written")
+Explain = Callable[[Started], Death]  # why the process of an attempt under way is gone
+
+
+@contextlib.contextmanager
+def hold(
+    run: RunDirectory, job: str, policy: Policy, explain: Explain = lambda start: KILLED
+) -> Iterator[RunRecord | None]:
+    """Hold a run while this process trains it: its journal gets the beginning, and `conclude` writes the end.
+
+    Yields:
+        What the journal says once the attempt has begun; None if there is nothing to do.
+
+    Raises:
+        Busy: another process trains the run.
+        OSError: the beginning could not be written, and nothing has begun.
+    """
+    with hold_idle(run, policy):
+        record = reconcile(run, explain)
+        decision = decide(record.recent, policy, 0, 0.0)
+        if record.state.state in ("done", "diverged", "cancelled"):
+            yield None
+        elif (by := run.cancel_asked()) is not None:
+            cancel(run, f"cancelled by {by} before it began")
+            yield None
+        elif not decision.again:
+            if record.state.state == "preempted":
+                run.write_event(Failed, reason=f"{decision.why}; {record.state.reason}")
+            yield None
+        else:
+            forget_failure(run.path)
+            run.give_sign()
+            try:
+                record = begin(run, record, job, this_node())
+                with contextlib.suppress(OSError):
+                    run.log(f"attempt {record.state.attempt} on {record.state.host}, job {job}, process {os.getpid()}")
+                yield record
+            finally:
+                with contextlib.suppress(OSError):
+                    run.forget_signs()
+
+
+@contextlib.contextmanager
+def hold_idle(run: RunDirectory, policy: Policy) -> Iterator[None]:
+    """Hold a run that no process trains. Busy: one does."""
+    with run.lock(timeout=0.0):
+        start = run.record().open
+        if start is not None and start.machine != socket.gethostname() and not is_silent(run, policy):
+            raise Busy(f"run {run.run_id} gives signs of life on {start.host}")
+        yield
+
+
+def begin(run: RunDirectory, record: RunRecord, job: str | None, node: str | None) -> RunRecord:
+    """Write that an attempt begins, in a job on a node, or that it was to begin and had no node; see `hold`."""
+    first_step = newest_checkpoint(run) or 0
+    values: dict[str, Any] = {"metrics_bytes": _size(run.path / "metrics.jsonl"), "first_step": first_step}
+    with contextlib.suppress(UserError):  # a config that cannot be read ends the attempt
+        config = run.config()
+        begins = trunk_steps(config) if config.parent is not None else 0
+        values |= {"steps": config.steps, "begins": begins, "first_step": max(begins, first_step)}
+        values |= {"flops_per_step": flops_exact(config) / config.steps}
+        if config.parallel.device != "cpu":
+            import torch
+
+            values["gpus"] = config.parallel.world_size if torch.cuda.is_available() else 0
+    machine = socket.gethostname()
+    return run.write_event(Started, attempt=record.next_attempt, host=node, job_id=job, machine=machine, **values)
+
+
+def conclude(run: RunDirectory, ending: Ending, at_fault: Sequence[str] = (), ended: float | None = None) -> RunRecord:
+    """Write how the attempt under way ended: now, or at the time `ended`; the caller holds the run.
+
+    If the disk is full the attempt stays open, and the next process that holds the run reconciles it.
+    """
+    run.release()
+    record = run.record()
+    if (start := record.open) is None:
+        return record
+    cause = ending.cause or ("error" if ending.state == "failed" else ending.state)
+    saved = max(start.begins, newest_checkpoint(run) or 0)
+    logged = 0
+    if _size(run.path / "metrics.jsonl") > start.metrics_bytes:
+        logged = int(run.last_metrics().get("step", 0))
+    last = max(start.first_step, saved, start.steps if cause == "done" else logged)
+    with contextlib.suppress(OSError):
+        record = run.write_event(
+            Stopped,
+            flush=True,
+            attempt=start.attempt,
+            state=ending.state,
+            cause=cause,
+            reason=ending.reason,
+            ended=now_on(run.path) if ended is None else ended,
+            last_step=last,
+            saved_step=saved,
+            at_fault=tuple(at_fault),
+        )
+        run.log(ending.state if ending.reason is None else f"{ending.state}: {ending.reason}")
+    return record
+
+
+def reconcile(run: RunDirectory, explain: Explain = lambda start: KILLED) -> RunRecord:
+    """Write how an attempt ended whose process is gone; the caller holds the run."""
+    record = run.record()
+    if (start := record.open) is None:
+        return record
+    death, noted, at_fault = explain(start), read_failure(run.path), tuple[str, ...]()
+    cause, reason = death.cause, death.reason
+    if noted is not None:
+        reason += f" ({noted.reason})"
+        if cause in ("killed", "lost", "disk") or noted.cause == Cause.HUNG:  # else SLURM knows better
+            cause, at_fault = str(noted.cause), noted.hosts
+    if run.cancel_asked() is not None:
+        cause = "cancelled"
+    record = conclude(run, Ending(ENDS_AS.get(cause, "failed"), reason, cause), at_fault, run.last_sign())
+    with contextlib.suppress(OSError):
+        run.forget_signs()
+    return record
+
+
+def reconcile_idle(run: RunDirectory, policy: Policy, explain: Explain = lambda start: KILLED) -> bool:
+    """Reconcile a run unless a process trains it. Returns True if its process was gone."""
+    with contextlib.suppress(Busy, OSError), hold_idle(run, policy):
+        return run.record().open is not None and reconcile(run, explain).open is None
+    return False
+
+
+def charge(run: RunDirectory, policy: Policy, job: str, death: Death) -> None:
+    """Count an attempt of a worker that died before it claimed any run, so that such workers end with the budget."""
+    with contextlib.suppress(Busy, OSError), hold_idle(run, policy):
+        record = run.record()
+        if record.open is None and record.state.state not in ("done", "diverged", "cancelled"):
+            begin(run, record, job, None)
+            reconcile(run, lambda start: death)
+
+
+def cancel(run: RunDirectory, reason: str) -> None:
+    """Write that a run is cancelled; the caller holds it."""
+    run.write_event(Cancelled, flush=True, reason=reason)
+    run.log(reason)
+
+
+def cancel_idle(run: RunDirectory, by: str, policy: Policy) -> bool:
+    """Cancel an unfinished run. Returns True if it was cancelled; Busy: a process trains it."""
+    with hold_idle(run, policy):
+        if run.is_done():
+            run.forget_cancel()
+            return False
+        before = reconcile(run, lambda start: Death("killed", "its process was killed")).state
+        past = f", and had {before.state} before: {before.reason}" if before.reason else ""
+        cancel(run, f"cancelled by {by}{past}")
+        return True
+
+
+def reset(run: RunDirectory, policy: Policy) -> None:
+    """Give a run a new budget of retries, and plan it again unless it is done. Busy: a process trains it."""
+    with hold_idle(run, policy):
+        reconcile(run)
+        forget_failure(run.path)
+        run.forget_cancel()
+        run.write_event(Reset, by=this_user())
+
+
+def is_silent(run: RunDirectory, policy: Policy) -> bool:
+    """Return whether a run has given no sign of life for so long that it counts as dead."""
+    seconds = sign_age(run)
+    return seconds is None or seconds > policy.silence_seconds
+
+
+def sign_age(run: RunDirectory, now: float | None = None) -> float | None:
+    """Return the seconds since the last sign of life, if any; `now` is `now_on` of the same file system."""
+    seen = run.last_sign()
+    return None if seen is None else max(0.0, (now_on(run.path) if now is None else now) - seen)
+
+
+def newest_checkpoint(run: RunDirectory) -> int | None:
+    """Return the step of the newest checkpoint whose files have their manifest's sizes; the trainer checks hashes."""
+    folders = {step: run.path / "checkpoints" / f"step_{step}" for step in reversed(run.saved_steps())}
+    return next((step for step, folder in folders.items() if visible_damage(folder) is None), None)
+
+
+def visible_damage(checkpoint: Path) -> str | None:
+    """Return what is wrong with a checkpoint, by the names and sizes of its files."""
+    manifest = read_json(checkpoint / "manifest.json")
+    if not manifest:
+        return "its manifest.json is missing or unreadable"
+    for name, entry in manifest.items():
+        try:
+            if (checkpoint / name).stat().st_size != entry["bytes"]:
+                return f"{name} has another size than its manifest says"
+        except (OSError, ValueError, KeyError, TypeError):
+            return f"{name} is missing"
+    return None
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
