@@ -305,7 +305,7 @@ def report_command(sweep: Sweep, as_json: AsJson = False) -> None:
 
 def _act(path: Path, as_json: bool, action: Callable[[SweepDirectory], int]) -> None:
     """Acts on a sweep and exits with the action's code; with `as_json` it prints the runs that were changed."""
-    from ..execute.conduct import look_after
+    from ..execute.conduct import restore_keepers
     from ..runs.membership import members
 
     sweep = _open(path)
@@ -313,7 +313,7 @@ def _act(path: Path, as_json: bool, action: Callable[[SweepDirectory], int]) -> 
     with _said_aside(as_json):
         code = action(sweep)
         with contextlib.suppress(UserError):  # SLURM does not answer, as the action has said
-            look_after(sweep)
+            restore_keepers(sweep)
     if as_json:
         after = {run.run_id: run.state() for run in members(sweep)}
         said = [{"run_id": name, **asdict(state)} for name, state in after.items() if before.get(name) != state]

@@ -74,7 +74,7 @@ class Board:
         self._over: set[str] = set()  # runs that have ended, and need no second look
         self._scored: set[str] = set()
 
-    def look_again(self) -> None:
+    def forget_ended(self) -> None:
         """Forget which runs have ended: a user may have asked for some of them again."""
         self._over.clear()
 

@@ -105,7 +105,7 @@ def _conduct_here(prepared: Prepared, only: set[str] | None = None) -> int:
             def tick(claims: list[dict[str, Any]]) -> None:
                 running = view.update(claims)
                 if judge is not None:
-                    judge.look(running)
+                    judge.stop_hopeless(running)
 
             backend.train(tick)
         if not controller.grow(sweep):
@@ -172,7 +172,7 @@ def submit(prepared: Prepared, only: set[str] | None = None) -> None:
         print(f"submitted {counted(waiting, 'run')} and {counted(len(missing), 'scoring')} to SLURM, and {workers}")
 
 
-def look_after(sweep: SweepDirectory) -> None:
+def restore_keepers(sweep: SweepDirectory) -> None:
     """Bring back the keepers of a sweep on SLURM if they were cancelled."""
     if (sweep.path / "jobs" / LAUNCH).exists() and is_unattended(sweep, jobs_of(sweep)):
         with sweep.lock(LOCK_SECONDS):

@@ -51,7 +51,7 @@ class Judge:
         grid = configuration(sweep).grid
         return cls(sweep) if isinstance(grid, TuneGrid) and grid.stop_hopeless else None
 
-    def look(self, running: Iterable[str]) -> None:
+    def stop_hopeless(self, running: Iterable[str]) -> None:
         from ...fit.curves.hopeless import chance_to_win
 
         for name in running:

@@ -22,7 +22,7 @@ LOCK_SECONDS = 120.0  # that another pass, or a command, may hold the sweep
 def work(launch: Launch) -> None:
     """Work as one job, and start what is missing as it ends; every rank calls it."""
     sweep = SweepDirectory(Path(launch.sweep))
-    if worker.work(launch, look=lambda: _try_pass(sweep)) and worker.is_first_rank():
+    if worker.work(launch, after_trunk=lambda: _try_pass(sweep)):
         _try_pass(sweep)
 
 
@@ -71,7 +71,7 @@ def run_pass(sweep: SweepDirectory) -> SlurmBackend:
         return backend
     over = controller.reconcile(sweep, backend)
     if (judge := Judge.of(sweep)) is not None:
-        judge.look(run.run_id for run in membership.members(sweep) if run.state().state == "running")
+        judge.stop_hopeless(run.run_id for run in membership.members(sweep) if run.state().state == "running")
     if over and controller.grow(sweep):
         over = controller.reconcile(sweep, backend)
     over = over and not backend.fit()

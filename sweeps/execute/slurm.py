@@ -93,16 +93,17 @@ class SlurmBackend:
         return slurm.death_of(start.job_id, start.host)
 
     def stillborn(self) -> list[tuple[str, JobShape, Death]]:
-        """Return the workers that ended before they claimed anything, each once; see `Backend`."""
-        live, dead = {job.name for job in slurm.queue()}, list[tuple[str, JobShape, Death]]()
-        for job, (shape, folder) in submitted_workers(self.sweep).items():
-            if job in live or any(folder.glob(f"{job}-*.claims")):
-                continue
-            death = slurm.death_of(job, None)
-            Claims(folder, job).path.touch()  # it is counted once
-            if death.cause not in ("preempted", "time_limit"):
-                dead.append((job, shape, Death(death.cause, f"{death.reason}; {self._last_words(folder, job)}")))
-        return dead
+        """Return the workers that ended badly before they claimed anything, each once; see `Backend`."""
+        live = {job.name for job in slurm.queue()}
+        dead = {job: place for job, place in submitted_workers(self.sweep).items() if job not in live}
+        empty = {job: place for job, place in dead.items() if Claims(place[1], job).count()}
+        outcomes, found = slurm.outcomes(empty), list[tuple[str, JobShape, Death]]()
+        for job, (shape, folder) in empty.items():
+            death = slurm.death_of(job, None, outcomes)
+            # One that has completed found no task, and one that was told to stop has not failed.
+            if outcomes.get(job, ("",))[0] != "COMPLETED" and death.cause not in ("preempted", "time_limit"):
+                found.append((job, shape, Death(death.cause, f"{death.reason}; {self._last_words(folder, job)}")))
+        return found
 
     def start_workers(self, shape: JobShape, count: int, avoid: tuple[str, ...] = ()) -> None:
         label = label_of(shape)

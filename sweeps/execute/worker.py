@@ -105,6 +105,16 @@ class Claims:
             return lines
         return []
 
+    def count(self) -> bool:
+        """Note that a dead worker without claims was counted as a failure. Returns False if it had claims, or was."""
+        every_start = self.path.parent.glob(self.path.name.rpartition("-")[0] + "-*.claims")
+        text = "".join(path.read_text(encoding="utf-8") for path in every_start)
+        if '"run"' in text or '"counted"' in text:
+            return False
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"task": "counted"}) + "\n")
+        return True
+
     def following(self) -> Iterator[str]:
         """Yield the id of each run to train as it is claimed, until rank 0 ends."""
         while True:
@@ -128,15 +138,16 @@ class Claims:
         return True
 
 
-def work(launch: Launch, look: Callable[[], None] = lambda: None) -> bool:
+def work(launch: Launch, after_trunk: Callable[[], None] = lambda: None) -> bool:
     """Train and score what is free for a worker of this shape; every rank of the job calls it.
 
     Args:
         launch: what to work on.
-        look: called after a run that others wait for, so that workers are started for those.
+        after_trunk: called after a run that others wait for, so that workers are started for those.
 
     Returns:
-        Whether the worker has ended by itself, or because its time is nearly over, and not because it was told to stop.
+        Whether this is rank 0 of a worker that has ended by itself, or because its time is nearly over, and not because
+        it was told to stop: then another may be needed.
 
     Raises:
         RunFailed: a run of several ranks failed on one of them.
@@ -145,7 +156,7 @@ def work(launch: Launch, look: Callable[[], None] = lambda: None) -> bool:
     sweep, ranks = check_shared(launch.sweep), detect()
     interrupt = Interrupt(None if launch.token is None else lambda: sweep.launcher_alive(str(launch.token)))
     if inside_job() and ranks.local_rank == 0:
-        look_at_node(sweep, ranks.local_size)
+        preflight_node(sweep, ranks.local_size)
     claims = Claims(Path(launch.folder), job_id(), job_restarts())
     with session():
         if ranks.rank > 0:
@@ -153,8 +164,8 @@ def work(launch: Launch, look: Callable[[], None] = lambda: None) -> bool:
                 _follow(sweep.run(name), ranks, interrupt)
         else:
             with claims.writing() as write:
-                _Worker(sweep, launch, ranks, interrupt, write, look).go()
-    return interrupt.reason is None or interrupt.is_over()
+                _Worker(sweep, launch, ranks, interrupt, write, after_trunk).go()
+    return ranks.rank == 0 and (interrupt.reason is None or interrupt.is_over())
 
 
 class _Worker:
@@ -167,17 +178,22 @@ class _Worker:
         ranks: Ranks,
         interrupt: Interrupt,
         write: Callable[[Task], None],
-        look: Callable[[], None],
+        after_trunk: Callable[[], None],
     ) -> None:
         self._config = configuration(sweep)
         self._board = Board(sweep, self._config, launch.scope)
-        self._launch, self._ranks, self._interrupt, self._write, self._look = launch, ranks, interrupt, write, look
+        self._launch, self._ranks, self._interrupt, self._write, self._after_trunk = (
+            launch,
+            ranks,
+            interrupt,
+            write,
+            after_trunk,
+        )
         self._node = this_node() if inside_job() else None
         self._limit = last_start(os.environ) if inside_job() else math.inf  # seconds in which it may begin a task
         self._until = time.monotonic() + self._limit
         self._parents = {run.parent for run in sweep.planned_runs()}
         self._evaluator: Any = None
-        self._refused = set[str]()  # runs that could not be begun here
 
     def go(self) -> None:
         import torch
@@ -190,7 +206,7 @@ class _Worker:
                 tidy()
                 pause, idle_since = POLL_SECONDS, time.monotonic()
                 continue
-            self._board.look_again()
+            self._board.forget_ended()
             if not self._may_wait(time.monotonic() - idle_since):
                 return
             time.sleep(pause)
@@ -241,7 +257,7 @@ class _Worker:
         if ending.state == "preempted" and self._interrupt.reason is None and self._ranks.size > 1:
             self._interrupt.reason = "another rank was told to stop"
         if run.run_id in self._parents:
-            self._look()
+            self._after_trunk()
         return True
 
     def _explain(self, start: Started) -> Death:
@@ -275,7 +291,7 @@ class _Worker:
         return True
 
 
-def look_at_node(sweep: SweepDirectory, ranks: int = 1) -> None:
+def preflight_node(sweep: SweepDirectory, ranks: int = 1) -> None:
     """Check that this node computes what it should, before the first job of a sweep on its kind trains anything."""
     try:
         config, runs = configuration(sweep), [run.config() for run in sweep.runs()]
@@ -322,7 +338,3 @@ def _follow(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> None:
         cause = Cause(str(ending.cause))
         note_failure(run.path, Failure(cause, str(ending.reason), ranks.rank, ranks.host, hosts=(ranks.host,)))
         raise RunFailed(f"rank {ranks.rank} of run {run.run_id} failed: {ending.reason}")
-
-
-def is_first_rank() -> bool:
-    return detect().rank == 0

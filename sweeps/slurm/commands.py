@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ...train.errors import UserError
@@ -75,11 +75,14 @@ def release(jobs: Iterable[str]) -> None:
         ask("scontrol", "release", ",".join(names), patience=PATIENCE)
 
 
-def death_of(job: str | None, node: str | None) -> Death:
-    """Return why the process of a job is gone, in SLURM's words if it knows the job; of no job, one on this machine."""
+def death_of(job: str | None, node: str | None, known: Mapping[str, tuple[str, str | None]] | None = None) -> Death:
+    """Return why the process of a job is gone, in SLURM's words if it knows the job; of no job, one on this machine.
+
+    `known` is what `outcomes` has answered already.
+    """
     if job is None:
         return KILLED
-    outcome, last = outcomes([job]).get(job, (None, None))
+    outcome, last = (outcomes([job]) if known is None else known).get(job, (None, None))
     node = node or last
     where = f"its job {job} on {node}" if node else f"its job {job}"
     if outcome is None:

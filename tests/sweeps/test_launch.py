@@ -254,17 +254,22 @@ def test_workers_that_die_before_they_claim_end_with_the_budget(make: Make, queu
     reason = str(run.state().reason)
     assert "SLURM calls the job FAILED; it left no log in" in reason
     assert "does its node see that folder?" in reason
-    # A worker that was cancelled, or that has claimed something, costs no run anything.
+    # A worker that was cancelled, found no task, or has claimed something costs no run anything.
     sweep = make({"other": 40.0})
     sweep.go()
     (job,) = queue.of_kind("worker")
     queue.end(job)
     queue.say("ended", f"{job}|CANCELLED|None\n")
     sweep.go()
+    (idle,) = queue.of_kind("worker")
+    queue.end(idle)
+    queue.say("ended", f"{idle}|COMPLETED|node3\n")
+    sweep.go()
     (second,) = queue.of_kind("worker")
     (folder,) = {path.parent for path in sweep.sweep.path.glob(f"jobs/*/{second}_submitted.pkl")}
-    Claims(folder, second).path.touch()
+    Claims(folder, second).path.write_text('{"task": "train", "run": "other"}\n')
     queue.end(second)
+    queue.say("ended", f"{second}|FAILED|node3\n")
     sweep.go()
     assert sweep.runs()[0].record().attempts == ()
 

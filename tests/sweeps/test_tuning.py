@@ -461,7 +461,7 @@ def test_runs_of_a_tune_that_cannot_win_are_stopped_for_good(tmp_path: Path) -> 
         log_losses(run, excess, 0.4)
     judge = Judge.of(sweep)
     assert judge is not None
-    judge.look([run.run_id for run in others[:2]])
+    judge.stop_hopeless([run.run_id for run in others[:2]])
     assert others[1].cancel_asked() is None
     said = others[0].cancel_asked()
     assert said is not None

@@ -287,7 +287,7 @@ def test_the_pass_after_a_trunk_starts_workers_for_its_branches(
     looks: list[list[str]] = []
     train_alone(lambda config, directory, **arguments: succeed(directory))
     launch = Launch(str(bench.sweep.path), SHAPE, str(bench.sweep.path / "jobs" / "1"))
-    worker.work(launch, look=lambda: looks.append(states(trunk)))
+    worker.work(launch, after_trunk=lambda: looks.append(states(trunk)))
     assert looks == [["done"]]
 
 
