@@ -7,6 +7,9 @@ local       +grid=ladder with trunks on corpus.jsonl, six of its runs scored on 
             and three runs are planned
 slurm       +grid=points, submitted from /scratch; squeue.txt shows its jobs: keepers, a queue's worker, an array with a
             run and an ensemble, scoring, and the fit; jobs/slurm-* has what each was to call, pickled
+
+`fixtures/sweep_0.2` is what the first version with journals wrote: of three runs one is done, one was killed with its
+launcher after the checkpoint of step 149, and one is planned.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from typing import Any
 import isoflop
 import pytest
 import yaml
+from isoflop.sweeps.runs.journal import read_record
 
 FIXTURE = Path(__file__).resolve().parent / "fixtures" / "sweep_0.1"
 ROOT = Path(isoflop.__file__).resolve().parent
@@ -96,10 +100,9 @@ def test_the_command_that_it_was_started_with_continues_it_to_the_report(old: Pa
     assert plan(sweep) == before
     assert {read(sweep / "runs" / name / "state.json")["state"] for name in before} == {"done"}
     assert {name: [(sweep / "runs" / name / file).read_bytes() for file in WRITTEN] for name in done} == said
-    lines = [json.loads(line) for line in (sweep / "runs" / TRUNK / "attempts.jsonl").read_text().splitlines()]
-    attempts = [(line["cause"], line["first_step"]) for line in lines if "attempt" in line]
-    assert attempts == [("killed", 0), ("done", 30)]
-    wasted = lines[0]["flops_wasted"]  # from the checkpoint to the kill
+    attempts = read_record(sweep / "runs" / TRUNK).attempts
+    assert [(attempt.cause, attempt.first_step) for attempt in attempts] == [("killed", 0), ("done", 30)]
+    wasted = attempts[0].flops_wasted  # from the checkpoint to the kill
     header, *rows = (sweep / "table.csv").read_text().splitlines()
     assert "quiz/gold_bpb" in header.split(",")
     assert {row.split(",")[0] for row in rows} == before.keys()
@@ -113,3 +116,18 @@ def test_the_command_that_it_was_started_with_continues_it_to_the_report(old: Pa
 def test_a_sweep_whose_jobs_an_earlier_version_submitted_is_shown(old: Path) -> None:
     status = json.loads(command(old, *ISOFLOP, "status", "slurm", "--json"))
     assert status["states"] == {"queued": 5}
+
+
+def test_a_sweep_with_journals_continues_where_its_launcher_was_killed(tmp_path: Path) -> None:
+    sweep = Path(shutil.copytree(FIXTURE.with_name("sweep_0.2"), tmp_path / "new")) / "local"
+    status = json.loads(command(sweep.parent, *ISOFLOP, "status", "local", "--json"))
+    assert status["states"] == {"planned": 1, "running": 1, "done": 1}
+    (killed,) = [run["run_id"] for run in status["runs"] if run["state"] == "running"]
+    journals = {path: path.read_text() for path in sweep.glob("runs/*/events.jsonl")}
+    started_with = yaml.safe_load((sweep / "sweep.yaml").read_text())["command"]
+    command(sweep.parent, sys.executable, str(ROOT / "sweep.py"), *started_with[2:])
+    assert {read(path)["state"] for path in sweep.glob("runs/*/state.json")} == {"done"}
+    assert all(path.read_text().startswith(text) for path, text in journals.items()), "a journal only grows"
+    attempts = [(attempt.cause, attempt.first_step) for attempt in read_record(sweep / "runs" / killed).attempts]
+    assert attempts == [("killed", 0), ("done", 149)]
+    assert (sweep / "fit" / "report.html").exists()

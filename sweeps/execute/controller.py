@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Literal, Protocol
 
-from ...train.errors import counted
+from ...train.errors import UserError, counted
 from .. import prepare
 from ..config import SweepConfig
 from ..growth import extend
@@ -187,7 +187,11 @@ def replan(prepared: Prepared, command: list[str] | None = None) -> None:
     prepare.write_plan(prepared, command)
     by_id = prepared.by_id
     for run in prepared.directories:
-        if run.state().state not in ("done", "running"):
+        state = run.state().state
+        if state == "running":
+            with contextlib.suppress(UserError):  # unless its worker is gone, which nobody has noticed yet
+                run.refreeze(by_id[run.run_id], timeout=0.0)
+        elif state != "done":
             run.refreeze(by_id[run.run_id])  # what the plan says of where and how, as its ranks or its trunk
 
 

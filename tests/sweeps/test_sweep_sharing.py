@@ -14,8 +14,8 @@ from typing import Any
 import pandas as pd
 import pytest
 from isoflop.fit import read_table
-from isoflop.sweeps.runs import attempts
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
+from isoflop.sweeps.runs.journal import read_record
 from small_runs import until
 
 pytestmark = pytest.mark.slow  # whole sweeps, one after the other
@@ -146,7 +146,7 @@ def test_a_killed_worker_is_replaced_and_its_run_is_tried_again(tmp_path: Path) 
     os.kill(int(begun()[0]), signal.SIGKILL)
     code, output = finished(process)
     assert code == 0, output
-    causes = sorted([attempt.cause for attempt in attempts.read(run)] for run in runs(tmp_path))
+    causes = sorted([attempt.cause for attempt in read_record(run.path).attempts] for run in runs(tmp_path))
     assert causes == [["done"], ["done"], ["killed", "done"]]
     workers = [set(re.findall(r"process (\d+)", log)) for log in logs()]
     assert len(set.union(*workers)) == 2, "the worker that took over trained all that was left"
