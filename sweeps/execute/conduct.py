@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import shutil
+import sys
 import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +19,20 @@ from .. import prepare
 from ..config import SweepConfig, TuneGrid
 from ..plan import rates
 from ..prepare import Prepared
-from ..runs import membership
+from ..results.scoring import is_scored
+from ..runs import lease, membership
 from ..runs.attempts import Policy
-from ..runs.directory import AtWork, RunDirectory, SweepDirectory
+from ..runs.directory import AtWork, Busy, RunDirectory, SweepDirectory
 from ..runs.preflight import check_first_job
 from ..slurm import cluster as slurm_cluster
 from ..slurm.jobs import LAUNCH, is_unattended, jobs_of
 from ..terminal import describe_seconds
 from . import controller
-from .board import EVERYTHING, Board, Scope
+from .controller import EVERYTHING, Board, Scope
 from .hopeless import Judge
-from .jobs import CALLS
-from .slurm import SlurmBackend, wait_for_slurm
+from .slurm import SlurmBackend
 
+SHOW_SECONDS = 5.0  # between two looks at the states for a user who waits
 LOCK_SECONDS = 60.0  # that a keeper's pass may hold a sweep
 LONGEST_NAME = 200  # bytes, of a sweep
 
@@ -80,13 +87,13 @@ def resume(sweep: SweepDirectory, only: set[str] | None = None) -> int:
 def _conduct_here(prepared: Prepared, only: set[str] | None = None) -> int:
     """Train, score and fit on this machine; the caller holds the sweep."""
     from ..results.finish import print_result, write_results
-    from .live import LiveView
+    from .display import LiveView
     from .local import LocalBackend
 
     started, sweep, config = time.monotonic(), prepared.sweep, prepared.config
     asked = open_runs(prepared, only)
     # Before anything that takes long, in which a run may be cancelled.
-    controller.renew([*asked, *controller.missing_scores(prepared.directories, config)], Policy.of(config.cluster))
+    renew([*asked, *missing_scores(prepared.directories, config)], Policy.of(config.cluster))
     if asked and config.preflight:
         for line in check_first_job(sweep, prepared.runs, config.parallel.world_size):
             print(line)
@@ -114,7 +121,7 @@ def _conduct_here(prepared: Prepared, only: set[str] | None = None) -> int:
     if any(run.is_done() for run in sweep.runs()):
         write_results(sweep)
         print_result(sweep)
-    code = controller.outcome(prepare.from_disk(sweep))
+    code = outcome(prepare.from_disk(sweep))
     print(f"all stages took {describe_seconds(time.monotonic() - started)}")
     return code
 
@@ -138,21 +145,21 @@ def _fetch_tasks(prepared: Prepared, asked: list[RunDirectory]) -> None:
     from ..results.scoring import stage
 
     tasks = prepared.config.evaluate.tasks
-    if tasks and (asked or controller.missing_scores(prepared.directories, prepared.config)):
+    if tasks and (asked or missing_scores(prepared.directories, prepared.config)):
         stage(tasks)
 
 
 def submit(prepared: Prepared, only: set[str] | None = None) -> None:
     """Submit the workers that are missing; from then on the jobs do the rest. The caller holds the sweep."""
     sweep, config = prepared.sweep, prepared.config
-    backend = SlurmBackend(sweep, config.cluster, CALLS)
+    backend = SlurmBackend(sweep, config.cluster)
     backend.memory.clear()  # a user asks again
     # First, so that what was lost until now counts against no new budget.
     controller.reconcile_lost(Board(sweep, config, EVERYTHING), backend.jobs(), backend)
     asked = open_runs(prepared, only)
     waiting = sum(run.state().state not in ("queued", "running") for run in asked)
-    missing = controller.missing_scores(prepared.directories, config)
-    controller.renew([*asked, *missing], Policy.of(config.cluster))
+    missing = missing_scores(prepared.directories, config)
+    renew([*asked, *missing], Policy.of(config.cluster))
     _prepare_text(asked)
     _fetch_tasks(prepared, asked)
     if not asked and not missing:
@@ -176,7 +183,7 @@ def restore_keepers(sweep: SweepDirectory) -> None:
     """Bring back the keepers of a sweep on SLURM if they were cancelled."""
     if (sweep.path / "jobs" / LAUNCH).exists() and is_unattended(sweep, jobs_of(sweep)):
         with sweep.lock(LOCK_SECONDS):
-            SlurmBackend(sweep, prepare.configuration(sweep).cluster, CALLS).start_keepers(controller.KEEPERS)
+            SlurmBackend(sweep, prepare.configuration(sweep).cluster).start_keepers(controller.KEEPERS)
         print(f"no keeper looked after this sweep any more; {controller.KEEPERS} keepers do now")
 
 
@@ -196,7 +203,59 @@ def _conclude(prepared: Prepared) -> int:
     else:
         write_results(sweep)
     print_result(sweep)
-    return controller.outcome(prepare.from_disk(sweep))
+    return outcome(prepare.from_disk(sweep))
+
+
+def wait_for_slurm(sweep: SweepDirectory) -> None:
+    """Return once no job of the sweep is in the queue, keepers included. Ctrl-C leaves the jobs alone."""
+    shown, looked = "", -math.inf
+    try:
+        while True:
+            with contextlib.suppress(UserError):
+                if not jobs_of(sweep):
+                    return
+            if sys.stdout.isatty() and time.monotonic() - looked > SHOW_SECONDS:
+                looked, before = time.monotonic(), shown
+                counts = Counter(run.state().state for run in sweep.runs())
+                shown = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+                if shown != before:
+                    print(shown, flush=True)
+            time.sleep(1.0)
+    except KeyboardInterrupt:
+        print(f"\nno longer waiting; the jobs go on, see `isoflop status {sweep.path}`")
+        raise
+
+
+def renew(runs: Iterable[RunDirectory], policy: Policy) -> None:
+    """Give a new budget of retries, or of scorings, to runs that had ended."""
+    for run in runs:
+        if run.state().state in ("failed", "diverged", "cancelled", "done"):
+            with contextlib.suppress(Busy):
+                lease.reset(run, policy)
+
+
+def missing_scores(runs: Sequence[RunDirectory], config: SweepConfig) -> list[RunDirectory]:
+    """Return the finished runs that lack scores."""
+    settings = asdict(config.evaluate)
+    return [run for run in runs if settings["tasks"] and run.is_done() and not is_scored(run, settings)]
+
+
+def outcome(prepared: Prepared) -> int:
+    """Return the exit code, after a line for every run that is not done."""
+    sweep = prepared.sweep
+    stands_in = {old: sweep.run(new) for new, old in membership.replacements(sweep).items()}
+    missing = missing_scores(prepared.directories, prepared.config)
+    code = 1 if missing else 0
+    for run in [run for run in prepared.directories if not run.is_done() and run.given_up() is None]:
+        print(f"run {run.run_id} is {run.state()}")
+        other = stands_in.get(run.run_id)
+        if other is not None and other.is_done():
+            print(f"run {other.run_id} was trained in its place, at a lower learning rate")
+        else:
+            code = 1
+    if missing:
+        print(f"{counted(len(missing), 'run')} could not be scored; see {sweep.path / 'runs'}/<run>/log.txt")
+    return code
 
 
 def check(config: SweepConfig) -> None:

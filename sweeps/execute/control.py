@@ -16,7 +16,6 @@ from ..runs.directory import Busy, RunDirectory, SweepDirectory, this_user
 from ..runs.membership import find_runs, is_over
 from ..slurm.jobs import LAUNCH
 from . import conduct
-from .jobs import CALLS
 from .slurm import SlurmBackend
 
 FACTOR = 0.5  # of the learning rate of a run that diverged, where the grid does not say
@@ -41,7 +40,7 @@ def cancel(sweep: SweepDirectory, prefixes: list[str]) -> int:
         return 0
     try:
         with sweep.lock(conduct.LOCK_SECONDS):  # a keeper's pass may be submitting at this moment
-            SlurmBackend(sweep, cluster_of(sweep.settings()), CALLS).cancel_all()
+            SlurmBackend(sweep, cluster_of(sweep.settings())).cancel_all()
         print("its jobs are cancelled; one that trains saves first")
     except UserError as error:
         print(f"its jobs are left in the queue, where each will find that it was cancelled: {error}")

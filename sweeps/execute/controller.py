@@ -11,26 +11,148 @@ import contextlib
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
 from operator import itemgetter
 from typing import Literal, Protocol
 
-from ...train.errors import UserError, counted
+from ...train.errors import UserError
 from .. import prepare
 from ..config import SweepConfig
 from ..growth import extend
 from ..prepare import Prepared
 from ..results.scoring import is_scored
-from ..runs import lease, membership
-from ..runs.attempts import Policy
-from ..runs.directory import Busy, RunDirectory, SweepDirectory
-from ..runs.forms import JobShape
+from ..runs import lease
+from ..runs.attempts import RETRIED, Attempt, Policy, decide
+from ..runs.directory import Busy, RunDirectory, SweepDirectory, now_on
+from ..runs.forms import JobShape, PlannedRun
 from ..runs.journal import Queued, Started
 from ..runs.lease import Death
-from .board import EVERYTHING, Board, Scope, Task
+from ..runs.membership import retries_spent
 
 KEEPERS = 2  # that wait in the queue, so that the death of one breaks nothing
+AVOID_SECONDS = 900.0  # from when a run can be claimed again, for which a node where it failed does not get it
+SCORINGS = 3  # times that a run is scored
+Status = Literal["free", "waiting", "taken", "over"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A run to train or to score."""
+
+    kind: Literal["train", "score"]
+    run: RunDirectory
+    shape: JobShape  # of the workers that can do it
+    status: Status
+    seconds: float = 0.0  # estimate
+    wait_seconds: float = 0.0  # until it is free, as far as that is known
+    avoid: tuple[str, ...] = ()  # nodes that must not have it
+
+
+def standing(
+    attempts: Sequence[Attempt], policy: Policy, spent: int, now: float
+) -> tuple[Status, float, tuple[str, ...]]:
+    """Return whether a run whose last attempt did not finish it can be claimed, in how many seconds, and not where.
+
+    `attempts` are those that count against the budgets, and `spent` the retries that the sweep has had. Pure.
+    """
+    ended = attempts[-1].ended if attempts else now
+    decision = decide(attempts, policy, spent, ended)
+    if not decision.again:
+        return "over", 0.0, ()
+    free_at = ended + decision.wait_seconds
+    avoid = decision.avoid if now < free_at + AVOID_SECONDS else ()
+    return ("waiting" if now < free_at else "free"), max(0.0, free_at - now), avoid
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Which tasks of a sweep a command asks for."""
+
+    skipped: Mapping[str, float] = field(default_factory=dict)  # runs that stay as they are, until their state changes
+    scores: bool = True
+
+
+EVERYTHING = Scope()
+
+
+class Board:
+    """The tasks of a sweep, as far as its `scope` goes."""
+
+    def __init__(self, sweep: SweepDirectory, config: SweepConfig, scope: Scope) -> None:
+        self.sweep, self.policy, self._skipped = sweep, Policy.of(config.cluster), scope.skipped
+        self._evaluate = dataclasses.asdict(config.evaluate) if config.evaluate.tasks and scope.scores else None
+        self._planned: dict[str, PlannedRun] = {}
+        self._read_at = 0
+        self._over: set[str] = set()  # runs that have ended, and need no second look
+        self._scored: set[str] = set()
+
+    def forget_ended(self) -> None:
+        """Forget which runs have ended: a user may have asked for some of them again."""
+        self._over.clear()
+
+    def tasks(self) -> Iterator[Task]:
+        """Yield what is not over, in the plan's order, trainings first; each run is read only when it is reached."""
+        self._read_plan()
+        now, spent = now_on(self.sweep.path), cache(partial(retries_spent, self.sweep))
+        for name in self._planned:
+            if name not in self._over:
+                task = self._training(name, now, spent)
+                if task.status != "over":
+                    yield task
+                elif name not in self._skipped:
+                    self._over.add(name)
+        if self._evaluate is not None:
+            yield from filter(None, map(self._scoring, self._planned))
+
+    def _read_plan(self) -> None:
+        if (changed := (self.sweep.path / "plan.json").stat().st_mtime_ns) != self._read_at:
+            self._planned = {run.run_id: run for run in self.sweep.planned_runs()}
+            self._read_at = changed
+
+    def _training(self, name: str, now: float, spent: Callable[[], int]) -> Task:
+        run, planned = self.sweep.run(name), self._planned[name]
+        current = run.state()
+        state = current.state
+        status: Status = "free"
+        wait, avoid = 0.0, tuple[str, ...]()
+        if self._skipped.get(name) == current.since:
+            status = "over"
+        elif state in ("preempted", "failed"):
+            attempts = run.record().recent
+            retried = bool(attempts) and attempts[-1].cause in RETRIED
+            status, wait, avoid = standing(attempts, self.policy, spent() if retried else 0, now)
+        elif state in ("done", "diverged", "cancelled"):
+            status = "over"
+        elif state == "running":
+            status = "taken"
+        if status == "free" and not self._can_begin(planned, now, spent):
+            status = "waiting"
+        return Task("train", run, planned.shape, status, planned.estimated_seconds, wait, avoid)
+
+    def _can_begin(self, planned: PlannedRun, now: float, spent: Callable[[], int]) -> bool:
+        """Return whether a run's trunk has come to where the run begins, or never will."""
+        if (parent := planned.parent) is None or parent not in self._planned:
+            return True
+        if can_begin(self.sweep.run(planned.run_id), self.sweep.run(parent), planned.first_step):
+            return True
+        return self._training(parent, now, spent).status == "over"
+
+    def _scoring(self, name: str) -> Task | None:
+        run = self.sweep.run(name)
+        if name in self._scored or not run.is_done():
+            return None
+        assert self._evaluate is not None
+        if is_scored(run, self._evaluate) or run.record().scorings >= SCORINGS:
+            self._scored.add(name)
+            return None
+        return Task("score", run, self._planned[name].shape.for_one_process(), "free")
+
+
+def can_begin(branch: RunDirectory, trunk: RunDirectory, step: int) -> bool:
+    """Return whether a branch finds a checkpoint at `step` of its trunk, or a later one of its own."""
+    return step in trunk.saved_steps() or any(saved >= step for saved in branch.saved_steps())
 
 
 @dataclass(frozen=True)
@@ -147,7 +269,7 @@ def reconcile(sweep: SweepDirectory, backend: Backend, scope: Scope = EVERYTHING
     if extend.replace_diverged(sweep, config):
         replan(prepare.from_disk(sweep))
     tasks = list(board.tasks())
-    served = {job.shape for job in jobs}
+    served = {job.shape for job in jobs if job.kind == "worker"}
     for action in next_actions(tasks, jobs, backend.limits()):
         if isinstance(action, StartKeepers):
             backend.start_keepers(action.count)
@@ -201,35 +323,3 @@ def grow(sweep: SweepDirectory) -> bool:
         return False
     replan(prepare.from_disk(sweep))
     return True
-
-
-def renew(runs: Iterable[RunDirectory], policy: Policy) -> None:
-    """Give a new budget of retries, or of scorings, to runs that had ended."""
-    for run in runs:
-        if run.state().state in ("failed", "diverged", "cancelled", "done"):
-            with contextlib.suppress(Busy):
-                lease.reset(run, policy)
-
-
-def missing_scores(runs: Sequence[RunDirectory], config: SweepConfig) -> list[RunDirectory]:
-    """Return the finished runs that lack scores."""
-    settings = dataclasses.asdict(config.evaluate)
-    return [run for run in runs if settings["tasks"] and run.is_done() and not is_scored(run, settings)]
-
-
-def outcome(prepared: Prepared) -> int:
-    """Return the exit code, after a line for every run that is not done."""
-    sweep = prepared.sweep
-    stands_in = {old: sweep.run(new) for new, old in membership.replacements(sweep).items()}
-    missing = missing_scores(prepared.directories, prepared.config)
-    code = 1 if missing else 0
-    for run in [run for run in prepared.directories if not run.is_done() and run.given_up() is None]:
-        print(f"run {run.run_id} is {run.state()}")
-        other = stands_in.get(run.run_id)
-        if other is not None and other.is_done():
-            print(f"run {other.run_id} was trained in its place, at a lower learning rate")
-        else:
-            code = 1
-    if missing:
-        print(f"{counted(len(missing), 'run')} could not be scored; see {sweep.path / 'runs'}/<run>/log.txt")
-    return code

@@ -30,8 +30,7 @@ from ..runs.forms import JobShape
 from ..runs.journal import Started
 from ..runs.lease import KILLED, Death
 from .attempt import THREADS
-from .board import Scope
-from .controller import Job, Limits, reconcile
+from .controller import Job, Limits, Scope, reconcile
 from .worker import Claims, Launch, work
 
 POLL_SECONDS = 0.25

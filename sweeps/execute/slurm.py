@@ -1,7 +1,7 @@
 """A sweep's jobs on SLURM: workers of a shape, two keepers that wait in the queue, and the fit.
 
-Nothing on a login node has to live: a keeper is a tiny job that begins every `cluster.keeper_seconds`, makes a pass
-(`controller.py`), and ends. Whoever uses a backend holds the sweep.
+`SlurmBackend` submits them; `work`, `keep` and `fit_laws` are what they call. No process on a login node has to live: a
+keeper is a tiny job that begins every `cluster.keeper_seconds`, makes a pass (`controller.py`), and ends.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...train.errors import UserError
 from ...train.files import read_json, write_json
+from .. import prepare
 from ..config import ClusterConfig
+from ..runs import membership
 from ..runs.directory import SweepDirectory, own_job
 from ..runs.forms import JobShape
 from ..runs.journal import Started
@@ -28,23 +30,17 @@ from ..runs.lease import Death
 from ..slurm import cluster as slurm_cluster
 from ..slurm import commands as slurm
 from ..slurm import snapshot
-from ..slurm.jobs import LAUNCH, MEMORY, LaunchFile, Memory, jobs_of, label_of, read_launch, submitted_workers
-from ..slurm.submit import Call, QueueFull, Request, Submission, is_held
+from ..slurm.jobs import LAUNCH, MEMORY, Kind, LaunchFile, Memory, jobs_of, label_of, read_launch, submitted_workers
+from ..slurm.submit import QueueFull, Request, Submission, is_held
+from . import controller, worker
 from .controller import KEEPERS, Job, Limits
+from .hopeless import Judge
 from .worker import Claims, Launch
 
+LOCK_SECONDS = 120.0  # that another pass, or a command, may hold the sweep
 LEAST_ROOM = KEEPERS + 3  # jobs that must be allowed in the queue: keepers with the one that runs, the fit, a worker
 FITS = 3  # times that the laws are fitted to the same results
 RESULTS = ("runs/*/summary.json", "runs/*/eval/*.json")
-SHOW_SECONDS = 5.0  # between two looks at the states for a user who waits
-
-
-class Calls(NamedTuple):
-    """What jobs call."""
-
-    work: Callable[..., None]  # a Launch
-    keep: Callable[..., None]  # path of the sweep
-    fit: Callable[..., None]  # path of the sweep
 
 
 class SlurmBackend:
@@ -52,8 +48,8 @@ class SlurmBackend:
 
     marks_queued = True
 
-    def __init__(self, sweep: SweepDirectory, cluster: ClusterConfig, calls: Calls) -> None:
-        self.sweep, self.cluster, self.calls = sweep, cluster, calls
+    def __init__(self, sweep: SweepDirectory, cluster: ClusterConfig) -> None:
+        self.sweep, self.cluster = sweep, cluster
         self.memory: dict[str, Any] = read_json(sweep.path / "jobs" / MEMORY, Memory) or {}
         self.started = Counter[str]()  # jobs of each kind that this process has submitted
 
@@ -106,23 +102,22 @@ class SlurmBackend:
         return found
 
     def start_workers(self, shape: JobShape, count: int, avoid: tuple[str, ...] = ()) -> None:
-        label = label_of(shape)
-        folder = self._folder(f"worker-{label}")
+        folder = self._folder(f"worker-{label_of(shape)}")
         launch = Launch(str(self.sweep.path.resolve()), shape, str(folder))
         try:
-            self._submit("worker", shape, Call(self.calls.work, (launch,)), folder, count, label=label, avoid=avoid)
+            self._submit("worker", shape, partial(work, launch), folder, count, avoid=avoid)
         except QueueFull as error:
             print(f"{str(error).rpartition('; ')[0]}; the keeper tries again", flush=True)
 
     def start_keepers(self, count: int) -> None:
         """Submit keepers, each with a time to begin: one that SLURM holds up holds up no other."""
         shape = JobShape(0, 1, min(2.0, self.cluster.memory_gb), min(30, self.cluster.time_minutes))
-        call = Call(self.calls.keep, (str(self.sweep.path.resolve()),))
+        call = partial(keep, str(self.sweep.path.resolve()))
         for number in range(KEEPERS - count, KEEPERS):
             begin = f"now+{math.ceil(self.cluster.keeper_seconds * (1 + number))}"
             self._submit("keeper", shape, call, self._folder("keeper"), light=True, begin=begin)
 
-    def fit(self) -> bool:
+    def start_fit(self) -> bool:
         """Have the laws fitted if results are newer than the table. Returns True if that was due, or is under way."""
         if any(job.kind == "fit" for job in self.jobs()):
             return True
@@ -135,7 +130,7 @@ class SlurmBackend:
             return False
         minutes = min(slurm_cluster.FIT_MINUTES, self.cluster.time_minutes)
         shape = JobShape(0, 1, min(8.0, self.cluster.memory_gb), minutes)
-        call = Call(self.calls.fit, (str(self.sweep.path.resolve()),))
+        call = partial(fit_laws, str(self.sweep.path.resolve()))
         with contextlib.suppress(QueueFull):  # a later pass asks again
             self._submit("fit", shape, call, self._folder("fit"), light=True)
             self.memory["fits"] = {"newest": newest, "tries": tries + 1}
@@ -157,12 +152,12 @@ class SlurmBackend:
         return self.sweep.path.resolve() / "jobs" / f"{name}-{os.urandom(4).hex()}"
 
     def _submit(
-        self, kind: str, shape: JobShape, call: Call, folder: Path, count: int = 1, label: str = "", **options: Any
+        self, kind: Kind, shape: JobShape, call: Callable[[], None], folder: Path, count: int = 1, **options: Any
     ) -> None:
-        request = Request(kind, shape, f"isoflop:{self.launch.token}:{kind}:{label}", **options)
+        request = Request(kind, shape, f"isoflop:{self.launch.token}:{kind}:{label_of(shape)}", **options)
         place = Path(self.launch.folder)
         where = Submission(self.sweep.path.name, self.cluster, folder, place, snapshot.take(self.sweep))
-        self.started[kind] += len(where.submit(request, [call] * count))
+        self.started[kind] += len(where.submit(request, call, count))
 
     def _last_words(self, folder: Path, job: str) -> str:
         """Return what a job's log says of its end, or that there is none: its node may not see the sweep."""
@@ -180,21 +175,70 @@ def _written(file: Path) -> float:
         return 0.0
 
 
-def wait_for_slurm(sweep: SweepDirectory) -> None:
-    """Return once no job of the sweep is in the queue, keepers included. Ctrl-C leaves the jobs alone."""
-    shown, looked = "", -math.inf
-    try:
-        while True:
-            with contextlib.suppress(UserError):
-                if not jobs_of(sweep):
+def work(launch: Launch) -> None:
+    """Work as one job, and start what is missing as it ends; every rank calls it."""
+    sweep = SweepDirectory(Path(launch.sweep))
+    if worker.work(launch, after_trunk=lambda: _try_pass(sweep)):
+        _try_pass(sweep)
+
+
+def keep(sweep_path: str) -> None:
+    """Make one pass as the keeper; more if one fails, or if the queue takes no other keeper.
+
+    If this one ended then the other would end for the same reason, such as a full disk, and no keeper were left.
+    """
+    sweep, pause = SweepDirectory(Path(sweep_path)), 60.0
+    while (sweep.path / "plan.json").exists():
+        try:
+            with sweep.lock(LOCK_SECONDS):
+                pause = prepare.configuration(sweep).cluster.keeper_seconds
+                backend = run_pass(sweep)
+                if backend.memory.get("over") or any(job.kind == "keeper" for job in backend.jobs()):
                     return
-            if sys.stdout.isatty() and time.monotonic() - looked > SHOW_SECONDS:
-                looked, before = time.monotonic(), shown
-                counts = Counter(run.state().state for run in sweep.runs())
-                shown = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
-                if shown != before:
-                    print(shown, flush=True)
-            time.sleep(1.0)
-    except KeyboardInterrupt:
-        print(f"\nno longer waiting; the jobs go on, see `isoflop status {sweep.path}`")
-        raise
+        except Exception as error:
+            # Whatever it is, the sweep must not be without a keeper.
+            with contextlib.suppress(OSError):
+                print(f"this pass came to nothing, and the next will try again: {error}")
+                if not isinstance(error, UserError):
+                    traceback.print_exc()
+        time.sleep(pause)
+
+
+def fit_laws(sweep_path: str) -> None:
+    """Write the table, the laws and the report from what the runs have written."""
+    from ..results.finish import write_results
+
+    sweep = worker.check_shared(sweep_path)
+    write_results(sweep)
+    _try_pass(sweep)
+
+
+def run_pass(sweep: SweepDirectory) -> SlurmBackend:
+    """Start what is due on SLURM: workers, another round, the fit; the caller holds the sweep.
+
+    Raises:
+        UserError: SLURM does not answer, or refuses what is submitted.
+    """
+    backend = SlurmBackend(sweep, prepare.configuration(sweep).cluster)
+    if membership.is_stopped(sweep):
+        return backend
+    over = controller.reconcile(sweep, backend)
+    if (judge := Judge.of(sweep)) is not None:
+        judge.stop_hopeless(run.run_id for run in membership.members(sweep) if run.state().state == "running")
+    if over and controller.grow(sweep):
+        over = controller.reconcile(sweep, backend)
+    over = over and not backend.start_fit()
+    backend.memory["over"] = over
+    backend.remember(over)
+    if over:
+        print("everything has ended")
+    return backend
+
+
+def _try_pass(sweep: SweepDirectory) -> None:
+    """Make a pass as another job, which leaves it to the keeper if it cannot."""
+    try:
+        with sweep.lock(LOCK_SECONDS):
+            run_pass(sweep)
+    except (UserError, OSError) as error:
+        print(f"what is next is left to the keeper: {error}", flush=True)

@@ -46,7 +46,7 @@ from ..runs.lease import KILLED, UNWRITTEN, Death
 from ..runs.preflight import check_first_job
 from ..slurm.commands import death_of
 from .attempt import Interrupt, tidy, train_one, train_rank, try_log
-from .board import EVERYTHING, Board, Scope, Task
+from .controller import EVERYTHING, Board, Scope, Task
 
 POLL_SECONDS, LONGEST_PAUSE = 0.2, 5.0  # between two looks at a board that has nothing to claim
 IDLE_SECONDS = 60.0  # for which a worker waits for something to claim
@@ -168,31 +168,24 @@ def work(launch: Launch, after_trunk: Callable[[], None] = lambda: None) -> bool
     return ranks.rank == 0 and (interrupt.reason is None or interrupt.is_over())
 
 
+@dataclass
 class _Worker:
     """Rank 0 of a worker."""
 
-    def __init__(
-        self,
-        sweep: SweepDirectory,
-        launch: Launch,
-        ranks: Ranks,
-        interrupt: Interrupt,
-        write: Callable[[Task], None],
-        after_trunk: Callable[[], None],
-    ) -> None:
-        self._config = configuration(sweep)
-        self._board = Board(sweep, self._config, launch.scope)
-        self._launch, self._ranks, self._interrupt, self._write, self._after_trunk = (
-            launch,
-            ranks,
-            interrupt,
-            write,
-            after_trunk,
-        )
+    sweep: SweepDirectory
+    launch: Launch
+    ranks: Ranks
+    interrupt: Interrupt
+    write: Callable[[Task], None]
+    after_trunk: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._config = configuration(self.sweep)
+        self._board = Board(self.sweep, self._config, self.launch.scope)
         self._node = this_node() if inside_job() else None
         self._limit = last_start(os.environ) if inside_job() else math.inf  # seconds in which it may begin a task
         self._until = time.monotonic() + self._limit
-        self._parents = {run.parent for run in sweep.planned_runs()}
+        self._parents = {run.parent for run in self.sweep.planned_runs()}
         self._evaluator: Any = None
 
     def go(self) -> None:
@@ -200,7 +193,7 @@ class _Worker:
 
         gc.freeze()  # else each `tidy` would look through all that PyTorch has made on import
         threads, pause, idle_since = torch.get_num_threads(), POLL_SECONDS, time.monotonic()
-        while not self._interrupt() and time.monotonic() <= self._until:
+        while not self.interrupt() and time.monotonic() <= self._until:
             if self._claim_and_do():
                 torch.set_num_threads(threads)  # a run may have asked for its own number
                 tidy()
@@ -215,7 +208,7 @@ class _Worker:
     def _claim_and_do(self) -> bool:
         """Do the first task that is free. Returns False if none is, or another worker was faster each time."""
         for task in self._board.tasks():
-            if task.shape != self._launch.shape or task.status == "waiting" or self._leaves_to_others(task):
+            if task.shape != self.launch.shape or task.status == "waiting" or self._leaves_to_others(task):
                 continue
             try:
                 if task.status == "taken":
@@ -239,8 +232,8 @@ class _Worker:
         if idle > IDLE_SECONDS:
             return False
         tasks = [task for task in self._board.tasks() if task.status in ("free", "waiting")]
-        ours = [task for task in tasks if task.shape == self._launch.shape and not self._leaves_to_others(task)]
-        if any(task.status == "free" for task in tasks if task.shape != self._launch.shape):
+        ours = [task for task in tasks if task.shape == self.launch.shape and not self._leaves_to_others(task)]
+        if any(task.status == "free" for task in tasks if task.shape != self.launch.shape):
             return False  # the device is needed by a worker of another shape
         return any(task.wait_seconds < IDLE_SECONDS for task in ours)
 
@@ -249,15 +242,15 @@ class _Worker:
         with lease.hold(run, job_id(), self._board.policy, self._explain) as begun:
             if begun is None:
                 return False
-            self._write(task)
-            ending = train_one(run, self._ranks, self._interrupt, self._board.policy)
+            self.write(task)
+            ending = train_one(run, self.ranks, self.interrupt, self._board.policy)
             lease.conclude(run, ending)
-        if self._ranks.size > 1 and ending.state == "failed":
+        if self.ranks.size > 1 and ending.state == "failed":
             raise RunFailed(f"run {run.run_id} failed: {ending.reason}")
-        if ending.state == "preempted" and self._interrupt.reason is None and self._ranks.size > 1:
-            self._interrupt.reason = "another rank was told to stop"
+        if ending.state == "preempted" and self.interrupt.reason is None and self.ranks.size > 1:
+            self.interrupt.reason = "another rank was told to stop"
         if run.run_id in self._parents:
-            self._after_trunk()
+            self.after_trunk()
         return True
 
     def _explain(self, start: Started) -> Death:
@@ -279,7 +272,7 @@ class _Worker:
                 return False
             with run.lock():
                 run.write_event(Scoring)
-            self._write(task)
+            self.write(task)
             try:
                 self._evaluator = self._evaluator or open_evaluator(settings, run.log)
                 evaluate_run(run, settings, self._evaluator)

@@ -35,10 +35,10 @@ from ...train.schedule import trunk_steps
 from ..config import Recorded, recorded
 from ..runs import membership
 from ..runs.attempts import Policy, unrecorded_steps
-from ..runs.directory import ANEW, OPEN, Busy, RunDirectory, SweepDirectory, now_on, yaml_or_empty
+from ..runs.directory import ANEW, OPEN, Busy, RunDirectory, SweepDirectory, now_on, visible_damage, yaml_or_empty
 from ..runs.forms import NEEDED, PlanFile, Summary
-from ..runs.journal import JOURNAL, OLD_LINES, VIEW, Planned, Started, State, is_event, write_view
-from ..runs.lease import KILLED, Death, cancel, hold_idle, reconcile_idle, visible_damage
+from ..runs.journal import JOURNAL, OLD_LINES, VIEW, Planned, Started, State, read_event, write_view
+from ..runs.lease import KILLED, Death, cancel, hold_idle, reconcile_idle
 from ..runs.preflight import FILE as PREFLIGHT
 from ..runs.preflight import read_record
 from ..slurm import commands as slurm
@@ -359,7 +359,7 @@ def _leftovers(run: RunDirectory) -> Iterator[Fault]:
 
 
 def _lines(run: RunDirectory) -> Iterator[Fault]:
-    for name, is_record in (("metrics.jsonl", _is_record), (OLD_LINES, _is_record), (JOURNAL, is_event)):
+    for name, is_record in (("metrics.jsonl", _is_record), (OLD_LINES, _is_record), (JOURNAL, read_event)):
         path = run.path / name
         try:
             *lines, torn = path.read_bytes().split(b"\n")

@@ -177,6 +177,11 @@ class RunDirectory:
         names = (path.parent.name.removeprefix("step_") for path in manifests)
         return sorted(int(name) for name in names if name.isdigit())
 
+    def newest_checkpoint(self) -> int | None:
+        """The step of the newest checkpoint whose files have their manifest's sizes; the trainer checks hashes."""
+        folders = {step: self.path / "checkpoints" / f"step_{step}" for step in reversed(self.saved_steps())}
+        return next((step for step, folder in folders.items() if visible_damage(folder) is None), None)
+
     def last_metrics(self) -> dict[str, Any]:
         """The newest whole line of metrics.jsonl."""
         try:
@@ -255,6 +260,20 @@ class SweepDirectory:
                 return False
         except Timeout:
             return True
+
+
+def visible_damage(checkpoint: Path) -> str | None:
+    """Return what is wrong with a checkpoint, by the names and sizes of its files."""
+    manifest = read_json(checkpoint / "manifest.json")
+    if not manifest:
+        return "its manifest.json is missing or unreadable"
+    for name, entry in manifest.items():
+        try:
+            if (checkpoint / name).stat().st_size != entry["bytes"]:
+                return f"{name} has another size than its manifest says"
+        except (OSError, ValueError, KeyError, TypeError):
+            return f"{name} is missing"
+    return None
 
 
 def now_on(folder: Path) -> float:

@@ -220,11 +220,15 @@ def read_record(folder: Path) -> RunRecord:
     except OSError:
         return read_old(folder)
     attempts, budget = read_old_attempts(folder)
-    events = []
-    for line in lines:
-        with suppress(msgspec.MsgspecError, RecursionError):
-            events.append(_DECODER.decode(line))
+    events = filter(None, map(read_event, lines))
     return fold(events, RunRecord(State("planned"), tuple(attempts), budget=budget))
+
+
+def read_event(line: bytes) -> Event | None:
+    """Return the event of a line of a journal; None if it is torn or damaged."""
+    with suppress(msgspec.MsgspecError, RecursionError):
+        return _DECODER.decode(line)
+    return None
 
 
 def append(folder: Path, *events: Event, flush: bool = False) -> RunRecord:
@@ -303,11 +307,3 @@ def read_old_attempts(folder: Path) -> tuple[list[Attempt], int]:
             if attempt.cause in CAUSES:
                 found.setdefault(attempt.attempt, attempt)
     return with_waste(list(found.values())), budget
-
-
-def is_event(line: bytes) -> bool:
-    """Return whether a line of a journal can be read."""
-    with suppress(msgspec.MsgspecError, RecursionError):
-        _DECODER.decode(line)
-        return True
-    return False

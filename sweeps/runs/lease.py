@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...train.errors import UserError
-from ...train.files import read_json
 from ...train.flops import flops_exact
 from ...train.job.failure import Cause, forget_failure, read_failure
 from ...train.schedule import trunk_steps
@@ -98,7 +97,7 @@ def hold_idle(run: RunDirectory, policy: Policy) -> Iterator[None]:
 
 def begin(run: RunDirectory, record: RunRecord, job: str | None, node: str | None) -> RunRecord:
     """Write that an attempt begins, in a job on a node, or that it was to begin and had no node; see `hold`."""
-    first_step = newest_checkpoint(run) or 0
+    first_step = run.newest_checkpoint() or 0
     values: dict[str, Any] = {"metrics_bytes": _size(run.path / "metrics.jsonl"), "first_step": first_step}
     with contextlib.suppress(UserError):  # a config that cannot be read ends the attempt
         config = run.config()
@@ -123,7 +122,7 @@ def conclude(run: RunDirectory, ending: Ending, at_fault: Sequence[str] = (), en
     if (start := record.open) is None:
         return record
     cause = ending.cause or ("error" if ending.state == "failed" else ending.state)
-    saved = max(start.begins, newest_checkpoint(run) or 0)
+    saved = max(start.begins, run.newest_checkpoint() or 0)
     logged = 0
     if _size(run.path / "metrics.jsonl") > start.metrics_bytes:
         logged = int(run.last_metrics().get("step", 0))
@@ -217,26 +216,6 @@ def sign_age(run: RunDirectory, now: float | None = None) -> float | None:
     """Return the seconds since the last sign of life, if any; `now` is `now_on` of the same file system."""
     seen = run.last_sign()
     return None if seen is None else max(0.0, (now_on(run.path) if now is None else now) - seen)
-
-
-def newest_checkpoint(run: RunDirectory) -> int | None:
-    """Return the step of the newest checkpoint whose files have their manifest's sizes; the trainer checks hashes."""
-    folders = {step: run.path / "checkpoints" / f"step_{step}" for step in reversed(run.saved_steps())}
-    return next((step for step, folder in folders.items() if visible_damage(folder) is None), None)
-
-
-def visible_damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with a checkpoint, by the names and sizes of its files."""
-    manifest = read_json(checkpoint / "manifest.json")
-    if not manifest:
-        return "its manifest.json is missing or unreadable"
-    for name, entry in manifest.items():
-        try:
-            if (checkpoint / name).stat().st_size != entry["bytes"]:
-                return f"{name} has another size than its manifest says"
-        except (OSError, ValueError, KeyError, TypeError):
-            return f"{name} is missing"
-    return None
 
 
 def _size(path: Path) -> int:

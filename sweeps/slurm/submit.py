@@ -65,15 +65,6 @@ class QueueFull(UserError):
 
 
 @dataclass(frozen=True)
-class Call:
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-
-    def __call__(self) -> None:
-        self.function(*self.arguments)
-
-
-@dataclass(frozen=True)
 class Request:
     """What sbatch is told of a job, or of the array of one shape."""
 
@@ -95,8 +86,8 @@ class Submission:
     started_from: Path
     code: Path  # folder that holds the package
 
-    def submit(self, request: Request, calls: Sequence[Call]) -> list[str]:
-        """Submit calls as one array, or one call as a job. Returns their ids.
+    def submit(self, request: Request, call: Callable[[], Any], count: int = 1) -> list[str]:
+        """Submit a call as a job, or several jobs that make it as one array. Returns their ids.
 
         Raises:
             QueueFull: SLURM takes no more jobs for now.
@@ -109,7 +100,7 @@ class Submission:
             try:
                 # submitit prints SLURM's words as well as raising them.
                 with slurm.outside_any_job(), contextlib.redirect_stderr(io.StringIO()):
-                    return [str(job.job_id) for job in executor.submit_array(calls)]
+                    return [str(job.job_id) for job in executor.submit_array([call] * count)]
             except (FailedJobError, FailedSubmissionError) as error:
                 reason = " ".join(str(error).split()) or "it gave no reason"
                 if FULL.search(reason):

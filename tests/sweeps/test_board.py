@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from fake_sweep import planned_run
 from isoflop.sweeps.config import ClusterConfig, EvaluateConfig, SweepConfig
-from isoflop.sweeps.execute import board
-from isoflop.sweeps.execute.board import AVOID_SECONDS, SCORINGS, Board, Scope, can_begin, standing
+from isoflop.sweeps.execute.controller import AVOID_SECONDS, EVERYTHING, SCORINGS, Board, Scope, can_begin, standing
 from isoflop.sweeps.runs.attempts import Attempt, Policy
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.sweeps.runs.journal import Scoring
@@ -27,7 +26,7 @@ def a_sweep(folder: Path, *runs: dict[str, object]) -> tuple[SweepDirectory, lis
     return sweep, sweep.runs()
 
 
-def statuses(sweep: SweepDirectory, config: SweepConfig = CONFIG, scope: Scope = board.EVERYTHING) -> dict[str, str]:
+def statuses(sweep: SweepDirectory, config: SweepConfig = CONFIG, scope: Scope = EVERYTHING) -> dict[str, str]:
     return {task.run.run_id: task.status for task in Board(sweep, config, scope).tasks()}
 
 
@@ -44,7 +43,7 @@ def test_a_run_is_free_waits_or_is_taken_as_its_state_says(tmp_path: Path) -> No
     end(by_name["bad"], "input")
     expected = {"new": "free", "sent": "free", "runs": "taken", "lost": "waiting", "stop": "free"}
     assert statuses(sweep) == expected
-    (lost,) = [task for task in Board(sweep, CONFIG, board.EVERYTHING).tasks() if task.run.run_id == "lost"]
+    (lost,) = [task for task in Board(sweep, CONFIG, EVERYTHING).tasks() if task.run.run_id == "lost"]
     assert 900 < lost.wait_seconds <= 1000
 
 

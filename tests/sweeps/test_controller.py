@@ -12,13 +12,14 @@ import pytest
 from fake_sweep import settings, write
 from isoflop.sweeps.config import ProductGrid
 from isoflop.sweeps.execute import controller
-from isoflop.sweeps.execute.board import Task
+from isoflop.sweeps.execute.conduct import renew
 from isoflop.sweeps.execute.controller import (
     KEEPERS,
     Job,
     Limits,
     StartKeepers,
     StartWorkers,
+    Task,
     next_actions,
     reconcile,
     workers_for,
@@ -199,6 +200,6 @@ def test_a_run_that_is_tried_again_by_a_user_has_a_new_budget(sweep: SweepDirect
     first, second, third = sweep.runs()
     end(first, "input")
     set_state(second, "cancelled")
-    controller.renew(sweep.runs(), controller.Policy())
+    renew(sweep.runs(), controller.Policy())
     assert [run.state().state for run in sweep.runs()] == ["planned"] * 3
     assert [run.record().budget for run in (first, second, third)] == [1, 1, 0]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from isoflop.sweeps.execute.board import can_begin
+from isoflop.sweeps.execute.controller import can_begin
 from isoflop.sweeps.grid.trunks import graft, merge_runs
 from isoflop.sweeps.runs.directory import RunDirectory
 from isoflop.train.checkpoint import checkpoint

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,7 @@ import pytest
 import yaml
 from fake_sweep import planned_run
 from isoflop.sweeps.config import ClusterConfig, ProductGrid, SweepConfig
-from isoflop.sweeps.execute import controller, jobs
-from isoflop.sweeps.execute import slurm as backend
+from isoflop.sweeps.execute import controller, slurm
 from isoflop.sweeps.execute.slurm import FITS, SlurmBackend
 from isoflop.sweeps.execute.worker import Claims
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
@@ -60,11 +60,11 @@ class Launch:
         return self.sweep.runs()
 
     def backend(self) -> SlurmBackend:
-        return SlurmBackend(self.sweep, self.cluster, jobs.CALLS)
+        return SlurmBackend(self.sweep, self.cluster)
 
     def go(self) -> bool:
         """Make a pass. Returns whether nothing is left to do."""
-        return bool(jobs.run_pass(self.sweep).memory["over"])
+        return bool(slurm.run_pass(self.sweep).memory["over"])
 
     def states(self) -> Counter[str]:
         return Counter(run.state().state for run in self.runs())
@@ -94,7 +94,7 @@ def make(tmp_path: Path, queue: StandIn) -> Make:
     return made
 
 
-def calls(launched: Launch, job: str) -> list[submit.Call]:
+def calls(launched: Launch, job: str) -> list[partial[None]]:
     """Return what a job or the tasks of an array will call."""
     pickles = sorted(launched.sweep.path.glob(f"jobs/*/{job}*_submitted.pkl"))
     return [pickle.loads(path.read_bytes()).function for path in pickles]
@@ -108,8 +108,8 @@ def test_runs_of_a_shape_have_workers_and_nothing_is_submitted_twice(make: Make,
     assert (queue.tasks(one), queue.tasks(two)) == (5, 1), "three of long runs, two of 28 minutes, room for six"
     assert queue.flags(one)["array"] == "0-4%5"
     assert (queue.flags(two)["ntasks-per-node"], "array" in queue.flags(two)) == ("2", False)
-    assert {call.function for call in calls(sweep, one)} == {jobs.work}
-    assert {call.arguments[0].shape for call in calls(sweep, one)} == {SHAPE}
+    assert {call.func for call in calls(sweep, one)} == {slurm.work}
+    assert {call.args[0].shape for call in calls(sweep, one)} == {SHAPE}
     assert not {"dependency", "hold"} & (queue.flags(one).keys() | queue.flags(two).keys())
     assert sweep.states() == {"queued": 11}
     before = queue.queue()
@@ -181,7 +181,7 @@ def test_a_launcher_may_be_killed_at_every_step_that_it_has(
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
         left = [step]
         for where, name in (
-            (submit.Submission, "submit"), (RunDirectory, "write_event"), (backend, "write_json"),
+            (submit.Submission, "submit"), (RunDirectory, "write_event"), (slurm, "write_json"),
             (SlurmBackend, "jobs"), (SlurmBackend, "limits"),
         ):  # fmt: skip
             function = getattr(where, name)
@@ -224,7 +224,7 @@ def test_keepers_come_one_by_one_and_ask_for_little(
     assert not {"gpus-per-node", "constraint", "exclusive", "dependency"} & queue.flags(first).keys()
     assert queue.flags(second)["begin"] == "now+120"
     (call,) = calls(sweep, first)
-    assert (call.function, call.arguments) == (jobs.keep, (str(sweep.sweep.path.resolve()),))
+    assert (call.func, call.args) == (slurm.keep, (str(sweep.sweep.path.resolve()),))
     training = queue.flags(queue.of_kind("worker")[0])
     assert training.items() >= {"partition": "gpu", "constraint": "h100", "exclusive": ""}.items()
 
@@ -309,7 +309,7 @@ def test_a_sweep_is_unattended_without_keepers_unless_it_is_over_or_stopped(make
     stop_growth(sweep.sweep, "ann")
     assert not is_unattended(sweep.sweep, jobs_of(sweep.sweep))
     before = queue.queue()
-    jobs.run_pass(sweep.sweep)
+    slurm.run_pass(sweep.sweep)
     assert queue.queue() == before, "a pass of a sweep that was cancelled starts nothing"
 
 
@@ -426,7 +426,7 @@ def test_a_shape_is_read_from_the_comment_of_a_job(shape: JobShape) -> None:
 
 def paused(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     pauses: list[float] = []
-    monkeypatch.setattr(jobs, "time", SimpleNamespace(sleep=pauses.append))
+    monkeypatch.setattr(slurm, "time", SimpleNamespace(**vars(time) | {"sleep": pauses.append}))
     return pauses
 
 
@@ -434,7 +434,7 @@ def test_a_keeper_makes_one_pass_and_goes_while_another_waits(
     make: Make, queue: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sweep, pauses = make({"run": 40.0}), paused(monkeypatch)
-    jobs.keep(str(sweep.sweep.path))
+    slurm.keep(str(sweep.sweep.path))
     assert (len(queue.of_kind("keeper")), len(queue.of_kind("worker")), pauses) == (2, 1, [])
 
 
@@ -452,7 +452,7 @@ def test_a_pass_that_comes_to_nothing_is_made_again_by_the_same_keeper(
         return reconcile(*arguments)
 
     monkeypatch.setattr(controller, "reconcile", fails)
-    jobs.keep(str(sweep.sweep.path))
+    slurm.keep(str(sweep.sweep.path))
     assert (pauses, len(queue.of_kind("worker"))) == ([7, 7], 1)
 
 
@@ -460,7 +460,7 @@ def test_a_keeper_waits_while_another_process_holds_the_sweep(
     make: Make, queue: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sweep = make({"run": 40.0})
-    monkeypatch.setattr(jobs, "LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(slurm, "LOCK_SECONDS", 0.0)
     held = sweep.sweep.lock()
     held.__enter__()
 
@@ -468,6 +468,6 @@ def test_a_keeper_waits_while_another_process_holds_the_sweep(
         assert queue.queue() == []
         held.__exit__(None, None, None)
 
-    monkeypatch.setattr(jobs, "time", SimpleNamespace(sleep=pause))
-    jobs.keep(str(sweep.sweep.path))
+    monkeypatch.setattr(slurm, "time", SimpleNamespace(**vars(time) | {"sleep": pause}))
+    slurm.keep(str(sweep.sweep.path))
     assert len(queue.of_kind("worker")) == 1

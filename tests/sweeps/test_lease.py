@@ -136,16 +136,16 @@ def test_a_branch_counts_its_own_steps_only(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_whose_files_have_not_their_sizes_is_none(run: RunDirectory) -> None:
-    assert lease.newest_checkpoint(run) is None
+    assert run.newest_checkpoint() is None
     save(run, 9), save(run, 10)
     torn, half = save(run, 100), save(run, 50)
     (torn / "model.safetensors").write_bytes(b"123")
     (half / "manifest.json").unlink()
     (run.path / "checkpoints" / ".step_200.x").mkdir()
     (run.path / "checkpoints" / "step_x").mkdir()
-    assert lease.newest_checkpoint(run) == 10
+    assert run.newest_checkpoint() == 10
     (run.path / "checkpoints" / "step_10" / "manifest.json").write_text('{"model.safetensors": 3}')
-    assert lease.newest_checkpoint(run) == 9
+    assert run.newest_checkpoint() == 9
 
 
 # A run whose process is gone is reconciled by the next that holds it

@@ -18,7 +18,7 @@ from isoflop.sweeps.runs import directory, lease
 from isoflop.sweeps.runs.forms import JobShape, PlannedRun
 from isoflop.sweeps.slurm import cluster as slurm_cluster
 from isoflop.sweeps.slurm import commands as slurm
-from isoflop.sweeps.slurm.submit import Call, Request, Submission
+from isoflop.sweeps.slurm.submit import Request, Submission
 from isoflop.train.config import ModelConfig, ParallelConfig, RunConfig
 from isoflop.train.errors import UserError
 
@@ -180,7 +180,7 @@ def submitted(install: Install, tmp_path: Path, cluster: ClusterConfig, shape: J
     install("srun", "")
     install("sbatch", f"cp $1 {tmp_path / 'script'}; echo Submitted batch job 7")
     jobs = Submission("grid", cluster, tmp_path / "jobs", tmp_path, tmp_path / "code")
-    assert jobs.submit(Request("worker", shape, "isoflop:0:worker:"), [Call(print, ())]) == ["7"]
+    assert jobs.submit(Request("worker", shape, "isoflop:0:worker:"), print) == ["7"]
     return (tmp_path / "script").read_text()
 
 

@@ -21,7 +21,7 @@ from isoflop.sweeps import prepare
 from isoflop.sweeps.config import ClusterConfig, ProductGrid, SweepConfig
 from isoflop.sweeps.execute import attempt, local, worker
 from isoflop.sweeps.execute.attempt import Interrupt
-from isoflop.sweeps.execute.board import EVERYTHING
+from isoflop.sweeps.execute.controller import EVERYTHING
 from isoflop.sweeps.execute.local import LocalBackend, LocalWorker
 from isoflop.sweeps.execute.worker import Claims, Launch
 from isoflop.sweeps.runs import lease

@@ -12,6 +12,7 @@ import runpy
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.sweeps.runs.forms import JobShape
 from isoflop.sweeps.slurm import commands, snapshot
 from isoflop.sweeps.slurm.jobs import jobs_of
-from isoflop.sweeps.slurm.submit import Call, Request, Submission
+from isoflop.sweeps.slurm.submit import Request, Submission
 from slurm_sweeps import EVERY, ROOT, SMALL, Sweep, slurm, sweeps_in, until
 
 pytestmark = pytest.mark.slurm
@@ -46,7 +47,7 @@ def test_a_job_has_its_cpus_the_sweeps_code_and_hugging_faces_evaluate(tmp_path:
     # It is launched from the root of the code, where a folder `evaluate` lies.
     jobs = Submission("grid", ClusterConfig(kind="slurm"), folder, ROOT, code)
     request = Request("worker", JobShape(0, 2, 1.0, 5), "isoflop:0:worker:")
-    (job,) = jobs.submit(request, [Call(runpy.run_path, (str(script),))])
+    (job,) = jobs.submit(request, partial(runpy.run_path, str(script)))
     until(lambda: job not in {queued.name for queued in commands.queue()}, "an end of the job")
     file, has_load, ours, first, threads, *step = json.loads(answer.read_text())
     assert has_load
