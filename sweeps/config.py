@@ -11,24 +11,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from ..train.config import (
-    ANY,
-    Count,
-    Count4,
-    Count6,
-    Exponent,
-    Fraction,
-    Natural,
-    NotNegative,
-    Positive,
-    Precision,
-    RunConfig,
-    TrackerConfig,
-    Training,
-    drop_removed,
-)
+from ..train.config import ANY, RunConfig, TrackerConfig, Training, drop_removed
 from ..train.config import REMOVED as OF_RUNS
 from ..train.errors import UserError
+from ..train.fields import Count, Count4, Count6, Exponent, Fraction, Natural, NotNegative, Positive, Precision
 from ..train.planner.validation import check_fields
 
 Duration = Annotated[float, Meta(gt=0, le=1e8)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.model.gpt import GPT
-from isoflop.train.model.parametrization import empty_model, initial_weights, parameter_groups
+from isoflop.train.model.parametrization import empty_model, initial_weights
 from isoflop.train.parallel.layout import whole_placement
 from isoflop.train.parallel.mesh import Mesh
 from isoflop.train.parallel.zero import Zero
@@ -15,10 +15,7 @@ def engine(model: ModelConfig, optimizer: OptimizerConfig, dtype: torch.dtype) -
     """One process that owns everything, with initial weights in it."""
     gpt = empty_model(model, optimizer, 8)
     placements = {name: whole_placement(p.shape) for name, p in gpt.named_parameters()}
-    zero = Zero(
-        gpt, parameter_groups(gpt, optimizer), placements, Mesh(), stage=0, dtype=dtype, optimizer=optimizer,
-        bucket_mb=0.01, device=torch.device("cpu"),
-    )  # fmt: skip
+    zero = Zero(gpt, optimizer, placements, Mesh(), stage=0, dtype=dtype, device=torch.device("cpu"))
     zero.load(initial_weights(model, optimizer, 0))
     gpt.place_angles(torch.device("cpu"))
     return gpt, zero
@@ -26,15 +23,11 @@ def engine(model: ModelConfig, optimizer: OptimizerConfig, dtype: torch.dtype) -
 
 def bytes_held(zero: Zero) -> dict[str, int]:
     """Bytes of this rank's lasting buffers."""
-    gradients = zero.gradients
+    states = [(name, state) for b in zero.buckets for span in b.spans for name, state in span.states.items()]
     tensors = {
-        "weights": [
-            full if stage < 3 else own
-            for full, own, stage in zip(zero.weights.full, zero.weights.own, zero.weights.stages, strict=True)
-        ],
-        "gradients": [b.shard if b.freed or b.full is None else b.full for b in gradients.buckets],
-        "master": zero.master if zero.dtype != zero.wide else [],
-        "exp_avg": zero.exp_avg,
-        "exp_avg_sq": zero.exp_avg_sq,
+        "weights": [bucket.full if bucket.stage < 3 else bucket.own for bucket in zero.buckets],
+        "gradients": [b.shard if b.freed or b.full is None else b.full for b in zero.gradients.buckets],
+        "master": [bucket.master for bucket in zero.buckets if bucket.master is not bucket.own],
+        **{name: [state for other, state in states if other == name] for name in dict.fromkeys(dict(states))},
     }
     return {kind: sum(t.numel() * t.element_size() for t in held) for kind, held in tensors.items()}

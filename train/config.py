@@ -21,6 +21,22 @@ from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 from msgspec import Meta, ValidationError, convert
 
 from .errors import UserError
+from .fields import (
+    Count,
+    Count4,
+    Count6,
+    Count9,
+    Fraction,
+    Natural,
+    Natural4,
+    NotNegative,
+    Positive,
+    Precision,
+    Share,
+    cosmetic,
+    later,
+)
+from .optimizer.registry import OptimizerConfig as OptimizerConfig  # users write `train.config.OptimizerConfig`
 from .parallel.schedules import SCHEDULES
 
 # Bumped whenever the trainer's arithmetic changes, so that an old result is never taken for a new one.
@@ -28,30 +44,6 @@ RECIPE = 3
 
 
 T = TypeVar("T")
-
-# What a field accepts stands beside its type: bounds, or a tuple of all its values.
-Natural = Annotated[int, Meta(ge=0, le=10**18)]
-Natural4 = Annotated[int, Meta(ge=0, le=10**4)]
-Count = Annotated[int, Meta(ge=1, le=10**18)]
-Count4 = Annotated[int, Meta(ge=1, le=10**4)]  # beyond such limits planning would hang, or fill the memory
-Count6 = Annotated[int, Meta(ge=1, le=10**6)]
-Count9 = Annotated[int, Meta(ge=1, le=10**9)]
-NotNegative = Annotated[float, Meta(ge=0)]
-Positive = Annotated[float, Meta(gt=0)]
-Share = Annotated[float, Meta(ge=0, lt=1)]
-Fraction = Annotated[float, Meta(gt=0, lt=1)]
-Exponent = Annotated[float, Meta(ge=-10, le=10)]
-Precision = Annotated[str, ("fp32", "bf16", "fp16")]
-
-
-def cosmetic(default: Any) -> Any:
-    """A field that says how or where, never what."""
-    return field(default=default, metadata={"cosmetic": True})
-
-
-def later(default: Any) -> Any:
-    """A field that came after runs had ids: left out of the identity at its default, so old ids stand."""
-    return field(default=default, metadata={"later": True})
 
 
 class RopeScaling(NamedTuple):
@@ -188,33 +180,6 @@ class DataConfig:
 
 
 @dataclass
-class OptimizerConfig:
-    """An optimizer with decoupled weight decay, and the rule that gives every width its learning rate.
-
-    Matrices whose fan-in grows with the width get `learning_rate * base_width / width`; embeddings and norms keep
-    `learning_rate * embedding_multiplier` (muP for Adam, Yang et al. 2022, Table 8).
-    """
-
-    learning_rate: Positive = 6e-3  # at base_width
-    base_width: Count9 = 64
-    width_exponent: Exponent = 1.0  # matrices' rate ~ (base_width / width)^exponent; 0: fixed
-    base_depth: Count9 | None = later(None)  # learning rates then serve every depth too (CompleteP); None: width alone
-    embedding_multiplier: Positive = 4.0  # learning rate of embeddings and norms, as a multiple of learning_rate
-    beta1: Share = 0.9
-    beta2: Share = 0.95
-    eps: Positive = 1e-8  # at base_width and base_depth
-    weight_decay: NotNegative = 0.1  # decoupled; times the current learning rate; never on norms or embeddings
-    gradient_clip: NotNegative = 1.0  # global norm; 0 turns clipping off
-    z_loss: NotNegative = 0.0  # times the squared logarithm of the softmax's normaliser, added to the training loss
-    batch_size: Count9 = 8  # sequences a step, over all ranks
-    # Muon, for the matrices of the blocks; all else is AdamW's, by the fields above.
-    kind: Annotated[str, ("adamw", "muon")] = later("adamw")
-    matrix_multiplier: Positive = later(3.0)  # their rate, whatever their width, as a multiple of learning_rate
-    momentum: Share = later(0.95)
-    iteration_precision: Annotated[str, ("fp32", "bf16")] = later("fp32")
-
-
-@dataclass
 class ScheduleConfig:
     kind: Annotated[str, ("wsd", "cosine", "constant", "points")] = "wsd"  # warm-up, stable, decay
     warmup_per_parameter: NotNegative = 1.0  # tokens of warm-up for each parameter, N_total (Porian et al. 2024)
@@ -255,7 +220,6 @@ class ParallelConfig:
     zero: Annotated[int, (0, 1, 2, 3)] = cosmetic(0)  # dp ranks share 1 optimizer, 2 + gradients, 3 + parameters
     sequence_parallel: bool = cosmetic(True)  # tp > 1: norms and residuals split over tokens as well
     recompute: Annotated[str, ("none", "selective", "full")] = cosmetic("none")  # activations, in the backward pass
-    bucket_mb: Annotated[float, Meta(gt=0, le=1e6)] = cosmetic(25.0)  # gradients that travel together, in MiB
     micro_batch_size: int | None = cosmetic(None)  # sequences in one forward pass; None: see `micro_batch_of`
     attention: Annotated[str, ("auto", "ours", "sdpa", "flash2", "flash3", "flash4")] = cosmetic("auto")  # kernel
     cross_entropy: Annotated[str, ("auto", "torch")] = cosmetic("auto")  # auto: our kernel where a GPU trains
@@ -406,6 +370,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "model.rope_attention": (None, "model.rope_scaling has the constants of its paper"),
     "optimizer.nesterov": (True, "Muon's momentum is Nesterov's"),
     "optimizer.iterations": (5, "Muon makes five iterations"),
+    "parallel.bucket_mb": (ANY, "gradients travel in buckets of 25 MiB"),
     "parallel.cuda_graphs": (ANY, "use parallel.compile"),
     "parallel.trace": (ANY, "profile a run with torch.profiler"),
     "checkpoint.asynchronous": (ANY, "checkpoints are always written while training goes on"),

@@ -2,20 +2,22 @@
 
 State follows from the ZeRO stage. With P parameters on a rank, N = dp cp data-parallel ranks, and e bytes per weight:
 
-    stage   weights     gradients   fp32 master weights and two moments
+    stage   weights     gradients   fp32 master weights and AdamW's two moments
     0, 1    e P         e P         12 P, 12 P / N
     2       e P         e P / N     12 P / N
     3       e P / N     e P / N     12 P / N
 
-Weights in fp32 are their own master: 8 and not 12. Muon keeps one moment of a matrix: 4 less. Each average of the
-weights adds 4. Activations are what autograd keeps of the micro-batches in flight. Workspace is what the worst moment
-of a step allocates in addition: the loss, the backward pass of a block or of the embedding, or the update.
+Weights in fp32 are their own master: 8 and not 12. Other optimizers keep what they declare in place of two moments:
+Muon one of a matrix, 4 less. Each average of the weights adds 4. Activations are what autograd keeps of the
+micro-batches in flight. Workspace is what the worst moment of a step allocates in addition: the loss, the backward pass
+of a block or of the embedding, or the update.
 
 Rajbhandari et al. 2020, arXiv 1910.02054, section 3; Korthikanti et al. 2022, arXiv 2205.05198, section 4.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from .config import RunConfig
@@ -23,6 +25,7 @@ from .flops import rank_blocks
 from .model.shape import (
     LOGITS_AT_A_TIME,
     LONGEST_KEPT,
+    Parameter,
     Share,
     heads_at_a_time,
     micro_batches,
@@ -32,8 +35,8 @@ from .model.shape import (
     visible_blocks,
 )
 from .optimizer.average import copies
-from .optimizer.muon import AT_A_TIME
-from .optimizer.registry import OPTIMIZERS
+from .optimizer.registry import OPTIMIZERS, kind_of
+from .parallel.buckets import bucket_limit
 
 FP32, INDEX = 4, 8  # bytes of an fp32 number and of a token id
 
@@ -76,12 +79,16 @@ def rank_shares(config: RunConfig, device: str = "cuda") -> list[Share]:
     return shares
 
 
-def replicated_elements(share: Share, config: RunConfig) -> list[tuple[int, int]]:
-    """Return (elements, ranks that hold the same ones) of a rank's experts and of its other parameters."""
-    tables = share.embeds or share.scores if share.tied else share.embeds + share.scores
-    total = share.in_blocks(lambda one: one.size) + tables * share.table + share.scores * share.width
+def replicated_elements(
+    share: Share, config: RunConfig, count: Callable[[Parameter], int] = lambda one: one.size
+) -> list[tuple[int, int]]:
+    """Return (elements, ranks that hold the same ones) of a rank's experts and of its other parameters.
+
+    `count`: what to add up of a parameter instead of its elements.
+    """
+    total = share.in_blocks(count) + sum(map(count, share.outside))
     data, ep = config.parallel.data, config.parallel.ep
-    experts = share.in_blocks(lambda one: one.size if ".experts." in one.name else 0) if ep > 1 else 0
+    experts = share.in_blocks(lambda one: count(one) if ".experts." in one.name else 0) if ep > 1 else 0
     return [(experts, data // ep), (total - experts, data)]
 
 
@@ -114,27 +121,44 @@ def _of_rank(config: RunConfig, rank: int, share: Share) -> Memory:
 def _state(config: RunConfig, share: Share) -> tuple[int, int, int]:
     """Return bytes of weights, gradients and optimizer state by the table above."""
     zero, e = config.parallel.zero, share.itemsize
-    sizes = [(size, size // ranks) for size, ranks in replicated_elements(share, config)]
-    weights, gradients, owned = (sum(size[zero >= first] for size in sizes) for first in (3, 2, 1))
-    copied = copies(config.average) + (3 if e < FP32 else 2)
-    return weights * e, gradients * e, FP32 * (owned * copied - _whole_matrices(config, share))
+    copied = copies(config.average) + (e < FP32)
+
+    def kept(parameter: Parameter) -> int:
+        """Return bytes of master weights, averages and declared states."""
+        states = OPTIMIZERS[kind_of(parameter.role, config.optimizer.kind)].states
+        elements = sum(state.itemsize for state in states if state.size is None) + FP32 * copied
+        matrices = [(part.rows, parameter.columns or 1) for part in parameter.parts]
+        of_matrices = (sum(state.size(*one) for one in matrices) * state.itemsize for state in states if state.size)
+        return parameter.size * elements + sum(of_matrices)
+
+    def owned(count: Callable[[Parameter], int], first: int) -> int:
+        """Return what a rank has of a sum over parameters that is split from ZeRO stage `first` on."""
+        return sum(
+            size // ranks if zero >= first else size for size, ranks in replicated_elements(share, config, count)
+        )
+
+    weights = [owned(lambda one: one.size, first) * e for first in (3, 2)]
+    return weights[0], weights[1], owned(kept, 1)
 
 
 def _whole_matrices(config: RunConfig, share: Share) -> int:
-    """Return the elements that a rank owns of matrices with one moment, which are updated as a whole."""
-    roles = OPTIMIZERS[config.optimizer.kind].roles
-    held = share.in_blocks(lambda one: one.size if one.role in roles else 0)
+    """Return the elements that a rank owns of matrices that are updated as a whole."""
+    optimizer = OPTIMIZERS[config.optimizer.kind]
+    held = share.in_blocks(lambda one: one.size if optimizer.whole and one.role in optimizer.roles else 0)
     return held // config.parallel.data if config.parallel.zero else held
 
 
 def _update(config: RunConfig, share: Share) -> int:
     """Return bytes while matrices are whole: all that are owned, and an exchange of them or products of some."""
+    whole = OPTIMIZERS[config.optimizer.kind].whole
+    if whole is None:
+        return 0
     owned, data, tp = _whole_matrices(config, share), config.parallel.data, config.parallel.tp
-    itemsize, batch = 2 if config.optimizer.iteration_precision == "bf16" else FP32, 2 * owned // 3
+    batch = 2 * owned // 3
     exchanged = 0 if data * tp == 1 else owned if config.parallel.zero else owned // data
-    work = max(batch + 3 * min(batch, AT_A_TIME), owned + exchanged if exchanged else 0)
+    work = max(batch + min(3 * batch, whole.scratch), owned + exchanged if exchanged else 0)
     kept = (owned if share.itemsize < FP32 else 0) + (owned if tp > 1 else 0)  # updates; pieces that are no neighbours
-    return itemsize * (kept + exchanged + work)
+    return whole.itemsize(config.optimizer) * (kept + exchanged + work)
 
 
 def _in_transit(config: RunConfig, share: Share) -> int:
@@ -144,7 +168,7 @@ def _in_transit(config: RunConfig, share: Share) -> int:
     if config.parallel.data == 1 or (stage < 2 and native):
         return 0
     largest = max(one.size for one in share.block) * share.itemsize
-    bucket = share.block_size * share.itemsize if stage == 3 else max(int(config.parallel.bucket_mb * 2**20), largest)
+    bucket = share.block_size * share.itemsize if stage == 3 else max(bucket_limit(1), largest)
     return bucket * (1 if stage == 1 else 2 if stage == 0 or native else 3)
 
 

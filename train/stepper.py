@@ -22,7 +22,7 @@ from .flops import rank_blocks
 from .hardware import on_gpu, out_of_memory, read, release_memory
 from .model.compiled import Compiled
 from .model.gpt import sequence_losses
-from .model.parametrization import empty_model, initial_weights, parameter_groups
+from .model.parametrization import empty_model, initial_weights
 from .model.shape import micro_batch_of
 from .optimizer.average import copies, newest_shares
 from .parallel.mesh import Mesh, all_gather
@@ -39,7 +39,7 @@ def halved_micro_batch(micro_batch: int) -> int | None:
 
 
 class Stepper:
-    """Model, gradients, Adam's state and loss scale of one rank."""
+    """Model, gradients, optimizer state and loss scale of one rank."""
 
     def __init__(
         self,
@@ -70,13 +70,11 @@ class Stepper:
         self.gpt.place_angles(device)
         self.zero = Zero(
             self.gpt,
-            parameter_groups(self.gpt, config.optimizer),
+            config.optimizer,
             placements,
             mesh,
             stage=parallel.zero,
             dtype=self.dtype,
-            optimizer=config.optimizer,
-            bucket_mb=parallel.bucket_mb,
             device=device,
             averages=copies(config.average),
         )
@@ -106,7 +104,7 @@ class Stepper:
         """Initial weights, the same whatever the mesh."""
         config = self.config
         weights = initial_weights(config.model, config.optimizer, config.seed)
-        self.zero.load(each for each in weights if each[0] in self.zero.weights.parameters)  # of a pipeline's stage
+        self.zero.load(each for each in weights if each[0] in self.zero.names)  # of a pipeline's stage
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside weights and moments: plain numbers."""

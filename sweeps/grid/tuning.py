@@ -113,8 +113,8 @@ def batch_size(rules: TuningConfig, N: float, D: float, least: float, length: in
 
 def decaying_rate(optimizer: OptimizerConfig, width: int) -> float:
     """The rate with which the matrices of blocks shrink, by it times weight_decay a step (see `parameter_groups`)."""
-    if OPTIMIZERS[optimizer.kind].roles:
-        return optimizer.learning_rate * optimizer.matrix_multiplier
+    if (own_rate := OPTIMIZERS[optimizer.kind].rate) is not None:
+        return own_rate(optimizer)
     narrow = (optimizer.base_width / width) ** optimizer.width_exponent
     return optimizer.learning_rate * (narrow if optimizer.base_depth is None else 1.0)
 

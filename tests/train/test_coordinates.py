@@ -18,7 +18,7 @@ import pytest
 import torch
 from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.model.gpt import GPT
-from isoflop.train.model.parametrization import empty_model, initial_weights, parameter_groups
+from isoflop.train.model.parametrization import empty_model, initial_weights
 from isoflop.train.parallel.layout import whole_placement
 from isoflop.train.parallel.mesh import Mesh
 from isoflop.train.parallel.zero import Zero
@@ -56,8 +56,8 @@ def changes(model: ModelConfig, optimizer: OptimizerConfig, steps: int, seed: in
     gpt = empty_model(model, optimizer, LENGTH)
     placements = {name: whole_placement(p.shape) for name, p in gpt.named_parameters()}
     zero = Zero(
-        gpt, parameter_groups(gpt, optimizer), placements, Mesh(), stage=0, dtype=torch.float32, bucket_mb=1.0,
-        optimizer=replace(optimizer, gradient_clip=0.0), device=torch.device("cpu"),
+        gpt, replace(optimizer, gradient_clip=0.0), placements, Mesh(), stage=0, dtype=torch.float32,
+        device=torch.device("cpu"),
     )  # fmt: skip
     zero.load(initial_weights(model, optimizer, seed))
     gpt.place_angles(torch.device("cpu"))

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from isoflop.train.config import AverageConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from isoflop.train.memory import memory
 from isoflop.train.model.gpt import GPT
-from isoflop.train.model.parametrization import empty_model, parameter_groups
+from isoflop.train.model.parametrization import empty_model
 from isoflop.train.model.shape import micro_batches, share_of
 from isoflop.train.optimizer.average import copies
+from isoflop.train.parallel import buckets
 from isoflop.train.parallel.mesh import Mesh
 from isoflop.train.parallel.tensor import split_model
 from isoflop.train.parallel.zero import Zero
@@ -41,7 +42,7 @@ def run_config(
         data=DataConfig(sequence_length=length),
         optimizer=OptimizerConfig(batch_size=micro * micro_batches * dp, kind=optimizer),
         parallel=ParallelConfig(
-            tp=tp, dp=dp, cp=cp, ep=ep, zero=zero, micro_batch_size=micro, recompute=recompute, bucket_mb=0.5,
+            tp=tp, dp=dp, cp=cp, ep=ep, zero=zero, micro_batch_size=micro, recompute=recompute,
             sequence_parallel=sequence_parallel,
         ),
         precision=precision,
@@ -80,8 +81,7 @@ def build(config: RunConfig, mesh: Mesh, device: torch.device = CPU) -> tuple[GP
     placements = split_model(gpt, mesh, config.parallel.sequence_parallel)
     gpt.place_angles(device)
     zero = Zero(
-        gpt, parameter_groups(gpt, config.optimizer), placements, mesh, stage=config.parallel.zero,
-        dtype=compute_dtype(config.precision), optimizer=config.optimizer, bucket_mb=config.parallel.bucket_mb,
+        gpt, config.optimizer, placements, mesh, stage=config.parallel.zero, dtype=compute_dtype(config.precision),
         device=device, averages=copies(config.average),
     )  # fmt: skip
     if config.data.separate_documents:
@@ -95,6 +95,12 @@ def rows_of(config: RunConfig, device: torch.device = CPU) -> tuple[Tensor, Tens
     assert micro is not None
     rows = torch.zeros(micro, length + 1, dtype=torch.long, device=device)
     return rows[:, :-1], rows[:, 1:]
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several buckets in a small model."""
+    monkeypatch.setattr(buckets, "BUCKET_MB", 0.5)
 
 
 def take_step(config: RunConfig, gpt: GPT, zero: Zero, device: torch.device = CPU) -> None:
@@ -145,7 +151,7 @@ def test_the_state_is_what_the_engine_holds(
     with mesh_of(config, rank=tp * dp - 1) as mesh, FakeTensorMode():
         zero = build(config, mesh)[1]
     held = bytes_held(zero)
-    averages = sum(tensor.nbytes for average in zero.averages for tensor in average)
+    averages = sum(tensor.nbytes for bucket in zero.buckets for tensor in bucket.averages)
     assert (averages > 0) == (optimizer == "averages")
     estimate = memory(config)
     assert estimate.parameters == pytest.approx(held["weights"], rel=0.05)

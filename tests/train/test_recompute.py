@@ -11,8 +11,9 @@ from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.block import rotary_angles, swiglu
 from isoflop.train.model.gpt import GPT, Block
-from isoflop.train.model.parametrization import empty_model, parameter_groups
+from isoflop.train.model.parametrization import empty_model
 from isoflop.train.model.recompute import recomputed
+from isoflop.train.parallel import buckets
 from isoflop.train.parallel.mesh import build_mesh
 from isoflop.train.parallel.tensor import split_model
 from isoflop.train.parallel.zero import Zero
@@ -206,6 +207,12 @@ def test_a_product_that_saves_something_else_than_its_input_keeps_it() -> None:
     assert all_equal(list(ours), list(theirs))
 
 
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several buckets in a small model."""
+    monkeypatch.setattr(buckets, "BUCKET_MB", 0.01)
+
+
 COLLECTIVES = ("all_gather_into_tensor", "all_reduce_", "reduce_scatter_tensor")
 
 
@@ -217,10 +224,7 @@ def train(dp: int, tp: int, stage: int, sequence_parallel: bool, mode: str) -> t
     placements = split_model(gpt, mesh, sequence_parallel)
     gpt.place_angles(CPU)
     gpt.set_recompute(mode)
-    zero = Zero(
-        gpt, parameter_groups(gpt, optimizer), placements, mesh, stage=stage, dtype=torch.float32, optimizer=optimizer,
-        bucket_mb=0.01, device=CPU,
-    )  # fmt: skip
+    zero = Zero(gpt, optimizer, placements, mesh, stage=stage, dtype=torch.float32, device=CPU)
     zero.load(random_weights(config))
     tokens, targets = (x.chunk(dp)[mesh.dp_rank] for x in windows(config))
     losses, sent = [], Counter[str]()

@@ -1,7 +1,7 @@
 """The tensors of a checkpoint on disk, in either of two formats, either read on any mesh and ZeRO stage.
 
     one process     model.safetensors      weights, fp32, by name
-                    optimizer.safetensors  `<parameter>.exp_avg` and `.exp_avg_sq`; averages of the weights
+                    optimizer.safetensors  `<parameter>.<state>` of the optimizer; averages of the weights
     several ranks   shards/                all of these by the same names, a file per rank; see `shards.py`
 
 What a rank holds is a list of boxes of whole tensors (`Part`). Every element is written once.
@@ -36,7 +36,7 @@ class Part:
     """A box of one whole tensor of the training state, and its values."""
 
     name: str  # of the parameter
-    kind: str  # weight | exp_avg | exp_avg_sq | average_<copy>
+    kind: str  # weight | a state of the optimizer | average_<copy>
     shape: Shape  # of the whole tensor
     offset: Shape  # of the box in it
     values: Tensor  # (size of the box), a view of the state or a copy

@@ -31,7 +31,7 @@ from ..hardware import CUDA, on_gpu
 
 PREFIX = "isoflop-"  # of our folders inside the compiler's
 OF_NO_BLOCK = ("depth", "vocab_size", "vocab_multiple", "tied_embeddings")  # fields of the model
-OF_NO_MESH = ("dp", "pp", "schedule", "chunks", "zero", "bucket_mb")
+OF_NO_MESH = ("dp", "pp", "schedule", "chunks", "zero")
 OF_NO_STEP = (*OF_NO_MESH, "micro_batch_size", "compile", "timeout_seconds", "device", "threads")
 
 

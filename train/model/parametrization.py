@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig, OptimizerConfig
-from ..optimizer.registry import OPTIMIZERS
+from ..optimizer.registry import OPTIMIZERS, kind_of
 from .gpt import GPT
 from .shape import GROUPS, model_shape
 
@@ -126,10 +126,9 @@ def parameter_groups(gpt: GPT, optimizer: OptimizerConfig) -> list[ParameterGrou
     # Which roles share a group decides the order of elements in a bucket, and so how sums over it are rounded.
     groups = GROUPS if optimizer.base_depth is None else {role: (role,) for role in rules}
     tensors, parameters = dict(gpt.named_parameters()), model_shape(gpt.config).parameters
-    kinds = list(dict.fromkeys(("adamw", "sign", optimizer.kind)))  # what has whole matrices comes after all else
-    kind_of = {role: next((kind for kind in kinds if role in OPTIMIZERS[kind].roles), "adamw") for role in rules}
-    spectral = optimizer.learning_rate * optimizer.matrix_multiplier
-    if OPTIMIZERS[optimizer.kind].whole:  # in units that serve every width
+    kinds = dict.fromkeys(("adamw", "sign", optimizer.kind))  # what has whole matrices comes after all else
+    if (own_rate := OPTIMIZERS[optimizer.kind].rate) is not None:  # in units that serve every width
+        spectral = own_rate(optimizer)
         rules |= {
             **dict.fromkeys(("first", "latent"), (spectral, optimizer.weight_decay, eps)),
             "last": (spectral * m, optimizer.weight_decay / m, eps),
@@ -137,7 +136,7 @@ def parameter_groups(gpt: GPT, optimizer: OptimizerConfig) -> list[ParameterGrou
     found = []
     for kind in kinds:
         for name, several in groups.items():
-            roles = [role for role in several if kind_of[role] == kind]
+            roles = [role for role in several if kind_of(role, optimizer.kind) == kind]
             some = [tensors[p.name] for p in parameters if p.role in roles and p.name in tensors]
             if some:
                 found.append(ParameterGroup(name, some, *rules[roles[0]], kind))

@@ -177,10 +177,16 @@ class Shape:
     @property
     def parameters(self) -> list[Parameter]:
         blocks = [parameter.of_block(number) for number in range(self.depth) for parameter in self.block_of(number)]
+        table = [parameter for parameter in self.outside if parameter.name == "embedding.weight"]
+        return [*table, *blocks, *(parameter for parameter in self.outside if parameter not in table)]
+
+    @property
+    def outside(self) -> list[Parameter]:
+        """The parameters of no block: the table, the last norm and the head."""
         norm = Parameter("norm.weight", "last norm", (Part("model.norm.weight", self.width, 1),))
         table = self._table("embedding.weight", "tied" if self.tied else "embedding", "model.embed_tokens.weight")
         head = [] if self.tied else [self._table("head.weight", "head", "lm_head.weight")]
-        return [table, *blocks, norm, *head]
+        return [table, norm, *head]
 
     def _table(self, name: str, role: Role, hf: str) -> Parameter:
         return Parameter(name, role, (Part(hf, self.vocabulary, self.vocabulary),), self.width)
@@ -361,10 +367,10 @@ class Share(Shape):
         return self.sequences * self.length
 
     @property
-    def parameters(self) -> list[Parameter]:
+    def outside(self) -> list[Parameter]:
         embeds, scores = self.embeds, self.scores
         there = {"embedding": embeds, "tied": embeds or scores, "last norm": scores, "head": scores}
-        return [parameter for parameter in super().parameters if there.get(parameter.role, True)]
+        return [parameter for parameter in super().outside if there[parameter.role]]
 
 
 def share_of(config: RunConfig, device: str = "cuda") -> Share:

@@ -5,26 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..config import OptimizerConfig
+from .optimizer import Optimizer, Options, State, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def adamw(
-    weight: Tensor,
-    gradient: Tensor,
-    *,
-    moments: Sequence[Tensor],
-    count: Tensor,
-    rate: Tensor | float,
-    decay: float,
-    eps: float,
-    options: OptimizerConfig,
-    divisor: Tensor | None,
-    skipped: Tensor,
-) -> None:
-    """One update of a vector, number `count` (), of the gradient over `divisor` (); `skipped` () 1.0: of nothing."""
+def adamw(weight: Tensor, gradient: Tensor, moments: Sequence[Tensor], step: Step, options: Options) -> None:
+    """Update a vector by its gradient over `step.divisor`."""
     import torch  # not at the top: the registry is read by planning
 
     # What torch.optim.AdamW(fused=True) calls, without what it adds: a copy, a sum and a difference of `count` for
@@ -36,14 +24,17 @@ def adamw(
         [first],
         [second],
         [],
-        [count],
-        lr=rate,
+        [step.number],
+        lr=step.rate,
         beta1=options.beta1,
         beta2=options.beta2,
-        weight_decay=decay,
-        eps=eps,
+        weight_decay=step.decay,
+        eps=step.eps,
         amsgrad=False,
         maximize=False,
-        grad_scale=divisor,
-        found_inf=skipped,
+        grad_scale=step.divisor,
+        found_inf=step.skipped,
     )
+
+
+ADAMW = Optimizer(adamw, (State("exp_avg"), State("exp_avg_sq")))

@@ -9,12 +9,15 @@ sqrt(fan_out / fan_in), as the weights' is (Yang, Simon and Bernstein 2023, arXi
 fixes the size of an element instead, whose best rate falls with the width.
 """
 
+# ruff: noqa: RUF009  later() makes fields
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ..config import OptimizerConfig
+from ..fields import Positive, Share, later
+from .optimizer import MATRICES, Optimizer, State, Step, WholeMatrices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,12 +28,22 @@ SMALLEST_NORM = 1e-7
 AT_A_TIME = 2**20  # elements of the matrices in one batched product, which should stay in a cache
 
 
+@dataclass
+class MuonOptions:
+    """Muon, for the matrices of the blocks; all else is AdamW's."""
+
+    matrix_multiplier: Positive = later(3.0)  # their rate, whatever their width, as a multiple of learning_rate
+    momentum: Share = later(0.95)
+    iteration_precision: Annotated[str, ("fp32", "bf16")] = later("fp32")
+
+
 def direction(
-    gradient: Tensor, moment: Tensor, options: OptimizerConfig, divisor: Tensor | None, skipped: Tensor
+    gradient: Tensor, moments: Sequence[Tensor], options: MuonOptions, divisor: Tensor | None, skipped: Tensor
 ) -> Tensor:
-    """U, a vector in the iteration's number format; changes both arguments. `skipped` () 1.0: leaves the moment."""
+    """U, a vector in the iteration's number format; changes gradient and moment, but not the moment when skipped."""
     import torch  # not at the top: the registry is read by planning
 
+    (moment,) = moments
     result = torch.empty_like(gradient, dtype=torch.bfloat16) if options.iteration_precision == "bf16" else gradient
     share, none = 1 - options.momentum, skipped.bool()
     factor, keep = share if divisor is None else share / divisor, options.momentum + share * skipped.double()
@@ -42,8 +55,8 @@ def direction(
     return result
 
 
-def orthogonalise(matrices: Tensor, options: OptimizerConfig) -> None:
-    """Replaces each U by O, in place: (..., rows, columns)."""
+def orthogonalise(matrices: Tensor, *_: Any) -> None:
+    """Replace each U by O, in place: (..., rows, columns)."""
     rows, columns = matrices.shape[-2:]
     for some in matrices.flatten(0, -3).split(max(1, AT_A_TIME // (rows * columns))):
         x = some / some.flatten(1).norm(dim=1).clamp(min=SMALLEST_NORM)[:, None, None]
@@ -54,10 +67,10 @@ def orthogonalise(matrices: Tensor, options: OptimizerConfig) -> None:
         some.copy_(x.mul_((rows / columns) ** 0.5))
 
 
-def muon(weight: Tensor, direction: Tensor, *, rate: Any, decay: float, skipped: Tensor, **_: Any) -> None:
-    """One update of a vector by O, as `adamw` by a gradient."""
-    rate = rate * (1 - skipped.double())
-    keep = 1 - rate * decay
+def muon(weight: Tensor, direction: Tensor, states: Sequence[Tensor], step: Step, options: MuonOptions) -> None:
+    """Update a vector by O."""
+    rate = step.rate * (1 - step.skipped.double())
+    keep = 1 - rate * step.decay
     for w, o in pieces(weight, direction):
         w.mul_(keep).sub_(o.to(w.dtype) * rate)
 
@@ -74,3 +87,18 @@ def flops(rows: int, columns: int) -> int:
     """Of the iterations' matrix products: X X^T, its square, and their product with X."""
     n, m = sorted((rows, columns))
     return ITERATIONS * (4 * n * n * m + 2 * n**3)
+
+
+MUON = Optimizer(
+    muon,
+    (State("exp_avg"),),
+    MATRICES,
+    WholeMatrices(
+        direction,
+        orthogonalise,
+        flops,
+        itemsize=lambda options: 2 if options.iteration_precision == "bf16" else 4,
+        scratch=3 * AT_A_TIME,
+    ),
+    rate=lambda options: options.learning_rate * options.matrix_multiplier,
+)

@@ -1,34 +1,34 @@
 """The optimizers by `optimizer.kind`. No torch, so that planning knows what each keeps and costs.
 
-To add one: its file, its line here, its name and `later` fields in `OptimizerConfig`, and its YAML.
+To add one: its file, with its options and its declaration, and here its line and its options.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated
 
-from .adamw import adamw
-from .muon import direction, flops, muon, orthogonalise
-from .sign import sign
+from ..fields import later
+from .adamw import ADAMW
+from .muon import MUON, MuonOptions
+from .optimizer import Optimizer, Options
+from .sign import SIGN
 
-
-class WholeMatrices(NamedTuple):
-    """What an optimizer does that keeps one moment, and needs every matrix whole."""
-
-    direction: Callable[..., Any]  # of vectors: gradient and moment to what `transform` gets as matrices of one shape
-    transform: Callable[..., None]  # what it makes of them takes the gradient's place in the update
-    flops: Callable[[int, int], int]  # rows and columns of a matrix to its products' FLOPs in one update
-
-
-class Optimizer(NamedTuple):
-    update: Callable[..., None]  # of a vector
-    roles: tuple[str, ...] = ()  # of what it updates, see `model/shape.py`; all else is AdamW's
-    whole: WholeMatrices | None = None
-
-
-OPTIMIZERS = {
-    "adamw": Optimizer(adamw),
-    "sign": Optimizer(sign, ("balance",)),  # whatever the kind
-    "muon": Optimizer(muon, ("first", "latent", "last"), WholeMatrices(direction, orthogonalise, flops)),
+OPTIMIZERS: dict[str, Optimizer] = {
+    "adamw": ADAMW,
+    "sign": SIGN,  # updates the biases of routers, whatever the kind
+    "muon": MUON,
 }
+KINDS = tuple(kind for kind in OPTIMIZERS if kind != "sign")
+
+
+def kind_of(role: str, kind: str) -> str:
+    """Return which optimizer updates parameters of a role, in a run of this `optimizer.kind`."""
+    return next((name for name in ("sign", kind) if role in OPTIMIZERS[name].roles), "adamw")
+
+
+@dataclass
+class OptimizerConfig(MuonOptions, Options):
+    """The group `optimizer` of a config: what every optimizer has, and the options of each."""
+
+    kind: Annotated[str, KINDS] = later("adamw")  # of the parameters with its roles; all others are AdamW's

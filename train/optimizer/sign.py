@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .optimizer import Optimizer, Options, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def sign(weight: Tensor, gradient: Tensor, *, rate: Any, skipped: Tensor, **_: Any) -> None:
-    """One update of a vector, as `adamw`, whose other settings do not matter."""
-    weight.sub_(gradient.sign() * (rate * (1 - skipped)))
+def sign(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Step, options: Options) -> None:
+    """Update a vector; only the rate of the step matters."""
+    weight.sub_(gradient.sign() * (step.rate * (1 - step.skipped)))
+
+
+SIGN = Optimizer(sign, roles=("balance",))

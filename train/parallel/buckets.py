@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 8  # elements: 16 bytes of bf16, which is what vectorised loads and matrix products ask for
 
+BUCKET_MB = 25.0  # MiB of gradients that travel together; PyTorch's DistributedDataParallel has the same default
+
 Range = tuple[int, int]  # start, stop
 
 
@@ -30,7 +32,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class BucketLayout:
     """Parameters that are reduced, updated and gathered together."""
 
     slots: tuple[Slot, ...]
@@ -65,13 +67,18 @@ class Bucket:
 
 def pack_bucket(
     names: Sequence[str], sizes: Mapping[str, int], groups: Mapping[str, int], ranks: int, experts: bool = False
-) -> Bucket:
+) -> BucketLayout:
     """One bucket of these parameters; sizes in elements, groups as numbers."""
     slots, end = [], 0
     for name in sorted(names, key=lambda name: groups[name]):  # stable: otherwise in the order given
         slots.append(Slot(name, end, end + sizes[name], groups[name]))
         end = _round_up(end + sizes[name], ALIGNMENT)
-    return Bucket(tuple(slots), _round_up(end, ranks * ALIGNMENT), ranks, experts)
+    return BucketLayout(tuple(slots), _round_up(end, ranks * ALIGNMENT), ranks, experts)
+
+
+def bucket_limit(itemsize: int) -> int:
+    """Return how many elements of so many bytes travel together."""
+    return max(1, int(BUCKET_MB * 2**20 / itemsize))
 
 
 def fill(names: Iterable[str], sizes: Mapping[str, int], limit: int) -> list[list[str]]:
@@ -89,7 +96,7 @@ def fill(names: Iterable[str], sizes: Mapping[str, int], limit: int) -> list[lis
 
 def bucket_layouts(
     sizes: Mapping[str, int], groups: Mapping[str, int], limit: int, ranks: int, *, gathered: bool, ep: int = 1
-) -> list[Bucket]:
+) -> list[BucketLayout]:
     """All parameters, in forward order, as buckets in backward order; `gathered` as stage 3 gathers them together.
 
     That is the final norm with the head (and a tied table), each block, and an untied table. With ep > 1 experts have
@@ -118,7 +125,7 @@ def _gathered(backward: Sequence[str]) -> list[list[str]]:
 
 
 def counted(
-    bucket: Bucket, placements: Mapping[str, Placement], tp_rank: int, left_out: Container[int] = ()
+    bucket: BucketLayout, placements: Mapping[str, Placement], tp_rank: int, left_out: Container[int] = ()
 ) -> list[Range]:
     """Ranges whose squares a tensor-parallel rank adds to the gradient norm: its own pieces, and on the first shared
     ones, but for groups that are left out.
@@ -129,12 +136,12 @@ def counted(
     )
 
 
-def partial(bucket: Bucket, placements: Mapping[str, Placement]) -> list[Range]:
+def partial(bucket: BucketLayout, placements: Mapping[str, Placement]) -> list[Range]:
     """Ranges whose gradient on a tensor-parallel rank is one term of a sum; the same on all of them."""
     return _merge((r, piece.partial) for r, _, piece in _pieces(bucket, placements))
 
 
-def _pieces(bucket: Bucket, placements: Mapping[str, Placement]) -> Iterator[tuple[Range, int, Piece]]:
+def _pieces(bucket: BucketLayout, placements: Mapping[str, Placement]) -> Iterator[tuple[Range, int, Piece]]:
     """Pieces with their groups in ascending order; together the whole bucket, for padding is given to the piece before
     it.
     """

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
-from .buckets import Bucket, Range
+from .buckets import BucketLayout, Range
 from .mesh import all_gather, reduce_scatter
 
 
@@ -25,7 +25,7 @@ from .mesh import all_gather, reduce_scatter
 class Shared:
     """A bucket and the ranks that have it, of which each updates its slice; at stage 0 every one all of it."""
 
-    layout: Bucket
+    layout: BucketLayout
     group: ProcessGroup | None
     rank: int  # of this process in the group
     stage: int
@@ -39,7 +39,7 @@ class Shared:
         return self.slice if self.stage > 0 else (0, self.layout.size)
 
 
-class _Bucket:
+class GradientBucket:
     def __init__(self, shared: Shared, parameters: Sequence[nn.Parameter]) -> None:
         self.shared, self.parameters = shared, parameters
         self.layout, self.group, self.stage = shared.layout, shared.group, shared.stage
@@ -85,7 +85,7 @@ class Gradients:
         self.complete = complete
         group = next((bucket.group for bucket in buckets if bucket.group is not None), None)
         self.native = group is not None and "gloo" not in str(dist.get_backend(group))  # has a reduce-scatter
-        self.buckets = [_Bucket(one, [parameters[slot.name] for slot in one.layout.slots]) for one in buckets]
+        self.buckets = [GradientBucket(one, [parameters[slot.name] for slot in one.layout.slots]) for one in buckets]
         for number, bucket in enumerate(self.buckets):
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._mover(number, index))
@@ -167,7 +167,7 @@ class Gradients:
             if self.last or bucket.freed:
                 self._start(bucket)
 
-    def _start(self, bucket: _Bucket) -> None:
+    def _start(self, bucket: GradientBucket) -> None:
         if bucket.group is None:
             return
         in_place = self.dtype == self.wide and (bucket.stage == 0 or (self.native and not bucket.freed))
@@ -184,7 +184,7 @@ class Gradients:
     def _advance(self) -> None:
         self.pending = [total for total in self.pending if next(total, self) is not self]
 
-    def _sum(self, bucket: _Bucket) -> Iterator[None]:
+    def _sum(self, bucket: GradientBucket) -> Iterator[None]:
         """Sums a bucket over the ranks; yields where something was sent that the next step waits for."""
         full, group, add = bucket.full, bucket.group, bucket.freed and not bucket.fresh
         assert full is not None

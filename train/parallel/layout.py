@@ -103,7 +103,7 @@ class Held:
     """The part of one tensor of the training state that this rank holds, and answers for."""
 
     name: str  # of the parameter, as the whole model names it
-    kind: str  # weight | exp_avg | exp_avg_sq | average_<copy>
+    kind: str  # weight | a state of the optimizer | average_<copy>
     placement: Placement
     start: int  # elements start … stop of the rank's flattened part of the parameter
     stop: int

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ..config import ModelConfig, OptimizerConfig
 from ..model.shape import model_shape
-from .buckets import Bucket, Range
-from .layout import Box, Placement, boxes
+from ..optimizer.optimizer import State
+from .data import Shared
+from .layout import Box, Held, Piece, Placement, boxes
 from .mesh import Mesh
 
 # Elements of all matrices up to which data-parallel ranks do not share them out: with 2 ranks over gloo sharing takes
@@ -27,32 +28,32 @@ SMALL = 2**18
 
 
 class Matrices:
-    """Those in the parameters of the groups from number `first` on.
+    """Those in the parameters of the groups from number `first` on, and the states that are kept of whole matrices.
 
-    A rank holds of them the end of its slice of each bucket (`owned`), from `starts` on; `replicated`: every
-    data-parallel rank the same (stage 0).
+    A rank holds of them the end of its slice of each bucket; at stage 0 every data-parallel rank the same.
     """
+
+    states: dict[tuple[int, str], Tensor]  # by number of a parameter and name, those of all its matrices in one vector
 
     def __init__(
         self,
         model: ModelConfig,
-        layouts: Sequence[Bucket],
+        buckets: Sequence[Shared],
         first: int,
-        owned: Sequence[Range],
         placements: Mapping[str, Placement],
         mesh: Mesh,  # of one stage
-        *,
-        replicated: bool,
     ) -> None:
-        self.starts = [
-            min(max(layout.start_of(first), start), stop) - start
-            for layout, (start, stop) in zip(layouts, owned, strict=True)
+        owned, replicated = [bucket.owned for bucket in buckets], buckets[0].stage == 0
+        starts = [
+            min(max(bucket.layout.start_of(first), start), stop)
+            for bucket, (start, stop) in zip(buckets, owned, strict=True)
         ]
         slots = [
-            (number, slot) for number, bucket in enumerate(layouts) for slot in bucket.slots if slot.group >= first
+            (number, slot) for number, one in enumerate(buckets) for slot in one.layout.slots if slot.group >= first
         ]
+        self.names = [slot.name for _, slot in slots]
         # By number of the parameter: bucket and place in its vector where a rank's part of it begins, or would.
-        self.places = [(number, slot.start - owned[number][0] - self.starts[number]) for number, slot in slots]
+        self.places = [(number, slot.start - starts[number]) for number, slot in slots]
         parameters = {parameter.name: parameter for parameter in model_shape(model).parameters}
         self.shapes = [parameters[slot.name].shape for _, slot in slots]
         if replicated and mesh.tp == 1 and sum(map(math.prod, self.shapes)) <= SMALL:
@@ -79,15 +80,37 @@ class Matrices:
         self.out = [[each for each in everyone[rank] if owner[each[0]] == mesh.rank] for rank in ranks]
         self.into = [[each for each in some if asked(rank, *each)] for rank, some in enumerate(self.out)]
 
-    def transform(self, vectors: Sequence[Tensor], work: Callable[..., None], options: OptimizerConfig) -> None:
-        """Works in place on all matrices, which `work` gets as (..., k, rows, columns), those of one shape at a time.
+    def keep(self, states: Sequence[State], device: torch.device) -> None:
+        """Make the states of this rank's matrices, which are zero."""
+        self.declared, self.states = states, {}
+        for index in self.mine:
+            for state in states:
+                size = sum(self._sizes(index, state))
+                dtype = torch.float32 if state.dtype == "fp32" else torch.bfloat16
+                self.states[index, state.name] = torch.zeros(size, dtype=dtype, device=device)
 
-        Of each bucket a rank gives what it holds, (..., elements).
+    def _sizes(self, index: int, state: State) -> list[int]:
+        assert state.size is not None
+        return [state.size(rows, self.shapes[index][1]) for rows in self.rows[index]]
+
+    def held(self) -> list[Held]:
+        """Return this rank's states of whole matrices."""
+        found = []
+        for (index, name), values in self.states.items():
+            whole = Placement(tuple(values.shape), (Piece((0,), tuple(values.shape)),))
+            found.append(Held(self.names[index], name, whole, 0, len(values), values))
+        return found
+
+    def transform(
+        self, vectors: Sequence[Tensor], work: Callable[..., None], options: OptimizerConfig, skipped: Tensor
+    ) -> None:
+        """Work in place on all matrices, which `work` gets as (k, rows, columns) with their states, those of one shape
+        at a time. Of each bucket a rank gives what it holds, (elements).
         """
 
         def vector(index: int, start: int, size: Sequence[int]) -> Tensor:
             number, first = self.places[index]
-            return vectors[number][..., first + start : first + start + math.prod(size)].unflatten(-1, size)
+            return vectors[number][first + start : first + start + math.prod(size)].view(tuple(size))
 
         def held(some: list[list[tuple[int, Box]]]) -> list[list[Tensor]]:
             return [[vector(index, box.start, box.size) for index, box in each] for each in some]
@@ -99,14 +122,18 @@ class Matrices:
         whole = {i: vector(i, 0, self.shapes[i]) if alone else vectors[0].new_empty(self.shapes[i]) for i in self.mine}
         if not alone:
             self._exchange(held(self.there), owned(self.into), vectors[0])
-        matrices = [matrix for index in self.mine for matrix in whole[index].split(self.rows[index], dim=-2)]
-        matrices.sort(key=lambda matrix: matrix.shape[-2:])
-        for _, group in groupby(matrices, key=lambda matrix: matrix.shape[-2:]):
-            alike = list(group)
-            stack = torch.stack(alike, dim=-3)
-            work(stack, options)
-            torch._foreach_copy_(alike, list(stack.unbind(-3)))
-            del stack  # before the next one
+        matrices = list[list[Tensor]]()  # each with its states
+        for index in self.mine:
+            states = [self.states[index, state.name].split(self._sizes(index, state)) for state in self.declared]
+            matrices += [list(one) for one in zip(whole[index].split(self.rows[index], dim=-2), *states, strict=True)]
+        matrices.sort(key=lambda one: one[0].shape)
+        for _, group in groupby(matrices, key=lambda one: one[0].shape):
+            alike = [list(several) for several in zip(*group, strict=True)]
+            stacks = [torch.stack(several) for several in alike]
+            work(stacks[0], stacks[1:], options, skipped)
+            for several, stack in zip(alike, stacks, strict=True):
+                torch._foreach_copy_(several, list(stack.unbind()))
+            del stacks, stack  # before the next ones
         if not alone:
             self._exchange(owned(self.out), held(self.back), vectors[0])
 

@@ -24,10 +24,11 @@ from torch.distributed import Work
 from ..config import OptimizerConfig
 from ..hardware import on_gpu
 from ..model.gpt import GPT
-from ..model.parametrization import ParameterGroup
+from ..model.parametrization import ParameterGroup, parameter_groups
+from ..optimizer.optimizer import Optimizer, Step
 from ..optimizer.registry import OPTIMIZERS
-from .buckets import Bucket, Range, Slot, bucket_layouts, clip, counted, pack_bucket, partial
-from .data import Gradients, Shared
+from .buckets import BucketLayout, Range, Slot, bucket_layouts, bucket_limit, clip, counted, pack_bucket, partial
+from .data import GradientBucket, Gradients, Shared
 from .layout import Held, Placement
 from .mesh import Mesh, all_gather
 from .whole import Matrices
@@ -37,149 +38,175 @@ ROW = 4096  # elements whose squares are summed at once
 
 @dataclass(frozen=True)
 class StepResult:
-    """What came of one step, on the device: nobody has waited for it."""
+    """Result of one step. The tensors may still be computing on the device."""
 
     loss: Tensor  # () the batch's mean, over all ranks
     norm: Tensor  # () of the gradient, without loss scale, before clipping
     skipped: Tensor  # () 1.0 where loss or norm was no finite number, so that nothing was updated; else 0.0
 
 
-class Weights:
-    """Every parameter of a model in flat buckets; the model's own are replaced, and their values left undefined.
+@dataclass(frozen=True)
+class Span:
+    """Neighbours in a rank's slice of a bucket that one optimizer updates; it may be empty."""
 
-    Buckets come in backward order.
+    optimizer: Optimizer
+    start: int  # in the slice
+    stop: int
+    segments: list[tuple[int, Range]]  # (group, range in the slice), of one learning rate, weight decay and epsilon
+    states: dict[str, Tensor]  # those kept element by element, (stop - start,) each
+
+
+class Bucket:
+    """What this rank holds of a bucket: its weights, and of its slice master weights, optimizer state and averages.
+
+    The parameters of `old`, which may be on `meta`, are replaced by views of `full`; their values are left undefined.
     """
 
-    def __init__(self, gpt: GPT, buckets: Sequence[Shared], *, dtype: torch.dtype, device: torch.device) -> None:
-        self.groups, self.stages = [one.group for one in buckets], [one.stage for one in buckets]
-        layouts, owned = [one.layout for one in buckets], [one.owned for one in buckets]
-        self.full: list[Tensor] = []
-        old = dict(gpt.named_parameters())
-        new: dict[int, nn.Parameter] = {}
-        for layout, stage in zip(layouts, self.stages, strict=True):
-            full = torch.zeros(layout.size, dtype=dtype, device=device)
-            for slot in layout.slots:
-                parameter = old[slot.name]
-                # `data` cuts the version counter off: gathering into the buffer is no change that autograd should see.
-                new[id(parameter)] = nn.Parameter(full[slot.start : slot.stop].view(parameter.shape).data)
-            if stage == 3:
-                full.untyped_storage().resize_(0)  # before the next one: the model may not fit
-            self.full.append(full)
-        for module in gpt.modules():  # a tied parameter is one in all its places
-            for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-                setattr(module, name, new[id(parameter)])
-        self.parameters = {name: new[id(parameter)] for name, parameter in old.items()}
-        self.own = [
-            full[start:stop] if stage < 3 else torch.zeros(stop - start, dtype=dtype, device=device)
-            for full, stage, (start, stop) in zip(self.full, self.stages, owned, strict=True)
-        ]
-        self.work: list[Work | None] = [None] * len(layouts)  # gathers under way
-        self.whole = [stage < 3 for stage in self.stages]  # gathered, or about to be
-        if max(self.stages) > 0:
-            numbers = {slot.name: number for number, layout in enumerate(layouts) for slot in layout.slots}
-            self._schedule(gpt, numbers)
+    gradient: GradientBucket
 
-    def changed(self, number: int) -> None:
-        """The owners have written to a bucket: it is gathered at once, or at stage 3 when it is needed."""
-        self.wait(number)
-        if self.stages[number] == 3:
-            self.release(number)
-        elif self.stages[number] > 0:
-            self._gather(number)
+    def __init__(
+        self, shared: Shared, old: Mapping[str, nn.Parameter], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.shared, self.layout, self.group, self.stage = shared, shared.layout, shared.group, shared.stage
+        self.owned, (start, stop) = shared.owned, shared.owned
+        self.full = torch.zeros(self.layout.size, dtype=dtype, device=device)
+        self.parameters = {  # `data` cuts the version counter off: autograd should not see a gather as a change
+            slot.name: nn.Parameter(self.full[slot.start : slot.stop].view(old[slot.name].shape).data)
+            for slot in self.layout.slots
+        }
+        self.work: Work | None = None  # a gather under way
+        self.whole = self.stage < 3  # gathered, or about to be
+        if self.stage == 3:
+            self.full.untyped_storage().resize_(0)  # before the next bucket: the model may not fit
+        self.own = self.full[start:stop] if self.whole else torch.zeros(stop - start, dtype=dtype, device=device)
 
-    def fetch(self, number: int) -> None:
-        """Starts to gather a bucket, where it is not whole."""
-        if not self.whole[number]:
-            full = self.full[number]
-            full.untyped_storage().resize_(full.numel() * full.element_size())
-            self.whole[number] = True
-            self._gather(number)
+    def hold(self, groups: Sequence[ParameterGroup], averages: int) -> None:
+        """Make master weights, optimizer state and averages."""
+        wide = torch.promote_types(self.own.dtype, torch.float32)
+        self.master = self.own if self.own.dtype == wide else torch.zeros_like(self.own, dtype=wide)
+        self.averages = [torch.zeros_like(self.master) for _ in range(averages)]
+        self.spans = list[Span]()
+        at, segments = 0, [(group, clip([segment], self.owned)) for group, segment in self.layout.segments]
+        for kind in dict.fromkeys(group.optimizer for group in groups):  # in the order of the groups
+            places = [(group, place) for group, own in segments if groups[group].optimizer == kind for place in own]
+            stop = places[-1][1][1] if places else at
+            states = {
+                state.name: self.master.new_zeros(stop - at, dtype=None if state.dtype == "fp32" else torch.bfloat16)
+                for state in OPTIMIZERS[kind].elementwise
+            }
+            self.spans.append(Span(OPTIMIZERS[kind], at, stop, places, states))
+            at = stop
 
-    def wait(self, number: int) -> None:
-        """Until a bucket that was fetched or has changed is whole; on a GPU only the current stream waits."""
-        work, self.work[number] = self.work[number], None
+    def span_of(self, slot: Slot, groups: Sequence[ParameterGroup]) -> Span:
+        return next(span for span in self.spans if span.optimizer is OPTIMIZERS[groups[slot.group].optimizer])
+
+    def changed(self) -> None:
+        """Gather the bucket, whose owners have written to it: at once, or at stage 3 when it is needed."""
+        self.wait()
+        if self.stage == 3:
+            self.release()
+        elif self.stage > 0:
+            self._gather()
+
+    def fetch(self) -> None:
+        """Start to gather the bucket if it is not whole."""
+        if not self.whole:
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+            self.whole = True
+            self._gather()
+
+    def wait(self) -> None:
+        """Wait until a bucket that was fetched or has changed is whole; on a GPU only the current stream waits."""
+        work, self.work = self.work, None
         if work is not None:
             work.wait()
 
-    def release(self, number: int) -> None:
-        """At stage 3 frees the storage of a bucket; it is fetched again when it is needed."""
-        if self.stages[number] == 3 and self.whole[number]:
-            self.wait(number)
-            self.full[number].untyped_storage().resize_(0)
-            self.whole[number] = False
+    def release(self) -> None:
+        """Free the storage at stage 3; it is fetched again when it is needed."""
+        if self.stage == 3 and self.whole:
+            self.wait()
+            self.full.untyped_storage().resize_(0)
+            self.whole = False
 
-    def forget(self) -> None:
-        """Ends what is under way; at stage 3 nothing is whole after."""
-        for number in range(len(self.full)):
-            self.wait(number)
-            self.release(number)
+    def refresh(self) -> None:
+        """Compute with the master weights from here on."""
+        if self.master is not self.own:
+            self.own.copy_(self.master)
+        self.changed()
 
-    def _gather(self, number: int) -> None:
-        self.work[number] = all_gather(self.full[number], self.own[number], group=self.groups[number], async_op=True)
+    def overlap(self, slot: Slot) -> tuple[Range, int, int]:
+        """What of a parameter this rank owns: elements of the flattened parameter; start and stop in its slice."""
+        first, last = self.owned
+        start, stop = max(slot.start, first), max(min(slot.stop, last), max(slot.start, first))
+        return (start - slot.start, stop - slot.start), start - first, stop - first
 
-    def _schedule(self, gpt: GPT, numbers: Mapping[str, int]) -> None:
-        """Hooks on a model that wait for weights, and at stage 3 fetch them a block ahead and release them."""
-        names = {id(parameter): name for name, parameter in self.parameters.items()}
-        used = {
-            module: sorted({numbers[names[id(parameter)]] for parameter in module.parameters()})
-            for module in (gpt.embedding, *gpt.blocks, gpt.norm, gpt.head)
-        }
-        if max(self.stages) < 3:
-            for module, several in used.items():
-                module.register_forward_pre_hook(self._take(several))
-            return
-        table, final = used[gpt.embedding], used[gpt.norm]
-        blocks = [used[block] for block in gpt.blocks]
-        ahead = [*blocks, final]
-        gpt.embedding.register_forward_pre_hook(self._take(table, ahead[0]))
-        for i, block in enumerate(gpt.blocks):
-            block.register_forward_pre_hook(self._take(blocks[i], ahead[i + 1]))
-            before_backward = self._take(blocks[i], blocks[i - 1] if i > 0 else ())
-            self._after(block, blocks[i], keep=i == len(blocks) - 1, before_backward=before_backward)
-        gpt.norm.register_forward_pre_hook(self._take(final))
-        self._after(gpt.head, final, keep=True)
-        if table != final:
-            self._after(gpt.embedding, table, keep=False)
+    def _gather(self) -> None:
+        self.work = all_gather(self.full, self.own, group=self.group, async_op=True)
 
-    def _take(self, numbers: Sequence[int], ahead: Sequence[int] = ()) -> Callable[..., None]:
-        """What to do before buckets are used: have them, and start to fetch those after them."""
 
-        def take(*_: Any) -> None:
-            for number in numbers:
-                self.fetch(number)
-            for number in numbers:
-                self.wait(number)
-            for number in ahead:
-                self.fetch(number)
+def schedule_gathers(gpt: GPT, buckets: Sequence[Bucket]) -> None:
+    """Hook a model so that it waits for weights, and at stage 3 fetches them a block ahead and releases them."""
+    bucket_of = {id(parameter): number for number, one in enumerate(buckets) for parameter in one.parameters.values()}
+    used = {
+        module: [buckets[number] for number in sorted({bucket_of[id(parameter)] for parameter in module.parameters()})]
+        for module in (gpt.embedding, *gpt.blocks, gpt.norm, gpt.head)
+    }
+    if max(bucket.stage for bucket in buckets) < 3:
+        for module, several in used.items():
+            module.register_forward_pre_hook(_take(several))
+        return
+    table, final = used[gpt.embedding], used[gpt.norm]
+    blocks = [used[block] for block in gpt.blocks]
+    ahead = [*blocks, final]
+    gpt.embedding.register_forward_pre_hook(_take(table, ahead[0]))
+    for i, block in enumerate(gpt.blocks):
+        block.register_forward_pre_hook(_take(blocks[i], ahead[i + 1]))
+        before_backward = _take(blocks[i], blocks[i - 1] if i > 0 else ())
+        _release_after(block, blocks[i], keep=i == len(blocks) - 1, before_backward=before_backward)
+    gpt.norm.register_forward_pre_hook(_take(final))
+    _release_after(gpt.head, final, keep=True)
+    if table != final:
+        _release_after(gpt.embedding, table, keep=False)
 
-        return take
 
-    def _after(
-        self,
-        module: nn.Module,
-        numbers: Sequence[int],
-        *,
-        keep: bool,
-        before_backward: Callable[..., None] | None = None,
-    ) -> None:
-        """Releases buckets after a forward pass; with `keep` not where a backward pass follows."""
+def _take(buckets: Sequence[Bucket], ahead: Sequence[Bucket] = ()) -> Callable[..., None]:
+    """Return what to do before buckets are used: have them, and start to fetch those after them."""
 
-        def hook(module: nn.Module, arguments: Any, out: Tensor) -> None:
-            if out.requires_grad and before_backward is not None:
-                out.register_hook(before_backward)
-            if not (keep and out.requires_grad):
-                for number in numbers:
-                    self.release(number)
+    def take(*_: Any) -> None:
+        for bucket in buckets:
+            bucket.fetch()
+        for bucket in buckets:
+            bucket.wait()
+        for bucket in ahead:
+            bucket.fetch()
 
-        module.register_forward_hook(hook)
+    return take
+
+
+def _release_after(
+    module: nn.Module,
+    buckets: Sequence[Bucket],
+    *,
+    keep: bool,
+    before_backward: Callable[..., None] | None = None,
+) -> None:
+    """Release buckets after a forward pass; with `keep` not where a backward pass follows."""
+
+    def hook(module: nn.Module, arguments: Any, out: Tensor) -> None:
+        if out.requires_grad and before_backward is not None:
+            out.register_hook(before_backward)
+        if not (keep and out.requires_grad):
+            for bucket in buckets:
+                bucket.release()
+
+    module.register_forward_hook(hook)
 
 
 class Zero:
-    """Owner of a model's parameters, gradients and optimizer state.
+    """Owner of a model's parameters, gradients and optimizer state, in buckets in backward order.
 
     The model's parameters (they may be on `meta`) become views of flat buffers on `device`, in `dtype`; master weights
-    and moments are at least fp32. `bucket_mb` MiB of gradients travel together; at stage 3 a block. `averages` more
-    copies of the master weights are kept, as `keep_averages` says.
+    and state are at least fp32. `averages` more copies of the master weights are kept, as `keep_averages` says.
     """
 
     updates: Tensor  # () updates made: Adam's step count, to be saved and restored
@@ -187,95 +214,87 @@ class Zero:
     def __init__(
         self,
         gpt: GPT,
-        groups: Sequence[ParameterGroup],
+        optimizer: OptimizerConfig,
         placements: Mapping[str, Placement],
         mesh: Mesh,
         *,
         stage: int,
         dtype: torch.dtype,
-        optimizer: OptimizerConfig,
-        bucket_mb: float,
         device: torch.device,
         averages: int = 0,
     ) -> None:
-        self.mesh, self.placements, self.optimizer = mesh, placements, optimizer
+        self.mesh, self.placements, self.options = mesh, placements, optimizer
         self.dtype, self.wide, self.device = dtype, torch.promote_types(dtype, torch.float32), device
+        self.groups = groups = parameter_groups(gpt, optimizer)
         # The update reads fp32 on GPUs. On CPUs it reads a float64, so that nothing is lost of a Python float.
         wide_rate = torch.float32 if on_gpu(device) else torch.float64
         self.peaks = torch.tensor([group.learning_rate for group in groups], dtype=wide_rate, device=device)
         self.rates = torch.zeros_like(self.peaks)
-        gathered = stage == 3 and mesh.data_group is not None
-        self.layouts = layouts_of(gpt, groups, bucket_mb, dtype, mesh.data, gathered=gathered, ep=mesh.ep)
-        self.buckets = [shared(layout, mesh, stage) for layout in self.layouts]
-        # Everybody keeps the gradient norm of its slice; at stage 0 it owns the other slices as well.
-        slices, self.owned = [one.slice for one in self.buckets], [one.owned for one in self.buckets]
-        self.weights = Weights(gpt, self.buckets, dtype=dtype, device=device)
-        self.gradients = Gradients(self.buckets, self.weights.parameters, complete=self.weights.release)
-        own = self.weights.own
-        self.master = own if dtype == self.wide else [torch.zeros_like(piece, dtype=self.wide) for piece in own]
-        self.exp_avg = [torch.zeros_like(master) for master in self.master]
-        self.averages = [[torch.zeros_like(master) for master in self.master] for _ in range(averages)]
-        self._whole = first_whole(groups)
-        replicated = self.buckets[0].stage == 0
-        self.matrices = Matrices(
-            gpt.config, self.layouts, self._whole, self.owned, placements, mesh.stage, replicated=replicated
-        )
-        # What is updated as whole matrices has one moment.
-        self.exp_avg_sq = [
-            torch.zeros_like(master[:start]) for master, start in zip(self.master, self.matrices.starts, strict=True)
-        ]
         self.updates = torch.zeros((), dtype=torch.float32, device=device)
-        shards = list(zip(self.layouts, self.owned, self.gradients.shards, strict=True))
-        self._rules = [{"decay": group.weight_decay, "eps": group.eps, "options": optimizer} for group in groups]
-        self._updates = [OPTIMIZERS[group.optimizer].update for group in groups]
-        # Neighbours in this rank's slice of each bucket that share a learning rate, weight decay and epsilon.
-        self._segments = [
-            [(group, place) for group, segment in layout.segments for place in clip([segment], owned)]
-            for layout, owned in zip(self.layouts, self.owned, strict=True)
-        ]
+        self.buckets = _replace_parameters(gpt, groups, mesh, stage, dtype, device)
+        everyone = [bucket.shared for bucket in self.buckets]
+        parameters = {name: one for bucket in self.buckets for name, one in bucket.parameters.items()}
+        self.names = set(parameters)
+        buckets = self.buckets
+        self.gradients = Gradients(everyone, parameters, complete=lambda number: buckets[number].release())
+        for bucket, gradient in zip(self.buckets, self.gradients.buckets, strict=True):
+            bucket.gradient = gradient
+            bucket.hold(groups, averages)
+        first = sum(OPTIMIZERS[group.optimizer].whole is None for group in groups)  # those of whole matrices come after
+        self.matrices = Matrices(gpt.config, everyone, first, placements, mesh.stage)
+        self.matrices.keep(OPTIMIZERS[optimizer.kind].of_matrices, device)
+        # Terms of sums over tensor-parallel ranks, and what counts in the norm: no steps of a sign.
         self._partial = [
-            shard[start:stop]
-            for layout, owned, shard in shards
-            for start, stop in clip(partial(layout, placements), owned)
+            bucket.gradient.shard[start:stop]
+            for bucket in self.buckets
+            for start, stop in clip(partial(bucket.layout, placements), bucket.owned)
         ]
-        signs = [number for number, group in enumerate(groups) if group.optimizer == "sign"]  # no part of the loss's
-        self._measured = [
-            shard[first - owned[0] :][start:stop]
-            for (layout, owned, shard), (first, last) in zip(shards, slices, strict=True)
-            for start, stop in clip(counted(layout, placements, mesh.tp_rank, signs), (first, last))
-        ]
+        signs = [number for number, group in enumerate(groups) if group.optimizer == "sign"]
+        self._measured = list[Tensor]()
+        for bucket in self.buckets:
+            # Every rank measures its slice; at stage 0 it owns the other slices as well.
+            first, last = bucket.shared.slice
+            ranges = clip(counted(bucket.layout, placements, mesh.tp_rank, signs), (first, last))
+            shard = bucket.gradient.shard[first - bucket.owned[0] :]
+            self._measured += [shard[start:stop] for start, stop in ranges]
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Sets the weights: every whole fp32 tensor once, on the CPU by name; this rank takes its part of each."""
-        slots = {slot.name: (number, slot) for number, layout in enumerate(self.layouts) for slot in layout.slots}
-        self.weights.forget()
+        """Set the weights: every whole fp32 tensor once, on the CPU by name; this rank takes its part of each."""
+        slots = {slot.name: (bucket, slot) for bucket in self.buckets for slot in bucket.layout.slots}
+        self.forget()
         for name, whole in weights:
             if name not in slots:
                 raise ValueError(f"{name} is not one of the parameters that are still to be loaded: {', '.join(slots)}")
-            number, slot = slots.pop(name)
+            bucket, slot = slots.pop(name)
             part = self.placements[name].take(whole).flatten()
-            if self.buckets[number].stage < 3:
-                self.weights.full[number][slot.start : slot.stop].copy_(part)
-            (first, last), start, stop = self._overlap(number, slot)
-            self.master[number][start:stop].copy_(part[first:last])
+            if bucket.stage < 3:
+                bucket.full[slot.start : slot.stop].copy_(part)
+            (first, last), start, stop = bucket.overlap(slot)
+            bucket.master[start:stop].copy_(part[first:last])
         if slots:
             raise ValueError(f"no weights were given for {', '.join(slots)}")
-        for own, master in zip(self.weights.own, self.master, strict=True):
-            own.copy_(master)
+        for bucket in self.buckets:
+            bucket.own.copy_(bucket.master)
+
+    def forget(self) -> None:
+        """End gathers under way, so that buckets may be written to; at stage 3 nothing is whole after."""
+        for bucket in self.buckets:
+            bucket.wait()
+            bucket.release()
 
     def reset_gradients(self) -> None:
-        """Throws away everything accumulated and in flight, after a micro-batch that failed."""
+        """Throw away everything accumulated and in flight, after a micro-batch that failed."""
         self.gradients.reset()
-        self.weights.forget()
+        self.forget()
 
     @torch.no_grad()
     def set_rates(self, factor: float) -> None:
-        """Every group's learning rate from here on: its peak times `factor`. Waits for nothing."""
+        """Set every group's learning rate to its peak times `factor`. Waits for nothing."""
         torch.mul(self.peaks, factor, out=self.rates)
 
     @torch.no_grad()
     def step(self, loss: Tensor, scale: Tensor | None = None) -> StepResult:
-        """Updates the weights from the accumulated gradients at the rates of `set_rates`, and clears the gradients.
+        """Update the weights from the accumulated gradients at the rates of `set_rates`, and clear the gradients.
 
         `loss` () is this rank's share of the batch's mean loss, `scale` () the loss scale.
         """
@@ -286,57 +305,60 @@ class Zero:
             norm = norm / scale
         skipped = 1 - (torch.isfinite(norm) & torch.isfinite(total)).float()
         divisor = self._divisor(norm, scale)
-        count = self.updates + 1
-        directions = self._directions(divisor, skipped)
-        for number in reversed(range(len(self.layouts))):  # as the next forward pass wants them
-            buffers = (self.master[number], self.exp_avg[number], self.exp_avg_sq[number])
-            for group, (start, stop) in self._segments[number]:
-                weight, *moments = (values[start:stop] for values in buffers)
-                if group < self._whole:
-                    gradient = self.gradients.shards[number][start:stop].to(self.wide)  # one fp32 copy at a time
-                else:
-                    first = self.matrices.starts[number]
-                    gradient = directions[number][start - first : stop - first]
-                state = {"moments": moments, "count": count, "divisor": divisor, "skipped": skipped}
-                self._updates[group](weight, gradient, rate=self.rates[group], **self._rules[group], **state)
-            self._refresh(number)
+        directions, count = self._directions(divisor, skipped), self.updates + 1
+        for number, bucket in reversed(list(enumerate(self.buckets))):  # in the order of the next forward pass
+            for span in bucket.spans:
+                for group, (start, stop) in span.segments:
+                    own = slice(start - span.start, stop - span.start)
+                    if span.optimizer.whole is None:
+                        gradient = bucket.gradient.shard[start:stop].to(self.wide)  # one fp32 copy at a time
+                    else:
+                        gradient = directions[number][own]
+                    rules = self.groups[group]
+                    step = Step(self.rates[group], rules.weight_decay, rules.eps, count, divisor, skipped)
+                    states = [state[own] for state in span.states.values()]
+                    span.optimizer.update(bucket.master[start:stop], gradient, states, step, self.options)
+            bucket.refresh()
         self.updates += 1 - skipped
         self.gradients.clear()
         return StepResult(total, norm, skipped)
 
     @torch.no_grad()
     def keep_averages(self, shares: Sequence[float]) -> None:
-        """Takes the weights into each average, of which they then are that share."""
-        for average, share in zip(self.averages, shares, strict=True):
-            for kept, master in zip(average, self.master, strict=True):
-                kept.lerp_(master, share)
+        """Take the weights into each average, of which they then are that share."""
+        for bucket in self.buckets:
+            for average, share in zip(bucket.averages, shares, strict=True):
+                average.lerp_(bucket.master, share)
 
     @contextmanager
     def with_average(self, copy: int) -> Iterator[None]:
-        """The model computes with an average in here, and with its own weights, to the bit, after."""
-        self._exchange(self.averages[copy])
+        """Compute with an average inside this block, and with the model's own weights, to the bit, after it."""
+        self._exchange(copy)
         try:
             yield
         finally:
-            self._exchange(self.averages[copy])
+            self._exchange(copy)
 
     @torch.no_grad()
-    def _exchange(self, average: Sequence[Tensor]) -> None:
-        self.weights.forget()  # what is being gathered in place must not be written to
-        for kept, master in zip(average, self.master, strict=True):
-            own = master.clone()
-            master.copy_(kept)
-            kept.copy_(own)
+    def _exchange(self, copy: int) -> None:
+        self.forget()
+        for bucket in self.buckets:
+            own = bucket.master.clone()
+            bucket.master.copy_(bucket.averages[copy])
+            bucket.averages[copy].copy_(own)
         self.publish()
 
     def _directions(self, divisor: Tensor | None, skipped: Tensor) -> list[Tensor]:
-        """Of what is updated as whole matrices, in this rank's slice of each bucket."""
-        rule, directions = OPTIMIZERS[self.optimizer.kind].whole, list[Tensor]()
-        if rule is not None:
-            for start, shard, moment in zip(self.matrices.starts, self.gradients.shards, self.exp_avg, strict=True):
-                gradient = shard[start:].to(self.wide)
-                directions.append(rule.direction(gradient, moment[start:], self.optimizer, divisor, skipped))
-            self.matrices.transform(directions, rule.transform, self.optimizer)
+        """Return the updates of what is updated as whole matrices, in this rank's slice of each bucket."""
+        rule, directions = OPTIMIZERS[self.options.kind].whole, list[Tensor]()
+        if rule is None:
+            return directions
+        for bucket in self.buckets:
+            span = bucket.spans[-1]
+            gradient = bucket.gradient.shard[span.start : span.stop].to(self.wide)
+            states = [*span.states.values()]
+            directions.append(rule.direction(gradient, states, self.options, divisor, skipped))
+        self.matrices.transform(directions, rule.transform, self.options, skipped)
         return directions
 
     def _sum_partial(self) -> None:
@@ -362,46 +384,52 @@ class Zero:
 
     def _divisor(self, norm: Tensor, scale: Tensor | None) -> Tensor | None:
         """What the update divides gradients by: the loss scale, and more where the norm is clipped."""
-        limit = self.optimizer.gradient_clip
+        limit = self.options.gradient_clip
         if limit == 0:
             return scale
         clipped = (limit / (norm + 1e-6)).clamp(max=1.0).reciprocal().float()
         return clipped if scale is None else clipped * scale
 
-    def _refresh(self, number: int) -> None:
-        if self.dtype != self.wide:
-            self.weights.own[number].copy_(self.master[number])
-        self.weights.changed(number)
-
     def held(self) -> list[Held]:
-        """This rank's part of the training state, as writable views; after writing to them call `publish`."""
-        self.weights.forget()  # what is being gathered in place must not be written to
-        kinds = {"weight": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        kinds |= {f"average_{copy}": average for copy, average in enumerate(self.averages)}
+        """Return this rank's part of the training state, as writable views; after writing to them call `publish`."""
+        self.forget()
         found = []
-        for number, layout in enumerate(self.layouts):
-            for slot in layout.slots:
-                (first, last), start, stop = self._overlap(number, slot)
-                found += [
-                    Held(slot.name, kind, self.placements[slot.name], first, last, tensors[number][start:stop])
-                    for kind, tensors in kinds.items()
-                    if first < last and (kind != "exp_avg_sq" or slot.group < self._whole)
-                ]
-        return found
+        for bucket in self.buckets:
+            for slot in bucket.layout.slots:
+                (first, last), start, stop = bucket.overlap(slot)
+                span = bucket.span_of(slot, self.groups)
+                kinds = {"weight": bucket.master[start:stop]}
+                kinds |= {name: state[start - span.start : stop - span.start] for name, state in span.states.items()}
+                kinds |= {f"average_{copy}": average[start:stop] for copy, average in enumerate(bucket.averages)}
+                if first < last:
+                    placement = self.placements[slot.name]
+                    found += [Held(slot.name, kind, placement, first, last, values) for kind, values in kinds.items()]
+        return found + self.matrices.held()
 
     @torch.no_grad()
     def publish(self) -> None:
-        for number in range(len(self.layouts)):
-            self._refresh(number)
-
-    def _overlap(self, number: int, slot: Slot) -> tuple[Range, int, int]:
-        """What of a parameter this rank owns: elements of the flattened parameter; start and stop in its slice."""
-        first, last = self.owned[number]
-        start, stop = max(slot.start, first), max(min(slot.stop, last), max(slot.start, first))
-        return (start - slot.start, stop - slot.start), start - first, stop - first
+        """Compute with what was written to `held` from here on."""
+        for bucket in self.buckets:
+            bucket.refresh()
 
 
-def shared(layout: Bucket, mesh: Mesh, stage: int) -> Shared:
+def _replace_parameters(
+    gpt: GPT, groups: Sequence[ParameterGroup], mesh: Mesh, stage: int, dtype: torch.dtype, device: torch.device
+) -> list[Bucket]:
+    """Replace a model's parameters by views of buckets, which are returned in backward order."""
+    gathered = stage == 3 and mesh.data_group is not None
+    layouts, old = layouts_of(gpt, groups, dtype, mesh, gathered=gathered), dict(gpt.named_parameters())
+    buckets = [Bucket(shared(layout, mesh, stage), old, dtype, device) for layout in layouts]
+    new = {id(old[name]): parameter for bucket in buckets for name, parameter in bucket.parameters.items()}
+    for module in gpt.modules():  # a tied parameter is one in all its places
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, name, new[id(parameter)])
+    if max(bucket.stage for bucket in buckets) > 0:
+        schedule_gathers(gpt, buckets)
+    return buckets
+
+
+def shared(layout: BucketLayout, mesh: Mesh, stage: int) -> Shared:
     """A bucket among the ranks that have it; where that is one, it owns everything."""
     group, rank = mesh.data_group, mesh.data_rank
     if layout.experts:
@@ -411,35 +439,22 @@ def shared(layout: Bucket, mesh: Mesh, stage: int) -> Shared:
     return Shared(layout, group, rank, 0 if group is None else stage)
 
 
-def first_whole(groups: Sequence[ParameterGroup]) -> int:
-    """How many groups are updated element by element; those of whole matrices come after them."""
-    return sum(OPTIMIZERS[group.optimizer].whole is None for group in groups)
-
-
 def layouts_of(
-    gpt: GPT,
-    groups: Sequence[ParameterGroup],
-    bucket_mb: float,
-    dtype: torch.dtype,
-    ranks: int,
-    *,
-    gathered: bool,
-    ep: int = 1,
-) -> list[Bucket]:
+    gpt: GPT, groups: Sequence[ParameterGroup], dtype: torch.dtype, mesh: Mesh, *, gathered: bool
+) -> list[BucketLayout]:
     """No bucket spans two chunks of blocks, and a tied table on both ends of a pipeline has one of its own."""
     group_of = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
     numbers = {name: group_of[id(p)] for name, p in gpt.named_parameters()}
     sizes = {name: p.numel() for name, p in gpt.named_parameters()}
-    limit = max(1, int(bucket_mb * 2**20 / dtype.itemsize))
     shared_out = gpt.config.tied_embeddings and gpt.chunks != [range(gpt.config.depth)]
     table = "embedding.weight" if shared_out and "embedding.weight" in sizes else None
     found = []
     for chunk in reversed(range(len(gpt.chunks))):
         own = {name: size for name, size in sizes.items() if name != table and gpt.chunk_of(name) == chunk}
-        several = bucket_layouts(own, numbers, limit, ranks, gathered=gathered, ep=ep)
+        several = bucket_layouts(own, numbers, bucket_limit(dtype.itemsize), mesh.data, gathered=gathered, ep=mesh.ep)
         found += [replace(bucket, chunk=chunk) for bucket in several]
     if table is not None:
-        found.append(replace(pack_bucket([table], sizes, numbers, 2 * ranks), ends=True, chunk=gpt.chunk_of(table)))
+        found.append(replace(pack_bucket([table], sizes, numbers, 2 * mesh.data), ends=True, chunk=gpt.chunk_of(table)))
     return found
 
 

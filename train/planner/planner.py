@@ -21,6 +21,7 @@ from ..errors import UserError
 from ..flops import flops_optimizer
 from ..memory import Memory, memory, rank_shares, replicated_elements
 from ..model.shape import Share, micro_batches
+from ..optimizer.registry import OPTIMIZERS
 from .validation import check_shapes, divisors_of, working_shapes
 
 MAX_RANKS = 2**20
@@ -105,7 +106,7 @@ def _settings(config: RunConfig, ranks: int, hardware: Hardware) -> Iterator[Par
         asked = dataclasses.replace(config.parallel, zero=0, ep=1, pp=pp, chunks=chunks, micro_batch_size=micro)
         spread = dataclasses.replace(config, parallel=asked)
         for tp, dp in working_shapes(spread, ranks, min(ranks, hardware.ranks_per_node)):
-            data, experts = dp * asked.cp, config.model.experts if config.optimizer.kind == "adamw" else 0
+            data, experts = dp * asked.cp, 0 if OPTIMIZERS[config.optimizer.kind].whole else config.model.experts
             zeros = (0,) if data == 1 else (0, 1, 2, 3) if pp == 1 else (0, 1, 2)
             sharings = divisors_of(math.gcd(data, experts)) if experts else [1]
             for ep, zero, recompute in itertools.product(sharings, zeros, RECOMPUTE):

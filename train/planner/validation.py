@@ -19,6 +19,7 @@ from msgspec import Meta
 from ..config import ModelConfig, ParallelConfig, RunConfig, ScheduleConfig
 from ..errors import UserError, counted
 from ..model.shape import micro_batches
+from ..optimizer.registry import OPTIMIZERS
 
 LARGEST = 1e30  # of any number: more FLOPs than anybody has, and far from an overflow
 
@@ -317,7 +318,7 @@ def _experts_refusal(config: RunConfig) -> str | None:
     ep, data = parallel.ep, parallel.data
     if experts == 0:
         return f"parallel.ep is {ep} and model.experts 0; it must be 1, for there are no experts to share out"
-    if config.optimizer.kind != "adamw":
+    if OPTIMIZERS[config.optimizer.kind].whole is not None:
         return f"parallel.ep is {ep} with optimizer.kind {config.optimizer.kind}; it must be 1, or the kind adamw"
     working = divisors_of(math.gcd(data, experts))
     if ep in working:

@@ -18,6 +18,7 @@ from isoflop.train.config import (
     TrackerConfig,
 )
 from isoflop.train.data.shards import prepare
+from isoflop.train.parallel import buckets
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,6 +26,12 @@ def imported_before_forks() -> None:
     """Import once what takes seconds and what every rank would otherwise import again."""
     for module in ("torch._dynamo", "isoflop.train.checkpoint.shards"):
         importlib.import_module(module)
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several buckets in a small model."""
+    monkeypatch.setattr(buckets, "BUCKET_MB", 0.04)
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +45,7 @@ def small_run(small_corpus: Callable[..., DataConfig]) -> RunConfig:
         # a whole step, even between one process and itself with other micro-batches.
         optimizer=OptimizerConfig(batch_size=8, learning_rate=1e-3, eps=1e-4),
         schedule=ScheduleConfig(warmup_tokens=256),
-        parallel=ParallelConfig(device="cpu", threads=1, bucket_mb=0.04, timeout_seconds=30.0),
+        parallel=ParallelConfig(device="cpu", threads=1, timeout_seconds=30.0),
         checkpoint=CheckpointConfig(every_seconds=1e9),
         tracker=TrackerConfig(kind="none"),
         tokens=12 * 128,

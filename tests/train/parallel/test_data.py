@@ -13,14 +13,14 @@ from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.gpt import GPT
 from isoflop.train.model.parametrization import build_model
-from isoflop.train.parallel.buckets import ALIGNMENT, Bucket, clip, fill, pack_bucket
+from isoflop.train.parallel.buckets import ALIGNMENT, BucketLayout, clip, fill, pack_bucket
 from isoflop.train.parallel.data import Gradients, Shared
 from torch import Tensor
 
 MODEL = ModelConfig(width=20, depth=2, heads=2, vocab_size=20, tied_embeddings=False)
 
 
-def layouts_of(gpt: GPT, limit: int, ranks: int) -> list[Bucket]:
+def layouts_of(gpt: GPT, limit: int, ranks: int) -> list[BucketLayout]:
     sizes = {name: p.numel() for name, p in gpt.named_parameters()}
     groups = {name: p.dim() for name, p in gpt.named_parameters()}
     return [pack_bucket(run, sizes, groups, ranks) for run in fill(reversed(sizes), sizes, limit)]

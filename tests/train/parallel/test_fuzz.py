@@ -32,6 +32,7 @@ from isoflop.train.data.shards import prepare
 from isoflop.train.data.tokenizers import ByteTokenizer
 from isoflop.train.errors import UserError
 from isoflop.train.job.fork import run_ranks
+from isoflop.train.parallel import buckets
 from isoflop.train.parallel import whole as whole_matrices
 from isoflop.train.parallel.mesh import Mesh
 from isoflop.train.parallel.schedules import SCHEDULES
@@ -107,7 +108,7 @@ def spread(alone: RunConfig, ranks: int, one: random.Random) -> RunConfig:
                 alone.parallel, pp=pp, cp=cp, tp=tp, dp=dp, ep=one.choice((1, 2, 4)) if alone.model.experts else 1,
                 zero=one.randint(0, 3), schedule=one.choice(SCHEDULES), chunks=one.choice((1, 2, 3)),
                 sequence_parallel=one.random() < 0.5, recompute=one.choice(("none", "selective", "full")),
-                bucket_mb=one.choice((0.005, 0.02, 25.0)), micro_batch_size=one.choice((None, 1, 2, 3, 4)),
+                micro_batch_size=one.choice((None, 1, 2, 3, 4)),
             )  # fmt: skip
             with suppress(UserError):
                 check_shapes(config)
@@ -116,6 +117,7 @@ def spread(alone: RunConfig, ranks: int, one: random.Random) -> RunConfig:
 
 def leg_of(each: Draw, leg: int, folder: Path) -> Outcome:
     config, root = each.legs[leg], folder / str(each.seed)
+    buckets.BUCKET_MB = (0.005, 0.02, 25.0)[each.seed % 3]  # in a process of this leg's own
     try:
         mesh = mesh_of(config.parallel)
         if leg == 1:

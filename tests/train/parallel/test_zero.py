@@ -12,6 +12,7 @@ import torch.distributed as dist
 from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.parametrization import build_model, empty_model, initial_weights, parameter_groups
+from isoflop.train.parallel import buckets
 from isoflop.train.parallel.layout import whole_placement
 from isoflop.train.parallel.mesh import Mesh, build_mesh
 from isoflop.train.parallel.zero import StepResult, Zero
@@ -33,6 +34,12 @@ NO_CLIP = OptimizerConfig(
 FEW = list(enumerate((torch.bfloat16, torch.float32, torch.float32, torch.bfloat16)))
 
 
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several buckets in a small model."""
+    monkeypatch.setattr(buckets, "BUCKET_MB", 0.01)
+
+
 class Run:
     """A model, its engine and its rank's share of every batch."""
 
@@ -43,11 +50,7 @@ class Run:
         self.mesh = mesh
         self.gpt = empty_model(model, optimizer, LENGTH)
         placements = {name: whole_placement(p.shape) for name, p in self.gpt.named_parameters()}
-        groups = parameter_groups(self.gpt, optimizer)
-        self.zero = Zero(
-            self.gpt, groups, placements, mesh, stage=stage, dtype=dtype, optimizer=optimizer, bucket_mb=0.01,
-            device=CPU,
-        )  # fmt: skip
+        self.zero = Zero(self.gpt, optimizer, placements, mesh, stage=stage, dtype=dtype, device=CPU)
         self.gpt.place_angles(CPU)
         self.zero.load(start_weights(model, optimizer))
 
@@ -72,12 +75,12 @@ class Run:
 
     def weights(self) -> dict[str, np.ndarray]:
         """What the model computes with, brought together."""
-        self.zero.weights.forget()
-        for number in range(len(self.zero.layouts)):
-            self.zero.weights.fetch(number)
-            self.zero.weights.wait(number)
+        self.zero.forget()
+        for bucket in self.zero.buckets:
+            bucket.fetch()
+            bucket.wait()
         found = {name: p.detach().clone().float().numpy() for name, p in self.gpt.named_parameters()}
-        self.zero.weights.forget()
+        self.zero.forget()
         return found
 
 
@@ -119,14 +122,14 @@ def test_bf16_trains_fp32_master_weights() -> None:
 
     def moved(stage: int) -> list[float]:
         run = Run(build_mesh(2, 1, CPU), stage, dtype=torch.bfloat16, optimizer=tiny)
-        before = [master.clone() for master in run.zero.master]
+        before = [bucket.master.clone() for bucket in run.zero.buckets]
         for step in range(3):
             run.step(0 * step)
         assert all(p.dtype == torch.bfloat16 for p in run.gpt.parameters())
-        for own, master in zip(run.zero.weights.own, run.zero.master, strict=True):
-            assert master.dtype == torch.float32
-            assert torch.equal(own, master.bfloat16())
-        return [(b - a).abs().max().item() for a, b in zip(before, run.zero.master, strict=True)]
+        for bucket in run.zero.buckets:
+            assert bucket.master.dtype == torch.float32
+            assert torch.equal(bucket.own, bucket.master.bfloat16())
+        return [(b.master - a).abs().max().item() for a, b in zip(before, run.zero.buckets, strict=True)]
 
     for answer in run_ranks(2, lambda: [moved(stage) for stage in (0, 3)]):
         # Three steps of 0.7 times 4e-6, the rate of table and norms. Rows of unseen tokens may be all of a slice.
@@ -263,11 +266,11 @@ def _bytes(stage: int, dtype: torch.dtype) -> dict[str, Any]:
     sent = _Sent()
     with sent:
         run.step(1)
-    run.zero.weights.forget()
+    run.zero.forget()
     held = bytes_held(run.zero)
     return {
         "held": held, "sent": sent.sent,
-        "sizes": [layout.size for layout in run.zero.layouts],
+        "sizes": [bucket.layout.size for bucket in run.zero.buckets],
         "elements": sum(p.numel() for p in run.gpt.parameters()),
     }  # fmt: skip
 
@@ -306,7 +309,7 @@ def test_bytes_held_and_sent_are_those_of_the_table(dtype: torch.dtype) -> None:
 def _most_gathered() -> tuple[int, int, int]:
     """Most blocks whole at a time in training and in evaluation, and bytes of whole buckets after each."""
     run = Run(build_mesh(2, 1, CPU), 3, ModelConfig(width=20, depth=5, heads=2, vocab_size=20, tied_embeddings=False))
-    full, most = run.zero.weights.full, [0]
+    full, most = [bucket.full for bucket in run.zero.buckets], [0]
 
     def look(*_: Any) -> None:
         most[0] = max(most[0], sum(full[number].untyped_storage().nbytes() > 0 for number in range(1, 6)))
