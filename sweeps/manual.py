@@ -15,7 +15,7 @@ where an earlier one stopped.
 
   python sweep.py +grid=smoke                            seconds of work, to see that everything is in place
   python sweep.py +grid=chinchilla dry_run=true          the plan and its cost; starts nothing
-  python sweep.py +grid=ladder sweep=normed model.qk_norm=true
+  python sweep.py +grid=ladder sweep=orthogonal optimizer=muon
   python sweep.py +grid=chinchilla data=text data.path=corpus/ cluster=slurm
   python sweep.py --config-dir mine +grid=own            mine/grid/own.yaml beside the grids below
   python sweep.py data=hf --help                         the settings of another option

@@ -153,6 +153,9 @@ class ModelConfig:
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
 
+GROUPED_QUERY = ("kv_heads", "qk_norm", "qkv_bias")  # fields of `ModelConfig` that latent attention does not take
+
+
 @dataclass
 class DataConfig:
     """Which text, cut how. `fingerprint` ties the run to the content, whatever the path."""
@@ -228,6 +231,10 @@ class ParallelConfig:
     timeout_seconds: Annotated[float, Meta(gt=0, le=1e6)] = cosmetic(600.0)  # a rank without progress ends its job
     device: Annotated[str, ("auto", "cpu", "cuda")] = cosmetic("auto")
     threads: Count4 | None = cosmetic(None)  # CPU threads of a rank; None: what the launcher gives it
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in ("dp", "tp", "ep", "cp", "pp")}
 
     @property
     def world_size(self) -> int:

@@ -153,11 +153,11 @@ def _update(config: RunConfig, share: Share) -> int:
     whole = OPTIMIZERS[config.optimizer.kind].whole
     if whole is None:
         return 0
-    owned, data, tp = _whole_matrices(config, share), config.parallel.data, config.parallel.tp
+    owned, data = _whole_matrices(config, share), config.parallel.data
     batch = 2 * owned // 3
-    exchanged = 0 if data * tp == 1 else owned if config.parallel.zero else owned // data
+    exchanged = 0 if data == 1 and not share.split else owned if config.parallel.zero else owned // data
     work = max(batch + min(3 * batch, whole.scratch), owned + exchanged if exchanged else 0)
-    kept = (owned if share.itemsize < FP32 else 0) + (owned if tp > 1 else 0)  # updates; pieces that are no neighbours
+    kept = owned * (share.itemsize < FP32) + owned * share.split  # updates; pieces that are no neighbours
     return whole.itemsize(config.optimizer) * (kept + exchanged + work)
 
 

@@ -20,14 +20,14 @@ from .errors import OutOfMemory
 from .files import read_json, write_json
 from .flops import rank_blocks
 from .hardware import on_gpu, out_of_memory, read, release_memory
-from .model.compiled import Compiled
+from .model.compiled import set_up_compiler
 from .model.gpt import sequence_losses
 from .model.parametrization import empty_model, initial_weights
 from .model.shape import micro_batch_of
 from .optimizer.average import copies, newest_shares
 from .parallel.mesh import Mesh, all_gather
+from .parallel.parallelize import parallelize
 from .parallel.pipeline import Pipeline
-from .parallel.tensor import split_model
 from .parallel.zero import StepResult, Zero
 from .precision import LossScaler, compute_dtype
 from .schedule import learning_rate_factor
@@ -63,7 +63,7 @@ class Stepper:
             multiple = mesh.pp if parallel.schedule == "interleaved" else 1
             self.micro = max(n for n in range(1, min(self.micro, halved) + 1) if self.share % (n * multiple) == 0)
         self.gpt = empty_model(config.model, config.optimizer, config.data.sequence_length)
-        placements = split_model(self.gpt, mesh, parallel.sequence_parallel)
+        placements = parallelize(self.gpt, mesh, parallel.sequence_parallel)
         if mesh.pp > 1:
             blocks = rank_blocks(config)[mesh.pp_rank]
             self.gpt.keep(blocks, blocks[0].start == 0, blocks[-1].stop == config.model.depth)
@@ -88,10 +88,8 @@ class Stepper:
         self.gpt.head.fused = parallel.cross_entropy == "auto"
         if on_gpu(device):
             report(str(choice))
-        self.compiled: Compiled | None = None
         if parallel.compile:
-            self.compiled = Compiled(config, self.micro, device, mesh.rank == 0, report)
-            self.compiled.load()
+            set_up_compiler(config, device)
             self.gpt.compile_blocks()
         self.prefetch = Prefetch(
             lambda step: stream.batch(step, config.optimizer.batch_size, mesh.dp_rank * self.share, self.share),
@@ -136,8 +134,6 @@ class Stepper:
         self.scaler.update(result.skipped)
         if step + 1 < self.config.steps:
             self.prefetch.ahead(step + 1)
-        if self.compiled is not None:
-            self.compiled.keep()
         return result
 
     def losses(self, windows: Tensor, beat: Callable[[], None], average: int | None = None) -> Tensor:

@@ -73,7 +73,7 @@ def options(
 def sweep_command(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(help="Overrides: +grid=chinchilla model.qk_norm=true; none: what there is.", show_default=False),
+        typer.Argument(help="Overrides: +grid=chinchilla optimizer=muon; none: what there is.", show_default=False),
     ] = None,
 ) -> None:
     """Plans a grid, trains and scores it, and fits its laws: the same as `python sweep.py`, without a checkout."""

@@ -97,12 +97,12 @@ def _variants(grid: GridConfig, base: RunConfig, tuner: Tuner) -> Iterator[tuple
         raise UserError("grid.variants goes neither with grid.recipes nor with an adaptive grid; leave one out")
     if not isinstance(grid.variants, dict) or not grid.variants or BASE in grid.variants:
         said = f"grid.variants is {grid.variants!r}; it must map names, other than {BASE}, to overrides"
-        raise UserError(f"{said}, as {{qknorm:[model.qk_norm=true]}}")
+        raise UserError(f"{said}, as {{muon:[optimizer=muon]}}")
     yield replace(base, variant=BASE), tuner
     for name, changes in grid.variants.items():
         where, run = f"grid.variants.{name}", copy.deepcopy(replace(base, variant=str(name)))
         if not isinstance(changes, dict) or not changes:
-            raise UserError(f"{where} is {changes!r}; it must be overrides that change a run, as [model.qk_norm=true]")
+            raise UserError(f"{where} is {changes!r}; it must be overrides that change a run, as [optimizer=muon]")
         for field, value in _dotted(changes):
             if field in ("seed", "tokens") or (field.startswith("data.") and field not in CUT):
                 said = f"{where} changes {field}; variants share text, tokenizer, D and seeds"

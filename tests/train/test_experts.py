@@ -22,6 +22,7 @@ from isoflop.train.model.experts import MoE, balance_of, outer, product
 from isoflop.train.model.gpt import GPT
 from isoflop.train.model.parametrization import build_model
 from isoflop.train.model.shape import model_shape
+from isoflop.train.optimizer.optimizer import Step
 from isoflop.train.optimizer.sign import sign
 from isoflop.train.planner.validation import validate
 from small_runs import forty_steps
@@ -154,7 +155,8 @@ def test_the_gradient_of_a_bias_is_the_excess_of_its_expert() -> None:
 def test_a_bias_takes_steps_of_one_size_against_the_excess_of_its_expert() -> None:
     bias, excess = torch.tensor([1.0, 1.0, 1.0, 1.0]), torch.tensor([-3.0, 0.0, 0.25, 200.0])
     for skipped in (0.0, 1.0):
-        sign(bias, excess, rate=0.5, skipped=torch.tensor(skipped))
+        rate, zero = torch.tensor(0.5), torch.zeros(())
+        sign(bias, excess, [], Step(rate, 0.0, 0.0, zero, None, torch.tensor(skipped)), OptimizerConfig())
         assert bias.tolist() == [1.5, 1.0, 0.5, 0.5]
 
 

@@ -18,7 +18,7 @@ from isoflop.train.model.shape import micro_batches, share_of
 from isoflop.train.optimizer.average import copies
 from isoflop.train.parallel import buckets
 from isoflop.train.parallel.mesh import Mesh
-from isoflop.train.parallel.tensor import split_model
+from isoflop.train.parallel.parallelize import parallelize
 from isoflop.train.parallel.zero import Zero
 from isoflop.train.precision import compute_dtype
 from isoflop.train.stepper import halved_micro_batch
@@ -78,7 +78,7 @@ def mesh_of(config: RunConfig, rank: int = 0) -> Iterator[Mesh]:
 def build(config: RunConfig, mesh: Mesh, device: torch.device = CPU) -> tuple[GPT, Zero]:
     """Model and engine of a rank, as the trainer builds them; weights are left undefined."""
     gpt = empty_model(config.model, config.optimizer, config.data.sequence_length)
-    placements = split_model(gpt, mesh, config.parallel.sequence_parallel)
+    placements = parallelize(gpt, mesh, config.parallel.sequence_parallel)
     gpt.place_angles(device)
     zero = Zero(
         gpt, config.optimizer, placements, mesh, stage=config.parallel.zero, dtype=compute_dtype(config.precision),

@@ -15,7 +15,7 @@ from isoflop.train.model.parametrization import empty_model
 from isoflop.train.model.recompute import recomputed
 from isoflop.train.parallel import buckets
 from isoflop.train.parallel.mesh import build_mesh
-from isoflop.train.parallel.tensor import split_model
+from isoflop.train.parallel.parallelize import parallelize
 from isoflop.train.parallel.zero import Zero
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -221,7 +221,7 @@ def train(dp: int, tp: int, stage: int, sequence_parallel: bool, mode: str) -> t
     config = architecture(qk_norm=True, tied_embeddings=False)
     optimizer, mesh = OptimizerConfig(batch_size=BATCH), build_mesh(dp, tp, CPU)
     gpt = empty_model(config, optimizer, TIME)
-    placements = split_model(gpt, mesh, sequence_parallel)
+    placements = parallelize(gpt, mesh, sequence_parallel)
     gpt.place_angles(CPU)
     gpt.set_recompute(mode)
     zero = Zero(gpt, optimizer, placements, mesh, stage=stage, dtype=torch.float32, device=CPU)

@@ -66,7 +66,7 @@ def meet(
             timeout=limit,
             device_id=device if on_gpu(device) else None,
         )
-        mesh = build_mesh(parallel.dp, parallel.tp, device, parallel.ep, parallel.cp, parallel.pp)
+        mesh = build_mesh(device=device, **parallel.axes)
         for group in vars(mesh).values():
             # Torch gives groups of its own making 10 minutes on NCCL, whatever their parent has.
             if isinstance(group, dist.ProcessGroup):

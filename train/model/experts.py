@@ -11,7 +11,6 @@ Special here:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from ..config import ModelConfig
 from ..hardware import on_gpu
 from .block import gated
+from .strategy import ALONE
 
 
 class Routing(NamedTuple):
@@ -52,8 +52,7 @@ class Router(nn.Module):
         self.balance = nn.Parameter(torch.empty(config.experts)) if config.balance_rate > 0 else None
         self.load: Tensor | None = None  # (experts,) tokens of each since `GPT.loads`, while training
         self.slope: list[Tensor] = []  # () gradient of what is minimised by the mean loss, see `GPT.loss`
-        self.whole: Callable[[Tensor], Tensor] = _same  # counts of a part of each sequence to the mean over its parts
-        self.share = 1.0  # of the penalties that is this rank's: tensor-parallel ranks work on the same tokens
+        self.strategy = ALONE
 
     def forward(self, x: Tensor, length: int) -> Routing:
         """Of tokens (n, width) that are sequences of `length`."""
@@ -85,7 +84,7 @@ class Router(nn.Module):
             got = torch.zeros(len(each), config.experts, dtype=logits.dtype, device=logits.device)
             got.scatter_add_(1, each, torch.ones_like(each, dtype=got.dtype))
             probabilities = (scores / scores.sum(-1, keepdim=True)).view(len(each), length, -1).mean(1)
-            share = self.whole(got) * (config.experts / each.shape[1])
+            share = self.strategy.mean(got) * (config.experts / each.shape[1])
             total = total + config.balance_loss * (share * probabilities).sum(-1).mean()
         if config.router_z_loss:
             total = total + config.router_z_loss * logits.logsumexp(-1).square().mean()
@@ -106,7 +105,7 @@ class _Penalised(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (excess,) = ctx.saved_tensors
-        slope = ctx.router.slope[0].to(grad.dtype) * ctx.router.share if ctx.needs_input_grad[1] else None
+        slope = ctx.router.slope[0].to(grad.dtype) * ctx.router.strategy.share if ctx.needs_input_grad[1] else None
         return grad, slope, excess if ctx.needs_input_grad[2] else None, None, None
 
 
@@ -258,16 +257,11 @@ class MoE(nn.Module):
     def __init__(self, config: ModelConfig, shared: nn.Module | None) -> None:
         super().__init__()
         self.router, self.experts, self.shared = Router(config), ExpertMLP(config), shared
-        self.enter: Callable[[Tensor], Tensor] = _same  # to the tokens of all tensor-parallel ranks, and back
-        self.leave: Callable[[Tensor], Tensor] = _same
-        self.apply_experts: Callable[[ExpertMLP, Tensor, Routing], Tensor] = ExpertMLP.__call__
+        self.strategy = ALONE
 
     def forward(self, x: Tensor, length: int) -> Tensor:
         """Of sequences of `length`; their tokens may come as one dimension."""
-        flat = self.enter(x).flatten(0, -2)
-        y = self.leave(self.apply_experts(self.experts, flat, self.router(flat, length))).view(x.shape)
+        flat = self.strategy.enter(x).flatten(0, -2)
+        y = self.strategy.experts(self.experts, flat, self.router(flat, length))
+        y = self.strategy.leave(y).view(x.shape)
         return y if self.shared is None else y + self.shared(x)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x

@@ -21,10 +21,11 @@ from ..hardware import read
 from .attention import document_starts
 from .backends import SDPA, Backend, Choice, select_backend
 from .block import RMSNorm, apply_rotary, lookup, query_key_value, rotary_angles, swiglu
-from .experts import MoE
+from .experts import MoE, Router
 from .latent import LatentAttention
 from .loss import linear_cross_entropy
 from .recompute import checkpointed, recomputed
+from .strategy import ALONE, Strategy
 
 
 class Embedding(nn.Embedding):
@@ -56,6 +57,14 @@ class Attention(nn.Module):
     @property
     def norms(self) -> tuple[RMSNorm, ...]:
         return () if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
+
+    def take_heads(self, ranks: int, rank: int) -> None:
+        """Compute an equal share of the query heads, with the key/value heads that serve them."""
+        self.heads //= ranks
+        if self.kv_heads >= ranks:
+            self.kv_heads //= ranks
+        else:  # all of them are here, and one serves ranks / kv_heads ranks
+            self.served_by = rank * self.kv_heads // ranks
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
         return self.out(self.mix(self.project(x), cos, sin, seen))
@@ -183,9 +192,7 @@ class GPT(nn.Module):
         if config.tied_embeddings:
             self.head.weight = self.embedding.weight
         self.backend: Backend = SDPA
-        # A context-parallel rank's part of whole sequences, along a dimension, and the backend that attends over all.
-        self.own: Callable[[Tensor, int], Tensor] = lambda x, dim: x
-        self.shared: Callable[[Backend], Backend] | None = None
+        self.strategy = ALONE
         self.slope: list[Tensor] = []  # see `score`
         self.chunks = [range(config.depth)]  # of blocks; a pipeline's rank has some of them, see `keep`
         for moe in self.mixtures:
@@ -224,14 +231,15 @@ class GPT(nn.Module):
         return self.leave(self.through(self.enter(tokens), tokens))
 
     def enter(self, tokens: Tensor) -> Tensor:
-        return self.embedding(self.own(tokens, 1))
+        return self.embedding(self.strategy.own(tokens, 1))
 
     def through(self, x: Tensor, tokens: Tensor, chunk: int = 0) -> Tensor:
         """The residual stream after a chunk of the blocks; the tokens say what attention sees."""
         time = tokens.shape[1]
         if time > self.max_length:
             raise ValueError(f"sequence of {time} tokens is longer than the model's {self.max_length}")
-        cos, sin = self.own(self.cos[:time], 0), self.own(self.sin[:time], 0)
+        own = self.strategy.own
+        cos, sin = own(self.cos[:time], 0), own(self.sin[:time], 0)
         seen = self.seen(tokens, x.dtype)
         for number in self.chunks[chunk]:
             x = self.blocks[number](x, cos, sin, *seen)
@@ -260,7 +268,7 @@ class GPT(nn.Module):
 
     def score(self, x: Tensor, targets: Tensor, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
         """`loss` of the residual stream after the last block."""
-        losses: Tensor = self.head(self.leave(x), self.own(targets, 1), reduction, z_loss)
+        losses: Tensor = self.head(self.leave(x), self.strategy.own(targets, 1), reduction, z_loss)
         if losses.requires_grad and self.config.experts:
             slope = self.slope  # not self, which would be kept by the graph that it keeps
 
@@ -304,13 +312,21 @@ class GPT(nn.Module):
         """Takes the backend that is asked for, or that suits; UserError where it is missing or cannot do this."""
         has_window = self.config.window is not None and self.config.window < self.max_length
         has_documents = self.end_of_document is not None
-        masks = has_window, has_documents, self.shared is not None
+        masks = has_window, has_documents, self.strategy.attention is not None
         choice, backend = select_backend(wanted, device, dtype, self.config.key_dim, *masks)
         self.use(backend)
         return choice
 
+    def follow(self, strategy: Strategy) -> None:
+        """Take part as a rank does; before `set_attention`."""
+        for module in self.modules():
+            if isinstance(module, GPT | LatentAttention | MoE | Router):
+                module.strategy = strategy
+        self.use(self.backend)
+
     def use(self, backend: Backend) -> None:
-        self.backend = backend = backend if self.shared is None else self.shared(backend)
+        share = self.strategy.attention
+        self.backend = backend = backend if share is None else share(backend)
         for module in self.modules():
             if isinstance(module, Attention | LatentAttention):
                 module.backend = backend

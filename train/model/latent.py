@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..config import ModelConfig
 from .backends import SDPA
 from .block import RMSNorm, apply_rotary
+from .strategy import ALONE
 
 
 class LatentAttention(nn.Module):
@@ -38,8 +39,11 @@ class LatentAttention(nn.Module):
         self.latent_norm = RMSNorm(self.rank, eps)
         self.key_value = nn.Linear(self.rank, 2 * self.heads * self.head_dim, bias=False)
         self.out = nn.Linear(self.heads * self.head_dim, width, bias=False)
-        self.enter: Callable[[Tensor], Tensor] = lambda x: x  # to the tokens of all tensor-parallel ranks, and back
-        self.window, self.backend = config.window, SDPA
+        self.window, self.backend, self.strategy = config.window, SDPA, ALONE
+
+    def take_heads(self, ranks: int, rank: int) -> None:
+        """Compute an equal share of the heads."""
+        self.heads //= ranks
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
         return self.out(self.mix(self.project(x), cos, sin, seen))
@@ -53,7 +57,7 @@ class LatentAttention(nn.Module):
     def project(self, x: Tensor) -> Tensor:
         """Queries, keys and values, and the heads' rotary key: (…, H (d + r) + 2 H d + r)."""
         queries, latent, key = self.compressed(x)
-        return torch.cat((self.query(queries), self.key_value(latent), self.enter(key)), dim=-1)
+        return torch.cat((self.query(queries), self.key_value(latent), self.strategy.enter(key)), dim=-1)
 
     def mix(self, products: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
         """Rotation, softmax and weighting of `project`: (…, H d), as `Attention.mix`."""

@@ -55,7 +55,7 @@ def direction(
     return result
 
 
-def orthogonalise(matrices: Tensor, *_: Any) -> None:
+def orthogonalise(matrices: Tensor, *unused: Any) -> None:
     """Replace each U by O, in place: (..., rows, columns)."""
     rows, columns = matrices.shape[-2:]
     for some in matrices.flatten(0, -3).split(max(1, AT_A_TIME // (rows * columns))):

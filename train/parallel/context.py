@@ -25,7 +25,6 @@ from torch.distributed import P2POp, ProcessGroup
 
 from ..hardware import on_gpu
 from ..model.backends import Backend
-from ..model.gpt import GPT
 from ..model.shape import heads_at_a_time, query_block
 
 # Queries of a rank and keys of a source; and query i of these sees the keys up to so many after i of those.
@@ -33,15 +32,6 @@ Pair = tuple[slice, slice, int]
 DENSE = torch.contiguous_format
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _derive = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-def share_sequences(gpt: GPT, group: ProcessGroup) -> None:
-    """Makes a model's forward pass that of this rank's tokens of the whole sequences that it is given."""
-    gpt.own = partial(own_part, group=group)
-    gpt.shared = lambda backend: Ring(backend.name, backend.kernel, "first", group)
-    gpt.use(gpt.backend)
-    for moe in gpt.mixtures:
-        moe.router.whole = partial(_mean, group=group)
 
 
 def own_part(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -54,7 +44,8 @@ def _pieces(cp: int, rank: int) -> tuple[int, int]:
     return rank, 2 * cp - 1 - rank
 
 
-def _mean(x: Tensor, group: ProcessGroup) -> Tensor:
+def mean_over_parts(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The mean over the parts of each sequence."""
     x = x / group.size()
     dist.all_reduce(x, group=group)
     return x
@@ -164,6 +155,11 @@ class Ring(Backend):
         inputs = (x.transpose(1, 2) for x in (grad, query, *here, out))
         grads = _derive(*inputs, lse, 0.0, mask is None and ahead == 0, attn_mask=mask)
         return tuple(x.transpose(1, 2) for x in grads)
+
+
+def ring_over(backend: Backend, group: ProcessGroup) -> Ring:
+    """Attention by a backend's kernel over the parts of all ranks."""
+    return Ring(backend.name, backend.kernel, "first", group)
 
 
 def _mask(query: Tensor, keys: int, ahead: int, first: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

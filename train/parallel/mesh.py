@@ -77,6 +77,10 @@ class Mesh:
     def ep_rank(self) -> int:
         return self.data_rank % self.ep
 
+    def coordinates(self, rank: int) -> tuple[int, int]:
+        """Return a rank's places among a data group and among its tensor-parallel ranks, without a pipeline."""
+        return divmod(rank, self.tp)
+
     @property
     def stage(self) -> Mesh:
         """The ranks that have the same blocks, as a mesh without a pipeline."""

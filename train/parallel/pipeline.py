@@ -127,7 +127,8 @@ class Pipeline:
 
     def __init__(self, gpt: GPT, mesh: Mesh, gradients: Gradients, parallel: ParallelConfig) -> None:
         self.gpt, self.mesh, self.gradients, self.name = gpt, mesh, gradients, parallel.schedule
-        self.split = mesh.tp if parallel.sequence_parallel else 1  # ranks that share a residual stream's tokens out
+        # Ranks that share out a residual stream's tokens.
+        self.split = mesh.tp_group.size() if mesh.tp_group is not None and parallel.sequence_parallel else 1
         self.like = gradients.shards[0]
         for way in (FORWARD, BACKWARD):
             meet(mesh, way, self.like.new_zeros(1))

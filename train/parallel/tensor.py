@@ -24,14 +24,8 @@ from torch.distributed import ProcessGroup
 
 from ..hardware import on_gpu
 from ..model.block import table_gradient
-from ..model.experts import Stack
-from ..model.gpt import GPT, Attention
-from ..model.latent import LatentAttention
-from ..model.shape import LOGITS_AT_A_TIME, Parameter, model_shape
-from .context import share_sequences
-from .expert import Exchange
-from .layout import Piece, Placement, Shape, split_placement, whole_placement
-from .mesh import Mesh
+from ..model.shape import LOGITS_AT_A_TIME
+from .layout import Shape
 
 _collectives = torch.ops._c10d_functional
 
@@ -118,7 +112,7 @@ class _Row(torch.autograd.Function):
         return dy @ weight, dy.flatten(0, -2).T @ x.flatten(0, -2), None, None
 
 
-class _Enter(torch.autograd.Function):
+class Enter(torch.autograd.Function):
     """What every rank reads, X (n, w), and of whose gradient each has a term.
 
     With sequence parallelism X is an all-gather of X_r (n/tp, w), and dX_r a reduce-scatter; else dX an all-reduce.
@@ -134,7 +128,7 @@ class _Enter(torch.autograd.Function):
         return _sum(dx.clone(), *ctx.ranks), None, None
 
 
-class _Leave(torch.autograd.Function):
+class Leave(torch.autograd.Function):
     """The sum of every rank's term, (n, w), or with sequence parallelism this rank's rows of it, (n/tp, w)."""
 
     @staticmethod
@@ -287,95 +281,3 @@ class VocabularyHead(ColumnLinear):
         valid = min(max(self.vocab_size - first, 0), columns)
         losses = _CrossEntropy.apply(logits.flatten(0, -2), targets.flatten(), first, valid, self.group, z_loss)
         return losses.view(targets.shape) if reduction == "none" else losses.mean()
-
-
-def split_model(gpt: GPT, mesh: Mesh, sequence_parallel: bool) -> dict[str, Placement]:
-    """Swaps the modules of a model on `meta` for this rank's parts; says for every parameter which part it is.
-
-    Parameters keep their names, and get the `local_shape` of their placements.
-    """
-    parameters = model_shape(gpt.config).parameters
-    placements = {parameter.name: _place(parameter, mesh, sequence_parallel) for parameter in parameters}
-    for parameter in parameters:
-        if parameter.experts > 1:
-            rows, columns = placements[parameter.name].local_shape
-            with torch.device("meta"):
-                gpt.set_submodule(parameter.name.removesuffix(".weight"), Stack(rows, columns))
-    if mesh.ep_group is not None:
-        for moe in gpt.mixtures:
-            moe.apply_experts = Exchange(mesh.ep_group)
-    if mesh.cp_group is not None:
-        share_sequences(gpt, mesh.cp_group)
-    if mesh.tp_group is None:
-        return placements
-    ranks = (mesh.tp_group, sequence_parallel)
-    for parameter in parameters:
-        if parameter.experts > 1:
-            continue
-        if parameter.role in ("first", "last"):
-            kind = ColumnLinear if parameter.role == "first" else RowLinear
-            split = kind(placements[parameter.name].local_shape, *ranks)
-            gpt.set_submodule(parameter.name.removesuffix(".weight"), split)
-        elif parameter.role == "bias":
-            owner, _, name = parameter.name.rpartition(".")
-            own = torch.empty(placements[parameter.name].local_shape, device="meta")
-            setattr(gpt.get_submodule(owner), name, nn.Parameter(own))
-    for moe in gpt.mixtures:
-        moe.enter, moe.leave = (lambda x: _Enter.apply(x, *ranks)), (lambda y: _Leave.apply(y, *ranks))
-        moe.router.share = 1 / mesh.tp
-    for attention in gpt.modules():
-        if isinstance(attention, LatentAttention):
-            attention.heads //= mesh.tp
-            attention.enter = lambda x: _Enter.apply(x, *ranks)
-        if isinstance(attention, Attention):
-            attention.heads //= mesh.tp
-            if attention.kv_heads >= mesh.tp:
-                attention.kv_heads //= mesh.tp
-            else:  # all of them are here, and one serves tp / kv_heads ranks
-                attention.served_by = mesh.tp_rank * attention.kv_heads // mesh.tp
-    table = placements["embedding.weight"].local_shape
-    gpt.register_module("embedding", VocabularyEmbedding(table, *ranks))
-    gpt.register_module("head", VocabularyHead(table, *ranks, vocab_size=gpt.head.vocab_size))
-    if gpt.config.tied_embeddings:
-        gpt.head.weight = gpt.embedding.weight
-    return placements
-
-
-def _place(parameter: Parameter, mesh: Mesh, sequence_parallel: bool) -> Placement:
-    tp, rank, shape = mesh.tp, mesh.tp_rank, parameter.shape
-    if parameter.experts > 1:
-        return _place_experts(parameter, mesh)
-    if mesh.tp_group is None:
-        return whole_placement(shape)
-    if parameter.role == "last":
-        return split_placement(shape, 1, rank, tp)
-    if parameter.role in ("router", "balance"):
-        # Gates see this rank's hidden units; the load is known to every rank.
-        return whole_placement(shape, partial=parameter.role == "router")
-    if parameter.role in ("norm", "head norm", "last norm", "latent"):
-        # Of queries or keys it sees this rank's heads, of the residual stream its tokens, or all of them.
-        return whole_placement(shape, partial=parameter.role == "head norm" or sequence_parallel)
-    pieces, top, zeros = [], 0, (0,) * (len(shape) - 1)
-    for part in parameter.parts:
-        if part.units >= tp:
-            own = part.rows // tp
-            pieces.append(Piece((top + rank * own, *zeros), (own, *shape[1:])))
-            top += part.rows
-    if top < shape[0]:  # key and value rows, to which only the rank whose queries they serve gives a gradient
-        pieces.append(Piece((top, *zeros), (shape[0] - top, *shape[1:]), shared=True, partial=True))
-    return Placement(shape, tuple(pieces))
-
-
-def _place_experts(parameter: Parameter, mesh: Mesh) -> Placement:
-    """Of the experts that lie on this rank its hidden units."""
-    tp, rank, columns = mesh.tp, mesh.tp_rank, parameter.shape[1]
-    own = len(parameter.parts) // mesh.ep
-    first = mesh.ep_rank * own
-    top, pieces = sum(part.rows for part in parameter.parts[:first]), []
-    for part in parameter.parts[first : first + own]:
-        if parameter.role == "last":
-            pieces.append(Piece((top, rank * (columns // tp)), (part.rows, columns // tp)))
-        else:
-            pieces.append(Piece((top + rank * (part.rows // tp), 0), (part.rows // tp, columns)))
-        top += part.rows
-    return Placement(parameter.shape, tuple(pieces))

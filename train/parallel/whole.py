@@ -56,7 +56,7 @@ class Matrices:
         self.places = [(number, slot.start - starts[number]) for number, slot in slots]
         parameters = {parameter.name: parameter for parameter in model_shape(model).parameters}
         self.shapes = [parameters[slot.name].shape for _, slot in slots]
-        if replicated and mesh.tp == 1 and sum(map(math.prod, self.shapes)) <= SMALL:
+        if replicated and mesh.tp_group is None and sum(map(math.prod, self.shapes)) <= SMALL:
             mesh = Mesh()  # every rank works on all
         self.mesh, ranks = mesh, range(mesh.size)
         self.rows = [[part.rows for part in parameters[slot.name].parts] for _, slot in slots]
@@ -71,8 +71,8 @@ class Matrices:
 
         def asked(holder: int, index: int, box: Box) -> bool:
             """Whether the owner gets a box from this holder, for several may have it."""
-            dp, tp = divmod(owner[index], mesh.tp)
-            return (not replicated or holder // mesh.tp == dp) and (not box.shared or holder % mesh.tp == tp)
+            (data, part), (held_data, held_part) = mesh.coordinates(owner[index]), mesh.coordinates(holder)
+            return (not replicated or held_data == data) and (not box.shared or held_part == part)
 
         # By the other rank: our boxes that come back from it and go there, those of our parameters out to it and in.
         self.back = [[each for each in held if owner[each[0]] == rank] for rank in ranks]

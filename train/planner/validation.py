@@ -16,7 +16,7 @@ from typing import Any, get_args, get_type_hints
 
 from msgspec import Meta
 
-from ..config import ModelConfig, ParallelConfig, RunConfig, ScheduleConfig
+from ..config import GROUPED_QUERY, ModelConfig, ParallelConfig, RunConfig, ScheduleConfig
 from ..errors import UserError, counted
 from ..model.shape import micro_batches
 from ..optimizer.registry import OPTIMIZERS
@@ -155,8 +155,9 @@ def _check_experts(model: ModelConfig) -> None:
 
 
 def _check_latent(model: ModelConfig) -> None:
-    for name, none in (("kv_heads", "null"), ("qk_norm", "false"), ("qkv_bias", "false")):
+    for name in GROUPED_QUERY:
         if value := getattr(model, name):
+            none = "false" if value is True else "null"
             raise UserError(f"model.{name} is {value}; with model.attention mla it must be {none}")
     if model.rotary % 2:
         raise UserError(f"model.rotary_size is {model.rotary_size}; it must be even, for numbers are rotated in pairs")

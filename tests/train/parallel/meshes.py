@@ -27,7 +27,7 @@ Outcome = tuple[list[float], list[float], Boxes]  # losses, norms, and what one 
 
 
 def mesh_of(parallel: ParallelConfig) -> Mesh:
-    return build_mesh(parallel.dp, parallel.tp, CPU, parallel.ep, parallel.cp, parallel.pp)
+    return build_mesh(device=CPU, **parallel.axes)
 
 
 def stepper_of(config: RunConfig, mesh: Mesh) -> Stepper:

@@ -20,7 +20,8 @@ from isoflop.train.model.parametrization import build_model, empty_model
 from isoflop.train.parallel import tensor as tensor_module
 from isoflop.train.parallel.layout import Placement, whole_placement
 from isoflop.train.parallel.mesh import Mesh, build_mesh
-from isoflop.train.parallel.tensor import ColumnLinear, split_model
+from isoflop.train.parallel.parallelize import parallelize
+from isoflop.train.parallel.tensor import ColumnLinear
 from meshes import CPU
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -66,7 +67,7 @@ def draw_tokens(config: ModelConfig, batch: int = 3) -> tuple[Tensor, Tensor]:
 def split_copy(gpt: GPT, mesh: Mesh, sequence_parallel: bool) -> tuple[GPT, dict[str, Placement]]:
     """This rank's part of the model, with its own weights."""
     part = empty_model(gpt.config, OPTIMIZER, TIME)
-    placements = split_model(part, mesh, sequence_parallel)
+    placements = parallelize(part, mesh, sequence_parallel)
     part.place_angles(CPU)
     part.end_of_document = gpt.end_of_document
     filled = {name: nn.Parameter(placements[name].take(p.detach())) for name, p in gpt.named_parameters()}
@@ -376,7 +377,7 @@ def test_tokens_that_cannot_be_shared_out_are_refused() -> None:
 def test_one_rank_leaves_the_model_as_it_is() -> None:
     gpt = random_model(architecture())
     modules = list(gpt.modules())
-    placements = split_model(gpt, Mesh(), True)
+    placements = parallelize(gpt, Mesh(), True)
     assert list(gpt.modules()) == modules
     assert placements == {name: whole_placement(tuple(p.shape)) for name, p in gpt.named_parameters()}
 
@@ -387,7 +388,7 @@ def test_the_parts_of_all_ranks_are_the_whole() -> None:
     def place() -> list[tuple[dict[str, Placement], dict[str, tuple[int, ...]]]]:
         mesh, found = build_mesh(1, 4, CPU), []
         for gpt in wholes:
-            placements = split_model(gpt, mesh, True)
+            placements = parallelize(gpt, mesh, True)
             found.append((placements, {name: tuple(p.shape) for name, p in gpt.named_parameters()}))
         return found
 
@@ -414,7 +415,7 @@ def test_a_model_of_billions_is_split_over_64_ranks_without_memory() -> None:
         mesh = Mesh(rank=37, tp=64, tp_group=dist.group.WORLD)
         config = ModelConfig(width=8192, depth=80, heads=64, kv_heads=8, vocab_size=128256, vocab_multiple=64)
         part = empty_model(config, OPTIMIZER, TIME)
-        placements = split_model(part, mesh, True)
+        placements = parallelize(part, mesh, True)
         assert all(p.device.type == "meta" for p in part.parameters())
         queries, keys = placements["blocks.79.attention.qkv.weight"].pieces
         assert (queries.offset, queries.size) == ((37 * 128, 0), (128, 8192))
