@@ -125,10 +125,15 @@ def attention_peers(device: torch.device, shape: Shape) -> dict[str, Attention]:
     peers: dict[str, Attention] = {
         f"SDPA {kind}": partial(_one_backend, backend=kind, grouped=grouped) for kind in kinds
     }
-    for name in sorted(backends.installed() - {"ours", "sdpa"}):
+    for package in ("flash_attn", "flash_attn_interface", "flash_attn.cute"):  # flash-attn 2, 3 and 4
         with contextlib.suppress(ImportError):
-            peers[backends.PACKAGES[name]] = backends.load_backend(name).attend
+            peers[package] = partial(_flash_attn, importlib.import_module(package).flash_attn_func)
     return peers
+
+
+def _flash_attn(function: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    out = function(query, key, value, causal=True)
+    return out[0] if isinstance(out, tuple) else out  # some releases return the normalisers as well
 
 
 def working_peers(functions: Mapping[str, Attention], inputs: Sequence[Tensor], backward: bool) -> dict[str, Attention]:

@@ -224,7 +224,7 @@ class ParallelConfig:
     sequence_parallel: bool = cosmetic(True)  # tp > 1: norms and residuals split over tokens as well
     recompute: Annotated[str, ("none", "selective", "full")] = cosmetic("none")  # activations, in the backward pass
     micro_batch_size: int | None = cosmetic(None)  # sequences in one forward pass; None: see `micro_batch_of`
-    attention: Annotated[str, ("auto", "ours", "sdpa", "flash2", "flash3", "flash4")] = cosmetic("auto")  # kernel
+    attention: Annotated[str, ("auto", "ours", "sdpa")] = cosmetic("auto")  # kernel
     cross_entropy: Annotated[str, ("auto", "torch")] = cosmetic("auto")  # auto: our kernel where a GPU trains
     compile: bool = cosmetic(False)  # torch.compile, block by block
     tf32: bool = cosmetic(True)  # fp32 matrix products on GPUs in TF32 (10 bits of mantissa)
