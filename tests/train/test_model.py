@@ -356,35 +356,3 @@ def test_a_compiled_block_gives_the_same_losses_and_gradients(monkeypatch: pytes
     for eager, traced_ in zip(*gradients, strict=True):
         # The same operations, possibly decomposed: fp32 rounding only.
         torch.testing.assert_close(eager, traced_, atol=1e-6, rtol=1e-4)
-
-
-def test_logits_equal_transformers_llama() -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is in the extra `bench`")
-    config = ModelConfig(
-        width=24, depth=2, heads=6, kv_heads=2, vocab_size=64, vocab_multiple=64, rope_theta=500.0, norm_eps=1e-4,
-        tied_embeddings=False,
-    )  # fmt: skip
-    ours = random_model(config, 32, 0)
-    llama = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            hidden_size=24, intermediate_size=config.mlp_hidden, num_hidden_layers=2, num_attention_heads=6,
-            num_key_value_heads=2, vocab_size=64, rms_norm_eps=1e-4, max_position_embeddings=32,
-            rope_parameters={"rope_type": "default", "rope_theta": 500.0}, tie_word_embeddings=False,
-        )
-    ).eval()  # fmt: skip
-    state = {"model.embed_tokens.weight": ours.embedding.weight, "lm_head.weight": ours.head.weight}
-    state["model.norm.weight"] = ours.norm.weight
-    for i, block in enumerate(ours.blocks):
-        prefix = f"model.layers.{i}"
-        state[f"{prefix}.input_layernorm.weight"] = block.attention_norm.weight
-        state[f"{prefix}.post_attention_layernorm.weight"] = block.mlp_norm.weight
-        query, key, value = block.attention.qkv.weight.split((24, 8, 8))
-        for name, weight in (("q", query), ("k", key), ("v", value), ("o", block.attention.out.weight)):
-            state[f"{prefix}.self_attn.{name}_proj.weight"] = weight
-        gate, up = block.mlp.gate_up.weight.chunk(2)
-        for name, weight in (("gate", gate), ("up", up), ("down", block.mlp.down.weight)):
-            state[f"{prefix}.mlp.{name}_proj.weight"] = weight
-    llama.load_state_dict(state)
-    tokens = torch.randint(64, (3, 32), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        torch.testing.assert_close(ours(tokens), llama(input_ids=tokens).logits, atol=1e-5, rtol=1e-5)

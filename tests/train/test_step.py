@@ -1,4 +1,4 @@
-"""A step reads the rows that are its own, and updates with the bits of PyTorch's AdamW."""
+"""A step reads the rows that are its own, and waits for nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from isoflop.train.parallel.mesh import Mesh
 from isoflop.train.parallel.zero import StepResult
 from isoflop.train.stepper import Stepper
 from small_runs import forty_steps
-from torch.optim.adamw import adamw
 
 CPU = torch.device("cpu")
 ROWS, LENGTH, STEPS = 4, 16, 9
@@ -37,26 +36,6 @@ def build(config: RunConfig, device: torch.device = CPU, report: Callable[[str],
 
 def take(stepper: Stepper) -> list[StepResult]:
     return [stepper.step(step) for step in range(STEPS)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_learning_rate_on_the_device_gives_the_bits_of_a_number(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight, gradient, first, second = (torch.randn(3001, generator=generator).to(dtype) for _ in range(4))
-    second.abs_()
-    found, divisor, peak, factor = torch.tensor(0.0), torch.tensor(1.7), 0.0123456789, 0.7331
-    theirs = [x.clone() for x in (weight, gradient, first, second)]
-    adamw(
-        *([x] for x in theirs), [], [torch.tensor(3.0)], fused=True, grad_scale=divisor, found_inf=found,
-        amsgrad=False, maximize=False, beta1=0.9, beta2=0.95, eps=1e-8, lr=peak * factor, weight_decay=0.1,
-    )  # fmt: skip
-    rate = torch.mul(torch.tensor([peak], dtype=torch.float64), factor)
-    torch._fused_adamw_(
-        [weight], [gradient], [first], [second], [], [torch.tensor(4.0)], lr=rate[0], beta1=0.9, beta2=0.95,
-        weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False, grad_scale=divisor, found_inf=found,
-    )  # fmt: skip
-    for ours, other in zip((weight, first, second), (theirs[0], theirs[2], theirs[3]), strict=True):
-        assert torch.equal(ours, other)
 
 
 def rows_of(step: int) -> np.ndarray:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from isoflop.bench.parallel import llama_plan
 from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.job.fork import run_ranks
-from isoflop.train.model.gpt import GPT, MLP, Attention
+from isoflop.train.model.gpt import GPT
 from isoflop.train.model.parametrization import build_model, empty_model
 from isoflop.train.parallel import tensor as tensor_module
 from isoflop.train.parallel.layout import Placement, whole_placement
@@ -24,12 +21,7 @@ from isoflop.train.parallel.parallelize import parallelize
 from isoflop.train.parallel.tensor import ColumnLinear
 from meshes import CPU
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    loss_parallel,
-    parallelize_module,
-)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -173,64 +165,6 @@ def test_losses_logits_and_gradients_are_those_of_one_process(tp: int, monkeypat
                 raise
 
     run_ranks(tp, check)
-
-
-class Beside(nn.Module):
-    """A fused matrix as separate ones, which is what `parallelize_module` can split."""
-
-    def __init__(self, weight: Tensor, rows: Sequence[int]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(weight.shape[1], n, bias=False) for n in rows)
-        for part, own in zip(self.parts, weight.detach().split(list(rows)), strict=True):
-            part.weight = nn.Parameter(own.clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([part(x) for part in self.parts], dim=-1)
-
-
-def parallelized(gpt: GPT, mesh: DeviceMesh, sequence_parallel: bool) -> GPT:
-    """The model split by torch's own `parallelize_module`, by torch's recipe for a Llama."""
-    peer, config = copy.deepcopy(gpt), gpt.config
-    for module in list(peer.modules()):
-        if isinstance(module, Attention):
-            keys = config.num_kv_heads * config.head_dim
-            module.register_module("qkv", Beside(module.qkv.weight, (config.width, keys, keys)))
-            module.heads, module.kv_heads = module.heads // mesh.size(), module.kv_heads // mesh.size()
-        elif isinstance(module, MLP):
-            module.register_module("gate_up", Beside(module.gate_up.weight, (config.mlp_hidden, config.mlp_hidden)))
-        for name, child in module.named_children():
-            if isinstance(child, nn.RMSNorm):
-                norm = nn.RMSNorm(config.width, config.norm_eps)
-                norm.weight = child.weight
-                module.register_module(name, norm)
-    return cast(GPT, parallelize_module(peer, mesh, llama_plan(sequence_parallel, ".parts.*")))
-
-
-def test_losses_and_gradients_are_those_of_parallelize_module() -> None:
-    # Untied, and a vocabulary without padding: torch's recipe has neither.
-    gpt = random_model(architecture(kv_heads=2, vocab_size=64, tied_embeddings=False))
-    tokens, targets = draw_tokens(gpt.config)
-
-    def check() -> None:
-        mesh = build_mesh(1, 2, CPU)
-        assert mesh.device_mesh is not None
-        peer = parallelized(gpt, mesh.device_mesh["tp"], sequence_parallel=True)
-        with loss_parallel():
-            expected = F.cross_entropy(peer.logits(tokens).flatten(0, 1), targets.flatten())
-            expected.backward()
-        part, placements = split_copy(gpt, mesh, sequence_parallel=True)
-        loss = part.loss(tokens, targets)
-        loss.backward()
-        # fp32: both are sums of some hundred terms in other orders, each rounded to 6e-8.
-        close(loss, expected.full_tensor(), 1e-6)
-        gradients = {name: full(p.grad) for name, p in peer.named_parameters()}
-        for name, parameter in part.named_parameters():
-            # A fused matrix is several of the peer's, one below the other.
-            prefix = name.removesuffix("weight")
-            theirs = torch.cat([gradient for other, gradient in gradients.items() if other.startswith(prefix)])
-            close(summed_gradient(parameter, placements[name], mesh), placements[name].take(theirs), 1e-5)
-
-    run_ranks(2, check)
 
 
 def full(gradient: Tensor | None) -> Tensor:
