@@ -131,6 +131,7 @@ def laws() -> dict[str, Any]:
     import numpy as np
 
     fit: Any = importlib.import_module("isoflop.fit")
+    loss_law: Any = importlib.import_module("isoflop.fit.laws.registry").loss_law
 
     def read(name: str, **options: Any) -> Any:
         path, *rest = shlex.split(LISTS["fit"][name])
@@ -142,17 +143,17 @@ def laws() -> dict[str, Any]:
     bounds = {"E": (0.1, 5), "A": (1, 1e5), "B": (1, 1e5), "a": (0.1, 1), "b": (0.1, 1)}
     function = fit.FunctionLaw(lambda c, N, D: c["E"] + c["A"] / N ** c["a"] + c["B"] / D ** c["b"], bounds)
     table, batch = (runs.N, runs.D, runs.loss), np.geomspace(1e4, 1e6, 12)
-    law = fit.ChinchillaLaw().fit(*table)
+    law = loss_law().fit(*table)
     fitted = [
         law, function.fit(*table), fit.KaplanLaw().fit(*table),
         fit.OvertrainingLaw().fit(gadre.N, gadre.D, gadre.loss),
-        fit.ChinchillaLaw("se").fit(gadre.N, gadre.D, gadre.loss, loss_se=se),
+        loss_law(objective="se").fit(gadre.N, gadre.D, gadre.loss, loss_se=se),
         fit.HyperparameterLaw().fit_cells(fit.cell_optima(*settings)), fit.HyperparameterSurface().fit(*settings),
         fit.CriticalBatchLaw().fit(batch, 1e9 + 2e4 * batch * (1 + 0.1 * np.sin(batch))),
     ]  # fmt: skip
     decisions = [
-        law.optimal([1e21, 5.76e23]), fit.token_limited(law, 1e24, 1e11), fit.overtraining_cost(law, 1e24, size=0.5),
-        fit.inference_aware(law, 1e13, loss=2.0), fit.fixed_size(law, 7e9, loss=2.1), fit.compute_optimal(law, 1e22, 3),
+        law.optimal([1e21, 5.76e23]), fit.token_limited(law, 1e24, 1e11),
+        fit.inference_aware(law, 1e13, loss=2.0), fit.compute_optimal(law, 1e22, 3),
     ]  # fmt: skip
     profiles = fit.IsoflopProfiles().fit(*table, runs.flops).profiles_
     return {f"{i} {one.form}": [one.bootstrap(200).constants_, one.objective_] for i, one in enumerate(fitted)} | {

@@ -15,8 +15,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import InputError
-
 if TYPE_CHECKING:
     from .allocation.allocation import (
         Optimum,
@@ -39,6 +37,7 @@ if TYPE_CHECKING:
     from .curves.forecast import forecast_final
     from .downstream.downstream import TaskVerdict, fit_tasks, signal_to_noise
     from .downstream.tasklaw import TaskLaw
+    from .errors import InputError
     from .flops import FlopsPerToken
     from .hyperparameters.cells import cell_optima, read_sweep
     from .hyperparameters.hyperparameters import CellOptimum, CriticalBatchLaw, HyperparameterLaw, tokens_to_loss

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from ..fit.laws.registry import DEFAULT, LOSS_LAWS
 from ..train.config import ANY, RunConfig, TrackerConfig, Training, drop_removed
 from ..train.config import REMOVED as OF_RUNS
 from ..train.errors import UserError
@@ -199,7 +200,7 @@ class FitConfig:
     targets: list[Positive] = field(default_factory=list)  # FLOPs to extrapolate to; none: 10x to 1000x the largest
     bootstrap: Annotated[int, Meta(ge=0, le=10**6)] = 1000  # resamples of runs behind every interval
     intervals: Annotated[str, ("mixture", "noise")] = "mixture"  # of answers: a mixture of forms, or noise under one
-    form: Annotated[str, ("chinchilla", "gamma", "kaplan", "overtraining")] = "chinchilla"  # parametric
+    form: Annotated[str, tuple(LOSS_LAWS)] = DEFAULT  # of the parametric law
     objective: Annotated[str, ("huber", "l1", "squares", "se")] = "huber"  # se: weights by loss_se
     tied: bool = False  # hold alpha = beta
     E: Annotated[float, Meta(ge=0, le=20)] | None = None  # fix the irreducible loss

@@ -278,7 +278,7 @@ def inference_aware(
     """Return the model of a given loss that is cheapest to train and then to serve (Sardana et al. 2023).
 
     Args:
-        law: One with a curve of `equal_loss`, such as `ChinchillaLaw`.
+        law: One with a curve of `equal_loss`, such as E + A/N^alpha + B/D^beta.
         lifetime_tokens: Tokens to be served, at 2 N FLOPs each; a token of training costs 6 N.
         loss: The loss to reach. `lifetime_tokens` and `loss` broadcast together.
         prices: Of training and of serving; without them, FLOPs are counted.

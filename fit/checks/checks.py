@@ -64,7 +64,8 @@ def _solver(law: Law) -> Found:
             f"{agree} of {tried} starts agree on the parametric optimum; the data hardly pin the law down.",
         )
     if law.degenerate_:
-        what = {"E": "the irreducible loss E is zero", "A": "the term in N vanished", "B": "the term in D vanished"}
+        what = {law.irreducible: f"the irreducible loss {law.irreducible} is zero"}
+        what |= {name: f"{term} vanished" for name, term in law.vanishing.items()}
         held = {name: f"{name} = {law.constants_[name]:.3g} is at the end of its range" for name in law.degenerate_}
         yield Warning(
             "degenerate_parameter",

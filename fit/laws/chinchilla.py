@@ -8,15 +8,16 @@ Hoffmann et al. 2022 (arXiv:2203.15556), section 3.3 and appendix D.3; Besiroglu
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from ..allocation.allocation import EqualLoss, optimum
-from ..errors import Array, Columns, Constants, InputError
+from ..errors import Array, Columns, Constants
 from ..solver.forms import LogSumExp
-from .law import LossLaw, Problem, amplitude, centred, projected_starts
+from .law import OffsetLaw, Problem, amplitude, centred, projected_starts
 
 EXPONENT_GRID = np.geomspace(0.03, 1.5, 8)
 EXPONENT_BOUNDS = (0.0, 3.0)
@@ -24,7 +25,7 @@ VANISHED = 12.0  # a term below exp(-12) of the smallest loss is called zero
 FLAT_EXPONENT = 0.01  # over three decades such a term changes by 7 %, so it cannot be told from E
 
 
-class ChinchillaLaw(LossLaw):
+class ChinchillaLaw(OffsetLaw):
     """L(N, D) = E + A / N^alpha + B / D^beta.
 
     After `fit`: E_, A_, B_, alpha_, beta_, and what `Law` lists; `degenerate_` also names an exponent near zero.
@@ -56,10 +57,9 @@ class ChinchillaLaw(LossLaw):
     names = ("E", "A", "B", "alpha", "beta")
     formula = "L(N, D) = {E} + {A} / N^{alpha} + {B} / D^{beta}"
     exponent_names = ("alpha", "beta")
-    irreducible = "E"
+    vanishing = MappingProxyType({"A": "the term in N", "B": "the term in D"})
     power_optimum = True
     resample_starts = 1  # on 4000 resamples of published runs no other start of 64 ended lower
-    E_: float
     A_: float
     B_: float
     alpha_: float
@@ -68,12 +68,8 @@ class ChinchillaLaw(LossLaw):
     def __init__(
         self, objective: str = "huber", delta: float = 1e-3, tied: bool = False, E: float | None = None
     ) -> None:
-        super().__init__(objective, delta)
-        if E is not None and not 0 <= E < np.inf:
-            raise InputError(f"E is {E}; it must be zero or more and below the lowest loss; without it, E is fitted.")
-        self.tied, self.E = bool(tied), None if E is None else float(E)
-        if E is not None:  # then a large delta may hide the deepest valley
-            self.direct = "deeper"
+        super().__init__(objective, delta, E)
+        self.tied = bool(tied)
 
     @staticmethod
     def evaluate(constants: Constants, *inputs: Any) -> Any:
@@ -104,47 +100,54 @@ class ChinchillaLaw(LossLaw):
         self._call_degenerate(*(name for name in exponents if self.constants_[name] < FLAT_EXPONENT))
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Build the problem. Coordinates: log A and log B (at the mean log N and log D), exponents, log E."""
-        (x, x0), (y, y0) = (centred(column) for column in inputs)
-        one, target, fixed = np.ones_like(x), np.log(observed), self.E
-        names = ["A", "alpha", "B"] + ([] if self.tied else ["beta"]) + (["E"] if fixed is None else [])
-        at = {name: i for i, name in enumerate(names)}
-        at.setdefault("beta", at["alpha"])
-        terms: list[tuple[Any, ...]] = [
-            ((at["A"], at["alpha"]), np.stack([one, -x], 1)),
-            ((at["B"], at["beta"]), np.stack([one, -y], 1)),
-        ]
-        if fixed is None:
-            terms.append(((at["E"],), one[:, None]))
-        elif fixed > 0:
-            terms.append(((), np.zeros((len(x), 0)), np.full(len(x), np.log(fixed))))
-        low, high = float(target.min()) - VANISHED, float(target.max()) + 2.0
+        return two_power_laws(inputs, observed, self.tied, self.E)
 
-        def constants(theta: Array) -> Columns:
-            alpha, beta = (theta[:, at[name]].copy() for name in ("alpha", "beta"))
-            A, B = amplitude(theta[:, at["A"]], low, x0 * alpha), amplitude(theta[:, at["B"]], low, y0 * beta)
-            E = np.full(len(theta), fixed) if fixed is not None else amplitude(theta[:, at["E"]], low)
-            return {"A": A, "B": B, "E": E, "alpha": alpha, "beta": beta}
 
-        def starts(weights: Array, keep: int | None) -> Array:
-            alpha, beta = (grid.ravel() for grid in np.meshgrid(EXPONENT_GRID, EXPONENT_GRID, indexing="ij"))
-            if self.tied:
-                alpha = beta = np.geomspace(EXPONENT_GRID[0], EXPONENT_GRID[-1], len(alpha))
-            parts = [np.exp(-alpha[:, None] * x), np.exp(-beta[:, None] * y), np.ones((len(alpha), len(x)))]
-            basis = np.stack(parts if fixed is None else parts[:2], axis=2) / observed[None, :, None]
+def two_power_laws(inputs: tuple[Array, ...], observed: Array, tied: bool, fixed: float | None) -> Problem:
+    """Build the problem of E + A / N^alpha + B / D^beta, E fitted unless it is `fixed`.
 
-            def coordinates(log: Array) -> dict[str, Array]:
-                amplitudes = dict(zip("ABE", np.moveaxis(log, 2, 0), strict=False))
-                return amplitudes | {"alpha": alpha, "beta": beta}
+    Coordinates: log A and log B (at the mean log N and log D), exponents, log E.
+    """
+    (x, x0), (y, y0) = (centred(column) for column in inputs)
+    one, target = np.ones_like(x), np.log(observed)
+    names = ["A", "alpha", "B"] + ([] if tied else ["beta"]) + (["E"] if fixed is None else [])
+    at = {name: i for i, name in enumerate(names)}
+    at.setdefault("beta", at["alpha"])
+    terms: list[tuple[Any, ...]] = [
+        ((at["A"], at["alpha"]), np.stack([one, -x], 1)),
+        ((at["B"], at["beta"]), np.stack([one, -y], 1)),
+    ]
+    if fixed is None:
+        terms.append(((at["E"],), one[:, None]))
+    elif fixed > 0:
+        terms.append(((), np.zeros((len(x), 0)), np.full(len(x), np.log(fixed))))
+    low, high = float(target.min()) - VANISHED, float(target.max()) + 2.0
 
-            least = 0.02 * observed.min()
-            return projected_starts(at, coordinates, basis, weights, keep, 1.0 - (fixed or 0.0) / observed, 1.0, least)
+    def constants(theta: Array) -> Columns:
+        alpha, beta = (theta[:, at[name]].copy() for name in ("alpha", "beta"))
+        A, B = amplitude(theta[:, at["A"]], low, x0 * alpha), amplitude(theta[:, at["B"]], low, y0 * beta)
+        E = np.full(len(theta), fixed) if fixed is not None else amplitude(theta[:, at["E"]], low)
+        return {"A": A, "B": B, "E": E, "alpha": alpha, "beta": beta}
 
-        return Problem(
-            form=LogSumExp(len(names), terms),
-            target=target,
-            bounds={name: (low, high) if name in "ABE" else EXPONENT_BOUNDS for name in names},
-            axes=np.log(np.stack(inputs)),
-            starts=starts,
-            constants=constants,
-        )
+    def starts(weights: Array, keep: int | None) -> Array:
+        alpha, beta = (grid.ravel() for grid in np.meshgrid(EXPONENT_GRID, EXPONENT_GRID, indexing="ij"))
+        if tied:
+            alpha = beta = np.geomspace(EXPONENT_GRID[0], EXPONENT_GRID[-1], len(alpha))
+        parts = [np.exp(-alpha[:, None] * x), np.exp(-beta[:, None] * y), np.ones((len(alpha), len(x)))]
+        basis = np.stack(parts if fixed is None else parts[:2], axis=2) / observed[None, :, None]
+
+        def coordinates(log: Array) -> dict[str, Array]:
+            amplitudes = dict(zip("ABE", np.moveaxis(log, 2, 0), strict=False))
+            return amplitudes | {"alpha": alpha, "beta": beta}
+
+        least = 0.02 * observed.min()
+        return projected_starts(at, coordinates, basis, weights, keep, 1.0 - (fixed or 0.0) / observed, 1.0, least)
+
+    return Problem(
+        form=LogSumExp(len(names), terms),
+        target=target,
+        bounds={name: (low, high) if name in "ABE" else EXPONENT_BOUNDS for name in names},
+        axes=np.log(np.stack(inputs)),
+        starts=starts,
+        constants=constants,
+    )

@@ -210,6 +210,7 @@ class Law(Estimator):
     bootstrap_: dict[str, Any]
     resampling: ClassVar[str] = "auto"  # the default method of `bootstrap`
     irreducible: ClassVar[str] = ""  # the constant that is added to all else, where there is one
+    vanishing: ClassVar[Mapping[str, str]] = {}  # constant -> what vanished where it is zero
 
     def __init__(self, objective: str = "huber", delta: float = 1e-3) -> None:
         if objective not in OBJECTIVES:
@@ -642,6 +643,21 @@ class LossLaw(Law):
         identifiable(*inputs)
         if self.E is not None and observed.min() <= self.E:
             raise InputError(f"E is {self.E:g}; it must be below the lowest loss, {observed.min():.4g}.")
+
+
+class OffsetLaw(LossLaw):
+    """A law of N and D above an irreducible loss E, which is fitted unless it is given."""
+
+    irreducible = "E"
+    E_: float
+
+    def __init__(self, objective: str = "huber", delta: float = 1e-3, E: float | None = None) -> None:
+        super().__init__(objective, delta)
+        if E is not None and not 0 <= E < np.inf:
+            raise InputError(f"E is {E}; it must be zero or more and below the lowest loss; without it, E is fitted.")
+        self.E = None if E is None else float(E)
+        if E is not None:  # then a large delta may hide the deepest valley
+            self.direct = "deeper"
 
 
 class LineLaw(Law):

@@ -1,7 +1,7 @@
 """The law of over-training, L(C, M) = E + (a M^eta + b M^-eta) C^-eta, with M = D / N and C = 6 N D.
 
-It is E + A / N^alpha + B / D^alpha in other words: eta = alpha / 2, a = A 6^eta, b = B 6^eta; its fit is the tied one
-of `ChinchillaLaw` in 6 N^2 and 6 D^2. At every M the reducible loss falls with the same power of C.
+It is E + A / N^alpha + B / D^alpha in other words: eta = alpha / 2, a = A 6^eta, b = B 6^eta; so it is fitted as
+that law in 6 N^2 and 6 D^2, with one exponent. At every M the reducible loss falls with the same power of C.
 
 Gadre et al. 2024 (arXiv:2403.08540), equation 4.
 """
@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import Array, Columns, Constants, floats
-from .chinchilla import FLAT_EXPONENT, ChinchillaLaw
-from .law import LossLaw, Problem
+from .chinchilla import FLAT_EXPONENT, two_power_laws
+from .law import OffsetLaw, Problem
 
 RENAMED = {"A": "a", "B": "b", "alpha": "eta"}
 
 
-class OvertrainingLaw(LossLaw):
+class OvertrainingLaw(OffsetLaw):
     """L(C, M) = E + (a M^eta + b M^-eta) C^-eta; fitted to N and D.
 
     `E` fixes the irreducible loss. After `fit`: E_, a_, b_, eta_.
@@ -32,17 +32,10 @@ class OvertrainingLaw(LossLaw):
     names = ("E", "a", "b", "eta")
     formula = "L(C, M) = {E} + ({a} M^{eta} + {b} M^-{eta}) C^-{eta}"
     exponent_names = ("eta",)
-    irreducible = "E"
     power_optimum = True
-    E_: float
     a_: float
     b_: float
     eta_: float
-
-    def __init__(self, objective: str = "huber", delta: float = 1e-3, E: float | None = None) -> None:
-        super().__init__(objective, delta)
-        tied = self._tied(E)
-        self.E, self.direct = tied.E, tied.direct
 
     @staticmethod
     def evaluate(constants: Constants, *inputs: Any) -> Any:
@@ -72,9 +65,6 @@ class OvertrainingLaw(LossLaw):
 
     # The law as the solver sees it.
 
-    def _tied(self, E: float | None) -> ChinchillaLaw:
-        return ChinchillaLaw(self.objective, self.delta, tied=True, E=E)
-
     def _accept(self, found: Any) -> None:
         super()._accept(found)
         if 2.0 * self.constants_["eta"] < FLAT_EXPONENT:
@@ -82,7 +72,7 @@ class OvertrainingLaw(LossLaw):
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
         size, data = (6.0 * v**2 for v in inputs)
-        problem = self._tied(self.E)._problem((size, data), observed)
+        problem = two_power_laws((size, data), observed, True, self.E)
 
         def constants(theta: Array) -> Columns:
             tied = problem.constants(theta)

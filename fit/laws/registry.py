@@ -1,6 +1,7 @@
 """Every kind of law by the name of its form, which is what law.json holds.
 
-A new law is one file and one line in LAWS. A law of N and D that tables can be fitted with is also in LOSS_LAWS.
+A new law is one file here and one line below: in LOSS_LAWS where it is one of N and D that tables can be fitted with,
+which is what `isoflop fit --form` and `fit.form` of a sweep accept. Nothing is imported before a law is asked for.
 """
 
 from __future__ import annotations
@@ -9,19 +10,18 @@ import inspect
 from importlib import import_module
 from typing import Any
 
-from ..errors import InputError
-
 DEFAULT = "chinchilla"
-LOSS_LAWS = ("chinchilla", "gamma", "kaplan", "overtraining")  # those of N and D that a table can be fitted with
-EXPERT_LAWS = ("clark", "krajewski", "ludziejewski", "abnar")  # forms of mixtures of experts
-LAWS = {  # form -> module within `fit`, and class
+LOSS_LAWS = {  # form -> module within `fit`, and class
     "chinchilla": "laws.chinchilla:ChinchillaLaw",
     "gamma": "laws.gamma:GammaLaw",
-    "power": "laws.powerlaw:PowerLaw",
     "kaplan": "laws.kaplan:KaplanLaw",
+    "overtraining": "laws.overtraining:OvertrainingLaw",
+}
+EXPERT_LAWS = ("clark", "krajewski", "ludziejewski", "abnar")  # forms of mixtures of experts
+LAWS = LOSS_LAWS | {
+    "power": "laws.powerlaw:PowerLaw",
     "broken": "laws.broken:BrokenPowerLaw",
     "repetition": "laws.repetition:RepetitionLaw",
-    "overtraining": "laws.overtraining:OvertrainingLaw",
     "function": "laws.custom:FunctionLaw",
     "hyperparameter": "hyperparameters.hyperparameters:HyperparameterLaw",
     "hyperparameter-surface": "hyperparameters.settings_surface:HyperparameterSurface",
@@ -32,6 +32,8 @@ LAWS = {  # form -> module within `fit`, and class
 
 def law_class(form: str = DEFAULT) -> type[Any]:
     """Return the class of a form; its module is imported only now."""
+    from ..errors import InputError
+
     if form not in LAWS:
         raise InputError(f"form is {form!r}; known are {', '.join(LAWS)}.")
     module, name = LAWS[form].split(":")
@@ -41,6 +43,8 @@ def law_class(form: str = DEFAULT) -> type[Any]:
 
 def loss_law(form: str = DEFAULT, **options: Any) -> Any:
     """Return a law of N and D, not fitted. An option that the law does not have must be None or False."""
+    from ..errors import InputError
+
     if form not in LOSS_LAWS:
         raise InputError(f"form is {form!r}; choose a law of N and D: {', '.join(LOSS_LAWS)}.")
     kind = law_class(form)

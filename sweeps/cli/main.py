@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...fit.laws.registry import DEFAULT, LOSS_LAWS
 from ...train.errors import UserError, counted
 from ..entry import compose_and_conduct, guarded
 from . import bench, checkpoint, sweep
@@ -94,8 +95,8 @@ def fit_table(
     bootstrap: Annotated[int, typer.Option(help="Resamples behind every interval.")] = 1000,
     seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
     form: Annotated[
-        str, typer.Option(help="Of the parametric law: chinchilla, gamma, kaplan or overtraining.")
-    ] = "chinchilla",
+        str, typer.Option(help=f"Of the parametric law: {', '.join([*LOSS_LAWS][:-1])} or {[*LOSS_LAWS][-1]}.")
+    ] = DEFAULT,
     intervals: Annotated[
         str, typer.Option(help="Of answers: mixture (a mixture of forms answers first), or noise (under one form).")
     ] = "mixture",
