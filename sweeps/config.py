@@ -202,8 +202,6 @@ class FitConfig:
     intervals: Annotated[str, ("mixture", "noise")] = "mixture"  # of answers: a mixture of forms, or noise under one
     form: Annotated[str, tuple(LOSS_LAWS)] = DEFAULT  # of the parametric law
     objective: Annotated[str, ("huber", "l1", "squares", "se")] = "huber"  # se: weights by loss_se
-    tied: bool = False  # hold alpha = beta
-    E: Annotated[float, Meta(ge=0, le=20)] | None = None  # fix the irreducible loss
 
 
 @dataclass
@@ -287,6 +285,8 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "cluster.half_speed_width": (ANY, "runs that are done say how fast the next ones will be"),
     "fit.seed": (ANY, "`isoflop fit` has --seed"),
     "fit.delta": (ANY, "`isoflop fit` has --delta"),
+    "fit.tied": (False, "`isoflop fit` has --tied"),
+    "fit.E": (None, "`isoflop fit` has --fixed-e"),
     "grid.expected_flops": (2.5e11, "give grid.expected_N, the best N at 2.5e11 FLOPs"),
     "grid.expected_exponent": (0.55, "give grid.expected_N, the best N at 2.5e11 FLOPs"),
     "grid.first_share": (ANY, "the first round has a fifth of the FLOPs"),

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 LEVEL = 0.95
 CONSTANTS = 5  # of Chinchilla's law
 BEYOND = 1000.0  # times the largest C: what is asked about where nothing is named
-OF_LAW = ("form", "objective", "tied", "E")  # fields of `fit` that say which law is fitted
+OF_LAW = ("form", "objective")  # fields of `fit` that say which law is fitted
 MIN_STEPS = 100  # of a suggested run, where the sweep's grid names no other number
 MAX_RUNS = 24  # of a suggestion, where nothing is named
 MAX_SEEDS = 8  # new ones; with each, every size is offered and judged once more

@@ -114,8 +114,7 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
     runs = fit.read_table(sweep.path)
     largest = float(table["flops"].max())
     wanted = targets or options.targets or [largest * factor for factor in (10.0, 100.0, 1000.0)]
-    chosen = {name: getattr(options, name) for name in ("objective", "tied", "E")}
-    law = loss_law(options.form, **chosen)
+    law = loss_law(options.form, objective=options.objective)
     asked = (tuple(wanted), options.bootstrap, 0, law)
     analysis, ended = fit.analyze(runs, *asked, intervals=options.intervals), fit.read_table(table)
     provenance = {key: settings.get(key) for key in ("isoflop_version", "git_commit", "git_dirty", "host", "written")}

@@ -82,6 +82,7 @@ def test_help_of_a_sweep_shows_grids_and_settings_with_their_comments(isoflop: I
         ("optimizer=adamm", "optimizer is 'adamm' (did you mean adamw?); it must be one of adamw, muon"),
         ("fit.zzz=1", "fit.zzz is no field; fit has "),
         ("ensembles=4", "ensembles is no field any more: runs train one by one"),
+        ("fit.tied=true", "fit.tied is no field any more: `isoflop fit` has --tied"),
     ],
 )
 def test_a_typo_is_answered_with_what_is_nearest(isoflop: Isoflop, given: str, said: str) -> None:

@@ -39,7 +39,7 @@ ABSURD = (0, -1, 1e300, math.nan, math.inf, True, "many")
 ZERO = {
     "cluster.backoff_seconds", "cluster.dollars_per_gpu_hour", "cluster.gpus_per_job",
     "cluster.max_requeues", "cluster.queue_minutes", "cluster.retries", "cluster.sweep_retries",
-    "fit.E", "fit.bootstrap", "grid.seeds", "optimizer.beta1", "optimizer.beta2",
+    "fit.bootstrap", "grid.seeds", "optimizer.beta1", "optimizer.beta2",
     "optimizer.gradient_clip", "optimizer.momentum", "optimizer.weight_decay", "optimizer.width_exponent",
     "optimizer.z_loss", "model.experts", "model.shared_experts", "model.dense_layers", "model.balance_rate",
     "model.balance_loss", "model.router_z_loss",

@@ -167,10 +167,10 @@ def test_what_is_asked_about_the_runs_may_differ_and_a_note_says_so(
     sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path
 ) -> None:
     sweep()
-    again = prepare.from_config(configuration(data, tmp_path, "fit.tied=true", "evaluate.limit=7"))
+    again = prepare.from_config(configuration(data, tmp_path, "fit.form=gamma", "evaluate.limit=7"))
     assert prepare.conflict(again) is None
-    (note,) = [remark for remark in again.remarks if "tied" in remark]
-    assert "evaluate.limit was 150 and is 7, fit.tied was false and is true" in note
+    (note,) = [remark for remark in again.remarks if "gamma" in remark]
+    assert 'evaluate.limit was 150 and is 7, fit.form was "chinchilla" and is "gamma"' in note
 
 
 def test_a_torn_plan_is_written_anew_by_the_same_request_and_by_no_other(

@@ -170,13 +170,13 @@ def test_runs_are_suggested_under_the_law_of_the_sweeps_fit(
     suggestion: Suggestion, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = settings(IsoflopGrid(budgets=BUDGETS, sizes=4))
-    config.fit.tied, config.fit.E = True, 1.0
+    config.fit.form = "overtraining"
     fixed = write(tmp_path / "sweep", config)
     finish(fixed)
     found = suggest_runs(fixed, 1e12, 1e14, max_flops=4e11, max_runs=12)
     print_suggestion(found)
-    assert "under ChinchillaLaw(tied=True, E=1.0):" in " ".join(capsys.readouterr().out.split())
-    # Three constants of the same runs are known better than five, and than five forms.
+    assert "under OvertrainingLaw():" in " ".join(capsys.readouterr().out.split())
+    # Four constants of the same runs are known better than five, and than five forms.
     assert all(found.before[name].relative_width < suggestion.before[name].relative_width for name in found.before)
 
 
