@@ -27,7 +27,7 @@ from .files import read_document
 from .flops import FlopsPerToken, check_convention, convention_name, flops_per_token
 from .formatting import check_intervals, plain_json
 from .laws.persistence import read_law
-from .mixture.persistence import SavedMixture, read_mixture
+from .mixture.mixture import FormMixture, SavedMixture
 from .table import RunTable
 
 PREFERRED = ("parametric", "isoflop", "envelope")  # the approach that answers first where none backtests better
@@ -182,7 +182,7 @@ def answer(
     content: SavedReport = read_document(Path(source), SavedReport) if Path(source).is_file() else {}
     saved, lead = content.get("mixture"), approach
     if intervals == "mixture" and saved:
-        lead = mixture_approach(read_mixture(saved, source), spend)
+        lead = mixture_approach(FormMixture.from_saved(saved, source), spend)
     by_law, estimates = ([vars(a.at(float(C))) for C in goals] if a.available else [] for a in (approach, lead))
     warnings: list[Any] = [w for w in content.get("warnings", ()) if w.get("code") not in FAR]
     reach = (content.get("backtest", {}).get("tested") or {}).get("reach")

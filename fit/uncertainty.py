@@ -143,7 +143,7 @@ def kernel_width(errors: Array, independent: int) -> float:
 
 
 def wild_targets(
-    fitted: Array, left_out: Array, groups: Any, n: int, seed: int, freedom: int, width: float = 0.0
+    fitted: Array, left_out: Array, groups: Any, n: int, seed: int, freedom: int, width: float | None = None
 ) -> Array:
     """Targets (n, rows) of a wild bootstrap: the fit plus, with one random sign per group, what it misses each row by.
 
@@ -157,9 +157,9 @@ def wild_targets(
     labels, member = by_group(groups)
     generator = np.random.default_rng(seed)
     signs = generator.choice([-1.0, 1.0], size=(n, len(labels)))
-    noise = width * generator.standard_normal((n, len(labels)))
+    noise = np.zeros(signs.shape) if width is None else width * generator.standard_normal(signs.shape)
     size = (1.0 - 1.0 / len(labels)) * freedom / generator.chisquare(freedom, n)
-    if width > 0:
+    if width:
         size /= 1.0 + width**2 / np.mean(left_out**2)
     return fitted + np.sqrt(size)[:, None] * (signs[:, member] * left_out + noise[:, member])
 

@@ -7,12 +7,11 @@ misplace tokens per parameter by a factor of two.
 from __future__ import annotations
 
 from contextlib import suppress
-from copy import copy
 from typing import Any
 
 import numpy as np
 
-from ..allocation.allocation import compute_optimal
+from ..allocation.allocation import compute_optimal, own_convention, unlimited
 from ..errors import Array, InputError, enough, identifiable
 from ..flops import FlopsPerToken
 from ..mixture.mixture import FormMixture
@@ -250,13 +249,12 @@ def _identifies(law: Law, runs: RunTable) -> bool:
     return True
 
 
+@np.errstate(all="ignore")  # a term that vanished gives zeros and infinities
 def _answers(law: Law, constants: dict[str, Array], target: float) -> dict[str, Array]:
     """Exponents, and the optimum at the target, under other constants of the law, each (refits,)."""
-    other = copy(law)
-    other.draws_ = constants
-    best = compute_optimal(other, target).draws
+    N, D, loss = (found[0] for found in unlimited(law, constants, np.array([[target]]), own_convention(law)))
     exponents = {name: constants[name] for name in law.exponent_names}
-    return exponents | {"N": best["N"][0], "tokens_per_parameter": best["ratio"][0], "loss": best["loss"][0]}
+    return exponents | {"N": N, "tokens_per_parameter": D / N, "loss": loss + 0.0 * N}
 
 
 def _logs(answers: dict[str, Array]) -> dict[str, Array]:

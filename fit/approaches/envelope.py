@@ -1,29 +1,27 @@
 """The compute-efficient envelope (approach 1): the best run at each level of compute, and power laws through those.
 
-By default the points are *finished runs*: on a loss curve, a point in the middle of a schedule that decays later has
-too high a loss, which favours small models that have decayed. Hoffmann et al. 2022 (arXiv:2203.15556), section 3.1.
+The points are *finished runs*: on a loss curve, a point in the middle of a schedule that decays later has too high a
+loss, which favours small models that have decayed. Hoffmann et al. 2022 (arXiv:2203.15556), section 3.1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import FLAT, Array, InputError, positive, same_length
+from ..errors import FLAT, Array, positive, same_length
 from ..laws.powerlaw import PowerLaw
 from ..uncertainty import cluster_counts
 from .isoflop import binned_levels, budget_levels
 
 BIN_WIDTH = 0.1  # decades of C that compete with each other where the table has no budgets
-CURVE_LEVELS = 60  # levels of C at which loss curves are compared
 
 
 class Envelope:
     """Approach 1. After `fit`: flops_, N_, D_, loss_ (levels,), N_law_, D_law_ (PowerLaw, or None below 2 levels),
-    loss_law_ (None below 4 levels), edges_ (levels left out because an end of their sizes won), source_.
+    loss_law_ (None below 4 levels), edges_ (levels left out because an end of their sizes won).
     """
 
     def fit(
@@ -35,46 +33,14 @@ class Envelope:
         labels, levels = budget_levels(flops, N, budget)
         if len(levels) < 2:
             labels = binned_levels(flops, BIN_WIDTH)
-        self.source_ = "final points"
         # A bin of one or two sizes is no competition.
         self._points, self._labels, self._rivals = (N, D, loss, flops), labels, 2 if len(levels) > 1 else 3
         best, edges = self._winners(np.ones((1, len(N))))
         self._settle(best[:, 0, np.isfinite(best[0, 0])], edges)
         return self
 
-    def fit_curves(self, curves: Any, N: Mapping[str, float], until: float = 1.0) -> Envelope:
-        """Loss curves of constant learning rate: a DataFrame with run_id, tokens, flops, loss, and N by run_id.
-
-        `until` is the share of a run's tokens up to which its rate is constant. No bootstrap: points of one curve are
-        not independent.
-        """
-        if not 0.0 < until <= 1.0:
-            raise InputError(f"until is {until}; a share of each run's tokens, above 0 and at most 1, is expected.")
-        lines = _lines(curves, N, until)
-        low, high = min(line[1][0] for line in lines), max(line[1][-1] for line in lines)
-        best, edges, lowest = [], 0, np.inf
-        for C in np.linspace(low, high, CURVE_LEVELS):
-            reached = [line for line in lines if line[1][0] <= C <= line[1][-1]]
-            if not reached:
-                continue
-            at = [(float(np.interp(C, x, y)), size, float(np.interp(C, x, d))) for size, x, d, y in reached]
-            winner = min(at)
-            if winner[0] >= lowest:
-                continue
-            lowest, sizes = winner[0], [size for _, size, _ in at]
-            if min(sizes) < winner[1] < max(sizes):
-                best.append((C, *winner))
-            else:
-                edges += 1
-        log_c, log_loss, size, log_d = np.array(best).reshape(-1, 4).T
-        self.source_ = "loss curves"
-        self._settle(np.stack([np.exp(log_c), size, np.exp(log_d), np.exp(log_loss)]), edges)
-        return self
-
     def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0) -> Envelope:
         """Resample whole runs (`groups` (points,)) `n` times; laws get draws."""
-        if self.source_ != "final points":
-            raise InputError("an envelope of loss curves has no bootstrap; fit final points for intervals.")
         if self.N_law_ is None:
             return self
         counts = cluster_counts(np.arange(len(self._labels)) if groups is None else groups, n, seed)
@@ -133,20 +99,4 @@ class Envelope:
     def __repr__(self) -> str:
         if not hasattr(self, "flops_"):
             return "Envelope()"
-        return f"Envelope({len(self.flops_)} levels of {self.source_}, N* law: {self.N_law_})"
-
-
-def _lines(curves: Any, N: Mapping[str, float], until: float) -> list[tuple[float, Array, Array, Array]]:
-    """N, log C, log D and log loss of every curve of at least two points, by rising C."""
-    missing = [name for name in ("run_id", "tokens", "flops", "loss") if name not in curves]
-    if missing:
-        raise InputError(f"curves have no column {missing[0]!r}; there are {', '.join(map(str, curves.columns))}.")
-    lines = []
-    for run, rows in curves.dropna(subset=["tokens", "flops", "loss"]).groupby("run_id"):
-        rows = rows[rows["tokens"] <= until * rows["tokens"].max()].sort_values("flops")
-        if str(run) in N and len(rows) > 1:
-            x, d, y = (np.log(positive(name, rows[name])) for name in ("flops", "tokens", "loss"))
-            lines.append((N[str(run)], x, d, y))
-    if not lines:
-        raise InputError("curves hold no run of the table with at least 2 points; one curve per run is expected.")
-    return lines
+        return f"Envelope({len(self.flops_)} levels, N* law: {self.N_law_})"

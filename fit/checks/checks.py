@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from copy import copy
-
 import numpy as np
 
-from ..allocation.allocation import compute_optimal
+from ..allocation.allocation import own_convention, unlimited
 from ..approaches.approaches import Law
 from ..approaches.isoflop import IsoflopProfiles
 from ..approaches.recipes import kinds
@@ -142,9 +140,8 @@ def _outliers(a: Analysis, law: Law) -> Found:
 
 def _moved(law: Law, without: dict[str, float], C: float) -> str:
     """What other constants do to D/N at C FLOPs and to the exponents."""
-    other = copy(law)
-    other.constants_ = without
-    was, now = (amount(float(compute_optimal(one, C).ratio[0])) for one in (law, other))
+    best = [unlimited(law, constants, np.array(C), own_convention(law)) for constants in (law.constants_, without)]
+    was, now = (amount(float(np.divide(D, N))) for N, D, _ in best)
     exponents = "".join(
         f", {name} from {law.constants_[name]:.3f} to {without[name]:.3f}" for name in law.exponent_names
     )

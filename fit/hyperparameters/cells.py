@@ -2,8 +2,7 @@
 
 "near" is the middle of all settings within a fraction of the lowest loss (Bi et al.: 0.25 %); it leans to where the
 loss rises slowly. "best" is the setting of the lowest loss (Li et al.), which errs by up to half a step and picks the
-lucky run. "surface" is the minimum of a polynomial, and wants a dozen runs near the best of every cell. An optimum that
-the settings do not enclose is refused with the reason, and enters no law.
+lucky run. An optimum that the settings do not enclose is refused with the reason, and enters no law.
 
 Bi et al. 2024 (DeepSeek, arXiv:2401.02954), section 3.1; Li et al. 2025 (Step Law, arXiv:2503.04715).
 """
@@ -19,10 +18,9 @@ from numpy.typing import ArrayLike
 from ..errors import Array, Columns, InputError, positive, same_length
 from ..table import RunTable
 from .hyperparameters import CellOptimum
-from .settings_surface import TARGETS, HyperparameterSurface, cells_of, near_best
+from .settings_surface import TARGETS, cells_of, near_best
 
-WITHIN = {"near": 0.0025, "best": 0.0, "surface": 0.01}  # relative excess loss up to which a run is used, by method
-CUBIC_RUNS = 16  # runs near the best from which the surface of one cell has cubic terms
+WITHIN = {"near": 0.0025, "best": 0.0}  # relative excess loss up to which a run is used, by method
 
 
 class Sweep(NamedTuple):
@@ -62,12 +60,12 @@ def cell_optima(
     learning_rate: ArrayLike,
     batch: ArrayLike,
     loss: ArrayLike,
-    method: Literal["near", "best", "surface"] = "near",
+    method: Literal["near", "best"] = "near",
     within: float | None = None,
 ) -> list[CellOptimum]:
     """The optimum of each cell, by rising N and D, from all runs (n,); batch in tokens.
 
-    `within` is the relative excess loss up to which a run is near (0.0025), or is used by the surface (0.01).
+    `within` is the relative excess loss up to which a run is near (0.0025).
     """
     if method not in WITHIN:
         raise InputError(f"method is {method!r}; choose one of {', '.join(WITHIN)}.")
@@ -91,22 +89,9 @@ def _optimum(runs: Sweep, method: str, within: float) -> CellOptimum:
     used, lowest = int(near.sum()), float(runs.loss.min())
     bare = CellOptimum(float(runs.N[0]), float(runs.D[0]), lowest, len(runs.loss), used, method)
     varied = {name: getattr(runs, name) for name in TARGETS if np.ptp(getattr(runs, name)) > 0}
-    found: dict[str, Any]
-    if method != "surface":  # the geometric mean
-        found = {name: float(np.exp(np.log(values[near]).mean())) for name, values in varied.items()}
-        return replace(bare, **found, reason=_edge(varied, runs.loss))
-    laws: dict[str, Any] = {name: () if name in varied else None for name in TARGETS}
-    order = 3 if used >= CUBIC_RUNS else 2
-    try:
-        surface = HyperparameterSurface(**laws, order=order, window=within).fit(*runs)
-    except InputError as error:
-        return replace(bare, reason=str(error).rstrip("."))
-    best, errors = surface.optimal(runs.N[0], runs.D[0]), surface.standard_errors()
-    found = {name: getattr(best, name) for name in varied}
-    outside = [name for name, values in varied.items() if not values[near].min() < found[name] < values[near].max()]
-    found |= {f"{name}_se": errors[f"{name}_k"] for name in varied}
-    reason = f"the minimum lies outside of the {' and '.join(outside)} near the best" if outside else ""
-    return replace(bare, **found, reason=reason or _edge(varied, runs.loss))
+    # The geometric mean.
+    found: dict[str, Any] = {name: float(np.exp(np.log(values[near]).mean())) for name, values in varied.items()}
+    return replace(bare, **found, reason=_edge(varied, runs.loss))
 
 
 def _edge(varied: Columns, loss: Array) -> str:

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 from ..errors import Array, Columns, Constants, InputError, Say, positive, same_length
 from ..laws.law import Law, Problem, amplitude, centred, projected_starts
 from ..solver.forms import LogSumExp, LogSumTerms
-from ..uncertainty import by_group, group_labels
+from ..uncertainty import by_group, group_labels, wild_targets
 
 COLLINEAR = 0.01  # smallest over largest singular value of the log inputs, each scaled, below which exponents are one
 REACH = np.log(1e6)  # how far beyond the batches tried B_crit may lie before one of the two costs is called zero
@@ -29,8 +29,7 @@ REACH = np.log(1e6)  # how far beyond the batches tried B_crit may lie before on
 class CellOptimum:
     """The best settings at one (N, D), from `used` of its `runs`; `reason` is empty when the optimum is accepted.
 
-    learning_rate_se and batch_se are standard errors of the logarithms ("surface" alone); NaN where a setting did not
-    vary.
+    NaN stands for a setting that did not vary.
     """
 
     N: float
@@ -41,8 +40,6 @@ class CellOptimum:
     method: str
     learning_rate: float = float("nan")
     batch: float = float("nan")
-    learning_rate_se: float = float("nan")
-    batch_se: float = float("nan")
     reason: str = ""
 
     @property
@@ -80,13 +77,8 @@ class DesignedLaw(Law):
         labels, member = by_group(groups)
         freedom = len(labels) - max(design.shape[1] for design in self._designs())
         self._need_every_cell(labels, member, freedom)
-        error = self.left_out_residuals(groups) * np.sqrt(1.0 - 1.0 / len(labels))
-        generator = np.random.default_rng(seed)
-        signs = generator.choice([-1.0, 1.0], size=(n, len(labels)))
-        signs *= np.sqrt(freedom / generator.chisquare(freedom, n))[:, None]
-        fitted = self.problem_.form.value(self.theta_[None, :])[0][0]
-        found = self._refit(np.ones((n, len(member))), fitted + signs[:, member] * error)
-        self._drawn(found, groups, method=method, seed=seed)
+        target = wild_targets(self._values(), self.left_out_residuals(groups), groups, n, seed, freedom)
+        self._drawn(self._refit(np.ones(target.shape), target), groups, method=method, seed=seed)
         return self
 
     def _need_every_cell(self, labels: np.ndarray, member: np.ndarray, freedom: int) -> None:
@@ -142,7 +134,7 @@ class HyperparameterLaw(DesignedLaw):
         return self._fit(columns, weight, loss_se)
 
     def fit_cells(self, cells: Sequence[CellOptimum]) -> Self:
-        """Fit to the accepted optima of `cell_optima`; objective "se" reads their uncertainty."""
+        """Fit to the accepted optima of `cell_optima`."""
         good = [cell for cell in cells if cell.accepted]
         if not good:
             reason = f", the first because {cells[0].reason}" if cells else ""
@@ -151,11 +143,7 @@ class HyperparameterLaw(DesignedLaw):
         if unknown or self.output not in ("learning_rate", "batch"):
             said = f"inputs is {self.inputs} for target {self.output!r}"
             raise InputError(f"{said}; cells know learning_rate or batch, in N, D and C.")
-        columns = [np.array([getattr(cell, name) for cell in good]) for name in (*self.inputs, self.output)]
-        se = None
-        if self.objective == "se":
-            se = np.array([getattr(cell, f"{self.output}_se") for cell in good]) * columns[-1]
-        return self.fit(*columns, loss_se=se)
+        return self.fit(*(np.array([getattr(cell, name) for cell in good]) for name in (*self.inputs, self.output)))
 
     @staticmethod
     def evaluate(constants: Constants, *inputs: Any) -> Any:

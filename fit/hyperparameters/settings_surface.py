@@ -15,7 +15,8 @@ The laws: Li et al. 2025 (arXiv:2503.04715); the quadratic around an optimum in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Any, Self
@@ -26,7 +27,7 @@ from numpy.typing import ArrayLike
 from ..checks.doctor import Warning
 from ..errors import Array, Columns, Constants, InputError, Say, check_weights, floats, positive, same_length, unboxed
 from ..laws.law import Problem
-from ..solver.forms import LogForm
+from ..solver.forms import LogForm, LogSumTerms
 from ..uncertainty import percentile_intervals
 from .hyperparameters import DesignedLaw, centred_design, collinear, law_constants, log_design
 
@@ -97,37 +98,9 @@ def exponents(axes: int, order: int) -> tuple[Exponents, ...]:
     return tuple(sorted(every, key=lambda e: (sum(e), [-power for power in e])))
 
 
-class Powers:
-    """Monomials of distances (arrays of one shape), and their derivatives."""
-
-    def __init__(self, distances: list[Array], powers: tuple[Exponents, ...]) -> None:
-        self.powers = powers
-        self.table = [[np.ones_like(d), d] for d in distances]
-        for column in self.table:
-            for _ in range(2, max(map(sum, powers)) + 1):
-                column.append(column[-1] * column[1])
-
-    def each(self, lower: tuple[int, ...] = ()) -> Array:
-        """Every monomial, once differentiated by each axis in `lower`: (P, n) give (P, q, n)."""
-        return np.stack([factor * term for factor, term in self._terms(lower)], axis=-2)
-
-    def total(self, coefficients: Array, lower: tuple[int, ...] = ()) -> Array:
-        """Their sum with coefficients (P, q), for distances (P, n): (P, n)."""
-        terms = zip(coefficients.T, self._terms(lower), strict=True)
-        return np.asarray(sum((factor * c)[:, None] * term for c, (factor, term) in terms if factor))
-
-    def _terms(self, lower: tuple[int, ...]) -> list[tuple[float, Array]]:
-        found = []
-        for powers in self.powers:
-            left, factor = list(powers), 1.0
-            for axis in lower:
-                factor *= left[axis]
-                left[axis] = max(left[axis] - 1, 0)
-            term = self.table[0][left[0]]
-            for column, power in zip(self.table[1:], left[1:], strict=True):
-                term = term * column[power] if power else term
-            found.append((factor, term))
-        return found
+def monomials(distances: Iterable[Any], powers: tuple[Exponents, ...]) -> list[Any]:
+    """Return the product of powers of the distances, arrays or jets, for each of the exponents."""
+    return [math.prod(d if p == 1 else d**p for d, p in zip(distances, each, strict=True) if p) for each in powers]
 
 
 class SurfaceForm(LogForm):
@@ -135,61 +108,47 @@ class SurfaceForm(LogForm):
 
     settings (a, n): the logarithms z, one axis each. designs: for each axis the x of its law, (n, m), constant within a
     cell. cell (n,): 0, 1, ...; share (n,): each run's weight over its cell's. theta holds the W of each axis, then the
-    coefficients of q. Arrays are (problems, parameters, runs) inside: elementwise work runs along the longest axis.
+    coefficients of q.
     """
 
     def __init__(
         self, settings: Array, designs: list[Array], cell: np.ndarray, share: Array, powers: tuple[Exponents, ...]
     ) -> None:
-        self.settings, self.powers, self.share = settings, powers, share
-        self.designs = [np.ascontiguousarray(design.T) for design in designs]
+        self.settings, self.designs, self.powers, self.share = settings, designs, powers, share
         self.member = (np.arange(cell.max() + 1)[:, None] == cell).astype(np.float64)  # (cells, n)
         self.average = np.ascontiguousarray((self.member * share).T)  # (n, cells)
-        ends = np.cumsum([0] + [len(design) for design in self.designs])
-        self.parts = [slice(a, b) for a, b in pairwise(ends.tolist())]
-        self.shape = slice(int(ends[-1]), int(ends[-1]) + len(powers))
+        ends = np.cumsum([0] + [design.shape[1] for design in designs]).tolist()
+        self.parts, self.shape = [slice(a, b) for a, b in pairwise(ends)], slice(ends[-1], ends[-1] + len(powers))
         self.parameters, self.points = self.shape.stop, len(cell)
+        self.q = LogSumTerms(self._terms, {str(i): i for i in range(self.parameters)}, self.points)
 
-    def distances(self, theta: Array) -> list[Array]:
-        """How far each run's settings lie from the optimum of its cell: one (P, n) per axis."""
-        return [z - theta[:, part] @ x for z, part, x in zip(self.settings, self.parts, self.designs, strict=True)]
+    def _terms(self, v: Mapping[str, Any]) -> list[Any]:
+        theta = [v[str(i)] for i in range(self.parameters)]
+        terms = zip(theta[self.shape], monomials(self.distances(theta), self.powers), strict=True)
+        return [sum(coefficient * monomial for coefficient, monomial in terms)]
+
+    def distances(self, theta: Any) -> list[Any]:
+        """Return how far each run's settings lie from the optimum of its cell, (n,) for each axis."""
+        laws = [
+            sum(w * x for w, x in zip(theta[part], design.T, strict=True))
+            for part, design in zip(self.parts, self.designs, strict=True)
+        ]
+        return [z - law for z, law in zip(self.settings, laws, strict=True)]
 
     def centred(self, values: Array) -> Array:
         """Values (..., n) less their weighted mean in each cell."""
         return np.asarray(values - (values @ self.average) @ self.member)
 
     def value(self, theta: Array) -> tuple[Array, list[Array]]:
-        """The cache is df (P, n, k) and theta."""
-        monomials, coefficients = Powers(self.distances(theta), self.powers), theta[:, self.shape]
-        moves = [-monomials.total(coefficients, (a,))[:, None, :] * x for a, x in enumerate(self.designs)]
-        first = self.centred(np.concatenate([*moves, monomials.each()], axis=1))
-        value = (coefficients[:, None, :] @ first[:, self.shape])[:, 0]  # q is linear in its coefficients
-        return value, [first.swapaxes(1, 2), theta]
+        value, (first, _) = self.q.value(theta)
+        return self.centred(value), [self.centred(first.swapaxes(1, 2)).swapaxes(1, 2), theta]
 
     def second(self, cache: list[Array], slope: Array) -> Array:
-        """sum_i slope_i d2f_i. Centring is its own adjoint up to the shares, so the slope is centred and not d2f."""
-        theta = cache[1]
-        monomials, coefficients = Powers(self.distances(theta), self.powers), theta[:, self.shape]
-        slope = slope - self.share * ((slope @ self.member.T) @ self.member)
-        hessian = np.zeros((len(theta), self.parameters, self.parameters))
-        for a, (part, x) in enumerate(zip(self.parts, self.designs, strict=True)):
-            cross = -(slope[:, None, :] * x) @ monomials.each((a,)).swapaxes(1, 2)
-            hessian[:, part, self.shape] = cross
-            hessian[:, self.shape, part] = cross.swapaxes(1, 2)
-            for b, (other, y) in enumerate(zip(self.parts, self.designs, strict=True)):
-                hessian[:, part, other] = ((slope * monomials.total(coefficients, (a, b)))[:, None, :] * x) @ y.T
-        return hessian
+        # Centring is its own adjoint up to the shares, so the slope is centred and not the derivatives.
+        return self.q.second(cache, slope - self.share * ((slope @ self.member.T) @ self.member))
 
     def bend(self, cache: list[Array], step: Array) -> Array:
-        theta = cache[1]
-        monomials, coefficients = Powers(self.distances(theta), self.powers), theta[:, self.shape]
-        moves = [-step[:, part] @ x for part, x in zip(self.parts, self.designs, strict=True)]
-        bend = np.zeros_like(moves[0])
-        for a, move in enumerate(moves):
-            bend += 2.0 * move * monomials.total(step[:, self.shape], (a,))
-            for b, other in enumerate(moves):
-                bend += move * other * monomials.total(coefficients, (a, b))
-        return self.centred(bend)
+        return self.centred(self.q.bend(cache, step))
 
 
 class HyperparameterSurface(DesignedLaw):
@@ -304,19 +263,6 @@ class HyperparameterSurface(DesignedLaw):
         known = (2 * square + 3 * cube >= 0) & (excess <= self.window)
         return unboxed(np.where(known, excess, np.nan))
 
-    def standard_errors(self) -> dict[str, float]:
-        """Standard error of each constant (of the logarithm of each k) if the runs erred independently of each other.
-
-        Too small where the optima of cells scatter about the law: `bootstrap` knows better.
-        """
-        self._fitted()
-        p, ones = self.problem_, np.ones((1, len(self.weight_)))
-        slope = -(self.weight_ * self.residuals())[None, :]
-        cache = p.form.value(self.theta_[None, :])[1]
-        _, hessian = p.form.derivatives(cache, slope, self.weight_ * ones, second=True)
-        variance = self.noise_**2 * self.weight_.mean() * np.diag(np.linalg.inv(hessian[0]))
-        return dict(zip(self.names, np.sqrt(variance).tolist(), strict=True))
-
     def warnings(self) -> tuple[Warning, ...]:
         """What to know before trusting the law."""
         self._fitted()
@@ -385,7 +331,7 @@ class HyperparameterSurface(DesignedLaw):
             )
         form = self.problem_.form
         assert isinstance(form, SurfaceForm)
-        moments = form.centred(Powers(list(form.centred(form.settings)), self.powers).each())
+        moments = form.centred(np.stack(monomials(form.centred(form.settings), self.powers)))
         size = np.linalg.norm(moments, axis=1, keepdims=True)
         if not size.all() or np.linalg.svd(moments / size, compute_uv=False)[-1] < 1e-6:
             raise InputError(
@@ -431,11 +377,10 @@ def _starts(form: SurfaceForm, target: Array, observed: Array, cell: np.ndarray,
         near = weight * (excess <= within)
         root = np.sqrt(near / np.bincount(cell, near)[cell])  # each cell counts once
         laws = [
-            np.linalg.lstsq(root[:, None] * x.T, root * z, rcond=None)[0]
+            np.linalg.lstsq(root[:, None] * x, root * z, rcond=None)[0]
             for z, x in zip(form.settings, form.designs, strict=True)
         ]
-        distances = form.distances(np.concatenate([*laws, np.zeros(len(form.powers))])[None, :])
-        moments = form.centred(Powers([d[0] for d in distances], form.powers).each())
+        moments = form.centred(np.stack(monomials(form.distances(np.concatenate(laws)), form.powers)))
         root = np.sqrt(weight)
         starts.append(np.concatenate([*laws, np.linalg.lstsq((moments * root).T, target * root, rcond=None)[0]]))
     return np.array(starts)

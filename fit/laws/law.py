@@ -345,13 +345,14 @@ class Law(Estimator):
         return {k: np.where(found.converged, v, np.nan) for k, v in self.problem_.constants(found.theta).items()}
 
     @np.errstate(all="ignore")
-    def _refit(self, weights: Array, target: Array | None = None) -> Solution:
+    def _refit(self, weights: Array, target: Array | None = None, starts: int | None = None) -> Solution:
+        """Refit from the optimum of all runs and from `starts` others, by default `resample_starts`."""
         self._fitted()
         weights = weights * self.weight_ * self._precision
         if len(self.weight_) >= LARGE:
             return self._solve(weights, np.empty((1, 0, len(self.theta_))), target, warm=self.theta_)
         # With other targets the variable projection of the data still lies near, so one set of starts serves all.
-        own = self.problem_.starts(weights if target is None else weights[:1], self.resample_starts)
+        own = self.problem_.starts(weights if target is None else weights[:1], starts or self.resample_starts)
         return self._solve(weights, own, target, warm=self.theta_)
 
     # Resampling.
@@ -379,9 +380,9 @@ class Law(Estimator):
         else:
             free = (p.lower < self.theta_) & (self.theta_ < p.upper)
             need_no_group_alone(self._slopes(p, self.theta_)[np.ix_(used, free)], groups[used], self.title)
-            fitted, error = p.target - self.residuals(), self.left_out_residuals(groups)
+            error = self.left_out_residuals(groups)
             width = 0.0 if np.isinf(self._delta) else kernel_width(error[used], independent)
-            target = wild_targets(fitted, error, groups, n, seed, independent - p.free, width)
+            target = wild_targets(self._values(), error, groups, n, seed, independent - p.free, width)
             found = self._refit(np.ones(target.shape), target)
         self._drawn(found, groups, method=method, seed=seed, redrawn=redrawn)
         return self
@@ -470,10 +471,14 @@ class Law(Estimator):
         with np.errstate(over="ignore"):
             return np.asarray(self.evaluate(draws, *columns))
 
+    def _values(self) -> Array:
+        """Return the log of what the law predicts for its own rows, (n,)."""
+        return self.problem_.form.value(self.theta_[None, :])[0][0]
+
     def residuals(self) -> Array:
         """Log of what was observed minus log predicted, of shape (n,)."""
         self._fitted()
-        return self.problem_.target - self.problem_.form.value(self.theta_[None, :])[0][0]
+        return self.problem_.target - self._values()
 
     def score(self, *columns: ArrayLike) -> float:
         """R^2 in the logarithm, of the inputs in order and then what was observed, each (n,)."""

@@ -13,8 +13,7 @@ Special here:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -24,7 +23,8 @@ from scipy.special import ndtri
 from ..allocation.allocation import Curve, Optimum, own_convention, spending, unlimited
 from ..errors import Array, Columns, InputError, check_weights, floats, identifiable, positive, same_length
 from ..files import read_constants
-from ..flops import convention_name, flops_per_token
+from ..flops import FlopsPerToken, convention_name, flops_per_token
+from ..formatting import plain_json
 from ..laws.law import LossLaw
 from ..laws.registry import law_class, loss_law
 from ..uncertainty import by_group, group_labels
@@ -53,6 +53,37 @@ class Prior:
     disagreement: float
 
 
+@dataclass
+class SavedForm:
+    """A form in a report's law.json; a draw that is None is not a finite number."""
+
+    form: str
+    options: dict[str, Any]
+    constants: dict[str, float]
+    draws: dict[str, list[float | None]]
+
+
+@dataclass
+class SavedMixture:
+    """A mixture in a report's law.json: what its answers take, and no table."""
+
+    forms: dict[str, SavedForm]
+    share: dict[str, list[float]]
+    rate: dict[str, float]
+    priors: dict[str, Prior]
+    draws: int
+    ends: list[float]
+    flops_per_token: FlopsPerToken | None
+
+    def belongs_together(self) -> bool:
+        """Return whether shares, draws and constants are of the same forms."""
+        draws = [values for form in self.forms.values() for values in form.draws.values()]
+        whole = all(len(share) == len(self.forms) for share in self.share.values()) and len(self.ends) == 2
+        whole &= all({"loss", "size"} <= part.keys() for part in (self.share, self.rate, self.priors))
+        whole &= all(not form.draws or form.draws.keys() == form.constants.keys() for form in self.forms.values())
+        return whole and len({len(values) for values in draws}) <= 1
+
+
 @dataclass(frozen=True)
 class CutOff:
     """A rolling hold-out: its compute, the rows that are fitted and tested (n,), and the log of extrapolation of the
@@ -63,6 +94,31 @@ class CutOff:
     fitted: np.ndarray
     tested: np.ndarray
     further: Array
+
+
+@dataclass(frozen=True)
+class Member:
+    """A form of a mixture: its law, fitted to all runs, with the constants that the mixture asks it under.
+
+    constants (1,); draws (r,), empty without a bootstrap; rolled (cut-offs,), of the fit to what each cut-off leaves,
+    and its coordinates theta (cut-offs, k).
+    """
+
+    law: LossLaw
+    constants: Columns
+    draws: Columns
+    rolled: Columns
+    theta: Array
+
+    @classmethod
+    def of(cls, law: LossLaw, theta: Array) -> Member:
+        constants = {name: np.array([value]) for name, value in law.constants_.items()}
+        return cls(law, constants, law.draws_ or {}, law.problem_.constants(theta), theta)
+
+    @np.errstate(all="ignore")
+    def log_losses(self, constants: Columns, N: Array, D: Array) -> Array:
+        """Log loss under constants (r,), (points, r)."""
+        return np.asarray(np.log(self.law.evaluate(constants, N[:, None], D[:, None])))
 
 
 def family() -> dict[str, LossLaw]:
@@ -136,12 +192,9 @@ class FormMixture:
         errors = {} if loss_se is None else {"loss_se": positive("loss_se", loss_se)}
         same_length(**columns, weight=weights, **errors)
         labels, used = group_labels(groups, len(weights)), weights > 0
-        self.data_ = {name: column[used] for name, column in columns.items()}
-        N, D, loss = (self.data_[name] for name in ("N", "D", "loss"))
-        self.flops_per_token_ = flops_per_token(N, D, self.data_["flops"])
-        self.ends_ = np.array([self.data_["flops"].min(), self.data_["flops"].max()])
-        self.laws_: dict[str, LossLaw] = {}
-        self.refused_: dict[str, str] = {}
+        data = {name: column[used] for name, column in columns.items()}
+        N, D, loss = (data[name] for name in ("N", "D", "loss"))
+        laws, self.refused_ = dict[str, LossLaw](), dict[str, str]()
         for name, law in self.forms.items():
             try:
                 fitted = law.clone().fit(N, D, loss, weights[used], **{name: v[used] for name, v in errors.items()})
@@ -149,16 +202,27 @@ class FormMixture:
                     fitted.bootstrap(self.draws, groups=labels[used], seed=self.seed)
                 if not fitted.converged_ or (self.draws and not fitted.bootstrap_["resamples"]):
                     raise InputError(f"the fit of the form {name} did not converge.")
-                self.laws_[name] = fitted
+                laws[name] = fitted
             except InputError as error:
                 self.refused_[name] = str(error)
-        if not self.laws_:
+        if not laws:
             raise InputError(next(iter(self.refused_.values())))
-        self._labels = labels[used]
-        self.cut_offs_ = cut_offs(N, D, self.data_["flops"], self._labels)
-        self._thetas = [_refits(law, self.cut_offs_) for law in self.laws_.values()]
-        self._rolled = [law.problem_.constants(t) for law, t in zip(self.laws_.values(), self._thetas, strict=True)]
-        self._missed = [self._errors(k, cut) for k, cut in enumerate(self.cut_offs_)]
+        cuts = cut_offs(N, D, data["flops"], labels[used])
+        members = {name: Member.of(law, _refits(law, cuts)) for name, law in laws.items()}
+        return self._settle(data, labels[used], cuts, members, flops_per_token(N, D, data["flops"]))
+
+    def _settle(
+        self,
+        data: Columns,
+        labels: np.ndarray,
+        cuts: list[CutOff],
+        members: dict[str, Member],
+        spend: FlopsPerToken | None,
+    ) -> Self:
+        self.data_, self._labels, self.cut_offs_, self.flops_per_token_ = data, labels, cuts, spend
+        self.ends_ = np.array([data["flops"].min(), data["flops"].max()])
+        self._members, self.laws_ = members, {name: member.law for name, member in members.items()}
+        self._missed = [self._errors(k, cut) for k, cut in enumerate(cuts)]
         return self.weigh(self.priors)
 
     def weigh(self, priors: Mapping[str, Prior]) -> Self:
@@ -174,45 +238,77 @@ class FormMixture:
             self._rate[name] = float(np.sqrt(_with_prior([np.mean((share @ move) ** 2) for move in moves], rate)))
         self.rate_, share = self._rate["loss"], self._share["loss"]
         self.weights_ = dict(zip(self.laws_, share.tolist(), strict=True))
-        residual = share @ self._residuals
+        residual = np.log(self.data_["loss"])
+        residual = residual - share @ self._log_losses(self._fitted, self.data_["N"], self.data_["D"])[..., 0]
         free = float(share @ np.array([law.problem_.free for law in self.laws_.values()]))
         independent = len(np.unique(self._labels))
         inflation = independent / max(independent - free, 1.0)
         self.noise_ = float(np.sqrt(inflation * np.mean(residual**2)))
         return self
 
-    def before(self, k: int) -> Self | None:
+    def before(self, k: int) -> FormMixture | None:
         """The mixture as the runs that cut-off k fits would have given it; None where they allow no form.
 
         A draw is one step of Gauss and Newton towards noisy losses of these runs, with the same noise for every form.
         """
-        cut, past, on = self.cut_offs_[k], copy(self), self.cut_offs_[k].fitted
-        past.data_, past._labels = {name: values[on] for name, values in self.data_.items()}, self._labels[on]
-        past.ends_ = np.array([past.data_["flops"].min(), cut.flops])
-        names, member = by_group(past._labels)
-        able = [i for i, law in enumerate(self.laws_.values()) if law.problem_.free < len(names)]
+        on = self.cut_offs_[k].fitted
+        data, (names, group) = {name: values[on] for name, values in self.data_.items()}, by_group(self._labels[on])
+        able = {name: one for name, one in self._members.items() if one.law.problem_.free < len(names)}
         try:
-            identifiable(past.data_["N"], past.data_["D"])
+            identifiable(data["N"], data["D"])
         except InputError:
-            able = []
+            able = {}
         if not able:
             return None
-        past.laws_ = {name: copy(law) for i, (name, law) in enumerate(self.laws_.items()) if i in able}
-        for i, law in zip(able, past.laws_.values(), strict=True):
-            law.constants_ = {name: float(v[k]) for name, v in self._rolled[i].items()}
-        noise = np.random.default_rng(self.seed).standard_normal((PAST_DRAWS, len(names)))[:, member]
-        for i, law, residual in zip(able, past.laws_.values(), past._residuals, strict=True):
-            scale = np.sqrt(np.sum(residual**2) / max(len(names) - law.problem_.free, 1))
-            law.draws_ = law.nearby(self._thetas[i][k], on, scale * noise)
-        past.draws = PAST_DRAWS if self.draws else 0
-        earlier = [
-            CutOff(c.flops, c.fitted[on], c.tested[on], c.further[on[c.tested]]) for c in self.cut_offs_[k + 1 :]
-        ]
-        kept = [j for j, one in enumerate(earlier) if one.tested.any()]
-        past.cut_offs_ = [earlier[j] for j in kept]
-        past._rolled = [{name: v[k + 1 :][kept] for name, v in self._rolled[i].items()} for i in able]
-        past._missed = [past._errors(j, one) for j, one in enumerate(past.cut_offs_)]
-        return past.weigh(self.priors)
+        cuts = [CutOff(c.flops, c.fitted[on], c.tested[on], c.further[on[c.tested]]) for c in self.cut_offs_[k + 1 :]]
+        kept = [j for j, cut in enumerate(cuts) if cut.tested.any()]
+        noise = np.random.default_rng(self.seed).standard_normal((PAST_DRAWS, len(names)))[:, group]
+        past = {}
+        for name, one in able.items():
+            constants = {key: values[k : k + 1] for key, values in one.rolled.items()}
+            residual = np.log(data["loss"]) - one.log_losses(constants, data["N"], data["D"])[:, 0]
+            scale = np.sqrt(np.sum(residual**2) / max(len(names) - one.law.problem_.free, 1))
+            draws = one.law.nearby(one.theta[k], on, scale * noise)
+            rolled = {key: values[k + 1 :][kept] for key, values in one.rolled.items()}
+            past[name] = Member(one.law, constants, draws, rolled, one.theta[k + 1 :][kept])
+        found = FormMixture(draws=PAST_DRAWS if self.draws else 0, seed=self.seed, priors=self.priors)
+        return found._settle(data, self._labels[on], [cuts[j] for j in kept], past, self.flops_per_token_)
+
+    def to_dict(self) -> Any:
+        """Return what a `SavedMixture` has, in JSON's own types."""
+        forms = {}
+        for name, one in self._members.items():
+            draws = {key: values.tolist() for key, values in one.draws.items()}
+            forms[name] = SavedForm(one.law.form, one.law.options(), one.law.constants_, draws)
+        share = {name: share.tolist() for name, share in self._share.items()}
+        ends = self.ends_.tolist()
+        return plain_json(
+            asdict(SavedMixture(forms, share, self._rate, {**self.priors}, self.draws, ends, self.flops_per_token_))
+        )
+
+    @classmethod
+    def from_saved(cls, saved: SavedMixture, source: object) -> Self:
+        """Return a mixture whose optimum is that of the saved one; it has no runs, and so no forecast of one.
+
+        Raises InputError where its parts do not belong together.
+        """
+        if not saved.belongs_together():
+            raise InputError(
+                f"{source} holds a mixture whose forms, shares and draws do not belong together; fit again."
+            )
+        found, members = cls(draws=saved.draws, priors=saved.priors), {}
+        for name, one in saved.forms.items():
+            constants = {key: np.array([value]) for key, value in one.constants.items()}
+            draws = {key: np.array(values, dtype=np.float64) for key, values in one.draws.items()}
+            law = law_class(one.form)(**one.options)
+            law.constants_ = one.constants
+            members[name] = Member(law, constants, draws, {}, np.empty((0, 0)))
+        found._members, found.laws_ = members, {name: member.law for name, member in members.items()}
+        found._share = {name: np.array(share) for name, share in saved.share.items()}
+        found.weights_ = dict(zip(members, saved.share["loss"], strict=True))
+        found._rate, found.noise_, found.ends_ = saved.rate, 0.0, np.array(saved.ends)
+        found.flops_per_token_ = saved.flops_per_token
+        return found
 
     # Answers.
 
@@ -305,27 +401,17 @@ class FormMixture:
 
     @property
     def _fitted(self) -> Members:
-        return [{name: np.array([v]) for name, v in law.constants_.items()} for law in self.laws_.values()]
-
-    @property
-    def _residuals(self) -> Array:
-        """Of every form in log loss, (forms, n)."""
-        return np.log(self.data_["loss"]) - self._log_losses(self._fitted, self.data_["N"], self.data_["D"])[..., 0]
+        return [member.constants for member in self._members.values()]
 
     @property
     def _drawn(self) -> Members:
-        drawn = [law._bootstrapped() for law in self.laws_.values()]
         # A draw that did not converge is missing, and an earlier one stands for it.
-        return [{name: np.resize(v, self.draws) for name, v in constants.items()} for constants in drawn]
+        return [{k: np.resize(v, self.draws) for k, v in member.draws.items()} for member in self._members.values()]
 
     def _log_losses(self, members: Members, N: Array, D: Array) -> Array:
         """Every form's log loss, (forms, points, r)."""
-        with np.errstate(all="ignore"):
-            found = [
-                np.log(law.evaluate(constants, N[:, None], D[:, None]))
-                for law, constants in zip(self.laws_.values(), members, strict=True)
-            ]
-        return np.stack(found)
+        each = zip(self._members.values(), members, strict=True)
+        return np.stack([member.log_losses(constants, N, D) for member, constants in each])
 
     def _log_sizes(self, members: Members, C: Array, count: float | Curve) -> Array:
         """Every form's own log N of lowest loss for C FLOPs, (forms, targets, r)."""
@@ -357,7 +443,8 @@ class FormMixture:
         if not self.cut_offs_:
             return np.zeros((len(self.laws_), 0))
         top, count = self.ends_[1:], own_convention(self)
-        moved = self._log_sizes(self._rolled, top, count) - self._log_sizes(self._fitted, top, count)
+        rolled = [member.rolled for member in self._members.values()]
+        moved = self._log_sizes(rolled, top, count) - self._log_sizes(self._fitted, top, count)
         far = np.log(top / np.array([cut.flops for cut in self.cut_offs_]))
         return np.clip(moved[:, 0], -APART, APART) / far
 
@@ -369,7 +456,7 @@ class FormMixture:
     def _errors(self, k: int, cut: CutOff) -> Array:
         """Log errors of every form at the runs that cut-off k tests, (forms, tested)."""
         N, D, loss = (self.data_[name][cut.tested] for name in ("N", "D", "loss"))
-        there = [{name: v[k : k + 1] for name, v in constants.items()} for constants in self._rolled]
+        there = [{name: v[k : k + 1] for name, v in one.rolled.items()} for one in self._members.values()]
         error = self._log_losses(there, N, D)[..., 0] - np.log(loss)
         return np.clip(np.nan_to_num(error, nan=WORST), -WORST, WORST)
 
@@ -419,10 +506,7 @@ def _refits(law: LossLaw, cuts: list[CutOff]) -> Array:
     """The law's coordinates fitted to what each cut-off leaves, (cuts, k); all in one call of the batched solver."""
     if not cuts:
         return law.theta_[None, :][:0]
-    law.resample_starts = ROLLING_STARTS
-    found = law._refit(np.array([cut.fitted for cut in cuts], dtype=np.float64))
-    del law.resample_starts
-    return found.theta
+    return law._refit(np.array([cut.fitted for cut in cuts], dtype=np.float64), starts=ROLLING_STARTS).theta
 
 
 def _with_prior(squares: Sequence[Any], rate: float) -> Any:

@@ -20,7 +20,6 @@ from ..errors import InputError
 from ..files import filling, write_text
 from ..flops import in_words
 from ..formatting import INTERVALS, UNDETERMINED, amount, count, fixed, interval, percent, scientific, times
-from ..mixture.persistence import mixture_to_dict
 from ..plots import APPROACH_STYLE, FIGURES, save_figures
 from ..results import Analysis
 from . import figures
@@ -74,7 +73,7 @@ def write_report(
     if alone is not None:
         content["runs_alone"] = {"runs": len(alone.table), "optimal": alone.to_dict()["optimal"]}
     if analysis.lead.mixture is not None:
-        content["mixture"] = mixture_to_dict(analysis.lead.mixture)
+        content["mixture"] = analysis.lead.mixture.to_dict()
     with filling(folder, [f"{name}.png" for name in FIGURES]) as new:
         write_text(new / "law.json", json.dumps(content, allow_nan=False) + "\n")
         save_figures(analysis, new, curves)

@@ -13,7 +13,6 @@ from tests.fit.test_isoflop import grid
 def test_the_envelope_is_the_best_run_of_each_budget_and_never_a_worse_one():
     N, D, loss, C = grid()
     found = fit.Envelope().fit(N, D, loss, C)
-    assert found.source_ == "final points"
     np.testing.assert_allclose(found.flops_, [1e18, 1e19, 1e20, 1e21])
     np.testing.assert_allclose(found.loss_, [loss[c == C].min() for c in (1e18, 1e19, 1e20, 1e21)])
     np.testing.assert_allclose(found.N_law_.p_, 0.5, rtol=1e-9)
@@ -31,47 +30,6 @@ def test_the_envelopes_interval_knows_the_spacing_of_the_sizes():
         assert low < 0.5 < high
         widths[sizes] = high - low
     assert widths[41] < widths[5]
-
-
-def test_an_envelope_of_constant_rate_curves_finds_the_crossing_points():
-    """L = E + A/N^0.3 + B/D^0.3: among curves of all sizes the envelope follows the law's own optimum."""
-    curves, sizes = [], {}
-    for i, N in enumerate(np.geomspace(1e6, 1e9, 40)):
-        D = np.geomspace(N * 0.3, N * 3000, 80)
-        loss = 1.5 + 60 / N**0.3 + 60 / D**0.3
-        curves.append(pd.DataFrame({"run_id": f"r{i}", "tokens": D, "flops": 6 * N * D, "loss": loss}))
-        sizes[f"r{i}"] = N
-    found = fit.Envelope().fit_curves(pd.concat(curves), sizes)
-    assert found.source_ == "loss curves"
-    np.testing.assert_allclose(found.N_, (found.flops_ / 6) ** 0.5, rtol=0.12)  # sizes are 19 % apart
-    np.testing.assert_allclose(found.N_law_.p_, 0.5, atol=0.01)
-    # At the lowest and the highest C a smallest or a largest model wins for want of rivals.
-    assert found.edges_ > 5
-    assert found.N_.min() > 1e6
-    assert found.N_.max() < 1e9
-    with pytest.raises(fit.InputError, match="no bootstrap"):
-        found.bootstrap(10)
-    with pytest.raises(fit.InputError, match="no column 'tokens'"):
-        fit.Envelope().fit_curves(pd.concat(curves).drop(columns="tokens"), sizes)
-    with pytest.raises(fit.InputError, match="no run of the table"):
-        fit.Envelope().fit_curves(pd.concat(curves), {})
-
-
-def test_an_envelope_of_curves_stops_where_the_decay_begins():
-    """A decay over the last fifth lowers the loss by 5 %, at another C in every curve."""
-    curves, sizes = [], {}
-    for i, N in enumerate(np.geomspace(1e6, 1e8, 15)):
-        D = np.linspace(0.02, 1.0, 100) * 300 * N**0.9 * 1e7**0.1
-        loss = (1.5 + 60 / N**0.3 + 60 / D**0.3) * (1 - 0.25 * np.maximum(D / D[-1] - 0.8, 0.0))
-        curves.append(pd.DataFrame({"run_id": i, "tokens": D, "flops": 6 * N * D, "loss": loss}))
-        sizes[str(i)] = N
-    whole, stable = (fit.Envelope().fit_curves(pd.concat(curves), sizes, until) for until in (1.0, 0.8))
-    np.testing.assert_allclose(stable.N_, (stable.flops_ / 6) ** 0.5, rtol=0.2)  # sizes are 39 % apart
-    # With the decay the winner is always the curve that is just ending, the smallest of those that get so far.
-    assert whole.N_law_ is None
-    assert whole.edges_ > 5
-    with pytest.raises(fit.InputError, match="until is 0"):
-        fit.Envelope().fit_curves(pd.concat(curves), sizes, 0.0)
 
 
 def test_a_winner_at_an_end_of_its_sizes_is_no_optimum():
