@@ -26,8 +26,7 @@ from ..train.parallel.mesh import Mesh
 from .harness import ALONE, CheckpointLM, TokenCache, answer_task
 from .inference.generate import decode_speed
 from .metrics import task_scores
-from .records.items import as_dicts
-from .records.record import SETTINGS, Record, only_one
+from .records import SETTINGS, Record, as_dicts, only_one
 from .tasks.suite import Suite, SuiteTask, expand, quiet, suite_names
 from .tasks.tasks import Report
 
@@ -154,7 +153,7 @@ def _contamination(loaded: Any, suite: Suite, ngram: int | None, say: Report) ->
     if ngram is None:
         return {}, None
     from ..train.data.shards import at_hand
-    from .contamination.contamination import overlaps
+    from .contamination import overlaps
     from .tasks.staging import cache_root
 
     try:

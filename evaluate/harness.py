@@ -32,8 +32,7 @@ from .inference.ranks import share_requests
 from .inference.scoring import Score, Scorer
 from .inference.trees import Request, shared_length
 from .metrics import ItemResult
-from .records.items import item_results
-from .records.record import Answers, request_key
+from .records import Answers, item_results, request_key
 from .tasks.suite import SuiteTask, quiet
 
 # Small enough for the caches of a CPU, large enough to fill a GPU.

@@ -16,13 +16,12 @@ from safetensors.torch import save_file
 from ...train.checkpoint.checkpoint import LoadedCheckpoint, find, load_for_evaluation
 from ...train.errors import UserError
 from ...train.files import put_in_place, temporary_directory_beside, write_json
-from . import hf_weights as hf
-from .hf_tokenizer import TOKENIZER_FILES, write_tokenizer
+from . import hf
 from .model_card import Facts, model_card
 
 _WEIGHTS, _CONFIG, _GENERATION = "model.safetensors", "config.json", "generation_config.json"
 # --overwrite replaces only a folder that holds nothing but these files.
-_WRITTEN = {"README.md", _CONFIG, _WEIGHTS, _GENERATION, *TOKENIZER_FILES}
+_WRITTEN = {"README.md", _CONFIG, _WEIGHTS, _GENERATION, *hf.TOKENIZER_FILES}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -110,7 +109,7 @@ def _write_hf(loaded: LoadedCheckpoint, folder: Path, dtype: str) -> str:
     os.chmod(folder / _WEIGHTS, 0o644)
     write_json(folder / _CONFIG, hf.hf_config(model, length, end, str(_DTYPES[dtype]).removeprefix("torch.")))
     write_json(folder / _GENERATION, dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end))
-    write_tokenizer(loaded.tokenizer, loaded.path / "tokenizer", length, folder)
+    hf.write_tokenizer(loaded.tokenizer, loaded.path / "tokenizer", length, folder)
     return architecture
 
 

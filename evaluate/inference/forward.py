@@ -1,4 +1,4 @@
-"""The forward pass of a GPT for inference: the caller gives each token's position and the attention.
+"""The forward pass of a GPT for inference: its own blocks, with attention over what the caller keeps.
 
 Tokens are one flat list, so no padding is computed, and only the caller's attention knows which tokens belong together.
 On a CPU a small model's cost per token is its number of operations. Its matrices are kept a second time there, packed
@@ -7,26 +7,28 @@ in oneDNN's order: products of 16 rows took two thirds of the time, those of 500
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
-from typing import TypeVar, cast
+import copy
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...train.config import ModelConfig
 from ...train.hardware import on_gpu, out_of_memory, release_memory
 from ...train.model.attention import causal_attention
-from ...train.model.block import RMSNorm, gated, query_key_value, rotary_turn, rotated
-from ...train.model.experts import MoE
-from ...train.model.gpt import GPT, MLP, Attention, Block
+from ...train.model.backends import SDPA, Backend
+from ...train.model.block import rotary_turn, rotated
+from ...train.model.gpt import GPT
 from ...train.model.latent import LatentAttention
 
 # (number of the block, query (n, heads, d), key (n, kv_heads, d), value (n, kv_heads, d)) -> (n, heads, d), rotated.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-Product = Callable[[Tensor], Tensor]
-Project = Callable[[Tensor, Product], tuple[Tensor, Tensor, Tensor]]  # (n, width) to query, key and value, rotated
-
+Ids = npt.NDArray[np.int64]
 T = TypeVar("T")
 
 PACKED_BYTES = 1 << 29  # largest model whose matrices are kept twice
@@ -36,24 +38,23 @@ class Forward:
     """A model in eval mode, prepared for many passes; it may not see later changes of the weights.
 
     With `absorbed`, latent attention uses a token's latent as key and value of every head, which is what a decoder
-    keeps. The matrices that would compute keys and values are applied to queries and to the mixed values instead.
+    keeps (see `Cache`).
     """
 
     def __init__(self, model: GPT, absorbed: bool = False) -> None:
-        self.model = model
-        size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-        weight = model.head.weight
-        packed = not on_gpu(weight) and size <= PACKED_BYTES and _packs(weight.dtype)
-        self._blocks = []
-        for block in cast(Iterable[Block], model.blocks):
-            mixer, mlp = block.attention, block.mlp
-            if isinstance(mixer, LatentAttention):
-                project, out = _latent(mixer, packed, absorbed)
-            else:
-                project, out = _grouped_query(mixer, packed)
-            feed = partial(mlp, length=0) if isinstance(mlp, MoE) else _feed(mlp, packed)
-            self._blocks.append((block, project, out, feed))
-        self._head = _product(weight, packed)
+        tensors = [*model.parameters(), *model.buffers()]
+        self.model = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})  # modules, over the same weights
+        weight, size = model.head.weight, sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+        self._head: nn.Module = self.model.head
+        if not on_gpu(weight) and size <= PACKED_BYTES and _packs(weight.dtype):
+            self._head = _Packed(weight)
+            for parent in list(self.model.blocks.modules()):
+                for name, module in parent.named_children():
+                    if isinstance(module, nn.Linear):
+                        setattr(parent, name, _Packed(module.weight))
+        for block in self.model.blocks:
+            if absorbed and isinstance(block.attention, LatentAttention):
+                block.attention = _Absorbed(block.attention)
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend, read: Tensor | None = None) -> Tensor:
         """Return the input of the head for tokens (n,): (n or m, width), output multiplier included.
@@ -64,22 +65,78 @@ class Forward:
             read: (m,) tokens whose result is returned, None for all. In the last block `attend` gets only their
                 queries (m, heads, d), with all keys and values.
         """
-        model, eps = self.model, self.model.config.norm_eps
-        x = F.embedding(tokens, model.embedding.weight)
-        turn = rotary_turn(model.cos[positions], model.sin[positions], x.dtype)
-        rotate, width = partial(rotated, turn=turn), (x.shape[1],)
-        for number, (block, project, out, feed) in enumerate(self._blocks):
-            query, key, value = project(F.rms_norm(x, width, block.attention_norm.weight, eps), rotate)
-            if read is not None and number == len(self._blocks) - 1:
-                x, query = x[read], query[read]
-            x = x.add_(out(attend(number, query, key, value)))
-            x = x.add_(feed(F.rms_norm(x, width, block.mlp_norm.weight, eps)))
-        x = F.rms_norm(x, width, model.norm.weight, eps)
-        return x * model.output_scale if model.output_scale != 1.0 else x
+        model = self.model
+        x, cos, sin = model.embedding(tokens), model.cos[positions], model.sin[positions]
+        for number, block in enumerate(model.blocks):
+            rows = read if number == len(model.blocks) - 1 else None
+            block.attention.backend = _backend(attend, number, rows)  # type: ignore[union-attr]
+            x = block(x, cos, sin, rows=rows)
+        return model.leave(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, width) -> (n, vocab_size): the padding of the vocabulary is cut off."""
-        return self._head(hidden)[:, : self.model.head.vocab_size]
+        logits: Tensor = self._head(hidden)
+        return logits[:, : self.model.head.vocab_size]
+
+
+def _backend(attend: Attend, number: int, rows: Tensor | None) -> Backend:
+    """Return the caller's attention as a backend of the model, to which the tokens are one sequence."""
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, window: int | None) -> Tensor:
+        return attend(number, query[0] if rows is None else query[0, rows], key[0], value[0])[None]
+
+    return Backend("inference", kernel, "nothing")
+
+
+class _Packed(nn.Module):
+    """The product of rows (n, in) with W^T: (n, out), W (out, in) being packed."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight, self.packed = weight, torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
+        return product
+
+
+@cache
+def _packs(dtype: torch.dtype) -> bool:
+    """Return whether packed products of a type exist and are right.
+
+    They are not public in PyTorch, so one is tried on small whole numbers, whose sums are exact in any order.
+    """
+    if dtype not in (torch.float32, torch.bfloat16):
+        return False
+    rows, weight = (torch.arange(n * 16).remainder(5).sub(2).view(n, 16).to(dtype) for n in (3, 8))
+    try:
+        return torch.equal(_Packed(weight)(rows), F.linear(rows, weight))
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+
+
+class _Absorbed(nn.Module):
+    """Latent attention with one key and value per token, which serve every head.
+
+    The matrices that would compute keys and values are applied to queries and to the mixed values instead.
+    """
+
+    def __init__(self, mixer: LatentAttention) -> None:
+        super().__init__()
+        self.mixer, self.backend = mixer, SDPA
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        mixer, turn = self.mixer, rotary_turn(cos, sin, x.dtype)
+        heads, d, r, rank = mixer.heads, mixer.head_dim, mixer.rotary, mixer.rank
+        to_key, to_value = mixer.key_value.weight.view(heads, 2 * d, rank).chunk(2, dim=1)  # (heads, d, rank) each
+        scale = ((rank + r) / (d + r)) ** 0.5  # the scores are of keys of d + r; attention divides by those of rank + r
+        queries, latent, shared = mixer.compressed(x)
+        query, turned = mixer.query(queries).view(len(x), heads, d + r).split((d, r), dim=-1)
+        query = torch.cat((torch.einsum("nhd,hdc->nhc", query, to_key), rotated(turned, turn)), dim=-1) * scale
+        latent = latent[:, None]
+        key = torch.cat((latent, rotated(shared[:, None], turn)), dim=-1)
+        mixed = self.backend.attend(query[None], key[None], latent[None])[0]
+        return mixer.out(torch.einsum("nhc,hdc->nhd", mixed, to_value).flatten(1))
 
 
 def attention_by_sequence(
@@ -128,63 +185,71 @@ def unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | Non
     return None
 
 
-def _product(weight: Tensor, packed: bool) -> Product:
-    """Return the function that multiplies rows (n, in) by W^T: (n, out)."""
-    if not packed:
-        return partial(F.linear, weight=weight)
-    packed_weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed_weight, None, "none", [], "")
+class Cache:
+    """Keys and values of texts that are being generated, (depth, rows, kv_heads, length, head size) each.
 
-
-def _grouped_query(mixer: Attention, packed: bool) -> tuple[Project, Product]:
-    qkv, out = (_product(matrix.weight, packed) for matrix in (mixer.qkv, mixer.out))
-    norms = tuple(_norm(norm) for norm in mixer.norms)
-
-    def project(x: Tensor, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        products = qkv(x) if mixer.qkv_bias is None else qkv(x).add_(mixer.qkv_bias)
-        return query_key_value(products.view(len(x), -1, mixer.head_dim), mixer.heads, mixer.kv_heads, norms, rotate)
-
-    return project, lambda mixed: out(mixed.flatten(1))
-
-
-def _latent(mixer: LatentAttention, packed: bool, absorbed: bool) -> tuple[Project, Product]:
-    heads, d, r, rank = mixer.heads, mixer.head_dim, mixer.rotary, mixer.rank
-    out = _product(mixer.out.weight, packed)
-    if not absorbed:
-        return (lambda x, rotate: mixer.split(mixer.project(x), rotate)), lambda mixed: out(mixed[..., :d].flatten(1))
-    to_key, to_value = mixer.key_value.weight.view(heads, 2 * d, rank).chunk(2, dim=1)  # (heads, d, rank) each
-    scale = ((rank + r) / (d + r)) ** 0.5  # the scores are of keys of d + r, and `attend` divides by those of rank + r
-
-    def project(x: Tensor, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        queries, latent, shared = mixer.compressed(x)
-        query, turned = mixer.query(queries).view(len(x), heads, d + r).split((d, r), dim=-1)
-        query = torch.cat((torch.einsum("nhd,hdc->nhc", query, to_key), rotate(turned)), dim=-1) * scale
-        latent = latent[:, None]
-        return query, torch.cat((latent, rotate(shared[:, None])), dim=-1), latent
-
-    return project, lambda mixed: out(torch.einsum("nhc,hdc->nhd", mixed, to_value).flatten(1))
-
-
-def _norm(norm: RMSNorm) -> Product:
-    """Return PyTorch's own norm, which has fewer operations than our trainable one."""
-    return partial(F.rms_norm, normalized_shape=norm.weight.shape, weight=norm.weight, eps=norm.eps)
-
-
-def _feed(mlp: MLP, packed: bool) -> Product:
-    gate_up, down = (_product(matrix.weight, packed) for matrix in (mlp.gate_up, mlp.down))
-    return lambda x: down(gated(gate_up(x)))
-
-
-@cache
-def _packs(dtype: torch.dtype) -> bool:
-    """Return whether packed products of a type exist and are right.
-
-    They are not public in PyTorch, so one is tried on small whole numbers, whose sums are exact in any order.
+    Each text has one row with room for the longest text, and the rows in use are the first ones. Pages (Kwon et al.
+    2023, arXiv:2309.06180) would hold more texts of unequal length in the same memory, but need their own attention.
+    Latent attention (`Forward(model, absorbed=True)`) keeps one vector per token; its first numbers are the value too.
     """
-    if dtype not in (torch.float32, torch.bfloat16):
-        return False
-    rows, weight = (torch.arange(n * 16).remainder(5).sub(2).view(n, 16).to(dtype) for n in (3, 8))
-    try:
-        return torch.equal(_product(weight, packed=True)(rows), F.linear(rows, weight))
-    except (AttributeError, RuntimeError, TypeError):
-        return False
+
+    def __init__(self, model: ModelConfig, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.latent = model.latent
+        heads, size = (1, model.cached) if self.latent else (model.num_kv_heads, model.head_dim)
+        shape = (model.depth, rows, heads, length, size)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = self.keys[..., : self.latent] if self.latent else torch.empty_like(self.keys)
+        self.rows = rows
+
+    def clear(self, rows: range) -> None:
+        """Zero the values of rows, before another text uses them."""
+        # Hidden positions get weight 0, and 0 times a NaN of an earlier text would be NaN.
+        self.values[:, rows.start : rows.stop] = 0.0
+
+    def move(self, source: int, target: int) -> None:
+        for store in self._stores:
+            store[:, target] = store[:, source]
+
+    def places(self, rows: Ids, positions: Ids) -> Tensor:
+        """Return where positions (n,) of rows (n,) lie among all (row, head, position): (n kv_heads,)."""
+        heads, length = self.keys.shape[2:4]
+        places = (rows[:, None] * heads + np.arange(heads)) * length + positions[:, None]
+        return torch.from_numpy(places.ravel()).to(self.keys.device)
+
+    def write(self, block: int, places: Tensor, key: Tensor, value: Tensor) -> None:
+        """Keep keys and values (n, kv_heads, head size) of one block."""
+        for store, new in zip(self._stores, (key, value), strict=False):
+            size = new.shape[-1]
+            store[block].view(-1, size).index_copy_(0, places, new.reshape(-1, size))
+
+    def step(self, row: int, positions: Ids, first: Ids) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+        """Return the attention (see `Attend`) of one new token in each of the B rows from `row` on.
+
+        Args:
+            row: First row.
+            positions: (B,) of the new tokens.
+            first: (B,) first position that each token sees.
+        """
+        used = slice(row, row + len(positions))
+        low, high = int(first.min()), int(positions.max()) + 1
+        column = np.arange(low, high)
+        hidden = (column > positions[:, None]) | (column < first[:, None])
+        unseen = torch.from_numpy(hidden).to(self.keys.device)[:, None]  # (B, 1, high - low)
+        places = self.places(np.arange(used.start, used.stop), positions)
+
+        def attend(block: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            self.write(block, places, key, value)
+            rows, heads, size = query.shape
+            keys, values = (store[block, used, :, low:high].flatten(0, 1) for store in (self.keys, self.values))
+            # Queries of a group share their keys: (B kv_heads, group, size).
+            scores = torch.bmm(query.reshape(len(keys), -1, size) * size**-0.5, keys.transpose(1, 2))
+            # Filled, because what earlier texts left in hidden places may be any number.
+            scores = scores.view(rows, heads, -1).masked_fill_(unseen, float("-inf"))
+            weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+            return torch.bmm(weights.to(query.dtype).view(len(keys), -1, high - low), values).view(rows, heads, -1)
+
+        return attend
+
+    @property
+    def _stores(self) -> Sequence[Tensor]:
+        return (self.keys,) if self.latent else (self.keys, self.values)

@@ -24,8 +24,7 @@ from ...train.errors import UserError
 from ...train.hardware import CUDA, device_name, on_gpu, read
 from ...train.model.attention import document_starts, first_visible, visible_mask
 from ...train.model.gpt import GPT
-from .cache import Cache, Ids
-from .forward import Forward, attention_by_sequence, unless_out_of_memory
+from .forward import Cache, Forward, Ids, attention_by_sequence, unless_out_of_memory
 
 MAX_RUNNING = 256  # texts that decode together
 CACHE_BYTES = 1 << 30  # default for keys and values on a CPU; on a GPU it is half of the free memory

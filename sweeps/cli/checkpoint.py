@@ -159,7 +159,7 @@ def _read(against: Path) -> Scored | None:
 
 def _write_page(scored: Scored, other: Scored | None) -> None:
     from ...evaluate.pages.report import checkpoint_page
-    from ...evaluate.records.items import items_path, read_items
+    from ...evaluate.records import items_path, read_items
 
     def items_of(folder: Path) -> Any:
         return read_items(items_path(folder / SCORES), lambda line: print(line, file=sys.stderr))

@@ -23,7 +23,7 @@ ABOUT = ("run_id", "name", "step", "final", "N", "D", "flops", "loss", "recipe",
 def final_answers(sweep: SweepDirectory) -> dict[str, Answers]:
     """What each finished run's last checkpoint scored on each item, where that was kept."""
     from ...evaluate.pages.paired import answers_of
-    from ...evaluate.records.items import items_path, read_items
+    from ...evaluate.records import items_path, read_items
 
     finals = {run: (run.summary() or {}).get("step") for run in sweep.runs() if run.is_done()}
     files = {run.run_id: items_path(run.path / "eval" / f"step_{step}.json") for run, step in finals.items()}
@@ -34,7 +34,7 @@ def write_pages(sweep: SweepDirectory, table: pd.DataFrame, answers: Mapping[str
     """Writes fit/evaluation.html and runs/<id>/eval/step_<n>.html; None where nothing has been scored."""
     from ...evaluate.pages.report import checkpoint_page
     from ...evaluate.pages.sweep_report import sweep_page
-    from ...evaluate.records.items import items_path, read_items
+    from ...evaluate.records import items_path, read_items
     from ...fit.formatting import plain_json
 
     scores = {run_id: evaluations(sweep.run(run_id)) for run_id in table["run_id"].unique()}

@@ -28,8 +28,7 @@ from isoflop.evaluate import checkpoint
 from isoflop.evaluate.checkpoint import Evaluator, worst_windows
 from isoflop.evaluate.inference.ranks import on_ranks
 from isoflop.evaluate.pages.report import format_scores
-from isoflop.evaluate.records.items import items_path, read_items
-from isoflop.evaluate.records.record import SETTINGS
+from isoflop.evaluate.records import SETTINGS, items_path, read_items
 from isoflop.evaluate.tasks.suite import Suite, SuiteTask, freeze, quiet
 from isoflop.train.checkpoint.checkpoint import ALONE, load_for_evaluation, whole_weights
 from isoflop.train.checkpoint.saver import Saver

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from isoflop.evaluate.contamination import contamination
-from isoflop.evaluate.contamination.contamination import (
+from isoflop.evaluate import contamination
+from isoflop.evaluate.contamination import (
     END,
     gram_hashes,
     item_texts,

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from isoflop.evaluate.inference import forward, generate
-from isoflop.evaluate.inference.cache import Cache
-from isoflop.evaluate.inference.forward import Forward
+from isoflop.evaluate.inference.forward import Cache, Forward
 from isoflop.evaluate.inference.generate import (
     Generation,
     Sampling,
@@ -27,6 +26,7 @@ from isoflop.train.config import ModelConfig
 from isoflop.train.errors import UserError
 from isoflop.train.model.gpt import GPT
 from simple_models import draw
+from torch import nn
 
 CPU, END, STOP = torch.device("cpu"), 3, 2
 Finished = Callable[[list[int]], bool]
@@ -237,18 +237,22 @@ def test_without_packed_products_the_plain_ones_give_the_same_tokens(
     """A PyTorch without these operations, a processor that they refuse, and one on which they are wrong."""
     gpt = random_gpt(random.Random(3), 64, torch.float32)
     expected = generate_texts(gpt, [[5, 6, 7], [8]], 20, max_length=64, finished=lambda new: False)
-    true = forward._product
 
-    def faulty(weight: torch.Tensor, packed: bool) -> Any:
-        if packed and fault == "missing":
-            raise AttributeError("no such operation")
-        if packed and fault == "refuses":
-            raise RuntimeError("could not create a primitive descriptor")
-        return (lambda x: true(weight, False)(x) + 1) if packed else true(weight, False)
+    class Faulty(nn.Module):
+        def __init__(self, weight: torch.Tensor) -> None:
+            super().__init__()
+            if fault == "missing":
+                raise AttributeError("no such operation")
+            self.weight = weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if fault == "refuses":
+                raise RuntimeError("could not create a primitive descriptor")
+            return x @ self.weight.T + 1
 
     if fault == "too large":
         monkeypatch.setattr(forward, "PACKED_BYTES", 0)
-    monkeypatch.setattr(forward, "_product", faulty)
+    monkeypatch.setattr(forward, "_Packed", Faulty)
     forward._packs.cache_clear()
     try:
         assert generate_texts(gpt, [[5, 6, 7], [8]], 20, max_length=64, finished=lambda new: False) == expected
@@ -263,7 +267,7 @@ def test_packed_products_are_the_plain_ones_whatever_the_rows(dtype: torch.dtype
         pytest.skip(f"needs packed products of {dtype}: this PyTorch or processor has none")
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(48, 32, generator=generator).to(dtype)
-    product = forward._product(weight, True)
+    product = forward._Packed(weight)
     wide = torch.randn(40, 64, generator=generator).to(dtype)
     for rows in (wide[:, :32], wide[:1, 32:], wide[::2, :32], wide[:0, :32], wide[:32, :40].t()):
         expected = rows.double() @ weight.double().t()

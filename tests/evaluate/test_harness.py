@@ -13,8 +13,7 @@ import pytest
 import torch
 from isoflop.evaluate.harness import CheckpointLM, TokenCache, answer_task
 from isoflop.evaluate.metrics import ItemResult
-from isoflop.evaluate.records.items import _right_choices
-from isoflop.evaluate.records.record import Answers
+from isoflop.evaluate.records import Answers, _right_choices
 from isoflop.train.data.tokenizers import ByteTokenizer
 from isoflop.train.model.gpt import GPT
 from lm_eval.api.instance import Instance

@@ -16,7 +16,7 @@ import pytest
 from isoflop.evaluate.harness import CheckpointLM
 from isoflop.evaluate.inference.ranks import on_ranks, share_requests
 from isoflop.evaluate.inference.trees import Request
-from isoflop.evaluate.records.record import Answers
+from isoflop.evaluate.records import Answers
 from isoflop.train.data.tokenizers import ByteTokenizer
 from isoflop.train.errors import UserError
 from isoflop.train.job.control import run_on_ranks

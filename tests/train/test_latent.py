@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from isoflop.evaluate.inference.cache import Cache
-from isoflop.evaluate.inference.forward import Forward
+from isoflop.evaluate.inference.forward import Cache, Forward
 from isoflop.evaluate.inference.generate import decode_tokens, prefill_prompts
 from isoflop.train.config import ModelConfig, OptimizerConfig, RunConfig
 from isoflop.train.errors import UserError

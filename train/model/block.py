@@ -27,9 +27,9 @@ def widened(x: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm (Zhang and Sennrich 2019) over the last dimension; weight (w,)."""
-    if not on_gpu(x) and not torch.compiler.is_compiling():
-        return _RMSNorm.apply(x, weight, eps)
-    return F.rms_norm(x, weight.shape, weight, eps)
+    if on_gpu(x) or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return _RMSNorm.apply(x, weight, eps)
 
 
 class RMSNorm(nn.RMSNorm):

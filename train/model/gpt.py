@@ -86,7 +86,7 @@ class Attention(nn.Module):
         if self.served_by is not None:
             key, value = (x[:, :, self.served_by : self.served_by + 1] for x in (key, value))
         mixed = self.backend.attend(query, key, value, seen, self.window)
-        return mixed.reshape(*products.shape[:-1], self.heads * self.head_dim)
+        return mixed.reshape(*products.shape[:-2], -1, self.heads * self.head_dim)
 
 
 class MLP(nn.Module):
@@ -125,13 +125,17 @@ class Block(nn.Module):
         shared = MLP(config.width, config.shared_experts * config.moe_hidden) if config.shared_experts else None
         self.mlp: MLP | MoE = MoE(config, shared) if experts else MLP(config.width, config.mlp_hidden)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Of a flat x (n, w) inference may want `rows` (m,) alone, whose queries its backend has then picked out."""
         if self.recompute == "full":
             return checkpointed(self._plain, x, cos, sin, *seen)
-        return self._selective(x, cos, sin, *seen) if self.recompute == "selective" else self._plain(x, cos, sin, *seen)
+        if self.recompute == "selective":
+            return self._selective(x, cos, sin, *seen)
+        return self._plain(x, cos, sin, *seen, rows=rows)
 
-    def _plain(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, *seen)
+    def _plain(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor, rows: Tensor | None = None) -> Tensor:
+        mixed = self.attention(self.attention_norm(x), cos, sin, *seen)
+        x = (x if rows is None else x[rows]) + mixed
         return x + self._feed(self.mlp_norm(x), cos)
 
     def _feed(self, x: Tensor, cos: Tensor) -> Tensor:

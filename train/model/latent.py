@@ -64,7 +64,7 @@ class LatentAttention(nn.Module):
         rows = products.view(-1, len(cos), products.shape[-1])
         query, key, value = self.split(rows, lambda x: apply_rotary(x, cos, sin))
         mixed = self.backend.attend(query, key, value, seen, self.window)
-        return mixed[..., : self.head_dim].reshape(*products.shape[:-1], -1)
+        return mixed[..., : self.head_dim].reshape(*products.shape[:-2], -1, self.heads * self.head_dim)
 
     def split(self, products: Tensor, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and padded value, (…, time, H, d + r) each, of what `project` gives."""

@@ -24,16 +24,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...train.data.recipe import shingles
-from ...train.data.recipe.pool import usable_cores
-from ...train.data.recipe.shingles import gram_hashes
-from ...train.data.shards import Shards
-from ...train.data.storage import checksum, locked, read_checked
-from ...train.data.tokenizers import ByteTokenizer
-from ...train.errors import UserError
-from ...train.files import write_json
-from ..export.hf_tokenizer import byte_characters
-from ..tasks.suite import Suite, SuiteTask, quiet
+from ..train.data.recipe import shingles
+from ..train.data.recipe.pool import usable_cores
+from ..train.data.recipe.shingles import gram_hashes
+from ..train.data.shards import Shards
+from ..train.data.storage import checksum, locked, read_checked
+from ..train.data.tokenizers import ByteTokenizer
+from ..train.errors import UserError
+from ..train.files import write_json
+from .export.hf import byte_characters
+from .tasks.suite import Suite, SuiteTask, quiet
 
 NGRAM = 13
 SHORTEST = 8  # words of an item that is looked for whole
