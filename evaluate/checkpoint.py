@@ -173,20 +173,10 @@ def check_settings(precision: str, batch_tokens: int | None, ngram: int | None) 
 
 
 def load_scored(path: Path, device: str, dtype: torch.dtype, average: float | None = None) -> Any:
-    """Load a checkpoint with its tokenizer; there is a separate error for a missing tokenizer."""
+    """Load a checkpoint with its tokenizer."""
     from ..train.checkpoint.checkpoint import find, load_for_evaluation
 
-    try:
-        checkpoint = find(path)
-    except UserError:
-        for folder in (path, *path.glob("checkpoints/step_*")):
-            if (folder / "manifest.json").is_file() and not (folder / "tokenizer").is_dir():
-                raise UserError(
-                    f"checkpoint {folder} has no tokenizer, so no text can be scored; put the folder `tokenizer` of "
-                    "another checkpoint of its run there"
-                ) from None
-        raise
-    return load_for_evaluation(checkpoint, device, dtype, average)
+    return load_for_evaluation(find(path), device, dtype, average)
 
 
 def _held_out(loaded: Any) -> dict[str, Any]:

@@ -39,31 +39,18 @@ from .tasks.suite import SuiteTask, quiet
 BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
 # Tokens that a rank scores, and prompts that it continues, before the answers of all ranks are stored.
 ROUND_TOKENS, ROUND_PROMPTS = 1 << 18, 64
-ENTRY_BYTES = 200  # overhead of an entry of a `TokenCache`
 ALONE = Mesh()
 
 
-class TokenCache:
-    """Token ids of texts under one tokenizer, kept from checkpoint to checkpoint in the tokenizer's small integer type.
-
-    At most `largest` bytes are kept; texts beyond that are encoded each time.
-    """
-
-    def __init__(self, largest: int = 1 << 28) -> None:
-        self.largest, self.bytes = largest, 0
-        self._ids: dict[str, np.ndarray] = {}
+class TokenCache(dict[str, np.ndarray]):
+    """Token ids of texts under one tokenizer, kept for later checkpoints in the tokenizer's small integer type."""
 
     def encode(self, texts: Iterable[str], encode: Callable[[Sequence[str]], Sequence[Any]]) -> dict[str, list[int]]:
         """Return the ids of each text; `encode` encodes the texts that are not kept, many at a time."""
         unique = dict.fromkeys(texts)
-        new = [text for text in unique if text not in self._ids]
-        arrays = dict(zip(new, map(np.asarray, encode(new)), strict=True)) if new else {}
-        for text, ids in arrays.items():
-            size = ids.nbytes + len(text) + ENTRY_BYTES
-            if self.bytes + size <= self.largest:
-                self._ids[text] = ids
-                self.bytes += size
-        return {text: (arrays[text] if text in arrays else self._ids[text]).tolist() for text in unique}
+        if new := [text for text in unique if text not in self]:
+            self.update(zip(new, map(np.asarray, encode(new)), strict=True))
+        return {text: self[text].tolist() for text in unique}
 
 
 class CheckpointLM(TemplateLM):
@@ -87,7 +74,7 @@ class CheckpointLM(TemplateLM):
         self.model, self.text, self.max_length = model, tokenizer, max_length
         self._device, self.seed = torch.device(device), seed
         self.batch_tokens = batch_tokens or BATCH_TOKENS["cuda" if on_gpu(self._device) else "cpu"]
-        self._tokens, self._answers, self._ranks = tokens or TokenCache(), answers, ranks
+        self._tokens, self._answers, self._ranks = TokenCache() if tokens is None else tokens, answers, ranks
         self._scorer = Scorer(model, device, self.batch_tokens, say)
         # Arguments of requests with a cut prompt or a continuation of several windows, and of those with a NaN.
         self.truncated: set[tuple[Any, ...]] = set()

@@ -68,7 +68,7 @@ def export_checkpoint(
     loaded = load_for_evaluation(path, average=average)
     with temporary_directory_beside(output) as temporary:
         architecture = _write_hf(loaded, temporary, dtype)
-        (temporary / "README.md").write_text(model_card(loaded, facts or Facts(), _notes(loaded)), encoding="utf-8")
+        (temporary / "README.md").write_text(model_card(loaded, facts or Facts()), encoding="utf-8")
         put_in_place(temporary, output)
     return Exported(output, architecture, sorted(file.name for file in output.iterdir()))
 
@@ -82,18 +82,13 @@ def _check_free(output: Path, overwrite: bool, source: Path) -> None:
             raise UserError(f"{output} is not empty; choose another folder, or replace it with --overwrite")
         if source.resolve().is_relative_to(output.resolve()):
             raise UserError(f"{output} holds {source.name}, the checkpoint to export; choose another folder")
-        foreign = sorted(file.name for file in output.iterdir() if not _is_ours(file))
+        foreign = sorted(file.name for file in output.iterdir() if file.name not in _WRITTEN)
         if foreign:
             raise UserError(
                 f"{output} holds {foreign[0]}, which no export wrote, so it is not replaced; choose another folder"
             )
     elif output.exists() and not output.is_dir():
         raise UserError(f"{output} is a file; it must be a folder, new or empty")
-
-
-def _is_ours(path: Path) -> bool:
-    """Return whether an export writes such a file; earlier versions wrote .gguf too."""
-    return path.is_file() and (path.name in _WRITTEN or path.suffix == ".gguf")
 
 
 def _write_hf(loaded: LoadedCheckpoint, folder: Path, dtype: str) -> str:
@@ -111,27 +106,3 @@ def _write_hf(loaded: LoadedCheckpoint, folder: Path, dtype: str) -> str:
     write_json(folder / _GENERATION, dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end))
     hf.write_tokenizer(loaded.tokenizer, loaded.path / "tokenizer", length, folder)
     return architecture
-
-
-def _notes(loaded: LoadedCheckpoint) -> list[str]:
-    """Return what a user of the folder must know, one paragraph per entry."""
-    config = loaded.config
-    length = config.data.sequence_length
-    notes = [
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("FOLDER")\n'
-        'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```',
-        "The tokenizer reads no special tokens out of text (`split_special_tokens`), as in training: a document "
-        "that spells one out does not end there.",
-        f"It was trained on sequences of {length} tokens and has seen no position beyond.",
-    ]
-    if (window := hf.window_of(config.model, length)) is not None:
-        notes.append(f"A token sees the last {window} tokens, itself included.")
-    if config.data.separate_documents:
-        notes.append(
-            "In training attention stayed inside a document. This format cannot express that: give it one document at "
-            "a time, so that its logits are those of the checkpoint."
-        )
-    if loaded.model.output_scale != 1.0:
-        notes.append(f"The output multiplier of muP, {loaded.model.output_scale:g}, is part of the last norm's weight.")
-    return notes

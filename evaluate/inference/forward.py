@@ -22,7 +22,7 @@ from ...train.config import ModelConfig
 from ...train.hardware import on_gpu, out_of_memory, release_memory
 from ...train.model.attention import causal_attention
 from ...train.model.backends import SDPA, Backend
-from ...train.model.block import rotary_turn, rotated
+from ...train.model.block import apply_rotary, rotary_turn
 from ...train.model.gpt import GPT
 from ...train.model.latent import LatentAttention
 
@@ -66,11 +66,12 @@ class Forward:
                 queries (m, heads, d), with all keys and values.
         """
         model = self.model
-        x, cos, sin = model.embedding(tokens), model.cos[positions], model.sin[positions]
+        x = model.embedding(tokens)
+        turn = rotary_turn(model.cos[positions], model.sin[positions], x.dtype)
         for number, block in enumerate(model.blocks):
             rows = read if number == len(model.blocks) - 1 else None
             block.attention.backend = _backend(attend, number, rows)  # type: ignore[union-attr]
-            x = block(x, cos, sin, rows=rows)
+            x = block(x, *turn, rows=rows)
         return model.leave(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -125,16 +126,16 @@ class _Absorbed(nn.Module):
         super().__init__()
         self.mixer, self.backend = mixer, SDPA
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        mixer, turn = self.mixer, rotary_turn(cos, sin, x.dtype)
+    def forward(self, x: Tensor, *turn: Tensor) -> Tensor:
+        mixer = self.mixer
         heads, d, r, rank = mixer.heads, mixer.head_dim, mixer.rotary, mixer.rank
         to_key, to_value = mixer.key_value.weight.view(heads, 2 * d, rank).chunk(2, dim=1)  # (heads, d, rank) each
         scale = ((rank + r) / (d + r)) ** 0.5  # the scores are of keys of d + r; attention divides by those of rank + r
         queries, latent, shared = mixer.compressed(x)
         query, turned = mixer.query(queries).view(len(x), heads, d + r).split((d, r), dim=-1)
-        query = torch.cat((torch.einsum("nhd,hdc->nhc", query, to_key), rotated(turned, turn)), dim=-1) * scale
+        query = torch.cat((torch.einsum("nhd,hdc->nhc", query, to_key), apply_rotary(turned, *turn)), dim=-1) * scale
         latent = latent[:, None]
-        key = torch.cat((latent, rotated(shared[:, None], turn)), dim=-1)
+        key = torch.cat((latent, apply_rotary(shared[:, None], *turn)), dim=-1)
         mixed = self.backend.attend(query[None], key[None], latent[None])[0]
         return mixer.out(torch.einsum("nhc,hdc->nhd", mixed, to_value).flatten(1))
 

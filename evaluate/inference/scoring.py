@@ -36,11 +36,7 @@ class Scorer:
     """A GPT in eval mode. `batch_tokens` bounds rows times length of one pass; a request that is longer goes alone."""
 
     def __init__(
-        self,
-        model: GPT,
-        device: str | torch.device,
-        batch_tokens: int,
-        say: Callable[[str], None] = lambda line: None,
+        self, model: GPT, device: str | torch.device, batch_tokens: int, say: Callable[[str], None] = lambda line: None
     ) -> None:
         self.model, self.device, self.batch_tokens = model, torch.device(device), batch_tokens
         self._forward, self._say = Forward(model), say

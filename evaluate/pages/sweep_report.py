@@ -178,11 +178,9 @@ def _budgets(rows: Sequence[Row]) -> list[list[int]]:
 
 def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
     """Return Spearman's correlation; None below three points, or if one side does not vary."""
-    from scipy.stats import rankdata
+    from scipy.stats import spearmanr
 
-    if len(x) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
-        return None
-    return float(np.corrcoef(rankdata(x), rankdata(y))[0, 1])
+    return None if len(x) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0 else float(spearmanr(x, y).statistic)
 
 
 @dataclass(frozen=True)

@@ -25,18 +25,9 @@ if TYPE_CHECKING:
 
 # Arguments of load_dataset that change how the data are fetched, but not which data.
 _MANNERS = {
-    "cache_dir",
-    "download_mode",
-    "download_config",
-    "keep_in_memory",
-    "num_proc",
-    "save_infos",
-    "storage_options",
-    "token",
-    "trust_remote_code",
-    "verification_mode",
-}
-
+    "cache_dir", "download_mode", "download_config", "keep_in_memory", "num_proc", "save_infos", "storage_options",
+    "token", "trust_remote_code", "verification_mode",
+}  # fmt: skip
 _ADVICE = (
     "its data come from the Hugging Face Hub: run `isoflop data benchmarks --tasks {name}` once on a machine with "
     "network and ISOFLOP_CACHE on a shared disk, or choose tasks of the suites small, core and domains, which need no "
@@ -92,12 +83,7 @@ def check_name(name: str, manager: TaskManager) -> None:
 
 
 def load_named(
-    name: str,
-    shots: int | None,
-    limit: int | None,
-    manager: TaskManager,
-    cache: Path | str | None,
-    progress: Report,
+    name: str, shots: int | None, limit: int | None, manager: TaskManager, cache: Path | str | None, progress: Report
 ) -> dict[str, SuiteTask]:
     """Load a task, or every task of a group or a tag, with data from staged copies or from its definition's source.
 

@@ -189,13 +189,7 @@ def _dataset(lines: list[bytes]) -> Any:
 
 
 def _give_examples(
-    task: Any,
-    name: str,
-    staged: StagedTask,
-    shots: int,
-    directory: Path,
-    lines: list[bytes],
-    config: dict[str, Any],
+    task: Any, name: str, staged: StagedTask, shots: int, directory: Path, lines: list[bytes], config: dict[str, Any]
 ) -> str:
     """Give the task its examples, and return a text on their source."""
     if staged.examples:

@@ -190,8 +190,7 @@ def test_nothing_is_scored_twice_and_everything_that_changed_is(evaluate: Any, t
         return evaluate.asked
 
     assert again(suite_of(6, ("chosen",))) == ["chosen"]
-    content, encoded = out.read_bytes(), tokens[ByteTokenizer.fingerprint].bytes
-    assert encoded > 0
+    content = out.read_bytes()
     assert again(suite_of(6, ("chosen",))) == []
     assert out.read_bytes() == content
     assert again(suite_of(6, ("last_word", "chosen"))) == ["last_word"]  # only what is missing
@@ -212,10 +211,11 @@ def test_nothing_is_scored_twice_and_everything_that_changed_is(evaluate: Any, t
     scores["tasks"] = {"chosen": {k: v for k, v in scores["tasks"]["chosen"].items() if k not in SETTINGS}}
     out.write_text(json.dumps(scores))
     assert again(newer, precision="bf16") == []
-    encoded = tokens[ByteTokenizer.fingerprint].bytes
+    encoded = len(tokens[ByteTokenizer.fingerprint])
+    assert encoded
     assert again(suite_of(7, ("chosen",)), 7) == ["chosen"]  # another checkpoint: nothing of the old one stays
     assert set(json.loads(out.read_text())["tasks"]) == {"chosen"}
-    assert tokens[ByteTokenizer.fingerprint].bytes == encoded, "texts are encoded once for all checkpoints"
+    assert len(tokens[ByteTokenizer.fingerprint]) == encoded, "texts are encoded once for all checkpoints"
 
 
 def test_where_a_disk_fills_up_the_next_evaluation_goes_on_at_the_request(evaluate: Any, tmp_path: Path) -> None:
@@ -304,8 +304,8 @@ def test_a_second_evaluation_into_the_same_file_waits(evaluate: Any, tmp_path: P
     assert done[0]["tasks"]["chosen"]["items"] == 4
 
 
-def test_bad_arguments_are_named_before_anything_is_written(run: Path, evaluate: Any, tmp_path: Path) -> None:
-    suite, bare = suite_of(2, ("chosen",)), tmp_path / "bare"
+def test_bad_arguments_are_named_before_anything_is_written(evaluate: Any, tmp_path: Path) -> None:
+    suite = suite_of(2, ("chosen",))
     cases: list[tuple[dict[str, Any], str]] = [
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"precision": "fp8"}, "precision is 'fp8'"),
@@ -317,11 +317,6 @@ def test_bad_arguments_are_named_before_anything_is_written(run: Path, evaluate:
         with pytest.raises(UserError, match=message):
             evaluate(tmp_path / "s.json", suite, **more)
     assert list(tmp_path.iterdir()) == []
-    shutil.copytree(run / "checkpoints" / "step_3", bare / "checkpoints" / "step_3")
-    shutil.rmtree(bare / "checkpoints" / "step_3" / "tokenizer")
-    for given in (bare, bare / "checkpoints" / "step_3"):  # the run, its checkpoint
-        with pytest.raises(UserError, match="step_3 has no tokenizer"):
-            Evaluator(suite, device="cpu").evaluate(given, tmp_path / "t.json")
 
 
 def test_an_output_that_cannot_be_written_is_one_sentence(evaluate: Any, tmp_path: Path) -> None:

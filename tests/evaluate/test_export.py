@@ -332,7 +332,7 @@ def test_the_card_has_every_count_and_score_and_no_markup_of_names(tmp_path: Pat
         law={"form": "chinchilla", "predicted_loss": 1.3, "interval": (1.2, 1.4)},
         provenance={"isoflop_version": "0.0.9", "git_commit": "abc123", "git_dirty": True},
     )
-    card = model_card(loaded, facts, ["Note."])
+    card = model_card(loaded, facts)
     count, tokens = count_parameters(loaded.config.model), 7 * loaded.config.batch_tokens
     numbers = [count.N_total, count.N_non_embedding, count.N_kaplan, tokens]
     flops = [6.0 * count.N_total * tokens, float(training_flops_per_token(loaded.config.model, LENGTH) * tokens)]
@@ -341,7 +341,7 @@ def test_the_card_has_every_count_and_score_and_no_markup_of_names(tmp_path: Pat
     for said in ("1.2500 ± 0.0100", "1.8000", "| piqa | 100 | 0 | 0.5000 ± 0.0500 | 1.5000 | 0.500 |  |",
                  "withheld: item 3: NaN", "| arc_easy | 20 of 2376 |",
                  "items that share text with the training data: 2", "No licence is stated",
-                 "1.3000 (95 %: 1.2000 to 1.4000)", "0.0.9, commit `abc123` with changes", "Note."):  # fmt: skip
+                 "1.3000 (95 %: 1.2000 to 1.4000)", "0.0.9, commit `abc123` with changes"):  # fmt: skip
         assert said in card, said
     title = card.split("\n# ")[1].splitlines()[0]
     assert title == "&#60;script&#62;&#124;&#42;x&#42; N1M_D2M_s0 &#38;&#35;95;, step 7"

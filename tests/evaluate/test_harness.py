@@ -197,15 +197,6 @@ def test_the_next_checkpoint_encodes_nothing_and_has_its_own_scores() -> None:
     assert scores[0] != scores[1] == lm_of(gpt(1)).loglikelihood(pairs)
 
 
-def test_a_cache_of_tokens_keeps_to_its_memory() -> None:
-    tokenizer, cache = Counted(), TokenCache(largest=1000)
-    texts = [f"text {number:04}" * 5 for number in range(20)]
-    for _ in range(2):
-        assert cache.encode(texts, tokenizer.encode_batch) == {text: ids(text) for text in texts}
-    assert 0 < cache.bytes <= 1000
-    assert 20 < len(tokenizer.texts) < 40
-
-
 # --- every kind of task ----------------------------------------------------------------------------------------------
 
 ROWS = [

@@ -26,7 +26,7 @@ from isoflop.evaluate.pages.report import (
     paired_differences,
     payload,
 )
-from isoflop.evaluate.pages.sweep_report import Sweep, choices, rank_correlation, task_verdict, trend
+from isoflop.evaluate.pages.sweep_report import Sweep, choices, task_verdict, trend
 from report_samples import HOSTILE, answers_to, domain, header, make_items, make_rows, make_written, numbers, signal_of
 
 
@@ -331,15 +331,6 @@ def test_no_axis_of_a_panel_goes_below_zero_where_nothing_can() -> None:
     ticks = re.findall(r'<text class="tick"[^>]*>([^<]*)<', html)
     assert "0.000" in ticks
     assert not [tick for tick in ticks if tick.startswith(("-", "−"))]
-
-
-def test_rank_correlation_agrees_with_scipy() -> None:
-    rng = np.random.default_rng(1)
-    for _ in range(50):
-        x, y = rng.integers(0, 6, size=12), rng.integers(0, 6, size=12)  # many ties
-        assert rank_correlation(list(x), list(y)) == pytest.approx(scipy.stats.spearmanr(x, y).statistic, abs=1e-12)
-    assert rank_correlation([1, 2], [1, 2]) is None
-    assert rank_correlation([1, 1, 1], [1, 2, 3]) is None
 
 
 def test_a_task_falls_with_compute_only_where_every_budget_is_lower() -> None:

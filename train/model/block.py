@@ -127,7 +127,9 @@ class _Rotary(torch.autograd.Function):
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotated` by angles (time, d / 2), to be trained."""
+    """`rotated` by angles (time, d / 2), to be trained; or by a `Turn`, which inference makes once for all blocks."""
+    if cos.ndim == 3:
+        return rotated(x, (cos, sin))
     if torch.compiler.is_compiling():
         return rotated(x, rotary_turn(cos, sin, x.dtype))
     return _Rotary.apply(x, cos, sin)
@@ -166,7 +168,7 @@ def swiglu(x: Tensor) -> Tensor:
         # The compiler cannot trace writes into halves of a tensor.
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
-    return SwiGLU.apply(x)
+    return gated(x) if torch.is_inference_mode_enabled() else SwiGLU.apply(x)
 
 
 class SwiGLU(torch.autograd.Function):
