@@ -154,10 +154,9 @@ def _contamination(loaded: Any, suite: Suite, ngram: int | None, say: Report) ->
         return {}, None
     from ..train.data.shards import at_hand
     from .contamination import overlaps
-    from .tasks.staging import cache_root
 
     try:
-        return overlaps(at_hand(loaded.config.data, loaded.tokenizer), suite, ngram, cache_root(), say), None
+        return overlaps(at_hand(loaded.config.data, loaded.tokenizer), suite, ngram, say), None
     except UserError as error:  # the training text is on another machine
         return {}, str(error)
 

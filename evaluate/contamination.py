@@ -33,6 +33,7 @@ from ..train.data.tokenizers import ByteTokenizer
 from ..train.errors import UserError
 from ..train.files import write_json
 from .export.hf import byte_characters
+from .tasks.staging import cache_root
 from .tasks.suite import Suite, SuiteTask, quiet
 
 NGRAM = 13
@@ -56,18 +57,16 @@ _VALUES[ord("A") : ord("Z") + 1] = _VALUES[ord("a") : ord("z") + 1]  # what `nor
 
 
 def overlaps(
-    shards: Shards, suite: Suite, ngram: int = NGRAM, cache: Path | None = None, progress: Report = lambda line: None
+    shards: Shards, suite: Suite, ngram: int = NGRAM, progress: Report = lambda line: None
 ) -> dict[str, set[int]]:
     """Return the items of each task, as in `SuiteTask.indices`, that share `ngram` words with the training part.
 
-    Results are kept in `<cache>/contamination`, one file per task. Raises UserError if there is no training text, or if
-    the cache cannot be written.
+    Results are kept in the cache's folder `contamination`, one file per task. Raises UserError if there is no training
+    text, or if the cache cannot be written.
     """
     if not len(shards.train):
         raise UserError(f"{shards.directory} has no training text to search for items")
-    if cache is None:
-        return _search(shards, suite, ngram, progress)
-    files = {}
+    cache, files = cache_root(), {}
     for name, task in suite.items():
         # What the answer depends on: the training text, the items and the question.
         key = checksum([VERSION, shards.manifest, task.subset["sha256"], task.indices, ngram])[:32]

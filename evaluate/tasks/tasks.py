@@ -62,7 +62,7 @@ def anchored(tasks: Sequence[str], progress: Report = lambda line: None, allow_c
         entry = parse_entry(written)
         is_path = entry.kind in ("text", "path")
         if entry.kind == "named":
-            manager = hub.task_manager(None, progress)
+            manager = hub.task_manager(progress)
             is_path = entry.name not in manager.all_tasks and Path(entry.name).is_dir()  # as `load_suite` decides
             if not is_path:
                 hub.check_name(entry.name, manager)
@@ -81,16 +81,14 @@ def load_suite(
     tasks: str | Sequence[str] = "small",
     limit: int | None = DEFAULT_LIMIT,
     *,
-    cache: Path | str | None = None,
     progress: Report = lambda line: None,
     allow_code: bool = False,
 ) -> Suite:
-    """Load tasks, choose their items and build their requests.
+    """Load tasks, choose their items and build their requests. Missing benchmarks are staged first.
 
     Args:
         tasks: Suites, tasks, files and folders, as a list or separated by commas.
         limit: Items per task; None means all.
-        cache: Folder of the staged data. Benchmarks of the wheel that are missing there are staged first.
         progress: Called with lines about what takes long.
         allow_code: Whether your own YAML may run Python.
 
@@ -102,7 +100,7 @@ def load_suite(
         raise UserError(
             f"limit is {limit}; it must be 1 or more items per task (all without --limit, or with null in a sweep)"
         )
-    directory = _stage_wheel(entries, cache, progress)
+    directory = _stage_wheel(entries, progress)
     loaded: Suite = {}
     manager: TaskManager | None = None
     sources: dict[str, Entry] = {}
@@ -114,11 +112,11 @@ def load_suite(
         elif entry.kind == "path":
             tasks_of_entry = load_custom(Path(entry.name), entry.shots or 0, limit, allow_code)
         else:
-            manager = manager or hub.task_manager(cache, progress)
+            manager = manager or hub.task_manager(progress)
             if entry.name not in manager.all_tasks and Path(entry.name).is_dir():
                 tasks_of_entry = load_custom(Path(entry.name), entry.shots or 0, limit, allow_code)
             else:
-                tasks_of_entry = hub.load_named(entry.name, entry.shots, limit, manager, cache, progress)
+                tasks_of_entry = hub.load_named(entry.name, entry.shots, limit, manager, progress)
         for name in tasks_of_entry:
             # Tasks of one name from two files would share a place; a group's task that is also named is the same.
             other = sources.setdefault(name, entry)
@@ -130,9 +128,7 @@ def load_suite(
     return loaded
 
 
-def stage_tasks(
-    tasks: str | Sequence[str], cache: Path | str | None = None, progress: Report = lambda line: None
-) -> list[Path]:
+def stage_tasks(tasks: str | Sequence[str], progress: Report = lambda line: None) -> list[Path]:
     """Fetch the data of tasks, for nodes without a network; return the folders.
 
     Raises UserError: an unknown task, or data that cannot be had.
@@ -140,16 +136,16 @@ def stage_tasks(
     entries = [parse_entry(written) for written in expand(tasks)]
     folders = []
     if any(entry.kind == "staged" for entry in entries):
-        folders.append(_stage_wheel(entries, cache, progress))
+        folders.append(_stage_wheel(entries, progress))
     if named := [entry.name for entry in entries if entry.kind == "named" and not Path(entry.name).is_dir()]:
-        folders += hub.stage_named(named, cache, progress)
+        folders += hub.stage_named(named, progress)
     return folders
 
 
-def _stage_wheel(entries: list[Entry], cache: Path | str | None, progress: Report) -> Path:
+def _stage_wheel(entries: list[Entry], progress: Report) -> Path:
     """Return the folder of the staged benchmarks, after checking the files of these tasks."""
     names = {file for entry in entries if entry.kind == "staged" for file in STAGED[entry.name].files}
-    return stage_benchmarks(cache, progress, names=names) if names else benchmarks_directory(cache)
+    return stage_benchmarks(progress, names=names) if names else benchmarks_directory()
 
 
 def _load_staged(entry: Entry, limit: int | None, directory: Path) -> SuiteTask:

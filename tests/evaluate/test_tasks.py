@@ -40,7 +40,7 @@ def items() -> dict[str, list[dict[str, Any]]]:
 
 def test_scores_of_staged_tasks_have_a_closed_form(cache: Path, items: dict[str, Any]) -> None:
     table = random_table()
-    scores = score(checkpoint_of(bigram(table)), load_suite(THREE, None, cache=cache))
+    scores = score(checkpoint_of(bigram(table)), load_suite(THREE, None))
 
     golds, right, normalised = [], [], []
     for arc in items["arc_easy"]:
@@ -68,7 +68,7 @@ def test_scores_of_staged_tasks_have_a_closed_form(cache: Path, items: dict[str,
 
 
 def test_accuracy_and_its_error_are_lm_evals_own(cache: Path) -> None:
-    suite = load_suite(THREE, None, cache=cache)
+    suite = load_suite(THREE, None)
     loaded = checkpoint_of(bigram(random_table(2)))
     ours = score(loaded, suite)
     tasks = {name: entry.task for name, entry in suite.items()}
@@ -85,9 +85,9 @@ def test_accuracy_and_its_error_are_lm_evals_own(cache: Path) -> None:
 
 
 def test_a_suite_serves_checkpoint_after_checkpoint_in_silence(cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    suite = load_suite(THREE, 10, cache=cache)
+    suite = load_suite(THREE, 10)
     first, second, again = (score(checkpoint_of(bigram(random_table(seed))), suite) for seed in (1, 2, 1))
-    assert first == again == score(checkpoint_of(bigram(random_table(1))), load_suite(THREE, 10, cache=cache))
+    assert first == again == score(checkpoint_of(bigram(random_table(1))), load_suite(THREE, 10))
     assert first != second
     assert capfd.readouterr() == ("", "")
 
@@ -96,7 +96,7 @@ def test_nan_withholds_the_score_and_names_the_item(cache: Path) -> None:
     model = bigram(random_table())
     with torch.no_grad():
         model.embedding.weight[ord(":")] = math.nan  # after which every answer begins
-    scores = score(checkpoint_of(model), load_suite("arc_easy", None, cache=cache))["arc_easy"]
+    scores = score(checkpoint_of(model), load_suite("arc_easy", None))["arc_easy"]
     assert scores["withheld"] == "item 0: the log-probability of choice 0 is nan"
     assert scores["acc"] is scores["acc_norm"] is scores["gold_bpb"] is None
 
@@ -155,7 +155,7 @@ def test_a_model_that_writes_nan_has_no_score_for_its_writing(tmp_path: Path) ->
 
 def test_bad_suites_are_one_sentence(cache: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="limit is 0"):
-        load_suite(THREE, 0, cache=cache)
+        load_suite(THREE, 0)
     manager = custom_tasks(tmp_path)
     with pytest.raises(
         UserError, match=r"'my_choise' is not known to lm-eval, and no folder; the nearest names are my_choice"
@@ -165,7 +165,7 @@ def test_bad_suites_are_one_sentence(cache: Path, tmp_path: Path) -> None:
         load_indexed(manager, "zzqxv")
     (tmp_path / "my_choice.jsonl").unlink()
     with pytest.raises(UserError, match=r"'my_choice' cannot be loaded \(FileNotFoundError"):
-        load_indexed(manager, "my_choice", cache=tmp_path)
+        load_indexed(manager, "my_choice")
 
 
 # --- the real benchmarks ---------------------------------------------------------------------------------------------
