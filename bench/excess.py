@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 
 from ..sweeps import prepare
-from ..sweeps.config import CheckGrid, SweepConfig, TuningConfig
+from ..sweeps.config import SweepConfig, TuningConfig
 from ..sweeps.entry import compose
 from ..sweeps.execute.check import variants
 from ..sweeps.execute.conduct import conduct
+from ..sweeps.grid.product import CheckGrid
 from ..sweeps.runs.directory import SweepDirectory
 from ..train.config import RunConfig, run_id
 from ..train.flops import count_parameters, flops_exact

@@ -16,10 +16,9 @@ import numpy as np
 
 from .. import fit
 from ..sweeps import prepare
-from ..sweeps.config import IsoflopGrid
 from ..sweeps.entry import compose
 from ..sweeps.execute.conduct import conduct
-from ..sweeps.grid.expand import isoflop_sizes
+from ..sweeps.grid.isoflop import IsoflopGrid
 from ..train.flops import tokens_for_budget
 
 BUDGETS, FACTORS = (2e10, 6e10, 2e11), (3, 5, 7, 10)
@@ -32,7 +31,7 @@ def targets(overrides: list[str]) -> str:
     assert isinstance(config.grid, IsoflopGrid)
     base, points = prepare.resolve_runs(config)[0][0], []
     for budget in (BUDGETS[-1] * factor for factor in FACTORS):
-        for model in isoflop_sizes(replace(config.grid, span=3.0, sizes=2), base.model, budget):
+        for model in replace(config.grid, span=3.0, sizes=2).models(base.model, budget):
             tokens = int(tokens_for_budget(model, base.data.sequence_length, budget)) // 8192 * 8192
             shape = f"model.width:{model.width},model.depth:{model.depth},model.heads:{model.heads}"
             points.append(f"{{{shape},tokens:{tokens}}}")

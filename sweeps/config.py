@@ -15,115 +15,13 @@ from ..fit.laws.registry import DEFAULT, LOSS_LAWS
 from ..train.config import ANY, RunConfig, TrackerConfig, Training, drop_removed
 from ..train.config import REMOVED as OF_RUNS
 from ..train.errors import UserError
-from ..train.fields import Count, Count4, Count6, Exponent, Fraction, Natural, NotNegative, Positive, Precision
+from ..train.fields import Count, Count4, Count6, Natural, NotNegative, Positive, Precision
 from ..train.planner.validation import check_fields
+from .grid.base import GridConfig, grid_kinds
+from .grid.tuning import TuningConfig
 
 Duration = Annotated[float, Meta(gt=0, le=1e8)]
 Pause = Annotated[float, Meta(ge=0, le=1e8)]
-
-
-@dataclass
-class GridConfig:
-    """Common to every grid."""
-
-    kind: str = "product"  # isoflop | ladder | product | points | adaptive | tune
-    seeds: list[int] | None = None  # every point once per seed; None: the run's own seed
-    recipes: list[list[str]] | None = None  # every point once per data recipe; None: the run's own, data.recipe
-    # Every point once as it is, and once per variant: names and overrides, {muon: [optimizer=muon]}, which are recorded
-    # as the fields that they change, {muon: {optimizer.kind: muon}}. A mapping, as ProductGrid.axes is.
-    variants: Any = None
-    # A run that diverges is tried once more, as a new run, with its learning rate times this; None: it is not.
-    diverged_rate_factor: Fraction | None = None
-    stop_hopeless: bool = False  # tune: ends runs that cannot win any more; no other kind takes it, for a law needs all
-
-
-@dataclass
-class IsoflopGrid(GridConfig):
-    """Several sizes at each of several FLOP budgets (Hoffmann et al. 2022, approach 2).
-
-    Sizes are log-spaced around N = expected_N (C / 2.5e11) ^ 0.55, which need only be right within the span.
-    """
-
-    kind: str = "isoflop"
-    budgets: list[Positive] | None = None  # training FLOPs; None: those of the cluster group, or of a probe here
-    convention: Annotated[str, ("exact", "6nd")] = "exact"  # how a budget turns into D
-    sizes: Count = 6  # models per budget
-    span: Annotated[float, Meta(ge=1)] = 16.0  # largest over smallest N of a budget
-    expected_N: Positive = 22e3  # N_total at 2.5e11 FLOPs, on bytes
-    min_steps: Count = 100  # a point with fewer optimizer steps is no training; it is left out
-
-
-@dataclass
-class CurvesGrid(IsoflopGrid):
-    """The largest budget's run of each size, whose averaged weights say the loss at every smaller D, and cooldowns."""
-
-    kind: str = "curves"
-    # Shares of a run's D at which three sizes also cool down: smallest, middle and largest of those warmed up by then.
-    cooldowns: list[Fraction] = field(default_factory=lambda: [0.05, 0.2, 0.5])
-
-
-@dataclass
-class LadderGrid(GridConfig):
-    """Rungs of growing N, each trained on several D."""
-
-    kind: str = "ladder"
-    sizes: list[Positive] = field(default_factory=list)  # wanted N_total; the nearest well-shaped model is taken
-    tokens_per_parameter: list[Positive] | None = None  # D as multiples of N; or
-    tokens: list[Count] | None = None  # D itself, to the nearest step
-
-
-@dataclass
-class ProductGrid(GridConfig):
-    """Every combination of the values of any fields of a run, by dotted name."""
-
-    kind: str = "product"
-    # A mapping, e.g. {optimizer.learning_rate: [1e-3, 2e-3], seed: [0, 1]}. Not typed as one, because Hydra would then
-    # refuse every key that is not there already.
-    axes: Any = None
-
-
-@dataclass
-class PointsGrid(GridConfig):
-    """Runs one by one, each as what it changes of the base run: what `isoflop suggest` writes."""
-
-    kind: str = "points"
-    # A list of mappings from dotted fields to values, e.g. [{model.width: 64, model.depth: 4, tokens: 1000000}].
-    points: Any = None
-
-
-@dataclass
-class CheckGrid(PointsGrid):
-    """The runs of `isoflop tune --check`, which are there for no law."""
-
-    kind: str = "check"
-
-
-@dataclass
-class AdaptiveGrid(IsoflopGrid):
-    """A small isoFLOP grid, then rounds of the runs that `isoflop suggest` finds worth most, each after a fit.
-
-    It costs what the grid of IsoflopGrid's fields would, and no run more than the largest of `budgets`.
-    """
-
-    kind: str = "adaptive"
-    flops_budget: Positive | None = None  # training FLOPs, all rounds together; None: what that grid would cost
-    target_flops: Positive | None = None  # budget asked about; None: the largest of fit.targets, else 1000 max_flops
-    max_flops: Positive | None = None  # the most that one run may cost; None: the largest of budgets
-    tolerance: Positive | None = 0.02  # over when the loss's 95 % interval at the target is narrower than this of it
-    rounds: Count = 3  # of suggested runs, at most
-    round_runs: Count = 16  # runs of a round, at most
-
-
-@dataclass
-class TuneGrid(GridConfig):
-    """The runs of `isoflop tune`: settings at a few sizes, in rungs of growing D and fewer runs."""
-
-    kind: str = "tune"
-    sizes: list[Positive] = field(default_factory=list)  # wanted N_total
-    tokens_per_parameter: list[Positive] = field(default_factory=list)  # of each rung, at least doubling
-    flops_budget: Positive | None = None  # training FLOPs, all rungs together; None: the cluster's, or of a probe here
-    span: Annotated[float, Meta(ge=1, le=1e4)] = 8.0  # the first rung tries settings so far off the base's
-    max_steps: Count = 20_000  # of a run; batches too small for it are not tried
 
 
 @dataclass
@@ -205,36 +103,6 @@ class FitConfig:
 
 
 @dataclass
-class PowerRule:
-    """k N^a D^b batch^c, of N_total, and of D and the run's own batch in tokens; without a k there is no rule."""
-
-    k: Positive | None = None
-    N: Exponent = 0.0
-    D: Exponent = 0.0
-    batch: Exponent = 0.0
-
-
-TUNED = (*(f"optimizer.{name}" for name in ("base_depth", "learning_rate", "batch_size", "weight_decay")),)
-
-
-@dataclass
-class TuningConfig:
-    """How what a run learns by follows its N and D; where there is no rule, the run's own value stands."""
-
-    file: str | None = None  # constants that `isoflop tune` wrote, for the rules that have none here
-    base_depth: Count | None = None  # optimizer.base_depth
-    batch_tokens: PowerRule = field(default_factory=PowerRule)  # tokens a step
-    learning_rate: PowerRule = field(default_factory=PowerRule)  # at base_width and base_depth
-    timescale: PowerRule = field(default_factory=PowerRule)  # of weight decay: batch / (learning rate * decay * D)
-    min_steps: Count = 100  # of a run, which a batch that grew may not take away
-    horizon: Annotated[str, ("run", "size")] = "run"  # D in the rules: the run's, or that of the longest of its N
-    # Fields of a run that rules leave alone; what the command line gives is added.
-    keep: list[Annotated[str, TUNED]] = field(default_factory=list)
-    dial: bool = False  # width and heads follow from model.depth, where the grid chooses no sizes
-    tokens_per_parameter: Positive | None = None  # D, where nothing else says it
-
-
-@dataclass
 class SweepConfig(Training):
     """Everything `python sweep.py` reads; the first half is the base run that a grid varies."""
 
@@ -305,9 +173,9 @@ def from_mapping(values: Any, source: object, remedy: str = OTHER_VERSION) -> Sw
 
     try:
         values = drop_removed(values, REMOVED) if isinstance(values, dict) else values
-        if (kind := values["grid"]["kind"]) not in list(GRIDS):  # it may be a list itself
-            raise KeyError(f"grid.kind is {kind!r}, which is none of {', '.join(GRIDS)}")
-        base = OmegaConf.structured(SweepConfig(grid=GRIDS[kind]()))
+        if (kind := values["grid"]["kind"]) not in list(kinds := grid_kinds()):  # it may be a list itself
+            raise KeyError(f"grid.kind is {kind!r}, which is none of {', '.join(kinds)}")
+        base = OmegaConf.structured(SweepConfig(grid=kinds[kind]()))
         result = OmegaConf.to_object(OmegaConf.merge(base, values))
     except (OmegaConfBaseException, TypeError, KeyError) as error:
         why = str(error.args[0] if error.args else error).splitlines()[0]
@@ -322,6 +190,12 @@ def cluster_of(settings: Mapping[str, Any]) -> ClusterConfig:
     return recorded(settings).cluster
 
 
+def grid_class(settings: Mapping[str, Any]) -> type[GridConfig]:
+    """The kind of the grid in a sweep.yaml, whichever version wrote it."""
+    kind = (settings.get("config") or {}).get("grid", {}).get("kind")
+    return grid_kinds().get(str(kind), GridConfig)
+
+
 def recorded(settings: Mapping[str, Any]) -> Recorded:
     """What the commands on a sweep read of its sweep.yaml, whichever version wrote it."""
     try:
@@ -333,12 +207,6 @@ def recorded(settings: Mapping[str, Any]) -> Recorded:
         raise UserError(f"sweep.yaml is not what it must be: {reason}; {OTHER_VERSION}") from None
 
 
-GRIDS: dict[str, type[GridConfig]] = {
-    node.kind: node
-    for node in (AdaptiveGrid, TuneGrid, CheckGrid, PointsGrid, ProductGrid, CurvesGrid, LadderGrid, IsoflopGrid)
-}
-
-
 @functools.cache
 def register() -> None:
     """Makes the dataclasses known to Hydra, so that an unknown key or a value of a wrong type is an error."""
@@ -346,5 +214,5 @@ def register() -> None:
 
     store = ConfigStore.instance()
     store.store(name="schema", node=SweepConfig)
-    for kind, node in GRIDS.items():
+    for kind, node in grid_kinds().items():
         store.store(group="grid", name=f"{kind}_schema", node=node)

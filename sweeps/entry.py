@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 
 from ..train.config import flatten
 from ..train.errors import UserError
-from .config import REMOVED, TUNED, SweepConfig, base_run, register
+from .config import REMOVED, SweepConfig, base_run, register
+from .grid.tuning import TUNED
 from .manual import manual
 from .slurm.commands import ask
 from .terminal import printable

@@ -21,12 +21,11 @@ import yaml
 from .. import __version__
 from ..train.config import RECIPE, RunConfig, flatten, identity, run_id
 from ..train.errors import UserError, counted
-from ..train.files import read_json, write_atomic, write_json
-from .config import SweepConfig, TuneGrid, TuningConfig, base_run, from_mapping
-from .grid import trunks
-from .grid.expand import expand_grid, trained_flops
-from .grid.tuning import Tuner, depends_on_D, read_rules
-from .plan.foresight import foresee
+from ..train.files import read_document, read_json, write_atomic, write_json
+from .config import SweepConfig, base_run, from_mapping
+from .grid.expand import expand_grid
+from .grid.tuning import Tuner, TuningConfig, depends_on_D, family
+from .plan import trunks
 from .plan.rates import core_flops_per_second, fill_budgets, places, sweep_rates
 from .plan.sweep_plan import Plan, plan_remarks, plan_runs
 from .runs.directory import RunDirectory, SweepDirectory, yaml_or_empty
@@ -70,7 +69,8 @@ def from_config(config: SweepConfig) -> Prepared:
     rate = matmul_rate(config, sweep)
     fill_budgets(config.grid, config.cluster, rate)
     runs, said = resolve_runs(config)
-    said += foresee(config.grid, runs, Tuner(config.tuning))
+    if config.grid is not None:
+        said += config.grid.notes(runs, Tuner(config.tuning))
     if config.sweep_merge and (sweep.path / "plan.json").exists():
         runs = [*(run.config() for run in sweep.runs()), *runs]  # what both have is as it is asked for now
     prepared = _prepare(sweep, config, runs, rate)
@@ -208,7 +208,7 @@ def resolve_runs(config: SweepConfig) -> tuple[list[RunConfig], list[str]]:
                 f"model.vocab_size is {run.model.vocab_size}; the tokenizer {key[0]!r} has {size} tokens, and both "
                 "must be the same (null takes the tokenizer's)"
             )
-    if isinstance(config.grid, TuneGrid):  # which tries settings of its own
+    if config.grid.tries_settings:
         return runs, remarks
     tuner = Tuner(config.tuning).with_spans(runs)
     if off := sum(map(tuner.misses_batch, runs)):
@@ -221,12 +221,41 @@ def resolve_runs(config: SweepConfig) -> tuple[list[RunConfig], list[str]]:
         own = config.tuning.horizon
         other = "size" if own == "run" else "run"
         tuned = {own: runs, other: expand_grid(config.grid, base, dataclasses.replace(config.tuning, horizon=other))}
-        cost = {horizon: f"{trained_flops(tuned[horizon]):.3g}" for horizon in ("run", "size")}
+        cost = {horizon: f"{trunks.trained_flops(tuned[horizon]):.3g}" for horizon in ("run", "size")}
         remarks.append(
             f"tuning.horizon is {own}; the grid takes {cost['run']} training FLOPs with run, and {cost['size']} with "
             "size, where runs of one N keep their trunk"
         )
     return runs, remarks
+
+
+@dataclasses.dataclass
+class TuningFile:
+    """What `isoflop tune` writes, as far as a sweep reads it."""
+
+    tuning: dict[str, Any]
+    family: dict[str, Any]
+
+
+def read_rules(rules: TuningConfig, base: RunConfig) -> tuple[TuningConfig, list[str]]:
+    """The rules with those of their file, and sentences for a person; UserError where it is of another vocabulary."""
+    if rules.file is None:
+        return rules, []
+    path = Path(rules.file).expanduser()
+    found = read_document(path, TuningFile, remedy="tuning.file takes what `isoflop tune` writes")
+    read = from_mapping({"grid": {"kind": "product"}, "tuning": found.tuning}, path, "tune again").tuning
+    own, unset = vars(rules), vars(TuningConfig())
+    merged = {name: value if own[name] == unset[name] else own[name] for name, value in vars(read).items()}
+    here = family(base)
+    names = [name for name in here | found.family if here.get(name) != found.family.get(name)]
+    if "model.vocab_size" in names:
+        raise UserError(
+            f"tuning.file is {path}, found with model.vocab_size {found.family.get('model.vocab_size')}; it must be "
+            f"{base.model.vocab_size} as here, for N and D mean something else in other tokens"
+        )
+    said = ", ".join(f"{name} {found.family.get(name)!r} (here {here.get(name)!r})" for name in names)
+    remarks = [f"the rules of {path} were found with {said}, and may not be the best here"] if names else []
+    return TuningConfig(**merged | {"file": None}), remarks
 
 
 def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:

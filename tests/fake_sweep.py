@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import yaml
-from isoflop.sweeps.config import ClusterConfig, FitConfig, GridConfig, SweepConfig, base_run
+from isoflop.sweeps.config import ClusterConfig, FitConfig, SweepConfig, base_run
 from isoflop.sweeps.grid import expand as grid
-from isoflop.sweeps.grid.trunks import merge_runs
+from isoflop.sweeps.grid.base import GridConfig
 from isoflop.sweeps.plan.sweep_plan import plan_runs
+from isoflop.sweeps.plan.trunks import merge_runs
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.sweeps.runs.forms import JobShape, PlannedRun
 from isoflop.train.config import RunConfig, run_id

@@ -226,7 +226,7 @@ def extend_command(
 ) -> None:
     """Adds budgets, sizes or points to a sweep; only the new runs start."""
     from ..execute.conduct import resume
-    from ..growth.extend import extend_sweep
+    from ..grid.extend import extend_sweep
 
     def grow(directory: SweepDirectory) -> int:
         names = extend_sweep(directory, overrides or [], grid)
@@ -277,7 +277,7 @@ def suggest_command(
     import yaml
 
     from ...train.files import write_atomic
-    from ..growth.suggest import print_suggestion, suggest_runs
+    from ..grid.suggest import print_suggestion, suggest_runs
 
     if write is not None and not write.parent.is_dir():
         raise UserError(f"--write is {write}, and {write.parent} is no folder; name a file in a folder that exists")

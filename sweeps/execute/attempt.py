@@ -21,7 +21,7 @@ from types import FrameType
 from ...train.errors import UserError
 from ...train.job.environment import Ranks
 from ...train.job.failure import DISK_FULL, cause_of, describe_error
-from ..grid import trunks
+from ..plan import trunks
 from ..results import tracking
 from ..runs.attempts import INTERRUPTED, RETRIED, Policy
 from ..runs.directory import OPEN, RunDirectory, job_seconds

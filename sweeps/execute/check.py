@@ -13,7 +13,8 @@ from ...train.errors import UserError
 from ...train.files import write_atomic
 from ...train.flops import count_parameters
 from .. import prepare
-from ..config import CheckGrid, EvaluateConfig, TuningConfig
+from ..config import EvaluateConfig, TuningConfig
+from ..grid.product import CheckGrid
 from ..results.finish import write_results
 from ..results.table import UNTUNED
 from ..runs.directory import RunDirectory, SweepDirectory

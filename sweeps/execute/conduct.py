@@ -16,7 +16,7 @@ from typing import Any
 from ...train.errors import UserError, counted
 from ...train.planner.validation import check_fields
 from .. import prepare
-from ..config import SweepConfig, TuneGrid
+from ..config import SweepConfig
 from ..plan import rates
 from ..prepare import Prepared
 from ..results.scoring import is_scored
@@ -265,7 +265,7 @@ def check(config: SweepConfig) -> None:
     check_fields(config)
     if cluster.kind == "slurm" and not config.dry_run and shutil.which("sbatch") is None:
         raise UserError("cluster is 'slurm' and there is no sbatch on the PATH; use cluster=local, or load SLURM first")
-    if config.grid is not None and config.grid.stop_hopeless and not isinstance(config.grid, TuneGrid):
+    if config.grid is not None and config.grid.stop_hopeless and not config.grid.tries_settings:
         raise UserError(
             f"grid.stop_hopeless is true and grid.kind is {config.grid.kind!r}; only tune takes it, for a law needs "
             "every run to its end"

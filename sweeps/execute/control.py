@@ -9,7 +9,7 @@ from __future__ import annotations
 from ...train.errors import UserError, counted
 from .. import prepare
 from ..config import cluster_of
-from ..growth import extend
+from ..grid import extend
 from ..runs import lease, membership
 from ..runs.attempts import Policy
 from ..runs.directory import Busy, RunDirectory, SweepDirectory, this_user

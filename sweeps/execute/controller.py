@@ -20,7 +20,7 @@ from typing import Literal, Protocol
 from ...train.errors import UserError
 from .. import prepare
 from ..config import SweepConfig
-from ..growth import extend
+from ..grid import extend
 from ..prepare import Prepared
 from ..results.scoring import is_scored
 from ..runs import lease

@@ -9,7 +9,6 @@ import numpy as np
 
 from ...train.files import read_json_lines
 from ...train.flops import count_parameters
-from ..config import TuneGrid
 from ..prepare import configuration
 from ..runs.directory import RunDirectory, SweepDirectory
 from ..runs.membership import members
@@ -49,7 +48,7 @@ class Judge:
     def of(cls, sweep: SweepDirectory) -> Judge | None:
         """None where the grid does not ask for it."""
         grid = configuration(sweep).grid
-        return cls(sweep) if isinstance(grid, TuneGrid) and grid.stop_hopeless else None
+        return cls(sweep) if grid is not None and grid.stop_hopeless else None
 
     def stop_hopeless(self, running: Iterable[str]) -> None:
         from ...fit.curves.hopeless import chance_to_win

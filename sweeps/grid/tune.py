@@ -2,24 +2,35 @@
 
 Successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943) of a region instead of single settings, for the best
 ones move with D: a rung has half the runs of the one before, in half the volume, around the best quarter of those.
+What it came to is tuning.yaml, which the next sweep takes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
+import yaml
+from msgspec import Meta
 
 from ...train.config import ModelConfig, RunConfig
-from ...train.errors import UserError
-from ...train.flops import count_parameters, training_flops_per_token
-from ..config import PowerRule, TuneGrid
+from ...train.errors import UserError, counted
+from ...train.fields import Count, Positive
+from ...train.files import write_atomic
+from ...train.flops import count_parameters, flops_exact, training_flops_per_token
+from ..config import SweepConfig
+from ..plan.rates import SIZES
+from ..prepare import configuration, resolved_base
+from ..runs.directory import SweepDirectory
+from ..runs.membership import add_runs, members
 from . import architectures
-from .tuning import Tuner, decaying_rate
+from .base import GridConfig, unique_tokens
+from .expand import run_label
+from .tuning import PowerRule, Tuner, decaying_rate, family
 
 LEAST_RUNS, MOST_RUNS = 16, 128  # of a size in the first rung
 KEPT = 0.25  # of a rung's runs, around whose settings the next rung lies
@@ -28,6 +39,8 @@ LEAST_STEPS = 25  # of a run with the largest batch
 TIMESCALE = 0.3  # the middle of what is tried
 VARIED = ("optimizer.learning_rate", "optimizer.batch_size", "optimizer.weight_decay")
 FASTEST = 4.0  # steps in which weights are forgotten, at least
+FILE = "tuning.yaml"
+OTHERS = ("base_depth", "min_steps")  # which the tune has taken as they were
 
 
 class Settings(NamedTuple):
@@ -41,74 +54,148 @@ class Settings(NamedTuple):
 Tried = Mapping[tuple[int, int], Sequence[tuple[Settings, float]]]  # settings and losses by N_total and D
 
 
-def rung_runs(
-    grid: TuneGrid, base: RunConfig, tuner: Tuner, rung: int = 0, tried: Tried | None = None
-) -> Iterator[RunConfig]:
-    """The runs of one rung, all with one seed, for only their differences count; `tried`: what those before came to."""
-    from scipy.stats import qmc
+@dataclass
+class TuneGrid(GridConfig):
+    """The runs of `isoflop tune`: settings at a few sizes, in rungs of growing D and fewer runs."""
 
-    count, half = _runs_per_size(grid, base) >> rung, math.log(grid.span) * 0.5 ** (rung / 3)
-    for model in tune_models(grid, base):
-        N, tokens = count_parameters(model).N_active, rung_tokens(grid, base, model, rung)
-        middle = np.log([base.optimizer.learning_rate, base.batch_tokens, TIMESCALE])
-        if rung:
-            before = rung_tokens(grid, base, model, rung - 1)
-            best = sorted((tried or {}).get((N, before), ()), key=lambda run: run[1])
-            if not best:
-                continue  # none of these runs came to its end
-            middle = np.log([settings for settings, _ in best[: math.ceil(KEPT * len(best))]]).mean(axis=0)
-            middle[1] += BATCH_POWER * math.log(tokens / before)
-        points = qmc.Sobol(len(middle), seed=base.seed + 7919 * rung + N).random_base2((count - 1).bit_length())
-        for rate, batch, timescale in np.exp(middle + half * (2 * points[:count] - 1)).tolist():
-            least = max(base.data.sequence_length, tokens / grid.max_steps)
-            batch = max(least, min(batch, tokens / LEAST_STEPS))
-            rules = replace(
-                tuner.rules,
-                learning_rate=PowerRule(rate),
-                batch_tokens=PowerRule(batch),
-                timescale=PowerRule(max(timescale, FASTEST * batch / tokens)),
-                min_steps=LEAST_STEPS,
-                keep=[name for name in tuner.rules.keep if name not in VARIED],
-                horizon="run",
+    kind: str = "tune"
+    sizes: list[Positive] = field(default_factory=list)  # wanted N_total
+    tokens_per_parameter: list[Positive] = field(default_factory=list)  # of each rung, at least doubling
+    flops_budget: Positive | None = None  # training FLOPs, all rungs together; None: the cluster's, or of a probe here
+    span: Annotated[float, Meta(ge=1, le=1e4)] = 8.0  # the first rung tries settings so far off the base's
+    max_steps: Count = 20_000  # of a run; batches too small for it are not tried
+
+    tries_settings: ClassVar[bool] = True
+
+    def fill_budgets(self, given: list[float] | None, probed: Callable[[], list[float]]) -> None:
+        if self.flops_budget is None:
+            self.flops_budget = sum(given or ()) or SIZES * sum(probed())
+
+    def runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
+        return self.rung_runs(base, tuner, 0, {})
+
+    def rung_runs(self, base: RunConfig, tuner: Tuner, rung: int, tried: Tried) -> Iterator[RunConfig]:
+        """Return the runs of a rung, all with one seed: their differences count. `tried`: what those before came to."""
+        from scipy.stats import qmc
+
+        count, half = self._runs_per_size(base) >> rung, math.log(self.span) * 0.5 ** (rung / 3)
+        for model in self.models(base):
+            N, tokens = count_parameters(model).N_active, self.rung_tokens(base, model, rung)
+            middle = np.log([base.optimizer.learning_rate, base.batch_tokens, TIMESCALE])
+            if rung:
+                before = self.rung_tokens(base, model, rung - 1)
+                best = sorted(tried.get((N, before), ()), key=lambda run: run[1])
+                if not best:
+                    continue  # none of these runs came to its end
+                middle = np.log([settings for settings, _ in best[: math.ceil(KEPT * len(best))]]).mean(axis=0)
+                middle[1] += BATCH_POWER * math.log(tokens / before)
+            points = qmc.Sobol(len(middle), seed=base.seed + 7919 * rung + N).random_base2((count - 1).bit_length())
+            for rate, batch, timescale in np.exp(middle + half * (2 * points[:count] - 1)).tolist():
+                least = max(base.data.sequence_length, tokens / self.max_steps)
+                batch = max(least, min(batch, tokens / LEAST_STEPS))
+                rules = replace(
+                    tuner.rules,
+                    learning_rate=PowerRule(rate),
+                    batch_tokens=PowerRule(batch),
+                    timescale=PowerRule(max(timescale, FASTEST * batch / tokens)),
+                    min_steps=LEAST_STEPS,
+                    keep=[name for name in tuner.rules.keep if name not in VARIED],
+                    horizon="run",
+                )
+                yield Tuner(rules).tuned(replace(base, model=model, tokens=tokens, seed=base.seed + rung))
+
+    def models(self, base: RunConfig) -> list[ModelConfig]:
+        return [architectures.nearest_model(base.model, size) for size in sorted(self.sizes)]
+
+    def rung_tokens(self, base: RunConfig, model: ModelConfig, rung: int) -> int:
+        """D of a rung: a whole number of steps of every batch, for runs of a size are compared at one D."""
+        first, now = self.tokens_per_parameter[0], self.tokens_per_parameter[rung]
+        unit = base.data.sequence_length * 3 * 2 ** math.ceil(math.log2(base.optimizer.batch_size * self.span))
+        return max(1, round(first * count_parameters(model).N_active / unit)) * round(now / first) * unit
+
+    def _runs_per_size(self, base: RunConfig) -> int:
+        """Of the first rung, as the FLOPs pay for."""
+        ratios = self.tokens_per_parameter
+        if not self.sizes or not ratios or any(longer < 2 * one for one, longer in pairwise(ratios)):
+            raise UserError(
+                f"grid.sizes is {self.sizes} and grid.tokens_per_parameter is {ratios}; a tune needs a size, and rungs "
+                "that rise at least twofold"
             )
-            yield Tuner(rules).tuned(replace(base, model=model, tokens=tokens, seed=base.seed + rung))
-
-
-def tune_models(grid: TuneGrid, base: RunConfig) -> list[ModelConfig]:
-    return [architectures.nearest_model(base.model, size) for size in sorted(grid.sizes)]
-
-
-def rung_tokens(grid: TuneGrid, base: RunConfig, model: ModelConfig, rung: int) -> int:
-    """D of a rung: a whole number of steps of every batch, for runs of a size are compared at one D."""
-    first, now = grid.tokens_per_parameter[0], grid.tokens_per_parameter[rung]
-    unit = base.data.sequence_length * 3 * 2 ** math.ceil(math.log2(base.optimizer.batch_size * grid.span))
-    return max(1, round(first * count_parameters(model).N_active / unit)) * round(now / first) * unit
-
-
-def _runs_per_size(grid: TuneGrid, base: RunConfig) -> int:
-    """Of the first rung, as the FLOPs pay for."""
-    ratios = grid.tokens_per_parameter
-    if not grid.sizes or not ratios or any(longer < 2 * one for one, longer in pairwise(ratios)):
-        raise UserError(
-            f"grid.sizes is {grid.sizes} and grid.tokens_per_parameter is {ratios}; a tune needs a size, and rungs "
-            "that rise at least twofold"
+        assert self.flops_budget is not None
+        cost = sum(
+            training_flops_per_token(model, base.data.sequence_length) * self.rung_tokens(base, model, rung) / 2**rung
+            for model in self.models(base)
+            for rung in range(len(self.tokens_per_parameter))
         )
-    assert grid.flops_budget is not None
-    cost = sum(
-        training_flops_per_token(model, base.data.sequence_length) * rung_tokens(grid, base, model, rung) / 2**rung
-        for model in tune_models(grid, base)
-        for rung in range(len(grid.tokens_per_parameter))
-    )
-    if grid.flops_budget < LEAST_RUNS * cost:
-        raise UserError(
-            f"grid.flops_budget is {grid.flops_budget:.3g}, and this design needs {LEAST_RUNS * cost:.3g} for "
-            f"{LEAST_RUNS} runs per size in its first rung; give at least that, or smaller grid.sizes or "
-            "grid.tokens_per_parameter"
-        )
-    return min(MOST_RUNS, int(grid.flops_budget / cost))
+        if self.flops_budget < LEAST_RUNS * cost:
+            raise UserError(
+                f"grid.flops_budget is {self.flops_budget:.3g}, and this design needs {LEAST_RUNS * cost:.3g} for "
+                f"{LEAST_RUNS} runs per size in its first rung; give at least that, or smaller grid.sizes or "
+                "grid.tokens_per_parameter"
+            )
+        return min(MOST_RUNS, int(self.flops_budget / cost))
+
+    def notes(self, runs: Sequence[RunConfig], tuner: Tuner) -> list[str]:
+        from ...fit.checks.planned import MANY_EPOCHS
+
+        ratios = self.tokens_per_parameter
+        longest = max(self.rung_tokens(run, run.model, len(ratios) - 1) for run in runs)
+        if longest > MANY_EPOCHS * unique_tokens(runs[0]):
+            raise UserError(
+                f"grid.tokens_per_parameter gives the largest of grid.sizes {longest:.3g} tokens, more than "
+                f"{MANY_EPOCHS:g} times the corpus; give less of either, or more text"
+            )
+        total = sum(map(flops_exact, runs)) * sum(ratio / ratios[0] / 2**rung for rung, ratio in enumerate(ratios))
+        return [f"these are the first of {len(ratios)} rungs; all take about {total:.3g} FLOPs"]
+
+    def next_round(self, sweep: SweepDirectory, config: SweepConfig) -> bool:
+        base, tried = resolved_base(sweep, config), tried_settings(sweep)
+        there = [(config.model, config.tokens) for config in (run.config() for run in members(sweep))]
+        for rung in range(1, len(self.tokens_per_parameter)):
+            runs = list(self.rung_runs(base, Tuner(config.tuning), rung, tried))
+            if not all((run.model, run.tokens) in there for run in runs):
+                print(f"rung {rung + 1} of {len(self.tokens_per_parameter)}: {counted(len(runs), 'run')}")
+                named = [replace(run, name=run_label(run)) for run in runs]
+                return bool(add_runs(sweep, named, f"rung {rung + 1} of the tune"))
+        return False
+
+    @classmethod
+    def results(cls, sweep: SweepDirectory) -> dict[str, Any]:
+        return write_tuning(sweep, configuration(sweep))
 
 
 def settings_of(run: RunConfig) -> Settings:
     """What a run of a tune tried."""
     forgotten = decaying_rate(run.optimizer, run.model.width) * run.optimizer.weight_decay * run.steps
     return Settings(run.optimizer.learning_rate, run.batch_tokens, 1.0 / forgotten)
+
+
+def tried_settings(sweep: SweepDirectory) -> Tried:
+    """Of the runs that are done, and with the loss expected of them those stopped because they cannot win."""
+    found: dict[tuple[int, int], list[Any]] = {}
+    for run in members(sweep):
+        summary = run.summary() if run.is_done() else None
+        if (loss := run.given_up() if summary is None else summary["val_loss"]) is not None:
+            config = run.config()
+            cell = found.setdefault((count_parameters(config.model).N_active, config.D), [])
+            cell.append((settings_of(config), loss))
+    return found
+
+
+def write_tuning(sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any]:
+    """Fits the rules and writes them; returns what law.json says. InputError where the runs give none."""
+    from ...fit.hyperparameters.tuning import tuning_rules
+
+    tried = tried_settings(sweep).items()
+    rows = [(*cell, *settings, loss) for cell, runs in tried for settings, loss in runs]
+    columns = dict(zip(("N", "D", *Settings._fields, "loss"), np.array(rows, dtype=float).T, strict=True))
+    found = tuning_rules(columns, config.fit.bootstrap, seed=0)
+    taken, unset = asdict(config.tuning), (None, asdict(PowerRule()))
+    others = {name: taken[name] for name in OTHERS if taken[name] not in unset}
+    command = sweep.settings().get("command") or ()
+    content = {"command": " ".join(command), **found, "family": family(sweep.runs()[0].config())}
+    content["tuning"] = others | found["tuning"]
+    write_atomic(sweep.path / FILE, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    said = yaml.safe_dump(found["tuning"], sort_keys=False)
+    verdict = f"rules for tuning=law tuning.file={sweep.path / FILE}, which has their intervals:\n{said}"
+    return {"verdict": verdict, "warnings": found["warnings"]}

@@ -1,4 +1,4 @@
-"""What a run learns by as a function of its N and D: the rules of the `tuning` group. Pure but for `read_rules`.
+"""What a run learns by as a function of its N and D: the rules of the `tuning` group. Pure.
 
 Width and depth are `train/model/parametrization.py`'s: here a rate is one at the base width and depth. Every constant
 is one of `PowerRule`, so that published rules can be written down: Power Lines (Bergsma et al. 2025, arXiv:2505.13738),
@@ -10,20 +10,46 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from ...train.config import OptimizerConfig, RunConfig, canonical_json, flatten, identity, to_dict
 from ...train.errors import UserError
-from ...train.files import read_document
+from ...train.fields import Count, Exponent, Positive
 from ...train.flops import count_parameters
 from ...train.optimizer.registry import OPTIMIZERS
-from ..config import TUNED, PowerRule, TuningConfig, from_mapping
 from . import architectures
 
 WHOLE_BATCHES = sorted([*(2**i for i in range(40)), *(3 * 2**i for i in range(40))])  # sequences a step
+TUNED = (*(f"optimizer.{name}" for name in ("base_depth", "learning_rate", "batch_size", "weight_decay")),)
 # What a run has beside its family: sizes, and what rules choose.
 VARIED = {*TUNED, *(f"model.{name}" for name in ("width", "depth", "heads", "kv_heads", "hidden"))}
+
+
+@dataclass
+class PowerRule:
+    """k N^a D^b batch^c, of N_total, and of D and the run's own batch in tokens; without a k there is no rule."""
+
+    k: Positive | None = None
+    N: Exponent = 0.0
+    D: Exponent = 0.0
+    batch: Exponent = 0.0
+
+
+@dataclass
+class TuningConfig:
+    """How what a run learns by follows its N and D; where there is no rule, the run's own value stands."""
+
+    file: str | None = None  # constants that `isoflop tune` wrote, for the rules that have none here
+    base_depth: Count | None = None  # optimizer.base_depth
+    batch_tokens: PowerRule = field(default_factory=PowerRule)  # tokens a step
+    learning_rate: PowerRule = field(default_factory=PowerRule)  # at base_width and base_depth
+    timescale: PowerRule = field(default_factory=PowerRule)  # of weight decay: batch / (learning rate * decay * D)
+    min_steps: Count = 100  # of a run, which a batch that grew may not take away
+    horizon: Annotated[str, ("run", "size")] = "run"  # D in the rules: the run's, or that of the longest of its N
+    # Fields of a run that rules leave alone; what the command line gives is added.
+    keep: list[Annotated[str, TUNED]] = field(default_factory=list)
+    dial: bool = False  # width and heads follow from model.depth, where the grid chooses no sizes
+    tokens_per_parameter: Positive | None = None  # D, where nothing else says it
 
 
 @dataclass(frozen=True)
@@ -142,35 +168,6 @@ def family(base: RunConfig) -> dict[str, Any]:
     shared = identity(base)
     flat = flatten({group: shared[group] for group in ("model", "data", "optimizer", "schedule")})
     return {name: value for name, value in flat.items() if name not in VARIED}
-
-
-@dataclass
-class TuningFile:
-    """What `isoflop tune` writes, as far as a sweep reads it."""
-
-    tuning: dict[str, Any]
-    family: dict[str, Any]
-
-
-def read_rules(rules: TuningConfig, base: RunConfig) -> tuple[TuningConfig, list[str]]:
-    """The rules with those of their file, and sentences for a person; UserError where it is of another vocabulary."""
-    if rules.file is None:
-        return rules, []
-    path = Path(rules.file).expanduser()
-    found = read_document(path, TuningFile, remedy="tuning.file takes what `isoflop tune` writes")
-    read = from_mapping({"grid": {"kind": "product"}, "tuning": found.tuning}, path, "tune again").tuning
-    own, unset = vars(rules), vars(TuningConfig())
-    merged = {name: value if own[name] == unset[name] else own[name] for name, value in vars(read).items()}
-    here = family(base)
-    names = [name for name in here | found.family if here.get(name) != found.family.get(name)]
-    if "model.vocab_size" in names:
-        raise UserError(
-            f"tuning.file is {path}, found with model.vocab_size {found.family.get('model.vocab_size')}; it must be "
-            f"{base.model.vocab_size} as here, for N and D mean something else in other tokens"
-        )
-    said = ", ".join(f"{name} {found.family.get(name)!r} (here {here.get(name)!r})" for name in names)
-    remarks = [f"the rules of {path} were found with {said}, and may not be the best here"] if names else []
-    return TuningConfig(**merged | {"file": None}), remarks
 
 
 def depends_on_D(rules: TuningConfig) -> bool:

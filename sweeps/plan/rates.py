@@ -20,7 +20,7 @@ from typing import Any
 from ...train.config import RunConfig
 from ...train.data.recipe.pool import usable_cores
 from ...train.files import read_json, write_json
-from ..config import ClusterConfig, GridConfig, IsoflopGrid, TuneGrid
+from ..config import ClusterConfig, GridConfig
 from ..runs.forms import PlanFile
 
 VERSION = 1
@@ -216,14 +216,12 @@ def half_speed_width(cluster: ClusterConfig) -> float:
     return 512.0 if cluster.gpus_per_job > 0 else 96.0
 
 
-def fill_budgets(points: GridConfig | None, cluster: ClusterConfig, rate: float) -> None:
+def fill_budgets(grid: GridConfig | None, cluster: ClusterConfig, rate: float) -> None:
     """Budgets that a grid does not name are the cluster's, else the probe's."""
-    room = places(cluster, 1, rate)  # of one rank, whatever the runs have: how a run is spread changes not what is run
-    probe = (room.flops_per_second, room.jobs, cluster.minutes, half_speed_width(cluster))
-    if isinstance(points, TuneGrid) and points.flops_budget is None:
-        points.flops_budget = sum(cluster.budgets or ()) or SIZES * sum(probed_budgets(*probe))
-    if isinstance(points, IsoflopGrid) and points.budgets is None:
-        points.budgets = cluster.budgets or probed_budgets(*probe)
+    if grid is not None:
+        room = places(cluster, 1, rate)  # of one rank, whatever the runs have: a spread does not change what is run
+        probe = (room.flops_per_second, room.jobs, cluster.minutes, half_speed_width(cluster))
+        grid.fill_budgets(cluster.budgets, lambda: probed_budgets(*probe))
 
 
 def probed_budgets(flops_per_second: float, jobs: int, minutes: float, half_speed: float) -> list[float]:

@@ -17,9 +17,9 @@ from ...train.errors import UserError
 from ...train.flops import count_parameters, flops_6nd, flops_exact, flops_optimizer
 from ...train.schedule import trunk_steps
 from ..config import ClusterConfig
-from ..grid.trunks import own_flops
 from ..runs.forms import JobShape, PlannedRun
 from .rates import Calibration, half_speed_width, run_kind
+from .trunks import own_flops
 
 MANY_STEPS = 200_000  # beyond which a batch is far below what a run of that length can use
 

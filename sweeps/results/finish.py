@@ -17,9 +17,8 @@ from rich.markup import escape
 
 from ...train.errors import UserError, counted
 from ...train.files import read_json, write_json
-from ..config import ClusterConfig, recorded
+from ..config import ClusterConfig, grid_class, recorded
 from ..plan.rates import Measured, kind_of, place_of, record_rates
-from ..prepare import configuration
 from ..runs.directory import FIT_FAILURE, SweepDirectory
 from ..runs.preflight import FILE as PREFLIGHT
 from ..runs.preflight import read_record, summary
@@ -28,7 +27,6 @@ from . import pages, tracking
 from .accounting import account, own_seconds, result_of
 from .forecast import forecast_running
 from .table import UNTUNED, write_curves, write_table
-from .tuned import FILE, write_tuning
 
 COSTS = "costs.json"
 INPUTS = "inputs.json"
@@ -50,7 +48,7 @@ SOURCES = (
     "runs/*/attempts.jsonl",
     "runs/*/eval/step_*.json",
 )
-MADE = ("table.csv", "curves.csv", COSTS, FILE, "fit/law.json", "fit/*.html", "fit/*.png", "runs/*/eval/*.html")
+MADE = ("*.csv", "tuning.yaml", COSTS, "fit/law.json", "fit/*.html", "fit/*.png", "runs/*/eval/*.html")
 
 
 def write_results(sweep: SweepDirectory, targets: list[float] | None = None, anew: bool = False) -> dict[str, Any]:
@@ -106,11 +104,9 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
         )
     costs = account(sweep)
     write_json(sweep.path / COSTS, costs)
-    kind = (settings.get("config") or {}).get("grid", {}).get("kind")
-    if kind in ("tune", "check"):  # there for no law
-        law = write_tuning(sweep, configuration(sweep)) if kind == "tune" else {"warnings": []}
-        write_json(sweep.path / "fit" / "law.json", law)
-        return law
+    if (own := grid_class(settings).results(sweep)) is not None:
+        write_json(sweep.path / "fit" / "law.json", own)
+        return own
     runs = fit.read_table(sweep.path)
     largest = float(table["flops"].max())
     wanted = targets or options.targets or [largest * factor for factor in (10.0, 100.0, 1000.0)]

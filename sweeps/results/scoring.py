@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...train.files import read_json, read_json_lines, write_json
-from ..grid.trunks import checkpoint_folder, has_checkpoint, steps_between
+from ..plan.trunks import checkpoint_folder, has_checkpoint, steps_between
 from ..runs.directory import RunDirectory
 
 if TYPE_CHECKING:

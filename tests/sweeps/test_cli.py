@@ -20,7 +20,7 @@ import pytest
 import yaml
 from isoflop.sweeps.entry import CONFIG, sweep_main
 from isoflop.sweeps.execute import conduct
-from isoflop.sweeps.growth import suggest
+from isoflop.sweeps.grid import suggest
 from isoflop.sweeps.results.finish import write_results
 from isoflop.sweeps.results.table import write_table
 from isoflop.sweeps.runs.directory import SweepDirectory

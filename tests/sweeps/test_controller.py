@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from fake_sweep import settings, write
-from isoflop.sweeps.config import ProductGrid
 from isoflop.sweeps.execute import controller
 from isoflop.sweeps.execute.conduct import renew
 from isoflop.sweeps.execute.controller import (
@@ -24,6 +23,7 @@ from isoflop.sweeps.execute.controller import (
     reconcile,
     workers_for,
 )
+from isoflop.sweeps.grid.product import ProductGrid
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.sweeps.runs.forms import JobShape
 from isoflop.sweeps.runs.journal import Started

@@ -18,7 +18,7 @@ from isoflop import fit
 from isoflop.sweeps import prepare
 from isoflop.sweeps.entry import compose
 from isoflop.sweeps.execute.attempt import Interrupt, train_one
-from isoflop.sweeps.grid.trunks import keep_between, merge_runs, steps_between
+from isoflop.sweeps.plan.trunks import keep_between, merge_runs, steps_between
 from isoflop.sweeps.results import pages, scoring
 from isoflop.sweeps.results.scoring import is_scored, wanted_steps
 from isoflop.sweeps.results.table import build_table, name_recipes_apart, write_table

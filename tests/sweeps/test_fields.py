@@ -13,22 +13,16 @@ from typing import Any
 
 import pytest
 from isoflop.sweeps import prepare
-from isoflop.sweeps.config import (
-    GRIDS,
-    AdaptiveGrid,
-    CheckGrid,
-    CurvesGrid,
-    IsoflopGrid,
-    LadderGrid,
-    PointsGrid,
-    PowerRule,
-    ProductGrid,
-    SweepConfig,
-    TuneGrid,
-    TuningConfig,
-)  # fmt: skip
+from isoflop.sweeps.config import SweepConfig
 from isoflop.sweeps.entry import composition_error
 from isoflop.sweeps.execute.conduct import check
+from isoflop.sweeps.grid.adaptive import AdaptiveGrid
+from isoflop.sweeps.grid.base import grid_kinds
+from isoflop.sweeps.grid.isoflop import CurvesGrid, IsoflopGrid
+from isoflop.sweeps.grid.ladder import LadderGrid
+from isoflop.sweeps.grid.product import CheckGrid, PointsGrid, ProductGrid
+from isoflop.sweeps.grid.tune import TuneGrid
+from isoflop.sweeps.grid.tuning import PowerRule, TuningConfig
 from isoflop.train.config import DataConfig
 from isoflop.train.errors import UserError
 from omegaconf import OmegaConf
@@ -85,7 +79,7 @@ FIELDS = sorted(
 
 
 def test_every_grid_is_tried() -> None:
-    assert set(WORKING) == set(GRIDS)
+    assert set(WORKING) == set(grid_kinds())
     assert len(FIELDS) > 120
 
 

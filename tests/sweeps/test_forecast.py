@@ -12,7 +12,8 @@ import fake_sweep
 import numpy as np
 import pytest
 from isoflop.sweeps.cli.main import app
-from isoflop.sweeps.config import IsoflopGrid, LadderGrid
+from isoflop.sweeps.grid.isoflop import IsoflopGrid
+from isoflop.sweeps.grid.ladder import LadderGrid
 from isoflop.sweeps.observe.doctor import examine_sweep
 from isoflop.sweeps.observe.status import render_status, sweep_status
 from isoflop.sweeps.results import forecast as running

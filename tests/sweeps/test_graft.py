@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from isoflop.sweeps.execute.controller import can_begin
-from isoflop.sweeps.grid.trunks import graft, merge_runs
+from isoflop.sweeps.plan.trunks import graft, merge_runs
 from isoflop.sweeps.runs.directory import RunDirectory
 from isoflop.train.checkpoint import checkpoint
 from isoflop.train.checkpoint.checkpoint import load_for_evaluation

@@ -14,22 +14,16 @@ import fake_sweep
 import pytest
 import yaml
 from isoflop import fit
-from isoflop.sweeps.config import (
-    AdaptiveGrid,
-    CurvesGrid,
-    GridConfig,
-    IsoflopGrid,
-    LadderGrid,
-    PointsGrid,
-    ProductGrid,
-    TuningConfig,
-)
 from isoflop.sweeps.grid import architectures
 from isoflop.sweeps.grid import expand as grid
+from isoflop.sweeps.grid.adaptive import AdaptiveGrid
+from isoflop.sweeps.grid.base import GridConfig
 from isoflop.sweeps.grid.expand import expand_grid
-from isoflop.sweeps.grid.trunks import Progress, merge_runs, own_flops, own_steps
-from isoflop.sweeps.grid.tuning import Tuner
-from isoflop.sweeps.plan.foresight import foresee
+from isoflop.sweeps.grid.isoflop import CurvesGrid, IsoflopGrid
+from isoflop.sweeps.grid.ladder import LadderGrid
+from isoflop.sweeps.grid.product import PointsGrid, ProductGrid
+from isoflop.sweeps.grid.tuning import Tuner, TuningConfig
+from isoflop.sweeps.plan.trunks import Progress, merge_runs, own_flops, own_steps
 from isoflop.sweeps.results.finish import write_results
 from isoflop.sweeps.results.table import write_curves
 from isoflop.train.checkpoint.heldout import validation_steps
@@ -64,11 +58,11 @@ def test_every_isoflop_run_spends_its_budget_to_within_a_step() -> None:
 
 def test_the_expected_optimum_grows_by_the_tables_of_a_larger_vocabulary() -> None:
     points = IsoflopGrid(expected_N=22e3)
-    assert grid.expected_size(points, ModelConfig(vocab_size=256), 2.5e11) == 22e3  # to the last bit: run ids stand
+    assert points.expected_size(ModelConfig(vocab_size=256), 2.5e11) == 22e3  # to the last bit: run ids stand
     width = architectures.nearest_model(ModelConfig(vocab_size=256), 22e3).width
-    assert grid.expected_size(points, ModelConfig(vocab_size=4096), 2.5e11) == 22e3 + (4096 - 256) * width
+    assert points.expected_size(ModelConfig(vocab_size=4096), 2.5e11) == 22e3 + (4096 - 256) * width
     untied = ModelConfig(vocab_size=256, tied_embeddings=False)
-    assert grid.expected_size(points, untied, 2.5e11) == 22e3 + 256 * width
+    assert points.expected_size(untied, 2.5e11) == 22e3 + 256 * width
 
 
 def test_the_6nd_convention_spends_6nd() -> None:
@@ -114,8 +108,8 @@ def test_the_lattice_moves_the_middle_by_half_a_gap_at_most(sizes: int) -> None:
     points = IsoflopGrid(sizes=sizes, span=16)
     for budget in [10 ** (16 + i / 7) for i in range(28)]:
         model = ModelConfig(vocab_size=32768)
-        found = [count_parameters(m).N_total for m in grid.isoflop_sizes(points, model, budget)]
-        expected = grid.expected_size(points, model, budget)
+        found = [count_parameters(m).N_total for m in points.models(model, budget)]
+        expected = points.expected_size(model, budget)
         middle = math.fsum(map(math.log, found)) / sizes
         half = math.log(16) / (sizes - 1) / 2 if sizes > 1 else 0.0
         assert abs(middle - math.log(expected)) <= half + 0.2  # the nearest well-shaped model is up to 20 % off
@@ -220,7 +214,7 @@ REFUSED = [  # numbers out of range: test_fields.py
     (ladder(variants={"a": {"seed": 5}}), {}, "grid.variants.a changes seed; variants share"),
     (ladder(variants={"a": {"model.foo": 5}}), {}, "grid.variants.a names 'model.foo', which is not a field"),
     (ladder(variants={"a": {"log_every": 5}}), {}, "grid.variants.a has the same run as base"),
-    (GridConfig(kind="spiral"), {}, "one of adaptive, isoflop, ladder, curves, product, points, check, tune"),
+    (GridConfig(kind="spiral"), {}, "one of adaptive, check, curves, isoflop, ladder, points, product, tune"),
 ]
 
 
@@ -439,7 +433,7 @@ def test_cooldowns_branch_from_one_long_run_per_size() -> None:
 
 def test_the_plan_says_what_the_same_points_would_cost_apart() -> None:
     runs = expand_grid(GRID, BASE, TuningConfig(horizon="size"))
-    (said,) = foresee(GRID, runs, Tuner())
+    (said,) = GRID.notes(runs, Tuner())
     shares = [2 ** (-k / 2) for k in range(1 + int(math.log2(20) * 2))]
     assert f"about {6 * len(shares)} points" in said
     assert f"{6e12 * sum(shares):.2g} training FLOPs" in said
@@ -448,7 +442,7 @@ def test_the_plan_says_what_the_same_points_would_cost_apart() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"average": AverageConfig()}, "average.kind is none; a grid of curves reads averaged weights"),
+        ({"average": AverageConfig()}, "average.kind is none; curves are read from averaged weights"),
         ({"schedule": ScheduleConfig("cosine")}, "schedule.kind is cosine; a grid of curves needs wsd"),
         ({"tokens": 1000}, "tokens is 1000, but a grid of kind curves chooses D itself"),
     ],

@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 import yaml
 from fake_sweep import planned_run
-from isoflop.sweeps.config import ClusterConfig, ProductGrid, SweepConfig
+from isoflop.sweeps.config import ClusterConfig, SweepConfig
 from isoflop.sweeps.execute import controller, slurm
 from isoflop.sweeps.execute.slurm import FITS, SlurmBackend
 from isoflop.sweeps.execute.worker import Claims
+from isoflop.sweeps.grid.product import ProductGrid
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.sweeps.runs.forms import JobShape
 from isoflop.sweeps.runs.membership import stop_growth

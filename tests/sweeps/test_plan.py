@@ -15,16 +15,21 @@ from pathlib import Path
 
 import pytest
 from isoflop import fit
-from isoflop.sweeps.config import ClusterConfig, GridConfig, IsoflopGrid, LadderGrid, ProductGrid
+from isoflop.sweeps.config import ClusterConfig
 from isoflop.sweeps.grid import architectures
+from isoflop.sweeps.grid.base import GridConfig
 from isoflop.sweeps.grid.expand import expand_grid
+from isoflop.sweeps.grid.isoflop import IsoflopGrid
+from isoflop.sweeps.grid.ladder import LadderGrid
+from isoflop.sweeps.grid.product import ProductGrid
 from isoflop.sweeps.grid.tuning import Tuner
-from isoflop.sweeps.plan import foresight, rates
+from isoflop.sweeps.plan import rates
 from isoflop.sweeps.plan.rates import Calibration, Measured, kind_of, load_rates, place_of, record_rates, sweep_rates
 from isoflop.sweeps.plan.sweep_plan import MANY_STEPS, Plan, job_shape, makespan, plan_remarks, plan_runs, wall_clock
 from isoflop.sweeps.runs.forms import PlannedRun
 from isoflop.sweeps.terminal import describe_seconds, short
 from isoflop.train.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
+from isoflop.train.data import corpora
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
 from isoflop.train.flops import count_parameters, flops_exact
@@ -319,10 +324,10 @@ def foresee(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
             def size_bytes(self) -> int | None:
                 return text
 
-        monkeypatch.setattr(foresight, "open_corpus", lambda data: Corpus())
+        monkeypatch.setattr(corpora, "open_corpus", lambda data: Corpus())
         tokenizer = "bytes" if vocabulary == 256 else "bpe"
         base = RunConfig(model=ModelConfig(vocab_size=vocabulary), data=DataConfig(tokenizer=tokenizer), tokens=0)
-        return foresight.foresee(grid, expand_grid(grid, base), Tuner())
+        return grid.notes(expand_grid(grid, base), Tuner())
 
     return ask
 
@@ -383,4 +388,4 @@ def test_what_joins_a_sweep_is_looked_at_with_what_is_there(foresee: Callable[..
     grid, more = IsoflopGrid(budgets=[1e11, 3e11, 1e12]), IsoflopGrid(budgets=[3e12])
     assert foresee(more) != []  # alone it is one budget
     runs = expand_grid(more, base)
-    assert foresight.foresee(more, runs, Tuner(), expand_grid(grid, base)) == []
+    assert more.notes([*runs, *expand_grid(grid, base)], Tuner()) == []

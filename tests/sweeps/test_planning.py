@@ -14,7 +14,7 @@ from isoflop.sweeps.config import SweepConfig
 from isoflop.sweeps.entry import compose
 from isoflop.sweeps.execute import conduct
 from isoflop.sweeps.execute.controller import outcome
-from isoflop.sweeps.growth import extend
+from isoflop.sweeps.grid import extend
 from isoflop.sweeps.prepare import Prepared
 from isoflop.sweeps.runs import membership
 from isoflop.sweeps.runs.directory import SweepDirectory

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from fake_sweep import settings, write
-from isoflop.sweeps.config import ProductGrid
 from isoflop.sweeps.entry import sweep_main
+from isoflop.sweeps.grid.product import ProductGrid
 from isoflop.sweeps.observe.doctor import examine_sweep
 from isoflop.sweeps.runs import preflight
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory

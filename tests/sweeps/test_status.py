@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 from isoflop.sweeps import terminal
-from isoflop.sweeps.config import ClusterConfig, LadderGrid
+from isoflop.sweeps.config import ClusterConfig
 from isoflop.sweeps.execute.display import LiveView, print_plan
 from isoflop.sweeps.grid.expand import expand_grid
+from isoflop.sweeps.grid.ladder import LadderGrid
 from isoflop.sweeps.observe import logs, status
 from isoflop.sweeps.plan.sweep_plan import plan_runs
 from isoflop.sweeps.results import accounting

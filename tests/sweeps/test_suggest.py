@@ -14,11 +14,12 @@ from fake_sweep import TRUTH, finish, replan, settings, write
 from isoflop.fit import ChinchillaLaw, GammaLaw
 from isoflop.fit.allocation.allocation import optimum
 from isoflop.sweeps import prepare
-from isoflop.sweeps.config import AdaptiveGrid, IsoflopGrid, SweepConfig
+from isoflop.sweeps.config import SweepConfig
 from isoflop.sweeps.grid import expand as grid
-from isoflop.sweeps.grid.trunks import Progress, merge_runs, own_flops
-from isoflop.sweeps.growth import extend
-from isoflop.sweeps.growth.suggest import (
+from isoflop.sweeps.grid import extend
+from isoflop.sweeps.grid.adaptive import AdaptiveGrid, round_summary
+from isoflop.sweeps.grid.isoflop import IsoflopGrid
+from isoflop.sweeps.grid.suggest import (
     Market,
     Range,
     Suggestion,
@@ -27,6 +28,7 @@ from isoflop.sweeps.growth.suggest import (
     suggest_runs,
     trunk_of,
 )
+from isoflop.sweeps.plan.trunks import Progress, merge_runs, own_flops
 from isoflop.sweeps.runs import membership
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.train.config import RunConfig, run_id
@@ -199,6 +201,11 @@ def adaptive_settings(**changes: Any) -> SweepConfig:
     )
 
 
+def ask_round(sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any] | None:
+    assert isinstance(config.grid, AdaptiveGrid)
+    return config.grid.ask_round(sweep, config)
+
+
 def record(sweep: SweepDirectory) -> dict[str, Any]:
     return dict(json.loads((sweep.path / "adaptive.json").read_text()))
 
@@ -237,17 +244,15 @@ def test_rounds_stay_within_the_flops_and_narrow_the_interval(
     sweep = write(tmp_path / "sweep", config)
     finish(sweep)
     rounds = 0
-    while (round_ := extend.ask_round(sweep, config)) is not None:
-        assert re.match(
-            rf"round {rounds + 1}: \d+ runs of .* is \[.*\], and should come to \[", extend.round_summary(sweep)
-        )
-        assert extend.ask_round(sweep, config) == round_  # until its runs have been added and have ended
+    while (round_ := ask_round(sweep, config)) is not None:
+        assert re.match(rf"round {rounds + 1}: \d+ runs of .* is \[.*\], and should come to \[", round_summary(sweep))
+        assert ask_round(sweep, config) == round_  # until its runs have been added and have ended
         assert train(sweep, config, round_) == record(sweep)["rounds"][-1]["runs"]
         rounds += 1
     assert rounds == 2
     assert record(sweep)["ended"] == "all 2 rounds are over"
-    assert extend.round_summary(sweep) == "the adaptive grid is over: all 2 rounds are over"
-    assert extend.ask_round(sweep, config) is None
+    assert round_summary(sweep) == "the adaptive grid is over: all 2 rounds are over"
+    assert ask_round(sweep, config) is None
     total = record(sweep)["rounds"][0]["flops_budget"]
     assert 0.7 * total < spent(sweep) <= total * (1 + 1e-9)  # a round has six runs at most
     after = fit_standing(sweep, config, 1e15)
@@ -262,7 +267,7 @@ def test_it_ends_when_the_interval_is_as_narrow_as_was_asked_for(tmp_path: Path)
     config = adaptive_settings(tolerance=0.9, target_flops=2e13)
     sweep = write(tmp_path / "sweep", config)
     finish(sweep)
-    assert extend.ask_round(sweep, config) is None
+    assert ask_round(sweep, config) is None
     assert "% of the loss (asked for 90.00%)" in record(sweep)["ended"]
 
 
@@ -270,19 +275,13 @@ def test_it_ends_when_the_interval_is_as_narrow_as_was_asked_for(tmp_path: Path)
 def test_it_ends_when_the_flops_are_spent_and_when_too_few_runs_are_done(tmp_path: Path) -> None:
     config = adaptive_settings()
     sweep = write(tmp_path / "poor", config)
-    assert extend.ask_round(sweep, config) is None
+    assert ask_round(sweep, config) is None
     assert "0 runs of" in record(sweep)["ended"]
     finish(sweep)  # they were tried again
-    assert extend.ask_round(sweep, config) is not None
+    assert ask_round(sweep, config) is not None
     assert record(sweep)["ended"] is None
     (sweep.path / "adaptive.json").unlink()
     assert isinstance(config.grid, AdaptiveGrid)
     config.grid.flops_budget = spent(sweep) * 1.001
-    assert extend.ask_round(sweep, config) is None
+    assert ask_round(sweep, config) is None
     assert record(sweep)["ended"].endswith("FLOPs are spent")
-
-
-def test_only_an_adaptive_grid_has_rounds(tmp_path: Path) -> None:
-    config = settings(IsoflopGrid(budgets=FOUR_BUDGETS))
-    with pytest.raises(UserError, match="is 'isoflop'; only adaptive has rounds"):
-        extend.ask_round(SweepDirectory(tmp_path), config)

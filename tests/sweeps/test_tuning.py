@@ -18,36 +18,28 @@ import yaml
 from fake_sweep import complete, replan, settings, write
 from isoflop.fit import published_law
 from isoflop.sweeps import prepare
-from isoflop.sweeps.config import (
-    CheckGrid,
-    IsoflopGrid,
-    LadderGrid,
-    PointsGrid,
-    PowerRule,
-    ProductGrid,
-    SweepConfig,
-    TuneGrid,
-    TuningConfig,
-    base_run,
-)
+from isoflop.sweeps.config import SweepConfig, base_run
 from isoflop.sweeps.entry import CONFIG, compose, sweep_main
 from isoflop.sweeps.execute.check import check_corners, corners, variants
 from isoflop.sweeps.execute.conduct import open_runs
 from isoflop.sweeps.execute.hopeless import Judge
+from isoflop.sweeps.grid import extend
 from isoflop.sweeps.grid.expand import expand_grid
-from isoflop.sweeps.grid.trunks import merge_runs
-from isoflop.sweeps.grid.tune import settings_of
+from isoflop.sweeps.grid.isoflop import IsoflopGrid
+from isoflop.sweeps.grid.ladder import LadderGrid
+from isoflop.sweeps.grid.product import CheckGrid, PointsGrid, ProductGrid
+from isoflop.sweeps.grid.tune import TuneGrid, settings_of, tried_settings, write_tuning
 from isoflop.sweeps.grid.tuning import (
+    PowerRule,
     Tuner,
+    TuningConfig,
     batch_size,
     family,
     power,
-    read_rules,
     weight_decay,
 )
-from isoflop.sweeps.growth import extend
-from isoflop.sweeps.plan.foresight import foresee
-from isoflop.sweeps.results.tuned import tried_settings, write_tuning
+from isoflop.sweeps.plan.trunks import merge_runs
+from isoflop.sweeps.prepare import read_rules
 from isoflop.sweeps.runs import lease
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.sweeps.runs.membership import members
@@ -372,7 +364,7 @@ def test_bad_designs_are_refused_before_anything_runs() -> None:
         first_rung(tune_settings(flops_budget=1e9))
     config = tune_settings(tokens_per_parameter=[10, 1e5], flops_budget=1e18)
     with pytest.raises(UserError, match=r"grid.tokens_per_parameter gives .* times the corpus"):
-        foresee(config.grid, first_rung(config), Tuner())
+        config.grid.notes(first_rung(config), Tuner())
     with pytest.raises(UserError, match=r"grid.tokens_per_parameter is \[40.0, 10.0\]; a tune needs"):
         first_rung(tune_settings(tokens_per_parameter=[40.0, 10.0]))
     with pytest.raises(UserError, match=r"grid.sizes is \[\]"):

@@ -18,12 +18,13 @@ import pytest
 import yaml
 from fake_sweep import planned_run
 from isoflop.sweeps import prepare
-from isoflop.sweeps.config import ClusterConfig, ProductGrid, SweepConfig
+from isoflop.sweeps.config import ClusterConfig, SweepConfig
 from isoflop.sweeps.execute import attempt, local, worker
 from isoflop.sweeps.execute.attempt import Interrupt
 from isoflop.sweeps.execute.controller import EVERYTHING
 from isoflop.sweeps.execute.local import LocalBackend, LocalWorker
 from isoflop.sweeps.execute.worker import Claims, Launch
+from isoflop.sweeps.grid.product import ProductGrid
 from isoflop.sweeps.runs import lease
 from isoflop.sweeps.runs.directory import Busy, RunDirectory, SweepDirectory
 from isoflop.sweeps.runs.forms import JobShape

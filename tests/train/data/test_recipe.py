@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from isoflop.sweeps.config import LadderGrid, ProductGrid
 from isoflop.sweeps.grid import expand as grid
+from isoflop.sweeps.grid.ladder import LadderGrid
+from isoflop.sweeps.grid.product import ProductGrid
 from isoflop.train.config import DataConfig, ModelConfig, RunConfig, run_id
 from isoflop.train.data.corpora import open_corpus
 from isoflop.train.data.mixing import content_hash

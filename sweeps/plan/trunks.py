@@ -101,6 +101,11 @@ def own_flops(run: RunConfig) -> float:
     return flops_exact(run) / run.steps * own_steps(run)
 
 
+def trained_flops(runs: Sequence[RunConfig]) -> float:
+    """Of runs that share their trunks."""
+    return sum(map(own_flops, merge_runs(runs).runs))
+
+
 def steps_between(run: RunConfig, every: int | None) -> list[int]:
     """Steps before the last at which a run's checkpoints are kept for scoring; of a branch those after its trunk's."""
     if every is None:

@@ -19,14 +19,14 @@ from ...train.errors import UserError
 from ...train.flops import count_parameters, flops_exact, tokens_for_budget
 from ...train.schedule import same_until, trunk_steps
 from .. import prepare
-from ..grid import architectures
-from ..grid.expand import run_label
-from ..grid.trunks import Progress, merge_runs, own_flops, progress_of
-from ..grid.tuning import Tuner, whole_steps
+from ..plan.trunks import Progress, merge_runs, own_flops, progress_of
 from ..results.table import build_table
 from ..runs import membership
 from ..runs.directory import SweepDirectory
 from ..terminal import console, plain_table, short
+from . import architectures
+from .expand import run_label
+from .tuning import Tuner, whole_steps
 
 if TYPE_CHECKING:
     from ...fit.allocation.design import Design

@@ -1,0 +1,173 @@
+"""A grid that grows in rounds, each of the runs that `isoflop suggest` finds worth most.
+
+A round is written to adaptive.json before its runs are added, so that after a kill the same round is asked for again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from ...train.config import RunConfig, run_id
+from ...train.errors import UserError, counted
+from ...train.fields import Count, Positive
+from ...train.files import read_json, write_json
+from ..config import SweepConfig
+from ..plan.trunks import own_flops, trained_flops
+from ..prepare import resolved_base
+from ..runs import membership
+from ..runs.directory import SweepDirectory
+from .expand import expand_grid
+from .isoflop import IsoflopGrid
+from .product import PointsGrid
+from .tuning import Tuner
+
+FIRST_BUDGETS, FIRST_SIZES = 3, 4  # of the first round: enough to fit a law's five constants
+FIRST_STEP = 3.0  # between two of these budgets
+FIRST_TRIES = 81  # budgets that are tried for the largest of them, over four decades
+FIRST_SHARE = 0.2  # of the FLOPs, for the first round
+RECORD = "adaptive.json"
+GROWTH = 1.7  # FLOPs of a round over those of the one before: later ones know more of where runs are worth having
+SPENT = 0.02  # of the FLOPs: less than this is no round
+
+
+@dataclass
+class AdaptiveGrid(IsoflopGrid):
+    """A small isoFLOP grid, then rounds of the runs that `isoflop suggest` finds worth most, each after a fit.
+
+    It costs what the grid of IsoflopGrid's fields would, and no run more than the largest of `budgets`.
+    """
+
+    kind: str = "adaptive"
+    flops_budget: Positive | None = None  # training FLOPs, all rounds together; None: what that grid would cost
+    target_flops: Positive | None = None  # budget asked about; None: the largest of fit.targets, else 1000 max_flops
+    max_flops: Positive | None = None  # the most that one run may cost; None: the largest of budgets
+    tolerance: Positive | None = 0.02  # over when the loss's 95 % interval at the target is narrower than this of it
+    rounds: Count = 3  # of suggested runs, at most
+    round_runs: Count = 16  # runs of a round, at most
+
+    takes_variants: ClassVar[bool] = False
+
+    @property
+    def largest_flops(self) -> float:
+        """The most that one run may cost."""
+        return self.max_flops or max(self.budgets or [math.inf])
+
+    def total_flops(self, base: RunConfig, tuner: Tuner) -> float:
+        """Of all rounds together."""
+        return self.flops_budget or trained_flops(list(self.isoflop_runs(base, tuner)))
+
+    def runs(self, base: RunConfig, tuner: Tuner) -> list[RunConfig]:
+        """The largest small isoFLOP grid that FIRST_SHARE of the FLOPs pays for."""
+        if self.recipes is not None and len(self.recipes) != 1:
+            raise UserError(
+                f"grid.recipes has {len(self.recipes)} recipes; an adaptive grid suggests runs for one law, so it "
+                "takes one"
+            )
+        total, least = self.total_flops(base, tuner), self.least_flops(base, tuner)
+        for i in range(FIRST_TRIES):
+            top = self.largest_flops * 10 ** (-4 * i / (FIRST_TRIES - 1))
+            budgets = [top / FIRST_STEP**j for j in range(FIRST_BUDGETS)]
+            if budgets[-1] < least:
+                break
+            runs = list(replace(self, budgets=budgets, sizes=FIRST_SIZES).isoflop_runs(base, tuner))
+            if trained_flops(runs) <= FIRST_SHARE * total:
+                return runs
+        raise UserError(
+            f"grid.flops_budget is {total:.3g}, of which {FIRST_SHARE:.0%} pay for no first round of "
+            f"{FIRST_BUDGETS} budgets and {FIRST_SIZES} sizes of at least grid.min_steps {self.min_steps} steps; "
+            "give more"
+        )
+
+    def notes(self, *_: Any) -> list[str]:
+        return []  # later rounds bring what a fit needs
+
+    def next_round(self, sweep: SweepDirectory, config: SweepConfig) -> bool:
+        added = []
+        if (points := self.ask_round(sweep, config)) is not None:
+            runs = _expanded(points, sweep, config, [run.config() for run in membership.members(sweep)])
+            added = membership.add_runs(sweep, runs, "a round of the adaptive grid")
+        print(round_summary(sweep))
+        return bool(added)
+
+    def ask_round(self, sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any] | None:
+        """The points grid of the next round; None where the grid is over, and adaptive.json then says why."""
+        from .suggest import NothingToSuggest
+
+        record = _record(sweep)
+        rounds = record["rounds"]
+        left = ("planned", "queued", "running")
+        over = {run.run_id for run in membership.members(sweep) if run.state().state not in left}
+        if rounds and not over.issuperset(rounds[-1]["runs"]):  # the newest round is still the next one
+            return dict(rounds[-1]["grid"])
+        try:
+            asked = self._ask(sweep, config, len(rounds))
+        except NothingToSuggest as error:
+            # This end is not final: where runs were tried again since, or the grid asks for more, it goes on.
+            write_json(sweep.path / RECORD, record | {"ended": str(error)})
+            return None
+        write_json(sweep.path / RECORD, {"rounds": [*rounds, asked], "ended": None})
+        return dict(asked["grid"])
+
+    def _ask(self, sweep: SweepDirectory, config: SweepConfig, number: int) -> dict[str, Any]:
+        from .suggest import NothingToSuggest, fit_standing, suggest_from
+
+        base = replace(resolved_base(sweep, config), tokens=0)
+        cap, total = self.largest_flops, self.total_flops(base, Tuner(config.tuning))
+        standing = fit_standing(sweep, config, self.target_flops or max(config.fit.targets, default=1000.0 * cap))
+        if self.tolerance is not None and (width := standing.loss.relative_width) <= self.tolerance:
+            said = f"{width:.2%} of the loss (asked for {self.tolerance:.2%})"
+            raise NothingToSuggest(f"the 95 % interval at {standing.target_flops:.3g} FLOPs is {said}")
+        if number >= self.rounds:
+            raise NothingToSuggest(f"all {self.rounds} rounds are over")
+        planned = {run["run_id"]: float(run["flops_own"]) for run in sweep.plan()["runs"]}
+        present = {run.run_id: run.config() for run in membership.members(sweep)}
+        added = [run for name, run in present.items() if name not in planned]
+        spent = sum(planned.values()) + sum(map(own_flops, added))  # of runs that failed too
+        left = total - spent
+        if left < SPENT * total:
+            raise NothingToSuggest(f"{spent:.3g} of {total:.3g} FLOPs are spent")
+        shares = [GROWTH**i for i in range(number, self.rounds)]
+        budget = left * shares[0] / sum(shares)
+        found = suggest_from(sweep, config, standing, budget, seeds=1, max_flops=cap, max_runs=self.round_runs)
+        expected = found.to_dict()
+        runs = _expanded(found.grid, sweep, config, list(present.values()))
+        return {
+            "runs": list(map(run_id, runs)),
+            "flops": found.flops,
+            "flops_before": spent,
+            "flops_budget": total,
+            "target_flops": standing.target_flops,
+            "before": expected["before"],
+            "expected": expected["after"],
+            "grid": found.grid,
+        }
+
+
+def _expanded(
+    points: dict[str, Any], sweep: SweepDirectory, config: SweepConfig, present: list[RunConfig]
+) -> list[RunConfig]:
+    return expand_grid(PointsGrid(points=points["points"]), resolved_base(sweep, config), config.tuning, present)
+
+
+def round_summary(sweep: SweepDirectory) -> str:
+    """The newest round and what it should bring, or why there is no more."""
+    record = _record(sweep)
+    if record["ended"] is not None or not record["rounds"]:
+        return f"the adaptive grid is over: {record['ended']}"
+    newest = record["rounds"][-1]
+
+    def interval(when: str) -> str:
+        ends = (newest[when]["loss"][end] for end in ("low", "high"))
+        return "[" + ", ".join("unbounded" if end is None else f"{end:.3f}" for end in ends) + "]"
+
+    return (
+        f"round {len(record['rounds'])}: {counted(len(newest['runs']), 'run')} of {newest['flops']:.3g} FLOPs; the "
+        f"95 % interval of the loss at {newest['target_flops']:.3g} FLOPs is {interval('before')}, and should come to "
+        f"{interval('expected')}"
+    )
+
+
+def _record(sweep: SweepDirectory) -> dict[str, Any]:
+    return read_json(sweep.path / RECORD) or {"rounds": [], "ended": None}

@@ -1,0 +1,109 @@
+"""A sweep grows: by what a user adds, by what replaces a run that diverged, by the rounds of its grid.
+
+Whoever plans the sweep next finds the runs in `added.json`.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...train.config import run_id
+from ...train.errors import UserError, counted
+from ...train.files import read_document
+from .. import prepare
+from ..config import SweepConfig, from_mapping
+from ..runs import membership
+from ..runs.directory import RunDirectory, SweepDirectory
+from ..terminal import short
+from .base import GridConfig
+from .expand import expand_grid
+from .tuning import Tuner
+
+
+def extend_sweep(sweep: SweepDirectory, overrides: list[str], grid_file: Path | None = None) -> list[str]:
+    """Adds runs, by `overrides` of the sweep's own grid or a YAML file of a whole one; returns the new ids."""
+    if bool(overrides) == (grid_file is not None):
+        raise UserError("extend needs what to add: overrides of the grid, such as grid.budgets=[1e19], or --grid FILE")
+    config = prepare.configuration(sweep)
+    wanted = _overridden(config, overrides) if grid_file is None else read_grid(grid_file)
+    names = add_grid(sweep, config, wanted, f"extended by {grid_file or ' '.join(overrides)}")
+    none = f"every run of it is part of {sweep.path} already; nothing was added"
+    print(f"added {counted(len(names), 'run')} to {sweep.path}" if names else none)
+    return names
+
+
+def read_grid(file: Path) -> GridConfig:
+    values = read_document(file, dict[str, Any], remedy="--grid takes YAML, a mapping with kind and its fields")
+    if "kind" not in values:
+        raise UserError(f"--grid is {file}, which holds no grid; it must be a mapping with kind and its fields")
+    return as_grid(values, file)
+
+
+def as_grid(values: dict[str, Any], source: object) -> GridConfig:
+    remedy = "correct it; conf/grid/ has one of each kind, with its fields"
+    result = from_mapping({"grid": values}, source, remedy).grid
+    assert result is not None
+    return result
+
+
+def add_grid(sweep: SweepDirectory, config: SweepConfig, wanted: GridConfig, why: str) -> list[str]:
+    """Returns the ids of the runs that are new; says what the fit of all of them would lack."""
+    present = [run.config() for run in membership.members(sweep)]
+    runs = expand_grid(wanted, prepare.resolved_base(sweep, config), config.tuning, present)
+    together = list({run_id(run): run for run in (*runs, *present)}.values())
+    for line in wanted.notes(together, Tuner(config.tuning)):
+        print(f"note: {line}")
+    return membership.add_runs(sweep, runs, why)
+
+
+def _overridden(config: SweepConfig, overrides: list[str]) -> GridConfig:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    for override in overrides:
+        if not override.startswith("grid.") or "=" not in override:
+            raise UserError(
+                f"extend was given {override!r}; it must be FIELD=VALUE with a field of the grid, as grid.sizes=[1e5]"
+            )
+    try:
+        merged = OmegaConf.merge(OmegaConf.create({"grid": asdict(config)["grid"]}), OmegaConf.from_dotlist(overrides))
+        plain = OmegaConf.to_container(merged)
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise UserError(f"extend was given {' '.join(overrides)!r}: {_first_line(error)}") from error
+    assert isinstance(plain, dict)
+    return as_grid(plain["grid"], "the grid with what extend was given")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def replace_diverged(sweep: SweepDirectory, config: SweepConfig) -> list[str]:
+    """Adds a run for every one that diverged, where the grid asks for that; returns the new ids."""
+    factor = config.grid.diverged_rate_factor if config.grid is not None else None
+    if factor is None or membership.is_stopped(sweep):
+        return []
+    diverged = [run for run in membership.members(sweep) if run.state().state == "diverged"]
+    return [name for run in diverged for name in replace_one(sweep, run, factor)]
+
+
+def replace_one(sweep: SweepDirectory, run: RunDirectory, factor: float) -> list[str]:
+    """Adds a run with the learning rate times `factor`, unless the other one is such a run itself."""
+    if run.run_id in membership.replacements(sweep):
+        return []
+    other = copy.deepcopy(run.config())
+    other.optimizer.learning_rate *= factor
+    # Without a trunk: that had the higher rate.
+    other.parent, other.checkpoint = None, replace(other.checkpoint, at_steps=None)
+    other.name = f"{other.name}_lr{short(other.optimizer.learning_rate)}"
+    return membership.add_runs(sweep, [other], f"run {run.run_id} diverged", replaces=run.run_id)
+
+
+def next_round(sweep: SweepDirectory, config: SweepConfig) -> bool:
+    """Add the next round of the sweep's grid. Returns False if it is over, or the grid has no rounds."""
+    return config.grid is not None and not membership.is_stopped(sweep) and config.grid.next_round(sweep, config)

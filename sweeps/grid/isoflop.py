@@ -1,0 +1,182 @@
+"""Grids of sizes around the optimum of FLOP budgets: isoFLOP profiles, and curves of the largest budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from ...train.config import ModelConfig, RunConfig
+from ...train.errors import UserError
+from ...train.fields import Count, Fraction, Positive
+from ...train.flops import count_parameters, flops_exact, tokens_for_budget, training_flops_per_token
+from ...train.schedule import warmup_steps
+from . import architectures
+from .base import GridConfig, fit_notes, unique_tokens
+from .tuning import Tuner
+
+EXPECTED_FLOPS = 2.5e11  # at which grid.expected_N is the best size
+EXPECTED_EXPONENT = 0.55  # of the best N in C; 0.46 to 0.50 in Hoffmann et al. 2022, 0.73 in Kaplan et al. 2020
+TRIES = 80  # budgets to either side, ten a decade
+
+
+@dataclass
+class IsoflopGrid(GridConfig):
+    """Several sizes at each of several FLOP budgets (Hoffmann et al. 2022, approach 2).
+
+    Sizes are log-spaced around N = expected_N (C / 2.5e11) ^ 0.55, which need only be right within the span.
+    """
+
+    kind: str = "isoflop"
+    budgets: list[Positive] | None = None  # training FLOPs; None: those of the cluster group, or of a probe here
+    convention: Annotated[str, ("exact", "6nd")] = "exact"  # how a budget turns into D
+    sizes: Count = 6  # models per budget
+    span: Annotated[float, Meta(ge=1)] = 16.0  # largest over smallest N of a budget
+    expected_N: Positive = 22e3  # N_total at 2.5e11 FLOPs, on bytes
+    min_steps: Count = 100  # a point with fewer optimizer steps is no training; it is left out
+
+    def fill_budgets(self, given: list[float] | None, probed: Callable[[], list[float]]) -> None:
+        if self.budgets is None:
+            self.budgets = given or probed()
+
+    def runs(self, base: RunConfig, tuner: Tuner) -> Iterable[RunConfig]:
+        return self.isoflop_runs(base, tuner)
+
+    def isoflop_runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
+        """Return the runs of a whole isoFLOP grid of these fields."""
+        self.refuse_tokens(base)
+        if not self.budgets:
+            raise UserError(f"grid.budgets is {self.budgets}; give a list of training FLOPs such as [1e12,3e12]")
+        N, _, smallest = architectures.well_shaped(base.model)[0]
+
+        def spending(budget: float, model: ModelConfig) -> RunConfig | None:
+            """None where the steps would be too few."""
+            tokens: Any = tokens_for_budget(model, base.data.sequence_length, budget, self.convention)
+            run = tuner.tuned(replace(base, model=model, tokens=tokens, budget=budget), whole=True)
+            return run if tokens >= self.min_steps * run.batch_tokens else None
+
+        for budget in sorted(set(self.budgets)):
+            if spending(budget, smallest) is None:
+                raise UserError(
+                    f"grid.budgets contains {budget:.3g}, and the smallest model ({N:,} parameters) needs "
+                    f"{self.least_flops(base, tuner):.2g} FLOPs for grid.min_steps {self.min_steps}; give at least that"
+                )
+            found = (spending(budget, model) for model in self.models(base.model, budget))
+            yield from (run for run in found if run is not None)
+
+    def least_flops(self, base: RunConfig, tuner: Tuner) -> float:
+        """Of the smallest model for the fewest steps, of one sequence where a rule chooses the batch."""
+        smallest, length = architectures.well_shaped(base.model)[0][2], base.data.sequence_length
+        least = float(self.min_steps * (base.batch_tokens if tuner.rules.batch_tokens.k is None else length))
+        return training_flops_per_token(smallest, length) * least
+
+    def models(self, base: ModelConfig, budget: float) -> list[ModelConfig]:
+        """Distinct models, log-spaced by the span around the expected optimum of a budget, smallest first."""
+        # All budgets take their sizes from one lattice, so that runs of one size share a trunk.
+        expected = self.expected_size(base, budget)
+        gap = math.log(self.span) / (self.sizes - 1) if self.sizes > 1 else 0.0
+        if gap > 0:
+            expected = self.expected_N * math.exp(gap * round(math.log(expected / self.expected_N) / gap))
+        models: list[ModelConfig] = []
+        for i in range(self.sizes):
+            target = expected * math.exp(gap * (i - (self.sizes - 1) / 2))
+            above = count_parameters(models[-1]).N_active if models else 0
+            models.append(architectures.nearest_model(base, target, above))
+        return models
+
+    def expected_size(self, base: ModelConfig, budget: float) -> float:
+        """N_total of the expected optimum: expected_N is that of models on bytes, whose blocks stay as they are while
+        the tables grow with the vocabulary.
+        """
+        expected = self.expected_N * (budget / EXPECTED_FLOPS) ** EXPECTED_EXPONENT
+        on_bytes = replace(base, vocab_size=256, tied_embeddings=True)
+        shape = architectures.nearest_model(on_bytes, expected)
+        own = replace(shape, vocab_size=base.vocab_size, tied_embeddings=base.tied_embeddings)
+        return expected + count_parameters(own).N_active - count_parameters(shape).N_active
+
+    def notes(self, runs: Sequence[RunConfig], tuner: Tuner) -> list[str]:
+        """Warn of what the fit would lack, with the nearest budgets that would do; UserError if a budget is left with
+        too few sizes for any profile.
+        """
+        from ...fit.checks.planned import FEW_SIZES, LEAST_SIZES, MANY_EPOCHS
+
+        more = {}
+        enough, needed = min(FEW_SIZES, self.sizes), min(LEAST_SIZES, self.sizes)
+        pairs = {(run.budget, count_parameters(run.model).N_active) for run in runs}
+        sizes = {budget: sum(other == budget for other, _ in pairs) for budget in self.budgets or ()}
+        budget = min(sizes, key=lambda budget: (sizes[budget], budget))
+        if sizes[budget] < enough:
+            near = self._nearest_budget(runs[0], tuner, budget, lambda found: len(found) >= enough)
+            more["few_sizes"] = f" At {budget:.2g} FLOPs grid.min_steps leaves some out; {near} would have {enough}."
+            if sizes[budget] < needed:
+                raise UserError(
+                    f"grid.budgets contains {budget:.3g}, at which {sizes[budget]} of {self.sizes} sizes make "
+                    f"grid.min_steps {self.min_steps} steps, and a profile needs {needed}; the nearest budget with "
+                    f"{enough} is {near}"
+                )
+        longest = MANY_EPOCHS * unique_tokens(runs[0])
+        if max(run.D for run in runs) > longest:
+            near = self._nearest_budget(
+                runs[0], tuner, max(sizes), lambda found: max(run.D for run in found) <= longest
+            )
+            more["repeated_data"] = f" The nearest budget of which no run does is {near} FLOPs; or take more text."
+        return fit_notes(runs, more)
+
+    def _nearest_budget(
+        self, base: RunConfig, tuner: Tuner, budget: float, does: Callable[[list[RunConfig]], bool]
+    ) -> str:
+        """The budget nearest to one whose runs will do, in two digits."""
+        for i in range(1, TRIES):
+            for tried in (float(f"{budget * 10 ** (way * i / 10):.1e}") for way in (1, -1)):
+                try:
+                    found = list(replace(self, budgets=[tried]).isoflop_runs(replace(base, tokens=0), tuner))
+                except UserError:  # too small for one model, or too large for any
+                    continue
+                if found and does(found):
+                    return f"{tried:.1e}"
+        return "none"
+
+
+@dataclass
+class CurvesGrid(IsoflopGrid):
+    """The largest budget's run of each size, whose averaged weights say the loss at every smaller D, and cooldowns."""
+
+    kind: str = "curves"
+    # Shares of a run's D at which three sizes also cool down: smallest, middle and largest of those warmed up by then.
+    cooldowns: list[Fraction] = field(default_factory=lambda: [0.05, 0.2, 0.5])
+
+    def runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
+        if not base.average.kept:
+            raise UserError("average.kind is none; curves are read from averaged weights, so it must be ema or window")
+        if base.schedule.kind != "wsd":
+            raise UserError(
+                f"schedule.kind is {base.schedule.kind}; a grid of curves needs wsd, so that cooldowns branch off"
+            )
+        largest = replace(self, budgets=[max(self.budgets)] if self.budgets else None)
+        long = list(largest.isoflop_runs(base, tuner))
+        yield from long
+        for share in self.cooldowns:
+            cooled = [replace(base, model=run.model, tokens=round(share * run.tokens)) for run in long]
+            cooled = [tuner.tuned(run, whole=True) for run in cooled]
+            # A warm-up that is cut short by a small D is not that of the long run.
+            able = [one for one, run in zip(cooled, long, strict=True) if warmup_steps(one) == warmup_steps(run)]
+            yield from (able[i] for i in sorted({0, len(able) // 2, len(able) - 1}) if able)
+
+    def notes(self, runs: Sequence[RunConfig], tuner: Tuner) -> list[str]:
+        """Return what the points would cost as separate runs, and as a ladder of cooldowns."""
+        from ...fit.curves.averaged import SPACING
+
+        least = min(self.cooldowns, default=1.0)
+        shares = [SPACING**-k for k in range(1 + int(math.log(1 / least) / math.log(SPACING)))]
+        longest: dict[int, RunConfig] = {}
+        for run in sorted(runs, key=lambda run: run.D):
+            longest[count_parameters(run.model).N_active] = run
+        long = sum(map(flops_exact, longest.values()))
+        apart, ladder = long * sum(shares), long * (1 + runs[0].schedule.decay_share * sum(shares[1:]))
+        return [
+            f"averages give about {len(longest) * len(shares)} points of N and D; with a run for each they would take "
+            f"{apart:.2g} training FLOPs, as a ladder of cooldowns from the same long runs {ladder:.2g}"
+        ]

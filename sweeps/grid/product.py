@@ -1,0 +1,122 @@
+"""Grids that name fields of a run: products of their values, and runs one by one."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ...train.config import RunConfig
+from ...train.errors import UserError
+from .base import GridConfig
+from .tuning import Tuner
+
+
+@dataclass
+class ProductGrid(GridConfig):
+    """Every combination of the values of any fields of a run, by dotted name."""
+
+    kind: str = "product"
+    # A mapping, e.g. {optimizer.learning_rate: [1e-3, 2e-3], seed: [0, 1]}. Not typed as one, because Hydra would then
+    # refuse every key that is not there already.
+    axes: Any = None
+
+    def runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
+        if self.axes is not None and not isinstance(self.axes, dict):
+            raise UserError(f"grid.axes is {self.axes!r}; it must map fields to values, as {{seed:[0,1]}}")
+        axes = dict(dotted(self.axes or {}))
+        if not axes:
+            raise UserError(
+                "grid.axes is empty; name at least one field and its values, as {optimizer.learning_rate:[4e-3,8e-3]}"
+            )
+        for name, values in axes.items():
+            if not isinstance(values, list) or not values:
+                raise UserError(f"grid.axes.{name} is {values!r}; it must be a list of values")
+        for combination in itertools.product(*axes.values()):
+            run = copy.deepcopy(base)
+            for name, value in zip(axes, combination, strict=True):
+                assign(run, name, value)
+            if (run := tuner.dialled(run)).tokens <= 0:
+                raise UserError("tokens is not set; a product grid needs tokens=… or an axis of that name")
+            yield tuner.tuned(run, kept=axes)
+
+
+@dataclass
+class PointsGrid(GridConfig):
+    """Runs one by one, each as what it changes of the base run: what `isoflop suggest` writes."""
+
+    kind: str = "points"
+    # A list of mappings from dotted fields to values, e.g. [{model.width: 64, model.depth: 4, tokens: 1000000}].
+    points: Any = None
+
+    def runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
+        if not isinstance(self.points, list) or not self.points:
+            raise UserError(
+                f"grid.points is {self.points!r}; it must be a list of runs, each a mapping as "
+                "{tokens:1000000,seed:1}"
+            )
+        for number, point in enumerate(self.points):
+            where = f"grid.points[{number}]"
+            if not isinstance(point, dict) or not point:
+                raise UserError(f"{where} is {point!r}; it must map fields to values, as {{tokens:1000000,seed:1}}")
+            run, given = copy.deepcopy(base), dict(dotted(point))
+            for name, value in given.items():
+                assign(run, name, value, where)
+            if (run := tuner.dialled(run)).tokens <= 0:
+                raise UserError(f"{where} has no tokens; give it, or tokens=… for all points")
+            yield tuner.tuned(run, kept=given)
+
+
+@dataclass
+class CheckGrid(PointsGrid):
+    """The runs of `isoflop tune --check`, which are there for no law."""
+
+    kind: str = "check"
+
+    @classmethod
+    def results(cls, sweep: Any) -> dict[str, Any]:
+        return {"warnings": []}
+
+
+def dotted(axes: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """{a: {b: [1]}} and {a.b: [1]} both mean the axis a.b."""
+    for name, value in axes.items():
+        if isinstance(value, dict):
+            yield from dotted(value, f"{prefix}{name}.")
+        else:
+            yield prefix + str(name), value
+
+
+def assign(run: RunConfig, name: str, value: Any, where: str = "grid.axes") -> None:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    *groups, last = name.split(".")
+    node: Any = run
+    for group in groups:
+        node = getattr(node, group, None)
+    if not dataclasses.is_dataclass(node) or last not in {item.name for item in dataclasses.fields(node)}:
+        raise UserError(f"{where} names {name!r}, which is not a field of a run; see conf/ for the fields")
+    if dataclasses.is_dataclass(below := getattr(node, last)):
+        first = dataclasses.fields(below)[0].name
+        raise UserError(f"{where} names the group {name!r}; name one of its fields, such as {name}.{first}")
+    kind: Any = type(node)
+    typed = _typed(kind)
+    try:
+        typed[last] = value
+    except OmegaConfBaseException as error:
+        raise UserError(f"{where}.{name} contains {value!r}: {str(error).splitlines()[0]}") from error
+    found = typed[last]
+    setattr(node, last, OmegaConf.to_container(found) if OmegaConf.is_config(found) else found)
+
+
+@functools.cache
+def _typed(kind: type) -> Any:
+    """Takes for each field of a dataclass only what it may be; making one takes milliseconds."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.structured(kind)
