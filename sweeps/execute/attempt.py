@@ -1,8 +1,7 @@
-"""One process' part in training a run.
+"""The training of one run, as one process of its worker does it.
 
-Special here:
-- TERM and USR2 set a flag; the loop saves a checkpoint and returns, and only then is the job requeued;
-- a file in a run's directory cancels it, and the worker goes on with other runs.
+- TERM and USR2 set a flag; the loop saves a checkpoint and returns, and only then is the job requeued.
+- A file in a run's directory cancels it, and the worker continues with other runs.
 """
 
 from __future__ import annotations
@@ -29,27 +28,27 @@ from ..runs.lease import Ending
 from ..runs.liveness import Heartbeat
 from ..runs.preflight import decided
 
-ASK_SECONDS = 1.0  # between two looks at who started this process, and at who wants a run cancelled
+ASK_SECONDS = 1.0  # between two checks of the process that started this one, and of the request to cancel the run
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 
 
 class TrunkNotYet(UserError):
-    """The trunk may still come to where its branch begins."""
+    """The trunk has not yet reached the step where its branch begins, but may."""
 
 
 class Interrupt:
-    """Remembers that the job was told to stop, by signal or by the loss of whoever started it."""
+    """The request to stop this job: a signal, or the end of the process that started it."""
 
     def __init__(self, alive: Callable[[], bool] | None = None, lost: str = "the launcher is gone") -> None:
         self.reason: str | None = None
         self.number = signal.SIGTERM  # what to pass on
-        self.cancelled: str | None = None  # who has asked to cancel the run that trains
+        self.cancelled: str | None = None  # the user who asked to cancel the run that trains
         self._alive, self._lost = alive, lost
         self._began = self._asked = time.monotonic()
         self._heart: Heartbeat | None = None
 
         def on_signal(number: int, frame: FrameType | None) -> None:
-            if self.reason is None:  # a preempted job gets several; the first says why
+            if self.reason is None:  # a preempted job gets several; the first is the reason
                 self.number = signal.Signals(number)
                 self.reason = f"signal {self.number.name}"
 
@@ -58,7 +57,7 @@ class Interrupt:
 
     @contextlib.contextmanager
     def watching(self, run: RunDirectory, policy: Policy) -> Iterator[None]:
-        """Give signs of life of a run, and see whether it is to be cancelled."""
+        """Give signs of life of a run, and check whether a user cancels it."""
         with Heartbeat(run, policy) as heart:
             self._heart, self.cancelled = heart, None
             try:
@@ -92,19 +91,19 @@ class Interrupt:
 
 
 def warned_after(environment: Mapping[str, str]) -> float:
-    """Seconds after which a SLURM job that is told to stop is told so for its time limit."""
+    """Return the seconds after which a request to stop means that a SLURM job is close to its time limit."""
     seconds = job_seconds(environment)
     # Jobs are warned up to two minutes before their end, and a process may begin as late after its job.
     return seconds - min(240.0, 0.75 * seconds)
 
 
 def failed(error: Exception, run: RunDirectory) -> Ending:
-    """How a run ends that an error has ended."""
+    """Return the ending of a run that failed with an error."""
     if isinstance(error, OSError) and error.errno in DISK_FULL:
-        words = f"the disk is full ({error.filename or run.path}); free some space and sweep again"
+        reason = f"the disk is full ({error.filename or run.path}); free some space and sweep again"
     else:
-        words = describe_error(error)
-    return Ending("failed", words, "trunk" if isinstance(error, TrunkNotYet) else str(cause_of(error)))
+        reason = describe_error(error)
+    return Ending("failed", reason, "trunk" if isinstance(error, TrunkNotYet) else str(cause_of(error)))
 
 
 def train_one(run: RunDirectory, ranks: Ranks, interrupt: Interrupt, policy: Policy) -> Ending:
@@ -119,7 +118,7 @@ def train_one(run: RunDirectory, ranks: Ranks, interrupt: Interrupt, policy: Pol
 
 
 def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
-    """One rank's part in a run; whatever it dies of is an answer."""
+    """Train a run on one rank. Returns how it ended; an exception is one way to end."""
     from ...train.errors import Diverged, Stopped
     from ...train.loop import train
 
@@ -136,7 +135,7 @@ def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
     except Diverged as diverged:
         return Ending("diverged", str(diverged))
     except Exception as error:
-        # Whatever a run dies of belongs in its state, with the traceback in its log; the sweep goes on.
+        # The reason belongs in the run's state, with the traceback in its log; the sweep continues.
         if not isinstance(error, UserError):
             try_log(run, traceback.format_exc(), ranks.rank)
         return failed(error, run)
@@ -144,7 +143,7 @@ def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
 
 
 def prepare(run: RunDirectory) -> None:
-    """What a run's first rank does before it trains."""
+    """Prepare a run's directory before its first rank trains."""
     run.reserve()
     config = run.config()
     tracking.note_lineage(run, config)
@@ -155,12 +154,12 @@ def prepare(run: RunDirectory) -> None:
         if (line := trunks.graft(run, trunk)) is not None:
             run.log(line)
     except trunks.NotThere as error:
-        if may_go_on(trunk):
+        if may_continue(trunk):
             raise TrunkNotYet(str(error)) from error
         raise
 
 
-def may_go_on(run: RunDirectory) -> bool:
+def may_continue(run: RunDirectory) -> bool:
     """Return whether an unfinished run may be trained further without a user's command."""
     record = run.record()
     if record.state.state == "failed":
@@ -169,7 +168,7 @@ def may_go_on(run: RunDirectory) -> bool:
 
 
 def try_log(run: RunDirectory, text: str, rank: int = 0) -> None:
-    """Logs, or prints where the log cannot be written."""
+    """Write to the run's log, or print if the log cannot be written."""
     try:
         run.log(text, rank)
     except OSError:
@@ -177,7 +176,7 @@ def try_log(run: RunDirectory, text: str, rank: int = 0) -> None:
 
 
 def tidy() -> None:
-    """Gives memory back, and forgets what was compiled."""
+    """Free the memory of the last run, and drop compiled code."""
     import torch
 
     if "torch._dynamo" in sys.modules:

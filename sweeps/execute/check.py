@@ -1,4 +1,4 @@
-"""`isoflop tune --check`: what a grid's settings cost at its corners, by runs at half and twice the rate and batch."""
+"""`isoflop tune --check`: measure a grid's settings at its corners against half and twice the rate and batch."""
 
 from __future__ import annotations
 
@@ -25,52 +25,57 @@ FOLDER = "check"  # of the sweep of these runs, in the folder of the one that is
 
 
 def corners(runs: list[RunDirectory]) -> list[RunDirectory]:
-    """The shortest and the longest run of the smallest and of the largest model."""
+    """Return the shortest and the longest run of the smallest and of the largest model."""
     sizes: dict[int, list[RunDirectory]] = {}
     for run in runs:
         sizes.setdefault(count_parameters(run.config().model).N_active, []).append(run)
     ends = sorted({min(sizes), max(sizes)}) if sizes else ()
-    found = [end(sizes[N], key=lambda run: run.config().D) for N in ends for end in (min, max)]
-    return list({run.run_id: run for run in found}.values())
+    longest_and_shortest = [end(sizes[N], key=lambda run: run.config().D) for N in ends for end in (min, max)]
+    return list({run.run_id: run for run in longest_and_shortest}.values())
 
 
 def variants(run: RunConfig) -> list[dict[str, Any] | None]:
-    """A corner as a point of a grid; with another seed; at half and twice the rate, and half and twice the batch (None
-    where there is none).
+    """Return a corner as a point of a grid, then with another seed, then at half and twice the rate and the batch.
+
+    None stands for a batch of half a sequence.
     """
-    own = {k: v for k, v in flatten(identity(run)).items() if k.partition(".")[0] not in ("data", "recipe")}
+    values = {k: v for k, v in flatten(identity(run)).items() if k.partition(".")[0] not in ("data", "recipe")}
     rate, batch = "optimizer.learning_rate", "optimizer.batch_size"
-    changes = [{"seed": run.seed + 1}, {rate: own[rate] / 2}, {rate: own[rate] * 2}]
-    changes += [{batch: own[batch] // 2}, {batch: own[batch] * 2}]
-    return [own, *(None if change.get(batch) == 0 else own | change for change in changes)]
+    changes = [{"seed": run.seed + 1}, {rate: values[rate] / 2}, {rate: values[rate] * 2}]
+    changes += [{batch: values[batch] // 2}, {batch: values[batch] * 2}]
+    return [values, *(None if change.get(batch) == 0 else values | change for change in changes)]
 
 
 def check_corners(sweep: SweepDirectory) -> int:
-    """Trains them in SWEEP/check, where an interrupted check goes on; writes SWEEP/untuned.csv, and the report anew."""
+    """Train the corners in SWEEP/check, which an interrupted check resumes; write SWEEP/untuned.csv and the report."""
     from ...fit.hyperparameters.tuning import excess_with_error
 
-    at = corners([run for run in members(sweep) if run.is_done()])
-    if len(at) < 2:
-        raise UserError(f"{sweep.path} has {len(at)} runs done, and a check compares the corners of a finished grid")
-    config, runs = prepare.configuration(sweep), [run.config() for run in at]
+    corner_runs = corners([run for run in members(sweep) if run.is_done()])
+    if len(corner_runs) < 2:
+        raise UserError(
+            f"{sweep.path} has {len(corner_runs)} runs done, and a check compares the corners of a finished grid"
+        )
+    config, runs = prepare.configuration(sweep), [run.config() for run in corner_runs]
     points = [variants(run) for run in runs]
-    asked = [point for each in points for point in each[1:] if point is not None]
-    config = replace(config, grid=CheckGrid(points=asked), tokens=None, data=runs[0].data, tuning=TuningConfig())
+    new_points = [point for corner in points for point in corner[1:] if point is not None]
+    config = replace(config, grid=CheckGrid(points=new_points), tokens=None, data=runs[0].data, tuning=TuningConfig())
     config = replace(config, evaluate=EvaluateConfig(), output_root=str(sweep.path), sweep=FOLDER)
     code = conduct(config, ["isoflop", "tune", "--check", str(sweep.path)])
     losses = {}
-    for run in [*at, *members(SweepDirectory(sweep.path / FOLDER))]:
+    for run in [*corner_runs, *members(SweepDirectory(sweep.path / FOLDER))]:
         if run.is_done():
             losses[canonical_json(variants(run.config())[0])] = (run.summary() or {})["val_loss"]
-    found = np.array([[losses.get(canonical_json(point), math.nan) for point in each] for each in points])
-    if np.isnan(found[:, :4]).any():
-        print("some runs of this check are not done; the same command goes on with them")
+    corner_losses = np.array([[losses.get(canonical_json(point), math.nan) for point in corner] for corner in points])
+    if np.isnan(corner_losses[:, :4]).any():
+        print("some runs of this check are not done; the same command continues them")
         return code
-    excess, error = excess_with_error(found[:, :2], found[:, 2:].reshape(-1, 2, 2))
-    rows = [f"{run.run_id},{e:.6g},{se:.6g}\n" for run, e, se in zip(at, excess, error, strict=True)]
+    excess, error = excess_with_error(corner_losses[:, :2], corner_losses[:, 2:].reshape(-1, 2, 2))
+    rows = [f"{run.run_id},{mean:.6g},{se:.6g}\n" for run, mean, se in zip(corner_runs, excess, error, strict=True)]
     write_atomic(sweep.path / UNTUNED, "".join(["run_id,excess,excess_se\n", *rows]))
-    for corner, e, se in zip(runs, excess, error, strict=True):
+    for corner, mean, se in zip(runs, excess, error, strict=True):
         N = count_parameters(corner.model).N_active
-        print(f"N {N:,}, D {corner.D:,}: {e:.2%} ± {se:.2%} above the best within a factor of 2 of its rate and batch")
+        print(
+            f"N {N:,}, D {corner.D:,}: {mean:.2%} ± {se:.2%} above the best within a factor of 2 of its rate and batch"
+        )
     write_results(sweep)
     return code

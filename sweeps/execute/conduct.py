@@ -38,7 +38,7 @@ LONGEST_NAME = 200  # bytes, of a sweep
 
 
 def conduct(config: SweepConfig, command: list[str]) -> int:
-    """Runs a sweep: 0 when every run is done (or submitted), 1 when one failed. UserError: nothing was started."""
+    """Run a sweep. Returns 0 if every run is done or submitted, 1 if one failed. UserError: nothing was started."""
     check(config)
     prepared = prepare.from_config(config)
     notes = "".join(f"note: {remark}\n" for remark in prepared.remarks)
@@ -62,7 +62,7 @@ def conduct(config: SweepConfig, command: list[str]) -> int:
 
 
 def resume(sweep: SweepDirectory, only: set[str] | None = None) -> int:
-    """Goes on with a sweep from its folder alone, or with the runs in `only` and their trunks; see `conduct`."""
+    """Continue a sweep from its folder alone, or only the runs in `only` and their trunks; see `conduct`."""
     config = prepare.configuration(sweep)
     check(config)
     membership.allow_growth(sweep)
@@ -141,7 +141,7 @@ def _prepare_text(asked: list[RunDirectory]) -> None:
 
 
 def _fetch_tasks(prepared: Prepared, asked: list[RunDirectory]) -> None:
-    """Fetch what the evaluation needs, if anything is to be scored; UserError if that fails."""
+    """Fetch what the evaluation needs, if any run will be scored; UserError if that fails."""
     from ..results.scoring import stage
 
     tasks = prepared.config.evaluate.tasks
@@ -173,7 +173,7 @@ def submit(prepared: Prepared, only: set[str] | None = None) -> None:
         raise
     backend.remember(over=False)
     if not backend.jobs():
-        raise UserError("SLURM takes no more jobs for now, not even one that looks after the sweep; try later")
+        raise UserError("SLURM takes no more jobs for now, not even a keeper; try later")
     if waiting or backend.started["worker"]:
         workers = counted(backend.started["worker"], "worker")
         print(f"submitted {counted(waiting, 'run')} and {counted(len(missing), 'scoring')} to SLURM, and {workers}")
@@ -259,7 +259,7 @@ def outcome(prepared: Prepared) -> int:
 
 
 def check(config: SweepConfig) -> None:
-    """Refuses a configuration that contradicts itself or asks for what is not there."""
+    """Raise UserError if a configuration contradicts itself or needs what this machine lacks."""
     _check_folder(config)
     cluster = config.cluster
     check_fields(config)

@@ -1,7 +1,7 @@
-"""A person's commands on a sweep that may be at work: cancel and retry.
+"""The user's commands on a sweep that may be running: cancel and retry.
 
-Any number of people may do any of this at once, from any machine: what a run is told lies in its directory, and whoever
-holds its lock writes its state. A run that nobody trains is cancelled on the spot; one that trains saves first.
+Several users may call them at once, from any machine: requests are files in a run's directory, and only the holder of
+the run's lock writes its state. An idle run is cancelled at once; a running one saves a checkpoint first.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ FACTOR = 0.5  # of the learning rate of a run that diverged, where the grid does
 
 
 def cancel(sweep: SweepDirectory, prefixes: list[str]) -> int:
-    """Stops the runs that begin with these digits, or all of a sweep and its jobs; prints a line per run.
+    """Cancel the runs whose ids begin with these prefixes, or all of a sweep and its jobs; print a line per run.
 
-    Returns the exit code: 1 where SLURM does not answer, and its jobs are left.
+    Returns the exit code: 1 if SLURM does not answer, so that its jobs are left.
     """
     policy, by = Policy.of(cluster_of(sweep.settings())), this_user()
     if not prefixes:
@@ -59,30 +59,37 @@ def _cancel_one(run: RunDirectory, by: str, policy: Policy) -> str:
 
 
 def retry(sweep: SweepDirectory, prefixes: list[str], failed: bool, diverged: bool, cancelled: bool = False) -> int:
-    """Starts runs again, each from its newest checkpoint and with a new budget of retries; prints a line per run.
+    """Start runs again, each from its newest checkpoint and with a new budget of retries; print a line per run.
 
-    Those whose ids begin with one of `prefixes`, in whatever state but done; all that `failed`, or whose process is
-    gone, which is so when nothing else is asked for; all `cancelled`; for each that `diverged` a new one with a lower
-    learning rate. Where a launcher on this machine is at work, it takes them when its own have ended. Returns the exit
-    code of what then runs.
+    If a launcher on this machine is running, it takes them when its own runs have ended.
+
+    Args:
+        sweep: the sweep.
+        prefixes: of the ids of unfinished runs, in any state.
+        failed: all runs that failed or whose process is gone; the default if nothing else is asked for.
+        diverged: for each run that diverged, a new one with a lower learning rate.
+        cancelled: all runs that were cancelled.
+
+    Returns:
+        The exit code of the command that continues the sweep.
     """
     policy = Policy.of(cluster_of(sweep.settings()))
     chosen = {run.run_id: run for run in find_runs(sweep, prefixes)}
     failed = failed or not (prefixes or diverged or cancelled)
-    wanted = [state for state, asked in (("failed", failed), ("cancelled", cancelled)) if asked]
+    states = [state for state, asked in (("failed", failed), ("cancelled", cancelled)) if asked]
     members = membership.members(sweep)
-    for run in members if wanted else ():
+    for run in members if states else ():
         if failed and run.state().state == "running":
             lease.reconcile_idle(run, policy)
-        if run.state().state in wanted:
+        if run.state().state in states:
             chosen.setdefault(run.run_id, run)
     again = {run.run_id for run in chosen.values() if _reset(run, policy)}
     if diverged:
         again |= lower_rates(sweep)
     if not again:
         left = sum(run.state().state == "cancelled" for run in members)
-        known = f"; {counted(left, 'run is', 'runs are')} cancelled, which --cancelled tries again"
-        more = known if left and not cancelled else ""
+        advice = f"; {counted(left, 'run is', 'runs are')} cancelled, which --cancelled tries again"
+        more = advice if left and not cancelled else ""
         print(f"there is nothing to try again{more}; see `isoflop status {sweep.path}`")
         return 0
     return conduct.resume(sweep, only=again)
@@ -100,16 +107,16 @@ def _reset(run: RunDirectory, policy: Policy) -> bool:
         what = "is about to stop; try again in a moment" if run.cancel_asked() else "is being trained; cancel it first"
         print(f"run {run.run_id} {what} ({busy})")
         return False
-    why = f": {before.reason}" if before.reason else ""
-    print(f"run {run.run_id} is tried again; it was {before.state}{why}")
+    reason = f": {before.reason}" if before.reason else ""
+    print(f"run {run.run_id} is tried again; it was {before.state}{reason}")
     return True
 
 
 def lower_rates(sweep: SweepDirectory) -> set[str]:
-    """Adds for every run that diverged one with a lower learning rate; returns the new ids."""
+    """Add a run with a lower learning rate for every run that diverged. Returns the new ids."""
     grid = prepare.configuration(sweep).grid
     factor = FACTOR if grid is None or grid.diverged_rate_factor is None else grid.diverged_rate_factor
-    wanted = set()
+    new_ids = set()
     for run in membership.members(sweep):
         if run.state().state != "diverged":
             continue
@@ -119,5 +126,5 @@ def lower_rates(sweep: SweepDirectory) -> set[str]:
         for name in fresh:
             rate = sweep.run(name).config().optimizer.learning_rate
             print(f"run {run.run_id} diverged; run {name} takes its place, at {factor:g} of its rate: {rate:.3g}")
-        wanted.update(fresh)
-    return wanted
+        new_ids.update(fresh)
+    return new_ids

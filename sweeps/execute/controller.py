@@ -55,7 +55,7 @@ def standing(
 ) -> tuple[Status, float, tuple[str, ...]]:
     """Return whether a run whose last attempt did not finish it can be claimed, in how many seconds, and not where.
 
-    `attempts` are those that count against the budgets, and `spent` the retries that the sweep has had. Pure.
+    `attempts` are those since the last retry that a user asked for, and `spent` the retries of the whole sweep. Pure.
     """
     ended = attempts[-1].ended if attempts else now
     decision = decide(attempts, policy, spent, ended)
@@ -151,7 +151,7 @@ class Board:
 
 
 def can_begin(branch: RunDirectory, trunk: RunDirectory, step: int) -> bool:
-    """Return whether a branch finds a checkpoint at `step` of its trunk, or a later one of its own."""
+    """Return whether a branch finds its trunk's checkpoint of `step`, or its own later one."""
     return step in trunk.saved_steps() or any(saved >= step for saved in branch.saved_steps())
 
 
@@ -171,8 +171,8 @@ class Limits:
     """How many jobs a backend may start."""
 
     at_once: Callable[[JobShape], int]  # workers side by side
-    room: float = math.inf  # jobs that the queue takes in addition to those that are in it
-    keepers: int = 0  # jobs that must wait in the queue to look after the sweep
+    room: float = math.inf  # further jobs that the queue takes
+    keepers: int = 0  # jobs that must wait in the queue to supervise the sweep
     worker_seconds: float = 0.0  # that the tasks of a worker should last together; 0: each free task has its worker
     one_size: bool = False  # workers side by side have the same number of ranks
 
@@ -193,11 +193,11 @@ Action = StartKeepers | StartWorkers
 
 
 def next_actions(tasks: Iterable[Task], jobs: Sequence[Job], limits: Limits) -> list[Action]:
-    """Return what is to be started, the most important first. Pure.
+    """Return which jobs must be started, the most important first. Pure.
 
     Args:
-        tasks: those that are not over, in the order in which they should start.
-        jobs: the sweep's jobs, in the queue or at work.
+        tasks: all that are not over, in the order in which they should start.
+        jobs: the sweep's jobs, pending or running.
         limits: what the backend allows.
     """
     waiting_keepers = sum(job.kind == "keeper" and job.waits and not job.held for job in jobs)
@@ -311,10 +311,10 @@ def replan(prepared: Prepared, command: list[str] | None = None) -> None:
     for run in prepared.directories:
         state = run.state().state
         if state == "running":
-            with contextlib.suppress(UserError):  # unless its worker is gone, which nobody has noticed yet
+            with contextlib.suppress(UserError):  # a worker that is gone holds no lock
                 run.refreeze(by_id[run.run_id], timeout=0.0)
         elif state != "done":
-            run.refreeze(by_id[run.run_id])  # what the plan says of where and how, as its ranks or its trunk
+            run.refreeze(by_id[run.run_id])  # the ranks, the device or the trunk may have changed
 
 
 def grow(sweep: SweepDirectory) -> bool:

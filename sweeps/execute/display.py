@@ -99,8 +99,8 @@ def _jobs(plan: Plan, cluster: ClusterConfig, starts: Mapping[JobShape, str]) ->
 
 def _shape(shape: JobShape) -> str:
     gpus = f"{shape.gpus} GPU{'s' * (shape.gpus > 1)}, " if shape.gpus else ""
-    each = f"{gpus}{shape.cpus} core{'s' * (shape.cpus > 1)} and {shape.memory_gb:g} GB"
-    return each if shape.ranks == 1 else f"{shape.ranks} ranks{_on_nodes(shape)}, each with {each}"
+    per_rank = f"{gpus}{shape.cpus} core{'s' * (shape.cpus > 1)} and {shape.memory_gb:g} GB"
+    return per_rank if shape.ranks == 1 else f"{shape.ranks} ranks{_on_nodes(shape)}, each with {per_rank}"
 
 
 def _on_nodes(shape: JobShape) -> str:

@@ -1,4 +1,4 @@
-"""Ends runs of a tune that cannot win any more, where `grid.stop_hopeless` asks for it."""
+"""Stop runs of a tune that can no longer win, if `grid.stop_hopeless` is set."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOOKS = 20  # at a run, evenly spread over its tokens: with each more a chance c
 
 
 def trial_of(run: RunDirectory) -> Trial:
-    """What a run has logged so far, and of one that is done its final loss."""
+    """Return the losses that a run has logged so far, with the final loss of a finished run."""
     from ...fit.curves.hopeless import Trial  # fit brings pandas, and the trainer torch; planning does without
     from ...train.job.progress import SMOOTHING
 
@@ -30,14 +30,14 @@ def trial_of(run: RunDirectory) -> Trial:
     records = {one["step"]: one["smoothed_loss"] for one in lines if {"step", "smoothed_loss"} <= one.keys()}
     steps, smoothed = np.array(sorted(records.items()), dtype=float).reshape(-1, 2).T
     # The mean of the steps since the last record, which is all that the smoothed loss has learned since then.
-    kept = SMOOTHING ** np.diff(steps, prepend=0.0)
-    loss = (smoothed - kept * np.concatenate([smoothed[:1], smoothed[:-1]])) / (1 - kept)
+    weights = SMOOTHING ** np.diff(steps, prepend=0.0)
+    loss = (smoothed - weights * np.concatenate([smoothed[:1], smoothed[:-1]])) / (1 - weights)
     cell = (count_parameters(config.model).N_active, config.D)
     return Trial(cell, steps / config.steps, loss, summary["val_loss"] if summary is not None else None)
 
 
 class Judge:
-    """Looks at runs that train, and asks those to stop that cannot win."""
+    """Finds the runs that can no longer win, and asks their workers to stop."""
 
     def __init__(self, sweep: SweepDirectory) -> None:
         self._sweep = sweep
@@ -46,7 +46,7 @@ class Judge:
 
     @classmethod
     def of(cls, sweep: SweepDirectory) -> Judge | None:
-        """None where the grid does not ask for it."""
+        """Return a judge if the sweep's grid asks for one."""
         grid = configuration(sweep).grid
         return cls(sweep) if grid is not None and grid.stop_hopeless else None
 
@@ -65,6 +65,6 @@ class Judge:
                     self._finished[one.run_id] = trial_of(one)
             chance = chance_to_win(trial_of(run), list(self._finished.values()))
             if chance is not None and chance.probability < LEAST_CHANCE:
-                said = f"probability {chance.probability:.2g} at {100 * chance.share:.0f} % of its steps"
-                run.log(f"it cannot win any more: {said}, expected to end at {chance.loss:.4f}")
-                run.ask_cancel(f"grid.stop_hopeless, for it cannot win any more: {said}", chance.loss)
+                message = f"probability {chance.probability:.2g} at {100 * chance.share:.0f} % of its steps"
+                run.log(f"it cannot win any more: {message}, expected to end at {chance.loss:.4f}")
+                run.ask_cancel(f"grid.stop_hopeless, for it cannot win any more: {message}", chance.loss)

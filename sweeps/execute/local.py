@@ -81,7 +81,7 @@ class LocalBackend:
             UserError: one worker after the other ended before it had begun anything.
         """
         try:
-            with _handling(signal.SIGTERM, signal.default_int_handler):  # such as of a closed allocation
+            with _handling(signal.SIGTERM, signal.default_int_handler):  # such as when an allocation is closed
                 while not reconcile(self.sweep, self, self._scope) or self._workers:
                     began, looked, ended = time.monotonic(), time.monotonic(), False
                     while not ended and time.monotonic() < began + self._pass_seconds():
@@ -144,7 +144,7 @@ class LocalBackend:
         ended = [worker for worker in self._workers if not worker.is_running]
         self._workers = [worker for worker in self._workers if worker.is_running]
         for worker in ended:
-            # What submitit's controller exits with says nothing of its task.
+            # The exit code of submitit's controller is not that of its task.
             self._stillborn = 0 if worker.claims.path.exists() else self._stillborn + 1
             if self._stillborn >= STILLBORN:
                 raise UserError(
@@ -167,7 +167,7 @@ class LocalBackend:
             worker.last_sign, worker.still = sign, worker.still + passed if hangs else 0.0
             if worker.still < self._hang_seconds:
                 continue
-            reason = f"it hung: no sign of life for {self._hang_seconds:g} s, as of a process that is frozen"
+            reason = f"it hung: no sign of life for {self._hang_seconds:g} s, like a frozen process"
             if run is not None:
                 note_failure(run.path, Failure(Cause.HUNG, reason, host=this_node()))
             for process in processes:
@@ -194,14 +194,14 @@ class LocalBackend:
 
 
 def processes_of(root: int) -> dict[int, str]:
-    """Return a process, those that it has started and so on, each with its state in Linux's letter."""
-    found: dict[int, str] = {}
+    """Return the state, as Linux's letter, of a process and of all its descendants, by process id."""
+    states: dict[int, str] = {}
     with contextlib.suppress(OSError):  # it has just ended
-        found[root] = Path(f"/proc/{root}/stat").read_text().rpartition(")")[2].split()[0]
+        states[root] = Path(f"/proc/{root}/stat").read_text().rpartition(")")[2].split()[0]
         for path in Path(f"/proc/{root}/task").glob("*/children"):
             for child in path.read_text().split():
-                found |= processes_of(int(child))
-    return found
+                states |= processes_of(int(child))
+    return states
 
 
 @contextlib.contextmanager

@@ -44,7 +44,7 @@ RESULTS = ("runs/*/summary.json", "runs/*/eval/*.json")
 
 
 class SlurmBackend:
-    """The queue of SLURM, as far as one sweep is concerned; whoever uses it holds the sweep."""
+    """One sweep's jobs in SLURM's queue; the caller holds the sweep."""
 
     marks_queued = True
 
@@ -65,7 +65,7 @@ class SlurmBackend:
         jobs = jobs_of(self.sweep)
         if stranded := [job.name for job in jobs if job.stranded]:
             slurm.release(stranded)
-        as_asked = is_held(self.cluster)  # the user wants them held, and releases them
+        as_asked = is_held(self.cluster)  # the user holds them, and releases them
         return [
             Job(job.name, job.kind, job.shape, job.waits, job.held and not as_asked)
             for job in jobs
@@ -79,11 +79,11 @@ class SlurmBackend:
                 f"{limits.max_submit} jobs may be in the queue at once, by cluster.max_submit or SLURM's own limits; "
                 f"it must be {LEAST_ROOM} or more: three keepers, the fit and a worker"
             )
-        most = min(self.cluster.array_parallelism, limits.max_array)
+        at_once = min(self.cluster.array_parallelism, limits.max_array)
         room = math.inf
         if limits.max_submit is not None:
             room = max(0, limits.max_submit - len(slurm.queue(own=True)) - 1)  # one: the fit
-        return Limits(lambda shape: most, room, KEEPERS, 60 * self.cluster.queue_minutes)
+        return Limits(lambda shape: at_once, room, KEEPERS, 60 * self.cluster.queue_minutes)
 
     def explain(self, start: Started) -> Death:
         return slurm.death_of(start.job_id, start.host)
@@ -93,13 +93,13 @@ class SlurmBackend:
         live = {job.name for job in slurm.queue()}
         dead = {job: place for job, place in submitted_workers(self.sweep).items() if job not in live}
         empty = {job: place for job, place in dead.items() if Claims(place[1], job).count()}
-        outcomes, found = slurm.outcomes(empty), list[tuple[str, JobShape, Death]]()
+        outcomes, failures = slurm.outcomes(empty), list[tuple[str, JobShape, Death]]()
         for job, (shape, folder) in empty.items():
             death = slurm.death_of(job, None, outcomes)
             # One that has completed found no task, and one that was told to stop has not failed.
             if outcomes.get(job, ("",))[0] != "COMPLETED" and death.cause not in ("preempted", "time_limit"):
-                found.append((job, shape, Death(death.cause, f"{death.reason}; {self._last_words(folder, job)}")))
-        return found
+                failures.append((job, shape, Death(death.cause, f"{death.reason}; {self._last_words(folder, job)}")))
+        return failures
 
     def start_workers(self, shape: JobShape, count: int, avoid: tuple[str, ...] = ()) -> None:
         folder = self._folder(f"worker-{label_of(shape)}")
@@ -160,11 +160,11 @@ class SlurmBackend:
         self.started[kind] += len(where.submit(request, call, count))
 
     def _last_words(self, folder: Path, job: str) -> str:
-        """Return what a job's log says of its end, or that there is none: its node may not see the sweep."""
+        """Return the line of a job's log about its end, or that it left none: its node may not see the sweep."""
         if not (logs := sorted(folder.glob(f"{job}_*log.*"))):
             return f"it left no log in {folder}: does its node see that folder? All nodes must share it"
         errors = (log.read_text(encoding="utf-8", errors="replace") for log in logs if log.suffix == ".err")
-        first = next((words for text in errors if (words := slurm.first_to_end(text)) is not None), None)
+        first = next((message for text in errors if (message := slurm.first_to_end(text)) is not None), None)
         return first or f"see {logs[-1]}"
 
 
@@ -196,9 +196,9 @@ def keep(sweep_path: str) -> None:
                 if backend.memory.get("over") or any(job.kind == "keeper" for job in backend.jobs()):
                     return
         except Exception as error:
-            # Whatever it is, the sweep must not be without a keeper.
+            # After any error the sweep must still have a keeper.
             with contextlib.suppress(OSError):
-                print(f"this pass came to nothing, and the next will try again: {error}")
+                print(f"this pass failed, and the next will try again: {error}")
                 if not isinstance(error, UserError):
                     traceback.print_exc()
         time.sleep(pause)
@@ -214,7 +214,7 @@ def fit_laws(sweep_path: str) -> None:
 
 
 def run_pass(sweep: SweepDirectory) -> SlurmBackend:
-    """Start what is due on SLURM: workers, another round, the fit; the caller holds the sweep.
+    """Start the missing jobs on SLURM: workers, those of another round, the fit; the caller holds the sweep.
 
     Raises:
         UserError: SLURM does not answer, or refuses what is submitted.

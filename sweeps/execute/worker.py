@@ -3,8 +3,8 @@
 - What ends a run does not end the worker, except with several ranks: a rank that failed may have left the others in
   a collective.
 - Rank 0 claims, holds the lease and writes the journal. It writes each claim into a file that the other ranks follow.
-- A worker on this machine stops when its launcher is gone. A SLURM job that is told to stop saves a checkpoint and
-  ends; SLURM requeues it, or the keeper starts another.
+- A worker on this machine stops when its launcher is gone. A SLURM job that gets the signal to stop saves a
+  checkpoint and ends; SLURM requeues it, or the keeper starts another.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from .controller import EVERYTHING, Board, Scope, Task
 
 POLL_SECONDS, LONGEST_PAUSE = 0.2, 5.0  # between two looks at a board that has nothing to claim
 IDLE_SECONDS = 60.0  # for which a worker waits for something to claim
-MOST_WARNING = 120.0  # seconds before its time limit that a job is told to stop; half of the limit where that is less
+MOST_WARNING = 120.0  # seconds before its time limit that a job gets the signal to stop; at most half of the limit
 LEAST_SECONDS = 60.0  # that must be left until then to begin a task; a tenth of the limit where that is less
 
 
@@ -60,7 +60,7 @@ class RunFailed(Exception):
 
 @dataclass(frozen=True)
 class Launch:
-    """What a worker is told by the process that starts it."""
+    """The arguments of a worker."""
 
     sweep: str  # path
     shape: JobShape  # of the tasks that it may claim
@@ -239,8 +239,8 @@ class _Worker:
 
     def _train(self, task: Task) -> bool:
         run = task.run
-        with lease.hold(run, job_id(), self._board.policy, self._explain) as begun:
-            if begun is None:
+        with lease.hold(run, job_id(), self._board.policy, self._explain) as record:
+            if record is None:
                 return False
             self.write(task)
             ending = train_one(run, self.ranks, self.interrupt, self._board.policy)
@@ -299,7 +299,7 @@ def preflight_node(sweep: SweepDirectory, ranks: int = 1) -> None:
 def last_start(environment: Mapping[str, str]) -> float:
     """Return the seconds from now after which a SLURM job would have to give back at once what it begins.
 
-    By what SLURM says of the job; inf without a limit.
+    Read from the job's environment; inf without a limit.
     """
     # The difference, because the controller's clock need not be this node's. A worker starts seconds after its job.
     seconds = job_seconds(environment)

@@ -63,7 +63,7 @@ class Attempt:
     first_step: Count  # where it resumed
     last_step: Count  # the last that it is known to have taken
     saved_step: Count  # of the newest checkpoint that it left
-    flops: Amount  # of its own steps, exact convention
+    flops: Amount  # of the steps that it took, exact convention
     flops_wasted: Amount  # of those among them that had to be made again, or that led nowhere
     gpus: Amount = 0.0  # ranks times GPUs, times `share`
     share: Amount = 1.0  # of its process, which earlier versions divided between runs
@@ -100,13 +100,13 @@ def decide(attempts: Sequence[Attempt], policy: Policy, spent: int, now: float) 
     if last.cause in INTERRUPTED:
         stops = sum(attempt.cause in INTERRUPTED for attempt in attempts)
         if stops > policy.max_requeues:
-            most = f"{policy.max_requeues} requeues, all that cluster.max_requeues allows"
-            return no(f"it had to stop again after {most}")
+            limit = f"{policy.max_requeues} requeues, all that cluster.max_requeues allows"
+            return no(f"it had to stop again after {limit}")
         return Decision(True, 0.0, avoid, f"it was stopped, and goes on (requeue {stops} of {policy.max_requeues})")
     if last.cause == "memory":
         if sum(attempt.cause == "memory" for attempt in attempts) > 1:
             return no("its memory ran out with the smaller micro-batch too")
-        return Decision(True, 0.0, avoid, "its memory ran out, and it goes on with a smaller micro-batch")
+        return Decision(True, 0.0, avoid, "its memory ran out, and it continues with a smaller micro-batch")
     if last.cause not in RETRIED:
         return no(f"what ended it ({last.cause}) would only happen again" if last.cause != "done" else "it is done")
     failures = sum(attempt.cause in RETRIED for attempt in attempts)
@@ -131,8 +131,8 @@ def with_waste(attempts: Sequence[Attempt]) -> list[Attempt]:
     resumed = last.last_step if last.cause == "done" else last.saved_step
     wasted = []
     for attempt in reversed(attempts):
-        kept = max(attempt.first_step, min(attempt.last_step, resumed)) - attempt.first_step
-        wasted.append(attempt.flops * (1 - kept / max(1, attempt.last_step - attempt.first_step)))
+        useful = max(attempt.first_step, min(attempt.last_step, resumed)) - attempt.first_step
+        wasted.append(attempt.flops * (1 - useful / max(1, attempt.last_step - attempt.first_step)))
         resumed = min(resumed, attempt.first_step)
     wasted.reverse()
     if last.cause == "diverged":

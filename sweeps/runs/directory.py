@@ -1,7 +1,7 @@
-"""Run and sweep directories: identity, frozen config, locks, and the files by which processes tell each other things.
+"""Run and sweep directories: identity, frozen config, locks, and the files by which processes communicate.
 
 A lock is an advisory file lock, which the kernel drops when its holder dies, so a kill -9 leaves nothing to clean up.
-State is what our own files say (`journal.py`), never what a scheduler says.
+A run's state comes from its own files (`journal.py`), never from a scheduler.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIT_FAILURE = "fit_failure.json"  # of a sweep: why its last fit failed; absent 
 OPEN = ("running", "preempted", "queued", "planned")  # states that a run leaves by itself
 CANCEL = "cancel.json"
 HEARTBEAT = "heartbeat"
-ANEW = "run the same sweep.py command again to write it anew, or use the version that wrote it"
+ANEW = "run the same sweep.py command again to rewrite it, or use the version that wrote it"
 # A thousand runs are planned in a second, and 4 ms a config in Python would be as much again to write them.
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
@@ -53,14 +53,14 @@ class RunDirectory:
         self.run_id = path.name
 
     def freeze(self, config: RunConfig) -> None:
-        """Writes config.yaml, all that a job reads; a run that has one keeps it."""
+        """Write config.yaml, all that a job reads; a run that has one keeps it."""
         if run_id(config) != self.run_id:
             raise ValueError(f"run {run_id(config)} does not belong in {self.path}")
         if not (self.path / "config.yaml").exists():
             self._write_config(config)
 
     def refreeze(self, config: RunConfig, timeout: float = 60.0) -> None:
-        """Writes config.yaml anew where ranks, device or the like differ; UserError where somebody trains the run."""
+        """Rewrite config.yaml if fields such as ranks or device differ. UserError: a worker trains the run."""
         if self.config() == config:
             return
         try:
@@ -68,14 +68,14 @@ class RunDirectory:
                 self._write_config(config)
         except Busy as error:
             raise UserError(
-                f"{error}, and until it ends its settings (parallel.* and the like) stay as they are; stop it, or wait"
+                f"{error}, and until it ends its settings such as parallel.* stay as they are; stop it, or wait"
             ) from error
 
     def _write_config(self, config: RunConfig) -> None:
         write_atomic(self.path / "config.yaml", str(yaml.dump(to_dict(config), Dumper=_DUMPER, sort_keys=False)))
 
     def config(self) -> RunConfig:
-        """The frozen config; UserError where it is missing, unreadable, or that of another run."""
+        """Return the frozen config. UserError: it is missing, unreadable, or that of another run."""
         path = self.path / "config.yaml"
         try:
             config = from_dict(RunConfig, read_document(path, dict[str, Any]))
@@ -106,41 +106,41 @@ class RunDirectory:
         return append(self.path, kind(at=now_on(self.path), **values), flush=flush)
 
     def is_done(self) -> bool:
-        """State `done` and a summary that can be read."""
+        """Return whether the state is `done` and the summary can be read."""
         return self.state().state == "done" and self.summary() is not None
 
     def summary(self) -> dict[str, Any] | None:
         return read_json(self.path / "summary.json", Summary)
 
     def lock(self, timeout: float = 60.0) -> AbstractContextManager[object]:
-        """Holds the run: one writer at a time. Raises Busy after `timeout` seconds."""
+        """Hold the run: one writer at a time. Busy: another process held it for `timeout` seconds."""
         return _locked(self.path / ".lock", timeout, f"run {self.run_id}")
 
     def reserve(self) -> None:
-        """Sets disk space aside, to be able to say that the disk is full."""
+        """Reserve disk space, so that a full disk can still be recorded."""
         (self.path / ".reserve").write_bytes(b"\0" * 16384)
 
     def release(self) -> None:
         (self.path / ".reserve").unlink(missing_ok=True)
 
     def log(self, message: str, rank: int = 0) -> None:
-        """Appends a line to log.txt, or to log-rank<r>.txt."""
+        """Append a line to log.txt, or to log-rank<r>.txt."""
         name = f"log-rank{rank}.txt" if rank else "log.txt"
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
 
     def ask_cancel(self, by: str, expected_loss: float | None = None) -> None:
-        """Asks whoever trains the run, on whatever node, to save and stop; with a loss because it cannot win."""
+        """Ask the worker of the run to save and stop; `expected_loss` is given for a run that can no longer win."""
         write_json(self.path / CANCEL, {"by": by, "at": now_on(self.path), "expected_loss": expected_loss})
 
     def given_up(self) -> float | None:
-        """The final loss expected of a run that was stopped because it cannot win; None: it was not."""
+        """Return the final loss expected of a run that was stopped because it can no longer win, else None."""
         if self.state().state != "cancelled":
             return None
         return (read_json(self.path / CANCEL) or {}).get("expected_loss")
 
     def cancel_asked(self) -> str | None:
-        """Who has asked to cancel the run."""
+        """Return the user who asked to cancel the run, if any."""
         if not (self.path / CANCEL).exists():
             return None
         return str((read_json(self.path / CANCEL) or {}).get("by", "somebody"))
@@ -149,7 +149,7 @@ class RunDirectory:
         (self.path / CANCEL).unlink(missing_ok=True)
 
     def give_sign(self) -> None:
-        """A sign of life, by the file system's clock."""
+        """Give a sign of life, by the file system's clock."""
         path = self.path / HEARTBEAT
         try:
             os.utime(path)  # without a time: on NFS the server's own
@@ -157,7 +157,7 @@ class RunDirectory:
             path.touch()
 
     def last_sign(self) -> float | None:
-        """When the last sign of life was given."""
+        """Return the time of the last sign of life."""
         try:
             with (self.path / HEARTBEAT).open("rb") as file:  # NFS asks its server again only where a file is opened
                 return os.fstat(file.fileno()).st_mtime
@@ -168,22 +168,22 @@ class RunDirectory:
         (self.path / HEARTBEAT).unlink(missing_ok=True)
 
     def is_halved(self) -> bool:
-        """Whether memory ran out once, and the micro-batch is halved from then on."""
+        """Return whether memory ran out once, so that the micro-batch is halved."""
         return (self.path / HALVED).exists()
 
     def saved_steps(self) -> list[int]:
-        """Steps of published checkpoints; their files are not looked into."""
+        """Return the steps of published checkpoints; their files are not read."""
         manifests = (self.path / "checkpoints").glob("step_*/manifest.json")
         names = (path.parent.name.removeprefix("step_") for path in manifests)
         return sorted(int(name) for name in names if name.isdigit())
 
     def newest_checkpoint(self) -> int | None:
-        """The step of the newest checkpoint whose files have their manifest's sizes; the trainer checks hashes."""
+        """Return the step of the newest checkpoint whose files have the manifest's sizes. The trainer checks hashes."""
         folders = {step: self.path / "checkpoints" / f"step_{step}" for step in reversed(self.saved_steps())}
         return next((step for step, folder in folders.items() if visible_damage(folder) is None), None)
 
     def last_metrics(self) -> dict[str, Any]:
-        """The newest whole line of metrics.jsonl."""
+        """Return the newest whole line of metrics.jsonl."""
         try:
             with (self.path / "metrics.jsonl").open("rb") as file:
                 file.seek(0, os.SEEK_END)
@@ -209,7 +209,7 @@ class SweepDirectory:
 
     @classmethod
     def open(cls, path: Path | str) -> SweepDirectory:
-        """An existing sweep; UserError where the folder is none."""
+        """Open an existing sweep. UserError: the folder is not a sweep."""
         directory = cls(Path(path))
         if not (directory.path / "plan.json").is_file():
             raise UserError(f"{path} is not a sweep directory (it has no plan.json); give a folder that sweep.py wrote")
@@ -219,24 +219,24 @@ class SweepDirectory:
         return RunDirectory(self.path / "runs" / run_id)
 
     def plan(self) -> dict[str, Any]:
-        """plan.json, with the defaults of what it lacks; UserError where it cannot be read."""
-        known = msgspec.to_builtins(read_document(self.path / "plan.json", PlanFile, remedy=ANEW))
-        return (read_json(self.path / "plan.json") or {}) | known
+        """Return plan.json, with defaults for missing fields. UserError: it cannot be read."""
+        checked = msgspec.to_builtins(read_document(self.path / "plan.json", PlanFile, remedy=ANEW))
+        return (read_json(self.path / "plan.json") or {}) | checked
 
     def planned_runs(self) -> list[PlannedRun]:
         """Return the plan's runs in the order in which they start; UserError if plan.json cannot be read."""
         return read_document(self.path / "plan.json", PlanFile, remedy=ANEW)["runs"]
 
     def runs(self) -> list[RunDirectory]:
-        """The runs of the current plan, in its order."""
+        """Return the runs of the current plan, in its order."""
         return [self.run(run["run_id"]) for run in self.plan()["runs"]]
 
     def settings(self) -> dict[str, Any]:
-        """sweep.yaml: the resolved config, and where it came from."""
+        """Return sweep.yaml: the resolved config, and where it came from."""
         return dict(read_document(self.path / "sweep.yaml", Settings, remedy=ANEW))
 
     def lock(self, timeout: float = 0.0) -> AbstractContextManager[object]:
-        """Holds the sweep while runs are planned and launched; AtWork after `timeout` seconds."""
+        """Hold the sweep while runs are planned and launched. AtWork: another process held it for `timeout` seconds."""
         try:
             return _locked(self.path / ".lock", timeout, "sweep")
         except Busy as error:
@@ -250,7 +250,7 @@ class SweepDirectory:
             ) from error
 
     def launcher_alive(self, token: str) -> bool:
-        """Whether the launcher that wrote `token` still holds the sweep."""
+        """Return whether the launcher that wrote `token` still holds the sweep."""
         if lock_token(self.path) != token:
             return False
         from filelock import FileLock, Timeout  # which takes longer than all of `status` on a small sweep
@@ -277,9 +277,9 @@ def visible_damage(checkpoint: Path) -> str | None:
 
 
 def now_on(folder: Path) -> float:
-    """Seconds since the epoch by the clock of a folder's file system, the same for all nodes that share it.
+    """Return the seconds since the epoch by the clock of a folder's file system, which all nodes share.
 
-    Without write access: by this machine's clock.
+    Without write access, use this machine's clock.
     """
     try:
         handle, name = tempfile.mkstemp(prefix=".now-", dir=folder)
@@ -294,17 +294,17 @@ def now_on(folder: Path) -> float:
 
 
 def this_node() -> str:
-    """The node of this process, by SLURM's name inside a job."""
+    """Return the node of this process, by SLURM's name inside a job."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def inside_job() -> bool:
-    """Whether this process was submitted to SLURM."""
+    """Return whether this process was submitted to SLURM."""
     return os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
 
 
 def job_id() -> str:
-    """The id of this job, `array_task` for a task of an array; the process id outside SLURM."""
+    """Return the id of this job, `array_task` for a task of an array; the process id outside SLURM."""
     if not inside_job():
         return os.environ.get("SUBMITIT_LOCAL_JOB_ID") or str(os.getpid())
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
@@ -312,12 +312,12 @@ def job_id() -> str:
 
 
 def own_job() -> str | None:
-    """The SLURM job of this process."""
+    """Return the SLURM job of this process, if any."""
     return job_id() if inside_job() else None
 
 
 def job_seconds(environment: Mapping[str, str]) -> float:
-    """The time limit of a SLURM job, as far as it says so: inf before 23.02, and without a limit."""
+    """Return the time limit of a SLURM job in seconds: inf before SLURM 23.02, and without a limit."""
     try:
         begins, ends = (int(environment[f"SLURM_JOB_{name}_TIME"]) for name in ("START", "END"))
     except (KeyError, ValueError):
@@ -338,7 +338,7 @@ def this_user() -> str:
 
 
 def yaml_or_empty(path: Path) -> dict[str, Any]:
-    """A YAML mapping, or nothing where there is none."""
+    """Return a YAML mapping, empty if the file is missing or unreadable."""
     with suppress(UserError):
         return read_document(path, dict[str, Any])
     return {}
@@ -349,7 +349,7 @@ def lock_token(path: Path) -> str:
 
 
 def _locked(path: Path, timeout: float, what: str) -> AbstractContextManager[object]:
-    """Holds a file lock from now on, to the end of the block; says beside it who does."""
+    """Take a file lock until the end of the block, and write its owner into a second file."""
     from filelock import FileLock, Timeout
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What the files of a sweep hold, as far as they are read: the one description for who writes and who reads them."""
+"""The fields of a sweep's files, as far as they are read: one description for writers and readers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FolderName = Annotated[str, Meta(pattern=r"^\w+\Z")]
 
 @dataclass(frozen=True)
 class JobShape:
-    """What one run asks of the machine; runs of one shape share an array."""
+    """The resources that a job needs; a worker trains runs of its own shape."""
 
     gpus: Count  # for a rank
     cpus: Count  # for a rank
@@ -28,13 +28,13 @@ class JobShape:
         return self.nodes * self.ranks_per_node
 
     def for_one_process(self) -> JobShape:
-        """For a process that works on the whole run, as its scoring does: the memory of a node."""
+        """Return the shape of one process that needs the whole run, such as its scoring: with the memory of a node."""
         return replace(self, memory_gb=self.memory_gb * self.ranks_per_node, nodes=1, ranks_per_node=1)
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run with its size under each convention, its cost and its place."""
+    """A run of a plan: its size under each convention, its cost and its place."""
 
     run_id: FolderName
     name: str

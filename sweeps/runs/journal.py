@@ -276,7 +276,7 @@ def _append_lines(path: Path, lines: bytes, flush: bool) -> None:
 
 
 def read_old(folder: Path) -> RunRecord:
-    """Return what the files of an earlier version say of a run; of a run without any, that it is planned."""
+    """Return the record that the files of an earlier version give; a run without any is planned."""
     attempts, budget = read_old_attempts(folder)
     state, start = State("planned" if read_json(folder / "summary.json", Summary) is None else "done"), None
     with suppress(UserError):
@@ -293,7 +293,7 @@ def read_old(folder: Path) -> RunRecord:
 
 def read_old_attempts(folder: Path) -> tuple[list[Attempt], int]:
     """Return the attempts of attempts.jsonl, oldest first, and how often a user asked for a retry."""
-    found: dict[int, Attempt] = {}
+    attempts: dict[int, Attempt] = {}
     budget = 0
     if not (path := folder / OLD_LINES).exists():
         return [], 0
@@ -305,5 +305,5 @@ def read_old_attempts(folder: Path) -> tuple[list[Attempt], int]:
         with suppress(msgspec.ValidationError, RecursionError):
             attempt = msgspec.convert(values, Attempt)
             if attempt.cause in CAUSES:
-                found.setdefault(attempt.attempt, attempt)
-    return with_waste(list(found.values())), budget
+                attempts.setdefault(attempt.attempt, attempt)
+    return with_waste(list(attempts.values())), budget

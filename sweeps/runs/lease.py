@@ -3,8 +3,8 @@
 - A worker that dies loses its lock at once, by the kernel. If a file system carries no locks from node to node, its
   signs of life (runs/<run_id>/heartbeat) still keep others away until they are too old.
 - A run whose worker is gone is reconciled by the next process that takes its lock: the journal gets the line that the
-  worker could not write. A process that fails writes its reason into failure.json; what SLURM says of its job counts
-  if that is more definite.
+  worker could not write. A process that fails writes its reason into failure.json; SLURM's account of the
+  job counts if that is more definite.
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ def cancel_idle(run: RunDirectory, by: str, policy: Policy) -> bool:
             run.forget_cancel()
             return False
         before = reconcile(run, lambda start: Death("killed", "its process was killed")).state
-        past = f", and had {before.state} before: {before.reason}" if before.reason else ""
-        cancel(run, f"cancelled by {by}{past}")
+        history = f", and had {before.state} before: {before.reason}" if before.reason else ""
+        cancel(run, f"cancelled by {by}{history}")
         return True
 
 

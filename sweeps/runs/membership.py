@@ -1,4 +1,4 @@
-"""Which runs a sweep has: those of its plan and those that `added.json` names."""
+"""Which runs a sweep has: the runs of its plan, and those in `added.json`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,22 @@ Added = dict[FolderName, dict[str, str | None]]  # why, instead of which run, an
 def add_runs(
     sweep: SweepDirectory, runs: Iterable[RunConfig], why: str, replaces: str | None = None, planned: bool = False
 ) -> list[str]:
-    """Makes runs part of a sweep, from its next plan on, in the place of `replaces`; returns the ids of new ones.
+    """Add runs to a sweep, from its next plan on. Returns the ids of the new ones.
 
-    `planned`: those of the present plan too, which stay in every later one.
+    Args:
+        sweep: the sweep.
+        runs: their configs.
+        why: the reason, for `added.json`.
+        replaces: the id of the run that they replace.
+        planned: also add runs that are in the current plan, so that every later plan keeps them.
     """
     from filelock import FileLock, Timeout  # slow to import, and status needs no lock
 
-    known = set() if planned else {run["run_id"] for run in sweep.plan()["runs"]}
+    present = set() if planned else {run["run_id"] for run in sweep.plan()["runs"]}
     try:
         with FileLock(sweep.path / f".{ADDED}.lock", timeout=60):
             added = _added(sweep)
-            fresh = [run for run in runs if run_id(run) not in known | added.keys()]
+            fresh = [run for run in runs if run_id(run) not in present | added.keys()]
             for run in fresh:
                 directory = sweep.run(run_id(run))
                 directory.freeze(run)
@@ -43,24 +48,24 @@ def add_runs(
                 write_json(sweep.path / ADDED, added)
             return [run_id(run) for run in fresh]
     except Timeout as error:
-        raise AtWork(f"{sweep.path / ADDED} has been held by somebody for a minute; try again") from error
+        raise AtWork(f"{sweep.path / ADDED} has been locked by another process for a minute; try again") from error
 
 
 def added_runs(sweep: SweepDirectory) -> list[RunConfig]:
-    """Runs that were added to a sweep since it was first planned."""
+    """Return the configs of runs that were added to a sweep since it was first planned."""
     return [sweep.run(name).config() for name in _added(sweep)]
 
 
 def members(sweep: SweepDirectory) -> list[RunDirectory]:
-    """Every run of a sweep: of its plan, then those added since."""
+    """Return every run of a sweep: the runs of its plan, then those added since."""
     planned = sweep.runs()
-    known = {run.run_id for run in planned}
-    return planned + [sweep.run(name) for name in _added(sweep) if name not in known]
+    ids = {run.run_id for run in planned}
+    return planned + [sweep.run(name) for name in _added(sweep) if name not in ids]
 
 
 def find_runs(sweep: SweepDirectory, prefixes: Iterable[str]) -> list[RunDirectory]:
-    """The runs that begin with these digits, each once; UserError where one begins none or several."""
-    runs, found = members(sweep), dict[str, RunDirectory]()
+    """Return the runs whose ids begin with these prefixes, each once. UserError: a prefix fits none or several."""
+    runs, chosen = members(sweep), dict[str, RunDirectory]()
     for prefix in prefixes:
         matching = [run for run in runs if run.run_id.startswith(prefix)]
         exact = [run for run in matching if run.run_id == prefix]
@@ -70,12 +75,12 @@ def find_runs(sweep: SweepDirectory, prefixes: Iterable[str]) -> list[RunDirecto
                 f"run is {prefix!r}, which must begin exactly one run id of {sweep.path}; it begins {ids or 'none'}"
             )
         run = (exact or matching)[0]
-        found[run.run_id] = run
-    return list(found.values())
+        chosen[run.run_id] = run
+    return list(chosen.values())
 
 
 def replacements(sweep: SweepDirectory) -> dict[str, str]:
-    """Run ids of what diverged, by the run id of what was tried in its place."""
+    """Return the ids of diverged runs, by the id of the run that replaced each."""
     return {name: entry["replaces"] for name, entry in _added(sweep).items() if entry.get("replaces")}
 
 
@@ -86,22 +91,22 @@ def retries_spent(sweep: SweepDirectory) -> int:
 
 
 def stop_growth(sweep: SweepDirectory, by: str) -> None:
-    """From now on nothing takes the place of what diverged, and no further round begins."""
+    """Stop a sweep from replacing diverged runs and from starting further rounds."""
     write_json(sweep.path / STOPPED, {"by": by, "when": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
 
 
 def allow_growth(sweep: SweepDirectory) -> None:
-    """Undoes `stop_growth`."""
+    """Undo `stop_growth`."""
     (sweep.path / STOPPED).unlink(missing_ok=True)
 
 
 def is_stopped(sweep: SweepDirectory) -> bool:
-    """Whether somebody has cancelled the whole sweep since it was last started."""
+    """Return whether a user cancelled the whole sweep since it was last started."""
     return (sweep.path / STOPPED).exists()
 
 
 def is_over(run: RunDirectory, policy: Policy) -> bool:
-    """Whether a run has ended, and is not tried again."""
+    """Return whether a run has ended, and is not tried again."""
     state = run.state().state
     if state != "failed":
         return state not in OPEN

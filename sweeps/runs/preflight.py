@@ -53,17 +53,17 @@ def read_record(sweep: SweepDirectory) -> Record:
 def decided(run: RunDirectory) -> RunConfig:
     """Return a run's frozen config with the kernels that its sweep has decided on."""
     config, record = run.config(), read_record(SweepDirectory(run.path.parent.parent))
-    known = {name for decides in INSTEAD.values() for name in decides}
-    decides: dict[str, Any] = {name: to for name, to in record.decides.items() if name in known}
+    fields = {name for decides in INSTEAD.values() for name in decides}
+    decides: dict[str, Any] = {name: to for name, to in record.decides.items() if name in fields}
     return replace(config, parallel=replace(config.parallel, **decides))
 
 
 def summary(host: str, node: NodeRecord) -> str:
     """Return a line for all checks that passed, and one for each other finding."""
-    found = [*node.findings, *node.of_kind]
-    passed = sum(finding.outcome == PASSED for finding in found)
+    findings = [*node.findings, *node.of_kind]
+    passed = sum(finding.outcome == PASSED for finding in findings)
     lines = [f"preflight: {counted(passed, 'check')} of {host} passed in {node.seconds:.0f} s"]
-    return "\n".join([*lines, *(f"preflight: {one.outcome}: {one.said}" for one in found if one.outcome != PASSED)])
+    return "\n".join([*lines, *(f"preflight: {one.outcome}: {one.said}" for one in findings if one.outcome != PASSED)])
 
 
 def check_first_job(sweep: SweepDirectory, runs: Sequence[RunConfig], ranks: int) -> Iterator[str]:
@@ -76,26 +76,26 @@ def check_first_job(sweep: SweepDirectory, runs: Sequence[RunConfig], ranks: int
         return
     kind = node_kind(runs)
     try:
-        own = list(check_node(runs, sweep.path, ranks))
+        of_node = list(check_node(runs, sweep.path, ranks))
         cached = cache_directory(runs[0].data) / "preflight" / f"{kind}.json"
         with FileLock(sweep.path / ".preflight.lock", timeout=WAIT_SECONDS):
             record = read_record(sweep)
-            known = [node.of_kind for node in record.nodes.values() if node.kind == kind]
+            of_kind = [node.of_kind for node in record.nodes.values() if node.kind == kind]
             with suppress(UserError):  # no sweep has checked this kind
-                known.append(read_document(cached, list[Finding]))
-            if is_new := not known:
-                known.append(list(check_device(runs, ranks)))
-                if all(finding.outcome != FAILED for finding in known[0]):
+                of_kind.append(read_document(cached, list[Finding]))
+            if is_new := not of_kind:
+                of_kind.append(list(check_device(runs, ranks)))
+                if all(finding.outcome != FAILED for finding in of_kind[0]):
                     cached.parent.mkdir(parents=True, exist_ok=True)
-                    write_json(cached, [asdict(finding) for finding in known[0]])
-            node = record.nodes[host] = NodeRecord(kind, own, known[0], round(time.monotonic() - start, 1))
-            for finding in known[0]:
+                    write_json(cached, [asdict(finding) for finding in of_kind[0]])
+            node = record.nodes[host] = NodeRecord(kind, of_node, of_kind[0], round(time.monotonic() - start, 1))
+            for finding in of_kind[0]:
                 record.decides |= finding.decides
             write_json(sweep.path / FILE, asdict(record))
     except (OSError, Timeout) as error:
         yield f"preflight could not be finished: {error}"
         return
-    if is_new or any(finding.outcome != PASSED for finding in own):
+    if is_new or any(finding.outcome != PASSED for finding in of_node):
         yield summary(host, node)
 
 

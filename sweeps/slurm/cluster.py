@@ -1,6 +1,6 @@
-"""What a SLURM cluster allows and has, asked before anything is submitted to it.
+"""The limits and nodes of a SLURM cluster, checked before anything is submitted to it.
 
-A command that is missing, refuses or is slow leaves its question open; sbatch then says what it would have said.
+A command that is missing, refuses or is slow leaves its question open, and sbatch then reports the problem.
 Whether a node can host a run is computed from `sinfo`, which names what is short; `sbatch --test-only` is asked about
 what only SLURM knows (accounts, QOS, features).
 """
@@ -29,7 +29,7 @@ PASSING = re.compile(r"node configuration is not available|joblimit|job submit l
 @dataclass(frozen=True)
 class Limits:
     max_array: int  # tasks of one array
-    max_submit: int | None  # jobs in the queue at once, every array task being one; None: no limit, or nobody to ask
+    max_submit: int | None  # jobs and array tasks in the queue at once; None: no limit that SLURM tells
 
 
 @dataclass(frozen=True)
@@ -55,25 +55,25 @@ def limits(cluster: ClusterConfig) -> Limits:
     largest = int(config.get("MaxArraySize") or DEFAULT_MAX_ARRAY)
     if tasks := re.search(r"\bmax_array_tasks=(\d+)", config.get("SchedulerParameters", "")):
         largest = min(largest, int(tasks[1]))
-    found = [] if cluster.max_submit is None else [cluster.max_submit]
+    max_jobs = [] if cluster.max_submit is None else [cluster.max_submit]
     if {"limits", "safe", "all"} & set(config.get("AccountingStorageEnforce", "").lower().split(",")):
-        found += _submit_limits(cluster, config.get("ClusterName", ""))
-    return Limits(max(1, largest), min(found, default=None))
+        max_jobs += _submit_limits(cluster, config.get("ClusterName", ""))
+    return Limits(max(1, largest), min(max_jobs, default=None))
 
 
 def _submit_limits(cluster: ClusterConfig, name: str) -> Iterator[int]:
-    """Every limit to the jobs in the queue: of the user, the account, the QOS."""
+    """Yield every limit to the jobs in the queue: of the user, the account, the QOS."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a user without a name, as in some containers
         return
-    known = _rows("sacctmgr", "-n", "-P", "show", "user", f"name={user}", "format=defaultaccount")
-    account = cluster.account or (known[0][0] if known else "")
+    users = _rows("sacctmgr", "-n", "-P", "show", "user", f"name={user}", "format=defaultaccount")
+    account = cluster.account or (users[0][0] if users else "")
     # A limit that an account sets is shown with its users, unless they have their own.
     where = ("where", f"cluster={name}", f"account={account}", "format=user,maxsubmit,grpsubmit,defaultqos")
     qos = cluster.qos
-    for who, *values, default_qos in _rows("sacctmgr", "-n", "-P", "show", "assoc", *where):
-        if who in ("", user):
+    for owner, *values, default_qos in _rows("sacctmgr", "-n", "-P", "show", "assoc", *where):
+        if owner in ("", user):
             yield from (int(value) for value in values if value.isdigit())
             qos = qos or default_qos or None
     fields = "format=name,maxsubmitpu,maxsubmitpa,grpsubmit"
@@ -82,57 +82,57 @@ def _submit_limits(cluster: ClusterConfig, name: str) -> Iterator[int]:
 
 
 def check(cluster: ClusterConfig, runs: Sequence[PlannedRun]) -> None:
-    """UserError where the cluster cannot or will not take these runs, if SLURM says so."""
+    """Raise UserError if SLURM reports that the cluster cannot or will not take these runs."""
     raw_keys(cluster)
     if cluster.runs_per_gpu > 1:
         raise UserError(f"cluster.runs_per_gpu is {cluster.runs_per_gpu}; on slurm it must be 1")
     by_shape = {run.shape: run for run in reversed(runs)}  # the first of each shape
     if nodes := _nodes():
-        there = _of_partition(nodes, cluster.partition)
-        allowed = max(node.time_minutes for node in there)
+        in_partition = _of_partition(nodes, cluster.partition)
+        allowed = max(node.time_minutes for node in in_partition)
         if cluster.time_minutes > allowed:
-            names = ", ".join(sorted({node.partition for node in there}))
+            names = ", ".join(sorted({node.partition for node in in_partition}))
             raise UserError(
                 f"cluster.time_minutes is {cluster.time_minutes}, and partition {names} allows {allowed:.0f}; "
                 "it must be at most that"
             )
         if cluster.keeper_partition is not None:
             light = _of_partition(nodes, cluster.keeper_partition, "cluster.keeper_partition")
-            allowed, wanted = max(node.time_minutes for node in light), min(FIT_MINUTES, cluster.time_minutes)
-            if wanted > allowed:
+            allowed, minutes = max(node.time_minutes for node in light), min(FIT_MINUTES, cluster.time_minutes)
+            if minutes > allowed:
                 raise UserError(
                     f"cluster.keeper_partition is {cluster.keeper_partition!r}, which allows a job {allowed:.0f} "
-                    f"minutes; it must be one that allows {wanted}, which the fit may take"
+                    f"minutes; it must be one that allows {minutes}, which the fit may take"
                 )
         for run in by_shape.values():
-            check_fits(run, there)
+            check_fits(run, in_partition)
     for run in by_shape.values():
         answer = _test(cluster, run.shape)
         if answer.returncode == 0 or slurm.is_away(answer):
             continue
-        said = "; ".join(re.findall(r"^(?:sbatch: error|allocation failure): (.+)$", answer.stderr, re.MULTILINE))
-        if said and not PASSING.search(said):
+        refusal = "; ".join(re.findall(r"^(?:sbatch: error|allocation failure): (.+)$", answer.stderr, re.MULTILINE))
+        if refusal and not PASSING.search(refusal):
             raise UserError(
-                f"SLURM refuses a job as run {run.run_id} needs it ({said}); nothing was submitted, so mend the "
+                f"SLURM refuses a job as run {run.run_id} needs it ({refusal}); nothing was submitted, so correct the "
                 "cluster.* setting that it names and sweep again"
             )
 
 
 def _of_partition(nodes: Sequence[Node], partition: str | None, setting: str = "cluster.partition") -> list[Node]:
-    """Nodes of one partition, of several, or of the default one."""
-    there = ", ".join(sorted({node.partition for node in nodes}))
+    """Return the nodes of one partition, of several, or of the default one."""
+    names = ", ".join(sorted({node.partition for node in nodes}))
     if partition is None:
-        if found := [node for node in nodes if node.is_default]:
-            return found
-        raise UserError(f"{setting} is null, and SLURM has no default partition; it has {there}")
-    wanted = set(str(partition).split(","))
-    if wanted - {node.partition for node in nodes}:
-        raise UserError(f"{setting} is {partition!r}, which SLURM does not have; it has {there}")
-    return [node for node in nodes if node.partition in wanted]
+        if defaults := [node for node in nodes if node.is_default]:
+            return defaults
+        raise UserError(f"{setting} is null, and SLURM has no default partition; it has {names}")
+    asked = set(str(partition).split(","))
+    if asked - {node.partition for node in nodes}:
+        raise UserError(f"{setting} is {partition!r}, which SLURM does not have; it has {names}")
+    return [node for node in nodes if node.partition in asked]
 
 
 def check_fits(run: PlannedRun, nodes: Sequence[Node]) -> None:
-    """UserError where too few nodes can host a run."""
+    """Raise UserError if too few nodes can host a run."""
     shape = run.shape
     ranks = shape.ranks_per_node
     gpus, cpus, memory = ranks * shape.gpus, ranks * shape.cpus, ranks * shape.memory_gb
@@ -152,13 +152,13 @@ def check_fits(run: PlannedRun, nodes: Sequence[Node]) -> None:
 
 
 def expected_starts(cluster: ClusterConfig, shapes: Sequence[JobShape]) -> dict[JobShape, str]:
-    """When SLURM expects that a job of each shape would start, where it says so."""
-    found = {}
+    """Return the time at which SLURM expects a job of each shape to start, if it can tell."""
+    starts = {}
     for shape in dict.fromkeys(shapes):
         answer = _test(cluster, shape)
         if start := re.search(r"\bto start at (\S+)", answer.stdout + answer.stderr):
-            found[shape] = start[1]
-    return found
+            starts[shape] = start[1]
+    return starts
 
 
 def _test(cluster: ClusterConfig, shape: JobShape) -> subprocess.CompletedProcess[str]:
@@ -175,7 +175,7 @@ def _test(cluster: ClusterConfig, shape: JobShape) -> subprocess.CompletedProces
 
 
 def _nodes() -> list[Node]:
-    found = []
+    nodes = []
     # %P marks the default with an asterisk; without -e, nodes that differ would be one line with the smallest values.
     for row in _rows("sinfo", "-h", "-e", "-o", "%P|%D|%c|%m|%G|%l"):
         if len(row) != 6 or not (row[1].isdigit() and row[2].isdigit() and row[3].isdigit()):
@@ -185,8 +185,8 @@ def _nodes() -> list[Node]:
         minutes = float("inf") if limit is None else limit / 60
         # As gpu:8, gpu:h100:8(S:0-1), or several with commas between them.
         gpus = sum(int(number) for number in re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", resources))
-        found.append(Node(name.rstrip("*"), name.endswith("*"), int(count), int(cpus), int(memory), gpus, minutes))
-    return found
+        nodes.append(Node(name.rstrip("*"), name.endswith("*"), int(count), int(cpus), int(memory), gpus, minutes))
+    return nodes
 
 
 def _rows(*command: str) -> list[list[str]]:

@@ -1,8 +1,8 @@
-"""SLURM's own commands, called and read: what is in the queue, and what became of a job.
+"""SLURM's own commands: the queue, and how jobs have ended.
 
 - An array task is always named `array_task`: the last task's plain id is that of its whole array.
 - A controller that restarts is away for seconds to minutes. A question that must be answered is asked again for
-  `patience` seconds; a missing command is an answer that says nothing.
+  `patience` seconds; a missing command counts as an empty answer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ..runs.lease import KILLED, Death
 SECONDS = 60  # that a busy controller may take to answer
 HASTE = 5.0  # the same, if the question may be left open
 PATIENCE = 20.0  # seconds for which a controller that is away is asked again
-# What SLURM's commands say of a controller that does not answer, as against one that refuses. The last is `scontrol
-# requeue`'s word for a connection that failed.
+# Messages of SLURM's commands if the controller does not answer; others mean that it refuses. The last is that of
+# `scontrol requeue` for a connection that failed.
 AWAY = re.compile(
     r"unable to contact|connection (refused|timed out|reset)|connect failure|socket timed out|zero bytes were|"
     r"unable to establish|unexpected message received",
@@ -75,14 +75,14 @@ def release(jobs: Iterable[str]) -> None:
         ask("scontrol", "release", ",".join(names), patience=PATIENCE)
 
 
-def death_of(job: str | None, node: str | None, known: Mapping[str, tuple[str, str | None]] | None = None) -> Death:
+def death_of(job: str | None, node: str | None, answers: Mapping[str, tuple[str, str | None]] | None = None) -> Death:
     """Return why the process of a job is gone, in SLURM's words if it knows the job; of no job, one on this machine.
 
     `known` is what `outcomes` has answered already.
     """
     if job is None:
         return KILLED
-    outcome, last = (outcomes([job]) if known is None else known).get(job, (None, None))
+    outcome, last = (outcomes([job]) if answers is None else answers).get(job, (None, None))
     node = node or last
     where = f"its job {job} on {node}" if node else f"its job {job}"
     if outcome is None:
@@ -91,28 +91,28 @@ def death_of(job: str | None, node: str | None, known: Mapping[str, tuple[str, s
 
 
 def outcomes(jobs: Iterable[str]) -> dict[str, tuple[str, str | None]]:
-    """State in SLURM's word (COMPLETED, OUT_OF_MEMORY, …) and last node of jobs that have ended, by id.
+    """Return the state, as SLURM names it, and the last node of jobs that have ended, by id.
 
-    Asks accounting, or else the controller, for many at once; says nothing of a job that neither remembers. Several
+    Asks accounting, or else the controller, for many at once; leaves out a job that neither remembers. Several
     nodes are as SLURM writes them (`node[1-2]`).
     """
-    wanted = {job for job in jobs if re.fullmatch(r"\d+(_\d+)?", job)}
+    ids = {job for job in jobs if re.fullmatch(r"\d+(_\d+)?", job)}
     # By the array: a task that never started may have no record but the array's own, as 7_[0-2%2].
-    found = _matching(wanted, _accounting(wanted, "JobID,State,NodeList"))
-    for array in sorted({job.split("_")[0] for job in wanted - found.keys()}):
+    by_job = _matching(ids, _accounting(ids, "JobID,State,NodeList"))
+    for array in sorted({job.split("_")[0] for job in ids - by_job.keys()}):
         shown = ask("scontrol", "-o", "show", "job", array).stdout
-        found |= _matching(wanted - found.keys(), [_shown(line) for line in shown.splitlines()])
-    return found
+        by_job |= _matching(ids - by_job.keys(), [_shown(line) for line in shown.splitlines()])
+    return by_job
 
 
-def _matching(wanted: Collection[str], records: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, str | None]]:
-    """State and node by job, of records that may each be of several tasks."""
-    own, shared = dict[str, tuple[str, str | None]](), dict[str, tuple[str, str | None]]()
+def _matching(ids: Collection[str], records: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, str | None]]:
+    """Return state and node by job from records that may each cover several tasks."""
+    single, shared = dict[str, tuple[str, str | None]](), dict[str, tuple[str, str | None]]()
     for job, state, nodes in (record for record in records if len(record) == 3 and record[1]):
-        into = shared if "[" in job else own
+        into = shared if "[" in job else single
         into[job] = (state.split()[0], None if nodes in ("", "(null)", "None assigned") else nodes)
-    covered = {job: said for record, said in shared.items() for job in wanted if _covers(record, job)}
-    return {job: said for job, said in (covered | own).items() if job in wanted}
+    covered = {job: outcome for record, outcome in shared.items() for job in ids if _covers(record, job)}
+    return {job: outcome for job, outcome in (covered | single).items() if job in ids}
 
 
 def _shown(line: str) -> tuple[str, str, str]:
@@ -124,17 +124,17 @@ def _shown(line: str) -> tuple[str, str, str]:
 
 
 def elapsed(jobs: Iterable[str]) -> dict[str, float]:
-    """Seconds that jobs have run in all their starts, of those that accounting knows."""
-    wanted, total = set(jobs), dict[str, float]()
-    # With the duplicates: each start of a requeued job is a record of its own.
-    for job, duration in _accounting(wanted, "JobID,ElapsedRaw", "-D"):
-        if job in wanted and duration.isdigit():
+    """Return the seconds that jobs have run in all their starts, for the jobs that accounting knows."""
+    ids, total = set(jobs), dict[str, float]()
+    # With the duplicates: each start of a requeued job has its own record.
+    for job, duration in _accounting(ids, "JobID,ElapsedRaw", "-D"):
+        if job in ids and duration.isdigit():
             total[job] = total.get(job, 0.0) + float(duration)
     return total
 
 
 def _accounting(jobs: Iterable[str], columns: str, *options: str) -> Iterator[tuple[str, ...]]:
-    """Records of jobs and of the arrays that they belong to; of 200 at once, which a command line holds."""
+    """Yield records of jobs and of their arrays; 200 at a time, which fit on a command line."""
     arrays = sorted({job.split("_")[0] for job in jobs})
     for start in range(0, len(arrays), 200):
         names = ",".join(arrays[start : start + 200])
@@ -143,20 +143,20 @@ def _accounting(jobs: Iterable[str], columns: str, *options: str) -> Iterator[tu
 
 
 def _covers(record: str, job: str) -> bool:
-    """Whether a record of an array's tasks, as `7_[0-2,5%2]`, is of a task as well."""
+    """Return whether a record of several tasks of an array, as `7_[0-2,5%2]`, covers a job."""
     array, _, task = job.partition("_")
-    found = re.fullmatch(rf"{array}_\[([\d,-]+)(?:%\d+)?\]", record)
-    if found is None or not task:
+    match = re.fullmatch(rf"{array}_\[([\d,-]+)(?:%\d+)?\]", record)
+    if match is None or not task:
         return False
-    ends = [part.split("-") for part in found[1].split(",")]
+    ends = [part.split("-") for part in match[1].split(",")]
     return any(int(part[0]) <= int(task) <= int(part[-1]) for part in ends)
 
 
 def first_to_end(log: str) -> str | None:
-    """Which task of a job's last attempt ended badly first, as `srun` wrote."""
+    """Return which task of a job's last attempt failed first, from the messages of `srun`."""
     attempt = log.rpartition("DUE TO JOB REQUEUE")[2]
-    found = re.search(r"^srun: error: (\S+): task(s?) ([\d,-]+): (.+)$", attempt, re.MULTILINE)
-    return None if found is None else f"rank{found[2]} {found[3]} on {found[1]} ended first ({found[4]})"
+    match = re.search(r"^srun: error: (\S+): task(s?) ([\d,-]+): (.+)$", attempt, re.MULTILINE)
+    return None if match is None else f"rank{match[2]} {match[3]} on {match[1]} ended first ({match[4]})"
 
 
 def cancel(jobs: Iterable[str]) -> None:
@@ -166,7 +166,7 @@ def cancel(jobs: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def outside_any_job() -> Iterator[None]:
-    """Hides the allocation that this process runs in from jobs submitted within."""
+    """Hide the allocation of this process from jobs submitted in the block."""
     prefixes = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_")
     hidden = {key: value for key, value in os.environ.items() if key.startswith(prefixes) and key != "SLURM_CONF"}
     if "SLURM_JOB_ID" not in hidden:
@@ -180,9 +180,9 @@ def outside_any_job() -> Iterator[None]:
 
 
 def ask(*command: str, timeout: float = SECONDS, patience: float = 0.0) -> subprocess.CompletedProcess[str]:
-    """Calls one of SLURM's commands, again for `patience` seconds while the controller is away.
+    """Call one of SLURM's commands, and repeat it for `patience` seconds while the controller is away.
 
-    One that is missing, or takes longer than `timeout` seconds, has failed with those words.
+    A command that is missing, or takes longer than `timeout` seconds, fails with that message.
     """
     deadline = time.monotonic() + patience
     while True:
@@ -204,9 +204,9 @@ def words(answer: subprocess.CompletedProcess[str]) -> str:
 
 
 def seconds(clock: str) -> int | None:
-    """SLURM's `[days-]hours:minutes:seconds` in seconds; None for UNLIMITED."""
-    found = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", clock)
-    if found is None:
+    """Convert SLURM's `[days-]hours:minutes:seconds` to seconds; None for UNLIMITED."""
+    match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", clock)
+    if match is None:
         return None
-    days, hours, minutes, rest = (int(part or 0) for part in found.groups())
+    days, hours, minutes, rest = (int(part or 0) for part in match.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + rest

@@ -1,4 +1,4 @@
-"""Which jobs a sweep has in SLURM's queue: squeue alone says so, by the comment `isoflop:<token>:<kind>:<shape>`."""
+"""A sweep's jobs in SLURM's queue, found by their comment `isoflop:<token>:<kind>:<shape>` in squeue's answer."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def jobs_of(sweep: SweepDirectory, patience: float = slurm.PATIENCE) -> list[Swe
     pattern = re.compile(rf"isoflop:{read_launch(sweep).token}:(worker|keeper|fit):(\S*)")
     jobs = []
     for job in slurm.queue(patience=patience):
-        if found := pattern.search(job.comment):
+        if match := pattern.search(job.comment):
             stranded = STRANDED.search(job.reason) is not None
-            kind, held = cast(Kind, found[1]), job.reason in HELD
-            jobs.append(SweepJob(job.name, kind, shape_of(found[2]), job.is_pending, held, stranded, job.reason))
+            kind, held = cast(Kind, match[1]), job.reason in HELD
+            jobs.append(SweepJob(job.name, kind, shape_of(match[2]), job.is_pending, held, stranded, job.reason))
     return jobs
 
 
@@ -84,28 +84,28 @@ def _refuse_old_jobs(sweep: SweepDirectory, patience: float) -> None:
 
 
 def label_of(shape: JobShape) -> str:
-    """Return a shape as it stands in a job's comment: 2x4-g1-c4-m32-t240."""
+    """Return a shape as text for a job's comment: 2x4-g1-c4-m32-t240."""
     ranks, memory = f"{shape.nodes}x{shape.ranks_per_node}", float(shape.memory_gb)
     return f"{ranks}-g{shape.gpus}-c{shape.cpus}-m{memory!r}-t{shape.time_minutes}"
 
 
 def shape_of(label: str) -> JobShape | None:
     """Return the shape that `label_of` wrote."""
-    found = re.fullmatch(r"(\d+)x(\d+)-g(\d+)-c(\d+)-m([\d.e+-]+)-t(\d+)", label)
-    if found is None:
+    match = re.fullmatch(r"(\d+)x(\d+)-g(\d+)-c(\d+)-m([\d.e+-]+)-t(\d+)", label)
+    if match is None:
         return None
-    nodes, ranks, gpus, cpus, minutes = (int(found[place]) for place in (1, 2, 3, 4, 6))
-    return JobShape(gpus, cpus, float(found[5]), minutes, nodes, ranks)
+    nodes, ranks, gpus, cpus, minutes = (int(match[place]) for place in (1, 2, 3, 4, 6))
+    return JobShape(gpus, cpus, float(match[5]), minutes, nodes, ranks)
 
 
 def submitted_workers(sweep: SweepDirectory) -> dict[str, tuple[JobShape, Path]]:
     """Return the shape and the folder of every worker that was ever submitted for a sweep, by job id."""
-    found = dict[str, tuple[JobShape, Path]]()
+    workers = dict[str, tuple[JobShape, Path]]()
     for folder in (sweep.path / "jobs").glob("worker-*"):
         if (shape := shape_of(folder.name.removeprefix("worker-").rpartition("-")[0])) is not None:
             jobs = (path.name.removesuffix("_submitted.pkl") for path in folder.glob("*_submitted.pkl"))
-            found |= dict.fromkeys(jobs, (shape, folder))
-    return found
+            workers |= dict.fromkeys(jobs, (shape, folder))
+    return workers
 
 
 def is_unattended(sweep: SweepDirectory, jobs: Iterable[SweepJob]) -> bool:

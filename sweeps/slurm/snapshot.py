@@ -1,7 +1,7 @@
 """The code that a sweep's jobs run: a copy in the sweep's folder, so that an edit while jobs wait changes nothing.
 
-Of a checkout it holds the files that git tracks, as they are, and those that it neither tracks nor ignores. The folder
-is named after its content and moved into place whole, so concurrent or killed launchers do no harm.
+A copy of a checkout has the files that git tracks, with uncommitted changes, and new files that it does not ignore. The
+folder is named after its content and moved into place whole, so concurrent or killed launchers do no harm.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SOURCE = "source.json"  # commit, whether it was changed, and the files that git
 
 
 def take(sweep: SweepDirectory, report: Callable[[str], None] = print, package: Path = PACKAGE) -> Path:
-    """Copies the package into the sweep, unless the same is there already; says which files git does not track.
+    """Copy the package into the sweep, unless the same copy exists; report the files that git does not track.
 
     Returns:
         `<sweep>/code/<digest>`, which holds `isoflop/`, to come first on the jobs' PYTHONPATH. A process that runs from
@@ -69,7 +69,7 @@ def take(sweep: SweepDirectory, report: Callable[[str], None] = print, package: 
 
 
 def _files_of_git(package: Path) -> tuple[list[str], list[str]] | None:
-    """Paths of files that git tracks, and of those that it would; None outside a checkout."""
+    """Return the paths of files that git tracks, and of new files that it does not ignore; None outside a checkout."""
     parts = ("--", "__init__.py", *ROOMS)
     tracked = _names(git_output(package, "ls-files", "-z", *parts))
     if "__init__.py" not in tracked:
@@ -81,8 +81,8 @@ def _files_of_git(package: Path) -> tuple[list[str], list[str]] | None:
 
 
 def _files_of_folder(package: Path) -> list[str]:
-    found = [path for room in ROOMS for path in (package / room).rglob("*") if path.is_file()]
-    names = [path.relative_to(package) for path in [package / "__init__.py", *found]]
+    paths = [path for room in ROOMS for path in (package / room).rglob("*") if path.is_file()]
+    names = [path.relative_to(package) for path in [package / "__init__.py", *paths]]
     return [name.as_posix() for name in names if "__pycache__" not in name.parts]
 
 
@@ -91,7 +91,7 @@ def _names(listed: bytes | None) -> list[str]:
 
 
 def git_output(package: Path, *arguments: str) -> bytes | None:
-    """What git says in a folder; None where it fails."""
+    """Return the output of git in a folder; None if it fails."""
     try:
         done = subprocess.run(["git", "-C", str(package), *arguments], capture_output=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):

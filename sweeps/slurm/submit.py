@@ -1,4 +1,4 @@
-"""Jobs to SLURM through submitit: what sbatch is told, and what it answers.
+"""Submission of jobs to SLURM through submitit: the options of sbatch, and its answers.
 
 - A job starts in the folder of its pickles, where nothing shadows a package, with the sweep's copy of the code first on
   PYTHONPATH; before that `cluster.setup` runs in the folder of the first launch.
@@ -28,7 +28,7 @@ from ..config import ClusterConfig
 from ..runs.forms import JobShape
 from . import commands as slurm
 
-# What SLURM says where the queue may hold no more jobs of a user, an account, a QOS or all of them.
+# SLURM's messages if the queue may hold no more jobs of a user, an account, a QOS, or in total.
 FULL = re.compile(r"SubmitJob|MaxJobCount|job submit limit|temporarily unable to accept", re.IGNORECASE)
 # Raw #SBATCH keys that would contradict a setting of ours, and the setting.
 TAKEN = {
@@ -53,7 +53,7 @@ TAKEN = {
     "requeue": None,
 }
 MERGED = {"exclude": ",", "comment": " "}  # keys that are joined with ours, and by what
-# submitit refuses to write a job's result beside the half that an earlier start of this very job left on a full disk.
+# submitit does not replace the partial result that an earlier start of the same job left on a full disk.
 STALE = (
     'rm -f "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"_*_result.pkl.save_tmp'
 )
@@ -66,7 +66,7 @@ class QueueFull(UserError):
 
 @dataclass(frozen=True)
 class Request:
-    """What sbatch is told of a job, or of the array of one shape."""
+    """The description of a job, or of an array of equal jobs."""
 
     kind: str  # worker | fit | keeper
     shape: JobShape
@@ -78,7 +78,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Submission:
-    """Where a request's files lie, and what its jobs start from."""
+    """The folders of a request's files, and of the code that its jobs run."""
 
     name: str  # of the sweep
     cluster: ClusterConfig
@@ -154,15 +154,15 @@ class Submission:
         return {key: value for key, value in ours.items() if value is not None and value is not False}
 
     def _python(self, request: Request) -> str:
-        own = shlex.quote(sys.executable)
-        command = own if request.light else self.cluster.python or ("python3" if self.cluster.container else own)
+        python = shlex.quote(sys.executable)
+        command = python if request.light else self.cluster.python or ("python3" if self.cluster.container else python)
         # The signal of a preemption would kill an interpreter that has not yet said what it does about it. SLURM takes
         # a job that ends in its grace for ended, and does not put it back in the queue.
         return f'sh -c \'trap "" USR2; exec "$@"\' sh {command}'
 
 
 def needs(cluster: ClusterConfig, shape: JobShape, light: bool = False) -> dict[str, Any]:
-    """What a job asks for, by submitit's names of the keys."""
+    """Return the resources of a job by submitit's names of the keys."""
     return {
         "partition": (cluster.keeper_partition if light else None) or cluster.partition,
         "account": cluster.account,
@@ -178,7 +178,7 @@ def needs(cluster: ClusterConfig, shape: JobShape, light: bool = False) -> dict[
 
 
 def raw_keys(cluster: ClusterConfig) -> dict[str, Any]:
-    """cluster.additional_parameters by SLURM's names of the keys; UserError where one belongs to another setting."""
+    """Return cluster.additional_parameters by SLURM's names. UserError: a key belongs to another setting."""
     keys = {str(key).replace("_", "-"): value for key, value in (cluster.additional_parameters or {}).items()}
     for key in keys:
         if key in TAKEN:
@@ -195,7 +195,7 @@ def is_held(cluster: ClusterConfig) -> bool:
 
 
 def avoidable(avoid: Sequence[str], needed: int, cluster: ClusterConfig) -> tuple[str, ...]:
-    """The nodes to avoid, or none where fewer than `needed` others are up."""
+    """Return the nodes to avoid, or none if fewer than `needed` others are up."""
     partition = [] if cluster.partition is None else [f"--partition={cluster.partition}"]
     up = set(slurm.ask("sinfo", "-h", "-N", "-r", "-t", "idle,mix,alloc,comp", "-o", "%N", *partition).stdout.split())
     if cluster.exclude is not None:

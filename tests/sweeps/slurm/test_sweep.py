@@ -275,14 +275,14 @@ def test_waiting_for_the_jobs_reports_what_failed(sweep: Callable[..., Sweep]) -
     assert not lost.queue()
 
 
-def test_a_rank_that_is_told_to_stop_stops_all_ranks_for_one_requeue(
-    sweep: Callable[..., Sweep],
-) -> None:
+def test_one_worker_of_two_nodes_trains_run_after_run_and_stops_as_one(sweep: Callable[..., Sweep]) -> None:
+    """Rank 0 claims and the others follow; one that is told to stop stops all of them for one requeue."""
     spread = sweep("spread")
     mesh = ["parallel.tp=2", "parallel.dp=2", "parallel.zero=1", "cluster.ranks_per_node=2", "cluster.gpus_per_job=1"]
-    spread.submit(*LONG, "tokens=80_000", "grid.axes={seed: [0]}", *mesh)
-    (run,) = spread.runs().values()
-    until(lambda: run.last_metrics().get("step", 0) >= 20, "20 steps")
+    spread.submit(*LONG, "tokens=80_000", "grid.axes={seed: [0, 1, 2]}", *mesh, "cluster.array_parallelism=1")
+    runs = list(spread.runs().values())
+    until(lambda: [run for run in runs if run.last_metrics().get("step", 0) >= 20], "20 steps")
+    (run,) = [run for run in runs if run.state().state == "running"]
     shown = slurm("scontrol", "-o", "show", "job", run.state().job_id or "")
     assert re.search(r"\bNumNodes=2 .*\bNumTasks=4\b", shown), shown
     assert "TresPerNode=gres:gpu:2" in shown
@@ -293,9 +293,12 @@ def test_a_rank_that_is_told_to_stop_stops_all_ranks_for_one_requeue(
     until(lambda: run.state().state == "preempted", "preempted")
     assert re.search(r"another rank was told to stop; stopped at step \d+ of", run.state().reason or "")
     spread.wait()
-    assert (run.state().state, run.state().attempt) == ("done", 2), spread.job_logs()
-    log = (run.path / "log.txt").read_text()
-    assert len(re.findall(r"resumed from step_\d+", log)) == 1
+    assert spread.states() == ["done"] * 3, spread.job_logs()
+    assert sorted(run.state().attempt for run in runs) == [1, 1, 2]
+    assert len(re.findall(r"resumed from step_\d+", (run.path / "log.txt").read_text())) == 1
+    for rank in range(4):
+        logs = [(run.path / (f"log-rank{rank}.txt" if rank else "log.txt")).read_text() for run in runs]
+        assert len({re.findall(r"process (\d+)", log)[-1] for log in logs}) == 1, "each rank goes from run to run"
     assert (spread.path / "fit" / "report.html").exists(), spread.job_logs()
 
 
