@@ -71,7 +71,8 @@ class Forward:
         for number, block in enumerate(model.blocks):
             rows = read if number == len(model.blocks) - 1 else None
             block.attention.backend = _backend(attend, number, rows)  # type: ignore[union-attr]
-            x = block(x, *turn, rows=rows)
+            out = block(x, *turn, rows=rows)
+            x = out[0] if isinstance(out, tuple) else out  # without the penalty of a router
         return model.leave(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

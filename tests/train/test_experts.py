@@ -165,7 +165,7 @@ def test_experts_are_chosen_in_fp32_whatever_the_type_of_the_tokens(gate: str, n
     router = mixture(7, gate=gate, gates_normalised=normalised).bfloat16().mixtures[0].router
     assert router.balance is not None
     tokens = torch.randn(1200, 24).bfloat16()
-    routing = router(tokens, 12)
+    routing, _ = router(tokens, 12)
     logits = tokens.float() @ router.weight.float().T
     scores = logits.sigmoid() if gate == "sigmoid" else logits.softmax(-1)
     chosen = (scores + router.balance.float()).topk(2).indices.sort(-1).values

@@ -51,11 +51,10 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.experts, config.width))
         self.balance = nn.Parameter(torch.empty(config.experts)) if config.balance_rate > 0 else None
         self.load: Tensor | None = None  # (experts,) tokens of each since `GPT.loads`, while training
-        self.slope: list[Tensor] = []  # () gradient of what is minimised by the mean loss, see `GPT.loss`
         self.strategy = ALONE
 
-    def forward(self, x: Tensor, length: int) -> Routing:
-        """Of tokens (n, width) that are sequences of `length`."""
+    def forward(self, x: Tensor, length: int) -> tuple[Routing, Tensor | None]:
+        """Of tokens (n, width) that are sequences of `length`: the routing, and () what is to be added to the loss."""
         config, k = self.config, self.config.experts_per_token
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.weight.to(wide))
@@ -70,14 +69,16 @@ class Router(nn.Module):
         if self.training:
             with torch.no_grad():
                 self.load = counts if self.load is None else self.load + counts
-        if torch.is_grad_enabled():
+        penalty = self._penalty(logits, scores, chosen, length) if torch.is_grad_enabled() else None
+        if penalty is not None and self.balance is not None:
             excess = counts - len(x) * k / config.experts
-            gates = _Penalised.apply(gates, self._penalty(logits, scores, chosen, length), self.balance, excess, self)
+            penalty = penalty + _Excess.apply(self.balance, excess).to(penalty.dtype)
         order = chosen.flatten().argsort(stable=True)
         rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        return Routing(gates.flatten()[order].to(x.dtype), order // k, rows.view(-1, k), counts)
+        return Routing(gates.flatten()[order].to(x.dtype), order // k, rows.view(-1, k), counts), penalty
 
-    def _penalty(self, logits: Tensor, scores: Tensor, chosen: Tensor, length: int) -> Tensor | None:
+    def _penalty(self, logits: Tensor, scores: Tensor, chosen: Tensor, length: int) -> Tensor:
+        """This rank's share of the penalties, ()."""
         config, total = self.config, logits.new_zeros(())
         if config.balance_loss:
             each = chosen.view(-1, length * config.experts_per_token)  # one row per sequence
@@ -88,25 +89,34 @@ class Router(nn.Module):
             total = total + config.balance_loss * (share * probabilities).sum(-1).mean()
         if config.router_z_loss:
             total = total + config.router_z_loss * logits.logsumexp(-1).square().mean()
-        return total if total.requires_grad else None
+        return total * self.strategy.share
 
 
-class _Penalised(torch.autograd.Function):
-    """The gates as they are; in the backward pass the penalty gets its slope, and the biases get the excess."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, gates: Tensor, penalty: Tensor | None, balance: Tensor | None, excess: Tensor, router: Router
-    ) -> Tensor:
-        ctx.router = router
-        ctx.save_for_backward(excess if balance is not None else None)
-        return gates.view_as(gates)
+class _Excess(torch.autograd.Function):
+    """Zero, whose gradient by the biases is the excess, whatever the loss is scaled by."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, balance: Tensor, excess: Tensor) -> Tensor:
+        ctx.save_for_backward(excess)
+        return balance.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (excess,) = ctx.saved_tensors
-        slope = ctx.router.slope[0].to(grad.dtype) * ctx.router.strategy.share if ctx.needs_input_grad[1] else None
-        return grad, slope, excess if ctx.needs_input_grad[2] else None, None, None
+        return excess, None
+
+
+class Penalised(torch.autograd.Function):
+    """A loss as it is, of which penalties have the gradient that they would have as terms of it."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, penalty: Tensor) -> Tensor:
+        ctx.dtype = penalty.dtype
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.to(ctx.dtype)
 
 
 class ExpertMLP(nn.Module):
@@ -259,9 +269,10 @@ class MoE(nn.Module):
         self.router, self.experts, self.shared = Router(config), ExpertMLP(config), shared
         self.strategy = ALONE
 
-    def forward(self, x: Tensor, length: int) -> Tensor:
-        """Of sequences of `length`; their tokens may come as one dimension."""
+    def forward(self, x: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
+        """Of sequences of `length`, whose tokens may come as one dimension: the result, and the router's penalty."""
         flat = self.strategy.enter(x).flatten(0, -2)
-        y = self.strategy.experts(self.experts, flat, self.router(flat, length))
+        routing, penalty = self.router(flat, length)
+        y = self.strategy.experts(self.experts, flat, routing)
         y = self.strategy.leave(y).view(x.shape)
-        return y if self.shared is None else y + self.shared(x)
+        return y if self.shared is None else y + self.shared(x), penalty

@@ -21,11 +21,13 @@ from ..hardware import read
 from .attention import document_starts
 from .backends import SDPA, Backend, Choice, select_backend
 from .block import RMSNorm, apply_rotary, lookup, query_key_value, rotary_angles, swiglu
-from .experts import MoE, Router
+from .experts import MoE, Penalised, Router
 from .latent import LatentAttention
 from .loss import linear_cross_entropy
 from .recompute import checkpointed, recomputed
 from .strategy import ALONE, Strategy
+
+Stream = Tensor | tuple[Tensor, Tensor | None]  # the residual stream; of a mixture of experts also its penalty
 
 
 class Embedding(nn.Embedding):
@@ -125,7 +127,7 @@ class Block(nn.Module):
         shared = MLP(config.width, config.shared_experts * config.moe_hidden) if config.shared_experts else None
         self.mlp: MLP | MoE = MoE(config, shared) if experts else MLP(config.width, config.mlp_hidden)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor, rows: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor, rows: Tensor | None = None) -> Stream:
         """Of a flat x (n, w) inference may want `rows` (m,) alone, whose queries its backend has then picked out."""
         if self.recompute == "full":
             return checkpointed(self._plain, x, cos, sin, *seen)
@@ -133,20 +135,23 @@ class Block(nn.Module):
             return self._selective(x, cos, sin, *seen)
         return self._plain(x, cos, sin, *seen, rows=rows)
 
-    def _plain(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor, rows: Tensor | None = None) -> Tensor:
+    def _plain(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor, rows: Tensor | None = None) -> Stream:
         mixed = self.attention(self.attention_norm(x), cos, sin, *seen)
         x = (x if rows is None else x[rows]) + mixed
-        return x + self._feed(self.mlp_norm(x), cos)
+        return self._feed(x, self.mlp_norm(x), cos)
 
-    def _feed(self, x: Tensor, cos: Tensor) -> Tensor:
-        return self.mlp(x, len(cos)) if isinstance(self.mlp, MoE) else self.mlp(x)
+    def _feed(self, x: Tensor, normed: Tensor, cos: Tensor) -> Stream:
+        if not isinstance(self.mlp, MoE):
+            return x + self.mlp(normed)
+        y, penalty = self.mlp(normed, len(cos))
+        return x + y, penalty
 
-    def _selective(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor) -> Tensor:
+    def _selective(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor) -> Stream:
         attention, mlp = self.attention, self.mlp
         products = recomputed(self.attention_norm, attention.project, x)
         middle = recomputed(attention.mix, lambda mixed: x + attention.out(mixed), products, cos, sin, *seen)
         if isinstance(mlp, MoE):
-            return recomputed(self.mlp_norm, lambda normed: middle + self._feed(normed, cos), middle)
+            return recomputed(self.mlp_norm, lambda normed: self._feed(middle, normed, cos), middle)
         products = recomputed(self.mlp_norm, mlp.gate_up, middle)
         return recomputed(swiglu, lambda inner: middle + mlp.down(inner), products)
 
@@ -197,10 +202,7 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.weight
         self.backend: Backend = SDPA
         self.strategy = ALONE
-        self.slope: list[Tensor] = []  # see `score`
         self.chunks = [range(config.depth)]  # of blocks; a pipeline's rank has some of them, see `keep`
-        for moe in self.mixtures:
-            moe.router.slope = self.slope
         # The token that ends a document: a token sees its own alone, and positions stay absolute. To be set before
         # `set_attention`, for not every backend can do it.
         self.end_of_document: int | None = None
@@ -232,22 +234,25 @@ class GPT(nn.Module):
 
     def last_hidden(self, tokens: Tensor) -> Tensor:
         """What the head reads, or a tensor-parallel rank's rows of it."""
-        return self.leave(self.through(self.enter(tokens), tokens))
+        return self.leave(self.through(self.enter(tokens), tokens)[0])
 
     def enter(self, tokens: Tensor) -> Tensor:
         return self.embedding(self.strategy.own(tokens, 1))
 
-    def through(self, x: Tensor, tokens: Tensor, chunk: int = 0) -> Tensor:
-        """The residual stream after a chunk of the blocks; the tokens say what attention sees."""
+    def through(self, x: Tensor, tokens: Tensor, chunk: int = 0) -> tuple[Tensor, Tensor | None]:
+        """The residual stream after a chunk of the blocks, and their penalties; the tokens say what attention sees."""
         time = tokens.shape[1]
         if time > self.max_length:
             raise ValueError(f"sequence of {time} tokens is longer than the model's {self.max_length}")
         own = self.strategy.own
         cos, sin = own(self.cos[:time], 0), own(self.sin[:time], 0)
-        seen = self.seen(tokens, x.dtype)
+        seen, penalty = self.seen(tokens, x.dtype), None
         for number in self.chunks[chunk]:
-            x = self.blocks[number](x, cos, sin, *seen)
-        return x
+            out = self.blocks[number](x, cos, sin, *seen)
+            x, own = out if isinstance(out, tuple) else (out, None)
+            if own is not None:
+                penalty = own if penalty is None else penalty + own
+        return x, penalty
 
     def leave(self, x: Tensor) -> Tensor:
         x = self.norm(x)
@@ -268,19 +273,15 @@ class GPT(nn.Module):
 
         The penalties of routers add to its gradient, not to its value.
         """
-        return self.score(self.through(self.enter(tokens), tokens), targets, reduction, z_loss)
+        x, penalty = self.through(self.enter(tokens), tokens)
+        return self.score(x, penalty, targets, reduction, z_loss)
 
-    def score(self, x: Tensor, targets: Tensor, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
+    def score(
+        self, x: Tensor, penalty: Tensor | None, targets: Tensor, reduction: str = "mean", z_loss: float = 0.0
+    ) -> Tensor:
         """`loss` of the residual stream after the last block."""
         losses: Tensor = self.head(self.leave(x), self.strategy.own(targets, 1), reduction, z_loss)
-        if losses.requires_grad and self.config.experts:
-            slope = self.slope  # not self, which would be kept by the graph that it keeps
-
-            def keep(grad: Tensor) -> None:
-                slope[:] = [grad]
-
-            losses.register_hook(keep)
-        return losses
+        return losses if penalty is None else Penalised.apply(losses, penalty)
 
     def keep(self, chunks: Sequence[range], embeds: bool, scores: bool) -> None:
         """Leaves out what other pipeline stages have; names stay those of the whole model."""

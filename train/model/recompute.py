@@ -12,23 +12,25 @@ Korthikanti et al. 2022, arXiv 2205.05198, section 5.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+Out = TypeVar("Out")
 
-def checkpointed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+
+def checkpointed(function: Callable[..., Out], *inputs: Tensor) -> Out:
     if not torch.is_grad_enabled():
         return function(*inputs)
     # There are no random numbers in a model of ours, so their state needs no keeping.
-    result: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    result: Out = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
     return result
 
 
-def recomputed(function: Callable[..., Tensor], product: Callable[[Tensor], Tensor], *inputs: Tensor) -> Tensor:
+def recomputed(function: Callable[..., Tensor], product: Callable[[Tensor], Out], *inputs: Tensor) -> Out:
     """product(function(*inputs)), of which the inputs are kept, and what `product` saves beside its own input.
 
     Nobody may write to the inputs before the backward pass.

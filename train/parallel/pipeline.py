@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import ProcessGroup
 
 from ..config import ParallelConfig
@@ -142,25 +142,26 @@ class Pipeline:
         lists = _schedule(self.name, self.mesh.pp, len(rows), len(self.gpt.chunks))
         actions, messages = lists[self.mesh.pp_rank], self._messages(lists, rows, patient=False)
         ends = {action.chunk: turn for turn, action in enumerate(actions) if action.kind == "backward"}
-        graphs = dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]]()
+        graphs = dict[tuple[int, int], tuple[Tensor | None, list[Any]]]()
         total = torch.zeros((), dtype=self.gradients.wide, device=self.like.device)
-        # A penalty's gradient is that of the mean loss, which only the last stage computes.
-        self.gpt.slope[:] = [scaled(total.new_full((), share))]
+        # The gradient of a penalty is that of the mean loss, which only the last stage computes.
+        slope = scaled(total.new_full((), share))
         for turn, (kind, micro, chunk) in enumerate(actions):
             place, stage = (micro, chunk), self._stage(chunk)
             if kind == "forward":
-                x, y = self._forward(messages, micro, chunk, rows[micro][:, :-1])
+                x, y, penalty = self._forward(messages, micro, chunk, rows[micro][:, :-1])
                 if stage == messages.last:
-                    loss = self.gpt.score(y, rows[micro][:, 1:], z_loss=z_loss) * share
+                    loss = self.gpt.score(y, penalty, rows[micro][:, 1:], z_loss=z_loss) * share
                     total += loss.detach()
-                    graphs[place] = x, scaled(loss)
+                    graphs[place] = x, [scaled(loss)]
                 else:
                     messages.send(FORWARD, micro, stage + 1, y)
-                    graphs[place] = x, get_gradient_edge(y)  # not y, which ends when it has come
+                    penalties = [penalty] if penalty is not None and penalty.requires_grad else []
+                    graphs[place] = x, [get_gradient_edge(y), *penalties]  # not y, which ends when it has come
                     del y
             else:
                 with self.gradients.micro_batch(turn == ends[chunk], chunk):
-                    self._backward(messages, micro, chunk, *graphs.pop(place))
+                    self._backward(messages, micro, chunk, slope, *graphs.pop(place))
         messages.let_go()
         return total
 
@@ -176,9 +177,9 @@ class Pipeline:
         for _, micro, chunk in actions:
             beat()
             stage = self._stage(chunk)
-            _, y = self._forward(messages, micro, chunk, rows[micro][:, :-1])
+            _, y, _ = self._forward(messages, micro, chunk, rows[micro][:, :-1])
             if stage == messages.last:
-                losses = self.gpt.score(y, rows[micro][:, 1:], reduction="none").double().sum(1)
+                losses = self.gpt.score(y, None, rows[micro][:, 1:], reduction="none").double().sum(1)
                 found[micro * len(rows[0]) :][: len(losses)] = losses
             else:
                 messages.send(FORWARD, micro, stage + 1, y)
@@ -203,19 +204,30 @@ class Pipeline:
         shapes = [(n * time // self.split, width) if self.split > 1 else (n, time, width) for n, time in sizes]
         return Messages(lists, len(self.gpt.chunks), self.mesh, shapes, self.like, patient)
 
-    def _forward(self, messages: Messages, micro: int, chunk: int, tokens: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return what a chunk receives from another stage, and its output."""
+    def _forward(
+        self, messages: Messages, micro: int, chunk: int, tokens: Tensor
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """Return what a chunk receives from another stage, its output, and its penalty."""
         stage = self._stage(chunk)
         if stage == 0:
-            return None, self.gpt.through(self.gpt.enter(tokens), tokens)
+            return None, *self.gpt.through(self.gpt.enter(tokens), tokens)
         x = messages.receive(FORWARD, micro, stage).requires_grad_(torch.is_grad_enabled())
-        return x, self.gpt.through(x, tokens, chunk)
+        return x, *self.gpt.through(x, tokens, chunk)
 
     def _backward(
-        self, messages: Messages, micro: int, chunk: int, x: Tensor | None, root: Tensor | GradientEdge
+        self,
+        messages: Messages,
+        micro: int,
+        chunk: int,
+        slope: Tensor,
+        x: Tensor | None,
+        roots: list[Any],
     ) -> None:
-        stage = self._stage(chunk)
-        torch.autograd.backward(root, None if stage == messages.last else messages.receive(BACKWARD, micro, stage))
+        """Run the backward pass from a loss, or from an output and its penalty, whose gradient is `slope`."""
+        stage, slopes = self._stage(chunk), list[Tensor]()
+        if stage != messages.last:
+            slopes = [messages.receive(BACKWARD, micro, stage), *[slope] * (len(roots) - 1)]
+        torch.autograd.backward(roots, slopes or None)
         if x is not None:
             assert x.grad is not None
             messages.send(BACKWARD, micro, stage - 1, x.grad)

@@ -192,7 +192,8 @@ def _release_after(
 ) -> None:
     """Release buckets after a forward pass; with `keep` not where a backward pass follows."""
 
-    def hook(module: nn.Module, arguments: Any, out: Tensor) -> None:
+    def hook(module: nn.Module, arguments: Any, result: Tensor | tuple[Tensor, ...]) -> None:
+        out = result[0] if isinstance(result, tuple) else result  # of a mixture of experts without its penalty
         if out.requires_grad and before_backward is not None:
             out.register_hook(before_backward)
         if not (keep and out.requires_grad):
