@@ -65,7 +65,7 @@ def analyze(
     profiles, envelope = IsoflopProfiles("valley").fit(*runs, table.weight), Envelope().fit(*runs)
     if note is not None:  # runs that share a budget of the table share none of 6ND, and are moved
         mover = None if fitted[0] is None else (table.N, fitted[0])
-        profiles, envelope, _ = read_off(as_given, table.N, table.flops, mover, "valley")
+        profiles, envelope, _ = read_off(as_given, table.N, table.flops, mover)
     approaches = three_approaches(profiles, envelope, fitted, table, (table.N, table.flops), bootstrap, seed)
     quick, spend = min(bootstrap, QUICK), flops_per_token(table.N, table.D, table.flops)
     # Fitted in the table's own count whatever is asked, so that a saved mixture answers alike in every convention.

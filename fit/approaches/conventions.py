@@ -19,7 +19,7 @@ from ..errors import Array
 from ..table import RunTable
 from .approaches import Approach, Law, fit_parametric, three_approaches
 from .envelope import Envelope
-from .isoflop import IsoflopProfiles, Method, budget_levels
+from .isoflop import IsoflopProfiles, budget_levels
 
 PARAMETERS = ("N_total", "N_active", "N_non_embedding", "N_kaplan")
 SAME = 1e-3  # relative difference up to which two columns are one convention
@@ -75,13 +75,12 @@ def by_convention(
     bootstrap: int = 0,
     seed: int = 0,
     law: Law | None = None,
-    method: Method = "valley",
     own: Array | None = None,
 ) -> list[ConventionRow]:
     """A row for every parameter count (the columns PARAMETERS, or else N) times every FLOP count of the table: 6ND and,
-    where they differ, `flops_exact` or else the table's. Arguments as in `analyze`; by default a method that may be
-    lopsided, as a profile that is even in one count is in another. own (n,): FLOPs as answers count them, if not as the
-    table does.
+    where they differ, `flops_exact` or else the table's.
+
+    Arguments as in `analyze`; own (n,): FLOPs as answers count them, if not as the table does.
     """
     own = table.flops if own is None else own
     counts = {name: table.column(name) for name in PARAMETERS if name in table.frame}
@@ -110,16 +109,19 @@ def by_convention(
                 reason = f"{column} is missing or zero in {int(missing.sum())} of {len(N)} runs"
                 rows.append(replace(row, reason=reason))
                 continue
-            profiles, envelope, moved = read_off(table, N, C, mover, method)
+            profiles, envelope, moved = read_off(table, N, C, mover)
             found = three_approaches(profiles, envelope, laws[name], table, (N, C), bootstrap, seed)
             rows.append(replace(row, approaches=found, law=laws[name][0], moved=moved))
     return rows
 
 
 def read_off(
-    table: RunTable, N: Array, C: Array, mover: tuple[Array, Law] | None, method: Method
+    table: RunTable, N: Array, C: Array, mover: tuple[Array, Law] | None
 ) -> tuple[IsoflopProfiles, Envelope, float]:
-    """Approaches 2 and 1 in the counts N and C (n,), and the largest factor in D by which a run was moved for them."""
+    """Approaches 2 and 1 in the counts N and C (n,), and the largest factor in D by which a run was moved for them.
+
+    A profile that is even in one count is lopsided in another, as a valley may be.
+    """
     budget, factor = _shared_budgets(table, C)
     far = float(np.exp(np.abs(np.log(factor)).max()))
     loss = table.loss
@@ -131,7 +133,7 @@ def read_off(
             budget = np.full(len(C), np.nan)
         factor, far = np.ones(len(C)), 1.0
     runs = (N, table.D * factor, loss, C * factor, budget)
-    return IsoflopProfiles(method).fit(*runs, table.weight), Envelope().fit(*runs), far
+    return IsoflopProfiles("valley").fit(*runs, table.weight), Envelope().fit(*runs), far
 
 
 def _shared_budgets(table: RunTable, C: Array) -> tuple[Array, Array]:

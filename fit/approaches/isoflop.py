@@ -1,8 +1,8 @@
 """IsoFLOP profiles (approach 2): the best size of each budget from a curve in log N, and N*(C), D*(C) through those.
 
 The valley, of one shape for all budgets, misses hidden ones least (docs/benchmarks.md). Of curves through one budget,
-the parabola has the least noise and is biased where a profile is lopsided, the cubic has nearly three times that noise
-and little bias, and Akima's interpolant, which follows any shape, six times. A vertex that the sizes do not enclose is
+the parabola has the least noise and is biased where a profile is lopsided, and Akima's interpolant, which follows any
+shape, has six times that noise. A vertex that the sizes do not enclose is
 refused, with the reason. Sizes are chosen, not sampled, so the bootstrap is parametric: losses with noise added.
 
 Hoffmann et al. 2022 (arXiv:2203.15556), section 3.2; Porian et al. 2024 (arXiv:2406.19146); Akima 1970 (J. ACM 17).
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -24,11 +23,10 @@ from ..laws.powerlaw import PowerLaw
 from ..uncertainty import check_resampling, excess_scatter, percentile_interval
 from .valley import Valley, fit_valleys
 
-Method = Literal["parabola", "cubic", "akima", "valley"]
+Method = Literal["parabola", "akima", "valley"]
 REACH = np.log(10.0)  # a polynomial's lowest point is looked for up to ten times beyond the sizes tried
 NEIGHBOURS = 4  # a parabola through this many sizes leaves one contrast
 SAME_SIZE = 6  # decimals of log N up to which two sizes are one
-CUBIC_SIZES = 5
 LEVEL_WIDTH = 0.05  # decades of C that count as one budget where the table names none
 TIGHT_WIDTH = 0.02  # closer than this, three runs are enough to call it a budget
 LOOSE_RUNS = 6
@@ -41,14 +39,14 @@ LINE_ROUNDS = 6  # of weights
 # of their covariance at sigma = 1.
 
 
-class Polynomial:
-    """Weighted least squares of degree 2 or 3. Where it has no lowest point: NaN."""
+class Parabola:
+    """Weighted least squares. Where it has no lowest point: NaN."""
 
-    def __init__(self, degree: int, u: Array, weight: Array) -> None:
+    def __init__(self, u: Array, weight: Array) -> None:
         root = np.sqrt(weight / weight.mean())
-        X = np.vander(u, degree + 1, increasing=True)
+        X = np.vander(u, 3, increasing=True)
         self.ends = (u.min() - REACH, u.max() + REACH)
-        self.project = np.linalg.pinv(X * root[:, None]) * root  # (degree + 1, n): losses to coefficients
+        self.project = np.linalg.pinv(X * root[:, None]) * root  # (3, n): losses to coefficients
         self.residual = root[:, None] * (np.eye(len(u)) - X @ self.project)
 
     def contrasts(self, loss: Array) -> Array:
@@ -56,7 +54,7 @@ class Polynomial:
 
     def minimum(self, losses: Array) -> tuple[Array, Array]:
         c = self.project @ losses.T
-        u = np.clip(_valley(c[3] if len(c) > 3 else np.zeros_like(c[0]), c[2], c[1]), *self.ends)
+        u = np.clip(_valley(np.zeros_like(c[0]), c[2], c[1]), *self.ends)
         return u, np.polynomial.polynomial.polyval(u, c, tensor=False)
 
     def at(self, loss: Array, u: Array) -> Array:
@@ -108,13 +106,12 @@ class Akima:
         return Akima1DInterpolator(self.knots, np.log(means).T)
 
 
-Curve = Polynomial | Akima
+Curve = Parabola | Akima
 # Each with the sizes that it needs and its name in sentences.
 METHODS: dict[str, tuple[Callable[[Array, Array], Curve], int, str]] = {
-    "parabola": (partial(Polynomial, 2), 3, "a parabola"),
-    "cubic": (partial(Polynomial, 3), CUBIC_SIZES, "a cubic"),
+    "parabola": (Parabola, 3, "a parabola"),
     "akima": (Akima, 3, "Akima's curve"),
-    "valley": (partial(Polynomial, 2), 3, "a valley"),
+    "valley": (Parabola, 3, "a valley"),
 }
 
 
@@ -199,8 +196,6 @@ class IsoflopProfile:
 def find_vertex(bare: IsoflopProfile) -> IsoflopProfile:
     """The profile with its vertex, or with the reason why it has none that can be trusted."""
     sizes = len(np.unique(np.round(np.log(bare.N), SAME_SIZE)))
-    if bare.method == "cubic" and sizes < CUBIC_SIZES:
-        bare = replace(bare, method="parabola")
     _, needed, what = METHODS[bare.method]
     if sizes < needed:
         plural = "s" if sizes > 1 else ""
@@ -245,8 +240,8 @@ def vertex_variance(profiles: list[IsoflopProfile]) -> Array:
 
 
 class IsoflopProfiles:
-    """Approach 2, by "parabola", "cubic" (a parabola below 5 sizes) or "akima". `noise` of a loss: "spread", the
-    residual spread pooled over budgets; "loss_se", each run's own; or one standard deviation in nats.
+    """Approach 2, by "parabola", "akima" or "valley". `noise` of a loss: "spread", the residual spread pooled over
+    budgets, or one standard deviation in nats.
 
     After `fit`: profiles_ (by rising budget), labels_, budgets_, N_law_, D_law_ (PowerLaw or None below 2 accepted
     vertices), loss_law_ (or None below 4), sigma_ (relative residual spread) and its freedom_. After `bootstrap`:
@@ -257,12 +252,11 @@ class IsoflopProfiles:
     D_law_: PowerLaw | None
     loss_law_: PowerLaw | None
 
-    def __init__(self, method: Method = "parabola", noise: Literal["spread", "loss_se"] | float = "spread") -> None:
+    def __init__(self, method: Method = "parabola", noise: Literal["spread"] | float = "spread") -> None:
         if method not in METHODS:
             raise InputError(f"method is {method!r}; choose one of {', '.join(METHODS)}.")
-        known = noise in ("spread", "loss_se") if isinstance(noise, str) else np.isfinite(noise) and noise > 0
-        if not known:
-            raise InputError(f"noise is {noise!r}; 'spread', 'loss_se' or a number of nats above zero is accepted.")
+        if noise != "spread" and (isinstance(noise, str) or not 0 < noise < np.inf):
+            raise InputError(f"noise is {noise!r}; 'spread' or a number of nats above zero is accepted.")
         self.method, self.noise = method, noise
 
     def fit(
@@ -273,7 +267,6 @@ class IsoflopProfiles:
         flops: ArrayLike,
         budget: ArrayLike | None = None,
         weight: ArrayLike | None = None,
-        loss_se: ArrayLike | None = None,
     ) -> IsoflopProfiles:
         """Columns (n,). `budget` names the budget of each run (NaN: none); else budgets are read off `flops`.
 
@@ -281,14 +274,8 @@ class IsoflopProfiles:
         """
         N, D, loss, flops = positive("N", N), positive("D", D), positive("loss", loss), positive("flops", flops)
         weight = check_weights(weight, len(N))
-        se = np.full(len(N), np.nan) if isinstance(self.noise, str) else np.full(len(N), self.noise)
-        if self.noise == "loss_se":
-            if loss_se is None:
-                raise InputError(
-                    "noise is 'loss_se' and no loss_se is given; each run needs its standard error in nats."
-                )
-            se = positive("loss_se", loss_se)
-        same_length(N=N, D=D, loss=loss, flops=flops, weight=weight, loss_se=se)
+        se = np.full(len(N), np.nan if self.noise == "spread" else float(self.noise))
+        same_length(N=N, D=D, loss=loss, flops=flops, weight=weight)
         self.labels_, self.budgets_ = budget_levels(flops, N, budget)
         bare: list[IsoflopProfile] = []
         for level, C in enumerate(self.budgets_):

@@ -18,15 +18,18 @@ from functools import reduce
 from shlex import quote
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy.special import fdtrc
 
-from ..approaches.isoflop import budget_levels
-from ..errors import Array, positive
+from ..approaches.isoflop import METHODS, budget_levels
+from ..errors import Array, InputError, enough, floats, identifiable, positive
 from ..files import read_constants
 from ..formatting import count, scientific, times
 from ..table import RunTable
 
 FEW_SIZES = 5
+LEAST_SIZES = METHODS["parabola"][1]  # without which a budget has no profile at all
+CONSTANTS = 5  # of the parametric law
 FEW_RUNS = 10
 EXTRAPOLATION = 100.0
 BITS = 1 / np.log(2)  # bits in a nat
@@ -67,6 +70,31 @@ def examine(table: RunTable, targets: Sequence[float] = ()) -> tuple[Warning, ..
     """
     found = [warning for check in CHECKS for warning in check(table)]
     return (*found, *extrapolation(float(table.flops.max()), positive("target", targets) if len(targets) else ()))
+
+
+def examine_plan(
+    N: ArrayLike, D: ArrayLike, flops: ArrayLike, budget: ArrayLike, epochs: ArrayLike
+) -> tuple[Warning, ...]:
+    """What fits would refuse or warn of for want of points, of planned runs (n,), before any loss is known.
+
+    `budget` and `epochs` are NaN where there is none, or it is not known.
+    """
+    n, unknown = len(floats(N)), np.full(len(floats(N)), np.nan)
+    names, rows = np.arange(n).astype(str), np.arange(n)
+    table = RunTable(
+        *(floats(N), floats(D), unknown, unknown, floats(flops), floats(budget), names, names, np.ones(n)),
+        frame=None,  # type: ignore[arg-type]  # these checks read the columns above alone
+        rows=rows,
+        notes=(),
+        source="the plan",
+    )
+    found = [warning for check in (few_runs, few_sizes, narrow_span) for warning in check(table)]
+    try:
+        enough(np.unique(np.stack([table.N, table.D]), axis=1).shape[1], CONSTANTS, "the parametric law")
+        identifiable(table.N, table.D)
+    except InputError as error:
+        found.insert(0, Warning("no_parametric", f"Approach 3 has no answer: {error}"))
+    return (*found, *repeated(floats(epochs)))
 
 
 def numbers(table: RunTable, role: str) -> Array:
@@ -606,7 +634,8 @@ def few_runs(t: RunTable) -> Found:
     if pairs < FEW_RUNS:
         yield Warning(
             "few_runs",
-            f"The table has {pairs} different (N, D) and the parametric law 5 constants; intervals are rough at best.",
+            f"The table has {pairs} different (N, D) and the parametric law {CONSTANTS} constants; intervals are rough "
+            "at best.",
         )
 
 

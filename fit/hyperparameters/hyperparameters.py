@@ -252,14 +252,8 @@ class CriticalBatchLaw(DesignedLaw):
                 at, lambda log: {"E_min": log[..., 0], "S_min": log[..., 1]}, basis, weights, keep, least=least
             )
 
-        return Problem(
-            form=LogSumTerms(lambda v: [v["E_min"], v["S_min"] + u], at, len(u)),
-            target=target,
-            bounds=dict.fromkeys(at, (floor, ceiling)),
-            axes=np.log(np.stack(inputs)),
-            starts=starts,
-            constants=constants,
-        )
+        form = LogSumTerms(lambda v: [v["E_min"], v["S_min"] + u], at, len(u))
+        return Problem(form, target, dict.fromkeys(at, (floor, ceiling)), np.log(np.stack(inputs)), starts, constants)
 
 
 def tokens_to_loss(tokens: ArrayLike, loss: ArrayLike, target: float) -> float:

@@ -143,11 +143,5 @@ def two_power_laws(inputs: tuple[Array, ...], observed: Array, tied: bool, fixed
         least = 0.02 * observed.min()
         return projected_starts(at, coordinates, basis, weights, keep, 1.0 - (fixed or 0.0) / observed, 1.0, least)
 
-    return Problem(
-        form=LogSumExp(len(names), terms),
-        target=target,
-        bounds={name: (low, high) if name in "ABE" else EXPONENT_BOUNDS for name in names},
-        axes=np.log(np.stack(inputs)),
-        starts=starts,
-        constants=constants,
-    )
+    bounds = {name: (low, high) if name in "ABE" else EXPONENT_BOUNDS for name in names}
+    return Problem(LogSumExp(len(names), terms), target, bounds, np.log(np.stack(inputs)), starts, constants)

@@ -104,11 +104,6 @@ class GammaLaw(ChinchillaLaw):
             return projected_starts(at, coordinates, np.stack(lines, 2), weights, keep or STARTS, None, scale, least)
 
         bounds = dict.fromkeys("ABE", (low, high)) | {"gamma": GAMMA_BOUNDS}
-        return Problem(
-            form=LogSumTerms(terms, at, len(x), {"E": np.log(fixed)} if fixed else {}),
-            target=target,
-            bounds={name: bounds.get(name, EXPONENT_BOUNDS) for name in names},
-            axes=np.log(np.stack(inputs)),
-            starts=starts,
-            constants=constants,
-        )
+        bounds = {name: bounds.get(name, EXPONENT_BOUNDS) for name in names}
+        form = LogSumTerms(terms, at, len(x), {"E": np.log(fixed)} if fixed else {})
+        return Problem(form, target, bounds, np.log(np.stack(inputs)), starts, constants)

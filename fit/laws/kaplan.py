@@ -114,11 +114,4 @@ class KaplanLaw(LossLaw):
             scale = alpha_D**2
             return projected_starts(at, coordinates, np.stack(lines, 2), weights, keep or STARTS, None, scale, 0.1)
 
-        return Problem(
-            form=LogSumTerms(terms, at, len(x)),
-            target=target,
-            bounds=bounds,
-            axes=np.log(np.stack(inputs)),
-            starts=starts,
-            constants=constants,
-        )
+        return Problem(LogSumTerms(terms, at, len(x)), target, bounds, np.log(np.stack(inputs)), starts, constants)

@@ -207,12 +207,7 @@ class RepetitionLaw(Law):
 
         form = LogSumTerms(terms, at, len(target), fixed)
         return Problem(
-            form=form,
-            target=target,
-            bounds={name: bounds[name] for name in names},
-            axes=np.log(np.stack(inputs[:2])),
-            starts=starts,
-            constants=constants,
+            form, target, {name: bounds[name] for name in names}, np.log(np.stack(inputs[:2])), starts, constants
         )
 
 

@@ -93,7 +93,7 @@ def unique_tokens(run: RunConfig) -> float:
 
 def fit_notes(runs: Sequence[RunConfig], more: Mapping[str, str]) -> list[str]:
     """Return what the fit of a plan would warn of, each with what `more` adds to the warning of that code."""
-    from ...fit.checks.planned import examine_plan
+    from ...fit.checks.doctor import examine_plan
 
     unique = unique_tokens(runs[0])
     N, D, flops = zip(*((count_parameters(run.model).N_active, run.D, flops_exact(run)) for run in runs), strict=True)

@@ -101,7 +101,7 @@ class IsoflopGrid(GridConfig):
         """Warn of what the fit would lack, with the nearest budgets that would do; UserError if a budget is left with
         too few sizes for any profile.
         """
-        from ...fit.checks.planned import FEW_SIZES, LEAST_SIZES, MANY_EPOCHS
+        from ...fit.checks.doctor import FEW_SIZES, LEAST_SIZES, MANY_EPOCHS
 
         more = {}
         enough, needed = min(FEW_SIZES, self.sizes), min(LEAST_SIZES, self.sizes)

@@ -136,7 +136,7 @@ class TuneGrid(GridConfig):
         return min(MOST_RUNS, int(self.flops_budget / cost))
 
     def notes(self, runs: Sequence[RunConfig], tuner: Tuner) -> list[str]:
-        from ...fit.checks.planned import MANY_EPOCHS
+        from ...fit.checks.doctor import MANY_EPOCHS
 
         ratios = self.tokens_per_parameter
         longest = max(self.rung_tokens(run, run.model, len(ratios) - 1) for run in runs)

@@ -168,7 +168,7 @@ def test_the_same_runs_of_porian_et_al_move_by_a_sixth_between_counts():
     frame = tuned.assign(
         N_total=tuned.n, N_kaplan=tuned.n.map(counts), D=tuned.flops / (6 * tuned.n), budget=tuned.flops
     )
-    found = by_convention(fit.read_table(frame.drop(columns="n")), (5.88e23,), method="akima")
+    found = by_convention(fit.read_table(frame.drop(columns="n")), (5.88e23,))
     a = {row.parameters: row.approaches["isoflop"].exponent for row in found if row.flops == "6nd"}
     assert 0.4907 < a["N_total"] < 0.5045  # their interval for these runs
     assert 0.64 < a["N_kaplan"] < 0.72  # theirs, with a longer warm-up and training loss: 0.703 to 0.721

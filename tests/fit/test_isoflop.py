@@ -7,7 +7,7 @@ from isoflop.fit.approaches.isoflop import budget_levels
 from scipy.interpolate import Akima1DInterpolator
 from scipy.optimize import minimize_scalar
 
-CURVES = ("parabola", "cubic", "akima")
+CURVES = ("parabola", "akima")
 
 
 def grid(budgets=(1e18, 1e19, 1e20, 1e21), sizes=6, noise=0.0, seed=0, spread=4.0, centre=1.0):
@@ -48,7 +48,7 @@ def test_vertices_and_laws_of_exact_parabolas_are_exact():
     np.testing.assert_allclose([found.loss_law_.E_, found.loss_law_.p_], [1.7, -0.155], rtol=1e-6)
 
 
-@pytest.mark.parametrize(("method", "trials"), [("parabola", 80), ("cubic", 40), ("akima", 40)])
+@pytest.mark.parametrize(("method", "trials"), [("parabola", 80), ("akima", 40)])
 def test_vertex_and_exponent_intervals_cover_at_their_rate(method, trials):
     vertex, exponent = 0, 0  # three budgets: without a fourth there is no loss law to spend time on
     for seed in range(trials):
@@ -75,16 +75,6 @@ def test_akimas_vertex_is_the_lowest_point_of_scipys_interpolant():
         np.testing.assert_allclose(np.log(p.loss_best), curve(best), atol=1e-12)
         np.testing.assert_allclose(p.curve(np.exp(x)), np.exp(curve(x)), rtol=1e-10)
         assert np.isnan(p.curve(p.N[-1] * 1.01))
-
-
-def test_a_cubics_vertex_is_numpys():
-    N, D, loss, C = grid(sizes=8, noise=0.01, seed=2)
-    for p in fit.IsoflopProfiles("cubic").fit(N, D, loss, C).profiles_:
-        curve = np.polynomial.Polynomial.fit(np.log(p.N), p.loss, 3)
-        roots = curve.deriv().roots()
-        (valley,) = [float(r.real) for r in roots if abs(r.imag) < 1e-9 and curve.deriv(2)(r.real) > 0]
-        np.testing.assert_allclose(np.log(p.N_best), valley, rtol=1e-9)
-        np.testing.assert_allclose(p.loss_best, curve(valley), rtol=1e-12)
 
 
 @pytest.mark.parametrize("method", CURVES)
@@ -115,20 +105,15 @@ def test_the_noise_is_estimated_without_bias(method):
 def test_known_noise_sets_the_width_of_the_interval():
     N, D, loss, C = grid(budgets=(1e18, 1e19, 1e20), noise=0.001, seed=4)
 
-    def width(noise, **more):
-        found = fit.IsoflopProfiles(noise=noise).fit(N, D, loss, C, **more).bootstrap(2000)
+    def width(noise):
+        found = fit.IsoflopProfiles(noise=noise).fit(N, D, loss, C).bootstrap(2000)
         return np.log(np.divide(*found.profiles_[2].interval()[::-1]))
 
     np.testing.assert_allclose(width(0.004), 2 * width(0.002), rtol=0.02)  # the same draws; a vertex is all but linear
-    np.testing.assert_allclose(width("loss_se", loss_se=np.full(len(N), 0.002)), width(0.002), rtol=1e-12)
-    with pytest.raises(fit.InputError, match="noise is 'loss_se' and no loss_se is given"):
-        fit.IsoflopProfiles(noise="loss_se").fit(N, D, loss, C)
-    with pytest.raises(fit.InputError, match="loss_se is nan in row 0"):
-        fit.IsoflopProfiles(noise="loss_se").fit(N, D, loss, C, loss_se=np.full(len(N), np.nan))
     for wrong in (0.0, -1.0, np.nan, "guess"):
         with pytest.raises(fit.InputError, match="noise is"):
             fit.IsoflopProfiles(noise=wrong)
-    with pytest.raises(fit.InputError, match="method is 'spline'; choose one of parabola, cubic, akima"):
+    with pytest.raises(fit.InputError, match="method is 'spline'; choose one of parabola, akima"):
         fit.IsoflopProfiles("spline")
 
 
@@ -139,7 +124,7 @@ def test_a_lopsided_profile_biases_only_the_parabola():
         found = fit.IsoflopProfiles(method).fit(N, D, loss, C)
         bias[method] = np.mean([np.log(p.N_best / best[p.flops == C][0]) for p in found.profiles_])
     assert 0.10 < bias["parabola"] < 0.13
-    assert max(abs(bias[method]) for method in ("cubic", "akima", "valley")) < 0.03
+    assert max(abs(bias[method]) for method in ("akima", "valley")) < 0.03
 
 
 def test_scatter_of_vertices_widens_the_interval_of_the_exponent():
