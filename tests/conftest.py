@@ -124,15 +124,13 @@ def isoflop_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     del os.environ["ISOFLOP_CACHE"]
 
 
-# A sweep small and cut off from what the machine may have: no tracker, no benchmarks, a stated rate instead of a trial.
-SMOKE = ("+grid=smoke", "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11")
-
-
 @pytest.fixture(scope="session")
 def smoke(tmp_path_factory: pytest.TempPathFactory, isoflop_cache: Path) -> tuple[Path, str]:
     """The grid `smoke`, run once by `python sweep.py` for all processes: its directory, which tests must not change,
     and its output.
     """
+    from small_runs import SMOKE
+
     root = tmp_path_factory.getbasetemp()
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
     said = root / "smoke.txt"

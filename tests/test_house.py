@@ -106,6 +106,20 @@ def test_a_notebook_can_fit_without_torch() -> None:
     }
 
 
+def test_evaluate_from_the_root_is_hugging_faces() -> None:
+    """The room must not shadow their package, which lm-eval's tasks import, in a script or a job of the root."""
+    find = "from importlib.util import find_spec; print(find_spec('evaluate').origin)"  # importing it takes seconds
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {find}"
+    origin = Path(subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT).strip())
+    assert origin.parts[-2:] == ("evaluate", "__init__.py")
+    assert not origin.is_relative_to(ROOT / "evaluate")
+
+
+def test_listing_and_staging_tasks_needs_neither_torch_nor_lm_eval() -> None:
+    modules = loaded("from isoflop.evaluate.tasks import tasks; tasks.expand('small'); tasks.benchmarks_directory()")
+    assert not modules & {"torch", "lm_eval", "datasets", "pyarrow"}
+
+
 def test_planning_loads_neither_torch_nor_pandas() -> None:
     modules = loaded(
         "import isoflop.sweeps.entry, isoflop.sweeps.execute.conduct, "

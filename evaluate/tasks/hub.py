@@ -147,21 +147,12 @@ def copies(progress: Report, keep: list[Path] | None = None) -> Iterator[None]:
         wanted = given | given.pop("config_kwargs", {})
         folder = copy_folder({name: value for name, value in wanted.items() if value is not None})
         data = read_copy(folder)
-        is_damaged = data is None and folder.exists()
-        if is_damaged:
-            progress(f"{folder} is damaged; the data are fetched again")
         if data is None:
-            if keep is None and not is_damaged and "/" in str(wanted.get("path")):
+            if keep is None and "/" in str(wanted.get("path")):
                 progress(f"{wanted['path']} is not staged; the Hugging Face Hub is asked")
-            try:
-                with errors_only("huggingface_hub"):
-                    data = original(*arguments, **options)
-            except Exception as error:
-                if not is_damaged:
-                    raise
-                why = f"the copy {folder} is damaged, and {type(error).__name__}: {error}"
-                raise RuntimeError(why) from error
-            if keep is not None or is_damaged:
+            with errors_only("huggingface_hub"):
+                data = original(*arguments, **options)
+            if keep is not None:
                 write_copy(folder, data, wanted)
         if keep is not None and folder.exists():
             keep.append(folder)

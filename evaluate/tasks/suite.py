@@ -239,18 +239,13 @@ def expand(tasks: str | Sequence[str]) -> list[str]:
     Raises UserError when none is named.
     """
     entries = tasks.split(",") if isinstance(tasks, str) else list(tasks)
-    names = list(dict.fromkeys(_spelled_out([name.strip() for name in entries if name and name.strip()], ())))
+    names: dict[str, None] = {}
+    for name in (entry.strip() for entry in entries if entry and entry.strip()):
+        members = suite_tasks(name)
+        names |= dict.fromkeys([name] if members is None else members)
     if not names:
         raise UserError(
             f"tasks is {tasks!r}; name a suite ({', '.join(name for name in suite_names() if name != 'none')}) "
             "or lm-eval tasks such as hellaswag,piqa"
         )
-    return names
-
-
-def _spelled_out(names: list[str], within: tuple[str, ...]) -> list[str]:
-    result = []
-    for name in names:
-        members = None if name in within else suite_tasks(name)
-        result += [name] if members is None else _spelled_out(members, (*within, name))
-    return result
+    return list(names)

@@ -7,11 +7,10 @@ import sys
 from dataclasses import replace
 
 import pytest
+from bench_rows import CONTRACT
 from isoflop.bench import evaluate as bench
 from isoflop.evaluate.metrics import ItemResult
 from isoflop.train.errors import UserError
-
-ROW = {"case", "ours", "peer", "peer_name", "unit", "ratio", "spread", "device"}
 
 
 def test_an_answer_is_the_same_when_choice_text_and_metrics_are() -> None:
@@ -45,7 +44,7 @@ def test_both_sides_of_a_small_model_agree_on_every_item() -> None:
     small = ["model.width=64", "model.depth=2", "model.heads=2", "data.vocab_size=1024", "data.max_bytes=1000000"]
     small += ["data.sequence_length=512", "tokens=16384"]
     rows = list(bench.bench_evaluate("cpu", 1, 12, overrides=small, generation=(3, 12)))
-    assert all(set(row) == ROW for row in rows)
+    assert all(set(row) == CONTRACT for row in rows)
     counted = [row for row in rows if row["unit"] == "items equal"]
     assert [row["ours"] for row in counted] == [row["peer"] for row in counted] == [12, 12, 12, 3]
     nats = [row for row in rows if row["unit"] == "max nats"]

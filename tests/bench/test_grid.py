@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from bench_rows import checked_rows
 from isoflop.bench import grid as bench_grid
 from isoflop.bench.timing import isoflop
 from isoflop.train.errors import UserError
@@ -15,8 +16,7 @@ from isoflop.train.files import write_json
 def test_trunks_save_flops_and_change_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = ["grid.sizes=[5e3]", "grid.tokens_per_parameter=[10,20,40]", "data.max_bytes=2000000", "fit.bootstrap=10"]
     monkeypatch.setitem(bench_grid.CASES, "ladder", ["+grid=ladder", "tuning=fixed", *sizes])
-    (row,) = bench_grid.bench_grid(rounds=1, cases=["ladder"])
-    assert {"case", "ours", "peer", "peer_name", "unit", "ratio", "spread", "device"} <= set(row)
+    (row,) = checked_rows(bench_grid.bench_grid(rounds=1, cases=["ladder"]))
     assert row["difference"] == 0
     # A trunk of 4 units, a fifth of it decay, and a fifth of each of the other two: 4.6 of 7, in whole steps.
     assert row["flops_share"] == pytest.approx(4.6 / 7, rel=0.03)

@@ -108,15 +108,6 @@ def numbers(count: int) -> list[dict[str, Any]]:
     return [{"question": f"question {i}:", "answer": f"answer {i}"} for i in range(count)]
 
 
-def test_a_smaller_limit_is_a_subset_and_the_seed_chooses(tmp_path: Path) -> None:
-    path = write(tmp_path / "numbers.jsonl", numbers(50))
-    ten, twenty = (load_custom(path, limit=limit)["numbers"] for limit in (10, 20))
-    assert len(ten.indices) == 10
-    assert set(ten.indices) < set(twenty.indices)
-    assert requests(ten) == [[(f"question {i}:", f" answer {i}")] for i in ten.indices]
-    assert ten.subset["of"] == 50
-
-
 @pytest.mark.parametrize("choices", [False, True])
 def test_examples_are_other_lines_and_the_same_whatever_the_limit(tmp_path: Path, choices: bool) -> None:
     rows = numbers(30)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from isoflop.train.flops import count_parameters, training_flops_per_token
 from isoflop.train.model.parametrization import build_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from small_disk import disk_of
 
 LENGTH = 64
 # Both sides compute in fp32, in other orders; logits reach about 6 here, where a rounding is 5e-7.
@@ -282,13 +282,8 @@ def test_an_export_that_fails_leaves_the_old_folder_and_nothing_else(tmp_path: P
     path = checkpoint(tmp_path / "checkpoints", TINY)
     folder = export_checkpoint(path, tmp_path / "out").folder
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # as a disk that fills up
-    try:
-        with pytest.raises((OSError, SafetensorError)):
-            export_checkpoint(path, folder, overwrite=True)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with disk_of(4096), pytest.raises((OSError, SafetensorError)):
+        export_checkpoint(path, folder, overwrite=True)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "out"]
 

@@ -62,33 +62,23 @@ def assert_same(ours: dict[str, Any], expected: dict[str, Any]) -> None:
     assert [g for _, g in ours["likely"]] == [g for _, g in expected["likely"]]
 
 
-def test_every_rank_gets_what_one_process_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_gets_what_one_process_gets_and_the_first_one_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("isoflop.evaluate.harness.ROUND_TOKENS", 150)  # several rounds
     monkeypatch.setattr("isoflop.evaluate.harness.ROUND_PROMPTS", 1)
     expected = everything(Mesh())
 
-    def both(ranks: Mesh) -> list[dict[str, Any]]:
-        result = everything(ranks)
-        return ranks.gather(result)
+    def twice(ranks: Mesh) -> list[Any]:
+        mine = Answers()
+        first = everything(ranks, mine)
+        kept = len(mine.known)
+        return ranks.gather((first, kept, everything(ranks, mine, seed=1)))  # another model, which has nothing to say
 
-    first, second = on_ranks(2, both)
+    (first, kept, again), (second, none, _) = on_ranks(2, twice)
     assert first == second
     assert_same(first, expected)
-
-
-def test_the_first_rank_keeps_all_answers_and_asks_for_none_twice() -> None:
-    expected = everything(Mesh())
-
-    def twice(ranks: Mesh) -> tuple[dict[str, Any], int, int]:
-        mine = Answers()
-        everything(ranks, mine)
-        kept = ranks.gather(len(mine.known))
-        return everything(ranks, mine, seed=1), *kept  # another model, which has nothing to say
-
-    again, first, second = on_ranks(2, twice)
     assert_same(again, expected)
-    assert first > 40
-    assert second == 0
+    assert kept > 40
+    assert none == 0
 
 
 def test_shares_hold_every_request_once_and_weigh_the_same() -> None:

