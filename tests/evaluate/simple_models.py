@@ -119,27 +119,29 @@ def custom_tasks(folder: Path) -> TaskManager:
     rows = [{"q": words(), "a": [words(), words()], "gold": i % 2, "golds": [1, 0][: 1 + i % 2]} for i in range(12)]
     kinds: dict[str, dict[str, Any]] = {
         "my_choice": {"output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_choice": "{{a}}",
-                      "doc_to_target": "gold", "metric_list": ["acc", "acc_norm"]},
+                      "doc_to_target": "gold", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]},
         "my_labels": {"output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_choice": "{{a}}",
-                      "doc_to_target": "{{golds}}", "metric_list": ["acc"]},
+                      "doc_to_target": "{{golds}}", "metric_list": [{"metric": "acc"}]},
         "my_writing": {"output_type": "generate_until", "doc_to_text": "{{q}}", "doc_to_target": "{{a[0]}}",
-                       "generation_kwargs": {"until": ["\n"], "max_gen_toks": 5}, "metric_list": ["exact_match"]},
+                       "generation_kwargs": {"until": ["\n"], "max_gen_toks": 5},
+                       "metric_list": [{"metric": "exact_match"}]},
         "my_text": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{q}} {{a[0]}}",
-                    "metric_list": ["bits_per_byte"]},
+                    "metric_list": [{"metric": "bits_per_byte", "aggregation": "bits_per_byte"}]},
     }  # fmt: skip
+    (folder / "all.yaml").write_text(json.dumps({"group": "my_group", "task": list(kinds)}))
+    return write_tasks(folder, kinds, rows, version=2)
+
+
+def write_tasks(folder: Path, kinds: dict[str, Any], rows: list[dict[str, Any]], version: int = 1) -> TaskManager:
+    """Write tasks over the same rows, each with a file of its own, and return an index of the folder."""
     for name, config in kinds.items():
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        aggregation = {"bits_per_byte": "bits_per_byte"}
-        metrics = [
-            {"metric": metric, "aggregation": aggregation.get(metric, "mean"), "higher_is_better": True}
-            for metric in config["metric_list"]
-        ]
+        metrics = [{"aggregation": "mean", "higher_is_better": True, **metric} for metric in config["metric_list"]]
         dataset = {"data_files": {"test": str(data)}, "cache_dir": str(folder / "hub")}
         full = {
             **config, "task": name, "dataset_path": "json", "dataset_kwargs": dataset, "test_split": "test",
-            "metric_list": metrics, "metadata": {"version": 2},
+            "metric_list": metrics, "metadata": {"version": version},
         }  # fmt: skip
         (folder / f"{name}.yaml").write_text(json.dumps(full))
-    (folder / "all.yaml").write_text(json.dumps({"group": "my_group", "task": list(kinds)}))
     return TaskManager(include_defaults=False, include_path=str(folder))

@@ -14,7 +14,6 @@ import pytest
 from isoflop.evaluate import contamination
 from isoflop.evaluate.contamination import (
     END,
-    gram_hashes,
     item_texts,
     normalised,
     overlaps,
@@ -272,20 +271,6 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, leaked: tuple[Sh
 
 
 # Words and hashes
-
-
-def test_equal_words_have_equal_hashes_and_others_do_not() -> None:
-    rng = np.random.default_rng(5)
-    text = text_of(rng, 2000)
-    words = plain_words(text)
-    hashes = word_hashes(normalised(text)).tolist()
-    assert len(hashes) == len(words)
-    assert len({*zip(words, hashes, strict=True)}) == len(set(words)) == len(set(hashes))
-    for length in (1, 2, 5, 13):
-        grams = [tuple(words[i : i + length]) for i in range(len(words) - length + 1)]
-        hashed = gram_hashes(word_hashes(normalised(text)), length).tolist()
-        assert len(hashed) == len(grams)
-        assert len({*zip(grams, hashed, strict=True)}) == len(set(grams)) == len(set(hashed))
 
 
 def test_documents_in_bytes_are_normalised_as_texts_are() -> None:

@@ -18,7 +18,7 @@ from isoflop.train.data.tokenizers import ByteTokenizer
 from isoflop.train.model.gpt import GPT
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
-from simple_models import by_forward, gpt, load_indexed, written
+from simple_models import by_forward, gpt, load_indexed, write_tasks, written
 
 END, T = ByteTokenizer.end_of_document, 32
 
@@ -229,15 +229,8 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> TaskManager:
     """Tasks of every kind as lm-eval YAML over a local file; `shots` is `choice` with two examples."""
-    folder = tmp_path_factory.mktemp("tasks")
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    for name, config in {**KINDS, "shots": {**KINDS["choice"], "num_fewshot": 2}}.items():
-        metrics = [{"aggregation": "mean", "higher_is_better": True, **metric} for metric in config["metric_list"]]
-        dataset = {"data_files": {"test": str(folder / "rows.jsonl")}, "cache_dir": str(folder / "hub")}
-        full = {**config, "task": name, "dataset_path": "json", "dataset_kwargs": dataset, "test_split": "test",
-                "fewshot_split": "test", "metric_list": metrics, "metadata": {"version": 1}}  # fmt: skip
-        (folder / f"{name}.yaml").write_text(json.dumps(full))
-    return TaskManager(include_defaults=False, include_path=str(folder))
+    kinds = {**KINDS, "shots": {**KINDS["choice"], "num_fewshot": 2, "fewshot_split": "test"}}
+    return write_tasks(tmp_path_factory.mktemp("tasks"), kinds, ROWS)
 
 
 @pytest.fixture(scope="module")

@@ -149,23 +149,6 @@ def test_no_tree_outgrows_what_its_mask_may_take_however_large_the_budget(monkey
     assert_close(bounded.score(requests), free.score(requests), 1e-10)
 
 
-def test_in_a_tree_a_token_sees_its_own_path_and_nothing_else() -> None:
-    requests = [request for request in groups(8, 12, header=10) if request.continuation]
-    for tree in plan_trees(requests, range(len(requests)), Costs(1, 0), 10_000, END):
-        for one in tree.scored:
-            request = requests[one.place]
-            last = int(one.nodes[-1])
-            path = [j for j in range(last + 1) if last < tree.ends[j]]
-            assert tree.tokens[path].tolist() == request.inputs.tolist()
-            assert tree.positions[path].tolist() == list(range(len(path)))
-            assert one.targets.tolist() == list(request.continuation)
-            inputs, begin = request.inputs.tolist(), 0
-            for position, node in enumerate(path):
-                if position and inputs[position - 1] == END:
-                    begin = position
-                assert tree.documents[node] == begin
-
-
 def test_batches_keep_to_the_budget_and_hold_every_tree_once() -> None:
     requests = [request for request in groups(9, 30) if request.continuation]
     trees = plan_trees(requests, range(len(requests)), Costs(100, 1), 200)

