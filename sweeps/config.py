@@ -87,7 +87,6 @@ class EvaluateConfig:
     average: Positive | None = None  # span of the average of the weights that is scored; None: the weights themselves
     every: Count | None = None  # steps: checkpoints in between are kept and scored too; None: the final one alone
     decode: bool = False  # whether the time of a generated token is measured too, at batch 1, of the final checkpoint
-    batch_tokens: Count | None = None  # tokens in one forward pass; None: what suits the device
     ngram: Count | None = 13  # words in a row that, if trained on, make an item contaminated; None: not asked
 
 
@@ -151,6 +150,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "cluster.latency_us": (ANY, "explain=true reckons without the latency of messages"),
     "cluster.memory_gb_per_s": (ANY, "explain=true reckons without the time that memory takes"),
     "cluster.half_speed_width": (ANY, "runs that are done say how fast the next ones will be"),
+    "evaluate.batch_tokens": (ANY, "a pass too large for the memory is halved; `isoflop evaluate` has --batch-tokens"),
     "fit.seed": (ANY, "`isoflop fit` has --seed"),
     "fit.delta": (ANY, "`isoflop fit` has --delta"),
     "fit.tied": (False, "`isoflop fit` has --tied"),
@@ -159,6 +159,9 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "grid.expected_exponent": (0.55, "give grid.expected_N, the best N at 2.5e11 FLOPs"),
     "grid.first_share": (ANY, "the first round has a fifth of the FLOPs"),
     "grid.size_tolerance": (ANY, "give grid.tolerance, of the loss"),
+    "grid.max_flops": (None, "no run costs more than the largest of grid.budgets"),
+    "grid.round_runs": (ANY, "a round has 16 runs at most"),
+    "grid.target_flops": (None, "give fit.targets, of which the largest is asked about"),
     "tuning.beta2_half_life": (NO_RULE, "give optimizer.beta2"),
     "tuning.eps": (NO_RULE, "give optimizer.eps"),
     "tuning.warmup_tokens": (NO_RULE, "give schedule.warmup_tokens or schedule.warmup_per_parameter"),

@@ -14,41 +14,33 @@ from .options import AsJson, show
 app = typer.Typer(no_args_is_help=True, help="Measure ours and a peer in turn, in one run.")
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda; each has its own cases.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Turns of each side; figures are medians over them.")]
-# File of bench/ and help of `bench_<name>`, which takes a device and rounds.
-TIMED = {
-    "train": (
-        "train",
-        "Tokens per second and MFU of our trainer and transformers' LlamaForCausalLM of the same shape.",
-    ),
-    "attention": ("layers", "Our causal attention and the fastest of SDPA and flash-attn, with peak memory."),
-    "loss": ("layers", "Our fused head and cross-entropy and F.cross_entropy of the logits, with peak memory."),
-}
-# `bench_<name>` of bench/<name>.py without options.
-PLAIN = {
-    "parallel": "Our data, ZeRO and tensor parallelism and PyTorch's, on two pinned ranks.",
-    "fit": "Fits per second of our solver and SciPy's L-BFGS-B, on the same runs and resamples.",
-    "curves": "Our laws of whole loss curves and the multi-power law in PyTorch: laws per second and errors.",
-}
+# `bench_<name>`, its file in bench/, its help, and whether it takes a device and rounds.
+COMMANDS = (
+    ("train", "train", "Tokens per second and MFU of our trainer and transformers' LlamaForCausalLM.", True),
+    ("attention", "layers", "Our causal attention and the fastest of SDPA and flash-attn, with peak memory.", True),
+    ("loss", "layers", "Our fused head and cross-entropy and F.cross_entropy of the logits, with peak memory.", True),
+    ("parallel", "parallel", "Our data, ZeRO and tensor parallelism and PyTorch's, on two pinned ranks.", False),
+    ("fit", "fit", "Fits per second of our solver and SciPy's L-BFGS-B, on the same runs and resamples.", False),
+    ("curves", "curves", "Our laws of whole loss curves and the multi-power law in PyTorch.", False),
+)
 
 
-def _register_timed(name: str, file: str, about: str) -> None:
-    @app.command(name, help=about)
-    def bench_device(device: Device = "auto", rounds: Rounds = 15, as_json: AsJson = False) -> None:
+def _register(name: str, file: str, about: str, timed: bool) -> None:
+    def measure(as_json: bool, *options: Any) -> None:
         module = importlib.import_module(f"...bench.{file}", __package__)
-        _show_rows(getattr(module, f"bench_{name}")(device, rounds), as_json, module.ABOUT)
+        _show_rows(getattr(module, f"bench_{name}")(*options), as_json, module.ABOUT)
+
+    def on_device(device: Device = "auto", rounds: Rounds = 15, as_json: AsJson = False) -> None:
+        measure(as_json, device, rounds)
+
+    def plain(as_json: AsJson = False) -> None:
+        measure(as_json)
+
+    app.command(name, help=about)(on_device if timed else plain)
 
 
-def _register_plain(name: str, about: str) -> None:
-    @app.command(name, help=about)
-    def bench_plain(as_json: AsJson = False) -> None:
-        module = importlib.import_module(f"...bench.{name}", __package__)
-        _show_rows(getattr(module, f"bench_{name}")(), as_json, module.ABOUT)
-
-
-for name, (file, about) in TIMED.items():
-    _register_timed(name, file, about)
-for name, about in PLAIN.items():
-    _register_plain(name, about)
+for command in COMMANDS:
+    _register(*command)
 
 
 @app.command("grid")

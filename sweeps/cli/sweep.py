@@ -148,8 +148,7 @@ def forecast_command(
     as_json: AsJson = False,
 ) -> None:
     """Final losses of runs under way, or of larger ones; with --seal kept, to be held against what they come to."""
-    from ..observe import forecast
-    from ..results.forecast import forecast_running
+    from ..results import forecast
 
     directory = _open(sweep)
     if check is not None:
@@ -160,7 +159,7 @@ def forecast_command(
     if target:
         now = [forecast.forecast_target(directory, one) for one in target]
     elif check is None:
-        now, without = forecast_running(directory)
+        now, without = forecast.forecast_running(directory)
         if seal and not now:
             raise UserError(f"no run of {sweep} is under way that could be forecast; name a larger one with --target")
     if seal:
@@ -243,12 +242,14 @@ def doctor_command(
     as_json: AsJson = False,
 ) -> None:
     """Finds orphans, stale locks, half-written files and the like, repairs them and says what it did."""
-    from ..observe.doctor import examine_sweep, print_findings
+    from ..observe.doctor import examine_sweep, print_faults
     from ..runs.directory import SweepDirectory
 
-    found = examine_sweep(SweepDirectory.open(sweep), not dry_run, deep)  # a plan that cannot be read is a finding
-    show(found, as_json, print_findings, lambda found: [vars(finding) for finding in found])
-    raise typer.Exit(1 if any(finding.is_left for finding in found) else 0)
+    directory = SweepDirectory.open(sweep)
+    found = examine_sweep(directory, not dry_run, deep)  # a plan that cannot be read is a fault too
+    lines = [fault.to_dict(directory) for fault in found]
+    show(lines, as_json, lambda _: print_faults(directory, found))
+    raise typer.Exit(1 if any(fault.is_left for fault in found) else 0)
 
 
 @app.command("sync")

@@ -29,6 +29,7 @@ FIRST_TRIES = 81  # budgets that are tried for the largest of them, over four de
 FIRST_SHARE = 0.2  # of the FLOPs, for the first round
 RECORD = "adaptive.json"
 GROWTH = 1.7  # FLOPs of a round over those of the one before: later ones know more of where runs are worth having
+ROUND_RUNS = 16  # of a round, at most
 SPENT = 0.02  # of the FLOPs: less than this is no round
 
 
@@ -41,18 +42,15 @@ class AdaptiveGrid(IsoflopGrid):
 
     kind: str = "adaptive"
     flops_budget: Positive | None = None  # training FLOPs, all rounds together; None: what that grid would cost
-    target_flops: Positive | None = None  # budget asked about; None: the largest of fit.targets, else 1000 max_flops
-    max_flops: Positive | None = None  # the most that one run may cost; None: the largest of budgets
     tolerance: Positive | None = 0.02  # over when the loss's 95 % interval at the target is narrower than this of it
     rounds: Count = 3  # of suggested runs, at most
-    round_runs: Count = 16  # runs of a round, at most
 
     takes_variants: ClassVar[bool] = False
 
     @property
     def largest_flops(self) -> float:
         """The most that one run may cost."""
-        return self.max_flops or max(self.budgets or [math.inf])
+        return max(self.budgets or [math.inf])
 
     def total_flops(self, base: RunConfig, tuner: Tuner) -> float:
         """Of all rounds together."""
@@ -115,7 +113,7 @@ class AdaptiveGrid(IsoflopGrid):
 
         base = replace(resolved_base(sweep, config), tokens=0)
         cap, total = self.largest_flops, self.total_flops(base, Tuner(config.tuning))
-        standing = fit_standing(sweep, config, self.target_flops or max(config.fit.targets, default=1000.0 * cap))
+        standing = fit_standing(sweep, config, max(config.fit.targets, default=1000.0 * cap))
         if self.tolerance is not None and (width := standing.loss.relative_width) <= self.tolerance:
             said = f"{width:.2%} of the loss (asked for {self.tolerance:.2%})"
             raise NothingToSuggest(f"the 95 % interval at {standing.target_flops:.3g} FLOPs is {said}")
@@ -130,7 +128,7 @@ class AdaptiveGrid(IsoflopGrid):
             raise NothingToSuggest(f"{spent:.3g} of {total:.3g} FLOPs are spent")
         shares = [GROWTH**i for i in range(number, self.rounds)]
         budget = left * shares[0] / sum(shares)
-        found = suggest_from(sweep, config, standing, budget, seeds=1, max_flops=cap, max_runs=self.round_runs)
+        found = suggest_from(sweep, config, standing, budget, seeds=1, max_flops=cap, max_runs=ROUND_RUNS)
         expected = found.to_dict()
         runs = _expanded(found.grid, sweep, config, list(present.values()))
         return {

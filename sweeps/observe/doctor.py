@@ -17,7 +17,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,66 +55,59 @@ ALIKE, LEAST_CURVES = 1.3, 5  # ratio of D/N up to which curves are compared, an
 STEP = re.compile(r"^step_(\d+)(\.request)?$")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Fault:
     """Something that is wrong, and what mends it."""
 
     kind: str
     what: str  # in a sentence
     where: Path
-    mend: Callable[[], object] | None  # None: a person must
-    how: str  # what `mend` does, or what a person may do
-    severity: str = "error"  # error | note
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something that was wrong with a sweep."""
-
-    kind: str
-    severity: str  # error | note; a note needs nobody to do anything
-    where: str  # below the sweep's folder
-    what: str
-    mended: bool
-    how: str  # what was done, would be done, or can be done by a person
+    mend: Callable[[], object] | None = field(repr=False)  # None: a user must
+    how: str  # what `mend` does, or what a person may do; afterwards what was done
+    severity: str = "error"  # error | note; a note needs nobody to do anything
+    mended: bool = False
 
     @property
     def is_left(self) -> bool:
         return self.severity == "error" and not self.mended
 
+    def to_dict(self, sweep: SweepDirectory) -> dict[str, Any]:
+        where = self.where.relative_to(sweep.path) if self.where.is_relative_to(sweep.path) else self.where
+        rest = {name: value for name, value in vars(self).items() if name != "mend"}
+        return rest | {"where": str(where)}
 
-def examine_sweep(sweep: SweepDirectory, mend: bool, deep: bool = False) -> list[Finding]:
+
+def examine_sweep(sweep: SweepDirectory, mend: bool, deep: bool = False) -> list[Fault]:
     """Looks for what is wrong with a sweep, and with `mend` repairs it; `deep` checks the sums of every checkpoint."""
     settings = yaml_or_empty(sweep.path / "sweep.yaml")
-    found = [_finding(sweep, fault, mend=False) for fault in _version(sweep, settings)]
-    if any(finding.kind == "plan" for finding in found):
+    found = [_settled(fault, mend=False) for fault in _version(sweep, settings)]
+    if any(fault.kind == "plan" for fault in found):
         return found
     mend = mend and not found
-    return found + [_finding(sweep, fault, mend) for fault in _faults(sweep, settings, deep)]
+    return found + [_settled(fault, mend) for fault in _faults(sweep, settings, deep)]
 
 
-def print_findings(found: list[Finding]) -> None:
+def print_faults(sweep: SweepDirectory, found: list[Fault]) -> None:
     count = Counter[str]()
-    for finding in found:
-        sign = "mended" if finding.mended else "left" if finding.is_left else "note"
-        say(escape(f"{sign}: {finding.where}: {finding.what} ({finding.how})"))
+    for fault in found:
+        sign = "mended" if fault.mended else "left" if fault.is_left else "note"
+        say(escape(f"{sign}: {fault.to_dict(sweep)['where']}: {fault.what} ({fault.how})"))
         count[sign] += 1
     words = [f"{count[kind]} {kind}" for kind in ("mended", "left") if count[kind]]
     print(", ".join(words) if words else "nothing else is wrong" if found else "nothing is wrong")
 
 
-def _finding(sweep: SweepDirectory, fault: Fault, mend: bool) -> Finding:
-    where = str(fault.where.relative_to(sweep.path) if fault.where.is_relative_to(sweep.path) else fault.where)
-    mended, how = False, fault.how
+def _settled(fault: Fault, mend: bool) -> Fault:
+    """Mend a fault, if asked to and if it can be."""
     if fault.mend is not None and mend:
         try:
             fault.mend()
-            mended = True
+            fault.mended = True
         except (OSError, UserError, Busy) as error:
-            how = f"not mended: {error}"
+            fault.how = f"not mended: {error}"
     elif fault.mend is not None:
-        how = f"would be {how}"
-    return Finding(fault.kind, fault.severity, where, fault.what, mended, how)
+        fault.how = f"would be {fault.how}"
+    return fault
 
 
 def _version(sweep: SweepDirectory, settings: Mapping[str, Any]) -> Iterator[Fault]:

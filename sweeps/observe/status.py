@@ -26,7 +26,7 @@ from ...train.errors import UserError, counted
 from ...train.files import read_json
 from ..config import ClusterConfig, cluster_of
 from ..results import accounting
-from ..runs.attempts import RETRIED, Attempt, Policy, decide
+from ..runs.attempts import RETRIED, Policy, decide
 from ..runs.directory import FIT_FAILURE, OPEN, RunDirectory, SweepDirectory, now_on
 from ..runs.forms import JobShape
 from ..runs.journal import STATES, Started
@@ -44,34 +44,14 @@ STYLES = {"failed": "red", "diverged": "red", "running": "cyan", "preempted": "y
 BRING_BACK = "isoflop retry brings them back"
 COLUMNS = ("run", "state", "N", "D", "step", "loss", "forecast", "tok/s", "MFU", "ETA", "try", "where", "note")
 NOTE = 30  # characters of a note side by side, where there is no room for all
-LEAST_FIRST = (
-    "try",
-    "MFU",
-    "where",
-    "D",
-    "N",
-    "tok/s",
-    "ETA",
-    "forecast",
-    "loss",
-    "step",
-)  # what a narrow terminal does without
+# What a narrow terminal does without.
+LEAST_FIRST = ("try", "MFU", "where", "D", "N", "tok/s", "ETA", "forecast", "loss", "step")
 
 
-def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Everything that the run directories say (the `--json` of `isoflop status`).
-
-    Runs that had ended in an earlier status `before`, and have not changed since, are not read again.
-    """
+def sweep_status(sweep: SweepDirectory) -> dict[str, Any]:
+    """Everything that the run directories say (the `--json` of `isoflop status`)."""
     cluster = cluster_of(sweep.settings())
-    known = {row["run_id"]: row for row in (before or {}).get("runs", []) if row["state"] not in OPEN}
-    rows: list[Row] = []
-    for planned in _planned(sweep):
-        run = sweep.run(planned["run_id"])
-        row, changed = known.get(run.run_id), _changed(run)
-        if row is None or row["changed"] != changed:
-            row = _read(run, planned, changed)
-        rows.append(row)
+    rows = [_read(sweep.run(planned["run_id"]), planned) for planned in _planned(sweep)]
     now, policy = now_on(sweep.path), Policy.of(cluster)
     _add_life(sweep, rows, policy, now)
     _add_costs(rows, cluster)
@@ -126,15 +106,8 @@ def _planned(sweep: SweepDirectory) -> list[Row]:
     return rows + added
 
 
-def _changed(run: RunDirectory) -> int:
-    """When something in a run's directory was last made, replaced or removed; 0: there is none."""
-    with contextlib.suppress(OSError):
-        return os.stat(run.path).st_mtime_ns
-    return 0
-
-
-def _read(run: RunDirectory, planned: Mapping[str, Any], changed: int) -> Row:
-    there = set(os.listdir(run.path)) if changed else set()
+def _read(run: RunDirectory, planned: Mapping[str, Any]) -> Row:
+    there = set(os.listdir(run.path)) if run.path.exists() else set()
     state = run.state()
     last = run.last_metrics() if "metrics.jsonl" in there else {}
     summary = run.summary() if state.state == "done" else None
@@ -165,7 +138,6 @@ def _read(run: RunDirectory, planned: Mapping[str, Any], changed: int) -> Row:
         "shape": planned.get("shape"),
         "scored": summary is not None and (run.path / "eval" / f"step_{summary.get('step')}.json").exists(),
         "cancel_asked": state.state in OPEN and "cancel.json" in there,
-        "changed": changed,
     }
 
 
@@ -185,40 +157,33 @@ def _add_life(sweep: SweepDirectory, rows: Iterable[Row], policy: Policy, now: f
         age = row["heartbeat_age"] = sign_age(run, now)
         row["silent"] = age is None or age > policy.silence_seconds
         start = start or Started(at=now, attempt=row["attempt"])
-        began = start.at
-        seen = began if age is None else now - age
-        ended = max(began, seen if row["silent"] else now)
-        row["under_way"] = {"began": began, "ended": ended, "share": start.share}
-        row["under_way"] |= {"host": start.host, "job_id": start.job_id}
+        seen = start.at if age is None else now - age
+        about = {"share": start.share, "host": start.host, "job_id": start.job_id}
+        row["under_way"] = {"began": start.at, "ended": max(start.at, seen if row["silent"] else now), **about}
         rate = row["tokens_per_s"]
         row["eta_seconds"] = max(0, row["D"] - row["tokens"]) / rate if rate and not row["silent"] else None
 
 
 def _add_costs(rows: Iterable[Row], cluster: ClusterConfig) -> None:
     """GPU-hours of each run so far, or core-hours where it has no GPU."""
-    histories: dict[str, list[Attempt]] = {row["run_id"]: list(row["history"]) for row in rows}
-    unknown: Row = dict.fromkeys(("first_step", "last_step", "saved_step", "flops", "flops_wasted"), 0)
-    for row in rows:
-        if begun := row["under_way"]:
-            rest = {"attempt": row["attempt"], "seconds": begun["ended"] - begun["began"], **begun, **unknown}
-            histories[row["run_id"]].append(Attempt(cause="killed", reason=None, **rest))
     settings = asdict(cluster)
     for row in rows:
         row |= {"gpu_hours": 0.0, "core_hours": 0.0}
         if shape := row["shape"]:
-            paid = sum(attempt.paid for attempt in histories[row["run_id"]])
+            paid = sum(attempt.paid for attempt in row["history"])
+            if begun := row["under_way"]:
+                paid += (begun["ended"] - begun["began"]) * begun["share"]
             hours = paid * accounting.devices(shape, settings) / 3600
             row["gpu_hours" if shape["gpus"] else "core_hours"] = hours
 
 
 def _add_forecasts(sweep: SweepDirectory, rows: Iterable[Row], now: float) -> None:
     """The final loss that each running run is on its way to: [loss, low, high]."""
-    found: Mapping[str, Any] = {}
-    left: Mapping[str, str] = {}
+    found, left = dict[str, list[float]](), dict[str, str]()
     if any(row["state"] == "running" and row["step"] for row in rows):
-        from ..results.forecast import of_late
+        from ..results.forecast import latest_forecasts
 
-        found, left = of_late(sweep, now)
+        found, left = latest_forecasts(sweep, now)
     for row in rows:
         runs = row["state"] == "running"
         row["forecast"] = found.get(row["run_id"]) if runs else None
@@ -290,7 +255,7 @@ def show_status(sweep: SweepDirectory, watch: bool = False, as_json: bool = Fals
             if not watch or not any(row["state"] in OPEN or row["again"] for row in status["runs"]):
                 return
             time.sleep(PERIOD_SECONDS)
-            status = sweep_status(sweep, status)
+            status = sweep_status(sweep)
 
 
 def render_status(status: dict[str, Any], out: Console, everything: bool) -> RenderableType:
@@ -356,9 +321,11 @@ def fold_rows(rows: list[Row], room: int | None) -> tuple[list[Row], dict[str, i
     if room is not None and _height(left) > room:
         wrong = [row for row in left if row["state"] in ("failed", "diverged")]
         right = [row for row in left if row not in wrong]
-        half = max(room // 2, room - _height(right))
-        kept = _first(wrong, half)
-        left = _first(right, room - _height(kept)) + kept
+        while wrong and _height(wrong) > max(room // 2, room - _height(right)):
+            wrong.pop()
+        while right and _height(right) > room - _height(wrong):
+            right.pop()
+        left = right + wrong
     counts = Counter(row["state"] for row in rows)
     counts.subtract(row["state"] for row in left)
     return left, {state: counts[state] for state in ORDER if counts[state]}
@@ -366,10 +333,6 @@ def fold_rows(rows: list[Row], room: int | None) -> tuple[list[Row], dict[str, i
 
 def _height(rows: list[Row]) -> int:
     return len(rows) + len(_reasons(rows))
-
-
-def _first(rows: list[Row], room: int) -> list[Row]:
-    return next((rows[:count] for count in range(min(room, len(rows)), 0, -1) if _height(rows[:count]) <= room), [])
 
 
 def _reasons(rows: list[Row]) -> dict[tuple[str, str], list[str]]:
@@ -400,22 +363,15 @@ def _cells(row: Row) -> list[str]:
 
 
 def _note(row: Row) -> str:
-    words = []
     age = None if row["heartbeat_age"] is None else describe_seconds(row["heartbeat_age"])
-    if row["silent"]:
-        words.append("no sign of life" + ("" if age is None else f" for {age}"))
-    elif age is not None:
-        words.append(f"alive {age} ago")
-    if row["left_band"]:
-        words.append(row["left_band"])
-    if row["waits"]:
-        words.append(f"waits: {row['waits']}")
-    if row["retries"]:
-        words.append(f"retried {row['retries']}x")
-    if row["state"] == "done" and not row["history"]:
-        words.append("its attempts are not recorded")
-    if row["again"]:
-        words.append("to be tried again")
-    if row["cancel_asked"]:
-        words.append("to be cancelled")
-    return ", ".join(words)
+    notes = {
+        "no sign of life" + ("" if age is None else f" for {age}"): row["silent"],
+        f"alive {age} ago": age is not None and not row["silent"],
+        str(row["left_band"]): row["left_band"],
+        f"waits: {row['waits']}": row["waits"],
+        f"retried {row['retries']}x": row["retries"],
+        "its attempts are not recorded": row["state"] == "done" and not row["history"],
+        "to be tried again": row["again"],
+        "to be cancelled": row["cancel_asked"],
+    }
+    return ", ".join(note for note, holds in notes.items() if holds)

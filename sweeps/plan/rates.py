@@ -15,7 +15,9 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal, TypedDict
+
+from msgspec import Meta
 
 from ...train.config import RunConfig
 from ...train.data.recipe.pool import usable_cores
@@ -23,11 +25,25 @@ from ...train.files import read_json, write_json
 from ..config import ClusterConfig, GridConfig
 from ..runs.forms import PlanFile
 
-VERSION = 1
 RUNS, KINDS, PLACES = 32, 64, 64  # kept: newest runs of a width, kinds of run of a place, places
 LOCK_SECONDS = 20.0
 LADDER = (1.0, 2.0, 5.0, 10.0)  # budgets of a probed isoFLOP grid, as multiples of the smallest
 SIZES, TYPICAL_WIDTH = 6, 20  # of such a grid
+
+
+Width = Annotated[str, Meta(pattern=r"^\d+$")]
+Rates = Annotated[dict[str, Annotated[float, Meta(gt=0, lt=1e300)]], Meta(min_length=1)]  # FLOP/s by run id
+
+
+class AtPlace(TypedDict):
+    kinds: dict[str, dict[Width, Rates]]
+
+
+class RatesFile(TypedDict):
+    """calibration.json."""
+
+    version: Literal[1]
+    places: dict[str, AtPlace]
 
 
 @dataclass(frozen=True)
@@ -100,7 +116,8 @@ def processor_name() -> str:
 
 def load_rates(cluster: ClusterConfig, threads: int) -> Calibration:
     """What past sweeps measured where this one is to run."""
-    kinds = (_places(read_json(_file())) or {}).get(place_of(cluster, threads), {}).get("kinds", {})
+    places = (read_json(_file(), RatesFile) or {}).get("places", {})
+    kinds = places.get(place_of(cluster, threads), {}).get("kinds", {})
     return Calibration(
         {
             kind: {int(width): (statistics.median(runs.values()), len(runs)) for width, runs in widths.items()}
@@ -129,13 +146,13 @@ def record_rates(place: str, measured: Iterable[Measured]) -> str | None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(file.with_name(f".{file.name}.lock"), timeout=LOCK_SECONDS):
-            known, said = _places(read_json(file)), None
-            if file.exists() and known is None:
+            content, said = read_json(file, RatesFile), None
+            if file.exists() and content is None:
                 aside = file.with_name(f"{file.name}.damaged")
                 os.replace(file, aside)
                 said = f"{file} was damaged and is now {aside}; estimates start anew from what this sweep measured"
             # What is added to moves to the end, and the oldest falls out.
-            known = known or {}
+            known = (content or {}).get("places", {})
             kinds = known.pop(place, {}).get("kinds", {})
             for run in measured:
                 widths = kinds[run.kind] = kinds.pop(run.kind, {})
@@ -144,7 +161,7 @@ def record_rates(place: str, measured: Iterable[Measured]) -> str | None:
                 runs[run.run_id] = run.flops_per_second
                 widths[str(run.width)] = dict(list(runs.items())[-RUNS:])
             known[place] = {"device": measured[-1].device, "kinds": dict(list(kinds.items())[-KINDS:])}
-            write_json(file, {"version": VERSION, "places": dict(list(known.items())[-PLACES:])})
+            write_json(file, {"version": 1, "places": dict(list(known.items())[-PLACES:])})
             return said
     except (OSError, Timeout) as error:
         return f"what was measured could not be added to {file} ({error}); the next estimate does without"
@@ -153,18 +170,6 @@ def record_rates(place: str, measured: Iterable[Measured]) -> str | None:
 def _file() -> Path:
     given = os.environ.get("ISOFLOP_CACHE")
     return (Path(given).expanduser() if given else Path.home() / ".cache" / "isoflop") / "calibration.json"
-
-
-def _places(content: Any) -> dict[str, Any] | None:
-    """The places in the file; None where something in it is not what `record_rates` writes."""
-    try:
-        kinds = [kind for place in content["places"].values() for kind in place["kinds"].values()]
-        runs = [(int(width), runs) for widths in kinds for width, runs in widths.items()]
-        numbers = [number for width, rates in runs for number in (width, len(rates), *rates.values())]
-        is_whole = content["version"] == VERSION and all(0 < number < math.inf for number in numbers)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return None
-    return content["places"] if is_whole else None
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ..runs.directory import FIT_FAILURE, SweepDirectory
 from ..runs.preflight import FILE as PREFLIGHT
 from ..runs.preflight import read_record, summary
 from ..terminal import print_rows, say, short
-from . import pages, tracking
+from . import scoring, tracking
 from .accounting import account, own_seconds, result_of
 from .forecast import forecast_running
 from .table import UNTUNED, write_curves, write_table
@@ -35,18 +35,13 @@ SHOWN = 3  # causes of waste that the terminal names
 ROOMS = ("fit", "sweeps", "evaluate", "train")  # whose code the results depend on
 CODE = (".py", ".yaml", ".html", ".css", ".js")
 # What the results are made from, and what they are, below the sweep's folder.
+OF_A_RUN = ("config.yaml", "state.json", "summary.json", "metrics.jsonl", "events.jsonl", "attempts.jsonl")
 SOURCES = (
     "sweep.yaml",
     "plan.json",
     PREFLIGHT,
     UNTUNED,
-    "runs/*/config.yaml",
-    "runs/*/state.json",
-    "runs/*/summary.json",
-    "runs/*/metrics.jsonl",
-    "runs/*/events.jsonl",
-    "runs/*/attempts.jsonl",
-    "runs/*/eval/step_*.json",
+    *(f"runs/*/{name}" for name in (*OF_A_RUN, "eval/step_*.json")),
 )
 MADE = ("*.csv", "tuning.yaml", COSTS, "fit/law.json", "fit/*.html", "fit/*.png", "runs/*/eval/*.html")
 
@@ -96,7 +91,7 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
     settings = sweep.settings()
     config = recorded(settings)
     options = config.fit
-    answers = pages.final_answers(sweep)
+    answers = scoring.final_answers(sweep)
     table, curves = write_table(sweep, answers), write_curves(sweep)
     if table.empty:
         raise UserError(
@@ -126,7 +121,7 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
         under_way=[asdict(one) for one in forecast_running(sweep)[0]],
         alone=fit.analyze(ended, *asked, intervals=options.intervals) if len(runs) > len(ended) else None,
     )
-    pages.write_pages(sweep, table, answers)
+    scoring.write_pages(sweep, table, answers)
     if config.cluster.kind != "local" or settings.get("host") == platform.node():  # else trained on another machine
         _calibrate(sweep, config.cluster)
     return analysis.to_dict()

@@ -1,4 +1,8 @@
-"""Final losses of runs under way, from their first part and from the runs that are done."""
+"""Final losses before they are known: of runs under way, of one larger run, and a ledger of sealed predictions.
+
+A sealed prediction is SWEEP/forecasts/<digest>.json. Its digest is of everything else in it, and worth as much as its
+date: who publishes the digest before the run can prove afterwards what was predicted.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +13,25 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from ...train.config import RunConfig, canonical_json
 from ...train.errors import UserError
-from ...train.files import file_sha256, read_json, write_json
+from ...train.files import file_sha256, read_document, read_json, write_json
 from ...train.flops import count_parameters
 from ...train.schedule import learning_rate_factor
-from ..runs.directory import SweepDirectory, now_on
+from ..runs.directory import RunDirectory, SweepDirectory, now_on
+from ..terminal import console, plain_table, say, short
 from .table import sweep_curves
 
 LEVEL = 0.95
 TEACHERS, LEAST = 64, 3  # finished runs that forecasts of others learn from: most, and fewest
-FRESH_SECONDS = 60.0  # in which `status` computes no forecast anew
+FRESH_SECONDS = 60.0  # for which `status` takes a forecast from forecast.json
 FIRST_SEEN = 0.1  # share of a run from which on its forecast is held against later ones
 QUANTILE = 1.96  # of a normal distribution at LEVEL
+FOLDER, OUTCOME = "forecasts", ".outcome.json"
+ALIKE = 0.01  # relative difference of N or D up to which a run is the one that was predicted
 
 
 @dataclass(frozen=True)
@@ -43,16 +51,9 @@ class Forecast:
     inputs: dict[str, str] | None = None  # SHA-256 of the files that it was made from
     digest: str = ""
 
-    def sealed(self, sweep: SweepDirectory) -> Forecast:
-        files = {name: sweep.path / name for name in ("table.csv", "curves.csv")}
-        inputs = {name: file_sha256(path) for name, path in files.items() if path.exists()}
-        made = as_date(now_on(sweep.path))
-        dated = replace(self, made=made, version=version("isoflop"), inputs=inputs)
-        return replace(dated, digest=dated.own_digest())
-
     def own_digest(self) -> str:
-        said = {name: value for name, value in asdict(self).items() if name != "digest"}
-        return hashlib.sha256(canonical_json(said).encode()).hexdigest()
+        content = {name: value for name, value in asdict(self).items() if name != "digest"}
+        return hashlib.sha256(canonical_json(content).encode()).hexdigest()
 
 
 class Latest(TypedDict):
@@ -61,6 +62,17 @@ class Latest(TypedDict):
     made: float
     runs: dict[str, tuple[float, float, float]]  # loss, low and high
     first: NotRequired[dict[str, tuple[float, float, float]]]  # the same, when FIRST_SEEN of the run was known
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to."""
+
+    run_id: str
+    N: int
+    D: int
+    loss: float
+    ended: str
 
 
 def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, str]]:
@@ -96,34 +108,31 @@ def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, s
     found = fit.forecast_final(curves.drop(columns="val_loss"), planned, LEVEL)
     forecasts, without = [], {}
     for run_id, config in under_way.items():
-        if run_id not in found.index:
-            without[run_id] = "its last step is taken"
-            continue
-        row: Any = found.loc[run_id]
+        row: Any = found.loc[run_id] if run_id in found.index else {"reason": "its last step is taken"}
         if row["reason"]:
             without[run_id] = str(row["reason"])
             continue
         loss = float(row["loss"]) * math.exp(shift)
         factor = math.exp(math.hypot(math.log(row["high"] / row["loss"]), scatter))
-        seen = float(row["seen"])
-        forecasts.append(Forecast(size_of(config), config.D, loss, loss / factor, loss * factor, run_id, seen))
+        N, seen = count_parameters(config.model).N_active, float(row["seen"])
+        forecasts.append(Forecast(N, config.D, loss, loss / factor, loss * factor, run_id, seen))
     return forecasts, without
 
 
-def of_late(sweep: SweepDirectory, now: float) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Loss, low and high of the runs under way, by run id, as of the last minute; kept in forecast.json. And what is to
-    be said of the runs whose forecast has left the interval of their first one: often the earliest sign of a fault.
+def latest_forecasts(sweep: SweepDirectory, now: float) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Return loss, low and high of the runs under way as of the last minute, which forecast.json keeps, and a note on
+    each run whose forecast has left the interval of its first one: often the earliest sign of a fault.
     """
     path = sweep.path / "forecast.json"
     kept = read_json(path, Latest)
     if kept is None or not 0 <= now - kept["made"] < FRESH_SECONDS:
         with suppress(UserError, ArithmeticError, LookupError, TypeError, ValueError):  # of files that are damaged
             found = forecast_running(sweep)[0]
-            told = {str(one.run_id): (one.loss, one.low, one.high) for one in found}
+            newest = {str(one.run_id): (one.loss, one.low, one.high) for one in found}
             sure = {str(one.run_id) for one in found if one.seen >= FIRST_SEEN}
-            first = {run: own for run, own in told.items() if run in sure} | ((kept or {}).get("first") or {})
-            kept = {"made": now, "runs": told, "first": {run: first[run] for run in sure}}
-            with suppress(OSError):  # of somebody else's sweep, or a full disk
+            first = {run: own for run, own in newest.items() if run in sure} | ((kept or {}).get("first") or {})
+            kept = {"made": now, "runs": newest, "first": {run: first[run] for run in sure}}
+            with suppress(OSError):  # of another user's sweep, or a full disk
                 write_json(path, kept, flush=False)
     if kept is None:
         return {}, {}
@@ -135,9 +144,150 @@ def of_late(sweep: SweepDirectory, now: float) -> tuple[dict[str, list[float]], 
     return {run: list(own) for run, own in kept["runs"].items()}, left
 
 
-def size_of(config: RunConfig) -> int:
-    return count_parameters(config.model).N_active
+def forecast_target(sweep: SweepDirectory, target: str) -> Forecast:
+    """Where one run would land: of a run directory or its config.yaml, of N=..,D=.., or of the best N and D of a budget
+    in FLOPs. UserError for anything else, and for a run that is done.
+    """
+    from ... import fit
+
+    run_id, path = None, Path(target)
+    if path.name == "config.yaml":
+        path = path.parent
+    if (path / "config.yaml").is_file():
+        run = RunDirectory(path)
+        if run.is_done():
+            raise UserError(f"--target is {target}, a run that is done; a forecast is of a run whose loss is not known")
+        config = run.config()
+        run_id, N, D = run.run_id, float(count_parameters(config.model).N_active), float(config.D)
+    elif "=" in target:
+        N, D = _stated_size(target)
+    else:
+        N, D = _best_size(sweep, target)
+    row = fit.forecast(fit.read_table(sweep.path), [N], [D], LEVEL).iloc[0]
+    return Forecast(round(N), round(D), float(row["loss"]), float(row["low"]), float(row["high"]), run_id)
 
 
-def as_date(seconds: float) -> str:
+def _stated_size(target: str) -> tuple[float, float]:
+    with suppress(ValueError):
+        given = {name.strip(): float(value) for name, value in (part.split("=") for part in target.split(","))}
+        if set(given) == {"N", "D"} and all(1 <= value < math.inf for value in given.values()):
+            return given["N"], given["D"]
+    raise UserError(f"--target is {target!r}; give N and D as N=7e8,D=1.4e10, a run directory, or a budget in FLOPs")
+
+
+def _best_size(sweep: SweepDirectory, target: str) -> tuple[float, float]:
+    from ... import fit
+
+    flops = 0.0
+    with suppress(ValueError):
+        flops = float(target)
+    if not 0 < flops < math.inf:
+        raise UserError(f"--target is {target!r}, which is no run directory; else give N=7e8,D=1.4e10 or FLOPs")
+    if not (law := sweep.path / "fit" / "law.json").exists():
+        raise UserError(f"{sweep.path} has no law yet; see `isoflop status {sweep.path}`, or state N=..,D=..")
+    best = fit.answer(law, [flops])["optimal"][0]
+    return float(best["N"]), float(best["D"])
+
+
+def seal(sweep: SweepDirectory, forecasts: list[Forecast]) -> list[Forecast]:
+    """Dates, hashes and keeps forecasts."""
+    files = [sweep.path / name for name in ("table.csv", "curves.csv")]
+    inputs = {path.name: file_sha256(path) for path in files if path.exists()}
+    made, sealed = _as_date(now_on(sweep.path)), []
+    for one in forecasts:
+        dated = replace(one, made=made, version=version("isoflop"), inputs=inputs)
+        sealed.append(replace(dated, digest=dated.own_digest()))
+        write_json(sweep.path / FOLDER / f"{sealed[-1].digest[:12]}.json", asdict(sealed[-1]))
+    return sealed
+
+
+def check_run(sweep: SweepDirectory, given: str) -> None:
+    """Enters what a run came to beside the sealed forecasts of it; the run is a directory, or one of the sweep's."""
+    run = RunDirectory(Path(given)) if Path(given).is_dir() else sweep.run(given)
+    if not run.is_done():
+        raise UserError(
+            f"--check is {given!r}; it must be a run that is done: a run directory, or a run id of the sweep"
+        )
+    outcome, sealed = _outcome(run), _sealed(sweep)
+    own = [one for one in sealed if _is_of(one, outcome)]
+    if not own:
+        known = ", ".join(f"N {short(one.N)} D {short(one.D)}" for one in sealed) or "none"
+        raise UserError(
+            f"--check is {given!r} with N {short(outcome.N)} and D {short(outcome.D)}, of which there is no sealed "
+            f"forecast; sealed are: {known}"
+        )
+    for one in own:
+        write_json(sweep.path / FOLDER / f"{one.digest[:12]}{OUTCOME}", asdict(outcome))
+
+
+def _outcome(run: RunDirectory) -> Outcome:
+    summary, ended = run.summary() or {}, _as_date(run.state().since)
+    return Outcome(run.run_id, summary.get("N_active", summary["N_total"]), summary["D"], summary["val_loss"], ended)
+
+
+def _is_of(one: Forecast, outcome: Outcome) -> bool:
+    if one.run_id is not None:
+        return one.run_id == outcome.run_id
+    return all(math.isclose(a, b, rel_tol=ALIKE) for a, b in ((one.N, outcome.N), (one.D, outcome.D)))
+
+
+def _sealed(sweep: SweepDirectory) -> list[Forecast]:
+    paths = (sweep.path / FOLDER).glob("*.json")
+    found = [read_document(path, Forecast) for path in paths if not path.name.endswith(OUTCOME)]
+    return sorted(found, key=lambda one: (one.made, one.digest))
+
+
+def ledger(sweep: SweepDirectory) -> list[dict[str, Any]]:
+    """Every sealed forecast, oldest first, with the loss, the error and `inside` of its run where that is known, and
+    `fault`: what makes it no prediction.
+    """
+    rows = []
+    for one in _sealed(sweep):
+        outcome = None
+        if one.run_id is not None and (run := sweep.run(one.run_id)).is_done():
+            outcome = _outcome(run)
+        elif (kept := read_json(sweep.path / FOLDER / f"{one.digest[:12]}{OUTCOME}", Outcome)) is not None:
+            outcome = Outcome(**kept)
+        row = asdict(one) | {"outcome": outcome and asdict(outcome), "error": None, "inside": None, "fault": None}
+        if one.own_digest() != one.digest:
+            row["fault"] = "it was altered after it was sealed"
+        elif outcome is not None and outcome.ended <= one.made:
+            row["fault"] = "it was sealed when the run had ended"
+        elif outcome is not None:
+            row |= {"error": one.loss / outcome.loss - 1, "inside": one.low <= outcome.loss <= one.high}
+        rows.append(row)
+    return rows
+
+
+def print_forecasts(result: dict[str, Any]) -> None:
+    """Forecasts of now, then the ledger."""
+    if now := result["forecasts"]:
+        title = f"forecasts, {LEVEL:.0%} intervals of a run"
+        table = plain_table(("run", "N", "D", "seen", "final loss"), ("run",), title)
+        for one in now:
+            table.add_row(one["run_id"] or "–", short(one["N"]), short(one["D"]), f"{one['seen']:.0%}", _interval(one))
+        console().print(table)
+    for run_id, reason in result["without"].items():
+        say(f"{run_id}: no forecast, for {reason}")
+    for one in now:
+        if one["digest"]:
+            say(f"sealed {one['made']}, SHA-256 {one['digest']}: publish it, and the date is proved")
+    if not (rows := result["ledger"]):
+        return
+    table = plain_table(("sealed", "N", "D", "forecast", "came to", "error", ""), ("sealed", ""), "ledger")
+    for row in rows:
+        came = "" if row["outcome"] is None else f"{row['outcome']['loss']:.4f}"
+        error = "" if row["error"] is None else f"{row['error']:+.2%}"
+        held = row["fault"] or {True: "inside", False: "outside", None: ""}[row["inside"]]
+        table.add_row(row["made"], short(row["N"]), short(row["D"]), _interval(row), came, error, held)
+    console().print(table)
+    if judged := [row["inside"] for row in rows if row["inside"] is not None]:
+        say(f"{sum(judged)} of {len(judged)} intervals held")
+
+
+def _interval(one: dict[str, Any]) -> str:
+    return f"{one['loss']:.4f} [{one['low']:.4f}, {one['high']:.4f}]"
+
+
+def _as_date(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

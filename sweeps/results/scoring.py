@@ -1,20 +1,27 @@
-"""Scoring the runs of a sweep: which checkpoints are wanted, which have scores, and the call into the evaluate room.
+"""Scores of a sweep's checkpoints: which are wanted, the call into the evaluate room, what there is, and its pages.
 
 A checkpoint that a run was not told to keep, because `evaluate.every` was set later, is not missed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...train.files import read_json, read_json_lines, write_json
+from ...train.files import read_json, read_json_lines, write_atomic, write_json
 from ..plan.trunks import checkpoint_folder, has_checkpoint, steps_between
-from ..runs.directory import RunDirectory
+from ..runs.directory import RunDirectory, SweepDirectory
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from ...evaluate.checkpoint import Evaluator
+    from ...evaluate.pages.paired import Answers
+
+MOST = 24  # checkpoints of a sweep that get a page, which takes a tenth of a second or more
+ABOUT = ("run_id", "name", "step", "final", "N", "D", "flops", "loss", "recipe", "budget")
 
 
 def stage(tasks: list[str]) -> None:
@@ -56,7 +63,6 @@ def open_evaluator(settings: dict[str, Any], say: Callable[[str], None]) -> Eval
     allow_code = bool(settings.get("allow_code"))  # sweeps of earlier versions lack it
     return Evaluator(
         load_suite(settings["tasks"], settings["limit"], progress=say, allow_code=allow_code),
-        batch_tokens=settings["batch_tokens"],
         average=settings.get("average"),
         ngram=settings.get("ngram"),
     )
@@ -91,3 +97,64 @@ def _held_out(run: RunDirectory, step: int) -> dict[str, Any] | None:
         if line.get("step") == step and all(name in line for name in names):
             return {name: line[name] for name in names}
     return None
+
+
+def evaluations(run: RunDirectory) -> dict[int, dict[str, Any]]:
+    """The scores of a run's checkpoints, by step."""
+    found = {}
+    for path in (run.path / "eval").glob("step_*.json"):
+        step = path.stem.removeprefix("step_")
+        if step.isdigit() and isinstance((scores := read_json(path) or {}).get("tasks"), dict):
+            found[int(step)] = scores
+    return dict(sorted(found.items()))
+
+
+def final_answers(sweep: SweepDirectory) -> dict[str, Answers]:
+    """What each finished run's last checkpoint scored on each item, where that was kept."""
+    from ...evaluate.pages.paired import answers_of
+    from ...evaluate.records import items_path, read_items
+
+    finals = {run: (run.summary() or {}).get("step") for run in sweep.runs() if run.is_done()}
+    files = {run.run_id: items_path(run.path / "eval" / f"step_{step}.json") for run, step in finals.items()}
+    return {run_id: answers_of(read_items(file)) for run_id, file in files.items() if file.is_file()}
+
+
+def write_pages(sweep: SweepDirectory, table: pd.DataFrame, answers: Mapping[str, Answers]) -> None:
+    """Writes fit/evaluation.html and runs/<id>/eval/step_<n>.html, where anything has been scored."""
+    from ...evaluate.pages.report import checkpoint_page
+    from ...evaluate.pages.sweep_report import sweep_page
+    from ...evaluate.records import items_path, read_items
+    from ...fit.formatting import plain_json
+
+    scores = {run_id: evaluations(sweep.run(run_id)) for run_id in table["run_id"].unique()}
+    rows = [
+        {name: row[name] for name in ABOUT if name in row} | {"tasks": found["tasks"]}
+        for row in plain_json(table.to_dict("records"))
+        if (found := scores[row["run_id"]].get(row["step"])) is not None
+    ]
+    if not rows:
+        return
+    finals = [row for row in rows if row["final"]]
+    shown = {(row["run_id"], row["step"]) for row in chosen_checkpoints(finals)}
+    links = {}
+    for row in finals:
+        file = sweep.run(row["run_id"]).path / "eval" / f"step_{row['step']}.json"
+        page = file.with_suffix(".html")
+        is_new = page.exists() and page.stat().st_mtime_ns > file.stat().st_mtime_ns
+        if (row["run_id"], row["step"]) in shown and not is_new:
+            own = scores[row["run_id"]][row["step"]] | {"name": row["name"]}
+            write_atomic(page, checkpoint_page(own, read_items(items_path(file))))
+        if page.exists():
+            links[row["run_id"]] = f"../runs/{row['run_id']}/eval/{page.name}"
+    write_atomic(sweep.path / "fit" / "evaluation.html", sweep_page(rows, answers, sweep.path.name, links))
+
+
+def chosen_checkpoints(finals: list[dict[str, Any]], most: int = MOST) -> list[dict[str, Any]]:
+    """Those of the lowest loss in each budget, then those of most FLOPs."""
+    best: dict[Any, dict[str, Any]] = {}
+    for row in finals:
+        group = row["budget"] if row["budget"] is not None else round(math.log2(max(row["flops"], 1.0)))
+        if group not in best or row["loss"] < best[group]["loss"]:
+            best[group] = row
+    first = [id(row) for row in best.values()]
+    return sorted(finals, key=lambda row: (id(row) not in first, -row["flops"]))[:most]

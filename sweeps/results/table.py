@@ -10,9 +10,10 @@ import numpy as np
 from ...train.config import ModelConfig, from_dict
 from ...train.data.recipe.recipe import recipe_label
 from ...train.errors import UserError
-from ...train.files import read_json, read_json_lines, write_atomic
+from ...train.files import read_json_lines, write_atomic
 from ..runs.directory import RunDirectory, SweepDirectory, yaml_or_empty
 from ..runs.forms import NEEDED
+from .scoring import evaluations
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,26 +27,10 @@ SCORES = ("acc", "acc_se", "acc_norm", "acc_norm_se", "gold_bpb", "gold_bpb_se",
 MORE = ("p_right", "p_right_se", "margin", "margin_se", "bpb", "bpb_se", "contaminated_items")
 CLEAN = ("acc", "acc_se", "gold_bpb", "gold_bpb_se")
 # What of a run's summary becomes a column under its own name.
-MEASURED = (
-    "N_total",
-    "N_active",
-    "N_non_embedding",
-    "N_kaplan",
-    "flops_6nd",
-    "flops_exact",
-    "val_bpb",
-    "train_loss",
-    "seconds",
-    "device",
-    "tokens_per_s",
-    "mfu",
-    "epochs",
-    "unique_tokens",
-    "warmup_share",
-    "precision",
-)
-# What of these holds at every step of the run.
-OF_THE_RUN = ("N_total", "N_active", "N_non_embedding", "N_kaplan", "device", "precision")
+COUNTS = ("N_total", "N_active", "N_non_embedding", "N_kaplan")
+OF_THE_RUN = (*COUNTS, "device", "precision")  # which hold at every step of the run
+TRAINED = ("tokens_per_s", "mfu", "epochs", "unique_tokens", "warmup_share", "precision")
+MEASURED = (*COUNTS, "flops_6nd", "flops_exact", "val_bpb", "train_loss", "seconds", "device", *TRAINED)
 # What of a run's config becomes a column, by group and field: what makes runs comparable, and is asked before a fit.
 CONFIGURED = {
     "schedule": ("schedule", "kind"),
@@ -97,16 +82,6 @@ def write_table(sweep: SweepDirectory, answers: Mapping[str, Answers]) -> pd.Dat
         table[f"{task}/acc_z"], table[f"{task}/acc_z_by_luck"] = found.z, found.threshold
     write_atomic(sweep.path / "table.csv", table.to_csv(index=False))
     return table
-
-
-def evaluations(run: RunDirectory) -> dict[int, dict[str, Any]]:
-    """The scores of a run's checkpoints, by step."""
-    found = {}
-    for path in (run.path / "eval").glob("step_*.json"):
-        step = path.stem.removeprefix("step_")
-        if step.isdigit() and isinstance((scores := read_json(path) or {}).get("tasks"), dict):
-            found[int(step)] = scores
-    return dict(sorted(found.items()))
 
 
 def _rows(run: RunDirectory, planned: dict[str, Any]) -> Iterator[dict[str, Any]]:

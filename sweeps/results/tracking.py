@@ -24,7 +24,8 @@ from ...train.files import read_json, write_json
 from ...train.tracker import LINEAGE, PUSHED, Tracker, is_online, logged_in, open_run, server, unreachable
 from ..config import recorded
 from ..runs.directory import OPEN, Busy, RunDirectory, SweepDirectory
-from .table import MORE, SCORES, evaluations
+from .scoring import evaluations
+from .table import MORE, SCORES
 
 RESULTS = ("fit/law.json", "fit/*.html", "fit/*.png", "table.csv", "plan.json", "sweep.yaml")
 AT_ONCE = 8  # runs that are sent at a time

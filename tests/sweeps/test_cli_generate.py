@@ -124,6 +124,7 @@ def test_nothing_of_a_stop_is_said_however_the_tokens_cut_it() -> None:
         ("--seed", "-1", "--seed is -1; it must be from 0"),
         ("--stop", "", "--stop is empty; it must be a text"),
         ("--device", "tpu", "--device is 'tpu'; it must be auto, cpu or cuda"),
+        ("--device", "cpu", "holds no checkpoint; give a run directory"),
     ],
 )
 def test_bad_input_gets_a_sentence(
@@ -133,12 +134,6 @@ def test_bad_input_gets_a_sentence(
     assert (code, out) == (2, "")
     assert message in err
     assert len(err.strip().splitlines()) == 1
-
-
-def test_a_folder_without_a_checkpoint_gets_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run(capsys, tmp_path, "text")
-    assert code == 2
-    assert "holds no checkpoint; give a run directory" in err
 
 
 def test_an_interrupt_ends_the_line_without_a_traceback(

@@ -19,7 +19,7 @@ from isoflop.sweeps import prepare
 from isoflop.sweeps.entry import compose
 from isoflop.sweeps.execute.attempt import Interrupt, train_one
 from isoflop.sweeps.plan.trunks import keep_between, merge_runs, steps_between
-from isoflop.sweeps.results import pages, scoring
+from isoflop.sweeps.results import scoring
 from isoflop.sweeps.results.scoring import is_scored, wanted_steps
 from isoflop.sweeps.results.table import build_table, name_recipes_apart, write_table
 from isoflop.sweeps.runs import lease
@@ -110,7 +110,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, small_corpus: Callable[...
         for place, word in enumerate(["the", "loss", "tensor", "kernel", "of", "the loss"])
     ]
     (folder / "words.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
-    settings = {"tasks": [str(folder / "words.jsonl")], "limit": None, "every": EVERY, "batch_tokens": None, "ngram": 8}
+    settings = {"tasks": [str(folder / "words.jsonl")], "limit": None, "every": EVERY, "ngram": 8}
     (folder / "sweep.yaml").write_text(yaml.safe_dump({"config": {"evaluate": settings}}))
     with own_signals():
         for config in runs:
@@ -259,16 +259,16 @@ def test_the_pages_link_to_each_other_and_are_written_once(scored: Path, tmp_pat
     shutil.copytree(scored, folder)
     sweep = SweepDirectory(folder)
     trunk, branch, _ = opened(folder)
-    answers = pages.final_answers(sweep)
+    answers = scoring.final_answers(sweep)
     assert answers.keys() == {trunk.run_id, branch.run_id}
     table = write_table(sweep, answers)
-    page = pages.write_pages(sweep, table, answers)
-    assert page == folder / "fit" / "evaluation.html"
+    scoring.write_pages(sweep, table, answers)
+    page = folder / "fit" / "evaluation.html"
     links = [f"../runs/{run.run_id}/eval/step_{step}.html" for run, step in ((trunk, 80), (branch, 40))]
     assert all(link in page.read_text() for link in links)
     assert all((page.parent / link).exists() for link in links)
     before = [(page.parent / link).stat().st_mtime_ns for link in links]
-    pages.write_pages(sweep, table, answers)
+    scoring.write_pages(sweep, table, answers)
     assert [(page.parent / link).stat().st_mtime_ns for link in links] == before
 
 

@@ -18,12 +18,12 @@ from isoflop.sweeps.observe.doctor import examine_sweep
 from isoflop.sweeps.observe.status import render_status, sweep_status
 from isoflop.sweeps.results import forecast as running
 from isoflop.sweeps.results.finish import write_results
-from isoflop.sweeps.results.forecast import size_of
 from isoflop.sweeps.results.table import CURVE_ROWS, sweep_curves
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.train.config import RunConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
+from isoflop.train.flops import count_parameters
 from isoflop.train.schedule import learning_rate_factor
 from rich.console import Console
 from small_runs import set_state
@@ -44,6 +44,10 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> SweepDirectory:
     return sweep
 
 
+def size_of(config: RunConfig) -> int:
+    return count_parameters(config.model).N_active
+
+
 def said(sweep: SweepDirectory, *arguments: str) -> dict[str, Any]:
     result = CliRunner().invoke(app, ["forecast", str(sweep.path), *arguments, "--json"], catch_exceptions=False)
     assert result.exit_code == 0
@@ -57,7 +61,12 @@ def larger(sweep: SweepDirectory, loss: float | None) -> str:
     run = SweepDirectory(sweep.path.parent / "large").run(run_id(config))
     run.freeze(config)
     if loss is not None:
-        known = {"step": config.steps, "D": config.D, "N_total": size_of(config), "flops_exact": 1.0}
+        known = {
+            "step": config.steps,
+            "D": config.D,
+            "N_total": size_of(config),
+            "flops_exact": 1.0,
+        }
         write_json(run.path / "summary.json", known | {"val_loss": loss, "val_loss_se": 0.01})
         set_state(run, "done")
     return str(run.path)
@@ -221,5 +230,5 @@ def test_the_doctor_names_a_run_whose_loss_curve_stands_out(tmp_path: Path) -> N
         line["smoothed_loss"] += 0.3 * (1 - line["step"] / len(lines))  # a rate that is too high until it falls
     (ill.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (finding,) = [finding for finding in examine_sweep(sweep, mend=False) if finding.kind == "curve"]
-    assert ill.run_id in finding.where
+    assert ill.run_id in str(finding.where)
     assert finding.severity == "note"

@@ -143,10 +143,8 @@ def test_a_ladder_is_every_size_times_every_d() -> None:
     # D is the nearest whole number of steps of 1024 tokens, and written as what it is.
     assert all(run.tokens == run.D for run in runs)
     assert ratios == pytest.approx([20, 20, 40, 40], rel=512 / 2e5)
-    assert [run.D for run in grid.expand_grid(LadderGrid(sizes=[1e4], tokens=[1, 10_000, 10_300]), base())] == [
-        1024,
-        10240,
-    ]
+    twice = LadderGrid(sizes=[1e4, 1.001e4], tokens=[1, 10_000, 10_300])  # both sizes are the same model
+    assert [run.D for run in grid.expand_grid(twice, base())] == [1024, 10240]
 
 
 def test_a_product_is_every_combination_and_takes_dotted_or_nested_names() -> None:
@@ -174,13 +172,6 @@ def test_points_are_runs_one_by_one_and_take_dotted_or_nested_names() -> None:
     assert len(grid.expand_grid(PointsGrid(points=[dotted[0], dotted[0]], seeds=[0, 1]), base())) == 2
 
 
-def test_expansion_is_deterministic_and_free_of_duplicates() -> None:
-    points = LadderGrid(sizes=[1e4, 1.001e4], tokens=[4096])
-    first, second = grid.expand_grid(points, base()), grid.expand_grid(points, base())
-    assert [run_id(run) for run in first] == [run_id(run) for run in second]
-    assert len(first) == 1  # both wanted sizes are the same model
-
-
 REFUSED = [  # numbers out of range: test_fields.py
     (IsoflopGrid(budgets=[1e6]), {}, r"grid.budgets contains 1e\+06.*needs .*FLOPs"),
     (IsoflopGrid(budgets=[]), {}, "give a list"),
@@ -205,6 +196,13 @@ REFUSED = [  # numbers out of range: test_fields.py
     (PointsGrid(points=[{"optimizer.inertia": 1}]), {"tokens": 1}, "grid.points\\[0\\] names 'optimizer.inertia'"),
     (PointsGrid(points=[{"model.heads": 5, "tokens": 1}]), {}, "model.heads is 5; it must divide model.width 64"),
     (AdaptiveGrid(budgets=[1e12], flops_budget=1e10), {}, "grid.flops_budget is 1e\\+10, of which .* no first round"),
+    (CurvesGrid(budgets=[1e12]), {}, "average.kind is none; curves are read from averaged weights"),
+    (
+        CurvesGrid(),
+        {"average": AverageConfig("ema"), "schedule": ScheduleConfig("cosine")},
+        "kind is cosine; .* needs wsd",
+    ),
+    (CurvesGrid(), {"average": AverageConfig("ema"), "tokens": 1000}, "a grid of kind curves chooses D itself"),
     (AdaptiveGrid(), {}, "grid.budgets is None; give a list"),
     (AdaptiveGrid(variants={"a": {"model.qk_norm": True}}), {}, "neither with grid.recipes nor with an adaptive grid"),
     (ladder(variants=[1]), {}, "grid.variants is \\[1\\]; it must map names"),
@@ -429,27 +427,10 @@ def test_cooldowns_branch_from_one_long_run_per_size() -> None:
         (trunk,) = (other for other in long if other.model == run.model)
         assert min(abs(run.D / trunk.D - share) for share in GRID.cooldowns) < 0.01
         assert warmup_steps(run) == warmup_steps(trunk)
-
-
-def test_the_plan_says_what_the_same_points_would_cost_apart() -> None:
-    runs = expand_grid(GRID, BASE, TuningConfig(horizon="size"))
     (said,) = GRID.notes(runs, Tuner())
     shares = [2 ** (-k / 2) for k in range(1 + int(math.log2(20) * 2))]
     assert f"about {6 * len(shares)} points" in said
     assert f"{6e12 * sum(shares):.2g} training FLOPs" in said
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"average": AverageConfig()}, "average.kind is none; curves are read from averaged weights"),
-        ({"schedule": ScheduleConfig("cosine")}, "schedule.kind is cosine; a grid of curves needs wsd"),
-        ({"tokens": 1000}, "tokens is 1000, but a grid of kind curves chooses D itself"),
-    ],
-)
-def test_what_gives_no_curves_is_refused(change: dict[str, object], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        expand_grid(GRID, replace(BASE, **change))  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("quick_pictures")

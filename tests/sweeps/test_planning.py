@@ -154,23 +154,16 @@ def test_a_folder_of_another_request_is_refused_with_what_differs(
     assert f"note: nothing of this would start: {refusal.value}" in capsys.readouterr().out
 
 
-def test_how_and_where_a_request_is_done_may_differ(kept: Prepared, data: DataConfig) -> None:
-    """Jobs, the tracker, how often something is written, the mesh, and what runs share."""
+def test_how_a_request_is_done_and_what_is_asked_about_its_runs_may_differ(kept: Prepared, data: DataConfig) -> None:
+    """Jobs, the tracker, how often something is written, the mesh, and what runs share; a note says what is asked."""
     changes = ["cluster.jobs=1", "cluster.memory_gb=1", "cluster.retries=1", "tracker=wandb", "log_every=3"]
     changes += ["validations=1", "checkpoint.every_steps=7", "parallel.dp=2", "parallel.threads=1", "trunks=false"]
-    again = prepare.from_config(configuration(data, kept.sweep.path.parent, *changes, "precision=fp32"))
+    changes += ["precision=fp32", "fit.bootstrap=7", "evaluate.limit=7"]
+    again = prepare.from_config(configuration(data, kept.sweep.path.parent, *changes))
     assert prepare.conflict(again) is None
     assert ids(again) == ids(kept)
-
-
-def test_what_is_asked_about_the_runs_may_differ_and_a_note_says_so(
-    sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path
-) -> None:
-    sweep()
-    again = prepare.from_config(configuration(data, tmp_path, "fit.form=gamma", "evaluate.limit=7"))
-    assert prepare.conflict(again) is None
-    (note,) = [remark for remark in again.remarks if "gamma" in remark]
-    assert 'evaluate.limit was 150 and is 7, fit.form was "chinchilla" and is "gamma"' in note
+    (note,) = [remark for remark in again.remarks if "bootstrap" in remark]
+    assert "evaluate.limit was 150 and is 7, fit.bootstrap was 1000 and is 7" in note
 
 
 def test_a_torn_plan_is_written_anew_by_the_same_request_and_by_no_other(
@@ -292,13 +285,9 @@ def test_a_diverged_run_is_repeated_once_at_a_lower_rate_if_the_grid_asks(
     assert membership.replacements(planned.sweep) == {name: first.run_id}
     set_state(planned.sweep.run(name), "diverged", reason="again")
     assert extend.replace_diverged(planned.sweep, planned.config) == [], "and not for ever"
-
-
-def test_a_cancelled_sweep_does_not_grow_until_it_is_started_again(sweep: Callable[..., Prepared]) -> None:
-    planned = sweep("grid.diverged_rate_factor=0.5")
-    set_state(planned.directories[0], "diverged", reason="a test")
+    set_state(planned.directories[1], "diverged", reason="a test")
     membership.stop_growth(planned.sweep, "a test")
-    assert extend.replace_diverged(planned.sweep, planned.config) == []
+    assert extend.replace_diverged(planned.sweep, planned.config) == [], "a cancelled sweep does not grow"
     prepare.write_plan(planned)  # as a keeper does
     assert membership.is_stopped(planned.sweep)
     prepare.write_plan(planned, ["test"])  # as the command does

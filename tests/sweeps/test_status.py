@@ -82,13 +82,6 @@ def test_a_running_run_says_when_it_ends_and_what_it_has_cost(sweep: SweepDirect
     assert row["heartbeat_age"] == pytest.approx(20, abs=2)
 
 
-def test_a_run_without_a_sign_of_life_for_three_periods_is_called_silent(sweep: SweepDirectory) -> None:
-    run = sweep.runs()[0]
-    begin(run, seconds_ago=100)
-    assert row_of(sweep, run)["silent"]
-    assert "no sign of life for 1.7 min" in status._note(row_of(sweep, run))
-
-
 def ended(run: RunDirectory, cause: str, hours: float, number: int = 1, share: float = 1.0) -> None:
     """The line of an attempt that began so many hours after the epoch as it is the first, second, ..."""
     began = 3600.0 * number if share == 1.0 else 0.0
@@ -119,12 +112,8 @@ def test_hours_are_those_of_the_books(sweep: SweepDirectory) -> None:
     ended(two, "killed", 10.0, share=0.5)
     ended(alone, "killed", 2.0)
     found = status.sweep_status(sweep)
-    assert [row["gpu_hours"] for row in found["runs"]] == [
-        0.25,
-        2.5,
-        1.0,
-        0.0,
-    ]  # two share a GPU, of an earlier version
+    # Two share a GPU, of an earlier version.
+    assert [row["gpu_hours"] for row in found["runs"]] == [0.25, 2.5, 1.0, 0.0]
     assert found["gpu_hours"] == pytest.approx(accounting.account(sweep)["used"]["hours"])
 
 
@@ -132,6 +121,8 @@ def test_a_dead_run_costs_nothing_more_and_has_no_expected_end(sweep: SweepDirec
     run = sweep.runs()[0]
     metrics(run)
     begin(run, seconds_ago=2000)
+    assert row_of(sweep, run)["silent"]
+    assert "no sign of life for 33.3 min" in status._note(row_of(sweep, run))
     seen = now_on(run.path) - 1000
     os.utime(run.path / "heartbeat", (seen, seen))
     row = row_of(sweep, run)

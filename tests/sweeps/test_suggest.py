@@ -15,8 +15,8 @@ from isoflop.fit import ChinchillaLaw, GammaLaw
 from isoflop.fit.allocation.allocation import optimum
 from isoflop.sweeps import prepare
 from isoflop.sweeps.config import SweepConfig
+from isoflop.sweeps.grid import adaptive, extend
 from isoflop.sweeps.grid import expand as grid
-from isoflop.sweeps.grid import extend
 from isoflop.sweeps.grid.adaptive import AdaptiveGrid, round_summary
 from isoflop.sweeps.grid.isoflop import IsoflopGrid
 from isoflop.sweeps.grid.suggest import (
@@ -196,9 +196,7 @@ FOUR_BUDGETS = [1e11, 2e11, 5e11, 1e12]
 
 
 def adaptive_settings(**changes: Any) -> SweepConfig:
-    return settings(
-        AdaptiveGrid(**{"budgets": FOUR_BUDGETS, "tolerance": None, "rounds": 2, "round_runs": 6} | changes)
-    )
+    return settings(AdaptiveGrid(**{"budgets": FOUR_BUDGETS, "tolerance": None, "rounds": 2} | changes))
 
 
 def ask_round(sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any] | None:
@@ -237,9 +235,8 @@ def test_the_first_round_is_a_small_isoflop_grid_for_its_share_of_the_cost() -> 
 
 
 @pytest.mark.slow
-def test_rounds_stay_within_the_flops_and_narrow_the_interval(
-    tmp_path: Path,
-) -> None:
+def test_rounds_stay_within_the_flops_and_narrow_the_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adaptive, "ROUND_RUNS", 6)
     config = adaptive_settings()
     sweep = write(tmp_path / "sweep", config)
     finish(sweep)
@@ -264,7 +261,8 @@ def test_rounds_stay_within_the_flops_and_narrow_the_interval(
 
 @pytest.mark.slow
 def test_it_ends_when_the_interval_is_as_narrow_as_was_asked_for(tmp_path: Path) -> None:
-    config = adaptive_settings(tolerance=0.9, target_flops=2e13)
+    config = adaptive_settings(tolerance=0.9)
+    config.fit.targets = [2e13]
     sweep = write(tmp_path / "sweep", config)
     finish(sweep)
     assert ask_round(sweep, config) is None
