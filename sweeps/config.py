@@ -212,7 +212,7 @@ def recorded(settings: Mapping[str, Any]) -> Recorded:
 
 @functools.cache
 def register() -> None:
-    """Makes the dataclasses known to Hydra, so that an unknown key or a value of a wrong type is an error."""
+    """Make the dataclasses known to Hydra, so that an unknown key or a value of a wrong type is an error."""
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()

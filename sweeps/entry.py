@@ -49,7 +49,7 @@ TAIL = """\
 
 
 def sweep_main(arguments: list[str] | None = None) -> int:
-    """Runs a sweep from Hydra overrides: 0 done, 1 a run failed, 2 the input was wrong, 130 interrupted."""
+    """Run a sweep from Hydra overrides. Returns 0 done, 1 a run failed, 2 the input was wrong, 130 interrupted."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     return guarded(lambda: compose_and_conduct(given))
 
@@ -177,8 +177,8 @@ def _composed(overrides: list[str]) -> tuple[SweepConfig, str | None]:
 
 
 def for_hydra(arguments: list[str]) -> list[str]:
-    """Quotes values with letters beyond ASCII and variants' overrides; keeps rules off the fields that are given;
-    replaces `cluster=auto`, also the default, by slurm or local.
+    """Quote values with letters beyond ASCII and variants' overrides; keep rules off the fields that are given;
+    replace `cluster=auto`, also the default, by slurm or local.
     """
     for name in (argument.partition("=")[0].lstrip("+~") for argument in arguments):
         if name in REMOVED:
@@ -198,7 +198,7 @@ def for_hydra(arguments: list[str]) -> list[str]:
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """Runs a command and turns what a user can cause into one sentence and an exit code."""
+    """Run a command and turn what a user can cause into one sentence and an exit code."""
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning

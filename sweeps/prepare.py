@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ class Prepared:
 
 
 def from_config(config: SweepConfig) -> Prepared:
-    """Plans the sweep that a configuration asks for, with the runs that were added to its folder before."""
+    """Plan the sweep that a configuration asks for, with the runs that were added to its folder before."""
     assert config.sweep is not None
     sweep = SweepDirectory(Path(config.output_root) / config.sweep)
     if config.evaluate.tasks:
@@ -134,7 +133,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def from_disk(sweep: SweepDirectory) -> Prepared:
-    """Plans anew what a sweep's folder holds: its runs as they are frozen, and those added since."""
+    """Plan anew what a sweep's folder holds: its runs as they are frozen, and those added since."""
     config = configuration(sweep)
     return _prepare(sweep, config, [run.config() for run in sweep.runs()], matmul_rate(config, sweep))
 
@@ -152,7 +151,8 @@ def _prepare(sweep: SweepDirectory, config: SweepConfig, runs: list[RunConfig], 
     for run in added_runs(sweep):
         by_id.setdefault(run_id(run), run)
     runs, said = list(by_id.values()), list[str]()
-    progress = progress_of_runs(sweep, by_id)
+    there = map(sweep.run, by_id)
+    progress = {run.run_id: trunks.progress_of(run, live=run.state().state == "running") for run in there}
     if config.trunks:
         merged = trunks.merge_runs(runs, progress)
         runs, said = merged.runs, merged.remarks
@@ -273,13 +273,8 @@ def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:
     return base
 
 
-def progress_of_runs(sweep: SweepDirectory, names: Iterable[str]) -> dict[str, trunks.Progress]:
-    runs = map(sweep.run, names)
-    return {run.run_id: trunks.progress_of(run, live=run.state().state == "running") for run in runs}
-
-
 def write_plan(prepared: Prepared, command: list[str] | None = None) -> None:
-    """Writes plan.json, frozen configs, and with a `command` sweep.yaml; what says the same is left as it is."""
+    """Write plan.json, frozen configs, and with a `command` sweep.yaml; what says the same is left as it is."""
     sweep, by_id = prepared.sweep, prepared.by_id
     for directory in prepared.directories:
         directory.freeze(by_id[directory.run_id])

@@ -42,7 +42,7 @@ def printable(text: str) -> str:
 
 
 def say(text: str) -> None:
-    """Prints a sentence with rich's markup, and without colours or breaks of its own."""
+    """Print a sentence with rich's markup, and without colours or breaks of its own."""
     console().print(printable(text), highlight=False, soft_wrap=True)
 
 

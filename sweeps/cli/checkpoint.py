@@ -240,22 +240,22 @@ def check_sampling(
     max_tokens: int, temperature: float, top_k: int, top_p: float, seed: int, stops: Sequence[str]
 ) -> None:
     """Refuses what no text can be drawn with; the error names the option."""
-    if max_tokens < 1:
-        raise UserError(f"--max-tokens is {max_tokens}; it must be 1 or more")
-    if not (temperature >= 0 and math.isfinite(temperature)):
-        raise UserError(f"--temperature is {temperature}; it must be a finite number, 0 (greedy) or more")
-    if top_k < 0:
-        raise UserError(f"--top-k is {top_k}; it must be 0 (all tokens) or more")
-    if not 0 < top_p <= 1:
-        raise UserError(f"--top-p is {top_p}; it must be above 0 and at most 1")
-    if not 0 <= seed < 1 << 63:
-        raise UserError(f"--seed is {seed}; it must be from 0 to 2^63 - 1")
-    if temperature == 0 and (top_k or top_p < 1):
-        raise UserError(
-            "--temperature is 0, which always takes the likeliest token; with --top-k or --top-p it must be above 0"
-        )
-    if not all(stops):
-        raise UserError("--stop is empty; it must be a text of one character or more")
+    greedy = "--temperature is 0, which always takes the likeliest token"
+    rules = [
+        (max_tokens >= 1, f"--max-tokens is {max_tokens}; it must be 1 or more"),
+        (
+            0 <= temperature < math.inf,
+            f"--temperature is {temperature}; it must be a finite number, 0 (greedy) or more",
+        ),
+        (top_k >= 0, f"--top-k is {top_k}; it must be 0 (all tokens) or more"),
+        (0 < top_p <= 1, f"--top-p is {top_p}; it must be above 0 and at most 1"),
+        (0 <= seed < 1 << 63, f"--seed is {seed}; it must be from 0 to 2^63 - 1"),
+        (temperature > 0 or (not top_k and top_p == 1), f"{greedy}; with --top-k or --top-p it must be above 0"),
+        (all(stops), "--stop is empty; it must be a text of one character or more"),
+    ]
+    for holds, message in rules:
+        if not holds:
+            raise UserError(message)
 
 
 class Pieces:

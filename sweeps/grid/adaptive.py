@@ -109,7 +109,7 @@ class AdaptiveGrid(IsoflopGrid):
         return dict(asked["grid"])
 
     def _ask(self, sweep: SweepDirectory, config: SweepConfig, number: int) -> dict[str, Any]:
-        from .suggest import NothingToSuggest, fit_standing, suggest_from
+        from .suggest import NothingToSuggest, fit_standing, suggest_runs
 
         base = replace(resolved_base(sweep, config), tokens=0)
         cap, total = self.largest_flops, self.total_flops(base, Tuner(config.tuning))
@@ -128,7 +128,7 @@ class AdaptiveGrid(IsoflopGrid):
             raise NothingToSuggest(f"{spent:.3g} of {total:.3g} FLOPs are spent")
         shares = [GROWTH**i for i in range(number, self.rounds)]
         budget = left * shares[0] / sum(shares)
-        found = suggest_from(sweep, config, standing, budget, seeds=1, max_flops=cap, max_runs=ROUND_RUNS)
+        found = suggest_runs(sweep, budget, max_flops=cap, max_runs=ROUND_RUNS, standing=standing)
         expected = found.to_dict()
         runs = _expanded(found.grid, sweep, config, list(present.values()))
         return {

@@ -26,7 +26,7 @@ from .tuning import Tuner
 
 
 def extend_sweep(sweep: SweepDirectory, overrides: list[str], grid_file: Path | None = None) -> list[str]:
-    """Adds runs, by `overrides` of the sweep's own grid or a YAML file of a whole one; returns the new ids."""
+    """Add runs, by `overrides` of the sweep's own grid or a YAML file of a whole one; return the new ids."""
     if bool(overrides) == (grid_file is not None):
         raise UserError("extend needs what to add: overrides of the grid, such as grid.budgets=[1e19], or --grid FILE")
     config = prepare.configuration(sweep)
@@ -52,7 +52,7 @@ def as_grid(values: dict[str, Any], source: object) -> GridConfig:
 
 
 def add_grid(sweep: SweepDirectory, config: SweepConfig, wanted: GridConfig, why: str) -> list[str]:
-    """Returns the ids of the runs that are new; says what the fit of all of them would lack."""
+    """Return the ids of the runs that are new, and print what the fit of all of them would lack."""
     present = [run.config() for run in membership.members(sweep)]
     runs = expand_grid(wanted, prepare.resolved_base(sweep, config), config.tuning, present)
     together = list({run_id(run): run for run in (*runs, *present)}.values())
@@ -74,17 +74,14 @@ def _overridden(config: SweepConfig, overrides: list[str]) -> GridConfig:
         merged = OmegaConf.merge(OmegaConf.create({"grid": asdict(config)["grid"]}), OmegaConf.from_dotlist(overrides))
         plain = OmegaConf.to_container(merged)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise UserError(f"extend was given {' '.join(overrides)!r}: {_first_line(error)}") from error
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"extend was given {' '.join(overrides)!r}: {reason}") from error
     assert isinstance(plain, dict)
     return as_grid(plain["grid"], "the grid with what extend was given")
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
 def replace_diverged(sweep: SweepDirectory, config: SweepConfig) -> list[str]:
-    """Adds a run for every one that diverged, where the grid asks for that; returns the new ids."""
+    """Add a run for every one that diverged, where the grid asks for that; return the new ids."""
     factor = config.grid.diverged_rate_factor if config.grid is not None else None
     if factor is None or membership.is_stopped(sweep):
         return []
@@ -93,7 +90,7 @@ def replace_diverged(sweep: SweepDirectory, config: SweepConfig) -> list[str]:
 
 
 def replace_one(sweep: SweepDirectory, run: RunDirectory, factor: float) -> list[str]:
-    """Adds a run with the learning rate times `factor`, unless the other one is such a run itself."""
+    """Add a run with the learning rate times `factor`, unless the other one is such a run itself."""
     if run.run_id in membership.replacements(sweep):
         return []
     other = copy.deepcopy(run.config())

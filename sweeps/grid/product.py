@@ -116,7 +116,7 @@ def assign(run: RunConfig, name: str, value: Any, where: str = "grid.axes") -> N
 
 @functools.cache
 def _typed(kind: type) -> Any:
-    """Takes for each field of a dataclass only what it may be; making one takes milliseconds."""
+    """Take for each field of a dataclass only what it may be; making one takes milliseconds."""
     from omegaconf import OmegaConf
 
     return OmegaConf.structured(kind)

@@ -119,61 +119,32 @@ def suggest_runs(
     seeds: int = 1,
     max_flops: float | None = None,
     max_runs: int = MAX_RUNS,
+    standing: Standing | None = None,
 ) -> Suggestion:
     """The runs to add to a sweep, which may be at work.
 
     `budget`: FLOPs (exact convention) of all new runs. `target_flops`: by default the largest of fit.targets, else 1000
-    times the largest C. `seeds`: new ones that each size is offered with.
+    times the largest C. `seeds`: new ones that each size is offered with. `standing`: `fit_standing`, where known.
     """
+    from ...fit import InputError
+    from ...fit.allocation.design import Buyer, Candidates, Question
+
     for name, value in (("budget", budget), ("max_flops", max_flops)):
         if value is not None and not 0 < value < np.inf:
             raise UserError(f"{name} is {value}; it must be a positive number of FLOPs")
     if not 0 <= seeds <= MAX_SEEDS:
         raise UserError(f"seeds is {seeds}; it must be at least 0 and at most {MAX_SEEDS}")
-    if max_runs < 1:
-        raise UserError(f"max_runs is {max_runs}; it must be 1 or more")
     config = prepare.configuration(sweep)
-    standing = fit_standing(sweep, config, target_flops)
-    return suggest_from(sweep, config, standing, budget, seeds, max_flops, max_runs)
-
-
-def suggest_from(
-    sweep: SweepDirectory,
-    config: SweepConfig,
-    standing: Standing,
-    budget: float,
-    seeds: int,
-    max_flops: float | None,
-    max_runs: int,
-) -> Suggestion:
-    """`suggest_runs` given what the runs so far say."""
-    from ...fit import InputError
-    from ...fit.allocation.design import Buyer, Candidates, Question
-
-    base = prepare.resolved_base(sweep, config)
-    base.tokens = 0
+    standing = standing or fit_standing(sweep, config, target_flops)
+    base = replace(prepare.resolved_base(sweep, config), tokens=0)
     known, progress, labels = list[RunConfig](), {}, {}
     for run in membership.members(sweep):
         known.append(run.config())
         progress[run.run_id] = progress_of(run, live=run.state().state in ("queued", "running"))
         labels[run.run_id] = trunk_of(known[-1])
     market, table = Market(base, known, progress, config.trunks, Tuner(config.tuning).with_spans(known)), standing.table
-    most, ratios = min(budget, max_flops or budget), (table.D / table.N).tolist()
-    least = BELOW * float(min(table.flops))
-    within = Range(least, most, min(ratios), max(ratios), getattr(config.grid, "min_steps", MIN_STEPS))
-    offered: list[Offer] = []
-    if least < most:
-        highest = max(run.seed for run in known)
-        # A second seed of a size costs a trunk of its own, and errs on its own.
-        fresh = range(highest + 1, highest + 1 + seeds)
-        offered = market.offers([base.seed, *fresh], within)
-    cheapest = min((offer.flops for offer in offered), default=least)
-    if not offered or cheapest > budget:
-        capped = "" if max_flops is None else f" and max_flops {max_flops:.3g}"
-        raise NothingToSuggest(
-            f"budget is {budget:.3g} FLOPs{capped}, and the smallest run worth adding needs {cheapest:.3g}; "
-            "give at least that"
-        )
+    min_steps = getattr(config.grid, "min_steps", MIN_STEPS)
+    offered = _affordable(market, table, budget, seeds, max_flops, min_steps)
     costs = ("flops", "branch_flops", "size", "trunk")
     pool = Candidates(
         inputs={"N": np.array([float(o.N) for o in offered]), "D": np.array([float(o.run.D) for o in offered])},
@@ -190,8 +161,31 @@ def suggest_from(
     return _suggestion(design, offered, market, standing, budget)
 
 
+def _affordable(
+    market: Market, table: RunTable, budget: float, seeds: int, max_flops: float | None, min_steps: int
+) -> list[Offer]:
+    """Return the runs that a budget could buy; NothingToSuggest if there is none."""
+    most, ratios = min(budget, max_flops or budget), (table.D / table.N).tolist()
+    least = BELOW * float(min(table.flops))
+    offered: list[Offer] = []
+    if least < most:
+        highest = max(run.seed for run in market.known)
+        # A second seed of a size costs a trunk of its own, and errs on its own.
+        fresh = range(highest + 1, highest + 1 + seeds)
+        within = Range(least, most, min(ratios), max(ratios), min_steps)
+        offered = market.offers([market.base.seed, *fresh], within)
+    cheapest = min((offer.flops for offer in offered), default=least)
+    if not offered or cheapest > budget:
+        capped = "" if max_flops is None else f" and max_flops {max_flops:.3g}"
+        raise NothingToSuggest(
+            f"budget is {budget:.3g} FLOPs{capped}, and the smallest run worth adding needs {cheapest:.3g}; "
+            "give at least that"
+        )
+    return offered
+
+
 def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float | None = None) -> Standing:
-    """Fits the mixture of forms to the runs that are done, and predicts the target."""
+    """Fit the mixture of forms to the runs that are done, and predict the target."""
     from ...fit import FormMixture, InputError, read_table
     from ...fit.approaches.recipes import split
     from ...fit.mixture.mixture import DRAWS
@@ -244,18 +238,9 @@ def print_suggestion(suggestion: Suggestion) -> None:
     columns = ("run", "N", "D", "D/N", "seed", "C", "trains", "shares trunk with", "narrows", "")
     table = plain_table(columns, ("run", "shares trunk with", ""), title)
     for run in suggestion.runs:
-        table.add_row(
-            run.run_id,
-            short(run.N),
-            short(run.D),
-            f"{run.D / run.N:.3g}",
-            str(run.seed),
-            f"{run.flops:.3g}",
-            f"{run.flops_own:.3g}",
-            run.trunk or "–",
-            f"{run.narrows:.1%}",
-            "checks the law" if run.check else "",
-        )
+        size = (short(run.N), short(run.D), f"{run.D / run.N:.3g}", str(run.seed))
+        worth = (run.trunk or "–", f"{run.narrows:.1%}", "checks the law" if run.check else "")
+        table.add_row(run.run_id, *size, f"{run.flops:.3g}", f"{run.flops_own:.3g}", *worth)
     out.print(table)
     under = "the mixture of forms" if len(suggestion.forms) > 1 else suggestion.forms[0]
     when = f"at {suggestion.target_flops:.3g} FLOPs, 95 % intervals now, and as expected after these runs"

@@ -183,7 +183,7 @@ def tried_settings(sweep: SweepDirectory) -> Tried:
 
 
 def write_tuning(sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any]:
-    """Fits the rules and writes them; returns what law.json says. InputError where the runs give none."""
+    """Fit the rules and write them; return what law.json says. InputError where the runs give none."""
     from ...fit.hyperparameters.tuning import tuning_rules
 
     tried = tried_settings(sweep).items()

@@ -78,7 +78,7 @@ class Fault:
 
 
 def examine_sweep(sweep: SweepDirectory, mend: bool, deep: bool = False) -> list[Fault]:
-    """Looks for what is wrong with a sweep, and with `mend` repairs it; `deep` checks the sums of every checkpoint."""
+    """Look for what is wrong with a sweep, and with `mend` repair it; `deep` checks the sums of every checkpoint."""
     settings = yaml_or_empty(sweep.path / "sweep.yaml")
     found = [_settled(fault, mend=False) for fault in _version(sweep, settings)]
     if any(fault.kind == "plan" for fault in found):

@@ -115,7 +115,7 @@ def _follow(
     files: Callable[[], Iterable[tuple[str, Path]]],
     from_start: bool = True,
 ) -> None:
-    """Prints what files grow by until the runs are over or Ctrl-C; sizes are polled, which any file system allows."""
+    """Print what files grow by until the runs are over or Ctrl-C; sizes are polled, which any file system allows."""
     followers: dict[Path, Follower] = {}
     policy = Policy.of(cluster_of(sweep.settings()))
     with contextlib.suppress(KeyboardInterrupt):

@@ -235,7 +235,7 @@ def sweep_eta(rows: Iterable[Row]) -> float | None:
 
 
 def show_status(sweep: SweepDirectory, watch: bool = False, as_json: bool = False, everything: bool = False) -> None:
-    """Prints what needs attention, or `everything`; with `watch` until all runs have ended for good or Ctrl-C."""
+    """Print what needs attention, or `everything`; with `watch` until all runs have ended for good or Ctrl-C."""
     out, status = console(), sweep_status(sweep)
     with contextlib.ExitStack() as stack:
         live = None

@@ -137,7 +137,7 @@ def sweep_rates(folder: Path, cluster: ClusterConfig, threads: int) -> Calibrati
 
 
 def record_rates(place: str, measured: Iterable[Measured]) -> str | None:
-    """Adds what runs reached to the file; says in a sentence what went wrong, None where nothing did."""
+    """Add what runs reached to the file; return in a sentence what went wrong, None where nothing did."""
     from filelock import FileLock, Timeout  # slow to import, and status needs no lock
 
     measured, file = list(measured), _file()

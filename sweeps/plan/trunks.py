@@ -55,7 +55,7 @@ class Merged:
 
 
 def merge_runs(runs: Sequence[RunConfig], progress: Mapping[str, Progress] | None = None) -> Merged:
-    """Makes branches of the runs that a longer one can serve as a trunk; `progress`: what is on disk, by run id."""
+    """Make branches of the runs that a longer one can serve as a trunk; `progress`: what is on disk, by run id."""
     families: dict[str, list[_Named]] = {}
     named = [(run_id(run), run) for run in runs]
     for name, run in named:
@@ -180,7 +180,7 @@ def has_checkpoint(run: RunDirectory, step: int) -> bool:
 
 
 def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
-    """Gives a branch its trunk's checkpoint, and returns a line that says so; None where it has a newer one.
+    """Give a branch its trunk's checkpoint, and return a line that says so; None where it has a newer one.
 
     The caller holds the branch's lock. Raises NotThere where the trunk has no such checkpoint, UserError where it is
     damaged, OSError on a full disk; nothing half-written stays.
@@ -224,7 +224,7 @@ def _begin_metrics(branch: RunDirectory, trunk: RunDirectory, step: int) -> None
 
 
 def _transplant(source: Path, final: Path) -> bool:
-    """Makes `final` the same checkpoint as `source`, in one rename; whether its files are links."""
+    """Make `final` the same checkpoint as `source`, in one rename; whether its files are links."""
     # Checkpoints are replaced and never changed in place, so one file may serve both.
     from ...train.checkpoint.checkpoint import publish
 

@@ -128,7 +128,7 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
 
 
 def _calibrate(sweep: SweepDirectory, cluster: ClusterConfig) -> None:
-    """Adds what this sweep's runs reached to what later estimates are made from. Never an error."""
+    """Add what this sweep's runs reached to what later estimates are made from. Never an error."""
     place = place_of(cluster, sweep.plan()["runs"][0]["shape"]["cpus"])
     if (said := record_rates(place, measured_rates(sweep))) is not None:
         _note(f"note: {said}")

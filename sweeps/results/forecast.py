@@ -202,7 +202,7 @@ def seal(sweep: SweepDirectory, forecasts: list[Forecast]) -> list[Forecast]:
 
 
 def check_run(sweep: SweepDirectory, given: str) -> None:
-    """Enters what a run came to beside the sealed forecasts of it; the run is a directory, or one of the sweep's."""
+    """Enter what a run came to beside the sealed forecasts of it; the run is a directory, or one of the sweep's."""
     run = RunDirectory(Path(given)) if Path(given).is_dir() else sweep.run(given)
     if not run.is_done():
         raise UserError(

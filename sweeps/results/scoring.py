@@ -25,7 +25,7 @@ ABOUT = ("run_id", "name", "step", "final", "N", "D", "flops", "loss", "recipe",
 
 
 def stage(tasks: list[str]) -> None:
-    """Fetches what the tasks need while there is a network; compute nodes may have none."""
+    """Fetch what the tasks need while there is a network; compute nodes may have none."""
     from ...evaluate.tasks.tasks import stage_tasks
 
     stage_tasks(tasks, progress=print)
@@ -120,7 +120,7 @@ def final_answers(sweep: SweepDirectory) -> dict[str, Answers]:
 
 
 def write_pages(sweep: SweepDirectory, table: pd.DataFrame, answers: Mapping[str, Answers]) -> None:
-    """Writes fit/evaluation.html and runs/<id>/eval/step_<n>.html, where anything has been scored."""
+    """Write fit/evaluation.html and runs/<id>/eval/step_<n>.html, where anything has been scored."""
     from ...evaluate.pages.report import checkpoint_page
     from ...evaluate.pages.sweep_report import sweep_page
     from ...evaluate.records import items_path, read_items

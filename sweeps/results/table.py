@@ -63,7 +63,7 @@ def build_table(sweep: SweepDirectory) -> pd.DataFrame:
 
 
 def name_recipes_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Gives other names to recipes of one name that do different things."""
+    """Give other names to recipes of one name that do different things."""
     known: dict[str, set[str | None]] = {}
     for row in rows:
         known.setdefault(row["recipe"], set()).add(row["recipe_fingerprint"])
@@ -74,7 +74,7 @@ def name_recipes_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write_table(sweep: SweepDirectory, answers: Mapping[str, Answers]) -> pd.DataFrame:
-    """Writes table.csv and returns it, with what `answers` (by run id) say of all runs: how far apart they lie."""
+    """Write table.csv and return it, with what `answers` (by run id) say of all runs: how far apart they lie."""
     from ...evaluate.pages.paired import compare_tasks
 
     table = build_table(sweep)
@@ -164,7 +164,7 @@ def _scores(scores: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_curves(sweep: SweepDirectory) -> pd.DataFrame:
-    """Writes curves.csv and returns it."""
+    """Write curves.csv and return it."""
     curves = sweep_curves(sweep)
     write_atomic(sweep.path / "curves.csv", curves.to_csv(index=False))
     return curves

@@ -34,7 +34,7 @@ PROVENANCE = ("isoflop_version", "git_commit", "git_dirty", "host", "command", "
 
 
 def note_lineage(run: RunDirectory, config: RunConfig) -> None:
-    """Notes beside a run that is about to train where it comes from, for its tracker. Never an error."""
+    """Note beside a run that is about to train where it comes from, for its tracker. Never an error."""
     if config.tracker.kind == "none":
         return
     sweep = run.path.parent.parent / "sweep.yaml"
@@ -52,7 +52,7 @@ def _code(sweep: Path, written: int) -> dict[str, Any]:
 
 
 def push_results(sweep: SweepDirectory, report: Callable[[str], None] = print, **changes: Any) -> None:
-    """Logs the laws, the report, the table and all scores, as a run of the sweep's group; nothing when tracker=none.
+    """Log the laws, the report, the table and all scores, as a run of the sweep's group; nothing when tracker=none.
 
     Never an error: what fails is one line for `report`. `changes` are made to the tracker's settings.
     """
@@ -121,7 +121,7 @@ def results_id(sweep: SweepDirectory) -> str:
 
 
 def push_scores(run: RunDirectory, report: Callable[[str], None]) -> None:
-    """Adds to a finished run on wandb what its checkpoints scored. Never an error."""
+    """Add to a finished run on wandb what its checkpoints scored. Never an error."""
     config = run.config()
     if config.tracker.kind == "wandb":
         _push_scores(run, Tracker(config, run.run_id, run.path, report))
@@ -167,7 +167,7 @@ def _digest(sweep: SweepDirectory) -> str:
 
 
 def sync_sweep(sweep: SweepDirectory, progress: Callable[[str], None] = print) -> int:
-    """Sends to wandb what it lacks of a sweep's runs and results; returns how many runs were sent."""
+    """Send to wandb what it lacks of a sweep's runs and results; return how many runs were sent."""
     tracked = [run for run in sweep.runs() if run.last_metrics() and run.config().tracker.kind == "wandb"]
     if not tracked:
         raise UserError(f"{sweep.path} has nothing to send: none of its runs has trained with tracker=wandb")
@@ -198,7 +198,7 @@ def sync_sweep(sweep: SweepDirectory, progress: Callable[[str], None] = print) -
 
 
 def _send(run: RunDirectory, folder: str) -> bool:
-    """Sends a run, unless it is to go on: whoever is to train it must not wait for the lock."""
+    """Send a run, unless it is to go on: whoever is to train it must not wait for the lock."""
     if run.state().state in OPEN:
         return False
     config = run.config()

@@ -243,7 +243,7 @@ def test_a_scored_checkpoint_is_a_row_and_only_final_ones_are_fitted(scored: Pat
     assert "7 intermediate checkpoints are left out of the fits." in runs.notes
 
 
-def test_a_recipe_of_the_data_is_a_column(scored: Path, tmp_path: Path) -> None:
+def test_a_recipe_is_a_column_and_two_of_one_name_are_told_apart(scored: Path, tmp_path: Path) -> None:
     folder = tmp_path / "family"
     shutil.copytree(scored, folder)
     trunk, _, _ = opened(folder)
@@ -252,6 +252,11 @@ def test_a_recipe_of_the_data_is_a_column(scored: Path, tmp_path: Path) -> None:
     (trunk.path / "config.yaml").write_text(yaml.safe_dump(values))
     table = build_table(SweepDirectory(folder))
     assert set(table[table["run_id"] == trunk.run_id]["recipe"]) == {"gopher+near:0.8"}
+    rows = [{"recipe": "quality:m.bin@0.5", "recipe_fingerprint": digest} for digest in ("a", "b", "a")]
+    rows.append({"recipe": "exact", "recipe_fingerprint": "e"})
+    told_apart = [*(f"quality:m.bin@0.5 ({digest})" for digest in "aba"), "exact"]
+    assert [row["recipe"] for row in name_recipes_apart(rows)] == told_apart
+    assert name_recipes_apart(rows[2:]) == rows[2:]
 
 
 def test_the_pages_link_to_each_other_and_are_written_once(scored: Path, tmp_path: Path) -> None:
@@ -270,13 +275,3 @@ def test_the_pages_link_to_each_other_and_are_written_once(scored: Path, tmp_pat
     before = [(page.parent / link).stat().st_mtime_ns for link in links]
     scoring.write_pages(sweep, table, answers)
     assert [(page.parent / link).stat().st_mtime_ns for link in links] == before
-
-
-def test_recipes_of_one_name_that_do_different_things_are_told_apart() -> None:
-    rows = [{"recipe": "exact", "recipe_fingerprint": "e"}] + [
-        {"recipe": "quality:m.bin@0.5", "recipe_fingerprint": print_} for print_ in ("a", "b", "a")
-    ]
-    assert [row["recipe"] for row in name_recipes_apart(rows)] == [
-        "exact", "quality:m.bin@0.5 (a)", "quality:m.bin@0.5 (b)", "quality:m.bin@0.5 (a)",
-    ]  # fmt: skip
-    assert name_recipes_apart(rows[:2]) == rows[:2]

@@ -97,7 +97,6 @@ def test_every_value_is_that_of_its_rule_at_the_runs_own_N_D_and_batch() -> None
             assert run.steps >= 100
             assert optimizer.base_depth == 4
             assert optimizer.learning_rate == pytest.approx(2e-3 * D**-0.05 * B**0.25, rel=1e-12)
-            # After a half-life of tokens half of a squared gradient is forgotten.
             # Every matrix forgets over the same share of the run, by the rate and decay that it is updated with.
             gpt = empty_model(run.model, optimizer, 8)
             for group in parameter_groups(gpt, optimizer):
