@@ -59,53 +59,48 @@ def linear_cross_entropy(
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if wanted and reduction == "none":
         raise ValueError("reduction is none, which has no gradient; use mean, or torch.no_grad() to score")
+    kernel = _kernel() if fused and on_gpu(x) and x.dtype in KERNEL_TYPES else cross_entropy_reference
+    work = partial(kernel, vocab_size=vocab_size, z_loss=z_loss)
     if wanted:
-        return _LinearCrossEntropy.apply(x, weight, targets, vocab_size, z_loss, fused)
-    losses = _in_chunks(x, weight, targets, vocab_size, z_loss, fused, None)
+        return _LinearCrossEntropy.apply(x, weight, targets, work)
+    losses = _in_chunks(x, weight, targets, work, None)
     return losses if reduction == "none" else losses.mean()
+
+
+Work = Callable[..., tuple[Tensor, Tensor]]  # (logits, targets, scale) as `cross_entropy_reference`
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """The mean loss; keeps dx and dW of the sum of the losses, times `SHIFT` in fp16."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, z_loss: float, fused: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
         dx, dw = torch.empty_like(x), torch.empty_like(weight, dtype=_wide(weight.dtype))
-        losses = _in_chunks(x, weight, targets, vocab_size, z_loss, fused, (dx, dw))
+        losses = _in_chunks(x, weight, targets, work, (dx, dw))
         ctx.dtype, ctx.divisor = weight.dtype, len(x) * _shift(x.dtype)
         ctx.save_for_backward(dx, dw)
         return losses.mean()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None, None]:
         dx, dw = ctx.saved_tensors
         factor = dloss / ctx.divisor
         # As a matrix it has a say in the type of the product: a scalar would be rounded to that of dx first.
         torch.mul(dx, factor.view(1, 1), out=dx)
-        return dx, dw.mul_(factor).to(ctx.dtype), None, None, None, None
+        return dx, dw.mul_(factor).to(ctx.dtype), None, None
 
 
 def _in_chunks(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    vocab_size: int,
-    z_loss: float,
-    fused: bool,
-    gradients: tuple[Tensor, Tensor] | None,
+    x: Tensor, weight: Tensor, targets: Tensor, work: Work, gradients: tuple[Tensor, Tensor] | None
 ) -> Tensor:
     """Losses (n,); given (dx, dW), fills dx (n, w) and dW (V, w)."""
     losses = torch.empty(len(x), dtype=_wide(x.dtype), device=x.device)
     step = rows_at_a_time(len(weight), "cuda" if on_gpu(x) else "cpu")
-    work = _kernel() if fused and on_gpu(x) and x.dtype in KERNEL_TYPES else cross_entropy_reference
     for start in range(0, len(x), step):
         rows = slice(start, start + step)
         logits = F.linear(x[rows], weight)
-        scale = _shift(x.dtype) if gradients is not None else 0.0
-        losses[rows], slope = work(logits, targets[rows], vocab_size, z_loss, scale)
+        losses[rows], slope = work(logits, targets[rows], scale=0.0 if gradients is None else _shift(x.dtype))
         del logits  # where dz has a place of its own
         if gradients is not None:
             dx, dw = gradients
@@ -116,7 +111,7 @@ def _in_chunks(
 
 
 @cache
-def _kernel() -> Callable[[Tensor, Tensor, int, float, float], tuple[Tensor, Tensor]]:
+def _kernel() -> Work:
     if importlib.util.find_spec("triton") is None:
         return cross_entropy_reference
     from ..kernels.cross_entropy import fused_cross_entropy

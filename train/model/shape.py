@@ -165,8 +165,7 @@ class Shape:
     def block_of(self, number: int) -> tuple[Parameter, ...]:
         """The parameters of block `number`, their names without its prefix."""
         experts = self.experts if self.experts is not None and number >= self.experts.above else None
-        of_attention = self.heads, self.kv_heads, self.head_dim, self.head_norms, self.qkv_bias
-        return _block(self.width, *of_attention, self.latent, self.hidden, experts)
+        return _block(self, experts)
 
     def in_blocks(self, count: Callable[[Parameter], int]) -> int:
         """The sum over the parameters of all blocks."""
@@ -217,26 +216,12 @@ class Shape:
 
 
 @lru_cache(maxsize=1024)
-def _block(
-    width: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    head_norms: bool,
-    qkv_bias: bool,
-    latent: Latent | None,
-    hidden: int,
-    experts: Experts | None,
-) -> tuple[Parameter, ...]:
-    if latent is None:
-        attention = _grouped_query(width, heads, kv_heads, head_dim, head_norms, qkv_bias)
-    else:
-        attention = _latent(width, heads, head_dim, latent)
+def _block(shape: Shape, experts: Experts | None) -> tuple[Parameter, ...]:
     return (
-        _vector("attention_norm", "norm", "input_layernorm", width),
-        *attention,
-        _vector("mlp_norm", "norm", "post_attention_layernorm", width),
-        *(_swiglu("mlp", width, hidden) if experts is None else _mixture(width, experts)),
+        _vector("attention_norm", "norm", "input_layernorm", shape.width),
+        *(_grouped_query(shape) if shape.latent is None else _latent(shape, shape.latent)),
+        _vector("mlp_norm", "norm", "post_attention_layernorm", shape.width),
+        *(_swiglu("mlp", shape.width, shape.hidden) if experts is None else _mixture(shape.width, experts)),
     )
 
 
@@ -248,29 +233,28 @@ def _matrix(name: str, role: Role, columns: int, *parts: tuple[str, int, int]) -
     return Parameter(f"{name}.weight", role, tuple(Part(f"{hf}.weight", *rest) for hf, *rest in parts), columns)
 
 
-def _grouped_query(
-    width: int, heads: int, kv_heads: int, head_dim: int, head_norms: bool, qkv_bias: bool
-) -> list[Parameter]:
-    keys = kv_heads * head_dim
+def _grouped_query(shape: Shape) -> list[Parameter]:
+    head_dim, keys = shape.head_dim, shape.kv_heads * shape.head_dim
     products = (
-        ("self_attn.q_proj", heads * head_dim, heads),
-        ("self_attn.k_proj", keys, kv_heads),
-        ("self_attn.v_proj", keys, kv_heads),
+        ("self_attn.q_proj", shape.heads * head_dim, shape.heads),
+        ("self_attn.k_proj", keys, shape.kv_heads),
+        ("self_attn.v_proj", keys, shape.kv_heads),
     )
     bias = Parameter("attention.qkv_bias", "bias", tuple(Part(f"{hf}.bias", *rest) for hf, *rest in products))
+    norms = [
+        _vector(f"attention.{name}_norm", "head norm", f"self_attn.{name[0]}_norm", head_dim)
+        for name in ("query", "key")
+    ]
     return [
-        *([bias] if qkv_bias else []),
-        _matrix("attention.qkv", "first", width, *products),
-        _matrix("attention.out", "last", heads * head_dim, ("self_attn.o_proj", width, 1)),
-        *(
-            _vector(f"attention.{name}_norm", "head norm", f"self_attn.{name[0]}_norm", head_dim)
-            for name in ("query", "key")
-            if head_norms
-        ),
+        *([bias] if shape.qkv_bias else []),
+        _matrix("attention.qkv", "first", shape.width, *products),
+        _matrix("attention.out", "last", shape.heads * head_dim, ("self_attn.o_proj", shape.width, 1)),
+        *(norms if shape.head_norms else []),
     ]
 
 
-def _latent(width: int, heads: int, head_dim: int, latent: Latent) -> list[Parameter]:
+def _latent(shape: Shape, latent: Latent) -> list[Parameter]:
+    width, heads, head_dim = shape.width, shape.heads, shape.head_dim
     rows, queries = heads * (head_dim + latent.rotary), latent.queries
     if queries is None:
         query = [_matrix("attention.query", "first", width, ("self_attn.q_proj", rows, heads))]
