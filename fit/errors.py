@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,17 @@ def check_weights(values: ArrayLike | None, points: int, rows: Any = None) -> Ar
     if not checked.any():
         raise InputError("weight is zero in every row; at least one row must count.")
     return checked
+
+
+def one_of(name: str, value: Any, accepted: Iterable[str]) -> None:
+    """Raise InputError unless the value is one of those that are accepted."""
+    if value not in (choices := list(accepted)):
+        raise InputError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
+
+
+def check_level(level: float) -> None:
+    if not 0.0 < level < 1.0:
+        raise InputError(f"level is {level}; it must lie between 0 and 1, as 0.95 does.")
 
 
 def by_name(what: str, names: Sequence[str], given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:

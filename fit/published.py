@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from .allocation.allocation import Optimum
-from .errors import Array, Constants, InputError, by_name, floats, positive, unboxed
+from .errors import Array, Constants, InputError, by_name, floats, one_of, positive, unboxed
 from .files import read_constants, replacing
 from .laws.registry import law_class
 from .table import RunTable, read_table
@@ -168,8 +168,8 @@ def published_law(name: str) -> PublishedLaw:
 def published_laws(kind: str | None = None) -> list[PublishedLaw]:
     """Every published law, or those of one kind ("loss", "optimal N", "learning rate", ...)."""
     kinds = sorted({law.kind for law in _LAWS.values()})
-    if kind is not None and kind not in kinds:
-        raise InputError(f"kind is {kind!r}; choose one of {', '.join(kinds)}.")
+    if kind is not None:
+        one_of("kind", kind, kinds)
     return [law for law in _LAWS.values() if kind in (None, law.kind)]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, Columns, Constants, InputError, floats, positive, same_length
+from ..errors import Array, Columns, Constants, InputError, check_level, floats, positive, same_length
 from ..flops import convention_name, in_words
 from ..formatting import amount, count, scientific, text
 from ..uncertainty import percentile_intervals
@@ -105,8 +105,7 @@ def answer(
     law: Any, solve: Callable[[Constants], Columns], level: float, flops_per_token: float | Curve = 6.0
 ) -> Optimum:
     """`solve` under the law's constants and draws; it takes (r,) constants and gives (targets, r) arrays."""
-    if not 0.0 < level < 1.0:
-        raise InputError(f"level is {level}; it must lie between 0 and 1, as 0.95 does.")
+    check_level(level)
     if getattr(law, "constants_", None) is None:
         raise InputError(f"this {type(law).__name__} is not fitted; call fit first.")
 

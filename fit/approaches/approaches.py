@@ -33,16 +33,11 @@ MIXTURE_TITLE = "Mixture of forms"
 MOST_FREE = 6  # parameters of a form
 
 
-def default_law() -> Law:
-    """The law that approach 3 fits where none is given."""
-    return law_class()()
-
-
 def fit_parametric(
     table: RunTable, N: Array, law: Law | None = None, bootstrap: int = 0, seed: int = 0
 ) -> tuple[Law | None, str]:
-    """A law like `law` fitted to the runs with N (n,) counted as given, or None and the reason."""
-    fitted = (law or default_law()).clone()
+    """A law like `law`, by default the registry's, fitted to the runs with N (n,) as given; or None and the reason."""
+    fitted = (law or law_class()()).clone()
     try:
         fitted.fit(N, table.D, table.loss, weight=table.weight, loss_se=table.known_se, flops=table.flops)
     except InputError as error:

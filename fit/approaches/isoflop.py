@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, InputError, check_weights, is_uneven, positive, same_length
+from ..errors import Array, InputError, check_weights, is_uneven, one_of, positive, same_length
 from ..files import read_constants
 from ..laws.powerlaw import PowerLaw
 from ..uncertainty import check_resampling, excess_scatter, percentile_interval
@@ -253,8 +253,7 @@ class IsoflopProfiles:
     loss_law_: PowerLaw | None
 
     def __init__(self, method: Method = "parabola", noise: Literal["spread"] | float = "spread") -> None:
-        if method not in METHODS:
-            raise InputError(f"method is {method!r}; choose one of {', '.join(METHODS)}.")
+        one_of("method", method, METHODS)
         if noise != "spread" and (isinstance(noise, str) or not 0 < noise < np.inf):
             raise InputError(f"noise is {noise!r}; 'spread' or a number of nats above zero is accepted.")
         self.method, self.noise = method, noise

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..errors import Array, InputError, enough
+from ..errors import Array, InputError, check_level, enough
 from .curves import WARM, Curve, checked_schedule, curves_of
 from .features import Design, design
 from .forms import FORMS, Constant, Form, declared, form_named, losses, paper
@@ -260,8 +260,7 @@ class CurveLaw:
     def _interval(self, asked: tuple[Array, np.ndarray, float | None], level: float) -> tuple[Array, Array, Array]:
         from scipy.stats import t
 
-        if not 0 < level < 1:
-            raise InputError(f"level is {level:g}; a number between 0 and 1 is needed.")
+        check_level(level)
         value, slope = self._log_losses(self._theta, self._designed([asked], fine=True))
         variance = np.einsum("ij,jk,ik->i", slope, self._covariance, slope) + self.noise_**2
         variance += self._disagreement(asked, value)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..errors import Array, InputError
+from ..errors import Array, InputError, check_level
 from .curvelaw import CurveLaw
 from .curves import Curve, checked_schedule, curves_of
 
@@ -72,8 +72,7 @@ def _forecast(runs: list[Curve], waiting: list[Curve], level: float) -> dict[str
 
     seen = {run.run: float(run.steps[-1] / len(run.lr)) for run in waiting}
     try:
-        if not 0 < level < 1:
-            raise InputError(f"level is {level:g}; a number between 0 and 1 is needed")
+        check_level(level)
         law = CurveLaw().fit_runs(runs)
     except (InputError, np.linalg.LinAlgError, ValueError) as error:
         return {run: (share, str(error)) for run, share in seen.items()}

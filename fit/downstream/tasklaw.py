@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, Columns, Constants, InputError, Say, enough, floats, positive, same_length, unboxed
+from ..errors import Array, Columns, Constants, InputError, Say, enough, floats, one_of, positive, same_length, unboxed
 from ..laws.law import Estimator, Law
 from ..laws.registry import law_class
 from ..solver.forms import LogSumTerms
@@ -60,8 +60,7 @@ class TaskLaw(Estimator):
     output = "task_loss, acc"
 
     def __init__(self, link: str = "sigmoid", ceiling: float | None = 1.0, law: Law | None = None) -> None:
-        if link not in LINKS:
-            raise InputError(f"link is {link!r}; choose one of {', '.join(LINKS)}.")
+        one_of("link", link, LINKS)
         if ceiling is not None and not 0 < ceiling <= 1:
             raise InputError(f"ceiling is {ceiling}; it must be above 0 and at most 1; without it, it is fitted.")
         if law is not None and law.inputs != ("N", "D"):

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, Columns, InputError, positive, same_length
+from ..errors import Array, Columns, InputError, one_of, positive, same_length
 from ..table import RunTable
 from .hyperparameters import CellOptimum
 from .settings_surface import TARGETS, cells_of, near_best
@@ -67,8 +67,7 @@ def cell_optima(
 
     `within` is the relative excess loss up to which a run is near (0.0025).
     """
-    if method not in WITHIN:
-        raise InputError(f"method is {method!r}; choose one of {', '.join(WITHIN)}.")
+    one_of("method", method, WITHIN)
     within = WITHIN[method] if within is None else within
     if not 0 <= within < 1:
         raise InputError(f"within is {within}; a relative excess loss such as {WITHIN['near']} is expected.")

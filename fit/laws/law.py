@@ -41,6 +41,7 @@ from ..errors import (
     identifiable,
     is_uneven,
     need_uneven,
+    one_of,
     positive,
     same_length,
     unboxed,
@@ -213,8 +214,7 @@ class Law(Estimator):
     vanishing: ClassVar[Mapping[str, str]] = {}  # constant -> what vanished where it is zero
 
     def __init__(self, objective: str = "huber", delta: float = 1e-3) -> None:
-        if objective not in OBJECTIVES:
-            raise InputError(f"objective is {objective!r}; choose one of {', '.join(OBJECTIVES)}.")
+        one_of("objective", objective, OBJECTIVES)
         if not delta > 0:
             raise InputError(f"delta is {delta}; it must be above zero (1e-3 is usual, infinity gives least squares).")
         self.objective, self.delta = objective, float(delta)
@@ -271,7 +271,6 @@ class Law(Estimator):
         self._precision = np.ones_like(self.weight_)
         if self.objective == "se" and self.se_ is not None:
             self._precision = 1.0 / ((self.se_ / self.data_[self.output]) ** 2 + scatter**2)
-        self._jackknife: tuple[np.ndarray, Array] | None = None  # groups, and the residuals without them
 
     def _solve_full(self) -> Solution:
         """A large delta carries all starts to the broadest valley; at the small one there may be a deeper one."""
@@ -366,8 +365,7 @@ class Law(Estimator):
         """
         self._fitted()
         method = self.resampling if method is None else method
-        if method not in ("auto", "pairs", "wild"):
-            raise InputError(f"method is {method!r}; choose auto, pairs or wild.")
+        one_of("method", method, ("auto", "pairs", "wild"))
         groups = group_labels(groups, len(self.weight_))
         p, used, redrawn = self.problem_, self.weight_ > 0, 0
         independent = independent_groups(groups[used], p.free)
@@ -395,11 +393,9 @@ class Law(Estimator):
 
     def left_out_residuals(self, groups: np.ndarray) -> Array:
         """Return the log of what was observed less what the fit without the row's group predicts, (rows,)."""
-        if self._jackknife is None or not np.array_equal(self._jackknife[0], groups):
-            _, member = by_group(groups)
-            predicted = self.problem_.form.value(self._refit(jackknife_weights(groups)).theta)[0]
-            self._jackknife = (groups, self.problem_.target - predicted[member, np.arange(len(member))])
-        return self._jackknife[1]
+        _, member = by_group(groups)
+        predicted = self.problem_.form.value(self._refit(jackknife_weights(groups)).theta)[0]
+        return self.problem_.target - predicted[member, np.arange(len(member))]
 
     def _slopes(self, problem: Problem, theta: Array) -> Array:
         """Slopes (rows, k) of the log prediction at theta (k,), by the root of each row's weight."""

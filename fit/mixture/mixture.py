@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 from scipy.special import ndtri
 
 from ..allocation.allocation import Curve, Optimum, own_convention, spending, unlimited
-from ..errors import Array, Columns, InputError, check_weights, floats, identifiable, positive, same_length
+from ..errors import Array, Columns, InputError, check_level, check_weights, floats, identifiable, positive, same_length
 from ..files import read_constants
 from ..flops import FlopsPerToken, convention_name, flops_per_token
 from ..formatting import plain_json
@@ -523,6 +523,5 @@ def _points(N: ArrayLike, D: ArrayLike) -> tuple[Array, Array]:
 
 
 def _half_width(level: float, variances: Sequence[Array]) -> Array:
-    if not 0.0 < level < 1.0:
-        raise InputError(f"level is {level}; it must lie between 0 and 1, as 0.95 does.")
+    check_level(level)
     return ndtri(0.5 + 0.5 * level) * np.sqrt(sum(variances))

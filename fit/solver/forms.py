@@ -79,24 +79,10 @@ class LogSumExp(LogForm):
         self._rows = [np.ascontiguousarray(Z[:w].T) for Z, w in zip(self.tables, width, strict=True)]
         self._offsets = [o[:w] if o.any() else None for o, w in zip(offsets, width, strict=True)]
         self._largest = [(np.abs(Z).max(axis=0), np.abs(o).max()) for Z, o in zip(self.tables, offsets, strict=True)]
-        place = [np.eye(parameters)[i] for i in self.index]
-        self._first = _PlacedSums(self.tables, place)
-        self._absolute = _PlacedSums([np.abs(Z) for Z in self.tables], place)
-        pairs = itertools.combinations_with_replacement(range(len(terms)), 2)
-        self._second = _PlacedSums(*zip(*[self._products(s, t) for s, t in pairs], strict=True))
-
-    def _products(self, s: int, t: int) -> tuple[Array, Array]:
-        """Return products of the columns of Z_s and Z_t, (n, m), and the entries of the Hessian that they enter."""
-        pairs = [(a, b) for a in range(len(self.index[s])) for b in range(len(self.index[t])) if s != t or a <= b]
-        columns = np.zeros((self.points, len(pairs)))
-        place = np.zeros((len(pairs), self.parameters, self.parameters))
-        for column, (a, b) in enumerate(pairs):
-            i, j = self.index[s][a], self.index[t][b]
-            columns[:, column] = self.tables[s][:, a] * self.tables[t][:, b]
-            place[column, i, j] += 1.0
-            if s != t or a != b:
-                place[column, j, i] += 1.0
-        return columns, place.reshape(len(pairs), self.parameters**2)
+        placed = [Z @ np.eye(parameters)[index] for Z, index in zip(self.tables, self.index, strict=True)]
+        self._first, self._absolute = placed, [np.abs(Z) for Z in placed]
+        pairs = itertools.combinations_with_replacement(placed, 2)
+        self._second = [_products(Z, Y) + (Y is not Z) * _products(Y, Z) for Z, Y in pairs]
 
     def _change(self, step: Array) -> list[Array]:
         """Return the change of each term's exponent along a step: (P, n), or (P, 1) where all points share it."""
@@ -119,16 +105,16 @@ class LogSumExp(LogForm):
         return (total if safe else total + top), shares
 
     def gradient(self, cache: list[Array], slope: Array) -> Array:
-        work = np.empty_like(slope)
-        return self._first(np.multiply(slope, share, out=work) for share in cache)
+        return _sums((slope * share for share in cache), self._first)
 
     def derivatives(self, cache: list[Array], slope: Array, curvature: Array, second: bool) -> tuple[Array, Array]:
-        hessian = self._second(_pair_coefficients(cache, slope, curvature, second))
+        hessian = _sums(_pair_coefficients(cache, slope, curvature, second), self._second)
         return self.gradient(cache, slope), hessian.reshape(-1, self.parameters, self.parameters)
 
     def sizes(self, cache: list[Array], slope: Array, spread: Array) -> tuple[Array, Array]:
         size = np.abs(slope)
-        return self._absolute(size * share for share in cache), self._absolute(spread * share for share in cache)
+        absolute = _sums((size * share for share in cache), self._absolute)
+        return absolute, _sums((spread * share for share in cache), self._absolute)
 
     def along(self, cache: list[Array], step: Array) -> Array:
         total = np.zeros_like(cache[0])
@@ -160,28 +146,14 @@ def _pair_coefficients(cache: list[Array], slope: Array, curvature: Array, secon
             yield np.multiply(left, other, out=work)
 
 
-class _PlacedSums:
-    """sum_b (coefficients_b @ table_b) @ place_b: sums over points, each put where it belongs.
+def _products(Z: Array, Y: Array) -> Array:
+    """Return the products of a column of Z and one of Y, both (n, k), as (n, k k)."""
+    return (Z[:, :, None] * Y[:, None, :]).reshape(len(Z), -1)
 
-    tables (n, m_b), places (m_b, K), coefficients (P, n) one after the other; the result is (P, K).
-    """
 
-    def __init__(self, tables: Sequence[Array], places: Sequence[Array]) -> None:
-        # A product with one column is matrix times vector, which BLAS runs on threads of its own at these sizes.
-        self.tables = [np.hstack([Z, np.zeros((len(Z), max(0, 2 - Z.shape[1])))]) for Z in tables]
-        ends = np.cumsum([0, *(Z.shape[1] for Z in self.tables)]).tolist()
-        self.columns = [slice(a, b) for a, b in itertools.pairwise(ends)]
-        self.place = np.zeros((ends[-1], places[0].shape[1]))
-        for columns, place in zip(self.columns, places, strict=True):
-            self.place[columns][: len(place)] = place
-
-    def __call__(self, coefficients: Iterable[Array]) -> Array:
-        sums = None
-        for coefficient, Z, columns in zip(coefficients, self.tables, self.columns, strict=True):
-            if sums is None:
-                sums = np.empty((len(coefficient), len(self.place)))
-            np.matmul(coefficient, Z, out=sums[:, columns])
-        return sums @ self.place
+def _sums(coefficients: Iterable[Array], tables: Sequence[Array]) -> Array:
+    """Return sum_b coefficients_b @ table_b, of coefficients (P, n) and tables (n, K)."""
+    return np.asarray(sum(coefficient @ table for coefficient, table in zip(coefficients, tables, strict=True)))
 
 
 # The coordinates by name, each (P, 1), to the logarithms of the terms, which broadcast to (P, n).

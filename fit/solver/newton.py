@@ -34,18 +34,6 @@ LENGTHS = np.linspace(0.0, 1.0, 5)  # where the slope along a step is looked at 
 STEEP, ZOOMS = 0.1, 6  # ... and again between two of them, where it rises to more than -1 / STEEP of what it was
 FAR_DAMPING, NEAR_DAMPING, LEAST_DAMPING, MOST_DAMPING = 1e-4, 1e-9, 1e-15, 1e12
 REJECTED, INDEFINITE = 1e-7, 1e-8  # the least damping after a rejected step, and beyond a negative curvature
-EACH = (
-    "weights",
-    "lower",
-    "upper",
-    "delta",
-    "least",
-    "rounding",
-    "theta",
-    "residual",
-    "pull",
-    "objective",
-)  # of a batch
 CAUTION = 4.0  # a rejected step raises the damping by this, the next one by twice as much, and so on
 
 
@@ -119,11 +107,9 @@ class Batch:
         if rows.all():
             return self
         at = np.flatnonzero(rows)
-        # Twice as fast as array[rows].
-        taken: dict[str, Any] = {name: getattr(self, name).take(at, axis=0) for name in EACH}
-        if len(self.target) > 1:
-            taken["target"] = self.target.take(at, axis=0)
-        return replace(self, **taken, cache=[array.take(at, axis=0) for array in self.cache])
+        each = {name: value for name, value in vars(self).items() if name != "target" or len(value) > 1}
+        taken: dict[str, Any] = {name: v.take(at, axis=0) for name, v in each.items() if isinstance(v, np.ndarray)}
+        return replace(self, **taken, cache=[array.take(at, axis=0) for array in self.cache])  # faster than array[rows]
 
     def put(self, rows: np.ndarray, other: Batch) -> None:
         """Move `rows` to where the problems of `other` are, which are these rows alone."""

@@ -118,17 +118,12 @@ def test_a_law_without_a_data_term_is_called_degenerate():
 
 N, D, L = points(9, n=12)
 BAD = [
-    (dict(N=[*N[:-1], np.nan]), "N is nan in row 11"),
-    (dict(N=[*N[:-1], 0.0]), "N is 0 in row 11; it must be a finite number above zero"),
     (dict(D=[np.inf, *D[1:]]), "D is inf in row 0"),
     (dict(D=[-1.0, *D[1:]]), "D is -1 in row 0"),
-    (dict(loss=[*L[:3], -2.0, *L[4:]]), "loss is -2 in row 3"),
     (dict(loss=["2", "two"] * 6), "loss holds a value that is not a number"),
-    (dict(loss=L[:-1]), "columns differ in length"),
     (dict(N=[], D=[], loss=[]), "N is empty"),
     (dict(N=N[:5], D=D[:5], loss=L[:5]), "has 5 parameters and the table has 5 different points; it needs at least 6"),
     (dict(N=np.full(12, 1e9)), "N is 1e\\+09 in every row"),
-    (dict(D=np.full(12, 1e9)), "D is 1e\\+09 in every row"),
     (dict(N=np.linspace(1e8, 1.03e8, 12)), r"N is only 1e\+08 to 1\.03e\+08; a law in N and D needs"),
     (dict(D=20 * N), "collinear in \\(log N, log D\\), so alpha and beta are not identifiable"),
     (dict(N=np.stack([N, N])), "N has shape"),
@@ -168,17 +163,6 @@ def test_asking_an_unfitted_law_says_what_to_call():
         fit.ChinchillaLaw(delta=0)
 
 
-def test_importing_the_room_brings_no_torch_and_no_plotting():
-    import subprocess
-    import sys
-
-    code = (
-        "import sys; from isoflop import fit; fit.ChinchillaLaw, fit.analyze, fit.read_table, fit.write_report; "
-        "heavy = {'torch', 'matplotlib', 'plotly', 'pandas', 'hydra'} & set(sys.modules); assert not heavy, heavy"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 @pytest.fixture(scope="module")
 def epoch():
     folder = os.environ.get("ISOFLOP_DATA")
@@ -210,17 +194,6 @@ def test_the_published_intervals(epoch):
     best = law.optimal([5.76e23, 1e26])
     np.testing.assert_allclose(np.log(best.interval("ratio")), np.log([[7.6, 36], [4.3, 44]]), atol=0.15)
     np.testing.assert_allclose(best.interval("loss")[0], [1.95, 2.00], atol=0.006)
-
-
-@pytest.mark.slow
-@pytest.mark.published
-def test_five_outliers_move_the_allocation_and_are_warned_about(epoch):
-    clean, dirty = (fit.analyze(read(epoch, drop), targets=(5.76e23,), bootstrap=0) for drop in (5, 0))
-    assert round(float(clean.law.optimal(5.76e23).ratio[0]), 1) == 17.9
-    assert round(float(dirty.law.optimal(5.76e23).ratio[0]), 1) == 6.8
-    message = next(w.message for w in dirty.warnings if "outlier" in w.code)
-    assert "5.006" in message
-    assert "4.665" in message
 
 
 @pytest.mark.parametrize("objective", ["huber", "squares"])

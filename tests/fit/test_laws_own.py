@@ -11,6 +11,8 @@ from isoflop.fit.laws.law import Law
 from isoflop.fit.laws.overtraining import OvertrainingLaw
 from isoflop.fit.laws.repetition import RepetitionLaw, saturated
 
+from tests.fit.test_laws_more import BOUNDS, precision
+
 # Kaplan et al. 2020, section 1.2; Muennighoff et al. 2023, the repository's README.
 KAPLAN = {"N_c": 6.4e13, "D_c": 1.8e13, "alpha_N": 0.076, "alpha_D": 0.103}
 GAMMA = {"E": 1.7, "A": 300.0, "B": 900.0, "alpha": 0.5, "beta": 0.52, "gamma": 0.6}
@@ -229,11 +231,6 @@ def test_a_criterion_needs_points_to_spare():
 # A law of one's own.
 
 
-def precision(c, N, D, P):
-    return c["E"] + c["A"] / (N * (1 - np.exp(-P / c["gamma"]))) ** c["alpha"] + c["B"] / D ** c["beta"]
-
-
-BOUNDS = {"E": (0.3, 5), "A": (10, 1e5), "B": (10, 1e5), "alpha": (0.1, 1), "beta": (0.1, 1), "gamma": (0.5, 10)}
 TRUTH = {"E": 1.8, "A": 400.0, "B": 2000.0, "alpha": 0.34, "beta": 0.37, "gamma": 2.7}
 
 

@@ -273,18 +273,9 @@ def test_power_laws_refuse_what_they_cannot_fit():
 
 # 14 runs whose optimum lies at the end of a bent and narrow valley, or has no E: loss, where SciPy's polished
 # multi-start ends (L-BFGS-B from 12 starts of the grid, then simplex, under the same bounds), and what is at a bound.
-VALLEYS = [
-    (
-        [5.832, 5.455, 4.915, 5.046, 4.72, 4.366, 4.27, 4.063, 4.034, 3.901, 3.584, 3.394, 3.556, 3.424],
-        0.00017076030463400533,
-        [],
-    ),
-    (
-        [5.945, 5.552, 5.328, 4.981, 4.764, 4.61, 4.418, 4.219, 4.18, 3.905, 3.684, 3.531, 3.748, 3.464],
-        7.300259343858899e-05,
-        ["E"],
-    ),
-]
+BENT = [5.832, 5.455, 4.915, 5.046, 4.72, 4.366, 4.27, 4.063, 4.034, 3.901, 3.584, 3.394, 3.556, 3.424]
+WITHOUT_E = [5.945, 5.552, 5.328, 4.981, 4.764, 4.61, 4.418, 4.219, 4.18, 3.905, 3.684, 3.531, 3.748, 3.464]
+VALLEYS = [(BENT, 0.00017076030463400533, []), (WITHOUT_E, 7.300259343858899e-05, ["E"])]
 
 
 @pytest.mark.parametrize(("loss", "best", "degenerate"), VALLEYS)
