@@ -30,6 +30,7 @@ from .records import SETTINGS, Record, as_dicts, only_one
 from .tasks.suite import Suite, SuiteTask, expand, quiet, suite_names
 from .tasks.tasks import Report
 
+WORST = 20  # windows of held-out text that are kept
 SCORING = 2  # raised when our arithmetic changes, so that old scores are computed again
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Contamination = tuple[dict[str, set[int]], str | None]  # contaminated items by task, or why they are unknown
@@ -189,15 +190,15 @@ def _held_out(loaded: Any) -> dict[str, Any]:
     return losses
 
 
-def worst_windows(loaded: Any, count: int = 20) -> dict[str, Any]:
+def worst_windows(loaded: Any) -> dict[str, Any]:
     """Return the held-out loss on the run's own corpus: val_loss (nats per token), val_loss_se, val_bpb, worst.
 
-    `worst` lists up to `count` windows of {index, loss, text (of the predicted tokens)}, NaN first, then from the
+    `worst` lists up to `WORST` windows of {index, loss, text (of the predicted tokens)}, NaN first, then from the
     highest loss down. Raises UserError if the corpus is not on this machine or has changed.
     """
     windows, losses, numbers = score_windows(loaded)
     length = windows.shape[1] - 1
-    order = torch.sort(losses, descending=True, stable=True).indices[:count].tolist()  # NaN counts as the largest
+    order = torch.sort(losses, descending=True, stable=True).indices[:WORST].tolist()  # NaN counts as the largest
     worst = [
         {"index": i, "loss": losses[i].item() / length, "text": loaded.tokenizer.decode(windows[i, 1:])} for i in order
     ]

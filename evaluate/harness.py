@@ -63,7 +63,6 @@ class CheckpointLM(TemplateLM):
         max_length: int,
         device: str | torch.device = "cpu",
         batch_tokens: int | None = None,  # bound on rows times length of one forward pass; default by device
-        seed: int = 0,
         *,
         tokens: TokenCache | None = None,  # of this tokenizer
         answers: Answers | None = None,  # earlier answers of this model; by default none are kept
@@ -72,7 +71,7 @@ class CheckpointLM(TemplateLM):
     ) -> None:
         super().__init__()
         self.model, self.text, self.max_length = model, tokenizer, max_length
-        self._device, self.seed = torch.device(device), seed
+        self._device = torch.device(device)
         self.batch_tokens = batch_tokens or BATCH_TOKENS["cuda" if on_gpu(self._device) else "cpu"]
         self._tokens, self._answers, self._ranks = TokenCache() if tokens is None else tokens, answers, ranks
         self._scorer = Scorer(model, device, self.batch_tokens, say)
@@ -202,8 +201,8 @@ class CheckpointLM(TemplateLM):
         names: list[str] = []
         prompts: dict[str, tuple[list[int], int]] = {}  # ids and seed
         for context, place in zip(contexts, places, strict=True):
-            # torch keeps 32 bits of a seed on the CPU, so the two numbers are mixed into that many.
-            seed = int(np.random.SeedSequence([self.seed, place]).generate_state(1)[0])
+            # 32 bits, which is what torch keeps of a seed on the CPU; neighbouring numbers would be poor seeds.
+            seed = int(np.random.SeedSequence([0, place]).generate_state(1)[0])
             names.append(request_key("generate", context, group, seed if sampling.temperature > 0 else None))
             prompts[names[-1]] = (ids[context] or [self.prefix_token_id])[-room:], seed
 

@@ -331,7 +331,6 @@ def test_sampling_is_reproducible_and_does_not_see_its_neighbours() -> None:
     texts = lm_of(model).generate_until(requests)
     assert lm_of(model, 1).generate_until(requests) == texts
     assert texts[0] != texts[2]  # repeats of one prompt differ
-    assert lm_of(model, seed=1).generate_until(requests) != texts
 
 
 @pytest.mark.gpu

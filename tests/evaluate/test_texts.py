@@ -141,8 +141,8 @@ def loaded_of(data: DataConfig, model: GPT) -> Any:
 def test_the_worst_windows_are_those_of_the_held_out_loss(small_corpus: Callable[..., DataConfig]) -> None:
     data = small_corpus(validation_tokens=2048)
     loaded = loaded_of(data, small_model())
-    found = worst_windows(loaded, count=7)
-    worst = found["worst"]
+    found = worst_windows(loaded)
+    worst = found["worst"][:7]
     windows = torch.from_numpy(validation_windows(prepare(data), 16, 2048))
     with torch.no_grad():
         losses = [
@@ -176,6 +176,6 @@ def test_a_loss_that_is_no_number_stays_no_number(small_corpus: Callable[..., Da
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(math.nan)
-    found = worst_windows(loaded_of(small_corpus(validation_tokens=64), model), count=1)
+    found = worst_windows(loaded_of(small_corpus(validation_tokens=64), model))
     assert math.isnan(found["val_loss"])
     assert math.isnan(found["worst"][0]["loss"])
