@@ -114,7 +114,7 @@ def decode_speed(model: GPT) -> dict[str, Any] | None:
 
 
 @dataclass(eq=False)
-class Request:
+class Prompt:
     """A prompt in progress: the end of its text, the new tokens, and where its last document starts in the text."""
 
     index: int
@@ -151,15 +151,15 @@ class Generation:
         self.model, self.max_tokens, self.max_length, self.sampling = model, max_tokens, max_length, sampling
         self.device, self.batch_tokens = torch.device(device), batch_tokens
         self.end, self.window = model.end_of_document, model.config.window or max_length
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
-        self.sliding: list[Request] = []
+        self.waiting: deque[Prompt] = deque()
+        self.running: list[Prompt] = []
+        self.sliding: list[Prompt] = []
         for index, (prompt, seed) in enumerate(zip(prompts, seeds or range(len(prompts)), strict=True)):
             text = list(prompt[-max_length:])
             start = max((place for place, before in enumerate(text[:-1], 1) if before == self.end), default=0)
             random = torch.Generator().manual_seed(seed)
             uniforms = torch.rand(max_tokens, dtype=torch.float64, generator=random)
-            self.waiting.append(Request(index, text, uniforms, start))
+            self.waiting.append(Prompt(index, text, uniforms, start))
         self.cache, self.forward = self._new_cache(cache_bytes), Forward(model, absorbed=True)
 
     @property
@@ -167,7 +167,7 @@ class Generation:
         return not (self.waiting or self.running or self.sliding)
 
     @torch.inference_mode()
-    def step(self, finished: Callable[[list[int]], bool]) -> list[Request]:
+    def step(self, finished: Callable[[list[int]], bool]) -> list[Prompt]:
         """Compute one token for every request that slides, runs or joins; return the requests that have ended."""
         if self.max_tokens < 1:
             ended, self.waiting = list(self.waiting), deque()
@@ -183,14 +183,14 @@ class Generation:
     # Each of these returns requests and the logits after their texts; None if there are no requests, or if memory ran
     # out during a prefill, which the next round tries with fewer.
 
-    def _slide(self) -> tuple[list[Request], Tensor | None]:
+    def _slide(self) -> tuple[list[Prompt], Tensor | None]:
         def recompute(chunk: slice) -> Tensor:
             return prefill_prompts(self.forward, None, [one.text[-self.max_length :] for one in requests[chunk]])
 
         requests = self.sliding
         return requests, self._in_chunks(len(requests), self.max_length, recompute)
 
-    def _decode(self) -> tuple[list[Request], Tensor | None]:
+    def _decode(self) -> tuple[list[Prompt], Tensor | None]:
         requests = self.running
         tokens = [request.text[-1] for request in requests]
         lengths = np.array([len(request.text) for request in requests])
@@ -216,7 +216,7 @@ class Generation:
             start = chunk.stop
         return torch.cat(parts) if parts else None
 
-    def _prefill(self) -> tuple[list[Request], Tensor | None]:
+    def _prefill(self) -> tuple[list[Prompt], Tensor | None]:
         joined = self._admit()
         if not joined:
             return [], None
@@ -231,9 +231,9 @@ class Generation:
             self.running += joined
         return joined, logits
 
-    def _admit(self) -> list[Request]:
+    def _admit(self) -> list[Prompt]:
         """Take waiting requests in order, while there are rows and the tokens fit one pass."""
-        joined: list[Request] = []
+        joined: list[Prompt] = []
         tokens = 0
         while self.waiting and len(self.running) + len(joined) < self.cache.rows:
             tokens += len(self.waiting[0].text)
@@ -242,7 +242,7 @@ class Generation:
             joined.append(self.waiting.popleft())
         return joined
 
-    def _take(self, requests: list[Request], logits: Tensor, finished: Callable[[list[int]], bool]) -> list[Request]:
+    def _take(self, requests: list[Prompt], logits: Tensor, finished: Callable[[list[int]], bool]) -> list[Prompt]:
         """Give each request its next token; finished requests leave, and requests longer than the context slide."""
         uniforms = None
         if self.sampling.temperature != 0:
@@ -266,7 +266,7 @@ class Generation:
         self.sliding += outgrown
         return ended
 
-    def _leave(self, requests: set[Request]) -> None:
+    def _leave(self, requests: set[Prompt]) -> None:
         """Remove requests; the last running ones move to the rows that become free."""
         self.sliding = [request for request in self.sliding if request not in requests]
         for row in range(len(self.running) - 1, -1, -1):

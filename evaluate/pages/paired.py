@@ -62,10 +62,10 @@ def compare_tasks(answers: Mapping[Any, Answers], measure: str, choices: Sequenc
         for task, measures in tasks.items():
             if measure in measures:
                 by_task.setdefault(task, {})[run] = measures[measure]
-    return {task: found for task, runs in by_task.items() if (found := compare(runs, choices)) is not None}
+    return {task: found for task, runs in by_task.items() if (found := compare_runs(runs, choices)) is not None}
 
 
-def compare(answers: Mapping[Any, Mapping[int, float]], choices: Sequence[Choice]) -> Paired | None:
+def compare_runs(answers: Mapping[Any, Mapping[int, float]], choices: Sequence[Choice]) -> Paired | None:
     """Compare runs, by place or id, over the items that all of them answered; None if there are too few."""
     shared = sorted(set.intersection(*map(set, answers.values()))) if len(answers) > 1 else []
     if (n := len(shared)) < FEWEST:

@@ -91,7 +91,7 @@ def load_named(
     """
     check_name(name, manager)
     result = {}
-    with copies(progress), explained(f"task {name!r} cannot be loaded", _ADVICE.format(name=name)):
+    with staged_copies(progress), explained(f"task {name!r} cannot be loaded", _ADVICE.format(name=name)):
         for leaf, task in _text_tasks(name, manager).items():
             config = task.config
             split = str(config.test_split if task.has_test_docs() else config.validation_split)
@@ -121,7 +121,7 @@ def stage_named(names: list[str], progress: Report) -> list[Path]:
     for name in names:
         progress(f"fetching the data of {name}")
         advice = _ADVICE.format(name=name)
-        with explained(f"task {name!r} cannot be loaded", advice), copies(progress, keep=folders):
+        with explained(f"task {name!r} cannot be loaded", advice), staged_copies(progress, keep=folders):
             _text_tasks(name, manager)
     return list(dict.fromkeys(folders))
 
@@ -130,7 +130,7 @@ def stage_named(names: list[str], progress: Report) -> list[Path]:
 
 
 @contextlib.contextmanager
-def copies(progress: Report, keep: list[Path] | None = None) -> Iterator[None]:
+def staged_copies(progress: Report, keep: list[Path] | None = None) -> Iterator[None]:
     """Make `datasets.load_dataset` read undamaged staged copies inside the block.
 
     With a list `keep`, data without a copy are copied, and the folders of all that was asked for are appended.

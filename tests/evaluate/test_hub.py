@@ -85,7 +85,7 @@ def test_a_hub_that_is_not_reached_is_named_once_without_its_clients_noise(
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.NOTSET)
     lines: list[str] = []
-    with pytest.raises(ConnectionError), hub.copies(lines.append):
+    with pytest.raises(ConnectionError), hub.staged_copies(lines.append):
         datasets.load_dataset("some/data")
     assert lines == ["some/data is not staged; the Hugging Face Hub is asked"]
     assert caplog.records == []

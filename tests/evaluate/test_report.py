@@ -18,7 +18,7 @@ from isoflop import fit
 from isoflop.evaluate.pages import page as written
 from isoflop.evaluate.pages import paired, sweep_report
 from isoflop.evaluate.pages.page import Axis
-from isoflop.evaluate.pages.paired import compare
+from isoflop.evaluate.pages.paired import compare_runs
 from isoflop.evaluate.pages.report import (
     checkpoint_page,
     format_scores,
@@ -362,7 +362,7 @@ def test_what_all_runs_find_hard_does_not_hide_their_differences() -> None:
     scores = 2 + hard - better + 0.05 * rng.normal(size=(10, 50))
     unpaired = (scores[0].mean() - scores[9].mean()) / np.hypot(*(scores[i].std(ddof=1) / 50**0.5 for i in (0, 9)))
     assert unpaired < 2, "as the error of a score alone has it, these are the same"
-    found = compare(by_run(scores), [(0, 1, 8, 9), (0, 5, 4, 9), (0, 5, 9, 4)])
+    found = compare_runs(by_run(scores), [(0, 1, 8, 9), (0, 5, 4, 9), (0, 5, 9, 4)])
     assert found is not None
     assert found.clear
     difference = scores[0] - scores[9]
@@ -387,7 +387,7 @@ KINDS = {
 )
 def test_runs_that_are_alike_are_called_clear_once_in_twenty_times(kind: str, runs: int, items: int) -> None:
     rng, trials = np.random.default_rng([runs, items]), 200
-    found = [compare(by_run(KINDS[kind](rng, runs, items)), []) for _ in range(trials)]
+    found = [compare_runs(by_run(KINDS[kind](rng, runs, items)), []) for _ in range(trials)]
     wrong = sum(one is not None and one.clear for one in found)
     assert wrong <= scipy.stats.binom.isf(1e-3, trials, 0.05)  # of a true level of 5 % once in a thousand times
     if kind == "normal":  # nor rarer, where nothing is discrete or skew
@@ -417,13 +417,13 @@ def test_the_page_and_the_fit_say_one_thing_of_a_task(better: float, clear: bool
 
 def test_equal_answers_are_no_difference_and_too_few_are_not_compared() -> None:
     same = np.tile(np.arange(20.0), (3, 1))
-    assert compare(by_run(same[:1]), []) is None
-    assert compare(by_run(same[:, :9]), []) is None, "too few items"
-    assert compare({0: {0: 1.0}, 1: {1: 1.0}}, []) is None, "none that both answered"
-    alike = compare(by_run(same), [(0, 1, 1, 2)])
+    assert compare_runs(by_run(same[:1]), []) is None
+    assert compare_runs(by_run(same[:, :9]), []) is None, "too few items"
+    assert compare_runs({0: {0: 1.0}, 1: {1: 1.0}}, []) is None, "none that both answered"
+    alike = compare_runs(by_run(same), [(0, 1, 1, 2)])
     assert alike is not None
     assert (alike.z, alike.clear, alike.apart, alike.held) == (0.0, False, 0.0, (0.5, 0.0))
-    apart = compare(by_run(same + np.arange(3.0)[:, None]), [])
+    apart = compare_runs(by_run(same + np.arange(3.0)[:, None]), [])
     assert apart is not None
     assert apart.clear, "equally far apart on every item"
     assert math.isfinite(apart.z)

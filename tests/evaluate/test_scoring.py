@@ -26,6 +26,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "window, head of its own": {"window": 9, "tied_embeddings": False},
     "biases, heads of another size": {"kv_heads": 1, "qkv_bias": True, "head_size": 6},
     "padded vocabulary, one head": {"heads": 1, "vocab_multiple": 64},
+    "latent attention, window": {"attention": "mla", "query_rank": 8, "window": 9},
+    "experts above a dense block": {"experts": 4, "experts_per_token": 2, "expert_hidden": 16, "dense_layers": 1},
 }
 
 
@@ -248,7 +250,7 @@ def test_nan_does_not_pass_from_tree_to_tree(as_on_gpus: bool, monkeypatch: pyte
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if "experts" not in name])  # a router may be at a tie
 def test_a_gpu_gives_the_same_numbers(name: str) -> None:
     model, requests = model_of(13, torch.float32, **MODELS[name]), groups(13, 20)
     expected = Scorer(model, "cpu", 1000).score(requests)
