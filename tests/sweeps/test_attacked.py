@@ -20,7 +20,6 @@ from isoflop.sweeps import prepare
 from isoflop.sweeps.cli import main as cli
 from isoflop.sweeps.entry import guarded
 from isoflop.sweeps.execute import conduct
-from isoflop.sweeps.execute.controller import outcome
 from isoflop.sweeps.observe import doctor
 from isoflop.train.files import write_json
 
@@ -109,7 +108,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         return analyze(runs, targets, min(bootstrap, 2), *rest, **named)
 
     monkeypatch.setattr(
-        conduct, "_conduct_here", lambda prepared, only=None: outcome(prepare.from_disk(prepared.sweep))
+        conduct, "_conduct_here", lambda prepared, only=None: conduct.outcome(prepare.from_disk(prepared.sweep))
     )
     monkeypatch.setattr(doctor, "locks_work", lambda folder: True)
     monkeypatch.setattr(fit, "analyze", few)

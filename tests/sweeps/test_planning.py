@@ -13,7 +13,6 @@ from isoflop.sweeps import prepare
 from isoflop.sweeps.config import SweepConfig
 from isoflop.sweeps.entry import compose
 from isoflop.sweeps.execute import conduct
-from isoflop.sweeps.execute.controller import outcome
 from isoflop.sweeps.grid import extend
 from isoflop.sweeps.prepare import Prepared
 from isoflop.sweeps.runs import membership
@@ -203,7 +202,7 @@ def test_a_run_that_waits_for_no_reason_is_said_to_wait_and_no_more(
     planned = sweep()
     first, second, *_ = planned.directories
     set_state(second, "failed", reason="the disk is full")
-    assert outcome(planned) == 1
+    assert conduct.outcome(planned) == 1
     assert capsys.readouterr().out.splitlines()[:2] == [
         f"run {first.run_id} is planned", f"run {second.run_id} is failed: the disk is full",
     ]  # fmt: skip
