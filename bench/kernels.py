@@ -130,7 +130,7 @@ def _launch(case: Case) -> None:
     query, key, value = torch.empty((2, 256, 6, case.head_dim), dtype=dtype).split((4, 1, 1), dim=2)
     first = torch.zeros((2, 256), dtype=torch.int32) if case.documents else None
     out, lse = flash_forward.forward(query, key, value, first, 0.125)
-    flash_backward.backward(torch.empty_like(out), None, query, key, value, out, lse, first, 0.125)
+    flash_backward.backward(torch.empty_like(out), query, key, value, out, lse, first, 0.125)
 
 
 def _row(case: Case, kernel: Any, options: dict[str, Any]) -> Row:

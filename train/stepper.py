@@ -121,7 +121,7 @@ class Stepper:
         total = None
         while total is None:
             try:
-                total = self._gradients(step)
+                total = self._gradients()
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise
@@ -148,14 +148,10 @@ class Stepper:
         # every rank must make the same number of passes.
         share = -(-len(windows) // self.mesh.dp)
         mine = torch.arange(self.mesh.dp_rank * share, (self.mesh.dp_rank + 1) * share).clamp_(max=len(windows) - 1)
-
-        def begin() -> None:
-            beat()
-
         self.gpt.eval()
         try:
             score = partial(sequence_losses, self.gpt) if self.pipeline is None else self.pipeline.losses
-            losses = score(windows[mine], beat=begin)
+            losses = score(windows[mine], beat=beat)
         finally:
             self.gpt.train()
         if self.mesh.cp_group is not None:  # each has the tokens of its part
@@ -176,24 +172,19 @@ class Stepper:
             dist.all_reduce(loads, group=self.mesh.data_group)
         return None if loads is None else read(loads)
 
-    def _gradients(self, step: int) -> Tensor:
+    def _gradients(self) -> Tensor:
         """Forward and backward over this rank's rows; returns its part () of the batch's mean loss, on the device."""
-        batch, z_loss = self.config.optimizer.batch_size, self.config.optimizer.z_loss
+        passes, z_loss = self.batch.split(self.micro), self.config.optimizer.z_loss
+        share = self.micro / self.config.optimizer.batch_size / self.mesh.cp
         if self.pipeline is not None:
-            passes = [self._rows(step, start) for start in range(0, self.share, self.micro)]
-            return self.pipeline.step(passes, self.micro / batch / self.mesh.cp, z_loss, self.scaler.scaled)
+            return self.pipeline.step(passes, share, z_loss, self.scaler.scaled)
         total = torch.zeros((), dtype=self.zero.wide, device=self.device)
-        for start in range(0, self.share, self.micro):
-            rows = self._rows(step, start)
-            with self.zero.gradients.micro_batch(last=start + self.micro == self.share):
-                loss = self.gpt.loss(rows[:, :-1], rows[:, 1:], z_loss=z_loss) * (self.micro / batch / self.mesh.cp)
+        for number, rows in enumerate(passes, start=1):
+            with self.zero.gradients.micro_batch(last=number * self.micro == self.share):
+                loss = self.gpt.loss(rows[:, :-1], rows[:, 1:], z_loss=z_loss) * share
                 self.scaler.scaled(loss).backward()
             total += loss.detach()
         return total
-
-    def _rows(self, step: int, start: int) -> Tensor:
-        """(micro, T + 1) rows of the step at hand, from this rank's row `start` on."""
-        return self.batch[start : start + self.micro]
 
     def _halve(self, step: int, error: Exception) -> None:
         """Once per run: half the micro-batch, the same batch. Of several ranks the others wait inside a collective

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -46,12 +47,12 @@ def test_a_failure_without_a_known_cause_is_unknown(content: str, cause: str | N
 def test_a_run_that_fails_leaves_what_where_and_when(
     error: Exception, cause: str, step: int, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gradients(self: Stepper, at: int) -> torch.Tensor:
-        if at >= step:
+    def gradients(self: Stepper) -> torch.Tensor:
+        if next(steps) >= step:
             raise error
-        return real(self, at)
+        return real(self)
 
-    real = Stepper._gradients
+    real, steps = Stepper._gradients, itertools.count()
     monkeypatch.setattr(Stepper, "_gradients", gradients)
     with pytest.raises((ValueError, OutOfMemory)):
         loop.train(config, tmp_path, report=lambda line: None)

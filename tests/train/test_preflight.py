@@ -68,8 +68,8 @@ def test_a_kernel_that_gives_no_numbers_fails(monkeypatch: MonkeyPatch) -> None:
 
 
 def test_a_loss_or_a_step_that_is_wrong_fails(monkeypatch: MonkeyPatch) -> None:
-    def wrong_loss(logits: Any, *rest: Any) -> Any:
-        losses, slope = reference(logits, *rest)
+    def wrong_loss(logits: Any, *rest: Any, **settings: Any) -> Any:
+        losses, slope = reference(logits, *rest, **settings)
         return losses, slope * 1.01
 
     reference = head.cross_entropy_reference
@@ -78,10 +78,10 @@ def test_a_loss_or_a_step_that_is_wrong_fails(monkeypatch: MonkeyPatch) -> None:
         assert only_problem(kernels.check_loss([LOW], CPU)).check == "loss"
     assert [finding.outcome for finding in kernels.check_step([LOW], CPU)] == [PASSED]
     gradients = Stepper._gradients
-    monkeypatch.setattr(Stepper, "_gradients", lambda self, step: gradients(self, step) * 1.001)
+    monkeypatch.setattr(Stepper, "_gradients", lambda self: gradients(self) * 1.001)
     assert "are allowed" in only_problem(kernels.check_step([SMALL], CPU)).said
     factor = itertools.cycle([1.0, 1.000001])
-    monkeypatch.setattr(Stepper, "_gradients", lambda self, step: gradients(self, step) * next(factor))
+    monkeypatch.setattr(Stepper, "_gradients", lambda self: gradients(self) * next(factor))
     assert "other bits" in only_problem(kernels.check_step([SMALL], CPU)).said
 
 

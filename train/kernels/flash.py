@@ -109,36 +109,33 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
 @torch.library.custom_op(
     "isoflop::flash_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+    schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
     "Tensor? first, float scale, int ahead=0) -> (Tensor, Tensor, Tensor)",
 )
-def flash_backward(grad: Tensor, grad_lse: Tensor | None, *forward: Any) -> tuple[Tensor, Tensor, Tensor]:
+def flash_backward(grad: Tensor, *forward: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Derivatives of query, key and value, contiguous; `forward` as its kernel took and gave it."""
     query, key, value, out, lse, first, scale, ahead = (*forward, 0)[:8]  # a default is not passed on
     _require_triton(query)
     from .flash_backward import backward
 
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    grad_lse = None if grad_lse is None else grad_lse.contiguous()
     out, lse = out.contiguous(), lse.contiguous()
-    return backward(grad, grad_lse, query, key, value, out, lse, _by_rows(first), scale, ahead)
+    return backward(grad, query, key, value, out, lse, _by_rows(first), scale, ahead)
 
 
 @flash_backward.register_fake
-def _(grad: Tensor, grad_lse: Tensor | None, *forward: Any) -> tuple[Tensor, ...]:
+def _(grad: Tensor, *forward: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in forward[:3])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, first, *ctx.rest = inputs
     ctx.save_for_backward(query, key, value, *output, first)
-    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    if grad is None:
-        grad = torch.zeros_like(ctx.saved_tensors[3])
-    grads = torch.ops.isoflop.flash_backward(grad, grad_lse, *ctx.saved_tensors, *ctx.rest)
+def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    grads = torch.ops.isoflop.flash_backward(grad, *ctx.saved_tensors, *ctx.rest)
     return *grads, None, *[None] * len(ctx.rest)
 
 

@@ -1,6 +1,6 @@
 """FlashAttention's backward kernels: weights recomputed from the log-sum-exp, no atomics, so always deterministic.
 
-With S = scale Q K^T, P = exp(S - lse) and delta = rowsum(dO * O) - dlse:
+With S = scale Q K^T, P = exp(S - lse) and delta = rowsum(dO * O):
     dV = P^T dO,   dP = dO V^T,   dS = P * (dP - delta),   dQ = scale dS K,   dK = scale dS^T Q.
 
 Three launches: delta; dK and dV, one program per block of keys; dQ, one per block of queries. The last two both
@@ -25,7 +25,7 @@ from .flash_forward import LOG2E, LOG2E_, head_of, key_range, load_rows, masked_
 
 @triton.jit
 def delta_kernel(  # type: ignore[no-untyped-def]
-    Grad, Out, GradLse, Delta, grad_strides, heads, time, D: tl.constexpr, QUERIES: tl.constexpr
+    Grad, Out, Delta, grad_strides, heads, time, D: tl.constexpr, QUERIES: tl.constexpr
 ):
     """Delta (batch, heads, time): what a row's dP is compared with."""
     block, batch, head = program_place(time, heads, QUERIES)
@@ -34,10 +34,7 @@ def delta_kernel(  # type: ignore[no-untyped-def]
     grad = load_rows(head_of(Grad, batch, head, grad_strides), start, grad_strides[1], time, QUERIES, D, EDGE=True)
     out = load_rows(Out + (batch * time * heads + head) * D, start, heads * D, time, QUERIES, D, EDGE=True)
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
-    line = (batch * heads + head) * time + rows
-    if GradLse is not None:
-        delta -= tl.load(GradLse + line, mask=rows < time, other=0.0)
-    tl.store(Delta + line, delta, mask=rows < time)
+    tl.store(Delta + (batch * heads + head) * time + rows, delta, mask=rows < time)
 
 
 @triton.jit
@@ -249,7 +246,6 @@ def query_ends(first: Tensor, keys: int, key_time: int) -> Tensor:
 
 def backward(
     grad: Tensor,
-    grad_lse: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -262,7 +258,7 @@ def backward(
     """Launches the kernels: the derivatives of query, key and value, contiguous and in their shapes and types.
 
     Args:
-        grad, grad_lse: derivatives of out (any strides with the last dimension contiguous) and lse (contiguous).
+        grad: derivative of out, any strides with the last dimension contiguous.
         query, key, value, first, scale, ahead: as given to the forward kernel.
         out, lse: as it returned them.
     """
@@ -278,7 +274,7 @@ def backward(
     strides = tuple(x.stride() for x in (query, key, value, grad))
     common = ((query, key, value, grad, lse, delta), strides, first, first_batch, scale, scale * LOG2E)
     programs, shape = triton.cdiv(time, rows) * batch * heads, {"D": head_dim, "QUERIES": rows}
-    CUDA.launch(delta_kernel, programs, query, grad, out, grad_lse, delta, grad.stride(), heads, time, **shape)
+    CUDA.launch(delta_kernel, programs, query, grad, out, delta, grad.stride(), heads, time, **shape)
     ends_batch = ends.stride(0) if ends is not None and first_batch else 0
     outputs = (ends, ends_batch, d_key, d_value, kv_heads, heads // kv_heads, time, key_time, ahead)
     programs, options = triton.cdiv(key_time, launch.KEYS) * batch * kv_heads, {"D": head_dim, "PRECISION": precision}

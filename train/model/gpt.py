@@ -10,7 +10,6 @@ Special here:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -361,17 +360,15 @@ def sequence_losses(
     windows: Tensor,
     batch_tokens: int = 16384,
     beat: Callable[[], None] = lambda: None,
-    each_loss: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Summed nats of each window of tokens (n, T + 1) -> (n,) float64 on the CPU. The model's mode is the caller's.
 
-    `beat` is called before every forward pass, of about `batch_tokens` tokens; `each_loss` in place of `GPT.loss`.
+    `beat` is called before every forward pass, of about `batch_tokens` tokens.
     """
-    each_loss = each_loss or partial(model.loss, reduction="none")
     rows = max(1, batch_tokens // (windows.shape[1] - 1))
     losses = []
     for start in range(0, len(windows), rows):
         beat()
         chunk = windows[start : start + rows].to(model.cos.device)
-        losses.append(read(each_loss(chunk[:, :-1], chunk[:, 1:]).double().sum(dim=1)))
+        losses.append(read(model.loss(chunk[:, :-1], chunk[:, 1:], reduction="none").double().sum(dim=1)))
     return torch.cat(losses)

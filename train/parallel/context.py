@@ -150,7 +150,7 @@ class Ring(Backend):
         grad, query, out, lse = forward
         if self.name == "ours":
             scale = query.shape[-1] ** -0.5
-            return torch.ops.isoflop.flash_backward(grad, None, query, *here, out, lse, first, scale, ahead)
+            return torch.ops.isoflop.flash_backward(grad, query, *here, out, lse, first, scale, ahead)
         mask, _ = _mask(query, here.shape[2], ahead, first)
         inputs = (x.transpose(1, 2) for x in (grad, query, *here, out))
         grads = _derive(*inputs, lse, 0.0, mask is None and ahead == 0, attn_mask=mask)
