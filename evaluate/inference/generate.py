@@ -2,7 +2,7 @@
 
 - Batching is continuous: a finished text leaves and a waiting one takes its row of the cache.
 - Every prompt has its own random stream, one number per token, so its text does not depend on other prompts.
-- A text longer than the context slides: all positions change with every token, so the window is computed again.
+- A text longer than the context waits again with its last tokens: all positions change, so they are computed again.
 
 Yu et al. 2022 (Orca); Holtzman et al. 2020 (arXiv:1904.09751).
 """
@@ -126,7 +126,7 @@ class Prompt:
 
 
 class Generation:
-    """Prompts in progress: each waits, then runs (row i of the cache is that of `running[i]`) or slides, and leaves.
+    """Prompts in progress: each waits, then runs (row i of the cache is that of `running[i]`), and leaves.
 
     Args:
         prompts: Token ids; only the last `max_length` tokens of each count.
@@ -153,7 +153,6 @@ class Generation:
         self.end, self.window = model.end_of_document, model.config.window or max_length
         self.waiting: deque[Prompt] = deque()
         self.running: list[Prompt] = []
-        self.sliding: list[Prompt] = []
         for index, (prompt, seed) in enumerate(zip(prompts, seeds or range(len(prompts)), strict=True)):
             text = list(prompt[-max_length:])
             start = max((place for place, before in enumerate(text[:-1], 1) if before == self.end), default=0)
@@ -164,59 +163,40 @@ class Generation:
 
     @property
     def over(self) -> bool:
-        return not (self.waiting or self.running or self.sliding)
+        return not (self.waiting or self.running)
 
     @torch.inference_mode()
     def step(self, finished: Callable[[list[int]], bool]) -> list[Prompt]:
-        """Compute one token for every request that slides, runs or joins; return the requests that have ended."""
+        """Compute one token for every request that runs or joins; return the requests that have ended."""
         if self.max_tokens < 1:
             ended, self.waiting = list(self.waiting), deque()
             return ended
         ended = []
-        # In this order a request gets at most one token per round, and a row that becomes free is used at once.
-        for work in (self._slide, self._decode, self._prefill):
+        for work in (self._decode, self._prefill):  # in this order a row that becomes free is used at once
             requests, logits = work()
             if logits is not None:
                 ended += self._take(requests, logits, finished)
         return ended
 
-    # Each of these returns requests and the logits after their texts; None if there are no requests, or if memory ran
-    # out during a prefill, which the next round tries with fewer.
-
-    def _slide(self) -> tuple[list[Prompt], Tensor | None]:
-        def recompute(chunk: slice) -> Tensor:
-            return prefill_prompts(self.forward, None, [one.text[-self.max_length :] for one in requests[chunk]])
-
-        requests = self.sliding
-        return requests, self._in_chunks(len(requests), self.max_length, recompute)
-
     def _decode(self) -> tuple[list[Prompt], Tensor | None]:
-        requests = self.running
+        """Return the running requests and the logits after their texts, in chunks that fit the memory."""
+        requests, parts, start = self.running, list[Tensor](), 0
         tokens = [request.text[-1] for request in requests]
         lengths = np.array([len(request.text) for request in requests])
         first = np.maximum(lengths - self.window, [request.start for request in requests])
-
-        def decode(chunk: slice) -> Tensor:
-            positions = lengths[chunk] - 1
-            return decode_tokens(self.forward, self.cache, tokens[chunk], positions, first[chunk], chunk.start)
-
-        return requests, self._in_chunks(len(requests), 1, decode)
-
-    def _in_chunks(self, count: int, tokens: int, compute: Callable[[slice], Tensor]) -> Tensor | None:
-        """Return the logits of `count` requests with so many tokens each; smaller chunks if memory runs out."""
-        parts: list[Tensor] = []
-        start = 0
-        while start < count:
-            chunk = slice(start, min(start + max(1, self.batch_tokens // tokens), count))
-            logits = unless_out_of_memory(partial(compute, chunk), self.device)
+        while start < len(requests):
+            chunk = slice(start, min(start + self.batch_tokens, len(requests)))
+            states = tokens[chunk], lengths[chunk] - 1, first[chunk], start
+            logits = unless_out_of_memory(partial(decode_tokens, self.forward, self.cache, *states), self.device)
             if logits is None:
-                self.batch_tokens = self._halved(chunk.stop - start) * tokens
+                self.batch_tokens = self._halved(chunk.stop - start)
                 continue
             parts.append(logits)
             start = chunk.stop
-        return torch.cat(parts) if parts else None
+        return requests, torch.cat(parts) if parts else None
 
     def _prefill(self) -> tuple[list[Prompt], Tensor | None]:
+        """Return the requests that join and the logits after their texts; None if memory ran out: fewer are next."""
         joined = self._admit()
         if not joined:
             return [], None
@@ -243,7 +223,7 @@ class Generation:
         return joined
 
     def _take(self, requests: list[Prompt], logits: Tensor, finished: Callable[[list[int]], bool]) -> list[Prompt]:
-        """Give each request its next token; finished requests leave, and requests longer than the context slide."""
+        """Give each request its next token; finished requests leave, and those longer than the context wait."""
         uniforms = None
         if self.sampling.temperature != 0:
             uniforms = torch.stack([request.uniforms[len(request.new)] for request in requests]).to(logits.device)
@@ -263,12 +243,13 @@ class Generation:
             elif len(request.text) > self.max_length:
                 outgrown.append(request)
         self._leave({*ended, *outgrown})
-        self.sliding += outgrown
+        for request in reversed(outgrown):
+            del request.text[: -self.max_length]
+            self.waiting.appendleft(request)
         return ended
 
     def _leave(self, requests: set[Prompt]) -> None:
         """Remove requests; the last running ones move to the rows that become free."""
-        self.sliding = [request for request in self.sliding if request not in requests]
         for row in range(len(self.running) - 1, -1, -1):
             if self.running[row] in requests:
                 last = self.running.pop()
@@ -298,23 +279,17 @@ class Generation:
 # --- the two passes ---------------------------------------------------------------------------------------------------
 
 
-def prefill_prompts(
-    forward: Forward, cache: Cache | None, texts: Sequence[Sequence[int]], first_row: int = 0
-) -> Tensor:
-    """Read texts, keep their keys and values from row `first_row` on, and return logits (texts, vocabulary) after each.
-
-    Without a cache nothing is kept.
-    """
+def prefill_prompts(forward: Forward, cache: Cache, texts: Sequence[Sequence[int]], first_row: int = 0) -> Tensor:
+    """Read texts, keep their keys and values from row `first_row` on, and return the logits after each (texts, V)."""
     model, device = forward.model, forward.model.cos.device
     lengths = [len(text) for text in texts]
     positions = np.concatenate([np.arange(length) for length in lengths])
-    places = None if cache is None else cache.places(first_row + np.repeat(np.arange(len(texts)), lengths), positions)
+    places = cache.places(first_row + np.repeat(np.arange(len(texts)), lengths), positions)
     tokens = torch.tensor([token for text in texts for token in text], device=device)
     masks = [_mask(model, part) for part in tokens.split(lengths)]
 
     def attend(block: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if cache is not None and places is not None:
-            cache.write(block, places, key, value)
+        cache.write(block, places, key, value)
         asking, seen = lengths, masks
         if len(query) < len(key):  # the last token of each text alone
             asking, seen = [1] * len(texts), [None if mask is None else mask[:, :, -1:] for mask in masks]
