@@ -137,12 +137,10 @@ def staged_copies(progress: Report, keep: list[Path] | None = None) -> Iterator[
     """
     import datasets
 
-    original, is_open = datasets.load_dataset, True
+    original = datasets.load_dataset
     signature = inspect.signature(original)
 
     def load_dataset(*arguments: Any, **options: Any) -> Any:
-        if not is_open:  # a task's own module may have imported this one by name
-            return original(*arguments, **options)
         given = dict(signature.bind(*arguments, **options).arguments)
         wanted = given | given.pop("config_kwargs", {})
         folder = copy_folder({name: value for name, value in wanted.items() if value is not None})
@@ -162,7 +160,7 @@ def staged_copies(progress: Report, keep: list[Path] | None = None) -> Iterator[
     try:
         yield
     finally:
-        datasets.load_dataset, is_open = original, False
+        datasets.load_dataset = original
 
 
 def copy_folder(arguments: dict[str, Any]) -> Path:
