@@ -24,6 +24,7 @@ from scipy.special import stdtr, stdtrit
 from ..allocation.serving import BreakEven, Spread, break_even
 from ..errors import Array, InputError
 from ..formatting import amount, count, interval, percent, plain_json, scientific
+from ..solver.jets import Jet
 from ..table import RunTable
 
 Interval = tuple[float, float]
@@ -288,16 +289,14 @@ class _Joint:
 
 def both_laws(q: Array, rows: _Rows) -> tuple[Array, Array]:
     """Log loss of every row (n,), and its derivatives by the coordinates (n, k)."""
-    E, A, alpha, B, beta, gamma, m, trend, w, gap = q
-    a, b, g, z = math.exp(alpha), math.exp(beta), math.exp(gamma), rows.of_base
-    X, Y = rows.x - z * (m / 2 + w + trend * rows.x), rows.y - z * (m / 2 - w + trend * rows.y)
-    u, v = (A - a * X) / g, (B - b * Y) / g
-    total = np.logaddexp(u, v)
-    by_A, by_B, R, floor = np.exp(u - total), np.exp(v - total), np.exp(g * total), np.exp(E + z * gap)
-    of_X, of_Y = a * by_A, b * by_B  # -d log R / dX, dY
-    columns = [by_A, -X * of_X, by_B, -Y * of_Y, g * (total - by_A * u - by_B * v), z * (of_X + of_Y) / 2]
-    columns += [z * (of_X * rows.x + of_Y * rows.y), z * (of_X - of_Y)]
-    return np.log(floor + R), np.stack([floor, *(R * one for one in columns), z * floor], axis=1) / (floor + R)[:, None]
+    E, A, alpha, B, beta, gamma, m, trend, w, gap = (Jet(value, {i: 1.0}) for i, value in enumerate(q))
+    z = rows.of_base
+    X = rows.x - z * (0.5 * m + w + trend * rows.x)
+    Y = rows.y - z * (0.5 * m - w + trend * rows.y)
+    g = np.exp(gamma)
+    shortage = g * np.logaddexp((A - np.exp(alpha) * X) / g, (B - np.exp(beta) * Y) / g)
+    found = np.logaddexp(E + z * gap, shortage)
+    return found.value, np.stack([found.first[i] + 0.0 * z for i in range(len(q))], axis=1)
 
 
 def log_multiplier(q: Array, c: float) -> float:

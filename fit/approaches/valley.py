@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import Array
+from ..solver.jets import Jet
 
 SLACK = 0.4  # error of the form, as a share of the height above the floor
 EXPONENT, EXPONENT_SPREAD = 0.35, 0.7  # of p and q; spreads are of logarithms
@@ -36,7 +37,7 @@ class Valley:
         return np.full(len(losses), self.place), np.full(len(losses), np.exp(self.floor))
 
     def at(self, loss: Array, u: Array) -> Array:
-        return np.exp(self.floor + np.exp(self.steepness) * _rise(u - self.place, self.p, self.q))
+        return np.asarray(np.exp(self.floor + np.exp(self.steepness) * _rise(u - self.place, self.p, self.q)))
 
 
 def fit_valleys(profiles: Sequence[Any]) -> tuple[list[Valley], float, float]:
@@ -52,18 +53,22 @@ def fit_valleys(profiles: Sequence[Any]) -> tuple[list[Valley], float, float]:
     place = [np.log(p.N[np.argsort(p.loss)[:3]] / p.N0).mean() for p in profiles]
     theta = np.r_[floor, np.full(K, np.log(STEEPNESS)), place, np.full(2, np.log(EXPONENT))]
 
+    def of_runs(theta: Array) -> list[Any]:
+        return [*(of_budget[member] for of_budget in theta[:-2].reshape(3, K)), *theta[-2:]]
+
+    def log_losses(floor: Any, steepness: Any, place: Any, log_p: Any, log_q: Any) -> Any:
+        return floor + np.exp(steepness) * _rise(u - place, np.exp(log_p), np.exp(log_q))
+
     def residuals(theta: Array, spread: Array) -> Array:
-        floor, steepness, place = theta[:-2].reshape(3, K)
-        height = np.exp(steepness[member]) * _rise(u - place[member], *np.exp(theta[-2:]))
+        _, steepness, place = theta[:-2].reshape(3, K)
         loose = (steepness - np.log(STEEPNESS)) / LOOSE, place / LOOSE
-        return np.r_[(y - floor[member] - height) / spread, *loose, (theta[-2:] - np.log(EXPONENT)) / EXPONENT_SPREAD]
+        left = y - log_losses(*of_runs(theta))
+        return np.r_[left / spread, *loose, (theta[-2:] - np.log(EXPONENT)) / EXPONENT_SPREAD]
 
     def jacobian(theta: Array, spread: Array) -> Array:
-        _, steepness, place = theta[:-2].reshape(3, K)
-        shape = np.stack(_rise_and_slopes(u - place[member], *np.exp(theta[-2:])))
-        height, by_v, by_p, by_q = np.exp(steepness[member]) * shape
-        of_budget = [belongs * -one[:, None] for one in (np.ones_like(u), height, -by_v)]
-        runs = np.c_[*of_budget, -by_p, -by_q] / spread[:, None]
+        found = log_losses(*(Jet(value, {i: 1.0}) for i, value in enumerate(of_runs(theta)))).first
+        slopes = [np.broadcast_to(found[i], u.shape)[:, None] for i in range(5)]
+        runs = np.c_[*(belongs * slope for slope in slopes[:3]), *slopes[3:]] / -spread[:, None]
         return np.r_[runs, np.diag(np.r_[np.zeros(K), np.full(2 * K, 1 / LOOSE), np.full(2, 1 / EXPONENT_SPREAD)])[K:]]
 
     belongs = np.eye(K)[member]
@@ -84,14 +89,7 @@ def fit_valleys(profiles: Sequence[Any]) -> tuple[list[Valley], float, float]:
     return valleys, noise, freedom
 
 
-def _rise(v: Array, p: float, q: float) -> Array:
-    return _rise_and_slopes(v, p, q)[0]
-
-
-def _rise_and_slopes(v: Array, p: float, q: float) -> tuple[Array, Array, Array, Array]:
-    """The shape, and its derivatives by v, log p and log q."""
-    v = np.clip(v, -FAR, FAR)
-    left, right = np.exp(-p * v), np.exp(q * v)
-    mean = (q * left + p * right) / (p + q)
-    by_p, by_q = (right - q * v * left - mean) / (p + q), (left + p * v * right - mean) / (p + q)
-    return mean - 1.0, p * q * (right - left) / (p + q), p * by_p, q * by_q
+def _rise(v: Any, p: Any, q: Any) -> Any:
+    """Return how far the loss has risen, of arrays or jets."""
+    v = np.minimum(np.maximum(v, -FAR), FAR)
+    return (q * np.exp(-p * v) + p * np.exp(q * v)) / (p + q) - 1.0

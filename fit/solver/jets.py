@@ -28,12 +28,37 @@ def _softplus(x: Array) -> tuple[Array, Array, Array]:
     return value, share, share * np.exp(-value)
 
 
+def _exponential(x: Array) -> tuple[Array, Array, Array]:
+    value = np.exp(x)
+    return value, value, value
+
+
+def _exponential_less_one(x: Array) -> tuple[Array, Array, Array]:
+    slope = np.exp(x)
+    return np.expm1(x), slope, slope
+
+
+def _logarithm(x: Array) -> tuple[Array, Array, Array]:
+    slope = 1.0 / x
+    return np.log(x), slope, -(slope**2)
+
+
+def _logarithm_of_one_more(x: Array) -> tuple[Array, Array, Array]:
+    slope = 1.0 / (1.0 + x)
+    return np.log1p(x), slope, -(slope**2)
+
+
+def _reciprocal(x: Array) -> tuple[Array, Array, Array]:
+    value = 1.0 / x
+    return value, -(value**2), 2.0 * value**3
+
+
 RULES: dict[Any, Rule] = {
-    np.exp: lambda x: (np.exp(x),) * 3,
-    np.expm1: lambda x: (np.expm1(x), *(np.exp(x),) * 2),
-    np.log: lambda x: (np.log(x), 1.0 / x, -1.0 / x**2),
-    np.log1p: lambda x: (np.log1p(x), 1.0 / (1.0 + x), -1.0 / (1.0 + x) ** 2),
-    np.reciprocal: lambda x: (1.0 / x, -1.0 / x**2, 2.0 / x**3),
+    np.exp: _exponential,
+    np.expm1: _exponential_less_one,
+    np.log: _logarithm,
+    np.log1p: _logarithm_of_one_more,
+    np.reciprocal: _reciprocal,
     np.square: lambda x: (x * x, 2.0 * x, 2.0),
     np.absolute: lambda x: (np.abs(x), np.sign(x), None),
     np.positive: lambda x: (x, 1.0, None),

@@ -187,20 +187,41 @@ def variable_projection(basis: Array, target: Array, weights: Array) -> tuple[Ar
     basis (G, n, m), target (n,), weights (P, n). Returns amplitudes (P, G, m) and the sum of squares (P, G). (Golub and
     Pereyra 1973.)
     """
-    G, n, m = basis.shape
-    columns = np.concatenate([basis, np.broadcast_to(target[:, None], (G, n, 1))], axis=2)
-    products = columns[:, :, :, None] * columns[:, :, None, :]
-    table = np.ascontiguousarray(products.swapaxes(0, 1).reshape(n, -1))
+    G, _, m = basis.shape
+    entries = [(i, j) for i in range(m) for j in range(i, m)]
+    products = [basis[:, :, i] * basis[:, :, j] for i, j in entries] + [basis[:, :, i] * target for i in range(m)]
+    table = np.ascontiguousarray(np.concatenate(products).T)
 
     def part(rows: slice) -> tuple[Array, Array]:
-        sums = (weights[rows] @ table).reshape(-1, G, m + 1, m + 1)
-        matrix, right = sums[..., :m, :m], sums[..., :m, m]
-        # A ridge keeps two equal columns from a division by zero.
-        ridge = 1e-10 * np.einsum("pgii->pgi", matrix) + 1e-300
-        amplitudes = np.linalg.solve(matrix + ridge[..., None] * np.eye(m), right[..., None])[..., 0]
-        return amplitudes, np.maximum(sums[..., m, m] - (amplitudes * right).sum(axis=2), 0.0)
+        sums = (weights[rows] @ table).reshape(-1, len(products), G)
+        right = [sums[:, len(entries) + i] for i in range(m)]
+        amplitudes = _solve_normal({entry: sums[:, q] for q, entry in enumerate(entries)}, right)
+        explained = np.sum([a * b for a, b in zip(amplitudes, right, strict=True)], axis=0)
+        error = (weights[rows] @ target**2)[:, None] - explained
+        return np.stack(amplitudes, axis=2), np.maximum(error, 0.0)
 
     # Few and large products: these are worth BLAS's own threads, and would only be in the way of ours.
-    parts = in_chunks(part, len(weights), 20 * CHUNK // table.shape[1], threads=1)
+    parts = in_chunks(part, len(weights), 20 * CHUNK // (G * len(products)), threads=1)
     amplitudes, errors = zip(*parts, strict=True)
     return np.concatenate(amplitudes), np.concatenate(errors)
+
+
+def _solve_normal(matrix: dict[tuple[int, int], Array], right: list[Array]) -> list[Array]:
+    """Cholesky's solution of many small systems at once: matrix[i, j], i <= j, and right[i] are arrays over systems.
+
+    A ridge of 1e-10 of the diagonal keeps two equal columns from a division by zero.
+    """
+    m = len(right)
+    A, x, pivots = dict(matrix), list(right), []
+    for j in range(m):
+        pivots.append(np.maximum(A[j, j] + 1e-10 * matrix[j, j], 1e-11 * matrix[j, j] + 1e-300))
+        for i in range(j + 1, m):
+            ratio = A[j, i] / pivots[j]
+            x[i] = x[i] - ratio * x[j]
+            for q in range(i, m):
+                A[i, q] = A[i, q] - ratio * A[j, q]
+    for j in reversed(range(m)):
+        for q in range(j + 1, m):
+            x[j] = x[j] - A[j, q] * x[q]
+        x[j] = x[j] / pivots[j]
+    return x

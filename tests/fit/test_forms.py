@@ -68,31 +68,6 @@ def test_exponents_that_would_overflow_or_vanish_change_nothing(far):
     np.testing.assert_allclose(gradient, first.sum(axis=1), rtol=1e-9, atol=1e-9)  # exponents of 900 leave 1e-13
 
 
-@pytest.mark.parametrize("kind", ["free", "tied"])
-def test_a_sum_that_is_written_as_a_formula_has_the_same_sums(kind):
-    built, theta, rng = random_form(kind)
-    names = [f"c{i}" for i in range(built.parameters)]
-
-    def terms(v):
-        return [
-            sum(v[names[i]] * column for i, column in zip(index, Z.T, strict=True))
-            for index, Z in zip(built.index, built.tables, strict=True)
-        ]
-
-    form = LogSumTerms(terms, {name: i for i, name in enumerate(names)}, built.points)
-    slope, curvature = rng.normal(size=(2, 3, form.points))
-    step = rng.normal(size=theta.shape)
-    (value, cache), (expected, shares) = form.value(theta), built.value(theta)
-    close = {"rtol": 1e-12, "atol": 1e-12}
-    np.testing.assert_allclose(value, expected, **close)
-    for second in (False, True):
-        got, want = (f.derivatives(c, slope, curvature, second) for f, c in ((form, cache), (built, shares)))
-        for ours, theirs in zip(got, want, strict=True):
-            np.testing.assert_allclose(ours, theirs, **close)
-    np.testing.assert_allclose(form.along(cache, step), built.along(shares, step), **close)
-    np.testing.assert_allclose(form.bend(cache, step), built.bend(shares, step), **close)
-
-
 def test_names_may_share_a_parameter_or_be_held():
     x = np.linspace(-1, 1, 7)
 
