@@ -141,7 +141,7 @@ def _outliers(a: Analysis, law: Law) -> Found:
 def _moved(law: Law, without: dict[str, float], C: float) -> str:
     """What other constants do to D/N at C FLOPs and to the exponents."""
     best = [unlimited(law, constants, np.array(C), own_convention(law)) for constants in (law.constants_, without)]
-    was, now = (amount(float(np.divide(D, N))) for N, D, _ in best)
+    was, now = (amount(float(np.ravel(D / N)[0])) for N, D, _ in best)
     exponents = "".join(
         f", {name} from {law.constants_[name]:.3f} to {without[name]:.3f}" for name in law.exponent_names
     )

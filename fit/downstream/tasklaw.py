@@ -19,12 +19,19 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .. import uncertainty
 from ..errors import Array, Columns, Constants, InputError, Say, enough, floats, one_of, positive, same_length, unboxed
 from ..laws.law import Estimator, Law
 from ..laws.registry import law_class
 from ..solver.forms import LogSumTerms
 from ..solver.solver import Solution, solve
+from ..uncertainty import (
+    cluster_counts,
+    excess_scatter,
+    group_labels,
+    identifiable_counts,
+    percentile_interval,
+    percentile_intervals,
+)
 
 LINKS = {"sigmoid": ("floor", "ceiling", "middle", "slope"), "exponential": ("floor", "middle", "slope")}
 OFFSETS = np.linspace(-6.0, 4.0, 11)  # starts of the curve: its argument at the mean loss ...
@@ -104,10 +111,7 @@ class TaskLaw(Estimator):
             self._weight = 1.0 / np.where(variance > 0, variance, 1.0)
             found = self._curve.solve(self._weight[None, :])
             residual = self._curve.form.value(found.theta)[0][0] - acc
-            before, self.scatter_ = (
-                self.scatter_,
-                uncertainty.excess_scatter(residual**2, np.maximum(se**2, 1e-20), freedom),
-            )
+            before, self.scatter_ = self.scatter_, excess_scatter(residual**2, np.maximum(se**2, 1e-20), freedom)
             if abs(before - self.scatter_) <= 1e-6 * (self.scatter_ + 1e-12):
                 break
         self._theta = found.theta[0]
@@ -126,7 +130,7 @@ class TaskLaw(Estimator):
     def bootstrap(self, n: int = 1000, groups: ArrayLike | None = None, seed: int = 0) -> Self:
         """Refit both steps on `n` resamples of whole groups (`groups` (rows,): run ids). Returns self."""
         self._fitted()
-        labels = uncertainty.group_labels(groups, len(self.data_["acc"]))
+        labels = group_labels(groups, len(self.data_["acc"]))
         counts, redrawn = self.resamples(labels, n, seed)
         found = self.refit(counts)
         keep = np.isfinite(found["slope"])
@@ -152,15 +156,13 @@ class TaskLaw(Estimator):
         """Counts (n, rows) that identify the first step; runs without a final row are drawn among themselves."""
         done, p = self.data_["final"], self.law_.problem_
         inputs = np.stack([self.data_["N"][done], self.data_["D"][done]])
-        counts, redrawn = uncertainty.identifiable_counts(
-            groups[done], n, seed, inputs, np.ones(int(done.sum())), p.axes, p.free
-        )
+        counts, redrawn = identifiable_counts(groups[done], n, seed, inputs, np.ones(int(done.sum())), p.axes, p.free)
         every = np.zeros((n, len(groups)))
         place = {group: i for i, group in enumerate(groups[done])}
         own = np.array([group in place for group in groups])
         every[:, own] = counts[:, [place[group] for group in groups[own]]]
         if not own.all():
-            every[:, ~own] = uncertainty.cluster_counts(groups[~own], n, seed + 1)
+            every[:, ~own] = cluster_counts(groups[~own], n, seed + 1)
         return every, redrawn
 
     # Reading.
@@ -220,7 +222,7 @@ class TaskLaw(Estimator):
         draws = self._bootstrapped()
         if name not in draws:
             raise InputError(f"interval of {name!r} is not known; choose one of {', '.join(self.names)}.")
-        return uncertainty.percentile_interval(draws[name], self.widened(level))
+        return percentile_interval(draws[name], self.widened(level))
 
     def say(self, name: str) -> str:
         shown = f"{self.constants_[name]:.4g}"
@@ -281,11 +283,7 @@ def _shape(link: str, u: Any) -> Any:
 
 
 def intervals(draws: Array, level: float) -> Any:
-    return (
-        uncertainty.percentile_interval(draws, level)
-        if draws.ndim == 1
-        else uncertainty.percentile_intervals(draws, level)
-    )
+    return percentile_interval(draws, level) if draws.ndim == 1 else percentile_intervals(draws, level)
 
 
 def _rows(

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .. import uncertainty
 from ..allocation.allocation import Optimum, compute_optimal, search
 from ..errors import (
     Array,
@@ -54,6 +53,20 @@ from ..formatting import text
 from ..plots import plot_contours
 from ..solver.forms import LogForm
 from ..solver.solver import AGREE, Solution, best_of, joined, solve, variable_projection
+from ..uncertainty import (
+    RUNS_PER_CONSTANT,
+    by_group,
+    excess_scatter,
+    group_labels,
+    identifiable_counts,
+    independent_groups,
+    jackknife_weights,
+    kernel_width,
+    need_no_group_alone,
+    percentile_interval,
+    percentile_intervals,
+    wild_targets,
+)
 from .persistence import law_to_dict, read_law
 
 if TYPE_CHECKING:
@@ -281,7 +294,7 @@ class Law(Estimator):
             self._precision = 1.0 / (variance + self.scatter_**2)
             found = self._solve_full()
             residual = self.problem_.target - self.problem_.form.value(found.theta)[0][0]
-            scatter = uncertainty.excess_scatter(self.weight_ * residual**2, variance, freedom)
+            scatter = excess_scatter(self.weight_ * residual**2, variance, freedom)
             settled = abs(scatter - self.scatter_) <= 1e-6 * np.sqrt(variance.mean() + scatter**2)
             self.scatter_ = scatter
             if settled:
@@ -353,21 +366,21 @@ class Law(Estimator):
         self._fitted()
         method = self.resampling if method is None else method
         one_of("method", method, ("auto", "pairs", "wild"))
-        groups = uncertainty.group_labels(groups, len(self.weight_))
+        groups = group_labels(groups, len(self.weight_))
         p, used, redrawn = self.problem_, self.weight_ > 0, 0
-        independent = uncertainty.independent_groups(groups[used], p.free)
+        independent = independent_groups(groups[used], p.free)
         if method == "auto":
-            method = "wild" if independent < uncertainty.RUNS_PER_CONSTANT * p.free else "pairs"
+            method = "wild" if independent < RUNS_PER_CONSTANT * p.free else "pairs"
         if method == "pairs":
             inputs = np.stack([self.data_[name] for name in self.inputs])
-            counts, redrawn = uncertainty.identifiable_counts(groups, n, seed, inputs, self.weight_, p.axes, p.free)
+            counts, redrawn = identifiable_counts(groups, n, seed, inputs, self.weight_, p.axes, p.free)
             found = self._refit(counts)
         else:
             free = (p.lower < self.theta_) & (self.theta_ < p.upper)
-            uncertainty.need_no_group_alone(self._slopes(p, self.theta_)[np.ix_(used, free)], groups[used], self.title)
+            need_no_group_alone(self._slopes(p, self.theta_)[np.ix_(used, free)], groups[used], self.title)
             error = self.left_out_residuals(groups)
-            width = 0.0 if np.isinf(self._delta) else uncertainty.kernel_width(error[used], independent)
-            target = uncertainty.wild_targets(self._values(), error, groups, n, seed, independent - p.free, width)
+            width = 0.0 if np.isinf(self._delta) else kernel_width(error[used], independent)
+            target = wild_targets(self._values(), error, groups, n, seed, independent - p.free, width)
             found = self._refit(np.ones(target.shape), target)
         self._drawn(found, groups, method=method, seed=seed, redrawn=redrawn)
         return self
@@ -380,8 +393,8 @@ class Law(Estimator):
 
     def left_out_residuals(self, groups: np.ndarray) -> Array:
         """Return the log of what was observed less what the fit without the row's group predicts, (rows,)."""
-        _, member = uncertainty.by_group(groups)
-        predicted = self.problem_.form.value(self._refit(uncertainty.jackknife_weights(groups)).theta)[0]
+        _, member = by_group(groups)
+        predicted = self.problem_.form.value(self._refit(jackknife_weights(groups)).theta)[0]
         return self.problem_.target - predicted[member, np.arange(len(member))]
 
     def _slopes(self, problem: Problem, theta: Array) -> Array:
@@ -409,7 +422,7 @@ class Law(Estimator):
 
     def interval_of(self, quantity: Callable[[Constants], Any], level: float = 0.95) -> tuple[float, float]:
         """Return the bootstrap interval of any function of the constants, which gets name -> (draws,)."""
-        return uncertainty.percentile_interval(quantity(self._bootstrapped()), level)
+        return percentile_interval(quantity(self._bootstrapped()), level)
 
     def predict_interval(
         self, *inputs: ArrayLike, level: float = 0.95, kind: str = "mean", **named: ArrayLike
@@ -427,7 +440,7 @@ class Law(Estimator):
             generator = np.random.default_rng((self.bootstrap_["seed"] or 0) + 1)  # not the signs or counts of draws
             error = self._inflation(len(np.unique(self.groups_[self.weight_ > 0]))) * self.residuals()
             draws = draws * np.exp(generator.choice(error, size=draws.shape, p=self.weight_ / self.weight_.sum()))
-        return uncertainty.percentile_intervals(draws, level)
+        return percentile_intervals(draws, level)
 
     def _inflation(self, independent: int) -> float:
         """Errors over residuals, for the constants that were fitted to so many independent runs."""

@@ -11,10 +11,22 @@ from typing import Any
 
 import numpy as np
 
-from .. import plots
 from ..errors import Array, is_uneven
 from ..formatting import amount, count, fixed, percent, scientific, text, times
-from ..plots import APPROACH_STYLE, CURVE_TITLES, FAINT, LOSS, OPTIMUM_TITLES, shade, shades
+from ..plots import (
+    APPROACH_STYLE,
+    CURVE_TITLES,
+    FAINT,
+    LOSS,
+    OPTIMUM_TITLES,
+    allocation_lines,
+    loss_contours,
+    measured_optima,
+    profile_curve,
+    shade,
+    shades,
+)
+from ..plots import loss_curves as curves_of_runs
 from ..published import published_law
 from ..results import Analysis
 
@@ -139,7 +151,7 @@ def run_hover(a: Analysis) -> list[str]:
 
 
 def loss_curves(a: Analysis, curves: Any, by: str) -> Figure | None:
-    found = plots.loss_curves(a, curves, by)
+    found = curves_of_runs(a, curves, by)
     if not found:
         return None
     each = min(CURVE_POINTS, 60 * MOST_CURVES // min(len(found), MOST_CURVES))
@@ -179,7 +191,7 @@ def isoflop(a: Analysis) -> Figure | None:
         data.append(points(p.N, p.loss, colour, hover, name=name, legendgroup=name))
         if p.has_curve:
             dash = "solid" if p.accepted else "dot"
-            data.append(line(*plots.profile_curve(p), colour, dash=dash, legendgroup=name))
+            data.append(line(*profile_curve(p), colour, dash=dash, legendgroup=name))
         if p.accepted:
             data.append(_vertex(p, colour, name))
     look = layout("parameters N", LOSS, np.concatenate([p.N for p in profiles]), height=480)
@@ -208,7 +220,7 @@ def contours(a: Analysis) -> Figure | None:
     t = a.table
     if a.law is None or not is_uneven(a.law.predict(t.N, t.D)):
         return None
-    n, d, losses, (low, high, step), best = plots.loss_contours(a.law, t.N, t.D)
+    n, d, losses, (low, high, step), best = loss_contours(a.law, t.N, t.D)
     surface = style("contours") | {"colorscale": SCALE, "z": [as_list(row) for row in losses]}
     surface |= {"x": as_list(n), "y": as_list(d)}
     surface["contours"] |= {"start": low, "end": high, "size": step}
@@ -250,7 +262,7 @@ def answer(a: Analysis) -> Figure | None:
     said: list[Trace] = []
     shown: list[float] = []
     for quantity, what, colour in (("N", "parameters", PALETTE[0]), ("D", "tokens", PALETTE[1])):
-        if not (lines := plots.allocation_lines(a, quantity, C)):
+        if not (lines := allocation_lines(a, quantity, C)):
             return None
         lead, values, band = lines[0]
         at = int(np.searchsorted(C, goal))
@@ -262,7 +274,7 @@ def answer(a: Analysis) -> Figure | None:
         hover = budget_hovers(f"<b>{lead.title}</b>", C, quantity, values)
         data.append(line(C, values, colour, hover, width=2.5, name=f"{what} {quantity}"))
         data.append(points([goal], [values[at]], colour, [label], 12, showlegend=False))
-        minima, winners = plots.measured_optima(a, quantity)
+        minima, winners = measured_optima(a, quantity)
         C_best, best = minima if len(minima[0]) else winners
         hover = budget_hovers("isoFLOP minimum" if len(minima[0]) else "best run", C_best, quantity, best)
         data.append(points(C_best, best, colour, hover, 7, showlegend=False, marker={"symbol": "circle-open"}))
@@ -285,7 +297,7 @@ def allocation(a: Analysis, quantity: str) -> Figure | None:
     C = np.unique(np.concatenate([np.geomspace(low / 2, far * 2, 90), np.array(a.targets)]))
     data: list[Trace] = []
     near: list[float] = []
-    for approach, values, band in plots.allocation_lines(a, quantity, C):
+    for approach, values, band in allocation_lines(a, quantity, C):
         near += values[(high * 30 >= C) & np.isfinite(values)].tolist()
         colour, dash, symbol = APPROACH_STYLE[approach.key]
         group: Trace = {"legendgroup": approach.key}
@@ -299,7 +311,7 @@ def allocation(a: Analysis, quantity: str) -> Figure | None:
         data.append(points(a.targets, marks, colour, hover, 10, **group))
     if not data:
         return None
-    (C_vertex, vertices), (C_best, winners) = plots.measured_optima(a, quantity)
+    (C_vertex, vertices), (C_best, winners) = measured_optima(a, quantity)
     near += [*vertices, *winners]
     if len(vertices):
         hover, star = budget_hovers("isoFLOP minimum", C_vertex, quantity, vertices), {"symbol": "star"}
