@@ -199,7 +199,8 @@ class _Rows:
         x, y = np.log(flops / D), np.log(D)
         self.x, self.y, self.c0, self.loss = x - x.mean(), y - y.mean(), float((x + y).mean()), np.log(loss)
         self.c = self.x + self.y
-        devices = {device for t in sides for device in t.frame.get("device", t.frame.N).iloc[t.rows].astype(str)}
+        named = [t.frame.get("device", t.frame.iloc[:, 0]).iloc[t.rows] for t in sides]
+        devices = {device for column in named for device in column.astype(str)}
         self.speed = None
         if (seconds > 0).all() and ("device" not in sides[0].frame or len(devices) == 1):
             self.speed = np.log(flops / seconds)
