@@ -21,7 +21,6 @@ from unittest import mock
 import numpy as np
 
 from .. import fit
-from ..fit.laws.registry import loss_law
 from ..fit.uncertainty import identifiable_counts
 from ..sweeps.plan.rates import processor_name
 from .timing import Row, timed_row
@@ -76,13 +75,13 @@ class Peer:
 def bench_fit(rounds: int = 7, resamples: int = 4000, peer_resamples: int = 20, peer_starts: int = 30) -> list[Row]:
     """Return rows of one fit, and of the bootstrap with and without a gradient for the peer."""
     title, N, D, loss = _runs()
-    peer, law = Peer(N, D, loss), loss_law().fit(N, D, loss)
+    peer, law = Peer(N, D, loss), fit.ChinchillaLaw().fit(N, D, loss)
     ways = ((True, "gradient given"), (False, "gradient by differences"))
     bootstraps = [_bootstrap(title, law, peer, rounds, resamples, peer_resamples, *way) for way in ways]
     return [_one_fit(title, law, peer, rounds, peer_starts), *bootstraps]
 
 
-def _one_fit(title: str, law: Any, peer: Peer, rounds: int, starts: int) -> Row:
+def _one_fit(title: str, law: fit.ChinchillaLaw, peer: Peer, rounds: int, starts: int) -> Row:
     weight, order = np.ones_like(peer.loss), np.random.default_rng(0).permutation(len(GRID))
     ours, theirs, reached = list[float](), list[float](), list[float]()
     for turn in range(rounds):
@@ -103,7 +102,7 @@ def _one_fit(title: str, law: Any, peer: Peer, rounds: int, starts: int) -> Row:
 
 
 def _bootstrap(
-    title: str, law: Any, peer: Peer, rounds: int, resamples: int, peer_resamples: int, analytic: bool,
+    title: str, law: fit.ChinchillaLaw, peer: Peer, rounds: int, resamples: int, peer_resamples: int, analytic: bool,
     way: str,
 ) -> Row:  # fmt: skip
     problem, points = law.problem_, np.stack([peer.N, peer.D])
@@ -133,7 +132,7 @@ def _row(case: str, ours: list[float], theirs: list[float], way: str) -> Row:
     return timed_row(case, 1.0, "fits/s", ours, theirs, f"SciPy L-BFGS-B, {way}", f"{processor_name()}, one core")
 
 
-def _objectives(law: Any, peer: Peer, counts: Any) -> Any:
+def _objectives(law: fit.ChinchillaLaw, peer: Peer, counts: Any) -> Any:
     """Return the peer's objective of the law's first draws on these resamples."""
     draws = law.draws_
     if draws is None or law.bootstrap_["unconverged"]:

@@ -131,7 +131,6 @@ def laws() -> dict[str, Any]:
     import numpy as np
 
     fit: Any = importlib.import_module("isoflop.fit")
-    loss_law: Any = importlib.import_module("isoflop.fit.laws.registry").loss_law
 
     def read(name: str, **options: Any) -> Any:
         path, *rest = shlex.split(LISTS["fit"][name])
@@ -143,11 +142,11 @@ def laws() -> dict[str, Any]:
     bounds = {"E": (0.1, 5), "A": (1, 1e5), "B": (1, 1e5), "a": (0.1, 1), "b": (0.1, 1)}
     function = fit.FunctionLaw(lambda c, N, D: c["E"] + c["A"] / N ** c["a"] + c["B"] / D ** c["b"], bounds)
     table, batch = (runs.N, runs.D, runs.loss), np.geomspace(1e4, 1e6, 12)
-    law = loss_law().fit(*table)
+    law = fit.ChinchillaLaw().fit(*table)
     fitted = [
         law, function.fit(*table), fit.KaplanLaw().fit(*table),
         fit.OvertrainingLaw().fit(gadre.N, gadre.D, gadre.loss),
-        loss_law(objective="se").fit(gadre.N, gadre.D, gadre.loss, loss_se=se),
+        fit.ChinchillaLaw("se").fit(gadre.N, gadre.D, gadre.loss, loss_se=se),
         fit.HyperparameterLaw().fit_cells(fit.cell_optima(*settings)), fit.HyperparameterSurface().fit(*settings),
         fit.CriticalBatchLaw().fit(batch, 1e9 + 2e4 * batch * (1 + 0.1 * np.sin(batch))),
     ]  # fmt: skip
