@@ -147,7 +147,7 @@ def test_what_cannot_be_suggested_is_refused_in_one_sentence(
 
 
 ASKED = [
-    ({"tied": True, "E": 1.0}, ChinchillaLaw(tied=True, E=1.0)),
+    ({"objective": "squares"}, ChinchillaLaw("squares")),
     ({"form": "gamma", "objective": "se"}, GammaLaw("se")),
 ]
 
