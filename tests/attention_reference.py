@@ -1,4 +1,4 @@
-"""What attention means, in plain PyTorch: the definition that kernels are held against."""
+"""Attention in plain PyTorch: the definition with which kernels are compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def flash_reference(
     window: int | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention in query's own type: (output as of `flash_attention`, lse (batch, heads, time))."""
+    """Compute softmax attention in the dtype of query: (output like `flash_attention`, lse (batch, heads, time))."""
     groups, time = query.shape[2] // key.shape[2], query.shape[1]
     key, value = key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2)
     scores = torch.einsum("bihd,bjhd->bhij", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)

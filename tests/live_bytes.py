@@ -1,4 +1,4 @@
-"""Bytes of tensors that exist at once, of real or of fake ones."""
+"""Bytes of live tensors, real or fake."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Live(TorchDispatchMode):
-    """Bytes of all storages that exist, found as operators return them; remembers the most there ever were."""
+    """Recorder of the bytes of all live storages that operators returned, and of their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,10 +22,10 @@ class Live(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
-                self.see(leaf)
+                self.add(leaf)
         return out
 
-    def see(self, tensor: Tensor) -> None:
+    def add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self.storages:
@@ -34,6 +34,6 @@ class Live(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        # Asked anew every time, because ZeRO-3 resizes storages.
+        # Computed every time, because ZeRO-3 resizes storages.
         alive = [reference() for reference in list(self.storages.values())]
         return sum(storage.nbytes() for storage in alive if storage is not None)

@@ -1,4 +1,4 @@
-"""A ZeRO engine of one process, and what a rank's keeps in memory from step to step."""
+"""A ZeRO engine of one process, and the bytes that a rank's engine keeps from step to step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from isoflop.train.parallel.zero import Zero
 
 
 def engine(model: ModelConfig, optimizer: OptimizerConfig, dtype: torch.dtype) -> tuple[GPT, Zero]:
-    """One process that owns everything, with initial weights in it."""
+    """Build the model and the engine of a single process, with initial weights."""
     gpt = empty_model(model, optimizer, 8)
     placements = {name: whole_placement(p.shape) for name, p in gpt.named_parameters()}
     zero = Zero(gpt, optimizer, placements, Mesh(), stage=0, dtype=dtype, device=torch.device("cpu"))
@@ -22,7 +22,7 @@ def engine(model: ModelConfig, optimizer: OptimizerConfig, dtype: torch.dtype) -
 
 
 def bytes_held(zero: Zero) -> dict[str, int]:
-    """Bytes of this rank's lasting buffers."""
+    """Return the bytes of this rank's lasting buffers, by kind."""
     states = [(name, state) for b in zero.buckets for span in b.spans for name, state in span.states.items()]
     tensors = {
         "weights": [bucket.full if bucket.stage < 3 else bucket.own for bucket in zero.buckets],

@@ -1,4 +1,4 @@
-"""Every attention backend computes the same thing: claims of one suite, each about all backends that run here."""
+"""Every attention backend equals the float64 reference; one suite runs on all backends available here."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from torch import Tensor, nn
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def with_gradients(function: Callable[..., Tensor], inputs: list[Tensor], slope: Tensor) -> list[Tensor]:
+def output_and_gradients(function: Callable[..., Tensor], inputs: list[Tensor], grad_out: Tensor) -> list[Tensor]:
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = function(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, slope.to(out.dtype))]
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out.to(out.dtype))]
 
 
-def relative(actual: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     actual, expected = actual.detach().double().cpu(), expected.detach().double()
     return float((actual - expected).norm() / expected.norm())
 
 
 class Case:
-    """Random queries, keys, values and documents, with what attention and its derivatives are in float64."""
+    """Random queries, keys, values and documents, with the float64 outputs and gradients."""
 
     def __init__(
         self, time: int, heads: int, kv_heads: int, window: int | None, documents: bool, device: torch.device = CPU
     ) -> None:
         batch, generator = 2, torch.Generator().manual_seed(time + heads)
         shapes = [(batch, time, n, HEAD_DIM[device]) for n in (heads, kv_heads, kv_heads, heads)]
-        *self.inputs, self.slope = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+        *self.inputs, self.grad_out = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
         self.window, self.first = window, None
         if documents:
             tokens = torch.randint(8, (batch, time), generator=generator)
@@ -49,7 +49,7 @@ class Case:
 
     def expected(self) -> list[Tensor]:
         plain = partial(flash_reference, first=self.first, window=self.window)
-        return with_gradients(lambda *qkv: plain(*qkv)[0], self.inputs, self.slope)
+        return output_and_gradients(lambda *qkv: plain(*qkv)[0], self.inputs, self.grad_out)
 
     def output(self, backend: Backend, device: torch.device, *inputs: Tensor) -> Tensor:
         first = None if self.first is None else self.first.to(device)
@@ -57,12 +57,14 @@ class Case:
         return backend.attend(*inputs, seen, self.window)
 
     def placed(self, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-        """As they come from the matrix product: views of one tensor."""
+        """Return the inputs as the fused product gives them: views of one tensor."""
         fused = torch.cat(self.inputs, dim=2).to(device, dtype)
         return list(fused.split([x.shape[2] for x in self.inputs], dim=2))
 
     def actual(self, backend: Backend, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-        return with_gradients(partial(self.output, backend, device), self.placed(device, dtype), self.slope.to(device))
+        return output_and_gradients(
+            partial(self.output, backend, device), self.placed(device, dtype), self.grad_out.to(device)
+        )
 
 
 CASES: dict[str, tuple[int, int, int, int | None, bool]] = {
@@ -72,8 +74,8 @@ CASES: dict[str, tuple[int, int, int, int | None, bool]] = {
     "documents": (20, 2, 1, None, True),
     "documents in a window, grouped": (70, 4, 2, 11, True),
 }
-HEAD_DIM = {CPU: 16, CUDA: 64}  # which every backend takes there
-# A backend, a device and types, by name; the tolerance is a few roundings, relative to the size of the tensor.
+HEAD_DIM = {CPU: 16, CUDA: 64}  # sizes that every backend supports on that device
+# Backend, device, dtype, and a relative tolerance of a few roundings, by name.
 RUNS: dict[str, tuple[str, torch.device, torch.dtype, float]] = {
     "sdpa fp64": ("sdpa", CPU, torch.float64, 1e-13),
     "sdpa fp32": ("sdpa", CPU, torch.float32, 2e-6),
@@ -86,7 +88,7 @@ RUNS: dict[str, tuple[str, torch.device, torch.dtype, float]] = {
 
 
 def backend_of(run: str, has_window: bool, has_documents: bool) -> Backend:
-    """Skips with a reason what cannot run here."""
+    """Load the backend of a run, or skip the test if it cannot run here."""
     name, device, dtype, _ = RUNS[run]
     if name == "ours" and device == CPU:
         pytest.importorskip("triton", reason="Triton is not installed")
@@ -105,8 +107,8 @@ def backend_of(run: str, has_window: bool, has_documents: bool) -> Backend:
 
 
 def runs(*names: str) -> Any:
-    marked = [pytest.param(name, marks=pytest.mark.gpu if RUNS[name][1] == CUDA else ()) for name in names or RUNS]
-    return pytest.mark.parametrize("run", marked)
+    params = [pytest.param(name, marks=pytest.mark.gpu if RUNS[name][1] == CUDA else ()) for name in names or RUNS]
+    return pytest.mark.parametrize("run", params)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -115,10 +117,10 @@ def test_a_backend_and_its_derivatives_equal_the_float64_reference(run: str, cas
     *_, window, documents = CASES[case]
     backend = backend_of(run, window is not None, documents)
     _, device, dtype, tolerance = RUNS[run]
-    drawn = Case(*CASES[case], device)
-    for actual, expected in zip(drawn.actual(backend, device, dtype), drawn.expected(), strict=True):
+    sample = Case(*CASES[case], device)
+    for actual, expected in zip(sample.actual(backend, device, dtype), sample.expected(), strict=True):
         assert actual.dtype == dtype
-        assert relative(actual, expected) < tolerance
+        assert relative_error(actual, expected) < tolerance
 
 
 @runs()
@@ -150,11 +152,11 @@ def test_what_a_query_does_not_see_changes_not_one_bit(run: str) -> None:
 
 
 def test_the_long_blocks_of_a_cpu_equal_the_reference() -> None:
-    # Several blocks of queries, the last of which see no key of the first; bf16 where the softmax is not kept any more.
+    # Several blocks of queries, the last of which see no key of the first; bf16 is too long to keep the softmax.
     for time, window, dtype, tolerance in ((260, 9, torch.float32, 2e-6), (520, 140, torch.bfloat16, 0.015)):
         case = Case(time, 2, 1, window, True)
         for actual, expected in zip(case.actual(load_backend("sdpa"), CPU, dtype), case.expected(), strict=True):
-            assert relative(actual, expected) < tolerance
+            assert relative_error(actual, expected) < tolerance
 
 
 def test_a_document_begins_after_the_token_that_ends_one() -> None:
@@ -183,7 +185,7 @@ def random_model(dtype: torch.dtype = torch.float32, length: int = 40, **changes
 
 
 def packed(length: int, *ends: int) -> Tensor:
-    """Random tokens (2, length), documents ending at the given positions."""
+    """Return random tokens (2, length) with documents that end at these positions."""
     tokens = torch.randint(END, (2, length), generator=torch.Generator().manual_seed(1))
     tokens[:, list(ends)] = END
     return tokens
@@ -199,15 +201,15 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone(window: int | None) 
     tokens = packed(41, 0, 11, 12, 30)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     model.end_of_document = END
-    together = losses_of(model, inputs, targets)
-    cos, sin, alone = model.cos, model.sin, []
+    packed_losses = losses_of(model, inputs, targets)
+    cos, sin, separate_losses = model.cos, model.sin, []
     for start, end in ((0, 1), (1, 12), (12, 13), (13, 31), (31, 40)):
         model.cos, model.sin = cos[start:], sin[start:]
-        alone.append(losses_of(model, inputs[:, start:end], targets[:, start:end]))
+        separate_losses.append(losses_of(model, inputs[:, start:end], targets[:, start:end]))
     # float64 throughout, summed in another order.
-    torch.testing.assert_close(together, torch.cat(alone, dim=1), atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(packed_losses, torch.cat(separate_losses, dim=1), atol=1e-12, rtol=1e-12)
     model.cos, model.sin, model.end_of_document = cos, sin, None
-    assert not torch.allclose(together, losses_of(model, inputs, targets), atol=1e-3)
+    assert not torch.allclose(packed_losses, losses_of(model, inputs, targets), atol=1e-3)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
@@ -219,7 +221,7 @@ def test_recompute_sees_the_same_documents(recompute: str) -> None:
         model.set_recompute(mode)
         loss = model.loss(tokens[:, :-1], tokens[:, 1:])
         results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @runs()
@@ -228,9 +230,9 @@ def test_a_model_computes_the_same_whatever_its_backend(run: str) -> None:
     _, device, dtype, tolerance = RUNS[run]
     tokens = packed(41, 11, 30)
     losses = []
-    for wanted, where, kind in ((backends.SDPA, CPU, torch.float64), (backend, device, dtype)):
-        model = random_model(kind, width=4 * HEAD_DIM[device], window=9).to(where)
+    for model_backend, place, model_dtype in ((backends.SDPA, CPU, torch.float64), (backend, device, dtype)):
+        model = random_model(model_dtype, width=4 * HEAD_DIM[device], window=9).to(place)
         model.end_of_document = END
-        model.use(wanted)
-        losses.append(losses_of(model, tokens[:, :-1].to(where), tokens[:, 1:].to(where)))
-    assert relative(losses[1], losses[0]) < 10 * tolerance  # two blocks, the head, and the angles in fp32
+        model.use(model_backend)
+        losses.append(losses_of(model, tokens[:, :-1].to(place), tokens[:, 1:].to(place)))
+    assert relative_error(losses[1], losses[0]) < 10 * tolerance  # two blocks, the head, and the angles in fp32

@@ -1,4 +1,4 @@
-"""Averages of the weights are the plain sums that they say they are, whatever the run does meanwhile."""
+"""Weight averages equal plain sums over the saved weights, also after a resume."""
 
 from __future__ import annotations
 
@@ -57,23 +57,23 @@ def test_an_ema_has_the_mean_age_of_a_window_of_its_span() -> None:
 
 @pytest.mark.parametrize("span", [0.05, 0.3, 0.9])
 def test_a_window_is_a_plain_mean_of_one_to_two_spans(span: float) -> None:
-    average, kept = AverageConfig("window", [0.5, span]), np.zeros((4, 500))
+    average, step_weights = AverageConfig("window", [0.5, span]), np.zeros((4, 500))
     for step in range(1, 501):
         for copy, share in enumerate(newest_shares(average, step)):
-            kept[copy] *= 1 - share
-            kept[copy, step - 1] += share
-        weights = kept[whole_copies(average, step)[span]]
+            step_weights[copy] *= 1 - share
+            step_weights[copy, step - 1] += share
+        weights = step_weights[whole_copies(average, step)[span]]
         inside = np.flatnonzero(weights)
         assert inside[-1] == step - 1
         assert len(inside) == inside[-1] - inside[0] + 1
         np.testing.assert_allclose(weights[inside], 1 / len(inside), rtol=1e-12)
-        if step > 5 / span:  # before that a block is a step or two
+        if step > 5 / span:  # earlier, a block is only a step or two
             assert span / (1 + span) - 1 / step <= len(inside) / step <= 1 - (1 + span) ** -2 + 2 / step
 
 
 @pytest.mark.parametrize("kind", ["ema", "window"])
 def test_averages_are_those_of_the_saved_weights_and_change_no_other(run: RunConfig, kind: str, tmp_path: Path) -> None:
-    """Against float64 sums over a checkpoint of every step; held-out losses against the checkpoint's own."""
+    """Compare with float64 sums over the checkpoints of all steps, and with the checkpoint's own held-out loss."""
     averaged = replace(run, average=AverageConfig(kind, [0.2, 0.6]))
     train(averaged, tmp_path / "kept", report=lambda line: None)
     train(run, tmp_path / "plain", report=lambda line: None)
@@ -109,12 +109,12 @@ def test_a_checkpoint_is_scored_by_its_average(run: RunConfig, tmp_path: Path) -
     averaged = replace(run, average=AverageConfig("ema"), checkpoint=CheckpointConfig())
     train(averaged, tmp_path / "run", report=lambda line: None)
     summary = read_json(tmp_path / "run" / "summary.json") or {}
-    both = [
+    evaluations = [
         Evaluator({}, average=average).evaluate(tmp_path / "run", tmp_path / "scores.json") for average in (None, 0.1)
     ]
-    for name, scores in zip(("val_loss", "val_loss_ema_0.1"), both, strict=True):
+    for name, scores in zip(("val_loss", "val_loss_ema_0.1"), evaluations, strict=True):
         assert scores["held_out"]["val_loss"] == pytest.approx(summary[name], rel=1e-6)
-    assert both[0]["checkpoint_sha256"] != both[1]["checkpoint_sha256"]
+    assert evaluations[0]["checkpoint_sha256"] != evaluations[1]["checkpoint_sha256"]
     with pytest.raises(UserError, match=r"average is 0.3; .* has averages of spans: 0.1"):
         load_for_evaluation(tmp_path / "run", average=0.3)
 
@@ -156,7 +156,7 @@ def _weights(model: torch.nn.Module) -> torch.Tensor:
 def test_the_best_schedule_of_a_law_is_followed_by_a_run(run: RunConfig) -> None:
     generator = np.random.default_rng(0)
     lr = 3e-3 * np.concatenate([np.arange(1, 11) / 11, np.ones(200), np.cumprod(1 - 0.03 * generator.random(190))])
-    lr[300:] *= 0.5  # a step
+    lr[300:] *= 0.5  # a sudden drop
     shares, factors = fit.schedule_points(lr)
     assert len(shares) < 80
     schedule = replace(points(shares, factors), warmup_tokens=10 * 64)

@@ -1,4 +1,4 @@
-"""Which attention backend a run takes."""
+"""Selection of a run's attention backend."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ HOPPER: dict[str, Any] = {
 CPU: dict[str, Any] = {"device_type": "cpu", "capability": None}
 
 
-def chosen(wanted: str, installed: Set[str] = ALL, **changes: Any) -> Choice:
-    return choose_backend(wanted, Work(**(HOPPER | changes)), installed)
+def chosen(requested: str, installed: Set[str] = ALL, **changes: Any) -> Choice:
+    return choose_backend(requested, Work(**(HOPPER | changes)), installed)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_auto_takes_what_suits_the_device_and_the_mask(changes: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
-    ("wanted", "changes", "words"),
+    ("requested", "changes", "reason"),
     [
         ("ours", {"installed": {"sdpa"}}, "and Triton is not installed; .* sdpa"),
         ("ours", CPU, "needs a GPU; .* sdpa"),
@@ -53,16 +53,18 @@ def test_auto_takes_what_suits_the_device_and_the_mask(changes: dict[str, Any], 
         ("sdpa", {"has_ring": True, "head_dim": 40}, r"parallel\.cp must be 1"),
     ],
 )
-def test_a_backend_that_cannot_run_is_refused_in_a_sentence(wanted: str, changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=rf"^parallel\.attention is '{wanted}', .*{words}") as refusal:
-        chosen(wanted, **changes)
+def test_a_backend_that_cannot_run_is_refused_in_a_sentence(
+    requested: str, changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UserError, match=rf"^parallel\.attention is '{requested}', .*{reason}") as refusal:
+        chosen(requested, **changes)
     assert "\n" not in str(refusal.value)
 
 
 def test_a_package_that_cannot_be_imported_is_passed_over_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(backends, "installed", lambda: ALL)
-    monkeypatch.setitem(sys.modules, "isoflop.train.kernels.flash", None)  # what makes an import fail
+    monkeypatch.setitem(sys.modules, "isoflop.train.kernels.flash", None)  # makes the import fail
     device, masks = torch.device("cuda"), (True, False)
     choice, backend = select_backend("auto", device, torch.bfloat16, 64, *masks)
     assert (choice.name, backend.name) == ("sdpa", "sdpa")

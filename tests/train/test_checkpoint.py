@@ -1,4 +1,4 @@
-"""Checkpoints survive kills, full disks and rotten bits: what counts as one is whole, and the newest whole one wins."""
+"""Checkpoints survive kills, full disks and flipped bits: only complete ones count, and the newest of them wins."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ def update(gpt: GPT, adam: torch.optim.AdamW, seed: int) -> None:
     adam.zero_grad()
 
 
-def held(gpt: GPT, adam: torch.optim.AdamW) -> list[Held]:
-    """The state of a training as views of it."""
-    found = checkpoint.whole_weights(gpt)
+def state_of(gpt: GPT, adam: torch.optim.AdamW) -> list[Held]:
+    """Return views of the weights and moments of a training run."""
+    states = checkpoint.whole_weights(gpt)
     for name, parameter in gpt.named_parameters():
         for kind in ("exp_avg", "exp_avg_sq"):
             if parameter in adam.state:
                 moment = adam.state[parameter][kind].view(-1)
-                found.append(Held(name, kind, whole_placement(parameter.shape), 0, len(moment), moment))
-    return found
+                states.append(Held(name, kind, whole_placement(parameter.shape), 0, len(moment), moment))
+    return states
 
 
 def save(root: Path, step: int, config: RunConfig | None = None, steps: int = 2) -> Path:
     config = config or tiny()
     config.checkpoint.keep = 5
     saver = Saver(root, Mesh(), config, ByteTokenizer())
-    path = saver.save(step, held(*trained(config, steps)), {"seconds": 1.5})
+    path = saver.save(step, state_of(*trained(config, steps)), {"seconds": 1.5})
     saver.wait()
     return path
 
@@ -81,14 +81,14 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def root(template: Path, tmp_path: Path) -> Path:
-    """Three whole checkpoints, whose order as text is not their order in time."""
+    """Return a directory of three complete checkpoints whose alphabetical order is not their order in time."""
     return Path(shutil.copytree(template, tmp_path / "checkpoints"))
 
 
 def newest(root: Path) -> tuple[str | None, list[str]]:
-    said: list[str] = []
-    found = checkpoint.newest_valid(root, said.append)
-    return (found.name if found else None), said
+    messages: list[str] = []
+    path = checkpoint.newest_valid(root, messages.append)
+    return (path.name if path else None), messages
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -96,10 +96,10 @@ def test_weights_and_moments_come_back_bit_for_bit(tied: bool, tmp_path: Path) -
     config = tiny(tied_embeddings=tied, qk_norm=True)
     gpt, adam = trained(config)
     writer = Saver(tmp_path, Mesh(), config, ByteTokenizer())
-    path = writer.save(2, held(gpt, adam), {"seconds": 1.5, "rng": [1, 2]})
+    path = writer.save(2, state_of(gpt, adam), {"seconds": 1.5, "rng": [1, 2]})
     writer.close()
     other, other_adam = trained(config, steps=2, seed=9)
-    state = checkpoint.resume_state(tmp_path, held(other, other_adam), config, Mesh())
+    state = checkpoint.resume_state(tmp_path, state_of(other, other_adam), config, Mesh())
     assert state == {"step": 2, "seconds": 1.5, "rng": [1, 2]}
     for (name, ours), theirs in zip(gpt.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
@@ -110,36 +110,36 @@ def test_weights_and_moments_come_back_bit_for_bit(tied: bool, tmp_path: Path) -
     update(other, other_adam, 77)
     assert all(torch.equal(a, b) for a, b in zip(gpt.parameters(), other.parameters(), strict=True))
 
-    checkpoint.restore_state(path, held(gpt, adam), config)  # back to what was saved
+    checkpoint.restore_state(path, state_of(gpt, adam), config)  # back to what was saved
     loaded = checkpoint.load_for_evaluation(path)
     assert all(torch.equal(a, b) for a, b in zip(gpt.parameters(), loaded.model.parameters(), strict=True))
     assert not loaded.model.training
     assert (loaded.step, run_id(loaded.config), loaded.tokenizer.vocab_size) == (2, run_id(config), 256)
 
 
-def test_a_model_that_was_trained_on_documents_apart_is_asked_so(tmp_path: Path) -> None:
-    """A document's logits are those that it has alone, though another comes before it; positions are relative."""
+def test_a_model_trained_on_separate_documents_is_evaluated_so(tmp_path: Path) -> None:
+    """A document has the same logits alone and after another one, because positions are relative."""
     config = tiny()
     tokens = torch.tensor([[7, 8, 9, 0xFF, 1, 2, 3]])
-    for apart in (True, False):
-        config.data.separate_documents = apart
-        model = checkpoint.load_for_evaluation(save(tmp_path / str(apart), 2, config)).model
+    for separate in (True, False):
+        config.data.separate_documents = separate
+        model = checkpoint.load_for_evaluation(save(tmp_path / str(separate), 2, config)).model
         same = torch.allclose(model(tokens)[0, 4:], model(tokens[:, 4:])[0], atol=1e-5)  # fp32, other rotations
-        assert same == apart
+        assert same == separate
 
 
 def test_another_run_is_not_restored_and_the_differing_field_is_named(tmp_path: Path) -> None:
     path = save(tmp_path, 2)
     other = tiny(hidden=8)
     with pytest.raises(UserError, match=r"another run: model\.hidden is None there and 8"):
-        checkpoint.restore_state(path, held(*trained(other, 0)), other)
+        checkpoint.restore_state(path, state_of(*trained(other, 0)), other)
     other = tiny()
     other.optimizer.beta1 = 0.5
     with pytest.raises(UserError, match=r"optimizer\.beta1 is 0\.9 there and 0\.5 here"):
-        checkpoint.restore_state(path, held(*trained(other, 0)), other)
+        checkpoint.restore_state(path, state_of(*trained(other, 0)), other)
     other = tiny()
     other.checkpoint.keep, other.name = 7, "cosmetic"
-    checkpoint.restore_state(path, held(*trained(other, 0)), other)
+    checkpoint.restore_state(path, state_of(*trained(other, 0)), other)
 
 
 def test_a_run_that_differs_in_d_alone_is_restored_up_to_its_decay(tmp_path: Path) -> None:
@@ -150,16 +150,16 @@ def test_a_run_that_differs_in_d_alone_is_restored_up_to_its_decay(tmp_path: Pat
     gpt, adam = trained(config)
     for source, branch, last in ((long, short, 40), (short, long, 40)):  # whichever of the two decays first
         root = tmp_path / run_id(source)
-        assert checkpoint.restore_state(save(root, last, source), held(gpt, adam), branch)["step"] == last
+        assert checkpoint.restore_state(save(root, last, source), state_of(gpt, adam), branch)["step"] == last
         with pytest.raises(UserError, match=r"belongs to another run: tokens is \d+ there and \d+ here$"):
-            checkpoint.restore_state(save(root, last + 1, source), held(gpt, adam), branch)
+            checkpoint.restore_state(save(root, last + 1, source), state_of(gpt, adam), branch)
     for other in (
         replace(short, seed=1),
         replace(short, schedule=replace(short.schedule, kind="cosine")),
         replace(short, schedule=replace(short.schedule, warmup_tokens=4 * step)),
     ):
         with pytest.raises(UserError, match="belongs to another run"):
-            checkpoint.restore_state(tmp_path / run_id(long) / "step_40", held(gpt, adam), other)
+            checkpoint.restore_state(tmp_path / run_id(long) / "step_40", state_of(gpt, adam), other)
 
 
 def truncate(path: Path) -> None:
@@ -176,10 +176,10 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_one_is_reported_and_skipped(name: str, harm: Callable[[Path], None], root: Path) -> None:
     harm(root / "step_10" / name)
-    found, said = newest(root)
-    assert found == "step_9"
-    assert len(said) == 1
-    assert said[0].startswith("checkpoint step_10 is damaged (")
+    newest_name, messages = newest(root)
+    assert newest_name == "step_9"
+    assert len(messages) == 1
+    assert messages[0].startswith("checkpoint step_10 is damaged (")
     with pytest.raises(UserError, match="is damaged"):
         checkpoint.load_for_evaluation(root / "step_10")
     assert checkpoint.load_for_evaluation(root).path.name == "step_9"
@@ -187,7 +187,7 @@ def test_a_damaged_one_is_reported_and_skipped(name: str, harm: Callable[[Path],
 
 
 def test_no_flipped_bit_of_the_manifest_does_more_than_damage(root: Path) -> None:
-    # It is the one file without a checksum of its own: whatever it says, the answer is a checkpoint or a sentence.
+    # The manifest is the only file without a checksum: any content must give a checkpoint or one sentence.
     manifest = root / "step_10" / "manifest.json"
     good = manifest.read_bytes()
     generator = random.Random(0)
@@ -195,10 +195,10 @@ def test_no_flipped_bit_of_the_manifest_does_more_than_damage(root: Path) -> Non
         content = bytearray(good)
         content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
         manifest.write_bytes(content)
-        found, said = newest(root)
-        assert (found, len(said)) in (("step_10", 0), ("step_9", 1))
-        if found == "step_10":  # the bit was white space, or the name of a file that is not required
-            checkpoint.restore_state(root / "step_10", held(*trained(tiny(), 0)), tiny())
+        newest_name, messages = newest(root)
+        assert (newest_name, len(messages)) in (("step_10", 0), ("step_9", 1))
+        if newest_name == "step_10":  # the bit was white space, or the name of a file that is not required
+            checkpoint.restore_state(root / "step_10", state_of(*trained(tiny(), 0)), tiny())
     for text in ("{}", "[]", "null", '{"model.safetensors": 3}'):
         manifest.write_text(text)
         assert newest(root)[0] == "step_9"
@@ -207,9 +207,9 @@ def test_no_flipped_bit_of_the_manifest_does_more_than_damage(root: Path) -> Non
 def test_all_damaged_is_none_and_each_is_reported(root: Path) -> None:
     for path in root.iterdir():
         truncate(path / "model.safetensors")
-    found, said = newest(root)
-    assert found is None
-    assert [line.split()[1] for line in said] == ["step_10", "step_9", "step_2"]
+    newest_name, messages = newest(root)
+    assert newest_name is None
+    assert [line.split()[1] for line in messages] == ["step_10", "step_9", "step_2"]
     with pytest.raises(UserError, match="holds no checkpoint"):
         checkpoint.find(root)
 
@@ -225,7 +225,7 @@ def test_a_whole_checkpoint_stays_and_a_damaged_one_is_replaced(root: Path) -> N
 
 def test_pruning_keeps_the_newest_and_drops_what_a_resume_skipped(root: Path) -> None:
     truncate(root / "step_10" / "model.safetensors")
-    # The run fell back to step 9 or before and has just saved 9: step 10 must not push it out.
+    # The run fell back to step 9 or before and has just saved 9: step 10 must not displace it.
     checkpoint.prune(root, keep=1, newest=9, named=())
     assert [path.name for path in root.iterdir()] == ["step_9"]
 
@@ -236,13 +236,13 @@ def test_pruning_leaves_named_checkpoints_which_take_nobodys_place(root: Path) -
     save(root, 12)
     checkpoint.prune(root, keep=1, newest=12, named=[2, 12])
     assert sorted(path.name for path in root.iterdir()) == ["step_10", "step_12", "step_2"]
-    checkpoint.prune(root, keep=1, newest=10, named=[12])  # damaged, or the run would have gone on from it
+    checkpoint.prune(root, keep=1, newest=10, named=[12])  # step 12 is damaged, or the run would have resumed from it
     assert sorted(path.name for path in root.iterdir()) == ["step_10"]
 
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """A limit on the size of files: writing fails in the middle, as on a full disk."""
+    """Limit the size of files, so that writing fails in the middle, as on a full disk."""
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, old[1]))
@@ -254,7 +254,7 @@ def small_files() -> Iterator[None]:
 def test_a_full_disk_leaves_the_old_one_and_nothing_half_written(root: Path, small_files: None) -> None:
     with pytest.raises(OSError, match="File too large") as raised:
         save(root, 11)
-    assert raised.value.errno == 27  # EFBIG: the caller tells a full disk from a bug by the number
+    assert raised.value.errno == 27  # EFBIG: the caller recognises a full disk by this number
     assert sorted(path.name for path in root.iterdir()) == ["step_10", "step_2", "step_9"]
     assert newest(root) == ("step_10", [])
 
@@ -270,7 +270,7 @@ def test_a_kill_in_the_middle_of_saving_leaves_nothing_that_counts(moment: str, 
 
         return wrapped
 
-    def save_until_then() -> None:
+    def save_and_die() -> None:
         if moment.endswith(".safetensors"):
             storage.save_file = killing(storage.save_file, lambda tensors, path: path.name == moment)
         elif moment == "manifest":
@@ -281,7 +281,7 @@ def test_a_kill_in_the_middle_of_saving_leaves_nothing_that_counts(moment: str, 
             os.replace = killing(os.replace)
         save(root, 11)
 
-    child = multiprocessing.get_context("fork").Process(target=save_until_then)
+    child = multiprocessing.get_context("fork").Process(target=save_and_die)
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL
@@ -304,7 +304,7 @@ def test_every_file_is_in_the_manifest(root: Path) -> None:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Holds up the writing of tensors in the background until it is set."""
+    """Return an event; writing tensors in the background waits until it is set."""
     event, real = threading.Event(), saver.write_whole
 
     def write_later(directory: Path, parts: Any) -> None:
@@ -317,18 +317,18 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 def test_a_save_is_of_its_moment_although_training_goes_on(gate: threading.Event, tmp_path: Path) -> None:
     gpt, adam = trained(tiny())
-    state = held(gpt, adam)
-    expected = {(each.name, each.kind): each.values.clone() for each in state}
+    state = state_of(gpt, adam)
+    expected = {(part.name, part.kind): part.values.clone() for part in state}
     trainer = {"losses": [1.0]}
     writer = Saver(tmp_path, Mesh(), tiny(), ByteTokenizer())
     writer.save(2, state, trainer)
-    update(gpt, adam, 5)  # training goes on: nothing is on disk yet
+    update(gpt, adam, 5)  # training continues while nothing is on disk
     trainer["losses"].append(2.0)
     assert not checkpoint.list_steps(tmp_path)
     gate.set()
     writer.close()
     assert checkpoint.resume_state(tmp_path, state, tiny(), Mesh()) == {"step": 2, "losses": [1.0]}
-    assert all(torch.equal(each.values, expected[each.name, each.kind]) for each in state)
+    assert all(torch.equal(part.values, expected[part.name, part.kind]) for part in state)
 
 
 def test_a_save_waits_for_the_one_before_and_both_are_whole(gate: threading.Event, tmp_path: Path) -> None:
@@ -338,10 +338,10 @@ def test_a_save_waits_for_the_one_before_and_both_are_whole(gate: threading.Even
     weights = []
     timer = threading.Timer(0.2, gate.set)
     for step in (2, 3, 4):
-        writer.save(step, held(gpt, adam), {})
+        writer.save(step, state_of(gpt, adam), {})
         weights.append(gpt.head.weight.detach().clone())
         if step == 2:
-            timer.start()  # from here on the second save can only wait
+            timer.start()  # from here on the second save has to wait
         else:
             assert checkpoint.list_steps(tmp_path)[-1][0] == step - 1
         update(gpt, adam, step)
@@ -356,9 +356,9 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path: Path, m
         (directory / "model.safetensors").write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    said: list[str] = []
-    state = held(*trained(tiny()))
-    writer = Saver(tmp_path, Mesh(), tiny(), ByteTokenizer(), said.append)
+    messages: list[str] = []
+    state = state_of(*trained(tiny()))
+    writer = Saver(tmp_path, Mesh(), tiny(), ByteTokenizer(), messages.append)
     writer.save(2, state, {})
     writer.wait()
     monkeypatch.setattr(saver, "write_whole", full)
@@ -367,7 +367,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path: Path, m
         writer.wait()
     assert raised.value.errno == 28
     writer.save(4, state, {})
-    writer.close()  # a run that ends for another reason is not the place to raise
-    assert len(said) == 1
+    writer.close()  # does not raise: the run ends for another reason
+    assert len(messages) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
     assert newest(tmp_path) == ("step_2", [])

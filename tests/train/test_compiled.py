@@ -1,4 +1,4 @@
-"""One compilation serves every depth, and what was compiled serves the next process."""
+"""One compilation serves every depth, and the next process reuses it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from isoflop.train.model.gpt import GPT
 
 @pytest.mark.slow
 def test_a_deeper_model_of_a_width_seen_before_compiles_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The compiler's own front, where a second compilation would show, without the code generator.
+    # Dynamo without the code generator: a second compilation would already show in its counters.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
     torch.compiler.reset()
     counters = torch._dynamo.utils.counters["stats"]
     tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
-    made = []
+    new_graphs = []
     for depth, vocabulary in ((1, 256), (2, 400)):
         before = counters["unique_graphs"]
         model = GPT(ModelConfig(width=16, depth=depth, heads=2, vocab_size=vocabulary), 16)
         model.compile_blocks()
         for _ in range(2):
             model.loss(tokens, tokens).backward()
-        made.append(counters["unique_graphs"] - before)
-    assert made == [1, 0]
+        new_graphs.append(counters["unique_graphs"] - before)
+    assert new_graphs == [1, 0]
 
 
 SCRIPT = """
@@ -61,12 +61,12 @@ def test_a_new_process_compiles_nothing_again(tmp_path: Path) -> None:
         parallel=ParallelConfig(device="cpu", compile=True),
     )
     environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
-    ended = []
+    results = []
     for config.model.depth in (1, 3):
         command = [sys.executable, "-c", SCRIPT, json.dumps(to_dict(config))]
-        done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-        ended.append(json.loads(done.stdout.splitlines()[-1]))
-    assert ended[0]["inductor"]["fxgraph_cache_miss"] == 2  # forward and backward
-    assert ended[1]["inductor"].get("fxgraph_cache_miss", 0) == 0
-    assert ended[1]["inductor"]["fxgraph_cache_hit"] == 2
+        process = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+        results.append(json.loads(process.stdout.splitlines()[-1]))
+    assert results[0]["inductor"]["fxgraph_cache_miss"] == 2  # forward and backward
+    assert results[1]["inductor"].get("fxgraph_cache_miss", 0) == 0
+    assert results[1]["inductor"]["fxgraph_cache_hit"] == 2
     assert list((tmp_path / "cache" / "compiled").rglob("*.so"))

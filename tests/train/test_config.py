@@ -1,4 +1,4 @@
-"""A run's identity is its science, and a config that cannot be trained is refused in one sentence."""
+"""A run's id depends on its scientific fields only; an untrainable config is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from isoflop.train.config import RunConfig, from_dict, identity, run_id, to_dict
 from isoflop.train.errors import UserError
 from isoflop.train.planner.validation import validate
 
-# Every field of a run's identity, spelled out, so that a new default changes nothing here. A field that is added,
-# removed, renamed or made cosmetic does: it gives every run in the world another id, so it must be meant.
+# Every field of a run's identity, spelled out, so that a new default changes nothing here. Adding, removing or
+# renaming a field, or making it cosmetic, changes the id of every run, so it must be intended.
 SCIENCE: dict[str, Any] = {
     "model": {
         "width": 32, "depth": 2, "heads": 2, "kv_heads": 1, "hidden": 48, "vocab_size": 256, "vocab_multiple": 64,
@@ -44,7 +44,7 @@ PINNED = "86ff2a0382"
 
 
 def fields(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], bool]]:
-    """(path, cosmetic) of every leaf of a config."""
+    """Yield (path, is cosmetic) of every leaf of a config."""
     for item in dataclasses.fields(node):
         value = getattr(node, item.name)
         if dataclasses.is_dataclass(value):
@@ -91,7 +91,7 @@ def test_no_cosmetic_field_changes_the_id(path: tuple[str, ...]) -> None:
 def test_the_id_is_the_same_in_every_process_and_after_a_file() -> None:
     run = from_dict(RunConfig, copy.deepcopy(SCIENCE))
     assert run_id(from_dict(RunConfig, json.loads(json.dumps(to_dict(run))))) == PINNED
-    # Not the order of keys, not the seed of string hashes, and whole numbers count as the floats that they are.
+    # Neither the order of keys nor the seed of string hashes matters, and 1 counts as 1.0.
     shuffled = {key: SCIENCE[key] for key in reversed(SCIENCE)}
     shuffled["optimizer"] = {**SCIENCE["optimizer"], "width_exponent": 1, "gradient_clip": 1}
     code = (
@@ -99,12 +99,12 @@ def test_the_id_is_the_same_in_every_process_and_after_a_file() -> None:
         "print(run_id(from_dict(RunConfig, json.load(sys.stdin))), 'torch' in sys.modules)"
     )
     for seed in ("1", "2"):
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", code], input=json.dumps(shuffled), capture_output=True, text=True, check=True,
             env={"PYTHONHASHSEED": seed},
         )  # fmt: skip
         # Planning imports this module, and must not wait for torch.
-        assert done.stdout.split() == [PINNED, "False"]
+        assert process.stdout.split() == [PINNED, "False"]
 
 
 def test_unknown_keys_and_wrong_shapes_are_named() -> None:
@@ -118,7 +118,7 @@ def test_unknown_keys_and_wrong_shapes_are_named() -> None:
 
 REFUSED: dict[str, list[Any]] = {
     "model.width": [0],
-    "model.heads": [5, 64],  # which do not divide the width of 64, or leave heads of one number
+    "model.heads": [5, 64],  # 5 does not divide the width of 64, and 64 leaves heads of one number
     "model.kv_heads": [3],
     "model.vocab_multiple": [0],
     "model.norm_eps": [-1.0],
@@ -154,8 +154,8 @@ REFUSED: dict[str, list[Any]] = {
 }
 
 
-def assert_refused(run: RunConfig, path: str, value: Any, says: str) -> None:
-    """The sentence begins with the field and its value."""
+def assert_refused(run: RunConfig, path: str, value: Any, problem: str) -> None:
+    """Assert that the error begins with the field and its value."""
     validate(run)
     *groups, name = path.split(".")
     owner: Any = run
@@ -164,7 +164,7 @@ def assert_refused(run: RunConfig, path: str, value: Any, says: str) -> None:
     setattr(owner, name, value)
     with pytest.raises(UserError) as raised:
         validate(run)
-    assert str(raised.value).startswith(f"{path} {says}; ")
+    assert str(raised.value).startswith(f"{path} {problem}; ")
     assert "\n" not in str(raised.value)
 
 
@@ -176,7 +176,7 @@ def test_what_cannot_be_trained_is_refused_in_one_sentence(path: str, value: Any
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "says"),
+    ("path", "value", "problem"),
     [
         ("checkpoint.at_steps", [10**9], "contains 1000000000"),
         ("data.validation_fraction", 0.0, "is 0"),
@@ -184,10 +184,10 @@ def test_what_cannot_be_trained_is_refused_in_one_sentence(path: str, value: Any
         ("model.rope_theta", 1.0, "is 1"),
     ],
 )
-def test_a_value_that_others_rule_out_is_refused(path: str, value: Any, says: str) -> None:
+def test_a_value_that_others_rule_out_is_refused(path: str, value: Any, problem: str) -> None:
     run = RunConfig()
     run.model.rope_scaling, run.model.rope_factor, run.model.rope_length = "yarn", 4.0, 64
-    assert_refused(run, path, value, says)
+    assert_refused(run, path, value, problem)
 
 
 def test_padding_and_the_inner_width_follow_their_rules() -> None:

@@ -1,7 +1,7 @@
 """Activations move as far at every width and depth (Yang et al. 2022, appendix D.1; Dey et al. 2025, section 3).
 
-For widths 16 to 256 at depth 4, and depths 2 to 16 at the base width: the root mean square of an activation on a batch
-that is never trained on, and of its change in a few steps. Where rates transfer, both are the same at every size.
+Measured at widths 16 to 256 with depth 4, and depths 2 to 16 with the base width: the root mean squares of activations
+on a held-out batch, and of their changes in a few steps. Where rates transfer, both are the same at every size.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from torch import Tensor
 
 WIDTHS, DEPTHS = (16, 32, 64, 128, 256), (2, 4, 8, 16)
 WIDTH, LENGTH, BATCH = 64, 64, 8
-HEAD = 16  # of every width, so that attention is the same product at all of them
+HEAD = 16  # at every width, so that attention is always the same product
 
-Sizes = dict[tuple[str, str], float]  # root mean squares by activation, of it (size) and of its change
+Sizes = dict[tuple[str, str], float]  # root mean squares by (activation, "size" or "change")
 
 
 def watch(gpt: GPT, tokens: Tensor) -> dict[str, Tensor]:
-    """Return the residual stream, what the branches in its middle and the head read of it, and the logits."""
+    """Return the residual stream at three places, two of the norms that read it, and the logits."""
     seen: dict[str, Tensor] = {}
     modules: dict[str, Any] = {
         "embedding": gpt.embedding,
@@ -52,7 +52,7 @@ def watch(gpt: GPT, tokens: Tensor) -> dict[str, Tensor]:
     return seen
 
 
-def changes(model: ModelConfig, optimizer: OptimizerConfig, steps: int, seed: int) -> Sizes:
+def activation_sizes(model: ModelConfig, optimizer: OptimizerConfig, steps: int, seed: int) -> Sizes:
     gpt = empty_model(model, optimizer, LENGTH)
     placements = {name: whole_placement(p.shape) for name, p in gpt.named_parameters()}
     zero = Zero(
@@ -78,46 +78,46 @@ def changes(model: ModelConfig, optimizer: OptimizerConfig, steps: int, seed: in
     return sizes
 
 
-def slopes(of_size: Mapping[int, Sizes]) -> Sizes:
+def slopes(by_size: Mapping[int, Sizes]) -> Sizes:
     """Return the slope of the log root mean square over log size, through all sizes."""
-    sizes = np.log(list(of_size))
-    keys = next(iter(of_size.values()))
-    return {key: float(np.polyfit(sizes, np.log([each[key] for each in of_size.values()]), 1)[0]) for key in keys}
+    sizes = np.log(list(by_size))
+    keys = next(iter(by_size.values()))
+    return {key: float(np.polyfit(sizes, np.log([row[key] for row in by_size.values()]), 1)[0]) for key in keys}
 
 
 def measure(
     axis: str, optimizer: OptimizerConfig, tied: bool, steps: int, seeds: int
 ) -> dict[int, dict[tuple[str, str], float]]:
     """Return geometric means over seeds, by width or depth."""
-    of_size: dict[int, Sizes] = {}
+    by_size: dict[int, Sizes] = {}
     for size in WIDTHS if axis == "width" else DEPTHS:
         width, depth = (size, 4) if axis == "width" else (WIDTH, size)
         model = ModelConfig(width=width, depth=depth, heads=width // HEAD, vocab_size=256, tied_embeddings=tied)
         logs = defaultdict[tuple[str, str], list[float]](list)
         for seed in range(seeds):
-            for key, value in changes(model, optimizer, steps, seed).items():
+            for key, value in activation_sizes(model, optimizer, steps, seed).items():
                 logs[key].append(np.log(value))
-        of_size[size] = {key: float(np.exp(np.mean(values))) for key, values in logs.items()}
-    return of_size
+        by_size[size] = {key: float(np.exp(np.mean(values))) for key, values in logs.items()}
+    return by_size
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("axis", "tied"), [("width", False), ("depth", True)])
 def test_activations_and_their_changes_are_flat_over_width_and_depth(axis: str, tied: bool) -> None:
     optimizer = OptimizerConfig(learning_rate=3e-3, base_width=64, base_depth=4)
-    found = slopes(measure(axis, optimizer, tied, steps=5, seeds=8))
-    for (name, what), slope in found.items():
+    measured = slopes(measure(axis, optimizer, tied, steps=5, seeds=8))
+    for (name, quantity), slope in measured.items():
         limit = 0.05
         if axis == "depth" and "middle" in name:
-            limit = 0.12  # half of a few blocks is no half of many: the slope falls as 1 / depth
+            limit = 0.12  # the middle of few blocks differs from that of many; the slope falls as 1 / depth
         if axis == "depth" and tied and name.endswith("of the stream"):
-            # A tied table starts the stream at 1/8, which early branches drown; what norms make of it is flat.
+            # A tied table starts the stream at 1/8, and early branches outweigh it; after the norms it is flat.
             limit = 0.3
-        assert abs(slope) <= limit, (name, what)
+        assert abs(slope) <= limit, (name, quantity)
 
 
 @pytest.mark.slow
 def test_without_depth_transfer_deep_models_move_further() -> None:
     width_alone = OptimizerConfig(learning_rate=3e-3, base_width=64)
-    found = slopes(measure("depth", width_alone, False, steps=5, seeds=2))
-    assert found["end of the stream", "change"] > 0.3
+    measured = slopes(measure("depth", width_alone, False, steps=5, seeds=2))
+    assert measured["end of the stream", "change"] > 0.3

@@ -1,4 +1,4 @@
-"""A mixture of experts is a loop over its experts: its numbers, its gradients, its FLOPs, its balance."""
+"""A mixture of experts equals a loop over its experts in outputs, gradients and FLOPs, and balances its load."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MIXED = ModelConfig(
 
 
 def mixture(seed: int, **changes: Any) -> GPT:
-    """In float64, with biases that decide choices."""
+    """Build a float64 model whose biases decide choices of experts."""
     torch.manual_seed(seed)
     gpt = build_model(replace(MIXED, **changes), OptimizerConfig(base_width=16), 12, seed).double()
     for name, parameter in gpt.named_parameters():
@@ -50,13 +50,13 @@ def mixture(seed: int, **changes: Any) -> GPT:
 
 
 def one_by_one(moe: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What a layer gives for (batch, time, width), and its penalty: every expert on every token, by autograd alone."""
+    """Return a layer's output for x (batch, time, width) and its penalty, running every expert on every token."""
     config, router, experts = moe.router.config, moe.router, moe.experts
     logits = x @ router.weight.T
     scores = logits.sigmoid() if config.gate == "sigmoid" else logits.softmax(-1)
-    wanted = scores if router.balance is None else scores + router.balance
+    ranking = scores if router.balance is None else scores + router.balance
     chosen = torch.zeros_like(scores, dtype=torch.bool)
-    chosen.scatter_(-1, wanted.sort(-1, descending=True).indices[..., : config.experts_per_token], True)
+    chosen.scatter_(-1, ranking.sort(-1, descending=True).indices[..., : config.experts_per_token], True)
     gates = scores * chosen
     if config.gates_normalised:
         gates = gates / gates.sum(-1, keepdim=True)
@@ -83,7 +83,7 @@ class OneByOne(torch.nn.Module):
 
 
 def reference(gpt: GPT) -> GPT:
-    """The same weights, each mixture a loop over its experts."""
+    """Copy a model, with each mixture replaced by a loop over its experts."""
     other = copy.deepcopy(gpt)
     for block in other.blocks:
         if isinstance(block.mlp, MoE):
@@ -122,21 +122,21 @@ def test_loss_and_every_gradient_are_those_of_a_loop_over_experts(
 
 
 def test_grouped_products_are_pytorchs_own() -> None:
-    """The way of GPUs against that of CPUs; experts without a row included."""
+    """Compare the path of GPUs with that of CPUs, including experts without rows."""
     generator = torch.Generator().manual_seed(0)
     counts = torch.tensor([5, 0, 17, 2])
     x, weights = torch.randn(24, 16, generator=generator), torch.randn(4, 16, 32, generator=generator)
     y = torch.randn(24, 32, generator=generator)
     offsets, ends = counts.cumsum(0).to(torch.int32), [0, 5, 5, 22, 24]
-    one_by_one = torch.cat([x[a:b] @ weights[e] for e, (a, b) in enumerate(pairwise(ends))])
-    torch.testing.assert_close(product(x, weights, offsets, torch.empty(24, 32)), one_by_one)
-    torch.testing.assert_close(product(x[5:22], weights, 2, torch.empty(17, 32)), one_by_one[5:22])
-    found, expected = torch.ones(4, 16, 32), torch.zeros(4, 16, 32)
-    outer(x, y, offsets, found)
+    by_expert = torch.cat([x[a:b] @ weights[e] for e, (a, b) in enumerate(pairwise(ends))])
+    torch.testing.assert_close(product(x, weights, offsets, torch.empty(24, 32)), by_expert)
+    torch.testing.assert_close(product(x[5:22], weights, 2, torch.empty(17, 32)), by_expert[5:22])
+    grouped, expected = torch.ones(4, 16, 32), torch.zeros(4, 16, 32)
+    outer(x, y, offsets, grouped)
     for e, (a, b) in enumerate(pairwise(ends)):
         outer(x[a:b], y[a:b], e, expected)
-    torch.testing.assert_close(found, expected)
-    assert not found[1].any()
+    torch.testing.assert_close(grouped, expected)
+    assert not grouped[1].any()
 
 
 def test_the_gradient_of_a_bias_is_the_excess_of_its_expert() -> None:
@@ -180,24 +180,26 @@ def test_the_norm_of_the_gradient_is_that_of_the_loss_and_counts_no_bias() -> No
     gpt, zero = engine(weights.config, OptimizerConfig(base_width=16), torch.float32)
     zero.load((name, p.detach()) for name, p in weights.named_parameters())
     weights.loss(tokens[:, :-1], tokens[:, 1:]).backward()
-    counted = [p.grad for name, p in weights.named_parameters() if p.grad is not None and not name.endswith("balance")]
+    gradients = [
+        p.grad for name, p in weights.named_parameters() if p.grad is not None and not name.endswith("balance")
+    ]
     with zero.gradients.micro_batch(last=True):
         loss = gpt.loss(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
     norm = zero.step(loss.detach()).norm.item()
-    assert norm == pytest.approx(torch.cat([grad.flatten() for grad in counted]).norm().item(), rel=1e-5)
+    assert norm == pytest.approx(torch.cat([grad.flatten() for grad in gradients]).norm().item(), rel=1e-5)
 
 
-def test_the_balance_is_told_by_its_extremes() -> None:
-    found = balance_of(torch.tensor([[4, 4, 4, 4], [16, 0, 0, 0], [8, 8, 0, 0]]))
-    assert found["load_max"] == [1.0, 4.0, 2.0]
-    assert found["load_entropy"] == pytest.approx([1.0, 0.0, 0.5])
-    assert found["dead_experts"] == [0, 3, 2]
+def test_the_balance_of_extreme_loads() -> None:
+    balance = balance_of(torch.tensor([[4, 4, 4, 4], [16, 0, 0, 0], [8, 8, 0, 0]]))
+    assert balance["load_max"] == [1.0, 4.0, 2.0]
+    assert balance["load_entropy"] == pytest.approx([1.0, 0.0, 0.5])
+    assert balance["dead_experts"] == [0, 3, 2]
 
 
 @pytest.mark.parametrize("seed", [0, 3])
 def test_flops_are_those_of_the_loop_where_the_load_is_balanced(seed: int) -> None:
-    """Each token through k experts, whoever they are: the counter sees every product of a loop over the chosen."""
+    """Send each token through any k experts; the counter sees every product of that loop."""
     config = replace(MIXED, dense_layers=seed % 2, shared_experts=seed // 2, experts=8, experts_per_token=1 + seed)
     gpt, batch, time = build_model(config, OptimizerConfig(), 16, 0), 3, 16
     rows = batch * time * config.experts_per_token // config.experts
@@ -221,7 +223,7 @@ def test_flops_are_those_of_the_loop_where_the_load_is_balanced(seed: int) -> No
         if isinstance(block.mlp, MoE):
             block.mlp = Chosen(block.mlp)  # type: ignore[assignment]
     tokens = torch.randint(61, (batch, time))
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # whose products it sees
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the counter sees its products
         gpt(tokens).logsumexp(-1).sum().backward()
     assert counter.get_total_flops() == training_flops_per_token(config, time) * batch * time
 
@@ -247,15 +249,15 @@ def config(small_corpus: Callable[..., DataConfig]) -> RunConfig:
 
 
 def test_a_run_balances_its_load_and_goes_on_as_if_it_had_never_stopped(config: RunConfig, tmp_path: Path) -> None:
-    alone = loop.train(config, tmp_path / "alone")
+    undisturbed = loop.train(config, tmp_path / "alone")
     records = read_json_lines(tmp_path / "alone" / "metrics.jsonl")
     assert all(len(record["load_max"]) == config.model.depth for record in records)
     unbiased = replace(config.model, balance_rate=0.0)
     loop.train(replace(config, model=unbiased), tmp_path / "unbiased")
-    without = read_json_lines(tmp_path / "unbiased" / "metrics.jsonl")
-    assert records[-1]["load_entropy"][0] > without[-1]["load_entropy"][0]
-    assert alone["N_active"] < alone["N_total"]
-    assert alone["flops_6nd"] == 6.0 * alone["N_active"] * alone["D"]
+    unbalanced = read_json_lines(tmp_path / "unbiased" / "metrics.jsonl")
+    assert records[-1]["load_entropy"][0] > unbalanced[-1]["load_entropy"][0]
+    assert undisturbed["N_active"] < undisturbed["N_total"]
+    assert undisturbed["flops_6nd"] == 6.0 * undisturbed["N_active"] * undisturbed["D"]
 
     interrupted = replace(config, checkpoint=replace(config.checkpoint, every_steps=15, at_steps=[15]))
     loop.train(interrupted, tmp_path / "resumed")
@@ -264,11 +266,11 @@ def test_a_run_balances_its_load_and_goes_on_as_if_it_had_never_stopped(config: 
             file.rename(file.with_name(f"gone_{step}"))
     (tmp_path / "resumed" / "summary.json").unlink()
     again = loop.train(interrupted, tmp_path / "resumed")
-    assert again["val_loss"] == alone["val_loss"]  # biases and moments are the very same
+    assert again["val_loss"] == undisturbed["val_loss"]  # biases and moments are identical
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "problem"),
     [
         ({"experts": 1}, "model.experts is 1"),
         ({"experts_per_token": 9}, "model.experts_per_token is 9"),
@@ -279,19 +281,19 @@ def test_a_run_balances_its_load_and_goes_on_as_if_it_had_never_stopped(config: 
         ({"expert_hidden": 17}, "parallel.tp is 2; it must divide model.expert_hidden"),
     ],
 )
-def test_a_mixture_that_cannot_be_trained_is_refused(config: RunConfig, changes: dict[str, Any], said: str) -> None:
+def test_a_mixture_that_cannot_be_trained_is_refused(config: RunConfig, changes: dict[str, Any], problem: str) -> None:
     config.parallel.tp = 2
     with pytest.raises(UserError) as caught:
         validate(replace(config, model=replace(config.model, **changes)))
-    assert said in str(caught.value)
+    assert problem in str(caught.value)
 
 
-@pytest.mark.parametrize(("there", "here"), [(8, 0), (0, 8)])
-def test_a_checkpoint_of_the_other_kind_is_refused(config: RunConfig, tmp_path: Path, there: int, here: int) -> None:
-    loop.train(replace(config, model=replace(config.model, experts=there)), tmp_path)
-    other = replace(config, model=replace(config.model, experts=here))
+@pytest.mark.parametrize(("saved", "current"), [(8, 0), (0, 8)])
+def test_a_checkpoint_of_the_other_kind_is_refused(config: RunConfig, tmp_path: Path, saved: int, current: int) -> None:
+    loop.train(replace(config, model=replace(config.model, experts=saved)), tmp_path)
+    other = replace(config, model=replace(config.model, experts=current))
     (tmp_path / "summary.json").unlink()
-    with pytest.raises(UserError, match=f"model.experts is {there} there and {here} here"):
+    with pytest.raises(UserError, match=f"model.experts is {saved} there and {current} here"):
         loop.train(other, tmp_path)
     checkpoint, gpt = tmp_path / "checkpoints" / "step_40", build_model(other.model, other.optimizer, 16, 0)
     with pytest.raises(UserError, match=r"does not (cover|fit) the model: .*mlp") as raised:  # as at step 0

@@ -1,4 +1,4 @@
-"""A process that fails leaves typed facts behind: cause, rank, host, step, and a sentence."""
+"""A failed process records its cause, rank, host and step, and one sentence."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_run_that_fails_leaves_what_where_and_when(
     monkeypatch.setattr(Stepper, "_gradients", real)
     with pytest.raises(Stopped):
         loop.train(config, tmp_path, lambda: True, report=lambda line: None)
-    assert read_failure(tmp_path) is None, "a run that is told to stop has not failed, and a new start forgets"
+    assert read_failure(tmp_path) is None, "a stopped run has not failed, and a new start clears the record"
 
 
 def test_errors_have_causes() -> None:

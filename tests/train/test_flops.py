@@ -1,4 +1,4 @@
-"""Counted parameters are the model's, and counted FLOPs are those that PyTorch's own counter sees."""
+"""Counted parameters equal the model's, and counted FLOPs equal those of PyTorch's counter."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def rank_of_process() -> int:
 
 
 def test_a_rank_that_is_done_stays_until_all_are(tmp_path: Path) -> None:
-    def each() -> bool:
+    def on_rank() -> bool:
         if rank_of_process() == 0:
             (tmp_path / "pid").write_text(str(os.getpid()))
             return True
@@ -25,11 +25,11 @@ def test_a_rank_that_is_done_stays_until_all_are(tmp_path: Path) -> None:
         os.kill(int((tmp_path / "pid").read_text()), 0)
         return True
 
-    assert run_ranks(2, each) == [True, True]
+    assert run_ranks(2, on_rank) == [True, True]
 
 
 def test_the_first_failure_is_told_first_and_a_death_with_its_signal() -> None:
-    def each() -> None:
+    def on_rank() -> None:
         if rank_of_process() == 0:
             time.sleep(0.5)
             raise ValueError("a consequence")
@@ -37,7 +37,7 @@ def test_the_first_failure_is_told_first_and_a_death_with_its_signal() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(RuntimeError) as raised:
-        run_ranks(3, each)
+        run_ranks(3, on_rank)
     cause, _, consequence = str(raised.value).partition("\n")
     assert cause == "rank 1: died without a word (exit code -9)"
     assert "a consequence" in consequence

@@ -1,4 +1,4 @@
-"""Files, environments and numbers from outside: one sentence each, whatever stands there; no hang and no traceback."""
+"""Malformed files, environments and numbers give one sentence each: no hang and no traceback."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def config(small_corpus: Callable[..., DataConfig]) -> RunConfig:
     return config
 
 
-def change(folder: Path, name: str, content: bytes) -> None:
-    """Replaces a file of a checkpoint and what the manifest says of it."""
+def replace_file(folder: Path, name: str, content: bytes) -> None:
+    """Replace a file of a checkpoint and its entry in the manifest."""
     (folder / name).write_bytes(content)
     if name != "manifest.json":
         manifest = json.loads((folder / "manifest.json").read_text())
@@ -55,19 +55,19 @@ def trained(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture
 def newest(trained: Path, tmp_path: Path) -> Path:
-    """The newest checkpoint of a run of four steps, which a test may damage."""
+    """Return the newest checkpoint of a run of four steps, for a test to damage."""
     return Path(shutil.copytree(trained, tmp_path / "run")) / "checkpoints" / "step_4"
 
 
 @pytest.mark.parametrize("content", [DEEPER, "7", '{"config.json": 7}', '{"a": {"bytes": [], "sha256": 1}}'])
 def test_a_manifest_of_any_form_is_damage(content: str, newest: Path) -> None:
-    change(newest, "manifest.json", content.encode())
+    replace_file(newest, "manifest.json", content.encode())
     assert "manifest.json" in str(checkpoint.damage(newest))
     assert checkpoint.find(newest.parent.parent).name == "step_2"
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "says"),
+    ("name", "changes", "message"),
     [
         ("config.json", {"model": {"width": "wide"}}, "model.width is 'wide'"),
         ("config.json", {"seed": [[[]]]}, r"seed is \[\[\[\]\]\]"),
@@ -77,11 +77,11 @@ def test_a_manifest_of_any_form_is_damage(content: str, newest: Path) -> None:
     ],
 )
 def test_a_checkpoint_with_files_of_another_form_is_one_sentence(
-    name: str, changes: Any, says: str, newest: Path
+    name: str, changes: Any, message: str, newest: Path
 ) -> None:
     content = json.loads((newest / name).read_text())
-    change(newest, name, (changes if isinstance(changes, str) else json.dumps(content | changes)).encode())
-    with pytest.raises(UserError, match=says) as caught:
+    replace_file(newest, name, (changes if isinstance(changes, str) else json.dumps(content | changes)).encode())
+    with pytest.raises(UserError, match=message) as caught:
         checkpoint.load_for_evaluation(newest)
     assert str(newest / name) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -91,7 +91,7 @@ def test_a_checkpoint_with_files_of_another_form_is_one_sentence(
     "content", [b"", (2**62).to_bytes(8, "little") + b"{}", (100_000).to_bytes(8, "little") + b"[" * 100_000]
 )
 def test_weights_that_are_no_safetensors_are_one_sentence(content: bytes, newest: Path) -> None:
-    change(newest, "model.safetensors", content)
+    replace_file(newest, "model.safetensors", content)
     with pytest.raises(UserError, match=r"model.safetensors cannot be read"):
         checkpoint.load_for_evaluation(newest)
 
@@ -101,7 +101,7 @@ def test_a_run_does_not_resume_from_numbers_of_another_form(
     changes: dict[str, Any], config: RunConfig, newest: Path
 ) -> None:
     content = json.loads((newest / "trainer.json").read_text())
-    change(newest, "trainer.json", json.dumps(content | changes).encode())
+    replace_file(newest, "trainer.json", json.dumps(content | changes).encode())
     with pytest.raises(UserError, match=r"trainer.json .* cannot be resumed"):
         loop.train(config, newest.parent.parent, report=lambda line: None)
 
@@ -109,17 +109,17 @@ def test_a_run_does_not_resume_from_numbers_of_another_form(
 def test_every_config_comes_back_and_a_wrong_type_is_named_with_its_value() -> None:
     whole = RunConfig()
     assert from_dict(RunConfig, yaml.safe_load(yaml.dump(to_dict(whole)))) == whole
-    for group, values, says in (
+    for group, values, message in (
         ("optimizer", {"learning_rate": "high"}, "^optimizer.learning_rate is 'high'"),
         ("checkpoint", {"at_steps": [1, "x"]}, r"^checkpoint.at_steps is \[1, 'x'\]"),
         ("parallel", {"compile": "maybe"}, "^parallel.compile is 'maybe'"),
     ):
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=message):
             from_dict(RunConfig, {group: values})
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         ('{"model": {"vocab": {"a": 4294967290}}}', "the id 4294967290"),
         ('{"model": {"vocab": {"a": -1}}}', "it has the id -1"),
@@ -129,9 +129,11 @@ def test_every_config_comes_back_and_a_wrong_type_is_named_with_its_value() -> N
         ('{"model": {"vocab": [' + DEEP, "recursion"),
     ],
 )
-def test_ids_of_a_tokenizer_are_checked_before_the_library_sees_them(content: str, says: str, tmp_path: Path) -> None:
+def test_ids_of_a_tokenizer_are_checked_before_the_library_sees_them(
+    content: str, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(UserError, match=rf"cannot be loaded \(.*{says}.*\)") as caught:
+    with pytest.raises(UserError, match=rf"cannot be loaded \(.*{message}.*\)") as caught:
         planned_vocab_size(DataConfig(tokenizer=str(tmp_path)))
     assert len(str(caught.value)) < 400
 
@@ -163,17 +165,17 @@ def test_a_failure_of_another_form_is_still_a_failure(content: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         ('{"host": ' + DEEP, "array"),
         ('{"host": "localhost", "port": 99999999, "token": ""}', "localhost:99999999"),
         ('{"host": "a\\u0000b", "port": 9, "token": ""}', "nothing of ours listens"),
     ],
 )
-def test_an_address_of_another_form_is_no_rank_0(content: str, says: str, tmp_path: Path) -> None:
+def test_an_address_of_another_form_is_no_rank_0(content: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / ".rendezvous-0.json"
     path.write_text(content)
-    with pytest.raises(UserError, match=rf"did not find rank 0 .*{says}"):
+    with pytest.raises(UserError, match=rf"did not find rank 0 .*{message}"):
         _find(path, Ranks(1, 2), 0.1)
 
 

@@ -1,4 +1,4 @@
-"""Latent attention: the equations of its paper, written out; what it costs; and the absorbed form that decodes."""
+"""Latent attention equals the equations of its paper, in training, in its costs and in absorbed decoding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES = [{}, {"query_rank": 14}, {"window": 5}, {"kv_rank": None, "rotary_size":
 
 
 def latent_model(seed: int, **changes: Any) -> GPT:
-    """In float64, with weights that matter."""
+    """Build a float64 model in which every weight matters."""
     torch.manual_seed(seed)
     gpt = build_model(replace(LATENT, **changes), OptimizerConfig(), 24, seed).double()
     for name, parameter in gpt.named_parameters():
@@ -34,11 +34,11 @@ def latent_model(seed: int, **changes: Any) -> GPT:
 
 
 def written_out(attention: LatentAttention, x: Tensor, cos: Tensor, sin: Tensor, window: int | None) -> Tensor:
-    """Equations 37 to 47 of the paper, head by head and token by token's mask, for (batch, time, width)."""
+    """Compute equations 37 to 47 of the paper for x (batch, time, width), head by head."""
     d, r, c = attention.head_dim, attention.rotary, attention.rank
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
 
-    def turned(v: Tensor) -> Tensor:
+    def rotated(v: Tensor) -> Tensor:
         a, b = v[..., : r // 2], v[..., r // 2 :]
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
@@ -49,15 +49,15 @@ def written_out(attention: LatentAttention, x: Tensor, cos: Tensor, sin: Tensor,
     if attention.query_down is not None and attention.query_norm is not None:
         source = normed(x @ attention.query_down.weight.T, attention.query_norm.weight)
     latent = normed(x @ attention.latent.weight[:c].T, attention.latent_norm.weight)
-    shared = turned(x @ attention.latent.weight[c:].T)
+    shared = rotated(x @ attention.latent.weight[c:].T)
     time = x.shape[1]
-    back = torch.arange(time)[:, None] - torch.arange(time)
-    hidden = (back < 0) | (back >= (window or time))
+    distance = torch.arange(time)[:, None] - torch.arange(time)
+    hidden = (distance < 0) | (distance >= (window or time))
     heads = []
     for head in range(attention.heads):
         query = source @ attention.query.weight[head * (d + r) : (head + 1) * (d + r)].T
         key, value = (latent @ attention.key_value.weight[2 * d * head : 2 * d * (head + 1)].T).split(d, -1)
-        scores = query[..., :d] @ key.mT + turned(query[..., d:]) @ shared.mT
+        scores = query[..., :d] @ key.mT + rotated(query[..., d:]) @ shared.mT
         weights = (scores / (d + r) ** 0.5).masked_fill(hidden, float("-inf")).softmax(-1)
         heads.append(weights @ value)
     return torch.cat(heads, -1) @ attention.out.weight.T
@@ -75,8 +75,8 @@ def test_output_and_gradients_are_those_of_the_equations(changes: dict[str, Any]
     expected = written_out(attention, x, gpt.cos[:11], gpt.sin[:11], window)
     torch.testing.assert_close(y, expected, atol=1e-12, rtol=1e-10)
     probe = torch.randn_like(y)
-    found, wanted = (torch.autograd.grad((out * probe).sum(), inputs) for out in (y, expected))
-    for ours, theirs in zip(found, wanted, strict=True):
+    gradients, expected_gradients = (torch.autograd.grad((out * probe).sum(), inputs) for out in (y, expected))
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-11, rtol=1e-9)
 
 
@@ -116,7 +116,7 @@ def test_counted_parameters_and_flops_are_those_of_the_equations(changes: dict[s
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "problem"),
     [
         ({"kv_heads": 3}, "model.kv_heads is 3"),
         ({"qk_norm": True}, "model.qk_norm is True"),
@@ -125,7 +125,7 @@ def test_counted_parameters_and_flops_are_those_of_the_equations(changes: dict[s
         ({"kv_rank": 0}, "model.kv_rank is 0"),
     ],
 )
-def test_latents_that_cannot_be_trained_are_refused(changes: dict[str, Any], said: str) -> None:
+def test_latents_that_cannot_be_trained_are_refused(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(UserError) as caught:
         validate(RunConfig(model=replace(LATENT, **changes)))
-    assert said in str(caught.value)
+    assert problem in str(caught.value)

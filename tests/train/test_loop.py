@@ -1,4 +1,4 @@
-"""What a run writes is what it did: every field against a direct computation, and every bad end with its reason."""
+"""Every field that a run writes equals a direct computation, and every failure states its reason."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from small_runs import forty_steps
 
 @pytest.fixture(scope="module")
 def base(small_corpus: Callable[..., DataConfig]) -> RunConfig:
-    # Letters of two bytes: bits per byte and per token differ in nothing but the ends of documents.
+    # Some letters have two bytes. A token is a byte, so bits per byte and per token differ only by document ends.
     config = replace(forty_steps(small_corpus(512, ["tensor", "Verlust", "größer", "of", "the"])), validations=3)
     config.parallel.threads = 1
     return config
@@ -68,7 +68,7 @@ def test_metrics_have_the_fields_of_the_contract_at_the_right_steps(finished: Fi
         assert line["lr"] == config.optimizer.learning_rate * learning_rate_factor(config, line["step"] - 1)
         assert line["grad_norm"] > 0
         assert line["tokens_per_s"] > 0
-        assert 0 < line["mfu"] < 2  # the peak is a short trial; a step that beats it twice over is a wrong unit
+        assert 0 < line["mfu"] < 2  # the peak is a short trial; more than twice it would be a wrong unit
     assert [line["seconds"] for line in lines] == sorted(line["seconds"] for line in lines)
     assert lines[-1]["train_loss"] < lines[0]["train_loss"]
 
@@ -166,7 +166,7 @@ def test_the_first_step_follows_the_stream_and_the_gradient(config: RunConfig) -
 
 
 def with_losses(monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]) -> None:
-    """Real steps, whose loss is replaced at some of them (0-based)."""
+    """Replace the losses of some of the real steps (0-based)."""
     real = Stepper.step
 
     def step(self: Stepper, index: int) -> StepResult:
@@ -217,9 +217,9 @@ def test_epochs_are_said_and_recorded(config: RunConfig, tmp_path: Path) -> None
     unique = TrainStream(prepare(config.data), 16, 0).unique_tokens
     config.optimizer.batch_size = 64
     config.tokens, config.log_every, config.validations = int(1.5 * unique), 10_000, 1
-    said: list[str] = []
-    summary = train(config, tmp_path, report=said.append)
-    assert f"{config.D / unique:.2f} epochs" in said[0]
+    messages: list[str] = []
+    summary = train(config, tmp_path, report=messages.append)
+    assert f"{config.D / unique:.2f} epochs" in messages[0]
     assert summary["epochs"] == config.D / unique > 1.49
     assert summary["unique_tokens"] == unique
 
@@ -228,7 +228,7 @@ def test_a_torn_last_line_is_cut_before_the_next_is_written(finished: Finished, 
     path = tmp_path / "metrics.jsonl"
     whole = (finished[1] / "metrics.jsonl").read_text()
     path.write_text(whole + '{"step": 41, "train_l')
-    assert len(read_json_lines(path)) == 10  # a reader beside a writer sees whole lines only
+    assert len(read_json_lines(path)) == 10  # a concurrent reader sees whole lines only
     lines = JsonLines(path)
     lines.write({"step": 41})
     lines.close()

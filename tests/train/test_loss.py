@@ -1,4 +1,4 @@
-"""The head's product and the loss in one: the textbook's loss and gradients, and never the whole logits."""
+"""The fused head and loss equal the textbook's loss and gradients, and never hold all logits."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ WIDTH, PADDED, VOCABULARY = 24, 64, 51
 
 
 @pytest.fixture
-def chunk_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Sets how many rows go together."""
+def set_chunk_rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that sets the number of rows in a chunk."""
 
     def set_rows(rows: int) -> None:
         monkeypatch.setitem(shape.LOGITS_AT_A_TIME, "cpu", 1)
@@ -34,7 +34,7 @@ def chunk_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def draw(
     n: int, dtype: torch.dtype = torch.float64, vocabulary: int = VOCABULARY, padded: int = PADDED
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Input, weight and targets; the weights of padding are as large as the others."""
+    """Draw input, weight and targets; the weights of padding are as large as the others."""
     generator = torch.Generator().manual_seed(n)
     x = torch.randn(n, WIDTH, generator=generator, dtype=torch.float64)
     weight = torch.randn(padded, WIDTH, generator=generator, dtype=torch.float64) * WIDTH**-0.5
@@ -43,13 +43,13 @@ def draw(
 
 
 def textbook(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, z_loss: float) -> Tensor:
-    """The mean, in fp64, by autograd's own derivative."""
+    """Return the mean loss in fp64, for autograd to differentiate."""
     logits = x.double() @ weight.double()[:vocab_size].T
     return F.cross_entropy(logits, targets) + z_loss * logits.logsumexp(1).square().mean()
 
 
 def expected(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, z_loss: float) -> tuple[Tensor, ...]:
-    """Loss, dx and dW."""
+    """Return the textbook's loss, dx and dW."""
     x, weight = (leaf.detach().double().requires_grad_() for leaf in (x, weight))
     loss = textbook(x, weight, targets, vocab_size, z_loss)
     return loss.detach(), *torch.autograd.grad(loss, (x, weight))
@@ -58,26 +58,26 @@ def expected(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, z_loss
 def ours(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, z_loss: float, factor: float = 1.0
 ) -> tuple[Tensor, ...]:
-    """Loss, and dx and dW times the factor."""
+    """Return our loss, and our dx and dW times the factor."""
     loss = linear_cross_entropy(x, weight, targets, vocab_size, z_loss=z_loss)
     return loss.detach(), *torch.autograd.grad(loss * factor, (x, weight))
 
 
-def apart(actual: Tensor, wanted: Tensor) -> float:
-    """Relative distance of two tensors."""
-    return ((actual.double() - wanted).norm() / wanted.norm()).item()
+def relative_error(actual: Tensor, reference: Tensor) -> float:
+    """Return the relative distance of two tensors."""
+    return ((actual.double() - reference).norm() / reference.norm()).item()
 
 
 @pytest.mark.parametrize(("n", "rows"), [(1, 16), (15, 16), (16, 16), (50, 16), (48, 16), (50, 1)])
-def test_loss_and_gradients_are_the_textbooks(n: int, rows: int, chunk_of: Callable[[int], None]) -> None:
-    chunk_of(rows)
+def test_loss_and_gradients_are_the_textbooks(n: int, rows: int, set_chunk_rows: Callable[[int], None]) -> None:
+    set_chunk_rows(rows)
     for vocabulary, z_loss in ((VOCABULARY, 1e-2), (PADDED, 0.0)):
         leaves = draw(n, vocabulary=vocabulary)
-        for actual, wanted in zip(
+        for actual, reference in zip(
             ours(*leaves, vocabulary, z_loss), expected(*leaves, vocabulary, z_loss), strict=True
         ):
             # Sums of a hundred terms in other orders, in fp64.
-            assert apart(actual, wanted) < 1e-13
+            assert relative_error(actual, reference) < 1e-13
 
 
 # fp32 and bf16 keep 24 and 8 bits, fp16 11; a gradient is a few roundings of its factors, and a sum of many.
@@ -86,23 +86,23 @@ PRECISIONS = ((torch.float32, 1e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-
 
 @pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS, ids=str)
 def test_in_every_type_it_is_the_textbooks_but_for_rounding(
-    dtype: torch.dtype, tolerance: float, chunk_of: Callable[[int], None]
+    dtype: torch.dtype, tolerance: float, set_chunk_rows: Callable[[int], None]
 ) -> None:
-    chunk_of(32)
+    set_chunk_rows(32)
     x, weight, targets = draw(200, dtype)
     loss, dx, dw = ours(x, weight, targets, VOCABULARY, 1e-3)
     assert (loss.dtype, dx.dtype, dw.dtype) == (torch.float32, dtype, dtype)
-    for actual, wanted in zip((loss, dx, dw), expected(x, weight, targets, VOCABULARY, 1e-3), strict=True):
-        assert apart(actual, wanted) < tolerance
+    for actual, reference in zip((loss, dx, dw), expected(x, weight, targets, VOCABULARY, 1e-3), strict=True):
+        assert relative_error(actual, reference) < tolerance
 
 
 def test_it_is_torchs_own_linear_cross_entropy() -> None:
     x, weight, targets = draw(70, torch.float32, PADDED)
     theirs = F.linear_cross_entropy(x, weight, targets, options=torch.nn.LinearCrossEntropyOptions())
     gradients = torch.autograd.grad(theirs, (x, weight))
-    for actual, wanted in zip(ours(x, weight, targets, PADDED, 0.0), (theirs.detach(), *gradients), strict=True):
+    for actual, reference in zip(ours(x, weight, targets, PADDED, 0.0), (theirs.detach(), *gradients), strict=True):
         # fp32, in two orders.
-        torch.testing.assert_close(actual, wanted, rtol=2e-5, atol=1e-7)
+        torch.testing.assert_close(actual, reference, rtol=2e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -115,9 +115,9 @@ def test_padding_is_never_looked_at_and_its_gradient_is_exactly_zero(dtype: torc
     assert all(torch.equal(a, b) for a, b in zip(plain, ours(x, weight, targets, VOCABULARY, 1e-3), strict=True))
 
 
-def test_terms_of_the_weights_gradient_add_up_in_fp32(chunk_of: Callable[[int], None]) -> None:
-    """4096 alike rows, one at a time: in bf16 a sum stops growing at 256 times its term."""
-    chunk_of(1)
+def test_terms_of_the_weights_gradient_add_up_in_fp32(set_chunk_rows: Callable[[int], None]) -> None:
+    """Add 4096 equal rows, one at a time: in bf16 a sum stops growing at 256 times its term."""
+    set_chunk_rows(1)
     x, weight, targets = (torch.ones(4096, 8), torch.zeros(16, 8), torch.zeros(4096, dtype=torch.long))
     leaves = x.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_(), targets
     dw = ours(*leaves, 16, 0.0)[2]
@@ -134,7 +134,7 @@ def test_in_fp16_a_probability_below_its_smallest_number_has_a_gradient(loss_sca
     tail = torch.tensor(-14.0).exp() / 64
     assert tail.half() == 0
     dw = ours(*leaves, 4096, 0.0, factor=loss_scale)[2][64:].double() / loss_scale
-    # Twice rounded to a multiple of 6e-8: once times `SHIFT`, once times the loss scale.
+    # Rounded twice to a multiple of 6e-8: once times `SHIFT`, once times the loss scale.
     assert (dw / tail.item()).sub(1).abs().max() < 2**-25 * (1 / SHIFT + 1 / loss_scale) / tail + 1e-3
 
 
@@ -143,16 +143,16 @@ def test_in_fp16_large_batches_and_weights_do_not_overflow() -> None:
     with torch.no_grad():
         weight.mul_(100 / weight.abs().max())
         x.mul_(0.05).add_(1.0)
-    targets = torch.zeros(3000, dtype=torch.long)  # every row pulls at the same one: sums of 3000 * SHIFT
+    targets = torch.zeros(3000, dtype=torch.long)  # one target for all rows: sums of 3000 * SHIFT
     _, dx, dw = ours(x, weight, targets, VOCABULARY, 0.0)
     assert torch.finfo(torch.float16).max < 3000 * SHIFT
     assert dx.isfinite().all()
-    wanted = expected(x, weight, targets, VOCABULARY, 0.0)
-    assert apart(dw, wanted[2]) < 2e-3
+    reference = expected(x, weight, targets, VOCABULARY, 0.0)
+    assert relative_error(dw, reference[2]) < 2e-3
 
 
 def test_very_unlikely_targets_have_their_loss() -> None:
-    """A probability of exp(-200), which fp32 has no number for."""
+    """Score a probability of exp(-200), which fp32 cannot represent."""
     x, weight = torch.tensor([[1.0], [1.0]], requires_grad=True), torch.tensor([[200.0], [0.0], [-200.0]])
     loss = linear_cross_entropy(x, weight, torch.tensor([1, 2]), 3)
     assert loss.item() == pytest.approx(300.0, rel=1e-6)
@@ -167,8 +167,8 @@ def test_a_loss_that_is_no_number_says_so() -> None:
     assert all(part.isnan().any() for part in ours(x, weight, targets, VOCABULARY, 0.0))
 
 
-def test_scores_are_those_of_each_row_and_have_no_gradient(chunk_of: Callable[[int], None]) -> None:
-    chunk_of(16)
+def test_scores_are_those_of_each_row_and_have_no_gradient(set_chunk_rows: Callable[[int], None]) -> None:
+    set_chunk_rows(16)
     x, weight, targets = draw(50)
     logits = x.detach() @ weight.detach()[:VOCABULARY].T
     losses = F.cross_entropy(logits, targets, reduction="none")
@@ -205,7 +205,7 @@ def test_gradients_of_tied_tables_add_up() -> None:
 
 
 class Sizes(TorchDispatchMode):
-    """Elements of the largest result of any operation, and the number of matrix products."""
+    """Recorder of the largest result of any operation (elements) and the number of matrix products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,9 +221,9 @@ class Sizes(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_logits_never_exist_whole_and_without_gradients_only_they_are_made(
-    dtype: torch.dtype, chunk_of: Callable[[int], None]
+    dtype: torch.dtype, set_chunk_rows: Callable[[int], None]
 ) -> None:
-    chunk_of(64)
+    set_chunk_rows(64)
     n, vocabulary = 640, 4096
     x, weight, targets = draw(n, dtype, vocabulary, vocabulary)
     with Sizes() as sizes:

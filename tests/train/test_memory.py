@@ -51,7 +51,7 @@ def run_config(
 
 @contextmanager
 def mesh_of(config: RunConfig, rank: int = 0) -> Iterator[Mesh]:
-    """One rank's mesh of a world in which nobody else is: collectives return at once, with nothing from the others."""
+    """Yield one rank's mesh in a fake process group, where collectives return without other ranks' data."""
     parallel = config.parallel
     if parallel.world_size == 1:
         yield Mesh()
@@ -60,23 +60,23 @@ def mesh_of(config: RunConfig, rank: int = 0) -> Iterator[Mesh]:
     try:
         axes = (parallel.dp, parallel.cp, parallel.tp)
         devices = init_device_mesh("cpu", axes, mesh_dim_names=("dp", "cp", "tp"))
-        both = init_device_mesh("cpu", (parallel.data, parallel.tp)).get_group(0) if parallel.data > 1 else None
+        data_group = init_device_mesh("cpu", (parallel.data, parallel.tp)).get_group(0) if parallel.data > 1 else None
         shape, names = (parallel.data // parallel.ep, parallel.ep, parallel.tp), ("replica", "ep", "tp")
-        apart = init_device_mesh("cpu", shape, mesh_dim_names=names) if parallel.ep > 1 else None
+        experts = init_device_mesh("cpu", shape, mesh_dim_names=names) if parallel.ep > 1 else None
         yield Mesh(
             rank=rank, dp=parallel.dp, cp=parallel.cp, tp=parallel.tp, world=dist.group.WORLD,
             control=dist.group.WORLD, dp_group=devices.get_group("dp") if parallel.dp > 1 else None,
-            cp_group=devices.get_group("cp") if parallel.cp > 1 else None, data_group=both,
+            cp_group=devices.get_group("cp") if parallel.cp > 1 else None, data_group=data_group,
             tp_group=devices.get_group("tp") if parallel.tp > 1 else None, device_mesh=devices, ep=parallel.ep,
-            ep_group=apart.get_group("ep") if apart is not None else None,
-            replica_group=apart.get_group("replica") if apart is not None and parallel.data > parallel.ep else None,
+            ep_group=experts.get_group("ep") if experts is not None else None,
+            replica_group=experts.get_group("replica") if experts is not None and parallel.data > parallel.ep else None,
         )  # fmt: skip
     finally:
         dist.destroy_process_group()
 
 
 def build(config: RunConfig, mesh: Mesh, device: torch.device = CPU) -> tuple[GPT, Zero]:
-    """Model and engine of a rank, as the trainer builds them; weights are left undefined."""
+    """Build a rank's model and engine as the trainer does; weights stay undefined."""
     gpt = empty_model(config.model, config.optimizer, config.data.sequence_length)
     placements = parallelize(gpt, mesh, config.parallel.sequence_parallel)
     gpt.place_angles(device)
@@ -99,7 +99,7 @@ def rows_of(config: RunConfig, device: torch.device = CPU) -> tuple[Tensor, Tens
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several buckets in a small model."""
+    """Split a small model into several buckets."""
     monkeypatch.setattr(buckets, "BUCKET_MB", 0.5)
 
 
@@ -150,13 +150,13 @@ def test_the_state_is_what_the_engine_holds(
         config.optimizer.kind = optimizer
     with mesh_of(config, rank=tp * dp - 1) as mesh, FakeTensorMode():
         zero = build(config, mesh)[1]
-    held = bytes_held(zero)
+    sizes = bytes_held(zero)
     averages = sum(tensor.nbytes for bucket in zero.buckets for tensor in bucket.averages)
     assert (averages > 0) == (optimizer == "averages")
     estimate = memory(config)
-    assert estimate.parameters == pytest.approx(held["weights"], rel=0.05)
-    assert estimate.gradients == pytest.approx(held["gradients"], rel=0.05)
-    optimizer_bytes = held["master"] + held["exp_avg"] + held["exp_avg_sq"] + averages
+    assert estimate.parameters == pytest.approx(sizes["weights"], rel=0.05)
+    assert estimate.gradients == pytest.approx(sizes["gradients"], rel=0.05)
+    optimizer_bytes = sizes["master"] + sizes["exp_avg"] + sizes["exp_avg_sq"] + averages
     assert estimate.optimizer == pytest.approx(optimizer_bytes, rel=0.05)
 
 
@@ -196,7 +196,7 @@ def test_the_peak_of_a_step_is_within_15_percent(name: str) -> None:
 def test_the_peak_of_experts_or_latents_is_within_15_percent(
     model: ModelConfig, precision: str, recompute: str
 ) -> None:
-    """With real tensors, since their numbers decide how many rows an expert gets."""
+    """Use real tensors, because their values decide how many rows an expert gets."""
     config = run_config(model, micro=3, precision=precision, recompute=recompute)
     with Live() as live:
         gpt, zero = build(config, Mesh())

@@ -19,7 +19,7 @@ from isoflop.train.model.gpt import GPT, sequence_losses
 from isoflop.train.model.parametrization import build_model
 from torch import Tensor, nn
 
-ROPE: dict[str, dict[str, Any]] = {  # of old contexts in which some pairs of dimensions turn often and some rarely
+ROPE: dict[str, dict[str, Any]] = {  # original contexts where some pairs of dimensions rotate often and some rarely
     "llama3": {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_length": 64},
     "yarn": {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_length": 400},
 }
@@ -47,7 +47,7 @@ def random_architecture(generator: random.Random) -> ModelConfig:
 
 
 def random_model(config: ModelConfig, length: int, seed: int, base_width: int = 64) -> GPT:
-    """Every weight drawn anew: the initial head is zero and the norms are one, which would hide mistakes."""
+    """Build a model with random weights: the initial zero head and unit norms would hide mistakes."""
     model = build_model(config, OptimizerConfig(base_width=base_width), length, seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -58,36 +58,36 @@ def random_model(config: ModelConfig, length: int, seed: int, base_width: int = 
 
 
 def reference_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
-    """Radians a position of each pair, and the amplitude: the papers' cases, one pair at a time."""
+    """Return the radians per position of each pair and the amplitude, pair by pair as in the papers."""
     plain = [config.rope_theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)]
     if config.rope_scaling is None:
         return np.array(plain), 1.0
     factor, length = config.rope_factor or 0, config.rope_length or 0
-    slow, fast, found = 1.0, 4.0 if config.rope_scaling == "llama3" else 32.0, []
+    slow, fast, frequencies = 1.0, 4.0 if config.rope_scaling == "llama3" else 32.0, []
     if config.rope_scaling == "llama3":
-        for each in plain:
-            wavelength = 2 * math.pi / each
+        for frequency in plain:
+            wavelength = 2 * math.pi / frequency
             if wavelength < length / fast:
-                found.append(each)
+                frequencies.append(frequency)
             elif wavelength > length / slow:
-                found.append(each / factor)
+                frequencies.append(frequency / factor)
             else:
                 smooth = (length / wavelength - slow) / (fast - slow)
-                found.append((1 - smooth) * each / factor + smooth * each)
-        return np.array(found), 1.0
-    where = [config.head_dim * math.log(length / (2 * math.pi * n)) / (2 * math.log(config.rope_theta))
+                frequencies.append((1 - smooth) * frequency / factor + smooth * frequency)
+        return np.array(frequencies), 1.0
+    bounds = [config.head_dim * math.log(length / (2 * math.pi * n)) / (2 * math.log(config.rope_theta))
              for n in (fast, slow)]  # fmt: skip
-    low, high = max(math.floor(where[0]), 0), min(math.ceil(where[1]), config.head_dim - 1)
-    for i, each in enumerate(plain):
+    low, high = max(math.floor(bounds[0]), 0), min(math.ceil(bounds[1]), config.head_dim - 1)
+    for i, frequency in enumerate(plain):
         ramp = min(max((i - low) / (high - low), 0.0), 1.0)
-        found.append(ramp * each / factor + (1 - ramp) * each)
-    return np.array(found), 0.1 * math.log(factor) + 1
+        frequencies.append(ramp * frequency / factor + (1 - ramp) * frequency)
+    return np.array(frequencies), 0.1 * math.log(factor) + 1
 
 
 def reference_logits(model: GPT, tokens: np.ndarray) -> np.ndarray:
-    """The architecture in NumPy float64: einsum attention, an explicit mask, rotation by complex numbers.
+    """Compute logits in NumPy float64, with einsum attention, an explicit mask and complex rotations.
 
-    Documents, where the model keeps them apart, are numbered by counting the tokens before that end one.
+    If the model separates documents, they are numbered by counting end-of-document tokens.
     """
     config = model.config
     weights = {name: p.detach().double().numpy() for name, p in model.state_dict().items()}
@@ -117,12 +117,12 @@ def reference_logits(model: GPT, tokens: np.ndarray) -> np.ndarray:
         if config.qk_norm:
             q, k = norm(q, w["attention.query_norm.weight"]), norm(k, w["attention.key_norm.weight"])
         q, k = rotate(q), rotate(k)
-        serve = np.arange(config.heads) // (config.heads // config.num_kv_heads)
-        scores = np.einsum("bthd,bshd->bhts", q, k[:, :, serve]) / math.sqrt(config.head_dim)
+        kv_index = np.arange(config.heads) // (config.heads // config.num_kv_heads)
+        scores = np.einsum("bthd,bshd->bhts", q, k[:, :, kv_index]) / math.sqrt(config.head_dim)
         scores = np.where(visible, scores, -np.inf)
         attention = np.exp(scores - scores.max(-1, keepdims=True))
         attention /= attention.sum(-1, keepdims=True)
-        mixed = np.einsum("bhts,bshd->bthd", attention, v[:, :, serve]).reshape(batch, time, -1)
+        mixed = np.einsum("bhts,bshd->bthd", attention, v[:, :, kv_index]).reshape(batch, time, -1)
         x = x + mixed @ w["attention.out.weight"].T
         gate, up = np.split(norm(x, w["mlp_norm.weight"]) @ w["mlp.gate_up.weight"].T, 2, axis=-1)
         x = x + (gate / (1 + np.exp(-gate)) * up) @ w["mlp.down.weight"].T
@@ -189,7 +189,7 @@ def test_no_position_sees_a_later_token() -> None:
         changed = tokens.clone()
         changed[:, position:] = (changed[:, position:] + 1) % 50
         after = model(changed)
-        # Not one bit: an earlier row takes no part in what a later token changes.
+        # Equal to the bit: earlier rows take no part in what a later token changes.
         assert torch.equal(before[:, :position], after[:, :position])
         assert not torch.allclose(before[:, position], after[:, position])
 
@@ -224,12 +224,12 @@ def test_derivatives_written_by_hand_pass_gradcheck() -> None:
         torch.testing.assert_close(blocks(*inputs, *rest).view(2, 2, 7, 4), expected, atol=1e-12, rtol=1e-12)
 
 
-def relative(actual: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     actual, expected = actual.detach().double(), expected.detach().double()
     return float((actual - expected).norm() / expected.norm())
 
 
-LOW = [(torch.bfloat16, 2**-9), (torch.float16, 2**-12)]  # and half a unit in the last place, relative
+LOW = [(torch.bfloat16, 2**-9), (torch.float16, 2**-12)]  # dtype, and half a unit in the last place, relative
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), LOW, ids=str)
@@ -241,11 +241,11 @@ def test_a_norm_in_low_precision_is_the_exact_one_rounded_once(dtype: torch.dtyp
     slope = torch.randn(64, 4096, generator=generator).to(dtype)
     exact = [t.detach().double().requires_grad_() for t in (x, norm.weight)]
     expected = nn.functional.rms_norm(exact[0], (4096,), exact[1], 1e-5)
-    wanted = [expected, *torch.autograd.grad(expected, exact, slope.double())]
+    references = [expected, *torch.autograd.grad(expected, exact, slope.double())]
     out = norm(x)
-    for ours, theirs in zip([out, *torch.autograd.grad(out, [x, norm.weight], slope)], wanted, strict=True):
+    for ours, theirs in zip([out, *torch.autograd.grad(out, [x, norm.weight], slope)], references, strict=True):
         assert ours.dtype == dtype
-        assert relative(ours, theirs) < rounding
+        assert relative_error(ours, theirs) < rounding
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), LOW, ids=str)
@@ -257,7 +257,7 @@ def test_a_tables_gradient_in_low_precision_is_the_sum_rounded_once(dtype: torch
     exact = torch.zeros(4, 16, dtype=torch.float64).index_add_(0, tokens.flatten(), slope.flatten(0, 1).double())
     (ours,) = torch.autograd.grad(table(tokens), table.weight, slope)
     assert ours.dtype == dtype
-    assert relative(ours, exact) < rounding
+    assert relative_error(ours, exact) < rounding
     left_out = block_module.table_gradient(slope, tokens, 4, left_out=1)
     assert torch.equal(left_out[[0, 2, 3]], ours[[0, 2, 3]])
     assert (left_out[1] == 0).all()
@@ -272,14 +272,14 @@ def test_logits_and_gradients_in_low_precision_are_near_the_exact_ones(dtype: to
     exact.double()
     tokens = torch.randint(50, (4, 33), generator=torch.Generator().manual_seed(0))
     assert low(tokens[:, :-1]).dtype == dtype
-    # Some dozen roundings follow one another on the way through two blocks.
-    assert relative(low(tokens[:, :-1]), exact(tokens[:, :-1])) < 10 * rounding
+    # About a dozen roundings follow one another in two blocks.
+    assert relative_error(low(tokens[:, :-1]), exact(tokens[:, :-1])) < 10 * rounding
     for model in (low, exact):
         model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
     for ours, theirs in zip(low.parameters(), exact.parameters(), strict=True):
         assert ours.grad is not None
         assert theirs.grad is not None
-        assert relative(ours.grad, theirs.grad) < 20 * rounding
+        assert relative_error(ours.grad, theirs.grad) < 20 * rounding
 
 
 def test_casting_a_model_leaves_its_angles_exact() -> None:
@@ -316,7 +316,7 @@ def test_sequence_losses_are_sums_over_each_window() -> None:
     logits -= logits.max(-1, keepdims=True)
     log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     picked = np.take_along_axis(log_probabilities, windows[:, 1:, None].numpy(), -1)[..., 0]
-    # Losses are computed in fp32 whatever the model's type. Two windows at a time: the last chunk is not a full one.
+    # Losses are computed in fp32 for every model dtype. Two windows at a time: the last chunk is not a full one.
     result = sequence_losses(model, windows, batch_tokens=20)
     np.testing.assert_allclose(result.numpy(), -picked.sum(-1), rtol=2e-6)
 
@@ -338,7 +338,7 @@ def test_a_longer_sequence_than_the_model_was_built_for_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_compiled_block_gives_the_same_losses_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Through dynamo and aot_autograd, with the graph run by PyTorch: what inductor would add is minutes of C++.
+    # Through dynamo and aot_autograd, with the graph run by PyTorch: inductor would add minutes of C++.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
     config = ModelConfig(
         width=16, depth=1, heads=4, kv_heads=2, vocab_size=30, qk_norm=True, qkv_bias=True, window=5
@@ -353,6 +353,6 @@ def test_a_compiled_block_gives_the_same_losses_and_gradients(monkeypatch: pytes
         loss = model.loss(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         gradients.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
-    for eager, traced_ in zip(*gradients, strict=True):
+    for eager, traced in zip(*gradients, strict=True):
         # The same operations, possibly decomposed: fp32 rounding only.
-        torch.testing.assert_close(eager, traced_, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(eager, traced, atol=1e-6, rtol=1e-4)

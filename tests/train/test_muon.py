@@ -1,4 +1,4 @@
-"""Muon against its published iteration in float64, against torch's own in bf16, and over widths."""
+"""Muon equals its published iteration in float64 and torch's own in bf16, and transfers over widths."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def take_step(gpt: GPT, zero: Zero, gradients: dict[str, torch.Tensor], factor: 
 
 
 def parts_of(model: ModelConfig) -> dict[str, list[slice]]:
-    """Rows of each of the matrices that are fused in a parameter."""
-    found = {}
+    """Return the rows of each matrix that is fused in a parameter."""
+    rows = {}
     for parameter in model_shape(model).parameters:
         if parameter.role in ("first", "last"):
             ends = np.cumsum([0, *(part.rows for part in parameter.parts)]).tolist()
-            found[parameter.name] = [slice(a, b) for a, b in pairwise(ends)]
-    return found
+            rows[parameter.name] = [slice(a, b) for a, b in pairwise(ends)]
+    return rows
 
 
 def published_iteration(matrix: np.ndarray, steps: int) -> np.ndarray:
-    """https://kellerjordan.github.io/posts/muon, in float64."""
+    """Run the iteration of https://kellerjordan.github.io/posts/muon in float64."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / max(np.linalg.norm(x), 1e-7)
@@ -116,12 +116,12 @@ def test_a_skipped_step_changes_nothing_and_matrices_have_one_moment() -> None:
     assert ("head.weight", "exp_avg_sq") in kinds
 
 
-def changes(width: int, steps: int = 3) -> tuple[float, float, float]:
-    """Root mean square of a block's input and change of it, and of what the head reads of that, after some steps."""
-    found = []
+def activation_changes(width: int, steps: int = 3) -> tuple[float, float, float]:
+    """Return root mean squares after some steps: of the stream, its change, and that change in the logits."""
+    sizes = []
     for seed in range(3):
         model = ModelConfig(width=width, depth=2, heads=width // 8, vocab_size=32, tied_embeddings=False)
-        optimizer = OptimizerConfig(  # only the matrices learn by more than a hair, so that what is seen is theirs
+        optimizer = OptimizerConfig(  # only the matrices learn visibly, so that the change is theirs
             kind="muon", learning_rate=1e-3, matrix_multiplier=30.0, base_width=16, embedding_multiplier=1e-3,
             weight_decay=0.0, gradient_clip=0.0,
         )  # fmt: skip
@@ -130,7 +130,7 @@ def changes(width: int, steps: int = 3) -> tuple[float, float, float]:
         head = torch.randn(gpt.head.weight.shape, generator=torch.Generator().manual_seed(seed)) / width
         gpt.head.weight.data.copy_(head)
         streams = list[torch.Tensor]()
-        hook = gpt.norm.register_forward_pre_hook(lambda module, inputs, kept=streams: kept.append(inputs[0].detach()))
+        hook = gpt.norm.register_forward_pre_hook(lambda module, inputs, seen=streams: seen.append(inputs[0].detach()))
         for _ in range(steps + 1):
             with zero.gradients.micro_batch(last=True):
                 gpt.loss(tokens[:, :-1], tokens[:, 1:]).backward()
@@ -138,14 +138,14 @@ def changes(width: int, steps: int = 3) -> tuple[float, float, float]:
             zero.step(torch.zeros(()))
         hook.remove()
         change = streams[-1] - streams[0]
-        found.append([x.square().mean().sqrt().item() for x in (streams[-1], change, change @ head.T)])
-    return tuple(np.mean(found, axis=0))
+        sizes.append([x.square().mean().sqrt().item() for x in (streams[-1], change, change @ head.T)])
+    return tuple(np.mean(sizes, axis=0))
 
 
 def test_one_rate_of_muon_changes_activations_alike_at_every_width() -> None:
     """The coordinate check of Yang et al. 2022, appendix D.1, over a factor of 8 in width."""
     widths = [16, 64, 128]
-    found = [changes(width) for width in widths]
-    stream, change, _ = np.polyfit(np.log(widths), np.log(found), 1)[0]
+    sizes = [activation_changes(width) for width in widths]
+    stream, change, _ = np.polyfit(np.log(widths), np.log(sizes), 1)[0]
     assert abs(stream) < 0.05
     assert abs(change) < 0.05

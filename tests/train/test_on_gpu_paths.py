@@ -1,4 +1,4 @@
-"""What only a GPU does, on `meta` and a stand-in for CUDA: every branch runs, on the device, in the right order."""
+"""GPU-only code on `meta` with a stand-in for CUDA: every branch runs, on the device, in the right order."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
 
 
 def steps_of(config: RunConfig, gpu: Gpu, mesh: Mesh | None = None) -> Stepper:
-    """A run's steps, in which the host waits for nothing."""
+    """Take a run's steps and assert that the host waits for nothing."""
     stream = TrainStream(prepare(config.data), config.data.sequence_length, config.seed)
     stepper = Stepper(config, mesh or Mesh(), META, stream, gpu.said.append)
     stepper.start()
@@ -123,7 +123,7 @@ def test_a_step_of_another_kind_waits_for_nothing(
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
 def test_every_generation_has_its_blocks(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every entry of the table is found, and gives every kernel something to do."""
+    """Every entry of the table exists and launches every kernel."""
     with kernels_on_meta():
         gpu = stand_in(monkeypatch, capability)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -167,7 +167,7 @@ def test_a_wrong_device_or_a_hidden_wait_is_seen(wrong: Callable[[], object]) ->
 
 @contextmanager
 def ranks(dp: int, tp: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mesh]:
-    """The last rank of a world in which nobody else is, over what would be NCCL."""
+    """Yield the last rank's mesh in a fake process group that replaces NCCL."""
     monkeypatch.setattr(Mesh, "gather", lambda mesh, value: [value] * mesh.size)
     monkeypatch.setattr(dist, "new_group", lambda backend, timeout=None: dist.group.WORLD)
     dist.init_process_group("fake", store=FakeStore(), rank=dp * tp - 1, world_size=dp * tp)
@@ -187,10 +187,10 @@ def test_a_step_of_a_rank_waits_for_nothing(
 ) -> None:  # fmt: skip
     with ranks(dp, tp, monkeypatch) as mesh:
         parallel = {"parallel.dp": dp, "parallel.tp": tp, "parallel.zero": stage, "parallel.attention": "ours"}
-        one = changed(config, parallel | {"precision": precision, "optimizer.kind": kind})
-        one.parallel.sequence_parallel = precision == "bf16"
-        one.parallel.micro_batch_size = 1 if precision == "fp32" else None
-        stepper = steps_of(one, gpu, mesh)
+        rank_config = changed(config, parallel | {"precision": precision, "optimizer.kind": kind})
+        rank_config.parallel.sequence_parallel = precision == "bf16"
+        rank_config.parallel.micro_batch_size = 1 if precision == "fp32" else None
+        stepper = steps_of(rank_config, gpu, mesh)
         stepper.losses(torch.zeros(3, LENGTH + 1, dtype=torch.int64), lambda: None)
 
 
@@ -198,10 +198,10 @@ def test_a_step_of_a_rank_waits_for_nothing(
 
 
 def test_rows_and_pages_are_written_when_nobody_reads_them(gpu: Gpu) -> None:
-    """Steps in and out of order, whose rows are read by the stream that computes."""
+    """Take steps in and out of order; the compute stream reads their rows."""
 
     def gather(step: int) -> np.ndarray:
-        gpu.access(rows._ring[step % RING].pages, True, gpu.host)  # what is gathered is written there at once
+        gpu.access(rows._ring[step % RING].pages, True, gpu.host)  # gathered rows are written there at once
         return np.zeros((ROWS, LENGTH + 1), np.int64)
 
     rows = Prefetch(gather, (ROWS, LENGTH + 1), META)
@@ -218,7 +218,7 @@ def whole_run(config: RunConfig, folder: Path, gpu: Gpu, monkeypatch: pytest.Mon
         write_whole(directory, staged)
 
     monkeypatch.setattr(saver_module, "write_whole", write)
-    monkeypatch.setattr(job_module, "pick_device", lambda wanted: META)
+    monkeypatch.setattr(job_module, "pick_device", lambda name: META)
     monkeypatch.setattr(loop, "kept_peak", lambda device, dtype: 1e12)
     config.tracker.kind, config.checkpoint.every_steps = "none", 1
     return loop.train(config, folder, report=gpu.said.append, **options)
@@ -243,29 +243,29 @@ def test_memory_is_freed_when_nothing_holds_it_any_more(
     stream = TrainStream(prepare(config.data), LENGTH, config.seed)
     stepper = Stepper(config, Mesh(), META, stream, gpu.said.append)
     stepper.start()
-    loss, held, freed = GPT.loss, list[Any](), list[bool]()
+    loss, references, freed = GPT.loss, list[Any](), list[bool]()
 
     def failing(*args: Any, **options: Any) -> Any:
         result = loss(*args, **options)
-        if not held:
-            held.append(weakref.ref(result.grad_fn))
+        if not references:
+            references.append(weakref.ref(result.grad_fn))
             raise torch.OutOfMemoryError("CUDA out of memory")
         return result
 
     monkeypatch.setattr(GPT, "loss", failing)
-    monkeypatch.setattr(hardware.CUDA, "empty_cache", lambda: freed.append(held[0]() is None))
+    monkeypatch.setattr(hardware.CUDA, "empty_cache", lambda: freed.append(references[0]() is None))
     with on_device():
         stepper.step(0)
     assert freed == [True]
     assert stepper.micro == ROWS // 2
 
 
-# --- the house -------------------------------------------------------------------------------------------------------
+# --- conventions -----------------------------------------------------------------------------------------------------
 
 
 def test_a_gpu_is_taken_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert [hardware.pick_device(wanted).type for wanted in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
+    assert [hardware.pick_device(name).type for name in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -275,16 +275,18 @@ OF_A_GPU = re.compile(
 
 
 def lines_of_a_gpu() -> dict[str, list[str]]:
-    found = {}
+    lines_by_file = {}
     for path in sorted([*(ROOT / "train").rglob("*.py"), *(ROOT / "evaluate").rglob("*.py")]):
         lines = [line.strip() for line in path.read_text().splitlines() if OF_A_GPU.search(line)]
         if lines:
-            found[path.relative_to(ROOT).as_posix()] = lines
-    return found
+            lines_by_file[path.relative_to(ROOT).as_posix()] = lines
+    return lines_by_file
 
 
 def test_what_device_it_is_is_asked_in_one_way_and_cuda_in_one_place() -> None:
     for name, lines in lines_of_a_gpu().items():
         if name != "train/hardware.py":
-            asked = [line for line in lines if re.search(r"is_cuda|is_cpu|device\.type [!=]=|torch\.cuda\.\w+\(", line)]
-            assert not [line for line in asked if '"meta"' not in line], name
+            queries = [
+                line for line in lines if re.search(r"is_cuda|is_cpu|device\.type [!=]=|torch\.cuda\.\w+\(", line)
+            ]
+            assert not [line for line in queries if '"meta"' not in line], name

@@ -55,7 +55,7 @@ def test_every_schedule_keeps_its_promises_for_any_length(kind: str) -> None:
         if kind == "constant":
             assert learning_rate_factor(run, run.steps - 1) == 1 or warmup == run.steps
         elif kind == "cosine" or decay_steps(run) > 0:
-            # The step that would come after the last one is where the rate arrives: none is spent at it.
+            # The rate arrives one step after the last: no step is spent at it.
             assert learning_rate_factor(run, run.steps) == pytest.approx(schedule.final_share, abs=1e-15)
             assert learning_rate_factor(run, run.steps - 1) >= schedule.final_share
 
@@ -90,7 +90,7 @@ def test_the_warmup_is_a_token_per_parameter_up_to_its_share() -> None:
         assert warmup_steps(RunConfig(**ONE, model=model, tokens=ratio * N)) == int(expected * N)
     run = RunConfig(**ONE, model=model, schedule=ScheduleConfig(warmup_per_parameter=0.25), tokens=100 * N)
     assert warmup_steps(run) == N // 4
-    run.schedule.warmup_tokens = 1234  # takes the place of the rule
+    run.schedule.warmup_tokens = 1234  # overrides the rule
     assert warmup_steps(run) == 1234
 
 
@@ -102,25 +102,25 @@ def test_two_runs_are_the_same_as_long_as_neither_has_begun_its_decay() -> None:
             **ONE, model=model, schedule=ScheduleConfig(**{"warmup_tokens": 30, **schedule}), tokens=tokens
         )
 
-    one, other = run(1000), run(600)
-    shared = same_until(one, other)
-    assert shared == same_until(other, one) == trunk_steps(other) == 480
-    rates = [[learning_rate_factor(each, step) for step in range(shared + 1)] for each in (one, other)]
+    long, short = run(1000), run(600)
+    shared = same_until(long, short)
+    assert shared == same_until(short, long) == trunk_steps(short) == 480
+    rates = [[learning_rate_factor(config, step) for step in range(shared + 1)] for config in (long, short)]
     assert rates[0][:shared] == rates[1][:shared]
     assert rates[0][shared] != rates[1][shared]
-    assert same_until(one, run(1000)) == 1000
-    assert same_until(one, run(200)) == 0  # a tenth of it is a shorter warm-up
-    assert same_until(one, run(600, decay_share=0.1)) == 0
+    assert same_until(long, run(1000)) == 1000
+    assert same_until(long, run(200)) == 0  # its warm-up, limited to a tenth, is shorter
+    assert same_until(long, run(600, decay_share=0.1)) == 0
     assert same_until(run(1000, kind="cosine"), run(600, kind="cosine")) == 0
-    # What never decays is the same all along; the last step stays the run's own, that it may end with it.
+    # Without decay, runs are the same throughout; the last step stays the run's own, so that it can end with it.
     assert same_until(run(1000, kind="constant"), run(600, kind="constant")) == 599
     assert same_until(run(1000, decay_share=0.0), run(600, decay_share=0.0)) == 599
     seeded = run(600)
     seeded.seed = 1
-    assert same_until(one, seeded) == 0
+    assert same_until(long, seeded) == 0
     cosmetic = run(600)
     cosmetic.parallel.threads, cosmetic.name = 7, "elsewhere"
-    assert same_until(one, cosmetic) == 480
+    assert same_until(long, cosmetic) == 480
 
 
 def test_a_warmup_and_a_cooldown_that_overlap_are_refused() -> None:
@@ -145,23 +145,23 @@ def test_steps_equal_a_plain_float64_adamw_with_clipping(tied: bool) -> None:
     for step, factor in enumerate([0.5, 1.0, 1.0, 0.3], start=1):
         generator = torch.Generator().manual_seed(step)
         size = 1e-4 if step == 3 else 1.0
-        chosen = {
+        gradients = {
             name: torch.randn(p.shape, generator=generator, dtype=torch.float64) * size
             for name, p in gpt.named_parameters()
         }
         with zero.gradients.micro_batch(last=True):
-            torch.stack([(p * chosen[name]).sum() for name, p in gpt.named_parameters()]).sum().backward()
+            torch.stack([(p * gradients[name]).sum() for name, p in gpt.named_parameters()]).sum().backward()
         zero.set_rates(factor)
         norm = zero.step(torch.zeros(())).norm
 
-        expected_norm = math.sqrt(sum(float((g**2).sum()) for g in chosen.values()))
+        expected_norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
         assert norm.item() == pytest.approx(expected_norm, rel=1e-12)  # float64 sums in another order
         scale = min(1.0, optimizer.gradient_clip / (expected_norm + 1e-6))
         assert (scale < 1) == (step != 3)
         for name, w in weights.items():
             matrix = "norm" not in name and not name.startswith("embedding")
             rate = 0.02 * factor * (8 / 16 if matrix else 2.0)
-            g = chosen[name].numpy() * scale
+            g = gradients[name].numpy() * scale
             first[name] = 0.8 * first[name] + 0.2 * g
             second[name] = 0.9 * second[name] + 0.1 * g**2
             update = (first[name] / (1 - 0.8**step)) / (np.sqrt(second[name] / (1 - 0.9**step)) + 1e-6)
@@ -174,7 +174,7 @@ def test_steps_equal_a_plain_float64_adamw_with_clipping(tied: bool) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_depth_transfer_is_a_factor_on_every_branch_in_the_forward_pass(tied: bool) -> None:
-    """CompleteP as Dey et al. 2025 write it (arXiv:2505.01618, Table 1), beside ours, which is folded into weights."""
+    """Compare CompleteP of Dey et al. 2025 (arXiv:2505.01618, Table 1) with ours, which is folded into weights."""
     model = ModelConfig(width=32, depth=6, heads=2, vocab_size=20, qk_norm=True, tied_embeddings=tied)
     optimizer = OptimizerConfig(
         learning_rate=0.01, base_width=16, base_depth=2, eps=1e-3, weight_decay=0.3, gradient_clip=0.0

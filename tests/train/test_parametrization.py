@@ -1,4 +1,4 @@
-"""One learning rate serves every width: groups and initial sizes; `test_coordinates.py` measures it."""
+"""Groups and initial sizes for which learning rates transfer over widths; `test_coordinates.py` measures it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_groups_hold_every_tensor_once_with_the_rates_of_the_table(seed: int) ->
     assert len(set(grouped)) == len(grouped)
 
     names = {id(p): name for name, p in gpt.named_parameters()}
-    where = {names[id(p)]: group for group in groups.values() for p in group.parameters}
-    for name, group in where.items():
+    group_of = {names[id(p)]: group for group in groups.values() for p in group.parameters}
+    for name, group in group_of.items():
         if name.endswith("balance"):
             assert (group.optimizer, group.learning_rate, group.weight_decay) == ("sign", 0.004, 0.0)
             continue
@@ -40,7 +40,7 @@ def test_groups_hold_every_tensor_once_with_the_rates_of_the_table(seed: int) ->
         transfer = (32 / model.width) ** optimizer.width_exponent
         assert group.learning_rate == pytest.approx(0.01 * transfer if is_matrix else 0.03, rel=1e-15), name
     if not model.tied_embeddings:
-        assert where["head.weight"].name == "matrices"
+        assert group_of["head.weight"].name == "matrices"
 
 
 def test_initial_sizes_are_those_of_the_table() -> None:

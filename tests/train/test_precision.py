@@ -22,7 +22,7 @@ NAN, INFINITY = float("nan"), float("inf")
 
 
 class Run:
-    """A tiny model in training on one process, as the trainer does it."""
+    """A tiny model trained on one process, as the trainer does it."""
 
     def __init__(self, name: str) -> None:
         config = ModelConfig(width=32, depth=2, heads=2, vocab_size=50, tied_embeddings=False)
@@ -30,7 +30,7 @@ class Run:
         self.scaler = LossScaler(name, CPU)
 
     def step(self, number: int) -> StepResult:
-        """One step on a batch of its own: counting upwards with steps of 1 to 3, which can be learnt."""
+        """Take one step on a new batch of sequences that count upwards by 1 to 3, which can be learnt."""
         generator = torch.Generator().manual_seed(number)
         start, by = torch.randint(50, (8, 1), generator=generator), torch.randint(1, 4, (8, 1), generator=generator)
         rows = (start + by * torch.arange(TIME + 1)) % 50
@@ -67,7 +67,7 @@ def test_thirty_steps_stay_near_those_of_fp32(name: str) -> None:
     losses = [[float(run.step(i).loss) for i in range(30)] for run in (exact, low)]
     assert losses[0][-1] < losses[0][0] - 2
     gaps = [abs(a - b) for a, b in zip(*losses, strict=True)]
-    # Nats, of more than 2 that are learnt: some times the roundings of bf16, 2^-9 relative, and of fp16, 2^-12.
+    # In nats, of more than 2 learnt: a few relative roundings of bf16 (2^-9) and of fp16 (2^-12).
     assert max(gaps) < (0.02 if name == "bf16" else 0.005)
     assert all(held.values.dtype == torch.float32 for held in low.zero.held())
 
@@ -94,22 +94,22 @@ def test_an_overflow_in_fp16_is_skipped_and_halves_the_scale(monkeypatch: pytest
 
 def test_a_resumed_run_goes_on_with_the_same_scale_and_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "GROWTH_STEPS", 5)
-    through, resumed = Run("fp16"), Run("fp16")
+    whole, resumed = Run("fp16"), Run("fp16")
     for i in range(7):
-        through.step(i)
-    state, updates = through.scaler.state(), float(through.zero.updates)
+        whole.step(i)
+    state, updates = whole.scaler.state(), float(whole.zero.updates)
     assert {type(value) for value in state.values()} <= {int, float}
     resumed.scaler.load_state(state)
     resumed.zero.updates.fill_(updates)
-    for mine, theirs in zip(resumed.zero.held(), through.zero.held(), strict=True):
+    for mine, theirs in zip(resumed.zero.held(), whole.zero.held(), strict=True):
         mine.values.copy_(theirs.values)
     resumed.zero.publish()
     for i in range(7, 20):
-        one, other = through.step(i), resumed.step(i)
-        assert torch.equal(one.loss, other.loss)
-        assert through.scaler.state() == resumed.scaler.state()
-    assert through.scaler.state()["scale"] > state["scale"]
-    assert all(torch.equal(a, b) for a, b in zip(through.weights(), resumed.weights(), strict=True))
+        expected, result = whole.step(i), resumed.step(i)
+        assert torch.equal(expected.loss, result.loss)
+        assert whole.scaler.state() == resumed.scaler.state()
+    assert whole.scaler.state()["scale"] > state["scale"]
+    assert all(torch.equal(a, b) for a, b in zip(whole.weights(), resumed.weights(), strict=True))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -166,32 +166,32 @@ def test_tf32_is_switched_for_gpus_alone_and_where_every_reader_looks() -> None:
         assert torch.backends.mkldnn.matmul.fp32_precision == cpu
 
 
-def allowing(bad_steps: int, precision: str) -> RunConfig:
+def run_config(bad_steps: int, precision: str) -> RunConfig:
     return RunConfig(skip_bad_steps=bad_steps, precision=precision)
 
 
 def test_without_a_budget_the_first_loss_that_is_no_number_ends_the_run() -> None:
     progress = RunProgress()
     with pytest.raises(Diverged, match="nan at step 2"):
-        progress.judge(1, [(2.0, False), (NAN, True), (1.0, False)], allowing(0, "fp16"))
+        progress.judge(1, [(2.0, False), (NAN, True), (1.0, False)], run_config(0, "fp16"))
     assert progress.smoothed_loss == 2.0
 
 
 def test_bad_batches_are_skipped_as_often_as_allowed_and_across_looks() -> None:
-    progress, config = RunProgress(), allowing(2, "bf16")
+    progress, config = RunProgress(), run_config(2, "bf16")
     (message,) = progress.judge(1, [(2.0, False), (INFINITY, True), (2.0, False)], config)
     assert "step 2" in message
     assert len(progress.judge(4, [(1.8, True)], config)) == 1
     assert progress.smoothed_loss == 2.0
-    progress = RunProgress(bad_steps=progress.bad_steps, overflows=progress.overflows)  # through a checkpoint
+    progress = RunProgress(bad_steps=progress.bad_steps, overflows=progress.overflows)  # as after a resume
     with pytest.raises(Diverged, match="at step 6, and skip_bad_steps 2"):
         progress.judge(5, [(1.7, False), (NAN, True)], config)
 
 
 def test_overflows_in_fp16_are_free_until_the_scale_is_at_its_floor() -> None:
-    progress, config, overflow = RunProgress(), allowing(0, "fp16"), (2.0, True)
+    progress, config, overflow = RunProgress(), run_config(0, "fp16"), (2.0, True)
     assert len(progress.judge(1, [overflow] * 24, config)) == 24
-    progress.judge(25, [(2.0, False), *[overflow] * 24], config)  # one good step starts anew
+    progress.judge(25, [(2.0, False), *[overflow] * 24], config)  # one good step resets the count
     with pytest.raises(Diverged, match="at step 50, for the 25th time"):
         progress.judge(50, [overflow], config)
 

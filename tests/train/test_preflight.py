@@ -1,4 +1,4 @@
-"""Preflight passes what is right, and finds and names every fault that is planted, without dying of it."""
+"""Preflight passes a sound setup, and names every planted fault without dying of it."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ WINDOWED = dataclasses.replace(SMALL, model=dataclasses.replace(SMALL.model, win
 MonkeyPatch = pytest.MonkeyPatch
 
 
-def only_problem(found: Iterable[Finding]) -> Finding:
-    """Return the one finding that is not passed."""
-    (finding,) = [finding for finding in found if finding.outcome != PASSED]
+def only_problem(findings: Iterable[Finding]) -> Finding:
+    """Return the only finding that did not pass."""
+    (finding,) = [finding for finding in findings if finding.outcome != PASSED]
     return finding
 
 
 @pytest.mark.slow
 def test_what_is_right_passes(tmp_path: Path) -> None:
-    found = [*check_node([SMALL], tmp_path, ranks=2), *check_device([SMALL], ranks=2)]
-    assert [finding for finding in found if finding.outcome != PASSED] == []
-    assert [finding.check for finding in found] == ["memory", "disk", "ranks", "attention", "loss", "step"]
+    findings = [*check_node([SMALL], tmp_path, ranks=2), *check_device([SMALL], ranks=2)]
+    assert [finding for finding in findings if finding.outcome != PASSED] == []
+    assert [finding.check for finding in findings] == ["memory", "disk", "ranks", "attention", "loss", "step"]
     assert not list(tmp_path.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""Activations computed again give the same gradients to the bit, keep what is stated, and run no product again."""
+"""Recomputed activations give the same gradients to the bit, keep the stated bytes, and repeat no product in vain."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def architecture(**changes: Any) -> ModelConfig:
 
 
 def random_weights(config: ModelConfig) -> list[tuple[str, Tensor]]:
-    """Every weight drawn anew: the initial head is zero and the norms are one, which would hide mistakes."""
+    """Draw random weights: the initial zero head and unit norms would hide mistakes."""
     generator = torch.Generator().manual_seed(0)
     return [
         (name, torch.randn(p.shape, generator=generator) * p.shape[-1] ** -0.5 + float(p.dim() == 1))
@@ -60,7 +60,7 @@ def windows(config: ModelConfig) -> tuple[Tensor, Tensor]:
 
 
 def gradients(gpt: GPT) -> list[Tensor]:
-    """The loss and every gradient of it."""
+    """Return the loss and all its gradients."""
     loss = gpt.loss(*windows(gpt.config))
     loss.backward()
     return [loss.detach(), *(p.grad for p in gpt.parameters() if p.grad is not None)]
@@ -93,7 +93,7 @@ def test_nothing_is_kept_where_no_backward_pass_follows(mode: str) -> None:
 
 
 class Storages(TorchDispatchMode):
-    """Every storage that operations make, watched without keeping it."""
+    """Recorder of every storage that operations make, which keeps none of them alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,28 +107,28 @@ class Storages(TorchDispatchMode):
                 self.seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return result
 
-    def alive(self, known: list[Tensor]) -> list[int]:
-        """Bytes of each storage that something still holds, but for those of the known tensors."""
-        others = {x.untyped_storage()._cdata for x in known}
+    def alive(self, excluded: list[Tensor]) -> list[int]:
+        """Return the bytes of each storage that is still alive, without those of the excluded tensors."""
+        ignored = {x.untyped_storage()._cdata for x in excluded}
         return sorted(
             size
             for key, (reference, size) in self.seen.items()
-            if size and not reference.expired() and key not in others
+            if size and not reference.expired() and key not in ignored
         )
 
 
 def expected_bytes(config: ModelConfig, mode: str) -> list[int]:
-    """The closed form of what one block keeps of a micro-batch, a storage an entry, with PyTorch's fused attention."""
+    """Return the bytes of each storage that a block keeps of a micro-batch, in closed form, with fused attention."""
     w, h, d, heads, kv = config.width, config.mlp_hidden, config.head_dim, config.heads, config.num_kv_heads
     stream = [w]
-    kept = stream if mode == "full" else [*stream, (heads + 2 * kv) * d, w, 2 * h]
+    elements = stream if mode == "full" else [*stream, (heads + 2 * kv) * d, w, 2 * h]
     if mode == "none":
-        kept = [*kept, w, w, heads * d, h]  # outputs of both norms, of attention, of SwiGLU
-        kept += [1, 1, heads]  # statistics of both norms, and the softmax's
+        elements = [*elements, w, w, heads * d, h]  # outputs of both norms, of attention, of SwiGLU
+        elements += [1, 1, heads]  # statistics of both norms, and the softmax's
         rotated = [heads * d, kv * d] if config.qk_norm else [(heads + kv) * d]
-        kept += [*rotated, heads, kv] if config.qk_norm else rotated
+        elements += [*rotated, heads, kv] if config.qk_norm else rotated
     tokens = BATCH * TIME
-    return sorted(tokens * 4 * n for n in kept)
+    return sorted(tokens * 4 * n for n in elements)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -138,18 +138,18 @@ def test_a_block_keeps_what_the_closed_form_says(changes: dict[str, Any], mode: 
     block, (cos, sin) = Block(config), rotary_angles(TIME, config.head_dim, config.rope_theta)
     block.recompute = mode
     leaf = torch.randn(BATCH, TIME, config.width, requires_grad=True)
-    own = [*block.parameters(), cos, sin, leaf]
+    inputs = [*block.parameters(), cos, sin, leaf]
     with Storages() as storages:
         x = leaf * 1.0  # an activation that nothing but the block keeps
         out = block(x, cos, sin)
         del x
-    assert storages.alive([*own, out]) == expected_bytes(config, mode)
+    assert storages.alive([*inputs, out]) == expected_bytes(config, mode)
     out.sum().backward(retain_graph=False)
-    assert storages.alive([*own, out]) == []
+    assert storages.alive([*inputs, out]) == []
 
 
 class Calls(TorchDispatchMode):
-    """Counts operations by name."""
+    """Counter of operations by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def test_selective_runs_no_product_again_and_full_all_but_the_last() -> None:
             hidden.sum().backward()
         products[mode] = calls.count["mm"]
         attention[mode] = calls.count["_scaled_dot_product_flash_attention_for_cpu"]
-    assert products["none"] == 2 * 4 * config.depth  # by the input and by the weight, of each
+    assert products["none"] == 2 * 4 * config.depth  # input and weight gradients of four products a block
     assert products["selective"] == products["none"]
     assert products["full"] == products["none"] + 3 * config.depth
     assert attention == {"none": 0, "selective": config.depth, "full": config.depth}
@@ -199,7 +199,7 @@ def test_a_product_that_saves_something_else_than_its_input_keeps_it() -> None:
     x, weight = torch.randn(5, 6, requires_grad=True), torch.randn(3, 7, requires_grad=True)
 
     def product(inner: Tensor) -> Tensor:
-        return (inner.T.reshape(-1, 3)[:5].exp() @ weight).tanh()  # a copy, and outputs of its own
+        return (inner.T.reshape(-1, 3)[:5].exp() @ weight).tanh()  # a copy, and its own outputs
 
     out = recomputed(swiglu, product, x)
     ours = torch.autograd.grad(out.sum(), (x, weight))
@@ -209,7 +209,7 @@ def test_a_product_that_saves_something_else_than_its_input_keeps_it() -> None:
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several buckets in a small model."""
+    """Split a small model into several buckets."""
     monkeypatch.setattr(buckets, "BUCKET_MB", 0.01)
 
 
@@ -217,7 +217,7 @@ COLLECTIVES = ("all_gather_into_tensor", "all_reduce_", "reduce_scatter_tensor")
 
 
 def train(dp: int, tp: int, stage: int, sequence_parallel: bool, mode: str) -> tuple[list[Tensor], Counter[str]]:
-    """Two steps on this rank: its losses and weights, and the tensor-parallel collectives of the first."""
+    """Take two steps on this rank. Return losses and weights, and the tensor-parallel collectives of the first step."""
     config = architecture(qk_norm=True, tied_embeddings=False)
     optimizer, mesh = OptimizerConfig(batch_size=BATCH), build_mesh(dp, tp, CPU)
     gpt = empty_model(config, optimizer, TIME)
@@ -248,7 +248,7 @@ def test_on_every_mesh_training_is_the_same_to_the_bit(dp: int, tp: int, stage: 
     for same, (none, selective, full) in run_ranks(dp * tp, on_this_rank):
         assert same
         assert none == selective  # no collective again
-        again = {} if tp == 1 else {"all_reduce_": 4}
+        repeated = {} if tp == 1 else {"all_reduce_": 4}
         if tp > 1 and sequence_parallel:
-            again = {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 4}
-        assert full - none == Counter(again)  # two of each a block, of which there are two
+            repeated = {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 4}
+        assert full - none == Counter(repeated)  # two of each in each of two blocks

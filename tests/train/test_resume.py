@@ -51,20 +51,20 @@ def config_of(undisturbed: Path) -> RunConfig:
 def test_a_run_stopped_at_random_steps_is_the_undisturbed_one(seed: int, undisturbed: Path, tmp_path: Path) -> None:
     generator = random.Random(seed)
     config = config_of(undisturbed)
-    # How often a run saves is no part of it.
+    # How often a run saves does not change its numbers.
     config.checkpoint.every_steps = generator.choice([None, 3, 7])
-    said: list[str] = []
+    messages: list[str] = []
     at = 0
     while at < STEPS:
-        go_on = generator.randrange(1, 12)
-        at += go_on
+        steps = generator.randrange(1, 12)
+        at += steps
         if at >= STEPS:
-            train(config, tmp_path, report=said.append)
+            train(config, tmp_path, report=messages.append)
             break
         with pytest.raises(Stopped, match=f"stopped at step {at} of {STEPS}"):
-            train(config, tmp_path, should_stop=stop_after(go_on), report=said.append)
+            train(config, tmp_path, should_stop=stop_after(steps), report=messages.append)
         assert (tmp_path / "checkpoints" / f"step_{at}").is_dir()
-    assert any("resumed from step_" in line for line in said)
+    assert any("resumed from step_" in line for line in messages)
     assert_same_run(tmp_path, undisturbed)
 
 
@@ -101,13 +101,13 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_back_one(undisturbed: Pat
     bad = good.with_name("step_21")
     bad.mkdir()
     (bad / "manifest.json").write_bytes((good / "manifest.json").read_bytes()[:100])
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.raises(Stopped):
-        train(config, tmp_path, should_stop=stop_after(5), report=said.append)
-    assert said[0].startswith("checkpoint step_21 is damaged")
-    assert said[1].startswith("resumed from step_12")
+        train(config, tmp_path, should_stop=stop_after(5), report=messages.append)
+    assert messages[0].startswith("checkpoint step_21 is damaged")
+    assert messages[1].startswith("resumed from step_12")
     assert [path.name for path in good.parent.iterdir()] == ["step_17"]
-    train(config, tmp_path, report=said.append)
+    train(config, tmp_path, report=messages.append)
     assert_same_run(tmp_path, undisturbed)
 
 

@@ -1,4 +1,4 @@
-"""A step reads the rows that are its own, and waits for nothing."""
+"""A step reads its own rows, and waits for nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from isoflop.train.data.loader import TrainStream
 from isoflop.train.data.prefetch import Prefetch
 from isoflop.train.data.shards import prepare
 from isoflop.train.parallel.mesh import Mesh
-from isoflop.train.parallel.zero import StepResult
 from isoflop.train.stepper import Stepper
 from small_runs import forty_steps
 
@@ -32,10 +31,6 @@ def build(config: RunConfig, device: torch.device = CPU, report: Callable[[str],
     stepper = Stepper(config, Mesh(), device, stream, report)
     stepper.start()
     return stepper
-
-
-def take(stepper: Stepper) -> list[StepResult]:
-    return [stepper.step(step) for step in range(STEPS)]
 
 
 def rows_of(step: int) -> np.ndarray:

@@ -31,15 +31,15 @@ def run_config(**fields: Any) -> RunConfig:
 
 
 class FakeRun:
-    """Stands for wandb's run; fails where it is told to."""
+    """Stand-in for wandb's run that fails in the chosen method."""
 
     def __init__(self, failing: str) -> None:
         self.failing, self.logged, self.exit_code = failing, [], None  # type: ignore[var-annotated]
         self.summary: dict[str, Any] = {}
         self.settings = SimpleNamespace(mode="online")
 
-    def define_metric(self, name: str, **how: Any) -> None:
-        """Axes are of no interest here."""
+    def define_metric(self, name: str, **options: Any) -> None:
+        """Ignore axes."""
 
     def log(self, record: dict[str, Any], step: int) -> None:
         if self.failing == "log":
@@ -72,16 +72,16 @@ def fake(monkeypatch: pytest.MonkeyPatch, failing: str = "") -> tuple[FakeRun, l
 def test_runs_of_one_process_each_keep_their_own_lines(tmp_path: Path) -> None:
     import wandb
 
-    said: list[str] = []
+    messages: list[str] = []
     configs = [run_config(seed=seed, tracker=TrackerConfig(project="test")) for seed in (0, 1)]
-    views = [Tracker(config, run_id(config), tmp_path / run_id(config), said.append) for config in configs]
+    views = [Tracker(config, run_id(config), tmp_path / run_id(config), messages.append) for config in configs]
     for step in (1, 2):
         for number, view in enumerate(views):
             view.log({"step": step, f"only_of_{number}": float(step)})
     for view in views:
         view.finish({"val_loss": 1.5})
     wandb.teardown()
-    assert said == []
+    assert messages == []
     for number, config in enumerate(configs):  # without a login they are offline
         [file] = (tmp_path / run_id(config) / "wandb").glob("offline-run-*/*.wandb")
         assert file.name == f"run-{run_id(config)}.wandb"
@@ -106,7 +106,7 @@ def test_a_login_means_online_and_resuming_the_same_run(monkeypatch: pytest.Monk
     assert run.logged == [(7, {**shown, "experts/load_max/0": 1.5, "experts/load_max/1": 2.0})]
     assert run.summary == {"val_loss": 1.5}
     assert run.exit_code == 0
-    # What is asked for goes before what is found, and the environment before a login.
+    # The config overrides what is detected, and the environment overrides a login.
     Tracker(run_config(tracker=TrackerConfig(mode="offline")), "0123456789", tmp_path, print)
     monkeypatch.setenv("WANDB_MODE", "offline")
     Tracker(run_config(), "0123456789", tmp_path, print)
@@ -127,9 +127,9 @@ def test_the_view_begins_with_what_the_file_has_and_gets_no_step_twice(
         view.log({"step": step, "train_loss": 1.0})
     view.finish()
     assert [step for step, _ in run.logged] == [1, 2, 3, 4, 5]
-    assert run.exit_code == 1  # not at its end
+    assert run.exit_code == 1  # the run has not ended
     assert json.loads((tmp_path / tracker.PUSHED).read_text()) == {"step": 5, "finished": False, "scores": 0}
-    # Offline nobody knows what the directories of earlier attempts have: a new one gets everything.
+    # Offline, it is unknown what the directories of earlier attempts hold: a new one gets everything.
     run.logged.clear()
     run.settings.mode = "offline"
     (tmp_path / tracker.PUSHED).unlink()
@@ -145,13 +145,13 @@ def test_where_no_server_answers_auto_is_offline_and_online_is_nothing(
     _, calls = fake(monkeypatch)
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     monkeypatch.setattr(tracker, "unreachable", lambda: "it does not answer")
-    said: list[str] = []
-    Tracker(run_config(), "0123456789", tmp_path, said.append)
+    messages: list[str] = []
+    Tracker(run_config(), "0123456789", tmp_path, messages.append)
     assert [call["mode"] for call in calls] == ["offline"]
-    assert "it does not answer" in said[0]
-    Tracker(run_config(tracker=TrackerConfig(mode="online")), "0123456789", tmp_path, said.append)
+    assert "it does not answer" in messages[0]
+    Tracker(run_config(tracker=TrackerConfig(mode="online")), "0123456789", tmp_path, messages.append)
     assert len(calls) == 1
-    assert "it does not answer" in said[1]
+    assert "it does not answer" in messages[1]
 
 
 @pytest.mark.usefixtures("logged_out")
@@ -168,20 +168,20 @@ def test_a_netrc_counts_as_a_login_and_a_broken_one_does_not(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("logged_out")
-@pytest.mark.parametrize(("failing", "what"), [("init", "starting"), ("log", "logging"), ("finish", "finishing")])
+@pytest.mark.parametrize(("failing", "action"), [("init", "starting"), ("log", "logging"), ("finish", "finishing")])
 def test_a_failure_is_said_once_and_stops_nothing(
-    failing: str, what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    failing: str, action: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fake(monkeypatch, failing)
-    said: list[str] = []
-    view = Tracker(run_config(), "0123456789", tmp_path, said.append)
+    messages: list[str] = []
+    view = Tracker(run_config(), "0123456789", tmp_path, messages.append)
     for step in (1, 2, 3):
         view.log({"step": step})
     view.finish({"val_loss": 1.0})
     view.finish()
-    assert len(said) == 1
-    assert what in said[0]
-    assert "\n" not in said[0]
+    assert len(messages) == 1
+    assert action in messages[0]
+    assert "\n" not in messages[0]
     assert not (tmp_path / tracker.PUSHED).exists()
 
 
@@ -214,15 +214,15 @@ view.finish({"val_loss": 1.0})
 """
 
 
-def alone(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program with a wandb process of its own: a child of a process that uses wandb shares it."""
+def run_alone(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program with a separate wandb process; a child of a process that uses wandb would share it."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     command = [sys.executable, "-c", program, *arguments]
     environment["WANDB_ERROR_REPORTING"] = "false"
     return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
 
 
-# Files of the wandb process end here; this process has opened its own before.
+# The wandb process inherits the limit on its files; this process lifts it for its own afterwards.
 FULL = """
 import resource, signal, sys
 from pathlib import Path
@@ -245,15 +245,17 @@ print("trained to the end")
 
 @pytest.mark.slow
 def test_a_full_disk_below_wandb_stops_nothing(tmp_path: Path) -> None:
-    done = alone(FULL, str(tmp_path))
-    assert done.stdout.endswith("trained to the end\n")
+    process = run_alone(FULL, str(tmp_path))
+    assert process.stdout.endswith("trained to the end\n")
     assert max(file.stat().st_size for file in tmp_path.rglob("*.wandb")) <= 4096
 
 
 @pytest.mark.slow
 def test_a_killed_run_that_went_on_offline_is_whole(tmp_path: Path) -> None:
-    ended = [alone(KILLED, str(tmp_path), *how) for how in (("1", "20", "killed"), ("11", "30", "done"))]
-    assert [process.returncode for process in ended] == [-signal.SIGKILL, 0]
+    processes = [
+        run_alone(KILLED, str(tmp_path), *arguments) for arguments in (("1", "20", "killed"), ("11", "30", "done"))
+    ]
+    assert [process.returncode for process in processes] == [-signal.SIGKILL, 0]
     old, new = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert [file.name for folder in (old, new) for file in folder.glob("*.wandb")] == [
         f"run-{run_id(run_config())}.wandb"

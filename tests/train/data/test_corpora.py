@@ -1,4 +1,4 @@
-"""Every kind of file reads as the same text; a fingerprint names the text, not the place; bad input gets a sentence."""
+"""Every kind of file gives the same text, a fingerprint depends on the text alone, and bad input gives one sentence."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def json_lines(documents: list[str], field: str = "text") -> bytes:
 
 
 def write(folder: Path, kind: str, documents: list[str], field: str = "text") -> Path:
-    """The documents in a folder, in one of the accepted kinds of file."""
+    """Write documents to a folder, in one of the accepted kinds of file."""
     folder.mkdir()
     if kind in ("txt", "md"):
         for i, document in enumerate(documents):
@@ -75,12 +75,12 @@ def test_a_file_a_folder_and_a_glob_name_the_same_corpus(tmp_path: Path) -> None
     (tmp_path / "deep" / ".hidden.txt").write_text("not this")
     (tmp_path / "deep" / "picture.png").write_bytes(b"\x89PNG")
     named = [folder / "rows.jsonl", folder, tmp_path, tmp_path / "**" / "*.jsonl", tmp_path / "d*"]
-    found = [open_corpus(text(path)) for path in named]
-    assert {tuple(corpus.documents()) for corpus in found} == {tuple(DOCUMENTS)}
-    assert len({corpus.fingerprint() for corpus in found}) == 1
+    opened = [open_corpus(text(path)) for path in named]
+    assert {tuple(corpus.documents()) for corpus in opened} == {tuple(DOCUMENTS)}
+    assert len({corpus.fingerprint() for corpus in opened}) == 1
 
 
-def test_blank_documents_are_left_out_and_broken_unicode_is_mended(tmp_path: Path) -> None:
+def test_blank_documents_are_left_out_and_broken_unicode_is_replaced(tmp_path: Path) -> None:
     rows = ['{"text": "a\\ud800b"}', "", '{"text": null}', '{"text": " \\n"}', '{"text": "\\ud83d\\ude00"}']
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(rows).encode())
     assert list(open_corpus(text(tmp_path)).documents()) == ["a\ufffdb", "😀"]

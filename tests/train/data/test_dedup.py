@@ -1,4 +1,4 @@
-"""Duplicates are found as exact sets say, whatever the order of documents; what is near held-out text never trains."""
+"""Duplicates equal those of exact sets, in every order of documents; text near held-out text never trains."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def planted_corpus(documents: int, pairs: int = 2000) -> Planted:
     ids = random_ids(random, VOCABULARY, int(lengths.sum()))
     texts = [" ".join([words[i] for i in part]) for part in np.split(ids, np.cumsum(lengths)[:-1])]
     partner = random.permutation(documents)[: 2 * pairs * len(PLANTED)].reshape(len(PLANTED), pairs, 2)
-    for similarity, both in zip(PLANTED, partner, strict=True):
-        for first, second in both.tolist():
+    for similarity, pairs_of_similarity in zip(PLANTED, partner, strict=True):
+        for first, second in pairs_of_similarity.tolist():
             texts[second] = _similar(texts[first].split(), texts[second].split(), similarity)
     return Planted(texts, dict(zip(PLANTED, partner, strict=True)))
 
@@ -66,8 +66,8 @@ def planted_corpus(documents: int, pairs: int = 2000) -> Planted:
 def _similar(words: list[str], others: list[str], similarity: float) -> str:
     """Return a text of as many words that ends with others, with at least this similarity of 5-grams."""
     n = len(words) - NEAR_WORDS + 1
-    kept = int(np.ceil(2 * n * similarity / (1 + similarity))) + NEAR_WORDS - 1
-    return " ".join([*words[:kept], *(others * 3)[: len(words) - kept]])
+    prefix = int(np.ceil(2 * n * similarity / (1 + similarity))) + NEAR_WORDS - 1
+    return " ".join([*words[:prefix], *(others * 3)[: len(words) - prefix]])
 
 
 def exact_jaccard(texts: Sequence[str], pairs: np.ndarray) -> np.ndarray:
@@ -81,7 +81,7 @@ def exact_jaccard(texts: Sequence[str], pairs: np.ndarray) -> np.ndarray:
 
 
 def sets_of(text: str, n: int) -> set[tuple[str, ...]]:
-    """By Python's own means: words in lower case, in windows of n, or all of a shorter text."""
+    """Return the n-grams of lower-case words in plain Python; a shorter text is one n-gram."""
     words = re.findall(r"[a-z0-9_\u0080-\U0010ffff]+", text.lower())
     if not words:
         return set()
@@ -89,7 +89,7 @@ def sets_of(text: str, n: int) -> set[tuple[str, ...]]:
 
 
 def texts_with_duplicates(count: int = 300, seed: int = 0) -> list[str]:
-    """Random texts, some of them edited copies of others, of copies too; with short, empty and awkward ones."""
+    """Return random texts with edited copies, copies of copies, and short, empty and awkward texts."""
     generator = random.Random(seed)
     texts = ["", "!!! ...", "One", "one!", "A b c", "naïve Straße 東京 x", "a_b a-b"]
     while len(texts) < count:
@@ -105,11 +105,11 @@ def texts_with_duplicates(count: int = 300, seed: int = 0) -> list[str]:
 
 def jaccard_of(texts: list[str], n: int = 5) -> np.ndarray:
     sets = [sets_of(text, n) for text in texts]
-    found = np.zeros((len(texts), len(texts)))
+    similarity = np.zeros((len(texts), len(texts)))
     for i, j in itertools.combinations(range(len(texts)), 2):
         union = len(sets[i] | sets[j])
-        found[i, j] = found[j, i] = len(sets[i] & sets[j]) / union if union else 0.0
-    return found
+        similarity[i, j] = similarity[j, i] = len(sets[i] & sets[j]) / union if union else 0.0
+    return similarity
 
 
 @pytest.mark.parametrize("n", [1, 5, 13])
@@ -117,20 +117,20 @@ def test_hashed_ngrams_are_the_ngrams(n: int) -> None:
     texts = texts_with_duplicates()
     hashes, offsets = shingles.ngrams(texts, n)
     for i, text in enumerate(texts):
-        own = hashes[offsets[i] : offsets[i + 1]].tolist()
-        assert len(set(own)) == len(sets_of(text, n))
-    # One hash, one n-gram: over all texts as many of the one as of the other.
+        text_hashes = hashes[offsets[i] : offsets[i + 1]].tolist()
+        assert len(set(text_hashes)) == len(sets_of(text, n))
+    # Over all texts there are as many hashes as n-grams.
     assert len(np.unique(hashes)) == len(set().union(*(sets_of(text, n) for text in texts)))
 
 
 def test_ngrams_do_not_depend_on_the_texts_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = texts_with_duplicates()
-    together, offsets = shingles.ngrams(texts, 5)
-    for batch in (10, 700):  # fewer bytes than a text has, and than some have
+    all_hashes, offsets = shingles.ngrams(texts, 5)
+    for batch in (10, 700):  # bytes: less than most texts, and less than some
         monkeypatch.setattr(shingles, "_BATCH", batch)
-        assert (shingles.ngrams(texts, 5)[0] == together).all()
+        assert (shingles.ngrams(texts, 5)[0] == all_hashes).all()
     for i in (0, 5, 6, 99):
-        assert (shingles.ngrams([texts[i]], 5)[0] == together[offsets[i] : offsets[i + 1]]).all()
+        assert (shingles.ngrams([texts[i]], 5)[0] == all_hashes[offsets[i] : offsets[i + 1]]).all()
 
 
 def test_jaccard_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,11 +150,11 @@ def test_signatures_estimate_jaccard_without_bias_as_datasketch_does() -> None:
         ours = (signed[pairs[:, 0]] == signed[pairs[:, 1]]).mean(1) - exact
         theirs = []
         for a, b in pairs[:50].tolist():
-            both = [datasketch.MinHash(num_perm=128) for _ in range(2)]
-            for sketch, i in zip(both, (a, b), strict=True):
+            sketches = [datasketch.MinHash(num_perm=128) for _ in range(2)]
+            for sketch, i in zip(sketches, (a, b), strict=True):
                 sketch.update_batch([" ".join(ngram).encode() for ngram in sets_of(corpus.texts[i], 5)])
-            theirs.append(both[0].jaccard(both[1]))
-        error = np.sqrt(similarity * (1 - similarity) / 128)  # of independent slots
+            theirs.append(sketches[0].jaccard(sketches[1]))
+        error = np.sqrt(similarity * (1 - similarity) / 128)  # standard error of independent slots
         assert ours.std() < 1.2 * error
         assert abs(ours.mean()) < 4 * error / np.sqrt(len(ours))
         assert abs(np.mean(theirs) - exact[:50].mean() - ours[:50].mean()) < 8 * error / np.sqrt(50)
@@ -167,13 +167,13 @@ def test_bands_find_what_they_promise(threshold: float) -> None:
     assert 1 - (1 - threshold**rows) ** bands >= 0.98
 
 
-def deduplicated(texts: list[str], held: np.ndarray, threshold: float) -> tuple[dedup.Duplicates, np.ndarray]:
+def deduplicated(texts: list[str], held_out: np.ndarray, threshold: float) -> tuple[dedup.Duplicates, np.ndarray]:
     hashes, offsets = shingles.ngrams(texts, 5)
     bands, rows = shingles.bands_and_rows(threshold)
     signed = shingles.band_hashes(shingles.signatures(hashes, offsets), bands, rows)
     sets, starts = shingles.distinct(hashes, offsets)
     digests = np.array([hash_of(text) for text in texts], np.uint64)
-    return dedup.near(lambda i: signed[:, i], bands, sets, starts, digests, held, threshold), digests
+    return dedup.near(lambda i: signed[:, i], bands, sets, starts, digests, held_out, threshold), digests
 
 
 def hash_of(text: str) -> int:
@@ -183,7 +183,7 @@ def hash_of(text: str) -> int:
 
 
 def clusters(near: np.ndarray) -> np.ndarray:
-    """Connected components by plain search."""
+    """Return the connected component of each text, by plain search."""
     label = np.full(len(near), -1)
     for start in range(len(near)):
         stack = [start] if label[start] < 0 else []
@@ -197,77 +197,77 @@ def clusters(near: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("threshold", [0.6, 0.8])
 def test_near_duplicates_are_the_clusters_of_all_pairs(threshold: float) -> None:
-    """But for the pairs that LSH may miss, at most 2 % at the threshold; nothing that is no duplicate goes."""
+    """Allow LSH to miss pairs, at most 2 % at the threshold; only duplicates are removed."""
     missed = total = 0
     for seed in range(2):
         texts = texts_with_duplicates(seed=seed)
-        held = np.random.default_rng(seed).random(len(texts)) < 0.1
-        found, digests = deduplicated(texts, held, threshold)
+        held_out = np.random.default_rng(seed).random(len(texts)) < 0.1
+        duplicates, digests = deduplicated(texts, held_out, threshold)
         near = jaccard_of(texts) >= threshold
         label = clusters(near)
-        rank = dedup.ranks(digests, held)
+        rank = dedup.ranks(digests, held_out)
         first = {name: int(min(np.flatnonzero(label == name), key=lambda i: rank[i])) for name in set(label.tolist())}
-        expected = np.array([first[name] != i for i, name in enumerate(label.tolist())]) & ~held
-        assert not (found.removed & ~expected).any()
-        missed, total = missed + int((expected & ~found.removed).sum()), total + int(expected.sum())
-        same = found.removed & (np.array([first[name] for name in label.tolist()]) == found.like)
-        assert same.sum() >= 0.98 * found.removed.sum()
-        assert (found.leaked == (found.removed & held[found.like])).all()
-        assert found.leaked.any()
-        # No text that trains is near to one that is held out, as far as found.
-        assert near[~held & ~found.removed][:, held].sum() <= 0.02 * near[~held][:, held].sum()
+        expected = np.array([first[name] != i for i, name in enumerate(label.tolist())]) & ~held_out
+        assert not (duplicates.removed & ~expected).any()
+        missed, total = missed + int((expected & ~duplicates.removed).sum()), total + int(expected.sum())
+        same = duplicates.removed & (np.array([first[name] for name in label.tolist()]) == duplicates.like)
+        assert same.sum() >= 0.98 * duplicates.removed.sum()
+        assert (duplicates.leaked == (duplicates.removed & held_out[duplicates.like])).all()
+        assert duplicates.leaked.any()
+        # Training texts are not near held-out ones, except for the missed pairs.
+        assert near[~held_out & ~duplicates.removed][:, held_out].sum() <= 0.02 * near[~held_out][:, held_out].sum()
     assert missed <= 0.02 * total
 
 
 def test_what_stays_owes_nothing_to_the_order() -> None:
     texts = texts_with_duplicates()
-    held = np.array([hash_of(text) % 10 == 0 for text in texts])
+    held_out = np.array([hash_of(text) % 10 == 0 for text in texts])
     order = np.random.default_rng(0).permutation(len(texts))
     shuffled = [texts[i] for i in order]
-    one, digests = deduplicated(texts, held, 0.7)
-    other, _ = deduplicated(shuffled, held[order], 0.7)
-    assert kept(texts, one) == kept(shuffled, other)
-    first = dedup.bloom(*shingles.ngrams(texts, 13), digests, held, 0.5)
-    second = dedup.bloom(*shingles.ngrams(shuffled, 13), digests[order], held[order], 0.5)
-    assert kept(texts, first) == kept(shuffled, second)
+    in_order, digests = deduplicated(texts, held_out, 0.7)
+    out_of_order, _ = deduplicated(shuffled, held_out[order], 0.7)
+    assert remaining(texts, in_order) == remaining(shuffled, out_of_order)
+    first = dedup.bloom(*shingles.ngrams(texts, 13), digests, held_out, 0.5)
+    second = dedup.bloom(*shingles.ngrams(shuffled, 13), digests[order], held_out[order], 0.5)
+    assert remaining(texts, first) == remaining(shuffled, second)
 
 
-def kept(texts: list[str], found: dedup.Duplicates) -> list[str]:
-    assert found.removed.any()
-    return sorted(text for text, gone in zip(texts, found.removed, strict=True) if not gone)
+def remaining(texts: list[str], duplicates: dedup.Duplicates) -> list[str]:
+    assert duplicates.removed.any()
+    return sorted(text for text, is_removed in zip(texts, duplicates.removed, strict=True) if not is_removed)
 
 
 def test_exact_copies_go_and_held_out_ones_stay() -> None:
     digests = np.array([5, 3, 5, 9, 3, 5], np.uint64)
-    found = dedup.exact(digests, np.array([False, True, False, False, True, False]))
-    assert found.removed.tolist() == [False, False, True, False, False, True]
-    assert found.like.tolist() == [0, 1, 0, 3, 4, 0]
-    assert not found.leaked.any()
+    duplicates = dedup.exact(digests, np.array([False, True, False, False, True, False]))
+    assert duplicates.removed.tolist() == [False, False, True, False, False, True]
+    assert duplicates.like.tolist() == [0, 1, 0, 3, 4, 0]
+    assert not duplicates.leaked.any()
 
 
 def test_the_bloom_filter_removes_what_a_set_would() -> None:
     texts = texts_with_duplicates(600)
     digests = np.array([hash_of(text) for text in texts], np.uint64)
-    held = np.random.default_rng(0).random(len(texts)) < 0.1
+    held_out = np.random.default_rng(0).random(len(texts)) < 0.1
     for share in (0.3, 0.8):
-        found = dedup.bloom(*shingles.ngrams(texts, 3), digests, held, share)
+        duplicates = dedup.bloom(*shingles.ngrams(texts, 3), digests, held_out, share)
         seen: tuple[set[tuple[str, ...]], set[tuple[str, ...]]] = (set(), set())
         removed, leaked = np.zeros(len(texts), bool), np.zeros(len(texts), bool)
-        for i in np.argsort(dedup.ranks(digests, held), kind="stable").tolist():
+        for i in np.argsort(dedup.ranks(digests, held_out), kind="stable").tolist():
             words = texts[i].split()
-            own = [tuple(words[k : k + 3]) for k in range(max(1, len(words) - 2))]
+            ngrams = [tuple(words[k : k + 3]) for k in range(max(1, len(words) - 2))]
             if i < 7:
-                own = sorted(sets_of(texts[i], 3))  # the awkward ones, without repeats
-            if not own:
+                ngrams = sorted(sets_of(texts[i], 3))  # the awkward ones, without repeats
+            if not ngrams:
                 continue
-            if not held[i]:
-                leaked[i] = sum(ngram in seen[1] for ngram in own) >= share * len(own)
-                removed[i] = leaked[i] or sum(ngram in seen[0] for ngram in own) >= share * len(own)
+            if not held_out[i]:
+                leaked[i] = sum(ngram in seen[1] for ngram in ngrams) >= share * len(ngrams)
+                removed[i] = leaked[i] or sum(ngram in seen[0] for ngram in ngrams) >= share * len(ngrams)
             if not removed[i]:
-                seen[int(held[i])].update(own)
-        # One n-gram in a thousand may be taken for an old one, which decides about hardly a document.
-        assert (found.removed != removed).sum() <= 2
-        assert (found.leaked != leaked).sum() <= 2
+                seen[int(held_out[i])].update(ngrams)
+        # The filter may mistake one n-gram in a thousand for an old one, which rarely decides about a document.
+        assert (duplicates.removed != removed).sum() <= 2
+        assert (duplicates.leaked != leaked).sum() <= 2
         assert removed.sum() > 50
         assert leaked.any()
 
@@ -275,10 +275,10 @@ def test_the_bloom_filter_removes_what_a_set_would() -> None:
 def test_planted_pairs_are_recalled_and_nothing_else_goes(tmp_path: Path) -> None:
     corpus = planted_corpus(3000, pairs=200)
     removed = Refinery(corpus, corpus.fingerprint(), ["near:0.8"], 1e-6, tmp_path).run().removed >= 0
-    caught = {similarity: removed[both].any(1) for similarity, both in corpus.pairs.items()}
+    caught = {similarity: removed[pairs].any(1) for similarity, pairs in corpus.pairs.items()}
     assert caught[0.8].mean() >= 0.95
     assert caught[0.9].mean() >= 0.99
     assert not caught[0.6].any()
     assert not caught[0.7].any()
-    right = sum((caught[k] & (exact_jaccard(corpus.texts, both) >= 0.8)).sum() for k, both in corpus.pairs.items())
+    right = sum((caught[k] & (exact_jaccard(corpus.texts, pairs) >= 0.8)).sum() for k, pairs in corpus.pairs.items())
     assert right == removed.sum()

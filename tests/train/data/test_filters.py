@@ -1,4 +1,4 @@
-"""Filters remove what the published rules say, for the reason that they say, as an independent implementation does."""
+"""Filters remove what the published rules remove, for the same reasons, as an independent implementation does."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ WORDS = [
 ]
 
 
-def prose(words: int = 120, seed: int = 0) -> str:
-    """Healthy text: varied words, stop words, ends of sentences, lines and paragraphs."""
+def prose(count: int = 120, seed: int = 0) -> str:
+    """Return healthy text: varied words, stop words, ends of sentences, lines and paragraphs."""
     generator = random.Random(seed)
-    found = [generator.choice(WORDS) + str(generator.randrange(999)) for _ in range(words)]
-    found[5::9] = generator.choices(["the", "of", "and", "with"], k=len(found[5::9]))
-    found[11], found[12] = "the", "of"
-    lines = [" ".join(found[i : i + 8]) + "." for i in range(0, words, 8)]
+    words = [generator.choice(WORDS) + str(generator.randrange(999)) for _ in range(count)]
+    words[5::9] = generator.choices(["the", "of", "and", "with"], k=len(words[5::9]))
+    words[11], words[12] = "the", "of"
+    lines = [" ".join(words[i : i + 8]) + "." for i in range(0, count, 8)]
     return "\n".join(line + "\n" * (i % 4 == 3) for i, line in enumerate(lines))
 
 
@@ -67,7 +67,7 @@ def test_each_rule_removes_what_it_is_for(reason: str) -> None:
 
 
 def messy_texts(count: int) -> list[str]:
-    """Prose, the library's own source, and both spoiled at random in every way that a rule looks at."""
+    """Return prose and the standard library's source, spoiled at random in every way that a rule checks."""
     import sysconfig
 
     generator = random.Random(1)
@@ -92,8 +92,8 @@ def messy_texts(count: int) -> list[str]:
 
 
 def test_datatrove_removes_the_same_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Given the same words, which is all that is ours to choose."""
-    kept = 0
+    """Give it our words, because how to split text into words is our choice."""
+    passed = 0
     for module, kind, ours in (
         (gopher_quality_filter, "GopherQualityFilter", gopher_quality),
         (gopher_repetition_filter, "GopherRepetitionFilter", gopher_repetition),
@@ -103,12 +103,12 @@ def test_datatrove_removes_the_same_documents(monkeypatch: pytest.MonkeyPatch) -
         for text in messy_texts(300):
             theirs = peer.filter(Document(text=text, id="0"))
             assert (ours(text) is None) == (theirs is True), (ours(text), theirs, text)
-            kept += theirs is True
-    assert 100 < kept < 500  # both answers were asked for
+            passed += theirs is True
+    assert 100 < passed < 500  # both answers occur
 
 
-def reasons(word: str, texts: list[str]) -> list[str | None]:
-    return make_filter(parse([word])[0])(texts)
+def reasons(step: str, texts: list[str]) -> list[str | None]:
+    return make_filter(parse([step])[0])(texts)
 
 
 def test_lengths_are_bounds_that_belong_to_what_stays() -> None:
@@ -134,7 +134,7 @@ def test_languages_are_told_apart() -> None:
 
 
 def write_fasttext(path: Path, words: dict[str, list[float]], labels: dict[str, list[float]]) -> Path:
-    """A supervised model in fastText's own format, with these vectors: softmax of label . mean(words)."""
+    """Write a supervised model in fastText's own format, with these vectors: softmax of label . mean(words)."""
     dim = len(next(iter(words.values())))
     content = struct.pack("<ii", 793712314, 12)
     content += struct.pack("<12id", dim, 5, 5, 1, 5, 1, 3, 3, 0, 0, 0, 100, 1e-4)
@@ -195,10 +195,10 @@ def test_a_hugging_face_classifier_scores_as_it_does_alone(tmp_path: Path) -> No
     for text in texts:  # one at a time: no padding
         with torch.inference_mode():
             expected.append(model(**tokenizer(text, return_tensors="pt")).logits.softmax(-1)[0, 0].item())
-    middle = sorted(expected)[20] - 1e-4  # away from any score, beyond what padding changes
-    found = reasons(f"quality:{tmp_path / 'model'}@{middle}", texts)
-    assert found == [None if value >= middle else "low quality" for value in expected]
-    # Without a trained head the library would make one up, another in each process.
+    middle = sorted(expected)[20] - 1e-4  # further from any score than padding changes it
+    results = reasons(f"quality:{tmp_path / 'model'}@{middle}", texts)
+    assert results == [None if value >= middle else "low quality" for value in expected]
+    # Without a trained head the library would draw a random one, different in each process.
     model.bert.save_pretrained(tmp_path / "headless")
     tokenizer.save_pretrained(tmp_path / "headless")
     with pytest.raises(UserError, match=r"lacks weights of a classifier, such as classifier\.bias"):

@@ -1,4 +1,4 @@
-"""The Hub through `datasets`: on a local folder, and with a Hub that answers in every way it can."""
+"""The Hub through `datasets`: a local folder, and a stand-in for the Hub with every kind of answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOCUMENTS = [f"Document {i} says " + "hello " * (i % 7 + 1) for i in range(40)]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A dataset as `datasets` loads it from a folder: real streaming, no network."""
+    """Return the folder of a dataset for `datasets`: real streaming, no network."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf_cache")
     root = tmp_path / "dataset"
     root.mkdir()

@@ -18,7 +18,7 @@ from isoflop.train.errors import UserError
 
 
 def stream_of(tokens: npt.ArrayLike, path: Path | None = None) -> Shards:
-    """Shards with given tokens in both parts; in a memory map where a path is given."""
+    """Return shards with these tokens in both parts, in a memory map if there is a path."""
     array = np.asarray(tokens, np.uint16)
     if path is not None:
         array.tofile(path)
@@ -26,7 +26,7 @@ def stream_of(tokens: npt.ArrayLike, path: Path | None = None) -> Shards:
     return cast(Shards, SimpleNamespace(train=array, validation=array, tokenizer=ByteTokenizer()))
 
 
-# Token i is i, so that a window says where it came from.
+# Token i is i, so that a window shows where it came from.
 NUMBERS = np.arange(50_000, dtype=np.uint16)
 
 
@@ -42,8 +42,8 @@ def test_a_batch_is_what_the_definition_says(tmp_path: Path) -> None:
         assert batch.shape == (batch_size, length + 1)
         for row in range(batch_size):
             epoch, position = divmod(step * batch_size + row, windows)
-            words = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(windows).tolist()
-            window = sorted(range(windows), key=words.__getitem__)[position]
+            draws = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(windows).tolist()
+            window = sorted(range(windows), key=draws.__getitem__)[position]
             assert batch[row].tolist() == list(range(window * length, (window + 1) * length + 1))
 
 

@@ -1,4 +1,4 @@
-"""A recipe is a value: of one spelling, part of a run's identity, and the same documents stay however it is run."""
+"""A recipe has one spelling, is part of a run's identity, and keeps the same documents however it is run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FULL = ["length:5-", "symbols:0.5", "exact", "near:0.8", "bloom:0.5"]
 
 
 def documents(count: int = 400, seed: int = 0) -> list[str]:
-    """Random texts; short ones, symbols, copies, and near copies among them."""
+    """Return random texts, with short ones, symbols, copies and near copies among them."""
     generator = random.Random(seed)
     words = [f"w{i}" for i in range(2000)]
     texts: list[str] = []
@@ -69,7 +69,7 @@ def write(path: Path, texts: list[str]) -> None:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
-def made(config: DataConfig, steps: list[str], **changes: Any) -> Shards:
+def prepared(config: DataConfig, steps: list[str], **changes: Any) -> Shards:
     return prepare(dataclasses.replace(config, recipe=steps, **changes))
 
 
@@ -100,7 +100,7 @@ def test_a_model_counts_by_its_content_wherever_it_lies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "said"),
+    ("step", "problem"),
     [
         ("gohper", "nearest: gopher"),
         ("near:1.5", "at most 1"),
@@ -112,8 +112,8 @@ def test_a_model_counts_by_its_content_wherever_it_lies(tmp_path: Path) -> None:
         ("quality:/nowhere/model.bin@0.5", "no such file"),
     ],
 )
-def test_a_bad_step_is_named_with_what_is_accepted(step: str, said: str) -> None:
-    with pytest.raises(UserError, match=rf"data.recipe contains '{step}.*{said}"):
+def test_a_bad_step_is_named_with_what_is_accepted(step: str, problem: str) -> None:
+    with pytest.raises(UserError, match=rf"data.recipe contains '{step}.*{problem}"):
         recipe.fingerprint([step])
 
 
@@ -129,11 +129,11 @@ def test_a_package_that_a_step_needs_is_missed_by_the_plan(monkeypatch: pytest.M
 def test_a_grid_takes_recipes_as_it_takes_seeds() -> None:
     base = RunConfig(model=ModelConfig(vocab_size=256), tokens=0)
     ladder = LadderGrid(sizes=[1e4, 2e4], tokens=[100_000])
-    alone = {run_id(run) for run in grid.expand_grid(ladder, base)}
+    without_recipes = {run_id(run) for run in grid.expand_grid(ladder, base)}
     ladder.recipes = [[], ["exact", "near"], ["near:0.80"], ["near"]]  # the last two are one
     runs = grid.expand_grid(ladder, base)
     assert len(runs) == 2 * 3
-    assert alone == {run_id(run) for run in runs if not run.data.recipe}
+    assert without_recipes == {run_id(run) for run in runs if not run.data.recipe}
     assert {tuple(run.data.recipe) for run in runs} == {(), ("exact", "near:0.8"), ("near:0.8",)}
     assert all(run.data.recipe_fingerprint == recipe.fingerprint(run.data.recipe) for run in runs)
     assert all((run.name or "").endswith("exact+near:0.8") for run in runs if len(run.data.recipe) == 2)
@@ -145,7 +145,7 @@ def test_a_grid_takes_recipes_as_it_takes_seeds() -> None:
 
 
 def test_every_step_counts_what_it_removes_and_nothing_is_lost(corpus: DataConfig) -> None:
-    raw, shards = made(corpus, []), made(corpus, FULL)
+    raw, shards = prepared(corpus, []), prepared(corpus, FULL)
     report = shards.manifest["recipe"]
     assert "recipe" not in raw.manifest
     for unit in ("documents", "bytes"):
@@ -165,24 +165,24 @@ def test_every_step_counts_what_it_removes_and_nothing_is_lost(corpus: DataConfi
 def test_every_recipe_is_scored_on_the_same_text_with_the_same_tokenizer(corpus: DataConfig) -> None:
     for tokenizer in ("bytes", "bpe"):
         config = dataclasses.replace(corpus, tokenizer=tokenizer, vocab_size=300)
-        raw, shards = made(config, []), made(config, ["length:50-", "near:0.5"])
+        raw, shards = prepared(config, []), prepared(config, ["length:50-", "near:0.5"])
         assert len(shards.train) < len(raw.train)
         assert (np.asarray(shards.validation) == np.asarray(raw.validation)).all()
-        ends, expected = (np.load(each.directory / "validation.documents.npy") for each in (shards, raw))
+        ends, expected = (np.load(variant.directory / "validation.documents.npy") for variant in (shards, raw))
         assert (ends == expected).all()
         assert shards.tokenizer.fingerprint == raw.tokenizer.fingerprint
 
 
 def test_held_out_text_stays_when_its_extremes_are_removed_from_training(tmp_path: Path) -> None:
-    """The lowest hash is held out and the highest never: of the raw text, not of what a recipe leaves."""
+    """The lowest hash is held out and the highest never, in the raw text, before the recipe."""
     texts = [f"text number {i} " * (2 if i % 2 else 9) for i in range(30)]
     texts.sort(key=lambda text: content_hash(text.encode()))
-    while len(texts[-1].split()) > 6:  # the highest falls to the recipe
+    while len(texts[-1].split()) > 6:  # until the recipe removes the highest
         texts.pop()
     write(tmp_path / "rows.jsonl", texts)
     config = DataConfig(corpus="text", path=str(tmp_path / "rows.jsonl"), validation_fraction=1e-9,
                         cache_dir=str(tmp_path / "cache"))  # fmt: skip
-    shards = made(config, ["length:10-"])
+    shards = prepared(config, ["length:10-"])
     assert texts_of(shards, "validation") == texts[:1]
     assert sorted(texts_of(shards)) == sorted(text for text in texts[1:] if len(text.split()) >= 10)
 
@@ -190,20 +190,20 @@ def test_held_out_text_stays_when_its_extremes_are_removed_from_training(tmp_pat
 def test_the_result_owes_nothing_to_processes_parts_or_files(
     corpus: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = made(corpus, FULL)
+    in_process = prepared(corpus, FULL)
     with monkeypatch.context() as context:
         context.setattr(pool, "usable_cores", lambda: 3)
-        three = made(corpus, FULL, cache_dir=str(tmp_path / "three"))
-    assert contents(one) == contents(three)
+        in_pool = prepared(corpus, FULL, cache_dir=str(tmp_path / "three"))
+    assert contents(in_process) == contents(in_pool)
     monkeypatch.setattr(refine, "PART_DOCUMENTS", 101)
     texts = documents()
     random.Random(1).shuffle(texts)
     (tmp_path / "files").mkdir()
     write(tmp_path / "files" / "a.jsonl", texts[:150])
     write(tmp_path / "files" / "b.jsonl", texts[150:])
-    other = made(corpus, FULL, path=str(tmp_path / "files"), cache_dir=str(tmp_path / "other"))
-    assert texts_of(one) == texts_of(other)
-    assert one.manifest["recipe"]["steps"] == other.manifest["recipe"]["steps"]
+    other_files = prepared(corpus, FULL, path=str(tmp_path / "files"), cache_dir=str(tmp_path / "other"))
+    assert texts_of(in_process) == texts_of(other_files)
+    assert in_process.manifest["recipe"]["steps"] == other_files.manifest["recipe"]["steps"]
 
 
 def contents(shards: Shards) -> dict[str, bytes]:
@@ -211,7 +211,7 @@ def contents(shards: Shards) -> dict[str, bytes]:
 
 
 def test_examples_show_what_went_and_what_it_was_like(corpus: DataConfig) -> None:
-    shards = made(corpus, FULL)
+    shards = prepared(corpus, FULL)
     rows = [json.loads(line) for line in (shards.directory / "recipe.examples.jsonl").read_text().splitlines()]
     train = set(texts_of(shards))
     for step in shards.manifest["recipe"]["steps"]:
@@ -227,21 +227,21 @@ def test_examples_show_what_went_and_what_it_was_like(corpus: DataConfig) -> Non
 
 def test_a_recipe_that_leaves_nothing_names_the_step_that_took_most(corpus: DataConfig, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"leaves none of .*'length:10000-'"):
-        made(corpus, ["exact", "length:10000-"])
+        prepared(corpus, ["exact", "length:10000-"])
     for folder in ("shards", "recipes"):
         assert not list((tmp_path / "cache" / folder).glob("*"))
 
 
 def test_a_recipe_that_changed_since_it_was_planned_is_refused(corpus: DataConfig) -> None:
     with pytest.raises(UserError, match="recipe_fingerprint is abc"):
-        made(corpus, ["exact"], recipe_fingerprint="abc")
-    assert len(made(corpus, ["exact"], recipe_fingerprint=recipe.fingerprint(["exact"])).train)
+        prepared(corpus, ["exact"], recipe_fingerprint="abc")
+    assert len(prepared(corpus, ["exact"], recipe_fingerprint=recipe.fingerprint(["exact"])).train)
 
 
 SLOW = """
 import signal, sys, time
 from pathlib import Path
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
 from isoflop.train.config import DataConfig
 from isoflop.train.data.recipe import pool, refine
 from isoflop.train.data.shards import prepare
@@ -259,12 +259,12 @@ print("done")
 """
 
 
-@pytest.mark.parametrize(("how", "kills"), [(signal.SIGKILL, (5, 16)), (signal.SIGINT, (26,))])
+@pytest.mark.parametrize(("kill_signal", "kills"), [(signal.SIGKILL, (5, 16)), (signal.SIGINT, (26,))])
 @pytest.mark.slow
 def test_a_killed_prepare_goes_on_from_what_it_had_finished(
-    corpus: DataConfig, tmp_path: Path, how: int, kills: tuple[int, ...]
+    corpus: DataConfig, tmp_path: Path, kill_signal: int, kills: tuple[int, ...]
 ) -> None:
-    """The last start does the jobs that those before had not done, and no other; the result is that of one start."""
+    """The last start does only the jobs that earlier ones had not done; the result is that of one start."""
     command = [sys.executable, "-c", SLOW, str(corpus.path), str(tmp_path / "killed"), " ".join(FULL)]
     total = 2 * 11 + 11  # jobs of the three kinds, of 11 parts each
     seen = 0
@@ -273,7 +273,7 @@ def test_a_killed_prepare_goes_on_from_what_it_had_finished(
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(kill_at - seen)]
         assert "done" not in lines[-1]
-        process.send_signal(how)
+        process.send_signal(kill_signal)
         process.wait()
         seen = kill_at - 1  # the job that the kill hit is not done
         assert not [path for path in (tmp_path / "killed" / "shards").glob("*") if not path.name.startswith(".")]
@@ -281,26 +281,26 @@ def test_a_killed_prepare_goes_on_from_what_it_had_finished(
     assert last[-1] == "done"
     # Each kill costs at most the job that it hit, and the line that was in the pipe.
     assert len(last) - 1 <= total - seen + len(kills)
-    expected = made(corpus, FULL, cache_dir=str(tmp_path / "whole"))
-    (found,) = (path for path in (tmp_path / "killed" / "shards").iterdir() if path.is_dir())
-    assert {path.name: path.read_bytes() for path in found.iterdir()} == contents(expected)
+    expected = prepared(corpus, FULL, cache_dir=str(tmp_path / "whole"))
+    (directory,) = (path for path in (tmp_path / "killed" / "shards").iterdir() if path.is_dir())
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == contents(expected)
     assert not list((tmp_path / "killed" / "recipes").iterdir())
 
 
 def test_parts_of_before_do_not_add_to_those_of_now(
     corpus: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A corpus of the same text in other files may be cut into fewer parts than a prepare left that was killed."""
+    """The same text in other files may be cut into fewer parts than a killed prepare left."""
 
     def refined() -> tuple[Path, int]:
         refinery = Refinery(open_corpus(corpus), "same text", ["length:5-"], 0.1, tmp_path)
         return refinery.folder, len(refinery.run().held)
 
     folder, count = refined()
-    (folder / "parts.npz").unlink()  # killed before it had noted how many there are
+    (folder / "parts.npz").unlink()  # killed before it recorded the number of parts
     monkeypatch.setattr(refine, "PART_DOCUMENTS", 101)
-    for found in folder.glob("*.0.npz"):
-        found.unlink()
+    for part in folder.glob("*.0.npz"):
+        part.unlink()
     assert refined() == (folder, count)
 
 
@@ -351,5 +351,5 @@ with Pool(2) as pool:
 
 
 def test_a_pool_whose_jobs_fail_while_its_workers_start_ends() -> None:
-    ended = subprocess.run([sys.executable, "-c", FAILS_AT_ONCE], capture_output=True, text=True, timeout=60)
-    assert ended.stderr.splitlines()[-1] == "ValueError: unreadable"
+    process = subprocess.run([sys.executable, "-c", FAILS_AT_ONCE], capture_output=True, text=True, timeout=60)
+    assert process.stderr.splitlines()[-1] == "ValueError: unreadable"

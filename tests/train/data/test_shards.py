@@ -1,4 +1,4 @@
-"""Shards hold the corpus exactly, split by document, and are complete or absent whatever happens to their builder."""
+"""Shards hold the corpus exactly, split by document, and are complete or absent even after a failed build."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def changed(config: DataConfig, **fields: Any) -> DataConfig:
 
 
 def verify(shards: Shards) -> None:
-    """Opening compares sizes alone; this reads every byte."""
+    """Compare the checksum of every file; opening shards compares sizes only."""
     for name, expected in shards.manifest["files"].items():
         content = (shards.directory / name).read_bytes()
         assert hashlib.sha256(content).hexdigest() == expected["sha256"], name
@@ -86,7 +86,7 @@ def test_shards_hold_every_document_once(config: DataConfig, tokenizer: str) -> 
             "documents": len(documents),
             "bytes": len("".join(documents).encode()),
         }
-        # What bits per byte divide by is the text itself.
+        # Bits per byte divide by the text itself.
         assert shards.tokenizer.token_bytes[getattr(shards, part)].sum() == shards.manifest[part]["bytes"]
     verify(shards)
 
@@ -97,7 +97,7 @@ def test_the_split_is_by_a_hash_of_the_content(config: DataConfig, tmp_path: Pat
     assert validation.isdisjoint(documents_of(before, "train"))
     # 300 draws with probability 0.2: 60 expected, standard deviation 7; five of them is 35.
     assert abs(len(validation) - 60) < 35
-    # The definition, once more: the first 8 bytes of BLAKE2b as a fraction of 2^64.
+    # The definition again: the first 8 bytes of BLAKE2b as a fraction of 2^64.
     for document in documents_of(before, "train") + documents_of(before, "validation"):
         share = int.from_bytes(hashlib.blake2b(document.encode(), digest_size=8).digest(), "big") / 2**64
         assert (document in validation) == (share < 0.2)
@@ -164,7 +164,7 @@ def test_shards_are_found_again_and_building_twice_gives_the_same_bytes(config: 
 def test_what_changes_the_tokens_changes_the_shards(config: DataConfig) -> None:
     configs = [config, changed(config, validation_fraction=0.3), changed(config, max_bytes=5000)]
     configs.append(changed(config, tokenizer="bpe", vocab_size=280))
-    assert len({prepare(each).directory for each in configs}) == 4
+    assert len({prepare(variant).directory for variant in configs}) == 4
 
 
 def test_the_cache_is_where_the_environment_says(
@@ -188,9 +188,9 @@ def test_progress_counts_tokens_and_goes_to_standard_error(
     assert all(done <= total * 1.01 for _, done, total in tokenized)
     shutil.rmtree(shards.directory)
     prepare_with_progress(config)
-    said = capsys.readouterr()
-    assert said.out == ""  # standard output is for results
-    assert "tokens/s" in said.err
+    captured = capsys.readouterr()
+    assert captured.out == ""  # standard output is for results
+    assert "tokens/s" in captured.err
     prepare_with_progress(config)
     assert capsys.readouterr().err == "", "it was there already"
 
@@ -202,7 +202,7 @@ def test_words_and_other_processes_give_the_bytes_of_the_library(
     with monkeypatch.context() as patch:
         patch.setattr(words, "can_encode", lambda content: False)
         library = content(prepare(config).directory)
-    monkeypatch.setattr(words, "_MOST_CHARACTERS", 50)  # forgets them between documents
+    monkeypatch.setattr(words, "_MOST_CHARACTERS", 50)  # forgets words between documents
     assert content(prepare(changed(config, cache_dir=str(tmp_path / "words"))).directory) == library
     monkeypatch.setattr(module, "_ALONE_BYTES", 0)
     monkeypatch.setattr(module, "_BATCH_CHARACTERS", 1 << 12)  # some 8 parts

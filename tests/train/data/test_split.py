@@ -1,4 +1,4 @@
-"""A corpus of few documents is held out by blocks inside them, apart from training text; ordinary ones as ever."""
+"""A corpus of few documents is held out by blocks with gaps around them; other corpora by documents."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from isoflop.train.data.storage import silent
 from isoflop.train.data.tokenizers import _sample, load_tokenizer
 
 
-def play(seed: int, words: int) -> str:
-    """Text of which every 24 characters stand at one place only."""
-    drawn = random.Random(seed)
+def play(seed: int, count: int) -> str:
+    """Return text in which any 24 characters occur only once."""
+    generator = random.Random(seed)
     return "".join(
-        f"{drawn.randrange(10**6)} {drawn.choice(['exit', 'enter'])} ghost {i}{'.' if i % 9 else chr(10)}"
-        for i in range(words)
+        f"{generator.randrange(10**6)} {generator.choice(['exit', 'enter'])} ghost {i}{'.' if i % 9 else chr(10)}"
+        for i in range(count)
     )
 
 
@@ -62,11 +62,11 @@ def test_two_plays_are_held_out_by_blocks_with_a_gap(tokenizer: str, steps: list
     for text in held:
         source = next(play for play in plays if text in play)
         at = source.index(text)
-        # What stands beside the block is nowhere in the training text, and what stands beyond the gap is.
-        for beside in (source[max(at - GAP, 0) : at], source[at + len(text) : at + len(text) + GAP]):
-            assert not any(beside[i : i + 24] in part for part in trained for i in range(0, len(beside) - 24, 12))
+        # The text next to the block is nowhere in the training text.
+        for gap in (source[max(at - GAP, 0) : at], source[at + len(text) : at + len(text) + GAP]):
+            assert not any(gap[i : i + 24] in part for part in trained for i in range(0, len(gap) - 24, 12))
         assert not any(text[i : i + 24] in part for part in trained for i in range(0, len(text) - 24, 12))
-    # All that is missing are gaps.
+    # Only the gaps are missing.
     missing = sum(map(len, plays)) - sum(map(len, trained)) - sum(map(len, held))
     assert missing == 2 * GAP * len(held)
 
@@ -94,7 +94,7 @@ def test_a_tokenizer_is_not_trained_on_held_out_blocks(tmp_path: Path) -> None:
     assert load_tokenizer(config, corpus, tmp_path / "cache").fingerprint == prepare(config).tokenizer.fingerprint
 
 
-class Made(Corpus):
+class ListCorpus(Corpus):
     def __init__(self, documents: list[str]) -> None:
         self._documents = documents
 
@@ -124,13 +124,13 @@ class Made(Corpus):
 def test_corpora_of_few_documents_are_held_out_by_blocks(
     sizes: list[int], fraction: float, by_blocks: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    corpus = Made([play(seed, size // 15)[:size] for seed, size in enumerate(sizes)])
+    corpus = ListCorpus([play(seed, size // 15)[:size] for seed, size in enumerate(sizes)])
     monkeypatch.setattr(split, "open_corpus", lambda config: corpus)
     config = DataConfig(corpus="text", validation_fraction=fraction, cache_dir=str(tmp_path))
     assert isinstance(split_corpus(config), Blocks) == by_blocks
     if sizes[0] == 3000:
         assert corpus.read < len(sizes)  # an ordinary corpus is not read through
-    # A run goes on as it was planned.
+    # A run keeps the split that it was planned with.
     blocks = split._fingerprint(corpus)
     assert not isinstance(split_corpus(dataclasses.replace(config, fingerprint="made")), Blocks)
     assert isinstance(split_corpus(dataclasses.replace(config, fingerprint=blocks)), Blocks)
@@ -155,13 +155,13 @@ def test_shards_that_are_there_stay_and_planned_runs_keep_theirs(tmp_path: Path)
 
 def test_preparing_reports_how_text_is_held_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = few(tmp_path / "plays", [play(1, 3000), play(2, 4000)])
-    given = ["data=text", f"data.path={config.path}", "data.tokenizer=bytes", f"data.cache_dir={config.cache_dir}"]
-    prepare_command(given)
+    arguments = ["data=text", f"data.path={config.path}", "data.tokenizer=bytes", f"data.cache_dir={config.cache_dir}"]
+    prepare_command(arguments)
     assert "blocks of about" in capsys.readouterr().out
     assert len(validation_windows(prepare(config), 128, 131072)) > 16
     shutil.rmtree(str(config.cache_dir))
     prepare(dataclasses.replace(config, fingerprint=open_corpus(config).fingerprint()))
-    prepare_command(given)
+    prepare_command(arguments)
     assert "the held-out set is one document" in capsys.readouterr().out
 
 

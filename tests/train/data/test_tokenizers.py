@@ -29,7 +29,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 
 def random_text(seed: int) -> str:
-    """Characters of all planes, controls, spaces and combining marks, of few blocks, for learning one takes time."""
+    """Return characters of several planes, controls, spaces and combining marks; from few blocks, which take time."""
     generator = random.Random(seed)
     blocks = [(0, 0x80), (0, 0x20), (0x80, 0x200), (0x300, 0x370), (0x660, 0x6A0), (0x3000, 0x3100), (0xD700, 0xD800),
               (0xFF00, 0x10000), (0x1F600, 0x1F700), (0x10FF00, 0x110000)]  # fmt: skip
@@ -44,10 +44,10 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
     folder = tmp_path_factory.mktemp("text")
-    words = [f"wort{i} " for i in range(300)]
+    corpus_words = [f"wort{i} " for i in range(300)]
     generator = random.Random(5)
     for i in range(30):
-        (folder / f"{i}.txt").write_text("".join(generator.choices(words, k=400)) + "Straße 😀\n" * (i % 3))
+        (folder / f"{i}.txt").write_text("".join(generator.choices(corpus_words, k=400)) + "Straße 😀\n" * (i % 3))
     cache = tmp_path_factory.mktemp("cache")
     return DataConfig(corpus="text", path=str(folder), tokenizer="bpe", vocab_size=400, cache_dir=str(cache))
 
@@ -142,7 +142,7 @@ def test_training_repeats_and_a_damaged_tokenizer_is_trained_again(
     assert merges == sorted(merges)
     assert reports[-1][1] == reports[-1][2] == merges[-1] >= 40
     assert fingerprint(config) == bpe.fingerprint
-    assert not reports  # it was kept
+    assert not reports  # it was in the cache
     (path,) = tmp_path.glob("tokenizers/*/tokenizer.json")
     path.write_bytes(path.read_bytes()[:-100])
     assert fingerprint(config) == bpe.fingerprint
@@ -162,8 +162,8 @@ def test_held_out_documents_are_not_trained_on(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(config, None, tmp_path / "cache")
     held_out = [below_fraction(content_hash((text * 50).encode()), 0.5) for text in texts]
     assert 0 < sum(held_out) < len(held_out)
-    for text, out in zip(texts, held_out, strict=True):
-        assert (len(tokenizer.encode(" " + text.strip())) > 1) == out
+    for text, is_held_out in zip(texts, held_out, strict=True):
+        assert (len(tokenizer.encode(" " + text.strip())) > 1) == is_held_out
 
 
 @pytest.mark.parametrize("character", ["a", "7", " ", "=", "_", "語"])
@@ -172,7 +172,7 @@ def test_a_word_without_end_is_cut_before_a_bpe_is_trained_on_it(character: str)
     pieces = list(ours._cut_words(texts[1]))
     assert "".join(pieces) == texts[1]
     assert max(map(len, pieces)) <= 2 * ours._WORD
-    assert list(ours._cut_words(texts[0])) == texts[:1]  # ordinary text gives the tokenizer that it always gave
+    assert list(ours._cut_words(texts[0])) == texts[:1]  # ordinary text is not cut, so its tokenizer never changes
 
 
 def test_a_training_that_is_killed_is_one_sentence(
@@ -237,7 +237,7 @@ def test_a_tokenizer_that_was_changed_is_refused(bpe: ours.Tokenizer, tmp_path: 
 
 
 def train_json(path: Path, special: list[str]) -> Path:
-    """A tokenizer.json such as a user brings."""
+    """Train and save a tokenizer.json like one that a user brings."""
     tokenizer = hf.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -257,7 +257,7 @@ def train_json(path: Path, special: list[str]) -> Path:
     [
         (["<pad>", "</s>"], None, "</s>"),
         (["</s>", "<|endoftext|>"], None, "<|endoftext|>"),  # first of the list, not of the file
-        (["<|endoftext|>", "<|im_end|>"], "<|im_end|>", "<|im_end|>"),  # what the file beside it says wins
+        (["<|endoftext|>", "<|im_end|>"], "<|im_end|>", "<|im_end|>"),  # the tokenizer_config.json next to it wins
         (["<|endoftext|>", "<|im_end|>"], {"content": "<|im_end|>"}, "<|im_end|>"),
     ],
 )
@@ -295,8 +295,8 @@ def test_sentencepiece_markers_and_byte_fallback_are_undone_in_the_count() -> No
 
 
 def test_a_vocabulary_beyond_16_bits_is_stored_in_32() -> None:
-    words = {"</s>": 0, "a": 1, **{f"w{i}": i for i in range(2, 70_000)}}
-    backend = hf.Tokenizer(models.WordLevel(words, unk_token="</s>"))
+    vocabulary = {"</s>": 0, "a": 1, **{f"w{i}": i for i in range(2, 70_000)}}
+    backend = hf.Tokenizer(models.WordLevel(vocabulary, unk_token="</s>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     ids = SubwordTokenizer(backend, 0, 70_000).encode("w69999 a")
     assert ids.dtype == np.uint32

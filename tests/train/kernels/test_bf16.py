@@ -1,7 +1,7 @@
 """In bf16 our kernels err no more than PyTorch's own on CPUs, forward and backward, on a GPU or interpreted.
 
-The interpreter takes products of bf16 as if the bits were integers, and cuts off where a GPU rounds. `bf16_as_on_a_gpu`
-mends both for these tests, so the kernels run as they are, with bf16 tensors and their own roundings in between.
+Triton's interpreter multiplies the bits of bf16 numbers as integers, and truncates where a GPU rounds.
+`bf16_as_on_a_gpu` fixes both for these tests, so that the kernels run unchanged, with their own roundings.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Both sides round the inputs of each second product and the result, so their errors are drawn alike: measured 0.98 to
-# 1.03 of PyTorch's without grouped queries. The rest is chance at small sizes.
-AT_MOST = 1.25
-FP32 = 1e-7  # where the exact derivative is 0, both sides leave fp32's rounding of terms of about 1
+# Both sides round the inputs of each second product and the result, so their errors are alike: measured 0.98 to 1.03 of
+# PyTorch's without grouped queries. The rest allows for chance at small sizes.
+MAX_RATIO = 1.25
+FP32_ERROR = 1e-7  # where the exact derivative is 0, both sides leave fp32's rounding of terms of about 1
 
 
 @pytest.fixture(autouse=True)
 def bf16_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter: products of bf16 are those of the same numbers in fp32, and fp32 is rounded to nearest."""
+    """Make the interpreter multiply bf16 numbers in fp32, and round fp32 to the nearest bf16."""
     if DEVICE.type == "cuda":
         return
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -55,7 +55,7 @@ def bf16_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @triton.jit
 def product_kernel(A, B, Out, Rounded, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Out = A B in fp32, and rounded to bf16."""
+    """Store A B in fp32, and rounded to bf16."""
     place = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     product = tl.dot(tl.load(A + place), tl.load(B + place))
     tl.store(Out + place, product)
@@ -71,7 +71,7 @@ def test_a_product_is_that_of_the_numbers_and_is_rounded_to_nearest() -> None:
 
 
 class Case(NamedTuple):
-    """One call: its shape and mask; `documents` are cut at random in every row."""
+    """Shape and mask of one call; every row is cut at random into `documents`."""
 
     head_dim: int
     time: int
@@ -82,7 +82,7 @@ class Case(NamedTuple):
     batch: int = 1
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Query, key, value and the gradient that comes back, in bf16, and first."""
+        """Return query, key, value and the output's gradient in bf16, and the first visible positions."""
         generator = torch.Generator().manual_seed(0)
 
         def normal(heads: int) -> Tensor:
@@ -97,19 +97,19 @@ class Case(NamedTuple):
 
 
 def passes(attend: Callable[..., Tensor], leaves: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """The output and the derivatives of query, key and value."""
+    """Return the output and the gradients of query, key and value."""
     leaves = tuple(x.detach().requires_grad_() for x in leaves)
     out = attend(*leaves)
     return (out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype)))
 
 
 def no_worse(ours: Tensor, theirs: Tensor, exact: Tensor) -> None:
-    mine, other = (float((x.cpu().double() - exact).norm()) for x in (ours, theirs))
-    assert mine <= AT_MOST * other + FP32 * exact.numel() ** 0.5, (mine, other)
+    our_error, their_error = (float((x.cpu().double() - exact).norm()) for x in (ours, theirs))
+    assert our_error <= MAX_RATIO * their_error + FP32_ERROR * exact.numel() ** 0.5, (our_error, their_error)
 
 
 def check(case: Case) -> None:
-    """Output and derivatives of ours and of SDPA on CPUs, both in bf16, against float64 of the same numbers."""
+    """Compare our bf16 output and gradients, and those of SDPA on CPUs, with float64 for the same inputs."""
     *leaves, grad, first = case.inputs()
     first = first_visible(leaves[0], first, case.window)
 
@@ -121,8 +121,8 @@ def check(case: Case) -> None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True).transpose(1, 2)
 
     seen_from = None if first is None else first.to(DEVICE)
-    there = tuple(x.to(DEVICE) for x in leaves)
-    ours = passes(lambda *x: flash.flash_attention(*x, first=seen_from), there, grad.to(DEVICE))
+    device_leaves = tuple(x.to(DEVICE) for x in leaves)
+    ours = passes(lambda *x: flash.flash_attention(*x, first=seen_from), device_leaves, grad.to(DEVICE))
     theirs = passes(sdpa, tuple(leaves), grad)
     doubles = tuple(x.double() for x in leaves)
     exact = passes(lambda *x: flash_reference(*x, first=first)[0], doubles, grad)
@@ -149,8 +149,8 @@ MORE = [
 ]
 
 
-def drawn(seed: int, longest: int) -> Case:
-    """A shape and a mask at random, one of two times with a window or documents."""
+def random_case(seed: int, longest: int) -> Case:
+    """Draw a shape and a mask, half of them with a window and half with documents."""
     choose = random.Random(seed)
     kv_heads, group, time = choose.randint(1, 2), choose.choice((1, 2, 3)), choose.randint(1, longest)
     window = choose.choice((None, choose.randint(1, time)))
@@ -160,13 +160,13 @@ def drawn(seed: int, longest: int) -> Case:
     )
 
 
-@pytest.mark.parametrize("case", [*CASES, drawn(0, 70), drawn(1, 70)], ids=str)
+@pytest.mark.parametrize("case", [*CASES, random_case(0, 70), random_case(1, 70)], ids=str)
 def test_attention_errs_no_more_than_pytorchs(case: Case) -> None:
     check(case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*MORE, *(drawn(seed, 200) for seed in range(100, 108))], ids=str)
+@pytest.mark.parametrize("case", [*MORE, *(random_case(seed, 200) for seed in range(100, 108))], ids=str)
 def test_more_attention_errs_no_more_than_pytorchs(case: Case) -> None:
     check(case)
 

@@ -1,6 +1,6 @@
 """Every launch compiles for sm_80, sm_90a and sm_100a without a GPU, spills nothing, fits, and uses tensor cores.
 
-A child process without Triton's interpreter compiles: `isoflop bench kernels --static`, which says how.
+A child process without Triton's interpreter compiles them through `isoflop bench kernels --static`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 def check(cases: list[str]) -> list[Row]:
-    """Compiles the cases in a child and holds each kernel against what the device has."""
+    """Compile the cases in a child process, and compare each kernel with the limits of its device."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "isoflop", "bench", "kernels", "--static", "--json"]
-    command += [word for case in cases for word in ("--case", case)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    rows: list[Row] = json.loads(done.stdout)
+    command += [argument for case in cases for argument in ("--case", case)]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    rows: list[Row] = json.loads(process.stdout)
     assert len(rows) == sum(1 if case.endswith("loss") else 4 for case in cases)
     for row in rows:
         (gpu,) = (gpu for gpu in GPUS.values() if gpu.target == row["architecture"])
@@ -37,7 +37,9 @@ def check(cases: list[str]) -> list[Row]:
         assert row["shared"] <= gpu.most_shared, row
         assert row["tensor_memory"] <= TENSOR_MEMORY, row
         if row["kernel"] in ("delta_kernel", "cross_entropy") or row["dtype"] == "float32":
-            assert row["tensor_cores"] == [], row  # no products; and exact ones of fp32 have no tensor cores
+            assert row["tensor_cores"] == [], (
+                row
+            )  # no products, or exact ones in fp32, for which there are no tensor cores
         elif row["dtype"] == "tf32":
             assert row["tensor_cores"], row  # small blocks of a large head take mma.sync everywhere
         else:
@@ -47,7 +49,7 @@ def check(cases: list[str]) -> list[Row]:
 
 EVERY = list(itertools.product(GPUS, ("bfloat16", "float16", "tf32", "float32"), (*HEAD_DIMS, "loss"), ("", ":whole")))
 LAUNCHES = [launch for launch in EVERY if launch[2:] != ("loss", ":whole")]
-MOST_PAIRS = covering(LAUNCHES)[:20]  # those with most new pairs come first
+MOST_PAIRS = covering(LAUNCHES)[:20]  # launches with most new pairs come first
 
 
 @needs_triton

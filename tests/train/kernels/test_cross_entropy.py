@@ -1,4 +1,4 @@
-"""The kernel of the loss and its derivative is its reference, on a GPU or interpreted."""
+"""The kernel of the loss and its gradient equals its reference, on a GPU or interpreted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Logits are exact in the type they come in; what is left is fp32 inside, and rounding the derivative, 24 and 11 bits.
+# Logits are exact in their type; errors are fp32 arithmetic, and rounding the gradient to 24 or 11 bits.
 TYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.float16, 1e-3)], ids=str)
 
 
@@ -38,14 +38,14 @@ def test_loss_and_derivative_are_the_textbooks(
     monkeypatch.setattr(kernel, "LONGEST_BLOCK", 256)  # several blocks a row, the last of them with and without padding
     logits, targets = draw(9, columns, vocab_size, dtype)
     exact = logits.double()[:, :vocab_size].requires_grad_()
-    wanted = F.cross_entropy(exact, targets, reduction="none") + z_loss * exact.logsumexp(1).square()
-    (slope,) = torch.autograd.grad(wanted.sum(), exact)
+    expected = F.cross_entropy(exact, targets, reduction="none") + z_loss * exact.logsumexp(1).square()
+    (slope,) = torch.autograd.grad(expected.sum(), exact)
     for scale in (1.0, 256.0):
-        losses, found = kernel.fused_cross_entropy(logits.clone(), targets, vocab_size, z_loss, scale)
-        assert (losses.dtype, found.dtype) == (torch.float32, dtype)
-        torch.testing.assert_close(losses.double(), wanted.detach(), rtol=2e-6, atol=2e-6)
-        assert (found[:, :vocab_size].double() / scale - slope).norm() < tolerance * slope.norm()
-        assert found[:, vocab_size:].count_nonzero() == 0
+        losses, gradient = kernel.fused_cross_entropy(logits.clone(), targets, vocab_size, z_loss, scale)
+        assert (losses.dtype, gradient.dtype) == (torch.float32, dtype)
+        torch.testing.assert_close(losses.double(), expected.detach(), rtol=2e-6, atol=2e-6)
+        assert (gradient[:, :vocab_size].double() / scale - slope).norm() < tolerance * slope.norm()
+        assert gradient[:, vocab_size:].count_nonzero() == 0
 
 
 def test_without_a_derivative_the_logits_stay() -> None:
@@ -58,9 +58,9 @@ def test_without_a_derivative_the_logits_stay() -> None:
 
 def test_rows_and_targets_may_be_parts_of_others() -> None:
     logits, targets = draw(6, 200, 130, torch.float32)
-    beside = torch.stack([targets, torch.full_like(targets, 10**6)], dim=1)[:, 0]
-    losses, slope = kernel.fused_cross_entropy(logits[:, :150], beside, 130, 0.0, 1.0)
-    assert (logits[:, 150:] == 100.0).all()  # what lies beside is not written to
+    strided_targets = torch.stack([targets, torch.full_like(targets, 10**6)], dim=1)[:, 0]
+    losses, slope = kernel.fused_cross_entropy(logits[:, :150], strided_targets, 130, 0.0, 1.0)
+    assert (logits[:, 150:] == 100.0).all()  # columns outside the view are not written
     assert slope[:, 130:].count_nonzero() == 0
     assert losses.isfinite().all()
 

@@ -1,7 +1,7 @@
-"""Our FlashAttention gives what its float64 reference gives, sees what it may see, and says the same bits twice.
+"""Our FlashAttention equals its float64 reference, sees only what it may, and gives the same bits twice.
 
 On a machine without a GPU the kernels run in Triton's interpreter, in fp32 and fp16 (its bf16 products are wrong:
-test_bf16.py mends them).
+test_bf16.py fixes them).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch import Tensor
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Of the norm: rounding of the inputs of products, and of the result, half a unit of 24, 11 or 8 bits, and some.
+# Relative to the norm: a few roundings, of inputs of products and of the result, to 24, 11 or 8 bits.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 def first_from_lengths(cumulative_lengths: tuple[int, ...], batch: int, time: int) -> Tensor:
-    """First visible position of every token of packed documents, (batch, time)."""
+    """Return the first visible position of every token of packed documents, (batch, time)."""
     ends = torch.tensor(cumulative_lengths)
     document = torch.searchsorted(ends[1:] - 1, torch.arange(batch * time))
     return (ends[document] % time).to(torch.int32).view(batch, time)
@@ -41,7 +41,7 @@ def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, first: Tensor | None = None, window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """The kernel under a window, as its backend calls it, but for the scale."""
+    """Call the kernel with a window as its backend does, but with any scale."""
     first = first_visible(query, first, window)
     if scale is None:
         return flash.flash_attention(query, key, value, first=first)
@@ -51,7 +51,7 @@ def flash_attention(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call: its shape, type and mask."""
+    """Shape, type and mask of one call."""
 
     head_dim: int
     time: int
@@ -63,7 +63,7 @@ class Case:
     batch: int = 1
 
     def inputs(self, seed: int = 0) -> tuple[Tensor, Tensor | None]:
-        """A fused product (batch, time, (heads + 2 kv_heads) * d), and first."""
+        """Return a fused product (batch, time, (heads + 2 kv_heads) * d), and the first visible positions."""
         torch.manual_seed(seed)
         width = (self.heads + 2 * self.kv_heads) * self.head_dim
         fused = torch.randn((self.batch, self.time, width), dtype=self.dtype, device=DEVICE)
@@ -71,7 +71,7 @@ class Case:
         return fused, first
 
     def split(self, fused: Tensor) -> list[Tensor]:
-        """Views of the fused product: query, key, value."""
+        """Return query, key and value as views of the fused product."""
         sizes = [count * self.head_dim for count in (self.heads, self.kv_heads, self.kv_heads)]
         return [part.unflatten(-1, (-1, self.head_dim)) for part in fused.split(sizes, dim=-1)]
 
@@ -79,14 +79,14 @@ class Case:
 def close(ours: Tensor, exact: Tensor, tolerance: float) -> None:
     assert ours.shape == exact.shape
     ours = ours.detach().double()
-    # Inputs are of unit variance: where the exact result is (nearly) 0, errors are held against a tenth of that.
+    # Inputs have unit variance: where the exact result is (nearly) 0, errors are relative to a tenth of that.
     scale = max(float(exact.detach().norm()), 0.1 * math.sqrt(exact.numel()))
     error = float((ours - exact.detach()).norm()) / scale
     assert error < tolerance, error
 
 
 def check(case: Case) -> None:
-    """Output and all gradients against float64."""
+    """Compare the output and all gradients with float64."""
     fused, first = case.inputs()
     exact = fused.double().requires_grad_()
     fused.requires_grad_()
@@ -116,7 +116,7 @@ CASES = [
     Case(16, 130, lengths=DOCUMENTS, batch=2, heads=2, kv_heads=1),
     Case(32, 130, window=33, lengths=DOCUMENTS, batch=2, heads=2, kv_heads=1),
 ]
-# Every size of a head in either type; more heads and rows are more of the same programs.
+# Every head size in either type; more heads and rows only repeat the same programs.
 MORE = [
     *(Case(head_dim, 130, 2, 1, torch.float16, 40, DOCUMENTS, 2) for head_dim in HEAD_DIMS),
     *(Case(head_dim, 130, 1, 1, torch.float32, 65) for head_dim in HEAD_DIMS),
@@ -177,7 +177,7 @@ def test_what_a_query_cannot_see_changes_nothing_and_gets_a_gradient_of_0() -> N
     changed[:, 30] += 1.0
     before, after = (flash_attention(*case.split(x), first=first, window=50) for x in (fused, changed))
     differs = (before != after).any(-1).flatten()
-    # Token 30 is seen by itself and the 49 tokens after it, of its own document.
+    # Token 30 is visible to itself and to the 49 tokens after it, all of the same document.
     assert differs.nonzero().flatten().tolist() == list(range(30, 80))
     fused.requires_grad_()
     flash_attention(*case.split(fused), first=first, window=50)[:, 70].sum().backward()
@@ -244,7 +244,7 @@ def call(head_dim: int = 16, kv_heads: int = 2, dtype: torch.dtype = torch.float
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "problem"),
     [
         ({"head_dim": 80}, "head size 80 .*: 16, 32, 64, 96, 128, 256"),
         ({"kv_heads": 3}, "heads 4 .* kv_heads 3"),
@@ -252,8 +252,8 @@ def call(head_dim: int = 16, kv_heads: int = 2, dtype: torch.dtype = torch.float
         ({"first": torch.zeros((1, 10), dtype=torch.int32)}, r"first \(1, 10\)"),
     ],
 )
-def test_what_the_kernel_does_not_take_is_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says):
+def test_what_the_kernel_does_not_take_is_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
         call(**options)
 
 
@@ -285,19 +285,19 @@ def test_on_a_gpu_a_tensor_of_more_than_2_to_the_31_elements_is_addressed() -> N
 
 @needs_triton
 def test_latent_attention_through_the_kernel_is_that_of_pytorchs() -> None:
-    """Keys of 32, values of 16 that are padded for it."""
+    """Use keys of size 32, and values of size 16 that are padded to it."""
     config = ModelConfig(width=16, depth=1, heads=1, vocab_size=64, attention="mla", kv_rank=24, rotary_size=16)
     gpt = build_model(config, OptimizerConfig(), 30, 0).to(DEVICE)
     torch.manual_seed(0)
     for parameter in gpt.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    tokens, found = torch.randint(64, (1, 31), device=DEVICE), []
+    tokens, gradients = torch.randint(64, (1, 31), device=DEVICE), []
     for name in ("sdpa", "ours"):
         gpt.use(load_backend(name))
         gpt.zero_grad()
         gpt.loss(tokens[:, :-1], tokens[:, 1:]).backward()
-        found.append([parameter.grad.clone() for parameter in gpt.parameters() if parameter.grad is not None])
-    for theirs, ours in zip(*found, strict=True):
+        gradients.append([parameter.grad.clone() for parameter in gpt.parameters() if parameter.grad is not None])
+    for theirs, ours in zip(*gradients, strict=True):
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm()  # fp32: sums in other orders
 
 
@@ -328,10 +328,12 @@ def test_keys_of_other_tokens_are_seen_up_to_a_distance(queries: int, keys: int,
     exact = torch.einsum("bhqk,bkhd->bqhd", weights, wide[2].repeat_interleave(2, 2))
     close(out, exact, 1e-6)
     torch.testing.assert_close(lse, whole.float(), rtol=1e-5, atol=1e-5)
-    # The backward pass is given what came of these and of other keys.
+    # The backward pass gets the merged output of these and of other keys.
     other = torch.logaddexp(whole, torch.zeros_like(whole)).detach()
     merged = exact.detach() * (whole.detach() - other).exp().transpose(1, 2)[..., None]
-    found = torch.ops.isoflop.flash_backward(grad, query, key, value, merged.float(), other.float(), first, 0.25, ahead)
+    gradients = torch.ops.isoflop.flash_backward(
+        grad, query, key, value, merged.float(), other.float(), first, 0.25, ahead
+    )
     p = (scores - other[..., None]).exp()
     d_p = torch.einsum("bqhd,bkhd->bhqk", grad.double(), wide[2].repeat_interleave(2, 2))
     d_s = p * (d_p - (grad.double() * merged).sum(-1).transpose(1, 2)[..., None]) * 0.25
@@ -340,5 +342,5 @@ def test_keys_of_other_tokens_are_seen_up_to_a_distance(queries: int, keys: int,
         torch.einsum("bhqk,bqhd->bkhd", d_s, query.double()).sum(2, keepdim=True),
         torch.einsum("bhqk,bqhd->bkhd", p, grad.double()).sum(2, keepdim=True),
     )
-    for ours, true in zip(found, expected, strict=True):
+    for ours, true in zip(gradients, expected, strict=True):
         close(ours, true, 1e-6)
