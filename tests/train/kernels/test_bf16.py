@@ -160,14 +160,12 @@ def random_case(seed: int, longest: int) -> Case:
     )
 
 
-@pytest.mark.parametrize("case", [*CASES, random_case(0, 70), random_case(1, 70)], ids=str)
+SLOW = [*MORE, *(random_case(seed, 200) for seed in range(100, 108))]
+PARAMS = [*CASES, random_case(0, 70), random_case(1, 70), *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW)]
+
+
+@pytest.mark.parametrize("case", PARAMS, ids=str)
 def test_attention_errs_no_more_than_pytorchs(case: Case) -> None:
-    check(case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [*MORE, *(random_case(seed, 200) for seed in range(100, 108))], ids=str)
-def test_more_attention_errs_no_more_than_pytorchs(case: Case) -> None:
     check(case)
 
 

@@ -125,15 +125,8 @@ MORE = [
 
 
 @needs_triton
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)], ids=str)
 def test_output_and_gradients_are_the_references(case: Case) -> None:
-    check(case)
-
-
-@needs_triton
-@pytest.mark.slow
-@pytest.mark.parametrize("case", MORE, ids=str)
-def test_more_outputs_and_gradients_are_the_references(case: Case) -> None:
     check(case)
 
 

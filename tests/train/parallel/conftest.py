@@ -1,4 +1,4 @@
-"""A small run, on a corpus that is prepared once, and imports that are made once."""
+"""A small run on a corpus that is prepared once, and imports that all ranks share."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from isoflop.train.parallel import buckets
 
 @pytest.fixture(scope="session", autouse=True)
 def imported_before_forks() -> None:
-    """Import once what takes seconds and what every rank would otherwise import again."""
+    """Import slow modules once, which every rank would otherwise import again."""
     for module in ("torch._dynamo", "isoflop.train.checkpoint.shards"):
         importlib.import_module(module)
 
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several buckets in a small model."""
+    """Split a small model into several buckets."""
     monkeypatch.setattr(buckets, "BUCKET_MB", 0.04)
 
 
@@ -58,5 +58,5 @@ def small_run(small_corpus: Callable[..., DataConfig]) -> RunConfig:
 
 @pytest.fixture
 def config(small_run: RunConfig) -> RunConfig:
-    """A copy of the small run, which a test may change."""
+    """Return a copy of the small run, which a test may change."""
     return copy.deepcopy(small_run)

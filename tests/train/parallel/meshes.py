@@ -1,4 +1,4 @@
-"""Steps and whole runs on a mesh of ranks, and how they are compared with those of one process."""
+"""Steps and whole runs on a mesh of ranks, and their comparison with those of one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 Weights = dict[str, np.ndarray]
 Boxes = list[tuple[str, Any, Any, np.ndarray]]  # name, shape of the whole tensor, box, values
-Outcome = tuple[list[float], list[float], Boxes]  # losses, norms, and what one rank holds at the end
+Outcome = tuple[list[float], list[float], Boxes]  # losses, norms, and the boxes of one rank at the end
 
 
 def mesh_of(parallel: ParallelConfig) -> Mesh:
@@ -41,7 +41,7 @@ def started(config: RunConfig, mesh: Mesh) -> Stepper:
 
 
 def take_steps(config: RunConfig, mesh: Mesh, steps: int) -> Outcome:
-    """The outcome of the first steps of a run."""
+    """Return the outcome of the first steps of a run."""
     return outcome(started(config, mesh), 0, steps)
 
 
@@ -53,13 +53,13 @@ def outcome(stepper: Stepper, first: int, last: int) -> Outcome:
     averages = range(copies(stepper.config.average))
     scores = [loss for copy in (None, *averages) for loss in stepper.losses(windows, lambda: None, copy).tolist()]
     kinds = ("weight", *(f"average_{copy}" for copy in averages))
-    held = [
+    rank_boxes = [
         (f"{h.name} {h.kind}", h.placement.shape, box, values_of(h, box))
         for h in stepper.held()
         for box in boxes(h.placement, h.start, h.stop)
         if h.kind in kinds
     ]
-    return [r.loss.item() for r in results] + scores, [r.norm.item() for r in results], held
+    return [r.loss.item() for r in results] + scores, [r.norm.item() for r in results], rank_boxes
 
 
 def values_of(held: Held, box: Box) -> np.ndarray:
@@ -67,27 +67,27 @@ def values_of(held: Held, box: Box) -> np.ndarray:
 
 
 def whole(ranks: Sequence[Outcome]) -> Weights:
-    """Whole tensors from the boxes of all ranks. What several ranks hold must be the same on all."""
+    """Join the boxes of all ranks to whole tensors. Boxes that several ranks hold must be equal."""
     weights: Weights = {}
     for name, shape, box, values in (item for _, _, items in ranks for item in items):
         full = weights.setdefault(name, np.full(shape, np.nan, values.dtype))
         place = tuple(slice(o, o + s) for o, s in zip(box.offset, box.size, strict=True))
-        there, values = full[place], values.reshape(box.size)
-        assert np.array_equal(values[~np.isnan(there)], there[~np.isnan(there)])
+        filled, values = full[place], values.reshape(box.size)
+        assert np.array_equal(values[~np.isnan(filled)], filled[~np.isnan(filled)])
         full[place] = values
     assert not any(np.isnan(full).any() for full in weights.values())
     return weights
 
 
-def assert_same(ranks: Sequence[Outcome], alone: Outcome, tolerance: float, case: object) -> None:
+def assert_same(ranks: Sequence[Outcome], one_process: Outcome, tolerance: float, case: object) -> None:
     """Compare the outcome on all ranks with that of one process."""
-    losses, norms, _ = alone
+    losses, norms, _ = one_process
     for theirs in ranks:
-        assert theirs[0] == ranks[0][0]  # every rank knows the same loss, to the bit
+        assert theirs[0] == ranks[0][0]  # every rank has the same loss, to the bit
         np.testing.assert_allclose(theirs[0], losses, rtol=tolerance, err_msg=str(case))
         # Norms are sums of squares in another order of roundings.
         np.testing.assert_allclose(theirs[1], norms, rtol=10 * tolerance, err_msg=str(case))
-    expected = whole([alone])
+    expected = whole([one_process])
     for name, values in whole(ranks).items():
         # Weights are of order 0.1 to 1.
         np.testing.assert_allclose(values, expected[name], atol=tolerance, err_msg=f"{case} {name}")
@@ -97,35 +97,35 @@ def train_on_ranks(
     config: RunConfig | Callable[[int], RunConfig], directory: Path, ranks: int,
     should_stop: Callable[[int], Callable[[], bool]] = lambda number: lambda: False,
 ) -> list[Ended]:  # fmt: skip
-    """Train as a launcher would start it: processes that find each other by their environment."""
+    """Train in processes that find each other by their environment, as a launcher starts them."""
     directory.mkdir(exist_ok=True)
     attempt = os.urandom(4).hex()
 
-    def rank(number: int, say: Callable[[str], None]) -> None:
+    def rank(number: int, report: Callable[[str], None]) -> None:
         os.environ.update(
             SUBMITIT_EXECUTOR="local", SUBMITIT_LOCAL_JOB_ID=attempt, SUBMITIT_LOCAL_NTASKS=str(ranks),
             SUBMITIT_LOCAL_GLOBALID=str(number), SUBMITIT_LOCAL_LOCALID=str(number),
         )  # fmt: skip
         try:
-            own = config(number) if callable(config) else config
-            loop.train(own, directory, should_stop=should_stop(number), report=say)
-            say("done")
+            rank_config = config(number) if callable(config) else config
+            loop.train(rank_config, directory, should_stop=should_stop(number), report=report)
+            report("done")
         except Exception as error:
-            say(f"{type(error).__name__}: {error}")
+            report(f"{type(error).__name__}: {error}")
 
     return fork_processes(ranks, rank, range(ranks), timeout=100.0)
 
 
 def stop_at(step: int, rank: int) -> Callable[[int], Callable[[], bool]]:
-    """Ask one rank of all to stop, after its `step`-th step."""
+    """Return a function of the rank that makes one rank ask to stop after its `step`-th step."""
 
     def of_rank(number: int) -> Callable[[], bool]:
-        asked = 0
+        calls = 0
 
         def should_stop() -> bool:
-            nonlocal asked
-            asked += 1
-            return number == rank and asked == step
+            nonlocal calls
+            calls += 1
+            return number == rank and calls == step
 
         return should_stop
 

@@ -1,4 +1,4 @@
-"""A checkpoint written by any ranks is read by any others, bit for bit, and no failure of one rank costs the run."""
+"""A checkpoint written by any ranks is read by any others, bit for bit, and the run survives a failure of one rank."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ SHAPES = {
 
 
 def state(seed: int) -> State:
-    """A training state of the model of `CONFIG`, at random."""
+    """Draw a training state of the model of `CONFIG`."""
     generator = torch.Generator().manual_seed(seed)
     return {(name, kind): torch.randn(shape, generator=generator) for name, shape in SHAPES.items() for kind in KINDS}
 
 
 def placement(name: str, shape: tuple[int, ...], rank: int, ranks: int) -> Placement:
-    """A tensor-parallel split of every kind that the trainer knows."""
+    """Split a tensor over tensor-parallel ranks as the trainer does."""
     if name.endswith("qkv.weight"):
         return fused(shape, rank, ranks)
     if name.endswith(("out.weight", "down.weight")):
@@ -70,7 +70,7 @@ def placement(name: str, shape: tuple[int, ...], rank: int, ranks: int) -> Place
 
 
 def fused(shape: tuple[int, ...], rank: int, ranks: int) -> Placement:
-    """Query rows split; key and value rows split where they go round, else all of them on every rank."""
+    """Split query rows; split key and value rows if there are enough heads, else put all of them on every rank."""
     query, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     pieces = [Piece((rank * query // ranks, 0), (query // ranks, shape[1]))]
     for first in (query, query + kv):
@@ -81,8 +81,8 @@ def fused(shape: tuple[int, ...], rank: int, ranks: int) -> Placement:
     return Placement(shape, tuple(pieces))
 
 
-def held_by(rank: int, shares: Shares, of: State, bucket: int = 700) -> list[Held]:
-    """What a rank holds: flat buckets of about `bucket` elements in backward order, cut into dp slices by ZeRO."""
+def held_by(rank: int, shares: Shares, full_state: State, bucket: int = 700) -> list[Held]:
+    """Return a rank's part: flat buckets of about `bucket` elements in backward order, cut into dp slices by ZeRO."""
     tp, dp, zero = shares
     names = list(SHAPES)[::-1]
     places = {name: placement(name, SHAPES[name], rank % tp, tp) for name in names}
@@ -94,16 +94,16 @@ def held_by(rank: int, shares: Shares, of: State, bucket: int = 700) -> list[Hel
             filled = 0
         buckets[-1].append(name)
         filled += math.prod(places[name].local_shape)
-    for one in buckets:
-        sizes = [math.prod(places[name].local_shape) for name in one]
+    for bucket_names in buckets:
+        sizes = [math.prod(places[name].local_shape) for name in bucket_names]
         share = -(-sum(sizes) // dp)
         low, high = (rank // tp * share, (rank // tp + 1) * share) if zero else (0, share * dp)
         first = 0
-        for name, size in zip(one, sizes, strict=True):
+        for name, size in zip(bucket_names, sizes, strict=True):
             start, stop = max(low - first, 0), min(high - first, size)
             if start < stop:
                 for kind in KINDS:
-                    values = places[name].take(of[name, kind]).flatten()[start:stop].clone()
+                    values = places[name].take(full_state[name, kind]).flatten()[start:stop].clone()
                     held.append(Held(name, kind, places[name], start, stop, values))
             first += size
     return held
@@ -119,14 +119,14 @@ def assert_same(held: list[Held], expected: list[Held]) -> None:
 
 
 def save_as(shares: Shares, root: Path, config: RunConfig = CONFIG, seed: int = 1, step: int = 5) -> None:
-    """Called on every rank: saves one state under a mesh and changes it while it is being written."""
+    """Save a state under a mesh and change it while it is being written; call this on every rank."""
     tp, dp, _ = shares
     mesh = build_mesh(dp, tp, CPU)
     saver = Saver(root, mesh, config, ByteTokenizer())
     held = held_by(mesh.rank, shares, state(seed))
     saver.save(step, held, {"seconds": 1.5, "updates": 4})
-    for each in held:
-        each.values.fill_(math.inf)
+    for part in held:
+        part.values.fill_(math.inf)
     saver.wait()
     saver.close()
 
@@ -145,20 +145,20 @@ def folder(root: Path, shares: Shares) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One and the same state, saved under every mesh."""
+    """Return a folder in which the same state is saved under every mesh."""
     root = tmp_path_factory.mktemp("meshes")
     for ranks, meshes in WORLDS.items():
 
-        def each(meshes: list[Shares] = meshes) -> None:
+        def on_rank(meshes: list[Shares] = meshes) -> None:
             for shares in meshes:
                 save_as(shares, folder(root, shares))
 
-        run_ranks(ranks, each)
+        run_ranks(ranks, on_rank)
     return root
 
 
 def test_what_one_mesh_saved_others_load_bit_for_bit(saved: Path) -> None:
-    """Each by two others, and by one that evaluates the weights alone."""
+    """Load each of them on two other meshes, and its weights for evaluation."""
     expected = state(1)
     for number, shares in enumerate(ALL):
         path = checkpoint.find(folder(saved, shares))
@@ -181,23 +181,23 @@ def test_ranks_resume_what_others_saved_and_report_damage_once(saved: Path, tmp_
     shutil.copytree(checkpoint.find(folder(saved, (1, 1, 0))), tmp_path / "step_3")
     (newest / "shards" / "__3_0.distcp").unlink()
 
-    def each() -> tuple[list[str], list[str]]:
+    def on_rank() -> tuple[list[str], list[str]]:
         mesh = build_mesh(shares[1], shares[0], CPU)
         expected = held_by(mesh.rank, shares, state(1))
-        said: list[str] = []
+        messages: list[str] = []
         refused = []
         held = blank(expected)
-        assert checkpoint.resume_state(tmp_path, held, CONFIG, mesh, said.append) is not None
+        assert checkpoint.resume_state(tmp_path, held, CONFIG, mesh, messages.append) is not None
         assert_same(held, expected)
         for config in (differing("width", 24), differing("hidden", 8)):
             with pytest.raises(UserError) as raised:
                 checkpoint.resume_state(tmp_path, held, config, mesh, lambda line: None)
             refused.append(str(raised.value))
-        assert checkpoint.resume_state(tmp_path / "nothing", held, CONFIG, mesh, said.append) is None
-        return said, refused
+        assert checkpoint.resume_state(tmp_path / "nothing", held, CONFIG, mesh, messages.append) is None
+        return messages, refused
 
-    answers = run_ranks(2, each)
-    (message,), nothing = (said for said, _ in answers)
+    answers = run_ranks(2, on_rank)
+    (message,), nothing = (messages for messages, _ in answers)
     assert "step_5 is damaged (shards/__3_0.distcp" in message
     assert nothing == []
     for _, (width, hidden) in answers:
@@ -244,7 +244,7 @@ def test_a_checkpoint_that_does_not_cover_the_model_is_refused(saved: Path, tmp_
         larger = Held("norm.weight", "exp_avg", whole_placement((48,)), 0, 48, values)
         with pytest.raises(UserError, match=r"norm\.weight\.exp_avg is \(12,\) there and \(48,\) here"):
             checkpoint.read_tensors(path, [larger])
-    # An index that lost a box: torch would leave the memory as it was and say nothing.
+    # An index that lost a box: torch would silently leave the memory as it was.
     path = shutil.copytree(path, tmp_path / "step_5")
     index = pickle.loads((path / storage.SHARDS_INDEX).read_bytes())
     index.state_dict_metadata["embedding.weight"].chunks.pop()
@@ -257,14 +257,14 @@ def test_a_folder_that_nodes_do_not_share_is_no_place_for_a_checkpoint(tmp_path:
     temporary = checkpoint.start(tmp_path / "checkpoints", 5)
     assert temporary is not None
     (temporary / "trainer.json").write_text("{}")
-    other = {"shards/__8_0.distcp": {"bytes": 1, "sha256": "0"}}  # which lies on another node's own disk
+    other = {"shards/__8_0.distcp": {"bytes": 1, "sha256": "0"}}  # a file on another node's own disk
     with pytest.raises(UserError, match=r"checkpoints is not the same folder on every node: .* shards/__8_0\.distcp"):
         checkpoint.publish(temporary, tmp_path / "checkpoints" / "step_5", other)
     assert checkpoint.list_steps(tmp_path / "checkpoints") == []
 
 
 def test_one_process_writes_the_same_bytes_of_whole_tensors_and_pieces(saved: Path, tmp_path: Path) -> None:
-    # In pieces: a tensor-parallel group of one rank, as where one GPU runs the code of many.
+    # The pieces are those of a tensor-parallel group of one rank, as when one GPU runs the code of many.
     pieces = checkpoint.find(folder(saved, (1, 1, 0)))
     assert len(placement("blocks.0.attention.qkv.weight", (24, WIDTH), 0, 1).pieces) == 3
     saver = Saver(tmp_path, Mesh(), CONFIG, ByteTokenizer())
@@ -289,8 +289,8 @@ def test_every_element_is_written_once_and_ranks_write_equal_shares(saved: Path)
         files = sorted((checkpoint.find(folder(saved, shares)) / "shards").glob("*.distcp"))
         assert len(files) == shares[0] * shares[1]
         index = pickle.loads(files[0].with_name(".metadata").read_bytes())
-        boxes_there = [box for tensor in index.state_dict_metadata.values() for box in tensor.chunks]
-        assert sum(math.prod(box.sizes) for box in boxes_there) == elements
+        index_boxes = [box for tensor in index.state_dict_metadata.values() for box in tensor.chunks]
+        assert sum(math.prod(box.sizes) for box in index_boxes) == elements
     for ranks in (2, 3, 8):
         whole_state = storage.parts(held_by(0, (1, 1, 0), state(1)))
         loads = [sum(part.values.numel() for part in share) for share in storage.share_out(whole_state, ranks)]
@@ -299,7 +299,7 @@ def test_every_element_is_written_once_and_ranks_write_equal_shares(saved: Path)
 
 
 def test_the_boxes_of_a_range_are_its_elements() -> None:
-    # Against a dense mask: number the elements of the whole, take the rank's part, cut the range, look them up.
+    # Compare with a dense mask: number the elements of the whole, take the rank's part, cut the range, look them up.
     for seed in range(60):
         check_boxes(random.Random(seed))
 
@@ -310,12 +310,14 @@ def check_boxes(generator: random.Random) -> None:
     flat = at.take(numbers).flatten()
     start = generator.randint(0, len(flat))
     stop = generator.randint(start, len(flat))
-    found = list(boxes(at, start, stop))
-    inside = [numbers[tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))] for box in found]
+    range_boxes = list(boxes(at, start, stop))
+    inside = [numbers[tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))] for box in range_boxes]
     assert torch.equal(torch.cat([numbers.new_empty(0), *[box.flatten() for box in inside]]), flat[start:stop])
-    assert [box.start for box in found] == [start + sum(box.numel() for box in inside[:i]) for i in range(len(found))]
+    assert [box.start for box in range_boxes] == [
+        start + sum(box.numel() for box in inside[:i]) for i in range(len(range_boxes))
+    ]
     assert all(box.numel() > 0 for box in inside)
-    assert len(found) <= 3 * len(at.pieces)
+    assert len(range_boxes) <= 3 * len(at.pieces)
 
 
 def random_placement(generator: random.Random) -> Placement:
@@ -333,18 +335,18 @@ def random_placement(generator: random.Random) -> Placement:
 
 def test_torch_itself_reads_what_the_ranks_wrote(saved: Path) -> None:
     for shares in ((2, 1, 0), (1, 2, 1), (2, 2, 2)):
-        wanted = {storage.Part(*key, (), (), tensor).key: torch.empty_like(tensor) for key, tensor in state(1).items()}
+        loaded = {storage.Part(*key, (), (), tensor).key: torch.empty_like(tensor) for key, tensor in state(1).items()}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it reads in one process, which is what we ask
+            warnings.simplefilter("ignore")  # it warns that it reads in one process, as we ask
             folder_of_shards = checkpoint.find(folder(saved, shares)) / "shards"
-            dcp.load(wanted, checkpoint_id=folder_of_shards, no_dist=True)
+            dcp.load(loaded, checkpoint_id=folder_of_shards, no_dist=True)
         for (name, kind), tensor in state(1).items():
-            assert torch.equal(wanted[storage.Part(name, kind, (), (), tensor).key], tensor)
+            assert torch.equal(loaded[storage.Part(name, kind, (), (), tensor).key], tensor)
 
 
 def test_training_may_talk_while_the_ranks_save(tmp_path: Path) -> None:
-    # Were the saver's collectives on training's group, one would be taken for the other: wrong sums, or a hang.
-    def each() -> list[float]:
+    # If the saver's collectives used training's group, they would be mixed up: wrong sums, or a hang.
+    def on_rank() -> list[float]:
         mesh = build_mesh(2, 1, CPU)
         saver = Saver(tmp_path, mesh, CONFIG, ByteTokenizer())
         held = held_by(mesh.rank, (1, 2, 1), state(1))
@@ -359,7 +361,7 @@ def test_training_may_talk_while_the_ranks_save(tmp_path: Path) -> None:
         saver.close()
         return sums
 
-    assert run_ranks(2, each) == [[3.0 * step for step in range(1, 31)]] * 2
+    assert run_ranks(2, on_rank) == [[3.0 * step for step in range(1, 31)]] * 2
     assert [step for step, _ in checkpoint.list_steps(tmp_path)] == [27, 30]
     for _, path in checkpoint.list_steps(tmp_path):
         assert checkpoint.damage(path) is None
@@ -390,7 +392,7 @@ MOMENTS: dict[str, tuple[Any, str, Any]] = {
 
 @pytest.mark.parametrize(("victim", "moment"), [(1, "shard"), (0, "manifest"), (0, "rename")])
 def test_a_rank_killed_while_saving_leaves_the_older_checkpoint(victim: int, moment: str, tmp_path: Path) -> None:
-    def each() -> None:
+    def on_rank() -> None:
         mesh = build_mesh(2, 1, CPU)
         saver = Saver(tmp_path, mesh, CONFIG, ByteTokenizer())
         held = held_by(mesh.rank, (1, 2, 1), state(1))
@@ -402,19 +404,19 @@ def test_a_rank_killed_while_saving_leaves_the_older_checkpoint(victim: int, mom
         saver.wait()
 
     with pytest.raises(RuntimeError) as raised:
-        run_ranks(2, each)
+        run_ranks(2, on_rank)
     assert f"rank {victim}: died without a word" in str(raised.value)
-    assert f"rank {1 - victim}: Traceback" in str(raised.value)  # the other one was told, and waited for nothing
+    assert f"rank {1 - victim}: Traceback" in str(raised.value)  # the other one got an error and did not wait
     assert [step for step, _ in checkpoint.list_steps(tmp_path)] == [3]
     assert checkpoint.find(tmp_path).name == "step_3"
     run_ranks(2, save_as, (1, 2, 1), tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_3", "step_5"]  # and what was left behind is gone
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_3", "step_5"]  # and the leftovers are gone
     assert checkpoint.find(tmp_path).name == "step_5"
 
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """Lets this process write no shard: the system refuses files of more than 2000 bytes."""
+    """Keep this process from writing a shard: the system refuses files of more than 2000 bytes."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
@@ -424,7 +426,7 @@ def full_disk() -> Iterator[None]:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_full_disk_of_one_rank_is_an_error_of_all_and_the_run_can_go_on(victim: int, tmp_path: Path) -> None:
-    def each() -> tuple[int | None, str]:
+    def on_rank() -> tuple[int | None, str]:
         mesh = build_mesh(2, 1, CPU)
         saver = Saver(tmp_path, mesh, CONFIG, ByteTokenizer())
         held = held_by(mesh.rank, (1, 2, 1), state(1))
@@ -433,10 +435,10 @@ def test_a_full_disk_of_one_rank_is_an_error_of_all_and_the_run_can_go_on(victim
 
         def save_twice() -> None:
             saver.save(5, held, {})
-            saver.save(6, held, {})  # it learns what became of the one before
+            saver.save(6, held, {})  # raises the error of the save before
 
         with full_disk() if mesh.rank == victim else nullcontext():
-            with pytest.raises(OSError) as raised:  # noqa: PT011, the number is what tells
+            with pytest.raises(OSError) as raised:  # noqa: PT011, the number is checked below
                 save_twice()
             dist.barrier()
         assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
@@ -446,7 +448,7 @@ def test_a_full_disk_of_one_rank_is_an_error_of_all_and_the_run_can_go_on(victim
         saver.close()
         return raised.value.errno, str(raised.value)
 
-    answers = run_ranks(2, each)
+    answers = run_ranks(2, on_rank)
     assert answers[0] == answers[1]
     assert answers[0][0] == errno.EFBIG
     assert checkpoint.find(tmp_path).name == "step_7"

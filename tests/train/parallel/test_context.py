@@ -1,4 +1,4 @@
-"""Sequences that ranks share out: attention is that of whole sequences. Steps of runs are tested in test_train.py."""
+"""Attention over sequences shared by ranks equals that over whole ones. test_train.py tests the steps of runs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from torch import Tensor
 
 END = 3  # the token that ends a document
 
-# batch, time, heads, key/value heads, head size, window, documents. Pieces of 4 ranks are 8 to 40 tokens, windows end
-# inside of one, at its edge, and beyond the next.
+# batch, time, heads, key/value heads, head size, window, documents. Pieces of 4 ranks are 4 to 160 tokens; windows end
+# inside a piece, at its edge, and beyond the next.
 CASES = {
     "plain": (2, 64, 2, 2, 8, None, False),
     "grouped": (2, 64, 6, 2, 8, None, False),
@@ -38,7 +38,7 @@ CASES = {
 
 
 def inputs_of(case: str, dtype: torch.dtype) -> tuple[Tensor, list[Tensor], Tensor, Tensor | None, int | None]:
-    """Tokens, query, key and value, the result's gradient, what each query sees first, and the window."""
+    """Return tokens, query, key and value, the output's gradient, document starts, and the window."""
     batch, time, heads, kv_heads, size, window, documents = CASES[case]
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(0, 20, (batch, time), generator=generator)
@@ -48,7 +48,7 @@ def inputs_of(case: str, dtype: torch.dtype) -> tuple[Tensor, list[Tensor], Tens
 
 
 def whole_attention(case: str, dtype: torch.dtype) -> list[Tensor]:
-    """Output and gradients by definition, in float64, of inputs rounded to a type."""
+    """Compute output and gradients by definition in float64, from inputs rounded to a type."""
     tokens, inputs, grad, documents, window = inputs_of(case, dtype)
     query, key, value = (x.double().requires_grad_() for x in inputs)
     first, group = first_visible(tokens, documents, window), query.shape[2] // key.shape[2]
@@ -62,21 +62,21 @@ def whole_attention(case: str, dtype: torch.dtype) -> list[Tensor]:
 
 
 def ring_attention(cases: list[str], dtype: torch.dtype, kernel: str = "sdpa") -> list[list[Tensor]]:
-    """The same of this rank's part of each, by the ring."""
-    found, group = [], dist.group.WORLD
+    """Compute output and gradients of this rank's part of each case, by the ring."""
+    results, group = [], dist.group.WORLD
     assert group is not None
     for case in cases:
         tokens, inputs, grad, documents, window = inputs_of(case, dtype)
         ring = Ring(kernel, load_backend(kernel).kernel, "first", group)
         seen = ring.seen(tokens, documents, window, dtype)
-        own = [own_part(x, 1, group).requires_grad_() for x in inputs]
-        out = ring.attend(*own, seen, window)
-        found.append([out.detach(), *torch.autograd.grad(out, own, own_part(grad, 1, group))])
-    return found
+        parts = [own_part(x, 1, group).requires_grad_() for x in inputs]
+        out = ring.attend(*parts, seen, window)
+        results.append([out.detach(), *torch.autograd.grad(out, parts, own_part(grad, 1, group))])
+    return results
 
 
 def joined(parts: list[Tensor]) -> Tensor:
-    """Whole sequences of every rank's part."""
+    """Join the parts of all ranks to whole sequences."""
     halves = [part.chunk(2, dim=1) for part in parts]
     return torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)], dim=1)
 
@@ -85,13 +85,13 @@ def joined(parts: list[Tensor]) -> Tensor:
     ("ranks", "dtype", "tolerance"), [(2, torch.float64, 1e-12), (4, torch.float64, 1e-12), (4, torch.bfloat16, 0.02)]
 )
 def test_attention_of_shared_sequences_is_that_of_whole_ones(ranks: int, dtype: torch.dtype, tolerance: float) -> None:
-    """Of numbers of order 1; bf16 rounds them by 0.004, in every step's result and in the sum."""
+    """Compare numbers of order 1; bf16 rounds them by 0.004, in every step's result and in the sum."""
     assert_whole(run_ranks(ranks, ring_attention, list(CASES), dtype), list(CASES), dtype, tolerance)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 def test_our_kernels_attend_over_shared_sequences() -> None:
-    """In Triton's interpreter."""
+    """Run the kernels in Triton's interpreter."""
     cases = [case for case in CASES if case.startswith("our kernels")]
     assert_whole(run_ranks(2, ring_attention, cases, torch.float32, "ours"), cases, torch.float32, 1e-5)
 
@@ -102,14 +102,14 @@ def assert_whole(answers: list[list[list[Tensor]]], cases: list[str], dtype: tor
             ("out", "query", "key", "value"), whole_attention(case, dtype), *(a[number] for a in answers), strict=True
         ):
             scale = max(1.0, expected.abs().max().item())
-            found = joined(parts)
-            assert found.dtype == dtype
-            error = (found.double() - expected).abs().max().item() / scale
+            output = joined(parts)
+            assert output.dtype == dtype
+            error = (output.double() - expected).abs().max().item() / scale
             assert error < tolerance, f"{case}: {name} is wrong by {error:.2g}"
 
 
 def test_a_run_in_bf16_stays_near_that_of_one_process(config: RunConfig) -> None:
-    """Losses, some of 16 tokens, within 2^-8, to which bf16 rounds every activation; norms, sums of squares, twice."""
+    """Compare losses within 2^-8, the rounding of bf16 activations; norms, sums of squares, within twice that."""
     config.model.window, config.data.separate_documents, config.precision = 6, True, "bf16"
     losses, norms, _ = take_steps(config, Mesh(), 3)
     config.parallel.cp = 4
@@ -119,17 +119,17 @@ def test_a_run_in_bf16_stays_near_that_of_one_process(config: RunConfig) -> None
 
 
 @pytest.mark.parametrize(
-    ("length", "cp", "tp", "says"),
+    ("length", "cp", "tp", "problem"),
     [
         (64, 3, 1, r"parallel\.cp is 3; .* data\.sequence_length 64 .*: 1, 2, 4, 8, 16, 32$"),
         (63, 3, 1, r"parallel\.cp is 3; .* data\.sequence_length 63 .*: 1$"),
         (36, 6, 4, r"parallel\.tp is 4; .* data\.sequence_length 36 / parallel\.cp 6"),
     ],
 )
-def test_lengths_that_do_not_divide_are_refused(length: int, cp: int, tp: int, says: str) -> None:
+def test_lengths_that_do_not_divide_are_refused(length: int, cp: int, tp: int, problem: str) -> None:
     config = RunConfig(model=ModelConfig(width=64, heads=4, vocab_size=256))
     config.data.sequence_length, config.parallel.cp, config.parallel.tp = length, cp, tp
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=problem):
         check_shapes(config)
     config.parallel.cp, config.parallel.tp = 1, 1
     check_shapes(config)

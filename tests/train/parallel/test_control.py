@@ -26,7 +26,7 @@ from meshes import CPU
 
 
 def caught(function: Callable[[], Any]) -> Exception:
-    with pytest.raises(Exception) as raised:  # noqa: PT011  # which one is what the caller asks
+    with pytest.raises(Exception) as raised:  # noqa: PT011  # the caller checks which one
         function()
     return raised.value
 
@@ -38,9 +38,9 @@ def test_an_error_on_one_rank_is_raised_on_every_rank_and_keeps_its_kind() -> No
     def rank() -> list[tuple[str, str, Any]]:
         mesh = build_mesh(3, 1, CPU)
 
-        def fail(with_error: Exception, who: tuple[int, ...] = (1,)) -> tuple[str, str, Any]:
+        def fail(with_error: Exception, failing_ranks: tuple[int, ...] = (1,)) -> tuple[str, str, Any]:
             def function() -> None:
-                if mesh.rank in who:
+                if mesh.rank in failing_ranks:
                     raise with_error
 
             error = caught(lambda: run_on_ranks(mesh, function))
@@ -55,8 +55,8 @@ def test_an_error_on_one_rank_is_raised_on_every_rank_and_keeps_its_kind() -> No
             fail(OSError(errno.ENOSPC, "No space left on device", "/full/file")),
             fail(OSError("a disk without a number")),
             fail(torch.OutOfMemoryError("CUDA out of memory")),
-            fail(ValueError("first"), who=(1, 2)),
-            fail(UserError("all say the same"), who=(0, 1, 2)),
+            fail(ValueError("first"), failing_ranks=(1, 2)),
+            fail(UserError("all say the same"), failing_ranks=(0, 1, 2)),
             fail(RankError(Failure(Cause.KILLED, "rank 9 on node3 died at step 5"))),
         ]
 
@@ -84,13 +84,13 @@ def test_what_rank_0_finds_is_given_to_all_and_so_is_its_error() -> None:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", f"shard-{mesh.rank}")
 
         assert run_on_ranks(mesh, lambda: mesh.rank * 10) == mesh.rank * 10
-        found = run_on_ranks(mesh, find, only_first=True)
+        result = run_on_ranks(mesh, find, only_first=True)
         error = caught(lambda: run_on_ranks(mesh, fail, only_first=True))
         assert isinstance(error, FileNotFoundError)
-        return found, called, str(error)
+        return result, called, str(error)
 
-    words = "[Errno 2] rank 0: No such file or directory: 'shard-0'"
-    assert run_ranks(3, rank) == [({"step": 100}, [0] if r == 0 else [], words) for r in range(3)]
+    error_text = "[Errno 2] rank 0: No such file or directory: 'shard-0'"
+    assert run_ranks(3, rank) == [({"step": 100}, [0] if r == 0 else [], error_text) for r in range(3)]
 
 
 def test_in_one_process_an_exception_passes_unchanged() -> None:
@@ -111,11 +111,11 @@ def test_flags_of_any_rank_reach_all_at_the_same_step() -> None:
     def rank() -> list[tuple[bool, bool]]:
         mesh = build_mesh(4, 1, CPU)
         agreement = Agreement(mesh)
-        heard = []
+        agreed = []
         for step in range(6):
-            time.sleep(0.01 * ((mesh.rank + step) % 4))  # ranks come when they like
-            heard.append(agreement(*raised.get((mesh.rank, step), neither)))
-        return [*heard, agreement.close()]
+            time.sleep(0.01 * ((mesh.rank + step) % 4))  # ranks arrive in varying order
+            agreed.append(agreement(*raised.get((mesh.rank, step), neither)))
+        return [*agreed, agreement.close()]
 
     assert run_ranks(4, rank) == [[neither, save, neither, both, neither, neither, stop]] * 4
 
@@ -123,12 +123,12 @@ def test_flags_of_any_rank_reach_all_at_the_same_step() -> None:
 def test_a_step_does_not_wait_for_a_rank_that_is_late_to_raise_its_flags() -> None:
     def rank() -> bool:
         mesh = build_mesh(2, 1, CPU)
-        agreement, box = Agreement(mesh), dist.distributed_c10d._get_default_store()
+        agreement, store = Agreement(mesh), dist.distributed_c10d._get_default_store()
         if mesh.rank == 1:
-            box.wait(["rank 0 went on"])  # were rank 0 to wait for this rank, neither would go on
+            store.wait(["rank 0 went on"])  # if rank 0 waited for this rank, neither would continue
         agreement(stop=True, save=False)
         if mesh.rank == 0:
-            box.set("rank 0 went on", "")
+            store.set("rank 0 went on", "")
         return agreement(stop=False, save=False) == (True, False) and agreement.close() == (False, False)
 
     assert run_ranks(2, rank, timeout=30.0) == [True, True]
@@ -145,25 +145,28 @@ def test_one_process_agrees_with_itself_at_once() -> None:
 
 
 def joined(folder: Path, count: int, function: Callable[[Mesh, int], Any], **settings: Any) -> list[list[Any]]:
-    """What each of `count` bare processes says that join each other; the names of their nodes are settings['hosts']."""
+    """Return the messages of each of `count` processes that join each other, on the nodes settings['hosts']."""
     hosts = settings.pop("hosts", ["node"] * count)
     late = settings.pop("late", None)
     shape = {"dp": count, "timeout_seconds": 20.0} | settings
 
-    def process(rank: int, say: Callable[[str], None]) -> None:
+    def process(rank: int, report: Callable[[str], None]) -> None:
         if rank == late:
             time.sleep(0.5)
         ranks = Ranks(rank, count, rank, count, hosts[rank], "local", "7")
         try:
             with meet(ranks, folder, ParallelConfig(**shape), CPU) as (mesh, _):
-                say(json.dumps(function(mesh, rank)))
+                report(json.dumps(function(mesh, rank)))
         except UserError as error:
-            say(json.dumps(str(error)))
+            report(json.dumps(str(error)))
 
-    return [[json.loads(word) for word in said(ended)] for ended in fork_processes(count, process, range(count), 60.0)]
+    return [
+        [json.loads(message) for message in messages_of(ended)]
+        for ended in fork_processes(count, process, range(count), 60.0)
+    ]
 
 
-def said(ended: Ended) -> list[str]:
+def messages_of(ended: Ended) -> list[str]:
     assert ended.code == 0, ended
     return ended.said
 
@@ -216,12 +219,15 @@ def test_a_rank_that_waits_in_vain_says_for_what(tmp_path: Path) -> None:
 
 
 def test_a_tensor_parallel_group_over_two_nodes_is_refused_on_every_rank(tmp_path: Path) -> None:
-    words = joined(tmp_path, 4, add_up, dp=2, tp=2, hosts=["a", "b", "a", "b"])
-    assert all(len(word) == 1 and "ranks 0 to 1 of one tensor-parallel group are on a, b" in word[0] for word in words)
+    messages = joined(tmp_path, 4, add_up, dp=2, tp=2, hosts=["a", "b", "a", "b"])
+    assert all(
+        len(message) == 1 and "ranks 0 to 1 of one tensor-parallel group are on a, b" in message[0]
+        for message in messages
+    )
 
 
 def test_torchrun_gives_the_address_and_one_rank_of_it_has_groups(tmp_path: Path) -> None:
-    def process(rank: int, say: Callable[[str], None]) -> None:
+    def process(rank: int, report: Callable[[str], None]) -> None:
         with open(tmp_path / "port", encoding="utf-8") as file:
             port = file.read()
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_PORT=port)
@@ -230,13 +236,13 @@ def test_torchrun_gives_the_address_and_one_rank_of_it_has_groups(tmp_path: Path
             with meet(detect(), tmp_path / "missing", ParallelConfig(), CPU) as (mesh, _):
                 groups = (mesh.dp_group, mesh.tp_group, mesh.world, mesh.control)
                 assert all(dist.get_world_size(group) == 1 for group in groups if group is not None)
-                say(f"{sum(group is not None for group in groups)} {run_on_ranks(mesh, lambda: 5)}")
+                report(f"{sum(group is not None for group in groups)} {run_on_ranks(mesh, lambda: 5)}")
             assert not dist.is_initialized()
 
     agent = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # torchrun keeps one
     (tmp_path / "port").write_text(str(agent.port))
     (ended,) = fork_processes(1, process, [0])
-    assert said(ended) == ["4 5", "4 5"]
+    assert messages_of(ended) == ["4 5", "4 5"]
 
 
 def test_one_process_without_a_launcher_joins_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Buckets against their promises, and sums of gradients against DDP, plain sums, and a count of what is sent."""
+"""Buckets keep their promises; sums of gradients equal plain sums, and are sent as early as they can be."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def layouts_of(gpt: GPT, limit: int, ranks: int) -> list[BucketLayout]:
 
 
 def gradients_of(gpt: GPT, stage: int, limit: int = 2000) -> Gradients:
-    """Gradients of a model over all ranks, each of which owns its slice (stage 0: everything)."""
+    """Return the gradients of a model over all ranks, each of which owns its slice (stage 0: everything)."""
     layouts = layouts_of(gpt, limit, dist.get_world_size())
     shared = [Shared(layout, dist.group.WORLD, dist.get_rank(), stage) for layout in layouts]
     return Gradients(shared, dict(gpt.named_parameters()), complete=lambda number: None)
@@ -62,7 +62,7 @@ def test_a_bucket_holds_every_parameter_once_aligned_and_cut_evenly(seed: int) -
     assert {slot.name: slot.stop - slot.start for slot in bucket.slots} == sizes
     assert all(slot.start % ALIGNMENT == 0 for slot in bucket.slots)
     assert sum(stop - start for start, stop in bucket.padding) < len(sizes) * ALIGNMENT + ranks * ALIGNMENT
-    # One segment a group, however the parameters came.
+    # One segment for each group, in any order of the parameters.
     assert sorted(group for group, _ in bucket.segments) == sorted(set(groups.values()))
     for slot in bucket.slots:
         (segment,) = [r for group, r in bucket.segments if group == slot.group]
@@ -82,13 +82,13 @@ def test_ranges_are_cut_to_a_slice_and_counted_from_its_start() -> None:
     assert clip([(0, 4), (6, 9), (12, 20)], (3, 13)) == [(0, 1), (3, 6), (9, 10)]
 
 
-def _counted(stage: int) -> list[tuple[bool, int, int]]:
-    """(last, collectives of the micro-batch, those of them sent before its last gradient came) of three."""
+def _count_collectives(stage: int) -> list[tuple[bool, int, int]]:
+    """Return (is last, collectives, collectives sent before the last gradient came) of three micro-batches."""
     gpt = model()
     gradients = gradients_of(gpt, stage)
     sent, early = [0], [0]
     names = ("all_reduce", "reduce_scatter_tensor", "all_to_all_single", "all_gather_into_tensor")
-    kept = {name: getattr(dist, name) for name in names}
+    originals = {name: getattr(dist, name) for name in names}
 
     def counting(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -97,24 +97,24 @@ def _counted(stage: int) -> list[tuple[bool, int, int]]:
 
         return call
 
-    for name, function in kept.items():
+    for name, function in originals.items():
         setattr(dist, name, counting(function))
     # The table's gradient is the last of a backward pass.
     gpt.embedding.weight.register_hook(lambda gradient: early.__setitem__(0, sent[0]))
-    found = []
+    counts = []
     for step in range(3):
         sent[0] = 0
         with gradients.micro_batch(last=step == 2):
             backward(gpt, tokens_of(dist.get_rank(), step))
-        found.append((step == 2, sent[0], early[0]))
+        counts.append((step == 2, sent[0], early[0]))
     gradients.wait()
-    for name, function in kept.items():
+    for name, function in originals.items():
         setattr(dist, name, function)
-    return [*found, (True, len(gradients.buckets), 0)]
+    return [*counts, (True, len(gradients.buckets), 0)]
 
 
 def test_gradients_are_sent_during_the_last_backward_pass_alone() -> None:
-    for answer in run_ranks(2, lambda: [_counted(stage) for stage in (0, 1, 2)]):
+    for answer in run_ranks(2, lambda: [_count_collectives(stage) for stage in (0, 1, 2)]):
         for stage, (*micro_batches, (_, buckets, _)) in enumerate(answer):
             assert buckets > 3
             for last, sent, early in micro_batches:
@@ -124,8 +124,8 @@ def test_gradients_are_sent_during_the_last_backward_pass_alone() -> None:
                 assert early == (buckets - 1 if reduces else 0), (stage, last)
 
 
-def _low_precision(stage: int, dtype: torch.dtype) -> bool:
-    """Whether the sum of bf16 gradients is the fp32 sum, rounded once."""
+def _is_rounded_once(stage: int, dtype: torch.dtype) -> bool:
+    """Return whether the sum of bf16 gradients is the fp32 sum, rounded once."""
     ranks, gradients = dist.get_world_size(), gradients_of(model(dtype), stage)
     parts = []
     for rank in range(ranks):
@@ -152,7 +152,7 @@ def _low_precision(stage: int, dtype: torch.dtype) -> bool:
 
 def test_low_precision_gradients_are_summed_in_fp32_and_rounded_once() -> None:
     kinds = enumerate((torch.bfloat16, torch.float16, torch.bfloat16))
-    for answer in run_ranks(3, lambda: [_low_precision(stage, dtype) for stage, dtype in kinds]):
+    for answer in run_ranks(3, lambda: [_is_rounded_once(stage, dtype) for stage, dtype in kinds]):
         assert answer == [True, True, True]
 
 
@@ -161,7 +161,7 @@ def test_a_parameter_that_the_loss_does_not_use_has_a_gradient_of_zero() -> None
         gpt = model()
         gradients = gradients_of(gpt, stage)
         for view in [view for bucket in gradients.buckets for view in bucket.views]:
-            view.fill_(7.0)  # what a step before may have left
+            view.fill_(7.0)  # as an earlier step may leave them
         with gradients.micro_batch(last=True):
             gpt.embedding(tokens_of(dist.get_rank(), 0)).sum().backward()
         gradients.wait()

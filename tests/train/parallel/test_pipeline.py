@@ -1,6 +1,6 @@
-"""What pipelines do beside their steps: the same bits in low precision, messages, memory, held-out losses.
+"""Pipelines: the same bits in low precision, messages, memory and held-out losses.
 
-That their steps are those of one process is tested in test_train.py.
+test_train.py compares their steps with those of one process.
 """
 
 from __future__ import annotations
@@ -25,20 +25,23 @@ from meshes import CPU, mesh_of, started, take_steps, whole
 from test_train import of_kind
 
 
-def through(config: RunConfig, **parallel: Any) -> RunConfig:
-    """The run through the stages of a pipeline."""
+def with_parallel(config: RunConfig, **parallel: Any) -> RunConfig:
+    """Return the run with other parallel settings."""
     return replace(config, parallel=replace(config.parallel, **parallel))
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_low_precision_gives_the_bits_of_one_process(kind: str, config: RunConfig) -> None:
-    """Every sum is made in the same order, except the norm's and that of the two terms of a tied table."""
+    """Expect equal bits: every sum has the same order, except the norm's and that of the two terms of a tied table."""
     config.model = replace(config.model, depth=5, kv_heads=1, tied_embeddings=False)
     config.precision, config.optimizer.gradient_clip, config.parallel.micro_batch_size = kind, 0.0, 2
-    pipelines = [through(config, pp=2, schedule="1f1b"), through(config, pp=2, schedule="interleaved", chunks=2)]
+    pipelines = [
+        with_parallel(config, pp=2, schedule="1f1b"),
+        with_parallel(config, pp=2, schedule="interleaved", chunks=2),
+    ]
 
     def in_stages() -> list[Any]:
-        return [take_steps(own, mesh_of(own.parallel), 3) for own in pipelines]
+        return [take_steps(pipeline, mesh_of(pipeline.parallel), 3) for pipeline in pipelines]
 
     alone = take_steps(config, Mesh(), 3)
     expected = whole([alone])
@@ -49,11 +52,11 @@ def test_low_precision_gives_the_bits_of_one_process(kind: str, config: RunConfi
 
 
 def test_a_gradient_that_is_no_number_on_one_stage_is_skipped_on_all(config: RunConfig) -> None:
-    config = through(config, pp=2, zero=1, micro_batch_size=2)
+    config = with_parallel(config, pp=2, zero=1, micro_batch_size=2)
 
     def skip_the_second() -> list[tuple[float, bool, bool]]:
         stepper = started(config, mesh_of(config.parallel))
-        found = []
+        results = []
         for step in range(3):
             before = [held.values.clone() for held in stepper.held()]
             weight = list(stepper.gpt.parameters())[-1]
@@ -62,8 +65,8 @@ def test_a_gradient_that_is_no_number_on_one_stage_is_skipped_on_all(config: Run
             result = stepper.step(step)
             hook.remove()
             same = all(torch.equal(a, b.values) for a, b in zip(before, stepper.held(), strict=True))
-            found.append((result.skipped.item(), same, bool(result.norm.isfinite())))
-        return found
+            results.append((result.skipped.item(), same, bool(result.norm.isfinite())))
+        return results
 
     assert run_ranks(2, skip_the_second) == [[(0.0, False, True), (1.0, True, False), (0.0, False, True)]] * 2
 
@@ -73,11 +76,11 @@ def test_held_out_losses_of_many_passes_and_loads_are_those_of_one_process(
 ) -> None:
     monkeypatch.setitem(precision._DTYPES, "fp32", torch.float64)
     config = of_kind(config, "experts")
-    own = through(config, pp=2, chunks=2, schedule="interleaved", micro_batch_size=2)
+    staged = with_parallel(config, pp=2, chunks=2, schedule="interleaved", micro_batch_size=2)
     windows = torch.from_numpy(TrainStream(prepare(config.data), 16, 1).batch(0, 16, 0, 16))
 
     def of_stages() -> tuple[Any, Any, int]:
-        stepper, beats = started(own, mesh_of(own.parallel)), list[None]()
+        stepper, beats = started(staged, mesh_of(staged.parallel)), list[None]()
         stepper.step(0)
         loads = stepper.loads()
         assert stepper.pipeline is not None
@@ -95,27 +98,27 @@ def test_held_out_losses_of_many_passes_and_loads_are_those_of_one_process(
 
 
 def test_what_was_sent_is_let_go_once_it_has_come(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 1F1B a rank keeps what goes to the next stage until its gradient comes, whatever the number of passes."""
-    kept = list[int]()
+    """Expect 1F1B to keep what was sent to the next stage until its gradient comes, for any number of passes."""
+    counts = list[int]()
     send = Messages.send
 
     def counting(self: Messages, *arguments: Any) -> None:
         send(self, *arguments)
-        kept.append(len(self.sent))
+        counts.append(len(self.sent))
 
     monkeypatch.setattr(Messages, "send", counting)
     config.model.depth = 4
 
-    def most_kept(schedule: str) -> int:
-        own = through(config, pp=4, schedule=schedule, micro_batch_size=1)
-        kept.clear()
-        started(own, mesh_of(own.parallel)).step(0)
-        return max(kept)
+    def peak_count(schedule: str) -> int:
+        staged = with_parallel(config, pp=4, schedule=schedule, micro_batch_size=1)
+        counts.clear()
+        started(staged, mesh_of(staged.parallel)).step(0)
+        return max(counts)
 
-    found = run_ranks(4, lambda: [most_kept(schedule) for schedule in ("gpipe", "1f1b")])
-    assert [rank[0] for rank in found][:3] == [8, 8, 8]
-    # Of stage s that are 3 - s activations and the one just sent, and a gradient or two of the stage before.
-    assert all(most <= 3 - stage + 3 for stage, (_, most) in enumerate(found))
+    by_rank = run_ranks(4, lambda: [peak_count(schedule) for schedule in ("gpipe", "1f1b")])
+    assert [rank[0] for rank in by_rank][:3] == [8, 8, 8]
+    # Stage s holds 3 - s activations, the one just sent, and one or two gradients for the stage before.
+    assert all(peak <= 3 - stage + 3 for stage, (_, peak) in enumerate(by_rank))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +126,7 @@ def test_what_was_sent_is_let_go_once_it_has_come(config: RunConfig, monkeypatch
     [(1, "1f1b", 64, 64), (2, "1f1b", 64, 8), (4, "1f1b", 8, 1), (3, "interleaved", 36, 3)],
 )
 def test_a_micro_batch_that_is_not_set_leaves_the_pipeline_full(pp: int, schedule: str, batch: int, micro: int) -> None:
-    """Four passes a stage, or as many as there are rows; interleaved in whole rounds."""
+    """Expect four passes per stage, or as many as there are rows; interleaved in whole rounds."""
     config = RunConfig(parallel=ParallelConfig(pp=pp, schedule=schedule), optimizer=OptimizerConfig(batch_size=batch))
     assert micro_batch_of(config) == micro
 
@@ -140,17 +143,17 @@ def test_a_step_takes_the_memory_that_is_planned(config: RunConfig) -> None:
     config.optimizer.batch_size = 16
     prepare(config.data)
     planned = [
-        through(config, pp=4, micro_batch_size=2, schedule=schedule, chunks=chunks, recompute=recompute)
+        with_parallel(config, pp=4, micro_batch_size=2, schedule=schedule, chunks=chunks, recompute=recompute)
         for schedule, chunks, recompute in (("interleaved", 2, "none"), ("1f1b", 1, "full"))
     ]
 
-    def measured(own: RunConfig) -> int:
-        stepper = started(own, mesh_of(own.parallel))
-        stepper.step(0)  # which also makes what stays
+    def measured(staged: RunConfig) -> int:
+        stepper = started(staged, mesh_of(staged.parallel))
+        stepper.step(0)  # also allocates what stays
         return peak_bytes(lambda: stepper.step(1), CPU)
 
-    by_rank = run_ranks(4, lambda: [measured(own) for own in planned])
-    for own, ranks in zip(planned, zip(*by_rank, strict=True), strict=True):
-        expected = memory(own, "cpu")
-        # The worst rank; what the planner leaves out is small beside 10 %.
-        assert max(ranks) == pytest.approx(expected.peak - expected.state, rel=0.1), own.parallel
+    by_rank = run_ranks(4, lambda: [measured(staged) for staged in planned])
+    for staged, ranks in zip(planned, zip(*by_rank, strict=True), strict=True):
+        expected = memory(staged, "cpu")
+        # The worst rank; what the planner leaves out is much less than 10 %.
+        assert max(ranks) == pytest.approx(expected.peak - expected.state, rel=0.1), staged.parallel

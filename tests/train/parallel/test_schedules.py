@@ -1,4 +1,4 @@
-"""Schedules end, keep and wait as their papers say, and what is no schedule is refused; blocks are divided by cost."""
+"""Schedules end, keep and wait as in their papers; unknown ones are refused; blocks are divided by cost."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def in_flight(actions: Sequence[Action], sizes: Sequence[int]) -> list[int]:
     return list(accumulate(sizes[chunk] if kind == "forward" else -sizes[chunk] for kind, _, chunk in actions))
 
 
-# What docs/parallel.md says, by rank r of S stages, M micro-batches and V chunks, in times of one forward action.
+# The formulas of docs/parallel.md, by rank r of S stages, M micro-batches and V chunks, in times of one forward action.
 BUBBLE = {
     "gpipe": lambda r, S, M, V: 3 * (S - 1 - r),
     "1f1b": lambda r, S, M, V: 3 * (S - 1 - r),
@@ -122,8 +122,8 @@ def ends(lists: list[list[Action]]) -> bool:
         graphlib.TopologicalSorter(before).prepare()
     except graphlib.CycleError:
         return False
-    own = {(rank, rank, back) for rank in range(stages) for back in (False, True)}  # need no order
-    return all(sent.get(way) == got.get(way) for way in sent.keys() | got.keys() if way not in own)
+    local_channels = {(rank, rank, back) for rank in range(stages) for back in (False, True)}  # need no order
+    return all(sent.get(way) == got.get(way) for way in sent.keys() | got.keys() if way not in local_channels)
 
 
 def test_every_schedule_does_each_action_once_and_ends() -> None:
@@ -158,23 +158,23 @@ def test_what_is_no_schedule_is_not_made(name: str, micro_batches: int, chunks: 
         schedule(name, 4, micro_batches, chunks)
 
 
-def dearest(costs: list[float], shares: list[range], last: float) -> float:
+def largest_cost(costs: list[float], shares: list[range], last: float) -> float:
     sums = [sum(costs[number] for number in share) for share in shares]
     return max([*sums[:-1], sums[-1] + last])
 
 
-def test_no_other_division_has_a_cheaper_dearest_share() -> None:
+def test_no_other_division_has_a_smaller_largest_share() -> None:
     draw = random.Random(0)
     for _ in range(500):
         costs = [float(draw.choice([4, draw.randint(1, 9)])) for _ in range(draw.randint(1, 9))]
         stages, last = draw.randint(1, len(costs)), draw.choice([0.0, 3.0, 20.0])
-        found = divide(costs, stages, last)
-        assert len(found) == stages
-        assert all(found)
-        assert [number for share in found for number in share] == list(range(len(costs)))
+        division = divide(costs, stages, last)
+        assert len(division) == stages
+        assert all(division)
+        assert [number for share in division for number in share] == list(range(len(costs)))
         cuts = combinations(range(1, len(costs)), stages - 1)
-        every = ([range(*pair) for pair in pairwise((0, *cut, len(costs)))] for cut in cuts)
-        assert dearest(costs, found, last) == min(dearest(costs, shares, last) for shares in every)
+        divisions = ([range(*pair) for pair in pairwise((0, *cut, len(costs)))] for cut in cuts)
+        assert largest_cost(costs, division, last) == min(largest_cost(costs, shares, last) for shares in divisions)
 
 
 def a_run(depth: int = 8, batch: int = 8, model: dict[str, int] | None = None, **parallel: object) -> RunConfig:
@@ -186,7 +186,7 @@ def a_run(depth: int = 8, batch: int = 8, model: dict[str, int] | None = None, *
 
 def test_stages_count_the_head_and_what_a_token_uses_of_experts() -> None:
     assert stage_blocks(a_run(pp=4)) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
-    # A head as dear as three blocks leaves the last stage the least; dense blocks below experts are cheaper.
+    # A head that costs as much as three blocks leaves the last stage fewest; dense blocks below experts are cheaper.
     block = block_flops(a_run().model, 64)[0]
     wide = a_run(pp=4, depth=9, model={"vocab_size": 3 * block // (2 * 64)})
     assert stage_blocks(wide) == [range(0, 2), range(2, 5), range(5, 8), range(8, 9)]
@@ -199,7 +199,7 @@ def test_stages_count_the_head_and_what_a_token_uses_of_experts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "says"),
+    ("config", "problem"),
     [
         (a_run(pp=9), r"parallel\.pp is 9; .* model\.depth 8.* at most 8"),
         (a_run(pp=5, schedule="interleaved", chunks=2), r"parallel\.pp is 5; .* model\.depth 8.* at most 4"),
@@ -218,8 +218,8 @@ def test_stages_count_the_head_and_what_a_token_uses_of_experts() -> None:
         (a_run(dp=2, cp=2, ep=3, model={"experts": 8}), r"parallel\.ep is 3; .* model\.experts 8: 1, 2, 4"),
     ],
 )
-def test_a_pipeline_that_cannot_be_is_refused_with_what_could(config: RunConfig, says: str) -> None:
-    with pytest.raises(UserError, match=says):
+def test_a_pipeline_that_cannot_be_is_refused_with_what_could(config: RunConfig, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
         check_shapes(config)
 
 
@@ -235,7 +235,7 @@ def test_a_recorded_run_of_a_removed_schedule_keeps_its_id_and_is_not_trained(na
 
 
 def test_what_a_refusal_names_works() -> None:
-    """Of those with numbers at their end, for random pipelines."""
+    """Try the numbers at the end of refusals, for random pipelines."""
     draw, tried = random.Random(3), 0
     for _ in range(1000):
         config = a_run(
@@ -256,7 +256,7 @@ def test_what_a_refusal_names_works() -> None:
     assert tried > 40
 
 
-def test_ranks_are_shared_out_beside_stages_and_parts_of_sequences() -> None:
+def test_ranks_are_shared_out_with_stages_and_parts_of_sequences() -> None:
     config = a_run(pp=2, cp=2)
     assert working_shapes(config, 8) == [(1, 2), (2, 1)]
     assert working_shapes(config, 6) == []

@@ -1,4 +1,4 @@
-"""Which shapes a run can take: refusals name the field and numbers that work, and what fits is let through."""
+"""Shapes that a run can take: refusals name the field and numbers that work, and every shape that fits passes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fits(config: RunConfig) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("config", "says"),
+    ("config", "problem"),
     [
         (run(tp=0), "parallel.tp is 0; .* 1 or more"),
         (run(zero=4), "parallel.zero is 4; .* 0, 1, 2, 3"),
@@ -57,13 +57,15 @@ def fits(config: RunConfig) -> bool:
         (run(micro_batch_size=0), "parallel.micro_batch_size is 0; .* optimizer.batch_size 16: 1, 2, 4, 8, 16"),
     ],
 )  # fmt: skip
-def test_a_shape_that_does_not_fit_is_refused_with_those_that_do(config: RunConfig, says: str) -> None:
-    assert re.fullmatch(says, refusal(config) or "")
+def test_a_shape_that_does_not_fit_is_refused_with_those_that_do(config: RunConfig, problem: str) -> None:
+    assert re.fullmatch(problem, refusal(config) or "")
 
 
 def test_what_need_not_be_split_is_not_asked_about() -> None:
     check_shapes(run(tp=8, length=6, micro_batch_size=2, sequence_parallel=False))
-    check_shapes(run(tp=8, model={"vocab_size": None, "vocab_multiple": 6}))  # the planner fills it in, and asks again
+    check_shapes(
+        run(tp=8, model={"vocab_size": None, "vocab_multiple": 6})
+    )  # the planner fills it in, and checks again
     check_shapes(run(zero=3))  # nothing to share, and nothing wrong
 
 
@@ -83,7 +85,7 @@ def random_run(draw: random.Random) -> RunConfig:
 
 
 def splits_evenly(config: RunConfig) -> bool:
-    """The same question, by cutting things up: does every rank get whole and equal parts?"""
+    """Return whether every rank gets whole and equal parts, by cutting everything up."""
     model, parallel = config.model, config.parallel
     even = all(
         len(range(n)[:: parallel.tp]) == len(range(n)[parallel.tp - 1 :: parallel.tp])
@@ -91,12 +93,12 @@ def splits_evenly(config: RunConfig) -> bool:
     )
     # The key-value heads that a rank's query heads need: the same number on every rank, and none shared by halves.
     group = model.heads // model.num_kv_heads
-    mine = [
+    rank_heads = [
         {head // group for head in range(rank * model.heads // parallel.tp, (rank + 1) * model.heads // parallel.tp)}
         for rank in range(parallel.tp)
     ]
-    even &= len({len(heads) for heads in mine}) == 1
-    even &= all(a == b or not a & b for a in mine for b in mine)
+    even &= len({len(heads) for heads in rank_heads}) == 1
+    even &= all(a == b or not a & b for a in rank_heads for b in rank_heads)
     rows = config.optimizer.batch_size / parallel.dp
     micro = parallel.micro_batch_size or rows
     # One sequence is the smallest pass: the last of the held-out ones may be alone.
@@ -119,10 +121,10 @@ def test_every_number_that_a_refusal_names_works_for_its_field() -> None:
     tried = 0
     for _ in range(500):
         config = random_run(draw)
-        says = refusal(config)
-        if says is None:
+        message = refusal(config)
+        if message is None:
             continue
-        field, numbers = re.match(r"parallel\.(\w+) is", says), re.search(r"[\d, ]+$", says)
+        field, numbers = re.match(r"parallel\.(\w+) is", message), re.search(r"[\d, ]+$", message)
         assert field is not None
         assert numbers is not None
         for number in map(int, numbers[0].split(",")):

@@ -1,4 +1,4 @@
-"""An optimizer that only a test knows keeps what it declares: on every mesh, in checkpoints, in the memory estimate."""
+"""A test's own optimizer keeps the states that it declares: on every mesh, in checkpoints, in the memory estimate."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ BY_ROWS = Optimizer(update, STATES, MATRICES, WholeMatrices(direction, divide_by
 
 
 def in_two_parts(config: RunConfig, folder: Path) -> Outcome:
-    """Four steps, of which the last two are taken again from a checkpoint: to the same bits."""
+    """Take four steps, and the last two again from a checkpoint, to the same bits."""
     mesh = mesh_of(config.parallel)
-    through = started(config, mesh)
-    losses, norms, _ = outcome(through, 0, 2)
+    uninterrupted = started(config, mesh)
+    losses, norms, _ = outcome(uninterrupted, 0, 2)
     saver = Saver(folder, mesh, config, ByteTokenizer())
-    saver.save(2, through.held(), through.state())
+    saver.save(2, uninterrupted.held(), uninterrupted.state())
     saver.close()
     resumed = stepper_of(config, mesh)
     resumed.load_state(restore_state(folder / "step_2", resumed.held(), config))
-    rest, again = outcome(through, 2, 4), outcome(resumed, 2, 4)
+    rest, again = outcome(uninterrupted, 2, 4), outcome(resumed, 2, 4)
     assert rest[:2] == again[:2]
-    for ours, theirs in zip(through.held(), resumed.held(), strict=True):
+    for ours, theirs in zip(uninterrupted.held(), resumed.held(), strict=True):
         assert (ours.name, ours.kind, ours.start) == (theirs.name, theirs.kind, theirs.start)
         assert torch.equal(ours.values, theirs.values), (ours.name, ours.kind)
     return losses[:2] + rest[0], norms + rest[1], rest[2]
@@ -76,6 +76,6 @@ def test_declared_states_are_kept_by_ranks_and_checkpoints(
 def test_the_estimate_counts_declared_states(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPTIMIZERS, "rows", BY_ROWS)
     config.optimizer.kind = "rows"
-    held = [each for each in started(config, Mesh()).held() if each.kind != "weight"]
-    assert {each.kind for each in held} == {"momentum", "rows", "exp_avg", "exp_avg_sq"}
-    assert memory(config, "cpu").optimizer == pytest.approx(sum(each.values.nbytes for each in held), rel=0.02)
+    held = [state for state in started(config, Mesh()).held() if state.kind != "weight"]
+    assert {state.kind for state in held} == {"momentum", "rows", "exp_avg", "exp_avg_sq"}
+    assert memory(config, "cpu").optimizer == pytest.approx(sum(state.values.nbytes for state in held), rel=0.02)

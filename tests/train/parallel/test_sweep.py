@@ -1,4 +1,4 @@
-"""`python sweep.py` with several ranks a run, on this machine: the same runs and losses, and what a lost rank does."""
+"""`python sweep.py` with several ranks per run on this machine: the same runs and losses, also after lost ranks."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts `python sweep.py` with the output under tmp_path; whatever a test comes to, nothing runs on after it."""
+    """Return a function that starts `python sweep.py` with its output under tmp_path; no process outlives the test."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(*arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, str(ROOT / "sweep.py"), *arguments, f"output_root={tmp_path}"]
-        # Ctrl-C works as in a terminal, also where the tests were started in the background, which ignores it.
+        # Ctrl-C works as in a terminal, even where the tests run in the background, which ignores it.
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -77,7 +77,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def under_way(root: Path, steps: int) -> RunDirectory:
-    """The run, once it has come so many steps further than its newest checkpoint."""
+    """Return the run once it has reached this step and has a checkpoint."""
     until((root / "long" / "plan.json").exists)
     run = only_run(root / "long")
     until(lambda: run.last_metrics().get("step", 0) >= steps and any(run.path.glob("checkpoints/step_*/*")))
@@ -85,7 +85,7 @@ def under_way(root: Path, steps: int) -> RunDirectory:
 
 
 def loss_of_one_process(run: RunDirectory, folder: Path) -> float:
-    """Trains the run here, undisturbed and on one rank; the loss on its held-out text."""
+    """Train the run in this process on one rank. Returns its held-out loss."""
     config = dataclasses.replace(run.config(), parallel=ParallelConfig())
     assert run_id(config) == run.run_id
     return float(train(config, folder, report=lambda line: None)["val_loss"])
@@ -150,20 +150,20 @@ def test_a_lone_process_is_no_run_of_four_ranks(tmp_path: Path, monkeypatch: pyt
 
 
 def test_ranks_change_neither_budgets_nor_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Otherwise a run would become another one by being spread."""
+    """Spreading a run over ranks must not make it another run."""
     planned = []
     for overrides in ([], ["parallel.dp=4", "parallel.zero=1"]):
         arguments = ["+grid=chinchilla", *SMOKE[1:], "dry_run=true", f"output_root={tmp_path}", *overrides]
         assert sweep_main(arguments) == 0
         planned.append(capsys.readouterr().out)
-    one, four = (set(re.findall(r"\b[0-9a-f]{10}\b", output)) for output in planned)
-    assert one == four
-    assert planned[1].count("dp4 zero1") == len(four) > 10
+    on_one_rank, on_four_ranks = (set(re.findall(r"\b[0-9a-f]{10}\b", output)) for output in planned)
+    assert on_one_rank == on_four_ranks
+    assert planned[1].count("dp4 zero1") == len(on_four_ranks) > 10
     assert "ranks" not in planned[0]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "problem"),
     [
         (["parallel.tp=3"], "parallel.tp is 3; it must divide model.heads"),
         (["cluster=slurm", "dry_run=true", "cluster.ranks_per_node=1", "parallel.tp=2"], "ranks_per_node allows 1"),
@@ -171,11 +171,11 @@ def test_ranks_change_neither_budgets_nor_runs(tmp_path: Path, capsys: pytest.Ca
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
 def test_a_mesh_that_does_not_fit_is_refused_before_anything_starts(
-    overrides: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    overrides: list[str], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = sweep_main([*SMOKE, f"output_root={tmp_path}", *overrides])
     captured = capsys.readouterr()
     assert code == 2, captured.err
     (line,) = captured.err.strip().splitlines()
-    assert says in line
+    assert problem in line
     assert not list(tmp_path.iterdir())

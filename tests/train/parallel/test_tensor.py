@@ -1,4 +1,4 @@
-"""Split over tensor-parallel ranks the model computes what it computes whole, and sends what the theory says."""
+"""A model split over tensor-parallel ranks equals the whole model, and sends as many bytes as the theory says."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def architecture(**changes: Any) -> ModelConfig:
 
 
 def random_model(config: ModelConfig) -> GPT:
-    """Every weight drawn anew: the initial head is zero and the norms are one, which would hide mistakes."""
+    """Build a model with random weights: the initial zero head and unit norms would hide mistakes."""
     gpt = build_model(config, OPTIMIZER, TIME, 0)
     if config.window is not None:
         gpt.end_of_document = END
@@ -57,7 +57,7 @@ def draw_tokens(config: ModelConfig, batch: int = 3) -> tuple[Tensor, Tensor]:
 
 
 def split_copy(gpt: GPT, mesh: Mesh, sequence_parallel: bool) -> tuple[GPT, dict[str, Placement]]:
-    """This rank's part of the model, with its own weights."""
+    """Return this rank's part of the model, with its weights, and the placements."""
     part = empty_model(gpt.config, OPTIMIZER, TIME)
     placements = parallelize(part, mesh, sequence_parallel)
     part.place_angles(CPU)
@@ -65,13 +65,13 @@ def split_copy(gpt: GPT, mesh: Mesh, sequence_parallel: bool) -> tuple[GPT, dict
     filled = {name: nn.Parameter(placements[name].take(p.detach())) for name, p in gpt.named_parameters()}
     for prefix, module in part.named_modules():
         for name in list(module._parameters):
-            own = filled.get(f"{prefix}.{name}")
-            setattr(module, name, filled["embedding.weight"] if own is None else own)
+            weight = filled.get(f"{prefix}.{name}")
+            setattr(module, name, filled["embedding.weight"] if weight is None else weight)
     return part, placements
 
 
 def summed_gradient(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -> Tensor:
-    """The gradient of a rank's part, where it is a term of a sum over the tp ranks summed."""
+    """Return the gradient of a rank's part, summed over the tp ranks where it is partial."""
     assert parameter.grad is not None
     gradient, row = parameter.grad.clone(), 0
     for piece in placement.pieces:
@@ -84,32 +84,32 @@ def summed_gradient(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -
 def check_against_whole(
     part: GPT, placements: dict[str, Placement], mesh: Mesh, gpt: GPT, tolerance: float, z_loss: float = 0.0
 ) -> None:
-    """The mean loss, the same on all ranks to the bit, and its gradients, which `gpt` has."""
+    """Compare the mean loss, the same on all ranks to the bit, and its gradients with those of `gpt`."""
     tokens, targets = draw_tokens(gpt.config)
     loss = part.loss(tokens, targets, z_loss=z_loss)
     close(loss, mean_loss(gpt, tokens, targets, z_loss), tolerance)
-    every = [torch.empty_like(loss.detach()) for _ in range(mesh.tp)]
-    dist.all_gather(every, loss.detach(), group=mesh.tp_group)
-    assert all(torch.equal(every[0], other) for other in every)
+    losses = [torch.empty_like(loss.detach()) for _ in range(mesh.tp)]
+    dist.all_gather(losses, loss.detach(), group=mesh.tp_group)
+    assert all(torch.equal(losses[0], other) for other in losses)
     loss.backward()
     for name, parameter in gpt.named_parameters():
-        expected, own = placements[name].take(full(parameter.grad)), part.get_parameter(name)
-        close(summed_gradient(own, placements[name], mesh), expected, tolerance)
+        expected, local = placements[name].take(full(parameter.grad)), part.get_parameter(name)
+        close(summed_gradient(local, placements[name], mesh), expected, tolerance)
 
 
 def mean_loss(gpt: GPT, tokens: Tensor, targets: Tensor, z_loss: float) -> Tensor:
-    return each_loss(gpt, tokens, targets, z_loss).mean()
+    return token_losses(gpt, tokens, targets, z_loss).mean()
 
 
-def each_loss(gpt: GPT, tokens: Tensor, targets: Tensor, z_loss: float) -> Tensor:
-    """By the textbook from the whole logits, (batch, time)."""
+def token_losses(gpt: GPT, tokens: Tensor, targets: Tensor, z_loss: float) -> Tensor:
+    """Return the textbook's losses from the whole logits, (batch, time)."""
     logits = gpt(tokens)
     losses = F.cross_entropy(logits.movedim(-1, 1), targets, reduction="none")
     return losses + z_loss * logits.logsumexp(-1).square()
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
-    """Within the tolerance, relative to the whole tensor's size."""
+    """Compare within the tolerance, relative to the root mean square of the whole tensor."""
     assert actual.shape == expected.shape
     hidden = torch.isinf(expected)
     assert torch.equal(torch.isinf(actual), hidden)
@@ -119,7 +119,7 @@ def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 
 
 def with_gradients(config: ModelConfig, dtype: torch.dtype, z_loss: float = 0.0) -> GPT:
-    """A whole model and the gradients of its mean loss."""
+    """Return a whole model with the gradients of its mean loss."""
     gpt = random_model(config).to(dtype)
     tokens, targets = draw_tokens(config)
     mean_loss(gpt, tokens, targets, z_loss).backward()
@@ -131,7 +131,7 @@ ARCHITECTURES = {
     "one key/value head": architecture(kv_heads=1),
     "two key/value heads": architecture(kv_heads=2, qk_norm=True, tied_embeddings=False),
     "one of each head's norm": architecture(kv_heads=1, qk_norm=True),
-    "a window, and documents apart": architecture(kv_heads=2, window=5),
+    "a window, and separate documents": architecture(kv_heads=2, window=5),
     "biases, and heads of another size": architecture(kv_heads=2, qkv_bias=True, head_size=12),
     "a bias of each head": architecture(qkv_bias=True, qk_norm=True),
     "padding on the last of four ranks": architecture(vocab_size=49, vocab_multiple=64),
@@ -151,7 +151,7 @@ def test_losses_logits_and_gradients_are_those_of_one_process(tp: int, monkeypat
         tokens, targets = draw_tokens(gpt.config)
         close(part(tokens), gpt(tokens), 1e-12)
         losses = part.loss(tokens, targets, reduction="none", z_loss=z_loss)
-        close(losses, each_loss(gpt, tokens, targets, z_loss), 1e-12)
+        close(losses, token_losses(gpt, tokens, targets, z_loss), 1e-12)
 
     def check() -> None:
         mesh = build_mesh(1, tp, CPU)
@@ -175,7 +175,7 @@ def full(gradient: Tensor | None) -> Tensor:
 def test_low_precision_differs_from_fp32_by_rounding_alone() -> None:
     exact = with_gradients(architecture(kv_heads=2, qk_norm=True), torch.float64)
     tokens, targets = draw_tokens(exact.config)
-    # bf16 keeps 8 bits, 0.4 %, of every activation; how much of a gradient that is, one process says.
+    # bf16 keeps 8 bits, 0.4 %, of every activation; one process gives the resulting error of gradients.
     low = with_gradients(exact.config, torch.bfloat16)
     pairs = zip(low.parameters(), exact.parameters(), strict=True)
     of_one_process = max(distance(full(a.grad), full(b.grad)) for a, b in pairs)
@@ -192,10 +192,10 @@ def test_low_precision_differs_from_fp32_by_rounding_alone() -> None:
             assert loss.dtype == torch.float32
             loss.backward()
             for name, parameter in exact.named_parameters():
-                own, placement = part.get_parameter(name), placements[name]
-                assert full(own.grad).dtype == dtype
+                local, placement = part.get_parameter(name), placements[name]
+                assert full(local.grad).dtype == dtype
                 expected = placement.take(full(parameter.grad))
-                assert distance(summed_gradient(own, placement, mesh), expected) < tolerance
+                assert distance(summed_gradient(local, placement, mesh), expected) < tolerance
 
     run_ranks(2, check)
 
@@ -205,7 +205,7 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 
 
 class Recorder(TorchDispatchMode):
-    """Sizes of the results of all operations, and the bytes that collectives exchange, by kind."""
+    """Recorder of the sizes of all results, and of the bytes that collectives exchange, by kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ def test_logits_never_exist_whole_and_in_fp32_only_some_rows_at_a_time(monkeypat
     for largest, wide, gathered, reduced in run_ranks(2, record):
         assert largest == tokens.numel() * 4096 // 2
         assert wide <= 4096 * config.width // 2  # the embedding's gradient
-        # Of a block 2 and 4; of the embedding 1, backward; of the head 1 and 1; of the loss 1.
+        # A block has 2 and 4, the embedding 1 backward, the head 1 and 1, the loss 1.
         assert (gathered, reduced) == (6 + 1 + 2 + 1, 0)
 
 
@@ -320,11 +320,11 @@ def test_the_parts_of_all_ranks_are_the_whole() -> None:
     wholes = [empty_model(config, OPTIMIZER, TIME) for config in ARCHITECTURES.values()]
 
     def place() -> list[tuple[dict[str, Placement], dict[str, tuple[int, ...]]]]:
-        mesh, found = build_mesh(1, 4, CPU), []
+        mesh, parts = build_mesh(1, 4, CPU), []
         for gpt in wholes:
             placements = parallelize(gpt, mesh, True)
-            found.append((placements, {name: tuple(p.shape) for name, p in gpt.named_parameters()}))
-        return found
+            parts.append((placements, {name: tuple(p.shape) for name, p in gpt.named_parameters()}))
+        return parts
 
     for gpt, *ranks in zip(wholes, *run_ranks(4, place), strict=True):
         shapes = {name: tuple(p.shape) for name, p in gpt.named_parameters()}
@@ -332,14 +332,14 @@ def test_the_parts_of_all_ranks_are_the_whole() -> None:
             assert list(local_shapes) == list(shapes) == list(placements)
             assert all(local_shapes[name] == placement.local_shape for name, placement in placements.items())
         for name, shape in shapes.items():
-            own, shared = torch.zeros(shape), torch.zeros(shape)
+            exclusive, shared = torch.zeros(shape), torch.zeros(shape)
             for placements, _ in ranks:
                 assert placements[name].shape == shape
                 for piece in placements[name].pieces:
                     box = tuple(slice(o, o + s) for o, s in zip(piece.offset, piece.size, strict=True))
-                    (shared if piece.shared else own)[box] += 1
-            # Every element is one rank's alone, or all of them have it.
-            assert ((own == 1) & (shared == 0) | (own == 0) & (shared == 4)).all()
+                    (shared if piece.shared else exclusive)[box] += 1
+            # Every element belongs to one rank alone, or to all of them.
+            assert ((exclusive == 1) & (shared == 0) | (exclusive == 0) & (shared == 4)).all()
             assert (shared > 0).any() == ("norm" in name or ("qkv" in name and gpt.config.num_kv_heads < 4))
 
 

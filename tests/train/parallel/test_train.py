@@ -1,4 +1,4 @@
-"""A run over any mesh of ranks is the run of one process: its losses, its weights, its files, its resumption."""
+"""A run over any mesh of ranks equals the run of one process in losses, weights, files and resumption."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = ("tied", "muon", "experts")
 
 
 def of_kind(config: RunConfig, kind: str, depth: int = 4) -> RunConfig:
-    """The small run with other parts of a model and optimizer."""
+    """Return the small run with another kind of model or optimizer."""
     config = copy.deepcopy(config)
     config.model.depth = depth
     if kind == "experts":  # biases move fast enough to decide choices in the second step
@@ -40,7 +40,7 @@ def of_kind(config: RunConfig, kind: str, depth: int = 4) -> RunConfig:
             dense_layers=1, balance_rate=0.1, balance_loss=0.05, router_z_loss=0.01,
         )  # fmt: skip
         config.optimizer.gradient_clip = 0.0  # its divisor is fp32, and these steps are taken in float64
-    elif kind == "muon":  # one key/value head is every tensor-parallel rank's
+    elif kind == "muon":  # all tensor-parallel ranks hold the one key/value head
         config.model = replace(config.model, kv_heads=1, tied_embeddings=False, window=9)
         config.data.separate_documents = True
         config.optimizer = replace(config.optimizer, kind="muon", matrix_multiplier=10.0)
@@ -81,8 +81,8 @@ class Case(NamedTuple):
 
 
 def cases(ranks: int, sizes: Sequence[int] = (1, 2)) -> list[Case]:
-    """Every legal case with so many ranks and these sizes of axes, for the two schedules that are used most."""
-    found = []
+    """Return every legal case of this number of ranks and these axis sizes, with the two usual schedules."""
+    legal = []
     for pp, cp, tp, dp in itertools.product(sizes, repeat=4):
         data = cp * dp
         if data * pp * tp != ranks:
@@ -98,15 +98,15 @@ def cases(ranks: int, sizes: Sequence[int] = (1, 2)) -> list[Case]:
                 (1, 2) if pp == 1 else (2 if cp > 1 or dp > 2 else 4,),
                 ("none", "selective", "full"),
             ):
-                found.append(Case(kind, pp, cp, tp, dp, ep, zero, schedule, chunks, sequence, passes, recompute))
-    return found
+                legal.append(Case(kind, pp, cp, tp, dp, ep, zero, schedule, chunks, sequence, passes, recompute))
+    return legal
 
 
 COVER = covering(cases(4))  # those with most new pairs come first
 DEFAULT_CASES = 13  # of COVER, the others are slow; with fewer, a planted bug was missed
 EIGHT_CASES = 6  # of those of eight ranks, the others are exhaustive
 OTHERS = [
-    Case("tied", 1, 1, 1, 1, None, 3, None, None, True, 2, "none"),  # one rank takes the way of many
+    Case("tied", 1, 1, 1, 1, None, 3, None, None, True, 2, "none"),  # one rank runs the code of many
     Case("muon", 2, 1, 1, 2, None, 2, "gpipe", 1, None, 2, "none"),
     Case("muon", 4, 1, 1, 1, None, None, "1f1b", 1, None, 4, "none"),
     Case("tied", 4, 1, 1, 1, None, None, "1f1b", 1, None, 2, "none"),  # two stages have no table
@@ -114,18 +114,18 @@ OTHERS = [
 
 
 def steps_of(case: Case, config: RunConfig, alone: bool = False) -> Outcome:
-    """Two steps on the mesh of a case, or of its model in one process.
+    """Take two steps on the mesh of a case, or of its model in one process.
 
-    Those of experts are in float64, where rounding decides no near tie and a slightly wrong sum is noticed.
+    Experts run in float64, where rounding decides no near tie and a slightly wrong sum is noticed.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole_matrices, "SMALL", 0)  # so that data-parallel ranks share the work on matrices
         patch.setitem(precision._DTYPES, "fp32", torch.float64 if case.kind == "experts" else torch.float32)
         if alone:
             return take_steps(of_kind(config, case.kind, case.depth), Mesh(), 2)
-        own = case.config(config)
-        check_shapes(own)
-        return take_steps(own, mesh_of(own.parallel), 2)
+        case_config = case.config(config)
+        check_shapes(case_config)
+        return take_steps(case_config, mesh_of(case_config.parallel), 2)
 
 
 def test_steps_on_a_cover_of_meshes_are_those_of_one_process(config: RunConfig) -> None:
@@ -165,7 +165,7 @@ COMPILED = [
 
 @pytest.mark.slow
 def test_compiled_blocks_take_the_same_steps(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through dynamo and aot_autograd; what inductor would add is minutes of C++."""
+    """Compile through dynamo and aot_autograd; inductor would add minutes of C++."""
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend="aot_eager"))
     for case in COMPILED:
@@ -194,8 +194,8 @@ def test_a_run_that_moves_between_meshes_goes_on_as_if_never_moved(config: RunCo
         # Flags are agreed on at the next step; one process agrees with itself at once.
         stops = {} if last else {"should_stop": stop_at(2 if ranks == 1 else 1, rank=ranks - 1)}
         ended = train_on_ranks(moved, tmp_path / "moved", ranks, **stops)
-        said = "done" if last else f"Stopped: stopped at step {2 * number + 2} of {2 * len(WAY)}"
-        assert {end.said[-1] for end in ended} == {said}, ended
+        last_message = "done" if last else f"Stopped: stopped at step {2 * number + 2} of {2 * len(WAY)}"
+        assert {end.said[-1] for end in ended} == {last_message}, ended
     lines, expected = (read_json_lines(tmp_path / name / "metrics.jsonl") for name in ("moved", "one"))
     assert [line["step"] for line in lines] == list(range(1, 2 * len(WAY) + 1))
     for ours, theirs in zip(lines, expected, strict=True):
@@ -234,15 +234,15 @@ def test_ranks_with_other_configs_are_refused_on_every_rank(config: RunConfig, t
 
 
 def out_of_memory(patch: pytest.MonkeyPatch, rank: int, rows: int) -> None:
-    """From its fourth step on, one rank has no memory for passes of more than so many rows."""
-    real, loss, begun = Stepper.step, GPT.loss, [0]
+    """Make one rank run out of memory in passes of more than `rows` rows, from its fourth step on."""
+    real, loss, current_step = Stepper.step, GPT.loss, [0]
 
     def step(self: Stepper, number: int) -> object:
-        begun[0] = number if self.mesh.rank == rank else -1
+        current_step[0] = number if self.mesh.rank == rank else -1
         return real(self, number)
 
     def limited(self: GPT, tokens: torch.Tensor, targets: torch.Tensor, **options: float) -> torch.Tensor:
-        if self.training and begun[0] >= 3 and len(tokens) > rows:
+        if self.training and current_step[0] >= 3 and len(tokens) > rows:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB")
         return loss(self, tokens, targets, **options)
 
@@ -255,16 +255,16 @@ def test_memory_that_runs_out_halves_the_micro_batch_once(
 ) -> None:
     reference = loop.train(config, tmp_path / "one", report=lambda line: None)
     out_of_memory(monkeypatch, rank=0, rows=4)
-    said: list[str] = []
-    summary = loop.train(config, tmp_path / "halved", report=said.append)
+    messages: list[str] = []
+    summary = loop.train(config, tmp_path / "halved", report=messages.append)
     assert summary["micro_batch_size"] == 4
-    assert len(said) == 1
-    assert "out of memory at step 3 with parallel.micro_batch_size 8; it is 4" in said[0]
+    assert len(messages) == 1
+    assert "out of memory at step 3 with parallel.micro_batch_size 8; it is 4" in messages[0]
     assert summary["val_loss"] == pytest.approx(reference["val_loss"], rel=1e-5)
     assert json.loads((tmp_path / "halved" / "micro_batch.json").read_text())["micro_batch_size"] == 4
     out_of_memory(monkeypatch, rank=0, rows=0)
     with pytest.raises(OutOfMemory, match=r"out of memory at step 3 with parallel\.micro_batch_size 4"):
-        loop.train(config, tmp_path / "hopeless", report=said.append)
+        loop.train(config, tmp_path / "hopeless", report=messages.append)
 
 
 @pytest.mark.slow

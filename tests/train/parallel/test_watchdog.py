@@ -1,4 +1,4 @@
-"""A rank that dies, hangs or raises ends all others soon, and each of them says which rank it was."""
+"""A rank that dies, hangs or raises ends all others soon, and each of them names that rank."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ Act = Callable[[Mesh, int, Watchdog], None]  # what a rank does in a step
 def job(
     folder: Path, count: int, act: Act, survivors: Iterable[int], steps: int = 1000, far_apart: bool = False
 ) -> list[Ended]:
-    """A job that adds up numbers step by step; survivors are waited for, and what they say is why they ended."""
+    """Run a job step by step, wait for the survivors, and return how each rank ended and its messages."""
 
-    def process(rank: int, say: Callable[[str], None]) -> None:
+    def process(rank: int, report: Callable[[str], None]) -> None:
         if far_apart:  # no rank sees the process of another
             module.pid_space = lambda: f"node {rank}"
         ranks = Ranks(rank, count, rank, count, f"node{rank}", "local", "1")
@@ -46,19 +46,19 @@ def job(
             with ExitStack() as stack:
                 joined = meet(ranks, folder, ParallelConfig(dp=count, timeout_seconds=TIMEOUT), torch.device("cpu"))
                 mesh, store = stack.enter_context(joined)
-                watchdog = stack.enter_context(Watchdog(mesh, store, TIMEOUT, lambda failure: say(failure.reason)))
+                watchdog = stack.enter_context(Watchdog(mesh, store, TIMEOUT, lambda failure: report(failure.reason)))
                 for step in range(steps):
                     watchdog.beat(step)
                     act(mesh, step, watchdog)
                     time.sleep(0.01)
         except Exception as error:
-            say(f"{type(error).__name__}: {error}" if not isinstance(error, RankError) else str(error))
+            report(f"{type(error).__name__}: {error}" if not isinstance(error, RankError) else str(error))
 
     return fork_processes(count, process, list(survivors), FAILING)
 
 
 def at_step_3(victims: Iterable[int], function: Callable[[], None]) -> Act:
-    """Ranks add up at every step; at the third the victims do something else first."""
+    """Return an act that sums over ranks at every step; before step 3 the victims call a function."""
 
     def act(mesh: Mesh, step: int, watchdog: Watchdog) -> None:
         if step == 3 and mesh.rank in victims:
@@ -123,7 +123,7 @@ def test_a_frozen_rank_ends_the_job_after_the_timeout(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(tmp_path: Path) -> None:
     ended = job(tmp_path, 3, at_step_3([1], hang), [0, 1, 2])
-    reasons = {word for rank in ended for word in rank.said}
+    reasons = {message for rank in ended for message in rank.said}
     assert len(reasons) == 1
     assert re.search(r"rank 1 on node1 .* step 3 \(in the step, at test_watchdog.* in hang\) for 2 s$", reasons.pop())
 
@@ -131,9 +131,12 @@ def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(tmp_path: Path) -
 def test_a_rank_that_raises_tells_the_others_why(tmp_path: Path) -> None:
     victim = 0
     ended = job(tmp_path, 3, at_step_3([victim], fail), [0, 1, 2])
-    own, told = "ValueError: the disk ate it\nand more", f"rank {victim} on node{victim}: ValueError: the disk ate it"
+    own_message, message_to_others = (
+        "ValueError: the disk ate it\nand more",
+        f"rank {victim} on node{victim}: ValueError: the disk ate it",
+    )
     for rank in range(3):
-        assert ended[rank].said == [own if rank == victim else told]
+        assert ended[rank].said == [own_message if rank == victim else message_to_others]
 
 
 def test_a_shared_error_ends_no_rank_before_it_has_cleaned_up(tmp_path: Path) -> None:
@@ -169,7 +172,7 @@ def test_long_work_that_beats_and_ranks_that_end_in_order_are_no_failures(tmp_pa
 @pytest.mark.slow
 def test_a_job_that_is_suspended_does_not_age(tmp_path: Path) -> None:
     def suspend() -> None:
-        """From outside, as SLURM does it: all ranks stop for longer than the timeout, and go on."""
+        """Stop all ranks from outside for longer than the timeout, and continue them, as SLURM does."""
         pids = " ".join((tmp_path / str(rank)).read_text() for rank in range(3))
         subprocess.Popen(["sh", "-c", f"kill -STOP {pids}; sleep {1.5 * TIMEOUT}; kill -CONT {pids}"])
 
@@ -193,7 +196,7 @@ def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
 
 
 def test_a_rank_leaves_only_once_the_store_has_its_last_word() -> None:
-    """Else a busy store reads it after the others have seen that the process is gone, and they mourn it."""
+    """Otherwise a busy store reads it after the others saw the process end, and they report a death."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
 
@@ -229,14 +232,14 @@ def test_one_process_without_a_launcher_is_not_watched() -> None:
     with Watchdog(Mesh(), None, 0.01, losses.append) as watchdog:
         watchdog.beat(1)
         time.sleep(0.05)
-    own = ValueError("own")
+    error = ValueError("own")
     with pytest.raises(ValueError, match="own") as raised, Watchdog(Mesh(), None, 0.01, losses.append):
-        raise own
-    assert raised.value is own
+        raise error
+    assert raised.value is error
     assert losses == []
 
 
-# Who is at fault, as a pure question: (step, seconds since its progress, seconds since its pulse, place).
+# The rank at fault, as a pure function of (step, seconds since its progress, seconds since its pulse, place).
 
 
 def seen(*ranks: tuple[int | None, float, float, str]) -> dict[int, Seen]:
@@ -251,13 +254,13 @@ def seen(*ranks: tuple[int | None, float, float, str]) -> dict[int, Seen]:
     [
         ([(5, 9.9, 0, "a"), (5, 9.9, 0, "b")], []),  # not yet
         ([(5, 50, 0, "wait"), (5, 1, 0, "validate")], []),  # rank 0 waits for what rank 1 does
-        ([(5, 50, 0, "wait"), (5, 12, 10, "read"), (5, 1, 0, "validate")], [1]),  # silent, whatever the others do
+        ([(5, 50, 0, "wait"), (5, 12, 10, "read"), (5, 1, 0, "validate")], [1]),  # silent, while others work
         ([(5, 10, 0, "wait"), (5, 10, 5, "wait"), (5, 10, 0, "wait")], [1]),  # all wait for the silent one
         ([(5, 12, 10, "wait"), (5, 12, 9.9, "wait"), (5, 12, 0, "wait")], [0, 1]),  # a node is lost with its ranks
         ([(6, 10, 0, "wait"), (5, 10, 0, "wait"), (6, 10, 0, "wait")], [1]),  # behind
         ([(6, 10, 0, "wait"), (None, 10, 0, "wait")], [1]),  # never began
         ([(5, 10, 0, "wait"), (5, 10, 0, "read"), (5, 11, 0, "wait")], [1]),  # elsewhere
-        ([(5, 10, 0, "wait"), (5, 10, 0, "wait")], [0, 1]),  # nobody can tell
+        ([(5, 10, 0, "wait"), (5, 10, 0, "wait")], [0, 1]),  # undecided
     ],
 )
 def test_the_rank_at_fault_is_silent_or_behind_or_elsewhere(

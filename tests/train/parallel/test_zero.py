@@ -1,4 +1,4 @@
-"""Every ZeRO stage against one process and against torch's own, and its bytes against the table of the paper."""
+"""Every ZeRO stage equals torch's own training, and holds and sends the bytes of the paper's table."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from zero_buffers import bytes_held
 BATCH, LENGTH = 12, 8
 MODEL = ModelConfig(width=20, depth=3, heads=2, vocab_size=20, tied_embeddings=False)
 # eps far above the rounding error of gradients: Adam's first steps are the gradient's sign, and would magnify it.
-OPTIMIZER = OptimizerConfig(  # a base depth, so that tensors have learning rate, decay and epsilon of many values
+OPTIMIZER = OptimizerConfig(  # with a base depth, so that tensors have many learning rates, decays and epsilons
     learning_rate=3e-3, base_width=20, base_depth=5, embedding_multiplier=2.0, eps=1e-5, batch_size=BATCH
 )
 NO_CLIP = OptimizerConfig(
     learning_rate=3e-3, base_width=20, embedding_multiplier=2.0, eps=1e-5, gradient_clip=0.0, batch_size=BATCH
 )
-# Every stage, in either precision by turns.
+# Every stage, in alternating precision.
 FEW = list(enumerate((torch.bfloat16, torch.float32, torch.float32, torch.bfloat16)))
 
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several buckets in a small model."""
+    """Split a small model into several buckets."""
     monkeypatch.setattr(buckets, "BUCKET_MB", 0.01)
 
 
@@ -55,7 +55,7 @@ class Run:
         self.zero.load(start_weights(model, optimizer))
 
     def rows(self, step: int, micro_batches: int) -> Iterator[tuple[bool, Tensor]]:
-        """This rank's share of a batch: whether it is the last one, and tokens (rows, LENGTH + 1)."""
+        """Yield the micro-batches of this rank: whether it is the last, and tokens (rows, LENGTH + 1)."""
         batch = torch.randint(20, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))
         parts = batch.chunk(self.mesh.dp)[self.mesh.dp_rank].chunk(micro_batches)
         for number, part in enumerate(parts):
@@ -74,18 +74,18 @@ class Run:
         return self.zero.step(total, None if scale is None else torch.tensor(scale))
 
     def weights(self) -> dict[str, np.ndarray]:
-        """What the model computes with, brought together."""
+        """Return the gathered weights that the model computes with."""
         self.zero.forget()
         for bucket in self.zero.buckets:
             bucket.fetch()
             bucket.wait()
-        found = {name: p.detach().clone().float().numpy() for name, p in self.gpt.named_parameters()}
+        gathered = {name: p.detach().clone().float().numpy() for name, p in self.gpt.named_parameters()}
         self.zero.forget()
-        return found
+        return gathered
 
 
 def start_weights(model: ModelConfig, optimizer: OptimizerConfig) -> Iterator[tuple[str, Tensor]]:
-    """Initial weights, but for the head: one of zeros would leave every other gradient at zero for a step."""
+    """Yield initial weights with a random head: a zero head would leave other gradients at zero for a step."""
     for name, weights in initial_weights(model, optimizer, 0):
         yield (
             name,
@@ -94,7 +94,7 @@ def start_weights(model: ModelConfig, optimizer: OptimizerConfig) -> Iterator[tu
 
 
 def train(ranks: int, stage: int, steps: int = 6, micro_batches: int = 2, **options: Any) -> Any:
-    """(loss, norm, skipped) of every step, weights, and Adam's step count."""
+    """Return (loss, norm, skipped) of every step, weights, and Adam's step count."""
     run = Run(build_mesh(ranks, 1, CPU), stage, **options)
     results = [run.step(step, micro_batches) for step in range(steps)]
     return [[t.item() for t in (r.loss, r.norm, r.skipped)] for r in results], run.weights(), run.zero.updates.item()
@@ -137,7 +137,7 @@ def test_bf16_trains_fp32_master_weights() -> None:
 
 
 def _theirs(steps: int) -> dict[str, np.ndarray]:
-    """Weights after steps of torch's own data-parallel training."""
+    """Return the weights after steps of torch's own data-parallel training."""
     gpt = build_model(MODEL, OPTIMIZER, LENGTH, 0)
     with torch.no_grad():
         for name, weights in start_weights(MODEL, OPTIMIZER):
@@ -164,7 +164,7 @@ def _theirs(steps: int) -> dict[str, np.ndarray]:
 
 
 def test_weights_of_every_stage_equal_those_of_torch() -> None:
-    """On three ranks, over which no tensor can be shared out evenly."""
+    """Use three ranks, over which no tensor can be shared out evenly."""
     for theirs, ours in run_ranks(3, lambda: (_theirs(4), [train(3, stage, 4) for stage in range(4)])):
         for _, weights, updates in ours:
             assert_close(weights, theirs, 5e-6)  # fp32, sums in another order
@@ -183,7 +183,7 @@ def test_a_gradient_that_is_no_number_on_one_rank_skips_the_update_on_all() -> N
         assert not result.norm.isfinite()
         assert all(torch.equal(a, held.values) for a, held in zip(before, run.zero.held(), strict=True))
         assert run.zero.updates.item() == 1
-        # What follows is what would have been without the bad batch.
+        # Later steps are the same as without the bad batch.
         assert run.step(2).skipped.item() == plain.step(2).skipped.item() == 0.0
         assert_close(run.weights(), plain.weights(), 0.0)
         run.zero.set_rates(1.0)
@@ -297,33 +297,33 @@ def test_bytes_held_and_sent_are_those_of_the_table(dtype: torch.dtype) -> None:
         assert sum(held.values()) == table[stage]
         assert psi - answer["elements"] < 8 * (len(answer["sizes"]) * ranks + 40)
         # Kept from the forward to the backward pass: the final norm and head, and the last block.
-        kept = sum(answer["sizes"][:2])
-        # In the table's words: 2 psi; stage 3 gathers twice what it frees in between, and never again the table.
-        once = kept + answer["sizes"][-1]
-        sent = {"reduce": psi, "gather": psi if stage < 3 else 2 * psi - once, "small": 4}
+        retained = sum(answer["sizes"][:2])
+        # The paper's table says 2 psi. Stage 3 gathers twice what it frees in between, but the embedding only once.
+        gathered_once = retained + answer["sizes"][-1]
+        sent = {"reduce": psi, "gather": psi if stage < 3 else 2 * psi - gathered_once, "small": 4}
         if stage == 0 and not low:
             sent = {"reduce": 2 * psi, "gather": 0, "small": 4}
         assert answer["sent"] == sent, stage
 
 
 def _most_gathered() -> tuple[int, int, int]:
-    """Most blocks whole at a time in training and in evaluation, and bytes of whole buckets after each."""
+    """Return the most blocks whole at a time in training and in evaluation, and bytes of whole buckets after both."""
     run = Run(build_mesh(2, 1, CPU), 3, ModelConfig(width=20, depth=5, heads=2, vocab_size=20, tied_embeddings=False))
-    full, most = [bucket.full for bucket in run.zero.buckets], [0]
+    full, peak = [bucket.full for bucket in run.zero.buckets], [0]
 
-    def look(*_: Any) -> None:
-        most[0] = max(most[0], sum(full[number].untyped_storage().nbytes() > 0 for number in range(1, 6)))
+    def count_whole(*_: Any) -> None:
+        peak[0] = max(peak[0], sum(full[number].untyped_storage().nbytes() > 0 for number in range(1, 6)))
 
     for block in run.gpt.blocks:  # in the middle of both passes
-        block.mlp.register_forward_pre_hook(look)
-        block.mlp.register_full_backward_hook(look)
+        block.mlp.register_forward_pre_hook(count_whole)
+        block.mlp.register_full_backward_hook(count_whole)
     run.step(0)
-    trained, most[0] = most[0], 0
+    trained, peak[0] = peak[0], 0
     after = sum(buffer.untyped_storage().nbytes() for buffer in full)
     with torch.no_grad():
         for _, rows in run.rows(1, 1):
             run.gpt.loss(rows[:, :-1], rows[:, 1:])
-    return trained, most[0], after + sum(buffer.untyped_storage().nbytes() for buffer in full)
+    return trained, peak[0], after + sum(buffer.untyped_storage().nbytes() for buffer in full)
 
 
 def test_stage_3_never_holds_more_than_two_blocks_and_none_between_steps() -> None:
@@ -337,15 +337,15 @@ def test_what_was_held_goes_on_as_if_nothing_had_happened() -> None:
         for step in range(3):
             first.step(step)
         second.step(7)
-        there = {(held.name, held.kind): held for held in second.zero.held()}
+        remaining = {(held.name, held.kind): held for held in second.zero.held()}
         elements = dict.fromkeys(("weight", "exp_avg", "exp_avg_sq"), 0)
         for held in first.zero.held():
-            copy = there.pop((held.name, held.kind))
+            copy = remaining.pop((held.name, held.kind))
             assert (copy.start, copy.stop) == (held.start, held.stop)
             assert len(held.values) == held.stop - held.start
             copy.values.copy_(held.values)
             elements[held.kind] += len(held.values)
-        assert not there
+        assert not remaining
         whole = torch.tensor(list(elements.values()))
         if stage > 0:
             dist.all_reduce(whole)
