@@ -1,4 +1,4 @@
-"""A few rows that stand for a product."""
+"""Small sets of rows that cover all pairs of values of a product."""
 
 from __future__ import annotations
 
@@ -10,24 +10,29 @@ import pytest
 
 
 def covering(rows: Sequence[Any], seen: Sequence[Any] = (), key: Callable[[Any], tuple[Any, ...]] = tuple) -> list[Any]:
-    """Of `rows` few, in which any two values stand together that do so in one of `rows` and in none of `seen`.
+    """Choose few of `rows` that contain every pair of values of `rows` that is not in `seen`.
 
-    Each is the one with the most pairs that are new. `key` gives a row's values, None for one that changes nothing.
+    Greedy: each chosen row has the most uncovered pairs.
+
+    Args:
+        rows: Rows to choose from.
+        seen: Rows whose pairs need not be covered.
+        key: Returns the values of a row, with None for a value that has no effect.
     """
 
     def pairs(row: Any) -> set[Any]:
         return set(combinations([(axis, value) for axis, value in enumerate(key(row)) if value is not None], 2))
 
-    new = {pair for row in rows for pair in pairs(row)} - {pair for row in seen for pair in pairs(row)}
-    found = []
-    while new:
-        found.append(max(rows, key=lambda row: len(pairs(row) & new)))
-        new -= pairs(found[-1])
-    return found
+    uncovered = {pair for row in rows for pair in pairs(row)} - {pair for row in seen for pair in pairs(row)}
+    chosen = []
+    while uncovered:
+        chosen.append(max(rows, key=lambda row: len(pairs(row) & uncovered)))
+        uncovered -= pairs(chosen[-1])
+    return chosen
 
 
 def covered(rows: Iterable[Any]) -> list[Any]:
-    """Rows as a test's parameters, of which those outside of a cover are `exhaustive`."""
+    """Return rows as a test's parameters; rows outside the cover are marked `exhaustive`."""
     rows = list(rows)
     cover = covering(rows)
     return [pytest.param(*row, marks=() if row in cover else pytest.mark.exhaustive) for row in rows]

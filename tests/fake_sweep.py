@@ -1,4 +1,4 @@
-"""Sweeps on disk whose runs were never trained: their losses come from a law that a test knows."""
+"""Sweeps on disk whose runs are not trained: their losses come from a known law."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from isoflop.train.files import write_json
 from isoflop.train.flops import count_parameters, flops_exact
 from small_runs import set_state
 
-TRUTH = {"E": 1.0, "A": 12.0, "B": 40.0, "alpha": 0.3, "beta": 0.32}  # as tiny models of bytes go
-NOISE = 0.004  # of log loss
+TRUTH = {"E": 1.0, "A": 12.0, "B": 40.0, "alpha": 0.3, "beta": 0.32}  # chosen by hand, near tiny byte-level models
+NOISE = 0.004  # standard deviation of the log loss
 
 
-def settings(points: GridConfig) -> SweepConfig:
+def make_config(points: GridConfig) -> SweepConfig:
     config = SweepConfig(grid=points, fit=FitConfig(bootstrap=100), cluster=ClusterConfig(flops_per_second=1e9))
     config.model.vocab_size, config.tracker.kind = 256, "none"
     return config
@@ -35,15 +35,15 @@ def true_loss(N: float, D: float) -> float:
     return float(TRUTH["E"] + TRUTH["A"] * N ** -TRUTH["alpha"] + TRUTH["B"] * D ** -TRUTH["beta"])
 
 
-def complete(run: RunConfig) -> RunConfig:
+def with_fingerprints(run: RunConfig) -> RunConfig:
     return replace(run, data=replace(run.data, fingerprint="fake", tokenizer_fingerprint="bytes"))
 
 
-def write(folder: Path, config: SweepConfig) -> SweepDirectory:
-    """A sweep that is planned; `finish` ends its runs."""
+def write_sweep(folder: Path, config: SweepConfig) -> SweepDirectory:
+    """Write a planned sweep to a folder; `finish` ends its runs."""
     sweep = SweepDirectory(folder)
     assert config.grid is not None
-    runs = grid.expand_grid(config.grid, complete(base_run(config)), config.tuning)
+    runs = grid.expand_grid(config.grid, with_fingerprints(base_run(config)), config.tuning)
     folder.mkdir(parents=True)
     (folder / "sweep.yaml").write_text(yaml.safe_dump({"config": asdict(config)}))
     replan(sweep, config, runs)
@@ -58,7 +58,7 @@ def replan(sweep: SweepDirectory, config: SweepConfig, runs: Sequence[RunConfig]
 
 
 def planned_run(run_id: str, **changes: Any) -> dict[str, Any]:
-    """A run in plan.json."""
+    """Return the entry of a run in plan.json."""
     run = PlannedRun(
         run_id=run_id, name=run_id, N_total=1, N_non_embedding=1, N_kaplan=1, D=1, flops_6nd=1.0, flops_exact=1.0,
         flops_own=1.0, budget=None, width=8, depth=1, heads=1, steps=10, seed=0, sequence_length=8, precision="fp32",
@@ -68,7 +68,7 @@ def planned_run(run_id: str, **changes: Any) -> dict[str, Any]:
 
 
 def finish(sweep: SweepDirectory, seed: int = 0) -> None:
-    """Gives every run that is not done a loss: the law's, times noise that its id determines."""
+    """Give every unfinished run a loss: that of the law, times noise determined by the run's id."""
     for directory in sweep.runs():
         if directory.is_done():
             continue

@@ -1,4 +1,4 @@
-"""Bare forked processes, which tests may kill."""
+"""Forked processes that tests may kill."""
 
 from __future__ import annotations
 
@@ -15,19 +15,26 @@ from isoflop.train.job.fork import start_forks
 
 @dataclass(frozen=True)
 class Ended:
-    """How a forked process ended."""
+    """The exit code and messages of a forked process."""
 
-    code: int | None  # its exit code, minus the signal that ended it; None: it was still there
+    code: int | None  # exit code, or minus the signal that ended it; None if the process was still running
     said: list[str]
 
 
 def fork_processes(
     count: int, function: Callable[[int, Callable[[str], None]], None], wait_for: Collection[int], timeout: float = 60.0
 ) -> list[Ended]:
-    """Calls `function(number, say)` in `count` bare forked processes, which may die, and returns how each ended.
+    """Call `function(number, send)` in `count` forked processes, which may die, and return how each ended.
 
-    Once the processes in `wait_for` have ended, or the timeout has passed, those that are left are killed. What a
-    process says is kept whatever becomes of it. A function that raises says its traceback and ends with code 1.
+    Args:
+        count: Number of processes.
+        function: Takes the number of its process and a function that sends a message to this process. If it raises,
+            the traceback is sent and the exit code is 1.
+        wait_for: Numbers of the processes to wait for; the others are killed after that.
+        timeout: Seconds after which all processes are killed.
+
+    Returns:
+        The exit code and all messages of each process. Messages are kept even if the process dies.
     """
     processes, receivers = start_forks(count, _process, function)
     deadline = time.monotonic() + timeout
@@ -37,17 +44,17 @@ def fork_processes(
     for process in processes:
         process.kill()
         process.join()
-    return [Ended(code, _said(receiver)) for code, receiver in zip(codes, receivers, strict=True)]
+    return [Ended(code, _messages(receiver)) for code, receiver in zip(codes, receivers, strict=True)]
 
 
-def _said(receiver: Connection) -> list[str]:
-    said = []
+def _messages(receiver: Connection) -> list[str]:
+    messages = []
     try:
         while receiver.poll():
-            said.append(receiver.recv())
+            messages.append(receiver.recv())
     except EOFError:
         pass
-    return said
+    return messages
 
 
 def _process(number: int, sender: Connection, function: Callable[[int, Callable[[str], None]], None]) -> None:

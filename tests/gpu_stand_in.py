@@ -1,7 +1,7 @@
-"""A GPU for tests where there is none: the device `meta`, which has shapes and no numbers, and a stand-in for CUDA.
+"""A stand-in for CUDA on the device `meta`, which has shapes but no numbers, for tests without a GPU.
 
-Whatever waits for a number raises on `meta`. The stand-in keeps book of who reads and writes which memory, and what of
-that each stream and the host know to be over: what may run at the same time as something that it conflicts with fails.
+Code that waits for a number raises on `meta`. The stand-in records every read and write of memory, and which of them
+each stream and the host know to be finished. An access that could run at the same time as a conflicting one fails.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ class Stream:
     """A stream, or the host."""
 
     def __init__(self) -> None:
-        self.seen: set[int] = set()  # accesses that are over before its next one begins
+        self.seen: set[int] = set()  # numbers of the accesses that have finished before its next one begins
 
 
 class Event:
+    """A CUDA event: the accesses that had finished when it was recorded."""
+
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.seen = gpu, frozenset[int]()
 
@@ -46,25 +48,25 @@ class Event:
 
 
 class Gpu(Cuda):
-    """What `Cuda` can do, done on `meta`, and remembered."""
+    """A `Cuda` that works on `meta` and records its calls."""
 
     def __init__(self, capability: tuple[int, int] = (8, 0)) -> None:
         self.generation = capability
         self.host, self.compute = Stream(), Stream()
         self.current: Stream = self.compute
-        self.accesses: Book = {}  # of each storage: number, and whether it was written to
+        self.accesses: Book = {}  # storage -> (number of the access, whether it wrote)
         self.count = 0
-        self.reads: list[torch.Size] = []  # values that the host has waited for
+        self.reads: list[torch.Size] = []  # shapes of the values that the host has waited for
         self.answer: Callable[[Tensor], Tensor] = lambda x: torch.zeros(x.shape, dtype=x.dtype)
         self.launched: list[tuple[str, int, dict[str, Any]]] = []
         self.said: list[str] = []
         self.pinned_storages: set[int] = set()
-        self.alive: list[Any] = []  # storages in the book, whose addresses must not serve others
+        self.alive: list[Any] = []  # recorded storages, kept so that their addresses are not reused
 
     def access(self, x: Tensor, write: bool, by: Stream) -> None:
-        """`by` reads or writes x from now on; fails where somebody else may still be at it."""
+        """Record that `by` reads or writes x; fail if a conflicting access may still be running."""
         if by is not self.host:
-            by.seen |= self.host.seen  # what the host has waited for was over when it asked for this
+            by.seen |= self.host.seen  # the host has waited for these before it started this access
         self.alive.append(x.untyped_storage())
         earlier = self.accesses.setdefault(x.untyped_storage()._cdata, [])
         racing = [number for number, wrote in earlier if (write or wrote) and number not in by.seen]
@@ -147,20 +149,22 @@ class Gpu(Cuda):
         return self.answer(x)
 
     def launch(self, kernel: Any, programs: int, like: Tensor, *arguments: Any, **options: Any) -> None:
-        """As Triton would see it: every parameter is given once, on the device, and there is something to do."""
+        """Check the arguments as Triton does: each parameter once, tensors on the device, and at least one program."""
         assert programs > 0
         tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
         assert tensors
         assert all(x.is_meta for x in (like, *tensors))
         assert all(isinstance(x, Tensor | int | float | None) for x in tree_leaves(arguments))
-        own = inspect.signature(kernel.fn)
-        bound = own.bind(*arguments, **{name: value for name, value in options.items() if name in own.parameters})
+        signature = inspect.signature(kernel.fn)
+        bound = signature.bind(
+            *arguments, **{name: value for name, value in options.items() if name in signature.parameters}
+        )
         assert {*options} - {*bound.arguments} <= {"num_warps", "num_stages"}
         self.launched.append((kernel.fn.__name__, programs, options))
 
 
 def stand_in(patch: pytest.MonkeyPatch, capability: tuple[int, int] = (8, 0)) -> Gpu:
-    """A new one, in place of CUDA while the test runs."""
+    """Replace CUDA by a new stand-in while the test runs, and return it."""
     gpu = Gpu(capability)
     for name in (name for name in vars(Cuda) if not name.startswith("_")):
         assert name in vars(Gpu), f"the stand-in lacks {name}"
@@ -170,7 +174,7 @@ def stand_in(patch: pytest.MonkeyPatch, capability: tuple[int, int] = (8, 0)) ->
 
 @contextmanager
 def on_device(host_may_wait: bool = False) -> Iterator[None]:
-    """What PyTorch allows on `meta` and a GPU does not, or not without a wait, fails in the block."""
+    """Make operations fail that work on `meta` but fail, or make the host wait, on a GPU."""
     with _Operations(host_may_wait), _Functions(host_may_wait):
         yield
 
@@ -196,13 +200,13 @@ class _Operations(TorchDispatchMode):
         name = function._schema.name
         tensors = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)]
         out = function(*args, **(kwargs or {}))
-        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        places = {x.device.type for x in (*tensors, *made)}
-        if name in ("aten::to", "aten::_to_copy", "aten::copy_") and places == {"cpu", "meta"}:
-            late = (kwargs or {}).get("non_blocking") or (name == "aten::copy_" and args[2:] == (True,))
-            assert late or self.host_may_wait, f"{name}: the host waits for a copy"
+        outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        devices = {x.device.type for x in (*tensors, *outputs)}
+        if name in ("aten::to", "aten::_to_copy", "aten::copy_") and devices == {"cpu", "meta"}:
+            asynchronous = (kwargs or {}).get("non_blocking") or (name == "aten::copy_" and args[2:] == (True,))
+            assert asynchronous or self.host_may_wait, f"{name}: the host waits for a copy"
         else:
-            assert len(places) <= 1, f"{name}: some of it is on the host"
+            assert len(devices) <= 1, f"{name}: some of it is on the host"
         if "c10d" in name:
             sent = [x for x in tensors if x.numel()]
             assert all(x.is_contiguous() for x in sent), f"{name}: NCCL takes contiguous tensors"
@@ -212,13 +216,13 @@ class _Operations(TorchDispatchMode):
 
 @contextmanager
 def kernels_on_meta() -> Iterator[None]:
-    """Our custom ops do on `meta` what they do on a GPU, down to the launch; PyTorch's fused AdamW checks its types."""
+    """Run our custom ops on `meta` as on a GPU, up to the launch, and make PyTorch's fused AdamW check its types."""
 
     def fused_adamw(*state: Any, lr: Tensor | float, grad_scale: Any = None, found_inf: Any = None, **_: Any) -> None:
         weights, gradients, first, second, _, steps = state
-        for of_one in (*weights, *gradients, *first, *second):
-            assert of_one.is_meta
-            assert of_one.dtype == torch.float32
+        for tensor in (*weights, *gradients, *first, *second):
+            assert tensor.is_meta
+            assert tensor.dtype == torch.float32
         assert len(weights) == len(gradients) == len(first) == len(second) == len(steps)
         for number in (*steps, lr, grad_scale, found_inf):  # the kernel reads them as pointers to fp32
             if isinstance(number, Tensor):

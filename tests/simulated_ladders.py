@@ -1,8 +1,8 @@
 """Simulated ladders of two variants whose compute multiplier is known, for the tests of `fit.compare`.
 
-Truths are the fitted form and three others (another way to add, an interaction, exponents that bend), with random
-constants. Noise is shared by a trunk's branches and by runs of one seed on both sides. The variant is the base at k(C)
-times the compute, in N, in D, or in both, which is exactly its multiplier.
+The true law is the fitted form or one of three others (a different sum, an interaction, exponents that bend), with
+random constants. Branches of one trunk share noise, and so do runs with the same seed of both variants. The variant has
+the loss of the base at k(C) times the compute, in N, in D, or in both, so k(C) is its exact multiplier.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ import pandas as pd
 from isoflop import fit
 
 FORMS = ("chinchilla", "sum", "interaction", "bent")
-# Sizes, D, seeds, noise of log loss.
+# Number of sizes, values of D, and seeds; noise of the log loss.
 DESIGNS = ((3, 2, 2, 0.01), (3, 2, 2, 0.002), (3, 4, 2, 0.005), (4, 3, 3, 0.005), (5, 4, 2, 0.01), (5, 4, 4, 0.002))
 FAR = 10.0  # times the largest run
 
 
 @dataclass(frozen=True)
 class Case:
+    """One simulated comparison: true law, design, and the variant's effect (k, its trend, side)."""
+
     form: str
     design: tuple[int, int, int, float]
     effect: tuple[float, float, str]
     seeds_shared: bool = True
-    gap: float = 0.0  # of log E: the variant's floor is lower by it
+    gap: float = 0.0  # the variant's log E is lower by this
 
 
 def simulate(case: Case, rng: np.random.Generator) -> tuple[fit.RunTable, fit.RunTable]:
@@ -44,18 +46,20 @@ def simulate(case: Case, rng: np.random.Generator) -> tuple[fit.RunTable, fit.Ru
     loss = truth(case.form, rng)
     share = {"both": 0.5, "D": 1.0, "N": 0.0}[side]
     # The base at budget c equals the variant at c - log k(c).
-    moved = [(v.mean() + (v - v.mean() + math.log(k) * part) / (1 - trend)) for v, part in ((n, 1 - share), (d, share))]
-    own = (loss(n, d), loss(*moved))
-    trunk, alone = rng.standard_normal((2, seeds, sizes)), rng.standard_normal((2, seeds, len(n)))
-    common, same = (rng.standard_normal((seeds, width)) for width in (sizes, len(n)))
+    variant_point = [
+        (v.mean() + (v - v.mean() + math.log(k) * part) / (1 - trend)) for v, part in ((n, 1 - share), (d, share))
+    ]
+    losses = (loss(n, d), loss(*variant_point))
+    trunk, unshared = rng.standard_normal((2, seeds, sizes)), rng.standard_normal((2, seeds, len(n)))
+    common, shared = (rng.standard_normal((seeds, width)) for width in (sizes, len(n)))
     tables = []
-    for arm, clean in enumerate(own):
+    for arm, clean in enumerate(losses):
         rows = []
         for seed in range(seeds):
-            both = 0.5 if case.seeds_shared else 0.0
-            luck = math.sqrt(both) * common[seed] + math.sqrt(1 - both) * trunk[arm, seed]
-            rest = math.sqrt(both) * same[seed] + math.sqrt(1 - both) * alone[arm, seed]
-            error = noise * (math.sqrt(0.6) * luck[size] + math.sqrt(0.4) * rest)
+            shared_variance = 0.5 if case.seeds_shared else 0.0
+            trunk_noise = math.sqrt(shared_variance) * common[seed] + math.sqrt(1 - shared_variance) * trunk[arm, seed]
+            run_noise = math.sqrt(shared_variance) * shared[seed] + math.sqrt(1 - shared_variance) * unshared[arm, seed]
+            error = noise * (math.sqrt(0.6) * trunk_noise[size] + math.sqrt(0.4) * run_noise)
             label = seed if case.seeds_shared or not arm else seeds + seed
             rows.append({"N": np.exp(n), "D": np.exp(d), "loss": clean * np.exp(error), "seed": label})
         table = pd.concat([pd.DataFrame(row) for row in rows], ignore_index=True)
@@ -70,34 +74,37 @@ def truth(form: str, rng: np.random.Generator) -> Callable[[Any, Any], Any]:
 
     def loss(n: Any, d: Any) -> Any:
         n, d = n - math.log(3e4), d - math.log(3e4 * 60)
-        one, other = a - alpha * n, b - beta * d
+        size_term, data_term = a - alpha * n, b - beta * d
         if form == "sum":
-            return E + np.exp(0.7 * np.logaddexp(one / 0.7, other / 0.7))
+            return E + np.exp(0.7 * np.logaddexp(size_term / 0.7, data_term / 0.7))
         if form == "interaction":
-            return E + np.exp(one) + np.exp(other) + 0.1 * np.exp((alpha * -n - beta * d) / 2)
+            return E + np.exp(size_term) + np.exp(data_term) + 0.1 * np.exp((alpha * -n - beta * d) / 2)
         if form == "bent":
-            one, other = one - 0.033 * np.log1p(np.exp(3 * n)), other + 0.04 * np.log1p(np.exp(2 * d))
-        return E + np.exp(one) + np.exp(other)
+            size_term, data_term = (
+                size_term - 0.033 * np.log1p(np.exp(3 * n)),
+                data_term + 0.04 * np.log1p(np.exp(2 * d)),
+            )
+        return E + np.exp(size_term) + np.exp(data_term)
 
     return loss
 
 
 def covered(case: Case, rounds: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return whether each round's intervals hold the truth: in the middle, at the largest run, beyond, of the trend."""
+    """Return whether each round's intervals contain the truth: middle, largest run, extrapolation and trend."""
     rng = np.random.default_rng([seed, zlib.crc32(repr(case).encode())])
     k, trend, _ = case.effect
     held: dict[str, list[float]] = {name: [] for name in ("middle", "largest", "far", "trend", "half", "free")}
     for _ in range(rounds):
         base, variant = simulate(case, rng)
         top = float(base.flops.max())
-        found = fit.compare(base, variant, [FAR * top])
-        center = found.multipliers[1]
+        comparison = fit.compare(base, variant, [FAR * top])
+        center = comparison.multipliers[1]
         assert center.ci is not None
-        for name, one in zip(("middle", "largest", "far"), found.multipliers[1:], strict=True):
-            held[name].append(holds(one.ci, k * (one.flops / center.flops) ** trend))
-        held["trend"].append(holds(found.trend_ci, trend))
+        for name, multiplier in zip(("middle", "largest", "far"), comparison.multipliers[1:], strict=True):
+            held[name].append(holds(multiplier.ci, k * (multiplier.flops / center.flops) ** trend))
+        held["trend"].append(holds(comparison.trend_ci, trend))
         held["half"].append(math.log(center.ci[1] / center.ci[0]) / 2)
-        held["free"].append(found.E == "free")
+        held["free"].append(comparison.E == "free")
     return {name: np.array(values) for name, values in held.items()}
 
 

@@ -1,4 +1,4 @@
-"""Sweeps on the cluster that the tests marked `slurm` find: started, looked at, waited for."""
+"""Helpers that start, inspect and wait for sweeps on a real SLURM cluster."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import Any
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
-DEADLINE = 240.0  # seconds after which something that should have happened is taken never to
+DEADLINE = 240.0  # seconds to wait for an event before the test fails
 SMALL = [
     "cluster.gpus_per_job=0", "cluster.cpus_per_task=1", "cluster.memory_gb=1", "cluster.time_minutes=5",
     "cluster.array_parallelism=2", "precision=fp32", "tracker=none", "evaluate=none",
     "parallel.device=cpu", "tuning=fixed", "preflight=false",
-    # Every run has a worker, and nothing is tried again: slurm/test_keeper.py has that.
+    # Every run has a worker, and no run is retried: slurm/test_keeper.py tests retries.
     "cluster.queue_minutes=0", "cluster.retries=0", "cluster.keeper_seconds=5", "cluster.heartbeat_seconds=1",
 ]  # fmt: skip
 EVERY = "worker,fit,keeper"  # kinds of jobs
-# One size, long enough (seconds) to be disturbed on the way, in as many runs as there are seeds.
+# One model size that trains for seconds, so that a test can disturb it; one run per seed.
 LONG = [
     "+grid=product", "model.width=16", "model.depth=2", "model.heads=2", "data.sequence_length=64",
     "data.max_bytes=2000000", "data.validation_tokens=16384", "optimizer.batch_size=8", "validations=2",
@@ -33,14 +33,14 @@ LONG = [
 
 
 class Sweep:
-    """One sweep of a test: its folder, its command, its jobs."""
+    """The folder, command and jobs of one sweep."""
 
     def __init__(self, name: str, output_root: Path, source: Path = ROOT) -> None:
         self.name, self.output_root, self.source = name, output_root, source
         self.path = output_root / name
 
     def command(self, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """`python sweep.py`, without a terminal; neither success nor failure is expected."""
+        """Run `python sweep.py` without a terminal and return the process; any exit code is accepted."""
         command = [
             sys.executable,
             "sweep.py",
@@ -55,10 +55,10 @@ class Sweep:
         )  # fmt: skip
 
     def submit(self, *overrides: str, **environment: str) -> str:
-        """The command on SLURM, which must succeed; what it printed."""
-        done = self.command("cluster=slurm", *overrides, **environment)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        """Submit the sweep to SLURM, which must succeed, and return the output."""
+        process = self.command("cluster=slurm", *overrides, **environment)
+        assert process.returncode == 0, process.stdout + process.stderr
+        return process.stdout
 
     def runs(self) -> dict[str, RunDirectory]:
         return {run.run_id: run for run in SweepDirectory.open(self.path).runs()}
@@ -66,10 +66,10 @@ class Sweep:
     def states(self) -> list[str]:
         return sorted(run.state().state for run in self.runs().values())
 
-    def queue(self, kind: str = "worker,fit", what: str = "%i") -> list[str]:
-        """What squeue shows of the sweep's jobs."""
+    def queue(self, kind: str = "worker,fit", output_format: str = "%i") -> list[str]:
+        """Return a field that squeue shows for each of the sweep's jobs, by default the id."""
         names = ",".join(f"{self.name}-{part}" for part in kind.split(","))
-        return slurm("squeue", "-h", "-r", f"--name={names}", "-o", what).split()
+        return slurm("squeue", "-h", "-r", f"--name={names}", "-o", output_format).split()
 
     def wait(self) -> None:
         until(lambda: not self.queue(EVERY), f"an empty queue for {self.name}")
@@ -85,35 +85,35 @@ def slurm(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
-def until(condition: Callable[[], Any], what: str) -> None:
+def until(condition: Callable[[], Any], event: str) -> None:
     deadline = time.monotonic() + DEADLINE
     while not condition():
-        assert time.monotonic() < deadline, f"never: {what}"
+        assert time.monotonic() < deadline, f"never: {event}"
         time.sleep(0.2)
 
 
 def process_of(run: RunDirectory, rank: int) -> int:
-    """The process of a rank's newest attempt. The cluster's nodes are this machine, so it is to be found here."""
+    """Return the process id of a rank's newest attempt; the cluster's nodes are this machine."""
     log = run.path / (f"log-rank{rank}.txt" if rank else "log.txt")
 
-    def named() -> list[str]:
+    def process_ids() -> list[str]:
         return re.findall(r"process (\d+)", log.read_text()) if log.exists() else []
 
-    until(named, f"a process in {log}")  # a run is `running` before it writes its log
-    return int(named()[-1])
+    until(process_ids, f"a process in {log}")  # a run is `running` before it writes its log
+    return int(process_ids()[-1])
 
 
 @contextmanager
 def sweeps_in(folder: Path) -> Iterator[Callable[..., Sweep]]:
-    """Makes sweeps whose jobs are gone afterwards, whatever came of them."""
-    made: list[Sweep] = []
+    """Yield a function that makes sweeps; their jobs are cancelled when the block ends."""
+    sweeps: list[Sweep] = []
 
     def make(name: str, source: Path = ROOT) -> Sweep:
-        made.append(Sweep(f"{name}-{os.getpid()}", folder, source))
-        return made[-1]
+        sweeps.append(Sweep(f"{name}-{os.getpid()}", folder, source))
+        return sweeps[-1]
 
     yield make
-    for item in made:
-        if jobs := item.queue(EVERY):
+    for sweep in sweeps:
+        if jobs := sweep.queue(EVERY):
             slurm("scancel", *jobs)
-        until(lambda: not item.queue(EVERY), f"an empty queue for {item.name}")  # noqa: B023
+        until(lambda: not sweep.queue(EVERY), f"an empty queue for {sweep.name}")  # noqa: B023

@@ -1,4 +1,4 @@
-"""A disk that is full."""
+"""A simulated full disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def disk_of(size: int) -> Iterator[None]:
-    """No file grows beyond so many bytes, as on a disk that is full."""
+    """Limit the size of every file to `size` bytes inside the block, as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:

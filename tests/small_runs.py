@@ -1,4 +1,4 @@
-"""Runs for tests of those that train them: small, on a CPU, planned in a folder."""
+"""Small runs on a CPU, planned in a folder, for tests of training and of workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMOKE = ("+grid=smoke", "cluster=local", "tracker=none", "evaluate=none", "clust
 
 
 def forty_steps(data: DataConfig) -> RunConfig:
-    """A run of 40 steps on a corpus of the fixture `small_corpus`."""
+    """Return the config of a run of 40 steps on a corpus of the fixture `small_corpus`."""
     return RunConfig(
         model=ModelConfig(width=16, depth=1, heads=2, vocab_size=256), data=data,
         optimizer=OptimizerConfig(batch_size=4), schedule=ScheduleConfig(warmup_tokens=128),
@@ -47,8 +47,8 @@ def without_clock(record: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key not in CLOCK}
 
 
-def course(folder: Path) -> dict[int, dict[str, Any]]:
-    """The numbers of each logged step. A step that was logged twice must have the same numbers twice."""
+def logged_steps(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the values of each logged step. A step that was logged twice must have the same values both times."""
     lines: dict[int, dict[str, Any]] = {}
     for line in map(without_clock, read_json_lines(folder / "metrics.jsonl")):
         assert lines.setdefault(line["step"], line) == line
@@ -56,26 +56,28 @@ def course(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def assert_same_run(folder: Path, reference: Path) -> None:
-    """Check that two directories hold one run, trained in two ways: the same bits, except for clocks."""
-    assert course(folder) == course(reference)  # float equality of every number of every line
+    """Check that two directories hold the same run, trained in two ways: equal bits, except for clocks."""
+    assert logged_steps(folder) == logged_steps(reference)  # float equality of every number of every line
     summaries = [without_clock(json.loads((path / "summary.json").read_text())) for path in (folder, reference)]
     assert summaries[0] == summaries[1]
-    ours, theirs = (path / summaries[0]["checkpoint"] for path in (folder, reference))
+    checkpoint, reference_checkpoint = (path / summaries[0]["checkpoint"] for path in (folder, reference))
     for name in ("model.safetensors", "optimizer.safetensors"):
-        assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+        assert (checkpoint / name).read_bytes() == (reference_checkpoint / name).read_bytes()
     # The random-number state and the smoothed losses too.
-    states = [without_clock(json.loads((path / "trainer.json").read_text())) for path in (ours, theirs)]
+    states = [
+        without_clock(json.loads((path / "trainer.json").read_text())) for path in (checkpoint, reference_checkpoint)
+    ]
     assert states[0] == states[1]
 
 
 def stop_after(steps: int) -> Callable[[], bool]:
-    """Return a should_stop that is true from its `steps`-th call on."""
+    """Return a `should_stop` that is true from call number `steps` on."""
     calls = iter(range(1, 1 << 30))
     return lambda: next(calls) >= steps
 
 
 def planned(folder: Path, config: RunConfig) -> RunDirectory:
-    """The directory of a run in a sweep's folder."""
+    """Create the directory of a planned run in a sweep's folder."""
     run = RunDirectory(folder / "runs" / run_id(config))
     run.freeze(config)
     run.write_event(Planned)
@@ -83,20 +85,20 @@ def planned(folder: Path, config: RunConfig) -> RunDirectory:
 
 
 def set_state(run: RunDirectory, state: str, **changes: Any) -> State:
-    """Write an event that puts a run into a state; fields that are not named keep their value, except the reason."""
+    """Write an event that sets a run's state; fields not in `changes` keep their value, except the reason."""
     run.path.mkdir(parents=True, exist_ok=True)
     values = asdict(run.record().state) | {"reason": None, "since": now_on(run.path)} | changes
     return run.write_event(Adopted, state=State(**{**values, "state": state})).state
 
 
 def end(run: RunDirectory, cause: str, host: str | None = "node1", job: str = "7", reason: str = "a test") -> None:
-    """Write an attempt on a run from its beginning to its end."""
+    """Write a whole attempt on a run, from its start to its end."""
     run.write_event(Started, attempt=run.record().next_attempt, host=host, job_id=job, machine="far")
     lease.conclude(run, lease.Ending(ENDS_AS.get(cause, "failed"), None if cause == "done" else reason, cause))
 
 
 def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
-    """Waits until a condition holds; fails after so many seconds."""
+    """Wait until a condition holds; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -105,7 +107,7 @@ def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
 
 @contextmanager
 def own_signals() -> Iterator[None]:
-    """For what takes over the signals of its process, as a worker does."""
+    """Restore the signal handlers after a block that replaces them, as a worker does."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
     yield
     for number, handler in before.items():

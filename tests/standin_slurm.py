@@ -1,12 +1,12 @@
-"""Stand-ins for SLURM's commands: shell scripts on the PATH that keep a queue in a folder, and start nothing."""
+"""Stand-ins for SLURM's commands: shell scripts on the PATH that keep a queue in a folder and start no job."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-# A job is a line `id comment`, a task of an array each; `running` has an id a line, `reasons` why jobs wait, and
-# `ended` what sacct says of jobs that have left the queue.
+# Files in the folder: `queue` has one line `id comment` per job or array task, `running` one id per line, `reasons` why
+# jobs wait, and `ended` the answer of sacct for jobs that have left the queue.
 SBATCH = r"""
 kind=$(sed -n 's/^#SBATCH --job-name=.*-\([a-z]*\)$/\1/p' "$1")
 if [ -f refuse-$kind ]; then cat refuse-$kind >&2; exit 1; fi
@@ -45,7 +45,7 @@ SINFO = r"""tr ' ' '\n' <nodes"""
 
 
 class StandIn:
-    """What the stand-ins were asked, and what they have in the queue."""
+    """The queue of the stand-ins and the requests they received."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -54,7 +54,7 @@ class StandIn:
         scripts |= {"sacct": "cat ended"}
         for name, script in {**scripts, "srun": "", "sacctmgr": "exit 1"}.items():
             path = folder / "bin" / name
-            # sbatch is told a path, which may be relative to where it was called.
+            # The path that sbatch receives must be absolute, because the script changes the folder.
             path.write_text(f"#!/bin/sh\nset -e\ncd {folder}\n{script}\n")
             path.chmod(0o755)
         for name, content in {
@@ -70,37 +70,37 @@ class StandIn:
             self.say(name, content)
 
     def say(self, name: str, content: str) -> None:
-        """Set what a stand-in answers: limit, max_array, nodes, running, reasons, ended, refuse-KIND, lose."""
+        """Set the answer of a stand-in: limit, max_array, nodes, running, reasons, ended, refuse-KIND or lose."""
         (self.folder / name).write_text(content)
 
     def queue(self) -> list[str]:
-        """Ids of the jobs in the queue."""
+        """Return the ids of the jobs in the queue."""
         return [line.split()[0] for line in (self.folder / "queue").read_text().splitlines()]
 
     def released(self) -> set[str]:
-        """Jobs, or whole arrays, that may start."""
+        """Return the jobs and arrays that have been released."""
         return set((self.folder / "released").read_text().split())
 
     def end(self, *jobs: str) -> None:
-        """Jobs or tasks leave the queue."""
+        """Remove jobs or tasks from the queue."""
         lines = (self.folder / "queue").read_text().splitlines(keepends=True)
-        gone = {line for line in lines if line.split()[0] in jobs or line.split("_")[0] in jobs}
-        self.say("queue", "".join(line for line in lines if line not in gone))
+        ended_lines = {line for line in lines if line.split()[0] in jobs or line.split("_")[0] in jobs}
+        self.say("queue", "".join(line for line in lines if line not in ended_lines))
 
     def is_ours(self, job: str) -> bool:
-        """Whether sbatch was called for it; others' jobs are put in the queue by tests."""
+        """Return whether sbatch submitted this job; tests put jobs of other users into the queue directly."""
         return (self.folder / f"job-{job}").exists()
 
     def script(self, job: str) -> str:
         return (self.folder / f"job-{job.split('_')[0]}").read_text()
 
     def flags(self, job: str) -> dict[str, str]:
-        """What sbatch was told of a job or its array."""
-        found = re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", self.script(job), re.MULTILINE)
-        return {name: value.strip("'") for name, value in found}
+        """Return the #SBATCH options of a job or its array."""
+        options = re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", self.script(job), re.MULTILINE)
+        return {name: value.strip("'") for name, value in options}
 
     def of_kind(self, kind: str) -> list[str]:
-        """Jobs or arrays in the queue of a kind, in the order of their submission."""
+        """Return the queued jobs or arrays of a kind in the order of submission."""
         arrays = [job for job in dict.fromkeys(job.split("_")[0] for job in self.queue()) if self.is_ours(job)]
         return [job for job in arrays if self.flags(job)["job-name"].endswith(f"-{kind}")]
 

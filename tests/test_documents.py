@@ -1,4 +1,4 @@
-"""Files from outside, read by the trainer's side and by the fit's: what they must be, or one sentence."""
+"""Both readers of external files, of train/ and fit/, accept valid files and refuse others with one sentence."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Form:
 
 @pytest.fixture(params=[(train_files.read_document, UserError), (fit_files.read_document, InputError)])
 def reader(request: pytest.FixtureRequest) -> tuple[Callable[..., Any], type[Exception]]:
-    found: tuple[Callable[..., Any], type[Exception]] = request.param
-    return found
+    reader_and_error: tuple[Callable[..., Any], type[Exception]] = request.param
+    return reader_and_error
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_a_file_as_it_must_be(reader: Any, name: str, content: bytes, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("name", "content", "expected"),
     [
         ("a.json", b'{"steps": "three"}', "Expected int, got str at $.steps"),
         ("a.json", b'{"steps": 3, "names": ["a", 1]}', r"Expected str, got int at $.names[1]"),
@@ -58,7 +58,7 @@ def test_a_file_as_it_must_be(reader: Any, name: str, content: bytes, tmp_path: 
     ],
 )
 def test_anything_else_is_one_sentence(
-    reader: Any, name: str, content: bytes | None, words: str, tmp_path: Path
+    reader: Any, name: str, content: bytes | None, expected: str, tmp_path: Path
 ) -> None:
     (tmp_path / "folder").mkdir()
     if content is not None:
@@ -66,8 +66,8 @@ def test_anything_else_is_one_sentence(
     largest = 1000 if content == b"1" * 2000 else 1 << 20
     with pytest.raises(reader[1]) as raised:
         reader[0](tmp_path / name, Form, largest)
-    said = str(raised.value)
-    assert str(tmp_path / name) in said
-    assert words.lower() in said.lower()
-    assert "\n" not in said
-    assert len(said) < 500
+    message = str(raised.value)
+    assert str(tmp_path / name) in message
+    assert expected.lower() in message.lower()
+    assert "\n" not in message
+    assert len(message) < 500

@@ -1,4 +1,4 @@
-"""The commands that README and docs/ show: given one after the other, none is refused for another's folder."""
+"""Example commands in README and docs/ run one after another, and no two write to the same sweep folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import isoflop
 import pytest
 
 ROOT = Path(isoflop.__file__).resolve().parent
-HOW = ("dry_run", "explain", "wait", "trunks", "parallel.", "cluster.", "tracker", "evaluate", "fit.")
+SAME_RUNS = ("dry_run", "explain", "wait", "trunks", "parallel.", "cluster.", "tracker", "evaluate", "fit.")
 
 
 @pytest.mark.parametrize("name", ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))])
@@ -21,9 +21,9 @@ def test_examples_that_ask_for_other_runs_have_other_folders(name: str) -> None:
         if "dry_run=true" in arguments:
             continue
         values = dict(argument.lstrip("+").split("=", 1) for argument in arguments)
-        wanted = sorted(argument for argument in arguments if not argument.startswith((*HOW, "sweep=")))
-        requests.setdefault(values.get("sweep", values["grid"]), set()).add(" ".join(wanted))
-    assert all(len(found) == 1 for found in requests.values()), requests
+        request = sorted(argument for argument in arguments if not argument.startswith((*SAME_RUNS, "sweep=")))
+        requests.setdefault(values.get("sweep", values["grid"]), set()).add(" ".join(request))
+    assert all(len(group) == 1 for group in requests.values()), requests
 
 
 def test_one_version_is_named_everywhere() -> None:

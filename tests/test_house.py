@@ -1,4 +1,4 @@
-"""The house: which room may import which, and what planning and fitting must not load."""
+"""Rules of the code base: which room may import which, and which packages planning and fitting must not load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ ALLOWED = {
     "sweeps": {"train", "evaluate", "fit", "bench"},
     "bench": {"sweeps", "train", "evaluate", "fit"},
 }
-# What train/ may import at the top of a file; everything else where it is used, so that a bare GPU image can run it.
+# Packages that train/ may import at the top of a file. All others are imported where used, so that a minimal GPU image
+# can run it.
 TRAIN_TOP = {"torch", "numpy", "safetensors", "msgspec"}
 NO_TORCH = (
     "train/config.py", "train/flops.py", "train/errors.py", "train/memory.py",
@@ -32,23 +33,23 @@ NO_TORCH = (
 
 @functools.cache
 def statements(path: Path) -> tuple[list[ast.stmt], list[ast.AST]]:
-    """The statements at the top of a file, and its imports, wherever they stand."""
+    """Return the top-level statements of a file, and all its imports, also inside functions."""
     tree = ast.parse(path.read_text())
     return tree.body, [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 @functools.cache
 def imports(path: Path, top_level_only: bool = False) -> list[tuple[int, str]]:
-    """(level of relativity, module) of every import statement of a file, or of those at its top."""
+    """Return (relative level, module) of every import in a file, or of those at its top."""
     nodes = statements(path)[0 if top_level_only else 1]
-    found = []
+    result = []
     for node in nodes:
         if isinstance(node, ast.Import):
-            found += [(0, alias.name) for alias in node.names]
+            result += [(0, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [node.module] if node.module else [alias.name for alias in node.names]
-            found += [(node.level, name) for name in names]
-    return found
+            result += [(node.level, name) for name in names]
+    return result
 
 
 def files(room: str) -> list[Path]:
@@ -69,9 +70,9 @@ def test_a_room_imports_only_the_rooms_that_its_arrows_point_to(room: str) -> No
 def test_only_functions_of_the_command_line_import_the_benchmarks() -> None:
     for path in files("sweeps"):
         depth = len(path.relative_to(ROOT).parts) - 1
-        found = [module for level, module in imports(path) if level == depth + 1 and module.split(".")[0] == "bench"]
+        modules = [module for level, module in imports(path) if level == depth + 1 and module.split(".")[0] == "bench"]
         at_top = [m for level, m in imports(path, top_level_only=True) if level == depth + 1 and m.startswith("bench")]
-        assert not found or path.parent.name == "cli", f"{path.relative_to(ROOT)} imports {found}"
+        assert not modules or path.parent.name == "cli", f"{path.relative_to(ROOT)} imports {modules}"
         assert not at_top, f"{path.relative_to(ROOT)} imports {at_top} at the top"
 
 
@@ -93,7 +94,7 @@ def test_train_imports_little_at_the_top() -> None:
 
 
 def loaded(statement: str) -> set[str]:
-    """Top-level modules that a fresh interpreter has after a statement."""
+    """Return the top-level modules that a new interpreter has loaded after a statement."""
     code = f"import sys\n{statement}\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
     return set(subprocess.check_output([sys.executable, "-c", code], text=True, cwd="/").split())
 
@@ -104,7 +105,7 @@ def test_a_notebook_can_fit_without_torch() -> None:
 
 
 def test_evaluate_from_the_root_is_hugging_faces() -> None:
-    """The room must not shadow their package, which lm-eval's tasks import, in a script or a job of the root."""
+    """Check that our room does not shadow their package, which lm-eval's tasks import, in scripts run from the root."""
     find = "from importlib.util import find_spec; print(find_spec('evaluate').origin)"  # importing it takes seconds
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {find}"
     origin = Path(subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT).strip())
@@ -126,17 +127,17 @@ def test_planning_loads_neither_torch_nor_pandas() -> None:
 
 
 def test_training_loads_the_compiler_only_to_compile() -> None:
-    """It takes as long as PyTorch itself, in every process of every sweep. PyTorch imports SymPy for it alone."""
+    """Check that SymPy, which PyTorch imports only for the compiler, is not loaded: it doubles the import time."""
     modules = loaded("import isoflop.train.loop, isoflop.evaluate.checkpoint")
     assert "sympy" not in modules
 
 
 @functools.cache
 def graph() -> dict[str, set[str]]:
-    """File to the files that it imports, wherever the import stands: inside functions and under TYPE_CHECKING too."""
-    known = {path.relative_to(ROOT).as_posix() for room in ALLOWED for path in files(room)}
-    found: dict[str, set[str]] = {}
-    for name in known:
+    """Return the files that each file imports, also inside functions and under TYPE_CHECKING."""
+    all_files = {path.relative_to(ROOT).as_posix() for room in ALLOWED for path in files(room)}
+    result: dict[str, set[str]] = {}
+    for name in all_files:
         targets: set[tuple[str, ...]] = set()
         package = tuple(name.split("/")[:-1])
         for node in statements(ROOT / name)[1]:
@@ -148,20 +149,20 @@ def graph() -> dict[str, set[str]]:
             package[:depth] for depth in range(len(package) + 1)
         }
         files_named = {"/".join(target) + end for target in targets for end in (".py", "/__init__.py")}
-        found[name] = (files_named & known) - {name}
-    return found
+        result[name] = (files_named & all_files) - {name}
+    return result
 
 
 def folders(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The same between folders, each import counted where the two paths part. A folder and its parent are no pair."""
-    found: dict[str, set[str]] = {}
+    """Return the same graph between folders: the first folders where both paths differ. Parents do not count."""
+    result: dict[str, set[str]] = {}
     for name, others in graph.items():
         for other in others:
-            here, there = name.split("/")[:-1], other.split("/")[:-1]
-            shared = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), 0)
+            importer, imported = name.split("/")[:-1], other.split("/")[:-1]
+            shared = next((i for i, (a, b) in enumerate(zip(importer, imported, strict=False)) if a != b), 0)
             if shared:
-                found.setdefault("/".join(here[: shared + 1]), set()).add("/".join(there[: shared + 1]))
-    return found
+                result.setdefault("/".join(importer[: shared + 1]), set()).add("/".join(imported[: shared + 1]))
+    return result
 
 
 def test_no_circles_of_files_or_folders() -> None:
@@ -171,8 +172,8 @@ def test_no_circles_of_files_or_folders() -> None:
 
 def test_a_folder_is_listed_in_the_wheel() -> None:
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    there = {"isoflop"} | {
+    packages = {"isoflop"} | {
         f"isoflop.{path.parent.relative_to(ROOT).as_posix().replace('/', '.')}"
         for room in ("conf", *ALLOWED) for path in files(room)
     }  # fmt: skip
-    assert listed == there
+    assert listed == packages

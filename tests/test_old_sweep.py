@@ -1,14 +1,15 @@
-"""What version 0.1 left is read, continued and reported by commands alone, and its jobs in SLURM's queue are known.
+"""Sweeps of version 0.1 are read, continued and reported by today's commands, which recognise their SLURM jobs.
 
-`fixtures/sweep_0.1` is what commit 2921e71 wrote, less what is made anew (pages, pictures, checkpoints of done runs):
+`fixtures/sweep_0.1` was written by commit 2921e71, without files that are made again (pages, pictures, checkpoints of
+finished runs):
 
-local       +grid=ladder with trunks on corpus.jsonl, six of its runs scored on quiz.jsonl; seven are done, a trunk's
-            worker was killed at step 40 (its checkpoint is of step 30), its branch found no checkpoint to begin with,
-            and three runs are planned
-slurm       +grid=points, submitted from /scratch; squeue.txt shows its jobs: keepers, a queue's worker, an array with a
-            run and an ensemble, scoring, and the fit; jobs/slurm-* has what each was to call, pickled
+local       +grid=ladder with trunks on corpus.jsonl, six runs scored on quiz.jsonl; seven runs are done, a trunk's
+            worker was killed at step 40 (its checkpoint is of step 30), its branch failed without a checkpoint to start
+            from, and three runs are planned
+slurm       +grid=points, submitted from /scratch; squeue.txt shows its jobs: keepers, a worker, an array with a run and
+            an ensemble, scoring, and the fit; jobs/slurm-* has the pickled call of each
 
-`fixtures/sweep_0.2` is what the first version with journals wrote: of three runs one is done, one was killed with its
+`fixtures/sweep_0.2` was written by the first version with journals: one of three runs is done, one was killed with its
 launcher after the checkpoint of step 149, and one is planned.
 """
 
@@ -33,29 +34,29 @@ ROOT = Path(isoflop.__file__).resolve().parent
 MODULE, FUNCTION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["isoflop"].split(":")
 ISOFLOP = (sys.executable, "-c", f"from {MODULE} import {FUNCTION}; {FUNCTION}()")
 TRUNK, BRANCH = "098f8cb168", "d4c09158c2"
-# What a run has said of itself; a run that is done is not touched again.
+# Files that a run writes; those of a finished run must not change.
 WRITTEN = ("state.json", "attempts.jsonl", "metrics.jsonl", "summary.json", "config.yaml")
 
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """A copy of the folder that the sweeps were started from."""
+    """Return a copy of the folder that the sweeps were started from."""
     return Path(shutil.copytree(FIXTURE, tmp_path / "old"))
 
 
 def command(folder: Path, *arguments: str, path: str = "") -> str:
-    """Runs a command in a folder, which must succeed; what it printed. `path` comes first on the PATH."""
+    """Run a command in a folder, which must succeed, and return its output. `path` comes first on the PATH."""
     environment = os.environ | {"PATH": os.pathsep.join(filter(None, (path, os.environ["PATH"])))}
-    done = subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    process = subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 def refusal(folder: Path, arguments: list[str]) -> str:
-    """What a command says that must refuse what it was given."""
-    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    return done.stderr
+    """Run a command that must fail with exit code 2, and return its error message."""
+    process = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=False)
+    assert process.returncode == 2
+    return process.stderr
 
 
 def read(path: Path) -> Any:
@@ -63,7 +64,7 @@ def read(path: Path) -> Any:
 
 
 def plan(sweep: Path) -> dict[str, str | None]:
-    """By run id, the trunk."""
+    """Return the trunk of each run, by run id."""
     return {run["run_id"]: run["parent"] for run in read(sweep / "plan.json")["runs"]}
 
 
@@ -75,31 +76,31 @@ def test_status_and_fit_read_it(old: Path) -> None:
     assert reasons.keys() == {TRUNK, BRANCH}
     assert reasons[TRUNK] == "its worker was killed"
     assert json.loads(command(old, *ISOFLOP, "report", "local", "--json"))["runs"] == 7
-    found = json.loads(
+    fitted = json.loads(
         command(old, *ISOFLOP, "fit", "local/table.csv", "--bootstrap", "20", "--intervals", "noise", "--json")
     )
     before = read(old / "local/fit/law.json")
-    assert found["runs"] == before["runs"] == 7
-    assert found["law"].pop("form") == before["law"].pop("form")
-    assert found["law"] == pytest.approx(before["law"], rel=1e-3)
+    assert fitted["runs"] == before["runs"] == 7
+    assert fitted["law"].pop("form") == before["law"].pop("form")
+    assert fitted["law"] == pytest.approx(before["law"], rel=1e-3)
 
 
 @pytest.mark.slow
 def test_the_command_that_it_was_started_with_continues_it_to_the_report(old: Path) -> None:
     sweep, before = old / "local", plan(old / "local")
     done = [name for name in before if read(sweep / "runs" / name / "state.json")["state"] == "done"]
-    said = {name: [(sweep / "runs" / name / file).read_bytes() for file in WRITTEN] for name in done}
+    contents = {name: [(sweep / "runs" / name / file).read_bytes() for file in WRITTEN] for name in done}
     started_with = yaml.safe_load((sweep / "sweep.yaml").read_text())["command"]
-    again = [sys.executable, str(ROOT / "sweep.py"), *started_with[2:]]
-    assert "ensembles is no field any more: runs train one by one" in refusal(old, again)
-    again.remove("ensembles=1")
-    said_now = refusal(old, again)
-    assert "another request (tuning." in said_now
-    assert "go on as before there were rules with tuning=fixed" in said_now
-    command(old, *again, "tuning=fixed")  # as everything was before there were rules
+    command_line = [sys.executable, str(ROOT / "sweep.py"), *started_with[2:]]
+    assert "ensembles is no field any more: runs train one by one" in refusal(old, command_line)
+    command_line.remove("ensembles=1")
+    message = refusal(old, command_line)
+    assert "another request (tuning." in message
+    assert "go on as before there were rules with tuning=fixed" in message
+    command(old, *command_line, "tuning=fixed")  # before there were rules, all values were fixed
     assert plan(sweep) == before
     assert {read(sweep / "runs" / name / "state.json")["state"] for name in before} == {"done"}
-    assert {name: [(sweep / "runs" / name / file).read_bytes() for file in WRITTEN] for name in done} == said
+    assert {name: [(sweep / "runs" / name / file).read_bytes() for file in WRITTEN] for name in done} == contents
     attempts = read_record(sweep / "runs" / TRUNK).attempts
     assert [(attempt.cause, attempt.first_step) for attempt in attempts] == [("killed", 0), ("done", 30)]
     wasted = attempts[0].flops_wasted  # from the checkpoint to the kill

@@ -1,4 +1,4 @@
-"""What an installed isoflop carries: every file of the rooms, which an editable install would have anyway."""
+"""The wheel contains every file of the rooms; an editable install would hide a missing one."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def test_the_wheel_carries_every_file_of_the_rooms(tmp_path: Path) -> None:
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, checkout / name)
     build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", build, str(tmp_path)], cwd=checkout, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     (wheel,) = tmp_path.glob("*.whl")
-    carried = {
+    packaged = {
         name.removeprefix("isoflop/") for name in zipfile.ZipFile(wheel).namelist() if name.startswith("isoflop/")
     }
-    assert carried == names - NOT_INSTALLED
+    assert packaged == names - NOT_INSTALLED

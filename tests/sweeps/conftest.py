@@ -1,4 +1,4 @@
-"""Fixtures of several files: the `isoflop` command, a sweep to change, and scripts in the place of commands."""
+"""Fixtures shared by several files: the `isoflop` command, a copy of a sweep, and scripts that replace commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from isoflop.sweeps.runs.directory import SweepDirectory
 
 @pytest.fixture
 def isoflop(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
-    """Exit code, standard output and standard error of `isoflop ARGUMENTS`, run in this process."""
+    """Return a function that runs `isoflop ARGUMENTS` in this process: (exit code, standard output, standard error)."""
 
     def command(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["isoflop", *map(str, arguments)])
@@ -29,13 +29,13 @@ def isoflop(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def sweep(smoke: tuple[Path, str], tmp_path: Path) -> SweepDirectory:
-    """A copy of the smoke sweep, which is done, that a test may change."""
+    """Return a copy of the finished smoke sweep that a test may change."""
     return SweepDirectory(Path(shutil.copytree(smoke[0], tmp_path / "smoke")))
 
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Puts a shell script of a given name before everything else on the PATH."""
+    """Return a function that puts a named shell script first on the PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")

@@ -1,4 +1,4 @@
-"""The books of a sweep: every step and second is useful or wasted, by what took it; and how far estimates were off."""
+"""Accounting of a sweep: each step and second is useful or wasted by a cause; and the error of the estimates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CAUSES = ("killed", "node", "lost", "hung", "preempted", "time_limit", "disk", "
 
 
 def attempt(number: int, first: int, last: int, saved: int, cause: str = "done", **changes: Any) -> Attempt:
-    """An attempt of ten seconds that began at second 100 times its number, with a FLOP a step."""
+    """Return an attempt of ten seconds that began at second 100 times its number, with one FLOP per step."""
     values: dict[str, Any] = {
         "attempt": number, "began": 100.0 * number, "ended": 100.0 * number + 10, "seconds": 10.0, "host": "node",
         "job_id": f"{number}", "cause": cause, "reason": None, "first_step": first, "last_step": last,
@@ -36,42 +36,42 @@ def attempt(number: int, first: int, last: int, saved: int, cause: str = "done",
     return Attempt(**{**values, **changes})
 
 
-def a_history(chooser: random.Random, begins: int) -> tuple[list[Attempt], bool, list[Counter[str]]]:
-    """A run, step by step: killed at random, resumed from its newest whole checkpoint, now and then given up.
+def random_history(rng: random.Random, first_step: int) -> tuple[list[Attempt], bool, list[Counter[str]]]:
+    """Simulate a run step by step: killed at random, resumed from its newest whole checkpoint, sometimes abandoned.
 
-    Returns its attempts, whether it is done, and what was lost of each, as counted while it happened.
+    Returns its attempts, whether it is done, and the lost steps of each attempt by cause, counted step by step.
     """
-    steps, saved = begins + chooser.randint(1, 40), [begins]
+    steps, saved = first_step + rng.randint(1, 40), [first_step]
     history: list[Attempt] = []
     lost: list[Counter[str]] = []
-    standing: list[tuple[int, int]] = []  # (attempt, step) on which something stands
+    useful: list[tuple[int, int]] = []  # (attempt, step) that is not lost
 
     def fall_back(to: int, cause: str) -> None:
-        for made in [made for made in standing if made[1] > to]:
-            standing.remove(made)
-            lost[made[0]][cause] += 1
+        for number_and_step in [pair for pair in useful if pair[1] > to]:
+            useful.remove(number_and_step)
+            lost[number_and_step[0]][cause] += 1
 
-    for number in range(chooser.randint(1, 8)):
-        while len(saved) > 1 and history and chooser.random() < 0.2:
-            saved.pop()  # it is damaged
+    for number in range(rng.randint(1, 8)):
+        while len(saved) > 1 and history and rng.random() < 0.2:
+            saved.pop()  # the newest one is damaged
         if history:
             fall_back(saved[-1], history[-1].cause)
         lost.append(Counter())
         step, first, cause = saved[-1], saved[-1], "done"
         while step < steps:
-            if chooser.random() < 0.08:
-                cause = chooser.choice(CAUSES)
+            if rng.random() < 0.08:
+                cause = rng.choice(CAUSES)
                 break
             step += 1
-            standing.append((number, step))
-            if chooser.random() < 0.2 or step == steps:
+            useful.append((number, step))
+            if rng.random() < 0.2 or step == steps:
                 saved.append(step)
         history.append(attempt(number + 1, first, step, saved[-1], cause))
         if cause == "done":
             return history, True, lost
-    if chooser.random() < 0.3:
+    if rng.random() < 0.3:
         history[-1] = dataclasses.replace(history[-1], cause="diverged")
-        fall_back(begins, "diverged")
+        fall_back(first_step, "diverged")
     else:
         fall_back(saved[-1], history[-1].cause)
     return history, False, lost
@@ -79,14 +79,14 @@ def a_history(chooser: random.Random, begins: int) -> tuple[list[Attempt], bool,
 
 @pytest.mark.parametrize("seed", range(100))
 def test_what_is_lost_equals_a_count_made_step_by_step(seed: int) -> None:
-    chooser = random.Random(seed)
-    begins = chooser.choice([0, 0, 7])
-    history, done, expected = a_history(chooser, begins)
-    found = lost_steps(history, begins, done)
-    assert [+counts for counts in found] == [+counts for counts in expected]
-    # And in sum what the attempts themselves are said to have wasted.
-    wasted = sum(each.flops_wasted for each in with_waste(history))
-    assert sum(counts.total() for counts in found) == pytest.approx(wasted)
+    rng = random.Random(seed)
+    first_step = rng.choice([0, 0, 7])
+    history, done, expected = random_history(rng, first_step)
+    lost = lost_steps(history, first_step, done)
+    assert [+counts for counts in lost] == [+counts for counts in expected]
+    # The sum equals the waste recorded in the attempts.
+    wasted = sum(attempt.flops_wasted for attempt in with_waste(history))
+    assert sum(counts.total() for counts in lost) == pytest.approx(wasted)
 
 
 def test_steps_before_a_run_became_a_branch_are_lost() -> None:
@@ -100,8 +100,8 @@ def test_a_trunk_that_diverged_was_of_use_as_far_as_its_branches_begin() -> None
     assert lost_steps(history, 0, done=False, served=60) == [Counter(), Counter(diverged=30)]
 
 
-class Made:
-    """A sweep's folder with a plan, and histories as tests want them."""
+class MadeSweep:
+    """The folder of a sweep with a plan, to which tests add histories of attempts."""
 
     def __init__(self, path: Path, cluster: ClusterConfig, runs: list[RunConfig]) -> None:
         self.sweep, self.cluster = SweepDirectory(path / "sweep"), cluster
@@ -113,11 +113,11 @@ class Made:
         (self.sweep.path / "sweep.yaml").write_text(yaml.safe_dump(settings))
 
     def add(self, run: RunConfig, history: list[Attempt], state: str = "done", **summary: Any) -> None:
-        """Writes what a run would have written."""
+        """Write the files of a run."""
         directory = self.sweep.run(run_id(run))
         directory.freeze(run)
         set_state(directory, state, attempt=len(history))
-        lines = [{key: value for key, value in vars(each).items() if key != "budget"} for each in history]
+        lines = [{key: value for key, value in vars(attempt).items() if key != "budget"} for attempt in history]
         (directory.path / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         if state == "done":
             (directory.path / "summary.json").write_text(json.dumps({"device": "gpu"} | summary))
@@ -130,93 +130,96 @@ def run(seed: int = 0, width: int = 16, tokens: int = 100 * 8 * 128) -> RunConfi
 def check_sums(books: dict[str, Any]) -> None:
     assert books["used"]["hours"] == books["useful"]["hours"] + books["wasted"]["hours"]
     assert books["used"]["flops"] == books["useful"]["flops"] + books["wasted"]["flops"]
-    assert books["wasted"]["hours"] == pytest.approx(sum(each["hours"] for each in books["causes"].values()))
-    assert books["wasted"]["flops"] == pytest.approx(sum(each["flops"] for each in books["causes"].values()), rel=1e-15)
+    assert books["wasted"]["hours"] == pytest.approx(sum(cause["hours"] for cause in books["causes"].values()))
+    assert books["wasted"]["flops"] == pytest.approx(
+        sum(cause["flops"] for cause in books["causes"].values()), rel=1e-15
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_hours_dollars_and_flops_of_random_histories_add_up(tmp_path: Path, seed: int) -> None:
-    chooser, cluster = random.Random(seed), ClusterConfig(kind="slurm", gpus_per_job=2, dollars_per_gpu_hour=3.0)
-    made = Made(tmp_path, cluster, [run(seed=number) for number in range(8)])
+    rng, cluster = random.Random(seed), ClusterConfig(kind="slurm", gpus_per_job=2, dollars_per_gpu_hour=3.0)
+    sweep = MadeSweep(tmp_path, cluster, [run(seed=number) for number in range(8)])
     steps, hours, ended = Counter[str](), 0.0, Counter[str]()
-    for each in made.runs.values():
-        history, done, lost = a_history(chooser, 0)
-        each_steps = each.steps
-        if done:  # the run of this plan is longer: its last attempt goes on to its end
-            history[-1] = dataclasses.replace(history[-1], last_step=each_steps, saved_step=each_steps)
-        made.add(each, history, "done" if done else "failed", seconds=10.0)
-        steps["done"] += sum(past.last_step - past.first_step for past in history)
+    for config in sweep.runs.values():
+        history, done, lost = random_history(rng, 0)
+        if done:  # the planned run is longer: extend its last attempt to the end
+            history[-1] = dataclasses.replace(history[-1], last_step=config.steps, saved_step=config.steps)
+        sweep.add(config, history, "done" if done else "failed", seconds=10.0)
+        steps["done"] += sum(attempt.last_step - attempt.first_step for attempt in history)
         steps["lost"] += sum(counts.total() for counts in lost)
-        hours += sum(past.seconds for past in history) * 2 / 3600
-        ended.update(past.cause for past in history if past.cause != "done")
+        hours += sum(attempt.seconds for attempt in history) * 2 / 3600
+        ended.update(attempt.cause for attempt in history if attempt.cause != "done")
     step_flops = flops_exact(run()) / run().steps
-    books = account(made.sweep)
+    books = account(sweep.sweep)
     check_sums(books)
     assert books["used"]["flops"] == steps["done"] * step_flops
     assert books["wasted"]["flops"] == steps["lost"] * step_flops
     assert books["used"]["hours"] == pytest.approx(hours)
     assert books["used"]["dollars"] == pytest.approx(3 * hours)
-    assert {cause: each["attempts"] for cause, each in books["causes"].items() if each["attempts"]} == ended
-    assert books["planned"]["hours"] == pytest.approx(made.plan.gpu_hours)
-    assert books["planned"]["dollars"] == pytest.approx(made.plan.dollars)
+    assert {cause: totals["attempts"] for cause, totals in books["causes"].items() if totals["attempts"]} == ended
+    assert books["planned"]["hours"] == pytest.approx(sweep.plan.gpu_hours)
+    assert books["planned"]["dollars"] == pytest.approx(sweep.plan.dollars)
     assert json.loads(json.dumps(books))["unit"] == "GPU-hours"
 
 
 def test_hours_are_wasted_as_steps_are(tmp_path: Path) -> None:
-    """Half of a killed attempt's steps are made again; an attempt that never began a step wasted all its time."""
-    made = Made(tmp_path, ClusterConfig(), [run()])
+    """Check attempts that were killed after half of their steps were saved, or before their first step."""
+    sweep = MadeSweep(tmp_path, ClusterConfig(), [run()])
     history = [attempt(1, 0, 40, 20, "killed"), attempt(2, 20, 20, 20, "disk"), attempt(3, 20, 100, 100)]
-    made.add(run(), history, seconds=12.0)
-    books = account(made.sweep)
+    sweep.add(run(), history, seconds=12.0)
+    books = account(sweep.sweep)
     check_sums(books)
     assert books["unit"] == "core-hours"
     assert books["used"]["dollars"] is None
-    a_core_hour = 2 * 10 / 3600  # ten seconds on two cores
-    assert books["causes"]["killed"]["hours"] == pytest.approx(0.5 * a_core_hour)
-    assert books["causes"]["disk"]["hours"] == pytest.approx(a_core_hour)
-    assert books["useful"]["hours"] == pytest.approx(1.5 * a_core_hour)
-    assert list(books["causes"]) == ["disk", "killed"], "the dearest first"
+    core_hours = 2 * 10 / 3600  # of ten seconds on two cores
+    assert books["causes"]["killed"]["hours"] == pytest.approx(0.5 * core_hours)
+    assert books["causes"]["disk"]["hours"] == pytest.approx(core_hours)
+    assert books["useful"]["hours"] == pytest.approx(1.5 * core_hours)
+    assert list(books["causes"]) == ["disk", "killed"], "the most expensive first"
     assert (books["attempts"], books["retries"], books["retry_budget"]) == (3, 2, 100)
 
 
 def test_a_run_that_is_done_has_made_its_steps_even_if_lines_are_missing(tmp_path: Path) -> None:
-    made = Made(tmp_path, ClusterConfig(), [run(), run(seed=1)])
-    made.add(run(), [], seconds=36.0)
-    made.add(run(seed=1), [attempt(2, 60, 100, 100)], seconds=36.0)
-    books = account(made.sweep)
+    sweep = MadeSweep(tmp_path, ClusterConfig(), [run(), run(seed=1)])
+    sweep.add(run(), [], seconds=36.0)
+    sweep.add(run(seed=1), [attempt(2, 60, 100, 100)], seconds=36.0)
+    books = account(sweep.sweep)
     assert books["useful"]["flops"] == books["planned"]["flops"] == books["used"]["flops"]
     assert books["used"]["hours"] == pytest.approx(2 * (36 + 10) / 3600)
 
 
-def test_of_a_branch_its_own_part_counts(tmp_path: Path) -> None:
+def test_only_the_part_of_a_branch_after_its_trunk_counts(tmp_path: Path) -> None:
     trunk = run(tokens=400 * 8 * 128)
     branch = dataclasses.replace(run(tokens=200 * 8 * 128), parent=run_id(trunk))
-    begins = trunk_steps(branch)
-    made = Made(tmp_path, ClusterConfig(), [trunk, branch])
-    made.add(trunk, [attempt(1, 0, 400, 400)], seconds=40.0)
-    made.add(branch, [attempt(1, begins, 200, 200)], seconds=26.0)
-    lines = [{"step": step, "seconds": 0.1 * step} for step in (10, begins - 5)]
+    first_step = trunk_steps(branch)
+    sweep = MadeSweep(tmp_path, ClusterConfig(), [trunk, branch])
+    sweep.add(trunk, [attempt(1, 0, 400, 400)], seconds=40.0)
+    sweep.add(branch, [attempt(1, first_step, 200, 200)], seconds=26.0)
+    lines = [{"step": step, "seconds": 0.1 * step} for step in (10, first_step - 5)]
     lines.append({"step": 200, "seconds": 26.0})
-    (made.sweep.run(run_id(branch)).path / "metrics.jsonl").write_text("".join(json.dumps(o) + "\n" for o in lines))
-    books = account(made.sweep)
+    (sweep.sweep.run(run_id(branch)).path / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
+    books = account(sweep.sweep)
     check_sums(books)
     step_flops = flops_exact(trunk) / trunk.steps
-    assert books["useful"]["flops"] == (400 + 200 - begins) * step_flops == books["planned"]["flops"]
-    # The trunk's clock says 0.1 s a step up to where the branch begins; what is beyond is the branch's own.
-    planned = {each.run_id: each.estimated_seconds for each in made.plan.runs}
+    assert books["useful"]["flops"] == (400 + 200 - first_step) * step_flops == books["planned"]["flops"]
+    # The trunk takes 0.1 s per step up to where the branch begins; later seconds belong to the branch.
+    planned = {planned_run.run_id: planned_run.estimated_seconds for planned_run in sweep.plan.runs}
     assert books["error"] is not None
-    assert books["error"]["ratio"] == pytest.approx((40 + 26 - 0.1 * begins) / sum(planned.values()))
+    assert books["error"]["ratio"] == pytest.approx((40 + 26 - 0.1 * first_step) / sum(planned.values()))
     assert books["error"]["runs"] == 2
 
 
-def test_the_error_of_the_estimate_is_said_by_width(tmp_path: Path) -> None:
+def test_the_error_of_the_estimate_is_reported_by_width(tmp_path: Path) -> None:
     runs = [run(seed, width) for width in (16, 32) for seed in range(3)]
-    made = Made(tmp_path, ClusterConfig(), runs)
-    planned = {each.run_id: each.estimated_seconds for each in made.plan.runs}
-    factors = dict(zip(made.runs, [1.0, 2.0, 4.0, 0.5, 0.5, 0.25], strict=True))
-    for each in runs:
-        made.add(each, [attempt(1, 0, 100, 100)], seconds=planned[run_id(each)] * factors[run_id(each)])
-    books = account(made.sweep)
+    sweep = MadeSweep(tmp_path, ClusterConfig(), runs)
+    planned = {config.run_id: config.estimated_seconds for config in sweep.plan.runs}
+    factors = dict(zip(sweep.runs, [1.0, 2.0, 4.0, 0.5, 0.5, 0.25], strict=True))
+    for config in runs:
+        sweep.add(config, [attempt(1, 0, 100, 100)], seconds=planned[run_id(config)] * factors[run_id(config)])
+    books = account(sweep.sweep)
     assert {width: error["ratio"] for width, error in books["errors"].items()} == pytest.approx({16: 2.0, 32: 0.5})
     assert (books["errors"][16]["low"], books["errors"][16]["high"]) == pytest.approx((1.5, 3.0))
     assert books["error"] is not None
@@ -224,17 +227,17 @@ def test_the_error_of_the_estimate_is_said_by_width(tmp_path: Path) -> None:
     assert books["error"]["ratio"] == pytest.approx(total)
 
 
-def test_slurms_own_clock_stands_beside_ours_where_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Made(tmp_path, ClusterConfig(kind="slurm", gpus_per_job=4), [run()])
-    made.add(
+def test_slurms_clock_is_reported_next_to_ours_if_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = MadeSweep(tmp_path, ClusterConfig(kind="slurm", gpus_per_job=4), [run()])
+    sweep.add(
         run(), [attempt(1, 0, 50, 50, "preempted", job_id="7_0"), attempt(2, 50, 100, 100, job_id="7_0")], seconds=9.0
     )
-    idle = made.sweep.path / "jobs" / f"worker-{label_of(made.plan.runs[0].shape)}-0123"
+    idle = sweep.sweep.path / "jobs" / f"worker-{label_of(sweep.plan.runs[0].shape)}-0123"
     idle.mkdir(parents=True)
-    (idle / "8_0_submitted.pkl").touch()  # a worker that came too late for a run
+    (idle / "8_0_submitted.pkl").touch()  # a worker that found no run to train
     monkeypatch.setattr(slurm, "elapsed", lambda jobs: {"7_0": 90.0, "8_0": 18.0})
-    books = account(made.sweep)
+    books = account(sweep.sweep)
     assert books["cluster_hours"] == pytest.approx(4 * 108 / 3600)
     assert books["overhead_hours"] == pytest.approx(4 * 88 / 3600)
     monkeypatch.setattr(slurm, "elapsed", lambda jobs: {})
-    assert [account(made.sweep)[name] for name in ("cluster_hours", "overhead_hours")] == [None, None]
+    assert [account(sweep.sweep)[name] for name in ("cluster_hours", "overhead_hours")] == [None, None]

@@ -1,4 +1,4 @@
-"""Every file of a sweep is damaged at random, with fixed seeds: commands end with one sentence, without a traceback."""
+"""Commands on a sweep with a randomly damaged file print one sentence and no traceback. Seeds are fixed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from isoflop.sweeps.execute import conduct
 from isoflop.sweeps.observe import doctor
 from isoflop.train.files import write_json
 
-ATTACKS = int(os.environ.get("ISOFLOP_TEST_ATTACKS", "60"))  # on every command, each on a file and in a way of its own
+ATTACKS = int(os.environ.get("ISOFLOP_TEST_ATTACKS", "60"))  # damaged sweeps, on each of which every command runs
 DEEP = "[" * 100_000
 WILD: list[Any] = [
     None, True, -1, 0, 2**63, 10**30, 10**400, 1e308, float("nan"), float("-inf"), "", "é\x1b[31m", "../../x", "a\0b",
@@ -32,11 +32,11 @@ WILD: list[Any] = [
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(12)
 )
-BESIDE = {  # files that a quiet sweep does not have
+EXTRA_IN_SWEEP = {  # files that an undisturbed sweep does not have
     "added.json": {}, "cancel.json": {"by": "me"}, "adaptive.json": {"rounds": [], "ended": None},
     "fit_failure.json": {"reason": "no"}, "jobs/keeper.json": {"scorings": {"a": 1}, "fits": {"tries": 1}},
 }  # fmt: skip
-IN_RUN = {
+EXTRA_IN_RUN = {
     "state.json": {"state": "failed", "attempt": 1, "host": "n", "job_id": "7", "since": 1.0, "reason": "broke"},
     "failure.json": {"cause": "hung", "reason": "x", "rank": 0, "host": "n", "step": 1, "hosts": ["n"]},
     "attempt.json": {"attempt": 2, "began": 1.0, "host": "n", "job_id": "7", "steps": 9, "begins": 0, "first_step": 0,
@@ -44,26 +44,27 @@ IN_RUN = {
 }  # fmt: skip
 
 
-def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def key_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of keys and indices of every value in nested dicts and lists."""
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield (*at, key)
-        yield from places(inner, (*at, key))
+        yield (*path, key)
+        yield from key_paths(inner, (*path, key))
 
 
 def damaged(rng: random.Random, text: str, is_yaml: bool) -> bytes:
-    """The text with one value replaced or deleted, torn, or something else entirely."""
-    how = rng.choice(["value"] * 5 + ["delete"] * 3 + ["torn", "binary", "else"])
-    if how == "torn":
+    """Return the text with one value replaced or deleted, cut, with random bytes, or replaced as a whole."""
+    kind = rng.choice(["value"] * 5 + ["delete"] * 3 + ["torn", "binary", "else"])
+    if kind == "torn":
         return text[: rng.randrange(len(text))].encode()
-    if how == "binary":
+    if kind == "binary":
         return bytes(rng.randrange(256) if rng.random() < 0.02 else byte for byte in text.encode())
-    if how == "else":
+    if kind == "else":
         return rng.choice(["", "null", "7", DEEP, '{"a":' * 50_000, "\0" * 9, BOMB if is_yaml else "[]"]).encode()
     value = node = yaml.safe_load(text) if is_yaml else json.loads(text)
-    *above, last = rng.choice(list(places(value)) or [("x",)])
+    *above, last = rng.choice(list(key_paths(value)) or [("x",)])
     for key in above:
         node = node[key]
-    if how == "delete" and last in node:
+    if kind == "delete" and last in node:
         del node[last]
     else:
         node[last] = rng.choice(WILD)
@@ -71,10 +72,10 @@ def damaged(rng: random.Random, text: str, is_yaml: bool) -> bytes:
 
 
 def damage(rng: random.Random, sweep: Path) -> tuple[Path, Path]:
-    """Damages a file; returns it, and a run."""
+    """Damage a random file; return it and a random run."""
     runs = sorted((sweep / "runs").iterdir())
     run = rng.choice(runs)
-    for folder, files in ((sweep, BESIDE), (run, IN_RUN)):
+    for folder, files in ((sweep, EXTRA_IN_SWEEP), (run, EXTRA_IN_RUN)):
         for name, content in files.items() if rng.random() < 0.4 else ():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(json.dumps(content))
@@ -91,27 +92,29 @@ def damage(rng: random.Random, sweep: Path) -> tuple[Path, Path]:
         path.write_bytes(damaged(rng, path.read_text(), path.suffix == ".yaml"))
     else:
         lines = path.read_bytes().splitlines() or [b"{}"]
-        at = rng.randrange(len(lines))
+        number = rng.randrange(len(lines))
         is_json = path.suffix == ".jsonl"
-        lines[at] = damaged(rng, lines[at].decode(), False) if is_json else rng.choice([b"x", b"\xff", b'"', b""])
+        lines[number] = (
+            damaged(rng, lines[number].decode(), False) if is_json else rng.choice([b"x", b"\xff", b'"', b""])
+        )
         path.write_bytes(b"\n".join(lines))
     return path, run
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is trained, drawn or resampled, and the command line is put together once."""
+    """Replace training, plots and resampling by quick stand-ins, and build the command line only once."""
     analyze = fit.analyze
     monkeypatch.setattr("typer.main.get_command", functools.cache(typer.main.get_command))
 
-    def few(runs: Any, targets: Any, bootstrap: int, *rest: Any, **named: Any) -> Any:
-        return analyze(runs, targets, min(bootstrap, 2), *rest, **named)
+    def analyze_quickly(runs: Any, targets: Any, bootstrap: int, *others: Any, **named: Any) -> Any:
+        return analyze(runs, targets, min(bootstrap, 2), *others, **named)
 
     monkeypatch.setattr(
         conduct, "_conduct_here", lambda prepared, only=None: conduct.outcome(prepare.from_disk(prepared.sweep))
     )
     monkeypatch.setattr(doctor, "locks_work", lambda folder: True)
-    monkeypatch.setattr(fit, "analyze", few)
+    monkeypatch.setattr(fit, "analyze", analyze_quickly)
     monkeypatch.setattr(
         fit, "write_report", lambda analysis, folder, **named: write_json(folder / "law.json", analysis.to_dict())
     )
@@ -124,26 +127,29 @@ def attack(
     sweep = Path(shutil.copytree(smoke, folder / f"sweep{seed}", ignore=shutil.ignore_patterns("*.html", "*.png")))
     path, run = damage(rng, sweep)
     for command in commands:
-        words = [str(run) if word == "RUN" else run.name if word == "ID" else word for word in command.split()]
-        first = [] if words[0] == "plan" else [str(sweep)]
-        monkeypatch.setattr(sys, "argv", ["isoflop", words[0], *first, *words[1:]])
+        arguments = [
+            str(run) if argument == "RUN" else run.name if argument == "ID" else argument
+            for argument in command.split()
+        ]
+        sweep_argument = [] if arguments[0] == "plan" else [str(sweep)]
+        monkeypatch.setattr(sys, "argv", ["isoflop", arguments[0], *sweep_argument, *arguments[1:]])
         try:
             code = guarded(cli._run)
         except Exception as error:
             raise AssertionError(f"{command} after damage {seed} to {path.relative_to(sweep)}") from error
-        said = capsys.readouterr().err
+        stderr = capsys.readouterr().err
         assert code in (0, 1, 2), (command, path)
         if code == 2:
-            errors = [line for line in said.splitlines() if line.startswith("error: ")]
-            assert len(errors) == 1, (command, path, said)
-            assert "\x1b" not in said
+            errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
+            assert len(errors) == 1, (command, path, stderr)
+            assert "\x1b" not in stderr
             assert len(errors[0]) < 1300
 
 
 QUICK = ["status --json", "doctor --dry-run", "logs", "plan RUN --ranks 2", "retry ID", "doctor", "status"]
 
 
-Attack = Callable[[int, list[str]], None]  # by seed and commands
+Attack = Callable[[int, list[str]], None]  # takes a seed and commands
 
 
 @pytest.fixture

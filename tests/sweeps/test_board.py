@@ -1,4 +1,4 @@
-"""What can be claimed in a sweep, by which worker, and when."""
+"""Tasks of a sweep that a worker can claim, and when."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from small_runs import end, set_state
 CONFIG = SweepConfig(cluster=ClusterConfig(backoff_seconds=1000.0, sweep_retries=2))
 
 
-def a_sweep(folder: Path, *runs: dict[str, object]) -> tuple[SweepDirectory, list[RunDirectory]]:
+def write_sweep(folder: Path, *runs: dict[str, object]) -> tuple[SweepDirectory, list[RunDirectory]]:
     write_json(folder / "plan.json", {"runs": list(runs)})
     sweep = SweepDirectory(folder)
     for run in sweep.runs():
@@ -32,7 +32,7 @@ def statuses(sweep: SweepDirectory, config: SweepConfig = CONFIG, scope: Scope =
 
 def test_a_run_is_free_waits_or_is_taken_as_its_state_says(tmp_path: Path) -> None:
     names = ["new", "sent", "runs", "done", "gone", "lost", "stop", "bad"]
-    sweep, runs = a_sweep(tmp_path, *map(planned_run, names))
+    sweep, runs = write_sweep(tmp_path, *map(planned_run, names))
     by_name = dict(zip(names, runs, strict=True))
     set_state(by_name["sent"], "queued")
     set_state(by_name["runs"], "running")
@@ -48,7 +48,7 @@ def test_a_run_is_free_waits_or_is_taken_as_its_state_says(tmp_path: Path) -> No
 
 
 def test_the_budget_of_all_runs_together_holds(tmp_path: Path) -> None:
-    sweep, runs = a_sweep(tmp_path, *map(planned_run, ["a", "b", "c"]))
+    sweep, runs = write_sweep(tmp_path, *map(planned_run, ["a", "b", "c"]))
     config = replace(CONFIG, cluster=ClusterConfig(backoff_seconds=0.0, sweep_retries=2))
     for run in runs:
         end(run, "killed")
@@ -73,7 +73,7 @@ def test_a_node_is_avoided_for_a_while_after_a_run_can_be_claimed_again() -> Non
 
 def test_a_branch_waits_for_the_checkpoint_of_its_trunk_or_for_its_end(tmp_path: Path) -> None:
     branch = planned_run("branch", parent="trunk", first_step=5)
-    sweep, (trunk, _, _) = a_sweep(tmp_path, planned_run("trunk"), branch, planned_run("twig", parent="branch"))
+    sweep, (trunk, _, _) = write_sweep(tmp_path, planned_run("trunk"), branch, planned_run("twig", parent="branch"))
     assert statuses(sweep) == {"trunk": "free", "branch": "waiting", "twig": "waiting"}
     set_state(trunk, "running")
     assert statuses(sweep)["branch"] == "waiting"
@@ -87,18 +87,18 @@ def test_a_branch_waits_for_the_checkpoint_of_its_trunk_or_for_its_end(tmp_path:
 
 
 def test_runs_out_of_scope_are_left_until_a_user_asks_for_them(tmp_path: Path) -> None:
-    sweep, (_, second) = a_sweep(tmp_path, planned_run("first"), planned_run("second"))
+    sweep, (_, second) = write_sweep(tmp_path, planned_run("first"), planned_run("second"))
     end(second, "preempted")
     scope = Scope({run.run_id: run.state().since for run in (second,)})
-    found = Board(sweep, CONFIG, scope)
-    assert [task.run.run_id for task in found.tasks()] == ["first"]
+    board = Board(sweep, CONFIG, scope)
+    assert [task.run.run_id for task in board.tasks()] == ["first"]
     set_state(second, "planned")
-    assert [task.run.run_id for task in found.tasks()] == ["first", "second"], "of the same board"
+    assert [task.run.run_id for task in board.tasks()] == ["first", "second"], "of the same board"
 
 
 @pytest.mark.parametrize("scores", [True, False])
 def test_a_finished_run_is_scored_a_few_times_at_most(tmp_path: Path, scores: bool) -> None:
-    sweep, (done, _) = a_sweep(tmp_path, planned_run("done"), planned_run("open"))
+    sweep, (done, _) = write_sweep(tmp_path, planned_run("done"), planned_run("open"))
     config = replace(CONFIG, evaluate=EvaluateConfig(tasks=["lambada_openai"]))
     set_state(done, "done")
     (done.path / "summary.json").write_text('{"step": 7}')

@@ -1,4 +1,4 @@
-"""The `isoflop` command on a sweep that is done, and on what is not one."""
+"""The `isoflop` command on a finished sweep, and on folders that are no sweep."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Isoflop = Any
 
 @pytest.fixture
 def folder(sweep: SweepDirectory) -> Path:
-    """A copy of the smoke sweep that a test may change."""
+    """Return the folder of a copy of the smoke sweep that a test may change."""
     return sweep.path
 
 
@@ -49,11 +49,11 @@ def test_the_command_knows_its_version_and_a_short_flag_for_help(isoflop: Isoflo
 
 
 def test_sweep_is_a_command_that_takes_overrides_and_flags_of_hydra(isoflop: Isoflop, tmp_path: Path) -> None:
-    own = tmp_path / "mine" / "grid" / "own.yaml"
-    own.parent.mkdir(parents=True)
-    shutil.copy(CONFIG / "grid" / "smoke.yaml", own)
-    given = ("--config-dir", tmp_path / "mine", "+grid=own", *SMOKE[2:], "dry_run=true", f"output_root={tmp_path}")
-    code, output, error = isoflop("sweep", *given)
+    grid_file = tmp_path / "mine" / "grid" / "own.yaml"
+    grid_file.parent.mkdir(parents=True)
+    shutil.copy(CONFIG / "grid" / "smoke.yaml", grid_file)
+    arguments = ("--config-dir", tmp_path / "mine", "+grid=own", *SMOKE[2:], "dry_run=true", f"output_root={tmp_path}")
+    code, output, error = isoflop("sweep", *arguments)
     assert (code, error) == (0, "")
     assert "4 runs" in output
     assert not (tmp_path / "own").exists()
@@ -74,7 +74,7 @@ def test_help_of_a_sweep_shows_grids_and_settings_with_their_comments(isoflop: I
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("override", "message"),
     [
         ("grid=chinchila", "grid is 'chinchila' (did you mean chinchilla?); it must be one of adaptive"),
         ("modell.width=8", "modell"),
@@ -86,20 +86,20 @@ def test_help_of_a_sweep_shows_grids_and_settings_with_their_comments(isoflop: I
         ("fit.tied=true", "fit.tied is no field any more: `isoflop fit` has --tied"),
     ],
 )
-def test_a_typo_is_answered_with_what_is_nearest(isoflop: Isoflop, given: str, said: str) -> None:
-    grid = [f"+{given}"] if given.startswith("grid") else ["+grid=smoke", given]
+def test_a_typo_is_answered_with_what_is_nearest(isoflop: Isoflop, override: str, message: str) -> None:
+    grid = [f"+{override}"] if override.startswith("grid") else ["+grid=smoke", override]
     code, _, error = isoflop("sweep", *grid, "dry_run=true")
     assert code == 2
     assert error.startswith("error: ")
-    assert said in error
+    assert message in error
 
 
 def test_a_field_of_an_earlier_version_leaves_the_table_as_it_is(sweep: SweepDirectory) -> None:
     tables = []
-    for more in ({}, {"rope_slow": None}):
+    for old_fields in ({}, {"rope_slow": None}):
         for run in sweep.runs():
             values = yaml.safe_load((run.path / "config.yaml").read_text())
-            values["variant"], values["model"] = "base", values["model"] | more
+            values["variant"], values["model"] = "base", values["model"] | old_fields
             (run.path / "config.yaml").write_text(yaml.safe_dump(values))
         tables.append(write_table(sweep, {}))
     assert (tables[0]["kv_bytes"] > 0).all()
@@ -107,7 +107,7 @@ def test_a_field_of_an_earlier_version_leaves_the_table_as_it_is(sweep: SweepDir
 
 
 def table(path: Path) -> Path:
-    """A table from a known law, with other column names and without D."""
+    """Write a table from a known law, with other column names and without D, and return its path."""
     generator = np.random.default_rng(0)
     N = np.repeat(10 ** np.linspace(7, 9.5, 6), 6)
     D = np.tile(10 ** np.linspace(9, 11, 6), 6)
@@ -135,7 +135,7 @@ def test_fit_of_a_table_prints_json_and_writes_a_report(isoflop: Isoflop, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["status", "/nonexistent"], "no plan.json"),
         (["fit", "/nonexistent.csv"], "does not exist"),
@@ -153,27 +153,27 @@ def test_fit_of_a_table_prints_json_and_writes_a_report(isoflop: Isoflop, tmp_pa
     ],
 )
 def test_bad_input_is_a_sentence_and_exit_code_2(
-    isoflop: Isoflop, arguments: list[str], says: str, tmp_path: Path
+    isoflop: Isoflop, arguments: list[str], message: str, tmp_path: Path
 ) -> None:
-    given = {"TABLE": table(tmp_path / "t.csv"), "OUT": tmp_path / "out"}
-    whole = pd.read_csv(given["TABLE"]).set_axis(["N", "D", "loss"], axis=1)
+    files = {"TABLE": table(tmp_path / "t.csv"), "OUT": tmp_path / "out"}
+    runs = pd.read_csv(files["TABLE"]).set_axis(["N", "D", "loss"], axis=1)
     for name, frame in {
-        "NAN": whole.assign(loss=[np.nan] + [3.0] * 35),
-        "FIVE": whole.head(5),
-        "NO LOSS": whole[["N", "D"]],
+        "NAN": runs.assign(loss=[np.nan] + [3.0] * 35),
+        "FIVE": runs.head(5),
+        "NO LOSS": runs[["N", "D"]],
     }.items():
-        given[name] = tmp_path / f"{name}.csv"
-        frame.to_csv(given[name], index=False)
-    code, output, error = isoflop(*(given.get(word, word) for word in arguments))
+        files[name] = tmp_path / f"{name}.csv"
+        frame.to_csv(files[name], index=False)
+    code, output, error = isoflop(*(files.get(argument, argument) for argument in arguments))
     assert code == 2, error
-    assert says in error
+    assert message in error
     assert not (tmp_path / "out").exists()
     assert "Traceback" not in output + error
 
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A task of one's own, for no benchmark is at hand everywhere."""
+    """Write a custom task, because benchmarks may not be staged."""
     path = tmp_path_factory.mktemp("questions") / "colours.jsonl"
     rows = [{"question": "<b>The sky</b> is", "choices": [" blue", " green"], "answer": n % 2} for n in range(4)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -183,7 +183,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_evaluate_writes_scores_items_and_a_page(
     isoflop: Isoflop, smoke: tuple[Path, str], questions: Path, tmp_path: Path
 ) -> None:
-    checkpoint, other = sorted(smoke[0].glob("runs/*/checkpoints/step_*"))[:2]
+    checkpoint, other_checkpoint = sorted(smoke[0].glob("runs/*/checkpoints/step_*"))[:2]
     options = ["--tasks", str(questions), "--device", "cpu", "--ngram", "0"]
     code, out, _ = isoflop("evaluate", str(checkpoint), *options, "--output", str(tmp_path / "out"))
     assert code == 0
@@ -200,13 +200,13 @@ def test_evaluate_writes_scores_items_and_a_page(
     assert scores["held_out"]["worst"]
 
     code, out, _ = isoflop(
-        "evaluate", str(checkpoint), str(other), *options, "--output", str(tmp_path / "both"), "--json", "--precision",
-        "bf16", "--against", str(tmp_path / "out" / "scores.json"),
+        "evaluate", str(checkpoint), str(other_checkpoint), *options, "--output", str(tmp_path / "both"), "--json",
+        "--precision", "bf16", "--against", str(tmp_path / "out" / "scores.json"),
     )  # fmt: skip
     assert code == 0
-    both = json.loads(out)
-    assert [one["precision"] for one in both] == ["bf16", "bf16"]
-    names = {f"{path.parent.parent.name}_{path.name}" for path in (checkpoint, other)}
+    documents = json.loads(out)
+    assert [scores["precision"] for scores in documents] == ["bf16", "bf16"]
+    names = {f"{path.parent.parent.name}_{path.name}" for path in (checkpoint, other_checkpoint)}
     assert {path.name for path in (tmp_path / "both").iterdir()} == names
     assert "Compared" in (tmp_path / "both" / sorted(names)[0] / "report.html").read_text()
 
@@ -227,7 +227,7 @@ metric_list: [{metric: acc}, {metric: acc_norm}]
 def test_lm_eval_s_own_command_scores_a_checkpoint_as_ours_does(
     isoflop: Isoflop, smoke: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # lm-eval reads its 14,000 tasks at each start, which is left out here.
+    # Without this lm-eval would read its 14,000 tasks at each start.
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     (tmp_path / "tasks").mkdir()
@@ -240,20 +240,20 @@ def test_lm_eval_s_own_command_scores_a_checkpoint_as_ours_does(
     (tmp_path / "tasks" / "colours.yaml").write_text(LM_EVAL_TASK % data)
     checkpoint = sorted(smoke[0].glob("runs/*/checkpoints/step_*"))[0]
 
-    out = ["--output_path", tmp_path / "theirs.json", "--include_path", tmp_path / "tasks", "--tasks", "colours"]
+    options = ["--output_path", tmp_path / "theirs.json", "--include_path", tmp_path / "tasks", "--tasks", "colours"]
     model = ["--model", "isoflop", "--model_args", f"checkpoint={checkpoint}", "--device", "cpu"]
-    code, said, _ = isoflop("lm_eval", *model, *out)
+    code, output, _ = isoflop("lm_eval", *model, *options)
     assert code == 0
-    assert "|colours|" in said
-    theirs = json.loads(next(tmp_path.glob("theirs*.json")).read_text())["results"]["colours"]
-    code, said, _ = isoflop(
+    assert "|colours|" in output
+    lm_eval_scores = json.loads(next(tmp_path.glob("theirs*.json")).read_text())["results"]["colours"]
+    code, output, _ = isoflop(
         "evaluate", checkpoint, "--tasks", tmp_path / "tasks", "--device", "cpu", "--ngram", "0", "--json"
     )
-    ours = json.loads(said)["tasks"]["colours"]
-    assert 0 < ours["acc"] < 1, "else equality says little"
-    assert (theirs["acc,none"], theirs["acc_norm,none"]) == (ours["acc"], ours["acc_norm"])
+    our_scores = json.loads(output)["tasks"]["colours"]
+    assert 0 < our_scores["acc"] < 1, "else equality says little"
+    assert (lm_eval_scores["acc,none"], lm_eval_scores["acc_norm,none"]) == (our_scores["acc"], our_scores["acc_norm"])
 
-    for given, says in [
+    for model_args, message in [
         ("precision=fp32", "--model_args has no checkpoint"),
         (
             f"checkpoint={checkpoint},colour=red",
@@ -262,13 +262,13 @@ def test_lm_eval_s_own_command_scores_a_checkpoint_as_ours_does(
         (f"checkpoint={checkpoint},precision=fp8", "precision is 'fp8'"),
         ("checkpoint=nowhere", "nowhere"),
     ]:
-        code, _, error = isoflop("lm_eval", *model[:3], given, *out)
+        code, _, error = isoflop("lm_eval", *model[:3], model_args, *options)
         assert code == 2
-        assert says in error
+        assert message in error
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--device", "tpu"], "device is 'tpu'"),
         (["--precision", "fp8"], "precision is 'fp8'"),
@@ -279,13 +279,13 @@ def test_lm_eval_s_own_command_scores_a_checkpoint_as_ours_does(
     ],
 )
 def test_what_cannot_be_evaluated_is_a_sentence_and_writes_nothing(
-    isoflop: Isoflop, smoke: tuple[Path, str], questions: Path, tmp_path: Path, arguments: list[str], says: str
+    isoflop: Isoflop, smoke: tuple[Path, str], questions: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     checkpoint = next(smoke[0].glob("runs/*/checkpoints/step_*"))
-    given = ["--tasks", str(questions), *arguments, "--output", str(tmp_path / "out")]
-    code, out, error = isoflop("evaluate", str(checkpoint), *given)
+    options = ["--tasks", str(questions), *arguments, "--output", str(tmp_path / "out")]
+    code, out, error = isoflop("evaluate", str(checkpoint), *options)
     assert code == 2
-    assert says in error
+    assert message in error
     assert "Traceback" not in out + error
     assert not list(tmp_path.glob("out/*"))
 
@@ -309,7 +309,7 @@ def test_data_prepare_builds_the_shards_once(isoflop: Isoflop, tmp_path: Path, m
     assert code == 0
     assert "train: " in output
     assert "skipped: 21 files (20 .gz, 1 without ending); read are .txt, " in output
-    assert re.search(r"built in \d.* s; [\d,]+ tokens/s", error)  # in a pipe, as here, too
+    assert re.search(r"built in \d.* s; [\d,]+ tokens/s", error)  # also without a terminal, as here
     shards = Path(re.findall("^shards: (.*)$", output, re.M)[0])
     assert (shards / "train.bin").exists()
     built = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.bin")}
@@ -324,33 +324,33 @@ def test_compare_says_how_many_times_the_compute_the_base_needs(isoflop: Isoflop
         table.frame.to_csv(tmp_path / f"{name}.csv", index=False)
     tables = [tmp_path / "base.csv", tmp_path / "better.csv"]
     code, output, _ = isoflop("compare", *tables, "--json")
-    (found,) = json.loads(output)
-    middle = found["multipliers"][1]
-    assert (code, found["base"], found["variant"]) == (0, "base", "better")
+    (comparison,) = json.loads(output)
+    middle = comparison["multipliers"][1]
+    assert (code, comparison["base"], comparison["variant"]) == (0, "base", "better")
     assert middle["ci"][0] < 1.5 < middle["ci"][1]
     code, output, _ = isoflop("compare", *tables, "--target-flops", "1e15")
     assert code == 0
     assert "1e+15 (beyond the runs)" in " ".join(output.split())
     assert "compute multiplier of 1." in " ".join(output.split())
-    for wrong, says in (
+    for arguments, message in (
         ([tables[0]], "has runs of one variant; give two sweeps or tables, or a sweep of +grid=compare"),
         ([tables[0], tables[0]], "what is compared must share no run"),
         ([tables[0], tmp_path / "no.csv"], "no.csv"),
         (["nothing.csv"], "'nothing.csv' is no path and no override; give sweeps, tables, or such as optimizer=muon"),
     ):
-        code, _, said = isoflop("compare", *wrong)
+        code, _, error = isoflop("compare", *arguments)
         assert code == 2
-        assert says in " ".join(said.split())
+        assert message in " ".join(error.split())
 
 
 def test_compare_of_overrides_shows_the_plan_and_the_command_to_start_it(
     isoflop: Isoflop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, output, said = isoflop(
+    code, output, error = isoflop(
         "compare", "cluster=local cluster.flops_per_second=1e11 grid.seeds=[0]", "model.qk_norm=true"
     )
-    assert (code, said) == (0, "")
+    assert (code, error) == (0, "")
     assert "24 runs" in output  # 3 sizes, 4 D, twice
     assert "start it: python sweep.py +grid=compare cluster=local" in output
     assert "'grid.variants={qk_norm_true:[model.qk_norm=true]}'" in output
@@ -360,17 +360,17 @@ def test_compare_of_overrides_shows_the_plan_and_the_command_to_start_it(
 def test_the_console_script_is_installed(smoke: tuple[Path, str]) -> None:
     script = Path(sys.executable).parent / "isoflop"
     if not script.exists():
-        pytest.skip("isoflop is not installed beside this interpreter")
+        pytest.skip("isoflop is not installed next to this interpreter")
     environment = {**os.environ, "PYTHONWARNINGS": "error::DeprecationWarning:isoflop"}
-    done = subprocess.run([script, "status", smoke[0]], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "4 done" in done.stdout
+    process = subprocess.run([script, "status", smoke[0]], capture_output=True, text=True, env=environment, check=False)
+    assert process.returncode == 0, process.stderr
+    assert "4 done" in process.stdout
 
 
 def test_a_closed_pipe_is_no_error(smoke: tuple[Path, str]) -> None:
     command = f"{sys.executable} -m isoflop status {smoke[0]} --json | head -1"
-    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
-    assert "Traceback" not in done.stderr
+    process = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
+    assert "Traceback" not in process.stderr
 
 
 def test_ctrl_c_during_an_evaluation_is_a_sentence(isoflop: Isoflop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,46 +387,46 @@ def test_ctrl_c_during_an_evaluation_is_a_sentence(isoflop: Isoflop, monkeypatch
     assert error.count("interrupted; everything finished so far is kept") == 1
 
 
-def stamps(folder: Path) -> dict[str, int]:
-    """When each file of a sweep was last written, locks apart."""
+def modification_times(folder: Path) -> dict[str, int]:
+    """Return when each file of a sweep was last written, without locks."""
     files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".lock")]
     return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in files}
 
 
 @pytest.mark.slow
 def test_a_sweep_that_is_asked_for_again_writes_only_what_is_out_of_date(folder: Path) -> None:
-    def again(*more: str) -> set[str]:
-        before = stamps(folder)
-        assert sweep_main([*SMOKE, f"output_root={folder.parent}", *more]) == 0
-        return {name for name, when in stamps(folder).items() if before.get(name) != when}
+    def files_changed_by_sweep(*overrides: str) -> set[str]:
+        before = modification_times(folder)
+        assert sweep_main([*SMOKE, f"output_root={folder.parent}", *overrides]) == 0
+        return {name for name, time_ns in modification_times(folder).items() if before.get(name) != time_ns}
 
-    def written_anew() -> set[str]:
-        before = stamps(folder)
+    def files_changed_by_results() -> set[str]:
+        before = modification_times(folder)
         write_results(SweepDirectory.open(folder))
-        return {name for name, when in stamps(folder).items() if before.get(name) != when}
+        return {name for name, time_ns in modification_times(folder).items() if before.get(name) != time_ns}
 
     results = {"table.csv", "costs.json", "fit/law.json", "fit/report.html", "fit/inputs.json"}
-    assert again() >= {"sweep.yaml", *results}, "the copy lies in another folder"
-    assert again() == set()
-    changed = again("fit.bootstrap=101")
+    assert files_changed_by_sweep() >= {"sweep.yaml", *results}, "the copy is in another folder"
+    assert files_changed_by_sweep() == set()
+    changed = files_changed_by_sweep("fit.bootstrap=101")
     assert changed >= {"sweep.yaml", *results}
     assert not any(name.startswith("runs/") for name in changed)
-    assert again("fit.bootstrap=101") == set()
+    assert files_changed_by_sweep("fit.bootstrap=101") == set()
     (folder / "fit" / "report.html").unlink()
-    assert written_anew() >= results
+    assert files_changed_by_results() >= results
     for text in ('{"digest"', '{"digest": "of an older version"}'):
         (folder / "fit" / "inputs.json").write_text(text)
-        assert written_anew() >= results
+        assert files_changed_by_results() >= results
     run = SweepDirectory.open(folder).runs()[0]
     (run.path / "summary.json").write_text(json.dumps(run.summary()))
-    assert written_anew() >= results, "a run wrote its summary anew"
-    assert written_anew() == set()
+    assert files_changed_by_results() >= results, "a run wrote its summary again"
+    assert files_changed_by_results() == set()
 
 
 def test_a_warning_of_ours_is_a_note_and_shows_no_code(isoflop: Isoflop, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a text about tensors and words\n" * 500)
-    given = ("data=text", f"data.path={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}", "data.tokenizer=bpe")
-    code, _, error = isoflop("data", "prepare", *given)
+    overrides = ("data=text", f"data.path={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}", "data.tokenizer=bpe")
+    code, _, error = isoflop("data", "prepare", *overrides)
     assert code == 0
     assert re.search(r"^note: data.vocab_size is 4096; the corpus gives only \d+ tokens", error, re.MULTILINE)
     assert "UserWarning" not in error
@@ -459,15 +459,15 @@ def test_status_shows_more_of_a_large_sweep_when_asked(
 def test_no_byte_of_a_file_reaches_the_terminal_as_a_command_to_it(
     isoflop: Isoflop, sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
-    one = sweep.runs()[0]
-    set_state(one, "failed", reason="\x1b[2Jgone\x07")
-    one.log("\x1b]0;title\x07")
-    write_json(one.path / "cancel.json", {"by": "\x9b31m", "at": 0.0})
+    run = sweep.runs()[0]
+    set_state(run, "failed", reason="\x1b[2Jgone\x07")
+    run.log("\x1b]0;title\x07")
+    write_json(run.path / "cancel.json", {"by": "\x9b31m", "at": 0.0})
     monkeypatch.setattr(conduct, "resume", lambda sweep, only: 0)
-    code, *said = isoflop(command[0], sweep.path, *[one.run_id for _ in command[1:]])
+    code, *outputs = isoflop(command[0], sweep.path, *[run.run_id for _ in command[1:]])
     assert code in (0, 1)
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(said))
-    assert r"\x1b" in "".join(said) or command[0] in ("doctor", "cancel")
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(outputs))
+    assert r"\x1b" in "".join(outputs) or command[0] in ("doctor", "cancel")
 
 
 def test_the_doctor_s_exit_code_says_whether_anything_is_left(isoflop: Isoflop, sweep: SweepDirectory) -> None:
@@ -483,14 +483,14 @@ def test_the_doctor_s_exit_code_says_whether_anything_is_left(isoflop: Isoflop, 
     assert isoflop("doctor", sweep.path)[0] == 1
 
 
-@pytest.mark.parametrize("where", ["nowhere/more.yaml", "."])
+@pytest.mark.parametrize("target", ["nowhere/more.yaml", "."])
 def test_a_suggestion_that_cannot_be_written_is_one_sentence(
-    isoflop: Isoflop, sweep: SweepDirectory, where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    isoflop: Isoflop, sweep: SweepDirectory, target: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(suggest, "suggest_runs", lambda *_, **__: SimpleNamespace(grid={"kind": "points"}))
-    code, _, error = isoflop("suggest", sweep.path, "--budget", 1e12, "--write", tmp_path / where)
+    code, _, error = isoflop("suggest", sweep.path, "--budget", 1e12, "--write", tmp_path / target)
     assert code == 2
-    assert f"--write is {tmp_path / where}" in error
+    assert f"--write is {tmp_path / target}" in error
     assert "name a file" in error
     assert not (tmp_path / "nowhere").exists()
 
@@ -502,11 +502,11 @@ def test_cancel_and_retry_pass_on_their_exit_codes(
     first = sweep.runs()[0]
     (first.path / "summary.json").unlink()
     set_state(first, "preempted", reason="signal SIGTERM")
-    code, output, said = isoflop("cancel", sweep.path, first.run_id[:6], "--json")
+    code, output, error = isoflop("cancel", sweep.path, first.run_id[:6], "--json")
     (changed,) = json.loads(output)["changed"]
     assert (code, changed["run_id"], changed["state"]) == (0, first.run_id, "cancelled")
-    assert said == f"run {first.run_id} is cancelled\n"
-    assert isoflop("retry", sweep.path)[0] == 0  # it was cancelled by hand, and is not among the failed
+    assert error == f"run {first.run_id} is cancelled\n"
+    assert isoflop("retry", sweep.path)[0] == 0  # a run that was cancelled by hand has not failed
     code, output, _ = isoflop("retry", sweep.path, first.run_id[:6])
     assert code == 1
     assert "is tried again; it was cancelled" in output
@@ -521,10 +521,10 @@ def test_the_shell_completes_run_ids(sweep: SweepDirectory) -> None:
         "_TYPER_COMPLETE_ARGS": f"isoflop logs {sweep.path} {run_id[:4]}",
     }  # fmt: skip
     code = "import sys; sys.argv = ['isoflop']; from isoflop.sweeps.cli.main import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert run_id in done.stdout
-    assert "done, N 218k D 32.8k" in done.stdout
-    assert not any(other.run_id in done.stdout for other in sweep.runs()[1:])
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert run_id in process.stdout
+    assert "done, N 218k D 32.8k" in process.stdout
+    assert not any(other.run_id in process.stdout for other in sweep.runs()[1:])
 
 
 @pytest.mark.parametrize("arguments", [("fit", "--target-flops", "1e15"), ("report",)])
@@ -536,7 +536,7 @@ def test_a_law_is_fitted_again_and_printed_as_json(
     code, output, _ = isoflop(arguments[0], sweep.path, *arguments[1:], "--json")
     assert code == 0
     law = json.loads(output)
-    assert arguments == ("report",) or law["law"] is None  # four runs are fewer than a law has parameters
+    assert arguments == ("report",) or law["law"] is None  # a law has more parameters than there are runs
     assert "no_parametric" in {warning["code"] for warning in law["warnings"]}
     assert json.loads((sweep.path / "fit" / "law.json").read_text())["warnings"] == law["warnings"]
     assert (sweep.path / "fit" / "report.html").exists()
@@ -569,13 +569,13 @@ def test_what_is_no_sweep_or_run_of_this_version_is_one_sentence(
 
     assert "is not a sweep directory" in refusal(tmp_path)
     if command in ("logs", "retry", "cancel"):
-        assert "run is 'zzz', which must begin exactly one run id of" in (said := refusal(sweep.path, "zzz"))
-        assert "it begins none" in said
+        assert "run is 'zzz', which must begin exactly one run id of" in (message := refusal(sweep.path, "zzz"))
+        assert "it begins none" in message
     plan = json.loads((sweep.path / "plan.json").read_text())
     for planned in plan["runs"]:
         del planned["estimated_seconds"]
     (sweep.path / "plan.json").write_text(json.dumps(plan))
-    if command != "doctor":  # which says so as a finding
-        said = refusal(sweep.path)
-        assert "missing required field estimated_seconds" in said
-        assert "use the version that wrote it" in said
+    if command != "doctor":  # the doctor reports it as a finding
+        message = refusal(sweep.path)
+        assert "missing required field estimated_seconds" in message
+        assert "use the version that wrote it" in message

@@ -1,4 +1,4 @@
-"""`isoflop generate`: the text that recomputation gives, streamed whole characters at a time, and refusals."""
+"""`isoflop generate` prints the text that full recomputation gives, streams whole characters, and refuses bad input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from isoflop.train.data.tokenizers import ByteTokenizer
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
-    """Exit code and what was printed, as the console script would have it."""
+    """Run `isoflop generate` and return the exit code, standard output and standard error."""
     command = typer.main.get_command(app)
     code = guarded(lambda: command.main(["generate", *map(str, arguments)], standalone_mode=False) or 0)
     printed = capsys.readouterr()
@@ -32,8 +32,8 @@ def checkpoint(smoke: tuple[Path, str]) -> Path:
     return next(iter(sorted((smoke[0] / "runs").iterdir())))
 
 
-def naive(checkpoint: Path, prompt: str, count: int) -> list[int]:
-    """Greedy tokens, the whole window recomputed for each."""
+def recompute(checkpoint: Path, prompt: str, count: int) -> list[int]:
+    """Return greedy tokens, recomputing the whole window for each."""
     loaded = load_for_evaluation(checkpoint)
     length, end = loaded.config.data.sequence_length, loaded.tokenizer.end_of_document
     text = loaded.tokenizer.encode(prompt).tolist() or [end]
@@ -47,15 +47,15 @@ def naive(checkpoint: Path, prompt: str, count: int) -> list[int]:
 
 @pytest.mark.parametrize("prompt", ["def run(", ""])
 def test_the_text_is_that_of_recomputation(checkpoint: Path, prompt: str, capsys: pytest.CaptureFixture[str]) -> None:
-    new = naive(checkpoint, prompt, 20)
+    new = recompute(checkpoint, prompt, 20)
     expected = load_for_evaluation(checkpoint).tokenizer.decode(new)
     code, out, _ = run(capsys, checkpoint, prompt, "--max-tokens", 20, "--device", "cpu")
     assert (code, out) == (0, expected + "\n")
     code, out, _ = run(capsys, checkpoint, prompt, "--max-tokens", 20, "--device", "cpu", "--json")
-    said = json.loads(out)
-    assert (said["prompt"], said["text"], said["tokens"]) == (prompt, expected, len(new))
-    assert said["tokens_per_s"]["prefill"] > 0
-    assert len(new) < 2 or said["tokens_per_s"]["decode"] > 0
+    document = json.loads(out)
+    assert (document["prompt"], document["text"], document["tokens"]) == (prompt, expected, len(new))
+    assert document["tokens_per_s"]["prefill"] > 0
+    assert len(new) < 2 or document["tokens_per_s"]["decode"] > 0
 
 
 def test_a_seed_repeats_a_sampled_text_and_another_one_does_not(
@@ -78,36 +78,36 @@ def test_the_prompt_comes_from_standard_input(
 
 
 def test_pieces_are_whole_characters_and_add_up_to_the_text() -> None:
-    chance, tokenizer = random.Random(0), ByteTokenizer()
+    rng, tokenizer = random.Random(0), ByteTokenizer()
     for _ in range(300):
-        text = "".join(chance.choice("aé😀\n漢") for _ in range(chance.randrange(12)))
+        text = "".join(rng.choice("aé😀\n漢") for _ in range(rng.randrange(12)))
         tokens = list(text.encode())
-        if chance.random() < 0.3:  # bytes that are no UTF-8 come through as U+FFFD
-            tokens.insert(chance.randrange(len(tokens) + 1), 0xC3)
+        if rng.random() < 0.3:  # bytes that are not UTF-8 become U+FFFD
+            tokens.insert(rng.randrange(len(tokens) + 1), 0xC3)
             text = bytes(tokens).decode(errors="replace")
         pieces = Pieces(tokenizer.decode)
-        said = []
+        printed = []
         for token in tokens:
-            said.append(pieces.add(token))
-            assert text.startswith("".join(said))
-        assert "".join(said) + pieces.rest() == text == pieces.text
+            printed.append(pieces.add(token))
+            assert text.startswith("".join(printed))
+        assert "".join(printed) + pieces.rest() == text == pieces.text
 
 
-def test_nothing_of_a_stop_is_said_however_the_tokens_cut_it() -> None:
-    chance = random.Random(1)
+def test_no_part_of_a_stop_is_printed_however_the_tokens_cut_it() -> None:
+    rng = random.Random(1)
     for _ in range(500):
-        text = "".join(chance.choice("ab\n") for _ in range(20))
-        stops = ["".join(chance.choice("ab\n") for _ in range(chance.randrange(1, 5))) for _ in range(2)]
-        # The stop that is complete first ends the text; another may begin earlier and be longer.
-        grown = next((text[:n] for n in range(21) if any(stop in text[:n] for stop in stops)), text)
-        cut = min([len(grown), *(place for stop in stops if (place := grown.find(stop)) >= 0)])
-        pieces, said = Pieces(ByteTokenizer().decode, stops), ""
+        text = "".join(rng.choice("ab\n") for _ in range(20))
+        stops = ["".join(rng.choice("ab\n") for _ in range(rng.randrange(1, 5))) for _ in range(2)]
+        # The first stop that is complete ends the text, but a longer stop may begin earlier.
+        stopped_text = next((text[:n] for n in range(21) if any(stop in text[:n] for stop in stops)), text)
+        cut = min([len(stopped_text), *(place for stop in stops if (place := stopped_text.find(stop)) >= 0)])
+        pieces, printed = Pieces(ByteTokenizer().decode, stops), ""
         for token in text.encode():
-            said += pieces.add(token)
-            assert text[:cut].startswith(said)
+            printed += pieces.add(token)
+            assert text[:cut].startswith(printed)
             if pieces.stopped:
                 break
-        assert said + pieces.rest() == pieces.text == text[:cut]
+        assert printed + pieces.rest() == pieces.text == text[:cut]
         assert pieces.stopped == any(stop in text for stop in stops)
 
 
@@ -146,4 +146,4 @@ def test_an_interrupt_ends_the_line_without_a_traceback(
     monkeypatch.setattr(cli_generate, "Pieces", Interrupted)
     with pytest.raises(SystemExit, match="130"):
         run(capsys, checkpoint, "text")
-    assert capsys.readouterr() == ("\n", ""), "what was printed says it all"
+    assert capsys.readouterr() == ("\n", ""), "no traceback is printed"

@@ -1,4 +1,4 @@
-"""`isoflop cancel` and `retry`: what is stopped at once and what is asked to stop, and what is tried again."""
+"""`isoflop cancel` and `retry`: which runs are stopped at once, asked to stop, or tried again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ POLICY = Policy()
 
 @pytest.fixture
 def sweep(sweep: SweepDirectory) -> SweepDirectory:
-    """A copy of the smoke sweep whose runs have not begun."""
+    """Return a copy of the smoke sweep whose runs have not started."""
     for run in sweep.runs():
         for name in ("summary.json", "state.json", JOURNAL, OLD_LINES):
             (run.path / name).unlink(missing_ok=True)
@@ -38,7 +38,7 @@ def sweep(sweep: SweepDirectory) -> SweepDirectory:
 
 @pytest.fixture
 def resumed(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
-    """What `retry` had started, instead of training it."""
+    """Replace training after `retry` and return the list of the run ids that it would start."""
     calls: list[set[str]] = []
 
     def resume(sweep: SweepDirectory, only: set[str]) -> int:
@@ -50,26 +50,26 @@ def resumed(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
 
 
 @pytest.fixture
-def busy() -> Iterator[Callable[[RunDirectory], None]]:
-    """Lets a process of its own hold a run."""
-    context, held = multiprocessing.get_context("fork"), list[tuple[object, object]]()
+def lock_elsewhere() -> Iterator[Callable[[RunDirectory], None]]:
+    """Return a function that locks a run in another process until the test ends."""
+    context, processes = multiprocessing.get_context("fork"), list[tuple[object, object]]()
 
     def hold(run: RunDirectory) -> None:
-        begun, over = context.Event(), context.Event()
+        locked, test_is_over = context.Event(), context.Event()
 
         def work() -> None:
             with run.lock():
-                begun.set()
-                over.wait()
+                locked.set()
+                test_is_over.wait()
 
         process = context.Process(target=work)
         process.start()
-        held.append((process, over))
-        begun.wait()
+        processes.append((process, test_is_over))
+        locked.wait()
 
     yield hold
-    for process, over in held:
-        over.set()  # type: ignore[attr-defined]
+    for process, test_is_over in processes:
+        test_is_over.set()  # type: ignore[attr-defined]
         process.join()  # type: ignore[attr-defined]
 
 
@@ -82,27 +82,27 @@ def fail(run: RunDirectory, cause: str) -> None:
 
 
 def begin(run: RunDirectory, machine: str | None = None) -> None:
-    """Write that an attempt began, as a worker on this machine or another."""
+    """Record the start of an attempt by a worker on this machine or another."""
     run.write_event(Started, attempt=1, host="node1", job_id="1", machine=machine or socket.gethostname())
 
 
-@pytest.mark.parametrize(("prefix", "says"), [("zz", "it begins none"), ("", "2b55d78312, d237d5ba58")])
-def test_a_run_is_named_by_first_digits_that_no_other_has(prefix: str, says: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("prefix", "message"), [("zz", "it begins none"), ("", "2b55d78312, d237d5ba58")])
+def test_a_run_is_named_by_first_digits_that_no_other_has(prefix: str, message: str, tmp_path: Path) -> None:
     sweep = SweepDirectory(tmp_path)
     write_json(tmp_path / "plan.json", {"runs": [planned_run("2b55d78312"), planned_run("d237d5ba58")]})
-    found = membership.find_runs(sweep, ["d237d5b", "2b55d78312", "d237d5ba58"])
-    assert [run.run_id for run in found] == ["d237d5ba58", "2b55d78312"]
+    runs = membership.find_runs(sweep, ["d237d5b", "2b55d78312", "d237d5ba58"])
+    assert [run.run_id for run in runs] == ["d237d5ba58", "2b55d78312"]
     with pytest.raises(UserError, match="must begin exactly one run id") as error:
         membership.find_runs(sweep, [prefix])
-    assert says in str(error.value)
+    assert message in str(error.value)
 
 
-def test_what_nobody_trains_is_cancelled_at_once_and_what_is_over_stays(
+def test_runs_that_do_not_train_are_cancelled_at_once_and_ended_ones_stay(
     sweep: SweepDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned, queued, dead, diverged = sweep.runs()
     set_state(queued, "queued")
-    begin(dead)  # and no process holds it
+    begin(dead)  # no process holds its lock
     set_state(diverged, "diverged", reason="the loss is nan")
     assert control.cancel(sweep, []) == 0
     assert states_of(sweep) == ["cancelled", "cancelled", "cancelled", "diverged"]
@@ -114,11 +114,11 @@ def test_what_nobody_trains_is_cancelled_at_once_and_what_is_over_stays(
 
 
 def test_a_run_that_trains_is_asked_to_stop_and_left_to_its_worker(
-    sweep: SweepDirectory, busy: Callable[[RunDirectory], None], capsys: pytest.CaptureFixture[str]
+    sweep: SweepDirectory, lock_elsewhere: Callable[[RunDirectory], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = sweep.runs()[0]
     begin(run)
-    busy(run)
+    lock_elsewhere(run)
     control.cancel(sweep, [run.run_id[:6]])
     assert run.state().state == "running"
     assert run.cancel_asked() is not None
@@ -139,25 +139,25 @@ def test_a_lock_that_does_not_reach_this_node_is_not_taken_for_a_dead_run(sweep:
         pass
 
 
-def test_of_failed_runs_only_those_are_cancelled_that_would_be_tried_again(sweep: SweepDirectory) -> None:
-    again, never = sweep.runs()[:2]
-    fail(again, "node")
-    fail(never, "error")
+def test_only_failed_runs_that_would_be_retried_are_cancelled(sweep: SweepDirectory) -> None:
+    retryable, final = sweep.runs()[:2]
+    fail(retryable, "node")
+    fail(final, "error")
     control.cancel(sweep, [])
-    assert again.state().state == "cancelled"
-    assert "node it was" in (again.state().reason or "")
-    assert never.state().state == "failed"
+    assert retryable.state().state == "cancelled"
+    assert "node it was" in (retryable.state().reason or "")
+    assert final.state().state == "failed"
 
 
-def test_two_people_can_cancel_at_once(sweep: SweepDirectory) -> None:
+def test_several_users_can_cancel_at_once(sweep: SweepDirectory) -> None:
     context = multiprocessing.get_context("fork")
-    people = [context.Process(target=control.cancel, args=(sweep, [])) for _ in range(4)]
-    for person in people:
-        person.start()
-    for person in people:
-        person.join()
-    assert [person.exitcode for person in people] == [0] * 4
-    control.cancel(sweep, [])  # of somebody who found the lock taken the wish is left
+    processes = [context.Process(target=control.cancel, args=(sweep, [])) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
+    control.cancel(sweep, [])  # carries out the request of a process that found a lock taken
     assert states_of(sweep) == ["cancelled"] * 4
 
 
@@ -169,11 +169,11 @@ def test_jobs_in_the_queue_are_cancelled_with_the_whole_sweep_and_not_with_a_run
     install("squeue", "\n".join(f"echo '{job}|PENDING|Priority|{comment}'" for job, comment in comments))
     install("scancel", f'echo "$@" >> {calls}')
     write_json(sweep.path / "jobs" / LAUNCH, {"token": "abc", "folder": str(tmp_path)})
-    one, *_ = sweep.runs()
-    set_state(one, "queued")
-    assert control.cancel(sweep, [one.run_id]) == 0
+    run, *_ = sweep.runs()
+    set_state(run, "queued")
+    assert control.cancel(sweep, [run.run_id]) == 0
     assert states_of(sweep) == ["cancelled", "planned", "planned", "planned"]
-    assert not calls.exists(), "a worker goes on with other runs"
+    assert not calls.exists(), "a worker continues with other runs"
     assert control.cancel(sweep, []) == 0
     assert calls.read_text().splitlines() == ["12_0 13"]
     install("squeue", "echo 'slurm_load_jobs error: Invalid user id' >&2; exit 1")
@@ -201,15 +201,15 @@ def test_retry_without_names_takes_what_failed_and_what_was_killed(
     assert cancelled.cancel_asked() is None
 
 
-def test_what_is_done_or_at_work_is_not_tried_again(
-    sweep: SweepDirectory, smoke: tuple[Path, str], resumed: list[set[str]], busy: Callable[[RunDirectory], None],
-    capsys: pytest.CaptureFixture[str],
+def test_finished_and_running_runs_are_not_retried(
+    sweep: SweepDirectory, smoke: tuple[Path, str], resumed: list[set[str]],
+    lock_elsewhere: Callable[[RunDirectory], None], capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     done, running = sweep.runs()[:2]
     shutil.copy(smoke[0] / "runs" / done.run_id / "summary.json", done.path)
     set_state(done, "done")
     begin(running)
-    busy(running)
+    lock_elsewhere(running)
     control.retry(sweep, [done.run_id, running.run_id], failed=False, diverged=False)
     printed = capsys.readouterr().out
     assert f"run {done.run_id} is done, and stays so" in printed
@@ -252,8 +252,8 @@ def test_a_failed_run_that_is_tried_again_ends_as_if_it_had_never_failed(
     shutil.rmtree(run.path / "checkpoints")
     set_state(run, "failed", reason="the disk is full")
     command = [sys.executable, "-m", "isoflop.sweeps.cli.main", "retry", str(sweep.path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
     after = run.summary()
     assert before is not None
     assert after is not None
@@ -274,7 +274,7 @@ def test_what_was_cancelled_is_tried_again_when_asked_for(
     assert states_of(sweep) == ["planned"] * 4
 
 
-def test_of_a_dead_run_that_is_cancelled_no_sign_of_life_stays(sweep: SweepDirectory) -> None:
+def test_a_cancelled_dead_run_leaves_no_sign_of_life(sweep: SweepDirectory) -> None:
     run = sweep.runs()[0]
     begin(run)
     run.give_sign()

@@ -1,4 +1,4 @@
-"""Which checkpoints of a sweep are kept and scored, the rows and pages that they become: a trunk and its branch."""
+"""Checkpoints of a trunk and its branch: which are kept and scored, and their rows and pages."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ EVERY = 10
 
 
 def family(base: RunConfig) -> list[RunConfig]:
-    """Runs of 80 and of 40 steps: a trunk, and a branch that begins at step 32."""
+    """Return a trunk of 80 steps, and a branch of 40 that begins at step 32."""
     return merge_runs([replace(base, tokens=2 * base.tokens), base]).runs
 
 
-def test_a_run_keeps_a_checkpoint_every_so_many_steps_of_its_own() -> None:
+def test_a_run_keeps_a_checkpoint_every_so_many_of_its_own_steps() -> None:
     trunk, branch = family(forty_steps(DataConfig(sequence_length=16)))
     assert (trunk_steps(branch), branch.parent) == (32, run_id(trunk))
     assert steps_between(trunk, 10) == [10, 20, 30, 40, 50, 60, 70]
     assert steps_between(trunk, 80) == steps_between(trunk, None) == []
     assert steps_between(branch, 10) == []
     assert steps_between(branch, 4) == [36]
-    assert steps_between(branch, 32) == []  # that one is the trunk's
+    assert steps_between(branch, 32) == []  # step 32 is a checkpoint of the trunk
 
 
 def test_what_is_kept_for_branches_stays_and_no_run_becomes_another() -> None:
     runs = family(forty_steps(DataConfig(sequence_length=16)))
-    kept = keep_between(runs, 30)
-    assert [run.checkpoint.at_steps for run in kept] == [[30, 32, 60], None]
-    assert [run_id(run) for run in kept] == [run_id(run) for run in runs]
-    assert keep_between(kept, 30) == kept
+    merged = keep_between(runs, 30)
+    assert [run.checkpoint.at_steps for run in merged] == [[30, 32, 60], None]
+    assert [run_id(run) for run in merged] == [run_id(run) for run in runs]
+    assert keep_between(merged, 30) == merged
     assert keep_between(runs, None) == runs
 
 
@@ -68,11 +68,11 @@ def test_a_missing_task_is_refused_before_anything_is_trained(
     (tmp_path / "quiz.jsonl").write_text('{"question": "a", "choices": ["b", "c"], "answer": 0}')
     monkeypatch.setattr("isoflop.evaluate.tasks.hub.task_manager", lambda *_: SimpleNamespace(all_tasks=["mmlu"]))
 
-    def planned(path: str, *more: str) -> list[str]:
+    def planned(path: str, *overrides: str) -> list[str]:
         config = compose(
             ["+grid=smoke", "cluster=local", "cluster.flops_per_second=1e11", "tracker=none", "evaluate=custom",
              f"evaluate.path={path}", "data=text", f"data.path={data.path}", f"data.cache_dir={data.cache_dir}",
-             "data.tokenizer=bytes", *more]
+             "data.tokenizer=bytes", *overrides]
         )  # fmt: skip
         config.sweep, config.output_root = "sweep", str(tmp_path)
         return prepare.from_config(config).config.evaluate.tasks
@@ -91,13 +91,13 @@ def test_a_missing_task_is_refused_before_anything_is_trained(
     (tmp_path / "quiz").mkdir()
     assert planned("quiz") == [f"{tmp_path}/quiz"]
     (tmp_path / "mmlu").mkdir()
-    assert planned("mmlu") == ["mmlu"]  # lm-eval's name comes first, as where the tasks are loaded
+    assert planned("mmlu") == ["mmlu"]  # lm-eval's name has priority over a folder, as when tasks are loaded
     assert not (tmp_path / "sweep").exists()
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, small_corpus: Callable[..., DataConfig]) -> Path:
-    """A sweep of that trunk and that branch, trained and not scored."""
+    """Train a sweep of the trunk and the branch of `family`, without scoring."""
     folder = tmp_path_factory.mktemp("sweeps") / "family"
     sweep, runs = SweepDirectory(folder), keep_between(family(forty_steps(small_corpus(512))), EVERY)
     plan = [
@@ -123,7 +123,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, small_corpus: Callable[...
 
 
 def score(sweep: SweepDirectory) -> None:
-    """Score what has no scores, as a worker does."""
+    """Score all runs without scores, as a worker does."""
     settings, evaluator = sweep.settings()["config"]["evaluate"], None
     for run in sweep.runs():
         if not is_scored(run, settings):
@@ -156,7 +156,7 @@ def test_every_kept_checkpoint_and_the_final_one_are_scored_once(
     assert is_scored(trunk, settings)
     assert is_scored(branch, settings)
     assert not is_scored(trunk, settings | {"limit": 3})
-    # The trunk trained through what its branch shares with it, and only final checkpoints keep their items.
+    # The trunk has the checkpoints of the shared part, and only final checkpoints keep their items.
     assert [path.name for path in (trunk.path / "eval").glob("*.items.jsonl.gz")] == ["step_80.items.jsonl.gz"]
     monkeypatch.setattr(scoring, "open_evaluator", lambda *_: pytest.fail("nothing is left to score"))
     score(SweepDirectory(scored))
@@ -170,43 +170,43 @@ def test_decoding_is_timed_where_it_is_asked_for_and_costs_no_other_score(
     trunk, _, settings = opened(folder)
     before = {step: read_json(trunk.path / "eval" / f"step_{step}.json") or {} for step in (70, 80)}
     request = read_json(trunk.path / "eval" / "step_80.request.json") or {}
-    assert [*request] == ["tasks", "limit", "ngram"]  # those of sweeps that were scored before there were such times
+    assert [*request] == ["tasks", "limit", "ngram"]  # equal to requests of sweeps from before decoding was timed
     assert "decode" not in before[80]
     assert not {"decode_seconds", "decode_device"} & {*build_table(SweepDirectory(folder))}
     (folder / "sweep.yaml").write_text(yaml.safe_dump({"config": {"evaluate": settings | {"decode": True}}}))
     monkeypatch.setattr("isoflop.evaluate.checkpoint.answer_task", lambda *_: pytest.fail("a task is scored again"))
-    for _ in range(2):  # the second has nothing to do
+    for _ in range(2):  # the second pass has nothing to score
         score(SweepDirectory(folder))
         monkeypatch.setattr(scoring, "open_evaluator", lambda *_: pytest.fail("nothing is left to score"))
     after = {step: read_json(trunk.path / "eval" / f"step_{step}.json") or {} for step in (70, 80)}
     timed = after[80].pop("decode")
-    assert {step: one | {"checkpoint": ""} for step, one in after.items()} == {
-        step: one | {"checkpoint": ""} for step, one in before.items()
+    assert {step: scores | {"checkpoint": ""} for step, scores in after.items()} == {
+        step: scores | {"checkpoint": ""} for step, scores in before.items()
     }
     table = build_table(SweepDirectory(folder))
-    mine = table[table["run_id"] == trunk.run_id].set_index("step")
-    assert (mine["decode_seconds"][80], mine["decode_device"][80]) == (timed["seconds"], timed["device"])
-    assert mine["decode_seconds"].drop(80).isna().all()
+    rows = table[table["run_id"] == trunk.run_id].set_index("step")
+    assert (rows["decode_seconds"][80], rows["decode_device"][80]) == (timed["seconds"], timed["device"])
+    assert rows["decode_seconds"].drop(80).isna().all()
     assert timed["device"] == (trunk.summary() or {})["device"]
 
 
 def test_the_grid_of_attention_asks_for_the_time_of_decoding() -> None:
-    asked = {name: compose([f"+grid={name}", "cluster=local"]).evaluate.decode for name in ("attention", "chinchilla")}
-    assert asked == {"attention": True, "chinchilla": False}
+    decode = {name: compose([f"+grid={name}", "cluster=local"]).evaluate.decode for name in ("attention", "chinchilla")}
+    assert decode == {"attention": True, "chinchilla": False}
     assert not compose(["+grid=attention", "cluster=local", "evaluate.decode=false"]).evaluate.decode
 
 
 def test_a_score_has_the_loss_of_the_training_or_computes_it(scored: Path) -> None:
     trunk, _, _ = opened(scored)
-    of = {step: (read_json(trunk.path / "eval" / f"step_{step}.json") or {})["held_out"] for step in (10, 40, 80)}
+    held_out = {step: (read_json(trunk.path / "eval" / f"step_{step}.json") or {})["held_out"] for step in (10, 40, 80)}
     summary = trunk.summary() or {}
-    worst = of[80].pop("worst")  # for the final one's page, which has samples
-    assert of[80] == {name: summary[name] for name in ("val_loss", "val_loss_se", "val_bpb")}
+    worst = held_out[80].pop("worst")  # only the final checkpoint's page shows samples
+    assert held_out[80] == {name: summary[name] for name in ("val_loss", "val_loss_se", "val_bpb")}
     assert worst[0]["loss"] >= summary["val_loss"] > 0
     assert worst[0]["text"]
-    assert "worst" not in of[40]  # validations=2: the training has the rest
-    assert of[10]["worst"][0]["loss"] >= of[10]["worst"][-1]["loss"] > 0
-    assert of[10]["val_loss"] > of[40]["val_loss"] > of[80]["val_loss"]
+    assert "worst" not in held_out[40]  # with validations=2 this loss comes from training
+    assert held_out[10]["worst"][0]["loss"] >= held_out[10]["worst"][-1]["loss"] > 0
+    assert held_out[10]["val_loss"] > held_out[40]["val_loss"] > held_out[80]["val_loss"]
 
 
 def test_a_checkpoint_that_was_not_kept_is_not_missed(scored: Path, tmp_path: Path) -> None:
@@ -224,17 +224,17 @@ def test_a_checkpoint_that_was_not_kept_is_not_missed(scored: Path, tmp_path: Pa
 def test_a_scored_checkpoint_is_a_row_and_only_final_ones_are_fitted(scored: Path) -> None:
     trunk, branch, _ = opened(scored)
     table = build_table(SweepDirectory(scored))
-    mine = table[table["run_id"] == trunk.run_id]
-    assert list(mine["step"]) == [80, 10, 20, 30, 40, 50, 60, 70]
-    assert list(mine["final"]) == [True] + [False] * 7
+    rows = table[table["run_id"] == trunk.run_id]
+    assert list(rows["step"]) == [80, 10, 20, 30, 40, 50, 60, 70]
+    assert list(rows["final"]) == [True] + [False] * 7
     assert list(table["final"]).count(True) == 2
     config = trunk.config()
-    first = mine[mine["step"] == 10].iloc[0]
+    first = rows[rows["step"] == 10].iloc[0]
     assert first["D"] == 10 * config.batch_tokens
     assert first["flops"] == first["flops_exact"] == flops_exact(config) / 8
     assert first["flops_6nd"] == 6 * first["N"] * first["D"]
     assert pd.isna(first["seconds"])
-    assert first["N_non_embedding"] == mine.iloc[0]["N_non_embedding"]
+    assert first["N_non_embedding"] == rows.iloc[0]["N_non_embedding"]
     assert set(table["recipe"]) == {"raw"}
     for name in ("acc", "gold_bpb", "p_right", "margin", "p_right_se", "contaminated_items"):
         assert table[f"words/{name}"].notna().all(), name

@@ -1,4 +1,4 @@
-"""The planner takes the fastest way that fits, its times follow the theory, and two commands print its ranking."""
+"""The planner chooses the fastest layout that fits, its times follow theory, and two commands print its ranking."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ MODEL = ModelConfig(width=1024, depth=12, heads=16, kv_heads=8, vocab_size=32000
 H100 = Hardware()
 
 
-def a_run(**parallel: Any) -> RunConfig:
+def make_run(**parallel: Any) -> RunConfig:
     return RunConfig(
         model=MODEL, data=DataConfig(sequence_length=1024), optimizer=OptimizerConfig(batch_size=64),
         parallel=ParallelConfig(**parallel), precision="bf16",
     )  # fmt: skip
 
 
-def ways_for(**changes: Any) -> list[Way]:
-    return rank_ways(a_run(), changes.pop("ranks", 8), dataclasses.replace(H100, **changes))
+def ways_for(**options: Any) -> list[Way]:
+    return rank_ways(make_run(), options.pop("ranks", 8), dataclasses.replace(H100, **options))
 
 
 def test_the_fastest_that_fits_comes_first_and_what_does_not_fit_last() -> None:
     for gigabytes in (0.1, 4, 12):
         ways = ways_for(memory_bytes=gigabytes * 1e9)
         for way in ways:
-            assert way.memory == memory(dataclasses.replace(a_run(), parallel=way.parallel))
+            assert way.memory == memory(dataclasses.replace(make_run(), parallel=way.parallel))
             assert way.fits == (way.memory.peak <= 0.9 * gigabytes * 1e9)
         fitting = [way.seconds for way in ways if way.fits]
         assert [way.fits for way in ways] == sorted((way.fits for way in ways), reverse=True)
@@ -47,8 +47,8 @@ def test_the_fastest_that_fits_comes_first_and_what_does_not_fit_last() -> None:
 
 
 def seconds_of(ways: list[Way], **parallel: Any) -> float:
-    """The time of the way with these settings and the largest micro-batch."""
-    matching = [way for way in ways if all(getattr(way.parallel, name) == to for name, to in parallel.items())]
+    """Return the time of the layout with these settings and the largest micro-batch."""
+    matching = [way for way in ways if all(getattr(way.parallel, name) == value for name, value in parallel.items())]
     return max(matching, key=lambda way: way.parallel.micro_batch_size or 0).seconds
 
 
@@ -69,7 +69,7 @@ def test_times_follow_the_theory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("options", "message"),
     [({"ranks": 0}, "ranks is 0; it must be 1 to 1048576"),
      ({"ranks": 1_000_000_007}, "ranks is 1000000007; it must be 1 to 1048576"),
      ({"ranks": 1_000_003}, "parallel.dp is 1000003; it must be at most 1,000,000"),
@@ -79,13 +79,13 @@ def test_times_follow_the_theory() -> None:
      ({"ranks_per_node": 0}, "ranks_per_node is 0; it must be greater than 0"),
      ({"intra_bandwidth": float("nan")}, "intra_bandwidth is nan; it must be greater than 0")],
 )  # fmt: skip
-def test_what_cannot_be_planned_is_refused(asked: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_planned_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message.replace("(", r"\(")):
-        ways_for(**asked)
+        ways_for(**options)
 
 
 def test_isoflop_plan_reads_a_run_and_prints_the_ranking(tmp_path: Path, isoflop: Isoflop) -> None:
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_dict(a_run())))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_dict(make_run())))
     arguments = ["plan", str(tmp_path), "--ranks", "8", "--memory-gb", "12"]
     code, out, _ = isoflop(*arguments)
     ways = ways_for(memory_bytes=12e9)
@@ -130,6 +130,6 @@ def test_a_dry_run_explains_every_shape_of_its_grid(tmp_path: Path, capsys: pyte
     assert out.count("use it with: ") == 2
     assert sweep_main(arguments) == 0
     assert "use it with: " not in capsys.readouterr().out
-    assert sweep_main([one for one in arguments if one != "dry_run=true"] + ["explain=true"]) == 2
+    assert sweep_main([argument for argument in arguments if argument != "dry_run=true"] + ["explain=true"]) == 2
     assert "dry_run=true explain=true" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Every number that a sweep's config takes: an absurd one is refused in a sentence before anything starts, or works."""
+"""Every numeric field of a sweep's config refuses absurd values with one sentence, before anything starts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 ABSURD = (0, -1, 1e300, math.nan, math.inf, True, "many")
-# Zero says something here: off, none, the first, or a share of nothing.
+# Fields for which zero is valid: off, none, the first, or an empty share.
 ZERO = {
     "cluster.backoff_seconds", "cluster.dollars_per_gpu_hour", "cluster.gpus_per_job",
     "cluster.max_requeues", "cluster.queue_minutes", "cluster.retries", "cluster.sweep_retries",
@@ -40,7 +40,7 @@ ZERO = {
     "parallel.zero", "schedule.decay_share", "schedule.final_share", "schedule.warmup_max_share",
     "schedule.warmup_per_parameter", "schedule.warmup_tokens", "seed", "skip_bad_steps",
 }  # fmt: skip
-# A power law has any exponent; the batch's own rule has none of the batch.
+# Exponents of power laws may have any sign, but the rule of the batch has no exponent of the batch.
 EXPONENTS = {
     f"tuning.{rule.name}.{name}"
     for rule in dataclasses.fields(TuningConfig) if rule.default_factory is PowerRule for name in ("N", "D", "batch")
@@ -59,13 +59,13 @@ WORKING = {
 }
 
 
-def numbers(node: Any, prefix: str = "") -> Iterator[str]:
-    """The dotted names of all fields that hold a number, or several."""
+def numeric_fields(node: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of all fields that hold a number or a list of numbers."""
     hints = typing.get_type_hints(type(node))
     for item in dataclasses.fields(node):
         value = getattr(node, item.name)
         if dataclasses.is_dataclass(value):
-            yield from numbers(value, f"{prefix}{item.name}.")
+            yield from numeric_fields(value, f"{prefix}{item.name}.")
         elif {"int", "float"} & set(str(hints[item.name]).replace("[", " ").replace("]", " ").split()) or hints[
             item.name
         ] in (int, float):
@@ -73,8 +73,8 @@ def numbers(node: Any, prefix: str = "") -> Iterator[str]:
 
 
 FIELDS = sorted(
-    {(kind, f"grid.{name}") for kind, grid in WORKING.items() for name in numbers(grid)}
-    | {("product", name) for name in numbers(SweepConfig())}
+    {(kind, f"grid.{name}") for kind, grid in WORKING.items() for name in numeric_fields(grid)}
+    | {("product", name) for name in numeric_fields(SweepConfig())}
 )
 
 
@@ -84,8 +84,8 @@ def test_every_grid_is_tried() -> None:
 
 
 @functools.cache
-def composed(kind: str) -> Any:
-    """A config that works, of this kind of grid, as Hydra has it."""
+def working_config(kind: str) -> Any:
+    """Return a valid OmegaConf config with this kind of grid."""
     config = SweepConfig(grid=WORKING[kind], sweep="sweep", dry_run=True)
     config.cluster.flops_per_second = 1e11
     config.tokens = 4096 if kind in ("product", "points") else None
@@ -102,28 +102,28 @@ def corpus(small_corpus: Callable[..., DataConfig]) -> DataConfig:
 def test_an_absurd_number_is_refused_in_one_sentence_or_works(
     kind: str, name: str, corpus: DataConfig, tmp_path: Path
 ) -> None:
-    changed = composed(kind)
-    changed.data, changed.output_root = corpus, str(tmp_path)
-    before = copy.deepcopy(OmegaConf.select(changed, name))
+    config = working_config(kind)
+    config.data, config.output_root = corpus, str(tmp_path)
+    before = copy.deepcopy(OmegaConf.select(config, name))
     is_list = OmegaConf.is_list(before) or name in (
         "average.spans", "checkpoint.at_steps", "cluster.budgets", "grid.seeds", "grid.tokens",
         "grid.tokens_per_parameter", "schedule.factors", "schedule.shares",
     )  # fmt: skip
     for value in ABSURD:
-        said = None
+        message = None
         try:
-            OmegaConf.update(changed, name, [value] if is_list else value)
-            asked = OmegaConf.to_object(changed)
-            assert isinstance(asked, SweepConfig)
-            check(asked)
-            prepare.from_config(asked)
+            OmegaConf.update(config, name, [value] if is_list else value)
+            sweep_config = OmegaConf.to_object(config)
+            assert isinstance(sweep_config, SweepConfig)
+            check(sweep_config)
+            prepare.from_config(sweep_config)
         except OmegaConfBaseException as error:
-            said = f"{error.full_key}: {composition_error(error)}"  # Hydra's own begins with the override
+            message = f"{error.full_key}: {composition_error(error)}"  # Hydra's message begins with the override
         except UserError as error:
-            said = str(error)
+            message = str(error)
         finally:
-            OmegaConf.update(changed, name, before)
+            OmegaConf.update(config, name, before)
         works = not isinstance(value, bool) and ((value == 0 and name in ZERO) or (value == -1 and name in NEGATIVE))
-        assert (said is None) == works, f"{name}={value}: {said}"
-        assert said is None or ("\n" not in said and name.split(".")[-1].rstrip("s") in said), said
+        assert (message is None) == works, f"{name}={value}: {message}"
+        assert message is None or ("\n" not in message and name.split(".")[-1].rstrip("s") in message), message
     assert not list(tmp_path.glob("sweep"))

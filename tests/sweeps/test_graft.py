@@ -1,4 +1,4 @@
-"""A branch begins with its trunk's checkpoint, whatever happens meanwhile, and gives the bits of a run alone."""
+"""A branch starts from its trunk's checkpoint, despite faults, and has the bits of a run trained alone."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ from isoflop.train.config import (
 )
 from isoflop.train.data.shards import Shards, prepare
 from isoflop.train.errors import UserError
-from isoflop.train.files import file_sha256, read_json_lines
+from isoflop.train.files import file_sha256
 from isoflop.train.loop import Stopped, train
-from small_runs import set_state
+from small_runs import logged_steps, set_state, stop_after, without_clock
 
-CLOCK = ("seconds", "tokens_per_s", "mfu", "matmul_peak")
 TRUNK_STEPS, BRANCH_STEPS, BEGIN = 40, 20, 16
 
 
@@ -64,123 +63,109 @@ def of_steps(run: RunConfig, *steps: int) -> list[RunConfig]:
 
 
 def directory(root: Path, config: RunConfig) -> RunDirectory:
-    found = RunDirectory(root / run_id(config))
-    found.freeze(config)
-    return found
+    run = RunDirectory(root / run_id(config))
+    run.freeze(config)
+    return run
 
 
 def trained(root: Path, config: RunConfig, shards: Shards) -> RunDirectory:
-    found = directory(root, config)
-    train(config, found.path, report=lambda line: None, shards=shards)
-    set_state(found, "done")
-    return found
+    run = directory(root, config)
+    train(config, run.path, report=lambda line: None, shards=shards)
+    set_state(run, "done")
+    return run
 
 
-def stop_at(step: int) -> Any:
-    """A should_stop that says yes after that many questions, one a step."""
-    asked = itertools.count(1)
-    return lambda: next(asked) == step
-
-
-def without_clock(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if key not in CLOCK}
-
-
-def lines(run: RunDirectory) -> dict[int, dict[str, Any]]:
-    return {line["step"]: without_clock(line) for line in read_json_lines(run.path / "metrics.jsonl")}
-
-
-def assert_same(ours: RunDirectory, theirs: RunDirectory, step: int) -> None:
-    """Weights, moments, random-number state, smoothed losses and the summary, bit for bit."""
-    final = [each.path / "checkpoints" / f"step_{step}" for each in (ours, theirs)]
+def assert_same(run: RunDirectory, reference: RunDirectory, step: int) -> None:
+    """Check that weights, moments, random-number state, smoothed losses and summary have equal bits."""
+    final = [directory.path / "checkpoints" / f"step_{step}" for directory in (run, reference)]
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert file_sha256(final[0] / name) == file_sha256(final[1] / name)
     states = [without_clock(json.loads((path / "trainer.json").read_text())) for path in final]
     assert states[0] == states[1]
-    summaries = [without_clock(each.summary() or {}) for each in (ours, theirs)]
+    summaries = [without_clock(directory.summary() or {}) for directory in (run, reference)]
     assert summaries[0] == summaries[1]
     assert summaries[0]["val_loss"] > 0
 
 
 @pytest.fixture(scope="module")
-def alone(run: RunConfig, shards: Shards, tmp_path_factory: pytest.TempPathFactory) -> dict[int, RunDirectory]:
-    """Both runs, each trained from its first step in a sweep that knows no trunks."""
+def trained_alone(run: RunConfig, shards: Shards, tmp_path_factory: pytest.TempPathFactory) -> dict[int, RunDirectory]:
+    """Train both runs from their first step, without trunks; return them by number of steps."""
     root = tmp_path_factory.mktemp("alone")
     return {config.steps: trained(root, config, shards) for config in of_steps(run, TRUNK_STEPS, BRANCH_STEPS)}
 
 
 @pytest.fixture(scope="module")
 def sweep(run: RunConfig, shards: Shards, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, RunConfig]:
-    """A trunk that is done, and the config of its branch. Tests leave it as it is."""
+    """Train a trunk; return it with the config of its branch. Tests must not change them."""
     trunk, branch = merge_runs(of_steps(run, TRUNK_STEPS, BRANCH_STEPS)).runs
     assert (trunk.checkpoint.at_steps, branch.parent) == ([BEGIN], run_id(trunk))
     return trained(tmp_path_factory.mktemp("sweep"), trunk, shards), branch
 
 
 def test_a_run_that_saves_for_its_branches_is_the_one_that_does_not(
-    sweep: tuple[RunDirectory, RunConfig], alone: dict[int, RunDirectory]
+    sweep: tuple[RunDirectory, RunConfig], trained_alone: dict[int, RunDirectory]
 ) -> None:
-    assert_same(sweep[0], alone[TRUNK_STEPS], TRUNK_STEPS)
-    assert lines(sweep[0]) == lines(alone[TRUNK_STEPS])
-    # Its checkpoints for branches stay, whatever `keep` says, and take nobody's place.
-    kept = {path.name for path in (sweep[0].path / "checkpoints").iterdir()}
-    assert kept == {f"step_{BEGIN}", f"step_{TRUNK_STEPS}"}
+    assert_same(sweep[0], trained_alone[TRUNK_STEPS], TRUNK_STEPS)
+    assert logged_steps(sweep[0].path) == logged_steps(trained_alone[TRUNK_STEPS].path)
+    # Checkpoints for branches are kept in addition to the number that `keep` allows.
+    checkpoints = {path.name for path in (sweep[0].path / "checkpoints").iterdir()}
+    assert checkpoints == {f"step_{BEGIN}", f"step_{TRUNK_STEPS}"}
 
 
 def test_a_branch_is_the_run_trained_alone_bit_for_bit(
-    sweep: tuple[RunDirectory, RunConfig], alone: dict[int, RunDirectory], shards: Shards, tmp_path: Path
+    sweep: tuple[RunDirectory, RunConfig], trained_alone: dict[int, RunDirectory], shards: Shards, tmp_path: Path
 ) -> None:
     trunk, config = sweep
     branch = directory(tmp_path, config)
     assert graft(branch, trunk) == f"begins at step {BEGIN} of run {trunk.run_id}, whose checkpoint is linked here"
-    said: list[str] = []
-    train(branch.config(), branch.path, report=said.append, shards=shards)
-    assert said == [f"resumed from step_{BEGIN} of {BRANCH_STEPS} steps"]
-    assert_same(branch, alone[BRANCH_STEPS], BRANCH_STEPS)
-    curve, whole = lines(branch), lines(alone[BRANCH_STEPS])
-    assert sorted(curve) == sorted(whole) == list(range(1, BRANCH_STEPS + 1))
-    for step, line in whole.items():  # when the held-out set was scored on the way is the trunk's choice
+    messages: list[str] = []
+    train(branch.config(), branch.path, report=messages.append, shards=shards)
+    assert messages == [f"resumed from step_{BEGIN} of {BRANCH_STEPS} steps"]
+    assert_same(branch, trained_alone[BRANCH_STEPS], BRANCH_STEPS)
+    curve, expected = logged_steps(branch.path), logged_steps(trained_alone[BRANCH_STEPS].path)
+    assert sorted(curve) == sorted(expected) == list(range(1, BRANCH_STEPS + 1))
+    for step, line in expected.items():  # the trunk decides at which earlier steps the held-out set is scored
         assert {key: curve[step][key] for key in line if not key.startswith("val")} == {
             key: value for key, value in line.items() if not key.startswith("val")
         }
-    # Its clock counts the trunk's part, so that tokens_per_s and the fitted seconds are those of the whole run.
+    # Its clock includes the trunk's part, so that tokens_per_s and the fitted seconds are those of the whole run.
     state = json.loads((trunk.path / "checkpoints" / f"step_{BEGIN}" / "trainer.json").read_text())
     assert (branch.summary() or {})["seconds"] > state["seconds"] > 0
-    # What it leaves belongs to itself.
+    # Its checkpoints belong to the branch, not to the trunk.
     assert run_id(load_for_evaluation(branch.path).config) == branch.run_id
 
 
-def test_so_is_a_branch_of_a_trunk_that_was_stopped_and_resumed_itself(
-    run: RunConfig, alone: dict[int, RunDirectory], shards: Shards, tmp_path: Path
+def test_a_branch_of_a_resumed_trunk_is_the_run_trained_alone(
+    run: RunConfig, trained_alone: dict[int, RunDirectory], shards: Shards, tmp_path: Path
 ) -> None:
     trunk, branch = (
         directory(tmp_path, config) for config in merge_runs(of_steps(run, TRUNK_STEPS, BRANCH_STEPS)).runs
     )
-    for questions in (11, 8):  # to step 11, and on to 19
+    for steps in (11, 8):  # up to step 11, and then to 19
         with pytest.raises(Stopped):
-            train(trunk.config(), trunk.path, stop_at(questions), report=lambda line: None, shards=shards)
-    graft(branch, trunk)  # the trunk is not done, and need not be
+            train(trunk.config(), trunk.path, stop_after(steps), report=lambda line: None, shards=shards)
+    graft(branch, trunk)  # the trunk need not be done
     with pytest.raises(Stopped):
-        train(branch.config(), branch.path, stop_at(2), report=lambda line: None, shards=shards)
-    assert graft(branch, trunk) is None  # a checkpoint of its own, which is newer
-    said: list[str] = []
-    train(branch.config(), branch.path, report=said.append, shards=shards)
-    assert said == [f"resumed from step_{BEGIN + 2} of {BRANCH_STEPS} steps"]
-    assert_same(branch, alone[BRANCH_STEPS], BRANCH_STEPS)
+        train(branch.config(), branch.path, stop_after(2), report=lambda line: None, shards=shards)
+    assert graft(branch, trunk) is None  # the branch has a newer checkpoint
+    messages: list[str] = []
+    train(branch.config(), branch.path, report=messages.append, shards=shards)
+    assert messages == [f"resumed from step_{BEGIN + 2} of {BRANCH_STEPS} steps"]
+    assert_same(branch, trained_alone[BRANCH_STEPS], BRANCH_STEPS)
 
 
-def test_a_branch_of_what_never_decays_ends_with_a_step_of_its_own(
+def test_a_branch_of_a_schedule_without_decay_ends_with_its_own_step(
     run: RunConfig, shards: Shards, tmp_path: Path
 ) -> None:
     long, short = merge_runs(of_steps(replace(run, schedule=ScheduleConfig("constant", warmup_tokens=0)), 12, 5)).runs
     branch = directory(tmp_path, short)
     graft(branch, trained(tmp_path, long, shards))
-    said: list[str] = []
-    train(short, branch.path, report=said.append, shards=shards)
-    assert said == ["resumed from step_4 of 5 steps"]
+    messages: list[str] = []
+    train(short, branch.path, report=messages.append, shards=shards)
+    assert messages == ["resumed from step_4 of 5 steps"]
     reference = trained(tmp_path / "alone", short, shards)
     assert_same(branch, reference, 5)
-    assert lines(branch)[5] == lines(reference)[5]
+    assert logged_steps(branch.path)[5] == logged_steps(reference.path)[5]
 
 
 def test_grafting_twice_or_at_once_does_no_harm(sweep: tuple[RunDirectory, RunConfig], tmp_path: Path) -> None:
@@ -202,36 +187,36 @@ def test_grafting_twice_or_at_once_does_no_harm(sweep: tuple[RunDirectory, RunCo
     assert [path.name for path in (branch.path / "checkpoints").iterdir()] == [f"step_{BEGIN}"]
     assert checkpoint.damage(branch.path / "checkpoints" / f"step_{BEGIN}") is None
     assert graft(branch, trunk) is None
-    assert sorted(lines(branch)) == list(range(1, BEGIN + 1))
+    assert sorted(logged_steps(branch.path)) == list(range(1, BEGIN + 1))
 
 
 def test_a_checkpoint_is_linked_or_copied_where_links_are_refused(
     sweep: tuple[RunDirectory, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trunk, config = sweep
-    here, there = directory(tmp_path / "here", config), directory(tmp_path / "there", config)
-    graft(here, trunk)
+    linked, copied = directory(tmp_path / "here", config), directory(tmp_path / "there", config)
+    graft(linked, trunk)
 
     def refused(*arguments: Any) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refused)
-    assert str(graft(there, trunk)).endswith("is copied here")
+    assert str(graft(copied, trunk)).endswith("is copied here")
     step = Path("checkpoints") / f"step_{BEGIN}"
     for name in ("model.safetensors", "optimizer.safetensors", "trainer.json"):
-        assert (here.path / step / name).samefile(trunk.path / step / name)
-        assert not (there.path / step / name).samefile(trunk.path / step / name)
-    for branch in (here, there):
+        assert (linked.path / step / name).samefile(trunk.path / step / name)
+        assert not (copied.path / step / name).samefile(trunk.path / step / name)
+    for branch in (linked, copied):
         assert checkpoint.damage(branch.path / step) is None
         assert not (branch.path / step / "manifest.json").samefile(trunk.path / step / "manifest.json")
-    shutil.rmtree(here.path)
+    shutil.rmtree(linked.path)
     assert checkpoint.damage(trunk.path / step) is None
 
 
 def dying(function: Callable[..., Any], fatal: int) -> Callable[..., Any]:
-    """The function, with a SIGKILL in the place of one of its calls."""
+    """Return the function, but exit the process with code 9 at call number `fatal`."""
     calls = itertools.count()
-    return lambda *given: os._exit(9) if next(calls) == fatal else function(*given)
+    return lambda *arguments: os._exit(9) if next(calls) == fatal else function(*arguments)
 
 
 def test_a_kill_or_a_full_disk_in_the_middle_leaves_nothing_that_counts(

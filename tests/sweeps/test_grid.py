@@ -1,4 +1,4 @@
-"""A grid is a pure function from its config to real, distinct, well-shaped runs."""
+"""Grids expand, as pure functions of their config, to distinct, well-shaped runs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def test_every_isoflop_run_spends_its_budget_to_within_a_step() -> None:
 
 def test_the_expected_optimum_grows_by_the_tables_of_a_larger_vocabulary() -> None:
     points = IsoflopGrid(expected_N=22e3)
-    assert points.expected_size(ModelConfig(vocab_size=256), 2.5e11) == 22e3  # to the last bit: run ids stand
+    # To the last bit, so that run ids do not change.
+    assert points.expected_size(ModelConfig(vocab_size=256), 2.5e11) == 22e3
     width = architectures.nearest_model(ModelConfig(vocab_size=256), 22e3).width
     assert points.expected_size(ModelConfig(vocab_size=4096), 2.5e11) == 22e3 + (4096 - 256) * width
     untied = ModelConfig(vocab_size=256, tied_embeddings=False)
@@ -70,7 +71,7 @@ def test_the_6nd_convention_spends_6nd() -> None:
         assert flops_6nd(run) == pytest.approx(1e12, rel=0.5 / run.steps)
 
 
-def on_a_cluster() -> RunConfig:
+def cluster_run() -> RunConfig:
     run = base(model=ModelConfig(vocab_size=32768), optimizer=OptimizerConfig(batch_size=256))
     run.data.sequence_length = 1024
     return run
@@ -81,7 +82,7 @@ def on_a_cluster() -> RunConfig:
     [
         (base(), [5e10, 1e11, 2.5e11, 5e11], 0.77),
         (base(), BUDGETS, 0.77),
-        (on_a_cluster(), [1e18, 2e18, 5e18, 1e19], 0.89),  # here many a D is too short for the warm-up of its N
+        (cluster_run(), [1e18, 2e18, 5e18, 1e19], 0.89),  # here many D are too short for the warm-up of their N
     ],
 )
 def test_neighbouring_budgets_share_sizes_and_save_what_trunks_can(
@@ -99,9 +100,9 @@ def test_the_lattice_moves_the_middle_by_half_a_gap_at_most(sizes: int) -> None:
     points = IsoflopGrid(sizes=sizes, span=16)
     for budget in [10 ** (16 + i / 7) for i in range(28)]:
         model = ModelConfig(vocab_size=32768)
-        found = [count_parameters(m).N_total for m in points.models(model, budget)]
+        parameter_counts = [count_parameters(m).N_total for m in points.models(model, budget)]
         expected = points.expected_size(model, budget)
-        middle = math.fsum(map(math.log, found)) / sizes
+        middle = math.fsum(map(math.log, parameter_counts)) / sizes
         half = math.log(16) / (sizes - 1) / 2 if sizes > 1 else 0.0
         assert abs(middle - math.log(expected)) <= half + 0.2  # the nearest well-shaped model is up to 20 % off
 
@@ -114,13 +115,13 @@ def test_a_point_that_is_no_training_is_left_out() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_architectures_tile_well(seed: int) -> None:
-    """Any wanted size gives whole heads of a size that kernels like, at a depth near the rule."""
-    chooser = random.Random(seed)
+    """Check that any size gives whole heads of a size that suits kernels, at a depth near the rule."""
+    rng = random.Random(seed)
     for _ in range(50):
-        wanted = 10 ** chooser.uniform(4, 10)
-        kv_groups = chooser.choice([1, 2, 4])
-        template = ModelConfig(vocab_size=chooser.choice([256, 32768]), heads=4, kv_heads=4 // kv_groups)
-        model = architectures.nearest_model(template, wanted)
+        size = 10 ** rng.uniform(4, 10)
+        kv_groups = rng.choice([1, 2, 4])
+        template = ModelConfig(vocab_size=rng.choice([256, 32768]), heads=4, kv_heads=4 // kv_groups)
+        model = architectures.nearest_model(template, size)
         assert model.width % model.heads == 0
         assert model.heads % model.num_kv_heads == 0
         assert model.width < 32 or model.head_dim in (16, 32, 64, 128)
@@ -131,7 +132,7 @@ def test_a_ladder_is_every_size_times_every_d() -> None:
     runs = grid.expand_grid(LadderGrid(sizes=[1e4, 1e5], tokens_per_parameter=[20, 40]), base())
     ratios = sorted(run.D / count_parameters(run.model).N_total for run in runs)
     assert len(runs) == 4
-    # D is the nearest whole number of steps of 1024 tokens, and written as what it is.
+    # D is rounded to whole steps of 1024 tokens, and the config has the rounded value.
     assert all(run.tokens == run.D for run in runs)
     assert ratios == pytest.approx([20, 20, 40, 40], rel=512 / 2e5)
     twice = LadderGrid(sizes=[1e4, 1.001e4], tokens=[1, 10_000, 10_300])  # both sizes are the same model
@@ -206,17 +207,18 @@ REFUSED = [  # numbers out of range: test_fields.py
 def test_variants_have_the_points_and_seeds_of_the_base_and_their_own_runs() -> None:
     variants = {"norm": {"model.qk_norm": True}, "hot": {"optimizer.learning_rate": 0.012, "optimizer.beta2": 0.9}}
     runs = grid.expand_grid(ladder(variants=variants, seeds=[0, 1]), base())
-    alone = grid.expand_grid(ladder(seeds=[0, 1]), base())
-    apart = {name: [run for run in runs if run.variant == name] for name in ("base", "norm", "hot")}
-    assert [run_id(run) for run in apart["base"]] == [run_id(run) for run in alone]
-    assert len({run_id(run) for run in runs}) == len(runs) == 3 * len(alone)
+    base_runs = grid.expand_grid(ladder(seeds=[0, 1]), base())
+    by_variant = {name: [run for run in runs if run.variant == name] for name in ("base", "norm", "hot")}
+    assert [run_id(run) for run in by_variant["base"]] == [run_id(run) for run in base_runs]
+    assert len({run_id(run) for run in runs}) == len(runs) == 3 * len(base_runs)
     for name in variants:
-        same = [(run.seed, run.model.width) for run in alone]
-        assert [(run.seed, run.model.width) for run in apart[name]] == same
-    assert [run.D for run in apart["hot"]] == [run.D for run in alone]  # a norm has parameters, and so its own D
-    assert all(run.model.qk_norm for run in apart["norm"])
-    assert {run.optimizer.learning_rate for run in apart["hot"]} == {0.012}
-    assert (apart["hot"][0].name or "").endswith("_s0_hot")
+        expected = [(run.seed, run.model.width) for run in base_runs]
+        assert [(run.seed, run.model.width) for run in by_variant[name]] == expected
+    # With a norm there are more parameters, so D differs.
+    assert [run.D for run in by_variant["hot"]] == [run.D for run in base_runs]
+    assert all(run.model.qk_norm for run in by_variant["norm"])
+    assert {run.optimizer.learning_rate for run in by_variant["hot"]} == {0.012}
+    assert (by_variant["hot"][0].name or "").endswith("_s0_hot")
 
 
 @pytest.mark.parametrize(("points", "changes", "sentence"), REFUSED)
@@ -238,20 +240,20 @@ def scheduled(**schedule: Any) -> RunConfig:
 
 
 def large() -> RunConfig:
-    """What a cluster would train: steps of 262,144 tokens."""
+    """Return the template of a run with steps of 262,144 tokens, as on a cluster."""
     run = scheduled()
     run.model.vocab_size, run.optimizer.batch_size, run.data.sequence_length = 32768, 256, 1024
     return run
 
 
 def by_steps(*steps: int, **schedule: Any) -> list[RunConfig]:
-    """Runs of so many steps, which share all else."""
+    """Return runs that differ only in their number of steps."""
     template = scheduled(**{"warmup_tokens": 2048, **schedule})
     return [replace(template, name=f"D{number}", tokens=number * template.batch_tokens) for number in steps]
 
 
 DEFAULTS = yaml.safe_load((ROOT / "conf" / "grid" / "ladder.yaml").read_text())
-SIZES = [float(size) for size in DEFAULTS["sizes"]]  # YAML 1.1 takes 8.0e3 for a word, and Hydra does not
+SIZES = [float(size) for size in DEFAULTS["sizes"]]  # YAML 1.1 reads 8.0e3 as a string; Hydra reads a number
 LADDERS = [
     (scheduled(), SIZES, DEFAULTS["tokens_per_parameter"]),
     (scheduled(), SIZES, [20 * multiple for multiple in HALF_TO_EIGHT]),
@@ -264,16 +266,16 @@ LADDERS = [
 def test_a_ladder_of_half_to_eight_times_a_d_costs_at_most_62_percent(
     template: RunConfig, sizes: list[float], ratios: list[float]
 ) -> None:
-    """1/2 + 1 + 2 + 4 + 8 is 15.5 units; a trunk of 8 and four decays of a fifth is 9.5, which is 61.3 %."""
-    apart = grid.expand_grid(LadderGrid(sizes=sizes, tokens_per_parameter=ratios), template)
-    merged = merge_runs(apart)
-    assert len(apart) == len(ratios) * len(sizes)
+    """Check 61.3 %: 1/2 + 1 + 2 + 4 + 8 is 15.5 units; a trunk of 8 and four decays of a fifth are 9.5."""
+    runs = grid.expand_grid(LadderGrid(sizes=sizes, tokens_per_parameter=ratios), template)
+    merged = merge_runs(runs)
+    assert len(runs) == len(ratios) * len(sizes)
     parents = [run.parent for run in merged.runs if run.parent is not None]
     assert len(parents) == (len(ratios) - 1) * len(sizes)
-    assert len(set(parents)) == len(sizes)  # one trunk a rung
-    assert sum(map(own_flops, merged.runs)) <= 0.62 * sum(map(flops_exact, apart))
+    assert len(set(parents)) == len(sizes)  # one trunk per rung
+    assert sum(map(own_flops, merged.runs)) <= 0.62 * sum(map(flops_exact, runs))
     (remark,) = merged.remarks
-    assert f"{len(parents)} of {len(apart)} runs branch from {len(sizes)} trunks" in remark
+    assert f"{len(parents)} of {len(runs)} runs branch from {len(sizes)} trunks" in remark
     assert remark.endswith("39% fewer")
 
 
@@ -290,9 +292,9 @@ def test_parents_and_named_checkpoints_leave_ids_and_arguments_alone() -> None:
     assert merge_runs(merged).runs == merged
 
 
-def random_progress(chooser: random.Random, run: RunConfig) -> Progress:
-    saved = frozenset(chooser.sample(range(1, run.steps + 1), min(run.steps, chooser.randrange(4))))
-    fixed = chooser.random() < 0.3
+def random_progress(rng: random.Random, run: RunConfig) -> Progress:
+    saved = frozenset(rng.sample(range(1, run.steps + 1), min(run.steps, rng.randrange(4))))
+    fixed = rng.random() < 0.3
     return Progress(fixed, run.steps if fixed else max(saved, default=0), saved)
 
 
@@ -300,19 +302,24 @@ def random_progress(chooser: random.Random, run: RunConfig) -> Progress:
 def test_every_branch_has_a_trunk_that_saves_it_steps(
     seed: int,
 ) -> None:
-    chooser = random.Random(seed)
+    rng = random.Random(seed)
     template = scheduled(
-        kind=chooser.choice(["wsd", "wsd", "wsd", "cosine", "constant"]),
-        warmup_per_parameter=chooser.choice([0.0, 0.1, 1.0]),
-        warmup_max_share=chooser.choice([0.0, 0.05, 0.1]),
-        decay_share=chooser.choice([0.0, 0.1, 0.2, 0.9]),
+        kind=rng.choice(["wsd", "wsd", "wsd", "cosine", "constant"]),
+        warmup_per_parameter=rng.choice([0.0, 0.1, 1.0]),
+        warmup_max_share=rng.choice([0.0, 0.05, 0.1]),
+        decay_share=rng.choice([0.0, 0.1, 0.2, 0.9]),
     )
-    lengths = [chooser.choice([1, 2, 3, 10, 47, 100, 333, 1000]) * template.batch_tokens for _ in range(5)]
-    odd = {tokens - chooser.randrange(2) for tokens in lengths}  # with an equal too that is said otherwise
+    lengths = [rng.choice([1, 2, 3, 10, 47, 100, 333, 1000]) * template.batch_tokens for _ in range(5)]
+    token_counts = {tokens - rng.randrange(2) for tokens in lengths}  # some round to the same number of steps
     models = [replace(template.model, width=width) for width in (16, 64)]
-    runs = [replace(template, model=m, tokens=tokens, seed=s) for m in models for tokens in sorted(odd) for s in (0, 1)]
-    chooser.shuffle(runs)
-    progress = {run_id(run): random_progress(chooser, run) for run in runs if chooser.random() < 0.3}
+    runs = [
+        replace(template, model=m, tokens=tokens, seed=s)
+        for m in models
+        for tokens in sorted(token_counts)
+        for s in (0, 1)
+    ]
+    rng.shuffle(runs)
+    progress = {run_id(run): random_progress(rng, run) for run in runs if rng.random() < 0.3}
     merged = merge_runs(runs, progress).runs
     assert [run_id(run) for run in merged] == [run_id(run) for run in runs]
     by_id = {run_id(run): run for run in merged}
@@ -327,10 +334,11 @@ def test_every_branch_has_a_trunk_that_saves_it_steps(
         assert begin in (trunk.checkpoint.at_steps or ())
         assert progress.get(run.parent, Progress()).can_save(begin)
         assert not progress.get(run_id(run), Progress()).fixed
-        assert trunk.parent is None  # a trunk makes its steps itself
+        assert trunk.parent is None  # a trunk is no branch itself
     if not progress and template.schedule.kind == "wsd" and template.schedule.warmup_max_share == 0:
-        roots = [run for run in merged if run.parent is None and trunk_steps(run) > 0]
-        assert len(roots) == len({(run.seed, run.model.width) for run in roots})  # one a family: the most is shared
+        trunks = [run for run in merged if run.parent is None and trunk_steps(run) > 0]
+        # One per family, so that most steps are shared.
+        assert len(trunks) == len({(run.seed, run.model.width) for run in trunks})
 
 
 def test_runs_whose_rate_depends_on_d_are_not_merged_and_the_plan_says_why() -> None:
@@ -340,7 +348,7 @@ def test_runs_whose_rate_depends_on_d_are_not_merged_and_the_plan_says_why() -> 
         "4 runs differ from a longer one in D alone and cannot branch from it (D400, D200, D100 and 1 more): with "
         "schedule.kind cosine the learning rate of every step depends on D; with wsd it would not"
     ]
-    template = scheduled()  # 1 token of warm-up a parameter: 10 parameters' worth of D are too few, 20 are enough
+    template = scheduled()  # warm-up of 1 token per parameter: 10 tokens per parameter are too few, 20 are enough
     ladder = grid.expand_grid(LadderGrid(sizes=[6e4], tokens_per_parameter=[5, 20, 40]), template)
     merged = merge_runs(ladder)
     assert [run.parent for run in merged.runs] == [None, run_id(ladder[2]), None]
@@ -378,18 +386,18 @@ def test_a_run_that_is_past_a_step_it_has_not_saved_is_no_trunk_there() -> None:
         return [None if run.parent is None else names.index(run.parent) for run in merged]
 
     assert parents() == [3, 3, 3, None]
-    # The longest is done, and has saved its end alone: the next one is the trunk of the others.
+    # The longest run is done and has only its last checkpoint: the next longest is the trunk of the others.
     assert parents(_3=Progress(True, 400, frozenset({400}))) == [2, 2, None, None]
     assert parents(_3=Progress(True, 400, frozenset({80, 400}))) == [2, 3, None, None]
-    # It goes on from step 60: what begins at 40 has no trunk in it, what begins at 80 or 160 has.
+    # It continues from step 60: it can be the trunk of branches at 80 or 160, not at 40.
     assert parents(_3=Progress(False, 60, frozenset({60}))) == [None, 3, 3, None]
-    # Nobody is made a branch any more that is done, at work, or past its beginning; what it was it stays.
+    # A run that is done, running or past its beginning does not become a branch, but remains one.
     assert parents(_1=Progress(True, 100, frozenset({100}))) == [3, None, 3, None]
     assert parents(_1=Progress(True, 100, frozenset({100}), names[3])) == [3, 3, 3, None]
     assert parents(_1=Progress(False, 81, frozenset({81}))) == [3, None, 3, None]
     assert parents(_1=Progress(False, 79, frozenset({79}))) == [3, 3, 3, None]
-    said = merge_runs(runs, {names[3]: Progress(True, 400, frozenset({400})), names[2]: Progress(True, 200)}).remarks
-    assert said[1] == (
+    remarks = merge_runs(runs, {names[3]: Progress(True, 400, frozenset({400})), names[2]: Progress(True, 200)}).remarks
+    assert remarks[1] == (
         "1 run differs from a longer one in D alone and cannot branch from it (D100): what could be the trunk is past "
         "the step where they would begin, and has kept no checkpoint of it"
     )
@@ -404,39 +412,39 @@ BASE = RunConfig(model=ModelConfig(vocab_size=256), tokens=0, average=AverageCon
 
 def test_cooldowns_branch_from_one_long_run_per_size() -> None:
     runs = expand_grid(GRID, BASE, TuningConfig(horizon="size"))
-    long, cooled = runs[:6], runs[6:]
-    assert len({count_parameters(run.model).N_active for run in long}) == 6
-    assert all(flops_exact(run) == pytest.approx(1e12, rel=0.01) for run in long)
-    assert len(cooled) == 8  # at a twentieth two sizes alone have warmed up
+    long_runs, cooled = runs[:6], runs[6:]
+    assert len({count_parameters(run.model).N_active for run in long_runs}) == 6
+    assert all(flops_exact(run) == pytest.approx(1e12, rel=0.01) for run in long_runs)
+    assert len(cooled) == 8  # at a twentieth of D only two sizes have finished their warm-up
     merged = merge_runs(runs).runs
     assert [run.parent is None for run in merged] == [True] * 6 + [False] * 8
     for run in cooled:
-        (trunk,) = (other for other in long if other.model == run.model)
+        (trunk,) = (long_run for long_run in long_runs if long_run.model == run.model)
         assert min(abs(run.D / trunk.D - share) for share in GRID.cooldowns) < 0.01
         assert warmup_steps(run) == warmup_steps(trunk)
-    (said,) = GRID.notes(runs, Tuner())
+    (note,) = GRID.notes(runs, Tuner())
     shares = [2 ** (-k / 2) for k in range(1 + int(math.log2(20) * 2))]
-    assert f"about {6 * len(shares)} points" in said
-    assert f"{6e12 * sum(shares):.2g} training FLOPs" in said
+    assert f"about {6 * len(shares)} points" in note
+    assert f"{6e12 * sum(shares):.2g} training FLOPs" in note
 
 
 @pytest.mark.usefixtures("quick_pictures")
 def test_a_sweep_of_curves_is_fitted_with_its_averages(tmp_path: Path) -> None:
-    """Runs, cooldowns and averages of a known law: the report has the averages' points, and the law comes back."""
-    config = fake_sweep.settings(GRID)
+    """Check with runs, cooldowns and averages of a known law that the report uses the averages and recovers the law."""
+    config = fake_sweep.make_config(GRID)
     config.average, config.tuning.horizon, config.validations = BASE.average, "size", 32
     config.fit.bootstrap, config.fit.intervals = 10, "noise"
-    sweep = fake_sweep.write(tmp_path / "curves", config)
+    sweep = fake_sweep.write_sweep(tmp_path / "curves", config)
     fake_sweep.finish(sweep)
     for run in sweep.runs():
-        own = run.config()
-        N, lines = count_parameters(own.model).N_active, []
-        for step in sorted(validation_steps(own)):
-            D = step * own.batch_tokens
-            above = math.exp(0.001 + 0.002 * math.log(D / 1e6))
+        run_config = run.config()
+        N, lines = count_parameters(run_config.model).N_active, []
+        for step in sorted(validation_steps(run_config)):
+            D = step * run_config.batch_tokens
+            gap_factor = math.exp(0.001 + 0.002 * math.log(D / 1e6))
             lines.append({
-                "step": step, "tokens": D, "lr": learning_rate_factor(own, step - 1), "smoothed_loss": 3.0,
-                "val_loss": 3.0, "val_loss_ema_0.1": fake_sweep.true_loss(N, D) * above, "val_loss_ema_0.2": 3.0,
+                "step": step, "tokens": D, "lr": learning_rate_factor(run_config, step - 1), "smoothed_loss": 3.0,
+                "val_loss": 3.0, "val_loss_ema_0.1": fake_sweep.true_loss(N, D) * gap_factor, "val_loss_ema_0.2": 3.0,
             })  # fmt: skip
         (run.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     curves = write_curves(sweep)
@@ -450,8 +458,8 @@ def test_a_sweep_of_curves_is_fitted_with_its_averages(tmp_path: Path) -> None:
     assert f"by all {len(runs)} points, and by the 14 runs that ended, alone." in page
     written = json.loads((sweep.path / "fit" / "law.json").read_text())
     assert written["runs_alone"]["runs"] == 14
-    for own, alone in zip(written["optimal"], written["runs_alone"]["optimal"], strict=True):
-        assert own["flops"] == alone["flops"]
-        assert own["N"] != alone["N"]
+    for optimum, of_runs_alone in zip(written["optimal"], written["runs_alone"]["optimal"], strict=True):
+        assert optimum["flops"] == of_runs_alone["flops"]
+        assert optimum["N"] != of_runs_alone["N"]
     law = fit.ChinchillaLaw().fit(runs.N, runs.D, runs.loss)
-    assert law.predict(3e5, 1e7) == pytest.approx(fake_sweep.true_loss(3e5, 1e7), rel=0.01)  # runs have 0.4 % of noise
+    assert law.predict(3e5, 1e7) == pytest.approx(fake_sweep.true_loss(3e5, 1e7), rel=0.01)  # runs have noise of 0.4 %

@@ -1,4 +1,4 @@
-"""The journal of a run: whatever is written in whatever order, its fold keeps the rules of a run's life."""
+"""The journal of a run: events in any order fold into a record that keeps the rules of a run's life."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ from isoflop.sweeps.runs.journal import (
 NEW = RunRecord(State("planned"))
 
 
-def random_event(draw: random.Random, at: float) -> Event:
-    """Return any event, with numbers of attempts that need not fit."""
-    number, cause = draw.randint(1, 6), draw.choice(CAUSES)
+def random_event(rng: random.Random, at: float) -> Event:
+    """Return a random event, whose attempt number may be inconsistent."""
+    number, cause = rng.randint(1, 6), rng.choice(CAUSES)
     kinds: list[Event] = [
         Planned(at=at), Queued(at=at), Failed(at=at, reason="enough"), Cancelled(at=at, reason="by ann"),
         Reset(at=at, by="ann"), Scoring(at=at),
         *[Started(at=at, attempt=number, host="node1", job_id="7", steps=100, flops_per_step=2.0)] * 4,
         *[Stopped(at=at, attempt=number, state=ENDS_AS.get(cause, "failed"), cause=cause, ended=at, last_step=5)] * 4,
     ]  # fmt: skip
-    return draw.choice(kinds)
+    return rng.choice(kinds)
 
 
 def test_random_events_keep_every_rule_of_a_runs_life() -> None:
-    draw, ended = random.Random(0), 0
+    rng, ended = random.Random(0), 0
     for _ in range(3000):
-        events = [random_event(draw, float(at)) for at in range(1, draw.randint(2, 30))]
+        events = [random_event(rng, float(at)) for at in range(1, rng.randint(2, 30))]
         record = NEW
         for event in events:
             before, record = record, fold([event], record)
@@ -64,13 +64,13 @@ def test_random_events_keep_every_rule_of_a_runs_life() -> None:
             assert (record.state.state == "running") == (record.open is not None)
             assert record.state.attempt >= before.state.attempt
             if before.state.state == "done":
-                assert record.state.state in ("done", "planned"), "only a doctor plans what is done"
+                assert record.state.state in ("done", "planned"), "only the doctor plans a finished run again"
                 assert record.state.state == "done" or isinstance(event, Planned)
             if before.open is not None and not isinstance(event, Stopped):
-                assert record.open == before.open, "nothing but its end ends an attempt"
+                assert record.open == before.open, "only its end ends an attempt"
             assert (record.budget > before.budget) == (isinstance(event, Reset) and before.open is None)
-            assert fold([event], record).attempts == record.attempts, "an end that is told twice counts once"
-        assert fold(events, NEW) == record, "in one fold or in many"
+            assert fold([event], record).attempts == record.attempts, "an end that is written twice counts once"
+        assert fold(events, NEW) == record, "one fold equals many"
         ended += len(record.attempts)
     assert ended > 1000
 
@@ -90,8 +90,8 @@ def test_an_attempt_has_what_its_beginning_and_its_end_say() -> None:
     assert (attempt.first_step, attempt.last_step, attempt.saved_step) == (20, 50, 40)
     assert (attempt.flops, attempt.flops_wasted) == pytest.approx((60.0, 20.0), rel=1e-12)
     assert attempt.at_fault == ("node2",)
-    again = fold([Reset(at=40.0, by="ann"), Started(at=41.0, attempt=2)], record)
-    assert (again.recent, again.budget, again.state.state) == ([], 1, "running")
+    after_reset = fold([Reset(at=40.0, by="ann"), Started(at=41.0, attempt=2)], record)
+    assert (after_reset.recent, after_reset.budget, after_reset.state.state) == ([], 1, "running")
 
 
 def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,16 +99,16 @@ def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     with (tmp_path / JOURNAL).open("a") as file:
         file.write('{"event":"star')  # torn by a kill
     assert append(tmp_path, Started(at=2.0, attempt=1)).open is not None
-    whole = (tmp_path / JOURNAL).read_bytes()
-    assert whole.count(b"\n") == 2
+    before = (tmp_path / JOURNAL).read_bytes()
+    assert before.count(b"\n") == 2
 
-    def half(descriptor: int, data: bytes, offset: int) -> int:
+    def write_half(descriptor: int, data: bytes, offset: int) -> int:
         return os.pwritev(descriptor, [data[: len(data) // 2]], offset)
 
-    monkeypatch.setattr(os, "pwrite", half)  # a full disk
+    monkeypatch.setattr(os, "pwrite", write_half)  # a full disk
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         append(tmp_path, Stopped(at=3.0, attempt=1, state="done", cause="done", ended=3.0))
-    assert (tmp_path / JOURNAL).read_bytes() == whole
+    assert (tmp_path / JOURNAL).read_bytes() == before
 
 
 def test_a_view_that_cannot_be_written_is_written_with_the_next_event(
@@ -143,18 +143,18 @@ OLD = {
     "attempt": 1, "began": 10.0, "ended": 20.0, "seconds": 10.0, "host": "node1", "job_id": "7_0", "cause": "killed",
     "reason": "gone", "first_step": 0, "last_step": 8, "saved_step": 5, "flops": 16.0, "flops_wasted": 6.0,
 }  # fmt: skip
-OLD_BEGUN = {
+OLD_START = {
     "attempt": 2, "began": 30.0, "host": "node2", "job_id": "8", "steps": 100, "begins": 0, "first_step": 5,
     "metrics_bytes": 3, "flops_per_step": 2.0, "gpus": 1.0, "share": 0.5, "machine": "far",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("begun", [json.dumps(OLD_BEGUN), "", None])
-def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path, begun: str | None) -> None:
+@pytest.mark.parametrize("start", [json.dumps(OLD_START), "", None])
+def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path, start: str | None) -> None:
     lines = [json.dumps(OLD), json.dumps({"event": "retry", "by": "ann", "at": 25.0}), '{"attempt": 9, "beg']
     (tmp_path / OLD_LINES).write_text("\n".join(lines))
-    if begun is not None:  # of an attempt that a power cut has hit, what state.json says is known
-        (tmp_path / OLD_OPEN).write_text(begun)
+    if start is not None:  # after a power cut only state.json is left of the attempt
+        (tmp_path / OLD_OPEN).write_text(start)
     state = State("running", 2, "node2", "8", 30.0)
     (tmp_path / VIEW).write_text(json.dumps(asdict(state)))
     before = read_record(tmp_path)
@@ -166,8 +166,11 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path, begun: str | None) 
     (tmp_path / VIEW).unlink()
     (tmp_path / OLD_OPEN).unlink(missing_ok=True)
     record = read_record(tmp_path)
-    assert [(one.attempt, one.cause, one.budget) for one in record.attempts] == [(1, "killed", 0), (2, "lost", 1)]
-    assert record.attempts[1].flops == (8.0 if begun else 0.0)
+    assert [(attempt.attempt, attempt.cause, attempt.budget) for attempt in record.attempts] == [
+        (1, "killed", 0),
+        (2, "lost", 1),
+    ]
+    assert record.attempts[1].flops == (8.0 if start else 0.0)
     assert record.next_attempt == 3
 
 

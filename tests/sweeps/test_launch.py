@@ -1,4 +1,4 @@
-"""What is submitted to SLURM, and what is made of its answers: stand-ins for its commands keep a queue."""
+"""Jobs that are submitted to SLURM, and handling of its answers; stand-ins for its commands keep a queue."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHAPE, TWO_RANKS = JobShape(0, 1, 1.0, 60), JobShape(0, 1, 1.0, 60, ranks_per_no
 
 
 class Launch:
-    """A sweep of given runs (name and minutes), and how it is submitted."""
+    """A SLURM sweep made of runs with a name and minutes."""
 
     def __init__(self, path: Path, runs: dict[str, float], shapes: dict[str, JobShape], **changes: Any) -> None:
         self.sweep = SweepDirectory(path)
@@ -63,8 +63,8 @@ class Launch:
     def backend(self) -> SlurmBackend:
         return SlurmBackend(self.sweep, self.cluster)
 
-    def go(self) -> bool:
-        """Make a pass. Returns whether nothing is left to do."""
+    def run_pass(self) -> bool:
+        """Run a pass. Returns True if the sweep is over."""
         return bool(slurm.run_pass(self.sweep).memory["over"])
 
     def states(self) -> Counter[str]:
@@ -96,7 +96,7 @@ def make(tmp_path: Path, queue: StandIn) -> Make:
 
 
 def calls(launched: Launch, job: str) -> list[partial[None]]:
-    """Return what a job or the tasks of an array will call."""
+    """Return the calls of a job or of the tasks of an array."""
     pickles = sorted(launched.sweep.path.glob(f"jobs/*/{job}*_submitted.pkl"))
     return [pickle.loads(path.read_bytes()).function for path in pickles]
 
@@ -104,32 +104,34 @@ def calls(launched: Launch, job: str) -> list[partial[None]]:
 def test_runs_of_a_shape_have_workers_and_nothing_is_submitted_twice(make: Make, queue: StandIn) -> None:
     runs = {f"long{i}": 30.0 for i in range(3)} | {f"short{i}": 4.0 for i in range(7)} | {"ranks": 1.0}
     sweep = make(runs, {"ranks": TWO_RANKS}, array_parallelism=6)
-    assert not sweep.go()
-    one, two = queue.of_kind("worker")
-    assert (queue.tasks(one), queue.tasks(two)) == (5, 1), "three of long runs, two of 28 minutes, room for six"
-    assert queue.flags(one)["array"] == "0-4%5"
-    assert (queue.flags(two)["ntasks-per-node"], "array" in queue.flags(two)) == ("2", False)
-    assert {call.func for call in calls(sweep, one)} == {slurm.work}
-    assert {call.args[0].shape for call in calls(sweep, one)} == {SHAPE}
-    assert not {"dependency", "hold"} & (queue.flags(one).keys() | queue.flags(two).keys())
+    assert not sweep.run_pass()
+    single_rank, two_ranks = queue.of_kind("worker")
+    assert (queue.tasks(single_rank), queue.tasks(two_ranks)) == (5, 1), (
+        "three of long runs, two of 28 minutes, room for six"
+    )
+    assert queue.flags(single_rank)["array"] == "0-4%5"
+    assert (queue.flags(two_ranks)["ntasks-per-node"], "array" in queue.flags(two_ranks)) == ("2", False)
+    assert {call.func for call in calls(sweep, single_rank)} == {slurm.work}
+    assert {call.args[0].shape for call in calls(sweep, single_rank)} == {SHAPE}
+    assert not {"dependency", "hold"} & (queue.flags(single_rank).keys() | queue.flags(two_ranks).keys())
     assert sweep.states() == {"queued": 11}
     before = queue.queue()
     for _ in range(3):
-        sweep.go()
+        sweep.run_pass()
     assert queue.queue() == before
-    queue.end(f"{one}_0", f"{one}_1")
-    sweep.go()
-    assert len(queue.queue()) == len(before), "two more in the place of those that are gone"
+    queue.end(f"{single_rank}_0", f"{single_rank}_1")
+    sweep.run_pass()
+    assert len(queue.queue()) == len(before), "two new ones replace the two that ended"
 
 
 def test_a_limit_is_never_passed_though_others_have_jobs_there(make: Make, queue: StandIn) -> None:
     queue.say("queue", "1 other\n2 other\n")
     sweep = make({f"run{i}": 60.0 for i in range(9)}, max_submit=8)
-    sweep.go()
+    sweep.run_pass()
     assert (len(queue.queue()), len(queue.of_kind("keeper"))) == (7, 2), "one place is left for the fit"
     sweep.configure(**sweep.settings | {"max_submit": 4})
     with pytest.raises(UserError, match=r"4 jobs may be in the queue at once.*it must be 5 or more"):
-        sweep.go()
+        sweep.run_pass()
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3])
@@ -138,23 +140,23 @@ def test_a_limit_that_only_sbatch_knows_leaves_the_rest_to_the_keeper(make: Make
     sweep = make({"run0": 40.0, "run1": 30.0})
     if limit < 2:
         with pytest.raises(UserError, match="SLURM takes no more jobs"):
-            sweep.go()
+            sweep.run_pass()
         return
-    assert not sweep.go()
+    assert not sweep.run_pass()
     assert len(queue.of_kind("keeper")) == 2
     queue.say("limit", "99")
-    sweep.go()
+    sweep.run_pass()
     assert sum(map(queue.tasks, queue.of_kind("worker"))) == 2
 
 
-def test_a_refusal_is_said_in_slurms_words_and_the_next_pass_goes_on(make: Make, queue: StandIn) -> None:
+def test_a_refusal_is_reported_in_slurms_words_and_the_next_pass_continues(make: Make, queue: StandIn) -> None:
     sweep = make({"run0": 40.0})
     queue.say("refuse-worker", "sbatch: error: invalid account or account/partition combination specified\n")
     with pytest.raises(UserError, match=r"SLURM refused the worker job .*invalid account or account/partition"):
-        sweep.go()
+        sweep.run_pass()
     assert sweep.states() == {"planned": 1}
     (queue.folder / "refuse-worker").unlink()
-    sweep.go()
+    sweep.run_pass()
     assert len(queue.of_kind("worker")) == 1
 
 
@@ -164,10 +166,10 @@ def test_an_answer_that_was_lost_may_make_a_worker_too_many(
     monkeypatch.setattr(submit, "time", SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic))
     sweep = make({"run": 40.0})
     queue.say("lose", "")
-    sweep.go()
+    sweep.run_pass()
     assert sorted(job.kind for job in jobs_of(sweep.sweep)) == ["keeper"] * 3 + ["worker"]
     before = queue.queue()
-    sweep.go()
+    sweep.run_pass()
     assert queue.queue() == before
 
 
@@ -177,29 +179,29 @@ def test_a_launcher_may_be_killed_at_every_step_that_it_has(
     sweep = make({"run0": 40.0, "run1": 40.0, "short": 1.0}, {"short": TWO_RANKS})
 
     def killed_at(step: int) -> bool:
-        """Make a pass in a process that is gone before its step-th step. Returns whether it came so far."""
+        """Run a pass in a process that exits before its step number `step`. Returns False if it has fewer steps."""
         if (child := os.fork()) > 0:
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-        left = [step]
-        for where, name in (
+        steps_left = [step]
+        for owner, name in (
             (submit.Submission, "submit"), (RunDirectory, "write_event"), (slurm, "write_json"),
             (SlurmBackend, "jobs"), (SlurmBackend, "limits"),
         ):  # fmt: skip
-            function = getattr(where, name)
+            function = getattr(owner, name)
 
-            def counted(*arguments: Any, _function: Any = function, **options: Any) -> Any:
-                left[0] -= 1
-                if left[0] < 0:
+            def exit_or_call(*arguments: Any, _function: Any = function, **options: Any) -> Any:
+                steps_left[0] -= 1
+                if steps_left[0] < 0:
                     os._exit(9)
                 return _function(*arguments, **options)
 
-            monkeypatch.setattr(where, name, counted)
-        sweep.go()
+            monkeypatch.setattr(owner, name, exit_or_call)
+        sweep.run_pass()
         os._exit(0)
 
     step = 0
     while killed_at(step):
-        sweep.go()
+        sweep.run_pass()
         workers = {job: queue.tasks(job) for job in queue.of_kind("worker")}
         assert sorted(workers.values()) in ([1, 2], [1, 1, 1]), step
         assert (len(queue.of_kind("keeper")), sweep.states()) == (2, {"queued": 3}), step
@@ -218,7 +220,7 @@ def test_keepers_come_one_by_one_and_ask_for_little(
         {"run": 40.0}, {"run": JobShape(1, 4, 8.0, 60)}, gpus_per_job=1, keeper_seconds=60, partition="gpu",
         keeper_partition="cpu", constraint="h100", additional_parameters={"exclusive": True, "reservation": "scaling"},
     )  # fmt: skip
-    sweep.go()
+    sweep.run_pass()
     first, second = queue.of_kind("keeper")
     expected = {"begin": "now+60", "cpus-per-task": "1", "mem": "2048M", "time": "30", "partition": "cpu"}
     assert queue.flags(first).items() >= {**expected, "reservation": "scaling"}.items()
@@ -229,49 +231,49 @@ def test_keepers_come_one_by_one_and_ask_for_little(
     training = queue.flags(queue.of_kind("worker")[0])
     assert training.items() >= {"partition": "gpu", "constraint": "h100", "exclusive": ""}.items()
 
-    # In the first, which runs: another comes after the second.
+    # In a running first keeper: another is submitted after the second.
     for name, value in {"SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": first}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
     queue.say("running", first + "\n")
-    sweep.go()
+    sweep.run_pass()
     *_, third = queue.of_kind("keeper")
     assert queue.flags(third)["begin"] == "now+120"
     sweep.backend().cancel_all()
-    assert queue.queue() == [first], "but for the job that cancels"
+    assert queue.queue() == [first], "the job that cancels stays"
 
 
 def test_workers_that_die_before_they_claim_end_with_the_budget(make: Make, queue: StandIn) -> None:
     sweep = make({"run": 40.0}, retries=2)
     for starts in (1, 2, 3):
-        sweep.go()
+        sweep.run_pass()
         (job,) = queue.of_kind("worker")
         queue.end(job)
         queue.say("ended", f"{job}|FAILED|node3\n")
         (run,) = sweep.runs()
         assert len(run.record().attempts) == starts - 1
-    sweep.go()
+    sweep.run_pass()
     assert (queue.of_kind("worker"), sweep.states()) == ([], {"failed": 1})
     reason = str(run.state().reason)
     assert "SLURM calls the job FAILED; it left no log in" in reason
     assert "does its node see that folder?" in reason
-    # A worker that was cancelled, found no task, or has claimed something costs no run anything.
+    # Workers that were cancelled, found no task, or had claimed a task do not reduce the budget of a run.
     sweep = make({"other": 40.0})
-    sweep.go()
+    sweep.run_pass()
     (job,) = queue.of_kind("worker")
     queue.end(job)
     queue.say("ended", f"{job}|CANCELLED|None\n")
-    sweep.go()
+    sweep.run_pass()
     (idle,) = queue.of_kind("worker")
     queue.end(idle)
     queue.say("ended", f"{idle}|COMPLETED|node3\n")
-    sweep.go()
+    sweep.run_pass()
     (second,) = queue.of_kind("worker")
     (folder,) = {path.parent for path in sweep.sweep.path.glob(f"jobs/*/{second}_submitted.pkl")}
     Claims(folder, second).path.write_text('{"task": "train", "run": "other"}\n')
     queue.end(second)
     queue.say("ended", f"{second}|FAILED|node3\n")
-    sweep.go()
+    sweep.run_pass()
     assert sweep.runs()[0].record().attempts == ()
 
 
@@ -279,31 +281,31 @@ def test_the_laws_are_fitted_after_the_last_result_a_few_times_at_most(make: Mak
     sweep = make({"run": 40.0})
     sweep.finish()
     queue.say("limit", "2")
-    assert not sweep.go(), "the fit has no place yet"
+    assert not sweep.run_pass(), "the fit has no place yet"
     queue.say("limit", "99")
     for _ in range(FITS):
-        assert not sweep.go()
+        assert not sweep.run_pass()
         (fit,) = queue.of_kind("fit")
-        assert not sweep.go(), "it is under way"
+        assert not sweep.run_pass(), "the fit is in the queue"
         assert queue.of_kind("fit") == [fit]
         queue.end(fit)
     assert len(queue.of_kind("keeper")) == 2
-    assert sweep.go(), "the fit never came, and that is the end of it"
-    assert queue.queue() == [], "keepers go"
+    assert sweep.run_pass(), "all fits failed, so the sweep is over"
+    assert queue.queue() == [], "keepers are cancelled"
     newer = max(file.stat().st_mtime for file in sweep.sweep.path.glob("runs/*/summary.json")) + 1
     (sweep.sweep.path / "fit").mkdir()
     for file in (sweep.sweep.path / "table.csv", sweep.sweep.path / "fit" / "law.json"):
         file.write_text("")
         os.utime(file, (newer, newer))
-    assert sweep.go()
+    assert sweep.run_pass()
     os.utime(sweep.runs()[0].path / "summary.json", (newer + 1, newer + 1))
-    assert not sweep.go(), "a result that came after the table"
+    assert not sweep.run_pass(), "a result is newer than the table"
 
 
 def test_a_sweep_is_unattended_without_keepers_unless_it_is_over_or_stopped(make: Make, queue: StandIn) -> None:
     sweep = make({"run": 40.0})
     assert not is_unattended(sweep.sweep, [])
-    sweep.go()
+    sweep.run_pass()
     assert not is_unattended(sweep.sweep, jobs_of(sweep.sweep))
     queue.end(*queue.of_kind("keeper"))
     assert is_unattended(sweep.sweep, jobs_of(sweep.sweep))
@@ -311,32 +313,32 @@ def test_a_sweep_is_unattended_without_keepers_unless_it_is_over_or_stopped(make
     assert not is_unattended(sweep.sweep, jobs_of(sweep.sweep))
     before = queue.queue()
     slurm.run_pass(sweep.sweep)
-    assert queue.queue() == before, "a pass of a sweep that was cancelled starts nothing"
+    assert queue.queue() == before, "a pass of a cancelled sweep starts no job"
 
 
 def test_a_job_that_slurm_could_not_launch_is_released_and_one_that_is_held_is_not_counted(
     make: Make, queue: StandIn
 ) -> None:
     sweep = make({"run": 40.0})
-    sweep.go()
+    sweep.run_pass()
     (job,) = queue.of_kind("worker")
     queue.say("reasons", f"{job} launch failed requeued held\n")
-    sweep.go()
+    sweep.run_pass()
     assert (queue.released(), queue.of_kind("worker")) == ({job}, [job])
     queue.say("reasons", f"{job} JobHeldUser\n")
-    sweep.go()
+    sweep.run_pass()
     assert len(queue.of_kind("worker")) == 2
 
 
-def test_jobs_of_an_earlier_version_are_not_worked_beside(make: Make, queue: StandIn) -> None:
+def test_jobs_of_an_earlier_version_in_the_queue_are_refused(make: Make, queue: StandIn) -> None:
     sweep = make({"run": 40.0})
     (sweep.sweep.path / "jobs").mkdir()
     (sweep.sweep.path / "jobs" / "label").write_text("0123\n")
     queue.say("queue", "7_0 isoflop:0123:abcd\n")
     with pytest.raises(UserError, match=r"1 job of .* in the queue were submitted by an earlier version: 7_0"):
-        sweep.go()
+        sweep.run_pass()
     queue.end("7")
-    sweep.go()
+    sweep.run_pass()
     assert len(queue.of_kind("worker")) == 1
 
 
@@ -344,19 +346,19 @@ def test_nodes_to_avoid_are_excluded_unless_too_few_others_are_up(make: Make, qu
     sweep = make({"run": 40.0}, exclude="b")
     queue.say("nodes", "a b c")
     end(sweep.runs()[0], "node", host="a")
-    sweep.go()
+    sweep.run_pass()
     assert queue.flags(queue.of_kind("worker")[0])["exclude"] == "b,a"
     queue.end(*queue.of_kind("worker"))
     end(sweep.runs()[0], "node", host="c")
-    sweep.go()
+    sweep.run_pass()
     assert queue.flags(queue.of_kind("worker")[0])["exclude"] == "b"
 
 
-def test_a_job_runs_the_sweeps_copy_of_the_code_in_a_folder_of_its_own(
+def test_a_job_runs_the_sweeps_copy_of_the_code_in_a_separate_folder(
     make: Make, queue: StandIn, tmp_path: Path
 ) -> None:
     sweep = make({"run": 40.0}, setup=["module load cuda"], python="apptainer exec image.sif python")
-    sweep.go()
+    sweep.run_pass()
     (worker,) = queue.of_kind("worker")
     script = queue.script(worker)
     lines = [line for line in script.splitlines() if line and not line.startswith("#")]
@@ -370,28 +372,30 @@ def test_a_job_runs_the_sweeps_copy_of_the_code_in_a_folder_of_its_own(
     ]
     assert " apptainer exec image.sif python -u -m submitit.core._submit " in script
     assert queue.flags(worker)["chdir"] == os.getcwd()
-    assert "apptainer" not in queue.script(queue.of_kind("keeper")[0]), "it calls sbatch"
+    assert "apptainer" not in queue.script(queue.of_kind("keeper")[0]), (
+        "the keeper calls sbatch, so it runs outside of the container"
+    )
 
 
 @pytest.mark.parametrize(
-    ("job", "gone"),
+    ("job", "removed"),
     [({"SLURM_JOB_ID": "7"}, {"7_0", "7_1"}),
      ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "8", "SLURM_ARRAY_TASK_ID": "1"}, {"8_1_0"})],
 )  # fmt: skip
 def test_a_job_removes_the_half_of_a_result_that_its_earlier_start_left(
-    tmp_path: Path, job: dict[str, str], gone: set[str]
+    tmp_path: Path, job: dict[str, str], removed: set[str]
 ) -> None:
-    """Else submitit fails a job whose function has succeeded."""
+    """Check the removal, without which submitit fails a job whose function has succeeded."""
     names = {"7_0", "7_1", "77_0", "8_1_0", "8_10_0", "9_0"}
     for name in names:
         (tmp_path / f"{name}_result.pkl.save_tmp").touch()
     subprocess.run(["sh", "-c", submit.STALE], cwd=tmp_path, env=job | {"PATH": os.environ["PATH"]}, check=True)
-    assert {path.name.removesuffix("_result.pkl.save_tmp") for path in tmp_path.iterdir()} == names - gone
+    assert {path.name.removesuffix("_result.pkl.save_tmp") for path in tmp_path.iterdir()} == names - removed
 
 
 def test_a_container_is_srun_s_and_sees_the_sweep(make: Make, queue: StandIn) -> None:
     sweep = make({"run": 40.0}, container="/images/torch.sqsh")
-    sweep.go()
+    sweep.run_pass()
     (line,) = [line for line in queue.script(queue.of_kind("worker")[0]).splitlines() if line[:5] == "srun "]
     assert "--container-image=/images/torch.sqsh" in line
     mounts = line.split("--container-mounts=")[1].split()[0].split(",")
@@ -403,17 +407,17 @@ def test_a_container_is_srun_s_and_sees_the_sweep(make: Make, queue: StandIn) ->
 def test_raw_keys_are_merged_or_refused_by_name(make: Make, queue: StandIn) -> None:
     raw = {"comment": "grant 7", "exclude": "c", "wckey": "mine", "exclusive": False, "hold": True}
     sweep = make({"run": 40.0}, exclude="b", additional_parameters=raw)
-    sweep.go()
+    sweep.run_pass()
     flags = queue.flags(queue.of_kind("worker")[0])
     assert flags["comment"].startswith("isoflop:")
     assert flags["comment"].endswith(" grant 7")
     assert (flags["exclude"], flags["wckey"], "exclusive" in flags, "hold" in flags) == ("b,c", "mine", False, True)
-    sweep.go()
-    assert len(queue.of_kind("worker")) == 1, "held as the user asks, it is a worker all the same"
+    sweep.run_pass()
+    assert len(queue.of_kind("worker")) == 1, "a worker that the user holds counts"
     sweep.configure(**sweep.settings | {"additional_parameters": {"cpus_per_task": 3}})
     queue.end(*queue.queue())
     with pytest.raises(UserError, match=r"has cpus-per-task, which cluster\.cpus_per_task sets"):
-        sweep.go()
+        sweep.run_pass()
 
 
 @pytest.mark.parametrize("shape", [SHAPE, TWO_RANKS, JobShape(8, 12, 93.75, 2880, nodes=4, ranks_per_node=8)])
@@ -425,7 +429,7 @@ def test_a_shape_is_read_from_the_comment_of_a_job(shape: JobShape) -> None:
 # The keeper
 
 
-def paused(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def recorded_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     pauses: list[float] = []
     monkeypatch.setattr(slurm, "time", SimpleNamespace(**vars(time) | {"sleep": pauses.append}))
     return pauses
@@ -434,25 +438,25 @@ def paused(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_keeper_makes_one_pass_and_goes_while_another_waits(
     make: Make, queue: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sweep, pauses = make({"run": 40.0}), paused(monkeypatch)
+    sweep, pauses = make({"run": 40.0}), recorded_pauses(monkeypatch)
     slurm.keep(str(sweep.sweep.path))
     assert (len(queue.of_kind("keeper")), len(queue.of_kind("worker")), pauses) == (2, 1, [])
 
 
-def test_a_pass_that_comes_to_nothing_is_made_again_by_the_same_keeper(
+def test_a_failed_pass_is_repeated_by_the_same_keeper(
     make: Make, queue: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk would else end both keepers within a minute, and no keeper would look after the sweep."""
-    sweep, pauses = make({"run": 40.0}, keeper_seconds=7), paused(monkeypatch)
+    """Check that a full disk does not end both keepers within a minute, which would leave the sweep unattended."""
+    sweep, pauses = make({"run": 40.0}, keeper_seconds=7), recorded_pauses(monkeypatch)
     failures: list[Exception] = [OSError(errno.ENOSPC, "No space left on device"), UserError("SLURM refuses")]
     reconcile = controller.reconcile
 
-    def fails(*arguments: Any) -> bool:
+    def fail_first(*arguments: Any) -> bool:
         if failures:
             raise failures.pop()
         return reconcile(*arguments)
 
-    monkeypatch.setattr(controller, "reconcile", fails)
+    monkeypatch.setattr(controller, "reconcile", fail_first)
     slurm.keep(str(sweep.sweep.path))
     assert (pauses, len(queue.of_kind("worker"))) == ([7, 7], 1)
 
@@ -462,12 +466,12 @@ def test_a_keeper_waits_while_another_process_holds_the_sweep(
 ) -> None:
     sweep = make({"run": 40.0})
     monkeypatch.setattr(slurm, "LOCK_SECONDS", 0.0)
-    held = sweep.sweep.lock()
-    held.__enter__()
+    lock = sweep.sweep.lock()
+    lock.__enter__()
 
     def pause(seconds: float) -> None:
         assert queue.queue() == []
-        held.__exit__(None, None, None)
+        lock.__exit__(None, None, None)
 
     monkeypatch.setattr(slurm, "time", SimpleNamespace(**vars(time) | {"sleep": pause}))
     slurm.keep(str(sweep.sweep.path))

@@ -1,4 +1,4 @@
-"""The lease of a run: each start is one attempt in its journal, whatever ended it and whichever process writes it."""
+"""The lease of a run: each start becomes one attempt in its journal, for any end and any process that writes it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ FORK = multiprocessing.get_context("fork")
 POLICY = Policy(heartbeat_seconds=0.05, hang_seconds=60.0, backoff_seconds=0.0)
 
 
-def a_config(seed: int = 0, **changes: object) -> RunConfig:
-    """A run of 100 steps."""
+def make_config(seed: int = 0, **changes: object) -> RunConfig:
+    """Return the config of a run of 100 steps."""
     run = RunConfig(
         model=ModelConfig(vocab_size=256), optimizer=OptimizerConfig(batch_size=4), seed=seed,
         schedule=ScheduleConfig(warmup_tokens=1024), parallel=ParallelConfig(device="cpu"),
@@ -47,7 +47,7 @@ def a_config(seed: int = 0, **changes: object) -> RunConfig:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    return planned(tmp_path, a_config())
+    return planned(tmp_path, make_config())
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def small_margin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save(run: RunDirectory, step: int) -> Path:
-    """Write what looks like a checkpoint."""
+    """Write a folder that looks like a checkpoint."""
     folder = run.path / "checkpoints" / f"step_{step}"
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(b"12345")
@@ -70,11 +70,11 @@ def log_step(run: RunDirectory, step: int) -> None:
 
 
 def begin(run: RunDirectory, machine: str = "far") -> None:
-    """Write a beginning that no process stands behind."""
+    """Write the start of an attempt that no process trains."""
     run.write_event(Started, attempt=run.record().next_attempt, host="node1", job_id="7", machine=machine)
 
 
-def only(run: RunDirectory) -> Attempt:
+def only_attempt(run: RunDirectory) -> Attempt:
     (attempt,) = run.record().attempts
     return attempt
 
@@ -83,35 +83,37 @@ def only(run: RunDirectory) -> Attempt:
 
 
 def test_a_run_that_is_done_has_one_attempt_with_all_its_steps(run: RunDirectory) -> None:
-    with hold(run, "7", POLICY) as begun:
-        assert begun is not None
-        assert run.state() == begun.state
-        assert (begun.state.state, begun.state.attempt, begun.state.job_id) == ("running", 1, "7")
+    with hold(run, "7", POLICY) as record:
+        assert record is not None
+        assert run.state() == record.state
+        assert (record.state.state, record.state.attempt, record.state.job_id) == ("running", 1, "7")
         assert run.last_sign() is not None
         save(run, 100)
         (run.path / "summary.json").write_text("{}")
         lease.conclude(run, Ending("done"))
-    attempt = only(run)
+    attempt = only_attempt(run)
     assert (attempt.attempt, attempt.cause, attempt.reason, attempt.job_id) == (1, "done", None, "7")
     assert (attempt.first_step, attempt.last_step, attempt.saved_step, attempt.gpus) == (0, 100, 100, 0)
-    assert attempt.flops == pytest.approx(flops_exact(a_config()), rel=1e-12)  # a product in another order
+    # The factors are multiplied in another order.
+    assert attempt.flops == pytest.approx(flops_exact(make_config()), rel=1e-12)
     assert (attempt.flops_wasted, run.last_sign(), run.is_done()) == (0, None, True)
-    with hold(run, "8", POLICY) as begun:
-        assert begun is None
-    assert only(run) == attempt
+    with hold(run, "8", POLICY) as record:
+        assert record is None
+    assert only_attempt(run) == attempt
 
 
 def test_steps_after_the_newest_checkpoint_are_wasted(run: RunDirectory) -> None:
-    step = flops_exact(a_config()) / 100
+    step = flops_exact(make_config()) / 100
     with hold(run, "7", POLICY):
         save(run, 20)
         log_step(run, 37)
         lease.conclude(run, Ending("failed", "its process was killed", "killed"))
-    first = only(run)
+    first = only_attempt(run)
     assert (first.cause, first.first_step, first.saved_step, first.last_step) == ("killed", 0, 20, 37)
     assert (first.flops, first.flops_wasted) == pytest.approx((37 * step, 17 * step), rel=1e-12)
     with hold(run, "8", POLICY):
-        lease.conclude(run, Ending("failed", "again", "killed"))  # before it wrote anything: the 37 are not its own
+        # Before its first step: the 37 steps belong to the first attempt.
+        lease.conclude(run, Ending("failed", "again", "killed"))
     second = run.record().attempts[1]
     assert (second.attempt, second.first_step, second.last_step, second.flops) == (2, 20, 20, 0)
     with hold(run, "9", POLICY):
@@ -123,24 +125,29 @@ def test_steps_after_the_newest_checkpoint_are_wasted(run: RunDirectory) -> None
 
 
 def test_a_branch_counts_its_own_steps_only(tmp_path: Path) -> None:
-    trunk = replace(a_config(), tokens=2 * a_config().tokens)
-    config = replace(a_config(), parent=run_id(trunk))
-    run, begins = planned(tmp_path, config), trunk_steps(config)
-    assert 0 < begins < 100
+    trunk = replace(make_config(), tokens=2 * make_config().tokens)
+    config = replace(make_config(), parent=run_id(trunk))
+    run, first_step = planned(tmp_path, config), trunk_steps(config)
+    assert 0 < first_step < 100
     with hold(run, "7", POLICY):
-        save(run, begins)  # as `graft` does
-        log_step(run, begins)  # of the trunk
+        save(run, first_step)  # as `graft` does
+        log_step(run, first_step)  # a step of the trunk
         lease.conclude(run, Ending("failed", "no luck"))
-    attempt = only(run)
-    assert (attempt.first_step, attempt.last_step, attempt.saved_step, attempt.flops) == (begins, begins, begins, 0)
+    attempt = only_attempt(run)
+    assert (attempt.first_step, attempt.last_step, attempt.saved_step, attempt.flops) == (
+        first_step,
+        first_step,
+        first_step,
+        0,
+    )
 
 
 def test_a_checkpoint_whose_files_have_not_their_sizes_is_none(run: RunDirectory) -> None:
     assert run.newest_checkpoint() is None
     save(run, 9), save(run, 10)
-    torn, half = save(run, 100), save(run, 50)
-    (torn / "model.safetensors").write_bytes(b"123")
-    (half / "manifest.json").unlink()
+    too_short, without_manifest = save(run, 100), save(run, 50)
+    (too_short / "model.safetensors").write_bytes(b"123")
+    (without_manifest / "manifest.json").unlink()
     (run.path / "checkpoints" / ".step_200.x").mkdir()
     (run.path / "checkpoints" / "step_x").mkdir()
     assert run.newest_checkpoint() == 10
@@ -157,22 +164,22 @@ def die(run: RunDirectory) -> None:
 
 
 def test_an_attempt_that_was_killed_is_written_by_the_next_start(run: RunDirectory) -> None:
-    dead = FORK.Process(target=die, args=(run,))
-    dead.start()
-    dead.join()
-    assert dead.exitcode == -signal.SIGKILL
+    process = FORK.Process(target=die, args=(run,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     sign = run.last_sign()
     assert sign is not None
     assert (run.state().state, run.record().attempts) == ("running", ())
     save(run, 5), log_step(run, 8)
     note_failure(run.path, Failure(Cause.HUNG, "rank 1 on node3 has made no progress since step 8"))
-    with hold(run, "8", POLICY) as begun:
-        assert begun is not None
-        (first,) = begun.attempts
-        assert read_failure(run.path) is None  # what it says of another attempt is forgotten
-        assert begun.state.attempt == 2
+    with hold(run, "8", POLICY) as record:
+        assert record is not None
+        (first,) = record.attempts
+        assert read_failure(run.path) is None  # the failure of the previous attempt is removed
+        assert record.state.attempt == 2
         lease.conclude(run, Ending("failed", "again"))
-    # The first sign is given just before the attempt begins: the file system's clock may have moved on in between.
+    # The first sign of life is written just before the attempt starts, so the start may be later.
     assert (first.attempt, first.cause, first.job_id, first.ended) == (1, "hung", "7", max(first.began, sign))
     assert (first.last_step, first.saved_step) == (8, 5)
     assert "rank 1 on node3 has made no progress" in (first.reason or "")
@@ -186,15 +193,15 @@ def reconcile_all(runs: list[RunDirectory]) -> None:
 
 
 def test_two_processes_that_reconcile_at_once_write_one_end_of_each_run(tmp_path: Path) -> None:
-    runs = [planned(tmp_path, a_config(seed)) for seed in range(30)]
+    runs = [planned(tmp_path, make_config(seed)) for seed in range(30)]
     for run in runs:
         begin(run)
-    others = [FORK.Process(target=reconcile_all, args=(runs,)) for _ in range(2)]
-    for other in others:
-        other.start()
-    for other in others:
-        other.join()
-    assert [only(run).cause for run in runs] == ["killed"] * 30
+    processes = [FORK.Process(target=reconcile_all, args=(runs,)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [only_attempt(run).cause for run in runs] == ["killed"] * 30
     assert all((run.path / journal.JOURNAL).read_text().count("stopped") == 1 for run in runs)
 
 
@@ -211,7 +218,7 @@ def test_a_damaged_view_loses_no_attempt_and_repeats_no_number(run: RunDirectory
 def test_what_explains_the_end_decides_its_cause_and_its_state(run: RunDirectory, cause: str) -> None:
     begin(run)
     record = reconcile(run, lambda start: Death(cause, f"job {start.job_id} is gone"))
-    assert (only(run).cause, only(run).reason) == (cause, "job 7 is gone")
+    assert (only_attempt(run).cause, only_attempt(run).reason) == (cause, "job 7 is gone")
     assert (record.state.state, record.state.reason) == (ENDS_AS.get(cause, "failed"), "job 7 is gone")
 
 
@@ -220,9 +227,9 @@ def test_a_run_that_is_stopped_or_killed_without_end_ends_with_the_budget(run: R
     for cause in ("killed", "preempted"):
         reset(run, policy)
         for starts in (True, True, True, False):
-            with hold(run, "7", policy) as begun:
-                assert (begun is not None) == starts
-                if begun is not None:
+            with hold(run, "7", policy) as record:
+                assert (record is not None) == starts
+                if record is not None:
                     lease.conclude(run, Ending(ENDS_AS.get(cause, "failed"), "signal SIGUSR2", cause))
         assert run.state().state == "failed", cause
     assert "2 requeues, all that cluster.max_requeues allows; signal SIGUSR2" in str(run.state().reason)
@@ -250,8 +257,8 @@ def test_a_full_disk_leaves_the_attempt_to_the_next_start(run: RunDirectory, mon
         patch.setattr(journal, "_append_lines", full)
         with pytest.raises(OSError, match="No space left"), hold(run, "8", POLICY, lambda start: lease.UNWRITTEN):
             pytest.fail("it began")
-    with hold(run, "8", POLICY, lambda start: lease.UNWRITTEN) as begun:
-        assert begun is not None
+    with hold(run, "8", POLICY, lambda start: lease.UNWRITTEN) as record:
+        assert record is not None
     assert [attempt.cause for attempt in run.record().attempts] == ["disk"]
 
 
@@ -265,7 +272,7 @@ def test_a_reset_is_a_new_budget_and_a_clean_slate(
     sweep = SweepDirectory(tmp_path)
     for _ in range(3):
         end(run, "killed")
-    assert retries_spent(sweep) == 2  # the third has not been tried again
+    assert retries_spent(sweep) == 2  # the third attempt has not been retried
     run.ask_cancel("ann on login1")
     note_failure(run.path, Failure(Cause.KILLED, "gone"))
     reset(run, POLICY)
@@ -274,14 +281,14 @@ def test_a_reset_is_a_new_budget_and_a_clean_slate(
     assert (read_failure(run.path), run.cancel_asked()) == (None, None)
     assert (run.record().recent, retries_spent(sweep)) == ([], 0)
     begin(run, "another")
-    reset(run, POLICY)  # reconciles what was killed before it
+    reset(run, POLICY)  # reconciles the killed attempt first
     end(run, "disk")
     numbers = [(attempt.attempt, attempt.budget) for attempt in run.record().attempts]
     assert numbers == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 2)]
 
 
 def test_a_reset_leaves_what_is_done_and_what_is_trained(run: RunDirectory) -> None:
-    other = RunDirectory(run.path)  # a lock of its own keeps out this process too
+    other = RunDirectory(run.path)  # a second lock object blocks this process too
     with other.lock(), pytest.raises(Busy):
         reset(run, POLICY)
     (run.path / "summary.json").write_text("{}")
@@ -301,7 +308,7 @@ def test_a_reset_leaves_what_is_done_and_what_is_trained(run: RunDirectory) -> N
         (RuntimeError("can't allocate memory"), "memory"), (OutOfMemory("at step 3", goes_on=True), "memory"),
         (OutOfMemory("at step 3"), "error"),
         (TrunkNotYet("it has no checkpoint there"), "trunk"),
-        *((RankError(Failure(cause, "rank 1 on a: it says why")), str(cause)) for cause in Cause),
+        *((RankError(Failure(cause, "rank 1 on a: with a reason")), str(cause)) for cause in Cause),
     ],
 )  # fmt: skip
 def test_an_error_has_a_cause(error: Exception, cause: str, run: RunDirectory) -> None:
@@ -313,7 +320,11 @@ def test_what_a_rank_noted_says_which_nodes_are_at_fault(run: RunDirectory) -> N
     begin(run)
     note_failure(run.path, Failure(Cause.HUNG, "two ranks hang", hosts=("node07", "gpu-8.local")))
     reconcile(run)
-    assert (only(run).cause, only(run).host, only(run).at_fault) == ("hung", "node1", ("node07", "gpu-8.local"))
+    assert (only_attempt(run).cause, only_attempt(run).host, only_attempt(run).at_fault) == (
+        "hung",
+        "node1",
+        ("node07", "gpu-8.local"),
+    )
     assert decide(run.record().recent, POLICY, 0, 0.0).avoid == ("node07", "gpu-8.local")
 
 
@@ -330,7 +341,7 @@ def test_a_run_gives_signs_of_life_while_it_trains_and_none_afterwards(run: RunD
         assert not is_silent(run, POLICY)
     assert sign_age(run) is None
     time.sleep(0.1)
-    assert sign_age(run) is None  # no thread goes on
+    assert sign_age(run) is None  # its thread has ended
 
 
 def test_clocks_of_nodes_may_differ_by_hours(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +350,7 @@ def test_clocks_of_nodes_may_differ_by_hours(run: RunDirectory, monkeypatch: pyt
         monkeypatch.setattr(time, "time", lambda skew=skew: time.monotonic() + skew)
         seconds = sign_age(run)
         assert seconds is not None
-        assert 0 <= seconds < 60  # of a sign given just now; the two clocks would be hours apart
+        assert 0 <= seconds < 60  # the sign is new, although the clocks differ by hours
         begin(run)
         lease.conclude(run, Ending("preempted", "told to stop"))
         attempt = run.record().attempts[-1]
@@ -347,45 +358,45 @@ def test_clocks_of_nodes_may_differ_by_hours(run: RunDirectory, monkeypatch: pyt
         assert abs(run.state().since - attempt.ended) < 60
     os.utime(run.path / "heartbeat", (0, now_on(run.path) - 1000))
     assert 1000 <= (sign_age(run) or 0) < 1060
-    assert sign_age(run, now=now_on(run.path) + 50) == pytest.approx(1050, abs=5)  # the second look is a little later
+    assert sign_age(run, now=now_on(run.path) + 50) == pytest.approx(1050, abs=5)  # the second call is a little later
     assert sorted(run.path.glob(".now*")) == []
 
 
-def hang(run: RunDirectory, full: bool) -> None:
-    """Take no step any more; with `full` neither the log nor standard output takes a word."""
+def hang(run: RunDirectory, disk_is_full: bool) -> None:
+    """Hang without a step; with `disk_is_full` neither the log nor standard output can be written."""
 
     def refuse(*_: object) -> None:
         raise ValueError("not even an OSError")
 
     with ExitStack() as stack:
         stack.enter_context(hold(run, "7", POLICY))
-        if full:
+        if disk_is_full:
             run.log = refuse  # type: ignore[method-assign,assignment]
             sys.stdout = stack.enter_context(Path("/dev/full").open("w"))
         stack.enter_context(Heartbeat(run, Policy(heartbeat_seconds=0.05, hang_seconds=0.4)))
         time.sleep(600)
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_a_process_that_hangs_says_where_and_ends(run: RunDirectory, full: bool) -> None:
-    process = FORK.Process(target=hang, args=(run, full))
+@pytest.mark.parametrize("disk_is_full", [False, True])
+def test_a_process_that_hangs_says_where_and_ends(run: RunDirectory, disk_is_full: bool) -> None:
+    process = FORK.Process(target=hang, args=(run, disk_is_full))
     process.start()
     process.join(60)
     try:
         assert process.exitcode == liveness.EXIT_CODE
     finally:
         process.kill()
-    attempt, noted = only(run), read_failure(run.path)
-    assert noted is not None
-    assert (attempt.cause, run.state().state, noted.cause) == ("hung", "failed", "hung")
-    assert run.state().reason == attempt.reason == noted.reason
+    attempt, failure = only_attempt(run), read_failure(run.path)
+    assert failure is not None
+    assert (attempt.cause, run.state().state, failure.cause) == ("hung", "failed", "hung")
+    assert run.state().reason == attempt.reason == failure.reason
     assert "no step for 0.4 s, at test_lease.py:" in (attempt.reason or "")
-    if not full:
+    if not disk_is_full:
         assert "time.sleep(600)" in (run.path / "log.txt").read_text()
 
 
-def go_on(seconds: float, run: RunDirectory) -> None:
-    """Train a run until a file `end` is there."""
+def train_until_end_file(seconds: float, run: RunDirectory) -> None:
+    """Report progress of a run until its file `end` exists."""
     policy = Policy(heartbeat_seconds=0.05, hang_seconds=seconds)
     with hold(run, "7", policy):
         with Heartbeat(run, policy) as heart:
@@ -396,14 +407,14 @@ def go_on(seconds: float, run: RunDirectory) -> None:
 
 
 def test_a_process_that_was_frozen_looks_dead_and_has_not_hung(run: RunDirectory) -> None:
-    process = FORK.Process(target=go_on, args=(1.0, run))
+    process = FORK.Process(target=train_until_end_file, args=(1.0, run))
     process.start()
     assert process.pid is not None
     try:
         until(lambda: not is_silent(run, POLICY))
         os.kill(process.pid, signal.SIGSTOP)
         until(lambda: is_silent(run, POLICY))
-        time.sleep(0.7)  # by now it has not taken a step for longer than a hang takes
+        time.sleep(0.7)  # together longer than `hang_seconds` without a step
         os.kill(process.pid, signal.SIGCONT)
         until(lambda: not is_silent(run, POLICY))
         (run.path / "end").touch()
@@ -412,19 +423,19 @@ def test_a_process_that_was_frozen_looks_dead_and_has_not_hung(run: RunDirectory
     finally:
         process.kill()
         process.join()
-    assert only(run).cause == "preempted"
+    assert only_attempt(run).cause == "preempted"
 
 
 def test_a_run_alive_elsewhere_is_not_begun_although_its_lock_is_free(run: RunDirectory) -> None:
     begin(run)
     stop = threading.Event()
 
-    def live() -> None:
+    def give_signs() -> None:
         while not stop.wait(0.02):
             run.give_sign()
 
     run.give_sign()
-    thread = threading.Thread(target=live)
+    thread = threading.Thread(target=give_signs)
     thread.start()
     try:
         for _ in range(10):
@@ -437,16 +448,16 @@ def test_a_run_alive_elsewhere_is_not_begun_although_its_lock_is_free(run: RunDi
     assert (run.record().attempts, run.state().state) == ((), "running")
     sign = run.last_sign()
     until(lambda: is_silent(run, POLICY))
-    with hold(run, "7", POLICY) as begun:
-        assert begun is not None
-        assert begun.attempts[0].ended == max(begun.attempts[0].began, sign or 0.0)
+    with hold(run, "7", POLICY) as record:
+        assert record is not None
+        assert record.attempts[0].ended == max(record.attempts[0].began, sign or 0.0)
 
 
 def test_on_the_same_machine_a_free_lock_is_enough(run: RunDirectory) -> None:
     import socket
 
-    begin(run, machine=socket.gethostname())  # of many nodes on one machine, as in tests
+    begin(run, machine=socket.gethostname())  # many nodes on one machine, as on a test cluster
     run.give_sign()
-    with hold(run, "7", Policy(heartbeat_seconds=1000.0, backoff_seconds=0.0)) as begun:
-        assert begun is not None
-        assert begun.state.attempt == 2
+    with hold(run, "7", Policy(heartbeat_seconds=1000.0, backoff_seconds=0.0)) as record:
+        assert record is not None
+        assert record.state.attempt == 2

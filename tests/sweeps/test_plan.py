@@ -1,4 +1,4 @@
-"""Plans: cost, order, placement, measured rates; probes and words."""
+"""Plans of sweeps: cost, order, placement, measured rates, probes and notes."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def test_a_run_of_several_ranks_costs_the_gpus_of_all_of_them() -> None:
     for run in configs:
         run.parallel = ParallelConfig(dp=4)
     cluster = ClusterConfig(kind="slurm", gpus_per_job=1, ranks_per_node=2, dollars_per_gpu_hour=3.0)
-    four, one = plan_runs(configs, cluster, 4e12, 1), plan_runs(runs(), cluster, 1e12, 1)
-    assert {(run.shape.nodes, run.shape.ranks, run.mesh) for run in four.runs} == {(2, 4, "tp1 dp4")}
-    assert four.estimated_seconds == pytest.approx(one.estimated_seconds / 4)
-    assert four.gpu_hours == pytest.approx(one.gpu_hours)
-    assert four.dollars == pytest.approx(3 * four.gpu_hours)
+    four_ranks, one_rank = plan_runs(configs, cluster, 4e12, 1), plan_runs(runs(), cluster, 1e12, 1)
+    assert {(run.shape.nodes, run.shape.ranks, run.mesh) for run in four_ranks.runs} == {(2, 4, "tp1 dp4")}
+    assert four_ranks.estimated_seconds == pytest.approx(one_rank.estimated_seconds / 4)
+    assert four_ranks.gpu_hours == pytest.approx(one_rank.gpu_hours)
+    assert four_ranks.dollars == pytest.approx(3 * four_ranks.gpu_hours)
 
 
 @pytest.mark.parametrize("per_node", [1, 2, 3, 4, 8, None])
@@ -91,7 +91,7 @@ def test_jobs_of_several_ranks_share_the_cores(
 
 
 def test_a_batch_that_is_small_for_its_budget_is_remarked_on() -> None:
-    def said(batch_size: int) -> list[str]:
+    def remarks(batch_size: int) -> list[str]:
         base = RunConfig(model=ModelConfig(vocab_size=256), tokens=0)
         base.optimizer.batch_size = batch_size
         tokens = (MANY_STEPS + 1) * 8 * base.data.sequence_length
@@ -99,62 +99,62 @@ def test_a_batch_that_is_small_for_its_budget_is_remarked_on() -> None:
             plan_runs(expand_grid(LadderGrid(sizes=[1e4], tokens=[tokens]), base), ClusterConfig(), 1e12, 1)
         )
 
-    assert "200,001 steps of 1,024 tokens" in said(8)[0]
-    assert said(16) == []
+    assert "200,001 steps of 1,024 tokens" in remarks(8)[0]
+    assert remarks(16) == []
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_makespan_equals_a_simulation_second_by_second(seed: int) -> None:
-    chooser = random.Random(seed)
-    durations = [float(chooser.randint(1, 9)) for _ in range(chooser.randint(1, 12))]
-    places = chooser.randint(1, 4)
+    rng = random.Random(seed)
+    durations = [float(rng.randint(1, 9)) for _ in range(rng.randint(1, 12))]
+    places = rng.randint(1, 4)
     waiting, running = list(durations), []
     clock = 0
     while True:
-        running = [left for left in running if left > 0]
+        running = [seconds_left for seconds_left in running if seconds_left > 0]
         while waiting and len(running) < places:
             running.append(waiting.pop(0))
         if not running:
             break
-        running = [left - 1 for left in running]
+        running = [seconds_left - 1 for seconds_left in running]
         clock += 1
     assert makespan(durations, places) == clock
 
 
 def test_two_probes_that_differ_a_little_plan_the_same_grid() -> None:
-    """Budgets are rounded to powers of two, so a probe 20 % off changes nothing for most machines."""
+    """Check that a probe 20 % off changes no budget, because the smallest is 1e11 times a power of two."""
     budgets = rates.probed_budgets(1.6e11, 2, 4.5, 96.0)
     assert budgets == [1e11, 2e11, 5e11, 1e12]
     assert budgets == rates.probed_budgets(1.25e11, 2, 4.5, 96.0) == rates.probed_budgets(2.0e11, 2, 4.5, 96.0)
 
 
-def test_numbers_and_durations_are_said_as_people_say_them() -> None:
+def test_numbers_and_durations_are_short() -> None:
     assert [short(value) for value in (950, 4952, 15_000, 2.1e6)] == ["950", "4.95k", "15k", "2.1M"]
     assert [short(value) for value in (7e10, 1.4e12)] == ["70B", "1.4T"]
     assert [describe_seconds(s) for s in (12.4, 90, 5400)] == ["12 s", "1.5 min", "1.5 h"]
 
 
 def test_the_nearest_model_is_the_nearest_of_all() -> None:
-    """Against a look at every one of them; the search looks at a few."""
-    chooser = random.Random(0)
-    base = ModelConfig(vocab_size=chooser.choice([256, 50257]), tied_embeddings=chooser.random() < 0.5)
+    """Compare the search, which tries few models, with an exhaustive search."""
+    rng = random.Random(0)
+    base = ModelConfig(vocab_size=rng.choice([256, 50257]), tied_embeddings=rng.random() < 0.5)
     pool = architectures.well_shaped(base)
     for _ in range(10):
-        wanted = 10 ** chooser.uniform(2, 11)
-        above = int(chooser.choice([0, 0.5, 2]) * wanted)
+        target = 10 ** rng.uniform(2, 11)
+        above = int(rng.choice([0, 0.5, 2]) * target)
 
-        def distance(item: tuple[int, float, ModelConfig], wanted: float = wanted) -> float:
-            return abs(math.log(item[0] / wanted)) + architectures.SHAPE_WEIGHT * item[1]
+        def distance(item: tuple[int, float, ModelConfig], target: float = target) -> float:
+            return abs(math.log(item[0] / target)) + architectures.SHAPE_WEIGHT * item[1]
 
         best = min((item for item in pool if item[0] > above), key=distance)
-        assert architectures.nearest_model(base, wanted, above) == best[2]
+        assert architectures.nearest_model(base, target, above) == best[2]
 
 
 # The order in which runs start, and how long all take
 
 
 def planned(name: str, seconds: float, parent: str | None = None, first_step: int = 0) -> PlannedRun:
-    """A run of 100 steps."""
+    """Return a planned run of 100 steps."""
     values = dict.fromkeys((item.name for item in dataclasses.fields(PlannedRun)), 0)
     return PlannedRun(**values | {  # type: ignore[arg-type]
         "run_id": name, "estimated_seconds": seconds, "parent": parent, "first_step": first_step, "steps": 100
@@ -180,7 +180,7 @@ def test_the_estimate_of_a_sweep_lets_branches_wait_for_their_trunks(
     assert wall_clock(runs, places) == seconds
 
 
-# What past sweeps reached
+# Rates that earlier sweeps reached
 
 
 KIND = kind_of("fp32", "", 1024, 128)
@@ -196,35 +196,35 @@ def here() -> str:
     return place_of(ClusterConfig(), 1)
 
 
-def note(rates: dict[tuple[str, int], float], place: str | None = None) -> str | None:
-    """Records a rate for each run id and width."""
+def record(rates: dict[tuple[str, int], float], place: str | None = None) -> str | None:
+    """Record a rate for each run id and width; return a warning or None."""
     return record_rates(
         place or here(), [Measured(name, KIND, width, rate, "cpu") for (name, width), rate in rates.items()]
     )
 
 
 def test_a_width_has_the_median_of_its_runs_and_a_run_counts_once() -> None:
-    generator = random.Random(0)
-    rates = {(f"run{number}", 64): generator.uniform(1e9, 9e9) for number in range(9)}
+    rng = random.Random(0)
+    rates = {(f"run{number}", 64): rng.uniform(1e9, 9e9) for number in range(9)}
     for _ in range(3):  # a sweep that is finished three times
-        assert note(rates) is None
-    found = load_rates(ClusterConfig(), 1)
-    assert found.rate(KIND, 64, lambda width: width) == statistics.median(rates.values())
-    assert found.runs([KIND]) == 9
+        assert record(rates) is None
+    calibration = load_rates(ClusterConfig(), 1)
+    assert calibration.rate(KIND, 64, lambda width: width) == statistics.median(rates.values())
+    assert calibration.runs([KIND]) == 9
 
 
 def test_rates_are_interpolated_between_widths_and_scaled_beyond_them() -> None:
-    note({("a", 32): 3.0 * 32**0.7, ("b", 128): 3.0 * 128**0.7})
-    found = load_rates(ClusterConfig(), 1)
+    record({("a", 32): 3.0 * 32**0.7, ("b", 128): 3.0 * 128**0.7})
+    calibration = load_rates(ClusterConfig(), 1)
 
     def assumed(width: float) -> float:
         return 1e9 * width / (width + 96)
 
     for width in (32, 40, 64, 100, 128):
-        assert found.rate(KIND, width, assumed) == pytest.approx(3.0 * width**0.7, rel=1e-12)
-    assert found.rate(KIND, 256, assumed) == pytest.approx(3.0 * 128**0.7 * assumed(256) / assumed(128))
-    assert found.rate(KIND, 8, assumed) == pytest.approx(3.0 * 32**0.7 * assumed(8) / assumed(32))
-    assert found.rate(kind_of("bf16", "", 1024, 128), 64, assumed) == assumed(64)
+        assert calibration.rate(KIND, width, assumed) == pytest.approx(3.0 * width**0.7, rel=1e-12)
+    assert calibration.rate(KIND, 256, assumed) == pytest.approx(3.0 * 128**0.7 * assumed(256) / assumed(128))
+    assert calibration.rate(KIND, 8, assumed) == pytest.approx(3.0 * 32**0.7 * assumed(8) / assumed(32))
+    assert calibration.rate(kind_of("bf16", "", 1024, 128), 64, assumed) == assumed(64)
 
 
 def test_a_sweep_goes_on_with_the_rates_that_it_was_first_planned_with(tmp_path: Path) -> None:
@@ -237,16 +237,16 @@ def test_a_sweep_goes_on_with_the_rates_that_it_was_first_planned_with(tmp_path:
     def learn(name: str, rate: float) -> None:
         record_rates(here(), [Measured(name, kind, run.model.width, rate, "cpu") for run in runs()])
 
-    unknown = planned()
-    write_json(tmp_path / "plan.json", unknown.to_dict())
+    unmeasured_plan = planned()
+    write_json(tmp_path / "plan.json", unmeasured_plan.to_dict())
     learn("its own", 1e9)
-    assert planned() == unknown, "what its own runs reached is no estimate of them"
+    assert planned() == unmeasured_plan, "rates of the sweep's own runs do not change its plan"
     (tmp_path / "plan.json").unlink()
-    known = planned()
-    assert known.measured_runs == len({run.model.width for run in runs()})
-    write_json(tmp_path / "plan.json", known.to_dict())
+    measured_plan = planned()
+    assert measured_plan.measured_runs == len({run.model.width for run in runs()})
+    write_json(tmp_path / "plan.json", measured_plan.to_dict())
     learn("another's", 9e9)
-    assert planned() == known
+    assert planned() == measured_plan
     other = [dataclasses.replace(run, precision="bf16") for run in runs()]
     measured = sweep_rates(tmp_path, ClusterConfig(), 1)
     assert plan_runs(other, ClusterConfig(), 1e11, 1, measured=measured).measured_runs == 0
@@ -256,8 +256,8 @@ def test_what_was_measured_changes_no_run() -> None:
     base = runs()[0]
     kind = kind_of(base.precision, "", base.batch_tokens, base.data.sequence_length)
     measured = Calibration({kind: {8: (1e6, 1), 999: (1e13, 1)}})
-    plans = [plan_runs(runs(), ClusterConfig(), 1e11, 2, measured=known) for known in (None, measured)]
-    ids = [{(run.run_id, run.D, run.steps, run.shape, run.flops_own) for run in each.runs} for each in plans]
+    plans = [plan_runs(runs(), ClusterConfig(), 1e11, 2, measured=calibration) for calibration in (None, measured)]
+    ids = [{(run.run_id, run.D, run.steps, run.shape, run.flops_own) for run in plan.runs} for plan in plans]
     assert ids[0] == ids[1]
     assert {run.estimated_seconds for run in plans[0].runs} != {run.estimated_seconds for run in plans[1].runs}
 
@@ -272,24 +272,24 @@ def test_what_was_measured_changes_no_run() -> None:
         '{"version": 1, "places": {"p": {"kinds": {"k": {"64": {}}}}}}', "\x00\xff",
     ],
 )  # fmt: skip
-def test_a_damaged_file_is_put_aside_with_a_word_and_never_stops_a_plan(cache: Path, content: str) -> None:
+def test_a_damaged_file_is_put_aside_with_a_warning_and_never_stops_a_plan(cache: Path, content: str) -> None:
     cache.parent.mkdir()
     cache.write_bytes(content.encode("latin-1"))
     assert load_rates(ClusterConfig(), 1) == Calibration()
-    said = note({("a", 64): 2e9})
-    assert said is not None
-    assert "damaged" in said
+    warning = record({("a", 64): 2e9})
+    assert warning is not None
+    assert "damaged" in warning
     assert cache.with_name("calibration.json.damaged").read_bytes() == content.encode("latin-1")
     assert load_rates(ClusterConfig(), 1).rate(KIND, 64, lambda width: width) == 2e9
-    assert note({("b", 64): 2e9}) is None
+    assert record({("b", 64): 2e9}) is None
 
 
 WRITER = """
 import sys
 from isoflop.sweeps.plan.rates import Measured, record_rates
 for number in range(10):
-    said = record_rates("here", [Measured(f"{sys.argv[1]}-{number}", sys.argv[1], 64, 1e9, "cpu")])
-    assert said is None, said
+    warning = record_rates("here", [Measured(f"{sys.argv[1]}-{number}", sys.argv[1], 64, 1e9, "cpu")])
+    assert warning is None, warning
 """
 
 
@@ -300,14 +300,14 @@ def test_sweeps_that_end_together_lose_none_of_each_others_runs(cache: Path) -> 
     assert {kind: len(widths["64"]) for kind, widths in kinds.items()} == {"a": 10, "b": 10, "c": 10}
 
 
-# What a fit would lack
+# Notes on fits that a plan cannot support
 
 
 FEW_SIZES = "sizes per budget are needed"
 
 
 @pytest.fixture
-def foresee(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+def notes_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     def ask(grid: GridConfig, vocabulary: int = 256, text: int | None = None) -> list[str]:
         class Corpus:
             def size_bytes(self) -> int | None:
@@ -321,47 +321,47 @@ def foresee(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     return ask
 
 
-def test_a_healthy_plan_is_met_with_silence(foresee: Callable[..., list[str]]) -> None:
-    assert foresee(IsoflopGrid(budgets=[1e11, 2e11, 5e11, 1e12]), text=10**8) == []
-    assert foresee(IsoflopGrid(budgets=[1e11, 2e11, 5e11, 1e12])) == []  # a stream has no known size
-    assert foresee(LadderGrid(sizes=[8e3, 3e4, 6e4, 1e5], tokens_per_parameter=[20, 80, 320])) == []
+def test_a_good_plan_has_no_notes(notes_of: Callable[..., list[str]]) -> None:
+    assert notes_of(IsoflopGrid(budgets=[1e11, 2e11, 5e11, 1e12]), text=10**8) == []
+    assert notes_of(IsoflopGrid(budgets=[1e11, 2e11, 5e11, 1e12])) == []  # a stream has no known size
+    assert notes_of(LadderGrid(sizes=[8e3, 3e4, 6e4, 1e5], tokens_per_parameter=[20, 80, 320])) == []
 
 
 def test_a_budget_without_a_profile_is_refused_with_the_nearest_one(
-    foresee: Callable[..., list[str]],
+    notes_of: Callable[..., list[str]],
 ) -> None:
     reason = r"contains 2.5e\+10, at which [12] of 6 sizes make grid.min_steps 100"
     with pytest.raises(UserError, match=reason) as refused:
-        foresee(IsoflopGrid(budgets=[2.5e10, 1e12]), 4096)
+        notes_of(IsoflopGrid(budgets=[2.5e10, 1e12]), 4096)
     nearest = float(re.findall(r"nearest budget with 5 is (\S+)$", str(refused.value))[0])
     assert 2.5e10 < nearest < 1e12
-    assert FEW_SIZES not in " ".join(foresee(IsoflopGrid(budgets=[nearest, 30 * nearest]), 4096))
+    assert FEW_SIZES not in " ".join(notes_of(IsoflopGrid(budgets=[nearest, 30 * nearest]), 4096))
 
 
-def test_who_asks_for_two_sizes_gets_them(foresee: Callable[..., list[str]]) -> None:
-    (said,) = [one for one in foresee(IsoflopGrid(budgets=[1e11, 1e12], sizes=2)) if FEW_SIZES in one]
-    assert "2 at 1e11, 2 at 1e12" in said
+def test_two_sizes_per_budget_are_allowed(notes_of: Callable[..., list[str]]) -> None:
+    (note,) = [text for text in notes_of(IsoflopGrid(budgets=[1e11, 1e12], sizes=2)) if FEW_SIZES in text]
+    assert "2 at 1e11, 2 at 1e12" in note
 
 
 def test_text_repeated_too_often_is_named_with_the_budget_that_would_do(
-    foresee: Callable[..., list[str]],
+    notes_of: Callable[..., list[str]],
 ) -> None:
-    (said,) = foresee(IsoflopGrid(budgets=[1e11, 3e11, 1e12]), text=400_000)
-    assert "runs see their data more than 4 times, up to 22.0" in said
-    nearest = float(re.findall(r"no run does is (\S+) FLOPs", said)[0])
+    (note,) = notes_of(IsoflopGrid(budgets=[1e11, 3e11, 1e12]), text=400_000)
+    assert "runs see their data more than 4 times, up to 22.0" in note
+    nearest = float(re.findall(r"no run does is (\S+) FLOPs", note)[0])
     assert nearest < 1e12
-    assert not [one for one in foresee(IsoflopGrid(budgets=[nearest / 2, nearest]), text=400_000) if "times" in one]
+    assert not [text for text in notes_of(IsoflopGrid(budgets=[nearest / 2, nearest]), text=400_000) if "times" in text]
 
 
-def test_the_words_are_the_fits_own(foresee: Callable[..., list[str]]) -> None:
+def test_the_notes_are_those_of_the_fit(notes_of: Callable[..., list[str]]) -> None:
     grid = LadderGrid(sizes=[8e3, 3e4], tokens=[200_000, 400_000])
     runs = expand_grid(grid, RunConfig(model=ModelConfig(vocab_size=256), tokens=0))
-    said = foresee(grid)
-    assert "Approach 3 has no answer: the parametric law has 5 parameters and the table has 4" in said[0]
+    notes = notes_of(grid)
+    assert "Approach 3 has no answer: the parametric law has 5 parameters and the table has 4" in notes[0]
     for code in ("few_runs", "narrow_span"):
-        (message,) = [one.message for one in fit.examine(as_table(runs)) if one.code == code]
-        assert any(message in one for one in said), code
-    assert foresee(ProductGrid(axes={"tokens": [4096]})) == []  # no grid for a law
+        (message,) = [warning.message for warning in fit.examine(as_table(runs)) if warning.code == code]
+        assert any(message in note for note in notes), code
+    assert notes_of(ProductGrid(axes={"tokens": [4096]})) == []  # this grid is not made for a law
 
 
 def as_table(runs: Sequence[RunConfig]) -> fit.RunTable:
@@ -371,9 +371,9 @@ def as_table(runs: Sequence[RunConfig]) -> fit.RunTable:
     return fit.read_table(pd.DataFrame(rows))
 
 
-def test_what_joins_a_sweep_is_looked_at_with_what_is_there(foresee: Callable[..., list[str]]) -> None:
+def test_added_runs_are_checked_together_with_those_of_the_sweep(notes_of: Callable[..., list[str]]) -> None:
     base = RunConfig(model=ModelConfig(vocab_size=256), tokens=0)
-    grid, more = IsoflopGrid(budgets=[1e11, 3e11, 1e12]), IsoflopGrid(budgets=[3e12])
-    assert foresee(more) != []  # alone it is one budget
-    runs = expand_grid(more, base)
-    assert more.notes([*runs, *expand_grid(grid, base)], Tuner()) == []
+    grid, addition = IsoflopGrid(budgets=[1e11, 3e11, 1e12]), IsoflopGrid(budgets=[3e12])
+    assert notes_of(addition) != []  # without the sweep it has only one budget
+    runs = expand_grid(addition, base)
+    assert addition.notes([*runs, *expand_grid(grid, base)], Tuner()) == []

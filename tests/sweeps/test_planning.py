@@ -1,4 +1,4 @@
-"""A sweep's plan from its configuration and from its folder, and how a sweep grows."""
+"""Plans of a sweep from its configuration and from its folder, and growth of a sweep."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def data(small_corpus: Callable[..., DataConfig]) -> DataConfig:
 
 
 @pytest.fixture(scope="module")
-def kept(data: DataConfig, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    """The same sweep, for tests that change nothing of it."""
+def shared_sweep(data: DataConfig, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    """Plan a small ladder and write it once, for tests that do not change it."""
     prepared = prepare.from_config(configuration(data, tmp_path_factory.mktemp("kept")))
     prepare.write_plan(prepared, ["test"])
     return prepared
 
 
 @pytest.fixture
-def sweep(kept: Prepared, data: DataConfig, tmp_path: Path) -> Callable[..., Prepared]:
-    """Plans a small ladder and writes it; without overrides it is a copy of the kept one."""
+def sweep(shared_sweep: Prepared, data: DataConfig, tmp_path: Path) -> Callable[..., Prepared]:
+    """Return a function that plans and writes a small ladder; without overrides it copies `shared_sweep`."""
 
     def make(*overrides: str) -> Prepared:
         if not overrides:
-            return prepare.from_disk(SweepDirectory(Path(shutil.copytree(kept.sweep.path, tmp_path / "sweep"))))
+            return prepare.from_disk(SweepDirectory(Path(shutil.copytree(shared_sweep.sweep.path, tmp_path / "sweep"))))
         prepared = prepare.from_config(configuration(data, tmp_path, *overrides))
         prepare.write_plan(prepared, ["test"])
         return prepared
@@ -63,7 +63,7 @@ def configuration(data: DataConfig, folder: Path, *overrides: str) -> SweepConfi
 
 
 def test_a_variant_is_any_set_of_overrides(data: DataConfig, tmp_path: Path) -> None:
-    """Groups too: they are recorded as the fields that they change, on top of the sweep's own."""
+    """Check fields and groups; groups are recorded as the fields that they change."""
     variants = "grid.variants={slow:[schedule=cosine,optimizer.learning_rate=1e-3],norm:[model.qk_norm=true]}"
     config = configuration(data, tmp_path, "grid.seeds=[0,1]", "optimizer.learning_rate=5e-3", variants)
     assert config.grid is not None
@@ -75,8 +75,8 @@ def test_a_variant_is_any_set_of_overrides(data: DataConfig, tmp_path: Path) -> 
     prepare.write_plan(prepared, ["test"])
     rates = {(run.variant, run.optimizer.learning_rate, run.schedule.kind) for run in prepared.runs}
     assert rates == {("base", 5e-3, "wsd"), ("slow", 1e-3, "cosine"), ("norm", 5e-3, "wsd")}
-    again = prepare.from_disk(prepared.sweep)
-    assert {(run.run_id, run.variant) for run in again.plan.runs} == {
+    reread = prepare.from_disk(prepared.sweep)
+    assert {(run.run_id, run.variant) for run in reread.plan.runs} == {
         (run.run_id, run.variant) for run in prepared.plan.runs
     }
 
@@ -85,23 +85,25 @@ def ids(prepared: Prepared) -> set[str]:
     return {run_id(run) for run in prepared.runs}
 
 
-def test_the_plan_from_the_folder_is_that_of_the_configuration(kept: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = kept.sweep.path
+def test_the_plan_from_the_folder_is_that_of_the_configuration(
+    shared_sweep: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shared_sweep.sweep.path
     (folder / "fit").mkdir()
-    for inside, path in ((folder, "."), (folder / "fit", ".."), (folder.parent, folder)):
-        monkeypatch.chdir(inside)
-        again = prepare.from_disk(SweepDirectory.open(path))
-        assert (again.config.output_root, again.config.sweep) == (str(folder.parent), folder.name)
-        conduct.check(again.config)
-    assert again.plan == kept.plan
-    assert again.config == kept.config
-    assert {run_id(run): run for run in again.runs} == {run_id(run): run for run in kept.runs}
+    for cwd, path in ((folder, "."), (folder / "fit", ".."), (folder.parent, folder)):
+        monkeypatch.chdir(cwd)
+        reread = prepare.from_disk(SweepDirectory.open(path))
+        assert (reread.config.output_root, reread.config.sweep) == (str(folder.parent), folder.name)
+        conduct.check(reread.config)
+    assert reread.plan == shared_sweep.plan
+    assert reread.config == shared_sweep.config
+    assert {run_id(run): run for run in reread.runs} == {run_id(run): run for run in shared_sweep.runs}
 
 
 def test_a_sweep_grows_from_its_folder_without_its_corpus(
     tmp_path: Path, small_corpus: Callable[..., DataConfig]
 ) -> None:
-    """A compute node may not have the text."""
+    """Delete the corpus, which a compute node may not have."""
     moved = small_corpus(validation_tokens=256)
     planned = prepare.from_config(configuration(moved, tmp_path))
     prepare.write_plan(planned, ["test"])
@@ -121,10 +123,10 @@ def test_what_is_added_is_in_every_later_plan_and_nothing_is_added_twice(
     assert extend.add_grid(planned.sweep, planned.config, extend.as_grid(POINT, "here"), "a test") == []
     assert [run.run_id for run in membership.members(planned.sweep)][-1] == name
     assert ids(prepare.from_disk(planned.sweep)) == ids(planned) | {name}
-    # The command that began the sweep, given once more.
-    again = prepare.from_config(configuration(data, tmp_path))
-    assert ids(again) == ids(planned) | {name}
-    assert prepare.conflict(again) is None
+    # The command that started the sweep, given again.
+    replanned = prepare.from_config(configuration(data, tmp_path))
+    assert ids(replanned) == ids(planned) | {name}
+    assert prepare.conflict(replanned) is None
     assert planned.sweep.run(name).state().state == "planned"
 
 
@@ -135,17 +137,17 @@ REQUESTS = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "differs"), REQUESTS, ids=[" ".join(overrides) for overrides, _ in REQUESTS])
+@pytest.mark.parametrize(("overrides", "difference"), REQUESTS, ids=[" ".join(overrides) for overrides, _ in REQUESTS])
 def test_a_folder_of_another_request_is_refused_with_what_differs(
-    kept: Prepared, data: DataConfig, overrides: list[str], differs: str, capsys: pytest.CaptureFixture[str]
+    shared_sweep: Prepared, data: DataConfig, overrides: list[str], difference: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = kept.sweep.path
+    folder = shared_sweep.sweep.path
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and ".lock" not in path.name}
     other = configuration(data, folder.parent, *overrides)
     with pytest.raises(UserError) as refusal:
         conduct.conduct(other, ["test"])
-    for word in (differs, "isoflop extend", "sweep=NAME", "sweep_merge=true", str(folder)):
-        assert word in str(refusal.value)
+    for text in (difference, "isoflop extend", "sweep=NAME", "sweep_merge=true", str(folder)):
+        assert text in str(refusal.value)
     after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and ".lock" not in path.name}
     assert after == before
     other.dry_run = True
@@ -153,19 +155,19 @@ def test_a_folder_of_another_request_is_refused_with_what_differs(
     assert f"note: nothing of this would start: {refusal.value}" in capsys.readouterr().out
 
 
-def test_how_a_request_is_done_and_what_is_asked_about_its_runs_may_differ(kept: Prepared, data: DataConfig) -> None:
-    """Jobs, the tracker, how often something is written, the mesh, and what runs share; a note says what is asked."""
+def test_settings_that_change_no_run_may_differ(shared_sweep: Prepared, data: DataConfig) -> None:
+    """Check settings of jobs, tracker, logging and mesh; a note names the changed fit and evaluation."""
     changes = ["cluster.jobs=1", "cluster.memory_gb=1", "cluster.retries=1", "tracker=wandb", "log_every=3"]
     changes += ["validations=1", "checkpoint.every_steps=7", "parallel.dp=2", "parallel.threads=1", "trunks=false"]
     changes += ["precision=fp32", "fit.bootstrap=7", "evaluate.limit=7"]
-    again = prepare.from_config(configuration(data, kept.sweep.path.parent, *changes))
-    assert prepare.conflict(again) is None
-    assert ids(again) == ids(kept)
-    (note,) = [remark for remark in again.remarks if "bootstrap" in remark]
+    replanned = prepare.from_config(configuration(data, shared_sweep.sweep.path.parent, *changes))
+    assert prepare.conflict(replanned) is None
+    assert ids(replanned) == ids(shared_sweep)
+    (note,) = [remark for remark in replanned.remarks if "bootstrap" in remark]
     assert "evaluate.limit was 150 and is 7, fit.bootstrap was 1000 and is 7" in note
 
 
-def test_a_torn_plan_is_written_anew_by_the_same_request_and_by_no_other(
+def test_a_torn_plan_is_written_again_by_the_same_request_and_by_no_other(
     sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path
 ) -> None:
     planned = sweep()
@@ -183,20 +185,20 @@ def test_merged_requests_are_one_sweep_whichever_of_them_is_asked_for_next(
     merged = prepare.from_config(configuration(data, tmp_path, "seed=1", "sweep_merge=true"))
     assert prepare.conflict(merged) is None
     prepare.write_plan(merged, ["test"])
-    both = ids(merged)
-    assert len(both) == 2 * len(first)
-    assert first < both
-    assert ids(prepare.from_disk(merged.sweep)) == both
+    merged_ids = ids(merged)
+    assert len(merged_ids) == 2 * len(first)
+    assert first < merged_ids
+    assert ids(prepare.from_disk(merged.sweep)) == merged_ids
     for seed in (0, 1):
-        again = prepare.from_config(configuration(data, tmp_path, f"seed={seed}"))
-        assert prepare.conflict(again) is None
-        prepare.write_plan(again, ["test"])
-        assert {run.run_id for run in merged.sweep.runs()} == ids(again) == both
+        replanned = prepare.from_config(configuration(data, tmp_path, f"seed={seed}"))
+        assert prepare.conflict(replanned) is None
+        prepare.write_plan(replanned, ["test"])
+        assert {run.run_id for run in merged.sweep.runs()} == ids(replanned) == merged_ids
     assert prepare.conflict(prepare.from_config(configuration(data, tmp_path, "seed=2"))) is not None
     assert prepare.conflict(prepare.from_config(configuration(data, tmp_path, "seed=2", "sweep_merge=true"))) is None
 
 
-def test_a_run_that_waits_for_no_reason_is_said_to_wait_and_no_more(
+def test_a_planned_run_is_reported_without_a_reason(
     sweep: Callable[..., Prepared], capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned = sweep()
@@ -211,13 +213,13 @@ def test_a_run_that_waits_for_no_reason_is_said_to_wait_and_no_more(
 def test_what_a_merged_sweep_is_extended_by_is_of_its_newest_request(
     sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path
 ) -> None:
-    sweep("grid.sizes=[4e4]")  # a longer run, and so the first of the plan
-    more = tmp_path / "more.txt"
-    more.write_text(Path(str(data.path)).read_text() * 2)
-    merged = prepare.from_config(configuration(data, tmp_path, f"data.path={more}", "sweep_merge=true"))
+    sweep("grid.sizes=[4e4]")  # a longer run, which is the first of the plan
+    other_corpus = tmp_path / "more.txt"
+    other_corpus.write_text(Path(str(data.path)).read_text() * 2)
+    merged = prepare.from_config(configuration(data, tmp_path, f"data.path={other_corpus}", "sweep_merge=true"))
     prepare.write_plan(merged, ["test"])
     (name,) = extend.add_grid(merged.sweep, merged.config, extend.as_grid(POINT, "here"), "a test")
-    assert merged.sweep.run(name).config().data.path == str(more)
+    assert merged.sweep.run(name).config().data.path == str(other_corpus)
 
 
 def test_a_grid_is_extended_by_what_changes_of_it(
@@ -225,7 +227,7 @@ def test_a_grid_is_extended_by_what_changes_of_it(
 ) -> None:
     planned = sweep()
     added = extend.extend_sweep(planned.sweep, ["grid.tokens_per_parameter=[1,2,4]"])
-    assert len(added) == 2, "the D that is new, of both sizes"
+    assert len(added) == 2, "the new D of both sizes"
     assert not set(added) & ids(planned)
     file = tmp_path / "grid.yaml"
     file.write_text(yaml.safe_dump(POINT))
@@ -236,7 +238,7 @@ def test_a_grid_is_extended_by_what_changes_of_it(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "text", "words"),
+    ("overrides", "text", "message"),
     [
         ([], None, "extend needs what to add"),
         (["model.width=3"], None, "it must be FIELD=VALUE with a field of the grid"),
@@ -256,15 +258,15 @@ def test_a_grid_is_extended_by_what_changes_of_it(
     ],
 )
 def test_what_cannot_extend_a_sweep_is_refused_and_adds_nothing(
-    kept: Prepared, tmp_path: Path, overrides: list[str], text: str | None, words: str
+    shared_sweep: Prepared, tmp_path: Path, overrides: list[str], text: str | None, message: str
 ) -> None:
     file = tmp_path / "grid.yaml"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(UserError, match=words) as error:
-        extend.extend_sweep(kept.sweep, overrides, file if text is not None else None)
-    assert "version" not in str(error.value), "it is no other one that wrote this"
-    assert not (kept.sweep.path / "added.json").exists()
+    with pytest.raises(UserError, match=message) as error:
+        extend.extend_sweep(shared_sweep.sweep, overrides, file if text is not None else None)
+    assert "version" not in str(error.value), "the file is not of another version"
+    assert not (shared_sweep.sweep.path / "added.json").exists()
 
 
 def test_a_diverged_run_is_repeated_once_at_a_lower_rate_if_the_grid_asks(
@@ -283,7 +285,7 @@ def test_a_diverged_run_is_repeated_once_at_a_lower_rate_if_the_grid_asks(
     assert (after.model, after.tokens, after.seed) == (before.model, before.tokens, before.seed)
     assert membership.replacements(planned.sweep) == {name: first.run_id}
     set_state(planned.sweep.run(name), "diverged", reason="again")
-    assert extend.replace_diverged(planned.sweep, planned.config) == [], "and not for ever"
+    assert extend.replace_diverged(planned.sweep, planned.config) == [], "a replacement is not replaced"
     set_state(planned.directories[1], "diverged", reason="a test")
     membership.stop_growth(planned.sweep, "a test")
     assert extend.replace_diverged(planned.sweep, planned.config) == [], "a cancelled sweep does not grow"
@@ -304,7 +306,7 @@ def test_a_folder_of_another_version_is_refused_in_a_sentence(sweep: Callable[..
     assert "\n" not in str(caught.value)
 
 
-def test_added_runs_survive_two_who_add_at_once(sweep: Callable[..., Prepared]) -> None:
+def test_processes_can_add_runs_at_once(sweep: Callable[..., Prepared]) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     planned = sweep()

@@ -1,4 +1,4 @@
-"""A sweep looks at every kind of node once, before its first run, and takes what was decided for all its runs."""
+"""A sweep checks every kind of node once, before its first run, and uses the decisions for all its runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_sweep import settings, write
+from fake_sweep import make_config, write_sweep
 from isoflop.sweeps.entry import sweep_main
 from isoflop.sweeps.grid.product import ProductGrid
 from isoflop.sweeps.observe.doctor import examine_sweep
@@ -26,69 +26,71 @@ WRONG = Finding("step", FAILED, "a step is off by 0.1")
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[Finding]]:
-    """Findings of the next checks of a kind of node, one after the other; a check that no test expects fails."""
-    given: list[list[Finding]] = []
+def pending_findings(monkeypatch: pytest.MonkeyPatch) -> list[list[Finding]]:
+    """Return a list of the findings of the next checks of a kind of node; an unexpected check fails."""
+    pending: list[list[Finding]] = []
 
     def check_device(runs: Any, ranks: int) -> Iterator[Finding]:
-        return iter(given.pop(0))
+        return iter(pending.pop(0))
 
     monkeypatch.setattr(preflight, "check_device", check_device)
     monkeypatch.setattr(preflight, "check_node", lambda *request: iter([DISK]))
-    return given
+    return pending
 
 
 def sweep_of(folder: Path, **changes: Any) -> tuple[SweepDirectory, RunDirectory]:
-    config = settings(ProductGrid(axes={"seed": [0]}))
+    config = make_config(ProductGrid(axes={"seed": [0]}))
     config.tokens, config.data.cache_dir = 2**16, str(folder.parent / "cache")
-    sweep = write(folder, dataclasses.replace(config, **changes))
+    sweep = write_sweep(folder, dataclasses.replace(config, **changes))
     return sweep, sweep.runs()[0]
 
 
-def look(sweep: SweepDirectory) -> list[str]:
+def check_first_job(sweep: SweepDirectory) -> list[str]:
     return list(preflight.check_first_job(sweep, [run.config() for run in sweep.runs()], ranks=1))
 
 
-def test_a_node_that_passed_is_looked_at_once_in_all_sweeps(tmp_path: Path, seen: list[list[Finding]]) -> None:
+def test_a_node_that_passed_is_looked_at_once_in_all_sweeps(
+    tmp_path: Path, pending_findings: list[list[Finding]]
+) -> None:
     first, _ = sweep_of(tmp_path / "first")
-    seen.append([FINE, FINE])
-    (said,) = look(first)
-    assert said.startswith("preflight: 3 checks of ")
-    assert look(first) == []
+    pending_findings.append([FINE, FINE])
+    (line,) = check_first_job(first)
+    assert line.startswith("preflight: 3 checks of ")
+    assert check_first_job(first) == []
     second, _ = sweep_of(tmp_path / "second")
-    assert look(second) == []
+    assert check_first_job(second) == []
     (node,) = read_record(second).nodes.values()
-    assert (node.findings, node.of_kind) == ([DISK], [FINE, FINE])  # its disk is this sweep's own affair
-    other, _ = sweep_of(tmp_path / "other", precision="bf16")  # whose kernels are others
-    seen.append([FINE])
-    assert len(look(other)) == 1
+    assert (node.findings, node.of_kind) == ([DISK], [FINE, FINE])  # every sweep checks its own disk
+    other, _ = sweep_of(tmp_path / "other", precision="bf16")  # which uses other kernels
+    pending_findings.append([FINE])
+    assert len(check_first_job(other)) == 1
 
 
 def test_a_node_that_failed_is_named_and_looked_at_again_by_the_next_sweep(
-    tmp_path: Path, seen: list[list[Finding]]
+    tmp_path: Path, pending_findings: list[list[Finding]]
 ) -> None:
     first, _ = sweep_of(tmp_path / "first")
-    seen.append([FINE, WRONG])
-    assert look(first)[0].endswith("\npreflight: failed: a step is off by 0.1")
-    assert look(first) == []
-    (found,) = [one for one in examine_sweep(first, mend=False) if one.kind == "node"]
-    assert (found.is_left, found.how) == (True, "keep it out with cluster.exclude")
-    assert "a step is off by 0.1" in found.what
+    pending_findings.append([FINE, WRONG])
+    assert check_first_job(first)[0].endswith("\npreflight: failed: a step is off by 0.1")
+    assert check_first_job(first) == []
+    (finding,) = [fault for fault in examine_sweep(first, mend=False) if fault.kind == "node"]
+    assert (finding.is_left, finding.how) == (True, "keep it out with cluster.exclude")
+    assert "a step is off by 0.1" in finding.what
     second, _ = sweep_of(tmp_path / "second")
-    seen.append([FINE, FINE])
-    assert len(look(second)) == 1
+    pending_findings.append([FINE, FINE])
+    assert len(check_first_job(second)) == 1
 
 
 def test_a_second_node_of_a_kind_is_checked_for_its_own_disk_alone(
-    tmp_path: Path, seen: list[list[Finding]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, pending_findings: list[list[Finding]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sweep, _ = sweep_of(tmp_path / "sweep")
-    seen.append([WRONG])
-    full = Finding("disk", FAILED, "the disk is full")
-    for host, own in (("node1", DISK), ("node2", DISK), ("node3", full)):
+    pending_findings.append([WRONG])
+    full_disk = Finding("disk", FAILED, "the disk is full")
+    for host, disk in (("node1", DISK), ("node2", DISK), ("node3", full_disk)):
         monkeypatch.setattr(preflight, "this_node", lambda host=host: host)
-        monkeypatch.setattr(preflight, "check_node", lambda *request, own=own: iter([own]))
-        lines = look(sweep)
+        monkeypatch.setattr(preflight, "check_node", lambda *request, disk=disk: iter([disk]))
+        lines = check_first_job(sweep)
         assert len(lines) == (0 if host == "node2" else 1)
     assert "preflight: failed: the disk is full" in lines[0]
     assert {host: node.of_kind for host, node in read_record(sweep).nodes.items()} == {
@@ -106,21 +108,23 @@ def test_a_record_of_an_older_version_is_read(tmp_path: Path) -> None:
     assert decided(directory).parallel.attention == "sdpa"
 
 
-def test_what_was_decided_holds_for_all_runs_and_changes_no_id(tmp_path: Path, seen: list[list[Finding]]) -> None:
+def test_what_was_decided_holds_for_all_runs_and_changes_no_id(
+    tmp_path: Path, pending_findings: list[list[Finding]]
+) -> None:
     sweep, directory = sweep_of(tmp_path / "sweep")
     assert decided(directory) == directory.config()
-    seen.append([REPLACES])
-    look(sweep)
+    pending_findings.append([REPLACES])
+    check_first_job(sweep)
     assert decided(directory).parallel.attention == "sdpa"
     assert run_id(decided(directory)) == directory.run_id
-    (found,) = [one for one in examine_sweep(sweep, mend=False) if one.kind == "node"]
-    assert not found.is_left
-    for torn in ('{"decides": {"attention"', '{"decides": ["sdpa"]}', "[1]"):
-        (sweep.path / "preflight.json").write_text(torn)
+    (finding,) = [fault for fault in examine_sweep(sweep, mend=False) if fault.kind == "node"]
+    assert not finding.is_left
+    for text in ('{"decides": {"attention"', '{"decides": ["sdpa"]}', "[1]"):
+        (sweep.path / "preflight.json").write_text(text)
         assert decided(directory) == directory.config()
-    seen.append([REPLACES])
+    pending_findings.append([REPLACES])
     (tmp_path / "cache" / "preflight").rename(tmp_path / "elsewhere")
-    look(sweep)
+    check_first_job(sweep)
     assert decided(directory).parallel.attention == "sdpa"
 
 
@@ -149,15 +153,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 def test_a_sweep_looks_before_its_first_run(tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    asked = [*SMALL, f"output_root={tmp_path}"]
-    assert sweep_main([*asked, "sweep=off", "preflight=false"]) == 0
+    overrides = [*SMALL, f"output_root={tmp_path}"]
+    assert sweep_main([*overrides, "sweep=off", "preflight=false"]) == 0
     assert not (tmp_path / "off" / "preflight.json").exists()
     assert "preflight" not in capfd.readouterr().out
-    assert sweep_main([*asked, "sweep=on"]) == 0
+    assert sweep_main([*overrides, "sweep=on"]) == 0
     assert "checks of" in capfd.readouterr().out
     (node,) = json.loads((tmp_path / "on" / "preflight.json").read_text())["nodes"].values()
-    assert {one["outcome"] for one in node["findings"] + node["of_kind"]} == {PASSED}
+    assert {finding["outcome"] for finding in node["findings"] + node["of_kind"]} == {PASSED}
     assert "preflight: " in (tmp_path / "on" / "fit" / "report.html").read_text()
-    assert sweep_main([*asked, "sweep=again"]) == 0
+    assert sweep_main([*overrides, "sweep=again"]) == 0
     assert "preflight" not in capfd.readouterr().out
     assert len(list((cache / "preflight").iterdir())) == 1

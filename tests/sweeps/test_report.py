@@ -1,4 +1,4 @@
-"""The report: complete, self-contained, safe with hostile strings, whole or absent, and drawn by a real browser."""
+"""The report is complete, self-contained, safe with hostile strings, written atomically, and a browser draws it."""
 
 import base64
 import gzip
@@ -17,14 +17,12 @@ from isoflop.fit import formatting
 from isoflop.fit.report import figures
 from isoflop.fit.report.report import render_report, render_template
 
-pytestmark = pytest.mark.usefixtures("quick_pictures")  # but for those of `full`, which come before
+pytestmark = pytest.mark.usefixtures("quick_pictures")  # except those of `full_report`, which is made earlier
 HOSTILE = '<script>alert("x")</script>&</code>'
 
 
 def sweep(budgets=(2e11, 5e11, 1.2e12, 3e12), sizes=6, hostile=False, tasks=True):
-    """A small sweep and its loss curves; with `hostile`, strings that would break out of HTML if they were not
-    escaped.
-    """
+    """Return the table and loss curves of a small sweep; with `hostile`, its strings contain unescaped HTML."""
     rng = np.random.default_rng(0)
     rows, curves = [], []
     for C in budgets:
@@ -43,25 +41,25 @@ def sweep(budgets=(2e11, 5e11, 1.2e12, 3e12), sizes=6, hostile=False, tasks=True
                 }
                 row |= {f"{name}/gold_bpb": loss, f"{name}/gold_bpb_se": 0.01}
             rows.append(row)
-            at = np.linspace(0.05, 1, 20)
-            lines = {"run_id": run, "step": (100 * at).astype(int), "tokens": D * at, "flops": C * at}
-            curves.append(pd.DataFrame(lines | {"loss": 1 + 25 / N**0.42 + 170 / (D * at) ** 0.4}))
+            share = np.linspace(0.05, 1, 20)
+            lines = {"run_id": run, "step": (100 * share).astype(int), "tokens": D * share, "flops": C * share}
+            curves.append(pd.DataFrame(lines | {"loss": 1 + 25 / N**0.42 + 170 / (D * share) ** 0.4}))
     return pd.DataFrame(rows), pd.concat(curves)
 
 
 def write(folder, table, curves=None, intervals="noise", **options):
-    found = fit.analyze(fit.read_table(table), targets=(1e14, 1e18), bootstrap=20, intervals=intervals)
-    return found, fit.write_report(found, folder, curves, **options)
+    analysis = fit.analyze(fit.read_table(table), targets=(1e14, 1e18), bootstrap=20, intervals=intervals)
+    return analysis, fit.write_report(analysis, folder, curves, **options)
 
 
 @pytest.fixture(scope="module")
-def full(tmp_path_factory):
+def full_report(tmp_path_factory):
     table, curves = sweep()
     folder = tmp_path_factory.mktemp("report") / "deep" / "fit"
-    found, path = write(
+    analysis, path = write(
         folder, table, curves, "mixture", title="A & B", provenance={"git commit": "abc<123>", "runs": 24}, costs=COSTS
     )
-    return found, path
+    return analysis, path
 
 
 COSTS = {
@@ -85,48 +83,48 @@ COSTS = {
 
 
 def unpacked(path, name):
-    """What the page holds compressed."""
+    """Return the decompressed content of a script of the page."""
     content = re.search(rf'<script type="application/gzip" id="{name}">([A-Za-z0-9+/=]+)</script>', path.read_text())
     return gzip.decompress(base64.b64decode(content.group(1))).decode()
 
 
 def visible(path):
-    """The page without its scripts and styles, as text."""
+    """Return the text of the page, without scripts and styles."""
     page = re.sub(r"<(script|style)[^>]*>.*?</\1>", "", path.read_text(), flags=re.S)
     return html.unescape(re.sub(r"<[^>]+>", " ", page))
 
 
-def test_every_file_is_there_and_nothing_else(full):
-    found, path = full
+def test_every_file_is_there_and_nothing_else(full_report):
+    analysis, path = full_report
     names = {p.name for p in path.parent.iterdir()}
     pictures = {"isoflop", "contours", "optimal_N", "optimal_D", "optimal_loss", "loss_by_tokens", "loss_by_flops"}
     pictures |= {"residuals", "bootstrap", "backtest"}
     assert names == {"report.html", "law.json"} | {f"{p}.png" for p in pictures}
     for picture in path.parent.glob("*.png"):
         assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    said = json.loads((path.parent / "law.json").read_text())
-    assert said["law"] == found.to_dict()["law"]
-    assert said["provenance"]["git commit"] == "abc<123>"
+    document = json.loads((path.parent / "law.json").read_text())
+    assert document["law"] == analysis.to_dict()["law"]
+    assert document["provenance"]["git commit"] == "abc<123>"
 
 
-def test_the_page_says_what_the_analysis_found(full):
-    found, path = full
+def test_the_page_says_what_the_analysis_found(full_report):
+    analysis, path = full_report
     text = " ".join(visible(path).split())
     assert "A & B" in text
-    for warning in found.warnings:
+    for warning in analysis.warnings:
         assert warning.code in text
         assert warning.message in text
     assert text.index("backtest_short") < text.index("What a budget wants"), "warnings come before tables"
-    for approach in found.approaches.values():
-        for C in found.targets:
-            e = approach.at(C)
-            assert formatting.count(e.N) in text
-            assert formatting.interval(e.N_ci, formatting.count) in text
-            assert formatting.amount(e.tokens_per_parameter) in text
-    assert formatting.fixed(found.law.E_) in text
-    assert found.verdict.sentence in text
-    assert formatting.percent(found.backtest["loss_error"]) in text
-    for run in found.table.run_id:
+    for approach in analysis.approaches.values():
+        for C in analysis.targets:
+            estimate = approach.at(C)
+            assert formatting.count(estimate.N) in text
+            assert formatting.interval(estimate.N_ci, formatting.count) in text
+            assert formatting.amount(estimate.tokens_per_parameter) in text
+    assert formatting.fixed(analysis.law.E_) in text
+    assert analysis.verdict.sentence in text
+    assert formatting.percent(analysis.backtest["loss_error"]) in text
+    for run in analysis.table.run_id:
         assert run in text
     assert "abc<123>" in text
 
@@ -135,9 +133,9 @@ def cost_section(books):
     return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", render_template("costs.html", costs=books))).split())
 
 
-def test_the_page_says_what_the_runs_cost_and_how_the_estimate_held(full):
+def test_the_page_says_what_the_runs_cost_and_how_the_estimate_held(full_report):
     section = cost_section(COSTS)
-    assert section in " ".join(visible(full[1]).split())
+    assert section in " ".join(visible(full_report[1]).split())
     assert "25.0 GPU-hours, where 20.0 were planned for all. 12.0 % of that was wasted" in section
     assert "6 of 100 retries were used" in section
     assert "counts 26.5 GPU-hours for these jobs, 1.50 more" in section
@@ -148,26 +146,26 @@ def test_the_page_says_what_the_runs_cost_and_how_the_estimate_held(full):
     assert "width 256 12 1.25 1.11 to 1.40 width 512 11 1.10 1.00 to 1.20 all, together 23 1.17 1.02 to 1.31" in section
 
 
-def test_what_nobody_knows_of_the_costs_is_left_out():
-    free = COSTS | {name: COSTS[name] | {"dollars": None} for name in ("planned", "used", "useful", "wasted")}
-    free |= {"measured_runs": 0, "cluster_hours": None, "unit": "core-<b>hours", "retries": 0}
-    section = cost_section(free)
-    for word in ("$", "scheduler", "Scoring", "retries"):
-        assert word not in section
+def test_unknown_costs_are_left_out():
+    costs = COSTS | {name: COSTS[name] | {"dollars": None} for name in ("planned", "used", "useful", "wasted")}
+    costs |= {"measured_runs": 0, "cluster_hours": None, "unit": "core-<b>hours", "retries": 0}
+    section = cost_section(costs)
+    for text in ("$", "scheduler", "Scoring", "retries"):
+        assert text not in section
     assert "from an assumed speed" in section
     assert "core-<b>hours" in section, "escaped"
-    assert "Nothing was wasted." in cost_section(free | {"wasted": {"hours": 0.0, "dollars": None, "flops": 0.0}})
-    assert "estimate" not in cost_section(free | {"errors": {}, "error": None})
-    assert cost_section(None) == "", "nobody kept books"
+    assert "Nothing was wasted." in cost_section(costs | {"wasted": {"hours": 0.0, "dollars": None, "flops": 0.0}})
+    assert "estimate" not in cost_section(costs | {"errors": {}, "error": None})
+    assert cost_section(None) == "", "without accounting there is no section"
 
 
-def test_the_page_needs_no_network(full):
-    page = full[1].read_text()
+def test_the_page_needs_no_network(full_report):
+    page = full_report[1].read_text()
     assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)=[\"']?(https?:)?//", page)
     assert "http" not in page
-    assert "http" not in unpacked(full[1], "figures")
+    assert "http" not in unpacked(full_report[1], "figures")
     assert page.count("Plotly.newPlot(id") == 1
-    assert unpacked(full[1], "plotly").count("plotly.js v") == 1
+    assert unpacked(full_report[1], "plotly").count("plotly.js v") == 1
     assert len(page) < 2.5e6, "24 runs"
 
 
@@ -176,14 +174,14 @@ def test_a_thousand_runs_add_little_and_are_all_there(tmp_path):
     sizes = []
     for budgets in (4, 40):
         table, curves = sweep(budgets=tuple(np.geomspace(2e11, 3e12, budgets)), sizes=25 if budgets > 4 else 6)
-        found = fit.analyze(fit.read_table(table), targets=(1e14,), bootstrap=5, intervals="noise")
+        analysis = fit.analyze(fit.read_table(table), targets=(1e14,), bootstrap=5, intervals="noise")
         path = tmp_path / "report.html"
-        path.write_text(render_report(found, curves, "many", {"date": "today"}))
+        path.write_text(render_report(analysis, curves, "many", {"date": "today"}))
         sizes.append(len(path.read_text()))
     assert sizes[1] - sizes[0] < 300e3
-    said = visible(path) + unpacked(path, "rows")
-    assert all(f"{run}<" in said or f"{run} " in said for run in table.run_id)
-    assert "Figures draw 300 of the 1000 runs and 100 curves" in said
+    text = visible(path) + unpacked(path, "rows")
+    assert all(f"{run}<" in text or f"{run} " in text for run in table.run_id)
+    assert "Figures draw 300 of the 1000 runs and 100 curves" in text
     for name, figure in json.loads(unpacked(path, "figures")).items():
         assert max(len(trace["x"]) for trace in figure["data"]) <= 300, name
 
@@ -196,12 +194,12 @@ def analysed():
 
 def test_every_figure_is_valid_plotly_and_holds_data(analysed):
     graph_objects = pytest.importorskip("plotly.graph_objects")
-    found, curves = analysed
-    drawn = [figures.loss_curves(found, curves, by) for by in ("tokens", "flops")]
-    drawn += [figures.isoflop(found), figures.contours(found), figures.backtest(found)]
-    drawn += [figures.residuals(found), figures.published(found)]
-    drawn += [figures.allocation(found, q) for q in ("N", "D", "loss")]
-    drawn += [figures.scores(found, m) for m in ("acc", "gold_bpb")]
+    analysis, curves = analysed
+    drawn = [figures.loss_curves(analysis, curves, by) for by in ("tokens", "flops")]
+    drawn += [figures.isoflop(analysis), figures.contours(analysis), figures.backtest(analysis)]
+    drawn += [figures.residuals(analysis), figures.published(analysis)]
+    drawn += [figures.allocation(analysis, q) for q in ("N", "D", "loss")]
+    drawn += [figures.scores(analysis, m) for m in ("acc", "gold_bpb")]
     for figure in drawn:
         graph_objects.Figure(figure)  # raises for any property that plotly does not know
         assert all(len(trace["x"]) for trace in figure["data"])
@@ -221,44 +219,44 @@ def test_strings_from_data_cannot_become_markup(tmp_path):
 
 def test_four_runs_without_scores_or_curves_still_get_a_report(tmp_path):
     table, _ = sweep(budgets=(2e11, 5e11), sizes=2, tasks=False)
-    found, path = write(tmp_path, table)
+    analysis, path = write(tmp_path, table)
     text = visible(path)
-    assert found.law is None
+    assert analysis.law is None
     assert "no_parametric" in text
     assert "no answer" in text
     assert "Scores" not in text
     assert not (tmp_path / "contours.png").exists()
     table, curves = sweep(budgets=(2e11,), sizes=1)
-    said = visible(write(tmp_path / "one", table, curves)[1])
-    assert "These runs do not" in said or "No approach has an answer" in said
+    text = visible(write(tmp_path / "one", table, curves)[1])
+    assert "These runs do not" in text or "No approach has an answer" in text
 
 
 def test_curves_of_other_runs_or_with_gaps_are_left_out(analysed):
-    found, curves = analysed[0], analysed[1].copy()
+    analysis, curves = analysed[0], analysed[1].copy()
     curves.loc[curves.step == 50, "loss"] = np.nan
-    assert figures.loss_curves(found, curves.assign(run_id="other"), "tokens") is None
-    drawn = figures.loss_curves(found, curves, "tokens")
+    assert figures.loss_curves(analysis, curves.assign(run_id="other"), "tokens") is None
+    drawn = figures.loss_curves(analysis, curves, "tokens")
     assert all(v is not None for trace in drawn["data"] for v in trace["y"])
 
 
 def test_a_report_replaces_the_old_one_whole_and_leaves_no_temporary_file(tmp_path, analysed, monkeypatch):
-    found, curves = analysed
-    path = fit.write_report(found, tmp_path, curves)
+    analysis, curves = analysed
+    path = fit.write_report(analysis, tmp_path, curves)
     before = path.read_text()
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(fit.InputError, match=r"cannot be written \(No space left on device\)"):
-        fit.write_report(found, tmp_path, curves, title="other")
+        fit.write_report(analysis, tmp_path, curves, title="other")
     assert path.read_text() == before
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path, analysed):
     (tmp_path / "file").write_text("")
-    found, curves = analysed
+    analysis, curves = analysed
     with pytest.raises(fit.InputError, match="cannot be made"):
-        fit.write_report(found, tmp_path / "file" / "fit")
+        fit.write_report(analysis, tmp_path / "file" / "fit")
     with pytest.raises(fit.InputError, match="curves have no column 'tokens'"):
-        fit.write_report(found, tmp_path, curves.drop(columns="tokens"))
+        fit.write_report(analysis, tmp_path, curves.drop(columns="tokens"))
 
 
 FORMATS = [
@@ -275,9 +273,9 @@ FORMATS = [
 ]
 
 
-@pytest.mark.parametrize(("say", "value", "shown"), FORMATS)
-def test_numbers_read_as_people_write_them(say, value, shown):
-    assert say(value) == shown
+@pytest.mark.parametrize(("format_value", "value", "expected"), FORMATS)
+def test_numbers_read_as_people_write_them(format_value, value, expected):
+    assert format_value(value) == expected
 
 
 def test_intervals_say_when_an_end_is_open_or_the_range_says_nothing():
@@ -291,7 +289,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 QUIET = "disable-quic no-first-run disable-background-networking disable-component-update disable-sync disable-gpu"
 PROBE = """
 <script>
-window.addEventListener('load', () => setTimeout(() => {  // by when the page has unpacked and drawn
+window.addEventListener('load', () => setTimeout(() => {  // by then the page has unpacked and drawn
   const count = plot => plot.querySelectorAll('.scatterlayer .trace path, .contourlayer path').length;
   const drawn = [...document.querySelectorAll('.plot')].map(plot => plot.id + '=' + count(plot));
   const wide = document.documentElement.scrollWidth > window.innerWidth;
@@ -302,9 +300,9 @@ window.addEventListener('load', () => setTimeout(() => {  // by when the page ha
   const head = document.querySelector('.sortable th:nth-child(3)'); if (head) head.click();
   const cells = [...document.querySelectorAll('.sortable tbody td:nth-child(3)')].map(cell => Number(cell.dataset.v));
   const sorted = cells.every((value, i) => i === 0 || cells[i - 1] <= value);
-  const said = document.createElement('div'); said.id = 'probe';
-  said.textContent = JSON.stringify({drawn, wide, sorted, near, far, faults: window.faults});
-  document.body.append(said);
+  const result = document.createElement('div'); result.id = 'probe';
+  result.textContent = JSON.stringify({drawn, wide, sorted, near, far, faults: window.faults});
+  document.body.append(result);
 }, 4000));
 </script>
 """
@@ -318,9 +316,11 @@ def test_a_browser_draws_every_figure_without_an_error(tmp_path, kind, width):
     sizes = {"budgets": (2e11, 5e11), "sizes": 2} if kind == "smoke" else {}
     table, curves = sweep(hostile=kind == "hostile", **sizes)
     _, path = write(tmp_path, table, curves, costs=COSTS)
-    catch = "<script>window.faults=[];window.addEventListener('error',e=>window.faults.push(e.message))</script>"
+    catch_errors = "<script>window.faults=[];window.addEventListener('error',e=>window.faults.push(e.message))</script>"
     probed = tmp_path / "probed.html"
-    probed.write_text(path.read_text().replace("<head>", "<head>" + catch, 1).replace("</body>", PROBE + "</body>", 1))
+    probed.write_text(
+        path.read_text().replace("<head>", "<head>" + catch_errors, 1).replace("</body>", PROBE + "</body>", 1)
+    )
     flags = [f"--{flag}" for flag in QUIET.split()]
     result = subprocess.run(
         [
@@ -333,27 +333,27 @@ def test_a_browser_draws_every_figure_without_an_error(tmp_path, kind, width):
         timeout=120,
         check=False,
     )
-    found = re.search(r'<div id="probe">(.*?)</div>', result.stdout, re.S)
-    assert found, result.stderr[-2000:]
-    said = json.loads(html.unescape(found.group(1)))
-    assert said["faults"] == []
+    match = re.search(r'<div id="probe">(.*?)</div>', result.stdout, re.S)
+    assert match, result.stderr[-2000:]
+    probe = json.loads(html.unescape(match.group(1)))
+    assert probe["faults"] == []
     assert not re.search(r"CONSOLE.*(error|Uncaught)", result.stderr, re.I), result.stderr[-2000:]
-    counts = {name: int(n) for name, n in (entry.rsplit("=", 1) for entry in said["drawn"])}
-    # Two sizes a budget have no minimum between them, so no approach has an answer to draw.
+    counts = {name: int(n) for name, n in (entry.rsplit("=", 1) for entry in probe["drawn"])}
+    # Two sizes per budget have no minimum between them, so no approach has an answer to draw.
     assert len(counts) == {"smoke": 5}.get(kind, 13)
     assert min(counts.values()) > 0, counts
-    assert said["sorted"]
+    assert probe["sorted"]
     if kind == "smoke":
-        assert said["near"] is None
+        assert probe["near"] is None
     else:
-        assert said["near"] < 14.1 < 18 < said["far"], "the switch goes out to the target of 1e18 FLOPs"
-    assert not said["wide"], "the page scrolls sideways"
+        assert probe["near"] < 14.1 < 18 < probe["far"], "the switch goes out to the target of 1e18 FLOPs"
+    assert not probe["wide"], "the page scrolls sideways"
 
 
 @pytest.mark.browser
 @pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
-def test_a_sweep_of_24_runs_prints_on_at_most_six_pages(full, tmp_path):
-    _, path = full
+def test_a_sweep_of_24_runs_prints_on_at_most_six_pages(full_report, tmp_path):
+    _, path = full_report
     flags = [f"--{flag}" for flag in QUIET.split()]
     command = [CHROMIUM, "--headless", "--no-sandbox", *flags, f"--user-data-dir={tmp_path / 'profile'}"]
     command += ["--virtual-time-budget=20000", f"--print-to-pdf={tmp_path / 'report.pdf'}", f"file://{path}"]
@@ -366,15 +366,15 @@ def test_the_paper_figures_return_axes_and_draw(analysed):
     import matplotlib as mpl
 
     mpl.use("Agg")
-    found, curves = analysed
-    axes = found.law.plot()
+    analysis, curves = analysed
+    axes = analysis.law.plot()
     assert axes.get_xscale() == "log"
     assert axes.collections
     from isoflop.fit import plots
 
-    assert len(plots.plot_isoflop(found.profiles).lines) == 4
-    assert plots.plot_allocation(found, "D").get_ylabel() == "optimal tokens D*"
-    assert len(plots.plot_curves(found, curves).lines) == 24
+    assert len(plots.plot_isoflop(analysis.profiles).lines) == 4
+    assert plots.plot_allocation(analysis, "D").get_ylabel() == "optimal tokens D*"
+    assert len(plots.plot_curves(analysis, curves).lines) == 24
     import matplotlib.pyplot as plt
 
     plt.close("all")
@@ -382,10 +382,10 @@ def test_the_paper_figures_return_axes_and_draw(analysed):
 
 def test_another_law_drives_analysis_backtest_and_report(tmp_path):
     law, (table, _) = fit.KaplanLaw(), sweep(tasks=False)
-    found = fit.analyze(fit.read_table(table), targets=(1e14,), bootstrap=10, law=law, intervals="noise")
-    assert type(found.law) is type(law)
-    assert found.backtest["loss_error"] < 0.05
-    path = fit.write_report(found, tmp_path)
+    analysis = fit.analyze(fit.read_table(table), targets=(1e14,), bootstrap=10, law=law, intervals="noise")
+    assert type(analysis.law) is type(law)
+    assert analysis.backtest["loss_error"] < 0.05
+    path = fit.write_report(analysis, tmp_path)
     assert path.read_text().count("Plotly.newPlot(id") == 1
     assert fit.answer(tmp_path / "law.json")["law"]["form"] == law.form
     assert json.loads((tmp_path / "law.json").read_text())["law"].keys() == {"form", *law.names}

@@ -1,4 +1,4 @@
-"""Run directories: frozen configs, atomic states, locks that die with their holder."""
+"""Run directories: frozen configs, atomic states, and locks that are released when their holder dies."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from isoflop.train.job.failure import Cause, Failure, forget_failure, note_failu
 from small_runs import set_state
 
 
-def a_run() -> RunConfig:
+def make_config() -> RunConfig:
     return RunConfig(model=ModelConfig(vocab_size=256), tokens=4096)
 
 
 def directory(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / run_id(a_run()))
-    run.freeze(a_run())
+    run = RunDirectory(tmp_path / run_id(make_config()))
+    run.freeze(make_config())
     return run
 
 
@@ -39,15 +39,15 @@ def test_a_config_with_a_value_that_is_none_is_refused_in_a_sentence(value: str,
 def test_freezing_again_changes_nothing(tmp_path: Path) -> None:
     run = directory(tmp_path)
     before = (run.path / "config.yaml").read_bytes()
-    other = a_run()
-    other.tracker.kind = "none"  # cosmetic: the same run
+    other = make_config()
+    other.tracker.kind = "none"  # cosmetic, so the run is the same
     run.freeze(other)
     assert (run.path / "config.yaml").read_bytes() == before
 
 
 def test_a_run_moved_to_other_ranks_is_the_same_run(tmp_path: Path) -> None:
     run = directory(tmp_path)
-    other = a_run()
+    other = make_config()
     other.parallel = ParallelConfig(tp=2, dp=2, zero=3)
     run.refreeze(other)
     assert run.config() == other
@@ -56,20 +56,20 @@ def test_a_run_moved_to_other_ranks_is_the_same_run(tmp_path: Path) -> None:
 
 def test_a_run_under_way_keeps_its_ranks(tmp_path: Path) -> None:
     run = directory(tmp_path)
-    other = a_run()
+    other = make_config()
     other.parallel.dp = 2
-    process = holder(run.path)
+    process = start_holder(run.path)
     try:
-        run.refreeze(a_run())  # says nothing new, so that it need not wait
+        run.refreeze(make_config())  # nothing changes, so it does not wait for the lock
         with pytest.raises(UserError, match=f"is held by process {process.pid} on .* stay as they are"):
             run.refreeze(other, timeout=0.1)
-        assert run.config() == a_run()
+        assert run.config() == make_config()
     finally:
         process.kill()
         process.wait()
 
 
-def test_the_first_word_of_a_failure_stays_until_the_next_attempt(tmp_path: Path) -> None:
+def test_the_first_reason_of_a_failure_stays_until_the_next_attempt(tmp_path: Path) -> None:
     run = directory(tmp_path)
     assert read_failure(run.path) is None
     for rank in (2, 1):
@@ -80,13 +80,13 @@ def test_the_first_word_of_a_failure_stays_until_the_next_attempt(tmp_path: Path
     assert read_failure(run.path) is None
 
 
-def test_who_asks_to_cancel_a_run_is_named_until_it_is_forgotten(tmp_path: Path) -> None:
+def test_the_user_who_cancels_a_run_is_named_until_it_is_forgotten(tmp_path: Path) -> None:
     run = directory(tmp_path)
     assert run.cancel_asked() is None
     run.forget_cancel()
     run.ask_cancel("ann on login1")
     assert RunDirectory(run.path).cancel_asked() == "ann on login1"
-    (run.path / "cancel.json").write_text("{")  # it was asked, by whomever
+    (run.path / "cancel.json").write_text("{")  # the request counts, although its author is unknown
     assert run.cancel_asked() == "somebody"
     run.forget_cancel()
     assert run.cancel_asked() is None
@@ -120,7 +120,7 @@ def test_a_damaged_view_is_read_from_the_journal(tmp_path: Path, garbage: str) -
     assert run.is_done()
     assert run.state().attempt == 3
     (run.path / "events.jsonl").unlink()
-    assert run.is_done(), "by its summary"
+    assert run.is_done(), "the summary is enough"
     (run.path / "summary.json").write_text('{"step": 2')
     assert run.state().state == "planned"
     assert set_state(run, "running", attempt=4).attempt == run.state().attempt == 4
@@ -137,7 +137,7 @@ def test_done_needs_both_the_state_and_the_summary(tmp_path: Path) -> None:
 
 
 def test_a_reader_never_sees_half_a_state(tmp_path: Path) -> None:
-    """While one process replaces state.json thousands of times, every read parses."""
+    """Read state.json repeatedly while another process replaces it; every read must parse."""
     run = directory(tmp_path)
     set_state(run, "running")
     writer = subprocess.Popen(
@@ -153,7 +153,7 @@ def test_a_reader_never_sees_half_a_state(tmp_path: Path) -> None:
     assert reads > 20
 
 
-HOLD = """
+HOLDER = """
 import sys, time
 from pathlib import Path
 from isoflop.sweeps.runs.directory import RunDirectory
@@ -163,8 +163,8 @@ with RunDirectory(Path(sys.argv[1])).lock():
 """
 
 
-def holder(path: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
+def start_holder(path: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     return process
@@ -172,7 +172,7 @@ def holder(path: Path) -> subprocess.Popen[str]:
 
 def test_one_directory_has_one_writer_and_the_refusal_names_it(tmp_path: Path) -> None:
     run = directory(tmp_path)
-    process = holder(run.path)
+    process = start_holder(run.path)
     try:
         with pytest.raises(Busy, match=f"held by process {process.pid} on "), run.lock(timeout=0.1):
             pytest.fail("two held the run at once")
@@ -196,7 +196,7 @@ def test_a_worker_sees_whether_its_own_launcher_lives(tmp_path: Path) -> None:
     assert alive(token) == "False"
 
 
-def test_of_json_lines_those_are_read_that_hold_an_object(tmp_path: Path) -> None:
+def test_json_lines_without_an_object_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b'{"a": 1}\n"x"\n3\n\xff\n{"b": "\xff"}\n{"c": 2}\n{"d"')
     assert read_json_lines(tmp_path / "metrics.jsonl") == [{"a": 1}, {"b": "\N{REPLACEMENT CHARACTER}"}, {"c": 2}]
 

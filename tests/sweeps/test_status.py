@@ -1,4 +1,4 @@
-"""`isoflop status` and `isoflop logs`: what is shown of many runs, what is estimated, and what a growing log prints."""
+"""`isoflop status` and `isoflop logs`: rows of many runs, estimated times, and lines of growing logs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from rich.console import Console
 from small_runs import end, set_state
 
 
-def make(folder: Path, count: int = 4, gpus: int = 1) -> SweepDirectory:
-    """A sweep of runs that differ in their seed; none has begun."""
+def make_sweep(folder: Path, count: int = 4, gpus: int = 1) -> SweepDirectory:
+    """Plan a sweep of runs that differ in their seed."""
     sweep = SweepDirectory(folder)
     runs = [RunConfig(model=ModelConfig(vocab_size=256), tokens=2**16, seed=seed) for seed in range(count)]
     cluster = ClusterConfig(gpus_per_job=gpus)
@@ -49,7 +49,7 @@ def make(folder: Path, count: int = 4, gpus: int = 1) -> SweepDirectory:
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> SweepDirectory:
-    return make(tmp_path / "sweep")
+    return make_sweep(tmp_path / "sweep")
 
 
 def metrics(run: RunDirectory, **values: object) -> None:
@@ -63,12 +63,12 @@ def row_of(sweep: SweepDirectory, run: RunDirectory) -> dict[str, Any]:
 
 
 def begin(run: RunDirectory, seconds_ago: float) -> None:
-    """As a worker that began so long ago, and that gave its last sign of life then."""
-    began = now_on(run.path) - seconds_ago
+    """Write an attempt that began `seconds_ago`, with its last sign of life at that time."""
+    start = now_on(run.path) - seconds_ago
     set_state(run, "planned", attempt=0)
-    append(run.path, Started(at=began, attempt=1, host="node1", job_id="7_0"))
+    append(run.path, Started(at=start, attempt=1, host="node1", job_id="7_0"))
     run.give_sign()
-    os.utime(run.path / "heartbeat", (began, began))
+    os.utime(run.path / "heartbeat", (start, start))
 
 
 def test_a_running_run_says_when_it_ends_and_what_it_has_cost(sweep: SweepDirectory) -> None:
@@ -82,12 +82,12 @@ def test_a_running_run_says_when_it_ends_and_what_it_has_cost(sweep: SweepDirect
     assert row["heartbeat_age"] == pytest.approx(20, abs=2)
 
 
-def ended(run: RunDirectory, cause: str, hours: float, number: int = 1, share: float = 1.0) -> None:
-    """The line of an attempt that began so many hours after the epoch as it is the first, second, ..."""
-    began = 3600.0 * number if share == 1.0 else 0.0
+def write_attempt(run: RunDirectory, cause: str, hours: float, number: int = 1, share: float = 1.0) -> None:
+    """Write the line of an attempt that began `number` hours after the epoch, or at 0 with a share below 1."""
+    start = 3600.0 * number if share == 1.0 else 0.0
     seconds = 3600 * hours
     attempt = Attempt(
-        number, began, began + seconds, seconds, "node1", "7", cause, f"{cause} it was", 0, 10, 0, 1e9, 0.0, 1.0, share
+        number, start, start + seconds, seconds, "node1", "7", cause, f"{cause} it was", 0, 10, 0, 1e9, 0.0, 1.0, share
     )
     with (run.path / OLD_LINES).open("a") as file:
         file.write(json.dumps(vars(attempt)) + "\n")
@@ -96,10 +96,10 @@ def ended(run: RunDirectory, cause: str, hours: float, number: int = 1, share: f
 def test_status_adds_up_hours_over_attempts_and_counts_retries(sweep: SweepDirectory) -> None:
     run, last = sweep.runs()[:2]
     for number, cause in enumerate(["killed", "preempted", "node", "done"], start=1):
-        ended(run, cause, 0.25, number)
+        write_attempt(run, cause, 0.25, number)
     with (run.path / OLD_LINES).open("ab") as file:
         file.write(b'"a line"\n3\n\xff\n{"attempt": 9, "cau')
-    ended(last, "killed", 1.0)  # and nobody has tried it again
+    write_attempt(last, "killed", 1.0)  # and was not retried
     row = row_of(sweep, run)
     assert (row["gpu_hours"], row["core_hours"], row["retries"]) == (1.0, 0.0, 2)
     assert row_of(sweep, last)["retries"] == 0
@@ -107,14 +107,14 @@ def test_status_adds_up_hours_over_attempts_and_counts_retries(sweep: SweepDirec
 
 def test_hours_are_those_of_the_books(sweep: SweepDirectory) -> None:
     (sweep.path / "sweep.yaml").write_text("config: {cluster: {kind: local, gpus_per_job: 1, runs_per_gpu: 2}}\n")
-    one, two, alone, _ = sweep.runs()
-    ended(one, "done", 1.0, share=0.5)
-    ended(two, "killed", 10.0, share=0.5)
-    ended(alone, "killed", 2.0)
-    found = status.sweep_status(sweep)
-    # Two share a GPU, of an earlier version.
-    assert [row["gpu_hours"] for row in found["runs"]] == [0.25, 2.5, 1.0, 0.0]
-    assert found["gpu_hours"] == pytest.approx(accounting.account(sweep)["used"]["hours"])
+    first_sharing, second_sharing, unshared, _ = sweep.runs()
+    write_attempt(first_sharing, "done", 1.0, share=0.5)
+    write_attempt(second_sharing, "killed", 10.0, share=0.5)
+    write_attempt(unshared, "killed", 2.0)
+    report = status.sweep_status(sweep)
+    # Two runs of an earlier version share a GPU.
+    assert [row["gpu_hours"] for row in report["runs"]] == [0.25, 2.5, 1.0, 0.0]
+    assert report["gpu_hours"] == pytest.approx(accounting.account(sweep)["used"]["hours"])
 
 
 def test_a_dead_run_costs_nothing_more_and_has_no_expected_end(sweep: SweepDirectory) -> None:
@@ -129,7 +129,7 @@ def test_a_dead_run_costs_nothing_more_and_has_no_expected_end(sweep: SweepDirec
     assert row["silent"]
     assert row["gpu_hours"] == pytest.approx(1000 / 3600, rel=0.01)
     assert row["eta_seconds"] is None
-    assert status.sweep_status(sweep)["eta_seconds"] is None, "nobody is at work"
+    assert status.sweep_status(sweep)["eta_seconds"] is None, "no worker is running"
 
 
 def test_a_loss_that_is_no_number_does_not_break_the_json(
@@ -139,12 +139,12 @@ def test_a_loss_that_is_no_number_does_not_break_the_json(
     metrics(run, train_loss=float("nan"))
     set_state(run, "diverged", reason="the loss is nan")
     status.show_status(sweep, as_json=True)
-    found = json.loads(capsys.readouterr().out)
-    assert [row["loss"] for row in found["runs"]] == [None] * 4
+    report = json.loads(capsys.readouterr().out)
+    assert [row["loss"] for row in report["runs"]] == [None] * 4
 
 
 def rows(**counts: int) -> list[dict[str, Any]]:
-    """Rows of so many runs a state; what failed did so for one reason."""
+    """Return rows with `counts` runs per state; failed runs have the same reason."""
     reason = {"failed": "the disk is full"}
     return [
         {"run_id": f"{state}{number}", "state": state, "reason": reason.get(state)}
@@ -161,23 +161,23 @@ def test_a_narrow_terminal_drops_columns_and_never_the_note(sweep: SweepDirector
     run = sweep.runs()[0]
     metrics(run)
     begin(run, seconds_ago=100)
-    found = status.sweep_status(sweep)
+    report = status.sweep_status(sweep)
     heads = {}
     for width in (200, 80, 50):
         out = screen(width)
-        out.print(status.render_status(found, out, everything=True))
+        out.print(status.render_status(report, out, everything=True))
         lines = out.file.getvalue().splitlines()  # type: ignore[attr-defined]
         assert max(map(len, lines)) <= width
         heads[width] = lines[2].split()
         assert "…" not in " ".join(lines)
         assert any(run.run_id in line for line in lines)
-    assert heads[200] == [name for name in status.COLUMNS if name != "forecast"]  # of which there is none
+    assert heads[200] == [name for name in status.COLUMNS if name != "forecast"]  # there is no forecast
     assert heads[80] == ["run", "state", "step", "loss", "tok/s", "note"]
     assert heads[50] == ["run", "state", "note"]
     assert [line[25:].strip() for line in lines[4:6]] == ["no sign of life for 1.7", "min"]
 
 
-def test_of_many_runs_those_that_are_done_or_wait_are_counted() -> None:
+def test_of_many_runs_the_finished_and_waiting_ones_are_counted() -> None:
     shown, hidden = status.fold_rows(rows(done=600, planned=100, queued=9, running=5, failed=2), room=20)
     assert [row["state"] for row in shown] == ["queued"] * 9 + ["running"] * 5 + ["failed"] * 2
     assert hidden == {"planned": 100, "done": 600}
@@ -186,7 +186,7 @@ def test_of_many_runs_those_that_are_done_or_wait_are_counted() -> None:
 def test_many_failures_leave_room_for_what_runs_and_the_other_way_round() -> None:
     shown, hidden = status.fold_rows(rows(running=100, failed=50), room=20)
     states = [row["state"] for row in shown]
-    assert states.count("failed") == 9  # and a line for their reason
+    assert states.count("failed") == 9  # plus a line with their reason
     assert states.count("running") == 10
     assert hidden == {"running": 90, "failed": 41}
     everything, hidden = status.fold_rows(rows(running=100, failed=50), room=None)
@@ -204,9 +204,9 @@ def estimate(state: str, estimated: float, step: int = 0, **values: object) -> d
 def test_a_sweep_ends_with_its_last_run_on_the_workers_of_now() -> None:
     running = [estimate("running", 100, eta_seconds=10.0), estimate("running", 100, eta_seconds=40.0)]
     waiting = [estimate("planned", 100), estimate("queued", 50), estimate("preempted", 60, step=50)]
-    # 100 from the first place at 10, 50 from the second at 40, and the 30 that the last has left from 90.
+    # 100 s on the first worker from 10, 50 s on the second from 40, and the last 30 s from 90.
     assert status.sweep_eta([*running, *waiting]) == 120.0
-    # The runs that are done took twice their estimate, so those that wait will too: 210 and 140, then 60 from there.
+    # Finished runs took twice their estimate, so waiting runs will too: 210 and 140, then 60 more.
     done = [estimate("done", 100, seconds=200.0)]
     assert status.sweep_eta([*running, *waiting, *done]) == 210.0
     assert status.sweep_eta(waiting) is None
@@ -219,60 +219,60 @@ def test_status_shows_why_a_job_waits_and_asks_slurm_once(
 ) -> None:
     program, calls = tmp_path / "bin" / "squeue", tmp_path / "calls"
     program.parent.mkdir()
-    one, two, three, _ = sweep.runs()
+    queued, preempted, running, _ = sweep.runs()
     worker = f"12_1|PENDING|Resources|isoflop:0:worker:{label_of(sweep.planned_runs()[0].shape)}"
     program.write_text(f"#!/bin/sh\necho call >> {calls}\necho '{worker}'\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    set_state(one, "queued")
-    set_state(two, "preempted")
-    set_state(three, "running", job_id="12_0")
-    assert [row_of(sweep, run)["waits"] for run in (one, two, three)] == [None] * 3
+    set_state(queued, "queued")
+    set_state(preempted, "preempted")
+    set_state(running, "running", job_id="12_0")
+    assert [row_of(sweep, run)["waits"] for run in (queued, preempted, running)] == [None] * 3
     assert not calls.exists()  # the sweep has no jobs in SLURM
     write_json(sweep.path / "jobs" / "launch.json", {"token": "0", "folder": "/"})
-    found = {row["run_id"]: row["waits"] for row in status.sweep_status(sweep)["runs"]}
-    assert [found[run.run_id] for run in (one, two, three)] == ["Resources", "Resources", None]
+    reasons = {row["run_id"]: row["waits"] for row in status.sweep_status(sweep)["runs"]}
+    assert [reasons[run.run_id] for run in (queued, preempted, running)] == ["Resources", "Resources", None]
     assert calls.read_text() == "call\n"
 
 
 def fail(run: RunDirectory, cause: str) -> None:
-    ended(run, cause, 1.0)
+    write_attempt(run, cause, 1.0)
     set_state(run, "failed", reason=f"{cause} it was")
 
 
 def test_a_watch_waits_for_retries_and_not_for_final_failures(
     sweep: SweepDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    again, *others = sweep.runs()
-    fail(again, "killed")
+    retried, *others = sweep.runs()
+    fail(retried, "killed")
     for run in others:
         fail(run, "error")
 
     def pause(seconds: float) -> None:
-        set_state(again, "diverged")
+        set_state(retried, "diverged")
 
     monkeypatch.setattr(status.time, "sleep", pause)
     status.show_status(sweep, watch=True, as_json=True)
-    looks = [json.loads(line)["states"] for line in capsys.readouterr().out.splitlines()]
-    assert looks == [{"failed": 4}, {"failed": 3, "diverged": 1}]
+    printed = [json.loads(line)["states"] for line in capsys.readouterr().out.splitlines()]
+    assert printed == [{"failed": 4}, {"failed": 3, "diverged": 1}]
 
 
 def test_following_a_log_goes_on_while_the_run_is_tried_again(
     sweep: SweepDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    again, never = sweep.runs()[:2]
-    fail(again, "killed")
-    fail(never, "error")
+    retried, final = sweep.runs()[:2]
+    fail(retried, "killed")
+    fail(final, "error")
 
     def pause(seconds: float) -> None:
-        again.log("second attempt")
-        set_state(again, "diverged")
+        retried.log("second attempt")
+        set_state(retried, "diverged")
 
     monkeypatch.setattr(logs.time, "sleep", pause)
-    logs.print_log(sweep, again.run_id, follow=True)
+    logs.print_log(sweep, retried.run_id, follow=True)
     assert "second attempt" in capsys.readouterr().out
     monkeypatch.setattr(logs.time, "sleep", lambda seconds: pytest.fail("it waits for what has ended"))
-    logs.print_log(sweep, never.run_id, follow=True)
+    logs.print_log(sweep, final.run_id, follow=True)
 
 
 def test_a_follower_reads_each_line_once_also_of_a_replaced_file(tmp_path: Path) -> None:
@@ -315,8 +315,8 @@ def test_following_a_log_ends_with_the_run_and_loses_no_line(
     logs.print_log(sweep, run.run_id[:6], follow=True)
     worker.join()
     printed = capsys.readouterr().out.splitlines()
-    said = [line.split(" ", 2)[2] for line in printed if line.startswith("20")]
-    assert said == [f"line {number}" for number in range(20)] + ["done"]
+    messages = [line.split(" ", 2)[2] for line in printed if line.startswith("20")]
+    assert messages == [f"line {number}" for number in range(20)] + ["done"]
     assert "12_3_0_log.err: srun: error" in printed
 
 
@@ -333,7 +333,7 @@ def test_logs_show_added_runs_and_say_where_there_are_none(
     assert "of a run that was added" in capsys.readouterr().out
 
 
-# What the terminal shows of a plan, of runs and of costs
+# Terminal output for plans, runs and costs
 
 
 def runs() -> list[RunConfig]:
@@ -341,74 +341,75 @@ def runs() -> list[RunConfig]:
     return expand_grid(points, RunConfig(model=ModelConfig(vocab_size=256), tokens=0))
 
 
-def shown(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+def printed_plan(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
     print_plan(*arguments)
     return capsys.readouterr().out
 
 
 def test_a_long_plan_is_folded_and_a_short_one_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     short_plan = plan_runs(runs(), ClusterConfig(), 1e12, 2)
-    said = shown(capsys, short_plan, ClusterConfig())
-    assert all(run.run_id in said for run in short_plan.runs)
+    output = printed_plan(capsys, short_plan, ClusterConfig())
+    assert all(run.run_id in output for run in short_plan.runs)
     many = [dataclasses.replace(run, seed=seed) for run in runs() for seed in range(8)]
     long_plan = plan_runs(many, ClusterConfig(), 1e12, 2)
-    said = shown(capsys, long_plan, ClusterConfig())
-    assert [run.run_id in said for run in long_plan.runs] == 20 * [True] + 23 * [False] + 5 * [True]
-    assert "48 runs" in said
-    assert "… 23 more …" in said
+    output = printed_plan(capsys, long_plan, ClusterConfig())
+    assert [run.run_id in output for run in long_plan.runs] == 20 * [True] + 23 * [False] + 5 * [True]
+    assert "48 runs" in output
+    assert "… 23 more …" in output
 
 
 def test_a_dry_run_says_cost_source_jobs_and_expected_starts(capsys: pytest.CaptureFixture[str]) -> None:
     cluster = ClusterConfig(kind="slurm", gpus_per_job=1, cpus_per_task=4, dollars_per_gpu_hour=2.0, queue_minutes=1.0)
     planned = plan_runs(runs(), cluster, 1.125e10, 8)
-    short = [run.estimated_seconds for run in planned.runs if run.estimated_seconds < 60]
-    assert 60 < sum(short) < 120
-    assert len(short) == len(planned.runs) - 2
-    said = shown(capsys, planned, cluster, {planned.runs[0].shape: "2030-01-02T03:04:05"})
-    assert f"{planned.gpu_hours:.3g} GPU-hours, ${2 * planned.gpu_hours:,.2f}" in said
-    assert "assumed rates" in said
-    assert "jobs: 4 workers" in said, "two of long runs, and two of a minute of short ones each"
-    assert "a job of 1 GPU, 4 cores and 8 GB would start about 2030-01-02T03:04:05, says SLURM" in said
-    said = shown(capsys, dataclasses.replace(planned, measured_runs=38), cluster)
-    assert "from 38 runs that were measured on this partition" in said
-    said = shown(capsys, plan_runs(runs(), ClusterConfig(), 1e10, 2), ClusterConfig())
-    assert "core-hours" in said
-    assert "jobs:" not in said
+    short_seconds = [run.estimated_seconds for run in planned.runs if run.estimated_seconds < 60]
+    assert 60 < sum(short_seconds) < 120
+    assert len(short_seconds) == len(planned.runs) - 2
+    output = printed_plan(capsys, planned, cluster, {planned.runs[0].shape: "2030-01-02T03:04:05"})
+    assert f"{planned.gpu_hours:.3g} GPU-hours, ${2 * planned.gpu_hours:,.2f}" in output
+    assert "assumed rates" in output
+    assert "jobs: 4 workers" in output, "two for long runs, and two for a minute of short runs each"
+    assert "a job of 1 GPU, 4 cores and 8 GB would start about 2030-01-02T03:04:05, says SLURM" in output
+    output = printed_plan(capsys, dataclasses.replace(planned, measured_runs=38), cluster)
+    assert "from 38 runs that were measured on this partition" in output
+    output = printed_plan(capsys, plan_runs(runs(), ClusterConfig(), 1e10, 2), ClusterConfig())
+    assert "core-hours" in output
+    assert "jobs:" not in output
 
 
-def test_a_run_that_is_tried_again_is_said_so_and_counted_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_retried_run_is_reported_and_counted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planned, sweep = plan_runs(runs()[:2], ClusterConfig(), 1e12, 1), SweepDirectory(tmp_path)
     directories = [sweep.run(run.run_id) for run in planned.runs]
     for directory in directories:
         set_state(directory, "queued")
-    one, other = (directory.run_id for directory in directories)
+    first_id, second_id = (directory.run_id for directory in directories)
     first, second = directories
     with LiveView(sweep, planned) as view:
         set_state(first, "running")
-        assert view.update([{"task": "train", "run": one}]) == [one]
+        assert view.update([{"task": "train", "run": first_id}]) == [first_id]
         assert capsys.readouterr().out == ""
         end(first, "killed", reason="its process was killed")
         assert view.update([]) == []
-        assert capsys.readouterr().out.startswith(f"[1/2] {one}")
+        assert capsys.readouterr().out.startswith(f"[1/2] {first_id}")
         set_state(first, "running", attempt=2)
-        for claims in ([{"task": "train", "run": one}], []):
-            assert view.update(claims) == [one]
-        assert capsys.readouterr().out == f"run {one}: attempt 1 ended (killed: its process was killed); trying again\n"
+        for claims in ([{"task": "train", "run": first_id}], []):
+            assert view.update(claims) == [first_id]
+        assert (
+            capsys.readouterr().out
+            == f"run {first_id}: attempt 1 ended (killed: its process was killed); trying again\n"
+        )
         set_state(first, "done")
         write_json(first.path / "summary.json", {"val_loss": 1.5, "seconds": 3.0})
         view.update([])
-        assert capsys.readouterr().out.startswith(f"[1/2] {one}")
+        assert capsys.readouterr().out.startswith(f"[1/2] {first_id}")
         set_state(second, "failed", attempt=1, reason="such is life")
-        view.update([{"task": "train", "run": other}, {"task": "score", "run": one}])
-        assert "scoring checkpoints" in (said := capsys.readouterr().out)
-        assert f"[2/2] {other}" in said
+        view.update([{"task": "train", "run": second_id}, {"task": "score", "run": first_id}])
+        assert "scoring checkpoints" in (output := capsys.readouterr().out)
+        assert f"[2/2] {second_id}" in output
         view.update([])
         assert capsys.readouterr().out == ""
 
 
-def test_what_a_sweep_cost_is_said_in_two_lines() -> None:
+def test_the_costs_of_a_sweep_are_two_lines() -> None:
     costs: dict[str, Any] = {
         "unit": "GPU-hours", "runs": 24, "done": 23, "retries": 5, "retry_budget": 100, "measured_runs": 38,
         "planned": {"hours": 20.0}, "used": {"hours": 25.0, "dollars": 62.5, "flops": 2.75e19},
@@ -416,10 +417,10 @@ def test_what_a_sweep_cost_is_said_in_two_lines() -> None:
         "causes": {name: {"attempts": count} for name, count in zip("abcde", (2, 0, 3, 1, 1), strict=True)},
     }  # fmt: skip
     spent, wasted = cost_lines(costs)
-    for words in ("23 of 24 runs", "25 GPU-hours", "$62.50", "planned: 20", "1.17 times", "38 measured"):
-        assert words in spent
-    for words in ("3 GPU-hours (12.0%)", "3.5e+18 FLOPs", "2 a, 3 c, 1 d and 1 more", "5 of 100 retries"):
-        assert words in wasted
+    for text in ("23 of 24 runs", "25 GPU-hours", "$62.50", "planned: 20", "1.17 times", "38 measured"):
+        assert text in spent
+    for text in ("3 GPU-hours (12.0%)", "3.5e+18 FLOPs", "2 a, 3 c, 1 d and 1 more", "5 of 100 retries"):
+        assert text in wasted
     costs |= {"causes": {}, "wasted": {"hours": 0.0}, "error": None, "measured_runs": 0, "retries": 0}
     costs["used"]["dollars"] = None
     spent, wasted = cost_lines(costs)
@@ -436,9 +437,9 @@ def test_budgets_stay_readable_on_a_narrow_terminal(
     item |= {"flops": 1.91e22, "loss_ci": [2.0, 2.2]}
     approaches = {"parametric": {"optimal": [item]}}
     print_law({"convention": "6nd", "intervals": "mixture", "optimal": [item], "approaches": approaches}, "wide")
-    said = capsys.readouterr().out.splitlines()[:lines]
-    text = "\n".join(said)
-    assert max(map(len, said)) <= width
+    printed = capsys.readouterr().out.splitlines()[:lines]
+    text = "\n".join(printed)
+    assert max(map(len, printed)) <= width
     assert "…" not in text
-    for whole in ("1.91e+22", "parametric", "1.27B", "[987M, 1.54B]", "[1.11T, 9.99T]", "1.96k", "[2.000, 2.200]"):
-        assert text.count(whole) == (1 if whole == "parametric" else 2), whole
+    for value in ("1.91e+22", "parametric", "1.27B", "[987M, 1.54B]", "[1.11T, 9.99T]", "1.96k", "[2.000, 2.200]"):
+        assert text.count(value) == (1 if value == "parametric" else 2), value

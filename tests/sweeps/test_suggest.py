@@ -1,4 +1,4 @@
-"""What `isoflop suggest` buys: runs that can be added, within the budget, at the price that they will really have."""
+"""Suggestions of `isoflop suggest`: runs that can be added, within the budget, at their real cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from fake_sweep import TRUTH, finish, replan, settings, write
+from fake_sweep import TRUTH, finish, make_config, replan, write_sweep
 from isoflop.fit import ChinchillaLaw, GammaLaw
 from isoflop.fit.allocation.allocation import optimum
 from isoflop.sweeps import prepare
@@ -41,9 +41,11 @@ BUDGETS = [5e10, 1e11, 2e11]
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> SweepDirectory:
-    found = write(tmp_path_factory.mktemp("suggest") / "sweep", settings(IsoflopGrid(budgets=BUDGETS, sizes=4)))
-    finish(found)
-    return found
+    finished_sweep = write_sweep(
+        tmp_path_factory.mktemp("suggest") / "sweep", make_config(IsoflopGrid(budgets=BUDGETS, sizes=4))
+    )
+    finish(finished_sweep)
+    return finished_sweep
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +90,9 @@ def test_both_intervals_should_shrink_and_a_large_run_checks_the_law(suggestion:
 def test_a_suggestion_is_plain_json_and_a_table(suggestion: Suggestion, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(json.dumps(suggestion.to_dict(), allow_nan=False))["runs"][0]["run_id"]
     print_suggestion(suggestion)
-    said = capsys.readouterr().out
-    assert all(run.run_id in said for run in suggestion.runs)
-    assert "checks the law" in said
+    output = capsys.readouterr().out
+    assert all(run.run_id in output for run in suggestion.runs)
+    assert "checks the law" in output
 
 
 def sized(tokens: int, **changes: object) -> RunConfig:
@@ -102,23 +104,23 @@ def sized(tokens: int, **changes: object) -> RunConfig:
 def test_a_branch_costs_its_own_steps_if_the_trunk_kept_its_checkpoint() -> None:
     trunk = sized(16_384_000)
     begin = trunk_steps(replace(trunk, tokens=8_192_000))
-    within = Range(0.2 * flops_exact(trunk), flops_exact(trunk), 1.0, 1e6, 100)
+    limits = Range(0.2 * flops_exact(trunk), flops_exact(trunk), 1.0, 1e6, 100)
     done = Progress(fixed=True, step=trunk.steps)
-    kept = Progress(fixed=True, step=trunk.steps, saved=frozenset([begin]))
-    whole, cheap = (
+    with_checkpoint = Progress(fixed=True, step=trunk.steps, saved=frozenset([begin]))
+    full_price, branch_price = (
         {
             offer.run.D: offer
-            for offer in Market(trunk, [trunk], {run_id(trunk): progress}).offers([trunk.seed], within)
+            for offer in Market(trunk, [trunk], {run_id(trunk): progress}).offers([trunk.seed], limits)
             if offer.trunk == trunk_of(trunk)
         }
-        for progress in (done, kept)
+        for progress in (done, with_checkpoint)
     )
-    assert whole
-    assert all(offer.flops == offer.size for offer in whole.values())
-    assert 8_192_000 not in whole  # what begins at a checkpoint that is there is offered because of that
-    branch = cheap[8_192_000]
+    assert full_price
+    assert all(offer.flops == offer.size for offer in full_price.values())
+    assert 8_192_000 not in full_price  # only offered as a branch of an existing checkpoint
+    branch = branch_price[8_192_000]
     assert branch.flops == pytest.approx(branch.size * (1 - begin / branch.run.steps))
-    assert own_flops(Market(trunk, [trunk], {run_id(trunk): kept}).merge([branch.run])[0]) == branch.flops
+    assert own_flops(Market(trunk, [trunk], {run_id(trunk): with_checkpoint}).merge([branch.run])[0]) == branch.flops
 
 
 REFUSED = [
@@ -137,27 +139,27 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "sentence"), REFUSED)
+@pytest.mark.parametrize(("options", "sentence"), REFUSED)
 def test_what_cannot_be_suggested_is_refused_in_one_sentence(
-    sweep: SweepDirectory, asked: dict[str, float], sentence: str
+    sweep: SweepDirectory, options: dict[str, float], sentence: str
 ) -> None:
     with pytest.raises(UserError, match=sentence) as error:
-        suggest_runs(sweep, **asked)  # type: ignore[arg-type]
+        suggest_runs(sweep, **options)  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
 
 
-ASKED = [
+LAWS = [
     ({"objective": "squares"}, ChinchillaLaw("squares")),
     ({"form": "gamma", "objective": "se"}, GammaLaw("se")),
 ]
 
 
-@pytest.mark.parametrize(("asked", "law"), ASKED)
+@pytest.mark.parametrize(("settings", "law"), LAWS)
 def test_the_law_that_the_sweeps_fit_asks_for_is_the_one_that_is_asked(
-    sweep: SweepDirectory, asked: dict[str, Any], law: ChinchillaLaw
+    sweep: SweepDirectory, settings: dict[str, Any], law: ChinchillaLaw
 ) -> None:
     config = prepare.configuration(sweep)
-    standing = fit_standing(sweep, replace(config, fit=replace(config.fit, **asked)), 1e14)
+    standing = fit_standing(sweep, replace(config, fit=replace(config.fit, **settings)), 1e14)
     table = standing.table
     law.fit(table.N, table.D, table.loss, table.weight, table.known_se, table.flops)
     ((name, fitted),) = standing.mixture.laws_.items()
@@ -170,22 +172,25 @@ def test_the_law_that_the_sweeps_fit_asks_for_is_the_one_that_is_asked(
 def test_runs_are_suggested_under_the_law_of_the_sweeps_fit(
     suggestion: Suggestion, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = settings(IsoflopGrid(budgets=BUDGETS, sizes=4))
+    config = make_config(IsoflopGrid(budgets=BUDGETS, sizes=4))
     config.fit.form = "overtraining"
-    fixed = write(tmp_path / "sweep", config)
-    finish(fixed)
-    found = suggest_runs(fixed, 1e12, 1e14, max_flops=4e11, max_runs=12)
-    print_suggestion(found)
+    fixed_sweep = write_sweep(tmp_path / "sweep", config)
+    finish(fixed_sweep)
+    fixed_suggestion = suggest_runs(fixed_sweep, 1e12, 1e14, max_flops=4e11, max_runs=12)
+    print_suggestion(fixed_suggestion)
     assert "under OvertrainingLaw():" in " ".join(capsys.readouterr().out.split())
-    # Four constants of the same runs are known better than five, and than five forms.
-    assert all(found.before[name].relative_width < suggestion.before[name].relative_width for name in found.before)
+    # The same runs determine four constants better than five constants or five forms.
+    assert all(
+        fixed_suggestion.before[name].relative_width < suggestion.before[name].relative_width
+        for name in fixed_suggestion.before
+    )
 
 
 def test_fewer_runs_than_constants_are_refused(tmp_path: Path) -> None:
-    small = write(tmp_path / "sweep", settings(IsoflopGrid(budgets=[5e10], sizes=5)))
-    finish(small)
+    small_sweep = write_sweep(tmp_path / "sweep", make_config(IsoflopGrid(budgets=[5e10], sizes=5)))
+    finish(small_sweep)
     with pytest.raises(UserError, match=r"5 runs of .* are done, and the law has 5 constants; at least 6 runs"):
-        suggest_runs(small, 1e12)
+        suggest_runs(small_sweep, 1e12)
 
 
 # The adaptive grid
@@ -195,7 +200,7 @@ FOUR_BUDGETS = [1e11, 2e11, 5e11, 1e12]
 
 
 def adaptive_settings(**changes: Any) -> SweepConfig:
-    return settings(AdaptiveGrid(**{"budgets": FOUR_BUDGETS, "tolerance": None, "rounds": 2} | changes))
+    return make_config(AdaptiveGrid(**{"budgets": FOUR_BUDGETS, "tolerance": None, "rounds": 2} | changes))
 
 
 def ask_round(sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any] | None:
@@ -212,7 +217,7 @@ def spent(sweep: SweepDirectory) -> float:
 
 
 def train(sweep: SweepDirectory, config: SweepConfig, round_: dict[str, Any]) -> list[str]:
-    """Adds a round as the keeper does, and ends its runs; returns the ids of those that were new."""
+    """Add a round as the keeper does, finish its runs, and return the ids of the new runs."""
     new = extend.add_grid(sweep, config, extend.as_grid(round_, "test"), "a round")
     replan(sweep, config, [run.config() for run in membership.members(sweep)])
     finish(sweep)
@@ -224,25 +229,25 @@ def test_the_first_round_is_a_small_isoflop_grid_for_its_share_of_the_cost() -> 
     base.model.vocab_size = 256
     first = grid.expand_grid(AdaptiveGrid(budgets=FOUR_BUDGETS), base)
     cost = sum(map(own_flops, merge_runs(first).runs))
-    whole = sum(map(own_flops, merge_runs(grid.expand_grid(IsoflopGrid(budgets=FOUR_BUDGETS), base)).runs))
-    assert 0.15 * whole < cost <= 0.2 * whole
+    full_cost = sum(map(own_flops, merge_runs(grid.expand_grid(IsoflopGrid(budgets=FOUR_BUDGETS), base)).runs))
+    assert 0.15 * full_cost < cost <= 0.2 * full_cost
     assert len(first) >= 10
     assert max(map(flops_exact, first)) <= 1e12 * 1.01
-    # Steps between the budgets that are tried are 12 %.
-    given = grid.expand_grid(AdaptiveGrid(budgets=FOUR_BUDGETS, flops_budget=0.5 * whole), base)
-    assert 0.07 * whole < sum(map(own_flops, merge_runs(given).runs)) <= 0.1 * whole
+    # The search tries budgets in steps of 12 %.
+    with_budget = grid.expand_grid(AdaptiveGrid(budgets=FOUR_BUDGETS, flops_budget=0.5 * full_cost), base)
+    assert 0.07 * full_cost < sum(map(own_flops, merge_runs(with_budget).runs)) <= 0.1 * full_cost
 
 
 @pytest.mark.slow
 def test_rounds_stay_within_the_flops_and_narrow_the_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adaptive, "ROUND_RUNS", 6)
     config = adaptive_settings()
-    sweep = write(tmp_path / "sweep", config)
+    sweep = write_sweep(tmp_path / "sweep", config)
     finish(sweep)
     rounds = 0
     while (round_ := ask_round(sweep, config)) is not None:
         assert re.match(rf"round {rounds + 1}: \d+ runs of .* is \[.*\], and should come to \[", round_summary(sweep))
-        assert ask_round(sweep, config) == round_  # until its runs have been added and have ended
+        assert ask_round(sweep, config) == round_  # unchanged until its runs have been added and have ended
         assert train(sweep, config, round_) == record(sweep)["rounds"][-1]["runs"]
         rounds += 1
     assert rounds == 2
@@ -254,7 +259,7 @@ def test_rounds_stay_within_the_flops_and_narrow_the_interval(tmp_path: Path, mo
     after = fit_standing(sweep, config, 1e15)
     before = record(sweep)["rounds"][0]["before"]["loss"]
     assert after.loss.relative_width < 0.7 * (before["high"] - before["low"]) / before["value"]
-    # The convention of FLOPs moves the optimum of so flat a valley, but hardly its loss.
+    # The valley is flat, so the convention of FLOPs moves the optimum, but hardly its loss.
     assert after.loss.low < float(optimum(1e15, TRUTH)[2]) < after.loss.high
 
 
@@ -262,7 +267,7 @@ def test_rounds_stay_within_the_flops_and_narrow_the_interval(tmp_path: Path, mo
 def test_it_ends_when_the_interval_is_as_narrow_as_was_asked_for(tmp_path: Path) -> None:
     config = adaptive_settings(tolerance=0.9)
     config.fit.targets = [2e13]
-    sweep = write(tmp_path / "sweep", config)
+    sweep = write_sweep(tmp_path / "sweep", config)
     finish(sweep)
     assert ask_round(sweep, config) is None
     assert "% of the loss (asked for 90.00%)" in record(sweep)["ended"]
@@ -271,10 +276,10 @@ def test_it_ends_when_the_interval_is_as_narrow_as_was_asked_for(tmp_path: Path)
 @pytest.mark.slow
 def test_it_ends_when_the_flops_are_spent_and_when_too_few_runs_are_done(tmp_path: Path) -> None:
     config = adaptive_settings()
-    sweep = write(tmp_path / "poor", config)
+    sweep = write_sweep(tmp_path / "poor", config)
     assert ask_round(sweep, config) is None
     assert "0 runs of" in record(sweep)["ended"]
-    finish(sweep)  # they were tried again
+    finish(sweep)  # as after a retry
     assert ask_round(sweep, config) is not None
     assert record(sweep)["ended"] is None
     (sweep.path / "adaptive.json").unlink()

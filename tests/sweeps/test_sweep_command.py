@@ -1,4 +1,4 @@
-"""`python sweep.py` from the outside: what it writes, that it resumes, and how it fails."""
+"""`python sweep.py` as a command: its files, resuming, and errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sweep_process(arguments: list[str], output_root: Path) -> subprocess.Popen[s
 
 
 def interruptible() -> None:
-    """Ctrl-C works as in a terminal, also where the tests were started in the background, which ignores it."""
+    """Restore Ctrl-C, which a process ignores if the tests were started in the background."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -42,13 +42,13 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def losses(sweep: Path) -> dict[str, float]:
-    """Final held-out loss of each run that is done."""
-    found = {}
+    """Return the final held-out loss of each finished run."""
+    result = {}
     for run in SweepDirectory.open(sweep).runs():
         summary = run.summary()
         if run.is_done() and summary is not None:
-            found[run.run_id] = summary["val_loss"]
-    return found
+            result[run.run_id] = summary["val_loss"]
+    return result
 
 
 def test_a_sweep_writes_what_the_contract_says(smoke: tuple[Path, str]) -> None:
@@ -64,15 +64,16 @@ def test_a_sweep_writes_what_the_contract_says(smoke: tuple[Path, str]) -> None:
         for name in ("config.yaml", "state.json", "metrics.jsonl", "summary.json", "log.txt"):
             assert (run.path / name).is_file(), name
         summary = run.summary() or {}
-        wanted = {"N_total", "N_non_embedding", "D", "flops_6nd", "flops_exact", "val_loss", "val_loss_se", "val_bpb"}
-        assert wanted | {"seconds", "device"} <= set(summary)
+        fields = {"N_total", "N_non_embedding", "D", "flops_6nd", "flops_exact", "val_loss", "val_loss_se", "val_bpb"}
+        assert fields | {"seconds", "device"} <= set(summary)
         assert (run.path / summary["checkpoint"] / "model.safetensors").is_file()
     table = pd.read_csv(sweep / "table.csv")
     assert len(table) == 4
     assert table["run_id"].is_unique
     assert {"N", "D", "loss", "loss_se", "flops", "run_id"} <= set(table)
     by_size = table.sort_values(["N", "D"])["loss"]
-    assert by_size.iloc[-1] == by_size.min() < by_size.max() == by_size.iloc[0] < 5.545  # ln 256: to know nothing
+    # Ln 256, the loss of a uniform prediction.
+    assert by_size.iloc[-1] == by_size.min() < by_size.max() == by_size.iloc[0] < 5.545
     assert table[["schedule", "decay_share", "tokenizer", "vocab_size"]].drop_duplicates().values.tolist() == [
         ["wsd", 0.2, "bytes", 256]
     ]
@@ -103,9 +104,7 @@ def test_the_same_science_has_the_same_id_in_any_sweep(
 
 
 def wait_for_steps(root: Path, further: int) -> None:
-    """Until the run of LONG has come so many steps further than its newest checkpoint; many are to come, for this may
-    be seen late.
-    """
+    """Wait until the run of LONG is `further` steps past its newest checkpoint. It may be a few steps more."""
     until(lambda: list(root.glob("long/runs/*/metrics.jsonl")))
     (path,) = root.glob("long/runs/*/metrics.jsonl")
     newest = max((int(folder.name[5:]) for folder in path.parent.glob("checkpoints/step_*")), default=0)
@@ -118,15 +117,15 @@ def steps(path: Path) -> int:
 
 
 def workers_of(root: Path) -> list[int]:
-    """Processes whose command line or environment names this output root, other than ours."""
-    found = []
+    """Return the ids of other processes whose command line names this output root."""
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if str(root).encode() in (entry / "cmdline").read_bytes() and int(entry.name) != os.getpid():
-                found.append(int(entry.name))
+                pids.append(int(entry.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 def everything_is_killed(process: subprocess.Popen[str], root: Path) -> None:
@@ -136,7 +135,7 @@ def everything_is_killed(process: subprocess.Popen[str], root: Path) -> None:
 
 def the_launcher_is_killed(process: subprocess.Popen[str], root: Path) -> None:
     process.kill()
-    # Nobody is left to tell the workers; they must notice, save, and go.
+    # No launcher signals the workers; they must notice, save, and exit.
     until(lambda: not workers_of(root), 30)
 
 
@@ -215,7 +214,7 @@ def test_two_sweeps_in_one_folder_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_diverged_run_is_said_and_the_others_are_fitted(tmp_path: Path) -> None:
+def test_a_diverged_run_is_reported_and_the_others_are_fitted(tmp_path: Path) -> None:
     # At a learning rate of 1e30 weights overflow in the first step.
     arguments = [*SMOKE, "+grid=product", "tokens=16384", "grid.axes={optimizer.learning_rate:[6e-3,1e30]}", "sweep=d"]
     arguments.remove("+grid=smoke")
@@ -231,7 +230,7 @@ def test_a_diverged_run_is_said_and_the_others_are_fitted(tmp_path: Path) -> Non
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one mebibyte."""
+    """Mount a file system of one mebibyte and return its folder."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(
@@ -259,8 +258,8 @@ def test_a_full_disk_fails_the_run_with_the_reason_and_nothing_is_lost(small_dis
     assert run.is_done()
 
 
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Runs in this process and returns the one sentence of an exit with code 2."""
+def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a sweep in this process that must exit with code 2, and return its one-sentence error."""
     code = sweep_main(arguments)
     captured = capsys.readouterr()
     assert code == 2, captured.err
@@ -296,19 +295,19 @@ BAD = [  # numbers out of range are tried in test_fields.py, grids in test_grid.
 ]
 
 
-@pytest.mark.parametrize(("overrides", "says"), BAD, ids=[" ".join(overrides) for overrides, _ in BAD])
+@pytest.mark.parametrize(("overrides", "message"), BAD, ids=[" ".join(overrides) for overrides, _ in BAD])
 def test_bad_input_is_one_sentence_and_leaves_nothing(
-    overrides: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    overrides: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = refused([*SMOKE, f"output_root={tmp_path}", *overrides], capsys)
-    assert says in line
+    line = error_of([*SMOKE, f"output_root={tmp_path}", *overrides], capsys)
+    assert message in line
     assert not list(tmp_path.iterdir())
 
 
 def test_no_grid_names_the_grids(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         "+grid=NAME with one of adaptive, attention, chinchilla, compare, curves, data_recipe, experts, ladder, one, "
-        in refused(["cluster=local"], capsys)
+        in error_of(["cluster=local"], capsys)
     )
 
 
@@ -317,29 +316,29 @@ def test_slurm_without_sbatch_is_refused(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     arguments = ["+grid=smoke", "cluster=slurm", "tracker=none", f"output_root={tmp_path / 'out'}"]
-    assert "no sbatch on the PATH" in refused(arguments, capsys)
+    assert "no sbatch on the PATH" in error_of(arguments, capsys)
 
 
-@pytest.mark.parametrize("where", ["/proc/nowhere", "file/outputs"])
+@pytest.mark.parametrize("output_root", ["/proc/nowhere", "file/outputs"])
 def test_an_unwritable_output_folder_is_refused(
-    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    output_root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("in the way")
-    assert where.split("/")[-1] in refused([*SMOKE, f"output_root={where}"], capsys)
+    assert output_root.split("/")[-1] in error_of([*SMOKE, f"output_root={output_root}"], capsys)
 
 
 def test_an_empty_corpus_and_an_unreadable_line_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "one"}\n{"text": broken\n')
-    for path, says in ((tmp_path / "empty", "empty"), (bad, "bad.jsonl")):
+    for path, message in ((tmp_path / "empty", "empty"), (bad, "bad.jsonl")):
         code = sweep_main(
             [*SMOKE, "data=text", f"data.path={path}", "data.tokenizer=bytes", f"output_root={tmp_path / 'o'}"]
         )
         captured = capsys.readouterr()
         assert code in (1, 2)
-        assert says in captured.out + captured.err
+        assert message in captured.out + captured.err
         assert "Traceback" not in captured.out + captured.err
 
 
@@ -356,8 +355,8 @@ MULTIRUNS = [
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the sweeps that are asked for, instead of running them."""
+def sweep_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replace running a sweep; return the list of the names of the sweeps that would run."""
     names: list[str] = []
     monkeypatch.setattr(
         "isoflop.sweeps.execute.conduct.conduct", lambda config, command: names.append(config.sweep) or 0
@@ -374,16 +373,16 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ],
 )
 def test_every_job_of_a_multirun_has_a_folder_named_by_its_overrides(
-    overrides: list[str], folders: list[str], asked: list[str]
+    overrides: list[str], folders: list[str], sweep_names: list[str]
 ) -> None:
     assert sweep_main(["--multirun", "cluster=local", *overrides]) == 0
-    assert asked == folders
-    if len(overrides) == 1 or overrides[1] == "seed=3":  # the flag has two forms, and may stand anywhere
+    assert sweep_names == folders
+    if len(overrides) == 1 or overrides[1] == "seed=3":  # the flag has two forms and may be anywhere
         assert sweep_main(["cluster=local", *overrides[:1], "-m", *overrides[1:]]) == 0
-        assert asked == 2 * folders
+        assert sweep_names == 2 * folders
 
 
-def test_the_name_of_a_multiruns_folder_fits_a_file_system(asked: list[str]) -> None:
+def test_the_name_of_a_multiruns_folder_fits_a_file_system(sweep_names: list[str]) -> None:
     assert sweep_main(["--multirun", "+grid=smoke", "cluster=local", f"data.path={'a' * 150}1,{'a' * 150}2"]) == 0
-    assert len(set(asked)) == 2
-    assert all(len(name) < 140 for name in asked)
+    assert len(set(sweep_names)) == 2
+    assert all(len(name) < 140 for name in sweep_names)

@@ -1,4 +1,4 @@
-"""`python sweep.py` where runs share work: trunks with branches, and workers that go from run to run."""
+"""`python sweep.py` with shared work: trunks with branches, and workers that train several runs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ COMMON = [
     "data.sequence_length=64", "data.validation_tokens=8192", "fit.bootstrap=50", "validations=2", "cluster.jobs=2",
     "cluster.threads_per_job=1", "tuning=fixed", "preflight=false",
 ]  # fmt: skip
-# One rung with three D, of which the longest is the trunk of the others: 95, 190 and 380 steps.
+# One rung with three D: 95, 190 and 380 steps; the longest run is the trunk of the others.
 RUNG = ["+grid=ladder", "grid.sizes=[5e3]", "grid.tokens_per_parameter=[10,20,40]", *COMMON]
 
 
 def start(arguments: list[str], root: Path) -> subprocess.Popen[str]:
     command = [sys.executable, str(ROOT / "sweep.py"), *arguments, f"output_root={root}", "sweep=s"]
-    # Ctrl-C works as in a terminal, also where the tests were started in the background, which ignores it.
+    # Restore Ctrl-C, which a process ignores if the tests were started in the background.
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -64,8 +64,8 @@ def plan(root: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The rung with every run trained from its first step."""
+def separate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train the rung with every run from its first step."""
     root = tmp_path_factory.mktemp("apart")
     sweep([*RUNG, "trunks=false"], root)
     return root
@@ -73,39 +73,40 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The rung as a trunk with branches, and what the command said."""
+    """Train the rung as a trunk with branches; return its root and the output."""
     root = tmp_path_factory.mktemp("shared")
     return root, sweep(RUNG, root)
 
 
-def test_branches_end_as_the_runs_trained_apart_to_the_last_bit(shared: tuple[Path, str], apart: Path) -> None:
-    assert losses(shared[0]) == losses(apart)
+def test_branches_end_as_runs_trained_separately_to_the_last_bit(shared: tuple[Path, str], separate: Path) -> None:
+    assert losses(shared[0]) == losses(separate)
 
 
-def test_the_plan_says_who_branches_from_whom_and_what_that_saves(shared: tuple[Path, str], apart: Path) -> None:
-    together, separate = plan(shared[0]), plan(apart)
-    trunk, *branches = sorted(together["runs"], key=lambda run: -run["D"])
+def test_the_plan_names_the_trunk_of_each_branch_and_the_saved_flops(shared: tuple[Path, str], separate: Path) -> None:
+    shared_plan, separate_plan = plan(shared[0]), plan(separate)
+    trunk, *branches = sorted(shared_plan["runs"], key=lambda run: -run["D"])
     assert trunk["parent"] is None
     assert [run["parent"] for run in branches] == [trunk["run_id"]] * 2
     assert [run["first_step"] for run in branches] == [round(0.8 * run["steps"]) for run in branches]
-    assert together["separate_flops"] == pytest.approx(separate["total_flops"])
-    # 4 units and a fifth of 2 + 1, of 7.
-    assert together["total_flops"] / separate["total_flops"] == pytest.approx(4.6 / 7, rel=0.01)
+    assert shared_plan["separate_flops"] == pytest.approx(separate_plan["total_flops"])
+    # 4 units and a fifth of 2 + 1, instead of 7.
+    assert shared_plan["total_flops"] / separate_plan["total_flops"] == pytest.approx(4.6 / 7, rel=0.01)
     assert re.search(r"note: .*2 of 3 runs", shared[1]), shared[1]
 
 
-def test_a_branch_reads_like_a_run_of_its_own(shared: tuple[Path, str], apart: Path) -> None:
+def test_a_branch_has_the_files_of_a_run_trained_alone(shared: tuple[Path, str], separate: Path) -> None:
     for run, alone in zip(
-        runs(shared[0]), [RunDirectory(apart / "s" / "runs" / r.run_id) for r in runs(shared[0])], strict=True
+        runs(shared[0]), [RunDirectory(separate / "s" / "runs" / r.run_id) for r in runs(shared[0])], strict=True
     ):
-        ours, theirs = run.summary() or {}, alone.summary() or {}
+        summary, expected = run.summary() or {}, alone.summary() or {}
         for name in ("D", "flops_exact", "val_loss", "val_loss_se", "train_loss", "step", "warmup_share"):
-            assert ours[name] == theirs[name], name
+            assert summary[name] == expected[name], name
         curve = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
-        wanted = [json.loads(line) for line in (alone.path / "metrics.jsonl").read_text().splitlines()]
-        seen = {record["step"]: record["train_loss"] for record in curve}
-        regular = {line["step"]: line["train_loss"] for line in wanted if line["step"] % 10 == 0}
-        assert regular.items() <= seen.items()  # the others are said where each run scores its held-out text
+        expected_curve = [json.loads(line) for line in (alone.path / "metrics.jsonl").read_text().splitlines()]
+        losses_of_branch = {record["step"]: record["train_loss"] for record in curve}
+        regular = {line["step"]: line["train_loss"] for line in expected_curve if line["step"] % 10 == 0}
+        # Other logged steps are those where a run is scored on held-out text.
+        assert regular.items() <= losses_of_branch.items()
 
 
 def test_what_has_one_trunk_is_resampled_together(shared: tuple[Path, str]) -> None:
@@ -114,7 +115,7 @@ def test_what_has_one_trunk_is_resampled_together(shared: tuple[Path, str]) -> N
     assert len(set(read_table(shared[0] / "s").group)) == 1
 
 
-def test_a_trunk_that_is_interrupted_goes_on_and_so_do_its_branches(apart: Path, tmp_path: Path) -> None:
+def test_a_trunk_that_is_interrupted_goes_on_and_so_do_its_branches(separate: Path, tmp_path: Path) -> None:
     process = start([*RUNG, "checkpoint.every_steps=30"], tmp_path)
     until(
         lambda: any(
@@ -124,16 +125,16 @@ def test_a_trunk_that_is_interrupted_goes_on_and_so_do_its_branches(apart: Path,
     process.send_signal(signal.SIGINT)
     assert finished(process)[0] == 130
     sweep(RUNG, tmp_path)
-    assert losses(tmp_path) == losses(apart)
+    assert losses(tmp_path) == losses(separate)
 
 
 def test_a_branch_whose_trunk_has_no_checkpoint_there_says_so(tmp_path: Path) -> None:
-    """The trunk diverges: at this learning rate in its first steps."""
+    """Let the trunk diverge in its first steps by its learning rate."""
     assert finished(start([*RUNG, "optimizer.learning_rate=1e30"], tmp_path))[0] == 1
     trunk = next(run["run_id"] for run in plan(tmp_path)["runs"] if run["parent"] is None)
-    said = [run.state().reason or "" for run in runs(tmp_path) if run.run_id != trunk]
-    assert len(said) == 2
-    assert all(trunk in reason and "no checkpoint" in reason for reason in said), said
+    reasons = [run.state().reason or "" for run in runs(tmp_path) if run.run_id != trunk]
+    assert len(reasons) == 2
+    assert all(trunk in reason and "no checkpoint" in reason for reason in reasons), reasons
 
 
 def test_a_killed_worker_is_replaced_and_its_run_is_tried_again(tmp_path: Path) -> None:
@@ -141,12 +142,12 @@ def test_a_killed_worker_is_replaced_and_its_run_is_tried_again(tmp_path: Path) 
     settings = ["tokens=40000", "trunks=false", "cluster.jobs=1", "cluster.backoff_seconds=0"]
     process = start([*grid, *COMMON, *settings], tmp_path)
     logs = lambda: [path.read_text() for path in (tmp_path / "s/runs").glob("*/log.txt")]  # noqa: E731
-    begun = lambda: re.findall(r"process (\d+)", "".join(logs()))  # noqa: E731
-    until(begun)
-    os.kill(int(begun()[0]), signal.SIGKILL)
+    process_ids = lambda: re.findall(r"process (\d+)", "".join(logs()))  # noqa: E731
+    until(process_ids)
+    os.kill(int(process_ids()[0]), signal.SIGKILL)
     code, output = finished(process)
     assert code == 0, output
     causes = sorted([attempt.cause for attempt in read_record(run.path).attempts] for run in runs(tmp_path))
     assert causes == [["done"], ["done"], ["killed", "done"]]
     workers = [set(re.findall(r"process (\d+)", log)) for log in logs()]
-    assert len(set.union(*workers)) == 2, "the worker that took over trained all that was left"
+    assert len(set.union(*workers)) == 2, "the second worker trained all remaining runs"

@@ -1,4 +1,4 @@
-"""What a run learns by follows N and D by stated rules, and without rules nothing changes."""
+"""Rules set hyperparameters from N and D; without rules nothing changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from fake_sweep import complete, replan, settings, write
+from fake_sweep import make_config, replan, with_fingerprints, write_sweep
 from isoflop.fit import published_law
 from isoflop.sweeps import prepare
 from isoflop.sweeps.config import SweepConfig, base_run
@@ -53,7 +53,7 @@ from small_runs import set_state
 
 BUDGETS = ["grid.budgets=[1e11,3e11,1e12]"]
 POINT = "{model.width:32,model.depth:2,model.heads:2,tokens:1000000}"
-# Run ids of before there were rules, by grid of conf/grid: how many, and the start of the SHA-256 of all of them.
+# Run ids from before there were rules, by grid of conf/grid: their number, and the start of the SHA-256 of all ids.
 IDS = {
     "adaptive": (BUDGETS, 11, "5d7b0e2ba9"),
     "chinchilla": (BUDGETS, 18, "8643efd110"),
@@ -80,11 +80,12 @@ def base(**changes: Any) -> RunConfig:
 @pytest.mark.parametrize("name", IDS)
 def test_without_rules_every_grid_has_the_run_ids_of_before(name: str) -> None:
     overrides, number, digest = IDS[name]
-    config = compose([f"+grid={name}", *overrides, "tuning=fixed", "cluster=local"])  # a cluster has its own precision
+    # On a cluster the default precision differs.
+    config = compose([f"+grid={name}", *overrides, "tuning=fixed", "cluster=local"])
     run = base_run(config)
     run.model.vocab_size = 256
     assert config.grid is not None
-    ids = [run_id(each) for each in expand_grid(config.grid, run, config.tuning)]
+    ids = [run_id(tuned) for tuned in expand_grid(config.grid, run, config.tuning)]
     assert (len(ids), hashlib.sha256(" ".join(ids).encode()).hexdigest()[:10]) == (number, digest)
 
 
@@ -97,7 +98,7 @@ def test_every_value_is_that_of_its_rule_at_the_runs_own_N_D_and_batch() -> None
             assert run.steps >= 100
             assert optimizer.base_depth == 4
             assert optimizer.learning_rate == pytest.approx(2e-3 * D**-0.05 * B**0.25, rel=1e-12)
-            # Every matrix forgets over the same share of the run, by the rate and decay that it is updated with.
+            # The time scale of weight decay is the same share of the run for every matrix, with its rate and decay.
             gpt = empty_model(run.model, optimizer, 8)
             for group in parameter_groups(gpt, optimizer):
                 if group.weight_decay:
@@ -110,24 +111,24 @@ def test_decay_under_muon_counts_with_the_rate_of_its_matrices() -> None:
     rules = dataclasses.replace(config.tuning, timescale=PowerRule(k=0.2))
     run = base_run(config)
     run.model.vocab_size = 256
-    for each in expand_grid(config.grid or ProductGrid(), complete(run), rules):
-        groups = parameter_groups(empty_model(each.model, each.optimizer, 8), each.optimizer)
+    for tuned in expand_grid(config.grid or ProductGrid(), with_fingerprints(run), rules):
+        groups = parameter_groups(empty_model(tuned.model, tuned.optimizer, 8), tuned.optimizer)
         rates = [group.learning_rate * group.weight_decay for group in groups if group.optimizer == "muon"]
         assert rates
-        assert each.batch_tokens / np.array(rates) / each.D == pytest.approx(0.2, rel=1e-12)
+        assert tuned.batch_tokens / np.array(rates) / tuned.D == pytest.approx(0.2, rel=1e-12)
 
 
 def test_the_published_rules_in_the_default_are_those_of_the_records() -> None:
-    """In tokens, where records have sequences of 2048, or FLOPs."""
-    said = (CONFIG / "tuning" / "transfer.yaml").read_text().partition("# Published")[2]
+    """Compare rules in tokens with records in sequences of 2048 tokens or in FLOPs."""
+    text = (CONFIG / "tuning" / "transfer.yaml").read_text().partition("# Published")[2]
     power_lines, step_law, deepseek = (
-        PowerRule(**yaml.safe_load(rule)) for rule in re.findall(r"batch_tokens: ({.*?})", said)
+        PowerRule(**yaml.safe_load(rule)) for rule in re.findall(r"batch_tokens: ({.*?})", text)
     )
     for N, D in ((1e8, 2e9), (1e10, 1e12)):
         assert power(power_lines, N, D, 1.0) == pytest.approx(2048 * published_law("bergsma2025_batch")(D), rel=1e-3)
         assert power(step_law, N, D, 1.0) == pytest.approx(published_law("steplaw2025_batch")(D), rel=1e-12)
         assert power(deepseek, N, D, 1.0) == pytest.approx(published_law("deepseek2024_batch")(6 * N * D), rel=1e-3)
-    assert yaml.safe_load(re.findall(r"timescale: ({.*?})", said)[0]) == {"k": 1.084, "N": 0.527, "D": -0.527}
+    assert yaml.safe_load(re.findall(r"timescale: ({.*?})", text)[0]) == {"k": 1.084, "N": 0.527, "D": -0.527}
     tau = power(PowerRule(k=1.084, N=0.527, D=-0.527), 1e8, 2e9, 1.0)
     assert tau == pytest.approx(1.084 * 20**-0.527, rel=1e-12)
     assert tau is not None
@@ -155,7 +156,7 @@ def test_what_a_user_names_wins_over_its_rule_and_the_rest_follows_it() -> None:
     run = base_run(config)
     run.model.vocab_size = 256
     assert config.grid is not None
-    assert {each.optimizer.batch_size for each in expand_grid(config.grid, run, config.tuning)} == {5}
+    assert {tuned.optimizer.batch_size for tuned in expand_grid(config.grid, run, config.tuning)} == {5}
 
 
 def test_a_batch_takes_no_steps_from_a_short_run_and_is_whole_sequences() -> None:
@@ -178,16 +179,16 @@ def test_a_batch_takes_no_steps_from_a_short_run_and_is_whole_sequences() -> Non
 
 def test_values_of_the_longest_run_of_a_size_keep_its_trunk() -> None:
     grid = LadderGrid(sizes=[8e3, 3e4], tokens_per_parameter=[40, 80, 320])
-    own = merge_runs(expand_grid(grid, base(), RULES)).runs
-    assert not [run for run in own if run.parent]
+    by_run = merge_runs(expand_grid(grid, base(), RULES)).runs
+    assert not [run for run in by_run if run.parent]
     shared = merge_runs(expand_grid(grid, base(), dataclasses.replace(RULES, horizon="size"))).runs
     assert sum(run.parent is not None for run in shared) == 4
     for longest in (shared[2], shared[5]):
-        alone = Tuner(RULES).tuned(dataclasses.replace(longest))
-        assert alone.optimizer == longest.optimizer
-    # A run that joins them later is tuned as they are.
-    one = {f"model.{name}": getattr(shared[2].model, name) for name in ("width", "depth", "heads")}
-    points, size = PointsGrid(points=[one | {"tokens": 10**6}]), dataclasses.replace(RULES, horizon="size")
+        tuned = Tuner(RULES).tuned(dataclasses.replace(longest))
+        assert tuned.optimizer == longest.optimizer
+    # A run that is added later has the values of the runs of its size.
+    shape = {f"model.{name}": getattr(shared[2].model, name) for name in ("width", "depth", "heads")}
+    points, size = PointsGrid(points=[shape | {"tokens": 10**6}]), dataclasses.replace(RULES, horizon="size")
     (joined,) = expand_grid(points, base(), size, shared)
     assert joined.optimizer == shared[2].optimizer
 
@@ -197,32 +198,33 @@ def test_one_dial_gives_the_shape_and_D() -> None:
     run = base_run(config)
     run.model.vocab_size = 256
     assert config.grid is not None
-    (found,) = expand_grid(config.grid, run, config.tuning)
-    assert (found.model.width, found.model.depth, found.model.heads) == (128, 6, 8)
-    assert found.tokens == 20 * count_parameters(found.model).N_total
-    assert found.optimizer.base_depth == 2
-    assert found.optimizer.batch_size != run.optimizer.batch_size
-    found = expand_grid(ProductGrid(axes={"model.depth": [2, 12]}), run, config.tuning)[1]
-    assert (found.model.width, found.model.heads) == (576, 9)
+    (dialed,) = expand_grid(config.grid, run, config.tuning)
+    assert (dialed.model.width, dialed.model.depth, dialed.model.heads) == (128, 6, 8)
+    assert dialed.tokens == 20 * count_parameters(dialed.model).N_total
+    assert dialed.optimizer.base_depth == 2
+    assert dialed.optimizer.batch_size != run.optimizer.batch_size
+    dialed = expand_grid(ProductGrid(axes={"model.depth": [2, 12]}), run, config.tuning)[1]
+    assert (dialed.model.width, dialed.model.heads) == (576, 9)
 
 
 def test_a_file_of_rules_names_what_differs_and_refuses_another_vocabulary(tmp_path: Path) -> None:
     path = tmp_path / "tuned.yaml"
-    found = {"learning_rate": {"k": 0.01, "D": -0.1}, "base_depth": 2, "min_steps": 50}
-    values = {"tuning": found, "family": family(base()), "intervals": {"learning_rate": {"k": [0.009, 0.011]}}}
+    tuning = {"learning_rate": {"k": 0.01, "D": -0.1}, "base_depth": 2, "min_steps": 50}
+    values = {"tuning": tuning, "family": family(base()), "intervals": {"learning_rate": {"k": [0.009, 0.011]}}}
     path.write_text(yaml.safe_dump(values))
-    asked = TuningConfig(file=str(path), base_depth=8, horizon="size")
-    rules, remarks = read_rules(asked, base())
+    requested = TuningConfig(file=str(path), base_depth=8, horizon="size")
+    rules, remarks = read_rules(requested, base())
     assert remarks == []
     assert rules.file is None
     assert rules.horizon == "size"
     assert (rules.learning_rate, rules.base_depth, rules.min_steps) == (PowerRule(k=0.01, D=-0.1), 8, 50)
-    other = base(optimizer=OptimizerConfig(learning_rate=1.0, z_loss=1e-4))  # a rate is the rules' to choose
-    (said,) = read_rules(asked, other)[1]
-    assert "optimizer.z_loss 0.0 (here 0.0001)" in said
-    assert "learning_rate" not in said
+    # The rules choose the rate, so its difference is not reported.
+    other = base(optimizer=OptimizerConfig(learning_rate=1.0, z_loss=1e-4))
+    (remark,) = read_rules(requested, other)[1]
+    assert "optimizer.z_loss 0.0 (here 0.0001)" in remark
+    assert "learning_rate" not in remark
     with pytest.raises(UserError, match=r"vocab_size 256; it must be 512"):
-        read_rules(asked, base(model=ModelConfig(vocab_size=512)))
+        read_rules(requested, base(model=ModelConfig(vocab_size=512)))
     for text, problem in (
         ("tuning: {rate: 1}\nfamily: {}", "rate"),
         ("tuning: {learning_rate: fast}\nfamily: {}", "not a subclass of PowerRule"),
@@ -230,7 +232,7 @@ def test_a_file_of_rules_names_what_differs_and_refuses_another_vocabulary(tmp_p
     ):
         path.write_text(text)
         with pytest.raises(UserError, match=problem):
-            read_rules(asked, base())
+            read_rules(requested, base())
 
 
 @pytest.mark.parametrize(
@@ -256,18 +258,18 @@ TRUE = {"learning_rate": (0.01, 0.0, -0.05), "batch": (3.0, 0.0, 0.45), "timesca
 
 
 def tune_settings(**changes: object) -> SweepConfig:
-    given = {"sizes": [6e3, 15e3, 37e3], "tokens_per_parameter": [10, 40, 160], "flops_budget": 1.8e13}
-    return settings(TuneGrid(**given | changes))
+    design = {"sizes": [6e3, 15e3, 37e3], "tokens_per_parameter": [10, 40, 160], "flops_budget": 1.8e13}
+    return make_config(TuneGrid(**design | changes))
 
 
 def finish(sweep: SweepDirectory) -> None:
-    """Gives every run a loss of which the best settings are known."""
+    """Give every run a loss whose best settings are known."""
     for directory in members(sweep):
         run = directory.config()
         N = count_parameters(run.model).N_total
-        off = np.log(settings_of(run)) - [math.log(k * N**a * run.D**b) for k, a, b in TRUE.values()]
-        luck = np.random.default_rng(int(directory.run_id, 16)).normal(0.0, 0.003)
-        loss = (1.2 + 40 / N**0.5 + 300 / run.D**0.45) * math.exp(0.01 * (off**2).sum() + luck)
+        distance = np.log(settings_of(run)) - [math.log(k * N**a * run.D**b) for k, a, b in TRUE.values()]
+        noise = np.random.default_rng(int(directory.run_id, 16)).normal(0.0, 0.003)
+        loss = (1.2 + 40 / N**0.5 + 300 / run.D**0.45) * math.exp(0.01 * (distance**2).sum() + noise)
         summary = {"step": run.steps, "D": run.D, "N_total": N, "flops_exact": flops_exact(run)}
         write_json(directory.path / "summary.json", {**summary, "val_loss": loss, "val_loss_se": 0.01})
         set_state(directory, "done")
@@ -275,7 +277,7 @@ def finish(sweep: SweepDirectory) -> None:
 
 def first_rung(config: SweepConfig) -> list[RunConfig]:
     assert config.grid is not None
-    return expand_grid(config.grid, complete(base_run(config)), config.tuning)
+    return expand_grid(config.grid, with_fingerprints(base_run(config)), config.tuning)
 
 
 def test_the_first_rung_spreads_settings_around_the_base_at_one_D() -> None:
@@ -285,33 +287,34 @@ def test_the_first_rung_spreads_settings_around_the_base_at_one_D() -> None:
     for run in runs:
         sizes[count_parameters(run.model).N_total].append(run)
     assert len(sizes) == 3
-    for mates in sizes.values():
-        assert len({run.D for run in mates}) == 1
-        assert {run.seed for run in mates} == {0}
-        assert len(mates) == len({run_id(run) for run in mates})
-        tried = np.log([settings_of(run) for run in mates])
+    for same_size in sizes.values():
+        assert len({run.D for run in same_size}) == 1
+        assert {run.seed for run in same_size} == {0}
+        assert len(same_size) == len({run_id(run) for run in same_size})
+        tried = np.log([settings_of(run) for run in same_size])
         assert np.ptp(tried[:, 0]) > 0.9 * 2 * math.log(8)
-        assert max(run.steps for run in mates) <= mates[0].D // 128
-        assert min(run.steps for run in mates) >= 25
-        assert (np.exp(tried[:, 2]) * [run.steps for run in mates] >= 3.0).all()  # weights are not forgotten at once
+        assert max(run.steps for run in same_size) <= same_size[0].D // 128
+        assert min(run.steps for run in same_size) >= 25
+        # Weights do not decay within a few steps.
+        assert (np.exp(tried[:, 2]) * [run.steps for run in same_size] >= 3.0).all()
 
 
 def test_rungs_halve_towards_the_best_and_a_sweep_reads_their_rules(tmp_path: Path) -> None:
     config = tune_settings()
-    sweep = write(tmp_path / "tune", config)
+    sweep = write_sweep(tmp_path / "tune", config)
     first = len(sweep.runs())
     for rung in (1, 2):
         finish(sweep)
-        known = {run.run_id for run in members(sweep)}
+        earlier = {run.run_id for run in members(sweep)}
         assert extend.next_round(sweep, config)
-        fresh = [run for run in members(sweep) if run.run_id not in known]
-        assert len(fresh) == 3 * (first // 3 >> rung)
+        new_runs = [run for run in members(sweep) if run.run_id not in earlier]
+        assert len(new_runs) == 3 * (first // 3 >> rung)
         replan(sweep, config, [run.config() for run in members(sweep)])
-        N = min(count_parameters(run.config().model).N_total for run in fresh)
-        here = [run.config() for run in fresh if count_parameters(run.config().model).N_total == N]
+        N = min(count_parameters(run.config().model).N_total for run in new_runs)
+        smallest = [run.config() for run in new_runs if count_parameters(run.config().model).N_total == N]
         k, a, b = TRUE["learning_rate"]
-        middle = np.exp(np.mean([math.log(run.optimizer.learning_rate) for run in here]))
-        assert 0.4 < middle / (k * N**a * here[0].D ** b) < 2.5
+        middle = np.exp(np.mean([math.log(run.optimizer.learning_rate) for run in smallest]))
+        assert 0.4 < middle / (k * N**a * smallest[0].D ** b) < 2.5
     finish(sweep)
     assert not extend.next_round(sweep, config)
     law = write_tuning(sweep, config)
@@ -319,19 +322,19 @@ def test_rungs_halve_towards_the_best_and_a_sweep_reads_their_rules(tmp_path: Pa
     content = yaml.safe_load((sweep.path / "tuning.yaml").read_text())
     low, high = content["intervals"]["batch_tokens"]["D"]
     assert low - 0.1 < 0.45 < high + 0.1
-    base = complete(base_run(config))
+    base = with_fingerprints(base_run(config))
     rules, remarks = read_rules(TuningConfig(file=str(sweep.path / "tuning.yaml")), base)
     assert remarks == []
     assert rules.batch_tokens is not None
     assert content["tuning"]["batch_tokens"]["D"] == rules.batch_tokens.D
     tuned = expand_grid(LadderGrid(sizes=[1e4], tokens=[10**6]), base, rules)[0]
-    off = np.log(np.array(settings_of(tuned)) / [k * 1e4**a * 1e6**b for k, a, b in TRUE.values()])
-    assert 0.01 * (off**2).sum() < 0.005  # the batch is rounded too
+    distance = np.log(np.array(settings_of(tuned)) / [k * 1e4**a * 1e6**b for k, a, b in TRUE.values()])
+    assert 0.01 * (distance**2).sum() < 0.005  # the batch is also rounded
 
 
 def test_runs_that_failed_are_no_settings_and_a_size_without_any_ends(tmp_path: Path) -> None:
     config = tune_settings()
-    sweep = write(tmp_path / "tune", config)
+    sweep = write_sweep(tmp_path / "tune", config)
     finish(sweep)
     smallest = min(count_parameters(run.config().model).N_total for run in sweep.runs())
     for run in sweep.runs():
@@ -340,14 +343,16 @@ def test_runs_that_failed_are_no_settings_and_a_size_without_any_ends(tmp_path: 
             (run.path / "summary.json").unlink()
     assert len(tried_settings(sweep)) == 2
     assert extend.next_round(sweep, config)
-    fresh = [run.config() for run in members(sweep)][len(sweep.runs()) :]
-    assert smallest not in {count_parameters(run.model).N_total for run in fresh}
+    new_configs = [run.config() for run in members(sweep)][len(sweep.runs()) :]
+    assert smallest not in {count_parameters(run.model).N_total for run in new_configs}
 
 
 @pytest.mark.slow
 def test_a_rung_with_the_tokens_of_a_larger_models_rung_before_is_another(tmp_path: Path) -> None:
-    """The larger one is out of it, for its runs failed."""
-    sweep = write(tmp_path / "tune", config := tune_settings(sizes=[7.4e3, 14.7e3], tokens_per_parameter=[10, 20]))
+    """Let all runs of the larger model fail, so that only the smaller one continues."""
+    sweep = write_sweep(
+        tmp_path / "tune", config := tune_settings(sizes=[7.4e3, 14.7e3], tokens_per_parameter=[10, 20])
+    )
     finish(sweep)
     tokens = [run.config().tokens for run in sweep.runs()]
     assert max(tokens) == 2 * min(tokens)
@@ -371,25 +376,25 @@ def test_bad_designs_are_refused_before_anything_runs() -> None:
 
 
 def test_corners_are_compared_at_their_own_D_with_all_else_as_it_is(tmp_path: Path) -> None:
-    config = settings(LadderGrid(sizes=[8e3, 2e4, 5e4], tokens=[2**17, 2**18, 2**19]))
-    sweep = write(tmp_path / "grid", config)
-    at = corners(sweep.runs())
-    assert [run.config().D for run in at] == [2**17, 2**19] * 2
-    assert len({count_parameters(run.config().model).N_total for run in at}) == 2
-    run = replace(at[0].config(), parent=None)
+    config = make_config(LadderGrid(sizes=[8e3, 2e4, 5e4], tokens=[2**17, 2**18, 2**19]))
+    sweep = write_sweep(tmp_path / "grid", config)
+    corner_runs = corners(sweep.runs())
+    assert [run.config().D for run in corner_runs] == [2**17, 2**19] * 2
+    assert len({count_parameters(run.config().model).N_total for run in corner_runs}) == 2
+    run = replace(corner_runs[0].config(), parent=None)
     points = variants(run)
-    base = complete(base_run(config))
+    base = with_fingerprints(base_run(config))
     trained = expand_grid(CheckGrid(points=[point for point in points if point is not None]), base)
-    assert run_id(trained[0]) == at[0].run_id  # what is the grid's own is known by the same fields
-    assert [one.seed for one in trained] == [0, 1, 0, 0, 0, 0]
-    assert [one.optimizer.learning_rate for one in trained] == [6e-3, 6e-3, 3e-3, 12e-3, 6e-3, 6e-3]
-    assert [one.optimizer.batch_size for one in trained] == [8, 8, 8, 8, 4, 16]
-    assert {one.D for one in trained} == {2**17}
+    assert run_id(trained[0]) == corner_runs[0].run_id  # the unchanged variant is the run of the grid
+    assert [variant.seed for variant in trained] == [0, 1, 0, 0, 0, 0]
+    assert [variant.optimizer.learning_rate for variant in trained] == [6e-3, 6e-3, 3e-3, 12e-3, 6e-3, 6e-3]
+    assert [variant.optimizer.batch_size for variant in trained] == [8, 8, 8, 8, 4, 16]
+    assert {variant.D for variant in trained} == {2**17}
     run.optimizer.batch_size = 1
     assert variants(run)[4] is None
 
 
-# One thread a job: where others are at work on the cores, two that wait for each other crawl.
+# One thread per job: on busy cores two threads with a barrier are very slow.
 SMALL = [
     *("data.max_bytes=1000000", "data.validation_tokens=4096", "data.sequence_length=32", "fit.bootstrap=50"),
     *("cluster=local", "cluster.jobs=1", "cluster.threads_per_job=1", "tracker=none", "evaluate=none"),
@@ -399,15 +404,15 @@ SMALL = [
 
 @pytest.mark.slow
 def test_a_tune_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    asked = ["+grid=tune", *SMALL, f"output_root={tmp_path}", "grid.flops_budget=8.4e10", "grid.max_steps=100"]
-    assert sweep_main(asked) == 0
+    arguments = ["+grid=tune", *SMALL, f"output_root={tmp_path}", "grid.flops_budget=8.4e10", "grid.max_steps=100"]
+    assert sweep_main(arguments) == 0
     file = tmp_path / "tune" / "tuning.yaml"
     assert f"rules for tuning=law tuning.file={file}" in capfd.readouterr().out.replace("\n", "")
     first = file.read_text()
     assert yaml.safe_load(first)["tuning"]["base_depth"] == 2
     assert yaml.safe_load(first)["runs"] == len(list((tmp_path / "tune" / "runs").glob("*/summary.json")))
-    assert sweep_main(asked) == 0
-    assert "rung 2 of 2" not in capfd.readouterr().out  # there was nothing left to train
+    assert sweep_main(arguments) == 0
+    assert "rung 2 of 2" not in capfd.readouterr().out  # nothing was left to train
     assert file.read_text() == first
 
 
@@ -428,7 +433,7 @@ def test_the_check_of_a_grid_end_to_end(tmp_path: Path, capfd: pytest.CaptureFix
 
 
 def log_losses(run: RunDirectory, excess: float, share: float = 1.0) -> None:
-    """A run's metrics up to a share of its steps; smoothed as the trainer does it."""
+    """Write a run's metrics up to a share of its steps, smoothed as the trainer does."""
     config, smoothed, lines = run.config(), None, []
     for step in range(1, round(share * config.steps) + 1):
         loss = 2.0 * math.exp(0.3 * ((step / config.steps) ** -0.4 - 1) + excess)
@@ -439,7 +444,7 @@ def log_losses(run: RunDirectory, excess: float, share: float = 1.0) -> None:
 
 def test_runs_of_a_tune_that_cannot_win_are_stopped_for_good(tmp_path: Path) -> None:
     config = tune_settings(stop_hopeless=True, sizes=[6e3], flops_budget=1.2e12)
-    sweep = write(tmp_path / "tune", config)
+    sweep = write_sweep(tmp_path / "tune", config)
     runs = members(sweep)
     finish(sweep)
     for run in runs:
@@ -454,11 +459,11 @@ def test_runs_of_a_tune_that_cannot_win_are_stopped_for_good(tmp_path: Path) -> 
     assert judge is not None
     judge.stop_hopeless([run.run_id for run in others[:2]])
     assert others[1].cancel_asked() is None
-    said = others[0].cancel_asked()
-    assert said is not None
-    assert re.search(r"cannot win any more: probability \S+ at (39|40) % of its steps", said)
-    assert others[0].given_up() is None  # it has yet to stop
-    lease.cancel(others[0], f"cancelled by {said}")
+    request = others[0].cancel_asked()
+    assert request is not None
+    assert re.search(r"cannot win any more: probability \S+ at (39|40) % of its steps", request)
+    assert others[0].given_up() is None  # it has not stopped yet
+    lease.cancel(others[0], f"cancelled by {request}")
     assert "cannot win" in str(others[0].state().reason)
     loss = others[0].given_up()
     assert loss is not None
@@ -467,5 +472,5 @@ def test_runs_of_a_tune_that_cannot_win_are_stopped_for_good(tmp_path: Path) -> 
     assert len(cell) == len(runs) - 1
     assert (settings_of(others[0].config()), loss) in cell
     assert [run.run_id for run in open_runs(prepare.from_disk(sweep), None)] == [others[1].run_id]
-    lease.reset(others[0], lease.Policy())  # unless a person asks for it
+    lease.reset(others[0], lease.Policy())  # unless the user asks for it
     assert len(open_runs(prepare.from_disk(sweep), None)) == 2

@@ -1,4 +1,4 @@
-"""Workers: one process trains run after run, what becomes of one run costs no other, and each says how it ended."""
+"""Workers: one process trains several runs, the failure of one does not affect others, and each end is recorded."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHAPE = JobShape(**planned_run("any")["shape"])
 
 @pytest.fixture(autouse=True)
 def signals() -> Iterator[None]:
-    """A worker takes over the signals of its process."""
+    """Restore the signal handlers, which a worker replaces."""
     with own_signals():
         yield
 
@@ -53,8 +53,8 @@ def base(small_corpus: Callable[..., DataConfig]) -> RunConfig:
     return forty_steps(small_corpus(512, ["tensor", "loss", "of", "the"]))
 
 
-class Bench:
-    """A sweep directory with runs, and what workers do with them."""
+class WorkerBench:
+    """A sweep directory with runs, and workers that train them."""
 
     def __init__(self, path: Path, base: RunConfig) -> None:
         self.sweep, self.base = SweepDirectory(path), base
@@ -72,28 +72,28 @@ class Bench:
         run = self.sweep.run(run_id(config))
         run.freeze(config)
         set_state(run, "planned")
-        begins = trunk_steps(config) if config.parent else 0
-        whole = {"parent": config.parent, "first_step": begins, "steps": config.steps} | (planned or {})
-        self.planned.append(planned_run(run.run_id, **whole))
+        first_step = trunk_steps(config) if config.parent else 0
+        entry = {"parent": config.parent, "first_step": first_step, "steps": config.steps} | (planned or {})
+        self.planned.append(planned_run(run.run_id, **entry))
         write_json(self.sweep.path / "plan.json", {"runs": self.planned})
         return run
 
     def family(self, seed: int) -> tuple[RunDirectory, RunDirectory]:
-        """A trunk of twice the D, and its branch."""
+        """Plan a trunk of twice the D and its branch."""
         trunk = replace(self.base, seed=seed, tokens=2 * self.base.tokens)
         begin = trunk_steps(replace(self.base, seed=seed))
         branch = self.run(seed, parent=run_id(trunk))
         return self.run(seed, tokens=trunk.tokens, checkpoint=CheckpointConfig(at_steps=[begin])), branch
 
     def work(self, **options: Any) -> bool:
-        """Work as one job. Returns whether it ended by itself."""
+        """Work as one job. Returns True if the worker ended by itself."""
         return worker.work(Launch(str(self.sweep.path), SHAPE, str(self.sweep.path / "jobs" / "1"), **options))
 
 
 @pytest.fixture
-def bench(tmp_path: Path, base: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(tmp_path: Path, base: RunConfig, monkeypatch: pytest.MonkeyPatch) -> WorkerBench:
     monkeypatch.setattr(worker, "IDLE_SECONDS", 1.0)
-    return Bench(tmp_path / "sweep", base)
+    return WorkerBench(tmp_path / "sweep", base)
 
 
 def states(*runs: RunDirectory) -> list[str]:
@@ -120,23 +120,23 @@ Trainer = Callable[..., Any]
 
 
 @pytest.fixture
-def train_alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trainer], None]:
-    """Puts a function of config and directory in the place of `train`."""
+def replace_train(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trainer], None]:
+    """Return a function that replaces `train` by a function of config and directory."""
     return lambda trainer: monkeypatch.setattr("isoflop.train.loop.train", trainer)
 
 
 # Real trainings
 
 
-def test_a_worker_trains_trunk_and_branch_as_if_each_were_alone(bench: Bench, tmp_path: Path) -> None:
+def test_a_worker_trains_trunk_and_branch_as_if_each_were_alone(bench: WorkerBench, tmp_path: Path) -> None:
     other, (trunk, branch) = bench.run(1), bench.family(3)
     assert bench.work()
     runs = [other, trunk, branch]
     assert states(*runs) == ["done"] * 3, [reason(run) for run in runs]
     for run in runs:
         config = replace(run.config(), parent=None)
-        alone = train(config, tmp_path / "alone" / run.run_id, report=lambda line: None)
-        assert (run.summary() or {})["val_loss"] == alone["val_loss"]
+        expected = train(config, tmp_path / "alone" / run.run_id, report=lambda line: None)
+        assert (run.summary() or {})["val_loss"] == expected["val_loss"]
         assert log(run).rstrip().endswith(" done")
         assert run.state().attempt == 1
     assert f"begins at step {trunk_steps(branch.config())} of run {trunk.run_id}" in log(branch)
@@ -145,7 +145,7 @@ def test_a_worker_trains_trunk_and_branch_as_if_each_were_alone(bench: Bench, tm
 # The loop of a worker
 
 
-def test_what_ends_a_run_never_ends_the_worker(bench: Bench, train_alone: Callable[[Trainer], None]) -> None:
+def test_what_ends_a_run_never_ends_the_worker(bench: WorkerBench, replace_train: Callable[[Trainer], None]) -> None:
     runs = [bench.run(seed) for seed in range(6)]
     errors = [Diverged("the loss rose"), UserError("no such text"), OSError(errno.ENOSPC, "full"), ValueError("a\nb")]
     ends: dict[str, Exception] = dict(zip([run.run_id for run in runs], errors, strict=False))
@@ -155,7 +155,7 @@ def test_what_ends_a_run_never_ends_the_worker(bench: Bench, train_alone: Callab
             raise error
         succeed(directory)
 
-    train_alone(trainer)
+    replace_train(trainer)
     runs[4].path.joinpath("config.yaml").write_text("[]")
     assert bench.work()
     assert states(*runs) == ["diverged", "failed", "failed", "failed", "failed", "done"]
@@ -175,36 +175,36 @@ def stop(config: RunConfig, directory: Path, should_stop: Callable[[], bool], **
 
 
 def test_a_worker_that_is_told_to_stop_saves_and_takes_nothing_more(
-    bench: Bench, train_alone: Callable[[Trainer], None]
+    bench: WorkerBench, replace_train: Callable[[Trainer], None]
 ) -> None:
     first, second = bench.run(1), bench.run(2)
-    train_alone(stop)
+    replace_train(stop)
     assert not bench.work()
     assert states(first, second) == ["preempted", "planned"]
     assert reason(first) == "signal SIGUSR2; stopped at step 3 of 9"
-    train_alone(lambda config, directory, **arguments: succeed(directory))
+    replace_train(lambda config, directory, **arguments: succeed(directory))
     assert bench.work()
     assert (states(first, second), first.state().attempt) == (["done", "done"], 2)
 
 
-def test_a_worker_whose_launcher_is_gone_stops(bench: Bench, train_alone: Callable[[Trainer], None]) -> None:
+def test_a_worker_whose_launcher_is_gone_stops(bench: WorkerBench, replace_train: Callable[[Trainer], None]) -> None:
     run = bench.run(1)
 
     def trainer(config: RunConfig, directory: Path, should_stop: Callable[[], bool], **arguments: Any) -> None:
         until(should_stop)
         raise Stopped("stopped at step 1 of 9")
 
-    train_alone(trainer)
+    replace_train(trainer)
     bench.work(token="token of a dead launcher")
     assert states(run) == ["preempted"]
     assert reason(run).startswith("the launcher is gone; ")
 
 
-def test_a_branch_of_a_trunk_that_failed_says_so(bench: Bench, train_alone: Callable[[Trainer], None]) -> None:
+def test_a_branch_of_a_trunk_that_failed_says_so(bench: WorkerBench, replace_train: Callable[[Trainer], None]) -> None:
     def trainer(config: RunConfig, directory: Path, **arguments: Any) -> None:
         raise Diverged("the loss rose")
 
-    train_alone(trainer)
+    replace_train(trainer)
     trunk, branch = bench.family(1)
     bench.work()
     assert states(trunk, branch) == ["diverged", "failed"]
@@ -212,39 +212,41 @@ def test_a_branch_of_a_trunk_that_failed_says_so(bench: Bench, train_alone: Call
 
 
 def test_a_failed_run_is_tried_again_within_its_budget_of_retries(
-    bench: Bench, train_alone: Callable[[Trainer], None]
+    bench: WorkerBench, replace_train: Callable[[Trainer], None]
 ) -> None:
     bench.configure(retries=2)
-    full, wrong, _ = runs = [bench.run(seed) for seed in range(3)]
-    begun: list[str] = []
+    full_disk, bad_input, _ = runs = [bench.run(seed) for seed in range(3)]
+    trained: list[str] = []
 
     def trainer(config: RunConfig, directory: Path, **arguments: Any) -> None:
-        begun.append(directory.name)
-        if directory == wrong.path:
+        trained.append(directory.name)
+        if directory == bad_input.path:
             raise UserError("no such text")
-        if directory == full.path or begun.count(directory.name) == 1:
+        if directory == full_disk.path or trained.count(directory.name) == 1:
             raise OSError(errno.ENOSPC, "full")
         succeed(directory)
 
-    train_alone(trainer)
+    replace_train(trainer)
     bench.work()
     assert states(*runs) == ["failed", "failed", "done"]
-    assert [begun.count(run.run_id) for run in runs] == [3, 1, 2]
+    assert [trained.count(run.run_id) for run in runs] == [3, 1, 2]
 
 
-def test_runs_that_are_done_or_cancelled_are_not_trained(bench: Bench, train_alone: Callable[[Trainer], None]) -> None:
-    done, unwanted = bench.run(1), bench.run(2)
+def test_runs_that_are_done_or_cancelled_are_not_trained(
+    bench: WorkerBench, replace_train: Callable[[Trainer], None]
+) -> None:
+    done, cancelled = bench.run(1), bench.run(2)
     succeed(done.path)
     set_state(done, "done")
-    unwanted.ask_cancel("a colleague")
-    train_alone(lambda *arguments, **options: pytest.fail("trained"))
+    cancelled.ask_cancel("a colleague")
+    replace_train(lambda *arguments, **options: pytest.fail("trained"))
     bench.work()
-    assert states(done, unwanted) == ["done", "cancelled"]
-    assert reason(unwanted) == "cancelled by a colleague before it began"
+    assert states(done, cancelled) == ["done", "cancelled"]
+    assert reason(cancelled) == "cancelled by a colleague before it began"
 
 
 def test_a_run_that_a_user_cancels_saves_and_ends_and_the_worker_goes_on(
-    bench: Bench, train_alone: Callable[[Trainer], None], monkeypatch: pytest.MonkeyPatch
+    bench: WorkerBench, replace_train: Callable[[Trainer], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attempt, "ASK_SECONDS", -1.0)  # asks at every step
     run, other = bench.run(1), bench.run(2)
@@ -257,39 +259,39 @@ def test_a_run_that_a_user_cancels_saves_and_ends_and_the_worker_goes_on(
             raise Stopped("stopped at step 3 of 40")
         succeed(directory)
 
-    train_alone(ask)
+    replace_train(ask)
     assert bench.work()
     assert states(run, other) == ["cancelled", "done"]
     assert reason(run) == "cancelled by ann on login1; stopped at step 3 of 40"
     lease.reset(run, lease.Policy())
-    train_alone(lambda config, directory, **arguments: succeed(directory))
+    replace_train(lambda config, directory, **arguments: succeed(directory))
     bench.work()
     assert causes(run) == ["cancelled", "done"]
 
 
 def test_a_worker_takes_its_own_shape_and_leaves_when_another_is_needed(
-    bench: Bench, train_alone: Callable[[Trainer], None], monkeypatch: pytest.MonkeyPatch
+    bench: WorkerBench, replace_train: Callable[[Trainer], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "IDLE_SECONDS", 1000.0)
     big = asdict(replace(SHAPE, ranks_per_node=2))
-    other, mine, waits = bench.run(1, {"shape": big}), bench.run(2), bench.run(3)
+    other, matching, waiting = bench.run(1, {"shape": big}), bench.run(2), bench.run(3)
     bench.configure(retries=1, backoff_seconds=50.0)
-    train_alone(lambda config, directory, **arguments: succeed(directory))
-    end(waits, "killed")
+    replace_train(lambda config, directory, **arguments: succeed(directory))
+    end(waiting, "killed")
     assert bench.work()
-    assert states(other, mine, waits) == ["planned", "done", "failed"]
+    assert states(other, matching, waiting) == ["planned", "done", "failed"]
 
 
 def test_the_pass_after_a_trunk_starts_workers_for_its_branches(
-    bench: Bench, train_alone: Callable[[Trainer], None]
+    bench: WorkerBench, replace_train: Callable[[Trainer], None]
 ) -> None:
     trunk, _ = bench.family(1)
     bench.run(2)
-    looks: list[list[str]] = []
-    train_alone(lambda config, directory, **arguments: succeed(directory))
+    states_of_trunk: list[list[str]] = []
+    replace_train(lambda config, directory, **arguments: succeed(directory))
     launch = Launch(str(bench.sweep.path), SHAPE, str(bench.sweep.path / "jobs" / "1"))
-    worker.work(launch, after_trunk=lambda: looks.append(states(trunk)))
-    assert looks == [["done"]]
+    worker.work(launch, after_trunk=lambda: states_of_trunk.append(states(trunk)))
+    assert states_of_trunk == [["done"]]
 
 
 # In a SLURM job
@@ -297,7 +299,7 @@ def test_the_pass_after_a_trunk_starts_workers_for_its_branches(
 
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is the one rank of job 7 on node1."""
+    """Set the environment of the only rank of job 7 on node1."""
     rank = {"PROCID": "0", "NTASKS": "1", "LOCALID": "0", "NODEID": "0", "TASKS_PER_NODE": "1", "JOB_ID": "7"}
     values = {f"SLURM_{key}": value for key, value in rank.items()} | {"SUBMITIT_EXECUTOR": "slurm"}
     for name, value in (values | {"SLURMD_NODENAME": "node1"}).items():
@@ -307,13 +309,13 @@ def node(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_job_that_slurm_starts_again_goes_on_with_its_run(
-    bench: Bench, node: None, train_alone: Callable[[Trainer], None], monkeypatch: pytest.MonkeyPatch
+    bench: WorkerBench, node: None, replace_train: Callable[[Trainer], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.configure(retries=1)
     run = bench.run(1)
     run.write_event(Started, attempt=1, host="node0", job_id="7", machine="far")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    train_alone(lambda config, directory, **arguments: succeed(directory))
+    replace_train(lambda config, directory, **arguments: succeed(directory))
     bench.work()
     assert (causes(run), states(run)) == (["node", "done"], ["done"])
     assert "its node node0 failed, and SLURM has started its job again" in str(run.record().attempts[0].reason)
@@ -325,7 +327,7 @@ def test_a_job_that_slurm_starts_again_goes_on_with_its_run(
      ("TIMEOUT", "time_limit", "preempted"), ("CANCELLED", "preempted", "preempted"), (None, "lost", "failed")],
 )  # fmt: skip
 def test_the_run_of_a_worker_that_died_is_explained_by_slurm(
-    outcome: str | None, cause: str, state: str, bench: Bench, node: None, monkeypatch: pytest.MonkeyPatch
+    outcome: str | None, cause: str, state: str, bench: WorkerBench, node: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = bench.run(1)
     run.write_event(Started, attempt=1, host="node3", job_id="8", machine="far")
@@ -337,18 +339,18 @@ def test_the_run_of_a_worker_that_died_is_explained_by_slurm(
     monkeypatch.setattr(worker.lease, "hold", busy)
     bench.configure(retries=3, backoff_seconds=1000.0)
     bench.work()
-    (one,) = run.record().attempts
-    assert (one.cause, run.state().state) == (cause, state)
-    assert "its job 8 on node3" in str(one.reason)
+    (ended,) = run.record().attempts
+    assert (ended.cause, run.state().state) == (cause, state)
+    assert "its job 8 on node3" in str(ended.reason)
 
 
 def test_a_worker_on_a_node_that_is_to_be_avoided_leaves(
-    bench: Bench, node: None, train_alone: Callable[[Trainer], None], monkeypatch: pytest.MonkeyPatch
+    bench: WorkerBench, node: None, replace_train: Callable[[Trainer], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.configure(retries=3)
     run = bench.run(1)
     end(run, "node", host="node1")
-    train_alone(lambda config, directory, **arguments: succeed(directory))
+    replace_train(lambda config, directory, **arguments: succeed(directory))
     bench.work()
     assert states(run) == ["failed"]
     monkeypatch.setenv("SLURMD_NODENAME", "node2")
@@ -357,39 +359,39 @@ def test_a_worker_on_a_node_that_is_to_be_avoided_leaves(
 
 
 def test_a_worker_begins_what_fits_its_time(
-    bench: Bench, node: None, train_alone: Callable[[Trainer], None], monkeypatch: pytest.MonkeyPatch
+    bench: WorkerBench, node: None, replace_train: Callable[[Trainer], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_START_TIME", "1000")
     for limit, margin in ((30, 18.0), (600, 180.0)):
         monkeypatch.setenv("SLURM_JOB_END_TIME", str(1000 + limit))
-        # 15 or 120 s before the end it is told to stop, and what is left until then should be worth a start.
+        # It is signalled 15 or 120 s before the end, and a start should leave enough time until then.
         assert worker.last_start(os.environ) == pytest.approx(limit - margin)
     assert worker.last_start({}) == math.inf
     long, short = bench.run(1, {"estimated_seconds": 1e6}), bench.run(2, {"estimated_seconds": 1.0})
-    train_alone(lambda config, directory, **arguments: succeed(directory))
+    replace_train(lambda config, directory, **arguments: succeed(directory))
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1000")
-    assert bench.work(), "it ends by itself, so that another is started"
+    assert bench.work(), "it ends by itself, so that another worker is started"
     assert states(long, short) == ["planned", "planned"]
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1600")
     clock, now = worker.time.monotonic, [0.0]
     monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: clock() + now[0], sleep=worker.time.sleep))
 
     def slow(config: RunConfig, directory: Path, **arguments: Any) -> None:
-        now[0] += 300.0  # of 420
+        now[0] += 300.0  # of the 420 s in which runs may start
         succeed(directory)
 
-    train_alone(slow)
-    other = bench.run(3, {"estimated_seconds": 1e6})
+    replace_train(slow)
+    second_long = bench.run(3, {"estimated_seconds": 1e6})
     set_state(long, "cancelled")
     bench.work()
-    assert states(short, other) == ["done", "planned"], "what is left is too little for a run longer than any job"
+    assert states(short, second_long) == ["done", "planned"], "too little time remains for a run longer than any job"
     bench.work()
-    assert states(other) == ["done"], "a fresh worker takes it"
+    assert states(second_long) == ["done"], "a new worker trains it"
 
 
 @pytest.mark.parametrize(("seconds", "cause"), [(None, "preempted"), (60, "time_limit"), (86400, "preempted")])
 def test_a_signal_near_the_end_of_the_job_is_its_time_limit(
-    seconds: int | None, cause: str, bench: Bench, train_alone: Callable[[Trainer], None],
+    seconds: int | None, cause: str, bench: WorkerBench, replace_train: Callable[[Trainer], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     if seconds is not None:
@@ -397,12 +399,12 @@ def test_a_signal_near_the_end_of_the_job_is_its_time_limit(
         monkeypatch.setenv("SLURM_JOB_END_TIME", str(1000 + seconds))
     run, begin = bench.run(1), Interrupt.__init__
 
-    def earlier(self: Interrupt, *arguments: Any) -> None:
+    def begin_earlier(self: Interrupt, *arguments: Any) -> None:
         begin(self, *arguments)
         self._began -= 30.0
 
-    monkeypatch.setattr(Interrupt, "__init__", earlier)
-    train_alone(stop)
+    monkeypatch.setattr(Interrupt, "__init__", begin_earlier)
+    replace_train(stop)
     assert bench.work() == (cause == "time_limit"), "then another worker is started at once"
     assert (states(run), causes(run)) == (["preempted"], [cause])
 
@@ -410,7 +412,7 @@ def test_a_signal_near_the_end_of_the_job_is_its_time_limit(
 # Claims
 
 
-def test_other_ranks_follow_the_claims_of_the_first_until_it_ends(bench: Bench) -> None:
+def test_other_ranks_follow_the_claims_of_the_first_until_it_ends(bench: WorkerBench) -> None:
     runs = [bench.run(1), bench.run(2)]
     claims, followed = Claims(bench.sweep.path / "jobs", "7"), list[str]()
     follower = Claims(bench.sweep.path / "jobs", "7").following()
@@ -425,7 +427,7 @@ def test_other_ranks_follow_the_claims_of_the_first_until_it_ends(bench: Bench) 
     assert followed == [run.run_id for run in runs]
     abandoned = bench.sweep.path / "jobs" / "8-0.claims"
     abandoned.write_text('{"task": "train", "run": "a"}\n{"task": "tr')
-    assert list(Claims(abandoned.parent, "8").following()) == ["a"], "rank 0 is gone without a word"
+    assert list(Claims(abandoned.parent, "8").following()) == ["a"], "rank 0 died without an end of its claims"
 
 
 # Workers on this machine
@@ -435,7 +437,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def freeze(sweep: SweepDirectory, claims: Claims, freezes: bool) -> None:
-    """Freeze in the middle of the first run, or once nothing is left to train."""
+    """Stop this process during the first run if `freezes`, otherwise after all runs are trained."""
     policy = lease.Policy(backoff_seconds=0.0)
     board = worker.Board(sweep, prepare.configuration(sweep), EVERYTHING)
     with claims.writing() as write:
@@ -450,7 +452,7 @@ def freeze(sweep: SweepDirectory, claims: Claims, freezes: bool) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def test_a_frozen_worker_counts_as_hung_and_is_replaced(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_worker_counts_as_hung_and_is_replaced(bench: WorkerBench, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [bench.run(0), bench.run(1)]
     bench.configure(retries=1, jobs=1)
     started: list[Any] = []

@@ -1,6 +1,6 @@
-"""A sweep that faults strike at random comes to the numbers of an undisturbed one: bench/faults.py in small.
+"""A sweep with random faults ends with the numbers of an undisturbed one: a small bench/faults.py.
 
-It kills daemons of the cluster, so it has the cluster to itself (`alone_on_the_cluster` in conftest.py).
+It kills daemons of the cluster, so no other test may use it meanwhile (`exclusive_cluster` in conftest.py).
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from isoflop.bench import faults as suite
 from isoflop.sweeps.runs.directory import SweepDirectory
 from small_runs import set_state
 
-FAULTS = 6  # at most: a quick machine has trained everything before the last
+FAULTS = 6  # at most: a fast machine finishes training before the last one
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("own_cluster")]
 
 
 @pytest.fixture(scope="module")
 def grid(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Six runs of some seconds, whatever this machine's speed."""
+    """Return a grid of six runs that take about three seconds on this machine."""
     return suite.grid(6, suite.tokens_for(3.0, tmp_path_factory.mktemp("faults")))
 
 
 @pytest.fixture(scope="module")
 def reference(grid: list[str], tmp_path_factory: pytest.TempPathFactory) -> SweepDirectory:
-    """The grid, undisturbed."""
+    """Train the grid without faults."""
     return suite.train_here(grid, tmp_path_factory.mktemp("faults"))
 
 
-def test_the_suite_sees_what_it_is_there_to_see(reference: SweepDirectory, tmp_path: Path) -> None:
-    """Of a sweep that was not disturbed it says nothing, and of each damage what it is."""
+def test_the_suite_reports_each_kind_of_damage(reference: SweepDirectory, tmp_path: Path) -> None:
+    """Check that the suite reports nothing for an undisturbed sweep, and names each kind of damage."""
     shutil.copytree(reference.path, tmp_path / "sweep")
     sweep = SweepDirectory.open(tmp_path / "sweep")
     assert suite.check(sweep, reference) == []
@@ -44,21 +44,21 @@ def test_the_suite_sees_what_it_is_there_to_see(reference: SweepDirectory, tmp_p
     events = third.path / "events.jsonl"
     planned, *start, end = map(json.loads, events.read_text().splitlines())
     killed = end | {"state": "failed", "cause": "killed"}
-    again = start[-1] | {"attempt": 2, "at": end["ended"] - 1.0}
-    lines = [planned, *start, killed, again, end | {"attempt": 2}]
+    restart = start[-1] | {"attempt": 2, "at": end["ended"] - 1.0}
+    lines = [planned, *start, killed, restart, end | {"attempt": 2}]
     events.write_text("".join(json.dumps(line) + "\n" for line in lines))
     set_state(fourth, "failed", reason="it was lost")
-    said = "\n".join(suite.check(sweep, reference))
-    assert f"run {first.run_id}: val_loss is" in said
-    assert f"run {second.run_id}: its steps go back 1 times in 1 starts, so two trained it at once" in said
-    assert f"run {third.run_id}: attempt 2 began 1.00 s before the end" in said
-    assert f"run {fourth.run_id}: is failed: it was lost" in said
+    report = "\n".join(suite.check(sweep, reference))
+    assert f"run {first.run_id}: val_loss is" in report
+    assert f"run {second.run_id}: its steps go back 1 times in 1 starts, so two trained it at once" in report
+    assert f"run {third.run_id}: attempt 2 began 1.00 s before the end" in report
+    assert f"run {fourth.run_id}: is failed: it was lost" in report
 
 
 def test_faults_cost_time_and_change_nothing(grid: list[str], reference: SweepDirectory) -> None:
     with suite.scratch(None) as (folder, disk):
-        place = (reference, disk or folder, disk)
-        strikes, complaints, _ = suite.disturb(grid, *place, count=FAULTS, seed=0, patience=240.0, every=2.0)
+        places = (reference, disk or folder, disk)
+        strikes, complaints, _ = suite.disturb(grid, *places, count=FAULTS, seed=0, patience=240.0, every=2.0)
         assert complaints == []
         assert strikes
-        assert len({strike.kind for strike in strikes}) == len(strikes), "each of its own kind"
+        assert len({strike.kind for strike in strikes}) == len(strikes), "each has a different kind"

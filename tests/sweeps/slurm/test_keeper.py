@@ -1,4 +1,4 @@
-"""Sweeps that look after themselves on a real SLURM: what is lost comes back without anybody at a terminal."""
+"""Sweeps with keepers on a real SLURM: lost runs and workers are restarted without a user."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from slurm_sweeps import EVERY, LONG, Sweep, process_of, slurm, sweeps_in, until
 
 pytestmark = pytest.mark.slurm
 
-# Looks every three seconds, and does not wait long before it tries again.
-KEPT = [
+# The keeper looks every three seconds and retries soon.
+KEEPER_OPTIONS = [
     "cluster.retries=3", "cluster.keeper_seconds=3", "cluster.heartbeat_seconds=1", "cluster.backoff_seconds=1",
     "checkpoint.every_seconds=0.5",
 ]  # fmt: skip
@@ -30,7 +30,7 @@ def sweep(tmp_path: Path) -> Iterator[Callable[[str], Sweep]]:
         yield make
 
 
-def over(sweep: Sweep) -> None:
+def wait_for_end(sweep: Sweep) -> None:
     until(lambda: not sweep.queue(EVERY), f"the end of {sweep.name}, keepers and all")
 
 
@@ -41,16 +41,16 @@ def causes(run: RunDirectory) -> list[str]:
 def test_killed_runs_are_trained_again_and_fitted_without_a_terminal(
     sweep: Callable[[str], Sweep],
 ) -> None:
-    kept = sweep("kept")
-    kept.submit(*LONG, *KEPT, "tokens=300_000", "grid.axes={seed: [0]}", "cluster.queue_minutes=0")
-    (run,) = kept.runs().values()
+    killed = sweep("kept")
+    killed.submit(*LONG, *KEEPER_OPTIONS, "tokens=300_000", "grid.axes={seed: [0]}", "cluster.queue_minutes=0")
+    (run,) = killed.runs().values()
     until(lambda: list(run.path.glob("checkpoints/step_*/*")), "a checkpoint")
     os.kill(process_of(run, 0), signal.SIGKILL)
-    over(kept)
-    assert (kept.states(), causes(run)) == (["done"], ["killed", "done"]), kept.job_logs()
+    wait_for_end(killed)
+    assert (killed.states(), causes(run)) == (["done"], ["killed", "done"]), killed.job_logs()
     assert re.search(r"resumed from step_\d+", (run.path / "log.txt").read_text())
-    assert (kept.path / "fit" / "report.html").exists()
-    assert (read_json(kept.path / "jobs" / "keeper.json") or {})["over"] is True
+    assert (killed.path / "fit" / "report.html").exists()
+    assert (read_json(killed.path / "jobs" / "keeper.json") or {})["over"] is True
     first, second = run.record().attempts
     assert first.flops_wasted == pytest.approx((first.last_step - first.saved_step) * run_flops_per_step(run))
     assert second.first_step == first.saved_step
@@ -63,16 +63,16 @@ def run_flops_per_step(run: RunDirectory) -> float:
 
 
 def test_short_runs_share_a_worker_and_outlive_it(sweep: Callable[[str], Sweep]) -> None:
-    """One worker for three short runs; it is killed in the second, and another one goes on where it was."""
+    """Kill the only worker of three short runs in the second one; another worker continues there."""
     queued = sweep("queued")
     grid = ["grid.axes={seed: [0, 1, 2]}", "cluster.queue_minutes=10", "cluster.array_parallelism=1"]
-    queued.submit(*LONG, *KEPT, "tokens=200_000", *grid)
+    queued.submit(*LONG, *KEEPER_OPTIONS, "tokens=200_000", *grid)
     runs = list(queued.runs().values())
     until(lambda: sum(run.is_done() for run in runs) == 1, "the first run's end")
     until(lambda: any(run.state().state == "running" for run in runs), "the second run")
     (running,) = [run for run in runs if run.state().state == "running"]
     os.kill(process_of(running, 0), signal.SIGKILL)
-    over(queued)
+    wait_for_end(queued)
     assert queued.states() == ["done"] * 3, queued.job_logs()
     assert sorted(causes(run) for run in runs) == [["done"], ["done"], ["killed", "done"]]
     assert (queued.path / "fit" / "report.html").exists()
@@ -81,70 +81,70 @@ def test_short_runs_share_a_worker_and_outlive_it(sweep: Callable[[str], Sweep])
 def test_a_run_that_diverges_is_replaced_where_the_grid_says_so(sweep: Callable[[str], Sweep]) -> None:
     mixed = sweep("mixed")
     grid = ["grid.axes={optimizer.learning_rate: [1e12]}", "grid.diverged_rate_factor=1e-14"]
-    mixed.submit(*LONG, *KEPT, "tokens=20_000", *grid)
-    over(mixed)
+    mixed.submit(*LONG, *KEEPER_OPTIONS, "tokens=20_000", *grid)
+    wait_for_end(mixed)
     states = {run.config().optimizer.learning_rate: run.state().state for run in mixed.runs().values()}
     assert states == {1e12: "diverged", 1e-2: "done"}, mixed.job_logs()
     assert len((mixed.path / "table.csv").read_text().splitlines()) == 1 + 1
 
 
 def test_a_sweep_without_keepers_says_so_and_retry_brings_them_back(sweep: Callable[[str], Sweep]) -> None:
-    left = sweep("left")
-    left.submit(*LONG, *KEPT, "tokens=4_500_000", "grid.axes={seed: [0]}", "cluster.queue_minutes=0")
+    unattended = sweep("left")
+    unattended.submit(*LONG, *KEEPER_OPTIONS, "tokens=4_500_000", "grid.axes={seed: [0]}", "cluster.queue_minutes=0")
     command = ["-m", "isoflop.sweeps.cli.main"]
-    isoflop(*command, "doctor", str(left.path))
+    isoflop(*command, "doctor", str(unattended.path))
 
-    def none_is_left() -> bool:
-        if there := left.queue("keeper"):
-            slurm("scancel", *there)  # one that runs may have submitted another meanwhile
-        return not there
+    def no_keeper_is_queued() -> bool:
+        if keepers := unattended.queue("keeper"):
+            slurm("scancel", *keepers)  # a running keeper may have submitted another one
+        return not keepers
 
-    until(none_is_left, "a queue without keepers")
-    said = isoflop(*command, "doctor", str(left.path), code=1)
-    assert "no keeper looks after this sweep: they are gone from SLURM's queue (isoflop retry" in said
-    assert "no keeper looks after this sweep" in isoflop(*command, "status", str(left.path))
-    isoflop(*command, "retry", str(left.path))
-    assert len(left.queue("keeper")) == 2
-    assert "no keeper" not in isoflop(*command, "status", str(left.path))
-    isoflop(*command, "cancel", str(left.path))
-    over(left)
-    assert "no keeper" not in isoflop(*command, "status", str(left.path))
+    until(no_keeper_is_queued, "a queue without keepers")
+    output = isoflop(*command, "doctor", str(unattended.path), code=1)
+    assert "no keeper looks after this sweep: they are gone from SLURM's queue (isoflop retry" in output
+    assert "no keeper looks after this sweep" in isoflop(*command, "status", str(unattended.path))
+    isoflop(*command, "retry", str(unattended.path))
+    assert len(unattended.queue("keeper")) == 2
+    assert "no keeper" not in isoflop(*command, "status", str(unattended.path))
+    isoflop(*command, "cancel", str(unattended.path))
+    wait_for_end(unattended)
+    assert "no keeper" not in isoflop(*command, "status", str(unattended.path))
 
 
 def test_a_sweep_is_extended_while_it_runs_and_a_run_of_it_cancelled(sweep: Callable[[str], Sweep]) -> None:
-    grown = sweep("grown")
-    grown.submit(*LONG, *KEPT, "tokens=1_200_000", "grid.axes={seed: [0, 1]}", "cluster.queue_minutes=0")
-    first, second = grown.runs().values()
+    extended = sweep("grown")
+    extended.submit(*LONG, *KEEPER_OPTIONS, "tokens=1_200_000", "grid.axes={seed: [0, 1]}", "cluster.queue_minutes=0")
+    first, second = extended.runs().values()
     until(lambda: all(run.last_metrics() for run in (first, second)), "first steps")
     command = ["-m", "isoflop.sweeps.cli.main"]
-    isoflop(*command, "extend", str(grown.path), "grid.axes={seed: [2], tokens: [20_000]}")
-    (third,) = [run for name, run in grown.runs().items() if name not in (first.run_id, second.run_id)]
-    isoflop(*command, "cancel", str(grown.path), second.run_id[:6])
+    isoflop(*command, "extend", str(extended.path), "grid.axes={seed: [2], tokens: [20_000]}")
+    (third,) = [run for name, run in extended.runs().items() if name not in (first.run_id, second.run_id)]
+    isoflop(*command, "cancel", str(extended.path), second.run_id[:6])
     until(lambda: second.state().state == "cancelled", "the second run to stop")
-    over(grown)
-    assert (first.state().state, third.state().state) == ("done", "done"), grown.job_logs()
+    wait_for_end(extended)
+    assert (first.state().state, third.state().state) == ("done", "done"), extended.job_logs()
     assert second.summary() is None
-    isoflop(*command, "retry", str(grown.path), second.run_id)
-    over(grown)
-    assert causes(second) == ["cancelled", "done"], grown.job_logs()
+    isoflop(*command, "retry", str(extended.path), second.run_id)
+    wait_for_end(extended)
+    assert causes(second) == ["cancelled", "done"], extended.job_logs()
 
 
 def isoflop(*arguments: str, code: int = 0) -> str:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *arguments], text=True, capture_output=True, timeout=120, check=False, stdin=subprocess.DEVNULL
     )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout
+    assert process.returncode == code, process.stdout + process.stderr
+    return process.stdout
 
 
 def test_a_keeper_that_is_held_up_holds_up_no_other(sweep: Callable[[str], Sweep]) -> None:
-    """As by a controller that was killed, and takes it for running. Here it is on hold."""
-    stuck = sweep("stuck")
-    stuck.submit(*LONG, *KEPT, "tokens=200_000", "grid.axes={seed: [0]}", "cluster.queue_minutes=0")
-    slurm("scontrol", "hold", min(stuck.queue("keeper"), key=int))
-    (run,) = stuck.runs().values()
+    """Put a keeper on hold, as when a killed controller believes that it runs."""
+    delayed = sweep("stuck")
+    delayed.submit(*LONG, *KEEPER_OPTIONS, "tokens=200_000", "grid.axes={seed: [0]}", "cluster.queue_minutes=0")
+    slurm("scontrol", "hold", min(delayed.queue("keeper"), key=int))
+    (run,) = delayed.runs().values()
     until(lambda: list(run.path.glob("checkpoints/step_*/*")), "a checkpoint")
     os.kill(process_of(run, 0), signal.SIGKILL)
-    over(stuck)
-    assert causes(run) == ["killed", "done"], stuck.job_logs()
-    assert (stuck.path / "fit" / "report.html").exists()
+    wait_for_end(delayed)
+    assert causes(run) == ["killed", "done"], delayed.job_logs()
+    assert (delayed.path / "fit" / "report.html").exists()

@@ -1,6 +1,6 @@
-"""What is submitted to a real SLURM: tests/slurm_cluster.sh brings up a cluster that has what is needed here.
+"""Jobs that are submitted to a real SLURM, for example the cluster of tests/slurm_cluster.sh.
 
-That is at least four nodes, and an account `small` that may have 8 jobs in the queue.
+The cluster needs at least four nodes, and an account `small` that may have 8 jobs in the queue.
 """
 
 from __future__ import annotations
@@ -44,37 +44,39 @@ def test_a_job_has_its_cpus_the_sweeps_code_and_hugging_faces_evaluate(tmp_path:
         f"open({str(answer)!r}, 'w').write(json.dumps(answer))\n"
     )
     code, folder = snapshot.take(sweep), sweep.path.resolve() / "jobs" / "slurm-0"
-    # It is launched from the root of the code, where a folder `evaluate` lies.
+    # Launched from the root of the code, which has a folder `evaluate`.
     jobs = Submission("grid", ClusterConfig(kind="slurm"), folder, ROOT, code)
     request = Request("worker", JobShape(0, 2, 1.0, 5), "isoflop:0:worker:")
     (job,) = jobs.submit(request, partial(runpy.run_path, str(script)))
     until(lambda: job not in {queued.name for queued in commands.queue()}, "an end of the job")
-    file, has_load, ours, first, threads, *step = json.loads(answer.read_text())
+    evaluate_file, has_load, tasks_file, first_path, threads, *step = json.loads(answer.read_text())
     assert has_load
-    assert "site-packages" in file
-    assert Path(ours) == code / "isoflop" / "evaluate" / "tasks" / "tasks.py"
-    assert Path(first) == folder
+    assert "site-packages" in evaluate_file
+    assert Path(tasks_file) == code / "isoflop" / "evaluate" / "tasks" / "tasks.py"
+    assert Path(first_path) == folder
     assert threads == "2"
     assert step == ["0", "2"], "the CPUs that the job asked for are its task's"
 
 
 def test_a_sweep_in_a_folder_of_any_signs_that_are_not_refused_is_done(sweep: Callable[..., Sweep]) -> None:
-    signs = "".join(sign for sign in map(chr, range(32, 127)) if not sign.isalnum() and sign not in "/%:\\")
-    odd = sweep("odd")
-    odd.output_root = odd.output_root / f"{signs} éü日😀"
-    odd.path = odd.output_root / odd.name
-    odd.output_root.mkdir(parents=True)
-    asked = ("+grid=smoke", "grid.tokens=[16384]", "fit.bootstrap=50", "preflight=true")
-    printed = conduct.conduct(configured(odd.name, odd.output_root, *asked), ["test"])
-    assert printed == 0
-    odd.wait()
-    assert odd.states() == ["done"] * 2, odd.job_logs()
-    assert (odd.path / "fit" / "report.html").exists(), odd.job_logs()
-    nodes = json.loads((odd.path / "preflight.json").read_text())["nodes"]
+    characters = "".join(
+        character for character in map(chr, range(32, 127)) if not character.isalnum() and character not in "/%:\\"
+    )
+    odd_sweep = sweep("odd")
+    odd_sweep.output_root = odd_sweep.output_root / f"{characters} éü日😀"
+    odd_sweep.path = odd_sweep.output_root / odd_sweep.name
+    odd_sweep.output_root.mkdir(parents=True)
+    overrides = ("+grid=smoke", "grid.tokens=[16384]", "fit.bootstrap=50", "preflight=true")
+    code = conduct.conduct(configured(odd_sweep.name, odd_sweep.output_root, *overrides), ["test"])
+    assert code == 0
+    odd_sweep.wait()
+    assert odd_sweep.states() == ["done"] * 2, odd_sweep.job_logs()
+    assert (odd_sweep.path / "fit" / "report.html").exists(), odd_sweep.job_logs()
+    nodes = json.loads((odd_sweep.path / "preflight.json").read_text())["nodes"]
     assert {name.rstrip("1234") for name in nodes} == {"node"}
     for node in nodes.values():
         assert {finding["outcome"] for finding in node["findings"] + node["of_kind"]} == {"passed"}
-    assert {path.name for path in odd.output_root.parent.iterdir()} == {odd.output_root.name}
+    assert {path.name for path in odd_sweep.output_root.parent.iterdir()} == {odd_sweep.output_root.name}
 
 
 def configured(name: str, output_root: Path, *overrides: str) -> SweepConfig:
@@ -84,7 +86,7 @@ def configured(name: str, output_root: Path, *overrides: str) -> SweepConfig:
 
 
 def launched(directory: SweepDirectory) -> int:
-    """A process of this one's kind, which has imported everything, and launches what the sweep wants."""
+    """Fork a process that launches the jobs that the sweep needs; return its id."""
     if (child := os.fork()) > 0:
         return child
     try:
@@ -95,46 +97,55 @@ def launched(directory: SweepDirectory) -> int:
 
 
 def test_launchers_that_are_killed_at_random_times_submit_no_worker_twice(sweep: Callable[..., Sweep]) -> None:
-    """What they submit the user wants on hold, so that it can be counted."""
-    shot, rolls, killed, usual = sweep("shot"), random.Random(6), 0, 0.0
-    shot.submit("+grid=smoke", "cluster.additional_parameters={hold: true}")
-    directory = SweepDirectory(shot.path)
+    """Submit all jobs on hold, so that they can be counted."""
+    held_sweep, rng, killed, usual_seconds = sweep("shot"), random.Random(6), 0, 0.0
+    held_sweep.submit("+grid=smoke", "cluster.additional_parameters={hold: true}")
+    directory = SweepDirectory(held_sweep.path)
     for _ in range(30):  # a launcher may end before it is killed
         if killed == 4:
             break
-        slurm("scancel", *shot.queue(EVERY))
-        until(lambda: not shot.queue(EVERY), "an empty queue")
-        if usual:
+        slurm("scancel", *held_sweep.queue(EVERY))
+        until(lambda: not held_sweep.queue(EVERY), "an empty queue")
+        if usual_seconds:
             process = launched(directory)
-            time.sleep(usual * rolls.random())
+            time.sleep(usual_seconds * rng.random())
             os.kill(process, signal.SIGKILL)
             killed += os.WIFSIGNALED(os.waitpid(process, 0)[1])
-        begun = time.monotonic()
+        start = time.monotonic()
         assert os.waitpid(launched(directory), 0)[1] == 0
-        usual = usual or time.monotonic() - begun
-        assert (len(shot.queue("worker")), len(shot.queue("keeper")), len(shot.queue(EVERY))) == (2, 2, 4)
-        assert {job.name for job in jobs_of(directory)} == set(shot.queue(EVERY))
+        usual_seconds = usual_seconds or time.monotonic() - start
+        assert (len(held_sweep.queue("worker")), len(held_sweep.queue("keeper")), len(held_sweep.queue(EVERY))) == (
+            2,
+            2,
+            4,
+        )
+        assert {job.name for job in jobs_of(directory)} == set(held_sweep.queue(EVERY))
     assert killed == 4
 
 
 def test_an_account_with_room_for_few_jobs_gets_all_done(sweep: Callable[..., Sweep]) -> None:
-    few = sweep("few")
-    # Two of the eight that the account may have are somebody else's.
+    limited_sweep = sweep("few")
+    # Two of the eight jobs that the account may have are not of this sweep.
     for _ in range(2):
         slurm(
-            "sbatch", "--hold", "--account=small", f"--job-name={few.name}-other", "--output=/dev/null", "--wrap=true"
+            "sbatch",
+            "--hold",
+            "--account=small",
+            f"--job-name={limited_sweep.name}-other",
+            "--output=/dev/null",
+            "--wrap=true",
         )
-    few.submit("cluster.account=small", "cluster.keeper_seconds=1", "+grid=smoke", "fit.bootstrap=50")
-    most = 0
+    limited_sweep.submit("cluster.account=small", "cluster.keeper_seconds=1", "+grid=smoke", "fit.bootstrap=50")
+    largest_queue = 0
 
-    def over() -> bool:
-        nonlocal most
-        most = max(most, len(few.queue(f"{EVERY},other")))
-        return not few.queue(EVERY)
+    def is_over() -> bool:
+        nonlocal largest_queue
+        largest_queue = max(largest_queue, len(limited_sweep.queue(f"{EVERY},other")))
+        return not limited_sweep.queue(EVERY)
 
-    until(over, "no job of the sweep")
-    assert few.states() == ["done"] * 4, few.job_logs()
-    assert most <= 8
-    assert [len(run.record().attempts) for run in few.runs().values()] == [1] * 4
-    slurm("scancel", *few.queue("other"))
-    assert (few.path / "fit" / "report.html").exists()
+    until(is_over, "no job of the sweep")
+    assert limited_sweep.states() == ["done"] * 4, limited_sweep.job_logs()
+    assert largest_queue <= 8
+    assert [len(run.record().attempts) for run in limited_sweep.runs().values()] == [1] * 4
+    slurm("scancel", *limited_sweep.queue("other"))
+    assert (limited_sweep.path / "fit" / "report.html").exists()

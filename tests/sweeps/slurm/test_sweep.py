@@ -1,6 +1,6 @@
-"""Sweeps through a real SLURM: tests/slurm_cluster.sh brings up a cluster that has what is needed here.
+"""Sweeps on a real SLURM, for example the cluster of tests/slurm_cluster.sh.
 
-That is a default partition, a partition `low` that it preempts by requeueing, and at least two nodes.
+The cluster needs a default partition, a partition `low` whose jobs it preempts by requeueing, and at least two nodes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def sweep(tmp_path: Path) -> Iterator[Callable[..., Sweep]]:
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
-    """The grid `smoke`, left alone until its last job has gone. As far as it can tell, it was submitted from a job."""
+    """Submit the grid `smoke` with the environment of a SLURM job, and wait for its last job."""
     result = Sweep(f"smoke-{os.getpid()}", tmp_path_factory.mktemp("smoke"))
     allocation = {"SLURM_JOB_ID": "1", "SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "7", "SLURM_NTASKS": "3"}
     printed = result.submit("+grid=smoke", "cluster.gpus_per_job=1", **allocation)
@@ -79,10 +79,10 @@ def test_a_tune_goes_from_rung_to_rung_without_its_command(sweep: Callable[..., 
 
 
 def test_a_preempted_job_ends_with_the_numbers_of_an_undisturbed_one(sweep: Callable[..., Sweep]) -> None:
-    """Seed 0 is preempted by a higher partition, seed 1 told of its time limit, seed 2 requeued by somebody else."""
+    """Preempt seed 0 from a higher partition, signal the time limit to seed 1, and requeue seed 2 by hand."""
     grid = [*LONG, "tokens=800_000"]
     low, other, undisturbed = sweep("low"), sweep("other"), sweep("undisturbed")
-    # Exclusive, so that whoever takes the node takes it from this run alone.
+    # Exclusive, so that the job that takes the node preempts only this run.
     low.submit(
         *grid, "grid.axes={seed: [0]}", "cluster.partition=low", "cluster.additional_parameters={exclusive: true}"
     )
@@ -100,29 +100,29 @@ def test_a_preempted_job_ends_with_the_numbers_of_an_undisturbed_one(sweep: Call
         until(lambda: run.state().state == "preempted", f"{run.run_id} preempted")  # noqa: B023
 
     local = ["cluster=local", "cluster.jobs=2", "cluster.threads_per_job=1"]
-    done = undisturbed.command(*grid, "grid.axes={seed: [0, 1, 2]}", *local)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = undisturbed.command(*grid, "grid.axes={seed: [0, 1, 2]}", *local)
+    assert process.returncode == 0, process.stdout + process.stderr
     low.wait()
     other.wait()
 
-    # A cluster says preemption by either signal, as it is set up.
-    for seed, sign in ((0, "(USR2|TERM)"), (1, "USR2"), (2, "TERM")):
+    # Clusters signal preemption by either signal, depending on their configuration.
+    for seed, signal_name in ((0, "(USR2|TERM)"), (1, "USR2"), (2, "TERM")):
         run, reference = by_seed[seed], undisturbed.runs()[by_seed[seed].run_id]
         log = (run.path / "log.txt").read_text()
         assert (run.state().state, run.state().attempt) == ("done", 2), log
-        step = re.search(rf"preempted: signal SIG{sign}; stopped at step (\d+) of", log)
+        step = re.search(rf"preempted: signal SIG{signal_name}; stopped at step (\d+) of", log)
         assert step is not None, log
         assert f"resumed from step_{step[step.lastindex or 1]} of" in log
         exact = ("val_loss", "val_loss_se", "val_bpb", "train_loss")
-        mine, theirs = run.summary() or {}, reference.summary() or {}
-        assert [mine[name] for name in exact] == [theirs[name] for name in exact]
+        summary, expected = run.summary() or {}, reference.summary() or {}
+        assert [summary[name] for name in exact] == [expected[name] for name in exact]
         assert _curve(run) == _curve(reference)
     for disturbed in (low, other):
         assert (disturbed.path / "fit" / "report.html").exists(), disturbed.job_logs()
 
 
 def _curve(run: RunDirectory) -> dict[int, tuple[float, float, float]]:
-    """Losses by step; a step that was done twice must have come to the same."""
+    """Return the losses by step; a step that was trained twice must have equal losses."""
     curve: dict[int, tuple[float, float, float]] = {}
     for line in read_json_lines(run.path / "metrics.jsonl"):
         values = (line["train_loss"], line["grad_norm"], line.get("val_loss"))
@@ -155,52 +155,52 @@ def test_editing_conf_while_jobs_are_pending_changes_nothing(
 ) -> None:
     copy = tmp_path / "isoflop"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "outputs", "*.egg-info", "__pycache__"))
-    held = sweep("held", copy)
-    # Two of the grid's four runs, from the copy, which comes before any installed package.
+    held_sweep = sweep("held", copy)
+    # Two of the grid's four runs; PYTHONPATH puts the copy before any installed package.
     grid = ["+grid=smoke", "grid.tokens=[16384]", "cluster.additional_parameters={hold: true}"]
-    held.submit(*grid, PYTHONPATH=str(tmp_path))
-    assert held.states() == ["queued", "queued"]
-    jobs = held.queue()
+    held_sweep.submit(*grid, PYTHONPATH=str(tmp_path))
+    assert held_sweep.states() == ["queued", "queued"]
+    jobs = held_sweep.queue()
     assert len(jobs) == 2
 
-    again = held.submit(*grid, PYTHONPATH=str(tmp_path))
-    assert "submitted" not in again
-    assert "2 jobs are in the queue" in again
-    assert held.queue() == jobs, "nothing is submitted twice"
+    printed = held_sweep.submit(*grid, PYTHONPATH=str(tmp_path))
+    assert "submitted" not in printed
+    assert "2 jobs are in the queue" in printed
+    assert held_sweep.queue() == jobs, "nothing is submitted twice"
 
     for path in (copy / "conf").rglob("*.yaml"):
         path.write_text("this: [is no configuration\n")
     slurm("scontrol", "release", *sorted({job.split("_")[0] for job in jobs}))
-    until(lambda: held.queue("fit"), "the fit")
-    slurm("scontrol", "release", *held.queue("fit"))
-    held.wait()
-    assert held.states() == ["done", "done"], held.job_logs()
-    assert held.losses().items() <= smoke.losses().items()
-    assert (held.path / "fit" / "report.html").exists()
+    until(lambda: held_sweep.queue("fit"), "the fit")
+    slurm("scontrol", "release", *held_sweep.queue("fit"))
+    held_sweep.wait()
+    assert held_sweep.states() == ["done", "done"], held_sweep.job_logs()
+    assert held_sweep.losses().items() <= smoke.losses().items()
+    assert (held_sweep.path / "fit" / "report.html").exists()
 
 
 def test_a_worker_that_is_cancelled_in_slurm_cancels_no_run(sweep: Callable[..., Sweep]) -> None:
-    """With its keepers nothing goes on; `isoflop retry` brings all back, and `isoflop cancel` ends it."""
-    stopped = sweep("stopped")
+    """Cancel all jobs, keepers too: the sweep rests until `isoflop retry`, and `isoflop cancel` ends it."""
+    stopped_sweep = sweep("stopped")
     grid = [*LONG, "tokens=1_000_000_000", "grid.axes={seed: [0, 1]}", "cluster.array_parallelism=1"]
-    stopped.submit(*grid)
-    until(lambda: any(run.last_metrics() for run in stopped.runs().values()), "a first step")
+    stopped_sweep.submit(*grid)
+    until(lambda: any(run.last_metrics() for run in stopped_sweep.runs().values()), "a first step")
 
-    def none_is_left() -> bool:
-        if there := stopped.queue(EVERY):
-            slurm("scancel", *there)  # one that runs may have submitted another meanwhile
-        return not there
+    def queue_is_empty() -> bool:
+        if jobs := stopped_sweep.queue(EVERY):
+            slurm("scancel", *jobs)  # a running keeper may have submitted another one
+        return not jobs
 
-    until(none_is_left, "an empty queue")
-    assert stopped.states() == ["preempted", "queued"], stopped.job_logs()
-    (trained,) = [run for run in stopped.runs().values() if run.state().state == "preempted"]
+    until(queue_is_empty, "an empty queue")
+    assert stopped_sweep.states() == ["preempted", "queued"], stopped_sweep.job_logs()
+    (trained,) = [run for run in stopped_sweep.runs().values() if run.state().state == "preempted"]
     assert "signal SIGTERM; stopped at step" in (trained.state().reason or "")
     command = [sys.executable, "-m", "isoflop.sweeps.cli.main"]
-    subprocess.run([*command, "retry", str(stopped.path), trained.run_id], check=True, timeout=120)
+    subprocess.run([*command, "retry", str(stopped_sweep.path), trained.run_id], check=True, timeout=120)
     until(lambda: trained.state().state == "running", "the run to go on")
-    subprocess.run([*command, "cancel", str(stopped.path)], check=True, timeout=120)
-    stopped.wait()
-    assert stopped.states() == ["cancelled", "cancelled"], stopped.job_logs()
+    subprocess.run([*command, "cancel", str(stopped_sweep.path)], check=True, timeout=120)
+    stopped_sweep.wait()
+    assert stopped_sweep.states() == ["cancelled", "cancelled"], stopped_sweep.job_logs()
     assert re.search(r"resumed from step_\d+", (trained.path / "log.txt").read_text())
 
 
@@ -210,26 +210,26 @@ def test_a_worker_that_is_killed_is_named_and_its_run_goes_on_later(sweep: Calla
     killed.submit(*grid)
     (run,) = killed.runs().values()
     until(lambda: list(run.path.glob("checkpoints/step_*/*")), "a checkpoint")
-    # As the kernel does when memory is short. The cluster's nodes are this machine, so the process is to be found here.
-    (process,) = re.findall(r"process (\d+)", (run.path / "log.txt").read_text())
-    os.kill(int(process), signal.SIGKILL)
+    # As the kernel does when memory runs out. The cluster's nodes are this machine, so the process runs here.
+    (process_id,) = re.findall(r"process (\d+)", (run.path / "log.txt").read_text())
+    os.kill(int(process_id), signal.SIGKILL)
     until(lambda: run.state().state == "failed", "the keeper to see it")
     assert "left it, and SLURM calls the job FAILED" in (run.state().reason or "")
     assert run.summary() is None
-    done = killed.command(*grid, "cluster=slurm", "wait=true")
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = killed.command(*grid, "cluster=slurm", "wait=true")
+    assert process.returncode == 0, process.stdout + process.stderr
     assert (run.state().state, run.state().attempt) == ("done", 2)
     assert re.search(r"resumed from step_\d+", (run.path / "log.txt").read_text())
-    assert "report.html" in done.stdout
+    assert "report.html" in process.stdout
 
 
-def test_a_refused_job_is_said_in_one_sentence_and_the_sweep_goes_on_later(sweep: Callable[..., Sweep]) -> None:
+def test_a_refused_job_is_reported_in_one_sentence_and_the_sweep_can_continue(sweep: Callable[..., Sweep]) -> None:
     refused = sweep("refused")
-    done = refused.command("+grid=smoke", "cluster=slurm", "cluster.partition=no_such_partition")
-    assert done.returncode == 2
-    assert "cluster.partition is 'no_such_partition', which SLURM does not have; it has low, main" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    process = refused.command("+grid=smoke", "cluster=slurm", "cluster.partition=no_such_partition")
+    assert process.returncode == 2
+    assert "cluster.partition is 'no_such_partition', which SLURM does not have; it has low, main" in process.stderr
+    assert "Traceback" not in process.stderr
+    assert len(process.stderr.strip().splitlines()) == 1, process.stderr
     assert not refused.path.exists()
     printed = refused.submit("+grid=smoke", "cluster.additional_parameters={hold: true}")
     assert "submitted 4 runs" in printed
@@ -238,7 +238,7 @@ def test_a_refused_job_is_said_in_one_sentence_and_the_sweep_goes_on_later(sweep
 def test_a_submission_that_is_refused_halfway_leaves_nothing_in_the_queue(
     sweep: Callable[..., Sweep], tmp_path: Path
 ) -> None:
-    """An sbatch that refuses workers, and takes keepers, stands for whatever SLURM may dislike in the middle."""
+    """Use an sbatch that accepts keepers and refuses workers, so that the submission fails halfway."""
     real, wrapper = shutil.which("sbatch"), tmp_path / "bin" / "sbatch"
     wrapper.parent.mkdir()
     wrapper.write_text(
@@ -246,46 +246,50 @@ def test_a_submission_that_is_refused_halfway_leaves_nothing_in_the_queue(
         f'exec {real} "$@"\n'
     )
     wrapper.chmod(0o755)
-    half = sweep("half")
+    refused_sweep = sweep("half")
     path = f"{wrapper.parent}{os.pathsep}{os.environ['PATH']}"
-    done = half.command("+grid=smoke", "cluster=slurm", "cluster.additional_parameters={hold: true}", PATH=path)
-    assert done.returncode == 2
-    assert "Invalid account" in done.stderr
-    half.wait()
-    assert half.states() == ["planned"] * 4
+    process = refused_sweep.command(
+        "+grid=smoke", "cluster=slurm", "cluster.additional_parameters={hold: true}", PATH=path
+    )
+    assert process.returncode == 2
+    assert "Invalid account" in process.stderr
+    refused_sweep.wait()
+    assert refused_sweep.states() == ["planned"] * 4
 
 
 def test_waiting_for_the_jobs_reports_what_failed(sweep: Callable[..., Sweep]) -> None:
-    """`wait=true` is a foreground sweep: its exit code says how it went. The text is gone when the job reads it."""
-    lost = sweep("lost")
-    text = lost.output_root / "text"
+    """Check that `wait=true` returns the result as exit code; the corpus is deleted before the job reads it."""
+    failed_sweep = sweep("lost")
+    text = failed_sweep.output_root / "text"
     text.mkdir(parents=True)
     for number in range(20):
         (text / f"{number}.txt").write_text(f"document {number} " + "all work and no play " * 500)
-    cache = lost.output_root / "cache"
-    # The setup line runs in the job, before Python: the shards that were built at submission vanish with the text.
+    cache = failed_sweep.output_root / "cache"
+    # The setup line runs in the job before Python, and deletes the text and the shards built at submission.
     setup = f"cluster.setup=[rm -rf {text} {cache}]"
     grid = [*LONG, "data=text", f"data.path={text}", "data.tokenizer=bytes", "data.sequence_length=64", "tokens=20_000"]
-    done = lost.command(*grid, "cluster=slurm", "wait=true", "grid.axes={seed: [0]}", setup, ISOFLOP_CACHE=str(cache))
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert lost.states() == ["failed"]
-    (run,) = lost.runs().values()
+    process = failed_sweep.command(
+        *grid, "cluster=slurm", "wait=true", "grid.axes={seed: [0]}", setup, ISOFLOP_CACHE=str(cache)
+    )
+    assert process.returncode == 1, process.stdout + process.stderr
+    assert failed_sweep.states() == ["failed"]
+    (run,) = failed_sweep.runs().values()
     assert str(text) in (run.state().reason or "")
-    assert f"run {run.run_id} is failed: " in done.stdout
-    assert not lost.queue()
+    assert f"run {run.run_id} is failed: " in process.stdout
+    assert not failed_sweep.queue()
 
 
 def test_one_worker_of_two_nodes_trains_run_after_run_and_stops_as_one(sweep: Callable[..., Sweep]) -> None:
-    """Rank 0 claims and the others follow; one that is told to stop stops all of them for one requeue."""
+    """Check that rank 0 claims runs for all ranks, and that a rank that must stop stops them all for one requeue."""
     spread = sweep("spread")
     mesh = ["parallel.tp=2", "parallel.dp=2", "parallel.zero=1", "cluster.ranks_per_node=2", "cluster.gpus_per_job=1"]
     spread.submit(*LONG, "tokens=80_000", "grid.axes={seed: [0, 1, 2]}", *mesh, "cluster.array_parallelism=1")
     runs = list(spread.runs().values())
     until(lambda: [run for run in runs if run.last_metrics().get("step", 0) >= 20], "20 steps")
     (run,) = [run for run in runs if run.state().state == "running"]
-    shown = slurm("scontrol", "-o", "show", "job", run.state().job_id or "")
-    assert re.search(r"\bNumNodes=2 .*\bNumTasks=4\b", shown), shown
-    assert "TresPerNode=gres:gpu:2" in shown
+    job_record = slurm("scontrol", "-o", "show", "job", run.state().job_id or "")
+    assert re.search(r"\bNumNodes=2 .*\bNumTasks=4\b", job_record), job_record
+    assert "TresPerNode=gres:gpu:2" in job_record
     hosts = [re.findall(r" on (\w+)", (run.path / f"log-rank{rank}.txt").read_text())[0] for rank in (1, 2, 3)]
     assert hosts[1] == hosts[2] != hosts[0], "tensor-parallel neighbours share a node"
 
@@ -303,7 +307,7 @@ def test_one_worker_of_two_nodes_trains_run_after_run_and_stops_as_one(sweep: Ca
 
 
 def test_a_rank_that_is_killed_ends_its_job_and_is_named(sweep: Callable[..., Sweep]) -> None:
-    """Rank 0 of one run, which then has nobody to write its state, and the other rank of the other."""
+    """Kill rank 0 of one run, which would write its state, and rank 1 of the other."""
     killed = sweep("ranks")
     grid = [*LONG, "tokens=100_000", "grid.axes={seed: [0, 1]}", "checkpoint.every_seconds=0.1", "parallel.dp=2"]
     killed.submit(*grid, "cluster.ranks_per_node=2")
@@ -315,15 +319,15 @@ def test_a_rank_that_is_killed_ends_its_job_and_is_named(sweep: Callable[..., Sw
     for rank, run in enumerate(runs):
         assert re.search(rf"rank {rank} on node\d died at step \d+", run.state().reason or ""), run.state()
     assert "SLURM calls the job FAILED" in (runs[0].state().reason or "")
-    done = killed.command(*grid, "cluster=slurm", "cluster.ranks_per_node=2", "wait=true")
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = killed.command(*grid, "cluster=slurm", "cluster.ranks_per_node=2", "wait=true")
+    assert process.returncode == 0, process.stdout + process.stderr
     for run in runs:
         assert (run.state().state, run.state().attempt) == ("done", 2)
         assert re.search(r"resumed from step_\d+", (run.path / "log.txt").read_text())
 
 
 def test_branches_wait_for_their_trunk_and_end_as_they_do_alone(sweep: Callable[..., Sweep]) -> None:
-    shared, apart = sweep("shared"), sweep("apart")
+    shared, separate = sweep("shared"), sweep("apart")
     rung = [
         "+grid=ladder", "grid.sizes=[5e3]", "grid.tokens_per_parameter=[10,20,40]", "data.sequence_length=64",
         "data.max_bytes=2000000", "data.validation_tokens=8192", "validations=2", "fit.bootstrap=50",
@@ -333,8 +337,8 @@ def test_branches_wait_for_their_trunk_and_end_as_they_do_alone(sweep: Callable[
     trunk, *branches = sorted(shared.runs().values(), key=lambda run: -run.config().tokens)
     shared.wait()
     assert shared.states() == ["done"] * 3, shared.job_logs()
-    done = apart.command(*rung, "trunks=false", "cluster=local", "cluster.jobs=2", "cluster.threads_per_job=1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert shared.losses() == apart.losses()
+    process = separate.command(*rung, "trunks=false", "cluster=local", "cluster.jobs=2", "cluster.threads_per_job=1")
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert shared.losses() == separate.losses()
     for run in branches:
         assert f"of run {trunk.run_id}, whose checkpoint is" in (run.path / "log.txt").read_text()
