@@ -1,4 +1,4 @@
-"""The whole analysis: the contract's JSON, an answer from whatever the table allows, each warning where it belongs."""
+"""The whole analysis: its JSON format, answers from any table that allows one, and each warning in its place."""
 
 import json
 from dataclasses import replace
@@ -13,7 +13,7 @@ from isoflop.fit.solver import solver
 
 
 def sweep(budgets=(2e15, 6e15, 2e16, 6e16), sizes=6, noise=0.002, seed=0, **columns):
-    """A sweep's table: exact FLOPs 3 % above 6ND, an intermediate checkpoint for each run, and a known law."""
+    """Return a sweep's table of a known law: exact FLOPs 3 % above 6ND, and an intermediate checkpoint for each run."""
     rng = np.random.default_rng(seed)
     rows = []
     for C in budgets:
@@ -37,47 +37,51 @@ def sweep(budgets=(2e15, 6e15, 2e16, 6e16), sizes=6, noise=0.002, seed=0, **colu
 
 
 def analyze(table, **options):
-    """Without resamples and the mixture of forms, which only some tests need."""
+    """Analyse without resamples or the mixture of forms, which only some tests need."""
     options = {"targets": (1e18,), "bootstrap": 0, "intervals": "noise"} | options
     return fit.analyze(fit.read_table(table), **options)
 
 
-def codes(found):
-    return {w.code for w in found.warnings}
+def warning_codes(analysis):
+    return {w.code for w in analysis.warnings}
 
 
 @pytest.fixture(scope="module")
-def plain():
+def analysis():
     return analyze(sweep(), targets=(1e17, 1e18), bootstrap=100)
 
 
-def test_a_good_sweep_gets_three_answers_that_agree_and_cover_the_truth(plain):
-    found = plain
-    assert found.interior_minima == 4
-    assert found.verdict.sentence.startswith("Isoflop and parametric agree at 1e17 FLOPs within")
+def test_a_good_sweep_gets_three_answers_that_agree_and_cover_the_truth(analysis):
+    assert analysis.interior_minima == 4
+    assert analysis.verdict.sentence.startswith("Isoflop and parametric agree at 1e17 FLOPs within")
     truth = (40 / 85) ** (1 / 0.6) * (1e18 / 6) ** 0.5
-    for approach in found.approaches.values():
+    for approach in analysis.approaches.values():
         low, high = approach.at(1e18).N_ci
         assert low < truth < high
         assert approach.exponent_interval[0] < 0.5 < approach.exponent_interval[1]
-    assert codes(found) <= {"backtest_short"}
+    assert warning_codes(analysis) <= {"backtest_short"}
 
 
 def test_a_fit_that_did_not_converge_has_no_numbers_anywhere(monkeypatch, tmp_path):
     monkeypatch.setattr(solver, "ITERATIONS", 2)
-    found = analyze(sweep(), bootstrap=20, intervals="mixture")
-    [said] = [w.message for w in found.warnings if w.code == "no_parametric"]
-    assert "no_mixture" in codes(found)
-    assert "did not converge from any of 64 starts" in said
-    page = fit.write_report(found, tmp_path / "fit").read_text()
+    analysis = analyze(sweep(), bootstrap=20, intervals="mixture")
+    [message] = [w.message for w in analysis.warnings if w.code == "no_parametric"]
+    assert "no_mixture" in warning_codes(analysis)
+    assert "did not converge from any of 64 starts" in message
+    page = fit.write_report(analysis, tmp_path / "fit").read_text()
     assert ", approach 3 · parametric</span>" not in page  # a tile
     assert ">Approach 3 · parametric</td>" not in page  # a row
-    said = json.loads((tmp_path / "fit/law.json").read_text())
-    assert {said[name] for name in ("law", "objective", "converged")} == {None}
-    assert [said["ci"], said["optimal"], said["backtest"]["steps"]] == [{}, [], []]
-    parametric = [said["approaches"]["parametric"], *(row["approaches"]["parametric"] for row in said["conventions"])]
-    for one in parametric:
-        assert {name: value for name, value in one.items() if value not in (None, [])} == {"reason": one["reason"]}
+    content = json.loads((tmp_path / "fit/law.json").read_text())
+    assert {content[name] for name in ("law", "objective", "converged")} == {None}
+    assert [content["ci"], content["optimal"], content["backtest"]["steps"]] == [{}, [], []]
+    parametric = [
+        content["approaches"]["parametric"],
+        *(row["approaches"]["parametric"] for row in content["conventions"]),
+    ]
+    for answer in parametric:
+        assert {name: value for name, value in answer.items() if value not in (None, [])} == {
+            "reason": answer["reason"]
+        }
     with pytest.raises(fit.InputError, match="its report had no parametric fit"):
         fit.answer(tmp_path / "fit/law.json")
 
@@ -98,19 +102,19 @@ SLOW = {"rising": [pytest.mark.slow], "huge": [pytest.mark.slow]}
     "loss", [pytest.param(of, id=name, marks=SLOW.get(name, ())) for name, of in DEGENERATE.items()]
 )
 def test_a_degenerate_table_gets_a_report_without_empty_figures(loss, tmp_path):
-    found = analyze(sweep().assign(loss=loss), bootstrap=5, intervals="mixture")
-    assert not any(one.available for one in found.approaches.values())
-    page = fit.write_report(found, tmp_path / "fit").read_text()
+    analysis = analyze(sweep().assign(loss=loss), bootstrap=5, intervals="mixture")
+    assert not any(approach.available for approach in analysis.approaches.values())
+    page = fit.write_report(analysis, tmp_path / "fit").read_text()
     assert "No approach has an answer: see the warnings." in page
     assert "exponent a of" not in page
     files = {path.stem for path in (tmp_path / "fit").iterdir()}
     assert {"law", "report", "isoflop"} <= files
     assert not {"bootstrap", "optimal_N", "optimal_D", "optimal_loss"} & files
-    flat = found.law is None or np.ptp(np.log(found.law.predict(found.table.N, found.table.D))) < 1e-9
-    assert (found.law is None or "No contours: the law predicts the same loss for all runs." in page) == flat
+    flat = analysis.law is None or np.ptp(np.log(analysis.law.predict(analysis.table.N, analysis.table.D))) < 1e-9
+    assert (analysis.law is None or "No contours: the law predicts the same loss for all runs." in page) == flat
     assert ("contours" in files) == (not flat)
-    assert {approach["exponent"] for approach in found.to_dict()["approaches"].values()} == {None}
-    steps, influence = found.backtest["steps"], found.backtest["influence"]
+    assert {approach["exponent"] for approach in analysis.to_dict()["approaches"].values()} == {None}
+    steps, influence = analysis.backtest["steps"], analysis.backtest["influence"]
     assert not any(0 in (step["tokens_per_parameter_at_target"], step["N_predicted"]) for step in steps)
     assert influence is None or not any(entry["N"] == 0 for entry in influence["left_out"])
 
@@ -118,19 +122,19 @@ def test_a_degenerate_table_gets_a_report_without_empty_figures(loss, tmp_path):
 @pytest.mark.usefixtures("quick_pictures")
 @pytest.mark.slow
 def test_a_report_that_fails_leaves_no_folder_and_an_old_one_as_it_was(tmp_path, monkeypatch):
-    found = analyze(sweep(), bootstrap=20)
+    analysis = analyze(sweep(), bootstrap=20)
     old, new = tmp_path / "old", tmp_path / "new"
-    fit.write_report(found, old)
+    fit.write_report(analysis, old)
     (old / "mine.png").write_text("of the user")
     before = {path.name: path.read_bytes() for path in old.iterdir()}
     with monkeypatch.context() as patch:
         patch.setattr("isoflop.fit.report.report.render_report", lambda *_: 1 / 0)
         for folder in (old, new):
             with pytest.raises(ZeroDivisionError):
-                fit.write_report(found, folder)
+                fit.write_report(analysis, folder)
     assert {path.name: path.read_bytes() for path in old.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
-    fit.write_report(analyze(sweep().assign(loss=3.0), bootstrap=0), old)  # figures of the fit before would mislead
+    fit.write_report(analyze(sweep().assign(loss=3.0), bootstrap=0), old)  # figures of the previous fit would mislead
     assert not (old / "contours.png").exists()
     assert (old / "mine.png").exists()
 
@@ -140,37 +144,37 @@ def test_a_report_that_fails_leaves_no_folder_and_an_old_one_as_it_was(tmp_path,
 def test_one_law_gives_one_answer_and_names_its_convention(tmp_path):
     """The table counts 3 % more than 6ND, and more for small models."""
     frame = sweep().assign(flops=lambda t: 6 * t.N * t.D * (1 + 300 * t.N ** (-1 / 3)))
-    found, C = analyze(frame, bootstrap=50, intervals="mixture"), 1e18
-    fit.write_report(found, tmp_path)
+    analysis, C = analyze(frame, bootstrap=50, intervals="mixture"), 1e18
+    fit.write_report(analysis, tmp_path)
     as_6nd = analyze(frame, bootstrap=50, convention="6nd", intervals="mixture")
-    for convention, report in (("table", found), ("6nd", as_6nd)):
-        best, said = found.law.optimal(C, convention=convention), report.to_dict()
-        assert said["convention"] == best.convention == convention
+    for convention, report in (("table", analysis), ("6nd", as_6nd)):
+        best, content = analysis.law.optimal(C, convention=convention), report.to_dict()
+        assert content["convention"] == best.convention == convention
         for kind in ("mixture", "noise"):
-            again = fit.answer(tmp_path / "law.json", [C], convention, kind)
-            [asked], [written] = again["optimal"], said["optimal"]
+            answer = fit.answer(tmp_path / "law.json", [C], convention, kind)
+            [answered], [written] = answer["optimal"], content["optimal"]
             if kind == "noise":
-                [written] = said["approaches"]["parametric"]["optimal"]
-                assert asked["N"] == pytest.approx(best.N[0], rel=1e-6)
-            for name, value in asked.items():
+                [written] = content["approaches"]["parametric"]["optimal"]
+                assert answered["N"] == pytest.approx(best.N[0], rel=1e-6)
+            for name, value in answered.items():
                 assert value == (written[name] if name == "convention" else pytest.approx(written[name], rel=1e-5))
-            assert again["intervals"] == kind
-            assert again["forms"] == (said["forms"] if kind == "mixture" else {})
-        assert said["backtest"]["tokens_per_parameter_at_target_full"] == pytest.approx(best.ratio[0], rel=1e-6)
-        [row] = [row for row in said["conventions"] if row["own"]]
+            assert answer["intervals"] == kind
+            assert answer["forms"] == (content["forms"] if kind == "mixture" else {})
+        assert content["backtest"]["tokens_per_parameter_at_target_full"] == pytest.approx(best.ratio[0], rel=1e-6)
+        [row] = [row for row in content["conventions"] if row["own"]]
         assert row["flops"] == convention
         assert row["approaches"]["parametric"]["N"] == pytest.approx(best.N[0], rel=1e-6)
     assert "For 1e18 FLOPs (as the table counts)" in (tmp_path / "report.html").read_text()
-    assert repr(found.law.optimal(C)).startswith("C (as the table counts) = 1e18")
-    assert abs(found.law.optimal(C).N[0] / found.law.optimal(C, convention="6nd").N[0] - 1) > 0.02
+    assert repr(analysis.law.optimal(C)).startswith("C (as the table counts) = 1e18")
+    assert abs(analysis.law.optimal(C).N[0] / analysis.law.optimal(C, convention="6nd").N[0] - 1) > 0.02
     with pytest.raises(fit.InputError, match="convention is 'exact'; choose table"):
-        found.law.optimal(C, convention="exact")
+        analysis.law.optimal(C, convention="exact")
 
 
 @pytest.mark.parametrize("law", [fit.OvertrainingLaw(), fit.ChinchillaLaw()], ids=["overtraining", "chinchilla"])
 def test_influence_follows_the_exponents_that_a_law_names(law):
-    found = analyze(sweep(), bootstrap=0, law=law)
-    assert set(law.exponent_names) <= set(found.backtest["influence"]["left_out"][0]["moves"])
+    analysis = analyze(sweep(), bootstrap=0, law=law)
+    assert set(law.exponent_names) <= set(analysis.backtest["influence"]["left_out"][0]["moves"])
     assert fit.FunctionLaw(None, {"E": (1, 2), "alpha": (0, 1)}).exponent_names == ("alpha",)
 
 
@@ -184,61 +188,59 @@ def test_refits_that_never_converge_leave_an_answer_without_intervals(monkeypatc
             return bootstrap(law, *options, **named)
 
     monkeypatch.setattr(fit.Law, "bootstrap", without_time)
-    found = analyze(sweep(), bootstrap=20, intervals="mixture")
-    assert {"bootstrap_unconverged", "no_mixture"} <= codes(found)
-    assert found.law.bootstrap_["resamples"] == 0
-    assert np.isnan(found.law.predict_interval([1e7, 1e8], [1e9, 1e9], kind="run")).all()
-    assert {step["inside"] for step in found.backtest["tested"]["ahead"]} <= {None}
-    json.dumps(found.to_dict(), allow_nan=False)
+    analysis = analyze(sweep(), bootstrap=20, intervals="mixture")
+    assert {"bootstrap_unconverged", "no_mixture"} <= warning_codes(analysis)
+    assert analysis.law.bootstrap_["resamples"] == 0
+    assert np.isnan(analysis.law.predict_interval([1e7, 1e8], [1e9, 1e9], kind="run")).all()
+    assert {step["inside"] for step in analysis.backtest["tested"]["ahead"]} <= {None}
+    json.dumps(analysis.to_dict(), allow_nan=False)
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_law_with_infinite_intervals_raises_no_warning():
     frame = sweep(sizes=3, noise=0.01).query("final").iloc[[0, 1, 2, 5, 8, 9]]
-    found = analyze(frame, bootstrap=30, law=fit.KaplanLaw())
-    assert found.backtest["influence"]["left_out"]
+    analysis = analyze(frame, bootstrap=30, law=fit.KaplanLaw())
+    assert analysis.backtest["influence"]["left_out"]
 
 
-def test_the_json_is_the_contracts(plain):
-    found = plain
-    said = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert list(said["law"]) == ["form", "E", "A", "B", "alpha", "beta"]
-    assert said["law"]["form"] == "chinchilla"
-    assert set(said["ci"]) == {"E", "A", "B", "alpha", "beta"}
-    assert all(low < said["law"][name] < high for name, (low, high) in said["ci"].items())
-    assert set(said["starts"]) == {"tried", "agreeing"}
-    assert said["objective"] == found.law.objective_
-    assert [o["flops"] for o in said["optimal"]] == [1e17, 1e18]
-    for optimum in said["optimal"]:
+def test_the_json_is_the_contracts(analysis):
+    content = json.loads(json.dumps(analysis.to_dict(), allow_nan=False))
+    assert list(content["law"]) == ["form", "E", "A", "B", "alpha", "beta"]
+    assert content["law"]["form"] == "chinchilla"
+    assert set(content["ci"]) == {"E", "A", "B", "alpha", "beta"}
+    assert all(low < content["law"][name] < high for name, (low, high) in content["ci"].items())
+    assert set(content["starts"]) == {"tried", "agreeing"}
+    assert content["objective"] == analysis.law.objective_
+    assert [o["flops"] for o in content["optimal"]] == [1e17, 1e18]
+    for optimum in content["optimal"]:
         assert {"flops", "N", "D", "loss", "N_ci", "D_ci", "loss_ci"} <= set(optimum)
         for name in ("N", "D", "loss"):
             low, high = optimum[f"{name}_ci"]
             assert low < optimum[name] < high
-    assert set(said["approaches"]) == {"envelope", "isoflop", "parametric"}
-    assert said["interior_minima"] == 4
-    assert all(set(w) == {"code", "message"} for w in said["warnings"])
-    assert {"loss_error", "N_predicted", "N_measured", "steps"} <= set(said["backtest"])
+    assert set(content["approaches"]) == {"envelope", "isoflop", "parametric"}
+    assert content["interior_minima"] == 4
+    assert all(set(w) == {"code", "message"} for w in content["warnings"])
+    assert {"loss_error", "N_predicted", "N_measured", "steps"} <= set(content["backtest"])
 
 
 @pytest.fixture(scope="module")
-def mixed():
+def mixture_analysis():
     return analyze(sweep(), bootstrap=20, intervals="mixture")
 
 
-def test_the_mixture_of_forms_answers_first_and_covers_more_than_the_noise(mixed):
-    found = mixed
-    said = found.to_dict()
-    [best], [by_law] = said["optimal"], said["approaches"]["parametric"]["optimal"]
-    t = found.table
-    alone = fit.FormMixture(draws=20).fit(t.N, t.D, t.loss, t.flops, t.group)
-    assert best["N"] == pytest.approx(alone.optimal(1e18).N[0])
-    assert best["N_ci"] == pytest.approx(alone.optimal(1e18).interval("N")[0])
+def test_the_mixture_of_forms_answers_first_and_covers_more_than_the_noise(mixture_analysis):
+    content = mixture_analysis.to_dict()
+    [best], [by_law] = content["optimal"], content["approaches"]["parametric"]["optimal"]
+    t = mixture_analysis.table
+    mixture = fit.FormMixture(draws=20).fit(t.N, t.D, t.loss, t.flops, t.group)
+    assert best["N"] == pytest.approx(mixture.optimal(1e18).N[0])
+    assert best["N_ci"] == pytest.approx(mixture.optimal(1e18).interval("N")[0])
     assert np.ptp(np.log(best["N_ci"])) > np.ptp(np.log(by_law["N_ci"]))
-    assert said["forms"] == pytest.approx(alone.weights_)
-    assert [said["intervals"], found.ranked[0].key] == ["mixture", "mixture"]
-    assert said["law"]["form"] == "chinchilla"
+    assert content["forms"] == pytest.approx(mixture.weights_)
+    assert [content["intervals"], mixture_analysis.ranked[0].key] == ["mixture", "mixture"]
+    assert content["law"]["form"] == "chinchilla"
     noise = analyze(sweep(), bootstrap=20)
-    assert noise.to_dict()["optimal"] == said["approaches"]["parametric"]["optimal"]
+    assert noise.to_dict()["optimal"] == content["approaches"]["parametric"]["optimal"]
     assert [noise.to_dict()["intervals"], noise.to_dict()["forms"]] == ["noise", {}]
     with pytest.raises(fit.InputError, match="intervals is 'wide'; choose mixture or noise"):
         analyze(sweep(), intervals="wide")
@@ -246,8 +248,8 @@ def test_the_mixture_of_forms_answers_first_and_covers_more_than_the_noise(mixed
 
 def test_an_interval_that_determines_nothing_is_no_interval():
     far = analyze(sweep(noise=0.02), targets=(1e60,), bootstrap=30)
-    [said] = [w.message for w in far.warnings if w.code == "no_interval"]
-    assert "1e60 FLOPs by the parametric" in said
+    [message] = [w.message for w in far.warnings if w.code == "no_interval"]
+    assert "1e60 FLOPs by the parametric" in message
 
 
 def test_the_same_seed_gives_the_same_numbers():
@@ -257,15 +259,15 @@ def test_the_same_seed_gives_the_same_numbers():
 
 
 def test_four_runs_still_get_an_analysis_with_no_law():
-    found = analyze(sweep(budgets=(2e15, 6e15), sizes=2))
-    said = found.to_dict()
-    assert said["law"] is None
-    assert said["ci"] == {}
-    assert said["optimal"] == []
-    assert said["objective"] is None
-    assert {"no_parametric", "no_isoflop", "few_sizes", "narrow_span"} <= codes(found)
-    assert "5 parameters" in said["approaches"]["parametric"]["reason"]
-    json.dumps(said, allow_nan=False)
+    analysis = analyze(sweep(budgets=(2e15, 6e15), sizes=2))
+    content = analysis.to_dict()
+    assert content["law"] is None
+    assert content["ci"] == {}
+    assert content["optimal"] == []
+    assert content["objective"] is None
+    assert {"no_parametric", "no_isoflop", "few_sizes", "narrow_span"} <= warning_codes(analysis)
+    assert "5 parameters" in content["approaches"]["parametric"]["reason"]
+    json.dumps(content, allow_nan=False)
 
 
 @pytest.mark.parametrize("runs", [1, 2, 5, 6, 7])
@@ -276,15 +278,15 @@ def test_any_number_of_runs_gives_an_analysis(runs):
 
 
 def test_no_bootstrap_means_no_intervals():
-    found = analyze(sweep(), bootstrap=0)
-    assert found.to_dict()["ci"] == {}
-    assert all(e["N_ci"] is None for a in found.to_dict()["approaches"].values() for e in a["optimal"])
-    assert "Agreement cannot be judged" in found.verdict.sentence
+    analysis = analyze(sweep(), bootstrap=0)
+    assert analysis.to_dict()["ci"] == {}
+    assert all(e["N_ci"] is None for a in analysis.to_dict()["approaches"].values() for e in a["optimal"])
+    assert "Agreement cannot be judged" in analysis.verdict.sentence
 
 
 def test_the_backtest_holds_out_the_highest_budget_and_predicts_it():
-    found = analyze(sweep(noise=0.0005), bootstrap=20)
-    test = found.backtest
+    analysis = analyze(sweep(noise=0.0005), bootstrap=20)
+    test = analysis.backtest
     assert test["held_out_flops"] == 6e16
     assert test["runs_fitted"] == 18
     assert test["runs_predicted"] == 6
@@ -292,18 +294,17 @@ def test_the_backtest_holds_out_the_highest_budget_and_predicts_it():
     assert 0.8 < test["N_predicted"] / test["N_measured"] < 1.25
     assert [s["held_out_flops"] for s in test["steps"]] == [2e16, 6e16]
     train = sweep(noise=0.0005).query("final and budget < 6e16")
-    alone = fit.ChinchillaLaw().fit(train.N, train.D, train.loss)
+    law = fit.ChinchillaLaw().fit(train.N, train.D, train.loss)
     np.testing.assert_allclose(
         test["predicted"],
-        alone.predict(*(v[found.table.budget == 6e16] for v in (found.table.N, found.table.D))),
+        law.predict(*(v[analysis.table.budget == 6e16] for v in (analysis.table.N, analysis.table.D))),
         rtol=1e-9,
     )
 
 
-def test_bands_contain_their_values_for_every_approach(plain):
-    found = plain
+def test_bands_contain_their_values_for_every_approach(analysis):
     C = np.geomspace(2e15, 1e17, 5)
-    for approach in found.approaches.values():
+    for approach in analysis.approaches.values():
         values, bands = approach.answers(C)
         for name in QUANTITIES:
             assert (bands[name][:, 0] <= values[name] * (1 + 1e-6)).all(), (approach.key, name)
@@ -332,33 +333,33 @@ WARNED = [
 
 
 @pytest.mark.parametrize(("code", "table"), WARNED)
-def test_a_warning_comes_where_it_belongs_and_only_there(code, table, plain):
-    assert code in codes(analyze(table()))
-    assert code not in codes(plain)
+def test_a_warning_comes_where_it_belongs_and_only_there(code, table, analysis):
+    assert code in warning_codes(analyze(table()))
+    assert code not in warning_codes(analysis)
 
 
 @pytest.mark.slow
 def test_a_target_farther_out_than_the_backtest_reached_is_short_of_it(tmp_path):
-    found = analyze(sweep(), targets=(6.1e17, 5.9e17), bootstrap=20)
-    assert found.backtest["tested"]["reach"] == pytest.approx(10)  # from 6e15 FLOPs to 6e16
-    [said] = [w.message for w in found.warnings if w.code == "backtest_short"]
-    assert said.startswith("The target 6.1e17 FLOPs (10.2 times) lies farther beyond")
-    fit.write_report(found, tmp_path)
+    analysis = analyze(sweep(), targets=(6.1e17, 5.9e17), bootstrap=20)
+    assert analysis.backtest["tested"]["reach"] == pytest.approx(10)  # from 6e15 FLOPs to 6e16
+    [message] = [w.message for w in analysis.warnings if w.code == "backtest_short"]
+    assert message.startswith("The target 6.1e17 FLOPs (10.2 times) lies farther beyond")
+    fit.write_report(analysis, tmp_path)
     for C, code in ((6.1e17, ["backtest_short"]), (5.9e17, [])):
-        again = fit.answer(tmp_path / "law.json", [C])["warnings"]
-        assert [w["code"] for w in again if w["code"] in ("backtest_short", "extrapolation")] == code
-    assert "extrapolation" in codes(analyze(sweep(budgets=(6e16,)), targets=(1e24,), bootstrap=0))
+        warnings = fit.answer(tmp_path / "law.json", [C])["warnings"]
+        assert [w["code"] for w in warnings if w["code"] in ("backtest_short", "extrapolation")] == code
+    assert "extrapolation" in warning_codes(analyze(sweep(budgets=(6e16,)), targets=(1e24,), bootstrap=0))
 
 
 @pytest.mark.slow
 def test_a_law_that_bends_away_fails_its_backtest():
     steeper = sweep(noise=0.0003).assign(loss=lambda t: t.loss * (1 + 0.02 * np.log(t.flops / 2e15) ** 2 / 12))
-    found = analyze(steeper, targets=(1e17,), bootstrap=40)
-    [said] = [w.message for w in found.warnings if w.code == "backtest_outside"]
-    tested = found.backtest["tested"]
-    assert said.startswith("Fitted to cheaper runs, the parametric errs by more than it says: ")
-    assert f"{tested['inside']:.0%} of {tested['predictions']} predicted losses" in said
-    assert "backtest_outside" not in codes(analyze(sweep(), targets=(1e17,), bootstrap=40))
+    analysis = analyze(steeper, targets=(1e17,), bootstrap=40)
+    [message] = [w.message for w in analysis.warnings if w.code == "backtest_outside"]
+    tested = analysis.backtest["tested"]
+    assert message.startswith("Fitted to cheaper runs, the parametric errs by more than it says: ")
+    assert f"{tested['inside']:.0%} of {tested['predictions']} predicted losses" in message
+    assert "backtest_outside" not in warning_codes(analyze(sweep(), targets=(1e17,), bootstrap=40))
     mixed = analyze(sweep(), targets=(1e17,), bootstrap=20, intervals="mixture").backtest["tested"]
     assert mixed["by"] == "mixture"
     assert mixed["inside"] >= 0.9
@@ -366,38 +367,41 @@ def test_a_law_that_bends_away_fails_its_backtest():
     assert mixed["ahead"][0]["factor"] == pytest.approx([10 / 3] * 6 + [10] * 6)
 
 
-def test_forms_that_ask_for_other_sizes_are_named(monkeypatch, mixed):
-    found = mixed
+def test_forms_that_ask_for_other_sizes_are_named(monkeypatch, mixture_analysis):
     sizes = {"chinchilla": [1e9], "gamma": [2e9], "kaplan": [9e9]}
-    monkeypatch.setattr(found.mixture.mixture, "sizes", lambda *_: {k: np.array(v) for k, v in sizes.items()})
+    monkeypatch.setattr(
+        mixture_analysis.mixture.mixture, "sizes", lambda *_: {k: np.array(v) for k, v in sizes.items()}
+    )
     weights = {"chinchilla": 0.5, "gamma": 0.41, "kaplan": 0.09}
-    monkeypatch.setattr(found.mixture.mixture, "weights_", weights)
-    assert "forms_disagree" not in {w.code for w in run_checks(found)}
+    monkeypatch.setattr(mixture_analysis.mixture.mixture, "weights_", weights)
+    assert "forms_disagree" not in {w.code for w in run_checks(mixture_analysis)}
     weights["kaplan"] = 0.2
-    [said] = [w.message for w in run_checks(found) if w.code == "forms_disagree"]
-    assert "1.00B (chinchilla, which weighs 50%) and 9.00B (kaplan, which weighs 20%)" in said
+    [message] = [w.message for w in run_checks(mixture_analysis) if w.code == "forms_disagree"]
+    assert "1.00B (chinchilla, which weighs 50%) and 9.00B (kaplan, which weighs 20%)" in message
 
 
 def test_the_approach_that_finds_held_out_sizes_best_is_named_first():
-    found = analyze(sweep(), bootstrap=0)
-    off = found.backtest["tested"]["size_error"]
-    assert found.ranked[0].key == found.backtest["tested"]["best"] == min(off, key=off.get)
-    for step in found.backtest["steps"]:
+    analysis = analyze(sweep(), bootstrap=0)
+    off = analysis.backtest["tested"]["size_error"]
+    assert analysis.ranked[0].key == analysis.backtest["tested"]["best"] == min(off, key=off.get)
+    for step in analysis.backtest["steps"]:
         assert step["N_measured"]
-    expected = [np.log(step["N_predicted"] / step["N_measured"]) for step in found.backtest["steps"]]
+    expected = [np.log(step["N_predicted"] / step["N_measured"]) for step in analysis.backtest["steps"]]
     assert off["parametric"] == pytest.approx(np.sqrt(np.mean(np.square(expected))))
 
 
 def test_an_approach_that_is_made_to_disagree_is_said_to():
-    """The parametric law of runs of the same budgets whose models are all five times larger."""
-    found = analyze(sweep(noise=0.0005), bootstrap=60)
+    """The parametric law is that of runs of the same budgets with models five times larger."""
+    analysis = analyze(sweep(noise=0.0005), bootstrap=60)
     larger = analyze(sweep(noise=0.0005).assign(N=lambda t: 5 * t.N, D=lambda t: t.D / 5), bootstrap=60)
-    approaches = found.approaches | {"parametric": larger.approaches["parametric"]}
-    mixed = replace(found, approaches=approaches, verdict=fit.verdict(approaches, found.targets, found.table))
-    assert "approaches_disagree" not in codes(found)
-    assert found.verdict.agree
-    assert "approaches_disagree" in {warning.code for warning in run_checks(mixed)}
-    assert mixed.verdict.agree is False
+    approaches = analysis.approaches | {"parametric": larger.approaches["parametric"]}
+    disagreeing = replace(
+        analysis, approaches=approaches, verdict=fit.verdict(approaches, analysis.targets, analysis.table)
+    )
+    assert "approaches_disagree" not in warning_codes(analysis)
+    assert analysis.verdict.agree
+    assert "approaches_disagree" in {warning.code for warning in run_checks(disagreeing)}
+    assert disagreeing.verdict.agree is False
 
 
 def test_bad_targets_and_resamples_are_one_sentence():
@@ -423,12 +427,12 @@ def test_a_ladder_of_few_trunks_has_intervals_and_says_what_they_leave_out():
         }
         for i, N in enumerate(sizes) for ratio in ratios
     ]  # fmt: skip
-    found = analyze(pd.DataFrame(rows), bootstrap=20)
-    assert found.to_dict()["ci"], "four trunks are fewer than five constants, and yet there are intervals"
-    assert "few_trunks" in codes(found)
-    apart = analyze(pd.DataFrame(rows).drop(columns="trunk"), bootstrap=20)
-    assert "few_trunks" not in codes(apart)
-    assert apart.to_dict()["ci"] == found.to_dict()["ci"]
+    analysis = analyze(pd.DataFrame(rows), bootstrap=20)
+    assert analysis.to_dict()["ci"], "four trunks are fewer than five constants, and yet there are intervals"
+    assert "few_trunks" in warning_codes(analysis)
+    without_trunks = analyze(pd.DataFrame(rows).drop(columns="trunk"), bootstrap=20)
+    assert "few_trunks" not in warning_codes(without_trunks)
+    assert without_trunks.to_dict()["ci"] == analysis.to_dict()["ci"]
 
 
 def written(c, N, D):
@@ -444,17 +448,17 @@ BOUNDS = {"E": (0.1, 10), "A": (1, 1e6), "alpha": (0.05, 2)}
 )
 def test_any_law_of_n_and_d_drives_the_whole_analysis(law, tmp_path):
     rng = np.random.default_rng(0)
-    truth = {"E": 1.8, "A": 480.0, "B": 2100.0, "alpha": 0.35, "beta": 0.37}
+    constants = {"E": 1.8, "A": 480.0, "B": 2100.0, "alpha": 0.35, "beta": 0.37}
     C, N = np.repeat(10.0 ** np.arange(18, 21), 5), np.tile(np.geomspace(0.2, 5, 5), 3)
     N = N * 0.05 * np.sqrt(C)
-    loss = fit.ChinchillaLaw.evaluate(truth, N, C / (6 * N)) * np.exp(0.002 * rng.standard_normal(15))
+    loss = fit.ChinchillaLaw.evaluate(constants, N, C / (6 * N)) * np.exp(0.002 * rng.standard_normal(15))
     runs = fit.read_table(pd.DataFrame({"N": N, "D": C / (6 * N), "loss": loss}))
-    found = fit.analyze(runs, (1e22,), 10, law=law, intervals="noise")
-    content = found.to_dict()
+    analysis = fit.analyze(runs, (1e22,), 10, law=law, intervals="noise")
+    content = analysis.to_dict()
     assert content["law"]["form"] == law.form
     assert content["optimal"][0]["N_ci"][0] < content["optimal"][0]["N"] < content["optimal"][0]["N_ci"][1]
     assert 0.3 < content["approaches"]["parametric"]["exponent"] < 0.7
     assert content["backtest"]["steps"]
-    saved = fit.write_report(found, tmp_path).parent / "law.json"
+    saved = fit.write_report(analysis, tmp_path).parent / "law.json"
     if law.form != "function":  # its function is in no file
         assert fit.answer(saved, [1e22])["optimal"][0]["N"] == pytest.approx(content["optimal"][0]["N"], rel=1e-9)

@@ -1,4 +1,4 @@
-"""The envelope, and the verdict on the three approaches: what they agree on, and evidence for why they do not."""
+"""The envelope, and the verdict on the three approaches: whether they agree, and the suspected causes if not."""
 
 import numpy as np
 import pandas as pd
@@ -12,12 +12,12 @@ from tests.fit.test_isoflop import grid
 
 def test_the_envelope_is_the_best_run_of_each_budget_and_never_a_worse_one():
     N, D, loss, C = grid()
-    found = fit.Envelope().fit(N, D, loss, C)
-    np.testing.assert_allclose(found.flops_, [1e18, 1e19, 1e20, 1e21])
-    np.testing.assert_allclose(found.loss_, [loss[c == C].min() for c in (1e18, 1e19, 1e20, 1e21)])
-    np.testing.assert_allclose(found.N_law_.p_, 0.5, rtol=1e-9)
-    np.testing.assert_array_equal(found.edges_, 0)
-    loss[C == 1e20] += 2.0  # a budget that improves on nothing cheaper is not on the envelope
+    envelope = fit.Envelope().fit(N, D, loss, C)
+    np.testing.assert_allclose(envelope.flops_, [1e18, 1e19, 1e20, 1e21])
+    np.testing.assert_allclose(envelope.loss_, [loss[c == C].min() for c in (1e18, 1e19, 1e20, 1e21)])
+    np.testing.assert_allclose(envelope.N_law_.p_, 0.5, rtol=1e-9)
+    np.testing.assert_array_equal(envelope.edges_, 0)
+    loss[C == 1e20] += 2.0  # a budget no better than cheaper ones is not on the envelope
     assert 1e20 not in fit.Envelope().fit(N, D, loss, C).flops_
 
 
@@ -34,14 +34,14 @@ def test_the_envelopes_interval_knows_the_spacing_of_the_sizes():
 
 def test_a_winner_at_an_end_of_its_sizes_is_no_optimum():
     N, D, loss, C = grid(centre=6.0)
-    found = fit.Envelope().fit(N, D, loss, C).bootstrap(20)
-    assert found.edges_ == 4
-    assert len(found.flops_) == 0
-    assert side.envelope(found).reason == "0 levels of compute improve on cheaper ones, and a law in C needs 2"
+    envelope = fit.Envelope().fit(N, D, loss, C).bootstrap(20)
+    assert envelope.edges_ == 4
+    assert len(envelope.flops_) == 0
+    assert side.envelope(envelope).reason == "0 levels of compute improve on cheaper ones, and a law in C needs 2"
 
 
 def sweep(budgets=(2e15, 6e15, 2e16, 6e16), sizes=6, noise=0.0005, alpha=0.3, beta=0.3, spread=5.0, seed=0):
-    """Runs of L = 1.5 + A/N^alpha + B/D^beta whose optimum at 1e16 FLOPs is near 1e7 parameters."""
+    """Return runs of L = 1.5 + A/N^alpha + B/D^beta whose optimum at 1e16 FLOPs is near 1e7 parameters."""
     rng = np.random.default_rng(seed)
     A, B = 40 * 1e7 ** (alpha - 0.3), 85 * 1.7e8 ** (beta - 0.3)
     rows = []
@@ -54,15 +54,15 @@ def sweep(budgets=(2e15, 6e15, 2e16, 6e16), sizes=6, noise=0.0005, alpha=0.3, be
     return pd.DataFrame(rows)
 
 
-def judged(frame, bootstrap=60, method="parabola"):
-    """A table and its three approaches."""
+def fit_approaches(frame, bootstrap=60, method="parabola"):
+    """Return a table and its three fitted approaches."""
     t = fit.read_table(frame)
     law = fit.ChinchillaLaw().fit(t.N, t.D, t.loss)
     profiles = fit.IsoflopProfiles(method).fit(t.N, t.D, t.loss, t.flops, t.budget)
     envelope = fit.Envelope().fit(t.N, t.D, t.loss, t.flops, t.budget)
     if bootstrap:
-        for one in (law, profiles, envelope):
-            one.bootstrap(bootstrap)
+        for model in (law, profiles, envelope):
+            model.bootstrap(bootstrap)
     return t, {
         "envelope": side.envelope(envelope),
         "isoflop": side.isoflop(profiles),
@@ -71,40 +71,42 @@ def judged(frame, bootstrap=60, method="parabola"):
 
 
 def test_approaches_that_agree_are_said_to_with_how_little_that_says():
-    table, found = judged(sweep())
-    verdict = fit.verdict(found, (1e18,), table)
+    table, approaches = fit_approaches(sweep())
+    verdict = fit.verdict(approaches, (1e18,), table)
     assert verdict.agree is True
     assert verdict.suspects == ()
-    _, *narrow = (np.divide(*a.at(1e18).N_ci[::-1]) for a in found.values())
+    _, *widths = (np.divide(*a.at(1e18).N_ci[::-1]) for a in approaches.values())
     assert verdict.sentence.startswith("Isoflop and parametric agree at 1e18 FLOPs")
-    assert f"factor of {max(narrow):.2g} in N" in verdict.sentence
-    untold, found = judged(sweep(), bootstrap=0)
-    assert fit.verdict(found, (1e18,), untold).agree is None  # without intervals
-    assert fit.verdict({"isoflop": found["isoflop"]}, (1e18,), untold).agree is None  # without rivals
+    assert f"factor of {max(widths):.2g} in N" in verdict.sentence
+    table, approaches = fit_approaches(sweep(), bootstrap=0)
+    assert fit.verdict(approaches, (1e18,), table).agree is None  # without intervals
+    assert fit.verdict({"isoflop": approaches["isoflop"]}, (1e18,), table).agree is None  # without rivals
 
 
 def test_agreement_is_not_claimed_of_wide_intervals():
-    """They overlap whatever is true."""
+    """Wide intervals overlap even if the optima differ."""
     rng = np.random.default_rng(0)
-    table, found = judged(sweep().assign(loss=lambda t: t.loss * np.exp(0.03 * rng.standard_normal(len(t)))))
-    verdict = fit.verdict(found, (1e21,), table)
+    table, approaches = fit_approaches(
+        sweep().assign(loss=lambda t: t.loss * np.exp(0.03 * rng.standard_normal(len(t))))
+    )
+    verdict = fit.verdict(approaches, (1e21,), table)
     assert verdict.agree is None
     assert "cannot be judged" in verdict.sentence
 
 
 def test_approaches_that_disagree_are_named():
-    """D grows faster than the FLOPs say, which bends the parametric law and leaves the vertices in N where they are."""
-    table, found = judged(sweep().assign(D=lambda t: t.D * (t.budget / 2e15) ** 0.7))
-    verdict = fit.verdict(found, (1e18,), table)
+    """D grows faster than the FLOPs say, which bends the parametric law and does not move the vertices in N."""
+    table, approaches = fit_approaches(sweep().assign(D=lambda t: t.D * (t.budget / 2e15) ** 0.7))
+    verdict = fit.verdict(approaches, (1e18,), table)
     assert verdict.agree is False
     assert verdict.sentence.startswith("The approaches disagree beyond their intervals: ")
-    for clash in clashes(found, (6e16, 1e18)):
-        one, two = (found[key].at(clash.flops) for key in clash.keys)
+    for clash in clashes(approaches, (6e16, 1e18)):
+        first, second = (approaches[key].at(clash.flops) for key in clash.keys)
         assert str(clash) in verdict.sentence
-        assert clash.N == (one.N, two.N)
-        low, high = sorted((one.N_ci, two.N_ci))
+        assert clash.N == (first.N, second.N)
+        low, high = sorted((first.N_ci, second.N_ci))
         assert low[1] < high[0]
-    assert verdict.suspects == find_suspects(found, {c.flops for c in clashes(found, (6e16, 1e18))}, table)
+    assert verdict.suspects == find_suspects(approaches, {c.flops for c in clashes(approaches, (6e16, 1e18))}, table)
 
 
 SUSPECTS = [
@@ -113,15 +115,15 @@ SUSPECTS = [
 ]
 
 
-@pytest.mark.parametrize(("said", "frame"), SUSPECTS)
-def test_a_suspect_is_named_where_the_runs_show_it_and_only_there(said, frame):
-    table, found = judged(frame())
-    assert said in " ".join(find_suspects(found, {6e16}, table))
-    table, found = judged(sweep())
-    assert find_suspects(found, {6e16}, table) == ()
+@pytest.mark.parametrize(("sentence", "frame"), SUSPECTS)
+def test_a_suspect_is_named_where_the_runs_show_it_and_only_there(sentence, frame):
+    table, approaches = fit_approaches(frame())
+    assert sentence in " ".join(find_suspects(approaches, {6e16}, table))
+    table, approaches = fit_approaches(sweep())
+    assert find_suspects(approaches, {6e16}, table) == ()
 
 
 def test_a_disagreement_beyond_the_runs_alone_is_one_of_extrapolation():
-    table, found = judged(sweep())
-    (said,) = find_suspects(found, {6e18}, table)
-    assert said.startswith("They agree at the largest run and differ only 100 times beyond it")
+    table, approaches = fit_approaches(sweep())
+    (sentence,) = find_suspects(approaches, {6e18}, table)
+    assert sentence.startswith("They agree at the largest run and differ only 100 times beyond it")

@@ -1,4 +1,4 @@
-"""Losses of averaged weights become points of the law of N and D, as far as cooldowns say what they are worth."""
+"""Losses of averaged weights become points of the law of N and D once cooldowns measure their gap."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def law(N: float, D: float) -> float:
 
 
 def simulated(noise: float, seed: int = 0, cooldowns: int = 4) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """table.csv and curves.csv of long runs, with cooldowns at an eighth and a half of the smallest and largest."""
+    """Return table.csv and curves.csv of long runs, with cooldowns at 1/8 and 1/2 of the smallest and largest."""
     draw = np.random.default_rng(seed)
     rows, curves = [], []
     for i, N in enumerate(SIZES):
@@ -47,15 +47,15 @@ def simulated(noise: float, seed: int = 0, cooldowns: int = 4) -> tuple[pd.DataF
 
 
 def test_points_of_averages_lie_on_the_law_that_made_them() -> None:
-    table, said = with_averages(*simulated(0.0))
+    table, note = with_averages(*simulated(0.0))
     points = table[table["averaged"].notna()]
     expected = [law(N, D) for N, D in zip(points["N"], points["D"], strict=True)]
-    # Cooldowns of two sizes tell the gap's line, which a prior bends a little.
+    # Cooldowns of two sizes determine the line of the gap; a prior bends it a little.
     np.testing.assert_allclose(points["loss"], expected, rtol=1e-3)
     assert set(points["averaged"]) == {"val_loss_ema_0.1"}  # the other span scatters by 5 %
     assert len(points) >= 5 * len(SIZES)
     assert (points["D"] <= 0.8 * 100 * points["N"]).all()  # none from a cooldown
-    assert "less the gap that 4 cooldowns measured" in said
+    assert "less the gap that 4 cooldowns measured" in note
     ratios = points.groupby("trunk")["D"].apply(lambda D: (np.sort(D)[1:] / np.sort(D)[:-1]).min())
     assert (ratios >= 2**0.5 - 1e-9).all()
 
@@ -66,21 +66,23 @@ def test_a_sweep_folder_is_read_with_averages(tmp_path: Path) -> None:
     runs = fit.read_table(tmp_path)
     assert len(runs.N) == len(table)
     curves.to_csv(tmp_path / "curves.csv", index=False)
-    more = fit.read_table(tmp_path)
-    assert len(more.N) > 5 * len(SIZES)
-    assert set(more.group) == {str(i) for i in range(len(SIZES))}
-    assert any("losses of averaged weights" in note for note in more.notes)
-    said = {each: fit.ChinchillaLaw().fit(t.N, t.D, t.loss).predict(3e6, 3e8) for each, t in (("", runs), ("+", more))}
-    assert abs(np.log(said["+"] / law(3e6, 3e8))) < 0.01
+    extended = fit.read_table(tmp_path)
+    assert len(extended.N) > 5 * len(SIZES)
+    assert set(extended.group) == {str(i) for i in range(len(SIZES))}
+    assert any("losses of averaged weights" in note for note in extended.notes)
+    predictions = {
+        name: fit.ChinchillaLaw().fit(t.N, t.D, t.loss).predict(3e6, 3e8) for name, t in (("", runs), ("+", extended))
+    }
+    assert abs(np.log(predictions["+"] / law(3e6, 3e8))) < 0.01
     (tmp_path / "curves.csv").write_text("run_id,lr,trunk\nx,fast,\n")
-    assert len(fit.read_table(tmp_path).N) == len(table)  # no averages: not asked
+    assert len(fit.read_table(tmp_path).N) == len(table)  # without averages curves.csv is not used
     (tmp_path / "curves.csv").write_text("run_id,lr,val_loss_ema_0.1\nx,fast,2\n")
     with pytest.raises(InputError, match=r"curves.csv cannot be read as curves"):
         fit.read_table(tmp_path)
 
 
 def test_intervals_of_such_points_hold() -> None:
-    """The standard error of a point covers its law: noise of averages and of cooldowns, and an uncertain gap."""
+    """A point's standard error covers the noise of averages and of cooldowns, and the uncertain gap."""
     away = []
     for seed in range(20):
         table, _ = with_averages(*simulated(0.003, seed))
@@ -92,6 +94,6 @@ def test_intervals_of_such_points_hold() -> None:
 
 def test_without_cooldowns_no_average_is_believed() -> None:
     table, curves = simulated(0.0, cooldowns=0)
-    same, said = with_averages(table, curves)
-    assert same is table
-    assert said.startswith("0 cooldowns from a run with averaged weights; 2 or more say")
+    result, note = with_averages(table, curves)
+    assert result is table
+    assert note.startswith("0 cooldowns from a run with averaged weights; 2 or more say")

@@ -1,4 +1,4 @@
-"""The backtest: each step is a fit to the cheaper runs alone, and leaving a rung out is a fit without it."""
+"""The backtest: each step fits only the cheaper runs, and leaving a rung out is a fit without it."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ TARGET = 1e18
 
 
 def runs(noise=0.001, budgets=(2e15, 6e15, 2e16, 6e16), sizes=6, seed=0):
-    """L = 1.5 + 40/N^0.3 + 85/D^0.3 on the same sizes at every budget, as a ladder has them."""
+    """Return runs of L = 1.5 + 40/N^0.3 + 85/D^0.3 with the same sizes at every budget, as in a ladder."""
     rng = np.random.default_rng(seed)
     rows = []
     for C in budgets:
@@ -25,7 +25,7 @@ def runs(noise=0.001, budgets=(2e15, 6e15, 2e16, 6e16), sizes=6, seed=0):
 
 
 def fitted(frame, bootstrap=0, **options):
-    """Table, profiles and law."""
+    """Return the table, its profiles and its law."""
     t = fit.read_table(frame)
     profiles = fit.IsoflopProfiles(**options).fit(t.N, t.D, t.loss, t.flops, t.budget)
     law = fit.ChinchillaLaw().fit(t.N, t.D, t.loss)
@@ -70,53 +70,57 @@ def test_approach_2_is_asked_for_the_same_budget_by_the_same_method(method):
 
 
 def test_leaving_a_rung_or_a_budget_out_is_a_fit_without_it():
-    t, law, found = influence(runs(noise=0.003), bootstrap=100)
-    assert [(e["kind"], e["runs"]) for e in found["left_out"]] == [("size", 4)] * 6 + [("budget", 6)] * 4
-    full = law.optimal(TARGET)
-    for e in found["left_out"]:
-        kept = np.abs((t.N if e["kind"] == "size" else t.flops) / e["value"] - 1) > 1e-9
-        alone = fit.ChinchillaLaw().fit(t.N[kept], t.D[kept], t.loss[kept])
-        best = alone.optimal(TARGET)
-        said = [e[name] for name in ("alpha", "beta", "N", "tokens_per_parameter", "loss")]
-        np.testing.assert_allclose(said, [alone.alpha_, alone.beta_, best.N[0], best.ratio[0], best.loss[0]], rtol=1e-6)
+    t, law, influences = influence(runs(noise=0.003), bootstrap=100)
+    assert [(e["kind"], e["runs"]) for e in influences["left_out"]] == [("size", 4)] * 6 + [("budget", 6)] * 4
+    full_optimum = law.optimal(TARGET)
+    for e in influences["left_out"]:
+        remaining = np.abs((t.N if e["kind"] == "size" else t.flops) / e["value"] - 1) > 1e-9
+        refit = fit.ChinchillaLaw().fit(t.N[remaining], t.D[remaining], t.loss[remaining])
+        optimum = refit.optimal(TARGET)
+        values = [e[name] for name in ("alpha", "beta", "N", "tokens_per_parameter", "loss")]
+        np.testing.assert_allclose(
+            values, [refit.alpha_, refit.beta_, optimum.N[0], optimum.ratio[0], optimum.loss[0]], rtol=1e-6
+        )
         low, high = law.interval("alpha")
-        np.testing.assert_allclose(e["moves"]["alpha"], (alone.alpha_ - law.alpha_) / (high - low), rtol=1e-5)
-        low, high = full.interval("N")[0]
-        np.testing.assert_allclose(e["moves"]["N"], np.log(best.N[0] / full.N[0]) / np.log(high / low), rtol=1e-5)
+        np.testing.assert_allclose(e["moves"]["alpha"], (refit.alpha_ - law.alpha_) / (high - low), rtol=1e-5)
+        low, high = full_optimum.interval("N")[0]
+        np.testing.assert_allclose(
+            e["moves"]["N"], np.log(optimum.N[0] / full_optimum.N[0]) / np.log(high / low), rtol=1e-5
+        )
 
 
 def test_the_most_influential_rung_is_the_one_with_the_largest_move():
-    """A smallest size that is 1 % off is named; in the middle of the design the law would hardly feel it."""
+    """Shift the smallest size by 1 %; a size in the middle of the design would hardly move the law."""
     frame = runs(noise=0.0005, sizes=8)
     size = frame.N.min()
     off = frame.assign(loss=frame.loss.where(size < frame.N, frame.loss * 1.01))
-    most = {}
+    strongest = {}
     for name, table in (("clean", frame), ("off", off)):
-        _, _, found = influence(table, bootstrap=100)
-        most[name] = found["most"]
-        largest = max(abs(move) for e in found["left_out"] for move in e["moves"].values())
-        assert abs(most[name]["moves"][most[name]["moved"]]) == largest
-        assert most[name]["moved"] in ("alpha", "beta", "N", "tokens_per_parameter")
-    assert most["off"]["kind"] == "size"
-    np.testing.assert_allclose(most["off"]["value"], size, rtol=1e-12)
+        _, _, influences = influence(table, bootstrap=100)
+        strongest[name] = influences["most"]
+        largest = max(abs(move) for e in influences["left_out"] for move in e["moves"].values())
+        assert abs(strongest[name]["moves"][strongest[name]["moved"]]) == largest
+        assert strongest[name]["moved"] in ("alpha", "beta", "N", "tokens_per_parameter")
+    assert strongest["off"]["kind"] == "size"
+    np.testing.assert_allclose(strongest["off"]["value"], size, rtol=1e-12)
 
 
 def test_without_intervals_the_largest_move_is_that_of_the_size():
-    _, law, found = influence(runs(noise=0.003))
-    assert all(move is None for e in found["left_out"] for move in e["moves"].values())
+    _, law, influences = influence(runs(noise=0.003))
+    assert all(move is None for e in influences["left_out"] for move in e["moves"].values())
     N = law.optimal(TARGET).N[0]
-    assert found["most"]["moved"] == "N"
-    assert abs(np.log(found["most"]["N"] / N)) == max(abs(np.log(e["N"] / N)) for e in found["left_out"])
+    assert influences["most"]["moved"] == "N"
+    assert abs(np.log(influences["most"]["N"] / N)) == max(abs(np.log(e["N"] / N)) for e in influences["left_out"])
 
 
 def test_what_cannot_be_fitted_without_a_rung_is_said_to_have_no_answer():
-    two = runs(noise=0.0, budgets=(2e15, 6e16), sizes=4)
-    _, _, found = influence(two)
-    by_kind = {kind: [e["N"] for e in found["left_out"] if e["kind"] == kind] for kind in ("size", "budget")}
+    two_budgets = runs(noise=0.0, budgets=(2e15, 6e16), sizes=4)
+    _, _, influences = influence(two_budgets)
+    by_kind = {kind: [e["N"] for e in influences["left_out"] if e["kind"] == kind] for kind in ("size", "budget")}
     assert None not in by_kind["size"]  # six runs are left, one more than the law has constants
     assert by_kind["budget"] == [None, None]
-    same = pd.concat([runs(budgets=(6e16,), sizes=6), runs(budgets=(2e15,), sizes=3)])
-    t, profiles, _ = fitted(same)
+    uneven = pd.concat([runs(budgets=(6e16,), sizes=6), runs(budgets=(2e15,), sizes=3)])
+    t, profiles, _ = fitted(uneven)
     assert backtest(t, profiles, None, TARGET)["influence"] is None
 
 
@@ -152,7 +156,7 @@ def test_epoch_data_below_1e21_flops_predict_the_rest(epoch):
 def test_one_budget_of_the_epoch_data_decides_tokens_per_parameter(epoch):
     table, law = epoch
     profiles = fit.IsoflopProfiles().fit(table.N, table.D, table.loss, table.flops)
-    most = leave_one_out(table, law, profiles.labels_, profiles.budgets_, 5.76e23)["most"]
-    assert (most["kind"], most["runs"]) == ("budget", 19)
-    np.testing.assert_allclose(most["value"], 9.3e18, rtol=0.01)
-    np.testing.assert_allclose(most["tokens_per_parameter"], 39.6, atol=0.1)
+    strongest = leave_one_out(table, law, profiles.labels_, profiles.budgets_, 5.76e23)["most"]
+    assert (strongest["kind"], strongest["runs"]) == ("budget", 19)
+    np.testing.assert_allclose(strongest["value"], 9.3e18, rtol=0.01)
+    np.testing.assert_allclose(strongest["tokens_per_parameter"], 39.6, atol=0.1)

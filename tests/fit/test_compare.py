@@ -1,4 +1,4 @@
-"""A variant beside its base: the compute multiplier, and an interval that holds it."""
+"""A variant compared with its base: the compute multiplier, and an interval that contains it."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def changed(runs: fit.RunTable, **columns: object) -> fit.RunTable:
 
 @pytest.mark.parametrize("gap", [0.0, 0.03, -0.03])
 def test_the_multiplier_is_that_of_a_numeric_search(gap: float) -> None:
-    """Each side's best loss over all F and D of a budget, and the variant's budget that reaches the base's."""
+    """Search each side's best loss over all F and D of a budget, and the variant's budget that reaches the base's."""
     q, c = COORDINATES.copy(), 0.7
     q[-1] = gap
 
     def best(budget: float, side: float) -> float:
-        x = np.linspace(-4, 4, 4001)  # flat at its minimum, so that a step of 2e-3 is near enough
+        x = np.linspace(-4, 4, 4001)  # the minimum is flat, so a step of 2e-3 is enough
         rows = _Rows.__new__(_Rows)
         rows.x, rows.y, rows.of_base = x, budget - x, np.full(len(x), side)
         return float(both_laws(q, rows)[0].min())
 
-    wanted, low, high = best(c, 1.0), c - 5.0, c + 5.0
+    base_loss, low, high = best(c, 1.0), c - 5.0, c + 5.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if best(middle, 0.0) > wanted else (low, middle)
+        low, high = (middle, high) if best(middle, 0.0) > base_loss else (low, middle)
     assert log_multiplier(q, c) == pytest.approx(c - low, abs=1e-6)
     if gap == 0.0:
         assert log_multiplier(q, c) == pytest.approx(q[6] + q[7] * c, abs=1e-12)
@@ -57,20 +57,20 @@ def test_a_floor_that_the_variant_never_reaches_gives_zero() -> None:
 @pytest.mark.parametrize("trend", [0.0, 0.05])
 def test_without_noise_the_multiplier_and_its_trend_come_back(trend: float) -> None:
     base, variant = pair(design=(4, 3, 2, 1e-7), trend=trend)
-    found = fit.compare(base, variant, [1e16])
-    middle = found.multipliers[1]
-    for one in found.multipliers:
-        assert one.value == pytest.approx(1.2 * (one.flops / middle.flops) ** trend, rel=1e-3)
-    assert found.trend == pytest.approx(trend, abs=1e-3)
-    assert [one.extrapolated for one in found.multipliers] == [False, False, False, True]
+    comparison = fit.compare(base, variant, [1e16])
+    middle = comparison.multipliers[1]
+    for multiplier in comparison.multipliers:
+        assert multiplier.value == pytest.approx(1.2 * (multiplier.flops / middle.flops) ** trend, rel=1e-3)
+    assert comparison.trend == pytest.approx(trend, abs=1e-3)
+    assert [multiplier.extrapolated for multiplier in comparison.multipliers] == [False, False, False, True]
     back = fit.compare(variant, base).multipliers[1].value
     assert back == pytest.approx(1 / middle.value, rel=0.02)
 
 
 def test_pairs_of_a_seed_narrow_the_interval() -> None:
     def width(shared: bool) -> float:
-        found = [fit.compare(*pair(seed, seeds_shared=shared)) for seed in range(8)]
-        return float(np.mean([math.log(one.multipliers[1].ci[1] / one.multipliers[1].ci[0]) for one in found]))
+        intervals = [fit.compare(*pair(seed, seeds_shared=shared)).multipliers[1].ci for seed in range(8)]
+        return float(np.mean([math.log(high / low) for low, high in intervals]))
 
     assert width(True) < 0.9 * width(False)
 
@@ -109,30 +109,30 @@ def test_what_cannot_be_known_is_refused() -> None:
     with pytest.raises(fit.InputError, match="variant has runs of one N or one D"):
         fit.compare(base, variant.where(variant.N[0] == variant.N))
     for runs in (fit.read_table(variant.frame.drop(columns="seed")), variant.where(variant.column("seed") == 0)):
-        found = fit.compare(base, runs)
-        assert found.multipliers[1].ci is found.trend_ci is found.more_seeds is None
-        assert "two seeds" in found.reason
-        assert "No interval" in found.sentences[0]
+        comparison = fit.compare(base, runs)
+        assert comparison.multipliers[1].ci is comparison.trend_ci is comparison.more_seeds is None
+        assert "two seeds" in comparison.reason
+        assert "No interval" in comparison.sentences[0]
 
 
 def test_another_floor_is_found_and_said() -> None:
     base, variant = pair(design=(5, 4, 3, 0.001), k=1.0)
     lower = replace(variant, loss=variant.loss - 0.1)
-    found = fit.compare(base, lower)
-    assert found.E == "free"
-    assert found.gap > 1.02
+    comparison = fit.compare(base, lower)
+    assert comparison.E == "free"
+    assert comparison.gap > 1.02
     assert fit.compare(base, variant).E == "shared"
 
 
 def test_more_seeds_see_a_difference() -> None:
-    """As many seeds as were said to be needed do show two per cent, in most cases."""
+    """With the stated number of seeds, a difference of 2 % shows in most cases."""
     design = (3, 3, 2, 0.002)
     seeds = fit.compare(*pair(design=design)).more_seeds
     assert seeds is not None
     assert 1 < seeds < 60
-    many = (*design[:2], 2 + seeds, design[3])
-    found = [fit.compare(*pair(seed, design=many, k=1.02)).multipliers[1].ci for seed in range(10)]
-    assert sum(ci is not None and ci[0] > 1 for ci in found) >= 6
+    larger_design = (*design[:2], 2 + seeds, design[3])
+    intervals = [fit.compare(*pair(seed, design=larger_design, k=1.02)).multipliers[1].ci for seed in range(10)]
+    assert sum(ci is not None and ci[0] > 1 for ci in intervals) >= 6
 
 
 @pytest.mark.slow
@@ -147,12 +147,12 @@ def test_the_report_shows_variants_beside_their_base(tmp_path, quick_pictures: N
     assert "&lt;b&gt;muon&lt;/b&gt; against base: at" in page
     assert "<b>muon</b>" not in page
     assert "figure-multiplier" in page
-    found = analysis.to_dict()["recipes"][1]["comparison"]
-    assert found["multipliers"][1]["ci"][0] < 1.2 < found["multipliers"][1]["ci"][1]
+    comparison = analysis.to_dict()["recipes"][1]["comparison"]
+    assert comparison["multipliers"][1]["ci"][0] < 1.2 < comparison["multipliers"][1]["ci"][1]
 
 
 def timed(runs: fit.RunTable, name: str, speed: float, times: tuple[float, ...], device: str = "cpu") -> pd.DataFrame:
-    """With seconds of training and, of the largest size, these seconds of a token in turn; of smaller ones half."""
+    """Add training seconds, and `times` in turn as seconds per token of the largest size; half for smaller sizes."""
     tokens = np.where(runs.N.max() == runs.N, np.resize(times, len(runs)), times[0] / 2)
     columns = {"device": "cpu", "decode_device": device, "seconds": runs.flops / speed, "decode_seconds": tokens}
     ids = [f"{name}{i}" for i in range(len(runs))]
@@ -160,19 +160,19 @@ def timed(runs: fit.RunTable, name: str, speed: float, times: tuple[float, ...],
 
 
 def test_serving_is_weighed_against_training(tmp_path, quick_pictures: None) -> None:
-    """Without noise a variant that needs 1.25 times the seconds and saves 1 ms a token is level after T / 4 of them."""
+    """A variant that takes T / 4 more seconds of training and saves 1 ms a token breaks even after T / 4 / 1 ms."""
     base, variant = pair(design=(4, 3, 2, 1e-7), k=0.8)
     frames = [timed(base, "base", 1e9, (3e-3, 2.9e-3, 3.1e-3)), timed(variant, "mqa", 1e9, (2e-3, 1.9e-3, 2.1e-3))]
     analysis = fit.analyze(fit.read_table(pd.concat(frames)), bootstrap=20, intervals="noise")
-    one = analysis.recipes[1]
-    assert one.comparison is not None
-    assert one.comparison.lifetime is not None
+    recipe = analysis.recipes[1]
+    assert recipe.comparison is not None
+    assert recipe.comparison.lifetime is not None
     training = base.flops.max() / 1e9
-    assert one.decode == (1.9e-3, 2e-3, 2.1e-3)
-    assert one.comparison.lifetime.tokens == pytest.approx(training / 4 / 1e-3, rel=0.01)  # the form's priors pull
-    assert one.comparison.lifetime.ci == pytest.approx((training / 4 / 1.2e-3, training / 4 / 0.8e-3), rel=0.01)
-    assert "mqa decodes 1.00 ms a token faster than base" in one.comparison.sentences[-1]
-    assert one.comparison.sentences[-1].endswith("served tokens, mqa beyond.")
+    assert recipe.decode == (1.9e-3, 2e-3, 2.1e-3)
+    assert recipe.comparison.lifetime.tokens == pytest.approx(training / 4 / 1e-3, rel=0.01)  # priors shift it a little
+    assert recipe.comparison.lifetime.ci == pytest.approx((training / 4 / 1.2e-3, training / 4 / 0.8e-3), rel=0.01)
+    assert "mqa decodes 1.00 ms a token faster than base" in recipe.comparison.sentences[-1]
+    assert recipe.comparison.sentences[-1].endswith("served tokens, mqa beyond.")
     page = write_report(analysis, tmp_path).read_text()
     assert "served tokens, mqa beyond." in page
     assert "2.00<small>1.90 to 2.10</small>" in page
@@ -182,9 +182,9 @@ def test_serving_is_weighed_against_training(tmp_path, quick_pictures: None) -> 
 def test_times_of_several_devices_are_not_weighed_against_each_other() -> None:
     base, variant = pair()
     tables = [timed(base, "base", 1e9, (3e-3,)), timed(variant, "mqa", 1e9, (2e-3,), "gpu")]
-    found = fit.compare(*map(fit.read_table, tables))
-    assert found.lifetime is None
-    assert found.sentences[-1].startswith("Serving is not weighed against training")
+    comparison = fit.compare(*map(fit.read_table, tables))
+    assert comparison.lifetime is None
+    assert comparison.sentences[-1].startswith("Serving is not weighed against training")
     untimed = fit.compare(base, variant)
     assert untimed.lifetime is None
     assert not any("Serving" in sentence for sentence in untimed.sentences)
@@ -198,8 +198,8 @@ def test_times_of_several_devices_are_not_weighed_against_each_other() -> None:
     ],
 )
 def test_intervals_hold_that_nothing_differs(form: str, trials: int) -> None:
-    """Of 95 % intervals of null comparisons 93 to 97 % hold 1, up to three standard errors of the simulation."""
-    held = [covered(Case(form, design, (1.0, 0.0, "both"), bool(i % 3)), trials) for i, design in enumerate(DESIGNS)]
+    """Check that 93 to 97 % of null comparisons have 1 in their 95 % interval, within three standard errors."""
+    rates = [covered(Case(form, design, (1.0, 0.0, "both"), bool(i % 3)), trials) for i, design in enumerate(DESIGNS)]
     for name in ("middle", "largest", "far", "trend"):
-        share, error = np.mean([one[name] for one in held]), 3 * math.sqrt(0.95 * 0.05 / (trials * len(DESIGNS)))
+        share, error = np.mean([rate[name] for rate in rates]), 3 * math.sqrt(0.95 * 0.05 / (trials * len(DESIGNS)))
         assert 0.93 - error < share < 0.97 + error, name

@@ -1,4 +1,4 @@
-"""Conventions: a family of models whose optimum is known under every count, and runs of Porian et al."""
+"""Counting conventions: models whose optimum is known under every convention, and runs of Porian et al."""
 
 import os
 from pathlib import Path
@@ -18,7 +18,7 @@ BUDGETS = (1e17, 3e17, 1e18, 3e18, 1e19, 3e19)
 
 
 def models(width):
-    """Tied embeddings of 50k x width, width / 64 layers of 12 width^2: two counts of N, and exact FLOPs a token."""
+    """Count N in two ways and exact FLOPs per token: tied embeddings 50k x width, width / 64 layers of 12 width^2."""
     inner = 12 * width**3 / 64
     total = inner + VOCABULARY * width
     return {"N_total": total, "N_non_embedding": inner, "exact": 6 * total + 12 * width**2 / 64 * CONTEXT}
@@ -28,8 +28,8 @@ def loss_of(total, D):
     return E + A / total**ALPHA + B / D**BETA
 
 
-def family(noise=0.0005, own="exact", sizes=9, seed=0):
-    """IsoFLOP runs whose loss is a law in N_total, at budgets in the FLOPs that `own` names."""
+def family(noise=0.0005, convention="exact", sizes=9, seed=0):
+    """Return isoFLOP runs whose loss is a law in N_total, at budgets in the FLOPs that `convention` names."""
     rng = np.random.default_rng(seed)
     rows = []
     for C in BUDGETS:
@@ -37,7 +37,7 @@ def family(noise=0.0005, own="exact", sizes=9, seed=0):
         widths = np.geomspace(16, 8192, 20_001)
         centre = widths[np.argmin(np.abs(models(widths)["N_total"] - best))]
         for m in map(models, centre * np.geomspace(0.55, 1.8, sizes)):
-            D = C / (m["exact"] if own == "exact" else 6 * m[own])
+            D = C / (m["exact"] if convention == "exact" else 6 * m[convention])
             loss = loss_of(m["N_total"], D) * np.exp(noise * rng.standard_normal())
             row = {"budget": C, "D": D, "loss": loss, "N_total": m["N_total"], "N_kaplan": m["N_non_embedding"]}
             rows.append(row | {"flops": C, "flops_exact": m["exact"] * D})
@@ -45,14 +45,14 @@ def family(noise=0.0005, own="exact", sizes=9, seed=0):
 
 
 def best(C, count, spend):
-    """The optimal size under a convention, by the lowest loss of 200,000 widths: for C (m,), in `count`."""
+    """Return the optimal sizes for C (m,), in `count`: those with the lowest loss of 200,000 widths."""
     m = models(np.geomspace(8, 65536, 200_001))
-    each = m["exact"] if spend == "exact" else 6 * m[count]
-    return np.array([m[count][np.argmin(loss_of(m["N_total"], c / each))] for c in np.atleast_1d(C)])
+    flops_per_token = m["exact"] if spend == "exact" else 6 * m[count]
+    return np.array([m[count][np.argmin(loss_of(m["N_total"], c / flops_per_token))] for c in np.atleast_1d(C)])
 
 
 def truth(row):
-    """The mean slope of N*(C) over the budgets of a row's profiles."""
+    """Return the mean slope of N*(C) over the budgets of a row's profiles."""
     C = np.array([p.flops for p in row.approaches["isoflop"].profiles.accepted_])[[0, -1]]
     count = {"N_kaplan": "N_non_embedding"}.get(row.parameters, row.parameters)
     return np.diff(np.log(best(C, count, row.flops)))[0] / np.log(C[1] / C[0])
@@ -60,8 +60,8 @@ def truth(row):
 
 @pytest.fixture(scope="module")
 def rows():
-    found = by_convention(fit.read_table(family()), targets=(1e21,), bootstrap=60)
-    return {(row.parameters, row.flops): row for row in found}
+    conventions = by_convention(fit.read_table(family()), targets=(1e21,), bootstrap=60)
+    return {(row.parameters, row.flops): row for row in conventions}
 
 
 def test_every_exponent_is_the_closed_form_in_its_own_count(rows):
@@ -79,7 +79,7 @@ def test_every_exponent_is_the_closed_form_in_its_own_count(rows):
 def test_under_exact_flops_approach_3_allocates_under_those(rows):
     approach = rows["N_total", "exact"].approaches["parametric"]
     np.testing.assert_allclose(approach.exponent, truth(rows["N_total", "exact"]), atol=0.004)
-    # A hundred times beyond the runs: p and q are of the family, so the allocation is too.
+    # 100 times beyond the runs the allocation still agrees, because p and q are those of the family.
     for C in (1e18, 1e21):
         np.testing.assert_allclose(approach.at(C).N, best(C, "N_total", "exact"), rtol=0.05)
     low, high = approach.exponent_interval
@@ -87,7 +87,7 @@ def test_under_exact_flops_approach_3_allocates_under_those(rows):
 
 
 def test_without_embeddings_the_exponent_is_the_numeric_one(rows):
-    """Loss is a law in N_total only: in N_kaplan the vertices find the optimum, approach 3 the best of a wrong form."""
+    """Loss depends on N_total only: in N_kaplan the vertices find the optimum, and approach 3 fits a wrong form."""
     for flops, shift in (("6nd", 0.24), ("exact", 0.18)):
         row, other = rows["N_kaplan", flops], rows["N_total", flops]
         assert truth(row) - truth(other) > shift
@@ -102,16 +102,16 @@ def test_without_embeddings_the_exponent_is_the_numeric_one(rows):
 
 
 def test_runs_moved_to_a_shared_budget_find_its_optimum():
-    """Planned under one convention and read under another, against runs planned under the other."""
+    """Compare runs planned under one convention and read under another with runs planned under the other."""
     moved, planned = (
-        {(r.parameters, r.flops): r for r in by_convention(fit.read_table(family(own=own)))}["N_total", "6nd"]
-        for own in ("exact", "N_total")
+        {(r.parameters, r.flops): r for r in by_convention(fit.read_table(family(convention=name)))}["N_total", "6nd"]
+        for name in ("exact", "N_total")
     )
     assert moved.moved > 1.05
     assert planned.moved == 1.0
     assert planned.own
-    one, two = (row.approaches["isoflop"].profiles.N_law_.predict(1e18) for row in (moved, planned))
-    np.testing.assert_allclose(one, two, rtol=0.03)
+    moved_size, planned_size = (row.approaches["isoflop"].profiles.N_law_.predict(1e18) for row in (moved, planned))
+    np.testing.assert_allclose(moved_size, planned_size, rtol=0.03)
 
 
 def test_the_own_row_is_the_fit_of_the_table():
@@ -132,11 +132,11 @@ def test_a_count_that_is_missing_or_zero_is_left_out_with_the_reason():
     frame = family()
     frame.loc[3, "N_kaplan"] = 0.0
     frame.loc[4:5, "flops_exact"] = np.nan
-    found = {(r.parameters, r.flops): r for r in by_convention(fit.read_table(frame))}
-    assert "N_kaplan is missing or zero in 1 of 54" in found["N_kaplan", "6nd"].reason
-    assert "flops_exact is missing or zero in 2 of 54" in found["N_total", "exact"].reason
-    assert found["N_total", "6nd"].reason == ""
-    assert found["N_kaplan", "6nd"].to_dict()["approaches"] == {}
+    conventions = {(r.parameters, r.flops): r for r in by_convention(fit.read_table(frame))}
+    assert "N_kaplan is missing or zero in 1 of 54" in conventions["N_kaplan", "6nd"].reason
+    assert "flops_exact is missing or zero in 2 of 54" in conventions["N_total", "exact"].reason
+    assert conventions["N_total", "6nd"].reason == ""
+    assert conventions["N_kaplan", "6nd"].to_dict()["approaches"] == {}
 
 
 def test_flops_of_a_size_extrapolate_as_the_projects_counts():
@@ -144,21 +144,21 @@ def test_flops_of_a_size_extrapolate_as_the_projects_counts():
         model = ModelConfig(width=64 * depth, depth=depth, heads=depth, vocab_size=32_000)
         return count_parameters(model).N_total, training_flops_per_token(model, 2048)
 
-    N, each = np.array([at(depth) for depth in range(2, 9)], dtype=float).T
+    N, flops_per_token = np.array([at(depth) for depth in range(2, 9)], dtype=float).T
     D = np.full(len(N), 1e9)
-    spend = FlopsPerToken.measured(N, D, each * D)
-    np.testing.assert_allclose(spend(N), each, rtol=0.02)  # hidden widths are rounded to multiples
+    spend = FlopsPerToken.measured(N, D, flops_per_token * D)
+    np.testing.assert_allclose(spend(N), flops_per_token, rtol=0.02)  # hidden widths are rounded to multiples
     large, exact = at(80)
     assert large > 1000 * N.max() / 3
     np.testing.assert_allclose(spend(np.array([large])), exact, rtol=0.02)
-    assert each[-1] / N[-1] > 1.08 * exact / large  # so a constant 6N, or the runs' mean, would miss by more
+    assert flops_per_token[-1] / N[-1] > 1.08 * exact / large  # so a constant 6N, or the runs' mean, would miss by more
     doubled = FlopsPerToken.measured(N, D, 12 * N * D)
     np.testing.assert_allclose(doubled(np.array([1e7, 1e12])), 12 * np.array([1e7, 1e12]), rtol=1e-12)
 
 
 @pytest.mark.published
 def test_the_same_runs_of_porian_et_al_move_by_a_sixth_between_counts():
-    """Their tuned runs: the counts differ by an output head of 50432 x width, which every size pins down exactly."""
+    """In their tuned runs the two counts differ by an output head of 50432 x width, exactly so in every size."""
     points = pd.read_csv(Path(os.environ["ISOFLOP_DATA"]) / "porian" / "isoflop_points.csv")
     kaplan = points.query("dataset == 'rw' and hparams == 'base' and param_count == 'kaplan'").n.unique()
     tuned = points.query("file == 'summary_df' and dataset == 'rw' and hparams == 'tuned' and val == 'val'")
@@ -168,7 +168,7 @@ def test_the_same_runs_of_porian_et_al_move_by_a_sixth_between_counts():
     frame = tuned.assign(
         N_total=tuned.n, N_kaplan=tuned.n.map(counts), D=tuned.flops / (6 * tuned.n), budget=tuned.flops
     )
-    found = by_convention(fit.read_table(frame.drop(columns="n")), (5.88e23,))
-    a = {row.parameters: row.approaches["isoflop"].exponent for row in found if row.flops == "6nd"}
+    conventions = by_convention(fit.read_table(frame.drop(columns="n")), (5.88e23,))
+    a = {row.parameters: row.approaches["isoflop"].exponent for row in conventions if row.flops == "6nd"}
     assert 0.4907 < a["N_total"] < 0.5045  # their interval for these runs
     assert 0.64 < a["N_kaplan"] < 0.72  # theirs, with a longer warm-up and training loss: 0.703 to 0.721

@@ -53,7 +53,7 @@ def test_batches_on_one_side_name_the_constant_that_they_do_not_show():
     small = CriticalBatchLaw().fit(BATCH, 1e9 * BATCH**-0.01)  # larger batches need no more tokens
     assert small.degenerate_ == ["S_min"]
     assert small.B_crit_ == np.inf
-    large = CriticalBatchLaw().fit(BATCH, 1e4 * BATCH**1.01)  # and here no fewer steps
+    large = CriticalBatchLaw().fit(BATCH, 1e4 * BATCH**1.01)  # larger batches need no fewer steps
     assert large.degenerate_ == ["E_min"]
     with pytest.raises(fit.InputError, match="at least 3 different batches; there are 2"):
         CriticalBatchLaw().fit([1e5, 1e5, 1e6], [1e9, 1e9, 2e9])
@@ -61,12 +61,12 @@ def test_batches_on_one_side_name_the_constant_that_they_do_not_show():
 
 def test_the_critical_batch_gives_kaplans_law_back():
     """B_crit(L) = B* / L^(1 / alpha_B), Kaplan et al. 2020, table 5: B* = 2.1e8 tokens, alpha_B = 0.21."""
-    losses, found = np.array([4.5, 4.0, 3.5, 3.0, 2.5]), []
+    losses, batches = np.array([4.5, 4.0, 3.5, 3.0, 2.5]), []
     for L in losses:
         critical = 2.1e8 / L ** (1 / 0.21)
         batch = critical * np.geomspace(0.05, 20, 6)
-        found.append(CriticalBatchLaw().fit(batch, 1e9 / L**3 * (1 + batch / critical)).B_crit_)
-    law = HyperparameterLaw("critical_batch", ("loss",)).fit(losses, found)
+        batches.append(CriticalBatchLaw().fit(batch, 1e9 / L**3 * (1 + batch / critical)).B_crit_)
+    law = HyperparameterLaw("critical_batch", ("loss",)).fit(losses, batches)
     np.testing.assert_allclose([law.k_, -1 / law.p_loss_], [2.1e8, 0.21], rtol=1e-7)
 
 

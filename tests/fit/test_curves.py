@@ -1,4 +1,4 @@
-"""Laws of whole loss curves: what they recover, foretell and refuse. Truth is the papers' sum over single steps."""
+"""Laws of whole loss curves against the papers' sums over single steps: recovery, prediction and refusals."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ def rates(kind, T, peak=1e-3, warmup=10):
 
 
 def truth(form, lr, steps, N=None):
-    """The papers' formulas, one step after another."""
+    """Compute losses by the papers' formulas, one step after another."""
     k = TRUE[form]
     total = np.concatenate([[0.0], np.cumsum(lr)])
     drops = -np.diff(lr, prepend=0.0 if form == "functional" else lr[0])
     if form != "functional":
         drops[: np.argmax(lr) + 1] = 0
     floor, size = (0.0, 1.0) if N is None else (0.3 * (N / 1e7) ** -0.4, (N / 1e7) ** -0.1)
-    found = []
+    losses = []
     for s in steps:
         if form == "annealing":
             kernel = (1 - k["lambda"] ** (s - np.arange(s))) / (1 - k["lambda"])
         else:
             x = k["C"] * lr[:s] ** -k.get("gamma", 0.0) * (total[s] - total[:s])
             kernel = 1 - (x + 1) ** -k["beta"]
-        found.append(k["E"] + floor + size * k["A"] * total[s] ** -k["alpha"] - k["B"] * np.sum(drops[:s] * kernel))
-    return np.array(found)
+        losses.append(k["E"] + floor + size * k["A"] * total[s] ** -k["alpha"] - k["B"] * np.sum(drops[:s] * kernel))
+    return np.array(losses)
 
 
 def table(form, kinds, T, points=60, noise=None, sizes=(None,), peak=1e-3, first=0.1):
-    """Curves, and the rate of every step by run; `noise` is (generator, of a run, of a point, its memory)."""
+    """Return curves, and the rate of every step by run; `noise` is (generator, of a run, of a point, correlation)."""
     rows, schedules = [], {}
     for N in sizes:
         for kind in kinds:
@@ -71,24 +71,24 @@ def test_constants_come_back_and_the_sum_over_segments_is_that_over_steps(form):
     curves, schedules = table(form, ("constant", "cosine", "steps"), 240)
     law = fit.CurveLaw(form, fading=False).fit(curves, schedules)
     for name, value in TRUE[form].items():
-        # A schedule of 240 steps has each as a segment: what remains is where the solver stops.
+        # Each of 240 steps is its own segment, so only the tolerance of the solver remains.
         assert law.constants_[name] == pytest.approx(value, rel=1e-4), name
     for kind in ("linear", "wsd", "cosine", "steps"):
         lr, steps = rates(kind, 4000, warmup=100), np.arange(200, 4001, 50)
-        # 1e-4 of the loss: a tenth of what the best laws miss real curves by.
+        # 1e-4 of the loss: a tenth of the error of the best laws on real curves.
         assert law.predict(lr)[steps - 1] == pytest.approx(truth(form, lr, steps), rel=1e-4), kind
         assert law.final(lr)[0] == pytest.approx(law.predict(lr)[-1], rel=1e-4)
 
 
-def test_an_unseen_schedule_is_foretold_from_sparse_rows_of_three():
-    # Rates between rows are interpolated and those of warm-up are not seen: 5 of 400 steps at the first row asked for.
+def test_an_unseen_schedule_is_predicted_from_sparse_rows_of_three():
+    # Rates between rows are interpolated and warm-up is not seen, which is worth 5 of the first 400 steps.
     curves, _ = table("multi-power", ("constant", "cosine", "linear"), 3000, first=1 / 300)
     law = fit.CurveLaw().fit(curves)
     lr, steps = rates("wsd", 3000), np.arange(400, 3001, 100)
     assert law.predict(lr)[steps - 1] == pytest.approx(truth("multi-power", lr, steps), rel=2e-3)
 
 
-def test_sizes_between_and_beyond_are_foretold():
+def test_sizes_between_and_beyond_are_predicted():
     curves, schedules = table("multi-power", ("constant", "cosine"), 240, 40, sizes=(1e6, 4e6, 1.6e7, 6.4e7))
     law = fit.CurveLaw().fit(curves, schedules)
     lr = rates("linear", 240)
@@ -112,8 +112,8 @@ def test_neither_the_unit_of_the_rate_nor_the_order_of_rows_matters():
 
 @pytest.mark.slow
 def test_intervals_cover_the_last_loss_of_a_new_run_under_another_schedule():
-    lr, held, points = rates("wsd", 240), 0, []
-    true = truth("multi-power", lr, [240])[0]
+    lr, covered, points = rates("wsd", 240), 0, []
+    expected = truth("multi-power", lr, [240])[0]
     kinds = ("constant", "cosine", "linear", "steps") * 2
     for seed in range(16):
         generator = np.random.default_rng(seed)
@@ -121,37 +121,37 @@ def test_intervals_cover_the_last_loss_of_a_new_run_under_another_schedule():
         curves["run"] = np.arange(len(curves)) // 30
         law = fit.CurveLaw().fit(curves, {str(i): rates(kind, 240) for i, kind in enumerate(kinds)})
         _, low, high = law.final(lr)
-        held += low <= true * np.exp(generator.normal(0, 0.0022)) <= high
+        covered += low <= expected * np.exp(generator.normal(0, 0.0022)) <= high
         points.append(law.effective_points_)
-    assert held >= 13  # 15.2 expected of 16; fewer than 13 has a chance below 1 % at 95 %
+    assert covered >= 13  # at 95 %, 15.2 of 16 are expected and fewer than 13 have a probability below 1 %
     assert np.median(points) < 60  # of 240 losses: a run is worth far fewer than its 30 points
 
 
-def test_unfinished_runs_are_foretold_with_an_interval():
+def test_unfinished_runs_are_predicted_with_an_interval():
     noise = (np.random.default_rng(1), 0.002, 0.001, 0.8)
     curves, schedules = table("multi-power", ("cosine", "linear"), 240, 40, noise, (1e6, 2e6, 4e6, 8e6))
     late = curves.run.str.endswith("8000000.0")
-    found = fit.forecast_final(curves[~late | (curves.step <= 80)], schedules)
-    assert sorted(found.index) == ["cosine-8000000.0", "linear-8000000.0"]
-    for run, row in found.iterrows():
-        true = curves.loss[curves.run == run].iloc[-1]
-        assert row.low < true < row.high
+    forecast = fit.forecast_final(curves[~late | (curves.step <= 80)], schedules)
+    assert sorted(forecast.index) == ["cosine-8000000.0", "linear-8000000.0"]
+    for run, row in forecast.iterrows():
+        final_loss = curves.loss[curves.run == run].iloc[-1]
+        assert row.low < final_loss < row.high
         assert row.reason == ""
         assert row.seen == pytest.approx(1 / 3, abs=0.03)
-        assert row.loss == pytest.approx(true, rel=0.01)  # four noise levels of a run
+        assert row.loss == pytest.approx(final_loss, rel=0.01)  # four noise levels of a run
         assert row.high - row.low < 0.04 * row.loss
 
 
 def test_a_forecast_gives_reasons_not_errors():
     curves, schedules = table("multi-power", ("cosine", "linear", "steps"), 240, 40)
-    few = curves[(curves.run != "linear-None") | (curves.step < 80)]
-    found = fit.forecast_final(few, schedules | {"new": rates("cosine", 240)})
-    assert found.loss["linear-None"] > 0
-    assert np.isnan(found.low["linear-None"])
-    assert "no losses" in found.reason["new"]
-    broken = few.assign(loss=few.loss.where(few.run != "linear-None"))
-    for frame, words in ((few, "2 finished"), (broken, "is nan"), (few.drop(columns="lr"), "no column")):
-        assert words in fit.forecast_final(frame, schedules).reason["linear-None"]
+    started = curves[(curves.run != "linear-None") | (curves.step < 80)]
+    forecast = fit.forecast_final(started, schedules | {"new": rates("cosine", 240)})
+    assert forecast.loss["linear-None"] > 0
+    assert np.isnan(forecast.low["linear-None"])
+    assert "no losses" in forecast.reason["new"]
+    broken = started.assign(loss=started.loss.where(started.run != "linear-None"))
+    for frame, reason in ((started, "2 finished"), (broken, "is nan"), (started.drop(columns="lr"), "no column")):
+        assert reason in fit.forecast_final(frame, schedules).reason["linear-None"]
     assert fit.forecast_final(curves, schedules).empty
 
 
@@ -189,17 +189,17 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("said", BAD)
-def test_bad_curves_are_refused_in_a_sentence(said):
+@pytest.mark.parametrize("message", BAD)
+def test_bad_curves_are_refused_in_a_sentence(message):
     curves, _ = table("multi-power", ("constant", "cosine"), 240, 40)
-    with pytest.raises(fit.InputError, match=said):
-        fit.CurveLaw().fit(BAD[said](curves))
+    with pytest.raises(fit.InputError, match=message):
+        fit.CurveLaw().fit(BAD[message](curves))
 
 
 def test_curves_are_read_from_a_sweep(tmp_path):
     curves, _ = table("multi-power", ("constant", "cosine"), 240, 40)
-    written = curves.rename(columns={"run": "run_id"}).assign(val_loss=curves.loss.where(curves.step > 100))
-    written.to_csv(tmp_path / "curves.csv", index=False)
+    renamed = curves.rename(columns={"run": "run_id"}).assign(val_loss=curves.loss.where(curves.step > 100))
+    renamed.to_csv(tmp_path / "curves.csv", index=False)
     assert fit.CurveLaw().fit(fit.read_curves(tmp_path)).cooldown_seen_
     with pytest.raises(fit.InputError, match="cannot be read as curves"):
         fit.read_curves(tmp_path / "none.csv")
@@ -209,7 +209,7 @@ def test_a_run_that_does_not_collapse_stands_out():
     curves, _ = table("multi-power", ("cosine",), 240, 40, sizes=(1e6, 2e6, 4e6, 8e6, 1.6e7))
     ill = curves.run == "cosine-4000000.0"
     curves.loc[ill, "loss"] += 0.5 * np.exp(-curves.step[ill] / 60)
-    found = fit.collapse(curves)
-    assert list(found.index[found.noted]) == ["cosine-4000000.0"]
+    collapsed = fit.collapse(curves)
+    assert list(collapsed.index[collapsed.noted]) == ["cosine-4000000.0"]
     with pytest.raises(fit.InputError, match="below every loss"):
         fit.collapse(curves, floor=9.0)

@@ -1,4 +1,4 @@
-"""What runs are worth: against dense linear algebra, finite differences, and every batch there is."""
+"""The worth of runs, against dense linear algebra, finite differences and every possible batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def question(law: ChinchillaLaw, **changes: Any) -> Question:
 
 
 def pool(generator: np.random.Generator, count: int) -> Candidates:
-    """Runs of random sizes and D; each third one begins a size that the law has seen."""
+    """Return runs of random sizes and D; every third one has a size that the law has seen."""
     N = np.where(np.arange(count) % 3 == 0, generator.choice(SIZES, count), generator.choice([2e8, 6e8, 2e9], count))
     D = np.exp(generator.uniform(np.log(2e9), np.log(2e11), count))
     C = 6 * N * D
@@ -51,68 +51,68 @@ def pool(generator: np.random.Generator, count: int) -> Candidates:
 
 def test_beliefs_are_the_posterior_of_dense_linear_algebra() -> None:
     generator = np.random.default_rng(1)
-    M, k, n, shared, own = 3, 5, 9, 0.3, 0.7
+    M, k, n, shared, separate = 3, 5, 9, 0.3, 0.7
     goals, slopes = generator.normal(size=(M, 2, k)), generator.normal(size=(M, n, k))
     trunk, shares = np.array([0, 1, -1, 0, 1, 1, -1, 0, 2]), np.array([0.5, 0.3, 0.2])
-    beliefs = Beliefs(goals, shares, 3, shared, own)
+    beliefs = Beliefs(goals, shares, 3, shared, separate)
     for i in range(n):
-        before, fall, kept = beliefs.variances().sum(), beliefs.falls(slopes, trunk)[i], beliefs.covariance.copy()
+        total, fall, covariance = beliefs.variances().sum(), beliefs.falls(slopes, trunk)[i], beliefs.covariance.copy()
         beliefs.observe(slopes[:, i], int(trunk[i]))
-        assert before - beliefs.variances().sum() == pytest.approx(fall, rel=1e-9)
+        assert total - beliefs.variances().sum() == pytest.approx(fall, rel=1e-9)
         undone = beliefs.copy()
         undone.observe(slopes[:, i], int(trunk[i]), -1.0)
-        np.testing.assert_allclose(undone.covariance, kept, atol=1e-12)
-    noise = np.diag(np.full(n, shared + own))
+        np.testing.assert_allclose(undone.covariance, covariance, atol=1e-12)
+    noise = np.diag(np.full(n, shared + separate))
     noise += shared * ((trunk[:, None] == trunk) & (trunk[:, None] >= 0) & ~np.eye(n, dtype=bool))
     posterior = [np.linalg.inv(J.T @ np.linalg.inv(noise) @ J + np.eye(k)) for J in slopes]
-    wanted = [[goal @ each @ goal for goal in goals[m]] for m, each in enumerate(posterior)]
-    np.testing.assert_allclose(beliefs.variances(), shares @ np.array(wanted), rtol=1e-10)
+    expected = [[goal @ matrix @ goal for goal in goals[m]] for m, matrix in enumerate(posterior)]
+    np.testing.assert_allclose(beliefs.variances(), shares @ np.array(expected), rtol=1e-10)
 
 
 def test_tied_exponents_and_a_given_E_are_designed_for_by_the_closed_form() -> None:
     generator = np.random.default_rng(0)
     x, y = np.log(runs(generator)[:2])
-    truth = TRUTH | {"beta": 0.35}
-    loss = ChinchillaLaw.evaluate(truth, np.exp(x), np.exp(y)) * np.exp(0.004 * generator.normal(size=len(x)))
+    constants = TRUTH | {"beta": 0.35}
+    loss = ChinchillaLaw.evaluate(constants, np.exp(x), np.exp(y)) * np.exp(0.004 * generator.normal(size=len(x)))
     law = ChinchillaLaw(tied=True, E=1.8).fit(np.exp(x), np.exp(y), loss)
     sizes = np.geomspace(2e7, 2e9, 25)
-    equal, trunks = np.full(25, 6e20), np.array([f"new {i}" for i in range(25)])  # they differ in their shape alone
+    equal, trunks = np.full(25, 6e20), np.array([f"new {i}" for i in range(25)])  # they differ only in their shape
     pool = Candidates({"N": sizes, "D": equal / 6 / sizes}, equal, equal, equal, trunks)
-    asked = Question.of(law, TARGET)
-    assert len(asked.basins) == 1
+    query = Question.of(law, TARGET)
+    assert len(query.basins) == 1
     A, B, alpha = law.A_, law.B_, law.alpha_
 
     def slopes(u: Any, v: Any) -> Any:
-        """Of log L at (log N, log D) by log A, alpha and log B at the mean log N and log D."""
+        """Return the slopes of log L at (log N, log D) by log A, alpha and log B at the mean log N and log D."""
         first, second = A * np.exp(-alpha * u), B * np.exp(-alpha * v)
         by_alpha = -first * (u - x.mean()) - second * (v - y.mean())
         return np.stack([first, by_alpha, second], -1) / (1.8 + first + second)[..., None]
 
     # Muennighoff et al. 2023: N* = (A / B)^(1 / (2 alpha)) sqrt(C / 6), and at the optimum N* does not move the loss.
-    best = np.log(A / B) / (2 * alpha) + 0.5 * np.log(TARGET / 6)
+    optimum = np.log(A / B) / (2 * alpha) + 0.5 * np.log(TARGET / 6)
     moved = (x.mean() - y.mean() - np.log(A / B) / alpha) / (2 * alpha)
-    goals = np.stack([slopes(best, np.log(TARGET / 6) - best), [0.5 / alpha, moved, -0.5 / alpha]])
+    goals = np.stack([slopes(optimum, np.log(TARGET / 6) - optimum), [0.5 / alpha, moved, -0.5 / alpha]])
     low, high = law.problem_.lower, law.problem_.upper
-    prior, rows = np.diag((4.0 / (high - low)) ** 2), slopes(x, y) / asked.noise
+    prior, rows = np.diag((4.0 / (high - low)) ** 2), slopes(x, y) / query.noise
 
-    def left(*more: int) -> Any:
-        J = np.vstack([rows, *(slopes(*np.log([sizes[i], 1e20 / sizes[i]])) / asked.noise for i in more)])
+    def variance(*runs_added: int) -> Any:
+        J = np.vstack([rows, *(slopes(*np.log([sizes[i], 1e20 / sizes[i]])) / query.noise for i in runs_added)])
         return np.einsum("qi,ij,qj->q", goals, np.linalg.inv(J.T @ J + prior), goals)
 
     # Slopes by central differences are good to about 1e-6.
-    np.testing.assert_allclose(asked.beliefs(asked.labels([])).variances(), left(), rtol=1e-4)
-    unknown = left() + asked.drift(asked.reach)
-    wanted = min(range(25), key=lambda i: float((left(i) / unknown).sum()))
-    bought = Buyer(asked, pool).buy(6.0001e20).chosen
-    free = Buyer(Question.of(ChinchillaLaw().fit(np.exp(x), np.exp(y), loss), TARGET), pool).buy(6.0001e20).chosen
-    assert bought == [wanted] != free
+    np.testing.assert_allclose(query.beliefs(query.labels([])).variances(), variance(), rtol=1e-4)
+    unknown = variance() + query.drift(query.reach)
+    best_run = min(range(25), key=lambda i: float((variance(i) / unknown).sum()))
+    bought = Buyer(query, pool).buy(6.0001e20).chosen
+    untied = Buyer(Question.of(ChinchillaLaw().fit(np.exp(x), np.exp(y), loss), TARGET), pool).buy(6.0001e20).chosen
+    assert bought == [best_run] != untied
 
 
 VALLEYS = {"x": (1.0, 1.0), "m": (-2.0, 2.0)}
 
 
 def valleys(c: Any, z: Any) -> Any:
-    """At z = 1 alone, m and -m cannot be told apart."""
+    """At z = 1, m and -m give the same value."""
     return np.exp(c["x"] * (c["m"] * c["m"] - 1.0) ** 2 * z / (1.0 + z) + 0.1 * c["m"] * (z - 1.0) + 1.0)
 
 
@@ -121,10 +121,10 @@ def test_a_run_that_tells_basins_apart_is_worth_most() -> None:
     z = np.repeat([0.97, 1.0, 1.03], 3)
     y = valleys({"x": np.array(1.0), "m": np.array(0.6)}, z) * np.exp(0.05 * generator.normal(size=9))
     law = FunctionLaw(valleys, VALLEYS, inputs=("z",), output="y").fit(z, y)
-    found = basins([law])
-    assert len(found) >= 2
-    assert sum(basin.share for basin in found) == pytest.approx(1.0)
-    signs = {bool(basin.theta[1] > 0) for basin in found}
+    solutions = basins([law])
+    assert len(solutions) >= 2
+    assert sum(basin.share for basin in solutions) == pytest.approx(1.0)
+    signs = {bool(basin.theta[1] > 0) for basin in solutions}
     assert signs == {True, False}
     question = Question.of(law, 8.0, points={"z": [8.0]}, flops=z)
     offered = np.array([0.9, 1.0, 5.0])
@@ -148,10 +148,10 @@ def test_a_small_batch_is_nearly_the_best_of_all_batches(law: ChinchillaLaw) -> 
             if offer.cost(list(batch)) <= budget
         ]
         scores = [0.5 * np.log(buyer.value(buyer.with_beliefs(batch), batch)) for batch in every]
-        mine = 0.5 * np.log(buyer.value(buyer.with_beliefs(bought.chosen), bought.chosen))
-        # Exchanges of one run for one are no search of everything; a batch gains much more than 3 % of the widths.
-        assert mine <= min(scores) + 0.03
-        assert mine < np.median(scores) - 0.03
+        score = 0.5 * np.log(buyer.value(buyer.with_beliefs(bought.chosen), bought.chosen))
+        # Exchanging single runs is no exhaustive search; a batch gains much more than 3 % of the widths.
+        assert score <= min(scores) + 0.03
+        assert score < np.median(scores) - 0.03
 
 
 def test_what_is_told_of_a_batch_adds_up(law: ChinchillaLaw) -> None:
@@ -162,18 +162,20 @@ def test_what_is_told_of_a_batch_adds_up(law: ChinchillaLaw) -> None:
     assert sum(bought.flops) == pytest.approx(offer.cost(bought.chosen), rel=1e-9)
     assert offer.cost(bought.chosen) <= budget * (1 + 1e-9)
     assert len(set(bought.chosen)) == len(bought.chosen)
-    left = buyer.value(buyer.with_beliefs(bought.chosen), bought.chosen)
-    assert sum(bought.gains) == pytest.approx(-0.5 * np.log(left), rel=1e-9)
-    assert left == pytest.approx(np.mean([(bought.after[k] / bought.before[k]) ** 2 for k in ("loss", "N")]), rel=1e-9)
+    variance = buyer.value(buyer.with_beliefs(bought.chosen), bought.chosen)
+    assert sum(bought.gains) == pytest.approx(-0.5 * np.log(variance), rel=1e-9)
+    assert variance == pytest.approx(
+        np.mean([(bought.after[k] / bought.before[k]) ** 2 for k in ("loss", "N")]), rel=1e-9
+    )
 
 
 def test_runs_larger_than_any_before_are_worth_more(law: ChinchillaLaw) -> None:
     offer = pool(np.random.default_rng(6), 200)
-    asked = question(law)
-    bought = Buyer(asked, offer).buy(2.5 * offer.flops.max(), max_runs=8)
+    query = question(law)
+    bought = Buyer(query, offer).buy(2.5 * offer.flops.max(), max_runs=8)
     assert any(bought.check)
-    assert [offer.size[i] > asked.reach for i in bought.chosen] == bought.check
-    certain = replace(asked, drift_rate=np.zeros(2))
+    assert [offer.size[i] > query.reach for i in bought.chosen] == bought.check
+    certain = replace(query, drift_rate=np.zeros(2))
     trusting = Buyer(certain, offer).buy(2.5 * offer.flops.max(), max_runs=8)
     assert max(offer.size[trusting.chosen]) <= max(offer.size[bought.chosen])
 
@@ -181,7 +183,7 @@ def test_runs_larger_than_any_before_are_worth_more(law: ChinchillaLaw) -> None:
 def test_the_longest_run_of_a_trunk_pays_for_it() -> None:
     D, flops, decay = np.array([[1.0, 2.0, 4.0, 3.0], [10.0, 20.0, 40.0, 6.0], [2.0, 4.0, 8.0, 6.0]])
     offer = Candidates({"N": np.ones(4), "D": D}, flops, decay, D, np.array(list("aaaa")))
-    # Run 3 branches off a trunk that is there.
+    # Run 3 branches off an existing trunk.
     for batch, cost in (([1], 20), ([0, 1], 22), ([2, 0, 1], 46), ([3], 6), ([3, 0], 16)):
         assert offer.cost(batch) == cost
     for order in itertools.permutations(range(4)):
@@ -218,7 +220,7 @@ def repeated() -> RepetitionLaw:
 
 
 @pytest.mark.parametrize(
-    ("ask", "words"),
+    ("ask", "message"),
     [
         (lambda law: Buyer(question(law), pool(np.random.default_rng(8), 3)).buy(1e10), "the cheapest run costs"),
         (lambda law: question(law, correlation=1.0), "correlation is 1.0"),
@@ -228,8 +230,8 @@ def repeated() -> RepetitionLaw:
         (lambda law: Question.of(repeated(), TARGET), "no optimum of N and D"),
     ],
 )
-def test_bad_questions_are_refused(law: ChinchillaLaw, ask: Any, words: str) -> None:
-    with pytest.raises(InputError, match=words):
+def test_bad_questions_are_refused(law: ChinchillaLaw, ask: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         ask(law)
 
 
@@ -251,23 +253,23 @@ def test_a_design_beats_random_runs_for_other_laws(form: str) -> None:
     else:
         columns, laws, target = {"N": N, "D": D}, [ChinchillaLaw(), KaplanLaw()], {k: target[k] for k in "ND"}
 
-    def asked(rows: Any) -> Question:
+    def make_question(rows: Any) -> Question:
         fitted = [law.fit(*(column[rows] for column in columns.values()), loss[rows]) for law in laws]
         return Question.of(
             fitted, 6e21, correlation=0.0, points={k: v[: len(laws[0].inputs)] for k, v in target.items()}
         )
 
-    left, budget = np.setdiff1d(np.arange(len(N)), start), 0.05 * C.sum()
-    offer = Candidates({k: v[left] for k, v in columns.items()}, C[left], C[left], C[left], left)
-    buyer = Buyer(asked(start), offer)
+    rest, budget = np.setdiff1d(np.arange(len(N)), start), 0.05 * C.sum()
+    offer = Candidates({k: v[rest] for k, v in columns.items()}, C[rest], C[rest], C[rest], rest)
+    buyer = Buyer(make_question(start), offer)
     bought = buyer.buy(budget)
     spread = buyer.value(buyer.with_beliefs(bought.chosen), bought.chosen)
     for seed in range(5):
-        order = np.random.default_rng(seed).permutation(len(left))
+        order = np.random.default_rng(seed).permutation(len(rest))
         some = [int(i) for i in order[np.cumsum(offer.flops[order]) <= budget]]
         assert spread < buyer.value(buyer.with_beliefs(some), some)
-    said = asked(np.concatenate([start, left[bought.chosen]])).forecast()
+    forecast = make_question(np.concatenate([start, rest[bought.chosen]])).forecast()
     if form == "repetition":
-        true = repeated_loss(*(target[name] for name in ("N", "D", "U")))
-        assert (said["low"] < true).all()
-        assert (true < said["high"]).all()
+        expected = repeated_loss(*(target[name] for name in ("N", "D", "U")))
+        assert (forecast["low"] < expected).all()
+        assert (expected < forecast["high"]).all()

@@ -1,4 +1,4 @@
-"""The examples in fit's docstrings and in docs/ say what happens."""
+"""The examples in fit's docstrings and in docs/ give the output that they show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor: a check speaks on a table with its fault, and on none without; published tables hear what they earn."""
+"""The doctor: each check warns about a table with its fault and about no other, published tables included."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ NATS_TO_BITS = 1 / np.log(2)
 
 
 def healthy(seed=0, noise=0.003, constants=None, sizes=6, budgets=(3e18, 1e19, 3e19, 1e20)):
-    """24 isoFLOP runs around the optimum of a known law, with every column that the doctor reads, all in order."""
+    """Return 24 isoFLOP runs around a known law's optimum, with every column that the doctor reads, without faults."""
     rng, c, rows = np.random.default_rng(seed), constants or LAW, []
     for C in budgets:
         best = (c["alpha"] * c["A"] / c["beta"] / c["B"]) ** (1 / (c["alpha"] + c["beta"])) * (C / 6) ** (
@@ -54,27 +54,27 @@ def bare(**options):
 
 
 def with_losses(t, constants, rng):
-    """The table with the losses of a law and noise of 0.4 %."""
+    """Return the table with the losses of a law and noise of 0.4 %."""
     return t.assign(loss=fit.ChinchillaLaw.evaluate(constants, t.N, t.D) * np.exp(0.004 * rng.standard_normal(len(t))))
 
 
 def ladder(constants, rng):
-    """Five sizes, each at five tokens per parameter."""
+    """Return five sizes, each at five ratios of tokens per parameter."""
     N = np.repeat(np.geomspace(2e7, 6e8, 5).round(), 5)
     return with_losses(pd.DataFrame({"N": N, "D": (N * np.tile([5.0, 10, 20, 40, 80], 5)).round()}), constants, rng)
 
 
 def at_random(constants, rng):
-    drawn = 10 ** rng.uniform([7, 8.5], [9, 10.5], (24, 2))
-    return with_losses(pd.DataFrame(drawn, columns=["N", "D"]).round(), constants, rng)
+    points = 10 ** rng.uniform([7, 8.5], [9, 10.5], (24, 2))
+    return with_losses(pd.DataFrame(points, columns=["N", "D"]).round(), constants, rng)
 
 
-def found(table, targets=(), **options):
+def warning_codes(table, targets=(), **options):
     return [w.code for w in doctor.examine(fit.read_table(table, **options), targets)]
 
 
 def changed(name, value, rows=None, table=healthy):
-    """The table with one column set, in all rows or in some."""
+    """Return a function that makes the table with one column set, in all rows or in some."""
 
     def broken():
         t = table()
@@ -96,7 +96,7 @@ def other_tokenizer():
 
 
 def few_in_bits():
-    """Too few runs for a surface, so that only bits per byte can tell."""
+    """Return too few runs for a surface, so that only bits per byte reveal the fault."""
     t = healthy(budgets=(3e18, 1e20), sizes=5)
     t.loc[[1, 4], "loss"] *= NATS_TO_BITS
     return t
@@ -171,14 +171,14 @@ FAULTS = [
     ("edge_minimum", edges("N > 0.5 * N.groupby(budget).transform('mean')")),
     ("narrow_span", lambda: healthy(budgets=(3e18, 1e19))),
     ("flop_convention", changed("flops", lambda t: t.flops * 1.4)),
-    # Columns are found by their other names, in any case.
+    # Columns are recognised by their other names, in upper and lower case.
     ("long_warmup", lambda: healthy().drop(columns="warmup_share").assign(**{"Warmup Ratio": 0.4, "LR": 1e-3})),
     ("schedules_mixed", lambda: changed("schedule", "const", rows=[0])().rename(columns={"schedule": "Decay"})),
 ]
 
 
 def tuned():
-    """A learning rate that follows a rule of D and batch size."""
+    """Return runs whose learning rate follows a rule of D and batch size."""
     t = healthy().assign(batch_size=lambda t: 2.0 ** np.log2(0.2 * t.D**0.5).round())
     return t.assign(learning_rate=1e-4 * t.D**-0.2 * t.batch_size**0.5)
 
@@ -223,16 +223,16 @@ def test_a_fault_is_named_and_nothing_else_is(code, broken):
 
 @pytest.mark.parametrize("table", SOUND)
 def test_a_table_without_a_fault_hears_nothing(table):
-    assert found(table(), targets=(1e21,) if table in (healthy, bare) else ()) == []
+    assert warning_codes(table(), targets=(1e21,) if table in (healthy, bare) else ()) == []
 
 
 def test_what_the_user_asked_for_is_repeated():
-    assert found(healthy().drop(columns="D"), derive_d="6nd") == ["derived_d"]
-    assert found(healthy(), drop_worst=1) == ["dropped_worst"]
-    assert found(healthy(), targets=(9e21, 2e22)) == ["extrapolation"]  # more than 100 times the largest run
-    assert found(tuned().drop(columns="batch_size")) == ["best_of_sweep"]
+    assert warning_codes(healthy().drop(columns="D"), derive_d="6nd") == ["derived_d"]
+    assert warning_codes(healthy(), drop_worst=1) == ["dropped_worst"]
+    assert warning_codes(healthy(), targets=(9e21, 2e22)) == ["extrapolation"]  # more than 100 times the largest run
+    assert warning_codes(tuned().drop(columns="batch_size")) == ["best_of_sweep"]
     with pytest.raises(fit.InputError, match="target is -1"):
-        found(healthy(), targets=(-1.0,))
+        warning_codes(healthy(), targets=(-1.0,))
 
 
 def test_tables_of_many_laws_and_designs_hear_nothing():
@@ -242,12 +242,12 @@ def test_tables_of_many_laws_and_designs_hear_nothing():
         constants = {name: value * np.exp(rng.normal(0, 0.1)) for name, value in LAW.items()}
         grid = healthy(seed, 10 ** rng.uniform(-3.5, -2), constants)
         for t in (grid, ladder(constants, rng), at_random(constants, rng)):
-            assert found(t) == [], seed
+            assert warning_codes(t) == [], seed
 
 
 @pytest.mark.parametrize("mixed", ["some", "half", "dearest", "first"])
 def test_bits_among_nats_are_found_row_by_row(mixed):
-    """Whichever rows they are, even where the step lies along C and a law could bend to it."""
+    """Any rows may be in bits, even if the step is along C and a law could bend to it."""
     for seed in range(4):
         t, rng = bare(seed=seed), np.random.default_rng(100 + seed)
         rows = {
@@ -271,7 +271,7 @@ def test_any_column_that_explains_the_losses_is_named_and_a_width_is_not():
     assert warning.code == "experiments_pooled"
     assert "--column recipe=corpus" in warning.message
     laws = fit.by_recipe(fit.read_table(t, {"recipe": "corpus"}))
-    assert [one.recipe for one in laws] == ["c0", "c1", "c2"]
+    assert [law.recipe for law in laws] == ["c0", "c1", "c2"]
 
 
 def test_checkpoints_without_a_run_id_are_recognised_by_their_falling_loss():
@@ -283,16 +283,18 @@ def test_checkpoints_without_a_run_id_are_recognised_by_their_falling_loss():
     assert "6 runs" in warning.message
     assert "--column run_id=model" in warning.message
     shuffled = t.assign(loss=np.random.default_rng(0).permuted(t.loss.to_numpy().reshape(6, 40), axis=1).ravel())
-    assert "checkpoints" not in found(shuffled)
+    assert "checkpoints" not in warning_codes(shuffled)
 
 
 def test_flops_of_a_token_and_schedules_with_steps_in_their_name_are_found():
     t = healthy().assign(flops=lambda t: 6 * t.N)
     [warning] = doctor.examine(fit.read_table(t))
     assert "--column flops=6nd" in warning.message
-    assert found(t, columns={"flops": "6nd"}) == []
-    assert found(changed("schedule", "constant_24000", rows=[0])().assign(decay_share=np.nan)) == ["schedules_mixed"]
-    assert found(bare().rename(columns={"N": "N_no_emb"}), columns={"N": "N_no_emb"}) == ["non_embedding_N"]
+    assert warning_codes(t, columns={"flops": "6nd"}) == []
+    assert warning_codes(changed("schedule", "constant_24000", rows=[0])().assign(decay_share=np.nan)) == [
+        "schedules_mixed"
+    ]
+    assert warning_codes(bare().rename(columns={"N": "N_no_emb"}), columns={"N": "N_no_emb"}) == ["non_embedding_N"]
 
 
 @pytest.mark.filterwarnings("error")
@@ -307,7 +309,7 @@ def test_whatever_the_columns_hold_the_doctor_answers():
         for names in COLUMNS.values():
             if rng.random() < 0.5 and names[0] not in t:
                 t[names[0]] = rng.choice(oddities, n) if rng.random() < 0.5 else rng.uniform(0, 2, n)
-        assert all(code.replace("_", "").isalpha() for code in found(t))
+        assert all(code.replace("_", "").isalpha() for code in warning_codes(t))
 
 
 # Outliers.
@@ -335,7 +337,7 @@ def test_planted_outliers_are_found():
 
 
 def test_an_outlier_that_draws_the_law_to_itself_does_not_hide_the_next():
-    """Two runs at the corner of the design, one behind the other: before the first is gone the second looks fair."""
+    """Two outliers are at the corner of the design; the second looks normal until the first is removed."""
     N, D, loss = scattered(1)
     N[:2], D[:2] = [6.8e9, 2e9], [2.5e8, 8e8]
     loss[:2] = fit.ChinchillaLaw.evaluate(LAW, N[:2], D[:2]) * [1.4, 1.08]
@@ -344,12 +346,12 @@ def test_an_outlier_that_draws_the_law_to_itself_does_not_hide_the_next():
 
 @pytest.mark.parametrize("n", [16, 60])
 def test_noise_has_no_outliers_even_where_its_tails_are_exponential(n):
-    """One table in a thousand would, by construction; small ones some more, as their scatter is less known."""
+    """By construction one table in a thousand has some; small ones a few more, because their scatter is uncertain."""
     for seed in range(8):
         for noise in (None, lambda rng, n: rng.laplace(size=n)):
             assert not find_outliers(fit.ChinchillaLaw().fit(*scattered(seed, n, noise))).rows.size
     N, D, loss = scattered(2, n=12)
-    loss[3] *= 1.5  # too few runs to know their scatter
+    loss[3] *= 1.5  # too few runs to estimate their scatter
     assert not find_outliers(fit.ChinchillaLaw().fit(N, D, loss)).rows.size
 
 
@@ -375,7 +377,7 @@ def test_an_analysis_hears_the_doctor_first_and_limits_last():
     assert codes.index("repeated_data") < codes.index("vertex_refused")
     assert codes[-1] == "flop_convention"
     assert codes.count("vertex_refused") == 1  # of four budgets
-    assert "edge_minimum" not in codes  # the refused vertex says it, with the reason
+    assert "edge_minimum" not in codes  # the refused vertex reports it, with the reason
     assert analysed(t.head(4)).warnings[0].code == "no_envelope"
 
 
@@ -416,8 +418,8 @@ def test_epochs_five_outliers_are_named_and_the_other_240_have_none(data):
 @pytest.mark.published
 def test_datablations_repeats_its_data(data):
     t = pd.read_csv(data / "datablations" / "parametric_fit_runs.csv")
-    assert set(found(t)) == {"repeated_data", "few_sizes", "edge_minimum"}
-    assert "repeated_data" not in found(t[t.D <= 4 * t.U])
+    assert set(warning_codes(t)) == {"repeated_data", "few_sizes", "edge_minimum"}
+    assert "repeated_data" not in warning_codes(t[t.D <= 4 * t.U])
 
 
 @pytest.mark.published
@@ -426,7 +428,7 @@ def test_gadres_shortest_runs_never_leave_their_warmup(data, corpus):
     """400 steps of 512 sequences of 2048 tokens are 106% of the run of 79M parameters at 5 tokens each."""
     t = pd.read_csv(data / "gadre" / "gadre_runs.csv").query("train_dataset == @corpus")
     t = t.assign(loss=t.loss_c4_val, run_id=t.name)
-    assert found(t) == []
+    assert warning_codes(t) == []
     t["warmup_tokens"] = t.warmup * t.global_bs * 2048.0
     [warning] = doctor.examine(fit.read_table(t))
     assert warning.code == "long_warmup"
@@ -441,17 +443,17 @@ def test_porians_experiments_differ_in_their_edges_only(data):
     experiment = ["file", "dataset", "hparams", "warmup", "decay", "param_count", "val"]
     edges = 0
     for _, t in points.groupby(experiment):
-        codes = found(t, derive_d="6nd")
+        codes = warning_codes(t, derive_d="6nd")
         assert set(codes) <= {"edge_minimum", "derived_d"}
         # A long warm-up costs large models most where compute is small, and drives the minimum to the smallest size.
         edges += "edge_minimum" in codes
         assert "edge_minimum" not in codes or set(t.warmup) == {"long"}
     assert edges == 3
-    assert set(found(points, derive_d="6nd")) == {"schedules_mixed", "derived_d"}
+    assert set(warning_codes(points, derive_d="6nd")) == {"schedules_mixed", "derived_d"}
 
 
 @pytest.mark.published
 def test_step_laws_sweeps_and_the_best_of_them_are_told_apart(data):
     t = pd.read_csv(data / "steplaw" / "dense_lr_bs_loss.csv")
-    assert found(t) == ["settings_swept"]
-    assert found(t.loc[t.groupby(["N", "D"])["smooth loss"].idxmin()]) == ["best_of_sweep"]
+    assert warning_codes(t) == ["settings_swept"]
+    assert warning_codes(t.loc[t.groupby(["N", "D"])["smooth loss"].idxmin()]) == ["best_of_sweep"]

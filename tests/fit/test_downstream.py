@@ -1,4 +1,4 @@
-"""From runs to benchmark scores: known truths come back and are covered, hopeless tasks are refused with the reason."""
+"""From runs to benchmark scores: known constants are recovered and covered, hopeless tasks refused with a reason."""
 
 import json
 import os
@@ -69,16 +69,16 @@ def test_the_curve_is_that_of_scipys_curve_fit(link):
         return floor + np.exp(slope * (middle - x))
 
     peer, start = (sigmoid, [0.8, 4.0]) if link == "sigmoid" else (exponential, [0.1, 0.5, 1.0])
-    found, _ = curve_fit(peer, loss, acc, p0=start, bounds=(0, np.inf), ftol=1e-14, xtol=1e-14, gtol=1e-14)
+    constants, _ = curve_fit(peer, loss, acc, p0=start, bounds=(0, np.inf), ftol=1e-14, xtol=1e-14, gtol=1e-14)
     names = ("middle", "slope") if link == "sigmoid" else ("floor", "middle", "slope")
-    np.testing.assert_allclose([law.constants_[name] for name in names], found, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(law.accuracy(law.constants_, loss), peer(loss, *found), rtol=1e-6)
+    np.testing.assert_allclose([law.constants_[name] for name in names], constants, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(law.accuracy(law.constants_, loss), peer(loss, *constants), rtol=1e-6)
 
 
 def test_checkpoints_teach_the_second_step_and_not_the_first():
     N, D, loss, acc, se = sample(1)
     rng = np.random.default_rng(9)
-    early = loss + rng.uniform(0.05, 0.4, len(loss))  # not what (N, D) comes to: the schedule has not ended
+    early = loss + rng.uniform(0.05, 0.4, len(loss))  # above the final loss of (N, D): the schedule has not ended
     more, more_se = score(accuracy(early), rng)
     alone = TaskLaw().fit(N, D, loss, acc, se, chance=0.25)
     both = TaskLaw().fit(
@@ -97,7 +97,7 @@ def test_checkpoints_teach_the_second_step_and_not_the_first():
         np.std(law.bootstrap(200, groups=group).draws_["slope"]) for law, group in ((alone, runs[:25]), (both, runs))
     ]
     assert widths[1] < widths[0]
-    # A run and its checkpoints are one group, so a resample counts them alike.
+    # A run and its checkpoints are one group, so a resample counts them equally often.
     np.testing.assert_array_equal(both.counts_[:, :25], both.counts_[:, 25:])
 
 
@@ -140,8 +140,8 @@ def test_accuracies_of_a_larger_model_are_covered_at_their_rate():
 
 
 def test_a_scatter_beyond_the_items_is_found():
-    found = [TaskLaw().fit(*sample(seed, scatter=0.03), chance=0.25).scatter_ for seed in range(8)]
-    np.testing.assert_allclose(np.mean(found), 0.03, rtol=0.2)
+    scatters = [TaskLaw().fit(*sample(seed, scatter=0.03), chance=0.25).scatter_ for seed in range(8)]
+    np.testing.assert_allclose(np.mean(scatters), 0.03, rtol=0.2)
     assert np.median([TaskLaw().fit(*sample(seed), chance=0.25).scatter_ for seed in range(8)]) < 0.005
 
 
@@ -177,16 +177,16 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("change", "said"), WRONG)
-def test_bad_rows_are_refused_in_one_sentence(change, said):
-    given = dict(zip(("N", "D", "task_loss", "acc", "acc_se"), sample(0), strict=True)) | change
-    with pytest.raises(fit.InputError, match=said):
-        TaskLaw().fit(**given)
+@pytest.mark.parametrize(("change", "message"), WRONG)
+def test_bad_rows_are_refused_in_one_sentence(change, message):
+    rows = dict(zip(("N", "D", "task_loss", "acc", "acc_se"), sample(0), strict=True)) | change
+    with pytest.raises(fit.InputError, match=message):
+        TaskLaw().fit(**rows)
 
 
-@pytest.mark.parametrize(("ask", "said"), REFUSED)
-def test_bad_options_and_questions_are_refused(ask, said):
-    with pytest.raises(fit.InputError, match=said):
+@pytest.mark.parametrize(("ask", "message"), REFUSED)
+def test_bad_options_and_questions_are_refused(ask, message):
+    with pytest.raises(fit.InputError, match=message):
         ask()
 
 
@@ -194,7 +194,7 @@ def test_bad_options_and_questions_are_refused(ask, said):
 
 
 def table(seed=0, checkpoints=0, seeds=1, **tasks):
-    """A grid of runs with tasks: each a function (loss, rng) -> accuracy, or None for scores at the first runs only."""
+    """Return runs with tasks, each a function (loss, rng) -> accuracy, or None for scores of the first runs only."""
     rng = np.random.default_rng(seed)
     N, D = (np.tile(v, seeds) for v in grid())
     rows = []
@@ -225,38 +225,38 @@ def verdicts(frame, targets=(), bootstrap=30):
 
 
 def test_a_sound_task_is_extrapolated_to_the_optimum_of_each_budget():
-    found = verdicts(table(good=good), targets=[1e20, 1e21], bootstrap=300)["good"]
-    assert found.extrapolate
-    assert found.measure == "gold_bpb"
-    assert found.runs == 25
+    verdict = verdicts(table(good=good), targets=[1e20, 1e21], bootstrap=300)["good"]
+    assert verdict.extrapolate
+    assert verdict.measure == "gold_bpb"
+    assert verdict.runs == 25
     law = fit.ChinchillaLaw().fit(*(fit.read_table(table(good=good)).column(k) for k in ("N", "D", "loss")))
-    for prediction, C in zip(found.predictions, (1e20, 1e21), strict=True):
-        best = law.optimal(C)
-        np.testing.assert_allclose([prediction.N, prediction.D], [best.N[0], best.D[0]])
-        np.testing.assert_allclose(prediction.acc, found.law.predict(prediction.N, prediction.D))
+    for prediction, C in zip(verdict.predictions, (1e20, 1e21), strict=True):
+        optimum = law.optimal(C)
+        np.testing.assert_allclose([prediction.N, prediction.D], [optimum.N[0], optimum.D[0]])
+        np.testing.assert_allclose(prediction.acc, verdict.law.predict(prediction.N, prediction.D))
         truth = accuracy(task_loss(prediction.N, prediction.D))
         assert prediction.acc_interval[0] < truth < prediction.acc_interval[1]
         assert prediction.run_interval[0] <= prediction.acc_interval[0] < prediction.acc_interval[1]
         assert prediction.loss_interval[0] < task_loss(prediction.N, prediction.D) < prediction.loss_interval[1]
         assert prediction.reason == ""
-    assert json.loads(json.dumps(found.to_dict()))["predictions"][0]["flops"] == 1e20
-    assert set(found.to_dict()["law"]["constants"]) == set(LAW) | set(CURVE)
+    assert json.loads(json.dumps(verdict.to_dict()))["predictions"][0]["flops"] == 1e20
+    assert set(verdict.to_dict()["law"]["constants"]) == set(LAW) | set(CURVE)
 
 
 def test_the_frontier_is_that_of_the_same_resample():
-    """Also where the task has no score of some runs: those are in every resample once."""
+    """Runs without a score of the task are in every resample once."""
     frame = table(good=good)
     frame.loc[[3, 11], ["good/acc", "good/gold_bpb"]] = np.nan
-    found = verdicts(frame, targets=[1e21], bootstrap=60)["good"]
-    counts = np.insert(found.law.counts_, [3, 10], 1.0, axis=1)
+    verdict = verdicts(frame, targets=[1e21], bootstrap=60)["good"]
+    counts = np.insert(verdict.law.counts_, [3, 10], 1.0, axis=1)
     bits = []
     for i, row in enumerate(counts):
-        again = np.repeat(np.arange(25), row.astype(int))
-        best = fit.ChinchillaLaw().fit(*(frame[k].to_numpy()[again] for k in ("N", "D", "loss"))).optimal(1e21)
-        draw = {name: values[i] for name, values in found.law.draws_.items()}
-        bits.append(float(found.law.task_loss(draw, best.N[0], best.D[0])))
-    expected = downstream.intervals(np.array(bits), found.law.widened(0.95))
-    np.testing.assert_allclose(found.predictions[0].loss_interval, expected, rtol=1e-4)
+        resample = np.repeat(np.arange(25), row.astype(int))
+        optimum = fit.ChinchillaLaw().fit(*(frame[k].to_numpy()[resample] for k in ("N", "D", "loss"))).optimal(1e21)
+        draw = {name: values[i] for name, values in verdict.law.draws_.items()}
+        bits.append(float(verdict.law.task_loss(draw, optimum.N[0], optimum.D[0])))
+    expected = downstream.intervals(np.array(bits), verdict.law.widened(0.95))
+    np.testing.assert_allclose(verdict.predictions[0].loss_interval, expected, rtol=1e-4)
 
 
 def test_hopeless_tasks_are_refused_with_the_reason():
@@ -271,33 +271,34 @@ def test_hopeless_tasks_are_refused_with_the_reason():
     for name in ("acc", "acc_se", "chance", "gold_bpb"):
         frame[f"few/{name}"] = frame[f"good/{name}"].where(few)
     frame["unknown/acc"] = frame["good/acc"]  # without a standard error
-    found = verdicts(frame)
-    assert found["good"].extrapolate
-    said = {
+    results = verdicts(frame)
+    assert results["good"].extrapolate
+    reasons = {
         "unknown": "nothing in the table says how noisy",
         "chance": "no run is above chance (0.25) by more than luck",
         "slight": "its scores range over",
         "backwards": "its accuracy does not follow its loss",
         "few": "only 5 runs have a score; at least 9 are needed",
     }
-    for name, reason in said.items():
-        assert not found[name].extrapolate
-        assert reason in found[name].reason, found[name].reason
-        assert found[name].to_dict()["law"] is None
+    for name, reason in reasons.items():
+        assert not results[name].extrapolate
+        assert reason in results[name].reason, results[name].reason
+        assert results[name].to_dict()["law"] is None
 
 
 def test_runs_that_were_compared_item_by_item_are_judged_by_that():
     frame = table(good=good, slight=lambda loss, rng: 0.31 + 0.1 * (accuracy(loss) - 0.6))
-    alone = verdicts(frame)
-    assert alone["good"].extrapolate
-    assert "its scores range over" in alone["slight"].reason
+    without_pairs = verdicts(frame)
+    assert without_pairs["good"].extrapolate
+    assert "its scores range over" in without_pairs["slight"].reason
     for name, z in (("good", 2.0), ("slight", 8.0)):
         frame[f"{name}/acc_z"], frame[f"{name}/acc_z_by_luck"] = z, 3.5
-    found = verdicts(frame)
-    assert (found["slight"].score.ratio, found["slight"].score.by_luck, found["slight"].score.clear) == (8.0, 3.5, True)
-    assert "range over" not in found["slight"].reason
-    assert "2.00 standard errors, and above 3.50 is needed" in found["good"].reason
-    # What training adds to the noise is not among the items.
+    results = verdicts(frame)
+    score = results["slight"].score
+    assert (score.ratio, score.by_luck, score.clear) == (8.0, 3.5, True)
+    assert "range over" not in results["slight"].reason
+    assert "2.00 standard errors, and above 3.50 is needed" in results["good"].reason
+    # The noise of the items does not contain that of training.
     rough = table(checkpoints=8, good=lambda loss, rng: 0.5 + 0.02 * rng.standard_normal())
     rough["good/acc_z"], rough["good/acc_z_by_luck"] = 8.0, 3.5
     assert "times their noise (last checkpoints)" in verdicts(rough)["good"].reason
@@ -306,7 +307,7 @@ def test_runs_that_were_compared_item_by_item_are_judged_by_that():
 def test_guessing_is_refused_whatever_the_seed():
     frames = [table(seed, **{f"t{i}": guess for i in range(20)}) for seed in range(5)]
     refused = [not v.extrapolate for frame in frames for v in verdicts(frame).values()]
-    assert all(refused)  # 1 % each would pass the first check, and none of those has signal enough
+    assert all(refused)  # 1 % would pass the first check, and none of these has enough signal
 
 
 def test_predictions_too_far_or_too_vague_are_refused():
@@ -329,32 +330,32 @@ def test_noise_is_read_from_checkpoints_then_seeds_then_items():
         ({"seeds": 3}, "runs of one size and length", run),
         ({"checkpoints": 20}, "last checkpoints", run),
     ):
-        found = verdicts(table(**options, jumpy=jumpy))["jumpy"]
-        assert found.score.source == source
-        np.testing.assert_allclose(found.score.noise, noise, rtol=0.25)
-    np.testing.assert_allclose(found.loss.noise, NOISE, rtol=0.35)  # though the loss still falls
+        verdict = verdicts(table(**options, jumpy=jumpy))["jumpy"]
+        assert verdict.score.source == source
+        np.testing.assert_allclose(verdict.score.noise, noise, rtol=0.25)
+    np.testing.assert_allclose(verdict.loss.noise, NOISE, rtol=0.35)  # though the loss still falls
 
 
 def test_checkpoints_are_used_but_for_the_first_of_a_run():
-    found = verdicts(table(checkpoints=19, good=good))["good"]  # steps 50, 100, ...: the first is below a tenth
-    assert found.runs == 25
-    assert len(found.law.data_["acc"]) == 25 * 19
-    assert found.law.data_["final"].sum() == 25
+    verdict = verdicts(table(checkpoints=19, good=good))["good"]  # steps 50, 100, ...: the first is below a tenth
+    assert verdict.runs == 25
+    assert len(verdict.law.data_["acc"]) == 25 * 19
+    assert verdict.law.data_["final"].sum() == 25
 
 
 def test_dropped_rows_are_left_out_and_tasks_without_bytes_use_the_loss():
     frame = table(good=good).drop(columns=["good/gold_bpb", "good/chance"])
-    (found,) = fit_tasks(fit.read_table(frame, drop_worst=3))
-    assert len(found.law.data_["acc"]) == found.runs == 22
-    assert found.measure == "loss"
-    assert found.law.constants_["floor"] == 0.0
-    assert set(found.law.data_["loss"]) <= set(frame["loss"])
+    (verdict,) = fit_tasks(fit.read_table(frame, drop_worst=3))
+    assert len(verdict.law.data_["acc"]) == verdict.runs == 22
+    assert verdict.measure == "loss"
+    assert verdict.law.constants_["floor"] == 0.0
+    assert set(verdict.law.data_["loss"]) <= set(frame["loss"])
 
 
 def test_signal_to_noise_is_range_over_noise():
-    found = signal_to_noise([0.4, 0.5, 0.6, 0.7], 0.02, "items")
-    np.testing.assert_allclose([found.signal, found.noise, found.ratio], [0.3 / 0.55, 0.02 / 0.55, 15.0])
-    assert found.clear
+    result = signal_to_noise([0.4, 0.5, 0.6, 0.7], 0.02, "items")
+    np.testing.assert_allclose([result.signal, result.noise, result.ratio], [0.3 / 0.55, 0.02 / 0.55, 15.0])
+    assert result.clear
     # The range that noise alone shows, against its expectation over many draws.
     ranges = np.ptp(np.random.default_rng(0).standard_normal((20_000, 25)), axis=1)
     np.testing.assert_allclose(signal_to_noise(np.zeros(25), 1.0).by_luck, ranges.mean(), rtol=0.01)
@@ -404,7 +405,7 @@ def test_the_published_average_error_of_held_out_runs(gadre):
         relative = (1 - law.predict(run["N"], run["D"])) / (1 - run["average"]) - 1
         # Their first step minimises squares of the loss and ours of its logarithm.
         assert abs(relative - published) < 0.006
-    # The second step alone, at the losses that were measured, is theirs to rounding.
+    # The second step alone, at the measured losses, equals theirs to rounding.
     theirs, _ = curve_fit(lambda t, a, b, E: E - a * np.exp(-b * t), rows["loss"], 1 - rows["average"], maxfev=10000)
     at = np.array([large["loss"], larger["loss"]])
     np.testing.assert_allclose(
@@ -416,18 +417,18 @@ def test_the_published_average_error_of_held_out_runs(gadre):
 @pytest.mark.published
 def test_published_tasks_are_predicted_within_their_intervals_or_refused(gadre):
     """Each of 46 tasks by itself, from runs of up to 411M parameters, against runs of 1.4B and 6.9B."""
-    small, held = gadre[gadre["N"] < 1e9], gadre[gadre["N"] >= 1e9]
-    found = fit_tasks(fit.read_table(small), bootstrap=250)
-    accepted = [v for v in found if v.extrapolate]
-    refused = {v.task: v.reason for v in found if not v.extrapolate}
+    small, larger = gadre[gadre["N"] < 1e9], gadre[gadre["N"] >= 1e9]
+    verdicts_of_tasks = fit_tasks(fit.read_table(small), bootstrap=250)
+    accepted = [v for v in verdicts_of_tasks if v.extrapolate]
+    refused = {v.task: v.reason for v in verdicts_of_tasks if not v.extrapolate}
     assert {"mmlu", "winogender_mc_male", "siqa", "logi_qa"} <= set(refused)
     assert {"lambada_openai", "piqa", "arc_easy", "hellaswag"} <= {v.task for v in accepted}
-    inside, clear = [], []
+    covered, errors = [], []
     for v in accepted:
-        low, high = v.law.prediction_interval(held["N"], held["D"]).T
-        true = held[f"{v.task}/acc"].to_numpy()
-        inside += list((low <= true) & (true <= high))
-        narrow = high - low < downstream.VAGUE * (1 - v.law.constants_["floor"])
-        clear += list(np.abs(v.law.predict(held["N"], held["D"]) - true)[narrow])
-    assert np.mean(inside) >= 0.85  # of 39 scores, which share 13 fits; 0.95 was measured
-    assert np.mean(clear) <= 0.06
+        low, high = v.law.prediction_interval(larger["N"], larger["D"]).T
+        measured = larger[f"{v.task}/acc"].to_numpy()
+        covered += list((low <= measured) & (measured <= high))
+        precise = high - low < downstream.VAGUE * (1 - v.law.constants_["floor"])
+        errors += list(np.abs(v.law.predict(larger["N"], larger["D"]) - measured)[precise])
+    assert np.mean(covered) >= 0.85  # of 39 scores, which share 13 fits; 0.95 was measured
+    assert np.mean(errors) <= 0.06

@@ -27,7 +27,7 @@ SHARE, D_CLARK = 0.6, 1.3e11
 
 
 def columns(form, seed=0, n=200):
-    """Inputs of a law over the range of its paper's runs."""
+    """Return inputs of a law over the range of its paper's runs."""
     rng = np.random.default_rng(seed)
     N, D, E = 10 ** rng.uniform(7.9, 9.5, n), 10 ** rng.uniform(8.7, 11, n), 2.0 ** rng.integers(0, 6, n)
     if form == "clark":
@@ -45,7 +45,7 @@ def simulated(form, seed=0, noise=0.003, **options):
 
 
 def table(n=120, seed=0):
-    """A table of dense models and mixtures, with two experts a token, by the law of Ludziejewski et al."""
+    """Return a table of dense models and mixtures with two experts per token, by the law of Ludziejewski et al."""
     N, D, E = (v[:n] for v in columns("ludziejewski", seed))
     loss = fit.ExpertLaw("ludziejewski").evaluate(LUDZIEJEWSKI, N, D, E)
     loss = loss * np.exp(0.003 * np.random.default_rng(seed + 1).standard_normal(n))
@@ -58,7 +58,7 @@ def table(n=120, seed=0):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", PUBLISHED)
 def test_published_constants_come_back_within_the_interval(form):
-    """Of ten seeds, 90 to 100 % of a form's constants lie inside 95 % intervals; constants of one fit move together."""
+    """Over ten seeds, 95 % intervals cover 90 to 100 % of a form's constants, which move together within a fit."""
     inside = []
     for seed in (1, 2):
         law = simulated(form, seed).bootstrap(200, seed=seed)
@@ -122,7 +122,7 @@ def test_leverage_is_where_dense_reaches_the_loss_of_a_mixture(form):
 def test_the_best_sparsity_is_the_lowest_loss_of_a_grid():
     law, C = simulated("ludziejewski", share=SHARE), 1e21
     free, bounded = law.optimal(C), law.optimal(C, most_parameters=1e10)
-    assert free.more["experts"][0] == pytest.approx(32.0)  # more experts always help, so it ends at the most tried
+    assert free.more["experts"][0] == pytest.approx(32.0)  # more experts always help, so it is the largest number
     assert bounded.more["N_total"][0] == pytest.approx(1e10, rel=1e-9)
     E = np.linspace(1.0, 32.0, 400)[:, None]
     N = np.geomspace(1e8, 1e10, 1000)
@@ -138,7 +138,7 @@ def test_at_one_number_of_tokens_a_form_is_without_them():
     law = fit.ExpertLaw("ludziejewski", tokens=1e10).fit(N, E, y)
     assert law.inputs == ("N_active", "experts")
     assert not {"beta", "zeta"} & set(law.names)
-    np.testing.assert_allclose(law.predict(N, E), y, rtol=1e-9)  # b and omega take up what D was worth
+    np.testing.assert_allclose(law.predict(N, E), y, rtol=1e-9)  # b and omega absorb the term of D
     assert law.optimal(6e19).D[0] == 1e10
     assert "D^" not in law.equation(str)
 
@@ -154,7 +154,7 @@ def test_a_law_of_experts_survives_its_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("make", "message"),
     [
         (lambda: fit.ExpertLaw("switch"), "form is 'switch'; choose a law of experts: clark"),
         (lambda: fit.ExpertLaw(share=-1.0), "share is -1.0; a finite number above zero"),
@@ -171,9 +171,9 @@ def test_a_law_of_experts_survives_its_file(tmp_path):
         (lambda: expert_columns(fit.read_table(table().drop(columns="experts"))), "no numbers in column 'experts'"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_sentence(wrong, words):
-    with pytest.raises(InputError, match=words):
-        wrong()
+def test_bad_input_is_one_sentence(make, message):
+    with pytest.raises(InputError, match=message):
+        make()
 
 
 @pytest.mark.slow
@@ -200,9 +200,9 @@ def test_a_table_of_one_number_of_experts_has_no_law():
 @pytest.mark.slow
 def test_the_report_has_a_section_for_mixtures_alone(tmp_path, quick_pictures):
     mixtures, dense = table(60), table(60)[["N_total", "D", "loss"]]
-    for frame, words in ((mixtures, 'id="figure-experts"'), (mixtures.drop(columns="experts"), "No law of experts")):
+    for frame, text in ((mixtures, 'id="figure-experts"'), (mixtures.drop(columns="experts"), "No law of experts")):
         analysis = fit.analyze(fit.read_table(frame), (1e21,), bootstrap=0, intervals="noise")
-        assert words in fit.write_report(analysis, tmp_path / words[:2]).read_text()
+        assert text in fit.write_report(analysis, tmp_path / text[:2]).read_text()
     assert len(json.loads((tmp_path / "id" / "law.json").read_text())["experts"]["answers"]) == 2
     assert fit.analyze(fit.read_table(dense), (1e21,), bootstrap=0, intervals="noise").experts is None
 
@@ -211,9 +211,9 @@ def test_the_report_has_a_section_for_mixtures_alone(tmp_path, quick_pictures):
 
 
 def routed(router):
-    """Their runs of one router and the dense ones, one expert a token in every other layer."""
-    kept = {"router_type": ["Dense", router], "experts_per_token": 1, "routing_frequency": 0.5, "flop_increase": 1.0}
-    return fit.published_runs("routed", where=kept)
+    """Return their runs of one router and the dense ones, with one expert per token in every other layer."""
+    where = {"router_type": ["Dense", router], "experts_per_token": 1, "routing_frequency": 0.5, "flop_increase": 1.0}
+    return fit.published_runs("routed", where=where)
 
 
 @pytest.mark.published
@@ -244,27 +244,27 @@ def test_the_constants_and_effective_parameters_of_clark_come_back(router):
 @pytest.mark.published
 @pytest.mark.parametrize("router", CLARK)
 def test_hold_outs_of_the_largest_models_and_of_the_most_experts(router):
-    """Of 1.3B parameters (10 runs) and of 512 experts (6): error of log loss, and runs inside of 95 % intervals.
+    """Hold out 1.3B parameters (10 runs) and 512 experts (6): error of log loss, and runs inside 95 % intervals.
 
-    Their own form leans: large models have higher losses than it says, and a form with an offset predicts them better.
+    Their form is biased: large models have higher losses than it predicts, and a form with an offset does better.
     """
     c = expert_columns(routed(router))
-    largest, most = (c[name] > c[name].max() / 1.05 for name in ("N_active", "experts"))
+    largest, most_experts = (c[name] > c[name].max() / 1.05 for name in ("N_active", "experts"))
 
-    def error(form, out):
-        return np.sqrt(np.mean(held_out(fit.ExpertLaw(form, D_CLARK, 0.3077), c, out) ** 2))
+    def error(form, rows):
+        return np.sqrt(np.mean(held_out(fit.ExpertLaw(form, D_CLARK, 0.3077), c, rows) ** 2))
 
-    def inside(out):
+    def coverage(rows):
         law = fit.ExpertLaw("clark")
-        held_out(law, c, out)
-        interval = law.bootstrap(500).predict_interval(c["N_active"][out], c["experts"][out], kind="run")
-        return ((interval[:, 0] <= c["loss"][out]) & (c["loss"][out] <= interval[:, 1])).mean()
+        held_out(law, c, rows)
+        interval = law.bootstrap(500).predict_interval(c["N_active"][rows], c["experts"][rows], kind="run")
+        return ((interval[:, 0] <= c["loss"][rows]) & (c["loss"][rows] <= interval[:, 1])).mean()
 
     # Measured: 1.8 to 2.7 %, and 1.0 to 1.1 %.
     assert error("clark", largest) < 0.03
-    assert error("clark", most) < 0.012
-    assert inside(largest) >= 0.4  # measured: 0.4 to 0.7, as the intervals take the form to be right
-    assert inside(most) == 1.0
+    assert error("clark", most_experts) < 0.012
+    assert coverage(largest) >= 0.4  # measured: 0.4 to 0.7, because the intervals assume that the form is right
+    assert coverage(most_experts) == 1.0
     # Measured: 0.9 to 1.1 %, and 0.5 to 0.7 %.
     assert error("ludziejewski", largest) < 0.012
-    assert error("ludziejewski", most) < 0.007
+    assert error("ludziejewski", most_experts) < 0.007

@@ -11,19 +11,19 @@ TERMS = {"free": (1, 3), "tied": (1, 1), "without a constant": (1, 3)}
 
 
 def random_form(kind, n=20, far=0.0):
-    """Two power laws with their own exponents or one, and E: free, or fixed at e^-0.3 by an offset."""
+    """Return a form of two power laws with two exponents or one, and E free or fixed at e^-0.3 by an offset."""
     rng = np.random.default_rng(1)
-    x, y, one = rng.normal(size=n), rng.normal(size=n), np.ones(n)
+    x, y, ones = rng.normal(size=n), rng.normal(size=n), np.ones(n)
     alpha, beta = TERMS[kind]
-    terms = [((0, alpha), np.stack([one, -x], 1)), ((2, beta), np.stack([one, -y], 1))]
+    terms = [((0, alpha), np.stack([ones, -x], 1)), ((2, beta), np.stack([ones, -y], 1))]
     k = 3 if kind == "tied" else 4
-    terms.append(((), np.zeros((n, 0)), np.full(n, -0.3)) if kind == "without a constant" else ((k,), one[:, None]))
+    terms.append(((), np.zeros((n, 0)), np.full(n, -0.3)) if kind == "without a constant" else ((k,), ones[:, None]))
     k += kind != "without a constant"
     return LogSumExp(k, terms), rng.normal(size=(3, k)) + far, rng
 
 
 def dense(form, theta):
-    """Prediction, gradient and Hessian at each point, from the definition."""
+    """Return prediction, gradient and Hessian at each point, from the definition."""
     u, Z = [], []
     for index, table, offset in zip(form.index, form.tables, form._offsets, strict=True):
         full = np.zeros((form.points, form.parameters))
@@ -106,12 +106,12 @@ def test_derivatives_of_a_formula_are_those_of_finite_differences(name):
     formula, h = FORMULAS[name], 1e-4
     a, b = np.random.default_rng(0).uniform(0.3, 1.8, (2, 5, 1))
     x = np.linspace(0.9, 1.1, 3)
-    found = formula(Jet(a * x, {0: x}, {}), Jet(b, {1: 1.0}, {}))
+    jet = formula(Jet(a * x, {0: x}, {}), Jet(b, {1: 1.0}, {}))
 
     def at(i, j):
         return formula((a + i * h) * x, b + j * h)
 
-    np.testing.assert_allclose(found.value, at(0, 0), rtol=1e-14)
+    np.testing.assert_allclose(jet.value, at(0, 0), rtol=1e-14)
     first = {0: (at(1, 0) - at(-1, 0)) / (2 * h), 1: (at(0, 1) - at(0, -1)) / (2 * h)}
     second = {
         (0, 0): (at(1, 0) - 2 * at(0, 0) + at(-1, 0)) / h**2,
@@ -119,9 +119,9 @@ def test_derivatives_of_a_formula_are_those_of_finite_differences(name):
     }
     second[0, 1] = (at(1, 1) - at(1, -1) - at(-1, 1) + at(-1, -1)) / (4 * h**2)
     for i, difference in first.items():  # exact to h^2, and to rounding / h
-        np.testing.assert_allclose(found.first[i] + 0 * difference, difference, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(jet.first[i] + 0 * difference, difference, rtol=1e-5, atol=1e-6)
     for pair, difference in second.items():
-        np.testing.assert_allclose(found.second.get(pair, 0.0) + 0 * difference, difference, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(jet.second.get(pair, 0.0) + 0 * difference, difference, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("function", [np.floor, np.isfinite, np.add.reduce, np.sum, lambda a: np.where(a > 0, a, 0.0)])

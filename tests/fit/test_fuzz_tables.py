@@ -6,7 +6,7 @@ import pytest
 from isoflop import fit
 
 TABLES = 24
-ONCE_WRONG = (4, 5, 12, 13, 15, 19, 20)  # what these drew ended in a traceback, a warning or an answer without a basis
+ONCE_WRONG = (4, 5, 12, 13, 15, 19, 20)  # seeds whose tables once gave a traceback, a warning or an unfounded answer
 
 
 def random_table(seed):
@@ -50,12 +50,12 @@ def test_a_random_table_is_answered_or_refused_in_one_sentence(seed):
     try:
         runs = fit.read_table(random_table(seed))
         fit.forecast(runs, N=[1e10], D=[1e12], forms=["gamma"])
-        found = fit.analyze(runs, targets=(1e18,), bootstrap=0, intervals="noise") if seed % 3 == 0 else None
+        analysis = fit.analyze(runs, targets=(1e18,), bootstrap=0, intervals="noise") if seed % 3 == 0 else None
     except fit.InputError as error:
         refusal = str(error)
     else:
         refusal = "None."
-        for approach in found.approaches.values() if found else ():
+        for approach in analysis.approaches.values() if analysis else ():
             assert approach.reason or np.isfinite(approach.exponent)
     assert refusal.endswith(".")
     assert "\n" not in refusal

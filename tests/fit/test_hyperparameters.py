@@ -1,4 +1,4 @@
-"""Learning-rate and batch-size laws: what they recover, what they refuse, and Step Law's own runs."""
+"""Learning-rate and batch-size laws: recovery, refusals, and Step Law's own runs."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ from scipy.optimize import least_squares, minimize_scalar
 
 LAW = {"learning_rate": (30.0, -0.75, 0.22), "batch": (50.0, -0.25, 0.6)}
 SHAPE = {"20": 0.0076, "11": -0.0053, "02": 0.0070, "30": 0.0022, "21": -0.0020, "12": 0.0046, "03": -0.0011}
-WANTED = {f"{t}_{name}": v for t, law in LAW.items() for name, v in zip(("k", "p_N", "p_D"), law, strict=True)}
+EXPECTED = {f"{t}_{name}": v for t, law in LAW.items() for name, v in zip(("k", "p_N", "p_D"), law, strict=True)}
 
 
 def best(target, N, D):
@@ -23,13 +23,13 @@ def best(target, N, D):
 
 
 def excess(u, v, shape=SHAPE):
-    """Log of loss over best loss at log distances u, v; past where the cubic turns, a wall."""
+    """Return log of loss over best loss at log distances u, v, with a wall beyond the turning point of the cubic."""
     q = sum(c * u ** int(name[0]) * v ** int(name[1]) for name, c in shape.items())
     return np.where((abs(u) > 1.6) | (abs(v) > 2.2), 0.1, np.maximum(q, 0.0))
 
 
 def sweep(noise=0.0, scatter=0.0, seed=0, sizes=3, horizons=3, rates=9, batches=9, shape=SHAPE):
-    """N, D, learning rate, batch, loss of full grids around the optimum of each cell; grids are shared, as in life."""
+    """Return N, D, learning rate, batch, loss of full grids around each cell's optimum; cells share grids, as usual."""
     rng = np.random.default_rng(seed)
     N, D = np.meshgrid(np.geomspace(2e8, 1e9, sizes), np.geomspace(5e9, 8e10, horizons))
     lr = best("learning_rate", 4.5e8, 2e10) * np.geomspace(0.12, 8, rates)
@@ -37,11 +37,11 @@ def sweep(noise=0.0, scatter=0.0, seed=0, sizes=3, horizons=3, rates=9, batches=
     shift = scatter * rng.standard_normal((2, N.size))
     rows = []
     for i, (n, d) in enumerate(zip(N.ravel(), D.ravel(), strict=True)):
-        for one in lr:
-            u = np.log(one / best("learning_rate", n, d)) - shift[0, i]
+        for rate in lr:
+            u = np.log(rate / best("learning_rate", n, d)) - shift[0, i]
             v = np.log(B / best("batch", n, d)) - shift[1, i]
             loss = (1.6 + 400 / n**0.34 + 400 / d**0.28) * np.exp(excess(u, v, shape))
-            rows += [(n, d, one, b, y) for b, y in zip(B, loss, strict=True)]
+            rows += [(n, d, rate, b, y) for b, y in zip(B, loss, strict=True)]
     table = np.array(rows).T
     table[4] *= np.exp(noise * rng.standard_normal(table.shape[1]))
     return table
@@ -116,9 +116,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("ask", "said"), WRONG)
-def test_what_cannot_identify_a_law_is_refused(ask, said):
-    with pytest.raises(fit.InputError, match=said):
+@pytest.mark.parametrize(("ask", "message"), WRONG)
+def test_what_cannot_identify_a_law_is_refused(ask, message):
+    with pytest.raises(fit.InputError, match=message):
         ask()
 
 
@@ -149,7 +149,7 @@ def test_each_idea_of_best_finds_an_optimum_that_lies_on_the_grid():
 
 def test_an_optimum_at_the_edge_of_the_settings_is_refused():
     N, D, lr, B, loss = sweep()
-    low = lr < 2 * best("learning_rate", 4.5e8, 2e10)  # the smallest model wants more
+    low = lr < 2 * best("learning_rate", 4.5e8, 2e10)  # the smallest model needs more
     cells = cell_optima(N[low], D[low], lr[low], B[low], loss[low])
     refused = [cell for cell in cells if not cell.accepted]
     assert any("the lowest loss is at the largest learning rate" in cell.reason for cell in refused)
@@ -183,16 +183,16 @@ def exact():
 def test_an_exact_sweep_gives_back_both_laws_the_shape_and_the_cost(exact):
     assert exact.converged_
     assert exact.starts_["agreeing"] == exact.starts_["tried"]
-    for name, value in (WANTED | {f"shape_{name}": value for name, value in SHAPE.items()}).items():
+    for name, value in (EXPECTED | {f"shape_{name}": value for name, value in SHAPE.items()}).items():
         np.testing.assert_allclose(exact.constants_[name], value, rtol=1e-6)
-    found = exact.optimal(7e8, 3e10)
-    np.testing.assert_allclose(found.learning_rate, best("learning_rate", 7e8, 3e10), rtol=1e-8)
-    np.testing.assert_allclose(found.batch, best("batch", 7e8, 3e10), rtol=1e-8)
-    cost = exact.penalty(N=7e8, D=3e10, learning_rate=0.6 * found.learning_rate, batch=1.5 * found.batch)
+    optimum = exact.optimal(7e8, 3e10)
+    np.testing.assert_allclose(optimum.learning_rate, best("learning_rate", 7e8, 3e10), rtol=1e-8)
+    np.testing.assert_allclose(optimum.batch, best("batch", 7e8, 3e10), rtol=1e-8)
+    cost = exact.penalty(N=7e8, D=3e10, learning_rate=0.6 * optimum.learning_rate, batch=1.5 * optimum.batch)
     np.testing.assert_allclose(cost, np.expm1(excess(np.log(0.6), np.log(1.5))), rtol=1e-6)
-    costs = exact.penalty(7e8, 3e10, found.learning_rate * np.array([1.0, 5.0, 1e6]), found.batch)
+    costs = exact.penalty(7e8, 3e10, optimum.learning_rate * np.array([1.0, 5.0, 1e6]), optimum.batch)
     assert costs[0] == 0
-    assert np.isnan(costs[1:]).all()  # outside of the window
+    assert np.isnan(costs[1:]).all()  # outside the window
     assert exact.warnings() == ()
 
 
@@ -221,15 +221,15 @@ def test_the_fit_is_where_scipys_least_squares_ends():
 @pytest.mark.slow
 def test_intervals_of_the_surface_cover_where_cells_scatter_about_the_law():
     trials = 30
-    inside = {name: 0 for name in WANTED if "_p_" in name}
+    inside = {name: 0 for name in EXPECTED if "_p_" in name}
     for seed in range(trials):
         surface = HyperparameterSurface().fit(*sweep(0.0006, 0.06, seed, rates=7, batches=7)).bootstrap(100, seed=seed)
         for name in inside:
             low, high = surface.interval(name)
-            inside[name] += low <= WANTED[name] <= high
+            inside[name] += low <= EXPECTED[name] <= high
     # 95 % of 30 is 28.5, with a standard deviation of 1.2.
     assert all(count >= 25 for count in inside.values()), inside
-    assert sum(inside.values()) < 4 * trials  # wide enough never to miss would be too wide
+    assert sum(inside.values()) < 4 * trials  # intervals that never miss would be too wide
 
 
 def test_the_learning_rate_for_a_given_batch_is_where_its_loss_is_lowest(exact):
@@ -242,8 +242,8 @@ def test_the_learning_rate_for_a_given_batch_is_where_its_loss_is_lowest(exact):
             method="bounded",
             options={"xatol": 1e-10},
         )
-        found = exact.optimal(np.array([6e8, 8e8]), 3e10, batch=batch).learning_rate[0]
-        np.testing.assert_allclose(np.log(found), peer.x, atol=1e-5)  # the loss is flat there: root of rounding
+        rate = exact.optimal(np.array([6e8, 8e8]), 3e10, batch=batch).learning_rate[0]
+        np.testing.assert_allclose(np.log(rate), peer.x, atol=1e-5)  # the loss is flat there: root of rounding
     assert np.isnan(exact.optimal(6e8, 3e10, batch=40 * free.batch).learning_rate)
 
 
@@ -267,11 +267,11 @@ def test_a_sweep_of_the_learning_rate_alone_is_enough_for_its_law():
     u = np.log(lr / best("learning_rate", N, D))
     loss = (2 + 100 / N**0.3) * np.exp(excess(u, 0 * u))
     surface = HyperparameterSurface(batch=None, window=0.005).fit(N, D, lr, None, loss)
-    found = surface.optimal(4.5e8, 2e10)
-    assert found.batch is None
-    np.testing.assert_allclose(found.learning_rate, best("learning_rate", 4.5e8, 2e10), rtol=1e-7)
+    optimum = surface.optimal(4.5e8, 2e10)
+    assert optimum.batch is None
+    np.testing.assert_allclose(optimum.learning_rate, best("learning_rate", 4.5e8, 2e10), rtol=1e-7)
     np.testing.assert_allclose([surface.shape_2_, surface.shape_3_], [SHAPE["20"], SHAPE["30"]], rtol=1e-6)
-    assert surface.penalty(4.5e8, 2e10, found.learning_rate) == 0
+    assert surface.penalty(4.5e8, 2e10, optimum.learning_rate) == 0
     with pytest.raises(fit.InputError, match="did not vary learning rate and batch both"):
         surface.optimal(1e9, 1e10, batch=1e6)
 
@@ -287,14 +287,14 @@ def test_a_surface_whose_cells_are_drawn_with_replacement_survives_json():
 def test_a_sweep_that_cannot_determine_a_law_is_refused():
     N, D, lr, B, loss = sweep()
     one_size, one_setting = cells_of(N, 1 + 0 * N) == 0, cells_of(B, B) == 4
-    for options, columns, said in (
+    for options, columns, message in (
         ({}, [v[one_size] for v in (N, D, lr, B, loss)], "do not vary N and D separately"),
         ({"window": 1e-4}, (N, D, lr, B, loss), r"lie within 0\.01% of the best of their cell, and 22 constants"),
         ({}, [np.repeat(v[one_setting], 4) for v in (N, D, lr, B, loss)], "enough different values within cells"),
         ({"window": 0.5}, (N, D, lr, B, 6 - loss), "has no minimum in learning_rate and batch"),
         ({}, (N, D, None, B, loss), "learning_rate is not given"),
     ):
-        with pytest.raises(fit.InputError, match=said):
+        with pytest.raises(fit.InputError, match=message):
             HyperparameterSurface(**options).fit(*columns)
     with pytest.raises(fit.InputError, match="too few to resample"):
         HyperparameterSurface().fit(N, D, lr, B, loss).bootstrap(10, method="pairs")
@@ -318,8 +318,8 @@ def steplaw():
 
 @pytest.mark.published
 def test_step_laws_recipe_gives_its_exponents(steplaw):
-    """The best setting of each cell and least squares. Their sizes of 60M and 120M are not among the public runs, and
-    of no subset of these do the three exponents come out to the published digits.
+    """Fit least squares to the best setting of each cell. Their sizes of 60M and 120M are not among the public runs,
+    and no subset of these gives the three exponents to the published digits.
     """
     cells = cell_optima(*steplaw, method="best")
     assert len(cells) == 17
@@ -353,13 +353,13 @@ def test_the_surface_of_their_runs_agrees_in_all_but_the_learning_rates_d(stepla
 def test_on_held_out_cells_the_surface_beats_the_best_of_the_grid(steplaw):
     cell = cells_of(steplaw.N, steplaw.D)
     lost = {"surface": [], "best": [], "published": []}
-    for out in range(cell.max() + 1):
-        train, test = [v[cell != out] for v in steplaw], [v[cell == out] for v in steplaw]
+    for held_out in range(cell.max() + 1):
+        train, test = [v[cell != held_out] for v in steplaw], [v[cell == held_out] for v in steplaw]
         n, d = test[0][0], test[1][0]
         optima = cell_optima(*train, method="best")
-        found = HyperparameterSurface().fit(*train).optimal(n, d)
+        optimum = HyperparameterSurface().fit(*train).optimal(n, d)
         guesses = {
-            "surface": (found.learning_rate, found.batch),
+            "surface": (optimum.learning_rate, optimum.batch),
             "best": tuple(HyperparameterLaw(t).fit_cells(optima).predict(n, d) for t in LAW),
             "published": (1.79 * n**-0.713 * d**0.307, 0.58 * d**0.571),
         }

@@ -11,7 +11,7 @@ CURVES = ("parabola", "akima")
 
 
 def grid(budgets=(1e18, 1e19, 1e20, 1e21), sizes=6, noise=0.0, seed=0, spread=4.0, centre=1.0):
-    """An exact isoFLOP grid whose optimum is N = 0.05 C^0.5 and whose loss is a parabola in log N around it."""
+    """Return an isoFLOP grid whose optimum is N = 0.05 C^0.5 and whose loss is a parabola in log N around it."""
     rng = np.random.default_rng(seed)
     rows = []
     for C in budgets:
@@ -23,7 +23,7 @@ def grid(budgets=(1e18, 1e19, 1e20, 1e21), sizes=6, noise=0.0, seed=0, spread=4.
 
 
 def lopsided(budgets=(1e18, 1e19, 1e20, 1e21), sizes=6, noise=0.0, seed=0):
-    """Profiles of L = E + A/N^0.55 + B/D^0.28: half as steep towards large N, with the optimum N = G (C/6)^0.337."""
+    """Return profiles of L = E + A/N^0.55 + B/D^0.28: half as steep towards large N, optimum N = G (C/6)^0.337."""
     rng = np.random.default_rng(seed)
     rows = []
     for C in budgets:
@@ -36,29 +36,29 @@ def lopsided(budgets=(1e18, 1e19, 1e20, 1e21), sizes=6, noise=0.0, seed=0):
 
 def test_vertices_and_laws_of_exact_parabolas_are_exact():
     N, D, loss, C = grid()
-    found = fit.IsoflopProfiles().fit(N, D, loss, C)
-    assert len(found.accepted_) == 4
-    for p in found.profiles_:
+    profiles = fit.IsoflopProfiles().fit(N, D, loss, C)
+    assert len(profiles.accepted_) == 4
+    for p in profiles.profiles_:
         np.testing.assert_allclose(p.N_best, 0.05 * p.flops**0.5, rtol=1e-9)
         np.testing.assert_allclose(6 * p.N_best * p.D_best, p.flops, rtol=1e-9)
         np.testing.assert_allclose(p.loss_best, 1.7 + 800 * p.flops**-0.155, rtol=1e-9)
         np.testing.assert_allclose(p.curve(p.N), p.loss, rtol=1e-9)
-    np.testing.assert_allclose([found.N_law_.p_, found.N_law_.k_], [0.5, 0.05], rtol=1e-8)
-    np.testing.assert_allclose([found.D_law_.p_, found.D_law_.k_], [0.5, 1 / 0.3], rtol=1e-8)
-    np.testing.assert_allclose([found.loss_law_.E_, found.loss_law_.p_], [1.7, -0.155], rtol=1e-6)
+    np.testing.assert_allclose([profiles.N_law_.p_, profiles.N_law_.k_], [0.5, 0.05], rtol=1e-8)
+    np.testing.assert_allclose([profiles.D_law_.p_, profiles.D_law_.k_], [0.5, 1 / 0.3], rtol=1e-8)
+    np.testing.assert_allclose([profiles.loss_law_.E_, profiles.loss_law_.p_], [1.7, -0.155], rtol=1e-6)
 
 
 @pytest.mark.parametrize(("method", "trials"), [("parabola", 80), ("akima", 40)])
 def test_vertex_and_exponent_intervals_cover_at_their_rate(method, trials):
-    vertex, exponent = 0, 0  # three budgets: without a fourth there is no loss law to spend time on
+    vertex, exponent = 0, 0  # of three budgets, too few for a loss law, which would take time
     for seed in range(trials):
         N, D, loss, C = grid(budgets=(1e18, 1e19, 1e20), noise=0.01, seed=seed)
-        found = fit.IsoflopProfiles(method).fit(N, D, loss, C).bootstrap(120, seed=seed)
-        low, high = found.profiles_[1].interval()
+        profiles = fit.IsoflopProfiles(method).fit(N, D, loss, C).bootstrap(120, seed=seed)
+        low, high = profiles.profiles_[1].interval()
         vertex += low <= 0.05 * 1e19**0.5 <= high
-        low, high = found.N_law_.interval("p")
+        low, high = profiles.N_law_.interval("p")
         exponent += low <= 0.5 <= high
-    # 95 % nominal, and 3.5 sigma low; Akima's are wider than they need be.
+    # 95 % nominal, less 3.5 sigma; Akima's intervals are wider than necessary.
     lowest = 0.95 * trials - 3.5 * np.sqrt(0.0475 * trials)
     assert vertex >= lowest
     assert exponent >= lowest
@@ -86,33 +86,33 @@ def test_runs_that_share_a_size_are_averaged_and_their_noise_with_them(method):
     for one, other in zip(many.profiles_, mean.profiles_, strict=True):
         np.testing.assert_allclose(one.N_best, other.N_best, rtol=1e-9)
     widths = [np.log(np.divide(*p.bootstrap(2000).profiles_[1].interval()[::-1])) for p in (many, mean)]
-    np.testing.assert_allclose(*widths, rtol=0.09)  # 2000 draws know the ends of an interval to about 4 %
+    np.testing.assert_allclose(*widths, rtol=0.09)  # 2000 draws determine the ends of an interval to about 4 %
 
 
 @pytest.mark.parametrize("method", CURVES)
 def test_the_noise_is_estimated_without_bias(method):
-    found, freedom = [], 0.0
+    ratios, freedom = [], 0.0
     for seed in range(40):
         N, D, loss, C = grid(budgets=(1e18, 1e19, 1e20), sizes=7, noise=0.01, seed=seed)
         profiles = fit.IsoflopProfiles(method).fit(N, D, loss, C)
         truth = np.mean([0.01 / p.loss.min() for p in profiles.profiles_])
-        found.append((profiles.sigma_ / truth) ** 2)
+        ratios.append((profiles.sigma_ / truth) ** 2)
         freedom += profiles.freedom_
     # A variance on f degrees of freedom has a spread of sqrt(2 / f).
-    assert abs(np.mean(found) - 1.0) < 3.5 * np.sqrt(2.0 / freedom)
+    assert abs(np.mean(ratios) - 1.0) < 3.5 * np.sqrt(2.0 / freedom)
 
 
 def test_known_noise_sets_the_width_of_the_interval():
     N, D, loss, C = grid(budgets=(1e18, 1e19, 1e20), noise=0.001, seed=4)
 
     def width(noise):
-        found = fit.IsoflopProfiles(noise=noise).fit(N, D, loss, C).bootstrap(2000)
-        return np.log(np.divide(*found.profiles_[2].interval()[::-1]))
+        profiles = fit.IsoflopProfiles(noise=noise).fit(N, D, loss, C).bootstrap(2000)
+        return np.log(np.divide(*profiles.profiles_[2].interval()[::-1]))
 
     np.testing.assert_allclose(width(0.004), 2 * width(0.002), rtol=0.02)  # the same draws; a vertex is all but linear
-    for wrong in (0.0, -1.0, np.nan, "guess"):
+    for noise in (0.0, -1.0, np.nan, "guess"):
         with pytest.raises(fit.InputError, match="noise is"):
-            fit.IsoflopProfiles(noise=wrong)
+            fit.IsoflopProfiles(noise=noise)
     with pytest.raises(fit.InputError, match="method is 'spline'; choose one of parabola, akima"):
         fit.IsoflopProfiles("spline")
 
@@ -121,8 +121,8 @@ def test_a_lopsided_profile_biases_only_the_parabola():
     N, D, loss, C, best = lopsided()
     bias = {}
     for method in (*CURVES, "valley"):
-        found = fit.IsoflopProfiles(method).fit(N, D, loss, C)
-        bias[method] = np.mean([np.log(p.N_best / best[p.flops == C][0]) for p in found.profiles_])
+        profiles = fit.IsoflopProfiles(method).fit(N, D, loss, C)
+        bias[method] = np.mean([np.log(p.N_best / best[p.flops == C][0]) for p in profiles.profiles_])
     assert 0.10 < bias["parabola"] < 0.13
     assert max(abs(bias[method]) for method in ("akima", "valley")) < 0.03
 
@@ -151,10 +151,10 @@ REFUSED = [
 @pytest.mark.parametrize(("change", "reason"), REFUSED)
 def test_a_vertex_that_the_sizes_do_not_enclose_is_refused_with_the_reason(change, reason):
     N, D, loss, C = grid(**change)
-    found = fit.IsoflopProfiles().fit(N, D, loss, C, budget=C).bootstrap(50)
-    assert found.accepted_ == []
-    assert found.N_law_ is None
-    assert all(reason in p.reason for p in found.profiles_)
+    profiles = fit.IsoflopProfiles().fit(N, D, loss, C, budget=C).bootstrap(50)
+    assert profiles.accepted_ == []
+    assert profiles.N_law_ is None
+    assert all(reason in p.reason for p in profiles.profiles_)
 
 
 def test_a_concave_profile_and_a_minimum_at_an_edge_are_refused():
@@ -173,12 +173,12 @@ def test_a_concave_profile_and_a_minimum_at_an_edge_are_refused():
 
 def test_noise_beyond_the_curvature_makes_the_interval_unbounded():
     N, D, loss, C = grid(noise=0.3, seed=3)
-    found = fit.IsoflopProfiles().fit(N, D, loss, C).bootstrap(400)
-    ends = [p.interval() for p in found.profiles_ if p.N_best]
+    profiles = fit.IsoflopProfiles().fit(N, D, loss, C).bootstrap(400)
+    ends = [p.interval() for p in profiles.profiles_ if p.N_best]
     assert any(low == 0.0 or np.isinf(high) for low, high in ends)
     for method in CURVES:  # noise larger than the losses themselves
-        found = fit.IsoflopProfiles(method, noise=5.0).fit(*grid()).bootstrap(100)
-        assert all(p.interval()[0] < p.N.min() and p.interval()[1] > p.N.max() for p in found.profiles_)
+        profiles = fit.IsoflopProfiles(method, noise=5.0).fit(*grid()).bootstrap(100)
+        assert all(p.interval()[0] < p.N.min() and p.interval()[1] > p.N.max() for p in profiles.profiles_)
 
 
 def test_budgets_are_the_named_ones_or_read_off_the_flops():
@@ -197,16 +197,16 @@ def test_the_line_of_valleys_covers_a_hidden_budget():
     inside = []
     for seed in range(8):
         N, D, loss, C, best = lopsided(budgets=np.geomspace(1e18, 1e20, 5), noise=0.003, seed=seed)
-        found = fit.IsoflopProfiles("valley").fit(N, D, loss, C).bootstrap(60)
-        low, high = np.percentile(found.N_law_.predict_draws(np.array([1e21])), [2.5, 97.5])
+        profiles = fit.IsoflopProfiles("valley").fit(N, D, loss, C).bootstrap(60)
+        low, high = np.percentile(profiles.N_law_.predict_draws(np.array([1e21])), [2.5, 97.5])
         inside.append(low <= best[0] * 1e3 ** (0.28 / 0.83) <= high)
     assert np.mean(inside) >= 7 / 8
 
 
 def test_a_budget_of_few_sizes_takes_its_shape_from_the_others():
     N, D, loss, C, best = lopsided(sizes=7, noise=0.001)
-    few = (C < 1e21) | (np.abs(np.log(N / best)) < 1.5)  # three sizes of the dearest budget
+    chosen = (C < 1e21) | (np.abs(np.log(N / best)) < 1.5)  # three sizes of the largest budget
     for method, bound in (("parabola", np.inf), ("valley", 0.1)):
-        found = fit.IsoflopProfiles(method).fit(N[few], D[few], loss[few], C[few]).profiles_[-1]
-        assert abs(np.log(found.N_best / best[C == 1e21][0])) < bound
+        profile = fit.IsoflopProfiles(method).fit(N[chosen], D[chosen], loss[chosen], C[chosen]).profiles_[-1]
+        assert abs(np.log(profile.N_best / best[C == 1e21][0])) < bound
     assert fit.IsoflopProfiles("valley").fit([1e8], [1e9], [3.0], [6e17]).profiles_ == []

@@ -1,4 +1,4 @@
-"""The parametric law: closed-form optimum, intervals that cover, published constants, and plain refusals."""
+"""The parametric law: closed-form optimum, intervals that cover, published constants, and refusals."""
 
 import itertools
 import os
@@ -47,10 +47,10 @@ def test_fit_returns_self_and_predict_takes_scalars_and_arrays():
 
 
 def test_a_given_E_ends_where_simplexes_end():
-    """On this table a start that is first brought near under a large delta ends 5 % higher."""
+    """On this table a start that is first refined with a large delta ends 5 % higher."""
     N, D = (grid.ravel() for grid in np.meshgrid(np.geomspace(1e8, 3e9, 4), np.geomspace(2e9, 6e10, 3), indexing="ij"))
-    truth = TRUTH | {"beta": 0.366}
-    loss = fit.ChinchillaLaw.evaluate(truth, N, D) * np.exp(0.03 * np.random.default_rng(39).normal(size=12))
+    constants = TRUTH | {"beta": 0.366}
+    loss = fit.ChinchillaLaw.evaluate(constants, N, D) * np.exp(0.03 * np.random.default_rng(39).normal(size=12))
 
     def objective(theta):
         first, second = theta[0] - theta[1] * np.log(N / N.mean()), theta[2] - theta[3] * np.log(D / D.mean())
@@ -63,8 +63,8 @@ def test_a_given_E_ends_where_simplexes_end():
         for _ in range(3):
             theta = minimize(objective, theta, method="Nelder-Mead", options={"xatol": 1e-12, "fatol": 1e-14}).x
         ends.append(objective(theta) / 1e3)
-    found = fit.ChinchillaLaw(E=1.2).fit(N, D, loss).objective_
-    assert found == pytest.approx(min(ends), rel=1e-9)  # what the solver is held to beside SciPy
+    reached = fit.ChinchillaLaw(E=1.2).fit(N, D, loss).objective_
+    assert reached == pytest.approx(min(ends), rel=1e-9)  # the solver's tolerance in comparisons with SciPy
 
 
 def test_groups_move_together_and_widen_the_interval():
@@ -138,9 +138,9 @@ BAD = [
 def test_bad_input_is_one_sentence(change, message):
     with pytest.raises(fit.InputError, match=message) as caught:
         fit.ChinchillaLaw().fit(**({"N": N, "D": D, "loss": L} | change))
-    said = str(caught.value)
-    assert "\n" not in said
-    assert said.endswith(".")
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text.endswith(".")
 
 
 def test_asking_an_unfitted_law_says_what_to_call():
@@ -179,8 +179,8 @@ def read(epoch, drop):
 def test_the_published_optimum_on_240_points_to_all_digits(epoch):
     runs = read(epoch, 5)
     law = fit.ChinchillaLaw().fit(runs.N, runs.D, runs.loss)
-    said = [f"{law.E_:.5f}", f"{law.A_:.3f}", f"{law.B_:.3f}", f"{law.alpha_:.6f}", f"{law.beta_:.6f}"]
-    assert said == ["1.81722", "477.826", "2143.417", "0.347310", "0.367172"]
+    digits = [f"{law.E_:.5f}", f"{law.A_:.3f}", f"{law.B_:.3f}", f"{law.alpha_:.6f}", f"{law.beta_:.6f}"]
+    assert digits == ["1.81722", "477.826", "2143.417", "0.347310", "0.367172"]
     assert law.starts_ == {"tried": 64, "agreeing": 64}
 
 
@@ -198,7 +198,7 @@ def test_the_published_intervals(epoch):
 
 @pytest.mark.parametrize("objective", ["huber", "squares"])
 def test_a_table_with_hardly_any_noise_converges(objective):
-    """Rounding of the predictions is then more of the objective than what a step gains."""
+    """Rounding of the predictions then changes the objective by more than a step does."""
     rng = np.random.default_rng(0)
     C, s = (v.ravel() for v in np.meshgrid([1e17, 4e17, 1.6e18, 6.4e18], np.geomspace(0.2, 5, 7), indexing="ij"))
     N = s * 0.8 * (C / 6) ** 0.5

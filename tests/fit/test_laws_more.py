@@ -1,4 +1,4 @@
-"""What every law must do: come back exactly, agree with SciPy, ignore units, survive its file, refuse bad input."""
+"""Rules for every law: recover constants, agree with SciPy, ignore units, survive its file, refuse bad input."""
 
 import json
 from collections.abc import Callable
@@ -19,7 +19,7 @@ POINTS = 60
 
 
 def precision(c, N, D, P):
-    """Kumar et al. 2024: weights of P bits act as N (1 - exp(-P / gamma)) parameters."""
+    """Return the loss of Kumar et al. 2024: weights of P bits act as N (1 - exp(-P / gamma)) parameters."""
     return c["E"] + c["A"] / (N * (1 - np.exp(-P / c["gamma"]))) ** c["alpha"] + c["B"] / D ** c["beta"]
 
 
@@ -37,7 +37,7 @@ def repeated(rng):
 
 
 def chinchilla(rng):
-    """A and B put both terms at 0.3 to 1.5 in the middle of the grid, as in real sweeps."""
+    """Return random constants; A and B put both terms at 0.3 to 1.5 in the middle of the grid, as in real sweeps."""
     alpha, beta = rng.uniform(0.25, 0.45, 2)
     A, B = rng.uniform(0.3, 1.5) * 1e8**alpha, rng.uniform(0.3, 1.5) * 1e10**beta
     return {"E": rng.uniform(1, 2.5), "A": A, "B": B, "alpha": alpha, "beta": beta}
@@ -67,7 +67,7 @@ def broken(rng):
 
 @dataclass
 class Case:
-    """A law, random constants and inputs for it, and which constants do not move with the units of the inputs."""
+    """A law with random constants and inputs, and the constants that do not change with the units of the inputs."""
 
     law: Callable[..., Law]
     truth: Callable
@@ -252,9 +252,9 @@ def test_bad_columns_are_one_sentence(name, change, message):
     _, columns = CASES[name].data(9)
     with pytest.raises(fit.InputError, match=message) as caught:
         CASES[name].make().fit(*change(list(columns)))
-    said = str(caught.value)
-    assert "\n" not in said
-    assert said.endswith(".")
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text.endswith(".")
 
 
 @pytest.mark.parametrize("name", ["kaplan", "overtraining", "repetition"])

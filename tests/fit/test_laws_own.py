@@ -1,4 +1,4 @@
-"""What each of the other laws has of its own: closed forms, conversions, limits, honest refusals."""
+"""Properties of single laws: closed forms, conversions, limits and refusals."""
 
 import numpy as np
 import pytest
@@ -40,15 +40,15 @@ def test_kaplans_law_has_its_two_lines_as_limits():
     N, D = 3e8, 7e9
     assert KaplanLaw.evaluate(KAPLAN, N, 1e40) == pytest.approx((6.4e13 / N) ** 0.076, rel=1e-9)
     assert KaplanLaw.evaluate(KAPLAN, 1e60, D) == pytest.approx((1.8e13 / D) ** 0.103, rel=1e-9)
-    said = ((6.4e13 / N) ** (0.076 / 0.103) + 1.8e13 / D) ** 0.103
-    assert KaplanLaw.evaluate(KAPLAN, N, D) == pytest.approx(said, rel=1e-13)
+    expected = ((6.4e13 / N) ** (0.076 / 0.103) + 1.8e13 / D) ** 0.103
+    assert KaplanLaw.evaluate(KAPLAN, N, D) == pytest.approx(expected, rel=1e-13)
 
 
 def test_data_with_one_line_alone_leave_the_other_at_zero_and_say_so():
     N, D, _ = sizes(2)
     law = KaplanLaw().fit(N, D, (3e14 / D) ** 0.1)
     assert (law.N_c_, law.degenerate_[0]) == (0.0, "N_c")
-    np.testing.assert_allclose([law.alpha_D_, law.D_c_], [0.1, 3e14], rtol=1e-3)  # what is left of the other line
+    np.testing.assert_allclose([law.alpha_D_, law.D_c_], [0.1, 3e14], rtol=1e-3)  # the remainder of the other line
     law = KaplanLaw().fit(N, D, (3e13 / N) ** 0.1)
     assert (law.D_c_, law.degenerate_) == (0.0, ["D_c"])
     np.testing.assert_allclose([law.alpha_N_, law.N_c_], [0.1, 3e13], rtol=1e-3)
@@ -86,13 +86,13 @@ def test_a_gamma_of_one_is_chinchillas_law_and_without_E_it_holds_kaplans():
 def test_the_over_training_law_is_the_tied_chinchilla_law():
     N, D, noise = sizes(3)
     loss = (1.8 + 400 / N**0.34 + 1200 / D**0.34) * np.exp(0.003 * noise)
-    ours, tied = OvertrainingLaw().fit(N, D, loss), fit.ChinchillaLaw(tied=True).fit(N, D, loss)
-    assert ours.objective_ == pytest.approx(tied.objective_, rel=1e-12)
-    assert ours.eta_ == pytest.approx(tied.alpha_ / 2, rel=1e-7)
+    law, tied = OvertrainingLaw().fit(N, D, loss), fit.ChinchillaLaw(tied=True).fit(N, D, loss)
+    assert law.objective_ == pytest.approx(tied.objective_, rel=1e-12)
+    assert law.eta_ == pytest.approx(tied.alpha_ / 2, rel=1e-7)
     C, M = 6 * N * D, D / N
-    said = ours.E_ + (ours.a_ * M**ours.eta_ + ours.b_ * M**-ours.eta_) * C**-ours.eta_
-    np.testing.assert_allclose(ours.predict(N, D), said, rtol=1e-12)
-    np.testing.assert_allclose(ours.at(C, M), said, rtol=1e-12)
+    expected = law.E_ + (law.a_ * M**law.eta_ + law.b_ * M**-law.eta_) * C**-law.eta_
+    np.testing.assert_allclose(law.predict(N, D), expected, rtol=1e-12)
+    np.testing.assert_allclose(law.at(C, M), expected, rtol=1e-12)
 
 
 # Repetition.
@@ -121,7 +121,7 @@ def test_repeats_are_worth_between_nothing_and_new_tokens():
 
 
 def test_the_best_allocation_under_a_token_limit_is_the_published_one():
-    """The repository's README: 9.26e21 FLOPs on 25B tokens want 227B tokens, 9.1 epochs and 6.8B parameters."""
+    """The repository's README: 9.26e21 FLOPs on 25B tokens need 227B tokens, 9.1 epochs and 6.8B parameters."""
     law = RepetitionLaw(base=C4).fit(*repeated(7))
     np.testing.assert_allclose([law.R_D_, law.R_N_], [15.387756, 5.309743], rtol=1e-8)
     best = law.optimal(6 * 8.67e9 * 178e9, 25e9)
@@ -195,7 +195,7 @@ def test_several_breaks_come_back_in_the_order_of_their_places():
 
 @pytest.mark.slow
 def test_a_break_that_the_data_do_not_show_is_called_degenerate():
-    """A plain power law with noise: in most draws the criterion does not want a break, and never strongly."""
+    """With a plain power law and noise the criterion rejects a break in most draws, and never prefers one strongly."""
     x = np.geomspace(1e3, 1e8, 30)
     supported = []
     for seed in range(8):
@@ -228,7 +228,7 @@ def test_a_criterion_needs_points_to_spare():
     assert "d1" in law.degenerate_
 
 
-# A law of one's own.
+# A law from the user's function.
 
 
 TRUTH = {"E": 1.8, "A": 400.0, "B": 2000.0, "alpha": 0.34, "beta": 0.37, "gamma": 2.7}
@@ -240,7 +240,7 @@ def bits(seed, noise=0.003, n=50):
     return N, D, P, precision(TRUTH, N, D, P) * np.exp(noise * rng.standard_normal(n))
 
 
-def own(function=precision, parameters=BOUNDS, inputs=("N", "D", "P"), **options):
+def user_law(function=precision, parameters=BOUNDS, inputs=("N", "D", "P"), **options):
     return FunctionLaw(function, parameters, inputs, **{"tries": 16} | options)
 
 
@@ -248,7 +248,7 @@ def test_a_function_fits_as_the_built_in_law_of_the_same_form():
     N, D, noise = sizes(11)
     loss = (1.8 + 400 / N**0.34 + 1200 / D**0.4) * np.exp(0.003 * noise)
     bounds = {name: BOUNDS[name] for name in C4}
-    ours = own(lambda c, N, D: c["E"] + c["A"] / N ** c["alpha"] + c["B"] / D ** c["beta"], bounds, ("N", "D"))
+    ours = user_law(lambda c, N, D: c["E"] + c["A"] / N ** c["alpha"] + c["B"] / D ** c["beta"], bounds, ("N", "D"))
     ours, built_in = ours.fit(N, D, loss), fit.ChinchillaLaw().fit(N, D, loss)
     assert ours.objective_ == pytest.approx(built_in.objective_, rel=1e-9)
     assert ours.constants_ == pytest.approx(built_in.constants_, rel=1e-5)
@@ -268,8 +268,8 @@ def test_constants_may_be_negative_or_held():
 
 def test_starts_that_are_given_are_tried_and_the_rest_fill_the_box():
     columns = bits(12, noise=0)
-    assert own(tries=1, starts=[TRUTH]).fit(*columns).objective_ < 1e-20
-    assert own(tries=5, starts=[TRUTH]).fit(*columns).starts_["tried"] == 6
+    assert user_law(tries=1, starts=[TRUTH]).fit(*columns).objective_ < 1e-20
+    assert user_law(tries=5, starts=[TRUTH]).fit(*columns).starts_["tried"] == 6
     points = latin_hypercube(40, 3, seed=0)
     assert (np.sort((points * 40).astype(int), axis=0) == np.arange(40)[:, None]).all()  # one in every slice
     assert (points == latin_hypercube(40, 3, seed=0)).all()
@@ -277,17 +277,17 @@ def test_starts_that_are_given_are_tried_and_the_rest_fill_the_box():
 
 def test_columns_go_by_name_too_and_a_missing_one_is_named():
     N, D, P, loss = bits(13)
-    law = own().fit(P=P, N=N, D=D, loss=loss)
-    assert law.constants_ == own().fit(N, D, P, loss).constants_
+    law = user_law().fit(P=P, N=N, D=D, loss=loss)
+    assert law.constants_ == user_law().fit(N, D, P, loss).constants_
     with pytest.raises(fit.InputError, match=r"fit was given #1, #2; it takes N, D, P, loss, each once"):
-        own().fit(N, D)
+        user_law().fit(N, D)
     with pytest.raises(fit.InputError, match=r"fit was given #1, #2, #3, bits; it takes"):
-        own().fit(N, D, loss, bits=P)
+        user_law().fit(N, D, loss, bits=P)
 
 
 def test_a_file_without_its_function_says_so():
     columns = bits(14)
-    text = own(name="precision").fit(*columns).to_json()
+    text = user_law(name="precision").fit(*columns).to_json()
     with pytest.raises(fit.InputError, match="function is missing; a file cannot hold it"):
         FunctionLaw.from_json(text)
     with pytest.raises(fit.InputError, match="it is not the one that the law was fitted with"):
@@ -301,7 +301,7 @@ def test_a_file_without_its_function_says_so():
 
 
 def test_a_constant_that_nothing_depends_on_is_called_degenerate():
-    law = own(parameters=BOUNDS | {"idle": (0.1, 10)}).fit(*bits(15))
+    law = user_law(parameters=BOUNDS | {"idle": (0.1, 10)}).fit(*bits(15))
     assert law.degenerate_ == ["idle"]
 
 
@@ -334,6 +334,6 @@ BAD = [
 @pytest.mark.parametrize(("change", "message"), BAD, ids=[message[:30] for _, message in BAD])
 def test_what_cannot_be_fitted_is_refused_in_one_sentence(change, message):
     with pytest.raises(fit.InputError, match=message) as caught:
-        own(**change).fit(*bits(16))
+        user_law(**change).fit(*bits(16))
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith(".")

@@ -27,7 +27,7 @@ def published(name):
 
 
 # Runs that the authors left out of their fit by hand (repository huggingface/datablations, utils/parametric_fit.ipynb,
-# "Custom data loading with outliers removed"), besides all but the last of those with several seeds.
+# "Custom data loading with outliers removed"). Of runs with several seeds they also left out all but the last.
 LEFT_OUT = """
 2b84b4b 2b88b4b 2b812b4b 2b816b4b 2b824b4b 2b855b1b25 4b212b12b 4b224b12b 4b284b1b9 4b284b6b 4b284b12b2
 2b8100m100m 14m7b5100m 14m300b100m 1b12b7100m 1b13b9100m 1b15b9100m 1b17b5100m 619m3b9100m 619m5b9100m
@@ -39,7 +39,7 @@ LEFT_OUT = """
 
 @pytest.fixture(scope="module")
 def muennighoff():
-    """The 182 runs of the published fit: N, D, U and loss."""
+    """Return the 182 runs of the published fit: N, D, U and loss."""
     runs = published("datablations/parametric_fit_runs.csv").drop_duplicates("name", keep="last")
     runs = runs[~runs.name.isin(LEFT_OUT.split())]
     return tuple(runs[name].to_numpy(float) for name in ("N", "D", "U", "loss"))
@@ -106,7 +106,7 @@ def gadre():
 
 
 def chosen(runs, dataset):
-    """The five small runs of Gadre et al.: four sizes at 20 tokens per parameter, and the smallest at 320."""
+    """Return the five small runs of Gadre et al.: four sizes at 20 tokens per parameter, and the smallest at 320."""
     small = runs[(runs.train_dataset == dataset) & (runs.N < 5e8)]
     return small[(small.cc_mult == 1) | ((small.N < 2e7) & (small.cc_mult == 16))]
 
@@ -114,7 +114,7 @@ def chosen(runs, dataset):
 @pytest.mark.published
 def test_the_published_hold_out_errors_of_over_training(gadre):
     """Gadre et al.: 0.71 % (1.4B parameters, 32 times over-trained) and 0.73 % (6.9B), trained on RedPajama and
-    evaluated on C4, from five runs. Theirs is least squares in the loss, which a weight of loss^2 in the logarithm is
+    evaluated on C4, from five runs. They use least squares in the loss, which a weight of loss^2 in the logarithm is
     to first order; without the weight the same runs give 1.05 % and 1.10 %.
     """
     five = chosen(gadre, "rpj")

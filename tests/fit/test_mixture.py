@@ -1,4 +1,4 @@
-"""Forecasts of several forms: what their weights, rolling hold-outs and intervals are, and that these hold."""
+"""Forecasts of several forms: their weights, rolling hold-outs and intervals, and the coverage of these."""
 
 import numpy as np
 import pandas as pd
@@ -33,11 +33,11 @@ def mixture():
 def test_cut_offs_halve_the_compute_down_to_the_fewest_runs():
     runs = designed()
     flops = 6 * runs.N.to_numpy() * runs.D.to_numpy()
-    found = cut_offs(runs.N.to_numpy(), runs.D.to_numpy(), flops, np.arange(len(runs)).astype(str))
-    assert [cut.fitted.sum() for cut in found] == [30, 24, 18, 12, 6]
-    assert all((cut.fitted ^ cut.tested).all() for cut in found)
-    assert all(flops[cut.tested].min() > 2 * cut.flops for cut in found)
-    assert found[0].further == pytest.approx(np.full(6, 0.5 * np.log(10)))
+    cuts = cut_offs(runs.N.to_numpy(), runs.D.to_numpy(), flops, np.arange(len(runs)).astype(str))
+    assert [cut.fitted.sum() for cut in cuts] == [30, 24, 18, 12, 6]
+    assert all((cut.fitted ^ cut.tested).all() for cut in cuts)
+    assert all(flops[cut.tested].min() > 2 * cut.flops for cut in cuts)
+    assert cuts[0].further == pytest.approx(np.full(6, 0.5 * np.log(10)))
 
 
 def test_no_run_is_fitted_and_tested_in_one_hold_out():
@@ -71,19 +71,19 @@ def test_the_form_that_is_true_weighs_most_where_the_others_are_far_off():
 
 def test_one_form_without_priors_is_the_law_itself_and_its_bootstrap():
     runs = designed()
-    one = mixed(runs, forms=["chinchilla"], priors=dict.fromkeys(("loss", "size"), Prior(0.01, 0.0, 0.0)), draws=200)
+    single = mixed(runs, forms=["chinchilla"], priors=dict.fromkeys(("loss", "size"), Prior(0.01, 0.0, 0.0)), draws=200)
     law = fit.ChinchillaLaw().fit(runs.N, runs.D, runs.loss).bootstrap(200)
-    found = one.forecast([1e11], [2e12], kind="mean")
-    assert found.loss[0] == pytest.approx(law.predict(1e11, 2e12))
+    forecast = single.forecast([1e11], [2e12], kind="mean")
+    assert forecast.loss[0] == pytest.approx(law.predict(1e11, 2e12))
     low, high = np.percentile(np.log(law.predict_draws([1e11], [2e12])), [15.87, 84.13], axis=1)
-    assert np.log(found.high / found.low)[0] == pytest.approx(1.959964 * (high - low)[0], rel=1e-6)
-    assert pytest.approx(law.optimal(1e24).N, rel=1e-4) == one.optimal(1e24).N
-    assert one.size_exponent()[0] == pytest.approx(law.exponents_[0], rel=1e-4)
+    assert np.log(forecast.high / forecast.low)[0] == pytest.approx(1.959964 * (high - low)[0], rel=1e-6)
+    assert pytest.approx(law.optimal(1e24).N, rel=1e-4) == single.optimal(1e24).N
+    assert single.size_exponent()[0] == pytest.approx(law.exponents_[0], rel=1e-4)
 
 
 def test_an_interval_grows_with_level_and_distance(mixture):
     N, D = np.array([1e9, 1e10, 1e12]), np.array([2e10, 2e11, 2e13])
-    width = {key: np.log(found.high / found.low) for key, found in {
+    width = {key: np.log(forecast.high / forecast.low) for key, forecast in {
         "run": mixture.forecast(N, D), "mean": mixture.forecast(N, D, kind="mean"), "half": mixture.forecast(N, D, 0.5),
     }.items()}  # fmt: skip
     assert (width["run"] > width["mean"]).all()
@@ -97,9 +97,9 @@ def test_an_interval_grows_with_level_and_distance(mixture):
 def test_the_optimum_is_the_mean_of_the_forms(mixture):
     best = mixture.optimal([1e23, 1e25])
     assert pytest.approx(best.flops) == 6 * best.N * best.D
-    each = np.log([law.optimal([1e23, 1e25]).N for law in mixture.laws_.values()])
-    assert (each.min(axis=0) < np.log(best.N)).all()
-    assert (np.log(best.N) < each.max(axis=0)).all()
+    sizes = np.log([law.optimal([1e23, 1e25]).N for law in mixture.laws_.values()])
+    assert (sizes.min(axis=0) < np.log(best.N)).all()
+    assert (np.log(best.N) < sizes.max(axis=0)).all()
     assert best.loss == pytest.approx(mixture.predict(best.N, best.D))
     wide = 1.959964 * np.sqrt(sum(mixture.size(best.flops)[1].values()))
     assert np.log(best.interval("N")[:, 1] / best.N) == pytest.approx(wide, rel=0.01)
@@ -114,9 +114,9 @@ def test_known_laws_lie_within_the_intervals():
         runs = designed(seed)
         mixture = mixed(runs, draws=40, seed=seed)
         N, D = np.array([1e10, 6e10]), np.array([2e11, 1.2e12])
-        found = mixture.forecast(N, D, kind="mean")
+        forecast = mixture.forecast(N, D, kind="mean")
         truth = fit.ChinchillaLaw.evaluate(TRUTH, N, D)
-        inside.append((found.low <= truth) & (truth <= found.high))
+        inside.append((forecast.low <= truth) & (truth <= forecast.high))
     assert np.mean(inside) >= 0.9
 
 
@@ -130,9 +130,9 @@ def test_the_seed_decides_the_answer():
 
 def test_a_form_that_cannot_be_fitted_is_left_out_and_said():
     runs = designed().iloc[:12:2]
-    found = mixed(runs, forms=["chinchilla, tied", "gamma"])
-    assert [*found.weights_] == ["chinchilla, tied"]
-    assert "gamma" in found.refused_
+    fitted = mixed(runs, forms=["chinchilla, tied", "gamma"])
+    assert [*fitted.weights_] == ["chinchilla, tied"]
+    assert "gamma" in fitted.refused_
 
 
 def test_any_law_of_N_and_D_can_join_and_a_table_is_read_with_its_groups(tmp_path):

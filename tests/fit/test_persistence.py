@@ -1,4 +1,4 @@
-"""Laws on disk: an exact round trip, answers without a new fit, and one sentence for whatever is no law."""
+"""Laws on disk: an exact round trip, answers without a new fit, and one sentence for any other file."""
 
 import json
 
@@ -100,12 +100,12 @@ def test_a_missing_file_is_one_sentence(tmp_path):
 
 
 def test_a_saved_law_answers_as_the_law_does(law, saved):
-    said = fit.answer(saved, [1e22, 1e26])
+    answer = fit.answer(saved, [1e22, 1e26])
     best = law.optimal([1e22, 1e26])
-    np.testing.assert_allclose([row["N"] for row in said["optimal"]], best.N)
-    np.testing.assert_allclose([row["N_ci"] for row in said["optimal"]], best.interval("N"))
-    assert said["law"] == {"form": "chinchilla"} | law.constants_
-    assert [w["code"] for w in said["warnings"]] == ["extrapolation"]
+    np.testing.assert_allclose([row["N"] for row in answer["optimal"]], best.N)
+    np.testing.assert_allclose([row["N_ci"] for row in answer["optimal"]], best.interval("N"))
+    assert answer["law"] == {"form": "chinchilla"} | law.constants_
+    assert [w["code"] for w in answer["warnings"]] == ["extrapolation"]
     assert fit.answer(saved, [1e20])["warnings"] == []
     with pytest.raises(fit.InputError, match="target is -1"):
         fit.answer(saved, [-1.0])
@@ -140,11 +140,11 @@ def test_a_reports_law_keeps_its_warnings_when_asked_again(tmp_path, quick_pictu
     runs = fit.read_table(pd.DataFrame({"N": N, "D": D, "loss": loss}))
     analysis = fit.analyze(runs, targets=(1e23,), bootstrap=20, intervals="noise")
     fit.write_report(analysis, tmp_path)
-    said = fit.answer(tmp_path / "law.json", [1e20])
-    assert any("outlier" in w["code"] for w in said["warnings"])
+    answer = fit.answer(tmp_path / "law.json", [1e20])
+    assert any("outlier" in w["code"] for w in answer["warnings"])
     result = CliRunner().invoke(app, ["fit", str(tmp_path / "law.json"), "--target-flops", "1e20", "--json"])
     assert result.exit_code == 0
-    assert json.loads(result.stdout)["optimal"][0]["N"] == said["optimal"][0]["N"]
+    assert json.loads(result.stdout)["optimal"][0]["N"] == answer["optimal"][0]["N"]
     content = json.loads((tmp_path / "law.json").read_text()) | {"warnings": 5}
     (tmp_path / "other.json").write_text(json.dumps(content))
     with pytest.raises(fit.InputError, match=r"Expected array, got int at \$.warnings"):

@@ -1,8 +1,8 @@
 """Porian et al. 2024 (arXiv:2406.19146): their optima and exponents from their isoFLOP points, in 15 configurations.
 
 Their vertices are medians of 1000 noisy Akima curves on a grid that steps by 1.4 % in N. Their noise, 0.002 nats on
-RefinedWeb and 0.01 on OpenWebText2, is the floor of a rule comparing log(loss) with 3 and with 6 or 7, where no loss
-is, so it is the same for every loss.
+RefinedWeb and 0.01 on OpenWebText2, is the floor of a rule that compares log(loss) with 3 and with 6 or 7; all losses
+are lower, so all have the same noise.
 """
 
 import os
@@ -34,8 +34,8 @@ def published():
 
 
 @pytest.fixture(scope="module")
-def found(published):
-    """Akima profiles of every configuration, with their noise."""
+def profiles_by_key(published):
+    """Return the Akima profiles of every configuration, with their noise."""
     result = {}
     for key, g in published[0].groupby(KEY):
         noise = 0.002 if key[1] == "rw" else 0.01
@@ -54,13 +54,13 @@ def interval(published, key):
     return fits["bootstrap_weighted_lo2.5"], fits["bootstrap_weighted_hi97.5"]
 
 
-def test_every_vertex_is_theirs_within_its_published_standard_deviation(published, found):
+def test_every_vertex_is_theirs_within_its_published_standard_deviation(published, profiles_by_key):
     moved = []
-    for key, profiles in found.items():
+    for key, profiles in profiles_by_key.items():
         theirs = rows(published[1], key).set_index("flops")
         for p in profiles.accepted_:
-            one = theirs.loc[p.flops]
-            moved.append((key[1], abs(np.log(p.N_best / one.n)), one.n_star_std, p.loss_best / one.loss))
+            row = theirs.loc[p.flops]
+            moved.append((key[1], abs(np.log(p.N_best / row.n)), row.n_star_std, p.loss_best / row.loss))
     corpus, distance, std, loss = map(np.array, zip(*moved, strict=True))
     assert len(moved) == 171
     assert (distance < std).all()
@@ -71,20 +71,20 @@ def test_every_vertex_is_theirs_within_its_published_standard_deviation(publishe
     assert (np.log(loss[corpus == "owt2"]) < 3e-3).all()
 
 
-def test_every_exponent_lies_in_its_published_interval(published, found):
-    for key, profiles in found.items():
+def test_every_exponent_lies_in_its_published_interval(published, profiles_by_key):
+    for key, profiles in profiles_by_key.items():
         low, high = interval(published, key)
         if key != UNCLOSED:
             assert low <= profiles.N_law_.p_ <= high, key
 
     for key, exponent in FIGURE_1.items():
         tolerance = 0.012 if key == UNCLOSED[2:6] else 0.008
-        law = next(p.N_law_ for name, p in found.items() if name[:2] == UNCLOSED[:2] and name[2:6] == key)
+        law = next(p.N_law_ for name, p in profiles_by_key.items() if name[:2] == UNCLOSED[:2] and name[2:6] == key)
         assert abs(law.p_ - exponent) < tolerance, key
 
 
-def test_the_one_exponent_outside_has_a_vertex_at_an_edge(published, found):
-    profiles = found[UNCLOSED]
+def test_the_one_exponent_outside_has_a_vertex_at_an_edge(published, profiles_by_key):
+    profiles = profiles_by_key[UNCLOSED]
     low, high = interval(published, UNCLOSED)
     assert high < profiles.N_law_.p_ < high + 0.003
     theirs = rows(published[1], UNCLOSED).dropna(subset=["n"])

@@ -121,14 +121,14 @@ def test_besiroglu_finds_about_20_tokens_a_parameter():
 
 def test_muennighoff_repetition_is_worth_what_the_paper_says():
     """U_N = 0.051 U_D; four epochs are worth nearly as much as new data; past R_D* repeats there is little left."""
-    law, once = published_law("muennighoff2023_repetition"), published_law("muennighoff2023_c4")
-    assert 1 / once.optimal(1e21).ratio[0] == pytest.approx(0.051, abs=1e-3)
+    law, single_epoch = published_law("muennighoff2023_repetition"), published_law("muennighoff2023_c4")
+    assert 1 / single_epoch.optimal(1e21).ratio[0] == pytest.approx(0.051, abs=1e-3)
     N, U = 0.051e10, 1e10
-    assert law(N=N, D=U, U=U) == pytest.approx(once(N=N, D=U), rel=1e-9)
+    assert law(N=N, D=U, U=U) == pytest.approx(single_epoch(N=N, D=U), rel=1e-9)
     worth = U * (1 + 15.387756 * (1 - np.exp(-3 / 15.387756)))
-    assert law(N=N, D=4 * U, U=U) == pytest.approx(once(N=N, D=worth), rel=1e-9)
+    assert law(N=N, D=4 * U, U=U) == pytest.approx(single_epoch(N=N, D=worth), rel=1e-9)
     assert worth / (4 * U) == pytest.approx(0.93, abs=0.005)
-    assert law(N=N, D=1e4 * U, U=U) == pytest.approx(once(N=N, D=(1 + 15.387756) * U), rel=1e-9)
+    assert law(N=N, D=1e4 * U, U=U) == pytest.approx(single_epoch(N=N, D=(1 + 15.387756) * U), rel=1e-9)
 
 
 def test_porian_explains_the_way_from_kaplan_to_chinchilla():
@@ -171,12 +171,12 @@ def test_a_comparison_has_a_row_a_law_and_target_with_its_conventions():
         [1e21, GOPHER], own=published_law("besiroglu2024"), N_convention="N_total", loss_unit="nats/token"
     )
     assert len(table) == 2 * (1 + len(SPLITS))
-    own = table[table.law == "own"]
-    same = table[table.law == "besiroglu2024"]
-    np.testing.assert_array_equal(own[["N", "D", "ratio", "loss"]], same[["N", "D", "ratio", "loss"]])
-    assert (own.N_convention == "N_total").all()
-    assert own.source.isna().all()
-    assert same.beyond.tolist() == pytest.approx([1e21 / 3e21, GOPHER / 3e21])
+    own_rows = table[table.law == "own"]
+    published_rows = table[table.law == "besiroglu2024"]
+    np.testing.assert_array_equal(own_rows[["N", "D", "ratio", "loss"]], published_rows[["N", "D", "ratio", "loss"]])
+    assert (own_rows.N_convention == "N_total").all()
+    assert own_rows.source.isna().all()
+    assert published_rows.beyond.tolist() == pytest.approx([1e21 / 3e21, GOPHER / 3e21])
     assert table[table.law == "llama3"].loss.isna().all()
     assert table[table.law == "llama3"].loss_unit.isna().all()
     kaplan = table[(table.law == "kaplan2020_N_opt") & (table.flops == 1e21)].iloc[0]
@@ -187,7 +187,7 @@ def test_a_comparison_has_a_row_a_law_and_target_with_its_conventions():
 
 
 @pytest.mark.parametrize(
-    ("ask", "said"),
+    ("ask", "message"),
     [
         (lambda: published_law("hoffmann"), "hoffmann2022_approach3"),
         (lambda: published_law("chinchilla"), "besiroglu2024"),
@@ -206,10 +206,10 @@ def test_a_comparison_has_a_row_a_law_and_target_with_its_conventions():
         (lambda: download_published("gadre"), "flatten exp_data/models"),
     ],
 )
-def test_a_wrong_question_gets_one_sentence_that_says_what_would_do(ask: Callable[[], object], said):
+def test_a_wrong_question_gets_one_sentence_that_says_what_would_do(ask: Callable[[], object], message):
     with pytest.raises(InputError) as caught:
         ask()
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -220,7 +220,7 @@ CSV = b"Model Size,Training FLOP,loss\n1e8,1e18,3.5\n2e8,1e18,3.4\n1e8,3e18,3.2\
 
 @pytest.fixture
 def tiny(monkeypatch, tmp_path):
-    """The set `epoch`, three rows long, with nothing of the user's in reach."""
+    """Replace the data set `epoch` by three rows, and hide the user's cache and data."""
     entry = PublishedFile("runs.csv", "data/runs.csv", hashlib.sha256(CSV).hexdigest(), len(CSV))
     record = replace(published.DATA["epoch"], files=(entry,))
     monkeypatch.setitem(published.DATA, "epoch", record)
@@ -230,8 +230,8 @@ def tiny(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def served():
-    """Starts a server on this machine that answers every request with these bytes, as if they were `length` long."""
+def start_server():
+    """Yield a function that starts a local server; it answers every request with `content` and states `length`."""
     servers = []
 
     def start(content: bytes, length: int | None = None, status: int = 200) -> tuple[str, list[str]]:
@@ -259,8 +259,8 @@ def served():
         server.server_close()
 
 
-def test_a_download_asks_for_the_pinned_commit_and_is_cached(tiny, served, tmp_path):
-    host, asked = served(CSV)
+def test_a_download_asks_for_the_pinned_commit_and_is_cached(tiny, start_server, tmp_path):
+    host, asked = start_server(CSV)
     path = download_published("epoch", host=host)
     assert asked == [f"/{tiny.repository}/{tiny.commit}/data/runs.csv"]
     assert path == tmp_path / "cache" / "published" / "epoch" / "runs.csv"
@@ -277,7 +277,7 @@ def test_a_download_asks_for_the_pinned_commit_and_is_cached(tiny, served, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         ({"content": CSV[:-9], "length": len(CSV)}, "bytes"),  # the line went dead
         ({"content": CSV[:-9]}, f"{len(CSV) - 9} bytes where {len(CSV)} are expected"),
@@ -287,9 +287,9 @@ def test_a_download_asks_for_the_pinned_commit_and_is_cached(tiny, served, tmp_p
     ],
     ids=["cut off", "too short", "too long", "other bytes", "not found"],
 )
-def test_a_bad_download_is_one_sentence_and_leaves_nothing(tiny, served, tmp_path, answer, said):
-    host, _ = served(**answer)
-    with pytest.raises(InputError, match=said) as caught:
+def test_a_bad_download_is_one_sentence_and_leaves_nothing(tiny, start_server, tmp_path, answer, message):
+    host, _ = start_server(**answer)
+    with pytest.raises(InputError, match=message) as caught:
         download_published("epoch", folder=tmp_path / "out", host=host)
     assert "\n" not in str(caught.value)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -379,10 +379,10 @@ def test_porians_records_are_the_released_fits():
     }
     for step, key in rows.items():
         law = published_law(f"porian2024_{step}")
-        own = fits[(fits[["hparams", "warmup", "decay", "param_count"]] == list(key)).all(axis=1)]
-        assert law.constants["p_C"] == pytest.approx(own.loc["weighted", "n_exponent"], rel=1e-7)
-        assert law.constants["k"] == pytest.approx(own.loc["weighted", "n_coef"], rel=1e-7)
-        ends = own.loc[["bootstrap_weighted_lo2.5", "bootstrap_weighted_hi97.5"], "n_exponent"]
+        released = fits[(fits[["hparams", "warmup", "decay", "param_count"]] == list(key)).all(axis=1)]
+        assert law.constants["p_C"] == pytest.approx(released.loc["weighted", "n_exponent"], rel=1e-7)
+        assert law.constants["k"] == pytest.approx(released.loc["weighted", "n_coef"], rel=1e-7)
+        ends = released.loc[["bootstrap_weighted_lo2.5", "bootstrap_weighted_hi97.5"], "n_exponent"]
         assert law.intervals["p_C"] == pytest.approx(tuple(ends), abs=5.1e-6)
 
 

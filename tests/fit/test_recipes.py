@@ -1,4 +1,4 @@
-"""Laws of several data recipes are fitted apart, compared with an interval, and never pooled."""
+"""Laws of several data recipes are fitted separately, compared with an interval, and never pooled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TRUTH = {"E": 1.7, "A": 400.0, "B": 400.0, "alpha": 0.34, "beta": 0.28}
 
 
 def runs(recipes: dict[str, dict[str, float]], noise: float = 1e-3, seed: int = 0, shared: float = 0.0) -> pd.DataFrame:
-    """A ladder of each recipe, whose law is TRUTH with changes; `shared` noise is that of a point in every recipe."""
+    """Return a ladder of each recipe, by TRUTH with changes; a point has the same `shared` noise in every recipe."""
     generator = np.random.default_rng(seed)
     N, D = (grid.ravel() for grid in np.meshgrid(np.geomspace(1e5, 1e7, 6), np.geomspace(2e6, 2e8, 5)))
     common = np.exp(shared * generator.standard_normal(len(N)))
@@ -29,13 +29,13 @@ def runs(recipes: dict[str, dict[str, float]], noise: float = 1e-3, seed: int = 
 
 def test_each_recipe_has_the_law_that_it_has_alone() -> None:
     table = runs({"raw": {}, "gopher": {"E": 1.6}, "near:0.8": {"B": 300.0}})
-    together = fit.by_recipe(fit.read_table(table), (1e18,), 50)
-    assert [one.recipe for one in together] == ["raw", "gopher", "near:0.8"]
-    for one in together:
-        own = fit.read_table(table[table.recipe == one.recipe])
-        alone = fit.ChinchillaLaw().fit(own.N, own.D, own.loss)
-        assert one.law is not None
-        assert one.law.constants_ == pytest.approx(alone.constants_, rel=1e-12)
+    results = fit.by_recipe(fit.read_table(table), (1e18,), 50)
+    assert [result.recipe for result in results] == ["raw", "gopher", "near:0.8"]
+    for result in results:
+        table_of_recipe = fit.read_table(table[table.recipe == result.recipe])
+        law = fit.ChinchillaLaw().fit(table_of_recipe.N, table_of_recipe.D, table_of_recipe.loss)
+        assert result.law is not None
+        assert result.law.constants_ == pytest.approx(law.constants_, rel=1e-12)
 
 
 def test_the_base_is_raw_text_wherever_it_stands_and_an_empty_cell_is_raw() -> None:
@@ -48,32 +48,30 @@ def test_the_base_is_raw_text_wherever_it_stands_and_an_empty_cell_is_raw() -> N
 
 
 @pytest.fixture(scope="module")
-def both() -> fit.Analysis:
+def analysis() -> fit.Analysis:
     return fit.analyze(fit.read_table(runs({"raw": {}, "gopher": {"E": 2.5, "beta": 0.4}})), (1e18,), 20)
 
 
-def test_an_analysis_never_pools_recipes(both: fit.Analysis) -> None:
-    table = both.table.frame
-    alone = fit.analyze(fit.read_table(table[table.recipe == "raw"]), (1e18,))
-    assert both.law is not None
-    assert alone.law is not None
-    assert both.law.constants_ == alone.law.constants_
-    assert all(both.backtest[name] == alone.backtest[name] for name in ("steps", "predicted", "measured"))
-    assert alone.recipes == []
-    assert "recipes_apart" in {warning.code for warning in both.warnings}
-    assert "recipes_mixed" not in {warning.code for warning in both.warnings}
-    found = both.to_dict()["recipes"]
-    assert [one["recipe"] for one in found] == ["raw", "gopher"]
-    assert found[1]["ci"]["E"][0] < 2.5 < found[1]["ci"]["E"][1]
-    for mixed, one in (
-        (True, table),
-        (False, table[table.recipe == "gopher"]),
-    ):  # the doctor says which table mixes them
-        assert ("recipes_mixed" in {warning.code for warning in fit.examine(fit.read_table(one))}) == mixed
+def test_an_analysis_never_pools_recipes(analysis: fit.Analysis) -> None:
+    table = analysis.table.frame
+    raw_analysis = fit.analyze(fit.read_table(table[table.recipe == "raw"]), (1e18,))
+    assert analysis.law is not None
+    assert raw_analysis.law is not None
+    assert analysis.law.constants_ == raw_analysis.law.constants_
+    assert all(analysis.backtest[name] == raw_analysis.backtest[name] for name in ("steps", "predicted", "measured"))
+    assert raw_analysis.recipes == []
+    assert "recipes_apart" in {warning.code for warning in analysis.warnings}
+    assert "recipes_mixed" not in {warning.code for warning in analysis.warnings}
+    recipes = analysis.to_dict()["recipes"]
+    assert [recipe["recipe"] for recipe in recipes] == ["raw", "gopher"]
+    assert recipes[1]["ci"]["E"][0] < 2.5 < recipes[1]["ci"]["E"][1]
+    # The doctor warns about the table that mixes recipes.
+    for mixed, recipe in ((True, table), (False, table[table.recipe == "gopher"])):
+        assert ("recipes_mixed" in {warning.code for warning in fit.examine(fit.read_table(recipe))}) == mixed
 
 
 def test_the_multiplier_decides_better_than_laws() -> None:
-    """The noise that they share cancels in the difference."""
+    """Shared noise cancels in the difference."""
     recipes: dict[str, dict[str, float]] = {"raw": {}, "near:0.8": {"E": 1.69}}
     table = pd.concat([runs(recipes, 5e-4, seed, shared=0.01).assign(seed=seed) for seed in (0, 1)], ignore_index=True)
     raw, near = fit.by_recipe(fit.read_table(table.assign(run_id=[f"r{i}" for i in range(len(table))])), (1e18,), 100)
@@ -95,7 +93,7 @@ def test_a_recipe_without_a_law_says_why_and_is_still_compared() -> None:
     assert gopher.comparison is not None
     assert gopher.comparison.multipliers[1].value > 1
     assert gopher.comparison.reason
-    one = few.drop(few[(few.recipe == "gopher")].index[1:])
-    raw, gopher = fit.by_recipe(fit.read_table(one), (1e18,))
+    single_run = few.drop(few[(few.recipe == "gopher")].index[1:])
+    raw, gopher = fit.by_recipe(fit.read_table(single_run), (1e18,))
     assert gopher.comparison is None
     assert "one N" in sentences([raw, gopher])[0]

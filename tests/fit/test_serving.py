@@ -1,4 +1,4 @@
-"""The roofline of serving: its limits, its kinks, and what it makes of prices, against counts made by hand."""
+"""The roofline of serving: its limits, kinks and prices, against counts made by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from isoflop.train.flops import count_parameters, training_flops_per_token
 
 
 def random_case(seed: int) -> tuple[Served, Device, float]:
-    """A typical model, a device with its bounds in either order, and a context short enough for arithmetic to win."""
+    """Return a typical model, a device with either bound larger, and a context short enough for arithmetic to win."""
     rng = np.random.default_rng(seed)
     model = Served.typical(10 ** rng.uniform(7, 12), rng.choice([1.0, 8.0]), *rng.choice([1.0, 2.0, 4.0], 2))
     device = Device(
@@ -26,7 +26,7 @@ def random_case(seed: int) -> tuple[Served, Device, float]:
 
 
 def dense(size: ModelConfig, tokens: int) -> float:
-    """Matrix products of a sequence by loops over every layer and token."""
+    """Count the FLOPs of matrix products of a sequence by loops over layers and tokens."""
     flops = 0.0
     for position in range(1, tokens + 1):
         for _ in range(size.depth):
@@ -54,7 +54,7 @@ def test_flops_are_those_of_a_loop_over_layers_and_tokens() -> None:
 
 
 def critical_batch(model, device, context):
-    """The batch from which decode is bound by arithmetic: b (2 N + 4 a L) / balance = w N + b c k (L + 1), for b."""
+    """Solve b (2 N + 4 a L) / balance = w N + b c k (L + 1) for b, the batch above which arithmetic bounds decode."""
     gained = (2.0 * model.N + 4.0 * model.attention_width * context) / device.balance
     gained -= model.cache_bytes * model.kv_numbers * (context + 1.0)
     return model.weight_bytes * model.N / gained if gained > 0 else np.inf
@@ -103,9 +103,9 @@ def test_prices_give_back_the_dollars_of_a_request() -> None:
 
 
 def test_larger_batches_make_answers_cheaper_and_the_best_model_larger() -> None:
-    from tests.fit.test_allocation import SHARPER, Known
+    from tests.fit.test_allocation import HOFFMANN_3_DIGITS, FixedLaw
 
-    law, device, model = Known(SHARPER), Device(1e15, 3e12, 2.5), Served.typical(7e9)
+    law, device, model = FixedLaw(HOFFMANN_3_DIGITS), Device(1e15, 3e12, 2.5), Served.typical(7e9)
 
     def best(batch: float) -> float:
         prices = Prices.from_roofline(device, device, model, batch, 500, 500)
@@ -134,7 +134,7 @@ def test_bad_input_gets_a_sentence(make, message: str) -> None:  # type: ignore[
     assert message in str(error.value)
 
 
-def alike(seconds: float) -> serving.Spread:
+def exact_spread(seconds: float) -> serving.Spread:
     return seconds, seconds, seconds
 
 
@@ -155,19 +155,19 @@ def alike(seconds: float) -> serving.Spread:
 def test_the_break_even_is_where_both_have_cost_the_same(
     multiplier: float, base: float, variant: float, tokens: float
 ) -> None:
-    found = break_even(100.0, multiplier, alike(base), alike(variant))
-    assert found.tokens == pytest.approx(tokens, rel=1e-12)
-    assert found.saved == pytest.approx(base - variant, abs=1e-15)
-    assert found.ci is None
+    level = break_even(100.0, multiplier, exact_spread(base), exact_spread(variant))
+    assert level.tokens == pytest.approx(tokens, rel=1e-12)
+    assert level.saved == pytest.approx(base - variant, abs=1e-15)
+    assert level.ci is None
     if 0 < tokens < math.inf:
         assert 100 + tokens * base == pytest.approx(100 / multiplier + tokens * variant, rel=1e-12)
 
 
 def test_the_break_even_has_the_range_of_the_multiplier_and_of_both_times() -> None:
     slow, quick = (0.0030, 0.0031, 0.0034), (0.0020, 0.0021, 0.0024)
-    found = break_even(100.0, 0.5, slow, quick, (0.4, 0.8))
-    assert found.tokens == pytest.approx(100 / 0.001)
-    assert found.ci == pytest.approx((25 / 0.0014, 150 / 0.0006))
+    level = break_even(100.0, 0.5, slow, quick, (0.4, 0.8))
+    assert level.tokens == pytest.approx(100 / 0.001)
+    assert level.ci == pytest.approx((25 / 0.0014, 150 / 0.0006))
     assert break_even(100.0, 0.5, slow, quick, (0.4, 1.2)).ci == pytest.approx((0.0, 150 / 0.0006))
     assert break_even(100.0, 0.5, slow, quick, (0.0, 0.8)).ci == pytest.approx((25 / 0.0014, math.inf))
     assert break_even(100.0, 2.0, quick, slow, (1.25, 4.0)).ci == pytest.approx((20 / 0.0014, 75 / 0.0006))

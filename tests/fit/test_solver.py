@@ -15,18 +15,18 @@ from tests.fit.test_law import points
 
 
 def problem(seed, **options):
-    """A Chinchilla law's problem over known runs, and its 64 starts."""
+    """Return a Chinchilla law's problem over known runs, and its 64 starts."""
     law = ChinchillaLaw().fit(*points(seed, **options))
     return law.problem_, law.problem_.starts(np.ones((1, len(law.weight_))), None)
 
 
 def minimise(form, target, weight, starts, lower, upper, delta):
-    """Each start (P, k) followed to its own end, as a problem of its own with weight (n,)."""
+    """Minimise from each start (P, k) separately, as P problems with the same weight (n,)."""
     return solve(form, target, np.tile(weight, (len(starts), 1)), starts[:, None], lower, upper, delta)
 
 
 def huber(residual, delta):
-    """Huber's rho, its slope psi, and whether each residual lies in the quadratic part."""
+    """Return Huber's rho, its slope psi, and whether each residual is in the quadratic part."""
     slope = np.clip(residual, -delta, delta)
     return slope * (residual - 0.5 * slope), slope, np.abs(residual) <= delta
 
@@ -42,10 +42,10 @@ def test_no_start_of_an_independent_optimizer_finds_a_lower_objective(delta):
         law = ChinchillaLaw(delta=delta).fit(N, D, loss)
         assert law.converged_
 
-        x, y, one, target = np.log(N), np.log(D), np.ones(len(N)), np.log(loss)
+        x, y, ones, target = np.log(N), np.log(D), np.ones(len(N)), np.log(loss)
 
-        def objective(t, x=x, y=y, one=one, target=target):
-            u = np.stack([t[0] - t[1] * x, t[2] - t[3] * y, t[4] * one])
+        def objective(t, x=x, y=y, ones=ones, target=target):
+            u = np.stack([t[0] - t[1] * x, t[2] - t[3] * y, t[4] * ones])
             f = logsumexp(u, axis=0)
             p = np.exp(u - f)
             rho, slope, _ = huber(f - target, delta)
@@ -53,12 +53,12 @@ def test_no_start_of_an_independent_optimizer_finds_a_lower_objective(delta):
             return 1e3 * rho.sum(), 1e3 * np.array(gradient)
 
         rng = np.random.default_rng(seed)
-        found = []
+        objectives = []
         for _ in range(10):
             start = rng.uniform([0, 0.1, 0, 0.1, -0.5], [15, 0.8, 15, 0.8, 1.0])
             options = {"maxiter": 2000, "ftol": 1e-15, "gtol": 1e-10}
-            found.append(minimize(objective, start, jac=True, method="L-BFGS-B", options=options).fun / 1e3)
-        assert law.objective_ <= min(found) * (1 + 1e-9)
+            objectives.append(minimize(objective, start, jac=True, method="L-BFGS-B", options=options).fun / 1e3)
+        assert law.objective_ <= min(objectives) * (1 + 1e-9)
 
 
 def test_nearly_every_start_agrees_on_a_known_law_with_noise():
@@ -67,18 +67,18 @@ def test_nearly_every_start_agrees_on_a_known_law_with_noise():
 
 
 def test_converged_means_a_minimum_inside_the_box():
-    """By the sums themselves, and by looking: along no direction does the objective fall."""
+    """Check that the gradient vanishes, and that the objective falls in none of 20 random directions."""
     p, starts = problem(5)
     weights = resamples(0, 8)
-    found = solve(p.form, p.target, weights, starts, p.lower, p.upper, 1e-3)
-    assert found.converged.all()
-    f, cache = p.form.value(found.theta)
+    solution = solve(p.form, p.target, weights, starts, p.lower, p.upper, 1e-3)
+    assert solution.converged.all()
+    f, cache = p.form.value(solution.theta)
     first = np.stack([p.form.along(cache, np.tile(unit, (8, 1))) for unit in np.eye(5)], axis=2)
     terms = (weights * huber(f - p.target, 1e-3)[1])[:, :, None] * first
     assert (np.abs(terms.sum(axis=1)) <= 2e-9 * np.abs(terms).sum(axis=1)).all()
     for direction in np.random.default_rng(0).normal(size=(20, 5)):
-        near = huber(p.form.value(found.theta + 1e-4 * direction)[0] - p.target, 1e-3)[0]
-        assert ((weights * near).sum(axis=1) >= found.objective).all()
+        near = huber(p.form.value(solution.theta + 1e-4 * direction)[0] - p.target, 1e-3)[0]
+        assert ((weights * near).sum(axis=1) >= solution.objective).all()
 
 
 def test_a_saddle_is_not_an_optimum(monkeypatch):
@@ -96,28 +96,28 @@ def test_a_saddle_is_not_an_optimum(monkeypatch):
 
 
 def parabola():
-    """The point (x, x^2), two log predictions: two of its points may be nearest to one that lies above its vertex."""
+    """Return the form (x, x^2) of two log predictions; for a target above the vertex two points may be nearest."""
     here, square = np.array([1.0, 0.0]), np.array([0.0, 1.0])
     return LogSumTerms(lambda v: [v["x"] * here + v["x"] ** 2 * square], {"x": 0}, 2)
 
 
-ABOVE, LEFT = np.array([0.0, 2.0]), np.array([-0.1, 2.0])  # of the vertex, and a little to the left of it
+ABOVE, LEFT = np.array([0.0, 2.0]), np.array([-0.1, 2.0])  # targets above the vertex, and a little to the left of that
 WIDE = (np.array([-5.0]), np.array([5.0]), np.inf)
 
 
 def nearest(target, side):
-    """Where the distance's derivative, x - a + 2 x (x^2 - b), is zero; there are three such points."""
+    """Return the outer zero, on `side`, of the three of the distance's derivative x - a + 2 x (x^2 - b)."""
     return sorted(np.roots([2.0, 0.0, 1.0 - 2.0 * target[1], -target[0]]).real)[0 if side < 0 else -1]
 
 
 def test_only_starts_that_end_in_the_best_valley_agree():
     form = parabola()
     starts = np.array([-1.9, -1.2, -1.0, 0.8, 0.9, 1.1, 1.3, 1.5])[None, :, None]
-    found = solve(form, LEFT, np.ones((2, 2)), starts, *WIDE)
-    np.testing.assert_allclose(found.theta, nearest(LEFT, -1), rtol=1e-9)
-    assert found.converged.all()
-    assert found.agreeing.tolist() == [3, 3]
-    assert found.tried.tolist() == [8, 8]
+    solution = solve(form, LEFT, np.ones((2, 2)), starts, *WIDE)
+    np.testing.assert_allclose(solution.theta, nearest(LEFT, -1), rtol=1e-9)
+    assert solution.converged.all()
+    assert solution.agreeing.tolist() == [3, 3]
+    assert solution.tried.tolist() == [8, 8]
     other = solve(form, LEFT, np.ones((1, 2)), starts[:, 3:], *WIDE)
     np.testing.assert_allclose(other.theta[0, 0], nearest(LEFT, 1), rtol=1e-9)
     assert other.agreeing.tolist() == other.tried.tolist() == [5]
@@ -126,22 +126,22 @@ def test_only_starts_that_end_in_the_best_valley_agree():
 
 
 def test_a_warm_start_in_another_valley_does_not_hide_the_better_one():
-    form, one = parabola(), np.ones((1, 2))
+    form, weights = parabola(), np.ones((1, 2))
     for start, warm in ((-1.4, 1.2), (1.4, -1.2)):
-        found = solve(form, LEFT, one, np.array([[[start]]]), *WIDE, warm=np.array([warm]))
-        np.testing.assert_allclose(found.theta[0, 0], nearest(LEFT, -1), rtol=1e-9)
-        assert (found.tried[0], found.agreeing[0]) == (2, 1)
+        solution = solve(form, LEFT, weights, np.array([[[start]]]), *WIDE, warm=np.array([warm]))
+        np.testing.assert_allclose(solution.theta[0, 0], nearest(LEFT, -1), rtol=1e-9)
+        assert (solution.tried[0], solution.agreeing[0]) == (2, 1)
 
 
 def test_a_problem_without_an_optimum_is_said_not_to_have_converged():
-    """exp(-theta) comes ever nearer to what is below it, and never arrives; and a prediction may be no number."""
+    """exp(-theta) approaches a target below it and never reaches it; and a prediction may be NaN."""
     everywhere, starts = (np.array([-np.inf]), np.array([np.inf])), np.array([[[0.0], [1.0], [2.0]]])
     for factor in (1.0, np.nan):
         form = LogSumTerms(lambda v, factor=factor: [factor * np.exp(-v["x"])], {"x": 0}, 1)
-        found = solve(form, np.array([-1.0]), np.ones((1, 1)), starts, *everywhere, np.inf)
-        assert not found.converged[0]
-        assert found.agreeing[0] == 0
-        assert found.tried[0] == 3
+        solution = solve(form, np.array([-1.0]), np.ones((1, 1)), starts, *everywhere, np.inf)
+        assert not solution.converged[0]
+        assert solution.agreeing[0] == 0
+        assert solution.tried[0] == 3
 
 
 def test_a_start_without_a_prediction_is_left_and_the_others_go_on():
@@ -156,14 +156,14 @@ def test_a_start_without_a_prediction_is_left_and_the_others_go_on():
     target = np.log(1.5 + 0.7 * np.linspace(1, 2, 6))
     starts = np.array([[[9.0, 1.0], [1.0, 1.0], [2.0, 0.1], [7.0, 7.0]]])
     box = (np.array([0.1, 0.01]), np.array([10.0, 10.0]))
-    found = solve(form, target, np.ones((1, 6)), starts, *box, 1e-3)
-    np.testing.assert_allclose(found.theta[0], [1.5, 0.7], rtol=1e-8)  # exact data; conditioning 1e2
-    assert found.agreeing[0] == 2
-    each = minimise(form, target, np.ones(6), starts[0], *box, 1e-3)
-    assert each.converged.tolist() == [False, True, True, False]
+    solution = solve(form, target, np.ones((1, 6)), starts, *box, 1e-3)
+    np.testing.assert_allclose(solution.theta[0], [1.5, 0.7], rtol=1e-8)  # exact data; conditioning 1e2
+    assert solution.agreeing[0] == 2
+    separate = minimise(form, target, np.ones(6), starts[0], *box, 1e-3)
+    assert separate.converged.tolist() == [False, True, True, False]
     lost.clear()
     minimise(form, target, np.ones(6), starts[0, [0, 3]], *box, 1e-3)
-    assert len(lost) <= 9  # one step each, and what checks and derivatives ask for
+    assert len(lost) <= 9  # one step each, and the calls of checks and derivatives
 
 
 def test_equal_bounds_fix_a_parameter_and_bounds_are_reported():
@@ -171,29 +171,29 @@ def test_equal_bounds_fix_a_parameter_and_bounds_are_reported():
     lower, upper = p.lower.copy(), p.upper.copy()
     at = {name: i for i, name in enumerate(p.coordinates)}
     lower[at["E"]] = upper[at["E"]] = np.log(1.7)
-    upper[at["alpha"]] = 0.2  # it wants more
-    found = solve(p.form, p.target, np.ones((1, 60)), starts, lower, upper, 1e-3)
-    assert found.converged[0]
-    assert found.theta[0, at["E"]] == np.log(1.7)
-    assert found.theta[0, at["alpha"]] == 0.2
-    assert [p.coordinates[i] for i in np.flatnonzero(found.at_bound[0])] == ["alpha"]
+    upper[at["alpha"]] = 0.2  # its optimum is larger
+    solution = solve(p.form, p.target, np.ones((1, 60)), starts, lower, upper, 1e-3)
+    assert solution.converged[0]
+    assert solution.theta[0, at["E"]] == np.log(1.7)
+    assert solution.theta[0, at["alpha"]] == 0.2
+    assert [p.coordinates[i] for i in np.flatnonzero(solution.at_bound[0])] == ["alpha"]
 
 
 @pytest.mark.parametrize("delta", [1e-6, 1e-3, np.inf])
 def test_merged_starts_find_what_each_start_finds(delta):
     p, starts = problem(7)
     weights = resamples(2, 6)
-    found = solve(p.form, p.target, weights, starts, p.lower, p.upper, delta)
-    assert found.converged.all()
+    solution = solve(p.form, p.target, weights, starts, p.lower, p.upper, delta)
+    assert solution.converged.all()
     for i, weight in enumerate(weights):
-        alone = minimise(p.form, p.target, weight, starts[0], p.lower, p.upper, delta)
-        best = alone.objective[alone.converged].min()
-        np.testing.assert_allclose(found.objective[i], best, rtol=1e-10)
-        assert found.agreeing[i] == (alone.converged & (alone.objective <= best * (1 + 1e-7))).sum()
+        separate = minimise(p.form, p.target, weight, starts[0], p.lower, p.upper, delta)
+        best = separate.objective[separate.converged].min()
+        np.testing.assert_allclose(solution.objective[i], best, rtol=1e-10)
+        assert solution.agreeing[i] == (separate.converged & (separate.objective <= best * (1 + 1e-7))).sum()
 
 
 def test_two_starts_and_a_warm_one_find_what_every_start_finds():
-    """What a bootstrap does, against the exhaustive search."""
+    """Compare the starts of a bootstrap with the exhaustive search."""
     p, starts = problem(8)
     weights = resamples(3, 200)
     whole = solve(p.form, p.target, np.ones((1, 60)), starts, p.lower, p.upper, 1e-3)
@@ -218,11 +218,11 @@ def test_the_number_of_threads_does_not_change_a_bit(monkeypatch):
 
 def test_threads_are_the_cores_of_this_process_unless_omp_asks_for_fewer(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    every = solver.cores()
-    assert 1 <= every <= os.cpu_count()
-    for asked, given in (("1", 1), ("1,2", 1), (str(every + 3), every), ("0", 1), ("many", every)):
-        monkeypatch.setenv("OMP_NUM_THREADS", asked)
-        assert solver.cores() == given
+    available = solver.cores()
+    assert 1 <= available <= os.cpu_count()
+    for setting, expected in (("1", 1), ("1,2", 1), (str(available + 3), available), ("0", 1), ("many", available)):
+        monkeypatch.setenv("OMP_NUM_THREADS", setting)
+        assert solver.cores() == expected
 
 
 def test_variable_projection_is_weighted_least_squares_at_every_setting():
@@ -272,7 +272,7 @@ def test_power_laws_refuse_what_they_cannot_fit():
 
 
 # 14 runs whose optimum lies at the end of a bent and narrow valley, or has no E: loss, where SciPy's polished
-# multi-start ends (L-BFGS-B from 12 starts of the grid, then simplex, under the same bounds), and what is at a bound.
+# multi-start ends (L-BFGS-B from 12 starts of the grid, then simplex, under the same bounds), and constants at a bound.
 BENT = [5.832, 5.455, 4.915, 5.046, 4.72, 4.366, 4.27, 4.063, 4.034, 3.901, 3.584, 3.394, 3.556, 3.424]
 WITHOUT_E = [5.945, 5.552, 5.328, 4.981, 4.764, 4.61, 4.418, 4.219, 4.18, 3.905, 3.684, 3.531, 3.748, 3.464]
 VALLEYS = [(BENT, 0.00017076030463400533, []), (WITHOUT_E, 7.300259343858899e-05, ["E"])]

@@ -1,4 +1,4 @@
-"""Tables: every way in gives the same runs, and every bad table is one sentence that names what is wrong."""
+"""Tables: every input format gives the same runs, and every bad table gives one sentence that names its fault."""
 
 import numpy as np
 import pandas as pd

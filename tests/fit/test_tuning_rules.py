@@ -20,13 +20,13 @@ def best(target, N, D):
 
 
 def cost(N, D, *settings):
-    """Log of loss over best loss."""
+    """Return log of loss over best loss."""
     u = [np.log(value / best(target, N, D)) for target, value in zip(SETTINGS, settings, strict=True)]
     return sum(c * np.prod([x ** int(p) for x, p in zip(u, name, strict=True)], axis=0) for name, c in SHAPE.items())
 
 
 def simulated(seed, noise=0.003, first=32, ratios=RATIOS):
-    """A tune as sweeps/grid/tune.py makes it: rungs of half the runs, in half the volume, around the best quarter."""
+    """Return a tune as in sweeps/grid/tune.py: rungs of half the runs, in half the volume, around the best quarter."""
     rng, rows = np.random.default_rng(seed), []
     for N in SIZES:
         middle, half = np.log(MIDDLE), np.log(SPAN)
@@ -36,13 +36,13 @@ def simulated(seed, noise=0.003, first=32, ratios=RATIOS):
             settings[:, 1] = 128 * np.maximum(1, np.round(settings[:, 1] / 128))
             loss = (1.2 + 40 / N**0.5 + 300 / D**0.45) * np.exp(cost(N, D, *settings.T))
             loss *= np.exp(noise * rng.standard_normal(len(loss)))
-            rows += [(N, D, *one, y) for one, y in zip(settings, loss, strict=True)]
+            rows += [(N, D, *setting, y) for setting, y in zip(settings, loss, strict=True)]
             middle = np.log(settings[np.argsort(loss)[: len(loss) // 4]]).mean(axis=0)
             half = half * 0.5 ** (1 / 3)
     return dict(zip(("N", "D", *SETTINGS, "loss"), np.array(rows).T, strict=True))
 
 
-def wanted():
+def expected_rules():
     rate, batch, timescale = ({"k": k, "N": p_N, "D": p_D} for k, p_N, p_D in TRUE.values())
     rate = {"k": rate["k"] * batch["k"] ** -SLOPE, "N": 0.0, "D": rate["D"] - SLOPE * batch["D"], "batch": SLOPE}
     return {"batch_tokens": batch, "learning_rate": rate, "timescale": timescale}
@@ -53,7 +53,7 @@ def value(rule, N, D, batch=1.0):
 
 
 def excesses(rules):
-    """Log loss of the rules' settings over the best, at every size and D, and ten times beyond the largest."""
+    """Yield the log loss of the rules' settings over the best, for all sizes and D and 10 times beyond the largest."""
     for N, D in [(N, N * ratio) for N in SIZES for ratio in RATIOS] + [(4e4, 6.4e7)]:
         batch = value(rules["batch_tokens"], N, D)
         rate, timescale = value(rules["learning_rate"], N, D, batch), value(rules["timescale"], N, D)
@@ -61,15 +61,15 @@ def excesses(rules):
 
 
 def test_known_rules_come_back_and_their_settings_cost_nearly_nothing():
-    found = tuning_rules(simulated(1), draws=100)
-    for rule, law in wanted().items():
+    result = tuning_rules(simulated(1), draws=100)
+    for rule, law in expected_rules().items():
         for name, true in law.items():
-            low, high = found["intervals"][rule][name]
+            low, high = result["intervals"][rule][name]
             assert low - (high - low) < true < high + (high - low), (rule, name)
-    assert max(excesses(found["tuning"])) < 0.005
-    assert found["prior"] == {}
-    assert 0.0 < found["noise"] < 0.004
-    assert found["range"] == {"N": [6400.0, 40000.0], "D": [64000.0, 6.4e6]}
+    assert max(excesses(result["tuning"])) < 0.005
+    assert result["prior"] == {}
+    assert 0.0 < result["noise"] < 0.004
+    assert result["range"] == {"N": [6400.0, 40000.0], "D": [64000.0, 6.4e6]}
 
 
 # Optima, shape, slope of the best rate along the batch, noise; the last two were not looked at while the fit was made.
@@ -97,11 +97,15 @@ def test_intervals_of_the_rules_cover_at_their_rate(world, monkeypatch):
         monkeypatch.setitem(globals(), name, value_)
     inside, cost_of = [], []
     for seed in range(60):
-        found = tuning_rules(simulated(seed, noise=world[3]), draws=200, seed=seed)
-        ends = [(found["intervals"][rule][name], true) for rule, law in wanted().items() for name, true in law.items()]
+        result = tuning_rules(simulated(seed, noise=world[3]), draws=200, seed=seed)
+        ends = [
+            (result["intervals"][rule][name], true)
+            for rule, law in expected_rules().items()
+            for name, true in law.items()
+        ]
         inside.append([low <= true <= high for (low, high), true in ends])
-        cost_of.append(max(excesses(found["tuning"])))
-    assert 0.9 <= np.mean(inside) <= 0.99  # 92 to 97 %: what the form misses is not noise
+        cost_of.append(max(excesses(result["tuning"])))
+    assert 0.9 <= np.mean(inside) <= 0.99  # measured: 92 to 97 %, because the form's error is not noise
     assert np.mean(inside, axis=0).min() >= 0.7
     assert np.quantile(cost_of, 0.5) < 0.003
     assert np.quantile(cost_of, 0.95) < 0.01
@@ -109,10 +113,10 @@ def test_intervals_of_the_rules_cover_at_their_rate(world, monkeypatch):
 
 def test_what_the_runs_do_not_tell_stays_at_published_values_and_is_said():
     runs = simulated(2, ratios=(40,))  # N and D rise together
-    found = tuning_rules(runs, draws=50)
-    assert "batch_N" in found["prior"]
-    assert found["prior"]["batch_N"].startswith("0 ± 0.15 (Power Lines")
-    assert abs(found["tuning"]["batch_tokens"]["N"]) < 0.15
+    result = tuning_rules(runs, draws=50)
+    assert "batch_N" in result["prior"]
+    assert result["prior"]["batch_N"].startswith("0 ± 0.15 (Power Lines")
+    assert abs(result["tuning"]["batch_tokens"]["N"]) < 0.15
     noisy = tuning_rules(simulated(3, noise=0.03, first=24), draws=50)
     assert "noisy_runs" in {warning["code"] for warning in noisy["warnings"]}
     with pytest.raises(fit.InputError, match=r"6 runs lie within 8%.* a tune needs more than 16"):
@@ -120,18 +124,18 @@ def test_what_the_runs_do_not_tell_stays_at_published_values_and_is_said():
 
 
 def test_an_optimum_below_one_sequence_is_found_from_one_side_and_said():
-    wide = simulated(5)
-    kept = wide["batch"] >= 2000  # no run of a small D has its best batch
-    found = tuning_rules({name: column[kept] for name, column in wide.items()}, draws=50)
-    assert "optimum_at_edge" in {warning["code"] for warning in found["warnings"]}
-    assert value(found["tuning"]["batch_tokens"], 6400.0, 64000.0) < 1000
+    columns = simulated(5)
+    large_batches = columns["batch"] >= 2000  # no run of a small D has its best batch
+    result = tuning_rules({name: column[large_batches] for name, column in columns.items()}, draws=50)
+    assert "optimum_at_edge" in {warning["code"] for warning in result["warnings"]}
+    assert value(result["tuning"]["batch_tokens"], 6400.0, 64000.0) < 1000
 
 
 # The check of corners.
 
 
 def corner_losses(u, v, noise, rng, curve=0.012):
-    """Losses at corners whose settings lie u and v (log) off the best: two seeds, and steps of a factor of 2."""
+    """Return losses at corners whose settings are u and v (log) off the best: two seeds, and steps of a factor of 2."""
     step = np.log(2)
 
     def loss(du, dv):

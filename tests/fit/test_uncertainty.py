@@ -10,7 +10,7 @@ LAWS = 200
 
 
 def designed(rng):
-    """An isoFLOP grid: 4 budgets over 2 decades, 6 sizes each over a factor of 16."""
+    """Return an isoFLOP grid: 4 budgets over 2 decades, 6 sizes each over a factor of 16."""
     C = np.repeat(6e18 * 10 ** np.linspace(0, 2, 4), 6)
     N = np.sqrt(C / 120) * np.tile(np.geomspace(1 / 4, 4, 6), 4)
     return N, C / 6 / N
@@ -21,7 +21,7 @@ def scattered(rng, runs=60):
 
 
 def random_truth(rng, N, D):
-    """A law whose terms are 0.3 to 1.5 in the middle of the runs, as in real sweeps."""
+    """Return a law whose terms are 0.3 to 1.5 in the middle of the runs, as in real sweeps."""
     truth = {"E": rng.uniform(1, 2.5), "alpha": rng.uniform(0.25, 0.5), "beta": rng.uniform(0.25, 0.5)}
     truth["A"] = rng.uniform(0.3, 1.5) * np.exp(np.log(N).mean() * truth["alpha"])
     truth["B"] = rng.uniform(0.3, 1.5) * np.exp(np.log(D).mean() * truth["beta"])
@@ -34,9 +34,9 @@ def holds(interval, value):
 
 @pytest.fixture(scope="module")
 def known_laws():
-    """200 random known laws, half on grids of 24 runs, half of 60 scattered runs: what their 95 % intervals held."""
+    """Fit 200 random laws, half on grids of 24 runs, half on 60 scattered runs; return what 95 % intervals cover."""
     rng = np.random.default_rng(0)
-    found = {"interval": [], "run": [], "mean": [], "scale": []}
+    results = {"interval": [], "run": [], "mean": [], "scale": []}
     for trial in range(LAWS):
         N, D = designed(rng) if trial % 2 else scattered(rng)
         truth = random_truth(rng, N, D)
@@ -45,19 +45,19 @@ def known_laws():
         law.bootstrap(250, seed=trial)
         edge = float((6 * N * D).max())
         best, at = law.optimal([edge, 100 * edge]), optimum(np.array([edge, 100 * edge]), truth)
-        held = {name: holds(law.interval(name), value) for name, value in truth.items()}
-        held["a"] = holds(law.interval("a"), truth["beta"] / (truth["alpha"] + truth["beta"]))
+        covered = {name: holds(law.interval(name), value) for name, value in truth.items()}
+        covered["a"] = holds(law.interval("a"), truth["beta"] / (truth["alpha"] + truth["beta"]))
         for target, where in enumerate(("at the edge", "100x beyond")):
             exact = dict(zip(("N", "D", "loss"), (float(v[target]) for v in at), strict=True))
             exact["ratio"] = exact["D"] / exact["N"]
-            held |= {f"{name} {where}": holds(best.interval(name)[target], v) for name, v in exact.items()}
-        found["interval"].append(held)
-        again = clean * np.exp(NOISE * rng.standard_normal(len(N)))
-        for kind, value in (("run", again), ("mean", clean)):
+            covered |= {f"{name} {where}": holds(best.interval(name)[target], v) for name, v in exact.items()}
+        results["interval"].append(covered)
+        new_losses = clean * np.exp(NOISE * rng.standard_normal(len(N)))
+        for kind, value in (("run", new_losses), ("mean", clean)):
             low, high = law.predict_interval(N, D, kind=kind).T
-            found[kind].append(np.mean((low <= value) & (value <= high)))
-        found["scale"].append(law.residual_scale_)
-    return found
+            results[kind].append(np.mean((low <= value) & (value <= high)))
+        results["scale"].append(law.residual_scale_)
+    return results
 
 
 # Coverage.
@@ -65,8 +65,8 @@ def known_laws():
 
 @pytest.mark.slow
 def test_constants_of_200_known_laws_are_covered_at_their_rate(known_laws):
-    """So do the exponent of N*, and N*, D*, D/N and the loss at the largest budget and at 100 times it."""
-    rates = {name: np.mean([held[name] for held in known_laws["interval"]]) for name in known_laws["interval"][0]}
+    """Check also the exponent of N*, and N*, D*, D/N and the loss at the largest budget and at 100 times it."""
+    rates = {name: np.mean([covered[name] for covered in known_laws["interval"]]) for name in known_laws["interval"][0]}
     assert 0.93 <= np.mean(list(rates.values())) <= 0.97, rates
     # One quantity over 200 laws: 95 % +- 1.5 % is one standard deviation of the simulation.
     assert min(rates.values()) >= 0.905, rates
@@ -121,20 +121,20 @@ def hat(x):
 
 
 def test_residuals_of_fits_that_leave_runs_out_are_the_closed_form():
-    """For a straight line r_i / (1 - h_i), and (I - H_gg)^-1 r_g for a group g."""
+    """A straight line has r_i / (1 - h_i), and (I - H_gg)^-1 r_g for a group g."""
     x, y = straight_line()
     law = fit.PowerLaw().fit(x, y)
     _, H = hat(x)
-    alone = law.left_out_residuals(np.arange(14).astype(str))
-    np.testing.assert_allclose(alone, law.residuals() / (1 - np.diag(H)), rtol=1e-8)
+    of_runs = law.left_out_residuals(np.arange(14).astype(str))
+    np.testing.assert_allclose(of_runs, law.residuals() / (1 - np.diag(H)), rtol=1e-8)
     groups = np.arange(14) // 2
     block = np.eye(14) - H * (groups[:, None] == groups[None, :])
-    together = law.left_out_residuals(groups.astype(str))
-    np.testing.assert_allclose(together, np.linalg.solve(block, law.residuals()), rtol=1e-8)
+    of_groups = law.left_out_residuals(groups.astype(str))
+    np.testing.assert_allclose(of_groups, np.linalg.solve(block, law.residuals()), rtol=1e-8)
 
 
 def test_the_wild_bootstrap_has_the_jackknifes_variance():
-    """For a straight line its exact variance is that of HC3 times (1 - 1/n), times that of Student's t."""
+    """A straight line's exact variance is that of HC3 times (1 - 1/n), times that of Student's t."""
     x, y = straight_line(1)
     law = fit.PowerLaw().fit(x, y).bootstrap(40_000, method="wild")
     X, H = hat(x)
