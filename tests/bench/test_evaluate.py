@@ -1,4 +1,4 @@
-"""`isoflop bench evaluate`: what counts as the same answer, and rows of the contract."""
+"""`isoflop bench evaluate`: what counts as the same answer, and rows of the common format."""
 
 from __future__ import annotations
 

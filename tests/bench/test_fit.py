@@ -1,4 +1,4 @@
-"""The benchmark of the fits runs, says what it compared, and finds ours never worse than the peer."""
+"""The benchmark of the fits runs, names both sides, and finds ours never worse than the peer."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The script for a GPU that is lent for minutes: a section that fails costs no rows, and results say their place."""
+"""The script for a GPU that is lent for minutes: a section that fails loses no rows, and results state their origin."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def test_rows_are_kept_whatever_becomes_of_their_section(script: ModuleType) -> 
 
 
 def test_results_say_where_they_are_from(script: ModuleType, tmp_path: Path) -> None:
-    known = script.facts("0123abc")
-    assert known["commit"] == "0123abc"
-    assert known["versions"]["torch"] != "not installed"
+    facts = script.facts("0123abc")
+    assert facts["commit"] == "0123abc"
+    assert facts["versions"]["torch"] != "not installed"
 
 
 def test_only_files_with_tests_for_a_gpu_are_checked(script: ModuleType) -> None:

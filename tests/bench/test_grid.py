@@ -1,4 +1,4 @@
-"""The benchmark of whole grids: both sides train the same runs, and failures are no measurements."""
+"""The benchmark of whole grids: both sides train the same runs, and failures do not count as measurements."""
 
 from __future__ import annotations
 

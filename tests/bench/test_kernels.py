@@ -1,4 +1,4 @@
-"""The benchmarks of attention and of the loss: both sides compute the same, and the rows say on what and how much."""
+"""The benchmarks of attention and of the loss: both sides compute the same, and rows state device and amount."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ APART = {"float32": 1e-5, "bfloat16": 0.05}
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two that wait for each other crawl where others are at work on the cores."""
+    """Use one thread, because threads that wait for each other are very slow on busy cores."""
     monkeypatch.setattr(layers, "measuring_on", functools.partial(measuring_on, threads=1))
 
 

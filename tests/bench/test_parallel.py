@@ -1,4 +1,4 @@
-"""The benchmark of the trainer's parallelism runs, and its peers train the very same."""
+"""The benchmark of the trainer's parallelism runs, and its peers train the same model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.exhaustive
 
 
 def small_config(precision: str, folder: Path, compiled: bool) -> RunConfig:
-    """The benchmark's, of a model small enough for a test."""
+    """Return the benchmark's config with a model small enough for a test."""
     config = bench_config(precision, folder, compiled)
     config.model.width, config.model.depth, config.model.heads = 32, 4, 2
     config.optimizer.batch_size, config.data.sequence_length = 4, 64
@@ -51,7 +51,7 @@ def test_a_peer_takes_our_steps(case: str, fields: dict[str, Any], peer: str, co
 
     answers = run_ranks(2, losses)
     for step, loss in enumerate(answers[0][0]):
-        # A dp peer knows the loss of its own half of the batch.
+        # A dp peer has the loss of its half of the batch.
         assert sum(theirs[step] for _, theirs in answers) / 2 == pytest.approx(loss, rel=1e-5)
 
 
@@ -59,11 +59,11 @@ def test_rows_have_the_format_of_every_benchmark(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_parallel, "bench_config", small_config)
-    monkeypatch.delattr("os.sched_setaffinity", raising=False)  # tests beside this one want the same cores
+    monkeypatch.delattr("os.sched_setaffinity", raising=False)  # other tests may need the same cores
     rows = checked_rows(bench_parallel.bench_parallel(rounds=1, steps=1))
     assert len(rows) == len(bench_parallel.CASES)
     assert all(row["ratio"] == row["ours"] / row["peer"] for row in rows)
     print_benchmark(rows)
-    said = capsys.readouterr().out
-    assert "fully_shard" in said
-    assert "MFU" not in said
+    printed = capsys.readouterr().out
+    assert "fully_shard" in printed
+    assert "MFU" not in printed

@@ -1,4 +1,4 @@
-"""What every benchmark is made of: rows of the contract, ratios that point the right way, memory that is counted."""
+"""Parts of every benchmark: the format of rows, the direction of ratios, and peak memory."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ def test_a_device_that_is_no_device_is_refused_in_a_sentence() -> None:
 def test_the_table_has_the_columns_that_its_rows_have(capsys: pytest.CaptureFixture[str]) -> None:
     row = timed_row("loss", 10.0, "tokens/s", [1.0], [1.0], "peer", CPU)
     print_benchmark([row, row | {"peak_bytes": 3 * 2**20, "peer_peak_bytes": 2**20, "worse": 2}], "as counted")
-    said = capsys.readouterr().out
-    assert "as counted" in said
-    assert "3.0 / 1.0" in said
-    assert "tokens/s" in said
-    assert "MFU" not in said
-    alone = dict.fromkeys(row) | {"case": "start of a worker", "ours": 1.25, "unit": "s"}
-    print_benchmark([alone, row])  # one without a peer
+    printed = capsys.readouterr().out
+    assert "as counted" in printed
+    assert "3.0 / 1.0" in printed
+    assert "tokens/s" in printed
+    assert "MFU" not in printed
+    without_peer = dict.fromkeys(row) | {"case": "start of a worker", "ours": 1.25, "unit": "s"}
+    print_benchmark([without_peer, row])  # one without a peer
     assert "1.25" in capsys.readouterr().out

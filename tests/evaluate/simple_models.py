@@ -1,4 +1,4 @@
-"""Small GPTs with numbers that can be computed otherwise, tasks of every kind, and whole suites at once."""
+"""Small GPTs whose scores can be checked independently, tasks of every kind, and helpers that score suites."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 
 def gpt(seed: int = 0, max_length: int = 32, dtype: torch.dtype = torch.float64, **shape: Any) -> GPT:
-    """A GPT whose weights are large enough that everything a token sees shows in its logits."""
+    """Return a GPT with weights large enough that everything a token sees changes its logits."""
     torch.manual_seed(seed)
     model = GPT(ModelConfig(**{"width": 32, "depth": 2, "heads": 2, "vocab_size": 256} | shape), max_length, 0.7).eval()
     with torch.no_grad():
@@ -36,15 +36,15 @@ def gpt(seed: int = 0, max_length: int = 32, dtype: torch.dtype = torch.float64,
 
 @torch.no_grad()
 def by_forward(model: GPT, inputs: Sequence[int], targets: Sequence[int]) -> tuple[float, bool]:
-    """Nats of the last len(targets) predictions by the model's own forward, and whether each is the likeliest."""
+    """Return nats of the last len(targets) predictions by the forward pass, and whether each is the likeliest."""
     logits = model(torch.tensor([list(inputs)]))[0, -len(targets) :].double()
     nats = torch.log_softmax(logits, dim=1)[range(len(targets)), list(targets)]
     return float(nats.sum()), bool((logits.argmax(dim=1) == torch.tensor(targets)).all())
 
 
 @torch.no_grad()
-def written(model: GPT, prompt: Sequence[int], count: int) -> list[int]:
-    """What greedy decoding writes, recomputing the window for every token."""
+def decode_greedily(model: GPT, prompt: Sequence[int], count: int) -> list[int]:
+    """Decode greedily, recomputing the window for every token."""
     text = list(prompt)
     for _ in range(count):
         text.append(int(model(torch.tensor([text[-model.max_length :]]))[0, -1].argmax()))
@@ -52,22 +52,22 @@ def written(model: GPT, prompt: Sequence[int], count: int) -> list[int]:
 
 
 def random_table(seed: int = 0) -> Tensor:
-    """A random log p(next | last), (256, 256)."""
+    """Return a random log p(next | last), (256, 256)."""
     generator = torch.Generator().manual_seed(seed)
     return torch.log_softmax(torch.randn(256, 256, generator=generator, dtype=torch.float64), dim=1)
 
 
 def bigram(table: Tensor) -> GPT:
-    """A GPT whose attention and MLP add nothing, and whose head looks log p(next | last) up."""
+    """Return a GPT whose attention and MLP add nothing, and whose head looks up log p(next | last)."""
     block: dict[str, Any] = {"depth": 1, "heads": 1, "head_size": 2, "hidden": 8}
     model = GPT(ModelConfig(width=256, vocab_size=256, vocab_multiple=1, tied_embeddings=False, **block), 64)
     model = model.double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-        model.embedding.weight.copy_(1e6 * torch.eye(256))  # so large that the norm's epsilon is none
+        model.embedding.weight.copy_(1e6 * torch.eye(256))  # large, so that the norm's epsilon is negligible
         model.norm.weight.fill_(1.0)
-        model.head.weight.copy_(table.T / 16)  # the norm makes one 16 of a single one among 256
+        model.head.weight.copy_(table.T / 16)  # the norm scales a one-hot vector of 256 to 16
     return model
 
 
@@ -82,7 +82,7 @@ def checkpoint_of(model: GPT) -> Any:
 
 
 def score_task(lm: CheckpointLM, entry: SuiteTask) -> dict[str, Any]:
-    """Asks the model one task and sums its items up."""
+    """Score the items of one task and summarise them."""
     items, others = answer_task(lm, entry)
     scores = task_scores(items)
     if scores["withheld"]:
@@ -91,26 +91,26 @@ def score_task(lm: CheckpointLM, entry: SuiteTask) -> dict[str, Any]:
 
 
 def score(loaded: Any, suite: Suite) -> dict[str, dict[str, Any]]:
-    """Scores of each task."""
+    """Return the scores of each task."""
     lm = CheckpointLM(loaded.model, loaded.tokenizer, loaded.config.data.sequence_length)
     return {name: score_task(lm, entry) for name, entry in suite.items()}
 
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token from logits (vocabulary,) and a stream of random numbers."""
+    """Draw one token from logits (vocabulary,) and a stream of random numbers."""
     uniforms = torch.rand(1, dtype=torch.float64, generator=generator)
     return int(choose_tokens(logits[None], sampling, uniforms)[0])
 
 
-def load_indexed(manager: TaskManager, *asked: Any, **options: Any) -> Suite:
-    """Tasks by name, from an index of lm-eval's that holds others than its own."""
+def load_indexed(manager: TaskManager, *names: Any, **options: Any) -> Suite:
+    """Load tasks by name from an lm-eval index that has other tasks than the default."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hub, "task_manager", lambda *_: manager)
-        return load_suite(*asked, **options)
+        return load_suite(*names, **options)
 
 
 def custom_tasks(folder: Path) -> TaskManager:
-    """Tasks of every kind as lm-eval YAML over local files, behind an index that holds nothing else."""
+    """Write tasks of every kind as lm-eval YAML over local files, and return an index of only these."""
     rng = np.random.default_rng(5)
 
     def words() -> str:
@@ -133,7 +133,7 @@ def custom_tasks(folder: Path) -> TaskManager:
 
 
 def write_tasks(folder: Path, kinds: dict[str, Any], rows: list[dict[str, Any]], version: int = 1) -> TaskManager:
-    """Write tasks over the same rows, each with a file of its own, and return an index of the folder."""
+    """Write tasks over the same rows, each in a separate file, and return an index of the folder."""
     for name, config in kinds.items():
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))

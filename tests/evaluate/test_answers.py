@@ -1,4 +1,4 @@
-"""The store of answers: what is put comes back the same, after a kill too; damage and other models begin it anew."""
+"""The store of answers: values come back the same, also after a kill; damage or another model starts a new store."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_answers_say_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None
         meter.put([(f"{second}/{place}", place) for place in range(2)])
         meter.put([])
     assert meter.known["25/1"] == 1
-    # 20 answers in 10 s, and one that was there before: 80 are left.
+    # 20 answers in 10 s, and one from before: 80 remain.
     assert lines[0] == "piqa (1 of 2): 21 of 101 requests, 2 a second, 40 s left"
     assert len(lines) == 2
     meter.begin("texts (2 of 2)")
@@ -146,6 +146,6 @@ def test_a_damaged_file_of_items_is_moved_aside(tmp_path: Path, content: bytes) 
     path, lines = tmp_path / "s.items.jsonl.gz", list[str]()
     path.write_bytes(content)
     assert read_items(path, lines.append) == []
-    if content:  # an empty file holds no item, and nothing is wrong with it
+    if content:  # an empty file has no item and is not damaged
         assert "moved to s.items.jsonl.gz.corrupt-1" in lines[0]
         assert not path.exists()

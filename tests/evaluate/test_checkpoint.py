@@ -1,4 +1,4 @@
-"""One checkpoint in, scores, items and answers out: kept, resumed, shared, refused. Saved GPTs, made-up tasks."""
+"""Evaluation of saved GPTs on made-up tasks: scores, items and answers are written, resumed, shared or refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ LENGTH = 64
 
 
 def rows_of(count: int) -> list[dict[str, Any]]:
-    """Questions of eight words and two answers to each."""
+    """Return questions of eight words with two answers each."""
     rng = np.random.default_rng(0)
 
     def words(number: int) -> str:
@@ -67,7 +67,7 @@ def rows_of(count: int) -> list[dict[str, Any]]:
 
 @functools.cache
 def made_up(name: str, count: int) -> SuiteTask:
-    """A task of one of `KINDS`."""
+    """Return a task of one of `KINDS`."""
     config = {
         "doc_to_text": "{{q}}", **KINDS[name], "task": name, "test_split": "test", "metadata": {"version": 1},
         "dataset_path": "none", "custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(rows_of(count))},
@@ -82,7 +82,7 @@ def suite_of(count: int = 6, names: tuple[str, ...] = ("chosen", "last_word", "w
 
 
 def make_run(folder: Path) -> Path:
-    """A run with checkpoints of steps 3 and 7, and one of NaN, on a corpus that holds the items 1 and 2 of a task."""
+    """Make a run with checkpoints of steps 3 and 7 and one of NaN; its corpus has items 1 and 2 of a task."""
     folder.mkdir()
     leaks = [f"{row['q']} {row['a'][row['gold']]}" for row in rows_of(3)[1:]]
     texts = [f"text {number}, {leaks[number % 2]}, and more of the kind" for number in range(60)]
@@ -109,12 +109,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Evaluate = Callable[..., Any]
-OF_A_CALL = ("held_out", "keep_items", "decode", "progress")  # the other settings are an evaluator's
+OF_A_CALL = ("held_out", "keep_items", "decode", "progress")  # all other settings belong to an evaluator
 
 
 @pytest.fixture
 def evaluate(run: Path, isoflop_cache: Path) -> Evaluate:
-    """Evaluates the checkpoint of a step; `asked` of it holds the tasks that a model was really asked about."""
+    """Return a function that evaluates a step's checkpoint; its `asked` lists the tasks that the model computed."""
 
     def call(output: Path, suite: Suite, step: int = 3, folder: Path = run, **more: Any) -> Any:
         lines = call.lines = list[str]()  # type: ignore[attr-defined]
@@ -146,7 +146,7 @@ def test_scores_and_items_are_written_and_a_line_is_said_of_each_task(run: Path,
     assert (scores["step"], scores["tokenizer"]) == (7, ByteTokenizer.fingerprint)
     assert len(scores["checkpoint_sha256"]) == 64
     assert scores["seconds"] == pytest.approx(sum(task["seconds"] for task in scores["tasks"].values()), abs=1e-3)
-    # Nothing is left of the way there but the lock, which the kernel has dropped.
+    # Only the lock file remains, and its lock is released.
     assert {path.name for path in out.parent.iterdir()} == {"step_7.json", "step_7.items.jsonl.gz", ".step_7.json.lock"}
     items, tasks = read_items(items_path(out)), scores["tasks"]
     assert [item["task"] for item in items] == [name for name in KINDS for _ in range(6)]
@@ -160,7 +160,7 @@ def test_scores_and_items_are_written_and_a_line_is_said_of_each_task(run: Path,
 
 
 def test_a_whole_suite_is_scored_on_a_gpu(evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On `meta`, up to what the host reads, in place of which are zeros."""
+    """Run on `meta`, where every value that the host reads is zero."""
     monkeypatch.setattr(checkpoint, "pick_device", lambda *_: META)
     with kernels_on_meta():
         gpu = stand_in(monkeypatch)
@@ -195,35 +195,37 @@ def test_nothing_is_scored_twice_and_everything_that_changed_is(evaluate: Any, t
     assert evaluate.lines[0].startswith("scored again")
     assert evaluate.lines[1].startswith("kept")
     assert "last_word was scored under other settings" in format_scores(scores)
-    # As an earlier version wrote it: what holds for all tasks is said once.
+    # An earlier version wrote settings that hold for all tasks only once.
     scores["tasks"] = {"chosen": {k: v for k, v in scores["tasks"]["chosen"].items() if k not in SETTINGS}}
     out.write_text(json.dumps(scores))
     assert again(newer, precision="bf16") == []
-    assert again(suite_of(7, ("chosen",)), 7) == ["chosen"]  # another checkpoint: nothing of the old one stays
+    assert again(suite_of(7, ("chosen",)), 7) == ["chosen"]  # another checkpoint replaces all scores
     assert set(json.loads(out.read_text())["tasks"]) == {"chosen"}
 
 
 def test_where_a_disk_fills_up_the_next_evaluation_goes_on_at_the_request(evaluate: Any, tmp_path: Path) -> None:
-    suite, few = suite_of(12, ("chosen", "last_word")), {"batch_tokens": 64}
-    expected = evaluate(tmp_path / "whole.json", suite, **few)
+    suite, small_batches = suite_of(12, ("chosen", "last_word")), {"batch_tokens": 64}
+    expected = evaluate(tmp_path / "whole.json", suite, **small_batches)
     out, answers = tmp_path / "s.json", tmp_path / "s.answers.jsonl"
     with disk_of(1500), pytest.raises(UserError, match=r"answers cannot be written to .*; free space"):
-        evaluate(out, suite, **few)
+        evaluate(out, suite, **small_batches)
     assert not out.exists()  # not even one task is complete
     *lines, torn = answers.read_text().split("\n")
     assert len(lines) > 3
     assert torn
     shutil.copytree(tmp_path, tmp_path / "copy")
-    assert timeless(evaluate(out, suite, **few)) == timeless(expected)
+    assert timeless(evaluate(out, suite, **small_batches)) == timeless(expected)
     assert not answers.exists()
     assert read_items(items_path(out)) == read_items(items_path(tmp_path / "whole.json"))
-    # What had been answered is not asked again: another number in its place stays.
+    # An answered request is not computed again: a changed number stays.
     key, (_, greedy) = next(iter(json.loads(lines[1]).items()))
-    kept = tmp_path / "copy" / "s.answers.jsonl"
-    kept.write_text("\n".join([lines[0], json.dumps({key: [-1234.5, greedy]}), *lines[2:], torn]))
-    evaluate(tmp_path / "copy" / "s.json", suite, **few)
-    found = [n for item in read_items(items_path(tmp_path / "copy" / "s.json")) for n in item["log_probabilities"]]
-    assert -1234.5 in found
+    copied_answers = tmp_path / "copy" / "s.answers.jsonl"
+    copied_answers.write_text("\n".join([lines[0], json.dumps({key: [-1234.5, greedy]}), *lines[2:], torn]))
+    evaluate(tmp_path / "copy" / "s.json", suite, **small_batches)
+    log_probabilities = [
+        n for item in read_items(items_path(tmp_path / "copy" / "s.json")) for n in item["log_probabilities"]
+    ]
+    assert -1234.5 in log_probabilities
 
 
 def test_after_kill_9_the_tasks_that_were_scored_stay(evaluate: Any, tmp_path: Path) -> None:
@@ -318,13 +320,13 @@ def test_an_output_that_cannot_be_written_is_one_sentence(evaluate: Any, tmp_pat
 
 
 def test_items_that_are_there_do_not_fall_behind_their_scores(evaluate: Any, tmp_path: Path) -> None:
-    out, known = tmp_path / "s.json", {name: HELD_OUT[name] for name in ("val_loss", "val_loss_se", "val_bpb")}
-    scores = evaluate(out, suite_of(3, ("chosen",)), keep_items=False, held_out=known)
+    out, training_loss = tmp_path / "s.json", {name: HELD_OUT[name] for name in ("val_loss", "val_loss_se", "val_bpb")}
+    scores = evaluate(out, suite_of(3, ("chosen",)), keep_items=False, held_out=training_loss)
     assert not items_path(out).exists()
-    assert scores["held_out"] == known
-    scores = evaluate(out, suite_of(4, ("chosen",)), held_out=known)
+    assert scores["held_out"] == training_loss
+    scores = evaluate(out, suite_of(4, ("chosen",)), held_out=training_loss)
     assert len(scores["held_out"].pop("worst")) == 10, "where items are kept, so are the windows of the highest loss"
-    assert scores["held_out"] == known
+    assert scores["held_out"] == training_loss
     evaluate(out, suite_of(5, ("chosen",)), keep_items=False)
     assert len(read_items(items_path(out))) == 5
 
@@ -350,7 +352,7 @@ def test_contaminated_items_are_marked_and_the_rest_is_scored_apart(evaluate: An
     assert scores["clean"]["acc"] == np.mean([item["values"]["acc"] for item in clean])
     assert scores["clean"]["gold_bpb"] == pytest.approx(np.mean([item["gold_bpb"] for item in clean]))
     ((key, _),) = shared.items()
-    shared[key] = ({"chosen": {5}}, None)  # is asked for once for all checkpoints of a process
+    shared[key] = ({"chosen": {5}}, None)  # computed once for all checkpoints of a process
     other = evaluate(tmp_path / "t.json", suite, 7, ngram=8, **options)["tasks"]["chosen"]
     assert other["contaminated_items"] == 1
     evaluate(out, suite, ngram=9, **options)  # another question
@@ -369,10 +371,10 @@ def test_training_text_that_is_elsewhere_costs_no_score(evaluate: Any, tmp_path:
     assert "text.jsonl" in scores["contamination_withheld"]
     assert scores["tasks"]["chosen"]["acc"] is not None
     assert scores["tasks"]["chosen"]["clean"] is None
-    # What the training knows stays, without the windows that only the text can show.
-    known = {name: HELD_OUT[name] for name in ("val_loss", "val_loss_se", "val_bpb")}
-    assert evaluate(tmp_path / "t.json", suite, folder=folder, held_out=known)["held_out"] == known
-    # Once it is at hand the loss is asked for again.
+    # The loss that training recorded stays, without the windows that need the text.
+    training_loss = {name: HELD_OUT[name] for name in ("val_loss", "val_loss_se", "val_bpb")}
+    assert evaluate(tmp_path / "t.json", suite, folder=folder, held_out=training_loss)["held_out"] == training_loss
+    # When the text is back, the loss is computed.
     for name in ("text.jsonl", "cache"):
         (folder / f"away_{name}").rename(folder / name)
     assert evaluate(tmp_path / "s.json", suite, folder=folder, held_out=None)["held_out"]["val_loss"] > 0

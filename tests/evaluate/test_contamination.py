@@ -34,13 +34,13 @@ def word_hashes(text: bytes) -> Any:
 
 
 def text_of(rng: np.random.Generator, count: int) -> str:
-    """Words with all kinds of punctuation between them."""
+    """Return words with all kinds of punctuation between them."""
     between = [" ", ", ", " — ", "\n\n", " (", "_", "'", "…"]
     return "".join(str(rng.choice(WORDS)) + between[rng.choice(8, p=[0.79] + [0.03] * 7)] for _ in range(count))
 
 
 def shards_of(folder: Path, documents: list[str], tokenizer: str = "bytes") -> Shards:
-    """Shards that hold all of these documents for training; the held-out ones are others."""
+    """Return shards with all of these documents for training; other documents are held out."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     config = DataConfig(
@@ -63,7 +63,7 @@ def suite_of(folder: Path, items: list[dict[str, Any]], name: str = "quiz") -> S
 
 
 def plain_words(text: str) -> list[str]:
-    """The definition of a word, in the plainest Python."""
+    """Return the words by their definition, in the simplest Python."""
     return re.findall(r"[^\W_]+", unicodedata.normalize("NFKC", text).lower())
 
 
@@ -72,22 +72,22 @@ def brute_force(documents: list[str], items: list[str], n: int) -> set[int]:
 
     def occurs(gram: tuple[str, ...]) -> bool:
         return any(
-            tuple(words[i : i + len(gram)]) == gram for words in streams for i in range(len(words) - len(gram) + 1)
+            tuple(stream[i : i + len(gram)]) == gram for stream in streams for i in range(len(stream) - len(gram) + 1)
         )
 
-    found = set()
+    overlapping = set()
     for place, item in enumerate(items):
-        words = plain_words(item)
-        length = n if len(words) >= n else len(words)
+        item_words = plain_words(item)
+        length = n if len(item_words) >= n else len(item_words)
         if length == n or length >= 8:
-            grams = {tuple(words[i : i + length]) for i in range(len(words) - length + 1)}
-            found |= {place} if any(occurs(gram) for gram in grams) else set()
-    return found
+            grams = {tuple(item_words[i : i + length]) for i in range(len(item_words) - length + 1)}
+            overlapping |= {place} if any(occurs(gram) for gram in grams) else set()
+    return overlapping
 
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a short text is read in many chunks."""
+    """Read even a short text in many chunks."""
     monkeypatch.setattr(contamination, "_CHUNK_BYTES", 700)
     monkeypatch.setattr(contamination, "_OVERLAP_TOKENS", 400)
 
@@ -102,9 +102,9 @@ def test_overlaps_are_those_of_a_brute_force_search(
     for place in range(40):  # a quarter begins with words of the corpus, more or fewer than n
         text = text_of(rng, int(rng.integers(6, 14)))
         if place % 4 == 0:
-            words = re.split(r"(?<=\s)", documents[int(rng.integers(30))])
-            start = int(rng.integers(max(1, len(words) - 30)))
-            text = "".join(words[start : start + int(rng.integers(8, 30))]) + " " + text
+            pieces = re.split(r"(?<=\s)", documents[int(rng.integers(30))])
+            start = int(rng.integers(max(1, len(pieces) - 30)))
+            text = "".join(pieces[start : start + int(rng.integers(8, 30))]) + " " + text
         items.append({"question": text, "answer": "the answer"})
     shards = shards_of(tmp_path, documents, tokenizer)
     expected = brute_force(training_texts(shards), [f"{item['question']} {item['answer']}" for item in items], ngram)
@@ -157,7 +157,7 @@ def test_tokenizers_that_are_not_byte_level_are_decoded(tmp_path: Path, small_ch
 
 def test_an_ngram_never_spans_two_documents(tmp_path: Path) -> None:
     item = ["a1", "a2", "a3", "a4", "a5", "a6", "a7", "b1", "b2", "b3", "b4", "b5", "b6"]
-    for attempt in range(50):  # until the halves follow each other in the stream, whose order is that of a hash
+    for attempt in range(50):  # a hash orders the stream; repeat until the halves follow each other
         halves = [f"start{attempt} " + " ".join(item[:7]), " ".join(item[7:])]
         shards = shards_of(tmp_path / str(attempt), [*halves, f"other{attempt}"])
         if training_texts(shards) == halves:
@@ -223,7 +223,7 @@ def texts_of_task(text: Any, target: Any, choices: list[str]) -> tuple[str, str]
 def test_an_item_is_its_question_and_its_right_answer() -> None:
     for target in (1, [1, 0], "b"):
         assert texts_of_task("q", target, ["a", "b"]) == ("q", "b")
-    # As WinoGrande: the choices are contexts, and the place of the right one is where the text would be.
+    # Like WinoGrande: the choices are contexts, and the text is the number of the right one.
     assert texts_of_task(1, "so", ["Ann went,", "Bob went,"]) == ("Bob went,", "so")
 
 
@@ -279,6 +279,6 @@ def test_documents_in_bytes_are_normalised_as_texts_are() -> None:
     hashes, ends = words_and_ends(joined)
     expected = [word_hashes(normalised(text)) for text in texts]
     assert hashes.tolist() == np.concatenate(expected).tolist()
-    assert np.bincount(ends, minlength=5).tolist() == [len(words) for words in expected]
+    assert np.bincount(ends, minlength=5).tolist() == [len(text_hashes) for text_hashes in expected]
     assert word_hashes(normalised("ÄÖ ﬁne Ⅳ")).tolist() == word_hashes(normalised("äö fine IV")).tolist()
     assert len(expected[3]) == 5  # two ideographs, a word, two kana

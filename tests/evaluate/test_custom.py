@@ -33,7 +33,7 @@ def write(path: Path, rows: list[Any]) -> Path:
 
 
 def requests(entry: SuiteTask) -> list[list[tuple[str, str]]]:
-    """(prompt, continuation) of each item, in order."""
+    """Return (prompt, continuation) of each item, in order."""
     result: dict[int, list[tuple[str, str]]] = {}
     for instance in entry.task.instances or []:
         result.setdefault(instance.doc_id, []).append(instance.args)
@@ -51,7 +51,7 @@ def right(entry: SuiteTask, place: int) -> Any:
 def test_a_file_with_choices_is_a_multiple_choice_task_asked_word_for_word(tmp_path: Path) -> None:
     path = write(tmp_path / "The capitals, v1.jsonl", [CAPITALS[0], "", *CAPITALS[1:]])
     ((name, entry),) = load_custom(path).items()
-    assert name == "The_capitals_v1"  # can stand in a list and in a table
+    assert name == "The_capitals_v1"  # valid in a list and in a table
     assert entry.task.OUTPUT_TYPE == "multiple_choice"
     assert requests(entry) == [
         [("The capital of France is", " Lyon"), ("The capital of France is", " Paris")],
@@ -123,16 +123,16 @@ def test_examples_are_other_lines_and_the_same_whatever_the_limit(tmp_path: Path
         *examples, question = item[0][0].split("\n\n")
         number = place if place < 30 else 4
         assert question == f"question {number}:"
-        told = [int(example.split()[1][:-1]) for example in examples]
-        assert len(set(told)) == 3
-        assert number not in told
-        assert examples == [f"question {i}: answer {i}" for i in told]
+        shown = [int(example.split()[1][:-1]) for example in examples]
+        assert len(set(shown)) == 3
+        assert number not in shown
+        assert examples == [f"question {i}: answer {i}" for i in shown]
         if place in some.indices:
             assert requests(some)[some.indices.index(place)] == item
-    few = write(tmp_path / "few.jsonl", rows[:4])
-    assert load_custom(few, shots=3)["few@3"].shots == 3
+    four_lines = write(tmp_path / "few.jsonl", rows[:4])
+    assert load_custom(four_lines, shots=3)["few@3"].shots == 3
     with pytest.raises(UserError, match="with 4 examples per item; they come from its 4 lines"):
-        load_custom(few, shots=4)
+        load_custom(four_lines, shots=4)
 
 
 COMPLAINTS: list[tuple[list[Any], str]] = [
@@ -195,7 +195,7 @@ doc_to_target: " {{a}}"
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hub")
-    monkeypatch.chdir(tmp_path)  # nothing is looked for in the working directory
+    monkeypatch.chdir(tmp_path)  # no file may be read from the working directory
     made = tmp_path / "mine"
     (made / "data").mkdir(parents=True)
     write(made / "data" / "sums.jsonl", [{"q": f"{i} + 1", "a": str(i + 1)} for i in range(20)])
@@ -306,8 +306,8 @@ def test_no_python_of_a_folder_runs_unless_it_is_allowed(folder: Path, name: str
     (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nrun = lambda *_: ''\n")
     line = RUNS_CODE[name].replace("RAN", str(ran)).replace("EVIL", str(folder / "evil.py"))
     key = line.partition(":")[0]
-    kept = [old for old in SUM.splitlines() if not old.startswith(f"{key}:")]
-    (folder / "sums.yaml").write_text("\n".join([*kept, line, ""]))
+    other_lines = [old for old in SUM.splitlines() if not old.startswith(f"{key}:")]
+    (folder / "sums.yaml").write_text("\n".join([*other_lines, line, ""]))
     with pytest.raises(UserError, match=r"runs Python of its own|SecurityError"):
         load_custom(folder)
     assert not ran.exists()
@@ -329,7 +329,7 @@ def test_a_sweep_refuses_a_folders_python_before_anything_is_trained(folder: Pat
 
 
 def test_a_model_is_scored_on_a_file_and_its_gold_answers_in_bits_per_byte(tmp_path: Path) -> None:
-    """The whole way, on a model that gives every byte the same probability."""
+    """Load and score the file with a model that gives every byte the same probability."""
     lm = CheckpointLM(bigram(torch.zeros(256, 256)), ByteTokenizer(), 64)
     rows = [{"question": "2 + 2 =", "answer": "four"}, {"question": "2 + 3 =", "answer": "five"}]
     scores = score_task(lm, load_custom(write(tmp_path / "sums.jsonl", rows))["sums"])

@@ -28,9 +28,9 @@ from safetensors.torch import load_file
 from small_disk import disk_of
 
 LENGTH = 64
-# Both sides compute in fp32, in other orders; logits reach about 6 here, where a rounding is 5e-7.
+# Both sides compute in fp32, in different orders; logits reach about 6 here, where a rounding is 5e-7.
 SAME = 1e-4
-# Routers add up few terms, and an expert chosen otherwise changes a logit by far more.
+# Routers sum few terms, and another choice of experts changes a logit much more.
 CLOSE = 1e-5
 MIXED: dict[str, Any] = {"experts": 6, "experts_per_token": 2, "expert_hidden": 16}
 CHOSEN: dict[str, Any] = {**MIXED, "gate": "softmax", "balance_rate": 0.0}
@@ -74,7 +74,7 @@ SHAPES = {
 def checkpoint(
     root: Path, model: ModelConfig, tokenizer: Tokenizer | None = None, separate: bool = False, seed: int = 0
 ) -> Path:
-    """A checkpoint of random weights in which no norm is 1 and no head is 0; muP's multiplier is no power of two."""
+    """Save a checkpoint of random weights: no norm is 1, no head is 0, muP's multiplier is no power of two."""
     tokenizer = tokenizer or ByteTokenizer()
     config = RunConfig(
         model=replace(model, vocab_size=tokenizer.vocab_size),
@@ -109,11 +109,11 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def logits_of_both(path: Path, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ours and transformers' on the same random tokens, (batch, time, vocabulary)."""
+    """Return our logits and transformers' on the same random tokens, (batch, time, vocabulary)."""
     from transformers import AutoModelForCausalLM
 
     theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
-    assert not any(info.values()), info  # nothing is missing, and nothing is left over
+    assert not any(info.values()), info  # no weight is missing or unused
     theirs, ours = theirs.eval(), load_for_evaluation(path)
     size = ours.config.model.vocab_size
     assert size is not None
@@ -129,7 +129,7 @@ def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> Non
     exported = export_checkpoint(path, tmp_path / "out")
     assert exported.architecture == name.split(",")[0]
     ours, theirs = logits_of_both(path, exported.folder)
-    # No column of theirs is left over: the padding of the vocabulary is not there to be predicted.
+    # Their logits have no extra column: the padding of the vocabulary is not exported.
     assert ours.shape == theirs.shape
     assert ours.std() > 0.5
     assert (ours - theirs).abs().max() < (CLOSE if model.experts else SAME)
@@ -219,7 +219,7 @@ def test_only_what_an_export_wrote_is_ever_replaced(tmp_path: Path) -> None:
     path, out = checkpoint(tmp_path / "run" / "checkpoints", TINY), tmp_path / "out"
     other = checkpoint(tmp_path / "other", TINY, seed=1)
     out.mkdir()
-    export_checkpoint(path, out)  # empty: no matter
+    export_checkpoint(path, out)  # an empty folder is accepted
     (out / "README.md").write_text("old")
     export_checkpoint(path, out, overwrite=True)
     assert (out / "README.md").read_text() != "old"
@@ -236,8 +236,8 @@ def test_only_what_an_export_wrote_is_ever_replaced(tmp_path: Path) -> None:
         (tmp_path / "photos", r"holds me\.jpg"),
         (tmp_path / "link", "is a link"),
         (tmp_path / "file", "is a file"),
-        (tmp_path / "run", "holds checkpoints"),  # neither a run
-        (path, "holds"),  # nor its checkpoint
+        (tmp_path / "run", "holds checkpoints"),  # no run
+        (path, "holds"),  # no checkpoint of a run
     ):
         with pytest.raises(UserError, match=reason):
             export_checkpoint(other, folder, overwrite=True)
@@ -301,11 +301,11 @@ def test_the_card_has_every_count_and_score_and_no_markup_of_names(tmp_path: Pat
     flops = [6.0 * count.N_total * tokens, float(training_flops_per_token(loaded.config.model, LENGTH) * tokens)]
     assert all(f" {number:,} |" in card for number in numbers)
     assert all(f" {value:.4g} FLOPs |" in card for value in flops)
-    for said in ("1.2500 ± 0.0100", "1.8000", "| piqa | 100 | 0 | 0.5000 ± 0.0500 | 1.5000 | 0.500 |  |",
+    for text in ("1.2500 ± 0.0100", "1.8000", "| piqa | 100 | 0 | 0.5000 ± 0.0500 | 1.5000 | 0.500 |  |",
                  "withheld: item 3: NaN", "| arc_easy | 20 of 2376 |",
                  "items that share text with the training data: 2", "No licence is stated",
                  "1.3000 (95 %: 1.2000 to 1.4000)", "0.0.9, commit `abc123` with changes"):  # fmt: skip
-        assert said in card, said
+        assert text in card, text
     title = card.split("\n# ")[1].splitlines()[0]
     assert title == "&#60;script&#62;&#124;&#42;x&#42; N1M_D2M_s0 &#38;&#35;95;, step 7"
     front = yaml.safe_load(card.split("---")[1])

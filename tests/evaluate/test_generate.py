@@ -33,7 +33,7 @@ Finished = Callable[[list[int]], bool]
 
 
 def random_gpt(chance: random.Random, max_length: int, dtype: torch.dtype = torch.float64, **fixed: Any) -> GPT:
-    """Any architecture that there is, with weights large enough for texts that do not repeat themselves."""
+    """Return a GPT of any architecture, with weights large enough for texts that do not repeat themselves."""
     heads = chance.choice([2, 4])
     options: dict[str, Any] = {
         "vocab_size": chance.choice([17, 40]), "depth": chance.choice([1, 2]), "width": 8 * heads, "heads": heads,
@@ -55,7 +55,7 @@ def naive(
     gpt: GPT, prompt: list[int], count: int, max_length: int, finished: Finished, sampling: Sampling,
     seed: int,
 ) -> list[int]:  # fmt: skip
-    """One prompt, the model's own forward pass over the last `max_length` tokens for each new one."""
+    """Continue one prompt by the model's forward pass over the last `max_length` tokens for each new one."""
     random_numbers, text, new = torch.Generator().manual_seed(seed), list(prompt), []
     while len(new) < count and not (new and finished(new)):
         logits = gpt(torch.tensor([text[-max_length:]]))[0, -1]
@@ -69,7 +69,7 @@ def ends_with(stop: int, new: list[int]) -> bool:
 
 
 def finish(generation: Generation, finished: Finished = lambda new: False) -> dict[int, list[int] | None]:
-    """All results, with what must hold in every round."""
+    """Run all rounds, check the invariants of each, and return all results."""
     results: dict[int, list[int] | None] = {}
     for _ in range(5000):
         if generation.over:
@@ -113,16 +113,16 @@ def test_every_token_is_that_of_recomputation() -> None:
     assert slid
 
 
-def test_results_do_not_depend_on_neighbours_and_are_told_as_they_come() -> None:
+def test_results_do_not_depend_on_neighbours_and_are_reported_as_they_come() -> None:
     chance = random.Random(2)
     gpt = random_gpt(chance, 60)
     prompts = [[chance.randrange(17) for _ in range(chance.randrange(1, 30))] for _ in range(12)]
-    told: dict[int, list[int] | None] = {}
+    reported: dict[int, list[int] | None] = {}
     options: dict[str, Any] = {"max_length": 60, "finished": lambda new: new[-1] == STOP, "sampling": Sampling(1.2)}
     seeds = [chance.randrange(1 << 30) for _ in prompts]
-    together = generate_texts(gpt, prompts, 25, seeds=seeds, done=told.__setitem__, **options)
+    batched = generate_texts(gpt, prompts, 25, seeds=seeds, done=reported.__setitem__, **options)
     alone = [generate_texts(gpt, [p], 25, seeds=[s], **options)[0] for p, s in zip(prompts, seeds, strict=True)]
-    assert together == alone == [told[index] for index in range(12)]
+    assert batched == alone == [reported[index] for index in range(12)]
     assert generate_texts(gpt, prompts, 0, **options) == [[]] * 12
     assert generate_texts(gpt, [], 5, **options) == []
 
@@ -157,7 +157,7 @@ def test_nan_fails_its_prompt_and_reaches_no_neighbour() -> None:
 def test_timed_tokens_see_the_whole_text_and_end_at_the_context(
     monkeypatch: pytest.MonkeyPatch, context: int, first: int
 ) -> None:
-    """Also where the model ends a document with every token."""
+    """The model ends a document with every token, which must not end the measurement."""
     seen: list[tuple[int, int]] = []
 
     def decode(forward: Any, cache: Any, tokens: Any, positions: Any, starts: Any, row: int) -> torch.Tensor:
@@ -172,8 +172,8 @@ def test_timed_tokens_see_the_whole_text_and_end_at_the_context(
     timed = decode_speed(gpt)
     assert timed is not None
     assert 0 < timed["seconds"] <= timed["median"]
-    once = [(place, 0) for place in range(first, context)]
-    assert seen == [*once, *once, once[0]]  # the first of them warms up
+    one_pass = [(place, 0) for place in range(first, context)]
+    assert seen == [*one_pass, *one_pass, one_pass[0]]  # the first of them warms up
     torch.nn.init.constant_(gpt.head.weight, float("nan"))
     assert decode_speed(gpt) is None
 
@@ -183,31 +183,31 @@ def test_where_memory_runs_out_fewer_go_on_and_one_alone_is_refused(
     length: int, longest: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Room for a number of tokens, over prompts and windows that slide, or over the tokens that continue short ones."""
-    chance, most = random.Random(9), 10**9
+    chance, limit = random.Random(9), 10**9
     gpt = random_gpt(chance, length)
     prompts = [[chance.randrange(17) for _ in range(chance.randrange(2, longest + 1))] for _ in range(9)]
-    true, sizes = Forward.hidden, list[int]()
+    original, sizes = Forward.hidden, list[int]()
 
     def limited(forward: Forward, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
         sizes.append(len(ids))
-        if len(ids) > most:
+        if len(ids) > limit:
             raise torch.OutOfMemoryError("not enough memory")
-        return true(forward, ids, *rest)
+        return original(forward, ids, *rest)
 
     monkeypatch.setattr(Forward, "hidden", limited)
     options: dict[str, Any] = {"max_length": length, "finished": lambda new: False}
     expected, needed = generate_texts(gpt, prompts, 12, **options), max(sizes)
-    most = room
+    limit = room
     assert generate_texts(gpt, prompts, 12, **options) == expected
-    assert needed > most
-    most = 0
+    assert needed > limit
+    limit = 0
     with pytest.raises(UserError, match="memory ran out on cpu over a single text"):
         generate_texts(gpt, prompts, 12, **options)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5), (torch.bfloat16, 0.1)])
 def test_logits_of_prefill_and_decode_are_the_models(dtype: torch.dtype, tolerance: float) -> None:
-    """Tolerance: of the largest logit, some roundings of the type."""
+    """The tolerance is relative to the largest logit: some roundings of the type."""
     for seed in range(4):
         chance = random.Random(seed)
         gpt = random_gpt(chance, 64, dtype)
@@ -234,7 +234,7 @@ def test_logits_of_prefill_and_decode_are_the_models(dtype: torch.dtype, toleran
 def test_without_packed_products_the_plain_ones_give_the_same_tokens(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A PyTorch without these operations, a processor that they refuse, and one on which they are wrong."""
+    """PyTorch lacks these operations, the processor does not support them, or they compute wrong results."""
     gpt = random_gpt(random.Random(3), 64, torch.float32)
     expected = generate_texts(gpt, [[5, 6, 7], [8]], 20, max_length=64, finished=lambda new: False)
 
@@ -262,7 +262,7 @@ def test_without_packed_products_the_plain_ones_give_the_same_tokens(
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
 def test_packed_products_are_the_plain_ones_whatever_the_rows(dtype: torch.dtype, tolerance: float) -> None:
-    """Tolerance: a few roundings of the type. Another width or type is refused and never computed."""
+    """The tolerance is a few roundings of the type. Another width or type is refused and never computed."""
     if not forward._packs(dtype):
         pytest.skip(f"needs packed products of {dtype}: this PyTorch or processor has none")
     generator = torch.Generator().manual_seed(0)
@@ -279,19 +279,19 @@ def test_packed_products_are_the_plain_ones_whatever_the_rows(dtype: torch.dtype
 
 
 def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """By the definitions, in loops."""
+    """Compute the probabilities by their definitions, in loops."""
     p = torch.softmax(logits.double() / sampling.temperature, 0)
     order = sorted(range(len(p)), key=lambda token: -float(p[token]))
     if sampling.top_k:
         order = order[: sampling.top_k]
-    total, kept, before = sum(float(p[token]) for token in order), [], 0.0
+    total, nucleus, before = sum(float(p[token]) for token in order), [], 0.0
     for token in order:
-        if kept and before >= sampling.top_p:
+        if nucleus and before >= sampling.top_p:
             break
-        kept.append(token)
+        nucleus.append(token)
         before += float(p[token]) / total
     result = torch.zeros_like(p)
-    result[kept] = p[kept] / p[kept].sum()
+    result[nucleus] = p[nucleus] / p[nucleus].sum()
     return result
 
 

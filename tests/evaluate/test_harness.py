@@ -18,7 +18,7 @@ from isoflop.train.data.tokenizers import ByteTokenizer
 from isoflop.train.model.gpt import GPT
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
-from simple_models import by_forward, gpt, load_indexed, write_tasks, written
+from simple_models import by_forward, decode_greedily, gpt, load_indexed, write_tasks
 
 END, T = ByteTokenizer.end_of_document, 32
 
@@ -41,7 +41,7 @@ def ids(text: str) -> list[int]:
 
 
 def windowed(model: GPT, stream: list[int]) -> float:
-    """Nats of stream[1:], each token once, the last window reaching back as far as it can."""
+    """Return nats of stream[1:], each token once, with the last window reaching back as far as possible."""
     total, done, length = 0.0, 0, model.max_length
     while done < len(stream) - 1:
         end = min(done + length, len(stream) - 1)
@@ -57,7 +57,7 @@ def test_prompts_continuations_and_texts_of_any_length_are_scored(budget: int) -
     prompts = [random_text(rng, 0, 60) for _ in range(12)]
     pairs = [(prompt, " " + random_text(rng, 0, 12)) for prompt in prompts for _ in range(3)]
     pairs += [("a prompt", " " + "".join(rng.choice(list("abc"), size=length))) for length in (T - 1, T, 3 * T)]
-    pairs += [("hello", bytes(written(model, ids("hello"), 1)).decode("latin-1"))]
+    pairs += [("hello", bytes(decode_greedily(model, ids("hello"), 1)).decode("latin-1"))]
     scores = lm.loglikelihood([request(*pair) for pair in [*pairs, ("", "abc"), ("  ", "abc"), ("x", "")]])
     for pair, (nats, greedy) in zip(pairs, scores, strict=False):
         whole, target = ids("".join(pair)), ids(pair[1])
@@ -79,7 +79,7 @@ def test_prompts_continuations_and_texts_of_any_length_are_scored(budget: int) -
 
 
 class Merged(ByteTokenizer):
-    """A tokenizer that knows `ab`."""
+    """A tokenizer with one token for `ab`."""
 
     def encode(self, text: str) -> np.ndarray:
         return np.array([*text.encode().replace(b"ab", b"\x01")], dtype=np.uint16)
@@ -99,11 +99,11 @@ def test_an_answer_that_merges_into_its_context_is_never_certain() -> None:
 
 
 class Killed(Exception):
-    """A process that ends here."""
+    """The simulated end of a process."""
 
 
 class Mortal(Answers):
-    """Answers that end the process after so many batches of them; every key that was put is counted."""
+    """A store of answers that ends the process after `left` batches, and records every key."""
 
     left = -1
 
@@ -121,7 +121,7 @@ class Mortal(Answers):
 
 
 def broken() -> GPT:
-    """A model that answers nothing but NaN."""
+    """Return a model that answers only NaN."""
     model = gpt()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -149,11 +149,11 @@ def test_an_interrupted_evaluation_goes_on_at_the_request() -> None:
             killed += 1
     assert killed > 5  # among pairs, windows of a text, and prompts
     assert len(answers.keys) == len(set(answers.keys))  # nothing was asked twice
-    # Batches are other ones after a kill; float64.
+    # Batches differ after a kill; float64.
     np.testing.assert_allclose([n for n, _ in resumed[0]], [n for n, _ in expected[0]], rtol=1e-12)
     np.testing.assert_allclose(resumed[1], expected[1], rtol=1e-12)
     assert resumed[2:] == expected[2:]
-    # Now everything is known, through JSON as well, and no model is asked.
+    # Now every answer is stored, also through JSON, and no model computes.
     stored = Answers()
     stored.put(json.loads(json.dumps(answers.known)).items())
     assert ask(stored, broken()) == resumed
@@ -178,7 +178,7 @@ def test_nan_is_reported_and_kept_as_nan() -> None:
 
 
 class Counted(ByteTokenizer):
-    """Counts the texts that it encodes."""
+    """A tokenizer that counts the texts that it encodes."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -228,7 +228,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> TaskManager:
-    """Tasks of every kind as lm-eval YAML over a local file; `shots` is `choice` with two examples."""
+    """Write tasks of every kind as lm-eval YAML over a local file; `shots` is `choice` with two examples."""
     kinds = {**KINDS, "shots": {**KINDS["choice"], "num_fewshot": 2, "fewshot_split": "test"}}
     return write_tasks(tmp_path_factory.mktemp("tasks"), kinds, ROWS)
 
@@ -267,7 +267,7 @@ def test_an_item_of_choices_says_what_was_asked_and_what_was_right(
         assert item.prompt == row["who"][0].removesuffix("cat")
         assert item.choices == ["cat ran", "dog ran"]
         assert item.right == [row["gold"] % 2]
-        expected = [nats_of(model, who, " ran") for who in row["who"]]
+        expected = [nats_of(model, context, " ran") for context in row["who"]]
         assert item.log_probabilities == pytest.approx(expected, abs=1e-10)
 
 
@@ -286,7 +286,7 @@ def test_items_without_choices_say_what_was_wanted(items: dict[str, list[ItemRes
         nats = windowed(model, [END, *ids(text)])
         assert item.bpb == pytest.approx(-nats / math.log(2) / len(text.encode()), abs=1e-10)
     for row, item in zip(ROWS, items["write"], strict=True):
-        text = ByteTokenizer().decode(written(model, ids(row["q"]), 5))
+        text = ByteTokenizer().decode(decode_greedily(model, ids(row["q"]), 5))
         assert (item.prompt, item.target, item.answer) == (row["q"], "one", text.split("\n")[0])
         assert set(item.values) == {"exact_match,first", "exact_match,letter"}
 
@@ -296,7 +296,7 @@ def test_items_without_choices_say_what_was_wanted(items: dict[str, list[ItemRes
 
 def test_generation_ends_before_a_stop_the_limit_or_the_end_of_a_document() -> None:
     model = gpt(7, 64)
-    new = written(model, ids("start here"), 40)
+    new = decode_greedily(model, ids("start here"), 40)
     full = ByteTokenizer().decode(new)
     stop = full[9:11]
     calls = [
@@ -320,7 +320,7 @@ def test_a_prompt_gives_way_to_the_answer() -> None:
     model = gpt(8, 20)
     lm = lm_of(model)
     (text,) = lm.generate_until([request("abcdefghijklmnopqrstuvwxyz", {"until": [], "max_gen_toks": 8})])
-    assert text == ByteTokenizer().decode(written(model, ids("opqrstuvwxyz"), 8))
+    assert text == ByteTokenizer().decode(decode_greedily(model, ids("opqrstuvwxyz"), 8))
     assert lm.truncated == {("abcdefghijklmnopqrstuvwxyz",)}
 
 

@@ -1,4 +1,4 @@
-"""lm-eval's tasks by name: its index, and copies of their data for nodes without the Hub, which files stand in for."""
+"""lm-eval's tasks by name: its index, and copies of their data for nodes without the Hub (here local files)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("empty_cache")
 
 @pytest.fixture
 def own_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TaskManager:
-    """lm-eval's index holds the tasks of `custom_tasks` only."""
+    """Let lm-eval's index contain only the tasks of `custom_tasks`."""
     manager = custom_tasks(tmp_path)
     monkeypatch.setattr(hub, "task_manager", lambda *_: manager)
     return manager
@@ -36,7 +36,7 @@ def requests_of(suite: Any) -> dict[str, list[Any]]:
 def test_copies_serve_a_node_without_the_hub(
     own_names: TaskManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = requests_of(load_suite("my_group", 5))
+    expected = requests_of(load_suite("my_group", 5))
     lines: list[str] = []
     folders = stage_tasks("my_group", lines.append)
     assert lines == ["fetching the data of my_group"]
@@ -44,7 +44,7 @@ def test_copies_serve_a_node_without_the_hub(
     assert stage_tasks("my_choice") == [next(folder for folder in folders if "my_choice" in manifest(folder))]
     for data in tmp_path.glob("*.jsonl"):
         data.unlink()  # the "hub" of these tasks
-    assert requests_of(load_suite("my_group", 5)) == wanted
+    assert requests_of(load_suite("my_group", 5)) == expected
     assert {path.name for path in (tmp_path / "hub").iterdir() if path.is_dir()} >= {folder.name for folder in folders}
     monkeypatch.setenv("ISOFLOP_CACHE", str(tmp_path / "another"))
     with pytest.raises(UserError, match=r"isoflop data benchmarks --tasks my_group"):
@@ -57,7 +57,7 @@ def manifest(folder: Path) -> str:
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "another manifest"])
 def test_a_damaged_copy_is_not_read_and_staged_again(own_names: TaskManager, tmp_path: Path, damage: str) -> None:
-    wanted = requests_of(load_suite("my_choice", 5))
+    expected = requests_of(load_suite("my_choice", 5))
     (folder,) = stage_tasks("my_choice")
     if damage == "cut":
         os.truncate(folder / "0.parquet", 50)
@@ -66,10 +66,10 @@ def test_a_damaged_copy_is_not_read_and_staged_again(own_names: TaskManager, tmp
     else:
         (folder / "manifest.json").write_text('{"files": {"test": 1}}')
     assert hub.read_copy(folder) is None
-    assert requests_of(load_suite("my_choice", 5)) == wanted
+    assert requests_of(load_suite("my_choice", 5)) == expected
     assert stage_tasks("my_choice") == [folder]
     (tmp_path / "my_choice.jsonl").rename(tmp_path / "away.jsonl")
-    assert requests_of(load_suite("my_choice", 5)) == wanted
+    assert requests_of(load_suite("my_choice", 5)) == expected
     os.truncate(folder / "0.parquet", 50)
     with pytest.raises(UserError, match=r"run `isoflop data benchmarks --tasks my_choice`"):
         load_suite("my_choice", 5)
@@ -159,17 +159,17 @@ def test_tasks_that_run_code_are_refused_before_they_are_loaded(own_names: TaskM
 @pytest.mark.slow
 def test_the_kept_index_is_lm_evals_own(tmp_path: Path) -> None:
     lines: list[str] = []
-    first, kept = hub.task_manager(lines.append), hub.task_manager(lines.append)
+    first, stored = hub.task_manager(lines.append), hub.task_manager(lines.append)
     assert lines == ["reading lm-eval's definitions (10 s, once)"]
-    assert kept.all_tasks == first.all_tasks
+    assert stored.all_tasks == first.all_tasks
     for name, entry in first.task_index.items():
-        again = kept.task_index[name]
-        assert (again.kind, again.yaml_path, again.tags) == (entry.kind, entry.yaml_path, entry.tags)
-    named = [name for name in suite_tasks("core_hub") or [] if name.partition("@")[0] not in kept.task_index]
+        copy = stored.task_index[name]
+        assert (copy.kind, copy.yaml_path, copy.tags) == (entry.kind, entry.yaml_path, entry.tags)
+    named = [name for name in suite_tasks("core_hub") or [] if name.partition("@")[0] not in stored.task_index]
     assert named == []
     ours = {name for name, task in STAGED.items() if "/" not in task.yaml}
-    assert not ours & kept.task_index.keys()
-    assert STAGED.keys() - ours <= kept.task_index.keys()
+    assert not ours & stored.task_index.keys()
+    assert STAGED.keys() - ours <= stored.task_index.keys()
     with pytest.raises(UserError, match="nearest names are hellaswag"):
         load_suite("hellaswg", 5)
     with pytest.raises(UserError, match="'humaneval' runs generated code"):

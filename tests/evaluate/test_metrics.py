@@ -27,7 +27,7 @@ def test_one_item_has_no_standard_error_and_none_has_no_mean() -> None:
     assert mean_and_error([0.5]) == (0.5, None)
     assert gold_bits_per_byte(-math.log(2), "\ud800") == 1.0  # what UTF-8 cannot hold is encoded as a question mark
     assert mean_and_error([]) == (None, None)
-    assert mean_and_error([0.5, math.nan]) == (None, None)  # undefined for an item: no number of the task, never NaN
+    assert mean_and_error([0.5, math.nan]) == (None, None)  # undefined for one item: no number of the task, never NaN
 
 
 def item(index: int, acc: float, nats: float, **other: Any) -> ItemResult:
@@ -38,10 +38,10 @@ def item(index: int, acc: float, nats: float, **other: Any) -> ItemResult:
 def test_answers_that_are_all_alike_are_not_certain(right: float) -> None:
     scores = task_scores([item(n, right, -1.0) for n in range(20)])
     assert scores["acc"] == right
-    # A task of which a model knows as much as the upper end of two errors says gets 20 alike now and then, not never.
+    # At an accuracy two errors away, 20 equal answers are rare but possible.
     assert scores["acc_se"] == pytest.approx(math.sqrt(2 / 24 * 22 / 24 / 24), rel=1e-12)
     assert 0.01 < (1 - 2 * scores["acc_se"]) ** 20 < 0.2
-    assert scores["gold_bpb_se"] == 0  # no share: 20 equal numbers do not spread
+    assert scores["gold_bpb_se"] == 0  # not a share: 20 equal numbers have no spread
 
 
 def test_a_tasks_scores_are_means_over_its_items() -> None:
@@ -119,10 +119,10 @@ def test_the_error_of_texts_is_what_a_bootstrap_over_documents_finds() -> None:
     sizes = rng.lognormal(6, 0.6, size=200).astype(int) + 1
     bits = sizes * rng.normal(1.1, 0.15, size=200)
     _, error = ratio_and_error(bits.tolist(), sizes.tolist())
-    found = bootstrap(
+    result = bootstrap(
         (bits, sizes), lambda y, x: y.sum() / x.sum(), paired=True, vectorized=False, n_resamples=2000, rng=5
     )
-    assert error == pytest.approx(found.standard_error, rel=0.06)  # 2000 resamples know it to 2 %
+    assert error == pytest.approx(result.standard_error, rel=0.06)  # 2000 resamples determine it to 2 %
 
 
 def test_the_clean_part_is_the_score_of_the_items_that_were_not_seen() -> None:

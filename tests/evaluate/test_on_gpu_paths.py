@@ -43,7 +43,7 @@ def on_meta(dtype: torch.dtype, documents: bool = False, **model: Any) -> GPT:
 
 
 def requests() -> list[Request]:
-    """Some share their prefix, and one is empty of neighbours."""
+    """Return requests of which some share a prefix and one has no neighbour."""
     prefix = list(range(20))
     return [Request(prefix, [number, 7, 255, 9]) for number in range(4)] + [Request([3], [4]), Request([8] * 30, [1])]
 
@@ -73,7 +73,7 @@ def test_requests_are_scored_and_read_twice_a_batch(model: dict[str, Any], dtype
 def test_whether_a_token_is_the_likeliest_needs_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
-        logits = torch.randint(4, (6, 5), generator=generator).float()  # of equals the first counts
+        logits = torch.randint(4, (6, 5), generator=generator).float()  # the first of equal logits counts
         logits[0, 1] = float("nan")
         rows, targets = (torch.randint(n, (30,), generator=generator) for n in (6, 5))
         monkeypatch.setattr(scoring, "on_gpu", lambda _: False)

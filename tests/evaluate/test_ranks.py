@@ -26,7 +26,7 @@ from simple_models import gpt
 T = 48
 
 
-def asked(*arguments: Any) -> Any:
+def make_request(*arguments: Any) -> Any:
     return SimpleNamespace(args=arguments)
 
 
@@ -37,7 +37,7 @@ def requests(count: int = 12) -> list[Any]:
         return "".join(rng.choice(list("abcd e"), size=int(rng.integers(low, high)))) + "x"
 
     prompts = [text(0, 60) for _ in range(count)]
-    return [asked(prompt, " " + text(1, 9)) for prompt in prompts for _ in range(3)]
+    return [make_request(prompt, " " + text(1, 9)) for prompt in prompts for _ in range(3)]
 
 
 def everything(ranks: Mesh, answers: Answers | None = None, seed: int = 0) -> dict[str, Any]:
@@ -46,9 +46,9 @@ def everything(ranks: Mesh, answers: Answers | None = None, seed: int = 0) -> di
     drawn = {**settings, "do_sample": True, "temperature": 1.0}
     return {
         "likely": lm.loglikelihood(requests()),
-        "rolling": lm.loglikelihood_rolling([asked("abc" * n) for n in (0, 1, 5, 40, 100)]),
-        "greedy": lm.generate_until([asked(prompt, settings) for prompt in ("a", "bc d", "eee", "a")]),
-        "drawn": lm.generate_until([asked(prompt, drawn) for prompt in ("a", "bc d", "eee", "a")]),
+        "rolling": lm.loglikelihood_rolling([make_request("abc" * n) for n in (0, 1, 5, 40, 100)]),
+        "greedy": lm.generate_until([make_request(prompt, settings) for prompt in ("a", "bc d", "eee", "a")]),
+        "drawn": lm.generate_until([make_request(prompt, drawn) for prompt in ("a", "bc d", "eee", "a")]),
         "truncated": sorted(lm.truncated),
     }
 
@@ -56,7 +56,7 @@ def everything(ranks: Mesh, answers: Answers | None = None, seed: int = 0) -> di
 def assert_same(ours: dict[str, Any], expected: dict[str, Any]) -> None:
     for name in ("greedy", "drawn", "truncated"):
         assert ours[name] == expected[name]
-    # float64; in other company sums are taken in another order.
+    # float64; in other batches sums have another order.
     np.testing.assert_allclose([n for n, _ in ours["likely"]], [n for n, _ in expected["likely"]], rtol=1e-12)
     np.testing.assert_allclose(ours["rolling"], expected["rolling"], rtol=1e-12)
     assert [g for _, g in ours["likely"]] == [g for _, g in expected["likely"]]
@@ -68,16 +68,16 @@ def test_every_rank_gets_what_one_process_gets_and_the_first_one_keeps_it(monkey
     expected = everything(Mesh())
 
     def twice(ranks: Mesh) -> list[Any]:
-        mine = Answers()
-        first = everything(ranks, mine)
-        kept = len(mine.known)
-        return ranks.gather((first, kept, everything(ranks, mine, seed=1)))  # another model, which has nothing to say
+        answers = Answers()
+        first = everything(ranks, answers)
+        stored = len(answers.known)
+        return ranks.gather((first, stored, everything(ranks, answers, seed=1)))  # another model, which is not used
 
-    (first, kept, again), (second, none, _) = on_ranks(2, twice)
+    (first, stored, again), (second, none, _) = on_ranks(2, twice)
     assert first == second
     assert_same(first, expected)
     assert_same(again, expected)
-    assert kept > 40
+    assert stored > 40
     assert none == 0
 
 
@@ -90,7 +90,7 @@ def test_shares_hold_every_request_once_and_weigh_the_same() -> None:
         assert sorted(place for parts in rounds for part in parts for place in part) == list(range(len(flat)))
         for parts in rounds:
             assert len(parts) == ranks
-            # A prompt stays together, but for those that a border cuts.
+            # A prompt stays together, unless a border cuts it.
             homes: dict[int, set[int]] = {}
             for rank, part in enumerate(parts):
                 for place in part:
@@ -164,6 +164,6 @@ def test_under_torchrun_the_ranks_are_the_jobs_own(tmp_path: Path) -> None:
     subprocess.run([*command, str(Path(__file__).parent), str(tmp_path)], check=True, timeout=240)
     expected = json.loads(json.dumps(everything(Mesh())))
     for rank in (0, 1):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert found[:2] == [rank, 2]
-        assert_same(found[2], expected)
+        result = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert result[:2] == [rank, 2]
+        assert_same(result[2], expected)

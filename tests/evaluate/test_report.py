@@ -1,4 +1,4 @@
-"""The reports of the evaluation room: what they say, and that no text in them can be more than text."""
+"""The reports of evaluations: their content, and that no text in them becomes markup or a script."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from report_samples import HOSTILE, answers_to, domain, header, make_items, make
 
 
 class Read(HTMLParser):
-    """Tags, attributes, visible texts, and scripts of a written."""
+    """Tags, attributes, visible texts and scripts of a page."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Read(HTMLParser):
 
 
 def full(text: str = "") -> tuple[dict[str, Any], list[dict[str, Any]], Any]:
-    """Everything that a page can show; `text` is put wherever a text may come from outside."""
+    """Return everything that a page can show; `text` is in every field that may come from outside."""
     tasks = {
         f"arc_easy{text}": numbers(clean=numbers(0.3, items=34), contaminated_items=6, truncated_items=8),
         f"broken{text}": numbers(**{key: None for key in ("acc", "gold_bpb")}, withheld=f"item 3: nan{text}"),
@@ -87,18 +87,18 @@ def full(text: str = "") -> tuple[dict[str, Any], list[dict[str, Any]], Any]:
 
 def test_the_page_says_all_that_is_known_of_a_checkpoint() -> None:
     scores, *rest = full()
-    said = Read(checkpoint_page(scores, *rest)).text
+    text = Read(checkpoint_page(scores, *rest)).text
     for expected in (
         "1.23M 1,234,567", "1.00M 1,000,000", "20,480", "1.50×10¹¹", "exact; 6ND is 1.52×10¹¹", "1.5000 ± 0.0100",
         "2.1640", "40 of 10,042", "0.400 ± 0.010", "0.600 ± 0.030", "0.700 ± 0.040", "0.800 ± 0.050", "0.250",
         "clean part 34", "exact_match 0.125 ± 0.050", "withheld", "context 128 tokens", "0.9000 ± 0.0200",
         "9.250 nats per token", "a window",
     ):  # fmt: skip
-        assert expected in said, expected
-    assert said.index("broken has no score: item 3: nan.") < said.index("Parameters (N_total)"), "warnings come first"
-    assert "arc_easy: the prompts of 8 of 40 items were cut on the left to the model's context of 128 tokens" in said
-    assert "Items that share text with the training data: arc_easy 6 of 40." in said
-    assert said.index("text_web_code") < said.index("text_web_news"), "the easier domain first"
+        assert expected in text, expected
+    assert text.index("broken has no score: item 3: nan.") < text.index("Parameters (N_total)"), "warnings come first"
+    assert "arc_easy: the prompts of 8 of 40 items were cut on the left to the model's context of 128 tokens" in text
+    assert "Items that share text with the training data: arc_easy 6 of 40." in text
+    assert text.index("text_web_code") < text.index("text_web_news"), "the easier domain first"
 
 
 def test_without_items_the_page_has_no_script_and_no_empty_sections() -> None:
@@ -126,10 +126,10 @@ def test_suites_and_what_is_not_known_of_contamination_are_said() -> None:
     suites = {"small": {"centered": 0.125, "centered_se": 0.01, "tasks": 12, "withheld": None}}
     suites["core"] = {"centered": None, "centered_se": None, "tasks": 0, "withheld": "item 3"}
     scores = header({"arc_easy": numbers()}, suites=suites, contamination_withheld="the shards are gone")
-    for said in (Read(checkpoint_page(scores)).text, format_scores(scores)):
-        assert "Suite small: 0.125 ± 0.010 mean centered accuracy over 12 tasks" in said
-        assert "Suite core" not in said
-        assert "Contamination is not known: the shards are gone." in said
+    for text in (Read(checkpoint_page(scores)).text, format_scores(scores)):
+        assert "Suite small: 0.125 ± 0.010 mean centered accuracy over 12 tasks" in text
+        assert "Suite core" not in text
+        assert "Contamination is not known: the shards are gone." in text
 
 
 def test_the_plain_table_has_a_column_for_every_number_that_some_task_has() -> None:
@@ -159,14 +159,14 @@ def test_the_paired_error_is_that_of_the_differences() -> None:
     items, others = make_items("t", 200), make_items("t", 200)
     for place in range(200):
         items[place]["gold_bpb"], others[place]["gold_bpb"] = float(a[place]), float(b[place])
-    found = paired_differences(items, others)["t"]["gold_bpb"]
+    difference = paired_differences(items, others)["t"]["gold_bpb"]
     expected = scipy.stats.ttest_rel(a, b)
-    assert found.items == 200
-    assert found.value == pytest.approx((a - b).mean(), rel=1e-12)
-    assert found.error is not None
-    assert found.value / found.error == pytest.approx(expected.statistic, rel=1e-12)
-    assert found.error < 0.2 * math.hypot(a.std(), b.std()) / math.sqrt(200)
-    assert found.is_clear
+    assert difference.items == 200
+    assert difference.value == pytest.approx((a - b).mean(), rel=1e-12)
+    assert difference.error is not None
+    assert difference.value / difference.error == pytest.approx(expected.statistic, rel=1e-12)
+    assert difference.error < 0.2 * math.hypot(a.std(), b.std()) / math.sqrt(200)
+    assert difference.is_clear
 
 
 def test_items_are_matched_by_question_not_by_place() -> None:
@@ -175,8 +175,8 @@ def test_items_are_matched_by_question_not_by_place() -> None:
     others[4]["choices"] = [" other choices"] * 4
     assert paired_differences(items, others[:8])["t"]["acc"].items == 6
     assert paired_differences(items, make_items("u", 10)) == {}
-    said = Read(checkpoint_page(header({"t": numbers()}), items, against=(header({}), make_items("u", 10)))).text
-    assert "no item with the same prompt and choices" in said
+    text = Read(checkpoint_page(header({"t": numbers()}), items, against=(header({}), make_items("u", 10)))).text
+    assert "no item with the same prompt and choices" in text
 
 
 # Samples.
@@ -281,8 +281,8 @@ def test_one_is_no_plural_and_what_is_missing_is_not_none() -> None:
 
 
 def test_numbers_have_few_digits_and_missing_ones_are_a_dash() -> None:
-    said = {0: "0", 999: "999", 1000: "1.00k", 999_999: "1.00M", 14960: "15.0k", 20.5e12: "20.5T", None: "–"}
-    assert {value: written.short_count(value) for value in said} == said
+    expected = {0: "0", 999: "999", 1000: "1.00k", 999_999: "1.00M", 14960: "15.0k", 20.5e12: "20.5T", None: "–"}
+    assert {value: written.short_count(value) for value in expected} == expected
     assert written.short_count(math.nan) == written.with_error(None, 0.1) == written.compute(0) == "–"
     assert [written.number(value, sign="+") for value in (None, math.nan, 0.5)] == ["–", "–", "+0.500"]
     assert (written.with_error(0.5, None), written.with_error(-0.5, 0.25, 2)) == ("0.500", "−0.50 ± 0.25")
@@ -330,10 +330,10 @@ def test_no_axis_of_a_panel_goes_below_zero_where_nothing_can() -> None:
 
 def test_a_task_falls_with_compute_only_where_every_budget_is_lower() -> None:
     rows = make_rows(budgets=4)
-    found = trend(Sweep.of(rows), "arc_easy")
-    assert found is not None
-    assert found.falls
-    assert found.rank == pytest.approx(-1, abs=0.2)
+    falling = trend(Sweep.of(rows), "arc_easy")
+    assert falling is not None
+    assert falling.falls
+    assert falling.rank == pytest.approx(-1, abs=0.2)
     best = Sweep.of(rows).best()[2]
     rows[best]["tasks"]["arc_easy"]["gold_bpb"] += 1
     worse = trend(Sweep.of(rows), "arc_easy")
@@ -353,7 +353,7 @@ def test_verdicts_are_words() -> None:
 
 
 def by_run(scores: np.ndarray) -> dict[int, dict[int, float]]:
-    return {run: dict(enumerate(map(float, one))) for run, one in enumerate(scores)}
+    return {run: dict(enumerate(map(float, scores_of_run))) for run, scores_of_run in enumerate(scores)}
 
 
 def test_what_all_runs_find_hard_does_not_hide_their_differences() -> None:
@@ -362,15 +362,15 @@ def test_what_all_runs_find_hard_does_not_hide_their_differences() -> None:
     scores = 2 + hard - better + 0.05 * rng.normal(size=(10, 50))
     unpaired = (scores[0].mean() - scores[9].mean()) / np.hypot(*(scores[i].std(ddof=1) / 50**0.5 for i in (0, 9)))
     assert unpaired < 2, "as the error of a score alone has it, these are the same"
-    found = compare_runs(by_run(scores), [(0, 1, 8, 9), (0, 5, 4, 9), (0, 5, 9, 4)])
-    assert found is not None
-    assert found.clear
+    comparison = compare_runs(by_run(scores), [(0, 1, 8, 9), (0, 5, 4, 9), (0, 5, 9, 4)])
+    assert comparison is not None
+    assert comparison.clear
     difference = scores[0] - scores[9]
-    assert found.z == pytest.approx(scipy.stats.ttest_1samp(difference, 0).statistic, rel=0.2)
-    assert (found.items, found.pairs, found.choices) == (50, 45, 3)
-    assert 0.5 < found.apart < 1
-    assert found.held is not None
-    assert found.held[0] == pytest.approx(2 / 3)
+    assert comparison.z == pytest.approx(scipy.stats.ttest_1samp(difference, 0).statistic, rel=0.2)
+    assert (comparison.items, comparison.pairs, comparison.choices) == (50, 45, 3)
+    assert 0.5 < comparison.apart < 1
+    assert comparison.held is not None
+    assert comparison.held[0] == pytest.approx(2 / 3)
 
 
 KINDS = {
@@ -387,10 +387,11 @@ KINDS = {
 )
 def test_runs_that_are_alike_are_called_clear_once_in_twenty_times(kind: str, runs: int, items: int) -> None:
     rng, trials = np.random.default_rng([runs, items]), 200
-    found = [compare_runs(by_run(KINDS[kind](rng, runs, items)), []) for _ in range(trials)]
-    wrong = sum(one is not None and one.clear for one in found)
-    assert wrong <= scipy.stats.binom.isf(1e-3, trials, 0.05)  # of a true level of 5 % once in a thousand times
-    if kind == "normal":  # nor rarer, where nothing is discrete or skew
+    comparisons = [compare_runs(by_run(KINDS[kind](rng, runs, items)), []) for _ in range(trials)]
+    wrong = sum(comparison is not None and comparison.clear for comparison in comparisons)
+    # At a true level of 5 % the bound is exceeded once in a thousand times.
+    assert wrong <= scipy.stats.binom.isf(1e-3, trials, 0.05)
+    if kind == "normal":  # and not less often, if scores are neither discrete nor skewed
         assert wrong >= scipy.stats.binom.ppf(1e-3, trials, 0.05)
 
 
@@ -416,17 +417,17 @@ def test_the_page_and_the_fit_say_one_thing_of_a_task(better: float, clear: bool
 
 
 def test_equal_answers_are_no_difference_and_too_few_are_not_compared() -> None:
-    same = np.tile(np.arange(20.0), (3, 1))
-    assert compare_runs(by_run(same[:1]), []) is None
-    assert compare_runs(by_run(same[:, :9]), []) is None, "too few items"
+    scores = np.tile(np.arange(20.0), (3, 1))
+    assert compare_runs(by_run(scores[:1]), []) is None
+    assert compare_runs(by_run(scores[:, :9]), []) is None, "too few items"
     assert compare_runs({0: {0: 1.0}, 1: {1: 1.0}}, []) is None, "none that both answered"
-    alike = compare_runs(by_run(same), [(0, 1, 1, 2)])
-    assert alike is not None
-    assert (alike.z, alike.clear, alike.apart, alike.held) == (0.0, False, 0.0, (0.5, 0.0))
-    apart = compare_runs(by_run(same + np.arange(3.0)[:, None]), [])
-    assert apart is not None
-    assert apart.clear, "equally far apart on every item"
-    assert math.isfinite(apart.z)
+    equal = compare_runs(by_run(scores), [(0, 1, 1, 2)])
+    assert equal is not None
+    assert (equal.z, equal.clear, equal.apart, equal.held) == (0.0, False, 0.0, (0.5, 0.0))
+    different = compare_runs(by_run(scores + np.arange(3.0)[:, None]), [])
+    assert different is not None
+    assert different.clear, "equally far apart on every item"
+    assert math.isfinite(different.z)
 
 
 def test_choices_are_recipes_or_else_sizes_by_their_place() -> None:

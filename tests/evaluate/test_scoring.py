@@ -16,7 +16,7 @@ from isoflop.evaluate.inference.scoring import Score, Scorer
 from isoflop.evaluate.inference.trees import Costs, Request, Tree, plan_trees, tree_batches
 from isoflop.train.errors import UserError
 from isoflop.train.model.gpt import GPT
-from simple_models import by_forward, gpt, written
+from simple_models import by_forward, decode_greedily, gpt
 
 V, T, END = 37, 64, 3
 
@@ -32,7 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def groups(seed: int, count: int = 10, header: int = 0) -> list[Request]:
-    """Prompts with one to five continuations each, some of one token, some twice."""
+    """Return prompts with one to five continuations each, some of one token, some repeated."""
     rng = np.random.default_rng(seed)
     first, requests = rng.integers(0, V, header).tolist(), []
     for _ in range(count):
@@ -51,8 +51,8 @@ def model_of(seed: int = 0, dtype: torch.dtype = torch.float64, separate: bool =
     return model
 
 
-def alone(model: GPT, request: Request) -> Score:
-    """One request through `GPT.forward`."""
+def score_alone(model: GPT, request: Request) -> Score:
+    """Score one request through `GPT.forward`."""
     return by_forward(model, request.inputs.tolist(), request.continuation)
 
 
@@ -71,8 +71,8 @@ def test_what_is_shared_is_scored_as_if_each_request_were_alone(
         monkeypatch.setattr(module, "_one_by_one", module._side_by_side)
     model = model_of(separate=separate, **MODELS[name])
     requests = groups(0, 4) + groups(1, 4, header=12)
-    requests += [Request(request.prefix, written(model, request.prefix, 3)) for request in requests[:5]]
-    expected = [alone(model, request) for request in requests]
+    requests += [Request(request.prefix, decode_greedily(model, request.prefix, 3)) for request in requests[:5]]
+    expected = [score_alone(model, request) for request in requests]
     assert [greedy for _, greedy in expected[-5:]] == [True] * 5
     for budget in (1, 80, 100_000):
         # float64 on both sides; sums of up to 13 terms of some 5 nats.
@@ -81,17 +81,17 @@ def test_what_is_shared_is_scored_as_if_each_request_were_alone(
 
 def test_bf16_is_as_close_as_the_models_own_forward() -> None:
     model, requests = model_of(dtype=torch.bfloat16), groups(4, 8)
-    exact = [alone(model_of(dtype=torch.bfloat16).double(), request)[0] for request in requests]
+    exact = [score_alone(model_of(dtype=torch.bfloat16).double(), request)[0] for request in requests]
     ours = np.abs(np.array([nats for nats, _ in Scorer(model, "cpu", 500).score(requests)]) - exact)
-    own = np.abs(np.array([alone(model, request)[0] for request in requests]) - exact)
-    assert ours.mean() < 1.5 * own.mean() + 1e-3
+    reference = np.abs(np.array([score_alone(model, request)[0] for request in requests]) - exact)
+    assert ours.mean() < 1.5 * reference.mean() + 1e-3
 
 
 def test_results_are_handed_out_as_they_come_each_once() -> None:
-    model, requests, heard = model_of(6), groups(6, 20), []
-    scores = Scorer(model, "cpu", 150).score(requests, heard.append)
-    assert len(heard) > 5
-    pairs = [pair for batch in heard for pair in batch]
+    model, requests, batches = model_of(6), groups(6, 20), []
+    scores = Scorer(model, "cpu", 150).score(requests, batches.append)
+    assert len(batches) > 5
+    pairs = [pair for batch in batches for pair in batch]
     assert sorted(place for place, _ in pairs) == list(range(len(requests)))
     assert [score for _, score in sorted(pairs)] == scores
 
@@ -109,9 +109,9 @@ def test_a_prompt_is_computed_once_and_choices_of_one_token_add_nothing() -> Non
     answers = [Request(prompt, [30, 31, 32]), Request(prompt, [30, 33, 34]), Request(prompt, [35, 36])]
     free = Costs(1, 0)
     assert [len(tree) for tree in plan_trees(letters, range(4), free, 1000)] == [20]
-    # 30 is shared by two, then 31, 33 and 35 stand apart.
+    # Two requests share 30; 31, 33 and 35 are separate.
     assert [len(tree) for tree in plan_trees(answers, range(3), free, 1000)] == [24]
-    # Contexts differ and what follows is the same (WinoGrande): they part where they differ.
+    # Contexts differ and continuations are equal (WinoGrande): the tree branches where contexts differ.
     pair = [Request([*prompt, name, 9], [10, 11]) for name in (30, 31)]
     assert [len(tree) for tree in plan_trees(pair, range(2), free, 1000)] == [20 + 2 * 3]
 
@@ -125,7 +125,7 @@ def test_prompts_share_their_examples_only_where_that_pays() -> None:
     ]
     (everything,) = plan_trees(requests, range(20), Costs(1, 0), 10_000)
     assert len(everything) == 500 + 20 * 35
-    # Attention over a large tree is dear: a few trees, which cost less than one, and than none.
+    # Attention over a large tree is expensive: a few trees cost less than one and than none.
     costs, short = Costs(1, 1), [Request(request.prefix[400:], request.continuation) for request in requests]
     some = plan_trees(short, range(20), costs, 10_000)
     assert 1 < len(some) < 20
@@ -133,13 +133,13 @@ def test_prompts_share_their_examples_only_where_that_pays() -> None:
     # Long questions that share a word do not pay.
     long = [Request([7, question, *rng.integers(0, V, 300)], [1]) for question in range(5)]
     assert len(plan_trees(long, range(5), costs, 10_000)) == 5
-    # No tree is larger than the budget, if a request is not.
+    # No tree is larger than the budget, unless a request is.
     assert all(len(tree) <= 700 for tree in plan_trees(requests, range(20), Costs(1, 0), 700))
     assert [len(tree) for tree in plan_trees(requests, range(20), Costs(1, 0), 100)] == [535] * 20
 
 
 def test_no_tree_outgrows_what_its_mask_may_take_however_large_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Examples so cheap beside attention that all prompts would share them in one tree."""
+    """Examples cost so little compared with attention that all prompts would share them in one tree."""
     requests, model = groups(3, header=20), model_of()
     free = Scorer(model, "cpu", 10_000)
     free._costs = Costs(token=1.0, pair=0.0)
@@ -169,7 +169,7 @@ WORDS = (
 
 
 class Small:
-    """A machine whose memory holds passes of at most so many tokens."""
+    """A machine whose memory holds passes of at most `tokens` tokens."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tokens: int, error: type[RuntimeError] = RuntimeError) -> None:
         self.refused, self.largest, real = 0, 0, Forward.hidden
@@ -188,16 +188,16 @@ class Small:
 def test_where_memory_runs_out_batches_shrink_and_stay_small(
     monkeypatch: pytest.MonkeyPatch, error: type[RuntimeError]
 ) -> None:
-    model, requests, said = model_of(10), groups(10, 40), []
-    expected = [alone(model, request) for request in requests]
+    model, requests, lines = model_of(10), groups(10, 40), []
+    expected = [score_alone(model, request) for request in requests]
     small = Small(monkeypatch, 80, error)
-    scorer, heard = Scorer(model, "cpu", 5000, said.append), []
-    assert_close(scorer.score(requests, heard.append), expected, 1e-10)
-    assert len([pair for batch in heard for pair in batch]) == len(requests)
+    scorer, batches = Scorer(model, "cpu", 5000, lines.append), []
+    assert_close(scorer.score(requests, batches.append), expected, 1e-10)
+    assert len([pair for batch in batches for pair in batch]) == len(requests)
     assert 40 < small.largest <= 80
     assert scorer.batch_tokens < 200
-    assert len(said) == small.refused > 1
-    assert said[-1] == f"memory ran out; batch_tokens is {scorer.batch_tokens} from here on"
+    assert len(lines) == small.refused > 1
+    assert lines[-1] == f"memory ran out; batch_tokens is {scorer.batch_tokens} from here on"
     refused = small.refused
     scorer.score(requests)
     assert small.refused == refused
@@ -229,7 +229,7 @@ def test_nan_is_blamed_on_the_request_that_meets_it() -> None:
     scores = Scorer(model, "cpu", 1000).score(requests)
     # The last token is predicted, not read.
     assert [bool(np.isnan(nats)) for nats, _ in scores] == [False, True, False, False]
-    assert_close([scores[0], *scores[2:]], [alone(model, requests[k]) for k in (0, 2, 3)], 1e-10)
+    assert_close([scores[0], *scores[2:]], [score_alone(model, requests[k]) for k in (0, 2, 3)], 1e-10)
 
 
 @pytest.mark.parametrize("as_on_gpus", [False, True])
@@ -241,10 +241,10 @@ def test_nan_does_not_pass_from_tree_to_tree(as_on_gpus: bool, monkeypatch: pyte
         model.embedding.weight[30] = torch.nan
         model.head.weight = torch.nn.Parameter(model_of(12).head.weight.detach().clone())
     rng = np.random.default_rng(11)
-    apart = [Request([place, *rng.integers(4, 29, rng.integers(3, 40)).tolist()], [1, 2]) for place in range(30)]
+    requests = [Request([place, *rng.integers(4, 29, rng.integers(3, 40)).tolist()], [1, 2]) for place in range(30)]
     for place in (5, 17):
-        apart[place] = Request([place, 30, *apart[place].prefix[2:]], [1, 2])
-    scores = Scorer(model, "cpu", 400).score(apart)
+        requests[place] = Request([place, 30, *requests[place].prefix[2:]], [1, 2])
+    scores = Scorer(model, "cpu", 400).score(requests)
     assert [place for place, (nats, _) in enumerate(scores) if np.isnan(nats)] == [5, 17]
 
 

