@@ -16,7 +16,7 @@ APART = {"float32": 1e-5, "bfloat16": 0.05}
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use one thread, because threads that wait for each other are very slow on busy cores."""
+    """Use one thread, because threads that wait for one another are very slow on busy cores."""
     monkeypatch.setattr(layers, "measuring_on", functools.partial(measuring_on, threads=1))
 
 
