@@ -1,17 +1,16 @@
 """Parameters and training FLOPs, each under a named convention. No torch.
 
-N_total           every weight that can change a prediction (padding rows of the vocabulary excluded)
-N_non_embedding   N_total less the input table and less the output head (a tied table is counted once, and excluded)
-N_active          those of N_total that one token uses: of a mixture of experts the chosen ones alone
-N_kaplan          the matrices inside the blocks only, Kaplan et al. 2020, Table 1 (no embeddings, no norms)
+N_total           every weight that can change a prediction (without padding rows of the vocabulary)
+N_non_embedding   N_total without the input table and the output head (a tied table is subtracted once)
+N_active          the part of N_total that one token uses: in a mixture of experts only the chosen ones
+N_kaplan          only the matrices inside the blocks, Kaplan et al. 2020, Table 1 (no embeddings, no norms)
 
 flops_6nd         6 * N_active * D, the rule of thumb of Kaplan et al. 2020 with Hoffmann et al.'s N
-flops_exact       what the matrix products execute: 2 FLOPs a multiply-add, backward twice the forward; attention over
-                  the full T x T square as Hoffmann et al. 2022, appendix F, and `torch.utils.flop_counter` count it
-                  (over T x window with a sliding window); the padded output head; nothing for the embedding lookup,
-                  norms and activations
-flops_optimizer   what the matrix products of the updates execute, beside these two and in neither: those of Muon's
-                  iterations; AdamW has none
+flops_exact       what the matrix products execute: 2 FLOPs per multiply-add, backward twice the forward; attention over
+                  the full T x T square like Hoffmann et al. 2022, appendix F, and `torch.utils.flop_counter` (with a
+                  window, T x window); the padded output head; nothing for lookups, norms and activations
+flops_optimizer   the matrix products of the updates, included in neither of the above: those of Muon's iterations;
+                  AdamW has none
 """
 
 from __future__ import annotations
@@ -49,16 +48,15 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
 
 
 def block_flops(model: ModelConfig, sequence_length: int) -> list[int]:
-    """Of each block's forward pass, per token."""
-    # Scores (T x head_dim products) and their weighting of the values, every query against the full square, or against
-    # as many keys as its window has.
+    """Return the FLOPs of the forward pass per token, for each block."""
+    # Scores and weighted values, for each query over the full sequence or its window.
     keys, shape = min(sequence_length, model.window or sequence_length), model_shape(model)
     attention = 2 * keys * model.heads * (model.key_dim + model.head_dim)
-    return [attention + sum(one.flops for one in shape.block_of(number)) for number in range(model.depth)]
+    return [attention + sum(parameter.flops for parameter in shape.block_of(number)) for number in range(model.depth)]
 
 
 def stage_blocks(config: RunConfig) -> list[range]:
-    """The blocks of each virtual stage of a pipeline (`parallel/schedules.py`); the last one has the head as well."""
+    """Return the blocks of each virtual stage of a pipeline (`parallel/schedules.py`); the last also has the head."""
     costs = tuple(block_flops(config.model, config.data.sequence_length))
     return _divided(costs, config.parallel.pp * config.parallel.chunks, 2 * model_shape(config.model).table)
 
@@ -73,7 +71,7 @@ _divided = lru_cache(maxsize=256)(lambda costs, stages, head: divide(costs, stag
 
 
 def training_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """Of the forward pass's matrix products, and twice as much for the backward pass."""
+    """Return the FLOPs of matrix products per token, with a backward pass of twice the forward pass."""
     return 3 * (sum(block_flops(model, sequence_length)) + 2 * model_shape(model).table)
 
 
@@ -100,7 +98,7 @@ def flops_optimizer(config: RunConfig) -> float:
 
 
 def tokens_for_budget(model: ModelConfig, sequence_length: int, flops: float, convention: str = "exact") -> float:
-    """D that spends `flops` on this model: exact convention by default, or `6nd`."""
+    """Return the D that spends `flops` on this model, by the convention `exact` or `6nd`."""
     if convention == "6nd":
         return flops / (6.0 * count_parameters(model).N_active)
     return flops / training_flops_per_token(model, sequence_length)

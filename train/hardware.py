@@ -1,4 +1,4 @@
-"""The device a run trains on, all that is asked of CUDA, and the rate of matrix products by which MFU is stated."""
+"""The device of a run, all calls to CUDA, and the rate of matrix products that MFU is relative to."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .job.session import kept
 
 
 def on_gpu(x: Tensor | torch.device) -> bool:
-    """Whether a GPU computes here. `meta` counts as one: tests take a GPU's way on it, where every wait raises."""
+    """Return whether x is on a GPU. `meta` counts as one: tests run a GPU's code path on it, where any wait raises."""
     return (x if isinstance(x, torch.device) else x.device).type != "cpu"
 
 
 class Cuda:
-    """What only a GPU's driver can do. All of it is asked here, so that a stand-in can take its place in tests."""
+    """Everything that needs a GPU's driver, in one class that tests can replace."""
 
     def capability(self, device: torch.device) -> tuple[int, int]:
         return torch.cuda.get_device_capability(device)
@@ -35,7 +35,7 @@ class Cuda:
         return torch.cuda.mem_get_info(device)[0]
 
     def start_peak(self, device: torch.device) -> int:
-        """Bytes that are allocated now, from which on `peak` is the most."""
+        """Reset the peak; returns the bytes that are allocated now."""
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
 
@@ -43,7 +43,7 @@ class Cuda:
         return torch.cuda.max_memory_allocated(device)
 
     def take(self, local_rank: int) -> torch.device:
-        """Makes a rank's GPU the current one. The launcher shows it all GPUs of its node, or only its own."""
+        """Make a rank's GPU the current one. The launcher shows a rank all GPUs of the node, or only one."""
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
@@ -70,7 +70,7 @@ class Cuda:
         return torch.cuda.stream(stream)
 
     def keep_for(self, x: Tensor, stream: torch.cuda.Stream) -> None:
-        """The stream may still write to x when nobody else knows it any more."""
+        """Keep the memory of x until the stream has finished with it, even if x is freed."""
         x.record_stream(stream)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -80,14 +80,14 @@ class Cuda:
         return x.pin_memory()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Starts a copy between host and device; an event recorded after it says when it is made."""
+        """Start a copy between host and device; an event recorded after it marks its end."""
         target.copy_(source, non_blocking=True)
 
     def read(self, x: Tensor) -> Tensor:
         return x.cpu()
 
     def launch(self, kernel: Any, programs: int, like: Tensor, *arguments: Any, **options: Any) -> None:
-        """Runs a Triton kernel where `like` is, for Triton launches on the current device."""
+        """Run a Triton kernel on the device of `like`, because Triton launches on the current device."""
         with torch.cuda.device(like.device) if on_gpu(like) else contextlib.nullcontext():
             kernel[(programs,)](*arguments, **options)
 
@@ -96,43 +96,43 @@ CUDA = Cuda()
 
 
 def read(x: Tensor) -> Tensor:
-    """On the host: here the host waits for the device. No training step calls it."""
+    """Return x on the host; the host waits for the device. Training steps never call it."""
     return CUDA.read(x) if on_gpu(x) else x
 
 
 def release_memory(device: torch.device) -> None:
-    """Gives memory that nobody uses back, after an error for want of it whose frames are gone."""
+    """Return unused memory to the device, after an out-of-memory error whose frames are freed."""
     if on_gpu(device):
         CUDA.empty_cache()
 
 
-def pick_device(wanted: str, option: str = "parallel.device") -> torch.device:
-    """`auto` takes the GPU where there is one; `option` is what an error names."""
+def pick_device(name: str, option: str = "parallel.device") -> torch.device:
+    """Return the device; `auto` is the GPU if there is one. `option` is the name in error messages."""
     available = torch.cuda.is_available()
-    if wanted not in ("auto", "cpu", "cuda"):
-        raise UserError(f"{option} is {wanted!r}; it must be auto, cpu or cuda")
-    if wanted == "cuda" and not available:
+    if name not in ("auto", "cpu", "cuda"):
+        raise UserError(f"{option} is {name!r}; it must be auto, cpu or cuda")
+    if name == "cuda" and not available:
         raise UserError(f"{option} is 'cuda' and no CUDA device is visible; use auto or cpu")
-    return torch.device("cuda" if available and wanted != "cpu" else "cpu")
+    return torch.device("cuda" if available and name != "cpu" else "cpu")
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: CUDA's own type, or the words of a CPU's allocator."""
-    words = ("not enough memory", "can't allocate memory", "cannot allocate memory", "DefaultCPUAllocator")
-    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
+    """Return whether an error means that memory ran out: CUDA's type, or the text of a CPU's allocator."""
+    messages = ("not enough memory", "can't allocate memory", "cannot allocate memory", "DefaultCPUAllocator")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in messages)
 
 
 def device_name(device: torch.device) -> str:
-    """What a person would call it: the GPU's name, or the processor and its threads."""
+    """Return the name of a device for the user: the GPU's name, or the processor and its threads."""
     if on_gpu(device):
         return CUDA.name(device)
     return f"cpu {platform.machine()} x{torch.get_num_threads()}"
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.05) -> float:
-    """FLOP/s of plain square matrix products, the best of a short trial; the denominator of every MFU here."""
+    """Return the FLOP/s of square matrix products, the best of a short trial; the denominator of every MFU here."""
     size = 8192 if on_gpu(device) else 512
-    # A generator of its own: measuring must not move the random numbers of the run.
+    # A separate generator, because measuring must not change the run's random numbers.
     a = torch.randn(size, size, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
     torch.mm(a, a)
     best, stop = float("inf"), time.perf_counter() + seconds
@@ -146,26 +146,26 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.05)
 
 
 def kept_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """`matmul_peak`, measured once in a session of this process for as many threads."""
+    """Return `matmul_peak`, measured once per session of this process and number of threads."""
     return kept(("matmul_peak", device, dtype, torch.get_num_threads()), lambda: matmul_peak(device, dtype))
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for the device's queue."""
+    """Wait for the device's queue."""
     if on_gpu(device):
         CUDA.synchronize(device)
 
 
 def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
-    """Memory that one step asks of torch's allocator beyond what was held before it, at its highest."""
+    """Return how far the memory of torch's allocator rises during one step, at its peak."""
     if on_gpu(device):
         synchronize(device)
         held = CUDA.start_peak(device)
         step()
         synchronize(device)
         return CUDA.peak(device) - held
-    gc.collect()  # what went before, freed in between, would count against the step
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes when it starts and stops
+    gc.collect()  # garbage that is freed during the step would distort the measurement
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints when it starts and stops
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     assert profile.profiler is not None

@@ -1,6 +1,6 @@
 """The number formats of a step: types, TF32, and the loss scale of fp16.
 
-Weights and activations are in the run's precision, with no autocast; the master weights are fp32 (parallel/zero.py).
+Weights and activations have the run's precision, without autocast; the master weights are fp32 (parallel/zero.py).
 fp16 and dynamic loss scaling: Micikevicius et al. 2018, arXiv 1710.03740, section 3.2.
 """
 
@@ -15,26 +15,27 @@ from .hardware import read
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+# FIRST_SCALE and GROWTH_STEPS are the defaults of torch.amp.GradScaler; the limits are chosen by hand.
 FIRST_SCALE, SMALLEST_SCALE, LARGEST_SCALE = 2.0**16, 1.0, 2.0**24
 GROWTH_STEPS = 2000  # good steps in a row after which the scale doubles
-# Overflows in a row that take the scale from its ceiling to its floor, and one more.
+# Overflows in a row that reduce the scale from its maximum to its minimum, plus one.
 MOST_OVERFLOWS = round(math.log2(LARGEST_SCALE / SMALLEST_SCALE)) + 1
 
 
 def compute_dtype(precision: str) -> torch.dtype:
-    """Type of weights, activations and gradients in a step: fp32 | bf16 | fp16."""
+    """Return the type of weights, activations and gradients in a step, for fp32 | bf16 | fp16."""
     return _DTYPES[precision]
 
 
 def set_matmul_precision(tf32: bool) -> None:
-    """Lets fp32 matrix products on NVIDIA GPUs round their inputs to TF32, or not; a setting of the whole process."""
-    # Of PyTorch's ways this one alone fits: `fp32_precision`, which is to replace it, leaves what the compiler still
-    # reads in a state that it refuses (pytorch issue 166387); `set_float32_matmul_precision` changes CPUs too.
+    """Set whether fp32 matrix products on NVIDIA GPUs round their inputs to TF32, for the whole process."""
+    # PyTorch's other settings do not work here: `fp32_precision`, which will replace this one, leaves a state that the
+    # compiler rejects (pytorch issue 166387); `set_float32_matmul_precision` also changes CPUs.
     torch.backends.cuda.matmul.allow_tf32 = tf32
 
 
 class LossScaler:
-    """Dynamic loss scaling for fp16: halves on a skipped step, doubles after `GROWTH_STEPS` good ones in a row."""
+    """Dynamic loss scale for fp16: halved at a skipped step, doubled after `GROWTH_STEPS` good ones in a row."""
 
     def __init__(self, precision: str, device: torch.device) -> None:
         # () fp32 on the device, updated there, so that no step waits for the host; None in fp32 and bf16.
@@ -48,7 +49,7 @@ class LossScaler:
 
     @torch.no_grad()
     def update(self, skipped: Tensor) -> None:
-        """After every step, with () whether all ranks skipped it."""
+        """Update the scale after a step; `skipped` () states whether all ranks skipped it."""
         if self.scale is None:
             return
         skipped = skipped.bool()
@@ -58,7 +59,7 @@ class LossScaler:
         self._good_steps.copy_(good_steps.masked_fill_(grows, 0))  # in place: a recorded step reads this tensor
 
     def state(self) -> dict[str, float]:
-        """Plain numbers for the checkpoint; waits for the device."""
+        """Return plain numbers for the checkpoint; waits for the device."""
         if self.scale is None:
             return {}
         return {"scale": read(self.scale).item(), "good_steps": int(read(self._good_steps).item())}

@@ -1,7 +1,7 @@
-"""Learning rate over a run, always matched to that run's own D.
+"""The learning rate over a run, always matched to that run's D.
 
-One that is not matched, or a warm-up that is long for the small runs, bends the fitted law (Hoffmann et al. 2022,
-section 3; Porian et al. 2024).
+An unmatched schedule, or a warm-up that is long for small runs, bends the fitted law (Hoffmann et al. 2022, section 3;
+Porian et al. 2024).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .flops import count_parameters
 
 
 def warmup_steps(config: RunConfig) -> int:
-    """Steps of linear warm-up: as many tokens as parameters (or those stated), never more than a share of the run."""
+    """Return the steps of linear warm-up: by default one token per parameter, and at most a share of the run."""
     schedule = config.schedule
     tokens: float | None = schedule.warmup_tokens
     if tokens is None:
@@ -24,35 +24,36 @@ def warmup_steps(config: RunConfig) -> int:
 
 
 def decay_steps(config: RunConfig) -> int:
-    """Steps of the WSD cooldown at the end of the run."""
+    """Return the steps of the WSD cooldown at the end of the run."""
     return round(config.schedule.decay_share * config.steps) if config.schedule.kind == "wsd" else 0
 
 
 def trunk_steps(config: RunConfig) -> int:
-    """Steps at the start of a run that a longer one of the same N can make for it: all before its decay, none of a
-    cosine or of points.
+    """Return how many first steps of a run a longer run of the same N can share.
+
+    These are all before the decay; cosine and points have none.
     """
     if config.schedule.kind in ("cosine", "points"):
         return 0
     return min(config.steps - decay_steps(config), config.steps - 1)  # never the last, which has its own score
 
 
-def same_until(one: RunConfig, other: RunConfig) -> int:
-    """The step up to which two runs are the very same, bit for bit; 0 where they differ from the start.
+def same_until(first: RunConfig, second: RunConfig) -> int:
+    """Return the step up to which two runs are identical, bit for bit; 0 if they differ from the start.
 
-    They must differ in D alone, warm up in as many steps, and not have begun their decay.
+    They must differ only in D, have equally many warm-up steps, and not have started their decay.
     """
-    if identity(replace(one, tokens=0)) != identity(replace(other, tokens=0)):
+    if identity(replace(first, tokens=0)) != identity(replace(second, tokens=0)):
         return 0
-    if one.tokens == other.tokens:
-        return one.steps
-    if warmup_steps(one) != warmup_steps(other):
+    if first.tokens == second.tokens:
+        return first.steps
+    if warmup_steps(first) != warmup_steps(second):
         return 0
-    return min(trunk_steps(one), trunk_steps(other))
+    return min(trunk_steps(first), trunk_steps(second))
 
 
 def learning_rate_factor(config: RunConfig, step: int) -> float:
-    """Share of the peak learning rate that step (0-based) uses."""
+    """Return the share of the peak learning rate that a step (0-based) uses."""
     warmup, final, steps = warmup_steps(config), config.schedule.final_share, config.steps
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -71,7 +72,7 @@ def learning_rate_factor(config: RunConfig, step: int) -> float:
 
 
 def _between(shares: Sequence[float], factors: Sequence[float], share: float) -> float:
-    """On the straight line through two neighbours; of two points at one share the later one counts."""
+    """Interpolate linearly between neighbouring points; of two points at one share the later one counts."""
     number = max(i for i, begin in enumerate(shares[:-1]) if begin <= share)
     (begin, end), (low, high) = shares[number : number + 2], factors[number : number + 2]
     return high if end == begin else low + (high - low) * (share - begin) / (end - begin)

@@ -1,6 +1,4 @@
-"""One optimizer step of one rank: its rows of the batch, forward, backward, update. Nothing in it waits for the
-device.
-"""
+"""One optimizer step of one rank: its rows of the batch, forward, backward, update. No step waits for the device."""
 
 from __future__ import annotations
 
@@ -50,16 +48,16 @@ class Stepper:
         report: Callable[[str], None] = print,
         record: Path | None = None,
     ) -> None:
-        """On every rank at the same time. The file `record` remembers a halved micro-batch for the next start."""
+        """Build the model, on all ranks together. The file `record` stores a halved micro-batch for restarts."""
         parallel = config.parallel
         self.config, self.mesh, self.device, self.stream, self.report = config, mesh, device, stream, report
         self.dtype = compute_dtype(config.precision)
-        self.share = config.optimizer.batch_size // mesh.dp  # rows of a batch that are this rank's
+        self.share = config.optimizer.batch_size // mesh.dp  # this rank's rows of a batch
         self.record, self.micro = record, micro_batch_of(config)  # rows of one forward pass
         halved = ((read_json(record) if record else None) or {}).get("micro_batch_size")
         self.halved = isinstance(halved, int) and halved >= 1
         if isinstance(halved, int) and self.halved:
-            # A record of another mesh need not divide this one's share.
+            # A record from another mesh may not divide this rank's share.
             multiple = mesh.pp if parallel.schedule == "interleaved" else 1
             self.micro = max(n for n in range(1, min(self.micro, halved) + 1) if self.share % (n * multiple) == 0)
         self.gpt = empty_model(config.model, config.optimizer, config.data.sequence_length)
@@ -96,26 +94,26 @@ class Stepper:
             (self.share, config.data.sequence_length + 1),
             device,
         )
-        self.batch = torch.empty(0)  # (share, T + 1) tokens of the step at hand
+        self.batch = torch.empty(0)  # (share, T + 1) tokens of the current step
 
     def start(self) -> None:
-        """Initial weights, the same whatever the mesh."""
+        """Load the initial weights, which are the same on any mesh."""
         config = self.config
         weights = initial_weights(config.model, config.optimizer, config.seed)
-        self.zero.load(each for each in weights if each[0] in self.zero.names)  # of a pipeline's stage
+        self.zero.load(item for item in weights if item[0] in self.zero.names)  # a pipeline stage has only some
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside weights and moments: plain numbers."""
+        """Return plain numbers for a checkpoint, in addition to weights and moments."""
         return {"updates": read(self.zero.updates).item(), "loss_scale": self.scaler.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes over `state`, after weights and moments were written to `held()`."""
+        """Restore `state`, after weights and moments were written to `held()`."""
         self.zero.updates.fill_(state["updates"])
         self.scaler.load_state(state["loss_scale"])
         self.zero.publish()
 
     def step(self, step: int) -> StepResult:
-        """One optimizer step (0-based): the batch's mean loss, the norm before clipping, and whether it was skipped."""
+        """Make one optimizer step (0-based). Returns loss and norm of the whole batch, and whether it was skipped."""
         self.zero.set_rates(learning_rate_factor(self.config, step))
         self.batch = self.prefetch.take(step)
         total = None
@@ -126,7 +124,7 @@ class Stepper:
                 if not out_of_memory(error):
                     raise
                 self._halve(step, error)
-            if total is None:  # outside of the clause: the frames of the error, which hold tensors, are gone
+            if total is None:  # outside the except clause, so that the error's frames, which hold tensors, are freed
                 self.zero.reset_gradients()
                 release_memory(self.device)
         result = self.zero.step(total, self.scaler.scale)
@@ -137,35 +135,35 @@ class Stepper:
         return result
 
     def losses(self, windows: Tensor, beat: Callable[[], None], average: int | None = None) -> Tensor:
-        """Summed nats of each window of tokens (n, T + 1) -> (n,) float64 on the CPU, the same on every rank.
+        """Return the summed nats of each window of tokens (n, T + 1): (n,) float64 on the CPU, the same on every rank.
 
-        `beat` is called before every forward pass, for it may be many. `average`: of that copy, not of the weights.
+        Args:
+            beat: called before every forward pass, because there may be many.
+            average: number of the averaged copy to score instead of the weights.
         """
         if average is not None:
             with self.zero.with_average(average):
                 return self.losses(windows, beat)
-        # Each data-parallel rank scores an equal share, the last windows twice where it does not divide: under ZeRO-3
-        # every rank must make the same number of passes.
+        # Each data-parallel rank scores equally many windows, the last one repeatedly if needed: under ZeRO-3 every
+        # rank must make the same number of passes.
         share = -(-len(windows) // self.mesh.dp)
-        mine = torch.arange(self.mesh.dp_rank * share, (self.mesh.dp_rank + 1) * share).clamp_(max=len(windows) - 1)
+        rows = torch.arange(self.mesh.dp_rank * share, (self.mesh.dp_rank + 1) * share).clamp_(max=len(windows) - 1)
         self.gpt.eval()
         try:
             score = partial(sequence_losses, self.gpt) if self.pipeline is None else self.pipeline.losses
-            losses = score(windows[mine], beat=beat)
+            losses = score(windows[rows], beat=beat)
         finally:
             self.gpt.train()
-        if self.mesh.cp_group is not None:  # each has the tokens of its part
+        if self.mesh.cp_group is not None:  # each rank has summed only its part of the tokens
             dist.all_reduce(losses := losses.to(self.device), group=self.mesh.cp_group)
         if self.mesh.dp_group is None:
             return read(losses)
-        everyone = torch.empty(self.mesh.dp * share, dtype=losses.dtype, device=self.device)
-        all_gather(everyone, losses.to(self.device), group=self.mesh.dp_group)
-        return read(everyone[: len(windows)])
+        all_losses = torch.empty(self.mesh.dp * share, dtype=losses.dtype, device=self.device)
+        all_gather(all_losses, losses.to(self.device), group=self.mesh.dp_group)
+        return read(all_losses[: len(windows)])
 
     def loads(self) -> Tensor | None:
-        """Tokens that each expert of each block got since the last call, (blocks, experts), on every rank at once;
-        None: there are no experts.
-        """
+        """Return the tokens per expert since the last call, (blocks, experts), on all ranks; None: no experts."""
         experts = self.config.model.experts
         loads = self.pipeline.loads() if self.pipeline is not None and experts else self.gpt.loads()
         if loads is not None and self.mesh.data_group is not None:
@@ -173,7 +171,7 @@ class Stepper:
         return None if loads is None else read(loads)
 
     def _gradients(self) -> Tensor:
-        """Forward and backward over this rank's rows; returns its part () of the batch's mean loss, on the device."""
+        """Run forward and backward over this rank's rows; returns its part () of the batch's mean loss."""
         passes, z_loss = self.batch.split(self.micro), self.config.optimizer.z_loss
         share = self.micro / self.config.optimizer.batch_size / self.mesh.cp
         if self.pipeline is not None:
@@ -187,17 +185,19 @@ class Stepper:
         return total
 
     def _halve(self, step: int, error: Exception) -> None:
-        """Once per run: half the micro-batch, the same batch. Of several ranks the others wait inside a collective
-        that this one will never join, so there the halving is for the next start.
+        """Halve the micro-batch of the same batch, once per run.
+
+        If there are other ranks, they are inside a collective that this rank will never join, so the halving is for a
+        restart.
         """
         smaller = None if self.halved else halved_micro_batch(self.micro)
-        words = f"out of memory at step {step} with parallel.micro_batch_size {self.micro}"
+        message = f"out of memory at step {step} with parallel.micro_batch_size {self.micro}"
         if smaller is None:
-            raise OutOfMemory(words) from error
-        words += f"; it is {smaller} from here on, and the batch stays {self.config.optimizer.batch_size}"
+            raise OutOfMemory(message) from error
+        message += f"; it is {smaller} from here on, and the batch stays {self.config.optimizer.batch_size}"
         if self.record is not None:
-            write_json(self.record, {"micro_batch_size": smaller, "reason": words})
+            write_json(self.record, {"micro_batch_size": smaller, "reason": message})
         if self.mesh.size > 1:
-            raise OutOfMemory(words, goes_on=True) from error
-        self.report(words)
+            raise OutOfMemory(message, goes_on=True) from error
+        self.report(message)
         self.micro, self.halved = smaller, True

@@ -1,8 +1,8 @@
-"""Softmax, loss and its derivative by the logits, for some rows of them: what `loss.cross_entropy_reference` says.
+"""Softmax, loss and its derivative by the logits, for some rows: the kernel for `loss.cross_entropy_reference`.
 
-One program per row walks the vocabulary once for the maximum and the sum of exponentials (online), and once more to
-write the derivative over the logits. Everything in between is fp32; padding is masked, and its derivative is zero. A
-custom op, so that the compiler sees one operation.
+One program per row reads the vocabulary once for the maximum and the sum of exponentials (online), and once more to
+overwrite the logits with the derivative. Intermediate results are fp32; padding is masked, and its derivative is zero.
+It is a custom op, so that the compiler sees one operation.
 
 Online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867. In place: Hsu et al. 2024 (Liger), arXiv 2410.10989.
 """
@@ -16,19 +16,22 @@ from torch import Tensor
 
 from ..hardware import CUDA
 
-LONGEST_BLOCK = 8192  # columns that a program holds at a time, 16 a thread
+LONGEST_BLOCK = 8192  # maximum columns that a program holds at a time; 16 per thread, chosen by hand
 
 
 def fused_cross_entropy(
     logits: Tensor, targets: Tensor, vocab_size: int, z_loss: float, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """As `loss.cross_entropy`; the derivative is written over the logits, (n, V) with contiguous rows."""
+    """Return losses and the derivative, like `loss.cross_entropy_reference`.
+
+    The derivative overwrites the logits, (n, V) with contiguous rows.
+    """
     return cross_entropy_(logits, targets, vocab_size, z_loss, scale), logits
 
 
 @torch.library.custom_op("isoflop::cross_entropy_", mutates_args=("logits",))
 def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, z_loss: float, scale: float) -> Tensor:
-    """Losses (n,), fp32; unless `scale` is 0 the logits (n, V) become `scale` times the derivative."""
+    """Return losses (n,), fp32; unless `scale` is 0 the logits (n, V) become `scale` times the derivative."""
     count, columns = logits.shape
     losses = torch.empty(count, dtype=torch.float32, device=logits.device)
     block = min(triton.next_power_of_2(columns), LONGEST_BLOCK)
@@ -57,11 +60,11 @@ def _rows(  # type: ignore[no-untyped-def]
     SLOPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Loss, and with SLOPE the derivative, of one row."""
+    """Compute the loss of one row, and with SLOPE its derivative."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     target = tl.load(targets + row * target_stride)
-    hit = tl.load(logits + target).to(tl.float32)  # before anything is written
+    hit = tl.load(logits + target).to(tl.float32)  # before the derivative overwrites it
     lane = tl.arange(0, BLOCK)
     top, total = -float("inf"), 0.0
     for start in range(0, vocab_size, BLOCK):
@@ -77,6 +80,6 @@ def _rows(  # type: ignore[no-untyped-def]
             column = start + lane
             z = tl.load(logits + column, mask=column < vocab_size, other=-float("inf")).to(tl.float32)
             slope = tl.exp(z - lse) * pull - tl.where(column == target, scale, 0.0)
-            # Written out, for a NaN in lse must not reach the padding.
+            # Explicit, because a NaN in lse must not reach the padding.
             slope = tl.where(column < vocab_size, slope, 0.0)
             tl.store(logits + column, slope.to(logits.dtype.element_ty), mask=column < columns)

@@ -1,12 +1,12 @@
-"""FlashAttention of our own, in Triton: causal, with packed documents and windows, for grouped queries, any length.
+"""FlashAttention in Triton: causal, with packed documents and windows, for grouped queries, any length.
 
 Special here:
-- One mask serves all: query i sees the keys first[i] <= j <= i, or up to i + ahead, where keys are those of other
-  tokens (`parallel/context.py`). `first` is the start of i's document, raised by the
-  window, so it never falls along a row, and blocks that nobody sees are never loaded.
+- One mask covers all cases: query i sees the keys first[i] <= j <= i, or up to i + ahead if the keys are those of other
+  tokens (`parallel/context.py`). `first` is the start of i's document, or the window's if that is later, so it never
+  decreases along a row. Blocks that no query sees are never loaded.
 - Query, key and value are read by their strides: no copies, and keys of grouped queries are never repeated.
 - The kernels are `torch.library` custom ops: compile and recompute see one op that saves q, k, v, its output and one
-  number per row. triton is imported when one is first launched.
+  number per row. triton is imported at the first launch.
 - The backward has no atomics, so it is deterministic.
 
 Papers: FlashAttention-2 (Dao 2023, arXiv 2307.08691); grouped queries (Ainslie et al. 2023, arXiv 2305.13245).
@@ -29,19 +29,19 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, *, first: Tensor | None = None) -> Tensor:
-    """Softmax(Q K^T / sqrt(d)) V over the keys that each query sees: first[i] <= j <= i.
+    """Return softmax(Q K^T / sqrt(d)) V over the keys that each query sees: first[i] <= j <= i.
 
     Args:
         query: (batch, time, heads, d), bf16, fp16 or fp32, d in HEAD_DIMS, the last dimension contiguous.
         key, value: (batch, time, kv_heads, d), the same type; each KV head serves heads / kv_heads query heads in turn.
-        first: (batch, time) int32, the first position that each query sees: at most its own, and never falling along a
-            row (unchecked: that would wait for the device). None: 0.
+        first: (batch, time) int32, the first position that each query sees: at most its own, and never decreasing along
+            a row (unchecked, because a check would wait for the device). None: 0.
 
     Returns:
         (batch, time, heads, d), contiguous.
 
     Raises:
-        UserError: a shape, type or device that the kernel does not take.
+        UserError: a shape, type or device that the kernel does not support.
     """
     _check(query, key, value, first)
     out: Tensor = torch.ops.isoflop.flash_forward(query, key, value, first, query.shape[-1] ** -0.5)[0]
@@ -92,7 +92,7 @@ def _by_rows(first: Tensor | None) -> Tensor | None:
 def flash_forward(
     query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, scale: float, ahead: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Output (batch, time, heads, d), contiguous, and log-sum-exp (batch, heads, time), fp32."""
+    """Return the output (batch, time, heads, d), contiguous, and log-sum-exp (batch, heads, time), fp32."""
     _require_triton(query)
     from .flash_forward import forward
 
@@ -113,8 +113,8 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
     "Tensor? first, float scale, int ahead=0) -> (Tensor, Tensor, Tensor)",
 )
 def flash_backward(grad: Tensor, *forward: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Derivatives of query, key and value, contiguous; `forward` as its kernel took and gave it."""
-    query, key, value, out, lse, first, scale, ahead = (*forward, 0)[:8]  # a default is not passed on
+    """Return contiguous derivatives of query, key and value. `forward`: inputs and outputs of the forward op."""
+    query, key, value, out, lse, first, scale, ahead = (*forward, 0)[:8]  # PyTorch omits an `ahead` of 0
     _require_triton(query)
     from .flash_backward import backward
 

@@ -1,12 +1,12 @@
-"""FlashAttention's backward kernels: weights recomputed from the log-sum-exp, no atomics, so always deterministic.
+"""FlashAttention's backward kernels: weights are recomputed from the log-sum-exp; without atomics, so deterministic.
 
 With S = scale Q K^T, P = exp(S - lse) and delta = rowsum(dO * O):
     dV = P^T dO,   dP = dO V^T,   dS = P * (dP - delta),   dQ = scale dS K,   dK = scale dS^T Q.
 
 Three launches: delta; dK and dV, one program per block of keys; dQ, one per block of queries. The last two both
-recompute S and dP: 7 products where atomic sums of dQ would do 5. dK/dV work on transposed scores, so P^T and dS^T are
-products' left operands, from registers; the query heads of a KV head are a loop inside. Where the queries that see a
-key block end is found on the device by `searchsorted`.
+recompute S and dP: 7 products, where atomic sums of dQ would need 5. dK/dV use transposed scores, so P^T and dS^T are
+left operands in registers; a loop covers the query heads of a KV head. `searchsorted` finds on the device where the
+queries that see a key block end.
 
 Papers: FlashAttention-2 (Dao 2023, arXiv 2307.08691, algorithm 2).
 """
@@ -27,7 +27,7 @@ from .flash_forward import LOG2E, LOG2E_, head_of, key_range, load_rows, masked_
 def delta_kernel(  # type: ignore[no-untyped-def]
     Grad, Out, Delta, grad_strides, heads, time, D: tl.constexpr, QUERIES: tl.constexpr
 ):
-    """Delta (batch, heads, time): what a row's dP is compared with."""
+    """Write Delta (batch, heads, time), rowsum(dO * O), which is subtracted from dP."""
     block, batch, head = program_place(time, heads, QUERIES)
     start = block * QUERIES
     rows = start + tl.arange(0, QUERIES)
@@ -53,14 +53,14 @@ def _key_grads(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds one block of queries to dk and dv; all scores are transposed, (keys, queries)."""
+    """Add one block of queries to dk and dv; all scores are transposed, (keys, queries)."""
     k, v, keys = key_block
     q_base, q_stride, grad_base, grad_stride, lse_row, delta_row = query_head
     rows = start + tl.arange(0, QUERIES)
     q = load_rows(q_base, start, q_stride, time, QUERIES, D, EDGE=MASKED)
     grad = load_rows(grad_base, start, grad_stride, time, QUERIES, D, EDGE=MASKED)
     if MASKED:
-        lse = tl.load(lse_row + rows, mask=rows < time, other=float("inf"))  # weights of rows that are not there: 0
+        lse = tl.load(lse_row + rows, mask=rows < time, other=float("inf"))  # rows past the end get weights of 0
         delta = tl.load(delta_row + rows, mask=rows < time, other=0.0)
     else:
         lse = tl.load(lse_row + rows)
@@ -102,7 +102,7 @@ def key_kernel(  # type: ignore[no-untyped-def]
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """DK, DV (batch, keys, kv_heads, D), contiguous. Ends (batch, blocks, 2): see `query_ends`."""
+    """Write DK, DV (batch, keys, kv_heads, D), contiguous. For Ends (batch, blocks, 2) see `query_ends`."""
     Q, K, V, Grad, Lse, Delta = inputs
     q_strides, k_strides, v_strides, grad_strides = strides
     # The first keys have the most queries, and are launched first.
@@ -111,8 +111,8 @@ def key_kernel(  # type: ignore[no-untyped-def]
     first_row = None if First is None else First + batch * first_batch
     keys = start + tl.arange(0, KEYS)
 
-    # Queries from `begin` to `whole_begin` lie on the diagonal, those to `whole_end` all see the whole block, and of
-    # those to `end` some see a part of it.
+    # Queries from `begin` to `whole_begin` are on the diagonal, those up to `whole_end` see the whole block, and those
+    # up to `end` may see a part of it.
     end = time
     whole_end = time // QUERIES * QUERIES
     if First is not None:
@@ -133,7 +133,7 @@ def key_kernel(  # type: ignore[no-untyped-def]
     grad_base = head_of(Grad, batch, kv_head * group, grad_strides)
     lse_row = Lse + (batch * kv_heads + kv_head) * group * time
     delta_row = Delta + (batch * kv_heads + kv_head) * group * time
-    # What could be computed before these two loops is little, and would hold registers that others spill for.
+    # disable_licm: hoisting out of these loops saves little, and would make other values spill registers.
     for _ in tl.range(0, group, disable_licm=True):
         head = (q_base, q_strides[1], grad_base, grad_strides[1], lse_row, delta_row)
         for at in tl.range(whole_begin, whole_end, QUERIES):
@@ -158,7 +158,7 @@ def key_kernel(  # type: ignore[no-untyped-def]
 def _query_grad(  # type: ignore[no-untyped-def]
     q, grad, lse_log2, delta, dq, k, v, scale_log2, visible, PRECISION: tl.constexpr
 ):
-    """Adds one block of keys to dq."""
+    """Add one block of keys to dq."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     p = tl.math.exp2(scores * scale_log2 - lse_log2[:, None])
     if visible is not None:
@@ -187,7 +187,7 @@ def query_kernel(  # type: ignore[no-untyped-def]
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """DQ (batch, time, heads, D), contiguous: the forward kernel's walk over the keys."""
+    """Write DQ (batch, time, heads, D), contiguous, in the forward kernel's order of keys."""
     Q, K, V, Grad, Lse, Delta = inputs
     q_strides, k_strides, v_strides, grad_strides = strides
     block, batch, head = program_place(time, heads, QUERIES)
@@ -226,17 +226,17 @@ def query_kernel(  # type: ignore[no-untyped-def]
 
 
 def query_ends(first: Tensor, keys: int, key_time: int) -> Tensor:
-    """How many queries have `first` at or before the first, and the last, key of each block of keys.
+    """Return per block of keys how many queries have `first` at or before its first key, and its last key.
 
-    As `first` never falls along a row, these are where the queries end that see the block whole, and in part.
+    Since `first` never decreases along a row, this is where the queries that see the whole block, or a part of it, end.
 
     Args:
         first: (batch, time) int32.
         keys: block size.
-        key_time: keys in all.
+        key_time: total number of keys.
 
     Returns:
-        (batch, blocks, 2) int32, contiguous; of one row where first's batch stride is 0.
+        (batch, blocks, 2) int32, contiguous; one row if first's batch stride is 0.
     """
     first = (first[:1] if first.stride(0) == 0 else first).contiguous()
     starts = torch.arange(0, key_time, keys, dtype=torch.int32, device=first.device)
@@ -255,12 +255,12 @@ def backward(
     scale: float,
     ahead: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches the kernels: the derivatives of query, key and value, contiguous and in their shapes and types.
+    """Launch the kernels. Returns the derivatives of query, key and value, contiguous and in their shapes and types.
 
     Args:
         grad: derivative of out, any strides with the last dimension contiguous.
-        query, key, value, first, scale, ahead: as given to the forward kernel.
-        out, lse: as it returned them.
+        query, key, value, first, scale, ahead: the inputs of the forward kernel.
+        out, lse: its outputs.
     """
     batch, time, heads, head_dim = query.shape
     key_time, kv_heads = key.shape[1:3]

@@ -1,9 +1,9 @@
-"""FlashAttention's forward kernel: one program per block of queries of one head, walking the key blocks that it sees.
+"""FlashAttention's forward kernel: one program per block of queries of one head, which reads the key blocks it sees.
 
-What is seen is `first[i] <= j <= i + ahead`, so a program's key blocks are one range in three parts: some that are
-masked at the start of a document or window, some that all queries see whole, and those on the diagonal. The softmax is
-online and in base 2. Query blocks are launched last first: they have the most keys. A head size that is no power of two
-(96) is padded inside the block. Bases are 64-bit scalars and offsets inside a block 32-bit: no tensor is too large.
+Query i sees `first[i] <= j <= i + ahead`, so a program's key blocks are one range in three parts: masked ones at the
+start of a document or window, those that all queries see whole, and those on the diagonal. The softmax is online and in
+base 2. Query blocks are launched last first, because they have the most keys. A head size that is no power of two (96)
+is padded inside the block. Bases are 64-bit scalars and offsets inside a block 32-bit, so tensors may have any size.
 
 Papers: FlashAttention-2 (Dao 2023, arXiv 2307.08691, algorithm 1); online softmax (Milakov & Gimelshein 2018,
 arXiv 1805.02867).
@@ -22,13 +22,13 @@ from .flash_blocks import blocks_for, dot_precision
 LOG2E = 1.4426950408889634
 LOG2E_: tl.constexpr = tl.constexpr(LOG2E)
 LN2_: tl.constexpr = tl.constexpr(0.6931471805599453)
-# Lower than any score, and finite: a row that sees no key of a block then keeps exp2(LOWEST - LOWEST) = 1, not NaN.
+# Lower than any score, and finite: for a row that sees no key of a block, exp2(LOWEST - LOWEST) is 1, not NaN.
 LOWEST: tl.constexpr = tl.constexpr(-1e30)
 
 
 @triton.jit
 def program_place(time, heads, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The block of rows, the batch and the head that this program works on."""
+    """Return the block of rows, the batch and the head of this program."""
     blocks = tl.cdiv(time, ROWS)
     program = tl.program_id(0)
     return program % blocks, (program // blocks // heads).to(tl.int64), program // blocks % heads
@@ -36,7 +36,7 @@ def program_place(time, heads, ROWS: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit
 def head_of(base, batch, head, strides):  # type: ignore[no-untyped-def]
-    """Where a head of a (batch, time, heads, D) tensor begins."""
+    """Return where a head of a (batch, time, heads, D) tensor begins."""
     return base + tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[2]
 
 
@@ -44,7 +44,7 @@ def head_of(base, batch, head, strides):  # type: ignore[no-untyped-def]
 def load_rows(  # type: ignore[no-untyped-def]
     base, start, stride, time, ROWS: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr
 ):
-    """Rows start .. start + ROWS of a (time, D) view, (ROWS, PADDED_D); with EDGE, zeros from row `time` on."""
+    """Load rows start .. start + ROWS of a (time, D) view, (ROWS, PADDED_D); with EDGE, zeros from row `time` on."""
     PADDED_D: tl.constexpr = triton.next_power_of_2(D)
     rows, columns = tl.arange(0, ROWS), tl.arange(0, PADDED_D)
     pointers = base + tl.cast(start, tl.int64) * stride + rows[:, None] * stride + columns[None, :]
@@ -60,7 +60,7 @@ def load_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def store_rows(base, start, stride, time, values, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The rows of `values` (ROWS, PADDED_D) that lie below `time`, in the type of `base`."""
+    """Store the rows of `values` (ROWS, PADDED_D) below `time`, in the type of `base`."""
     rows, columns = tl.arange(0, values.shape[0]), tl.arange(0, values.shape[1])
     pointers = base + tl.cast(start, tl.int64) * stride + rows[:, None] * stride + columns[None, :]
     inside = (start + rows < time)[:, None] & (columns < D)[None, :]
@@ -71,7 +71,7 @@ def store_rows(base, start, stride, time, values, D: tl.constexpr):  # type: ign
 def key_range(  # type: ignore[no-untyped-def]
     first_row, start, time, key_time, ahead, QUERIES: tl.constexpr, KEYS: tl.constexpr
 ):
-    """The keys that QUERIES queries from `start` on see: begin to end; all see all of whole_begin to whole_end."""
+    """Return begin and end of the keys that QUERIES queries from `start` on see, and of those that all of them see."""
     last = tl.minimum(start + QUERIES, time) - 1
     end = tl.minimum(last + ahead + 1, key_time)
     whole_end = tl.minimum(start + ahead + 1, key_time) // KEYS * KEYS
@@ -85,7 +85,7 @@ def key_range(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def masked_block(index, begin, whole_begin, whole_end, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Start of masked block `index`: those from `begin` to `whole_begin`, then those from `whole_end` on."""
+    """Return the start of masked block `index`: first those before `whole_begin`, then those from `whole_end` on."""
     ahead = (whole_begin - begin) // BLOCK
     return tl.where(index < ahead, begin + index * BLOCK, whole_end + (index - ahead) * BLOCK)
 
@@ -94,7 +94,7 @@ def masked_block(index, begin, whole_begin, whole_end, BLOCK: tl.constexpr):  # 
 def _attend(  # type: ignore[no-untyped-def]
     q, k, v, total, highest, weights, scale_log2, visible, PRECISION: tl.constexpr
 ):
-    """One block of keys: its scores join the running maximum, sum of weights and weighted sum of values."""
+    """Add one block of keys to the running maximum, sum of weights and weighted sum of values."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
@@ -125,7 +125,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Out (batch, time, heads, D) and Lse (batch, heads, time), both contiguous; Q, K, V by their strides."""
+    """Write Out (batch, time, heads, D) and Lse (batch, heads, time), both contiguous; Q, K, V have any strides."""
     Q, K, V = inputs
     q_strides, k_strides, v_strides = strides
     block, batch, head = program_place(time, heads, QUERIES)
@@ -159,7 +159,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         total, highest, weights = _attend(q, k, v, total, highest, weights, scale_log2, visible, PRECISION)
 
     out_base = Out + (batch * time * heads + head) * D
-    # A row that sees nothing is 0, and its log-sum-exp -inf.
+    # For a row that sees nothing, the output is 0 and the log-sum-exp -inf.
     store_rows(out_base, start, heads * D, time, total / tl.maximum(weights, 1e-30)[:, None], D)
     lse = highest * LN2_ + tl.log(weights)
     tl.store(Lse + (batch * heads + head) * time + rows, lse, mask=rows < time)
@@ -168,7 +168,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 def forward(
     query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, scale: float, ahead: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Launches the kernel.
+    """Launch the kernel.
 
     Args:
         query: (batch, time, heads, d), any strides with the last dimension contiguous.

@@ -1,11 +1,10 @@
 """Causal attention over (batch, heads, time, head_dim): PyTorch's fused kernel, or our own blocks on CPUs.
 
 Special here:
-- PyTorch's fused backward for CPUs takes 4 times as long in bf16 as batched products do, so while a CPU trains in bf16
-  at short context the softmax is kept and the derivative written out (`_BlockAttention`);
-- with a mask the fused kernel works through the whole square, so CPUs hand it blocks of queries, each with the keys
-  that the block can see at all;
-- one number per query, the first position that it sees, says what is masked; it is computed on the device.
+- In bf16 on CPUs PyTorch's fused backward takes 4 times as long as batched products. So at short context the softmax
+  is kept and the derivative written out (`_BlockAttention`).
+- With a mask the fused kernel computes the whole square, so on CPUs it gets blocks of queries with the keys they see.
+- Masks are computed on the device from one number per query: the first position that it sees.
 """
 
 from __future__ import annotations
@@ -19,9 +18,11 @@ from .shape import LONGEST_KEPT, query_block, visible_blocks
 
 
 def document_starts(tokens: Tensor, end: int) -> Tensor:
-    """Where the document of each token starts, (batch, time) -> (batch, time) int32, in positions of the same row.
+    """Return where the document of each token starts: positions in its row, (batch, time) int32.
 
-    A document begins with the row, or after a token `end`, which belongs to the document that it ends.
+    Args:
+        tokens: (batch, time) ids.
+        end: id of the token that ends a document and belongs to it. A row also starts a document.
     """
     position = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
     begins = torch.zeros_like(tokens, dtype=torch.int32)
@@ -30,12 +31,12 @@ def document_starts(tokens: Tensor, end: int) -> Tensor:
 
 
 def first_visible(tokens: Tensor, first: Tensor | None, window: int | None) -> Tensor | None:
-    """The first position that each query sees, (batch, time) int32; None: it is 0 for all.
+    """Return the first position that each query sees, (batch, time) int32; None: 0 for all.
 
     Args:
-        tokens: (batch, time, …), for its shape and device.
-        first: (batch, time) int32, as `document_starts` gives it; None: 0.
-        window: tokens that a query sees at most, itself included.
+        tokens: (batch, time, …); only its shape and device are read.
+        first: (batch, time) int32 from `document_starts`; None: 0.
+        window: maximum number of tokens that a query sees, itself included.
     """
     batch, time = tokens.shape[:2]
     if window is None or window >= time:
@@ -45,9 +46,9 @@ def first_visible(tokens: Tensor, first: Tensor | None, window: int | None) -> T
 
 
 def visible_mask(first: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores: 0 where query i sees key j, first[i] <= j <= i, and -inf elsewhere.
+    """Return the mask to add to scores, (batch, 1, time, time): 0 if first[i] <= j <= i, else -inf.
 
-    (batch, time) -> (batch, 1, time, time), once for all rows where `first` is one row, expanded.
+    If `first` (batch, time) is one expanded row, the mask is computed once and expanded.
     """
     rows = first[:1] if first.stride(0) == 0 else first
     position = torch.arange(first.shape[1], dtype=first.dtype, device=first.device)
@@ -57,10 +58,10 @@ def visible_mask(first: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _BlockAttention(torch.autograd.Function):
-    """softmax(Q K^T) V in blocks of queries, each against the keys that it can see; Q is scaled already.
+    """softmax(Q K^T) V in blocks of queries, each with the keys that it can see; Q is already scaled.
 
-    Q, K and V are (batch * heads, time, head_dim). The mask, (batch, 1, time, time), is added to the scores; with a
-    window it must hide all keys before.
+    Q, K and V are (batch * heads, time, head_dim). The mask, (batch, 1, time, time), is added to the scores. With a
+    window it must hide all keys before the window.
 
     With P the weights of a block: dV += P^T dO, dP = dO V^T, dS = softmax'(dP), dQ = dS K, dK += dS^T Q.
     """
@@ -78,7 +79,7 @@ class _BlockAttention(torch.autograd.Function):
     ) -> Tensor:
         time = query.shape[1]
         ahead = torch.full((block, block), float("-inf"), dtype=query.dtype, device=query.device).triu_(1)
-        out, kept = torch.empty_like(query), []
+        out, weights = torch.empty_like(query), []
         blocks = visible_blocks(time, block, None if mask is None else window)
         for low, start, end in blocks:
             scores = torch.bmm(query[:, start:end], key[:, low:end].transpose(1, 2))
@@ -86,18 +87,18 @@ class _BlockAttention(torch.autograd.Function):
                 scores[:, :, start:] += ahead[: end - start, : end - start]
             else:
                 scores.view(batch, -1, end - start, end - low).add_(mask[:, :, start:end, low:end])
-            kept.append(torch.softmax(scores, dim=-1))
-            out[:, start:end] = torch.bmm(kept[-1], value[:, low:end])
+            weights.append(torch.softmax(scores, dim=-1))
+            out[:, start:end] = torch.bmm(weights[-1], value[:, low:end])
         ctx.blocks = blocks
-        ctx.save_for_backward(query, key, value, *kept)
+        ctx.save_for_backward(query, key, value, *weights)
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
-        query, key, value, *kept = ctx.saved_tensors
+        query, key, value, *saved = ctx.saved_tensors
         grad = grad.contiguous()
         d_query, d_key, d_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        for (low, start, end), weights in zip(ctx.blocks, kept, strict=True):
+        for (low, start, end), weights in zip(ctx.blocks, saved, strict=True):
             d_weights = torch.bmm(grad[:, start:end], value[:, low:end].transpose(1, 2))
             d_scores = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)
             d_query[:, start:end] = torch.bmm(d_scores, key[:, low:end])
@@ -109,16 +110,16 @@ class _BlockAttention(torch.autograd.Function):
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, window: int | None = None
 ) -> Tensor:
-    """Softmax(Q K^T / sqrt(head_dim) + mask) V, (batch, heads, time, head_dim).
+    """Return softmax(Q K^T / sqrt(head_dim) + mask) V, (batch, heads, time, head_dim).
 
     Args:
         key, value: (batch, kv_heads, time, head_dim); each serves heads / kv_heads query heads.
-        mask: (batch, 1, time, time) of `visible_mask`; None: causal.
-        window: that the mask was made with; keys that it hides from a whole block of queries are not read.
+        mask: (batch, 1, time, time) from `visible_mask`; None: causal.
+        window: the window of the mask; keys that it hides from a whole block of queries are skipped.
     """
     batch, heads, time, head_dim = query.shape
-    on_cpu, kept = not on_gpu(query), query.dtype == torch.bfloat16 and time <= LONGEST_KEPT
-    if on_cpu and kept and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    on_cpu, keeps_softmax = not on_gpu(query), query.dtype == torch.bfloat16 and time <= LONGEST_KEPT
+    if on_cpu and keeps_softmax and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         scaled = (query * head_dim**-0.5, _repeated(key, heads), _repeated(value, heads))
         flat = (x.reshape(batch * heads, time, head_dim) for x in scaled)
         return _BlockAttention.apply(*flat, query_block(time), batch, mask, window).view(query.shape)
@@ -129,7 +130,7 @@ def causal_attention(
         _fused(query[:, :, start:end], key[:, :, low:end], value[:, :, low:end], mask[:, :, start:end, low:end])
         for low, start, end in blocks
     ]
-    # Put together by time first, as the kernel lays them out.
+    # The kernel returns memory in (batch, time, heads) order; concatenating along time keeps it.
     return parts[0] if len(parts) == 1 else torch.cat([x.transpose(1, 2) for x in parts], dim=1).transpose(1, 2)
 
 

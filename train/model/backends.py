@@ -1,9 +1,9 @@
-"""Which kernel computes attention: ours in Triton, or PyTorch's; chosen, loaded, called alike.
+"""The kernel that computes attention: ours in Triton, or PyTorch's; how it is chosen, loaded and called.
 
 Special here:
-- either is called with (batch, time, heads, head_dim), strided as it comes from the matrix product;
-- what each query sees is said once for all blocks (`Backend.seen`): PyTorch's kernels read a mask, ours the first
-  position that a query sees.
+- Both take (batch, time, heads, head_dim), with the strides that the matrix product leaves.
+- What each query sees is prepared once for all blocks (`Backend.seen`): a mask for PyTorch's kernels, the first
+  visible position for ours.
 
 Dao et al. 2022, arXiv 2205.14135; Dao 2023, arXiv 2307.08691.
 """
@@ -22,7 +22,7 @@ from ..hardware import CUDA, on_gpu
 from .attention import causal_attention, first_visible, visible_mask
 
 PACKAGES = {"ours": "Triton", "sdpa": "PyTorch"}
-# What our kernel can do.
+# Limits of our kernel; sizes and types as in kernels/flash.py.
 LEAST_CAPABILITY = (8, 0)  # compute capability of a GPU
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 96, 128, 256)
@@ -32,15 +32,15 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
 
 @dataclass(frozen=True)
 class Work:
-    """What a backend would have to do."""
+    """What a backend has to compute."""
 
     device_type: str  # cpu | cuda
     capability: tuple[int, int] | None  # compute capability of a GPU
     dtype: torch.dtype  # of queries, keys and values
     head_dim: int
-    has_window: bool  # a sliding window hides something at the length trained on
-    has_documents: bool  # documents are kept apart
-    has_ring: bool = False  # sequences are shared out over ranks
+    has_window: bool  # a sliding window shorter than the training length
+    has_documents: bool  # a token sees only its own document
+    has_ring: bool = False  # sequences are split over context-parallel ranks
 
     def __str__(self) -> str:
         if self.device_type != "cuda":
@@ -51,7 +51,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Choice:
-    """A backend, and why it is this one."""
+    """A backend and the reason for choosing it."""
 
     name: str
     reason: str
@@ -60,31 +60,34 @@ class Choice:
         return f"attention: {self.name} ({self.reason})"
 
 
-def choose_backend(wanted: str, work: Work, installed: Set[str]) -> Choice:
+def choose_backend(requested: str, work: Work, installed: Set[str]) -> Choice:
     """Return which backend computes a model's attention, and why.
 
-    With `auto` that is PyTorch's own choice among its kernels (cuDNN's on Hopper and later) if there is no mask. With
-    one PyTorch would read (batch, time, time) numbers and skip nothing, so ours comes first. `isoflop bench attention`
-    says whether this is right for the device at hand.
+    Without a mask, `auto` leaves the choice to PyTorch (cuDNN on Hopper and later). With a mask, PyTorch would read
+    (batch, time, time) numbers and skip nothing, so ours comes first. `isoflop bench attention` measures both.
 
     Raises:
-        UserError: the one that is asked for is not installed, or cannot do this; says which are and can.
+        UserError: the requested backend is not installed, or cannot do this work; the message lists those that can.
     """
     able = [name for name in PACKAGES if name in installed and obstacle(name, work) is None]
-    if wanted == "auto":
+    if requested == "auto":
         masked = work.has_documents or work.has_window or work.has_ring
         if able:
             return Choice(able[0] if masked else able[-1], f"auto: {work}")
-        wanted = "ours"
-    if wanted in able:
-        return Choice(wanted, "parallel.attention")
-    reason = f"which {obstacle(wanted, work)}" if wanted in installed else f"and {PACKAGES[wanted]} is not installed"
+        requested = "ours"
+    if requested in able:
+        return Choice(requested, "parallel.attention")
+    reason = (
+        f"which {obstacle(requested, work)}"
+        if requested in installed
+        else f"and {PACKAGES[requested]} is not installed"
+    )
     instead = f"it must be auto or one of {', '.join(able)}" if able else "parallel.cp must be 1"
-    raise UserError(f"parallel.attention is {wanted!r}, {reason}; {instead}")
+    raise UserError(f"parallel.attention is {requested!r}, {reason}; {instead}")
 
 
 def obstacle(name: str, work: Work) -> str | None:
-    """Return why a backend cannot do this, to be read after "which"; None if it can."""
+    """Return why a backend cannot do this work, as a clause to follow "which"; None if it can."""
     if name == "sdpa":
         if work.has_ring and work.device_type == "cuda":
             return "cannot attend over sequences that ranks share out (parallel.cp) on a GPU"
@@ -110,7 +113,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def installed() -> frozenset[str]:
-    """Return the backends whose packages are there; none is imported, because that can take seconds."""
+    """Return the backends whose packages are installed. Imports none, because that can take seconds."""
     return frozenset({"sdpa", *(["ours"] if importlib.util.find_spec("triton") is not None else [])})
 
 
@@ -119,25 +122,25 @@ class Backend:
     """A kernel, ready to be called."""
 
     name: str
-    kernel: Attend  # of query, key, value, what `seen` gave, and the window
-    reads: str  # what `seen` gives: mask | first
+    kernel: Attend  # (query, key, value, result of `seen`, window) -> output
+    reads: str  # the form that `seen` returns: mask | first
 
     def seen(self, tokens: Tensor, first: Tensor | None, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """What the kernel reads of what each query sees; None: all before it. See `first_visible`."""
+        """Return what the kernel reads to know what each query sees; None: all before it. See `first_visible`."""
         first = first_visible(tokens, first, window)
         return first if first is None or self.reads == "first" else visible_mask(first, dtype)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None, window: int | None = None
     ) -> Tensor:
-        """Causal attention, (batch, time, heads, head_dim).
+        """Return causal attention, (batch, time, heads, head_dim).
 
         Args:
             key, value: (batch, time, kv_heads, head_dim); each serves heads / kv_heads query heads.
-            seen: of `seen`, with the same window.
-            window: tokens that a query sees at most, itself included; None: all before it.
+            seen: result of `seen` with the same window.
+            window: maximum number of tokens that a query sees, itself included; None: all before it.
         """
-        # What sees all before it must be computed as without a window.
+        # A window that hides nothing must give the same bits as no window.
         narrows = window is not None and window < query.shape[1]
         return self.kernel(query, key, value, seen, window if narrows else None)
 
@@ -151,32 +154,36 @@ SDPA = Backend("sdpa", _sdpa, reads="mask")
 
 
 def load_backend(name: str) -> Backend:
-    """A backend by name; ImportError if its package is missing, or does not fit this PyTorch."""
+    """Return a backend by name; ImportError if its package is missing or does not fit this PyTorch."""
     if name == "sdpa":
         return SDPA
     from ..kernels.flash import flash_attention
 
-    # The window has raised what is seen first.
+    # `first` already takes the window into account, see `first_visible`.
     return Backend(name, lambda q, k, v, first, _: flash_attention(q, k, v, first=first), reads="first")
 
 
 def select_backend(
-    wanted: str,
+    requested: str,
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
-    *masks: bool,  # of `Work`
+    *masks: bool,  # has_window, has_documents, has_ring of `Work`
 ) -> tuple[Choice, Backend]:
-    """Choose and load. A package that `auto` cannot import is passed over; one that was asked for is a UserError."""
+    """Choose and load a backend. If the package that `auto` chose cannot be imported, use PyTorch's.
+
+    Raises:
+        UserError: the requested backend cannot be used here.
+    """
     capability = CUDA.capability(device) if on_gpu(device) else None
     work = Work("cuda" if on_gpu(device) else "cpu", capability, dtype, head_dim, *masks)
-    choice = choose_backend(wanted, work, installed())
+    choice = choose_backend(requested, work, installed())
     try:
         return choice, load_backend(choice.name)
     except ImportError as error:
-        if wanted != "auto":
+        if requested != "auto":
             raise UserError(
-                f"parallel.attention is {wanted!r}, and {PACKAGES[wanted]} cannot be imported ({error}); "
+                f"parallel.attention is {requested!r}, and {PACKAGES[requested]} cannot be imported ({error}); "
                 "it must be built for this PyTorch, or parallel.attention auto"
             ) from error
         reason = f"{choice.reason}; {PACKAGES[choice.name]} cannot be imported"

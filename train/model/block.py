@@ -1,6 +1,6 @@
-"""The parts of a decoder block, each written once: training, inference and tensor parallelism use these.
+"""The parts of a decoder block, shared by training, inference and tensor parallelism.
 
-On CPUs, where PyTorch fuses none of them, norm, rotation and SwiGLU have derivatives of our own; the compiler gets
+PyTorch does not fuse norm, rotation and SwiGLU on CPUs, so they have their own derivatives here. The compiler gets
 plain expressions, which it fuses.
 """
 
@@ -21,12 +21,12 @@ Turn = tuple[Tensor, Tensor]
 
 
 def widened(x: Tensor) -> Tensor:
-    """To fp32 if x is narrower. Whole, because mixing types inside one operation is slower on CPUs."""
+    """Return x in fp32 if it is narrower. As one tensor, because mixed types in one operation are slower on CPUs."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm (Zhang and Sennrich 2019) over the last dimension; weight (w,)."""
+    """Return the root-mean-square norm (Zhang and Sennrich 2019) over the last dimension; weight (w,)."""
     if on_gpu(x) or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return F.rms_norm(x, weight.shape, weight, eps)
     return _RMSNorm.apply(x, weight, eps)
@@ -39,7 +39,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = x r w with r = (mean x^2 + eps)^-1/2, in fp32 inside whatever the type of x.
+    """y = x r w with r = (mean x^2 + eps)^-1/2, computed in fp32 for any type of x.
 
     With u = x r: dw = sum dy u, dx = r (dy w - u mean(dy w u)).
     """
@@ -69,7 +69,10 @@ def rotary_angles(
     device: torch.device | None = None,
     scaling: RopeScaling | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position times frequency, each (length, head_dim / 2), fp32; scaled, times the amplitude."""
+    """Return cosine and sine of position times frequency, each (length, head_dim / 2), fp32.
+
+    With `scaling` the frequencies are scaled, and both results multiplied by its amplitude.
+    """
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
     if scaling is not None:
         unscaled = _unscaled_share(frequencies, theta, scaling)
@@ -80,10 +83,10 @@ def rotary_angles(
 
 
 def _unscaled_share(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """How much of each frequency (d / 2,) stays, the rest being divided by the factor: 0 for slow, 1 for fast ones.
+    """Return the share of each frequency (d / 2,) that is not divided by the factor: 0 for slow, 1 for fast ones.
 
-    Between both llama3 is linear in the turns within the old context (Llama 3.1), yarn in the number of the pair (Peng
-    et al. 2023, arXiv 2309.00071, section 3.2, whose bounds are made whole numbers, as transformers has it).
+    In between, llama3 is linear in the turns within the old context (Llama 3.1). yarn is linear in the pair's number
+    (Peng et al. 2023, arXiv 2309.00071, section 3.2), with bounds rounded to integers as in transformers.
     """
     if scaling.kind == "llama3":
         turns = frequencies * scaling.length / (2 * math.pi)
@@ -91,29 +94,29 @@ def _unscaled_share(frequencies: Tensor, theta: float, scaling: RopeScaling) -> 
     head_dim = 2 * len(frequencies)
 
     def pair(turns: float) -> float:
-        """Number of the pair of dimensions that turns so often in the old context."""
+        """Return the number of the pair of dimensions that makes this many turns in the old context."""
         return head_dim * math.log(scaling.length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = max(math.floor(pair(scaling.fast)), 0), min(math.ceil(pair(scaling.slow)), head_dim - 1)
     numbers = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
-    # Where both bounds are one, a step.
+    # If the bounds are equal, the ramp is a step; 0.001 avoids a division by zero.
     return 1 - ((numbers - first) / (last - first if last != first else 0.001)).clamp(0, 1)
 
 
 def rotary_turn(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Turn:
-    """Angles (time, d / 2) as `rotated` reads them, (time, 1, d) each: by halves CPUs take 2 to 3 times as long."""
+    """Return angles (time, d / 2) as `rotated` reads them, (time, 1, d): halves take CPUs 2 to 3 times as long."""
     cos, sin = cos[:, None].to(dtype), sin[:, None].to(dtype)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotated(x: Tensor, turn: Turn) -> Tensor:
-    """Rotates x (…, time, heads, d), in the half-split layout of GPT-NeoX and Llama checkpoints (Su et al. 2021)."""
+    """Rotate x (…, time, heads, d), in the half-split layout of GPT-NeoX and Llama checkpoints (Su et al. 2021)."""
     first, second = x.chunk(2, dim=-1)
     return torch.addcmul(x * turn[0], torch.cat((second, first), dim=-1), turn[1])
 
 
 class _Rotary(torch.autograd.Function):
-    """y = R(position) x; dx = R(-position) dy, so nothing but the angles is saved."""
+    """y = R(position) x; dx = R(-position) dy, so only the angles are saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -127,7 +130,7 @@ class _Rotary(torch.autograd.Function):
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotated` by angles (time, d / 2), to be trained; or by a `Turn`, which inference makes once for all blocks."""
+    """Rotate x by angles (time, d / 2), with a derivative, or by a `Turn`, which inference reuses in all blocks."""
     if cos.ndim == 3:
         return rotated(x, (cos, sin))
     if torch.compiler.is_compiling():
@@ -142,7 +145,7 @@ def query_key_value(
     norms: tuple[Callable[[Tensor], Tensor], ...],
     rotate: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query (…, heads, d), key and value (…, kv_heads, d) out of their fused product (…, heads + 2 kv_heads, d).
+    """Split a fused product (…, heads + 2 kv_heads, d) into query (…, heads, d), key and value (…, kv_heads, d).
 
     Args:
         norms: of queries and of keys, before the rotation; empty: none.
@@ -157,13 +160,13 @@ def query_key_value(
 
 
 def gated(x: Tensor) -> Tensor:
-    """silu(gate) * up with gate, up the halves of x (…, 2 h) -> (…, h); without a derivative."""
+    """Return silu(gate) * up, (…, h), where gate and up are the halves of x (…, 2 h). Has no derivative."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """`gated` (Shazeer 2020), to be trained."""
+    """Return `gated` (Shazeer 2020) with a derivative."""
     if torch.compiler.is_compiling():
         # The compiler cannot trace writes into halves of a tensor.
         gate, up = x.chunk(2, dim=-1)
@@ -172,7 +175,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 class SwiGLU(torch.autograd.Function):
-    """y = silu(gate) * up; saves x alone and recomputes the sigmoid."""
+    """y = silu(gate) * up; saves only x and recomputes the sigmoid."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -191,7 +194,7 @@ class SwiGLU(torch.autograd.Function):
 
 
 def lookup(tokens: Tensor, table: Tensor) -> Tensor:
-    """Rows of a table (V, w) for ids (…)."""
+    """Return the rows of a table (V, w) for ids (…)."""
     return _Lookup.apply(tokens, table)
 
 
@@ -209,9 +212,9 @@ class _Lookup(torch.autograd.Function):
 
 
 def table_gradient(grad: Tensor, tokens: Tensor, rows: int, left_out: int = -1) -> Tensor:
-    """Gradient of a table of which `tokens` (…) were looked up: (…, width) -> (rows, width); `left_out` counts nowhere.
+    """Return the gradient of a table (rows, width) whose rows `tokens` (…) were looked up; `left_out` is ignored.
 
-    A row's is a sum over its tokens, which CPUs take in the type of grad: in bf16 it would stop growing early.
+    A row's gradient is a sum over its tokens. CPUs sum in the type of grad, where bf16 would stop growing early.
     """
     wide = grad if on_gpu(grad) else widened(grad)
     return torch.ops.aten.embedding_dense_backward(wide, tokens, rows, left_out, False).to(grad.dtype)

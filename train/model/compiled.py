@@ -1,4 +1,4 @@
-"""Where the compiler keeps what it made of a block: in the project's cache, for the next run of the same shape."""
+"""The folder of compiled code in the project's cache, where later runs of the same shape find it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def set_up_compiler(config: RunConfig, device: torch.device) -> None:
-    """Before the first compilation: name the folder of its files, unless the user has, and allow many shapes."""
+    """Name the folder of compiled files, unless the user has, and allow many shapes. Call before compiling."""
     made_for = hashlib.sha256(canonical_json(environment(device)).encode()).hexdigest()[:24]
     os.environ.setdefault(FOLDER, str(cache_directory(config.data) / "compiled" / made_for))
-    # One process may train many shapes. Each gets its own code, as it would in a process of its own: by default the
-    # second would be compiled for shapes that vary, and the ninth not at all, without a word.
+    # One process may train many shapes, and each gets its own code, as in a separate process. PyTorch's defaults would
+    # compile the second for varying shapes, and silently not compile the ninth. Both limits are chosen by hand.
     limits = torch.compiler.config
     limits.automatic_dynamic_shapes = False
     limits.recompile_limit = max(limits.recompile_limit, 256)
@@ -31,15 +31,15 @@ def set_up_compiler(config: RunConfig, device: torch.device) -> None:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What compiled code runs on: code made elsewhere may not run here."""
-    found: dict[str, Any] = {
-        "torch": [torch.__version__, str(Path(torch.__file__).parent)],  # which the kernels are linked against
+    """Return what compiled code depends on: code from another environment may not run here."""
+    result: dict[str, Any] = {
+        "torch": [torch.__version__, str(Path(torch.__file__).parent)],  # the kernels are linked against it
         "python": platform.python_version(),
         "machine": platform.machine(),
     }
     if on_gpu(device):
-        return found | {"device": CUDA.name(device), "capability": [*CUDA.capability(device)]}
-    return found | {"device": torch.backends.cpu.get_cpu_capability(), "flags": _cpu_flags()}
+        return result | {"device": CUDA.name(device), "capability": [*CUDA.capability(device)]}
+    return result | {"device": torch.backends.cpu.get_cpu_capability(), "flags": _cpu_flags()}
 
 
 def _cpu_flags() -> str:

@@ -1,11 +1,11 @@
-"""A mixture of experts: each token goes through a few of many feed-forwards, and none is ever dropped.
+"""A mixture of experts: each token goes through a few of many feed-forwards. No token is dropped.
 
 Special here:
-- rows are sorted by expert, so that every expert has one product per matrix, whatever the load;
-- a gate multiplies the inner activation, which is narrower than the model;
-- the biases that balance the load are parameters. Their gradient is how many tokens too many an expert got, so that it
-  is summed over micro-batches and ranks, sharded and saved as every gradient; `optimizer/sign.py` takes the step;
-- the loss that balances the load is one per sequence, so that it does not depend on the mesh.
+- Rows are sorted by expert, so that each expert has one product per matrix for any load.
+- A gate multiplies the inner activation, which is narrower than the model.
+- The biases that balance the load are parameters. Their gradient is the number of excess tokens of an expert, so it is
+  summed over micro-batches and ranks, sharded and saved like any gradient; `optimizer/sign.py` makes the step.
+- The load-balancing loss is computed per sequence, so it does not depend on the mesh.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .strategy import ALONE
 
 
 class Routing(NamedTuple):
-    """Where n tokens go that choose k experts each: rows (n k,) are sorted by expert, and by token within one."""
+    """Where n tokens go that choose k experts each. Rows (n k,) are sorted by expert, then by token."""
 
     gates: Tensor  # (n k,) by row
     tokens: Tensor  # (n k,) token of each row
@@ -34,12 +34,12 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Scores and choice of experts, in fp32 whatever the type of the tokens.
+    """Scores and choice of experts, in fp32 for any type of the tokens.
 
     With scores s = sigmoid(x W^T), or a softmax, the k experts with the largest s + b are chosen and weighted by s,
-    which may be made to sum to 1 (Shazeer et al. 2017; DeepSeek-V3, arXiv 2412.19437, section 2.1.2; the biases b: Wang
-    et al. 2024, arXiv 2408.15664). Penalties, whose gradient is added to that of the loss, with P the scores made to
-    sum to 1, and f the share of a sequence's rows that an expert got, times the number of experts:
+    optionally normalised to sum to 1 (Shazeer et al. 2017; DeepSeek-V3, arXiv 2412.19437, section 2.1.2; biases b: Wang
+    et al. 2024, arXiv 2408.15664). The gradients of two penalties are added to that of the loss, where P are the scores
+    normalised to sum to 1, and f an expert's share of a sequence's rows, times the number of experts:
 
         balance_loss * mean over sequences of sum_e f_e mean P_e       (ibid., eq. 17-20; Switch, arXiv 2101.03961)
         router_z_loss * mean over tokens of logsumexp(x W^T)^2         (ST-MoE, arXiv 2202.08906, eq. 5)
@@ -50,17 +50,17 @@ class Router(nn.Module):
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.experts, config.width))
         self.balance = nn.Parameter(torch.empty(config.experts)) if config.balance_rate > 0 else None
-        self.load: Tensor | None = None  # (experts,) tokens of each since `GPT.loads`, while training
+        self.load: Tensor | None = None  # (experts,) tokens of each since `GPT.loads`, in training
         self.strategy = ALONE
 
     def forward(self, x: Tensor, length: int) -> tuple[Routing, Tensor | None]:
-        """Of tokens (n, width) that are sequences of `length`: the routing, and () what is to be added to the loss."""
+        """Route tokens (n, width) of sequences of `length`. Returns the routing and the penalty ()."""
         config, k = self.config, self.config.experts_per_token
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.weight.to(wide))
         scores = logits.sigmoid() if config.gate == "sigmoid" else logits.softmax(-1)
-        wanted = scores if self.balance is None else scores + self.balance.to(wide)
-        chosen = wanted.detach().topk(k, dim=-1).indices.sort(-1).values
+        biased = scores if self.balance is None else scores + self.balance.to(wide)
+        chosen = biased.detach().topk(k, dim=-1).indices.sort(-1).values
         gates = scores.gather(1, chosen)
         if config.gates_normalised:
             gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)
@@ -78,14 +78,14 @@ class Router(nn.Module):
         return Routing(gates.flatten()[order].to(x.dtype), order // k, rows.view(-1, k), counts), penalty
 
     def _penalty(self, logits: Tensor, scores: Tensor, chosen: Tensor, length: int) -> Tensor:
-        """This rank's share of the penalties, ()."""
+        """Return this rank's share of the penalties, ()."""
         config, total = self.config, logits.new_zeros(())
         if config.balance_loss:
-            each = chosen.view(-1, length * config.experts_per_token)  # one row per sequence
-            got = torch.zeros(len(each), config.experts, dtype=logits.dtype, device=logits.device)
-            got.scatter_add_(1, each, torch.ones_like(each, dtype=got.dtype))
-            probabilities = (scores / scores.sum(-1, keepdim=True)).view(len(each), length, -1).mean(1)
-            share = self.strategy.mean(got) * (config.experts / each.shape[1])
+            by_sequence = chosen.view(-1, length * config.experts_per_token)  # one row per sequence
+            rows = torch.zeros(len(by_sequence), config.experts, dtype=logits.dtype, device=logits.device)
+            rows.scatter_add_(1, by_sequence, torch.ones_like(by_sequence, dtype=rows.dtype))
+            probabilities = (scores / scores.sum(-1, keepdim=True)).view(len(by_sequence), length, -1).mean(1)
+            share = self.strategy.mean(rows) * (config.experts / by_sequence.shape[1])
             total = total + config.balance_loss * (share * probabilities).sum(-1).mean()
         if config.router_z_loss:
             total = total + config.router_z_loss * logits.logsumexp(-1).square().mean()
@@ -93,7 +93,7 @@ class Router(nn.Module):
 
 
 class _Excess(torch.autograd.Function):
-    """Zero, whose gradient by the biases is the excess, whatever the loss is scaled by."""
+    """Zero, with the excess as its gradient by the biases, independent of loss scaling."""
 
     @staticmethod
     def forward(ctx: Any, balance: Tensor, excess: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class _Excess(torch.autograd.Function):
 
 
 class Penalised(torch.autograd.Function):
-    """A loss as it is, of which penalties have the gradient that they would have as terms of it."""
+    """The unchanged loss; penalties get the gradient that they would have as terms of it."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, penalty: Tensor) -> Tensor:
@@ -120,9 +120,7 @@ class Penalised(torch.autograd.Function):
 
 
 class ExpertMLP(nn.Module):
-    """SwiGLU feed-forwards alike, one below the other in one matrix: (n, width) -> (n, width), summed over a token's
-    rows.
-    """
+    """Equal SwiGLU feed-forwards, stacked in one matrix: (n, width) -> (n, width), summed over a token's rows."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -134,7 +132,7 @@ class ExpertMLP(nn.Module):
 
 
 class Stack(nn.Module):
-    """A weight of a module's own, so that it is called as that of an `nn.Linear` is."""
+    """A weight in a separate module, so that its name has the same form as that of an `nn.Linear`."""
 
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
@@ -147,8 +145,8 @@ class _ExpertMLP(torch.autograd.Function):
         forward   A (m, 2 h) = X G^T,   B (m, h) = silu(gate) up,   Y (m, w) = (g B) W^T
         backward  dB = dY W,  dg = sum dB B,  dA = swiglu'(g dB),  dX = dA G,  dW = dY^T (g B),  dG = dA^T X
 
-    every product within each expert's rows; a token's result is the sum of its rows of Y. Kept are the tokens, A and g.
-    CPUs work on one expert after the other, so that its rows stay in the cache from the first product to the last.
+    Every product stays within an expert's rows; a token's result is the sum of its rows of Y. The tokens, A and g are
+    saved. CPUs compute one expert after the other, so that its rows stay in the cache across products.
     """
 
     @staticmethod
@@ -157,9 +155,9 @@ class _ExpertMLP(torch.autograd.Function):
     ) -> Tensor:
         first, last = _stacks(gate_up, down, counts)
         products, y = x.new_empty(len(tokens), first.shape[1]), x.new_empty(len(tokens), x.shape[1])
-        for own, expert in _parts(counts, x.dtype):
-            part = product(x.index_select(0, tokens[own]), first.mT, expert, products[own])
-            product(gated(part).mul_(gates[own, None]), last.mT, expert, y[own])
+        for part_rows, expert in _parts(counts, x.dtype):
+            part = product(x.index_select(0, tokens[part_rows]), first.mT, expert, products[part_rows])
+            product(gated(part).mul_(gates[part_rows, None]), last.mT, expert, y[part_rows])
         ctx.save_for_backward(x, gates, products, gate_up, down, tokens, rows, counts)
         return _summed(y, rows)
 
@@ -169,48 +167,48 @@ class _ExpertMLP(torch.autograd.Function):
         first, last = _stacks(gate_up, down, counts)
         d_first, d_last, d_gates = torch.zeros_like(first), torch.zeros_like(last), torch.empty_like(gates)
         dx, grad = x.new_empty(len(tokens), x.shape[1]), grad.contiguous()
-        for own, expert in _parts(counts, x.dtype):
-            dy, gate = grad.index_select(0, tokens[own]), gates[own, None]
-            first_half, up = products[own].chunk(2, dim=-1)
+        for part_rows, expert in _parts(counts, x.dtype):
+            dy, gate = grad.index_select(0, tokens[part_rows]), gates[part_rows, None]
+            first_half, up = products[part_rows].chunk(2, dim=-1)
             curve = F.silu(first_half)
             inner = curve * up
             d_inner = product(dy, last, expert, torch.empty_like(inner))
-            d_gates[own] = (inner * d_inner).sum(-1)
+            d_gates[part_rows] = (inner * d_inner).sum(-1)
             outer(dy, inner.mul_(gate), expert, d_last)
-            d_part = torch.empty_like(products[own])
+            d_part = torch.empty_like(products[part_rows])
             d_first_half, d_up = d_part.chunk(2, dim=-1)
             torch.mul(d_inner.mul_(gate), curve, out=d_up)
             torch.ops.aten.silu_backward.grad_input(d_inner.mul_(up), first_half, grad_input=d_first_half)
-            outer(d_part, x.index_select(0, tokens[own]), expert, d_first)
-            product(d_part, first, expert, dx[own])
+            outer(d_part, x.index_select(0, tokens[part_rows]), expert, d_first)
+            product(d_part, first, expert, dx[part_rows])
         return _summed(dx, rows), d_gates, d_first.view_as(gate_up), d_last.view_as(down), None, None, None
 
 
 def _stacks(gate_up: Tensor, down: Tensor, counts: Tensor) -> list[Tensor]:
-    """Each expert's own matrices, (experts, rows, columns)."""
+    """Return each expert's matrices, (experts, rows, columns)."""
     return [weight.view(len(counts), -1, weight.shape[1]) for weight in (gate_up, down)]
 
 
-Expert = int | Tensor  # one of them, or on GPUs in bf16 all, by where the rows of each end: nothing waits for these
+Expert = int | Tensor  # its number; on GPUs in bf16 all experts, by the ends of their rows, on the device
 
 
 def _parts(counts: Tensor, dtype: torch.dtype) -> list[tuple[slice, Expert]]:
-    """Rows to be worked on together, and whose they are."""
-    if on_gpu(counts) and dtype == torch.bfloat16:  # for others PyTorch has no grouped product, and a GPU is waited for
+    """Return slices of rows to compute together, each with its expert."""
+    if on_gpu(counts) and dtype == torch.bfloat16:  # no grouped product of other types; below, `tolist` waits for a GPU
         return [(slice(None), counts.cumsum(0).to(torch.int32))]
     ends = list(accumulate(counts.tolist()))
     return [(slice(a, b), number) for number, (a, b) in enumerate(zip([0, *ends], ends, strict=False)) if b > a]
 
 
 def product(x: Tensor, weights: Tensor, expert: Expert, out: Tensor) -> Tensor:
-    """Rows (m, i) times their expert's weights (experts, i, o), in `out` (m, o)."""
+    """Multiply rows (m, i) by their expert's weights (experts, i, o), into `out` (m, o)."""
     if isinstance(expert, int):
         return torch.mm(x, weights[expert], out=out)
     return out.copy_(F.grouped_mm(x, weights, offs=expert))
 
 
 def outer(left: Tensor, right: Tensor, expert: Expert, out: Tensor) -> None:
-    """left^T right, of rows (m, a) and (m, b), to their expert's place in `out` (experts, a, b)."""
+    """Write left^T right, of rows (m, a) and (m, b), to their expert's place in `out` (experts, a, b)."""
     if isinstance(expert, int):
         torch.mm(left.mT, right, out=out[expert])
     else:
@@ -218,8 +216,10 @@ def outer(left: Tensor, right: Tensor, expert: Expert, out: Tensor) -> None:
 
 
 def balance_of(loads: Tensor) -> dict[str, list[float]]:
-    """How evenly tokens (blocks, experts) are shared out, a number per block: the largest load over the mean one, the
-    entropy over that of equal loads, and how many experts got none.
+    """Return how evenly tokens (blocks, experts) are distributed, one number per block.
+
+    load_max: largest load over the mean. load_entropy: entropy over that of equal loads. dead_experts: experts without
+    tokens.
     """
     share = loads / loads.sum(-1, keepdim=True)
     return {
@@ -230,7 +230,7 @@ def balance_of(loads: Tensor) -> dict[str, list[float]]:
 
 
 class Spread(torch.autograd.Function):
-    """Rows of tokens, (n, width) -> (n k, width); the gradient of a token is the sum over its rows."""
+    """One row per token and chosen expert, (n, width) -> (n k, width); gradients sum over the rows of a token."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
@@ -262,7 +262,7 @@ def _summed(y: Tensor, rows: Tensor) -> Tensor:
 
 
 class MoE(nn.Module):
-    """The experts that each token chooses, and a feed-forward for all, (…, time, width) -> (…, time, width)."""
+    """The experts that each token chooses, plus a shared feed-forward: (…, time, width) -> (…, time, width)."""
 
     def __init__(self, config: ModelConfig, shared: nn.Module | None) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ class MoE(nn.Module):
         self.strategy = ALONE
 
     def forward(self, x: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
-        """Of sequences of `length`, whose tokens may come as one dimension: the result, and the router's penalty."""
+        """Return the result and the router's penalty, for sequences of `length`; x may be flat, (tokens, width)."""
         flat = self.strategy.enter(x).flatten(0, -2)
         routing, penalty = self.router(flat, length)
         y = self.strategy.experts(self.experts, flat, routing)

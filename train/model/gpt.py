@@ -1,10 +1,10 @@
-"""A GPT of our own: pre-norm decoder, RMSNorm, rotary positions, SwiGLU, grouped-query attention.
+"""A pre-norm decoder with RMSNorm, rotary positions, SwiGLU and grouped-query attention.
 
 Special here:
-- query, key and value come from one matrix product, and so do the MLP's gate and its up projection;
-- what a token sees (all before it, a window, its own document) is worked out once per pass for all blocks, in the form
-  that the attention backend at work reads (`backends.py`);
-- the vocabulary is padded to a round size for speed, and the padding is never predicted.
+- One matrix product gives query, key and value, and one gives the MLP's gate and up projection.
+- What a token sees (all before it, a window, its own document) is computed once per pass for all blocks, in the form
+  that the attention backend reads (`backends.py`).
+- The vocabulary is padded to a round size for speed. Padding is never predicted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .loss import linear_cross_entropy
 from .recompute import checkpointed, recomputed
 from .strategy import ALONE, Strategy
 
-Stream = Tensor | tuple[Tensor, Tensor | None]  # the residual stream; of a mixture of experts also its penalty
+Stream = Tensor | tuple[Tensor, Tensor | None]  # the residual stream; with a mixture of experts also its penalty
 
 
 class Embedding(nn.Embedding):
@@ -45,13 +45,13 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.heads, config.num_kv_heads, config.head_dim
         self.qkv = nn.Linear(config.width, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
-        # Not the product's own: added apart it rounds alike in inference and on tensor-parallel ranks.
+        # Not the bias of nn.Linear: added separately, it rounds the same in inference and on tensor-parallel ranks.
         self.qkv_bias = nn.Parameter(torch.zeros(self.qkv.out_features)) if config.qkv_bias else None
         self.out = nn.Linear(self.heads * self.head_dim, config.width, bias=False)
         self.query_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.key_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
-        # Of these key/value heads the one that serves all query heads here; None: each serves its share of them. A
-        # tensor-parallel rank has more key/value heads than it uses where there are fewer of them than ranks.
+        # Index of the only key/value head that is used here; None: each serves its share of the query heads. With
+        # fewer key/value heads than ranks, a tensor-parallel rank has all of them and uses one.
         self.served_by: int | None = None
         self.window, self.backend = config.window, SDPA
 
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         self.heads //= ranks
         if self.kv_heads >= ranks:
             self.kv_heads //= ranks
-        else:  # all of them are here, and one serves ranks / kv_heads ranks
+        else:  # this rank has them all, and each serves ranks / kv_heads ranks
             self.served_by = rank * self.kv_heads // ranks
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
@@ -74,9 +74,9 @@ class Attention(nn.Module):
         return self.qkv(x)
 
     def mix(self, products: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Bias, rotation, softmax and weighting: (…, rows of qkv) -> (…, heads * head_dim), … being batch and time.
+        """Apply bias, rotation, softmax and weighting: (…, rows of qkv) -> (…, heads * head_dim).
 
-        The two may come as one dimension; the angles (time, head_dim / 2) say which time it is. `seen`: see `GPT.seen`.
+        … is batch and time, or both as one dimension; `cos` (time, head_dim / 2) defines time. `seen`: see `GPT.seen`.
         """
         if self.qkv_bias is not None:
             products = products + self.qkv_bias
@@ -105,15 +105,15 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One pre-norm decoder block.
 
-    What the backward pass finds kept of it (`recompute.py`), per token, with w the width, h the MLP's inner width, H
-    heads and K key/value heads of d:
+    Saved for the backward pass (`recompute.py`), per token, with w the width, h the MLP's inner width, H heads and K
+    key/value heads of size d:
 
         full        x (w)
         selective   x (w), query-key-value product ((H + 2K) d), stream after attention (w), gate-up product (2h)
-        none        all of these, the norms' outputs (2w), what attention works on and gives, SwiGLU's product (h)
+        none        these, the norms' outputs (2w), attention's inputs and output, SwiGLU's product (h)
 
-    In place of gate-up and SwiGLU's product a mixture of experts keeps its rows' first product, k (2h), their gates (k)
-    and 2k indices.
+    A mixture of experts saves its rows' first product, k (2h), their gates (k) and 2k indices instead of gate-up and
+    SwiGLU's product.
     """
 
     def __init__(self, config: ModelConfig, experts: bool = False) -> None:
@@ -127,7 +127,11 @@ class Block(nn.Module):
         self.mlp: MLP | MoE = MoE(config, shared) if experts else MLP(config.width, config.mlp_hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor, rows: Tensor | None = None) -> Stream:
-        """Of a flat x (n, w) inference may want `rows` (m,) alone, whose queries its backend has then picked out."""
+        """Return the residual stream after the block.
+
+        Args:
+            rows: (m,) rows of a flat x (n, w) to return, in inference; the backend has selected their queries.
+        """
         if self.recompute == "full":
             return checkpointed(self._plain, x, cos, sin, *seen)
         if self.recompute == "selective":
@@ -156,7 +160,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """Logits of the next token, (…, width) -> (…, padded vocabulary), or, given the targets, their losses."""
+    """Logits of the next token, (…, width) -> (…, padded vocabulary), or with targets their losses."""
 
     def __init__(self, width: int, padded: int, vocab_size: int) -> None:
         super().__init__(width, padded, bias=False)
@@ -201,16 +205,16 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.weight
         self.backend: Backend = SDPA
         self.strategy = ALONE
-        self.chunks = [range(config.depth)]  # of blocks; a pipeline's rank has some of them, see `keep`
-        # The token that ends a document: a token sees its own alone, and positions stay absolute. To be set before
-        # `set_attention`, for not every backend can do it.
+        self.chunks = [range(config.depth)]  # of blocks; a pipeline rank has some of them, see `keep`
+        # Id of the token that ends a document. If set, a token sees only its own document; positions stay absolute.
+        # Set it before `set_attention`, because not every backend supports it.
         self.end_of_document: int | None = None
         self.place_angles()
 
     def place_angles(self, device: torch.device | None = None) -> None:
-        """Computes the rotary angles; a model built on `meta` needs it before its first step."""
+        """Compute the rotary angles. A model built on `meta` needs this before its first step."""
         if (device or torch.get_default_device()).type == "meta":
-            # Without numbers to compute: PyTorch's arithmetic on meta imports the compiler, more than a second's work.
+            # No arithmetic here: on meta PyTorch's arithmetic imports the compiler, which takes more than a second.
             cos = sin = torch.empty(self.max_length, self.config.rotary // 2, device="meta")
         else:
             config = self.config
@@ -219,7 +223,7 @@ class GPT(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPT:
-        """Moving a model moves its angles; casting it leaves them fp32."""
+        """Move the angles with the model; casting leaves them fp32."""
         super()._apply(fn, recurse)
         self.place_angles(self.cos.device)
         return self
@@ -228,29 +232,29 @@ class GPT(nn.Module):
         return self.head.whole(self.logits(tokens)).view(*tokens.shape, -1)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """With padding; on a tensor-parallel rank the columns that it holds."""
+        """Return logits with padding; on a tensor-parallel rank only its columns."""
         return self.head(self.last_hidden(tokens))
 
     def last_hidden(self, tokens: Tensor) -> Tensor:
-        """What the head reads, or a tensor-parallel rank's rows of it."""
+        """Return the head's input; on a tensor-parallel rank only its rows."""
         return self.leave(self.through(self.enter(tokens), tokens)[0])
 
     def enter(self, tokens: Tensor) -> Tensor:
         return self.embedding(self.strategy.own(tokens, 1))
 
     def through(self, x: Tensor, tokens: Tensor, chunk: int = 0) -> tuple[Tensor, Tensor | None]:
-        """The residual stream after a chunk of the blocks, and their penalties; the tokens say what attention sees."""
+        """Return the residual stream after a chunk of the blocks, and their penalties. Masks depend on `tokens`."""
         time = tokens.shape[1]
         if time > self.max_length:
             raise ValueError(f"sequence of {time} tokens is longer than the model's {self.max_length}")
-        own = self.strategy.own
-        cos, sin = own(self.cos[:time], 0), own(self.sin[:time], 0)
+        local = self.strategy.own
+        cos, sin = local(self.cos[:time], 0), local(self.sin[:time], 0)
         seen, penalty = self.seen(tokens, x.dtype), None
         for number in self.chunks[chunk]:
             out = self.blocks[number](x, cos, sin, *seen)
-            x, own = out if isinstance(out, tuple) else (out, None)
-            if own is not None:
-                penalty = own if penalty is None else penalty + own
+            x, added = out if isinstance(out, tuple) else (out, None)
+            if added is not None:
+                penalty = added if penalty is None else penalty + added
         return x, penalty
 
     def leave(self, x: Tensor) -> Tensor:
@@ -259,18 +263,15 @@ class GPT(nn.Module):
         return x * self.output_scale if self.output_scale != 1.0 else x
 
     def seen(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """What attention reads of what each query sees, made once for all blocks: one tensor, or none where all is
-        visible.
-        """
+        """Return what tells attention which keys are visible, for all blocks: one tensor, or none if all are."""
         first = None if self.end_of_document is None else document_starts(tokens, self.end_of_document)
         seen = self.backend.seen(tokens, first, self.config.window, dtype)
         return () if seen is None else (seen,)
 
     def loss(self, tokens: Tensor, targets: Tensor, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
-        """Cross-entropy in nats, fp32: a scalar, or with reduction `none` (batch, time). Of a
-        context-parallel rank it is that of its own tokens.
+        """Return the cross-entropy in nats, fp32: a scalar, or with reduction `none` (batch, time).
 
-        The penalties of routers add to its gradient, not to its value.
+        A context-parallel rank returns that of its tokens. Penalties of routers add to the gradient, not to the value.
         """
         x, penalty = self.through(self.enter(tokens), tokens)
         return self.score(x, penalty, targets, reduction, z_loss)
@@ -278,12 +279,12 @@ class GPT(nn.Module):
     def score(
         self, x: Tensor, penalty: Tensor | None, targets: Tensor, reduction: str = "mean", z_loss: float = 0.0
     ) -> Tensor:
-        """`loss` of the residual stream after the last block."""
+        """Return `loss` from the residual stream after the last block."""
         losses: Tensor = self.head(self.leave(x), self.strategy.own(targets, 1), reduction, z_loss)
         return losses if penalty is None else Penalised.apply(losses, penalty)
 
     def keep(self, chunks: Sequence[range], embeds: bool, scores: bool) -> None:
-        """Leaves out what other pipeline stages have; names stay those of the whole model."""
+        """Remove the modules of other pipeline stages; parameters keep the names of the whole model."""
         self.chunks = list(chunks)
         for number in range(len(self.blocks)):
             if not any(number in chunk for chunk in chunks):
@@ -294,7 +295,7 @@ class GPT(nn.Module):
             self.register_module(name, nn.Identity())
 
     def chunk_of(self, parameter: str) -> int:
-        """In whose backward pass a parameter of this rank gets its gradient, by its name."""
+        """Return the chunk whose backward pass computes a parameter's gradient, by the parameter's name."""
         owner, number, *_ = parameter.split(".")
         if owner == "blocks":
             return next(place for place, chunk in enumerate(self.chunks) if int(number) in chunk)
@@ -305,24 +306,24 @@ class GPT(nn.Module):
         return [module for module in self.modules() if isinstance(module, MoE)]
 
     def loads(self) -> Tensor | None:
-        """Tokens that each expert of each block got in training since the last call, (blocks, experts); None: none."""
+        """Return the tokens per expert in training since the last call, (blocks, experts); None: no experts."""
         routers = [moe.router for moe in self.mixtures]
         loads = [router.load for router in routers]
         for router in routers:
             router.load = None
         return torch.stack([load for load in loads if load is not None]) if loads and None not in loads else None
 
-    def set_attention(self, wanted: str, device: torch.device, dtype: torch.dtype) -> Choice:
-        """Takes the backend that is asked for, or that suits; UserError where it is missing or cannot do this."""
+    def set_attention(self, requested: str, device: torch.device, dtype: torch.dtype) -> Choice:
+        """Set the attention backend, see `choose_backend`. Raises UserError if it cannot be used."""
         has_window = self.config.window is not None and self.config.window < self.max_length
         has_documents = self.end_of_document is not None
         masks = has_window, has_documents, self.strategy.attention is not None
-        choice, backend = select_backend(wanted, device, dtype, self.config.key_dim, *masks)
+        choice, backend = select_backend(requested, device, dtype, self.config.key_dim, *masks)
         self.use(backend)
         return choice
 
     def follow(self, strategy: Strategy) -> None:
-        """Take part as a rank does; before `set_attention`."""
+        """Make all modules follow a rank's strategy; call before `set_attention`."""
         for module in self.modules():
             if isinstance(module, GPT | LatentAttention | MoE | Router):
                 module.strategy = strategy
@@ -336,15 +337,15 @@ class GPT(nn.Module):
                 module.backend = backend
 
     def set_recompute(self, mode: str) -> None:
-        """What blocks keep: none | selective | full, see `Block`."""
+        """Set what blocks save for the backward pass: none | selective | full, see `Block`."""
         for block in self.blocks:
             if isinstance(block, Block):
                 block.recompute = mode
 
     def compile_blocks(self) -> None:
-        """Compiles block by block: every block of one width shares one compilation, whatever the depth.
+        """Compile block by block: all blocks of one width share one compilation.
 
-        What is compiled is `forward`, without a block's hooks: ZeRO-3 gathers and frees weights in them.
+        Only `forward` is compiled, without the hooks in which ZeRO-3 gathers and frees weights.
         """
         mixtures: list[nn.Module] = [module for module in self.modules() if isinstance(module, MoE)]
         for mixture in mixtures:  # here and not in the class, because that imports the compiler
@@ -361,9 +362,9 @@ def sequence_losses(
     batch_tokens: int = 16384,
     beat: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Summed nats of each window of tokens (n, T + 1) -> (n,) float64 on the CPU. The model's mode is the caller's.
+    """Return the summed nats of each window of tokens (n, T + 1): (n,) float64 on the CPU, in the model's mode.
 
-    `beat` is called before every forward pass, of about `batch_tokens` tokens.
+    `beat` is called before every forward pass of about `batch_tokens` tokens.
     """
     rows = max(1, batch_tokens // (windows.shape[1] - 1))
     losses = []

@@ -1,7 +1,7 @@
 """Multi-head latent attention: keys and values of all heads come from one small vector per token.
 
-DeepSeek-V2, arXiv 2405.04434, section 2.1 and appendix C. With c the rank of that latent, d the size of a head and r
-that of the rotary part, of which the key is the same for all heads, a token's cache is c + r numbers.
+DeepSeek-V2, arXiv 2405.04434, section 2.1 and appendix C. With c the rank of the latent, d the head size and r the
+size of the rotary part, whose key all heads share, the cache of a token is c + r numbers.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .strategy import ALONE
 class LatentAttention(nn.Module):
     """Causal self-attention, (…, width) -> (…, width), … being batch and time.
 
-        query     q (H (d + r)) = W_q x, or W_q norm(W_c x) with a rank of its own
+        query     q (H (d + r)) = W_q x, or W_q norm(W_c x) with a separate rank
         latent    l (c), k_r (r) = W_l x;   k (H d), v (H d) = W_kv norm(l), head by head
         scores    (q . k + R q_r . R k_r) / sqrt(d + r)
 
-    Values are as wide as keys for the kernels' sake: what pads them is zero.
+    Values are padded with zeros to the width of keys, because the kernels require it.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -49,28 +49,28 @@ class LatentAttention(nn.Module):
         return self.out(self.mix(self.project(x), cos, sin, seen))
 
     def compressed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What queries come from, the normalised latent, and the rotary part of the key, of (…, width)."""
+        """Return the query matrix's input, the normalised latent, and the key's rotary part, of x (…, width)."""
         queries = x if self.query_down is None or self.query_norm is None else self.query_norm(self.query_down(x))
         latent, key = self.latent(x).split((self.rank, self.rotary), dim=-1)
         return queries, self.latent_norm(latent), key
 
     def project(self, x: Tensor) -> Tensor:
-        """Queries, keys and values, and the heads' rotary key: (…, H (d + r) + 2 H d + r)."""
+        """Return queries, keys and values, and the heads' rotary key: (…, H (d + r) + 2 H d + r)."""
         queries, latent, key = self.compressed(x)
         return torch.cat((self.query(queries), self.key_value(latent), self.strategy.enter(key)), dim=-1)
 
     def mix(self, products: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Rotation, softmax and weighting of `project`: (…, H d), as `Attention.mix`."""
+        """Apply rotation, softmax and weighting to the result of `project`: (…, H d), like `Attention.mix`."""
         rows = products.view(-1, len(cos), products.shape[-1])
         query, key, value = self.split(rows, lambda x: apply_rotary(x, cos, sin))
         mixed = self.backend.attend(query, key, value, seen, self.window)
         return mixed[..., : self.head_dim].reshape(*products.shape[:-2], -1, self.heads * self.head_dim)
 
     def split(self, products: Tensor, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and padded value, (…, time, H, d + r) each, of what `project` gives."""
+        """Split the result of `project` into query, key and padded value, (…, time, H, d + r) each."""
         heads, d, r = self.heads, self.head_dim, self.rotary
         query, both, key = products.split((heads * (d + r), 2 * heads * d, r), dim=-1)
         query, turned = query.unflatten(-1, (heads, d + r)).split((d, r), dim=-1)
-        own, value = both.unflatten(-1, (heads, 2 * d)).chunk(2, dim=-1)
-        shared = rotate(key.unsqueeze(-2)).expand(*own.shape[:-1], r)
-        return torch.cat((query, rotate(turned)), -1), torch.cat((own, shared), -1), F.pad(value, (0, r))
+        plain, value = both.unflatten(-1, (heads, 2 * d)).chunk(2, dim=-1)
+        shared = rotate(key.unsqueeze(-2)).expand(*plain.shape[:-1], r)
+        return torch.cat((query, rotate(turned)), -1), torch.cat((plain, shared), -1), F.pad(value, (0, r))

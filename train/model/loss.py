@@ -5,9 +5,9 @@ With n rows of width w, a vocabulary of V, z = x W^T the logits, p their softmax
     lse (n,)   = log sum exp z          L (n,) = lse - z_target + c lse^2
     dz (n, V)  = (1 + 2 c lse) p - onehot,   dx (n, w) = dz W,   dW (V, w) = dz^T x
 
-Logits exist once, for some rows at a time: dz takes their place in the forward pass and goes into dx and dW, which the
-backward pass only scales. dz is no mean yet, so it has the size of a probability whatever the batch and the loss scale;
-fp16 holds it times `SHIFT`. dW adds up in fp32.
+Logits exist for some rows at a time. In the forward pass dz overwrites them and goes into dx and dW, which the backward
+pass only scales. Since dz is not divided by n, it has the size of a probability for any batch and loss scale; fp16
+stores it times `SHIFT`. dW is summed in fp32.
 
 Gradients in the forward pass: Hsu et al. 2024 (Liger), arXiv 2410.10989. z-loss: Chowdhery et al. 2022 (PaLM), arXiv
 2204.02311, section 5.
@@ -28,9 +28,9 @@ from torch.autograd.function import once_differentiable
 from ..hardware import on_gpu
 from .shape import rows_at_a_time
 
-# In fp16 dz is kept times this: 6e-8 becomes 2e-10, and dx = dz W stays finite for weights up to 127.
+# Factor on dz in fp16: its smallest number, 6e-8, becomes 2e-10, and dx = dz W stays finite for weights up to 127.
 SHIFT = 2.0**8
-# Types that the kernel takes; others, which only tests use, go through PyTorch.
+# Types that the kernel accepts; others, which only tests use, go through PyTorch.
 KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -43,25 +43,27 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     fused: bool = True,
 ) -> Tensor:
-    """-log softmax(x W^T)[target] + z_loss * lse^2, in nats and fp32 whatever the type of x (fp64 in fp64).
+    """Return -log softmax(x W^T)[target] + z_loss * lse^2, in nats and fp32 (fp64 for fp64).
 
     Args:
-        x: (n, width), what the head reads.
-        weight: (padded vocabulary, width); rows from `vocab_size` on are never predicted, and get a gradient of zero.
+        x: (n, width), the head's input.
+        weight: (padded vocabulary, width); rows from `vocab_size` on are never predicted, and their gradient is zero.
         targets: (n,) ids below `vocab_size`.
-        fused: our kernel where a GPU computes; else PyTorch's everywhere.
-        reduction: mean | none; `none` is for scoring, and has no gradient (ValueError where one would be wanted).
+        fused: use our kernel on GPUs; otherwise PyTorch's operations.
+        reduction: mean | none; `none` is for scoring.
 
     Returns:
-        A scalar, or with reduction `none` (n,). The backward pass of the mean overwrites what was kept for it, so a
-        second one through the same graph is refused.
+        A scalar, or with reduction `none` (n,). The mean's backward pass overwrites saved tensors: it works once.
+
+    Raises:
+        ValueError: reduction is `none` and a gradient is required.
     """
-    wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if wanted and reduction == "none":
+    needs_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if needs_gradient and reduction == "none":
         raise ValueError("reduction is none, which has no gradient; use mean, or torch.no_grad() to score")
     kernel = _kernel() if fused and on_gpu(x) and x.dtype in KERNEL_TYPES else cross_entropy_reference
     work = partial(kernel, vocab_size=vocab_size, z_loss=z_loss)
-    if wanted:
+    if needs_gradient:
         return _LinearCrossEntropy.apply(x, weight, targets, work)
     losses = _in_chunks(x, weight, targets, work, None)
     return losses if reduction == "none" else losses.mean()
@@ -71,7 +73,7 @@ Work = Callable[..., tuple[Tensor, Tensor]]  # (logits, targets, scale) as `cros
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The mean loss; keeps dx and dW of the sum of the losses, times `SHIFT` in fp16."""
+    """The mean loss; saves dx and dW of the sum of the losses, times `SHIFT` in fp16."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
@@ -86,7 +88,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None, None]:
         dx, dw = ctx.saved_tensors
         factor = dloss / ctx.divisor
-        # As a matrix it has a say in the type of the product: a scalar would be rounded to that of dx first.
+        # As a matrix, factor takes part in type promotion; as a scalar, it would be rounded to dx's type first.
         torch.mul(dx, factor.view(1, 1), out=dx)
         return dx, dw.mul_(factor).to(ctx.dtype), None, None
 
@@ -94,19 +96,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _in_chunks(
     x: Tensor, weight: Tensor, targets: Tensor, work: Work, gradients: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Losses (n,); given (dx, dW), fills dx (n, w) and dW (V, w)."""
+    """Return losses (n,). If (dx, dW) are passed, also fill dx (n, w) and dW (V, w)."""
     losses = torch.empty(len(x), dtype=_wide(x.dtype), device=x.device)
     step = rows_at_a_time(len(weight), "cuda" if on_gpu(x) else "cpu")
     for start in range(0, len(x), step):
         rows = slice(start, start + step)
         logits = F.linear(x[rows], weight)
         losses[rows], slope = work(logits, targets[rows], scale=0.0 if gradients is None else _shift(x.dtype))
-        del logits  # where dz has a place of its own
+        del logits  # frees memory if dz is another tensor
         if gradients is not None:
             dx, dw = gradients
             torch.mm(slope, weight, out=dx[rows])
             _add_product(dw, slope, x[rows], fresh=start == 0)
-        del slope  # before the next logits come
+        del slope  # before the next logits are allocated
     return losses
 
 
@@ -122,9 +124,9 @@ def _kernel() -> Work:
 def cross_entropy_reference(
     logits: Tensor, targets: Tensor, vocab_size: int, z_loss: float, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Losses (n,) in at least fp32, and dz (n, V) times `scale` in the logits' type, which 0 leaves out.
+    """Return losses (n,) in at least fp32, and dz (n, V) times `scale` in the logits' type; 0 skips dz.
 
-    The logits (n, V) are overwritten, and what stands for dz may be they.
+    The logits (n, V) are overwritten, and may be returned as dz.
     """
     if vocab_size < logits.shape[1]:
         logits[:, vocab_size:] = float("-inf")
@@ -144,7 +146,7 @@ def cross_entropy_reference(
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
-    """Adds left^T (V, n) right (n, w) to a total (V, w) that may be wider; a fresh one has no value yet."""
+    """Add left^T (V, n) right (n, w) to a total (V, w), which may be wider. A `fresh` total is overwritten."""
     add, keep = partial(torch.addmm, beta=0.0 if fresh else 1.0, out=total), total.dtype
     if left.dtype == keep:
         add(total, left.T, right)

@@ -11,9 +11,9 @@ Yang et al. 2022 ("Tensor Programs V"), Table 8, with w = width / base_width:
     biases                      0                      eta * multiplier      none
 
 With a base depth L0 every branch is multiplied by m = L0 / depth (CompleteP, alpha = 1: Dey et al. 2025,
-arXiv:2505.01618, Table 1). The factor is part of the branch's last matrix W = m W', not of the forward pass: AdamW that
-takes W' by (eta, decay, eps) takes W by (m eta, decay / m, eps / m), and only the gradient's norm differs. Decay times
-w leaves eta * decay the same at every size. At the base width and depth this is the table above:
+arXiv:2505.01618, Table 1). The factor is part of the branch's last matrix W = m W', not of the forward pass: training
+W' with AdamW at (eta, decay, eps) equals training W at (m eta, decay / m, eps / m), except for the gradient's norm.
+Multiplying decay by w keeps eta * decay the same at every size. At the base width and depth this is the table above:
 
     tensor                      initial std                learning rate    weight decay    epsilon
     first matrix of a branch    1 / sqrt(fan_in)           eta / w          decay w         eps m / w
@@ -22,13 +22,13 @@ w leaves eta * decay the same at every size. At the base width and depth this is
     norms, biases of a branch   as above                   as above         none            eps m / w
     embedding, last norm        as above                   as above         none            eps / w
 
-A router is an output of its own, for the number of experts does not grow with the width: it starts at
-sqrt(base_width) / width, and learns at eta / w; experts are matrices inside blocks (Małaśnicki et al. 2025,
-arXiv:2508.09752). The biases of its choice start at 0 and move by `balance_rate`.
+A router is like an output, because the number of experts does not grow with the width: it starts at
+sqrt(base_width) / width, and learns at eta / w. Experts are matrices inside blocks (Małaśnicki et al. 2025,
+arXiv:2508.09752). The biases of a router's choice start at 0 and move by `balance_rate`.
 
-The head starts at zero, which every width shares, so the first loss is exactly ln(vocabulary).
-Tied embeddings start at 1/sqrt(base_width), keep the embedding's learning rate, and logits are divided by w instead
-(ibid., Table 3 and section B.1); their first loss lies above ln(vocabulary), and starting them smaller ends higher.
+The head starts at zero at every width, so the first loss is exactly ln(vocabulary). Tied embeddings start at
+1/sqrt(base_width) and keep the embedding's learning rate; instead, logits are divided by w (ibid., Table 3 and section
+B.1). Their first loss is above ln(vocabulary); a smaller initial std gives a higher final loss.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ParameterGroup:
 
 
 def output_scale(model: ModelConfig, optimizer: OptimizerConfig) -> float:
-    """Factor on the logits; 1 unless embeddings are tied."""
+    """Return the factor on the logits; 1 unless embeddings are tied."""
     return (optimizer.base_width / model.width) ** optimizer.width_exponent if model.tied_embeddings else 1.0
 
 
@@ -71,16 +71,16 @@ def build_model(model: ModelConfig, optimizer: OptimizerConfig, max_length: int,
 
 
 def empty_model(model: ModelConfig, optimizer: OptimizerConfig, max_length: int) -> GPT:
-    """Names and shapes without memory."""
+    """Return a model with names and shapes but no memory."""
     with torch.device("meta"):
         return GPT(model, max_length, output_scale(model, optimizer))
 
 
 def initial_weights(model: ModelConfig, optimizer: OptimizerConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Names and initial weights, fp32 on the CPU, one whole parameter at a time.
+    """Yield names and initial weights, fp32 on the CPU, one whole parameter at a time.
 
-    So a rank that holds a shard never holds the model; every rank draws all of them, so a seed gives the same weights
-    whatever the mesh.
+    So a rank that holds a shard never holds the model. Every rank draws all weights, so a seed gives the same weights
+    on any mesh.
     """
     generator = torch.Generator().manual_seed(seed)
     for parameter in model_shape(model).parameters:
@@ -104,40 +104,40 @@ def initial_weights(model: ModelConfig, optimizer: OptimizerConfig, seed: int) -
 
 
 def branch_factor(model: ModelConfig, optimizer: OptimizerConfig) -> float:
-    """m, by which every branch is multiplied; 1 without a base depth."""
+    """Return m, the factor of every branch; 1 without a base depth."""
     return 1.0 if optimizer.base_depth is None else optimizer.base_depth / model.depth
 
 
 def parameter_groups(gpt: GPT, optimizer: OptimizerConfig) -> list[ParameterGroup]:
-    narrow = (optimizer.base_width / gpt.config.width) ** optimizer.width_exponent
-    m, small = branch_factor(gpt.config, optimizer), 1.0 if optimizer.base_depth is None else narrow
-    rate, table_rate = optimizer.learning_rate * narrow, optimizer.learning_rate * optimizer.embedding_multiplier
-    decay, eps = optimizer.weight_decay / small, optimizer.eps
+    width_factor = (optimizer.base_width / gpt.config.width) ** optimizer.width_exponent
+    m, decay_factor = branch_factor(gpt.config, optimizer), 1.0 if optimizer.base_depth is None else width_factor
+    rate, table_rate = optimizer.learning_rate * width_factor, optimizer.learning_rate * optimizer.embedding_multiplier
+    decay, eps = optimizer.weight_decay / decay_factor, optimizer.eps
     rules = {
-        "first": (rate, decay, eps * m * small),
-        "latent": (rate, decay, eps * m * small),
-        "last": (rate * m, decay / m, eps * small),
+        "first": (rate, decay, eps * m * decay_factor),
+        "latent": (rate, decay, eps * m * decay_factor),
+        "last": (rate * m, decay / m, eps * decay_factor),
         "head": (rate, decay, eps),
-        "router": (rate, decay, eps * m * small),
+        "router": (rate, decay, eps * m * decay_factor),
         "balance": (gpt.config.balance_rate, 0.0, eps),
-        **dict.fromkeys(("norm", "head norm", "bias"), (table_rate, 0.0, eps * m * small)),
-        **dict.fromkeys(("embedding", "tied", "last norm"), (table_rate, 0.0, eps * small)),
+        **dict.fromkeys(("norm", "head norm", "bias"), (table_rate, 0.0, eps * m * decay_factor)),
+        **dict.fromkeys(("embedding", "tied", "last norm"), (table_rate, 0.0, eps * decay_factor)),
     }
-    # Which roles share a group decides the order of elements in a bucket, and so how sums over it are rounded.
+    # The groups decide the order of elements in a bucket, and so how sums over it are rounded.
     groups = GROUPS if optimizer.base_depth is None else {role: (role,) for role in rules}
     tensors, parameters = dict(gpt.named_parameters()), model_shape(gpt.config).parameters
-    kinds = dict.fromkeys(("adamw", "sign", optimizer.kind))  # what has whole matrices comes after all else
-    if (own_rate := OPTIMIZERS[optimizer.kind].rate) is not None:  # in units that serve every width
+    kinds = dict.fromkeys(("adamw", "sign", optimizer.kind))  # parameters updated as whole matrices come last
+    if (own_rate := OPTIMIZERS[optimizer.kind].rate) is not None:  # a rate that is the same at every width
         spectral = own_rate(optimizer)
         rules |= {
             **dict.fromkeys(("first", "latent"), (spectral, optimizer.weight_decay, eps)),
             "last": (spectral * m, optimizer.weight_decay / m, eps),
         }
-    found = []
+    result = []
     for kind in kinds:
-        for name, several in groups.items():
-            roles = [role for role in several if kind_of(role, optimizer.kind) == kind]
-            some = [tensors[p.name] for p in parameters if p.role in roles and p.name in tensors]
-            if some:
-                found.append(ParameterGroup(name, some, *rules[roles[0]], kind))
-    return found
+        for name, group_roles in groups.items():
+            roles = [role for role in group_roles if kind_of(role, optimizer.kind) == kind]
+            group_tensors = [tensors[p.name] for p in parameters if p.role in roles and p.name in tensors]
+            if group_tensors:
+                result.append(ParameterGroup(name, group_tensors, *rules[roles[0]], kind))
+    return result

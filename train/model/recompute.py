@@ -1,10 +1,9 @@
-"""Activations computed again in the backward pass instead of kept: those of a whole block, or those that are cheap.
+"""Recomputation in the backward pass, of a whole block's activations or only of cheap ones.
 
-`selective` keeps what the big matrix products give and the residual stream; no product with a weight runs twice, nor
-does a collective. For that, `recomputed` drops a function's output too, although the product that follows needs it:
-what the product saves of it becomes a view of what is computed again, which `torch.utils.checkpoint` cannot do.
-Gradients have the same bits, as long as a function gives the same bits twice. Under `torch.compile` both modes mark
-regions of the traced graph.
+`selective` saves the outputs of the big matrix products and the residual stream; no product with a weight and no
+collective runs twice. To allow this, `recomputed` also drops the output of a function, although the next product needs
+it: the product's saved tensor becomes a view of the recomputed one, which `torch.utils.checkpoint` cannot do. Gradients
+have the same bits if a function gives the same bits twice. Under `torch.compile` both modes mark regions of the graph.
 
 Korthikanti et al. 2022, arXiv 2205.05198, section 5.
 """
@@ -25,20 +24,20 @@ Out = TypeVar("Out")
 def checkpointed(function: Callable[..., Out], *inputs: Tensor) -> Out:
     if not torch.is_grad_enabled():
         return function(*inputs)
-    # There are no random numbers in a model of ours, so their state needs no keeping.
+    # Our models draw no random numbers, so their state need not be saved.
     result: Out = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
     return result
 
 
 def recomputed(function: Callable[..., Tensor], product: Callable[[Tensor], Out], *inputs: Tensor) -> Out:
-    """product(function(*inputs)), of which the inputs are kept, and what `product` saves beside its own input.
+    """Return product(function(*inputs)); save only the inputs, and what `product` saves in addition to its input.
 
-    Nobody may write to the inputs before the backward pass.
+    The inputs must not be written to before the backward pass.
     """
     if not torch.is_grad_enabled():
         return product(function(*inputs))
     if torch.compiler.is_compiling():
-        return checkpointed(lambda *again: product(function(*again)), *inputs)
+        return checkpointed(lambda *detached: product(function(*detached)), *inputs)
     dropped = _Dropped(function, inputs)
     with saved_tensors_hooks(dropped.drop, dropped.value):
         out = function(*inputs)
@@ -47,22 +46,22 @@ def recomputed(function: Callable[..., Tensor], product: Callable[[Tensor], Out]
 
 
 class _Dropped:
-    """Tensors that a backward pass will ask for and nobody keeps, each known by its number in the order of saving."""
+    """Tensors that are recomputed for the backward pass instead of saved, numbered in the order of saving."""
 
     def __init__(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
         self.function = function
         self.inputs = [(x.detach(), x.requires_grad) for x in inputs]
         self.saved = 0
         self.views: list[tuple[Any, ...]] = []  # size, stride and offset of each
-        self.values: dict[int, Tensor] = {}  # between the first that is asked for and the last
+        self.values: dict[int, Tensor] = {}  # recomputed and not yet used
 
     def drop(self, _: Tensor) -> int:
-        """Pack hook while the function runs."""
+        """Replace a tensor by its number: the pack hook while the function runs."""
         self.saved += 1
         return self.saved - 1
 
     def dropper_of_views(self, out: Tensor) -> Callable[[Tensor], int | Tensor]:
-        """Pack hook while the product runs: drops views of its input `out` and keeps everything else."""
+        """Return the pack hook while the product runs: it drops views of its input `out` and saves all else."""
         storage, dtype = out.untyped_storage()._cdata, out.dtype  # not `out`: the hook lives as long as the graph
 
         def drop(x: Tensor) -> int | Tensor:
@@ -73,18 +72,20 @@ class _Dropped:
 
         return drop
 
-    def value(self, kept: int | Tensor) -> Tensor:
-        """Unpack hook."""
-        if isinstance(kept, Tensor):
-            return kept
-        if kept not in self.values:
+    def value(self, packed: int | Tensor) -> Tensor:
+        """Return a saved or recomputed tensor: the unpack hook."""
+        if isinstance(packed, Tensor):
+            return packed
+        if packed not in self.values:
             self.values = self._compute()
-        return self.values.pop(kept)
+        return self.values.pop(packed)
 
     def _compute(self) -> dict[int, Tensor]:
         values: list[Tensor] = []
         with torch.enable_grad(), saved_tensors_hooks(lambda x: values.append(x.detach()), _never):
-            out = self.function(*(x.detach().requires_grad_(wanted) for x, wanted in self.inputs)).detach()
+            out = self.function(
+                *(x.detach().requires_grad_(needs_gradient) for x, needs_gradient in self.inputs)
+            ).detach()
         if len(values) != self.saved:
             raise RuntimeError(f"{len(values)} tensors were saved by a function that saved {self.saved} the first time")
         values += [out.as_strided(*view) for view in self.views]

@@ -1,4 +1,4 @@
-"""What a GPT is made of, in numbers and without torch: one table of its parameters, and what a rank holds of them.
+"""The parameters of a GPT as a table of numbers, without torch, and the share of them that a rank holds.
 
 Counting, memory, tensor parallelism, initial weights, learning rates and export read this table. `gpt.py` builds
 modules with the same names in the same order.
@@ -14,9 +14,9 @@ from typing import Literal, NamedTuple
 
 from ..config import ModelConfig, RunConfig
 
-# What a parameter does: it decides how it starts, how fast it learns, and how tensor parallelism shares it out.
+# A parameter's role determines its initial weights, its learning rate, and how tensor parallelism splits it.
 # A block's branches have a `first` matrix, split by rows, and a `last` one, split by columns; `latent` makes the small
-# vector of latent attention. `head norm` is per head, `last norm` before the head. A `bias` is split as the `first`
+# vector of latent attention. `head norm` is per head, `last norm` before the head. A `bias` is split like the `first`
 # matrix whose products it is added to; `balance` is the bias of a router's choice.
 Role = Literal[
     "embedding",
@@ -32,9 +32,9 @@ Role = Literal[
     "bias",
     "balance",
 ]
-PRODUCTS: tuple[Role, ...] = ("first", "latent", "last", "head", "tied", "router")  # matrices that tokens go through
+PRODUCTS: tuple[Role, ...] = ("first", "latent", "last", "head", "tied", "router")  # multiplied with tokens
 TABLES: tuple[Role, ...] = ("embedding", "tied", "head")  # one row per token of the padded vocabulary
-GROUPS: dict[str, tuple[str, ...]] = {  # roles that share a learning rate where depth does not count
+GROUPS: dict[str, tuple[str, ...]] = {  # roles that share a learning rate without base_depth
     "matrices": ("first", "latent", "last", "head"),
     "routers": ("router",),
     "embedding": ("embedding", "tied"),
@@ -42,36 +42,37 @@ GROUPS: dict[str, tuple[str, ...]] = {  # roles that share a learning rate where
     "balance": ("balance",),
 }
 
-# What kernels and planner must agree on stands here, where planning can read it without torch.
-# Context up to which bf16 on CPUs keeps the softmax of a training step, (batch, heads, T, T) numbers a layer.
+# The kernels and the planner must agree on these numbers; planning reads them without torch.
+# Longest context at which bf16 on CPUs saves the softmax of a training step, (batch, heads, T, T) numbers a layer.
+# Above it saving is no faster (docs/benchmarks.md).
 LONGEST_KEPT = 512
-# Logits that are worked on at a time in fp32: on CPUs what fits the cache, elsewhere what keeps the calls few.
+# Logits computed at a time in fp32: on CPUs so that they fit the cache, on GPUs so that calls are few.
 LOGITS_AT_A_TIME = {"cpu": 2**18, "cuda": 2**25}
-# Rows of them at least, for each adds once to the fp32 gradient of the whole table, which must be little beside the
-# products that they take: on a GPU 8 bytes an element against 6 FLOPs a row and element.
+# Minimum rows of logits at a time. Each chunk adds once to the fp32 gradient of the whole table (docs/decisions.md),
+# which must cost little compared with its products: on a GPU 8 bytes an element to 6 FLOPs a row and element.
 FEWEST_ROWS = {"cpu": 256, "cuda": 4096}
-# Numbers of keys that travel together between context-parallel ranks: little room at long context, and few messages at
-# short. On GPUs, where few heads leave processors idle, more; not timed yet.
+# Elements of keys that travel together between context-parallel ranks: a compromise between little memory at long
+# context and few messages at short. More on GPUs, because few heads leave processors idle; not timed yet.
 TRAVELLING = {"cpu": 2**19, "cuda": 2**23}
 
 
 def rows_at_a_time(vocabulary: int, device: str) -> int:
-    """Tokens whose logits exist together."""
+    """Return how many tokens have their logits in memory together."""
     return max(LOGITS_AT_A_TIME[device] // vocabulary, FEWEST_ROWS[device])
 
 
 def heads_at_a_time(heads: int, numbers: int, device: str) -> int:
-    """Key/value heads that travel together from one context-parallel rank to the next, each of so many numbers."""
+    """Return how many key/value heads of `numbers` numbers each travel together between context-parallel ranks."""
     return min(heads, -(-TRAVELLING[device] // numbers))
 
 
 def query_block(length: int) -> int:
-    """Queries in a block of attention on CPUs: four skip 3/8 of the square, and below 128 calls cost more."""
+    """Return the queries in an attention block on CPUs: 4 blocks skip 3/8 of the square; below 128 calls cost more."""
     return max(128, -(-length // 4))
 
 
 def visible_blocks(length: int, block: int, window: int | None = None) -> list[tuple[int, int, int]]:
-    """(first key, first query, end of both) of blocks of queries, each with the keys that any of them sees."""
+    """Return (first key, first query, end of both) of blocks of queries, with the keys that any of them sees."""
     starts = range(0, length, block)
     return [(max(0, start - (window or length) + 1), start, min(start + block, length)) for start in starts]
 
@@ -81,19 +82,19 @@ class Part(NamedTuple):
 
     hf: str  # Hugging Face's name
     rows: int
-    units: int  # heads, hidden units or tokens: what tensor parallelism shares out, if not more ranks than these
+    units: int  # heads, hidden units or tokens that tensor parallelism splits, if there are at least as many as ranks
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of the model; inside `Shape.block` names lack the block's prefix."""
+    """A parameter of the model; names in `Shape.block` lack the block's prefix."""
 
     name: str
     role: Role
     parts: tuple[Part, ...]  # one below the other
     columns: int | None = None  # None: a vector
-    experts: int = 1  # it is made of so many matrices alike, one below the other,
-    chosen: int = 1  # of which a token uses so many
+    experts: int = 1  # number of equal matrices stacked in it
+    chosen: int = 1  # number of these that a token uses
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -106,12 +107,12 @@ class Parameter:
 
     @property
     def active(self) -> int:
-        """Elements that one token uses."""
+        """Return the number of elements that one token uses."""
         return self.size // self.experts * self.chosen
 
     @property
     def flops(self) -> int:
-        """Of a forward pass, per token: 2 per multiply-add of a matrix product, nothing for look-ups, norms, biases."""
+        """Return the FLOPs of a forward pass per token: 2 per multiply-add of a matrix product, 0 for other roles."""
         return 2 * self.active if self.role in PRODUCTS else 0
 
     def of_block(self, number: int) -> Parameter:
@@ -123,7 +124,7 @@ class Latent(NamedTuple):
     """Dimensions of latent attention."""
 
     rank: int
-    queries: int | None  # rank of what queries come from
+    queries: int | None  # rank of the vector that queries come from; None: they come from the residual stream
     rotary: int  # of a head
 
 
@@ -135,14 +136,14 @@ class Experts:
     held: int  # by a rank
     chosen: int  # by a token
     hidden: int  # of one expert
-    shared: int  # hidden units that every token uses beside them
-    above: int  # blocks from this one on have it
-    biased: bool  # biases of the choice balance the load
+    shared: int  # hidden units of the feed-forward that every token uses
+    above: int  # first block that has experts
+    biased: bool  # whether the router has biases that balance the load
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of a model, or of one rank's share: a block with fewer heads and hidden units, and fewer tokens."""
+    """Dimensions of a model, or of one rank's share, with fewer heads, hidden units and tokens."""
 
     width: int
     depth: int
@@ -159,16 +160,16 @@ class Shape:
 
     @property
     def block(self) -> tuple[Parameter, ...]:
-        """The parameters of one block, in the model's order: of the last, for the first ones may have no experts."""
+        """Return the parameters of the last block, in order; the first blocks may have no experts."""
         return self.block_of(self.depth - 1)
 
     def block_of(self, number: int) -> tuple[Parameter, ...]:
-        """The parameters of block `number`, their names without its prefix."""
+        """Return the parameters of block `number`, without the prefix in their names."""
         experts = self.experts if self.experts is not None and number >= self.experts.above else None
         return _block(self, experts)
 
     def in_blocks(self, count: Callable[[Parameter], int]) -> int:
-        """The sum over the parameters of all blocks."""
+        """Return the sum of `count` over the parameters of all blocks."""
         above = self.experts.above if self.experts is not None else 0
         first, last = (sum(map(count, self.block_of(number))) for number in (0, self.depth - 1))
         return above * first + (self.depth - above) * last
@@ -181,7 +182,7 @@ class Shape:
 
     @property
     def outside(self) -> list[Parameter]:
-        """The parameters of no block: the table, the last norm and the head."""
+        """Return the parameters outside blocks: the table, the last norm and the head."""
         norm = Parameter("norm.weight", "last norm", (Part("model.norm.weight", self.width, 1),))
         table = self._table("embedding.weight", "tied" if self.tied else "embedding", "model.embed_tokens.weight")
         head = [] if self.tied else [self._table("head.weight", "head", "lm_head.weight")]
@@ -192,12 +193,12 @@ class Shape:
 
     @property
     def inner(self) -> int:
-        """Hidden units of a block that one token uses."""
+        """Return the hidden units of a block that one token uses."""
         return self.hidden if self.experts is None else self.experts.chosen * self.experts.hidden + self.experts.shared
 
     @property
     def table(self) -> int:
-        """Weights of the embedding, and of the head."""
+        """Return the number of weights of the embedding, which is also that of the head."""
         return self.vocabulary * self.width
 
     @property
@@ -206,12 +207,12 @@ class Shape:
 
     @property
     def block_matrices(self) -> int:
-        """Weights of a block that one token is multiplied with."""
+        """Return the weights of a block that one token is multiplied with."""
         return sum(parameter.flops for parameter in self.block) // 2
 
     @property
     def matrices(self) -> int:
-        """The same of all blocks."""
+        """Return the weights of all blocks that one token is multiplied with."""
         return self.in_blocks(lambda parameter: parameter.flops) // 2
 
 
@@ -275,13 +276,13 @@ def _latent(shape: Shape, latent: Latent) -> list[Parameter]:
 
 
 def _swiglu(name: str, width: int, hidden: int, *hf: str, chosen: int = 1) -> tuple[Parameter, Parameter]:
-    """Both matrices of a feed-forward, or of several alike, one below the other, that Hugging Face calls `hf`."""
-    several = hf or (name,)
-    first = [Part(f"{one}.{half}_proj.weight", hidden, hidden) for one in several for half in ("gate", "up")]
-    last = [Part(f"{one}.down_proj.weight", width, 1) for one in several]
+    """Return both matrices of a feed-forward, or of several stacked ones, named `hf` by Hugging Face."""
+    names = hf or (name,)
+    first = [Part(f"{prefix}.{half}_proj.weight", hidden, hidden) for prefix in names for half in ("gate", "up")]
+    last = [Part(f"{prefix}.down_proj.weight", width, 1) for prefix in names]
     return (
-        Parameter(f"{name}.gate_up.weight", "first", tuple(first), width, len(several), chosen),
-        Parameter(f"{name}.down.weight", "last", tuple(last), hidden, len(several), chosen),
+        Parameter(f"{name}.gate_up.weight", "first", tuple(first), width, len(names), chosen),
+        Parameter(f"{name}.down.weight", "last", tuple(last), hidden, len(names), chosen),
     )
 
 
@@ -326,21 +327,21 @@ def model_shape(model: ModelConfig) -> Shape:
 
 @dataclass(frozen=True)
 class Share(Shape):
-    """One rank's share of a model and micro-batch; with fewer key/value heads than ranks it holds all and uses one."""
+    """One rank's share of a model and micro-batch. With fewer key/value heads than ranks it holds all and uses one."""
 
     split: bool  # over more than one tensor-parallel rank
     kv_used: int  # key/value heads that are attended with
-    length: int  # tokens of a sequence that are this rank's
-    cp: int  # ranks that have the others
+    length: int  # tokens of a sequence on this rank
+    cp: int  # ranks that share a sequence
     sequences: int  # of a micro-batch
-    rows: int  # tokens of a micro-batch that the rank's residual stream holds: all, or its share of them
+    rows: int  # tokens of a micro-batch in the rank's residual stream: all, or its share with sequence parallelism
     precision: str  # fp32 | bf16 | fp16
-    window: int | None  # tokens that a token sees, itself included; None: all before it
-    documents: bool  # each token sees its own document alone
+    window: int | None  # maximum number of tokens that a token sees, itself included; None: all before it
+    documents: bool  # each token sees only its own document
     recompute: str  # none | selective | full
     device: str  # cpu | cuda
-    embeds: bool = True  # its first block is the model's
-    scores: bool = True  # its last one is, and the head follows
+    embeds: bool = True  # the embedding is here, before the first block
+    scores: bool = True  # the head is here, after the last block
 
     @property
     def itemsize(self) -> int:
@@ -353,8 +354,8 @@ class Share(Shape):
     @property
     def outside(self) -> list[Parameter]:
         embeds, scores = self.embeds, self.scores
-        there = {"embedding": embeds, "tied": embeds or scores, "last norm": scores, "head": scores}
-        return [parameter for parameter in super().outside if there[parameter.role]]
+        is_here = {"embedding": embeds, "tied": embeds or scores, "last norm": scores, "head": scores}
+        return [parameter for parameter in super().outside if is_here[parameter.role]]
 
 
 def share_of(config: RunConfig, device: str = "cuda") -> Share:
@@ -386,15 +387,15 @@ def share_of(config: RunConfig, device: str = "cuda") -> Share:
 
 
 def micro_batch_of(config: RunConfig) -> int:
-    """Sequences in one forward pass of a rank; unless told, as many as leave a pipeline enough passes."""
+    """Return the sequences in one forward pass of a rank; by default small enough to fill a pipeline."""
     parallel, share = config.parallel, config.optimizer.batch_size // config.parallel.dp
     if parallel.micro_batch_size or parallel.pp == 1:
         return parallel.micro_batch_size or share
-    multiple, wanted = parallel.pp if parallel.schedule == "interleaved" else 1, min(4 * parallel.pp, share)
-    passes = (count for count in range(wanted, share + 1) if share % count == 0 and count % multiple == 0)
+    multiple, fewest = parallel.pp if parallel.schedule == "interleaved" else 1, min(4 * parallel.pp, share)
+    passes = (count for count in range(fewest, share + 1) if share % count == 0 and count % multiple == 0)
     return share // next(passes, share)
 
 
 def micro_batches(config: RunConfig) -> int:
-    """Forward passes of a rank in one step."""
+    """Return the forward passes of a rank in one step."""
     return config.optimizer.batch_size // config.parallel.dp // micro_batch_of(config)

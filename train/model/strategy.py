@@ -1,4 +1,4 @@
-"""What a rank does in a forward pass where one process would do everything; `parallel/parallelize.py` makes it."""
+"""The steps of a forward pass where ranks communicate; `parallel/parallelize.py` builds them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def _same(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Strategy:
-    """The steps between which ranks communicate; the defaults are those of one process."""
+    """The steps of a forward pass where ranks communicate; the defaults are for one process."""
 
-    # Context parallelism: the rank's part of whole sequences, along a dimension; attention over the parts of all; and
-    # the mean over the parts of each sequence.
+    # Context parallelism: take this rank's part of whole sequences along a dimension; wrap the backend so that it
+    # attends over the parts of all ranks; average over the parts of each sequence.
     own: Callable[[Tensor, int], Tensor] = lambda x, dim: x
     attention: Callable[[Backend], Backend] | None = None
     mean: Callable[[Tensor], Tensor] = _same
-    # Tensor parallelism: to the tokens of all its ranks, and back; and the share of penalties that is this rank's,
-    # because its ranks work on the same tokens.
+    # Tensor parallelism: gather the tokens of all its ranks, and return to this rank's; and the rank's share of
+    # penalties, because its ranks compute them for the same tokens.
     enter: Callable[[Tensor], Tensor] = _same
     leave: Callable[[Tensor], Tensor] = _same
     share: float = 1.0
-    # Expert parallelism: (experts, tokens, routing) to the sum over each token's rows.
+    # Expert parallelism: (experts, tokens, routing) -> the sum over each token's rows.
     experts: Callable[[Any, Tensor, Any], Tensor] = lambda experts, x, routing: experts(x, routing)
 
 

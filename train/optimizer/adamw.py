@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 def adamw(weight: Tensor, gradient: Tensor, moments: Sequence[Tensor], step: Step, options: Options) -> None:
-    """Update a vector by its gradient over `step.divisor`."""
-    import torch  # not at the top: the registry is read by planning
+    """Update a vector by its gradient divided by `step.divisor`."""
+    import torch  # not at the top, because planning imports the registry without torch
 
-    # What torch.optim.AdamW(fused=True) calls, without what it adds: a copy, a sum and a difference of `count` for
-    # every call, each a kernel of its own.
+    # The op inside torch.optim.AdamW(fused=True), without its three extra kernels per call: a copy, a sum and a
+    # difference of the step count.
     first, second = moments
     torch._fused_adamw_(
         [weight],

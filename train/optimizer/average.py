@@ -1,7 +1,7 @@
-"""Averages of the weights over the last steps: which there are, and how each takes the newest weights in. No torch.
+"""Averages of the weights over the last steps, and how each takes in the newest weights. No torch.
 
-The loss of an average at a constant rate comes near that of a run that cools down there (Haegele et al. 2024). What an
-average covers grows with the run and never depends on its end, so that runs of one trunk share it too.
+The loss of an average at a constant rate is close to that of a run that cools down there (Haegele et al. 2024). The
+averaged range grows with the run and does not depend on its end, so runs of one trunk share averages.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from ..config import AverageConfig
 
 
 def copies(average: AverageConfig) -> int:
-    """Copies of the weights that are kept: one per span of `ema`, two of `window`."""
+    """Return the number of averaged copies: one per span of `ema`, two of `window`."""
     return len(average.kept) * (2 if average.kind == "window" else 1)
 
 
 def newest_shares(average: AverageConfig, step: int) -> list[float]:
-    """The share of the newest weights in each copy after step (1-based); what was in the copy keeps the rest.
+    """Return the share of the newest weights in each copy after a step (1-based); the old content keeps the rest.
 
-    ema: ages of the weights in it have the mean that a window of `span` times the steps would have (a power function
-    of the step: Karras et al. 2024, arXiv 2312.02696, section 3.1). window: a plain mean, begun anew every other block.
+    ema: the mean age of its weights is that of a window of `span` times the steps (a power function of the step: Karras
+    et al. 2024, arXiv 2312.02696, section 3.1). window: a plain mean, restarted every other block.
     """
     if average.kind == "ema":
         return [min(1.0, (2 / span - 1) / step) for span in average.kept]
@@ -28,7 +28,7 @@ def newest_shares(average: AverageConfig, step: int) -> list[float]:
 
 
 def whole_copies(average: AverageConfig, step: int) -> dict[float, int]:
-    """Span -> the copy that is its average after `step`: of two windows the one that began first."""
+    """Return span -> the copy that is its average after `step`; of two windows the one that began first."""
     if average.kind == "ema":
         return {span: copy for copy, span in enumerate(average.kept)}
     begins = {span: _begins(span, step) for span in average.kept}
@@ -36,12 +36,12 @@ def whole_copies(average: AverageConfig, step: int) -> dict[float, int]:
 
 
 def averaged_name(average: AverageConfig, span: float) -> str:
-    """What the held-out loss of an average is called in metrics.jsonl, summary.json and tables."""
+    """Return the name of an average's held-out loss in metrics.jsonl, summary.json and tables."""
     return f"val_loss_{average.kind}_{span:g}"
 
 
 def _begins(span: float, step: int) -> tuple[int, int]:
-    """First steps of the windows in the two copies, which take turns with blocks that grow with the run."""
+    """Return the first steps of the windows in the two copies, which alternate over blocks that grow with the run."""
     begins, block, first = [1, 1], 0, 1
     while (after := max(first + 1, math.ceil(first * (1 + span)))) <= step:
         block, first = block + 1, after

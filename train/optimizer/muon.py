@@ -3,10 +3,10 @@
     M <- mu M + (1 - mu) G        U = (1 - mu) G + mu M (Nesterov)
     O = sqrt(rows / columns) * NewtonSchulz(U)        W <- W - rate (O + decay W)
 
-The scale is the spectral condition, under which one rate serves all widths: an update's spectral norm is about
-sqrt(fan_out / fan_in), as the weights' is (Yang, Simon and Bernstein 2023, arXiv 2310.17813; Large et al. 2024, arXiv
+The scale is the spectral condition, with which one rate serves all widths: the spectral norm of an update is about
+sqrt(fan_out / fan_in), as is the weights' (Yang, Simon and Bernstein 2023, arXiv 2310.17813; Large et al. 2024, arXiv
 2405.14813; Bernstein and Newhouse 2024, arXiv 2409.20325). Moonlight's 0.2 sqrt(max(rows, columns)) (arXiv 2502.16982)
-fixes the size of an element instead, whose best rate falls with the width.
+fixes the size of an element instead, and its best rate falls with the width.
 """
 
 # ruff: noqa: RUF009  later() makes fields
@@ -22,17 +22,17 @@ from .optimizer import MATRICES, Optimizer, State, Step, WholeMatrices
 if TYPE_CHECKING:
     from torch import Tensor
 
-A, B, C = 3.4445, -4.7750, 2.0315  # of the quintic a x + b x^3 + c x^5, steepest at 0
-ITERATIONS = 5
-SMALLEST_NORM = 1e-7
-AT_A_TIME = 2**20  # elements of the matrices in one batched product, which should stay in a cache
+A, B, C = 3.4445, -4.7750, 2.0315  # of the quintic a x + b x^3 + c x^5, steepest at 0 (Jordan et al. 2024)
+ITERATIONS = 5  # as in Jordan et al. 2024
+SMALLEST_NORM = 1e-7  # avoids a division by zero
+AT_A_TIME = 2**20  # elements of the matrices in one batched product, which should fit in a cache; chosen by hand
 
 
 @dataclass
 class MuonOptions:
-    """Muon, for the matrices of the blocks; all else is AdamW's."""
+    """Options of Muon, for the matrices of the blocks; AdamW updates all other parameters."""
 
-    matrix_multiplier: Positive = later(3.0)  # their rate, whatever their width, as a multiple of learning_rate
+    matrix_multiplier: Positive = later(3.0)  # their rate at every width, as a multiple of learning_rate
     momentum: Share = later(0.95)
     iteration_precision: Annotated[str, ("fp32", "bf16")] = later("fp32")
 
@@ -40,16 +40,16 @@ class MuonOptions:
 def direction(
     gradient: Tensor, moments: Sequence[Tensor], options: MuonOptions, divisor: Tensor | None, skipped: Tensor
 ) -> Tensor:
-    """U, a vector in the iteration's number format; changes gradient and moment, but not the moment when skipped."""
-    import torch  # not at the top: the registry is read by planning
+    """Return U, a vector in the iteration's format. Overwrites the gradient, and unless `skipped` the moment."""
+    import torch  # not at the top, because planning imports the registry without torch
 
     (moment,) = moments
     result = torch.empty_like(gradient, dtype=torch.bfloat16) if options.iteration_precision == "bf16" else gradient
-    share, none = 1 - options.momentum, skipped.bool()
+    share, is_skipped = 1 - options.momentum, skipped.bool()
     factor, keep = share if divisor is None else share / divisor, options.momentum + share * skipped.double()
-    # Each operation rounds by itself: fused ones would round the last elements of a vector differently.
+    # Separate operations, because fused ones would round the last elements of a vector differently.
     for g, m, u in pieces(gradient, moment, result):
-        g.mul_(factor).masked_fill_(none, 0.0)
+        g.mul_(factor).masked_fill_(is_skipped, 0.0)
         m.mul_(keep).add_(g)
         u.copy_(g.add_(m * options.momentum))
     return result
@@ -58,13 +58,13 @@ def direction(
 def orthogonalise(matrices: Tensor, *unused: Any) -> None:
     """Replace each U by O, in place: (..., rows, columns)."""
     rows, columns = matrices.shape[-2:]
-    for some in matrices.flatten(0, -3).split(max(1, AT_A_TIME // (rows * columns))):
-        x = some / some.flatten(1).norm(dim=1).clamp(min=SMALLEST_NORM)[:, None, None]
+    for batch in matrices.flatten(0, -3).split(max(1, AT_A_TIME // (rows * columns))):
+        x = batch / batch.flatten(1).norm(dim=1).clamp(min=SMALLEST_NORM)[:, None, None]
         for _ in range(ITERATIONS):
             gram = x @ x.mT if rows <= columns else x.mT @ x  # the smaller one
             power = gram.baddbmm(gram, gram, beta=B, alpha=C)
             x = x.baddbmm(power, x, beta=A) if rows <= columns else x.baddbmm(x, power, beta=A)
-        some.copy_(x.mul_((rows / columns) ** 0.5))
+        batch.copy_(x.mul_((rows / columns) ** 0.5))
 
 
 def muon(weight: Tensor, direction: Tensor, states: Sequence[Tensor], step: Step, options: MuonOptions) -> None:
@@ -76,15 +76,15 @@ def muon(weight: Tensor, direction: Tensor, states: Sequence[Tensor], step: Step
 
 
 def pieces(*vectors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Of all vectors the same elements, as many as a core's second cache holds, for several operations on each."""
-    from ..hardware import on_gpu  # not at the top: the registry is read by planning, without torch
+    """Yield matching pieces of the vectors; on CPUs they fit a core's L2 cache during several operations."""
+    from ..hardware import on_gpu  # not at the top, because planning imports the registry without torch
 
     size = max(1, len(vectors[0])) if on_gpu(vectors[0]) else 2**15
     return zip(*(vector.split(size) for vector in vectors), strict=True)
 
 
 def flops(rows: int, columns: int) -> int:
-    """Of the iterations' matrix products: X X^T, its square, and their product with X."""
+    """Return the FLOPs of the iterations' matrix products: X X^T, its square, and their product with X."""
     n, m = sorted((rows, columns))
     return ITERATIONS * (4 * n * n * m + 2 * n**3)
 

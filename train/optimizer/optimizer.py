@@ -1,6 +1,6 @@
-"""What an optimizer declares: its update, the state that it keeps of each parameter, and what it needs whole. No torch.
+"""The declaration of an optimizer: its update, its state per parameter, and what it needs whole. No torch.
 
-Everything that holds, saves or counts state follows the declaration: ZeRO, checkpoints, the memory estimate.
+ZeRO, checkpoints and the memory estimate follow the declaration.
 """
 
 # ruff: noqa: RUF009  later() makes fields
@@ -20,7 +20,7 @@ MATRICES = ("first", "latent", "last")  # roles of the matrices inside blocks, s
 
 @dataclass
 class Options:
-    """An optimizer with decoupled weight decay, and the rule that gives every width its learning rate.
+    """Options of an optimizer with decoupled weight decay, and the rule for the learning rate at every width.
 
     Matrices whose fan-in grows with the width get `learning_rate * base_width / width`; embeddings and norms keep
     `learning_rate * embedding_multiplier` (muP for Adam, Yang et al. 2022, Table 8).
@@ -28,8 +28,8 @@ class Options:
 
     learning_rate: Positive = 6e-3  # at base_width
     base_width: Count9 = 64
-    width_exponent: Exponent = 1.0  # matrices' rate ~ (base_width / width)^exponent; 0: fixed
-    base_depth: Count9 | None = later(None)  # learning rates then serve every depth too (CompleteP); None: width alone
+    width_exponent: Exponent = 1.0  # matrices' rate ~ (base_width / width)^exponent; 0: the same at every width
+    base_depth: Count9 | None = later(None)  # if set, learning rates serve every depth, too (CompleteP)
     embedding_multiplier: Positive = 4.0  # learning rate of embeddings and norms, as a multiple of learning_rate
     beta1: Share = 0.9
     beta2: Share = 0.95
@@ -41,22 +41,22 @@ class Options:
 
 
 class Step(NamedTuple):
-    """The numbers of one update. Tensors are () on the device, so that nothing waits for them."""
+    """The numbers of one update. Tensors are () on the device, so that no step waits for them."""
 
     rate: Tensor
     decay: float
     eps: float
     number: Tensor  # of this update, from 1
     divisor: Tensor | None  # of the gradient: loss scale and clipping
-    skipped: Tensor  # 1.0: nothing may change, neither weights nor state; else 0.0
+    skipped: Tensor  # 1.0: weights and state must not change; else 0.0
 
 
 class State(NamedTuple):
-    """A tensor of zeros that an optimizer keeps of a parameter; in a checkpoint it is `<parameter>.<name>`."""
+    """A tensor that an optimizer stores per parameter, initially zero; in a checkpoint `<parameter>.<name>`."""
 
     name: str
-    # Elements for a matrix of so many rows and columns, kept where that is worked on whole (`WholeMatrices`); None: one
-    # for each element of the parameter, kept where that is.
+    # (rows, columns) -> elements per whole matrix, stored on the rank that updates it (`WholeMatrices`); None: one
+    # element per element of the parameter, stored with it.
     size: Callable[[int, int], int] | None = None
     dtype: str = "fp32"  # fp32 (as master weights) | bf16
 
@@ -66,25 +66,25 @@ class State(NamedTuple):
 
 
 class WholeMatrices(NamedTuple):
-    """What an optimizer does that needs every matrix whole, between gradient and update."""
+    """The part of an update that needs whole matrices, between gradient and weights."""
 
-    # Of vectors: (gradient, elementwise state, options, divisor, skipped) to what `transform` gets as matrices.
+    # Vectors (gradient, elementwise state, options, divisor, skipped) -> the vector that `transform` gets as matrices.
     direction: Callable[..., Tensor]
-    # (matrices (k, rows, columns), their own state (k, size) each, options, skipped), in place; the result takes the
-    # gradient's place in the update.
+    # (matrices (k, rows, columns), their states (k, size), options, skipped), in place; the update then uses the result
+    # instead of the gradient.
     transform: Callable[..., None]
-    flops: Callable[[int, int], int]  # rows and columns of a matrix to its products' FLOPs in one update
-    itemsize: Callable[[Any], int] = lambda options: 4  # bytes of an element of the directions, by the options
-    scratch: int = 0  # elements that `transform` allocates at a time, at most, beside a copy of its matrices
+    flops: Callable[[int, int], int]  # (rows, columns) -> FLOPs of a matrix's products in one update
+    itemsize: Callable[[Any], int] = lambda options: 4  # options -> bytes per element of the directions
+    scratch: int = 0  # maximum elements that `transform` allocates in addition to a copy of its matrices
 
 
 class Optimizer(NamedTuple):
-    # Of vectors: (weight, gradient, elementwise state, step, options), in place.
+    # Vectors (weight, gradient, elementwise state, step, options), in place.
     update: Callable[..., None]
     states: tuple[State, ...] = ()
-    roles: tuple[str, ...] = ()  # of the parameters that it updates, see `model/shape.py`; all others are AdamW's
+    roles: tuple[str, ...] = ()  # roles that it updates, see `model/shape.py`; AdamW updates all others
     whole: WholeMatrices | None = None
-    rate: Callable[[Any], float] | None = None  # of matrices, one for every width; None: muP's
+    rate: Callable[[Any], float] | None = None  # options -> rate of matrices at every width; None: muP's rule
 
     @property
     def elementwise(self) -> tuple[State, ...]:

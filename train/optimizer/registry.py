@@ -1,6 +1,6 @@
-"""The optimizers by `optimizer.kind`. No torch, so that planning knows what each keeps and costs.
+"""The optimizers by `optimizer.kind`. No torch, so that planning can read what each stores and costs.
 
-To add one: its file, with its options and its declaration, and here its line and its options.
+To add one, write its file with options and declaration, and register both here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .sign import SIGN
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "adamw": ADAMW,
-    "sign": SIGN,  # updates the biases of routers, whatever the kind
+    "sign": SIGN,  # updates the biases of routers, for every kind
     "muon": MUON,
 }
 KINDS = tuple(kind for kind in OPTIMIZERS if kind != "sign")
@@ -29,6 +29,6 @@ def kind_of(role: str, kind: str) -> str:
 
 @dataclass
 class OptimizerConfig(MuonOptions, Options):
-    """The group `optimizer` of a config: what every optimizer has, and the options of each."""
+    """The group `optimizer` of a config: common options, and the options of each optimizer."""
 
-    kind: Annotated[str, KINDS] = later("adamw")  # of the parameters with its roles; all others are AdamW's
+    kind: Annotated[str, KINDS] = later("adamw")  # updates the parameters with its roles; AdamW updates all others

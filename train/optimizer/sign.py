@@ -1,4 +1,4 @@
-"""Steps of one size against a gradient's sign, for the biases of routers (Wang et al. 2024, arXiv 2408.15664)."""
+"""Fixed-size steps against a gradient's sign, for the biases of routers (Wang et al. 2024, arXiv 2408.15664)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Flat buckets: which elements of which parameters lie side by side, and which of them a rank owns. Pure.
+"""Flat buckets: the order of parameters in a bucket, and the slice that each rank owns. Pure.
 
-A bucket is cut into one equal slice per data-parallel rank. Parameters of one learning rate and weight decay are
-neighbours in it. Padding is zero forever: optimizers leave a zero with a zero gradient at zero.
+A bucket is cut into one equal slice per data-parallel rank. Parameters with the same learning rate and weight decay are
+adjacent in it. Padding stays zero: optimizers leave a zero with a zero gradient at zero.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .layout import Piece, Placement  # which needs torch, and the planner reads this file
+    from .layout import Piece, Placement  # layout.py needs torch; the planner reads this file without it
 
-ALIGNMENT = 8  # elements: 16 bytes of bf16, which is what vectorised loads and matrix products ask for
+ALIGNMENT = 8  # elements: 16 bytes of bf16, which vectorised loads and matrix products require
 
 BUCKET_MB = 25.0  # MiB of gradients that travel together; PyTorch's DistributedDataParallel has the same default
 
@@ -23,7 +23,7 @@ Range = tuple[int, int]  # start, stop
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one flattened parameter lies in its bucket."""
+    """The place of a flattened parameter in its bucket."""
 
     name: str
     start: int
@@ -38,28 +38,28 @@ class BucketLayout:
     slots: tuple[Slot, ...]
     size: int  # elements, padding included; a multiple of ranks
     ranks: int
-    experts: bool = False  # of experts, which other ranks have than all else
-    ends: bool = False  # a tied table, which both ends of a pipeline have
-    chunk: int = 0  # of a pipeline rank's blocks
+    experts: bool = False  # holds experts, which fewer ranks share
+    ends: bool = False  # holds a tied table, which both ends of a pipeline have
+    chunk: int = 0  # of the pipeline rank's blocks
 
     def owned(self, rank: int) -> Range:
         share = self.size // self.ranks
         return rank * share, (rank + 1) * share
 
     def start_of(self, group: int) -> int:
-        """Where parameters of this group, and of those after it, begin."""
+        """Return where parameters of this group and later ones begin."""
         return next((slot.start for slot in self.slots if slot.group >= group), self.size)
 
     @property
     def padding(self) -> list[Range]:
-        """Elements that are no parameter's."""
+        """Return the ranges that belong to no parameter."""
         stops = [0, *(slot.stop for slot in self.slots)]
         starts = [*(slot.start for slot in self.slots), self.size]
         return [(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start]
 
     @property
     def segments(self) -> list[tuple[int, Range]]:
-        """(group, range) of neighbours that share a learning rate and weight decay; together the whole bucket."""
+        """Return (group, range) of adjacent parameters with the same rates; together they cover the bucket."""
         firsts = [slot for i, slot in enumerate(self.slots) if i == 0 or self.slots[i - 1].group != slot.group]
         stops = [*(slot.start for slot in firsts[1:]), self.size]
         return [(slot.group, (slot.start, stop)) for slot, stop in zip(firsts, stops, strict=True)]
@@ -68,7 +68,7 @@ class BucketLayout:
 def pack_bucket(
     names: Sequence[str], sizes: Mapping[str, int], groups: Mapping[str, int], ranks: int, experts: bool = False
 ) -> BucketLayout:
-    """One bucket of these parameters; sizes in elements, groups as numbers."""
+    """Return one bucket of these parameters; sizes in elements, groups as numbers."""
     slots, end = [], 0
     for name in sorted(names, key=lambda name: groups[name]):  # stable: otherwise in the order given
         slots.append(Slot(name, end, end + sizes[name], groups[name]))
@@ -77,12 +77,12 @@ def pack_bucket(
 
 
 def bucket_limit(itemsize: int) -> int:
-    """Return how many elements of so many bytes travel together."""
+    """Return the number of elements of `itemsize` bytes that travel together."""
     return max(1, int(BUCKET_MB * 2**20 / itemsize))
 
 
 def fill(names: Iterable[str], sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names in the order given, in runs of at most `limit` elements; a parameter beyond the limit is alone."""
+    """Split names, in order, into runs of at most `limit` elements; a larger parameter gets a separate run."""
     runs: list[list[str]] = []
     held = limit
     for name in names:
@@ -97,10 +97,10 @@ def fill(names: Iterable[str], sizes: Mapping[str, int], limit: int) -> list[lis
 def bucket_layouts(
     sizes: Mapping[str, int], groups: Mapping[str, int], limit: int, ranks: int, *, gathered: bool, ep: int = 1
 ) -> list[BucketLayout]:
-    """All parameters, in forward order, as buckets in backward order; `gathered` as stage 3 gathers them together.
+    """Return buckets in backward order for parameters in forward order.
 
-    That is the final norm with the head (and a tied table), each block, and an untied table. With ep > 1 experts have
-    buckets of their own, of ranks / ep ranks.
+    With `gathered`, as ZeRO-3 needs: the final norm with the head (and a tied table), each block, and an untied table.
+    With ep > 1 experts have separate buckets, of ranks / ep ranks.
     """
     backward = list(sizes)[::-1]
     runs = _gathered(backward) if gathered else fill(backward, sizes, limit)
@@ -120,15 +120,17 @@ def _gathered(backward: Sequence[str]) -> list[list[str]]:
         units.setdefault(".".join(name.split(".")[:2]) if name.startswith("blocks.") else name, []).append(name)
     table, norm = units.pop("embedding.weight"), units.pop("norm.weight")
     head = units.pop("head.weight", None)
-    # A tied table last, as the look-up's share of its gradient is: buckets are summed in order, and would wait for it.
+    # A tied table comes last, because its gradient is complete only after the look-up's backward pass, and buckets are
+    # summed in order.
     return [*units.values(), norm + table] if head is None else [head + norm, *units.values(), table]
 
 
 def counted(
     bucket: BucketLayout, placements: Mapping[str, Placement], tp_rank: int, left_out: Container[int] = ()
 ) -> list[Range]:
-    """Ranges whose squares a tensor-parallel rank adds to the gradient norm: its own pieces, and on the first shared
-    ones, but for groups that are left out.
+    """Return ranges whose squares a tensor-parallel rank adds to the gradient norm.
+
+    These are its own pieces, and on the first rank the shared ones. `left_out` groups are not counted.
     """
     return _merge(
         (r, (tp_rank == 0 or not piece.shared) and group not in left_out)
@@ -137,14 +139,12 @@ def counted(
 
 
 def partial(bucket: BucketLayout, placements: Mapping[str, Placement]) -> list[Range]:
-    """Ranges whose gradient on a tensor-parallel rank is one term of a sum; the same on all of them."""
+    """Return ranges whose gradient on a tensor-parallel rank is one term of a sum; the same on all ranks."""
     return _merge((r, piece.partial) for r, _, piece in _pieces(bucket, placements))
 
 
 def _pieces(bucket: BucketLayout, placements: Mapping[str, Placement]) -> Iterator[tuple[Range, int, Piece]]:
-    """Pieces with their groups in ascending order; together the whole bucket, for padding is given to the piece before
-    it.
-    """
+    """Yield ranges with their groups and pieces, in order; padding counts as part of the piece before it."""
     ends = [*(slot.start for slot in bucket.slots[1:]), bucket.size]
     for slot, end in zip(bucket.slots, ends, strict=True):
         start, pieces = slot.start, placements[slot.name].pieces
@@ -156,18 +156,18 @@ def _pieces(bucket: BucketLayout, placements: Mapping[str, Placement]) -> Iterat
 
 
 def _merge(ranges: Iterable[tuple[Range, bool]]) -> list[Range]:
-    """Those of adjoining ranges that are wanted, with neighbours joined."""
+    """Return the selected ranges, adjacent ones joined."""
     merged: list[Range] = []
-    for (start, stop), wanted in ranges:
-        if wanted and merged and merged[-1][1] == start:
+    for (start, stop), is_selected in ranges:
+        if is_selected and merged and merged[-1][1] == start:
             merged[-1] = (merged[-1][0], stop)
-        elif wanted:
+        elif is_selected:
             merged.append((start, stop))
     return merged
 
 
 def clip(ranges: Iterable[Range], owned: Range) -> list[Range]:
-    """The parts of ranges that lie in a slice, counted from the slice's start."""
+    """Return the parts of ranges inside a slice, relative to the start of the slice."""
     first, last = owned
     return [
         (max(start, first) - first, min(stop, last) - first)

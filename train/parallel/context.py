@@ -1,12 +1,11 @@
-"""Context parallelism: every sequence shared out over the cp ranks, whose keys and values travel round a ring while
-blocks of attention compute.
+"""Context parallelism: each sequence is split over the cp ranks. Keys and values travel round a ring during attention.
 
 Special here:
-- rank r has the pieces r and 2 cp - 1 - r of 2 cp, so that all have the same causal work at every step of the ring;
-- a rank's tokens stay in their order, so what a query sees of anybody's keys is one range, and each step one product;
-- heads go round the ring some at a time, where tokens are many: what travels takes less room than what stays;
-- partial results are merged in fp32 by their log-sum-exp. The backward pass hands every block the whole one, so that
-  the partial derivatives are those of the whole softmax; those of keys and values travel with them, and end at home.
+- Rank r has the pieces r and 2 cp - 1 - r of 2 cp, so that all ranks have equal causal work at every step of the ring.
+- A rank's tokens stay in order, so what a query sees of a rank's keys is one range, and each step is one product.
+- With many tokens, heads go round the ring a few at a time, to use less memory.
+- Partial results are merged in fp32 by their log-sum-exp. The backward pass uses the final one in every block, so that
+  partial derivatives are those of the whole softmax. Those of keys and values travel with them back to their rank.
 
 Liu et al. 2023, arXiv 2310.01889; Grattafiori et al. 2024 (Llama 3), arXiv 2407.21783, section 3.3.2.
 """
@@ -27,7 +26,7 @@ from ..hardware import on_gpu
 from ..model.backends import Backend
 from ..model.shape import heads_at_a_time, query_block
 
-# Queries of a rank and keys of a source; and query i of these sees the keys up to so many after i of those.
+# (queries of this rank, keys of a source, ahead): query i of the slice sees keys up to i + ahead of the slice.
 Pair = tuple[slice, slice, int]
 DENSE = torch.contiguous_format
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -35,7 +34,7 @@ _derive = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def own_part(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """This rank's two pieces of the sequence along a dimension."""
+    """Return this rank's two pieces of the sequence along a dimension."""
     pieces = x.unflatten(dim, (2 * group.size(), -1)).unbind(dim)
     return torch.cat([pieces[piece] for piece in _pieces(group.size(), group.rank())], dim)
 
@@ -45,20 +44,20 @@ def _pieces(cp: int, rank: int) -> tuple[int, int]:
 
 
 def mean_over_parts(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The mean over the parts of each sequence."""
+    """Return the mean over the parts of each sequence."""
     x = x / group.size()
     dist.all_reduce(x, group=group)
     return x
 
 
 def plain_pairs(cp: int, rank: int, source: int, piece: int) -> list[Pair]:
-    """Where a query sees all before it: one product, of 2 x 1 pieces, or at home of the triangle of 2 x 2."""
+    """Return the pair of a source without a mask: 2 x 1 pieces, or of this rank the triangle of 2 x 2 pieces."""
     first, last, both = slice(0, piece), slice(piece, 2 * piece), slice(0, 2 * piece)
     return [(both, both, 0) if source == rank else (both, first, piece) if source < rank else (last, both, 2 * piece)]
 
 
 def masked_pairs(cp: int, rank: int, source: int, piece: int, window: int | None, block: int) -> Iterator[Pair]:
-    """Blocks of queries, each with the keys of a source that any of them may see; none where that is none."""
+    """Yield blocks of queries, each with the keys of a source that any of them may see, if there are any."""
     for half, number in enumerate(_pieces(cp, rank)):
         for start in range(0, piece, block):
             stop = min(start + block, piece)
@@ -70,37 +69,41 @@ def masked_pairs(cp: int, rank: int, source: int, piece: int, window: int | None
 
 
 def _before(position: int, cp: int, source: int, piece: int) -> int:
-    """How many of a source's tokens come before a position."""
+    """Return how many of a source's tokens precede a position."""
     return sum(min(max(position - number * piece, 0), piece) for number in _pieces(cp, source))
 
 
 def _send_on(sent: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-    """Starts a tensor's way to the next rank of the ring; what is given waits for that of the rank before."""
+    """Start to send a tensor to the next rank; returns a function that waits for the tensor of the previous rank."""
     cp, rank, received = group.size(), group.rank(), torch.empty_like(sent)
-    there = P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % cp)
-    here = P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % cp)
-    return partial(_arrived, dist.batch_isend_irecv([there, here]), sent, received)
+    send = P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % cp)
+    receive = P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % cp)
+    return partial(_arrived, dist.batch_isend_irecv([send, receive]), sent, received)
 
 
-def _arrived(works: list[dist.Work], *kept: Tensor) -> Tensor:
+def _arrived(works: list[dist.Work], *tensors: Tensor) -> Tensor:
+    """Wait for the messages, then return the received tensor. `tensors` keeps the sent one alive until then."""
     for work in works:
         work.wait()
-    return kept[-1]
+    return tensors[-1]
 
 
 @dataclass(frozen=True)
 class Ring(Backend):
-    """Attention of this rank's queries over the keys of all, each step by the backend's own kernel."""
+    """Attention of this rank's queries over the keys of all ranks, each step by the backend's kernel."""
 
     group: ProcessGroup
     attention: Callable[..., Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        # Here and not on a function, because that imports the compiler wherever a process trains.
+        # Not a decorator: that would import the compiler in every process that trains.
         object.__setattr__(self, "attention", torch.compiler.disable(_Attention.apply))
 
     def seen(self, tokens: Tensor, first: Tensor | None, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """The first position that each own query sees, (batch, time / cp), or (1, time / cp) for all rows; None: 0."""
+        """Return the first position that each of this rank's queries sees, (batch or 1, time / cp); None: 0.
+
+        With 1, it holds for all rows.
+        """
         first = super().seen(tokens, first, window, dtype)
         if first is None:
             return None
@@ -112,58 +115,63 @@ class Ring(Backend):
         return self.attention(query, key, value, seen, self, window)
 
     def steps(
-        self, here: Tensor, seen: Tensor | None, window: int | None
+        self, key_value: Tensor, seen: Tensor | None, window: int | None
     ) -> Iterator[tuple[Tensor, list[tuple[Pair, Tensor | None]]]]:
-        """Keys and values (2, batch, time, kv_heads, d) that are here, while the next ones come, and what sees them:
-        pairs, each with the first key that every query of it sees.
+        """Yield the keys and values of one rank after the other, (2, batch, time, kv_heads, d), with their pairs.
+
+        Meanwhile the next ones arrive. Each pair comes with the first key that every query of it sees, or None.
         """
-        cp, rank, piece = self.group.size(), self.group.rank(), here.shape[2] // 2
+        cp, rank, piece = self.group.size(), self.group.rank(), key_value.shape[2] // 2
         block = piece if self.name == "ours" else query_block(piece)
         for source in [(rank - step) % cp for step in range(cp)]:
-            arrived = _send_on(here, self.group) if source != (rank + 1) % cp else None  # the last
+            # The last step sends nothing.
+            arrived = _send_on(key_value, self.group) if source != (rank + 1) % cp else None
             if seen is None:
-                yield here, [(pair, None) for pair in plain_pairs(cp, rank, source, piece)]
+                yield key_value, [(pair, None) for pair in plain_pairs(cp, rank, source, piece)]
             else:
                 low, high = ((seen - number * piece).clamp_(0, piece) for number in _pieces(cp, source))
                 first = low + high
                 pairs = masked_pairs(cp, rank, source, piece, window, block)
                 yield (
-                    here,
-                    [(own, (first[:, own[0]] - own[1].start).clamp_(0).expand(len(here[0]), -1)) for own in pairs],
+                    key_value,
+                    [
+                        (pair, (first[:, pair[0]] - pair[1].start).clamp_(0).expand(len(key_value[0]), -1))
+                        for pair in pairs
+                    ],
                 )
             if arrived is not None:
-                here = arrived()
+                key_value = arrived()
 
-    def forward(self, query: Tensor, here: Tensor, ahead: int, first: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Output (batch, time, heads, d) and log-sum-exp (batch, heads, time), -inf where a query sees nothing."""
+    def forward(self, query: Tensor, key_value: Tensor, ahead: int, first: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return output (batch, time, heads, d) and log-sum-exp (batch, heads, time), -inf if a query sees nothing."""
         if self.name == "ours":
-            return torch.ops.isoflop.flash_forward(query, *here, first, query.shape[-1] ** -0.5, ahead)
-        mask, blind = _mask(query, here.shape[2], ahead, first)
-        inputs = (x.transpose(1, 2) for x in (query, *here))
+            return torch.ops.isoflop.flash_forward(query, *key_value, first, query.shape[-1] ** -0.5, ahead)
+        mask, blind = _mask(query, key_value.shape[2], ahead, first)
+        inputs = (x.transpose(1, 2) for x in (query, *key_value))
         out, lse = _attend(*inputs, 0.0, mask is None and ahead == 0, attn_mask=mask)
         return out.transpose(1, 2), lse if blind is None else lse.masked_fill(blind, float("-inf"))
 
     def backward(
-        self, forward: tuple[Tensor, ...], here: Tensor, ahead: int, first: Tensor | None
+        self, forward: tuple[Tensor, ...], key_value: Tensor, ahead: int, first: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Derivatives of query, key and value, given the log-sum-exp over all keys there are."""
+        """Return derivatives of query, key and value, from the log-sum-exp over the keys of all ranks."""
         grad, query, out, lse = forward
         if self.name == "ours":
             scale = query.shape[-1] ** -0.5
-            return torch.ops.isoflop.flash_backward(grad, query, *here, out, lse, first, scale, ahead)
-        mask, _ = _mask(query, here.shape[2], ahead, first)
-        inputs = (x.transpose(1, 2) for x in (grad, query, *here, out))
+            return torch.ops.isoflop.flash_backward(grad, query, *key_value, out, lse, first, scale, ahead)
+        mask, _ = _mask(query, key_value.shape[2], ahead, first)
+        inputs = (x.transpose(1, 2) for x in (grad, query, *key_value, out))
         grads = _derive(*inputs, lse, 0.0, mask is None and ahead == 0, attn_mask=mask)
         return tuple(x.transpose(1, 2) for x in grads)
 
 
 def ring_over(backend: Backend, group: ProcessGroup) -> Ring:
-    """Attention by a backend's kernel over the parts of all ranks."""
+    """Return attention by a backend's kernel over the parts of all ranks."""
     return Ring(backend.name, backend.kernel, "first", group)
 
 
 def _mask(query: Tensor, keys: int, ahead: int, first: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """What is added to the scores, (batch, 1, queries, keys), and the queries that see nothing, (batch, 1, queries)."""
+    """Return the mask to add to scores, (batch, 1, queries, keys), and the blind queries, (batch, 1, queries)."""
     if first is None:
         return None, None
     row, column = (torch.arange(count, device=query.device) for count in (query.shape[1], keys))
@@ -174,12 +182,12 @@ def _mask(query: Tensor, keys: int, ahead: int, first: Tensor | None) -> tuple[T
 
 
 class _Attention(torch.autograd.Function):
-    """With O_s, L_s the output and log-sum-exp of step s of the ring, over the keys that were here:
+    """With O_s, L_s the output and log-sum-exp of step s of the ring:
 
         forward   L = log sum_s exp L_s,   O = sum_s exp(L_s - L) O_s
         backward  P_s = exp(S_s - L);  dV_s = P_s^T dO,  dS_s = P_s (dO V_s^T - rowsum(dO O)),  dQ = sum_s dS_s K_s, …
 
-    Kept are the rank's own query, key, value and output, and L.
+    Only this rank's query, key, value and output, and L, are saved.
     """
 
     @staticmethod
@@ -191,10 +199,10 @@ class _Attention(torch.autograd.Function):
         for heads, served in _turns(query, key):
             total, norm = torch.empty_like(query[:, :, heads], dtype=wide, memory_format=DENSE), lse[:, heads]
             pair = key[:, :, served], value[:, :, served]
-            for step, (here, pairs) in enumerate(ring.steps(torch.stack(pair), seen, window)):
+            for step, (key_value, pairs) in enumerate(ring.steps(torch.stack(pair), seen, window)):
                 for (rows, keys, ahead), first in pairs:
-                    part, part_norm = ring.forward(query[:, rows, heads], here[:, :, keys], ahead, first)
-                    if step == 0:  # where every query sees itself
+                    part, part_norm = ring.forward(query[:, rows, heads], key_value[:, :, keys], ahead, first)
+                    if step == 0:  # here every query sees at least itself
                         total[:, rows], norm[:, :, rows] = part, part_norm
                     else:
                         weight = torch.sigmoid(part_norm - norm[:, :, rows]).transpose(1, 2).unsqueeze(-1)
@@ -212,26 +220,26 @@ class _Attention(torch.autograd.Function):
         grad = grad.contiguous()
         for heads, served in _turns(query, key):
             total = torch.zeros_like(query[:, :, heads], dtype=lse.dtype, memory_format=DENSE)
-            back: Any = None  # waits for the derivatives of what is here, which come from the rank before
+            back: Any = None  # waits for the derivatives of the current keys and values from the rank before
             pair = key[:, :, served], value[:, :, served]
-            for here, pairs in ctx.ring.steps(torch.stack(pair), seen, ctx.window):
-                d_here = torch.zeros_like(here, dtype=lse.dtype)
+            for key_value, pairs in ctx.ring.steps(torch.stack(pair), seen, ctx.window):
+                d_key_value = torch.zeros_like(key_value, dtype=lse.dtype)
                 for (rows, keys, ahead), first in pairs:
                     forward = *(x[:, rows, heads] for x in (grad, query, out)), lse[:, heads, rows]
-                    dq, dk, dv = ctx.ring.backward(forward, here[:, :, keys], ahead, first)
+                    dq, dk, dv = ctx.ring.backward(forward, key_value[:, :, keys], ahead, first)
                     total[:, rows] += dq
-                    d_here[0, :, keys] += dk
-                    d_here[1, :, keys] += dv
-                    del dq, dk, dv  # before the next are made
+                    d_key_value[0, :, keys] += dk
+                    d_key_value[1, :, keys] += dv
+                    del dq, dk, dv  # free before the next are allocated
                 if back is not None:
-                    d_here += back()
-                back = _send_on(d_here, ctx.ring.group)
+                    d_key_value += back()
+                back = _send_on(d_key_value, ctx.ring.group)
             d_query[:, :, heads], (d_key[:, :, served], d_value[:, :, served]) = total, back()
         return d_query, d_key, d_value, None, None, None
 
 
 def _turns(query: Tensor, key: Tensor) -> list[tuple[slice, slice]]:
-    """Heads of queries, with those of keys that serve them, that go round the ring together."""
+    """Return slices of query heads, each with the key/value heads that serve them, to go round the ring together."""
     kv_heads, group = key.shape[2], query.shape[2] // key.shape[2]
     step = heads_at_a_time(kv_heads, key[:, :, 0].numel(), "cuda" if on_gpu(key) else "cpu")
     return [(slice(at * group, (at + step) * group), slice(at, at + step)) for at in range(0, kv_heads, step)]

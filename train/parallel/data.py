@@ -1,8 +1,8 @@
-"""Data parallelism: gradients in flat buckets, summed over the ranks while the backward pass still runs.
+"""Data parallelism: gradients in flat buckets, summed over ranks during the backward pass.
 
-Buckets are reduced in the same order, that of the backward pass, on every rank. Low-precision gradients travel as they
-are to the rank that owns them, which sums them in fp32. Rajbhandari et al. 2020 (arXiv 1910.02054), sections 5.1-5.2;
-Li et al. 2020 (arXiv 2006.15704).
+All ranks reduce buckets in the order of the backward pass. Low-precision gradients travel unchanged to the rank that
+owns them, which sums them in fp32. Rajbhandari et al. 2020 (arXiv 1910.02054), sections 5.1-5.2; Li et al. 2020 (arXiv
+2006.15704).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .mesh import all_gather, reduce_scatter
 
 @dataclass(frozen=True)
 class Shared:
-    """A bucket and the ranks that have it, of which each updates its slice; at stage 0 every one all of it."""
+    """A bucket and the ranks that share it. Each updates its slice; at stage 0 each updates the whole bucket."""
 
     layout: BucketLayout
     group: ProcessGroup | None
@@ -44,19 +44,19 @@ class GradientBucket:
         self.shared, self.parameters = shared, parameters
         self.layout, self.group, self.stage = shared.layout, shared.group, shared.stage
         self.freed = shared.stage >= 2  # whole buckets exist only until they are reduced, after every micro-batch
-        self.fresh = True  # nothing is accumulated, so what lies in it is overwritten
-        self.waiting: set[int] = set()  # slots whose gradient of this micro-batch is still to come
+        self.fresh = True  # nothing accumulated yet: overwrite
+        self.waiting: set[int] = set()  # slots whose gradient of this micro-batch is missing
         self.full: Tensor | None = None  # every rank's elements
         self.views: list[Tensor] = []  # of `full`, one a slot
         start, stop = shared.owned
-        # The elements that this rank keeps, summed over ranks.
+        # The elements that this rank owns, summed over ranks.
         if self.freed:
             self.shard = parameters[0].new_zeros(stop - start, requires_grad=False)
         else:
             self.shard = self.allocate()[start:stop]
 
     def allocate(self) -> Tensor:
-        """Makes room for the whole bucket; only padding gets a value."""
+        """Allocate the whole bucket; only padding is initialised."""
         self.full = full = self.parameters[0].new_empty(self.layout.size, requires_grad=False)
         for start, stop in self.layout.padding:
             full[start:stop].zero_()
@@ -71,8 +71,7 @@ class GradientBucket:
 class Gradients:
     """Gradients of all parameters, accumulated over micro-batches and summed over the ranks that share each bucket.
 
-    Buckets come in backward order. `complete` is called with a bucket's number when all its gradients of one backward
-    pass have come.
+    Buckets are in backward order. `complete` is called with a bucket's number when one backward pass has filled it.
     """
 
     def __init__(
@@ -84,12 +83,14 @@ class Gradients:
     ) -> None:
         self.complete = complete
         group = next((bucket.group for bucket in buckets if bucket.group is not None), None)
-        self.native = group is not None and "gloo" not in str(dist.get_backend(group))  # has a reduce-scatter
-        self.buckets = [GradientBucket(one, [parameters[slot.name] for slot in one.layout.slots]) for one in buckets]
+        self.native = group is not None and "gloo" not in str(dist.get_backend(group))  # gloo has no reduce-scatter
+        self.buckets = [
+            GradientBucket(shared, [parameters[slot.name] for slot in shared.layout.slots]) for shared in buckets
+        ]
         for number, bucket in enumerate(self.buckets):
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._mover(number, index))
-        # Of each bucket what this rank owns, (elements,); the batch's gradient after `wait`.
+        # This rank's elements of each bucket, (elements,); after `wait` the gradient of the batch.
         self.shards = [bucket.shard for bucket in self.buckets]
         self.dtype = self.shards[0].dtype
         self.wide = torch.promote_types(self.dtype, torch.float32)
@@ -99,18 +100,18 @@ class Gradients:
     def clear(self) -> None:
         for bucket in self.buckets:
             bucket.fresh = True
-        self.last, self.queue = False, list[int]()  # the buckets that are to be reduced, in this order
+        self.last, self.queue = False, list[int]()  # buckets to reduce, in this order
 
     @contextmanager
     def micro_batch(self, last: bool, chunk: int = 0) -> Iterator[None]:
-        """The backward pass of a chunk; on leaving, its buckets are complete, and reduced or about to be."""
-        mine = {number: bucket for number, bucket in enumerate(self.buckets) if bucket.layout.chunk == chunk}
-        self.queue, self.last = [number for number, bucket in mine.items() if not bucket.layout.ends], last
-        for bucket in mine.values():
+        """Run the backward pass of a chunk inside this block; at its end the buckets are being reduced."""
+        chunk_buckets = {number: bucket for number, bucket in enumerate(self.buckets) if bucket.layout.chunk == chunk}
+        self.queue, self.last = [number for number, bucket in chunk_buckets.items() if not bucket.layout.ends], last
+        for bucket in chunk_buckets.values():
             bucket.waiting.update(range(len(bucket.parameters)))
         yield
-        for number, bucket in mine.items():
-            if bucket.waiting:  # parameters that the loss did not depend on
+        for number, bucket in chunk_buckets.items():
+            if bucket.waiting:  # the loss does not depend on these parameters
                 if bucket.full is None:
                     bucket.allocate()
                 if bucket.fresh or bucket.freed:
@@ -121,14 +122,14 @@ class Gradients:
             bucket.fresh = False
 
     def wait(self) -> None:
-        """Until every sum is made; on a GPU only the current stream waits."""
+        """Wait until every sum is complete; on a GPU only the current stream waits."""
         for bucket in self.buckets:
-            if bucket.layout.ends:  # not before: the last stage would wait for the first within a backward pass
+            if bucket.layout.ends:  # not earlier: the last stage would wait for the first within a backward pass
                 self._start(bucket)
         self._finish()
 
     def reset(self) -> None:
-        """Throws away everything, also what is in flight, after a micro-batch that failed on all ranks."""
+        """Discard all gradients, including those being reduced, after a micro-batch that failed on all ranks."""
         self._finish()
         for bucket in self.buckets:
             for parameter in bucket.parameters:
@@ -138,7 +139,7 @@ class Gradients:
         self.clear()
 
     def _mover(self, number: int, index: int) -> Callable[[Tensor], None]:
-        # A parameter keeps its hooks where Python's garbage collector does not look: one that held this would keep the
+        # Weak, because Python's garbage collector does not see a parameter's hooks: a strong reference would keep the
         # weights of every run in a process that trains many.
         holder = weakref.ref(self)
 
@@ -171,7 +172,7 @@ class Gradients:
         if bucket.group is None:
             return
         in_place = self.dtype == self.wide and (bucket.stage == 0 or (self.native and not bucket.freed))
-        if not in_place:  # a copy of the bucket lives as long as its sum is under way: two at most
+        if not in_place:  # a copy of the bucket lives until its sum is complete: at most two at a time
             self._advance()
         total = self._sum(bucket)
         next(total)
@@ -185,7 +186,7 @@ class Gradients:
         self.pending = [total for total in self.pending if next(total, self) is not self]
 
     def _sum(self, bucket: GradientBucket) -> Iterator[None]:
-        """Sums a bucket over the ranks; yields where something was sent that the next step waits for."""
+        """Sum a bucket over the ranks. Yields after each start of a collective, before waiting for it."""
         full, group, add = bucket.full, bucket.group, bucket.freed and not bucket.fresh
         assert full is not None
         if bucket.freed:
@@ -196,9 +197,9 @@ class Gradients:
             _wait(work)
             return
         start, stop = bucket.layout.owned(dist.get_rank(group))
-        own = full[start:stop] if bucket.stage == 0 else bucket.shard
+        shard = full[start:stop] if bucket.stage == 0 else bucket.shard
         if self.native and self.dtype == self.wide:
-            total = torch.empty_like(own) if add else own
+            total = torch.empty_like(shard) if add else shard
             work = reduce_scatter(total, full, group=group, async_op=True)
             yield
             _wait(work)
@@ -209,11 +210,11 @@ class Gradients:
             _wait(work)
             total = terms.view(bucket.layout.ranks, -1).sum(0, dtype=self.wide)
         if add:
-            own.add_(total)
-        elif total is not own:
-            own.copy_(total)
+            shard.add_(total)
+        elif total is not shard:
+            shard.copy_(total)
         if bucket.stage == 0:
-            work = all_gather(full, own, group=group, async_op=True)
+            work = all_gather(full, shard, group=group, async_op=True)
             yield
             _wait(work)
 

@@ -1,9 +1,8 @@
-"""Expert parallelism: data-parallel ranks share the experts out, and send each other the rows that go to them.
+"""Expert parallelism: data-parallel ranks split the experts, and send each other the rows of tokens.
 
-With n rows of a rank, sorted by expert, and ep ranks with experts / ep each: n rows go out, m rows come in, sorted by
-sender; the experts give m rows, which go back the way they came. Gradients take the same way in the other direction,
-so a rank's experts get those of the whole group: they are summed over its replicas alone. Lepikhin et al. 2020, arXiv
-2006.16668.
+With n rows of a rank, sorted by expert, and experts / ep experts per rank: n rows go out, and m rows come in, sorted by
+sender. The experts' m results go back the same way. Gradients make the same trip in reverse, so an expert's gradient
+covers the whole group, and is summed only over its replicas. Lepikhin et al. 2020, arXiv 2006.16668.
 """
 
 from __future__ import annotations
@@ -19,28 +18,31 @@ from ..model.experts import Collect, ExpertMLP, Routing, Spread
 
 
 class Exchange:
-    """The experts of all ranks of a group, for the tokens of this one."""
+    """The experts of all ranks of a group, applied to this rank's tokens."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
 
     def __call__(self, experts: ExpertMLP, x: Tensor, routing: Routing) -> Tensor:
-        """As `experts`, had this rank all of them: (n, width) -> (n, width)."""
+        """Return what `experts` would return if this rank had all of them: (n, width) -> (n, width)."""
         gates, tokens, rows, counts = routing
         sent = counts.view(self.group.size(), -1)
         received = torch.empty_like(sent)  # (sender, own expert)
         dist.all_to_all_single(received, sent, group=self.group)
-        sizes = sent.sum(1).tolist(), received.sum(1).tolist()  # the host must know how much comes: a GPU is waited for
-        came, gates = (_Exchanged.apply(part, *sizes, self.group) for part in (Spread.apply(x, tokens, rows), gates))
-        own = torch.arange(received.numel(), device=x.device).remainder(received.shape[1])
-        order = own.repeat_interleave(received.flatten()).argsort(stable=True)  # by expert
+        sizes = (
+            sent.sum(1).tolist(),
+            received.sum(1).tolist(),
+        )  # waits for a GPU: the host must know how many rows arrive
+        arrived, gates = (_Exchanged.apply(part, *sizes, self.group) for part in (Spread.apply(x, tokens, rows), gates))
+        experts_here = torch.arange(received.numel(), device=x.device).remainder(received.shape[1])
+        order = experts_here.repeat_interleave(received.flatten()).argsort(stable=True)  # by expert
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        y = experts(came, Routing(gates[order], order, back[:, None], received.sum(0)))
+        y = experts(arrived, Routing(gates[order], order, back[:, None], received.sum(0)))
         return Collect.apply(_Exchanged.apply(y, *sizes[::-1], self.group), tokens, rows)
 
 
 class _Exchanged(torch.autograd.Function):
-    """Consecutive rows to each rank of a group, `sent`, for those that each has for this one, `received`."""
+    """An exchange of rows: `sent[r]` consecutive rows go to rank r, and `received[r]` come from it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:

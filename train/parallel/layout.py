@@ -1,4 +1,4 @@
-"""Where the part of a parameter that a rank holds lies in the whole one. Pure.
+"""The part of each parameter that a rank holds, and its place in the whole parameter. Pure.
 
 ZeRO cuts flattened parameters anywhere, so a shard is a range of elements, which `boxes` turns into a few rectangles.
 """
@@ -17,17 +17,17 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive rows (along dim 0) of a rank's part, and the box of the whole parameter that they are."""
+    """Consecutive rows (along dim 0) of a rank's part, and the box of the whole parameter that they fill."""
 
     offset: Shape  # first element of the box in the whole parameter
     size: Shape  # of the box; size[0] rows of the rank's part
-    shared: bool = False  # every tensor-parallel rank holds this box; else it is this rank's alone
-    partial: bool = False  # shared, and a rank's gradient is one term of a sum over them
+    shared: bool = False  # every tensor-parallel rank holds this box; else only this rank does
+    partial: bool = False  # shared, and the gradient is the sum over the ranks
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What one tensor-parallel rank holds of a parameter: its pieces, one below the other."""
+    """What one tensor-parallel rank holds of a parameter: stacked pieces."""
 
     shape: Shape  # of the whole parameter
     pieces: tuple[Piece, ...]
@@ -37,7 +37,7 @@ class Placement:
         return (sum(piece.size[0] for piece in self.pieces), *self.pieces[0].size[1:])
 
     def take(self, whole: Tensor) -> Tensor:
-        """The rank's part of the whole parameter, (local_shape), copied."""
+        """Return a copy of the rank's part of the whole parameter, (local_shape)."""
         if tuple(whole.shape) != self.shape:
             raise ValueError(f"a tensor of shape {tuple(whole.shape)} was given for a parameter of shape {self.shape}")
         parts = [
@@ -48,12 +48,12 @@ class Placement:
 
 
 def whole_placement(shape: Shape, partial: bool = False) -> Placement:
-    """Every tensor-parallel rank holds the parameter whole; with `partial` their gradients are terms of a sum."""
+    """Return the placement of a parameter that each tensor-parallel rank holds whole; `partial`: see `Piece`."""
     return Placement(tuple(shape), (Piece((0,) * len(shape), tuple(shape), shared=True, partial=partial),))
 
 
 def split_placement(shape: Shape, dim: int, rank: int, ranks: int) -> Placement:
-    """The rank's equal share along one dimension. ranks must divide shape[dim]."""
+    """Return the placement of the rank's equal share along one dimension; ranks must divide shape[dim]."""
     share = shape[dim] // ranks
     offset = tuple(rank * share if d == dim else 0 for d in range(len(shape)))
     size = tuple(share if d == dim else n for d, n in enumerate(shape))
@@ -62,12 +62,12 @@ def split_placement(shape: Shape, dim: int, rank: int, ranks: int) -> Placement:
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle of the whole parameter, held as consecutive elements of the rank's flattened part."""
+    """A rectangle of the whole parameter, stored as consecutive elements of the rank's flattened part."""
 
     start: int  # of those elements
     offset: Shape
     size: Shape
-    shared: bool  # as its piece
+    shared: bool  # the same as in its `Piece`
 
     @property
     def stop(self) -> int:
@@ -79,7 +79,7 @@ class Box:
 
 
 def boxes(placement: Placement, start: int, stop: int) -> Iterator[Box]:
-    """Elements start … stop of a rank's flattened part as rectangles of the whole: at most three per piece in 2-D."""
+    """Yield elements start … stop of a rank's flattened part as rectangles of the whole: at most 3 per piece in 2-D."""
     row = math.prod(placement.local_shape[1:])
     first = 0
     for piece in placement.pieces:
@@ -100,7 +100,7 @@ def boxes(placement: Placement, start: int, stop: int) -> Iterator[Box]:
 
 @dataclass(frozen=True)
 class Held:
-    """The part of one tensor of the training state that this rank holds, and answers for."""
+    """The part of one tensor of the training state that this rank holds and saves."""
 
     name: str  # of the parameter, as the whole model names it
     kind: str  # weight | a state of the optimizer | average_<copy>

@@ -1,7 +1,8 @@
-"""The place of a rank on the axes pp, dp, cp and tp, from the outer to the inner one, whose groups lie in one node, and
-their process groups; neighbours on dp and cp, who have other tokens, may share experts out, the axis ep.
+"""A rank's place on the axes pp, dp, cp and tp, from outer to inner, and its process groups.
 
-An axis of size 1 has no group (None), which means no communication; one rank of a launcher has groups of itself.
+Groups of the innermost axis are in one node. Ranks along dp and cp, which have other tokens, may split experts between
+them (axis ep). An axis of size 1 has no group (None), so it does not communicate; a launcher's only rank has
+groups with itself.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-# Torch renamed these two: 2.13 warns of the old names, and 2.11 lacks the new ones.
+# PyTorch renamed these two: 2.13 warns about the old names, and 2.11 lacks the new ones.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place among the ranks of its run, and the groups that it speaks to."""
+    """This rank's place among the ranks of its run, and its process groups."""
 
     rank: int = 0
     dp: int = 1
@@ -33,20 +34,20 @@ class Mesh:
     pp: int = 1
     dp_group: ProcessGroup | None = None  # ranks with the same part of the model and of sequences, and other sequences
     cp_group: ProcessGroup | None = None  # ranks with the same part of the model and other parts of the same sequences
-    data_group: ProcessGroup | None = None  # both: ranks with the same part of the model and other tokens
+    data_group: ProcessGroup | None = None  # dp and cp: ranks with the same part of the model and other tokens
     tp_group: ProcessGroup | None = None  # ranks with the same tokens and blocks, and other parts of each block
     pp_group: ProcessGroup | None = None  # ranks with the same tokens and other blocks
-    edges: tuple[ProcessGroup, ...] = ()  # the ranks of pp_group, for activations, for gradients, and for both again on
-    # the way between the last stage and the first: in each group two ranks send in one direction alone
-    ends_group: ProcessGroup | None = None  # the data groups of both ends of a pipeline together, on these ends
-    ep_group: ProcessGroup | None = None  # of a data group those that have each expert once
-    replica_group: ProcessGroup | None = None  # of a data group those that have the same experts
+    edges: tuple[ProcessGroup, ...] = ()  # the ranks of pp_group 4 times: for activations and for gradients, and for
+    # both between the last stage and the first. So in each group two ranks send in one direction only.
+    ends_group: ProcessGroup | None = None  # on the first and last stage: the data groups of both
+    ep_group: ProcessGroup | None = None  # ranks of a data group that together have each expert once
+    replica_group: ProcessGroup | None = None  # ranks of a data group with the same experts
     world: ProcessGroup | None = None  # every rank, on the device's backend
     control: ProcessGroup | None = None  # every rank, gloo
-    stage_world: ProcessGroup | None = None  # every rank with the same blocks; both are None without a pipeline
-    stage_control: ProcessGroup | None = None
-    device_mesh: DeviceMesh | None = None  # the same as torch names it, for torch's own parallelism beside ours
-    hosts: tuple[str, ...] = ()  # the node of every rank, by rank, where they are known
+    stage_world: ProcessGroup | None = None  # every rank with the same blocks; None without a pipeline
+    stage_control: ProcessGroup | None = None  # likewise, gloo
+    device_mesh: DeviceMesh | None = None  # torch's form of the mesh, for its own parallelism
+    hosts: tuple[str, ...] = ()  # the node of every rank, by rank, if known
 
     @property
     def size(self) -> int:
@@ -54,7 +55,7 @@ class Mesh:
 
     @property
     def data(self) -> int:
-        """Ranks of a data group."""
+        """Return the number of ranks of a data group."""
         return self.dp * self.cp
 
     @property
@@ -78,12 +79,12 @@ class Mesh:
         return self.data_rank % self.ep
 
     def coordinates(self, rank: int) -> tuple[int, int]:
-        """Return a rank's places among a data group and among its tensor-parallel ranks, without a pipeline."""
+        """Return a rank's place in its data group and among its tensor-parallel ranks, without a pipeline."""
         return divmod(rank, self.tp)
 
     @property
     def stage(self) -> Mesh:
-        """The ranks that have the same blocks, as a mesh without a pipeline."""
+        """Return the ranks with the same blocks, as a mesh without a pipeline."""
         if self.pp == 1:
             return self
         rank = self.rank % (self.data * self.tp)
@@ -92,22 +93,23 @@ class Mesh:
         )
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank gives, by rank, on the host; it must pickle."""
+        """Return every rank's value, by rank, on the host; it must be picklable."""
         if self.control is None:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.control)
-        return found
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
 
     def name(self, rank: int) -> str:
-        """A rank as messages name it: `rank 3 (stage 1) on node07`."""
+        """Return the name of a rank for messages: `rank 3 (stage 1) on node07`."""
         stage = f" (stage {rank // (self.data * self.tp)})" if self.pp > 1 else ""
         return f"rank {rank}{stage} on {self.hosts[rank]}" if self.hosts else f"rank {rank}{stage}"
 
 
 def build_mesh(dp: int, tp: int, device: torch.device, ep: int = 1, cp: int = 1, pp: int = 1) -> Mesh:
-    """The mesh of this rank over torch's default process group, which must have pp * dp * cp * tp ranks; without one,
-    one process.
+    """Return this rank's mesh over torch's default process group, which must have pp * dp * cp * tp ranks.
+
+    Without a process group, return the mesh of one process.
     """
     if not dist.is_initialized():
         return Mesh()
@@ -144,12 +146,12 @@ def build_mesh(dp: int, tp: int, device: torch.device, ep: int = 1, cp: int = 1,
     )
 
 
-def _group_of(several: Iterable[Sequence[int]]) -> ProcessGroup | None:
-    """Of groups of ranks that all ranks make together the one with this rank."""
-    made = [(ranks, dist.new_group(list(ranks))) for ranks in several]
+def _group_of(groups: Iterable[Sequence[int]]) -> ProcessGroup | None:
+    """Create all these groups, on all ranks, and return the one that contains this rank."""
+    made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
     return next((group for ranks, group in made if dist.get_rank() in ranks), None)
 
 
 def _groups(device: torch.device, shape: tuple[int, ...], axis: int) -> ProcessGroup:
-    """This rank's group along one axis of all ranks, laid out in a shape."""
+    """Return this rank's group along one axis of all ranks, arranged in `shape`."""
     return init_device_mesh(device.type, shape).get_group(axis)

@@ -1,4 +1,4 @@
-"""One rank's part of a model: which modules it has, what part of each parameter, and the strategy of its passes."""
+"""One rank's part of a model: its modules, its part of each parameter, and the strategy of its passes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .layout import Piece, Placement, split_placement, whole_placement
 from .mesh import Mesh
 from .tensor import ColumnLinear, Enter, Leave, RowLinear, VocabularyEmbedding, VocabularyHead
 
-# Steps of `Strategy`.
+# Fields of `Strategy` for context parallelism.
 OVER_SEQUENCES: dict[str, Callable[..., Any]] = {"own": own_part, "attention": ring_over, "mean": mean_over_parts}
 
 
@@ -38,7 +38,7 @@ def strategy_of(mesh: Mesh, sequence_parallel: bool) -> Strategy:
 
 
 def parallelize(gpt: GPT, mesh: Mesh, sequence_parallel: bool) -> dict[str, Placement]:
-    """Give a model on `meta` this rank's modules and strategy; returns which part of every parameter it has.
+    """Give a model on `meta` this rank's modules and strategy. Returns the placement of every parameter.
 
     Parameters keep their names, and get the `local_shape` of their placements.
     """
@@ -81,29 +81,29 @@ def _place(parameter: Parameter, mesh: Mesh, sequence_parallel: bool) -> Placeme
     if parameter.role == "last":
         return split_placement(shape, 1, rank, tp)
     if parameter.role in ("router", "balance"):
-        # Gates see this rank's hidden units; the load is known to every rank.
+        # A gate's gradient comes from this rank's hidden units; every rank knows the load.
         return whole_placement(shape, partial=parameter.role == "router")
     if parameter.role in ("norm", "head norm", "last norm", "latent"):
-        # Of queries or keys it sees this rank's heads, of the residual stream its tokens, or all of them.
+        # Norms of queries and keys see this rank's heads; those of the residual stream see its tokens, or all of them.
         return whole_placement(shape, partial=parameter.role == "head norm" or sequence_parallel)
     pieces, top, zeros = [], 0, (0,) * (len(shape) - 1)
     for part in parameter.parts:
         if part.units >= tp:
-            own = part.rows // tp
-            pieces.append(Piece((top + rank * own, *zeros), (own, *shape[1:])))
+            share = part.rows // tp
+            pieces.append(Piece((top + rank * share, *zeros), (share, *shape[1:])))
             top += part.rows
-    if top < shape[0]:  # key and value rows, to which only the rank whose queries they serve gives a gradient
+    if top < shape[0]:  # key and value rows; only the rank whose queries they serve gives them a gradient
         pieces.append(Piece((top, *zeros), (shape[0] - top, *shape[1:]), shared=True, partial=True))
     return Placement(shape, tuple(pieces))
 
 
 def _place_experts(parameter: Parameter, mesh: Mesh) -> Placement:
-    """Of the experts that lie on this rank its hidden units."""
+    """Return this rank's hidden units of this rank's experts."""
     tp, rank, columns = mesh.tp, mesh.tp_rank, parameter.shape[1]
-    own = len(parameter.parts) // mesh.ep
-    first = mesh.ep_rank * own
+    count = len(parameter.parts) // mesh.ep
+    first = mesh.ep_rank * count
     top, pieces = sum(part.rows for part in parameter.parts[:first]), []
-    for part in parameter.parts[first : first + own]:
+    for part in parameter.parts[first : first + count]:
         if parameter.role == "last":
             pieces.append(Piece((top, rank * (columns // tp)), (part.rows, columns // tp)))
         else:

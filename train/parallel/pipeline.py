@@ -1,8 +1,8 @@
-"""Pipeline parallelism: one rank's actions of a schedule, and the messages between them.
+"""Pipeline parallelism: one rank's actions of a schedule, and the messages between ranks.
 
-Every rank has the tokens, so that only residual streams and their gradients are sent. In each direction a rank posts
-the receive of its next message ahead of time. Sent tensors are kept until a message shows that they have arrived,
-because gloo does not report it. Every schedule receives the messages of one direction in the order sent.
+Every rank has the tokens, so only residual streams and their gradients are sent. In each direction a rank posts the
+receive of its next message early. Sent tensors are kept until a message proves their arrival, because gloo does not
+report it. Every schedule receives the messages of one direction in the order sent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .layout import Shape
 from .mesh import Mesh
 from .schedules import Action, Lists, schedule
 
-FORWARD, BACKWARD = 0, 1  # ways: of activations to the next virtual stage, of gradients to the one before
+FORWARD, BACKWARD = 0, 1  # ways: activations go to the next virtual stage, gradients to the previous one
 
 _schedule = lru_cache(maxsize=4)(schedule)
 
@@ -33,7 +33,7 @@ _schedule = lru_cache(maxsize=4)(schedule)
 class Message(NamedTuple):
     way: int
     micro: int
-    stage: int  # virtual, that gets it
+    stage: int  # the virtual stage that receives it
 
 
 class Messages:
@@ -52,7 +52,7 @@ class Messages:
         self, lists: Lists, chunks: int, mesh: Mesh, shapes: Sequence[Shape], like: Tensor, patient: bool
     ) -> None:
         self.mesh, self.last, self.shapes, self.like, self.patient = mesh, mesh.pp * chunks - 1, shapes, like, patient
-        self.turns = dict[Message, int]()  # of the actions that each is for, by rank
+        self.turns = dict[Message, int]()  # position in its receiver's list of the action that needs it
         for rank, actions in enumerate(lists):
             for turn, (kind, micro, chunk) in enumerate(actions):
                 way = FORWARD if kind == "forward" else BACKWARD
@@ -68,10 +68,10 @@ class Messages:
         self.coming[way] = self._post(way)
         work, x = coming
         work.wait()
-        # Its sender has done all that comes before it, and so got what that needs.
+        # Its sender has finished all earlier actions, so it has received the messages that these needed.
         source = self._source(message)
         done = self.turns[message._replace(stage=source)]
-        self.let_go(lambda each: self._rank(each.stage) == self._rank(source) and self.turns[each] < done)
+        self.let_go(lambda m: self._rank(m.stage) == self._rank(source) and self.turns[m] < done)
         return x
 
     def send(self, way: int, micro: int, stage: int, x: Tensor) -> None:
@@ -81,12 +81,12 @@ class Messages:
         work = dist.isend(x, group=edge(self.mesh, way, self.mesh.pp_rank, rank), group_dst=rank)
         self.sent.append((message, work, x))
 
-    def let_go(self, has_come: Callable[[Message], bool] = lambda each: True) -> None:
-        """Forget messages that have arrived, by default all of them after waiting for their arrival."""
+    def let_go(self, has_arrived: Callable[[Message], bool] = lambda message: True) -> None:
+        """Forget messages that have arrived; by default wait for all of them."""
         for message, work, _ in self.sent:
-            if has_come(message):
+            if has_arrived(message):
                 work.wait()
-        self.sent = [each for each in self.sent if not has_come(each[0])]
+        self.sent = [entry for entry in self.sent if not has_arrived(entry[0])]
 
     def _source(self, message: Message) -> int:
         """Return the virtual stage that sends a message; it is out of range if no stage does."""
@@ -127,7 +127,7 @@ class Pipeline:
 
     def __init__(self, gpt: GPT, mesh: Mesh, gradients: Gradients, parallel: ParallelConfig) -> None:
         self.gpt, self.mesh, self.gradients, self.name = gpt, mesh, gradients, parallel.schedule
-        # Ranks that share out a residual stream's tokens.
+        # Ranks that split the tokens of a residual stream.
         self.split = mesh.tp_group.size() if mesh.tp_group is not None and parallel.sequence_parallel else 1
         self.like = gradients.shards[0]
         for way in (FORWARD, BACKWARD):
@@ -157,7 +157,7 @@ class Pipeline:
                 else:
                     messages.send(FORWARD, micro, stage + 1, y)
                     penalties = [penalty] if penalty is not None and penalty.requires_grad else []
-                    graphs[place] = x, [get_gradient_edge(y), *penalties]  # not y, which ends when it has come
+                    graphs[place] = x, [get_gradient_edge(y), *penalties]  # not y, which is freed on arrival
                     del y
             else:
                 with self.gradients.micro_batch(turn == ends[chunk], chunk):
@@ -167,34 +167,34 @@ class Pipeline:
 
     @torch.no_grad()
     def losses(self, windows: Tensor, beat: Callable[[], None], batch_tokens: int = 16384) -> Tensor:
-        """Return on every rank what `sequence_losses` returns; all ranks must call it."""
+        """Return on every rank the result of `sequence_losses`; all ranks must call it."""
         rows = windows.to(self.like.device).split(max(1, batch_tokens // (windows.shape[1] - 1)))
         groups = [range(first, min(first + self.mesh.pp, len(rows))) for first in range(0, len(rows), self.mesh.pp)]
         chunks = range(len(self.gpt.chunks))
         actions = [Action("forward", micro, chunk) for group in groups for chunk in chunks for micro in group]
         messages = self._messages([actions] * self.mesh.pp, rows, patient=True)
-        found = torch.zeros(len(windows), dtype=torch.float64, device=self.like.device)
+        result = torch.zeros(len(windows), dtype=torch.float64, device=self.like.device)
         for _, micro, chunk in actions:
             beat()
             stage = self._stage(chunk)
             _, y, _ = self._forward(messages, micro, chunk, rows[micro][:, :-1])
             if stage == messages.last:
                 losses = self.gpt.score(y, None, rows[micro][:, 1:], reduction="none").double().sum(1)
-                found[micro * len(rows[0]) :][: len(losses)] = losses
+                result[micro * len(rows[0]) :][: len(losses)] = losses
             else:
                 messages.send(FORWARD, micro, stage + 1, y)
         messages.let_go()
-        dist.broadcast(found, group=self.mesh.pp_group, group_src=self.mesh.pp - 1)
-        return read(found)
+        dist.broadcast(result, group=self.mesh.pp_group, group_src=self.mesh.pp - 1)
+        return read(result)
 
     def loads(self) -> Tensor:
         """Return `GPT.loads` of the blocks of all stages; all ranks must call it."""
         config = self.gpt.config
-        every = torch.zeros(config.depth, config.experts, dtype=torch.int64, device=self.like.device)
+        total = torch.zeros(config.depth, config.experts, dtype=torch.int64, device=self.like.device)
         if (loads := self.gpt.loads()) is not None:
-            every[[number for chunk in self.gpt.chunks for number in chunk if number >= config.dense_layers]] = loads
-        dist.all_reduce(every, group=self.mesh.pp_group)
-        return every[config.dense_layers :]
+            total[[number for chunk in self.gpt.chunks for number in chunk if number >= config.dense_layers]] = loads
+        dist.all_reduce(total, group=self.mesh.pp_group)
+        return total[config.dense_layers :]
 
     def _stage(self, chunk: int) -> int:
         return chunk * self.mesh.pp + self.mesh.pp_rank

@@ -1,10 +1,10 @@
 """Pipeline schedules as data: the actions of each rank in one step, and the blocks of each stage. Pure, no torch.
 
 Chunk c of rank r is virtual stage c * stages + r. A micro-batch goes forward through the virtual stages from 0 on, and
-its gradients go back. A rank keeps the activations of a micro-batch from a chunk's forward action to its backward one.
+its gradients go back. A rank stores the activations of a micro-batch from a chunk's forward action to its backward one.
 
 gpipe         all forward, then all backward (Huang et al. 2019, arXiv 1811.06965)
-1f1b          as few micro-batches in flight as keep every rank busy (Narayanan et al. 2021, arXiv 2104.04473,
+1f1b          the fewest micro-batches in flight that keep every rank busy (Narayanan et al. 2021, arXiv 2104.04473,
               section 2.2.1)
 interleaved   the same with several chunks per rank, for micro-batches in groups of `stages` (section 2.2.2 there)
 """
@@ -73,26 +73,26 @@ def divide(costs: Sequence[float], stages: int, last: float = 0.0) -> list[range
     def cost(stage: int, start: int, end: int) -> float:
         return sums[end] - sums[start] + (last if stage == stages - 1 else 0)
 
-    def furthest(most: float) -> list[int]:
-        """Return how many blocks the first 0, 1, 2, … stages can have if none costs more than `most`."""
+    def furthest(bound: float) -> list[int]:
+        """Return how many blocks the first 0, 1, 2, … stages can have if none costs more than `bound`."""
         ends = [0]
         for stage in range(stages):
             end, limit = ends[-1], count - (stages - 1 - stage)
-            while end < limit and cost(stage, ends[-1], end + 1) <= most:
+            while end < limit and cost(stage, ends[-1], end + 1) <= bound:
                 end += 1
             if end == ends[-1]:
                 break
             ends.append(end)
         return ends
 
-    low, most = 0.0, sums[-1] + last
-    while low < (middle := (low + most) / 2) < most:
-        low, most = (low, middle) if furthest(middle)[stages:] == [count] else (middle, most)
-    ends, end, shares = furthest(most), count, list[range]()
+    low, high = 0.0, sums[-1] + last
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (low, middle) if furthest(middle)[stages:] == [count] else (middle, high)
+    ends, end, shares = furthest(high), count, list[range]()
     for stage in reversed(range(stages)):
         even = cost(stage, 0, end) / (stage + 1)
         starts = range(stage, min(ends[stage], end - 1) + 1)
-        fitting = (start for start in starts if cost(stage, start, end) <= most)
+        fitting = (start for start in starts if cost(stage, start, end) <= high)
         end = min(fitting, key=lambda start: abs(cost(stage, start, end) - even))
         shares.insert(0, range(end, shares[0].start if shares else count))
     return shares

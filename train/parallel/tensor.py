@@ -1,15 +1,15 @@
-"""Tensor parallelism: every matrix of the model shared out over the tp ranks, norms and residuals by tokens as well.
+"""Tensor parallelism: every matrix is split over the tp ranks; norms and residuals may be split by tokens.
 
 Special here:
-- a block's first matrices are split by rows and its last ones by columns, so heads and hidden units never leave a rank;
-- with fewer key/value heads than ranks, every rank holds them all and attends with the one that serves its queries;
-- collectives are PyTorch's functional operators: `torch.compile` traces them, they return at once, and what stands
-  before `wait` overlaps with them;
-- a gathered activation is gathered again in the backward pass instead of kept: 1 / tp of the memory;
-- no rank holds the logits of the whole vocabulary: ranks exchange two numbers per token, combined in the same order
-  everywhere, and the gradient takes the place of the logits.
+- A block's first matrices are split by rows and its last ones by columns, so heads and hidden units stay on a rank.
+- With fewer key/value heads than ranks, every rank holds them all and uses the one that serves its queries.
+- Collectives are PyTorch's functional operators: `torch.compile` traces them, and they return at once, so that the code
+  before `wait` overlaps with them.
+- A gathered activation is gathered again in the backward pass instead of saved: 1 / tp of the memory.
+- No rank holds the logits of the whole vocabulary: ranks exchange two numbers per token, combined in the same order
+  everywhere, and the gradient overwrites the logits.
 
-Column and row products: Megatron-LM, arXiv 1909.08053, section 3. Sequence parallelism, which shares the residual
+Column and row products: Megatron-LM, arXiv 1909.08053, section 3. Sequence parallelism, which splits the residual
 stream as (batch * time / tp, width): Korthikanti et al., arXiv 2205.05198, section 4.2.
 """
 
@@ -31,24 +31,24 @@ _collectives = torch.ops._c10d_functional
 
 
 def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Starts (n, …) of every rank -> (tp * n, …), one below the other; `wait` before it is read."""
+    """Start to gather (n, …) of every rank into stacked (tp * n, …); call `wait` before reading it."""
     return _collectives.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Starts the sum of (tp * n, …) over the ranks -> this rank's (n, …); `wait` before it is read."""
+    """Start to sum (tp * n, …) over the ranks into this rank's (n, …); call `wait` before reading it."""
     return _collectives.reduce_scatter_tensor(x.contiguous(), "sum", group.size(), group.group_name)
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Starts the sum over the ranks, in the place of x, which nobody else may read; `wait` before it is read."""
-    if torch.compiler.is_compiling():  # the compiler finds by itself what may be done in place
+    """Start to sum over the ranks in place; nothing else may read x. Call `wait` before reading the result."""
+    if torch.compiler.is_compiling():  # the compiler decides what it does in place
         return _collectives.all_reduce(x, "sum", group.group_name)
     return _collectives.all_reduce_(x.contiguous(), "sum", group.group_name)
 
 
 def wait(x: Tensor) -> Tensor:
-    """The result of a collective; on GPUs the stream waits, not the host."""
+    """Return the result of a collective; on GPUs the stream waits, not the host."""
     return _collectives.wait_tensor(x)
 
 
@@ -57,7 +57,7 @@ def _sum(x: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
 
 
 class _Column(torch.autograd.Function):
-    """Y_r = X W_r^T, the rows of W and so the columns of Y shared out; every rank needs the whole X.
+    """Y_r = X W_r^T, with the rows of W, and so the columns of Y, split over ranks; every rank needs the whole X.
 
     With n tokens, i inputs, o outputs and tp ranks, of which this is r:
 
@@ -65,8 +65,8 @@ class _Column(torch.autograd.Function):
         dgrad     dX (n, i)     = sum over ranks of dY_r (n, o/tp) W_r (o/tp, i)
         wgrad     dW_r (o/tp, i) = dY_r^T (o/tp, n) X (n, i)
 
-    The sum is an all-reduce. With sequence parallelism a rank has X_r, dX_r (n/tp, i): X is an all-gather, in the
-    backward pass again, and the sum is a reduce-scatter; they overlap with the products.
+    The sum is an all-reduce. With sequence parallelism a rank has X_r, dX_r (n/tp, i): X is an all-gather, repeated in
+    the backward pass, and the sum is a reduce-scatter; both overlap with the products.
     """
 
     @staticmethod
@@ -89,13 +89,14 @@ class _Column(torch.autograd.Function):
 
 
 class _Row(torch.autograd.Function):
-    """Y = sum over ranks of X_r W_r^T, the columns of W and of X shared out, as `_Column` leaves them.
+    """Y = sum over ranks of X_r W_r^T, with the columns of W and of X split, as `_Column` leaves them.
 
         forward   Y (n, o)        = sum over ranks of X_r (n, i/tp) W_r^T (i/tp, o)
         dgrad     dX_r (n, i/tp)  = dY (n, o) W_r (o, i/tp)
         wgrad     dW_r (o, i/tp)  = dY^T (o, n) X_r (n, i/tp)
 
-    The sum is an all-reduce; with sequence parallelism a reduce-scatter to Y_r (n/tp, o), and dY an all-gather of dY_r.
+    The sum is an all-reduce; with sequence parallelism it is a reduce-scatter to Y_r (n/tp, o), and dY an all-gather of
+    dY_r.
     """
 
     @staticmethod
@@ -113,9 +114,9 @@ class _Row(torch.autograd.Function):
 
 
 class Enter(torch.autograd.Function):
-    """What every rank reads, X (n, w), and of whose gradient each has a term.
+    """The input X (n, w) that all ranks share; each rank has one term of its gradient.
 
-    With sequence parallelism X is an all-gather of X_r (n/tp, w), and dX_r a reduce-scatter; else dX an all-reduce.
+    With sequence parallelism X is an all-gather of X_r (n/tp, w), and dX_r a reduce-scatter; else dX is an all-reduce.
     """
 
     @staticmethod
@@ -143,7 +144,7 @@ class Leave(torch.autograd.Function):
 
 
 class SplitWeight(nn.Module):
-    """A weight of which every tensor-parallel rank has a part."""
+    """A weight that is split over the tensor-parallel ranks."""
 
     def __init__(self, shape: Shape, group: ProcessGroup, sequence_parallel: bool) -> None:
         super().__init__()
@@ -166,7 +167,7 @@ class RowLinear(SplitWeight):
 
 
 class _Embedding(torch.autograd.Function):
-    """Y = sum over ranks of E_r[tokens], where a rank gives zeros for the tokens of others.
+    """Y = sum over ranks of E_r[tokens], where a rank has zeros for tokens of other ranks.
 
         forward   Y (n, w)       = sum over ranks of onehot_r (n, V/tp) E_r (V/tp, w)
         wgrad     dE_r (V/tp, w) = onehot_r^T (V/tp, n) dY (n, w)
@@ -189,7 +190,7 @@ class _Embedding(torch.autograd.Function):
         (index,) = ctx.saved_tensors
         if ctx.sequence_parallel:
             dy = wait(all_gather(dy, ctx.group))
-        # The tokens of others have an index of their own, one past the last row.
+        # Other ranks' tokens have the index after the last row, which is left out.
         return None, table_gradient(dy, index, ctx.rows, left_out=ctx.rows), None, None
 
 
@@ -205,11 +206,12 @@ class VocabularyEmbedding(SplitWeight):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """L = lse - z_t + c lse^2, with z (n, V) the logits, of which a rank has v of the V/tp columns that are no padding,
-    and c the z-loss.
+    """L = lse - z_t + c lse^2, with z (n, V) the logits and c the z-loss.
 
-        forward   lse_r (n,)    = log sum over own columns of exp(z)     (-inf where all is padding)
-                  t_r (n,)      = z of the target, or 0 where another rank has it
+    A rank has v of the V/tp columns that are not padding:
+
+        forward   lse_r (n,)    = log sum over this rank's columns of exp(z)     (-inf if all are padding)
+                  t_r (n,)      = z of the target, or 0 if another rank has it
                   lse (n,)      = log sum over ranks of exp(lse_r),  L (n,) = lse - sum over ranks of t_r + c lse^2
         dgrad     dz_r (n, V/tp) = dL ((1 + 2 c lse) exp(z - lse) - onehot_r), and 0 for padding
     """
@@ -226,11 +228,11 @@ class _CrossEntropy(torch.autograd.Function):
         for rows in _chunks(logits):
             torch.logsumexp(logits[rows, :valid].to(wide), dim=1, out=terms[0, 0, rows])
         terms[0, 1] = logits.gather(1, index[:, None])[:, 0].masked_fill_(foreign, 0.0)
-        every = wait(all_gather(terms, group))
-        lse = every[:, 0].logsumexp(0)
+        gathered = wait(all_gather(terms, group))
+        lse = gathered[:, 0].logsumexp(0)
         ctx.valid, ctx.z_loss = valid, z_loss
         ctx.save_for_backward(logits, index, foreign, lse)
-        losses = lse - every[:, 1].sum(0)
+        losses = lse - gathered[:, 1].sum(0)
         return losses.add_(lse.square(), alpha=z_loss) if z_loss else losses
 
     @staticmethod
@@ -239,11 +241,11 @@ class _CrossEntropy(torch.autograd.Function):
         hit = dloss.masked_fill(foreign, 0.0)[:, None]
         pull = dloss * (1 + 2 * ctx.z_loss * lse) if ctx.z_loss else dloss
         for rows in _chunks(logits) if ctx.valid else ():
-            own = logits[rows, : ctx.valid]
-            slope = own.to(lse.dtype).sub_(lse[rows, None]).exp_().mul_(pull[rows, None])
+            valid = logits[rows, : ctx.valid]
+            slope = valid.to(lse.dtype).sub_(lse[rows, None]).exp_().mul_(pull[rows, None])
             slope.scatter_add_(1, index[rows, None], -hit[rows])
-            if slope.dtype != own.dtype:
-                own.copy_(slope)
+            if slope.dtype != valid.dtype:
+                valid.copy_(slope)
         logits[:, ctx.valid :] = 0.0
         return logits, None, None, None, None, None
 
@@ -262,14 +264,14 @@ class VocabularyHead(ColumnLinear):
         self.vocab_size = vocab_size
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Every rank's columns, (…, V/tp) -> (…, V), padding at -inf; no gradient flows."""
+        """Gather every rank's columns, (…, V/tp) -> (…, V), padding at -inf; without a gradient."""
         columns = logits.detach().movedim(-1, 0)
         logits = wait(all_gather(columns, self.group)).movedim(0, -1).contiguous()
         logits[..., self.vocab_size :] = float("-inf")
         return logits
 
     def forward(self, x: Tensor, targets: Tensor | None = None, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
-        """Logits of this rank's columns; given targets (…) their losses in nats, fp32, the same on every rank.
+        """Return this rank's columns of logits, or with targets (…) their losses in nats, fp32, the same on every rank.
 
         The backward pass overwrites the logits.
         """

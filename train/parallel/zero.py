@@ -1,12 +1,12 @@
 """One rank's parameters, gradients and optimizer state, and how much of each it holds: ZeRO stages 0 to 3.
 
-Data-parallel rank d owns slice d of every flat bucket (stage 0: all of it). Of the rest weights and gradients are kept
-at stage 1, weights at 2, nothing at 3. In low precision the owner keeps fp32 master weights. A step never waits for the
-device.
+Data-parallel rank d owns slice d of every flat bucket (stage 0: all of it). Of the other slices it holds weights and
+gradients at stage 1, weights at 2, nothing at 3. In low precision the owner has fp32 master weights. A step never waits
+for the device.
 
 At stages 1 and 2 updated slices are gathered in place, and a module waits for its buckets. At stage 3 a bucket is a
-block, gathered while the block before it computes and freed after. Rajbhandari et al. 2020 (arXiv 1910.02054); Zhao et
-al. 2023 (arXiv 2304.11277).
+block, gathered while the block before it computes, and freed after use. Rajbhandari et al. 2020 (arXiv 1910.02054);
+Zhao et al. 2023 (arXiv 2304.11277).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .layout import Held, Placement
 from .mesh import Mesh, all_gather
 from .whole import Matrices
 
-ROW = 4096  # elements whose squares are summed at once
+ROW = 4096  # elements whose squares are summed at once (docs/decisions.md, gradient norms)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class StepResult:
 
     loss: Tensor  # () the batch's mean, over all ranks
     norm: Tensor  # () of the gradient, without loss scale, before clipping
-    skipped: Tensor  # () 1.0 where loss or norm was no finite number, so that nothing was updated; else 0.0
+    skipped: Tensor  # () 1.0 if loss or norm was not finite, so that nothing was updated; else 0.0
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Span:
 
 
 class Bucket:
-    """What this rank holds of a bucket: its weights, and of its slice master weights, optimizer state and averages.
+    """This rank's weights of a bucket, and the master weights, optimizer state and averages of its slice.
 
-    The parameters of `old`, which may be on `meta`, are replaced by views of `full`; their values are left undefined.
+    The parameters of `old`, which may be on `meta`, are replaced by views of `full`; their values are undefined.
     """
 
     gradient: GradientBucket
@@ -70,25 +70,27 @@ class Bucket:
         self.shared, self.layout, self.group, self.stage = shared, shared.layout, shared.group, shared.stage
         self.owned, (start, stop) = shared.owned, shared.owned
         self.full = torch.zeros(self.layout.size, dtype=dtype, device=device)
-        self.parameters = {  # `data` cuts the version counter off: autograd should not see a gather as a change
+        self.parameters = {  # `data` removes the version counter: autograd must not see a gather as a change
             slot.name: nn.Parameter(self.full[slot.start : slot.stop].view(old[slot.name].shape).data)
             for slot in self.layout.slots
         }
         self.work: Work | None = None  # a gather under way
         self.whole = self.stage < 3  # gathered, or about to be
         if self.stage == 3:
-            self.full.untyped_storage().resize_(0)  # before the next bucket: the model may not fit
+            self.full.untyped_storage().resize_(0)  # before the next bucket is allocated: the model may not fit
         self.own = self.full[start:stop] if self.whole else torch.zeros(stop - start, dtype=dtype, device=device)
 
     def hold(self, groups: Sequence[ParameterGroup], averages: int) -> None:
-        """Make master weights, optimizer state and averages."""
+        """Create master weights, optimizer state and averages."""
         wide = torch.promote_types(self.own.dtype, torch.float32)
         self.master = self.own if self.own.dtype == wide else torch.zeros_like(self.own, dtype=wide)
         self.averages = [torch.zeros_like(self.master) for _ in range(averages)]
         self.spans = list[Span]()
         at, segments = 0, [(group, clip([segment], self.owned)) for group, segment in self.layout.segments]
         for kind in dict.fromkeys(group.optimizer for group in groups):  # in the order of the groups
-            places = [(group, place) for group, own in segments if groups[group].optimizer == kind for place in own]
+            places = [
+                (group, place) for group, ranges in segments if groups[group].optimizer == kind for place in ranges
+            ]
             stop = places[-1][1][1] if places else at
             states = {
                 state.name: self.master.new_zeros(stop - at, dtype=None if state.dtype == "fp32" else torch.bfloat16)
@@ -101,7 +103,7 @@ class Bucket:
         return next(span for span in self.spans if span.optimizer is OPTIMIZERS[groups[slot.group].optimizer])
 
     def changed(self) -> None:
-        """Gather the bucket, whose owners have written to it: at once, or at stage 3 when it is needed."""
+        """Gather a bucket after its owners have written to it: immediately, or at stage 3 on the next use."""
         self.wait()
         if self.stage == 3:
             self.release()
@@ -116,26 +118,26 @@ class Bucket:
             self._gather()
 
     def wait(self) -> None:
-        """Wait until a bucket that was fetched or has changed is whole; on a GPU only the current stream waits."""
+        """Wait until a gather is complete; on a GPU only the current stream waits."""
         work, self.work = self.work, None
         if work is not None:
             work.wait()
 
     def release(self) -> None:
-        """Free the storage at stage 3; it is fetched again when it is needed."""
+        """Free the storage at stage 3, until the next `fetch`."""
         if self.stage == 3 and self.whole:
             self.wait()
             self.full.untyped_storage().resize_(0)
             self.whole = False
 
     def refresh(self) -> None:
-        """Compute with the master weights from here on."""
+        """Use the master weights from here on."""
         if self.master is not self.own:
             self.own.copy_(self.master)
         self.changed()
 
     def overlap(self, slot: Slot) -> tuple[Range, int, int]:
-        """What of a parameter this rank owns: elements of the flattened parameter; start and stop in its slice."""
+        """Return this rank's range of a flattened parameter, and its start and stop in the rank's slice."""
         first, last = self.owned
         start, stop = max(slot.start, first), max(min(slot.stop, last), max(slot.start, first))
         return (start - slot.start, stop - slot.start), start - first, stop - first
@@ -145,15 +147,17 @@ class Bucket:
 
 
 def schedule_gathers(gpt: GPT, buckets: Sequence[Bucket]) -> None:
-    """Hook a model so that it waits for weights, and at stage 3 fetches them a block ahead and releases them."""
-    bucket_of = {id(parameter): number for number, one in enumerate(buckets) for parameter in one.parameters.values()}
+    """Hook a model so that it waits for weights; at stage 3 it fetches them a block ahead and releases them."""
+    bucket_of = {
+        id(parameter): number for number, bucket in enumerate(buckets) for parameter in bucket.parameters.values()
+    }
     used = {
         module: [buckets[number] for number in sorted({bucket_of[id(parameter)] for parameter in module.parameters()})]
         for module in (gpt.embedding, *gpt.blocks, gpt.norm, gpt.head)
     }
     if max(bucket.stage for bucket in buckets) < 3:
-        for module, several in used.items():
-            module.register_forward_pre_hook(_take(several))
+        for module, module_buckets in used.items():
+            module.register_forward_pre_hook(_take(module_buckets))
         return
     table, final = used[gpt.embedding], used[gpt.norm]
     blocks = [used[block] for block in gpt.blocks]
@@ -170,7 +174,7 @@ def schedule_gathers(gpt: GPT, buckets: Sequence[Bucket]) -> None:
 
 
 def _take(buckets: Sequence[Bucket], ahead: Sequence[Bucket] = ()) -> Callable[..., None]:
-    """Return what to do before buckets are used: have them, and start to fetch those after them."""
+    """Return a hook that makes `buckets` whole before use, and starts to fetch those `ahead`."""
 
     def take(*_: Any) -> None:
         for bucket in buckets:
@@ -190,10 +194,10 @@ def _release_after(
     keep: bool,
     before_backward: Callable[..., None] | None = None,
 ) -> None:
-    """Release buckets after a forward pass; with `keep` not where a backward pass follows."""
+    """Release buckets after a forward pass; with `keep` only if no backward pass follows."""
 
     def hook(module: nn.Module, arguments: Any, result: Tensor | tuple[Tensor, ...]) -> None:
-        out = result[0] if isinstance(result, tuple) else result  # of a mixture of experts without its penalty
+        out = result[0] if isinstance(result, tuple) else result  # without the penalty of a mixture of experts
         if out.requires_grad and before_backward is not None:
             out.register_hook(before_backward)
         if not (keep and out.requires_grad):
@@ -206,8 +210,8 @@ def _release_after(
 class Zero:
     """Owner of a model's parameters, gradients and optimizer state, in buckets in backward order.
 
-    The model's parameters (they may be on `meta`) become views of flat buffers on `device`, in `dtype`; master weights
-    and state are at least fp32. `averages` more copies of the master weights are kept, as `keep_averages` says.
+    The model's parameters (they may be on `meta`) become views of flat buffers on `device`, in `dtype`. Master weights
+    and state are at least fp32. `averages` is the number of averaged copies of the master weights, see `keep_averages`.
     """
 
     updates: Tensor  # () updates made: Adam's step count, to be saved and restored
@@ -227,24 +231,24 @@ class Zero:
         self.mesh, self.placements, self.options = mesh, placements, optimizer
         self.dtype, self.wide, self.device = dtype, torch.promote_types(dtype, torch.float32), device
         self.groups = groups = parameter_groups(gpt, optimizer)
-        # The update reads fp32 on GPUs. On CPUs it reads a float64, so that nothing is lost of a Python float.
+        # The update reads fp32 on GPUs. On CPUs it reads float64, which holds a Python float exactly.
         wide_rate = torch.float32 if on_gpu(device) else torch.float64
         self.peaks = torch.tensor([group.learning_rate for group in groups], dtype=wide_rate, device=device)
         self.rates = torch.zeros_like(self.peaks)
         self.updates = torch.zeros((), dtype=torch.float32, device=device)
         self.buckets = _replace_parameters(gpt, groups, mesh, stage, dtype, device)
-        everyone = [bucket.shared for bucket in self.buckets]
-        parameters = {name: one for bucket in self.buckets for name, one in bucket.parameters.items()}
+        all_shared = [bucket.shared for bucket in self.buckets]
+        parameters = {name: parameter for bucket in self.buckets for name, parameter in bucket.parameters.items()}
         self.names = set(parameters)
         buckets = self.buckets
-        self.gradients = Gradients(everyone, parameters, complete=lambda number: buckets[number].release())
+        self.gradients = Gradients(all_shared, parameters, complete=lambda number: buckets[number].release())
         for bucket, gradient in zip(self.buckets, self.gradients.buckets, strict=True):
             bucket.gradient = gradient
             bucket.hold(groups, averages)
-        first = sum(OPTIMIZERS[group.optimizer].whole is None for group in groups)  # those of whole matrices come after
-        self.matrices = Matrices(gpt.config, everyone, first, placements, mesh.stage)
+        first = sum(OPTIMIZERS[group.optimizer].whole is None for group in groups)  # those of whole matrices come last
+        self.matrices = Matrices(gpt.config, all_shared, first, placements, mesh.stage)
         self.matrices.keep(OPTIMIZERS[optimizer.kind].of_matrices, device)
-        # Terms of sums over tensor-parallel ranks, and what counts in the norm: no steps of a sign.
+        # Terms of sums over tensor-parallel ranks; below, elements that count in the norm (not those of `sign`).
         self._partial = [
             bucket.gradient.shard[start:stop]
             for bucket in self.buckets
@@ -253,14 +257,14 @@ class Zero:
         signs = [number for number, group in enumerate(groups) if group.optimizer == "sign"]
         self._measured = list[Tensor]()
         for bucket in self.buckets:
-            # Every rank measures its slice; at stage 0 it owns the other slices as well.
+            # Every rank measures only its slice, although at stage 0 it owns the other slices as well.
             first, last = bucket.shared.slice
             ranges = clip(counted(bucket.layout, placements, mesh.tp_rank, signs), (first, last))
             shard = bucket.gradient.shard[first - bucket.owned[0] :]
             self._measured += [shard[start:stop] for start, stop in ranges]
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Set the weights: every whole fp32 tensor once, on the CPU by name; this rank takes its part of each."""
+        """Set the weights from (name, whole fp32 CPU tensor), one per parameter; this rank takes its part of each."""
         slots = {slot.name: (bucket, slot) for bucket in self.buckets for slot in bucket.layout.slots}
         self.forget()
         for name, whole in weights:
@@ -278,26 +282,28 @@ class Zero:
             bucket.own.copy_(bucket.master)
 
     def forget(self) -> None:
-        """End gathers under way, so that buckets may be written to; at stage 3 nothing is whole after."""
+        """Wait for gathers, so that buckets may be written to; at stage 3 release every bucket."""
         for bucket in self.buckets:
             bucket.wait()
             bucket.release()
 
     def reset_gradients(self) -> None:
-        """Throw away everything accumulated and in flight, after a micro-batch that failed."""
+        """Discard all gradients, including those being reduced, after a micro-batch that failed."""
         self.gradients.reset()
         self.forget()
 
     @torch.no_grad()
     def set_rates(self, factor: float) -> None:
-        """Set every group's learning rate to its peak times `factor`. Waits for nothing."""
+        """Set every group's learning rate to its peak times `factor`, without waiting for the device."""
         torch.mul(self.peaks, factor, out=self.rates)
 
     @torch.no_grad()
     def step(self, loss: Tensor, scale: Tensor | None = None) -> StepResult:
         """Update the weights from the accumulated gradients at the rates of `set_rates`, and clear the gradients.
 
-        `loss` () is this rank's share of the batch's mean loss, `scale` () the loss scale.
+        Args:
+            loss: () this rank's share of the batch's mean loss.
+            scale: () the loss scale.
         """
         self.gradients.wait()
         self._sum_partial()
@@ -310,14 +316,14 @@ class Zero:
         for number, bucket in reversed(list(enumerate(self.buckets))):  # in the order of the next forward pass
             for span in bucket.spans:
                 for group, (start, stop) in span.segments:
-                    own = slice(start - span.start, stop - span.start)
+                    part = slice(start - span.start, stop - span.start)
                     if span.optimizer.whole is None:
                         gradient = bucket.gradient.shard[start:stop].to(self.wide)  # one fp32 copy at a time
                     else:
-                        gradient = directions[number][own]
+                        gradient = directions[number][part]
                     rules = self.groups[group]
                     step = Step(self.rates[group], rules.weight_decay, rules.eps, count, divisor, skipped)
-                    states = [state[own] for state in span.states.values()]
+                    states = [state[part] for state in span.states.values()]
                     span.optimizer.update(bucket.master[start:stop], gradient, states, step, self.options)
             bucket.refresh()
         self.updates += 1 - skipped
@@ -326,14 +332,14 @@ class Zero:
 
     @torch.no_grad()
     def keep_averages(self, shares: Sequence[float]) -> None:
-        """Take the weights into each average, of which they then are that share."""
+        """Mix the weights into each average; shares[i] is their share of average i."""
         for bucket in self.buckets:
             for average, share in zip(bucket.averages, shares, strict=True):
                 average.lerp_(bucket.master, share)
 
     @contextmanager
     def with_average(self, copy: int) -> Iterator[None]:
-        """Compute with an average inside this block, and with the model's own weights, to the bit, after it."""
+        """Use an average as weights inside this block, and restore the same bits of the weights after it."""
         self._exchange(copy)
         try:
             yield
@@ -344,13 +350,13 @@ class Zero:
     def _exchange(self, copy: int) -> None:
         self.forget()
         for bucket in self.buckets:
-            own = bucket.master.clone()
+            weights = bucket.master.clone()
             bucket.master.copy_(bucket.averages[copy])
-            bucket.averages[copy].copy_(own)
+            bucket.averages[copy].copy_(weights)
         self.publish()
 
     def _directions(self, divisor: Tensor | None, skipped: Tensor) -> list[Tensor]:
-        """Return the updates of what is updated as whole matrices, in this rank's slice of each bucket."""
+        """Return the updates of parameters that are updated as whole matrices, in this rank's slice of each bucket."""
         rule, directions = OPTIMIZERS[self.options.kind].whole, list[Tensor]()
         if rule is None:
             return directions
@@ -363,7 +369,7 @@ class Zero:
         return directions
 
     def _sum_partial(self) -> None:
-        """Adds up gradients that tensor-parallel ranks hold terms of: pieces lie at the same places on all of them."""
+        """Sum gradients of which tensor-parallel ranks hold terms, at the same places on all ranks."""
         if self.mesh.tp_group is None or not self._partial:
             return
         terms = torch.cat([part.to(self.wide) for part in self._partial])
@@ -372,11 +378,12 @@ class Zero:
             part.copy_(total)
 
     def _measure(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and gradient norm of all ranks. Each adds the squares of its slice; the loss is the first
-        tensor-parallel rank's.
+        """Return loss and gradient norm over all ranks.
+
+        Each rank adds the squares of its slice; only the first tensor-parallel rank adds its loss.
         """
         squares = [square(part, self.wide) for part in self._measured]
-        if not squares:  # what this rank owns is another's, or padding
+        if not squares:  # this rank's slices count on another rank, or are padding
             squares = [torch.zeros((), dtype=self.wide, device=self.device)]
         both = torch.stack([loss.to(self.wide) * (self.mesh.tp_rank == 0), torch.stack(squares).sum()])
         if self.mesh.world is not None:
@@ -384,7 +391,7 @@ class Zero:
         return both[0], both[1].sqrt()
 
     def _divisor(self, norm: Tensor, scale: Tensor | None) -> Tensor | None:
-        """What the update divides gradients by: the loss scale, and more where the norm is clipped."""
+        """Return what gradients are divided by: the loss scale, times a factor if the norm is clipped."""
         limit = self.options.gradient_clip
         if limit == 0:
             return scale
@@ -394,7 +401,7 @@ class Zero:
     def held(self) -> list[Held]:
         """Return this rank's part of the training state, as writable views; after writing to them call `publish`."""
         self.forget()
-        found = []
+        result = []
         for bucket in self.buckets:
             for slot in bucket.layout.slots:
                 (first, last), start, stop = bucket.overlap(slot)
@@ -404,12 +411,12 @@ class Zero:
                 kinds |= {f"average_{copy}": average[start:stop] for copy, average in enumerate(bucket.averages)}
                 if first < last:
                     placement = self.placements[slot.name]
-                    found += [Held(slot.name, kind, placement, first, last, values) for kind, values in kinds.items()]
-        return found + self.matrices.held()
+                    result += [Held(slot.name, kind, placement, first, last, values) for kind, values in kinds.items()]
+        return result + self.matrices.held()
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Compute with what was written to `held` from here on."""
+        """Use the values written to `held` from here on."""
         for bucket in self.buckets:
             bucket.refresh()
 
@@ -417,7 +424,7 @@ class Zero:
 def _replace_parameters(
     gpt: GPT, groups: Sequence[ParameterGroup], mesh: Mesh, stage: int, dtype: torch.dtype, device: torch.device
 ) -> list[Bucket]:
-    """Replace a model's parameters by views of buckets, which are returned in backward order."""
+    """Replace a model's parameters by views of buckets. Returns the buckets, in backward order."""
     gathered = stage == 3 and mesh.data_group is not None
     layouts, old = layouts_of(gpt, groups, dtype, mesh, gathered=gathered), dict(gpt.named_parameters())
     buckets = [Bucket(shared(layout, mesh, stage), old, dtype, device) for layout in layouts]
@@ -431,11 +438,11 @@ def _replace_parameters(
 
 
 def shared(layout: BucketLayout, mesh: Mesh, stage: int) -> Shared:
-    """A bucket among the ranks that have it; where that is one, it owns everything."""
+    """Return a bucket with the ranks that share it; a single rank owns everything."""
     group, rank = mesh.data_group, mesh.data_rank
     if layout.experts:
         group, rank = mesh.replica_group, mesh.data_rank // mesh.ep
-    if layout.ends:  # which is summed once a step, so that it stays whole until then
+    if layout.ends:  # a tied table is summed once a step, and stays whole until then
         group, rank, stage = mesh.ends_group, rank + mesh.data * (mesh.pp_rank > 0), min(stage, 1)
     return Shared(layout, group, rank, 0 if group is None else stage)
 
@@ -443,24 +450,28 @@ def shared(layout: BucketLayout, mesh: Mesh, stage: int) -> Shared:
 def layouts_of(
     gpt: GPT, groups: Sequence[ParameterGroup], dtype: torch.dtype, mesh: Mesh, *, gathered: bool
 ) -> list[BucketLayout]:
-    """No bucket spans two chunks of blocks, and a tied table on both ends of a pipeline has one of its own."""
+    """Return the layouts of buckets. None spans two chunks; a tied table on both pipeline ends has a separate one."""
     group_of = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
     numbers = {name: group_of[id(p)] for name, p in gpt.named_parameters()}
     sizes = {name: p.numel() for name, p in gpt.named_parameters()}
     shared_out = gpt.config.tied_embeddings and gpt.chunks != [range(gpt.config.depth)]
     table = "embedding.weight" if shared_out and "embedding.weight" in sizes else None
-    found = []
+    layouts = []
     for chunk in reversed(range(len(gpt.chunks))):
-        own = {name: size for name, size in sizes.items() if name != table and gpt.chunk_of(name) == chunk}
-        several = bucket_layouts(own, numbers, bucket_limit(dtype.itemsize), mesh.data, gathered=gathered, ep=mesh.ep)
-        found += [replace(bucket, chunk=chunk) for bucket in several]
+        chunk_sizes = {name: size for name, size in sizes.items() if name != table and gpt.chunk_of(name) == chunk}
+        chunk_layouts = bucket_layouts(
+            chunk_sizes, numbers, bucket_limit(dtype.itemsize), mesh.data, gathered=gathered, ep=mesh.ep
+        )
+        layouts += [replace(bucket, chunk=chunk) for bucket in chunk_layouts]
     if table is not None:
-        found.append(replace(pack_bucket([table], sizes, numbers, 2 * mesh.data), ends=True, chunk=gpt.chunk_of(table)))
-    return found
+        layouts.append(
+            replace(pack_bucket([table], sizes, numbers, 2 * mesh.data), ends=True, chunk=gpt.chunk_of(table))
+        )
+    return layouts
 
 
 def square(values: Tensor, wide: torch.dtype) -> Tensor:
-    """Sum of squares. In rows, for torch sums a long vector on a CPU in one go, and loses 3 digits at 5e7 elements."""
+    """Return the sum of squares. In rows, because torch loses 3 digits on a CPU vector of 5e7 elements."""
     rows = len(values) // ROW
     tail = values[rows * ROW :].to(wide)
     rest = torch.dot(tail, tail)

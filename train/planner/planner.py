@@ -1,9 +1,9 @@
 """Rank the ways to spread a run over ranks by the estimated time of a step.
 
 A way is a mesh (tp, dp, pp, ep), a ZeRO stage, a micro-batch and what is recomputed. It fits if its peak (`memory.py`)
-leaves a margin for what the estimate leaves out: the CUDA context, NCCL's buffers, fragmentation. Its time is that of
-matrix products at the measured rate, of ring collectives as far as no product runs at the same time, and what the
-stages of a pipeline wait for each other. The ring of context-parallel ranks counts as hidden by attention.
+leaves a margin for what the estimate omits: the CUDA context, NCCL's buffers, fragmentation. Its time is that of matrix
+products at the measured rate, ring collectives that no product hides, and waits between pipeline stages. The ring of
+context-parallel ranks counts as hidden by attention.
 
 Korthikanti et al. 2022, arXiv 2205.05198, section 4; Rajbhandari et al. 2020, arXiv 1910.02054, section 7.
 """
@@ -25,17 +25,17 @@ from ..optimizer.registry import OPTIMIZERS
 from .validation import check_shapes, divisors_of, working_shapes
 
 MAX_RANKS = 2**20
-TIE = 0.01  # times that differ by less count as equal, since the formulas are no better
+TIE = 0.01  # relative; closer times count as equal, because the formulas are not more accurate (docs/decisions.md)
 RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The machine that one rank sees; the defaults are the data sheet of an H100 in a DGX."""
+    """The machine as one rank sees it; the defaults are from the data sheet of an H100 in a DGX."""
 
     memory_bytes: float = 80e9
     flops_per_second: float = 4e14  # plain matrix products, in the run's precision
-    half_speed_width: float = 512.0  # model width at which training reaches half of that
+    half_speed_width: float = 512.0  # model width at which training reaches half of that speed
     intra_bandwidth: float = 450e9  # bytes a second to a rank of the same node
     inter_bandwidth: float = 50e9  # bytes a second and rank to another node
     ranks_per_node: int = 8
@@ -62,10 +62,10 @@ class Way:
 
 
 def rank_ways(config: RunConfig, ranks: int, hardware: Hardware, margin: float = 0.1) -> list[Way]:
-    """Return every way to spread a run: the fastest that fits first, of equally fast ones the least split.
+    """Return every way to spread a run, the fastest that fits first; of equally fast ones, the least split.
 
     Args:
-        config: its tp, dp, ep, zero, micro_batch_size and recompute are not read, and on GPUs neither is its pp.
+        config: its tp, dp, ep, zero, micro_batch_size and recompute are ignored, and on GPUs its pp, too.
         margin: share of the device's memory to leave free, at least 0 and below 1.
 
     Raises:
@@ -116,15 +116,15 @@ def _settings(config: RunConfig, ranks: int, hardware: Hardware) -> Iterator[Par
 def _rank_seconds(config: RunConfig, hardware: Hardware, share: Share) -> float:
     """Estimate the time of one step of a pipeline rank."""
     parallel, passes, full = config.parallel, micro_batches(config), config.parallel.recompute == "full"
-    # The width is the geometric mean of both sides of a matrix, of which tp splits one.
+    # The geometric mean of both sides of a matrix, of which tp splits one.
     width = config.model.width / parallel.tp**0.5
     rate = hardware.flops_per_second * width / (width + hardware.half_speed_width)
     rotary = 0 if share.latent is None else share.latent.rotary
     attention = 2 * share.length * share.cp * share.heads * (2 * share.head_dim + rotary)  # FLOPs per token and block
     products = 2 * (share.matrices + share.table * share.scores)
     forward = share.tokens * (products + share.depth * attention) / rate
-    again = {"none": 0, "selective": attention, "full": 2 * share.block_matrices + attention}[parallel.recompute]
-    backward = 2 * forward + share.tokens * share.depth * again / rate
+    recomputed = {"none": 0, "selective": attention, "full": 2 * share.block_matrices + attention}[parallel.recompute]
+    backward = 2 * forward + share.tokens * share.depth * recomputed / rate
     # A block gathers and scatters its input twice, embedding and head together once. Half of the backward pass's
     # collectives run at the same time as products.
     size = share.tokens * share.width * share.itemsize

@@ -1,9 +1,9 @@
-"""Which configs can be trained: every field's range, model shapes, and how they split over ranks. Without torch.
+"""Checks of a config: the range of every field, model shapes, and their split over ranks. Without torch.
 
 Special here:
-- a refusal names shapes that would work, and those have passed the same check;
-- the padded vocabulary is what is split, so `model.vocab_multiple` decides which tp fit it;
-- with fewer key/value heads than tp ranks several ranks use the same one, so one number must divide the other.
+- An error names shapes that work, and those have passed the same check.
+- The padded vocabulary is split, so `model.vocab_multiple` decides which tp fit it.
+- With fewer key/value heads than tp ranks several ranks use the same one, so one number must divide the other.
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ from ..errors import UserError, counted
 from ..model.shape import micro_batches
 from ..optimizer.registry import OPTIMIZERS
 
-LARGEST = 1e30  # of any number: more FLOPs than anybody has, and far from an overflow
+LARGEST = 1e30  # limit of every number: more FLOPs than any machine has, and far from an overflow
 
 
 def check_fields(config: Any, prefix: str = "") -> None:
-    """Refuses what a config, or a group of it, has and its fields do not accept: UserError with what they do."""
+    """Raise UserError if a config, or a group of it, has a value that its field does not accept."""
     for name, rules in _rules(config.__class__).items():
         value = getattr(config, name)
         if dataclasses.is_dataclass(value):
             check_fields(value, f"{prefix}{name}.")
         verb = "contains" if isinstance(value, list) else "is"
-        for each in value if isinstance(value, list) else [value]:
-            if each is not None and (needed := _needed(each, rules)):
-                raise UserError(f"{prefix}{name} {verb} {each!r}; it must be {needed}")
+        for item in value if isinstance(value, list) else [value]:
+            if item is not None and (needed := _needed(item, rules)):
+                raise UserError(f"{prefix}{name} {verb} {item!r}; it must be {needed}")
 
 
 @functools.cache
 def _rules(cls: type) -> dict[str, list[Any]]:
-    """What stands beside each field's type."""
+    """Return the annotations of each field's type."""
 
-    def beside(hint: Any) -> list[Any]:
-        return [*(rule for inner in get_args(hint) for rule in beside(inner)), *getattr(hint, "__metadata__", ())]
+    def annotations(hint: Any) -> list[Any]:
+        return [*(rule for inner in get_args(hint) for rule in annotations(inner)), *getattr(hint, "__metadata__", ())]
 
-    return {name: beside(hint) for name, hint in get_type_hints(cls, include_extras=True).items()}
+    return {name: annotations(hint) for name, hint in get_type_hints(cls, include_extras=True).items()}
 
 
 def _needed(value: Any, rules: Sequence[Any]) -> str:
-    """What a value is not; empty where it is accepted."""
+    """Return what a value must be, or "" if it is accepted."""
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number"
     for rule in rules:
         if isinstance(rule, tuple) and value not in rule:
             return f"one of {', '.join(map(str, rule))}"
-        if isinstance(rule, Meta) and isinstance(value, int | float) and (words := _beyond(value, rule)):
-            return words
+        if isinstance(rule, Meta) and isinstance(value, int | float) and (bound := _beyond(value, rule)):
+            return bound
     return f"at most {LARGEST:g}" if isinstance(value, int | float) and value > LARGEST else ""
 
 
 def _beyond(value: float, bounds: Meta) -> str | None:
-    """The end of the bounds that a value is beyond, in words; None where it is within."""
+    """Return the bound that a value violates, in words, or None."""
     if bounds.ge is not None and value < bounds.ge:
         return f"{bounds.ge:g} or more"
     if bounds.gt is not None and value <= bounds.gt:
@@ -72,7 +72,7 @@ def _beyond(value: float, bounds: Meta) -> str | None:
 
 
 def validate(config: RunConfig) -> None:
-    """Refuses what cannot be trained: UserError with the field, the value and what would be accepted."""
+    """Raise UserError if a config cannot be trained, with the field, the value and what is accepted."""
     check_fields(config)
     _check_model(config.model)
     for step in config.checkpoint.at_steps or ():
@@ -107,14 +107,14 @@ def validate(config: RunConfig) -> None:
 
 def _check_points(schedule: ScheduleConfig) -> None:
     if schedule.kind != "points":
-        for name, given in (("shares", schedule.shares), ("factors", schedule.factors)):
-            if given is not None:
-                raise UserError(f"schedule.{name} is {given}; it must be null unless schedule.kind is points")
+        for name, values in (("shares", schedule.shares), ("factors", schedule.factors)):
+            if values is not None:
+                raise UserError(f"schedule.{name} is {values}; it must be null unless schedule.kind is points")
         return
     shares, factors = schedule.shares or [], schedule.factors or []
     if len(shares) < 2 or shares[0] != 0 or shares[-1] != 1 or shares != sorted(shares):
         raise UserError(f"schedule.shares is {schedule.shares}; it must rise from 0 to 1, as [0,0.8,1]")
-    if len(factors) != len(shares) or not all(0 <= each <= 1 for each in factors) or not any(factors):
+    if len(factors) != len(shares) or not all(0 <= factor <= 1 for factor in factors) or not any(factors):
         raise UserError(
             f"schedule.factors is {schedule.factors}; it must be {len(shares)} numbers from 0 to 1, not all of them 0"
         )
@@ -157,23 +157,23 @@ def _check_experts(model: ModelConfig) -> None:
 def _check_latent(model: ModelConfig) -> None:
     for name in GROUPED_QUERY:
         if value := getattr(model, name):
-            none = "false" if value is True else "null"
-            raise UserError(f"model.{name} is {value}; with model.attention mla it must be {none}")
+            off = "false" if value is True else "null"
+            raise UserError(f"model.{name} is {value}; with model.attention mla it must be {off}")
     if model.rotary % 2:
         raise UserError(f"model.rotary_size is {model.rotary_size}; it must be even, for numbers are rotated in pairs")
 
 
 def _check_rope(model: ModelConfig) -> None:
-    scaling, others = model.rope_scaling, ("rope_factor", "rope_length")
+    scaling, companions = model.rope_scaling, ("rope_factor", "rope_length")
     if scaling is None:
-        said = next((name for name in others if getattr(model, name) is not None), None)
-        if said is not None:
+        key = next((name for name in companions if getattr(model, name) is not None), None)
+        if key is not None:
             raise UserError(
-                f"model.{said} is {getattr(model, said)}; without model.rope_scaling, which may be llama3 or yarn, it "
+                f"model.{key} is {getattr(model, key)}; without model.rope_scaling, which may be llama3 or yarn, it "
                 "must be null"
             )
         return
-    missing = next((name for name in others if getattr(model, name) is None), None)
+    missing = next((name for name in companions if getattr(model, name) is None), None)
     if missing is not None:
         raise UserError(f"model.{missing} is null; with model.rope_scaling {scaling} it must be 1 or more")
     if scaling == "yarn" and model.rope_theta <= 1:
@@ -181,15 +181,15 @@ def _check_rope(model: ModelConfig) -> None:
 
 
 def check_kv_heads(model: ModelConfig) -> None:
-    """Refuses key/value heads that the query heads cannot share evenly."""
+    """Raise UserError unless query heads can share key/value heads evenly."""
     if model.heads % model.num_kv_heads:
         raise UserError(f"model.kv_heads is {model.kv_heads}; it must divide model.heads {model.heads}")
 
 
 def check_shapes(config: RunConfig) -> None:
-    """Refuses a config whose model or batch cannot be split as `config.parallel` says.
+    """Raise UserError if `config.parallel` does not divide the model or batch.
 
-    A model whose vocab_size is still None (the planner fills it in) is not asked about its vocabulary.
+    A vocab_size of None is not checked, because the planner sets it later.
     """
     check_fields(config.parallel, "parallel.")
     if (refusal := _refusal(config)) is not None:
@@ -197,7 +197,7 @@ def check_shapes(config: RunConfig) -> None:
 
 
 def check_world(config: RunConfig, ranks: int, ranks_per_node: int) -> None:
-    """Refuses a job whose ranks are not those that the config asks for, or a tp group that leaves its node."""
+    """Raise UserError if the job has another number of ranks than the config, or a tp group leaves its node."""
     parallel = config.parallel
     if parallel.world_size != ranks:
         raise UserError(
@@ -211,7 +211,7 @@ def check_world(config: RunConfig, ranks: int, ranks_per_node: int) -> None:
 
 
 def check_hosts(parallel: ParallelConfig, hosts: Sequence[str]) -> None:
-    """Refuses an order of ranks that spreads a tensor-parallel group, which are neighbours, over nodes.
+    """Raise UserError if a tensor-parallel group, whose ranks are consecutive, is on several nodes.
 
     Args:
         hosts: name of every rank's node, by rank.
@@ -228,10 +228,10 @@ def check_hosts(parallel: ParallelConfig, hosts: Sequence[str]) -> None:
 
 
 def working_shapes(config: RunConfig, ranks: int, ranks_per_node: int | None = None) -> list[tuple[int, int]]:
-    """Every (tp, dp) that spreads this run over exactly so many ranks, by tp; pp, cp and all else are the config's.
+    """Return every (tp, dp) that spreads this run over exactly this many ranks, by tp; pp and cp stay fixed.
 
     Args:
-        ranks_per_node: of `ranks`, on every node; None: all of them.
+        ranks_per_node: ranks on every node; None: all are on one.
     """
     fixed = config.parallel.pp * config.parallel.cp
     left = divisors_of(ranks // fixed) if ranks % fixed == 0 else []
@@ -249,7 +249,7 @@ def divisors_of(number: int) -> list[int]:
 
 
 def _refusal(config: RunConfig) -> str | None:
-    """Why the shape does not fit, in a sentence; None if it does."""
+    """Return why the shape does not fit, as a sentence, or None if it does."""
     parallel, batch = config.parallel, config.optimizer.batch_size
     if batch % parallel.dp:
         return (
@@ -282,23 +282,23 @@ def _refusal(config: RunConfig) -> str | None:
 
 
 def _pipeline_refusal(config: RunConfig) -> str | None:
-    """Why blocks or micro-batches cannot go through stages as the config says."""
+    """Return why blocks or micro-batches cannot be divided over stages, or None."""
     parallel, depth = config.parallel, config.model.depth
     pp, chunks, interleaved = parallel.pp, parallel.chunks, parallel.schedule == "interleaved"
     if chunks > 1 and (pp == 1 or not interleaved):
-        held = "parallel.pp 1" if pp == 1 else f"parallel.schedule {parallel.schedule}"
-        return f"parallel.chunks is {chunks} with {held}; it must be 1, or stages be interleaved"
+        cause = "parallel.pp 1" if pp == 1 else f"parallel.schedule {parallel.schedule}"
+        return f"parallel.chunks is {chunks} with {cause}; it must be 1, or stages be interleaved"
     if pp == 1:
         return None
-    if pp > (most := depth // 2 if interleaved else depth):
-        said = "each of its stages has two chunks or more" if interleaved else "each stage has a block or more"
-        return f"parallel.pp is {pp}; {said} of model.depth {depth}, so that it must be at most {max(1, most)}"
+    if pp > (max_stages := depth // 2 if interleaved else depth):
+        reason = "each of its stages has two chunks or more" if interleaved else "each stage has a block or more"
+        return f"parallel.pp is {pp}; {reason} of model.depth {depth}, so that it must be at most {max(1, max_stages)}"
     if interleaved and not 2 <= chunks <= depth // pp:
-        said = f"interleaved, it must be 2 to {depth // pp}, or parallel.schedule be 1f1b"
-        return f"parallel.chunks is {chunks} with parallel.pp {pp} and model.depth {depth}; {said}"
+        reason = f"interleaved, it must be 2 to {depth // pp}, or parallel.schedule be 1f1b"
+        return f"parallel.chunks is {chunks} with parallel.pp {pp} and model.depth {depth}; {reason}"
     if parallel.zero == 3:
-        said = "it must be 0, 1 or 2, for weights would be gathered anew for every micro-batch"
-        return f"parallel.zero is 3 with parallel.pp {pp}; {said}"
+        reason = "it must be 0, 1 or 2, for weights would be gathered anew for every micro-batch"
+        return f"parallel.zero is 3 with parallel.pp {pp}; {reason}"
     count, share = micro_batches(config), config.optimizer.batch_size // parallel.dp
     if not interleaved or count % pp == 0:
         return None
@@ -309,12 +309,12 @@ def _pipeline_refusal(config: RunConfig) -> str | None:
             f"interleaved, they must be a multiple of parallel.pp {pp}: {_nearest(micro or share, sizes)}"
         )
     stages = _nearest(pp, [stages for stages in divisors_of(share) if 1 < stages <= depth // chunks])
-    said = f"interleaved, it must divide them: {stages}" if stages else "parallel.schedule must be 1f1b"
-    return f"parallel.pp is {pp} and a rank has {counted(share, 'sequence')} a step; {said}"
+    reason = f"interleaved, it must divide them: {stages}" if stages else "parallel.schedule must be 1f1b"
+    return f"parallel.pp is {pp} and a rank has {counted(share, 'sequence')} a step; {reason}"
 
 
 def _experts_refusal(config: RunConfig) -> str | None:
-    """Why experts cannot be shared out as the config says."""
+    """Return why experts cannot be split as the config says, or None."""
     parallel, experts = config.parallel, config.model.experts
     ep, data = parallel.ep, parallel.data
     if experts == 0:
@@ -324,13 +324,13 @@ def _experts_refusal(config: RunConfig) -> str | None:
     working = divisors_of(math.gcd(data, experts))
     if ep in working:
         return None
-    others = f"parallel.dp {parallel.dp}" + (f" * parallel.cp {parallel.cp}" if parallel.cp > 1 else "")
-    said = f"it must divide {others} and model.experts {experts}"
-    return f"parallel.ep is {ep}; {said}: {_nearest(ep, working)}"
+    ranks = f"parallel.dp {parallel.dp}" + (f" * parallel.cp {parallel.cp}" if parallel.cp > 1 else "")
+    reason = f"it must divide {ranks} and model.experts {experts}"
+    return f"parallel.ep is {ep}; {reason}: {_nearest(ep, working)}"
 
 
 def _requirement(config: RunConfig, tp: int) -> str | None:
-    """The first condition that a tp does not meet, as what it must do; None if it meets all."""
+    """Return the first condition that tp violates, as a verb phrase, or None."""
     model, length, cp = config.model, config.data.sequence_length, config.parallel.cp
     if model.heads % tp:
         return f"divide model.heads {model.heads}"
@@ -349,24 +349,24 @@ def _requirement(config: RunConfig, tp: int) -> str | None:
 
 
 def _advice(config: RunConfig, ranks: int, ranks_per_node: int) -> str:
-    """What to ask for instead: shapes for these ranks, or else numbers of ranks that have any."""
-    wanted, pp, cp = config.parallel.tp, config.parallel.pp, config.parallel.cp
+    """Return an alternative for the message: shapes for these ranks, or the nearest number of ranks that works."""
+    tp_asked, pp, cp = config.parallel.tp, config.parallel.pp, config.parallel.cp
     rest = "".join(f" * {axis} {size}" for axis, size in (("cp", cp), ("pp", pp)) if size > 1)
     shapes = working_shapes(config, ranks, ranks_per_node)
     plain = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cp=1))
     if cp > 1 and not shapes and working_shapes(plain, ranks, ranks_per_node):
         return _advice(plain, ranks, ranks_per_node)
     if shapes:
-        shapes.sort(key=lambda shape: (abs(shape[0] - wanted), shape))
+        shapes.sort(key=lambda shape: (abs(shape[0] - tp_asked), shape))
         named = [f"tp {tp} * dp {dp}{rest}" for tp, dp in shapes[:3]]
         return f"with {counted(ranks, 'rank')} it can be {' or '.join(named)}"
-    most = min(ranks - 1, config.optimizer.batch_size * config.model.heads * pp * cp)
-    tried = (*range(most, 0, -1), *range(ranks + 1, 2 * pp * cp))  # fewer ranks first
+    max_ranks = min(ranks - 1, config.optimizer.batch_size * config.model.heads * pp * cp)
+    tried = (*range(max_ranks, 0, -1), *range(ranks + 1, 2 * pp * cp))  # fewer ranks first
     near = next((n for n in tried if working_shapes(config, n, min(n, ranks_per_node))), pp * cp)
     return f"no shape of {counted(ranks, 'rank')} fits this model and batch, the nearest that does has {near}"
 
 
 def _nearest(value: int, working: Iterable[int]) -> str:
-    """Up to six of the numbers that work, nearest to the value by ratio, in order."""
+    """Return up to six working numbers nearest to the value by ratio, in ascending order."""
     near = sorted(working, key=lambda number: max(number, value) / max(1, min(number, value)))[:6]
     return ", ".join(map(str, sorted(near)))
