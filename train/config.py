@@ -1,8 +1,7 @@
-"""One run, described completely: the dataclasses behind `conf/` and the identity of a run. No torch: planning is
-instant.
+"""The complete description of one run: the dataclasses behind `conf/`, and a run's identity. No torch.
 
-A field is *cosmetic* when changing it leaves the science alone (where files lie, how many ranks, how often to save).
-Every other field is part of the run's identity, so a forgotten field errs on the side of running again.
+A *cosmetic* field does not change the result (paths, number of ranks, how often to save). Every other field is part of
+the run's identity, so that a field left unmarked by mistake leads to a new run rather than to a wrong match.
 """
 
 # ruff: noqa: RUF009  cosmetic() and later() make fields
@@ -39,7 +38,7 @@ from .fields import (
 from .optimizer.registry import OptimizerConfig as OptimizerConfig  # users write `train.config.OptimizerConfig`
 from .parallel.schedules import SCHEDULES
 
-# Bumped whenever the trainer's arithmetic changes, so that an old result is never taken for a new one.
+# Bump when the trainer's arithmetic changes, so that an old result is never used as a new one.
 RECIPE = 3
 
 
@@ -47,13 +46,13 @@ T = TypeVar("T")
 
 
 class RopeScaling(NamedTuple):
-    """Rotary frequencies for a context longer than `length`: what turns rarely in that is slowed down by `factor`."""
+    """Rotary frequencies for a context longer than `length`: slow ones are divided by `factor`."""
 
     kind: str  # llama3 | yarn
     factor: float
-    length: int  # tokens of the context before
-    slow: float  # turns within it up to which a frequency is divided by the factor
-    fast: float  # turns from which it stays as it is
+    length: int  # tokens of the original context
+    slow: float  # frequencies with at most this many turns in `length` tokens are divided by the factor
+    fast: float  # frequencies with at least this many turns are unchanged
     amplitude: float  # of cosine and sine; attention's scores are multiplied by its square
 
 
@@ -63,7 +62,7 @@ class ModelConfig:
 
     width: Count6 = 64  # residual stream, d_model
     depth: Count4 = 4  # number of blocks
-    heads: Count6 = 4  # query heads; width must be a multiple where head_size is None
+    heads: Count6 = 4  # query heads; without head_size, width must be a multiple of it
     kv_heads: Count | None = None  # key/value heads, a divisor of heads; None means heads (no grouping)
     hidden: Count9 | None = None  # SwiGLU inner width; None means 8/3 of the width, rounded up to a multiple of 8
     vocab_size: Count9 | None = None  # tokens that can be predicted; None is filled in from the tokenizer
@@ -74,34 +73,35 @@ class ModelConfig:
     rope_theta: Positive = 10000.0
     norm_eps: Positive = 1e-5
     head_size: Count6 | None = later(None)  # of a query, a key and a value; None: width / heads
-    qkv_bias: bool = later(False)  # added to queries, keys and values, before their norms
-    # For a longer context than was trained on: llama3 (Llama 3.1's) or yarn (Peng et al. 2023); None: neither.
+    qkv_bias: bool = later(False)  # bias of queries, keys and values, added before their norms
+    # Extends the trained context: llama3 (Llama 3.1) or yarn (Peng et al. 2023); None: no extension.
     rope_scaling: Annotated[str, ("llama3", "yarn")] | None = later(None)
-    rope_factor: Annotated[float, Meta(ge=1)] | None = later(None)  # by which slow frequencies are divided
-    rope_length: Count9 | None = later(None)  # tokens of the context before
+    rope_factor: Annotated[float, Meta(ge=1)] | None = later(None)  # divisor of slow frequencies
+    rope_length: Count9 | None = later(None)  # tokens of the original context
     attention: Annotated[str, ("gqa", "mla")] = later("gqa")  # mla: see `model/latent.py`
-    kv_rank: Count6 | None = later(None)  # mla: of what keys and values come from; None: four heads
-    query_rank: Count6 | None = later(None)  # mla: of what queries come from; None: the residual stream itself
-    rotary_size: Count6 | None = later(None)  # mla: of a head's rotary part, beside `head_dim`; None: half a head
-    # A mixture of experts in the place of each block's MLP; see `model/experts.py`.
+    kv_rank: Count6 | None = later(None)  # mla: size of the latent of keys and values; None: 4 * head_dim
+    query_rank: Count6 | None = later(None)  # mla: size of the latent of queries; None: no latent
+    rotary_size: Count6 | None = later(None)  # mla: size of a head's rotary part, in addition to head_dim; None: half
+    # A mixture of experts instead of each block's MLP; see `model/experts.py`.
     experts: Natural4 = later(0)  # 0: dense
     experts_per_token: Count4 = later(2)
-    expert_hidden: Count9 | None = later(None)  # inner width of one; None: that of the MLP over what a token uses
-    shared_experts: Natural4 = later(0)  # which every token uses, beside those it chooses
-    dense_layers: Natural4 = later(0)  # blocks at the bottom that keep their MLP
-    gate: Annotated[str, ("sigmoid", "softmax")] = later("sigmoid")  # what makes a score of a router's logit
+    expert_hidden: Count9 | None = later(None)  # inner width of one expert; None: see `moe_hidden`
+    shared_experts: Natural4 = later(0)  # used by every token, in addition to the routed ones
+    dense_layers: Natural4 = later(0)  # the first blocks, which keep their MLP
+    gate: Annotated[str, ("sigmoid", "softmax")] = later("sigmoid")  # turns a router's logits into scores
     gates_normalised: bool = later(True)  # a token's gates sum to 1
-    balance_rate: NotNegative = later(1e-3)  # of the biases that balance the load; they follow the schedule; 0: none
-    balance_loss: NotNegative = later(0.0)  # weight of the loss that balances the load
-    router_z_loss: NotNegative = later(0.0)  # times the squared logarithm of the normaliser of a router's softmax
+    balance_rate: NotNegative = later(1e-3)  # step size of load-balancing biases, follows the schedule; 0: none
+    balance_loss: NotNegative = later(0.0)  # weight of the load-balancing loss
+    router_z_loss: NotNegative = later(0.0)  # weight of the squared log-normaliser of the router's softmax
 
     @property
     def head_dim(self) -> int:
+        """Size of a head."""
         return self.width // self.heads if self.head_size is None else self.head_size
 
     @property
     def rope(self) -> RopeScaling | None:
-        """What the fields `rope_*` say, with the constants of Llama 3.1 or of Peng et al. 2023, section 3.4."""
+        """The `rope_*` fields with the constants of Llama 3.1 or of Peng et al. 2023, section 3.4."""
         if self.rope_scaling is None or self.rope_factor is None or self.rope_length is None:
             return None
         fast, amplitude = (32.0, 0.1 * math.log(self.rope_factor) + 1) if self.rope_scaling == "yarn" else (4.0, 1.0)
@@ -109,12 +109,12 @@ class ModelConfig:
 
     @property
     def latent(self) -> int:
-        """Numbers of a token that keys and values come from; 0 without latent attention."""
+        """Size of the latent vector that keys and values are computed from; 0 without latent attention."""
         return 0 if self.attention != "mla" else 4 * self.head_dim if self.kv_rank is None else self.kv_rank
 
     @property
     def rotary(self) -> int:
-        """Numbers of a head that are rotated."""
+        """Number of rotated dimensions per head."""
         if self.attention != "mla":
             return self.head_dim
         return max(2, self.head_dim // 4 * 2) if self.rotary_size is None else self.rotary_size
@@ -126,7 +126,7 @@ class ModelConfig:
 
     @property
     def cached(self) -> int:
-        """Numbers that a decoder keeps per token and block."""
+        """Numbers that decoding caches per token and block."""
         return self.latent + self.rotary if self.attention == "mla" else 2 * self.num_kv_heads * self.head_dim
 
     @property
@@ -135,17 +135,18 @@ class ModelConfig:
 
     @property
     def mlp_hidden(self) -> int:
-        """Inner width of the MLP. 8/3 keeps its three matrices as large as the two of a 4x MLP (Shazeer 2020)."""
+        """Inner width of the MLP. 8/3 makes its three matrices as large as the two of a 4x MLP (Shazeer 2020)."""
         return self.hidden if self.hidden is not None else -(-8 * self.width // 3 // 8) * 8
 
     @property
     def moe_hidden(self) -> int:
-        """Inner width of one expert; by default those that a token uses have the MLP's width together."""
+        """Inner width of one expert. By default the experts of a token together are as wide as the MLP."""
         used = self.experts_per_token + self.shared_experts
         return self.expert_hidden if self.expert_hidden is not None else max(1, round(self.mlp_hidden / used / 8)) * 8
 
     @property
     def padded_vocab_size(self) -> int:
+        """Rows of the embedding tables, a multiple of `vocab_multiple`."""
         if self.vocab_size is None:
             raise UserError(
                 "model.vocab_size is None; it must be filled in from the tokenizer before the model is built"
@@ -158,7 +159,7 @@ GROUPED_QUERY = ("kv_heads", "qk_norm", "qkv_bias")  # fields of `ModelConfig` t
 
 @dataclass
 class DataConfig:
-    """Which text, cut how. `fingerprint` ties the run to the content, whatever the path."""
+    """The text of a run, and how it is split. `fingerprint` identifies the content, independent of its path."""
 
     corpus: Annotated[str, ("stdlib", "text", "hf")] = "stdlib"
     path: str | None = cosmetic(None)  # text: a file, a folder or a glob
@@ -169,60 +170,62 @@ class DataConfig:
     revision: str | None = None  # hf: commit or tag; pin it for a reproducible identity
     max_bytes: Count | None = None  # stop reading after this much UTF-8 text (required for hf)
     tokenizer: str = cosmetic("bytes")  # bytes | bpe (trained on the corpus) | path of a tokenizer.json
-    vocab_size: Count9 = cosmetic(4096)  # bpe: size of the vocabulary to train; model.vocab_size is what counts
+    vocab_size: Count9 = cosmetic(4096)  # bpe: size of the vocabulary to train; runs are identified by model.vocab_size
     sequence_length: Count9 = 128  # tokens of context, T
-    separate_documents: bool = False  # attention stays inside a document; else a window's documents see those before
+    separate_documents: bool = False  # attention stays inside a document; False: it spans the whole window
     validation_fraction: Share = 0.02  # share of documents held out, chosen by a hash of their content
-    validation_tokens: Count = 131072  # size of the fixed held-out set that is scored (less if the corpus has less)
+    validation_tokens: Count = 131072  # tokens of the fixed held-out set (fewer if the corpus has fewer)
     cache_dir: str | None = cosmetic(None)  # where shards are kept; None: $ISOFLOP_CACHE, else ~/.cache/isoflop
-    fingerprint: str | None = None  # hash of the corpus' content, filled in by the planner
+    fingerprint: str | None = None  # hash of the corpus's content, filled in by the planner
     tokenizer_fingerprint: str | None = None  # bytes, bpe, or a hash of the tokenizer.json, filled in by the planner
-    # What training documents go through, in order, such as [gopher, exact, "near:0.8"]; see train/data/recipe.
+    # Filter steps of the training documents, in order, such as [gopher, exact, "near:0.8"]; see train/data/recipe.
     recipe: list[str] = dataclasses.field(default_factory=list, metadata={"cosmetic": True})
-    recipe_fingerprint: str | None = later(None)  # hash of those steps, their rules and model files; by the planner
+    recipe_fingerprint: str | None = later(None)  # hash of the recipe's steps, rules and model files; by the planner
 
 
 @dataclass
 class ScheduleConfig:
+    """The learning-rate schedule."""
+
     kind: Annotated[str, ("wsd", "cosine", "constant", "points")] = "wsd"  # warm-up, stable, decay
-    warmup_per_parameter: NotNegative = 1.0  # tokens of warm-up for each parameter, N_total (Porian et al. 2024)
-    warmup_tokens: Natural | None = None  # tokens of warm-up whatever N is, instead
+    warmup_per_parameter: NotNegative = 1.0  # tokens of warm-up per parameter of N_active (Porian et al. 2024)
+    warmup_tokens: Natural | None = None  # tokens of warm-up, instead of a multiple of N
     warmup_max_share: Share = 0.1  # a warm-up is never longer than this share of the run
-    decay_share: Share = 0.2  # wsd: share of the run that cools down, as 1 - sqrt(progress) (Haegele et al. 2024)
+    decay_share: Share = 0.2  # wsd: share of the run in the cooldown, 1 - sqrt(progress) (Haegele et al. 2024)
     final_share: Share = 0.0  # learning rate at the end, as a share of the peak
-    # points: shares of the steps after warm-up, from 0 to 1, and shares of the peak there, with straight lines between.
+    # points: shares of the steps after warm-up, from 0 to 1, and the share of the peak at each; linear in between.
     shares: list[float] | None = later(None)
     factors: list[float] | None = later(None)
 
 
 @dataclass
 class AverageConfig:
-    """Averages of the weights that a run keeps, validates and saves beside its own; they change no step of it."""
+    """Averages of the weights that a run computes, validates and saves. They do not affect training."""
 
     kind: Annotated[str, ("none", "ema", "window")] = later("none")
-    # What each covers, as a share of the steps so far: of `ema` by its mean age, a `window` one to two times as much.
+    # What an average covers, as a share of the steps so far: for `ema` the mean age; a `window` covers 1 to 2 spans.
     spans: list[Fraction] | None = later(None)  # None: [0.1]
 
     @property
     def kept(self) -> list[float]:
-        """Spans of the averages that there are."""
+        """Spans of the averages; empty for kind "none"."""
         return [] if self.kind == "none" else [0.1] if self.spans is None else self.spans
 
 
 @dataclass
 class ParallelConfig:
-    """How one run is spread over devices, and how its step is executed. Changes no result beyond rounding."""
+    """How a run is distributed over devices, and how a step is executed. Changes results only by rounding."""
 
     tp: Count6 = cosmetic(1)  # tensor-parallel ranks: every matrix of a block is split over them; inside one node
     dp: Count6 = cosmetic(1)  # data-parallel ranks: each takes its share of every batch
     cp: Count6 = cosmetic(1)  # context-parallel ranks: each takes its share of every sequence
     pp: Count6 = cosmetic(1)  # pipeline stages: each takes its share of the blocks
-    schedule: Annotated[str, SCHEDULES] = cosmetic("1f1b")  # of pipeline stages
-    chunks: Count6 = cosmetic(1)  # of blocks, per pipeline rank; 2 or more if interleaved
-    ep: Count6 = cosmetic(1)  # of the dp * cp ranks so many share the experts out, and send each other their tokens
-    zero: Annotated[int, (0, 1, 2, 3)] = cosmetic(0)  # dp ranks share 1 optimizer, 2 + gradients, 3 + parameters
+    schedule: Annotated[str, SCHEDULES] = cosmetic("1f1b")  # order of the pipeline's passes
+    chunks: Count6 = cosmetic(1)  # chunks of blocks per pipeline rank; 2 or more if interleaved
+    ep: Count6 = cosmetic(1)  # expert-parallel ranks, out of dp * cp: they divide the experts and exchange tokens
+    zero: Annotated[int, (0, 1, 2, 3)] = cosmetic(0)  # dp ranks divide: 1 optimizer, 2 + gradients, 3 + parameters
     sequence_parallel: bool = cosmetic(True)  # tp > 1: norms and residuals split over tokens as well
-    recompute: Annotated[str, ("none", "selective", "full")] = cosmetic("none")  # activations, in the backward pass
+    recompute: Annotated[str, ("none", "selective", "full")] = cosmetic("none")  # activations in backward
     micro_batch_size: int | None = cosmetic(None)  # sequences in one forward pass; None: see `micro_batch_of`
     attention: Annotated[str, ("auto", "ours", "sdpa")] = cosmetic("auto")  # kernel
     cross_entropy: Annotated[str, ("auto", "torch")] = cosmetic("auto")  # auto: our kernel where a GPU trains
@@ -230,7 +233,7 @@ class ParallelConfig:
     tf32: bool = cosmetic(True)  # fp32 matrix products on GPUs in TF32 (10 bits of mantissa)
     timeout_seconds: Annotated[float, Meta(gt=0, le=1e6)] = cosmetic(600.0)  # a rank without progress ends its job
     device: Annotated[str, ("auto", "cpu", "cuda")] = cosmetic("auto")
-    threads: Count4 | None = cosmetic(None)  # CPU threads of a rank; None: what the launcher gives it
+    threads: Count4 | None = cosmetic(None)  # CPU threads of a rank; None: the launcher's setting
 
     @property
     def axes(self) -> dict[str, int]:
@@ -242,7 +245,7 @@ class ParallelConfig:
 
     @property
     def data(self) -> int:
-        """Ranks with the same part of the model and other tokens."""
+        """Number of ranks with the same part of the model and different tokens."""
         return self.dp * self.cp
 
     @property
@@ -252,7 +255,7 @@ class ParallelConfig:
 
     @property
     def label(self) -> str:
-        """How a run is spread over its ranks, as "tp2 dp4 zero1"; empty for one rank."""
+        """A short name of the layout, such as "tp2 dp4 zero1"; empty for one rank."""
         if self.world_size == 1:
             return ""
         parts = [f"tp{self.tp}", f"dp{self.dp}"]
@@ -262,18 +265,18 @@ class ParallelConfig:
 
 @dataclass
 class CheckpointConfig:
-    """When to save; saving never changes the arithmetic."""
+    """When to save. Saving never changes the arithmetic."""
 
-    every_seconds: Positive = cosmetic(60.0)  # on a clock, so that any kill costs at most this much
+    every_seconds: Positive = cosmetic(60.0)  # by the clock, so that a kill loses at most this much
     every_steps: Count | None = cosmetic(None)
-    # Also after these steps, and kept: branches start there.
+    # Steps after which a checkpoint is saved and not deleted, because branches start there.
     at_steps: list[int] | None = field(default=None, metadata={"cosmetic": True})
-    keep: Count = cosmetic(2)  # newest checkpoints kept while the run goes on; the final one always stays
+    keep: Count = cosmetic(2)  # newest checkpoints kept during the run; the final one always stays
 
 
 @dataclass
 class TrackerConfig:
-    """Where metrics go beside metrics.jsonl, which is always written and is the truth."""
+    """Where metrics go in addition to metrics.jsonl, which is always written and is authoritative."""
 
     kind: Annotated[str, ("wandb", "none")] = cosmetic("wandb")
     project: str = cosmetic("isoflop")
@@ -285,7 +288,7 @@ class TrackerConfig:
 
 @dataclass
 class Training:
-    """What a run and a sweep, whose grid varies it, both say."""
+    """The fields that a run and a sweep share."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -301,15 +304,17 @@ class Training:
     log_every: Count = cosmetic(10)  # steps between lines of metrics.jsonl
     validations: Count6 = cosmetic(4)  # times the held-out set is scored during the run, the end included
     max_loss_rise: Positive = 3.0  # nats above the best smoothed loss at which a run counts as diverged
-    skip_bad_steps: Natural = 0  # batches whose loss or gradient is no number that may be skipped, and are recorded
+    skip_bad_steps: Natural = 0  # batches that may be skipped and recorded because loss or gradient is not finite
 
 
 @dataclass
 class RunConfig(Training):
+    """The configuration of one run."""
+
     recipe: int = RECIPE
     name: str | None = cosmetic(None)
-    variant: str | None = cosmetic(None)  # what the run is called where variants are compared
-    budget: float | None = cosmetic(None)  # the FLOP budget of the grid point, for tables; D is what is trained
+    variant: str | None = cosmetic(None)  # name of the run in comparisons of variants
+    budget: float | None = cosmetic(None)  # FLOP budget of the grid point, for tables; training is set by D
     parent: str | None = cosmetic(None)  # run_id of the trunk this run branches from
 
     @property
@@ -322,11 +327,12 @@ class RunConfig(Training):
 
     @property
     def D(self) -> int:
+        """Tokens that the run trains on."""
         return self.steps * self.batch_tokens
 
 
 def identity(node: Any) -> dict[str, Any]:
-    """What a run, or a group of its config, is beside its cosmetic fields."""
+    """Return the fields that identify a run, or one group of its config: all but the cosmetic ones."""
     result: dict[str, Any] = {}
     types = _types(node.__class__)
     for item in dataclasses.fields(node):
@@ -336,18 +342,18 @@ def identity(node: Any) -> dict[str, Any]:
         if item.name in _GROUPS:
             value = identity(value)
         elif types[item.name] is float and isinstance(value, int):
-            value = float(value)  # 1 and 1.0 are the same science
-        # Groups such as tracker have nothing but cosmetic fields: leave no empty shell behind.
+            value = float(value)  # 1 and 1.0 must give the same id
+        # Groups with only cosmetic fields, such as tracker, are left out.
         if value != {}:
             result[item.name] = value
     return result
 
 
-_types = functools.cache(get_type_hints)  # without what fields accept
+_types = functools.cache(get_type_hints)  # without the Annotated bounds
 
 
 def flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested fields by their dotted names."""
+    """Return nested fields by their dotted names."""
     flat: dict[str, Any] = {}
     for name, value in node.items():
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -355,22 +361,23 @@ def flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def canonical_json(value: Any) -> str:
-    """Sorted keys, no spaces, shortest round-trip floats: the same value is the same text everywhere."""
+    """Return JSON with sorted keys, no spaces and shortest round-trip floats, so that equal values give equal text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def run_id(config: RunConfig) -> str:
-    """First ten hex digits of the SHA-256 of the run's identity. The same science has the same id, in any sweep."""
+    """Return the first ten hex digits of the SHA-256 of the run's identity. It does not depend on the sweep."""
     return hashlib.sha256(canonical_json(identity(config)).encode()).hexdigest()[:10]
 
 
 def to_dict(config: Any) -> dict[str, Any]:
+    """Convert a config to nested dicts."""
     return dataclasses.asdict(config)
 
 
 ANY = object()
-# Fields of earlier versions, with the one value that is still read and what to do instead. With any other value the run
-# was a different one, so it is refused. ANY: the field never changed a result, so every value is read.
+# Removed fields: the one value that is still accepted, and what to use instead. Another value means a different run, so
+# it is refused. ANY: the field never changed a result, so every value is accepted.
 REMOVED: dict[str, tuple[Any, str]] = {
     "model.rope_slow": (None, "model.rope_scaling has the constants of its paper"),
     "model.rope_fast": (None, "model.rope_scaling has the constants of its paper"),
@@ -386,18 +393,18 @@ REMOVED: dict[str, tuple[Any, str]] = {
 
 def drop_removed(values: Mapping[str, Any], removed: Mapping[str, tuple[Any, str]], prefix: str = "") -> dict[str, Any]:
     """Return nested values without the fields of earlier versions; UserError if one has a value that is not read."""
-    kept = {}
+    remaining = {}
     for name, value in values.items():
         needed, instead = removed.get(f"{prefix}{name}", (ANY, ""))
         if not instead:
-            kept[name] = drop_removed(value, removed, f"{prefix}{name}.") if isinstance(value, dict) else value
+            remaining[name] = drop_removed(value, removed, f"{prefix}{name}.") if isinstance(value, dict) else value
         elif needed is not ANY and value != needed:
             raise UserError(f"{prefix}{name} is {value!r}, and is no field any more: {instead}")
-    return kept
+    return remaining
 
 
 def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
-    """Builds a config dataclass from a nested dict; UserError on a key that it does not have, or a wrong type."""
+    """Build a config dataclass from a nested dict. Raises UserError for an unknown key or a wrong type."""
     values = drop_removed(values, REMOVED, prefix)
     fields = {item.name: item for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = [name for name in values if name not in fields]

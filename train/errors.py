@@ -1,23 +1,23 @@
-"""The exceptions by which a run ends that callers tell apart. Without torch."""
+"""The exceptions that callers of a run distinguish. Does not import torch."""
 
 
 class UserError(Exception):
-    """Bad input. The message is one sentence: the field, the value, and what would be accepted.
+    """Bad input. The message is one sentence: the field, the value, and what is accepted.
 
-    Commands print it without a traceback and leave with exit code 2.
+    Commands print it without a traceback and exit with code 2.
     """
 
 
 class Stopped(Exception):
-    """The run was asked to stop; a checkpoint of where it was is on disk."""
+    """A request to stop ended the run; a checkpoint of its last step is on disk."""
 
 
 class Diverged(Exception):
-    """The loss is not a number or left its band; the message says which, where, and by how much."""
+    """The loss is not finite or rose too far. The message says where, and by how much."""
 
 
 class OutOfMemory(Exception):
-    """A micro-batch does not fit; `goes_on` says that the next start uses a smaller one."""
+    """A micro-batch does not fit. If `goes_on`, the next start uses a smaller one."""
 
     def __init__(self, message: str, goes_on: bool = False) -> None:
         super().__init__(message)
@@ -25,8 +25,8 @@ class OutOfMemory(Exception):
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
-    """For a message: 1 run, 2 runs."""
+    """Return a number with its noun, such as "1 run" or "2 runs"."""
     return f"{number} {one if number == 1 else many or f'{one}s'}"
 
 
-COLLECTIVE = (Stopped, Diverged)  # all ranks raise them at the same step, so none has to tell the others
+COLLECTIVE = (Stopped, Diverged)  # all ranks raise them at the same step, so no rank has to notify the others

@@ -1,4 +1,4 @@
-"""What fields of a config may be: bounds beside their type, and whether they belong to a run's identity. No torch."""
+"""Types of config fields: accepted values, and whether a field is part of a run's identity. Does not import torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-# What a field accepts stands beside its type: bounds, or a tuple of all its values.
+# The accepted values of a field follow its type: bounds, or a tuple of all values.
 Natural = Annotated[int, Meta(ge=0, le=10**18)]
 Natural4 = Annotated[int, Meta(ge=0, le=10**4)]
 Count = Annotated[int, Meta(ge=1, le=10**18)]
-Count4 = Annotated[int, Meta(ge=1, le=10**4)]  # beyond such limits planning would hang, or fill the memory
+Count4 = Annotated[int, Meta(ge=1, le=10**4)]  # with larger values planning would hang or run out of memory
 Count6 = Annotated[int, Meta(ge=1, le=10**6)]
 Count9 = Annotated[int, Meta(ge=1, le=10**9)]
 NotNegative = Annotated[float, Meta(ge=0)]
@@ -23,10 +23,10 @@ Precision = Annotated[str, ("fp32", "bf16", "fp16")]
 
 
 def cosmetic(default: Any) -> Any:
-    """A field that says how or where, never what."""
+    """Make a field that is not part of a run's identity: it affects how or where a run trains, not the result."""
     return field(default=default, metadata={"cosmetic": True})
 
 
 def later(default: Any) -> Any:
-    """A field that came after runs had ids: left out of the identity at its default, so old ids stand."""
+    """Make a field added after runs had ids. Its default is left out of the identity, so that old ids stay valid."""
     return field(default=default, metadata={"later": True})

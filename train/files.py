@@ -1,4 +1,4 @@
-"""Writes files so that no reader finds half of one, even after a kill or on a full disk."""
+"""File writing that never leaves a half-written file to readers, even after a kill or on a full disk."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import Any, TypeVar
 from .errors import UserError
 
 Form = TypeVar("Form")
-MOST_VALUES, MOST_LEVELS = 1_000_000, 100  # of a YAML file
+MOST_VALUES, MOST_LEVELS = 1_000_000, 100  # of a YAML file; chosen by hand
 
-# Files of a run directory that both the trainer and whoever starts it know.
-FAILURE = "failure.json"  # what ended an attempt, in the words of the first rank that knew
-HALVED = "micro_batch.json"  # memory ran out, and the next start takes a smaller micro-batch
+# Files of a run directory that the trainer and its launcher share.
+FAILURE = "failure.json"  # the cause that ended an attempt, from the first rank that detected it
+HALVED = "micro_batch.json"  # written when memory ran out: the next start uses a smaller micro-batch
 
 
 def plain_value(value: Any) -> Any:
-    """Fallback for json: NumPy scalars and paths as plain values."""
-    if type(value).__module__ == "numpy":  # not imported here: commands that only read start in half the time
+    """Convert NumPy scalars and paths to plain values, as json's fallback."""
+    if type(value).__module__ == "numpy":  # not imported, so that commands that only read start in half the time
         return value.item()
     if isinstance(value, Path):
         return str(value)
@@ -37,10 +37,13 @@ def write_atomic(
     flush: bool = True,
     place: Callable[[str, Path], None] | None = None,
 ) -> None:
-    """Replaces `path` in one step: temporary file beside it, fsync, rename. On any error the old file stays.
+    """Replace `path` in one step: temporary file in the same folder, fsync, rename. On any error the old file stays.
 
-    Without `flush` it does not wait for the disk: a reader sees the old or the new, but a power cut may leave none.
-    `place` takes the place of the rename.
+    Args:
+        path: The file to replace.
+        content: Text, or pieces of bytes.
+        flush: False does not wait for the disk: readers see the old or the new file, but a power cut may lose both.
+        place: Called with both paths instead of the rename.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -57,16 +60,16 @@ def write_atomic(
 
 
 def write_json(path: Path, value: Any, flush: bool = True) -> None:
-    """`write_atomic` of indented JSON. NaN is refused: a number that is not one must not pass for a result."""
+    """Write indented JSON with `write_atomic`. Refuses NaN, which must not be recorded as a result."""
     write_atomic(path, json.dumps(value, indent=1, default=plain_value, allow_nan=False) + "\n", flush)
 
 
 def create_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes a JSON file whole, unless there is one: the first word stays. A full disk is no error of its own."""
+    """Write a JSON file unless it exists, so the first content stays. Ignores errors such as a full disk."""
 
     def place(whole: str, path: Path) -> None:
         try:
-            os.link(whole, path)  # unlike a rename it fails where the file exists
+            os.link(whole, path)  # unlike a rename, fails if the file exists
         except OSError:
             if not path.exists():  # a file system without links
                 os.replace(whole, path)
@@ -77,6 +80,7 @@ def create_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def fsync_path(path: Path) -> None:
+    """Flush a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -85,7 +89,7 @@ def fsync_path(path: Path) -> None:
 
 
 class JsonLines:
-    """An append-only file of JSON lines; a line torn by a kill is cut off before the next one is written."""
+    """An append-only file of JSON lines. A line that a kill cut short is removed on opening."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,27 +105,28 @@ class JsonLines:
         self._file.flush()
 
     def close(self) -> None:
-        with suppress(OSError):  # what `write` could not write is tried again, and has been raised already
+        with suppress(OSError):  # closing retries a failed write, whose error was already raised
             self._file.close()
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Every object of a JSON-lines file; lines that are torn, or hold no object, and a missing file are no error."""
-    found = []
+    """Return every object of a JSON-lines file. Skips broken lines; a missing file gives an empty list."""
+    records = []
     if path.exists():
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 with suppress(ValueError, RecursionError):
                     if isinstance(value := json.loads(line), dict):
-                        found.append(value)
-    return found
+                        records.append(value)
+    return records
 
 
 def read_document(path: Path, form: type[Form], largest: int = 64 << 20, remedy: str | None = None) -> Form:
-    """A JSON or YAML file from outside as `form`, any type that msgspec knows: a dataclass, `dict[str, float]`, …
+    """Read a JSON or YAML file as `form`, any type that msgspec knows: a dataclass, `dict[str, float]`, …
 
     Raises:
-        UserError: it cannot be read, has more than `largest` bytes, or has another form; names file, field and remedy.
+        UserError: The file is unreadable, larger than `largest` bytes, or of another form. Names file, field and
+            `remedy`.
     """
     import msgspec
     import yaml
@@ -130,7 +135,7 @@ def read_document(path: Path, form: type[Form], largest: int = 64 << 20, remedy:
         if (size := path.stat().st_size) > largest:
             raise UserError(f"{path} has {size} bytes; it must have at most {largest}")
         content = path.read_bytes()
-        if path.suffix in (".yaml", ".yml", ""):  # lm-eval's templates have no ending
+        if path.suffix in (".yaml", ".yml", ""):  # lm-eval's templates have no file ending
             return msgspec.convert(_parse_yaml(content.decode()), form)
         return msgspec.json.decode(content, type=form)
     except OSError as error:
@@ -144,31 +149,31 @@ def read_document(path: Path, form: type[Form], largest: int = 64 << 20, remedy:
 
 
 def _parse_yaml(text: str) -> Any:
-    """The values of a YAML text; few lines can stand for more than any memory, by aliases of aliases."""
+    """Parse YAML with limits, because nested aliases let a short text expand beyond any memory."""
     import yaml
 
-    # The loader in C takes a tenth of the time, and depth can crash it; brackets and columns bound that.
+    # The C loader takes a tenth of the time, but deep nesting can crash it. Brackets and columns bound the depth.
     depth = text.count("[") + text.count("{") + max(map(len, text.splitlines()), default=0)
     try:
         result = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader) if depth < 20_000 else yaml.SafeLoader)
     except yaml.YAMLError as error:
-        if "nesting depth" in str(error):  # the loader in C of PyYAML 6.0.4 counts levels itself
+        if "nesting depth" in str(error):  # the C loader of PyYAML 6.0.4 counts levels itself
             raise RecursionError from None
         raise
-    left, values = MOST_VALUES, [(result, 0)]
+    remaining, values = MOST_VALUES, [(result, 0)]
     while values:
         value, depth = values.pop()
         if depth > MOST_LEVELS:
             raise RecursionError
-        if (left := left - 1) < 0:
+        if (remaining := remaining - 1) < 0:
             raise ValueError(f"it holds more than {MOST_VALUES} values")
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        values += [(each, depth + 1) for each in inner]
+        values += [(item, depth + 1) for item in inner]
     return result
 
 
 def read_json(path: Path, form: Any = None) -> dict[str, Any] | None:
-    """A JSON object; None where the file is missing, is not one, or has not the `form`, any type that msgspec knows."""
+    """Read a JSON object. None if the file is missing, holds no object, or does not match `form`, a msgspec type."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         if form is not None:
@@ -182,7 +187,7 @@ def read_json(path: Path, form: Any = None) -> dict[str, Any] | None:
 
 @contextmanager
 def temporary_directory_beside(path: Path) -> Iterator[Path]:
-    """A new directory next to `path`, removed on any error; the caller renames it into place."""
+    """Yield a new directory next to `path`, removed on any error. The caller renames it to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
@@ -193,7 +198,7 @@ def temporary_directory_beside(path: Path) -> Iterator[Path]:
 
 
 def put_in_place(temporary: Path, output: Path) -> None:
-    """Flushes a folder to the disk and renames it; what stood there steps aside first, and goes last."""
+    """Flush a folder to disk and rename it to `output`. An existing folder is moved away, then deleted."""
     for path in [*sorted(temporary.rglob("*")), temporary]:
         fsync_path(path)
     os.chmod(temporary, 0o755)
@@ -201,7 +206,7 @@ def put_in_place(temporary: Path, output: Path) -> None:
     if output.is_dir() and any(output.iterdir()):
         os.replace(output, old)
     try:
-        os.replace(temporary, output)  # onto an empty folder this works, too
+        os.replace(temporary, output)  # also works if `output` is an empty folder
     except OSError:
         if old.exists():
             os.replace(old, output)
@@ -211,5 +216,6 @@ def put_in_place(temporary: Path, output: Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
+    """Return a file's SHA-256 in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,7 +1,7 @@
-"""The training loop: a config in, a run directory out.
+"""The training loop: reads a config, writes a run directory.
 
-Everything that decides a number is a pure function of the config and the step, so a resumed run gives the same bits. A
-`Trainer` keeps the records of a run and takes no step itself: its `Stepper` does.
+Everything that decides a number is a pure function of the config and the step, so a resumed run gives the same bits.
+`Trainer` keeps a run's records; `Stepper` takes the steps.
 """
 
 from __future__ import annotations
@@ -46,29 +46,36 @@ def train(
     shards: Shards | None = None,
     alive: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """Trains one run, resuming from its newest valid checkpoint, and returns what it writes to summary.json.
+    """Train one run, resuming from its newest valid checkpoint, and return the content of summary.json.
 
-    Every rank calls this, with the same complete config. `should_stop` is asked after every step. `alive` is called in
-    long work without steps, such as preparing the data.
+    Every rank calls this with the same complete config.
+
+    Args:
+        config: The run.
+        directory: The run's directory.
+        should_stop: Called after every step; True stops the run.
+        report: Called with each log line.
+        shards: Prepared data; by default it is built or taken from the cache.
+        alive: Called during long work without steps, such as preparing the data.
 
     Raises:
-        UserError: the config cannot be trained.
-        Diverged: the loss is not a number, or rose out of its band.
-        Stopped: `should_stop` said so on any rank; call again to go on.
-        OutOfMemory: a micro-batch does not fit, and cannot be halved here.
-        RankError: another rank failed.
-        OSError: the disk is full or not writable.
+        UserError: The config cannot be trained.
+        Diverged: The loss is not finite, or rose by more than `max_loss_rise`.
+        Stopped: `should_stop` returned True on any rank. Call again to continue.
+        OutOfMemory: A micro-batch does not fit, and cannot be halved in this process.
+        RankError: Another rank failed.
+        OSError: The disk is full or not writable.
     """
     with join(config, directory, report) as job:
         if config.parallel.threads is not None:
             torch.set_num_threads(config.parallel.threads)
         set_matmul_precision(config.parallel.tf32)
-        say = report if job.mesh.rank == 0 else lambda line: None
+        report_once = report if job.mesh.rank == 0 else lambda line: None
         opened = run_on_ranks(job.mesh, lambda: open_run_shards(config, shards, job, alive))
         stream = TrainStream(opened, config.data.sequence_length, config.seed)
-        stepper = Stepper(config, job.mesh, job.device, stream, say, directory / HALVED)
+        stepper = Stepper(config, job.mesh, job.device, stream, report_once, directory / HALVED)
         peak = kept_peak(job.device, stepper.dtype) * job.mesh.size
-        trainer = Trainer(config, directory, say, opened, job, stepper, peak, alive=alive)
+        trainer = Trainer(config, directory, report_once, opened, job, stepper, peak, alive=alive)
         try:
             while trainer.goes_on:
                 job.watchdog.beat(trainer.progress.step, "in a step")
@@ -82,10 +89,10 @@ def train(
 
 
 def open_run_shards(config: RunConfig, shards: Shards | None, job: Job, alive: Callable[[], object]) -> Shards:
-    """The tokens that a run trains on; `UserError` where the tokenizer is not the planned one, or not the model's."""
+    """Return the run's tokens. Raises UserError if the tokenizer is not the planned one or not the model's."""
 
     def beat(stage: str, done: float, total: float) -> None:
-        # Building takes as long as the corpus is large, and the other ranks wait for who builds.
+        # Building can take long, and the other ranks wait for the one that builds.
         job.watchdog.beat(0, f"data: {stage}")
         alive()
 
@@ -105,9 +112,7 @@ def open_run_shards(config: RunConfig, shards: Shards | None, job: Job, alive: C
 
 
 class Trainer:
-    """The records of one run, kept by one rank between steps: its progress, metrics, held-out losses and
-    checkpoints.
-    """
+    """The records of one run on one rank: its progress, metrics, held-out losses and checkpoints."""
 
     def __init__(
         self,
@@ -121,13 +126,13 @@ class Trainer:
         *,
         alive: Callable[[], object] = lambda: None,
     ) -> None:
-        """Resumes the run from its newest valid checkpoint, or starts it.
+        """Resume the run from its newest valid checkpoint, or start it.
 
-        `peak` FLOP/s of all ranks are what MFU is stated against.
+        `peak` is the FLOP/s of all ranks together, the denominator of MFU.
         """
         self.config, self.directory, self.report, self.job = config, directory, report, job
         self.stepper, self.peak, self.alive = stepper, peak, alive
-        self.leads = job.mesh.rank == 0  # this rank writes what a run writes once
+        self.leads = job.mesh.rank == 0  # rank 0 writes the files that a run has once
         self.tokenizer = shards.tokenizer
         windows = validation_windows(shards, config.data.sequence_length, config.data.validation_tokens)
         self.windows = torch.from_numpy(windows)
@@ -135,12 +140,12 @@ class Trainer:
         self.validate_at = validation_steps(config)
         self.progress = RunProgress()
         self.last_held_out: dict[str, Any] | None = None
-        self.balance: dict[str, list[float]] = {}  # of the experts of each block, when it was last looked at
-        self.unwatched: list[StepResult] = []  # still on the device, so that no step waits for its own loss
+        self.balance: dict[str, list[float]] = {}  # of the experts of each block, at the last log line
+        self.unwatched: list[StepResult] = []  # still on the device, so that no step waits for its loss
         self.saver = Saver(directory / "checkpoints", job.mesh, config, self.tokenizer, report)
         self._resume()
         unique = stepper.stream.unique_tokens
-        self.epochs = config.D / unique  # above 1 text is repeated
+        self.epochs = config.D / unique  # above 1, text is repeated
         if self.epochs > 1:
             report(f"{config.D:,} tokens are {self.epochs:.2f} epochs of the {unique:,} unique ones")
         self.metrics = JsonLines(directory / "metrics.jsonl") if self.leads else None
@@ -151,10 +156,11 @@ class Trainer:
 
     @property
     def goes_on(self) -> bool:
+        """True while steps remain."""
         return self.progress.step < self.config.steps
 
     def record_step(self, result: StepResult) -> None:
-        """Records a step: judges losses, validates and logs where the config says so."""
+        """Record a finished step; check losses, validate and log when the config asks for it."""
         config, progress = self.config, self.progress
         progress.step += 1
         self.unwatched.append(result)
@@ -168,15 +174,14 @@ class Trainer:
             self._logged_at, self._logged_step = time.perf_counter(), progress.step
 
     def save_is_due(self) -> bool:
+        """Return whether this rank requests a save, by the clock."""
         return self.leads and time.perf_counter() - self._saved_at >= self.config.checkpoint.every_seconds
 
     def pause(self, stop: bool, save: bool) -> None:
-        """Between two steps: saves where told to or where the config names the step; with `stop` it then raises
-        `Stopped`.
-        """
+        """Save between two steps if `save`, `stop` or the config asks for it. `stop` then raises Stopped."""
         config, step = self.config, self.progress.step
-        every, named = config.checkpoint.every_steps, config.checkpoint.at_steps or ()
-        if stop or save or step in named or (every is not None and step % every == 0):
+        every_steps, named_steps = config.checkpoint.every_steps, config.checkpoint.at_steps or ()
+        if stop or save or step in named_steps or (every_steps is not None and step % every_steps == 0):
             self.save()
             self._saved_at = time.perf_counter()
         if stop:
@@ -184,7 +189,7 @@ class Trainer:
             raise Stopped(f"stopped at step {step} of {config.steps}")
 
     def validate(self) -> dict[str, Any]:
-        """Numbers of `HeldOut`, and the loss of each average of the weights as val_loss_<kind>_<span>."""
+        """Return the fields of `HeldOut`, and the loss of each weight average as val_loss_<kind>_<span>."""
 
         def beat() -> None:
             self.job.watchdog.beat(self.progress.step, "scoring the held-out set")
@@ -201,16 +206,16 @@ class Trainer:
         return vars(result) | averaged
 
     def save(self) -> None:
-        """Saves this instant; the files are written while training goes on."""
+        """Save the current state. The files are written while training continues."""
         self._watch()
         self.job.watchdog.beat(self.progress.step, "saving a checkpoint")
         state = {**vars(self.progress), **self.stepper.state()}
         self.saver.save(self.progress.step, self.stepper.held(), state)
 
     def finish(self) -> dict[str, Any]:
-        """After the last step: the last checkpoint, the summary, and the tracker's end."""
+        """Write the last checkpoint and the summary after the last step, and close the tracker."""
         self.save()
-        held_out = self.last_held_out or self.validate()  # a run killed before its summary was written has none
+        held_out = self.last_held_out or self.validate()  # None if the run resumed at its last step
         self.saver.wait()
         summary = self._summary(held_out)
         if self.tracker is not None:
@@ -219,7 +224,7 @@ class Trainer:
         return summary
 
     def close(self) -> None:
-        """Closes files, the tracker and the saver; safe to call twice."""
+        """Close files, the tracker and the saver. Safe to call twice."""
         self.saver.close()
         if self.tracker is not None:
             self.tracker.finish()
@@ -244,7 +249,7 @@ class Trainer:
         self.report(f"resumed from step_{self.progress.step} of {self.config.steps} steps")
 
     def _watch(self) -> None:
-        """Judges every step since the last look, so that divergence does not depend on log_every."""
+        """Check all steps since the last call for divergence, so that the result does not depend on log_every."""
         if not self.unwatched:
             return
         losses = read(torch.stack([result.loss for result in self.unwatched])).tolist()
@@ -266,7 +271,7 @@ class Trainer:
             "step": step,
             "tokens": step * config.batch_tokens,
             "flops": float(flops_per_token) * step * config.batch_tokens,
-            "train_loss": loss if math.isfinite(loss) else None,  # a batch that was skipped
+            "train_loss": loss if math.isfinite(loss) else None,  # None: the batch was skipped
             "smoothed_loss": self.progress.smoothed_loss,
             "lr": config.optimizer.learning_rate * learning_rate_factor(config, step - 1),
             "grad_norm": norm if math.isfinite(norm) else None,
@@ -297,7 +302,7 @@ class Trainer:
             "flops_exact": flops,
             "flops_optimizer": flops_optimizer(config),
             **held_out,
-            "train_loss": self.progress.smoothed_loss,  # in metrics.jsonl `train_loss` is that of one step
+            "train_loss": self.progress.smoothed_loss,  # smoothed; in metrics.jsonl `train_loss` is one step's
             "unique_tokens": self.stepper.stream.unique_tokens,
             "epochs": self.epochs,
             "warmup_share": warmup_steps(config) / config.steps,

@@ -1,6 +1,6 @@
-"""wandb beside metrics.jsonl. The file is the truth and wandb a view of it, so nothing here can stop a run.
+"""Tracking with wandb, a copy of metrics.jsonl. A failure of wandb never stops a run.
 
-Every wait for a server has a bound; what is cut off then, `isoflop sync` sends later through this same class.
+Every wait for a server is bounded. `isoflop sync` sends what was cut off later, through this same class.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from .files import read_json, read_json_lines, write_json
 from .flops import count_parameters, flops_6nd, flops_exact
 from .schedule import trunk_steps
 
-# Files of a run directory that both the tracker and whoever starts runs know.
-LINEAGE = "lineage.json"  # where the run comes from: sweep, commit, attempt
-PUSHED = "wandb.json"  # what the server has, as far as it has confirmed
+# Files of a run directory that the tracker and the launcher share.
+LINEAGE = "lineage.json"  # origin of the run: sweep, commit, attempt
+PUSHED = "wandb.json"  # the data that the server has confirmed
 
-AXES = ("step", "tokens", "flops")  # what curves are drawn against; the rest is shown in sections
+AXES = ("step", "tokens", "flops")  # x axes of the curves; all other metrics are shown in sections
 SECTIONS = ("train", "val", "eval", "experts", "speed")
 
-# Short beside the grace of a preempted job.
-ANSWER_SECONDS = 3.0  # for a server to say anything at all, before a run starts
+# Short compared with the grace period of a preempted job. Chosen by hand.
+ANSWER_SECONDS = 3.0  # for the server's first answer, before a run starts
 INIT_SECONDS = 15.0
 FINISH_SECONDS = 10.0
 
 
 class Tracker:
-    """Streams numbers to wandb, online when logged in, else offline; the first failure is reported once and turns it
-    off.
+    """A stream of a run's numbers to wandb: online when logged in, else offline. Its first failure is reported and
+    disables it.
     """
 
     def __init__(
@@ -42,12 +42,10 @@ class Tracker:
         report: Callable[[str], None],
         seconds: float | None = None,
     ) -> None:
-        """Opens the view, and brings it up to where metrics.jsonl is; `finish` waits at most `seconds` for the
-        server.
-        """
+        """Start a wandb run and send the lines of metrics.jsonl. `finish` waits at most `seconds` for the server."""
         self._report, self._directory = report, directory
         self._run: Any = None
-        self._sent, self._scores = 0, 0  # the newest step that the view has; checkpoints whose scores it has
+        self._sent, self._scores = 0, 0  # newest step sent; number of checkpoints whose scores were sent
         if config.tracker.kind == "wandb":
             self._guard("starting", lambda: self._start(config, run_id, seconds or FINISH_SECONDS))
 
@@ -57,7 +55,7 @@ class Tracker:
         counts = vars(count_parameters(config.model))
         size = {**counts, "D": config.D, "flops_6nd": flops_6nd(config), "flops_exact": flops_exact(config)}
         branch_step = None if config.parent is None else trunk_steps(config)
-        # Where it comes from: its sweep, and the trunk and step that it branches from.
+        # The run's sweep, and the trunk and step that it branches from.
         lineage = {"sweep": settings.group, "parent": config.parent, "branch_step": branch_step}
         lineage |= read_json(self._directory / LINEAGE) or {}
         self._run = open_run(
@@ -74,12 +72,12 @@ class Tracker:
             self._run.define_metric(axis, hidden=True)
         for section in SECTIONS:
             self._run.define_metric(f"{section}/*", step_metric="tokens")
-        # Online wandb leaves out the steps that the server has. Its summary would say which, but may be ahead of them.
+        # Online, wandb skips steps that the server already has. Its summary names a step, but may be ahead of the data.
         for record in metrics(self._directory):
             self._send(record)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Sends one line of metrics, unless the view has its step; the step is the trainer's."""
+        """Send one line of metrics, unless its step was already sent. The step is the trainer's."""
         if self._run is not None:
             self._guard("logging", lambda: self._send(record))
 
@@ -89,9 +87,9 @@ class Tracker:
             self._sent = record["step"]
 
     def add_scores(self, scores: list[dict[str, Any]]) -> None:
-        """Sends lines of `step`, `tokens` and `eval/task/metric`, one per checkpoint, behind all of the training's.
+        """Send one line of `step`, `tokens` and `eval/task/metric` per checkpoint, after all training lines.
 
-        wandb takes steps in their order and each once, so a line that is sent again changes nothing.
+        wandb accepts each step once and in order, so sending a line again changes nothing.
         """
         for record in scores:
             if self._run is not None:
@@ -99,7 +97,7 @@ class Tracker:
         self._scores = len(scores)
 
     def finish(self, summary: dict[str, Any] | None = None) -> None:
-        """Sends the final numbers and closes; without a summary the run is not at its end."""
+        """Send the final numbers and close. Without a summary the run is marked as unfinished."""
         if self._run is not None:
             run, self._run = self._run, None
             self._guard("finishing", lambda: self._finish(run, summary))
@@ -115,30 +113,32 @@ class Tracker:
         try:
             action()
         except Exception as error:
-            # A tracker must never cost a run: networks, quotas and API changes are not the science.
+            # A tracker must never stop a run. Anything can fail: network, quota or a change of the API.
             self._run = None
-            words = " ".join(str(error).split())
+            message = " ".join(str(error).split())
             with suppress(OSError):  # a disk too full for the log
                 self._report(
-                    f"wandb failed while {what} ({type(error).__name__}: {words}); metrics.jsonl has every line, and "
+                    f"wandb failed while {what} ({type(error).__name__}: {message}); metrics.jsonl has every line, and "
                     "`isoflop sync` sends it"
                 )
 
 
 def in_sections(record: dict[str, Any]) -> dict[str, Any]:
-    """A line of metrics as wandb shows it: `train/loss`, `val/bpb`, `speed/mfu`, `experts/load_max/0` of block 0."""
-    found = {}
+    """Rename a line's metrics to wandb's sections: `train/loss`, `val/bpb`, `speed/mfu`, `experts/load_max/0` of block
+    0.
+    """
+    named = {}
     for name, value in record.items():
         section, _, rest = name.partition("_")
         if name in AXES:
-            found[name] = value
+            named[name] = value
         elif isinstance(value, list):
-            found |= {f"experts/{name}/{block}": number for block, number in enumerate(value)}
+            named |= {f"experts/{name}/{block}": number for block, number in enumerate(value)}
         elif section in ("train", "val"):
-            found[f"{section}/{rest}"] = value
+            named[f"{section}/{rest}"] = value
         else:
-            found[f"{'speed' if name in ('seconds', 'tokens_per_s', 'mfu') else 'train'}/{name}"] = value
-    return found
+            named[f"{'speed' if name in ('seconds', 'tokens_per_s', 'mfu') else 'train'}/{name}"] = value
+    return named
 
 
 def open_run(
@@ -149,19 +149,24 @@ def open_run(
     offline_suffix: str = "",
     **about: Any,
 ) -> Any:
-    """A wandb run; with mode `auto` it is offline where no server can be had, and that is reported.
+    """Start a wandb run. With mode `auto` it is offline if no server answers, which is reported.
 
-    `offline_suffix`: of the id of an offline run, which cannot be resumed, where the next one is another run.
-    `seconds`: that `finish()` may wait for the server, before it raises TimeoutError. Other errors are wandb's own.
+    Args:
+        settings: The config's tracker.
+        folder: Where wandb keeps its files.
+        report: Called with a line for the log.
+        seconds: `finish()` waits this long for the server before it raises TimeoutError.
+        offline_suffix: Appended to an offline run's id, because an offline run cannot be resumed.
+        about: Further arguments of `wandb.init`, with the `id`.
     """
     import wandb
 
-    asked = settings.mode if settings.mode != "auto" else os.environ.get("WANDB_MODE", "")
-    mode = asked or ("online" if logged_in() else "offline")
-    if mode == "online" and (silence := unreachable()) is not None:
-        if asked:
-            raise ConnectionError(silence)
-        report(f"{silence}; going on offline, and `isoflop sync` sends it later")
+    requested = settings.mode if settings.mode != "auto" else os.environ.get("WANDB_MODE", "")
+    mode = requested or ("online" if logged_in() else "offline")
+    if mode == "online" and (problem := unreachable()) is not None:
+        if requested:
+            raise ConnectionError(problem)
+        report(f"{problem}; going on offline, and `isoflop sync` sends it later")
         mode = "offline"
     folder.mkdir(parents=True, exist_ok=True)
     about["id"] += offline_suffix if mode == "offline" else ""
@@ -191,18 +196,19 @@ def open_run(
 
 
 def is_online(run: Any) -> bool:
-    """Whether a wandb run talks to a server; it may also be offline, or WANDB_MODE=disabled."""
+    """Return whether a wandb run is connected to a server, not offline or disabled."""
     return bool(run.settings.mode == "online")
 
 
 def metrics(directory: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl in order, each step once: a resumed run repeats those since its checkpoint."""
+    """Return the lines of a run's metrics.jsonl in order, each step once: resumed runs repeat steps."""
     records = read_json_lines(directory / "metrics.jsonl")
     lines = {line["step"]: line for line in records if isinstance(line.get("step"), int)}
     return [lines[step] for step in sorted(lines)]
 
 
 def logged_in() -> bool:
+    """Return whether credentials for the wandb server are set."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     import netrc
@@ -217,18 +223,19 @@ def logged_in() -> bool:
 
 
 def server() -> str:
+    """Return the URL of the wandb server."""
     return str(_service().settings.base_url)
 
 
 def _service() -> Any:
-    """The wandb process, which all runs of this one share, and the settings of environment and files."""
+    """Return the wandb process that all runs of this process share, with its settings."""
     import wandb
 
     return wandb.setup(wandb.Settings(silent=True))
 
 
 def unreachable() -> str | None:
-    """Why nothing can be sent, in a few words; None where the server answers, whatever it says."""
+    """Return why the server cannot be reached, in a few words, or None if it gives any answer."""
     from http.client import HTTPException
     from ssl import SSLError
     from urllib.error import HTTPError
@@ -240,6 +247,6 @@ def unreachable() -> str | None:
         return None
     except (OSError, HTTPException, ValueError) as error:
         if isinstance(getattr(error, "reason", None), SSLError):
-            return None  # whom to trust is wandb's affair
+            return None  # wandb has its own settings for certificates
         return f"wandb's server {server()} does not answer ({error})"
     return None

@@ -1,13 +1,14 @@
-"""Checkpoints that survive a kill at any instant: the directory, its manifest, and the way back.
+"""Checkpoints that survive a kill at any instant: write, verify, find and read them.
 
 A checkpoint is a directory `step_<n>`, written under a temporary name, fsynced, and renamed (see `saver.py`):
 
     model.safetensors, optimizer.safetensors or shards/    the tensors; see `storage.py`
     trainer.json             step, clock, smoothed losses, random-number state
-    config.json              the run's config;  tokenizer/  what turns text into its tokens
+    config.json              the run's config;  tokenizer/  the run's tokenizer
     manifest.json            size and SHA-256 of every other file, written last
 
-It counts when every file agrees with its manifest; the newest such one wins, and others are reported and skipped.
+It is valid if every file agrees with the manifest. A run resumes from the newest valid one; damaged ones are reported
+and skipped.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from .storage import MOMENTS, SHARDS_INDEX, WEIGHTS, parts, read_whole
 if TYPE_CHECKING:
     from ..data.tokenizers import Tokenizer
 
-ALONE = Mesh()  # one process
+ALONE = Mesh()  # a single process
 
 _NAME = re.compile(r"step_(\d+)$")
 _REQUIRED = ("trainer.json", "config.json")
 
 
 class FileEntry(TypedDict):
-    """What a manifest says of a file."""
+    """The manifest's entry for a file."""
 
     bytes: int
     sha256: str
@@ -60,15 +61,15 @@ class Position(TypedDict):
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """What a manifest says of a file."""
+    """Return the manifest's entry for a file."""
     return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
 def start(root: Path, step: int) -> Path | None:
-    """A new directory to write `root/step_<n>` in, which `publish` renames; None where a whole one stands."""
+    """Create a temporary directory for `root/step_<n>`, which `publish` renames. None if a valid checkpoint exists."""
     final = root / f"step_{step}"
     if final.exists() and damage(final) is None:
-        # A run is deterministic, so this one holds the same; replacing it would be a moment without any.
+        # A run is deterministic, so this one has the same content, and replacing it would leave a moment without any.
         return None
     sweep(root)
     root.mkdir(parents=True, exist_ok=True)
@@ -76,9 +77,9 @@ def start(root: Path, step: int) -> Path | None:
 
 
 def publish(temporary: Path, final: Path, described: dict[str, dict[str, Any]]) -> None:
-    """Turns what `start` gave into a checkpoint: manifest, flush to the disk, and the one rename that makes it count.
+    """Complete a directory from `start`: write the manifest, flush to disk, and rename it, which makes it valid.
 
-    `described` are manifest entries of files that other ranks have flushed; `UserError` where one is not visible from
+    `described` has the manifest entries of files that other ranks have flushed. Raises UserError if one is not visible
     here.
     """
     inside = sorted(temporary.rglob("*"))
@@ -102,9 +103,7 @@ def publish(temporary: Path, final: Path, described: dict[str, dict[str, Any]]) 
 
 
 def damage(checkpoint: Path, mesh: Mesh = ALONE) -> str | None:
-    """What is wrong with a checkpoint directory, in words, the same on all ranks; None when every file agrees with
-    the manifest.
-    """
+    """Describe what is wrong with a checkpoint, the same on all ranks. None if every file agrees with the manifest."""
     return next(filter(None, mesh.gather(_damage(checkpoint, mesh.rank, mesh.size))), None)
 
 
@@ -132,15 +131,13 @@ def _damage(checkpoint: Path, rank: int, ranks: int) -> str | None:
 
 
 def list_steps(root: Path) -> list[tuple[int, Path]]:
-    """(step, directory) of everything that is named like a checkpoint, oldest first."""
-    found = [(int(match[1]), path) for path in root.glob("step_*") if (match := _NAME.search(path.name))]
-    return sorted(found)
+    """Return (step, directory) of everything with a checkpoint's name, oldest first."""
+    steps = [(int(match[1]), path) for path in root.glob("step_*") if (match := _NAME.search(path.name))]
+    return sorted(steps)
 
 
 def newest_valid(root: Path, report: Callable[[str], None], mesh: Mesh = ALONE) -> Path | None:
-    """The newest whole checkpoint, the same on all ranks. Damaged ones are reported by the first rank, and left in
-    place.
-    """
+    """Return the newest valid checkpoint, the same on all ranks. Rank 0 reports damaged ones, which stay on disk."""
     for _, path in reversed(run_on_ranks(mesh, lambda: list_steps(root), only_first=True)):
         problem = damage(path, mesh)
         if problem is None:
@@ -151,7 +148,7 @@ def newest_valid(root: Path, report: Callable[[str], None], mesh: Mesh = ALONE) 
 
 
 def prune(root: Path, keep: int, newest: int, named: Collection[int]) -> None:
-    """Keeps the last `keep` checkpoints up to step `newest`, and those of `named` steps, where other runs begin."""
+    """Delete checkpoints after step `newest`, and earlier ones except the last `keep` and those of steps in `named`."""
     steps = list_steps(root)
     earlier = [path for step, path in steps if step <= newest and step not in named]
     for path in [*(path for step, path in steps if step > newest), *earlier[:-keep]]:
@@ -159,7 +156,7 @@ def prune(root: Path, keep: int, newest: int, named: Collection[int]) -> None:
 
 
 def sweep(root: Path) -> None:
-    """Removes the temporary directories of saves that were killed or failed."""
+    """Remove the temporary directories of saves that were killed or failed."""
     for path in root.glob(".step_*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -167,10 +164,9 @@ def sweep(root: Path) -> None:
 def resume_state(
     root: Path, held: Sequence[Held], config: RunConfig, mesh: Mesh, report: Callable[[str], None] = print
 ) -> dict[str, Any] | None:
-    """Fills what this rank holds from the newest valid checkpoint; returns the saver's `trainer` and `step`, None
-    without one.
+    """Fill this rank's tensors from the newest valid checkpoint; return its trainer state and step, or None.
 
-    Every rank calls it, and all raise the `UserError` of `restore_state`.
+    Every rank calls it. All raise the UserError of `restore_state` if one does.
     """
     newest = newest_valid(root, report, mesh)
     if newest is None:
@@ -179,10 +175,10 @@ def resume_state(
 
 
 def restore_state(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> dict[str, Any]:
-    """Fills what this rank holds, in place; returns what the saver was given as `trainer`, and the step.
+    """Fill this rank's tensors in place; return the saver's `trainer` values and the step.
 
     Raises:
-        UserError: the checkpoint is of a run that differs before its step (names a field), or does not fit the model.
+        UserError: The checkpoint is of a run that differs before its step (names a field), or does not fit the model.
     """
     saved = read_config(checkpoint)
     result = read_document(checkpoint / "trainer.json", dict[str, Any])
@@ -193,28 +189,30 @@ def restore_state(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> 
 
 
 def read_tensors(checkpoint: Path, held: Iterable[Held]) -> None:
-    """Fills what is held from a checkpoint of either format, in place; `UserError` where it does not cover that."""
+    """Fill the held tensors in place from a checkpoint of either format. Raises UserError if it lacks some."""
     if not (checkpoint / SHARDS_INDEX).is_file():
         return read_whole(checkpoint, parts(held))
-    from .shards import read_shards  # half a second of imports that one process does without
+    from .shards import read_shards  # imports take half a second, which one process does not need
 
     read_shards(checkpoint, parts(held))
 
 
 def _first_difference(saved: RunConfig, config: RunConfig) -> str:
-    ours, theirs = flatten(identity(config)), flatten(identity(saved))  # where defaults may be left out
-    here, there = flatten(to_dict(config)), flatten(to_dict(saved))
+    ours, theirs = flatten(identity(config)), flatten(identity(saved))  # without some fields at their default
+    values, saved_values = flatten(to_dict(config)), flatten(to_dict(saved))
     for name in sorted({*ours, *theirs}):
         if ours.get(name) != theirs.get(name):
-            return f"{name} is {there.get(name)!r} there and {here.get(name)!r} here"
+            return f"{name} is {saved_values.get(name)!r} there and {values.get(name)!r} here"
     return "they have different fields"
 
 
 def read_step(checkpoint: Path) -> int:
+    """Return the step of a checkpoint."""
     return read_document(checkpoint / "trainer.json", Position)["step"]
 
 
 def read_config(checkpoint: Path) -> RunConfig:
+    """Return the config of a checkpoint's run."""
     path = checkpoint / "config.json"
     try:
         return from_dict(RunConfig, read_document(path, dict[str, Any]))
@@ -231,19 +229,17 @@ class LoadedCheckpoint:
     tokenizer: Tokenizer
     step: int
     path: Path
-    average: float | None = None  # span of the average that the model's weights are
+    average: float | None = None  # span of the weight average that was loaded; None: the weights themselves
 
     @property
     def checksum(self) -> str:
-        """Identifies the weights, wherever they lie."""
+        """A checksum of the checkpoint's content and the chosen average, independent of the path."""
         files = read_document(self.path / "manifest.json", dict[str, FileEntry])
         return checksum(files if self.average is None else [files, self.average])
 
 
 def find(path: Path | str) -> Path:
-    """A whole checkpoint: the directory given, or the newest valid one of a run directory; `UserError` where there
-    is none.
-    """
+    """Return a valid checkpoint: the given one, or the newest of a run directory. Raises UserError if there is none."""
     path = Path(path)
     if _NAME.search(path.name):
         if not path.is_dir():
@@ -266,7 +262,7 @@ def find(path: Path | str) -> Path:
 
 
 def whole_weights(gpt: GPT, kind: str = "weight") -> list[Held]:
-    """The weights of a model that one process holds whole; `kind` as a checkpoint has them."""
+    """Describe a model's weights as held whole by one process. `kind` is the checkpoint's name for them."""
     return [
         Held(name, kind, whole_placement(parameter.shape), 0, parameter.numel(), parameter.detach().view(-1))
         for name, parameter in gpt.named_parameters()
@@ -276,8 +272,9 @@ def whole_weights(gpt: GPT, kind: str = "weight") -> list[Held]:
 def load_for_evaluation(
     path: Path | str, device: str = "cpu", dtype: torch.dtype = torch.float32, average: float | None = None
 ) -> LoadedCheckpoint:
-    """Opens a checkpoint, or the newest one of a run directory, for evaluation only; `average`: with the average of
-    the weights that has this span. `UserError` where there is none.
+    """Load a checkpoint, or the newest one of a run directory, for evaluation only.
+
+    `average` selects the averaged weights with this span. Raises UserError if there is no such checkpoint or average.
     """
     from ..data.tokenizers import tokenizer_from_directory
 
@@ -286,15 +283,15 @@ def load_for_evaluation(
     gpt = build_model(config.model, config.optimizer, config.data.sequence_length, seed=0)
     step, kind = read_step(path), "weight"
     if average is not None:
-        found = whole_copies(config.average, step)
-        if average not in found:
-            kept = ", ".join(map(str, found)) or "none, for it was trained with average.kind none"
-            raise UserError(f"average is {average:g}; checkpoint {path} has averages of spans: {kept}")
-        kind = f"average_{found[average]}"
+        copies = whole_copies(config.average, step)
+        if average not in copies:
+            spans = ", ".join(map(str, copies)) or "none, for it was trained with average.kind none"
+            raise UserError(f"average is {average:g}; checkpoint {path} has averages of spans: {spans}")
+        kind = f"average_{copies[average]}"
     read_tensors(path, whole_weights(gpt, kind))
     tokenizer = tokenizer_from_directory(path / "tokenizer")
     if config.data.separate_documents:
         gpt.end_of_document = tokenizer.end_of_document
-    # Not the run's own choice: it may be scored on another device.
+    # Not the run's choice, because scoring may use another device.
     gpt.set_attention("auto", torch.device(device), dtype)
     return LoadedCheckpoint(gpt.to(device=device, dtype=dtype).eval(), config, tokenizer, step, path, average)

@@ -1,4 +1,4 @@
-"""Loss on the fixed held-out set: when a run is scored, and how a checkpoint is."""
+"""Loss on the fixed held-out set, for a run in training and for a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ class HeldOut:
 
 
 def held_out(per_window: Tensor, length: int, text_bytes: int) -> HeldOut:
-    """From the summed nats of each window (n,) of `length` targets, which stand for `text_bytes` bytes of text.
+    """Compute the held-out loss from the summed nats of each window (n,).
 
-    The sample is the window, not the token: tokens of one window are not independent.
+    Each window has `length` targets; all targets together stand for `text_bytes` bytes of text. The standard error is
+    over windows, because tokens of one window are not independent.
     """
     mean = per_window.mean().item() / length
     error = per_window.std().item() / length / math.sqrt(len(per_window)) if len(per_window) > 1 else None
@@ -39,12 +40,12 @@ def held_out(per_window: Tensor, length: int, text_bytes: int) -> HeldOut:
 
 
 def validation_steps(config: RunConfig) -> set[int]:
-    """Steps after which the held-out set is scored: evenly spaced, the last one always among them."""
+    """Return the steps after which the held-out set is scored: evenly spaced, including the last one."""
     return {math.ceil(config.steps * i / config.validations) for i in range(1, config.validations + 1)}
 
 
 def score_windows(loaded: LoadedCheckpoint) -> tuple[np.ndarray, Tensor, HeldOut]:
-    """A checkpoint on the held-out text of its own data: windows (n, T + 1), summed nats of each (n,), and the loss."""
+    """Score a checkpoint on its run's held-out text: windows (n, T + 1), summed nats of each (n,), and the loss."""
     config = loaded.config
     length = config.data.sequence_length
     windows = validation_windows(at_hand(config.data, loaded.tokenizer), length, config.data.validation_tokens)

@@ -1,6 +1,6 @@
-"""Saving a checkpoint while training goes on: the state is copied to host memory, and a thread writes it.
+"""Asynchronous checkpoint saving: the state is copied to host memory, and a thread writes it.
 
-The first rank makes the directory, writes the manifest last, and renames: until then nothing counts as a checkpoint.
+Rank 0 makes the directory, writes the manifest last, and renames it. Until then it does not count as a checkpoint.
 """
 
 from __future__ import annotations
@@ -31,33 +31,32 @@ from .storage import Part, parts, share_out, write_whole
 
 
 class Saver:
-    """Writes the checkpoints of one run; every rank has one, and all call it in the same order."""
+    """A writer of one run's checkpoints. Every rank has one, and all call it in the same order."""
 
     def __init__(
         self, root: Path, mesh: Mesh, config: RunConfig, tokenizer: Tokenizer, report: Callable[[str], None] = print
     ) -> None:
-        """Every rank makes one at the same time, for they make a process group together.
+        """Set up the saver, on all ranks at the same time because they create a process group.
 
-        Ranks whose disks differ by more than `parallel.timeout_seconds` in the time to write their files fail.
+        Saving fails if ranks differ by more than `parallel.timeout_seconds` in the time to write their files.
         """
         self.root, self.config, self.tokenizer, self.report = root, config, tokenizer, report
         self._mesh = replace(mesh, control=None)
         if mesh.size > 1:
-            from . import shards  # half a second that one process does without, and that no step should pay
+            from . import shards  # imports take half a second; not needed by one process, and not inside a step
 
             timeout = timedelta(seconds=config.parallel.timeout_seconds + MARGIN_SECONDS)
             self._mesh = replace(mesh, control=dist.new_group(backend="gloo", timeout=timeout))
             self._write_shards = shards.write_shards
-        self._twins: list[list[int]] = []  # of each part that is held, the ranks that hold the very same
+        self._twins: list[list[int]] = []  # for each held tensor, the ranks that hold exactly the same
         self._buffers: list[Tensor] = []
         self._pending: Future[None] | None = None
 
     def save(self, step: int, held: Sequence[Held], trainer: dict[str, Any]) -> Path:
-        """Copies the state as it is now and has it written to `root/step_<n>`; returns that path. A whole one there
-        stays.
+        """Copy the current state and start writing it to `root/step_<n>`; return that path. Keeps a valid one there.
 
         Raises:
-            OSError: on every rank: the save before this one failed.
+            OSError: The previous save failed; raised on every rank.
         """
         self.wait()
         staged, copied = self._stage(held)
@@ -71,18 +70,18 @@ class Saver:
             except BaseException as error:
                 pending.set_exception(error)
 
-        # A daemon: a rank that is told to die must not wait for its disk.
+        # A daemon thread, so that a rank that must exit does not wait for its disk.
         threading.Thread(target=settle, name="saver", daemon=True).start()
         return self.root / f"step_{step}"
 
     def wait(self) -> None:
-        """Returns when the last save is on disk; raises as `save` does."""
+        """Block until the last save is on disk. Raises its error."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def close(self) -> None:
-        """Ends the last save, whatever became of it; safe to call twice."""
+        """Finish the last save, and report an error instead of raising it. Safe to call twice."""
         try:
             self.wait()
         except Exception as error:
@@ -92,7 +91,7 @@ class Saver:
             self._mesh = replace(self._mesh, control=None)
 
     def _stage(self, held: Sequence[Held]) -> tuple[list[Part], torch.cuda.Event | None]:
-        """This rank's share of the state in host memory, and on a GPU the event after which it is complete."""
+        """Copy this rank's share of the state to host memory. On a GPU, also return the event that ends the copy."""
         mine = self._mine(held)
         gpu = any(on_gpu(part.values) for part in mine)
         if [part.values.shape for part in mine] != [buffer.shape for buffer in self._buffers]:
@@ -102,25 +101,23 @@ class Saver:
             CUDA.copy(buffer, part.values)
         copied = CUDA.event() if gpu else None
         if copied is not None:
-            copied.record()  # on the stream of training, whose later changes therefore come after the copies
+            copied.record()  # on the training stream, so that later updates run after the copies
         return [replace(part, values=buffer) for part, buffer in zip(mine, self._buffers, strict=True)], copied
 
     def _mine(self, held: Sequence[Held]) -> list[Part]:
-        """What this rank writes of the state: shared parts are the first tensor-parallel rank's; ranks that hold the
-        same share it out.
-        """
+        """Return the parts that this rank writes. Ranks with equal parts divide them; tp rank 0 writes shared parts."""
         mesh = self._mesh
         if mesh.control is None:
             return parts(held)
         if not self._twins:
-            what = [(mesh.tp_rank, each.name, each.kind, each.placement, each.start, each.stop) for each in held]
-            mine = [hashlib.sha256(repr(each).encode()).digest() for each in what]
-            everyone = [set(theirs) for theirs in mesh.gather(mine)]
-            self._twins = [[rank for rank, theirs in enumerate(everyone) if own in theirs] for own in mine]
-        alike: dict[tuple[int, ...], list[Held]] = {}  # more than one kind where ranks share experts out
-        for each, twins in zip(held, self._twins, strict=True):
-            alike.setdefault(tuple(twins), []).append(each)
-        shares = [(share_out(parts(some, mesh.tp_rank == 0), len(twins)), twins) for twins, some in alike.items()]
+            keys = [(mesh.tp_rank, part.name, part.kind, part.placement, part.start, part.stop) for part in held]
+            digests = [hashlib.sha256(repr(key).encode()).digest() for key in keys]
+            by_rank = [set(theirs) for theirs in mesh.gather(digests)]
+            self._twins = [[rank for rank, theirs in enumerate(by_rank) if digest in theirs] for digest in digests]
+        alike: dict[tuple[int, ...], list[Held]] = {}  # several groups if ranks divide the experts
+        for part, twins in zip(held, self._twins, strict=True):
+            alike.setdefault(tuple(twins), []).append(part)
+        shares = [(share_out(parts(group, mesh.tp_rank == 0), len(twins)), twins) for twins, group in alike.items()]
         return [part for share, twins in shares for part in share[twins.index(mesh.rank)]]
 
     def _write(self, step: int, staged: Sequence[Part], copied: torch.cuda.Event | None, trainer: str) -> None:

@@ -1,6 +1,6 @@
-"""The tensors of a checkpoint as `torch.distributed.checkpoint` (DCP) keeps them: a file per rank, and an index.
+"""Tensors in the format of `torch.distributed.checkpoint` (DCP): a file per rank, and an index.
 
-A rank's boxes of one tensor are a DTensor whose local tensor is a list of boxes: no placement of DTensor can express
+A rank's boxes of one tensor are a DTensor whose local tensor is a list of boxes, because no DTensor placement describes
 them.
 """
 
@@ -36,10 +36,10 @@ from .storage import SHARDS, Part, by_key, check_shape
 
 
 def write_shards(checkpoint: Path, mine: Iterable[Part], group: ProcessGroup) -> str:
-    """Writes this rank's parts, on the CPU; returns the file, below `checkpoint`. Every rank of the group calls it.
+    """Write this rank's parts, which are on the CPU; return the file's path below `checkpoint`. Collective.
 
     Raises:
-        OSError: a rank could not write, for example because the disk is full; the same on every rank.
+        OSError: A rank could not write, for example because the disk is full; the same on every rank.
     """
     mesh = DeviceMesh.from_group(group, "cpu")
     tensors = {}
@@ -47,7 +47,7 @@ def write_shards(checkpoint: Path, mine: Iterable[Part], group: ProcessGroup) ->
         shape = torch.Size(boxes[0].shape)
         local = LocalShardsWrapper([part.values for part in boxes], [part.offset for part in boxes])
         stride = torch.empty(shape, device="meta").stride()
-        # The placement says nothing: the boxes do.
+        # DTensor requires a placement, but the boxes describe the layout.
         tensors[key] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
     writer = FileSystemWriter(checkpoint / SHARDS, per_thread_copy_ahead=0)
     writer.fs = _Files()
@@ -59,13 +59,13 @@ def write_shards(checkpoint: Path, mine: Iterable[Part], group: ProcessGroup) ->
             process_group=group,
         )
     except CheckpointException as error:
-        # It holds what went wrong on each rank, on every rank: the first one's speaks for all.
+        # Every rank has the errors of all ranks, so all raise the first rank's.
         raise min(error.failures.items())[1][0] from None
     return f"{SHARDS}/__{get_rank(group)}_0.distcp"
 
 
 class _Files(FileSystem):
-    """Files whose errors are the system's: torch's archive replaces a refused write by a RuntimeError of its own."""
+    """A file system that raises the original OSError; torch's archive replaces it by a RuntimeError."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
@@ -78,33 +78,33 @@ class _Files(FileSystem):
                 raise
 
 
-def read_shards(checkpoint: Path, wanted: Sequence[Part]) -> None:
-    """Fills the parts in place, wherever they lie; `UserError` where the checkpoint does not cover them."""
+def read_shards(checkpoint: Path, targets: Sequence[Part]) -> None:
+    """Fill the parts in place, on any device. Raises UserError if the checkpoint does not cover them."""
     reader = FileSystemReader(checkpoint / SHARDS)
     try:
         index = reader.read_metadata()
-    except Exception as error:  # what a pickle that is none raises is open-ended
+    except Exception as error:  # a damaged pickle can raise any error
         raise UserError(
             f"the index in {checkpoint / SHARDS} cannot be read ({error}); give another checkpoint"
         ) from error
     reader.set_up_storage_reader(index, is_coordinator=True)
     items = []
-    for part in wanted:
+    for part in targets:
         saved: Any = index.state_dict_metadata.get(part.key)
         check_shape(checkpoint, part, None if saved is None else tuple(saved.size))
         if sum(math.prod(chunk.sizes) for chunk in saved.chunks) != math.prod(part.shape):
             raise UserError(f"checkpoint {checkpoint} does not cover the model: there are holes in its {part.key}")
         box = ChunkStorageMetadata(torch.Size(part.offset), part.values.shape)
         items += create_read_items_for_chunk_list(part.key, saved, [box])
-    reader.read_data(LoadPlan(items), _InPlace(wanted)).wait()
+    reader.read_data(LoadPlan(items), _InPlace(targets)).wait()
 
 
 class _InPlace(DefaultLoadPlanner):
-    """Gives a reader the memory of parts to write to."""
+    """A load planner that lets the reader write directly into the parts' memory."""
 
-    def __init__(self, wanted: Iterable[Part]) -> None:
+    def __init__(self, targets: Iterable[Part]) -> None:
         super().__init__()
-        self._parts = {MetadataIndex(part.key, part.offset): part.values for part in wanted}
+        self._parts = {MetadataIndex(part.key, part.offset): part.values for part in targets}
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self._parts[index]

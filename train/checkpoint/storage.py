@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint on disk, in either of two formats, either read on any mesh and ZeRO stage.
+"""The tensors of a checkpoint on disk, in two formats. Any mesh and ZeRO stage can read both.
 
     one process     model.safetensors      weights, fp32, by name
                     optimizer.safetensors  `<parameter>.<state>` of the optimizer; averages of the weights
@@ -43,12 +43,12 @@ class Part:
 
     @property
     def key(self) -> str:
-        """Name of the tensor in the files."""
+        """The tensor's name in the files."""
         return self.name if self.kind == "weight" else f"{self.name}.{self.kind}"
 
     @property
     def file(self) -> str:
-        """Where one process keeps it."""
+        """The file that holds it in the format of one process."""
         return WEIGHTS if self.kind == "weight" else MOMENTS
 
     @property
@@ -57,69 +57,69 @@ class Part:
 
 
 def parts(held: Iterable[Held], shared: bool = True) -> list[Part]:
-    """Everything held, as boxes; with `shared` False without what every tensor-parallel rank holds."""
-    found = []
-    for each in held:
-        for box in boxes(each.placement, each.start, each.stop):
+    """Return all held boxes. With `shared` False, leave out boxes that every tensor-parallel rank holds."""
+    result = []
+    for item in held:
+        for box in boxes(item.placement, item.start, item.stop):
             if shared or not box.shared:
-                values = each.values[box.start - each.start : box.stop - each.start].view(box.size)
-                found.append(Part(each.name, each.kind, each.placement.shape, box.offset, values))
-    return found
+                values = item.values[box.start - item.start : box.stop - item.start].view(box.size)
+                result.append(Part(item.name, item.kind, item.placement.shape, box.offset, values))
+    return result
 
 
 def share_out(whole: Sequence[Part], ranks: int) -> list[list[Part]]:
-    """Distributes parts that `ranks` ranks all hold, so that each writes about as much; the same on every rank."""
+    """Divide parts that `ranks` ranks all hold so that each writes about the same size. Deterministic."""
     shares: list[list[Part]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     for part in sorted(whole, key=lambda part: (-part.values.numel(), part.key, part.offset)):
-        least = load.index(min(load))
-        shares[least].append(part)
-        load[least] += part.values.numel()
+        lightest = load.index(min(load))
+        shares[lightest].append(part)
+        load[lightest] += part.values.numel()
     return shares
 
 
-def by_key(some: Iterable[Part]) -> dict[str, list[Part]]:
-    """The boxes of each tensor."""
-    found = defaultdict(list)
-    for part in some:
-        found[part.key].append(part)
-    return found
+def by_key(all_parts: Iterable[Part]) -> dict[str, list[Part]]:
+    """Group the boxes by tensor."""
+    grouped = defaultdict(list)
+    for part in all_parts:
+        grouped[part.key].append(part)
+    return grouped
 
 
 def write_whole(directory: Path, mine: Sequence[Part]) -> None:
-    """The format of one process, whose parts must make up whole tensors. The same state gives the same bytes."""
+    """Write whole tensors in the format of one process. The same state gives the same bytes."""
     for name in (WEIGHTS, MOMENTS):
         tensors = {key: _join(boxes) for key, boxes in by_key(part for part in mine if part.file == name).items()}
         try:
             save_file(tensors, directory / name)
         except SafetensorError as error:
-            # The library keeps the system's error in words only, and a full disk must be told from a bug.
+            # The library gives the system's error only as text, and callers must distinguish a full disk from a bug.
             if (number := re.search(r"os error (\d+)", str(error))) is None:
                 raise
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(directory / name)) from error
 
 
-def _join(of_one: Sequence[Part]) -> Tensor:
-    """The tensor that its boxes make up: one, unless a tensor-parallel group of one rank holds it in pieces."""
-    first = of_one[0]
-    if sum(part.values.numel() for part in of_one) != math.prod(first.shape):
+def _join(boxes_of_one: Sequence[Part]) -> Tensor:
+    """Assemble a tensor from its boxes. It has several only in a tensor-parallel group of one rank."""
+    first = boxes_of_one[0]
+    if sum(part.values.numel() for part in boxes_of_one) != math.prod(first.shape):
         raise ValueError(f"{first.key} of {first.shape} is held in part; one process must hold it whole")
-    if len(of_one) == 1:
+    if len(boxes_of_one) == 1:
         return first.values
     tensor = torch.empty(first.shape)
-    for part in of_one:
+    for part in boxes_of_one:
         tensor[part.slices] = part.values
     return tensor
 
 
-def read_whole(checkpoint: Path, wanted: Sequence[Part]) -> None:
-    """Fills the parts in place from the format of one process; `UserError` where the checkpoint does not cover them."""
-    for name, some in groupby(sorted(wanted, key=lambda part: part.file), key=lambda part: part.file):
+def read_whole(checkpoint: Path, targets: Sequence[Part]) -> None:
+    """Fill the parts in place from the format of one process. Raises UserError if it does not cover them."""
+    for name, file_parts in groupby(sorted(targets, key=lambda part: part.file), key=lambda part: part.file):
         try:
             with safe_open(checkpoint / name, framework="pt") as file:
-                there = set(file.keys())
-                for part in some:
-                    saved: Any = file.get_slice(part.key) if part.key in there else None
+                saved_keys = set(file.keys())
+                for part in file_parts:
+                    saved: Any = file.get_slice(part.key) if part.key in saved_keys else None
                     check_shape(checkpoint, part, None if saved is None else tuple(saved.get_shape()))
                     part.values.copy_(saved[part.slices])
         except SafetensorError as error:
@@ -127,7 +127,7 @@ def read_whole(checkpoint: Path, wanted: Sequence[Part]) -> None:
 
 
 def check_shape(checkpoint: Path, part: Part, saved: Shape | None) -> None:
-    """Raises `UserError` where a tensor of the checkpoint (None: it is missing) has another shape than the model's."""
+    """Raise UserError if the checkpoint's shape of a tensor (None: missing) is not the model's."""
     if saved is None:
         raise UserError(f"checkpoint {checkpoint} does not cover the model: it has no {part.key}")
     if saved != part.shape:

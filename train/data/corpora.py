@@ -1,6 +1,6 @@
-"""Where the text comes from: Python's own library, files, or the Hub; one document at a time.
+"""Sources of text, one document at a time: Python's own library, files, or a dataset on the Hub.
 
-A fingerprint names the text, whatever folder it lies in: it is part of a run's identity and of the shards' key.
+A corpus's fingerprint depends on its text, not on its path. It is part of a run's identity and of the shards' key.
 """
 
 from __future__ import annotations
@@ -30,43 +30,44 @@ from .readers import (
 )
 from .storage import checksum
 
-# Above FULL_HASH_BYTES a file is represented by its size and some blocks, for planning computes fingerprints: an edit
-# between blocks that keeps the size goes unseen.
-# Bumped when the same files would read as different documents.
-READER = 1
+READER = 1  # bump when the same files would read as different documents
+# Plain text longer than this is cut into documents of this size. A single file is cut smaller, so that a small corpus
+# has documents to hold out. Both chosen by hand.
 PIECE_BYTES = 1 << 20
 SINGLE_FILE_PIECE_BYTES = 4096
-FULL_HASH_BYTES = 256 << 20  # files are hashed whole while they sum to at most this
+# Files of at most this size in total are hashed whole. Of larger ones only the size and some blocks are hashed, because
+# every plan computes fingerprints; an edit between blocks that keeps the size is then missed. Chosen by hand.
+FULL_HASH_BYTES = 256 << 20
 _HASH_BLOCKS, _HASH_BLOCK_BYTES = 16, 1 << 16
 _HUB_SECONDS = 20.0
 
 
 class Corpus(Protocol):
-    """Text, one document at a time."""
+    """A source of text documents."""
 
     def documents(self) -> Iterator[str]:
-        """Documents in a deterministic order, none of them blank, all of them encodable as UTF-8."""
+        """Yield the documents in a deterministic order. None is blank; each can be encoded as UTF-8."""
         ...
 
     def fingerprint(self) -> str:
-        """16 hex digits: equal text read in the same way has an equal fingerprint."""
+        """Return 16 hex digits, equal for corpora that yield the same text in the same way."""
         ...
 
     def size_bytes(self) -> int | None:
-        """About how many bytes of UTF-8 `documents` yields, without reading them; None where that is not known."""
+        """Estimate the bytes of UTF-8 in `documents` without reading them. None if unknown."""
         ...
 
     def sample(self, size: int) -> Iterator[str]:
-        """Up to `size` bytes of text that represent the corpus, deterministic: what a tokenizer is trained on."""
+        """Yield up to `size` bytes of text that represent the corpus, to train a tokenizer. Deterministic."""
         return cut(self.documents(), size)
 
     def held_out(self) -> frozenset[int] | None:
-        """Hashes of the documents that are held out; None: the hash itself says it, see `below_fraction`."""
+        """Return the hashes of held-out documents, or None if `below_fraction` decides from the hash alone."""
         return None
 
 
 def open_corpus(config: DataConfig) -> Corpus:
-    """The corpus that a config names; `UserError` where it does not exist, or fields do not fit it."""
+    """Open the corpus that a config names. Raises UserError if it does not exist or fields do not fit it."""
     if config.max_bytes is not None and config.max_bytes < 1:
         raise UserError(f"data.max_bytes is {config.max_bytes}; it must be 1 or more, or null for the whole corpus")
     if config.corpus == "stdlib":
@@ -75,7 +76,8 @@ def open_corpus(config: DataConfig) -> Corpus:
         if not config.path:
             raise UserError(f"data.path is {config.path}; data.corpus=text needs a file, a folder or a glob there")
         files = tuple(find_files(config.path))
-        if not any(file.stat().st_size for file in files):  # told at plan time; an empty jsonl.gz shows when it is read
+        # An empty .jsonl.gz passes here, and is detected when it is read.
+        if not any(file.stat().st_size for file in files):
             raise UserError(_empty(config.path))
         return TextFiles(config.path, files, config.field, config.max_bytes)
     if config.corpus == "hf":
@@ -89,7 +91,7 @@ def open_corpus(config: DataConfig) -> Corpus:
 
 @dataclass(frozen=True)
 class StandardLibrary(Corpus):
-    """Every *.py of Python's own library that is UTF-8; present on every machine, and its own per Python version."""
+    """Every UTF-8 *.py file of Python's own library. Needs no download; its text depends on the Python version."""
 
     root: Path
     max_bytes: int | None = None
@@ -104,7 +106,7 @@ class StandardLibrary(Corpus):
             try:
                 text = path.read_bytes().decode()
             except (UnicodeDecodeError, OSError):
-                continue  # a handful of the library's own tests are broken on purpose
+                continue  # a few of the library's own test files are invalid on purpose
             if text.strip():
                 yield text
 
@@ -140,7 +142,7 @@ class TextFiles(Corpus):
             digests = [_file_digest(path, whole) for path in self.files]
         except OSError as error:
             raise UserError(f"data.path: {error.filename} cannot be read ({error.strerror})") from None
-        # In plain text no field selects anything, and naming another one changes nothing.
+        # Plain text has no fields, so another field name does not change it.
         field = self.field if any(format_of(path) != "plain" for path in self.files) else None
         return _fingerprint(f"text:{field}", digests, self.max_bytes)
 
@@ -156,7 +158,7 @@ class TextFiles(Corpus):
         return min(total, self.max_bytes or total)
 
     def sample(self, size: int) -> Iterator[str]:
-        """The heads of all files, each with an equal share, where small files leave theirs to larger ones."""
+        """Yield the start of every file. Each file gets an equal share; what small files leave goes to larger ones."""
         if self.max_bytes is not None:
             yield from super().sample(size)
             return
@@ -169,7 +171,7 @@ class TextFiles(Corpus):
 
 @dataclass(frozen=True)
 class HubDataset(Corpus):
-    """`max_bytes` of text from the head of one split of a dataset on the Hub, or of a folder that `datasets` loads."""
+    """The first `max_bytes` of text in one split of a dataset on the Hub, or in a folder that `datasets` can load."""
 
     name: str
     subset: str | None
@@ -195,7 +197,7 @@ class HubDataset(Corpus):
                 yield text_of(row, self.field, f"row {number} of {self.name}")
         except UserError:
             raise
-        # What a remote file can raise is open-ended: network, decoding, schema. All of it ends this stream.
+        # A remote file can raise any error (network, decoding, schema). Each of them ends this stream.
         except Exception as error:
             raise UserError(
                 f"data.name is {self.name!r}; the stream broke after {number} rows ({one_line(error)}): run again"
@@ -210,7 +212,7 @@ class HubDataset(Corpus):
             return datasets.load_dataset(
                 self.name, self.subset, split=self.split, revision=self.revision, streaming=True
             )
-        except ValueError as error:  # an unknown subset or split, which the message lists
+        except ValueError as error:  # unknown subset or split; the message lists the valid ones
             raise UserError(
                 f"data.subset is {self.subset!r} and data.split is {self.split!r}; "
                 f"{self.name} has others ({one_line(error)})"
@@ -225,7 +227,7 @@ class HubDataset(Corpus):
         try:
             huggingface_hub.HfApi().dataset_info(self.name, revision=self.revision, timeout=_HUB_SECONDS)
         except errors.OfflineModeIsEnabled:
-            return  # the user says so; `datasets` may have it in its own cache
+            return  # the user chose offline mode; `datasets` may have it in its own cache
         except errors.GatedRepoError:
             raise UserError(
                 f"data.name is {self.name!r}; it is gated: accept its terms on the Hub and log in with `hf auth login`"
@@ -250,9 +252,7 @@ def _empty(path: str) -> str:
 
 
 def find_files(path: str) -> list[Path]:
-    """The text files that a file, folder (searched recursively) or glob names, in the order of their paths; no
-    hidden ones.
-    """
+    """Return the text files that a file, folder (recursive) or glob names, sorted by path, without hidden ones."""
     files = sorted({file for file in _candidates(path) if format_of(file)}, key=lambda file: file.parts)
     if not files:
         raise UserError(f"data.path is {path!r}; it holds no file of an accepted kind: {ACCEPTED}")
@@ -260,32 +260,32 @@ def find_files(path: str) -> list[Path]:
 
 
 def passed_over(path: str) -> Counter[str]:
-    """How many files of each ending are there that `find_files` leaves out."""
+    """Count the files that `find_files` leaves out, by file ending."""
     return Counter(file.suffix.lower() or "without ending" for file in {*_candidates(path)} if not format_of(file))
 
 
 def _candidates(path: str) -> list[Path]:
-    given = Path(path).expanduser()
-    if given.is_file():
-        if format_of(given) is None:
+    pattern = Path(path).expanduser()
+    if pattern.is_file():
+        if format_of(pattern) is None:
             raise UserError(f"data.path is {path!r}; the kind of file must be one of {ACCEPTED}")
-        return [given]
-    if given.is_dir():
-        return _files_below(given)
+        return [pattern]
+    if pattern.is_dir():
+        return _files_below(pattern)
     if not glob.has_magic(path):
         raise UserError(f"data.path is {path!r}; there is no such file: it must name a file, a folder or a glob")
-    matches = [Path(match) for match in glob.glob(str(given), recursive=True)]
-    if found := [file for match in matches for file in (_files_below(match) if match.is_dir() else [match])]:
-        return found
+    matches = [Path(match) for match in glob.glob(str(pattern), recursive=True)]
+    if files := [file for match in matches for file in (_files_below(match) if match.is_dir() else [match])]:
+        return files
     raise UserError(f"data.path is {path!r}; no file matches it: it must name a file, a folder or a glob")
 
 
 def _files_below(root: Path, skip: Callable[[str], bool] = lambda name: name.startswith(".")) -> list[Path]:
-    found = []
+    files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not skip(name)]
-        found += [Path(folder, name) for name in names if not skip(name)]
-    return found
+        files += [Path(folder, name) for name in names if not skip(name)]
+    return files
 
 
 def _file_digest(path: Path, whole: bool) -> str:

@@ -1,6 +1,6 @@
 """The order of samples: a pure function of (seed, step), so ranks, micro-batches and restarts cannot change it.
 
-Every epoch is a permutation of all windows by Philox (Salmon et al. 2011) keyed by (seed, epoch); a batch may span
+Every epoch is a permutation of all windows by Philox (Salmon et al. 2011) keyed by (seed, epoch). A batch may span
 epochs.
 """
 
@@ -22,15 +22,13 @@ class TrainStream:
 
     def __init__(self, shards: Shards, sequence_length: int, seed: int) -> None:
         windows = self._windows = _windows(shards.train, sequence_length, "training")
-        # Of the epoch at hand and of its neighbour: a batch may span both.
+        # Caches two epochs, because a batch may span both.
         self._permutation = lru_cache(2)(lambda epoch: permutation(seed, epoch, len(windows)))
         self.end_of_document = shards.tokenizer.end_of_document
-        self.unique_tokens = len(self._windows) * sequence_length  # that are trained on in an epoch: all targets
+        self.unique_tokens = len(self._windows) * sequence_length  # targets in an epoch
 
     def batch(self, step: int, batch_size: int, start: int = 0, count: int | None = None) -> npt.NDArray[np.int64]:
-        """(count, T + 1) token ids: rows start … start + count of the batch of an optimizer step (0-based), by
-        default all.
-        """
+        """Return token ids (count, T + 1): rows `start` to `start + count` of the batch of a 0-based step."""
         count = batch_size - start if count is None else count
         if step < 0 or start < 0 or count < 0 or start + count > batch_size:
             raise ValueError(f"rows {start} to {start + count} of step {step} are outside of a batch of {batch_size}")
@@ -44,16 +42,14 @@ class TrainStream:
 
 
 def permutation(seed: int, epoch: int, n: int) -> npt.NDArray[np.unsignedinteger]:
-    """(n,) a permutation of 0 … n-1 that depends on nothing but its arguments."""
+    """Return a permutation (n,) of 0 to n-1 that depends only on the arguments."""
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
     order = np.argsort(np.random.Philox(key=key).random_raw(n), kind="stable")
     return order.astype(np.uint32 if n <= 1 << 32 else np.uint64)
 
 
 def validation_windows(shards: Shards, sequence_length: int, max_tokens: int) -> npt.NDArray[np.int64]:
-    """(n, T+1) the fixed held-out set: windows evenly spread over the validation stream, at most `max_tokens`
-    targets.
-    """
+    """Return the fixed held-out set (n, T + 1): evenly spaced windows with at most `max_tokens` targets."""
     if max_tokens < sequence_length:
         raise UserError(
             f"data.validation_tokens is {max_tokens}; it must be at least data.sequence_length {sequence_length}"
@@ -64,17 +60,17 @@ def validation_windows(shards: Shards, sequence_length: int, max_tokens: int) ->
 
 
 def bytes_of(targets: npt.ArrayLike, tokenizer: Tokenizer) -> int:
-    """Bytes of UTF-8 that target tokens of any shape stand for, such as `windows[:, 1:]`."""
+    """Count the bytes of UTF-8 that target tokens of any shape stand for, such as `windows[:, 1:]`."""
     return int(tokenizer.token_bytes[np.asarray(targets, np.int64)].sum())
 
 
 def _windows(tokens: Tokens, sequence_length: int, part: str) -> Tokens:
-    """(n, T+1) view of (m,) tokens, window i starting at i·T; nothing is copied."""
+    """View (m,) tokens as (n, T + 1) windows, window i starting at i·T, without a copy."""
     if len(tokens) < sequence_length + 1:
         raise UserError(
             f"data.sequence_length is {sequence_length}; the {part} part of the corpus has {len(tokens)} tokens, "
             f"so it must be at most {len(tokens) - 1}, or the corpus larger"
         )
-    # A plain array: a memmap would wrap every batch anew.
+    # A plain array, because indexing a memmap wraps every batch in a new memmap.
     view = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), sequence_length + 1)
     return view[::sequence_length]

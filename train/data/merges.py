@@ -1,6 +1,7 @@
-"""Learns a BPE in a process of its own, which can be watched and killed: texts come in, a JSON string per line.
+"""Train a BPE tokenizer in a separate process, which its parent can watch and kill.
 
-What the library says of its progress goes out, and the tokenizer on the last line. Nothing of isoflop is imported.
+Reads one JSON string per line. Writes the library's progress lines, then the tokenizer on the last line. Imports
+nothing of isoflop.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ from typing import Any
 
 
 def learn(vocab_size: int, end_of_document: str) -> None:
+    """Train a BPE on texts from standard input and print it as JSON."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     backend: Any = Tokenizer(models.BPE())
-    # GPT-2's rule for what a merge may span; no space is put in front, so that decoding gives the text back.
+    # GPT-2's rule for what a merge may span. No space is added in front, so that decoding restores the text.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer: Any = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[end_of_document],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=hasattr(trainers.BpeTrainer, "progress_format"),  # since 0.23; the bar of before is for terminals
+        show_progress=hasattr(trainers.BpeTrainer, "progress_format"),  # since 0.23; older ones need a terminal
     )
     if trainer.show_progress:
         trainer.progress_format = "json"

@@ -1,6 +1,7 @@
-"""Which documents are held out, and the order of documents: both follow from a hash of their content alone.
+"""Choice and order of documents: a hash of each document's content decides if it is held out, and its position.
 
-So all copies of a text are on the same side, and new text moves no old one. Sorting by hash mixes the sources.
+All copies of a text are on the same side of the split, new text moves no old text, and sorting by hash mixes the
+sources.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_BUCKETS = 256
-MEMORY_BYTES = 256 << 20
+_BUCKETS = 256  # one for each first byte of a hash
+MEMORY_BYTES = 256 << 20  # of tokens in memory before they are spilled to disk; chosen by hand
 Tokens = npt.NDArray[np.unsignedinteger[Any]]  # uint16 or uint32
 
 
 def content_hash(encoded: bytes) -> int:
-    """64 bits of BLAKE2b of a document's UTF-8."""
+    """Return 64 bits of BLAKE2b of a document's UTF-8."""
     return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "big")
 
 
 def below_fraction(digest: Any, fraction: float, blocks: Collection[int] | None = None) -> Any:
-    """Whether a document, or each of an array (n,) uint64, belongs to the `fraction` held out for validation.
+    """Return whether a hash, or each of an array (n,) uint64, belongs to the held-out `fraction`.
 
-    With `blocks` these are held out, and nothing else.
+    If `blocks` is given, exactly the hashes in it are held out.
     """
     if blocks is not None:
         return digest in blocks if isinstance(digest, int) else np.isin(digest, np.array([*blocks], np.uint64))
@@ -34,9 +35,10 @@ def below_fraction(digest: Any, fraction: float, blocks: Collection[int] | None 
 
 
 class MixedDocuments:
-    """Collects tokenized documents in any order and yields them in the order of their content's hash.
+    """A collection of tokenized documents, added in any order and yielded in the order of their content's hash.
 
-    Further copies of a document are placed elsewhere in their bucket: side by side a model would learn to copy.
+    Repeated copies of a document are moved elsewhere in their bucket, because a model would learn to copy adjacent
+    ones.
     """
 
     def __init__(self, spool: Path, dtype: npt.DTypeLike, memory_bytes: int = MEMORY_BYTES) -> None:
@@ -51,7 +53,7 @@ class MixedDocuments:
         self.copies = 0  # documents that equal an earlier one; known after the iteration
 
     def add(self, digest: int, tokens: Tokens, text_bytes: int) -> None:
-        """Adds a document of (n,) token ids whose text has `text_bytes` bytes of UTF-8."""
+        """Add a document of (n,) token ids whose text has `text_bytes` bytes of UTF-8."""
         bucket = digest >> 56
         self._rows[bucket].append((digest, len(tokens), text_bytes))
         self._tokens[bucket].append(tokens)
@@ -80,7 +82,7 @@ class MixedDocuments:
         return self._spool / f"{bucket:03d}.index", self._spool / f"{bucket:03d}.tokens"
 
     def __iter__(self) -> Iterator[tuple[int, Tokens, int]]:
-        """(digest, token ids, bytes of text) in order, once: what was spilled is deleted as it is read."""
+        """Yield (digest, token ids, bytes of text) in order. Works once, because reading deletes spilled files."""
         for bucket in range(_BUCKETS):
             rows, tokens = self._bucket(bucket)
             if not len(rows):
@@ -105,14 +107,14 @@ class MixedDocuments:
 
 
 def _mixed_order(digests: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], int]:
-    """Indices in the order of the digests with further copies placed elsewhere, and the number of such copies."""
+    """Return indices sorted by digest, with repeated copies moved elsewhere, and the number of repeated copies."""
     by_digest = np.argsort(digests, kind="stable")
     ordered = digests[by_digest]
     repeated = np.flatnonzero(ordered[1:] == ordered[:-1]) + 1
     keys = ordered.copy()
     copy = 0
-    for before, i in zip([-1, *repeated], repeated, strict=False):
-        copy = copy + 1 if before == i - 1 else 1
+    for previous, i in zip([-1, *repeated], repeated, strict=False):
+        copy = copy + 1 if previous == i - 1 else 1
         elsewhere = content_hash(int(ordered[i]).to_bytes(8, "big") + copy.to_bytes(8, "big"))
         keys[i] = (int(ordered[i]) >> 56 << 56) | (elsewhere >> 8)
     return by_digest[np.argsort(keys, kind="stable")], len(repeated)

@@ -1,4 +1,4 @@
-"""Gathers the rows of a step, and copies them to the device, while the step before it runs."""
+"""Prefetch of a step's rows: they are gathered and copied to the device while the step before runs."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from torch import Tensor
 
 from ..hardware import CUDA, on_gpu
 
-RING = 3  # steps whose rows are on their way: being read, waiting, and being gathered
+RING = 3  # slots: one being read, one waiting, one being gathered
 
 Gather = Callable[[int], npt.NDArray[np.int64]]  # the rows of a step, (rows, T + 1)
 
 
 @dataclass(eq=False)
 class Slot:
+    """One place in the ring: a step's rows on the host and on the device."""
+
     pages: Tensor  # (rows, T + 1) on the host, pinned
     rows: Tensor  # the same on the device
-    step: int | None = None  # whose rows these are
-    events: dict[str, Any] = field(default_factory=dict)  # `copied` and `read`, kept by the lane
+    step: int | None = None  # to which the rows belong
+    events: dict[str, Any] = field(default_factory=dict)  # `copied` and `read`, set by the lane
 
 
 class Lane:
-    """Copies pages to rows, on a stream of its own beside the one that computes."""
+    """A separate CUDA stream that copies slots to the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -37,31 +39,31 @@ class Lane:
         slot = Slot(CUDA.pinned(shape, torch.int64), torch.empty(shape, dtype=torch.int64, device=self.device))
         CUDA.keep_for(slot.rows, self.stream)
         slot.events = {"copied": CUDA.event(), "read": CUDA.event()}
-        self.leave(slot)  # the memory may be one that is still read under another name
+        self.leave(slot)  # reused memory may still be read by earlier work
         return slot
 
     def start(self, slot: Slot) -> None:
-        """Begins to copy pages to rows, once the rows are no longer read."""
+        """Start the copy from host pages to device rows, once the rows are no longer read."""
         with CUDA.work_on(self.stream):
             slot.events["read"].wait()
             CUDA.copy(slot.rows, slot.pages)
             slot.events["copied"].record()
 
     def arrive(self, slot: Slot) -> None:
-        """What is computed from here on finds the rows."""
+        """Make later work on the compute stream wait for the copy."""
         slot.events["copied"].wait(CUDA.current_stream(self.device))
 
     def leave(self, slot: Slot) -> None:
-        """What was computed up to here is the last that reads the rows."""
+        """Mark that work queued after this point no longer reads the rows."""
         slot.events["read"].record(CUDA.current_stream(self.device))
 
     def pages_free(self, slot: Slot) -> None:
-        """Returns when the pages may be written to."""
+        """Block until the host pages may be overwritten."""
         slot.events["copied"].synchronize()
 
 
 class Prefetch:
-    """Hands out the rows of steps. `gather` is called ahead of time, so it must be a pure function of the step."""
+    """The rows of each step, gathered ahead of time, so `gather` must be a pure function of the step."""
 
     def __init__(self, gather: Gather, shape: tuple[int, int], device: torch.device, lane: Lane | None = None) -> None:
         self.gather = gather
@@ -69,27 +71,27 @@ class Prefetch:
             lane = Lane(device)
         self._lane = lane
         self._ring = [] if lane is None else [lane.slot(shape) for _ in range(RING)]
-        self._read: Slot | None = None  # the place whose rows are in use
+        self._read: Slot | None = None  # the slot whose rows are in use
 
     def take(self, step: int) -> Tensor:
-        """(rows, T + 1) of a step on the device. They stay as they are until the next call of `ahead`."""
+        """Return the rows (rows, T + 1) of a step on the device. They stay valid until the next call of `ahead`."""
         if self._lane is None:
             return torch.from_numpy(self.gather(step))
         slot = self._ring[step % RING]
         if self._read is not slot:
-            self._let_go(self._lane)
+            self._release(self._lane)
         self._fill(self._lane, slot, step)
         self._lane.arrive(slot)
         self._read = slot
         return slot.rows
 
     def ahead(self, step: int) -> None:
-        """Starts on the rows of a step to come, after the work on those in use was given to the device."""
+        """Start on a later step's rows. Call it after the work on the current rows is queued on the device."""
         if self._lane is not None:
-            self._let_go(self._lane)
+            self._release(self._lane)
             self._fill(self._lane, self._ring[step % RING], step)
 
-    def _let_go(self, lane: Lane) -> None:
+    def _release(self, lane: Lane) -> None:
         if self._read is not None:
             lane.leave(self._read)
             self._read = None
@@ -97,7 +99,7 @@ class Prefetch:
     def _fill(self, lane: Lane, slot: Slot, step: int) -> None:
         if slot.step == step:
             return
-        slot.step = None  # until the rows are there, should gathering fail
+        slot.step = None  # stays None if gathering fails
         lane.pages_free(slot)
         np.copyto(slot.pages.numpy(), self.gather(step))
         lane.start(slot)

@@ -1,6 +1,6 @@
-"""Text files to documents, streamed: .txt, .md, JSON lines (plain, gzip, zstandard) and parquet.
+"""Readers that stream documents from files: .txt, .md, JSON lines (plain, gzip, zstandard) and parquet.
 
-A compressed file that ends early is an error, never a shorter corpus. Every error names the file, and the line or row.
+A truncated compressed file is an error, never a shorter corpus. Every error names the file, and the line or row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FORMATS = {
     ".jsonl": "jsonl",
     ".jsonl.gz": "jsonl",
     ".jsonl.zst": "jsonl",
-    # What C4 and Dolma call .json.gz holds one object a line too.
+    # C4 and Dolma name files with one object per line .json.gz, too.
     ".json": "jsonl",
     ".json.gz": "jsonl",
     ".json.zst": "jsonl",
@@ -28,12 +28,12 @@ _FORMATS = {
 }
 ACCEPTED = ", ".join(_FORMATS)
 _BLOCK = 1 << 20  # bytes read or decompressed at a time
-LONGEST_LINE = 256 << 20  # bytes; a document and its tokens are in memory at a time
+LONGEST_LINE = 256 << 20  # bytes, because a document and its tokens must fit into memory; chosen by hand
 _BOM = b"\xef\xbb\xbf"
 
 
 def format_of(path: Path) -> str | None:
-    """`plain`, `jsonl` or `parquet` by the ending of the name; None where it is none of these."""
+    """Return `plain`, `jsonl` or `parquet` by the file's ending, or None if it is none of these."""
     name = path.name.lower()
     return next((kind for suffix, kind in _FORMATS.items() if name.endswith(suffix)), None)
 
@@ -43,10 +43,15 @@ def is_compressed(path: Path) -> bool:
 
 
 def read_documents(path: Path, field: str, piece_bytes: int) -> Iterator[str]:
-    """The documents of one file, in order; those without a visible character are left out.
+    """Yield the documents of one file in order, without blank ones.
 
-    `field` is the key or column that holds the text; a plain text longer than `piece_bytes` is cut at blank lines.
-    `UserError` where the file is missing, damaged, not UTF-8, or lacks the field.
+    Args:
+        path: The file to read.
+        field: Key or column that holds the text.
+        piece_bytes: Plain text longer than this is cut at blank lines.
+
+    Raises:
+        UserError: The file is missing, damaged, not UTF-8, or lacks the field.
     """
     kind = format_of(path)
     try:
@@ -62,7 +67,7 @@ def read_documents(path: Path, field: str, piece_bytes: int) -> Iterator[str]:
 
 
 def well_formed(text: str) -> str:
-    """The text with lone surrogates (JSON can escape them, UTF-8 cannot hold them) replaced by U+FFFD."""
+    """Replace lone surrogates by U+FFFD: JSON can escape them, UTF-8 cannot encode them."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -89,7 +94,7 @@ def _plain(path: Path, piece_bytes: int) -> Iterator[str]:
 
 
 def _cut(buffer: bytes, limit: int) -> int:
-    """Where to end a document of at most `limit` bytes: after a blank line, else a line, a word, a character."""
+    """Return where to end a document of at most `limit` bytes: after a blank line, else a line, a word, a character."""
     for separator in (b"\n\n", b"\r\n\r\n", b"\n", b" "):
         position = buffer.rfind(separator, limit // 2, limit)
         if position >= 0:
@@ -106,7 +111,7 @@ def _json_lines(path: Path, field: str) -> Iterator[str]:
 
 
 def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The number and the object of each line that is not blank."""
+    """Yield (line number, object) for each line that is not blank."""
     number = 0
     try:
         for number, line in enumerate(_lines(path), start=1):
@@ -159,7 +164,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
         if name.endswith(".zst"):
             yield from _zstandard_blocks(file)
             return
-        stream = gzip.open(file) if name.endswith(".gz") else file  # noqa: SIM115  it holds nothing but `file`
+        stream = gzip.open(file) if name.endswith(".gz") else file  # noqa: SIM115  closing `file` is enough
         while block := stream.read(_BLOCK):
             yield block
 
@@ -168,7 +173,7 @@ def _zstandard_blocks(file: BinaryIO) -> Iterator[bytes]:
     import zstandard
 
     frame = None
-    while compressed := file.read(_BLOCK // 256):  # a bomb holds 2^15 times its size
+    while compressed := file.read(_BLOCK // 256):  # small reads: a zip bomb expands to 2^15 times its size
         while compressed:
             frame = frame or zstandard.ZstdDecompressor().decompressobj()
             try:
@@ -188,7 +193,7 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
     import pyarrow
     import pyarrow.parquet
 
-    path.stat()  # a missing file is told apart from a damaged one
+    path.stat()  # a missing file gets a different error from a damaged one
     row = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -208,7 +213,7 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
 
 
 def parquet_text_bytes(path: Path, field: str) -> int | None:
-    """Uncompressed bytes of the column by the file's footer: about what its text holds. None if it is not known."""
+    """Return the column's uncompressed bytes from the file's footer, about its text's size. None if unknown."""
     import pyarrow
     import pyarrow.parquet
 
@@ -222,7 +227,7 @@ def parquet_text_bytes(path: Path, field: str) -> int | None:
 
 
 def text_of(row: dict[str, Any], field: str, where: str) -> str:
-    """The text in a field of a row; a null is an empty text."""
+    """Return the text in a field of a row; null counts as empty text."""
     if field not in row:
         raise UserError(f"data.field is {field!r}; {where} has {_listed(list(row))}")
     value = row[field]
@@ -234,24 +239,24 @@ def text_of(row: dict[str, Any], field: str, where: str) -> str:
 
 
 def cut(texts: Iterable[str], max_bytes: int | None) -> Iterator[str]:
-    """The first `max_bytes` bytes of UTF-8; the last text is shortened to whole characters."""
+    """Yield the first `max_bytes` bytes of UTF-8. The last text is shortened to whole characters."""
     if max_bytes is None:
         yield from texts
         return
-    left = max_bytes
+    remaining = max_bytes
     for text in texts:
         encoded = text.encode()
-        if len(encoded) >= left:
-            shortened = encoded[:left].decode(errors="ignore")
+        if len(encoded) >= remaining:
+            shortened = encoded[:remaining].decode(errors="ignore")
             if shortened.strip():
                 yield shortened
             return
         yield text
-        left -= len(encoded)
+        remaining -= len(encoded)
 
 
 def cut_or_refuse(texts: Iterable[str], max_bytes: int | None, complaint: str) -> Iterator[str]:
-    """`cut`; `UserError` at the end where there was no text."""
+    """Yield from `cut`, and raise UserError with `complaint` at the end if there was no text."""
     empty = True
     for text in cut(texts, max_bytes):
         empty = False
@@ -266,6 +271,6 @@ def _listed(names: list[str]) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """One line of an error's message, short enough for a sentence."""
+    """Return the first line of an error's message, shortened to fit into a sentence."""
     lines = str(error).strip().splitlines()
     return (lines[0][:120].rstrip(" .") if lines else "") or type(error).__name__

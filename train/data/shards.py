@@ -30,14 +30,13 @@ from .split import Blocks, split_corpus
 from .storage import Progress, building, cache_directory, checksum, locked, read_checked, silent, write_checked
 from .tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, tokenizer_from_directory
 
-# Bumped when the same corpus would give other files.
-FORMAT = 1
+FORMAT = 1  # bump when the same corpus would give other files
 PARTS = ("train", "validation")
 EXAMPLES = "recipe.examples.jsonl"
-_BATCH_CHARACTERS = 1 << 20  # that are encoded at a time
-_ALONE_BYTES = 4 << 20  # below which starting other processes takes longer than it saves
-_QUIET_SECONDS = 10.0  # between two lines of progress where there is no bar
-_WRITE_BYTES = 1 << 21  # that are written at a time
+_BATCH_CHARACTERS = 1 << 20  # encoded at a time
+_SINGLE_PROCESS_BYTES = 4 << 20  # below this, starting other processes takes longer than it saves
+_LINE_SECONDS = 10.0  # between two lines of progress without a terminal; chosen by hand
+_WRITE_BYTES = 1 << 21  # of a file's buffer
 
 
 @dataclass(frozen=True)
@@ -56,12 +55,12 @@ class Shards:
 
 
 def prepare(config: DataConfig, progress: Progress = silent) -> Shards:
-    """The shards of a config's corpus, built unless the cache has them. Processes that ask at once build once.
+    """Return the shards of a config's corpus, built unless the cache has them. A lock lets only one process build.
 
     A recipe runs in one process per core. Progress in the stage "tokenize" counts tokens.
 
     Raises:
-        UserError: the text cannot be read, is too little, or has changed since it was planned; or the disk is full.
+        UserError: The text cannot be read, is too short, or changed since the plan; or the disk is full.
     """
     cache = cache_directory(config)
     corpus = split_corpus(config)
@@ -79,10 +78,10 @@ def prepare(config: DataConfig, progress: Progress = silent) -> Shards:
         )
     tokenizer = load_tokenizer(config, corpus, cache, progress)
     directory = _directory(config, fingerprint, steps, tokenizer)
-    found = _open_if_sound(directory, tokenizer)
-    if found is None:
+    shards = _open_if_sound(directory, tokenizer)
+    if shards is None:
         with locked(cache, f"shards-{directory.name}", progress):
-            if (found := _open_if_sound(directory, tokenizer)) is None:
+            if (shards := _open_if_sound(directory, tokenizer)) is None:
                 with building(directory) as temporary:
                     build = partial(_build, corpus, fingerprint, config, tokenizer, temporary, progress)
                     if steps is None:
@@ -90,33 +89,33 @@ def prepare(config: DataConfig, progress: Progress = silent) -> Shards:
                     else:
                         fraction = config.validation_fraction
                         refinery = Refinery(corpus, fingerprint, config.recipe, fraction, cache, progress)
-                        with locked(cache, f"recipe-{refinery.key}", progress):  # its folder serves every tokenizer
+                        with locked(cache, f"recipe-{refinery.key}", progress):  # all tokenizers share its folder
                             build(refinery.run())
                             refinery.remove()
-                found = open_shards(directory, tokenizer)
-    # Raw text that is shorter than one window is the loader's to refuse.
-    shortened = found.manifest.get("recipe", {}).get("steps")
-    if shortened and len(found.train) <= config.sequence_length:
+                shards = open_shards(directory, tokenizer)
+    # The loader refuses raw text that is shorter than one window; this is about text that the recipe shortened.
+    shortened = shards.manifest.get("recipe", {}).get("steps")
+    if shortened and len(shards.train) <= config.sequence_length:
         worst = max(shortened, key=lambda step: int(step["bytes"]))
         raise UserError(
-            f"data.recipe leaves {len(found.train)} tokens of training text, and data.sequence_length is "
+            f"data.recipe leaves {len(shards.train)} tokens of training text, and data.sequence_length is "
             f"{config.sequence_length}; {worst['step']!r} removed most, {worst['documents']:,} documents, so loosen it "
             "or leave it out"
         )
-    return found
+    return shards
 
 
 def at_hand(config: DataConfig, tokenizer: Tokenizer) -> Shards:
-    """As `prepare`, for a checkpoint that carries its tokenizer; but text of the Hub must be in the cache already."""
+    """Return shards as `prepare` does, for a checkpoint's tokenizer. Text of the Hub must be in the cache already."""
     if config.corpus != "hf":
         return prepare(config)
     directory = _directory(config, str(config.fingerprint), config.recipe_fingerprint, tokenizer)
-    if (found := _open_if_sound(directory, tokenizer)) is None:
+    if (shards := _open_if_sound(directory, tokenizer)) is None:
         raise UserError(
             f"the text of {config.name} is not in {directory.parent}; `isoflop data prepare` as for the sweep "
             "puts it there"
         )
-    return found
+    return shards
 
 
 def _directory(config: DataConfig, fingerprint: str, steps: str | None, tokenizer: Tokenizer) -> Path:
@@ -135,7 +134,7 @@ def _open_if_sound(directory: Path, tokenizer: Tokenizer) -> Shards | None:
 
 
 def open_shards(directory: str | Path, tokenizer: Tokenizer) -> Shards:
-    """Shards that `prepare` built; `UserError` where their manifest, a file's size or the tokenizer does not match."""
+    """Open shards that `prepare` built. Raises UserError if the manifest, a file's size or the tokenizer differs."""
     directory = Path(directory)
     manifest = read_checked(directory / "manifest.json")
     if manifest.get("format") != FORMAT:
@@ -220,10 +219,11 @@ def _tokenize(
     size, tokens_done, bytes_done = source.size_bytes(), 0, 0
     parts = in_parts(source.documents(), _BATCH_CHARACTERS)
     progress("tokenize", 0, 0)
-    alone = isinstance(tokenizer, ByteTokenizer) or (size is not None and size < _ALONE_BYTES)
-    by = tokenizer if alone else saved
-    with Pool(1 if alone else None) as pool:
-        for documents in pool.map(encode_part, ((by, texts) for texts in parts)):  # in any order: they are sorted later
+    single_process = isinstance(tokenizer, ByteTokenizer) or (size is not None and size < _SINGLE_PROCESS_BYTES)
+    tokenizer_or_path = tokenizer if single_process else saved
+    with Pool(1 if single_process else None) as pool:
+        # Results come in any order, because `mixed` sorts.
+        for documents in pool.map(encode_part, ((tokenizer_or_path, texts) for texts in parts)):
             for digest, ids, text_bytes in documents:
                 mixed.add(digest, ids, text_bytes)
                 tokens_done += len(ids)
@@ -232,9 +232,9 @@ def _tokenize(
             progress("tokenize", tokens_done, total)
 
 
-def encode_part(by: Tokenizer | Path, texts: list[str]) -> list[tuple[int, Tokens, int]]:
-    """Hash, ids and bytes of each text; other processes read the tokenizer from where it was saved."""
-    tokenizer, rows = _loaded(by) if isinstance(by, Path) else by, []
+def encode_part(tokenizer_or_path: Tokenizer | Path, texts: list[str]) -> list[tuple[int, Tokens, int]]:
+    """Return hash, ids and bytes of each text. Worker processes get the path of the saved tokenizer."""
+    tokenizer, rows = _loaded(tokenizer_or_path) if isinstance(tokenizer_or_path, Path) else tokenizer_or_path, []
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         encoded = text.encode()
         ids = np.append(ids, ids.dtype.type(tokenizer.end_of_document))
@@ -246,7 +246,7 @@ _loaded = lru_cache(maxsize=1)(tokenizer_from_directory)
 
 
 class _PartWriter:
-    """Appends documents to one token file."""
+    """A writer that appends documents to one token file."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         self._file = open(path, "wb", _WRITE_BYTES)  # noqa: SIM115  closed by close(); a failed build drops the folder
@@ -268,9 +268,7 @@ class _PartWriter:
 
 
 def prepare_with_progress(config: DataConfig) -> Shards:
-    """`prepare` with a bar on standard error, or where there is no terminal a line now and then; at the end, how long
-    it took.
-    """
+    """Run `prepare` with a progress bar, or lines of progress without a terminal, and print its duration."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.text import Text
@@ -285,23 +283,23 @@ def prepare_with_progress(config: DataConfig) -> Shards:
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         tasks: dict[str, Any] = {}
-        began: dict[str, float] = {}
-        start = said = time.monotonic()
+        started: dict[str, float] = {}
+        start = printed_at = time.monotonic()
 
         def show(stage: str, done: float, total: float) -> None:
-            nonlocal said
+            nonlocal printed_at
             now = time.monotonic()
             if stage not in tasks:
-                tasks[stage], began[stage] = bar.add_task(stage, total=None), now
+                tasks[stage], started[stage] = bar.add_task(stage, total=None), now
             bar.update(tasks[stage], completed=done, total=total or None)
-            if not console.is_terminal and now - said > _QUIET_SECONDS:
-                said = now
-                of = f" of {total:,.0f}" if total else ""
-                print(f"{stage}: {done:,.0f}{of} after {now - start:.0f} s", file=sys.stderr, flush=True)
+            if not console.is_terminal and now - printed_at > _LINE_SECONDS:
+                printed_at = now
+                of_total = f" of {total:,.0f}" if total else ""
+                print(f"{stage}: {done:,.0f}{of_total} after {now - start:.0f} s", file=sys.stderr, flush=True)
 
         shards = prepare(config, show)
-    if "tokenize" in began:
+    if "tokenize" in started:
         now = time.monotonic()
-        speed = sum(shards.manifest[part]["tokens"] for part in PARTS) / (now - began["tokenize"])
+        speed = sum(shards.manifest[part]["tokens"] for part in PARTS) / (now - started["tokenize"])
         print(f"built in {now - start:.1f} s; {speed:,.0f} tokens/s from text to shards", file=sys.stderr)
     return shards

@@ -1,6 +1,6 @@
-"""What is held out of a corpus with too few documents to hold whole ones out: blocks inside documents.
+"""Hold-out by blocks inside documents, for a corpus with too few documents to hold out whole ones.
 
-Its fingerprint differs from that of the same text split by documents, so a run's id tells which text scored it.
+Its fingerprint differs from that of the same text split by documents, so the run id shows which text scored it.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from .corpora import Corpus, open_corpus
 from .mixing import below_fraction, content_hash
 from .storage import cache_directory, checksum
 
-# Whole documents are held out where at least ENOUGH of them are, or FEWEST whose text is at least half and at most
-# twice the share that is asked for. What is larger than LARGE bytes is not read through to find out.
+# Whole documents are held out if there are at least ENOUGH of them, or FEWEST with 0.5 to 2 times the requested share
+# of the text. A corpus larger than LARGE bytes is assumed to have enough. All chosen by hand.
 ENOUGH, FEWEST, LARGE = 8, 2, 256 << 20
-# Characters: a block is a 16th of the held-out text within these limits, and GAP beside it is neither held out nor
-# trained on, so that no sentence or table goes on across the border.
+# In characters. A block is a 16th of the held-out text, within SMALLEST and LARGEST. GAP on each side of it is neither
+# held out nor trained on, so that no sentence or table crosses the border. Chosen by hand.
 SMALLEST, LARGEST, GAP = 512, 4096, 256
-VERSION = 1  # bumped when the same text would be split in other places
+VERSION = 1  # bump when the same text would be split in other places
 
 
 @dataclass(frozen=True)
 class Blocks(Corpus):
-    """A corpus in pieces: blocks that are held out, and the text between them."""
+    """A corpus cut into held-out blocks and the text between them."""
 
     corpus: Corpus
     size: int  # characters of a block
-    held: frozenset[int]  # hashes of those that are held out
+    held: frozenset[int]  # hashes of held-out blocks
 
     def documents(self) -> Iterator[str]:
         for text in self.corpus.documents():
@@ -52,32 +52,33 @@ class Blocks(Corpus):
         return self.held
 
     def describe(self) -> dict[str, Any]:
-        """For a manifest: sizes in characters, and all in a sentence."""
-        said = (
+        """Describe the split for a manifest: sizes in characters, and one sentence."""
+        sentence = (
             f"held out are {len(self.held)} blocks of about {self.size} characters inside documents, because too few "
             f"whole ones fall into data.validation_fraction; {GAP} characters beside each are left out of training"
         )
-        return {"by": "blocks", "size": self.size, "gap": GAP, "sentence": said}
+        return {"by": "blocks", "size": self.size, "gap": GAP, "sentence": sentence}
 
 
 def split_corpus(config: DataConfig) -> Corpus:
-    """The corpus of a config, in blocks where it was planned so, or where nothing is planned yet and that is better.
+    """Open a config's corpus, split in blocks if it was planned so, or if unplanned and too few documents.
 
-    Text of the Hub is held out by documents, for planning does not read it; and so is what the cache already has so.
+    Text of the Hub is held out by documents because planning does not read it. So is text whose shards by documents are
+    in the cache.
     """
     corpus = open_corpus(config)
     if config.fingerprint is None:
         if config.corpus == "hf" or not _has_few_documents(corpus, config.validation_fraction):
             return corpus
-        there = {"kind": config.corpus, "fingerprint": corpus.fingerprint()}
+        entry = {"kind": config.corpus, "fingerprint": corpus.fingerprint()}
         for path in (cache_directory(config) / "shards").glob("*/manifest.json"):
-            known = read_json(path) or {}
-            if known.get("corpus") == there and known.get("validation_fraction") == config.validation_fraction:
+            manifest = read_json(path) or {}
+            if (manifest.get("corpus"), manifest.get("validation_fraction")) == (entry, config.validation_fraction):
                 return corpus
     elif config.fingerprint != _fingerprint(corpus):
         return corpus
-    wanted = config.validation_fraction * sum(len(text.encode()) for text in corpus.documents())
-    size = int(min(max(wanted / 16, SMALLEST), LARGEST))
+    held_out_bytes = config.validation_fraction * sum(len(text.encode()) for text in corpus.documents())
+    size = int(min(max(held_out_bytes / 16, SMALLEST), LARGEST))
     blocks, divided = {}, False
     for text in corpus.documents():
         cells = _cells(text, size)
@@ -87,8 +88,8 @@ def split_corpus(config: DataConfig) -> Corpus:
                 encoded = text[first:last].encode()
                 blocks[content_hash(encoded)] = len(encoded)
     held, total = set[int](), 0
-    for digest in sorted(blocks)[:-1]:  # one at least is trained on
-        if held and total >= wanted:
+    for digest in sorted(blocks)[:-1]:  # at least one block stays for training
+        if held and total >= held_out_bytes:
             break
         held.add(digest)
         total += blocks[digest]
@@ -114,7 +115,7 @@ def _has_few_documents(corpus: Corpus, fraction: float) -> bool:
 
 
 def _cells(text: str, size: int) -> list[tuple[int, int, int, int]]:
-    """(start, start of its block, end of its block, end) of the equal parts of a text; a short one is one block."""
+    """Cut a text into equal cells; return (start, block start, block end, end) of each. A short text is one block."""
     count = max(1, len(text) // (size + 2 * GAP))
     gap = GAP if count > 1 else 0
     edges = [len(text) * i // count for i in range(count + 1)]

@@ -1,6 +1,6 @@
-"""Things built once in a cache that many processes share, and that any of them may be killed while building.
+"""A build cache that many processes share. Any of them may be killed while it builds.
 
-One builder at a time; a folder appears under its name only when it is complete and on disk.
+One process builds at a time; a folder gets its final name only when it is complete and on disk.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ..config import DataConfig, canonical_json
 from ..errors import UserError
 from ..files import put_in_place, read_document, temporary_directory_beside
 
-# (stage, done, total): total is 0 while it is unknown.
+# Called with (stage, done, total); total is 0 if unknown.
 Progress = Callable[[str, float, float], None]
 
 
 def silent(stage: str, done: float, total: float) -> None:
-    """Progress that nobody sees."""
+    """Ignore progress."""
 
 
 def cache_directory(config: DataConfig) -> Path:
-    """`data.cache_dir`, else $ISOFLOP_CACHE, else ~/.cache/isoflop; made if it is missing."""
-    given = config.cache_dir or os.environ.get("ISOFLOP_CACHE")
-    directory = Path(given).expanduser() if given else Path.home() / ".cache" / "isoflop"
+    """Return `data.cache_dir`, else $ISOFLOP_CACHE, else ~/.cache/isoflop. Creates it if missing."""
+    configured = config.cache_dir or os.environ.get("ISOFLOP_CACHE")
+    directory = Path(configured).expanduser() if configured else Path.home() / ".cache" / "isoflop"
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -46,9 +46,7 @@ def _unwritable(directory: Path, reason: str | None) -> str:
 
 @contextmanager
 def locked(cache: Path, name: str, progress: Progress = silent) -> Iterator[None]:
-    """Holds the lock `name` of a cache, waiting for whoever has it. It is dropped when its holder dies, kill -9
-    included.
-    """
+    """Hold the lock `name` of a cache, waiting for its holder. Killing the holder releases the lock."""
     from filelock import FileLock, Timeout
 
     try:
@@ -69,9 +67,10 @@ def locked(cache: Path, name: str, progress: Progress = silent) -> Iterator[None
 
 @contextmanager
 def building(final: Path) -> Iterator[Path]:
-    """A temporary folder beside `final` that takes its name when the block ends well, and is removed when it does not.
+    """Yield a temporary folder that is renamed to `final` if the block succeeds, and removed if it fails.
 
-    Only for holders of the lock of `final`, for leftovers of killed builders are removed. A full disk is a `UserError`.
+    Call it only while holding the lock of `final`, because it removes what killed builders left. A full disk is a
+    UserError.
     """
     try:
         for leftover in final.parent.glob(f".{final.name}.*"):
@@ -80,7 +79,7 @@ def building(final: Path) -> Iterator[Path]:
             yield temporary
             put_in_place(temporary, final)
     except OSError as error:
-        # EFBIG is what a limit on the size of files gives (ulimit -f), EDQUOT a quota.
+        # EFBIG comes from a limit on file sizes (ulimit -f), EDQUOT from a quota.
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise UserError(
                 f"data.cache_dir: {final.parent} has no room ({error.strerror}); free some, "
@@ -90,17 +89,17 @@ def building(final: Path) -> Iterator[Path]:
 
 
 def checksum(value: Any) -> str:
-    """SHA-256 of the canonical JSON of a value."""
+    """Return the SHA-256 of a value's canonical JSON."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
 def write_checked(path: Path, content: dict[str, Any]) -> None:
-    """Writes a dict with its own checksum in it. For a folder that `building` makes: it is not atomic by itself."""
+    """Write a dict together with its checksum. Not atomic, so use it only inside `building`."""
     path.write_text(json.dumps({**content, "checksum": checksum(content)}, indent=2) + "\n", encoding="utf-8")
 
 
 def read_checked(path: Path) -> dict[str, Any]:
-    """What `write_checked` wrote, without the checksum; `UserError` where the file is missing or damaged."""
+    """Read a dict that `write_checked` wrote. Raises UserError if the file is missing or damaged."""
     try:
         content = read_document(path, dict[str, Any])
         expected = content.pop("checksum")

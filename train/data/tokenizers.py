@@ -1,7 +1,7 @@
-"""Text to token ids and back: bytes, a byte-level BPE trained on the corpus, or any tokenizer.json.
+"""Tokenizers: raw bytes, a byte-level BPE trained on the corpus, or any tokenizer.json.
 
-Special tokens are never read out of text. `token_bytes` turns nats per token into bits per byte, which compare across
-tokenizers.
+Special tokens in text are encoded as plain text. `token_bytes` converts nats per token to bits per byte, which is
+comparable across tokenizers.
 """
 
 from __future__ import annotations
@@ -31,22 +31,21 @@ from .corpora import Corpus, open_corpus
 from .mixing import Tokens, below_fraction, content_hash
 from .storage import Progress, building, checksum, locked, read_checked, silent, write_checked
 
-# What ends a document in a tokenizer.json without an `eos_token` in a tokenizer_config.json beside it.
+# Tokens that may end a document if no tokenizer_config.json next to the tokenizer.json names an `eos_token`.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
-SAMPLE_BYTES = 64 << 20
-# Every merge goes through all of a word that it occurs in: words are cut at about so many characters, and of text with
-# such words no more is taken than gives a vocabulary in a minute.
+SAMPLE_BYTES = 64 << 20  # of text to train a BPE on; chosen by hand
+# Every merge scans the whole word that contains it, so words are cut at about _WORD characters. At most _UNBROKEN
+# characters of text with such words are used, so that training takes about a minute.
 _WORD, _UNBROKEN = 1024, 4 << 20
 _RUN = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")
-# Bumped when training a BPE on the same corpus would give another one.
-TRAINER = 1
-_LARGEST_FILE, _MOST_IDS = 1 << 30, 1 << 24  # of a tokenizer.json: bytes, and ids
+TRAINER = 1  # bump when training a BPE on the same corpus would give another one
+_MAX_FILE_BYTES, _MAX_IDS = 1 << 30, 1 << 24  # of a tokenizer.json; chosen by hand
 _SMALLEST_BPE = 257  # 256 bytes and the end of a document
 _CARD = "isoflop_tokenizer.json"
 
 
 def load_tokenizer(config: DataConfig, corpus: Corpus | None, cache: Path, progress: Progress = silent) -> Tokenizer:
-    """The tokenizer that a config names; a BPE is trained on the corpus unless the cache has it."""
+    """Load the tokenizer that a config names. A BPE is trained on the corpus unless the cache has it."""
     if config.tokenizer == "bytes":
         return ByteTokenizer()
     if config.tokenizer == "bpe":
@@ -55,7 +54,7 @@ def load_tokenizer(config: DataConfig, corpus: Corpus | None, cache: Path, progr
 
 
 def planned_vocab_size(config: DataConfig) -> int:
-    """Size of the vocabulary, known without reading the corpus; a corpus too small for a BPE leaves the last ids
+    """Return the vocabulary's size without reading the corpus. With a very small corpus a BPE leaves the last ids
     unused.
     """
     if config.tokenizer == "bytes":
@@ -71,15 +70,15 @@ def planned_vocab_size(config: DataConfig) -> int:
 
 
 def planned_fingerprint(config: DataConfig) -> str:
-    """What distinguishes this tokenizer, known without reading the corpus: bytes, bpe, or a hash of the file.
+    """Return "bytes", "bpe", or a hash of the tokenizer file, without reading the corpus.
 
-    A trained BPE follows from the corpus and the vocabulary's size, which identify a run by themselves.
+    A trained BPE follows from the corpus and the vocabulary size, which identify a run already.
     """
     return config.tokenizer if config.tokenizer in ("bytes", "bpe") else _from_file(config.tokenizer).fingerprint
 
 
 def tokenizer_from_directory(directory: str | Path) -> Tokenizer:
-    """The tokenizer that `Tokenizer.save` wrote; `UserError` where it is missing or was changed since."""
+    """Load the tokenizer that `save` wrote. Raises UserError if it is missing or was changed."""
     card = read_checked(Path(directory) / _CARD)
     if card["kind"] == "bytes":
         return ByteTokenizer()
@@ -94,35 +93,35 @@ def tokenizer_from_directory(directory: str | Path) -> Tokenizer:
 
 
 class ByteTokenizer:
-    """A token is a byte of UTF-8; documents end with 0xFF, which never occurs there."""
+    """A tokenizer whose tokens are bytes of UTF-8. Documents end with 0xFF, which UTF-8 never contains."""
 
     vocab_size = 256  # ids are below this
-    dtype = np.uint16  # of ids: uint32 where the vocabulary needs it
+    dtype = np.uint16  # of ids; uint32 for a larger vocabulary
     end_of_document = 0xFF  # the id that follows every document; text that spells it out encodes to other ids
     token_bytes = np.repeat([1, 0], [255, 1])  # (vocab_size,) bytes of UTF-8 of each id; 0 for the end of a document
-    # 16 hex digits: equal for tokenizers that encode equally.
+    # 16 hex digits, equal for tokenizers that encode equally.
     fingerprint = hashlib.sha256(b"isoflop bytes, 0xFF ends a document").hexdigest()[:16]
 
     def encode(self, text: str) -> Tokens:
-        """(n,) ids."""
+        """Return the ids (n,) of a text."""
         return np.frombuffer(text.encode(errors="replace"), np.uint8).astype(self.dtype)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
-        """`encode` of each text."""
+        """Encode each text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Any) -> str:
-        """The text of ids. Ends of documents are left out; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of ids, without ends of documents. Bytes that are not UTF-8 become U+FFFD."""
         ids = np.asarray(ids, np.int64)
         return ids[ids != self.end_of_document].astype(np.uint8).tobytes().decode(errors="replace")
 
     def save(self, directory: Path) -> None:
-        """Writes what `tokenizer_from_directory` reads."""
+        """Write the files that `tokenizer_from_directory` reads."""
         _save_card(self, "bytes", directory)
 
 
 class SubwordTokenizer:
-    """A tokenizer of the `tokenizers` library that leaves text alone: no special tokens, padding or truncation."""
+    """A tokenizer of the `tokenizers` library that never reads special tokens in text, pads or truncates."""
 
     def __init__(self, backend: Any, end_of_document: int, vocab_size: int) -> None:
         backend.no_padding()
@@ -132,7 +131,7 @@ class SubwordTokenizer:
         self.vocab_size = vocab_size
         self.dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
         self._content = json.loads(backend.to_str())
-        # Said after the content is taken: it is how the library is called, not what the tokenizer is.
+        # Set after `_content` is read, because it is a call option and not part of the tokenizer.
         backend.encode_special_tokens = True
         self.token_bytes = _token_bytes(self._content, backend, vocab_size)
         self.token_bytes[end_of_document] = 0
@@ -150,8 +149,8 @@ class SubwordTokenizer:
         return [np.array(encoding.ids, self.dtype) for encoding in encodings]
 
     def decode(self, ids: Any) -> str:
-        kept = [int(i) for i in np.asarray(ids, np.int64) if i != self.end_of_document]
-        return str(self._backend.decode(kept, skip_special_tokens=False))
+        text_ids = [int(i) for i in np.asarray(ids, np.int64) if i != self.end_of_document]
+        return str(self._backend.decode(text_ids, skip_special_tokens=False))
 
     def save(self, directory: Path) -> None:
         _save_card(self, "subword", directory)
@@ -181,7 +180,7 @@ class _Model:
 
 @dataclass
 class _TokenizerFile:
-    """What must be right in a tokenizer.json before the library sees it: absurd ids end the interpreter there."""
+    """The fields of a tokenizer.json to check before the library reads it: huge ids crash the interpreter there."""
 
     model: _Model
     added_tokens: list[_Added] = field(default_factory=list)
@@ -191,14 +190,14 @@ def _read_tokenizer_json(path: Path) -> Any:
     import tokenizers
 
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise OSError(errno.EFBIG, f"more than {_LARGEST_FILE} bytes")
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise OSError(errno.EFBIG, f"more than {_MAX_FILE_BYTES} bytes")
         content = path.read_text(encoding="utf-8")
         file = msgspec.json.decode(content, type=_TokenizerFile)
         vocabulary = file.model.vocab.values() if isinstance(file.model.vocab, dict) else ()
-        for each in (*vocabulary, *(added.id for added in file.added_tokens)):
-            if not 0 <= each < _MOST_IDS:
-                raise ValueError(f"it has the id {each}, and ids go from 0 to {_MOST_IDS - 1}")
+        for token_id in (*vocabulary, *(added.id for added in file.added_tokens)):
+            if not 0 <= token_id < _MAX_IDS:
+                raise ValueError(f"it has the id {token_id}, and ids go from 0 to {_MAX_IDS - 1}")
         return tokenizers.Tokenizer.from_str(content)
     except OSError as error:
         reason = error.strerror or "unreadable"
@@ -226,7 +225,7 @@ def _from_file(name: str) -> SubwordTokenizer:
             f"{', '.join(END_TOKENS)}, or a tokenizer_config.json beside it with an eos_token"
         )
     if not any(added.content == end and added.special for added in backend.get_added_tokens_decoder().values()):
-        # An ordinary entry could come out of text; as a special one it cannot.
+        # Text could encode to an ordinary entry, but never to a special one.
         backend.add_special_tokens([end])
     return SubwordTokenizer(backend, vocabulary[end], max(vocabulary.values()) + 1)
 
@@ -238,7 +237,7 @@ def _configured_end(path: Path) -> list[str]:
 
 
 def _token_bytes(content: dict[str, Any], backend: Any, vocab_size: int) -> npt.NDArray[np.int64]:
-    """Bytes of each id: characters of a byte-level token, else the UTF-8 of the token with its markers undone."""
+    """Return the bytes (vocab_size,) of each id: a byte-level token's characters, else its UTF-8 without markers."""
     sizes = np.zeros(vocab_size, np.int64)
     added = {token["id"] for token in content["added_tokens"]}
     steps = [content.get("decoder"), content.get("pre_tokenizer")]
@@ -261,7 +260,7 @@ def _trained(config: DataConfig, corpus: Corpus, cache: Path, progress: Progress
     size = planned_vocab_size(config)
     key = checksum([TRAINER, corpus.fingerprint(), size, config.validation_fraction, SAMPLE_BYTES])[:16]
     directory = cache / "tokenizers" / key
-    with suppress(UserError):  # missing or damaged: the same either way once the lock is held
+    with suppress(UserError):  # missing or damaged: built below under the lock
         return tokenizer_from_directory(directory)
     with locked(cache, f"tokenizer-{key}", progress):
         with suppress(UserError):
@@ -280,7 +279,7 @@ def _train(config: DataConfig, corpus: Corpus, vocab_size: int, progress: Progre
     child: Any  # has both pipes
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, encoding="utf-8") as child:
         try:
-            with suppress(BrokenPipeError), child.stdin:  # it may have ended; see below
+            with suppress(BrokenPipeError), child.stdin:  # the child may have ended; see below
                 child.stdin.writelines(json.dumps(text) + "\n" for text in _sample(config, corpus, progress))
             line = ""
             for line in child.stdout:
@@ -327,7 +326,7 @@ def _sample(config: DataConfig, corpus: Corpus, progress: Progress) -> Iterator[
 
 
 def _cut_words(text: str) -> Iterator[str]:
-    """The text, cut inside words (runs of what GPT-2's rule keeps together) that would take training minutes each."""
+    """Cut a text inside very long words (runs that GPT-2's rule keeps whole), which would slow training by minutes."""
     start = 0
     for at in range(_WORD, len(text), _WORD):
         if _RUN.fullmatch(text, at - _WORD, at):

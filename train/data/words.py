@@ -1,7 +1,7 @@
-"""A byte-level BPE word by word: the ids of a word depend on nothing else, so each distinct one is encoded once.
+"""Fast encoder for a byte-level BPE: a word's ids depend on the word alone, so each distinct word is encoded once.
 
-Words are cut by GPT-2's rule. Which characters are letters, digits or spaces is asked of the tokenizer itself, for
-tables of Unicode differ between libraries and versions.
+Words are cut by GPT-2's rule. The tokenizer itself is asked which characters are letters, digits or spaces, because
+Unicode tables differ between libraries and versions.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import numpy as np
 
 from .mixing import Tokens
 
-_MOST_CHARACTERS = 1 << 21  # of words that are kept: some 60 MB with their ids
+_MAX_CACHED_CHARACTERS = 1 << 21  # of cached words: about 60 MB with their ids
 _VISIBLE = {*range(33, 127), *range(161, 173), *range(174, 256)}  # bytes that GPT-2 writes as themselves
-_HIDDEN = sorted({*range(256)} - _VISIBLE)  # and those that it writes as the characters from 256 on
+_HIDDEN = sorted({*range(256)} - _VISIBLE)  # bytes that GPT-2 writes as characters from 256 on
 _WRITTEN = {byte: chr(256 + at) for at, byte in enumerate(_HIDDEN)}
-_BEFORE = {"letters": "a", "digits": "1", "others": "!"}  # what makes one word with a character of its class
+_BEFORE = {"letters": "a", "digits": "1", "others": "!"}  # a prefix that forms one word with a character of this class
 
 
 def can_encode(content: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json is a byte-level BPE that leaves text as it is and cuts it by GPT-2's rule."""
+    """Return whether a tokenizer.json is a byte-level BPE that does not change text and cuts it by GPT-2's rule."""
     model, cut = content.get("model") or {}, content.get("pre_tokenizer") or {}
     return (
         model.get("type") == "BPE"
@@ -35,40 +35,41 @@ def can_encode(content: dict[str, Any]) -> bool:
 
 
 class Words:
-    """Encodes text as `backend` does, a tokenizer whose content `can_encode` accepts and that reads no special tokens
-    out of text.
+    """An encoder that gives the same ids as `backend`.
+
+    `can_encode` must accept the backend's content, and the backend must not recognise special tokens in text.
     """
 
     def __init__(self, backend: Any, dtype: Any) -> None:
         self._model, self._pieces = backend.model, backend.pre_tokenizer.pre_tokenize_str
         self._dtype = dtype
         self._ids: dict[str, bytes] = {}
-        self._room = _MOST_CHARACTERS
+        self._room = _MAX_CACHED_CHARACTERS
         self._classes: dict[str, list[int]] = {name: [] for name in (*_BEFORE, "spaces")}
-        self._known: set[str] = set()
+        self._classified: set[str] = set()
         self._learn_characters({"a"})
 
     def encode(self, text: str) -> Tokens:
-        if not text.isascii() and (new := set(text) - self._known):
+        if not text.isascii() and (new := set(text) - self._classified):
             self._learn_characters(new)
-        words, ids = self._words.findall(text), self._ids
-        if new := set(words).difference(ids):
+        text_words, ids = self._words.findall(text), self._ids
+        if new := set(text_words).difference(ids):
             if self._room < 0:
-                ids, self._room, new = {}, _MOST_CHARACTERS, set(words)
-                self._ids = ids  # not cleared, for another thread may still read the old ones
+                ids, self._room, new = {}, _MAX_CACHED_CHARACTERS, set(text_words)
+                self._ids = ids  # not cleared, because another thread may still read the old dict
             self._room -= sum(map(len, new))
             for word in new:
                 written = word.encode().decode("latin-1").translate(_WRITTEN)
                 ids[word] = np.array([token.id for token in self._model.tokenize(written)], self._dtype).tobytes()
-        return np.frombuffer(b"".join(map(ids.__getitem__, words)), self._dtype)
+        return np.frombuffer(b"".join(map(ids.__getitem__, text_words)), self._dtype)
 
     def _learn_characters(self, new: set[str]) -> None:
-        """Asks the tokenizer for whole blocks of 256, in which neighbours mostly have one class."""
+        """Classify characters in whole blocks of 256, because neighbours mostly have the same class."""
         for block in {ord(character) >> 8 for character in new}:
             for code in range(block << 8, block + 1 << 8):
-                one = (name for name, before in _BEFORE.items() if len(self._pieces(before + chr(code))) == 1)
-                self._classes[next(one, "spaces")].append(code)
-                self._known.add(chr(code))
+                matches = (name for name, before in _BEFORE.items() if len(self._pieces(before + chr(code))) == 1)
+                self._classes[next(matches, "spaces")].append(code)
+                self._classified.add(chr(code))
         letters, digits, _, spaces = map(_ranges, self._classes.values())
         self._words = re.compile(
             f"'(?:[sdmt]|ll|ve|re)| ?[{letters}]+| ?[{digits}]+| ?[^{letters}{digits}{spaces}]+"
@@ -77,7 +78,7 @@ class Words:
 
 
 def _ranges(codes: list[int]) -> str:
-    """A set of characters, as a regular expression writes it."""
-    found = np.array(sorted(codes))
-    runs = np.split(found, np.flatnonzero(np.diff(found) > 1) + 1)
+    """Write a set of characters as ranges of a regular expression."""
+    ordered = np.array(sorted(codes))
+    runs = np.split(ordered, np.flatnonzero(np.diff(ordered) > 1) + 1)
     return "".join(f"\\U{run[0]:08x}-\\U{run[-1]:08x}" for run in runs)

@@ -1,6 +1,6 @@
-"""What all ranks decide together: errors, configs and flags, over `mesh.control` on the host.
+"""Collective decisions of all ranks on errors, configs and flags, over `mesh.control` on the host.
 
-One process communicates nothing and gets the same answers.
+A single process gets the same answers without communication.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .failure import Cause, RankError, cause_of, failure_at
 
 T = TypeVar("T")
 
-SHARED = "raised on every rank"  # a note on exceptions that all ranks know of already
+SHARED = "raised on every rank"  # note on exceptions that all ranks already raise
 
 
 @dataclass(frozen=True)
 class _Raised:
-    """An exception on one rank, in the form that is sent to the others."""
+    """An exception on one rank, in the form sent to the others."""
 
     cause: Cause
     message: str
@@ -32,13 +32,13 @@ class _Raised:
 
 
 def run_on_ranks(mesh: Mesh, function: Callable[[], T], only_first: bool = False) -> T:
-    """Calls a function on every rank and returns what it gave; where it raises on any rank, all ranks raise.
+    """Call a function on every rank and return its result; if it raises on any rank, all ranks raise.
 
-    With `only_first` rank 0 alone calls it, and every rank gets its result. The function must not communicate.
+    With `only_first`, only rank 0 calls it, and every rank gets its result. The function must not communicate.
 
     Raises:
-        UserError, OSError: as the function did, naming the rank unless all say the same.
-        RankError: any other exception. In one process an exception passes unchanged.
+        UserError, OSError: The function raised it. The message names the rank unless all ranks raised the same.
+        RankError: The function raised another exception. In one process an exception passes unchanged.
     """
     if mesh.control is None:
         return function()
@@ -49,18 +49,18 @@ def run_on_ranks(mesh: Mesh, function: Callable[[], T], only_first: bool = False
             result = function()
         except Exception as raised:
             error = raised
-    mine = None if error is None else _describe(error)
+    description = None if error is None else _describe(error)
     if only_first:
-        box: list[Any] = [(result, mine)]
+        box: list[Any] = [(result, description)]
         dist.broadcast_object_list(box, src=0, group=mesh.control)
-        result, mine = box[0]
-        failures: list[_Raised | None] = [mine, *[None] * (mesh.size - 1)]
+        result, description = box[0]
+        failures: list[_Raised | None] = [description, *[None] * (mesh.size - 1)]
     else:
-        failures = mesh.gather(mine)
+        failures = mesh.gather(description)
     if any(failures):
-        shared = _shared(mesh, failures)
-        shared.add_note(SHARED)
-        raise shared from error
+        collective = _shared(mesh, failures)
+        collective.add_note(SHARED)
+        raise collective from error
     return result
 
 
@@ -91,30 +91,30 @@ def _shared(mesh: Mesh, failures: list[_Raised | None]) -> Exception:
 
 
 def check_same_config(mesh: Mesh, config: RunConfig) -> None:
-    """Raises `UserError` on every rank where ranks were given different configs."""
+    """Raise UserError on every rank if ranks have different configs."""
     configs = mesh.gather(flatten(to_dict(config)))
     for rank, other in enumerate(configs):
         for name in configs[0] | other:
-            here, there = configs[0].get(name), other.get(name)
-            if here != there:
+            first, second = configs[0].get(name), other.get(name)
+            if first != second:
                 raise UserError(
-                    f"{name} is {there!r} on {mesh.name(rank)} and {here!r} on {mesh.name(0)}; "
+                    f"{name} is {second!r} on {mesh.name(rank)} and {first!r} on {mesh.name(0)}; "
                     "every rank must be given the same config"
                 )
 
 
 class Agreement:
-    """Whether any rank wants to stop, or to save: the same answer on every rank at the same step."""
+    """The question whether any rank must stop, or save; every rank gets the same answer at the same step."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._control = mesh.control
-        self._flags = torch.zeros(2, dtype=torch.uint8)  # being reduced while there is work
+        self._flags = torch.zeros(2, dtype=torch.uint8)  # being reduced while `_work` is set
         self._work: dist.Work | None = None
 
     def __call__(self, stop: bool, save: bool) -> tuple[bool, bool]:
-        """Says what this rank wants; returns what any rank wanted at the call before, for one process at this one.
+        """Report this rank's flags; return whether any rank set them at the previous call (one process: this call).
 
-        Every rank calls it at every step, and none waits: a reduction that starts at one call is read at the next.
+        Every rank calls it at every step. No call waits for the others: its reduction is read at the next call.
         """
         if self._control is None:
             return stop, save
@@ -124,7 +124,7 @@ class Agreement:
         return agreed
 
     def close(self) -> tuple[bool, bool]:
-        """Waits for the last reduction, without which the group must not be left; returns its result."""
+        """Wait for the last reduction, which must end before the group is destroyed, and return its result."""
         if self._work is None:
             return False, False
         self._work.wait()

@@ -1,4 +1,4 @@
-"""Which rank of which job this process is, as its launcher's environment says."""
+"""Detection of this process's rank and job from the launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from dataclasses import dataclass
 from ..errors import UserError
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-MOST_RANKS = 10**6  # of a job: more is a mistake, and lists of them would fill the memory
+MOST_RANKS = 10**6  # more is a mistake, and lists of them would fill the memory
 LOCAL = ("GLOBALID", "NTASKS", "LOCALID", "NTASKS")  # on one node
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of its job."""
+    """This process's place among the ranks of its job."""
 
     rank: int = 0
     size: int = 1  # ranks of the job
     local_rank: int = 0
     local_size: int = 1  # ranks on this node
-    host: str = "localhost"  # the node, as people and SLURM name it
-    source: str = "alone"  # alone | slurm | local | torchrun: who started it
-    attempt: str = "0"  # name of this start of the job
+    host: str = "localhost"  # name of the node, from SLURM where it is set
+    source: str = "alone"  # alone | slurm | local | torchrun: the launcher
+    attempt: str = "0"  # name of this attempt of the job
 
 
 def detect(environment: Mapping[str, str] | None = None) -> Ranks:
-    """The rank of this process, from submitit's or torchrun's variables; without either it is one process.
+    """Detect this process's rank from submitit's or torchrun's variables. Without either the job is one process.
 
-    SLURM's variables count only in a task that submitit started; torchrun inside one is the inner launcher, and wins.
+    SLURM's variables count only in a task that submitit started. Inside one, torchrun is the inner launcher and wins.
     """
     env = os.environ if environment is None else environment
     host = socket.gethostname()
@@ -41,7 +41,7 @@ def detect(environment: Mapping[str, str] | None = None) -> Ranks:
             numbers, source = [int(env[name]) for name in TORCHRUN[:4]], "torchrun"
             attempt = f"{env.get('TORCHELASTIC_RUN_ID', 'none')}-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         elif executor == "slurm":
-            # The step's own numbers: a job may have been given more tasks than this step of it uses.
+            # The step's numbers, because the job may have more tasks than this step uses.
             tasks = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env["SLURM_TASKS_PER_NODE"])
             count, source = env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"], "slurm"
             here = tasks[int(env["SLURM_NODEID"])]
@@ -59,20 +59,22 @@ def detect(environment: Mapping[str, str] | None = None) -> Ranks:
         if source == "torchrun" and not 0 < int(env["MASTER_PORT"]) < 2**16:
             raise ValueError("no port")
     except (KeyError, ValueError, IndexError) as error:
-        known = re.compile("|".join(TORCHRUN) + "|SUBMITIT_.*|SLURM_.*(ID|TASKS.*)")
-        said = ", ".join(f"{name}={env[name]}" for name in sorted(env) if known.fullmatch(name))
-        raise UserError(f"the launcher's environment gives no rank ({said[:400]}); use submitit or torchrun") from error
+        launcher_name = re.compile("|".join(TORCHRUN) + "|SUBMITIT_.*|SLURM_.*(ID|TASKS.*)")
+        shown = ", ".join(f"{name}={env[name]}" for name in sorted(env) if launcher_name.fullmatch(name))
+        raise UserError(
+            f"the launcher's environment gives no rank ({shown[:400]}); use submitit or torchrun"
+        ) from error
     return Ranks(rank, size, local_rank, local_size, host, source, attempt)
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """SLURM's `2(x3),1` as [2, 2, 2, 1]."""
+    """Parse SLURM's `2(x3),1` into [2, 2, 2, 1]."""
     tasks: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if found is None:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
             raise ValueError(f"{text!r} tasks per node")
-        if len(tasks) + (nodes := int(found[2] or 1)) > MOST_RANKS:
+        if len(tasks) + (nodes := int(match[2] or 1)) > MOST_RANKS:
             raise ValueError(f"{text!r} tasks per node")
-        tasks += [int(found[1])] * nodes
+        tasks += [int(match[1])] * nodes
     return tasks

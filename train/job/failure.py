@@ -1,4 +1,4 @@
-"""Why a run failed: `failure.json` in its folder, written by the first process that knows."""
+"""The cause of a run's failure, `failure.json` in its folder, written by the first process that detects it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Cause(StrEnum):
-    """What ended an attempt."""
+    """The kind of event that ended an attempt."""
 
     INPUT = "input"  # the user's input is wrong
     DISK = "disk"  # full, or over its quota
@@ -27,8 +27,8 @@ class Cause(StrEnum):
     ERROR = "error"  # any other exception
     HUNG = "hung"  # alive, without progress
     NODE = "node"  # a node is lost, frozen, or did not start its ranks
-    KILLED = "killed"  # a process ended without an error of its own
-    UNKNOWN = "unknown"  # the file names no cause, or one of another version
+    KILLED = "killed"  # a process ended without raising an error
+    UNKNOWN = "unknown"  # the file names no cause, or one that this version does not have
 
     @classmethod
     def _missing_(cls, value: object) -> Cause:
@@ -37,18 +37,18 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended an attempt, and where: what failure.json holds."""
+    """The cause and place of an attempt's failure: the content of failure.json."""
 
     cause: Cause = Cause.UNKNOWN
-    reason: str = "no reason"  # in a sentence
-    rank: int | None = None  # the first of those at fault
+    reason: str = "no reason"  # one sentence
+    rank: int | None = None  # the first rank at fault
     host: str | None = None  # its node
-    step: int | None = None  # None: before the first, or nobody knows
+    step: int | None = None  # None: before the first, or unknown
     hosts: tuple[str, ...] = ()  # nodes of all ranks at fault
 
 
 class RankError(Exception):
-    """A rank failed; raised on every rank. The message says which, where and of what."""
+    """An error raised on every rank when one fails. The message says which rank, where and why."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.reason)
@@ -56,7 +56,7 @@ class RankError(Exception):
 
 
 def cause_of(error: BaseException) -> Cause:
-    """The cause that an exception stands for."""
+    """Return the cause of an exception."""
     if isinstance(error, RankError):
         return error.failure.cause
     if isinstance(error, UserError):
@@ -65,7 +65,7 @@ def cause_of(error: BaseException) -> Cause:
         return Cause.DIVERGED
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         return Cause.DISK
-    if isinstance(error, OutOfMemory):  # where no start to come takes a smaller micro-batch, it would only happen again
+    if isinstance(error, OutOfMemory):  # without a smaller micro-batch it would happen again
         return Cause.MEMORY if error.goes_on else Cause.ERROR
     from ..hardware import out_of_memory  # loads torch
 
@@ -73,31 +73,31 @@ def cause_of(error: BaseException) -> Cause:
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception in one line: bad input in its own words, anything else with the name of its type."""
+    """Describe an exception in one line, with the type's name unless it is bad input."""
     if isinstance(error, UserError | RankError | Diverged):
         return str(error)
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
 
 
 def failure_at(nodes: Sequence[str], ranks: Sequence[int], cause: Cause, reason: str, step: int | None) -> Failure:
-    """A failure of these ranks, given the node of every rank of the job where they are known."""
+    """Make a failure of these ranks. `nodes` has every rank's node, or is empty if unknown."""
     hosts = tuple(nodes[rank] for rank in ranks) if nodes else ()
     return Failure(cause, reason, ranks[0], hosts[0] if hosts else None, step, hosts)
 
 
 def note_failure(directory: Path, failure: Failure) -> None:
-    """Writes failure.json into a run's folder unless there is one, so the first word stays; a full disk is no error."""
+    """Write failure.json into a run's folder unless it exists, so the first report stays. Ignores a full disk."""
     create_json(directory / FAILURE, asdict(failure))
 
 
 def read_failure(directory: Path) -> Failure | None:
-    """What failure.json says; None where there is none, or it cannot be read."""
+    """Read failure.json. None if it is missing or unreadable."""
     values = read_json(directory / FAILURE)
     return None if values is None else parse_failure(values)
 
 
 def parse_failure(values: dict[str, Any]) -> Failure:
-    """A failure from its fields, of which none need be there."""
+    """Make a failure from its fields, all of which are optional."""
     try:
         return msgspec.convert(values, Failure)
     except msgspec.ValidationError as error:
@@ -105,5 +105,5 @@ def parse_failure(values: dict[str, Any]) -> Failure:
 
 
 def forget_failure(directory: Path) -> None:
-    """For a new attempt."""
+    """Remove failure.json before a new attempt."""
     (directory / FAILURE).unlink(missing_ok=True)

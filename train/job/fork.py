@@ -19,11 +19,10 @@ import torch.distributed as dist
 
 
 def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0) -> list[Any]:
-    """Calls `function(*arguments)`, which may be a closure, in forked processes with torch's process group; returns all
-    results.
+    """Call a function, which may be a closure, in forked ranks with torch's process group; return all results.
 
     Raises:
-        RuntimeError: a rank raised, died, or had not ended in time; holds their own words, the first failure first.
+        RuntimeError: A rank raised, died, or timed out. Holds the ranks' messages, the first failure first.
     """
     with tempfile.TemporaryDirectory() as folder:
         processes, receivers = start_forks(ranks, _rank, ranks, folder, timeout, function, arguments)
@@ -41,9 +40,7 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout
 
 
 def start_forks(count: int, target: Callable[..., None], *arguments: Any) -> tuple[list[ForkProcess], list[Connection]]:
-    """Forks `target(number, sender, *arguments)` `count` times; returns the processes and the other ends of their
-    pipes.
-    """
+    """Fork `target(number, sender, *arguments)` `count` times; return the processes and the receiving pipe ends."""
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(count)]
     processes = [context.Process(target=target, args=(n, pipes[n][1], *arguments)) for n in range(count)]
@@ -55,7 +52,7 @@ def start_forks(count: int, target: Callable[..., None], *arguments: Any) -> tup
 
 
 def _collect(processes: list[ForkProcess], receivers: list[Connection], timeout: float) -> dict[int, tuple[bool, Any]]:
-    """Answers by rank in the order in which they come: the first failure is the cause of those that follow."""
+    """Collect answers by rank in order of arrival, because the first failure causes the later ones."""
     answers: dict[int, tuple[bool, Any]] = {}
     deadline = time.monotonic() + timeout
     while waiting := {r: p for r, p in enumerate(processes) if r not in answers}:
@@ -64,7 +61,7 @@ def _collect(processes: list[ForkProcess], receivers: list[Connection], timeout:
         ):
             break
         for rank, process in waiting.items():
-            alive = process.is_alive()  # asked first, for an answer may come before the end
+            alive = process.is_alive()  # checked first, because a rank may answer and then end
             with suppress(EOFError):
                 if receivers[rank].poll():
                     answers[rank] = receivers[rank].recv()
@@ -95,7 +92,7 @@ def _rank(
         answer.send(result)
     except Exception:
         answer.send((False, traceback.format_exc()))
-    # Whoever leaves cuts connections that a slower rank may still be making, so the parent ends all at once.
+    # An early exit would cut connections that a slower rank is still making, so the parent ends all ranks at once.
     while result[0] and os.getppid() == parent:
         time.sleep(0.02)
-    os._exit(0)  # no teardown of what the parent still owns
+    os._exit(0)  # skips teardown of objects that the parent still owns

@@ -1,4 +1,4 @@
-"""One rank's part in its job: who it is, how it shows the others that it lives, and what it decides with them."""
+"""One rank's part in its job: its identity, its signs of life, and its decisions with the other ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass
 class Job:
-    """For one process the same calls do nothing, or answer at once."""
+    """One rank's handle on its job. With a single process the same calls do nothing, or return at once."""
 
     mesh: Mesh
     device: torch.device
@@ -35,16 +35,16 @@ class Job:
     host: str
 
     def failure(self, cause: Cause, reason: str) -> Failure:
-        """A failure of this rank at its current step."""
+        """Make a failure of this rank at its current step."""
         return Failure(cause, reason, self.mesh.rank, self.host, self.watchdog.step, (self.host,))
 
 
 @contextmanager
 def join(config: RunConfig, directory: Path, report: Callable[[str], None]) -> Iterator[Job]:
-    """Makes this process a rank of the run's job, and takes it out again.
+    """Make this process a rank of the run's job while the block runs.
 
-    Where another rank dies or hangs while this one is stuck in a collective, this process is ended from within.
-    failure.json says why, as it does of whatever is raised in the block but `Stopped`.
+    If another rank dies or hangs while this one is stuck in a collective, the watchdog ends this process. failure.json
+    records the reason, and any exception raised in the block except `Stopped`.
     """
     ranks, watchdog = detect(), None
 
@@ -66,7 +66,7 @@ def join(config: RunConfig, directory: Path, report: Callable[[str], None]) -> I
                 agreement = Agreement(mesh)
                 try:
                     yield Job(mesh, device, agreement, watchdog, ranks.host)
-                except COLLECTIVE:  # all ranks leave here, and none with a reduction under way
+                except COLLECTIVE:  # all ranks leave here, so the reduction can end
                     agreement.close()
                     raise
                 agreement.close()

@@ -1,4 +1,4 @@
-"""How far a run is, its smoothed loss, and when it counts as diverged; carried through checkpoints."""
+"""A run's progress, its smoothed loss and the test for divergence. Saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -10,33 +10,36 @@ from ..config import RunConfig
 from ..errors import Diverged
 from ..precision import MOST_OVERFLOWS
 
-SMOOTHING = 0.95  # per step, of the training loss whose rise counts as divergence
+SMOOTHING = 0.95  # per step, of the training loss that is tested for divergence; chosen by hand
 
 
 @dataclass
 class RunProgress:
-    """Plain numbers that a checkpoint keeps beside weights and moments."""
+    """The plain numbers that a checkpoint stores in addition to weights and moments."""
 
     step: int = 0
     seconds: float = 0.0
     smoothed_loss: float | None = None  # None before the first step
     best_loss: float | None = None
-    bad_steps: int = 0  # batches without an update, because a loss or a gradient was not finite
+    bad_steps: int = 0  # batches without an update, because the loss or a gradient was not finite
     overflows: int = 0  # fp16: steps in a row whose gradients overflowed
 
-    def judge(self, first: int, past: Iterable[tuple[float, bool]], config: RunConfig) -> list[str]:
-        """Judges steps from `first` on; returns a line for the log for each that made no update.
+    def judge(self, first: int, results: Iterable[tuple[float, bool]], config: RunConfig) -> list[str]:
+        """Check steps from `first` on for divergence; return a log line for each that made no update.
 
-        Of each step: the loss of the whole batch, and whether weights and moments were left alone, on every rank.
+        In fp16 a finite loss with a gradient that is not finite is an overflow. It is harmless until the loss scale is
+        at its minimum.
 
-        In fp16 a finite loss with a gradient that is not finite is an overflow, which costs nothing until the loss
-        scale is at its floor.
+        Args:
+            first: Number of the first step.
+            results: For each step, the loss of the whole batch, and whether every rank skipped the update.
+            config: The run's config.
 
         Raises:
-            Diverged: one bad batch more than `skip_bad_steps`, or the loss rose out of its band.
+            Diverged: More than `skip_bad_steps` bad batches, or the loss rose by more than `max_loss_rise`.
         """
         lines = []
-        for step, (loss, skipped) in enumerate(past, first):
+        for step, (loss, skipped) in enumerate(results, first):
             finite = math.isfinite(loss)
             overflow = skipped and finite and config.precision == "fp16"
             self.overflows = self.overflows + 1 if overflow else 0

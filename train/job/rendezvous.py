@@ -1,4 +1,4 @@
-"""The ranks of a job find each other: through a file in the run directory, or through torchrun's address."""
+"""Rendezvous: the ranks of a job find each other through a file in the run directory, or torchrun's address."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from ..parallel.mesh import Mesh, build_mesh
 from ..planner.validation import check_hosts
 from .environment import Ranks
 
-# The watchdog knows which rank is at fault and a collective that times out does not, so the watchdog comes first.
+# Collectives time out this much later than the watchdog, because only the watchdog knows which rank is at fault.
 MARGIN_SECONDS = 30.0
 POLL_SECONDS = 0.05
-FAREWELL_SECONDS = 5.0  # that rank 0 keeps the store up for ranks that must still read why the job ends
+FAREWELL_SECONDS = 5.0  # rank 0 keeps the store up so that other ranks can read why the job ends
 
 
 @dataclass(frozen=True)
 class _Address:
-    """What rank 0's file says."""
+    """The content of rank 0's file."""
 
     host: str
     port: int
@@ -44,10 +44,10 @@ class _Address:
 def meet(
     ranks: Ranks, folder: Path, parallel: ParallelConfig, device: torch.device
 ) -> Iterator[tuple[Mesh, Store | None]]:
-    """Makes this process a rank of its job, and takes it out again.
+    """Make this process a rank of its job while the block runs.
 
-    Yields the mesh, and the store in which ranks leave each other messages: None for one process without a launcher.
-    `UserError` where rank 0 was not found in time, or a tensor-parallel group is spread over nodes.
+    Yields the mesh, and the store for messages between ranks: None for one process without a launcher. Raises UserError
+    if rank 0 was not found in time, or a tensor-parallel group spans nodes.
     """
     if on_gpu(device):
         device = CUDA.take(ranks.local_rank)
@@ -68,17 +68,17 @@ def meet(
         )
         mesh = build_mesh(device=device, **parallel.axes)
         for group in vars(mesh).values():
-            # Torch gives groups of its own making 10 minutes on NCCL, whatever their parent has.
+            # Torch gives the groups of a mesh 10 minutes on NCCL, regardless of their parent's timeout.
             if isinstance(group, dist.ProcessGroup):
                 dist.distributed_c10d._set_pg_timeout(limit, group)
         hosts = mesh.gather(ranks.host)
         if file is not None:
-            file.unlink(missing_ok=True)  # everybody is here
+            file.unlink(missing_ok=True)  # all ranks have connected
         check_hosts(parallel, hosts)
         yield dataclasses.replace(mesh, hosts=tuple(hosts)), store
         clean = True
     finally:
-        # After an error NCCL would wait for collectives that never end; the process is about to.
+        # After an error NCCL would wait for collectives that never end. The process ends soon anyway.
         if dist.is_initialized() and (clean or not on_gpu(device)):
             dist.destroy_process_group()
         leave(store, ranks.rank, ranks.size, parallel.timeout_seconds if clean else FAREWELL_SECONDS)
@@ -99,7 +99,7 @@ def _open_store(ranks: Ranks, folder: Path, timeout: float) -> tuple[Store, Path
     store = dist.TCPStore(
         "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
     )  # port 0: the system picks a free one
-    token = os.urandom(8).hex()  # by which nobody takes an earlier attempt's address, or a stranger there, for ours
+    token = os.urandom(8).hex()  # tells our store from an earlier attempt's, or a foreign one at its address
     store.set("token", token)
     address = "127.0.0.1" if ranks.local_size == ranks.size else socket.gethostname()
     write_atomic(path, json.dumps({"host": address, "port": store.port, "token": token}))
@@ -107,36 +107,36 @@ def _open_store(ranks: Ranks, folder: Path, timeout: float) -> tuple[Store, Path
 
 
 def _find(path: Path, ranks: Ranks, timeout: float) -> Store:
-    """Waits for rank 0's file and connects to the store that it names."""
+    """Wait for rank 0's file and connect to the store that it names."""
     deadline = time.monotonic() + timeout
-    seen = f"{path} was not written"
+    state = f"{path} was not written"
     while time.monotonic() < deadline:
-        # A network file system remembers that a file was missing; opening its directory makes it look again.
+        # A network file system caches that a file was missing; listing its directory refreshes that.
         with suppress(OSError):
             os.listdir(path.parent)
         if path.exists():
             try:
-                found = read_document(path, _Address)
+                address = read_document(path, _Address)
             except UserError as error:
-                seen = str(error).rstrip(".")
+                state = str(error).rstrip(".")
             else:
-                seen = f"nothing of ours listens at {found.host}:{found.port}"
-                if (store := _connect(found, timeout)) is not None:
+                state = f"nothing of ours listens at {address.host}:{address.port}"
+                if (store := _connect(address, timeout)) is not None:
                     return store
         time.sleep(POLL_SECONDS)
     raise UserError(
-        f"rank {ranks.rank} on {ranks.host} did not find rank 0 within parallel.timeout_seconds {timeout:g} s: {seen}; "
-        "rank 0's log says why, or else raise the timeout"
+        f"rank {ranks.rank} on {ranks.host} did not find rank 0 within parallel.timeout_seconds {timeout:g} s: "
+        f"{state}; rank 0's log says why, or else raise the timeout"
     )
 
 
-def _connect(found: _Address, timeout: float) -> Store | None:
-    """A client of the store at an address; None where none listens, or one of another job."""
+def _connect(address: _Address, timeout: float) -> Store | None:
+    """Return a client of the store at an address, or None if none listens there or it belongs to another job."""
     try:
-        socket.create_connection((found.host, found.port), timeout=5.0).close()  # torch's client fails at great length
+        socket.create_connection((address.host, address.port), timeout=5.0).close()  # torch's client prints long errors
         patience = timedelta(seconds=5)
-        store = dist.TCPStore(found.host, found.port, is_master=False, wait_for_workers=False, timeout=patience)
-        if not store.check(["token"]) or store.get("token").decode() != found.token:
+        store = dist.TCPStore(address.host, address.port, is_master=False, wait_for_workers=False, timeout=patience)
+        if not store.check(["token"]) or store.get("token").decode() != address.token:
             return None
     except (OSError, OverflowError, ValueError, dist.DistError):  # no port is above 65535, no name has a zero byte
         return None
@@ -145,13 +145,13 @@ def _connect(found: _Address, timeout: float) -> Store | None:
 
 
 def leave(store: Store, rank: int, size: int, patience: float) -> None:
-    """Says that this rank no longer needs the store; rank 0 waits up to `patience` seconds until all have said so."""
+    """Report that this rank no longer needs the store. Rank 0 waits up to `patience` seconds for all reports."""
     with suppress(dist.DistError):  # rank 0 may be dead
         store.set(farewell(rank), "")
-        if rank == 0:  # the store lives in this process, and would look dead to ranks that still read it
+        if rank == 0:  # the store is in this process, and other ranks may still read it
             store.wait([farewell(other) for other in range(size)], timedelta(seconds=patience))
 
 
 def farewell(rank: int) -> str:
-    """Key of the store under which a rank says that it has left."""
+    """Return the store key under which a rank reports that it has left."""
     return f"left/{rank}"

@@ -1,4 +1,4 @@
-"""What a process makes once for all runs that it trains: opened shards, and the device's measured speed."""
+"""A cache of objects that a process shares between its runs: open shards and the device's measured speed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STORE: ContextVar[dict[Hashable, Any]] = ContextVar("session")
 
 @contextmanager
 def session() -> Iterator[None]:
-    """While the block runs, `kept` makes each thing once."""
+    """Cache what `kept` makes while the block runs."""
     token = _STORE.set({})
     try:
         yield
@@ -22,7 +22,7 @@ def session() -> Iterator[None]:
 
 
 def kept(key: Hashable, make: Callable[[], Kept]) -> Kept:
-    """What `make` gave for this key earlier in the session, or gives now."""
+    """Return the cached object for a key, or make it. Without a session it is made on every call."""
     store = _STORE.get({})
     if key not in store:
         store[key] = make()

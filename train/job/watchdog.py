@@ -1,12 +1,12 @@
-"""Ends the whole job, with the reason, when one of its ranks dies, hangs or raises.
+"""Watchdog that ends the whole job with a reason if one of its ranks dies, hangs or raises.
 
-| what a rank does | the others end within |
+| event on a rank | the others end within |
 | --- | --- |
-| raises, or dies where another rank of its node sees it | 2 polls + GRACE_SECONDS |
+| raises, or dies while another rank of its node sees it | 2 polls + GRACE_SECONDS |
 | dies with its node, is frozen, or hangs until no rank makes progress | timeout * 17 / 16 + 2 polls + GRACE_SECONDS |
 
-A poll is a 16th of the timeout, at most a second. LAST_WORDS_SECONDS are added where `on_loss` hangs, GRACE_SECONDS
-where rank 0 is frozen. Only the observer's own clock counts, while it runs itself: nodes' clocks differ, and jobs are
+A poll is a 16th of the timeout, at most a second. Add LAST_WORDS_SECONDS if `on_loss` hangs, and GRACE_SECONDS if rank
+0 is frozen. Only the observer's own clock counts, and only while it runs, because nodes' clocks differ and jobs get
 suspended.
 """
 
@@ -35,43 +35,43 @@ from .failure import Cause, Failure, RankError, cause_of, describe_error, failur
 from .rendezvous import FAREWELL_SECONDS, farewell, leave
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong with the input, try again
-GRACE_SECONDS = 1.0
-LAST_WORDS_SECONDS = 10.0
-NAMED = 3  # ranks in a sentence; of more the number is given
-FAILED = "failed"  # key of the store: why the job ends, by the rank that knew first
+GRACE_SECONDS = 1.0  # for the main thread to raise the error itself; chosen by hand
+LAST_WORDS_SECONDS = 10.0  # for `on_loss`; chosen by hand
+NAMED = 3  # ranks named in a message; the others are counted
+FAILED = "failed"  # store key of the reason why the job ends, from the first rank that found it
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank last published of itself."""
+    """The status that a rank last published."""
 
-    pulse: int = 0  # times that it has published: its process lives
-    count: int = 0  # times that its main thread has beaten: it makes progress
+    pulse: int = 0  # grows while its process is alive
+    count: int = 0  # grows while its main thread makes progress
     step: int | None = None  # None before the first
     doing: str = "starting"
-    at: str = ""  # where its main thread is in the code
+    at: str = ""  # code position of its main thread
     pid: int = 0
-    space: str = ""  # in which pid means something; empty where nobody can tell
-    ended: bool = False  # it left in good order
+    space: str = ""  # see `pid_space`; empty if unknown
+    ended: bool = False  # it left normally
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A rank's last beat, and when it was new on the observer's clock, in seconds."""
+    """A rank's last beat, and when it changed on the observer's clock, in seconds."""
 
     beat: Beat
-    moved: float  # its main thread made progress
-    alive: float  # its process published
+    moved: float  # when its main thread made progress
+    alive: float  # when its process published
 
     def is_silent(self, now: float, timeout: float) -> bool:
-        """Whether the process has not published for so long that it does not merely wait for another."""
+        """Return whether the process has not published for too long to be merely waiting for another rank."""
         return now - self.alive >= timeout / 2
 
 
 def at_fault(seen: Mapping[int, Seen], now: float, timeout: float) -> list[int]:
-    """Ranks that stop the job: silent processes, else those at the earliest step, else those elsewhere in the code.
+    """Return the ranks that block the job: silent ones, else those at the earliest step and the rarest code position.
 
-    None as long as all have published, and any has made progress, within `timeout` seconds: the others may wait for it.
+    Empty while all have published, and any has made progress, within `timeout` seconds, because others may wait for it.
     """
     running = {rank: entry for rank, entry in seen.items() if not entry.beat.ended}
     silent = [rank for rank, entry in running.items() if entry.is_silent(now, timeout)]
@@ -81,15 +81,15 @@ def at_fault(seen: Mapping[int, Seen], now: float, timeout: float) -> list[int]:
         return []
     if silent:
         return silent
-    company = Counter(entry.beat.at for entry in running.values())
+    ranks_at = Counter(entry.beat.at for entry in running.values())
     beats = {rank: entry.beat for rank, entry in running.items()}
-    places = {rank: (-1 if beat.step is None else beat.step, company[beat.at]) for rank, beat in beats.items()}
-    least = min(places.values(), default=None)
-    return [rank for rank, place in places.items() if place == least]
+    places = {rank: (-1 if beat.step is None else beat.step, ranks_at[beat.at]) for rank, beat in beats.items()}
+    earliest = min(places.values(), default=None)
+    return [rank for rank, place in places.items() if place == earliest]
 
 
 def pid_space() -> str:
-    """Names the set of processes to which this one's id belongs: a boot of a machine, or a container in it."""
+    """Return a name for the set of processes in which this one's id is valid: a machine's boot and container."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -97,7 +97,7 @@ def pid_space() -> str:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie; a stopped one runs."""
+    """Return whether a process exists and is no zombie. A stopped one counts as running."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -106,48 +106,48 @@ def is_running(pid: int) -> bool:
 
 
 class Watchdog:
-    """Watches a job's ranks while its block runs, and turns what a lost rank causes into an error that names it.
+    """A monitor of a job's ranks while its block runs. Replaces an error that a lost rank caused by one that names it.
 
-    All ranks enter it, and call `beat` at every step and within any work that takes long. Without a store (one process
-    without a launcher) nothing is watched.
+    All ranks enter it, and call `beat` at every step and during long work. Without a store (one process without a
+    launcher) it does nothing.
 
     Raises:
-        RankError: in place of an error that another rank's end caused; on entry, when a rank is missing.
+        RankError: Another rank ended and caused the error; or, on entry, a rank is missing.
     """
 
     def __init__(
         self, mesh: Mesh, store: Store | None, timeout_seconds: float, on_loss: Callable[[Failure], None]
     ) -> None:
-        """`on_loss` is called just before this process is ended from within, with EXIT_CODE."""
+        """Set up the watchdog. It calls `on_loss` just before it ends this process with EXIT_CODE."""
         self._mesh, self._timeout, self._on_loss = mesh, timeout_seconds, on_loss
         self._poll = min(1.0, timeout_seconds / 16)
         self._base = store
-        self._keys = [f"beat/{rank}" for rank in range(mesh.size)]  # of the store, by rank
+        self._keys = [f"beat/{rank}" for rank in range(mesh.size)]  # store keys by rank
         self._beat = Beat(pid=os.getpid(), space=pid_space())
         self._seen: dict[int, Seen] = {}
         self._clock = 0.0  # seconds that this process has been watching
         self._read_at = 0.0
-        self._answers = 0  # of the store
-        self._silence = float("inf")  # without a pulse, after which a process counts as dead
+        self._answers = 0  # that the store gave
+        self._silence = float("inf")  # seconds without a pulse after which a process counts as dead
         self._failure: Failure | None = None
-        self._known = threading.Event()  # self._failure is set
+        self._failure_is_set = threading.Event()
         self._left = threading.Event()  # the main thread has left the block
-        self._publishing = threading.Lock()  # so that nothing is published after the last word
+        self._publishing = threading.Lock()  # so that nothing is published after `ended`
         self._threads: list[threading.Thread] = []
 
     def beat(self, step: int, doing: str = "in the step") -> None:
-        """Says that the main thread goes on. Costs nothing."""
+        """Report that the main thread makes progress. Costs almost nothing."""
         self._beat = replace(self._beat, count=self._beat.count + 1, step=step, doing=doing)
 
     @property
     def step(self) -> int | None:
-        """The step at which this rank last said it was."""
+        """The step that this rank last reported."""
         return self._beat.step
 
     def __enter__(self) -> Watchdog:
         if self._base is None:
             return self
-        # Another connection: an operation that waits blocks its own connection only.
+        # A separate connection, because an operation that waits blocks its connection.
         self._client = self._base.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
         self._store = dist.PrefixStore("watchdog", self._client)
         self._main = threading.get_ident()
@@ -159,7 +159,7 @@ class Watchdog:
             reason = f"{self._names(missing)} did not start within {self._timeout:g} s"
             raise RankError(failure_at(self._mesh.hosts, missing, Cause.NODE, reason, None)) from error
         self._read()
-        # Whoever talks to the store is stuck when the rank that keeps it is frozen, so another thread keeps time.
+        # Calls to the store hang if the rank that serves it is frozen, so another thread keeps time.
         for target in (self._talk, self._keep_time):
             thread = threading.Thread(target=target, name=f"watchdog{target.__name__}", daemon=True)
             self._threads.append(thread)
@@ -173,9 +173,10 @@ class Watchdog:
             return
         explained = error if error is None or isinstance(error, COLLECTIVE) else self.explain(error)
         self._beat = replace(self._beat, ended=True)
-        with suppress(dist.DistError):  # the rank that keeps the store may be the one that died
+        with suppress(dist.DistError):  # the rank that serves the store may be the one that died
             self._publish()
-            # A set is not answered: a busy store may read it only after others have seen that this process is gone.
+            # `set` is not acknowledged, and a busy store might read it after others see that this process is gone.
+            # `check` waits for an answer.
             self._store.check([self._keys[self._mesh.rank]])
         self._left.set()
         for thread in self._threads:
@@ -184,12 +185,12 @@ class Watchdog:
             raise explained from error
 
     def explain(self, error: BaseException) -> BaseException:
-        """What to raise in place of an error: who is lost, if that caused it; else the error itself, once the others
-        know it.
+        """Return the error to raise: a RankError if a lost rank caused it, else `error` itself, after telling the
+        others.
         """
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
             self._silence = max(1.0, 4 * self._poll)
-            self._known.wait(2 * self._silence + 2 * self._poll)
+            self._failure_is_set.wait(2 * self._silence + 2 * self._poll)
             if self._failure is not None:
                 return RankError(self._failure)
         if SHARED not in getattr(error, "__notes__", ()):
@@ -199,7 +200,7 @@ class Watchdog:
                 self._blame(failure_at(self._mesh.hosts, [rank], cause_of(error), reason, self.step))
         return error
 
-    # The thread that talks to the store.
+    # Methods of the thread that talks to the store.
 
     def _talk(self) -> None:
         while not self._left.wait(self._poll) and self._failure is None:
@@ -207,28 +208,28 @@ class Watchdog:
                 self._exchange()
             except dist.DistError:
                 if not self._left.is_set():
-                    self._know(self._died([0]))
+                    self._set_failure(self._death_of([0]))
             self._answers += 1
 
     def _exchange(self) -> None:
         self._publish()
         if self._store.check([FAILED]):
-            self._know(parse_failure(json.loads(self._store.get(FAILED))))
+            self._set_failure(parse_failure(json.loads(self._store.get(FAILED))))
             return
-        # Every rank reads all: seldom, so that many ranks do not keep the store busy.
+        # Every rank reads all beats, so it does so rarely, in order not to overload the store.
         if self._clock - self._read_at >= min(self._silence / 4, self._timeout / 16):
             self._read()
         if dead := self._dead():
-            self._accuse(self._died(dead), dead)
+            self._accuse(self._death_of(dead), dead)
         elif lost := at_fault(self._seen, self._clock, self._timeout):
             self._accuse(
-                self._stalled(lost), [rank for rank in lost if self._seen[rank].is_silent(self._clock, self._timeout)]
+                self._stall_of(lost), [rank for rank in lost if self._seen[rank].is_silent(self._clock, self._timeout)]
             )
 
     def _accuse(self, failure: Failure, silent: list[int]) -> None:
-        self._know(self._blame(failure))
+        self._set_failure(self._blame(failure))
         for rank in silent:
-            self._client.set(farewell(rank), "")  # it will not say so itself
+            self._client.set(farewell(rank), "")  # because it will not report that itself
 
     def _dead(self) -> list[int]:
         def dead(entry: Seen) -> bool:
@@ -236,7 +237,7 @@ class Watchdog:
             return bool(gone) or self._clock - entry.alive >= self._silence
 
         if any(dead(entry) and not entry.beat.ended for entry in self._seen.values()):
-            self._read()  # its last word may be that it left in good order
+            self._read()  # its last beat may report a normal end
         return [rank for rank, entry in self._seen.items() if dead(entry) and not entry.beat.ended]
 
     def _publish(self) -> None:
@@ -256,61 +257,61 @@ class Watchdog:
             self._seen[rank] = Seen(beat, moved, last.alive if beat.pulse == last.beat.pulse else now)
 
     def _blame(self, failure: Failure) -> Failure:
-        """Publishes why the job ends, unless another rank has done so; returns what stands."""
+        """Publish why the job ends, unless another rank has done so. Returns the published failure."""
         return parse_failure(json.loads(self._store.compare_set(FAILED, "", json.dumps(asdict(failure)))))
 
-    # The thread that keeps time.
+    # Methods of the thread that keeps time.
 
     def _keep_time(self) -> None:
         answers, unanswered, last = 0, 0.0, time.monotonic()
-        while not self._left.is_set() and not self._known.wait(self._poll):
+        while not self._left.is_set() and not self._failure_is_set.wait(self._poll):
             now = time.monotonic()
-            passed, last = min(now - last, self._timeout / 4), now  # a pause is time in which this process slept
+            passed, last = min(now - last, self._timeout / 4), now  # a longer gap means that this process was suspended
             self._clock += passed
             unanswered = unanswered + passed if answers == self._answers else 0.0
             answers = self._answers
             if unanswered >= self._timeout:
-                self._know(self._stalled([0]))
+                self._set_failure(self._stall_of([0]))
         if self._failure is not None and not self._left.wait(GRACE_SECONDS):
             self._end(self._failure)
 
     def _end(self, failure: Failure) -> None:  # a thread cannot wake the main thread from a collective
         _within(LAST_WORDS_SECONDS, lambda: self._on_loss(failure))
-        _within(FAREWELL_SECONDS if self._mesh.rank == 0 else GRACE_SECONDS, self._say_farewell)
+        _within(FAREWELL_SECONDS if self._mesh.rank == 0 else GRACE_SECONDS, self._leave_store)
         os._exit(EXIT_CODE)
 
-    def _say_farewell(self) -> None:
+    def _leave_store(self) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         leave(self._client, self._mesh.rank, self._mesh.size, FAREWELL_SECONDS)
 
-    def _know(self, failure: Failure) -> None:
+    def _set_failure(self, failure: Failure) -> None:
         self._failure = failure
-        self._known.set()
+        self._failure_is_set.set()
 
-    # What has failed.
+    # Descriptions of failures.
 
-    def _died(self, ranks: list[int]) -> Failure:
+    def _death_of(self, ranks: list[int]) -> Failure:
         step = self._last_step(ranks[0])
         reason = f"{self._names(ranks)} died {'before the first step' if step is None else f'at step {step}'}"
         return failure_at(self._mesh.hosts, ranks, Cause.KILLED, reason, step)
 
-    def _stalled(self, ranks: list[int]) -> Failure:
+    def _stall_of(self, ranks: list[int]) -> Failure:
         has = f"{self._names(ranks)} {'has' if len(ranks) == 1 else 'have'} made no progress"
         if self._seen[ranks[0]].is_silent(self._clock, self._timeout):
-            step, where, why, cause = self._last_step(ranks[0]), "", ": frozen, or its node is lost", Cause.NODE
+            step, where, reason, cause = self._last_step(ranks[0]), "", ": frozen, or its node is lost", Cause.NODE
         else:
             beats = [self._seen[rank].beat for rank in ranks]
-            step, why, cause = beats[0].step, "", Cause.HUNG
+            step, reason, cause = beats[0].step, "", Cause.HUNG
             places = [f"{beat.doing}, at {beat.at}" for beat in beats[:NAMED]]
             where = f" ({'; '.join(places)})"
         since = "the start" if step is None else f"step {step}"
         return failure_at(
-            self._mesh.hosts, ranks, cause, f"{has} since {since}{where} for {self._timeout:g} s{why}", step
+            self._mesh.hosts, ranks, cause, f"{has} since {since}{where} for {self._timeout:g} s{reason}", step
         )
 
     def _last_step(self, rank: int) -> int | None:
-        """The step of a silent rank, which may have gone on since it last published, but no further than this one."""
+        """Return a silent rank's step. It may have advanced since it published, but no further than this rank."""
         steps = [step for step in (self._seen[rank].beat.step, self._beat.step) if step is not None]
         return max(steps, default=None)
 
@@ -322,7 +323,7 @@ class Watchdog:
 
 
 def _within(seconds: float, function: Callable[[], None]) -> None:
-    """Calls a function that may hang, for at most so many seconds."""
+    """Call a function that may hang, for at most this many seconds."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(seconds)

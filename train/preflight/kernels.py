@@ -1,4 +1,7 @@
-"""Compare a device's kernels and a training step with float64, and let ranks meet: the process of `check_device`."""
+"""Comparison of a device's kernels and a training step with float64, and a test that ranks connect.
+
+`check_device` runs it as a separate process.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,11 @@ from ..precision import compute_dtype
 from ..stepper import Stepper
 from .preflight import EXCLUDE, FAILED, INSTEAD, PASSED, REPLACED, Finding
 
-WORSE = 2.0  # times PyTorch's own error in the same precision that a kernel of ours may have
-ROWS = 512  # of the head's input, at most
-# Relative errors that one step's loss and gradient norm may have; TF32 rounds as fp16 does.
+WORSE = 2.0  # our kernel's error may be this many times PyTorch's in the same precision; chosen by hand
+ROWS = 512  # of the head's input, at most; chosen by hand
+# Allowed relative errors of one step's loss and gradient norm. TF32 rounds as fp16 does.
 STEP_ERRORS = {"fp32": (1e-5, 1e-4), "tf32": (2e-3, 2e-2), "fp16": (5e-3, 3e-2), "bf16": (1e-2, 5e-2)}
-END = 0  # token that ends a document, if documents are kept apart
+END = 0  # token that ends a document, if attention stays inside documents
 Kernel = Callable[..., Tensor]
 
 
@@ -65,14 +68,14 @@ def check_attention(runs: Sequence[RunConfig], device: torch.device) -> Iterator
         model, data = run.model, run.data
         heads = model.heads // model.num_kv_heads, model.key_dim, model.window
         cases.add((*heads, data.sequence_length, data.separate_documents, run.precision, run.parallel.attention))
-    for group, head_dim, window, time, documents, precision, wanted in cases:
+    for group, head_dim, window, time, documents, precision, requested in cases:
         generator = torch.Generator().manual_seed(0)
         drawn = (torch.randn(1, time, heads, head_dim, generator=generator) for heads in (2 * group, 2, 2))
         inputs = [x.to(device, compute_dtype(precision)) for x in drawn]
         tokens = torch.randint(0, 64, (1, time), generator=generator).to(device)
         first = document_starts(tokens, END) if documents else None
         masks = window is not None and window < time, documents
-        choice, backend = select_backend(wanted, device, inputs[0].dtype, head_dim, *masks)
+        choice, backend = select_backend(requested, device, inputs[0].dtype, head_dim, *masks)
         ours = partial(backend.attend, seen=backend.seen(tokens, first, window, inputs[0].dtype), window=window)
         theirs = partial(_plain_attention, mask=SDPA.seen(tokens, first, window, torch.float32))
         name = f"attention by {choice.name} ({precision}, {group} x 2 heads of {head_dim} over {time} tokens)"
@@ -112,13 +115,13 @@ def _compare(
     dtype = inputs[0].dtype
 
     def outputs(function: Kernel, dtype: torch.dtype = dtype) -> list[Tensor]:
-        given = [x.detach().to(dtype, copy=True).requires_grad_() for x in inputs]
-        out = function(*given)
+        leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in inputs]
+        out = function(*leaves)
         slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
-        return [x.detach().double() for x in (out, *torch.autograd.grad(out, given, slope))]
+        return [x.detach().double() for x in (out, *torch.autograd.grad(out, leaves, slope))]
 
     def error_of(function: Kernel) -> float:
-        pairs = zip(outputs(function), exact, strict=True)  # in root mean square, in which rounding averages out
+        pairs = zip(outputs(function), exact, strict=True)  # root mean square, in which rounding errors average out
         return float(read(torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max()))
 
     exact = outputs(theirs, torch.float64)
@@ -136,14 +139,14 @@ def _compare(
 def check_step(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Finding]:
     """Compare a step of the smallest model with float64, and its bits with those of a repetition."""
     run = min(runs, key=lambda run: count_parameters(run.model).N_total)
-    # One rank and one sequence. Each token goes through every expert, since rounding decides near ties.
+    # One rank and one sequence. Each token uses every expert, because rounding decides near ties between experts.
     model = replace(run.model, experts_per_token=run.model.experts or run.model.experts_per_token)
-    kept = {name: getattr(run.parallel, name) for name in ("attention", "cross_entropy", "recompute", "tf32")}
-    optimizer, parallel = replace(run.optimizer, batch_size=1), ParallelConfig(micro_batch_size=1, **kept)
+    execution = {name: getattr(run.parallel, name) for name in ("attention", "cross_entropy", "recompute", "tf32")}
+    optimizer, parallel = replace(run.optimizer, batch_size=1), ParallelConfig(micro_batch_size=1, **execution)
     run = replace(run, model=model, parallel=parallel, optimizer=optimizer)
     rows = np.random.default_rng(0).integers(0, model.vocab_size or 1, (1, run.data.sequence_length + 1))
     gpt = build_model(model, optimizer, run.data.sequence_length, run.seed)
-    for weights in gpt.parameters():  # from a head of zeros no gradient would reach the blocks
+    for weights in gpt.parameters():  # a head of zeros would pass no gradient to the blocks
         if weights.ndim > 1 and not weights.any():
             torch.nn.init.normal_(weights, std=model.width**-0.5, generator=torch.Generator().manual_seed(1))
     first, again = (_take_step(run, device, gpt, rows) for _ in range(2))
@@ -172,19 +175,19 @@ def _take_step(run: RunConfig, device: torch.device, gpt: GPT, rows: np.ndarray)
 
 
 def main() -> None:
-    """Read a request from standard input and write findings as lines of JSON, the name of each check before them."""
+    """Read a request from standard input; write each check's name and then its findings as JSON lines."""
     runs, ranks, timeout = pickle.load(sys.stdin.buffer)
     out, device = os.fdopen(os.dup(1), "w", buffering=1), pick_device(runs[0].parallel.device)
-    os.dup2(2, 1)  # what libraries print is no finding
-    checks = {  # forks come before this process takes a GPU
+    os.dup2(2, 1)  # output of libraries goes to standard error
+    checks = {  # ranks first, because they fork, which must precede use of a GPU
         "ranks": check_ranks(ranks, device, timeout / 2),
         "attention": check_attention(runs, device),
         "loss": check_loss(runs, device),
         "step": check_step(runs, device),
     }
-    for name, found in checks.items():
+    for name, findings in checks.items():
         print(json.dumps(name), file=out)
-        for finding in found:
+        for finding in findings:
             print(json.dumps(asdict(finding)), file=out)
 
 

@@ -1,4 +1,4 @@
-"""Check a node before a sweep trusts it: memory, disk and network here; in a separate process what needs PyTorch."""
+"""Checks of a node before a sweep uses it: memory, disk and network here; PyTorch in a separate process."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ..memory import memory
 
 PASSED, REPLACED, FAILED, NOTE = "passed", "replaced", "failed", "note"
 EXCLUDE = "keep the node out with cluster.exclude"
-TRIAL_BYTES = 2**28  # at most, of the file that is written to find a quota
-# What replaces a kernel of ours that fails its check: fields of `parallel`.
+TRIAL_BYTES = 2**28  # largest trial file, which is written to detect a full quota; chosen by hand
+# Fields of `parallel` that replace our kernel if its check fails.
 INSTEAD = {"attention": {"attention": "sdpa"}, "loss": {"cross_entropy": "torch"}}
 
 
@@ -30,13 +30,13 @@ class Finding:
     """The result of one check."""
 
     check: str
-    outcome: str  # passed | replaced (by what `decides` says) | failed | note
+    outcome: str  # passed | replaced (see `decides`) | failed | note
     said: str  # one sentence
-    decides: dict[str, str] = field(default_factory=dict)  # fields of `parallel` that runs on such a device must take
+    decides: dict[str, str] = field(default_factory=dict)  # fields of `parallel` for runs on such a device
 
 
 def check_node(runs: Sequence[RunConfig], folder: Path, ranks: int) -> Iterator[Finding]:
-    """Check what differs between nodes of one kind, for runs of so many ranks on a node and checkpoints in a folder."""
+    """Check a node's memory, disk and network for runs with `ranks` ranks on it and checkpoints in `folder`."""
     yield _memory(runs, ranks)
     yield _disk(runs, folder)
     for name in hosts_of(runs[0]):
@@ -56,7 +56,7 @@ def hosts_of(run: RunConfig) -> list[str]:
 
 
 def _memory(runs: Sequence[RunConfig], ranks: int) -> Finding:
-    """Compare free memory with the least that the largest run needs, which is with micro-batches of one sequence."""
+    """Compare free memory with the minimum that the largest run needs, at one sequence per micro-batch."""
     gpus = [] if runs[0].parallel.device == "cpu" else free_of_gpus()
     small = [replace(run, parallel=replace(run.parallel, micro_batch_size=1)) for run in runs]
     needed = max(memory(run, "cuda" if gpus else "cpu").peak for run in small)
@@ -71,7 +71,7 @@ def free_of_gpus() -> list[int]:
     """Return the free bytes of every GPU that this process may use; none without a driver or a GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    command += [] if visible is None else ["-i", visible]  # an empty one is refused, as no GPU is visible
+    command += [] if visible is None else ["-i", visible]  # an empty value is refused, because no GPU is visible
     with suppress(OSError, subprocess.SubprocessError):
         listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
         return [int(free) * 2**20 for free in listed.split()]
@@ -79,7 +79,7 @@ def free_of_gpus() -> list[int]:
 
 
 def _disk(runs: Sequence[RunConfig], folder: Path) -> Finding:
-    """Check that all checkpoints have room, and that a file of a checkpoint's size can be written."""
+    """Check that all checkpoints fit on the disk, and that a file of a checkpoint's size can be written."""
     sizes = [12 * count_parameters(run.model).N_total for run in runs]  # fp32 weights and two moments
     needed, free = sum(sizes) + max(sizes), shutil.disk_usage(folder).free
     text = f"{folder} has {free / 1e6:,.0f} MB free, and checkpoints take about {needed / 1e6:,.1f} MB"
@@ -95,11 +95,11 @@ def _disk(runs: Sequence[RunConfig], folder: Path) -> Finding:
 
 
 def check_device(runs: Sequence[RunConfig], ranks: int, timeout: float = 300.0) -> Iterator[Finding]:
-    """Check what holds for all nodes of a kind. A check that crashes or hangs is a finding, and the last one."""
+    """Check kernels and ranks, in a separate process. A crash or timeout ends the checks with a failed finding."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command, given = [sys.executable, "-P", "-m", f"{__package__}.kernels"], pickle.dumps((runs, ranks, timeout))
+    command, request = [sys.executable, "-P", "-m", f"{__package__}.kernels"], pickle.dumps((runs, ranks, timeout))
     try:
-        ended = subprocess.run(command, input=given, capture_output=True, env=environment, timeout=timeout)
+        ended = subprocess.run(command, input=request, capture_output=True, env=environment, timeout=timeout)
         lines, last = ended.stdout.splitlines(), (ended.stderr.decode().splitlines() or [""])[-1]
         problem = f"its process ended with code {ended.returncode} ({last})" if ended.returncode else ""
     except subprocess.TimeoutExpired as expired:

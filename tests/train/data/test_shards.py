@@ -202,9 +202,9 @@ def test_words_and_other_processes_give_the_bytes_of_the_library(
     with monkeypatch.context() as patch:
         patch.setattr(words, "can_encode", lambda content: False)
         library = content(prepare(config).directory)
-    monkeypatch.setattr(words, "_MOST_CHARACTERS", 50)  # forgets words between documents
+    monkeypatch.setattr(words, "_MAX_CACHED_CHARACTERS", 50)  # forgets words between documents
     assert content(prepare(changed(config, cache_dir=str(tmp_path / "words"))).directory) == library
-    monkeypatch.setattr(module, "_ALONE_BYTES", 0)
+    monkeypatch.setattr(module, "_SINGLE_PROCESS_BYTES", 0)
     monkeypatch.setattr(module, "_BATCH_CHARACTERS", 1 << 12)  # some 8 parts
     monkeypatch.setattr(pool, "usable_cores", lambda: 2)
     assert content(prepare(changed(config, cache_dir=str(tmp_path / "pool"))).directory) == library

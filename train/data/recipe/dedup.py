@@ -1,7 +1,8 @@
-"""Which documents to keep of those that are alike: exact copies, near duplicates by MinHash, overlap by a Bloom filter.
+"""Deduplication: exact copies, near duplicates by MinHash, and overlap by a Bloom filter.
 
-The first of its kind stays, held-out documents first and then by the hash of their text, so the result depends on
-neither files nor processes. Broder 1997; Lee et al. 2022 (arXiv:2107.06499); Li et al. 2024 (arXiv:2406.11794).
+The first of a group stays: held-out documents first, then by the hash of the text. So the result depends on neither the
+order of files nor the number of processes. Broder 1997; Lee et al. 2022 (arXiv:2107.06499); Li et al. 2024
+(arXiv:2406.11794).
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from .shingles import Hashes, Offsets
 
 Flags = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
-BLOOM_ERROR = 1e-3  # share of new n-grams that the filter takes for old ones
-_PAIR_HASHES = 1 << 22  # compared at a time
+BLOOM_ERROR = 1e-3  # share of new n-grams that the filter reports as seen; chosen by hand
+_PAIR_HASHES = 1 << 22  # hashes compared at a time, to bound memory
 
 
 @dataclass(frozen=True)
 class Duplicates:
-    """What a step finds in documents in a given order, (n,) each.
+    """The documents that a step removes, as arrays (n,) over its documents.
 
-    `removed`: goes. `leaked`: goes for being near a held-out document. `like`: the document that it is near, or itself.
+    `removed`: the step removes it. `leaked`: it is removed because it is near a held-out document. `like`: index of the
+    document that it resembles, or its own index.
     """
 
     removed: Flags
@@ -34,24 +36,24 @@ class Duplicates:
 
 
 def ranks(digests: Hashes, held: Flags) -> Integers:
-    """(n,) the place of each document in the order in which the first of its kind stays."""
+    """Return each document's position (n,) in the order by which the first of a group stays."""
     rank = np.empty(len(digests), np.int64)
     rank[np.lexsort((digests, ~held))] = np.arange(len(digests))
     return rank
 
 
 def exact(digests: Hashes, held: Flags) -> Duplicates:
-    """Further copies of a text. All copies of a held-out text are held out, and none of them goes."""
+    """Find repeated copies of a text. All copies of a held-out text are held out, and none is removed."""
     return _firsts(digests, np.arange(len(digests)), held)
 
 
 def candidates(band: Callable[[int], Hashes], bands: int, usable: Flags) -> Flags:
-    """(n,) whether a document shares any band with another one."""
-    found = np.zeros(len(usable), bool)
+    """Return a mask (n,) of documents that share a band with another one."""
+    is_candidate = np.zeros(len(usable), bool)
     for number in range(bands):
         order, group = _groups(band(number), usable, np.arange(len(usable)))
-        found[order[np.bincount(group)[group] > 1]] = True
-    return found
+        is_candidate[order[np.bincount(group)[group] > 1]] = True
+    return is_candidate
 
 
 def near(
@@ -64,11 +66,17 @@ def near(
     threshold: float,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Duplicates:
-    """Near duplicates: pairs from Jaccard similarity `threshold` on.
+    """Find near duplicates: pairs with a Jaccard similarity of at least `threshold`.
 
-    `band(i)` gives the (n,) hashes of band i; `sets`, cut by `offsets` (n + 1,), the sorted n-grams of each document
-    (empty for documents that are no candidates); `digests` (n,) hashes of the texts. `progress` gets the number of
-    bands done.
+    Args:
+        band: `band(i)` returns the hashes (n,) of band i.
+        bands: Number of bands.
+        sets: The sorted n-grams of all documents, empty for documents that are no candidates.
+        offsets: (n + 1,) where each document's n-grams start in `sets`.
+        digests: (n,) hashes of the texts.
+        held: (n,) whether a document is held out.
+        threshold: Lowest Jaccard similarity of a pair.
+        progress: Called with the number of finished bands.
     """
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
@@ -87,7 +95,7 @@ def near(
 
 
 def _groups(hashes: Hashes, usable: Flags, rank: Integers) -> tuple[Integers, Integers]:
-    """Documents that have a hash in common with others, by rank inside their group, and the number of that group."""
+    """Return documents that share a hash, sorted by rank within each group, and the group number of each."""
     at = np.flatnonzero(usable)
     order = at[np.lexsort((rank[at], hashes[at]))]
     group = np.cumsum(_begins(hashes[order])) - 1
@@ -98,7 +106,7 @@ def _groups(hashes: Hashes, usable: Flags, rank: Integers) -> tuple[Integers, In
 def _verified(
     order: Integers, group: Integers, cluster: Integers, alike: Callable[[Integers, Integers], Flags]
 ) -> Integers:
-    """(edges, 2) near pairs: each group's members with its first; those that are not near, among themselves."""
+    """Return near pairs (edges, 2): group members near their leader; the others are grouped again among themselves."""
     edges = [np.empty((0, 2), np.int64)]
     for _ in range(32):
         if not len(order):
@@ -113,7 +121,7 @@ def _verified(
 
 
 def jaccard(a: Integers, b: Integers, sets: npt.NDArray[np.uint32], offsets: Offsets) -> npt.NDArray[np.float64]:
-    """(pairs,) exact Jaccard similarity of documents a and b, each (pairs,)."""
+    """Return the exact Jaccard similarities (pairs,) of documents `a` and `b`, each (pairs,)."""
     sizes = np.diff(offsets)
     both = sizes[a] + sizes[b]
     shared = np.zeros(len(a), np.int64)
@@ -136,7 +144,7 @@ def jaccard(a: Integers, b: Integers, sets: npt.NDArray[np.uint32], offsets: Off
 
 
 def _firsts(cluster: npt.NDArray[Any], rank: Integers, held: Flags) -> Duplicates:
-    """Of each cluster the first by rank stays, and what is held out."""
+    """Keep the first by rank of each cluster, and all held-out documents."""
     order = np.lexsort((rank, cluster))
     like = np.empty(len(rank), np.int64)
     like[order] = _leaders(order, cluster[order])
@@ -147,12 +155,12 @@ def _firsts(cluster: npt.NDArray[Any], rank: Integers, held: Flags) -> Duplicate
 
 
 def _begins(group: npt.NDArray[Any]) -> Flags:
-    """(n,) whether a value differs from the one before it."""
+    """Return a mask (n,) of values that differ from the one before."""
     return np.concatenate([np.ones(min(1, len(group)), bool), group[1:] != group[:-1]])
 
 
 def _leaders(order: Integers, group: npt.NDArray[Any]) -> Integers:
-    """(n,) of each entry of `order` the first of its group; groups are runs of equal values."""
+    """Return the first of its group (n,) for each entry of `order`; groups are runs of equal values."""
     return order[np.maximum.accumulate(np.where(_begins(group), np.arange(len(order)), 0))]
 
 
@@ -164,10 +172,10 @@ def bloom(
     share: float,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Duplicates:
-    """Documents of whose n-grams at least `share` occurred in documents before them. `like` is not known.
+    """Find documents that share at least `share` of their n-grams with earlier documents. Does not set `like`.
 
-    `hashes` are the n-grams of all documents, repeated ones too, cut by `offsets` (n + 1,). Overlap with held-out
-    documents is `leaked`, and counted separately.
+    `hashes` are the n-grams of all documents including repeated ones, cut by `offsets` (n + 1,). Overlap with held-out
+    documents sets `leaked` and is counted separately.
     """
     from rbloom import Bloom
 
@@ -175,18 +183,18 @@ def bloom(
     removed, leaked = np.zeros(n, bool), np.zeros(n, bool)
     order = np.argsort(ranks(digests, held))
     sizes = np.diff(offsets)
-    # What is hashed are numbers, whose hash in Python is the same in every process.
+    # Python hashes integers to the same value in every process, unlike strings.
     seen = [Bloom(max(1, int(sizes[flags].sum())), BLOOM_ERROR) for flags in (~held, held)]
     for done, i in enumerate(order.tolist(), start=1):
-        own: list[Any] = hashes[offsets[i] : offsets[i + 1]].tolist()
-        if not own:
+        document_hashes: list[Any] = hashes[offsets[i] : offsets[i + 1]].tolist()
+        if not document_hashes:
             continue
         if not held[i]:
-            overlap = [sum(value in part for value in own) for part in seen]
-            leaked[i] = overlap[1] >= share * len(own)
-            removed[i] = leaked[i] or overlap[0] >= share * len(own)
+            overlap = [sum(value in part for value in document_hashes) for part in seen]
+            leaked[i] = overlap[1] >= share * len(document_hashes)
+            removed[i] = leaked[i] or overlap[0] >= share * len(document_hashes)
         if not removed[i]:
-            seen[int(held[i])].update(own)
+            seen[int(held[i])].update(document_hashes)
         if done % 4096 == 0:
             progress(done)
     return Duplicates(removed, leaked, np.arange(n))

@@ -1,6 +1,6 @@
-"""Rules and models that judge one document at a time: each says why a document is removed, or None where it stays.
+"""Rules and models that judge one document at a time. Each returns the reason to remove it, or None to keep it.
 
-The Gopher rules are those of Rae et al. 2021 (arXiv:2112.11446), appendix A.1.1 and table A1, for prose; given the same
+The Gopher rules for prose are those of Rae et al. 2021 (arXiv:2112.11446), appendix A.1.1 and table A1. On the same
 words they remove the same documents as datatrove.
 """
 
@@ -18,28 +18,29 @@ from ...errors import UserError
 from .recipe import Step, language_identifier
 
 Rule = Callable[[str], str | None]
-Filter = Callable[[Sequence[str]], list[str | None]]  # texts to the reasons why they go; None: it stays
+Filter = Callable[[Sequence[str]], list[str | None]]  # a reason to remove each text, or None to keep it
 
 STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
+# Thresholds of Rae et al. 2021, appendix A.1.1 and table A1.
 LEAST_WORDS, MOST_WORDS = 50, 100_000
 MEAN_WORD = (3, 10)  # characters
 MOST_SYMBOLS = 0.1  # of "#", and of ellipses, per word
-MOST_BULLETS, MOST_ELLIPSES = 0.9, 0.3  # of the lines
-LEAST_ALPHABETIC = 0.8  # of the words
+MOST_BULLETS, MOST_ELLIPSES = 0.9, 0.3  # share of lines
+LEAST_ALPHABETIC = 0.8  # share of words
 LEAST_STOP_WORDS = 2
-DUPLICATE_LINES, DUPLICATE_LINE_CHARACTERS = 0.3, 0.2  # of the lines, or paragraphs; and of the characters
-TOP_NGRAMS = ((2, 0.20), (3, 0.18), (4, 0.16))  # n, and the share of the characters
+DUPLICATE_LINES, DUPLICATE_LINE_CHARACTERS = 0.3, 0.2  # share of lines (or paragraphs), and of their characters
+TOP_NGRAMS = ((2, 0.20), (3, 0.18), (4, 0.16))  # n, and its share of characters
 DUPLICATE_NGRAMS = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10))
-# A quality model's label for good text is one of these names, else its last.
+# Labels that mean good text to quality models; without one of them the last label does.
 GOOD = ("hq", "good", "high", "positive", "pos", "1", "yes", "keep", "label_1", "quality", "edu", "wiki")
-JUDGED_CHARACTERS = 20_000  # the beginning of a document, which is all that a model reads
+JUDGED_CHARACTERS = 20_000  # a model reads only the first of a document; chosen by hand
 _BATCH, _TOKENS = 16, 512  # of a Hugging Face classifier
 _PARAGRAPHS, _LINES = re.compile(r"\n{2,}"), re.compile(r"\n+")
 
 
 @cache
 def make_filter(step: Step) -> Filter:
-    """The filter of a step that looks at one document at a time; models are loaded here, once per process."""
+    """Return the filter of a step that judges one document at a time. Loads its model, once per process."""
     if step.kind == "quality":
         score = _fasttext(step) if Path(step.name).is_file() else _hugging_face(step)
         return lambda texts: [
@@ -59,8 +60,9 @@ def make_filter(step: Step) -> Filter:
 
 
 def gopher_quality(text: str) -> str | None:
+    """Return the first of Gopher's quality rules that a text breaks."""
     words = text.split()  # by whitespace
-    # As datatrove, by which data sets are made: words of punctuation count neither here nor for the mean length.
+    # Like datatrove, which public data sets were made with: words of punctuation count neither here nor in the mean.
     spelled = [word for word in words if word[0].isalnum() or not all(map(_is_mark, word))]
     if len(spelled) < LEAST_WORDS:
         return "few words"
@@ -84,13 +86,14 @@ def gopher_quality(text: str) -> str | None:
 
 
 def symbols(text: str, words: int, most: float) -> str | None:
-    """Whether hash signs, or ellipses, are more than `most` per word."""
+    """Return the reason if hash signs, or ellipses, exceed `most` per word."""
     if text.count("#") > most * words:
         return "hash signs"
     return "ellipses" if text.count("...") + text.count("…") > most * words else None
 
 
 def gopher_repetition(text: str) -> str | None:
+    """Return the first of Gopher's repetition rules that a text breaks."""
     for what, parts in (("paragraphs", _PARAGRAPHS.split(text.strip())), ("lines", _LINES.split(text))):
         distinct = set(parts)
         if len(parts) - len(distinct) > DUPLICATE_LINES * len(parts):
@@ -99,7 +102,7 @@ def gopher_repetition(text: str) -> str | None:
             return f"characters in duplicate {what}"
     words = text.split()
     for n, most in TOP_NGRAMS:
-        # The most frequent; of equally frequent ones the first, as Counter has it.
+        # The most frequent n-gram; ties go to the first, as in Counter.
         top = Counter(zip(*(words[i:] for i in range(n)), strict=False)).most_common(1)
         if top and (sum(map(len, top[0][0])) + n - 1) * top[0][1] > most * len(text):
             return f"top {n}-gram"
@@ -110,7 +113,7 @@ def gopher_repetition(text: str) -> str | None:
 
 
 def _duplicate_ngrams(words: list[str], n: int) -> int:
-    """Characters in n-grams that occurred before, none counted twice."""
+    """Count the characters in n-grams that occurred before, each character once."""
     seen: set[str] = set()
     characters = i = 0
     while i <= len(words) - n:
@@ -134,14 +137,14 @@ _is_mark = cache(lambda character: unicodedata.category(character)[0] in "PSC")
 
 
 def _other_language(text: str, step: Step) -> str | None:
-    found, probability = language_identifier().classify(text[:JUDGED_CHARACTERS])
-    if found != step.name:
-        return f"language {found}"
+    code, probability = language_identifier().classify(text[:JUDGED_CHARACTERS])
+    if code != step.name:
+        return f"language {code}"
     return None if probability >= step.number else f"hardly {step.name}"
 
 
 def good_label(labels: Sequence[str]) -> int:
-    """Index of the label that means good text: one that is named so, else the last."""
+    """Return the index of the label for good text: one with such a name, else the last."""
     plain = [label.removeprefix("__label__").lower() for label in labels]
     return next((i for i, label in enumerate(plain) if label in GOOD), len(labels) - 1)
 
@@ -156,13 +159,13 @@ def _fasttext(step: Step) -> Callable[[list[str]], list[float]]:
         raise UserError(f"data.recipe contains {step.word!r}; it is no fastText model ({error})") from None
     if len(labels) < 2:
         raise UserError(f"data.recipe contains {step.word!r}; its model has {len(labels)} labels and needs two or more")
-    wanted = labels[good_label(labels)]
-    # A newline would end the document.
-    return lambda texts: [float(_predicted(model, " ".join(text.split())).get(wanted, 0.0)) for text in texts]
+    good = labels[good_label(labels)]
+    # fastText would stop at a newline.
+    return lambda texts: [float(_predicted(model, " ".join(text.split())).get(good, 0.0)) for text in texts]
 
 
 def _predicted(model: Any, text: str) -> dict[str, float]:
-    # Not model.predict: fasttext-predict's and the training library's differ, what they call does not.
+    # Not model.predict, whose signature differs between fasttext and fasttext-predict; this inner call is the same.
     return {label: probability for probability, label in model.f.predict(text + "\n", -1, -1.0, "strict")}
 
 
@@ -176,7 +179,7 @@ def _hugging_face(step: Step) -> Callable[[list[str]], list[float]]:
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise UserError(f"data.recipe contains {step.word!r}; it cannot be loaded ({reason})") from None
-    if loaded["missing_keys"]:  # which transformers fills with random numbers, others in every process
+    if loaded["missing_keys"]:  # transformers fills them with random numbers, different in every process
         raise UserError(
             f"data.recipe contains {step.word!r}; the folder lacks weights of a classifier, such as "
             f"{min(loaded['missing_keys'])}: it must hold one that was trained"
@@ -185,12 +188,12 @@ def _hugging_face(step: Step) -> Callable[[list[str]], list[float]]:
     labels = [model.config.id2label[i] for i in range(model.config.num_labels)]
     if len(labels) < 2:
         raise UserError(f"data.recipe contains {step.word!r}; its model has one output and needs two labels or more")
-    wanted = good_label(labels)
+    good = good_label(labels)
     longest = min(_TOKENS, getattr(model.config, "max_position_embeddings", _TOKENS))
-    torch.set_num_threads(1)  # one process a core
+    torch.set_num_threads(1)  # one process per core
 
     def score(texts: list[str]) -> list[float]:
-        found: list[float] = []
+        scores: list[float] = []
         with torch.inference_mode():
             for start in range(0, len(texts), _BATCH):
                 batch = tokenizer(
@@ -200,7 +203,7 @@ def _hugging_face(step: Step) -> Callable[[list[str]], list[float]]:
                     padding=True,
                     return_tensors="pt",
                 )
-                found += model(**batch).logits.float().softmax(-1)[:, wanted].tolist()
-        return found
+                scores += model(**batch).logits.float().softmax(-1)[:, good].tolist()
+        return scores
 
     return score

@@ -1,7 +1,7 @@
-"""Processes that work on parts of a corpus: functions of modules, called with arguments that can be pickled.
+"""A pool of processes that work on parts of a corpus. Functions must be importable and arguments picklable.
 
-A worker is `python -m ….pool`, spoken to through its pipes: a fork would take the threads' locks of torch and
-tokenizers with it, and multiprocessing would run the user's script again.
+A worker is `python -m ….pool`, reached through its pipes. A fork would copy the thread locks of torch and tokenizers,
+and multiprocessing would run the user's script again.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Job = tuple[Any, ...]
 
 
 def usable_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Pool:
-    """A number of worker processes; where it is one, this process does the work itself."""
+    """A number of worker processes. With one, this process does the work itself."""
 
     def __init__(self, processes: int | None = None) -> None:
         self._count = processes or usable_cores()
@@ -46,7 +46,7 @@ class Pool:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         with self._starting:
-            self._over = True  # a thread that is about to start a worker would start one that nobody ends
+            self._over = True  # or else a thread could still start a worker, which would never be ended
         for process in self._started:
             if kind is not None:
                 process.kill()
@@ -58,15 +58,15 @@ class Pool:
             process.wait()
 
     def map(self, function: Callable[..., Any], jobs: Iterable[Job]) -> Iterator[Any]:
-        """Results of function(*job), in the order in which they are done. Few jobs at a time are taken from `jobs`."""
+        """Yield results of function(*job) in order of completion, taking only a few jobs from `jobs` ahead of time."""
         if self._count == 1:
             for job in jobs:
                 yield function(*job)
             return
         running: set[Future[Any]] = set()
-        left = iter(jobs)
+        remaining = iter(jobs)
         while True:
-            for job in itertools.islice(left, self._count + 2 - len(running)):
+            for job in itertools.islice(remaining, self._count + 2 - len(running)):
                 running.add(self._threads.submit(self._call, function, job))
             if not running:
                 return
@@ -84,15 +84,15 @@ class Pool:
         try:
             pickle.dump((function, job), process.stdin, pickle.HIGHEST_PROTOCOL)
             process.stdin.flush()
-            good, result = pickle.load(process.stdout)
+            succeeded, result = pickle.load(process.stdout)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
             code = process.wait()
-            why = " (killed, as is done where memory runs out)" if code == -9 else ""
+            hint = " (killed, as is done where memory runs out)" if code == -9 else ""
             raise UserError(
-                f"a process that prepares data ended with {code}{why}; the same command goes on from what is done"
+                f"a process that prepares data ended with {code}{hint}; the same command goes on from what is done"
             ) from None
         self._free.put(process)
-        if not good:
+        if not succeeded:
             raise result
         return result
 
@@ -103,19 +103,20 @@ class Pool:
         with self._starting:
             if self._over:
                 raise RuntimeError("the pool has ended")
-            # -P: a file of the user's folder must not pass for a module.
+            # -P: files in the user's folder must not shadow modules.
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=environment,
-                start_new_session=True,  # Ctrl-C reaches the parent alone
+                start_new_session=True,  # so that Ctrl-C reaches only the parent
             )
             self._started.append(process)
         return process
 
 
 def _serve(jobs: BinaryIO, results: BinaryIO) -> None:
+    """Answer jobs until the pipe closes."""
     while True:
         try:
             function, job = pickle.load(jobs)
@@ -130,6 +131,7 @@ def _serve(jobs: BinaryIO, results: BinaryIO) -> None:
 
 
 def _end_with(parent: int) -> None:
+    """End this process when its parent is gone."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
@@ -137,7 +139,7 @@ def _end_with(parent: int) -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    # What a library prints must not end up between the results.
+    # Output of libraries goes to standard error, so that it does not mix with the results.
     channel = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     _serve(sys.stdin.buffer, channel)

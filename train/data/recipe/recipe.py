@@ -1,6 +1,6 @@
-"""Data recipes: the steps that training documents pass, in order, each `name` or `name:argument`; [] is raw text.
+"""Data recipes: the filter steps for training documents, in order, each `name` or `name:argument`. [] is raw text.
 
-Planning reads recipes, so nothing heavy is imported here, and what a step needs is checked by `require` before any job.
+Planning reads recipes, so this module imports nothing heavy; `require` checks a step's libraries before any job.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..storage import checksum
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a recipe, with what its argument says; a step without a number has 0."""
+    """One step of a recipe with its parsed argument. `number` is 0 for a step without one."""
 
     kind: str
     number: float = 0.0  # a threshold, or the lower bound of `length`
@@ -31,24 +31,24 @@ class Step:
 
     @property
     def word(self) -> str:
-        """The step in its one spelling."""
+        """The step in its canonical spelling."""
         if self.kind == "length":
-            most = f"{self.upper:.15g}" if self.upper < float("inf") else ""
-            return f"length:{self.number:.15g}-{most}"
+            upper = f"{self.upper:.15g}" if self.upper < float("inf") else ""
+            return f"length:{self.number:.15g}-{upper}"
         if self.name:
             return f"{self.kind}:{self.name}@{self.number:.15g}"
         return f"{self.kind}:{self.number:.15g}" if self.kind in _NUMBERED else self.kind
 
 
-# Kinds of steps that look at one document at a time, and those that look at all together.
+# Kinds of steps that judge one document at a time, and kinds that compare all documents.
 SINGLE = ("gopher", "gopher_quality", "gopher_repetition", "length", "symbols", "language", "quality")
 WHOLE = ("exact", "near", "bloom")
-# Version of the rules of each kind of step, part of the fingerprint: bump it when a step would keep other documents.
+# Version of each step's rules, part of the fingerprint. Bump it when a step would keep other documents.
 VERSIONS = dict.fromkeys(SINGLE + WHOLE, 1)
 MODELS = (".bin", ".ftz")  # fastText's
-LEAST_NEAR = 0.05  # below, a signature is too short to find most pairs; see shingles.bands_and_rows
+LEAST_NEAR = 0.05  # below it a signature is too short to find most pairs; see shingles.bands_and_rows
 _NUMBERED = {"symbols": 0.1, "near": 0.8, "bloom": 0.8}  # their defaults
-# Modules that a step imports, and what installs them.
+# The module that a step imports, and the package that provides it.
 _NEEDS = {"near": ("rensa", "rensa"), "bloom": ("rbloom", "rbloom"), "language": ("py3langid", "py3langid")}
 _FASTTEXT, _TRANSFORMERS = ("fasttext", "fasttext-predict"), ("transformers", "transformers")
 _ACCEPTED = (
@@ -58,6 +58,7 @@ _ACCEPTED = (
 
 
 def parse(recipe: Sequence[str]) -> list[Step]:
+    """Parse a recipe into steps. Raises UserError for an unknown step or a wrong argument."""
     return [_parse(str(word)) for word in recipe]
 
 
@@ -65,9 +66,9 @@ def _parse(word: str) -> Step:
     kind, _, argument = word.strip().partition(":")
     argument = argument.strip()
 
-    def refuse_unless(good: bool, why: str) -> None:
+    def refuse_unless(good: bool, rule: str) -> None:
         if not good:
-            raise UserError(f"data.recipe contains {word!r}; {why}")
+            raise UserError(f"data.recipe contains {word!r}; {rule}")
 
     def number(text: str, form: str) -> float:
         try:
@@ -82,8 +83,8 @@ def _parse(word: str) -> Step:
     if kind in _NUMBERED:
         share = number(argument, f"{kind}[:SHARE]") if argument else _NUMBERED[kind]
         refuse_unless(0 < share <= 1, f"the number of {kind} must be above 0 and at most 1")
-        least = f"the Jaccard similarity of near must be at least {LEAST_NEAR}"
-        refuse_unless(kind != "near" or share >= LEAST_NEAR, least)
+        lowest = f"the Jaccard similarity of near must be at least {LEAST_NEAR}"
+        refuse_unless(kind != "near" or share >= LEAST_NEAR, lowest)
         return Step(kind, share)
     if kind == "length":
         low, dash, high = argument.partition("-")
@@ -111,37 +112,37 @@ def _parse(word: str) -> Step:
 
 
 def canonical(recipe: Sequence[str]) -> list[str]:
-    """The recipe in its one spelling, with paths made absolute."""
+    """Return the recipe in canonical spelling, with absolute paths."""
     return [step.word for step in parse(recipe)]
 
 
 def recipe_label(recipe: Sequence[str]) -> str:
-    """A recipe for people and tables: its steps joined by "+", model files by their name; "raw" where it has none."""
-    words = [
+    """Return a short name of a recipe for tables: steps joined by "+", models by file name; "raw" without steps."""
+    names = [
         f"quality:{Path(step.name).name}@{step.number:.15g}" if step.kind == "quality" else step.word
         for step in parse(recipe)
     ]
-    return "+".join(words) or "raw"
+    return "+".join(names) or "raw"
 
 
 def fingerprint(recipe: Sequence[str]) -> str | None:
-    """16 hex digits that name what a recipe does: its steps, their versions and their models; None for raw text."""
+    """Return 16 hex digits from a recipe's steps, their versions and their models, or None for raw text."""
     steps = parse(recipe)
     if not steps:
         return None
-    said = []
+    entries = []
     for step in steps:
         nameless = f"quality@{step.number:.15g}" if step.kind == "quality" else step.word
-        said.append([nameless, VERSIONS[step.kind], model_digest(step)])
-    return checksum(said)[:16]
+        entries.append([nameless, VERSIONS[step.kind], model_digest(step)])
+    return checksum(entries)[:16]
 
 
 def require(recipe: Sequence[str]) -> None:
-    """Raises `UserError` for steps that cannot be run here, such as where a library is not installed."""
+    """Raise UserError for a step that cannot run here, for example because a library is not installed."""
     for step in parse(recipe):
         _require_library(step)
-        if step.kind == "language" and step.name not in (known := sorted(map(str, language_identifier().labels))):
-            raise UserError(f"data.recipe contains {step.word!r}; language knows {', '.join(known)}")
+        if step.kind == "language" and step.name not in (languages := sorted(map(str, language_identifier().labels))):
+            raise UserError(f"data.recipe contains {step.word!r}; language knows {', '.join(languages)}")
 
 
 def _require_library(step: Step) -> None:
@@ -154,7 +155,7 @@ def _require_library(step: Step) -> None:
 
 @cache
 def language_identifier() -> Any:
-    """py3langid's, whose model comes in its wheel: no download, and the same answer everywhere."""
+    """Return py3langid's identifier. Its model is part of the wheel, so there is no download."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
@@ -168,7 +169,7 @@ def _language_model_digest() -> str:
 
 
 def model_digest(step: Step) -> str | None:
-    """SHA-256 of the model that a `quality` or `language` step uses; None for other steps."""
+    """Return the SHA-256 of the model that a `quality` or `language` step uses; None for other steps."""
     if step.kind == "language":
         _require_library(step)
         return _language_model_digest()

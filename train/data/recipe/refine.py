@@ -1,8 +1,8 @@
-"""Runs a corpus through a recipe: which documents are trained on, and what each step removed.
+"""Application of a recipe to a corpus: which documents to train on, and what each step removed.
 
-What is held out is chosen from the raw text, so every recipe is scored on the same text; training text near to it is
-removed as `leaked`. Every job leaves its result in `<cache>/recipes/<key>`, and a killed prepare resumes from there:
-a job whose file is there is done.
+Held-out documents are chosen from the raw text, so every recipe is scored on the same text; training text near to it is
+removed as `leaked`. Each job writes its result to `<cache>/recipes/<key>`. A killed prepare resumes there, skipping
+jobs whose file exists.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ from . import dedup, filters, shingles
 from .pool import Pool
 from .recipe import WHOLE, Step, fingerprint, parse, require
 
-# Bumped when files of parts would be read wrongly.
-_LAYOUT = 1
-EXAMPLES = 20  # of what a step removed
+_LAYOUT = 1  # bump when the part files of earlier versions would be misread
+EXAMPLES = 20  # of each step's removed documents
 _SHOWN = 2000  # characters of an example
-PART_BYTES = 8 << 20  # of text
+PART_BYTES = 8 << 20  # of text; chosen by hand
 PART_DOCUMENTS = 1 << 14
-NEAR_WORDS, BLOOM_WORDS = 5, 13  # words of an n-gram
+NEAR_WORDS, BLOOM_WORDS = 5, 13  # n of the n-grams
 Flags = npt.NDArray[np.bool_]
 
 
 def in_parts(texts: Iterable[str], size: int, documents: int | None = None) -> Iterator[list[str]]:
-    """Texts in lists, each as short as makes up `size` characters or, where given, so many documents."""
+    """Group texts into lists that end as soon as they reach `size` characters, or `documents` texts."""
     part: list[str] = []
     characters = 0
     for text in texts:
@@ -53,11 +52,12 @@ def in_parts(texts: Iterable[str], size: int, documents: int | None = None) -> I
 
 
 def part_file(folder: Path, number: int, kind: str) -> Path:
+    """Return the path of a part's file."""
     return folder / f"{number:06d}.{kind}"
 
 
 def write_part(folder: Path, number: int, texts: list[str]) -> int:
-    """Writes texts, with the hash and the size of each."""
+    """Write texts, with the hash and the size of each."""
     import zstandard
 
     encoded = [text.encode() for text in texts]
@@ -69,7 +69,7 @@ def write_part(folder: Path, number: int, texts: list[str]) -> int:
 
 
 def read_texts(folder: Path, number: int, asked: Flags | None = None) -> list[str]:
-    """The texts of a part, or those of them that are asked for."""
+    """Read the texts of a part, or only the ones in `asked`."""
     import zstandard
 
     whole = zstandard.ZstdDecompressor().decompress(part_file(folder, number, "zst").read_bytes())
@@ -79,25 +79,25 @@ def read_texts(folder: Path, number: int, asked: Flags | None = None) -> list[st
 
 
 def filter_part(folder: Path, number: int, kind: str, asked: Flags, steps: list[Step]) -> int:
-    """Runs steps that look at one document at a time over the documents asked for.
+    """Run one-document steps over the documents that `asked` selects.
 
-    Writes `step` (documents,) int16, the number of the step that removes each one or -1, and `reason`, an index of
+    Writes `step` (documents,) int16, the number of the step that removes a document or -1, and `reason`, an index into
     `reasons`.
     """
     texts = read_texts(folder, number)
     step, reason = np.full(len(texts), -1, np.int16), np.zeros(len(texts), np.int16)
     reasons: dict[str, int] = {"": 0}
-    for k, each in enumerate(steps):
-        left = np.flatnonzero(asked & (step < 0)).tolist()
-        for i, said in zip(left, filters.make_filter(each)([texts[i] for i in left]), strict=True):
-            if said is not None:
-                step[i], reason[i] = k, reasons.setdefault(said, len(reasons))
+    for k, filter_step in enumerate(steps):
+        rows = np.flatnonzero(asked & (step < 0)).tolist()
+        for i, cause in zip(rows, filters.make_filter(filter_step)([texts[i] for i in rows]), strict=True):
+            if cause is not None:
+                step[i], reason[i] = k, reasons.setdefault(cause, len(reasons))
     save_arrays(part_file(folder, number, kind), step=step, reason=reason, reasons=np.array(json.dumps(list(reasons))))
     return number
 
 
 def sign_part(folder: Path, number: int, kind: str, asked: Flags, bands: int, rows: int) -> int:
-    """Writes `bands` (bands, documents asked for), hashes of their signatures, and `words`, whether they have any."""
+    """Write `bands` (bands, selected documents), hashes of their signatures, and `words`, if they have any words."""
     hashes, offsets = shingles.ngrams(read_texts(folder, number, asked), NEAR_WORDS)
     signed = shingles.band_hashes(shingles.signatures(hashes, offsets), bands, rows)
     save_arrays(part_file(folder, number, kind), bands=np.ascontiguousarray(signed.T), words=np.diff(offsets) > 0)
@@ -105,15 +105,15 @@ def sign_part(folder: Path, number: int, kind: str, asked: Flags, bands: int, ro
 
 
 def ngrams_part(folder: Path, number: int, kind: str, asked: Flags, words: int, as_sets: bool = False) -> int:
-    """Writes the n-grams of the documents asked for, `hashes` and `offsets`; see `shingles.ngrams` and `distinct`."""
-    found: tuple[Any, Any] = shingles.ngrams(read_texts(folder, number, asked), words)
-    hashes, offsets = shingles.distinct(*found) if as_sets else found
+    """Write `hashes` and `offsets` of the selected documents' n-grams; see `shingles.ngrams` and `distinct`."""
+    grams: tuple[Any, Any] = shingles.ngrams(read_texts(folder, number, asked), words)
+    hashes, offsets = shingles.distinct(*grams) if as_sets else grams
     save_arrays(part_file(folder, number, kind), hashes=hashes, offsets=offsets)
     return number
 
 
 def save_arrays(path: Path, **arrays: npt.NDArray[Any]) -> None:
-    """Arrays to a file that is whole or absent."""
+    """Write arrays to a file, completely or not at all."""
     content = io.BytesIO()
     np.savez(content, **arrays)  # type: ignore[arg-type]
     write_atomic(path, [content.getbuffer()], flush=False)
@@ -125,7 +125,7 @@ def load_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
 
 
 class Refinery:
-    """Works on one corpus and one recipe; its folder is the caller's to lock, and to remove."""
+    """A recipe applied to one corpus. The caller must lock `folder`, and remove it."""
 
     def __init__(
         self,
@@ -146,17 +146,17 @@ class Refinery:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self) -> Refinery:
-        """Decides which documents stay. Arrays are over all documents, in the order of the parts."""
+        """Decide which documents stay. Arrays cover all documents, in the order of the parts."""
         require(self._recipe)
         self.folder.mkdir(parents=True, exist_ok=True)
         with Pool() as pool:
             self._pool = pool
             self._read()
-            self.removed = np.full(len(self), -1, np.int16)  # the step that a document fell to; -1: none
+            self.removed = np.full(len(self), -1, np.int16)  # the step that removed a document; -1: none
             self._leaked = np.zeros(len(self), bool)
             self._reasons: list[Counter[str]] = [Counter() for _ in self._steps]
             self._examples: dict[int, dict[str, Any]] = {}  # by document
-            self._likes: dict[int, list[int]] = {}  # a document that stays to examples that are near it
+            self._likes: dict[int, list[int]] = {}  # from a document that stays to examples near it
             for whole, group in groupby(enumerate(self._steps), key=lambda numbered: numbered[1].kind in WHOLE):
                 if whole:
                     for number, step in group:
@@ -164,7 +164,7 @@ class Refinery:
                 else:
                     numbers = [number for number, _ in group]
                     self._one_by_one(numbers[0], numbers[-1] + 1)
-        self._refuse_nothing()
+        self._require_training_documents()
         self.report: dict[str, Any] = {
             "fingerprint": self._fingerprint,
             "held_out": self._amount(self.held),
@@ -175,15 +175,15 @@ class Refinery:
         return self
 
     def __len__(self) -> int:
-        """Documents of the corpus, before any step."""
+        """Return the number of documents before any step."""
         return len(self._digests)
 
     def size_bytes(self) -> int:
-        """Bytes of `documents`."""
+        """Return the bytes of `documents`."""
         return int(self._bytes[self.removed < 0].sum())
 
     def documents(self) -> Iterator[str]:
-        """Texts that stay, those held out among them. Fills in the texts of examples as it goes."""
+        """Yield the texts that stay, including held-out ones. Fills in the texts of examples on the way."""
         for number, at in self._parts:
             for i, text in enumerate(read_texts(self.folder, number), start=at.start):
                 if i in self._examples:
@@ -194,16 +194,15 @@ class Refinery:
                     yield text
 
     def write_examples(self, path: Path) -> None:
-        """One JSON object per line, first step first: step, reason, bytes, text, and for near duplicates what it is
-        like.
+        """Write the examples of removed documents as JSON lines, first step first.
 
-        Call it when `documents` is through.
+        Each has step, reason, bytes and text, and for near duplicates `like`. Call it after `documents` is exhausted.
         """
         lines = (json.dumps(example, ensure_ascii=False) for example in self._examples.values())
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
     def _read(self) -> None:
-        """Writes parts to disk; earlier ones are checked, and kept."""
+        """Write the parts to disk. Parts from an earlier run are checked and reused."""
         done = self.folder / "parts.npz"
         if not done.exists():
             total, read = self._corpus.size_bytes() or 0, 0
@@ -212,11 +211,11 @@ class Refinery:
                 self._progress("read", read, total and max(total, read))
             save_arrays(done, parts=np.array(self._count))
         count = int(load_arrays(done)["parts"])
-        found = [load_arrays(part_file(self.folder, number, "npz")) for number in range(count)]
-        self._starts = np.concatenate([[0], np.cumsum([len(part["digests"]) for part in found])])
+        loaded = [load_arrays(part_file(self.folder, number, "npz")) for number in range(count)]
+        self._starts = np.concatenate([[0], np.cumsum([len(part["digests"]) for part in loaded])])
         self._parts = [(number, slice(*ends)) for number, ends in enumerate(pairwise(self._starts.tolist()))]
-        self._digests = np.concatenate([part["digests"] for part in found])
-        self._bytes = np.concatenate([part["sizes"] for part in found])
+        self._digests = np.concatenate([part["digests"] for part in loaded])
+        self._bytes = np.concatenate([part["sizes"] for part in loaded])
         self.lowest, self.highest = int(self._digests.min()), int(self._digests.max())
         blocks = self._corpus.held_out()
         self.held = below_fraction(self._digests, self._fraction, blocks)
@@ -225,9 +224,7 @@ class Refinery:
             self.held &= self._digests != np.uint64(self.highest)
 
     def _unwritten(self) -> Iterator[tuple[Path, int, list[str]]]:
-        """Parts that are missing, or hold other texts than the corpus has there now: its files may stand in another
-        order.
-        """
+        """Yield parts that are missing or hold other texts, for example because the order of files changed."""
         self._count = 0
         for number, part in enumerate(in_parts(self._corpus.documents(), PART_BYTES, PART_DOCUMENTS)):
             self._count = number + 1
@@ -239,19 +236,19 @@ class Refinery:
     def _one_by_one(self, first: int, end: int) -> None:
         kind = f"{first}.npz"
         asked = (self.removed < 0) & ~self.held
-        self._each_part(self._stage(first, end), kind, filter_part, asked, self._steps[first:end])
+        self._run_on_parts(self._stage(first, end), kind, filter_part, asked, self._steps[first:end])
         for number, at in self._parts:
-            said = load_arrays(part_file(self.folder, number, kind))
-            names = json.loads(str(said["reasons"]))
-            for i in np.flatnonzero(said["step"] >= 0).tolist():
-                step = first + int(said["step"][i])
+            result = load_arrays(part_file(self.folder, number, kind))
+            names = json.loads(str(result["reasons"]))
+            for i in np.flatnonzero(result["step"] >= 0).tolist():
+                step = first + int(result["step"][i])
                 self.removed[at.start + i] = step
-                self._reasons[step][names[int(said["reason"][i])]] += 1
+                self._reasons[step][names[int(result["reason"][i])]] += 1
 
         def reason(i: int) -> str:
             number = int(np.searchsorted(self._starts, i, side="right")) - 1
-            said = load_arrays(part_file(self.folder, number, kind))
-            return str(json.loads(str(said["reasons"]))[int(said["reason"][i - self._starts[number]])])
+            result = load_arrays(part_file(self.folder, number, kind))
+            return str(json.loads(str(result["reasons"]))[int(result["reason"][i - self._starts[number]])])
 
         for step in range(first, end):
             self._choose(step, reason)
@@ -261,36 +258,37 @@ class Refinery:
         at = np.flatnonzero(self.removed < 0)
         if not result.exists():
             if step.kind == "exact":
-                found = dedup.exact(self._digests[at], self.held[at])
+                duplicates = dedup.exact(self._digests[at], self.held[at])
             else:
-                found = (self._near if step.kind == "near" else self._bloom)(number, step, at)
-            save_arrays(result, **vars(found))
+                duplicates = (self._near if step.kind == "near" else self._bloom)(number, step, at)
+            save_arrays(result, **vars(duplicates))
             for path in self.folder.glob(f"*.{number}-*"):
                 path.unlink()
-        found = dedup.Duplicates(**load_arrays(result))
-        self.removed[at[found.removed]] = number
-        self._leaked[at[found.leaked]] = True
-        words, leaked = _WHOLE_REASON[step.kind], int(found.leaked.sum())
-        self._reasons[number] = +Counter({words: int(found.removed.sum()) - leaked, _LEAKED: leaked})  # those above 0
+        duplicates = dedup.Duplicates(**load_arrays(result))
+        self.removed[at[duplicates.removed]] = number
+        self._leaked[at[duplicates.leaked]] = True
+        reason, leaked = _WHOLE_REASON[step.kind], int(duplicates.leaked.sum())
+        counts = Counter({reason: int(duplicates.removed.sum()) - leaked, _LEAKED: leaked})
+        self._reasons[number] = +counts  # + drops counts of 0
         like = np.arange(len(self))
-        like[at] = at[found.like]
-        self._choose(number, lambda i: _LEAKED if self._leaked[i] else words, like)
+        like[at] = at[duplicates.like]
+        self._choose(number, lambda i: _LEAKED if self._leaked[i] else reason, like)
 
     def _near(self, number: int, step: Step, at: npt.NDArray[np.int64]) -> dedup.Duplicates:
         bands, rows = shingles.bands_and_rows(step.number)
         asked = self.removed < 0
         signed, sets = f"{number}-bands.npz", f"{number}-sets.npz"
         stage = self._stage(number, number + 1)
-        self._each_part(stage, signed, sign_part, asked, bands, rows)
+        self._run_on_parts(stage, signed, sign_part, asked, bands, rows)
         band = self._bands(number, signed, bands)
-        words = [load_arrays(part_file(self.folder, n, signed))["words"] for n, _ in self._parts]
-        found = dedup.candidates(band, bands, np.concatenate(words))
+        has_words = [load_arrays(part_file(self.folder, n, signed))["words"] for n, _ in self._parts]
+        is_candidate = dedup.candidates(band, bands, np.concatenate(has_words))
         alike = np.zeros(len(asked), bool)
-        alike[at[found]] = True
-        self._each_part(f"{stage}, sets", sets, ngrams_part, alike, NEAR_WORDS, True)
+        alike[at[is_candidate]] = True
+        self._run_on_parts(f"{stage}, sets", sets, ngrams_part, alike, NEAR_WORDS, True)
         hashes, some = self._joined(number, sets)
         counts = np.zeros(len(at), np.int64)
-        counts[found] = np.diff(some)
+        counts[is_candidate] = np.diff(some)
         offsets = np.concatenate([[0], np.cumsum(counts)])
         return dedup.near(
             band,
@@ -305,7 +303,7 @@ class Refinery:
 
     def _bloom(self, number: int, step: Step, at: npt.NDArray[np.int64]) -> dedup.Duplicates:
         kind, stage = f"{number}-ngrams.npz", self._stage(number, number + 1)
-        self._each_part(stage, kind, ngrams_part, self.removed < 0, BLOOM_WORDS)
+        self._run_on_parts(stage, kind, ngrams_part, self.removed < 0, BLOOM_WORDS)
         return dedup.bloom(
             *self._joined(number, kind),
             self._digests[at],
@@ -314,8 +312,8 @@ class Refinery:
             lambda done: self._progress(f"{stage}, overlap", done, len(at)),
         )
 
-    def _each_part(self, stage: str, kind: str, function: Callable[..., int], asked: Flags, *arguments: Any) -> None:
-        """Calls `function(folder, number, kind, asked of the part, *arguments)` where that file is missing."""
+    def _run_on_parts(self, stage: str, kind: str, function: Callable[..., int], asked: Flags, *arguments: Any) -> None:
+        """Call `function(folder, number, kind, asked of the part, *arguments)` for each part without that file."""
         missing = {n: at for n, at in self._parts if not part_file(self.folder, n, kind).exists()}
         done = len(self) - sum(at.stop - at.start for at in missing.values())
         jobs = ((self.folder, n, kind, asked[at], *arguments) for n, at in missing.items())
@@ -324,7 +322,7 @@ class Refinery:
             self._progress(stage, done, len(self))
 
     def _bands(self, number: int, kind: str, bands: int) -> Callable[[int], shingles.Hashes]:
-        """Hashes of one band of all documents: a file per band, so that only one band is in memory."""
+        """Return a function that reads one band of all documents. One file per band keeps only one in memory."""
         files = [self.folder / f"all.{number}-{i:03d}" for i in range(bands)]
         for file in files:
             file.unlink(missing_ok=True)
@@ -335,7 +333,7 @@ class Refinery:
         return lambda i: np.fromfile(files[i], np.uint64)
 
     def _joined(self, number: int, kind: str) -> tuple[Any, npt.NDArray[np.int64]]:
-        """Hashes of all parts in one file that is mapped, and where each document's begin."""
+        """Return the hashes of all parts, memory-mapped from one file, and where each document's hashes start."""
         path, counts = self.folder / f"all.{number}-hashes", [np.zeros(1, np.int64)]
         with open(path, "wb") as file:
             for n, _ in self._parts:
@@ -347,7 +345,7 @@ class Refinery:
         return (np.memmap(path, dtype, "r") if offsets[-1] else np.empty(0, dtype)), offsets
 
     def _choose(self, step: int, reason: Callable[[int], str], like: npt.NDArray[np.int64] | None = None) -> None:
-        """Notes the examples of a step: those of the lowest hashes."""
+        """Record examples of a step: the removed documents with the lowest hashes."""
         gone = np.flatnonzero(self.removed == step)
         for i in gone[np.argsort(self._digests[gone], kind="stable")[:EXAMPLES]].tolist():
             word, size = self._steps[step].word, int(self._bytes[i])
@@ -356,16 +354,16 @@ class Refinery:
                 self._likes.setdefault(int(like[i]), []).append(i)
 
     def _stage(self, first: int, end: int) -> str:
-        words = " ".join(step.word for step in self._steps[first:end])
+        names = " ".join(step.word for step in self._steps[first:end])
         where = f"{first + 1}" if end == first + 1 else f"{first + 1}-{end}"
-        return f"step {where} of {len(self._steps)}: {words if len(words) < 40 else words[:39] + '…'}"
+        return f"step {where} of {len(self._steps)}: {names if len(names) < 40 else names[:39] + '…'}"
 
-    def _refuse_nothing(self) -> None:
+    def _require_training_documents(self) -> None:
         removed = self.removed[~self.held]
         if (removed >= 0).all() and self.lowest != self.highest:
             counts = np.bincount(removed, minlength=len(self._steps))
             worst = int(counts.argmax())
-            self.remove()  # no other recipe can go on from it
+            self.remove()  # no other recipe can resume from it
             raise UserError(
                 f"data.recipe leaves none of {len(removed)} training documents; {self._steps[worst].word!r} "
                 f"removed most, {int(counts[worst])} of them, so loosen it or leave it out"

@@ -1,8 +1,8 @@
-"""Documents as sets of hashed word n-grams, and these as MinHash signatures: what duplicates are found by.
+"""Documents as sets of hashed word n-grams, and MinHash signatures of those sets, to find duplicates.
 
 A word is a run of letters, digits, underscores or bytes beyond ASCII, in lower case. Signatures are rensa's (Fast
-Similarity Sketching, Dahlgaard et al. 2017, arXiv:1704.04370): each slot is equal with the probability of the Jaccard
-similarity.
+Similarity Sketching, Dahlgaard et al. 2017, arXiv:1704.04370): two documents agree in a slot with a probability equal
+to their Jaccard similarity.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ from ...errors import UserError
 
 Hashes = npt.NDArray[np.uint64]
 Offsets = npt.NDArray[np.int64]
-SLOTS = 128  # of a signature
-ALGORITHM = 2  # of rensa: another would find other documents, and is another version of the step `near`
-_BATCH = 1 << 20  # bytes that are hashed at a time
-_ODD = np.uint64(0x9E3779B97F4A7C15)
+SLOTS = 128  # numbers in a signature; chosen by hand
+ALGORITHM = 2  # of rensa; another one finds other documents, so it needs a new version of the step `near`
+_BATCH = 1 << 20  # bytes hashed at a time
+_ODD = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's increment
 _WORD = np.zeros(256, bool)
 _WORD[[*range(48, 58), *range(65, 91), *range(97, 123), 95, *range(128, 256)]] = True
 
 
 def ngrams(texts: Sequence[str], n: int) -> tuple[Hashes, Offsets]:
-    """Hashes (all n-grams,) of the word n-grams of documents, in order, and where each document's begin (documents +
-    1,).
+    """Return hashes (all n-grams,) of the documents' word n-grams, in order, and start offsets (documents + 1,).
 
-    A document of fewer words has one n-gram, of all of them; one without words has none.
+    A document with fewer than n words has one n-gram of all its words; one without words has none.
     """
-    found: list[Hashes] = [np.empty(0, np.uint64)]
+    hash_arrays: list[Hashes] = [np.empty(0, np.uint64)]
     counts: list[Offsets] = [np.zeros(1, np.int64)]
     start = size = 0
     encoded = [text.lower().encode() for text in texts]
@@ -40,10 +39,10 @@ def ngrams(texts: Sequence[str], n: int) -> tuple[Hashes, Offsets]:
         size += len(text) + 1
         if size >= _BATCH or end == len(encoded):
             hashes, count = _ngrams(encoded[start:end], n)
-            found.append(hashes)
+            hash_arrays.append(hashes)
             counts.append(count)
             start, size = end, 0
-    return np.concatenate(found), np.cumsum(np.concatenate(counts))
+    return np.concatenate(hash_arrays), np.cumsum(np.concatenate(counts))
 
 
 def _ngrams(texts: list[bytes], n: int) -> tuple[Hashes, Offsets]:
@@ -52,7 +51,7 @@ def _ngrams(texts: list[bytes], n: int) -> tuple[Hashes, Offsets]:
     padded = np.concatenate([words, np.zeros(n - 1, np.uint64)])
     owner = np.concatenate([document, np.full(n - 1, -1)])
     hashes = np.zeros(len(words), np.uint64)
-    for i in range(n):  # words beyond the document count as nothing
+    for i in range(n):  # words beyond the document count as 0
         hashes *= _ODD
         hashes += np.where(owner[i : i + len(words)] == document, padded[i : i + len(words)], np.uint64(0))
     first = np.cumsum(per_document) - per_document
@@ -62,14 +61,14 @@ def _ngrams(texts: list[bytes], n: int) -> tuple[Hashes, Offsets]:
 
 
 def _words(texts: list[bytes]) -> tuple[Hashes, Offsets]:
-    """Hashes of the words, and how many each text has."""
+    """Return the hashes of the words, and the number of words in each text."""
     joined = np.frombuffer(b"\n".join(texts) + b"\n", np.uint8)
     inside = _WORD[joined]
     edges = np.flatnonzero(np.diff(inside, prepend=False, append=False))
     starts, ends = edges[::2], edges[1::2]
     hashes = np.empty(len(starts), np.uint64)
     first = 0
-    while first < len(starts):  # some words at a time: a long document would need 40 times its size
+    while first < len(starts):  # in batches, because hashing needs 40 times the text's memory
         last = max(first + 1, int(np.searchsorted(ends, starts[first] + _BATCH, side="right")))
         here = starts[first]
         values = byte_values().take(joined[here : ends[last - 1]])
@@ -82,18 +81,18 @@ def _words(texts: list[bytes]) -> tuple[Hashes, Offsets]:
 
 
 def word_hashes(values: Hashes, starts: Offsets, ends: Offsets) -> Hashes:
-    """A hash of each word, given the `byte_values` of a text and where its words start and end."""
+    """Hash each word, from the `byte_values` of a text and the positions where its words start and end."""
     return _mixed(run_hashes(values, starts, ends))
 
 
 def gram_hashes(words: Hashes, length: int) -> Hashes:
-    """(w - length + 1,) a hash of each run of `length` words, at a cost that does not depend on the length."""
+    """Hash each run of `length` words, (w - length + 1,), at a cost that does not depend on the length."""
     count = max(len(words) - length + 1, 0)
     return _mixed(run_hashes(words, slice(count), slice(length, length + count)))
 
 
 def run_hashes(values: Hashes, starts: Offsets | slice, ends: Offsets | slice) -> Hashes:
-    """The polynomial in the values from each start to its end: differences of prefix sums, moved to power 0."""
+    """Return the polynomial in the values from each start to its end: differences of prefix sums, moved to power 0."""
     powers, inverses = _powers(1 << max(len(values) - 1, 0).bit_length())
     sums = np.zeros(len(values) + 1, np.uint64)
     np.cumsum(values * powers[: len(values)], out=sums[1:])
@@ -102,13 +101,13 @@ def run_hashes(values: Hashes, starts: Offsets | slice, ends: Offsets | slice) -
 
 @cache
 def byte_values() -> Hashes:
-    """A random number for each byte."""
+    """Return a pseudo-random number for each byte."""
     return _mixed(np.arange(1, 257, dtype=np.uint64))
 
 
 @cache
 def _powers(size: int) -> tuple[Hashes, Hashes]:
-    """Powers of an odd number modulo 2^64, and those of its inverse."""
+    """Return the powers of an odd number modulo 2^64, and those of its inverse."""
     inverse = np.uint64(pow(int(_ODD), -1, 1 << 64))
     powers, inverses = (np.full(size, base, np.uint64) for base in (_ODD, inverse))
     powers[0] = inverses[0] = 1
@@ -116,7 +115,7 @@ def _powers(size: int) -> tuple[Hashes, Hashes]:
 
 
 def _mixed(values: Hashes) -> Hashes:
-    """The finalizer of SplitMix64: every bit of a value changes half the bits of the result."""
+    """Apply SplitMix64's finalizer: every bit of a value changes half the bits of the result."""
     values = values + _ODD
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -124,8 +123,9 @@ def _mixed(values: Hashes) -> Hashes:
 
 
 def bands_and_rows(threshold: float, missed: float = 0.02, slots: int = SLOTS) -> tuple[int, int]:
-    """(bands, rows) so that pairs at the threshold share a band but for `missed` of them; the more rows, the fewer
-    candidates.
+    """Return (bands, rows) with as many rows as possible, because more rows give fewer candidates.
+
+    At most the share `missed` of pairs at the threshold has no band in common.
     """
     best = (1, 1)
     for rows in range(1, slots + 1):
@@ -138,7 +138,7 @@ def bands_and_rows(threshold: float, missed: float = 0.02, slots: int = SLOTS) -
 
 
 def signatures(hashes: Hashes, offsets: Offsets) -> npt.NDArray[np.uint32]:
-    """(documents, SLOTS) MinHash signatures; a document without n-grams has a meaningless one."""
+    """Return MinHash signatures (documents, SLOTS). A document without n-grams gets a meaningless one."""
     from rensa import RMinHash
 
     if (version := RMinHash.ALGORITHM_VERSION) != ALGORITHM:
@@ -153,7 +153,7 @@ def signatures(hashes: Hashes, offsets: Offsets) -> npt.NDArray[np.uint32]:
 
 
 def band_hashes(signed: npt.NDArray[np.uint32], bands: int, rows: int) -> Hashes:
-    """(documents, bands) hashes of each band of rows."""
+    """Return the hashes (documents, bands) of each band of rows."""
     cut = signed[:, : bands * rows].reshape(len(signed), bands, rows).astype(np.uint64)
     hashes = np.zeros(cut.shape[:2], np.uint64)
     for row in range(rows):
@@ -162,8 +162,9 @@ def band_hashes(signed: npt.NDArray[np.uint32], bands: int, rows: int) -> Hashes
 
 
 def distinct(hashes: Hashes, offsets: Offsets) -> tuple[npt.NDArray[np.uint32], Offsets]:
-    """The set of each document, sorted, as 32 bits per hash, few enough in one document for these to differ; and
-    offsets.
+    """Return each document's sorted set of hashes, and offsets.
+
+    Hashes are cut to 32 bits, which rarely collide within one document.
     """
     document = np.repeat(np.arange(len(offsets) - 1, dtype=np.uint64), np.diff(offsets))
     keys = np.sort((document << np.uint64(32)) | (hashes >> np.uint64(32)))
