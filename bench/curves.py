@@ -99,8 +99,8 @@ def simulated(steps: int = 1000, points: int = 50) -> Case:
 
 def bench_curves(steps: int = STEPS, case: Case | None = None, rounds: int = 3) -> Iterator[Row]:
     """Yield laws per second and errors on hidden runs of ours, as in the paper and by default, and of the peer."""
-    known, hidden = case or simulated()
-    table, curves = pd.concat(known), curves_of(pd.concat(hidden))
+    fitted, hidden = case or simulated()
+    table, curves = pd.concat(fitted), curves_of(pd.concat(hidden))
     CurveLaw().fit(table)  # loads SciPy
     laws = [Contender("as in the paper", lambda: CurveLaw(fading=False).fit(table))]
     laws.append(Contender("default", lambda: CurveLaw().fit(table)))
@@ -110,7 +110,7 @@ def bench_curves(steps: int = STEPS, case: Case | None = None, rounds: int = 3) 
     for ours in laws:
         name, both = f"multi-power law in PyTorch, Adam, {steps} steps", (ours.seconds, peer.seconds)
         errors = _errors(ours.step(), curves)
-        yield timed_row(f"a law of {len(known)} runs, {ours.name}", 1.0, "laws/s", *both, name, processor_name()) | {
+        yield timed_row(f"a law of {len(fitted)} runs, {ours.name}", 1.0, "laws/s", *both, name, processor_name()) | {
             "mean_error": float(np.mean(errors)), "peer_mean_error": float(np.mean(peer_errors)),
             "worst_error": max(errors), "peer_worst_error": max(peer_errors),
         }  # fmt: skip

@@ -83,14 +83,14 @@ def disturb(
     stuck, and `every` the mean seconds between two faults. Returns the faults, what is wrong, and the sweep.
     """
     command = sweep_command(overrides, root, f"disturbed-{seed}", *SLURM, *pace(reference))
-    began = time.monotonic()
+    started = time.monotonic()
     fault_injection.resume_nodes()
     subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, check=True)
     sweep = SweepDirectory.open(root / f"disturbed-{seed}")
     injector = Injector(sweep, command, random.Random(seed), disk)
-    strikes = inject(injector, kinds or injector.kinds(), count, every, began + patience)
+    strikes = inject(injector, kinds or injector.kinds(), count, every, started + patience)
     complaints = []
-    if not wait_until_over(sweep, began + patience):
+    if not wait_until_over(sweep, started + patience):
         unfinished = [run for run in sweep.runs() if not run.is_done()]
         states = [f"{run.run_id} is {run.state().state} ({run.state().reason})" for run in unfinished]
         complaints.append(f"not over after {patience:.0f} s: {states}; in the queue: {jobs_of(sweep)}")

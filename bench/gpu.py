@@ -116,9 +116,9 @@ def main() -> int:
     names = options.only.split(",")
     if unknown := set(names) - set(SECTIONS):
         parser.error(f"--only names {sorted(unknown)[0]!r}; there are {', '.join(SECTIONS)}")
-    stop, known, sections = time.monotonic() + 60 * options.minutes, facts(options.commit), list[dict[str, Any]]()
-    place = re.sub(r"[^A-Za-z0-9]+", "-", (known["gpu"] or "cpu").split(",")[0]).strip("-").lower()
-    path = options.out / f"{known['when'][:10]}_{place}.json"
+    stop, machine, sections = time.monotonic() + 60 * options.minutes, facts(options.commit), list[dict[str, Any]]()
+    place = re.sub(r"[^A-Za-z0-9]+", "-", (machine["gpu"] or "cpu").split(",")[0]).strip("-").lower()
+    path = options.out / f"{machine['when'][:10]}_{place}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         environment = environment_of(folder)
@@ -129,7 +129,7 @@ def main() -> int:
                 command = [sys.executable, "-m", "pytest", "-q", "-ra", *PYTEST, *marked_files()]
             seconds = max(1.0, min(SECTIONS[name], stop - time.monotonic()))
             sections.append(section := run(name, command, seconds, environment))
-            path.write_text(json.dumps(known | {"sections": sections}, indent=1) + "\n", encoding="utf-8")
+            path.write_text(json.dumps(machine | {"sections": sections}, indent=1) + "\n", encoding="utf-8")
             print(f"{name}: {section['outcome']}, {len(section['rows'])} rows", flush=True)
     print(f"results: {path}")
     return int(any(section["outcome"] != "whole" for section in sections))

@@ -58,8 +58,8 @@ def tables(folder: Path) -> Iterator[tuple[str, pd.DataFrame]]:
     porian = pd.read_csv(folder / "porian/isoflop_points.csv").query("param_count == 'standard' and val == 'val'")
     for _, runs in porian.groupby(["dataset", "hparams", "warmup", "decay"]):
         yield "porian", frame(runs.n, runs.flops / 6 / runs.n, runs.loss, runs.flops)
-    once = pd.read_csv(folder / "datablations/parametric_fit_runs.csv").query("D <= 1.001 * U")
-    yield "datablations", frame(once.N, once.D, once.loss)
+    single_epoch = pd.read_csv(folder / "datablations/parametric_fit_runs.csv").query("D <= 1.001 * U")
+    yield "datablations", frame(single_epoch.N, single_epoch.D, single_epoch.loss)
 
 
 def hold_outs(runs: pd.DataFrame) -> Iterator[tuple[np.ndarray, np.ndarray]]:

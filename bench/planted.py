@@ -87,10 +87,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="planted_") as folder:
         copy, seconds = Copy(Path(folder)), dict[str, float]()
         for test in sorted({test for bug in bugs for test in bug["tests"]}):
-            began = time.monotonic()
+            started = time.monotonic()
             if failed := copy.first_failure([test], 3600.0):
                 raise SystemExit(f"{failed} fails without a bug; it must pass")
-            seconds[test] = time.monotonic() - began
+            seconds[test] = time.monotonic() - started
         print("| bug | in | caught by |\n| --- | --- | --- |")
         missed = 0
         for bug in bugs:

@@ -45,12 +45,12 @@ def counted(step: Callable[[int], Any]) -> Step:
     return lambda: step(next(count))
 
 
-def require(library: str, why: str) -> None:
+def require(library: str, purpose: str) -> None:
     """Raise UserError if a library is missing, before anything is measured."""
     try:
         importlib.import_module(library)
     except ImportError:
-        raise UserError(f"{library} is not installed, {why}; it comes with pip install 'isoflop[bench]'") from None
+        raise UserError(f"{library} is not installed, {purpose}; it comes with pip install 'isoflop[bench]'") from None
 
 
 @contextmanager

@@ -166,11 +166,11 @@ def laws() -> dict[str, Any]:
 def numbers(node: Any) -> Any:
     """Return a result as JSON holds it, without its sentences and the counts of agreeing starts."""
     if hasattr(node, "items"):
-        words = ("form", "code", "task")
+        text_keys = ("form", "code", "task")
         return {
             str(key): value if isinstance(value, str) else numbers(value)
             for key, value in node.items()
-            if key != "agreeing" and (key in words or not isinstance(value, str))
+            if key != "agreeing" and (key in text_keys or not isinstance(value, str))
         }
     if hasattr(node, "tolist"):
         return node.tolist()
@@ -184,7 +184,7 @@ def record(folders: list[Path], parts: list[str]) -> int:
     corpus = "".join(f'{{"text": "line {i} of {i * i % 97} words"}}\n' for i in range(2000))
     files = LISTS["files"] | {"corpus.jsonl": corpus}
     for part in parts:
-        began, results = time.monotonic(), {}
+        started, results = time.monotonic(), {}
         with tempfile.TemporaryDirectory(prefix="unchanged-") as temporary:
             for name, arguments in LISTS["sweeps"].get(part, {}).items():
                 place = Path(temporary) / name.replace(" ", "-")
@@ -197,7 +197,7 @@ def record(folders: list[Path], parts: list[str]) -> int:
             if part == "fit":
                 results = fits(Path(temporary))
         (folder / f"{part}.json").write_text(json.dumps(results, indent=1, sort_keys=True))
-        print(f"{part}: {time.monotonic() - began:.0f} s", flush=True)
+        print(f"{part}: {time.monotonic() - started:.0f} s", flush=True)
     return 0
 
 

@@ -77,8 +77,8 @@ def overlaps(
         with locked(cache, lock, lambda stage, *_: progress(f"contamination: {stage}")):
             results = _read(files)  # another process may have been at it
             missing = {name: task for name, task in suite.items() if name not in results}
-            found = _search(shards, missing, ngram, progress)
-            for name, items in found.items():
+            new_results = _search(shards, missing, ngram, progress)
+            for name, items in new_results.items():
                 content = {"task": name, "ngram": ngram, "contaminated": sorted(items)}
                 try:
                     write_json(files[name], content | {"checksum": checksum(content)})
@@ -87,7 +87,7 @@ def overlaps(
                         f"{files[name]} cannot be written ({error.strerror or error}); free space, or choose another "
                         "cache with ISOFLOP_CACHE"
                     ) from error
-            results |= found
+            results |= new_results
     return {name: results[name] for name in suite}
 
 
@@ -233,9 +233,9 @@ def _stream(shards: Shards, index: _Index, progress: Report) -> None:
                 if now - last_report >= _SAY_SECONDS:
                     last_report, done = now, share * text_bytes / 1e6
                     rate = done / (now - start_time)
-                    left = (1 - share) / share * (now - start_time) / 60
-                    of = f"{done:,.0f} of {text_bytes / 1e6:,.0f} MB of text, {rate:,.0f} MB/s"
-                    progress(f"contamination: {of}, {left:.0f} min left")
+                    minutes_left = (1 - share) / share * (now - start_time) / 60
+                    text_done = f"{done:,.0f} of {text_bytes / 1e6:,.0f} MB of text, {rate:,.0f} MB/s"
+                    progress(f"contamination: {text_done}, {minutes_left:.0f} min left")
         except BaseException:  # an interrupt too must not wait for the rest of the text
             pool.shutdown(cancel_futures=True)
             raise

@@ -173,12 +173,12 @@ def suite_scores(tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     `centered_se` is over items within these tasks, `tasks` their number, `withheld` None or why.
     """
     withheld = next((scores["withheld"] for scores in tasks if scores.get("withheld")), None)
-    each = [] if withheld else [one for scores in tasks if (one := centered(scores)) is not None]
-    errors = [error for _, error in each if error is not None]
-    whole = bool(each) and len(errors) == len(each)
+    centered_scores = [] if withheld else [score for scores in tasks if (score := centered(scores)) is not None]
+    errors = [error for _, error in centered_scores if error is not None]
+    whole = bool(centered_scores) and len(errors) == len(centered_scores)
     return {
-        "centered": sum(value for value, _ in each) / len(each) if each else None,
-        "centered_se": math.sqrt(sum(error**2 for error in errors)) / len(each) if whole else None,
-        "tasks": len(each),
+        "centered": sum(value for value, _ in centered_scores) / len(centered_scores) if centered_scores else None,
+        "centered_se": math.sqrt(sum(error**2 for error in errors)) / len(centered_scores) if whole else None,
+        "tasks": len(centered_scores),
         "withheld": withheld,
     }

@@ -78,8 +78,8 @@ def _answers(task: Any, sample: dict[str, Any]) -> dict[str, Any]:
     arguments, responses = sample["arguments"], [response[0] for response in sample["resps"]]
     kind, first = task.OUTPUT_TYPE, arguments[0][0] if arguments else ""
     if kind == "generate_until":
-        wanted = sample["target"]  # a text, or several of which any will do
-        target = " | ".join(map(str, wanted)) if isinstance(wanted, list | tuple) else str(wanted)
+        expected = sample["target"]  # a text, or several of which any will do
+        target = " | ".join(map(str, expected)) if isinstance(expected, list | tuple) else str(expected)
         return {"chance": 0.0, "prompt": first, "answer": str(responses[0]), "target": target}
     if kind == "loglikelihood_rolling":
         return {"log_probabilities": responses, "prompt": first, "bytes": len(first.encode(errors="replace"))}
@@ -307,8 +307,8 @@ class Record:
         """Start from the scores of an earlier evaluation of this checkpoint, without tasks whose settings changed."""
         self.output, self._ranks, self._say, self._keep_items = output, ranks, say, keep_items
         old = run_on_ranks(ranks, lambda: _kept(output, header, suite, ngram, say), only_first=True)
-        known: dict[str, Any] = {"tasks": {}, "suites": {}, "held_out": None, "contamination_withheld": None}
-        self.scores = header | known | {name: old[name] for name in (*known, "decode") if name in old}
+        empty: dict[str, Any] = {"tasks": {}, "suites": {}, "held_out": None, "contamination_withheld": None}
+        self.scores = header | empty | {name: old[name] for name in (*empty, "decode") if name in old}
         # Items that are there already must not fall behind their scores.
         self._keeps = ranks.rank == 0 and (keep_items or items_path(output).exists())
         self._members: dict[str, bytes] = {}  # packed items by task

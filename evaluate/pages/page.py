@@ -81,7 +81,7 @@ def _environment() -> Environment:
 
 def spell(value: Any) -> str:
     """Return a text in which characters that hide or reorder text are spelled out."""
-    return _HIDDEN.sub(lambda found: f"‹U+{ord(found.group()):04X}›", str(value).replace("\r\n", "\n"))
+    return _HIDDEN.sub(lambda match: f"‹U+{ord(match.group()):04X}›", str(value).replace("\r\n", "\n"))
 
 
 def soften(shown: str) -> Markup:
@@ -104,7 +104,7 @@ def _data_block(value: Any) -> Markup:
     """
     packed = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=plain_value)
     packed = packed.replace("<", "\\u003c").replace(">", "\\u003e")
-    packed = _HIDDEN.sub(lambda found: f"\\u{ord(found.group()):04x}", packed)
+    packed = _HIDDEN.sub(lambda match: f"\\u{ord(match.group()):04x}", packed)
     return Markup(f'<script type="application/json" id="data">{packed}</script>')
 
 
@@ -113,9 +113,9 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     if isinstance(value, dict):
-        return {str(key): one if type(one) is str else _finite(one) for key, one in value.items()}
+        return {str(key): item if type(item) is str else _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return value
 
 

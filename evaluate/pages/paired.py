@@ -62,7 +62,9 @@ def compare_tasks(answers: Mapping[Any, Answers], measure: str, choices: Sequenc
         for task, measures in tasks.items():
             if measure in measures:
                 by_task.setdefault(task, {})[run] = measures[measure]
-    return {task: found for task, runs in by_task.items() if (found := compare_runs(runs, choices)) is not None}
+    return {
+        task: comparison for task, runs in by_task.items() if (comparison := compare_runs(runs, choices)) is not None
+    }
 
 
 def compare_runs(answers: Mapping[Any, Mapping[int, float]], choices: Sequence[Choice]) -> Paired | None:
@@ -79,7 +81,7 @@ def compare_runs(answers: Mapping[Any, Mapping[int, float]], choices: Sequence[C
     centred = scores - scores.mean(axis=0)  # without what all find hard
     products = centred @ centred.T / n
     square = np.maximum(products[i, i] + products[j, j] - 2 * products[i, j], 0)  # of a difference, its mean
-    i, j, error = (each[square > 1e-24] for each in (i, j, np.sqrt(square / n)))
+    i, j, error = (array[square > 1e-24] for array in (i, j, np.sqrt(square / n)))
     difference = np.abs(means[i] - means[j]) / error
     # Were two runs alike, each of their differences could as well have the other sign.
     drawn = np.array_split(rng.choice([-1.0, 1.0], (DRAWS, n)) @ centred.T / n, 1 + DRAWS * len(i) // 2_000_000)
@@ -91,9 +93,9 @@ def compare_runs(answers: Mapping[Any, Mapping[int, float]], choices: Sequence[C
 
     z = z_of(difference)
     threshold = max(SMALLEST, float(z_of(np.quantile(np.concatenate(by_luck), 1 - LUCK))))
-    held, known = None, [[order[run] for run in choice] for choice in choices if order.keys() >= set(choice)]
-    if known:
-        a, b, c, d = np.array(known).T
+    held, known_choices = None, [[order[run] for run in choice] for choice in choices if order.keys() >= set(choice)]
+    if known_choices:
+        a, b, c, d = np.array(known_choices).T
 
         def agreeing(score: np.ndarray) -> np.ndarray:
             """Return the share of choices that agree; a tie counts half."""
@@ -101,5 +103,5 @@ def compare_runs(answers: Mapping[Any, Mapping[int, float]], choices: Sequence[C
 
         resampled = rng.multinomial(n, np.full(n, 1 / n), DRAWS) @ scores.T / n
         held = float(agreeing(means[None])[0]), float(agreeing(resampled).std())
-    apart = float((z > threshold).sum()) / pairs
-    return Paired(n, float(z.max(initial=0.0)), threshold, apart, pairs, held, len(known))
+    share_apart = float((z > threshold).sum()) / pairs
+    return Paired(n, float(z.max(initial=0.0)), threshold, share_apart, pairs, held, len(known_choices))

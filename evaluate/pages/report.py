@@ -39,9 +39,10 @@ def checkpoint_page(scores: Scores, items: Items = (), against: Other | None = N
     `against`: scores and items of another checkpoint, which are compared item by item.
     """
     name, worst = scores.get("name") or scores["run_id"], (scores.get("held_out") or {}).get("worst")
-    tasks = {task: found for task, found in scores["tasks"].items() if not _is_domain(found)}
+    tasks = {task: task_scores for task, task_scores in scores["tasks"].items() if not _is_domain(task_scores)}
     domains = sorted(
-        ((task, found) for task, found in scores["tasks"].items() if _is_domain(found)), key=lambda one: one[1]["bpb"]
+        ((task, task_scores) for task, task_scores in scores["tasks"].items() if _is_domain(task_scores)),
+        key=lambda pair: pair[1]["bpb"],
     )
     count = sum(task.get("contaminated_items") == 0 for task in tasks.values())  # looked through and found clean
     among = counted(count, "task") if count == len(tasks) else f"{count} of {counted(len(tasks), 'task')}"
@@ -82,8 +83,8 @@ def _facts(scores: Scores) -> list[tuple[str, str, str]]:
     active = scores.get("N_active", scores.get("N_total"))  # another version's scores do not say
     counts = [("Parameters (N_total)", "N_total"), ("N_non_embedding", "N_non_embedding"), ("Tokens (D)", "tokens")]
     counts[1:1] = [] if active == scores.get("N_total") else [("N_active", "N_active")]
-    found = [(name, scores.get(key)) for name, key in counts]
-    facts = [(name, short_count(count), grouped(count)) for name, count in found if count is not None]
+    known_counts = [(name, scores.get(key)) for name, key in counts]
+    facts = [(name, short_count(count), grouped(count)) for name, count in known_counts if count is not None]
     if scores.get("flops") is not None:
         six = "" if not active else f"exact; 6ND is {compute(6 * active * scores['tokens'])}"
         facts.append(("Training FLOPs", compute(scores["flops"]), six))
@@ -138,14 +139,14 @@ def _warnings(scores: Scores) -> list[str]:
         for name, task in cut.items():
             many = f"{task['truncated_items']:,} of {task['items']:,}"
             lines.append(f"{name}: the prompts of {many} items were cut {context}.")
-    if found := {name: task for name, task in tasks.items() if task.get("contaminated_items")}:
-        lines.append(f"Items that share text with the training data: {_listed(found, 'contaminated_items')}.")
+    if contaminated := {name: task for name, task in tasks.items() if task.get("contaminated_items")}:
+        lines.append(f"Items that share text with the training data: {_listed(contaminated, 'contaminated_items')}.")
     settings = {"precision": "precision", "lm_eval_version": "lm-eval", "scoring": "scoring"}
     for name, task in tasks.items():
-        if said := [
-            f"{known} {task[key]}" for key, known in settings.items() if task.get(key, old := scores.get(key)) != old
+        if differences := [
+            f"{label} {task[key]}" for key, label in settings.items() if task.get(key, old := scores.get(key)) != old
         ]:
-            lines.append(f"{name} was scored under other settings than the rest: {', '.join(said)}.")
+            lines.append(f"{name} was scored under other settings than the rest: {', '.join(differences)}.")
     if scores.get("contamination_withheld"):
         lines.append(f"Contamination is not known: {scores['contamination_withheld']}.")
     if (scores.get("held_out") or {}).get("withheld"):
@@ -212,12 +213,14 @@ def paired_differences(
 def _differences(items: Items, others: Items) -> dict[str, list[tuple[str, Difference, str]]]:
     """Return task -> (measure, difference, class on the page)."""
 
-    def tone(found: Difference, more: bool) -> str:
-        return "soft" if not found.is_clear else "better" if (found.value > 0) == more else "worse"
+    def tone(difference: Difference, more_is_better: bool) -> str:
+        return "soft" if not difference.is_clear else "better" if (difference.value > 0) == more_is_better else "worse"
 
     return {
-        task: [(name, found[key], tone(found[key], more)) for key, name, more in MEASURES if key in found]
-        for task, found in paired_differences(items, others).items()
+        task: [
+            (name, by_measure[key], tone(by_measure[key], more)) for key, name, more in MEASURES if key in by_measure
+        ]
+        for task, by_measure in paired_differences(items, others).items()
     }
 
 
@@ -239,11 +242,11 @@ def payload(scores: Scores, items: Items, against: Other | None) -> dict[str, An
     packed = []
     for item in items:
         question = _known(item, "index", "prompt", "choices", "right", "target")
-        one = {"task": places[str(item.get("task"))], **question, **_answer(item)}
-        one |= {flag: 1 for flag in ("truncated", "contaminated") if item.get(flag)}
+        entry = {"task": places[str(item.get("task"))], **question, **_answer(item)}
+        entry |= {flag: 1 for flag in ("truncated", "contaminated") if item.get(flag)}
         if (other := others.get(_key_of(item))) is not None:
-            one["other"] = _answer(other)
-        packed.append(one)
+            entry["other"] = _answer(other)
+        packed.append(entry)
     return {"tasks": tasks, "names": ["this checkpoint", _called(against[0]) if against else None], "items": packed}
 
 

@@ -97,19 +97,21 @@ class Sweep:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Sweep:
-        kept: list[Row] = [{"tasks": {}, **row} for row in rows if is_number(row.get("flops")) and row["flops"] > 0]
-        recipes = sorted({recipe_of(row) for row in kept})
-        sizes = sorted({row["N"] for row in kept if is_number(row.get("N"))})
+        usable: list[Row] = [{"tasks": {}, **row} for row in rows if is_number(row.get("flops")) and row["flops"] > 0]
+        recipes = sorted({recipe_of(row) for row in usable})
+        sizes = sorted({row["N"] for row in usable if is_number(row.get("N"))})
         parts = np.array_split(np.asarray(sizes, dtype=float), min(SHADES, max(len(sizes), 1)))
         shades = [float(part[-1]) for part in parts if len(part)]
-        return cls(kept, _budgets(kept), recipes if len(recipes) > 1 else [], shades)
+        return cls(usable, _budgets(usable), recipes if len(recipes) > 1 else [], shades)
 
     def colour(self, place: int) -> str:
         """Return the class of a dot: by recipe if recipes are compared, by N otherwise."""
         row = self.rows[place]
         if self.recipes:
             return self.recipe_colour(recipe_of(row))
-        return self.shade(next((shade for shade, most in enumerate(self.shades) if (row.get("N") or 0) <= most), 0))
+        return self.shade(
+            next((shade for shade, largest in enumerate(self.shades) if (row.get("N") or 0) <= largest), 0)
+        )
 
     def shade(self, place: int) -> str:
         """Return the class of one of the shades of N; few shades use colours that differ more."""
@@ -204,8 +206,8 @@ def trend(sweep: Sweep, task: str) -> Trend | None:
     """Return the trend of a task's bits per byte, if it has them."""
 
     def points(places: Sequence[int]) -> tuple[list[float], list[float]]:
-        found = {place: scored[0] for place in places if (scored := sweep.value(place, task, BITS))}
-        return [sweep.rows[place]["flops"] for place in found], list(found.values())
+        values = {place: scored[0] for place in places if (scored := sweep.value(place, task, BITS))}
+        return [sweep.rows[place]["flops"] for place in values], list(values.values())
 
     (_, best), every = points(sweep.best()), points([place for group in sweep.budgets for place in group])
     return Trend(tuple(best), rank_correlation(*every)) if every[1] else None
@@ -276,18 +278,18 @@ def _facts(sweep: Sweep, tasks: Sequence[Task]) -> list[tuple[str, str, str]]:
     ]
 
 
-def _warnings(sweep: Sweep, given: int, answers: Mapping[str, Answers]) -> list[str]:
+def _warnings(sweep: Sweep, row_count: int, answers: Mapping[str, Answers]) -> list[str]:
     lines = []
     finals = [sweep.rows[place]["run_id"] for group in sweep.budgets for place in group]
     if missing := sum(run_id not in answers for run_id in finals):
         lines.append(f"Without a file of items, and so not compared with the others: {missing} of {len(finals)} runs.")
-    if given > len(sweep.rows):
-        lines.append(f"Without FLOPs, and so left out: {given - len(sweep.rows)} of {given} checkpoints.")
-    held: dict[str, int] = {}
+    if row_count > len(sweep.rows):
+        lines.append(f"Without FLOPs, and so left out: {row_count - len(sweep.rows)} of {row_count} checkpoints.")
+    withheld: dict[str, int] = {}
     for row in sweep.rows:
         for name, scores in row["tasks"].items():
-            held[name] = held.get(name, 0) + bool(scores.get("withheld"))
-    if listed := ", ".join(f"{name} {many}" for name, many in held.items() if many):
+            withheld[name] = withheld.get(name, 0) + bool(scores.get("withheld"))
+    if listed := ", ".join(f"{name} {many}" for name, many in withheld.items() if many):
         lines.append(f"Scores were withheld, because the model failed on an item; checkpoints by task: {listed}.")
     return lines
 
@@ -362,5 +364,5 @@ def _key(sweep: Sweep) -> list[tuple[str, str]]:
     """Return (class, name) of each colour."""
     if sweep.recipes:
         return [(sweep.recipe_colour(recipe), recipe) for recipe in sweep.recipes]
-    names = [f"{'to' if place else 'N up to'} {short_count(most)}" for place, most in enumerate(sweep.shades)]
+    names = [f"{'to' if place else 'N up to'} {short_count(largest)}" for place, largest in enumerate(sweep.shades)]
     return [(sweep.shade(place), name) for place, name in enumerate(names)]

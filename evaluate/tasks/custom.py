@@ -337,12 +337,12 @@ def _script(value: Any) -> str | None:
     if isinstance(value, dict):
         if value.get("trust_remote_code") or value.get("dataset_path") == "pandas":  # which reads pickles
             return "trust_remote_code" if value.get("trust_remote_code") else "dataset_path 'pandas'"
-        listed = value.get("metric_list")
-        for one in listed if isinstance(listed, list) else []:
-            if isinstance(one, dict) and (one.get("hf_evaluate") or str(one.get("metric")) not in metric_registry):
-                return f"metric {one.get('metric')!r}"
+        metrics_listed = value.get("metric_list")
+        for item in metrics_listed if isinstance(metrics_listed, list) else []:
+            if isinstance(item, dict) and (item.get("hf_evaluate") or str(item.get("metric")) not in metric_registry):
+                return f"metric {item.get('metric')!r}"
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return next((found for one in inner if (found := _script(one))), None)
+    return next((script for item in inner if (script := _script(item))), None)
 
 
 def _resolve_data(config: dict[str, Any], folder: Path) -> None:

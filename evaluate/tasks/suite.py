@@ -149,9 +149,9 @@ def only_text(tasks: dict[str, Any], refused: Sequence[str] = ()) -> dict[str, A
     return tasks
 
 
-def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return f"the nearest names are {', '.join(near)}" if near else otherwise
+def nearest(name: str, candidates: Iterable[str], otherwise: str) -> str:
+    matches = difflib.get_close_matches(name, candidates, n=3, cutoff=0.5)
+    return f"the nearest names are {', '.join(matches)}" if matches else otherwise
 
 
 @contextmanager

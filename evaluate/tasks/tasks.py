@@ -154,7 +154,7 @@ def _load_staged(entry: Entry, limit: int | None, directory: Path) -> SuiteTask:
     from lm_eval.tasks._yaml_loader import load_yaml
 
     name, written, staged = entry.name, entry.written, STAGED[entry.name]
-    benchmark = BENCHMARKS[staged.data].known
+    benchmark = BENCHMARKS[staged.data].entry
     lines, split = staged_lines(directory, staged.data), benchmark["split"]
     indices = choose_items(name, len(lines), limit)
     chosen = _dataset([lines[index] for index in indices])
@@ -192,7 +192,7 @@ def _give_examples(
         pool = list(_dataset(staged_lines(directory, staged.examples)))
         task.sampler = SameGroup(pool, staged.group)
         available = min(Counter(doc[staged.group] for doc in pool).values())
-        source = f"the first of the split {BENCHMARKS[staged.examples].known['split']} with the item's {staged.group}"
+        source = f"the first of the split {BENCHMARKS[staged.examples].entry['split']} with the item's {staged.group}"
     else:
         places = choose_items(f"{name}/examples", len(lines), EXAMPLES)
         docs = _dataset([lines[place] for place in places])

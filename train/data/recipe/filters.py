@@ -85,11 +85,11 @@ def gopher_quality(text: str) -> str | None:
     return None
 
 
-def symbols(text: str, words: int, most: float) -> str | None:
-    """Return the reason if hash signs, or ellipses, exceed `most` per word."""
-    if text.count("#") > most * words:
+def symbols(text: str, words: int, limit: float) -> str | None:
+    """Return the reason if hash signs, or ellipses, exceed `limit` per word."""
+    if text.count("#") > limit * words:
         return "hash signs"
-    return "ellipses" if text.count("...") + text.count("…") > most * words else None
+    return "ellipses" if text.count("...") + text.count("…") > limit * words else None
 
 
 def gopher_repetition(text: str) -> str | None:
@@ -101,13 +101,13 @@ def gopher_repetition(text: str) -> str | None:
         if sum(map(len, parts)) - sum(map(len, distinct)) > DUPLICATE_LINE_CHARACTERS * len(text):
             return f"characters in duplicate {what}"
     words = text.split()
-    for n, most in TOP_NGRAMS:
+    for n, limit in TOP_NGRAMS:
         # The most frequent n-gram; ties go to the first, as in Counter.
         top = Counter(zip(*(words[i:] for i in range(n)), strict=False)).most_common(1)
-        if top and (sum(map(len, top[0][0])) + n - 1) * top[0][1] > most * len(text):
+        if top and (sum(map(len, top[0][0])) + n - 1) * top[0][1] > limit * len(text):
             return f"top {n}-gram"
-    for n, most in DUPLICATE_NGRAMS:
-        if _duplicate_ngrams(words, n) > most * len(text):
+    for n, limit in DUPLICATE_NGRAMS:
+        if _duplicate_ngrams(words, n) > limit * len(text):
             return f"duplicate {n}-grams"
     return None
 
@@ -126,11 +126,11 @@ def _duplicate_ngrams(words: list[str], n: int) -> int:
     return characters
 
 
-def _length(text: str, least: float, most: float) -> str | None:
+def _length(text: str, lower: float, upper: float) -> str | None:
     words = len(text.split())
-    if words < least:
+    if words < lower:
         return "few words"
-    return "many words" if words > most else None
+    return "many words" if words > upper else None
 
 
 _is_mark = cache(lambda character: unicodedata.category(character)[0] in "PSC")
