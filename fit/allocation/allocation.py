@@ -1,10 +1,11 @@
 """The best split of a budget between parameters and tokens, also with limited tokens or with serving counted.
 
 Special here:
-- A question is a pure function of a law's constants. `answer` asks it of the fitted constants and of every draw at
+- A question is a pure function of a law's constants. `answer` evaluates it for the fitted constants and all draws at
   once, (targets, 1) against (r,), so that every answer is an `Optimum` with intervals.
-- A law gives its own optimum, in closed form where it has one. Other FLOP conventions and repeated tokens are searched.
-- A vanished term sends the optimum to zero or infinity, and a loss out of reach costs infinity: both are answers.
+- A law computes its own optimum, in closed form where one exists. Other FLOP conventions and repeated tokens need a
+  search.
+- If a term of the law vanished, the optimum is zero or infinite; an unreachable loss costs infinity. Both are answers.
 
 Hoffmann et al. 2022 (arXiv:2203.15556), section 3.3; Muennighoff et al. 2023 (arXiv:2305.16264); Sardana et al. 2023
 (arXiv:2401.00448).
@@ -25,18 +26,18 @@ from ..formatting import amount, count, scientific, text
 from ..uncertainty import percentile_intervals
 from .serving import Prices
 
-GRID = 160  # points of a search's first pass, which a law of several valleys needs
-LOGITS = 700.0  # bounds of logit s: its exponential is still a number
-REACH = 60.0  # a search in log N goes this far to both sides of sqrt(C), so that units do not matter
+GRID = 160  # points in the first pass of a search, for laws with several local minima
+LOGITS = 700.0  # bound of logit s; exp(700) is still finite
+REACH = 60.0  # log N is searched this far on both sides of log sqrt(C), so that units do not matter
 
 Curve = Callable[[Array], Array]
 
 
 @dataclass(frozen=True)
 class Optimum:
-    """Answers to `targets` questions, arrays (targets,): training FLOPs, N, D, loss, and in `more` what else was asked.
+    """The optimum at each target, as arrays (targets,): training FLOPs, N, D, loss, and other quantities in `more`.
 
-    `draws` maps every quantity to (targets, resamples), empty before a bootstrap; `level` is that of `intervals`.
+    `draws` maps each quantity to (targets, resamples), empty before a bootstrap; `level` is the level of `intervals`.
     """
 
     flops: Array
@@ -46,7 +47,7 @@ class Optimum:
     more: Mapping[str, Array] = field(default_factory=dict)
     draws: Mapping[str, Array] = field(default_factory=dict)
     level: float = 0.95
-    convention: str = "6nd"  # in which C is counted
+    convention: str = "6nd"  # how C is counted
 
     @property
     @np.errstate(divide="ignore", invalid="ignore")
@@ -69,17 +70,17 @@ class Optimum:
 
     @property
     def intervals(self) -> Columns:
-        """Return quantity -> (targets, 2) at `level`; empty before a bootstrap."""
+        """Return the interval (targets, 2) of each quantity at `level`; empty before a bootstrap."""
         return {name: self.interval(name) for name in self.draws}
 
     def rows(self) -> list[dict[str, str]]:
-        """Return a row of text per target: each quantity with its interval."""
+        """Return one row per target, with each quantity and its interval as text."""
         found, intervals = self.values, self.intervals
 
         def cell(name: str, i: int) -> str:
             said = _written(name, found[name][i])
             low, high = intervals[name][i] if name in intervals else (np.nan, np.nan)
-            if np.isnan(low) or high <= low * (1 + 1e-9):  # what was asked for is the same in every draw
+            if np.isnan(low) or high <= low * (1 + 1e-9):  # the target itself is the same in every draw
                 return said
             return f"{said} [{_written(name, low)}, {_written(name, high)}]"
 
@@ -100,11 +101,11 @@ class Optimum:
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-@np.errstate(all="ignore")  # a term that vanished or a loss out of reach gives zeros and infinities on purpose
+@np.errstate(all="ignore")  # zeros and infinities are answers, see above
 def answer(
     law: Any, solve: Callable[[Constants], Columns], level: float, flops_per_token: float | Curve = 6.0
 ) -> Optimum:
-    """`solve` under the law's constants and draws; it takes (r,) constants and gives (targets, r) arrays."""
+    """Evaluate `solve` for the law's constants and draws; it maps constants (r,) to arrays (targets, r)."""
     check_level(level)
     if getattr(law, "constants_", None) is None:
         raise InputError(f"this {type(law).__name__} is not fitted; call fit first.")
@@ -123,7 +124,7 @@ def answer(
 
 
 def aligned(**columns: ArrayLike) -> list[Array]:
-    """Return positive numbers, broadcast to one length, each of shape (targets, 1)."""
+    """Return positive columns broadcast to one length, each (targets, 1)."""
     checked = {name: positive(name, np.atleast_1d(floats(v))) for name, v in columns.items()}
     longest = max(len(v) for v in checked.values())
     same_length(**{name: v for name, v in checked.items() if len(v) > 1})
@@ -140,7 +141,7 @@ def _written(name: str, value: float) -> str:
 
 @np.errstate(divide="ignore", invalid="ignore", over="ignore")
 def optimum(flops: ArrayLike, constants: Constants, coefficient: float = 6.0) -> tuple[Array, Array, Array]:
-    """Return the N and D that minimise E + A/N^alpha + B/D^beta under C = coefficient N D, and the loss.
+    """Return the N and D that minimise E + A/N^alpha + B/D^beta at C = coefficient N D, and the loss.
 
     Hoffmann et al. 2022, equation 4.
     """
@@ -152,10 +153,11 @@ def optimum(flops: ArrayLike, constants: Constants, coefficient: float = 6.0) ->
 
 
 class EqualLoss:
-    """The curve E + A/N^alpha + B/D^beta = loss, by z = log(s / (1-s)), s the share of loss - E due to size.
+    """The curve E + A/N^alpha + B/D^beta = loss as a function of z = log(s / (1-s)).
 
-    N = (A / s R)^(1/alpha), D = (B / (1-s) R)^(1/beta), R = loss - E: calling it gives log N, which falls with z, and
-    log D, which rises. N D is smallest at `cheapest`, where s = beta / (alpha + beta).
+    s is the share of R = loss - E that is due to size: N = (A / s R)^(1/alpha), D = (B / (1-s) R)^(1/beta). A call
+    returns log N, which falls with z, and log D, which rises. N D is smallest at z = `cheapest`, where
+    s = beta / (alpha + beta).
     """
 
     ends = (-LOGITS, LOGITS)
@@ -176,7 +178,7 @@ class EqualLoss:
 
 
 def lowest(value: Callable[[Array], Array], low: Array, high: Array) -> tuple[Array, Array]:
-    """Return where `value` is lowest between two bounds, and -1 or 1 where that is at one of them, else 0."""
+    """Return the position of the minimum of `value` between two bounds, and -1 or 1 if it is at a bound, else 0."""
     step = (high - low) / GRID
     best, at = value(low), np.zeros(1)
     for i in range(1, GRID + 1):
@@ -197,7 +199,7 @@ def lowest(value: Callable[[Array], Array], low: Array, high: Array) -> tuple[Ar
 
 
 def root(rising: Callable[[Array], Array], low: Any, high: Any) -> Array:
-    """Return where a rising function crosses zero, by bisection to rounding; an end where it does not."""
+    """Return the zero of a rising function by bisection to rounding, or the nearer bound if there is none."""
     for _ in range(70):
         middle = 0.5 * (low + high)
         above = rising(middle) > 0
@@ -219,10 +221,19 @@ def _term(amplitude: Array, x: Array, exponent: Array) -> Array:
 def compute_optimal(
     law: Any, flops: ArrayLike, flops_per_token: float | Curve | None = None, level: float = 0.95
 ) -> Optimum:
-    """Return the N and D of lowest loss for `flops` (a scalar or (targets,)) of training.
+    """Return the N and D of lowest loss for a training budget.
 
-    flops_per_token: k of k N FLOPs per token, or a function of N such as `FlopsPerToken`, which is searched to about
-    1e-6; None: the convention of the law.
+    Parameters
+    ----------
+    law
+        A fitted law of N and D.
+    flops
+        Training FLOPs, a scalar or (targets,).
+    flops_per_token
+        k for k N FLOPs per token, or a function of N such as `FlopsPerToken`, which is searched to about 1e-6. None
+        takes the convention of the law.
+    level
+        Level of the intervals.
     """
     (C,) = aligned(flops=flops)
     flops_per_token = own_convention(law, flops_per_token)
@@ -235,7 +246,7 @@ def compute_optimal(
 
 
 def own_convention(law: Any, flops_per_token: float | Curve | None = None) -> float | Curve:
-    """`flops_per_token`, by default that of the law: as the table counts that it was fitted to, or 6N."""
+    """Return `flops_per_token`, by default the law's own: that of the fitted table, or 6N."""
     if flops_per_token is None:
         flops_per_token = getattr(law, "flops_per_token_", None)
     return 6.0 if flops_per_token is None else flops_per_token
@@ -248,10 +259,10 @@ def token_limited(
     flops_per_token: float | Curve | None = None,
     level: float = 0.95,
 ) -> Optimum:
-    """Return the best N and D for `flops` when there are only `unique_tokens` different ones (broadcast together).
+    """Return the best N and D for `flops` with only `unique_tokens` different tokens (broadcast together).
 
-    A law of (N, D, U) knows what a repeated token is worth, and `more` has the best number of epochs; for a law of (N,
-    D), D stops at one epoch and the rest of the budget goes into N.
+    A law of (N, D, U) values repeated tokens; for a law of (N, D), D stops at one epoch and the rest of the budget goes
+    into N. `more` has the number of epochs. `flops_per_token` and `level` are as in `compute_optimal`.
     """
     C, U = aligned(flops=flops, unique_tokens=unique_tokens)
     flops_per_token = own_convention(law, flops_per_token)
@@ -274,23 +285,28 @@ def token_limited(
 def inference_aware(
     law: Any, lifetime_tokens: ArrayLike, loss: ArrayLike, prices: Prices | None = None, level: float = 0.95
 ) -> Optimum:
-    """Return the model of a given loss that is cheapest to train and then to serve (Sardana et al. 2023).
+    """Return the cheapest model to train and serve at a given loss (Sardana et al. 2023).
 
-    Args:
-        law: One with a curve of `equal_loss`, such as E + A/N^alpha + B/D^beta.
-        lifetime_tokens: Tokens to be served, at 2 N FLOPs each; a token of training costs 6 N.
-        loss: The loss to reach. `lifetime_tokens` and `loss` broadcast together.
-        prices: Of training and of serving; without them, FLOPs are counted.
-        level: Of the intervals.
+    Parameters
+    ----------
+    law
+        A fitted law with a curve `equal_loss`, such as E + A/N^alpha + B/D^beta.
+    lifetime_tokens
+        Tokens to be served, at 2 N FLOPs each; a token of training costs 6 N.
+    loss
+        The loss to reach. `lifetime_tokens` and `loss` broadcast together.
+    prices
+        Prices of training and serving; by default FLOPs are minimised.
+    level
+        Level of the intervals.
 
-    Returns:
-        `flops` of training alone. `more` has inference_flops, total_flops, saving (over the training-optimal model of
-        the same loss), and dollars with `prices`. Infinite where no model reaches the loss.
+    Of the result, `flops` counts training alone; `more` has inference_flops, total_flops, saving (over the
+    training-optimal model of the same loss), and dollars with `prices`. Infinite where no model reaches the loss.
     """
     if not hasattr(law, "equal_loss"):
         raise InputError(f"the law is of form {law.form!r}; this question needs E + A/N^alpha + B/D^beta.")
     served, goal = aligned(lifetime_tokens=lifetime_tokens, loss=loss)
-    # Serving a token costs what training on this many would.
+    # Training tokens that cost as much as all of serving.
     worth = served / 3.0 * (prices.serve / prices.train if prices else 1.0)
 
     def solve(constants: Constants) -> Columns:
@@ -306,7 +322,7 @@ def inference_aware(
 
 
 def unlimited(law: Any, constants: Constants, C: Array, flops_per_token: Any) -> tuple[Array, Array, Array]:
-    """Return N, D and the lowest loss of a law of N and D under any constants; they and C broadcast together."""
+    """Return N, D and loss at the optimum of a law of N and D; C and the constants broadcast together."""
     if tuple(law.inputs) != ("N", "D"):
         raise InputError(f"the law takes {', '.join(law.inputs)}; a law of N and D is expected.")
     if callable(flops_per_token):
@@ -320,8 +336,8 @@ def unlimited(law: Any, constants: Constants, C: Array, flops_per_token: Any) ->
 def search(
     law: Any, constants: Constants, C: Array, spend: Curve, U: Array | None = None
 ) -> tuple[Array, Array, Array]:
-    """Return N, D and the lowest loss over log N at D = C / spend(N): a grid, then golden sections around its best."""
-    # Next to an irreducible loss the other terms lose digits, and the place of a flat minimum half of those left.
+    """Return N, D and the lowest loss at D = C / spend(N), by a grid over log N and then golden sections."""
+    # Search without the irreducible loss: adding it costs digits, and locating a flat minimum halves those left.
     sought = {**constants, law.irreducible: 0.0 * constants[law.irreducible]} if law.irreducible else constants
 
     def loss(x: Array, constants: Constants = sought) -> Array:

@@ -1,14 +1,14 @@
-"""Which runs to buy next: those that most lower the expected squared error of what laws say of dear targets.
+"""The choice of the next runs: those that most lower the expected squared error of predictions at large budgets.
 
 Special here:
-- *Any law, and several.* Each local optimum of each law is a basin, weighed by its likelihood. Within one, constants
-  are Gaussian, Sigma = (J' W J + prior)^-1 with slopes J of log predictions; between them, runs and targets covary as
-  the basins' predictions do. What a run lowers of both follows from means and covariances alone (Goldstein and Wooff
+- *One or several laws.* Each local optimum of each law is a basin, weighted by its likelihood. Within a basin the
+  constants are Gaussian, Sigma = (J' W J + prior)^-1 with slopes J of log predictions; between basins, runs and targets
+  covary as the basins' predictions do. The gain of a run follows from means and covariances alone (Goldstein and Wooff
   2007, Bayes Linear Statistics). Li et al. 2026 (arXiv:2604.22753) average over basins by quadrature.
-- *No form is right*, so a target's error also grows with the log of compute between it and the largest run, at the rate
-  that public tables teach (constants/forecast.yaml): larger runs lower that.
-- Each trunk has an error of its own. Batches are grown by worth / FLOPs^p for several p, improved by exchanges (Fedorov
-  1972, Theory of Optimal Experiments), and the best is taken.
+- *No form is exact*, so a target's error also grows with the log of compute between the largest run and the target, at
+  a rate fitted to public tables (constants/forecast.yaml). Larger runs lower it.
+- Runs of one trunk share an error. Batches are grown by worth / FLOPs^p for several p and improved by exchanges
+  (Fedorov 1972, Theory of Optimal Experiments); the best batch is returned.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from ..files import read_constants
 from ..solver.solver import solve
 from ..uncertainty import by_group
 
-BASINS, DISTINCT = 6, 1  # of a law, at most; decimals of a coordinate, over its prior's width, in which two differ
-UNBOUNDED = (
-    6.0  # stands for the range of a coordinate without bounds; the prior's standard deviation is a quarter of it
-)
-STEP = 3e-4  # of a central difference, over that standard deviation; a searched optimum is known to about 1e-6
-LEAST_NOISE = 1e-5  # in log loss; runs that lie on the law to rounding
-LEAST_SHARE = 1e-3  # of a basin
-POWERS = (1.0, 0.7, 0.4, 0.0)  # of FLOPs in worth / FLOPs^p; 0 takes the most worth that can be paid
-PASSES = 6  # of exchanges over a batch, at most; few change anything after the third
-REFILL = 0.7  # the p by which what an exchange leaves over is spent
+BASINS = 6  # largest number of basins of a law
+DISTINCT = 1  # two optima are one if their coordinates over the prior's width agree to this many decimals
+UNBOUNDED = 6.0  # range assumed for an unbounded coordinate; the prior's standard deviation is a quarter of it
+STEP = 3e-4  # step of a central difference, in prior widths; a searched optimum is exact to about 1e-6
+LEAST_NOISE = 1e-5  # smallest noise in log loss, for runs exactly on the law
+LEAST_SHARE = 1e-3  # basins with a smaller share are dropped
+POWERS = (1.0, 0.7, 0.4, 0.0)  # exponents p of worth / FLOPs^p; 0 ignores the cost
+PASSES = 6  # largest number of exchange passes over a batch; few change anything after the third
+REFILL = 0.7  # exponent p for spending the FLOPs that an exchange frees
 
 
 @dataclass(frozen=True)
 class Basin:
-    """A local optimum theta (k,) of a fitted law, and its share of the likelihood."""
+    """A local optimum theta (k,) of a fitted law, with its share of the likelihood."""
 
     law: Any
     theta: Array
     share: float
 
     def slopes(self, quantity: Callable[[Any, Constants], Array]) -> tuple[Array, Array]:
-        """A quantity, (law, constants (r,)) -> (points, r), here (points,), and its slopes (points, k) by each
-        coordinate in standard deviations of its prior.
+        """Return a quantity (points,) and its slopes (points, k) per prior standard deviation of each coordinate.
+
+        `quantity` maps a law and constants (r,) to (points, r).
         """
         p, k = self.law.problem_, len(self.theta)
         steps = STEP * np.diag(prior_widths(p))
@@ -58,18 +58,18 @@ class Basin:
 
 
 def prior_widths(problem: Any) -> Array:
-    """The standard deviation of each coordinate's prior, (k,)."""
+    """Return the standard deviation of each coordinate's prior, (k,)."""
     span = problem.upper - problem.lower
     return np.where(np.isfinite(span), span, UNBOUNDED) / 4.0
 
 
 def basins(laws: Sequence[Any], shares: Sequence[float] | None = None) -> list[Basin]:
-    """The distinct local optima of fitted laws of the same rows; `shares`, where given, are those of whole laws."""
+    """Return the distinct local optima of laws fitted to the same rows; `shares` fixes the share of each law."""
     found, log = list[Basin](), list[float]()
     for place, law in enumerate(laws):
         p, weights = law.problem_, law.weight_ * law._precision
         starts = np.concatenate([law.theta_[None, None], p.starts(weights[None, :], None).swapaxes(0, 1)])
-        each = np.broadcast_to(weights, (len(starts), p.form.points))  # each start is a problem of its own
+        each = np.broadcast_to(weights, (len(starts), p.form.points))  # each start is solved as a separate problem
         theta = solve(p.form, p.target, each, starts, p.lower, p.upper, law._delta).theta
         square = np.average((p.form.value(theta)[0] - p.target) ** 2, axis=1, weights=law.weight_) + LEAST_NOISE**2
         square[~np.isfinite(square)] = np.inf
@@ -77,7 +77,7 @@ def basins(laws: Sequence[Any], shares: Sequence[float] | None = None) -> list[B
         cells = np.round(theta[order] / np.maximum(prior_widths(p), 1e-300), DISTINCT)
         first = order[np.sort(np.unique(cells, axis=0, return_index=True)[1])[:BASINS]]
         rows = int((law.weight_ > 0).sum())
-        likelihood = -0.5 * (rows * np.log(square[first]) + p.free * np.log(rows))  # with the noise at its best
+        likelihood = -0.5 * (rows * np.log(square[first]) + p.free * np.log(rows))  # at the most likely noise
         if shares is not None:
             likelihood += np.log(shares[place]) - np.log(np.exp(likelihood - likelihood[0]).sum()) - likelihood[0]
         found += [Basin(law, theta[i], 1.0) for i in first]
@@ -88,10 +88,10 @@ def basins(laws: Sequence[Any], shares: Sequence[float] | None = None) -> list[B
 
 
 class Beliefs:
-    """Gaussian beliefs about k coordinates of M basins and the errors of T trunks.
+    """Gaussian beliefs about the k coordinates of M basins and the errors of T trunks.
 
-    goals (M, q, k): slopes of what is asked; shares (M,); covariance (M, k + T, k + T), whose prior of the coordinates
-    is one. Runs come and go by rank-one updates.
+    goals (M, q, k): slopes of the q targets; shares (M,); covariance (M, k + T, k + T), initially the identity for the
+    coordinates. Runs are added and removed by rank-one updates.
     """
 
     def __init__(self, goals: Array, shares: Array, trunks: int, shared: float, own: float) -> None:
@@ -107,7 +107,7 @@ class Beliefs:
         return new
 
     def observe(self, slopes: Array, trunk: int, weight: float = 1.0) -> None:
-        """Count a run with slopes (M, k) on a trunk (-1: its own); a weight of -1 takes it back, exactly."""
+        """Add a run with slopes (M, k) on a trunk (-1: none shared); a weight of -1 removes it exactly."""
         noise = (self.own if trunk >= 0 else self.own + self.shared) / weight
         moved = np.einsum("mij,mj->mi", self.covariance[:, :, : self.k], slopes)
         if trunk >= 0:
@@ -118,12 +118,12 @@ class Beliefs:
         self.covariance -= moved[:, :, None] * (moved / variance[:, None])[:, None, :]
 
     def variances(self) -> Array:
-        """Of each goal, (q,)."""
+        """Return the variance of each target, (q,)."""
         each = np.einsum("mqi,mij,mqj->mq", self.goals, self.covariance, self.goals, optimize=True)
         return np.maximum(self.shares @ each, 1e-300)
 
     def falls(self, slopes: Array, trunks: np.ndarray) -> Array:
-        """By how much each of K runs, slopes (M, K, k) on trunks (K,), would lower the sum of the variances, (K,)."""
+        """Return how much each of K runs, slopes (M, K, k) on trunks (K,), lowers the sum of variances, (K,)."""
         k, mates = self.k, trunks >= 0
         place = k + trunks[mates]
         towards = self.goals @ self.covariance
@@ -138,16 +138,16 @@ class Beliefs:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of one or several fitted laws of the same rows; see `of`."""
+    """The predictions asked of one or several laws fitted to the same rows; see `of`."""
 
     basins: list[Basin]
-    kinds: np.ndarray  # (q,) of what is asked: "loss" or "N"
-    values: Array  # (q,) their logarithms
-    goals: Array  # (M, q, k) their slopes
+    kinds: np.ndarray  # (q,) of the targets: "loss" or "N"
+    values: Array  # (q,) log predictions
+    goals: Array  # (M, q, k) slopes of the log predictions
     target_flops: Array  # (q,)
     drift_rate: Array  # (q,) per log of compute between the largest run and the target
     reach: float  # FLOPs of the largest run
-    trunk: np.ndarray  # (n,) labels of the laws' rows
+    trunk: np.ndarray  # (n,) trunk labels of the laws' rows
     noise: float  # standard deviation of one run's log loss
     correlation: float  # of the errors of two runs of one trunk
 
@@ -162,12 +162,26 @@ class Question:
         points: Mapping[str, ArrayLike] | None = None,
         flops: ArrayLike | None = None,
     ) -> Question:
-        """Of a law or several: the loss and N of the optimum at `target_flops`; or the losses at `points`, inputs by
-        name (q,), of this compute.
+        """Ask for the loss and N of the optimum at `target_flops`, or for the losses at `points`.
 
-        shares: how far each law is trusted, by default its likelihood. flops (n,): of the laws' rows, by default 6ND.
-        Noise, and the correlation where it is not given, come from the residuals. Raises InputError where a law is not
-        fitted, or has no optimum there.
+        Parameters
+        ----------
+        laws
+            One or several laws fitted to the same n rows.
+        target_flops
+            Budgets of the optima, or the compute (q,) of `points`.
+        trunk
+            (n,) trunk of each row, by default the row itself.
+        correlation
+            Correlation of errors within a trunk, by default estimated from the residuals, as the noise is.
+        shares
+            Trust in each law, by default its likelihood.
+        points
+            Inputs by name, (q,) each.
+        flops
+            (n,) FLOPs of the rows, by default 6ND.
+
+        Raises InputError where a law is not fitted, or has no optimum there.
         """
         laws = list(laws) if isinstance(laws, Sequence) else [laws]
         laws[0]._fitted()
@@ -208,43 +222,44 @@ class Question:
         )  # fmt: skip
 
     def drift(self, reach: ArrayLike) -> Array:
-        """Variances (..., q) that remain however well the laws are known, with largest runs of so many FLOPs (...)."""
+        """Return the variances (..., q) due to the wrong form of the laws, for largest runs of `reach` FLOPs (...)."""
         further = np.log(np.maximum(self.target_flops / floats(reach)[..., None], 1.0))
         return np.asarray((self.drift_rate * further) ** 2)
 
     def labels(self, trunks: ArrayLike) -> dict[str, int]:
-        """Places of the trunks that have several runs, these (m,) included; an error of one run alone is noise."""
+        """Return an index for each trunk with several runs, counting those of `trunks` (m,) too."""
         names, counts = np.unique(np.append(self.trunk.astype(str), trunks).astype(str), return_counts=True)
         return {str(name): i for i, name in enumerate(names[counts > 1])}
 
     def beliefs(self, labels: Mapping[str, int]) -> Beliefs:
-        """What the laws' rows say; `labels` are trunks, with their places, which other runs share."""
+        """Return the beliefs after the laws' rows; `labels` maps shared trunks to their index."""
         shared = self.correlation * self.noise**2
         share = np.array([basin.share for basin in self.basins])
         found = Beliefs(self.goals, share, len(labels), shared, self.noise**2 - shared)
         law = self.basins[0].law
         _, slopes = over(self.basins, log_losses({name: law.data_[name] for name in law.inputs}))
-        slopes[:, :, -len(share) :] = 0.0  # the shares say already how far the basins differ there
+        slopes[:, :, -len(share) :] = 0.0  # the shares already reflect how the basins differ there
         for row in np.flatnonzero(law.weight_ > 0):
             found.observe(slopes[:, row], labels.get(str(self.trunk[row]), -1), float(law.weight_[row]))
         return found
 
     def forecast(self, level: float = 0.95) -> Columns:
-        """What is asked, and where it lies: loss or N, low and high, (q,); of a loss, where a new run lands."""
+        """Return value, low and high (q,) of each target; the range of a loss is that of a new run."""
         variance = self.beliefs(self.labels([])).variances() + self.drift(self.reach)
         wide = ndtri(0.5 + 0.5 * level) * np.sqrt(variance + self.noise**2 * (self.kinds == "loss"))
         return {"value": np.exp(self.values), "low": np.exp(self.values - wide), "high": np.exp(self.values + wide)}
 
 
 def log_losses(inputs: Mapping[str, ArrayLike]) -> Callable[[Any, Constants], Array]:
-    """Log predictions of a law at inputs (points,) by name, a quantity of `Basin.slopes`."""
+    """Return a quantity for `Basin.slopes`: log predictions at inputs (points,) by name."""
     columns = {name: floats(column)[:, None] for name, column in inputs.items()}
     return lambda law, constants: np.log(law.evaluate(constants, *(columns[name] for name in law.inputs)))
 
 
 def over(found: list[Basin], quantity: Callable[[Any, Constants], Array]) -> tuple[Array, Array]:
-    """A quantity in every basin, (M, points), and its slopes (M, points, k): by the coordinates, and by how the basins
-    differ, which is the same in all.
+    """Return a quantity in every basin, (M, points), and its slopes (M, points, k).
+
+    The slopes are by the coordinates, then by the differences between basins, which are the same for all.
     """
     each = [basin.slopes(quantity) for basin in found]
     values, most = np.stack([value for value, _ in each]), max(slope.shape[1] for _, slope in each)
@@ -255,9 +270,9 @@ def over(found: list[Basin], quantity: Callable[[Any, Constants], Array]) -> tup
 
 
 def trunk_correlation(residuals: Array, trunk: np.ndarray, expected: float = 0.5, pairs: float = 10.0) -> float:
-    """Correlation of the errors of two runs of one trunk, between 0 and 0.9.
+    """Estimate the correlation of the errors of two runs of one trunk, between 0 and 0.9.
 
-    A mean over pairs, shrunk to `expected` as if so many `pairs` had shown that.
+    It is a mean over pairs, shrunk to `expected` with the weight of `pairs` pairs.
     """
     _, member = by_group(trunk)
     sums, squares = np.bincount(member, residuals), np.bincount(member, residuals**2)
@@ -270,11 +285,10 @@ def trunk_correlation(residuals: Array, trunk: np.ndarray, expected: float = 0.5
 
 @dataclass(frozen=True)
 class Candidates:
-    """Runs that could be bought, arrays (k,): inputs of the laws by name, flops, branch_flops, size (the run's whole
-    FLOPs), and trunk (a label).
+    """Candidate runs as arrays (k,): inputs of the laws by name, flops, branch_flops, size, and trunk (a label).
 
-    `flops` is what a run costs given what is there, and `branch_flops` what is left of it where a longer run of the
-    same trunk is bought too and makes its first steps.
+    `size` is a run's whole FLOPs, `flops` its cost given existing checkpoints, and `branch_flops` its cost if a longer
+    run of the same trunk is bought too, from which it branches.
     """
 
     inputs: Mapping[str, Array]
@@ -291,7 +305,7 @@ class Candidates:
         return len(self.flops)
 
     def extra(self, chosen: list[int]) -> Array:
-        """FLOPs (k,) that each candidate adds to a batch: the longest run of a trunk pays for it, the others branch."""
+        """Return the FLOPs (k,) that each candidate adds to a batch; runs of one trunk branch from the longest."""
         cost = self.flops.copy()
         for trunk, longest in self._longest(chosen).items():
             reach, mates = self.size[longest], (self.flops > self.branch_flops) & (self.trunk == trunk)
@@ -301,13 +315,13 @@ class Candidates:
         return cost
 
     def cost(self, chosen: list[int]) -> float:
-        """FLOPs of a batch."""
+        """Return the FLOPs of a batch."""
         longest = set(self._longest(chosen).values())
         pays = [self.flops[i] if i in longest else min(self.flops[i], self.branch_flops[i]) for i in chosen]
         return float(sum(pays))
 
     def _longest(self, chosen: list[int]) -> dict[str, int]:
-        """The run of each trunk in a batch that makes its first steps for the others."""
+        """Return the run of each trunk in a batch from which the others branch."""
         found: dict[str, int] = {}
         for i in chosen:
             trunk, makes = self.trunk[i], self.flops[i] > self.branch_flops[i]
@@ -318,11 +332,11 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Design:
-    """A batch, best buy first: `chosen` are positions among the candidates.
+    """A batch of runs, best first: `chosen` are positions among the candidates.
 
-    Of each: the log by which it narrows what is asked given those before it, the FLOPs that it adds, and whether it
-    checks the law's form, being larger than any run that is done. `before` and `after` are the standard deviations of
-    what is asked, "loss" or "N", without and with the batch.
+    Per run: `gains`, the log factor by which it narrows the targets given the runs before it; `flops` that it adds; and
+    `check`, true if it is larger than any finished run and so tests the law's form. `before` and `after` are the
+    standard deviations of the targets, "loss" or "N", without and with the batch.
     """
 
     chosen: list[int]
@@ -333,14 +347,14 @@ class Design:
     after: dict[str, float]
 
     def narrowed(self, quantity: str, estimate: float, interval: tuple[float, float]) -> tuple[float, float]:
-        """The interval of "loss" or "N" expected after the batch: each end's log distance shrinks as the width does."""
+        """Return the interval of "loss" or "N" expected after the batch; log distances shrink by `after` / `before`."""
         ratio = self.after[quantity] / self.before[quantity]
         low, high = (float(estimate * (end / estimate) ** ratio) for end in interval)
         return low, high
 
 
 class Buyer:
-    """Chooses batches for one question from one list of candidates."""
+    """A chooser of batches for one question from one list of candidates."""
 
     def __init__(self, question: Question, pool: Candidates) -> None:
         self.pool, self.question = pool, question
@@ -348,16 +362,16 @@ class Buyer:
         self.place = np.array([labels.get(str(name), -1) for name in pool.trunk])
         _, self.slopes = over(question.basins, log_losses(pool.inputs))
         beliefs, q = question.beliefs(labels), question
-        # Each kind of what is asked counts once, in units of what is not known of it yet.
+        # Loss and N count equally, each in units of its present uncertainty.
         variance = beliefs.variances() + q.drift(q.reach)
         self.scale = np.array([1.0 / np.sqrt(variance[q.kinds == kind].sum()) for kind in q.kinds])
         beliefs.goals *= self.scale[:, None]
         self.beliefs = beliefs
 
     def buy(self, budget: float, max_runs: int | None = None) -> Design:
-        """The batch for so many FLOPs.
+        """Choose a batch for `budget` FLOPs.
 
-        Raises InputError where the budget is no positive number, or pays for no candidate.
+        Raises InputError where the budget is not positive or pays for no candidate.
         """
         (budget,) = positive("budget", [budget])
         if self.pool.flops.min() > budget:
@@ -370,18 +384,18 @@ class Buyer:
         return self._told(min(found, key=lambda chosen: self.value(self.with_beliefs(chosen), chosen)))
 
     def with_beliefs(self, chosen: list[int]) -> Beliefs:
-        """What will be believed once these runs are done."""
+        """Return the beliefs after the chosen runs."""
         beliefs = self.beliefs.copy()
         for i in chosen:
             beliefs.observe(self.slopes[:, i], self.place[i])
         return beliefs
 
     def value(self, beliefs: Beliefs, chosen: list[int]) -> float:
-        """The expected squared error of what is asked, over what it is without any batch."""
+        """Return the expected squared error of the targets, relative to that without a batch."""
         return float(beliefs.variances().sum() + self._drift(self._reach(chosen))) / len(set(self.question.kinds))
 
     def worth(self, beliefs: Beliefs, chosen: list[int]) -> Array:
-        """By how much each candidate lowers the squared error (unscaled by kinds) beside a batch, (k,)."""
+        """Return how much each candidate lowers the squared error when added to a batch, (k,)."""
         reach = self._reach(chosen)
         drift = self._drift(np.maximum(self.pool.size, reach))
         return np.asarray(beliefs.falls(self.slopes, self.place) + self._drift(reach) - drift)
@@ -411,7 +425,7 @@ class Buyer:
         return chosen, beliefs
 
     def _exchange(self, chosen: list[int], beliefs: Beliefs, budget: float, most: int) -> list[int]:
-        """Fedorov's exchanges: take a run back, buy the best that can then be paid, and whatever else fits."""
+        """Improve a batch by Fedorov's exchanges: remove a run, add the best affordable one, then fill up."""
         for _ in range(PASSES):
             improved = False
             for place in range(len(chosen) - 1, -1, -1):
@@ -435,7 +449,7 @@ class Buyer:
         return chosen
 
     def _told(self, chosen: list[int]) -> Design:
-        """The batch in order of worth per FLOP, each run given those before it."""
+        """Return the batch ordered by worth per FLOP, each run given those before it."""
         beliefs, left = self.beliefs.copy(), list(chosen)
         order: list[int] = []
         gains, flops = [], []
@@ -451,7 +465,7 @@ class Buyer:
         return Design(order, gains, flops, check, self.widths(self.beliefs, []), self.widths(beliefs, order))
 
     def widths(self, beliefs: Beliefs, chosen: list[int]) -> dict[str, float]:
-        """Standard deviations of what is asked, by kind."""
+        """Return the standard deviation of the targets, by kind."""
         q = self.question
         variance = beliefs.variances() / self.scale**2 + q.drift(self._reach(chosen))
         return {str(kind): float(np.sqrt(variance[q.kinds == kind].mean())) for kind in np.unique(q.kinds)}

@@ -1,9 +1,10 @@
-"""What a served token costs: a roofline of the two passes of generation, prefill and decode.
+"""The cost of a served token: a roofline of the two passes of generation, prefill and decode.
 
-      seconds = overhead + max(FLOPs / (peak e), bytes / (bandwidth f)), e and f what the software reaches of both
+      seconds = overhead + max(FLOPs / (peak e), bytes / (bandwidth f)), with efficiencies e and f of the software
 
-With N parameters of w bytes, k numbers of c bytes kept per position, and attention of width a (blocks times heads times
-their size), a decode pass gives b requests of context L a token each, and a prefill pass reads b prompts of L:
+N parameters have w bytes each; the cache keeps k numbers of c bytes per position; attention has width a (blocks x heads
+x head size). A decode pass writes one token for each of b requests of context L; a prefill pass reads b prompts of L
+tokens:
 
                  FLOPs                        bytes
       decode     b (2 N + 4 a L)              w N + b c k (L + 1)
@@ -12,7 +13,7 @@ their size), a decode pass gives b requests of context L a token each, and a pre
 All numbers may be arrays, and broadcast.
 
 Williams et al. 2009 (Roofline, CACM 52(4)); Pope et al. 2022, arXiv 2211.05102, sections 2 and 3; Kaplan et al. 2020,
-arXiv 2001.08361, table 1, for FLOPs; Sardana et al. 2023, arXiv 2401.00448, for what such costs do to the best N.
+arXiv 2001.08361, table 1, for FLOPs; Sardana et al. 2023, arXiv 2401.00448, for the effect on the best N.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from numpy.typing import ArrayLike
 
 from ..errors import Array, InputError, floats
 
-Spread = tuple[float, float, float]  # seconds of a generated token, of like runs: least, median, most
-WIDTH_PER_BLOCK = 128.0  # of a typical shape: width over depth, as in Kaplan et al. 2020, section 3.3 and after
+Spread = tuple[float, float, float]  # seconds per generated token over repeated runs: lowest, median, highest
+WIDTH_PER_BLOCK = 128.0  # width over depth of a typical model (Kaplan et al. 2020, section 3.3)
 
 
 class _Checked:
-    """A dataclass of numbers above zero, or zero too; efficiencies, MFUs and shares are at most 1."""
+    """A dataclass that checks its numbers: above zero, or at least zero if in `may_be_zero`; shares at most 1."""
 
     may_be_zero: ClassVar[tuple[str, ...]] = ()
 
@@ -41,11 +42,11 @@ class _Checked:
 
 @dataclass(frozen=True)
 class Served(_Checked):
-    """A model as serving sees it.
+    """A model's sizes that matter for serving.
 
-    N: parameters that a token is multiplied by, the head included and a table that is looked up not; kv_numbers: kept
-    per position, 2 * depth * kv_heads * head_dim; attention_width: depth * heads * head_dim; weight_bytes per
-    parameter, cache_bytes per kept number.
+    N: parameters that multiply a token, with the head but without embedding tables. kv_numbers: cached numbers per
+    position, 2 * depth * kv_heads * head_dim. attention_width: depth * heads * head_dim. weight_bytes per parameter,
+    cache_bytes per cached number.
     """
 
     N: ArrayLike
@@ -57,7 +58,7 @@ class Served(_Checked):
 
     @classmethod
     def typical(cls, N: ArrayLike, group: float = 1.0, weight_bytes: float = 2.0, cache_bytes: float = 2.0) -> Served:
-        """Of a usual shape: N = 12 depth width^2, width = 128 depth; `group` query heads share a key/value head."""
+        """Return a typical shape: N = 12 depth width^2, width = 128 depth, `group` query heads per key/value head."""
         depth = np.cbrt(floats(N) / (12.0 * WIDTH_PER_BLOCK**2))
         numbers = WIDTH_PER_BLOCK * depth**2
         return cls(N, 2.0 * numbers / group, numbers, weight_bytes, cache_bytes)
@@ -65,8 +66,8 @@ class Served(_Checked):
 
 @dataclass(frozen=True)
 class Device(_Checked):
-    """What serves it: FLOP/s of matrix products, bytes/s read from memory, dollars per hour, the shares of both rates
-    that the software reaches, and seconds that any pass takes.
+    """An accelerator: peak FLOP/s, bandwidth in bytes/s, dollars per hour, the efficiencies that software reaches, and
+    an overhead in seconds per pass.
     """
 
     peak: float
@@ -79,13 +80,13 @@ class Device(_Checked):
 
     @property
     def balance(self) -> float:
-        """FLOPs a byte above which a pass is bound by arithmetic."""
+        """Return the FLOPs per byte above which a pass is limited by arithmetic."""
         return self.peak * self.compute_efficiency / (self.bandwidth * self.bandwidth_efficiency)
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass: tokens read or written, FLOPs, bytes, seconds; bound where arithmetic takes longer than memory."""
+    """One pass: tokens read or written, FLOPs, bytes and seconds; `bound` is true where arithmetic is the limit."""
 
     tokens: Array
     flops: Array
@@ -99,14 +100,14 @@ class Pass:
 
 
 def decode(model: Served, device: Device, batch: ArrayLike, context: ArrayLike) -> Pass:
-    """One more token for each of `batch` requests that have `context` tokens behind them."""
+    """Return the pass that writes one token for each of `batch` requests, after `context` tokens."""
     N, k, a, b, L = _broadcast(model, batch=batch, context=context)
     read = model.weight_bytes * N + b * model.cache_bytes * k * (L + 1.0)
     return _pass(device, b, b * (2.0 * N + 4.0 * a * L), read)
 
 
 def prefill(model: Served, device: Device, batch: ArrayLike, prompt: ArrayLike) -> Pass:
-    """`batch` prompts of `prompt` tokens, read at once."""
+    """Return the pass that reads `batch` prompts of `prompt` tokens."""
     N, k, a, b, L = _broadcast(model, batch=batch, prompt=prompt)
     moved = model.weight_bytes * N + b * model.cache_bytes * k * L
     return _pass(device, b * L, b * L * (2.0 * N + 2.0 * a * (L + 1.0)), moved)
@@ -114,10 +115,10 @@ def prefill(model: Served, device: Device, batch: ArrayLike, prompt: ArrayLike) 
 
 @dataclass(frozen=True)
 class Prices(_Checked):
-    """What a FLOP costs, as in Sardana et al. 2023: dollars per accelerator hour, its peak FLOP/s, and the share of
-    that peak (MFU) that training, reading a prompt and writing an answer reach.
+    """Prices of a FLOP as in Sardana et al. 2023: dollars per accelerator hour, peak FLOP/s, and the shares of the peak
+    (MFU) that training, reading prompts and writing answers reach.
 
-    `output_share` of the served tokens are written, one at a time and so at a lower MFU.
+    `output_share` is the share of served tokens that are written, one at a time and so at a lower MFU.
     """
 
     train_hour: float
@@ -142,51 +143,51 @@ class Prices(_Checked):
         answer: float,
         train_mfu: float = 0.5,
     ) -> Prices:
-        """Prices in which the MFU of serving `batch` requests of `prompt` and `answer` tokens is computed.
+        """Return prices whose serving MFUs are computed for `batch` requests of `prompt` and `answer` tokens.
 
-        Both MFUs count 2 N FLOPs per token, as `inference_aware` does, and are those of the one `model` given: they
-        change slowly with N.
+        The MFUs count 2 N FLOPs per token, as `inference_aware` does. They hold for `model` and change slowly with N.
         """
         read = prefill(model, serve, batch, prompt).seconds_per_token
         written = decode(model, serve, batch, prompt + answer / 2.0).seconds_per_token
         if read.ndim or written.ndim:
             raise InputError("the served model is an array of models; prices belong to one.")
-        least = 2.0 * float(np.asarray(model.N)) / serve.peak  # seconds a token at the peak
+        least = 2.0 * float(np.asarray(model.N)) / serve.peak  # seconds per token at the peak
         mfus = (train_mfu, least / float(read), least / float(written))
         return cls(train.hour, train.peak, serve.hour, serve.peak, *mfus, answer / (prompt + answer))
 
     @property
     def train(self) -> float:
-        """Dollars per training FLOP."""
+        """Return dollars per training FLOP."""
         return self.train_hour / 3600.0 / self.train_peak / self.train_mfu
 
     @property
     def serve(self) -> float:
-        """Dollars per FLOP of serving."""
+        """Return dollars per FLOP of serving."""
         slowness = (1.0 - self.output_share) / self.input_mfu + self.output_share / self.output_mfu
         return self.serve_hour / 3600.0 / self.serve_peak * slowness
 
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Served tokens up to which what decodes slower costs less, training included; 0 or infinity: one always does."""
+    """The number of served tokens up to which the slower decoder costs less in total; 0: never, infinity: always."""
 
     tokens: float
     ci: tuple[float, float] | None
-    saved: float  # seconds per token, by the variant; 0 where the ranges overlap, so that training decides
+    saved: float  # seconds per token saved by the variant; 0 if the ranges overlap, so that training decides
 
 
 def break_even(
     training: float, multiplier: float, base: Spread, variant: Spread, ci: tuple[float, float] | None = None
 ) -> BreakEven:
-    """T + n d = T / K + n d', so n = T (1 / K - 1) / (d - d'), with its range over those of K and of both d.
+    """Return the n at which T + n d = T / K + n d': n = T (1 / K - 1) / (d - d'), with its range over K and both d.
 
-    T: seconds of the base; K: of the base over those of the variant at equal loss, and its interval `ci`.
+    `training` is T, the seconds to train the base. `multiplier` is K, T over the variant's seconds to equal loss, with
+    interval `ci`. d and d' are the seconds per token of `base` and `variant`.
     """
     least, saved, most = (base[i] - variant[2 - i] for i in range(3))
     gains = np.array([saved, least, most, most, least]) * float(least > 0 or most < 0)
     K = np.array([multiplier, *2 * (ci or ())])
-    with np.errstate(divide="ignore", invalid="ignore"):  # 1 / 0: the variant never has the loss
+    with np.errstate(divide="ignore", invalid="ignore"):  # 1 / 0: the variant never reaches the loss
         n, *ends = np.maximum(training * (1 / K - 1) / gains[: len(K)], 0.0).tolist()
     return BreakEven(n, (min(ends), max(ends)) if ends else None, float(gains[0]))
 

@@ -1,4 +1,4 @@
-"""What a careful reader would ask of a fit: plain warnings, worst first. `doctor.py` asks the table alone."""
+"""Plain warnings about a fit, worst first. `doctor.py` has the checks that need the table alone."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from .doctor import Found, Warning, examine, extrapolation, first_few
 from .outliers import find_outliers
 from .verdict import AGREE_WITHIN
 
-NAMED = 5
-INSIDE, STEPS = 0.8, 3  # share of losses that a healthy backtest holds, and steps that can show a bias
-SLIGHT = 1e-3  # a bias of relative loss that nobody minds
-HEAVY = 0.1  # weight of a form that counts
-MANY_OUTLIERS = 0.05  # share of the runs from which they have a cause in common
-# What limits a fit without being a fault of it comes last.
+# Thresholds chosen by hand unless a source is named.
+NAMED = 5  # outliers that a warning lists
+INSIDE = 0.8  # warn if fewer of the losses predicted by a backtest lie in their 95 % intervals
+STEPS = 3  # backtest steps needed before errors of one sign count as a bias
+SLIGHT = 1e-3  # relative bias of the loss that is too small to report
+HEAVY = 0.1  # weight from which a form of the mixture counts
+MANY_OUTLIERS = 0.05  # share of the runs from which outliers are assumed to have a common cause
+# Limits of a fit that are not faults come last.
 MILD = ("few_runs", "few_sizes", "narrow_span", "flop_convention", "vertex_uncertain", "dropped_worst", "derived_d")
 
 
 def run_checks(a: Analysis) -> tuple[Warning, ...]:
-    """All warnings of an analysis, worst first: what stops a fit, the table's faults, the fit's, and limits of both."""
+    """Return all warnings of an analysis: what prevents a fit, faults of the table, faults of the fit, then limits."""
     law, recipes, verdict = a.law, a.recipes, a.verdict
     found = [
         Warning(f"no_{one.key}", f"{one.title} has no answer: {one.reason.rstrip('.')}.")
@@ -33,7 +35,7 @@ def run_checks(a: Analysis) -> tuple[Warning, ...]:
         if not one.available
     ]
     found += [] if law is None else _solver(law)
-    # A profile whose lowest loss is at an edge is refused by its fit, with its own reason: said once is enough.
+    # The fit of a profile already reports a lowest loss at an edge; do not report it twice.
     found += [w for w in examine(a.table) if w.code != "edge_minimum"]
     found += [*_answer(a), *_backtest(a)]
     if len(recipes) > 1:
@@ -77,7 +79,7 @@ def _solver(law: Law) -> Found:
 
 
 def _answer(a: Analysis) -> Found:
-    """What of the first answer is in doubt."""
+    """Yield warnings about the first answer: a missing or wide interval, forms that disagree."""
     lead, C = a.lead, a.targets[0]
     known = interval(lead.at(C).N_ci, count) if lead.available else ""
     if a.resamples and known in ("no interval", UNDETERMINED):
@@ -97,7 +99,7 @@ def _answer(a: Analysis) -> Found:
 
 
 def _backtest(a: Analysis) -> Found:
-    """Whether the backtest confirms the answers, and as far as they are asked."""
+    """Yield warnings where the backtest contradicts the answers or does not reach the targets."""
     tested, top = a.backtest["tested"], float(a.table.flops.max())
     yield from extrapolation(top, a.targets, tested and tested["reach"])
     if tested is None or a.law is None:
@@ -139,7 +141,7 @@ def _outliers(a: Analysis, law: Law) -> Found:
 
 
 def _moved(law: Law, without: dict[str, float], C: float) -> str:
-    """What other constants do to D/N at C FLOPs and to the exponents."""
+    """Describe how D/N at C FLOPs and the exponents change under the constants `without`."""
     best = [unlimited(law, constants, np.array(C), own_convention(law)) for constants in (law.constants_, without)]
     was, now = (amount(float(np.ravel(D / N)[0])) for N, D, _ in best)
     exponents = "".join(

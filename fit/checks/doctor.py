@@ -1,7 +1,7 @@
-"""The doctor of a table of runs: what a careful reader would ask before any fit, in plain warnings.
+"""Checks of a table of runs before any fit, as plain warnings.
 
-Every check is one small function from a table to warnings: what was found, what that does to a fit, and what to do. It
-is silent about a healthy table and about columns that are not there; thresholds were set on published tables.
+Each check is a small function from a table to warnings that state the problem, its effect on a fit and the remedy. It
+yields nothing for a healthy table or an absent column. Thresholds were set on published tables.
 
 Hoffmann et al. 2022 (arXiv:2203.15556), appendix B; Besiroglu et al. 2024 (arXiv:2404.10102); Porian et al. 2024
 (arXiv:2406.19146); Haegele et al. 2024 (arXiv:2405.18392); Muennighoff et al. 2023 (arXiv:2305.16264); Li et al. 2025
@@ -28,33 +28,37 @@ from ..formatting import count, scientific, times
 from ..table import RunTable
 
 FEW_SIZES = 5
-LEAST_SIZES = METHODS["parabola"][1]  # without which a budget has no profile at all
-CONSTANTS = 5  # of the parametric law
+LEAST_SIZES = METHODS["parabola"][1]  # fewer sizes give a budget no profile at all
+CONSTANTS = 5  # constants of the parametric law
 FEW_RUNS = 10
 EXTRAPOLATION = 100.0
 BITS = 1 / np.log(2)  # bits in a nat
 ABSURD = 100.0  # FLOPs this many times off 6ND are in another unit, not under another convention
 EMBEDDING_SHARE = 0.1
-SAME_TOKENS = 1.02  # held-out sets of other lengths move the bytes per token by less
+SAME_TOKENS = 1.02  # ratio of bytes per token; held-out sets of different lengths differ by less
 CONSTANT = ("constant", "const", "constant_with_warmup", "stable", "none", "false")
 STABLE_FIRST = ("wsd", "warmup_stable_decay", "trapezoid", "trapezoidal")
 UNMATCHED = 1.25  # a schedule this many times D costs visibly (Hoffmann et al. 2022, figure A1)
 LONG_WARMUP = 0.2
-UNEVEN = 0.05  # probability of excesses as uneven by their noise alone
-WARMUP_BEYOND_N = 0.1  # share of the run from which a warm-up of more than N tokens is called long
+UNEVEN = 0.05  # p-value below which excess losses differ by more than their noise
+WARMUP_BEYOND_N = 0.1  # a warm-up of more than N tokens is long if it takes a larger share of the run
 MANY_EPOCHS = 4.0  # repetition up to here is nearly as good as new data (Muennighoff et al. 2023)
-EVEN_CHECKPOINTS, MANY_CHECKPOINTS = 6, 20  # D of one size, mostly equally spaced or with a falling loss: of one run
-MOST_VALUES, OVERLAP = 30, 0.2  # of a column that may name experiments, and how much of it N and D must leave
-EXPLAINED, VISIBLE, CHANCE = 0.2, 0.005, 1e-4  # of the losses by such a column: share, log loss, false alarms per table
+EVEN_CHECKPOINTS = 6  # rows of one size at this many equally spaced D look like checkpoints of one run ...
+MANY_CHECKPOINTS = 20  # ... and so do rows at this many D with a falling loss
+MOST_VALUES = 30  # distinct values of a column that may name experiments
+OVERLAP = 0.2  # share of such a column's variance that N and D must leave unexplained
+# A column names experiments if it explains this share of the residual variance, in steps of this log loss, and if
+# chance would show as much with this probability (per table).
+EXPLAINED, VISIBLE, CHANCE = 0.2, 0.005, 1e-4
 CHECKPOINT_NAME = re.compile(r"(^|[^a-z])(step|ckpt|checkpoint|iter|iteration)[^a-z0-9]*\d+[km]?([^a-z0-9].*)?$", re.I)
 
-COLUMNS: dict[str, list[str]] = read_constants("columns")  # role -> the names that a table may give it
+COLUMNS: dict[str, list[str]] = read_constants("columns")  # role -> accepted column names
 MAY_BE_ZERO = ("excess", "decay_share", "warmup_share", "warmup_tokens", "warmup_steps")
 
 
 @dataclass(frozen=True)
 class Warning:
-    """`code` is stable, for programs; `message` is for people and names the numbers."""
+    """A warning: a stable `code` for programs and a `message` with the numbers for the user."""
 
     code: str
     message: str
@@ -64,9 +68,9 @@ Found = Iterator[Warning]
 
 
 def examine(table: RunTable, targets: Sequence[float] = ()) -> tuple[Warning, ...]:
-    """Every warning that needs the table alone, worst first; `targets` are FLOP budgets that will be asked about.
+    """Return every warning that needs the table alone, worst first.
 
-    Raises InputError when a target is not a positive number.
+    `targets` are the FLOP budgets to be extrapolated to. Raises InputError when one is not a positive number.
     """
     found = [warning for check in CHECKS for warning in check(table)]
     return (*found, *extrapolation(float(table.flops.max()), positive("target", targets) if len(targets) else ()))
@@ -75,9 +79,9 @@ def examine(table: RunTable, targets: Sequence[float] = ()) -> tuple[Warning, ..
 def examine_plan(
     N: ArrayLike, D: ArrayLike, flops: ArrayLike, budget: ArrayLike, epochs: ArrayLike
 ) -> tuple[Warning, ...]:
-    """What fits would refuse or warn of for want of points, of planned runs (n,), before any loss is known.
+    """Return the warnings and refusals that planned runs (n,) will cause if they are too few or too alike.
 
-    `budget` and `epochs` are NaN where there is none, or it is not known.
+    `budget` and `epochs` are NaN where absent or unknown.
     """
     n, unknown = len(floats(N)), np.full(len(floats(N)), np.nan)
     names, rows = np.arange(n).astype(str), np.arange(n)
@@ -98,14 +102,14 @@ def examine_plan(
 
 
 def numbers(table: RunTable, role: str) -> Array:
-    """A numeric column of the runs (n,), NaN where it is absent or not a number that the quantity can have."""
+    """Return a numeric column of the runs (n,), NaN where it is absent or impossible for this quantity."""
     values = table.column(_column(table, role))
     possible = np.isfinite(values) & ((values > 0) | ((values == 0) & (role in MAY_BE_ZERO)))
     return np.where(possible, values, np.nan)
 
 
 def texts(table: RunTable, role: str) -> list[str]:
-    """A column of words of the runs, lower case, empty where there is none."""
+    """Return a text column of the runs in lower case, empty where it is absent."""
     name = _column(table, role)
     if not name:
         return [""] * len(table)
@@ -114,18 +118,18 @@ def texts(table: RunTable, role: str) -> list[str]:
 
 
 def _column(table: RunTable, role: str) -> str:
-    """The first column of a role in any case and with any separators; empty where there is none."""
+    """Return the name of a role's first column, ignoring case and separators; empty if there is none."""
     exist = {re.sub("[ -]", "_", str(name).strip().lower()): name for name in reversed(list(table.frame.columns))}
     return next((exist[name.lower()] for name in COLUMNS[role] if name.lower() in exist), "")
 
 
 def first_known(*columns: Array) -> Array:
-    """Of each run the first number that is not NaN, (n,)."""
+    """Return the first number of each row that is not NaN, (n,)."""
     return reduce(lambda one, other: np.where(np.isnan(one), other, one), columns)
 
 
 def named(table: RunTable, rows: np.ndarray) -> str:
-    """The run ids of some rows, the first three of them."""
+    """Return the run ids of the first three of some rows, as text."""
     return first_few(table.run_id[rows])
 
 
@@ -134,7 +138,7 @@ def first_few(words: Sequence[str], most: int = 3) -> str:
 
 
 def _alike(*columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Equal numbers (n,) for rows that are equal in all columns, and which rows repeat an earlier one."""
+    """Return a label (n,) per distinct row of the columns, and the rows that repeat an earlier one."""
     values = np.stack([np.unique(column, return_inverse=True)[1].ravel() for column in columns])
     _, first, point = np.unique(values, axis=1, return_index=True, return_inverse=True)
     return point.ravel(), np.setdiff1d(np.arange(len(columns[0])), first)
@@ -184,7 +188,7 @@ def _loss_unit(t: RunTable) -> Iterator[str]:
 
 
 def _as_in_bits(t: RunTable) -> bool:
-    """Whether the losses lie along the published law, 1/ln 2 times above it; English text lies at 0.88 to 1.22."""
+    """Return whether all losses are about 1/ln 2 times the published law; English text is at 0.88 to 1.22 times."""
     ordinary = (t.N >= 1e7) & (t.D >= 1e8)
     if ordinary.sum() < max(5, 0.5 * len(t)):
         return False
@@ -250,7 +254,7 @@ def pooled_experiments(t: RunTable) -> Found:
         flags = (levels[:, None] == values).astype(np.float64)
         own, sizes = _off(surface, flags), [len(np.unique(t.N[one > 0])) for one in flags]
         if np.median(sizes) < 3 or (own**2).sum() < OVERLAP * n * flags.var(axis=1).sum():
-            continue  # what N and D say in other words, as a width does
+            continue  # determined by N and D, like a width
         left = _off(own.T, rest)
         share, step = 1 - (left @ left) / (rest @ rest), float(np.std(rest - left))
         chance = fdtrc(len(flags) - 1, free, share / (len(flags) - 1) / ((1 - share) / free))
@@ -267,7 +271,7 @@ def pooled_experiments(t: RunTable) -> Found:
 
 
 def _bits_by_bytes(t: RunTable) -> np.ndarray:
-    """Rows whose loss over bits per byte is 1/ln 2 times that of all others; none where there are other differences."""
+    """Return rows whose loss per bit per byte is 1/ln 2 times that of all others; empty if other ratios occur."""
     per_byte = t.loss / numbers(t, "bits_per_byte")
     lifted = np.log(per_byte / np.nanmin(per_byte)) / np.log(BITS) if np.isfinite(per_byte).any() else per_byte
     known = lifted[np.isfinite(lifted)]
@@ -276,17 +280,17 @@ def _bits_by_bytes(t: RunTable) -> np.ndarray:
 
 
 def _bits_among_nats(t: RunTable) -> np.ndarray:
-    """Rows whose loss lies 1/ln 2 times above a smooth surface through the others; none unless that explains the table.
+    """Return rows whose loss is 1/ln 2 times a smooth surface through the others; empty unless that explains the table.
 
-    A quadratic surface in (log N, log D) and a set of lifted rows are fitted in turn, from many first guesses. Where
-    several sets do as well, the one with the flattest surface wins.
+    Alternates between fitting a quadratic surface in (log N, log D) and choosing the lifted rows, from many initial
+    guesses. Among sets that fit about equally well, the one with the flattest surface wins.
     """
     n, lift, nobody = len(t), np.log(BITS), np.empty(0, dtype=int)
     if n < 12:
         return nobody
     y, plane = np.log(t.loss), _surface(t, 1)
     surface = _surface(t, 2) if n >= 20 else plane
-    # First guesses: the table cut in two by its own order, as tables are joined, by C, by N and by D.
+    # Initial guesses: the table cut in two by row order (two tables may have been joined), by C, by N and by D.
     guesses = []
     for key in (np.arange(n), t.flops, t.N, t.D):
         rank = np.argsort(np.argsort(key, kind="stable"))
@@ -303,26 +307,26 @@ def _bits_among_nats(t: RunTable) -> np.ndarray:
     moved = _off(surface, best.astype(np.float64))
     if not 2 <= best.sum() <= n - 2 or spread.min() > np.linalg.norm(_off(surface, y)) / 3 or moved @ moved < 0.1:
         return nobody
-    free = float(moved @ y / (moved @ moved))  # the step that the losses themselves want
+    free = float(moved @ y / (moved @ moved))  # the step that fits the losses best
     return np.flatnonzero(best) if abs(free / lift - 1) < 0.1 else nobody
 
 
 def _surface(t: RunTable, degree: int) -> Array:
-    """Products of powers of log N and log D up to this degree, (n, terms)."""
+    """Return products of powers of log N and log D up to this total degree, (n, terms)."""
     x = np.log(np.stack([t.N, t.D]))
     x = (x - x.mean(1, keepdims=True)) / np.maximum(x.std(1, keepdims=True), 1e-9)
     return np.stack([x[0] ** i * x[1] ** j for i in range(degree + 1) for j in range(degree + 1 - i)], 1)
 
 
 def _off(columns: Array, values: Array) -> Array:
-    """What of values (..., n) no combination of columns (n, k) explains."""
+    """Return the residual of values (..., n) after projection onto columns (n, k)."""
     u, s, _ = np.linalg.svd(columns, full_matrices=False)
     basis = u[:, s > 1e-6 * s[0]]
     return values - values @ basis @ basis.T
 
 
 def embeddings(t: RunTable) -> Found:
-    """N without embeddings, and N counted both ways."""
+    """Check whether N leaves out embeddings, or is counted in both ways."""
     total, bare = numbers(t, "N_total"), numbers(t, "N_non_embedding")
     tables = numbers(t, "vocabulary") * numbers(t, "width")
     whole, part = np.isclose(t.N, total, rtol=1e-9), np.isclose(t.N, bare, rtol=1e-9)
@@ -334,7 +338,7 @@ def embeddings(t: RunTable) -> Found:
         )
         return
     larger = np.where(total > t.N, total, t.N + tables)
-    # An N smaller than one embedding table cannot contain it, whatever its column is called.
+    # An N smaller than one embedding table cannot include it, even if its column claims so.
     larger[~(part | (tables > t.N))] = np.nan
     share = (1 - t.N / larger)[np.isfinite(larger)]
     if share.max(initial=0) > EMBEDDING_SHARE or (part.all() and not share.size):
@@ -348,7 +352,7 @@ def embeddings(t: RunTable) -> Found:
 
 
 def active_parameters(t: RunTable) -> Found:
-    """N of a mixture of experts, which may count all of them or those of a token."""
+    """Check which parameters N of a mixture of experts counts: all, or those that a token uses."""
     active, every = numbers(t, "N_active"), numbers(t, "N_all")
     every = np.where(np.isfinite(every), every, t.N)
     share = (active / every)[active < 0.99 * every]
@@ -388,7 +392,7 @@ def mixed_schedules(t: RunTable) -> Found:
 
 
 def _decayed(t: RunTable) -> Array:
-    """1 where the learning rate fell to the end of the run, 0 where it did not, NaN where the table does not say."""
+    """Return 1 for runs whose learning rate decayed by their end, 0 for others, NaN where unknown."""
     share = numbers(t, "decay_share")
     found = np.full(len(t), np.nan)
     for i, kind in enumerate(texts(t, "schedule")):
@@ -474,7 +478,7 @@ def repeated_data(t: RunTable) -> Found:
 
 
 def repeated(epochs: Array) -> Found:
-    """Where runs (n,) go over their data more often than a law of N and D takes; NaN where that is not known."""
+    """Check whether runs repeat their data too often for a law of N and D; `epochs` (n,), NaN where unknown."""
     many = epochs > MANY_EPOCHS
     if many.any():
         yield Warning(
@@ -530,13 +534,13 @@ def branches(t: RunTable) -> Found:
 
 
 def _families(keys: Iterable[Hashable], groups: np.ndarray) -> list[int]:
-    """How many groups share each key, where more than one does; None is no key."""
+    """Return the number of groups for each key that several share; None is not a key."""
     members = Counter(key for key, _ in set(zip(keys, groups, strict=True)) if key is not None)
     return [count for count in members.values() if count > 1]
 
 
 def _curves(t: RunTable) -> list[Hashable]:
-    """The run of each row that looks like a checkpoint of one; all None unless that is half of the table."""
+    """Return a run label for each row that looks like a checkpoint; all None unless at least half of the rows do."""
     key, _ = _alike(t.N, *(np.nan_to_num(numbers(t, role)) for role in ("width", "learning_rate", "batch")))
     order = np.lexsort((t.loss, t.D, key))
     curve = np.full(len(t), -1)
@@ -586,7 +590,7 @@ def swept(t: RunTable) -> Found:
 
 
 def _without_a_rule(rate: Array, batch: Array, t: RunTable) -> bool:
-    """Whether learning rates (n,) follow neither N, D or C monotonically nor a power law in N, D and the batch."""
+    """Return whether learning rates (n,) are neither monotonic in N, D or C nor a power law in N, D and batch."""
     known = np.isfinite(rate)
     y = np.log(rate[known])
     if len(y) < 6 or np.ptp(y) < 0.01:
@@ -601,7 +605,7 @@ def _without_a_rule(rate: Array, batch: Array, t: RunTable) -> bool:
 
 
 def _monotone(x: Array, y: Array) -> bool:
-    """Whether y never falls as x rises; among equal x it must be one value."""
+    """Return whether y never falls as x rises and is the same at equal x."""
     order = np.lexsort((y, x))
     x, y = x[order], y[order]
     same = np.diff(x) < 1e-9
@@ -609,13 +613,13 @@ def _monotone(x: Array, y: Array) -> bool:
 
 
 def _duplicates(t: RunTable) -> Found:
-    """Rows that repeat a run, and runs that repeat another's numbers under another name."""
+    """Check for rows that repeat a run, and for runs that copy the numbers of another run."""
     _, again = _alike(t.run_id, t.N, t.D)
     said = []
     if again.size:
         said.append(f"{again.size} rows repeat the run id, N and D of another row ({named(t, again)})")
-    # Rounded losses of different runs may well be equal; to five decimals and more they are one measurement, unless
-    # there are so many runs at one (N, D), with other settings, that two must meet.
+    # Losses rounded to four decimals may be equal by chance; with more decimals they are one measurement. Runs with
+    # other settings are not compared, because among many at one (N, D) two may have the same loss.
     if np.abs(t.loss - np.round(t.loss, 4)).max() > 1e-9:
         settings = [np.nan_to_num(numbers(t, role)) for role in ("learning_rate", "batch")]
         copied = np.setdiff1d(_alike(t.N, t.D, t.loss, *settings)[1], again)
@@ -640,10 +644,10 @@ def few_runs(t: RunTable) -> Found:
 
 
 def _profiles(t: RunTable) -> Iterator[tuple[float, np.ndarray]]:
-    """Each budget and its runs (n,)."""
+    """Yield each budget and the mask (n,) of its runs."""
     labels, budgets = budget_levels(t.flops, t.N, t.budget)
     if not np.isfinite(t.budget).any() and (labels >= 0).mean() < 0.5:
-        return  # a ladder of sizes: what shares a budget does so by chance
+        return  # a ladder of sizes, where runs share a budget by chance
     for level, C in enumerate(budgets):
         yield C, labels == level
 
@@ -659,7 +663,7 @@ def few_sizes(t: RunTable) -> Found:
 
 
 def _edges(t: RunTable) -> Found:
-    """Budgets whose lowest loss is at an end of the sizes."""
+    """Check for budgets whose lowest loss is at the smallest or largest size."""
     edges: dict[str, list[str]] = {"smallest": [], "largest": []}
     for C, rows in _profiles(t):
         N, loss = t.N[rows], t.loss[rows]
@@ -699,8 +703,9 @@ def _provenance(t: RunTable) -> Found:
 
 
 def extrapolation(high: float, targets: Iterable[float], reach: float | None = None) -> Found:
-    """Where FLOP budgets `targets` (m,) lie beyond what was tested: `reach` times the largest run, of `high` FLOPs, by
-    a backtest, or far beyond it where there is none.
+    """Check for target budgets (FLOPs) farther beyond the largest run, of `high` FLOPs, than a backtest could test.
+
+    `reach` is the largest factor that it tested; None: there was no backtest, and EXTRAPOLATION is the limit.
     """
     far = [C for C in targets if (reach or EXTRAPOLATION) * high < C]
     said = ", ".join(f"{scientific(C)} FLOPs ({times(C / high)})" for C in far)

@@ -1,8 +1,8 @@
-"""Runs that the law of the others does not explain, and the fit without them.
+"""Outliers of a fitted law, and the fit without them.
 
-A residual is divided by a robust scale of the others and by the root of one less its leverage. The bound is that of
-Laplace noise, near which a log-Huber fit is best: one healthy table of a thousand has a run beyond it. Outliers hide
-each other, so the farthest are left out first and the law is fitted again until no run is beyond the bound.
+A residual is divided by a robust scale of the other residuals and by sqrt(1 - leverage). The bound is for Laplace
+noise, for which a log-Huber fit is nearly optimal: one healthy table in a thousand has a run beyond it. Outliers mask
+each other, so the farthest are removed first and the law is refitted until no run is beyond the bound.
 
 Cook and Weisberg 1982, Residuals and influence in regression; Besiroglu et al. 2024 (arXiv:2404.10102).
 """
@@ -17,16 +17,18 @@ import numpy as np
 from ..errors import Array
 from ..laws.law import Law
 
-ONCE_IN = 1000.0  # healthy tables
-ROUNDING = 1e-6  # no loss is known better than this, so no scale is smaller
-FREEDOM = 8  # runs beyond the law's constants below which their scatter is anyone's guess
-MOST = 1 / 3  # share of the runs that can be outliers of the others
+ONCE_IN = 1000.0  # one healthy table in this many has a false outlier (docs/decisions.md)
+ROUNDING = 1e-6  # smallest scale in log loss; no loss is known more exactly
+FREEDOM = 8  # with fewer runs beyond the law's constants the scale is too uncertain; chosen by hand
+MOST = 1 / 3  # largest share of runs that may be outliers; chosen by hand
 
 
 @dataclass(frozen=True)
 class Outliers:
-    """rows (k,) by falling distance from the law of the others, whose constants these are; residual (n,) in log loss
-    from that law; scatter, the median size of the residuals that are no outliers'.
+    """Outliers of a law, measured against the law refitted without them.
+
+    rows (k,): the outliers, farthest first. residual (n,): log loss minus that of the refitted law. scatter: median
+    absolute residual of the other runs. constants: those of the refitted law.
     """
 
     rows: np.ndarray
@@ -36,14 +38,14 @@ class Outliers:
 
 
 def find_outliers(law: Law) -> Outliers:
-    """The outliers of a fitted law, and its constants without them."""
+    """Return the outliers of a fitted law, and its constants without them."""
     constants, used = law.constants_, law.weight_ > 0
     kept, columns = used.copy(), [law.data_[name] for name in law.inputs]
     while True:
         residual = law.problem_.target - np.log(law.evaluate(constants, *columns))
         centred = residual - np.median(residual[kept])
         size = np.sort(np.abs(centred[kept]))
-        # A nearly L1 fit runs through as many points as it has constants; those say nothing about the scale.
+        # A nearly L1 fit runs through as many points as it has constants; these residuals do not measure the scale.
         scatter = max(float(np.median(size[min(law.problem_.free, len(size) - 1) :])), ROUNDING)
         pull = _leverage(law, constants, columns, kept)
         distance = np.abs(centred) / (scatter / np.log(2)) / np.sqrt(1 - pull)
@@ -60,7 +62,7 @@ def find_outliers(law: Law) -> Outliers:
 
 
 def _leverage(law: Law, constants: Mapping[str, float], columns: list[Array], kept: np.ndarray) -> Array:
-    """How much of each run's own loss enters its fitted value (n,), from 0 to 1; 0 for runs left out."""
+    """Return the leverage (n,) of each run, capped at 0.95; 0 for runs left out."""
 
     def fitted(name: str, factor: float) -> Array:
         return np.log(law.evaluate({**constants, name: constants[name] * factor}, *columns))[kept]

@@ -1,6 +1,6 @@
-"""Whether the approaches agree, and if not, why they may: the usual suspects, each only where the runs give evidence.
+"""The verdict on whether the approaches agree, and possible reasons where they do not.
 
-Each suspect is a sentence with the number that raised it.
+Each reason ("suspect") is a sentence with the number that supports it, and is given only where the runs show it.
 
 Hoffmann et al. 2022 (arXiv:2203.15556), Besiroglu et al. 2024 (arXiv:2404.10102), Porian et al. 2024
 (arXiv:2406.19146), Pearce and Song 2024 (arXiv:2406.12907).
@@ -18,12 +18,12 @@ from ..approaches.approaches import Approach
 from ..formatting import WIDE, amount, count, percent, scientific, times
 from ..table import RunTable
 
-AGREE_WITHIN = 3.0  # in N: wider intervals overlap whatever is true, and confirm nothing
+AGREE_WITHIN = 3.0  # factor in N; wider intervals overlap even if an approach is wrong (chosen by hand)
 
 
 @dataclass(frozen=True)
 class Clash:
-    """Two approaches whose N* intervals do not overlap at a budget: the sizes that they ask for."""
+    """Two approaches whose intervals of N* do not overlap at a budget, and their N*."""
 
     flops: float
     keys: tuple[str, str]
@@ -36,7 +36,7 @@ class Clash:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the approaches agree (None: cannot be judged), in one sentence; where they do not, the suspects."""
+    """The agreement of the approaches (None: cannot be judged), a sentence on it, and suspects where they disagree."""
 
     agree: bool | None
     sentence: str
@@ -55,7 +55,7 @@ def clashes(approaches: Mapping[str, Approach], budgets: Sequence[float]) -> lis
 
 
 def verdict(approaches: Mapping[str, Approach], targets: Sequence[float], table: RunTable) -> Verdict:
-    """Judged at the largest budget run and at every target, by the intervals of N*."""
+    """Judge by their intervals of N* whether the approaches agree at the largest run and at every target."""
     able = {key: approach for key, approach in approaches.items() if approach.available}
     if len(able) < 2:
         return Verdict(None, "Fewer than two approaches have an answer, so nothing confirms it.")
@@ -86,7 +86,7 @@ def verdict(approaches: Mapping[str, Approach], targets: Sequence[float], table:
 
 
 def find_suspects(approaches: Mapping[str, Approach], budgets: set[float], table: RunTable) -> tuple[str, ...]:
-    """What may explain a disagreement at `budgets` and has no warning of its own, each a sentence."""
+    """Return possible reasons for a disagreement at `budgets` that no other warning covers, as sentences."""
     said, one = [], approaches.get("envelope")
     share = 1.0 - table.column("N_non_embedding") / table.N
     if np.isfinite(share).all() and share.max() - share.min() > 0.1:
