@@ -1,4 +1,4 @@
-"""Tables in, laws out. Imports NumPy, SciPy, pandas and plotting only, and each only when it is used.
+"""Scaling laws from tables of runs. Needs NumPy, SciPy, pandas and plotting only, each imported at first use.
 
 from isoflop import fit
 runs = fit.read_table("outputs/chinchilla")
@@ -77,8 +77,8 @@ if TYPE_CHECKING:
     from .results import Analysis, answer
     from .table import RunTable, read_table
 
-# A module is loaded when one of its names is first asked for, and so `from isoflop import fit` takes a tenth of a
-# second. Where each name lives is read off the imports above, which type checkers see.
+# Modules are imported when one of their names is first used, so that `from isoflop import fit` takes a tenth of a
+# second. The home of each name is read from the imports above, which type checkers see.
 _HOMES = {
     alias.name: node.module
     for node in ast.walk(ast.parse(Path(__file__).read_text()))

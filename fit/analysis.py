@@ -1,6 +1,6 @@
-"""One table in, everything that can be said about it out: three approaches, intervals, a backtest, and the warnings.
+"""The full analysis of a table: three approaches, intervals, a backtest and warnings.
 
-An approach that cannot be fitted does not stop the others: it has a reason instead, so that a report is always written.
+An approach that cannot be fitted has a reason instead and does not stop the others, so a report is always written.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .results import Analysis
 from .table import RunTable
 from .uncertainty import check_resampling
 
-QUICK = 300  # resamples behind the intervals of side tables: conventions and tasks
+QUICK = 300  # resamples for side tables (conventions, tasks, experts); fewer than the main fit, for speed
 
 
-@np.errstate(all="ignore")  # a term that vanished gives zeros and infinities, which are told in words
+@np.errstate(all="ignore")  # zeros and infinities of vanished terms are reported in words
 def analyze(
     table: RunTable,
     targets: Sequence[float] = (1e24,),
@@ -40,12 +40,25 @@ def analyze(
     convention: str = "table",
     intervals: str = "mixture",
 ) -> Analysis:
-    """Fit all three approaches to finished runs; of several data recipes each has a law, and all else is of the base.
+    """Fit all three approaches to finished runs. With several data recipes, each has a law and the rest is for the
+    base.
 
-    targets: FLOP budgets to answer for. bootstrap: resamples over runs, 0 for no intervals. law: an unfitted law of N
-    and D, by default Chinchilla's; it is not changed. convention: how FLOPs are counted, "table" (as the runs') or
-    "6nd". intervals: "mixture" lets a mixture of forms answer first, "noise" leaves it out. Raises InputError when a
-    target is not a positive number or the bootstrap is out of range.
+    Parameters
+    ----------
+    table
+        The runs.
+    targets
+        FLOP budgets to predict for.
+    bootstrap
+        Resamples of runs; 0 for no intervals.
+    seed
+        Seed of the resamples.
+    law
+        An unfitted law of N and D, by default Chinchilla's; it is not changed.
+    convention
+        How FLOPs are counted: "table" (as the runs') or "6nd".
+    intervals
+        "mixture" to let a mixture of forms answer first, "noise" to leave it out.
     """
     goals = tuple(float(C) for C in positive("target", np.atleast_1d(np.asarray(targets, dtype=np.float64))))
     check_resampling(bootstrap, seed, least=0)
@@ -63,12 +76,12 @@ def analyze(
     fitted = fit_parametric(table, table.N, law, bootstrap, seed)
     runs = (table.N, table.D, table.loss, table.flops, table.budget)
     profiles, envelope = IsoflopProfiles("valley").fit(*runs, table.weight), Envelope().fit(*runs)
-    if note is not None:  # runs that share a budget of the table share none of 6ND, and are moved
+    if note is not None:  # runs of one budget have different 6ND: move them to a common one
         mover = None if fitted[0] is None else (table.N, fitted[0])
         profiles, envelope, _ = read_off(as_given, table.N, table.flops, mover)
     approaches = three_approaches(profiles, envelope, fitted, table, (table.N, table.flops), bootstrap, seed)
     quick, spend = min(bootstrap, QUICK), flops_per_token(table.N, table.D, table.flops)
-    # Fitted in the table's own count whatever is asked, so that a saved mixture answers alike in every convention.
+    # Always fitted in the table's count, so that a saved mixture gives the same answer in every convention.
     mixture = mix_forms(as_given, spend, bootstrap, seed) if intervals == "mixture" else None
     found = Analysis(
         table=table,

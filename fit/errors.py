@@ -1,4 +1,4 @@
-"""The room's one exception for bad input, and the checks of numbers that every law shares."""
+"""InputError, the only exception for bad input in this folder, and the checks of numbers that all laws share."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-SPREAD = 1.05  # of N or of D, below which their differences are rounding
-FLAT = 1e-6  # relative difference of losses up to which they are the same: far above rounding, far below any noise
-LEAST, MOST = 1e-60, 1e60  # squares and products of two such numbers stay finite
+SPREAD = 1.05  # largest over smallest N or D below which differences count as rounding; chosen by hand
+FLAT = 1e-6  # relative difference up to which losses are equal; far above rounding, far below any noise
+LEAST, MOST = 1e-60, 1e60  # accepted range; squares and products of two such numbers stay finite
 Array = NDArray[np.float64]
 Columns = dict[str, Array]
 Constants = Mapping[str, Any]  # of a law: name -> number or array
-Say = Callable[[str], str]  # how a constant of that name is written
+Say = Callable[[str], str]  # formats the constant of that name
 
 
 def floats(values: Any) -> Array:
@@ -22,23 +22,23 @@ def floats(values: Any) -> Array:
 
 
 def unboxed(value: Any) -> Any:
-    """A float for a number, else the array."""
+    """Return a float for a scalar, else the array."""
     array = floats(value)
     return float(array) if array.ndim == 0 else array
 
 
 class InputError(ValueError):
-    """Bad input. The message is one sentence: the field, the value, and what would be accepted."""
+    """Bad input. The message is one sentence with the field, its value and what is accepted."""
 
 
 def positive(name: str, values: ArrayLike, rows: Any = None) -> Array:
-    """`values` as a flat float64 array of numbers from LEAST to MOST; `rows` labels them in errors."""
+    """Return `values` as a flat float64 array, checked to lie from LEAST to MOST; `rows` labels them in errors."""
     numbers = _checked(name, values, rows, "a finite number above zero", lambda v: v > 0)
     return _checked(name, numbers, rows, f"from {LEAST:g} to {MOST:g}", lambda v: (v >= LEAST) & (v <= MOST))
 
 
 def check_weights(values: ArrayLike | None, points: int, rows: Any = None) -> Array:
-    """Weights of shape (points,): ones when None, else finite, not negative, and not all zero."""
+    """Return checked weights (points,): ones when None, else finite, not negative, and not all zero."""
     if values is None:
         return np.ones(points)
     checked = _checked("weight", values, rows, "a finite number, zero or more", lambda v: v >= 0)
@@ -50,7 +50,7 @@ def check_weights(values: ArrayLike | None, points: int, rows: Any = None) -> Ar
 
 
 def one_of(name: str, value: Any, accepted: Iterable[str]) -> None:
-    """Raise InputError unless the value is one of those that are accepted."""
+    """Raise InputError unless the value is one of `accepted`."""
     if value not in (choices := list(accepted)):
         raise InputError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
 
@@ -61,7 +61,7 @@ def check_level(level: float) -> None:
 
 
 def by_name(what: str, names: Sequence[str], given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments given by position or by name, in the order of `names`."""
+    """Return arguments passed by position or by name, in the order of `names`."""
     found = dict(zip(names, given, strict=False)) | dict(named)
     if len(given) + len(named) != len(names) or set(found) != set(names):
         said = ", ".join([*(f"#{i + 1}" for i in range(len(given))), *named]) or "nothing"
@@ -70,7 +70,7 @@ def by_name(what: str, names: Sequence[str], given: Sequence[Any], named: Mappin
 
 
 def same_length(**columns: Array) -> None:
-    """Raises InputError unless all columns have one length."""
+    """Raise InputError unless all columns have the same length."""
     lengths = {name: len(values) for name, values in columns.items()}
     if len(set(lengths.values())) > 1:
         said = ", ".join(f"{name} has {length}" for name, length in lengths.items())
@@ -86,12 +86,12 @@ def enough(points: int, parameters: int, what: str) -> None:
 
 
 def is_uneven(loss: Array) -> bool:
-    """Return whether losses differ by more than rounding, so that a law or a contour can follow them."""
+    """Return whether losses differ by more than rounding, as a law or a contour needs."""
     return bool(np.isfinite(loss).all() and np.ptp(loss) > FLAT * np.abs(loss).max())
 
 
 def need_uneven(name: str, values: Array) -> None:
-    """Raise InputError if all values are equal within rounding, because then they do not identify a law."""
+    """Raise InputError if all values are equal within rounding and so do not identify a law."""
     if not is_uneven(values):
         raise InputError(
             f"{name} is {values[0]:.6g} in every row, to within {FLAT:g} of it; a law needs values that differ by more."
@@ -99,7 +99,7 @@ def need_uneven(name: str, values: Array) -> None:
 
 
 def identifiable(N: Array, D: Array) -> None:
-    """Raises InputError when log N and log D do not vary separately, so that two exponents cannot be told apart."""
+    """Raise InputError if log N and log D do not vary separately, so that their exponents are not identified."""
     for name, values, what in (("N", N, "size"), ("D", D, "number of tokens")):
         low, high = values.min(), values.max()
         if high / low < SPREAD:
@@ -107,7 +107,7 @@ def identifiable(N: Array, D: Array) -> None:
             raise InputError(f"{name} {said}; a law in N and D needs more than one {what}.")
     centred = np.stack([np.log(N) - np.log(N).mean(), np.log(D) - np.log(D).mean()])
     spread = np.linalg.svd(centred / np.linalg.norm(centred, axis=1, keepdims=True), compute_uv=False)
-    # Below one part in a hundred, what separates the exponents is rounding of batch sizes, not design.
+    # A smaller spread comes from rounding to whole batches and not from design.
     if spread[1] < 0.01 * spread[0]:
         raise InputError(
             "all runs are collinear in (log N, log D), so alpha and beta are not identifiable; "

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, files from outside that are what they must be, and this room's tables."""
+"""Files that are written whole or not at all, validated input files, and the tables of constants of this folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Form = TypeVar("Form")
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` that takes its place when the block ends well, and vanishes when it does not.
+    """Yield a temporary path that replaces `path` when the block succeeds, and is deleted when it fails.
 
     Raises InputError when the folder cannot be written to or the disk is full.
     """
@@ -36,7 +36,7 @@ def replacing(path: Path) -> Iterator[Path]:
             os.fsync(written.fileno())
         umask = os.umask(0)
         os.umask(umask)
-        temporary.chmod(0o666 & ~umask)  # mkstemp keeps others from reading, which a report does not want
+        temporary.chmod(0o666 & ~umask)  # mkstemp denies access to others, who should be able to read a report
         temporary.replace(path)
     except OSError as error:
         raise InputError(f"{path} cannot be written ({error.strerror}); make room or give another folder.") from None
@@ -46,9 +46,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def filling(folder: Path, ours: Collection[str]) -> Iterator[Path]:
-    """A temporary folder whose files go to `folder` when the block ends well; else nothing changes.
+    """Yield a temporary folder whose files move to `folder` when the block succeeds; otherwise nothing changes.
 
-    Those of the files `ours` that were not written go from `folder`. Raises InputError where it cannot be made.
+    Files named in `ours` that were not written are deleted from `folder`. Raises InputError if it cannot be made.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -80,15 +80,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_constants(name: str) -> Any:
-    """A table of this room, constants/<name>.yaml."""
+    """Read constants/<name>.yaml."""
     return yaml.safe_load((Path(__file__).parent / "constants" / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def read_document(path: Path, form: type[Form], largest: int = 64 << 20) -> Form:
-    """A JSON or YAML file from outside as `form`, any type that msgspec knows: a dataclass, `dict[str, float]`, …
+    """Read a JSON or YAML file as `form`, any type that msgspec supports, such as a dataclass or `dict[str, float]`.
 
-    Raises:
-        InputError: it cannot be read, has more than `largest` bytes, or has another form; names file and field.
+    Raises InputError if it cannot be read, has more than `largest` bytes, or is not of this form.
     """
     try:
         if (size := path.stat().st_size) > largest:
@@ -99,12 +98,12 @@ def read_document(path: Path, form: type[Form], largest: int = 64 << 20) -> Form
     return parse_document(content, str(path), form, path.suffix in (".yaml", ".yml"))
 
 
-def parse_document(content: bytes, said: str, form: type[Form], is_yaml: bool = False) -> Form:
-    """The text of a JSON or YAML file as `form`; `said` is what errors call it."""
+def parse_document(content: bytes, source: str, form: type[Form], is_yaml: bool = False) -> Form:
+    """Parse JSON or YAML as `form`; `source` is its name in errors."""
     try:
         return msgspec.convert(yaml.safe_load(content), form) if is_yaml else msgspec.json.decode(content, type=form)
     except RecursionError:
-        raise InputError(f"{said} is nested too deeply; write it without so many levels.") from None
+        raise InputError(f"{source} is nested too deeply; write it without so many levels.") from None
     except (msgspec.MsgspecError, yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).replace("`", "").replace(" - at $", " at $").split())
-        raise InputError(f"{said} is not what it must be: {reason[:300]}.") from None
+        raise InputError(f"{source} is not what it must be: {reason[:300]}.") from None

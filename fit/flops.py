@@ -1,7 +1,6 @@
-"""FLOPs per token by model size, read off the runs of a table, so that an optimum can be found under their convention.
+"""FLOPs per token by model size, estimated from a table's runs, to find optima in the table's FLOP convention.
 
-The leading 6N is given and not fitted: attention over a fixed context grows as N^(2/3), a vocabulary's tables as
-N^(1/3).
+The leading 6N is fixed; attention over a fixed context grows as N^(2/3), a vocabulary's tables as N^(1/3).
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from .errors import Array, InputError, positive, same_length
 
 CONVENTIONS = ("table", "6nd")
 
-SAME = 1e-3  # relative difference up to which two counts of FLOPs are one convention
+SAME = 1e-3  # relative difference up to which two counts of FLOPs are the same convention
 
 
 @dataclass(frozen=True)
 class FlopsPerToken:
-    """linear N + attention N^(2/3) + tables N^(1/3) training FLOPs per token; below `smallest`, in proportion to N."""
+    """Training FLOPs per token: linear N + attention N^(2/3) + tables N^(1/3), proportional to N below `smallest`."""
 
     linear: float = 6.0
     attention: float = 0.0
@@ -34,9 +33,7 @@ class FlopsPerToken:
 
     @classmethod
     def measured(cls, N: ArrayLike, D: ArrayLike, flops: ArrayLike) -> FlopsPerToken:
-        """From runs, all (n,), by least squares of the relative error beside 6N, or proportional to N where that is
-        closer.
-        """
+        """Fit attention and tables to runs, all (n,), by relative least squares; use k N instead if that is closer."""
         N, D, flops = positive("N", N), positive("D", D), positive("flops", flops)
         same_length(N=N, D=D, flops=flops)
         x, each, smallest = np.cbrt(1.0 / N), flops / (N * D), float(N.min())
@@ -49,7 +46,7 @@ class FlopsPerToken:
 
 
 def convention_name(spend: float | Callable[[Array], Array] | None) -> str:
-    """How FLOPs per token are counted, as results name it: 6nd, another multiple of ND, or as the table does."""
+    """Return the name of a FLOP convention in results: "6nd", another multiple of ND, or "table"."""
     return "table" if callable(spend) else f"{spend or 6.0:g}nd"
 
 
@@ -63,6 +60,6 @@ def check_convention(convention: str) -> None:
 
 
 def flops_per_token(N: Array, D: Array, flops: Array) -> FlopsPerToken | None:
-    """The convention of runs, all (n,); None where it is 6N, for which the optimum has a closed form."""
+    """Return the convention of runs, all (n,); None if it is 6N, for which the optimum has a closed form."""
     same = np.all(np.abs(flops / (6.0 * N * D) - 1.0) < SAME)
     return None if same else FlopsPerToken.measured(N, D, flops)

@@ -1,4 +1,4 @@
-"""Numbers as people read them: 15.2k parameters, 1.2e24 FLOPs, an interval with an open end."""
+"""Numbers formatted for users: 15.2k parameters, 1.2e24 FLOPs, an interval with an open end."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 
 from .errors import InputError
 
-WIDE = 1e5  # an interval of more than five decades is no answer
+WIDE = 1e5  # an interval wider than this factor is reported as undetermined; chosen by hand
 UNDETERMINED = "undetermined"
 NOTHING = "–"
-INTERVALS = {  # what those of each kind cover
+INTERVALS = {  # what intervals of each kind cover
     "mixture": "Intervals of the mixture cover the noise of these runs and that no form is right; those of the "
     "approaches cover the noise alone.",
     "noise": "Intervals cover the noise of these runs under one form; extrapolations err by more.",
@@ -23,7 +23,7 @@ SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def count(value: float | None, digits: int = 3) -> str:
-    """Parameters and tokens: 15.2k, 70.3B, and scientific beyond thousands of T."""
+    """Format parameters or tokens: 15.2k, 70.3B, and scientific from 1000T."""
     if value is None or not math.isfinite(value):
         return NOTHING
     if value >= 9.995e14 or 0 < value < 0.01:
@@ -35,7 +35,7 @@ def count(value: float | None, digits: int = 3) -> str:
 
 
 def scientific(value: float | None, digits: int = 3) -> str:
-    """FLOPs: 1.2e24, without a plus sign or padding zeros."""
+    """Format FLOPs: 1.2e24, without a plus sign or padding zeros."""
     if value is None or not math.isfinite(value):
         return NOTHING
     if value == 0:
@@ -47,7 +47,7 @@ def scientific(value: float | None, digits: int = 3) -> str:
 
 
 def plain(value: float, digits: int = 3) -> str:
-    """A number of ordinary size to `digits` significant digits, zeros kept: 1.20, 15.2, 482."""
+    """Format a number to `digits` significant digits with trailing zeros: 1.20, 15.2, 482."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else NOTHING
     value = rounded(value, digits)
@@ -60,19 +60,19 @@ def rounded(value: float, digits: int) -> float:
 
 
 def amount(value: float | None, digits: int = 3) -> str:
-    """A number without a unit, such as tokens per parameter: scientific where it is very large or small."""
+    """Format a number without unit, such as tokens per parameter; scientific if very large or small."""
     if value is None or not math.isfinite(value):
         return NOTHING
     return plain(value, digits) if value == 0 or 0.01 <= value < 1e5 else scientific(value, digits)
 
 
 def fixed(value: float | None, decimals: int = 3, sign: str = "") -> str:
-    """A number with so many decimals, as losses and exponents have; `sign` "+" shows that of positive ones too."""
+    """Format a loss or exponent with this many decimals; `sign` "+" adds a plus sign to positive numbers."""
     return NOTHING if value is None or not math.isfinite(value) else f"{value:{sign}.{decimals}f}"
 
 
 def times(factor: float) -> str:
-    """How many times: 2.5 times, 10 times, 1,000 times, 3.3e11 times."""
+    """Format a factor: 2.5 times, 10 times, 1,000 times, 3.3e11 times."""
     if 999.5 <= factor < 99_950:
         return f"{rounded(factor, 3):,.0f} times"
     return f"{f'{factor:.3g}' if 0.01 <= factor < 999.5 else scientific(factor, 2)} times"
@@ -85,9 +85,7 @@ def percent(value: float | None, signed: bool = False) -> str:
 
 
 def interval(pair: tuple[float, float] | None, say: Callable[..., str], *options: Any) -> str:
-    """Low to high through `say(value, *options)`; an unbounded end is an infinity sign, and a range beyond WIDE says
-    nothing.
-    """
+    """Format low and high by `say(value, *options)`; a range wider than WIDE is UNDETERMINED."""
     if pair is None or math.isnan(pair[0]) or math.isnan(pair[1]):
         return "no interval"
     if pair[1] > WIDE * abs(pair[0]):
@@ -103,12 +101,12 @@ def check_intervals(kind: str) -> None:
 
 
 def text(value: object) -> str:
-    """Any string from data, safe inside HTML."""
+    """Escape a string from data for HTML."""
     return escape(str(value), quote=True)
 
 
 def plain_json(value: Any) -> Any:
-    """JSON's own types: no NumPy scalars, no tuples, null for what is not a finite number."""
+    """Convert to JSON's types: no NumPy scalars or tuples, null for numbers that are not finite."""
     if isinstance(value, dict):
         return {key: plain_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,7 @@
-"""What figures show, as numbers and colours, and Matplotlib figures of it for papers; report/figures.py draws the same.
+"""The data and colours of all figures, and Matplotlib figures for papers; report/figures.py draws the same with plotly.
 
-Special here: every function draws on axes that it is given or makes its own, and returns the axes; nothing is shown or
-saved behind your back, and the style is applied to these axes alone. No law and no analysis is imported.
+Every function draws on the axes passed to it, or on new ones, and returns them. Nothing is shown or saved, and no
+global style is changed. No law or analysis is imported.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Law = Any  # of N and D, fitted
 Analysis = Any
 Series = tuple[Array, Array]  # x and y, each (m,)
 
-# Colours carry meaning: viridis is size or budget (ordered, readable by every eye), three Okabe-Ito colours are the
-# approaches, each with its own dash (solid, dash or dot) and symbol, too.
+# Viridis encodes size or budget (ordered, safe for colour-blind readers); Okabe-Ito colours encode the approaches, each
+# also with its own dash and symbol.
 APPROACH_STYLE = {
     "mixture": ("#1b1f24", "solid", "star"),
     "envelope": ("#009E73", "dot", "diamond"),
     "isoflop": ("#D55E00", "dash", "square"),
     "parametric": ("#0072B2", "solid", "circle"),
 }
-# Viridis, sampled, without its palest end, which is lost on white.
+# Samples of viridis without its palest end, which is invisible on white.
 VIRIDIS = ((68, 1, 84), (70, 50, 127), (54, 92, 141), (39, 127, 142), (31, 161, 135), (74, 194, 109), (159, 218, 58))
 FAINT, GRID = "#6a737d", "#e7eaee"
 LOSS = "loss (nats per token)"
@@ -44,7 +44,7 @@ OPTIMUM_TITLES = {
     "loss": "loss of the best run (nats per token)",
 }
 CURVE_TITLES = {"tokens": "tokens seen", "flops": "training FLOPs"}
-# Every file that `save_figures` may write.
+# Every figure that `save_figures` may write.
 FIGURES: tuple[str, ...] = ("isoflop", "contours", "residuals", "bootstrap", "backtest")
 FIGURES += (*(f"optimal_{quantity}" for quantity in OPTIMUM_TITLES), *(f"loss_by_{by}" for by in CURVE_TITLES))
 SIZE = (6.0, 4.2)
@@ -55,7 +55,7 @@ STAR: dict[str, Any] = {"marker": "*", "s": 120, "edgecolor": "black", "linewidt
 
 
 def shade(share: float) -> str:
-    """A colour of the ordered scale at 0 to 1."""
+    """Return the colour of the ordered scale at `share`, 0 to 1."""
     at = float(np.clip(share, 0, 1)) * (len(VIRIDIS) - 1)
     low = min(int(at), len(VIRIDIS) - 2)
     mixed = (round(a + (at - low) * (b - a)) for a, b in zip(VIRIDIS[low], VIRIDIS[low + 1], strict=True))
@@ -63,22 +63,20 @@ def shade(share: float) -> str:
 
 
 def shades(values: Array) -> list[str]:
-    """Colours by the logarithm of the values."""
+    """Return colours by the logarithm of the values."""
     log = np.log(values)
     span = np.ptp(log)
     return [shade(0.3 if span == 0 else (v - log.min()) / span) for v in log]
 
 
 def profile_curve(profile: Any) -> Series:
-    """N and loss along the curve of an isoFLOP profile, a little beyond its sizes."""
+    """Return N and loss along the curve of an isoFLOP profile, slightly beyond its sizes."""
     N = np.geomspace(profile.N.min() / 1.15, profile.N.max() * 1.15, 80)
     return N, profile.curve(N)
 
 
 def loss_contours(law: Law, N: Array, D: Array) -> tuple[Array, Array, Array, tuple[float, float, float], Optimum]:
-    """Of a law around runs of sizes N and tokens D (runs,): N (n,), D (d,), loss (d, n), round levels from low to
-    high by a step, and the compute-efficient frontier.
-    """
+    """Return N (n,), D (d,), loss (d, n), contour levels (low, high, step) and the efficient frontier around runs."""
     n, d = (np.geomspace(values.min() / 2, values.max() * 2, 60) for values in (N, D))
     loss = np.asarray(law.predict(n[None, :], d[:, None]))
     low, high = float(loss.min()), float(np.quantile(loss, 0.97))
@@ -90,7 +88,7 @@ def loss_contours(law: Law, N: Array, D: Array) -> tuple[Array, Array, Array, tu
 
 
 def allocation_lines(a: Analysis, quantity: str, C: Array) -> list[tuple[Any, Array, Array | None]]:
-    """Of every approach that says: the approach, its N, D or loss at budgets C (m,), and the band (m, 2), if known."""
+    """Return each approach with an answer, its N, D or loss at budgets C (m,), and its band (m, 2) or None."""
     lines = []
     for approach in a.ranked:
         values, band = (found[quantity] for found in approach.answers(C))
@@ -100,7 +98,7 @@ def allocation_lines(a: Analysis, quantity: str, C: Array) -> list[tuple[Any, Ar
 
 
 def measured_optima(a: Analysis, quantity: str) -> tuple[Series, Series]:
-    """N, D or loss that the runs show by budget: accepted isoFLOP vertices, and the envelope's winners."""
+    """Return the measured N, D or loss by budget: accepted isoFLOP vertices, and the envelope's winners."""
     good = a.profiles.accepted_
     name = {"N": "N_best", "D": "D_best", "loss": "loss_best"}[quantity]
     vertices = np.array([p.flops for p in good]), np.array([getattr(p, name) for p in good])
@@ -108,8 +106,9 @@ def measured_optima(a: Analysis, quantity: str) -> tuple[Series, Series]:
 
 
 def loss_curves(a: Analysis, curves: Any, by: str) -> list[tuple[str, float, Array, Array]]:
-    """Run, N, x and loss of each curve (DataFrame: run_id, tokens, flops, loss) of the table's runs, where x is `by`:
-    tokens or flops.
+    """Return run, N, x and loss of each of the table's runs in `curves` (run_id, tokens, flops, loss).
+
+    `by` is x: tokens or flops.
     """
     sizes = dict(zip(a.table.run_id.tolist(), a.table.N.tolist(), strict=True))
     if curves is None or not {"run_id", "loss", by} <= set(curves):
@@ -133,7 +132,7 @@ def _axes(ax: Axes | None, x: str, y: str, log_x: bool = True, log_y: bool = Fal
         from matplotlib.ticker import LogFormatterSciNotation
 
         ax.set_xscale("log")
-        # Labels between powers of ten only where there is hardly one power on the axis: else they overlap.
+        # Minor labels only on axes of less than about one decade; on others they would overlap.
         ax.xaxis.set_minor_formatter(LogFormatterSciNotation(minor_thresholds=(0.6, 0.3)))
     if log_y:
         ax.set_yscale("log")
@@ -155,7 +154,7 @@ def _legend(ax: Axes, columns: int) -> Axes:
 
 
 def plot_contours(law: Law, N: Array, D: Array, loss: Array, ax: Axes | None = None) -> Axes:
-    """Loss of the law over (N, D), the runs, and the compute-efficient frontier."""
+    """Plot contours of the law's loss over (N, D), the runs, and the compute-efficient frontier."""
     ax = _axes(ax, "parameters N", "tokens D", log_y=True)
     n, d, surface, (low, high, step), best = loss_contours(law, N, D)
     levels = np.arange(low, high + step / 2, step)
@@ -167,7 +166,7 @@ def plot_contours(law: Law, N: Array, D: Array, loss: Array, ax: Axes | None = N
 
 
 def plot_isoflop(profiles: Any, ax: Axes | None = None) -> Axes:
-    """Runs, curve and vertex of each budget; a refused curve is dotted and has no vertex."""
+    """Plot runs, curve and vertex of each budget; a refused curve is dotted and has no vertex."""
     ax = _axes(ax, "parameters N", LOSS)
     shown = profiles.profiles_
     for p, colour in zip(shown, shades(np.array([p.flops for p in shown])) if shown else [], strict=True):
@@ -181,9 +180,7 @@ def plot_isoflop(profiles: Any, ax: Axes | None = None) -> Axes:
 
 
 def plot_allocation(analysis: Analysis, quantity: str = "N", ax: Axes | None = None) -> Axes:
-    """N, D or loss of the best run by budget, with bands of every approach that has an answer; `quantity` is N, D or
-    loss.
-    """
+    """Plot the optimal `quantity` (N, D or loss) by budget for every approach with an answer, with bands."""
     log = quantity != "loss"
     ax = _axes(ax, "training FLOPs", OPTIMUM_TITLES[quantity], log_y=log)
     C = np.geomspace(analysis.table.flops.min() / 2, analysis.table.flops.max() * 30, 120)
@@ -200,16 +197,14 @@ def plot_allocation(analysis: Analysis, quantity: str = "N", ax: Axes | None = N
     everything = np.concatenate(seen)
     if not everything.size:
         return ax
-    # A band that opens wide must not squeeze the lines flat.
+    # Set limits by the lines, because a wide band would flatten them.
     low, high = everything.min(), everything.max()
     ax.set_ylim(*((low / 3, high * 3) if log else (0.9 * low, 1.05 * high)))
     return _legend(ax, 3)
 
 
 def plot_curves(analysis: Analysis, curves: Any, by: str = "flops", ax: Axes | None = None) -> Axes:
-    """Loss curves (DataFrame: run_id, tokens, flops, loss) of the table's runs by `tokens` or `flops`, coloured by
-    N.
-    """
+    """Plot loss curves (DataFrame: run_id, tokens, flops, loss) of the table's runs by tokens or flops."""
     ax = _axes(ax, CURVE_TITLES[by], LOSS)
     t = analysis.table
     colours = dict(zip(t.N.tolist(), shades(t.N), strict=True))
@@ -221,7 +216,7 @@ def plot_curves(analysis: Analysis, curves: Any, by: str = "flops", ax: Axes | N
 
 
 def plot_residuals(law: Law, by: ArrayLike | None = None, ax: Axes | None = None) -> Axes:
-    """Residuals in percent against `by` (n,) (by default 6ND, or the first input), coloured by the first input."""
+    """Plot residuals in percent against `by` (n,), by default 6ND or the first input, coloured by the first input."""
     name = law.inputs[0]
     first = law.data_[name]
     label, x = name, first
@@ -238,7 +233,7 @@ def plot_residuals(law: Law, by: ArrayLike | None = None, ax: Axes | None = None
 
 
 def plot_cloud(law: Law, x: str = "alpha", y: str = "beta", ax: Axes | None = None) -> Axes:
-    """Two constants of every bootstrap refit against each other, the fit, and their 95 % intervals."""
+    """Plot two constants of every bootstrap refit against each other, with the fit and 95 % intervals."""
     if law.draws_ is None:
         raise InputError("a bootstrap cloud needs draws; call bootstrap(n, groups=run_id) first.")
     for name in (x, y):
@@ -259,7 +254,7 @@ def plot_cloud(law: Law, x: str = "alpha", y: str = "beta", ax: Axes | None = No
 
 
 def plot_backtest(analysis: Analysis, ax: Axes | None = None) -> Axes:
-    """Errors of predicted losses by how far beyond the runs that were fitted, one colour per step."""
+    """Plot errors of predicted losses by distance beyond the fitted runs, one colour per step."""
     ax = _axes(ax, "compute over that of the dearest run fitted", "error of the loss (%)")
     ahead = (analysis.backtest["tested"] or {}).get("ahead", [])
     if not ahead:
@@ -275,9 +270,9 @@ def plot_backtest(analysis: Analysis, ax: Axes | None = None) -> Axes:
 def save_figures(
     analysis: Analysis, directory: str | Path, curves: Any = None, formats: Sequence[str] = ("png",)
 ) -> list[Path]:
-    """Every figure that this analysis supports, in each of `formats` (png, pdf, svg), written whole or not at all.
+    """Save every figure that this analysis supports, in each of `formats` (png, pdf, svg).
 
-    PDF and SVG are vectors with their text as text, for papers. Raises InputError for another format.
+    Files are written whole or not at all; text in PDF and SVG stays text. Raises InputError for another format.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -299,7 +294,7 @@ def save_figures(
 
 
 def _drawings(analysis: Analysis, curves: Any) -> dict[str, Callable[..., Any]]:
-    """Name -> what draws it on axes, for whatever the analysis has."""
+    """Return name -> function that draws the figure on axes, for the figures that the analysis supports."""
     law, t = analysis.law, analysis.table
     drawings: dict[str, Callable[..., Any]] = {}
     if analysis.profiles.profiles_:

@@ -1,17 +1,17 @@
-"""Published results: the fitted laws of the field, and where the runs behind some of them are.
+"""Published scaling laws, and the published runs behind some of them.
 
 from isoflop import fit
 fit.published_law("besiroglu2024")(N=70e9, D=1.4e12);  fit.published_law("llama3").optimal(3.8e25)
 fit.compare_published(1e24, own=law)
 runs = fit.published_runs("epoch", drop_worst=5, download=True)
 
-A law is evaluated as its paper prints it, in the paper's own N, FLOPs and tokens, so two laws differ by their
-conventions too. A split of C FLOPs spends all of it: D = C / 6N; Kaplan et al.'s C_min is C / 2, and for DeepSeek's M
-FLOPs per token N stands for M / 6. The numbers, and where each was printed, are in constants/laws.yaml.
+A law is evaluated as its paper prints it, with the paper's N, FLOPs and tokens, so laws also differ in conventions. A
+split of C FLOPs has D = C / 6N; Kaplan et al.'s C_min is C / 2, and DeepSeek's M FLOPs per token gives N = M / 6. The
+numbers and their sources are in constants/laws.yaml.
 
-No data is part of the project; constants/data.yaml says where it is. A file is looked for in the folder that
-ISOFLOP_DATA names (<folder>/<name>/<file>), then in the cache ($ISOFLOP_CACHE, else ~/.cache/isoflop, below
-`published`), and downloaded only on request, from a pinned commit. Its SHA-256 is compared whenever it is read.
+The project contains no data; constants/data.yaml has the sources. A file is searched in $ISOFLOP_DATA/<name>/<file>,
+then in the cache ($ISOFLOP_CACHE, else ~/.cache/isoflop, below `published`), and downloaded only on request, from a
+pinned commit. Its SHA-256 is checked at every read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 SAID = ("loss_unit", "N_convention", "flops_convention", "tokenizer", "data", "source", "notes")
 _TABLES = read_constants("laws")
-# Forms of one input x that no fitted law has; every other form is that of a law here.
+# Forms of one input x for which there is no law class; all other forms have one.
 CURVES: dict[str, Callable[[Array, Constants], Any]] = {
     "reciprocal": lambda x, c: c.get("E", 0.0) + (c["scale"] / x) ** c["alpha"],
     "logarithm": lambda x, c: c["a"] + c["b"] * np.log(x),
@@ -47,15 +47,15 @@ CURVES: dict[str, Callable[[Array, Constants], Any]] = {
 
 @dataclass(frozen=True)
 class PublishedLaw:
-    """One fitted law as its paper prints it. D and U are tokens, N is counted as `N_convention` says.
+    """A fitted law as its paper prints it. D and U are tokens; `N_convention` describes N.
 
     kind        "loss", "optimal N" (or M, D, D/N), "learning rate", "batch size", "critical batch size", "error"
-    form        how it is computed: one of `equations` in laws.yaml, or "power"
-    intervals   the paper's own, constant -> (low, high), at `level`
-    fitted      range of the runs behind it: C FLOPs, N parameters, D tokens, M = D / N -> (low, high)
-    splits      whether the N and D of lowest loss under 6ND are what the authors mean, for a law of the loss
-    frontier    the law that gives the loss where this one splits a budget
-    None stands for what the paper does not say, and for conventions that do not enter the law.
+    form        the equation: one of `equations` in laws.yaml, or "power"
+    intervals   constant -> (low, high) at `level`, from the paper
+    fitted      ranges of the runs behind it: C FLOPs, N parameters, D tokens, M = D / N -> (low, high)
+    splits      for a law of the loss: true if the authors' optimum is the lowest loss under 6ND
+    frontier    name of the law that gives the loss where this one splits a budget
+    Values are None if the paper does not state them or the law does not depend on them.
     """
 
     name: str
@@ -80,7 +80,7 @@ class PublishedLaw:
     notes: str = ""
 
     def __call__(self, *inputs: ArrayLike, **named: ArrayLike) -> Any:
-        """The law at its inputs, by position or by name, broadcast together; a float for floats."""
+        """Evaluate the law at inputs by position or name, broadcast together; returns a float for floats."""
         values = by_name(self.name, self.inputs, inputs, named)
         for name, given in values.items():
             value = floats(given)
@@ -101,7 +101,7 @@ class PublishedLaw:
         return self.splits or self.kind.startswith("optimal")
 
     def optimal(self, flops: ArrayLike) -> Optimum:
-        """N, D and loss (NaN where none is given) at `flops`, a scalar or (targets,), by the law's conventions."""
+        """Return N, D and loss (NaN if not published) at `flops`, a scalar or (targets,), in the law's conventions."""
         C = positive("flops", np.atleast_1d(floats(flops)))
         if not self.allocates:
             able = ", ".join(law.name for law in published_laws() if law.allocates)
@@ -150,7 +150,7 @@ _LAWS = _read()
 
 
 def published_law(name: str) -> PublishedLaw:
-    """The published law of that name. Raises InputError naming the nearest names for one that is not known.
+    """Return the published law of this name. Raises InputError with the nearest names if there is none.
 
     >>> published_law("hoffmann2022_approach3").optimal(5.76e23)
     C (6ND) = 5.76e23, N = 32.2B, D = 2.98T, D/N = 92.6, loss = 1.9307
@@ -166,7 +166,7 @@ def published_law(name: str) -> PublishedLaw:
 
 
 def published_laws(kind: str | None = None) -> list[PublishedLaw]:
-    """Every published law, or those of one kind ("loss", "optimal N", "learning rate", ...)."""
+    """Return every published law, or those of one kind ("loss", "optimal N", "learning rate", ...)."""
     kinds = sorted({law.kind for law in _LAWS.values()})
     if kind is not None:
         one_of("kind", kind, kinds)
@@ -174,13 +174,19 @@ def published_laws(kind: str | None = None) -> list[PublishedLaw]:
 
 
 def compare_published(flops: ArrayLike, own: Any = None, **own_columns: Any) -> pd.DataFrame:
-    """Compare how each published law splits `flops`: a row per law and target, with its conventions, own laws first.
+    """Compare how published laws split `flops`: one row per law and target with its conventions, own laws first.
 
-    own: anything with `.optimal(flops)` that gives arrays flops, N, D and loss, or a mapping of names to such laws.
-    own_columns: columns of own laws, as in N_convention="N_total", loss_unit="nats/token".
-
-    `beyond` is flops over the largest budget of the fit; NaN stands for what is not published. Losses of different
+    In the result, `beyond` is flops over the largest budget of the fit; unpublished values are NaN. Losses of different
     tokenizers or data are not comparable.
+
+    Parameters
+    ----------
+    flops
+        Budgets, a scalar or (targets,).
+    own
+        An object whose `.optimal(flops)` returns flops, N, D and loss, or a mapping of names to such objects.
+    own_columns
+        Conventions of own laws, such as N_convention="N_total", loss_unit="nats/token".
     """
     import pandas as pd
 
@@ -212,7 +218,7 @@ HOST = "https://raw.githubusercontent.com"
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """A CSV. `path` in the repository, `sha256` and `size` in bytes, where the repository holds it verbatim."""
+    """A CSV file, with `path`, `sha256` and `size` in bytes if its repository contains it verbatim."""
 
     name: str
     path: str = ""
@@ -222,10 +228,11 @@ class PublishedFile:
 
 @dataclass(frozen=True)
 class PublishedData:
-    """A published data set: its files (the first is the default), source, licence, and which column plays which part.
+    """A published data set: its files (the first is the default), source, licence and columns.
 
-    `columns` and `derive_d` are those of `read_table`; `how` describes making files that cannot be downloaded. A table
-    of runs keeps the last row of each value of column `last`, has names by `rename`, and what is the `same` in all.
+    `columns` and `derive_d` are passed to `read_table`; `how` explains how to make files that cannot be downloaded. A
+    table of runs keeps the last row for each value of column `last`, renames columns by `rename`, and adds the
+    constants `same`.
     """
 
     name: str
@@ -258,10 +265,18 @@ def published_data(name: str) -> PublishedData:
 def load_published(
     name: str, file: str | None = None, folder: str | Path | None = None, download: bool = False
 ) -> pd.DataFrame:
-    """A published data set as its authors give it, columns and all: `file`, by default the set's first.
+    """Load a published data set with its authors' columns.
 
-    folder: where <name>/<file> lies, instead of ISOFLOP_DATA and the cache. download: fetch it into that folder, or
-    into the cache, when it is nowhere.
+    Parameters
+    ----------
+    name
+        Name of the data set.
+    file
+        One of its files, by default the first.
+    folder
+        Folder that contains <name>/<file>, instead of ISOFLOP_DATA and the cache.
+    download
+        Download a missing file into `folder` or the cache.
     """
     import pandas as pd
 
@@ -280,9 +295,11 @@ def published_runs(
     folder: str | Path | None = None,
     download: bool = False,
 ) -> RunTable:
-    """A published data set as a table of runs; `where` keeps rows that have these values, or one of a list, in columns.
+    """Load a published data set as a table of runs.
 
-    Most sets mix training data or conventions that no one law fits: choose, as in where={"train_dataset": "rpj"}.
+    `where` selects rows by column values (one, or a list), because most sets mix training data or conventions that no
+    single law fits, as in where={"train_dataset": "rpj"}. `drop_worst` is as in `read_table`, `folder` and `download`
+    as in `load_published`.
     """
     record = published_data(name)
     frame = load_published(name, folder=folder, download=download)
@@ -303,9 +320,7 @@ def published_runs(
 def download_published(
     name: str, file: str | None = None, folder: str | Path | None = None, host: str = HOST, timeout: float = 60.0
 ) -> Path:
-    """Fetch a file of a data set into `folder`/<name>, by default the cache, and return its path; on error leave
-    nothing.
-    """
+    """Download a file of a data set into `folder`/<name>, by default the cache. Returns its path."""
     record, entry = published_data(name), _file(name, file)
     source = f"github.com/{record.repository}, commit {record.commit[:10]}"
     if not entry.sha256:

@@ -1,7 +1,6 @@
-"""What an analysis found: the table, every fit, what was checked, and the JSON of `isoflop fit --json`.
+"""The result of an analysis: table, fits and checks, and the JSON of `isoflop fit --json`.
 
-A saved law answers in the same JSON, with the warnings that its report had: a number that was doubtful when it was
-fitted is no better for having been saved.
+A saved law answers in the same JSON, with the warnings of its report.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from .laws.persistence import read_law
 from .mixture.mixture import FormMixture, SavedMixture
 from .table import RunTable
 
-PREFERRED = ("parametric", "isoflop", "envelope")  # the approach that answers first where none backtests better
-FAR = ("extrapolation", "backtest_short")  # codes that depend on the targets alone
+PREFERRED = ("parametric", "isoflop", "envelope")  # order of the approaches where none backtests best
+FAR = ("extrapolation", "backtest_short")  # codes of warnings that depend on the targets
 DEFAULT_TARGETS = (10.0, 100.0, 1000.0)  # times the largest run
 
 
 class SavedReport(TypedDict, total=False):
-    """What a report's law.json has beside its law."""
+    """The entries of a report's law.json that are read in addition to the law."""
 
     warnings: list[dict[str, str]]
     mixture: SavedMixture | None
@@ -45,9 +44,11 @@ class SavedReport(TypedDict, total=False):
 
 @dataclass
 class Analysis:
-    """What `analyze` found. `approaches` maps envelope, isoflop and parametric to an `Approach`; `law` is None where it
-    has no fit. `mixture`, where it was asked for and has an answer, answers first. `table` is of one data recipe;
-    `recipes` has the law of each where there are several.
+    """The result of `analyze`.
+
+    `approaches` maps envelope, isoflop and parametric to an `Approach`. `law` is None if its fit failed. `mixture`, if
+    requested and available, answers first. `table` has one data recipe; `recipes` has the law of each if there are
+    several.
     """
 
     table: RunTable
@@ -69,30 +70,30 @@ class Analysis:
 
     @property
     def convention(self) -> str:
-        """How FLOPs are counted: 6nd, or as the table does."""
+        """Return how FLOPs are counted: "6nd", or "table"."""
         t = self.table
         return convention_name(flops_per_token(t.N, t.D, t.flops))
 
     @property
     def interior_minima(self) -> int:
-        """Budgets whose isoFLOP vertex is accepted: a minimum inside of the sizes tried."""
+        """Return the number of budgets with an accepted isoFLOP vertex: a minimum inside the sizes tried."""
         return len(self.profiles.accepted_)
 
     @property
     def lead(self) -> Approach:
-        """Whose answer is the analysis's: the mixture's, or else the law's."""
+        """Return the approach that answers first: the mixture, or else the law."""
         return self.mixture if self.mixture and self.mixture.available else self.approaches["parametric"]
 
     @property
     def ranked(self) -> list[Approach]:
-        """What has an answer, in the order in which it is said: the mixture, and the approaches as they backtest."""
+        """Return the approaches with an answer: the mixture, then the best backtested, then by PREFERRED."""
         best = (self.backtest.get("tested") or {}).get("best")
         order = sorted(PREFERRED, key=lambda key: key != best)
         found = [self.lead, *(self.approaches[key] for key in order)]
         return [one for i, one in enumerate(found) if one.available and (i or one.mixture)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Finite numbers, null where there is none (also for an unbounded end of an interval)."""
+        """Return the JSON of the analysis; numbers that are not finite are null."""
         approaches = {
             key: approach.to_dict()
             | {"optimal": [vars(approach.at(C)) for C in self.targets] if approach.available else []}
@@ -163,10 +164,18 @@ def answer(
     convention: str = "table",
     intervals: str = "mixture",
 ) -> dict[str, Any]:
-    """N*, D* and loss at FLOP budgets `targets` (by default 10, 100 and 1000 times the largest run), counted as those
-    that the law was fitted to, or as 6ND; by the mixture of forms that was saved beside the law, or by the law alone.
+    """Return N*, D* and loss of a saved law as JSON.
 
-    `source` is a file of `to_json` or a report's law.json. Raises InputError for what is no law of this version.
+    Parameters
+    ----------
+    source
+        A file of `to_json`, or a report's law.json; InputError if it is not a law of this version.
+    targets
+        FLOP budgets, by default 10, 100 and 1000 times the largest run.
+    convention
+        How FLOPs are counted: "table" (as in the fitted table) or "6nd".
+    intervals
+        "mixture" to answer by the saved mixture of forms if there is one, "noise" by the law alone.
     """
     law = read_law(source)
     if tuple(law.inputs) != ("N", "D"):
@@ -186,7 +195,7 @@ def answer(
     by_law, estimates = ([vars(a.at(float(C))) for C in goals] if a.available else [] for a in (approach, lead))
     warnings: list[Any] = [w for w in content.get("warnings", ()) if w.get("code") not in FAR]
     reach = (content.get("backtest", {}).get("tested") or {}).get("reach")
-    own = []  # of a law alone, what it knows of itself
+    own = []  # warnings for a law that was saved without a report
     if not approach.available:
         own.append(Warning("no_parametric", f"{approach.title} has no answer: {approach.reason}."))
     if law.degenerate_:

@@ -1,7 +1,7 @@
-"""Tables of runs: where every fit begins.
+"""Tables of runs, the input of every fit.
 
-What was derived, dropped or assumed on the way in is written into `notes`. Where a table has a column `final`, other
-rows (intermediate checkpoints) stay in `frame` alone.
+`notes` records what was derived, dropped or assumed while reading. If a table has a column `final`, rows of
+intermediate checkpoints are only in `frame`.
 """
 
 from __future__ import annotations
@@ -35,29 +35,26 @@ ALIASES = {
     "budget": ("budget",),
     "recipe": ("variant", "recipe"),
 }
-# What else a column of a role may be called: an error proposes it.
+# Other names that suggest a role; errors propose these columns.
 PERHAPS = {"N": "param|^n([_ ]|[at]$)|size", "D": "tok|^d[_ ]", "loss": "loss|ppl|perplexity|nll", "flops": "flop|comp"}
 LOGARITHM = re.compile(r"(?:log|ln|lg)(2|10)?[_ ]?(\w+)", re.I)
-SIZE = re.compile(
-    r"(\d*\.?\d+(?:e[+-]?\d+)?) ?(?:([kmbgt])[a-z ]*)?", re.I
-)  # 125M, 1.3B tokens, 1,000 (less its comma)
+# 125M, 1.3B tokens, 1,000 (commas are removed first)
+SIZE = re.compile(r"(\d*\.?\d+(?:e[+-]?\d+)?) ?(?:([kmbgt])[a-z ]*)?", re.I)
 FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
-
-IDS = {"run_id": str, "trunk": str}  # one of digits alone is no number
+IDS = {"run_id": str, "trunk": str}  # read as text even if all digits
 MOST_COLUMNS, MOST_RUNS = 20_000, 10_000
-MOST_BYTES = 8 << 20  # of a header that is looked at
-SHOWN = 20  # columns that an error names
+MOST_BYTES = 8 << 20  # bytes of a header that are read
+SHOWN = 20  # columns listed in an error
 
 
 @dataclass(frozen=True)
 class RunTable:
     """Finished runs as NumPy arrays of shape (n,).
 
-    N parameters, D tokens, loss nats per token, loss_se (NaN: unknown), flops, budget that a run belongs to (NaN:
-    none), run_id, group (rows that share their luck: the trunk of a branch, else the run itself), weight. `frame` is
-    the whole table, `rows` its positions that these arrays hold, `notes` what was derived or dropped, `source` its
-    origin.
+    N parameters, D tokens, loss in nats per token, loss_se (NaN: unknown), flops, budget of the run's profile (NaN:
+    none), run_id, group (rows with a common error: the trunk of a branch, else the run itself), weight. `frame` is the
+    whole table, `rows` the positions of these runs in it, `notes` what was derived or dropped, `source` its origin.
     """
 
     N: Array
@@ -81,14 +78,14 @@ class RunTable:
 
     @property
     def known_se(self) -> Array | None:
-        """`loss_se` where every row has one above zero, else None."""
+        """Return `loss_se` if it is above zero in every row, else None."""
         return self.loss_se if (np.isfinite(self.loss_se) & (self.loss_se > 0)).all() else None
 
     def column(self, name: str) -> Array:
         return numeric(self.frame, name)[self.rows]
 
     def to_frame(self) -> pd.DataFrame:
-        """The runs with their columns as laws read them; columns that no run has are left out."""
+        """Return the runs with the columns that laws read, without columns that are empty."""
         import pandas as pd
 
         names = ("run_id", "N", "D", "flops", "loss", "loss_se", "budget", "weight", "group")
@@ -112,13 +109,13 @@ class RunTable:
         return f"<p>{text(self._head())}</p>{self.to_frame().to_html(max_rows=8, show_dimensions=False)}"
 
     def where(self, keep: np.ndarray) -> RunTable:
-        """The runs of a mask (n,)."""
+        """Return the runs selected by a mask (n,)."""
         names = ("N", "D", "loss", "loss_se", "flops", "budget", "run_id", "group", "weight", "rows")
         return replace(self, **{name: getattr(self, name)[keep] for name in names})
 
 
 def numeric(frame: pd.DataFrame, name: str) -> Array:
-    """A column as numbers, NaN where there are none."""
+    """Return a column as numbers, NaN where it has none."""
     import pandas as pd
 
     if name not in frame:
@@ -129,7 +126,7 @@ def numeric(frame: pd.DataFrame, name: str) -> Array:
 
 
 def ended(frame: pd.DataFrame) -> np.ndarray:
-    """Which rows are of finished runs, (rows,)."""
+    """Return a mask (rows,) of finished runs."""
     return frame["final"].astype(str).str.strip().str.lower().isin(["true", "1", "1.0"]).to_numpy(dtype=bool)
 
 
@@ -141,10 +138,19 @@ def read_table(
 ) -> RunTable:
     """Read runs from a CSV, JSON Lines or Parquet file, a sweep directory (its table.csv), or a DataFrame.
 
-    `columns` maps a name (those of ALIASES) to the table's own, as in {"N": "Model Size"}, or flops to "6nd". Sizes
-    (125M) and a loss named as a perplexity are read. `derive_d="6nd"` fills a missing D as flops / (6 N). `drop_worst`
-    leaves out that many runs of highest loss.
-    Raises InputError, one sentence, for anything that cannot be read or is not a positive finite number.
+    Sizes such as 125M are converted, and so is a loss whose column is named as a perplexity. Raises InputError if the
+    table cannot be read or a number is not positive and finite.
+
+    Parameters
+    ----------
+    source
+        A path or a DataFrame.
+    columns
+        Maps a name of ALIASES to the table's own, as in {"N": "Model Size"}, or flops to "6nd".
+    derive_d
+        "6nd" fills a missing D as flops / (6 N).
+    drop_worst
+        Number of runs of highest loss to leave out.
     """
     frame, header, said = _load(source)
     frame, notes = _averaged(frame, source)
@@ -157,7 +163,7 @@ def read_table(
         frame = frame.assign(recipe=frame[names["recipe"]])
     rows = _finished(frame, notes, said)
     part = frame.iloc[rows]
-    # A CSV's line, counting its header.
+    # Line numbers of a file with a header, for errors.
     labels = list(part.index + (2 if isinstance(source, (str, Path)) else 0))
 
     numbers = partial(_numbers, part, names, labels, notes)
@@ -219,7 +225,7 @@ def _numbers(part: pd.DataFrame, names: dict[str, str], labels: list[Any], notes
 
 
 def _load(source: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, list[str], str]:
-    """The table, the names of its columns as they were written, and what to call it."""
+    """Load the table. Returns it, its column names as written, and its name for messages."""
     import pandas as pd
 
     if isinstance(source, pd.DataFrame):
@@ -248,13 +254,13 @@ def _load(source: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, list[str], s
         raise
     except pd.errors.EmptyDataError:
         raise InputError(f"{path} is empty; a header and at least one run are needed.") from None
-    except Exception as error:  # readers raise whatever their backend raises
+    except Exception as error:  # readers raise various exceptions of their backends
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise InputError(f"{path} is not a readable {kind} file ({reason}).") from None
 
 
 def _averaged(frame: pd.DataFrame, source: Any) -> tuple[pd.DataFrame, list[str]]:
-    """With the points of averaged weights, where a sweep's curves.csv has some, and a sentence on them."""
+    """Add the points of averaged weights from a sweep's curves.csv, if any. Returns the table and a note on them."""
     import pandas as pd
 
     from .curves.averaged import with_averages
@@ -286,7 +292,7 @@ def _resolve(exist: list[str], columns: Mapping[str, str], said: str) -> dict[st
 
 
 def _remedy(name: str, exist: list[str]) -> str:
-    """What would give a table the column that it lacks."""
+    """Return a hint on how to provide a missing column."""
     for column in exist:
         if (found := LOGARITHM.fullmatch(column)) and found[2].lower() in map(str.lower, ALIASES[name]):
             power = f"{found[1]} ** t[{column!r}]" if found[1] else f"np.exp(t[{column!r}])"

@@ -1,9 +1,9 @@
 """Resampling and intervals.
 
-What is resampled is a *run*, never a row: checkpoints of one run and branches of one trunk share their luck. "Pairs"
-draws runs with replacement, as weights for the solver; of 24 runs, a 95 % interval of a Huber fit then covers 98 to 99
-%. "Wild" keeps every run and moves its loss by what the fit without it misses it by; it covers 93 to 97 % from a few
-runs on, under unequal noise too (measured in docs/decisions.md), but takes the law to be right.
+*Runs* are resampled and never rows, because checkpoints of one run and branches of one trunk have a common error.
+"Pairs" draws runs with replacement, as weights for the solver; a 95 % interval of a Huber fit to 24 runs then covers 98
+to 99 %. "Wild" keeps every run and shifts its loss by its left-out residual; it covers 93 to 97 % even for few runs and
+unequal noise (measured in docs/decisions.md), but assumes that the law is right.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 
 from .errors import Array, InputError, floats
 
-REDRAWS = 50
+REDRAWS = 50  # attempts to draw identifiable resamples; chosen by hand
 MOST_RESAMPLES = 100_000  # ends of a 95 % interval are then known to a hundredth of its width, and memory holds them
 RUNS_PER_CONSTANT = 20  # from here on pairs cover at the nominal rate, and are preferred
-KERNEL = 0.75
-ALONE = 1e-6  # a share of the leverage that one group leaves to all others, below which it stands alone
-STILL = 1e-6  # variance of a log input below which a resample holds it constant
+KERNEL = 0.75  # factor of the bandwidth, see `kernel_width`
+ALONE = 1e-6  # a group with a leverage above 1 - ALONE alone determines a constant
+STILL = 1e-6  # variance of a log input below which it is constant in a resample
 
 
 def check_resampling(n: int, seed: int, least: int = 1) -> None:
@@ -42,7 +42,7 @@ def by_group(groups: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def group_labels(groups: Any, rows: int) -> np.ndarray:
-    """The group of each row, as text; by default itself."""
+    """Return the group of each row as text, by default the row itself."""
     labels = np.arange(rows) if groups is None else np.asarray(groups)
     if len(labels) != rows:
         raise InputError(f"groups has {len(labels)} values and the fit has {rows} points; each needs one.")
@@ -50,7 +50,7 @@ def group_labels(groups: Any, rows: int) -> np.ndarray:
 
 
 def cluster_counts(groups: Any, resamples: int, seed: int = 0) -> Array:
-    """How often each row occurs in each resample, (resamples, rows), when whole `groups` (rows,) are drawn."""
+    """Draw whole `groups` (rows,). Returns how often each row occurs in each resample, (resamples, rows)."""
     check_resampling(resamples, seed)
     labels, member = by_group(groups)
     generator = np.random.default_rng(seed)
@@ -61,10 +61,10 @@ def cluster_counts(groups: Any, resamples: int, seed: int = 0) -> Array:
 def identifiable_counts(
     groups: Any, n: int, seed: int, inputs: Array, weight: Array, axes: Array, free: int
 ) -> tuple[Array, int]:
-    """Resamples (n, rows) that can identify a law, and how many others were drawn and thrown away.
+    """Draw resamples (n, rows) that identify a law. Returns them and the number of others that were discarded.
 
-    inputs (m, rows): a resample needs more different ones than the `free` parameters; axes (a, rows): log inputs that
-    must vary in it.
+    A resample must have more distinct `inputs` (m, rows) than `free` parameters, and vary in every one of the log
+    inputs `axes` (a, rows).
     """
     _, point = np.unique(inputs, axis=1, return_inverse=True)
     order = np.argsort(point.ravel(), kind="stable")
@@ -86,7 +86,7 @@ def identifiable_counts(
 
 
 def independent_groups(groups: Any, free: int) -> int:
-    """How many groups there are; raises InputError where they are too few for `free` parameters."""
+    """Return the number of groups. Raises InputError if they are too few for `free` parameters."""
     independent = len(by_group(groups)[0])
     if independent <= free:
         raise _too_few(independent, free)
@@ -94,9 +94,9 @@ def independent_groups(groups: Any, free: int) -> int:
 
 
 def resampled_together(groups: Array, run_ids: Array, free: int) -> Array:
-    """Which rows to resample together: those of one group, or, where these are too few for `free` parameters, each row.
+    """Return labels of rows to resample together: `groups`, or `run_ids` if groups are too few for `free` parameters.
 
-    The latter is too kind: who does it says so (`few_trunks` in checks.py).
+    The latter gives intervals that are too narrow; `few_trunks` in checks.py warns of it.
     """
     few = len(np.unique(groups)) <= free < len(np.unique(run_ids))
     return run_ids if few else groups
@@ -110,16 +110,16 @@ def _too_few(independent: int, free: int) -> InputError:
 
 
 def jackknife_weights(groups: Any) -> Array:
-    """Weights (groups, rows) that leave one whole group out at a time, in the order of `by_group`."""
+    """Return weights (groups, rows) that leave out one group at a time, in the order of `by_group`."""
     labels, member = by_group(groups)
     return 1.0 - (np.arange(len(labels))[:, None] == member)
 
 
 def need_no_group_alone(jacobian: Array, groups: Any, what: str) -> None:
-    """Raises InputError where leaving one group out would leave a constant of `what` undetermined.
+    """Raise InputError if a constant of `what` is undetermined without one of the groups.
 
-    jacobian (rows, k) of the fit, each row times the root of its weight. A group stands alone where its block of the
-    hat matrix has an eigenvalue of one.
+    jacobian (rows, k): of the fit, each row times the root of its weight. The criterion is an eigenvalue of one in the
+    group's block of the hat matrix.
     """
     labels, member = by_group(groups)
     size = np.linalg.norm(jacobian, axis=0)
@@ -134,9 +134,9 @@ def need_no_group_alone(jacobian: Array, groups: Any, what: str) -> None:
 
 
 def kernel_width(errors: Array, independent: int) -> float:
-    """Bandwidth of a Gaussian kernel for `errors` (rows,) of `independent` groups, which an outlier does not widen.
+    """Return the bandwidth, robust to outliers, of a Gaussian kernel for `errors` (rows,) of `independent` groups.
 
-    Without a kernel, 95 % intervals of Huber fits cover 92 to 95 %; with all of Silverman's rule 95 to 98.
+    95 % intervals of Huber fits cover 92 to 95 % without a kernel, and 95 to 98 % with Silverman's full bandwidth.
     """
     spread = min(np.sqrt(np.mean(errors**2)), 1.4826 * np.median(np.abs(errors)))
     return float(KERNEL * spread * independent**-0.2)
@@ -145,13 +145,13 @@ def kernel_width(errors: Array, independent: int) -> float:
 def wild_targets(
     fitted: Array, left_out: Array, groups: Any, n: int, seed: int, freedom: int, width: float | None = None
 ) -> Array:
-    """Targets (n, rows) of a wild bootstrap: the fit plus, with one random sign per group, what it misses each row by.
+    """Return targets (n, rows) of a wild bootstrap: the fit plus residuals with one random sign per group.
 
-    left_out (rows,) is the residual of the fit *without* the row's group, larger where the group has leverage: the
+    left_out (rows,): residuals of the fit *without* the row's group, larger for groups with leverage; they give the
     jackknife's covariance (MacKinnon and White 1985; for clusters MacKinnon, Nielsen and Webb 2023, arXiv:2301.04527).
-    Sizes are drawn too, as in Student's t with `freedom` degrees, because few groups leave them open. `width` is that
-    of a kernel for a nearly L1 objective, whose intervals depend on the density of errors near zero (De Angelis, Hall
-    and Young 1993); the variance stays what it is.
+    Their size is scaled at random as in Student's t with `freedom` degrees, because few groups determine it poorly.
+    width: of a kernel for a nearly L1 objective, whose intervals depend on the density of errors near zero (De Angelis,
+    Hall and Young 1993); the variance is unchanged.
     """
     check_resampling(n, seed)
     labels, member = by_group(groups)
@@ -165,27 +165,27 @@ def wild_targets(
 
 
 def percentile_interval(draws: Any, level: float = 0.95) -> tuple[float, float]:
-    """The central `level` interval of the draws; infinities count, NaN do not, no draw gives (nan, nan)."""
+    """Return the central `level` interval of the draws without NaN, but with infinities; (nan, nan) for no draws."""
     values = np.sort(floats(draws).ravel())
     values = values[~np.isnan(values)]
     if values.size == 0:
         return (float("nan"), float("nan"))
     tail = 0.5 * (1.0 - level)
-    # Interpolating between two infinities is undefined, so the ends are order statistics.
+    # Order statistics, because interpolation between two infinities is undefined.
     low = values[int(np.floor(tail * (values.size - 1)))]
     high = values[int(np.ceil((1.0 - tail) * (values.size - 1)))]
     return (float(low), float(high))
 
 
 def percentile_intervals(draws: Array, level: float) -> Array:
-    """`percentile_interval` along the last axis: draws (..., r) give (..., 2)."""
+    """Return `percentile_interval` along the last axis: (..., 2) for draws (..., r)."""
     *points, resamples = draws.shape
     rows = draws.reshape(math.prod(points), resamples)  # -1 fails where no refit converged
     return np.array([percentile_interval(row, level) for row in rows]).reshape(*points, 2)
 
 
 def excess_scatter(squares: Array, variance: Array, freedom: int) -> float:
-    """The tau >= 0 at which sum squares / (variance + tau^2) equals the degrees of freedom (Paule and Mandel 1982)."""
+    """Solve sum squares / (variance + tau^2) = freedom for tau >= 0 (Paule and Mandel 1982)."""
     if freedom < 1 or (squares / variance).sum() <= freedom:
         return 0.0
     low, high = 0.0, float(np.sqrt(squares.sum() / freedom))  # at `high` the sum is at most `freedom`

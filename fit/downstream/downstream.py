@@ -1,10 +1,10 @@
-"""Which benchmark tasks may be extrapolated from a table of small runs, their predictions, and why others are refused.
+"""Extrapolation of benchmark tasks from small runs, with the reasons why some tasks are refused.
 
-A task is judged before it is fitted: enough runs, a score above chance by more than luck, a range beyond what its noise
-alone would show, and accuracy that rises as the task's loss falls. Noise comes from the best source in the table, which
-is named: the last checkpoints (each against its neighbours, for a run still learns), seeds, or items. Where runs were
-compared item by item (`<task>/acc_z`, `<task>/acc_z_by_luck`), that stands in for the error of items alone, and a task
-on which no two runs lie apart is refused.
+A task is fitted only if it has enough runs, a score significantly above chance, a range larger than noise alone would
+show, and accuracy that rises as the task's loss falls. Noise is measured from the best source in the table: the last
+checkpoints (differences of neighbours, because the run still learns), repeated runs, or items. A comparison of runs
+item by item (`<task>/acc_z`, `<task>/acc_z_by_luck`) replaces the error of items, and a task is refused if no two runs
+differ.
 
 Heineman et al. 2025 (arXiv:2508.13144) for signal and noise; Bhagia et al. 2024 (arXiv:2412.04403) for the two steps.
 """
@@ -26,22 +26,25 @@ from .tasklaw import TaskLaw, intervals
 
 __all__ = ["SignalToNoise", "TaskLaw", "TaskPrediction", "TaskVerdict", "fit_tasks", "signal_to_noise", "task_names"]
 
-FEWEST = 9  # runs: five constants and what a bootstrap needs beyond them
-CLEAR = 2.0  # the range of the scores over the range that noise alone would show
-LUCK = 0.01  # chance that the best of the runs would look this good if all of them guessed
-MONOTONE = 0.5  # rank correlation of accuracy with falling loss
-REACH = 0.5  # how far below the losses seen a prediction may go, in units of their range
-VAGUE = 0.4  # a run's interval wider than this share of what lies between chance and 1 says nothing
+# Thresholds chosen by hand unless a source is named.
+FEWEST = 9  # runs: five constants plus a margin for the bootstrap
+CLEAR = 2.0  # smallest range of the scores, in units of the range that noise alone would show
+LUCK = 0.01  # significance level of a best score above chance
+MONOTONE = 0.5  # smallest rank correlation of accuracy with falling loss
+REACH = 0.5  # how far below the lowest loss a prediction may go, in units of the losses' range
+VAGUE = 0.4  # widest useful interval of a run, as a share of (1 - chance) (docs/decisions.md)
 LAST = 6  # checkpoints at the end of a run that measure noise
 ITEMS, PAIRED = "standard error of the items", "differences item by item"  # sources of noise
-SKIPPED = 0.1  # share of a run's steps whose checkpoints are not used: Bhagia et al. 2024 skip as many
+SKIPPED = 0.1  # share of a run's steps whose checkpoints are skipped, as in Bhagia et al. 2024
 
 
 @dataclass(frozen=True)
 class SignalToNoise:
-    """signal: range of the final scores over their mean; noise: standard deviation of one score over the same mean;
-    ratio; by_luck: the ratio that noise alone would show so many runs; source of the noise. Of runs that were compared
-    item by item: the largest difference in standard errors, and what luck passes once in twenty times.
+    """The range of final scores compared with their noise.
+
+    signal: range over mean; noise: standard deviation of one score over mean; ratio: signal over noise; by_luck:
+    expected ratio if all differences were noise; source: of the noise. If runs were compared item by item, ratio is the
+    largest difference in standard errors, and by_luck the value that chance exceeds once in twenty times.
     """
 
     signal: float
@@ -57,8 +60,9 @@ class SignalToNoise:
 
 @dataclass(frozen=True)
 class TaskPrediction:
-    """A task at one budget: N and D of its optimum, the law's task loss and accuracy there, with intervals;
-    run_interval is for the score of one run. `reason` says why it must not be relied on, else empty.
+    """The prediction of a task at one budget: N and D of the optimum, task loss and accuracy, with intervals.
+
+    `run_interval` is for the score of one run. `reason` explains why the prediction is unreliable; empty if it is not.
     """
 
     flops: float
@@ -74,8 +78,9 @@ class TaskPrediction:
 
 @dataclass(frozen=True)
 class TaskVerdict:
-    """What may be said of a task. `reason` is empty where it may be extrapolated; `measure` is the loss of its first
-    step (gold_bpb, else loss); `law` and `predictions` are absent where it was refused.
+    """The verdict on a task: its law and predictions, or the reason why it was refused (else empty).
+
+    `measure` is the loss of the first step: gold_bpb, or else loss.
     """
 
     task: str
@@ -92,7 +97,7 @@ class TaskVerdict:
         return not self.reason
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the rows, with Python's own types."""
+        """Return everything but the rows, in built-in types."""
         law = None
         if self.law:
             ci = {name: self.law.constant_interval(name) for name in self.law.names}
@@ -113,13 +118,13 @@ class TaskVerdict:
 
 
 def signal_to_noise(scores: Any, noise: float, source: str = "given") -> SignalToNoise:
-    """Of final scores (runs,) and the standard deviation of one score. Heineman et al. 2025."""
+    """Compare final scores (runs,) with `noise`, the standard deviation of one score (Heineman et al. 2025)."""
     from scipy.special import ndtri
 
     scores = floats(scores)
     mean, n = float(np.abs(scores.mean())), len(scores)
     spread = float(np.ptp(scores))
-    # Blom's approximation to the expected range of n standard normals.
+    # Expected range of n standard normals, by Blom's approximation.
     by_luck = 2.0 * float(ndtri((n - 0.375) / (n + 0.25))) if n > 1 else math.inf
     ratio = spread / noise if noise != 0 else (math.inf if spread > 0 else 0.0)
     scale = mean if mean > 0 else math.nan
@@ -138,12 +143,22 @@ def fit_tasks(
     seed: int = 0,
     link: str = "sigmoid",
 ) -> list[TaskVerdict]:
-    """A verdict for every task of the table, with predictions at the optimum of each target budget (FLOPs as the law
-    counts them).
+    """Judge every task of the table, and predict it at the optimum of each target budget.
 
-    `law`: a law of N and D fitted to the table's rows, which says where the optimum is. The same resamples of runs go
-    through it and through both steps of every task. Raises InputError when targets come without it, and for a bootstrap
-    of nothing.
+    Parameters
+    ----------
+    table
+        Runs with columns `<task>/acc` and others.
+    targets
+        FLOP budgets, counted as the law counts them; they need `law`.
+    law
+        A law of N and D fitted to the table's rows, which gives the optimum.
+    bootstrap
+        Resamples of runs, at least one, shared by the law and both steps of every task.
+    seed
+        Seed of the resamples.
+    link
+        Curve from task loss to accuracy, see `TaskLaw`.
     """
     check_resampling(bootstrap, seed)
     goals = positive("target", targets) if len(targets) else np.zeros(0)
@@ -154,7 +169,7 @@ def fit_tasks(
 
 @dataclass(frozen=True)
 class _Scores:
-    """One task's rows: those of finished runs (`at` in the table), then checkpoints; `step` orders those of a run."""
+    """The rows of a task: finished runs (positions `at` of the table), then checkpoints; `step` orders a run's rows."""
 
     measure: str
     at: np.ndarray
@@ -225,9 +240,7 @@ def _scores(task: str, table: RunTable) -> _Scores:
 
 
 def _checkpoints(table: RunTable, at: np.ndarray, step: Array) -> tuple[np.ndarray, np.ndarray]:
-    """Places in the frame of the checkpoints of the runs at `at`, their first steps skipped, and of their runs in the
-    table.
-    """
+    """Return the frame positions of the later checkpoints of the runs at `at`, and their runs' positions."""
     frame = table.frame
     if not {"run_id", "final", "step"} <= set(frame.columns):
         return np.zeros(0, dtype=int), np.zeros(0, dtype=int)
@@ -246,7 +259,7 @@ def _noise(rows: _Scores, values: Array, errors: Array | None, table: RunTable) 
         own = np.flatnonzero(rows.run == run)
         last = values[own[np.argsort(rows.step[own], kind="stable")][-LAST:]]
         if len(last) >= 3:
-            # Half the mean squared difference of neighbours is the variance, and hardly knows of a trend.
+            # Half the mean squared difference of neighbours estimates the variance, nearly free of a trend.
             squares += list(0.5 * np.diff(last) ** 2)
     if squares:
         return math.sqrt(float(np.mean(squares))), "last checkpoints"
@@ -262,7 +275,7 @@ def _noise(rows: _Scores, values: Array, errors: Array | None, table: RunTable) 
 
 
 def _refusal(rows: _Scores, score: SignalToNoise) -> str:
-    """Why a task may not be extrapolated; empty where it may."""
+    """Return why a task may not be extrapolated; empty if it may."""
     from scipy.special import ndtri
     from scipy.stats import spearmanr
 
@@ -302,7 +315,7 @@ def _predictions(
     fitted: TaskLaw, rows: _Scores, table: RunTable, goals: Array, law: Any, seed: int
 ) -> Iterator[TaskPrediction]:
     draws, level = fitted._bootstrapped(), fitted.widened(0.95)
-    # A run that the task has no score of is in every resample once.
+    # Runs without a score of this task count once in every resample.
     counts = np.ones((len(fitted.counts_), len(table)))
     counts[:, rows.at] = fitted.counts_[:, rows.final]
     frontier, spend = law.refit(counts), own_convention(law)

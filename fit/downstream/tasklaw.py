@@ -1,14 +1,14 @@
 """A task's accuracy in two steps: (N, D) to task loss by a law, and task loss to accuracy by a curve.
 
-Both steps are refitted on the same resample of runs. Rows that are not final (checkpoints) teach the second step alone:
-what a model scores at a loss does not depend on how it came there. `chance` gives the curve's floor.
+Both steps are refitted on the same resamples of runs. Checkpoints are used in the second step alone, because the score
+at a loss does not depend on how the model reached it. `chance` is the curve's floor.
 
   sigmoid      acc = floor + (ceiling - floor) / (1 + exp(-slope (middle - loss)))
                Bhagia et al. 2024 (arXiv:2412.04403)
   exponential  acc = floor + exp(slope (middle - loss)), which is error = eps - k exp(-gamma loss) of Gadre et al. 2024
                (arXiv:2403.08540) with eps = 1 - floor, gamma = slope and k = exp(slope middle)
 
-The second step weighs by 1 / (acc_se^2 + tau^2), tau a scatter of runs beyond the sampling of items.
+The second step weights rows by 1 / (acc_se^2 + tau^2), where tau is the scatter of runs beyond the sampling of items.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from ..uncertainty import (
 )
 
 LINKS = {"sigmoid": ("floor", "ceiling", "middle", "slope"), "exponential": ("floor", "middle", "slope")}
-OFFSETS = np.linspace(-6.0, 4.0, 11)  # starts of the curve: its argument at the mean loss ...
-LOG_SLOPES = np.log([0.2, 0.5, 1.0, 2.0, 5.0])  # ... and its slope, in units of the loss's spread
+OFFSETS = np.linspace(-6.0, 4.0, 11)  # starting values of the curve's argument at the mean loss ...
+LOG_SLOPES = np.log([0.2, 0.5, 1.0, 2.0, 5.0])  # ... and of its slope per standard deviation of the loss
 FALLBACK_STARTS = 3
-FAR = 15.0  # bounds of the curve's argument at the mean loss
+FAR = 15.0  # bound of the curve's argument at the mean loss
 
 
 class TaskLaw(Estimator):
-    """Accuracy at (N, D), by way of the task's loss.
+    """A law of a task's accuracy at (N, D), through the task's loss.
 
-    After `fit`: law_ (the first step), constants_ (of both), scatter_ (tau), items_ (of the benchmark, by the standard
-    errors, or None), converged_. After `bootstrap`: draws_, counts_ (of each resample, (resamples, rows)), bootstrap_.
+    After `fit`: law_ (the first step), constants_ (both steps), scatter_ (tau), items_ (the benchmark's size, estimated
+    from the standard errors, or None), converged_. After `bootstrap`: draws_, counts_ (resamples, rows), bootstrap_.
 
     Parameters
     ----------
     link : {"sigmoid", "exponential"}
     ceiling : float or None
-        What the sigmoid tends to at low loss; None fits it, which takes runs that come near it.
+        The sigmoid's limit at low loss; None fits it, which needs runs near it.
     law : Law, optional
         An unfitted law of (N, D) for the first step; by default E + A/N^alpha + B/D^beta.
     """
@@ -78,10 +78,20 @@ class TaskLaw(Estimator):
         chance: float | None = 0.0,
         final: ArrayLike | None = None,
     ) -> Self:
-        """Fit to n rows: N parameters, D tokens, task_loss (gold bits per byte, or any loss), acc a share, all (n,).
+        """Fit both steps to n rows.
 
-        acc_se (n,): standard error from the items. chance: the curve's floor; None fits it. final (n,): the rows of the
-        first step, by default all; N and D of the others are not read.
+        Parameters
+        ----------
+        N, D
+            (n,) parameters and tokens.
+        task_loss
+            (n,) gold bits per byte, or another loss.
+        acc, acc_se
+            (n,) accuracy from 0 to 1, and its standard error from the items.
+        chance
+            The curve's floor; None fits it.
+        final
+            (n,) mask of the rows of the first step, by default all. N and D of other rows are ignored.
         """
         self.data_ = _rows(N, D, task_loss, acc, acc_se, final)
         if chance is not None and not 0 <= chance < 1:
@@ -118,7 +128,7 @@ class TaskLaw(Estimator):
         self.converged_ = bool(found.converged[0]) and self.law_.converged_
 
     def refit(self, counts: ArrayLike) -> Columns:
-        """All constants (P,) with row i counted `counts` (P, n) times; NaN where a step did not converge."""
+        """Return all constants (P,) with rows weighted by `counts` (P, n); NaN where a step did not converge."""
         self._fitted()
         counts = np.atleast_2d(floats(counts))
         first = self.law_.refit(counts[:, self.data_["final"]])
@@ -128,7 +138,7 @@ class TaskLaw(Estimator):
         return {name: np.where(whole, both[name], np.nan) for name in self.names}
 
     def bootstrap(self, n: int = 1000, groups: ArrayLike | None = None, seed: int = 0) -> Self:
-        """Refit both steps on `n` resamples of whole groups (`groups` (rows,): run ids). Returns self."""
+        """Refit both steps on `n` resamples of whole `groups` (rows,), such as run ids. Returns self."""
         self._fitted()
         labels = group_labels(groups, len(self.data_["acc"]))
         counts, redrawn = self.resamples(labels, n, seed)
@@ -141,10 +151,10 @@ class TaskLaw(Estimator):
         return self
 
     def widened(self, level: float) -> float:
-        """The level whose percentiles of the draws cover at `level`, given how few runs there are.
+        """Return the level at which percentiles of the draws cover `level` in spite of few runs.
 
-        Percentiles of n runs have a variance too small by (n - k) / n for k constants; the expanded percentile interval
-        (Hesterberg 2014, arXiv:1411.5279) undoes that, with Student's t.
+        The variance of the draws is too small by (n - k) / n for n runs and k constants; the expanded percentile
+        interval (Hesterberg 2014, arXiv:1411.5279) corrects that, with Student's t.
         """
         from scipy.special import ndtr, stdtrit
 
@@ -153,7 +163,7 @@ class TaskLaw(Estimator):
         return float(1.0 - 2.0 * ndtr(-reach))
 
     def resamples(self, groups: np.ndarray, n: int, seed: int) -> tuple[Array, int]:
-        """Counts (n, rows) that identify the first step; runs without a final row are drawn among themselves."""
+        """Draw counts (n, rows) that identify the first step; runs without a final row are drawn separately."""
         done, p = self.data_["final"], self.law_.problem_
         inputs = np.stack([self.data_["N"][done], self.data_["D"][done]])
         counts, redrawn = identifiable_counts(groups[done], n, seed, inputs, np.ones(int(done.sum())), p.axes, p.free)
@@ -165,14 +175,14 @@ class TaskLaw(Estimator):
             every[:, ~own] = cluster_counts(groups[~own], n, seed + 1)
         return every, redrawn
 
-    # Reading.
+    # Predictions.
 
     def task_loss(self, constants: Constants, N: Any, D: Any) -> Array:
         with np.errstate(over="ignore"):
             return np.asarray(self.law_.evaluate(constants, N, D))
 
     def accuracy(self, constants: Constants, loss: Any) -> Array:
-        """The second step: accuracy at a task loss."""
+        """Return the accuracy at a task loss: the second step."""
         u = constants["slope"] * (constants["middle"] - loss)
         top = constants["ceiling"] - constants["floor"] if self.link == "sigmoid" else 1.0
         return np.asarray(constants["floor"] + top * _shape(self.link, u))
@@ -190,15 +200,13 @@ class TaskLaw(Estimator):
         return self.task_loss(self._bootstrapped(), n, d)
 
     def interval(self, N: ArrayLike, D: ArrayLike, level: float = 0.95) -> Any:
-        """Interval of the law's accuracy: (low, high) for scalars, (points, 2) for (points,)."""
+        """Return the interval of the law's accuracy: (low, high) for scalars, (points, 2) for (points,)."""
         return intervals(self.predict_draws(N, D), self.widened(level))
 
     def prediction_interval(
         self, N: ArrayLike, D: ArrayLike, level: float = 0.95, items: int | None = None, seed: int = 0
     ) -> Any:
-        """Interval for the score of one new run: the law's, the luck of a run in both steps, and `items` of the
-        benchmark.
-        """
+        """Return the interval for the score of a new run on a benchmark of `items`, with its scatter in both steps."""
         draws, rng = self._bootstrapped(), np.random.default_rng(seed)
         return intervals(self.noisy(draws, self._loss_draws(N, D), rng, items), self.widened(level))
 
@@ -210,7 +218,7 @@ class TaskLaw(Estimator):
         return rng.binomial(items, acc) / items if items else acc
 
     def equation(self, say: Say) -> str:
-        """Both steps as text, each constant through `say(name)`."""
+        """Return both steps as text, with each constant written by `say(name)`."""
         first = self.law_.equation(say).split("= ", 1)[1]
         u = f"{say('slope')} ({say('middle')} - L)"
         if self.link == "exponential":
@@ -218,7 +226,7 @@ class TaskLaw(Estimator):
         return f"acc = {say('floor')} + ({say('ceiling')} - {say('floor')}) / (1 + exp(-{u})), L = {first}"
 
     def constant_interval(self, name: str, level: float = 0.95) -> tuple[float, float]:
-        """Interval of a constant of either step."""
+        """Return the interval of a constant of either step."""
         draws = self._bootstrapped()
         if name not in draws:
             raise InputError(f"interval of {name!r} is not known; choose one of {', '.join(self.names)}.")
@@ -239,7 +247,7 @@ class TaskLaw(Estimator):
 
 
 class _Curve:
-    """The second step over one table, in the solver's (floor, ceiling, u at the mean loss, log slope)."""
+    """The second step for one table, in the solver's coordinates (floor, ceiling, u at the mean loss, log slope)."""
 
     def __init__(self, link: str, loss: Array, acc: Array, chance: float | None, ceiling: float | None) -> None:
         self.link, self.acc = link, acc
@@ -257,7 +265,7 @@ class _Curve:
         self.starts = np.stack([np.full_like(offset, floor), np.full_like(offset, roof), offset, slope], axis=1)
 
     def solve(self, weights: Array, near: Array | None = None) -> Solution:
-        """The best curve of each problem (P, n): from every start, or from `near` and the best few."""
+        """Fit the curve to each problem (P, n), from every start, or from `near` and the best few."""
         starts = np.broadcast_to(self.starts, (len(weights), *self.starts.shape))
         if near is not None:
             error = weights @ ((self.form.value(self.starts)[0] - self.acc) ** 2).T
@@ -273,7 +281,7 @@ class _Curve:
         return {name: found[name] for name in LINKS[self.link]}
 
     def _terms(self, v: Mapping[str, Any]) -> list[Any]:
-        """Return the accuracy. The exponential has no ceiling: its height is one, and the floor does not lower it."""
+        """Return the accuracy. The exponential has no ceiling: its height is 1 for any floor."""
         height = v["ceiling"] - v["floor"] if self.link == "sigmoid" else 1.0
         return [v["floor"] + height * _shape(self.link, v["offset"] - np.exp(v["log_slope"]) * self.z)]
 
@@ -289,7 +297,7 @@ def intervals(draws: Array, level: float) -> Any:
 def _rows(
     N: ArrayLike, D: ArrayLike, loss: ArrayLike, acc: ArrayLike, se: ArrayLike | None, final: ArrayLike | None
 ) -> Columns:
-    """The checked columns; a standard error of zero becomes half of the median one."""
+    """Check the columns, and raise standard errors below half of the median to that."""
     rows = {name: np.atleast_1d(floats(v)) for name, v in (("N", N), ("D", D), ("acc", acc))}
     rows["loss"] = positive("task_loss", loss)
     rows["se"] = np.zeros(len(rows["acc"])) if se is None else floats(se)

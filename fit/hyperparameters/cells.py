@@ -1,8 +1,8 @@
-"""The best learning rate and batch of each cell of a sweep: every (N, D) at which a grid of settings was trained.
+"""The best learning rate and batch of each cell of a sweep; a cell is one (N, D) trained with a grid of settings.
 
-"near" is the middle of all settings within a fraction of the lowest loss (Bi et al.: 0.25 %); it leans to where the
-loss rises slowly. "best" is the setting of the lowest loss (Li et al.), which errs by up to half a step and picks the
-lucky run. An optimum that the settings do not enclose is refused with the reason, and enters no law.
+"near" is the mean of all settings within a fraction of the lowest loss (Bi et al.: 0.25 %); it is biased to the side
+where the loss rises slowly. "best" is the setting of the lowest loss (Li et al.), which is off by up to half a step and
+favours lucky runs. An optimum at an edge of the settings is refused with a reason, and enters no law.
 
 Bi et al. 2024 (DeepSeek, arXiv:2401.02954), section 3.1; Li et al. 2025 (Step Law, arXiv:2503.04715).
 """
@@ -20,11 +20,11 @@ from ..table import RunTable
 from .hyperparameters import CellOptimum
 from .settings_surface import TARGETS, cells_of, near_best
 
-WITHIN = {"near": 0.0025, "best": 0.0}  # relative excess loss up to which a run is used, by method
+WITHIN = {"near": 0.0025, "best": 0.0}  # largest relative excess loss of the runs used, by method
 
 
 class Sweep(NamedTuple):
-    """Runs over settings: N, D, learning_rate, batch (tokens), loss, each (n,)."""
+    """The runs of a sweep: N, D, learning_rate, batch (tokens), loss, each (n,)."""
 
     N: Array
     D: Array
@@ -34,8 +34,10 @@ class Sweep(NamedTuple):
 
 
 def read_sweep(table: RunTable, sequence_length: float | None = None) -> Sweep:
-    """The settings of a table's runs, from its columns `learning_rate` or `lr`, and `batch_tokens`, or `batch_size` or
-    `bs` (sequences) times `sequence_length` (an argument or a column).
+    """Read the settings of a table's runs.
+
+    Columns are `learning_rate` or `lr`, and `batch_tokens`, or `batch_size` or `bs` (sequences) times `sequence_length`
+    (an argument or a column).
     """
     rate = _column(table, "learning_rate", "lr")
     if "batch_tokens" in table.frame:
@@ -63,9 +65,16 @@ def cell_optima(
     method: Literal["near", "best"] = "near",
     within: float | None = None,
 ) -> list[CellOptimum]:
-    """The optimum of each cell, by rising N and D, from all runs (n,); batch in tokens.
+    """Return the optimum of each cell, by rising N and D.
 
-    `within` is the relative excess loss up to which a run is near (0.0025).
+    Parameters
+    ----------
+    N, D, learning_rate, batch, loss
+        All runs, (n,) each; batch in tokens.
+    method
+        "near" or "best", see the module.
+    within
+        Largest relative excess loss of the runs used, by default 0.0025 for "near" and 0 for "best".
     """
     one_of("method", method, WITHIN)
     within = WITHIN[method] if within is None else within
@@ -83,18 +92,18 @@ def cell_optima(
 
 def _optimum(runs: Sweep, method: str, within: float) -> CellOptimum:
     near = near_best(runs.N, runs.D, runs.loss, np.ones_like(runs.loss), within)
-    if method == "best":  # of equal losses the first
+    if method == "best":  # the first of equal losses
         near = np.arange(len(near)) == int(np.argmin(runs.loss))
     used, lowest = int(near.sum()), float(runs.loss.min())
     bare = CellOptimum(float(runs.N[0]), float(runs.D[0]), lowest, len(runs.loss), used, method)
     varied = {name: getattr(runs, name) for name in TARGETS if np.ptp(getattr(runs, name)) > 0}
-    # The geometric mean.
+    # Geometric means.
     found: dict[str, Any] = {name: float(np.exp(np.log(values[near]).mean())) for name, values in varied.items()}
     return replace(bare, **found, reason=_edge(varied, runs.loss))
 
 
 def _edge(varied: Columns, loss: Array) -> str:
-    """Why a best run at an end of the settings cannot be trusted; empty where it is inside."""
+    """Return why the best run is no optimum if it is at an edge of the settings, else an empty string."""
     for name, values in varied.items():
         best = values[np.argmin(loss)]
         if best in (values.min(), values.max()):

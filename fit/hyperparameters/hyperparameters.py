@@ -1,7 +1,8 @@
-"""Learning-rate and batch-size laws, y = k N^p_N D^p_D or in other inputs, through the optimum of each cell of a sweep.
+"""Learning-rate and batch-size laws, y = k N^p_N D^p_D or in other inputs, fitted to the optima of a sweep's cells.
 
-A *cell* is a grid of settings trained at one (N, D); its optimum is one observation. Cells are designed and few, so the
-bootstrap keeps them all and moves their residuals; over rows (Li et al.) intervals are too narrow.
+A *cell* is a grid of settings trained at one (N, D); its optimum is one observation. Cells are few and chosen by
+design, so the bootstrap keeps them all and perturbs their residuals; resampling rows (Li et al.) gives too narrow
+intervals.
 
 Li et al. 2025 (arXiv:2503.04715), equation 1; Bi et al. 2024 (arXiv:2401.02954), equation 1 and section 3.1. The same
 law serves other optima, such as critical batch against loss (Kaplan et al.) or D (Zhang et al. 2024, arXiv:2410.21676).
@@ -21,15 +22,15 @@ from ..laws.law import Law, Problem, amplitude, centred, projected_starts
 from ..solver.forms import LogSumExp, LogSumTerms
 from ..uncertainty import by_group, group_labels, wild_targets
 
-COLLINEAR = 0.01  # smallest over largest singular value of the log inputs, each scaled, below which exponents are one
-REACH = np.log(1e6)  # how far beyond the batches tried B_crit may lie before one of the two costs is called zero
+COLLINEAR = 0.01  # smallest over largest singular value of scaled log inputs for separate exponents; chosen by hand
+REACH = np.log(1e6)  # log distance of B_crit from the batches tried beyond which one of the two costs counts as zero
 
 
 @dataclass(frozen=True)
 class CellOptimum:
-    """The best settings at one (N, D), from `used` of its `runs`; `reason` is empty when the optimum is accepted.
+    """The best settings at one (N, D), from `used` of its `runs`; NaN for a setting that did not vary.
 
-    NaN stands for a setting that did not vary.
+    `reason` is empty if the optimum is accepted.
     """
 
     N: float
@@ -48,32 +49,32 @@ class CellOptimum:
 
     @property
     def C(self) -> float:
-        """FLOPs, 6ND."""
+        """Return 6ND."""
         return 6.0 * self.N * self.D
 
 
 class DesignedLaw(Law):
-    """A law whose independent units, cells of a sweep or single rows, were designed and are few."""
+    """A law fitted to few independent units chosen by design: cells of a sweep, or single rows."""
 
     def _designs(self) -> list[Array]:
-        """The inputs of each log-linear part, (n, m), which the cells without any one must identify."""
+        """Return the design (n, m) of each log-linear part, which must stay identified if any one cell is left out."""
         raise NotImplementedError
 
     def _cells(self) -> np.ndarray:
-        """The cell of each row, (n,)."""
+        """Return the cell of each row, (n,)."""
         return np.arange(len(self.weight_))
 
     def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0, method: str | None = "wild") -> Self:
-        """Refit `n` draws; rows of a cell move together, unless `groups` (rows,) says what does.
+        """Refit `n` bootstrap draws; rows of a cell, or of one of `groups` (rows,), are kept together.
 
-        "wild" moves the residual that the fit without a cell has there (the jackknife's covariance, MacKinnon and White
-        1985) by a random sign and size (Student's t); "pairs" draws whole cells, and needs many. Raises InputError
-        where a cell is the only one that tells two constants apart.
+        "wild" multiplies each cell's left-out residual (the jackknife's covariance, MacKinnon and White 1985) by a
+        random sign and size (Student's t). "pairs" draws whole cells, and needs many. Raises InputError where the fit
+        without one cell is not identified.
         """
         self._fitted()
         groups = group_labels(self._cells() if groups is None else groups, len(self.weight_))
         if method != "wild" or n < 1:
-            return super().bootstrap(n, groups, seed, method)  # which also says what is wrong
+            return super().bootstrap(n, groups, seed, method)  # this also validates the arguments
         labels, member = by_group(groups)
         freedom = len(labels) - max(design.shape[1] for design in self._designs())
         self._need_every_cell(labels, member, freedom)
@@ -97,10 +98,10 @@ class DesignedLaw(Law):
 
 
 class HyperparameterLaw(DesignedLaw):
-    """target = k prod_i input_i^p_i, by least squares in the logarithm (or another objective of `Law`).
+    """The power law target = k prod_i input_i^p_i, by least squares in the logarithm (or another objective of `Law`).
 
-    `target` says what is predicted ("learning_rate", "batch", ...) and `inputs` of what, as in ("N", "D") or ("C",).
-    After `fit`: constants_ (k, p_N, p_D, ...).
+    `target` is the quantity predicted ("learning_rate", "batch", ...), `inputs` are such as ("N", "D") or ("C",). After
+    `fit`: constants_ (k, p_N, p_D, ...).
     """
 
     form = "hyperparameter"
@@ -127,7 +128,7 @@ class HyperparameterLaw(DesignedLaw):
         return self.get_params() | {"inputs": list(self.inputs)}
 
     def fit(self, *columns: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None) -> Self:
-        """Columns (cells,): the inputs in order, then the target. `loss_se` is the target's standard error."""
+        """Fit to columns (cells,): the inputs in order, then the target, with standard error `loss_se`."""
         if len(columns) != len(self.inputs) + 1:
             wanted = ", ".join((*self.inputs, self.output))
             raise InputError(f"fit was given {len(columns)} columns; {wanted} are expected.")
@@ -157,7 +158,7 @@ class HyperparameterLaw(DesignedLaw):
         product = " ".join(f"{name}^{say(f'p_{name}')}" for name in self.inputs)
         return f"{self.output}({', '.join(self.inputs)}) = {say('k')} {product}"
 
-    # The law as the solver sees it.
+    # The interface to the solver.
 
     def _designs(self) -> list[Array]:
         return [log_design([self.data_[name] for name in self.inputs], len(self.weight_))]
@@ -189,15 +190,15 @@ class HyperparameterLaw(DesignedLaw):
 
 
 class CriticalBatchLaw(DesignedLaw):
-    """E = E_min (1 + batch / B_crit) = batch S: tokens E to one loss at each batch (tokens), and steps S.
+    """The tokens E and steps S to reach one loss by batch (tokens): E = E_min (1 + batch / B_crit) = batch S.
 
-    S = S_min (1 + B_crit / batch), B_crit = E_min / S_min (McCandlish et al. 2018, arXiv:1812.06162, equation 2.11).
-    The batch is chosen, so a run has one error: the law is fitted to log E. Every run must be at its best settings for
-    its batch, and end its schedule where its tokens are read. Zhang et al. call critical what costs 20 % more: 0.2
-    B_crit. Also Kaplan et al. 2020 (arXiv:2001.08361), equations 1.4 and 5.1.
+    S = S_min (1 + B_crit / batch), B_crit = E_min / S_min (McCandlish et al. 2018, arXiv:1812.06162, equation 2.11;
+    Kaplan et al. 2020, arXiv:2001.08361, equations 1.4 and 5.1). The batch is exact, so the law is fitted to log E.
+    Every run must have the best settings for its batch and end its schedule where it reaches the loss. The critical
+    batch of Zhang et al. costs 20 % more tokens: 0.2 B_crit.
 
-    After `fit`: E_min_ (tokens), S_min_ (steps), B_crit_ (tokens); `degenerate_` names what the batches say nothing
-    about.
+    After `fit`: E_min_ (tokens), S_min_ (steps), B_crit_ (tokens); `degenerate_` names constants that the batches do
+    not determine.
     """
 
     form = "critical-batch"
@@ -216,17 +217,15 @@ class CriticalBatchLaw(DesignedLaw):
     def fit(
         self, batch: ArrayLike, tokens: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None
     ) -> Self:
-        """Batch and tokens to the loss, (n,), both counted in tokens; from pairs of steps and tokens, `fit(tokens /
-        steps, tokens)`.
-        """
+        """Fit to batches and tokens to the loss, (n,), both in tokens. From steps: `fit(tokens / steps, tokens)`."""
         return self._fit((batch, tokens), weight, loss_se)
 
     @staticmethod
     def evaluate(constants: Constants, *inputs: Any) -> Any:
-        """E_min + S_min batch at inputs (batch,)."""
+        """Return E_min + S_min batch at inputs (batch,)."""
         return constants["E_min"] + constants["S_min"] * inputs[0]
 
-    # The law as the solver sees it.
+    # The interface to the solver.
 
     def _designs(self) -> list[Array]:
         return [log_design([self.data_["batch"]], len(self.weight_))]
@@ -257,7 +256,7 @@ class CriticalBatchLaw(DesignedLaw):
 
 
 def tokens_to_loss(tokens: ArrayLike, loss: ArrayLike, target: float) -> float:
-    """Tokens at which one run's loss (n,) first reaches `target`, linear in the logarithms; NaN where it never does."""
+    """Return the tokens at which a run's loss (n,) first reaches `target`, by log-linear interpolation, or NaN."""
     tokens, loss = positive("tokens", tokens), positive("loss", loss)
     same_length(tokens=tokens, loss=loss)
     order = np.argsort(tokens)
@@ -274,7 +273,7 @@ def tokens_to_loss(tokens: ArrayLike, loss: ArrayLike, target: float) -> float:
 
 
 def log_design(inputs: list[Array], rows: int) -> Array:
-    """A one and the logarithm of each input, (rows, 1 + inputs)."""
+    """Return the design (rows, 1 + inputs) of a one and the logarithm of each input."""
     return np.stack([np.ones(rows), *(np.log(values) for values in inputs)], axis=1)
 
 
@@ -285,7 +284,7 @@ def centred_design(design: Array) -> tuple[Array, Array]:
 
 
 def law_constants(names: Sequence[str], theta: Array, middle: Array) -> Columns:
-    """The factor and the exponents of a law whose design was centred at `middle`."""
+    """Return the factor and exponents of a law whose design was centred at `middle`."""
     with np.errstate(over="ignore"):
         factor = np.exp(theta[:, 0] - theta[:, 1:] @ middle)
     return dict(zip(names, [factor, *theta.T[1:].copy()], strict=True))

@@ -1,13 +1,13 @@
-"""The best learning rate and batch of every (N, D), and the cost of missing them, from all runs of a sweep at once.
+"""A joint fit of the best learning rate and batch at every (N, D) and of the excess loss of other settings.
 
     log loss = best of the cell + q(log lr - log lr*(N, D), log batch - log batch*(N, D)),   lr* = k N^p_N D^p_D, ...
 
 Special here:
-- One fit for the laws of both optima and the shape q of the loss around them, which all cells share: a cell with a
-  handful of runs near its optimum still counts. The best loss of each cell is free, so no law of L(N, D) is assumed.
-- q has cubic terms, as the loss rises faster above the best learning rate: a parabola puts the optimum too low.
-- Only runs within `window` of the best of their cell are used, and costs are predicted only there. Further out the
-  cubic is wrong. Choosing runs by their loss favours lucky ones; `warnings` says when that flattens q.
+- One fit has the laws of both optima and the shape q of the loss around them, which all cells share, so cells with few
+  runs near their optimum still contribute. The best loss of each cell is free; no law L(N, D) is assumed.
+- q has cubic terms because the loss rises faster above the best learning rate; a parabola puts the optimum too low.
+- Only runs within `window` of the best of their cell are used, and costs are predicted only there; farther out the
+  cubic is wrong. Choosing runs by their loss favours lucky ones; `warnings` reports when that flattens q.
 
 The laws: Li et al. 2025 (arXiv:2503.04715); the quadratic around an optimum in both logarithms: Porian et al. 2024
 (arXiv:2406.19146).
@@ -33,13 +33,13 @@ from .hyperparameters import DesignedLaw, centred_design, collinear, law_constan
 
 TARGETS = ("learning_rate", "batch")
 Exponents = tuple[int, ...]
-NOISY = 0.15  # of the window: noise from which choosing runs by their loss flattens q by more than 15 %
-NEAREST = 0.25  # of the window: how near the best of its cell a run counts as a best setting, for the first start
+NOISY = 0.15  # with more noise, as a share of the window, choosing runs by their loss flattens q by more than 15 %
+NEAREST = 0.25  # share of the window within which a run counts as a best setting for the first start
 
 
 @dataclass(frozen=True)
 class BestSettings:
-    """Settings at N, D (any shape); None for what the sweep did not vary. Intervals (..., 2) at `level`, with draws."""
+    """The best settings at N, D (any shape), with intervals (..., 2); None if not varied or without draws."""
 
     N: Any
     D: Any
@@ -51,12 +51,12 @@ class BestSettings:
 
 
 def inputs_of(N: Any, D: Any) -> dict[str, Any]:
-    """What a law of the settings may depend on."""
+    """Return the possible inputs of a law of the settings: N, D and C = 6ND."""
     return {"N": N, "D": D, "C": 6.0 * N * D}
 
 
 def best_of(constants: Constants, N: Array, D: Array, batch: Array | None = None) -> Columns:
-    """The best of each setting; for a given batch, the learning rate best with it, NaN where there is no minimum."""
+    """Return the best settings; with `batch`, the best learning rate for it, NaN where there is no minimum."""
     known, found = inputs_of(N, D), {}
     for target in TARGETS:
         if f"{target}_k" in constants:
@@ -69,7 +69,7 @@ def best_of(constants: Constants, N: Array, D: Array, batch: Array | None = None
         return found
     v = np.log(batch / found["batch"])
     c = {name: constants.get(f"shape_{name}", 0.0) for name in ("20", "11", "30", "21", "12")}
-    # dq/du = A u^2 + B u + C; of its roots the one that is 0 at v = 0, written so that A = 0 divides by nothing.
+    # The root of dq/du = A u^2 + B u + C that is 0 at v = 0, in a form that allows A = 0.
     A, B, C = 3 * c["30"], 2 * (c["20"] + c["21"] * v), (c["11"] + c["12"] * v) * v
     with np.errstate(invalid="ignore", divide="ignore"):
         u = np.where(B > 0, -2 * C / (B + np.sqrt(B**2 - 4 * A * C)), np.nan)
@@ -78,7 +78,7 @@ def best_of(constants: Constants, N: Array, D: Array, batch: Array | None = None
 
 
 def excess_terms(constants: Constants, N: Any, D: Any, *settings: Any) -> tuple[Any, Any]:
-    """The quadratic and the cubic part of q, log of loss over best loss, at settings in the order of TARGETS."""
+    """Return the quadratic and cubic parts of q = log(loss / best loss), at settings in the order of TARGETS."""
     best = best_of(constants, floats(N), floats(D))
     distances = [np.log(value / found) for value, found in zip(settings, best.values(), strict=True)]
     parts = {2: np.zeros(()), 3: np.zeros(())}
@@ -93,22 +93,22 @@ def excess_terms(constants: Constants, N: Any, D: Any, *settings: Any) -> tuple[
 
 
 def exponents(axes: int, order: int) -> tuple[Exponents, ...]:
-    """The powers of each setting in the monomials of degree 2 to `order`: (2, 0), (1, 1), (0, 2), (3, 0), ..."""
+    """Return the powers of the settings in the monomials of degree 2 to `order`: (2, 0), (1, 1), (0, 2), (3, 0), ..."""
     every = [e for e in product(range(order, -1, -1), repeat=axes) if 2 <= sum(e) <= order]
     return tuple(sorted(every, key=lambda e: (sum(e), [-power for power in e])))
 
 
 def monomials(distances: Iterable[Any], powers: tuple[Exponents, ...]) -> list[Any]:
-    """Return the product of powers of the distances, arrays or jets, for each of the exponents."""
+    """Return each monomial of the distances (arrays or jets)."""
     return [math.prod(d if p == 1 else d**p for d, p in zip(distances, each, strict=True) if p) for each in powers]
 
 
 class SurfaceForm(LogForm):
-    """f = q(z - W x), centred within cells, which projects out the best loss of each; a `LogForm`.
+    """The `LogForm` f = q(z - W x), centred within cells to remove each cell's best loss.
 
     settings (a, n): the logarithms z, one axis each. designs: for each axis the x of its law, (n, m), constant within a
-    cell. cell (n,): 0, 1, ...; share (n,): each run's weight over its cell's. theta holds the W of each axis, then the
-    coefficients of q.
+    cell. cell (n,): 0, 1, ...; share (n,): a run's weight as a share of its cell's. theta holds the W of each axis,
+    then the coefficients of q.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class SurfaceForm(LogForm):
         return [sum(coefficient * monomial for coefficient, monomial in terms)]
 
     def distances(self, theta: Any) -> list[Any]:
-        """Return how far each run's settings lie from the optimum of its cell, (n,) for each axis."""
+        """Return each run's log distance from the optimum of its cell, (n,) for each axis."""
         laws = [
             sum(w * x for w, x in zip(theta[part], design.T, strict=True))
             for part, design in zip(self.parts, self.designs, strict=True)
@@ -136,7 +136,7 @@ class SurfaceForm(LogForm):
         return [z - law for z, law in zip(self.settings, laws, strict=True)]
 
     def centred(self, values: Array) -> Array:
-        """Values (..., n) less their weighted mean in each cell."""
+        """Return values (..., n) minus their weighted mean in each cell."""
         return np.asarray(values - (values @ self.average) @ self.member)
 
     def value(self, theta: Array) -> tuple[Array, list[Array]]:
@@ -144,7 +144,7 @@ class SurfaceForm(LogForm):
         return self.centred(value), [self.centred(first.swapaxes(1, 2)).swapaxes(1, 2), theta]
 
     def second(self, cache: list[Array], slope: Array) -> Array:
-        # Centring is its own adjoint up to the shares, so the slope is centred and not the derivatives.
+        # Centring is self-adjoint up to the shares, so it is enough to centre the slope.
         return self.q.second(cache, slope - self.share * ((slope @ self.member.T) @ self.member))
 
     def bend(self, cache: list[Array], step: Array) -> Array:
@@ -154,10 +154,17 @@ class SurfaceForm(LogForm):
 class HyperparameterSurface(DesignedLaw):
     """The joint law of a sweep over learning rate and batch (in tokens) at several (N, D).
 
-    `learning_rate` and `batch` name the inputs of each law, of N, D and C = 6ND; () is a constant, None says that the
-    sweep did not vary it. `order` of q is 2 or 3, `window` the relative excess loss up to which a run is used. After
-    `fit`: constants_, such as learning_rate_k, batch_p_D, and shape_21 (the coefficient of u^2 v); rows_, the runs in
-    use; and what `Law` lists. `predict` is loss over the best loss.
+    After `fit`: constants_, such as learning_rate_k, batch_p_D and shape_21 (the coefficient of u^2 v); rows_, the runs
+    used; and the attributes of `Law`. `predict` returns loss over best loss.
+
+    Parameters
+    ----------
+    learning_rate, batch
+        Inputs of each law among N, D and C = 6ND; () for a constant, None if the sweep did not vary it.
+    order
+        Degree of q, 2 or 3.
+    window
+        Largest relative excess loss of the runs used.
     """
 
     form = "hyperparameter-surface"
@@ -205,10 +212,10 @@ class HyperparameterSurface(DesignedLaw):
         loss: ArrayLike,
         weight: ArrayLike | None = None,
     ) -> Self:
-        """Every run of the sweep: N, D, learning_rate, batch (tokens), loss (n,); a setting not varied may be None.
+        """Fit to all runs (n,) of a sweep; batch in tokens, None for a setting that did not vary.
 
-        Raises InputError where too few runs lie within the window, where N, D or a setting do not vary as the laws
-        need, and where the loss has no minimum there.
+        Raises InputError if too few runs are within the window, if N, D or a setting vary too little for the laws, or
+        if the loss has no minimum there.
         """
         settings = {"learning_rate": learning_rate, "batch": batch}
         columns = {"N": positive("N", N), "D": positive("D", D)}
@@ -235,9 +242,7 @@ class HyperparameterSurface(DesignedLaw):
         return self
 
     def optimal(self, N: ArrayLike, D: ArrayLike, batch: ArrayLike | None = None, level: float = 0.95) -> BestSettings:
-        """The best settings at N, D; with a `batch` given (tokens), the learning rate best with it, NaN beyond the
-        window.
-        """
+        """Return the best settings; with `batch` (tokens), the best learning rate for it, NaN beyond the window."""
         self._fitted()
         if batch is not None and len(self.laws) < 2:
             raise InputError("batch is given and the sweep did not vary learning rate and batch both.")
@@ -255,7 +260,7 @@ class HyperparameterSurface(DesignedLaw):
         return BestSettings(unboxed(n), unboxed(d), **settings, **intervals, level=level)
 
     def penalty(self, *settings: ArrayLike, **named: ArrayLike) -> Any:
-        """Relative excess loss, as in 0.0025, of N, D, learning_rate, batch; NaN beyond the window."""
+        """Return the relative excess loss, such as 0.0025, at N, D, learning_rate, batch; NaN beyond the window."""
         self._fitted()
         square, cube = excess_terms(self.constants_, *self._inputs(settings, named))
         excess = np.expm1(square + cube)
@@ -264,7 +269,7 @@ class HyperparameterSurface(DesignedLaw):
         return unboxed(np.where(known, excess, np.nan))
 
     def warnings(self) -> tuple[Warning, ...]:
-        """What to know before trusting the law."""
+        """Return warnings about optima outside of the settings tried and about noise."""
         self._fitted()
         cell = self._cells()
         found, outside = [], 0
@@ -288,7 +293,7 @@ class HyperparameterSurface(DesignedLaw):
 
     @property
     def noise_(self) -> float:
-        """Relative scatter of the runs about the surface, one standard deviation."""
+        """Return the relative standard deviation of the runs about the surface."""
         self._fitted()
         freedom = len(self.weight_) - self.problem_.free - len(np.unique(self._cells()))
         return float(np.sqrt((self.weight_ * self.residuals() ** 2).sum() / self.weight_.mean() / freedom))
@@ -306,7 +311,7 @@ class HyperparameterSurface(DesignedLaw):
             laws.append(f"{target} = {' '.join([say(k), *product])}")
         return ", ".join(laws)
 
-    # The law as the solver sees it.
+    # The interface to the solver.
 
     def _cells(self) -> np.ndarray:
         return cells_of(self.data_["N"], self.data_["D"])
@@ -340,7 +345,7 @@ class HyperparameterSurface(DesignedLaw):
             )
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Coordinates: of each law log k (at the mean log inputs) and its exponents, then the coefficients of q."""
+        """Return the problem in coordinates log k (at mean log inputs) and exponents of each law, then those of q."""
         cell, weight = self._cells(), self.weight_
         share = weight / np.bincount(cell, weight)[cell]
         designs, middles = [], []
@@ -363,14 +368,14 @@ class HyperparameterSurface(DesignedLaw):
             target=target,
             bounds=dict.fromkeys(self.names, (-np.inf, np.inf)),
             axes=np.log(np.stack(inputs[:2])),
-            # The problem is nearly linear: beside the full fit, one more start is enough for a resample.
+            # The problem is nearly linear: one start, in addition to the full fit, is enough for a resample.
             starts=lambda weights, keep: first[None] if keep is None else first[None, :1],
             constants=constants,
         )
 
 
 def _starts(form: SurfaceForm, target: Array, observed: Array, cell: np.ndarray, weight: Array, window: float) -> Array:
-    """Starts (G, k): a law through the mean of the best settings of each cell, by three ideas of best; q is linear."""
+    """Return starts (G, k): laws through each cell's mean best settings, for three definitions of best; q is linear."""
     excess = observed / _lowest(cell, observed)[cell] - 1.0
     starts = []
     for within in (NEAREST * window, 0.5 * window, window):
@@ -387,19 +392,19 @@ def _starts(form: SurfaceForm, target: Array, observed: Array, cell: np.ndarray,
 
 
 def cells_of(N: Array, D: Array) -> np.ndarray:
-    """The cell of each run, 0, 1, ...: runs of one N and one D."""
+    """Return the cell of each run, 0, 1, ...: runs of one N and one D."""
     return np.unique(np.stack([N, D]), axis=1, return_inverse=True)[1].ravel()
 
 
 def near_best(N: Array, D: Array, loss: Array, weight: Array, within: float) -> np.ndarray:
-    """Which runs that count have a loss within a fraction `within` of the lowest of their cell, (n,)."""
+    """Return a mask (n,) of runs with weight whose loss is at most a fraction `within` above their cell's lowest."""
     cell = cells_of(N, D)
     lowest = _lowest(cell, np.where(weight > 0, loss, np.inf))
     return (weight > 0) & (loss <= lowest[cell] * (1.0 + within))
 
 
 def _lowest(cell: np.ndarray, loss: Array) -> Array:
-    """The lowest loss of each cell."""
+    """Return the lowest loss of each cell."""
     lowest = np.full(cell.max() + 1, np.inf)
     np.minimum.at(lowest, cell, loss)
     return lowest

@@ -1,11 +1,11 @@
-"""Rules for learning rate, batch and weight decay from the runs of a tune, and what settings off their best cost.
+"""Rules for learning rate, batch and weight decay from the runs of a tune, and the cost of other settings.
 
-Log loss is the level of a cell, one (N, D), plus a cost of every setting, u its logarithm over that of its best:
+Log loss is the level of a cell, one (N, D), plus a cost of each setting, where u = log(setting / best setting):
 
     c (exp(a u) - 1 - a u) / a^2,   a parabola near the best, steeper above it where a > 0
 
-The best are power laws of N and D; that of the learning rate is one of the batch too. Their exponents have priors at
-published values, so that runs which do not determine one leave it there.
+The best settings are power laws of N and D, and for the learning rate also of the batch. The exponents have priors at
+published values, and stay there if the runs do not determine them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..errors import Array, Columns, InputError
 from ..uncertainty import percentile_interval
 from .settings_surface import cells_of, near_best
 
-WINDOW = 0.08  # relative excess loss up to which a run is used
-MISFIT = 0.3  # standard deviation of a cost, as a share of it, beside noise: farther out the form is wrong
-SHARED = 1.5  # times the variance of independent errors, for near runs share that of the form
-NOISY = 0.02  # noise from which choosing runs by their loss flattens the costs
-UNSURE = 0.7  # of the prior's width: an exponent with a larger error is mostly the prior's
-STEPS = 6  # of reweighting
+WINDOW = 0.08  # largest relative excess loss of the runs used; chosen by hand, like the values below
+MISFIT = 0.3  # error of the cost's form, as a share of the cost; it is added to the noise
+SHARED = 1.5  # inflation of the covariance, because similar runs share the form's error
+NOISY = 0.02  # noise above which choosing runs by their loss flattens the costs
+UNSURE = 0.7  # an exponent whose error exceeds this share of the prior's width is mostly the prior
+STEPS = 6  # rounds of reweighting
 
 
 class Prior(NamedTuple):
@@ -32,7 +32,7 @@ class Prior(NamedTuple):
     source: str = ""
 
 
-# By coordinate: logarithms of the best settings in the middle of the runs, their exponents, then costs c and a.
+# Coordinates: log best settings at the mean of the runs, their exponents, then c and a of the costs.
 PRIORS = {
     "rate": Prior(0.0, 10.0),
     "rate_N": Prior(0.0, 0.15, "muP, arXiv:2203.03466"),
@@ -52,10 +52,10 @@ MEAN, WIDTH = (np.array([getattr(prior, name) for prior in PRIORS.values()]) for
 
 
 def tuning_rules(runs: Columns, draws: int = 1000, seed: int = 0) -> dict[str, Any]:
-    """What a `tuning` file says: the rules, by rule and constant (k, N, D, batch), their 95 % intervals, and evidence.
+    """Return the content of a `tuning` file: the rules by constant (k, N, D, batch), 95 % intervals, and evidence.
 
     `runs`: N, D, learning_rate, batch (tokens), timescale (of weight decay, as a share of D) and loss, each (n,).
-    Raises InputError where they are too few.
+    Raises InputError if they are too few.
     """
     near = near_best(runs["N"], runs["D"], runs["loss"], np.ones(len(runs["loss"])), WINDOW)
     used = {name: values[near] for name, values in runs.items()}
@@ -99,7 +99,7 @@ SETTINGS = ("learning_rate", "batch", "timescale")
 
 
 class _Costs:
-    """The model, of runs near the best of their cells. Coordinates: those of PRIORS, then the level of each cell."""
+    """The model of runs near the best of their cells. Coordinates: those of PRIORS, then the level of each cell."""
 
     def __init__(self, runs: Columns) -> None:
         self.cell, self.loss = cells_of(runs["N"], runs["D"]), np.log(runs["loss"])
@@ -115,7 +115,7 @@ class _Costs:
         self.noise = 0.01
 
     def best(self, q: Array) -> Array:
-        """Logarithms of the best settings of every run (3, n): of the rate, that with the best batch."""
+        """Return log best settings of each run (3, n); the learning rate is that for the best batch."""
         rate, rate_N, rate_D, slope, batch, batch_N, batch_D, tau, tau_N, tau_D = q[:10]
         b = batch + batch_N * self.n + batch_D * self.d
         found = [rate + rate_N * self.n + rate_D * self.d + slope * b, b, tau - self.middle["timescale"]]
@@ -123,14 +123,14 @@ class _Costs:
         return np.stack(found) + np.array([[self.middle[name]] for name in SETTINGS])
 
     def costs(self, q: Array) -> Array:
-        """What the settings of every run cost, in log loss (n,)."""
+        """Return the cost of each run's settings, in log loss (n,)."""
         off = self.x + np.array([[self.middle[name]] for name in SETTINGS]) - self.best(q)
         off[0] -= q[3] * off[1]  # from the best rate with the run's own batch
         c, a = np.exp(q[10:13, None]), np.where(abs(q[13:16]) < 1e-3, 1e-3, q[13:16])[:, None]
         return np.asarray((c * (np.expm1(np.minimum(a * off, 30.0)) - a * off) / a**2).sum(axis=0))
 
     def fit(self) -> tuple[Array, Array]:
-        """The coordinates and their covariance; errors are noise and a share of the cost, by turns."""
+        """Fit the coordinates and their covariance, alternating with the noise estimate."""
         from scipy.optimize import least_squares
 
         k = len(PRIORS)
@@ -149,7 +149,7 @@ class _Costs:
         return q, SHARED * np.linalg.inv(found.jac.T @ found.jac)
 
     def rules(self, q: Array) -> dict[str, dict[str, Array]]:
-        """As a `tuning` file has them, of coordinates (k, draws)."""
+        """Convert coordinates (k, draws) to the rules of a `tuning` file."""
         rate, rate_N, rate_D, slope, batch, batch_N, batch_D, tau, tau_N, tau_D = q[:10]
         N, D, lr, B, _ = self.middle.values()
         return {
@@ -165,15 +165,15 @@ class _Costs:
 
 
 def excess_with_error(centre: Array, sides: Array, draws: int = 2000, seed: int = 0) -> tuple[Array, Array]:
-    """Relative excess loss of n settings over the minimum of parabolas of log loss, one along each axis, and its error.
+    """Return the relative excess loss of n settings over the minimum of a parabola along each axis, and its error.
 
-    centre (n, 2): their losses with two seeds, whose differences say how runs scatter; sides (n, axes, 2): the losses a
-    step down and up, NaN for none. Where the minimum does not lie between them the lower one stands in.
+    centre (n, 2): losses with two seeds, which give the noise. sides (n, axes, 2): losses one step down and up, NaN for
+    none. If the parabola's minimum is not between the sides, the lowest of the three losses is taken.
     """
     centre, sides = np.log(centre), np.log(sides)
     noise = np.sqrt(np.mean((centre[:, 0] - centre[:, 1]) ** 2) / 2)
     generator = np.random.default_rng(seed)
-    scale = noise * np.sqrt(len(centre) / generator.chisquare(len(centre), (draws, 1)))  # as of Student's t
+    scale = noise * np.sqrt(len(centre) / generator.chisquare(len(centre), (draws, 1)))  # as for Student's t
     middle = centre.mean(axis=1)
     drawn = _above_parabolas(
         middle + scale / np.sqrt(2) * generator.standard_normal((draws, *middle.shape)),

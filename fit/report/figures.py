@@ -1,4 +1,4 @@
-"""The report's interactive figures, as plain plotly dictionaries: importing the library costs more than all of them.
+"""The report's interactive figures as plain plotly dictionaries, because importing plotly is slower than drawing them.
 
 Every string from data is escaped, because plotly reads hover texts as HTML.
 """
@@ -31,23 +31,23 @@ from ..published import published_law
 from ..results import Analysis
 
 Figure = dict[str, Any]
-Trace = dict[str, Any]  # or a part of one
+Trace = dict[str, Any]  # a plotly trace, layout, or part of one
 
-# The look that all figures have, in parts.
+# Shared layout, in parts.
 STYLE = (Path(__file__).parent / "templates" / "layout.json").read_text(encoding="utf-8")
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 INK = "#1b1f24"
 SCALE = [[i / 10, shade(i / 10)] for i in range(11)]
-CURVE_POINTS = 300  # of a loss curve
-MOST_RUNS, MOST_CURVES = 300, 100  # that a figure draws, evenly spread: more lie on each other
-PANELS, SCORE = 4, PALETTE[0]  # tasks side by side, and the colour of their marks
-WIDEST = 1e3  # times the value, beyond which a band is cut: it would flatten the rest of the picture
-FRONTIER = 1e25  # FLOPs that published laws are asked about
+CURVE_POINTS = 300  # points of a loss curve
+MOST_RUNS, MOST_CURVES = 300, 100  # largest numbers drawn in a figure, evenly spread; more would overlap
+PANELS, SCORE = 4, PALETTE[0]  # task panels per row, and the colour of their marks
+WIDEST = 1e3  # bands are cut at this factor of the value; wider ones would flatten the rest of the figure
+FRONTIER = 1e25  # FLOPs up to which published laws are drawn
 BESIDE = ("kaplan2020_N_opt", "hoffmann2022_approach2", "besiroglu2024", "porian2024_tuned", "deepseek2024", "llama3")
 
 
 def draw_all(a: Analysis, curves: Any) -> dict[str, Figure | None]:
-    """Every figure of the page by name, None where the analysis does not have what it shows."""
+    """Draw every figure of the page by name; None where the analysis lacks the data."""
     drawings = (answer, backtest, residuals, isoflop, contours, published, multiplier, experts)
     found = {draw.__name__: draw(a) for draw in drawings}
     found |= {f"loss-{by}": loss_curves(a, curves, by) for by in CURVE_TITLES}
@@ -55,11 +55,11 @@ def draw_all(a: Analysis, curves: Any) -> dict[str, Figure | None]:
     return found | {"accuracy": scores(a, "acc"), "gold-bpb": scores(a, "gold_bpb")}
 
 
-# What figures are put together from.
+# Building blocks.
 
 
 def style(part: str) -> Any:
-    """A part of the look that all figures have, to be changed at will."""
+    """Return a copy of a part of the shared layout."""
     return json.loads(STYLE)[part]
 
 
@@ -75,9 +75,7 @@ def layout(
     log_y: bool = False,
     **more: Any,
 ) -> Trace:
-    """Log axes show all of the values `xs` and `ys` that are given. Parameters and tokens read 10k, 1M, 1B; FLOPs as
-    powers of ten.
-    """
+    """Return a layout whose log axes span `xs` and `ys`; FLOPs read as powers of ten, others as 10k, 1M, 1B."""
     look: Trace = style("layout") | {"height": height} | more
     for axis, title, log, values in (("xaxis", x, log_x, xs), ("yaxis", y, log_y, ys)):
         look[axis] = style("axis") | (style("log") if log else {}) | {"title": {"text": title, "standoff": 12}}
@@ -91,24 +89,24 @@ def layout(
 
 
 def tick_step(decades: float) -> int | str:
-    """Label 1, 2 and 5 on a short log axis, and about eight decades on a long one."""
+    """Return ticks for a log axis: 1, 2 and 5 on a short one, about eight decades on a long one."""
     return "D2" if decades < 1.6 else max(1, int(np.ceil(decades / 8)))
 
 
 def as_list(values: Any) -> list[Any]:
-    """Numbers for JSON, to the six digits that a screen can show."""
+    """Return numbers for JSON with six digits, None where not finite."""
     return [float(f"{v:.6g}") if np.isfinite(v) else None for v in np.asarray(values, dtype=np.float64)]
 
 
 def line(
     x: Any, y: Any, colour: str, hover: list[str] | None = None, width: float = 2, dash: str = "solid", **more: Any
 ) -> Trace:
-    """A line with a hover text at each point; one without any stays out of the legend, too."""
+    """Return a line with a hover text at each point; without texts it is not in the legend either."""
     return _trace("lines", x, y, hover, {"line": {"color": colour, "width": width, "dash": dash}} | more)
 
 
 def points(x: Any, y: Any, colour: Any, hover: list[str], size: float = 8, edge: str = "white", **more: Any) -> Trace:
-    """Marks with hover texts, at most MOST_RUNS of them; `colour` is one, or one for each."""
+    """Return at most MOST_RUNS marks with hover texts; `colour` is one, or a list of one each."""
     if len(x) > MOST_RUNS:
         kept = np.unique(np.linspace(0, len(x) - 1, MOST_RUNS).astype(int)).tolist()
         x, y, hover = np.asarray(x)[kept], np.asarray(y)[kept], [hover[i] for i in kept]
@@ -249,13 +247,11 @@ def residuals(a: Analysis) -> Figure | None:
     return {"data": [zero, points(flops, 100 * off, shades(a.table.N), hover)], "layout": look}
 
 
-# What follows: the optimum by budget, published laws, the backtest, scores.
+# The optimum by budget, published laws, the backtest, scores.
 
 
 def answer(a: Analysis) -> Figure | None:
-    """N and D of every budget by what leads, with their bands, the best runs, and the first target: the report in one
-    picture.
-    """
+    """Draw the leading approach's N and D by budget, with bands, best runs and the first target."""
     goal, low = a.targets[0], float(a.table.flops.min())
     C = np.unique(np.append(np.geomspace(low, 1.6 * max(goal, a.table.flops.max()), 60), goal))
     data: list[Trace] = []
@@ -291,7 +287,7 @@ def answer(a: Analysis) -> Figure | None:
 
 
 def allocation(a: Analysis, quantity: str) -> Figure | None:
-    """N, D or loss of the best run by budget, with the measured optima and the targets."""
+    """Draw N, D or loss of the best run by budget, with measured optima and targets."""
     low, high = float(a.table.flops.min()), float(a.table.flops.max())
     far = max(*a.targets, high * 10)
     C = np.unique(np.concatenate([np.geomspace(low / 2, far * 2, 90), np.array(a.targets)]))
@@ -328,7 +324,7 @@ def allocation(a: Analysis, quantity: str) -> Figure | None:
         name: _view("xaxis", [low / 2, end], 0.0, True) | _view("yaxis", shown, 0.12, log)
         for name, end, shown in (("near", high * 30, near), ("far", far * 2, every))
     }
-    # Start near the runs; where the targets lie far off, the page's switch goes from this view to the other.
+    # Show the range near the runs first; if the targets are far beyond, a switch on the page shows the whole range.
     beyond = np.log10(far * 2 / (high * 30)) >= 1.0
     for change, value in views["near" if beyond else "far"].items():
         axis, key = change.split(".")
@@ -337,7 +333,7 @@ def allocation(a: Analysis, quantity: str) -> Figure | None:
 
 
 def _view(axis: str, values: list[float], pad: float, log: bool) -> dict[str, Any]:
-    """What plotly's relayout takes to show these values."""
+    """Return the arguments of plotly's relayout that show these values."""
     ends = np.array([min(values), max(values)])
     low, high = np.log10(ends) if log else ends
     room = pad * (high - low) + 1e-9
@@ -346,7 +342,7 @@ def _view(axis: str, values: list[float], pad: float, log: bool) -> dict[str, An
 
 
 def published(a: Analysis) -> Figure | None:
-    """N* by budget of these runs, by what answers first, and of the published laws."""
+    """Draw N* by budget of the leading approach and of published laws."""
     own = a.lead
     if not own.available:
         return None
@@ -366,7 +362,7 @@ def published(a: Analysis) -> Figure | None:
 
 
 def backtest(a: Analysis) -> Figure | None:
-    """Errors of predicted losses by how far beyond the runs that were fitted, with the first target's distance."""
+    """Draw errors of predicted losses by distance beyond the fitted runs, with the first target's distance."""
     ahead, data = (a.backtest["tested"] or {}).get("ahead", []), list[Trace]()
     if not ahead:
         return None
@@ -395,7 +391,7 @@ def backtest(a: Analysis) -> Figure | None:
 
 
 def multiplier(a: Analysis) -> Figure | None:
-    """The compute multiplier of each variant over the base, by the base's budget."""
+    """Draw the compute multiplier of each variant over the base, by the base's budget."""
     lines, bands = list[Trace](), list[Trace]()
     compared = [one.comparison for one in a.recipes if one.comparison]
     for one, colour in zip(compared, PALETTE * len(compared), strict=False):
@@ -416,7 +412,7 @@ def multiplier(a: Analysis) -> Figure | None:
 
 
 def experts(a: Analysis) -> Figure | None:
-    """Loss by FLOPs, 6 N_active D, of each number of experts, and what the law says of their best runs."""
+    """Draw loss by FLOPs, 6 N_active D, for each number of experts, with the law's best runs."""
     if a.experts is None or a.experts.law is None:
         return None
     c, every, data = a.experts.columns, [row["experts"] for row in a.experts.sparsities], list[Trace]()
@@ -432,7 +428,7 @@ def experts(a: Analysis) -> Figure | None:
 
 
 def scores(a: Analysis, measure: str) -> Figure | None:
-    """`acc` or `gold_bpb` by compute, a panel per task; the line joins each budget's best runs, dots are chance."""
+    """Draw `acc` or `gold_bpb` by compute per task; a line joins each budget's best runs, the dotted one is chance."""
     t, hover = a.table, run_hover(a)
     columns = [name for name in map(str, t.frame.columns) if name.endswith(f"/{measure}")]
     names = sorted(name.rsplit("/", 1)[0] for name in columns if np.isfinite(t.column(name)).any())

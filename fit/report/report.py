@@ -1,6 +1,6 @@
-"""The report: one self-contained HTML file, law.json and PNGs beside it. Answer, warnings, tables.
+"""The report: a self-contained HTML page with answer, warnings and tables, and law.json and PNGs next to it.
 
-The page needs no network, everything that a template writes is escaped, and every file appears whole or not at all.
+The page needs no network, templates escape everything that they write, and files are written whole or not at all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 TEMPLATES = Path(__file__).parent / "templates"
-SHOWN = 8  # rungs and budgets of the influence table; the rest moved less
+SHOWN = 8  # rows of the influence table, those with the largest moves
 RUN_COLUMNS = (
     ("width", "width", "{:.0f}"),
     ("depth", "depth", "{:.0f}"),
@@ -49,12 +49,26 @@ def write_report(
     under_way: Sequence[Mapping[str, Any]] = (),
     alone: Analysis | None = None,
 ) -> Path:
-    """Write report.html, law.json and PNG figures into `directory`, all or none; returns the path of report.html.
+    """Write report.html, law.json and PNG figures into `directory`, all or none. Returns the path of report.html.
 
-    `curves`: run_id, step, tokens, flops, loss of every run. `provenance`: names and values for the footer. `costs`: as
-    costs.json of a sweep. `under_way`: run_id, N, D, seen, loss, low and high of runs that are not done. `alone`: the
-    same of the runs without points of averaged weights, to lay beside it. Raises InputError when the directory cannot
-    be written to or the curves lack a column.
+    Parameters
+    ----------
+    analysis
+        The result of `analyze`.
+    directory
+        Output directory; InputError if it cannot be written.
+    curves
+        Columns run_id, tokens, flops and loss for every run.
+    title
+        Title of the page.
+    provenance
+        Names and values for the footer.
+    costs
+        Content of a sweep's costs.json.
+    under_way
+        run_id, N, D, seen, loss, low and high of unfinished runs.
+    alone
+        An analysis without points of averaged weights, for comparison.
     """
     folder = Path(directory)
     if curves is not None:
@@ -129,12 +143,12 @@ def render_report(
 
 
 def packed(content: str) -> str:
-    """What the page unpacks; alike at every call. Plotly's 4.5 MB become 1.8 MB, and no character ends a script."""
+    """Compress content for the page, deterministically. Plotly shrinks from 4.5 to 1.8 MB; base64 needs no escaping."""
     return base64.b64encode(gzip.compress(content.encode(), mtime=0)).decode()
 
 
 def render_template(name: str, **context: Any) -> str:
-    """A template of this folder; it knows the ways to write numbers by their names."""
+    """Render a template of this folder, with the number formats of `formatting`."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -149,7 +163,7 @@ def render_template(name: str, **context: Any) -> str:
 
 
 def _answer(a: Analysis) -> str:
-    """The question that the report answers, in one sentence."""
+    """Return the report's answer for the first target, in one sentence."""
     C, largest = a.targets[0], float(a.table.flops.max())
     budget = f"{scientific(C)} FLOPs ({in_words(a.convention)})" + (
         f", {times(C / largest)} the largest run," if largest < C else ""
@@ -167,7 +181,7 @@ def _answer(a: Analysis) -> str:
 
 
 def _second(a: Analysis) -> str:
-    """What the next approach asks for at the first target, where a mixture leads."""
+    """Return the next approach's answer for the first target where a mixture leads, else an empty string."""
     found = [(one, e) for one in a.ranked if (e := one.at(a.targets[0])).N is not None]
     if len(found) < 2 or not found[0][0].mixture or interval(found[0][1].N_ci, count) == UNDETERMINED:
         return ""
@@ -178,7 +192,7 @@ def _second(a: Analysis) -> str:
 
 
 def _influence(a: Analysis) -> list[dict[str, Any]]:
-    """The rungs and budgets that move the fit most when left out, the largest moves first."""
+    """Return the rungs and budgets that move the fit most when left out, largest moves first."""
     found = a.backtest["influence"]
     if not found or found["most"] is None:
         return []
