@@ -61,7 +61,7 @@ def analyze(
         "mixture" to let a mixture of forms answer first, "noise" to leave it out.
     """
     goals = tuple(float(C) for C in positive("target", np.atleast_1d(np.asarray(targets, dtype=np.float64))))
-    check_resampling(bootstrap, seed, least=0)
+    check_resampling(bootstrap, seed, minimum=0)
     check_convention(convention)
     check_intervals(intervals)
     if law is not None and law.objective == "se" and table.known_se is None:
@@ -83,7 +83,7 @@ def analyze(
     quick, spend = min(bootstrap, QUICK), flops_per_token(table.N, table.D, table.flops)
     # Always fitted in the table's count, so that a saved mixture gives the same answer in every convention.
     mixture = mix_forms(as_given, spend, bootstrap, seed) if intervals == "mixture" else None
-    found = Analysis(
+    analysis = Analysis(
         table=table,
         targets=goals,
         law=fitted[0],
@@ -100,5 +100,5 @@ def analyze(
         recipes=laws,
         experts=by_experts(counted, goals, quick, seed),
     )
-    found.warnings = run_checks(found)
-    return found
+    analysis.warnings = run_checks(analysis)
+    return analysis

@@ -60,28 +60,28 @@ def check_level(level: float) -> None:
         raise InputError(f"level is {level}; it must lie between 0 and 1, as 0.95 does.")
 
 
-def by_name(what: str, names: Sequence[str], given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+def by_name(what: str, names: Sequence[str], positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments passed by position or by name, in the order of `names`."""
-    found = dict(zip(names, given, strict=False)) | dict(named)
-    if len(given) + len(named) != len(names) or set(found) != set(names):
-        said = ", ".join([*(f"#{i + 1}" for i in range(len(given))), *named]) or "nothing"
-        raise InputError(f"{what} was given {said}; it takes {', '.join(names)}, each once.")
-    return {name: found[name] for name in names}
+    arguments = dict(zip(names, positional, strict=False)) | dict(named)
+    if len(positional) + len(named) != len(names) or set(arguments) != set(names):
+        received = ", ".join([*(f"#{i + 1}" for i in range(len(positional))), *named]) or "nothing"
+        raise InputError(f"{what} was given {received}; it takes {', '.join(names)}, each once.")
+    return {name: arguments[name] for name in names}
 
 
 def same_length(**columns: Array) -> None:
     """Raise InputError unless all columns have the same length."""
     lengths = {name: len(values) for name, values in columns.items()}
     if len(set(lengths.values())) > 1:
-        said = ", ".join(f"{name} has {length}" for name, length in lengths.items())
-        raise InputError(f"columns differ in length ({said}); each must have one value per run.")
+        listing = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise InputError(f"columns differ in length ({listing}); each must have one value per run.")
 
 
 def enough(points: int, parameters: int, what: str) -> None:
     if points <= parameters:
-        said = "1 point" if points == 1 else f"{points} different points"
+        size = "1 point" if points == 1 else f"{points} different points"
         raise InputError(
-            f"{what} has {parameters} parameters and the table has {said}; it needs at least {parameters + 1}."
+            f"{what} has {parameters} parameters and the table has {size}; it needs at least {parameters + 1}."
         )
 
 
@@ -103,8 +103,8 @@ def identifiable(N: Array, D: Array) -> None:
     for name, values, what in (("N", N, "size"), ("D", D, "number of tokens")):
         low, high = values.min(), values.max()
         if high / low < SPREAD:
-            said = f"is {low:.4g} in every row" if high / low < 1.001 else f"is only {low:.4g} to {high:.4g}"
-            raise InputError(f"{name} {said}; a law in N and D needs more than one {what}.")
+            extent = f"is {low:.4g} in every row" if high / low < 1.001 else f"is only {low:.4g} to {high:.4g}"
+            raise InputError(f"{name} {extent}; a law in N and D needs more than one {what}.")
     centred = np.stack([np.log(N) - np.log(N).mean(), np.log(D) - np.log(D).mean()])
     spread = np.linalg.svd(centred / np.linalg.norm(centred, axis=1, keepdims=True), compute_uv=False)
     # A smaller spread comes from rounding to whole batches and not from design.
@@ -115,14 +115,14 @@ def identifiable(N: Array, D: Array) -> None:
         )
 
 
-def _checked(name: str, values: ArrayLike, rows: Any, wanted: str, accept: Any) -> Array:
+def _checked(name: str, values: ArrayLike, rows: Any, expected: str, accept: Any) -> Array:
     try:
-        given = np.asarray(values)
-        if np.iscomplexobj(given):
+        array = np.asarray(values)
+        if np.iscomplexobj(array):
             raise TypeError  # NumPy would drop the imaginary part
-        numbers = given.astype(np.float64)
+        numbers = array.astype(np.float64)
     except (TypeError, ValueError):
-        raise InputError(f"{name} holds a value that is not a number; each must be {wanted}.") from None
+        raise InputError(f"{name} holds a value that is not a number; each must be {expected}.") from None
     if numbers.ndim != 1:
         raise InputError(f"{name} has shape {numbers.shape}; one flat column of numbers is expected.")
     if numbers.size == 0:
@@ -132,5 +132,5 @@ def _checked(name: str, values: ArrayLike, rows: Any, wanted: str, accept: Any) 
     if bad.any():
         first = int(np.argmax(bad))
         where = first if rows is None else rows[first]
-        raise InputError(f"{name} is {numbers[first]:g} in row {where}; it must be {wanted}.")
+        raise InputError(f"{name} is {numbers[first]:g} in row {where}; it must be {expected}.")
     return numbers

@@ -36,13 +36,13 @@ class FlopsPerToken:
         """Fit attention and tables to runs, all (n,), by relative least squares; use k N instead if that is closer."""
         N, D, flops = positive("N", N), positive("D", D), positive("flops", flops)
         same_length(N=N, D=D, flops=flops)
-        x, each, smallest = np.cbrt(1.0 / N), flops / (N * D), float(N.min())
-        basis = np.stack([x, x**2], 1) / each[:, None]
+        x, ratio, smallest = np.cbrt(1.0 / N), flops / (N * D), float(N.min())
+        basis = np.stack([x, x**2], 1) / ratio[:, None]
         scale = np.linalg.norm(basis, axis=0)
-        attention, tables = np.linalg.lstsq(basis / scale, 1.0 - 6.0 / each, rcond=1e-6)[0] / scale
-        found = cls(6.0, float(attention), float(tables), smallest)
-        proportional = cls(float(np.exp(np.log(each).mean())), smallest=smallest)
-        return min(found, proportional, key=lambda count: float(np.abs(count(N) * D / flops - 1.0).max()))
+        attention, tables = np.linalg.lstsq(basis / scale, 1.0 - 6.0 / ratio, rcond=1e-6)[0] / scale
+        fitted = cls(6.0, float(attention), float(tables), smallest)
+        proportional = cls(float(np.exp(np.log(ratio).mean())), smallest=smallest)
+        return min(fitted, proportional, key=lambda count: float(np.abs(count(N) * D / flops - 1.0).max()))
 
 
 def convention_name(spend: float | Callable[[Array], Array] | None) -> str:

@@ -91,7 +91,7 @@ def allocation_lines(a: Analysis, quantity: str, C: Array) -> list[tuple[Any, Ar
     """Return each approach with an answer, its N, D or loss at budgets C (m,), and its band (m, 2) or None."""
     lines = []
     for approach in a.ranked:
-        values, band = (found[quantity] for found in approach.answers(C))
+        values, band = (answer[quantity] for answer in approach.answers(C))
         if approach.available and np.isfinite(values).any():
             lines.append((approach, values, band if band is not None and np.isfinite(band).all() else None))
     return lines
@@ -113,13 +113,13 @@ def loss_curves(a: Analysis, curves: Any, by: str) -> list[tuple[str, float, Arr
     sizes = dict(zip(a.table.run_id.tolist(), a.table.N.tolist(), strict=True))
     if curves is None or not {"run_id", "loss", by} <= set(curves):
         return []
-    known = curves[curves["run_id"].astype(str).isin(sizes) & (curves[by] > 0)].dropna(subset=["loss"])
-    found = []
-    for run, rows in known.groupby(known["run_id"].astype(str), sort=False):
+    selected = curves[curves["run_id"].astype(str).isin(sizes) & (curves[by] > 0)].dropna(subset=["loss"])
+    runs = []
+    for run, rows in selected.groupby(selected["run_id"].astype(str), sort=False):
         rows = rows.sort_values(by)
         x, loss = (rows[name].to_numpy(dtype=np.float64) for name in (by, "loss"))
-        found.append((str(run), sizes[str(run)], x, loss))
-    return found
+        runs.append((str(run), sizes[str(run)], x, loss))
+    return runs
 
 
 def _axes(ax: Axes | None, x: str, y: str, log_x: bool = True, log_y: bool = False) -> Axes:

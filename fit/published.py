@@ -35,7 +35,7 @@ from .table import RunTable, read_table
 if TYPE_CHECKING:
     import pandas as pd
 
-SAID = ("loss_unit", "N_convention", "flops_convention", "tokenizer", "data", "source", "notes")
+DESCRIBED = ("loss_unit", "N_convention", "flops_convention", "tokenizer", "data", "source", "notes")
 _TABLES = read_constants("laws")
 # Forms of one input x for which there is no law class; all other forms have one.
 CURVES: dict[str, Callable[[Array, Constants], Any]] = {
@@ -82,18 +82,18 @@ class PublishedLaw:
     def __call__(self, *inputs: ArrayLike, **named: ArrayLike) -> Any:
         """Evaluate the law at inputs by position or name, broadcast together; returns a float for floats."""
         values = by_name(self.name, self.inputs, inputs, named)
-        for name, given in values.items():
-            value = floats(given)
+        for name, argument in values.items():
+            value = floats(argument)
             values[name] = positive(name, value.ravel()).reshape(value.shape)
         if self.form == "power":
-            c, found = self.constants, floats(self.constants["k"])
+            c, result = self.constants, floats(self.constants["k"])
             for name, x in values.items():
-                found = found * (x / c.get(f"{name}_0", 1.0)) ** c.get(f"p_{name}", 0.0)
+                result = result * (x / c.get(f"{name}_0", 1.0)) ** c.get(f"p_{name}", 0.0)
         elif self.form in CURVES:
-            found = CURVES[self.form](values[self.inputs[0]], self.constants)
+            result = CURVES[self.form](values[self.inputs[0]], self.constants)
         else:
-            found = law_class(self.form).evaluate(self.constants, *values.values())
-        return unboxed(found)
+            result = law_class(self.form).evaluate(self.constants, *values.values())
+        return unboxed(result)
 
     @property
     def allocates(self) -> bool:
@@ -157,8 +157,10 @@ def published_law(name: str) -> PublishedLaw:
     """
     if name not in _LAWS:
         asked = str(name).lower()
-        said = {known: f"{known} {law.authors} {law.form} {law.arxiv}".lower() for known, law in _LAWS.items()}
-        near = [known for known, words in said.items() if asked and asked in words][:6]
+        descriptions = {
+            candidate: f"{candidate} {law.authors} {law.form} {law.arxiv}".lower() for candidate, law in _LAWS.items()
+        }
+        near = [candidate for candidate, description in descriptions.items() if asked and asked in description][:6]
         near = near or get_close_matches(asked, _LAWS, n=3, cutoff=0.5)
         hint = f"the nearest are {', '.join(near)}" if near else "published_laws() lists them"
         raise InputError(f"there is no published law {name!r}; {hint}.")
@@ -190,21 +192,23 @@ def compare_published(flops: ArrayLike, own: Any = None, **own_columns: Any) -> 
     """
     import pandas as pd
 
-    unknown = [name for name in own_columns if name not in SAID]
+    unknown = [name for name in own_columns if name not in DESCRIBED]
     if unknown:
-        raise InputError(f"column {unknown[0]!r} is not known; choose among {', '.join(SAID)}.")
+        raise InputError(f"column {unknown[0]!r} is not known; choose among {', '.join(DESCRIBED)}.")
     mine = {} if own is None else dict(own) if isinstance(own, Mapping) else {"own": own}
     rows = [row for name, law in mine.items() for row in _rows(name, law.optimal(flops), np.nan, own_columns)]
     for law in published_laws():
         if law.allocates:
             gives_loss = law if law.kind == "loss" else published_law(law.frontier) if law.frontier else None
-            said = {name: getattr(law, name) for name in SAID[1:]} | {"loss_unit": gives_loss and gives_loss.unit}
-            rows += _rows(law.name, law.optimal(flops), law.fitted.get("C", (np.nan, np.nan))[1], said)
+            conventions = {name: getattr(law, name) for name in DESCRIBED[1:]} | {
+                "loss_unit": gives_loss and gives_loss.unit
+            }
+            rows += _rows(law.name, law.optimal(flops), law.fitted.get("C", (np.nan, np.nan))[1], conventions)
     return pd.DataFrame(rows)
 
 
-def _rows(name: str, best: Any, largest: float, said: Mapping[str, Any]) -> list[dict[str, Any]]:
-    columns = {column: said.get(column) for column in SAID}
+def _rows(name: str, best: Any, largest: float, conventions: Mapping[str, Any]) -> list[dict[str, Any]]:
+    columns = {column: conventions.get(column) for column in DESCRIBED}
     return [
         {"law": name, "flops": C, "N": N, "D": D, "ratio": D / N, "loss": loss, "beyond": C / largest} | columns
         for C, N, D, loss in zip(best.flops, best.N, best.D, best.loss, strict=True)
@@ -312,8 +316,8 @@ def published_runs(
         values = frame[column]
         frame = frame[values.isin(value if isinstance(value, list | tuple) else [value])]
         if frame.empty:
-            known = ", ".join(map(str, values.unique()[:12]))
-            raise InputError(f"{name} has no row whose {column} is {value!r}; there are {known}.")
+            examples = ", ".join(map(str, values.unique()[:12]))
+            raise InputError(f"{name} has no row whose {column} is {value!r}; there are {examples}.")
     return read_table(frame, record.columns, derive_d=record.derive_d, drop_worst=drop_worst)
 
 
@@ -341,8 +345,8 @@ def download_published(
 
 def _located(name: str, file: str | None, folder: str | Path | None, download: bool) -> Path:
     entry = _file(name, file)
-    given = [folder] if folder else [os.environ.get("ISOFLOP_DATA"), _cache()]
-    places = [Path(place) / name / entry.name for place in given if place]
+    folders = [folder] if folder else [os.environ.get("ISOFLOP_DATA"), _cache()]
+    places = [Path(place) / name / entry.name for place in folders if place]
     for path in places:
         if path.is_file():
             try:
@@ -382,7 +386,7 @@ def _fetch(url: str, entry: PublishedFile, timeout: float) -> bytes:
     return bytes(content)
 
 
-def _verified(said: str, content: bytes, entry: PublishedFile) -> None:
+def _verified(source: str, content: bytes, entry: PublishedFile) -> None:
     from hashlib import sha256
 
     if not entry.sha256:
@@ -390,8 +394,8 @@ def _verified(said: str, content: bytes, entry: PublishedFile) -> None:
     if len(content) != entry.size:
         more = "more than " if len(content) > entry.size else ""
         raise InputError(
-            f"{said} has {more}{min(len(content), entry.size)} bytes where {entry.size} are expected; fetch it again."
+            f"{source} has {more}{min(len(content), entry.size)} bytes where {entry.size} are expected; fetch it again."
         )
-    found = sha256(content).hexdigest()
-    if found != entry.sha256:
-        raise InputError(f"{said} has SHA-256 {found[:16]}… where {entry.sha256[:16]}… is expected; fetch it again.")
+    digest = sha256(content).hexdigest()
+    if digest != entry.sha256:
+        raise InputError(f"{source} has SHA-256 {digest[:16]}… where {entry.sha256[:16]}… is expected; fetch it again.")

@@ -89,8 +89,8 @@ class Analysis:
         """Return the approaches with an answer: the mixture, then the best backtested, then by PREFERRED."""
         best = (self.backtest.get("tested") or {}).get("best")
         order = sorted(PREFERRED, key=lambda key: key != best)
-        found = [self.lead, *(self.approaches[key] for key in order)]
-        return [one for i, one in enumerate(found) if one.available and (i or one.mixture)]
+        approaches = [self.lead, *(self.approaches[key] for key in order)]
+        return [approach for i, approach in enumerate(approaches) if approach.available and (i or approach.mixture)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON of the analysis; numbers that are not finite are null."""
@@ -142,8 +142,8 @@ class Analysis:
         for C in self.targets:
             for approach in self.ranked:
                 e = approach.at(C)
-                said = f"N = {e.N:.3g}, D = {e.D:.3g}" if e.N and e.D else "no answer"
-                lines.append(f"  at {C:.3g} FLOPs, {approach.title}: {said}")
+                estimate = f"N = {e.N:.3g}, D = {e.D:.3g}" if e.N and e.D else "no answer"
+                lines.append(f"  at {C:.3g} FLOPs, {approach.title}: {estimate}")
         lines += [f"  warning ({w.code}): {w.message}" for w in self.warnings]
         return "\n".join(lines)
 
@@ -195,13 +195,13 @@ def answer(
     by_law, estimates = ([vars(a.at(float(C))) for C in goals] if a.available else [] for a in (approach, lead))
     warnings: list[Any] = [w for w in content.get("warnings", ()) if w.get("code") not in FAR]
     reach = (content.get("backtest", {}).get("tested") or {}).get("reach")
-    own = []  # warnings for a law that was saved without a report
+    law_warnings = []  # warnings for a law that was saved without a report
     if not approach.available:
-        own.append(Warning("no_parametric", f"{approach.title} has no answer: {approach.reason}."))
+        law_warnings.append(Warning("no_parametric", f"{approach.title} has no answer: {approach.reason}."))
     if law.degenerate_:
         held = ", ".join(law.degenerate_)
-        own.append(Warning("at_bound", f"{held} could not be determined and stopped at a bound."))
-    said = [*([] if "warnings" in content else own), *extrapolation(largest, goals, reach)]
+        law_warnings.append(Warning("at_bound", f"{held} could not be determined and stopped at a bound."))
+    new_warnings = [*([] if "warnings" in content else law_warnings), *extrapolation(largest, goals, reach)]
     return plain_json(
         _law_to_dict(law)
         | {
@@ -210,7 +210,7 @@ def answer(
             **lead.intervals,
             "approaches": {"parametric": {"optimal": by_law}},
             "backtest": {},
-            "warnings": warnings + list(map(vars, said)),
+            "warnings": warnings + list(map(vars, new_warnings)),
             "runs": len(law.weight_),
         }
     )

@@ -100,7 +100,7 @@ class RunTable:
 
     def _spans(self) -> list[tuple[str, float, float]]:
         shown = {"N": self.N, "D": self.D, "FLOPs": self.flops, "loss": self.loss}
-        return [(name, float(each.min()), float(each.max())) for name, each in shown.items() if len(each)]
+        return [(name, float(values.min()), float(values.max())) for name, values in shown.items() if len(values)]
 
     def __repr__(self) -> str:
         return f"{self._head()}\n{self.to_frame().to_string(max_rows=8, show_dimensions=False)}"
@@ -152,16 +152,16 @@ def read_table(
     drop_worst
         Number of runs of highest loss to leave out.
     """
-    frame, header, said = _load(source)
+    frame, header, origin = _load(source)
     frame, notes = _averaged(frame, source)
     if len(frame) == 0:
-        raise InputError(f"{said} has no rows; at least one run is needed.")
+        raise InputError(f"{origin} has no rows; at least one run is needed.")
     if derive_d not in (None, "6nd"):
         raise InputError(f"derive_d is {derive_d!r}; '6nd' (D = FLOPs / 6N) or nothing is accepted.")
-    names = _resolve(header, columns or {}, said)
+    names = _resolve(header, columns or {}, origin)
     if "recipe" in names:
         frame = frame.assign(recipe=frame[names["recipe"]])
-    rows = _finished(frame, notes, said)
+    rows = _finished(frame, notes, origin)
     part = frame.iloc[rows]
     # Line numbers of a file with a header, for errors.
     labels = list(part.index + (2 if isinstance(source, (str, Path)) else 0))
@@ -174,7 +174,7 @@ def read_table(
         if derive_d:
             notes.append("D is in the table, so it was not derived.")
     else:
-        D = _derived(frame, N, flops, derive_d, said)
+        D = _derived(frame, N, flops, derive_d, origin)
         notes.append("D was not given and is derived as FLOPs / (6N).")
     loss = positive(names["loss"], numbers("loss"), labels)
     with np.errstate(over="ignore", under="ignore"):
@@ -187,7 +187,7 @@ def read_table(
     if "group" in names:
         named = part[names["group"]]
         group = np.where(named.isna(), run_id, named.astype(str))
-    kept = _best(loss, drop_worst, notes)
+    selected = _best(loss, drop_worst, notes)
     table = RunTable(
         N=N,
         D=D,
@@ -201,22 +201,22 @@ def read_table(
         frame=frame,
         rows=rows,
         notes=tuple(notes),
-        source=said,
+        source=origin,
         derived_d="D" not in names,
         dropped=drop_worst,
     )
-    return table.where(kept)
+    return table.where(selected)
 
 
 def _numbers(part: pd.DataFrame, names: dict[str, str], labels: list[Any], notes: list[str], name: str) -> Array:
     if name not in names:
         return np.full(len(part), np.nan)
     column = names[name]
-    values, given = numeric(part, column).copy(), part[column].astype(str).str.replace(",", "").str.strip()
+    values, texts = numeric(part, column).copy(), part[column].astype(str).str.replace(",", "").str.strip()
     for i in np.flatnonzero(np.isnan(values) & part[column].notna().to_numpy()):
-        if name in ("N", "D", "flops") and (size := SIZE.fullmatch(given.iloc[i])):
+        if name in ("N", "D", "flops") and (size := SIZE.fullmatch(texts.iloc[i])):
             values[i] = float(size[1]) * FACTORS[(size[2] or "").lower()]
-        elif given.iloc[i].lower() != "nan":
+        elif texts.iloc[i].lower() != "nan":
             raise InputError(f"{column} is {part[column].iloc[i]!r} in row {labels[i]}; a number is expected.")
     if name == "loss" and re.search("ppl|perplexity", column, re.I):
         notes.append(f"{column} is taken as a perplexity, so the loss is its natural logarithm.")
@@ -268,34 +268,34 @@ def _averaged(frame: pd.DataFrame, source: Any) -> tuple[pd.DataFrame, list[str]
     if not isinstance(source, (str, Path)) or not (path := Path(source) / "curves.csv").is_file():
         return frame, []
     try:
-        more, said = with_averages(frame, pd.read_csv(path, low_memory=False, dtype=IDS))
+        more, note = with_averages(frame, pd.read_csv(path, low_memory=False, dtype=IDS))
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} cannot be read as curves ({error}); `isoflop report` writes it anew.") from None
-    return more, [said] if said else []
+    return more, [note] if note else []
 
 
-def _resolve(exist: list[str], columns: Mapping[str, str], said: str) -> dict[str, str]:
+def _resolve(exist: list[str], columns: Mapping[str, str], source: str) -> dict[str, str]:
     if twice := sorted(name for name, times in Counter(exist).items() if times > 1):
-        raise InputError(f"{said} has more than one column {twice[0]!r}; each name must occur once.")
+        raise InputError(f"{source} has more than one column {twice[0]!r}; each name must occur once.")
     unknown = [name for name in columns if name not in ALIASES]
     if unknown:
         raise InputError(f"column {unknown[0]!r} is not a known name; choose among {', '.join(ALIASES)}.")
     names = {}
     for name, aliases in ALIASES.items():
-        wanted = (columns[name],) if name in columns else aliases
-        there = [column for column in wanted if column in exist]
-        if there:
-            names[name] = there[0]
-        elif name in ("N", "loss") or (name in columns and wanted != ("6nd",)):
-            raise InputError(f"{said} has no column {wanted[0]!r}; it has {_some(exist)} ({_remedy(name, exist)}).")
+        accepted = (columns[name],) if name in columns else aliases
+        present = [column for column in accepted if column in exist]
+        if present:
+            names[name] = present[0]
+        elif name in ("N", "loss") or (name in columns and accepted != ("6nd",)):
+            raise InputError(f"{source} has no column {accepted[0]!r}; it has {_some(exist)} ({_remedy(name, exist)}).")
     return names
 
 
 def _remedy(name: str, exist: list[str]) -> str:
     """Return a hint on how to provide a missing column."""
     for column in exist:
-        if (found := LOGARITHM.fullmatch(column)) and found[2].lower() in map(str.lower, ALIASES[name]):
-            power = f"{found[1]} ** t[{column!r}]" if found[1] else f"np.exp(t[{column!r}])"
+        if (match := LOGARITHM.fullmatch(column)) and match[2].lower() in map(str.lower, ALIASES[name]):
+            power = f"{match[1]} ** t[{column!r}]" if match[1] else f"np.exp(t[{column!r}])"
             return f"{column} is a logarithm: `t[{name!r}] = {power}` makes the column of a DataFrame t"
     perhaps = [column for column in exist if name in PERHAPS and re.search(PERHAPS[name], column, re.I)]
     return " or ".join(f"`--column {name}={quote(c)}`" for c in perhaps or ["..."]) + " names it"
@@ -306,7 +306,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-def _finished(frame: pd.DataFrame, notes: list[str], said: str) -> np.ndarray:
+def _finished(frame: pd.DataFrame, notes: list[str], source: str) -> np.ndarray:
     keep = np.ones(len(frame), dtype=bool)
     if "final" in frame:
         keep = ended(frame)
@@ -318,23 +318,23 @@ def _finished(frame: pd.DataFrame, notes: list[str], said: str) -> np.ndarray:
             notes.append(f"{int((keep & ~done).sum())} rows of runs that are not done are left out.")
         keep = keep & done
     if not keep.any():
-        raise InputError(f"{said} has {len(frame)} rows and none of a finished run; at least one is needed.")
+        raise InputError(f"{source} has {len(frame)} rows and none of a finished run; at least one is needed.")
     if (runs := int(keep.sum())) > MOST_RUNS:
         raise InputError(
-            f"{said} has {runs:,} rows of finished runs; at most {MOST_RUNS:,} are fitted (a column final, false for "
+            f"{source} has {runs:,} rows of finished runs; at most {MOST_RUNS:,} are fitted (a column final, false for "
             "checkpoints on the way, leaves these out)."
         )
     return np.flatnonzero(keep)
 
 
-def _derived(frame: pd.DataFrame, N: Array, flops: Array | None, derive_d: str | None, said: str) -> Array:
+def _derived(frame: pd.DataFrame, N: Array, flops: Array | None, derive_d: str | None, source: str) -> Array:
     exist = _some(list(map(str, frame.columns)))
     if derive_d is None:
         hint = ", and FLOPs are there, so D can be derived with '6nd'" if flops is not None else ""
         remedy = _remedy("D", list(map(str, frame.columns)))
-        raise InputError(f"{said} has no column 'D'; it has {exist} ({remedy}{hint}).")
+        raise InputError(f"{source} has no column 'D'; it has {exist} ({remedy}{hint}).")
     if flops is None:
-        raise InputError(f"D cannot be derived as FLOPs / 6N because {said} has no column 'flops'; it has {exist}.")
+        raise InputError(f"D cannot be derived as FLOPs / 6N because {source} has no column 'flops'; it has {exist}.")
     return flops / (6.0 * N)
 
 
@@ -343,8 +343,8 @@ def _best(loss: Array, drop_worst: int, notes: list[str]) -> np.ndarray:
         raise InputError(
             f"drop_worst is {drop_worst}; it must be at least 0 and below the {len(loss)} runs of the table."
         )
-    kept, dropped = np.split(np.argsort(loss, kind="stable"), [len(loss) - drop_worst])
+    selected, dropped = np.split(np.argsort(loss, kind="stable"), [len(loss) - drop_worst])
     if drop_worst:
         out = ", ".join(f"{value:.4g}" for value in loss[dropped])
         notes.append(f"The {drop_worst} highest losses were dropped at the user's request ({out}).")
-    return np.sort(kept)
+    return np.sort(selected)

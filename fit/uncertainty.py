@@ -23,10 +23,10 @@ ALONE = 1e-6  # a group with a leverage above 1 - ALONE alone determines a const
 STILL = 1e-6  # variance of a log input below which it is constant in a resample
 
 
-def check_resampling(n: int, seed: int, least: int = 1) -> None:
-    if not least <= n <= MOST_RESAMPLES:
-        zero = "" if least else " (zero gives no intervals)"
-        raise InputError(f"bootstrap is {n}; a number of resamples from {least} to {MOST_RESAMPLES} is needed{zero}.")
+def check_resampling(n: int, seed: int, minimum: int = 1) -> None:
+    if not minimum <= n <= MOST_RESAMPLES:
+        zero = "" if minimum else " (zero gives no intervals)"
+        raise InputError(f"bootstrap is {n}; a number of resamples from {minimum} to {MOST_RESAMPLES} is needed{zero}.")
     if seed < 0:
         raise InputError(f"seed is {seed}; zero or a positive integer is needed.")
 

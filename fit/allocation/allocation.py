@@ -75,20 +75,20 @@ class Optimum:
 
     def rows(self) -> list[dict[str, str]]:
         """Return one row per target, with each quantity and its interval as text."""
-        found, intervals = self.values, self.intervals
+        values, intervals = self.values, self.intervals
 
         def cell(name: str, i: int) -> str:
-            said = _written(name, found[name][i])
+            shown = _written(name, values[name][i])
             low, high = intervals[name][i] if name in intervals else (np.nan, np.nan)
             if np.isnan(low) or high <= low * (1 + 1e-9):  # the target itself is the same in every draw
-                return said
-            return f"{said} [{_written(name, low)}, {_written(name, high)}]"
+                return shown
+            return f"{shown} [{_written(name, low)}, {_written(name, high)}]"
 
-        return [{name: cell(name, i) for name in found} for i in range(len(self.N))]
+        return [{name: cell(name, i) for name in values} for i in range(len(self.N))]
 
     def __repr__(self) -> str:
         titles = self._titles()
-        return "\n".join(", ".join(f"{titles[name]} = {said}" for name, said in row.items()) for row in self.rows())
+        return "\n".join(", ".join(f"{titles[name]} = {value}" for name, value in row.items()) for row in self.rows())
 
     def _titles(self) -> dict[str, str]:
         named = {"flops": f"C ({in_words(self.convention)})", "ratio": "D/N"}
@@ -97,7 +97,7 @@ class Optimum:
     def _repr_html_(self) -> str:
         rows = self.rows()
         head = "".join(f"<th>{text(title)}</th>" for title in self._titles().values())
-        body = "".join("<tr>" + "".join(f"<td>{text(said)}</td>" for said in row.values()) + "</tr>" for row in rows)
+        body = "".join("<tr>" + "".join(f"<td>{text(value)}</td>" for value in row.values()) + "</tr>" for row in rows)
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
@@ -111,16 +111,16 @@ def answer(
         raise InputError(f"this {type(law).__name__} is not fitted; call fit first.")
 
     def every(constants: Constants) -> Columns:
-        found = solve({name: np.atleast_1d(floats(value)) for name, value in constants.items()})
-        shape = np.broadcast_shapes(*(v.shape for v in found.values()))
-        return {name: np.broadcast_to(v, shape) for name, v in found.items()}
+        solution = solve({name: np.atleast_1d(floats(value)) for name, value in constants.items()})
+        shape = np.broadcast_shapes(*(v.shape for v in solution.values()))
+        return {name: np.broadcast_to(v, shape) for name, v in solution.items()}
 
     values = {name: v[:, 0].copy() for name, v in every(law.constants_).items()}
     draws = {} if law.draws_ is None else every(law.draws_)
     if draws:
         draws["ratio"] = draws["D"] / draws["N"]
-    own = {name: values.pop(name) for name in ("flops", "N", "D", "loss")}
-    return Optimum(**own, more=values, draws=draws, level=level, convention=convention_name(flops_per_token))
+    fields = {name: values.pop(name) for name in ("flops", "N", "D", "loss")}
+    return Optimum(**fields, more=values, draws=draws, level=level, convention=convention_name(flops_per_token))
 
 
 def aligned(**columns: ArrayLike) -> list[Array]:
@@ -287,6 +287,9 @@ def inference_aware(
 ) -> Optimum:
     """Return the cheapest model to train and serve at a given loss (Sardana et al. 2023).
 
+    Of the result, `flops` counts training alone; `more` has inference_flops, total_flops, saving (over the
+    training-optimal model of the same loss), and dollars with `prices`. Infinite where no model reaches the loss.
+
     Parameters
     ----------
     law
@@ -299,9 +302,6 @@ def inference_aware(
         Prices of training and serving; by default FLOPs are minimised.
     level
         Level of the intervals.
-
-    Of the result, `flops` counts training alone; `more` has inference_flops, total_flops, saving (over the
-    training-optimal model of the same loss), and dollars with `prices`. Infinite where no model reaches the loss.
     """
     if not hasattr(law, "equal_loss"):
         raise InputError(f"the law is of form {law.form!r}; this question needs E + A/N^alpha + B/D^beta.")
@@ -328,8 +328,8 @@ def unlimited(law: Any, constants: Constants, C: Array, flops_per_token: Any) ->
     if callable(flops_per_token):
         return search(law, constants, C, flops_per_token)
     coefficient = float(positive("flops_per_token", [flops_per_token])[0])
-    found: tuple[Array, Array, Array] = law.optimum(C, constants, coefficient)
-    return found
+    result: tuple[Array, Array, Array] = law.optimum(C, constants, coefficient)
+    return result
 
 
 @np.errstate(all="ignore")

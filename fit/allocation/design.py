@@ -65,12 +65,12 @@ def prior_widths(problem: Any) -> Array:
 
 def basins(laws: Sequence[Any], shares: Sequence[float] | None = None) -> list[Basin]:
     """Return the distinct local optima of laws fitted to the same rows; `shares` fixes the share of each law."""
-    found, log = list[Basin](), list[float]()
+    optima, log = list[Basin](), list[float]()
     for place, law in enumerate(laws):
         p, weights = law.problem_, law.weight_ * law._precision
         starts = np.concatenate([law.theta_[None, None], p.starts(weights[None, :], None).swapaxes(0, 1)])
-        each = np.broadcast_to(weights, (len(starts), p.form.points))  # each start is solved as a separate problem
-        theta = solve(p.form, p.target, each, starts, p.lower, p.upper, law._delta).theta
+        repeated = np.broadcast_to(weights, (len(starts), p.form.points))  # each start is solved as a separate problem
+        theta = solve(p.form, p.target, repeated, starts, p.lower, p.upper, law._delta).theta
         square = np.average((p.form.value(theta)[0] - p.target) ** 2, axis=1, weights=law.weight_) + LEAST_NOISE**2
         square[~np.isfinite(square)] = np.inf
         order = np.argsort(square)
@@ -80,11 +80,11 @@ def basins(laws: Sequence[Any], shares: Sequence[float] | None = None) -> list[B
         likelihood = -0.5 * (rows * np.log(square[first]) + p.free * np.log(rows))  # at the most likely noise
         if shares is not None:
             likelihood += np.log(shares[place]) - np.log(np.exp(likelihood - likelihood[0]).sum()) - likelihood[0]
-        found += [Basin(law, theta[i], 1.0) for i in first]
+        optima += [Basin(law, theta[i], 1.0) for i in first]
         log += likelihood.tolist()
     share = np.exp(np.array(log) - max(log))
     share[share < LEAST_SHARE] = 0.0
-    return [replace(b, share=s) for b, s in zip(found, share / share.sum(), strict=True) if s]
+    return [replace(b, share=s) for b, s in zip(optima, share / share.sum(), strict=True) if s]
 
 
 class Beliefs:
@@ -94,9 +94,9 @@ class Beliefs:
     coordinates. Runs are added and removed by rank-one updates.
     """
 
-    def __init__(self, goals: Array, shares: Array, trunks: int, shared: float, own: float) -> None:
+    def __init__(self, goals: Array, shares: Array, trunks: int, shared: float, unshared: float) -> None:
         M, q, k = goals.shape
-        self.k, self.own, self.shared, self.shares = k, own, shared, shares
+        self.k, self.unshared, self.shared, self.shares = k, unshared, shared, shares
         self.goals = np.concatenate([goals, np.zeros((M, q, trunks))], axis=2)
         diagonal = np.concatenate([np.ones(k), np.full(trunks, shared)])
         self.covariance = np.broadcast_to(np.diag(diagonal), (M, k + trunks, k + trunks)).copy()
@@ -108,7 +108,7 @@ class Beliefs:
 
     def observe(self, slopes: Array, trunk: int, weight: float = 1.0) -> None:
         """Add a run with slopes (M, k) on a trunk (-1: none shared); a weight of -1 removes it exactly."""
-        noise = (self.own if trunk >= 0 else self.own + self.shared) / weight
+        noise = (self.unshared if trunk >= 0 else self.unshared + self.shared) / weight
         moved = np.einsum("mij,mj->mi", self.covariance[:, :, : self.k], slopes)
         if trunk >= 0:
             moved += self.covariance[:, :, self.k + trunk]
@@ -119,8 +119,8 @@ class Beliefs:
 
     def variances(self) -> Array:
         """Return the variance of each target, (q,)."""
-        each = np.einsum("mqi,mij,mqj->mq", self.goals, self.covariance, self.goals, optimize=True)
-        return np.maximum(self.shares @ each, 1e-300)
+        per_basin = np.einsum("mqi,mij,mqj->mq", self.goals, self.covariance, self.goals, optimize=True)
+        return np.maximum(self.shares @ per_basin, 1e-300)
 
     def falls(self, slopes: Array, trunks: np.ndarray) -> Array:
         """Return how much each of K runs, slopes (M, K, k) on trunks (K,), lowers the sum of variances, (K,)."""
@@ -129,7 +129,7 @@ class Beliefs:
         towards = self.goals @ self.covariance
         pull = towards[:, :, :k] @ slopes.transpose(0, 2, 1)
         pull[:, :, mates] += towards[:, :, place]
-        variance = (np.matmul(slopes, self.covariance[:, :k, :k]) * slopes).sum(axis=2) + self.own
+        variance = (np.matmul(slopes, self.covariance[:, :k, :k]) * slopes).sum(axis=2) + self.unshared
         both = 2.0 * (slopes[:, mates] * self.covariance[:, :k, place].transpose(0, 2, 1)).sum(axis=2)
         variance[:, mates] += both + self.covariance[:, place, place]
         variance[:, ~mates] += self.shared
@@ -164,6 +164,8 @@ class Question:
     ) -> Question:
         """Ask for the loss and N of the optimum at `target_flops`, or for the losses at `points`.
 
+        Raises InputError where a law is not fitted, or has no optimum there.
+
         Parameters
         ----------
         laws
@@ -180,8 +182,6 @@ class Question:
             Inputs by name, (q,) each.
         flops
             (n,) FLOPs of the rows, by default 6ND.
-
-        Raises InputError where a law is not fitted, or has no optimum there.
         """
         laws = list(laws) if isinstance(laws, Sequence) else [laws]
         laws[0]._fitted()
@@ -195,7 +195,7 @@ class Question:
         if flops is None and not {"N", "D"} <= set(data):
             raise InputError("flops is missing; a law of other inputs than N and D needs the compute of its rows.")
         spent = 6.0 * data["N"] * data["D"] if flops is None else positive("flops", flops)
-        found = basins(laws, shares)
+        optima = basins(laws, shares)
 
         def asked(law: Any, constants: Constants) -> Array:
             if points is not None:
@@ -203,21 +203,21 @@ class Question:
             N, _, loss = law.optimum(C[:, None], constants)
             return np.log(np.concatenate([loss, N]))
 
-        values, goals = over(found, asked)
+        values, goals = over(optima, asked)
         if not (np.isfinite(values).all() and np.isfinite(goals).all()):
             raise InputError("a law has no optimum at target_flops (a term is flat or gone); add other N and D.")
-        share = np.array([basin.share for basin in found])
+        share = np.array([basin.share for basin in optima])
         if correlation is None:
-            residual = share @ np.stack([basin.law.residuals() for basin in found])
+            residual = share @ np.stack([basin.law.residuals() for basin in optima])
             correlation = trunk_correlation(residual, labels)
         if not 0.0 <= correlation < 1.0:
             raise InputError(f"correlation is {correlation}; at least 0 and below 1 is expected.")
-        noise = float(np.sqrt(share @ np.array([basin.law.residual_scale_ for basin in found]) ** 2))
+        noise = float(np.sqrt(share @ np.array([basin.law.residual_scale_ for basin in optima]) ** 2))
         kinds = np.repeat(["loss", "N"], len(C)) if points is None else np.repeat("loss", values.shape[1])
         prior = read_constants("forecast")
         rate = {kind: prior[name]["rate"] * prior[name]["drift"] for kind, name in (("loss", "loss"), ("N", "size"))}
         return cls(
-            found, kinds, share @ values, goals, np.resize(C, len(kinds)), np.array([rate[kind] for kind in kinds]),
+            optima, kinds, share @ values, goals, np.resize(C, len(kinds)), np.array([rate[kind] for kind in kinds]),
             float(spent.max()), labels, max(noise, LEAST_NOISE), correlation,
         )  # fmt: skip
 
@@ -235,13 +235,13 @@ class Question:
         """Return the beliefs after the laws' rows; `labels` maps shared trunks to their index."""
         shared = self.correlation * self.noise**2
         share = np.array([basin.share for basin in self.basins])
-        found = Beliefs(self.goals, share, len(labels), shared, self.noise**2 - shared)
+        result = Beliefs(self.goals, share, len(labels), shared, self.noise**2 - shared)
         law = self.basins[0].law
         _, slopes = over(self.basins, log_losses({name: law.data_[name] for name in law.inputs}))
         slopes[:, :, -len(share) :] = 0.0  # the shares already reflect how the basins differ there
         for row in np.flatnonzero(law.weight_ > 0):
-            found.observe(slopes[:, row], labels.get(str(self.trunk[row]), -1), float(law.weight_[row]))
-        return found
+            result.observe(slopes[:, row], labels.get(str(self.trunk[row]), -1), float(law.weight_[row]))
+        return result
 
     def forecast(self, level: float = 0.95) -> Columns:
         """Return value, low and high (q,) of each target; the range of a loss is that of a new run."""
@@ -256,17 +256,17 @@ def log_losses(inputs: Mapping[str, ArrayLike]) -> Callable[[Any, Constants], Ar
     return lambda law, constants: np.log(law.evaluate(constants, *(columns[name] for name in law.inputs)))
 
 
-def over(found: list[Basin], quantity: Callable[[Any, Constants], Array]) -> tuple[Array, Array]:
+def over(optima: list[Basin], quantity: Callable[[Any, Constants], Array]) -> tuple[Array, Array]:
     """Return a quantity in every basin, (M, points), and its slopes (M, points, k).
 
     The slopes are by the coordinates, then by the differences between basins, which are the same for all.
     """
-    each = [basin.slopes(quantity) for basin in found]
-    values, most = np.stack([value for value, _ in each]), max(slope.shape[1] for _, slope in each)
-    own = np.stack([np.pad(slope, ((0, 0), (0, most - slope.shape[1]))) for _, slope in each])
-    share = np.array([basin.share for basin in found])
-    apart = np.sqrt(share) * (values - share @ values).T
-    return values, np.concatenate([own, np.broadcast_to(apart, (len(found), *apart.shape))], axis=2)
+    parts = [basin.slopes(quantity) for basin in optima]
+    values, width = np.stack([value for value, _ in parts]), max(slope.shape[1] for _, slope in parts)
+    slopes = np.stack([np.pad(slope, ((0, 0), (0, width - slope.shape[1]))) for _, slope in parts])
+    share = np.array([basin.share for basin in optima])
+    between = np.sqrt(share) * (values - share @ values).T
+    return values, np.concatenate([slopes, np.broadcast_to(between, (len(optima), *between.shape))], axis=2)
 
 
 def trunk_correlation(residuals: Array, trunk: np.ndarray, expected: float = 0.5, pairs: float = 10.0) -> float:
@@ -277,10 +277,10 @@ def trunk_correlation(residuals: Array, trunk: np.ndarray, expected: float = 0.5
     _, member = by_group(trunk)
     sums, squares = np.bincount(member, residuals), np.bincount(member, residuals**2)
     counts = np.bincount(member)
-    found = float((sums**2 - squares).sum() / 2.0)  # of the products of all pairs
+    products = float((sums**2 - squares).sum() / 2.0)  # sum over all pairs
     scale = max(float((residuals**2).mean()), LEAST_NOISE**2)
     number = float((counts * (counts - 1) / 2).sum())
-    return float(np.clip((found / scale + pairs * expected) / (number + pairs), 0.0, 0.9))
+    return float(np.clip((products / scale + pairs * expected) / (number + pairs), 0.0, 0.9))
 
 
 @dataclass(frozen=True)
@@ -322,12 +322,12 @@ class Candidates:
 
     def _longest(self, chosen: list[int]) -> dict[str, int]:
         """Return the run of each trunk in a batch from which the others branch."""
-        found: dict[str, int] = {}
+        longest: dict[str, int] = {}
         for i in chosen:
             trunk, makes = self.trunk[i], self.flops[i] > self.branch_flops[i]
-            if makes and (trunk not in found or self.size[i] > self.size[found[trunk]]):
-                found[trunk] = i
-        return found
+            if makes and (trunk not in longest or self.size[i] > self.size[longest[trunk]]):
+                longest[trunk] = i
+        return longest
 
 
 @dataclass(frozen=True)
@@ -375,13 +375,13 @@ class Buyer:
         """
         (budget,) = positive("budget", [budget])
         if self.pool.flops.min() > budget:
-            least = self.pool.flops.min()
+            cheapest = self.pool.flops.min()
             raise InputError(
-                f"budget is {budget:.3g} FLOPs; the cheapest run costs {least:.3g}, so give at least that."
+                f"budget is {budget:.3g} FLOPs; the cheapest run costs {cheapest:.3g}, so give at least that."
             )
-        most = len(self.pool) if max_runs is None else max_runs
-        found = [self._exchange(*self._grow([], budget, most, power), budget, most) for power in POWERS]
-        return self._told(min(found, key=lambda chosen: self.value(self.with_beliefs(chosen), chosen)))
+        max_size = len(self.pool) if max_runs is None else max_runs
+        batches = [self._exchange(*self._grow([], budget, max_size, power), budget, max_size) for power in POWERS]
+        return self._ordered(min(batches, key=lambda chosen: self.value(self.with_beliefs(chosen), chosen)))
 
     def with_beliefs(self, chosen: list[int]) -> Beliefs:
         """Return the beliefs after the chosen runs."""
@@ -406,12 +406,12 @@ class Buyer:
     def _drift(self, reach: Any) -> Any:
         return self.question.drift(reach) @ self.scale**2
 
-    def _grow(self, chosen: list[int], budget: float, most: int, power: float) -> tuple[list[int], Beliefs]:
+    def _grow(self, chosen: list[int], budget: float, max_size: int, power: float) -> tuple[list[int], Beliefs]:
         beliefs = self.with_beliefs(chosen)
         spent = self.pool.cost(chosen)
         free = np.ones(len(self.pool), dtype=bool)
         free[chosen] = False
-        while len(chosen) < most:
+        while len(chosen) < max_size:
             cost = self.pool.extra(chosen)
             fits = free & (cost <= budget - spent)
             if not fits.any():
@@ -424,7 +424,7 @@ class Buyer:
             beliefs.observe(self.slopes[:, pick], self.place[pick])
         return chosen, beliefs
 
-    def _exchange(self, chosen: list[int], beliefs: Beliefs, budget: float, most: int) -> list[int]:
+    def _exchange(self, chosen: list[int], beliefs: Beliefs, budget: float, max_size: int) -> list[int]:
         """Improve a batch by Fedorov's exchanges: remove a run, add the best affordable one, then fill up."""
         for _ in range(PASSES):
             improved = False
@@ -441,14 +441,14 @@ class Buyer:
                     continue
                 trial.observe(self.slopes[:, pick], self.place[pick])
                 rest.append(pick)
-                if len(rest) < most:
-                    rest, trial = self._grow(rest, budget, most, REFILL)
+                if len(rest) < max_size:
+                    rest, trial = self._grow(rest, budget, max_size, REFILL)
                 chosen, beliefs, improved = rest, trial, True
             if not improved:
                 break
         return chosen
 
-    def _told(self, chosen: list[int]) -> Design:
+    def _ordered(self, chosen: list[int]) -> Design:
         """Return the batch ordered by worth per FLOP, each run given those before it."""
         beliefs, left = self.beliefs.copy(), list(chosen)
         order: list[int] = []

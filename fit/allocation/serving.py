@@ -151,8 +151,8 @@ class Prices(_Checked):
         written = decode(model, serve, batch, prompt + answer / 2.0).seconds_per_token
         if read.ndim or written.ndim:
             raise InputError("the served model is an array of models; prices belong to one.")
-        least = 2.0 * float(np.asarray(model.N)) / serve.peak  # seconds per token at the peak
-        mfus = (train_mfu, least / float(read), least / float(written))
+        fastest = 2.0 * float(np.asarray(model.N)) / serve.peak  # seconds per token at the peak
+        mfus = (train_mfu, fastest / float(read), fastest / float(written))
         return cls(train.hour, train.peak, serve.hour, serve.peak, *mfus, answer / (prompt + answer))
 
     @property
@@ -184,8 +184,8 @@ def break_even(
     `training` is T, the seconds to train the base. `multiplier` is K, T over the variant's seconds to equal loss, with
     interval `ci`. d and d' are the seconds per token of `base` and `variant`.
     """
-    least, saved, most = (base[i] - variant[2 - i] for i in range(3))
-    gains = np.array([saved, least, most, most, least]) * float(least > 0 or most < 0)
+    low, saved, high = (base[i] - variant[2 - i] for i in range(3))
+    gains = np.array([saved, low, high, high, low]) * float(low > 0 or high < 0)
     K = np.array([multiplier, *2 * (ci or ())])
     with np.errstate(divide="ignore", invalid="ignore"):  # 1 / 0: the variant never reaches the loss
         n, *ends = np.maximum(training * (1 / K - 1) / gains[: len(K)], 0.0).tolist()
@@ -200,9 +200,9 @@ def _pass(device: Device, tokens: Array, flops: Array, moved: Array) -> Pass:
 
 
 def _broadcast(model: Served, **sizes: ArrayLike) -> list[Array]:
-    given = [_numbers(name, value) for name, value in sizes.items()]
-    held = (floats(value) for value in (model.N, model.kv_numbers, model.attention_width))
-    return [np.asarray(x) for x in np.broadcast_arrays(*held, *given)]
+    numbers = [_numbers(name, value) for name, value in sizes.items()]
+    model_sizes = (floats(value) for value in (model.N, model.kv_numbers, model.attention_width))
+    return [np.asarray(x) for x in np.broadcast_arrays(*model_sizes, *numbers)]
 
 
 def _numbers(name: str, value: ArrayLike, zero: bool = False) -> Array:

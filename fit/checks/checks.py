@@ -11,7 +11,7 @@ from ..approaches.recipes import kinds
 from ..formatting import UNDETERMINED, amount, count, interval, percent, scientific
 from ..results import Analysis
 from ..table import RunTable
-from .doctor import Found, Warning, examine, extrapolation, first_few
+from .doctor import Warning, Warnings, examine, extrapolation, first_few
 from .outliers import find_outliers
 from .verdict import AGREE_WITHIN
 
@@ -29,34 +29,34 @@ MILD = ("few_runs", "few_sizes", "narrow_span", "flop_convention", "vertex_uncer
 def run_checks(a: Analysis) -> tuple[Warning, ...]:
     """Return all warnings of an analysis: what prevents a fit, faults of the table, faults of the fit, then limits."""
     law, recipes, verdict = a.law, a.recipes, a.verdict
-    found = [
-        Warning(f"no_{one.key}", f"{one.title} has no answer: {one.reason.rstrip('.')}.")
-        for one in (*a.approaches.values(), *([a.mixture] if a.mixture else []))
-        if not one.available
+    warnings = [
+        Warning(f"no_{item.key}", f"{item.title} has no answer: {item.reason.rstrip('.')}.")
+        for item in (*a.approaches.values(), *([a.mixture] if a.mixture else []))
+        if not item.available
     ]
-    found += [] if law is None else _solver(law)
+    warnings += [] if law is None else _solver(law)
     # The fit of a profile already reports a lowest loss at an edge; do not report it twice.
-    found += [w for w in examine(a.table) if w.code != "edge_minimum"]
-    found += [*_answer(a), *_backtest(a)]
+    warnings += [w for w in examine(a.table) if w.code != "edge_minimum"]
+    warnings += [*_answer(a), *_backtest(a)]
     if len(recipes) > 1:
-        base, *others = (one.recipe for one in recipes)
-        found.append(
+        base, *others = (item.recipe for item in recipes)
+        warnings.append(
             Warning(
                 "recipes_apart",
                 f"The table has runs of {len(recipes)} {kinds(a.table)}; everything here is of {base} alone "
                 f"({len(a.table)} runs), and {', '.join(others)} have laws of their own beside it.",
             )
         )
-    found += [] if law is None else _outliers(a, law)
+    warnings += [] if law is None else _outliers(a, law)
     if verdict.agree is False:
-        why = f" What may be why: {' '.join(verdict.suspects)}" if verdict.suspects else ""
-        said = f"{verdict.sentence} Trust none of them before the reason is known.{why}"
-        found.append(Warning("approaches_disagree", said))
-    found += [*_profiles(a.profiles), *([] if law is None else _few_trunks(a.table, law))]
-    return tuple(sorted(found, key=lambda w: w.code in MILD))
+        reason = f" What may be why: {' '.join(verdict.suspects)}" if verdict.suspects else ""
+        message = f"{verdict.sentence} Trust none of them before the reason is known.{reason}"
+        warnings.append(Warning("approaches_disagree", message))
+    warnings += [*_profiles(a.profiles), *([] if law is None else _few_trunks(a.table, law))]
+    return tuple(sorted(warnings, key=lambda w: w.code in MILD))
 
 
-def _solver(law: Law) -> Found:
+def _solver(law: Law) -> Warnings:
     tried, agree = law.starts_["tried"], law.starts_["agreeing"]
     if agree < 0.9 * tried:
         yield Warning(
@@ -78,13 +78,13 @@ def _solver(law: Law) -> Found:
         )
 
 
-def _answer(a: Analysis) -> Found:
+def _answer(a: Analysis) -> Warnings:
     """Yield warnings about the first answer: a missing or wide interval, forms that disagree."""
     lead, C = a.lead, a.targets[0]
-    known = interval(lead.at(C).N_ci, count) if lead.available else ""
-    if a.resamples and known in ("no interval", UNDETERMINED):
-        why = "spans over five decades" if known == UNDETERMINED else "could not be found from so few runs"
-        yield Warning("no_interval", f"The interval of N* at {scientific(C)} FLOPs by the {lead.key} {why}.")
+    span = interval(lead.at(C).N_ci, count) if lead.available else ""
+    if a.resamples and span in ("no interval", UNDETERMINED):
+        reason = "spans over five decades" if span == UNDETERMINED else "could not be found from so few runs"
+        yield Warning("no_interval", f"The interval of N* at {scientific(C)} FLOPs by the {lead.key} {reason}.")
     if lead.mixture is not None:
         forms, sizes = lead.mixture.weights_, lead.mixture.sizes([C], lead.flops_per_token or 6.0)
         heavy = sorted((float(N[0]), name) for name, N in sizes.items() if forms[name] >= HEAVY)
@@ -98,40 +98,43 @@ def _answer(a: Analysis) -> Found:
             )
 
 
-def _backtest(a: Analysis) -> Found:
+def _backtest(a: Analysis) -> Warnings:
     """Yield warnings where the backtest contradicts the answers or does not reach the targets."""
     tested, top = a.backtest["tested"], float(a.table.flops.max())
     yield from extrapolation(top, a.targets, tested and tested["reach"])
     if tested is None or a.law is None:
         return
-    inside, bias, said = tested["inside"], np.array(tested["bias"]), []
+    inside, bias, findings = tested["inside"], np.array(tested["bias"]), []
     if inside is not None and inside < INSIDE:
-        said.append(f"{inside:.0%} of {tested['predictions']} predicted losses lie within their 95 % intervals")
+        findings.append(f"{inside:.0%} of {tested['predictions']} predicted losses lie within their 95 % intervals")
     steady = len(bias) >= STEPS and abs(np.sign(bias).sum()) == len(bias)
     if steady and np.abs(bias).mean() > max(a.law.residual_scale_, SLIGHT):
         way, first, mean = "high" if bias[0] > 0 else "low", percent(abs(bias[0])), percent(float(np.abs(bias).mean()))
-        said.append(f"all {len(bias)} steps predict too {way}, by {mean} on average and {first} in the farthest")
-    if said:
+        findings.append(f"all {len(bias)} steps predict too {way}, by {mean} on average and {first} in the farthest")
+    if findings:
         yield Warning(
             "backtest_outside",
-            f"Fitted to cheaper runs, the {tested['by']} errs by more than it says: {' and '.join(said)}. Expect as "
-            "much of its answers, and more farther out.",
+            f"Fitted to cheaper runs, the {tested['by']} errs by more than it says: {' and '.join(findings)}. Expect "
+            "as much of its answers, and more farther out.",
         )
 
 
-def _outliers(a: Analysis, law: Law) -> Found:
-    found, n = find_outliers(law), len(a.table)
-    if not found.rows.size:
+def _outliers(a: Analysis, law: Law) -> Warnings:
+    outliers, n = find_outliers(law), len(a.table)
+    if not outliers.rows.size:
         return
     shown = first_few(
-        [f"{a.table.run_id[i]} (loss {a.table.loss[i]:.4g}, {np.expm1(found.residual[i]):+.0%})" for i in found.rows],
+        [
+            f"{a.table.run_id[i]} (loss {a.table.loss[i]:.4g}, {np.expm1(outliers.residual[i]):+.0%})"
+            for i in outliers.rows
+        ],
         NAMED,
     )
-    many = found.rows.size > max(NAMED, MANY_OUTLIERS * n)
+    many = outliers.rows.size > max(NAMED, MANY_OUTLIERS * n)
     yield Warning(
         "loss_outlier",
-        f"{found.rows.size} of {n} runs lie far from the law that the others follow to within about "
-        f"{found.scatter:.1%}: {shown}. Without them {_moved(law, found.constants, a.targets[0])}; "
+        f"{outliers.rows.size} of {n} runs lie far from the law that the others follow to within about "
+        f"{outliers.scatter:.1%}: {shown}. Without them {_moved(law, outliers.constants, a.targets[0])}; "
         + (
             "so many have a cause in common, such as diverged, repeated or short runs, and the law is not theirs."
             if many
@@ -150,26 +153,26 @@ def _moved(law: Law, without: dict[str, float], C: float) -> str:
     return f"D/N at {scientific(C)} FLOPs goes from {was} to {now}{exponents}"
 
 
-def _profiles(profiles: IsoflopProfiles) -> Found:
+def _profiles(profiles: IsoflopProfiles) -> Warnings:
     refused: dict[str, list[str]] = {}
     for p in profiles.profiles_:
         if not p.accepted:
             refused.setdefault(p.reason, []).append(scientific(p.flops))
     if refused:
         count = sum(map(len, refused.values()))
-        said = " ".join(f"At {first_few(at)} FLOPs {reason}." for reason, at in refused.items())
-        yield Warning("vertex_refused", f"{count} of {len(profiles.profiles_)} isoFLOP minima are refused. {said}")
+        message = " ".join(f"At {first_few(at)} FLOPs {reason}." for reason, at in refused.items())
+        yield Warning("vertex_refused", f"{count} of {len(profiles.profiles_)} isoFLOP minima are refused. {message}")
     wide = [
         scientific(p.flops)
         for p in profiles.accepted_
         if (i := p.interval()) is not None and not (p.N.min() / 3 < i[0] and i[1] < p.N.max() * 3)
     ]
     if wide:
-        said = f"The minimum at {first_few(wide)} FLOPs is uncertain by more than the sizes tried."
-        yield Warning("vertex_uncertain", said)
+        message = f"The minimum at {first_few(wide)} FLOPs is uncertain by more than the sizes tried."
+        yield Warning("vertex_uncertain", message)
 
 
-def _few_trunks(table: RunTable, law: Law) -> Found:
+def _few_trunks(table: RunTable, law: Law) -> Warnings:
     trunks = len(np.unique(table.group))
     if law.draws_ is not None and len(np.unique(law.groups_)) > trunks:
         yield Warning(

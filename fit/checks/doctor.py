@@ -64,7 +64,7 @@ class Warning:
     message: str
 
 
-Found = Iterator[Warning]
+Warnings = Iterator[Warning]
 
 
 def examine(table: RunTable, targets: Sequence[float] = ()) -> tuple[Warning, ...]:
@@ -72,8 +72,8 @@ def examine(table: RunTable, targets: Sequence[float] = ()) -> tuple[Warning, ..
 
     `targets` are the FLOP budgets to be extrapolated to. Raises InputError when one is not a positive number.
     """
-    found = [warning for check in CHECKS for warning in check(table)]
-    return (*found, *extrapolation(float(table.flops.max()), positive("target", targets) if len(targets) else ()))
+    warnings = [warning for check in CHECKS for warning in check(table)]
+    return (*warnings, *extrapolation(float(table.flops.max()), positive("target", targets) if len(targets) else ()))
 
 
 def examine_plan(
@@ -92,13 +92,13 @@ def examine_plan(
         notes=(),
         source="the plan",
     )
-    found = [warning for check in (few_runs, few_sizes, narrow_span) for warning in check(table)]
+    warnings = [warning for check in (few_runs, few_sizes, narrow_span) for warning in check(table)]
     try:
         enough(np.unique(np.stack([table.N, table.D]), axis=1).shape[1], CONSTANTS, "the parametric law")
         identifiable(table.N, table.D)
     except InputError as error:
-        found.insert(0, Warning("no_parametric", f"Approach 3 has no answer: {error}"))
-    return (*found, *repeated(floats(epochs)))
+        warnings.insert(0, Warning("no_parametric", f"Approach 3 has no answer: {error}"))
+    return (*warnings, *repeated(floats(epochs)))
 
 
 def numbers(table: RunTable, role: str) -> Array:
@@ -123,18 +123,18 @@ def _column(table: RunTable, role: str) -> str:
     return next((exist[name.lower()] for name in COLUMNS[role] if name.lower() in exist), "")
 
 
-def first_known(*columns: Array) -> Array:
+def first_finite(*columns: Array) -> Array:
     """Return the first number of each row that is not NaN, (n,)."""
-    return reduce(lambda one, other: np.where(np.isnan(one), other, one), columns)
+    return reduce(lambda first, other: np.where(np.isnan(first), other, first), columns)
 
 
-def named(table: RunTable, rows: np.ndarray) -> str:
+def run_names(table: RunTable, rows: np.ndarray) -> str:
     """Return the run ids of the first three of some rows, as text."""
     return first_few(table.run_id[rows])
 
 
-def first_few(words: Sequence[str], most: int = 3) -> str:
-    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
+def first_few(items: Sequence[str], limit: int = 3) -> str:
+    return ", ".join(items[:limit]) + (f" and {len(items) - limit} more" if len(items) > limit else "")
 
 
 def _alike(*columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -144,34 +144,34 @@ def _alike(*columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return point.ravel(), np.setdiff1d(np.arange(len(columns[0])), first)
 
 
-def units(t: RunTable) -> Found:
-    asked = []
+def units(t: RunTable) -> Warnings:
+    questions = []
     if t.N.max() < 1000 or (t.N.max() < 1e4 and (t.N % 1 > 0).any()):
-        asked.append(f"the largest N is {t.N.max():.4g} (is it in millions or billions, or a logarithm?)")
+        questions.append(f"the largest N is {t.N.max():.4g} (is it in millions or billions, or a logarithm?)")
     if t.D.max() < 1e4:
-        asked.append(f"the largest D is {t.D.max():.4g} (is it in millions or billions?)")
+        questions.append(f"the largest D is {t.D.max():.4g} (is it in millions or billions?)")
     per_parameter = float(np.median(t.D / t.N))
-    if not asked and not 1e-2 < per_parameter < 1e6:
-        asked.append(f"there are {per_parameter:.3g} tokens per parameter (are N and D in the same unit?)")
+    if not questions and not 1e-2 < per_parameter < 1e6:
+        questions.append(f"there are {per_parameter:.3g} tokens per parameter (are N and D in the same unit?)")
     off = float(np.median(t.flops / (6 * t.N * t.D)))
     if not 1 / ABSURD < off < ABSURD:
         of_a_token = np.ptp(np.log(t.flops / t.N)) < 0.5 * np.ptp(np.log(t.D))
         what = "of a token and not of the run" if of_a_token else "in units of 1e15 or 1e18, or in PF-days"
-        asked.append(f"FLOPs are {scientific(off)} times 6ND (are they {what}? `--column flops=6nd` takes 6ND)")
-    asked += _loss_unit(t)
-    if asked:
+        questions.append(f"FLOPs are {scientific(off)} times 6ND (are they {what}? `--column flops=6nd` takes 6ND)")
+    questions += _loss_unit(t)
+    if questions:
         yield Warning(
             "units",
-            f"Please check the units: {'; '.join(asked)}. N, D and C are counted in ones and the loss in nats per "
+            f"Please check the units: {'; '.join(questions)}. N, D and C are counted in ones and the loss in nats per "
             "token; another unit shifts the constants, and N*, D* and every comparison with them.",
         )
 
 
 def _loss_unit(t: RunTable) -> Iterator[str]:
-    said, vocabulary = set(texts(t, "loss_unit")) - {""}, numbers(t, "vocabulary")
+    named_units, vocabulary = set(texts(t, "loss_unit")) - {""}, numbers(t, "vocabulary")
     above = np.flatnonzero(t.loss > np.log(vocabulary))
-    if len(said) == 1 and not any("nat" in unit for unit in said):
-        yield f"the loss is said to be in {said.pop()}"
+    if len(named_units) == 1 and not any("nat" in unit for unit in named_units):
+        yield f"the loss is said to be in {named_units.pop()}"
     elif above.size:
         i = above[np.argmax(t.loss[above])]
         yield (
@@ -180,7 +180,7 @@ def _loss_unit(t: RunTable) -> Iterator[str]:
         )
     elif t.loss.max() > 15:
         yield f"the highest loss is {t.loss.max():.4g} (is it in nats per token?)"
-    elif not said and _as_in_bits(t):
+    elif not named_units and _as_in_bits(t):
         yield (
             "the losses lie about 1.44 = 1/ln 2 times above those of Hoffmann et al.'s models of these N and D (are "
             "they in bits, or on text unlike the training data?)"
@@ -197,42 +197,44 @@ def _as_in_bits(t: RunTable) -> bool:
     return bool(abs(middle) < 0.08 and high - low < 0.1)
 
 
-def mixed_units(t: RunTable) -> Found:
+def mixed_units(t: RunTable) -> Warnings:
     named_units = sorted({*texts(t, "loss_unit")} - {""})
     bits = _bits_by_bytes(t)
     if not bits.size:
         bits = _bits_among_nats(t)
     if len(named_units) > 1:
-        said = f"units {', '.join(named_units)} are named"
+        evidence = f"units {', '.join(named_units)} are named"
     elif bits.size:
-        said = f"{bits.size} of {len(t)} losses ({named(t, bits)}) lie 1.44 = 1/ln 2 times above the others"
+        evidence = f"{bits.size} of {len(t)} losses ({run_names(t, bits)}) lie 1.44 = 1/ln 2 times above the others"
     else:
         return
     yield Warning(
         "loss_units_mixed",
-        f"The losses seem to be in nats in some rows and in bits in others: {said}. No law fits both, and the step "
+        f"The losses seem to be in nats in some rows and in bits in others: {evidence}. No law fits both, and the step "
         "between them enters the exponents; multiply bits by 0.6931.",
     )
 
 
-def mixed_tokenizers(t: RunTable) -> Found:
+def mixed_tokenizers(t: RunTable) -> Warnings:
     kinds = max(len(set(texts(t, role)) - {""}) for role in ("tokenizer", "vocabulary"))
     per_byte = t.loss / numbers(t, "bits_per_byte")
-    known = per_byte[np.isfinite(per_byte)]
+    finite = per_byte[np.isfinite(per_byte)]
     if kinds > 1:
-        said = f"the runs name {kinds} tokenizers or vocabularies"
-    elif known.size and known.max() > SAME_TOKENS * known.min() and not _bits_by_bytes(t).size:
-        said = f"a bit per byte is worth {known.min():.3g} in the loss of one run and {known.max():.3g} in another's"
+        evidence = f"the runs name {kinds} tokenizers or vocabularies"
+    elif finite.size and finite.max() > SAME_TOKENS * finite.min() and not _bits_by_bytes(t).size:
+        evidence = (
+            f"a bit per byte is worth {finite.min():.3g} in the loss of one run and {finite.max():.3g} in another's"
+        )
     else:
         return
     yield Warning(
         "tokenizers_mixed",
-        f"The losses are per token of different tokenizers ({said}) and cannot be compared, so that the law fits the "
-        "choice of tokenizer too; fit bits per byte, or one tokenizer at a time.",
+        f"The losses are per token of different tokenizers ({evidence}) and cannot be compared, so that the law fits "
+        "the choice of tokenizer too; fit bits per byte, or one tokenizer at a time.",
     )
 
 
-def mixed_recipes(t: RunTable) -> Found:
+def mixed_recipes(t: RunTable) -> Warnings:
     recipes = sorted({recipe or "raw" for recipe in texts(t, "recipe")})
     if len(recipes) > 1:
         yield Warning(
@@ -242,26 +244,26 @@ def mixed_recipes(t: RunTable) -> Found:
         )
 
 
-def pooled_experiments(t: RunTable) -> Found:
-    n, found, told = len(t), [], {_column(t, role) for role in COLUMNS} | {"run_id", "group", "trunk"}
+def pooled_experiments(t: RunTable) -> Warnings:
+    n, candidates, reserved = len(t), [], {_column(t, role) for role in COLUMNS} | {"run_id", "group", "trunk"}
     surface = _surface(t, 3 if n >= 60 else 2)
     rest = _off(surface, np.log(t.loss))
     for name in t.frame.columns:
         values = t.frame[name].iloc[t.rows].map(str).to_numpy(dtype=str)
         free = n - surface.shape[1] - len(levels := np.unique(values)) + 1
-        if name in told or not 2 <= len(levels) <= MOST_VALUES or free < n / 2:
+        if name in reserved or not 2 <= len(levels) <= MOST_VALUES or free < n / 2:
             continue
         flags = (levels[:, None] == values).astype(np.float64)
-        own, sizes = _off(surface, flags), [len(np.unique(t.N[one > 0])) for one in flags]
-        if np.median(sizes) < 3 or (own**2).sum() < OVERLAP * n * flags.var(axis=1).sum():
+        unexplained, sizes = _off(surface, flags), [len(np.unique(t.N[flag > 0])) for flag in flags]
+        if np.median(sizes) < 3 or (unexplained**2).sum() < OVERLAP * n * flags.var(axis=1).sum():
             continue  # determined by N and D, like a width
-        left = _off(own.T, rest)
+        left = _off(unexplained.T, rest)
         share, step = 1 - (left @ left) / (rest @ rest), float(np.std(rest - left))
         chance = fdtrc(len(flags) - 1, free, share / (len(flags) - 1) / ((1 - share) / free))
         if share > EXPLAINED and step > VISIBLE and chance * len(t.frame.columns) < CHANCE:
-            found.append((share, step, str(name)))
-    if found:
-        share, step, name = max(found)
+            candidates.append((share, step, str(name)))
+    if candidates:
+        share, step, name = max(candidates)
         yield Warning(
             "experiments_pooled",
             f"The column {name} explains {share:.0%} of what N and D leave of the losses, in steps of {step:.1%}: "
@@ -274,8 +276,8 @@ def _bits_by_bytes(t: RunTable) -> np.ndarray:
     """Return rows whose loss per bit per byte is 1/ln 2 times that of all others; empty if other ratios occur."""
     per_byte = t.loss / numbers(t, "bits_per_byte")
     lifted = np.log(per_byte / np.nanmin(per_byte)) / np.log(BITS) if np.isfinite(per_byte).any() else per_byte
-    known = lifted[np.isfinite(lifted)]
-    two = np.minimum(np.abs(known), np.abs(known - 1)).max(initial=0) < np.log(SAME_TOKENS)
+    finite = lifted[np.isfinite(lifted)]
+    two = np.minimum(np.abs(finite), np.abs(finite - 1)).max(initial=0) < np.log(SAME_TOKENS)
     return np.flatnonzero(lifted > 0.5) if two else np.empty(0, dtype=int)
 
 
@@ -285,9 +287,9 @@ def _bits_among_nats(t: RunTable) -> np.ndarray:
     Alternates between fitting a quadratic surface in (log N, log D) and choosing the lifted rows, from many initial
     guesses. Among sets that fit about equally well, the one with the flattest surface wins.
     """
-    n, lift, nobody = len(t), np.log(BITS), np.empty(0, dtype=int)
+    n, lift, no_rows = len(t), np.log(BITS), np.empty(0, dtype=int)
     if n < 12:
-        return nobody
+        return no_rows
     y, plane = np.log(t.loss), _surface(t, 1)
     surface = _surface(t, 2) if n >= 20 else plane
     # Initial guesses: the table cut in two by row order (two tables may have been joined), by C, by N and by D.
@@ -306,9 +308,9 @@ def _bits_among_nats(t: RunTable) -> np.ndarray:
     best = lifted[np.argmin(flat)]
     moved = _off(surface, best.astype(np.float64))
     if not 2 <= best.sum() <= n - 2 or spread.min() > np.linalg.norm(_off(surface, y)) / 3 or moved @ moved < 0.1:
-        return nobody
+        return no_rows
     free = float(moved @ y / (moved @ moved))  # the step that fits the losses best
-    return np.flatnonzero(best) if abs(free / lift - 1) < 0.1 else nobody
+    return np.flatnonzero(best) if abs(free / lift - 1) < 0.1 else no_rows
 
 
 def _surface(t: RunTable, degree: int) -> Array:
@@ -325,7 +327,7 @@ def _off(columns: Array, values: Array) -> Array:
     return values - values @ basis @ basis.T
 
 
-def embeddings(t: RunTable) -> Found:
+def embeddings(t: RunTable) -> Warnings:
     """Check whether N leaves out embeddings, or is counted in both ways."""
     total, bare = numbers(t, "N_total"), numbers(t, "N_non_embedding")
     tables = numbers(t, "vocabulary") * numbers(t, "width")
@@ -342,16 +344,16 @@ def embeddings(t: RunTable) -> Found:
     larger[~(part | (tables > t.N))] = np.nan
     share = (1 - t.N / larger)[np.isfinite(larger)]
     if share.max(initial=0) > EMBEDDING_SHARE or (part.all() and not share.size):
-        said = f", {share.min():.0%} to {share.max():.0%} of the models" if share.size else ""
+        shares = f", {share.min():.0%} to {share.max():.0%} of the models" if share.size else ""
         yield Warning(
             "non_embedding_N",
-            f"N leaves out the embeddings{said}. "
+            f"N leaves out the embeddings{shares}. "
             "The exponent of N*(C) is then higher (0.84 against 0.71 on the same runs in Porian et al. 2024) and N* is "
             "no count that compares with others; fit N_total too, and say which you report.",
         )
 
 
-def active_parameters(t: RunTable) -> Found:
+def active_parameters(t: RunTable) -> Warnings:
     """Check which parameters N of a mixture of experts counts: all, or those that a token uses."""
     active, every = numbers(t, "N_active"), numbers(t, "N_all")
     every = np.where(np.isfinite(every), every, t.N)
@@ -365,49 +367,49 @@ def active_parameters(t: RunTable) -> Found:
         )
 
 
-def flop_convention(t: RunTable) -> Found:
+def flop_convention(t: RunTable) -> Warnings:
     ratio = t.flops / (6.0 * t.N * t.D)
     low, high = float(ratio.min()), float(ratio.max())
     if (low > 0.8 and high < 1.25) or not 1 / ABSURD < np.median(ratio) < ABSURD:
         return
-    said = f"{high:.2f}" if high < 1.05 * low else f"between {low:.2f} and {high:.2f}"
+    factor = f"{high:.2f}" if high < 1.05 * low else f"between {low:.2f} and {high:.2f}"
     yield Warning(
         "flop_convention",
-        f"FLOPs are {said} times 6ND; all answers count them as the table does, and published laws as 6ND (ask with "
+        f"FLOPs are {factor} times 6ND; all answers count them as the table does, and published laws as 6ND (ask with "
         "--convention 6nd to compare): N* differs by convention alone, and its exponent where the factor changes with "
         "N.",
     )
 
 
-def mixed_schedules(t: RunTable) -> Found:
+def mixed_schedules(t: RunTable) -> Warnings:
     decayed = _decayed(t)
     constant, fallen = np.flatnonzero(decayed == 0), np.flatnonzero(decayed == 1)
     if constant.size and fallen.size:
         yield Warning(
             "schedules_mixed",
-            f"{constant.size} runs ({named(t, constant)}) end at a constant learning rate and {fallen.size} after a "
-            "decay. Without one a loss stays well above its decayed value (Haegele et al. 2024), and the step between "
-            "the two enters the exponents; decay them all, or fit each kind alone.",
+            f"{constant.size} runs ({run_names(t, constant)}) end at a constant learning rate and {fallen.size} after "
+            "a decay. Without one a loss stays well above its decayed value (Haegele et al. 2024), and the step "
+            "between the two enters the exponents; decay them all, or fit each kind alone.",
         )
 
 
 def _decayed(t: RunTable) -> Array:
     """Return 1 for runs whose learning rate decayed by their end, 0 for others, NaN where unknown."""
     share = numbers(t, "decay_share")
-    found = np.full(len(t), np.nan)
+    decayed = np.full(len(t), np.nan)
     for i, kind in enumerate(texts(t, "schedule")):
         kind = re.sub(r"(_\d+[km]?)+$", "", re.sub(r"[ -]", "_", kind))  # constant_24000
         if kind in CONSTANT:
-            found[i] = 0.0
+            decayed[i] = 0.0
         elif (kind in STABLE_FIRST or not kind) and np.isfinite(share[i]):
-            found[i] = share[i] > 0
+            decayed[i] = share[i] > 0
         elif kind and not re.fullmatch(r"[-+.\de]+", kind):  # a number is no schedule
-            found[i] = 1.0
-    return found
+            decayed[i] = 1.0
+    return decayed
 
 
-def unmatched_schedules(t: RunTable) -> Found:
-    ratio = first_known(numbers(t, "schedule_tokens") / t.D, numbers(t, "schedule_steps") / numbers(t, "steps"))
+def unmatched_schedules(t: RunTable) -> Warnings:
+    ratio = first_finite(numbers(t, "schedule_tokens") / t.D, numbers(t, "schedule_steps") / numbers(t, "steps"))
     ratio[_decayed(t) == 0] = np.nan  # a constant rate has no horizon
     off = np.flatnonzero((ratio > UNMATCHED) | (ratio < 1 / UNMATCHED))
     if off.size:
@@ -420,9 +422,9 @@ def unmatched_schedules(t: RunTable) -> Found:
         )
 
 
-def long_warmup(t: RunTable) -> Found:
+def long_warmup(t: RunTable) -> Warnings:
     by_tokens, by_steps = numbers(t, "warmup_tokens") / t.D, numbers(t, "warmup_steps") / numbers(t, "steps")
-    share = first_known(numbers(t, "warmup_share"), by_tokens, by_steps)
+    share = first_finite(numbers(t, "warmup_share"), by_tokens, by_steps)
     beyond = (share * t.D > t.N) & (share > WARMUP_BEYOND_N)
     long = np.flatnonzero(beyond | (share > LONG_WARMUP))
     if long.size:
@@ -431,13 +433,13 @@ def long_warmup(t: RunTable) -> Found:
         yield Warning(
             "long_warmup",
             f"{long.size} of {len(t)} runs warm up for a large part of their steps, up to {share[worst[0]]:.0%}{whole} "
-            f"({named(t, worst)}); {int(beyond.sum())} of them for more tokens than they have parameters. Their "
+            f"({run_names(t, worst)}); {int(beyond.sum())} of them for more tokens than they have parameters. Their "
             "losses are too high, which in Porian et al. 2024 took the exponent of N*(C) from 0.60 to 0.71; warm up "
             "for at most N tokens, or leave these runs out.",
         )
 
 
-def untuned(t: RunTable) -> Found:
+def untuned(t: RunTable) -> Warnings:
     from scipy.special import chdtrc
 
     excess, error = numbers(t, "excess"), numbers(t, "excess_se")
@@ -455,29 +457,31 @@ def untuned(t: RunTable) -> Found:
         )
 
 
-def mixed_losses(t: RunTable) -> Found:
+def mixed_losses(t: RunTable) -> Warnings:
     kinds = Counter(filter(None, texts(t, "loss_kind")))
     train, held_out = numbers(t, "train_loss"), numbers(t, "val_loss")
     with np.errstate(invalid="ignore"):
         trained = np.isclose(t.loss, train, rtol=1e-12, atol=0) & (train != held_out)
     if len(kinds) > 1:
-        said = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        evidence = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     elif trained.any() and not trained[np.isfinite(train)].all():
-        said = f"{int(trained.sum())} of {len(t)} equal the training loss, as in {named(t, np.flatnonzero(trained))}"
+        evidence = (
+            f"{int(trained.sum())} of {len(t)} equal the training loss, as in {run_names(t, np.flatnonzero(trained))}"
+        )
     else:
         return
     yield Warning(
         "losses_mixed",
-        f"The losses are of different kinds ({said}). A training loss is an average over past steps and lower on "
+        f"The losses are of different kinds ({evidence}). A training loss is an average over past steps and lower on "
         "repeated data, so the step between the kinds enters the exponents; take the held-out loss of every run.",
     )
 
 
-def repeated_data(t: RunTable) -> Found:
-    yield from repeated(first_known(numbers(t, "epochs"), t.D / numbers(t, "unique_tokens")))
+def repeated_data(t: RunTable) -> Warnings:
+    yield from repeated(first_finite(numbers(t, "epochs"), t.D / numbers(t, "unique_tokens")))
 
 
-def repeated(epochs: Array) -> Found:
+def repeated(epochs: Array) -> Warnings:
     """Check whether runs repeat their data too often for a law of N and D; `epochs` (n,), NaN where unknown."""
     many = epochs > MANY_EPOCHS
     if many.any():
@@ -489,7 +493,7 @@ def repeated(epochs: Array) -> Found:
         )
 
 
-def checkpoints(t: RunTable) -> Found:
+def checkpoints(t: RunTable) -> Warnings:
     rows = Counter(run for run, _ in set(zip(t.run_id, t.D, strict=True)))
     several = [run for run, count in rows.items() if count > 1]
     if several and (_decayed(t)[np.isin(t.run_id, several)] != 0).any():
@@ -520,7 +524,7 @@ def checkpoints(t: RunTable) -> Found:
         )
 
 
-def branches(t: RunTable) -> Found:
+def branches(t: RunTable) -> Warnings:
     parents = texts(t, "parent")
     ids = [str(run).lower() for run in t.run_id]
     trunks = (parent or (run if run in parents else None) for run, parent in zip(ids, parents, strict=True))
@@ -552,10 +556,10 @@ def _curves(t: RunTable) -> list[Hashable]:
             falls = len(D) >= MANY_CHECKPOINTS and (np.diff(t.loss[rows[first]]) < 0).mean() >= 0.8
             curve[rows] = key[rows[0]] if even or falls else -1
     half = (curve >= 0).mean() >= 0.5
-    return [int(one) if half and one >= 0 else None for one in curve]
+    return [int(label) if half and label >= 0 else None for label in curve]
 
 
-def swept(t: RunTable) -> Found:
+def swept(t: RunTable) -> Warnings:
     rate, batch, trials = (numbers(t, role) for role in ("learning_rate", "batch", "trials"))
     point, _ = _alike(t.N, t.D)
     settings = {(p, r, b) for p, r, b in zip(point, rate, np.nan_to_num(batch), strict=True) if np.isfinite(r)}
@@ -573,9 +577,9 @@ def swept(t: RunTable) -> Found:
         return
     best = np.nanmax(trials, initial=1.0)
     if best > 1:
-        said = f"each row is the best of up to {best:.0f} runs"
+        evidence = f"each row is the best of up to {best:.0f} runs"
     elif _without_a_rule(rate, batch, t):
-        said = (
+        evidence = (
             f"the learning rate goes up and down between {np.nanmin(rate):.3g} and {np.nanmax(rate):.3g} without a "
             "rule in N, D and the batch, as it does when each row is the best of a sweep"
         )
@@ -583,22 +587,22 @@ def swept(t: RunTable) -> Found:
         return
     yield Warning(
         "best_of_sweep",
-        f"{said[0].upper()}{said[1:]}. The lowest of several noisy losses is too low (of 4 by 1.0 standard deviation, "
-        "of 16 by 1.8), and more so where more were tried; try equally many everywhere, or rerun the choice with "
-        "other seeds.",
+        f"{evidence[0].upper()}{evidence[1:]}. The lowest of several noisy losses is too low (of 4 by 1.0 standard "
+        "deviation, of 16 by 1.8), and more so where more were tried; try equally many everywhere, or rerun the "
+        "choice with other seeds.",
     )
 
 
 def _without_a_rule(rate: Array, batch: Array, t: RunTable) -> bool:
     """Return whether learning rates (n,) are neither monotonic in N, D or C nor a power law in N, D and batch."""
-    known = np.isfinite(rate)
-    y = np.log(rate[known])
+    has_rate = np.isfinite(rate)
+    y = np.log(rate[has_rate])
     if len(y) < 6 or np.ptp(y) < 0.01:
         return False
-    N, D, C = (np.log(values[known]) for values in (t.N, t.D, t.flops))
+    N, D, C = (np.log(values[has_rate]) for values in (t.N, t.D, t.flops))
     if any(_monotone(x, y) or _monotone(x, -y) for x in (N, D, C)):
         return False
-    X = np.stack([np.ones_like(y), N, D, np.log(batch[known]) if (batch[known] > 0).all() else N], 1)
+    X = np.stack([np.ones_like(y), N, D, np.log(batch[has_rate]) if (batch[has_rate] > 0).all() else N], 1)
     off = np.abs(y - X @ np.linalg.lstsq(X, y, rcond=None)[0]).max()
     steps = np.diff(np.unique(y))
     return bool(off > max(0.05, 0.75 * steps[steps > 0.02].min(initial=np.inf)))
@@ -612,28 +616,30 @@ def _monotone(x: Array, y: Array) -> bool:
     return bool((np.diff(y) >= -1e-9).all() and (np.abs(np.diff(y)[same]) < 1e-9).all())
 
 
-def _duplicates(t: RunTable) -> Found:
+def _duplicates(t: RunTable) -> Warnings:
     """Check for rows that repeat a run, and for runs that copy the numbers of another run."""
     _, again = _alike(t.run_id, t.N, t.D)
-    said = []
+    findings = []
     if again.size:
-        said.append(f"{again.size} rows repeat the run id, N and D of another row ({named(t, again)})")
+        findings.append(f"{again.size} rows repeat the run id, N and D of another row ({run_names(t, again)})")
     # Losses rounded to four decimals may be equal by chance; with more decimals they are one measurement. Runs with
     # other settings are not compared, because among many at one (N, D) two may have the same loss.
     if np.abs(t.loss - np.round(t.loss, 4)).max() > 1e-9:
         settings = [np.nan_to_num(numbers(t, role)) for role in ("learning_rate", "batch")]
         copied = np.setdiff1d(_alike(t.N, t.D, t.loss, *settings)[1], again)
         if copied.size:
-            said.append(f"{copied.size} rows have the N, D and loss of a run of another name ({named(t, copied)})")
-    if said:
+            findings.append(
+                f"{copied.size} rows have the N, D and loss of a run of another name ({run_names(t, copied)})"
+            )
+    if findings:
         yield Warning(
             "duplicate_runs",
-            f"{' and '.join(said)}; each copy counts as one more run, which pulls the law to it and narrows the "
+            f"{' and '.join(findings)}; each copy counts as one more run, which pulls the law to it and narrows the "
             "intervals, so keep one of each.",
         )
 
 
-def few_runs(t: RunTable) -> Found:
+def few_runs(t: RunTable) -> Warnings:
     pairs = len(t) - len(_alike(t.N, t.D)[1])
     if pairs < FEW_RUNS:
         yield Warning(
@@ -652,7 +658,7 @@ def _profiles(t: RunTable) -> Iterator[tuple[float, np.ndarray]]:
         yield C, labels == level
 
 
-def few_sizes(t: RunTable) -> Found:
+def few_sizes(t: RunTable) -> Warnings:
     counts = [(C, len(np.unique(t.N[rows]))) for C, rows in _profiles(t)]
     if few := [f"{count} at {scientific(C)}" for C, count in counts if count < FEW_SIZES]:
         yield Warning(
@@ -662,7 +668,7 @@ def few_sizes(t: RunTable) -> Found:
         )
 
 
-def _edges(t: RunTable) -> Found:
+def _edges(t: RunTable) -> Warnings:
     """Check for budgets whose lowest loss is at the smallest or largest size."""
     edges: dict[str, list[str]] = {"smallest": [], "largest": []}
     for C, rows in _profiles(t):
@@ -672,16 +678,16 @@ def _edges(t: RunTable) -> Found:
         if len(sizes) > 2 and lowest in (0, len(sizes) - 1):
             edges["largest" if lowest else "smallest"].append(scientific(C))
     if any(edges.values()):
-        said = " and ".join(f"the {end} size at {first_few(at)}" for end, at in edges.items() if at)
+        places = " and ".join(f"the {end} size at {first_few(at)}" for end, at in edges.items() if at)
         add = " and ".join({"smallest": "smaller", "largest": "larger"}[end] for end, at in edges.items() if at)
         yield Warning(
             "edge_minimum",
-            f"The lowest loss is at {said} FLOPs, so the minimum may lie beyond the sizes tried, and these budgets "
+            f"The lowest loss is at {places} FLOPs, so the minimum may lie beyond the sizes tried, and these budgets "
             f"bound N* without measuring it; add {add} sizes.",
         )
 
 
-def narrow_span(t: RunTable) -> Found:
+def narrow_span(t: RunTable) -> Warnings:
     span = float(t.flops.max()) / float(t.flops.min())
     if span < 10:
         yield Warning(
@@ -691,7 +697,7 @@ def narrow_span(t: RunTable) -> Found:
         )
 
 
-def _provenance(t: RunTable) -> Found:
+def _provenance(t: RunTable) -> Warnings:
     if t.dropped:
         yield Warning("dropped_worst", f"The {t.dropped} highest losses were dropped at the user's request.")
     if t.derived_d:
@@ -702,23 +708,23 @@ def _provenance(t: RunTable) -> Found:
         )
 
 
-def extrapolation(high: float, targets: Iterable[float], reach: float | None = None) -> Found:
+def extrapolation(high: float, targets: Iterable[float], reach: float | None = None) -> Warnings:
     """Check for target budgets (FLOPs) farther beyond the largest run, of `high` FLOPs, than a backtest could test.
 
     `reach` is the largest factor that it tested; None: there was no backtest, and EXTRAPOLATION is the limit.
     """
     far = [C for C in targets if (reach or EXTRAPOLATION) * high < C]
-    said = ", ".join(f"{scientific(C)} FLOPs ({times(C / high)})" for C in far)
+    distances = ", ".join(f"{scientific(C)} FLOPs ({times(C / high)})" for C in far)
     if far and reach:
         yield Warning(
             "backtest_short",
-            f"The target {said} lies farther beyond the largest run ({scientific(high)} FLOPs) than the {times(reach)} "
-            "over which the backtest could test these answers.",
+            f"The target {distances} lies farther beyond the largest run ({scientific(high)} FLOPs) than the "
+            f"{times(reach)} over which the backtest could test these answers.",
         )
     elif far:
         yield Warning(
             "extrapolation",
-            f"The target {said} lies beyond {EXTRAPOLATION:g} times the largest run ({scientific(high)} FLOPs); "
+            f"The target {distances} lies beyond {EXTRAPOLATION:g} times the largest run ({scientific(high)} FLOPs); "
             "the intervals cover the noise of these runs and not a change of law on the way.",
         )
 

@@ -40,36 +40,36 @@ class Outliers:
 def find_outliers(law: Law) -> Outliers:
     """Return the outliers of a fitted law, and its constants without them."""
     constants, used = law.constants_, law.weight_ > 0
-    kept, columns = used.copy(), [law.data_[name] for name in law.inputs]
+    inliers, columns = used.copy(), [law.data_[name] for name in law.inputs]
     while True:
         residual = law.problem_.target - np.log(law.evaluate(constants, *columns))
-        centred = residual - np.median(residual[kept])
-        size = np.sort(np.abs(centred[kept]))
+        centred = residual - np.median(residual[inliers])
+        size = np.sort(np.abs(centred[inliers]))
         # A nearly L1 fit runs through as many points as it has constants; these residuals do not measure the scale.
         scatter = max(float(np.median(size[min(law.problem_.free, len(size) - 1) :])), ROUNDING)
-        pull = _leverage(law, constants, columns, kept)
+        pull = _leverage(law, constants, columns, inliers)
         distance = np.abs(centred) / (scatter / np.log(2)) / np.sqrt(1 - pull)
-        beyond = kept & (distance > np.log(used.sum() * ONCE_IN)) & (distance >= 0.5 * distance[kept].max())
-        left = int((kept & ~beyond).sum())
-        if not beyond.any() or left < max(law.problem_.free + FREEDOM, (1 - MOST) * used.sum()):
+        beyond = inliers & (distance > np.log(used.sum() * ONCE_IN)) & (distance >= 0.5 * distance[inliers].max())
+        remaining = int((inliers & ~beyond).sum())
+        if not beyond.any() or remaining < max(law.problem_.free + FREEDOM, (1 - MOST) * used.sum()):
             break
-        without = {name: float(value[0]) for name, value in law.refit(kept & ~beyond).items()}
-        if not all(map(np.isfinite, without.values())):
+        refitted = {name: float(value[0]) for name, value in law.refit(inliers & ~beyond).items()}
+        if not all(map(np.isfinite, refitted.values())):
             break
-        constants, kept = without, kept & ~beyond
-    rows = np.flatnonzero(used & ~kept)
+        constants, inliers = refitted, inliers & ~beyond
+    rows = np.flatnonzero(used & ~inliers)
     return Outliers(rows[np.argsort(-np.abs(centred[rows]))], residual, scatter, constants)
 
 
-def _leverage(law: Law, constants: Mapping[str, float], columns: list[Array], kept: np.ndarray) -> Array:
+def _leverage(law: Law, constants: Mapping[str, float], columns: list[Array], inliers: np.ndarray) -> Array:
     """Return the leverage (n,) of each run, capped at 0.95; 0 for runs left out."""
 
     def fitted(name: str, factor: float) -> Array:
-        return np.log(law.evaluate({**constants, name: constants[name] * factor}, *columns))[kept]
+        return np.log(law.evaluate({**constants, name: constants[name] * factor}, *columns))[inliers]
 
     slope = np.stack([fitted(name, 1 + 1e-5) - fitted(name, 1 - 1e-5) for name in law.names], axis=1)
     slope /= np.maximum(np.linalg.norm(slope, axis=0), 1e-300)
     basis, singular, _ = np.linalg.svd(slope, full_matrices=False)
-    found = np.zeros(len(kept))
-    found[kept] = np.minimum((basis[:, singular > 1e-6] ** 2).sum(axis=1), 0.95)
-    return found
+    leverage = np.zeros(len(inliers))
+    leverage[inliers] = np.minimum((basis[:, singular > 1e-6] ** 2).sum(axis=1), 0.95)
+    return leverage

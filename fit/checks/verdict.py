@@ -30,8 +30,10 @@ class Clash:
     N: tuple[float, float]
 
     def __str__(self) -> str:
-        (one, two), (low, high) = self.keys, self.N
-        return f"{one} asks for {count(low)} parameters and {two} for {count(high)} at {scientific(self.flops)} FLOPs"
+        (first, second), (low, high) = self.keys, self.N
+        return (
+            f"{first} asks for {count(low)} parameters and {second} for {count(high)} at {scientific(self.flops)} FLOPs"
+        )
 
 
 @dataclass(frozen=True)
@@ -44,60 +46,60 @@ class Verdict:
 
 
 def clashes(approaches: Mapping[str, Approach], budgets: Sequence[float]) -> list[Clash]:
-    found = []
+    pairs = []
     for C in sorted(set(budgets)):
         estimates = {key: approach.at(C) for key, approach in approaches.items() if approach.available}
-        for (one, left), (two, right) in combinations(estimates.items(), 2):
+        for (first, left), (second, right) in combinations(estimates.items(), 2):
             i, j = left.N_ci, right.N_ci
             if i and j and left.N and right.N and (i[1] < j[0] or j[1] < i[0]):
-                found.append(Clash(C, (one, two), (left.N, right.N)))
-    return found
+                pairs.append(Clash(C, (first, second), (left.N, right.N)))
+    return pairs
 
 
 def verdict(approaches: Mapping[str, Approach], targets: Sequence[float], table: RunTable) -> Verdict:
     """Judge by their intervals of N* whether the approaches agree at the largest run and at every target."""
-    able = {key: approach for key, approach in approaches.items() if approach.available}
-    if len(able) < 2:
+    available = {key: approach for key, approach in approaches.items() if approach.available}
+    if len(available) < 2:
         return Verdict(None, "Fewer than two approaches have an answer, so nothing confirms it.")
-    found = clashes(able, (float(table.flops.max()), *targets))
-    if found:
-        said = "; ".join(map(str, found))
-        suspects = find_suspects(able, {clash.flops for clash in found}, table)
-        return Verdict(False, f"The approaches disagree beyond their intervals: {said}.", suspects)
-    spans = {key: approach.at(targets[0]).N_ci for key, approach in able.items()}
+    conflicts = clashes(available, (float(table.flops.max()), *targets))
+    if conflicts:
+        details = "; ".join(map(str, conflicts))
+        suspects = find_suspects(available, {clash.flops for clash in conflicts}, table)
+        return Verdict(False, f"The approaches disagree beyond their intervals: {details}.", suspects)
+    spans = {key: approach.at(targets[0]).N_ci for key, approach in available.items()}
     with np.errstate(divide="ignore"):
         width = {key: float(np.divide(span[1], span[0])) for key, span in spans.items() if span}
     narrow, at = [key for key, factor in width.items() if factor <= AGREE_WITHIN], f"at {scientific(targets[0])} FLOPs"
-    words = dict.fromkeys(able, "no interval")
-    words |= {key: f"a factor of {amount(f, 2)}" if f < WIDE else "over five decades" for key, f in width.items()}
+    spans_text = dict.fromkeys(available, "no interval")
+    spans_text |= {key: f"a factor of {amount(f, 2)}" if f < WIDE else "over five decades" for key, f in width.items()}
     if len(narrow) < 2:
-        wide = ", ".join(f"{key} has {span}" for key, span in words.items())
+        wide = ", ".join(f"{key} has {span}" for key, span in spans_text.items())
         need = f"two intervals of N within a factor of {AGREE_WITHIN:g} are needed"
         return Verdict(None, f"Agreement cannot be judged {at}: {need}, and {wide}.")
-    for one, two in combinations(narrow, 2):
-        i, j = able[one].at(targets[0]), able[two].at(targets[0])
+    for first, second in combinations(narrow, 2):
+        i, j = available[first].at(targets[0]), available[second].at(targets[0])
         if not any(e.N_ci[0] <= o.N <= e.N_ci[1] for e, o in ((i, j), (j, i)) if e.N_ci and o.N):
-            said = f"the intervals of {one} and {two} overlap, and neither holds the other's"
-            return Verdict(None, f"Agreement cannot be judged {at}: {said} N of {count(j.N)} and {count(i.N)}.")
-    who = "The approaches" if len(narrow) == len(able) else " and ".join(narrow).capitalize()
-    rest = "".join(f"; {key} cannot tell, with {words[key]}" for key in able if key not in narrow)
-    most = words[max(narrow, key=lambda key: width[key])]
-    return Verdict(True, f"{who} agree {at} within their intervals, which span up to {most} in N{rest}.")
+            details = f"the intervals of {first} and {second} overlap, and neither holds the other's"
+            return Verdict(None, f"Agreement cannot be judged {at}: {details} N of {count(j.N)} and {count(i.N)}.")
+    subject = "The approaches" if len(narrow) == len(available) else " and ".join(narrow).capitalize()
+    rest = "".join(f"; {key} cannot tell, with {spans_text[key]}" for key in available if key not in narrow)
+    widest = spans_text[max(narrow, key=lambda key: width[key])]
+    return Verdict(True, f"{subject} agree {at} within their intervals, which span up to {widest} in N{rest}.")
 
 
 def find_suspects(approaches: Mapping[str, Approach], budgets: set[float], table: RunTable) -> tuple[str, ...]:
     """Return possible reasons for a disagreement at `budgets` that no other warning covers, as sentences."""
-    said, one = [], approaches.get("envelope")
+    suspects, envelope = [], approaches.get("envelope")
     share = 1.0 - table.column("N_non_embedding") / table.N
     if np.isfinite(share).all() and share.max() - share.min() > 0.1:
-        said.append(
+        suspects.append(
             f"Embeddings are {percent(share.min())} to {percent(share.max())} of N, so loss is no power law in N: "
             "compare the fits under each convention."
         )
-    if one is not None and one.envelope is not None and (edges := one.envelope.edges_):
-        said.append(f"At {edges} levels of compute the envelope is won by the smallest or largest size there.")
+    if envelope is not None and envelope.envelope is not None and (edges := envelope.envelope.edges_):
+        suspects.append(f"At {edges} levels of compute the envelope is won by the smallest or largest size there.")
     if (far := min(budgets) / float(table.flops.max())) > 1:
-        said.append(
+        suspects.append(
             f"They agree at the largest run and differ only {times(far)} beyond it, where each extends its own form."
         )
-    return tuple(said)
+    return tuple(suspects)

@@ -102,9 +102,9 @@ class TaskVerdict:
         if self.law:
             ci = {name: self.law.constant_interval(name) for name in self.law.names}
             law = {"link": self.law.link, "constants": self.law.constants_, "ci": ci}
-        known = {name: getattr(self, name) for name in ("task", "measure", "runs", "extrapolate", "reason")}
+        basics = {name: getattr(self, name) for name in ("task", "measure", "runs", "extrapolate", "reason")}
         signals = {name: signal and asdict(signal) for name, signal in (("score", self.score), ("loss", self.loss))}
-        return known | signals | {"law": law, "predictions": [asdict(p) for p in self.predictions]}
+        return basics | signals | {"law": law, "predictions": [asdict(p) for p in self.predictions]}
 
     def __repr__(self) -> str:
         if self.reason:
@@ -112,8 +112,8 @@ class TaskVerdict:
         lines = [f"{self.task}: {self.law!r}"]
         for p in self.predictions:
             low, high = p.acc_interval
-            said = f" (refused: {p.reason})" if p.reason else ""
-            lines.append(f"  at {p.flops:.3g} FLOPs: {p.acc:.3f} [{low:.3f}, {high:.3f}]{said}")
+            refusal = f" (refused: {p.reason})" if p.reason else ""
+            lines.append(f"  at {p.flops:.3g} FLOPs: {p.acc:.3f} [{low:.3f}, {high:.3f}]{refusal}")
         return "\n".join(lines)
 
 
@@ -246,8 +246,8 @@ def _checkpoints(table: RunTable, at: np.ndarray, step: Array) -> tuple[np.ndarr
         return np.zeros(0, dtype=int), np.zeros(0, dtype=int)
     owner = {table.run_id[i]: i for i in at}
     names = frame["run_id"].astype(str).to_numpy()
-    own = np.array([name in owner for name in names]) & ~ended(frame)
-    places = np.flatnonzero(own)
+    mask = np.array([name in owner for name in names]) & ~ended(frame)
+    places = np.flatnonzero(mask)
     owners = np.array([owner[name] for name in names[places]], dtype=int)
     late = step[places] >= SKIPPED * step[table.rows[owners]]
     return places[late], owners[late]
@@ -256,18 +256,18 @@ def _checkpoints(table: RunTable, at: np.ndarray, step: Array) -> tuple[np.ndarr
 def _noise(rows: _Scores, values: Array, errors: Array | None, table: RunTable) -> tuple[float, str]:
     squares: list[float] = []
     for run in np.unique(rows.run):
-        own = np.flatnonzero(rows.run == run)
-        last = values[own[np.argsort(rows.step[own], kind="stable")][-LAST:]]
+        places = np.flatnonzero(rows.run == run)
+        last = values[places[np.argsort(rows.step[places], kind="stable")][-LAST:]]
         if len(last) >= 3:
             # Half the mean squared difference of neighbours estimates the variance, nearly free of a trend.
             squares += list(0.5 * np.diff(last) ** 2)
     if squares:
         return math.sqrt(float(np.mean(squares))), "last checkpoints"
     _, twin = np.unique(np.stack([table.N[rows.at], table.D[rows.at]]), axis=1, return_inverse=True)
-    alike = [values[rows.final][twin.ravel() == i] for i in range(int(twin.max()) + 1)]
-    freedom = sum(len(group) - 1 for group in alike)
+    repeats = [values[rows.final][twin.ravel() == i] for i in range(int(twin.max()) + 1)]
+    freedom = sum(len(group) - 1 for group in repeats)
     if freedom >= 3:
-        total = sum(float(((group - group.mean()) ** 2).sum()) for group in alike)
+        total = sum(float(((group - group.mean()) ** 2).sum()) for group in repeats)
         return math.sqrt(total / freedom), "runs of one size and length"
     if errors is not None:
         return math.sqrt(float(np.mean(errors[rows.final] ** 2))), ITEMS
@@ -323,11 +323,11 @@ def _predictions(
     for C in goals:
         N, D, _ = (float(np.ravel(v)[0]) for v in unlimited(law, law.constants_, C, spend))
         loss = float(fitted.task_loss(fitted.constants_, N, D))
-        there = fitted.task_loss(draws, *unlimited(law, frontier, C, spend)[:2])
-        acc, score = float(fitted.accuracy(fitted.constants_, loss)), fitted.accuracy(draws, there)
-        bounds = [intervals(v, level) for v in (there, score, fitted.noisy(draws, there, rng))]
-        found = TaskPrediction(float(C), N, D, loss, bounds[0], acc, bounds[1], bounds[2])
-        yield replace(found, reason=_unreliable(found, rows))
+        losses = fitted.task_loss(draws, *unlimited(law, frontier, C, spend)[:2])
+        acc, score = float(fitted.accuracy(fitted.constants_, loss)), fitted.accuracy(draws, losses)
+        bounds = [intervals(v, level) for v in (losses, score, fitted.noisy(draws, losses, rng))]
+        prediction = TaskPrediction(float(C), N, D, loss, bounds[0], acc, bounds[1], bounds[2])
+        yield replace(prediction, reason=_unreliable(prediction, rows))
 
 
 def _unreliable(p: TaskPrediction, rows: _Scores) -> str:

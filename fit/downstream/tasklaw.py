@@ -119,21 +119,23 @@ class TaskLaw(Estimator):
         for _ in range(30):
             variance = se**2 + self.scatter_**2
             self._weight = 1.0 / np.where(variance > 0, variance, 1.0)
-            found = self._curve.solve(self._weight[None, :])
-            residual = self._curve.form.value(found.theta)[0][0] - acc
+            solution = self._curve.solve(self._weight[None, :])
+            residual = self._curve.form.value(solution.theta)[0][0] - acc
             before, self.scatter_ = self.scatter_, excess_scatter(residual**2, np.maximum(se**2, 1e-20), freedom)
             if abs(before - self.scatter_) <= 1e-6 * (self.scatter_ + 1e-12):
                 break
-        self._theta = found.theta[0]
-        self.converged_ = bool(found.converged[0]) and self.law_.converged_
+        self._theta = solution.theta[0]
+        self.converged_ = bool(solution.converged[0]) and self.law_.converged_
 
     def refit(self, counts: ArrayLike) -> Columns:
         """Return all constants (P,) with rows weighted by `counts` (P, n); NaN where a step did not converge."""
         self._fitted()
         counts = np.atleast_2d(floats(counts))
         first = self.law_.refit(counts[:, self.data_["final"]])
-        found = self._curve.solve(counts * self._weight, self._theta)
-        both = first | {k: np.where(found.converged, v, np.nan) for k, v in self._curve.constants(found.theta).items()}
+        second = self._curve.solve(counts * self._weight, self._theta)
+        both = first | {
+            k: np.where(second.converged, v, np.nan) for k, v in self._curve.constants(second.theta).items()
+        }
         whole = np.isfinite(np.stack([both[name] for name in self.names])).all(axis=0)
         return {name: np.where(whole, both[name], np.nan) for name in self.names}
 
@@ -142,11 +144,11 @@ class TaskLaw(Estimator):
         self._fitted()
         labels = group_labels(groups, len(self.data_["acc"]))
         counts, redrawn = self.resamples(labels, n, seed)
-        found = self.refit(counts)
-        keep = np.isfinite(found["slope"])
+        constants = self.refit(counts)
+        keep = np.isfinite(constants["slope"])
         self.groups_ = len(np.unique(labels[self.data_["final"]]))
         self.counts_ = counts[keep]
-        self.draws_ = {name: values[keep] for name, values in found.items()}
+        self.draws_ = {name: values[keep] for name, values in constants.items()}
         self.bootstrap_ = {"resamples": int(keep.sum()), "redrawn": redrawn, "unconverged": int((~keep).sum())}
         return self
 
@@ -169,10 +171,10 @@ class TaskLaw(Estimator):
         counts, redrawn = identifiable_counts(groups[done], n, seed, inputs, np.ones(int(done.sum())), p.axes, p.free)
         every = np.zeros((n, len(groups)))
         place = {group: i for i, group in enumerate(groups[done])}
-        own = np.array([group in place for group in groups])
-        every[:, own] = counts[:, [place[group] for group in groups[own]]]
-        if not own.all():
-            every[:, ~own] = cluster_counts(groups[~own], n, seed + 1)
+        has_final = np.array([group in place for group in groups])
+        every[:, has_final] = counts[:, [place[group] for group in groups[has_final]]]
+        if not has_final.all():
+            every[:, ~has_final] = cluster_counts(groups[~has_final], n, seed + 1)
         return every, redrawn
 
     # Predictions.
@@ -276,9 +278,9 @@ class _Curve:
 
     def constants(self, theta: Array) -> Columns:
         floor, ceiling, offset, log_slope = theta.T
-        found = {"floor": floor, "ceiling": ceiling, "slope": np.exp(log_slope) / self.spread}
-        found["middle"] = self.mean + offset / found["slope"]
-        return {name: found[name] for name in LINKS[self.link]}
+        values = {"floor": floor, "ceiling": ceiling, "slope": np.exp(log_slope) / self.spread}
+        values["middle"] = self.mean + offset / values["slope"]
+        return {name: values[name] for name in LINKS[self.link]}
 
     def _terms(self, v: Mapping[str, Any]) -> list[Any]:
         """Return the accuracy. The exponential has no ceiling: its height is 1 for any floor."""
@@ -306,12 +308,12 @@ def _rows(
     for name in ("N", "D"):
         positive(name, rows[name][done])
     accepted = {"acc": (1.0, "a share from 0 to 1"), "se": (np.finfo(float).max, "a finite number, zero or more")}
-    for name, (most, wanted) in accepted.items():
-        bad = ~((rows[name] >= 0) & (rows[name] <= most))
+    for name, (largest, expected) in accepted.items():
+        bad = ~((rows[name] >= 0) & (rows[name] <= largest))
         if bad.any():
             first = int(np.argmax(bad))
-            said = "acc_se" if name == "se" else name
-            raise InputError(f"{said} is {rows[name][first]:g} in row {first}; it must be {wanted}.")
+            field = "acc_se" if name == "se" else name
+            raise InputError(f"{field} is {rows[name][first]:g} in row {first}; it must be {expected}.")
     if (rows["se"] > 0).any():
         rows["se"] = np.maximum(rows["se"], 0.5 * np.median(rows["se"][rows["se"] > 0]))
     return rows | {"final": done}

@@ -80,8 +80,8 @@ def cell_optima(
     within = WITHIN[method] if within is None else within
     if not 0 <= within < 1:
         raise InputError(f"within is {within}; a relative excess loss such as {WITHIN['near']} is expected.")
-    given = {"N": N, "D": D, "learning_rate": learning_rate, "batch": batch, "loss": loss}
-    columns = {name: positive(name, values) for name, values in given.items()}
+    inputs = {"N": N, "D": D, "learning_rate": learning_rate, "batch": batch, "loss": loss}
+    columns = {name: positive(name, values) for name, values in inputs.items()}
     same_length(**columns)
     cell = cells_of(columns["N"], columns["D"])
     return [
@@ -98,8 +98,8 @@ def _optimum(runs: Sweep, method: str, within: float) -> CellOptimum:
     bare = CellOptimum(float(runs.N[0]), float(runs.D[0]), lowest, len(runs.loss), used, method)
     varied = {name: getattr(runs, name) for name in TARGETS if np.ptp(getattr(runs, name)) > 0}
     # Geometric means.
-    found: dict[str, Any] = {name: float(np.exp(np.log(values[near]).mean())) for name, values in varied.items()}
-    return replace(bare, **found, reason=_edge(varied, runs.loss))
+    settings: dict[str, Any] = {name: float(np.exp(np.log(values[near]).mean())) for name, values in varied.items()}
+    return replace(bare, **settings, reason=_edge(varied, runs.loss))
 
 
 def _edge(varied: Columns, loss: Array) -> str:

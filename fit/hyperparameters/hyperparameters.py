@@ -130,8 +130,8 @@ class HyperparameterLaw(DesignedLaw):
     def fit(self, *columns: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None) -> Self:
         """Fit to columns (cells,): the inputs in order, then the target, with standard error `loss_se`."""
         if len(columns) != len(self.inputs) + 1:
-            wanted = ", ".join((*self.inputs, self.output))
-            raise InputError(f"fit was given {len(columns)} columns; {wanted} are expected.")
+            expected = ", ".join((*self.inputs, self.output))
+            raise InputError(f"fit was given {len(columns)} columns; {expected} are expected.")
         return self._fit(columns, weight, loss_se)
 
     def fit_cells(self, cells: Sequence[CellOptimum]) -> Self:
@@ -142,8 +142,8 @@ class HyperparameterLaw(DesignedLaw):
             raise InputError(f"none of {len(cells)} cells has an optimum{reason}.")
         unknown = [name for name in self.inputs if name not in ("N", "D", "C")]
         if unknown or self.output not in ("learning_rate", "batch"):
-            said = f"inputs is {self.inputs} for target {self.output!r}"
-            raise InputError(f"{said}; cells know learning_rate or batch, in N, D and C.")
+            message = f"inputs is {self.inputs} for target {self.output!r}"
+            raise InputError(f"{message}; cells know learning_rate or batch, in N, D and C.")
         return self.fit(*(np.array([getattr(cell, name) for cell in good]) for name in (*self.inputs, self.output)))
 
     @staticmethod
@@ -246,9 +246,9 @@ class CriticalBatchLaw(DesignedLaw):
 
         def starts(weights: Array, keep: int | None) -> Array:
             basis = np.stack([np.ones_like(u), np.exp(u)], axis=1)[None] / observed[None, :, None]
-            least = 1e-3 * observed.min()
+            smallest = 1e-3 * observed.min()
             return projected_starts(
-                at, lambda log: {"E_min": log[..., 0], "S_min": log[..., 1]}, basis, weights, keep, least=least
+                at, lambda log: {"E_min": log[..., 0], "S_min": log[..., 1]}, basis, weights, keep, least=smallest
             )
 
         form = LogSumTerms(lambda v: [v["E_min"], v["S_min"] + u], at, len(u))

@@ -57,30 +57,30 @@ def inputs_of(N: Any, D: Any) -> dict[str, Any]:
 
 def best_of(constants: Constants, N: Array, D: Array, batch: Array | None = None) -> Columns:
     """Return the best settings; with `batch`, the best learning rate for it, NaN where there is no minimum."""
-    known, found = inputs_of(N, D), {}
+    inputs, best = inputs_of(N, D), {}
     for target in TARGETS:
         if f"{target}_k" in constants:
-            log = np.log(constants[f"{target}_k"]) + np.zeros_like(known["C"])
-            for name, value in known.items():
+            log = np.log(constants[f"{target}_k"]) + np.zeros_like(inputs["C"])
+            for name, value in inputs.items():
                 log = log + constants.get(f"{target}_p_{name}", 0.0) * np.log(value)
             with np.errstate(over="ignore"):
-                found[target] = np.exp(log)
+                best[target] = np.exp(log)
     if batch is None:
-        return found
-    v = np.log(batch / found["batch"])
+        return best
+    v = np.log(batch / best["batch"])
     c = {name: constants.get(f"shape_{name}", 0.0) for name in ("20", "11", "30", "21", "12")}
     # The root of dq/du = A u^2 + B u + C that is 0 at v = 0, in a form that allows A = 0.
     A, B, C = 3 * c["30"], 2 * (c["20"] + c["21"] * v), (c["11"] + c["12"] * v) * v
     with np.errstate(invalid="ignore", divide="ignore"):
         u = np.where(B > 0, -2 * C / (B + np.sqrt(B**2 - 4 * A * C)), np.nan)
-    rate = found["learning_rate"] * np.exp(u)
+    rate = best["learning_rate"] * np.exp(u)
     return {"learning_rate": rate, "batch": np.broadcast_to(batch, rate.shape)}
 
 
 def excess_terms(constants: Constants, N: Any, D: Any, *settings: Any) -> tuple[Any, Any]:
     """Return the quadratic and cubic parts of q = log(loss / best loss), at settings in the order of TARGETS."""
     best = best_of(constants, floats(N), floats(D))
-    distances = [np.log(value / found) for value, found in zip(settings, best.values(), strict=True)]
+    distances = [np.log(value / optimum) for value, optimum in zip(settings, best.values(), strict=True)]
     parts = {2: np.zeros(()), 3: np.zeros(())}
     for name, coefficient in constants.items():
         if name.startswith("shape_"):
@@ -100,7 +100,9 @@ def exponents(axes: int, order: int) -> tuple[Exponents, ...]:
 
 def monomials(distances: Iterable[Any], powers: tuple[Exponents, ...]) -> list[Any]:
     """Return each monomial of the distances (arrays or jets)."""
-    return [math.prod(d if p == 1 else d**p for d, p in zip(distances, each, strict=True) if p) for each in powers]
+    return [
+        math.prod(d if p == 1 else d**p for d, p in zip(distances, degrees, strict=True) if p) for degrees in powers
+    ]
 
 
 class SurfaceForm(LogForm):
@@ -180,8 +182,8 @@ class HyperparameterSurface(DesignedLaw):
     ) -> None:
         super().__init__("squares")
         self.learning_rate, self.batch = learning_rate, batch
-        given = {"learning_rate": learning_rate, "batch": batch}
-        self.laws = {target: tuple(inputs) for target, inputs in given.items() if inputs is not None}
+        arguments = {"learning_rate": learning_rate, "batch": batch}
+        self.laws = {target: tuple(inputs) for target, inputs in arguments.items() if inputs is not None}
         for target, inputs in self.laws.items():
             if len(set(inputs)) < len(inputs) or not set(inputs) <= set(inputs_of(1.0, 1.0)):
                 raise InputError(f"{target} is {inputs}; its law takes different ones of N, D, C.")
@@ -220,10 +222,10 @@ class HyperparameterSurface(DesignedLaw):
         settings = {"learning_rate": learning_rate, "batch": batch}
         columns = {"N": positive("N", N), "D": positive("D", D)}
         for target in self.laws:
-            given = settings[target]
-            if given is None:
+            setting = settings[target]
+            if setting is None:
                 raise InputError(f"{target} is not given; give it, or set {target}=None in the constructor.")
-            columns[target] = positive(target, given)
+            columns[target] = positive(target, setting)
         columns["loss"] = positive("loss", loss)
         weights = check_weights(weight, len(columns["loss"]))
         same_length(**columns, weight=weights)
@@ -247,16 +249,16 @@ class HyperparameterSurface(DesignedLaw):
         if batch is not None and len(self.laws) < 2:
             raise InputError("batch is given and the sweep did not vary learning rate and batch both.")
         n, d = np.broadcast_arrays(floats(N), floats(D))
-        held = None if batch is None else floats(batch)
-        found = best_of(self.constants_, n, d, held)
-        known = np.ones(()) if held is None else np.isfinite(self.penalty(n, d, *found.values()))
+        fixed_batch = None if batch is None else floats(batch)
+        best = best_of(self.constants_, n, d, fixed_batch)
+        valid = np.ones(()) if fixed_batch is None else np.isfinite(self.penalty(n, d, *best.values()))
         intervals = {}
         if self.draws_ is not None:
-            wide = None if held is None else held[..., None]
+            wide = None if fixed_batch is None else fixed_batch[..., None]
             for name, draws in best_of(self.draws_, n[..., None], d[..., None], wide).items():
                 pairs = percentile_intervals(draws, level)
-                intervals[f"{name}_interval"] = np.where(np.asarray(known)[..., None], pairs, np.nan)
-        settings = {name: unboxed(np.where(known, value, np.nan)) for name, value in found.items()}
+                intervals[f"{name}_interval"] = np.where(np.asarray(valid)[..., None], pairs, np.nan)
+        settings = {name: unboxed(np.where(valid, value, np.nan)) for name, value in best.items()}
         return BestSettings(unboxed(n), unboxed(d), **settings, **intervals, level=level)
 
     def penalty(self, *settings: ArrayLike, **named: ArrayLike) -> Any:
@@ -265,14 +267,14 @@ class HyperparameterSurface(DesignedLaw):
         square, cube = excess_terms(self.constants_, *self._inputs(settings, named))
         excess = np.expm1(square + cube)
         # Along a ray from the optimum, square t^2 + cube t^3 turns down again at t = 1 where 2 square + 3 cube < 0.
-        known = (2 * square + 3 * cube >= 0) & (excess <= self.window)
-        return unboxed(np.where(known, excess, np.nan))
+        valid = (2 * square + 3 * cube >= 0) & (excess <= self.window)
+        return unboxed(np.where(valid, excess, np.nan))
 
     def warnings(self) -> tuple[Warning, ...]:
         """Return warnings about optima outside of the settings tried and about noise."""
         self._fitted()
         cell = self._cells()
-        found, outside = [], 0
+        result, outside = [], 0
         for rows in (cell == label for label in np.unique(cell)):
             run = {name: values[rows] for name, values in self.data_.items()}
             best = best_of(self.constants_, run["N"][:1], run["D"][:1])
@@ -282,14 +284,14 @@ class HyperparameterSurface(DesignedLaw):
                 f"In {outside} of {cell.max() + 1} cells the law's best settings lie outside of those tried within "
                 f"{self.window:.2%} of the best loss; widen the sweep there."
             )
-            found.append(Warning("optimum_at_edge", message))
+            result.append(Warning("optimum_at_edge", message))
         if self.noise_ > NOISY * self.window:
             message = (
                 f"Runs scatter by {self.noise_:.2%} about the surface, much for a window of {self.window:.2%}: the "
                 "cost of other settings is underrated; choose a wider window."
             )
-            found.append(Warning("noisy_window", message))
-        return tuple(found)
+            result.append(Warning("noisy_window", message))
+        return tuple(result)
 
     @property
     def noise_(self) -> float:
@@ -317,8 +319,8 @@ class HyperparameterSurface(DesignedLaw):
         return cells_of(self.data_["N"], self.data_["D"])
 
     def _designs(self) -> list[Array]:
-        known = inputs_of(self.data_["N"], self.data_["D"])
-        return [log_design([known[name] for name in inputs], len(self.weight_)) for inputs in self.laws.values()]
+        columns = inputs_of(self.data_["N"], self.data_["D"])
+        return [log_design([columns[name] for name in inputs], len(self.weight_)) for inputs in self.laws.values()]
 
     def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
         cells = len(np.unique(self._cells()))
@@ -358,10 +360,10 @@ class HyperparameterSurface(DesignedLaw):
         first = _starts(form, target, observed, cell, weight, self.window)
 
         def constants(theta: Array) -> Columns:
-            found: Columns = {}
+            result: Columns = {}
             for names, part, middle in zip(self.law_names.values(), form.parts, middles, strict=True):
-                found |= law_constants(names, theta[:, part], middle)
-            return found | dict(zip(self.shape_names, theta.T[form.shape].copy(), strict=True))
+                result |= law_constants(names, theta[:, part], middle)
+            return result | dict(zip(self.shape_names, theta.T[form.shape].copy(), strict=True))
 
         return Problem(
             form=form,

@@ -118,9 +118,9 @@ class _Costs:
         """Return log best settings of each run (3, n); the learning rate is that for the best batch."""
         rate, rate_N, rate_D, slope, batch, batch_N, batch_D, tau, tau_N, tau_D = q[:10]
         b = batch + batch_N * self.n + batch_D * self.d
-        found = [rate + rate_N * self.n + rate_D * self.d + slope * b, b, tau - self.middle["timescale"]]
-        found[2] = found[2] + tau_N * self.n + tau_D * self.d
-        return np.stack(found) + np.array([[self.middle[name]] for name in SETTINGS])
+        logs = [rate + rate_N * self.n + rate_D * self.d + slope * b, b, tau - self.middle["timescale"]]
+        logs[2] = logs[2] + tau_N * self.n + tau_D * self.d
+        return np.stack(logs) + np.array([[self.middle[name]] for name in SETTINGS])
 
     def costs(self, q: Array) -> Array:
         """Return the cost of each run's settings, in log loss (n,)."""
@@ -143,10 +143,10 @@ class _Costs:
                 left = self.loss - q[k:][self.cell] - self.costs(q)
                 return np.concatenate([left / scale, (q[:k] - MEAN) / WIDTH])
 
-            found = least_squares(errors, q, x_scale="jac")
-            q, freedom = found.x, len(self.loss) - len(lowest) - 10
+            solution = least_squares(errors, q, x_scale="jac")
+            q, freedom = solution.x, len(self.loss) - len(lowest) - 10
             self.noise *= float(np.sqrt((errors(q)[: len(self.loss)] ** 2).sum() / freedom))
-        return q, SHARED * np.linalg.inv(found.jac.T @ found.jac)
+        return q, SHARED * np.linalg.inv(solution.jac.T @ solution.jac)
 
     def rules(self, q: Array) -> dict[str, dict[str, Array]]:
         """Convert coordinates (k, draws) to the rules of a `tuning` file."""

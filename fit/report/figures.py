@@ -49,10 +49,10 @@ BESIDE = ("kaplan2020_N_opt", "hoffmann2022_approach2", "besiroglu2024", "porian
 def draw_all(a: Analysis, curves: Any) -> dict[str, Figure | None]:
     """Draw every figure of the page by name; None where the analysis lacks the data."""
     drawings = (answer, backtest, residuals, isoflop, contours, published, multiplier, experts)
-    found = {draw.__name__: draw(a) for draw in drawings}
-    found |= {f"loss-{by}": loss_curves(a, curves, by) for by in CURVE_TITLES}
-    found |= {f"optimal-{quantity.lower()}": allocation(a, quantity) for quantity in OPTIMUM_TITLES}
-    return found | {"accuracy": scores(a, "acc"), "gold-bpb": scores(a, "gold_bpb")}
+    drawn = {draw.__name__: draw(a) for draw in drawings}
+    drawn |= {f"loss-{by}": loss_curves(a, curves, by) for by in CURVE_TITLES}
+    drawn |= {f"optimal-{quantity.lower()}": allocation(a, quantity) for quantity in OPTIMUM_TITLES}
+    return drawn | {"accuracy": scores(a, "acc"), "gold-bpb": scores(a, "gold_bpb")}
 
 
 # Building blocks.
@@ -108,20 +108,20 @@ def line(
 def points(x: Any, y: Any, colour: Any, hover: list[str], size: float = 8, edge: str = "white", **more: Any) -> Trace:
     """Return at most MOST_RUNS marks with hover texts; `colour` is one, or a list of one each."""
     if len(x) > MOST_RUNS:
-        kept = np.unique(np.linspace(0, len(x) - 1, MOST_RUNS).astype(int)).tolist()
-        x, y, hover = np.asarray(x)[kept], np.asarray(y)[kept], [hover[i] for i in kept]
-        colour = colour if isinstance(colour, str) else [colour[i] for i in kept]
+        chosen = np.unique(np.linspace(0, len(x) - 1, MOST_RUNS).astype(int)).tolist()
+        x, y, hover = np.asarray(x)[chosen], np.asarray(y)[chosen], [hover[i] for i in chosen]
+        colour = colour if isinstance(colour, str) else [colour[i] for i in chosen]
         if "error_y" in more:
-            more["error_y"] = more["error_y"] | {"array": [more["error_y"]["array"][i] for i in kept]}
+            more["error_y"] = more["error_y"] | {"array": [more["error_y"]["array"][i] for i in chosen]}
     marker = {"color": colour, "size": size, "line": {"color": edge, "width": 1}} | more.pop("marker", {})
     return _trace("markers", x, y, hover, {"marker": marker} | more)
 
 
 def _trace(mode: str, x: Any, y: Any, hover: list[str] | None, more: Trace) -> Trace:
-    said: Trace = {"text": hover, "hovertemplate": "%{text}<extra></extra>"}
+    hover_style: Trace = {"text": hover, "hovertemplate": "%{text}<extra></extra>"}
     if hover is None:
-        said = {"hoverinfo": "skip", "showlegend": False}
-    return {"type": "scatter", "mode": mode, "x": as_list(x), "y": as_list(y)} | said | more
+        hover_style = {"hoverinfo": "skip", "showlegend": False}
+    return {"type": "scatter", "mode": mode, "x": as_list(x), "y": as_list(y)} | hover_style | more
 
 
 def band_area(x: Array, band: Array, colour: str, **more: Any) -> Trace:
@@ -149,15 +149,15 @@ def run_hover(a: Analysis) -> list[str]:
 
 
 def loss_curves(a: Analysis, curves: Any, by: str) -> Figure | None:
-    found = curves_of_runs(a, curves, by)
-    if not found:
+    run_curves = curves_of_runs(a, curves, by)
+    if not run_curves:
         return None
-    each = min(CURVE_POINTS, 60 * MOST_CURVES // min(len(found), MOST_CURVES))
-    every = -(-len(found) // MOST_CURVES)
+    curve_points = min(CURVE_POINTS, 60 * MOST_CURVES // min(len(run_curves), MOST_CURVES))
+    every = -(-len(run_curves) // MOST_CURVES)
     t, data = a.table, []
     colours = dict(zip(t.N.tolist(), shades(t.N), strict=True))
-    for run, N, x, y in found[::every]:
-        keep = np.unique(np.geomspace(1, len(x), each).astype(int) - 1)
+    for run, N, x, y in run_curves[::every]:
+        keep = np.unique(np.geomspace(1, len(x), curve_points).astype(int) - 1)
         hover = f"<b>{text(run)}</b><br>N {count(N)}<br>{by} %{{x:.3s}}<br>loss %{{y:.4f}}<extra></extra>"
         shown = line(x[keep], y[keep], colours[N], width=1.3, opacity=0.85, hoverinfo="all", hovertemplate=hover)
         data.append(shown)
@@ -168,7 +168,7 @@ def loss_curves(a: Analysis, curves: Any, by: str) -> Figure | None:
     marker = {"size": 7, "colorscale": SCALE, "colorbar": bar}
     ends = points(x_end, t.loss, as_list(sizes), run_hover(a), marker=marker, name="final validation loss")
     ends["showlegend"] = True
-    seen, losses = (np.concatenate([curve[i] for curve in found]) for i in (2, 3))
+    seen, losses = (np.concatenate([curve[i] for curve in run_curves]) for i in (2, 3))
     look = layout(CURVE_TITLES[by], LOSS, np.maximum(seen, float(x_end.min()) / 30))
     top, low = float(np.quantile(losses, 0.97)), min(float(t.loss.min()), float(losses.min()))
     look["yaxis"]["range"] = [low - 0.05 * (top - low), top + 0.05 * (top - low)]
@@ -198,13 +198,13 @@ def isoflop(a: Analysis) -> Figure | None:
 
 
 def _vertex(p: Any, colour: str, group: str) -> Trace:
-    interval, bars, said = p.interval(), {}, ""
+    interval, bars, range_text = p.interval(), {}, ""
     if interval is not None and np.isfinite(interval).all():
         sides = {"array": [interval[1] - p.N_best], "arrayminus": [p.N_best - interval[0]]}
         bars = {"error_x": {"type": "data", "symmetric": False, **sides, "color": colour, "thickness": 1.5}}
-        said = f" [{count(interval[0])}, {count(interval[1])}]"
+        range_text = f" [{count(interval[0])}, {count(interval[1])}]"
     hover = (
-        f"<b>minimum at {group} FLOPs</b><br>N* {count(p.N_best)}{said}<br>D* {count(p.D_best)}"
+        f"<b>minimum at {group} FLOPs</b><br>N* {count(p.N_best)}{range_text}<br>D* {count(p.D_best)}"
         f"<br>loss {fixed(p.loss_best)}"
     )
     star = {"marker": {"symbol": "star"}, "legendgroup": group, "showlegend": False}
@@ -240,7 +240,7 @@ def residuals(a: Analysis) -> Figure | None:
     if a.law is None:
         return None
     off = np.expm1(a.law.residuals())
-    hover = [f"{said}<br>{100 * r:+.2f} % of the prediction" for said, r in zip(run_hover(a), off, strict=True)]
+    hover = [f"{label}<br>{100 * r:+.2f} % of the prediction" for label, r in zip(run_hover(a), off, strict=True)]
     flops = a.table.flops
     look = layout("training FLOPs", "measured over predicted loss, %", flops, height=400, showlegend=False)
     zero = line([10**v for v in look["xaxis"]["range"]], [0.0, 0.0], FAINT, width=1, dash="dot")
@@ -255,7 +255,7 @@ def answer(a: Analysis) -> Figure | None:
     goal, low = a.targets[0], float(a.table.flops.min())
     C = np.unique(np.append(np.geomspace(low, 1.6 * max(goal, a.table.flops.max()), 60), goal))
     data: list[Trace] = []
-    said: list[Trace] = []
+    notes: list[Trace] = []
     shown: list[float] = []
     for quantity, what, colour in (("N", "parameters", PALETTE[0]), ("D", "tokens", PALETTE[1])):
         if not (lines := allocation_lines(a, quantity, C)):
@@ -274,14 +274,14 @@ def answer(a: Analysis) -> Figure | None:
         C_best, best = minima if len(minima[0]) else winners
         hover = budget_hovers("isoFLOP minimum" if len(minima[0]) else "best run", C_best, quantity, best)
         data.append(points(C_best, best, colour, hover, 7, showlegend=False, marker={"symbol": "circle-open"}))
-        said.append(
+        notes.append(
             style("note") | {
                 "xref": "x", "yref": "y", "x": float(np.log10(goal)), "y": float(np.log10(values[at])), "xshift": -8,
                 "yshift": 6, "text": label, "align": "right", "font": {"size": 13, "color": colour},
             }
         )  # fmt: skip
         shown += [*values, *best]
-    look = layout("training FLOPs", "", [C[0], C[-1]], shown, pad=0.16, height=340, log_y=True, annotations=said)
+    look = layout("training FLOPs", "", [C[0], C[-1]], shown, pad=0.16, height=340, log_y=True, annotations=notes)
     edge: Trace = {"type": "line", "x0": goal, "x1": goal, "yref": "paper", "y0": 0, "y1": 1}
     return {"data": data, "layout": look | {"shapes": [edge | {"line": {"color": FAINT, "width": 1, "dash": "dot"}}]}}
 
@@ -343,11 +343,11 @@ def _view(axis: str, values: list[float], pad: float, log: bool) -> dict[str, An
 
 def published(a: Analysis) -> Figure | None:
     """Draw N* by budget of the leading approach and of published laws."""
-    own = a.lead
-    if not own.available:
+    lead = a.lead
+    if not lead.available:
         return None
     C = np.geomspace(a.table.flops.min(), max(*a.targets, FRONTIER), 60)
-    values, band = (found["N"] for found in own.answers(C))
+    values, band = (answers["N"] for answers in lead.answers(C))
     sizes = {name: published_law(name).optimal(C).N for name in BESIDE} | {"these runs": values}
     data = []
     for (name, N), colour in zip(sizes.items(), (*PALETTE[1:], PALETTE[0]), strict=True):
@@ -393,20 +393,20 @@ def backtest(a: Analysis) -> Figure | None:
 def multiplier(a: Analysis) -> Figure | None:
     """Draw the compute multiplier of each variant over the base, by the base's budget."""
     lines, bands = list[Trace](), list[Trace]()
-    compared = [one.comparison for one in a.recipes if one.comparison]
-    for one, colour in zip(compared, PALETTE * len(compared), strict=False):
-        C, k = (np.array([getattr(m, name) for m in one.curve]) for name in ("flops", "value"))
-        hover = budget_hovers(f"<b>{text(one.variant)}</b>", C, "multiplier", k)
-        known, name = [m.ci for m in one.curve if m.ci], text(one.variant)
-        if len(known) == len(C):
-            bands.append(band_area(C, np.array(known), colour, legendgroup=name))
+    compared = [item.comparison for item in a.recipes if item.comparison]
+    for item, colour in zip(compared, PALETTE * len(compared), strict=False):
+        C, k = (np.array([getattr(m, name) for m in item.curve]) for name in ("flops", "value"))
+        hover = budget_hovers(f"<b>{text(item.variant)}</b>", C, "multiplier", k)
+        intervals, name = [m.ci for m in item.curve if m.ci], text(item.variant)
+        if len(intervals) == len(C):
+            bands.append(band_area(C, np.array(intervals), colour, legendgroup=name))
         lines.append(line(C, k, colour, hover, name=name, legendgroup=name))
     if not lines:
         return None
     C, largest = np.array(lines[0]["x"]), compared[0].multipliers[2].flops
     look = layout("training FLOPs of the base", "compute multiplier", C, height=420, showlegend=True)
     same = line([10**v for v in look["xaxis"]["range"]], [1, 1], FAINT, width=1, dash="dot")
-    every = [v for one in (*lines, *bands) for v in one["y"] if v is not None]
+    every = [v for item in (*lines, *bands) for v in item["y"] if v is not None]
     ends = line([largest] * 2, [min(every), max(every)], FAINT, ["the dearest run"] * 2, 1, "dash", name="dearest run")
     return {"data": [*bands, same, *lines, ends], "layout": look}
 
@@ -447,9 +447,9 @@ def scores(a: Analysis, measure: str) -> Figure | None:
         values, errors, chance = (t.column(f"{task}/{name}") for name in (measure, f"{measure}_se", "chance"))
         seen = np.flatnonzero(np.isfinite(values))
         bars: Trace = {"type": "data", "array": as_list(np.nan_to_num(errors[seen])), "color": SCORE}
-        said = [f"<b>{text(task)}</b> {values[i]:.3f} ± {errors[i]:.3f}<br>{hover[i]}" for i in seen]
+        hover_texts = [f"<b>{text(task)}</b> {values[i]:.3f} ± {errors[i]:.3f}<br>{hover[i]}" for i in seen]
         shown: Trace = {"opacity": 0.7, "error_y": bars | {"thickness": 0.7, "width": 0}}
-        data.append(points(t.flops[seen], values[seen], SCORE, said, 6, **shown, **panel))
+        data.append(points(t.flops[seen], values[seen], SCORE, hover_texts, 6, **shown, **panel))
         # The run of lowest loss in each budget, by rising FLOPs.
         levels = (seen[a.profiles.labels_[seen] == level] for level in range(len(a.profiles.budgets_)))
         best = np.array([rows[t.loss[rows].argmin()] for rows in levels if rows.size], dtype=int)
@@ -457,8 +457,8 @@ def scores(a: Analysis, measure: str) -> Figure | None:
         data.append(line(t.flops[best], values[best], SCORE, width=1.5, **panel))
         if measure == "acc" and np.isfinite(chance).any():
             level = float(chance[np.isfinite(chance)][0])
-            said = [f"chance level of {text(task)}: {percent(level)}"] * 2
-            data.append(line(ends, [level] * 2, FAINT, said, 1.2, "dot", **panel))
+            hover_texts = [f"chance level of {text(task)}: {percent(level)}"] * 2
+            data.append(line(ends, [level] * 2, FAINT, hover_texts, 1.2, "dot", **panel))
         at: Trace = {"xref": f"{x} domain", "yref": f"{y} domain", "x": 0, "y": 1, "xanchor": "left"}
         titles.append(style("note") | at | {"text": f"<b>{text(task)}</b>", "font": {"size": 12, "color": INK}})
     return {"data": data, "layout": look | {"annotations": titles}}

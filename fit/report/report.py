@@ -117,7 +117,7 @@ def render_report(
         origin=origin,
         counted=in_words(a.convention),
         answer=_answer(a),
-        besides=[said for said in (_second(a), a.verdict.sentence) if said],
+        besides=[sentence for sentence in (_second(a), a.verdict.sentence) if sentence],
         able=[one for one in a.ranked if one.exponent is not None],
         influence=_influence(a),
         styles=APPROACH_STYLE,
@@ -168,36 +168,37 @@ def _answer(a: Analysis) -> str:
     budget = f"{scientific(C)} FLOPs ({in_words(a.convention)})" + (
         f", {times(C / largest)} the largest run," if largest < C else ""
     )
-    found = [(one, e) for one in a.ranked if (e := one.at(C)).N is not None]
-    if not found:
+    answers = [(approach, estimate) for approach in a.ranked if (estimate := approach.at(C)).N is not None]
+    if not answers:
         return f"No approach has an answer for {budget.rstrip(',')}."
-    lead, e = found[0]
-    known = interval(e.N_ci, count)
-    if known == UNDETERMINED:
+    lead, estimate = answers[0]
+    span = interval(estimate.N_ci, count)
+    if span == UNDETERMINED:
         return f"These runs do not determine what {budget} would want: the interval spans over five decades."
-    who = "the mixture of forms" if lead.mixture else lead.key
-    size, tokens = f"{count(e.N)} parameters ({known})", f"{count(e.D)} tokens ({interval(e.D_ci, count)})"
-    return f"For {budget} {who} asks for {size} and {tokens}."
+    subject = "the mixture of forms" if lead.mixture else lead.key
+    size = f"{count(estimate.N)} parameters ({span})"
+    tokens = f"{count(estimate.D)} tokens ({interval(estimate.D_ci, count)})"
+    return f"For {budget} {subject} asks for {size} and {tokens}."
 
 
 def _second(a: Analysis) -> str:
     """Return the next approach's answer for the first target where a mixture leads, else an empty string."""
-    found = [(one, e) for one in a.ranked if (e := one.at(a.targets[0])).N is not None]
-    if len(found) < 2 or not found[0][0].mixture or interval(found[0][1].N_ci, count) == UNDETERMINED:
+    answers = [(approach, estimate) for approach in a.ranked if (estimate := approach.at(a.targets[0])).N is not None]
+    if len(answers) < 2 or not answers[0][0].mixture or interval(answers[0][1].N_ci, count) == UNDETERMINED:
         return ""
-    one, e = found[1]
-    best = (a.backtest.get("tested") or {}).get("best") == one.key
+    approach, estimate = answers[1]
+    best = (a.backtest.get("tested") or {}).get("best") == approach.key
     tested = ", the approach that backtests best," if best else ""
-    return f"{one.key.capitalize()}{tested} asks for {count(e.N)} ({interval(e.N_ci, count)})."
+    return f"{approach.key.capitalize()}{tested} asks for {count(estimate.N)} ({interval(estimate.N_ci, count)})."
 
 
 def _influence(a: Analysis) -> list[dict[str, Any]]:
     """Return the rungs and budgets that move the fit most when left out, largest moves first."""
-    found = a.backtest["influence"]
-    if not found or found["most"] is None:
+    influence = a.backtest["influence"]
+    if not influence or influence["most"] is None:
         return []
 
     def move(entry: dict[str, Any]) -> float:
         return max((abs(v) for v in entry["moves"].values() if v is not None), default=0.0)
 
-    return sorted((e for e in found["left_out"] if e["N"] is not None), key=move, reverse=True)[:SHOWN]
+    return sorted((e for e in influence["left_out"] if e["N"] is not None), key=move, reverse=True)[:SHOWN]
