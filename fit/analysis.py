@@ -45,14 +45,10 @@ def analyze(
 
     Parameters
     ----------
-    table
-        The runs.
     targets
         FLOP budgets to predict for.
     bootstrap
         Resamples of runs; 0 for no intervals.
-    seed
-        Seed of the resamples.
     law
         An unfitted law of N and D, by default Chinchilla's; it is not changed.
     convention

@@ -183,8 +183,6 @@ def compare_published(flops: ArrayLike, own: Any = None, **own_columns: Any) -> 
 
     Parameters
     ----------
-    flops
-        Budgets, a scalar or (targets,).
     own
         An object whose `.optimal(flops)` returns flops, N, D and loss, or a mapping of names to such objects.
     own_columns
@@ -273,8 +271,6 @@ def load_published(
 
     Parameters
     ----------
-    name
-        Name of the data set.
     file
         One of its files, by default the first.
     folder

@@ -143,8 +143,6 @@ def read_table(
 
     Parameters
     ----------
-    source
-        A path or a DataFrame.
     columns
         Maps a name of ALIASES to the table's own, as in {"N": "Model Size"}, or flops to "6nd".
     derive_d

@@ -5,7 +5,7 @@ Special here:
   once, (targets, 1) against (r,), so that every answer is an `Optimum` with intervals.
 - A law computes its own optimum, in closed form where one exists. Other FLOP conventions and repeated tokens need a
   search.
-- If a term of the law vanished, the optimum is zero or infinite; an unreachable loss costs infinity. Both are answers.
+- Zero and infinity are answers: of laws with a vanished term, and for unreachable losses.
 
 Hoffmann et al. 2022 (arXiv:2203.15556), section 3.3; Muennighoff et al. 2023 (arXiv:2305.16264); Sardana et al. 2023
 (arXiv:2401.00448).
@@ -225,15 +225,11 @@ def compute_optimal(
 
     Parameters
     ----------
-    law
-        A fitted law of N and D.
     flops
         Training FLOPs, a scalar or (targets,).
     flops_per_token
         k for k N FLOPs per token, or a function of N such as `FlopsPerToken`, which is searched to about 1e-6. None
         takes the convention of the law.
-    level
-        Level of the intervals.
     """
     (C,) = aligned(flops=flops)
     flops_per_token = own_convention(law, flops_per_token)
@@ -300,8 +296,6 @@ def inference_aware(
         The loss to reach. `lifetime_tokens` and `loss` broadcast together.
     prices
         Prices of training and serving; by default FLOPs are minimised.
-    level
-        Level of the intervals.
     """
     if not hasattr(law, "equal_loss"):
         raise InputError(f"the law is of form {law.form!r}; this question needs E + A/N^alpha + B/D^beta.")

@@ -1,4 +1,4 @@
-"""The choice of the next runs: those that most lower the expected squared error of predictions at large budgets.
+"""The choice of the next runs, to lower the expected squared error of predictions at large budgets.
 
 Special here:
 - *One or several laws.* Each local optimum of each law is a basin, weighted by its likelihood. Within a basin the
@@ -169,7 +169,7 @@ class Question:
         Parameters
         ----------
         laws
-            One or several laws fitted to the same n rows.
+            One or several, fitted to the same n rows.
         target_flops
             Budgets of the optima, or the compute (q,) of `points`.
         trunk
@@ -315,7 +315,6 @@ class Candidates:
         return cost
 
     def cost(self, chosen: list[int]) -> float:
-        """Return the FLOPs of a batch."""
         longest = set(self._longest(chosen).values())
         pays = [self.flops[i] if i in longest else min(self.flops[i], self.branch_flops[i]) for i in chosen]
         return float(sum(pays))
@@ -384,7 +383,6 @@ class Buyer:
         return self._ordered(min(batches, key=lambda chosen: self.value(self.with_beliefs(chosen), chosen)))
 
     def with_beliefs(self, chosen: list[int]) -> Beliefs:
-        """Return the beliefs after the chosen runs."""
         beliefs = self.beliefs.copy()
         for i in chosen:
             beliefs.observe(self.slopes[:, i], self.place[i])
@@ -449,7 +447,6 @@ class Buyer:
         return chosen
 
     def _ordered(self, chosen: list[int]) -> Design:
-        """Return the batch ordered by worth per FLOP, each run given those before it."""
         beliefs, left = self.beliefs.copy(), list(chosen)
         order: list[int] = []
         gains, flops = [], []
@@ -465,7 +462,6 @@ class Buyer:
         return Design(order, gains, flops, check, self.widths(self.beliefs, []), self.widths(beliefs, order))
 
     def widths(self, beliefs: Beliefs, chosen: list[int]) -> dict[str, float]:
-        """Return the standard deviation of the targets, by kind."""
         q = self.question
         variance = beliefs.variances() / self.scale**2 + q.drift(self._reach(chosen))
         return {str(kind): float(np.sqrt(variance[q.kinds == kind].mean())) for kind in np.unique(q.kinds)}

@@ -17,7 +17,7 @@ from .verdict import AGREE_WITHIN
 
 # Thresholds chosen by hand unless a source is named.
 NAMED = 5  # outliers that a warning lists
-INSIDE = 0.8  # warn if fewer of the losses predicted by a backtest lie in their 95 % intervals
+INSIDE = 0.8  # smallest share of a backtest's losses within their 95 % intervals
 STEPS = 3  # backtest steps needed before errors of one sign count as a bias
 SLIGHT = 1e-3  # relative bias of the loss that is too small to report
 HEAVY = 0.1  # weight from which a form of the mixture counts
@@ -79,7 +79,6 @@ def _solver(law: Law) -> Warnings:
 
 
 def _answer(a: Analysis) -> Warnings:
-    """Yield warnings about the first answer: a missing or wide interval, forms that disagree."""
     lead, C = a.lead, a.targets[0]
     span = interval(lead.at(C).N_ci, count) if lead.available else ""
     if a.resamples and span in ("no interval", UNDETERMINED):

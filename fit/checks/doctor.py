@@ -1,7 +1,7 @@
 """Checks of a table of runs before any fit, as plain warnings.
 
 Each check is a small function from a table to warnings that state the problem, its effect on a fit and the remedy. It
-yields nothing for a healthy table or an absent column. Thresholds were set on published tables.
+yields nothing for absent columns. Thresholds were set on published tables.
 
 Hoffmann et al. 2022 (arXiv:2203.15556), appendix B; Besiroglu et al. 2024 (arXiv:2404.10102); Porian et al. 2024
 (arXiv:2406.19146); Haegele et al. 2024 (arXiv:2405.18392); Muennighoff et al. 2023 (arXiv:2305.16264); Li et al. 2025
@@ -129,7 +129,6 @@ def first_finite(*columns: Array) -> Array:
 
 
 def run_names(table: RunTable, rows: np.ndarray) -> str:
-    """Return the run ids of the first three of some rows, as text."""
     return first_few(table.run_id[rows])
 
 
@@ -282,10 +281,10 @@ def _bits_by_bytes(t: RunTable) -> np.ndarray:
 
 
 def _bits_among_nats(t: RunTable) -> np.ndarray:
-    """Return rows whose loss is 1/ln 2 times a smooth surface through the others; empty unless that explains the table.
+    """Return rows whose loss is 1/ln 2 times a surface through the others; empty unless that explains the table.
 
-    Alternates between fitting a quadratic surface in (log N, log D) and choosing the lifted rows, from many initial
-    guesses. Among sets that fit about equally well, the one with the flattest surface wins.
+    Alternates between fitting a quadratic surface in (log N, log D) and choosing rows, from many initial guesses. Among
+    sets that fit about equally well, the flattest surface wins.
     """
     n, lift, no_rows = len(t), np.log(BITS), np.empty(0, dtype=int)
     if n < 12:
@@ -354,7 +353,7 @@ def embeddings(t: RunTable) -> Warnings:
 
 
 def active_parameters(t: RunTable) -> Warnings:
-    """Check which parameters N of a mixture of experts counts: all, or those that a token uses."""
+    """Check which parameters N of a mixture of experts counts: all, or the active ones."""
     active, every = numbers(t, "N_active"), numbers(t, "N_all")
     every = np.where(np.isfinite(every), every, t.N)
     share = (active / every)[active < 0.99 * every]
@@ -609,7 +608,6 @@ def _without_a_rule(rate: Array, batch: Array, t: RunTable) -> bool:
 
 
 def _monotone(x: Array, y: Array) -> bool:
-    """Return whether y never falls as x rises and is the same at equal x."""
     order = np.lexsort((y, x))
     x, y = x[order], y[order]
     same = np.diff(x) < 1e-9
@@ -669,7 +667,6 @@ def few_sizes(t: RunTable) -> Warnings:
 
 
 def _edges(t: RunTable) -> Warnings:
-    """Check for budgets whose lowest loss is at the smallest or largest size."""
     edges: dict[str, list[str]] = {"smallest": [], "largest": []}
     for C, rows in _profiles(t):
         N, loss = t.N[rows], t.loss[rows]

@@ -1,8 +1,8 @@
 """Outliers of a fitted law, and the fit without them.
 
-A residual is divided by a robust scale of the other residuals and by sqrt(1 - leverage). The bound is for Laplace
-noise, for which a log-Huber fit is nearly optimal: one healthy table in a thousand has a run beyond it. Outliers mask
-each other, so the farthest are removed first and the law is refitted until no run is beyond the bound.
+Residuals are divided by their robust scale and by sqrt(1 - leverage). The bound is for Laplace noise: one healthy table
+in a thousand has a run beyond it. Outliers mask each other, so the farthest are removed first and the law is refitted
+until none is left.
 
 Cook and Weisberg 1982, Residuals and influence in regression; Besiroglu et al. 2024 (arXiv:2404.10102).
 """

@@ -1,6 +1,6 @@
 """The verdict on whether the approaches agree, and possible reasons where they do not.
 
-Each reason ("suspect") is a sentence with the number that supports it, and is given only where the runs show it.
+Each reason ("suspect") is a sentence with the number that supports it.
 
 Hoffmann et al. 2022 (arXiv:2203.15556), Besiroglu et al. 2024 (arXiv:2404.10102), Porian et al. 2024
 (arXiv:2406.19146), Pearce and Song 2024 (arXiv:2406.12907).

@@ -147,16 +147,12 @@ def fit_tasks(
 
     Parameters
     ----------
-    table
-        Runs with columns `<task>/acc` and others.
     targets
         FLOP budgets, counted as the law counts them; they need `law`.
     law
         A law of N and D fitted to the table's rows, which gives the optimum.
     bootstrap
         Resamples of runs, at least one, shared by the law and both steps of every task.
-    seed
-        Seed of the resamples.
     link
         Curve from task loss to accuracy, see `TaskLaw`.
     """

@@ -7,7 +7,7 @@ Special here:
   runs near their optimum still contribute. The best loss of each cell is free; no law L(N, D) is assumed.
 - q has cubic terms because the loss rises faster above the best learning rate; a parabola puts the optimum too low.
 - Only runs within `window` of the best of their cell are used, and costs are predicted only there; farther out the
-  cubic is wrong. Choosing runs by their loss favours lucky ones; `warnings` reports when that flattens q.
+  cubic is wrong. `warnings` reports if the choice of runs by their loss flattens q.
 
 The laws: Li et al. 2025 (arXiv:2503.04715); the quadratic around an optimum in both logarithms: Porian et al. 2024
 (arXiv:2406.19146).
@@ -406,7 +406,6 @@ def near_best(N: Array, D: Array, loss: Array, weight: Array, within: float) -> 
 
 
 def _lowest(cell: np.ndarray, loss: Array) -> Array:
-    """Return the lowest loss of each cell."""
     lowest = np.full(cell.max() + 1, np.inf)
     np.minimum.at(lowest, cell, loss)
     return lowest

@@ -123,7 +123,7 @@ class _Costs:
         return np.stack(logs) + np.array([[self.middle[name]] for name in SETTINGS])
 
     def costs(self, q: Array) -> Array:
-        """Return the cost of each run's settings, in log loss (n,)."""
+        """Return the cost (n,) of each run's settings, in log loss."""
         off = self.x + np.array([[self.middle[name]] for name in SETTINGS]) - self.best(q)
         off[0] -= q[3] * off[1]  # from the best rate with the run's own batch
         c, a = np.exp(q[10:13, None]), np.where(abs(q[13:16]) < 1e-3, 1e-3, q[13:16])[:, None]

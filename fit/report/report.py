@@ -53,14 +53,8 @@ def write_report(
 
     Parameters
     ----------
-    analysis
-        The result of `analyze`.
-    directory
-        Output directory; InputError if it cannot be written.
     curves
         Columns run_id, tokens, flops and loss for every run.
-    title
-        Title of the page.
     provenance
         Names and values for the footer.
     costs
@@ -182,7 +176,6 @@ def _answer(a: Analysis) -> str:
 
 
 def _second(a: Analysis) -> str:
-    """Return the next approach's answer for the first target where a mixture leads, else an empty string."""
     answers = [(approach, estimate) for approach in a.ranked if (estimate := approach.at(a.targets[0])).N is not None]
     if len(answers) < 2 or not answers[0][0].mixture or interval(answers[0][1].N_ci, count) == UNDETERMINED:
         return ""
