@@ -9,7 +9,7 @@ A law is evaluated as its paper prints it, with the paper's N, FLOPs and tokens,
 split of C FLOPs has D = C / 6N; Kaplan et al.'s C_min is C / 2, and DeepSeek's M FLOPs per token gives N = M / 6. The
 numbers and their sources are in constants/laws.yaml.
 
-The project contains no data; constants/data.yaml has the sources. A file is searched in $ISOFLOP_DATA/<name>/<file>,
+The project contains no data; constants/data.yaml has the sources. A file is looked up in $ISOFLOP_DATA/<name>/<file>,
 then in the cache ($ISOFLOP_CACHE, else ~/.cache/isoflop, below `published`), and downloaded only on request, from a
 pinned commit. Its SHA-256 is checked at every read.
 """
