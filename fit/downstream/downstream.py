@@ -3,8 +3,8 @@
 A task is fitted only if it has enough runs, a score significantly above chance, a range larger than noise alone would
 show, and accuracy that rises as the task's loss falls. Noise is measured from the best source in the table: the last
 checkpoints (differences of neighbours, because the run still learns), repeated runs, or items. A comparison of runs
-item by item (`<task>/acc_z`, `<task>/acc_z_by_luck`) replaces the error of items; a task is refused if no two runs differ
-significantly.
+item by item (`<task>/acc_z`, `<task>/acc_z_by_luck`) replaces the error of items; a task is refused if no two runs
+differ significantly.
 
 Heineman et al. 2025 (arXiv:2508.13144) for signal and noise; Bhagia et al. 2024 (arXiv:2412.04403) for the two steps.
 """
