@@ -1,4 +1,4 @@
-"""`python sweep.py +grid=chinchilla`: plan a grid, train it, score it, fit it, and say how far to trust the fit."""
+"""`python sweep.py +grid=chinchilla`: plan a grid, train it, score it, and fit it with checks of the fit."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What a sweep is: a base run, a grid over it, a cluster to run on, how to score, and how to fit."""
+"""Configuration of a sweep: the base run, the grid, the cluster, the scoring and the fit."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ Pause = Annotated[float, Meta(ge=0, le=1e8)]
 
 @dataclass
 class ClusterConfig:
-    """Where runs go and what they cost."""
+    """Where runs are trained, and at what price."""
 
     kind: Annotated[str, ("local", "slurm")] = "local"
-    budgets: list[Positive] | None = None  # what a grid without its own budgets uses; None: probe this machine
-    minutes: Duration = 4.5  # local: how long a probed grid may train, all cores together
+    budgets: list[Positive] | None = None  # used by a grid without budgets; None: probe this machine
+    minutes: Duration = 4.5  # local: training time of a probed grid on all cores
     flops_per_second: Positive | None = None  # matrix-product peak of one core (local) or one rank (slurm); None: probe
-    precision: str = "fp32"  # what a run uses unless `precision` is set
+    precision: str = "fp32"  # of runs that do not set `precision`
     jobs: Count6 | None = None  # local: runs at a time; None: one per core
-    threads_per_job: Count4 | None = None  # local: of one rank; None: its share of the cores
-    # What one rank gets; a run of several ranks gets it for each of them.
+    threads_per_job: Count4 | None = None  # local: threads of one rank; None: its share of the cores
+    # Resources of one rank; a run of several ranks gets them for each rank.
     gpus_per_job: Annotated[int, Meta(ge=0, le=10**6)] = 0
     cpus_per_task: Count4 = 1
     memory_gb: Positive = 8.0
-    ranks_per_node: Count | None = None  # slurm: ranks of a run that a node takes; None: all of them
+    ranks_per_node: Count | None = None  # slurm: ranks of one run on a node; None: all of them
     time_minutes: Annotated[int, Meta(ge=1, le=10**8)] = (
-        60  # limit of one job; a run that needs more goes on in the next
+        60  # limit of one job; a longer run continues in the next job
     )
     partition: str | None = None
     account: str | None = None
@@ -49,83 +49,83 @@ class ClusterConfig:
     constraint: str | None = None  # features that a node must have
     exclude: str | None = None  # nodes that must not be used, as SLURM writes them
     container: str | None = None  # image in which jobs run, through pyxis (srun --container-image)
-    # Command of the jobs' interpreter, e.g. "apptainer exec --nv image.sif python"; None: the one that runs this.
+    # Command of the jobs' interpreter, e.g. "apptainer exec --nv image.sif python"; None: the current interpreter.
     python: str | None = None
     array_parallelism: Count6 = 256  # jobs of one array that may run at once
-    max_submit: Count | None = None  # jobs that may be in the queue at once; None: what SLURM says of the account
-    # Runs estimated shorter than this are no array task each: jobs of about this length work through a queue of them.
+    max_submit: Count | None = None  # jobs in the queue at once; None: the account's limit in SLURM
+    # Runs with a shorter estimate get no array task of their own: jobs of about this length train a queue of them.
     queue_minutes: Pause = 10.0
     setup: list[str] = field(default_factory=list)  # shell lines before the job's command
     additional_parameters: Any = None  # raw #SBATCH keys and values, a mapping (see ProductGrid.axes for its type)
     runs_per_gpu: Count6 = 1  # local: small runs that share a GPU as processes
     max_requeues: Natural = 20  # attempts after which a run that keeps being preempted is given up
-    # What is not the run's own fault (a killed process, a lost node, a hang, a full disk) is tried again.
-    retries: Natural = 3  # so often per run
-    sweep_retries: Natural = 100  # so often all runs together
-    backoff_seconds: Pause = 30.0  # before a run's first retry; then doubled
-    heartbeat_seconds: Duration = 10.0  # between two signs of life of a run
-    hang_minutes: Duration = 30.0  # without a step, after which a run counts as hung
-    keeper_seconds: Annotated[float, Meta(ge=1, le=1e8)] = 60.0  # slurm: between two looks of the keeper, a job
-    keeper_partition: str | None = None  # of that job, and of the fit; None: partition
+    # Retries after failures that the run did not cause: a killed process, a lost node, a hang, a full disk.
+    retries: Natural = 3  # per run
+    sweep_retries: Natural = 100  # all runs together
+    backoff_seconds: Pause = 30.0  # before a run's first retry; doubled for each further one
+    heartbeat_seconds: Duration = 10.0  # between two heartbeats of a run
+    hang_minutes: Duration = 30.0  # a run that makes no step for this long counts as hung
+    keeper_seconds: Annotated[float, Meta(ge=1, le=1e8)] = 60.0  # slurm: between two passes of the keeper job
+    keeper_partition: str | None = None  # of the keeper and of the fit; None: partition
     dollars_per_gpu_hour: NotNegative | None = None
-    gpu_memory_gb: Positive = 80.0  # of one GPU; ranks without one have memory_gb
-    # Bandwidths for `explain=true`; nothing measures them.
+    gpu_memory_gb: Positive = 80.0  # of one GPU; ranks without a GPU have memory_gb
+    # Bandwidths for `explain=true`; they are stated, not measured.
     node_gb_per_s: Positive = 5.0  # from a rank to another of its node
     network_gb_per_s: Positive = 1.0  # from a rank to another node
 
 
 @dataclass
 class EvaluateConfig:
-    """How checkpoints are scored. No tasks: no scoring."""
+    """How checkpoints are scored; without tasks, none is."""
 
     # Suites of conf/evaluate, lm-eval tasks (name@5: five examples), folders of lm-eval YAML, .jsonl files of question,
     # choices, answer, and text:FOLDER, whose subfolders are domains.
     tasks: list[str] = field(default_factory=list)
     path: str | None = None  # of the suite `custom`: a folder or a file
-    allow_code: bool = False  # whether YAML of your own may run Python: `!function`, a metric's script
+    allow_code: bool = False  # user-written YAML may run Python: `!function`, a metric's script
     limit: Count | None = 150  # items per task, a fixed recorded subset; None: all of them
-    average: Positive | None = None  # span of the average of the weights that is scored; None: the weights themselves
-    every: Count | None = None  # steps: checkpoints in between are kept and scored too; None: the final one alone
-    decode: bool = False  # whether the time of a generated token is measured too, at batch 1, of the final checkpoint
-    ngram: Count | None = 13  # words in a row that, if trained on, make an item contaminated; None: not asked
+    average: Positive | None = None  # span of the average of the weights to score; None: score the weights
+    every: Count | None = None  # steps between intermediate checkpoints that are kept and scored; None: final only
+    decode: bool = False  # also measure the time per generated token of the final checkpoint, at batch 1
+    ngram: Count | None = 13  # an item that shares this many words in a row with the training text is contaminated
 
 
 @dataclass
 class FitConfig:
-    """What is asked of the laws."""
+    """Which laws are fitted, and the budgets they extrapolate to."""
 
     targets: list[Positive] = field(default_factory=list)  # FLOPs to extrapolate to; none: 10x to 1000x the largest
     bootstrap: Annotated[int, Meta(ge=0, le=10**6)] = 1000  # resamples of runs behind every interval
-    intervals: Annotated[str, ("mixture", "noise")] = "mixture"  # of answers: a mixture of forms, or noise under one
+    intervals: Annotated[str, ("mixture", "noise")] = "mixture"  # from a mixture of forms, or noise under one form
     form: Annotated[str, tuple(LOSS_LAWS)] = DEFAULT  # of the parametric law
     objective: Annotated[str, ("huber", "l1", "squares", "se")] = "huber"  # se: weights by loss_se
 
 
 @dataclass
 class SweepConfig(Training):
-    """Everything `python sweep.py` reads; the first half is the base run that a grid varies."""
+    """Every setting of `python sweep.py`; the inherited fields are the base run that a grid varies."""
 
-    tokens: Count | None = None  # type: ignore[assignment]  # D, where the grid does not choose it
+    tokens: Count | None = None  # type: ignore[assignment]  # D, if the grid does not choose it
     precision: Precision | None = None  # type: ignore[assignment]  # None: the cluster's
 
     grid: GridConfig | None = None
     tuning: TuningConfig = field(default_factory=TuningConfig)
-    trunks: bool = True  # runs that differ in D alone share the constant-rate part of the longest (schedule wsd)
+    trunks: bool = True  # runs that differ only in D share the constant-rate part of the longest (schedule wsd)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     fit: FitConfig = field(default_factory=FitConfig)
     sweep: str | None = None  # name of the directory under output_root; None: the grid's
-    sweep_merge: bool = False  # add to the runs that the directory has by another request; one plan, table and fit
+    sweep_merge: bool = False  # add to the runs that the directory already has: one plan, table and fit
     output_root: str = "outputs"
     dry_run: bool = False  # print the plan and its cost, start nothing
-    preflight: bool = True  # look whether a node of a new kind computes what it should, before its first run
+    preflight: bool = True  # check each new kind of node before its first run
     explain: bool = False  # with dry_run: meshes for each shape of the grid, ranked by estimated time per step
     wait: bool = False  # slurm: wait for the jobs instead of returning at once
 
 
 @dataclass
 class Recorded:
-    """A part of a SweepConfig, of any version."""
+    """The part of a recorded SweepConfig that commands on a sweep read, from any version."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
@@ -134,7 +134,7 @@ class Recorded:
 
 
 def base_run(config: SweepConfig) -> RunConfig:
-    """The run that the grid varies: the sweep's first half."""
+    """Return the run that the grid varies."""
     values = {item.name: getattr(config, item.name) for item in dataclasses.fields(Training)}
     values["tokens"] = config.tokens or 0
     values["precision"] = config.precision or config.cluster.precision
@@ -142,7 +142,7 @@ def base_run(config: SweepConfig) -> RunConfig:
 
 
 NO_RULE = {"k": None, "N": 0.0, "D": 0.0, "batch": 0.0}
-# Fields of earlier versions; see `REMOVED` of train/config.py.
+# Fields of earlier versions: the values that are still accepted, and what to use instead; see train/config.py.
 REMOVED: dict[str, tuple[Any, str]] = {
     **OF_RUNS,
     "ensembles": (ANY, "runs train one by one, several at a time by cluster.jobs"),
@@ -170,7 +170,11 @@ OTHER_VERSION = "use the version that wrote it, or sweep into another folder"
 
 
 def from_mapping(values: Any, source: object, remedy: str = OTHER_VERSION) -> SweepConfig:
-    """A configuration from the plain values of sweep.yaml; `source` and `remedy` are for the error."""
+    """Return the configuration from the plain values of sweep.yaml.
+
+    Raises:
+        UserError: the values are invalid; the message names `source` and ends with `remedy`.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -189,18 +193,18 @@ def from_mapping(values: Any, source: object, remedy: str = OTHER_VERSION) -> Sw
 
 
 def cluster_of(settings: Mapping[str, Any]) -> ClusterConfig:
-    """The cluster in a sweep.yaml, whichever version wrote it."""
+    """Return the cluster in a sweep.yaml of any version."""
     return recorded(settings).cluster
 
 
 def grid_class(settings: Mapping[str, Any]) -> type[GridConfig]:
-    """The kind of the grid in a sweep.yaml, whichever version wrote it."""
+    """Return the grid's class from a sweep.yaml of any version."""
     kind = (settings.get("config") or {}).get("grid", {}).get("kind")
     return grid_kinds().get(str(kind), GridConfig)
 
 
 def recorded(settings: Mapping[str, Any]) -> Recorded:
-    """What the commands on a sweep read of its sweep.yaml, whichever version wrote it."""
+    """Return the part of a sweep.yaml that commands read, from any version; UserError if it is invalid."""
     try:
         result = msgspec.convert(settings.get("config") or {}, Recorded)
         check_fields(result, "config.")
@@ -212,7 +216,7 @@ def recorded(settings: Mapping[str, Any]) -> Recorded:
 
 @functools.cache
 def register() -> None:
-    """Make the dataclasses known to Hydra, so that an unknown key or a value of a wrong type is an error."""
+    """Register the dataclasses with Hydra, so that unknown keys and wrong types are errors."""
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()

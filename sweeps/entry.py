@@ -1,4 +1,4 @@
-"""`python sweep.py …`: Hydra composes, the dataclasses check, `conduct` does the work, errors become one sentence."""
+"""`python sweep.py …`: compose the config with Hydra, run the sweep, and print errors as one sentence."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from .slurm.commands import ask
 from .terminal import printable
 
 CONFIG = Path(__file__).resolve().parent.parent / "conf"
-MOST_SAID = 1200  # characters of a message
-LONGEST = 120  # characters of a folder's name, beyond which a hash stands for the rest
+MOST_SAID = 1200  # characters of an error message, chosen by hand
+LONGEST = 120  # characters of a folder's name; a hash replaces the rest; chosen by hand
 PLAIN = re.compile(r"""^([^=]+)=([^][{}()"'\\,$]+)$""")  # a value that means the same between quotes
 OVERRIDE = re.compile(r"""(?<=[\[,])\s*([\w.+~/@-]+=[^][{}"',]*)(?=[],])""")  # of a variant, in a list
 
@@ -49,13 +49,13 @@ TAIL = """\
 
 
 def sweep_main(arguments: list[str] | None = None) -> int:
-    """Run a sweep from Hydra overrides. Returns 0 done, 1 a run failed, 2 the input was wrong, 130 interrupted."""
+    """Run a sweep from Hydra overrides. Returns 0 if done, 1 if a run failed, 2 for wrong input, 130 if interrupted."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     return guarded(lambda: compose_and_conduct(given))
 
 
 def compose_and_conduct(arguments: list[str]) -> int:
-    """`sweep_main` without its sentences: errors are raised."""
+    """Run a sweep as `sweep_main` does, but raise errors."""
     flags = _parser().parse_intermixed_args(arguments)
     if flags.help:
         print(manual(flags.overrides))
@@ -113,8 +113,8 @@ def expanded(overrides: list[str], several: bool) -> list[tuple[list[str], list[
 
 
 def job_folder(sweep: str, varied: Sequence[str]) -> str:
-    """A sweep's folder: of a job of --multirun its own, named by the overrides that tell the jobs apart."""
-    # The folder's name may be the grid's, or vary itself.
+    """Return the name of a sweep's folder; a job of --multirun adds the overrides in which the jobs differ."""
+    # If `sweep` itself varies, the name has its value already.
     pairs = [one.lstrip("+").partition("=")[::2] for one in varied]
     parts = [f"{key}={value}" for key, value in pairs if value != sweep]
     name = "_".join([sweep, *(re.sub(r"[^\w.=,+-]+", "-", re.sub(r"[][{}()'\"]", "", part)) for part in parts)])
@@ -124,14 +124,14 @@ def job_folder(sweep: str, varied: Sequence[str]) -> str:
 
 
 def compose(overrides: list[str]) -> SweepConfig:
-    """The configuration of `python sweep.py OVERRIDES`, for commands that need only a part of it."""
+    """Return the configuration of `python sweep.py OVERRIDES`."""
     with _hydra():
         return _composed(for_hydra(overrides))[0]
 
 
 @contextlib.contextmanager
 def _hydra() -> Iterator[None]:
-    """Hydra reads conf/; what it finds wrong is a UserError."""
+    """Initialise Hydra on conf/ and raise its errors as UserError."""
     from hydra import initialize_config_dir
 
     register()
@@ -139,14 +139,14 @@ def _hydra() -> Iterator[None]:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONFIG)):
             yield
     except Exception as error:
-        # Some of Hydra's errors are OSErrors too; its modules take a while to import, so they are known by name.
+        # Compared by module name, because Hydra is slow to import; some of its errors are OSErrors too.
         if type(error).__module__.split(".")[0] in ("hydra", "omegaconf"):
             raise UserError(composition_error(error)) from error
         raise
 
 
 def _composed(overrides: list[str]) -> tuple[SweepConfig, str | None]:
-    """Return the configuration, with every type checked, and the name of its grid."""
+    """Return the type-checked configuration and the name of its grid."""
     from hydra import compose as hydra_compose
     from omegaconf import OmegaConf
 
@@ -166,7 +166,7 @@ def _composed(overrides: list[str]) -> tuple[SweepConfig, str | None]:
     found = getattr(result.grid, "variants", None)
     variants = found if isinstance(found, dict) else {}
     own = flatten(dataclasses.asdict(base_run(result))) if variants else {}
-    # Replace the overrides of each variant by the fields of a run that they change.
+    # Replace each variant's overrides by the run fields that they change.
     for name, given in variants.items():
         if isinstance(given, list) and all(isinstance(one, str) for one in given):
             asked = [one for one in overrides if "grid.variants" not in one.partition("=")[0]]
@@ -177,8 +177,8 @@ def _composed(overrides: list[str]) -> tuple[SweepConfig, str | None]:
 
 
 def for_hydra(arguments: list[str]) -> list[str]:
-    """Quote values with letters beyond ASCII and variants' overrides; keep rules off the fields that are given;
-    replace `cluster=auto`, also the default, by slurm or local.
+    """Prepare overrides for Hydra: quote non-ASCII values and variants' overrides, add the fields that are set to
+    tuning.keep, and replace `cluster=auto` (the default) by slurm or local.
     """
     for name in (argument.partition("=")[0].lstrip("+~") for argument in arguments):
         if name in REMOVED:
@@ -187,18 +187,18 @@ def for_hydra(arguments: list[str]) -> list[str]:
     arguments = [OVERRIDE.sub(r'"\1"', one) if one.startswith("grid.variants=") else one for one in arguments]
     named = [name for argument in arguments if (name := argument.partition("=")[0].lstrip("+")) in TUNED]
     if named and not any(argument.startswith("tuning.keep=") for argument in arguments):
-        arguments = [f"tuning.keep=[{','.join(named)}]", *arguments]  # in front, for a flag may take what follows it
+        arguments = [f"tuning.keep=[{','.join(named)}]", *arguments]  # in front of any flag
     given = [argument for argument in arguments if argument.startswith("cluster=")]
     if given and given[-1] != "cluster=auto":
         return arguments
     kept = [argument for argument in arguments if argument != "cluster=auto"]
-    # An installed client without a controller that replies does not count.
+    # An installed client is not enough: the controller must reply.
     on_slurm = shutil.which("sbatch") is not None and ask("sinfo", "-h", timeout=5.0).returncode == 0
     return [f"cluster={'slurm' if on_slurm else 'local'}", *kept]
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """Run a command and turn what a user can cause into one sentence and an exit code."""
+    """Run a command; print errors that a user can cause as one sentence. Returns the exit code."""
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
@@ -206,7 +206,7 @@ def guarded(work: Callable[[], int]) -> int:
     except UserError as error:
         return _say(error, 2)
     except BrokenPipeError:
-        return 0  # the reader of a pipe, such as head, has seen enough
+        return 0  # the reader of the pipe, such as head, has closed it
     except KeyboardInterrupt:
         return _say("interrupted; everything finished so far is kept, and the same command goes on from here", 130)
     except Exception as error:
@@ -222,7 +222,7 @@ def guarded(work: Callable[[], int]) -> int:
 def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
 ) -> None:
-    """Our own as a note, without the line of code that made it."""
+    """Show a UserWarning of this package as a note without its source line, others as usual."""
     if category is UserWarning and Path(filename).resolve().is_relative_to(CONFIG.resolve().parent):
         print(f"note: {message}", file=sys.stderr)
     else:
@@ -230,7 +230,7 @@ def _show_warning(
 
 
 def composition_error(error: Exception) -> str:
-    """One sentence from an error of Hydra or OmegaConf, or of OmegaConf within Hydra."""
+    """Return one sentence for an error of Hydra or OmegaConf."""
     from hydra.errors import MissingConfigException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -261,14 +261,14 @@ def _meant(name: str, known: Sequence[str]) -> str:
 
 def _say(message: object, code: int) -> int:
     text = re.sub(r"\b(is|contains) None\b", r"\1 null", printable(str(message)))  # as an override would write it
-    if len(text) > MOST_SAID:  # a value in it has no end
+    if len(text) > MOST_SAID:  # such as a value of thousands of characters
         text = f"{text[: MOST_SAID // 2]} … {text[-MOST_SAID // 2 :]}"
     print(f"error: {text}" if code != 130 else text, file=sys.stderr)
     return code
 
 
 def manual(arguments: Sequence[str]) -> str:
-    """The help, with the settings of the options that the arguments choose."""
+    """Return the help text, with the settings of the options that the arguments select."""
     base = (CONFIG / "config.yaml").read_text(encoding="utf-8")
     chosen = dict(re.findall(r"^  - (\w+): (\w+)$", base, re.MULTILINE))
     chosen |= {group: option for group, option in _pairs(arguments) if (CONFIG / group / f"{option}.yaml").exists()}
@@ -295,7 +295,7 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _described(grids: Sequence[str]) -> Iterator[str]:
-    """Every grid with the first sentence of its file."""
+    """Yield each grid with the first sentence of its file."""
     for grid in grids:
         text = (CONFIG / "grid" / f"{grid}.yaml").read_text(encoding="utf-8")
         comment = re.sub(r"\s*\n# ?", " ", "\n".join(re.findall(r"^# (?!@package).*$", text, re.MULTILINE)))

@@ -1,7 +1,7 @@
-"""A sweep that is planned and not started, from a configuration or from what is on disk; and written there.
+"""Plan a sweep from a configuration or from its folder, and write the plan.
 
-A plan from disk reads the frozen configs and asks neither the corpus nor the grid: a compute node makes the same plan
-as the machine that the sweep was started on.
+Planning from the folder reads only the frozen run configs, not the corpus or the grid, so a compute node makes the same
+plan as the machine that started the sweep.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from .runs.journal import Planned
 from .runs.membership import add_runs, added_runs, allow_growth, members
 from .slurm.snapshot import PACKAGE, git_output
 
-SHOWN = 4  # changes of a request that a message names
+SHOWN = 4  # changed settings that a message names
 
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A sweep that is planned and not started."""
+    """A planned sweep that has not started."""
 
     sweep: SweepDirectory
     config: SweepConfig
     runs: list[RunConfig]  # of the plan, with trunks and branches
     plan: Plan
     rate: float  # see `matmul_rate`
-    remarks: list[str]  # sentences for a person
+    remarks: list[str]  # sentences for the user
 
     @property
     def directories(self) -> list[RunDirectory]:
-        """In the plan's order."""
+        """The run directories, in the plan's order."""
         return [self.sweep.run(run.run_id) for run in self.plan.runs]
 
     @property
     def by_id(self) -> dict[str, RunConfig]:
-        """In the grid's order."""
+        """The run configs by id, in the grid's order."""
         return {run_id(run): run for run in self.runs}
 
 
 def from_config(config: SweepConfig) -> Prepared:
-    """Plan the sweep that a configuration asks for, with the runs that were added to its folder before."""
+    """Plan the sweep of a configuration, including runs that were added to its folder before."""
     assert config.sweep is not None
     sweep = SweepDirectory(Path(config.output_root) / config.sweep)
     if config.evaluate.tasks:
@@ -71,7 +71,7 @@ def from_config(config: SweepConfig) -> Prepared:
     if config.grid is not None:
         said += config.grid.notes(runs, Tuner(config.tuning))
     if config.sweep_merge and (sweep.path / "plan.json").exists():
-        runs = [*(run.config() for run in sweep.runs()), *runs]  # what both have is as it is asked for now
+        runs = [*(run.config() for run in sweep.runs()), *runs]  # the new config of a run replaces the old one
     prepared = _prepare(sweep, config, runs, rate)
     prepared.remarks.extend(said)
     if (before := _recorded(sweep)) and (changes := _changes(_questions(before), _questions(config))):
@@ -80,13 +80,13 @@ def from_config(config: SweepConfig) -> Prepared:
 
 
 def conflict(prepared: Prepared) -> str | None:
-    """A refusal where the folder has runs of another request, which would fall out of its plan; else None."""
+    """Return an error message if the folder has runs of another request that the new plan would drop, else None."""
     sweep, wanted = prepared.sweep, {run.run_id for run in prepared.plan.runs}
     if not (sweep.path / "plan.json").exists():
         return None
     try:
         there = {run.run_id for run in members(sweep)}
-    except UserError:  # the plan is torn
+    except UserError:  # the plan is damaged
         there = {path.name for path in (sweep.path / "runs").glob("*")}
     if there <= wanted and (wanted <= there or prepared.config.sweep_merge):
         return None
@@ -104,14 +104,14 @@ def conflict(prepared: Prepared) -> str | None:
 
 
 def _recorded(sweep: SweepDirectory) -> SweepConfig | None:
-    """What a sweep's folder was last asked for; None where nothing is recorded, or another version wrote it."""
+    """Return the last configuration of a sweep's folder, or None if there is none that this version reads."""
     with suppress(UserError):
         return configuration(sweep)
     return None
 
 
 def _request(config: SweepConfig) -> dict[str, Any]:
-    """What decides which runs there are, by dotted names."""
+    """Return the settings that determine the runs, by dotted name."""
     base, grid = base_run(config), {f"grid.{name}": value for name, value in vars(config.grid).items()}
     tuning = {"tuning": dataclasses.asdict(config.tuning)}
     path = base.data.path and os.path.abspath(os.path.expanduser(base.data.path))
@@ -119,7 +119,7 @@ def _request(config: SweepConfig) -> dict[str, Any]:
 
 
 def _questions(config: SweepConfig) -> dict[str, Any]:
-    """What is asked about the runs, by dotted names."""
+    """Return the settings of scoring and fit, which do not change the runs, by dotted name."""
     return flatten({"evaluate": vars(config.evaluate), "fit": vars(config.fit)})
 
 
@@ -133,15 +133,15 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def from_disk(sweep: SweepDirectory) -> Prepared:
-    """Plan anew what a sweep's folder holds: its runs as they are frozen, and those added since."""
+    """Plan the runs of a sweep's folder again: those that are frozen, and those added since."""
     config = configuration(sweep)
     return _prepare(sweep, config, [run.config() for run in sweep.runs()], matmul_rate(config, sweep))
 
 
 def configuration(sweep: SweepDirectory) -> SweepConfig:
-    """What a sweep was started with."""
+    """Return the configuration that a sweep was started with."""
     config = from_mapping(sweep.settings().get("config"), sweep.path / "sweep.yaml")
-    folder = Path(os.path.abspath(sweep.path))  # wherever it is now, and by its name where `.` was given
+    folder = Path(os.path.abspath(sweep.path))  # the folder may have been moved, and `.` has no name
     config.output_root, config.sweep = str(folder.parent), folder.name
     return config
 
@@ -165,23 +165,24 @@ def _prepare(sweep: SweepDirectory, config: SweepConfig, runs: list[RunConfig], 
 
 
 def matmul_rate(config: SweepConfig, sweep: SweepDirectory) -> float:
-    """Matmul peak of one core of this machine, or of one rank on slurm.
+    """Return the matmul peak in FLOP/s of one core of this machine, or of one rank on slurm.
 
-    A core is probed once per sweep: a later start plans the same runs.
+    A core is probed once per sweep, so that a later start plans the same runs.
     """
     rate = config.cluster.flops_per_second
     if rate is not None:
         return rate
     if config.cluster.kind == "slurm":
         raise UserError("cluster.flops_per_second is null; on slurm give the peak of one GPU, such as 4e14")
-    with suppress(UserError):  # there is none, or it is torn
+    with suppress(UserError):  # sweep.yaml is missing or damaged
         rate = sweep.settings().get("core_flops_per_second")
     return rate or core_flops_per_second()
 
 
 def resolve_runs(config: SweepConfig) -> tuple[list[RunConfig], list[str]]:
-    """The grid's runs, with the vocabulary of the tokenizer and the fingerprint of the text, and remarks on the rules
-    that tune them, which come to stand in `config.tuning` whole.
+    """Return the grid's runs, with vocabulary and fingerprints filled in, and remarks on the tuning rules.
+
+    Replaces `config.tuning` by the complete rules, those of `tuning.file` included.
     """
     from ..train.data.split import Blocks, split_corpus
     from ..train.data.tokenizers import planned_fingerprint, planned_vocab_size
@@ -231,14 +232,14 @@ def resolve_runs(config: SweepConfig) -> tuple[list[RunConfig], list[str]]:
 
 @dataclasses.dataclass
 class TuningFile:
-    """What `isoflop tune` writes, as far as a sweep reads it."""
+    """The part of tuning.yaml, which `isoflop tune` writes, that a sweep reads."""
 
     tuning: dict[str, Any]
     family: dict[str, Any]
 
 
 def read_rules(rules: TuningConfig, base: RunConfig) -> tuple[TuningConfig, list[str]]:
-    """The rules with those of their file, and sentences for a person; UserError where it is of another vocabulary."""
+    """Return the rules completed from their file, and remarks; UserError if the file has another vocabulary."""
     if rules.file is None:
         return rules, []
     path = Path(rules.file).expanduser()
@@ -259,13 +260,13 @@ def read_rules(rules: TuningConfig, base: RunConfig) -> tuple[TuningConfig, list
 
 
 def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:
-    """The run that the sweep's grid varies, with the corpus and the tokenizer of its runs on disk."""
+    """Return the grid's base run, with the corpus and the tokenizer of the runs on disk."""
     runs = sweep.runs()
     if not runs:
         raise UserError(f"{sweep.path / 'plan.json'} has no runs, so nothing can be added to them; sweep anew")
     base = base_run(config)
     text = (base.data.fingerprint, base.data.tokenizer_fingerprint)
-    configs = (run.config() for run in runs)  # a merged sweep has runs on other texts
+    configs = (run.config() for run in runs)  # a merged sweep may have runs on other texts
     first = next((run for run in configs if (run.data.fingerprint, run.data.tokenizer_fingerprint) == text), None)
     first = first or runs[0].config()
     base.data = first.data
@@ -274,7 +275,7 @@ def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:
 
 
 def write_plan(prepared: Prepared, command: list[str] | None = None) -> None:
-    """Write plan.json, frozen configs, and with a `command` sweep.yaml; what says the same is left as it is."""
+    """Write plan.json, the frozen configs and, if `command` is given, sweep.yaml; unchanged files stay as they are."""
     sweep, by_id = prepared.sweep, prepared.by_id
     for directory in prepared.directories:
         directory.freeze(by_id[directory.run_id])
@@ -301,5 +302,5 @@ def write_plan(prepared: Prepared, command: list[str] | None = None) -> None:
         if yaml_or_empty(path) | {"written": settings["written"]} != yaml.safe_load(text):
             write_atomic(path, text)
     path, plan = sweep.path / "plan.json", prepared.plan.to_dict()
-    if read_json(path) != json.loads(json.dumps(plan)):  # tuples are lists there, and keys are text
+    if read_json(path) != json.loads(json.dumps(plan)):  # JSON turns tuples into lists and keys into text
         write_json(path, plan)

@@ -1,4 +1,4 @@
-"""Words and widths for people: how N, D and durations are said, and the console that tables are printed on."""
+"""Terminal output: tables, and short forms of N, D and durations."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def console() -> Console:
-    """Standard output. A pipe or a file has no width, and a table cut to 80 columns is of no use there."""
+    """Return a console on standard output, 160 columns wide if that is no terminal: rich would cut tables to 80."""
     return Console(width=None if sys.stdout.isatty() else 160)
 
 
 def plain_table(columns: Iterable[str], left: Collection[str] = (), title: str | None = None) -> Table:
-    """A table without rules, whose columns are as wide as what they hold; numbers to the right."""
+    """Return a table without ruled lines; columns are as wide as their cells and right-aligned, except `left`."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
@@ -27,7 +27,7 @@ def plain_table(columns: Iterable[str], left: Collection[str] = (), title: str |
 
 
 def print_rows(columns: Sequence[str], left: Collection[str], title: str, rows: Sequence[Sequence[str]]) -> None:
-    """A `plain_table`; where the terminal is too narrow for it, intervals stand below their numbers."""
+    """Print a `plain_table`; in a narrow terminal, intervals go below their numbers."""
     out, table = console(), plain_table(columns, left, title)
     narrow = sum(max(map(len, cells)) + 3 for cells in zip(columns, *rows, strict=True)) >= out.width
     table.padding = (0, 1, 0, 0) if narrow else table.padding
@@ -37,17 +37,17 @@ def print_rows(columns: Sequence[str], left: Collection[str], title: str, rows: 
 
 
 def printable(text: str) -> str:
-    """With the control characters that a terminal would obey, but for tabs and line breaks, as their codes."""
+    """Return the text with terminal control characters escaped, except tabs and line breaks."""
     return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def say(text: str) -> None:
-    """Print a sentence with rich's markup, and without colours or breaks of its own."""
+    """Print a sentence with rich's markup, without automatic highlighting or line breaks."""
     console().print(printable(text), highlight=False, soft_wrap=True)
 
 
 def short(value: float) -> str:
-    """1234567 -> 1.23M: three digits and a unit, as people say N and D."""
+    """Format a number with three digits and a unit: 1234567 is 1.23M."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.3g}{unit}"
@@ -55,7 +55,7 @@ def short(value: float) -> str:
 
 
 def describe_seconds(seconds: float) -> str:
-    """Seconds as a person says them."""
+    """Format a duration in seconds, minutes or hours."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     if seconds < 3600:

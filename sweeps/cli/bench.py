@@ -1,4 +1,4 @@
-"""`isoflop bench`: measure ours and a peer in turn, in one run. Only functions of this file import the room bench/."""
+"""`isoflop bench`: measure ours and a peer in turn, in one run. bench/ is imported inside functions only."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def score(
     suite = {"tasks": tasks, "limit": limit, "allow_code": allow_code}
     score_on = partial(_score, wanted=wanted, suite=suite, settings=settings, quietly=as_json)
     found = on_ranks(ranks, score_on, device=pick_device(device, "--device").type)
-    if found is None:  # another rank of a job than the first
+    if found is None:  # this is not the first rank
         return
     if against is not None and other is None:
         other = found.pop()
@@ -116,7 +116,7 @@ def lm_eval_command(
 def _score(
     ranks: Any, wanted: Sequence[tuple[Path, Path]], suite: dict[str, Any], settings: dict[str, Any], quietly: bool
 ) -> list[Scored] | None:
-    """Score checkpoints in turn on every rank; only the first rank returns the scores."""
+    """Score checkpoints one by one on all ranks; only the first rank returns the scores."""
     from ...evaluate.checkpoint import Evaluator
     from ...evaluate.tasks.tasks import load_suite
 
@@ -138,7 +138,7 @@ def _folders(paths: Sequence[Path], output: Path | None) -> list[Path]:
         return list(paths)
     if len(paths) == 1:
         return [output]
-    # runs/<id>/checkpoints/step_<n>: the run's name and the step tell checkpoints apart, for people too.
+    # runs/<id>/checkpoints/step_<n>: the run id and the step identify a checkpoint.
     names = [f"{path.absolute().parent.parent.name}_{path.name}" for path in paths]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -147,7 +147,7 @@ def _folders(paths: Sequence[Path], output: Path | None) -> list[Path]:
 
 
 def _read(against: Path) -> Scored | None:
-    """Scores that are there already: the file, or a folder that holds it; None where it is a checkpoint."""
+    """Read existing scores from a file or the folder that holds it; None if the path is a checkpoint."""
     file = against if against.is_file() else against / SCORES
     if not file.is_file() or (against.is_dir() and (against / "manifest.json").is_file()):
         return None
@@ -223,7 +223,7 @@ def write_text(
                 break
     except KeyboardInterrupt:
         print(flush=True)
-        sys.exit(130)  # what has been printed says it all
+        sys.exit(130)  # without a message: the text was printed
     rest = pieces.rest()
     if not as_json:
         print(rest, flush=True)
@@ -239,7 +239,7 @@ def write_text(
 def check_sampling(
     max_tokens: int, temperature: float, top_k: int, top_p: float, seed: int, stops: Sequence[str]
 ) -> None:
-    """Refuses what no text can be drawn with; the error names the option."""
+    """Raise UserError, which names the option, if a sampling option is out of range."""
     greedy = "--temperature is 0, which always takes the likeliest token"
     rules = [
         (max_tokens >= 1, f"--max-tokens is {max_tokens}; it must be 1 or more"),
@@ -259,9 +259,9 @@ def check_sampling(
 
 
 class Pieces:
-    """Text that grows token by token, handed out in pieces; it ends before the first of the stops.
+    """Generated text, returned in pieces as tokens arrive; it ends before the first stop text.
 
-    Held back are characters whose bytes are not all there, and what may be the beginning of a stop.
+    Incomplete UTF-8 characters and a possible beginning of a stop text are held back until the next token.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()) -> None:
@@ -272,7 +272,7 @@ class Pieces:
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """What can be said after one more token."""
+        """Add a token and return the text that can now be printed."""
         self._tokens.append(token)
         self.text = self._decode(self._tokens)
         found = [place for stop in self._stops if (place := self.text.find(stop)) >= 0]
@@ -287,7 +287,7 @@ class Pieces:
         return self._say(end)
 
     def rest(self) -> str:
-        """What was held back, when nothing more comes."""
+        """Return the text still held back, at the end."""
         return self._say(len(self.text))
 
     def _say(self, end: int) -> str:
@@ -334,7 +334,7 @@ def import_model() -> None:
 
 
 def facts_about(checkpoint: Path) -> Facts:
-    """What the files around a checkpoint say of it: scores, its sweep's law and provenance; each where there is one."""
+    """Collect a checkpoint's scores, its sweep's law and its provenance, as far as there are files."""
     from importlib.metadata import version
 
     from ...evaluate.export.model_card import Facts
@@ -360,7 +360,7 @@ def facts_about(checkpoint: Path) -> Facts:
 
 
 def _law(path: Path, summary: dict[str, Any]) -> dict[str, Any] | None:
-    """What the sweep's law says of a finished run's N and D; None where there is no law, or none that this reads."""
+    """Return the loss that the sweep's law predicts for a run; None if there is no law that this version reads."""
     from ... import fit
 
     if not path.is_file() or not summary:

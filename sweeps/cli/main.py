@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ...train.data.shards import Shards
 
 INTERRUPTED = 130
-DEFAULTS = ("table", "mixture")  # convention and intervals, with which a sweep's own fit is shown
-REASONS = 3  # of a step of a data recipe, the most frequent ones
+DEFAULTS = ("table", "mixture")  # convention and intervals of a sweep's own fit
+REASONS = 3  # most frequent ones shown for a step of a data recipe
 
 HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__, context_settings=HELP)
@@ -35,7 +35,7 @@ app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:
-    """Entry point of the console script; errors are one sentence, without a traceback."""
+    """Run the console script; print errors as one sentence, without a traceback."""
     sys.exit(guarded(_run))
 
 
@@ -45,12 +45,12 @@ def _run() -> int:
     except typer.Abort:
         raise KeyboardInterrupt from None
     except Exception as error:
-        # Wrong flags and arguments are click's own errors, which know how to show themselves.
+        # Wrong flags and arguments raise click's errors, which have a method to show themselves.
         if hasattr(error, "show") and hasattr(error, "exit_code"):
             error.show()
             return int(error.exit_code)
         raise
-    if code == INTERRUPTED:  # newer versions of typer answer Ctrl-C with this, without a word
+    if code == INTERRUPTED:  # newer versions of typer return this on Ctrl-C and print nothing
         raise KeyboardInterrupt
     return code if isinstance(code, int) else 0  # what `typer.Exit` was given
 
@@ -179,7 +179,7 @@ def compare_command(
 
 
 def _plan_comparison(given: list[str]) -> int:
-    """Plans a compare grid of overrides, the first of which are the base's where there are several."""
+    """Plan a compare grid of overrides; of several, the first are those of the base."""
     base, variants = (given[0].split(), given[1:]) if len(given) > 1 else ([], given)
     for one in given:
         if "=" not in one:
@@ -258,7 +258,7 @@ def prepare_command(
 
 
 def recipe_lines(shards: Shards) -> list[str]:
-    """A table of what each step removed of the training documents, and where examples of it are; none for raw text."""
+    """Return a table of what each recipe step removed, and the path of examples; empty for raw text."""
     recipe = shards.manifest.get("recipe")
     if recipe is None:
         return []

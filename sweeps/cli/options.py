@@ -1,4 +1,4 @@
-"""What several commands share: parameters with their help, and printing a result as JSON or for people."""
+"""Parameters and output that several commands share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Average = Annotated[
 def show(
     value: Any, as_json: bool, pretty: Callable[[Any], None], plain: Callable[[Any], Any] = lambda value: value
 ) -> None:
-    """Prints a result as JSON, or for people."""
+    """Print a result as JSON, or with `pretty`."""
     if as_json:
         print(json.dumps(plain(value), indent=1, allow_nan=False))
     else:

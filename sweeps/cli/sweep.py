@@ -1,6 +1,6 @@
-"""The commands that manage a sweep, also while it runs: look at it, stop it, retry, extend and repair it.
+"""The commands that manage a sweep, also while it runs: show, stop, retry, extend and repair it.
 
-Nothing is imported before a command needs it, so that `status` starts in a fraction of a second.
+Modules are imported inside the commands, so that `status` starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ app = typer.Typer()
 
 
 def complete_run(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """For the shell: the ids of the sweep's runs that begin like this, each with its state and size."""
+    """Return the run ids that begin with `incomplete`, each with state and size, for shell completion."""
     from ..runs.directory import SweepDirectory
     from ..terminal import short
 
@@ -47,7 +47,7 @@ Runs = Annotated[
 
 
 def _open(path: Path) -> SweepDirectory:
-    """An existing sweep whose plan this version can read."""
+    """Open a sweep; UserError if this version cannot read its plan."""
     from ..runs.directory import SweepDirectory
 
     sweep = SweepDirectory.open(path)
@@ -305,7 +305,7 @@ def report_command(sweep: Sweep, as_json: AsJson = False) -> None:
 
 
 def _act(path: Path, as_json: bool, action: Callable[[SweepDirectory], int]) -> None:
-    """Acts on a sweep and exits with the action's code; with `as_json` it prints the runs that were changed."""
+    """Run an action on a sweep and exit with its code; with `as_json`, print the changed runs."""
     from ..execute.conduct import restore_keepers
     from ..runs.membership import members
 
@@ -313,7 +313,7 @@ def _act(path: Path, as_json: bool, action: Callable[[SweepDirectory], int]) -> 
     before = {run.run_id: run.state() for run in members(sweep)} if as_json else {}
     with _said_aside(as_json):
         code = action(sweep)
-        with contextlib.suppress(UserError):  # SLURM does not answer, as the action has said
+        with contextlib.suppress(UserError):  # SLURM does not answer; the action has reported it
             restore_keepers(sweep)
     if as_json:
         after = {run.run_id: run.state() for run in members(sweep)}
@@ -323,5 +323,5 @@ def _act(path: Path, as_json: bool, action: Callable[[SweepDirectory], int]) -> 
 
 
 def _said_aside(aside: bool) -> contextlib.AbstractContextManager[object]:
-    """Meanwhile what is printed goes to standard error, so that standard output holds nothing but JSON."""
+    """Redirect prints to standard error if `aside`, so that standard output has only JSON."""
     return contextlib.redirect_stdout(sys.stderr if aside else sys.stdout)

@@ -1,6 +1,6 @@
-"""A grid that grows in rounds, each of the runs that `isoflop suggest` finds worth most.
+"""A grid that grows in rounds of the runs that `isoflop suggest` chooses.
 
-A round is written to adaptive.json before its runs are added, so that after a kill the same round is asked for again.
+A round is written to adaptive.json before its runs are added, so that a killed sweep repeats the same round.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ from .isoflop import IsoflopGrid
 from .product import PointsGrid
 from .tuning import Tuner
 
-FIRST_BUDGETS, FIRST_SIZES = 3, 4  # of the first round: enough to fit a law's five constants
-FIRST_STEP = 3.0  # between two of these budgets
-FIRST_TRIES = 81  # budgets that are tried for the largest of them, over four decades
-FIRST_SHARE = 0.2  # of the FLOPs, for the first round
+FIRST_BUDGETS, FIRST_SIZES = 3, 4  # of the first round: 12 runs, enough to fit a law's five constants
+FIRST_STEP = 3.0  # ratio of two neighbouring budgets
+FIRST_TRIES = 81  # values tried for the largest of these budgets, over four decades
+FIRST_SHARE = 0.2  # share of the FLOPs for the first round
 RECORD = "adaptive.json"
-GROWTH = 1.7  # FLOPs of a round over those of the one before: later ones know more of where runs are worth having
-ROUND_RUNS = 16  # of a round, at most
-SPENT = 0.02  # of the FLOPs: less than this is no round
+GROWTH = 1.7  # ratio of the FLOPs of two successive rounds: later rounds choose better
+ROUND_RUNS = 16  # most runs of a round
+SPENT = 0.02  # share of the FLOPs below which no further round starts
 
 
 @dataclass
 class AdaptiveGrid(IsoflopGrid):
-    """A small isoFLOP grid, then rounds of the runs that `isoflop suggest` finds worth most, each after a fit.
+    """A small isoFLOP grid, then rounds of runs that `isoflop suggest` chooses, each after a fit.
 
-    It costs what the grid of IsoflopGrid's fields would, and no run more than the largest of `budgets`.
+    It costs as much as IsoflopGrid with the same fields, and no run costs more than the largest of `budgets`.
     """
 
     kind: str = "adaptive"
-    flops_budget: Positive | None = None  # training FLOPs, all rounds together; None: what that grid would cost
-    tolerance: Positive | None = 0.02  # over when the loss's 95 % interval at the target is narrower than this of it
-    rounds: Count = 3  # of suggested runs, at most
+    flops_budget: Positive | None = None  # training FLOPs of all rounds; None: the cost of that isoFLOP grid
+    tolerance: Positive | None = 0.02  # stop when the relative width of the loss's 95 % interval falls below this
+    rounds: Count = 3  # most rounds of suggested runs
 
     takes_variants: ClassVar[bool] = False
 
     @property
     def largest_flops(self) -> float:
-        """The most that one run may cost."""
+        """The largest budget, which no run may exceed."""
         return max(self.budgets or [math.inf])
 
     def total_flops(self, base: RunConfig, tuner: Tuner) -> float:
-        """Of all rounds together."""
+        """Return the training FLOPs of all rounds together."""
         return self.flops_budget or trained_flops(list(self.isoflop_runs(base, tuner)))
 
     def runs(self, base: RunConfig, tuner: Tuner) -> list[RunConfig]:
-        """The largest small isoFLOP grid that FIRST_SHARE of the FLOPs pays for."""
+        """Return the first round: the largest small isoFLOP grid that FIRST_SHARE of the FLOPs pays for."""
         if self.recipes is not None and len(self.recipes) != 1:
             raise UserError(
                 f"grid.recipes has {len(self.recipes)} recipes; an adaptive grid suggests runs for one law, so it "
@@ -79,7 +79,7 @@ class AdaptiveGrid(IsoflopGrid):
         )
 
     def notes(self, *_: Any) -> list[str]:
-        return []  # later rounds bring what a fit needs
+        return []  # the first round alone need not suffice for a fit
 
     def next_round(self, sweep: SweepDirectory, config: SweepConfig) -> bool:
         added = []
@@ -90,7 +90,7 @@ class AdaptiveGrid(IsoflopGrid):
         return bool(added)
 
     def ask_round(self, sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any] | None:
-        """The points grid of the next round; None where the grid is over, and adaptive.json then says why."""
+        """Return the points grid of the next round; None if the grid is over, with the reason in adaptive.json."""
         from .suggest import NothingToSuggest
 
         record = _record(sweep)
@@ -102,7 +102,7 @@ class AdaptiveGrid(IsoflopGrid):
         try:
             asked = self._ask(sweep, config, len(rounds))
         except NothingToSuggest as error:
-            # This end is not final: where runs were tried again since, or the grid asks for more, it goes on.
+            # Not final: the grid continues if failed runs are retried or its settings ask for more.
             write_json(sweep.path / RECORD, record | {"ended": str(error)})
             return None
         write_json(sweep.path / RECORD, {"rounds": [*rounds, asked], "ended": None})
@@ -122,7 +122,7 @@ class AdaptiveGrid(IsoflopGrid):
         planned = {run["run_id"]: float(run["flops_own"]) for run in sweep.plan()["runs"]}
         present = {run.run_id: run.config() for run in membership.members(sweep)}
         added = [run for name, run in present.items() if name not in planned]
-        spent = sum(planned.values()) + sum(map(own_flops, added))  # of runs that failed too
+        spent = sum(planned.values()) + sum(map(own_flops, added))  # failed runs included
         left = total - spent
         if left < SPENT * total:
             raise NothingToSuggest(f"{spent:.3g} of {total:.3g} FLOPs are spent")
@@ -150,7 +150,7 @@ def _expanded(
 
 
 def round_summary(sweep: SweepDirectory) -> str:
-    """The newest round and what it should bring, or why there is no more."""
+    """Describe the newest round and the interval it should reach, or why the grid is over."""
     record = _record(sweep)
     if record["ended"] is not None or not record["rounds"]:
         return f"the adaptive grid is over: {record['ended']}"

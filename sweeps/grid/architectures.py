@@ -1,4 +1,4 @@
-"""From a wanted N to a real model: width, depth and heads that tile well. Pure.
+"""Choose width, depth and heads of a model with a target N, such that they tile well. Pure.
 
 Depth follows the square root of the width (2 blocks at width 16, 4 at 64, 14 at 768, 32 at 4096, close to published
 families). Widths are multiples of the head size, a power of two; below width 32 there is one head, and widths go in
@@ -18,13 +18,13 @@ from ...train.errors import UserError
 from ...train.flops import count_parameters
 from ...train.planner.validation import check_kv_heads
 
-SHAPE_WEIGHT = 0.8  # how much a depth off the rule counts against a size off the target, both as logarithms
+SHAPE_WEIGHT = 0.8  # weight of a depth off the rule relative to a size off the target, both as logarithms
 
 _Candidate = tuple[int, float, ModelConfig]  # see `well_shaped`
 
 
 def head_dim(width: int) -> int:
-    """Head size for a width: the width itself below 32, then 16 to 128, growing with the model."""
+    """Return the head size for a width: the width itself below 32, then 16 to 128, growing with the width."""
     if width < 32:
         return width
     for limit, size in ((128, 16), (256, 32), (1024, 64)):
@@ -35,7 +35,7 @@ def head_dim(width: int) -> int:
 
 @cache
 def widths(largest: int = 16384) -> tuple[int, ...]:
-    """Every width that is a multiple of its own head size."""
+    """Return all widths up to `largest` that are multiples of their head size."""
     found = list(range(8, 32, 4))
     width = 32
     while width <= largest:
@@ -45,7 +45,7 @@ def widths(largest: int = 16384) -> tuple[int, ...]:
 
 
 def shaped(base: ModelConfig, width: int, depth: int) -> ModelConfig:
-    """The base model at a width and depth, keeping its ratio of query to key/value heads, and its head_size."""
+    """Return the base model at a width and depth, with the same head_size and ratio of query to key/value heads."""
     check_kv_heads(base)
     heads = width // head_dim(width)
     groups = base.heads // base.num_kv_heads
@@ -58,7 +58,7 @@ def shaped(base: ModelConfig, width: int, depth: int) -> ModelConfig:
 
 
 def of_depth(base: ModelConfig) -> ModelConfig:
-    """The base model with the width that the rule has for its depth."""
+    """Return the base model with the width that the rule gives for its depth."""
     ideal = 4 * base.depth**2
     return shaped(base, min(widths(ideal + 256), key=lambda width: abs(width - ideal)), base.depth)
 
@@ -76,12 +76,12 @@ def _candidates(frozen_base: tuple[tuple[str, object], ...]) -> tuple[_Candidate
 
 
 def well_shaped(base: ModelConfig) -> tuple[_Candidate, ...]:
-    """Every well-shaped model as (N_total, distance from the depth rule, config), smallest first."""
+    """Return every well-shaped model as (N_active, distance from the depth rule, config), smallest first."""
     return _candidates(tuple(dataclasses.asdict(base).items()))
 
 
 def nearest_model(base: ModelConfig, wanted: float, above: int = 0) -> ModelConfig:
-    """The well-shaped model whose N_total is nearest to `wanted`, among those with N_total > `above`."""
+    """Return the well-shaped model with N_active nearest to `wanted` and greater than `above`."""
     pool = well_shaped(base)
     largest = pool[-1][0]
     if wanted > 2 * largest or above >= largest:
@@ -94,7 +94,7 @@ def nearest_model(base: ModelConfig, wanted: float, above: int = 0) -> ModelConf
     def distance(item: _Candidate) -> float:
         return abs(math.log(item[0] / wanted)) + SHAPE_WEIGHT * item[1]
 
-    # What is farther off in size alone than some model is in all cannot be nearer.
+    # A model whose size alone is farther off than the total distance of some model cannot be nearer.
     some = pool[min(bisect.bisect_left(pool, wanted, key=itemgetter(0)), len(pool) - 1)]
     reach = math.exp(distance(some)) * (1 + 1e-9)
     first = bisect.bisect_left(pool, wanted / reach, key=itemgetter(0))

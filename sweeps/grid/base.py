@@ -1,7 +1,7 @@
-"""What every kind of grid is, and which kinds there are.
+"""Base class of all kinds of grid, and the list of kinds.
 
-A kind is a dataclass in a file of this folder: its fields are its config, and what the rest of a sweep asks of it are
-its methods. Nothing else names it but its YAML in conf/grid/.
+A kind is a dataclass in a file of this folder: its fields are its config, its methods are what a sweep calls. Only its
+YAML in conf/grid/ names it.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ from ...train.fields import Fraction
 from ...train.flops import count_parameters, flops_exact
 from .tuning import Tuner
 
-BYTES_PER_TOKEN = 3.5  # of a BPE, about
+BYTES_PER_TOKEN = 3.5  # rough value for a BPE tokenizer
 
 
 @dataclass
 class GridConfig:
-    """Fields of every kind, and what a kind is where it does not say otherwise."""
+    """Fields and defaults that all kinds of grid share."""
 
     kind: str = "product"  # names the class
-    seeds: list[int] | None = None  # every point once per seed; None: the run's own seed
-    recipes: list[list[str]] | None = None  # every point once per data recipe; None: the run's own, data.recipe
-    # Every point once as it is, and once per variant: names and overrides, {muon: [optimizer=muon]}, which are recorded
-    # as the fields that they change, {muon: {optimizer.kind: muon}}. A mapping, as ProductGrid.axes is.
+    seeds: list[int] | None = None  # every point once per seed; None: the base run's seed
+    recipes: list[list[str]] | None = None  # every point once per data recipe; None: the base run's data.recipe
+    # Every point once as the base run and once per variant, given as {muon: [optimizer=muon]} and recorded as the
+    # fields that change, {muon: {optimizer.kind: muon}}. A mapping, as ProductGrid.axes is.
     variants: Any = None
-    # A run that diverges is tried once more, as a new run, with its learning rate times this; None: it is not.
+    # A run that diverges is repeated once, as a new run, with its learning rate times this; None: no new run.
     diverged_rate_factor: Fraction | None = None
-    stop_hopeless: bool = False  # tune: ends runs that cannot win any more; no other kind takes it, for a law needs all
+    stop_hopeless: bool = False  # tune only: stop runs that can no longer win; a law needs every run to finish
 
     takes_variants: ClassVar[bool] = True
-    tries_settings: ClassVar[bool] = False  # whatever the rules say: its runs compete, and the best settings count
+    tries_settings: ClassVar[bool] = False  # its runs compete with different settings, independent of the rules
 
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterable[RunConfig]:
-        """Return the runs that it begins with, in its own order, with one seed, recipe and variant."""
+        """Return the initial runs, in the grid's order, with one seed, recipe and variant."""
         raise UserError(f"grid.kind is {self.kind!r}; it must be one of {', '.join(grid_kinds())}")
 
     def fill_budgets(self, given: list[float] | None, probed: Callable[[], list[float]]) -> None:
-        """Set the budgets that it does not name: those `given` by the cluster, else those of a probe."""
+        """Set missing budgets to those `given` by the cluster, else to those of a probe."""
 
     def notes(self, runs: Sequence[RunConfig], tuner: Tuner) -> list[str]:
-        """Return what a user should know of these planned runs, such as what their fit will lack; may refuse them."""
+        """Return notes for the user on these planned runs, such as limits of their fit; UserError refuses them."""
         return []
 
     def next_round(self, sweep: Any, config: Any) -> bool:
-        """Add runs to a SweepDirectory whose runs have ended, planned by a SweepConfig. Returns False if none is left.
+        """Add runs to a SweepDirectory whose runs have ended. Returns False if the SweepConfig asks for no more.
 
-        What the two are is not imported, because both of them know this file.
+        The two types are not imported, because both modules import this file.
         """
         return False
 
     @classmethod
     def results(cls, sweep: Any) -> dict[str, Any] | None:
-        """Return what law.json holds in place of a law of the loss, or None for a grid that has such a law."""
+        """Return the content of law.json, or None for a grid whose runs are fitted by a law of the loss."""
         return None
 
     def refuse_tokens(self, base: RunConfig) -> None:
@@ -73,7 +73,7 @@ class GridConfig:
 
 @functools.cache
 def grid_kinds() -> dict[str, type[GridConfig]]:
-    """Every kind by its name."""
+    """Return all kinds of grid by name."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         importlib.import_module(f"{__package__}.{module.name}")
 
@@ -84,7 +84,7 @@ def grid_kinds() -> dict[str, type[GridConfig]]:
 
 
 def unique_tokens(run: RunConfig) -> float:
-    """Return about how many tokens the run's corpus has, nan where its size is not known."""
+    """Estimate the number of tokens in the run's corpus, nan if its size is unknown."""
     from ...train.data.corpora import open_corpus
 
     size = open_corpus(run.data).size_bytes()
@@ -92,7 +92,7 @@ def unique_tokens(run: RunConfig) -> float:
 
 
 def fit_notes(runs: Sequence[RunConfig], more: Mapping[str, str]) -> list[str]:
-    """Return what the fit of a plan would warn of, each with what `more` adds to the warning of that code."""
+    """Return the warnings that the fit of a plan would give; `more` has text to append, by warning code."""
     from ...fit.checks.doctor import examine_plan
 
     unique = unique_tokens(runs[0])

@@ -1,4 +1,4 @@
-"""A grid config becomes a list of RunConfigs. Pure: the same config gives the same runs, everywhere."""
+"""Expand a grid config to a list of RunConfigs. Pure: the same config gives the same runs on every machine."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .product import assign, dotted
 from .tuning import Tuner, TuningConfig
 
 BASE = "base"  # the name of the base among its variants
-CUT = ("data.recipe", "data.sequence_length", "data.separate_documents")  # what a variant may change of the data
+CUT = ("data.recipe", "data.sequence_length", "data.separate_documents")  # data fields that a variant may change
 
 
 def expand_grid(
     grid: GridConfig, base: RunConfig, tuning: TuningConfig | None = None, present: Iterable[RunConfig] = ()
 ) -> list[RunConfig]:
-    """Every run of a grid over `base`, once each, in the grid's own order; `present` are the runs that it joins."""
+    """Return the distinct runs of a grid over `base`, in the grid's order; `present` are runs already in the sweep."""
     check_fields(grid, "grid.")
     tuner = Tuner(tuning or TuningConfig())
     check_fields(tuner.rules, "tuning.")
@@ -37,7 +37,7 @@ def expand_grid(
             found = grid.runs(each, own.with_spans([*found, *present]))
         points.extend(found)
     runs: dict[str, RunConfig] = {}
-    fingerprints: dict[tuple[str, ...], str | None] = {}  # a model of gigabytes is read once, not once per run
+    fingerprints: dict[tuple[str, ...], str | None] = {}  # cached: a recipe's model can have gigabytes
     for point in points:
         recipes = grid.recipes if grid.recipes is not None else [point.data.recipe]
         seeds = grid.seeds if grid.seeds is not None else [point.seed]
@@ -66,7 +66,7 @@ def run_label(run: RunConfig) -> str:
 
 
 def _variants(grid: GridConfig, base: RunConfig, tuner: Tuner) -> Iterator[tuple[RunConfig, Tuner]]:
-    """The base and each variant, with the rules of those fields that it does not name itself."""
+    """Yield the base and each variant, with tuning rules for the fields that the variant does not set."""
     if grid.recipes is not None or not grid.takes_variants:
         raise UserError("grid.variants goes neither with grid.recipes nor with an adaptive grid; leave one out")
     if not isinstance(grid.variants, dict) or not grid.variants or BASE in grid.variants:

@@ -1,6 +1,6 @@
-"""A sweep grows: by what a user adds, by what replaces a run that diverged, by the rounds of its grid.
+"""Add runs to a sweep: those a user adds, replacements of diverged runs, and the rounds of its grid.
 
-Whoever plans the sweep next finds the runs in `added.json`.
+The added runs are recorded in `added.json`, which the next plan of the sweep reads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .tuning import Tuner
 
 
 def extend_sweep(sweep: SweepDirectory, overrides: list[str], grid_file: Path | None = None) -> list[str]:
-    """Add runs, by `overrides` of the sweep's own grid or a YAML file of a whole one; return the new ids."""
+    """Add runs, by `overrides` of the sweep's grid or a YAML file with a whole grid. Returns the new run ids."""
     if bool(overrides) == (grid_file is not None):
         raise UserError("extend needs what to add: overrides of the grid, such as grid.budgets=[1e19], or --grid FILE")
     config = prepare.configuration(sweep)
@@ -52,7 +52,7 @@ def as_grid(values: dict[str, Any], source: object) -> GridConfig:
 
 
 def add_grid(sweep: SweepDirectory, config: SweepConfig, wanted: GridConfig, why: str) -> list[str]:
-    """Return the ids of the runs that are new, and print what the fit of all of them would lack."""
+    """Add the runs of a grid and print notes on the fit of all runs. Returns the new run ids."""
     present = [run.config() for run in membership.members(sweep)]
     runs = expand_grid(wanted, prepare.resolved_base(sweep, config), config.tuning, present)
     together = list({run_id(run): run for run in (*runs, *present)}.values())
@@ -81,7 +81,7 @@ def _overridden(config: SweepConfig, overrides: list[str]) -> GridConfig:
 
 
 def replace_diverged(sweep: SweepDirectory, config: SweepConfig) -> list[str]:
-    """Add a run for every one that diverged, where the grid asks for that; return the new ids."""
+    """Add a replacement for each diverged run, if the grid has a diverged_rate_factor. Returns the new run ids."""
     factor = config.grid.diverged_rate_factor if config.grid is not None else None
     if factor is None or membership.is_stopped(sweep):
         return []
@@ -90,17 +90,17 @@ def replace_diverged(sweep: SweepDirectory, config: SweepConfig) -> list[str]:
 
 
 def replace_one(sweep: SweepDirectory, run: RunDirectory, factor: float) -> list[str]:
-    """Add a run with the learning rate times `factor`, unless the other one is such a run itself."""
+    """Add the same run with the learning rate times `factor`, unless the run is itself a replacement."""
     if run.run_id in membership.replacements(sweep):
         return []
     other = copy.deepcopy(run.config())
     other.optimizer.learning_rate *= factor
-    # Without a trunk: that had the higher rate.
+    # Not a branch: the trunk had the higher rate.
     other.parent, other.checkpoint = None, replace(other.checkpoint, at_steps=None)
     other.name = f"{other.name}_lr{short(other.optimizer.learning_rate)}"
     return membership.add_runs(sweep, [other], f"run {run.run_id} diverged", replaces=run.run_id)
 
 
 def next_round(sweep: SweepDirectory, config: SweepConfig) -> bool:
-    """Add the next round of the sweep's grid. Returns False if it is over, or the grid has no rounds."""
+    """Add the next round of the sweep's grid. Returns False if there is none."""
     return config.grid is not None and not membership.is_stopped(sweep) and config.grid.next_round(sweep, config)

@@ -1,4 +1,4 @@
-"""Grids of sizes around the optimum of FLOP budgets: isoFLOP profiles, and curves of the largest budget."""
+"""Grids of model sizes around the optimum of FLOP budgets: isoFLOP profiles, and loss curves of the largest budget."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from .base import GridConfig, fit_notes, unique_tokens
 from .tuning import Tuner
 
 EXPECTED_FLOPS = 2.5e11  # at which grid.expected_N is the best size
-EXPECTED_EXPONENT = 0.55  # of the best N in C; 0.46 to 0.50 in Hoffmann et al. 2022, 0.73 in Kaplan et al. 2020
-TRIES = 80  # budgets to either side, ten a decade
+EXPECTED_EXPONENT = 0.55  # best N ~ C^0.55; 0.46 to 0.50 in Hoffmann et al. 2022, 0.73 in Kaplan et al. 2020
+TRIES = 80  # budgets tried above and below, ten per decade
 
 
 @dataclass
 class IsoflopGrid(GridConfig):
     """Several sizes at each of several FLOP budgets (Hoffmann et al. 2022, approach 2).
 
-    Sizes are log-spaced around N = expected_N (C / 2.5e11) ^ 0.55, which need only be right within the span.
+    Sizes are log-spaced around N = expected_N (C / 2.5e11) ^ 0.55; the true optimum must lie within the span.
     """
 
     kind: str = "isoflop"
-    budgets: list[Positive] | None = None  # training FLOPs; None: those of the cluster group, or of a probe here
+    budgets: list[Positive] | None = None  # training FLOPs; None: the cluster's, or from a probe of this machine
     convention: Annotated[str, ("exact", "6nd")] = "exact"  # how a budget turns into D
     sizes: Count = 6  # models per budget
     span: Annotated[float, Meta(ge=1)] = 16.0  # largest over smallest N of a budget
-    expected_N: Positive = 22e3  # N_total at 2.5e11 FLOPs, on bytes
-    min_steps: Count = 100  # a point with fewer optimizer steps is no training; it is left out
+    expected_N: Positive = 22e3  # best N at 2.5e11 FLOPs, on bytes
+    min_steps: Count = 100  # points with fewer optimizer steps are left out
 
     def fill_budgets(self, given: list[float] | None, probed: Callable[[], list[float]]) -> None:
         if self.budgets is None:
@@ -46,14 +46,14 @@ class IsoflopGrid(GridConfig):
         return self.isoflop_runs(base, tuner)
 
     def isoflop_runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
-        """Return the runs of a whole isoFLOP grid of these fields."""
+        """Yield the runs of the whole isoFLOP grid."""
         self.refuse_tokens(base)
         if not self.budgets:
             raise UserError(f"grid.budgets is {self.budgets}; give a list of training FLOPs such as [1e12,3e12]")
         N, _, smallest = architectures.well_shaped(base.model)[0]
 
         def spending(budget: float, model: ModelConfig) -> RunConfig | None:
-            """None where the steps would be too few."""
+            """Return the model's run at a budget, or None if it would make too few steps."""
             tokens: Any = tokens_for_budget(model, base.data.sequence_length, budget, self.convention)
             run = tuner.tuned(replace(base, model=model, tokens=tokens, budget=budget), whole=True)
             return run if tokens >= self.min_steps * run.batch_tokens else None
@@ -68,14 +68,14 @@ class IsoflopGrid(GridConfig):
             yield from (run for run in found if run is not None)
 
     def least_flops(self, base: RunConfig, tuner: Tuner) -> float:
-        """Of the smallest model for the fewest steps, of one sequence where a rule chooses the batch."""
+        """Return the FLOPs of min_steps steps of the smallest model; of one sequence each if a rule sets the batch."""
         smallest, length = architectures.well_shaped(base.model)[0][2], base.data.sequence_length
         least = float(self.min_steps * (base.batch_tokens if tuner.rules.batch_tokens.k is None else length))
         return training_flops_per_token(smallest, length) * least
 
     def models(self, base: ModelConfig, budget: float) -> list[ModelConfig]:
-        """Distinct models, log-spaced by the span around the expected optimum of a budget, smallest first."""
-        # All budgets take their sizes from one lattice, so that runs of one size share a trunk.
+        """Return distinct models around the expected optimum of a budget, log-spaced over the span, smallest first."""
+        # All budgets take their sizes from one lattice, so that runs of the same size share a trunk.
         expected = self.expected_size(base, budget)
         gap = math.log(self.span) / (self.sizes - 1) if self.sizes > 1 else 0.0
         if gap > 0:
@@ -88,8 +88,9 @@ class IsoflopGrid(GridConfig):
         return models
 
     def expected_size(self, base: ModelConfig, budget: float) -> float:
-        """N_total of the expected optimum: expected_N is that of models on bytes, whose blocks stay as they are while
-        the tables grow with the vocabulary.
+        """Return the N of the expected optimum.
+
+        expected_N holds for models on bytes; a larger vocabulary adds to the embedding tables, not to the blocks.
         """
         expected = self.expected_N * (budget / EXPECTED_FLOPS) ** EXPECTED_EXPONENT
         on_bytes = replace(base, vocab_size=256, tied_embeddings=True)
@@ -98,8 +99,8 @@ class IsoflopGrid(GridConfig):
         return expected + count_parameters(own).N_active - count_parameters(shape).N_active
 
     def notes(self, runs: Sequence[RunConfig], tuner: Tuner) -> list[str]:
-        """Warn of what the fit would lack, with the nearest budgets that would do; UserError if a budget is left with
-        too few sizes for any profile.
+        """Return the warnings of the fit, with the nearest budgets that avoid them; UserError if a budget has too few
+        sizes for a profile.
         """
         from ...fit.checks.doctor import FEW_SIZES, LEAST_SIZES, MANY_EPOCHS
 
@@ -128,12 +129,12 @@ class IsoflopGrid(GridConfig):
     def _nearest_budget(
         self, base: RunConfig, tuner: Tuner, budget: float, does: Callable[[list[RunConfig]], bool]
     ) -> str:
-        """The budget nearest to one whose runs will do, in two digits."""
+        """Return the nearest budget whose runs satisfy `does`, in two digits, or "none"."""
         for i in range(1, TRIES):
             for tried in (float(f"{budget * 10 ** (way * i / 10):.1e}") for way in (1, -1)):
                 try:
                     found = list(replace(self, budgets=[tried]).isoflop_runs(replace(base, tokens=0), tuner))
-                except UserError:  # too small for one model, or too large for any
+                except UserError:  # the budget is too small or too large for the models
                     continue
                 if found and does(found):
                     return f"{tried:.1e}"
@@ -142,10 +143,10 @@ class IsoflopGrid(GridConfig):
 
 @dataclass
 class CurvesGrid(IsoflopGrid):
-    """The largest budget's run of each size, whose averaged weights say the loss at every smaller D, and cooldowns."""
+    """The largest budget's run of each size, and cooldowns; averaged weights give the loss at every smaller D."""
 
     kind: str = "curves"
-    # Shares of a run's D at which three sizes also cool down: smallest, middle and largest of those warmed up by then.
+    # Shares of a run's D at which three sizes also cool down: smallest, middle and largest that are warmed up by then.
     cooldowns: list[Fraction] = field(default_factory=lambda: [0.05, 0.2, 0.5])
 
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
@@ -161,12 +162,12 @@ class CurvesGrid(IsoflopGrid):
         for share in self.cooldowns:
             cooled = [replace(base, model=run.model, tokens=round(share * run.tokens)) for run in long]
             cooled = [tuner.tuned(run, whole=True) for run in cooled]
-            # A warm-up that is cut short by a small D is not that of the long run.
+            # A small D cuts the warm-up short, so the run would differ from the start of the long run.
             able = [one for one, run in zip(cooled, long, strict=True) if warmup_steps(one) == warmup_steps(run)]
             yield from (able[i] for i in sorted({0, len(able) // 2, len(able) - 1}) if able)
 
     def notes(self, runs: Sequence[RunConfig], tuner: Tuner) -> list[str]:
-        """Return what the points would cost as separate runs, and as a ladder of cooldowns."""
+        """Return the cost of the same points as separate runs, and as a ladder of cooldowns."""
         from ...fit.curves.averaged import SPACING
 
         least = min(self.cooldowns, default=1.0)

@@ -1,4 +1,4 @@
-"""A grid of a few sizes, each trained on several D."""
+"""The ladder grid: a few sizes, each trained on several D."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class LadderGrid(GridConfig):
     """Rungs of growing N, each trained on several D."""
 
     kind: str = "ladder"
-    sizes: list[Positive] = field(default_factory=list)  # wanted N_total; the nearest well-shaped model is taken
-    tokens_per_parameter: list[Positive] | None = None  # D as multiples of N; or
-    tokens: list[Count] | None = None  # D itself, to the nearest step
+    sizes: list[Positive] = field(default_factory=list)  # target N; the nearest well-shaped model is used
+    tokens_per_parameter: list[Positive] | None = None  # D as multiples of N; exactly one of this and `tokens`
+    tokens: list[Count] | None = None  # D in tokens, rounded to whole steps
 
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
         self.refuse_tokens(base)

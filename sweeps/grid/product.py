@@ -1,4 +1,4 @@
-"""Grids that name fields of a run: products of their values, and runs one by one."""
+"""Grids over any fields of a run: all combinations of values, or runs listed one by one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .tuning import Tuner
 
 @dataclass
 class ProductGrid(GridConfig):
-    """Every combination of the values of any fields of a run, by dotted name."""
+    """Every combination of values of run fields, given by dotted name."""
 
     kind: str = "product"
-    # A mapping, e.g. {optimizer.learning_rate: [1e-3, 2e-3], seed: [0, 1]}. Not typed as one, because Hydra would then
-    # refuse every key that is not there already.
+    # A mapping, e.g. {optimizer.learning_rate: [1e-3, 2e-3], seed: [0, 1]}. Typed Any, because Hydra would refuse new
+    # keys of a typed mapping.
     axes: Any = None
 
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
@@ -47,7 +47,7 @@ class ProductGrid(GridConfig):
 
 @dataclass
 class PointsGrid(GridConfig):
-    """Runs one by one, each as what it changes of the base run: what `isoflop suggest` writes."""
+    """Runs listed one by one, each by the fields that it changes; `isoflop suggest` writes such grids."""
 
     kind: str = "points"
     # A list of mappings from dotted fields to values, e.g. [{model.width: 64, model.depth: 4, tokens: 1000000}].
@@ -73,7 +73,7 @@ class PointsGrid(GridConfig):
 
 @dataclass
 class CheckGrid(PointsGrid):
-    """The runs of `isoflop tune --check`, which are there for no law."""
+    """The runs of `isoflop tune --check`, to which no law is fitted."""
 
     kind: str = "check"
 
@@ -83,7 +83,7 @@ class CheckGrid(PointsGrid):
 
 
 def dotted(axes: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """{a: {b: [1]}} and {a.b: [1]} both mean the axis a.b."""
+    """Yield nested mappings as dotted names: {a: {b: [1]}} and {a.b: [1]} are both the axis a.b."""
     for name, value in axes.items():
         if isinstance(value, dict):
             yield from dotted(value, f"{prefix}{name}.")
@@ -116,7 +116,7 @@ def assign(run: RunConfig, name: str, value: Any, where: str = "grid.axes") -> N
 
 @functools.cache
 def _typed(kind: type) -> Any:
-    """Take for each field of a dataclass only what it may be; making one takes milliseconds."""
+    """Return a config that checks the type of each field when it is set; cached, because building it takes ms."""
     from omegaconf import OmegaConf
 
     return OmegaConf.structured(kind)

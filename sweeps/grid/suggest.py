@@ -1,8 +1,8 @@
-"""Which runs a sweep should buy next: those that narrow the interval at a large budget most for their FLOPs.
+"""Suggest runs to add to a sweep: those that narrow the interval at a large budget most per FLOP.
 
-Finished runs are fitted by the mixture of forms, or by the one law that the sweep's `fit` asks for; well-shaped models,
-D in whole steps and other seeds are offered, each at its cost given the checkpoints on disk; `fit.allocation` chooses.
-No form is right, so large runs are worth more.
+The finished runs are fitted by the mixture of forms, or by the law that the sweep's `fit` names. Candidates are
+well-shaped models with D in whole steps and new seeds; their cost depends on the checkpoints on disk. `fit.allocation`
+chooses among them.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ if TYPE_CHECKING:
 
 LEVEL = 0.95
 CONSTANTS = 5  # of Chinchilla's law
-BEYOND = 1000.0  # times the largest C: what is asked about where nothing is named
-OF_LAW = ("form", "objective")  # fields of `fit` that say which law is fitted
-MIN_STEPS = 100  # of a suggested run, where the sweep's grid names no other number
-MAX_RUNS = 24  # of a suggestion, where nothing is named
-MAX_SEEDS = 8  # new ones; with each, every size is offered and judged once more
+BEYOND = 1000.0  # default target, as a multiple of the largest C
+OF_LAW = ("form", "objective")  # fields of `fit` that determine the law
+MIN_STEPS = 100  # fewest steps of a suggested run, unless the grid has `min_steps`
+MAX_RUNS = 24  # default most runs of a suggestion
+MAX_SEEDS = 8  # most new seeds: each adds as many candidates as there are sizes and D
 BUDGETS_PER_DECADE = 8
-SIZE_STEP = 1.32  # between two sizes, before the nearest well-shaped one is taken
-BELOW = 0.3  # of the smallest C that was tried: the least that is offered
+SIZE_STEP = 1.32  # ratio of two neighbouring sizes, before rounding to well-shaped models
+BELOW = 0.3  # cost of the cheapest candidate, relative to the cheapest run of the sweep
 
 
 class NothingToSuggest(UserError):
-    """Other runs or another budget may allow of a suggestion."""
+    """Nothing can be suggested with the current runs and budget."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number at the target with its 95 % interval."""
+    """A predicted number at the target with its 95 % interval."""
 
     value: float
     low: float
@@ -66,7 +66,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Standing:
-    """What the runs that are done say of the target."""
+    """The fit to the finished runs and its prediction at the target."""
 
     table: RunTable
     mixture: FormMixture
@@ -77,7 +77,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class SuggestedRun:
-    """One run to buy; `narrows` is the share by which it narrows the intervals, given the runs before it."""
+    """One run to buy; `narrows` is the share by which it narrows the intervals after the runs before it."""
 
     run_id: str
     name: str
@@ -85,27 +85,27 @@ class SuggestedRun:
     D: int
     seed: int
     flops: float  # of the whole run, exact convention
-    flops_own: float  # of them, what it trains itself
-    trunk: str | None  # the name of the run that it branches from
+    flops_own: float  # part of `flops` that the run trains itself, without its trunk's steps
+    trunk: str | None  # name of the run that it branches from
     narrows: float
-    check: bool  # there to check the law's form
+    check: bool  # chosen to check the law's form
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Runs to buy, best first, and what they are expected to do."""
+    """Runs to buy, best first, and their expected effect on the intervals."""
 
     budget: float
     target_flops: float
     runs: list[SuggestedRun]
     flops: float  # of all runs, as they would be trained
-    forms: list[str]  # what was asked about the target
+    forms: list[str]  # laws that predict the target
     before: dict[str, Estimate]  # loss and N at the target
     after: dict[str, Estimate]
-    grid: dict[str, Any]  # kind points: what `isoflop extend` adds
+    grid: dict[str, Any]  # a grid of kind points, for `isoflop extend`
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; None for an infinite end of an interval."""
+        """Return plain values, with None for an infinite end of an interval."""
         from ...fit.formatting import plain_json
 
         return plain_json(asdict(self))
@@ -121,10 +121,18 @@ def suggest_runs(
     max_runs: int = MAX_RUNS,
     standing: Standing | None = None,
 ) -> Suggestion:
-    """The runs to add to a sweep, which may be at work.
+    """Suggest runs to add to a sweep, which may be running.
 
-    `budget`: FLOPs (exact convention) of all new runs. `target_flops`: by default the largest of fit.targets, else 1000
-    times the largest C. `seeds`: new ones that each size is offered with. `standing`: `fit_standing`, where known.
+    Args:
+        budget: FLOPs (exact convention) that all new runs may cost together.
+        target_flops: Budget whose prediction should improve; default: the largest of fit.targets, else 1000 times the
+            largest C.
+        seeds: Number of new seeds per size, in addition to the base run's seed.
+        max_flops: Most FLOPs of one run.
+        standing: Result of `fit_standing`, if it was computed already.
+
+    Raises:
+        NothingToSuggest: the finished runs or the budget do not suffice.
     """
     from ...fit import InputError
     from ...fit.allocation.design import Buyer, Candidates, Question
@@ -164,13 +172,13 @@ def suggest_runs(
 def _affordable(
     market: Market, table: RunTable, budget: float, seeds: int, max_flops: float | None, min_steps: int
 ) -> list[Offer]:
-    """Return the runs that a budget could buy; NothingToSuggest if there is none."""
+    """Return the candidates that a budget could buy; NothingToSuggest if there is none."""
     most, ratios = min(budget, max_flops or budget), (table.D / table.N).tolist()
     least = BELOW * float(min(table.flops))
     offered: list[Offer] = []
     if least < most:
         highest = max(run.seed for run in market.known)
-        # A second seed of a size costs a trunk of its own, and errs on its own.
+        # A new seed of a size costs a separate trunk and has independent noise.
         fresh = range(highest + 1, highest + 1 + seeds)
         within = Range(least, most, min(ratios), max(ratios), min_steps)
         offered = market.offers([market.base.seed, *fresh], within)
@@ -185,7 +193,7 @@ def _affordable(
 
 
 def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float | None = None) -> Standing:
-    """Fit the mixture of forms to the runs that are done, and predict the target."""
+    """Fit the finished runs and predict the target; NothingToSuggest if they are too few."""
     from ...fit import FormMixture, InputError, read_table
     from ...fit.approaches.recipes import split
     from ...fit.mixture.mixture import DRAWS
@@ -225,7 +233,7 @@ def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float
 
 
 def _forms(options: FitConfig) -> list[LossLaw] | None:
-    """The one law that the sweep's fit asks for, or None where it asks for none: the mixture then has its own."""
+    """Return the law that the sweep's fit names, or None for the default mixture of forms."""
     from ...fit.laws.registry import loss_law
 
     law, usual = ({name: getattr(fit, name) for name in OF_LAW} for fit in (options, type(options)()))
@@ -301,9 +309,9 @@ class Offer:
 
     run: RunConfig
     size: float  # training FLOPs of the whole run, exact convention
-    flops: float  # of them, what it trains itself given what is there
-    branch_flops: float  # the same where a longer run of its trunk is added too
-    trunk: str  # runs of one trunk differ in D alone
+    flops: float  # part that it trains itself, with the checkpoints on disk
+    branch_flops: float  # the same if a longer run of its trunk is added too
+    trunk: str  # shared by runs that differ only in D
 
     @property
     def N(self) -> int:
@@ -312,7 +320,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Range:
-    """Where runs are offered: C and tokens per parameter that were tried, and C not far below."""
+    """Bounds of the candidates: C and tokens per parameter."""
 
     least_flops: float
     most_flops: float
@@ -322,22 +330,22 @@ class Range:
 
 
 def trunk_of(run: RunConfig) -> str:
-    """The same for runs that differ in D alone."""
+    """Return a key that is equal for runs that differ only in D."""
     return run_id(replace(run, tokens=0))
 
 
 @dataclass(frozen=True)
 class Market:
-    """The runs that could be added to a sweep, and what each would cost given what is there."""
+    """The runs that could be added to a sweep, and their costs."""
 
     base: RunConfig
-    known: Sequence[RunConfig]
-    progress: Mapping[str, Progress]  # what the known runs have on disk
-    share: bool = True  # runs that differ in D alone share a trunk
+    known: Sequence[RunConfig]  # runs that the sweep has
+    progress: Mapping[str, Progress]  # what these runs have on disk, by id
+    share: bool = True  # runs that differ only in D share a trunk
     tuner: Tuner = field(default_factory=Tuner)
 
     def offers(self, seeds: Sequence[int], within: Range) -> list[Offer]:
-        """Every run that could be added: each model and D within the range, with each seed."""
+        """Return every candidate: each model and D within the range, with each seed."""
         families: dict[str, list[RunConfig]] = {}
         for run in self.known if self.share else ():
             families.setdefault(trunk_of(run), []).append(run)
@@ -357,7 +365,7 @@ class Market:
         return found
 
     def merge(self, chosen: Sequence[RunConfig]) -> list[RunConfig]:
-        """The chosen runs as they would be trained beside the known ones: branches have a `parent`."""
+        """Return the chosen runs as the sweep would train them: branches have a `parent`."""
         if not self.share:
             return list(chosen)
         trunks = {trunk_of(run) for run in chosen}
@@ -375,7 +383,7 @@ class Market:
                 yield run.tokens
 
     def _saved(self, template: RunConfig, mates: Sequence[RunConfig], within: Range) -> Iterator[int]:
-        """Every D whose decay begins where a run of the trunk has kept a checkpoint: they are cheap."""
+        """Yield every D whose decay begins at a saved checkpoint of the trunk, so that only the decay is trained."""
         if template.schedule.kind != "wsd":
             return
         for mate in mates:
@@ -397,7 +405,7 @@ class Market:
 
 
 def sizes(base: ModelConfig, within: Range) -> list[ModelConfig]:
-    """Well-shaped models with a D within the range, smallest first."""
+    """Return well-shaped models with a D within the range, smallest first."""
     low = math.sqrt(within.least_flops / (6 * within.most_ratio)) / 4  # small models spend more than 6 N a token
     high = math.sqrt(within.most_flops / (6 * within.least_ratio))
     models: dict[int, ModelConfig] = {}

@@ -1,8 +1,8 @@
-"""The runs of a tune: Sobol points over learning rate, batch and weight decay at a few sizes, in rungs of growing D.
+"""The tune grid: Sobol points over learning rate, batch and weight decay at a few sizes, in rungs of growing D.
 
-Successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943) of a region instead of single settings, for the best
-ones move with D: a rung has half the runs of the one before, in half the volume, around the best quarter of those.
-What it came to is tuning.yaml, which the next sweep takes.
+Successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943) of a region instead of single settings, because the
+best settings move with D: a rung has half the runs of the previous one, in half the volume, around its best quarter.
+The result is tuning.yaml, which the next sweep reads.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ from .base import GridConfig, unique_tokens
 from .expand import run_label
 from .tuning import PowerRule, Tuner, decaying_rate, family
 
-LEAST_RUNS, MOST_RUNS = 16, 128  # of a size in the first rung
-KEPT = 0.25  # of a rung's runs, around whose settings the next rung lies
-BATCH_POWER = 0.383  # with which the best batch is expected to grow from rung to rung (Bergsma et al. 2025)
+LEAST_RUNS, MOST_RUNS = 16, 128  # per size in the first rung
+KEPT = 0.25  # best share of a rung's runs, whose mean settings are the centre of the next rung
+BATCH_POWER = 0.383  # expected growth of the best batch with D: B ~ D^0.383 (Bergsma et al. 2025)
 LEAST_STEPS = 25  # of a run with the largest batch
-TIMESCALE = 0.3  # the middle of what is tried
+TIMESCALE = 0.3  # centre of the first rung
 VARIED = ("optimizer.learning_rate", "optimizer.batch_size", "optimizer.weight_decay")
-FASTEST = 4.0  # steps in which weights are forgotten, at least
+FASTEST = 4.0  # shortest averaging time of weight decay, in steps
 FILE = "tuning.yaml"
-OTHERS = ("base_depth", "min_steps")  # which the tune has taken as they were
+OTHERS = ("base_depth", "min_steps")  # rules that the tune did not vary, copied to its file
 
 
 class Settings(NamedTuple):
-    """What a run of a tune varies."""
+    """The settings that a tune varies."""
 
     learning_rate: float
     batch: float  # tokens
     timescale: float  # of weight decay, tau = B / (eta lambda D), eta the rate of matrices
 
 
-Tried = Mapping[tuple[int, int], Sequence[tuple[Settings, float]]]  # settings and losses by N_total and D
+Tried = Mapping[tuple[int, int], Sequence[tuple[Settings, float]]]  # settings and losses by N and D
 
 
 @dataclass
 class TuneGrid(GridConfig):
-    """The runs of `isoflop tune`: settings at a few sizes, in rungs of growing D and fewer runs."""
+    """The runs of `isoflop tune`: settings at a few sizes, in rungs of growing D with fewer runs."""
 
     kind: str = "tune"
-    sizes: list[Positive] = field(default_factory=list)  # wanted N_total
+    sizes: list[Positive] = field(default_factory=list)  # target N
     tokens_per_parameter: list[Positive] = field(default_factory=list)  # of each rung, at least doubling
-    flops_budget: Positive | None = None  # training FLOPs, all rungs together; None: the cluster's, or of a probe here
-    span: Annotated[float, Meta(ge=1, le=1e4)] = 8.0  # the first rung tries settings so far off the base's
-    max_steps: Count = 20_000  # of a run; batches too small for it are not tried
+    flops_budget: Positive | None = None  # training FLOPs of all rungs; None: the cluster's, or from a probe
+    span: Annotated[float, Meta(ge=1, le=1e4)] = 8.0  # the first rung's settings are within this factor of the base's
+    max_steps: Count = 20_000  # of a run; smaller batches are not tried
 
     tries_settings: ClassVar[bool] = True
 
@@ -75,7 +75,10 @@ class TuneGrid(GridConfig):
         return self.rung_runs(base, tuner, 0, {})
 
     def rung_runs(self, base: RunConfig, tuner: Tuner, rung: int, tried: Tried) -> Iterator[RunConfig]:
-        """Return the runs of a rung, all with one seed: their differences count. `tried`: what those before came to."""
+        """Yield the runs of a rung, all with one seed so that they differ only in settings.
+
+        `tried` has the settings and losses of earlier rungs.
+        """
         from scipy.stats import qmc
 
         count, half = self._runs_per_size(base) >> rung, math.log(self.span) * 0.5 ** (rung / 3)
@@ -86,7 +89,7 @@ class TuneGrid(GridConfig):
                 before = self.rung_tokens(base, model, rung - 1)
                 best = sorted(tried.get((N, before), ()), key=lambda run: run[1])
                 if not best:
-                    continue  # none of these runs came to its end
+                    continue  # no run of the previous rung has finished
                 middle = np.log([settings for settings, _ in best[: math.ceil(KEPT * len(best))]]).mean(axis=0)
                 middle[1] += BATCH_POWER * math.log(tokens / before)
             points = qmc.Sobol(len(middle), seed=base.seed + 7919 * rung + N).random_base2((count - 1).bit_length())
@@ -108,13 +111,13 @@ class TuneGrid(GridConfig):
         return [architectures.nearest_model(base.model, size) for size in sorted(self.sizes)]
 
     def rung_tokens(self, base: RunConfig, model: ModelConfig, rung: int) -> int:
-        """D of a rung: a whole number of steps of every batch, for runs of a size are compared at one D."""
+        """Return the D of a rung: whole steps of every batch, because runs of a size are compared at the same D."""
         first, now = self.tokens_per_parameter[0], self.tokens_per_parameter[rung]
         unit = base.data.sequence_length * 3 * 2 ** math.ceil(math.log2(base.optimizer.batch_size * self.span))
         return max(1, round(first * count_parameters(model).N_active / unit)) * round(now / first) * unit
 
     def _runs_per_size(self, base: RunConfig) -> int:
-        """Of the first rung, as the FLOPs pay for."""
+        """Return the number of runs per size in the first rung that the FLOPs pay for."""
         ratios = self.tokens_per_parameter
         if not self.sizes or not ratios or any(longer < 2 * one for one, longer in pairwise(ratios)):
             raise UserError(
@@ -165,13 +168,13 @@ class TuneGrid(GridConfig):
 
 
 def settings_of(run: RunConfig) -> Settings:
-    """What a run of a tune tried."""
+    """Return the settings that a run of a tune tried."""
     forgotten = decaying_rate(run.optimizer, run.model.width) * run.optimizer.weight_decay * run.steps
     return Settings(run.optimizer.learning_rate, run.batch_tokens, 1.0 / forgotten)
 
 
 def tried_settings(sweep: SweepDirectory) -> Tried:
-    """Of the runs that are done, and with the loss expected of them those stopped because they cannot win."""
+    """Return settings and final losses of finished runs, and of runs stopped as hopeless with their expected loss."""
     found: dict[tuple[int, int], list[Any]] = {}
     for run in members(sweep):
         summary = run.summary() if run.is_done() else None
@@ -183,7 +186,7 @@ def tried_settings(sweep: SweepDirectory) -> Tried:
 
 
 def write_tuning(sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any]:
-    """Fit the rules and write them; return what law.json says. InputError where the runs give none."""
+    """Fit the rules and write tuning.yaml. Returns the content of law.json; InputError if the fit fails."""
     from ...fit.hyperparameters.tuning import tuning_rules
 
     tried = tried_settings(sweep).items()

@@ -1,8 +1,8 @@
-"""What a run learns by as a function of its N and D: the rules of the `tuning` group. Pure.
+"""Hyperparameters as functions of N and D: the rules of the `tuning` group. Pure.
 
-Width and depth are `train/model/parametrization.py`'s: here a rate is one at the base width and depth. Every constant
-is one of `PowerRule`, so that published rules can be written down: Power Lines (Bergsma et al. 2025, arXiv:2505.13738),
-DeepSeek LLM (Bi et al. 2024, arXiv:2401.02954), Step Law (Li et al. 2025, arXiv:2503.04715).
+Rates are those at the base width and depth; `train/model/parametrization.py` scales them. A `PowerRule` can express
+published rules: Power Lines (Bergsma et al. 2025, arXiv:2505.13738), DeepSeek LLM (Bi et al. 2024,
+arXiv:2401.02954), Step Law (Li et al. 2025, arXiv:2503.04715).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from . import architectures
 
 WHOLE_BATCHES = sorted([*(2**i for i in range(40)), *(3 * 2**i for i in range(40))])  # sequences a step
 TUNED = (*(f"optimizer.{name}" for name in ("base_depth", "learning_rate", "batch_size", "weight_decay")),)
-# What a run has beside its family: sizes, and what rules choose.
+# Fields in which runs of one family differ: sizes, and the fields that rules set.
 VARIED = {*TUNED, *(f"model.{name}" for name in ("width", "depth", "heads", "kv_heads", "hidden"))}
 
 
 @dataclass
 class PowerRule:
-    """k N^a D^b batch^c, of N_total, and of D and the run's own batch in tokens; without a k there is no rule."""
+    """k N^a D^b batch^c, with D and the run's batch in tokens; k None: no rule."""
 
     k: Positive | None = None
     N: Exponent = 0.0
@@ -37,24 +37,24 @@ class PowerRule:
 
 @dataclass
 class TuningConfig:
-    """How what a run learns by follows its N and D; where there is no rule, the run's own value stands."""
+    """Rules that set hyperparameters by N and D; without a rule, the base run's value is used."""
 
-    file: str | None = None  # constants that `isoflop tune` wrote, for the rules that have none here
+    file: str | None = None  # file of `isoflop tune`, for the rules that are not set here
     base_depth: Count | None = None  # optimizer.base_depth
-    batch_tokens: PowerRule = field(default_factory=PowerRule)  # tokens a step
+    batch_tokens: PowerRule = field(default_factory=PowerRule)  # tokens per step
     learning_rate: PowerRule = field(default_factory=PowerRule)  # at base_width and base_depth
     timescale: PowerRule = field(default_factory=PowerRule)  # of weight decay: batch / (learning rate * decay * D)
-    min_steps: Count = 100  # of a run, which a batch that grew may not take away
-    horizon: Annotated[str, ("run", "size")] = "run"  # D in the rules: the run's, or that of the longest of its N
-    # Fields of a run that rules leave alone; what the command line gives is added.
+    min_steps: Count = 100  # the batch rule leaves a run at least this many steps
+    horizon: Annotated[str, ("run", "size")] = "run"  # D in the rules: the run's, or the longest of the same N
+    # Fields that rules do not change; fields set on the command line are added.
     keep: list[Annotated[str, TUNED]] = field(default_factory=list)
-    dial: bool = False  # width and heads follow from model.depth, where the grid chooses no sizes
-    tokens_per_parameter: Positive | None = None  # D, where nothing else says it
+    dial: bool = False  # width and heads follow from model.depth, if the grid chooses no sizes
+    tokens_per_parameter: Positive | None = None  # sets D, if nothing else does
 
 
 @dataclass(frozen=True)
 class Tuner:
-    """The rules, and with `horizon=size` the least and most D of every model that runs of a grid have."""
+    """The rules and, with `horizon=size`, the smallest and largest D of each model of a grid."""
 
     rules: TuningConfig = field(default_factory=TuningConfig)
     spans: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -69,9 +69,11 @@ class Tuner:
         return replace(self, spans=spans)
 
     def tuned(self, run: RunConfig, kept: Collection[str] = (), whole: bool = False) -> RunConfig:
-        """The run with what the rules give at its N and `tokens`, but for the fields in `kept`, by dotted names.
+        """Return the run with the rules applied at its N and `tokens`.
 
-        `whole`: D becomes the nearest whole number of steps of its own batch.
+        Args:
+            kept: Dotted names of fields that the rules do not change.
+            whole: Round D to a whole number of steps of the run's batch.
         """
         rules, kept = self.rules, {*kept, *self.rules.keep}
         N, length = count_parameters(run.model).N_active, run.data.sequence_length
@@ -96,19 +98,19 @@ class Tuner:
         return run
 
     def misses_batch(self, run: RunConfig) -> bool:
-        """Whether a run's batch is off its rule by more than half: see what bounds it at `batch_size`."""
+        """Return whether a run's batch is off its rule by more than a factor of 1.5, due to bounds in `batch_size`."""
         wanted = power(self.rules.batch_tokens, count_parameters(run.model).N_active, self._span(run)[1], 1.0)
         if wanted is None or "optimizer.batch_size" in self.rules.keep:
             return False
         return not 1 / 1.5 <= run.batch_tokens / wanted <= 1.5
 
     def _span(self, run: RunConfig) -> tuple[float, float]:
-        """The least and the most D of its model's runs, the run's own included."""
+        """Return the smallest and the largest D of the runs of this model, this run included."""
         least, most = self.spans.get(_model_key(run), (math.inf, 0))
         return min(least, run.tokens), max(most, run.tokens)
 
     def dialled(self, run: RunConfig) -> RunConfig:
-        """With tuning.dial width and heads that follow from the depth; with tuning.tokens_per_parameter a D."""
+        """Return the run with width and heads set by tuning.dial, and D set by tuning.tokens_per_parameter."""
         model, tokens = run.model, run.tokens
         if self.rules.dial:
             model = architectures.of_depth(model)
@@ -118,15 +120,15 @@ class Tuner:
 
 
 def power(rule: PowerRule, N: float, D: float, batch: float) -> float | None:
-    """A rule's value, for D and the batch in tokens."""
+    """Return a rule's value for D and batch in tokens, or None without a rule."""
     return None if rule.k is None else float(rule.k * N**rule.N * D**rule.D * batch**rule.batch)
 
 
 def batch_size(rules: TuningConfig, N: float, D: float, least: float, length: int, ranks: int = 1) -> int:
-    """Sequences a step: of 1, 2, 3, 4, 6, 8, 12, 16, ... those that the data-parallel ranks can share, the nearest.
+    """Return the sequences per step: the multiple of `ranks` in 1, 2, 3, 4, 6, 8, 12, ... that is nearest to the rule.
 
-    The best batch is a power of D alone (Power Lines, section 4; Step Law, equation 1). A run of `least` tokens makes
-    rules.min_steps steps, unless it has fewer sequences. A rule that gives less than a sequence a rank gives one.
+    The best batch is a power of D alone (Power Lines, section 4; Step Law, equation 1). The batch is at least a
+    sequence per rank, and leaves a run of `least` tokens rules.min_steps steps if it has enough sequences.
     """
     wanted = power(rules.batch_tokens, N, D, 1.0)
     assert wanted is not None
@@ -138,7 +140,7 @@ def batch_size(rules: TuningConfig, N: float, D: float, least: float, length: in
 
 
 def decaying_rate(optimizer: OptimizerConfig, width: int) -> float:
-    """The rate with which the matrices of blocks shrink, by it times weight_decay a step (see `parameter_groups`)."""
+    """Return the learning rate of the blocks' matrices; weight decay shrinks them by rate * weight_decay per step."""
     if (own_rate := OPTIMIZERS[optimizer.kind].rate) is not None:
         return own_rate(optimizer)
     narrow = (optimizer.base_width / width) ** optimizer.width_exponent
@@ -146,7 +148,7 @@ def decaying_rate(optimizer: OptimizerConfig, width: int) -> float:
 
 
 def weight_decay(tau: float, rate: float, D: float, batch: float) -> float:
-    """The lambda with which weights average over the updates of about tau D tokens: tau = B / (eta lambda D).
+    """Return the lambda for which weights average the updates of about tau D tokens: tau = B / (eta lambda D).
 
     tau is a constant in Wang and Aitchison 2024 (arXiv:2405.13698), a falling power of D / N in Power Lines, section 3.
     """
@@ -154,8 +156,8 @@ def weight_decay(tau: float, rate: float, D: float, batch: float) -> float:
 
 
 def whole_steps(tokens: float, base: RunConfig, rounded: Callable[[float], int] = round) -> int:
-    """The nearest D that is a whole number of steps."""
-    step = max(1, base.batch_tokens)  # a batch of nothing is refused with the run
+    """Round D to a whole number of steps, at least one."""
+    step = max(1, base.batch_tokens)  # a batch of 0 is refused later, with the run
     return max(1, rounded(tokens / step)) * step
 
 
@@ -164,13 +166,13 @@ def _model_key(run: RunConfig) -> str:
 
 
 def family(base: RunConfig) -> dict[str, Any]:
-    """What constants of rules hold for: all that runs of a grid share, by dotted names."""
+    """Return the settings for which tuned constants hold: those that all runs of a grid share, by dotted name."""
     shared = identity(base)
     flat = flatten({group: shared[group] for group in ("model", "data", "optimizer", "schedule")})
     return {name: value for name, value in flat.items() if name not in VARIED}
 
 
 def depends_on_D(rules: TuningConfig) -> bool:
-    """Whether runs that differ in D alone differ in more by these rules, so that they share no trunk."""
+    """Return whether the rules give runs that differ only in D different settings, so that they share no trunk."""
     each = [rule for rule in vars(rules).values() if isinstance(rule, PowerRule) and rule.k is not None]
     return rules.timescale in each or any(rule.D != 0.0 for rule in each)

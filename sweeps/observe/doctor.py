@@ -1,7 +1,7 @@
-"""`isoflop doctor`: finds what kills, full disks and lost jobs have left in a sweep, repairs it, and says what it did.
+"""`isoflop doctor`: find and repair what killed processes, full disks and lost jobs have left in a sweep.
 
-It is safe while the sweep runs: it takes only locks that are free, judges age by the file system's clock, removes
-nothing that training could use, and starts nothing.
+It is safe while the sweep runs: it takes only free locks, measures age by the file system's clock, removes nothing that
+training could use, and starts nothing.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ from ..slurm.jobs import LAUNCH, LaunchFile, Memory, is_unattended, jobs_of
 from ..terminal import say
 from .status import BRING_BACK, fit_failure
 
-LEAST_BYTES = 500e6  # that the disk must have left
-# Takes the lock that the process which starts it holds; 0: it got it, so locks do nothing here.
+LEAST_BYTES = 500e6  # free disk space below which a fault is reported
+# Tries to take the lock that its parent process holds; exit code 0: it succeeded, so locks do not work here.
 PROBE = "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)"
-OLD_SECONDS = 600.0  # after which a temporary file is nobody's
-TEMPORARY = re.compile(r"^\.(now-|.+\.)[a-z0-9_]{8}$")  # as tempfile names them, here and in train/files.py
-ALIKE, LEAST_CURVES = 1.3, 5  # ratio of D/N up to which curves are compared, and how many of them at least
+OLD_SECONDS = 600.0  # age after which a temporary file belongs to no running process
+TEMPORARY = re.compile(r"^\.(now-|.+\.)[a-z0-9_]{8}$")  # names from tempfile, here and in train/files.py
+ALIKE, LEAST_CURVES = 1.3, 5  # curves are compared within this ratio of D/N, and only if there are this many
 STEP = re.compile(r"^step_(\d+)(\.request)?$")
 
 
 @dataclass
 class Fault:
-    """Something that is wrong, and what mends it."""
+    """A fault of a sweep and its repair."""
 
     kind: str
-    what: str  # in a sentence
+    what: str  # description in one sentence
     where: Path
-    mend: Callable[[], object] | None = field(repr=False)  # None: a user must
-    how: str  # what `mend` does, or what a person may do; afterwards what was done
-    severity: str = "error"  # error | note; a note needs nobody to do anything
+    mend: Callable[[], object] | None = field(repr=False)  # repairs it; None: only the user can
+    how: str  # what `mend` does, or what the user can do; after the repair, what was done
+    severity: str = "error"  # error | note; a note requires no action
     mended: bool = False
 
     @property
@@ -78,7 +78,7 @@ class Fault:
 
 
 def examine_sweep(sweep: SweepDirectory, mend: bool, deep: bool = False) -> list[Fault]:
-    """Look for what is wrong with a sweep, and with `mend` repair it; `deep` checks the sums of every checkpoint."""
+    """Find the faults of a sweep and, with `mend`, repair them; `deep` verifies the checksums of all checkpoints."""
     settings = yaml_or_empty(sweep.path / "sweep.yaml")
     found = [_settled(fault, mend=False) for fault in _version(sweep, settings)]
     if any(fault.kind == "plan" for fault in found):
@@ -98,7 +98,7 @@ def print_faults(sweep: SweepDirectory, found: list[Fault]) -> None:
 
 
 def _settled(fault: Fault, mend: bool) -> Fault:
-    """Mend a fault, if asked to and if it can be."""
+    """Repair a fault if `mend` is set and it can be repaired."""
     if fault.mend is not None and mend:
         try:
             fault.mend()
@@ -111,7 +111,7 @@ def _settled(fault: Fault, mend: bool) -> Fault:
 
 
 def _version(sweep: SweepDirectory, settings: Mapping[str, Any]) -> Iterator[Fault]:
-    """A sweep that this version cannot read, or must not change."""
+    """Yield a fault if this version cannot read the sweep or must not change it."""
     for fault in unreadable(sweep.path / "plan.json", ANEW, PlanFile, "plan"):
         yield replace(fault, mend=None)
         return
@@ -149,17 +149,17 @@ def _faults(sweep: SweepDirectory, settings: Mapping[str, Any], deep: bool) -> I
 
 
 def _curves_apart(sweep: SweepDirectory) -> Iterator[Fault]:
-    """Runs whose normalised loss curve is not that of the others of their D/N, as it is where all are tuned alike."""
+    """Yield runs whose normalised loss curve differs from the others of their D/N: well-tuned runs have one curve."""
     from ... import fit
     from ..results.table import sweep_curves
 
     alike = defaultdict[Any, list[str]](list)
     for run in (run for run in sweep.runs() if run.is_done()):
-        with suppress(UserError):  # said of its config elsewhere
+        with suppress(UserError):  # `_config` reports it
             config = run.config()
             ratio = config.D / count_parameters(config.model).N_active
             shape = replace(config.schedule, warmup_tokens=None)
-            if config.parent is None:  # a branch's curve begins with its trunk's
+            if config.parent is None:  # a branch's curve begins with that of its trunk
                 alike[str(shape), round(math.log(ratio) / math.log(ALIKE))].append(run.run_id)
     law = (read_json(sweep.path / "fit" / "law.json") or {}).get("law") or {}
     for names in (names for names in alike.values() if len(names) >= LEAST_CURVES):
@@ -167,7 +167,7 @@ def _curves_apart(sweep: SweepDirectory) -> Iterator[Fault]:
         floor = min(float(law.get("E") or 0.0), 0.99 * float(curves["loss"].min()))
         try:
             found = fit.collapse(curves, floor)
-        except fit.InputError:  # of too few lines
+        except fit.InputError:  # the curves have too few lines
             continue
         for name, row in found[found["noted"]].iterrows():
             said = (
@@ -198,13 +198,13 @@ def _nodes(sweep: SweepDirectory) -> Iterator[Fault]:
 
 
 def locks_work(folder: Path) -> bool:
-    """Whether a file lock that this process holds keeps another process out."""
+    """Return whether a file lock of this process keeps another process out."""
     path = folder / ".doctor.lock"
     try:
         with path.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return subprocess.run([sys.executable, "-ISc", PROBE, str(path)], capture_output=True).returncode != 0
-    except BlockingIOError:  # another doctor
+    except BlockingIOError:  # another doctor process holds it, so locks work
         return True
     except OSError:
         return False
@@ -231,7 +231,7 @@ def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
 
 
 def _members(sweep: SweepDirectory) -> list[RunDirectory]:
-    """Those of the plan alone where `added.json` cannot be read."""
+    """Return the sweep's runs, without added ones if `added.json` cannot be read."""
     with suppress(UserError):
         return membership.members(sweep)
     return sweep.runs()
@@ -271,11 +271,11 @@ def _is_table(path: Path) -> bool:
 
 
 def faults_of(run: RunDirectory, policy: Policy, deep: bool, evaluated: bool) -> Iterator[Fault]:
-    """What is wrong with a run, whose lock is held meanwhile; `evaluated`: it should have scores."""
+    """Yield the faults of a run while holding its lock; `evaluated`: it should have scores."""
     with suppress(Busy), hold_idle(run, policy):
         for check in (_config, _state, _leftovers, _lines):
             yield from check(run)
-        # Of a run that is to go on no sums are checked: that takes minutes, and its trainer waits for the lock.
+        # No checksums for a run that will continue: they take minutes, and its trainer waits for the lock.
         yield from _checkpoints(run, deep and run.state().state not in OPEN)
         yield from _result(run, evaluated)
         yield from _scores(run)
@@ -283,7 +283,7 @@ def faults_of(run: RunDirectory, policy: Policy, deep: bool, evaluated: bool) ->
 
 
 def old_temporaries(folder: Path, now: float) -> Iterator[Fault]:
-    """What a writer that was killed before the rename has left."""
+    """Yield old temporary files, left by processes that were killed while writing."""
     for path in sorted(folder.glob(".*")):
         if not TEMPORARY.match(path.name):
             continue
@@ -306,7 +306,7 @@ def remove(path: Path) -> None:
 def unreadable(
     path: Path, how: str, form: Any = dict[str, Any], kind: str = "unreadable", mend: Callable[[], object] | None = None
 ) -> Iterator[Fault]:
-    """A file that is there and holds no JSON object of a form, which goes unless something else mends it."""
+    """Yield a fault if an existing file is no JSON object of type `form`; `mend` defaults to removing it."""
     try:
         if path.exists():
             read_document(path, form)
@@ -377,7 +377,7 @@ def _checkpoints(run: RunDirectory, deep: bool) -> Iterator[Fault]:
     if deep:  # also by sums
         from ...train.checkpoint.checkpoint import damage
     folder = run.path / "checkpoints"
-    for path in sorted(folder.glob(".step_*")):  # the lock is held: nobody writes one
+    for path in sorted(folder.glob(".step_*")):  # the lock is held, so no process is writing one
         yield Fault("half-written", f"a save was killed and left {path.name}", path, partial(remove, path), "removed")
     final = (run.summary() or {}).get("checkpoint")
     for path in sorted(folder.glob("step_*")):
@@ -413,7 +413,7 @@ def _result(run: RunDirectory, evaluated: bool) -> Iterator[Fault]:
 
 
 def _books(run: RunDirectory) -> Iterator[Fault]:
-    """What is lost where the folder of a run was removed while it trained."""
+    """Yield a note if a finished run lacks recorded attempts or metrics, because its folder was removed meanwhile."""
     if not run.is_done():
         return
     with suppress(UserError):  # see `_config`

@@ -1,4 +1,4 @@
-"""The logs of runs and the output of their jobs: all of it, its newest lines, or as it grows."""
+"""Print the logs of runs and the output of their jobs: all lines, the newest, or new ones as they are written."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..runs.membership import find_runs, is_over, members
 from ..terminal import printable
 
 POLL_SECONDS = 0.5
-TAIL_BYTES = 16384  # of a file, when only its newest lines are wanted
-JOB_LINES = 10  # of a job's output, after the log of its run
-LINES = 3  # of each run, where no run is named
+TAIL_BYTES = 16384  # read from the end of a file for its newest lines
+JOB_LINES = 10  # newest lines of a job's output, after the log of its run
+LINES = 3  # newest lines per run if no run is named
 
 
 def print_log(sweep: SweepDirectory, prefix: str, follow: bool) -> None:
-    """A run's log, then the newest lines of its job's output; with `follow` until it ends for good."""
+    """Print a run's log and the newest lines of its job's output; with `follow`, new lines until the run is over."""
     (run,) = find_runs(sweep, [prefix])
     files = [run.path / "log.txt", *sorted(run.path.glob("log-rank*.txt"))]
     if follow:
@@ -45,7 +45,7 @@ def print_log(sweep: SweepDirectory, prefix: str, follow: bool) -> None:
 
 
 def print_newest_lines(sweep: SweepDirectory, follow: bool) -> None:
-    """Of every run that is running or has failed; with `follow` until none is left to run."""
+    """Print the newest lines of runs that are running or failed; with `follow`, new lines until all runs are over."""
     runs = members(sweep)
     states = {run.run_id: run.state().state for run in runs}
     shown = [run for run in runs if states[run.run_id] in ("running", "failed", "diverged")]
@@ -61,7 +61,7 @@ def print_newest_lines(sweep: SweepDirectory, follow: bool) -> None:
 
 
 def job_files(sweep: SweepDirectory, run: RunDirectory) -> list[Path]:
-    """What the job of a run's newest attempt wrote to standard output and error, rank by rank."""
+    """Return the output files of the job of a run's newest attempt, by rank."""
     job = run.state().job_id
     return [] if job is None else sorted(sweep.path.glob(f"jobs/*/{job}_*_log.*"))
 
@@ -79,12 +79,12 @@ def last_lines(path: Path, lines: int) -> list[str]:
 
 @dataclass
 class Follower:
-    """What a growing file has that was not read yet."""
+    """The lines of a growing file that were not read yet."""
 
     path: Path
     position: int = 0
     inode: int | None = None
-    rest: bytes = b""  # of a line without its end
+    rest: bytes = b""  # beginning of an incomplete line
 
     def skip(self) -> None:
         with contextlib.suppress(OSError):
@@ -92,7 +92,7 @@ class Follower:
             self.position, self.inode = found.st_size, found.st_ino
 
     def lines(self) -> list[str]:
-        """Whole lines that are new since the last call; a file that was replaced or cut is read from its start."""
+        """Return the complete new lines since the last call; a replaced or truncated file is read from its start."""
         try:
             found = self.path.stat()
             if found.st_ino != self.inode or found.st_size < self.position:
@@ -115,12 +115,12 @@ def _follow(
     files: Callable[[], Iterable[tuple[str, Path]]],
     from_start: bool = True,
 ) -> None:
-    """Print what files grow by until the runs are over or Ctrl-C; sizes are polled, which any file system allows."""
+    """Print new lines until the runs are over or Ctrl-C; sizes are polled, which works on every file system."""
     followers: dict[Path, Follower] = {}
     policy = Policy.of(cluster_of(sweep.settings()))
     with contextlib.suppress(KeyboardInterrupt):
         while True:
-            # Asked before the last look: what is written before the end is then seen.
+            # Before reading the files, so that lines written just before the end are printed.
             over = all(is_over(run, policy) for run in runs)
             for label, path in files():
                 if path not in followers:
@@ -129,7 +129,7 @@ def _follow(
                         followers[path].skip()
                 for line in followers[path].lines():
                     print(f"{label}{line}", flush=True)
-            from_start = True  # of files that appear later
+            from_start = True  # files that appear later are printed whole
             if over:
                 return
             time.sleep(POLL_SECONDS)

@@ -1,7 +1,7 @@
-"""A view of a sweep: states by count, per run its step, loss, speed, place and reason; as a table, as JSON, or live.
+"""Show the state of a sweep: counts by state, and each run's step, loss, speed, place and reason; a table or JSON.
 
 At most four small files per run are read, so that a thousand runs take a fraction of a second. "Now" is the file
-system's clock, as a heartbeat's is.
+system's clock, which also dates heartbeats.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from ..runs.membership import members
 from ..terminal import console, describe_seconds, printable, short
 
 Row = dict[str, Any]
-PERIOD_SECONDS = 2.0  # between two looks
-ROWS = 60  # that a file or a pipe gets
-# In the order in which people look at them.
+PERIOD_SECONDS = 2.0  # between two updates of --watch
+ROWS = 60  # most rows in a file or a pipe
+# Runs that need attention first.
 ORDER = ("running", "failed", "diverged", "preempted", "cancelled", "queued", "planned", "done")
-FOLDED = ("done", "planned", "queued")  # counted instead of shown, in this order, where there are more than fit
+FOLDED = ("done", "planned", "queued")  # if not all rows fit, these are counted instead of shown, in this order
 STYLES = {"failed": "red", "diverged": "red", "running": "cyan", "preempted": "yellow", "done": "green"}
 BRING_BACK = "isoflop retry brings them back"
 COLUMNS = ("run", "state", "N", "D", "step", "loss", "forecast", "tok/s", "MFU", "ETA", "try", "where", "note")
-NOTE = 30  # characters of a note side by side, where there is no room for all
-# What a narrow terminal does without.
+NOTE = 30  # width of the note column in a narrow terminal
+# Columns that a narrow terminal leaves out, in this order.
 LEAST_FIRST = ("try", "MFU", "where", "D", "N", "tok/s", "ETA", "forecast", "loss", "step")
 
 
 def sweep_status(sweep: SweepDirectory) -> dict[str, Any]:
-    """Everything that the run directories say (the `--json` of `isoflop status`)."""
+    """Return the state of a sweep and its runs (the `--json` of `isoflop status`)."""
     cluster = cluster_of(sweep.settings())
     rows = [_read(sweep.run(planned["run_id"]), planned) for planned in _planned(sweep)]
     now, policy = now_on(sweep.path), Policy.of(cluster)
@@ -78,7 +78,7 @@ def sweep_status(sweep: SweepDirectory) -> dict[str, Any]:
 
 
 def fit_failure(sweep: SweepDirectory) -> str | None:
-    """Why the laws are not fitted to what is there, where that was tried and failed."""
+    """Return why the last fit failed, or None if it did not."""
     if (recorded := read_json(sweep.path / FIT_FAILURE)) is not None:
         return str(recorded.get("reason"))
     memory, law = read_json(sweep.path / "jobs" / "keeper.json") or {}, sweep.path / "fit" / "law.json"
@@ -91,7 +91,7 @@ def fit_failure(sweep: SweepDirectory) -> str | None:
 
 
 def _planned(sweep: SweepDirectory) -> list[Row]:
-    """Rows of the plan, also for runs that were added since it was made."""
+    """Return the plan's rows, with rows for runs added since."""
     rows: list[Row] = sweep.plan()["runs"]
     if not (sweep.path / "added.json").exists():
         return rows
@@ -134,7 +134,7 @@ def _read(run: RunDirectory, planned: Mapping[str, Any]) -> Row:
         "seconds": sum(attempt.seconds for attempt in history),
         "history": history,
         "open": record.open,
-        "recent": len(recent),  # of these, since somebody asked for a retry by hand
+        "recent": len(recent),  # attempts since the last retry by hand
         "shape": planned.get("shape"),
         "scored": summary is not None and (run.path / "eval" / f"step_{summary.get('step')}.json").exists(),
         "cancel_asked": state.state in OPEN and "cancel.json" in there,
@@ -142,12 +142,12 @@ def _read(run: RunDirectory, planned: Mapping[str, Any]) -> Row:
 
 
 def _finite(value: Any) -> float | None:
-    """None for a loss that is no number, which JSON cannot hold."""
+    """Return a finite number, or None for anything else: JSON has no nan."""
     return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _add_life(sweep: SweepDirectory, rows: Iterable[Row], policy: Policy, now: float) -> None:
-    """How long ago each running run has shown life, and when it will end."""
+    """Add to each running run the age of its heartbeat and the time until its end."""
     for row in rows:
         row |= {"heartbeat_age": None, "silent": False, "under_way": None}
         start = row.pop("open", None)
@@ -165,7 +165,7 @@ def _add_life(sweep: SweepDirectory, rows: Iterable[Row], policy: Policy, now: f
 
 
 def _add_costs(rows: Iterable[Row], cluster: ClusterConfig) -> None:
-    """GPU-hours of each run so far, or core-hours where it has no GPU."""
+    """Add each run's GPU-hours so far, or core-hours if it has no GPU."""
     settings = asdict(cluster)
     for row in rows:
         row |= {"gpu_hours": 0.0, "core_hours": 0.0}
@@ -178,7 +178,7 @@ def _add_costs(rows: Iterable[Row], cluster: ClusterConfig) -> None:
 
 
 def _add_forecasts(sweep: SweepDirectory, rows: Iterable[Row], now: float) -> None:
-    """The final loss that each running run is on its way to: [loss, low, high]."""
+    """Add the forecast of each running run's final loss: [loss, low, high]."""
     found, left = dict[str, list[float]](), dict[str, str]()
     if any(row["state"] == "running" and row["step"] for row in rows):
         from ..results.forecast import latest_forecasts
@@ -191,7 +191,7 @@ def _add_forecasts(sweep: SweepDirectory, rows: Iterable[Row], now: float) -> No
 
 
 def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> bool:
-    """Add SLURM's words on why a run's worker waits. Returns True if SLURM says that no keeper is in its queue."""
+    """Add SLURM's reason why a run's worker waits. Returns True if SLURM reports no keeper in its queue."""
     for row in rows:
         row["waits"] = None
     if not (sweep.path / "jobs" / "launch.json").exists() or all(row["state"] not in OPEN for row in rows):
@@ -200,7 +200,7 @@ def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> bool:
 
     try:
         jobs = slurm_jobs.jobs_of(sweep, patience=0.0)
-    except UserError:  # SLURM does not answer, or the doctor must see to the file first
+    except UserError:  # SLURM does not answer, or launch.json is damaged
         return False
     reasons = {job.shape: job.reason for job in jobs if job.waits and job.shape is not None}
     for row in rows:
@@ -210,9 +210,9 @@ def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> bool:
 
 
 def sweep_eta(rows: Iterable[Row]) -> float | None:
-    """Seconds until the last run has ended, at as many side by side as train now; None where none does.
+    """Estimate the seconds until the last run ends, with as many runs at once as now; None if none is running.
 
-    What waits takes its estimate, corrected by how wrong the estimates of the runs that are done have been.
+    Waiting runs take their estimate, corrected by the ratio of actual to estimated time of the finished runs.
     """
     left = [row for row in rows if row["state"] in OPEN and not row["cancel_asked"]]
     done = [row for row in rows if row["state"] == "done" and row["seconds"] and row["estimated_seconds"]]
@@ -235,7 +235,7 @@ def sweep_eta(rows: Iterable[Row]) -> float | None:
 
 
 def show_status(sweep: SweepDirectory, watch: bool = False, as_json: bool = False, everything: bool = False) -> None:
-    """Print what needs attention, or `everything`; with `watch` until all runs have ended for good or Ctrl-C."""
+    """Print the status, with `everything` all rows; with `watch`, repeat until all runs are over or Ctrl-C."""
     out, status = console(), sweep_status(sweep)
     with contextlib.ExitStack() as stack:
         live = None
@@ -246,7 +246,7 @@ def show_status(sweep: SweepDirectory, watch: bool = False, as_json: bool = Fals
 
             live = stack.enter_context(Live(console=out, auto_refresh=False, vertical_overflow="crop"))
         while True:
-            if as_json:  # on one line: with line breaks a thousand runs would take Python's slow encoder a second
+            if as_json:  # on one line: indent=1 selects Python's slow encoder, a second for a thousand runs
                 print(json.dumps(status, allow_nan=False, default=asdict), flush=True)
             elif live is not None:
                 live.update(render_status(status, out, everything), refresh=True)
@@ -259,7 +259,7 @@ def show_status(sweep: SweepDirectory, watch: bool = False, as_json: bool = Fals
 
 
 def render_status(status: dict[str, Any], out: Console, everything: bool) -> RenderableType:
-    """Table, reasons and totals; unless `everything`, with as many lines of runs as the terminal has room for."""
+    """Return table, reasons and totals; unless `everything`, with as many rows as fit in the terminal."""
     room = None if everything else max(10, out.height - 8) if out.is_terminal else ROWS
     shown, hidden = fold_rows(status["runs"], room)
     shown.sort(key=lambda row: ORDER.index(row["state"]))
@@ -289,7 +289,7 @@ def render_status(status: dict[str, Any], out: Console, everything: bool) -> Ren
 
 
 def _table(shown: list[Row], title: str, out: Console) -> Table:
-    """As many columns as there is room for, and always the note, which may take several lines."""
+    """Return a table with as many columns as fit, and always the note, which may wrap."""
     rows = [_cells(row) for row in shown]
     columns = {name: [printable(row[place]) for row in rows] for place, name in enumerate(COLUMNS)}
     widths = {name: max(map(len, [name, *cells])) for name, cells in columns.items()}
@@ -305,14 +305,14 @@ def _table(shown: list[Row], title: str, out: Console) -> Table:
         left = name in ("run", "state", "where", "note")
         table.add_column(name, justify="left" if left else "right", no_wrap=name != "note", max_width=width)
     for row, *texts in zip(shown, *(columns[name] for name in widths), strict=True):
-        table.add_row(*map(Text, texts), style=STYLES.get(row["state"]))  # text: a name may have [brackets]
+        table.add_row(*map(Text, texts), style=STYLES.get(row["state"]))  # a name may have [brackets]
     return table
 
 
 def fold_rows(rows: list[Row], room: int | None) -> tuple[list[Row], dict[str, int]]:
-    """The rows that fit in so many lines with their reasons, and how many of each state do not.
+    """Return the rows that fit in `room` lines with their reasons, and the number of hidden rows by state.
 
-    Where even what neither waits nor is done does not fit, half the room is for what went wrong.
+    If even the rows that are neither waiting nor done do not fit, failed and diverged runs get at least half the room.
     """
     left = list(rows)
     for state in FOLDED:

@@ -16,8 +16,8 @@ from ..config import ClusterConfig
 from ..terminal import console, plain_table, say, short
 from .rates import half_speed_width
 
-SETTINGS = ("tp", "dp", "pp", "ep", "zero", "micro_batch_size", "recompute")  # of `parallel`, set by a way
-ROWS = 12  # of the table
+SETTINGS = ("tp", "dp", "pp", "ep", "zero", "micro_batch_size", "recompute")  # fields of `parallel` that a way sets
+ROWS = 12  # most rows of the table
 
 
 def read_run(path: Path) -> RunConfig:
@@ -32,7 +32,7 @@ def read_run(path: Path) -> RunConfig:
 
 
 def ways_to_dict(ways: list[Way]) -> dict[str, Any]:
-    """Return every way as plain values, the best first, and the one to use."""
+    """Return the ways as plain values, best first, and the one to use."""
     ranked = [
         {name: getattr(way.parallel, name) for name in (*SETTINGS, "sequence_parallel")}
         | {"fits": way.fits, "verdict": _verdict(way, ways[0]), "seconds": way.seconds}
@@ -56,7 +56,7 @@ def print_ways(config: RunConfig, ways: list[Way]) -> None:
         f"sequences of {config.data.sequence_length} tokens a step, {config.precision}, on "
         f"{counted(best.parallel.world_size, 'rank')}: {fitting} of {counted(len(ways), 'way')} fit into memory"
     )
-    meshes = {way.mesh: way for way in reversed(ways)}  # the best way of each
+    meshes = {way.mesh: way for way in reversed(ways)}  # keeps the best way of each mesh
     ranked = [way for way in ways if way is meshes[way.mesh]]
     title = f"{min(ROWS, len(ranked))} of {counted(len(ranked), 'mesh', 'meshes')}, the fastest that fits first"
     table = plain_table((*SETTINGS, "s a step", "GB a rank", "verdict"), ("recompute", "verdict"), title)
@@ -73,7 +73,7 @@ def print_ways(config: RunConfig, ways: list[Way]) -> None:
 
 
 def explain_runs(runs: list[RunConfig], cluster: ClusterConfig, flops_per_second: float) -> None:
-    """Print the ways of every distinct shape, each on the ranks that its runs ask for."""
+    """Print the ways to train each distinct shape of run, on the number of ranks that it asks for."""
     gpus = cluster.gpus_per_job > 0
     hardware = Hardware(
         memory_bytes=(cluster.gpu_memory_gb if gpus else cluster.memory_gb) * 1e9,
@@ -84,7 +84,7 @@ def explain_runs(runs: list[RunConfig], cluster: ClusterConfig, flops_per_second
         ranks_per_node=cluster.ranks_per_node or 2**30,
         device="cuda" if gpus else "cpu",
     )
-    shapes = {  # seeds, D and learning rates change no mesh
+    shapes = {  # the best mesh does not depend on seed, D and learning rate
         (repr(run.model), run.data.sequence_length, run.optimizer.batch_size, run.precision): run for run in runs
     }
     for run in shapes.values():

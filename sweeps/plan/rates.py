@@ -1,7 +1,7 @@
-"""How fast runs train: what past sweeps measured, kept in the cache, else a share of this machine's matmul rate.
+"""Estimate how fast runs train: from rates that past sweeps measured, else from the matmul rate of this machine.
 
-A place is what a planner knows before a job runs: a processor and threads, or a partition and what a rank gets there.
-Rates are FLOP/s (exact convention) of a whole run on all its ranks, trained alone.
+Measured rates are kept in the cache by place: a processor and threads, or a SLURM partition and the resources of a
+rank. A rate is FLOP/s (exact convention) of a whole run on all its ranks, trained alone.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ...train.files import read_json, write_json
 from ..config import ClusterConfig, GridConfig
 from ..runs.forms import PlanFile
 
-RUNS, KINDS, PLACES = 32, 64, 64  # kept: newest runs of a width, kinds of run of a place, places
+RUNS, KINDS, PLACES = 32, 64, 64  # most entries kept: runs per width, kinds per place, places
 LOCK_SECONDS = 20.0
-LADDER = (1.0, 2.0, 5.0, 10.0)  # budgets of a probed isoFLOP grid, as multiples of the smallest
-SIZES, TYPICAL_WIDTH = 6, 20  # of such a grid
+LADDER = (1.0, 2.0, 5.0, 10.0)  # budgets of a probed isoFLOP grid, relative to the smallest
+SIZES, TYPICAL_WIDTH = 6, 20  # sizes per budget and a typical width of that grid
 
 
 Width = Annotated[str, Meta(pattern=r"^\d+$")]
@@ -40,7 +40,7 @@ class AtPlace(TypedDict):
 
 
 class RatesFile(TypedDict):
-    """calibration.json."""
+    """Content of calibration.json."""
 
     version: Literal[1]
     places: dict[str, AtPlace]
@@ -48,7 +48,7 @@ class RatesFile(TypedDict):
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run reached."""
+    """The measured rate of one run."""
 
     run_id: str
     kind: str  # see `kind_of`
@@ -59,12 +59,15 @@ class Measured:
 
 @dataclass(frozen=True)
 class Calibration:
-    """FLOP/s at one place and how many runs say so, by kind of run and width."""
+    """FLOP/s at one place and the number of runs measured, by kind of run and width."""
 
     rates: Mapping[str, Mapping[int, tuple[float, int]]] = field(default_factory=dict)
 
     def rate(self, kind: str, width: int, assumed: Callable[[float], float]) -> float:
-        """FLOP/s of a run: log-log between the measured widths, beyond them along `assumed`, FLOP/s by width."""
+        """Return the FLOP/s of a run, interpolated log-log between measured widths.
+
+        Beyond the measured widths, and without any, `assumed` gives the dependence on the width.
+        """
         known = self.rates.get(kind)
         if not known:
             return assumed(width)
@@ -79,13 +82,13 @@ class Calibration:
         return math.exp((1 - part) * math.log(known[below][0]) + part * math.log(known[above][0]))
 
     def runs(self, kinds: Collection[str]) -> int:
-        """How many runs of these kinds were measured; 0 where one of the kinds has none."""
+        """Return the number of measured runs of these kinds, or 0 if one kind has none."""
         counts = [sum(count for _, count in self.rates.get(kind, {}).values()) for kind in kinds]
         return sum(counts) if all(counts) else 0
 
 
 def kind_of(precision: str, mesh: str, batch_tokens: int, sequence_length: int) -> str:
-    """What beside its width decides how fast a run trains; a key of the file."""
+    """Return the key of calibration.json for the settings, other than width, that determine a run's speed."""
     return f"{precision}, {mesh or 'one rank'}, {batch_tokens} tokens a step in sequences of {sequence_length}"
 
 
@@ -94,18 +97,18 @@ def run_kind(run: RunConfig) -> str:
 
 
 def place_of(cluster: ClusterConfig, threads: int) -> str:
-    """Where runs of a cluster are trained; a key of the file."""
+    """Return the key of calibration.json for the place where a cluster's runs are trained."""
     count, what = (cluster.gpus_per_job, "GPU") if cluster.gpus_per_job else (threads, "thread")
     has = f"{count} {what}{'s' * (count > 1)}"
     if cluster.kind == "slurm":
         only = f" {cluster.constraint}" if cluster.constraint else ""
         return f"slurm {cluster.partition or 'default partition'}{only}, {has} a rank"
-    machine = f"{platform.node()}, " if cluster.gpus_per_job else ""  # which has which GPUs
+    machine = f"{platform.node()}, " if cluster.gpus_per_job else ""  # machines have different GPUs
     return f"{machine}{processor_name()}, {has} a rank"
 
 
 def processor_name() -> str:
-    """This machine's, where the system tells."""
+    """Return the name of this machine's processor, if the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -115,7 +118,7 @@ def processor_name() -> str:
 
 
 def load_rates(cluster: ClusterConfig, threads: int) -> Calibration:
-    """What past sweeps measured where this one is to run."""
+    """Return the rates that past sweeps measured at this cluster's place."""
     places = (read_json(_file(), RatesFile) or {}).get("places", {})
     kinds = places.get(place_of(cluster, threads), {}).get("kinds", {})
     return Calibration(
@@ -127,8 +130,8 @@ def load_rates(cluster: ClusterConfig, threads: int) -> Calibration:
 
 
 def sweep_rates(folder: Path, cluster: ClusterConfig, threads: int) -> Calibration:
-    """What a sweep is planned with: what its plan.json says, and of other kinds of run `load_rates`."""
-    # Else what its own runs reached would become their estimate, and the report could not say how far that was off.
+    """Return the rates to plan a sweep with: those in its plan.json, and `load_rates` for other kinds of run."""
+    # If a sweep's own measurements replaced its estimates, the report could not tell how wrong these were.
     planned = (read_json(folder / "plan.json", PlanFile) or {}).get("rates") or {}
     fixed = {
         kind: {int(width): (rate, count) for width, (rate, count) in widths.items()} for kind, widths in planned.items()
@@ -137,7 +140,7 @@ def sweep_rates(folder: Path, cluster: ClusterConfig, threads: int) -> Calibrati
 
 
 def record_rates(place: str, measured: Iterable[Measured]) -> str | None:
-    """Add what runs reached to the file; return in a sentence what went wrong, None where nothing did."""
+    """Add measured rates to calibration.json. Returns a sentence if something went wrong, else None."""
     from filelock import FileLock, Timeout  # slow to import, and status needs no lock
 
     measured, file = list(measured), _file()
@@ -151,7 +154,7 @@ def record_rates(place: str, measured: Iterable[Measured]) -> str | None:
                 aside = file.with_name(f"{file.name}.damaged")
                 os.replace(file, aside)
                 said = f"{file} was damaged and is now {aside}; estimates start anew from what this sweep measured"
-            # What is added to moves to the end, and the oldest falls out.
+            # Updated entries move to the end; the oldest are dropped.
             known = (content or {}).get("places", {})
             kinds = known.pop(place, {}).get("kinds", {})
             for run in measured:
@@ -174,7 +177,7 @@ def _file() -> Path:
 
 @dataclass(frozen=True)
 class Places:
-    """What jobs of so many ranks get."""
+    """How many jobs run at once, and the resources of each."""
 
     jobs: int  # at a time
     threads: int  # per rank
@@ -182,7 +185,7 @@ class Places:
 
 
 def places(cluster: ClusterConfig, ranks: int, rate: float) -> Places:
-    """How jobs of so many ranks share what is there; `rate` is the peak of a core here, of a rank on SLURM."""
+    """Divide the machine among jobs of `ranks` ranks; `rate` is the peak of one core, or of one rank on SLURM."""
     if cluster.kind == "slurm":
         return Places(cluster.array_parallelism, cluster.cpus_per_task, rate * ranks)
     cores = usable_cores()
@@ -190,11 +193,11 @@ def places(cluster: ClusterConfig, ranks: int, rate: float) -> Places:
     if cluster.gpus_per_job > 0 and ranks == 1:
         jobs *= cluster.runs_per_gpu
     threads = cluster.threads_per_job if cluster.threads_per_job is not None else max(1, cores // (jobs * ranks))
-    # More ranks than cores are no faster than the cores.
+    # Ranks beyond the number of cores add no speed.
     return Places(jobs, threads, rate * min(ranks * threads, max(threads, cores)))
 
 
-# The best of many short trials on one thread: other processes slow most of them down, but rarely all.
+# The best of many short trials on one thread: other processes slow down most of them, but rarely all.
 _TRIAL = """
 import time
 import numpy as np
@@ -209,7 +212,7 @@ print(2 * 512**3 / best)
 
 
 def core_flops_per_second(seconds: float = 0.4) -> float:
-    """fp32 matmul rate of one core, through NumPy's BLAS, in a process of its own held to one thread."""
+    """Measure the fp32 matmul rate of one core with NumPy's BLAS, in a subprocess limited to one thread."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
     environment = {**os.environ, **dict.fromkeys(names, "1")}
     trial = [sys.executable, "-c", _TRIAL.format(seconds=seconds)]
@@ -217,22 +220,22 @@ def core_flops_per_second(seconds: float = 0.4) -> float:
 
 
 def half_speed_width(cluster: ClusterConfig) -> float:
-    """Model width at which training reaches half of the matmul peak: an assumption, where no run has been measured."""
+    """Return the assumed width at which training reaches half of the matmul peak, for runs without measured rates."""
     return 512.0 if cluster.gpus_per_job > 0 else 96.0
 
 
 def fill_budgets(grid: GridConfig | None, cluster: ClusterConfig, rate: float) -> None:
-    """Budgets that a grid does not name are the cluster's, else the probe's."""
+    """Fill in a grid's missing budgets from the cluster, else from a probe of this machine."""
     if grid is not None:
-        room = places(cluster, 1, rate)  # of one rank, whatever the runs have: a spread does not change what is run
+        room = places(cluster, 1, rate)  # always of one rank: the mesh must not change the budgets
         probe = (room.flops_per_second, room.jobs, cluster.minutes, half_speed_width(cluster))
         grid.fill_budgets(cluster.budgets, lambda: probed_budgets(*probe))
 
 
 def probed_budgets(flops_per_second: float, jobs: int, minutes: float, half_speed: float) -> list[float]:
-    """Budgets whose grid of six sizes each fills about `minutes` on `jobs` cores."""
+    """Return budgets for which a grid of six sizes each takes about `minutes` on `jobs` cores."""
     rate = flops_per_second * jobs * TYPICAL_WIDTH / (TYPICAL_WIDTH + half_speed)
     smallest = rate * minutes * 60 / (SIZES * sum(LADDER))
-    # To a power of two: two probes of one machine, or two machines of one kind, nearly always plan the same runs.
+    # Rounded to a power of two, so that repeated probes and equal machines nearly always plan the same runs.
     smallest = 1e11 * 2.0 ** math.floor(math.log2(smallest / 1e11))
     return [smallest * step for step in LADDER]

@@ -1,6 +1,6 @@
-"""Runs become jobs: their cost, their order, and their shape. Pure.
+"""Plan the jobs of a sweep's runs: cost, order and shape. Pure.
 
-Estimates decide on order and place alone: which runs there are, and what comes of them, does not depend on them.
+Estimates affect only order and placement, not which runs there are or their results.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from ..runs.forms import JobShape, PlannedRun
 from .rates import Calibration, half_speed_width, run_kind
 from .trunks import own_flops
 
-MANY_STEPS = 200_000  # beyond which a batch is far below what a run of that length can use
+MANY_STEPS = 200_000  # a run with more steps could use a far larger batch; chosen by hand
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A sweep's runs in the order in which they start, and what they cost together."""
+    """A sweep's runs in starting order, and their total cost."""
 
     runs: list[PlannedRun]
     jobs_at_once: int
     estimated_seconds: float  # wall clock at that concurrency, training alone
-    total_flops: float  # exact convention, as trained: what branches share with a trunk counts once
-    separate_flops: float  # the same had every run been trained from its first step
+    total_flops: float  # exact convention; steps that branches share with a trunk count once
+    separate_flops: float  # the same if every run were trained from its first step
     gpu_hours: float
     core_hours: float
     dollars: float | None
-    measured_runs: int = 0  # of past sweeps, behind the estimates; 0: some rate is assumed
-    # Of each kind of run by width: the FLOP/s that were measured, and by how many runs; a sweep goes on with these.
+    measured_runs: int = 0  # runs of past sweeps behind the estimates; 0: some rate is assumed
+    # Measured FLOP/s and number of runs, by kind of run and width; later plans of the sweep use these again.
     rates: dict[str, dict[int, tuple[float, int]]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,24 +52,27 @@ def plan_runs(
     threads: int | None = None,
     measured: Calibration | None = None,
 ) -> Plan:
-    """Cost, order and placement of a grid, with its trunks and branches.
+    """Plan the cost, order and placement of runs, with their trunks and branches.
 
-    `flops_per_second` is the matmul peak of one job, all ranks together; `threads` are those of a rank.
+    Args:
+        flops_per_second: Matmul peak of one job, all ranks together.
+        threads: Threads of a rank; None: cluster.cpus_per_task.
+        measured: Rates of past sweeps; without them, a rate is assumed from the width.
     """
 
-    def assumed(width: float) -> float:  # where nothing was measured: small models reach little of the peak
+    def assumed(width: float) -> float:  # small models reach only a small share of the peak
         return flops_per_second * width / (width + half_speed_width(cluster))
 
     measured, by_id = measured or Calibration(), {run_id(run): run for run in runs}
     kinds = {name: run_kind(run) for name, run in by_id.items()}
     rates = {name: measured.rate(kinds[name], run.model.width, assumed) for name, run in by_id.items()}
     planned = [_planned(name, run, cluster, rates[name], threads) for name, run in by_id.items()]
-    # Longest first: the last job to start is then the shortest, and no core idles behind a long tail.
+    # Longest first, so that the last job to start is the shortest and no core waits for a long one.
     trunks = {run.parent for run in planned}
     planned.sort(key=lambda run: (-run.estimated_seconds, run.run_id not in trunks, run.run_id))
     gpu_hours = sum(run.estimated_seconds * run.shape.gpus * run.shape.ranks for run in planned) / 3600
     core_hours = sum(run.estimated_seconds * run.shape.cpus * run.shape.ranks for run in planned) / 3600
-    if cluster.kind == "local":  # so many places are one GPU
+    if cluster.kind == "local":  # this many runs share a GPU
         gpu_hours /= cluster.runs_per_gpu
     price = cluster.dollars_per_gpu_hour
     return Plan(
@@ -87,7 +90,7 @@ def plan_runs(
 
 
 def wall_clock(runs: Sequence[PlannedRun], places: int) -> float:
-    """Estimated time of runs, each on the first free place, and a branch when its trunk has come to where it begins."""
+    """Estimate the time of runs, each on the first free place; a branch starts once its trunk has reached its step."""
     started: dict[str, float] = {}
     planned = {run.run_id: run for run in runs}
     free = [0.0] * max(1, places)
@@ -110,7 +113,7 @@ def wall_clock(runs: Sequence[PlannedRun], places: int) -> float:
 
 
 def plan_remarks(plan: Plan) -> list[str]:
-    """What a person should know before the plan is started."""
+    """Return remarks for the user on the plan."""
     longest = max(plan.runs, key=lambda run: run.steps)
     if longest.steps <= MANY_STEPS:
         return []
@@ -121,7 +124,7 @@ def plan_remarks(plan: Plan) -> list[str]:
 
 
 def makespan(seconds: list[float], at_once: int) -> float:
-    """Wall clock of jobs started in the given order, each on the first free place."""
+    """Return the wall-clock time of jobs started in order, each on the first free place."""
     places = [0.0] * max(1, at_once)
     for duration in seconds:
         heapq.heapreplace(places, places[0] + duration)
@@ -129,7 +132,7 @@ def makespan(seconds: list[float], at_once: int) -> float:
 
 
 def job_shape(parallel: ParallelConfig, cluster: ClusterConfig, threads: int | None = None) -> JobShape:
-    """Every node has as many ranks, and a tensor-parallel group stays within one node."""
+    """Return a run's resources: equal ranks on every node, each tensor-parallel group within one node."""
     groups = whole = parallel.world_size // parallel.tp  # tensor-parallel groups on a node
     if cluster.kind == "slurm" and cluster.ranks_per_node is not None:
         room = cluster.ranks_per_node // parallel.tp

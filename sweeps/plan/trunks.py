@@ -1,7 +1,7 @@
-"""Runs that differ in D alone share the constant-rate part of the longest: a trunk, and branches that decay from it.
+"""Trunks and branches: runs that differ only in D share the constant-rate part of the longest run.
 
-A trunk is an ordinary run that also saves where its branches begin (`checkpoint.at_steps`), a branch one with a
-`parent`. Both fields are cosmetic: every run keeps its id, and would train alone to the same bits.
+A trunk is a run that also saves checkpoints where its branches begin (`checkpoint.at_steps`); a branch has a `parent`.
+Neither field changes the run id or the result: trained alone, a branch gives the same bits.
 
 Haegele et al. 2024 (arXiv 2405.18392), section 5: a scaling law from one constant-rate run and a cooldown for each D.
 """
@@ -26,21 +26,21 @@ from ..terminal import short
 
 SHOWN = 3  # runs that a remark names
 
-_Named = tuple[str, RunConfig]  # a run with its id, which takes longer to compute than all else here
+_Named = tuple[str, RunConfig]  # a run with its id, whose hash is the slowest step here
 
 
 class NotThere(UserError):
-    """The trunk has not come to where a branch begins."""
+    """The trunk has no checkpoint at the step where a branch begins."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a run has on disk, as far as trunks go; the default is a run that nobody has started."""
+    """The state of a run on disk that trunks depend on; the default is a run that has not started."""
 
-    fixed: bool = False  # it is done, or a process has it: what its config.yaml says stays
-    step: int = 0  # it saves nothing more at or before this step
-    saved: frozenset[int] = frozenset()  # steps whose checkpoints are there, or will be
-    parent: str | None = None  # as its config.yaml has it
+    fixed: bool = False  # done, queued or running: its config.yaml must not change
+    step: int = 0  # no further checkpoint will be saved at or before this step
+    saved: frozenset[int] = frozenset()  # steps of checkpoints that exist or will be saved
+    parent: str | None = None  # from its config.yaml
 
     def can_save(self, step: int) -> bool:
         return step in self.saved or step > self.step
@@ -51,26 +51,26 @@ class Merged:
     """The same runs in the same order, with the same ids."""
 
     runs: list[RunConfig]  # trunks with `checkpoint.at_steps`, branches with `parent`
-    remarks: list[str]  # sentences for a person: what is spared, and what is not merged and why
+    remarks: list[str]  # sentences for the user: FLOPs saved, and runs that could not be merged
 
 
 def merge_runs(runs: Sequence[RunConfig], progress: Mapping[str, Progress] | None = None) -> Merged:
-    """Make branches of the runs that a longer one can serve as a trunk; `progress`: what is on disk, by run id."""
+    """Turn runs into branches of longer runs where possible; `progress` has the state on disk, by run id."""
     families: dict[str, list[_Named]] = {}
     named = [(run_id(run), run) for run in runs]
     for name, run in named:
         families.setdefault(canonical_json({**identity(run), "tokens": 0}), []).append((name, run))
     parents: dict[str, str | None] = {}
-    obstacles: dict[str, list[RunConfig]] = {}  # runs by the reason why they are trained from their first step
+    obstacles: dict[str, list[RunConfig]] = {}  # runs that cannot branch, by reason
     progress = defaultdict(Progress, progress or {})
     for family in families.values():
-        # Longest first, so that whoever could be a run's trunk has been seen before it; of several the longest is
-        # taken, so that one trunk serves as many as possible.
-        roots: list[_Named] = []  # make the steps before their decay themselves, or have them behind them
+        # Longest first, so that all possible trunks of a run come before it; the longest of them is used, so that one
+        # trunk serves as many runs as possible.
+        roots: list[_Named] = []  # runs that train, or have trained, the steps before their decay themselves
         for name, run in sorted(family, key=lambda item: (-item[1].steps, -item[1].tokens)):
             begin, mine = trunk_steps(run), progress[name]
             if mine.fixed or any(step >= begin for step in mine.saved):
-                parents[name] = mine.parent  # who has made its first steps is a fact
+                parents[name] = mine.parent  # its first steps are trained already
                 roots.append((name, run))
                 continue
             alike = [root for root, its in roots if 0 < begin <= same_until(its, run)]
@@ -92,22 +92,22 @@ def merge_runs(runs: Sequence[RunConfig], progress: Mapping[str, Progress] | Non
 
 
 def own_steps(run: RunConfig) -> int:
-    """Steps that a run of a merged plan makes itself."""
+    """Return the steps that a run of a merged plan trains itself."""
     return run.steps if run.parent is None else run.steps - trunk_steps(run)
 
 
 def own_flops(run: RunConfig) -> float:
-    """Training FLOPs, exact convention, of these steps."""
+    """Return the training FLOPs (exact convention) of `own_steps`."""
     return flops_exact(run) / run.steps * own_steps(run)
 
 
 def trained_flops(runs: Sequence[RunConfig]) -> float:
-    """Of runs that share their trunks."""
+    """Return the training FLOPs of runs that share their trunks."""
     return sum(map(own_flops, merge_runs(runs).runs))
 
 
 def steps_between(run: RunConfig, every: int | None) -> list[int]:
-    """Steps before the last at which a run's checkpoints are kept for scoring; of a branch those after its trunk's."""
+    """Return the steps of a run's intermediate checkpoints to score; a branch has none before its first step."""
     if every is None:
         return []
     first = 0 if run.parent is None else trunk_steps(run)
@@ -115,7 +115,7 @@ def steps_between(run: RunConfig, every: int | None) -> list[int]:
 
 
 def keep_between(runs: Iterable[RunConfig], every: int | None) -> list[RunConfig]:
-    """The same runs, each told to keep those checkpoints beside what it keeps for its branches."""
+    """Return the runs with `checkpoint.at_steps` extended by the steps to score."""
     kept = []
     for run in runs:
         if steps := steps_between(run, every):
@@ -126,7 +126,7 @@ def keep_between(runs: Iterable[RunConfig], every: int | None) -> list[RunConfig
 
 
 def _obstacle(run: RunConfig, begin: int, alike: bool) -> str:
-    """Why a run does not branch from a longer one; `alike`: that has the same steps up to there."""
+    """Return why a run cannot branch; `alike`: a longer run has the same steps up to the decay."""
     schedule = run.schedule
     if alike:
         return "what could be the trunk is past the step where they would begin, and has kept no checkpoint of it"
@@ -144,7 +144,7 @@ def _obstacle(run: RunConfig, begin: int, alike: bool) -> str:
 
 
 def _remarks(merged: Sequence[RunConfig], obstacles: Mapping[str, Sequence[RunConfig]]) -> list[str]:
-    """What branching spares, and why runs do not branch."""
+    """Return remarks on the FLOPs saved by branching, and on runs that cannot branch."""
     said, trunks = [], {run.parent for run in merged} - {None}
     if trunks:
         branches = sum(run.parent is not None for run in merged)
@@ -164,11 +164,11 @@ def _remarks(merged: Sequence[RunConfig], obstacles: Mapping[str, Sequence[RunCo
 
 
 def progress_of(run: RunDirectory, live: bool = False) -> Progress:
-    """What `merge_runs` asks of a run; `live`: a process or a queued job has it."""
+    """Read a run's state on disk for `merge_runs`; `live`: it is running or queued."""
     try:
         config = run.config()
     except UserError:
-        return Progress()  # nothing there, or what `RunDirectory.config` refuses as soon as it is needed
+        return Progress()  # no config, or a damaged one: an error follows when it is needed
     saved, fixed = run.saved_steps(), live or run.is_done()
     to_save = config.checkpoint.at_steps or () if live else ()
     step = config.steps if fixed else max(saved, default=0)
@@ -180,10 +180,15 @@ def has_checkpoint(run: RunDirectory, step: int) -> bool:
 
 
 def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
-    """Give a branch its trunk's checkpoint, and return a line that says so; None where it has a newer one.
+    """Give a branch its trunk's checkpoint; the caller holds the branch's lock. A failure leaves no partial files.
 
-    The caller holds the branch's lock. Raises NotThere where the trunk has no such checkpoint, UserError where it is
-    damaged, OSError on a full disk; nothing half-written stays.
+    Returns:
+        A line for the log, or None if the branch already has this checkpoint or a later one.
+
+    Raises:
+        NotThere: the trunk has no checkpoint at that step.
+        UserError: the checkpoint is damaged.
+        OSError: for example, the disk is full.
     """
     from ...train.checkpoint.checkpoint import damage
 
@@ -214,18 +219,18 @@ def checkpoint_folder(run: RunDirectory, step: int) -> Path:
 
 
 def _begin_metrics(branch: RunDirectory, trunk: RunDirectory, step: int) -> None:
-    """The trunk's lines are the branch's until they part, so that its curve is whole."""
+    """Copy the trunk's metrics up to `step` to the branch, so that its curve is complete."""
     path = branch.path / "metrics.jsonl"
     if any(line["step"] >= step for line in read_json_lines(path)):
         return
-    # A run that was resumed says some steps twice.
+    # A resumed run may have some steps twice.
     lines = {line["step"]: line for line in read_json_lines(trunk.path / "metrics.jsonl")}
     write_atomic(path, "".join(json.dumps(lines[number]) + "\n" for number in sorted(lines) if number <= step))
 
 
 def _transplant(source: Path, final: Path) -> bool:
-    """Make `final` the same checkpoint as `source`, in one rename; whether its files are links."""
-    # Checkpoints are replaced and never changed in place, so one file may serve both.
+    """Publish a copy of checkpoint `source` as `final`, in one rename. Returns True if its files are hard links."""
+    # Hard links are safe, because checkpoints are replaced and never changed in place.
     from ...train.checkpoint.checkpoint import publish
 
     linked = True
@@ -235,7 +240,7 @@ def _transplant(source: Path, final: Path) -> bool:
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             try:
                 os.link(source / name, temporary / name)
-            except OSError:  # a file system without second names
+            except OSError:  # the file system has no hard links
                 shutil.copyfile(source / name, temporary / name)
                 fsync_path(temporary / name)
                 linked = False

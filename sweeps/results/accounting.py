@@ -1,7 +1,7 @@
-"""What a sweep was planned to cost and what it has cost, what was wasted and why, and how far its estimates were off.
+"""Account for a sweep's cost: planned, used and wasted, by cause, and the errors of its estimates.
 
-A step is useful as long as a result stands on it, or a checkpoint that a run can go on from; otherwise it is lost to
-what ended the attempt after which the run went back behind it.
+A step is useful while a result or a checkpoint that a run can resume from depends on it. Otherwise it is lost; the
+cause is what ended the attempt after which the run resumed from an earlier step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..runs import membership
 from ..runs.attempts import Attempt, unrecorded_steps
 from ..runs.directory import RunDirectory, SweepDirectory
 
-# Causes as the report says them.
+# Causes as the report names them.
 WORDS = {name: name for name in ("hung", "preempted", "cancelled", "diverged", "error")} | {
     "killed": "process killed",
     "node": "node failed",
@@ -35,26 +35,26 @@ Planned = dict[str, Any]  # a run of plan.json
 
 @dataclass
 class _Entry:
-    """A run in the books."""
+    """A run with its attempts and result."""
 
     run: RunDirectory
     planned: Planned
     history: list[Attempt]
-    result: dict[str, Any] | None  # None: it is not done
+    result: dict[str, Any] | None  # summary; None: the run is not done
     devices: float
-    served: int = 0  # the last step of a trunk that a branch's result stands on
+    served: int = 0  # last step of a trunk that a finished branch depends on
 
     @property
     def own_steps(self) -> tuple[int, int]:
-        """Between which steps the run has trained itself, if it is done."""
+        """First and last step that the run trained itself; equal if it is not done."""
         first = self.planned.get("first_step", 0)
         return first, first if self.result is None else self.planned["steps"]
 
 
 def account(sweep: SweepDirectory) -> dict[str, Any]:
-    """The books of a sweep as they are now, as costs.json has them; SLURM is asked where the sweep went there.
+    """Return the content of costs.json for a sweep as it is now; of a sweep on SLURM, SLURM is asked too.
 
-    An amount is device-hours, dollars where a GPU-hour has a price, and FLOPs by the exact convention.
+    An amount has device-hours, dollars if a GPU-hour has a price, and FLOPs (exact convention).
     """
     plan, cluster = sweep.plan(), asdict(cluster_of(sweep.settings()))
     entries: dict[str, _Entry] = {}
@@ -92,26 +92,26 @@ def account(sweep: SweepDirectory) -> dict[str, Any]:
         "unrecorded": sum(unrecorded_steps(entry.history, *entry.own_steps) > 0 for entry in every),
         "retries": membership.retries_spent(sweep),
         "retry_budget": cluster.get("sweep_retries", 0),
-        "measured_runs": plan.get("measured_runs", 0),  # of past sweeps, behind the estimate; 0: it was assumed
-        "error": error,  # of the estimate of all runs that are done, together
+        "measured_runs": plan.get("measured_runs", 0),  # runs of past sweeps behind the estimate; 0: assumed
+        "error": error,  # of the estimate, over all finished runs together
         "errors": errors,  # by width; medians
-        "cluster_hours": cluster_hours,  # that SLURM counts for the workers; None: it does not say
-        # Beyond the attempts: start-up, scoring, and waiting for work.
+        "cluster_hours": cluster_hours,  # hours that SLURM counts for the workers; None: unknown
+        # Hours outside attempts: start-up, scoring, and waiting for work.
         "overhead_hours": None if cluster_hours is None else cluster_hours - used_hours,
     }
 
 
 def devices(shape: Mapping[str, Any], cluster: Mapping[str, Any]) -> float:
-    """GPUs of a run, or cores where it has none."""
+    """Return the number of GPUs of a run, or of cores if it has no GPU."""
     each = shape["gpus"] or shape["cpus"]
     shared = cluster.get("runs_per_gpu", 1) if shape["gpus"] and cluster["kind"] == "local" else 1
     return each * shape["nodes"] * shape["ranks_per_node"] / shared
 
 
 def lost_steps(history: Sequence[Attempt], begins: int, done: bool, served: int = 0) -> list[Counter[str]]:
-    """Steps of each attempt (oldest first) on which nothing stands, by the cause that took them away. Pure.
+    """Count the lost steps of each attempt (oldest first) by cause. Pure.
 
-    The run leaves its trunk at step `begins`; another run's result stands on step `served`.
+    The run branches from its trunk at step `begins`; a branch of this run depends on its steps up to `served`.
     """
     lost: list[Counter[str]] = [Counter() for _ in history]
     kept = [(attempt.first_step, attempt.last_step) for attempt in history]
@@ -132,7 +132,7 @@ def lost_steps(history: Sequence[Attempt], begins: int, done: bool, served: int 
 
 @dataclass
 class _Books:
-    """Sums over runs; FLOPs are whole numbers, so that they add up."""
+    """Sums over runs; FLOPs are integers, so that sums are exact."""
 
     hours: float = 0.0  # useful
     flops: int = 0  # useful
@@ -148,7 +148,7 @@ class _Books:
             hours, steps = attempt.paid * entry.devices / 3600, attempt.last_step - attempt.first_step
             if attempt.cause != "done":
                 self.ended[attempt.cause] += 1
-                if not steps:  # it has not come to its first step: all its time went to what ended it
+                if not steps:  # it ended before its first step, so all its time is lost
                     self.lost_hours[attempt.cause] += hours
                     continue
             for cause, count in counts.items():
@@ -157,14 +157,14 @@ class _Books:
             self.hours += hours * (1 - counts.total() / steps) if steps else hours
             kept += steps - counts.total()
         if result is not None:
-            # A run that is done has made all its steps, whether or not the lines of all its attempts are there.
+            # A finished run has made all its steps, even if some attempts are not recorded.
             kept = run["steps"] - begins
             if not entry.history:
                 self.hours += result.get("seconds", 0.0) * kept / run["steps"] * entry.devices / 3600
         self.flops += kept * step_flops
 
     def causes(self) -> dict[str, dict[str, Any]]:
-        """What each cause has cost, the dearest first, and how many attempts it ended."""
+        """Return the lost hours, FLOPs and attempts of each cause, the most expensive first."""
         hours, ended = self.lost_hours, self.ended
         names = sorted(ended.keys() | hours.keys(), key=lambda name: (-hours[name], -ended[name], name))
         return {
@@ -179,13 +179,13 @@ class _Books:
 
 
 def _slurm_hours(sweep: SweepDirectory, entries: Iterable[_Entry], cluster: Mapping[str, Any]) -> float | None:
-    """Return the device-hours that SLURM counts for the sweep's workers; None if it does not say."""
+    """Return the device-hours that SLURM counts for the sweep's workers, or None if they are unknown."""
     if cluster["kind"] != "slurm":
         return None
     from ..slurm import commands as slurm
     from ..slurm.jobs import submitted_workers
 
-    # Earlier versions had a job for each run.
+    # Earlier versions had one job per run.
     jobs = {end.job_id: entry.devices for entry in entries for end in entry.history if end.job_id is not None}
     jobs |= {job: devices(asdict(shape), cluster) for job, (shape, _) in submitted_workers(sweep).items()}
     seconds = slurm.elapsed(jobs)
@@ -194,12 +194,12 @@ def _slurm_hours(sweep: SweepDirectory, entries: Iterable[_Entry], cluster: Mapp
 
 
 def planned_seconds(planned: Planned) -> float:
-    """Return the planned seconds of a run; plans with runs that were trained together have each one's part."""
+    """Return the planned seconds of a run; in plans of earlier versions, its part of a group trained together."""
     return float(planned.get("paid_seconds") or planned["estimated_seconds"])
 
 
 def own_seconds(run: RunDirectory, planned: Planned, summary: Mapping[str, Any]) -> float:
-    """Seconds that a finished run trained itself: of a branch, those after its trunk's part."""
+    """Return the seconds that a finished run trained itself, without its trunk's part."""
     first = planned.get("first_step", 0)
     if not first:
         return float(summary.get("seconds", 0.0))
@@ -210,11 +210,11 @@ def own_seconds(run: RunDirectory, planned: Planned, summary: Mapping[str, Any])
 
 
 def _errors(entries: Iterable[_Entry]) -> tuple[dict[str, float] | None, dict[int, dict[str, float]]]:
-    """What runs that are done paid, without repeated steps, over their estimates: of all together, and by width.
+    """Return the ratio of actual time, without repeated steps, to estimated time: of all finished runs, and by width.
 
     `low` and `high` are the quartiles of the runs' ratios.
     """
-    import statistics  # which takes longer than all else here, and `isoflop status` has no use for it
+    import statistics  # slow to import, and `isoflop status` does not need it
 
     def error(ratios: Sequence[float], ratio: float) -> dict[str, float]:
         low, _, high = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else [ratios[0]] * 3
@@ -235,5 +235,5 @@ def _errors(entries: Iterable[_Entry]) -> tuple[dict[str, float] | None, dict[in
 
 
 def result_of(run: RunDirectory) -> dict[str, Any] | None:
-    """The summary of a run that is done."""
+    """Return the summary of a finished run, else None."""
     return run.summary() if run.state().state == "done" else None

@@ -1,6 +1,6 @@
-"""The end of a sweep: table.csv, the books, the laws and the report, and what the terminal shows of them.
+"""Write and print the results of a sweep: table.csv, costs, laws and report.
 
-fit/inputs.json says what all of it was made from. Where that still holds, nothing is computed, drawn or written anew.
+fit/inputs.json records what the results were made from; if that has not changed, nothing is computed again.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .table import UNTUNED, write_curves, write_table
 
 COSTS = "costs.json"
 INPUTS = "inputs.json"
-LEAST_SECONDS = 5.0  # of a run that `measured_rates` learns from: a shorter one says more of its start than its speed
+LEAST_SECONDS = 5.0  # shortest run used by `measured_rates`: start-up dominates shorter ones
 SHOWN = 3  # causes of waste that the terminal names
-ROOMS = ("fit", "sweeps", "evaluate", "train")  # whose code the results depend on
+ROOMS = ("fit", "sweeps", "evaluate", "train")  # folders whose code the results depend on
 CODE = (".py", ".yaml", ".html", ".css", ".js")
-# What the results are made from, and what they are, below the sweep's folder.
+# Inputs and outputs of the results, relative to the sweep's folder.
 OF_A_RUN = ("config.yaml", "state.json", "summary.json", "metrics.jsonl", "events.jsonl", "attempts.jsonl")
 SOURCES = (
     "sweep.yaml",
@@ -47,9 +47,14 @@ MADE = ("*.csv", "tuning.yaml", COSTS, "fit/law.json", "fit/*.html", "fit/*.png"
 
 
 def write_results(sweep: SweepDirectory, targets: list[float] | None = None, anew: bool = False) -> dict[str, Any]:
-    """The analysis; writes table.csv, costs.json, fit/law.json and the pages, where they are out of date or `anew`.
+    """Write table.csv, costs.json, fit/law.json and the pages if they are out of date. Returns the analysis.
 
-    `targets`: FLOP budgets to extrapolate to; None: those of the sweep's config.
+    Args:
+        targets: FLOP budgets to extrapolate to; None: those of the sweep's config.
+        anew: Write the results even if they are up to date.
+
+    Raises:
+        UserError: no run is done.
     """
     digest, law, inputs = _digest(sweep, targets), None, sweep.path / "fit" / INPUTS
     if not anew and read_json(inputs) == {"digest": digest, "made": _stamps(sweep, MADE)}:
@@ -71,7 +76,7 @@ def write_results(sweep: SweepDirectory, targets: list[float] | None = None, ane
 
 
 def _digest(sweep: SweepDirectory, targets: list[float] | None) -> str:
-    """A hash of all that the results are made from: code by content, the runs' files by size and time."""
+    """Hash the inputs of the results: code by content, the runs' files by size and time."""
     root, found = Path(__file__).resolve().parents[2], hashlib.sha256(repr((targets, _stamps(sweep, SOURCES))).encode())
     for path in sorted(path for room in ROOMS for path in (root / room).rglob("*") if path.suffix in CODE):
         found.update(path.read_bytes())
@@ -79,7 +84,7 @@ def _digest(sweep: SweepDirectory, targets: list[float] | None) -> str:
 
 
 def _stamps(sweep: SweepDirectory, patterns: tuple[str, ...]) -> dict[str, list[int]]:
-    """Size and time of the last change of each file."""
+    """Return the size and modification time of each file."""
     found = {path: path.stat() for pattern in patterns for path in sorted(sweep.path.glob(pattern))}
     return {str(path.relative_to(sweep.path)): [stat.st_size, stat.st_mtime_ns] for path, stat in found.items()}
 
@@ -122,20 +127,20 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
         alone=fit.analyze(ended, *asked, intervals=options.intervals) if len(runs) > len(ended) else None,
     )
     scoring.write_pages(sweep, table, answers)
-    if config.cluster.kind != "local" or settings.get("host") == platform.node():  # else trained on another machine
+    if config.cluster.kind != "local" or settings.get("host") == platform.node():  # other machines have other speeds
         _calibrate(sweep, config.cluster)
     return analysis.to_dict()
 
 
 def _calibrate(sweep: SweepDirectory, cluster: ClusterConfig) -> None:
-    """Add what this sweep's runs reached to what later estimates are made from. Never an error."""
+    """Record the speed of this sweep's runs for later estimates; problems are only noted."""
     place = place_of(cluster, sweep.plan()["runs"][0]["shape"]["cpus"])
     if (said := record_rates(place, measured_rates(sweep))) is not None:
         _note(f"note: {said}")
 
 
 def measured_rates(sweep: SweepDirectory) -> list[Measured]:
-    """What the runs that are done reached; of an earlier version, those that were trained alone."""
+    """Return the measured rates of finished runs, without ensembles of earlier versions."""
     found = []
     for planned in sweep.plan()["runs"]:
         run = sweep.run(planned["run_id"])
@@ -153,12 +158,12 @@ def measured_rates(sweep: SweepDirectory) -> list[Measured]:
 
 
 def _note(line: str) -> None:
-    """To people alone: standard output may be somebody's JSON."""
+    """Print to standard error, because standard output may be JSON."""
     print(line, file=sys.stderr)
 
 
 def print_result(sweep: SweepDirectory) -> None:
-    """The laws in a table, the warnings, the cost, and where the pages are."""
+    """Print the laws, warnings, costs and the paths of the pages."""
     law = read_json(sweep.path / "fit" / "law.json")
     if law is None:
         return
@@ -172,11 +177,11 @@ def print_result(sweep: SweepDirectory) -> None:
 
 
 def print_law(law: dict[str, Any], name: str) -> None:
-    """N, D and loss at each target by the mixture and each approach, the law, then what to distrust."""
+    """Print N, D and loss at each target by approach, then the law, its backtest and the warnings."""
     from ...fit.flops import in_words
     from ...fit.formatting import INTERVALS
 
-    convention = f" for FLOPs {in_words(law['convention'])}" if "convention" in law else ""  # older files do not say
+    convention = f" for FLOPs {in_words(law['convention'])}" if "convention" in law else ""  # missing in older files
     kind, approaches = law.get("intervals", "noise"), (law.get("approaches") or {}).items()
     found = [(item, "mixture") for item in law.get("optimal", []) if kind == "mixture"]
     found += [(item, name) for name, approach in approaches for item in approach.get("optimal", [])]
@@ -213,7 +218,7 @@ def print_law(law: dict[str, Any], name: str) -> None:
 
 
 def print_comparisons(found: list[dict[str, Any]]) -> None:
-    """Multipliers by budget, and what they say."""
+    """Print compute multipliers by budget, and sentences about them."""
     columns = ("variant", "FLOPs of the base", "multiplier", "of seconds")
     rows = []
     for one in found:
@@ -227,7 +232,7 @@ def print_comparisons(found: list[dict[str, Any]]) -> None:
 
 
 def _with_interval(item: dict[str, Any], key: str, form: Callable[[float], str] = short) -> str:
-    """None is a bound of an interval without an end."""
+    """Format item[key] with its interval, if it has one; a bound of None is infinite."""
     form, interval = "{:.3f}".format if key == "loss" else form, item.get(f"{key}_ci")
     if item[key] is None:
         return "–"
@@ -238,7 +243,7 @@ def _with_interval(item: dict[str, Any], key: str, form: Callable[[float], str] 
 
 
 def cost_lines(costs: dict[str, Any]) -> list[str]:
-    """Two lines: planned against used, and what was wasted."""
+    """Return two lines: used and planned cost, and waste."""
     used, unit = costs["used"], costs["unit"]
     price = "" if used["dollars"] is None else f", ${used['dollars']:,.2f}"
     head = (

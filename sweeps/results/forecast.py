@@ -1,7 +1,7 @@
-"""Final losses before they are known: of runs under way, of one larger run, and a ledger of sealed predictions.
+"""Forecast final losses, of running runs and of larger ones, and keep a ledger of sealed forecasts.
 
-A sealed prediction is SWEEP/forecasts/<digest>.json. Its digest is of everything else in it, and worth as much as its
-date: who publishes the digest before the run can prove afterwards what was predicted.
+A sealed forecast is SWEEP/forecasts/<digest>.json, with a hash of all its other fields. A user who publishes the digest
+before the run can prove later what was predicted.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ..terminal import console, plain_table, say, short
 from .table import sweep_curves
 
 LEVEL = 0.95
-TEACHERS, LEAST = 64, 3  # finished runs that forecasts of others learn from: most, and fewest
-FRESH_SECONDS = 60.0  # for which `status` takes a forecast from forecast.json
-FIRST_SEEN = 0.1  # share of a run from which on its forecast is held against later ones
+TEACHERS, LEAST = 64, 3  # most and fewest finished runs that forecasts are calibrated on
+FRESH_SECONDS = 60.0  # age up to which `status` reads forecasts from forecast.json
+FIRST_SEEN = 0.1  # share of a run at which its first forecast is kept, to compare later ones with
 QUANTILE = 1.96  # of a normal distribution at LEVEL
 FOLDER, OUTCOME = "forecasts", ".outcome.json"
 ALIKE = 0.01  # relative difference of N or D up to which a run is the one that was predicted
@@ -36,7 +36,7 @@ ALIKE = 0.01  # relative difference of N or D up to which a run is the one that 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A final loss with the interval of a new run's; `seen`: share of the run's steps that it knows."""
+    """A predicted final loss with a prediction interval; `seen`: share of the run's steps that it is based on."""
 
     N: int
     D: int
@@ -48,7 +48,7 @@ class Forecast:
     level: float = LEVEL
     made: str = ""
     version: str = ""
-    inputs: dict[str, str] | None = None  # SHA-256 of the files that it was made from
+    inputs: dict[str, str] | None = None  # SHA-256 of its input files
     digest: str = ""
 
     def own_digest(self) -> str:
@@ -57,16 +57,16 @@ class Forecast:
 
 
 class Latest(TypedDict):
-    """forecast.json."""
+    """Content of forecast.json."""
 
     made: float
     runs: dict[str, tuple[float, float, float]]  # loss, low and high
-    first: NotRequired[dict[str, tuple[float, float, float]]]  # the same, when FIRST_SEEN of the run was known
+    first: NotRequired[dict[str, tuple[float, float, float]]]  # the first ones after FIRST_SEEN of the run
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to."""
+    """The result of a finished run."""
 
     run_id: str
     N: int
@@ -76,10 +76,10 @@ class Outcome:
 
 
 def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, str]]:
-    """Forecasts of the runs under way, and by run id why there is none.
+    """Forecast the final losses of running runs. Returns the forecasts, and the reasons for missing ones by run id.
 
-    Held-out losses are few in a run, so the law is one of smoothed training losses; how far held-out losses lie from
-    these at the end is learned from the runs that are done.
+    A run has few held-out losses, so smoothed training losses are extrapolated; finished runs give the ratio of the
+    final held-out loss to the smoothed training loss.
     """
     from ... import fit
 
@@ -120,19 +120,20 @@ def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, s
 
 
 def latest_forecasts(sweep: SweepDirectory, now: float) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Return loss, low and high of the runs under way as of the last minute, which forecast.json keeps, and a note on
-    each run whose forecast has left the interval of its first one: often the earliest sign of a fault.
+    """Return loss, low and high of running runs, at most a minute old, by run id, and notes on suspicious runs.
+
+    A note says that a forecast has left the interval of the run's first one, often the earliest sign of a fault.
     """
     path = sweep.path / "forecast.json"
     kept = read_json(path, Latest)
     if kept is None or not 0 <= now - kept["made"] < FRESH_SECONDS:
-        with suppress(UserError, ArithmeticError, LookupError, TypeError, ValueError):  # of files that are damaged
+        with suppress(UserError, ArithmeticError, LookupError, TypeError, ValueError):  # some file is damaged
             found = forecast_running(sweep)[0]
             newest = {str(one.run_id): (one.loss, one.low, one.high) for one in found}
             sure = {str(one.run_id) for one in found if one.seen >= FIRST_SEEN}
             first = {run: own for run, own in newest.items() if run in sure} | ((kept or {}).get("first") or {})
             kept = {"made": now, "runs": newest, "first": {run: first[run] for run in sure}}
-            with suppress(OSError):  # of another user's sweep, or a full disk
+            with suppress(OSError):  # another user's sweep, or a full disk
                 write_json(path, kept, flush=False)
     if kept is None:
         return {}, {}
@@ -145,8 +146,13 @@ def latest_forecasts(sweep: SweepDirectory, now: float) -> tuple[dict[str, list[
 
 
 def forecast_target(sweep: SweepDirectory, target: str) -> Forecast:
-    """Where one run would land: of a run directory or its config.yaml, of N=..,D=.., or of the best N and D of a budget
-    in FLOPs. UserError for anything else, and for a run that is done.
+    """Forecast one run.
+
+    Args:
+        target: A run directory or its config.yaml, "N=..,D=..", or a budget in FLOPs, for its best N and D.
+
+    Raises:
+        UserError: `target` is something else, or a finished run.
     """
     from ... import fit
 
@@ -190,7 +196,7 @@ def _best_size(sweep: SweepDirectory, target: str) -> tuple[float, float]:
 
 
 def seal(sweep: SweepDirectory, forecasts: list[Forecast]) -> list[Forecast]:
-    """Dates, hashes and keeps forecasts."""
+    """Date, hash and save forecasts. Returns the sealed ones."""
     files = [sweep.path / name for name in ("table.csv", "curves.csv")]
     inputs = {path.name: file_sha256(path) for path in files if path.exists()}
     made, sealed = _as_date(now_on(sweep.path)), []
@@ -202,7 +208,7 @@ def seal(sweep: SweepDirectory, forecasts: list[Forecast]) -> list[Forecast]:
 
 
 def check_run(sweep: SweepDirectory, given: str) -> None:
-    """Enter what a run came to beside the sealed forecasts of it; the run is a directory, or one of the sweep's."""
+    """Save a finished run's result with its sealed forecasts; the run is a directory, or a run id of the sweep."""
     run = RunDirectory(Path(given)) if Path(given).is_dir() else sweep.run(given)
     if not run.is_done():
         raise UserError(
@@ -238,8 +244,9 @@ def _sealed(sweep: SweepDirectory) -> list[Forecast]:
 
 
 def ledger(sweep: SweepDirectory) -> list[dict[str, Any]]:
-    """Every sealed forecast, oldest first, with the loss, the error and `inside` of its run where that is known, and
-    `fault`: what makes it no prediction.
+    """Return the sealed forecasts, oldest first, each with its run's outcome, `error` and `inside` if known.
+
+    `fault` is the reason why a forecast does not count: altered, or sealed after the run had ended.
     """
     rows = []
     for one in _sealed(sweep):
@@ -260,7 +267,7 @@ def ledger(sweep: SweepDirectory) -> list[dict[str, Any]]:
 
 
 def print_forecasts(result: dict[str, Any]) -> None:
-    """Forecasts of now, then the ledger."""
+    """Print the current forecasts, then the ledger."""
     if now := result["forecasts"]:
         title = f"forecasts, {LEVEL:.0%} intervals of a run"
         table = plain_table(("run", "N", "D", "seen", "final loss"), ("run",), title)

@@ -1,6 +1,6 @@
-"""Scores of a sweep's checkpoints: which are wanted, the call into the evaluate room, what there is, and its pages.
+"""Score a sweep's checkpoints with the package `evaluate`, read the scores, and write their pages.
 
-A checkpoint that a run was not told to keep, because `evaluate.every` was set later, is not missed.
+Intermediate checkpoints that a run did not keep, because `evaluate.every` was set later, are skipped.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from ...evaluate.checkpoint import Evaluator
     from ...evaluate.pages.paired import Answers
 
-MOST = 24  # checkpoints of a sweep that get a page, which takes a tenth of a second or more
+MOST = 24  # checkpoints of a sweep that get a page, because a page takes 0.1 s or more
 ABOUT = ("run_id", "name", "step", "final", "N", "D", "flops", "loss", "recipe", "budget")
 
 
 def stage(tasks: list[str]) -> None:
-    """Fetch what the tasks need while there is a network; compute nodes may have none."""
+    """Download the data of the tasks now, because compute nodes may have no network."""
     from ...evaluate.tasks.tasks import stage_tasks
 
     stage_tasks(tasks, progress=print)
 
 
 def is_scored(run: RunDirectory, settings: dict[str, Any]) -> bool:
-    """Whether every wanted checkpoint has been scored on these tasks, over as many items."""
+    """Return whether all checkpoints to score have scores with these settings."""
     return all(_is_scored(run, step, settings) for step in wanted_steps(run, settings))
 
 
 def wanted_steps(run: RunDirectory, settings: dict[str, Any]) -> list[int]:
-    """Steps of a finished run whose checkpoints are to be scored, as far as they were kept; the final one last."""
+    """Return the steps of a finished run's checkpoints to score, of those that were kept; the final one last."""
     last = (run.summary() or {}).get("step")
     steps = steps_between(run.config(), settings["every"]) if settings.get("every") is not None else []
     kept = [step for step in steps if has_checkpoint(run, step)]
@@ -45,7 +45,7 @@ def wanted_steps(run: RunDirectory, settings: dict[str, Any]) -> list[int]:
 
 
 def _is_scored(run: RunDirectory, step: int, settings: dict[str, Any]) -> bool:
-    # A group of lm-eval tasks is recorded by its members, so the request itself is kept beside the scores.
+    # Scores name the members of an lm-eval group, not the group, so the request is saved in a separate file.
     scores, request = (read_json(run.path / "eval" / f"step_{step}{kind}.json") for kind in ("", ".request"))
     return scores is not None and request == _request(settings)
 
@@ -56,7 +56,7 @@ def _request(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_evaluator(settings: dict[str, Any], say: Callable[[str], None]) -> Evaluator:
-    """Load a sweep's tasks, for all checkpoints that this process scores."""
+    """Load a sweep's tasks once for all checkpoints that this process scores."""
     from ...evaluate.checkpoint import Evaluator
     from ...evaluate.tasks.tasks import load_suite
 
@@ -69,7 +69,7 @@ def open_evaluator(settings: dict[str, Any], say: Callable[[str], None]) -> Eval
 
 
 def evaluate_run(run: RunDirectory, settings: dict[str, Any], evaluator: Evaluator) -> None:
-    """Score the wanted checkpoints that have no scores yet, into eval/step_<n>.json."""
+    """Score a run's checkpoints that have no scores yet, and write eval/step_<n>.json."""
 
     def log_step(step: int, line: str) -> None:
         run.log(f"step {step}: {line}")
@@ -90,7 +90,7 @@ def evaluate_run(run: RunDirectory, settings: dict[str, Any], evaluator: Evaluat
 
 
 def _held_out(run: RunDirectory, step: int) -> dict[str, Any] | None:
-    """The held-out loss of a step, where the training computed it."""
+    """Return the held-out loss of a step, or None if training did not compute it."""
     lines = [run.summary() or {}, *read_json_lines(run.path / "metrics.jsonl")]
     names = ("val_loss", "val_loss_se", "val_bpb")
     for line in lines:
@@ -100,7 +100,7 @@ def _held_out(run: RunDirectory, step: int) -> dict[str, Any] | None:
 
 
 def evaluations(run: RunDirectory) -> dict[int, dict[str, Any]]:
-    """The scores of a run's checkpoints, by step."""
+    """Return the scores of a run's checkpoints by step."""
     found = {}
     for path in (run.path / "eval").glob("step_*.json"):
         step = path.stem.removeprefix("step_")
@@ -110,7 +110,7 @@ def evaluations(run: RunDirectory) -> dict[int, dict[str, Any]]:
 
 
 def final_answers(sweep: SweepDirectory) -> dict[str, Answers]:
-    """What each finished run's last checkpoint scored on each item, where that was kept."""
+    """Return the per-item answers of each finished run's last checkpoint by run id, for runs that have them."""
     from ...evaluate.pages.paired import answers_of
     from ...evaluate.records import items_path, read_items
 
@@ -120,7 +120,7 @@ def final_answers(sweep: SweepDirectory) -> dict[str, Answers]:
 
 
 def write_pages(sweep: SweepDirectory, table: pd.DataFrame, answers: Mapping[str, Answers]) -> None:
-    """Write fit/evaluation.html and runs/<id>/eval/step_<n>.html, where anything has been scored."""
+    """Write fit/evaluation.html and runs/<id>/eval/step_<n>.html if there are scores."""
     from ...evaluate.pages.report import checkpoint_page
     from ...evaluate.pages.sweep_report import sweep_page
     from ...evaluate.records import items_path, read_items
@@ -150,7 +150,7 @@ def write_pages(sweep: SweepDirectory, table: pd.DataFrame, answers: Mapping[str
 
 
 def chosen_checkpoints(finals: list[dict[str, Any]], most: int = MOST) -> list[dict[str, Any]]:
-    """Those of the lowest loss in each budget, then those of most FLOPs."""
+    """Return up to `most` rows: the lowest loss of each budget, then the largest FLOPs."""
     best: dict[Any, dict[str, Any]] = {}
     for row in finals:
         group = row["budget"] if row["budget"] is not None else round(math.log2(max(row["flops"], 1.0)))

@@ -1,4 +1,4 @@
-"""Run directories become one DataFrame, a row per (run, checkpoint): what `fit` eats."""
+"""Collect run directories in one DataFrame, a row per (run, checkpoint): the input of `fit`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
     from ...evaluate.pages.paired import Answers
 
-UNTUNED = "untuned.csv"  # what `isoflop tune --check` found: run_id, excess, excess_se
-# Numbers of a task that become columns `<task>/<number>`.
+UNTUNED = "untuned.csv"  # result of `isoflop tune --check`: run_id, excess, excess_se
+# Scores of a task that become columns `<task>/<score>`.
 SCORES = ("acc", "acc_se", "acc_norm", "acc_norm_se", "gold_bpb", "gold_bpb_se", "chance", "items")
-# Those that become columns where a task has them: `<task>/clean_<number>` is of its items that were not trained on.
+# Further columns, if a task has these scores; `<task>/clean_<score>` is over items that were not trained on.
 MORE = ("p_right", "p_right_se", "margin", "margin_se", "bpb", "bpb_se", "contaminated_items")
 CLEAN = ("acc", "acc_se", "gold_bpb", "gold_bpb_se")
-# What of a run's summary becomes a column under its own name.
+# Fields of a run's summary that become columns of the same name.
 COUNTS = ("N_total", "N_active", "N_non_embedding", "N_kaplan")
-OF_THE_RUN = (*COUNTS, "device", "precision")  # which hold at every step of the run
+OF_THE_RUN = (*COUNTS, "device", "precision")  # the same at every step of the run
 TRAINED = ("tokens_per_s", "mfu", "epochs", "unique_tokens", "warmup_share", "precision")
 MEASURED = (*COUNTS, "flops_6nd", "flops_exact", "val_bpb", "train_loss", "seconds", "device", *TRAINED)
-# What of a run's config becomes a column, by group and field: what makes runs comparable, and is asked before a fit.
+# Columns from a run's config, by group and field: `fit` checks them for whether runs are comparable.
 CONFIGURED = {
     "schedule": ("schedule", "kind"),
     "decay_share": ("schedule", "decay_share"),
@@ -43,12 +43,12 @@ CONFIGURED = {
 }
 CURVE = ["run_id", "step", "tokens", "flops", "lr", "batch", "N", "loss", "val_loss"]  # columns of curves.csv
 CURVE_ROWS = 400
-# Columns of a sweep that has mixtures.
+# Columns that only a sweep with mixtures of experts has.
 OF_EXPERTS = ("experts", "experts_per_token", "shared_experts", "load_max", "load_entropy", "dead_experts")
 
 
 def build_table(sweep: SweepDirectory) -> pd.DataFrame:
-    """A row per final checkpoint of every run that is done, then one for each earlier checkpoint with scores."""
+    """Return a table with a row per finished run, each followed by rows of its earlier checkpoints with scores."""
     import pandas as pd
 
     planned = {run["run_id"]: run for run in sweep.plan()["runs"]}
@@ -63,7 +63,7 @@ def build_table(sweep: SweepDirectory) -> pd.DataFrame:
 
 
 def name_recipes_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give other names to recipes of one name that do different things."""
+    """Add the fingerprint to the names of recipes that share a name but differ."""
     known: dict[str, set[str | None]] = {}
     for row in rows:
         known.setdefault(row["recipe"], set()).add(row["recipe_fingerprint"])
@@ -74,7 +74,7 @@ def name_recipes_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write_table(sweep: SweepDirectory, answers: Mapping[str, Answers]) -> pd.DataFrame:
-    """Write table.csv and return it, with what `answers` (by run id) say of all runs: how far apart they lie."""
+    """Write table.csv and return it, with a test from `answers` (by run id) of whether runs differ on each task."""
     from ...evaluate.pages.paired import compare_tasks
 
     table = build_table(sweep)
@@ -112,7 +112,7 @@ def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) ->
         "final": True,
         "state": run.state().state,
         "budget": planned["budget"],
-        "N": summary.get("N_active", summary["N_total"]),  # alike but for a mixture of experts
+        "N": summary.get("N_active", summary["N_total"]),  # they differ for a mixture of experts only
         "D": summary["D"],
         "flops": summary["flops_exact"],
         "loss": summary["val_loss"],
@@ -120,16 +120,16 @@ def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) ->
     }
     row |= {name: summary.get(name) for name in MEASURED}
     row |= {name: planned[name] for name in ("width", "depth", "heads", "seed", "estimated_seconds")}
-    # A branch shares its trunk's data and luck: `fit` resamples what has one trunk together.
+    # A branch shares its trunk's noise, so `fit` resamples runs of one trunk together.
     row["trunk"] = planned["parent"]
-    groups = yaml_or_empty(run.path / "config.yaml")  # whichever version wrote it
+    groups = yaml_or_empty(run.path / "config.yaml")  # not parsed, so that any version's config can be read
     row |= {name: (groups.get(group) or {}).get(field) for name, (group, field) in CONFIGURED.items()}
     model = groups.get("model") or {}
     if groups.get("variant"):
         row["variant"] = groups["variant"]
         row["kv_bytes"] = _kv_bytes(model)
     row |= {name: model.get(name) or 0 for name in ("experts", "experts_per_token", "shared_experts")}
-    # Of the worst block; a run that was interrupted after its last step does not know.
+    # Of the worst block; missing if the run was interrupted after its last step.
     loads: dict[str, Callable[[list[float]], float]] = {"load_max": max, "load_entropy": min, "dead_experts": sum}
     row |= {name: worst(summary[name]) if summary.get(name) else None for name, worst in loads.items()}
     data = groups.get("data") or {}
@@ -142,7 +142,7 @@ def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) ->
 
 
 def _kv_bytes(model: dict[str, Any]) -> int | None:
-    """What a decoder keeps per token, at two bytes a number; None where another version wrote the config."""
+    """Return the bytes that a decoder caches per token, at two per number; None if the config cannot be read."""
     try:
         config = from_dict(ModelConfig, model, "model.")
         return 2 * config.depth * config.cached
@@ -155,7 +155,7 @@ def _scores(scores: dict[str, Any]) -> dict[str, Any]:
     columns = {f"decode_{name}": timed[name] for name in ("seconds", "device") if name in timed}
     for task, values in (scores.get("tasks") or {}).items():
         clean = values.get("clean") or {}
-        # Whole texts have no accuracy, so no such columns either: a fit would ask why they are empty.
+        # Whole texts have no accuracy; empty columns would make `fit` warn.
         always = SCORES if values.get("bpb") is None else ("items",)
         columns |= {f"{task}/{name}": values[name] for name in always if name in values}
         columns |= {f"{task}/{name}": values[name] for name in MORE if values.get(name) is not None}
@@ -171,12 +171,14 @@ def write_curves(sweep: SweepDirectory) -> pd.DataFrame:
 
 
 def sweep_curves(sweep: SweepDirectory, only: Container[str] | None = None) -> pd.DataFrame:
-    """A row per run of the plan and logged or validated step, of at most about CURVE_ROWS steps per run, evenly spread;
-    with `only`, of runs of these ids.
+    """Return the loss curves of a sweep's runs: a row per run and step.
 
-    `lr` is that step's, `batch` in sequences, `N` as in the table, `loss` the smoothed loss of training, and `val_loss`
-    empty where nothing was validated; val_loss_ema_0.1 and such are of averages of the weights. A branch has its
-    trunk's steps too.
+    Has all validated steps of a run and about CURVE_ROWS others, evenly spread; a branch has its trunk's steps too.
+    Columns: `lr` at that step, `batch` in sequences, `N` as in the table, `loss` (smoothed training loss), `val_loss`
+    (empty if the step was not validated), and val_loss_ema_0.1 and others for averages of the weights.
+
+    Args:
+        only: Ids of the runs to return; None: all runs of the plan.
     """
     import pandas as pd
 

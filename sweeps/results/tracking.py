@@ -1,8 +1,8 @@
-"""A sweep on wandb: where its runs come from, its results as a run of their own, and sending what was tracked offline.
+"""Send a sweep to wandb: the lineage of its runs, its results as a separate run, and runs tracked offline.
 
-Sent is what our own files say, line by line from where the server is, so nothing is sent twice. `wandb sync` (0.31)
-stops at the torn file of a killed attempt, sends none of a batch with an empty one, exits with 0 all the same, and
-waits forever for a silent server.
+Runs are sent from isoflop's own files, line by line from the server's last step, so that nothing is sent twice. `wandb
+sync` (0.31) is not used: it stops at the torn file of a killed attempt, sends nothing of a batch with an empty file,
+exits with 0 in both cases, and waits forever for a silent server.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .scoring import evaluations
 from .table import MORE, SCORES
 
 RESULTS = ("fit/law.json", "fit/*.html", "fit/*.png", "table.csv", "plan.json", "sweep.yaml")
-AT_ONCE = 8  # runs that are sent at a time
-SEND_SECONDS = 60.0  # that a run or the results may take to arrive; a report is some megabytes
+AT_ONCE = 8  # runs that are sent at the same time
+SEND_SECONDS = 60.0  # time limit to send a run or the results; a report has some megabytes
 PROVENANCE = ("isoflop_version", "git_commit", "git_dirty", "host", "command", "written")
 
 
 def note_lineage(run: RunDirectory, config: RunConfig) -> None:
-    """Note beside a run that is about to train where it comes from, for its tracker. Never an error."""
+    """Save the lineage of a run that is about to train, for its tracker. Errors are ignored."""
     if config.tracker.kind == "none":
         return
     sweep = run.path.parent.parent / "sweep.yaml"
@@ -46,15 +46,15 @@ def note_lineage(run: RunDirectory, config: RunConfig) -> None:
 
 @functools.lru_cache(maxsize=4)
 def _code(sweep: Path, written: int) -> dict[str, Any]:
-    """What code a sweep was planned with, read once: sweep.yaml takes 25 ms."""
+    """Return the code version that a sweep was planned with; cached, because sweep.yaml takes 25 ms to read."""
     settings = SweepDirectory(sweep).settings()
     return {key: settings.get(key) for key in ("isoflop_version", "git_commit", "git_dirty")}
 
 
 def push_results(sweep: SweepDirectory, report: Callable[[str], None] = print, **changes: Any) -> None:
-    """Log the laws, the report, the table and all scores, as a run of the sweep's group; nothing when tracker=none.
+    """Send the laws, the report, the table and all scores as a run of the sweep's group; nothing if tracker=none.
 
-    Never an error: what fails is one line for `report`. `changes` are made to the tracker's settings.
+    A failure is one line for `report`, not an error. `changes` override the tracker's settings.
     """
     try:
         written = sweep.settings()
@@ -64,7 +64,7 @@ def push_results(sweep: SweepDirectory, report: Callable[[str], None] = print, *
         if settings.kind == "wandb" and not known:
             _push_results(sweep, written, settings, report)
     except Exception as error:
-        # The results are on disk, and a network or a quota must not make a sweep of them that failed.
+        # The results are on disk, so a network or quota error must not make the sweep fail.
         words = " ".join(str(error).split())
         report(f"the results were not sent to wandb ({type(error).__name__}: {words}); `isoflop sync` tries again")
 
@@ -114,14 +114,14 @@ def _artifact(sweep: SweepDirectory) -> Any:
 
 
 def results_id(sweep: SweepDirectory) -> str:
-    """Of this sweep's results; sweeps of two machines may lie at one path."""
+    """Return the wandb id of this sweep's results; host and date are in it, because machines may share paths."""
     written = sweep.settings()
     about = [str(sweep.path.resolve()), str(written.get("host")), str(written.get("written"))]
     return "fit-" + hashlib.sha256("\n".join(about).encode()).hexdigest()[:10]
 
 
 def push_scores(run: RunDirectory, report: Callable[[str], None]) -> None:
-    """Add to a finished run on wandb what its checkpoints scored. Never an error."""
+    """Add the scores of a finished run's checkpoints to its wandb run."""
     config = run.config()
     if config.tracker.kind == "wandb":
         _push_scores(run, Tracker(config, run.run_id, run.path, report))
@@ -134,7 +134,7 @@ def _push_scores(run: RunDirectory, view: Tracker) -> None:
 
 
 def score_records(run: RunDirectory) -> list[dict[str, Any]]:
-    """Of each scored checkpoint, in order: step, tokens, and `eval/task/metric`."""
+    """Return a record per scored checkpoint, in order: step, tokens, and `eval/task/metric`."""
     names = [name for name in (*SCORES, *MORE) if "items" not in name and name != "chance"]
     return [
         {"step": step, "tokens": scored.get("tokens")}
@@ -149,7 +149,7 @@ def score_records(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def score_rows(sweep: SweepDirectory) -> tuple[list[str | int], list[Iterable[Any]]]:
-    """Every score of every checkpoint: the columns, and a row per (checkpoint, task)."""
+    """Return all scores as columns and rows, a row per (checkpoint, task)."""
     columns: list[str | int] = ["run_id", "name", "N", "step", "tokens", "task", *SCORES]
     rows: list[Iterable[Any]] = []
     for planned in sweep.plan()["runs"]:
@@ -161,13 +161,13 @@ def score_rows(sweep: SweepDirectory) -> tuple[list[str | int], list[Iterable[An
 
 
 def _digest(sweep: SweepDirectory) -> str:
-    """Of law.json and table.csv, which change with every run and every score."""
+    """Hash law.json and table.csv, which change with every run and every score."""
     files = (sweep.path / "fit" / "law.json", sweep.path / "table.csv")
     return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
 
 
 def sync_sweep(sweep: SweepDirectory, progress: Callable[[str], None] = print) -> int:
-    """Send to wandb what it lacks of a sweep's runs and results; return how many runs were sent."""
+    """Send the runs and results of a sweep that wandb lacks. Returns the number of runs sent."""
     tracked = [run for run in sweep.runs() if run.last_metrics() and run.config().tracker.kind == "wandb"]
     if not tracked:
         raise UserError(f"{sweep.path} has nothing to send: none of its runs has trained with tracker=wandb")
@@ -190,7 +190,7 @@ def sync_sweep(sweep: SweepDirectory, progress: Callable[[str], None] = print) -
                     end = f"was sent, {sent} of {len(waiting)}" if future.result() else "is to go on and was left alone"
                     progress(f"run {runs[future].run_id} {end}")
             finally:
-                pool.shutdown(cancel_futures=True)  # what one has failed of the others would
+                pool.shutdown(cancel_futures=True)  # if one fails, the others would too
         push_results(sweep, _refuse, mode="online", directory=folder)
     if not waiting:
         progress("wandb has every run already")
@@ -198,7 +198,7 @@ def sync_sweep(sweep: SweepDirectory, progress: Callable[[str], None] = print) -
 
 
 def _send(run: RunDirectory, folder: str) -> bool:
-    """Send a run, unless it is to go on: whoever is to train it must not wait for the lock."""
+    """Send a run and return True, unless it will continue: its worker must not wait for the lock."""
     if run.state().state in OPEN:
         return False
     config = run.config()
@@ -212,5 +212,5 @@ def _send(run: RunDirectory, folder: str) -> bool:
 
 
 def _refuse(line: str) -> None:
-    """What is only said while a run trains ends a sync: the next run would wait as long for the same."""
+    """Raise a tracker's message as an error, to end the sync: the next run would wait as long and fail too."""
     raise UserError(f"{line}, so try again later")
