@@ -40,9 +40,7 @@ class ClusterConfig:
     cpus_per_task: Count4 = 1
     memory_gb: Positive = 8.0
     ranks_per_node: Count | None = None  # slurm: ranks of one run on a node; None: all of them
-    time_minutes: Annotated[int, Meta(ge=1, le=10**8)] = (
-        60  # limit of one job; a longer run continues in the next job
-    )
+    time_minutes: Annotated[int, Meta(ge=1, le=10**8)] = 60  # limit of one job; a longer run continues in the next job
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -185,9 +183,9 @@ def from_mapping(values: Any, source: object, remedy: str = OTHER_VERSION) -> Sw
         base = OmegaConf.structured(SweepConfig(grid=kinds[kind]()))
         result = OmegaConf.to_object(OmegaConf.merge(base, values))
     except (OmegaConfBaseException, TypeError, KeyError) as error:
-        why = str(error.args[0] if error.args else error).splitlines()[0]
-        why = f"{key}: {why}" if (key := getattr(error, "full_key", None)) else why
-        raise UserError(f"{source} cannot be read as a configuration ({why}); {remedy}") from error
+        reason = str(error.args[0] if error.args else error).splitlines()[0]
+        reason = f"{key}: {reason}" if (key := getattr(error, "full_key", None)) else reason
+        raise UserError(f"{source} cannot be read as a configuration ({reason}); {remedy}") from error
     assert isinstance(result, SweepConfig)
     return result
 

@@ -50,8 +50,8 @@ TAIL = """\
 
 def sweep_main(arguments: list[str] | None = None) -> int:
     """Run a sweep from Hydra overrides. Returns 0 if done, 1 if a run failed, 2 for wrong input, 130 if interrupted."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    return guarded(lambda: compose_and_conduct(given))
+    overrides = list(sys.argv[1:] if arguments is None else arguments)
+    return guarded(lambda: compose_and_conduct(overrides))
 
 
 def compose_and_conduct(arguments: list[str]) -> int:
@@ -108,14 +108,16 @@ def expanded(overrides: list[str], several: bool) -> list[tuple[list[str], list[
     if swept and not several:
         raise UserError(f"{swept[0].input_line} has several values; a list is [a,b], and --multirun sweeps each value")
     fixed = [str(override.input_line) for override in parsed if not override.is_sweep_override()]
-    each = [[f"{one.get_key_element()}={value}" for value in one.sweep_string_iterator()] for one in swept]
-    return [([*fixed, *varied], [*varied]) for varied in itertools.product(*each)]
+    values = [
+        [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()] for override in swept
+    ]
+    return [([*fixed, *varied], [*varied]) for varied in itertools.product(*values)]
 
 
 def job_folder(sweep: str, varied: Sequence[str]) -> str:
     """Return the name of a sweep's folder; a job of --multirun adds the overrides in which the jobs differ."""
     # If `sweep` itself varies, the name has its value already.
-    pairs = [one.lstrip("+").partition("=")[::2] for one in varied]
+    pairs = [override.lstrip("+").partition("=")[::2] for override in varied]
     parts = [f"{key}={value}" for key, value in pairs if value != sweep]
     name = "_".join([sweep, *(re.sub(r"[^\w.=,+-]+", "-", re.sub(r"[][{}()'\"]", "", part)) for part in parts)])
     if varied and len(name) > LONGEST:
@@ -163,16 +165,18 @@ def _composed(overrides: list[str]) -> tuple[SweepConfig, str | None]:
         return result, grid
 
     result, grid = composed(overrides)
-    found = getattr(result.grid, "variants", None)
-    variants = found if isinstance(found, dict) else {}
-    own = flatten(dataclasses.asdict(base_run(result))) if variants else {}
+    variants_value = getattr(result.grid, "variants", None)
+    variants = variants_value if isinstance(variants_value, dict) else {}
+    base_fields = flatten(dataclasses.asdict(base_run(result))) if variants else {}
     # Replace each variant's overrides by the run fields that they change.
-    for name, given in variants.items():
-        if isinstance(given, list) and all(isinstance(one, str) for one in given):
-            asked = [one for one in overrides if "grid.variants" not in one.partition("=")[0]]
-            other, _ = composed([*asked, "grid.variants=null", *given])
+    for name, override_list in variants.items():
+        if isinstance(override_list, list) and all(isinstance(override, str) for override in override_list):
+            others = [override for override in overrides if "grid.variants" not in override.partition("=")[0]]
+            other, _ = composed([*others, "grid.variants=null", *override_list])
             fields = flatten(dataclasses.asdict(base_run(other)))
-            variants[name] = {field: value for field, value in fields.items() if value != own.get(field, fields)}
+            variants[name] = {
+                field: value for field, value in fields.items() if value != base_fields.get(field, fields)
+            }
     return result, grid
 
 
@@ -184,17 +188,19 @@ def for_hydra(arguments: list[str]) -> list[str]:
         if name in REMOVED:
             raise UserError(f"{name} is no field any more: {REMOVED[name][1]}")
     arguments = [argument if argument.isascii() else PLAIN.sub(r'\1="\2"', argument) for argument in arguments]
-    arguments = [OVERRIDE.sub(r'"\1"', one) if one.startswith("grid.variants=") else one for one in arguments]
+    arguments = [
+        OVERRIDE.sub(r'"\1"', argument) if argument.startswith("grid.variants=") else argument for argument in arguments
+    ]
     named = [name for argument in arguments if (name := argument.partition("=")[0].lstrip("+")) in TUNED]
     if named and not any(argument.startswith("tuning.keep=") for argument in arguments):
         arguments = [f"tuning.keep=[{','.join(named)}]", *arguments]  # in front of any flag
-    given = [argument for argument in arguments if argument.startswith("cluster=")]
-    if given and given[-1] != "cluster=auto":
+    clusters = [argument for argument in arguments if argument.startswith("cluster=")]
+    if clusters and clusters[-1] != "cluster=auto":
         return arguments
-    kept = [argument for argument in arguments if argument != "cluster=auto"]
+    others = [argument for argument in arguments if argument != "cluster=auto"]
     # An installed client is not enough: the controller must reply.
     on_slurm = shutil.which("sbatch") is not None and ask("sinfo", "-h", timeout=5.0).returncode == 0
-    return [f"cluster={'slurm' if on_slurm else 'local'}", *kept]
+    return [f"cluster={'slurm' if on_slurm else 'local'}", *others]
 
 
 def guarded(work: Callable[[], int]) -> int:
@@ -244,18 +250,18 @@ def composition_error(error: Exception) -> str:
         kinds = [option for option in error.options if not option.endswith("_schema")]
         return f"{group} is {name!r}{_meant(name, kinds)}; it must be one of {', '.join(kinds)}"
     inner = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    words, field = str(inner).splitlines()[0].rstrip("."), str(getattr(inner, "full_key", None) or "")
+    reason, field = str(inner).splitlines()[0].rstrip("."), str(getattr(inner, "full_key", None) or "")
     node, key = getattr(inner, "object_type", None), str(getattr(inner, "key", None))
     if dataclasses.is_dataclass(node) and key not in (fields := [item.name for item in dataclasses.fields(node)]):
         group = field.rpartition(".")[0] or "a sweep"
         return f"{field} is no field{_meant(key, fields)}; {group} has {', '.join(fields)}"
-    if words.endswith("is not Optional"):
+    if reason.endswith("is not Optional"):
         return f"{field} cannot be null"
-    return f"{field}: {words}" if field and field not in words else words
+    return f"{field}: {reason}" if field and field not in reason else reason
 
 
-def _meant(name: str, known: Sequence[str]) -> str:
-    nearest = get_close_matches(name, known, n=1)
+def _meant(name: str, names: Sequence[str]) -> str:
+    nearest = get_close_matches(name, names, n=1)
     return f" (did you mean {nearest[0]}?)" if nearest else ""
 
 
@@ -272,15 +278,15 @@ def manual(arguments: Sequence[str]) -> str:
     base = (CONFIG / "config.yaml").read_text(encoding="utf-8")
     chosen = dict(re.findall(r"^  - (\w+): (\w+)$", base, re.MULTILINE))
     chosen |= {group: option for group, option in _pairs(arguments) if (CONFIG / group / f"{option}.yaml").exists()}
-    groups = {path.name: sorted(one.stem for one in path.glob("*.yaml")) for path in sorted(CONFIG.iterdir())}
+    groups = {path.name: sorted(file.stem for file in path.glob("*.yaml")) for path in sorted(CONFIG.iterdir())}
     grids = groups.pop("grid")
     lines = [HEAD, "Grids:", *_described(grids), "", "Groups, with what is chosen first:"]
     for group, options in groups.items():
         if group in chosen:
             others = [option for option in options if option != chosen[group]]
             lines.append(f"  {group:<10} {', '.join([chosen[group], *others])}")
-    own = re.sub(r"^(#.*|defaults:\n(  .*\n)+)", "", base, flags=re.MULTILINE).strip()
-    lines += ["", "Settings:", textwrap.indent(own, "  ")]
+    settings = re.sub(r"^(#.*|defaults:\n(  .*\n)+)", "", base, flags=re.MULTILINE).strip()
+    lines += ["", "Settings:", textwrap.indent(settings, "  ")]
     for group, option in chosen.items():
         text = (CONFIG / group / f"{option}.yaml").read_text(encoding="utf-8").rstrip()
         text = re.sub(r"^(# @package.*\n|defaults:\n(  .*\n)+)", "", f"{text}\n", flags=re.MULTILINE).rstrip()

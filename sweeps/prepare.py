@@ -67,13 +67,13 @@ def from_config(config: SweepConfig) -> Prepared:
         config.evaluate.tasks = anchored(config.evaluate.tasks, print, config.evaluate.allow_code)
     rate = matmul_rate(config, sweep)
     fill_budgets(config.grid, config.cluster, rate)
-    runs, said = resolve_runs(config)
+    runs, remarks = resolve_runs(config)
     if config.grid is not None:
-        said += config.grid.notes(runs, Tuner(config.tuning))
+        remarks += config.grid.notes(runs, Tuner(config.tuning))
     if config.sweep_merge and (sweep.path / "plan.json").exists():
         runs = [*(run.config() for run in sweep.runs()), *runs]  # the new config of a run replaces the old one
     prepared = _prepare(sweep, config, runs, rate)
-    prepared.remarks.extend(said)
+    prepared.remarks.extend(remarks)
     if (before := _recorded(sweep)) and (changes := _changes(_questions(before), _questions(config))):
         prepared.remarks.append(f"{changes}; what is done is kept, and scored and fitted as it is asked for now")
     return prepared
@@ -81,24 +81,25 @@ def from_config(config: SweepConfig) -> Prepared:
 
 def conflict(prepared: Prepared) -> str | None:
     """Return an error message if the folder has runs of another request that the new plan would drop, else None."""
-    sweep, wanted = prepared.sweep, {run.run_id for run in prepared.plan.runs}
+    sweep, planned = prepared.sweep, {run.run_id for run in prepared.plan.runs}
     if not (sweep.path / "plan.json").exists():
         return None
     try:
-        there = {run.run_id for run in members(sweep)}
+        present = {run.run_id for run in members(sweep)}
     except UserError:  # the plan is damaged
-        there = {path.name for path in (sweep.path / "runs").glob("*")}
-    if there <= wanted and (wanted <= there or prepared.config.sweep_merge):
+        present = {path.name for path in (sweep.path / "runs").glob("*")}
+    if present <= planned and (planned <= present or prepared.config.sweep_merge):
         return None
-    said = remedy = ""
+    changes = remedy = ""
     if before := _recorded(sweep):
         if before.tuning == TuningConfig() != prepared.config.tuning:
             remedy = "go on as before there were rules with tuning=fixed, "
         recipe = sweep.settings().get("recipe")  # of the trainer that its runs belong to
-        said = _changes(_request(before) | {"recipe": recipe}, _request(prepared.config))
+        changes = _changes(_request(before) | {"recipe": recipe}, _request(prepared.config))
     return (
-        f"{sweep.path} holds {counted(len(there), 'run')} of another request ({said or 'another version planned it'}); "
-        f"{remedy}add to its grid with `isoflop extend {sweep.path} grid.FIELD=VALUE`, take another folder with "
+        f"{sweep.path} holds {counted(len(present), 'run')} of another request "
+        f"({changes or 'another version planned it'}); {remedy}add to its grid with "
+        f"`isoflop extend {sweep.path} grid.FIELD=VALUE`, take another folder with "
         "sweep=NAME, or put both into one plan, table and fit with sweep_merge=true"
     )
 
@@ -124,12 +125,12 @@ def _questions(config: SweepConfig) -> dict[str, Any]:
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
-    said = [
+    changes = [
         f"{name} was {json.dumps(before[name])[:60]} and is {json.dumps(now[name])[:60]}"
         for name in now
         if name in before and before[name] != now[name]
     ]
-    return ", ".join(said[:SHOWN] + ["…"] * (len(said) > SHOWN))
+    return ", ".join(changes[:SHOWN] + ["…"] * (len(changes) > SHOWN))
 
 
 def from_disk(sweep: SweepDirectory) -> Prepared:
@@ -150,18 +151,18 @@ def _prepare(sweep: SweepDirectory, config: SweepConfig, runs: list[RunConfig], 
     by_id = {run_id(run): run for run in runs}
     for run in added_runs(sweep):
         by_id.setdefault(run_id(run), run)
-    runs, said = list(by_id.values()), list[str]()
-    there = map(sweep.run, by_id)
-    progress = {run.run_id: trunks.progress_of(run, live=run.state().state == "running") for run in there}
+    runs, remarks = list(by_id.values()), list[str]()
+    directories = map(sweep.run, by_id)
+    progress = {run.run_id: trunks.progress_of(run, live=run.state().state == "running") for run in directories}
     if config.trunks:
         merged = trunks.merge_runs(runs, progress)
-        runs, said = merged.runs, merged.remarks
+        runs, remarks = merged.runs, merged.remarks
     if config.evaluate.tasks:
         runs = trunks.keep_between(runs, config.evaluate.every)
     room = places(config.cluster, config.parallel.world_size, rate)
     measured = sweep_rates(sweep.path, config.cluster, room.threads)
     planned = plan_runs(runs, config.cluster, room.flops_per_second, room.jobs, room.threads, measured)
-    return Prepared(sweep, config, runs, planned, rate, [*said, *plan_remarks(planned)])
+    return Prepared(sweep, config, runs, planned, rate, [*remarks, *plan_remarks(planned)])
 
 
 def matmul_rate(config: SweepConfig, sweep: SweepDirectory) -> float:
@@ -201,10 +202,10 @@ def resolve_runs(config: SweepConfig) -> tuple[list[RunConfig], list[str]]:
         print(f"note: {corpus.describe()['sentence']}")
     base.data.fingerprint = corpus.fingerprint()
     config.tuning, remarks = read_rules(config.tuning, base)
-    runs, known = expand_grid(config.grid, base, config.tuning), dict[tuple[str, int], int]()
+    runs, sizes = expand_grid(config.grid, base, config.tuning), dict[tuple[str, int], int]()
     for run in runs:
         key = run.data.tokenizer, run.data.vocab_size
-        if run.model.vocab_size != (size := known.get(key) or known.setdefault(key, planned_vocab_size(run.data))):
+        if run.model.vocab_size != (size := sizes.get(key) or sizes.setdefault(key, planned_vocab_size(run.data))):
             raise UserError(
                 f"model.vocab_size is {run.model.vocab_size}; the tokenizer {key[0]!r} has {size} tokens, and both "
                 "must be the same (null takes the tokenizer's)"
@@ -219,13 +220,16 @@ def resolve_runs(config: SweepConfig) -> tuple[list[RunConfig], list[str]]:
             f"(parallel.dp {base.parallel.dp}), and leaves tuning.min_steps {config.tuning.min_steps} steps"
         )
     if config.trunks and depends_on_D(config.tuning):
-        own = config.tuning.horizon
-        other = "size" if own == "run" else "run"
-        tuned = {own: runs, other: expand_grid(config.grid, base, dataclasses.replace(config.tuning, horizon=other))}
+        horizon = config.tuning.horizon
+        other = "size" if horizon == "run" else "run"
+        tuned = {
+            horizon: runs,
+            other: expand_grid(config.grid, base, dataclasses.replace(config.tuning, horizon=other)),
+        }
         cost = {horizon: f"{trunks.trained_flops(tuned[horizon]):.3g}" for horizon in ("run", "size")}
         remarks.append(
-            f"tuning.horizon is {own}; the grid takes {cost['run']} training FLOPs with run, and {cost['size']} with "
-            "size, where runs of one N keep their trunk"
+            f"tuning.horizon is {horizon}; the grid takes {cost['run']} training FLOPs with run, and {cost['size']} "
+            "with size, where runs of one N keep their trunk"
         )
     return runs, remarks
 
@@ -243,19 +247,19 @@ def read_rules(rules: TuningConfig, base: RunConfig) -> tuple[TuningConfig, list
     if rules.file is None:
         return rules, []
     path = Path(rules.file).expanduser()
-    found = read_document(path, TuningFile, remedy="tuning.file takes what `isoflop tune` writes")
-    read = from_mapping({"grid": {"kind": "product"}, "tuning": found.tuning}, path, "tune again").tuning
+    document = read_document(path, TuningFile, remedy="tuning.file takes what `isoflop tune` writes")
+    read = from_mapping({"grid": {"kind": "product"}, "tuning": document.tuning}, path, "tune again").tuning
     own, unset = vars(rules), vars(TuningConfig())
     merged = {name: value if own[name] == unset[name] else own[name] for name, value in vars(read).items()}
     here = family(base)
-    names = [name for name in here | found.family if here.get(name) != found.family.get(name)]
+    names = [name for name in here | document.family if here.get(name) != document.family.get(name)]
     if "model.vocab_size" in names:
         raise UserError(
-            f"tuning.file is {path}, found with model.vocab_size {found.family.get('model.vocab_size')}; it must be "
+            f"tuning.file is {path}, found with model.vocab_size {document.family.get('model.vocab_size')}; it must be "
             f"{base.model.vocab_size} as here, for N and D mean something else in other tokens"
         )
-    said = ", ".join(f"{name} {found.family.get(name)!r} (here {here.get(name)!r})" for name in names)
-    remarks = [f"the rules of {path} were found with {said}, and may not be the best here"] if names else []
+    differences = ", ".join(f"{name} {document.family.get(name)!r} (here {here.get(name)!r})" for name in names)
+    remarks = [f"the rules of {path} were found with {differences}, and may not be the best here"] if names else []
     return TuningConfig(**merged | {"file": None}), remarks
 
 

@@ -18,17 +18,19 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 160)
 
 
-def plain_table(columns: Iterable[str], left: Collection[str] = (), title: str | None = None) -> Table:
-    """Return a table without ruled lines; columns are as wide as their cells and right-aligned, except `left`."""
+def plain_table(columns: Iterable[str], left_aligned: Collection[str] = (), title: str | None = None) -> Table:
+    """Return a table without ruled lines; columns are right-aligned, except `left_aligned`, and never cut."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for column in columns:
-        table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
+        table.add_column(column, justify="left" if column in left_aligned else "right", no_wrap=True)
     return table
 
 
-def print_rows(columns: Sequence[str], left: Collection[str], title: str, rows: Sequence[Sequence[str]]) -> None:
+def print_rows(
+    columns: Sequence[str], left_aligned: Collection[str], title: str, rows: Sequence[Sequence[str]]
+) -> None:
     """Print a `plain_table`; in a narrow terminal, intervals go below their numbers."""
-    out, table = console(), plain_table(columns, left, title)
+    out, table = console(), plain_table(columns, left_aligned, title)
     narrow = sum(max(map(len, cells)) + 3 for cells in zip(columns, *rows, strict=True)) >= out.width
     table.padding = (0, 1, 0, 0) if narrow else table.padding
     for row in rows:
@@ -38,7 +40,7 @@ def print_rows(columns: Sequence[str], left: Collection[str], title: str, rows: 
 
 def printable(text: str) -> str:
     """Return the text with terminal control characters escaped, except tabs and line breaks."""
-    return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return CONTROLS.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def say(text: str) -> None:

@@ -77,25 +77,25 @@ def score(
     folders = _folders(paths, output)
     if average is not None and output is None:
         folders = [folder / f"average_{average:g}" for folder in folders]
-    wanted = list(zip(paths, folders, strict=True))
+    targets = list(zip(paths, folders, strict=True))
     other = None if against is None else _read(against)
     if against is not None and other is None:
-        wanted.append((path := find(against), path))
+        targets.append((path := find(against), path))
 
     suite = {"tasks": tasks, "limit": limit, "allow_code": allow_code}
-    score_on = partial(_score, wanted=wanted, suite=suite, settings=settings, quietly=as_json)
-    found = on_ranks(ranks, score_on, device=pick_device(device, "--device").type)
-    if found is None:  # this is not the first rank
+    score_on = partial(_score, targets=targets, suite=suite, settings=settings, quietly=as_json)
+    results = on_ranks(ranks, score_on, device=pick_device(device, "--device").type)
+    if results is None:  # this is not the first rank
         return
     if against is not None and other is None:
-        other = found.pop()
-    for scored in found:
+        other = results.pop()
+    for scored in results:
         _write_page(scored, other)
     if as_json:
-        print(json.dumps(found[0][1] if len(found) == 1 else [scores for _, scores in found], indent=1))
+        print(json.dumps(results[0][1] if len(results) == 1 else [scores for _, scores in results], indent=1))
         return
-    for folder, scores in found:
-        if len(found) > 1:
+    for folder, scores in results:
+        if len(results) > 1:
             print(scores["checkpoint"])
         print(format_scores(scores))
         print(f"report: {folder / 'report.html'}")
@@ -114,7 +114,7 @@ def lm_eval_command(
 
 
 def _score(
-    ranks: Any, wanted: Sequence[tuple[Path, Path]], suite: dict[str, Any], settings: dict[str, Any], quietly: bool
+    ranks: Any, targets: Sequence[tuple[Path, Path]], suite: dict[str, Any], settings: dict[str, Any], quietly: bool
 ) -> list[Scored] | None:
     """Score checkpoints one by one on all ranks; only the first rank returns the scores."""
     from ...evaluate.checkpoint import Evaluator
@@ -125,12 +125,12 @@ def _score(
             print(line, flush=True)
 
     evaluator = Evaluator(load_suite(**suite, progress=say), ranks=ranks, **settings)
-    found = []
-    for number, (path, folder) in enumerate(wanted, 1):
-        if len(wanted) > 1:
-            say(f"{path} ({number} of {len(wanted)})")
-        found.append((folder, evaluator.evaluate(path, folder / SCORES, progress=say)))
-    return found if ranks.rank == 0 else None
+    results = []
+    for number, (path, folder) in enumerate(targets, 1):
+        if len(targets) > 1:
+            say(f"{path} ({number} of {len(targets)})")
+        results.append((folder, evaluator.evaluate(path, folder / SCORES, progress=say)))
+    return results if ranks.rank == 0 else None
 
 
 def _folders(paths: Sequence[Path], output: Path | None) -> list[Path]:
@@ -232,8 +232,14 @@ def write_text(
     after_first = times[-1] - times[1]
     decode = (written - 1) / after_first if after_first > 0 else None
     rates = {"prefill": read / (times[1] - started), "decode": decode}
-    said: dict[str, Any] = {"prompt": text, "text": pieces.text, "prompt_tokens": read, "tokens": written, "seed": seed}
-    show(said | {"tokens_per_s": rates}, as_json, print)
+    result: dict[str, Any] = {
+        "prompt": text,
+        "text": pieces.text,
+        "prompt_tokens": read,
+        "tokens": written,
+        "seed": seed,
+    }
+    show(result | {"tokens_per_s": rates}, as_json, print)
 
 
 def check_sampling(
@@ -275,9 +281,9 @@ class Pieces:
         """Add a token and return the text that can now be printed."""
         self._tokens.append(token)
         self.text = self._decode(self._tokens)
-        found = [place for stop in self._stops if (place := self.text.find(stop)) >= 0]
-        if found:
-            self.text, self.stopped = self.text[: min(found)], True
+        positions = [position for stop in self._stops if (position := self.text.find(stop)) >= 0]
+        if positions:
+            self.text, self.stopped = self.text[: min(positions)], True
             return self._say(len(self.text))
         end = len(self.text.rstrip(BROKEN))
         for stop in self._stops:
@@ -320,8 +326,12 @@ def export(
     path = find(checkpoint)
     settings: dict[str, Any] = {"format": format, "dtype": dtype, "average": average, "overwrite": overwrite}
     done = export_checkpoint(path, output, **settings, facts=None if average else facts_about(path))
-    said = {"folder": str(done.folder), "architecture": done.architecture, "dtype": dtype, "files": done.files}
-    show(said, as_json, lambda said: print(f"{said['folder']}: {said['architecture']}, {', '.join(said['files'])}"))
+    result = {"folder": str(done.folder), "architecture": done.architecture, "dtype": dtype, "files": done.files}
+    show(
+        result,
+        as_json,
+        lambda result: print(f"{result['folder']}: {result['architecture']}, {', '.join(result['files'])}"),
+    )
 
 
 @app.command("import", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})

@@ -174,19 +174,19 @@ def compare_command(
         raise UserError(f"{given[0]} has runs of one variant; give two sweeps or tables, or a sweep of +grid=compare")
     (name, base), *others = tables
     targets = target_flops or [float(base.flops.max()) * factor for factor in (10.0, 100.0)]
-    found = [fit.compare(base, own, targets, (name, other)) for other, own in others]
-    show([one.to_dict() for one in found], as_json, print_comparisons)
+    comparisons = [fit.compare(base, runs, targets, (name, other)) for other, runs in others]
+    show([one.to_dict() for one in comparisons], as_json, print_comparisons)
 
 
-def _plan_comparison(given: list[str]) -> int:
+def _plan_comparison(recipes: list[str]) -> int:
     """Plan a compare grid of overrides; of several, the first are those of the base."""
-    base, variants = (given[0].split(), given[1:]) if len(given) > 1 else ([], given)
-    for one in given:
-        if "=" not in one:
-            raise UserError(f"{one!r} is no path and no override; give sweeps, tables, or such as optimizer=muon")
-    named = {re.sub(r"\W+", "_", one.rpartition(".")[2]): one.split() for one in variants}
-    said = ",".join(f"{name}:[{','.join(overrides)}]" for name, overrides in named.items())
-    arguments = ["+grid=compare", *base, f"grid.variants={{{said}}}"]
+    base, variants = (recipes[0].split(), recipes[1:]) if len(recipes) > 1 else ([], recipes)
+    for recipe in recipes:
+        if "=" not in recipe:
+            raise UserError(f"{recipe!r} is no path and no override; give sweeps, tables, or such as optimizer=muon")
+    named = {re.sub(r"\W+", "_", variant.rpartition(".")[2]): variant.split() for variant in variants}
+    value = ",".join(f"{name}:[{','.join(overrides)}]" for name, overrides in named.items())
+    arguments = ["+grid=compare", *base, f"grid.variants={{{value}}}"]
     code = compose_and_conduct([*arguments, "dry_run=true"])
     print(f"start it: python sweep.py {shlex.join(arguments)}")
     return code

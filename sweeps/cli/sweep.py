@@ -98,21 +98,21 @@ def preflight_command(
     from ..plan.rates import core_flops_per_second, fill_budgets
     from ..prepare import resolve_runs
 
-    given = overrides or []
-    grid = [] if any(one.startswith("+grid=") for one in given) else ["+grid=chinchilla"]
-    config = compose([*grid, *given])
+    arguments = overrides or []
+    grid = [] if any(argument.startswith("+grid=") for argument in arguments) else ["+grid=chinchilla"]
+    config = compose([*grid, *arguments])
     fill_budgets(config.grid, config.cluster, config.cluster.flops_per_second or core_flops_per_second())
     folder = Path(config.output_root).resolve()
     while not folder.is_dir():
         folder = folder.parent
-    runs, ranks, found = resolve_runs(config)[0], config.parallel.world_size, []
+    runs, ranks, findings = resolve_runs(config)[0], config.parallel.world_size, []
     for finding in chain(check_node(runs, folder, ranks), check_device(runs, ranks)):
-        found.append(finding)
+        findings.append(finding)
         if not as_json:
             print(f"{finding.outcome:<8}  {finding.said}")
     if as_json:
-        show([asdict(finding) for finding in found], as_json, print)
-    raise typer.Exit(any(finding.outcome == "failed" for finding in found))
+        show([asdict(finding) for finding in findings], as_json, print)
+    raise typer.Exit(any(finding.outcome == "failed" for finding in findings))
 
 
 @app.command("status")
@@ -155,17 +155,17 @@ def forecast_command(
         if target or seal:
             raise UserError(f"--check was given with {'--target' if target else '--seal'}; it takes no other option")
         forecast.check_run(directory, check)
-    now, without = [], dict[str, str]()
+    forecasts, without = [], dict[str, str]()
     if target:
-        now = [forecast.forecast_target(directory, one) for one in target]
+        forecasts = [forecast.forecast_target(directory, one) for one in target]
     elif check is None:
-        now, without = forecast.forecast_running(directory)
-        if seal and not now:
+        forecasts, without = forecast.forecast_running(directory)
+        if seal and not forecasts:
             raise UserError(f"no run of {sweep} is under way that could be forecast; name a larger one with --target")
     if seal:
-        now = forecast.seal(directory, now)
-    said = {"forecasts": [asdict(one) for one in now], "without": without, "ledger": forecast.ledger(directory)}
-    show(said, as_json, forecast.print_forecasts)
+        forecasts = forecast.seal(directory, forecasts)
+    result = {"forecasts": [asdict(one) for one in forecasts], "without": without, "ledger": forecast.ledger(directory)}
+    show(result, as_json, forecast.print_forecasts)
 
 
 @app.command("logs")
@@ -246,10 +246,10 @@ def doctor_command(
     from ..runs.directory import SweepDirectory
 
     directory = SweepDirectory.open(sweep)
-    found = examine_sweep(directory, not dry_run, deep)  # a plan that cannot be read is a fault too
-    lines = [fault.to_dict(directory) for fault in found]
-    show(lines, as_json, lambda _: print_faults(directory, found))
-    raise typer.Exit(1 if any(fault.is_left for fault in found) else 0)
+    faults = examine_sweep(directory, not dry_run, deep)  # a plan that cannot be read is a fault too
+    lines = [fault.to_dict(directory) for fault in faults]
+    show(lines, as_json, lambda _: print_faults(directory, faults))
+    raise typer.Exit(1 if any(fault.is_left for fault in faults) else 0)
 
 
 @app.command("sync")
@@ -317,8 +317,8 @@ def _act(path: Path, as_json: bool, action: Callable[[SweepDirectory], int]) -> 
             restore_keepers(sweep)
     if as_json:
         after = {run.run_id: run.state() for run in members(sweep)}
-        said = [{"run_id": name, **asdict(state)} for name, state in after.items() if before.get(name) != state]
-        show({"exit_code": code, "changed": said}, as_json, print)
+        changed = [{"run_id": name, **asdict(state)} for name, state in after.items() if before.get(name) != state]
+        show({"exit_code": code, "changed": changed}, as_json, print)
     raise typer.Exit(code)
 
 

@@ -63,11 +63,11 @@ class AdaptiveGrid(IsoflopGrid):
                 f"grid.recipes has {len(self.recipes)} recipes; an adaptive grid suggests runs for one law, so it "
                 "takes one"
             )
-        total, least = self.total_flops(base, tuner), self.least_flops(base, tuner)
+        total, smallest = self.total_flops(base, tuner), self.least_flops(base, tuner)
         for i in range(FIRST_TRIES):
             top = self.largest_flops * 10 ** (-4 * i / (FIRST_TRIES - 1))
             budgets = [top / FIRST_STEP**j for j in range(FIRST_BUDGETS)]
-            if budgets[-1] < least:
+            if budgets[-1] < smallest:
                 break
             runs = list(replace(self, budgets=budgets, sizes=FIRST_SIZES).isoflop_runs(base, tuner))
             if trained_flops(runs) <= FIRST_SHARE * total:
@@ -95,9 +95,9 @@ class AdaptiveGrid(IsoflopGrid):
 
         record = _record(sweep)
         rounds = record["rounds"]
-        left = ("planned", "queued", "running")
-        over = {run.run_id for run in membership.members(sweep) if run.state().state not in left}
-        if rounds and not over.issuperset(rounds[-1]["runs"]):  # the newest round is still the next one
+        unfinished = ("planned", "queued", "running")
+        ended = {run.run_id for run in membership.members(sweep) if run.state().state not in unfinished}
+        if rounds and not ended.issuperset(rounds[-1]["runs"]):  # the newest round is still the next one
             return dict(rounds[-1]["grid"])
         try:
             asked = self._ask(sweep, config, len(rounds))
@@ -115,31 +115,31 @@ class AdaptiveGrid(IsoflopGrid):
         cap, total = self.largest_flops, self.total_flops(base, Tuner(config.tuning))
         standing = fit_standing(sweep, config, max(config.fit.targets, default=1000.0 * cap))
         if self.tolerance is not None and (width := standing.loss.relative_width) <= self.tolerance:
-            said = f"{width:.2%} of the loss (asked for {self.tolerance:.2%})"
-            raise NothingToSuggest(f"the 95 % interval at {standing.target_flops:.3g} FLOPs is {said}")
+            width_text = f"{width:.2%} of the loss (asked for {self.tolerance:.2%})"
+            raise NothingToSuggest(f"the 95 % interval at {standing.target_flops:.3g} FLOPs is {width_text}")
         if number >= self.rounds:
             raise NothingToSuggest(f"all {self.rounds} rounds are over")
         planned = {run["run_id"]: float(run["flops_own"]) for run in sweep.plan()["runs"]}
         present = {run.run_id: run.config() for run in membership.members(sweep)}
         added = [run for name, run in present.items() if name not in planned]
         spent = sum(planned.values()) + sum(map(own_flops, added))  # failed runs included
-        left = total - spent
-        if left < SPENT * total:
+        remaining = total - spent
+        if remaining < SPENT * total:
             raise NothingToSuggest(f"{spent:.3g} of {total:.3g} FLOPs are spent")
         shares = [GROWTH**i for i in range(number, self.rounds)]
-        budget = left * shares[0] / sum(shares)
-        found = suggest_runs(sweep, budget, max_flops=cap, max_runs=ROUND_RUNS, standing=standing)
-        expected = found.to_dict()
-        runs = _expanded(found.grid, sweep, config, list(present.values()))
+        budget = remaining * shares[0] / sum(shares)
+        suggestion = suggest_runs(sweep, budget, max_flops=cap, max_runs=ROUND_RUNS, standing=standing)
+        expected = suggestion.to_dict()
+        runs = _expanded(suggestion.grid, sweep, config, list(present.values()))
         return {
             "runs": list(map(run_id, runs)),
-            "flops": found.flops,
+            "flops": suggestion.flops,
             "flops_before": spent,
             "flops_budget": total,
             "target_flops": standing.target_flops,
             "before": expected["before"],
             "expected": expected["after"],
-            "grid": found.grid,
+            "grid": suggestion.grid,
         }
 
 

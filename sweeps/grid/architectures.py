@@ -36,12 +36,12 @@ def head_dim(width: int) -> int:
 @cache
 def widths(largest: int = 16384) -> tuple[int, ...]:
     """Return all widths up to `largest` that are multiples of their head size."""
-    found = list(range(8, 32, 4))
+    result = list(range(8, 32, 4))
     width = 32
     while width <= largest:
-        found.append(width)
+        result.append(width)
         width += head_dim(width + 1)
-    return tuple(found)
+    return tuple(result)
 
 
 def shaped(base: ModelConfig, width: int, depth: int) -> ModelConfig:
@@ -80,22 +80,22 @@ def well_shaped(base: ModelConfig) -> tuple[_Candidate, ...]:
     return _candidates(tuple(dataclasses.asdict(base).items()))
 
 
-def nearest_model(base: ModelConfig, wanted: float, above: int = 0) -> ModelConfig:
-    """Return the well-shaped model with N_active nearest to `wanted` and greater than `above`."""
+def nearest_model(base: ModelConfig, target: float, above: int = 0) -> ModelConfig:
+    """Return the well-shaped model with N_active nearest to `target` and greater than `above`."""
     pool = well_shaped(base)
     largest = pool[-1][0]
-    if wanted > 2 * largest or above >= largest:
+    if target > 2 * largest or above >= largest:
         raise UserError(
-            f"the grid asks for a model of {max(wanted, above):.3g} parameters, and the largest that can be laid out "
+            f"the grid asks for a model of {max(target, above):.3g} parameters, and the largest that can be laid out "
             f"has {largest:.3g}; give smaller grid.sizes, grid.budgets, grid.span or grid.expected_N"
         )
     pool = pool[bisect.bisect_right(pool, above, key=itemgetter(0)) :]
 
     def distance(item: _Candidate) -> float:
-        return abs(math.log(item[0] / wanted)) + SHAPE_WEIGHT * item[1]
+        return abs(math.log(item[0] / target)) + SHAPE_WEIGHT * item[1]
 
-    # A model whose size alone is farther off than the total distance of some model cannot be nearer.
-    some = pool[min(bisect.bisect_left(pool, wanted, key=itemgetter(0)), len(pool) - 1)]
-    reach = math.exp(distance(some)) * (1 + 1e-9)
-    first = bisect.bisect_left(pool, wanted / reach, key=itemgetter(0))
-    return min(pool[first : bisect.bisect_right(pool, wanted * reach, key=itemgetter(0))], key=distance)[2]
+    # A model whose size alone is farther off than the total distance of `near` cannot be nearer.
+    near = pool[min(bisect.bisect_left(pool, target, key=itemgetter(0)), len(pool) - 1)]
+    reach = math.exp(distance(near)) * (1 + 1e-9)
+    first = bisect.bisect_left(pool, target / reach, key=itemgetter(0))
+    return min(pool[first : bisect.bisect_right(pool, target * reach, key=itemgetter(0))], key=distance)[2]

@@ -45,8 +45,8 @@ class GridConfig:
         """Return the initial runs, in the grid's order, with one seed, recipe and variant."""
         raise UserError(f"grid.kind is {self.kind!r}; it must be one of {', '.join(grid_kinds())}")
 
-    def fill_budgets(self, given: list[float] | None, probed: Callable[[], list[float]]) -> None:
-        """Set missing budgets to those `given` by the cluster, else to those of a probe."""
+    def fill_budgets(self, budgets: list[float] | None, probed: Callable[[], list[float]]) -> None:
+        """Set missing budgets to `budgets` of the cluster, else to those of a probe."""
 
     def notes(self, runs: Sequence[RunConfig], tuner: Tuner) -> list[str]:
         """Return notes for the user on these planned runs, such as limits of their fit; UserError refuses them."""
@@ -78,7 +78,7 @@ def grid_kinds() -> dict[str, type[GridConfig]]:
         importlib.import_module(f"{__package__}.{module.name}")
 
     def below(node: type[GridConfig]) -> list[type[GridConfig]]:
-        return [found for child in node.__subclasses__() for found in (child, *below(child))]
+        return [kind for child in node.__subclasses__() for kind in (child, *below(child))]
 
     return {node.kind: node for node in sorted(below(GridConfig), key=lambda node: node.kind)}
 
@@ -99,4 +99,4 @@ def fit_notes(runs: Sequence[RunConfig], more: Mapping[str, str]) -> list[str]:
     N, D, flops = zip(*((count_parameters(run.model).N_active, run.D, flops_exact(run)) for run in runs), strict=True)
     budgets = [math.nan if run.budget is None else run.budget for run in runs]
     warnings = examine_plan(N, D, flops, budgets, [tokens / unique for tokens in D])
-    return [f"of this plan the fit would say: {one.message}{more.get(one.code, '')}" for one in warnings]
+    return [f"of this plan the fit would say: {warning.message}{more.get(warning.code, '')}" for warning in warnings]

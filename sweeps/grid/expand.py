@@ -31,18 +31,18 @@ def expand_grid(
     if batch := tuner.rules.batch_tokens.batch:
         raise UserError(f"tuning.batch_tokens.batch is {batch}; it must be 0, for this rule is the batch's own")
     points = list[RunConfig]()
-    for each, own in [(base, tuner)] if grid.variants is None else _variants(grid, base, tuner):
-        found: Iterable[RunConfig] = grid.runs(each, own)
-        if own.rules.horizon == "size":
-            found = grid.runs(each, own.with_spans([*found, *present]))
+    for variant, variant_tuner in [(base, tuner)] if grid.variants is None else _variants(grid, base, tuner):
+        found: Iterable[RunConfig] = grid.runs(variant, variant_tuner)
+        if variant_tuner.rules.horizon == "size":
+            found = grid.runs(variant, variant_tuner.with_spans([*found, *present]))
         points.extend(found)
     runs: dict[str, RunConfig] = {}
     fingerprints: dict[tuple[str, ...], str | None] = {}  # cached: a recipe's model can have gigabytes
     for point in points:
         recipes = grid.recipes if grid.recipes is not None else [point.data.recipe]
         seeds = grid.seeds if grid.seeds is not None else [point.seed]
-        for words, seed in itertools.product(recipes, seeds):
-            steps = tuple(recipe.canonical(words))
+        for names, seed in itertools.product(recipes, seeds):
+            steps = tuple(recipe.canonical(names))
             if steps not in fingerprints:
                 recipe.require(steps)
                 fingerprints[steps] = recipe.fingerprint(steps)
@@ -50,8 +50,8 @@ def expand_grid(
             run = replace(point, data=data, seed=seed)
             validate(run)
             if (other := runs.setdefault(run_id(run), run)).variant != run.variant:
-                said = f"grid.variants.{run.variant} has the same run as {other.variant}, {run_label(other)}"
-                raise UserError(f"{said}; what is compared must share no run")
+                same = f"grid.variants.{run.variant} has the same run as {other.variant}, {run_label(other)}"
+                raise UserError(f"{same}; what is compared must share no run")
     if not runs:
         raise UserError("grid has no runs; give it at least one size and one D")
     for run in runs.values():
@@ -70,8 +70,8 @@ def _variants(grid: GridConfig, base: RunConfig, tuner: Tuner) -> Iterator[tuple
     if grid.recipes is not None or not grid.takes_variants:
         raise UserError("grid.variants goes neither with grid.recipes nor with an adaptive grid; leave one out")
     if not isinstance(grid.variants, dict) or not grid.variants or BASE in grid.variants:
-        said = f"grid.variants is {grid.variants!r}; it must map names, other than {BASE}, to overrides"
-        raise UserError(f"{said}, as {{muon:[optimizer=muon]}}")
+        problem = f"grid.variants is {grid.variants!r}; it must map names, other than {BASE}, to overrides"
+        raise UserError(f"{problem}, as {{muon:[optimizer=muon]}}")
     yield replace(base, variant=BASE), tuner
     for name, changes in grid.variants.items():
         where, run = f"grid.variants.{name}", copy.deepcopy(replace(base, variant=str(name)))
@@ -79,8 +79,8 @@ def _variants(grid: GridConfig, base: RunConfig, tuner: Tuner) -> Iterator[tuple
             raise UserError(f"{where} is {changes!r}; it must be overrides that change a run, as [optimizer=muon]")
         for field, value in dotted(changes):
             if field in ("seed", "tokens") or (field.startswith("data.") and field not in CUT):
-                said = f"{where} changes {field}; variants share text, tokenizer, D and seeds"
-                raise UserError(f"{said} (sweep apart what does not, and give both sweeps to `isoflop compare`)")
+                problem = f"{where} changes {field}; variants share text, tokenizer, D and seeds"
+                raise UserError(f"{problem} (sweep apart what does not, and give both sweeps to `isoflop compare`)")
             assign(run, field, value, where)
         keep = [*tuner.rules.keep, *(field for field, _ in dotted(changes))]
         yield run, replace(tuner, rules=replace(tuner.rules, keep=keep))

@@ -30,8 +30,8 @@ def extend_sweep(sweep: SweepDirectory, overrides: list[str], grid_file: Path | 
     if bool(overrides) == (grid_file is not None):
         raise UserError("extend needs what to add: overrides of the grid, such as grid.budgets=[1e19], or --grid FILE")
     config = prepare.configuration(sweep)
-    wanted = _overridden(config, overrides) if grid_file is None else read_grid(grid_file)
-    names = add_grid(sweep, config, wanted, f"extended by {grid_file or ' '.join(overrides)}")
+    grid = _overridden(config, overrides) if grid_file is None else read_grid(grid_file)
+    names = add_grid(sweep, config, grid, f"extended by {grid_file or ' '.join(overrides)}")
     none = f"every run of it is part of {sweep.path} already; nothing was added"
     print(f"added {counted(len(names), 'run')} to {sweep.path}" if names else none)
     return names
@@ -51,14 +51,14 @@ def as_grid(values: dict[str, Any], source: object) -> GridConfig:
     return result
 
 
-def add_grid(sweep: SweepDirectory, config: SweepConfig, wanted: GridConfig, why: str) -> list[str]:
+def add_grid(sweep: SweepDirectory, config: SweepConfig, grid: GridConfig, reason: str) -> list[str]:
     """Add the runs of a grid and print notes on the fit of all runs. Returns the new run ids."""
     present = [run.config() for run in membership.members(sweep)]
-    runs = expand_grid(wanted, prepare.resolved_base(sweep, config), config.tuning, present)
-    together = list({run_id(run): run for run in (*runs, *present)}.values())
-    for line in wanted.notes(together, Tuner(config.tuning)):
+    runs = expand_grid(grid, prepare.resolved_base(sweep, config), config.tuning, present)
+    all_runs = list({run_id(run): run for run in (*runs, *present)}.values())
+    for line in grid.notes(all_runs, Tuner(config.tuning)):
         print(f"note: {line}")
-    return membership.add_runs(sweep, runs, why)
+    return membership.add_runs(sweep, runs, reason)
 
 
 def _overridden(config: SweepConfig, overrides: list[str]) -> GridConfig:

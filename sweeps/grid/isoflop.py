@@ -38,9 +38,9 @@ class IsoflopGrid(GridConfig):
     expected_N: Positive = 22e3  # best N at 2.5e11 FLOPs, on bytes
     min_steps: Count = 100  # points with fewer optimizer steps are left out
 
-    def fill_budgets(self, given: list[float] | None, probed: Callable[[], list[float]]) -> None:
+    def fill_budgets(self, budgets: list[float] | None, probed: Callable[[], list[float]]) -> None:
         if self.budgets is None:
-            self.budgets = given or probed()
+            self.budgets = budgets or probed()
 
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterable[RunConfig]:
         return self.isoflop_runs(base, tuner)
@@ -64,14 +64,14 @@ class IsoflopGrid(GridConfig):
                     f"grid.budgets contains {budget:.3g}, and the smallest model ({N:,} parameters) needs "
                     f"{self.least_flops(base, tuner):.2g} FLOPs for grid.min_steps {self.min_steps}; give at least that"
                 )
-            found = (spending(budget, model) for model in self.models(base.model, budget))
-            yield from (run for run in found if run is not None)
+            runs = (spending(budget, model) for model in self.models(base.model, budget))
+            yield from (run for run in runs if run is not None)
 
     def least_flops(self, base: RunConfig, tuner: Tuner) -> float:
         """Return the FLOPs of min_steps steps of the smallest model; of one sequence each if a rule sets the batch."""
         smallest, length = architectures.well_shaped(base.model)[0][2], base.data.sequence_length
-        least = float(self.min_steps * (base.batch_tokens if tuner.rules.batch_tokens.k is None else length))
-        return training_flops_per_token(smallest, length) * least
+        tokens = float(self.min_steps * (base.batch_tokens if tuner.rules.batch_tokens.k is None else length))
+        return training_flops_per_token(smallest, length) * tokens
 
     def models(self, base: ModelConfig, budget: float) -> list[ModelConfig]:
         """Return distinct models around the expected optimum of a budget, log-spaced over the span, smallest first."""
@@ -95,8 +95,8 @@ class IsoflopGrid(GridConfig):
         expected = self.expected_N * (budget / EXPECTED_FLOPS) ** EXPECTED_EXPONENT
         on_bytes = replace(base, vocab_size=256, tied_embeddings=True)
         shape = architectures.nearest_model(on_bytes, expected)
-        own = replace(shape, vocab_size=base.vocab_size, tied_embeddings=base.tied_embeddings)
-        return expected + count_parameters(own).N_active - count_parameters(shape).N_active
+        adapted = replace(shape, vocab_size=base.vocab_size, tied_embeddings=base.tied_embeddings)
+        return expected + count_parameters(adapted).N_active - count_parameters(shape).N_active
 
     def notes(self, runs: Sequence[RunConfig], tuner: Tuner) -> list[str]:
         """Return the warnings of the fit, with the nearest budgets that avoid them; UserError if a budget has too few
@@ -110,7 +110,7 @@ class IsoflopGrid(GridConfig):
         sizes = {budget: sum(other == budget for other, _ in pairs) for budget in self.budgets or ()}
         budget = min(sizes, key=lambda budget: (sizes[budget], budget))
         if sizes[budget] < enough:
-            near = self._nearest_budget(runs[0], tuner, budget, lambda found: len(found) >= enough)
+            near = self._nearest_budget(runs[0], tuner, budget, lambda tried_runs: len(tried_runs) >= enough)
             more["few_sizes"] = f" At {budget:.2g} FLOPs grid.min_steps leaves some out; {near} would have {enough}."
             if sizes[budget] < needed:
                 raise UserError(
@@ -121,23 +121,23 @@ class IsoflopGrid(GridConfig):
         longest = MANY_EPOCHS * unique_tokens(runs[0])
         if max(run.D for run in runs) > longest:
             near = self._nearest_budget(
-                runs[0], tuner, max(sizes), lambda found: max(run.D for run in found) <= longest
+                runs[0], tuner, max(sizes), lambda tried_runs: max(run.D for run in tried_runs) <= longest
             )
             more["repeated_data"] = f" The nearest budget of which no run does is {near} FLOPs; or take more text."
         return fit_notes(runs, more)
 
     def _nearest_budget(
-        self, base: RunConfig, tuner: Tuner, budget: float, does: Callable[[list[RunConfig]], bool]
+        self, base: RunConfig, tuner: Tuner, budget: float, suffices: Callable[[list[RunConfig]], bool]
     ) -> str:
         """Return the nearest budget whose runs satisfy `does`, in two digits, or "none"."""
         for i in range(1, TRIES):
-            for tried in (float(f"{budget * 10 ** (way * i / 10):.1e}") for way in (1, -1)):
+            for candidate in (float(f"{budget * 10 ** (way * i / 10):.1e}") for way in (1, -1)):
                 try:
-                    found = list(replace(self, budgets=[tried]).isoflop_runs(replace(base, tokens=0), tuner))
+                    runs = list(replace(self, budgets=[candidate]).isoflop_runs(replace(base, tokens=0), tuner))
                 except UserError:  # the budget is too small or too large for the models
                     continue
-                if found and does(found):
-                    return f"{tried:.1e}"
+                if runs and suffices(runs):
+                    return f"{candidate:.1e}"
         return "none"
 
 
@@ -163,21 +163,21 @@ class CurvesGrid(IsoflopGrid):
             cooled = [replace(base, model=run.model, tokens=round(share * run.tokens)) for run in long]
             cooled = [tuner.tuned(run, whole=True) for run in cooled]
             # A small D cuts the warm-up short, so the run would differ from the start of the long run.
-            able = [one for one, run in zip(cooled, long, strict=True) if warmup_steps(one) == warmup_steps(run)]
+            able = [short for short, run in zip(cooled, long, strict=True) if warmup_steps(short) == warmup_steps(run)]
             yield from (able[i] for i in sorted({0, len(able) // 2, len(able) - 1}) if able)
 
     def notes(self, runs: Sequence[RunConfig], tuner: Tuner) -> list[str]:
         """Return the cost of the same points as separate runs, and as a ladder of cooldowns."""
         from ...fit.curves.averaged import SPACING
 
-        least = min(self.cooldowns, default=1.0)
-        shares = [SPACING**-k for k in range(1 + int(math.log(1 / least) / math.log(SPACING)))]
+        smallest = min(self.cooldowns, default=1.0)
+        shares = [SPACING**-k for k in range(1 + int(math.log(1 / smallest) / math.log(SPACING)))]
         longest: dict[int, RunConfig] = {}
         for run in sorted(runs, key=lambda run: run.D):
             longest[count_parameters(run.model).N_active] = run
         long = sum(map(flops_exact, longest.values()))
-        apart, ladder = long * sum(shares), long * (1 + runs[0].schedule.decay_share * sum(shares[1:]))
+        separate, ladder = long * sum(shares), long * (1 + runs[0].schedule.decay_share * sum(shares[1:]))
         return [
             f"averages give about {len(longest) * len(shares)} points of N and D; with a run for each they would take "
-            f"{apart:.2g} training FLOPs, as a ladder of cooldowns from the same long runs {ladder:.2g}"
+            f"{separate:.2g} training FLOPs, as a ladder of cooldowns from the same long runs {ladder:.2g}"
         ]

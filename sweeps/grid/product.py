@@ -42,7 +42,7 @@ class ProductGrid(GridConfig):
                 assign(run, name, value)
             if (run := tuner.dialled(run)).tokens <= 0:
                 raise UserError("tokens is not set; a product grid needs tokens=… or an axis of that name")
-            yield tuner.tuned(run, kept=axes)
+            yield tuner.tuned(run, fixed=axes)
 
 
 @dataclass
@@ -63,12 +63,12 @@ class PointsGrid(GridConfig):
             where = f"grid.points[{number}]"
             if not isinstance(point, dict) or not point:
                 raise UserError(f"{where} is {point!r}; it must map fields to values, as {{tokens:1000000,seed:1}}")
-            run, given = copy.deepcopy(base), dict(dotted(point))
-            for name, value in given.items():
+            run, changes = copy.deepcopy(base), dict(dotted(point))
+            for name, value in changes.items():
                 assign(run, name, value, where)
             if (run := tuner.dialled(run)).tokens <= 0:
                 raise UserError(f"{where} has no tokens; give it, or tokens=… for all points")
-            yield tuner.tuned(run, kept=given)
+            yield tuner.tuned(run, fixed=changes)
 
 
 @dataclass
@@ -110,8 +110,8 @@ def assign(run: RunConfig, name: str, value: Any, where: str = "grid.axes") -> N
         typed[last] = value
     except OmegaConfBaseException as error:
         raise UserError(f"{where}.{name} contains {value!r}: {str(error).splitlines()[0]}") from error
-    found = typed[last]
-    setattr(node, last, OmegaConf.to_container(found) if OmegaConf.is_config(found) else found)
+    checked = typed[last]
+    setattr(node, last, OmegaConf.to_container(checked) if OmegaConf.is_config(checked) else checked)
 
 
 @functools.cache

@@ -145,12 +145,15 @@ def suggest_runs(
     config = prepare.configuration(sweep)
     standing = standing or fit_standing(sweep, config, target_flops)
     base = replace(prepare.resolved_base(sweep, config), tokens=0)
-    known, progress, labels = list[RunConfig](), {}, {}
+    present, progress, labels = list[RunConfig](), {}, {}
     for run in membership.members(sweep):
-        known.append(run.config())
+        present.append(run.config())
         progress[run.run_id] = progress_of(run, live=run.state().state in ("queued", "running"))
-        labels[run.run_id] = trunk_of(known[-1])
-    market, table = Market(base, known, progress, config.trunks, Tuner(config.tuning).with_spans(known)), standing.table
+        labels[run.run_id] = trunk_of(present[-1])
+    market, table = (
+        Market(base, present, progress, config.trunks, Tuner(config.tuning).with_spans(present)),
+        standing.table,
+    )
     min_steps = getattr(config.grid, "min_steps", MIN_STEPS)
     offered = _affordable(market, table, budget, seeds, max_flops, min_steps)
     costs = ("flops", "branch_flops", "size", "trunk")
@@ -173,16 +176,16 @@ def _affordable(
     market: Market, table: RunTable, budget: float, seeds: int, max_flops: float | None, min_steps: int
 ) -> list[Offer]:
     """Return the candidates that a budget could buy; NothingToSuggest if there is none."""
-    most, ratios = min(budget, max_flops or budget), (table.D / table.N).tolist()
-    least = BELOW * float(min(table.flops))
+    upper, ratios = min(budget, max_flops or budget), (table.D / table.N).tolist()
+    lower = BELOW * float(min(table.flops))
     offered: list[Offer] = []
-    if least < most:
-        highest = max(run.seed for run in market.known)
+    if lower < upper:
+        highest = max(run.seed for run in market.present)
         # A new seed of a size costs a separate trunk and has independent noise.
         fresh = range(highest + 1, highest + 1 + seeds)
-        within = Range(least, most, min(ratios), max(ratios), min_steps)
+        within = Range(lower, upper, min(ratios), max(ratios), min_steps)
         offered = market.offers([market.base.seed, *fresh], within)
-    cheapest = min((offer.flops for offer in offered), default=least)
+    cheapest = min((offer.flops for offer in offered), default=lower)
     if not offered or cheapest > budget:
         capped = "" if max_flops is None else f" and max_flops {max_flops:.3g}"
         raise NothingToSuggest(
@@ -223,11 +226,11 @@ def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float
         mixture.fit(table.N, table.D, table.loss, table.flops, groups, table.weight, table.known_se)
     except InputError as error:
         raise NothingToSuggest(f"the runs of {sweep.path} that are done give no law with intervals: {error}") from error
-    found = mixture.optimal(target, LEVEL)
+    optimum = mixture.optimal(target, LEVEL)
 
     def estimate(name: str) -> Estimate:
-        low, high = found.interval(name)[0]
-        return Estimate(float(found.values[name][0]), float(low), float(high))
+        low, high = optimum.interval(name)[0]
+        return Estimate(float(optimum.values[name][0]), float(low), float(high))
 
     return Standing(table, mixture, float(target), estimate("loss"), estimate("N"))
 
@@ -256,8 +259,8 @@ def print_suggestion(suggestion: Suggestion) -> None:
     for name, now in suggestion.before.items():
         then = suggestion.after[name]
         ends = (now.value, now.low, now.high, then.low, then.high)
-        said = ["∞" if not np.isfinite(end) else short(end) if name == "N" else f"{end:.3f}" for end in ends]
-        out.print("  {:4} {}  now [{}, {}]  then [{}, {}]".format(name, *said), highlight=False)
+        numbers = ["∞" if not np.isfinite(end) else short(end) if name == "N" else f"{end:.3f}" for end in ends]
+        out.print("  {:4} {}  now [{}, {}]  then [{}, {}]".format(name, *numbers), highlight=False)
 
 
 def _suggestion(
@@ -265,7 +268,7 @@ def _suggestion(
 ) -> Suggestion:
     chosen = [offered[i] for i in design.chosen]
     runs = market.merge([offer.run for offer in chosen])
-    names = {run_id(run): run_label(run) for run in [*market.known, *runs]}
+    names = {run_id(run): run_label(run) for run in [*market.present, *runs]}
     suggested = [
         SuggestedRun(
             run_id=run_id(run),
@@ -339,7 +342,7 @@ class Market:
     """The runs that could be added to a sweep, and their costs."""
 
     base: RunConfig
-    known: Sequence[RunConfig]  # runs that the sweep has
+    present: Sequence[RunConfig]  # runs that the sweep has
     progress: Mapping[str, Progress]  # what these runs have on disk, by id
     share: bool = True  # runs that differ only in D share a trunk
     tuner: Tuner = field(default_factory=Tuner)
@@ -347,9 +350,9 @@ class Market:
     def offers(self, seeds: Sequence[int], within: Range) -> list[Offer]:
         """Return every candidate: each model and D within the range, with each seed."""
         families: dict[str, list[RunConfig]] = {}
-        for run in self.known if self.share else ():
+        for run in self.present if self.share else ():
             families.setdefault(trunk_of(run), []).append(run)
-        taken, found = {run_id(run) for run in self.known}, []
+        taken, result = {run_id(run) for run in self.present}, []
         for model in sizes(self.base.model, within):
             for seed in seeds:
                 template = replace(self.base, model=model, seed=seed, tokens=0)
@@ -360,16 +363,16 @@ class Market:
                     if (name := run_id(run)) not in taken:
                         taken.add(name)
                         same = run.optimizer == template.optimizer and run.schedule == template.schedule
-                        own = trunk if same else trunk_of(run)
-                        found.append(self._offer(run, own, families.get(own, [])))
-        return found
+                        key = trunk if same else trunk_of(run)
+                        result.append(self._offer(run, key, families.get(key, [])))
+        return result
 
     def merge(self, chosen: Sequence[RunConfig]) -> list[RunConfig]:
         """Return the chosen runs as the sweep would train them: branches have a `parent`."""
         if not self.share:
             return list(chosen)
         trunks = {trunk_of(run) for run in chosen}
-        mates = [run for run in self.known if trunk_of(run) in trunks]
+        mates = [run for run in self.present if trunk_of(run) in trunks]
         return merge_runs([*mates, *chosen], self.progress).runs[len(mates) :]
 
     def _lengths(self, template: RunConfig, within: Range) -> Iterator[int]:
@@ -409,11 +412,11 @@ def sizes(base: ModelConfig, within: Range) -> list[ModelConfig]:
     low = math.sqrt(within.least_flops / (6 * within.most_ratio)) / 4  # small models spend more than 6 N a token
     high = math.sqrt(within.most_flops / (6 * within.least_ratio))
     models: dict[int, ModelConfig] = {}
-    wanted = max(low, 1.0)
-    while wanted <= high * SIZE_STEP:
-        model = architectures.nearest_model(base, wanted)
+    target = max(low, 1.0)
+    while target <= high * SIZE_STEP:
+        model = architectures.nearest_model(base, target)
         models.setdefault(count_parameters(model).N_active, model)
-        wanted *= SIZE_STEP
+        target *= SIZE_STEP
     return [models[N] for N in sorted(models)]
 
 

@@ -67,9 +67,9 @@ class TuneGrid(GridConfig):
 
     tries_settings: ClassVar[bool] = True
 
-    def fill_budgets(self, given: list[float] | None, probed: Callable[[], list[float]]) -> None:
+    def fill_budgets(self, budgets: list[float] | None, probed: Callable[[], list[float]]) -> None:
         if self.flops_budget is None:
-            self.flops_budget = sum(given or ()) or SIZES * sum(probed())
+            self.flops_budget = sum(budgets or ()) or SIZES * sum(probed())
 
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
         return self.rung_runs(base, tuner, 0, {})
@@ -94,8 +94,8 @@ class TuneGrid(GridConfig):
                 middle[1] += BATCH_POWER * math.log(tokens / before)
             points = qmc.Sobol(len(middle), seed=base.seed + 7919 * rung + N).random_base2((count - 1).bit_length())
             for rate, batch, timescale in np.exp(middle + half * (2 * points[:count] - 1)).tolist():
-                least = max(base.data.sequence_length, tokens / self.max_steps)
-                batch = max(least, min(batch, tokens / LEAST_STEPS))
+                smallest = max(base.data.sequence_length, tokens / self.max_steps)
+                batch = max(smallest, min(batch, tokens / LEAST_STEPS))
                 rules = replace(
                     tuner.rules,
                     learning_rate=PowerRule(rate),
@@ -119,7 +119,7 @@ class TuneGrid(GridConfig):
     def _runs_per_size(self, base: RunConfig) -> int:
         """Return the number of runs per size in the first rung that the FLOPs pay for."""
         ratios = self.tokens_per_parameter
-        if not self.sizes or not ratios or any(longer < 2 * one for one, longer in pairwise(ratios)):
+        if not self.sizes or not ratios or any(longer < 2 * shorter for shorter, longer in pairwise(ratios)):
             raise UserError(
                 f"grid.sizes is {self.sizes} and grid.tokens_per_parameter is {ratios}; a tune needs a size, and rungs "
                 "that rise at least twofold"
@@ -153,10 +153,10 @@ class TuneGrid(GridConfig):
 
     def next_round(self, sweep: SweepDirectory, config: SweepConfig) -> bool:
         base, tried = resolved_base(sweep, config), tried_settings(sweep)
-        there = [(config.model, config.tokens) for config in (run.config() for run in members(sweep))]
+        present = [(config.model, config.tokens) for config in (run.config() for run in members(sweep))]
         for rung in range(1, len(self.tokens_per_parameter)):
             runs = list(self.rung_runs(base, Tuner(config.tuning), rung, tried))
-            if not all((run.model, run.tokens) in there for run in runs):
+            if not all((run.model, run.tokens) in present for run in runs):
                 print(f"rung {rung + 1} of {len(self.tokens_per_parameter)}: {counted(len(runs), 'run')}")
                 named = [replace(run, name=run_label(run)) for run in runs]
                 return bool(add_runs(sweep, named, f"rung {rung + 1} of the tune"))
@@ -175,14 +175,14 @@ def settings_of(run: RunConfig) -> Settings:
 
 def tried_settings(sweep: SweepDirectory) -> Tried:
     """Return settings and final losses of finished runs, and of runs stopped as hopeless with their expected loss."""
-    found: dict[tuple[int, int], list[Any]] = {}
+    tried: dict[tuple[int, int], list[Any]] = {}
     for run in members(sweep):
         summary = run.summary() if run.is_done() else None
         if (loss := run.given_up() if summary is None else summary["val_loss"]) is not None:
             config = run.config()
-            cell = found.setdefault((count_parameters(config.model).N_active, config.D), [])
+            cell = tried.setdefault((count_parameters(config.model).N_active, config.D), [])
             cell.append((settings_of(config), loss))
-    return found
+    return tried
 
 
 def write_tuning(sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any]:
@@ -192,13 +192,13 @@ def write_tuning(sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any]:
     tried = tried_settings(sweep).items()
     rows = [(*cell, *settings, loss) for cell, runs in tried for settings, loss in runs]
     columns = dict(zip(("N", "D", *Settings._fields, "loss"), np.array(rows, dtype=float).T, strict=True))
-    found = tuning_rules(columns, config.fit.bootstrap, seed=0)
+    fitted = tuning_rules(columns, config.fit.bootstrap, seed=0)
     taken, unset = asdict(config.tuning), (None, asdict(PowerRule()))
     others = {name: taken[name] for name in OTHERS if taken[name] not in unset}
     command = sweep.settings().get("command") or ()
-    content = {"command": " ".join(command), **found, "family": family(sweep.runs()[0].config())}
-    content["tuning"] = others | found["tuning"]
+    content = {"command": " ".join(command), **fitted, "family": family(sweep.runs()[0].config())}
+    content["tuning"] = others | fitted["tuning"]
     write_atomic(sweep.path / FILE, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
-    said = yaml.safe_dump(found["tuning"], sort_keys=False)
-    verdict = f"rules for tuning=law tuning.file={sweep.path / FILE}, which has their intervals:\n{said}"
-    return {"verdict": verdict, "warnings": found["warnings"]}
+    rules = yaml.safe_dump(fitted["tuning"], sort_keys=False)
+    verdict = f"rules for tuning=law tuning.file={sweep.path / FILE}, which has their intervals:\n{rules}"
+    return {"verdict": verdict, "warnings": fitted["warnings"]}

@@ -64,29 +64,29 @@ class Tuner:
             return self
         spans: dict[str, tuple[float, float]] = {}
         for run in runs:
-            least, most = spans.get(key := _model_key(run), (math.inf, 0))
-            spans[key] = min(least, run.tokens), max(most, run.tokens)
+            shortest, longest = spans.get(key := _model_key(run), (math.inf, 0))
+            spans[key] = min(shortest, run.tokens), max(longest, run.tokens)
         return replace(self, spans=spans)
 
-    def tuned(self, run: RunConfig, kept: Collection[str] = (), whole: bool = False) -> RunConfig:
+    def tuned(self, run: RunConfig, fixed: Collection[str] = (), whole: bool = False) -> RunConfig:
         """Return the run with the rules applied at its N and `tokens`.
 
         Args:
-            kept: Dotted names of fields that the rules do not change.
+            fixed: Dotted names of fields that the rules do not change.
             whole: Round D to a whole number of steps of the run's batch.
         """
-        rules, kept = self.rules, {*kept, *self.rules.keep}
+        rules, fixed = self.rules, {*fixed, *self.rules.keep}
         N, length = count_parameters(run.model).N_active, run.data.sequence_length
         optimizer = replace(run.optimizer)
 
         def choose(name: str, value: float | None) -> None:
-            if value is not None and f"optimizer.{name}" not in kept:
+            if value is not None and f"optimizer.{name}" not in fixed:
                 setattr(optimizer, name, value)
 
         choose("base_depth", rules.base_depth)
         if rules.batch_tokens.k is not None:
-            least, D = self._span(run)
-            choose("batch_size", batch_size(rules, N, D, least, length, max(1, run.parallel.dp)))
+            shortest, D = self._span(run)
+            choose("batch_size", batch_size(rules, N, D, shortest, length, max(1, run.parallel.dp)))
         run = replace(run, optimizer=optimizer)
         if whole:
             run.tokens = whole_steps(run.tokens, run)
@@ -99,15 +99,15 @@ class Tuner:
 
     def misses_batch(self, run: RunConfig) -> bool:
         """Return whether a run's batch is off its rule by more than a factor of 1.5, due to bounds in `batch_size`."""
-        wanted = power(self.rules.batch_tokens, count_parameters(run.model).N_active, self._span(run)[1], 1.0)
-        if wanted is None or "optimizer.batch_size" in self.rules.keep:
+        target = power(self.rules.batch_tokens, count_parameters(run.model).N_active, self._span(run)[1], 1.0)
+        if target is None or "optimizer.batch_size" in self.rules.keep:
             return False
-        return not 1 / 1.5 <= run.batch_tokens / wanted <= 1.5
+        return not 1 / 1.5 <= run.batch_tokens / target <= 1.5
 
     def _span(self, run: RunConfig) -> tuple[float, float]:
         """Return the smallest and the largest D of the runs of this model, this run included."""
-        least, most = self.spans.get(_model_key(run), (math.inf, 0))
-        return min(least, run.tokens), max(most, run.tokens)
+        shortest, longest = self.spans.get(_model_key(run), (math.inf, 0))
+        return min(shortest, run.tokens), max(longest, run.tokens)
 
     def dialled(self, run: RunConfig) -> RunConfig:
         """Return the run with width and heads set by tuning.dial, and D set by tuning.tokens_per_parameter."""
@@ -124,19 +124,19 @@ def power(rule: PowerRule, N: float, D: float, batch: float) -> float | None:
     return None if rule.k is None else float(rule.k * N**rule.N * D**rule.D * batch**rule.batch)
 
 
-def batch_size(rules: TuningConfig, N: float, D: float, least: float, length: int, ranks: int = 1) -> int:
+def batch_size(rules: TuningConfig, N: float, D: float, shortest: float, length: int, ranks: int = 1) -> int:
     """Return the sequences per step: the multiple of `ranks` in 1, 2, 3, 4, 6, 8, 12, ... that is nearest to the rule.
 
     The best batch is a power of D alone (Power Lines, section 4; Step Law, equation 1). The batch is at least a
-    sequence per rank, and leaves a run of `least` tokens rules.min_steps steps if it has enough sequences.
+    sequence per rank, and leaves a run of `shortest` tokens rules.min_steps steps if it has enough sequences.
     """
-    wanted = power(rules.batch_tokens, N, D, 1.0)
-    assert wanted is not None
-    if not wanted <= D:
-        raise UserError(f"tuning.batch_tokens gives {wanted:.3g} tokens at N {N:,} and D {D:.3g}; it must be at most D")
-    most = max(ranks, least / (length * rules.min_steps))
+    target = power(rules.batch_tokens, N, D, 1.0)
+    assert target is not None
+    if not target <= D:
+        raise UserError(f"tuning.batch_tokens gives {target:.3g} tokens at N {N:,} and D {D:.3g}; it must be at most D")
+    upper = max(ranks, shortest / (length * rules.min_steps))
     shared = [size for size in WHOLE_BATCHES if size % ranks == 0] or [ranks * size for size in WHOLE_BATCHES]
-    return min((size for size in shared if size <= most), key=lambda size: abs(math.log(size * length / wanted)))
+    return min((size for size in shared if size <= upper), key=lambda size: abs(math.log(size * length / target)))
 
 
 def decaying_rate(optimizer: OptimizerConfig, width: int) -> float:
@@ -174,5 +174,5 @@ def family(base: RunConfig) -> dict[str, Any]:
 
 def depends_on_D(rules: TuningConfig) -> bool:
     """Return whether the rules give runs that differ only in D different settings, so that they share no trunk."""
-    each = [rule for rule in vars(rules).values() if isinstance(rule, PowerRule) and rule.k is not None]
-    return rules.timescale in each or any(rule.D != 0.0 for rule in each)
+    rules_set = [rule for rule in vars(rules).values() if isinstance(rule, PowerRule) and rule.k is not None]
+    return rules.timescale in rules_set or any(rule.D != 0.0 for rule in rules_set)

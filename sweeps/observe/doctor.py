@@ -80,21 +80,21 @@ class Fault:
 def examine_sweep(sweep: SweepDirectory, mend: bool, deep: bool = False) -> list[Fault]:
     """Find the faults of a sweep and, with `mend`, repair them; `deep` verifies the checksums of all checkpoints."""
     settings = yaml_or_empty(sweep.path / "sweep.yaml")
-    found = [_settled(fault, mend=False) for fault in _version(sweep, settings)]
-    if any(fault.kind == "plan" for fault in found):
-        return found
-    mend = mend and not found
-    return found + [_settled(fault, mend) for fault in _faults(sweep, settings, deep)]
+    faults = [_settled(fault, mend=False) for fault in _version(sweep, settings)]
+    if any(fault.kind == "plan" for fault in faults):
+        return faults
+    mend = mend and not faults
+    return faults + [_settled(fault, mend) for fault in _faults(sweep, settings, deep)]
 
 
-def print_faults(sweep: SweepDirectory, found: list[Fault]) -> None:
+def print_faults(sweep: SweepDirectory, faults: list[Fault]) -> None:
     count = Counter[str]()
-    for fault in found:
+    for fault in faults:
         sign = "mended" if fault.mended else "left" if fault.is_left else "note"
         say(escape(f"{sign}: {fault.to_dict(sweep)['where']}: {fault.what} ({fault.how})"))
         count[sign] += 1
-    words = [f"{count[kind]} {kind}" for kind in ("mended", "left") if count[kind]]
-    print(", ".join(words) if words else "nothing else is wrong" if found else "nothing is wrong")
+    counts = [f"{count[kind]} {kind}" for kind in ("mended", "left") if count[kind]]
+    print(", ".join(counts) if counts else "nothing else is wrong" if faults else "nothing is wrong")
 
 
 def _settled(fault: Fault, mend: bool) -> Fault:
@@ -120,11 +120,11 @@ def _version(sweep: SweepDirectory, settings: Mapping[str, Any]) -> Iterator[Fau
     except UserError as error:
         yield Fault("settings", str(error).rpartition("; ")[0], sweep.path / "sweep.yaml", None, ANEW)
     ours = (("isoflop", "isoflop_version", __version__), ("recipe", "recipe", RECIPE))
-    other = [f"{name} {settings[key]}" for name, key, own in ours if settings.get(key, own) != own]
+    other = [f"{name} {settings[key]}" for name, key, current in ours if settings.get(key, current) != current]
     if other:
-        words = f"{' and '.join(other)} wrote the sweep, and this is {__version__}, recipe {RECIPE}"
+        what = f"{' and '.join(other)} wrote the sweep, and this is {__version__}, recipe {RECIPE}"
         how = "nothing is mended; use the version that wrote it, or sweep into another folder"
-        yield Fault("version", words, sweep.path, None, how)
+        yield Fault("version", what, sweep.path, None, how)
 
 
 def _faults(sweep: SweepDirectory, settings: Mapping[str, Any], deep: bool) -> Iterator[Fault]:
@@ -166,16 +166,16 @@ def _curves_apart(sweep: SweepDirectory) -> Iterator[Fault]:
         curves = sweep_curves(sweep, set(names)).dropna(subset=["loss"]).drop(columns="val_loss")
         floor = min(float(law.get("E") or 0.0), 0.99 * float(curves["loss"].min()))
         try:
-            found = fit.collapse(curves, floor)
+            collapsed = fit.collapse(curves, floor)
         except fit.InputError:  # the curves have too few lines
             continue
-        for name, row in found[found["noted"]].iterrows():
-            said = (
+        for name, row in collapsed[collapsed["noted"]].iterrows():
+            what = (
                 f"its normalised loss curve lies {row['deviation']:.1%} off those of {len(names) - 1} runs of its D/N, "
-                f"which lie {found['deviation'].median():.1%} apart: its settings may not suit it"
+                f"which lie {collapsed['deviation'].median():.1%} apart: its settings may not suit it"
             )
             how = "see its curve in the report; `isoflop tune --check` tries other settings"
-            yield Fault("curve", said, sweep.run(str(name)).path, None, how, "note")
+            yield Fault("curve", what, sweep.run(str(name)).path, None, how, "note")
 
 
 def _file_system(sweep: SweepDirectory) -> Iterator[Fault]:
@@ -258,9 +258,9 @@ def _files(sweep: SweepDirectory) -> Iterator[Fault]:
         yield replace(fault, mend=None)
     if (table := sweep.path / "table.csv").exists() and not _is_table(table):
         yield Fault("unreadable", "table.csv cannot be read", table, partial(remove, table), anew)
-    if (why := fit_failure(sweep)) is not None:
+    if (reason := fit_failure(sweep)) is not None:
         how = f"isoflop report {sweep.path} fits anew, once that is mended"
-        yield Fault("fit", f"the fit failed: {why}", sweep.path / "fit", None, how)
+        yield Fault("fit", f"the fit failed: {reason}", sweep.path / "fit", None, how)
 
 
 def _is_table(path: Path) -> bool:

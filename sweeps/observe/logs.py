@@ -88,16 +88,16 @@ class Follower:
 
     def skip(self) -> None:
         with contextlib.suppress(OSError):
-            found = self.path.stat()
-            self.position, self.inode = found.st_size, found.st_ino
+            status = self.path.stat()
+            self.position, self.inode = status.st_size, status.st_ino
 
     def lines(self) -> list[str]:
         """Return the complete new lines since the last call; a replaced or truncated file is read from its start."""
         try:
-            found = self.path.stat()
-            if found.st_ino != self.inode or found.st_size < self.position:
-                self.position, self.inode, self.rest = 0, found.st_ino, b""
-            if found.st_size == self.position:
+            status = self.path.stat()
+            if status.st_ino != self.inode or status.st_size < self.position:
+                self.position, self.inode, self.rest = 0, status.st_ino, b""
+            if status.st_size == self.position:
                 return []
             with self.path.open("rb") as file:
                 file.seek(self.position)

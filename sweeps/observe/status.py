@@ -97,9 +97,9 @@ def _planned(sweep: SweepDirectory) -> list[Row]:
         return rows
     from ...train.flops import count_parameters
 
-    known, added = {planned["run_id"] for planned in rows}, []
+    planned_ids, added = {planned["run_id"] for planned in rows}, []
     for run in members(sweep):
-        if run.run_id not in known:
+        if run.run_id not in planned_ids:
             config = run.config()
             size = {"N_total": count_parameters(config.model).N_total, "D": config.D, "steps": config.steps}
             added.append({"run_id": run.run_id, "name": config.name or run.run_id, **size})
@@ -107,9 +107,9 @@ def _planned(sweep: SweepDirectory) -> list[Row]:
 
 
 def _read(run: RunDirectory, planned: Mapping[str, Any]) -> Row:
-    there = set(os.listdir(run.path)) if run.path.exists() else set()
+    files = set(os.listdir(run.path)) if run.path.exists() else set()
     state = run.state()
-    last = run.last_metrics() if "metrics.jsonl" in there else {}
+    last = run.last_metrics() if "metrics.jsonl" in files else {}
     summary = run.summary() if state.state == "done" else None
     record = run.record()
     history, recent = record.attempts, record.recent
@@ -137,7 +137,7 @@ def _read(run: RunDirectory, planned: Mapping[str, Any]) -> Row:
         "recent": len(recent),  # attempts since the last retry by hand
         "shape": planned.get("shape"),
         "scored": summary is not None and (run.path / "eval" / f"step_{summary.get('step')}.json").exists(),
-        "cancel_asked": state.state in OPEN and "cancel.json" in there,
+        "cancel_asked": state.state in OPEN and "cancel.json" in files,
     }
 
 
@@ -171,23 +171,23 @@ def _add_costs(rows: Iterable[Row], cluster: ClusterConfig) -> None:
         row |= {"gpu_hours": 0.0, "core_hours": 0.0}
         if shape := row["shape"]:
             paid = sum(attempt.paid for attempt in row["history"])
-            if begun := row["under_way"]:
-                paid += (begun["ended"] - begun["began"]) * begun["share"]
+            if current := row["under_way"]:
+                paid += (current["ended"] - current["began"]) * current["share"]
             hours = paid * accounting.devices(shape, settings) / 3600
             row["gpu_hours" if shape["gpus"] else "core_hours"] = hours
 
 
 def _add_forecasts(sweep: SweepDirectory, rows: Iterable[Row], now: float) -> None:
     """Add the forecast of each running run's final loss: [loss, low, high]."""
-    found, left = dict[str, list[float]](), dict[str, str]()
+    forecasts, outside = dict[str, list[float]](), dict[str, str]()
     if any(row["state"] == "running" and row["step"] for row in rows):
         from ..results.forecast import latest_forecasts
 
-        found, left = latest_forecasts(sweep, now)
+        forecasts, outside = latest_forecasts(sweep, now)
     for row in rows:
-        runs = row["state"] == "running"
-        row["forecast"] = found.get(row["run_id"]) if runs else None
-        row["left_band"] = left.get(row["run_id"]) if runs else None
+        is_running = row["state"] == "running"
+        row["forecast"] = forecasts.get(row["run_id"]) if is_running else None
+        row["left_band"] = outside.get(row["run_id"]) if is_running else None
 
 
 def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> bool:
@@ -214,12 +214,12 @@ def sweep_eta(rows: Iterable[Row]) -> float | None:
 
     Waiting runs take their estimate, corrected by the ratio of actual to estimated time of the finished runs.
     """
-    left = [row for row in rows if row["state"] in OPEN and not row["cancel_asked"]]
+    unfinished = [row for row in rows if row["state"] in OPEN and not row["cancel_asked"]]
     done = [row for row in rows if row["state"] == "done" and row["seconds"] and row["estimated_seconds"]]
     estimated = sum(row["estimated_seconds"] for row in done)
     wrong = sum(row["seconds"] for row in done) / estimated if estimated else 1.0
     places, waiting = [], []
-    for row in left:
+    for row in unfinished:
         share = (row["steps"] - max(row["step"], row["first_step"])) / max(1, row["steps"] - row["first_step"])
         seconds = share * row["estimated_seconds"] * wrong
         if row["state"] == "running" and not row["silent"]:
@@ -267,17 +267,17 @@ def render_status(status: dict[str, Any], out: Console, everything: bool) -> Ren
     title, lines = f"{status['sweep']}: {counts}", []
     for (state, reason), runs in _reasons(shown).items():
         named = ", ".join(runs[:3]) + ", …" * (len(runs) > 3)
-        one = len(runs) == 1
-        lines.append(f"{named} {state}: {reason}" if one else f"{len(runs)} runs {state}: {reason} ({named})")
+        single = len(runs) == 1
+        lines.append(f"{named} {state}: {reason}" if single else f"{len(runs)} runs {state}: {reason} ({named})")
     if hidden:
         lines.append(f"not shown: {', '.join(f'{n} {state}' for state, n in hidden.items())}; --all shows every run")
     hours, unit = (status["gpu_hours"], "GPU") if status["gpu_hours"] else (status["core_hours"], "core")
-    words = [f"{hours:.3g} {unit}-hours so far"] if hours else []
+    totals = [f"{hours:.3g} {unit}-hours so far"] if hours else []
     if status["retries"]:
-        words.append(counted(status["retries"], "retry", "retries"))
+        totals.append(counted(status["retries"], "retry", "retries"))
     if status["eta_seconds"] is not None:
-        words.append(f"the last run ends in about {describe_seconds(status['eta_seconds'])}")
-    lines += [", ".join(words)] if words else []
+        totals.append(f"the last run ends in about {describe_seconds(status['eta_seconds'])}")
+    lines += [", ".join(totals)] if totals else []
     if status["unattended"]:
         lines.append(f"no keeper looks after this sweep: they are gone from SLURM's queue; {BRING_BACK}")
     if status.get("fit_failure"):
@@ -302,8 +302,8 @@ def _table(shown: list[Row], title: str, out: Console) -> Table:
         widths["note"] = min(widths["note"], NOTE)
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for name, width in widths.items():
-        left = name in ("run", "state", "where", "note")
-        table.add_column(name, justify="left" if left else "right", no_wrap=name != "note", max_width=width)
+        to_left = name in ("run", "state", "where", "note")
+        table.add_column(name, justify="left" if to_left else "right", no_wrap=name != "note", max_width=width)
     for row, *texts in zip(shown, *(columns[name] for name in widths), strict=True):
         table.add_row(*map(Text, texts), style=STYLES.get(row["state"]))  # a name may have [brackets]
     return table
@@ -314,21 +314,21 @@ def fold_rows(rows: list[Row], room: int | None) -> tuple[list[Row], dict[str, i
 
     If even the rows that are neither waiting nor done do not fit, failed and diverged runs get at least half the room.
     """
-    left = list(rows)
+    shown = list(rows)
     for state in FOLDED:
-        if room is not None and _height(left) > room:
-            left = [row for row in left if row["state"] != state]
-    if room is not None and _height(left) > room:
-        wrong = [row for row in left if row["state"] in ("failed", "diverged")]
-        right = [row for row in left if row not in wrong]
+        if room is not None and _height(shown) > room:
+            shown = [row for row in shown if row["state"] != state]
+    if room is not None and _height(shown) > room:
+        wrong = [row for row in shown if row["state"] in ("failed", "diverged")]
+        right = [row for row in shown if row not in wrong]
         while wrong and _height(wrong) > max(room // 2, room - _height(right)):
             wrong.pop()
         while right and _height(right) > room - _height(wrong):
             right.pop()
-        left = right + wrong
+        shown = right + wrong
     counts = Counter(row["state"] for row in rows)
-    counts.subtract(row["state"] for row in left)
-    return left, {state: counts[state] for state in ORDER if counts[state]}
+    counts.subtract(row["state"] for row in shown)
+    return shown, {state: counts[state] for state in ORDER if counts[state]}
 
 
 def _height(rows: list[Row]) -> int:
@@ -336,11 +336,11 @@ def _height(rows: list[Row]) -> int:
 
 
 def _reasons(rows: list[Row]) -> dict[tuple[str, str], list[str]]:
-    found = defaultdict(list)
+    runs = defaultdict(list)
     for row in rows:
         if row["reason"]:
-            found[row["state"], row["reason"]].append(row["run_id"])
-    return found
+            runs[row["state"], row["reason"]].append(row["run_id"])
+    return runs
 
 
 def _cells(row: Row) -> list[str]:

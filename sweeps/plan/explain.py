@@ -44,8 +44,8 @@ def ways_to_dict(ways: list[Way]) -> dict[str, Any]:
 
 def _verdict(way: Way, best: Way) -> str:
     slower = way.seconds / best.seconds - 1
-    known = "does not fit" if not way.fits else "chosen" if way is best else "as fast, and less simple"
-    return f"{slower:.0%} slower" if way.fits and slower > TIE else known
+    verdict = "does not fit" if not way.fits else "chosen" if way is best else "as fast, and less simple"
+    return f"{slower:.0%} slower" if way.fits and slower > TIE else verdict
 
 
 def print_ways(config: RunConfig, ways: list[Way]) -> None:

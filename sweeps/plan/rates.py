@@ -68,18 +68,18 @@ class Calibration:
 
         Beyond the measured widths, and without any, `assumed` gives the dependence on the width.
         """
-        known = self.rates.get(kind)
-        if not known:
+        measured = self.rates.get(kind)
+        if not measured:
             return assumed(width)
-        below = max((each for each in known if each <= width), default=None)
-        above = min((each for each in known if each >= width), default=None)
+        below = max((other for other in measured if other <= width), default=None)
+        above = min((other for other in measured if other >= width), default=None)
         if below is None or above is None:
-            nearest = min(known) if below is None else max(known)
-            return known[nearest][0] * assumed(width) / assumed(nearest)
+            nearest = min(measured) if below is None else max(measured)
+            return measured[nearest][0] * assumed(width) / assumed(nearest)
         if below == above:
-            return known[below][0]
+            return measured[below][0]
         part = math.log(width / below) / math.log(above / below)
-        return math.exp((1 - part) * math.log(known[below][0]) + part * math.log(known[above][0]))
+        return math.exp((1 - part) * math.log(measured[below][0]) + part * math.log(measured[above][0]))
 
     def runs(self, kinds: Collection[str]) -> int:
         """Return the number of measured runs of these kinds, or 0 if one kind has none."""
@@ -149,30 +149,30 @@ def record_rates(place: str, measured: Iterable[Measured]) -> str | None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(file.with_name(f".{file.name}.lock"), timeout=LOCK_SECONDS):
-            content, said = read_json(file, RatesFile), None
+            content, problem = read_json(file, RatesFile), None
             if file.exists() and content is None:
                 aside = file.with_name(f"{file.name}.damaged")
                 os.replace(file, aside)
-                said = f"{file} was damaged and is now {aside}; estimates start anew from what this sweep measured"
+                problem = f"{file} was damaged and is now {aside}; estimates start anew from what this sweep measured"
             # Updated entries move to the end; the oldest are dropped.
-            known = (content or {}).get("places", {})
-            kinds = known.pop(place, {}).get("kinds", {})
+            by_place = (content or {}).get("places", {})
+            kinds = by_place.pop(place, {}).get("kinds", {})
             for run in measured:
                 widths = kinds[run.kind] = kinds.pop(run.kind, {})
                 runs = widths.get(str(run.width), {})
                 runs.pop(run.run_id, None)
                 runs[run.run_id] = run.flops_per_second
                 widths[str(run.width)] = dict(list(runs.items())[-RUNS:])
-            known[place] = {"device": measured[-1].device, "kinds": dict(list(kinds.items())[-KINDS:])}
-            write_json(file, {"version": 1, "places": dict(list(known.items())[-PLACES:])})
-            return said
+            by_place[place] = {"device": measured[-1].device, "kinds": dict(list(kinds.items())[-KINDS:])}
+            write_json(file, {"version": 1, "places": dict(list(by_place.items())[-PLACES:])})
+            return problem
     except (OSError, Timeout) as error:
         return f"what was measured could not be added to {file} ({error}); the next estimate does without"
 
 
 def _file() -> Path:
-    given = os.environ.get("ISOFLOP_CACHE")
-    return (Path(given).expanduser() if given else Path.home() / ".cache" / "isoflop") / "calibration.json"
+    folder = os.environ.get("ISOFLOP_CACHE")
+    return (Path(folder).expanduser() if folder else Path.home() / ".cache" / "isoflop") / "calibration.json"
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def job_shape(parallel: ParallelConfig, cluster: ClusterConfig, threads: int | N
 
 
 def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rate: float, threads: int | None) -> PlannedRun:
-    own = own_flops(run)
+    trained = own_flops(run)
     return PlannedRun(
         run_id=name,
         name=run.name or name,
@@ -161,7 +161,7 @@ def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rate: float, thr
         D=run.D,
         flops_6nd=flops_6nd(run),
         flops_exact=flops_exact(run),
-        flops_own=own,
+        flops_own=trained,
         flops_optimizer=flops_optimizer(run),
         budget=run.budget,
         **{name: getattr(run.model, name) for name in ("width", "depth", "heads")},
@@ -171,7 +171,7 @@ def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rate: float, thr
         precision=run.precision,
         shape=job_shape(run.parallel, cluster, threads),
         mesh=run.parallel.label,
-        estimated_seconds=own / rate,
+        estimated_seconds=trained / rate,
         parent=run.parent,
         first_step=trunk_steps(run) if run.parent is not None else 0,
         recipe=recipe_label(run.data.recipe) if run.data.recipe else "",

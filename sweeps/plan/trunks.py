@@ -116,13 +116,13 @@ def steps_between(run: RunConfig, every: int | None) -> list[int]:
 
 def keep_between(runs: Iterable[RunConfig], every: int | None) -> list[RunConfig]:
     """Return the runs with `checkpoint.at_steps` extended by the steps to score."""
-    kept = []
+    result = []
     for run in runs:
         if steps := steps_between(run, every):
             both = sorted({*steps, *(run.checkpoint.at_steps or ())})
             run = replace(run, checkpoint=replace(run.checkpoint, at_steps=both))
-        kept.append(run)
-    return kept
+        result.append(run)
+    return result
 
 
 def _obstacle(run: RunConfig, begin: int, alike: bool) -> str:
@@ -135,32 +135,32 @@ def _obstacle(run: RunConfig, begin: int, alike: bool) -> str:
     if begin <= 0:
         return f"schedule.decay_share {schedule.decay_share:g} leaves no step before the decay"
     fixed = schedule.warmup_tokens
-    least = schedule.warmup_per_parameter if fixed is None else fixed
+    warmup = schedule.warmup_per_parameter if fixed is None else fixed
     return (
         f"schedule.warmup_max_share {schedule.warmup_max_share:g} cuts a warm-up, which so depends on D; "
-        f"from {short(least / schedule.warmup_max_share)} {'tokens a parameter' if fixed is None else 'tokens'} on it "
+        f"from {short(warmup / schedule.warmup_max_share)} {'tokens a parameter' if fixed is None else 'tokens'} on it "
         "does not"
     )
 
 
 def _remarks(merged: Sequence[RunConfig], obstacles: Mapping[str, Sequence[RunConfig]]) -> list[str]:
     """Return remarks on the FLOPs saved by branching, and on runs that cannot branch."""
-    said, trunks = [], {run.parent for run in merged} - {None}
+    remarks, trunks = [], {run.parent for run in merged} - {None}
     if trunks:
         branches = sum(run.parent is not None for run in merged)
         spent, separate = sum(map(own_flops, merged)), sum(map(flops_exact, merged))
-        said.append(
+        remarks.append(
             f"{branches} of {len(merged)} runs branch from {len(trunks)} trunk{'s' * (len(trunks) > 1)}: {spent:.3g} "
             f"training FLOPs instead of {separate:.3g}, {1 - spent / separate:.0%} fewer"
         )
-    for why, runs in obstacles.items():
+    for reason, runs in obstacles.items():
         named = ", ".join(run.name or run_id(run) for run in runs[:SHOWN])
         more = f" and {len(runs) - SHOWN} more" if len(runs) > SHOWN else ""
-        said.append(
+        remarks.append(
             f"{len(runs)} run{'s differ' if len(runs) > 1 else ' differs'} from a longer one in D alone and cannot "
-            f"branch from it ({named}{more}): {why}"
+            f"branch from it ({named}{more}): {reason}"
         )
-    return said
+    return remarks
 
 
 def progress_of(run: RunDirectory, live: bool = False) -> Progress:
@@ -198,7 +198,7 @@ def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
     from filelock import FileLock  # slow to import, and status needs no lock
 
     with FileLock(branch.path / ".graft.lock"):
-        if any(own >= step and damage(checkpoint_folder(branch, own)) is None for own in branch.saved_steps()):
+        if any(saved >= step and damage(checkpoint_folder(branch, saved)) is None for saved in branch.saved_steps()):
             return None
         if not has_checkpoint(trunk, step):
             state = trunk.state()

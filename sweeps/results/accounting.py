@@ -103,9 +103,9 @@ def account(sweep: SweepDirectory) -> dict[str, Any]:
 
 def devices(shape: Mapping[str, Any], cluster: Mapping[str, Any]) -> float:
     """Return the number of GPUs of a run, or of cores if it has no GPU."""
-    each = shape["gpus"] or shape["cpus"]
+    count = shape["gpus"] or shape["cpus"]
     shared = cluster.get("runs_per_gpu", 1) if shape["gpus"] and cluster["kind"] == "local" else 1
-    return each * shape["nodes"] * shape["ranks_per_node"] / shared
+    return count * shape["nodes"] * shape["ranks_per_node"] / shared
 
 
 def lost_steps(history: Sequence[Attempt], begins: int, done: bool, served: int = 0) -> list[Counter[str]]:
@@ -114,13 +114,13 @@ def lost_steps(history: Sequence[Attempt], begins: int, done: bool, served: int 
     The run branches from its trunk at step `begins`; a branch of this run depends on its steps up to `served`.
     """
     lost: list[Counter[str]] = [Counter() for _ in history]
-    kept = [(attempt.first_step, attempt.last_step) for attempt in history]
+    spans = [(attempt.first_step, attempt.last_step) for attempt in history]
 
     def go_back(until: int, to: int, cause: str) -> None:
-        for index, (low, high) in enumerate(kept[:until]):
-            left = (max(low, begins), min(high, to)) if min(high, to) > max(low, begins) else (low, low)
-            lost[index][cause] += (high - low) - (left[1] - left[0])
-            kept[index] = left
+        for index, (low, high) in enumerate(spans[:until]):
+            span = (max(low, begins), min(high, to)) if min(high, to) > max(low, begins) else (low, low)
+            lost[index][cause] += (high - low) - (span[1] - span[0])
+            spans[index] = span
 
     for index in range(1, len(history)):
         go_back(index, history[index].first_step, history[index - 1].cause)
@@ -141,7 +141,7 @@ class _Books:
     ended: Counter[str] = field(default_factory=Counter)
 
     def enter(self, entry: _Entry) -> None:
-        run, result, kept = entry.planned, entry.result, 0
+        run, result, useful = entry.planned, entry.result, 0
         step_flops, begins = round(run["flops_exact"] / run["steps"]), run.get("first_step", 0)
         lost = lost_steps(entry.history, begins, result is not None, entry.served)
         for attempt, counts in zip(entry.history, lost, strict=True):
@@ -155,13 +155,13 @@ class _Books:
                 self.lost_hours[cause] += hours * count / steps
                 self.lost_flops[cause] += count * step_flops
             self.hours += hours * (1 - counts.total() / steps) if steps else hours
-            kept += steps - counts.total()
+            useful += steps - counts.total()
         if result is not None:
             # A finished run has made all its steps, even if some attempts are not recorded.
-            kept = run["steps"] - begins
+            useful = run["steps"] - begins
             if not entry.history:
-                self.hours += result.get("seconds", 0.0) * kept / run["steps"] * entry.devices / 3600
-        self.flops += kept * step_flops
+                self.hours += result.get("seconds", 0.0) * useful / run["steps"] * entry.devices / 3600
+        self.flops += useful * step_flops
 
     def causes(self) -> dict[str, dict[str, Any]]:
         """Return the lost hours, FLOPs and attempts of each cause, the most expensive first."""
@@ -189,8 +189,8 @@ def _slurm_hours(sweep: SweepDirectory, entries: Iterable[_Entry], cluster: Mapp
     jobs = {end.job_id: entry.devices for entry in entries for end in entry.history if end.job_id is not None}
     jobs |= {job: devices(asdict(shape), cluster) for job, (shape, _) in submitted_workers(sweep).items()}
     seconds = slurm.elapsed(jobs)
-    known = [seconds[job] * each for job, each in jobs.items() if job in seconds]
-    return sum(known) / 3600 if known else None
+    times = [seconds[job] * count for job, count in jobs.items() if job in seconds]
+    return sum(times) / 3600 if times else None
 
 
 def planned_seconds(planned: Planned) -> float:
@@ -230,8 +230,10 @@ def _errors(entries: Iterable[_Entry]) -> tuple[dict[str, float] | None, dict[in
         by_width[entry.planned["width"]].append(actual / planned)
     if not times:
         return None, {}
-    together = error([one / other for one, other in times], sum(a for a, _ in times) / sum(p for _, p in times))
-    return together, {width: error(ratios, statistics.median(ratios)) for width, ratios in sorted(by_width.items())}
+    overall = error(
+        [actual / planned for actual, planned in times], sum(a for a, _ in times) / sum(p for _, p in times)
+    )
+    return overall, {width: error(ratios, statistics.median(ratios)) for width, ratios in sorted(by_width.items())}
 
 
 def result_of(run: RunDirectory) -> dict[str, Any] | None:

@@ -77,16 +77,19 @@ def write_results(sweep: SweepDirectory, targets: list[float] | None = None, ane
 
 def _digest(sweep: SweepDirectory, targets: list[float] | None) -> str:
     """Hash the inputs of the results: code by content, the runs' files by size and time."""
-    root, found = Path(__file__).resolve().parents[2], hashlib.sha256(repr((targets, _stamps(sweep, SOURCES))).encode())
+    root, digest = (
+        Path(__file__).resolve().parents[2],
+        hashlib.sha256(repr((targets, _stamps(sweep, SOURCES))).encode()),
+    )
     for path in sorted(path for room in ROOMS for path in (root / room).rglob("*") if path.suffix in CODE):
-        found.update(path.read_bytes())
-    return found.hexdigest()
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _stamps(sweep: SweepDirectory, patterns: tuple[str, ...]) -> dict[str, list[int]]:
     """Return the size and modification time of each file."""
-    found = {path: path.stat() for pattern in patterns for path in sorted(sweep.path.glob(pattern))}
-    return {str(path.relative_to(sweep.path)): [stat.st_size, stat.st_mtime_ns] for path, stat in found.items()}
+    stats = {path: path.stat() for pattern in patterns for path in sorted(sweep.path.glob(pattern))}
+    return {str(path.relative_to(sweep.path)): [stat.st_size, stat.st_mtime_ns] for path, stat in stats.items()}
 
 
 def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, Any]:
@@ -104,14 +107,14 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
         )
     costs = account(sweep)
     write_json(sweep.path / COSTS, costs)
-    if (own := grid_class(settings).results(sweep)) is not None:
-        write_json(sweep.path / "fit" / "law.json", own)
-        return own
+    if (grid_results := grid_class(settings).results(sweep)) is not None:
+        write_json(sweep.path / "fit" / "law.json", grid_results)
+        return grid_results
     runs = fit.read_table(sweep.path)
     largest = float(table["flops"].max())
-    wanted = targets or options.targets or [largest * factor for factor in (10.0, 100.0, 1000.0)]
+    budgets = targets or options.targets or [largest * factor for factor in (10.0, 100.0, 1000.0)]
     law = loss_law(options.form, objective=options.objective)
-    asked = (tuple(wanted), options.bootstrap, 0, law)
+    asked = (tuple(budgets), options.bootstrap, 0, law)
     analysis, ended = fit.analyze(runs, *asked, intervals=options.intervals), fit.read_table(table)
     provenance = {key: settings.get(key) for key in ("isoflop_version", "git_commit", "git_dirty", "host", "written")}
     provenance["command"] = " ".join(settings.get("command") or ())
@@ -123,7 +126,7 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
         title=sweep.path.name,
         provenance=provenance,
         costs=costs,
-        under_way=[asdict(one) for one in forecast_running(sweep)[0]],
+        under_way=[asdict(forecast) for forecast in forecast_running(sweep)[0]],
         alone=fit.analyze(ended, *asked, intervals=options.intervals) if len(runs) > len(ended) else None,
     )
     scoring.write_pages(sweep, table, answers)
@@ -135,13 +138,13 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
 def _calibrate(sweep: SweepDirectory, cluster: ClusterConfig) -> None:
     """Record the speed of this sweep's runs for later estimates; problems are only noted."""
     place = place_of(cluster, sweep.plan()["runs"][0]["shape"]["cpus"])
-    if (said := record_rates(place, measured_rates(sweep))) is not None:
-        _note(f"note: {said}")
+    if (problem := record_rates(place, measured_rates(sweep))) is not None:
+        _note(f"note: {problem}")
 
 
 def measured_rates(sweep: SweepDirectory) -> list[Measured]:
     """Return the measured rates of finished runs, without ensembles of earlier versions."""
-    found = []
+    rates = []
     for planned in sweep.plan()["runs"]:
         run = sweep.run(planned["run_id"])
         result = result_of(run)
@@ -153,8 +156,8 @@ def measured_rates(sweep: SweepDirectory) -> list[Measured]:
         batch_tokens = planned["D"] // planned["steps"]
         kind = kind_of(planned["precision"], planned["mesh"], batch_tokens, planned["sequence_length"])
         rate = planned["flops_own"] / seconds
-        found.append(Measured(run.run_id, kind, planned["width"], rate, result["device"]))
-    return found
+        rates.append(Measured(run.run_id, kind, planned["width"], rate, result["device"]))
+    return rates
 
 
 def _note(line: str) -> None:
@@ -183,14 +186,14 @@ def print_law(law: dict[str, Any], name: str) -> None:
 
     convention = f" for FLOPs {in_words(law['convention'])}" if "convention" in law else ""  # missing in older files
     kind, approaches = law.get("intervals", "noise"), (law.get("approaches") or {}).items()
-    found = [(item, "mixture") for item in law.get("optimal", []) if kind == "mixture"]
-    found += [(item, name) for name, approach in approaches for item in approach.get("optimal", [])]
+    optima = [(item, "mixture") for item in law.get("optimal", []) if kind == "mixture"]
+    optima += [(item, name) for name, approach in approaches for item in approach.get("optimal", [])]
     rows = []
-    for item, approach in sorted(found, key=lambda row: row[0]["flops"]):
+    for item, approach in sorted(optima, key=lambda row: row[0]["flops"]):
         N, D, loss = (_with_interval(item, key) for key in ("N", "D", "loss"))
         ratio = "–" if not item["N"] or item["D"] is None else short(item["D"] / item["N"])
         rows.append((f"{item['flops']:.3g}", approach, N, D, ratio, loss))
-    if found:
+    if optima:
         columns = ("FLOPs", "approach", "N", "D", "D/N", "loss")
         print_rows(columns, ("approach",), f"{name}: compute-optimal{convention}, with 95 % intervals", rows)
         say(INTERVALS[kind])
@@ -198,10 +201,10 @@ def print_law(law: dict[str, Any], name: str) -> None:
         say("mixture: " + "; ".join(f"{weight:.0%} {form}" for form, weight in forms.items()))
     if constants := dict(law.get("law") or {}):
         form, ci = constants.pop("form", "law"), law.get("ci") or {}
-        said = (
+        constants_text = (
             f"{k} = {_with_interval({k: v, f'{k}_ci': ci.get(k)}, k, '{:.4g}'.format)}" for k, v in constants.items()
         )
-        say(escape(f"{form}: {', '.join(said)}"))
+        say(escape(f"{form}: {', '.join(constants_text)}"))
     if tested := (law.get("backtest") or {}).get("tested"):
         held = "" if tested["inside"] is None else f", {tested['inside']:.0%} within 95 % intervals"
         best = f"; of the approaches {tested['best']} finds N* best" if tested["best"] else ""
@@ -217,17 +220,19 @@ def print_law(law: dict[str, Any], name: str) -> None:
         say(f"[yellow]{warning['code']}[/]: {escape(warning['message'])}")
 
 
-def print_comparisons(found: list[dict[str, Any]]) -> None:
+def print_comparisons(comparisons: list[dict[str, Any]]) -> None:
     """Print compute multipliers by budget, and sentences about them."""
     columns = ("variant", "FLOPs of the base", "multiplier", "of seconds")
     rows = []
-    for one in found:
-        for k in one["multipliers"]:
+    for comparison in comparisons:
+        for k in comparison["multipliers"]:
             item = {"value": k["value"], "value_ci": k["ci"]} | k
             flops = f"{k['flops']:.3g}" + " (beyond the runs)" * k["extrapolated"]
-            rows.append((escape(one["variant"]), flops, *(_with_interval(item, name) for name in ("value", "seconds"))))
+            rows.append(
+                (escape(comparison["variant"]), flops, *(_with_interval(item, name) for name in ("value", "seconds")))
+            )
     print_rows(columns, ("variant",), "compute multipliers, with 95 % intervals", rows)
-    for line in (line for one in found for line in one["sentences"]):
+    for line in (line for comparison in comparisons for line in comparison["sentences"]):
         say(escape(line))
 
 
@@ -253,14 +258,14 @@ def cost_lines(costs: dict[str, Any]) -> list[str]:
     if (error := costs["error"]) is not None:
         source = f"{costs['measured_runs']} measured runs" if costs["measured_runs"] else "an assumed speed"
         head += f"; training took {error['ratio']:.2f} times its estimate from {source}"
-    wasted, said = costs["wasted"], "nothing was wasted"
+    wasted, waste = costs["wasted"], "nothing was wasted"
     if wasted["hours"] > 0:
         share = wasted["hours"] / used["hours"]
-        said = f"wasted: {wasted['hours']:.3g} {unit} ({share:.1%}) and {wasted['flops']:.3g} FLOPs"
+        waste = f"wasted: {wasted['hours']:.3g} {unit} ({share:.1%}) and {wasted['flops']:.3g} FLOPs"
     if ended := [f"{lost['attempts']} {cause}" for cause, lost in costs["causes"].items() if lost["attempts"]]:
         rest = len(ended) - SHOWN
         more = f" and {rest} more cause{'s' * (rest > 1)}" if rest > 0 else ""
-        said += f"; attempts that ended early: {', '.join(ended[:SHOWN])}{more}"
+        waste += f"; attempts that ended early: {', '.join(ended[:SHOWN])}{more}"
     if few := costs.get("unrecorded"):
-        said += f"; the attempts of {counted(few, 'run')} are not recorded, so these hours are too few"
-    return [head, f"{said}; {costs['retries']} of {costs['retry_budget']} retries used"]
+        waste += f"; the attempts of {counted(few, 'run')} are not recorded, so these hours are too few"
+    return [head, f"{waste}; {costs['retries']} of {costs['retry_budget']} retries used"]

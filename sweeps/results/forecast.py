@@ -101,14 +101,14 @@ def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, s
         return [], {}
     curves = sweep_curves(sweep, planned).dropna(subset=["loss"])
     trained = curves.groupby("run_id")["loss"].last()
-    apart = [math.log(loss / trained[name]) for name, loss in last.items() if name in trained]
-    if len(apart) < LEAST:
-        return [], dict.fromkeys(under_way, f"{len(apart)} runs are done; it learns from {LEAST} or more")
-    shift, scatter = statistics.mean(apart), QUANTILE * statistics.stdev(apart)
-    found = fit.forecast_final(curves.drop(columns="val_loss"), planned, LEVEL)
+    gaps = [math.log(loss / trained[name]) for name, loss in last.items() if name in trained]
+    if len(gaps) < LEAST:
+        return [], dict.fromkeys(under_way, f"{len(gaps)} runs are done; it learns from {LEAST} or more")
+    shift, scatter = statistics.mean(gaps), QUANTILE * statistics.stdev(gaps)
+    predicted = fit.forecast_final(curves.drop(columns="val_loss"), planned, LEVEL)
     forecasts, without = [], {}
     for run_id, config in under_way.items():
-        row: Any = found.loc[run_id] if run_id in found.index else {"reason": "its last step is taken"}
+        row: Any = predicted.loc[run_id] if run_id in predicted.index else {"reason": "its last step is taken"}
         if row["reason"]:
             without[run_id] = str(row["reason"])
             continue
@@ -125,24 +125,24 @@ def latest_forecasts(sweep: SweepDirectory, now: float) -> tuple[dict[str, list[
     A note says that a forecast has left the interval of the run's first one, often the earliest sign of a fault.
     """
     path = sweep.path / "forecast.json"
-    kept = read_json(path, Latest)
-    if kept is None or not 0 <= now - kept["made"] < FRESH_SECONDS:
+    latest = read_json(path, Latest)
+    if latest is None or not 0 <= now - latest["made"] < FRESH_SECONDS:
         with suppress(UserError, ArithmeticError, LookupError, TypeError, ValueError):  # some file is damaged
-            found = forecast_running(sweep)[0]
-            newest = {str(one.run_id): (one.loss, one.low, one.high) for one in found}
-            sure = {str(one.run_id) for one in found if one.seen >= FIRST_SEEN}
-            first = {run: own for run, own in newest.items() if run in sure} | ((kept or {}).get("first") or {})
-            kept = {"made": now, "runs": newest, "first": {run: first[run] for run in sure}}
+            forecasts = forecast_running(sweep)[0]
+            newest = {str(forecast.run_id): (forecast.loss, forecast.low, forecast.high) for forecast in forecasts}
+            sure = {str(forecast.run_id) for forecast in forecasts if forecast.seen >= FIRST_SEEN}
+            first = {run: values for run, values in newest.items() if run in sure} | ((latest or {}).get("first") or {})
+            latest = {"made": now, "runs": newest, "first": {run: first[run] for run in sure}}
             with suppress(OSError):  # another user's sweep, or a full disk
-                write_json(path, kept, flush=False)
-    if kept is None:
+                write_json(path, latest, flush=False)
+    if latest is None:
         return {}, {}
-    left = {
+    notes = {
         run: f"its forecast left the {low:.3f} to {high:.3f} of its first one"
-        for run, (_, low, high) in (kept.get("first") or {}).items()
-        if run in kept["runs"] and not low <= kept["runs"][run][0] <= high
+        for run, (_, low, high) in (latest.get("first") or {}).items()
+        if run in latest["runs"] and not low <= latest["runs"][run][0] <= high
     }
-    return {run: list(own) for run, own in kept["runs"].items()}, left
+    return {run: list(values) for run, values in latest["runs"].items()}, notes
 
 
 def forecast_target(sweep: SweepDirectory, target: str) -> Forecast:
@@ -175,9 +175,9 @@ def forecast_target(sweep: SweepDirectory, target: str) -> Forecast:
 
 def _stated_size(target: str) -> tuple[float, float]:
     with suppress(ValueError):
-        given = {name.strip(): float(value) for name, value in (part.split("=") for part in target.split(","))}
-        if set(given) == {"N", "D"} and all(1 <= value < math.inf for value in given.values()):
-            return given["N"], given["D"]
+        sizes = {name.strip(): float(value) for name, value in (part.split("=") for part in target.split(","))}
+        if set(sizes) == {"N", "D"} and all(1 <= value < math.inf for value in sizes.values()):
+            return sizes["N"], sizes["D"]
     raise UserError(f"--target is {target!r}; give N and D as N=7e8,D=1.4e10, a run directory, or a budget in FLOPs")
 
 
@@ -200,30 +200,30 @@ def seal(sweep: SweepDirectory, forecasts: list[Forecast]) -> list[Forecast]:
     files = [sweep.path / name for name in ("table.csv", "curves.csv")]
     inputs = {path.name: file_sha256(path) for path in files if path.exists()}
     made, sealed = _as_date(now_on(sweep.path)), []
-    for one in forecasts:
-        dated = replace(one, made=made, version=version("isoflop"), inputs=inputs)
+    for forecast in forecasts:
+        dated = replace(forecast, made=made, version=version("isoflop"), inputs=inputs)
         sealed.append(replace(dated, digest=dated.own_digest()))
         write_json(sweep.path / FOLDER / f"{sealed[-1].digest[:12]}.json", asdict(sealed[-1]))
     return sealed
 
 
-def check_run(sweep: SweepDirectory, given: str) -> None:
+def check_run(sweep: SweepDirectory, name: str) -> None:
     """Save a finished run's result with its sealed forecasts; the run is a directory, or a run id of the sweep."""
-    run = RunDirectory(Path(given)) if Path(given).is_dir() else sweep.run(given)
+    run = RunDirectory(Path(name)) if Path(name).is_dir() else sweep.run(name)
     if not run.is_done():
         raise UserError(
-            f"--check is {given!r}; it must be a run that is done: a run directory, or a run id of the sweep"
+            f"--check is {name!r}; it must be a run that is done: a run directory, or a run id of the sweep"
         )
     outcome, sealed = _outcome(run), _sealed(sweep)
-    own = [one for one in sealed if _is_of(one, outcome)]
-    if not own:
-        known = ", ".join(f"N {short(one.N)} D {short(one.D)}" for one in sealed) or "none"
+    matching = [forecast for forecast in sealed if _is_of(forecast, outcome)]
+    if not matching:
+        described = ", ".join(f"N {short(forecast.N)} D {short(forecast.D)}" for forecast in sealed) or "none"
         raise UserError(
-            f"--check is {given!r} with N {short(outcome.N)} and D {short(outcome.D)}, of which there is no sealed "
-            f"forecast; sealed are: {known}"
+            f"--check is {name!r} with N {short(outcome.N)} and D {short(outcome.D)}, of which there is no sealed "
+            f"forecast; sealed are: {described}"
         )
-    for one in own:
-        write_json(sweep.path / FOLDER / f"{one.digest[:12]}{OUTCOME}", asdict(outcome))
+    for forecast in matching:
+        write_json(sweep.path / FOLDER / f"{forecast.digest[:12]}{OUTCOME}", asdict(outcome))
 
 
 def _outcome(run: RunDirectory) -> Outcome:
@@ -231,16 +231,16 @@ def _outcome(run: RunDirectory) -> Outcome:
     return Outcome(run.run_id, summary.get("N_active", summary["N_total"]), summary["D"], summary["val_loss"], ended)
 
 
-def _is_of(one: Forecast, outcome: Outcome) -> bool:
-    if one.run_id is not None:
-        return one.run_id == outcome.run_id
-    return all(math.isclose(a, b, rel_tol=ALIKE) for a, b in ((one.N, outcome.N), (one.D, outcome.D)))
+def _is_of(forecast: Forecast, outcome: Outcome) -> bool:
+    if forecast.run_id is not None:
+        return forecast.run_id == outcome.run_id
+    return all(math.isclose(a, b, rel_tol=ALIKE) for a, b in ((forecast.N, outcome.N), (forecast.D, outcome.D)))
 
 
 def _sealed(sweep: SweepDirectory) -> list[Forecast]:
     paths = (sweep.path / FOLDER).glob("*.json")
-    found = [read_document(path, Forecast) for path in paths if not path.name.endswith(OUTCOME)]
-    return sorted(found, key=lambda one: (one.made, one.digest))
+    sealed = [read_document(path, Forecast) for path in paths if not path.name.endswith(OUTCOME)]
+    return sorted(sealed, key=lambda forecast: (forecast.made, forecast.digest))
 
 
 def ledger(sweep: SweepDirectory) -> list[dict[str, Any]]:
@@ -249,36 +249,42 @@ def ledger(sweep: SweepDirectory) -> list[dict[str, Any]]:
     `fault` is the reason why a forecast does not count: altered, or sealed after the run had ended.
     """
     rows = []
-    for one in _sealed(sweep):
+    for forecast in _sealed(sweep):
         outcome = None
-        if one.run_id is not None and (run := sweep.run(one.run_id)).is_done():
+        if forecast.run_id is not None and (run := sweep.run(forecast.run_id)).is_done():
             outcome = _outcome(run)
-        elif (kept := read_json(sweep.path / FOLDER / f"{one.digest[:12]}{OUTCOME}", Outcome)) is not None:
-            outcome = Outcome(**kept)
-        row = asdict(one) | {"outcome": outcome and asdict(outcome), "error": None, "inside": None, "fault": None}
-        if one.own_digest() != one.digest:
+        elif (saved := read_json(sweep.path / FOLDER / f"{forecast.digest[:12]}{OUTCOME}", Outcome)) is not None:
+            outcome = Outcome(**saved)
+        row = asdict(forecast) | {"outcome": outcome and asdict(outcome), "error": None, "inside": None, "fault": None}
+        if forecast.own_digest() != forecast.digest:
             row["fault"] = "it was altered after it was sealed"
-        elif outcome is not None and outcome.ended <= one.made:
+        elif outcome is not None and outcome.ended <= forecast.made:
             row["fault"] = "it was sealed when the run had ended"
         elif outcome is not None:
-            row |= {"error": one.loss / outcome.loss - 1, "inside": one.low <= outcome.loss <= one.high}
+            row |= {"error": forecast.loss / outcome.loss - 1, "inside": forecast.low <= outcome.loss <= forecast.high}
         rows.append(row)
     return rows
 
 
 def print_forecasts(result: dict[str, Any]) -> None:
     """Print the current forecasts, then the ledger."""
-    if now := result["forecasts"]:
+    if forecasts := result["forecasts"]:
         title = f"forecasts, {LEVEL:.0%} intervals of a run"
         table = plain_table(("run", "N", "D", "seen", "final loss"), ("run",), title)
-        for one in now:
-            table.add_row(one["run_id"] or "–", short(one["N"]), short(one["D"]), f"{one['seen']:.0%}", _interval(one))
+        for forecast in forecasts:
+            table.add_row(
+                forecast["run_id"] or "–",
+                short(forecast["N"]),
+                short(forecast["D"]),
+                f"{forecast['seen']:.0%}",
+                _interval(forecast),
+            )
         console().print(table)
     for run_id, reason in result["without"].items():
         say(f"{run_id}: no forecast, for {reason}")
-    for one in now:
-        if one["digest"]:
-            say(f"sealed {one['made']}, SHA-256 {one['digest']}: publish it, and the date is proved")
+    for forecast in forecasts:
+        if forecast["digest"]:
+            say(f"sealed {forecast['made']}, SHA-256 {forecast['digest']}: publish it, and the date is proved")
     if not (rows := result["ledger"]):
         return
     table = plain_table(("sealed", "N", "D", "forecast", "came to", "error", ""), ("sealed", ""), "ledger")
@@ -292,8 +298,8 @@ def print_forecasts(result: dict[str, Any]) -> None:
         say(f"{sum(judged)} of {len(judged)} intervals held")
 
 
-def _interval(one: dict[str, Any]) -> str:
-    return f"{one['loss']:.4f} [{one['low']:.4f}, {one['high']:.4f}]"
+def _interval(forecast: dict[str, Any]) -> str:
+    return f"{forecast['loss']:.4f} [{forecast['low']:.4f}, {forecast['high']:.4f}]"
 
 
 def _as_date(seconds: float) -> str:

@@ -40,8 +40,8 @@ def wanted_steps(run: RunDirectory, settings: dict[str, Any]) -> list[int]:
     """Return the steps of a finished run's checkpoints to score, of those that were kept; the final one last."""
     last = (run.summary() or {}).get("step")
     steps = steps_between(run.config(), settings["every"]) if settings.get("every") is not None else []
-    kept = [step for step in steps if has_checkpoint(run, step)]
-    return [*kept, last] if isinstance(last, int) else kept
+    saved = [step for step in steps if has_checkpoint(run, step)]
+    return [*saved, last] if isinstance(last, int) else saved
 
 
 def _is_scored(run: RunDirectory, step: int, settings: dict[str, Any]) -> bool:
@@ -101,12 +101,12 @@ def _held_out(run: RunDirectory, step: int) -> dict[str, Any] | None:
 
 def evaluations(run: RunDirectory) -> dict[int, dict[str, Any]]:
     """Return the scores of a run's checkpoints by step."""
-    found = {}
+    result = {}
     for path in (run.path / "eval").glob("step_*.json"):
         step = path.stem.removeprefix("step_")
         if step.isdigit() and isinstance((scores := read_json(path) or {}).get("tasks"), dict):
-            found[int(step)] = scores
-    return dict(sorted(found.items()))
+            result[int(step)] = scores
+    return dict(sorted(result.items()))
 
 
 def final_answers(sweep: SweepDirectory) -> dict[str, Answers]:
@@ -128,9 +128,9 @@ def write_pages(sweep: SweepDirectory, table: pd.DataFrame, answers: Mapping[str
 
     scores = {run_id: evaluations(sweep.run(run_id)) for run_id in table["run_id"].unique()}
     rows = [
-        {name: row[name] for name in ABOUT if name in row} | {"tasks": found["tasks"]}
+        {name: row[name] for name in ABOUT if name in row} | {"tasks": final["tasks"]}
         for row in plain_json(table.to_dict("records"))
-        if (found := scores[row["run_id"]].get(row["step"])) is not None
+        if (final := scores[row["run_id"]].get(row["step"])) is not None
     ]
     if not rows:
         return
@@ -142,19 +142,19 @@ def write_pages(sweep: SweepDirectory, table: pd.DataFrame, answers: Mapping[str
         page = file.with_suffix(".html")
         is_new = page.exists() and page.stat().st_mtime_ns > file.stat().st_mtime_ns
         if (row["run_id"], row["step"]) in shown and not is_new:
-            own = scores[row["run_id"]][row["step"]] | {"name": row["name"]}
-            write_atomic(page, checkpoint_page(own, read_items(items_path(file))))
+            result = scores[row["run_id"]][row["step"]] | {"name": row["name"]}
+            write_atomic(page, checkpoint_page(result, read_items(items_path(file))))
         if page.exists():
             links[row["run_id"]] = f"../runs/{row['run_id']}/eval/{page.name}"
     write_atomic(sweep.path / "fit" / "evaluation.html", sweep_page(rows, answers, sweep.path.name, links))
 
 
-def chosen_checkpoints(finals: list[dict[str, Any]], most: int = MOST) -> list[dict[str, Any]]:
-    """Return up to `most` rows: the lowest loss of each budget, then the largest FLOPs."""
+def chosen_checkpoints(finals: list[dict[str, Any]], limit: int = MOST) -> list[dict[str, Any]]:
+    """Return up to `limit` rows: the lowest loss of each budget, then the largest FLOPs."""
     best: dict[Any, dict[str, Any]] = {}
     for row in finals:
         group = row["budget"] if row["budget"] is not None else round(math.log2(max(row["flops"], 1.0)))
         if group not in best or row["loss"] < best[group]["loss"]:
             best[group] = row
     first = [id(row) for row in best.values()]
-    return sorted(finals, key=lambda row: (id(row) not in first, -row["flops"]))[:most]
+    return sorted(finals, key=lambda row: (id(row) not in first, -row["flops"]))[:limit]

@@ -64,11 +64,13 @@ def build_table(sweep: SweepDirectory) -> pd.DataFrame:
 
 def name_recipes_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add the fingerprint to the names of recipes that share a name but differ."""
-    known: dict[str, set[str | None]] = {}
+    fingerprints: dict[str, set[str | None]] = {}
     for row in rows:
-        known.setdefault(row["recipe"], set()).add(row["recipe_fingerprint"])
+        fingerprints.setdefault(row["recipe"], set()).add(row["recipe_fingerprint"])
     return [
-        row | {"recipe": f"{row['recipe']} ({row['recipe_fingerprint']})"} if len(known[row["recipe"]]) > 1 else row
+        row | {"recipe": f"{row['recipe']} ({row['recipe_fingerprint']})"}
+        if len(fingerprints[row["recipe"]]) > 1
+        else row
         for row in rows
     ]
 
@@ -78,8 +80,8 @@ def write_table(sweep: SweepDirectory, answers: Mapping[str, Answers]) -> pd.Dat
     from ...evaluate.pages.paired import compare_tasks
 
     table = build_table(sweep)
-    for task, found in compare_tasks(answers, "acc").items():
-        table[f"{task}/acc_z"], table[f"{task}/acc_z_by_luck"] = found.z, found.threshold
+    for task, comparison in compare_tasks(answers, "acc").items():
+        table[f"{task}/acc_z"], table[f"{task}/acc_z_by_luck"] = comparison.z, comparison.threshold
     write_atomic(sweep.path / "table.csv", table.to_csv(index=False))
     return table
 
@@ -98,10 +100,10 @@ def _rows(run: RunDirectory, planned: dict[str, Any]) -> Iterator[dict[str, Any]
         if step < last:
             held_out = scores.get("held_out") or {}
             D = scores.get("tokens")
-            own = {"step": step, "final": False, "D": D, "flops_6nd": None if D is None else 6 * row["N"] * D}
-            own |= dict.fromkeys(("flops", "flops_exact"), scores.get("flops"))
-            own |= {name: held_out.get(f"val_{name}") for name in ("loss", "loss_se")}
-            yield row | between | own | {"val_bpb": held_out.get("val_bpb")} | _scores(scores)
+            changes = {"step": step, "final": False, "D": D, "flops_6nd": None if D is None else 6 * row["N"] * D}
+            changes |= dict.fromkeys(("flops", "flops_exact"), scores.get("flops"))
+            changes |= {name: held_out.get(f"val_{name}") for name in ("loss", "loss_se")}
+            yield row | between | changes | {"val_bpb": held_out.get("val_bpb")} | _scores(scores)
 
 
 def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
@@ -191,13 +193,13 @@ def sweep_curves(sweep: SweepDirectory, only: Container[str] | None = None) -> p
         if not records:
             continue
         frame = pd.DataFrame(records.values()).rename(columns={"smoothed_loss": "loss"})
-        known = {
+        constants = {
             "run_id": planned["run_id"],
             "batch": planned["D"] // planned["steps"] // planned["sequence_length"],
             "N": planned.get("N_active") or planned["N_total"],
         }
         averaged = [name for name in frame if str(name).startswith(("val_loss_ema_", "val_loss_window_"))]
-        frame = frame.assign(**known).reindex(columns=[*CURVE, *averaged])
+        frame = frame.assign(**constants).reindex(columns=[*CURVE, *averaged])
         spread = np.zeros(len(frame), dtype=bool)
         spread[np.linspace(0, len(frame) - 1, CURVE_ROWS).round().astype(int)] = True
         frames.append(frame[spread | frame["val_loss"].notna().to_numpy()])

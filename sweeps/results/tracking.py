@@ -60,13 +60,13 @@ def push_results(sweep: SweepDirectory, report: Callable[[str], None] = print, *
         written = sweep.settings()
         settings = replace(recorded(written).tracker, **changes)
         pushed = {"digest": None, "online": True} | (read_json(sweep.path / "fit" / PUSHED) or {})
-        known = pushed["digest"] == _digest(sweep) and (pushed["online"] or settings.mode != "online")
-        if settings.kind == "wandb" and not known:
+        is_current = pushed["digest"] == _digest(sweep) and (pushed["online"] or settings.mode != "online")
+        if settings.kind == "wandb" and not is_current:
             _push_results(sweep, written, settings, report)
     except Exception as error:
         # The results are on disk, so a network or quota error must not make the sweep fail.
-        words = " ".join(str(error).split())
-        report(f"the results were not sent to wandb ({type(error).__name__}: {words}); `isoflop sync` tries again")
+        message = " ".join(str(error).split())
+        report(f"the results were not sent to wandb ({type(error).__name__}: {message}); `isoflop sync` tries again")
 
 
 def _push_results(
@@ -178,8 +178,8 @@ def sync_sweep(sweep: SweepDirectory, progress: Callable[[str], None] = print) -
     sent, waiting = 0, list[RunDirectory]()
     for run in tracked:
         pushed = {"step": -1, "finished": None, "scores": 0} | (read_json(run.path / PUSHED) or {})
-        there = {"step": pushed["step"], "finished": run.is_done(), "scores": len(evaluations(run))}
-        if pushed["step"] < run.last_metrics().get("step", 0) or pushed != there:
+        current = {"step": pushed["step"], "finished": run.is_done(), "scores": len(evaluations(run))}
+        if pushed["step"] < run.last_metrics().get("step", 0) or pushed != current:
             waiting.append(run)
     with tempfile.TemporaryDirectory(prefix="wandb-", ignore_cleanup_errors=True) as folder:
         with ThreadPoolExecutor(AT_ONCE) as pool:  # most of a run's time is waiting for the server
