@@ -51,7 +51,7 @@ class ClusterConfig:
     python: str | None = None
     array_parallelism: Count6 = 256  # jobs of one array that may run at once
     max_submit: Count | None = None  # jobs in the queue at once; None: the account's limit in SLURM
-    # Runs with a shorter estimate get no array task of their own: jobs of about this length train a queue of them.
+    # Runs with a shorter estimate get no separate array task: jobs of about this length train a queue of them.
     queue_minutes: Pause = 10.0
     setup: list[str] = field(default_factory=list)  # shell lines before the job's command
     additional_parameters: Any = None  # raw #SBATCH keys and values, a mapping (see ProductGrid.axes for its type)

@@ -134,7 +134,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def from_disk(sweep: SweepDirectory) -> Prepared:
-    """Plan the runs of a sweep's folder again: those that are frozen, and those added since."""
+    """Plan a sweep's folder again from its frozen and added runs."""
     config = configuration(sweep)
     return _prepare(sweep, config, [run.config() for run in sweep.runs()], matmul_rate(config, sweep))
 
@@ -249,8 +249,8 @@ def read_rules(rules: TuningConfig, base: RunConfig) -> tuple[TuningConfig, list
     path = Path(rules.file).expanduser()
     document = read_document(path, TuningFile, remedy="tuning.file takes what `isoflop tune` writes")
     read = from_mapping({"grid": {"kind": "product"}, "tuning": document.tuning}, path, "tune again").tuning
-    own, unset = vars(rules), vars(TuningConfig())
-    merged = {name: value if own[name] == unset[name] else own[name] for name, value in vars(read).items()}
+    settings, unset = vars(rules), vars(TuningConfig())
+    merged = {name: value if settings[name] == unset[name] else settings[name] for name, value in vars(read).items()}
     here = family(base)
     names = [name for name in here | document.family if here.get(name) != document.family.get(name)]
     if "model.vocab_size" in names:

@@ -157,14 +157,18 @@ def forecast_command(
         forecast.check_run(directory, check)
     forecasts, without = [], dict[str, str]()
     if target:
-        forecasts = [forecast.forecast_target(directory, one) for one in target]
+        forecasts = [forecast.forecast_target(directory, name) for name in target]
     elif check is None:
         forecasts, without = forecast.forecast_running(directory)
         if seal and not forecasts:
             raise UserError(f"no run of {sweep} is under way that could be forecast; name a larger one with --target")
     if seal:
         forecasts = forecast.seal(directory, forecasts)
-    result = {"forecasts": [asdict(one) for one in forecasts], "without": without, "ledger": forecast.ledger(directory)}
+    result = {
+        "forecasts": [asdict(item) for item in forecasts],
+        "without": without,
+        "ledger": forecast.ledger(directory),
+    }
     show(result, as_json, forecast.print_forecasts)
 
 

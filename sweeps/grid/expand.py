@@ -32,10 +32,10 @@ def expand_grid(
         raise UserError(f"tuning.batch_tokens.batch is {batch}; it must be 0, for this rule is the batch's own")
     points = list[RunConfig]()
     for variant, variant_tuner in [(base, tuner)] if grid.variants is None else _variants(grid, base, tuner):
-        found: Iterable[RunConfig] = grid.runs(variant, variant_tuner)
+        variant_runs: Iterable[RunConfig] = grid.runs(variant, variant_tuner)
         if variant_tuner.rules.horizon == "size":
-            found = grid.runs(variant, variant_tuner.with_spans([*found, *present]))
-        points.extend(found)
+            variant_runs = grid.runs(variant, variant_tuner.with_spans([*variant_runs, *present]))
+        points.extend(variant_runs)
     runs: dict[str, RunConfig] = {}
     fingerprints: dict[tuple[str, ...], str | None] = {}  # cached: a recipe's model can have gigabytes
     for point in points:

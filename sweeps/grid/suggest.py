@@ -1,8 +1,7 @@
-"""Suggest runs to add to a sweep: those that narrow the interval at a large budget most per FLOP.
+"""Suggest runs that narrow the interval at a large budget most per FLOP.
 
-The finished runs are fitted by the mixture of forms, or by the law that the sweep's `fit` names. Candidates are
-well-shaped models with D in whole steps and new seeds; their cost depends on the checkpoints on disk. `fit.allocation`
-chooses among them.
+Candidates are well-shaped models with D in whole steps and new seeds; their cost depends on the checkpoints on disk.
+`fit.allocation` chooses among them, by the mixture of forms or the law that the sweep's `fit` names.
 """
 
 from __future__ import annotations

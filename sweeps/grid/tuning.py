@@ -166,7 +166,7 @@ def _model_key(run: RunConfig) -> str:
 
 
 def family(base: RunConfig) -> dict[str, Any]:
-    """Return the settings for which tuned constants hold: those that all runs of a grid share, by dotted name."""
+    """Return the settings that all runs of a grid share, by dotted name; tuned constants hold for these alone."""
     shared = identity(base)
     flat = flatten({group: shared[group] for group in ("model", "data", "optimizer", "schedule")})
     return {name: value for name, value in flat.items() if name not in VARIED}

@@ -37,7 +37,7 @@ def is_scored(run: RunDirectory, settings: dict[str, Any]) -> bool:
 
 
 def wanted_steps(run: RunDirectory, settings: dict[str, Any]) -> list[int]:
-    """Return the steps of a finished run's checkpoints to score, of those that were kept; the final one last."""
+    """Return the steps of a finished run's checkpoints that exist and must be scored, the final one last."""
     last = (run.summary() or {}).get("step")
     steps = steps_between(run.config(), settings["every"]) if settings.get("every") is not None else []
     saved = [step for step in steps if has_checkpoint(run, step)]
