@@ -69,7 +69,7 @@ def test_help_of_a_sweep_shows_grids_and_settings_with_their_comments(isoflop: I
         settings = [line for line in (CONFIG / f"{file}.yaml").read_text().splitlines() if re.match(r"\w.*:.*#", line)]
         assert settings or file == "grid/ladder"
         assert {*settings} <= {*lines}
-    assert "name: HuggingFaceFW/fineweb-edu # of the dataset" in lines
+    assert "name: HuggingFaceFW/fineweb-edu # name of the dataset" in lines
     assert not any(line.startswith("corpus: stdlib") for line in lines)
 
 
