@@ -1,10 +1,10 @@
 """Smoothly broken power laws, y = a + b x^-c0 prod_i (1 + (x / d_i)^(1 / f_i))^(-c_i f_i).
 
-In log-log the slope of y - a goes from -c0 to -(c0 + c1) around d1, over a width of about 4 f1 in log x; and so on.
-Three more constants per break fit almost anything, so a break counts only inside the data and where it lowers the
-corrected Akaike criterion.
+In log-log the slope of y - a changes from -c0 to -(c0 + c1) around d1, over a width of about 4 f1 in log x; and so on.
+Three more constants per break fit almost anything, so a break counts only inside the data and if it lowers the
+corrected Akaike criterion (Hurvich and Tsai 1989).
 
-Caballero et al. 2022 (arXiv:2210.14891), equation 1; Hurvich and Tsai 1989 for the criterion.
+Caballero et al. 2022 (arXiv:2210.14891), equation 1.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from ..solver.solver import variable_projection
 from .law import RESAMPLES_AT_ONCE, LineLaw, Problem, amplitude, centred, least_starts
 
 BREAKS = (0, 1, 2, 3)
-STEEPEST = 20.0  # |c_i|; Caballero et al. find up to 6
-SHARPEST = 0.02  # f_i: a bend within 8 % of x
-MARGIN = 0.25  # how far outside of the data a break may lie, in spans of log x
-VANISHED = 12.0  # an offset below exp(-12) of the smallest y is called zero
-WIDE = 50.0  # how far log b may lie from log y
-OFFSET_GRID = (0.0, 0.5, 0.8, 0.95, 0.99)  # of the smallest y
-PLACES = {1: 12, 2: 9, 3: 8}  # how many places inside the data the starts try, by the number of breaks
-WIDTH_GRID = (0.02, 0.06, 0.2)  # of the span of log x, for the starts
+STEEPEST = 20.0  # largest |c_i|; Caballero et al. find up to 6
+SHARPEST = 0.02  # smallest f_i: a bend within 8 % of x
+MARGIN = 0.25  # distance that a break may have from the data, in spans of log x; chosen by hand
+VANISHED = 12.0  # an offset below exp(-12) of the smallest y is stored as zero
+WIDE = 50.0  # largest distance of log b from log y
+OFFSET_GRID = (0.0, 0.5, 0.8, 0.95, 0.99)  # a as a share of the smallest y, for the starts
+PLACES = {1: 12, 2: 9, 3: 8}  # number of breaks -> places inside the data that the starts try
+WIDTH_GRID = (0.02, 0.06, 0.2)  # f as a share of the span of log x, for the starts
 STARTS = 48
 
 
 class BrokenPowerLaw(LineLaw):
-    """y = a + b x^-c0 prod_i (1 + (x / d_i)^(1 / f_i))^(-c_i f_i), with 0 to 3 `breaks`; a is zero without `offset`.
+    """y = a + b x^-c0 prod_i (1 + (x / d_i)^(1 / f_i))^(-c_i f_i) with 0 to 3 `breaks`; a is zero without `offset`.
 
-    After `fit`: a_, b_, c0_, for every break c1_, d1_, f1_, ..., by place. `degenerate_` names d_i where the break lies
-    outside of the data, and the weakest one where `support` is not above zero.
+    After `fit`: a_, b_, c0_ and, for each break in order of x, c1_, d1_, f1_, ... `degenerate_` contains the d_i of
+    breaks outside the data, and that of the weakest break unless `support` is above zero.
     """
 
     form = "broken"
@@ -71,12 +71,12 @@ class BrokenPowerLaw(LineLaw):
         )
         return f"y = {say('a') + ' + ' if self.offset else ''}{say('b')} x^-({say('c0')}){bends}"
 
-    # Whether the data support the breaks.
+    # Support for the breaks.
 
     def aicc(self) -> float:
-        """Return the corrected Akaike criterion, less a constant of the data; infinity where n - k - 1 < 1.
+        """Return the corrected Akaike criterion up to a constant of the data; infinity if n - k - 1 < 1.
 
-        The scatter is Gaussian where the objective is a sum of squares, and Laplacian for huber and l1.
+        Errors are Gaussian for objectives "squares" and "se", and Laplacian for "huber" and "l1".
         """
         self._fitted()
         weight = self.weight_ * self._precision
@@ -96,18 +96,18 @@ class BrokenPowerLaw(LineLaw):
         return law.fit(self.data_["x"], self.data_["y"], self.weight_, self.se_)
 
     def support(self) -> float:
-        """Return by how much one break fewer raises the criterion; above ten is strong support for the break."""
+        """Return how much one break fewer raises the criterion; above ten is strong support for the break."""
         return self.simpler().aicc() - self.aicc()
 
-    def _accept(self, found: Any) -> None:
-        super()._accept(found)
+    def _accept(self, solution: Any) -> None:
+        super()._accept(solution)
         if not self.breaks:
             return
         c, x = self.constants_, self.data_["x"][self.weight_ > 0]
         outside = [f"d{i}" for i in range(1, self.breaks + 1) if not x.min() < c[f"d{i}"] < x.max()]
         weakest = min(range(1, self.breaks + 1), key=lambda i: abs(c[f"c{i}"]))
-        unwanted = [] if self.support() > 0 else [f"d{weakest}"]
-        self._call_degenerate(*outside, *unwanted)
+        unsupported = [] if self.support() > 0 else [f"d{weakest}"]
+        self._mark_degenerate(*outside, *unsupported)
 
     # The law as the solver sees it.
 
@@ -120,8 +120,9 @@ class BrokenPowerLaw(LineLaw):
             )
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Build the problem. Coordinates: log b at the mean log x (without breaks), c0, c_i, log d_i, log f_i; with an
-        offset, log a.
+        """Build the problem.
+
+        Coordinates: log b at the mean log x without breaks, c0, c_i, log d_i, log f_i and, with an offset, log a.
         """
         (u, x0), target, breaks = centred(inputs[0]), np.log(observed), range(1, self.breaks + 1)
         span = max(float(np.ptp(u)), 1e-3)
@@ -165,9 +166,7 @@ class BrokenPowerLaw(LineLaw):
 
 
 def _starts(u: Array, y: Array, breaks: int, at: Mapping[str, int], weights: Array, keep: int) -> Array:
-    """Return starts (P, G, k): log b and slopes by least squares in log(y - a), over a grid of a, places and
-    widths.
-    """
+    """Return starts (P, G, k): log b and slopes by least squares on log(y - a), over a grid of a, places and widths."""
     inner = np.quantile(u, np.linspace(0.0, 1.0, PLACES.get(breaks, 1) + 2)[1:-1])
     grid = list(product(combinations(inner, breaks), WIDTH_GRID if breaks else (1.0,)))
     places = np.array([place for place, _ in grid]).reshape(len(grid), breaks)
@@ -175,20 +174,20 @@ def _starts(u: Array, y: Array, breaks: int, at: Mapping[str, int], weights: Arr
     bends = [-width[:, None] * np.logaddexp(0.0, (u - places[:, i : i + 1]) / width[:, None]) for i in range(breaks)]
     basis = np.stack([np.ones((len(grid), len(u))), np.broadcast_to(-u, (len(grid), len(u))), *bends], axis=2)
     chosen = []
-    for part in np.array_split(weights, max(1, len(weights) // RESAMPLES_AT_ONCE)):
+    for chunk_weights in np.array_split(weights, max(1, len(weights) // RESAMPLES_AT_ONCE)):
         starts, errors = [], []
         for share in OFFSET_GRID if "a" in at else (0.0,):
-            left = y - share * y.min()
-            # What is an error in log y is one of y / left in the logarithm of the rest.
-            slopes, error = variable_projection(basis, np.log(left), part * (left / y) ** 2)
-            one = np.empty((*error.shape, len(at)))
+            remainder = y - share * y.min()
+            # An error e in log y is an error e y / remainder in the log of the remainder.
+            slopes, error = variable_projection(basis, np.log(remainder), chunk_weights * (remainder / y) ** 2)
+            theta = np.empty((*error.shape, len(at)))
             for place, name in enumerate(["b", "c0", *(f"c{i + 1}" for i in range(breaks))]):
-                one[..., at[name]] = slopes[..., place]
+                theta[..., at[name]] = slopes[..., place]
             for i in range(breaks):
-                one[..., at[f"d{i + 1}"]], one[..., at[f"f{i + 1}"]] = places[:, i], np.log(width)
+                theta[..., at[f"d{i + 1}"]], theta[..., at[f"f{i + 1}"]] = places[:, i], np.log(width)
             if "a" in at:
-                one[..., at["a"]] = np.log(max(share, 0.02) * y.min())
-            starts.append(one)
+                theta[..., at["a"]] = np.log(max(share, 0.02) * y.min())
+            starts.append(theta)
             errors.append(error)
         chosen.append(least_starts(np.concatenate(starts, axis=1), np.concatenate(errors, axis=1), keep))
     return np.concatenate(chosen)

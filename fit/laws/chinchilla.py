@@ -1,7 +1,7 @@
-"""The parametric law L(N, D) = E + A / N^alpha + B / D^beta and the optimum that follows from it (approach 3).
+"""The parametric law L(N, D) = E + A / N^alpha + B / D^beta and its optimum (approach 3).
 
-Starts are a grid of exponents, solved for E, A and B; N and D are centred in the logarithm inside the solver, so bounds
-and conditioning do not depend on units.
+Starts are a grid of exponents, solved for E, A and B. Log N and log D are centred inside the solver, so bounds and
+conditioning do not depend on units.
 
 Hoffmann et al. 2022 (arXiv:2203.15556), section 3.3 and appendix D.3; Besiroglu et al. 2024 (arXiv:2404.10102).
 """
@@ -21,14 +21,14 @@ from .law import OffsetLaw, Problem, amplitude, centred, projected_starts
 
 EXPONENT_GRID = np.geomspace(0.03, 1.5, 8)
 EXPONENT_BOUNDS = (0.0, 3.0)
-VANISHED = 12.0  # a term below exp(-12) of the smallest loss is called zero
-FLAT_EXPONENT = 0.01  # over three decades such a term changes by 7 %, so it cannot be told from E
+VANISHED = 12.0  # a term below exp(-12) of the smallest loss is stored as zero
+FLAT_EXPONENT = 0.01  # over three decades such a term changes by 7 %, so it is indistinguishable from E
 
 
 class ChinchillaLaw(OffsetLaw):
     """L(N, D) = E + A / N^alpha + B / D^beta.
 
-    After `fit`: E_, A_, B_, alpha_, beta_, and what `Law` lists; `degenerate_` also names an exponent near zero.
+    After `fit`: E_, A_, B_, alpha_, beta_ and what `Law` lists; `degenerate_` also names exponents near zero.
 
     >>> N, D = [1e7, 1e7, 1e7, 1e8, 1e8, 1e8, 1e9, 1e9, 1e9], [1e9, 1e10, 1e11] * 3
     >>> loss = [1.7 + 400 / n**0.34 + 410 / d**0.28 for n, d in zip(N, D)]
@@ -43,9 +43,9 @@ class ChinchillaLaw(OffsetLaw):
     Parameters
     ----------
     objective : {"huber", "l1", "squares", "se"}
-        What is minimised in log loss; see `Law`. "se" needs `loss_se`.
+        Objective in log loss; see `Law`. "se" needs `loss_se`.
     delta : float
-        Where Huber's function turns linear, in log loss. 1e-3 is Hoffmann et al.'s.
+        Residual in log loss beyond which Huber's function is linear. Hoffmann et al. use 1e-3.
     tied : bool
         Hold alpha = beta, as a constant D/N implies (Muennighoff et al. 2023; Gadre et al. 2024).
     E : float, optional
@@ -94,31 +94,31 @@ class ChinchillaLaw(OffsetLaw):
 
     # The law as the solver sees it.
 
-    def _accept(self, found: Any) -> None:
-        super()._accept(found)
+    def _accept(self, solution: Any) -> None:
+        super()._accept(solution)
         exponents = self.exponent_names[: 1 if self.tied else 2]
-        self._call_degenerate(*(name for name in exponents if self.constants_[name] < FLAT_EXPONENT))
+        self._mark_degenerate(*(name for name in exponents if self.constants_[name] < FLAT_EXPONENT))
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
         return two_power_laws(inputs, observed, self.tied, self.E)
 
 
 def two_power_laws(inputs: tuple[Array, ...], observed: Array, tied: bool, fixed: float | None) -> Problem:
-    """Build the problem of E + A / N^alpha + B / D^beta, E fitted unless it is `fixed`.
+    """Build the problem of E + A / N^alpha + B / D^beta, with E fitted unless it is `fixed`.
 
-    Coordinates: log A and log B (at the mean log N and log D), exponents, log E.
+    Coordinates: log A and log B at the mean log N and log D, the exponents, and log E.
     """
     (x, x0), (y, y0) = (centred(column) for column in inputs)
-    one, target = np.ones_like(x), np.log(observed)
+    ones, target = np.ones_like(x), np.log(observed)
     names = ["A", "alpha", "B"] + ([] if tied else ["beta"]) + (["E"] if fixed is None else [])
     at = {name: i for i, name in enumerate(names)}
     at.setdefault("beta", at["alpha"])
     terms: list[tuple[Any, ...]] = [
-        ((at["A"], at["alpha"]), np.stack([one, -x], 1)),
-        ((at["B"], at["beta"]), np.stack([one, -y], 1)),
+        ((at["A"], at["alpha"]), np.stack([ones, -x], 1)),
+        ((at["B"], at["beta"]), np.stack([ones, -y], 1)),
     ]
     if fixed is None:
-        terms.append(((at["E"],), one[:, None]))
+        terms.append(((at["E"],), ones[:, None]))
     elif fixed > 0:
         terms.append(((), np.zeros((len(x), 0)), np.full(len(x), np.log(fixed))))
     low, high = float(target.min()) - VANISHED, float(target.max()) + 2.0
@@ -133,8 +133,8 @@ def two_power_laws(inputs: tuple[Array, ...], observed: Array, tied: bool, fixed
         alpha, beta = (grid.ravel() for grid in np.meshgrid(EXPONENT_GRID, EXPONENT_GRID, indexing="ij"))
         if tied:
             alpha = beta = np.geomspace(EXPONENT_GRID[0], EXPONENT_GRID[-1], len(alpha))
-        parts = [np.exp(-alpha[:, None] * x), np.exp(-beta[:, None] * y), np.ones((len(alpha), len(x)))]
-        basis = np.stack(parts if fixed is None else parts[:2], axis=2) / observed[None, :, None]
+        columns = [np.exp(-alpha[:, None] * x), np.exp(-beta[:, None] * y), np.ones((len(alpha), len(x)))]
+        basis = np.stack(columns if fixed is None else columns[:2], axis=2) / observed[None, :, None]
 
         def coordinates(log: Array) -> dict[str, Array]:
             amplitudes = dict(zip("ABE", np.moveaxis(log, 2, 0), strict=False))

@@ -1,4 +1,4 @@
-"""Any law that is written as a Python function, fitted and resampled as the built-in ones are.
+"""Laws written as a Python function, fitted and resampled like the built-in ones.
 
     def precision(c, N, D, P):  # Kumar et al. 2024 (arXiv:2411.04330): weights of P bits act as fewer parameters
         return c["E"] + c["A"] / (N * (1 - np.exp(-P / c["gamma"]))) ** c["alpha"] + c["B"] / D ** c["beta"]
@@ -6,8 +6,8 @@
     bounds = {"E": (0.1, 10), "A": (1, 1e6), "B": (1, 1e6), "alpha": (0.05, 2), "beta": (0.05, 2), "gamma": (0.1, 20)}
     law = FunctionLaw(precision, bounds, inputs=("N", "D", "P")).fit(N, D, P, loss)
 
-Derivatives come from the function itself (`solver/jets.py`), so it must be arithmetic with NumPy's exp, log and the
-like, without casts or branches; a fit checks that. A constant whose bounds are above zero is fitted in its logarithm.
+Derivatives come from the function itself (`solver/jets.py`), so it must use only arithmetic and NumPy's elementary
+functions, without casts or branches; `fit` checks that. Constants with bounds above zero are fitted as logarithms.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from .law import Law, LossLaw, Problem
 
 Function = Callable[..., Any]
 CANDIDATES = 16  # points of the Latin hypercube for each start that is kept
-CHECKED = 8  # points where the derivatives are tried
-UNUSABLE = 1e6  # stands for the squared error of a start without a finite prediction
-# Attributes of a fitted law, less the underscore at their end.
+CHECKED = 8  # points where the derivatives are checked
+UNUSABLE = 1e6  # squared error of a start without a finite prediction
+# Attributes of a fitted law, without the underscore at the end: no constant may have these names.
 TAKEN = {"bootstrap", "constants", "converged", "data", "degenerate", "draws", "groups"}
 TAKEN |= {"objective", "problem", "scatter", "se", "starts", "theta", "weight"}
 
 
 class FunctionLaw(LossLaw):
-    """The law `function(constants, *inputs)`; one of N and D drives an analysis.
+    """The law `function(constants, *inputs)`; one of N and D can drive an analysis.
 
-    `degenerate_` also names a constant that no prediction depends on.
+    `degenerate_` also names constants that no prediction depends on.
 
     Parameters
     ----------
     function : callable
-        Takes constants (name -> array, or what carries its derivatives) and the inputs, which broadcast together, and
-        returns predictions above zero.
+        Takes constants (name -> array or `Jet`) and the inputs, which broadcast together, and returns predictions above
+        zero.
     parameters : mapping
-        name -> (lowest, highest), both finite; equal ones hold a constant.
-    inputs, output : names of the columns that `fit` takes, in order, and of what is predicted.
-    starts : sequence of complete mappings, optional, tried in addition to the drawn ones.
-    tries, seed : how many starts of a Latin hypercube are kept, and its seed.
-    name : what to call the law; by default the function's own name.
+        name -> (lowest, highest), both finite; equal ones fix the constant.
+    inputs, output : names of the columns that `fit` takes, in order, and of the prediction.
+    starts : sequence of mappings, optional; starts with all constants, tried in addition to the drawn ones.
+    tries, seed : number of starts kept from a Latin hypercube, and its seed.
+    name : name of the law; by default that of the function.
     """
 
     form = "function"
@@ -76,7 +76,7 @@ class FunctionLaw(LossLaw):
         if tries < 1:
             raise InputError(f"tries is {tries}; at least one start is needed.")
         self.starts = starts
-        self._given = [self._start(start) for start in starts]
+        self._user_starts = [self._start(start) for start in starts]
         self.tries, self.seed = int(tries), int(seed)
         self.name = name or getattr(function, "__name__", "function")
         self.title = f"the law {self.name}"
@@ -84,8 +84,12 @@ class FunctionLaw(LossLaw):
     def options(self) -> dict[str, Any]:
         """Return the constructor's arguments without the function."""
         parameters = {name: list(pair) for name, pair in self.bounds.items()}
-        given = self.get_params() | {"parameters": parameters, "inputs": list(self.inputs), "starts": self._given}
-        return {name: value for name, value in given.items() if name != "function"}
+        arguments = self.get_params() | {
+            "parameters": parameters,
+            "inputs": list(self.inputs),
+            "starts": self._user_starts,
+        }
+        return {name: value for name, value in arguments.items() if name != "function"}
 
     def fit(  # type: ignore[override]
         self,
@@ -95,16 +99,16 @@ class FunctionLaw(LossLaw):
         flops: ArrayLike | None = None,
         **named: ArrayLike,
     ) -> Self:
-        """Fit to the inputs in order and then what was observed, all (n,) and above zero; by position or by name.
+        """Fit to the inputs in order and then the observed values, all (n,) and above zero, by position or name.
 
-        `weight`, `loss_se`, `flops` (n,) as in every law, the last for inputs N and D alone. Raises InputError also
-        where the function has no derivative.
+        Options are as in `LossLaw.fit`; `flops` counts only for inputs N and D. Raises InputError also if the function
+        has no derivative.
         """
-        given = by_name("fit", (*self.inputs, self.output), columns, named)
+        by_column = by_name("fit", (*self.inputs, self.output), columns, named)
         if flops is not None and self.inputs == ("N", "D"):
-            N, D, observed = given.values()
+            N, D, observed = by_column.values()
             return super().fit(N, D, observed, weight, loss_se, flops)
-        return self._fit(tuple(given.values()), weight, loss_se)
+        return self._fit(tuple(by_column.values()), weight, loss_se)
 
     def evaluate(self, constants: Constants, *inputs: Any) -> Any:  # type: ignore[override]
         if self.function is None:
@@ -117,9 +121,9 @@ class FunctionLaw(LossLaw):
 
     @classmethod
     def from_json(cls, source: Any, function: Function | None = None) -> Self:
-        """Read a fitted law from a file, given the function that it was fitted with, which no file holds.
+        """Read a fitted law from a file, with the function that it was fitted with.
 
-        Raises InputError where the function does not give the stored objective.
+        Raises InputError if the function does not reproduce the stored objective.
         """
         if function is None:
             raise InputError(
@@ -147,7 +151,7 @@ class FunctionLaw(LossLaw):
         self._check_function(self.problem_.starts(np.ones((1, self.problem_.form.points)), CHECKED)[0])
 
     def _check_function(self, points: Array) -> None:
-        """Raise InputError where the function cannot be differentiated, or is finite at none of points (G, k)."""
+        """Raise InputError if the function has no derivative or is finite at none of points (G, k)."""
         try:
             with np.errstate(all="ignore"):
                 value, (first, _) = self.problem_.form.value(points)
@@ -160,12 +164,12 @@ class FunctionLaw(LossLaw):
         if not np.isfinite(first[np.isfinite(value)]).any():
             raise InputError("function gives no finite prediction and slope at any start; give starts where it does.")
 
-    def _accept(self, found: Any) -> None:
-        super()._accept(found)
+    def _accept(self, solution: Any) -> None:
+        super()._accept(solution)
         first = self.problem_.form.value(self.theta_[None, :])[1][0][0]  # (n, k)
         moved = np.abs(first[self.weight_ > 0]).max(axis=0) > 0.0
         free = self.problem_.lower < self.problem_.upper
-        self._call_degenerate(*np.array(self.names)[free & ~moved].tolist())
+        self._mark_degenerate(*np.array(self.names)[free & ~moved].tolist())
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
         target = np.log(observed)
@@ -182,9 +186,9 @@ class FunctionLaw(LossLaw):
         def starts(weights: Array, keep: int | None) -> Array:
             points = self._points(problem.lower, problem.upper, logarithmic)
             error = weights @ _squares(self.evaluate, constants(points), inputs, target).T
-            if keep is None:  # those given are never left out of the full fit
-                error[:, : len(self._given)] = -1.0
-            order = np.argsort(error, axis=1, kind="stable")[:, : keep or len(self._given) + self.tries]
+            if keep is None:  # a full fit always includes the given starts
+                error[:, : len(self._user_starts)] = -1.0
+            order = np.argsort(error, axis=1, kind="stable")[:, : keep or len(self._user_starts) + self.tries]
             return points[order]
 
         at = {name: i for i, name in enumerate(self.names)}
@@ -199,9 +203,10 @@ class FunctionLaw(LossLaw):
         return problem
 
     def _points(self, lower: Array, upper: Array, logarithmic: Collection[str]) -> Array:
-        given = [[np.log(v) if name in logarithmic else v for name, v in start.items()] for start in self._given]
+        """Return candidate starts in coordinates: the given ones, then a Latin hypercube."""
+        user = [[np.log(v) if name in logarithmic else v for name, v in start.items()] for start in self._user_starts]
         drawn = lower + latin_hypercube(CANDIDATES * self.tries, len(lower), self.seed) * (upper - lower)
-        return np.concatenate([np.reshape(given, (-1, len(lower))), drawn])
+        return np.concatenate([np.reshape(user, (-1, len(lower))), drawn])
 
     def _start(self, start: Mapping[str, float]) -> dict[str, float]:
         if set(start) != set(self.names):
@@ -214,7 +219,7 @@ class FunctionLaw(LossLaw):
 
 
 def _squares(function: Function, constants: Constants, inputs: Sequence[Array], target: Array) -> Array:
-    """Return squared errors (G, n) of log predictions at constants (G,), large where there is no prediction."""
+    """Return squared errors (G, n) of log predictions at constants (G,), UNUSABLE where not finite."""
     points = {name: value[:, None] for name, value in constants.items()}
     shape = (len(next(iter(constants.values()))), len(target))
     try:
@@ -233,7 +238,7 @@ def _squares(function: Function, constants: Constants, inputs: Sequence[Array], 
 
 
 def latin_hypercube(points: int, dimensions: int, seed: int) -> Array:
-    """`points` in the unit cube (points, dimensions), one in every slice of each axis (McKay et al. 1979)."""
+    """Return `points` in the unit cube (points, dimensions), one in every slice of each axis (McKay et al. 1979)."""
     rng = np.random.default_rng(seed)
     slices = rng.permuted(np.tile(np.arange(points), (dimensions, 1)), axis=1).T
     return (slices + rng.random((points, dimensions))) / points

@@ -1,8 +1,8 @@
-"""Laws of mixtures of experts: what experts that a token does not use are worth, in loss and in dense parameters.
+"""Laws of mixtures of experts: the value of unused experts in loss and in dense parameters.
 
-Special here: a form is its equation. Each term is the exponential of constants times products of log inputs, so that
-values, derivatives, centring and starts are read off it. E is `experts`, the experts of a layer over the experts that a
-token uses: 1 in a dense model. The sparsity S is 1 - 1 / E; E' is E where it saturates.
+A form is its equation: each term is the exponential of constants times products of log inputs, from which values,
+derivatives, centring and starts follow. E is `experts`, the experts of a layer over the experts that a token uses: 1 in
+a dense model. The sparsity S is 1 - 1 / E; E' is the saturated E.
 
 Clark et al. 2022 (arXiv:2202.01169), equations 1, 4 and 11; Krajewski et al. 2024 (arXiv:2402.07871), equation 9;
 Ludziejewski et al. 2025 (arXiv:2502.05172), equation 6; Abnar et al. 2025 (arXiv:2501.12370), equation 6.
@@ -35,7 +35,7 @@ FORMS = {  # inputs and equation
 FACTOR = re.compile(r"(?:(10|[NDGE])'?\^)?\(?(-?)([a-z]+)(?: (ln|log10) E'\))?")
 AXES = {"N_active": "N", "N_total": "N", "D": "D", "granularity": "G", "experts": "E"}
 LN10 = float(np.log(10.0))
-# By what multiplies a constant in the exponent: bounds, and where starts are drawn, at the middle log N and log D.
+# Factor of a constant in the exponent -> bounds, and the range of its starts, at the mean log N and log D.
 RANGES: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
     **dict.fromkeys(("N", "D"), ((-3.0, 0.0), (-0.6, -0.02))),
     **dict.fromkeys(("-N", "-D", "-G"), ((0.0, 3.0), (0.05, 1.0))),
@@ -46,20 +46,20 @@ RANGES: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
 }
 SATURATION = ("E_start", "E_max")
 CANDIDATES, STARTS = 1024, 64
-CHOICES = 49  # numbers of experts that a budget is offered, from the fewest to the most of the runs
-FARTHEST = (np.log(1e-3), np.log(1e6))  # of a leverage, in logarithms
+CHOICES = 49  # numbers of experts that `optimal` tries, over the range of the runs
+FARTHEST = (np.log(1e-3), np.log(1e6))  # range of log leverage that is searched
 
 
 class ExpertLaw(Law):
-    """The loss of a mixture of experts, by one of four published forms: their `equation`.
+    """The loss of a mixture of experts, by one of four published forms.
 
-    After `fit`: what `Law` lists. E_start is the E' of a dense model, E_max that of ever more experts.
+    After `fit`: what `Law` lists. E_start is the E' of a dense model, E_max its limit for many experts.
 
     Parameters
     ----------
-    form : {"clark", "krajewski", "ludziejewski", "abnar"}; `inputs` are its own. krajewski is of one number of experts.
-    tokens : the one D of all runs, optional; a form is then without D, and answers budgets at this D.
-    share : of the active parameters, that in experts, optional: N_total = N_active (1 + (experts - 1) share).
+    form : {"clark", "krajewski", "ludziejewski", "abnar"}; sets `inputs`. krajewski holds for one number of experts.
+    tokens : the D of all runs, optional; the form then has no D, and `optimal` uses this D.
+    share : experts' share of the active parameters, optional: N_total = N_active (1 + (experts - 1) share).
     """
 
     form: str = ""  # type: ignore[misc]
@@ -85,11 +85,11 @@ class ExpertLaw(Law):
         inputs, text = FORMS[form].split(": ")
         self.inputs = tuple(name for name in inputs.split() if tokens is None or name != "D")
         terms = [list(FACTOR.finditer(term)) for term in text.split(" + ")]
-        if tokens is not None:  # a term of D alone is then part of the constant term
+        if tokens is not None:  # D is constant, so a term of D alone is part of the constant term
             terms = [[f for f in t if f[1] != "D"] for t in terms if len(t) != 2 or t[1][1] != "D"]
         self._text = " + ".join(" ".join(factor[0] for factor in term) for term in terms)
         self._scale = {f[3]: LN10 if f[1] == "10" else 1.0 / LN10 if f[4] == "log10" else 1.0 for t in terms for f in t}
-        # Each constant with what multiplies it in the exponent.
+        # Per term: constant -> its factor in the exponent.
         self._terms = [{f[3]: f[2] + (f[1] or "").strip("10") + "E" * bool(f[4]) for f in term} for term in terms]
         self._amplitudes = [f[3] for term in terms for f in term if f[1] is None]
         self._logged = (*self._amplitudes, *SATURATION)
@@ -101,7 +101,7 @@ class ExpertLaw(Law):
     ) -> Self:
         """Fit to n runs: the columns of `inputs` in order and then loss (nats per token), or all by name, each (n,).
 
-        `weight` and `loss_se` (n,) as in every law. Raises InputError also for a column that is the same in every row.
+        `weight` and `loss_se` (n,) are as in `LossLaw.fit`. Raises InputError also for a constant column.
         """
         return self._fit(tuple(by_name("fit", (*self.inputs, self.output), columns, named).values()), weight, loss_se)
 
@@ -112,7 +112,7 @@ class ExpertLaw(Law):
         return sum(np.exp(exponent) for exponent in self._exponents(v, logs))
 
     def equation(self, say: Say) -> str:
-        shown = FACTOR.sub(lambda found: found[0].replace(found[3], say(found[3])), self._text)
+        shown = FACTOR.sub(lambda match: match[0].replace(match[3], say(match[3])), self._text)
         return ", ".join([f"L = {shown}", *(f"{name} = {say(name)}" for name in SATURATION if self._saturates)])
 
     def effective_parameters(self, N_active: ArrayLike, experts: ArrayLike, constants: Constants | None = None) -> Any:
@@ -131,39 +131,45 @@ class ExpertLaw(Law):
     ) -> Optimum:
         """Return the N_active, D and experts of lowest loss for C = 6 N_active D, with intervals after `bootstrap`.
 
-        `flops` a scalar or (targets,). `most_parameters` bounds N_total, as memory does; `experts` holds their number,
-        else sought between the fewest and the most of the runs. `more` has experts, sparsity and, by share, N_total.
+        `more` has experts, sparsity and, with `share`, N_total.
+
+        Parameters
+        ----------
+        most_parameters : float, optional
+            Largest N_total, as memory sets it.
+        experts : float, optional
+            Number of experts; searched within the range of the runs by default.
         """
         (C,) = aligned(flops=flops)
         self._can_answer()
         if most_parameters is not None and (self.share is None or not most_parameters > 0):
             raise InputError(f"most_parameters is {most_parameters}; it must be above zero, and the law have a share.")
-        tried = self.data_["experts"]
-        choices = np.geomspace(tried.min(), tried.max(), CHOICES) if experts is None else floats([experts])
+        run_experts = self.data_["experts"]
+        choices = np.geomspace(run_experts.min(), run_experts.max(), CHOICES) if experts is None else floats([experts])
 
         def solve(constants: Constants) -> Columns:
             N, D, loss = np.broadcast_arrays(*self._split(constants, C, choices[:, None, None], most_parameters))
-            at = loss.argmin(axis=0)[None]
-            N, D, loss = (np.take_along_axis(found, at, axis=0)[0] for found in (N, D, loss))
-            E = choices[at[0]]
+            best = loss.argmin(axis=0)[None]
+            N, D, loss = (np.take_along_axis(values, best, axis=0)[0] for values in (N, D, loss))
+            E = choices[best[0]]
             total = {} if self.share is None else {"N_total": N * self._expansion(E)}
             return {"flops": C, "N": N, "D": D, "loss": loss, "experts": E, "sparsity": 1.0 - 1.0 / E} | total
 
         return answer(self, solve, level)
 
     def leverage(self, flops: float, experts: ArrayLike, constants: Constants | None = None) -> Any:
-        """Return the FLOPs of the dense model that reaches the loss of the best mixture at `flops`, over these FLOPs.
+        """Return the FLOPs of the dense model that reaches the loss of the best mixture at `flops`, over `flops`.
 
-        Both are at their best N and D, or at the law's one D. Infinite beyond 1e6. `constants` (r,) add an axis, so the
+        Both have their best N and D, or the law's one D. Infinite beyond 1e6. `constants` (r,) add an axis, so the
         interval is `interval_of(lambda c: law.leverage(flops, experts, c))`.
         """
         self._can_answer()
         c = {k: np.atleast_1d(floats(v)) for k, v in (self.constants_ if constants is None else constants).items()}
         C = floats(flops)
         loss = self._split(c, C, floats(experts)[..., None])[2]
-        found = root(lambda x: loss - self._split(c, C * np.exp(x), 1.0)[2], *FARTHEST)
-        found = np.where(found > FARTHEST[1] - 1e-6, np.inf, np.exp(found))
-        return unboxed(found[..., 0]) if constants is None else found
+        log_ratio = root(lambda x: loss - self._split(c, C * np.exp(x), 1.0)[2], *FARTHEST)
+        log_ratio = np.where(log_ratio > FARTHEST[1] - 1e-6, np.inf, np.exp(log_ratio))
+        return unboxed(log_ratio[..., 0]) if constants is None else log_ratio
 
     def _can_answer(self) -> None:
         self._fitted()
@@ -176,13 +182,13 @@ class ExpertLaw(Law):
     def _expansion(self, experts: Any) -> Any:
         return 1.0 + (experts - 1.0) * (self.share or 0.0)
 
-    def _split(self, constants: Constants, C: Array, experts: Any, most: float | None = None) -> tuple[Array, ...]:
-        """Return N_active, D and loss of the best run of C FLOPs with at most `most` parameters in total."""
-        bound = np.inf if most is None else most / self._expansion(experts)
+    def _split(self, constants: Constants, C: Array, experts: Any, max_total: float | None = None) -> tuple[Array, ...]:
+        """Return N_active, D and loss of the best run of C FLOPs with N_total up to `max_total`."""
+        bound = np.inf if max_total is None else max_total / self._expansion(experts)
 
         def loss(N: Array, D: Any) -> Array:
-            known = {"N_active": N, "N_total": N * self._expansion(experts), "D": D, "experts": floats(experts)}
-            return np.asarray(self.evaluate(constants, *(known[name] for name in self.inputs)))
+            by_input = {"N_active": N, "N_total": N * self._expansion(experts), "D": D, "experts": floats(experts)}
+            return np.asarray(self.evaluate(constants, *(by_input[name] for name in self.inputs)))
 
         if self.tokens is None:
             middle = 0.5 * np.log(C / 6.0)
@@ -204,8 +210,10 @@ class ExpertLaw(Law):
         super()._check(inputs, observed)
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Build the problem. Coordinates: the constants, `_logged` as logarithms. Constants that multiply neither N nor
-        D are taken at the mean log N and log D.
+        """Build the problem.
+
+        Coordinates: the constants, those in `_logged` as logarithms. Constants that multiply neither N nor D are taken
+        at the mean log N and log D.
         """
         target = np.log(observed)
         logs = {AXES[name]: np.log(v) for name, v in zip(self.inputs, inputs, strict=True)}
@@ -215,7 +223,7 @@ class ExpertLaw(Law):
         of = {k: f for term in self._terms for k, f in term.items()} | {k: k for k in SATURATION}
         at = {name: i for i, name in enumerate(self.names)}
         wide = {k: (floor / s, ceiling / s) for k, s in self._scale.items() if of[k] == ""}
-        # What a constant is times the middle of an axis belongs to the constant of its term without this axis.
+        # Centring an axis moves each constant times the mean to the constant of its term without this axis.
         moved = [
             (k, o, middle[axis] * (1.0 if f[0] == "-" else -1.0) * self._scale[k] / self._scale[o])
             for term in self._terms for axis in middle for k, f in term.items() for o, g in term.items()
@@ -239,18 +247,18 @@ class ExpertLaw(Law):
         )
 
     def _along(self, name: str, feature: str, logs: Mapping[str, Any]) -> Any:
-        """Return what multiplies a constant in the exponent."""
+        """Return the factor of a constant in the exponent."""
         scale = -self._scale[name] if feature.startswith("-") else self._scale[name]
         return math.prod((logs[axis] for axis in feature.strip("-")), start=scale)
 
     def _exponents(self, v: Mapping[str, Any], logs: Mapping[str, Any]) -> list[Any]:
-        """Return the exponent of each term; amplitudes, E_start and E_max are given as logarithms."""
+        """Return the exponent of each term; `v` has amplitudes, E_start and E_max as logarithms."""
         if self._saturates:
             logs = {**logs, "E": saturated(logs["E"], v["E_start"], v["E_max"])}
         return [sum(v[name] * self._along(name, feature, logs) for name, feature in t.items()) for t in self._terms]
 
     def _starts(self, of: Mapping[str, str], logs: Columns, observed: Array, weights: Array, keep: int | None) -> Array:
-        """Return starts (P, G, k): exponents of a Latin hypercube, amplitudes by variable projection."""
+        """Return starts (P, G, k): exponents from a Latin hypercube, amplitudes by variable projection."""
         drawn = [name for name in self.names if of[name]]
         low, high = floats([RANGES[of[name]][1] for name in drawn]).T
         points = low + latin_hypercube(CANDIDATES, len(drawn), 0) * (high - low)
@@ -268,10 +276,11 @@ class ExpertLaw(Law):
         return projected_starts(at, coordinates, basis, weights, keep or STARTS, least=least)
 
 
-def saturated(log_experts: Any, log_start: Any, log_most: Any) -> Any:
-    """Return the log of E' with 1 / E' = 1 / (E - 1 + 1 / (1 / E_start - 1 / E_max)) + 1 / E_max (Clark et al. 2022,
-    equation 4).
+def saturated(log_experts: Any, log_start: Any, log_max: Any) -> Any:
+    """Return log E' (Clark et al. 2022, equation 4).
+
+    1 / E' = 1 / (E - 1 + 1 / (1 / E_start - 1 / E_max)) + 1 / E_max.
     """
-    least = np.exp(-log_most)
-    reach = 1.0 / (np.exp(-log_start) - least)
-    return -np.log(1.0 / (np.expm1(log_experts) + reach) + least)
+    floor = np.exp(-log_max)
+    reach = 1.0 / (np.exp(-log_start) - floor)
+    return -np.log(1.0 / (np.expm1(log_experts) + reach) + floor)

@@ -1,6 +1,6 @@
-"""The law L(N, D) = E + (A / N^alpha + B / D^beta)^gamma: one more exponent for how the two shortages add up.
+"""The law L(N, D) = E + (A / N^alpha + B / D^beta)^gamma; gamma sets how a small N and a small D add up.
 
-At gamma = 1 it is Chinchilla's law, with E = 0 and beta = 1 Kaplan's. The optimal N and D do not depend on gamma.
+At gamma = 1 it is Chinchilla's law; with E = 0 and beta = 1 it is Kaplan's. The optimal N and D do not depend on gamma.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EXPONENT_GRID = np.geomspace(0.03, 1.0, 6)  # of alpha gamma and of beta gamma
 GAMMA_GRID = np.array([0.25, 0.5, 1.0, 2.0])
 SHARE_GRID = np.array([0.0, 0.3, 0.6, 0.8, 0.95])  # E as a share of the lowest loss
 STARTS = 32  # of a full fit
-GAMMA_BOUNDS = (0.1, 10.0)  # at these the sum is nearly a maximum, or nearly a geometric mean
+GAMMA_BOUNDS = (0.1, 10.0)  # here the sum is nearly a maximum or nearly a geometric mean
 
 
 class GammaLaw(ChinchillaLaw):
@@ -47,19 +47,21 @@ class GammaLaw(ChinchillaLaw):
     def optimum(
         self, flops: ArrayLike, constants: Constants, flops_per_token: float = 6.0
     ) -> tuple[Array, Array, Array]:
-        """Return the optimum in closed form: the N and D that minimise the sum in brackets."""
+        """Return the optimum in closed form, the N and D that minimise the sum in brackets."""
         N, D, inner = optimum(flops, {**constants, "E": 0.0}, flops_per_token)
         return N, D, constants["E"] + np.power(inner, constants["gamma"])
 
     def equal_loss(self, constants: Constants, loss: Array) -> EqualLoss:
-        left = np.power(np.maximum(loss - constants["E"], 0.0), 1.0 / constants["gamma"])
-        return EqualLoss({**constants, "E": np.zeros_like(constants["E"])}, left)
+        inner = np.power(np.maximum(loss - constants["E"], 0.0), 1.0 / constants["gamma"])
+        return EqualLoss({**constants, "E": np.zeros_like(constants["E"])}, inner)
 
     # The law as the solver sees it.
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Build the problem. Coordinates: the logarithm of (A / N^alpha)^gamma and (B / D^beta)^gamma at the mean log N
-        and log D, and their exponents; gamma; log E unless fixed.
+        """Build the problem.
+
+        Coordinates: log of (A / N^alpha)^gamma and (B / D^beta)^gamma at the mean log N and log D, their exponents,
+        gamma, and log E unless fixed.
         """
         (x, x0), (y, y0) = (centred(column) for column in inputs)
         target, fixed = np.log(observed), self.E
@@ -92,7 +94,7 @@ class GammaLaw(ChinchillaLaw):
             beta = alpha if self.tied else beta
             power = np.log(observed - E[:, None]) / gamma[:, None]
             lines = [np.exp(-(alpha / gamma)[:, None] * x - power), np.exp(-(beta / gamma)[:, None] * y - power)]
-            # A residual of the power is loss / (gamma (loss - E)) times one of log loss, to first order.
+            # To first order, a residual of the power is loss / (gamma (loss - E)) times that of log loss.
             scale = (gamma * (1.0 - E / observed.mean())) ** 2
 
             def coordinates(log: Array) -> dict[str, Array]:

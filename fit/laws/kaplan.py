@@ -1,7 +1,7 @@
 """Kaplan's joint law L(N, D) = [(N_c / N)^(alpha_N / alpha_D) + D_c / D]^alpha_D.
 
-It has no irreducible loss. N_c and D_c are where its two lines would reach a loss of one, far beyond any run; so the
-solver works with the lines at the middle of the data. N is Kaplan's count, without embeddings.
+It has no irreducible loss. N is Kaplan's count, without embeddings. N_c and D_c, where its two lines reach a loss of
+one, are far beyond any run, so the solver works with the lines at the middle of the data.
 
 Kaplan et al. 2020 (arXiv:2001.08361), equation 1.5.
 """
@@ -22,9 +22,9 @@ EXPONENT_GRID = np.geomspace(0.03, 0.8, 8)
 RATIO_GRID = np.geomspace(0.25, 4.0, 8)  # of alpha_N to alpha_D; far from one, the power mean is a corner
 STARTS = 32  # of a full fit: the better half of the grid
 EXPONENT_BOUNDS = (0.01, 3.0)  # over three decades an exponent below this changes the loss by less than 7 %
-VANISHED = 12.0  # a line with a share below exp(-12) at the middle of the data is called zero
-WIDE = 20.0  # how far the line of the data may lie from the losses, in log loss
-FAR = 700.0  # of log N_c and log D_c: the largest that a float can hold
+VANISHED = 12.0  # a line with a share below exp(-12) at the middle of the data is stored as zero
+WIDE = 20.0  # largest distance of the line of the data from the losses, in log loss
+FAR = 700.0  # largest log N_c and log D_c that a float can hold
 
 
 class KaplanLaw(LossLaw):
@@ -70,14 +70,18 @@ class KaplanLaw(LossLaw):
 
     # The law as the solver sees it.
 
-    def _accept(self, found: Any) -> None:
-        super()._accept(found)
-        if self.theta_[0] >= self.problem_.upper[0]:  # one coordinate says which of the two lines is gone
+    def _accept(self, solution: Any) -> None:
+        super()._accept(solution)
+        if (
+            self.theta_[0] >= self.problem_.upper[0]
+        ):  # one coordinate serves both lines; its upper bound means that the one of D vanished
             self.degenerate_[self.degenerate_.index("N_c")] = "D_c"
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Build the problem. Coordinates: D_c is the logarithm of the line of the data at the mean log D, N_c how
-        far the other line is above it there, in units of alpha_D; and the exponents.
+        """Build the problem.
+
+        Coordinates: D_c, the log of the line of the data at the mean log D; N_c, how far the other line is above it
+        there, in units of alpha_D; and the exponents.
         """
         (x, x0), (y, y0) = (centred(column) for column in inputs)
         target = np.log(observed)

@@ -1,18 +1,16 @@
-"""What every law can do: fit, resample, say its intervals, predict, and be written to a file.
+"""Base classes of all laws: fitting, resampling, intervals, prediction and JSON.
 
-Special here:
-- A law says only what is its own (`_problem`, `evaluate`, `equation`).
-- A refit of a resample is a full fit: it starts at the law's own optimum and, but in large tables, at its own variable
-  projection's best.
-- What a group of runs says is judged by the fit *without* it: a fit's own residuals are too small, and under a Huber
-  objective as many of them are nearly zero as there are constants.
+A subclass defines `_problem`, `evaluate` and `equation`. Each refit of a resample is a full fit from the optimum of all
+runs and, below `LARGE` rows, from starts by variable projection. "wild" resampling uses residuals of fits
+*without* the row's group: those of the fit itself are too small, and under a Huber objective as many of them are nearly
+zero as there are constants.
 
-Objectives, in log space, of residuals r_i = log observed_i - log predicted_i, always *summed*:
+Objectives, *sums* over residuals r_i = log observed_i - log predicted_i:
   huber    sum w_i huber_delta(r_i), Hoffmann et al. 2022 (arXiv:2203.15556), equation 3
-  l1       the same with delta = 1e-6, which is L1 to within 1e-6 in log loss
+  l1       huber with delta = 1e-6, which is L1 to within 1e-6 in log loss
   squares  sum w_i r_i^2 / 2
-  se       sum w_i r_i^2 / (2 (s_i^2 + tau^2)), s_i the relative standard error of the observation and tau a scatter of
-           the runs beyond it, found so that each degree of freedom is worth one (Paule and Mandel 1982)
+  se       sum w_i r_i^2 / (2 (s_i^2 + tau^2)), s_i the relative standard error of the observation and tau the extra
+           scatter that makes the weighted squares equal the degrees of freedom (Paule and Mandel 1982)
 """
 
 from __future__ import annotations
@@ -74,18 +72,18 @@ if TYPE_CHECKING:
 
 OBJECTIVES = ("huber", "l1", "squares", "se")
 L1_DELTA = 1e-6
-PINV = 1e-3  # of the largest singular value, below which rows do not say where a linear step goes
-LARGE = 2000  # rows from which a resample moves the optimum so little that it is the one start of its refit
-RESAMPLES_AT_ONCE = 200  # whose starts are projected at once, to bound memory
+PINV = 1e-3  # smaller singular values, relative to the largest, are ignored in a linear step; chosen by hand
+LARGE = 2000  # from this many rows, resamples move the optimum so little that their refits start only there
+RESAMPLES_AT_ONCE = 200  # starts of this many resamples are projected at once, to bound memory
 
 
 @dataclass
 class Problem:
     """A law over one table of n rows, in the solver's k coordinates.
 
-    target (n,) log of what was observed; bounds of the k coordinates by the constant behind each, equal where fixed;
-    axes (m, n): log inputs that must vary in every resample. `starts(weights (P, n), keep)` gives (P, G, k), the `keep`
-    best or all; `constants(theta (P, k))` gives name -> (P,).
+    target (n,): log of the observed values; bounds: constant -> (lower, upper) of its coordinate, equal if fixed; axes
+    (m, n): log inputs that must vary in every resample; starts(weights (P, n), keep): the best `keep` starts (P, G, k),
+    or all; constants(theta (P, k)): name -> (P,).
     """
 
     form: LogForm
@@ -102,19 +100,19 @@ class Problem:
 
 
 def amplitude(log: Array, floor: float, shift: Array | float = 0.0) -> Array:
-    """exp(log + shift); a term at its floor has vanished and is exactly zero."""
+    """Return exp(log + shift), exactly zero where `log` is at its floor: the term vanished."""
     with np.errstate(over="ignore"):
         return np.where(log <= floor, 0.0, np.exp(log + shift))
 
 
 def centred(column: Array) -> tuple[Array, float]:
-    """Return the logarithm of a column (n,) less its mean, and the mean."""
+    """Return the log of a column (n,) minus its mean, and the mean."""
     log = np.log(column)
     return log - log.mean(), float(log.mean())
 
 
 def least_starts(starts: Array, error: Array, keep: int | None) -> Array:
-    """Return the `keep` starts (P, G, k) of least error (P, G), best first; all, in their order, where keep is None."""
+    """Return the `keep` starts (P, G, k) of lowest error (P, G), best first, or all in order if `keep` is None."""
     return starts if keep is None else np.take_along_axis(starts, np.argsort(error, axis=1)[:, :keep, None], axis=1)
 
 
@@ -128,33 +126,32 @@ def projected_starts(
     scale: Array | float = 1.0,
     least: Array | float = 0.0,
 ) -> Array:
-    """Return starts (P, G, k) by variable projection over G settings of the nonlinear coordinates.
+    """Return starts (P, G, k) by variable projection at G settings of the nonlinear coordinates.
 
-    Args:
-        at: The parameter of each coordinate.
-        coordinates: Logarithms of the m amplitudes (P, G, m) to coordinates, each broadcast to (P, G).
-        basis: What the amplitudes multiply, relative to the observed values, (G, n, m). A residual is then one in log
-            space to first order.
-        weights: (P, n).
-        keep: How many starts of least error to return, best first; None for all of them in order.
-        target: What the basis should add up to, (n,); by default one.
-        scale: Factor (G,) from the square of a residual here to that of one in log space.
-        least: Floor (G, 1) of the amplitudes. It stands for a negative one, whose error counts four times.
+    Parameters ---------- at : Index of each coordinate. coordinates : Maps logs of the m amplitudes (P, G, m) to
+    coordinates that broadcast to (P, G). basis : (G, n, m), factors of the amplitudes over the observed values:
+    residuals are then those of log space to first
+        order.
+    weights : (P, n).
+    keep : Number of starts of lowest error to return, best first; None for all, in order.
+    target : (n,), the sum that the basis fits; ones by default.
+    scale : (G,), converts squared residuals to squared log residuals.
+    least : (G, 1), replaces smaller amplitudes; the error of negative ones counts four times.
     """
     target = np.ones(basis.shape[1]) if target is None else target
-    found = []
-    for part in np.array_split(weights, max(1, len(weights) // RESAMPLES_AT_ONCE)):
-        amplitudes, error = variable_projection(basis, target, part)
+    chunks = []
+    for chunk_weights in np.array_split(weights, max(1, len(weights) // RESAMPLES_AT_ONCE)):
+        amplitudes, error = variable_projection(basis, target, chunk_weights)
         error = np.where((amplitudes > 0).all(axis=2), error, 4.0 * error) * scale
         starts = np.empty((*error.shape, max(at.values()) + 1))
         for name, values in coordinates(np.log(np.maximum(amplitudes, least))).items():
             starts[..., at[name]] = values
-        found.append(least_starts(starts, error, keep))
-    return np.concatenate(found)
+        chunks.append(least_starts(starts, error, keep))
+    return np.concatenate(chunks)
 
 
 class Estimator:
-    """Parameters as in scikit-learn: each constructor argument is an attribute of its name."""
+    """A base class with parameters as in scikit-learn: each constructor argument is an attribute."""
 
     inputs: tuple[str, ...]
     output: str
@@ -162,17 +159,17 @@ class Estimator:
     draws_: Columns | None
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """The constructor's arguments."""
+        """Return the constructor's arguments."""
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def set_params(self, **params: Any) -> Self:
-        """Change constructor arguments; the result is not fitted."""
-        known = self.get_params()
+        """Change constructor arguments and discard the fit."""
+        current = self.get_params()
         for name in params:
-            if name not in known:
-                raise InputError(f"{name!r} is no parameter of {type(self).__name__}; it has {', '.join(known)}.")
+            if name not in current:
+                raise InputError(f"{name!r} is no parameter of {type(self).__name__}; it has {', '.join(current)}.")
         vars(self).clear()
-        type(self).__init__(self, **known | params)
+        type(self).__init__(self, **current | params)
         return self
 
     def clone(self) -> Self:
@@ -193,11 +190,11 @@ class Estimator:
 
 
 class Law(Estimator):
-    """A law in log space with scikit-learn manners.
+    """A law in log space with the interface of scikit-learn.
 
-    After `fit`: constants_ (name -> float, each also as an attribute, as in `alpha_`), objective_, starts_ ({"tried",
-    "agreeing"}), converged_, degenerate_ (constants that the fit could not move off a bound), scatter_ (tau of
-    objective "se", else 0). After `bootstrap`: draws_ (name -> (resamples,)) and bootstrap_ (counts and options).
+    After `fit`: constants_ (name -> float, each also an attribute such as `alpha_`), objective_, starts_ ({"tried",
+    "agreeing"}), converged_, degenerate_ (constants stuck at a bound), scatter_ (tau of objective "se", else 0). After
+    `bootstrap`: draws_ (name -> (resamples,)) and bootstrap_ (counts and options).
     """
 
     form: ClassVar[str] = ""
@@ -205,13 +202,13 @@ class Law(Estimator):
     names: tuple[str, ...]
     formula: str  # the law as text, with the constants' names in braces
     resample_starts: int = 2  # starts of a resample in addition to the optimum of all runs
-    # Whether a fit also follows every start at the wanted delta at once: "no", "always", or "deeper": such starts are
-    # counted where one ended lower.
+    # Whether a fit also refines every start directly under its own delta: "no", "always", or "deeper", which counts
+    # these starts only if one of them ended lower.
     direct: str = "no"
     bootstrap_: dict[str, Any]
     resampling: ClassVar[str] = "auto"  # the default method of `bootstrap`
-    irreducible: ClassVar[str] = ""  # the constant that is added to all else, where there is one
-    vanishing: ClassVar[Mapping[str, str]] = {}  # constant -> what vanished where it is zero
+    irreducible: ClassVar[str] = ""  # the additive constant, if there is one
+    vanishing: ClassVar[Mapping[str, str]] = {}  # constant -> the term that vanishes when it is zero
 
     def __init__(self, objective: str = "huber", delta: float = 1e-3) -> None:
         one_of("objective", objective, OBJECTIVES)
@@ -220,23 +217,23 @@ class Law(Estimator):
         self.objective, self.delta = objective, float(delta)
         self.draws_ = None
 
-    # What a subclass gives.
+    # Overridden by subclasses.
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """The law over these rows."""
+        """Return the problem of fitting the law."""
         raise NotImplementedError
 
     @staticmethod
     def evaluate(constants: Constants, *inputs: Any) -> Any:
-        """The law's value; all broadcast together."""
+        """Return the law's value; all broadcast."""
         raise NotImplementedError
 
     def equation(self, say: Say) -> str:
-        """Return the law as text, each constant through `say(name)`."""
+        """Return the law as text with `say(name)` for each constant."""
         return self.formula.format(**{name: say(name) for name in self.names})
 
     def options(self) -> dict[str, Any]:
-        """The constructor's arguments as a file holds them."""
+        """Return the constructor's arguments as JSON holds them."""
         return self.get_params()
 
     def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
@@ -247,7 +244,7 @@ class Law(Estimator):
 
     @np.errstate(all="ignore")  # a start that overflows has an infinite objective and loses
     def _fit(self, columns: tuple[ArrayLike, ...], weight: ArrayLike | None, loss_se: ArrayLike | None) -> Self:
-        """Fit to columns (n,): the inputs in order, then what was observed."""
+        """Fit to columns (n,): the inputs in order, then the observed values."""
         names = (*self.inputs, self.output)
         self.data_ = {name: positive(name, column) for name, column in zip(names, columns, strict=True)}
         *inputs, observed = self.data_.values()
@@ -273,33 +270,35 @@ class Law(Estimator):
             self._precision = 1.0 / ((self.se_ / self.data_[self.output]) ** 2 + scatter**2)
 
     def _solve_full(self) -> Solution:
-        """A large delta carries all starts to the broadest valley; at the small one there may be a deeper one."""
-        p, weights = self.problem_, (self.weight_ * self._precision)[None, :]
-        starts = p.starts(weights, None)
+        """Solve from all starts, first under a large delta, and by `direct` also under the small one at once."""
+        problem, weights = self.problem_, (self.weight_ * self._precision)[None, :]
+        starts = problem.starts(weights, None)
         smooth = self._solve(weights, starts)
         if self.direct == "no" or np.isinf(self._delta):
             return smooth
-        starts = starts.swapaxes(0, 1)  # each as a separate problem
-        weights = np.broadcast_to(weights, (len(starts), p.form.points))
-        direct = solve(p.form, p.target, weights, starts, p.lower, p.upper, self._delta, staged=False)
-        every = best_of(joined([smooth, direct]), np.zeros(1 + len(starts), dtype=int))
-        deeper = every.objective[0] < smooth.objective[0] * (1.0 - AGREE)
-        return every if deeper or self.direct == "always" or not smooth.converged[0] else smooth
+        starts = starts.swapaxes(0, 1)  # each start as a separate problem
+        weights = np.broadcast_to(weights, (len(starts), problem.form.points))
+        direct = solve(
+            problem.form, problem.target, weights, starts, problem.lower, problem.upper, self._delta, staged=False
+        )
+        combined = best_of(joined([smooth, direct]), np.zeros(1 + len(starts), dtype=int))
+        deeper = combined.objective[0] < smooth.objective[0] * (1.0 - AGREE)
+        return combined if deeper or self.direct == "always" or not smooth.converged[0] else smooth
 
     def _solve_scatter(self) -> Solution:
-        """Alternate between the fit and the scatter tau that makes each degree of freedom worth one."""
+        """Alternate between the fit and the scatter tau until the weighted squares equal the degrees of freedom."""
         variance = 1.0 / self._precision
         freedom = int((self.weight_ > 0).sum()) - self.problem_.free
         for _ in range(30):
             self._precision = 1.0 / (variance + self.scatter_**2)
-            found = self._solve_full()
-            residual = self.problem_.target - self.problem_.form.value(found.theta)[0][0]
+            solution = self._solve_full()
+            residual = self.problem_.target - self.problem_.form.value(solution.theta)[0][0]
             scatter = excess_scatter(self.weight_ * residual**2, variance, freedom)
             settled = abs(scatter - self.scatter_) <= 1e-6 * np.sqrt(variance.mean() + scatter**2)
             self.scatter_ = scatter
             if settled:
                 break
-        return found
+        return solution
 
     @property
     def _delta(self) -> float:
@@ -310,19 +309,19 @@ class Law(Estimator):
         target = p.target if target is None else target
         return solve(p.form, target, weights, starts, p.lower, p.upper, self._delta, warm)
 
-    def _accept(self, found: Solution) -> None:
-        self.theta_ = found.theta[0]
-        self.starts_ = {"tried": int(found.tried[0]), "agreeing": int(found.agreeing[0])}
-        self.objective_ = float(found.objective[0])
-        self.converged_ = bool(found.converged[0])
-        held = found.at_bound[0]
+    def _accept(self, solution: Solution) -> None:
+        self.theta_ = solution.theta[0]
+        self.starts_ = {"tried": int(solution.tried[0]), "agreeing": int(solution.agreeing[0])}
+        self.objective_ = float(solution.objective[0])
+        self.converged_ = bool(solution.converged[0])
+        held = solution.at_bound[0]
         self.degenerate_ = [name for name, stuck in zip(self.problem_.coordinates, held, strict=True) if stuck]
-        self._settle()
+        self._set_constants()
 
-    def _call_degenerate(self, *names: str) -> None:
+    def _mark_degenerate(self, *names: str) -> None:
         self.degenerate_ += [name for name in dict.fromkeys(names) if name not in self.degenerate_]
 
-    def _settle(self) -> None:
+    def _set_constants(self) -> None:
         constants = self.problem_.constants(self.theta_[None, :])
         self.constants_ = {name: float(constants[name][0]) for name in self.names}
         for name, value in self.constants_.items():
@@ -330,38 +329,43 @@ class Law(Estimator):
         self.draws_ = None
 
     def resume(self, theta: Array, scatter: float) -> None:
-        """Become the fitted law that had these coordinates, with its data in place."""
+        """Restore a fit from its coordinates; the data must be set already."""
         self._prepare(scatter)
         self.theta_ = theta
-        self._settle()
+        self._set_constants()
 
     def refit(self, weights: ArrayLike, target: Array | None = None) -> Columns:
-        """Constants (P,) of P refits whose `weights` (P, n) multiply the fit's own; NaN where one did not converge.
+        """Return constants (P,) of P refits, NaN where one did not converge.
 
-        `target` (P, n) replaces the logarithm of what was observed.
+        `weights` (P, n) multiply those of the fit; `target` (P, n) replaces the log of the observed values.
         """
-        found = self._refit(np.atleast_2d(floats(weights)), target)
-        return {k: np.where(found.converged, v, np.nan) for k, v in self.problem_.constants(found.theta).items()}
+        solution = self._refit(np.atleast_2d(floats(weights)), target)
+        return {k: np.where(solution.converged, v, np.nan) for k, v in self.problem_.constants(solution.theta).items()}
 
     @np.errstate(all="ignore")
     def _refit(self, weights: Array, target: Array | None = None, starts: int | None = None) -> Solution:
-        """Refit from the optimum of all runs and from `starts` others, by default `resample_starts`."""
+        """Refit from the optimum of all runs and `starts` others, by default `resample_starts`."""
         self._fitted()
         weights = weights * self.weight_ * self._precision
         if len(self.weight_) >= LARGE:
             return self._solve(weights, np.empty((1, 0, len(self.theta_))), target, warm=self.theta_)
-        # With other targets the variable projection of the data still lies near, so one set of starts serves all.
-        own = self.problem_.starts(weights if target is None else weights[:1], starts or self.resample_starts)
-        return self._solve(weights, own, target, warm=self.theta_)
+        # Other targets are close to the data, so one set of starts by variable projection serves all.
+        projected = self.problem_.starts(weights if target is None else weights[:1], starts or self.resample_starts)
+        return self._solve(weights, projected, target, warm=self.theta_)
 
     # Resampling.
 
     def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0, method: str | None = None) -> Self:
-        """Refit `n` resamples; rows of one group (`groups` (rows,): run ids, or trunks) move together.
+        """Refit `n` resamples. Raises InputError if groups are too few or one alone determines a constant.
 
-        "pairs" draws whole groups with replacement. "wild" keeps every row and moves its value up or down by what the
-        fit without its group misses it by. "auto" is wild below 20 groups per fitted constant, where intervals of pairs
-        are too wide. Raises InputError where there are too few groups, or one without which a constant is undetermined.
+        Parameters
+        ----------
+        groups : array_like, optional
+            Run or trunk ids (rows,); rows of one group move together.
+        method : {"auto", "pairs", "wild"}, optional
+            "pairs" draws groups with replacement. "wild" keeps every row and moves its value by its error under the fit
+            without its group. "auto" is wild below 20 groups per fitted constant, where intervals of pairs are too
+            wide.
         """
         self._fitted()
         method = self.resampling if method is None else method
@@ -374,38 +378,39 @@ class Law(Estimator):
         if method == "pairs":
             inputs = np.stack([self.data_[name] for name in self.inputs])
             counts, redrawn = identifiable_counts(groups, n, seed, inputs, self.weight_, p.axes, p.free)
-            found = self._refit(counts)
+            solution = self._refit(counts)
         else:
             free = (p.lower < self.theta_) & (self.theta_ < p.upper)
             need_no_group_alone(self._slopes(p, self.theta_)[np.ix_(used, free)], groups[used], self.title)
-            error = self.left_out_residuals(groups)
-            width = 0.0 if np.isinf(self._delta) else kernel_width(error[used], independent)
-            target = wild_targets(self._values(), error, groups, n, seed, independent - p.free, width)
-            found = self._refit(np.ones(target.shape), target)
-        self._drawn(found, groups, method=method, seed=seed, redrawn=redrawn)
+            errors = self.left_out_residuals(groups)
+            width = 0.0 if np.isinf(self._delta) else kernel_width(errors[used], independent)
+            target = wild_targets(self._values(), errors, groups, n, seed, independent - p.free, width)
+            solution = self._refit(np.ones(target.shape), target)
+        self._drawn(solution, groups, method=method, seed=seed, redrawn=redrawn)
         return self
 
-    def _drawn(self, found: Solution, groups: np.ndarray, method: str, seed: int, redrawn: int = 0) -> None:
-        kept = int(found.converged.sum())
-        counted = {"resamples": kept, "redrawn": redrawn, "unconverged": len(found.converged) - kept}
-        self.groups_, self.bootstrap_ = groups, counted | {"method": method, "seed": seed}
-        self.draws_ = self.problem_.constants(found.theta[found.converged])
+    def _drawn(self, solution: Solution, groups: np.ndarray, method: str, seed: int, redrawn: int = 0) -> None:
+        converged = int(solution.converged.sum())
+        counts = {"resamples": converged, "redrawn": redrawn, "unconverged": len(solution.converged) - converged}
+        self.groups_, self.bootstrap_ = groups, counts | {"method": method, "seed": seed}
+        self.draws_ = self.problem_.constants(solution.theta[solution.converged])
 
     def left_out_residuals(self, groups: np.ndarray) -> Array:
-        """Return the log of what was observed less what the fit without the row's group predicts, (rows,)."""
+        """Return the log of observed over predicted by the fit without the row's group, (rows,)."""
         _, member = by_group(groups)
         predicted = self.problem_.form.value(self._refit(jackknife_weights(groups)).theta)[0]
         return self.problem_.target - predicted[member, np.arange(len(member))]
 
     def _slopes(self, problem: Problem, theta: Array) -> Array:
-        """Slopes (rows, k) of the log prediction at theta (k,), by the root of each row's weight."""
+        """Return slopes (rows, k) of the log prediction at theta (k,), times the root of each row's weight."""
         k = len(theta)
         _, cache = problem.form.value(np.broadcast_to(theta, (k, k)))
         return problem.form.along(cache, np.eye(k)).T * np.sqrt(self.weight_ * self._precision)[:, None]
 
     def nearby(self, theta: Array, rows: np.ndarray, moves: Array) -> Columns:
-        """Constants (r,) of the fit to `rows` with coordinates theta (k,), after one linear step to targets that are
-        moved by `moves` (r, rows); a coordinate at a bound stays there.
+        """Return constants (r,) after one linear step from the fit theta (k,) to `rows`.
+
+        `moves` (r, rows) change the targets; coordinates at a bound stay there.
         """
         p = self.problem_
         free = (p.lower < theta) & (theta < p.upper)
@@ -417,20 +422,20 @@ class Law(Estimator):
 
     def interval(self, name: str, level: float = 0.95) -> tuple[float, float]:
         """Return the percentile interval of a constant over the bootstrap."""
-        self._known(name)
+        self._check_name(name)
         return self.interval_of(lambda constants: constants[name], level)
 
     def interval_of(self, quantity: Callable[[Constants], Any], level: float = 0.95) -> tuple[float, float]:
-        """Return the bootstrap interval of any function of the constants, which gets name -> (draws,)."""
+        """Return the bootstrap interval of a function of the constants, called with name -> (draws,)."""
         return percentile_interval(quantity(self._bootstrapped()), level)
 
     def predict_interval(
         self, *inputs: ArrayLike, level: float = 0.95, kind: str = "mean", **named: ArrayLike
     ) -> Array:
-        """Interval at each point, (2,) for scalars and (points, 2) for (points,), after `bootstrap`.
+        """Return the bootstrap interval at each point, (2,) for scalars and (points, 2) for (points,).
 
-        kind "mean" is where the law's value lies. "run" is where one new run lands: each draw is multiplied by exp of a
-        residual of the fit, inflated for its degrees of freedom.
+        `kind` "mean" is the interval of the law's value. "run" is that of one new run: each draw is multiplied by exp
+        of a residual of the fit, inflated for the fitted constants.
         """
         points = self._inputs(inputs, named)
         if kind not in ("mean", "run"):
@@ -443,7 +448,7 @@ class Law(Estimator):
         return percentile_intervals(draws, level)
 
     def _inflation(self, independent: int) -> float:
-        """Errors over residuals, for the constants that were fitted to so many independent runs."""
+        """Return the ratio of errors to residuals, given the number of independent runs."""
         return float(np.sqrt(independent / max(independent - self.problem_.free, 1)))
 
     @property
@@ -453,39 +458,39 @@ class Law(Estimator):
         inflated = self._inflation(int((self.weight_ > 0).sum())) * self.residuals()
         return float(np.sqrt(self.weight_ @ inflated**2 / self.weight_.sum()))
 
-    # Reading.
+    # Predictions and text.
 
     def predict(self, *inputs: ArrayLike, **named: ArrayLike) -> Any:
-        """The law at its inputs, by position or by name; a float for floats."""
+        """Return the law's value at inputs by position or name; a float for floats."""
         self._fitted()
         return unboxed(self.evaluate(self.constants_, *self._inputs(inputs, named)))
 
     def predict_draws(self, *inputs: ArrayLike, **named: ArrayLike) -> Array:
-        """The law under each bootstrap draw: (resamples,) for scalars, (points, resamples) for (points,)."""
+        """Return the law under each bootstrap draw: (resamples,) for scalars, (points, resamples) for (points,)."""
         draws = self._bootstrapped()
         columns = [floats(v)[..., None] for v in self._inputs(inputs, named)]
         with np.errstate(over="ignore"):
             return np.asarray(self.evaluate(draws, *columns))
 
     def _values(self) -> Array:
-        """Return the log of what the law predicts for its own rows, (n,)."""
+        """Return the log prediction for the fitted rows, (n,)."""
         return self.problem_.form.value(self.theta_[None, :])[0][0]
 
     def residuals(self) -> Array:
-        """Log of what was observed minus log predicted, of shape (n,)."""
+        """Return the log of observed over predicted, (n,)."""
         self._fitted()
         return self.problem_.target - self._values()
 
     def score(self, *columns: ArrayLike) -> float:
-        """R^2 in the logarithm, of the inputs in order and then what was observed, each (n,)."""
+        """Return R^2 in log space for columns (n,): the inputs in order, then the observed values."""
         *inputs, observed = (floats(column) for column in columns)
         target = np.log(observed)
         error = target - np.log(self.predict(*inputs))
         return float(1.0 - (error**2).sum() / ((target - target.mean()) ** 2).sum())
 
     def say(self, name: str) -> str:
-        """A constant with its interval, where there is one: `0.3473 [0.3171, 0.3731]`."""
-        self._known(name)
+        """Return a constant as text, with its interval after `bootstrap`: `0.3473 [0.3171, 0.3731]`."""
+        self._check_name(name)
         shown = f"{self.constants_[name]:.4g}"
         if self.draws_ is None or np.ptp(self.draws_[name]) == 0:
             return shown
@@ -495,19 +500,19 @@ class Law(Estimator):
     def __repr__(self) -> str:
         if hasattr(self, "theta_"):
             return f"{self.equation(self.say)}   ({self.summary()})"
-        usual = inspect.signature(type(self)).parameters
-        changed = {key: value for key, value in self.options().items() if value != usual[key].default}
-        said = ", ".join(f"{key}={value!r}" for key, value in changed.items())
-        return f"{type(self).__name__}({said})"
+        parameters = inspect.signature(type(self)).parameters
+        changed = {key: value for key, value in self.options().items() if value != parameters[key].default}
+        arguments = ", ".join(f"{key}={value!r}" for key, value in changed.items())
+        return f"{type(self).__name__}({arguments})"
 
     def _repr_html_(self) -> str:
         if not hasattr(self, "theta_"):
             return f"<code>{self!r}</code>"
         rows = []
         for name, value in self.constants_.items():
-            known = self.draws_ is not None
-            said = interval_text(self.interval(name), "{:.4g}".format) if known else "bootstrap() gives one"
-            rows.append(f"<tr><td>{text(name)}</td><td>{value:.5g}</td><td>{text(said)}</td></tr>")
+            has_draws = self.draws_ is not None
+            interval = interval_text(self.interval(name), "{:.4g}".format) if has_draws else "bootstrap() gives one"
+            rows.append(f"<tr><td>{text(name)}</td><td>{value:.5g}</td><td>{text(interval)}</td></tr>")
         return (
             f"<p><code>{text(self.equation(lambda name: format(self.constants_[name], '.4g')))}</code></p>"
             f"<table><thead><tr><th>constant</th><th>value</th><th>95 % interval</th></tr></thead>"
@@ -516,19 +521,19 @@ class Law(Estimator):
 
     def summary(self) -> str:
         """Return a summary of the fit, such as `240 points, 64 of 64 starts agree`."""
-        said = "{agreeing} of {tried} starts agree".format(**self.starts_) if self.converged_ else "NOT converged"
+        agreement = "{agreeing} of {tried} starts agree".format(**self.starts_) if self.converged_ else "NOT converged"
         stuck = f", {', '.join(self.degenerate_)} at a bound" if self.degenerate_ else ""
-        return f"{len(self.weight_)} points, {said}{stuck}"
+        return f"{len(self.weight_)} points, {agreement}{stuck}"
 
     # JSON.
 
     def to_dict(self) -> dict[str, Any]:
-        """Options, constants, data with its hash, draws and provenance, as JSON's own types."""
+        """Return options, constants, data with its hash, draws and provenance as JSON types."""
         self._fitted()
         return law_to_dict(self)
 
     def to_json(self, path: Any = None) -> str:
-        """The same as text, also written to `path` where one is given."""
+        """Return `to_dict` as text, and write it to `path` if given."""
         written = json.dumps(self.to_dict(), allow_nan=False) + "\n"
         if path is not None:
             write_text(Path(path), written)
@@ -536,38 +541,35 @@ class Law(Estimator):
 
     @classmethod
     def from_json(cls, source: Any) -> Self:
-        """A fitted law from a file or from `to_json`'s text; nothing is fitted again.
+        """Read a fitted law from a file or from the text of `to_json`, without a new fit.
 
-        Raises InputError for another version of the format, or another form of law.
+        Raises InputError for another version of the format or another form of law.
         """
-        found: Self = read_law(source, cls)
-        return found
+        law: Self = read_law(source, cls)
+        return law
 
     # Checks.
 
     def _inputs(self, inputs: tuple[ArrayLike, ...], named: Mapping[str, ArrayLike]) -> list[Array]:
-        given = by_name("predict", self.inputs, inputs, named)
-        return [floats(value) for value in given.values()]
+        by_input = by_name("predict", self.inputs, inputs, named)
+        return [floats(value) for value in by_input.values()]
 
-    def _known(self, name: str) -> None:
+    def _check_name(self, name: str) -> None:
         self._fitted()
         if name not in self.names:
             raise InputError(f"interval of {name!r} is not known; choose one of {', '.join(self.names)}.")
 
 
 class LossLaw(Law):
-    """A law L(N, D): it can drive an analysis, a backtest, an allocation and a report.
-
-    In addition to what `Law` has, these ask for `optimum`, `size_exponent` and `exponent_names` alone.
-    """
+    """A law L(N, D); analyses use only `optimum`, `size_exponent` and `exponent_names` beyond those of `Law`."""
 
     title = "a law of N and D"
     inputs: tuple[str, ...] = ("N", "D")
     output = "loss"
-    E: float | None = None  # where it is given, and not fitted
-    exponent_names: tuple[str, ...] = ()  # the exponents of the falling terms
+    E: float | None = None  # None: E is fitted
+    exponent_names: tuple[str, ...] = ()  # exponents of the falling terms
     power_optimum: ClassVar[bool] = False  # whether N*(C) is a power of C, so that `size_exponent` is exact
-    flops_per_token_: FlopsPerToken | None = None  # as the table counts that it was fitted to; None: 6N
+    flops_per_token_: FlopsPerToken | None = None  # as the fitted table counts them; None: 6N
 
     def fit(
         self,
@@ -578,11 +580,18 @@ class LossLaw(Law):
         loss_se: ArrayLike | None = None,
         flops: ArrayLike | None = None,
     ) -> Self:
-        """Fit to n runs: N parameters, D tokens, loss (nats per token), all (n,). Returns self.
+        """Fit to n runs. Raises InputError for bad numbers, too few different runs, or N and D not varying separately.
 
-        `weight` (n,) multiplies each run's term; `loss_se` (n,) is the standard error, for objective "se"; `flops` (n,)
-        sets how `optimal` counts FLOPs; without it, as 6ND. Raises InputError for bad numbers, too few different runs,
-        and where N and D do not vary separately.
+        Parameters
+        ----------
+        N, D, loss : array_like
+            Parameters, tokens and loss (nats per token), each (n,).
+        weight : array_like, optional
+            Factors of the runs in the objective, (n,).
+        loss_se : array_like, optional
+            Standard errors (n,), for objective "se".
+        flops : array_like, optional
+            FLOPs (n,), which set how `optimal` counts them; 6ND by default.
         """
         self.flops_per_token_ = None if flops is None else flops_per_token(*map(floats, (N, D, flops)))
         return self._fit((N, D, loss), weight, loss_se)
@@ -590,22 +599,23 @@ class LossLaw(Law):
     def optimum(
         self, flops: ArrayLike, constants: Constants, flops_per_token: float = 6.0
     ) -> tuple[Array, Array, Array]:
-        """N, D and the lowest loss under C = flops_per_token N D; `flops` and the constants broadcast together.
+        """Return N, D and the lowest loss under C = flops_per_token N D; all broadcast.
 
-        Here it is searched, to about 1e-6; a law with a closed form has its own.
+        This is a search, accurate to about 1e-6; laws with a closed form override it.
         """
         return search(self, constants, floats(flops), lambda N: flops_per_token * N)
 
     def size_exponent(self, constants: Constants) -> Any:
-        """The exponent of N*(C); here its mean slope between the smallest and the largest run."""
+        """Return the exponent of N*(C); here its mean slope between the smallest and the largest run."""
         C = 6.0 * self.data_["N"] * self.data_["D"]
         low, high = float(C.min()), float(C.max())
         ends = self.optimum(np.array([[low], [high]]), {k: np.atleast_1d(v) for k, v in constants.items()})[0]
         return np.squeeze(np.log(ends[1] / ends[0]) / np.log(high / low))
 
     def optimal(self, flops: ArrayLike, level: float = 0.95, convention: str = "table") -> Optimum:
-        """The N and D of lowest loss, with intervals after `bootstrap`; `flops` is a scalar or (targets,), counted as
-        those of the fit, or as 6ND (convention "6nd").
+        """Return the N and D of lowest loss, with intervals after `bootstrap`.
+
+        `flops` are counted as in the fitted table, or as 6ND for convention "6nd".
         """
         self._fitted()
         check_convention(convention)
@@ -619,22 +629,22 @@ class LossLaw(Law):
         return a, 1.0 - a
 
     def interval(self, name: str, level: float = 0.95) -> tuple[float, float]:
-        """Return the interval of a constant, or of `a`, the exponent of N*(C), over the bootstrap."""
+        """Return the bootstrap interval of a constant, or of `a`, the exponent of N*."""
         if name != "a" or name in self.names:
             return super().interval(name, level)
         return self.interval_of(self.size_exponent, level)
 
     @property
     def unresolved_(self) -> list[str]:
-        """Inputs over whose range in the table the fitted loss does not change by more than rounding."""
+        """Inputs over whose range in the table the fitted loss changes by no more than rounding."""
         self._fitted()
         log = {name: np.log(self.data_[name]) for name in self.inputs}
         centre = {name: np.full(2, values.mean()) for name, values in log.items()}
         ends = {name: centre | {name: floats([values.min(), values.max()])} for name, values in log.items()}
-        return [name for name, at in ends.items() if not is_uneven(self.predict(*map(np.exp, at.values())))]
+        return [name for name, columns in ends.items() if not is_uneven(self.predict(*map(np.exp, columns.values())))]
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Loss contours over (N, D), the runs and the efficient frontier; returns the matplotlib axes."""
+        """Plot loss contours over (N, D), the runs and the efficient frontier. Returns the matplotlib axes."""
         self._fitted()
         N, D, loss = self.data_.values()
         return plot_contours(self, N, D, loss, ax)
@@ -647,7 +657,7 @@ class LossLaw(Law):
 
 
 class OffsetLaw(LossLaw):
-    """A law of N and D above an irreducible loss E, which is fitted unless it is given."""
+    """A law of N and D with an irreducible loss E, fitted unless set."""
 
     irreducible = "E"
     E_: float
@@ -657,12 +667,12 @@ class OffsetLaw(LossLaw):
         if E is not None and not 0 <= E < np.inf:
             raise InputError(f"E is {E}; it must be zero or more and below the lowest loss; without it, E is fitted.")
         self.E = None if E is None else float(E)
-        if E is not None:  # then a large delta may hide the deepest valley
+        if E is not None:  # with E fixed, a large delta may hide the deepest valley
             self.direct = "deeper"
 
 
 class LineLaw(Law):
-    """A law y(x) through few and designed points; its bootstrap keeps every x."""
+    """A law y(x) through few points at chosen x; its bootstrap keeps every x."""
 
     inputs = ("x",)
     output = "y"
@@ -671,5 +681,5 @@ class LineLaw(Law):
     def fit(
         self, x: ArrayLike, y: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None
     ) -> Self:
-        """x, y (n,) positive; weight and standard errors of y (n,) optional. Returns self."""
+        """Fit to positive x and y (n,), optionally with weights and standard errors of y."""
         return self._fit((x, y), weight, loss_se)

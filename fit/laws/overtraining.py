@@ -1,7 +1,7 @@
 """The law of over-training, L(C, M) = E + (a M^eta + b M^-eta) C^-eta, with M = D / N and C = 6 N D.
 
-It is E + A / N^alpha + B / D^alpha in other words: eta = alpha / 2, a = A 6^eta, b = B 6^eta; so it is fitted as
-that law in 6 N^2 and 6 D^2, with one exponent. At every M the reducible loss falls with the same power of C.
+It equals E + A / N^alpha + B / D^alpha with eta = alpha / 2, a = A 6^eta, b = B 6^eta, so it is fitted as that law in
+6 N^2 and 6 D^2 with one exponent. At every M the reducible loss falls with the same power of C.
 
 Gadre et al. 2024 (arXiv:2403.08540), equation 4.
 """
@@ -22,7 +22,7 @@ RENAMED = {"A": "a", "B": "b", "alpha": "eta"}
 
 
 class OvertrainingLaw(OffsetLaw):
-    """L(C, M) = E + (a M^eta + b M^-eta) C^-eta; fitted to N and D.
+    """L(C, M) = E + (a M^eta + b M^-eta) C^-eta, fitted to N and D.
 
     `E` fixes the irreducible loss. After `fit`: E_, a_, b_, eta_.
     """
@@ -45,7 +45,7 @@ class OvertrainingLaw(OffsetLaw):
         return c["E"] + c["a"] * np.power(size, -c["eta"]) + c["b"] * np.power(data, -c["eta"])
 
     def at(self, flops: ArrayLike, ratio: ArrayLike) -> Any:
-        """Return the predicted loss of `flops` = 6 N D of training at `ratio` = D / N."""
+        """Return the predicted loss after `flops` = 6 N D at `ratio` = D / N."""
         C, M = floats(flops), floats(ratio)
         return self.predict(N=np.sqrt(C / (6.0 * M)), D=np.sqrt(C * M / 6.0))
 
@@ -65,10 +65,10 @@ class OvertrainingLaw(OffsetLaw):
 
     # The law as the solver sees it.
 
-    def _accept(self, found: Any) -> None:
-        super()._accept(found)
+    def _accept(self, solution: Any) -> None:
+        super()._accept(solution)
         if 2.0 * self.constants_["eta"] < FLAT_EXPONENT:
-            self._call_degenerate("eta")
+            self._mark_degenerate("eta")
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
         size, data = (6.0 * v**2 for v in inputs)

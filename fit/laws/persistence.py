@@ -1,8 +1,7 @@
-"""Laws as JSON: options, constants, the data with its hash, bootstrap draws, and where it all came from.
+"""Laws as JSON: options, constants, data with its hash, bootstrap draws and provenance.
 
-Special here: a file holds everything that the law was fitted to and found, so that a law read back predicts, says its
-intervals and plots without a new fit. Floats are written in full, so the round trip is exact to the bit. A report's
-law.json carries the same under "estimator" and is read as well.
+A law read from a file predicts, gives its intervals and plots without a new fit. Floats are written in full, so the
+round trip is exact to the bit. The law.json of a report has the same content under "estimator" and is read as well.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Data(TypedDict):
 
 
 class LawFile(TypedDict):
-    """What a file must hold to be read; what else `law_to_dict` writes is for people."""
+    """The fields that a file must have; the others are for information."""
 
     options: dict[str, Any]
     fit: Fitted
@@ -64,7 +63,7 @@ class LawFile(TypedDict):
 
 
 def law_to_dict(law: Any) -> dict[str, Any]:
-    """The law as JSON's own types; an infinite option or draw is the string "inf"."""
+    """Return the law as JSON types; infinite options and draws are the string "inf"."""
     columns = {name: values.tolist() for name, values in law.data_.items()}
     spend = getattr(law, "flops_per_token_", None)
     bootstrap = None
@@ -99,7 +98,7 @@ def law_to_dict(law: Any) -> dict[str, Any]:
 
 
 def data_hash(law: Any) -> str:
-    """SHA-256 of the columns, weights and standard errors that the law was fitted to."""
+    """Return the SHA-256 of the fitted columns, weights and standard errors."""
     digest = hashlib.sha256()
     for name, values in (*law.data_.items(), ("weight", law.weight_), ("se", law.se_)):
         if values is not None:
@@ -108,43 +107,43 @@ def data_hash(law: Any) -> str:
 
 
 def read_law(source: str | Path, kind: type[Any] | None = None) -> Any:
-    """A fitted law from a file or a JSON text, of class `kind` or a subclass of it where one is given."""
-    said, content = _load(source)
+    """Read a fitted law of class `kind` (default: any) from a file or a JSON text."""
+    label, content = _load(source)
     if content.get("version") != VERSION:
         raise InputError(
-            f"{said} is version {content.get('version')!r} of the law format; this isoflop reads version {VERSION}."
+            f"{label} is version {content.get('version')!r} of the law format; this isoflop reads version {VERSION}."
         )
     if str(content.get("form")) not in LAWS:
-        raise InputError(f"{said} holds a law of form {content.get('form')!r}; known are {', '.join(LAWS)}.")
+        raise InputError(f"{label} holds a law of form {content.get('form')!r}; known are {', '.join(LAWS)}.")
     cls = law_class(content["form"])
     if kind is not None and not issubclass(cls, kind):
-        raise InputError(f"{said} holds a law of form {content['form']!r}; {kind.form or kind.title!r} is expected.")
+        raise InputError(f"{label} holds a law of form {content['form']!r}; {kind.form or kind.title!r} is expected.")
     try:
-        whole = msgspec.convert(content, LawFile)
-        law = cls(**{key: _read(value) for key, value in whole["options"].items()})
-        _restore(law, whole)
+        law_file = msgspec.convert(content, LawFile)
+        law = cls(**{key: _read(value) for key, value in law_file["options"].items()})
+        _restore(law, law_file)
     except InputError as error:
-        raise InputError(f"{said}: {error}") from None
+        raise InputError(f"{label}: {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         reason = f"{type(error).__name__}: {error}".replace("`", "")
-        raise InputError(f"{said} is not a whole law ({reason}); write it again.") from None
-    if data_hash(law) != whole["data"]["sha256"]:
-        raise InputError(f"{said} holds data whose hash differs from the one it states; it was changed after the fit.")
+        raise InputError(f"{label} is not a whole law ({reason}); write it again.") from None
+    if data_hash(law) != law_file["data"]["sha256"]:
+        raise InputError(f"{label} holds data whose hash differs from the one it states; it was changed after the fit.")
     return law
 
 
 def _load(source: str | Path) -> tuple[str, dict[str, Any]]:
     text = str(source)
     inline = isinstance(source, str) and text.lstrip().startswith("{")
-    said = "the text" if inline else text
-    content = parse_document(text.encode(), said, Any) if inline else read_document(Path(text), Any)
+    label = "the text" if inline else text
+    content = parse_document(text.encode(), label, Any) if inline else read_document(Path(text), Any)
     if isinstance(content, dict) and isinstance(content.get("estimator"), dict):
         content = content["estimator"]
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        failed = isinstance(content, dict) and "approaches" in content and content.get("law") is None
-        why = "its report had no parametric fit" if failed else f"no format {FORMAT!r}"
-        raise InputError(f"{said} is not a law ({why}); give a file that `to_json` or a report wrote.")
-    return said, content
+        has_no_fit = isinstance(content, dict) and "approaches" in content and content.get("law") is None
+        reason = "its report had no parametric fit" if has_no_fit else f"no format {FORMAT!r}"
+        raise InputError(f"{label} is not a law ({reason}); give a file that `to_json` or a report wrote.")
+    return label, content
 
 
 def _restore(law: Any, content: LawFile) -> None:
@@ -170,7 +169,7 @@ def _restore(law: Any, content: LawFile) -> None:
 
 
 def installed_version() -> str:
-    """This package's version, "unknown" in a checkout that was never installed."""
+    """Return the version of this package, or "unknown" if it is not installed."""
     try:
         return version("isoflop")
     except PackageNotFoundError:

@@ -1,7 +1,7 @@
 """Single power laws, y = k x^p, and with an offset, y = E + k x^p: N*(C), D*(C) and the best loss L*(C).
 
-A power law can be fitted to *draws* of its points (`fit_draws`), which carries the uncertainty of each point into
-exponents, coefficients and extrapolations.
+`fit_draws` fits *draws* of the points, which carries their uncertainty into exponents, coefficients and
+extrapolations.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ..solver.solver import variable_projection
 from .law import LineLaw, Problem, amplitude, least_starts
 
 OFFSET_GRID = np.geomspace(0.01, 1.0, 8)
-STEEPEST = 3.0  # |p| of a law with an offset
-VANISHED = 12.0  # a term below exp(-12) of the smallest y is called zero
+STEEPEST = 3.0  # largest |p| of a law with an offset
+VANISHED = 12.0  # a term below exp(-12) of the smallest y is stored as zero
 
 
 class PowerLaw(LineLaw):
@@ -50,9 +50,9 @@ class PowerLaw(LineLaw):
         return super().bootstrap(n, groups, seed, method)
 
     def fit_draws(self, y: Array) -> Self:
-        """Refit to draws of the points: y (draws, n), NaN where a draw has no such point. Returns self.
+        """Refit to draws of the points: y (draws, n), NaN where a draw has no such point.
 
-        Draws keep their places, so that those of two laws belong together: one with too few points is NaN.
+        Draws keep their order, so that the draws of two laws correspond; a draw with too few points is NaN.
         """
         self._fitted()
         present = np.isfinite(y) & (y > 0)
@@ -61,21 +61,21 @@ class PowerLaw(LineLaw):
         if keep.any():
             log_y, weights = np.log(np.where(present, y, 1.0))[keep], present[keep].astype(np.float64)
             if self.offset or self.objective in ("huber", "l1"):
-                found = self._refit(weights, log_y)
-                theta, keep[keep] = found.theta[found.converged], found.converged
+                solution = self._refit(weights, log_y)
+                theta, keep[keep] = solution.theta[solution.converged], solution.converged
             else:
                 log_x = np.log(self.data_["x"])
                 theta = _straight(log_x - log_x.mean(), log_y, weights * self.weight_ * self._precision)
             for name, values in self.problem_.constants(theta).items():
                 self.draws_[name][keep] = values
         self.groups_ = np.arange(len(self.weight_)).astype(str)
-        counted = {"resamples": int(keep.sum()), "redrawn": 0, "unconverged": int((~keep).sum())}
-        self.bootstrap_ = counted | {"method": "draws", "seed": None}
+        counts = {"resamples": int(keep.sum()), "redrawn": 0, "unconverged": int((~keep).sum())}
+        self.bootstrap_ = counts | {"method": "draws", "seed": None}
         return self
 
     @staticmethod
     def evaluate(constants: Constants, *inputs: Any) -> Any:
-        """E + k x^p at inputs (x,)."""
+        """Return E + k x^p at inputs (x,)."""
         with np.errstate(over="ignore", divide="ignore"):
             return constants["E"] + np.exp(np.log(constants["k"]) + constants["p"] * np.log(inputs[0]))
 
@@ -95,16 +95,16 @@ class PowerLaw(LineLaw):
             need_uneven(self.output, observed)
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Coordinates: log k (at the mean log x), p, and log E with an offset."""
+        """Build the problem in log k at the mean log x, p and, with an offset, log E."""
         log_x, target = np.log(inputs[0]), np.log(observed)
         x0 = float(log_x.mean())
         u = log_x - x0
-        one = np.ones_like(u)
+        ones = np.ones_like(u)
         floor, ceiling = float(target.min()) - VANISHED, float(target.max()) + 2.0
-        terms: list[tuple[Any, ...]] = [((0, 1), np.stack([one, u], 1))]
+        terms: list[tuple[Any, ...]] = [((0, 1), np.stack([ones, u], 1))]
         bounds = dict.fromkeys("kp", (-np.inf, np.inf))
         if self.offset:
-            terms.append(((2,), one[:, None]))
+            terms.append(((2,), ones[:, None]))
             bounds = {"k": (floor, ceiling), "p": (-STEEPEST, 0.0), "E": (floor, ceiling)}
 
         def constants(theta: Array) -> Columns:
@@ -123,7 +123,7 @@ class PowerLaw(LineLaw):
 
 
 def _starts(u: Array, y: Array, offset: bool, weights: Array, keep: int | None) -> Array:
-    """Starts (P, G, k): the straight line in the logarithm, or with an offset one per exponent."""
+    """Return starts (P, G, k): the straight line in log space, or with an offset one per exponent."""
     if not offset:
         return _straight(u, np.log(y)[None, :], weights)[:, None, :]
     basis = np.stack([np.exp(-OFFSET_GRID[:, None] * u), np.ones((len(OFFSET_GRID), len(u)))], 2)
@@ -134,7 +134,7 @@ def _starts(u: Array, y: Array, offset: bool, weights: Array, keep: int | None) 
 
 
 def _straight(u: Array, log_y: Array, weights: Array) -> Array:
-    """(log k, p) of weighted least squares in the logarithm, (P, 2); log_y (P, n) or (1, n)."""
+    """Return (log k, p) of weighted least squares in log space, (P, 2); log_y is (P, n) or (1, n)."""
     total = weights.sum(axis=1)
     mean_u, mean_y = weights @ u / total, (weights * log_y).sum(axis=1) / total
     centred = u[None, :] - mean_u[:, None]

@@ -1,7 +1,7 @@
-"""Every kind of law by the name of its form, which is what law.json holds.
+"""Classes of all laws by the name of their form, as stored in law.json.
 
-A new law is one file here and one line below: in LOSS_LAWS where it is one of N and D that tables can be fitted with,
-which is what `isoflop fit --form` and `fit.form` of a sweep accept. Nothing is imported before a law is asked for.
+To add a law, write one file here and add one line below: to LOSS_LAWS if it is a law of N and D, which `isoflop fit
+--form` and a sweep's `fit.form` accept. Modules are imported on first use.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ LAWS = LOSS_LAWS | {
 
 
 def law_class(form: str = DEFAULT) -> type[Any]:
-    """Return the class of a form; its module is imported only now."""
+    """Return the class of a form, importing its module."""
     from ..errors import InputError
 
     if form not in LAWS:
         raise InputError(f"form is {form!r}; known are {', '.join(LAWS)}.")
     module, name = LAWS[form].split(":")
-    kind: type[Any] = getattr(import_module(f"...{module}", __name__), name)
-    return kind
+    cls: type[Any] = getattr(import_module(f"...{module}", __name__), name)
+    return cls
 
 
 def loss_law(form: str = DEFAULT, **options: Any) -> Any:
-    """Return a law of N and D, not fitted. An option that the law does not have must be None or False."""
+    """Return an unfitted law of N and D. Options that it does not have must be None or False."""
     from ..errors import InputError
 
     if form not in LOSS_LAWS:
         raise InputError(f"form is {form!r}; choose a law of N and D: {', '.join(LOSS_LAWS)}.")
-    kind = law_class(form)
-    accepted = inspect.signature(kind).parameters
+    cls = law_class(form)
+    accepted = inspect.signature(cls).parameters
     for name, value in options.items():
         if name not in accepted and value not in (None, False):
             raise InputError(f"{name} is {value}, which the form {form} does not have; it has {', '.join(accepted)}.")
-    return kind(**{name: value for name, value in options.items() if name in accepted})
+    return cls(**{name: value for name, value in options.items() if name in accepted})

@@ -1,13 +1,12 @@
-"""The data-constrained law: what tokens are worth when they are seen again, and parameters that outgrow their data.
+"""The data-constrained law: the value of repeated tokens, and of parameters beyond the best size for the data.
 
     L(N, D, U) = E + A / N'^alpha + B / D'^beta
     D' = U   + U   R_D (1 - exp(-(D / U   - 1) / R_D))
-    N' = U_N + U_N R_N (1 - exp(-(N / U_N - 1) / R_N)), U_N the size that is compute-optimal for U tokens, and at most N
+    N' = U_N + U_N R_N (1 - exp(-(N / U_N - 1) / R_N)), U_N the size that is compute-optimal for U tokens, at most N
 
-Special here:
-- U_N solves alpha A / U_N^alpha = beta B / U^beta, so it moves with the constants. In logarithms, log N' = log N - s +
-  h(s, log R_N) for s = log(N / U_N) > 0, and the same for D.
-- The objective in (R_D, R_N) is flat and has several valleys: `starts_` has the number of starts that agree.
+U_N solves alpha A / U_N^alpha = beta B / U^beta, so it moves with the constants. In logarithms, log N' = log N - s +
+h(s, log R_N) for s = log(N / U_N) > 0, and the same for D. The objective in (R_D, R_N) is flat and has several valleys;
+`starts_` has the number of starts that agree.
 
 Muennighoff et al. 2023 (arXiv:2305.16264), equations 5 and 6.
 """
@@ -29,13 +28,13 @@ from .law import Law, Problem, amplitude, centred, projected_starts
 EXPONENT_GRID = np.geomspace(0.1, 1.0, 5)
 DECAY_GRID = np.geomspace(0.5, 200.0, 8)
 COARSE_DECAY_GRID = np.geomspace(1.0, 60.0, 4)
-RATIO_GRID = (5.0, 20.0, 80.0)  # tokens per parameter at the optimum, for the starts alone
-HUGE = 300.0  # of log(N / U_N): beyond, N' has long ceased to grow; the square of its exponential is still a number
+RATIO_GRID = (5.0, 20.0, 80.0)  # tokens per parameter at the optimum, for the starts
+HUGE = 300.0  # largest log(N / U_N): N' no longer grows there, and exp(2 HUGE) is still finite
 BASE = ("A", "alpha", "B", "beta", "E")
 EXPONENT_BOUNDS = (FLAT_EXPONENT, 3.0)
-R_BOUNDS = (1e-3, 1e5)  # repeats that are worth nothing, and repeats that are as good as new
+R_BOUNDS = (1e-3, 1e5)  # repeats are worth nothing, and as much as new tokens
 STARTS = 64
-TINY = 1e-300  # stands for a term that vanished, in logarithms
+TINY = 1e-300  # replaces a vanished term before its logarithm is taken
 
 
 def saturated(s: Any, r: Any) -> Any:
@@ -47,11 +46,12 @@ def saturated(s: Any, r: Any) -> Any:
 def worth(v: Mapping[str, Any], x: Any, w: Any, repeats: Any) -> tuple[Any, Any]:
     """Return log N' and log D'.
 
-    Args:
-        v: A, B, R_D and R_N as logarithms, alpha and beta.
-        x: log N, and `w` the logarithm of different tokens. Either may be counted from any place, from which A and B
-            are counted too.
-        repeats: log D less that of the different tokens.
+    Parameters
+    ----------
+    v : Logs of A, B, R_D and R_N; alpha and beta.
+    x : log N.
+    w : Log of unique tokens. x and w may be relative to any origin that A and B use too.
+    repeats : log D minus log of unique tokens.
     """
     optimal = (v["A"] - v["B"] + np.log(v["alpha"] / v["beta"]) + v["beta"] * w) / v["alpha"]
     excess = np.minimum(np.maximum(x - optimal, 0.0), HUGE)
@@ -61,15 +61,16 @@ def worth(v: Mapping[str, Any], x: Any, w: Any, repeats: Any) -> tuple[Any, Any]
 class RepetitionLaw(Law):
     """L(N, D, U) = E + A / N'^alpha + B / D'^beta; see the module for N' and D'.
 
-    After `fit`: E_, A_, B_, alpha_, beta_, R_D_, R_N_; `degenerate_` names R_N where no run outgrows its unique tokens.
+    After `fit`: E_, A_, B_, alpha_, beta_, R_D_, R_N_; `degenerate_` has R_N if no run is too large for its unique
+    tokens.
 
     Parameters
     ----------
     tied : bool
         Hold alpha = beta, as the paper does.
     base : mapping, optional
-        E, A, B, alpha and beta to hold, as the paper does, such as the constants of a tied fit to runs of one epoch.
-        Intervals are then those of R_D and R_N given the base.
+        Fixed E, A, B, alpha and beta, such as those of a tied fit to runs of one epoch, as in the paper. Intervals are
+        then those of R_D and R_N given the base.
     """
 
     form = "repetition"
@@ -115,10 +116,15 @@ class RepetitionLaw(Law):
         weight: ArrayLike | None = None,
         loss_se: ArrayLike | None = None,
     ) -> Self:
-        """Fit to n runs: N parameters, D tokens seen, U different ones, loss (nats per token), all (n,). Returns self.
+        """Fit to n runs. Raises InputError also if no run repeats its data.
 
-        A run with D below U has seen D different tokens. `weight` and `loss_se` (n,) as in every law. Raises InputError
-        also when no run repeats its data.
+        Parameters
+        ----------
+        N, D, U, loss : array_like
+            Parameters, tokens, unique tokens and loss (nats per token), each (n,). A run with D below U has D unique
+            tokens.
+        weight, loss_se : array_like, optional
+            (n,), as in `LossLaw.fit`.
         """
         return self._fit((N, D, U, loss), weight, loss_se)
 
@@ -132,7 +138,7 @@ class RepetitionLaw(Law):
         return c["E"] + c["A"] * np.exp(-c["alpha"] * size) + c["B"] * np.exp(-c["beta"] * data)
 
     def optimal(self, flops: ArrayLike, unique_tokens: ArrayLike, level: float = 0.95) -> Optimum:
-        """Return the N and D of lowest loss for 6 N D FLOPs and `unique_tokens` different tokens; `more` has epochs."""
+        """Return the N and D of lowest loss for 6 N D FLOPs and `unique_tokens`; `more` has epochs."""
         return token_limited(self, flops, unique_tokens, level=level)
 
     # The law as the solver sees it.
@@ -145,16 +151,18 @@ class RepetitionLaw(Law):
         if not (D > U * (1.0 + 1e-9)).any():
             raise InputError("U is D or more in every row, so no run repeats its data; add runs of several epochs.")
 
-    def _accept(self, found: Any) -> None:
-        super()._accept(found)
+    def _accept(self, solution: Any) -> None:
+        super()._accept(solution)
         columns = [self.data_[name] for name in self.inputs]
         without = self.evaluate(self.constants_ | {"R_N": R_BOUNDS[0]}, *columns)
         if np.allclose(without, self.predict(*columns), rtol=1e-9, atol=0.0):
-            self._call_degenerate("R_N")
+            self._mark_degenerate("R_N")
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Build the problem. Coordinates: log A and log B (at the mean log N and log D), log E and exponents unless the
-        base is given; log R_D, log R_N.
+        """Build the problem.
+
+        Coordinates: log A and log B at the mean log N and log D, log E and the exponents, all unless `base` is set; log
+        R_D, log R_N.
         """
         (x, x0), (y, y0) = centred(inputs[0]), centred(inputs[1])
         w = np.minimum(np.log(inputs[2]) - y0, y)
@@ -211,13 +219,13 @@ class RepetitionLaw(Law):
         )
 
 
-def _base(given: Mapping[str, float]) -> dict[str, float]:
-    missing = [name for name in BASE if name not in given]
+def _base(base: Mapping[str, float]) -> dict[str, float]:
+    missing = [name for name in BASE if name not in base]
     if missing:
         raise InputError(f"base has no {missing[0]}; it needs E, A, B, alpha and beta.")
     for name in BASE:
-        value = given[name]
+        value = base[name]
         number = isinstance(value, float | int | np.number)
         if not number or not (0.0 < value < np.inf or (name == "E" and value == 0.0)):
             raise InputError(f"base has {name} = {value!r}; it must be a finite number above zero.")
-    return {name: float(given[name]) for name in BASE}
+    return {name: float(base[name]) for name in BASE}

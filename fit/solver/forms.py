@@ -1,7 +1,7 @@
 """Laws as the solver sees them: log loss as a function of the parameters, with derivatives.
 
-A form is asked for *sums over points* (gradients, Hessians), which for sums of power laws (`LogSumExp`) are products
-with constant tables. Every other law is a `LogSumTerms`: its derivatives follow from its formula.
+The solver needs *sums over points* (gradients, Hessians). For sums of power laws (`LogSumExp`) they are products with
+constant tables. All other laws are a `LogSumTerms`, which derives them from the formula.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import numpy as np
 from ..errors import Array, floats
 from .jets import Jet
 
-SAFE_EXPONENT = 600.0  # a few exponentials of this size neither overflow nor vanish
+SAFE_EXPONENT = 600.0  # sums of a few exponentials up to this size neither overflow nor vanish
 
 
 class LogForm:
-    """k parameters, n points, log loss out. theta is (P, k), coefficients such as `slope` (P, n), a step (P, k).
+    """A function from k parameters to log losses at n points.
 
-    `value` gives f (P, n), a new array, and arrays with P rows each for the other methods (`cache`):
-    the Jacobian (P, n, k) and theta, unless a form has its own methods; `second` gives sum_i slope_i d2f_i.
+    theta and steps are (P, k), coefficients such as `slope` (P, n). `value` returns f (P, n), a new array, and a cache
+    of arrays with P rows for the other methods: the Jacobian (P, n, k) and theta, unless a form overrides these.
+    `second` returns sum_i slope_i d2f_i.
     """
 
     parameters: int
@@ -45,7 +46,7 @@ class LogForm:
         return self.gradient(cache, slope), hessian + self.second(cache, slope) if second else hessian
 
     def sizes(self, cache: list[Array], slope: Array, spread: Array) -> tuple[Array, Array]:
-        """Return sum_i |slope_i| |df_i|, what cancels in a gradient, and sum_i spread_i |df_i|; both (P, k)."""
+        """Return sum_i |slope_i| |df_i|, the terms that cancel in a gradient, and sum_i spread_i |df_i|, (P, k)."""
         size = np.abs(cache[0])
         return np.einsum("pn,pni->pi", np.abs(slope), size), np.einsum("pn,pni->pi", spread, size)
 
@@ -59,10 +60,10 @@ class LogForm:
 
 
 class LogSumExp(LogForm):
-    """f = log sum_t exp(Z_t theta[index_t] + offset_t): every sum of power laws, with free, shared or fixed parameters.
+    """f = log sum_t exp(Z_t theta[index_t] + offset_t): any sum of power laws, with free, shared or fixed parameters.
 
-    `terms` are (index, Z) or (index, Z, offset): the parameters that the term reads, (n, len(index)), (n,). With p_t
-    the share of term t: df = sum_t p_t Z_t, d2f = sum_t p_t Z_t Z_t^T - df df^T. The cache is p, a (P, n) per term.
+    `terms` are (index, Z) or (index, Z, offset): the parameters of the term, (n, len(index)), (n,). With p_t the share
+    of term t, df = sum_t p_t Z_t and d2f = sum_t p_t Z_t Z_t^T - df df^T. The cache is p, one (P, n) per term.
     """
 
     def __init__(self, parameters: int, terms: Sequence[tuple[Any, ...]]) -> None:
@@ -71,7 +72,7 @@ class LogSumExp(LogForm):
         self.index = [np.asarray(term[0], dtype=int) for term in terms]
         self.tables = [floats(term[1]) for term in terms]
         offsets = [floats(term[2]) if len(term) == 3 else np.zeros(n) for term in terms]
-        # What is the same at every point, as E is, is one number a problem until it meets the others.
+        # Terms that are equal at every point, such as E, are one number per problem until they are added up.
         width = [
             1 if (np.ptp(Z, axis=0) == 0).all() and np.ptp(o) == 0 else n
             for Z, o in zip(self.tables, offsets, strict=True)
@@ -85,7 +86,7 @@ class LogSumExp(LogForm):
         self._second = [_products(Z, Y) + (Y is not Z) * _products(Y, Z) for Z, Y in pairs]
 
     def _change(self, step: Array) -> list[Array]:
-        """Return the change of each term's exponent along a step: (P, n), or (P, 1) where all points share it."""
+        """Return the change of each term's exponent along a step: (P, n), or (P, 1) if equal at all points."""
         return [step[:, index] @ rows for index, rows in zip(self.index, self._rows, strict=True)]
 
     def value(self, theta: Array) -> tuple[Array, list[Array]]:
@@ -135,36 +136,36 @@ class LogSumExp(LogForm):
 
 
 def _pair_coefficients(cache: list[Array], slope: Array, curvature: Array, second: bool) -> Iterator[Array]:
-    """Yield what multiplies Z_s Z_t^T at each point for the pairs s <= t, in one array that is overwritten."""
+    """Yield the factor of Z_s Z_t^T at each point for the pairs s <= t, in one array that is overwritten."""
     outer = curvature - slope if second else curvature
-    left, work = np.empty_like(outer), np.empty_like(outer)
+    cross, buffer = np.empty_like(outer), np.empty_like(outer)
     for s, share in enumerate(cache):
-        np.multiply(outer, share, out=left)
-        own = np.add(left, slope, out=work) if second else left
-        yield np.multiply(own, share, out=work)
+        np.multiply(outer, share, out=cross)
+        diagonal = np.add(cross, slope, out=buffer) if second else cross
+        yield np.multiply(diagonal, share, out=buffer)
         for other in cache[s + 1 :]:
-            yield np.multiply(left, other, out=work)
+            yield np.multiply(cross, other, out=buffer)
 
 
 def _products(Z: Array, Y: Array) -> Array:
-    """Return the products of a column of Z and one of Y, both (n, k), as (n, k k)."""
+    """Return the products of all pairs of columns of Z and Y, both (n, k), as (n, k k)."""
     return (Z[:, :, None] * Y[:, None, :]).reshape(len(Z), -1)
 
 
 def _sums(coefficients: Iterable[Array], tables: Sequence[Array]) -> Array:
-    """Return sum_b coefficients_b @ table_b, of coefficients (P, n) and tables (n, K)."""
+    """Return sum_b coefficients_b @ table_b for coefficients (P, n) and tables (n, K)."""
     return np.asarray(sum(coefficient @ table for coefficient, table in zip(coefficients, tables, strict=True)))
 
 
-# The coordinates by name, each (P, 1), to the logarithms of the terms, which broadcast to (P, n).
+# Maps coordinates by name, each (P, 1), to the logs of the terms, which broadcast to (P, n).
 Terms = Callable[[Mapping[str, Any]], Sequence[Any]]
 
 
 class LogSumTerms(LogForm):
-    """f = log sum_t exp u_t(theta), each u_t any function of named coordinates that `Jet` can differentiate.
+    """f = log sum_t exp u_t(theta), each u_t a function of named coordinates that `Jet` can differentiate.
 
-    `at` gives the parameter that each name reads (names may share one), `fixed` the values of the other names. One term
-    alone is f itself. The cache is the Jacobian (P, n, k) and theta.
+    `at` maps names to parameters, which names may share; `fixed` has the values of the other names. A single term is f
+    itself. The cache is the Jacobian (P, n, k) and theta.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class LogSumTerms(LogForm):
         return hessian - (first * slope[:, :, None]).transpose(0, 2, 1) @ first if len(terms) > 1 else hessian
 
     def bend(self, cache: list[Array], step: Array) -> Array:
-        """Return step^T d2f step, (P, n), from jets along this one direction."""
+        """Return step^T d2f step, (P, n), from jets along this direction."""
         theta = cache[1]
         along = {n: Jet(theta[:, i : i + 1], {0: step[:, i : i + 1]}, {}) for n, i in self.at.items()}
         terms, shares, _ = self._evaluate(along)
@@ -216,7 +217,7 @@ class LogSumTerms(LogForm):
         return square - mean**2
 
     def _evaluate(self, coordinates: Mapping[str, Jet]) -> tuple[list[Jet], list[Array], Array]:
-        """Return the terms, the share of each in the sum, and the logarithm of the sum."""
+        """Return the terms, their shares in the sum, and the log of the sum."""
         exponents = self.terms({**coordinates, **self.fixed})
         terms = [term if isinstance(term, Jet) else Jet(np.asarray(term), {}, {}) for term in exponents]
         if len(terms) == 1:

@@ -1,7 +1,7 @@
-"""Forward-mode derivatives: a law is written once, as NumPy arithmetic, and evaluated with or without derivatives.
+"""Forward-mode derivatives: a law is NumPy arithmetic, evaluated with or without derivatives.
 
-A `Jet` carries a value and its first and second derivatives by numbered parameters. Derivatives that are zero are not
-stored, and the others broadcast to the value, so that a term that is linear in its parameters costs next to nothing.
+A `Jet` carries a value and its first and second derivatives by numbered parameters. Zero derivatives are not stored and
+the others broadcast to the value, so terms that are linear in their parameters cost almost nothing.
 
 Griewank and Walther 2008, Evaluating Derivatives, chapters 3 and 13.
 """
@@ -19,7 +19,7 @@ from ..errors import Array, InputError
 COMPLEX_STEP = 1e-30  # its square is below the rounding of anything (Squire and Trapp 1998, SIAM Review 40, 110)
 DIFFERENCE = 1e-5  # relative step of a central difference of slopes: exact to about 1e-10
 
-Rule = Callable[[Any], tuple[Any, Any, Any]]  # x to the value of a function, its slope and its second derivative
+Rule = Callable[[Any], tuple[Any, Any, Any]]  # x -> value, slope and second derivative of a function
 
 
 def _softplus(x: Array) -> tuple[Array, Array, Array]:
@@ -72,8 +72,8 @@ ANALYTIC |= {np.arcsin, np.arccos, np.arctan, np.arcsinh, np.arccosh, np.arctanh
 class Jet(NDArrayOperatorsMixin):
     """A value with derivatives by numbered parameters.
 
-    `first` maps a parameter to the first derivative, `second` a pair i <= j to the second one; a missing entry is zero.
-    `second` is None where second derivatives are not computed.
+    `first` maps parameters to first derivatives, `second` pairs i <= j to second ones; missing entries are zero.
+    `second` is None if second derivatives are not computed.
     """
 
     __slots__ = ("first", "second", "value")
@@ -99,7 +99,7 @@ class Jet(NDArrayOperatorsMixin):
         raise InputError(f"the law uses {function.__name__}, which has no derivative here; {ACCEPTED}.")
 
     def chain(self, value: Any, slope: Any, bend: Any) -> Jet:
-        """Return a function of this jet, given its value, slope and second derivative (None: zero) there."""
+        """Return a function of this jet from its value, slope and second derivative there (None: zero)."""
         first = {i: slope * d for i, d in self.first.items()}
         if self.second is None:
             return Jet(value, first)
@@ -113,7 +113,7 @@ class Jet(NDArrayOperatorsMixin):
         return Jet(value, first, second)
 
     def plus(self, other: Any, sign: float = 1.0) -> Jet:
-        """Return this jet plus `sign` times another, or an array."""
+        """Return this jet plus `sign` times another jet or an array."""
         if not isinstance(other, Jet):
             return Jet(self.value + sign * other, self.first, self.second)
         first, second = dict(self.first), None
@@ -126,7 +126,7 @@ class Jet(NDArrayOperatorsMixin):
         return Jet(self.value + sign * other.value, first, second)
 
     def times(self, other: Any) -> Jet:
-        """Return the product with another jet, or an array."""
+        """Return the product with another jet or an array."""
         if not isinstance(other, Jet):
             return self.chain(self.value * other, other, None)
         u, v = self.value, other.value
@@ -149,7 +149,7 @@ def _add(sums: dict[Any, Any], key: Any, value: Any) -> None:
 
 
 def _by_complex_step(ufunc: Any, x: Array) -> tuple[Array, Array, Array]:
-    """Return the value of an analytic function, its slope by a complex step, and a difference of slopes."""
+    """Return an analytic function, its slope by a complex step, and its second derivative by differences."""
 
     def slope(x: Array) -> Array:
         return np.asarray(ufunc(x + 1j * COMPLEX_STEP)).imag / COMPLEX_STEP

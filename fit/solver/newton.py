@@ -1,15 +1,17 @@
-"""Damped Newton in a box for many problems at once: far from the optimum, and near it.
+"""Damped Newton in a box for many problems at once.
 
-Special here:
-- *Far*: Levenberg and Marquardt on iteratively reweighted least squares, with Transtrum and Sethna's correction along
-  the curve of equal predictions, which halves the number of steps in the bent valleys of sums of power laws.
-- *Near*: Newton with the exact Hessian, in stages of a falling delta, the step searched on linearised residuals. Those
-  within delta wall a valley in, which bends; a step that ran into its wall is brought back to the middle by what the
-  linearisation missed, as a second-order correction of constrained optimisers does (Fletcher 1982; Maratos 1978).
-- Convergence is judged on the gradient and on the sign of the curvature, never on a small change of the objective.
+`approach`, far from the optimum, is Levenberg and Marquardt on iteratively reweighted least squares, with Transtrum and
+Sethna's correction along the curve of equal predictions. It halves the steps in the curved valleys of sums of power
+laws.
+
+`refine`, near it, is Newton with the exact Hessian, in stages of falling delta, with a line search on linearised
+residuals. Residuals within delta are the walls of a curved valley. A step that hits one moves back to the middle by the
+error of the linearisation, a second-order correction (Fletcher 1982; Maratos 1978).
+
+Convergence is judged by the gradient and the sign of the curvature, never by a small change of the objective.
 
 Bertsekas 1982 (SIAM J. Control Optim. 20, 221): Newton in a box. Madsen and Nielsen 1990 (BIT 30, 682). Transtrum and
-Sethna 2012 (arXiv:1201.5885), section 4; Nielsen 1999 (IMM-REP-1999-05): how the damping moves.
+Sethna 2012 (arXiv:1201.5885), section 4; Nielsen 1999 (IMM-REP-1999-05): updates of the damping.
 """
 
 from __future__ import annotations
@@ -25,21 +27,21 @@ from .forms import LogForm
 GRADIENT_TOLERANCE = 1e-9  # a gradient is zero below this share of the terms that cancel in it ...
 RESIDUAL_ROUNDING = 1e-13  # ... or where residuals of this size would explain it: so a perfect fit converges too
 OBJECTIVE_ROUNDING = 1e-13  # a change of the objective below this share cannot be measured
-LOG_ROUNDING = 1e-15  # of a log prediction, with which a nearly perfect fit is tried again where it did not end
-FAR_GAIN = 1e-6  # `approach` ends where a step would gain less than this share of the objective
-STAGE_GAIN = 1e-2  # and so does a stage of `refine`
+LOG_ROUNDING = 1e-15  # rounding of log predictions, allowed when a fit that did not converge is refined again
+FAR_GAIN = 1e-6  # `approach` ends when a step would gain less than this share of the objective ...
+STAGE_GAIN = 1e-2  # ... and a stage of `refine` below this one; both chosen by hand
 MOST_TURN = 0.75  # the largest correction of a step, in units of the step
-MATTERS = 1.5  # what crossing its box is thought to do to log predictions: so no parameter is damped less than this
-LENGTHS = np.linspace(0.0, 1.0, 5)  # where the slope along a step is looked at ...
-STEEP, ZOOMS = 0.1, 6  # ... and again between two of them, where it rises to more than -1 / STEEP of what it was
+MATTERS = 1.5  # assumed change of log predictions across the box, which sets the least damping of a parameter
+LENGTHS = np.linspace(0.0, 1.0, 5)  # shares of a step where the slope is evaluated ...
+STEEP, ZOOMS = 0.1, 6  # ... up to ZOOMS times, while the slope at the bracket's end is over 1 / STEEP of its start's
 FAR_DAMPING, NEAR_DAMPING, LEAST_DAMPING, MOST_DAMPING = 1e-4, 1e-9, 1e-15, 1e12
-REJECTED, INDEFINITE = 1e-7, 1e-8  # the least damping after a rejected step, and beyond a negative curvature
-CAUTION = 4.0  # a rejected step raises the damping by this, the next one by twice as much, and so on
+REJECTED, INDEFINITE = 1e-7, 1e-8  # least damping after a rejected step, and in addition to negative curvature
+CAUTION = 4.0  # factor on the damping after a rejected step, doubled at each further one
 
 
 @dataclass(frozen=True)
 class Minimum:
-    """Where each of P problems ended.
+    """End points of P problems.
 
     theta (P, k); objective (P,), the weighted *sum*; converged (P,): no gradient inside the box and no negative
     curvature; at_bound (P, k): parameters held by the box.
@@ -53,11 +55,11 @@ class Minimum:
 
 @dataclass(frozen=True)
 class Batch:
-    """P problems: target (1, n) or (P, n), weights (P, n), lower and upper (P, k), delta (P,); and where each one is.
+    """P problems and their current points.
 
-    theta (P, k); residual (P, n) in units of delta; pull (P, n), the weighted slope of Huber's function in these units;
-    objective (P,); cache of the form. least (P, k): each parameter's least curvature; rounding (P,): an objective that
-    means a perfect fit.
+    target (1, n) or (P, n), weights (P, n), lower and upper (P, k), delta (P,). At the point: theta (P, k); residual
+    (P, n) in units of delta; pull (P, n), the weighted slope of Huber's function in these units; objective (P,); cache
+    of the form. least (P, k): smallest curvature per parameter; rounding (P,): objective of a perfect fit.
     """
 
     form: LogForm
@@ -78,7 +80,7 @@ class Batch:
     def start(
         cls, form: LogForm, target: Array, weights: Array, lower: Array, upper: Array, delta: Array, theta: Array
     ) -> Batch:
-        """`theta` (P, k) is put into the box."""
+        """Return a batch at `theta` (P, k), clipped to the box."""
         total = weights.sum(axis=1)
         width = upper - lower
         least = np.divide(MATTERS, width, out=np.zeros_like(width), where=(width > 0) & np.isfinite(width)) ** 2
@@ -89,7 +91,7 @@ class Batch:
         return batch.at(theta)
 
     def at(self, theta: Array) -> Batch:
-        """The same problems at another point, the nearest in the box."""
+        """Return the same problems at another point, clipped to the box."""
         theta = np.minimum(np.maximum(theta, self.lower), self.upper)
         residual, cache = self.form.value(theta)
         residual -= self.target
@@ -98,7 +100,7 @@ class Batch:
         return replace(self, theta=theta, residual=residual, pull=pull, objective=objective, cache=cache)
 
     def with_delta(self, delta: Array) -> Batch:
-        """The same problems at the same point under another delta."""
+        """Return the same problems and points under another delta."""
         residual = self.residual * (self.delta / delta)[:, None]
         pull, objective = _huber(self.weights, residual, delta)
         return replace(self, delta=delta, residual=residual, pull=pull, objective=objective)
@@ -107,15 +109,15 @@ class Batch:
         if rows.all():
             return self
         at = np.flatnonzero(rows)
-        each = {name: value for name, value in vars(self).items() if name != "target" or len(value) > 1}
-        taken: dict[str, Any] = {name: v.take(at, axis=0) for name, v in each.items() if isinstance(v, np.ndarray)}
+        fields = {name: value for name, value in vars(self).items() if name != "target" or len(value) > 1}
+        taken: dict[str, Any] = {name: v.take(at, axis=0) for name, v in fields.items() if isinstance(v, np.ndarray)}
         return replace(self, **taken, cache=[array.take(at, axis=0) for array in self.cache])  # faster than array[rows]
 
     def put(self, rows: np.ndarray, other: Batch) -> None:
-        """Move `rows` to where the problems of `other` are, which are these rows alone."""
+        """Move the problems `rows` to the points of `other`, which holds only these problems."""
         mine, theirs = ((b.theta, b.residual, b.pull, b.objective, *b.cache) for b in (self, other))
-        for now, then in zip(mine, theirs, strict=True):
-            now[rows] = then
+        for old, new in zip(mine, theirs, strict=True):
+            old[rows] = new
 
     @property
     def slope(self) -> Array:
@@ -124,30 +126,30 @@ class Batch:
 
     @property
     def inside(self) -> Array:
-        """Its second derivative: the weight where the residual is within delta, else zero."""
+        """Second derivative by each prediction: the weight if the residual is within delta, else zero."""
         return self.weights * (np.abs(self.residual) <= 1.0)
 
     @property
     def spread(self) -> Array:
-        """The weights of reweighted least squares: a bound on the curvature that never vanishes."""
+        """Weights of reweighted least squares: an upper bound of the curvature that never vanishes."""
         size = np.abs(self.residual)
         np.maximum(size, 1.0, out=size)
         return np.divide(self.weights, size, out=size)
 
     def held(self, gradient: Array) -> np.ndarray:
-        """Parameters at a bound and pushed against it, or fixed."""
+        """Return which parameters are fixed, or pushed against their bound."""
         low, high = self.theta <= self.lower, self.theta >= self.upper
         return (low & (gradient > 0)) | (high & (gradient < 0)) | (low & high)
 
     def flat(self, gradient: Array) -> np.ndarray:
-        """Whether the gradient inside the box is a small share of what cancels in it, or rounding."""
+        """Return whether the gradient inside the box is rounding, or a small share of the terms that cancel in it."""
         absolute, reach = self.form.sizes(self.cache, self.slope, self.spread)
         zero = np.abs(gradient) <= GRADIENT_TOLERANCE * absolute + RESIDUAL_ROUNDING * reach
         return np.asarray((self.held(gradient) | zero).all(axis=1))
 
 
 def _huber(weights: Array, residual: Array, delta: Array) -> tuple[Array, Array]:
-    """Weighted slope of Huber's function of residuals in units of delta, and the objective in units of residuals."""
+    """Return the weighted slope of Huber's function, in units of delta like `residual`, and the objective."""
     slope = np.clip(residual, -1.0, 1.0)
     pull = weights * slope
     slope *= -0.5
@@ -156,7 +158,7 @@ def _huber(weights: Array, residual: Array, delta: Array) -> tuple[Array, Array]
 
 
 def approach(batch: Batch, iterations: int) -> tuple[Array, Array]:
-    """Bring each problem to the neighbourhood of an optimum: theta (P, k) and objective (P,)."""
+    """Move each problem close to an optimum. Returns theta (P, k) and objective (P,)."""
     theta, objective, rows = batch.theta.copy(), batch.objective.copy(), np.arange(len(batch.theta))
     damping, caution = np.full(len(theta), FAR_DAMPING), np.full(len(theta), CAUTION)
     for _ in range(iterations):
@@ -167,31 +169,31 @@ def approach(batch: Batch, iterations: int) -> tuple[Array, Array]:
         damping = system.damping
         step = system.solve(-gradient)
         gain = -_dot(gradient, step) - 0.5 * _quadratic(hessian, step)
-        # The curve of equal predictions leaves the straight line by this much.
+        # Deviation of the curve of equal predictions from the straight line.
         turn = -0.5 * system.solve(form.gradient(cache, spread * form.bend(cache, step)))
-        most = 0.5 * MOST_TURN * np.sqrt(_dot(scale * step, step) / np.maximum(_dot(scale * turn, turn), 1e-300))
-        there = batch.at(batch.theta + step + np.minimum(most, 1.0)[:, None] * turn)
+        turn_share = 0.5 * MOST_TURN * np.sqrt(_dot(scale * step, step) / np.maximum(_dot(scale * turn, turn), 1e-300))
+        trial = batch.at(batch.theta + step + np.minimum(turn_share, 1.0)[:, None] * turn)
 
-        ratio = (batch.objective - there.objective) / np.maximum(gain, 1e-300)
-        good = ratio > 1e-3
-        if not good.all():
-            there.put(~good, batch.take(~good))
+        ratio = (batch.objective - trial.objective) / np.maximum(gain, 1e-300)
+        accepted = ratio > 1e-3
+        if not accepted.all():
+            trial.put(~accepted, batch.take(~accepted))
         done = (gain <= FAR_GAIN * batch.objective + batch.rounding) & (damping <= 1.0) | (damping >= MOST_DAMPING)
         shrink = np.maximum(0.5, 1.0 - (2.0 * np.minimum(ratio, 1.0) - 1.0) ** 3)
-        damping = np.maximum(damping * np.where(good, shrink, caution), NEAR_DAMPING)
-        caution = np.where(good, CAUTION, 2.0 * caution)
-        theta[rows], objective[rows] = there.theta, there.objective
+        damping = np.maximum(damping * np.where(accepted, shrink, caution), NEAR_DAMPING)
+        caution = np.where(accepted, CAUTION, 2.0 * caution)
+        theta[rows], objective[rows] = trial.theta, trial.objective
         keep = ~done
         if done.all():
             break
-        batch, rows, damping, caution = there.take(keep), rows[keep], damping[keep], caution[keep]
+        batch, rows, damping, caution = trial.take(keep), rows[keep], damping[keep], caution[keep]
     return theta, objective
 
 
 def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int, unmeasured: float = 0.0) -> Minimum:
-    """Newton through the stages deltas[stage:] of each problem; the batch's delta is deltas[stage].
+    """Run Newton through the stages deltas[stage:] of each problem, whose batch is at deltas[stage].
 
-    unmeasured: an error of log predictions; a change of the objective that it would explain is no reason to turn back.
+    Changes of the objective that an error `unmeasured` of log predictions would explain do not reject a step.
     """
     theta, objective, rows = batch.theta.copy(), batch.objective.copy(), np.arange(len(batch.theta))
     lower, upper = batch.lower, batch.upper
@@ -226,36 +228,40 @@ def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int, unme
         curvature = _quadratic(hessian, step)
         change = batch.form.along(batch.cache, step) / batch.delta[:, None]
         length = _search(batch, inside, change, curvature)
-        there = batch.at(batch.theta + length[:, None] * step)
-        gained = batch.objective - there.objective
-        # At the optimum's own rounding a gain cannot be measured; a step that small is safe to take.
-        least = OBJECTIVE_ROUNDING * batch.objective + unmeasured * np.abs(batch.slope).sum(axis=1)
-        good = (gained > 1e-4 * length * gain) | (np.abs(gained) <= least)
-        if (bad := ~good).any():
-            near, moved = batch.take(bad), length[bad, None]
-            missed = inside[bad] * (there.residual[bad] - near.residual - moved * change[bad]) * near.delta[:, None]
-            turn = system.solve(-batch.form.gradient(near.cache, missed), np.flatnonzero(keep)[bad])
-            turned = near.at(near.theta + moved * step[bad] + turn)
-            better = near.objective - turned.objective > 1e-4 * (length * gain)[bad]
-            turned.put(~better, near.take(~better))
-            there.put(bad, turned)
-            good[bad] = better
-        damping = np.where(good, np.maximum(0.1 * damping, LEAST_DAMPING), np.maximum(10.0 * damping, REJECTED))
-        ahead = good & (stage < last) & (gain <= STAGE_GAIN * batch.objective + batch.rounding)
-        batch = there
-        if ahead.any():
-            stage = stage + ahead
-            batch = there.with_delta(deltas[stage])
+        trial = batch.at(batch.theta + length[:, None] * step)
+        gained = batch.objective - trial.objective
+        # Within the rounding of the objective a gain cannot be measured, and the step is safe.
+        unmeasurable = OBJECTIVE_ROUNDING * batch.objective + unmeasured * np.abs(batch.slope).sum(axis=1)
+        accepted = (gained > 1e-4 * length * gain) | (np.abs(gained) <= unmeasurable)
+        if (rejected := ~accepted).any():
+            origin, origin_length = batch.take(rejected), length[rejected, None]
+            missed = (
+                inside[rejected]
+                * (trial.residual[rejected] - origin.residual - origin_length * change[rejected])
+                * origin.delta[:, None]
+            )
+            turn = system.solve(-batch.form.gradient(origin.cache, missed), np.flatnonzero(keep)[rejected])
+            turned = origin.at(origin.theta + origin_length * step[rejected] + turn)
+            better = origin.objective - turned.objective > 1e-4 * (length * gain)[rejected]
+            turned.put(~better, origin.take(~better))
+            trial.put(rejected, turned)
+            accepted[rejected] = better
+        damping = np.where(accepted, np.maximum(0.1 * damping, LEAST_DAMPING), np.maximum(10.0 * damping, REJECTED))
+        advance = accepted & (stage < last) & (gain <= STAGE_GAIN * batch.objective + batch.rounding)
+        batch = trial
+        if advance.any():
+            stage = stage + advance
+            batch = trial.with_delta(deltas[stage])
         theta[rows], objective[rows] = batch.theta, batch.objective
     at_bound = ((theta <= lower) | (theta >= upper)) & (lower < upper)
     return Minimum(theta, objective, converged, at_bound)
 
 
 def _search(batch: Batch, inside: Array, change: Array, curvature: Array) -> Array:
-    """The share in (0, 1] of each step that minimises the objective with linearised residuals, (P,).
+    """Return the share in (0, 1] of each step that minimises the objective with linearised residuals, (P,).
 
-    Along a step that would change residuals by `change` (P, n) its slope is piecewise linear, plus a straight line for
-    the rest of the Hessian. The zero of the slope is bracketed among `LENGTHS` and interpolated.
+    `change` (P, n) is that of the residuals over the whole step. The slope along the step is piecewise linear, plus a
+    straight line for the rest of the Hessian. Its zero is bracketed among `LENGTHS` and interpolated.
     """
     rest = curvature / batch.delta**2 - _rows_dot(inside * change, change)
     pull = batch.weights * change
@@ -274,9 +280,9 @@ def _search(batch: Batch, inside: Array, change: Array, curvature: Array) -> Arr
         slopes = np.empty(at.shape)
         slopes[:, 0], slopes[:, -1] = low[rows], high[rows]
         slopes[:, 1:-1] = (between @ pull[rows][:, :, None])[:, :, 0] + rest[rows, None] * at[:, 1:-1]
-        after, each = (slopes > 0).argmax(axis=1), np.arange(len(rows))
-        near[rows], far[rows] = at[each, after - 1], at[each, after]
-        low[rows], high[rows] = slopes[each, after - 1], slopes[each, after]
+        after, columns = (slopes > 0).argmax(axis=1), np.arange(len(rows))
+        near[rows], far[rows] = at[columns, after - 1], at[columns, after]
+        low[rows], high[rows] = slopes[columns, after - 1], slopes[columns, after]
         length[rows] = (far - (far - near) * high / (high - low))[rows]
         rows = rows[(-low < STEEP * high)[rows]]
     return length
@@ -285,7 +291,7 @@ def _search(batch: Batch, inside: Array, change: Array, curvature: Array) -> Arr
 class _System:
     """(H + damping * scale) x = b for P problems without their held parameters, in units where scale is one.
 
-    A problem that is not finite stays where it is, with a damping that says so.
+    Problems with a Hessian that is not finite get zero steps and the damping MOST_DAMPING.
     """
 
     def __init__(self, hessian: Array, scale: Array, held: np.ndarray, damping: Array) -> None:
@@ -314,18 +320,18 @@ class _System:
             self._damped = self._with_damping()
 
     def solve(self, right: Array, rows: Any = ...) -> Array:
-        """X of `rows`, by default of all; `right` is theirs."""
+        """Return x for `right`, of all problems or of `rows`."""
         unit = self._unit[rows]
         right = np.where(unit > 0, right * unit, 0.0)
         try:
             steps = np.linalg.solve(self._damped[rows], right[:, :, None])
-        except np.linalg.LinAlgError:  # a direction without curvature, where damping is below rounding: stay there
+        except np.linalg.LinAlgError:  # no curvature in a direction and damping below rounding: no step there
             steps = np.linalg.pinv(self._damped[rows], hermitian=True) @ right[:, :, None]
         return steps[:, :, 0] * unit
 
 
 def _rows_dot(a: Array, b: Array) -> Array:
-    """sum_i a_i b_i, (P, n) and (P, n) to (P,): faster than einsum for long rows."""
+    """Return sum_i a_i b_i of (P, n) arrays, (P,); faster than einsum for long rows."""
     return (a[:, None, :] @ b[:, :, None])[:, 0, 0]
 
 

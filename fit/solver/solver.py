@@ -1,12 +1,13 @@
-"""One batched solver for every law: many problems times many starts at once, in NumPy.
+"""One batched NumPy solver for all laws: many problems from many starts at once.
 
-Special here:
-- sum_i w_i rho(f_i - log loss_i) is minimised for a `LogForm` f, rho being Huber's function (Hoffmann et al. 2022,
-  equation 3). The sum is never divided by the number of points: with a mean, the usual tolerances of library optimizers
-  stop far from the optimum, which is how a published fit went wrong (Besiroglu et al. 2024).
-- Huber's function with a small delta is full of small valleys. So every start first finds an optimum under a large
-  delta, and follows it while delta is lowered. Starts that meet under the large delta go on as one.
-- The answer does not depend on how many threads work on it.
+It minimises sum_i w_i rho(f_i - log loss_i) for a `LogForm` f and Huber's function rho (Hoffmann et al. 2022, equation
+3). The sum is never divided by the number of points: with a mean, the usual tolerances of library optimizers stop far
+from the optimum, which is how a published fit went wrong (Besiroglu et al. 2024).
+
+Huber's function with a small delta has many small valleys. So each start first finds an optimum under a large delta and
+follows it while delta falls. Starts that meet under the large delta continue as one.
+
+The answer does not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from ..errors import Array
 from .forms import LogForm
 from .newton import LOG_ROUNDING, Batch, Minimum, approach, refine
 
-STAGES = (100.0, 10.0, 3.0, 1.0)  # multiples of the wanted delta, each the start of the next ...
-COARSE = 0.03  # ... after as many factors of ten as it takes to begin near this
-LEAST_SQUARES = 2.0**30  # stands for a delta of infinity: no residual in log loss is larger
+STAGES = (100.0, 10.0, 3.0, 1.0)  # multiples of delta, each the start of the next ...
+COARSE = 0.03  # ... after as many factors of ten as it takes to start near this delta; both chosen by hand
+LEAST_SQUARES = 2.0**30  # replaces an infinite delta: no residual in log loss is larger
 ITERATIONS = 200
-CHUNK = 60_000  # numbers per working array: they stay in cache, and BLAS does not start threads of its own for them
+CHUNK = 60_000  # numbers per working array: they stay in cache, and BLAS uses one thread for them
 MET_THETA, MET_OBJECTIVE = 1e-3, 1e-6  # relative; starts that agree on both under the large delta have met
 AGREE = 1e-7  # relative difference of two objectives that are the same optimum
 
@@ -36,9 +37,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Solution(Minimum):
-    """The best optimum that was found of each of P problems.
+    """The best optimum of each of P problems.
 
-    tried (P,): starts; agreeing (P,): how many of them led to a converged optimum of this objective (relative 1e-7).
+    tried (P,): starts; agreeing (P,): starts that led to a converged optimum of this objective (relative 1e-7).
     """
 
     tried: np.ndarray
@@ -59,10 +60,16 @@ def solve(
 ) -> Solution:
     """Minimise sum_i w_i huber_delta(f_i(theta) - target_i) over a box, for P problems from G starts each.
 
-    target (n,) or (P, n) log losses; weights (P, n); starts (P, G, k) or (1, G, k); lower and upper (k,) or (P, k),
-    where equal bounds fix a parameter; `delta` in log loss, infinity for least squares. `warm` (k,) or (P, k) is one
-    more start near the optimum, refined under `delta` at once; all starts are where `staged` is false. `threads` is by
-    default as many as this process has cores.
+    Parameters
+    ----------
+    target : Log losses, (n,) or (P, n).
+    weights : (P, n).
+    starts : (P, G, k) or (1, G, k).
+    lower, upper : (k,) or (P, k); equal bounds fix a parameter.
+    delta : In log loss; infinity for least squares.
+    warm : One more start near the optimum, (k,) or (P, k), refined under `delta` directly.
+    threads : By default one per core.
+    staged : False refines all starts under `delta` directly.
     """
     P, k = len(weights), form.parameters
     lower, upper = (np.broadcast_to(bound, (P, k)) for bound in (lower, upper))
@@ -72,36 +79,42 @@ def solve(
 
     def part(rows: slice) -> Solution:
         near = None if warm is None else warm[rows]
-        return _solve(form, deltas, near, _of(target, rows), weights[rows], starts[rows], lower[rows], upper[rows])
+        return _solve(
+            form, deltas, near, _target_rows(target, rows), weights[rows], starts[rows], lower[rows], upper[rows]
+        )
 
     size = starts.shape[1] + (warm is not None)  # rows of a problem in one batch
     return joined(in_chunks(part, P, CHUNK // (form.points * size), threads))
 
 
-def _of(target: Array, rows: Any) -> Array:
+def _target_rows(target: Array, rows: Any) -> Array:
+    """Return the targets of some problems, which may share one."""
     return target if len(target) == 1 else target[rows]
 
 
 def joined(parts: Sequence[Solution]) -> Solution:
+    """Return the solutions of several parts as one."""
     return Solution(*map(np.concatenate, zip(*(vars(part).values() for part in parts), strict=True)))
 
 
-def best_of(found: Solution, problem: np.ndarray) -> Solution:
-    """The best of the rows that each problem (rows,) has: converged before not, then by objective."""
-    order = np.lexsort((found.objective, ~found.converged, problem))
+def best_of(solutions: Solution, problem: np.ndarray) -> Solution:
+    """Return the best row of each problem: converged first, then by objective. `problem` (rows,) numbers them."""
+    order = np.lexsort((solutions.objective, ~solutions.converged, problem))
     best = order[np.searchsorted(problem[order], np.arange(problem.max() + 1))]
-    objective = found.objective[best]
-    same = found.converged & (found.objective <= objective[problem] * (1.0 + AGREE) + 1e-20)
-    tried, agreeing = (np.bincount(problem, n).astype(int) for n in (found.tried, found.agreeing * same))
-    return Solution(found.theta[best], objective, found.converged[best], found.at_bound[best], tried, agreeing)
+    objective = solutions.objective[best]
+    same = solutions.converged & (solutions.objective <= objective[problem] * (1.0 + AGREE) + 1e-20)
+    tried, agreeing = (np.bincount(problem, n).astype(int) for n in (solutions.tried, solutions.agreeing * same))
+    return Solution(
+        solutions.theta[best], objective, solutions.converged[best], solutions.at_bound[best], tried, agreeing
+    )
 
 
 def _deltas(delta: float, staged: bool) -> Array:
-    """The delta under which starts are brought near, and then that of each stage."""
+    """Return the delta of `approach`, then that of each stage of `refine`."""
     if not staged or delta >= LEAST_SQUARES:
         return np.full(2, min(delta, LEAST_SQUARES))
     first = delta * STAGES[0]
-    coarse = [first * 10.0**e for e in range(int(np.ceil(np.log10(max(COARSE / first, 1.0)))), 0, -1)]
+    coarse = [first * 10.0**exponent for exponent in range(int(np.ceil(np.log10(max(COARSE / first, 1.0)))), 0, -1)]
     return np.array([*coarse, *(delta * stage for stage in STAGES)])
 
 
@@ -118,7 +131,7 @@ def _solve(
     P, G, k = starts.shape
 
     def batch(problem: np.ndarray, stage: np.ndarray, theta: Array) -> Batch:
-        rows = (_of(target, problem), weights[problem], lower[problem], upper[problem])
+        rows = (_target_rows(target, problem), weights[problem], lower[problem], upper[problem])
         return Batch.start(form, *rows, deltas[stage], theta)
 
     with np.errstate(all="ignore"):
@@ -134,37 +147,37 @@ def _solve(
             problem, theta = np.concatenate([problem, np.arange(P)]), np.concatenate([theta, warm])
             followers = np.concatenate([followers, np.ones(P, dtype=int)])
             stage = np.concatenate([stage, np.full(P, len(deltas) - 1)])
-        found = refine(batch(problem, stage, theta), stage, deltas, ITERATIONS)
-        if (lost := ~found.converged & np.isfinite(found.objective)).any():
-            stage = np.full(lost.sum(), len(deltas) - 1)
-            near = batch(problem[lost], stage, found.theta[lost])
-            again = refine(near, stage, deltas, ITERATIONS, LOG_ROUNDING)
-            for whole, rows in zip(vars(found).values(), vars(again).values(), strict=True):
-                whole[lost] = rows
-    each = Solution(found.theta, found.objective, found.converged, found.at_bound, followers, followers)
-    return best_of(each, problem)
+        minimum = refine(batch(problem, stage, theta), stage, deltas, ITERATIONS)
+        if (unfinished := ~minimum.converged & np.isfinite(minimum.objective)).any():
+            stage = np.full(unfinished.sum(), len(deltas) - 1)
+            retry = batch(problem[unfinished], stage, minimum.theta[unfinished])
+            retried = refine(retry, stage, deltas, ITERATIONS, LOG_ROUNDING)
+            for values, retried_values in zip(vars(minimum).values(), vars(retried).values(), strict=True):
+                values[unfinished] = retried_values
+    solutions = Solution(minimum.theta, minimum.objective, minimum.converged, minimum.at_bound, followers, followers)
+    return best_of(solutions, problem)
 
 
 def _leaders(theta: Array, objective: Array, rounding: Array) -> np.ndarray:
-    """Which of G points (P, G, k) each has met, (P, G): itself or one of lower objective (P, G)."""
+    """Return the point that each of G points (P, G, k) has met, (P, G): itself or one of lower objective."""
     P, G, _ = theta.shape
     objective = np.where(np.isfinite(objective), objective, np.inf)
     leader = np.full((P, G), -1)
-    while (alone := leader < 0).any():
-        best = np.where(alone, objective, np.inf).argmin(axis=1)
-        # Where none is left finite, the first one that is alone.
-        best = np.where(alone[np.arange(P), best], best, alone.argmax(axis=1))
-        there = theta[np.arange(P), best][:, None]
-        near = (np.abs(theta - there) <= MET_THETA * (1.0 + np.abs(there))).all(axis=2)
+    while (unassigned := leader < 0).any():
+        best = np.where(unassigned, objective, np.inf).argmin(axis=1)
+        # If no remaining objective is finite, take the first remaining point.
+        best = np.where(unassigned[np.arange(P), best], best, unassigned.argmax(axis=1))
+        leader_theta = theta[np.arange(P), best][:, None]
+        near = (np.abs(theta - leader_theta) <= MET_THETA * (1.0 + np.abs(leader_theta))).all(axis=2)
         level = objective[np.arange(P), best] * (1.0 + MET_OBJECTIVE) + 1e6 * rounding
-        met = alone & near & (objective <= level[:, None])
-        met[np.arange(P), best] = alone[np.arange(P), best]
-        leader = np.where(met, best[:, None], leader)
+        joins = unassigned & near & (objective <= level[:, None])
+        joins[np.arange(P), best] = unassigned[np.arange(P), best]
+        leader = np.where(joins, best[:, None], leader)
     return leader
 
 
 def in_chunks(part: Callable[[slice], Result], rows: int, size: int, threads: int | None = None) -> list[Result]:
-    """`part` of each chunk of at most `size` of `rows`, in order, on threads."""
+    """Return `part` of each chunk of at most `size` rows, in order, computed on threads."""
     size = max(1, size)
     chunks = [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
     workers = min(len(chunks), cores() if threads is None else threads)
@@ -175,17 +188,17 @@ def in_chunks(part: Callable[[slice], Result], rows: int, size: int, threads: in
 
 
 def cores() -> int:
-    """How many cores this process may use: its affinity, or OMP_NUM_THREADS where that is less."""
+    """Return the number of cores that this process may use: its affinity or OMP_NUM_THREADS, whichever is lower."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    return min(available, max(1, int(asked))) if asked.isdigit() else available
+    requested = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return min(available, max(1, int(requested))) if requested.isdigit() else available
 
 
 def variable_projection(basis: Array, target: Array, weights: Array) -> tuple[Array, Array]:
-    """Least squares for the linear parameters of a law at each of G settings of its nonlinear ones, for P problems.
+    """Solve least squares for a law's linear parameters at G settings of its nonlinear ones, for P problems.
 
-    basis (G, n, m), target (n,), weights (P, n). Returns amplitudes (P, G, m) and the sum of squares (P, G). (Golub and
-    Pereyra 1973.)
+    basis (G, n, m), target (n,), weights (P, n). Returns amplitudes (P, G, m) and the sum of squares (P, G). Golub and
+    Pereyra 1973.
     """
     G, _, m = basis.shape
     entries = [(i, j) for i in range(m) for j in range(i, m)]
@@ -200,16 +213,16 @@ def variable_projection(basis: Array, target: Array, weights: Array) -> tuple[Ar
         error = (weights[rows] @ target**2)[:, None] - explained
         return np.stack(amplitudes, axis=2), np.maximum(error, 0.0)
 
-    # Few and large products: these are worth BLAS's own threads, and would only be in the way of ours.
+    # Few and large products: BLAS's threads speed them up, and ours would compete with these.
     parts = in_chunks(part, len(weights), 20 * CHUNK // (G * len(products)), threads=1)
     amplitudes, errors = zip(*parts, strict=True)
     return np.concatenate(amplitudes), np.concatenate(errors)
 
 
 def _solve_normal(matrix: dict[tuple[int, int], Array], right: list[Array]) -> list[Array]:
-    """Cholesky's solution of many small systems at once: matrix[i, j], i <= j, and right[i] are arrays over systems.
+    """Solve many small systems at once by Cholesky: matrix[i, j], i <= j, and right[i] are arrays over systems.
 
-    A ridge of 1e-10 of the diagonal keeps two equal columns from a division by zero.
+    A ridge of 1e-10 of the diagonal avoids a division by zero for two equal columns.
     """
     m = len(right)
     A, x, pivots = dict(matrix), list(right), []
