@@ -1,7 +1,7 @@
-"""The three approaches, and the mixture of forms, in one shape to be laid side by side: N and D of any budget.
+"""The three approaches and the mixture of forms in one shape for comparison: N and D of any budget.
 
-Each approach brings the uncertainty that its own method can see; where they disagree beyond it, `checks/verdict.py`
-says so. The mixture's also counts that no form is right.
+Each has the uncertainty that its method can see; `checks/verdict.py` reports disagreement beyond it. The mixture also
+allows for no form being right.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Law = LossLaw  # any law of N and D
 Interval = tuple[float, float]
 QUANTITIES = ("N", "D", "ratio", "loss")
 MIXTURE_TITLE = "Mixture of forms"
-MOST_FREE = 6  # parameters of a form
+MOST_FREE = 6  # largest number of parameters of a form
 
 
 def fit_parametric(
     table: RunTable, N: Array, law: Law | None = None, bootstrap: int = 0, seed: int = 0
 ) -> tuple[Law | None, str]:
-    """A law like `law`, by default the registry's, fitted to the runs with N (n,) as given; or None and the reason."""
+    """Fit a law like `law`, by default the registry's, to the runs with N (n,). Returns (None, reason) on failure."""
     fitted = (law or law_class()()).clone()
     try:
         fitted.fit(N, table.D, table.loss, weight=table.weight, loss_se=table.known_se, flops=table.flops)
@@ -45,19 +45,19 @@ def fit_parametric(
     if not fitted.converged_:
         return None, f"the fit did not converge from any of {fitted.starts_['tried']} starts."
     if bootstrap:
-        with contextlib.suppress(InputError):  # too few runs to resample: a law without intervals is still worth having
+        with contextlib.suppress(InputError):  # too few runs to resample; the law is useful without intervals
             fitted.bootstrap(bootstrap, resampled_together(table.group, table.run_id, fitted.problem_.free), seed)
     return fitted, ""
 
 
 def law_intervals(law: Law | None) -> dict[str, Interval]:
-    """Of every constant; none without a law or its draws."""
+    """Return the interval of every constant; empty without a law or its draws."""
     return {} if law is None or law.draws_ is None else {name: law.interval(name) for name in law.names}
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One approach at one budget, as `isoflop fit --json` says it; None is what it does not say."""
+    """One approach at one budget, as in `isoflop fit --json`; None is unknown."""
 
     flops: float
     N: float | None
@@ -68,15 +68,15 @@ class Estimate:
     D_ci: Interval | None
     loss_ci: Interval | None
     tokens_per_parameter_ci: Interval | None
-    convention: str  # in which `flops` are counted
+    convention: str  # how `flops` are counted
 
 
 @dataclass(frozen=True)
 class Approach:
-    """One approach: `reason` says why it has no answer, and is empty when it has one.
+    """One approach; `reason` is why it has no answer, empty if it has one.
 
-    `exponent` is a of N* ~ C^a. `flops_per_token` is a function of N where FLOPs are not counted as 6ND. `law`,
-    `mixture`, `profiles` or `envelope` is what answers are read off.
+    `exponent` is a of N* ~ C^a. `flops_per_token` is a function of N if FLOPs are not counted as 6ND. Answers come from
+    `law`, `mixture`, `profiles` or `envelope`.
     """
 
     key: str
@@ -96,29 +96,27 @@ class Approach:
 
     @property
     def intervals(self) -> dict[str, Any]:
-        """What its intervals are, for JSON: the forms behind them with their weights, and the kind, of INTERVALS."""
+        """Kind of the intervals, of INTERVALS, and the weights of the forms behind them, for JSON."""
         forms = self.mixture.weights_ if self.mixture else {}
         return {"forms": forms, "intervals": "mixture" if forms else "noise"}
 
     def answers(self, flops: Array) -> tuple[Columns, dict[str, Array | None]]:
-        """QUANTITIES at budgets (m,), NaN where the approach does not say, and their intervals (m, 2), None without
-        draws.
-        """
+        """Return QUANTITIES at budgets (m,), NaN if unknown, and their intervals (m, 2), None without draws."""
         source = self.profiles or self.envelope
         values: Columns = {}
         draws: Columns = {}
         if self.law is not None or self.mixture is not None:
-            ask = partial(compute_optimal, self.law) if self.mixture is None else self.mixture.optimal
-            best = ask(flops, flops_per_token=self.flops_per_token or 6.0)
+            optimal = partial(compute_optimal, self.law) if self.mixture is None else self.mixture.optimal
+            best = optimal(flops, flops_per_token=self.flops_per_token or 6.0)
             values, draws = best.values, dict(best.draws)
         elif source is not None and source.N_law_ is not None:
             laws = {"N": source.N_law_, "D": source.D_law_, "loss": source.loss_law_}
-            known = {name: law for name, law in laws.items() if law is not None and law.converged_}
-            values = {name: law.predict(flops) for name, law in known.items()}
-            draws = {name: law.predict_draws(flops) for name, law in known.items() if law.draws_ is not None}
-            for found in (values, draws):
-                if found:
-                    found["ratio"] = found["D"] / found["N"]
+            usable = {name: law for name, law in laws.items() if law is not None and law.converged_}
+            values = {name: law.predict(flops) for name, law in usable.items()}
+            draws = {name: law.predict_draws(flops) for name, law in usable.items() if law.draws_ is not None}
+            for columns in (values, draws):
+                if columns:
+                    columns["ratio"] = columns["D"] / columns["N"]
         unknown = np.full(len(flops), np.nan)
         bands = {
             name: np.array([percentile_interval(row) for row in draws[name]]) if name in draws else None
@@ -127,36 +125,36 @@ class Approach:
         return {name: values.get(name, unknown) for name in QUANTITIES}, bands
 
     def at(self, flops: float) -> Estimate:
-        """The estimate at one budget."""
+        """Return the estimate at one budget."""
         values, bands = self.answers(np.array([flops]))
-        said: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for name, band in bands.items():
             title = "tokens_per_parameter" if name == "ratio" else name
-            said[title] = finite_or_none(values[name][0])
-            said[f"{title}_ci"] = None if band is None or np.isnan(band[0]).all() else tuple(band[0].tolist())
-        return Estimate(float(flops), **said, convention=convention_name(self.flops_per_token))
+            fields[title] = finite_or_none(values[name][0])
+            fields[f"{title}_ci"] = None if band is None or np.isnan(band[0]).all() else tuple(band[0].tolist())
+        return Estimate(float(flops), **fields, convention=convention_name(self.flops_per_token))
 
     def to_dict(self) -> dict[str, Any]:
-        """What does not depend on a budget, for JSON."""
+        """Return the fields that do not depend on a budget, for JSON."""
         return {"reason": self.reason, "exponent": self.exponent, "exponent_ci": self.exponent_interval}
 
 
 def mix_forms(table: RunTable, flops_per_token: Callable[[Array], Array] | None, bootstrap: int, seed: int) -> Approach:
-    """The mixture of forms fitted to the runs, allocating as `parametric` does."""
+    """Return the mixture of forms fitted to the runs, allocating as `parametric` does."""
     mixture = FormMixture(draws=min(bootstrap, DRAWS), seed=seed)
-    together = resampled_together(table.group, table.run_id, MOST_FREE)
+    groups = resampled_together(table.group, table.run_id, MOST_FREE)
     try:
-        mixture.fit(table.N, table.D, table.loss, table.flops, together, table.weight)
+        mixture.fit(table.N, table.D, table.loss, table.flops, groups, table.weight)
     except InputError as error:
         return Approach("mixture", MIXTURE_TITLE, str(error))
-    if (gone := mixture.without_optimum(flops_per_token or 6.0)) > 0.5:
-        reason = f"forms that weigh {gone:.0%} have no best size at the budgets of the runs"
+    if (lost_weight := mixture.without_optimum(flops_per_token or 6.0)) > 0.5:
+        reason = f"forms that weigh {lost_weight:.0%} have no best size at the budgets of the runs"
         return Approach("mixture", MIXTURE_TITLE, reason)
     return mixture_approach(mixture, flops_per_token)
 
 
 def mixture_approach(mixture: FormMixture, flops_per_token: Callable[[Array], Array] | None) -> Approach:
-    """A fitted mixture, allocating as `parametric` does."""
+    """Return the approach of a fitted mixture, allocating as `parametric` does."""
     a, low, high = mixture.size_exponent(flops_per_token=flops_per_token or 6.0)
     interval = (low, high) if mixture.draws else None
     return Approach("mixture", MIXTURE_TITLE, "", a, interval, flops_per_token=flops_per_token, mixture=mixture)
@@ -171,8 +169,9 @@ def three_approaches(
     bootstrap: int,
     seed: int,
 ) -> dict[str, Approach]:
-    """All three by name, the first two after `bootstrap` resamples; `fitted` as of `fit_parametric`; counts: N and C
-    (n,) of the runs.
+    """Return all three approaches by name, the first two after `bootstrap` resamples.
+
+    `fitted` is the result of `fit_parametric`; `counts` are N and C (n,) of the runs.
     """
     if bootstrap:
         profiles.bootstrap(bootstrap, seed)
@@ -192,8 +191,9 @@ def parametric(
     flops_per_token: Callable[[Array], Array] | None = None,
     span: tuple[float, float] | None = None,
 ) -> Approach:
-    """Approach 3, allocating under C = 6ND or C = flops_per_token(N) D. Where N*(C) is no power law its exponent is the
-    mean slope over `span`, two budgets.
+    """Return approach 3, allocating under C = 6ND or C = flops_per_token(N) D.
+
+    If N*(C) is no power law, its exponent is the mean slope over the two budgets of `span`.
     """
     title = "Approach 3 · parametric"
     if law is None:
@@ -205,8 +205,8 @@ def parametric(
     N, D, _ = law.data_.values()
     ends = compute_optimal(law, span or float((6.0 * N * D).max()), flops_per_token or 6.0)
     if not (np.isfinite(ends.ratio) & (ends.ratio > 0)).all():
-        gone = f" ({', '.join(law.degenerate_)} at a bound)" if law.degenerate_ else ""
-        return Approach("parametric", title, f"the law has no best size at the budgets of the runs{gone}", law=law)
+        bounds = f" ({', '.join(law.degenerate_)} at a bound)" if law.degenerate_ else ""
+        return Approach("parametric", title, f"the law has no best size at the budgets of the runs{bounds}", law=law)
     if flops_per_token is None and law.power_optimum:
         exponent = finite_or_none(law.exponents_[0])
         interval = None if law.draws_ is None else law.interval("a")
@@ -220,17 +220,17 @@ def parametric(
 
 
 def isoflop(profiles: IsoflopProfiles) -> Approach:
-    """Approach 2."""
+    """Return approach 2."""
     accepted, budgets = len(profiles.accepted_), len(profiles.profiles_)
     reason = f"{accepted} of {budgets} budgets have a minimum that can be trusted, and a law in C needs 2"
     return _of_power_law("isoflop", "Approach 2 · isoFLOP", profiles.N_law_, reason, profiles=profiles)
 
 
 def envelope(envelope: Envelope) -> Approach:
-    """Approach 1."""
+    """Return approach 1."""
     levels = len(envelope.flops_)
-    many = "level of compute improves" if levels == 1 else "levels of compute improve"
-    reason = f"{levels} {many} on cheaper ones, and a law in C needs 2"
+    subject = "level of compute improves" if levels == 1 else "levels of compute improve"
+    reason = f"{levels} {subject} on cheaper ones, and a law in C needs 2"
     return _of_power_law("envelope", "Approach 1 · envelope", envelope.N_law_, reason, envelope=envelope)
 
 
@@ -241,10 +241,10 @@ def _of_power_law(key: str, title: str, sizes: PowerLaw | None, reason: str, **s
 
 
 def size_or_none(value: Any) -> float | None:
-    """A finite size above zero, or None, as where a term of the law vanished."""
+    """Return a finite size above zero, else None, as when a term of the law vanished."""
     return finite_or_none(value) if value > 0 else None
 
 
 def finite_or_none(value: Any) -> float | None:
-    """A float, or None for what is not a finite number."""
+    """Return a finite number as float, else None."""
     return float(value) if np.isfinite(value) else None

@@ -1,7 +1,7 @@
-"""How far to trust the fits: predict dearer runs from cheaper ones, and leave out one rung or one budget at a time.
+"""Backtests: predict larger-budget runs from cheaper ones, and leave out one rung or one budget at a time.
 
-The error of *allocation* stands beside the error of loss, because a law can predict loss within one percent and still
-misplace tokens per parameter by a factor of two.
+Errors of *allocation* are reported as well as errors of loss, because a law can predict loss within one percent and
+still be wrong by a factor of two in tokens per parameter.
 """
 
 from __future__ import annotations
@@ -21,61 +21,61 @@ from .approaches import Law, finite_or_none, size_or_none
 from .envelope import Envelope
 from .isoflop import IsoflopProfiles, binned_levels
 
-COARSE_BIN = 0.5  # decades, where the table has no budgets, or so many that they are no design
+COARSE_BIN = 0.5  # decades of C, for tables with fewer than two or over MOST_BUDGETS budgets; chosen by hand
 MOST_BUDGETS = 20
-RUNG_GAP = 0.02  # log N; sizes nearer than this are one rung
+RUNG_GAP = 0.02  # in log N; sizes closer than this are one rung
 SIZES = ("N", "tokens_per_parameter")
-DRAWS = 100  # resamples behind the prediction intervals of a step
-ASKED = {"parametric": "N_predicted", "isoflop": "N_predicted_isoflop", "envelope": "N_predicted_envelope"}
+DRAWS = 100  # resamples for the prediction intervals of a step
+PREDICTIONS = {"parametric": "N_predicted", "isoflop": "N_predicted_isoflop", "envelope": "N_predicted_envelope"}
 
 
 def backtest(
     table: RunTable, profiles: IsoflopProfiles, law: Law | None, target: float, mixture: FormMixture | None = None
 ) -> dict[str, Any]:
-    """Every step fits the approaches on runs cheaper than a budget and predicts that budget's runs.
+    """Fit the approaches on runs cheaper than each budget and predict the runs of that budget.
 
-    Returns {"steps", "reason", "influence", "tested"} (see `_tested`) and, copied to the top, the fields of the last
-    step, of the highest budget: loss_error (mean absolute, relative), loss_bias (positive: predicted too high), both
-    also over all runs of the budget and beyond (_beyond), N and tokens_per_parameter, _predicted by approach 3, by
-    approach 2 (_isoflop) and _measured.
+    Returns {"steps", "reason", "influence", "tested"} (see `_tested`) and the fields of the last step, of the highest
+    budget: loss_error (mean absolute, relative) and loss_bias (positive: predicted too high), both also over all runs
+    from this budget on (_beyond); N and tokens_per_parameter, _predicted by approach 3, by approach 2 (_isoflop) and
+    _measured.
     """
-    none: dict[str, Any] = {"steps": [], "reason": "there is no parametric law", "influence": None, "tested": None}
+    empty: dict[str, Any] = {"steps": [], "reason": "there is no parametric law", "influence": None, "tested": None}
     if law is None:
-        return none
+        return empty
     labels, budgets = _levels(table, profiles)
     influence = leave_one_out(table, law, labels, budgets, target)
-    steps, ahead, reason = [], [], "there is one budget only" if len(budgets) < 2 else ""
+    steps, tests, reason = [], [], "there is one budget only" if len(budgets) < 2 else ""
     for level in range(1, len(budgets)):
         test = labels == level
         train = (table.flops < table.flops[test].min()) & ~test
         try:
-            alone = _refit(table.where(train), law)
+            refit = _refit(table.where(train), law)
             steps.append(
-                _step(alone, table.where(train), table.where(test), float(budgets[level]), profiles, law, target)
+                _step(refit, table.where(train), table.where(test), float(budgets[level]), profiles, law, target)
             )
             beyond = table.where(table.flops >= table.flops[test].min())
-            many, error, bias = _errors(alone, beyond).values()
-            steps[-1] |= {"runs_beyond": many, "loss_error_beyond": error, "loss_bias_beyond": bias}
+            runs, error, bias = _errors(refit, beyond).values()
+            steps[-1] |= {"runs_beyond": runs, "loss_error_beyond": error, "loss_bias_beyond": bias}
             if mixture is None:
-                ahead.append(_by_law(alone, table.where(train), beyond, law.draws_ is not None))
+                tests.append(_by_law(refit, table.where(train), beyond, law.draws_ is not None))
         except InputError as error:
             reason = f"below {budgets[level]:.3g} FLOPs: {str(error).rstrip('.')}"
     if not steps:
-        return none | {"reason": reason, "influence": influence}
+        return empty | {"reason": reason, "influence": influence}
     if mixture is not None:
-        ahead = _by_mixture(mixture)
+        tests = _by_mixture(mixture)
     held_highest = steps[-1]["held_out_flops"] == float(budgets[-1])
-    said = {"steps": steps, "reason": "" if held_highest else reason, "influence": influence}
-    return said | {"tested": _tested(steps, ahead, mixture is not None)} | steps[-1]
+    result = {"steps": steps, "reason": "" if held_highest else reason, "influence": influence}
+    return result | {"tested": _tested(steps, tests, mixture is not None)} | steps[-1]
 
 
 def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array, target: float) -> dict[str, Any]:
-    """Approach 3 without each rung (the runs of one size) and without each budget: {"left_out": [...], "most": ...}.
+    """Fit approach 3 without each rung (runs of one size) and without each budget: {"left_out": [...], "most": ...}.
 
-    `moves` are in widths of the full fit's interval (of the logarithm for N and D/N): beyond a half, one rung decides
-    more than the interval admits. `most` is the entry with the largest move (without intervals: of log N).
+    `moves` are relative to the width of the full fit's interval (of the log for N and D/N): beyond a half, one rung
+    decides more than the interval allows. `most` is the entry with the largest move (of log N without intervals).
     """
-    # A rung is the runs of one size, by rising N.
+    # Number the rungs by rising N.
     order = np.argsort(table.N, kind="stable")
     rungs = np.empty(len(table), dtype=int)
     rungs[order] = np.concatenate([[0], np.cumsum(np.diff(np.log(table.N[order])) > RUNG_GAP)])
@@ -94,7 +94,7 @@ def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array,
     ends = _logs({name: np.array(percentile_interval(values)) for name, values in draws.items()})
     for name in moves:
         width = ends[name][1] - ends[name][0] if name in ends else np.nan
-        with np.errstate(invalid="ignore"):  # a move without end over an interval without end
+        with np.errstate(invalid="ignore"):  # infinite move over infinite interval
             moves[name] /= width if width > 0 else np.nan
     entries: list[dict[str, Any]] = [
         {"kind": kind, "value": value, "runs": int(rows.sum())}
@@ -103,18 +103,18 @@ def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array,
         for i, (kind, value, rows) in enumerate(groups)
     ]
 
-    def far(entry: dict[str, Any]) -> tuple[float, str]:
-        moved = [(abs(move), name) for name, move in entry["moves"].items() if move is not None]
+    def largest_move(entry: dict[str, Any]) -> tuple[float, str]:
+        sizes = [(abs(move), name) for name, move in entry["moves"].items() if move is not None]
         with np.errstate(divide="ignore"):  # an optimum of zero parameters
-            away = -1.0 if entry["N"] is None else abs(float(np.log(entry["N"] / full["N"][0])))
-        return max(moved, default=(away, "N"))
+            distance = -1.0 if entry["N"] is None else abs(float(np.log(entry["N"] / full["N"][0])))
+        return max(sizes, default=(distance, "N"))
 
-    most = max(entries, key=far)
-    return {"left_out": entries, "most": None if far(most)[0] < 0 else most | {"moved": far(most)[1]}}
+    most = max(entries, key=largest_move)
+    return {"left_out": entries, "most": None if largest_move(most)[0] < 0 else most | {"moved": largest_move(most)[1]}}
 
 
 def _levels(table: RunTable, profiles: IsoflopProfiles) -> tuple[np.ndarray, Array]:
-    """Label (n,) and FLOPs of the budgets; bins of COARSE_BIN where the table has fewer than two, or many."""
+    """Return labels (n,) and FLOPs of budgets; bins of COARSE_BIN if the table has fewer than two or too many."""
     if 2 <= len(profiles.budgets_) <= MOST_BUDGETS:
         return profiles.labels_, profiles.budgets_
     labels = binned_levels(table.flops, COARSE_BIN)
@@ -142,7 +142,7 @@ def _step(
     full: Law,
     target: float,
 ) -> dict[str, Any]:
-    """What the approaches, fitted to the cheap runs, say of those held out."""
+    """Return the predictions for the held-out runs by approaches fitted to the cheap runs."""
     step: dict[str, Any] = {
         "held_out_flops": budget,
         "runs_fitted": len(cheap),
@@ -153,16 +153,19 @@ def _step(
         "predicted": np.asarray(law.predict(held.N, held.D)).tolist(),
         "measured": held.loss.tolist(),
     }
-    two = _profiles(cheap, profiles, cheap.budget)
+    cheap_profiles = _profiles(cheap, profiles, cheap.budget)
     for name, C in (("at_target", target), ("predicted", budget)):
-        N, D = (None if one is None else float(one.predict(C)) for one in (two.N_law_, two.D_law_))
+        N, D = (
+            None if size_law is None else float(size_law.predict(C))
+            for size_law in (cheap_profiles.N_law_, cheap_profiles.D_law_)
+        )
         step[f"tokens_per_parameter_{name}_isoflop"] = D / N if N and D else None
     step["N_predicted_isoflop"] = N
-    front = Envelope().fit(cheap.N, cheap.D, cheap.loss, cheap.flops, cheap.budget).N_law_
-    step["N_predicted_envelope"] = front and float(front.predict(budget))
+    envelope_law = Envelope().fit(cheap.N, cheap.D, cheap.loss, cheap.flops, cheap.budget).N_law_
+    step["N_predicted_envelope"] = envelope_law and float(envelope_law.predict(budget))
     vertex = _profiles(held, profiles, np.full(len(held), budget)).profiles_[0]
     N, D = (vertex.N_best, vertex.D_best) if vertex.accepted else (None, None)
-    # The law's optimum is asked at the FLOPs of the held-out vertex's own N and D.
+    # Evaluate the law's optimum at the FLOPs of the held-out vertex's N and D.
     spend = law.flops_per_token_ or FlopsPerToken()
     best = compute_optimal(law, spend(np.array(N)) * D) if N and D else None
     return step | {
@@ -179,7 +182,7 @@ def _errors(law: Law, runs: RunTable) -> dict[str, Any]:
 
 
 def _by_law(law: Law, cheap: RunTable, beyond: RunTable, resample: bool) -> dict[str, Any]:
-    """How the law, fitted to the cheap runs, predicts all that are dearer, with its own 95 % intervals."""
+    """Return the errors of the law, fitted to the cheap runs, on all larger budgets, and its 95 % coverage."""
     ends = None
     if resample:
         with suppress(InputError):
@@ -191,16 +194,16 @@ def _by_law(law: Law, cheap: RunTable, beyond: RunTable, resample: bool) -> dict
 
 
 def _by_mixture(mixture: FormMixture) -> list[dict[str, Any]]:
-    """How the mixture predicted what is dearer than each of its cut-offs, from the farthest to the nearest."""
-    found = []
+    """Return the errors of the mixture beyond each cut-off, from the farthest to the nearest."""
+    tests = []
     for k in reversed(range(len(mixture.cut_offs_))):
-        cut, past = mixture.cut_offs_[k], mixture.before(k)
-        if past is not None:
+        cut, earlier = mixture.cut_offs_[k], mixture.before(k)
+        if earlier is not None:
             N, D, loss, flops = (mixture.data_[name][cut.tested] for name in ("N", "D", "loss", "flops"))
-            predicted, *ends = past.forecast(N, D).to_numpy().T
-            known = ends if mixture.draws else None
-            found.append(_ahead(int(cut.fitted.sum()), cut.flops, flops, loss, predicted, known))
-    return found
+            predicted, *ends = earlier.forecast(N, D).to_numpy().T
+            interval = ends if mixture.draws else None
+            tests.append(_ahead(int(cut.fitted.sum()), cut.flops, flops, loss, predicted, interval))
+    return tests
 
 
 def _ahead(fitted: int, top: float, flops: Array, loss: Array, predicted: Array, ends: Any) -> dict[str, Any]:
@@ -210,33 +213,35 @@ def _ahead(fitted: int, top: float, flops: Array, loss: Array, predicted: Array,
 
 
 def _tested(steps: list[dict[str, Any]], ahead: list[dict[str, Any]], mixed: bool) -> dict[str, Any] | None:
-    """What leads the answers ("by"), step by step ("ahead": compute and runs fitted, and of every dearer run the factor
-    beyond and the relative error; the share inside of the intervals), and over the steps, weighed alike; and the root
-    mean square error of log N* of the approaches, where all of them say, with the best.
+    """Return how well the tested predictions held.
+
+    "by": the form of the answers. "ahead": for each step, compute and runs fitted, the factor beyond and relative error
+    of every larger run, and the share inside the intervals; other fields summarise these. "size_error": root mean
+    square error of log N* of each approach, over steps where all have one; "best" has the lowest.
     """
-    asked = {key: name for key, name in ASKED.items() if any(step[name] for step in steps)}
-    sized = [step for step in steps if step["N_measured"] and all(step[name] for name in asked.values())]
-    off = {
+    approaches = {key: name for key, name in PREDICTIONS.items() if any(step[name] for step in steps)}
+    sized = [step for step in steps if step["N_measured"] and all(step[name] for name in approaches.values())]
+    size_error = {
         key: float(np.sqrt(np.mean([np.log(step[name] / step["N_measured"]) ** 2 for step in sized])))
-        for key, name in asked.items()
+        for key, name in approaches.items()
         if sized
     }
-    inside = [one["inside"] for one in ahead if one["inside"] is not None]
+    inside = [test["inside"] for test in ahead if test["inside"] is not None]
     return {
         "by": "mixture" if mixed else "parametric",
-        "reach": max((max(one["factor"]) for one in ahead), default=1.0),
-        "predictions": sum(len(one["factor"]) for one in ahead),
-        "error": float(np.mean([np.mean(np.abs(one["error"])) for one in ahead])) if ahead else None,
-        "bias": [float(np.mean(one["error"])) for one in ahead],
+        "reach": max((max(test["factor"]) for test in ahead), default=1.0),
+        "predictions": sum(len(test["factor"]) for test in ahead),
+        "error": float(np.mean([np.mean(np.abs(test["error"])) for test in ahead])) if ahead else None,
+        "bias": [float(np.mean(test["error"])) for test in ahead],
         "inside": float(np.mean(inside)) if inside else None,
-        "size_error": off,
-        "best": min(off, key=lambda key: off[key], default=None),
+        "size_error": size_error,
+        "best": min(size_error, key=lambda key: size_error[key], default=None),
         "ahead": ahead,
     }
 
 
 def _profiles(runs: RunTable, like: IsoflopProfiles, budget: Array) -> IsoflopProfiles:
-    """Profiles of some runs, by the method of `like`."""
+    """Return the profiles of some runs, by the method of `like`."""
     return IsoflopProfiles(like.method).fit(runs.N, runs.D, runs.loss, runs.flops, budget, runs.weight)
 
 
@@ -251,13 +256,13 @@ def _identifies(law: Law, runs: RunTable) -> bool:
 
 @np.errstate(all="ignore")  # a term that vanished gives zeros and infinities
 def _answers(law: Law, constants: dict[str, Array], target: float) -> dict[str, Array]:
-    """Exponents, and the optimum at the target, under other constants of the law, each (refits,)."""
-    N, D, loss = (found[0] for found in unlimited(law, constants, np.array([[target]]), own_convention(law)))
+    """Return exponents and the optimum at the target for other constants of the law, each (refits,)."""
+    N, D, loss = (values[0] for values in unlimited(law, constants, np.array([[target]]), own_convention(law)))
     exponents = {name: constants[name] for name in law.exponent_names}
     return exponents | {"N": N, "tokens_per_parameter": D / N, "loss": loss + 0.0 * N}
 
 
 def _logs(answers: dict[str, Array]) -> dict[str, Array]:
-    """What moves are counted in: exponents, and the logarithms of N and D/N."""
+    """Return exponents, log N and log D/N, in which moves are measured."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return {name: np.log(values) if name in SIZES else values for name, values in answers.items() if name != "loss"}

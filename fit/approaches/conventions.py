@@ -1,7 +1,7 @@
-"""Every fit under each way to count parameters and FLOPs that a table carries, side by side.
+"""Fits under each count of parameters and FLOPs that a table has, for comparison.
 
-The convention alone moves the exponent of N*(C) from 0.5 to 0.7 and beyond on the same runs. Loss can be a power law in
-one count of N only; under the others approach 3 is the best law of a wrong form.
+The convention alone changes the exponent of N*(C) from 0.5 to 0.7 and more on the same runs. Loss can be a power law in
+only one count of N; under the others approach 3 is the best law of a wrong form.
 
 Kaplan et al. 2020 (arXiv:2001.08361), section 2.1; Pearce and Song 2024 (arXiv:2406.12907); Porian et al. 2024
 (arXiv:2406.19146).
@@ -22,16 +22,16 @@ from .envelope import Envelope
 from .isoflop import IsoflopProfiles, budget_levels
 
 PARAMETERS = ("N_total", "N_active", "N_non_embedding", "N_kaplan")
-SAME = 1e-3  # relative difference up to which two columns are one convention
-LEVEL = 1.02  # FLOPs of one budget within this factor need no move
+SAME = 1e-3  # columns are one convention up to this relative difference
+LEVEL = 1.02  # FLOPs of one budget are not moved if they agree within this factor
 
 
 @dataclass(frozen=True)
 class ConventionRow:
     """One convention: the three approaches under it, or the reason why it is left out.
 
-    `flops` is "6nd" or the column of FLOPs, `own` says that it is the table's convention, and `moved` is the largest
-    factor by which D was moved to share a budget (1: none).
+    `flops` is "6nd" or the column of FLOPs, `own` is true for the table's convention, and `moved` is the largest factor
+    on D that made runs share a budget (1: none).
     """
 
     parameters: str
@@ -44,12 +44,12 @@ class ConventionRow:
     reason: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the convention and the answers at the first target, for JSON."""
         shown = ("N", "D", "tokens_per_parameter", "loss", "N_ci", "tokens_per_parameter_ci")
-        found = {}
+        answers = {}
         for key, approach in self.approaches.items():
-            said = vars(approach.at(self.targets[0])) if approach.available else {}
-            found[key] = approach.to_dict() | {name: said.get(name) for name in shown}
+            answer = vars(approach.at(self.targets[0])) if approach.available else {}
+            answers[key] = approach.to_dict() | {name: answer.get(name) for name in shown}
         return {
             "parameters": self.parameters,
             "flops": self.flops,
@@ -58,15 +58,15 @@ class ConventionRow:
             "moved": self.moved,
             "target": self.targets[0] if self.targets else None,
             "law": self.law and self.law.constants_,
-            "approaches": found,
+            "approaches": answers,
         }
 
     def __repr__(self) -> str:
         head = f"{self.parameters}, {self.flops}{' (the table)' if self.own else ''}: "
         if self.reason:
             return head + f"left out, {self.reason}"
-        said = [f"{key} a = {a.exponent:.3f}" for key, a in self.approaches.items() if a.exponent is not None]
-        return head + (", ".join(said) or "no approach has an answer")
+        exponents = [f"{key} a = {a.exponent:.3f}" for key, a in self.approaches.items() if a.exponent is not None]
+        return head + (", ".join(exponents) or "no approach has an answer")
 
 
 def by_convention(
@@ -77,10 +77,10 @@ def by_convention(
     law: Law | None = None,
     own: Array | None = None,
 ) -> list[ConventionRow]:
-    """A row for every parameter count (the columns PARAMETERS, or else N) times every FLOP count of the table: 6ND and,
-    where they differ, `flops_exact` or else the table's.
+    """Return a row for every parameter count times every FLOP count of the table.
 
-    Arguments as in `analyze`; own (n,): FLOPs as answers count them, if not as the table does.
+    Parameter counts are the columns PARAMETERS, else N. FLOP counts are 6ND and, if they differ, `flops_exact` or else
+    the table's. Arguments are those of `analyze`; own (n,): FLOPs as answers count them, by default the table's.
     """
     own = table.flops if own is None else own
     counts = {name: table.column(name) for name in PARAMETERS if name in table.frame}
@@ -93,8 +93,8 @@ def by_convention(
     measured = ("exact", exact) if np.isfinite(exact).any() else ("table", table.flops)
     usable = {name: np.isfinite(N) & (N > 0) for name, N in counts.items()}
     laws = {name: fit_parametric(table, N, law, bootstrap, seed) for name, N in counts.items() if usable[name].all()}
-    # Losses are moved under the count of N in which approach 3 fits best.
-    movers = [(counts[name], one) for name, (one, _) in laws.items() if one is not None]
+    # Losses of moved runs follow the count of N in which approach 3 fits best.
+    movers = [(counts[name], law_or_none) for name, (law_or_none, _) in laws.items() if law_or_none is not None]
     mover = min(movers, key=lambda mover: mover[1].objective_, default=None)
     rows = []
     for name, N in counts.items():
@@ -110,35 +110,36 @@ def by_convention(
                 rows.append(replace(row, reason=reason))
                 continue
             profiles, envelope, moved = read_off(table, N, C, mover)
-            found = three_approaches(profiles, envelope, laws[name], table, (N, C), bootstrap, seed)
-            rows.append(replace(row, approaches=found, law=laws[name][0], moved=moved))
+            approaches = three_approaches(profiles, envelope, laws[name], table, (N, C), bootstrap, seed)
+            rows.append(replace(row, approaches=approaches, law=laws[name][0], moved=moved))
     return rows
 
 
 def read_off(
     table: RunTable, N: Array, C: Array, mover: tuple[Array, Law] | None
 ) -> tuple[IsoflopProfiles, Envelope, float]:
-    """Approaches 2 and 1 in the counts N and C (n,), and the largest factor in D by which a run was moved for them.
+    """Fit approaches 2 and 1 in the counts N and C (n,). Also returns the largest factor on D that moved a run.
 
-    A profile that is even in one count is lopsided in another, as a valley may be.
+    A profile that is symmetric in one count is skewed in another, which a valley allows.
     """
     budget, factor = _shared_budgets(table, C)
-    far = float(np.exp(np.abs(np.log(factor)).max()))
+    largest = float(np.exp(np.abs(np.log(factor)).max()))
     loss = table.loss
-    if far > LEVEL and mover is not None:
+    if largest > LEVEL and mover is not None:
         size, law = mover
         loss = np.asarray(loss * (law.predict(size, table.D * factor) / law.predict(size, table.D)))
     else:
-        if far > LEVEL:
+        if largest > LEVEL:
             budget = np.full(len(C), np.nan)
-        factor, far = np.ones(len(C)), 1.0
+        factor, largest = np.ones(len(C)), 1.0
     runs = (N, table.D * factor, loss, C * factor, budget)
-    return IsoflopProfiles("valley").fit(*runs, table.weight), Envelope().fit(*runs), far
+    return IsoflopProfiles("valley").fit(*runs, table.weight), Envelope().fit(*runs), largest
 
 
 def _shared_budgets(table: RunTable, C: Array) -> tuple[Array, Array]:
-    """The budget of each run (NaN: none), which is the mean FLOPs of those that share one under the table's convention;
-    and the factor in D that takes the run there, both (n,).
+    """Return the budget of each run (NaN: none) and the factor on D that moves it there, both (n,).
+
+    A budget is the mean FLOPs of the runs that share one under the table's convention.
     """
     labels, levels = budget_levels(table.flops, table.N, table.budget)
     budget = np.full(len(C), np.nan)
@@ -150,5 +151,5 @@ def _shared_budgets(table: RunTable, C: Array) -> tuple[Array, Array]:
     return budget, np.where(np.isfinite(budget), budget / C, 1.0)
 
 
-def _same(one: Array, other: Array) -> bool:
-    return bool(np.all(np.abs(one / other - 1.0) < SAME))
+def _same(values: Array, other: Array) -> bool:
+    return bool(np.all(np.abs(values / other - 1.0) < SAME))

@@ -1,4 +1,4 @@
-"""Tables of mixtures of experts: the law that predicts best, sparsity, leverage over dense; FLOPs are 6 N_active D."""
+"""Tables of mixtures of experts: the best law, sparsity and leverage over dense; FLOPs are 6 N_active D."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..table import RunTable
 from ..uncertainty import percentile_intervals, resampled_together
 
 LOADS = ("load_max", "dead_experts")
-ACTIVE = 0.99  # of all parameters, from which on a model is dense
+ACTIVE = 0.99  # a model is dense from this share of active parameters
 
 
 @dataclass(frozen=True)
 class ExpertStudy:
-    """What a table says of experts; where no law was fitted, `reason` says why.
+    """The results on experts of one table; `reason` is why no law was fitted.
 
-    held_out: form -> root mean square error of log loss, fitted without the largest N_active and without most experts.
-    sparsities: experts, leverage at the dearest run's budget, its interval `ci`. answers: what each target wants,
-    as text, at any size and with at most the N_total of the largest run; whether at the `edge` of the runs. load: of
-    the worst run, where the table says: the largest expert's share over the mean one, and experts without a token.
+    held_out: form -> root mean square error of log loss on the largest N_active and the most experts, fitted without
+    them. sparsities: experts, leverage at the largest run's budget and its interval `ci`. answers: the best run of each
+    target, at any N_total and at most that of the largest run; `edge`: at the edge of the runs. load: the largest
+    expert's share over the mean one and experts without a token, both of the worst run.
     """
 
     reason: str = ""
@@ -35,33 +35,34 @@ class ExpertStudy:
     columns: Columns = field(default_factory=dict, repr=False)  # as `expert_columns`
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        found = vars(self) | {"law": self.law and {"form": self.law.form} | self.law.constants_}
-        return {name: value for name, value in found.items() if name != "columns"}
+        """Return the study without its columns, for JSON."""
+        fields = vars(self) | {"law": self.law and {"form": self.law.form} | self.law.constants_}
+        return {name: value for name, value in fields.items() if name != "columns"}
 
 
 def expert_columns(runs: RunTable) -> Columns:
-    """N_active, N_total, D, loss and experts, those of a layer over those that a token uses, each (n,); experts may be
-    missing in dense runs. Raises InputError where a column is missing.
+    """Return N_active, N_total, D, loss and experts, each (n,). Raises InputError if a column is missing.
+
+    experts is the number in a layer over the number that a token uses; it may be missing in dense runs.
     """
     for name in ("N_active", "N_total", "experts"):
         if not np.isfinite(runs.column(name)).any():
             has = ", ".join(map(str, runs.frame.columns))
             raise InputError(f"no numbers in column {name!r}, which a law of experts needs; the table has {has}.")
-    N, total, E, used = (runs.column(name) for name in ("N_active", "N_total", "experts", "experts_per_token"))
-    E = np.where(ACTIVE * total > N, E / np.where(np.isfinite(used), used, 1.0), 1.0)
-    found = {name: positive(name, v) for name, v in (("N_active", N), ("N_total", total), ("experts", E))}
-    return {**found, "D": runs.D, "loss": runs.loss}
+    N, total, E, per_token = (runs.column(name) for name in ("N_active", "N_total", "experts", "experts_per_token"))
+    E = np.where(ACTIVE * total > N, E / np.where(np.isfinite(per_token), per_token, 1.0), 1.0)
+    checked = {name: positive(name, v) for name, v in (("N_active", N), ("N_total", total), ("experts", E))}
+    return {**checked, "D": runs.D, "loss": runs.loss}
 
 
 def held_out(law: ExpertLaw, columns: Columns, out: np.ndarray) -> Array:
-    """Log of what was observed less log predicted in the rows of a mask (n,), by the law fitted to all others."""
+    """Return the log of observed over predicted loss in the rows of a mask (n,), by the law fitted to the others."""
     law.fit(*(columns[name][~out] for name in (*law.inputs, "loss")))
     return np.log(columns["loss"][out]) - np.log(law.predict(*(columns[name][out] for name in law.inputs)))
 
 
 def by_experts(runs: RunTable, targets: tuple[float, ...], bootstrap: int = 0, seed: int = 0) -> ExpertStudy | None:
-    """The study of a table; None where every N_active is N_total, or there is none."""
+    """Return the study of a table, or None if no run has N_active below N_total."""
     if not (runs.column("N_active") < ACTIVE * runs.column("N_total")).any():
         return None
     try:
@@ -72,10 +73,10 @@ def by_experts(runs: RunTable, targets: tuple[float, ...], bootstrap: int = 0, s
 
 def _study(runs: RunTable, targets: tuple[float, ...], bootstrap: int, seed: int) -> ExpertStudy:
     c = expert_columns(runs)
-    sparse, tried = c["experts"] > 1.0, np.unique(c["experts"])
-    if len(tried) < 2:
+    sparse, numbers = c["experts"] > 1.0, np.unique(c["experts"])
+    if len(numbers) < 2:
         raise InputError(
-            f"experts is {tried[0]:g} in every run; a law of experts needs runs of another number, or dense."
+            f"experts is {numbers[0]:g} in every run; a law of experts needs runs of another number, or dense."
         )
     share = float(np.median((c["N_total"] / c["N_active"] - 1.0)[sparse] / (c["experts"][sparse] - 1.0)))
     tokens = float(np.median(c["D"])) if c["D"].max() < SPREAD * c["D"].min() else None
@@ -88,13 +89,13 @@ def _study(runs: RunTable, targets: tuple[float, ...], bootstrap: int, seed: int
     if bootstrap:
         law.bootstrap(bootstrap, resampled_together(runs.group, runs.run_id, law.problem_.free), seed)
     C, answers = float((6.0 * c["N_active"] * c["D"]).max()), []
-    leverage, ends = law.leverage(C, tried).tolist(), [None] * len(tried)
+    leverage, ends = law.leverage(C, numbers).tolist(), [None] * len(numbers)
     if law.draws_ is not None:
-        ends = percentile_intervals(law.leverage(C, tried, law.draws_), 0.95).tolist()
-    rows = [{"experts": E, "leverage": k, "ci": ci} for E, k, ci in zip(tried.tolist(), leverage, ends, strict=True)]
-    for most in (None, float(c["N_total"].max())):
-        best = law.optimal(targets, most)
-        edge = (best.more["experts"] / tried.max() > 0.999).tolist()
-        answers += [row | {"most": most, "edge": at} for row, at in zip(best.rows(), edge, strict=True)]
+        ends = percentile_intervals(law.leverage(C, numbers, law.draws_), 0.95).tolist()
+    rows = [{"experts": E, "leverage": k, "ci": ci} for E, k, ci in zip(numbers.tolist(), leverage, ends, strict=True)]
+    for max_total in (None, float(c["N_total"].max())):
+        best = law.optimal(targets, max_total)
+        edge = (best.more["experts"] / numbers.max() > 0.999).tolist()
+        answers += [row | {"most": max_total, "edge": at} for row, at in zip(best.rows(), edge, strict=True)]
     load = {name: v.max() for name in LOADS if len(v := runs.column(name)[np.isfinite(runs.column(name)) & sparse])}
     return ExpertStudy("", law, errors, rows, answers, {name: float(worst) for name, worst in load.items()}, c)

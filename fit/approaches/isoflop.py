@@ -1,9 +1,9 @@
-"""IsoFLOP profiles (approach 2): the best size of each budget from a curve in log N, and N*(C), D*(C) through those.
+"""IsoFLOP profiles (approach 2): the best size of each budget from a curve in log N, and N*(C), D*(C) through them.
 
-The valley, of one shape for all budgets, misses hidden ones least (docs/benchmarks.md). Of curves through one budget,
-the parabola has the least noise and is biased where a profile is lopsided, and Akima's interpolant, which follows any
-shape, has six times that noise. A vertex that the sizes do not enclose is
-refused, with the reason. Sizes are chosen, not sampled, so the bootstrap is parametric: losses with noise added.
+The valley, of one shape for all budgets, has the lowest errors on hidden budgets (docs/benchmarks.md). Of curves
+through one budget, the parabola has the least noise and is biased for skewed profiles; Akima's interpolant follows any
+shape with six times that noise. A vertex outside the sizes is refused, with the reason. Sizes are chosen, not sampled,
+so the bootstrap is parametric: it adds noise to losses.
 
 Hoffmann et al. 2022 (arXiv:2203.15556), section 3.2; Porian et al. 2024 (arXiv:2406.19146); Akima 1970 (J. ACM 17).
 """
@@ -24,23 +24,22 @@ from ..uncertainty import check_resampling, excess_scatter, percentile_interval
 from .valley import Valley, fit_valleys
 
 Method = Literal["parabola", "akima", "valley"]
-REACH = np.log(10.0)  # a polynomial's lowest point is looked for up to ten times beyond the sizes tried
-NEIGHBOURS = 4  # a parabola through this many sizes leaves one contrast
-SAME_SIZE = 6  # decimals of log N up to which two sizes are one
-LEVEL_WIDTH = 0.05  # decades of C that count as one budget where the table names none
-TIGHT_WIDTH = 0.02  # closer than this, three runs are enough to call it a budget
+REACH = np.log(10.0)  # a polynomial's minimum may be up to ten times beyond the tried sizes
+NEIGHBOURS = 4  # a parabola through this many sizes has one residual contrast
+SAME_SIZE = 6  # sizes are equal if log N agrees to this many decimals
+LEVEL_WIDTH = 0.05  # decades of C in one budget, if the table names none
+TIGHT_WIDTH = 0.02  # within this width, three runs are enough for a budget; else LOOSE_RUNS
 LOOSE_RUNS = 6
-LINE_ROUNDS = 6  # of weights
+LINE_ROUNDS = 6  # rounds of reweighting
 
-# A curve goes through losses at u (n,), log N about its mean. Both kinds take many versions of the losses at once,
-# (draws, n), and have: `minimum`, where each row has its lowest point and the curve there, (draws,) each; `at`, the
-# curve through one row at u (m,), NaN where it does not reach; and `contrasts` (r, n), sums of losses that carry noise
-# only: where a run's variance is sigma^2 / weight (weights of mean 1), their sum of squares is sigma^2 times the trace
-# of their covariance at sigma = 1.
+# A curve goes through losses at u (n,), log N about its mean. `minimum` takes many versions of the losses, (draws, n),
+# and returns the place and value of each minimum, (draws,). `at` is the curve through one row at u (m,), NaN out of
+# reach. `contrasts` (r, n) are sums of losses that contain only noise: for runs of variance sigma^2 / weight, with
+# weights of mean 1, their sum of squares is sigma^2 times the trace of their covariance at sigma = 1.
 
 
 class Parabola:
-    """Weighted least squares. Where it has no lowest point: NaN."""
+    """A weighted least-squares parabola; its minimum is NaN if it has none."""
 
     def __init__(self, u: Array, weight: Array) -> None:
         root = np.sqrt(weight / weight.mean())
@@ -62,7 +61,7 @@ class Parabola:
 
 
 class Akima:
-    """Akima's interpolant of log loss through the (weighted) mean loss of each size. Its lowest point may be an end."""
+    """Akima's interpolant of log loss through the weighted mean loss of each size; its minimum may be an end."""
 
     def __init__(self, u: Array, weight: Array) -> None:
         weight = weight / weight.mean()
@@ -75,14 +74,14 @@ class Akima:
         self.local = _local_contrasts(self.knots, total)
 
     def contrasts(self, loss: Array) -> Array:
-        # An interpolant leaves nothing over, so its contrasts are the scatter of runs of one size, and what parabolas
-        # through neighbouring sizes leave, the lowest among them: what is far up the slopes moves no minimum.
+        # An interpolant has no residuals. Its contrasts are the scatter of runs of one size, and residuals of parabolas
+        # through neighbouring sizes that include the lowest: sizes far up the slopes do not move the minimum.
         lowest = int(np.argmin(self.mean @ loss))
         return np.concatenate([self.within, self.local[self.local[:, lowest] != 0] @ self.mean])
 
     def minimum(self, losses: Array) -> tuple[Array, Array]:
-        # The minimum of a piecewise cubic is found exactly, from the roots of its derivative.
-        # Each (sizes - 1, draws), of a t^3 + b t^2 + c t + d from the left knot.
+        # The minimum of a piecewise cubic is exact, from the roots of its derivative.
+        # Coefficients (sizes - 1, draws) of a t^3 + b t^2 + c t + d, t from the left knot.
         a, b, c, d = self._interpolate(losses @ self.mean.T).c
         length = np.diff(self.knots)[:, None]
         t = _valley(a, b, c)
@@ -95,7 +94,7 @@ class Akima:
         return places[chosen], np.exp(candidates[chosen])
 
     def at(self, loss: Array, u: Array) -> Array:
-        # A size at either end may differ from its knot by rounding, and is on the curve.
+        # The smallest and largest size may differ from their knots by rounding.
         inside = np.clip(u, *self.knots[[0, -1]])
         near = np.where(np.abs(u - inside) < 1e-9, inside, u)
         return np.exp(np.asarray(self._interpolate((self.mean @ loss)[None, :])(near))[..., 0])
@@ -107,7 +106,7 @@ class Akima:
 
 
 Curve = Parabola | Akima
-# Each with the sizes that it needs and its name in sentences.
+# Method -> curve, number of sizes that it needs, name in sentences.
 METHODS: dict[str, tuple[Callable[[Array, Array], Curve], int, str]] = {
     "parabola": (Parabola, 3, "a parabola"),
     "akima": (Akima, 3, "Akima's curve"),
@@ -116,24 +115,25 @@ METHODS: dict[str, tuple[Callable[[Array, Array], Curve], int, str]] = {
 
 
 def _valley(a: Array, b: Array, c: Array) -> Array:
-    """Where a t^3 + b t^2 + c t has its local minimum; NaN where it has none."""
+    """Return the local minimum of a t^3 + b t^2 + c t, NaN if it has none."""
     with np.errstate(divide="ignore", invalid="ignore"):
         root = np.sqrt(b**2 - 3 * a * c)  # NaN where the derivative has no root
-        # Of its roots the one where it rises, written so that nothing cancels and a = 0 is a parabola.
+        # The root where the derivative rises, written without cancellation and valid for a parabola, a = 0.
         t = np.where(b > 0, -c / (b + root), (root - b) / (3 * a))
     return np.where(np.isfinite(t), t, np.nan)
 
 
 def _local_contrasts(knots: Array, weight: Array) -> Array:
-    """What parabolas through each NEIGHBOURS consecutive knots leave over: (windows, knots), rows of unit variance when
-    knot j has variance 1 / weight_j.
+    """Return residual contrasts (windows, knots) of parabolas through NEIGHBOURS consecutive knots.
+
+    Rows have unit variance if knot j has variance 1 / weight_j.
     """
     rows = np.zeros((max(len(knots) - NEIGHBOURS + 1, 0), len(knots)))
     for first in range(len(rows)):
-        part = slice(first, first + NEIGHBOURS)
-        u = knots[part] - knots[part].mean()
-        left = np.linalg.svd(np.stack([np.ones_like(u), u, u**2]))[2][-1]  # the direction that the three do not reach
-        rows[first, part] = left / np.sqrt((left**2 / weight[part]).sum())
+        window = slice(first, first + NEIGHBOURS)
+        u = knots[window] - knots[window].mean()
+        contrast = np.linalg.svd(np.stack([np.ones_like(u), u, u**2]))[2][-1]  # orthogonal to the three
+        rows[first, window] = contrast / np.sqrt((contrast**2 / weight[window]).sum())
     return rows
 
 
@@ -141,7 +141,7 @@ def _local_contrasts(knots: Array, weight: Array) -> Array:
 class IsoflopProfile:
     """One budget: its runs by rising N (N0: their geometric mean), the curve through them, and its vertex.
 
-    `reason` is empty when the vertex is accepted. Draws (draws,) are NaN where a polynomial had no minimum.
+    `reason` is empty if the vertex is accepted. Draws (draws,) are NaN if a polynomial had no minimum.
     """
 
     method: str
@@ -167,7 +167,7 @@ class IsoflopProfile:
 
     @property
     def shape(self) -> Curve | Valley:
-        """The curve's method on these sizes, for any losses; a valley is of its own."""
+        """The fitted valley, or the curve's method on these sizes for any losses."""
         return self.valley or self.own_curve
 
     @property
@@ -175,26 +175,26 @@ class IsoflopProfile:
         return METHODS[self.method][0](np.log(self.N / self.N0), self.weight)
 
     def curve(self, N: ArrayLike) -> Array:
-        """The curve's loss at sizes N; Akima's is NaN outside of the sizes tried."""
+        """Return the curve's loss at sizes N; Akima's is NaN outside the tried sizes."""
         if not self.has_curve:
             raise InputError(f"the isoFLOP profile at {self.flops:.3g} FLOPs has no curve: {self.reason}.")
         return self.shape.at(self.loss, np.log(np.asarray(N, dtype=np.float64) / self.N0))
 
     def interval(self, level: float = 0.95) -> tuple[float, float] | None:
-        """Interval of the vertex's N, None before a bootstrap; a draw without a minimum counts as infinitely far."""
+        """Return the interval of the vertex's N, None before `bootstrap`; draws without a minimum are 0 or infinity."""
         if self.N_draws is None:
             return None
         draws = self.N_draws.copy()
         if self.method == "akima":
             edge = 1e-9
             draws[draws <= self.N.min() * (1 + edge)], draws[draws >= self.N.max() * (1 - edge)] = 0.0, np.inf
-        lost = np.flatnonzero(np.isnan(draws))
-        draws[lost[::2]], draws[lost[1::2]] = 0.0, np.inf
+        missing = np.flatnonzero(np.isnan(draws))
+        draws[missing[::2]], draws[missing[1::2]] = 0.0, np.inf
         return percentile_interval(draws, level)
 
 
 def find_vertex(bare: IsoflopProfile) -> IsoflopProfile:
-    """The profile with its vertex, or with the reason why it has none that can be trusted."""
+    """Return the profile with its vertex, or with the reason why there is none."""
     sizes = len(np.unique(np.round(np.log(bare.N), SAME_SIZE)))
     _, needed, what = METHODS[bare.method]
     if sizes < needed:
@@ -213,7 +213,7 @@ def find_vertex(bare: IsoflopProfile) -> IsoflopProfile:
 
 
 def _edge(profile: IsoflopProfile, N_best: float) -> str:
-    """Why a vertex that the sizes do not enclose cannot be trusted; empty where they do."""
+    """Return why a vertex is not enclosed by the sizes, empty if it is."""
     sizes = np.unique(profile.N)
     if profile.method != "akima" and not sizes[0] < N_best < sizes[-1]:
         side = "smaller" if N_best <= sizes[0] else "larger"
@@ -227,25 +227,26 @@ def _edge(profile: IsoflopProfile, N_best: float) -> str:
 
 
 def tokens_at(profile: IsoflopProfile, N: Array) -> Array:
-    """D of this budget at size N, off a quadratic through the runs and not off 6ND: right under any convention."""
+    """Return D of this budget at size N, by a quadratic through the runs, so that any convention is right."""
     u, at = np.log(profile.N / profile.N0), np.log(N / profile.N0)
     c = np.linalg.lstsq(np.stack([np.ones_like(u), u, u**2], 1), np.log(profile.D), rcond=None)[0]
     return np.exp(c[0] + c[1] * at + c[2] * at**2)
 
 
 def vertex_variance(profiles: list[IsoflopProfile]) -> Array:
-    """Variance of each log vertex, by the quartiles of its draws."""
+    """Return the variance of each log vertex, from the quartiles of its draws."""
     quartiles = np.array([np.nanpercentile(np.log(p.N_draws), [25, 75]) for p in profiles])  # type: ignore[arg-type]
     return (np.diff(quartiles, axis=1).ravel() / 1.349) ** 2 + 1e-12
 
 
 class IsoflopProfiles:
-    """Approach 2, by "parabola", "akima" or "valley". `noise` of a loss: "spread", the residual spread pooled over
-    budgets, or one standard deviation in nats.
+    """Approach 2, by "parabola", "akima" or "valley".
+
+    `noise` of a loss is "spread", the residual spread pooled over budgets, or a standard deviation in nats.
 
     After `fit`: profiles_ (by rising budget), labels_, budgets_, N_law_, D_law_ (PowerLaw or None below 2 accepted
     vertices), loss_law_ (or None below 4), sigma_ (relative residual spread) and its freedom_. After `bootstrap`:
-    scatter_, of log vertices about N*(C) beyond their own uncertainty.
+    scatter_ of log vertices about N*(C) beyond their own uncertainty.
     """
 
     N_law_: PowerLaw | None
@@ -267,9 +268,9 @@ class IsoflopProfiles:
         budget: ArrayLike | None = None,
         weight: ArrayLike | None = None,
     ) -> IsoflopProfiles:
-        """Columns (n,). `budget` names the budget of each run (NaN: none); else budgets are read off `flops`.
+        """Fit to columns (n,). `budget` is the budget of each run (NaN: none); by default it follows from `flops`.
 
-        Raises InputError for values that are not positive finite numbers; refused vertices raise nothing.
+        Raises InputError for values that are not positive and finite; refused vertices raise nothing.
         """
         N, D, loss, flops = positive("N", N), positive("D", D), positive("loss", loss), positive("flops", flops)
         weight = check_weights(weight, len(N))
@@ -296,12 +297,12 @@ class IsoflopProfiles:
         return self
 
     def bootstrap(self, n: int = 1000, seed: int = 0) -> IsoflopProfiles:
-        """Every vertex, N*(C), D*(C) and L*(C) gets `n` draws; none where the residual spread is not known."""
+        """Draw every vertex, N*(C), D*(C) and L*(C) `n` times, unless the residual spread is unknown."""
         check_resampling(n, seed)
         if self.noise == "spread" and self.freedom_ < 1:
             return self
         generator = np.random.default_rng(seed)
-        # One unknown noise level for all budgets: drawn once per draw and shared.
+        # The unknown noise level is shared by all budgets, so it is drawn once per draw.
         larger = np.sqrt(self.freedom_ / generator.chisquare(max(self.freedom_, 1), n))
         spread = self.sigma_ * larger
         for i, p in enumerate(self.profiles_):
@@ -313,7 +314,7 @@ class IsoflopProfiles:
                 if self.noise == "spread":
                     noise = spread[:, None] * p.loss.min() * np.sqrt(p.weight.mean() / p.weight)
                 losses = p.loss + noise * generator.standard_normal(noise.shape)
-                # Noise as large as the loss itself must not make one negative.
+                # Noise as large as the loss must not make it negative.
                 vertex, lowest = p.shape.minimum(np.maximum(losses, 0.01 * p.loss.min()))
                 self.profiles_[i] = replace(p, N_draws=p.N0 * np.exp(vertex), loss_draws=lowest)
         self._fit_laws(generator)
@@ -326,54 +327,55 @@ class IsoflopProfiles:
     def _fit_laws(self, generator: np.random.Generator | None = None) -> None:
         self.N_law_ = self.D_law_ = self.loss_law_ = None
         self.scatter_ = 0.0
-        good = self.accepted_
-        if len(good) < 2:
+        accepted = self.accepted_
+        if len(accepted) < 2:
             return
         names = ("flops", "N_best", "D_best", "loss_best")
-        C, N, D, loss = (np.array([getattr(p, name) for p in good]) for name in names)
-        variance = np.ones(len(good))
+        C, N, D, loss = (np.array([getattr(p, name) for p in accepted]) for name in names)
+        variance = np.ones(len(accepted))
         if self.method == "valley":
-            X, line, covariance = self._line(good)
+            X, line, covariance = self._line(accepted)
             N = np.exp(X @ line)
-            D = np.concatenate(list(map(tokens_at, good, N[:, None])))
+            D = np.concatenate(list(map(tokens_at, accepted, N[:, None])))
         elif generator is not None:
-            variance = vertex_variance(good)
+            variance = vertex_variance(accepted)
             bare = PowerLaw().fit(C, N, _precision(variance, 0.0))
             self.scatter_ = excess_scatter((np.log(N) - np.log(bare.predict(C))) ** 2, variance, len(C) - 2)
         weight = _precision(variance, self.scatter_)
         self.N_law_, self.D_law_ = PowerLaw().fit(C, N, weight), PowerLaw().fit(C, D, weight)
-        if len(good) >= 4 and is_uneven(loss):
+        if len(accepted) >= 4 and is_uneven(loss):
             self.loss_law_ = PowerLaw(offset=True).fit(C, loss)
         if generator is None:
             return
-        sizes = np.stack([np.asarray(p.N_draws) for p in good])
+        sizes = np.stack([np.asarray(p.N_draws) for p in accepted])
         if self.method == "valley":
             sizes = np.exp(X @ generator.multivariate_normal(line, covariance, sizes.shape[1]).T)
-        else:  # each moved once more by the scatter between budgets
+        else:  # add the scatter between budgets
             sizes *= np.exp(self.scatter_ * generator.standard_normal(sizes.shape))
         self.N_law_.fit_draws(np.stack([*sizes], 1))
-        self.D_law_.fit_draws(np.stack(list(map(tokens_at, good, sizes)), 1))
+        self.D_law_.fit_draws(np.stack(list(map(tokens_at, accepted, sizes)), 1))
         if self.loss_law_ is not None:
-            self.loss_law_.fit_draws(np.stack([np.asarray(p.loss_draws) for p in good], 1))
+            self.loss_law_.fit_draws(np.stack([np.asarray(p.loss_draws) for p in accepted], 1))
 
-    def _line(self, good: list[IsoflopProfile]) -> tuple[Array, Array, Array]:
-        """N*(C) of valleys as a straight line in logarithms with a prior of its slope; dear budgets count more:
-        design (budgets, 2), level at the dearest and slope, and their covariance.
+    def _line(self, accepted: list[IsoflopProfile]) -> tuple[Array, Array, Array]:
+        """Fit N*(C) of valleys as a line in log-log with a prior on its slope; larger budgets count more.
+
+        Returns the design (budgets, 2), (level at the largest budget, slope), and their covariance.
         """
         prior = read_constants("forecast")["isoflop"]
-        t, y = (np.log([getattr(p, name) for p in good]) for name in ("flops", "N_best"))
+        t, y = (np.log([getattr(p, name) for p in accepted]) for name in ("flops", "N_best"))
         X = np.stack([np.ones_like(t), t - t[-1]], 1)
-        own = np.array([p.valley.covariance[2, 2] for p in good if p.valley is not None])
-        apart = prior["scatter"] ** 2 + (prior["drift"] * X[:, 1]) ** 2
+        variance = np.array([p.valley.covariance[2, 2] for p in accepted if p.valley is not None])
+        between = prior["scatter"] ** 2 + (prior["drift"] * X[:, 1]) ** 2
         slope, share = np.diag([0.0, prior["spread"] ** -2]), 1.0
         for _ in range(LINE_ROUNDS):
-            weight = 1.0 / (own + share * apart)
+            weight = 1.0 / (variance + share * between)
             covariance = np.linalg.inv((X.T * weight) @ X + slope)
             line = covariance @ ((X.T * weight) @ y + slope @ [0.0, prior["exponent"]])
-            # What public tables teach of scatter and drift counts as one more budget.
-            share *= (1.0 / share + (weight * (y - X @ line) ** 2).sum()) / (len(good) - 1)
+            # The prior of scatter and drift from public tables counts as one more budget.
+            share *= (1.0 / share + (weight * (y - X @ line) ** 2).sum()) / (len(accepted) - 1)
         self.scatter_ = float(np.sqrt(share)) * prior["scatter"]
-        # The line may drift away from the dearest budget as far beyond it as below.
+        # The line may drift as far above the largest budget as below it.
         return X, line, covariance + share * np.diag([prior["scatter"], prior["drift"]]) ** 2
 
     def __repr__(self) -> str:
@@ -385,53 +387,51 @@ class IsoflopProfiles:
 
 
 def budget_levels(flops: Array, N: Array, budget: ArrayLike | None = None) -> tuple[np.ndarray, Array]:
-    """Label (n,) of the budget that each run belongs to, -1 for none, and the budgets in rising order.
+    """Return the label (n,) of each run's budget, -1 for none, and the budgets in rising order.
 
-    Where `budget` names none, a level is a window of LEVEL_WIDTH decades that holds at least 3 sizes.
+    Without `budget`, a level is a window of LEVEL_WIDTH decades with at least 3 sizes.
     """
     labels = np.full(len(flops), -1)
     named = np.asarray(np.nan if budget is None else budget, dtype=np.float64)
-    known = np.isfinite(named)
-    if known.any():
-        values, labels[known] = np.unique(named[known], return_inverse=True)
+    is_named = np.isfinite(named)
+    if is_named.any():
+        values, labels[is_named] = np.unique(named[is_named], return_inverse=True)
         return labels, values
     log = np.log10(flops)
     order = np.argsort(log, kind="stable")
-    free = np.ones(len(order), dtype=bool)
-    found: list[np.ndarray] = []
-    while free.any():
-        rows = order[free[order]]
+    unassigned = np.ones(len(order), dtype=bool)
+    windows: list[np.ndarray] = []
+    while unassigned.any():
+        rows = order[unassigned[order]]
         ends = np.searchsorted(log[rows], log[rows] + LEVEL_WIDTH, side="right")
         begin = int(np.argmax(ends - np.arange(len(rows))))
         window = rows[begin : ends[begin]]
         wide = np.ptp(log[window]) > TIGHT_WIDTH
         if len(window) < 3:
             break
-        free[window] = False
+        unassigned[window] = False
         if len(np.unique(N[window])) >= 3 and (not wide or len(window) >= LOOSE_RUNS):
-            found.append(window)
-    centres = np.array([float(10 ** np.median(log[window])) for window in found])
-    for level, which in enumerate(np.argsort(centres)):
-        labels[found[which]] = level
+            windows.append(window)
+    centres = np.array([float(10 ** np.median(log[window])) for window in windows])
+    for level, index in enumerate(np.argsort(centres)):
+        labels[windows[index]] = level
     return labels, np.sort(centres)
 
 
 def binned_levels(flops: Array, width: float) -> np.ndarray:
-    """Label (n,) of the bin of `width` decades that each run is in, where no budgets are there."""
+    """Return the label (n,) of the bin of `width` decades that each run is in, for tables without budgets."""
     log = np.log10(flops)
     return np.unique(np.floor((log - log.min()) / width).astype(int), return_inverse=True)[1].ravel()
 
 
 def _pooled_spread(profiles: list[IsoflopProfile]) -> tuple[float, float]:
-    """Relative residual spread over all profiles, and its degrees of freedom (Satterthwaite's, where contrasts
-    overlap).
-    """
+    """Return the relative residual spread over all profiles and its degrees of freedom (Satterthwaite's)."""
     total = trace = square = 0.0
     for profile in profiles:
         if profile.has_curve:
             contrasts = profile.own_curve.contrasts(profile.loss)
             total += float(((contrasts @ profile.loss) ** 2).sum()) / profile.loss.min() ** 2
-            # In units where every run has one variance, these are the moments of a sum of squares.
+            # In units of equal variances, these are the moments of a sum of squares.
             gram = (contrasts * (profile.weight.mean() / profile.weight)) @ contrasts.T
             trace += float(np.trace(gram))
             square += float((gram**2).sum())
@@ -439,6 +439,6 @@ def _pooled_spread(profiles: list[IsoflopProfile]) -> tuple[float, float]:
 
 
 def _precision(variance: Array, scatter: float) -> Array:
-    """Weights of log vertices; the median variance is added because each is itself estimated from few sizes."""
+    """Return weights of log vertices. The median variance is added because each is estimated from few sizes."""
     weight = 1.0 / (variance + np.median(variance) + scatter**2)
     return np.asarray(weight / weight.max())

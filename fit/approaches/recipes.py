@@ -1,4 +1,4 @@
-"""Runs of several variants, or data recipes: one law of each, side by side, and never one law through all of them.
+"""Runs of several variants or data recipes: a separate law of each, never one law through all of them.
 
 All are scored on the same held-out text, and each is compared with the base by the multiplier of `compare`.
 """
@@ -16,13 +16,13 @@ from ..table import RunTable
 from .approaches import Estimate, Law, fit_parametric, law_intervals, parametric
 from .compare import Comparison, compare, decoding
 
-COLUMN = "recipe"  # that of `variant` is read as this one, where a table has it
+COLUMN = "recipe"  # `RunTable` reads a column `variant` as this one
 RAW, BASE = "raw", "base"
 
 
 @dataclass(frozen=True)
 class RecipeLaw:
-    """One recipe or variant, its law, and how it compares with the base; `apart` says why it does not."""
+    """One recipe or variant, its law and its comparison with the base; `apart` is why there is no comparison."""
 
     recipe: str
     table: RunTable
@@ -35,7 +35,7 @@ class RecipeLaw:
 
     @property
     def cached(self) -> float:
-        """Bytes that a decoder of the largest run keeps per token, at two a number; NaN where no column says it."""
+        """Bytes that a decoder of the largest run caches per token, at two per number; NaN if no column has it."""
         return float(self.table.column("kv_bytes").max())
 
     @property
@@ -43,7 +43,7 @@ class RecipeLaw:
         return decoding(self.table)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the law, its answer and the comparison, for JSON."""
         law, e = self.law, self.estimate
         return {
             "recipe": self.recipe,
@@ -60,24 +60,24 @@ class RecipeLaw:
         }
 
     def __repr__(self) -> str:
-        said = self.reason if self.law is None else repr(self.law)
-        return f"{self.recipe} ({len(self.table)} runs): {said}"
+        law = self.reason if self.law is None else repr(self.law)
+        return f"{self.recipe} ({len(self.table)} runs): {law}"
 
 
 def kinds(runs: RunTable) -> str:
-    """What a page calls that which tells the runs apart."""
+    """Return the word for the groups of runs that reports use."""
     return "variants" if "variant" in runs.frame else "data recipes"
 
 
 def split(runs: RunTable) -> dict[str, RunTable]:
-    """The runs of each recipe or variant, the base first: `raw` or `base` where there is such, else the first."""
+    """Return the runs of each recipe or variant, the base first: `raw` or `base`, else the first."""
     base = BASE if "variant" in runs.frame else RAW
     if COLUMN not in runs.frame:
         return {base: runs}
     names = runs.frame[COLUMN].iloc[runs.rows]
     recipes = np.where(names.isna() | (names.astype(str).str.strip() == ""), base, names.astype(str))
-    found = sorted(dict.fromkeys(recipes.tolist()), key=lambda name: name != base)
-    return {found[0]: runs} if len(found) == 1 else {name: runs.where(recipes == name) for name in found}
+    ordered = sorted(dict.fromkeys(recipes.tolist()), key=lambda name: name != base)
+    return {ordered[0]: runs} if len(ordered) == 1 else {name: runs.where(recipes == name) for name in ordered}
 
 
 def by_recipe(
@@ -87,27 +87,30 @@ def by_recipe(
     seed: int = 0,
     law: Law | None = None,
 ) -> list[RecipeLaw]:
-    """A law for each recipe or variant of the table, the base first, each compared with the base; arguments as in
-    `analyze`. One whose runs allow no fit is still compared by its runs.
+    """Fit a law to each recipe or variant of the table and compare each with the base, which is first.
+
+    Arguments are those of `analyze`. Runs that allow no fit are still compared.
     """
     C = float(targets[0])
-    found: list[RecipeLaw] = []
-    for name, own in split(runs).items():
-        fitted, reason = fit_parametric(own, own.N, law, bootstrap, seed)
+    laws: list[RecipeLaw] = []
+    for name, table in split(runs).items():
+        fitted, reason = fit_parametric(table, table.N, law, bootstrap, seed)
         estimate = None if fitted is None else parametric(fitted, "", fitted.flops_per_token_).at(C)
-        one = RecipeLaw(name, own, C, fitted, reason.rstrip("."), estimate)
-        if found:
+        recipe = RecipeLaw(name, table, C, fitted, reason.rstrip("."), estimate)
+        if laws:
             try:
-                one = replace(one, comparison=compare(found[0].table, own, targets, (found[0].recipe, name)))
+                recipe = replace(recipe, comparison=compare(laws[0].table, table, targets, (laws[0].recipe, name)))
             except InputError as error:
-                one = replace(one, apart=str(error).rstrip("."))
-        found.append(one)
-    return found
+                recipe = replace(recipe, apart=str(error).rstrip("."))
+        laws.append(recipe)
+    return laws
 
 
 def sentences(laws: Sequence[RecipeLaw]) -> list[str]:
-    """What the comparisons with the base say, one paragraph each."""
+    """Return the comparisons with the base as text, one paragraph each."""
     return [
-        " ".join(one.comparison.sentences) if one.comparison else f"{one.recipe} has no multiplier: {one.apart}."
-        for one in laws[1:]
+        " ".join(recipe.comparison.sentences)
+        if recipe.comparison
+        else f"{recipe.recipe} has no multiplier: {recipe.apart}."
+        for recipe in laws[1:]
     ]

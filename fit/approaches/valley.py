@@ -1,7 +1,7 @@
-"""One valley for all isoFLOP budgets: each has its own floor, steepness and best size, and all share one shape.
+"""One valley for all isoFLOP budgets: each budget has its floor, steepness and best size, and all share one shape.
 
-Under Chinchilla's law, at v = log N less its best value, loss rises as (q e^(-p v) + p e^(q v)) / (p + q) - 1 with
-p = alpha and q = beta. No form holds high above the floor, so a run counts the less the higher it lies.
+Under Chinchilla's law, with v = log N minus its best value, loss rises as (q e^(-p v) + p e^(q v)) / (p + q) - 1 with
+p = alpha and q = beta. No form holds far above the floor, so higher runs count less.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ..errors import Array
 from ..solver.jets import Jet
 
 SLACK = 0.4  # error of the form, as a share of the height above the floor
-EXPONENT, EXPONENT_SPREAD = 0.35, 0.7  # of p and q; spreads are of logarithms
-STEEPNESS, LOOSE = 0.3, 2.0  # which a budget of few sizes leaves open, as where its best size lies about their mean
-NOISE, LEAST_NOISE = 3e-3, 2e-4  # of a log loss: the first guess, and what no run is better than
-ROUNDS, FAR = 5, 12.0  # of weights; log N
+EXPONENT, EXPONENT_SPREAD = 0.35, 0.7  # prior of p and q; the spread is of the logarithm
+STEEPNESS, LOOSE = 0.3, 2.0  # weak prior of steepness; its spread, also that of the best size about the mean
+NOISE, LEAST_NOISE = 3e-3, 2e-4  # of a log loss: first guess and lower limit
+ROUNDS, FAR = 5, 12.0  # rounds of reweighting; largest |v|
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Valley:
 
 
 def fit_valleys(profiles: Sequence[Any]) -> tuple[list[Valley], float, float]:
-    """The valleys of isoFLOP profiles, the noise of a log loss where it is not known, and its degrees of freedom."""
+    """Return the valleys of isoFLOP profiles, the noise of a log loss if unknown, and its degrees of freedom."""
     from scipy.optimize import least_squares
 
     if not profiles:
         return [], np.nan, 0.0
     K, member = len(profiles), np.repeat(np.arange(len(profiles)), [len(p.N) for p in profiles])
     columns = [(np.log(p.N / p.N0), np.log(p.loss), p.weight, p.loss_se / p.loss) for p in profiles]
-    u, y, weight, known = (np.concatenate(column) for column in zip(*columns, strict=True))
+    u, y, weight, known_noise = (np.concatenate(column) for column in zip(*columns, strict=True))
     floor = [np.log(p.loss.min()) for p in profiles]
     place = [np.log(p.N[np.argsort(p.loss)[:3]] / p.N0).mean() for p in profiles]
     theta = np.r_[floor, np.full(K, np.log(STEEPNESS)), place, np.full(2, np.log(EXPONENT))]
@@ -62,25 +62,25 @@ def fit_valleys(profiles: Sequence[Any]) -> tuple[list[Valley], float, float]:
     def residuals(theta: Array, spread: Array) -> Array:
         _, steepness, place = theta[:-2].reshape(3, K)
         loose = (steepness - np.log(STEEPNESS)) / LOOSE, place / LOOSE
-        left = y - log_losses(*of_runs(theta))
-        return np.r_[left / spread, *loose, (theta[-2:] - np.log(EXPONENT)) / EXPONENT_SPREAD]
+        residual = y - log_losses(*of_runs(theta))
+        return np.r_[residual / spread, *loose, (theta[-2:] - np.log(EXPONENT)) / EXPONENT_SPREAD]
 
     def jacobian(theta: Array, spread: Array) -> Array:
-        found = log_losses(*(Jet(value, {i: 1.0}) for i, value in enumerate(of_runs(theta)))).first
-        slopes = [np.broadcast_to(found[i], u.shape)[:, None] for i in range(5)]
-        runs = np.c_[*(belongs * slope for slope in slopes[:3]), *slopes[3:]] / -spread[:, None]
+        by_input = log_losses(*(Jet(value, {i: 1.0}) for i, value in enumerate(of_runs(theta)))).first
+        slopes = [np.broadcast_to(by_input[i], u.shape)[:, None] for i in range(5)]
+        runs = np.c_[*(indicator * slope for slope in slopes[:3]), *slopes[3:]] / -spread[:, None]
         return np.r_[runs, np.diag(np.r_[np.zeros(K), np.full(2 * K, 1 / LOOSE), np.full(2, 1 / EXPONENT_SPREAD)])[K:]]
 
-    belongs = np.eye(K)[member]
+    indicator = np.eye(K)[member]
     noise, freedom = NOISE, float(max(len(y) - 2 * K - 2, 0.3 * len(y)))
     for _ in range(ROUNDS):
-        own = np.where(np.isfinite(known), known, noise) * np.sqrt(weight.mean() / weight)
-        spread = np.hypot(own, SLACK * (y - theta[:K][member]))
-        found = least_squares(residuals, theta, args=(spread,), jac=jacobian, x_scale="jac")
-        theta, above = found.x, y - found.x[:K][member]
-        error = np.abs(found.fun[: len(y)] * spread)[above <= np.median(above)]  # of the lower half of the runs
+        run_noise = np.where(np.isfinite(known_noise), known_noise, noise) * np.sqrt(weight.mean() / weight)
+        spread = np.hypot(run_noise, SLACK * (y - theta[:K][member]))
+        fit = least_squares(residuals, theta, args=(spread,), jac=jacobian, x_scale="jac")
+        theta, height = fit.x, y - fit.x[:K][member]
+        error = np.abs(fit.fun[: len(y)] * spread)[height <= np.median(height)]  # the lower half of the runs
         noise = max(1.4826 * float(np.median(error)) * np.sqrt(len(y) / freedom), LEAST_NOISE)
-    covariance = np.linalg.pinv(found.jac.T @ found.jac)
+    covariance = np.linalg.pinv(fit.jac.T @ fit.jac)
     p, q = np.exp(theta[-2:])
     valleys = []
     for k in range(K):
@@ -90,6 +90,6 @@ def fit_valleys(profiles: Sequence[Any]) -> tuple[list[Valley], float, float]:
 
 
 def _rise(v: Any, p: Any, q: Any) -> Any:
-    """Return how far the loss has risen, of arrays or jets."""
+    """Return the relative rise of the loss above the floor, for arrays or jets."""
     v = np.minimum(np.maximum(v, -FAR), FAR)
     return (q * np.exp(-p * v) + p * np.exp(q * v)) / (p + q) - 1.0

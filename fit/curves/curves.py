@@ -1,4 +1,4 @@
-"""Loss curves from outside: a table in, checked `Curve`s out, and how far normalised curves coincide."""
+"""Loss curves of users: read a table, check it into `Curve`s, and compare normalised curves."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pandas as pd
 
 from ..errors import Array, InputError, floats
 
-NAMES = {"run_id": "run"}  # of curves.csv, as a sweep writes it
-WARM = 0.02  # share of a run's steps that is left out after its warm-up
-COINCIDE = 3.0  # robust standard deviations from the other runs beyond which a normalised curve stands out
-SHARES = np.linspace(0.1, 0.9, 33)  # of a run's steps, where normalised curves are compared
+NAMES = {"run_id": "run"}  # columns of a sweep's curves.csv -> names here
+WARM = 0.02  # share of a run's steps that is left out after its warm-up; chosen by hand
+COINCIDE = 3.0  # robust standard deviations from the other runs beyond which a curve stands out
+SHARES = np.linspace(0.1, 0.9, 33)  # shares of the steps at which normalised curves are compared
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Curve:
     N: float | None = None
 
     def past_warmup(self, warm: float = WARM) -> Curve:
-        """Without the steps before the rate first reaches its maximum, and the share `warm` of all steps after them."""
+        """Return the curve after the rate first reaches its maximum and a further share `warm` of all steps."""
         keep = self.steps > int(np.argmax(self.lr >= self.lr.max() * (1 - 1e-9))) + warm * len(self.lr)
         return Curve(self.run, self.lr, self.steps[keep], self.loss[keep], self.N)
 
@@ -39,7 +39,7 @@ class Curve:
 
 
 def read_curves(path: str | Path) -> pd.DataFrame:
-    """The curves of a CSV or Parquet file, or of a sweep directory's curves.csv: run, step, lr, loss[, N, batch]."""
+    """Read curves from a CSV or Parquet file or a sweep directory: run, step, lr, loss[, N, batch]."""
     path = Path(path)
     path = path / "curves.csv" if path.is_dir() else path
     try:
@@ -50,7 +50,7 @@ def read_curves(path: str | Path) -> pd.DataFrame:
 
 
 def named(table: pd.DataFrame) -> pd.DataFrame:
-    """With the columns run, step, lr and loss. val_loss is the loss where it is given; other rows then say only lr."""
+    """Return the table with columns run, step, lr and loss. val_loss replaces loss; rows without it give only lr."""
     if not isinstance(table, pd.DataFrame):
         raise InputError(f"curves is a {type(table).__name__}; a DataFrame with run, step, lr and loss is needed.")
     table = table.rename(columns={a: b for a, b in NAMES.items() if a in table and b not in table}).copy()
@@ -59,25 +59,25 @@ def named(table: pd.DataFrame) -> pd.DataFrame:
         table["silent"] = table["val_loss"].isna()
     for name in ("run", "step", "lr", "loss"):
         if name not in table:
-            said = ", ".join(map(str, table.columns))
-            raise InputError(f"curves have no column {name} (they have {said}); run, step, lr and loss are needed.")
+            columns = ", ".join(map(str, table.columns))
+            raise InputError(f"curves have no column {name} (they have {columns}); run, step, lr and loss are needed.")
     return table
 
 
 def curves_of(table: pd.DataFrame, schedules: Mapping[Any, Any] | None = None) -> list[Curve]:
-    """One checked Curve a run. Between rows lr is interpolated linearly in step, but for runs in `schedules`."""
+    """Return one checked Curve per run. lr is linear in step between rows, except for runs in `schedules`."""
     table = named(table)
-    given = {str(run): floats(lr) for run, lr in (schedules or {}).items()}
-    found = [_curve(str(run), rows, given.get(str(run))) for run, rows in table.groupby("run", sort=True)]
-    if not found:
+    exact = {str(run): floats(lr) for run, lr in (schedules or {}).items()}
+    curves = [_curve(str(run), rows, exact.get(str(run))) for run, rows in table.groupby("run", sort=True)]
+    if not curves:
         raise InputError("curves have no row; at least one run is needed.")
-    if len({curve.N is None for curve in found}) > 1:
+    if len({curve.N is None for curve in curves}) > 1:
         raise InputError("N is missing in some runs and given in others; it must stand in every row or in none.")
-    return found
+    return curves
 
 
 def checked_schedule(lr: Any, what: str) -> Array:
-    """A rate for each step 1..T: finite, not negative, somewhere above zero."""
+    """Return a rate for each step 1..T; raise InputError unless finite, not negative, and not all zero."""
     try:
         lr = floats(lr)
     except (TypeError, ValueError):
@@ -94,8 +94,8 @@ def checked_schedule(lr: Any, what: str) -> Array:
 def _curve(run: str, rows: pd.DataFrame, schedule: Array | None) -> Curve:
     for name in ("batch", "N"):
         if name in rows and rows[name].nunique() > 1:
-            said = " and ".join(f"{value:g}" for value in rows[name].dropna().unique()[:2])
-            raise InputError(f"{name} of run {run} is {said}; one run must keep one {name}.")
+            values = " and ".join(f"{value:g}" for value in rows[name].dropna().unique()[:2])
+            raise InputError(f"{name} of run {run} is {values}; one run must keep one {name}.")
     try:
         rows = rows.astype({"step": float, "lr": float, "loss": float}).sort_values("step", kind="stable")
     except (TypeError, ValueError):
@@ -104,15 +104,15 @@ def _curve(run: str, rows: pd.DataFrame, schedule: Array | None) -> Curve:
         raise InputError(f"step of run {run} holds a value below zero or none; steps count from 1.")
     lr = schedule if schedule is not None else rows.lr[rows.lr.notna()]
     checked_schedule(lr, f"run {run}")
-    spoken = rows[(rows.step >= 1) & ~rows["silent"].astype(bool)] if "silent" in rows else rows[rows.step >= 1]
-    spoken = spoken.drop_duplicates(["step", "loss"])
-    if (twice := spoken.step.duplicated()).any():
-        step = spoken.step[twice].iloc[0]
+    measured = rows[(rows.step >= 1) & ~rows["silent"].astype(bool)] if "silent" in rows else rows[rows.step >= 1]
+    measured = measured.drop_duplicates(["step", "loss"])
+    if (repeated := measured.step.duplicated()).any():
+        step = measured.step[repeated].iloc[0]
         raise InputError(f"run {run} has step {step:g} twice with different losses; keep one branch of its restarts.")
-    if (bad := ~(np.isfinite(spoken.loss) & (spoken.loss > 0))).any():
-        row = spoken[bad].iloc[0]
+    if (bad := ~(np.isfinite(measured.loss) & (measured.loss > 0))).any():
+        row = measured[bad].iloc[0]
         raise InputError(f"loss of run {run} is {row.loss:g} at step {row.step:g}; it must be finite and above zero.")
-    steps = spoken.step.to_numpy().astype(int)
+    steps = measured.step.to_numpy().astype(int)
     last = int(steps.max(initial=1))
     if schedule is None:
         schedule = np.interp(np.arange(1, last + 1), rows.step[rows.lr.notna()], lr)
@@ -121,30 +121,31 @@ def _curve(run: str, rows: pd.DataFrame, schedule: Array | None) -> Curve:
     size = [float(value) for value in rows.N.dropna()[:1]] if "N" in rows else []
     if size and not size[0] > 0:
         raise InputError(f"N of run {run} is {size[0]:g}; it must be above zero.")
-    return Curve(run, schedule, steps, spoken.loss.to_numpy(), size[0] if size else None)
+    return Curve(run, schedule, steps, measured.loss.to_numpy(), size[0] if size else None)
 
 
 def schedule_points(lr: Any, tolerance: float = 2e-3) -> tuple[list[float], list[float]]:
-    """schedule.shares and schedule.factors of a run that follows lr (T,) after its warm-up, within `tolerance` of the
-    peak, as `CurveLaw.best_schedule` finds it.
+    """Return schedule.shares and schedule.factors of a run that follows lr (T,) after its warm-up.
+
+    They are within `tolerance` of the peak; lr may come from `CurveLaw.best_schedule`.
     """
     lr = checked_schedule(lr, "the schedule")
     factors = lr[int(np.argmax(lr)) :] / lr.max()
     if len(factors) < 2:
         raise InputError("lr rises to its last step; a schedule needs a step after its warm-up.")
-    places, kept = np.linspace(0, 1, len(factors)), [0, len(factors) - 1]
+    places, points = np.linspace(0, 1, len(factors)), [0, len(factors) - 1]
     while True:
-        away = np.abs(np.interp(places, places[kept], factors[kept]) - factors)
-        if away.max() <= tolerance:
-            return places[kept].tolist(), factors[kept].tolist()
-        kept = sorted([*kept, int(np.argmax(away))])
+        error = np.abs(np.interp(places, places[points], factors[points]) - factors)
+        if error.max() <= tolerance:
+            return places[points].tolist(), factors[points].tolist()
+        points = sorted([*points, int(np.argmax(error))])
 
 
 def collapse(curves: pd.DataFrame, floor: float | None = None) -> pd.DataFrame:
-    """How far each run's normalised curve lies from the median of all, which coincide where sizes are tuned alike.
+    """Return the distance of each run's normalised curve from the median; curves coincide if sizes are tuned alike.
 
     (loss - floor) / (final - floor) against the share of steps (Qiu et al. 2025), for runs of one shape of schedule.
-    floor: L0; by default 0. Indexed by run: deviation (root mean square of the logarithm), noted (stands out).
+    floor: L0, 0 by default. Indexed by run: deviation (root mean square of the log), noted (stands out).
     """
     runs = curves_of(curves)
     floor = 0.0 if floor is None else float(floor)
@@ -156,8 +157,8 @@ def collapse(curves: pd.DataFrame, floor: float | None = None) -> pd.DataFrame:
             raise InputError(f"run {curve.run} has {len(curve.steps)} losses; at least 3 are needed.")
         excess = np.log(curve.loss - floor) - np.log(curve.loss[-1] - floor)
         lines.append(np.interp(SHARES, curve.steps / len(curve.lr), excess))
-    away = np.array(lines) - np.median(lines, axis=0)
-    deviation = np.sqrt((away**2).mean(axis=1))
+    distance = np.array(lines) - np.median(lines, axis=0)
+    deviation = np.sqrt((distance**2).mean(axis=1))
     return pd.DataFrame(
         {"deviation": deviation, "noted": deviation > COINCIDE * max(np.median(deviation) * 1.4826, 1e-9)},
         index=pd.Index([curve.run for curve in runs], name="run"),

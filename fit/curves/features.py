@@ -1,4 +1,4 @@
-"""What a law of curves sees of schedules: the sum of rates, and its drops in at most a few hundred segments."""
+"""Features of schedules for laws of curves: the sum of rates, and its drops in at most a few hundred segments."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from scipy.sparse import block_diag, csr_matrix
 
 from ..errors import Array
 
-SEGMENTS = 60  # of equal total variation; the knots join them
-JUMPS = 8  # sudden drops that are followed closely
-KNOTS = 60  # steps of a curve at which the sum over drops is taken; linear between them
+SEGMENTS = 60  # of equal total variation; knots and jumps split them further
+JUMPS = 8  # sudden drops that get more knots after them
+KNOTS = 60  # steps of a curve at which the sum over drops is computed; linear between them
 
 
 @dataclass
 class Design:
-    """Rows of all curves one after another, and pairs (knot, segment before it) for the sum over drops.
+    """Rows of all curves in sequence, and pairs (knot, segment before it) for the sum over drops.
 
-    area (rows,) is the sum of rates over `horizon`, size (rows,) is N over its reference. Of each pair: its knot, the
-    drop of the rate in the segment, and since it the sum of rates over `horizon`, steps, and log rate after the drop.
+    area (rows,) is the sum of rates over `horizon`, size (rows,) is N over its reference. For each pair: its knot, the
+    drop of the rate in the segment, the sum of rates (over `horizon`) and the steps since the drop, and the log rate
+    after it.
     """
 
     area: Array
@@ -37,7 +38,7 @@ class Design:
 
 
 def features(lr: Array, steps: np.ndarray, rises: bool, fine: bool, stride: float) -> tuple[Any, ...]:
-    """Of one curve: area (points,), weights (points, knots) and pairs. `rises`: warm-up is a negative drop from 0."""
+    """Return area (points,), weights (points, knots) and pairs of a curve. `rises`: warm-up is a negative drop."""
     segments = SEGMENTS * (6 if fine else 1)
     total = np.concatenate([[0.0], np.cumsum(lr) * stride])  # before step 1, after it, …
     drops = -np.diff(lr, prepend=0.0 if rises else lr[0])
@@ -51,7 +52,7 @@ def features(lr: Array, steps: np.ndarray, rises: bool, fine: bool, stride: floa
     edges = _edges(varied, drops, segments, knots)
     jumps = np.flatnonzero(np.abs(drops) > varied[-1] / segments)
     around = edges if fine else np.intersect1d(edges, np.add.outer((0, 1), jumps))
-    if fine and len(jumps):  # what follows a jump bends at all scales
+    if fine and len(jumps):  # the loss after a jump curves at all scales
         largest = jumps[np.argsort(-np.abs(drops[jumps]), kind="stable")[:JUMPS]]
         after = np.add.outer(np.geomspace(1, steps[-1], KNOTS).astype(int), largest).ravel()
         around = np.union1d(around, after[after <= steps[-1]])
@@ -66,9 +67,9 @@ def features(lr: Array, steps: np.ndarray, rises: bool, fine: bool, stride: floa
     at_step = np.add.reduceat(size * np.arange(len(drops)), starts) / mass * stride
     rate = np.add.reduceat(size * lr[: len(drops)], starts) / mass
     drop = np.add.reduceat(drops, starts)
-    kept = np.flatnonzero(np.abs(drop) > 1e-9 * varied[-1])
-    knot, segment = np.nonzero(edges[1:][kept][None, :] <= knots[:, None])
-    chosen = kept[segment]
+    significant = np.flatnonzero(np.abs(drop) > 1e-9 * varied[-1])
+    knot, segment = np.nonzero(edges[1:][significant][None, :] <= knots[:, None])
+    chosen = significant[segment]
     floor = 1e-6 * lr.max()
     return (
         total[steps],
@@ -88,9 +89,9 @@ def design(
     fine: bool = False,
     stride: float = 1.0,
 ) -> Design:
-    """Of (lr in the law's unit, steps, size) a curve; `fine`: six times the segments, each a knot.
+    """Return the design of curves (lr in the law's unit, steps, size); `fine` uses six times the segments, each a knot.
 
-    stride: the steps that one entry of lr stands for.
+    stride: the steps per entry of lr.
     """
     parts = [features(lr, steps, rises, fine, stride) for lr, steps, _ in curves]
     starts = np.cumsum([0, *(part[1].shape[1] for part in parts)])
@@ -110,7 +111,7 @@ def design(
 
 
 def _edges(varied: Array, drops: Array, segments: int, knots: np.ndarray) -> np.ndarray:
-    """Steps 0..last that bound the segments: all of a short schedule, else the knots, jumps, and equal variation."""
+    """Return steps 0..last that bound the segments: all of a short schedule, else knots, jumps and equal variation."""
     last = int(knots[-1])
     if last <= 4 * segments or not varied[-1] > 0:
         return np.arange(last + 1) if varied[-1] > 0 else knots

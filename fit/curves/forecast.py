@@ -1,4 +1,4 @@
-"""Final losses of runs that still train, from their first part and from runs that have finished."""
+"""Forecasts of the final losses of runs in training, from their first part and from finished runs."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ..errors import Array, InputError, check_level
 from .curvelaw import CurveLaw
 from .curves import Curve, checked_schedule, curves_of
 
-RECENT = 0.3  # share of a run's losses so far that tells how far it lies from the law
-LEAST = 3  # finished runs from which an interval is learned
-YOUNG = 0.02  # share of a run's steps below which it tells nothing of itself
+RECENT = 0.3  # share of a run's losses so far that measures its deviation from the law
+LEAST = 3  # finished runs needed for an interval
+YOUNG = 0.02  # share of a run's steps below which its deviation is ignored
 
 
 def forecast_final(curves: pd.DataFrame, planned: Mapping[Any, Any], level: float = 0.95) -> pd.DataFrame:
-    """Last losses of the runs in `planned` (run -> lr of all its steps 1..T) that have not come to step T.
+    """Return last losses of the runs in `planned` (run -> lr of all its steps 1..T) that have not reached step T.
 
-    One law is fitted to all curves, and each run keeps a share of how far it lies from it. Intervals are what the law
-    would have missed finished runs by, each cut where the unfinished one is now. DataFrame indexed by run: loss, low,
-    high, seen (share of steps), reason ("" or why there is no interval). Odd input becomes a reason, never an error.
+    One law is fitted to all curves, and each run keeps a share of its deviation from it. Intervals come from the errors
+    for finished runs, each cut where the unfinished one is now. DataFrame indexed by run: loss, low, high, seen (share
+    of steps), reason (empty, or why there is no interval). Bad input becomes a reason, never an error.
     """
     plans = {str(run): lr for run, lr in planned.items()}
     try:
-        runs, ill = _sound(curves, plans)
+        runs, problems = _sound(curves, plans)
     except InputError as error:
         return _table({run: (0.0, str(error)) for run in plans})
     by_run = {run.run: run for run in runs}
@@ -34,7 +34,7 @@ def forecast_final(curves: pd.DataFrame, planned: Mapping[Any, Any], level: floa
     waiting = []
     for run in plans:
         if run not in by_run:
-            rows[run] = (0.0, ill.get(run, "it has no losses yet"))
+            rows[run] = (0.0, problems.get(run, "it has no losses yet"))
         elif by_run[run].steps[-1] < len(plans[run]):
             waiting.append(by_run[run])
     if waiting:
@@ -43,11 +43,11 @@ def forecast_final(curves: pd.DataFrame, planned: Mapping[Any, Any], level: floa
 
 
 def _sound(curves: pd.DataFrame, plans: Mapping[str, Any]) -> tuple[list[Curve], dict[str, str]]:
-    """The runs that can be used, with their planned rates, and what is wrong with the others."""
+    """Return the usable runs, with their planned rates, and the reasons against the others."""
     if not isinstance(curves, pd.DataFrame) or not {"run", "run_id"} & set(curves):
         curves_of(curves)
     label = "run" if "run" in curves else "run_id"
-    found, ill = [], {}
+    usable, problems = [], {}
     for name, rows in curves.groupby(curves[label].astype(str)):
         try:
             run = curves_of(rows)[0]
@@ -57,14 +57,14 @@ def _sound(curves: pd.DataFrame, plans: Mapping[str, Any]) -> tuple[list[Curve],
                 run.lr = checked_schedule(plans[name], f"run {name}")
             if len(run.lr) < run.steps[-1]:
                 raise InputError(f"its plan ends at step {len(run.lr)} and it is at {run.steps[-1]}")
-            found.append(run)
+            usable.append(run)
         except InputError as error:
-            ill[str(name)] = str(error)
-    sized = [run for run in found if run.N]
-    if sized and len(sized) < len(found):
-        ill |= {run.run: "its N is not given and that of others is" for run in found if not run.N}
-        found = sized
-    return found, ill
+            problems[str(name)] = str(error)
+    sized = [run for run in usable if run.N]
+    if sized and len(sized) < len(usable):
+        problems |= {run.run: "its N is not given and that of others is" for run in usable if not run.N}
+        usable = sized
+    return usable, problems
 
 
 def _forecast(runs: list[Curve], waiting: list[Curve], level: float) -> dict[str, Any]:
@@ -86,33 +86,34 @@ def _forecast(runs: list[Curve], waiting: list[Curve], level: float) -> dict[str
         except InputError as error:
             rows[name] = (share, str(error))
             continue
-        missed = law._fit[2][parts[name]] if name in parts else np.zeros(0)
-        tests = [test for one in done if (test := _backtest(law, one, parts[one.run], share)) is not None]
+        residual = law._fit[2][parts[name]] if name in parts else np.zeros(0)
+        results = [_backtest(law, finished, parts[finished.run], share) for finished in done]
+        tests = [result for result in results if result is not None]
         offsets, ends = np.array([x for x, _ in tests]), np.array([y for _, y in tests])
         keep = float(np.clip(offsets @ ends / max(offsets @ offsets, 1e-30), 0, 1)) if len(tests) >= LEAST else 0.0
-        value += keep * _recent(missed) if share > YOUNG else 0.0
+        value += keep * _recent(residual) if share > YOUNG else 0.0
         if len(tests) < LEAST:
             rows[name] = (share, f"{len(tests)} finished runs can teach an interval; {LEAST} are needed", np.exp(value))
             continue
-        missing = float(np.sqrt(np.mean((ends - keep * offsets) ** 2)) + 1e-12)
-        half = t.ppf((1 + level) / 2, len(tests) - 1) * missing
+        spread = float(np.sqrt(np.mean((ends - keep * offsets) ** 2)) + 1e-12)
+        half = t.ppf((1 + level) / 2, len(tests) - 1) * spread
         rows[name] = (share, "", np.exp(value), np.exp(value - half), np.exp(value + half))
     return rows
 
 
 def _backtest(law: CurveLaw, run: Curve, part: slice, share: float) -> tuple[float, float] | None:
-    """How far a finished run, cut at `share` of its steps, then lies from the law, and its last loss in the end."""
-    _, slope, missed, _, _ = law._fit
+    """Return the deviation of a finished run, cut at `share` of its steps, from the law, and that of its last loss."""
+    _, slope, residual, _, _ = law._fit
     cut = int(np.searchsorted(run.steps, share * len(run.lr), side="right"))
     if cut >= part.stop - part.start:
         return None
     step = law.moved(slice(part.start + cut, part.stop))
-    left = missed[part] - slope[part] @ step
-    return (_recent(left[:cut]) if share > YOUNG else 0.0), float(left[-1])
+    deviation = residual[part] - slope[part] @ step
+    return (_recent(deviation[:cut]) if share > YOUNG else 0.0), float(deviation[-1])
 
 
-def _recent(missed: Array) -> float:
-    return float(np.mean(missed[-max(int(RECENT * len(missed)), 1) :])) if len(missed) else 0.0
+def _recent(residual: Array) -> float:
+    return float(np.mean(residual[-max(int(RECENT * len(residual)), 1) :])) if len(residual) else 0.0
 
 
 def _table(rows: dict[str, Any]) -> pd.DataFrame:

@@ -1,7 +1,7 @@
 """Forms of a law of curves: L = E + F N^-a + A N^-b S^-alpha - B N^-c S^-d sum over drops of the rate of drop x kernel.
 
-S is the sum of rates. In the papers d = 0: a cooldown gains the same early and late. Inside, rates are over the largest
-one, S over the largest sum, N over a reference; `paper` gives the constants in the units of the papers.
+S is the sum of rates. The papers have d = 0: a cooldown gains the same early and late. Inside, rates are relative to
+the largest one, S to the largest sum and N to a reference; `paper` converts constants to the units of the papers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Kernel = Callable[[Design, dict[str, float], bool], tuple[Array, dict[str, Array
 
 @dataclass(frozen=True)
 class Constant:
-    """Where a constant is looked for; `log`: its logarithm is what is fitted."""
+    """Bounds and starts of a constant; with `log` its logarithm is fitted."""
 
     low: float
     high: float
@@ -44,23 +44,23 @@ SIZES = {
 DROPS = {"B": Constant(1e-8, 1e3, (0.05,))}
 FADING = {"d": Constant(-1, 2, (0.1,), log=False)}
 DROP_SIZE = {"c": Constant(-2, 2, (0.0,), log=False)}
-TWO_SIZES = 0.34  # a, where two sizes cannot tell it: Hoffmann et al.'s alpha
+TWO_SIZES = 0.34  # a, which two sizes cannot determine: alpha of Hoffmann et al. 2022
 
 
 def _power(d: Design, k: dict[str, float], slopes: bool) -> tuple[Array, dict[str, Array]]:
-    """G(x) = 1 - (C x + 1)^-beta at x = rate^-gamma S (Luo et al. 2025)."""
+    """Return G(x) = 1 - (C x + 1)^-beta at x = rate^-gamma S (Luo et al. 2025)."""
     x = k["C"] * d.since if not (gamma := k.get("gamma", 0.0)) else k["C"] * d.since * np.exp(-gamma * d.log_rate)
     log_u = np.log1p(x)
     rest = np.exp(-k["beta"] * log_u)
     if not slopes:
         return 1 - rest, {}
     by_c = k["beta"] * rest * x / (1 + x)
-    found = {"C": by_c / k["C"], "beta": rest * log_u}
-    return 1 - rest, found if "gamma" not in k else found | {"gamma": -by_c * d.log_rate}
+    derivatives = {"C": by_c / k["C"], "beta": rest * log_u}
+    return 1 - rest, derivatives if "gamma" not in k else derivatives | {"gamma": -by_c * d.log_rate}
 
 
 def _momentum(d: Design, k: dict[str, float], slopes: bool) -> tuple[Array, dict[str, Array]]:
-    """1 - lambda^steps: what momentum 1 / (1 - lambda) = r of the drop is left, over r (Tissue et al. 2024)."""
+    """Return 1 - lambda^steps, which is S2 of a unit drop times 1 - lambda; lambda = e^(-1/r) (Tissue et al. 2024)."""
     rest = np.exp(-d.steps / k["r"])
     return 1 - rest, {"r": -rest * d.steps / k["r"] ** 2} if slopes else {}
 
@@ -69,7 +69,7 @@ KERNEL = {"C": Constant(1e-2, 1e6, (20.0, 500.0)), "beta": Constant(0.02, 20, (0
 FORMS = {
     "multi-power": Form("multi-power", _power, KERNEL | {"gamma": Constant(0, 2, (0.4,), log=False)}),
     "annealing": Form("annealing", _momentum, {"r": Constant(1, 1e7, (100.0, 3000.0))}),
-    # Integrated by parts, the noise sum of rate^2 (1 + C S)^-(1 + beta) is such a sum over drops from zero on.
+    # Integration by parts turns its noise, the sum of rate^2 (1 + C S)^-(1 + beta), into a sum over drops from zero.
     "functional": Form("functional", _power, KERNEL, rises=True),
 }
 
@@ -81,19 +81,19 @@ def form_named(name: str) -> Form:
 
 
 def declared(form: Form, sizes: int, has_drops: bool, fading: bool) -> dict[str, Constant]:
-    """The constants that these curves can tell."""
-    found = dict(TREND)
+    """Return the constants that these curves can determine."""
+    constants = dict(TREND)
     if sizes > 1:
-        found |= SIZES
+        constants |= SIZES
         if sizes == 2:
-            found["a"] = Constant(TWO_SIZES * 0.999, TWO_SIZES * 1.001, (TWO_SIZES,))
+            constants["a"] = Constant(TWO_SIZES * 0.999, TWO_SIZES * 1.001, (TWO_SIZES,))
     if has_drops:
-        found |= DROPS | form.constants | (FADING if fading else {}) | (DROP_SIZE if sizes > 1 else {})
-    return found
+        constants |= DROPS | form.constants | (FADING if fading else {}) | (DROP_SIZE if sizes > 1 else {})
+    return constants
 
 
 def losses(form: Form, d: Design, k: dict[str, float], slopes: bool = False) -> tuple[Array, dict[str, Array]]:
-    """Loss (rows,), and its derivative by each constant (rows,) where asked for."""
+    """Return losses (rows,), and with `slopes` their derivatives by each constant (rows,)."""
     log_n, log_s = np.log(d.size), np.log(np.maximum(d.area, 1e-300))
     trend = k["A"] * np.exp(-k["alpha"] * log_s - k.get("b", 0.0) * log_n)
     by: dict[str, Array] = {}
@@ -122,16 +122,19 @@ def losses(form: Form, d: Design, k: dict[str, float], slopes: bool = False) -> 
 
 
 def paper(form: Form, k: dict[str, float], unit: float, horizon: float, reference: float) -> dict[str, float]:
-    """Constants in the papers' units: lr and N as given. For "annealing" B is its C, times S2, and lambda is given."""
-    found = dict(k)
-    found["A"] *= (unit * horizon) ** k["alpha"] * reference ** k.get("b", 0.0)
+    """Return constants in the units of the papers: lr and N as given.
+
+    For "annealing" B is the paper's C, the factor of S2, and lambda is added.
+    """
+    converted = dict(k)
+    converted["A"] *= (unit * horizon) ** k["alpha"] * reference ** k.get("b", 0.0)
     if "F" in k:
-        found["F"] *= reference ** k["a"]
+        converted["F"] *= reference ** k["a"]
     if "B" in k:
-        found["B"] *= reference ** k.get("c", 0.0) * (unit * horizon) ** k.get("d", 0.0) / unit
+        converted["B"] *= reference ** k.get("c", 0.0) * (unit * horizon) ** k.get("d", 0.0) / unit
         if "C" in k:
-            found["C"] *= unit ** (k.get("gamma", 0.0) - 1) / horizon
+            converted["C"] *= unit ** (k.get("gamma", 0.0) - 1) / horizon
         if "r" in k:
-            found["lambda"] = float(np.exp(-1 / found.pop("r")))
-            found["B"] *= 1 - found["lambda"]
-    return found
+            converted["lambda"] = float(np.exp(-1 / converted.pop("r")))
+            converted["B"] *= 1 - converted["lambda"]
+    return converted

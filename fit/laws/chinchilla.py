@@ -140,8 +140,8 @@ def two_power_laws(inputs: tuple[Array, ...], observed: Array, tied: bool, fixed
             amplitudes = dict(zip("ABE", np.moveaxis(log, 2, 0), strict=False))
             return amplitudes | {"alpha": alpha, "beta": beta}
 
-        least = 0.02 * observed.min()
-        return projected_starts(at, coordinates, basis, weights, keep, 1.0 - (fixed or 0.0) / observed, 1.0, least)
+        floor = 0.02 * observed.min()
+        return projected_starts(at, coordinates, basis, weights, keep, 1.0 - (fixed or 0.0) / observed, 1.0, floor)
 
     bounds = {name: (low, high) if name in "ABE" else EXPONENT_BOUNDS for name in names}
     return Problem(LogSumExp(len(names), terms), target, bounds, np.log(np.stack(inputs)), starts, constants)

@@ -272,8 +272,8 @@ class ExpertLaw(Law):
             return values | {name: log[..., i] / self._scale[name] for i, name in enumerate(scaled)}
 
         at = {name: i for i, name in enumerate(self.names)}
-        basis, least = basis / observed[None, :, None], 0.02 * observed.min()
-        return projected_starts(at, coordinates, basis, weights, keep or STARTS, least=least)
+        basis, floor = basis / observed[None, :, None], 0.02 * observed.min()
+        return projected_starts(at, coordinates, basis, weights, keep or STARTS, least=floor)
 
 
 def saturated(log_experts: Any, log_start: Any, log_max: Any) -> Any:

@@ -102,8 +102,8 @@ class GammaLaw(ChinchillaLaw):
                 values |= {"gamma": gamma, "E": np.log(np.maximum(E, 1e-3 * observed.min()))}
                 return {name: value for name, value in values.items() if name in at}
 
-            least = 0.02 * np.exp(power).min(axis=1)[:, None]
-            return projected_starts(at, coordinates, np.stack(lines, 2), weights, keep or STARTS, None, scale, least)
+            floor = 0.02 * np.exp(power).min(axis=1)[:, None]
+            return projected_starts(at, coordinates, np.stack(lines, 2), weights, keep or STARTS, None, scale, floor)
 
         bounds = dict.fromkeys("ABE", (low, high)) | {"gamma": GAMMA_BOUNDS}
         bounds = {name: bounds.get(name, EXPONENT_BOUNDS) for name in names}

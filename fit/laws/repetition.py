@@ -210,8 +210,8 @@ class RepetitionLaw(Law):
                 held = {"alpha": alpha, "beta": beta, "R_D": np.log(R_D), "R_N": np.log(R_N)}
                 return dict(zip("ABE", np.moveaxis(log, 2, 0), strict=True)) | {k: v[:, 0] for k, v in held.items()}
 
-            basis, least = basis / observed[None, :, None], 0.02 * observed.min()
-            return projected_starts(at, coordinates, basis, weights, keep or STARTS, least=least)
+            basis, floor = basis / observed[None, :, None], 0.02 * observed.min()
+            return projected_starts(at, coordinates, basis, weights, keep or STARTS, least=floor)
 
         form = LogSumTerms(terms, at, len(target), fixed)
         return Problem(

@@ -1,13 +1,13 @@
-"""Forecasts whose intervals hold when no form is right: several laws, weighed by how well they predicted dearer runs.
+"""Forecasts from several laws, weighted by how well they predicted larger runs; intervals hold if no form is right.
 
-Special here:
-- *Rolling hold-outs*: cut-offs halve the compute again and again; every law is fitted to what is cheaper and predicts
-  all that is dearer. Its mean squared error per log of extrapolated compute, with one more cut-off of a rate that other
-  tables taught, is the inverse of its weight (Bates and Granger 1969). The forecast is the weighted mean in log loss.
-- *Four variances* in log loss make the interval: of resampling that mean, of the forms about it, of a drift that grows
-  with the log of extrapolation at the mean's own rolling rate, and, for a new run, of the noise. Forms err to both
-  sides, so their mean keeps only a share of the second and third (Gneiting and Ranjan 2013: pools are too wide).
-- The shares and the prior rate are learnt from public tables and stated in constants/forecast.yaml.
+*Rolling hold-outs*: cut-offs halve the compute repeatedly; every law is fitted to the cheaper runs and predicts the
+others. Its weight is the inverse of its mean squared error per log of extrapolated compute, with a prior rate as one
+more cut-off (Bates and Granger 1969). The forecast is the weighted mean in log loss.
+
+*Intervals* add four variances in log loss: resampling of that mean; the forms about it; a drift that grows with the log
+of extrapolation at the mean's rolling rate; and, for a new run, noise. Forms err to both sides, so their mean keeps
+only a share of the second and third (Gneiting and Ranjan 2013: pools are too wide). These shares and the prior rate are
+learnt from public tables, in constants/forecast.yaml.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from ..uncertainty import by_group, group_labels
 if TYPE_CHECKING:
     import pandas as pd
 
-GAP = 2.0  # between the compute of two cut-offs; rows nearer than this count as this far
-LEAST_RUNS, LEAST_SIZES = 6, 3  # of a rolling fit: different (N, D), and different N and D
-ROLLING_STARTS = 8  # of a rolling fit, besides the optimum of all runs
-WORST = 1.0  # errors of log loss end here
-DRAWS, PAST_DRAWS = 100, 50  # resamples per form, and draws of one before a cut-off
-REACH = 15.0  # a form's log N* further from sqrt(C / 6), as of a term that vanished, is this far
-APART = 5.0  # a form's log N* further from the mean's counts as this far
-QUANTILES = 1001  # of a normal distribution, which stand for draws of it
+GAP = 2.0  # least ratio of compute between cut-offs; rows closer than this count as this far
+LEAST_RUNS, LEAST_SIZES = 6, 3  # least of a rolling fit: different (N, D), and different N and D
+ROLLING_STARTS = 8  # starts of a rolling fit, in addition to the optimum of all runs
+WORST = 1.0  # largest error of log loss that counts; chosen by hand
+DRAWS, PAST_DRAWS = 100, 50  # resamples per form, and draws of `before`
+MAX_DISTANCE = 15.0  # largest distance of a form's log N* from sqrt(C / 6): a vanished term puts it at infinity
+MAX_DEVIATION = 5.0  # largest distance of a form's log N* from the mean's that counts; chosen by hand
+QUANTILES = 1001  # of a normal distribution, used as its draws
 
-Members = list[Columns]  # the constants of every form, each (r,): fitted (r = 1), of draws, or of rolling fits
+Members = list[Columns]  # constants of every form, (r,): of the fit (r = 1), of draws, or of rolling fits
 
 
 @dataclass(frozen=True)
 class Prior:
-    """What public tables teach; see constants/forecast.yaml."""
+    """Rates and shares learnt from public tables; see constants/forecast.yaml."""
 
     rate: float
     drift: float
@@ -55,7 +55,7 @@ class Prior:
 
 @dataclass
 class SavedForm:
-    """A form in a report's law.json; a draw that is None is not a finite number."""
+    """A form in a report's law.json; draws that are not finite are None."""
 
     form: str
     options: dict[str, Any]
@@ -65,7 +65,7 @@ class SavedForm:
 
 @dataclass
 class SavedMixture:
-    """A mixture in a report's law.json: what its answers take, and no table."""
+    """A mixture in a report's law.json: what its answers need, without a table."""
 
     forms: dict[str, SavedForm]
     share: dict[str, list[float]]
@@ -86,9 +86,7 @@ class SavedMixture:
 
 @dataclass(frozen=True)
 class CutOff:
-    """A rolling hold-out: its compute, the rows that are fitted and tested (n,), and the log of extrapolation of the
-    tested ones.
-    """
+    """A rolling hold-out: its compute, rows fitted and tested (n,), and the log of extrapolation of the tested rows."""
 
     flops: float
     fitted: np.ndarray
@@ -98,10 +96,10 @@ class CutOff:
 
 @dataclass(frozen=True)
 class Member:
-    """A form of a mixture: its law, fitted to all runs, with the constants that the mixture asks it under.
+    """A form of a mixture: its law, fitted to all runs, and its sets of constants.
 
-    constants (1,); draws (r,), empty without a bootstrap; rolled (cut-offs,), of the fit to what each cut-off leaves,
-    and its coordinates theta (cut-offs, k).
+    constants (1,) of all runs; draws (r,), empty without a bootstrap; rolled (cut-offs,), of the fits below each
+    cut-off, and their coordinates theta (cut-offs, k).
     """
 
     law: LossLaw
@@ -117,12 +115,12 @@ class Member:
 
     @np.errstate(all="ignore")
     def log_losses(self, constants: Columns, N: Array, D: Array) -> Array:
-        """Log loss under constants (r,), (points, r)."""
+        """Return log losses under constants (r,), (points, r)."""
         return np.asarray(np.log(self.law.evaluate(constants, N[:, None], D[:, None])))
 
 
 def family() -> dict[str, LossLaw]:
-    """The forms that a forecast weighs by default, not fitted."""
+    """Return the default forms of a forecast, not fitted."""
     return {
         "chinchilla": loss_law("chinchilla"),
         "chinchilla, tied": loss_law("chinchilla", tied=True),
@@ -133,8 +131,8 @@ def family() -> dict[str, LossLaw]:
 
 
 def cut_offs(N: Array, D: Array, flops: Array, groups: np.ndarray) -> list[CutOff]:
-    """Rolling hold-outs from the dearest to the cheapest that leaves enough to fit; no group is fitted and tested."""
-    found, top = [], float(flops.max())
+    """Return rolling hold-outs of falling compute while enough runs are left; no group is fitted and tested."""
+    hold_outs, top = [], float(flops.max())
     while (fitted := flops <= top / GAP * (1.0 + 1e-4)).any():
         top = float(flops[fitted].max())
         points = np.unique(np.stack([N[fitted], D[fitted]]), axis=1)
@@ -143,19 +141,19 @@ def cut_offs(N: Array, D: Array, flops: Array, groups: np.ndarray) -> list[CutOf
         tested = (flops > top * (1.0 + 1e-4)) & ~np.isin(groups, groups[fitted])
         if tested.any():
             further = np.maximum(np.log(flops[tested] / top), np.log(GAP))
-            found.append(CutOff(top, fitted, tested, further))
-    return found
+            hold_outs.append(CutOff(top, fitted, tested, further))
+    return hold_outs
 
 
 class FormMixture:
-    """Several laws of N and D as one: forecasts with intervals that count what no form knows.
+    """Several laws of N and D as one, with intervals that allow for the error of every form.
 
-    forms: names of registered laws, or laws; by default `family()`. draws: resamples per form, 0 for no intervals.
+    forms: laws or names of registered laws; by default `family()`. draws: resamples per form, 0 for no intervals.
     priors: "loss" and "size", by default those of constants/forecast.yaml.
 
-    After `fit`: laws_ (name -> fitted law), weights_ (name -> share), refused_ (name -> why it was left out), noise_
-    and rate_ (of runs, and per log of extrapolation, both in log loss), cut_offs_, ends_ (FLOPs of
-    the cheapest and the dearest run), flops_per_token_ (as of a law).
+    After `fit`: laws_ (name -> fitted law), weights_ (name -> share), refused_ (name -> reason), noise_ of runs and
+    rate_ per log of extrapolation, both in log loss, cut_offs_, ends_ (FLOPs of the cheapest and the largest run),
+    flops_per_token_ (see `LossLaw`).
     """
 
     inputs = ("N", "D")
@@ -181,10 +179,10 @@ class FormMixture:
         weight: ArrayLike | None = None,
         loss_se: ArrayLike | None = None,
     ) -> Self:
-        """Fit, roll and resample every form over n runs (n,); `flops` is 6 N D by default, `loss_se` as of a law.
+        """Fit, roll and resample every form over n runs. Raises InputError if no form allows it, or for bad numbers.
 
-        Rows of one group (`groups` (n,): checkpoints of a run, branches of a trunk) are resampled and held out
-        together. Raises InputError for bad numbers and where no form can be fitted and resampled.
+        Columns (n,) are as in `LossLaw.fit`. Rows of one group, such as checkpoints of a run or branches of a trunk,
+        are resampled and held out together.
         """
         columns = {"N": positive("N", N), "D": positive("D", D), "loss": positive("loss", loss)}
         columns["flops"] = 6.0 * columns["N"] * columns["D"] if flops is None else positive("flops", flops)
@@ -209,9 +207,9 @@ class FormMixture:
             raise InputError(next(iter(self.refused_.values())))
         cuts = cut_offs(N, D, data["flops"], labels[used])
         members = {name: Member.of(law, _refits(law, cuts)) for name, law in laws.items()}
-        return self._settle(data, labels[used], cuts, members, flops_per_token(N, D, data["flops"]))
+        return self._assemble(data, labels[used], cuts, members, flops_per_token(N, D, data["flops"]))
 
-    def _settle(
+    def _assemble(
         self,
         data: Columns,
         labels: np.ndarray,
@@ -222,13 +220,13 @@ class FormMixture:
         self.data_, self._labels, self.cut_offs_, self.flops_per_token_ = data, labels, cuts, spend
         self.ends_ = np.array([data["flops"].min(), data["flops"].max()])
         self._members, self.laws_ = members, {name: member.law for name, member in members.items()}
-        self._missed = [self._errors(k, cut) for k, cut in enumerate(cuts)]
+        self._hold_out_errors = [self._errors(k, cut) for k, cut in enumerate(cuts)]
         return self.weigh(self.priors)
 
     def weigh(self, priors: Mapping[str, Prior]) -> Self:
-        """Weigh the fitted forms again, under other priors."""
+        """Weight the fitted forms again, under other priors."""
         self.priors = priors
-        errors = [error / cut.further for error, cut in zip(self._missed, self.cut_offs_, strict=True)]
+        errors = [error / cut.further for error, cut in zip(self._hold_out_errors, self.cut_offs_, strict=True)]
         self._share, self._rate = dict[str, Array](), dict[str, float]()
         for name, moves in (("loss", errors), ("size", list(self._size_moves().T[:, :, None]))):
             rate = self.priors[name].rate
@@ -247,39 +245,43 @@ class FormMixture:
         return self
 
     def before(self, k: int) -> FormMixture | None:
-        """The mixture as the runs that cut-off k fits would have given it; None where they allow no form.
+        """Return the mixture that the runs below cut-off k would have given, or None if they allow no form.
 
-        A draw is one step of Gauss and Newton towards noisy losses of these runs, with the same noise for every form.
+        A draw is one Gauss-Newton step to noisy losses of these runs, with the same noise for every form.
         """
-        on = self.cut_offs_[k].fitted
-        data, (names, group) = {name: values[on] for name, values in self.data_.items()}, by_group(self._labels[on])
-        able = {name: one for name, one in self._members.items() if one.law.problem_.free < len(names)}
+        rows = self.cut_offs_[k].fitted
+        data, (names, group) = {name: values[rows] for name, values in self.data_.items()}, by_group(self._labels[rows])
+        usable = {name: member for name, member in self._members.items() if member.law.problem_.free < len(names)}
         try:
             identifiable(data["N"], data["D"])
         except InputError:
-            able = {}
-        if not able:
+            usable = {}
+        if not usable:
             return None
-        cuts = [CutOff(c.flops, c.fitted[on], c.tested[on], c.further[on[c.tested]]) for c in self.cut_offs_[k + 1 :]]
-        kept = [j for j, cut in enumerate(cuts) if cut.tested.any()]
+        cuts = [
+            CutOff(c.flops, c.fitted[rows], c.tested[rows], c.further[rows[c.tested]]) for c in self.cut_offs_[k + 1 :]
+        ]
+        with_tests = [j for j, cut in enumerate(cuts) if cut.tested.any()]
         noise = np.random.default_rng(self.seed).standard_normal((PAST_DRAWS, len(names)))[:, group]
-        past = {}
-        for name, one in able.items():
-            constants = {key: values[k : k + 1] for key, values in one.rolled.items()}
-            residual = np.log(data["loss"]) - one.log_losses(constants, data["N"], data["D"])[:, 0]
-            scale = np.sqrt(np.sum(residual**2) / max(len(names) - one.law.problem_.free, 1))
-            draws = one.law.nearby(one.theta[k], on, scale * noise)
-            rolled = {key: values[k + 1 :][kept] for key, values in one.rolled.items()}
-            past[name] = Member(one.law, constants, draws, rolled, one.theta[k + 1 :][kept])
-        found = FormMixture(draws=PAST_DRAWS if self.draws else 0, seed=self.seed, priors=self.priors)
-        return found._settle(data, self._labels[on], [cuts[j] for j in kept], past, self.flops_per_token_)
+        members = {}
+        for name, member in usable.items():
+            constants = {key: values[k : k + 1] for key, values in member.rolled.items()}
+            residual = np.log(data["loss"]) - member.log_losses(constants, data["N"], data["D"])[:, 0]
+            scale = np.sqrt(np.sum(residual**2) / max(len(names) - member.law.problem_.free, 1))
+            draws = member.law.nearby(member.theta[k], rows, scale * noise)
+            rolled = {key: values[k + 1 :][with_tests] for key, values in member.rolled.items()}
+            members[name] = Member(member.law, constants, draws, rolled, member.theta[k + 1 :][with_tests])
+        mixture = FormMixture(draws=PAST_DRAWS if self.draws else 0, seed=self.seed, priors=self.priors)
+        return mixture._assemble(
+            data, self._labels[rows], [cuts[j] for j in with_tests], members, self.flops_per_token_
+        )
 
     def to_dict(self) -> Any:
-        """Return what a `SavedMixture` has, in JSON's own types."""
+        """Return a `SavedMixture` as JSON types."""
         forms = {}
-        for name, one in self._members.items():
-            draws = {key: values.tolist() for key, values in one.draws.items()}
-            forms[name] = SavedForm(one.law.form, one.law.options(), one.law.constants_, draws)
+        for name, member in self._members.items():
+            draws = {key: values.tolist() for key, values in member.draws.items()}
+            forms[name] = SavedForm(member.law.form, member.law.options(), member.law.constants_, draws)
         share = {name: share.tolist() for name, share in self._share.items()}
         ends = self.ends_.tolist()
         return plain_json(
@@ -288,36 +290,36 @@ class FormMixture:
 
     @classmethod
     def from_saved(cls, saved: SavedMixture, source: object) -> Self:
-        """Return a mixture whose optimum is that of the saved one; it has no runs, and so no forecast of one.
+        """Return a mixture with the optimum of the saved one; without runs, it cannot forecast one.
 
-        Raises InputError where its parts do not belong together.
+        Raises InputError if its parts do not belong together.
         """
         if not saved.belongs_together():
             raise InputError(
                 f"{source} holds a mixture whose forms, shares and draws do not belong together; fit again."
             )
-        found, members = cls(draws=saved.draws, priors=saved.priors), {}
-        for name, one in saved.forms.items():
-            constants = {key: np.array([value]) for key, value in one.constants.items()}
-            draws = {key: np.array(values, dtype=np.float64) for key, values in one.draws.items()}
-            law = law_class(one.form)(**one.options)
-            law.constants_ = one.constants
+        mixture, members = cls(draws=saved.draws, priors=saved.priors), {}
+        for name, form in saved.forms.items():
+            constants = {key: np.array([value]) for key, value in form.constants.items()}
+            draws = {key: np.array(values, dtype=np.float64) for key, values in form.draws.items()}
+            law = law_class(form.form)(**form.options)
+            law.constants_ = form.constants
             members[name] = Member(law, constants, draws, {}, np.empty((0, 0)))
-        found._members, found.laws_ = members, {name: member.law for name, member in members.items()}
-        found._share = {name: np.array(share) for name, share in saved.share.items()}
-        found.weights_ = dict(zip(members, saved.share["loss"], strict=True))
-        found._rate, found.noise_, found.ends_ = saved.rate, 0.0, np.array(saved.ends)
-        found.flops_per_token_ = saved.flops_per_token
-        return found
+        mixture._members, mixture.laws_ = members, {name: member.law for name, member in members.items()}
+        mixture._share = {name: np.array(share) for name, share in saved.share.items()}
+        mixture.weights_ = dict(zip(members, saved.share["loss"], strict=True))
+        mixture._rate, mixture.noise_, mixture.ends_ = saved.rate, 0.0, np.array(saved.ends)
+        mixture.flops_per_token_ = saved.flops_per_token
+        return mixture
 
     # Answers.
 
     def predict(self, N: ArrayLike, D: ArrayLike) -> Array:
-        """The weighted mean of the forms in log loss, (points,)."""
+        """Return the weighted mean of the forms in log loss, (points,)."""
         return np.exp(self._share["loss"] @ self._log_losses(self._fitted, *_points(N, D))[..., 0])
 
     def forecast(self, N: ArrayLike, D: ArrayLike, level: float = 0.95, kind: str = "run") -> pd.DataFrame:
-        """DataFrame loss, low, high: where a new run lands (kind "run"), or the law's value (kind "mean")."""
+        """Return a DataFrame loss, low, high for a new run (kind "run") or the law's value (kind "mean")."""
         import pandas as pd
 
         if kind not in ("mean", "run"):
@@ -328,16 +330,16 @@ class FormMixture:
         return pd.DataFrame({"loss": loss, "low": loss * np.exp(-wide), "high": loss * np.exp(wide)})
 
     def variances(self, N: ArrayLike, D: ArrayLike) -> Columns:
-        """What makes an interval, in squared log loss: resampling, disagreement, drift and noise, each (points,)."""
+        """Return the variances behind an interval in log loss, each (points,)."""
         N, D = _points(N, D)
         parts = self._variances("loss", lambda members: self._log_losses(members, N, D), self._further(N, D))
         return parts | {"noise": np.full(len(N), self.noise_**2)}
 
     def optimal(self, flops: ArrayLike, level: float = 0.95, flops_per_token: float | Curve | None = None) -> Optimum:
-        """The best N and D for `flops` (a scalar or (targets,)) and the loss there, with intervals.
+        """Return the best N and D for `flops` (a scalar or (targets,)) and the loss there, with intervals.
 
-        N is the mean of the forms' own in log N, weighed by how little each one's moved while dearer runs came.
-        flops_per_token: as of `compute_optimal`.
+        log N is the mean over forms, weighted by how little each moved as larger runs were added. flops_per_token: see
+        `compute_optimal`.
         """
         C, count = positive("flops", np.atleast_1d(floats(flops))), own_convention(self, flops_per_token)
         spend = spending(count)
@@ -354,28 +356,32 @@ class FormMixture:
             "ratio": C[:, None] / spend(sizes) / sizes,
             "loss": loss[:, None] * np.exp(loss_wide),
         }
-        known = draws if self.draws else {}
-        return Optimum(flops=C, N=N, D=D, loss=loss, draws=known, level=level, convention=convention_name(count))
+        interval_draws = draws if self.draws else {}
+        return Optimum(
+            flops=C, N=N, D=D, loss=loss, draws=interval_draws, level=level, convention=convention_name(count)
+        )
 
     def sizes(self, flops: ArrayLike, flops_per_token: float | Curve | None = None) -> Columns:
-        """Every form's own best N by its name, (targets,)."""
+        """Return the best N of every form by name, (targets,)."""
         C, count = np.atleast_1d(floats(flops)), own_convention(self, flops_per_token)
         return dict(zip(self.laws_, np.exp(self._log_sizes(self._fitted, C, count)[..., 0]), strict=True))
 
     def without_optimum(self, flops_per_token: float | Curve | None = None) -> float:
-        """The share of the forms that have no best size at the cheapest or the dearest run: a term vanished, or all
-        exponents stopped at their bounds.
+        """Return the weight of forms without a best size at the cheapest or largest run.
+
+        Either a term vanished, or all exponents are at their bounds.
         """
         C = self.ends_
-        off = np.abs(np.log(np.array([*self.sizes(C, flops_per_token).values()]) / np.sqrt(C / 6.0)))
-        held = np.zeros(len(off), dtype=bool)
+        distance = np.abs(np.log(np.array([*self.sizes(C, flops_per_token).values()]) / np.sqrt(C / 6.0)))
+        at_bounds = np.zeros(len(distance), dtype=bool)
         for k, law in enumerate(self.laws_.values()):
             stuck = {law.constants_.get(name) for name in law.degenerate_}
-            held[k] = all(law.constants_[name] in stuck for name in law.exponent_names)  # a tied one by its value
-        return float(self._share["size"] @ ((off > REACH - 1e-9).any(axis=1) | held))
+            # A tied exponent is recognised by its value.
+            at_bounds[k] = all(law.constants_[name] in stuck for name in law.exponent_names)
+        return float(self._share["size"] @ ((distance > MAX_DISTANCE - 1e-9).any(axis=1) | at_bounds))
 
     def size(self, flops: Array, flops_per_token: float | Curve | None = None) -> tuple[Array, Columns]:
-        """Log of the best N, (targets,), and what makes its interval: variances as of the loss."""
+        """Return the log of the best N, (targets,), and its variances, like those of the loss."""
         count = own_convention(self, flops_per_token)
         middle = self._share["size"] @ self._log_sizes(self._fitted, flops, count)[..., 0]
         further = self._further(np.exp(middle), flops / spending(count)(np.exp(middle)))
@@ -384,9 +390,9 @@ class FormMixture:
     def size_exponent(
         self, level: float = 0.95, flops_per_token: float | Curve | None = None
     ) -> tuple[float, float, float]:
-        """The exponent a of N* ~ C^a, its mean over the runs, and its interval.
+        """Return the exponent a of N* ~ C^a, its mean over the range of the runs, and its interval.
 
-        A drift of log N* per log C is one of the exponent.
+        A drift of log N* per log C is a drift of the exponent.
         """
         count, C = own_convention(self, flops_per_token), self.ends_
 
@@ -397,7 +403,7 @@ class FormMixture:
         wide = float(_half_width(level, list(self._variances("size", slopes, np.ones(1)).values()))[0])
         return a, a - wide, a + wide
 
-    # How they come about.
+    # Parts of the answers.
 
     @property
     def _fitted(self) -> Members:
@@ -405,59 +411,59 @@ class FormMixture:
 
     @property
     def _drawn(self) -> Members:
-        # A draw that did not converge is missing, and an earlier one stands for it.
+        # Draws that did not converge are missing; earlier ones are repeated instead.
         return [{k: np.resize(v, self.draws) for k, v in member.draws.items()} for member in self._members.values()]
 
     def _log_losses(self, members: Members, N: Array, D: Array) -> Array:
-        """Every form's log loss, (forms, points, r)."""
-        each = zip(self._members.values(), members, strict=True)
-        return np.stack([member.log_losses(constants, N, D) for member, constants in each])
+        """Return the log losses of every form, (forms, points, r)."""
+        pairs = zip(self._members.values(), members, strict=True)
+        return np.stack([member.log_losses(constants, N, D) for member, constants in pairs])
 
     def _log_sizes(self, members: Members, C: Array, count: float | Curve) -> Array:
-        """Every form's own log N of lowest loss for C FLOPs, (forms, targets, r)."""
-        found, middle = [], 0.5 * np.log(C[:, None] / 6.0)
+        """Return the log N of lowest loss for C FLOPs of every form, (forms, targets, r)."""
+        log_sizes, middle = [], 0.5 * np.log(C[:, None] / 6.0)
         for law, constants in zip(self.laws_.values(), members, strict=True):
             with np.errstate(all="ignore"):
                 log_N = np.log(unlimited(law, constants, C[:, None], count)[0])
-            found.append(np.clip(np.where(np.isnan(log_N), middle, log_N), middle - REACH, middle + REACH))
-        return np.stack(found)
+            log_sizes.append(
+                np.clip(np.where(np.isnan(log_N), middle, log_N), middle - MAX_DISTANCE, middle + MAX_DISTANCE)
+            )
+        return np.stack(log_sizes)
 
-    @np.errstate(all="ignore")  # losses over a hundred decades give NaN, and so no interval
+    @np.errstate(all="ignore")  # losses over a hundred decades give NaN and no interval
     def _variances(self, name: str, quantity: Callable[[Members], Array], further: Array) -> Columns:
-        """Of the mean of a quantity, members -> (forms, targets, r)."""
+        """Return the variances of the mean of a quantity, members -> (forms, targets, r)."""
         prior, share = self.priors[name], self._share[name]
-        each = quantity(self._fitted)[..., 0]
-        apart = np.clip(each - share @ each, -APART, APART)
+        values = quantity(self._fitted)[..., 0]
+        deviation = np.clip(values - share @ values, -MAX_DEVIATION, MAX_DEVIATION)
         drawn = np.tensordot(share, quantity(self._drawn if self.draws else self._fitted), axes=1)
         low, high = np.nanpercentile(drawn, [15.87, 84.13], axis=1)
         return {
             "resampling": (0.5 * (high - low)) ** 2,
-            "disagreement": prior.disagreement * (share @ apart**2),
+            "disagreement": prior.disagreement * (share @ deviation**2),
             "drift": (prior.drift * self._rate[name] * further) ** 2,
         }
 
     def _size_moves(self) -> Array:
-        """How far every form's log N* at the dearest run's compute moved since each cut-off, per log of compute,
-        (forms, cut-offs).
-        """
+        """Return moves of log N* at the largest run's compute since each cut-off, per log C, (forms, cut-offs)."""
         if not self.cut_offs_:
             return np.zeros((len(self.laws_), 0))
         top, count = self.ends_[1:], own_convention(self)
         rolled = [member.rolled for member in self._members.values()]
-        moved = self._log_sizes(rolled, top, count) - self._log_sizes(self._fitted, top, count)
-        far = np.log(top / np.array([cut.flops for cut in self.cut_offs_]))
-        return np.clip(moved[:, 0], -APART, APART) / far
+        moves = self._log_sizes(rolled, top, count) - self._log_sizes(self._fitted, top, count)
+        log_ratio = np.log(top / np.array([cut.flops for cut in self.cut_offs_]))
+        return np.clip(moves[:, 0], -MAX_DEVIATION, MAX_DEVIATION) / log_ratio
 
     def _further(self, N: Array, D: Array) -> Array:
-        """Log of how far beyond the dearest run N and D lie, as the table counts; zero below it."""
+        """Return the log of compute at N and D over that of the largest run, as the table counts; zero below it."""
         flops = spending(own_convention(self))(N) * D
         return np.maximum(np.log(flops / self.ends_[1]), 0.0)
 
     def _errors(self, k: int, cut: CutOff) -> Array:
-        """Log errors of every form at the runs that cut-off k tests, (forms, tested)."""
+        """Return log errors of every form at the runs that cut-off k tests, (forms, tested)."""
         N, D, loss = (self.data_[name][cut.tested] for name in ("N", "D", "loss"))
-        there = [{name: v[k : k + 1] for name, v in one.rolled.items()} for one in self._members.values()]
-        error = self._log_losses(there, N, D)[..., 0] - np.log(loss)
+        constants = [{name: v[k : k + 1] for name, v in member.rolled.items()} for member in self._members.values()]
+        error = self._log_losses(constants, N, D)[..., 0] - np.log(loss)
         return np.clip(np.nan_to_num(error, nan=WORST), -WORST, WORST)
 
 
@@ -470,10 +476,18 @@ def forecast(
     forms: Sequence[str | LossLaw] | None = None,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Losses at N parameters and D tokens, from the mixture of forms: a DataFrame with loss, low and high.
+    """Return losses at N parameters and D tokens by the mixture of forms: a DataFrame with loss, low and high.
 
-    `runs` is a table with N, D, loss and optionally flops, group or run_id, and weight: a DataFrame or what
-    `read_table` gives. kind "run" is where a new run lands, "mean" the law. Raises InputError for bad input.
+    Raises InputError for bad input.
+
+    Parameters
+    ----------
+    runs : DataFrame or RunTable
+        N, D, loss and optionally flops, group or run_id, and weight.
+    kind : {"run", "mean"}
+        Interval of a new run, or of the law's value.
+    forms : sequence, optional
+        As in `FormMixture`.
     """
 
     def column(name: str) -> Any:
@@ -489,28 +503,28 @@ def forecast(
 
 
 def _named(forms: Sequence[str | LossLaw]) -> dict[str, LossLaw]:
-    """Laws of N and D by name, from laws and names of registered ones."""
-    known, found = family(), {}
+    """Return laws of N and D by name, from laws and names of registered ones."""
+    defaults, laws = family(), {}
     for form in forms:
-        law = form if not isinstance(form, str) else known[form] if form in known else law_class(form)()
+        law = form if not isinstance(form, str) else defaults[form] if form in defaults else law_class(form)()
         if not isinstance(law, LossLaw) or tuple(law.inputs) != ("N", "D"):
             raise InputError(f"forms holds {form!r}; each must be a law of N and D.")
         name = form if isinstance(form, str) else repr(law)
-        found[name] = law
-    if not found:
+        laws[name] = law
+    if not laws:
         raise InputError("forms is empty; at least one law of N and D is needed.")
-    return found
+    return laws
 
 
 def _refits(law: LossLaw, cuts: list[CutOff]) -> Array:
-    """The law's coordinates fitted to what each cut-off leaves, (cuts, k); all in one call of the batched solver."""
+    """Return the law's coordinates fitted below each cut-off, (cuts, k), in one call of the batched solver."""
     if not cuts:
         return law.theta_[None, :][:0]
     return law._refit(np.array([cut.fitted for cut in cuts], dtype=np.float64), starts=ROLLING_STARTS).theta
 
 
 def _with_prior(squares: Sequence[Any], rate: float) -> Any:
-    """Mean of squared rates, one a cut-off, and of the prior's, which counts as one more."""
+    """Return the mean of squared rates, one per cut-off, and of the prior rate, which counts as one more."""
     return (rate**2 + sum(squares)) / (1.0 + len(squares))
 
 

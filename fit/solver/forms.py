@@ -191,10 +191,10 @@ class LogSumTerms(LogForm):
         for term, share in zip(terms, shares, strict=True):
             weighted = slope * share
             if len(terms) > 1:
-                own = np.zeros_like(first)
+                term_first = np.zeros_like(first)
                 for i, derivative in term.first.items():
-                    own[:, :, i] = derivative
-                hessian += (own * weighted[:, :, None]).transpose(0, 2, 1) @ own
+                    term_first[:, :, i] = derivative
+                hessian += (term_first * weighted[:, :, None]).transpose(0, 2, 1) @ term_first
             for (i, j), derivative in term.second.items():
                 total = (weighted * derivative).sum(axis=1)
                 hessian[:, i, j] += total

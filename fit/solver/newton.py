@@ -59,7 +59,7 @@ class Batch:
 
     target (1, n) or (P, n), weights (P, n), lower and upper (P, k), delta (P,). At the point: theta (P, k); residual
     (P, n) in units of delta; pull (P, n), the weighted slope of Huber's function in these units; objective (P,); cache
-    of the form. least (P, k): smallest curvature per parameter; rounding (P,): objective of a perfect fit.
+    of the form. least_curvature (P, k) per parameter; rounding (P,): objective of a perfect fit.
     """
 
     form: LogForm
@@ -68,7 +68,7 @@ class Batch:
     lower: Array
     upper: Array
     delta: Array
-    least: Array
+    least_curvature: Array
     rounding: Array
     theta: Array
     residual: Array
@@ -83,11 +83,11 @@ class Batch:
         """Return a batch at `theta` (P, k), clipped to the box."""
         total = weights.sum(axis=1)
         width = upper - lower
-        least = np.divide(MATTERS, width, out=np.zeros_like(width), where=(width > 0) & np.isfinite(width)) ** 2
-        least = np.maximum(least * total[:, None], 1e-300)
+        bend = np.divide(MATTERS, width, out=np.zeros_like(width), where=(width > 0) & np.isfinite(width)) ** 2
+        bend = np.maximum(bend * total[:, None], 1e-300)
         rounding = total * RESIDUAL_ROUNDING**2
         # Residuals and what follows from them are filled in by `at`.
-        batch = cls(form, target, weights, lower, upper, delta, least, rounding, theta, weights, weights, total, [])
+        batch = cls(form, target, weights, lower, upper, delta, bend, rounding, theta, weights, weights, total, [])
         return batch.at(theta)
 
     def at(self, theta: Array) -> Batch:
@@ -164,7 +164,7 @@ def approach(batch: Batch, iterations: int) -> tuple[Array, Array]:
     for _ in range(iterations):
         form, cache, spread = batch.form, batch.cache, batch.spread
         gradient, hessian = form.derivatives(cache, batch.slope, spread, second=False)
-        scale = np.maximum(np.einsum("pii->pi", hessian), batch.least)
+        scale = np.maximum(np.einsum("pii->pi", hessian), batch.least_curvature)
         system = _System(hessian, scale, batch.held(gradient), damping)
         damping = system.damping
         step = system.solve(-gradient)
@@ -200,7 +200,7 @@ def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int, unme
     converged = np.zeros(len(theta), dtype=bool)
     damping = np.full(len(theta), NEAR_DAMPING)
     _, hessian = batch.form.derivatives(batch.cache, batch.slope, batch.spread, second=False)
-    scale = np.maximum(np.einsum("pii->pi", hessian), batch.least)
+    scale = np.maximum(np.einsum("pii->pi", hessian), batch.least_curvature)
     last = len(deltas) - 1
     for _ in range(iterations):
         inside = batch.inside
@@ -235,12 +235,9 @@ def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int, unme
         accepted = (gained > 1e-4 * length * gain) | (np.abs(gained) <= unmeasurable)
         if (rejected := ~accepted).any():
             origin, origin_length = batch.take(rejected), length[rejected, None]
-            missed = (
-                inside[rejected]
-                * (trial.residual[rejected] - origin.residual - origin_length * change[rejected])
-                * origin.delta[:, None]
-            )
-            turn = system.solve(-batch.form.gradient(origin.cache, missed), np.flatnonzero(keep)[rejected])
+            error = trial.residual[rejected] - origin.residual - origin_length * change[rejected]
+            error = inside[rejected] * error * origin.delta[:, None]
+            turn = system.solve(-batch.form.gradient(origin.cache, error), np.flatnonzero(keep)[rejected])
             turned = origin.at(origin.theta + origin_length * step[rejected] + turn)
             better = origin.objective - turned.objective > 1e-4 * (length * gain)[rejected]
             turned.put(~better, origin.take(~better))
@@ -314,9 +311,11 @@ class _System:
         try:
             np.linalg.cholesky(self._damped)
         except np.linalg.LinAlgError:
-            least = np.linalg.eigvalsh(self.matrix)[:, 0]
-            indefinite = least + self.damping <= 1e-14
-            self.damping = np.where(indefinite, np.maximum(10.0 * self.damping, INDEFINITE - 1.5 * least), self.damping)
+            smallest = np.linalg.eigvalsh(self.matrix)[:, 0]
+            indefinite = smallest + self.damping <= 1e-14
+            self.damping = np.where(
+                indefinite, np.maximum(10.0 * self.damping, INDEFINITE - 1.5 * smallest), self.damping
+            )
             self._damped = self._with_damping()
 
     def solve(self, right: Array, rows: Any = ...) -> Array:
