@@ -241,7 +241,6 @@ def _tested(steps: list[dict[str, Any]], ahead: list[dict[str, Any]], mixed: boo
 
 
 def _profiles(runs: RunTable, like: IsoflopProfiles, budget: Array) -> IsoflopProfiles:
-    """Return the profiles of some runs, by the method of `like`."""
     return IsoflopProfiles(like.method).fit(runs.N, runs.D, runs.loss, runs.flops, budget, runs.weight)
 
 

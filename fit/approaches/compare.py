@@ -115,8 +115,8 @@ def compare(
 ) -> Comparison:
     """Return the compute multiplier of `variant` over `base`, at their runs and at `targets`, FLOPs of the base.
 
-    Runs are paired by size and column `seed`; E is free if one E clearly does not fit both. Raises InputError if both
-    sides share a run, or one has fewer than two sizes or D.
+    Runs are paired by size and column `seed`; E is free if one E clearly does not fit. Raises InputError if both sides
+    share a run, or one has fewer than two sizes or D.
     """
     if shared_runs := sorted({*base.run_id} & {*variant.run_id}):
         raise InputError(
@@ -160,7 +160,6 @@ def decoding(runs: RunTable) -> Spread | None:
 
 
 def _lifetime(laws: _Joint, base: RunTable, variant: RunTable) -> BreakEven | None:
-    """Return the break-even of training and serving, or None if not all was timed on one device."""
     base_pace, variant_pace = decoding(base), decoding(variant)
     multiplier = laws.at(math.log(base.flops.max()) - laws.rows.c0)
     if base_pace is None or variant_pace is None:
@@ -326,12 +325,10 @@ def log_multiplier(q: Array, c: float) -> float:
 
 
 def _value_and_interval(estimated: Estimated, scale: Callable[[float], float] = float) -> tuple[float, Interval | None]:
-    """Return a value and its 95 % interval."""
     value, error, freedom = estimated
     half = float(stdtrit(freedom, 0.975)) * (error or 0.0)
     return scale(value), None if error is None else (scale(value - half), scale(value + half))
 
 
 def _with_interval(value: float, ci: Interval | None) -> str:
-    """Return a value as text, with its interval if known."""
     return f"{amount(value)} ({interval(ci, amount)})" if ci else amount(value)

@@ -58,10 +58,10 @@ class Envelope:
         return self
 
     def _winners(self, counts: Array, jitter: np.random.Generator | None = None) -> tuple[Array, int]:
-        """Return the best run of each level under counts (draws, n), and how often it was at an edge of the sizes.
+        """Return flops, N, D and loss (4, draws, levels) of the best runs under counts (draws, n).
 
-        The first are flops, N, D and loss (4, draws, levels), NaN if the run does not beat every cheaper level or lacks
-        a smaller or a larger rival.
+        They are NaN if a run does not beat every cheaper level or lacks a smaller or larger rival. Also returns how
+        often it lacks one.
         """
         N, D, loss, flops = self._points
         levels = np.unique(self._labels[self._labels >= 0])

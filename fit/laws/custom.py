@@ -203,7 +203,6 @@ class FunctionLaw(LossLaw):
         return problem
 
     def _points(self, lower: Array, upper: Array, logarithmic: Collection[str]) -> Array:
-        """Return candidate starts in coordinates: the given ones, then a Latin hypercube."""
         user = [[np.log(v) if name in logarithmic else v for name, v in start.items()] for start in self._user_starts]
         drawn = lower + latin_hypercube(CANDIDATES * self.tries, len(lower), self.seed) * (upper - lower)
         return np.concatenate([np.reshape(user, (-1, len(lower))), drawn])

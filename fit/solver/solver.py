@@ -88,12 +88,10 @@ def solve(
 
 
 def _target_rows(target: Array, rows: Any) -> Array:
-    """Return the targets of some problems, which may share one."""
     return target if len(target) == 1 else target[rows]
 
 
 def joined(parts: Sequence[Solution]) -> Solution:
-    """Return the solutions of several parts as one."""
     return Solution(*map(np.concatenate, zip(*(vars(part).values() for part in parts), strict=True)))
 
 
