@@ -49,10 +49,9 @@ class ClusterConfig:
     container: str | None = None  # image in which jobs run, through pyxis (srun --container-image)
     # Command of the jobs' interpreter, e.g. "apptainer exec --nv image.sif python"; None: the current interpreter.
     python: str | None = None
-    array_parallelism: Count6 = 256  # jobs of one array that may run at once
+    array_parallelism: Count6 = 256  # workers that may run at once
     max_submit: Count | None = None  # jobs in the queue at once; None: the account's limit in SLURM
-    # Runs with a shorter estimate get no separate array task: jobs of about this length train a queue of them.
-    queue_minutes: Pause = 10.0
+    queue_minutes: Pause = 10.0  # runs that are shorter than this by estimate share workers; a longer run has its own
     setup: list[str] = field(default_factory=list)  # shell lines before the job's command
     additional_parameters: Any = None  # raw #SBATCH keys and values, a mapping (see ProductGrid.axes for its type)
     runs_per_gpu: Count6 = 1  # local: small runs that share a GPU as processes

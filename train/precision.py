@@ -56,7 +56,7 @@ class LossScaler:
         good_steps = (self._good_steps + 1).masked_fill_(skipped, 0)
         grows = good_steps == GROWTH_STEPS
         self.scale.mul_(1 + grows - 0.5 * skipped).clamp_(SMALLEST_SCALE, LARGEST_SCALE)
-        self._good_steps.copy_(good_steps.masked_fill_(grows, 0))  # in place: a recorded step reads this tensor
+        self._good_steps = good_steps.masked_fill_(grows, 0)
 
     def state(self) -> dict[str, float]:
         """Return plain numbers for the checkpoint; waits for the device."""

@@ -232,14 +232,8 @@ def write_text(
     after_first = times[-1] - times[1]
     decode = (written - 1) / after_first if after_first > 0 else None
     rates = {"prefill": read / (times[1] - started), "decode": decode}
-    result: dict[str, Any] = {
-        "prompt": text,
-        "text": pieces.text,
-        "prompt_tokens": read,
-        "tokens": written,
-        "seed": seed,
-    }
-    show(result | {"tokens_per_s": rates}, as_json, print)
+    counts = {"prompt_tokens": read, "tokens": written, "seed": seed, "tokens_per_s": rates}
+    show({"prompt": text, "text": pieces.text} | counts, as_json, print)
 
 
 def check_sampling(

@@ -1,6 +1,6 @@
 """The training of one run, as one process of its worker does it.
 
-- TERM and USR2 set a flag; the loop saves a checkpoint and returns, and only then is the job requeued.
+- TERM and USR2 set a flag; the loop saves a checkpoint and returns, and the worker ends.
 - A file in a run's directory cancels it, and the worker continues with other runs.
 """
 

@@ -70,12 +70,12 @@ def check_corners(sweep: SweepDirectory) -> int:
         print("some runs of this check are not done; the same command continues them")
         return code
     excess, error = excess_with_error(corner_losses[:, :2], corner_losses[:, 2:].reshape(-1, 2, 2))
-    rows = [f"{run.run_id},{mean:.6g},{se:.6g}\n" for run, mean, se in zip(corner_runs, excess, error, strict=True)]
+    rows = [f"{run.run_id},{value:.6g},{se:.6g}\n" for run, value, se in zip(corner_runs, excess, error, strict=True)]
     write_atomic(sweep.path / UNTUNED, "".join(["run_id,excess,excess_se\n", *rows]))
-    for corner, mean, se in zip(runs, excess, error, strict=True):
+    for corner, value, se in zip(runs, excess, error, strict=True):
         N = count_parameters(corner.model).N_active
         print(
-            f"N {N:,}, D {corner.D:,}: {mean:.2%} ± {se:.2%} above the best within a factor of 2 of its rate and batch"
+            f"N {N:,}, D {corner.D:,}: {value:.2%} ± {se:.2%} above the best within a factor of 2 of its rate and batch"
         )
     write_results(sweep)
     return code

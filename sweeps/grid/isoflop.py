@@ -129,7 +129,7 @@ class IsoflopGrid(GridConfig):
     def _nearest_budget(
         self, base: RunConfig, tuner: Tuner, budget: float, suffices: Callable[[list[RunConfig]], bool]
     ) -> str:
-        """Return the nearest budget whose runs satisfy `does`, in two digits, or "none"."""
+        """Return the nearest budget whose runs satisfy `suffices`, in two digits, or "none"."""
         for i in range(1, TRIES):
             for candidate in (float(f"{budget * 10 ** (way * i / 10):.1e}") for way in (1, -1)):
                 try:
