@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from wording import ROOMS, texts
 
 ROOT = Path(__file__).resolve().parent.parent
 ALLOWED = {
@@ -177,3 +179,38 @@ def test_a_folder_is_listed_in_the_wheel() -> None:
         for room in ("conf", *ALLOWED) for path in files(room)
     }  # fmt: skip
     assert listed == packages
+
+
+# Words at which readers stumbled, and openings of docstrings that name no action.
+ODD = re.compile(
+    r"\b(anew|besides?|dear(er|est)|foretell\w*|foretold|herein|hitherto|thereafter|whereby|mend(s|ed|ing)?|nobody|somebody"
+    r"|whoever|had better|came of|comes of|cannot be had|not to be had|looks? after|goes on from|of (its|their) own)\b",
+    re.IGNORECASE,
+)
+VERB = re.compile(r"(?!(An?|At|For|How|In|Of|On|The|That|This|What|Where|Whether|Which|Who)\b)[A-Z][a-z-]*(?<!s)\b")
+VERBS_IN_S = {"Compress", "Express", "Pass", "Process", "Suppress"}
+
+
+@pytest.mark.parametrize("folder", [*ROOMS, "tests"])
+def test_wording_is_plain_english(folder: str) -> None:
+    problems = []
+    for path in files(folder):
+        for text in texts(path) if path != Path(__file__) else ():
+            odd = ODD.search(text.text)
+            first = text.text.split()[0].strip(",.:")
+            if odd:
+                problems.append(f"{path}:{text.line}: {odd[0]!r} in a {text.kind}")
+            elif text.kind == "function" and folder != "tests" and not (VERB.match(first) or first in VERBS_IN_S):
+                problems.append(f"{path}:{text.line}: a function's docstring starts with {first!r}, not with a verb")
+    assert not problems, "\n".join(problems)
+
+
+def test_the_guard_of_wording_sees_each_kind_of_text(tmp_path: Path) -> None:
+    path = tmp_path / "x.py"
+    path.write_text(
+        'def f():\n    """Whether it is."""\n    # done anew\n    raise ValueError(f"{f} is run by nobody")\n'
+    )
+    kinds = {text.kind: text.text for text in texts(path)}
+    assert set(kinds) == {"function", "comment", "message"}
+    assert [bool(VERB.match(word)) for word in ("Return", "Whether", "Returns")] == [True, False, False]
+    assert all(ODD.search(kinds[kind]) for kind in ("comment", "message"))
