@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...train.errors import UserError
+from ...train.errors import UserError, counted
 from ..entry import compose_and_conduct
 from .options import AsJson, ChangesAsJson, Sweep, show
 
@@ -218,6 +218,23 @@ def cancel_command(sweep: Sweep, runs: Runs = None, as_json: ChangesAsJson = Fal
     _act(sweep, as_json, lambda directory: cancel(directory, runs or []))
 
 
+@app.command("adopt")
+def adopt_command(sweep: Sweep, as_json: ChangesAsJson = False) -> None:
+    """Make a copy of a running sweep a separate sweep, whose runs continue from the copied checkpoints."""
+    from ..execute.identity import adopt
+
+    def separate(directory: SweepDirectory) -> int:
+        if (original := directory.copied_from()) is None:
+            raise UserError(f"{sweep} is no copy of another sweep; adopt takes the folder of a copy")
+        with directory.lock():
+            count = adopt(directory)
+        print(f"{sweep} is separate from {original.path} now; {counted(count, 'run')} of it were under way")
+        print(f"continue it with the command that started the original and sweep={directory.path.name}")
+        return 0
+
+    _act(sweep, as_json, separate, may_be_copy=True)
+
+
 @app.command("extend")
 def extend_command(
     sweep: Sweep,
@@ -308,12 +325,16 @@ def report_command(sweep: Sweep, as_json: AsJson = False) -> None:
     show(law, as_json, lambda law: print_result(directory))
 
 
-def _act(path: Path, as_json: bool, action: Callable[[SweepDirectory], int]) -> None:
+def _act(path: Path, as_json: bool, action: Callable[[SweepDirectory], int], may_be_copy: bool = False) -> None:
     """Run an action on a sweep and exit with its code; with `as_json`, print the changed runs."""
     from ..execute.conduct import restore_keepers
+    from ..execute.identity import claim
     from ..runs.membership import members
 
     sweep = _open(path)
+    if not may_be_copy and sweep.copied_from() is not None:
+        with sweep.lock():
+            claim(sweep)
     before = {run.run_id: run.state() for run in members(sweep)} if as_json else {}
     with _said_aside(as_json):
         code = action(sweep)

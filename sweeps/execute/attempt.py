@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
 from ...train.errors import UserError
@@ -36,6 +37,10 @@ class TrunkNotYet(UserError):
     """The trunk has not yet reached the step where its branch begins, but may."""
 
 
+class FolderGone(UserError):
+    """The run's folder was moved, removed or replaced while the run trained."""
+
+
 class Interrupt:
     """The request to stop this job: a signal, or the end of the process that started it."""
 
@@ -46,6 +51,7 @@ class Interrupt:
         self._alive, self._lost = alive, lost
         self._began = self._asked = time.monotonic()
         self._heart: Heartbeat | None = None
+        self._folder = os.stat_result([0] * 10)  # of the run that trains
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             if self.reason is None:  # a preempted job gets several; the first is the reason
@@ -57,9 +63,9 @@ class Interrupt:
 
     @contextlib.contextmanager
     def watching(self, run: RunDirectory, policy: Policy) -> Iterator[None]:
-        """Give signs of life of a run, and check whether a user cancels it."""
+        """Give signs of life of a run, and check whether a user cancels it, and whether its folder is in its place."""
         with Heartbeat(run, policy) as heart:
-            self._heart, self.cancelled = heart, None
+            self._heart, self.cancelled, self._folder = heart, None, run.path.stat()
             try:
                 yield
             finally:
@@ -69,12 +75,25 @@ class Interrupt:
         if self._heart is not None:
             self._heart.progressed()
         if time.monotonic() - self._asked > ASK_SECONDS:
+            if self._heart is not None:
+                self._check_folder(self._heart.run.path)
             if self._alive is not None and not self._alive():
                 self.reason = self._lost
             if self._heart is not None:
                 self.cancelled = self._heart.run.cancel_asked()
             self._asked = time.monotonic()
         return self.reason is not None or (self._heart is not None and self.cancelled is not None)
+
+    def _check_folder(self, folder: Path) -> None:
+        """Raise FolderGone rather than write a checkpoint where no later attempt would find it."""
+        try:
+            in_place = os.path.samestat(folder.stat(), self._folder)
+        except (FileNotFoundError, NotADirectoryError):
+            in_place = False
+        except OSError:  # a file server that is away
+            return
+        if not in_place:
+            raise FolderGone(f"{folder} was moved, removed or replaced while the run trained; nothing more is written")
 
     def is_over(self) -> bool:
         """Return whether a SLURM job was told to stop because its time limit is near."""
@@ -132,6 +151,8 @@ def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
         train(config, run.path, should_stop=interrupt, report=report, alive=interrupt)
     except Stopped as stopped:
         return interrupt.ending(str(stopped))
+    except FolderGone as gone:
+        return Ending("preempted", str(gone))
     except Diverged as diverged:
         return Ending("diverged", str(diverged))
     except Exception as error:

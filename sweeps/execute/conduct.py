@@ -27,7 +27,7 @@ from ..runs.preflight import check_first_job
 from ..slurm import cluster as slurm_cluster
 from ..slurm.jobs import LAUNCH, is_unattended, jobs_of
 from ..terminal import describe_seconds
-from . import controller
+from . import controller, identity
 from .controller import EVERYTHING, Board, Scope
 from .hopeless import Judge
 from .slurm import SlurmBackend
@@ -43,7 +43,7 @@ def conduct(config: SweepConfig, command: list[str]) -> int:
     prepared = prepare.from_config(config)
     notes = "".join(f"note: {remark}\n" for remark in prepared.remarks)
     if config.dry_run:
-        if refusal := prepare.conflict(prepared):
+        if refusal := identity.refusal(prepared.sweep) or prepare.conflict(prepared):
             notes += f"note: nothing of this would start: {refusal}\n"
         _show(prepared, notes)
         return 0

@@ -30,6 +30,7 @@ from ..runs.forms import JobShape, PlannedRun
 from ..runs.journal import Queued, Started
 from ..runs.lease import Death
 from ..runs.membership import retries_spent
+from . import identity
 
 KEEPERS = 2  # that wait in the queue, so that the death of one breaks nothing
 AVOID_SECONDS = 900.0  # from when a run can be claimed again, for which a node where it failed does not get it
@@ -306,6 +307,7 @@ def _mark_queued(tasks: Iterable[Task]) -> None:
 
 def replan(prepared: Prepared, command: list[str] | None = None) -> None:
     """Write the plan of a sweep; configs on disk follow it, but for runs that are under way."""
+    identity.claim(prepared.sweep)
     prepare.write_plan(prepared, command)
     by_id = prepared.by_id
     for run in prepared.directories:

@@ -237,6 +237,8 @@ def run_pass(sweep: SweepDirectory) -> SlurmBackend:
 
 def _try_pass(sweep: SweepDirectory) -> None:
     """Make a pass as another job, which leaves it to the keeper if it cannot."""
+    if not worker.is_in_place(sweep):
+        return
     try:
         with sweep.lock(LOCK_SECONDS):
             run_pass(sweep)

@@ -193,7 +193,7 @@ class _Worker:
 
         gc.freeze()  # else each `tidy` would look through all that PyTorch has made on import
         threads, pause, idle_since = torch.get_num_threads(), POLL_SECONDS, time.monotonic()
-        while not self.interrupt() and time.monotonic() <= self._until:
+        while not self.interrupt() and time.monotonic() <= self._until and is_in_place(self.sweep):
             if self._claim_and_do():
                 torch.set_num_threads(threads)  # a run may have asked for its own number
                 tidy()
@@ -305,6 +305,14 @@ def last_start(environment: Mapping[str, str]) -> float:
     seconds = job_seconds(environment)
     warning = min(MOST_WARNING, seconds / 2)
     return seconds - (warning + min(LEAST_SECONDS, seconds / 10))
+
+
+def is_in_place(sweep: SweepDirectory) -> bool:
+    """Return whether a sweep's folder still exists; print a line if it was moved or removed."""
+    if (sweep.path / "plan.json").is_file():
+        return True
+    print(f"{sweep.path} was moved or removed while this job ran; the job ends", flush=True)
+    return False
 
 
 def check_shared(path: Path | str) -> SweepDirectory:

@@ -62,7 +62,7 @@ def sweep_status(sweep: SweepDirectory) -> dict[str, Any]:
         row["again"] = row["state"] == "failed" and decide(recent, policy, spent, now).again
     unattended = _add_waits(sweep, rows)
     counts = Counter(row["state"] for row in rows)
-    report = sweep.path / "fit" / "report.html"
+    report, original = sweep.path / "fit" / "report.html", sweep.copied_from()
     return {
         "sweep": sweep.path.name,
         "states": {state: counts[state] for state in STATES if counts[state]},
@@ -71,6 +71,7 @@ def sweep_status(sweep: SweepDirectory) -> dict[str, Any]:
         "retries": spent,
         "eta_seconds": sweep_eta(rows),
         "unattended": unattended,
+        "copy_of": str(original.path) if original is not None else None,
         "runs": rows,
         "report": str(report) if report.exists() else None,
         "fit_failure": fit_failure(sweep),
@@ -280,6 +281,8 @@ def render_status(status: dict[str, Any], out: Console, everything: bool) -> Ren
     lines += [", ".join(totals)] if totals else []
     if status["unattended"]:
         lines.append(f"no keeper looks after this sweep: they are gone from SLURM's queue; {BRING_BACK}")
+    if status["copy_of"]:
+        lines.append(f"this is a copy of {status['copy_of']}, whose workers do not train its runs")
     if status.get("fit_failure"):
         lines.append(f"the fit failed: {status['fit_failure']}")
     if status["report"]:

@@ -24,7 +24,7 @@ import yaml
 from ...train.config import RunConfig, from_dict, run_id, to_dict
 from ...train.errors import UserError
 from ...train.files import HALVED, read_document, read_json, write_atomic, write_json
-from .forms import Metrics, PlanFile, PlannedRun, Settings, Summary
+from .forms import Identity, Metrics, PlanFile, PlannedRun, Settings, Summary
 from .journal import STATES, VIEW, Event, RunRecord, State, append, read_record
 
 ENDS = STATES[3:]
@@ -32,6 +32,7 @@ FIT_FAILURE = "fit_failure.json"  # of a sweep: why its last fit failed; absent 
 OPEN = ("running", "preempted", "queued", "planned")  # states that a run leaves by itself
 CANCEL = "cancel.json"
 HEARTBEAT = "heartbeat"
+IDENTITY = "identity.json"
 ANEW = "run the same sweep.py command again to rewrite it, or use the version that wrote it"
 # A thousand runs are planned in a second, and 4 ms a config in Python would be as much again to write them.
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -238,6 +239,7 @@ class SweepDirectory:
     def lock(self, timeout: float = 0.0) -> AbstractContextManager[object]:
         """Hold the sweep while runs are planned and launched. AtWork: another process held it for `timeout` seconds."""
         try:
+            self.path.mkdir(parents=True, exist_ok=True)
             return _locked(self.path / ".lock", timeout, "sweep")
         except Busy as error:
             raise AtWork(
@@ -248,6 +250,17 @@ class SweepDirectory:
                 f"output_root is {str(self.path.parent)!r}, which cannot be written ({error.strerror or error}); "
                 "name a folder that can"
             ) from error
+
+    def copied_from(self) -> SweepDirectory | None:
+        """Return the sweep of which this folder is a copy; None for an original, also where it was moved."""
+        identity = read_json(self.path / IDENTITY, Identity)
+        if identity is None:
+            return None
+        original = SweepDirectory(Path(identity["folder"]))
+        other = read_json(original.path / IDENTITY, Identity)
+        if other is None or other["token"] != identity["token"] or os.path.samefile(original.path, self.path):
+            return None
+        return original
 
     def launcher_alive(self, token: str) -> bool:
         """Return whether the launcher that wrote `token` still holds the sweep."""
@@ -352,7 +365,6 @@ def _locked(path: Path, timeout: float, what: str) -> AbstractContextManager[obj
     """Take a file lock until the end of the block, and write its owner into a second file."""
     from filelock import FileLock, Timeout
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     owner_file, lock = path.with_name(path.name + ".owner"), FileLock(path)
     try:
         held = lock.acquire(timeout=timeout)

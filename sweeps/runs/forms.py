@@ -86,6 +86,13 @@ class Settings(TypedDict, total=False):
     config: dict[str, Any] | None  # a SweepConfig; `config.recorded` reads it
 
 
+class Identity(TypedDict):
+    """identity.json: a sweep's token, made when it was first started, and its folder, absolute."""
+
+    token: str
+    folder: str
+
+
 class Summary(TypedDict, total=False):
     """summary.json, as far as it is read here."""
 

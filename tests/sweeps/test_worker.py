@@ -7,6 +7,7 @@ import json
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -32,7 +33,7 @@ from isoflop.sweeps.runs.journal import Started
 from isoflop.sweeps.slurm import commands as slurm
 from isoflop.train.config import CheckpointConfig, DataConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
-from isoflop.train.files import write_json
+from isoflop.train.files import read_json_lines, write_json
 from isoflop.train.loop import Diverged, Stopped, train
 from isoflop.train.schedule import trunk_steps
 from small_runs import end, forty_steps, own_signals, set_state, until
@@ -140,6 +141,55 @@ def test_a_worker_trains_trunk_and_branch_as_if_each_were_alone(bench: WorkerBen
         assert log(run).rstrip().endswith(" done")
         assert run.state().attempt == 1
     assert f"begins at step {trunk_steps(branch.config())} of run {trunk.run_id}" in log(branch)
+
+
+def moved(sweep: Path) -> Path:
+    return sweep.rename(sweep.with_name("moved"))
+
+
+def restored(sweep: Path) -> Path:
+    """Replace a folder by its copy, as a restored backup does."""
+    shutil.copytree(sweep, sweep.with_name("backup"))
+    shutil.rmtree(sweep)
+    return sweep.with_name("backup").rename(sweep)
+
+
+@pytest.mark.parametrize("change", [moved, restored])
+def test_a_folder_that_is_moved_or_restored_under_a_run_keeps_every_result(
+    bench: WorkerBench,
+    replace_train: Callable[[Trainer], None],
+    change: Callable[[Path], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attempt, "ASK_SECONDS", 0.0)
+    bench.configure(retries=1)
+    run = bench.run(1, checkpoint=CheckpointConfig(at_steps=[8]))
+    expected = train(run.config(), tmp_path / "alone", report=lambda line: None)
+    places, old = list[Path](), bench.sweep.path
+
+    def trainer(config: RunConfig, directory: Path, should_stop: Callable[[], bool], **arguments: Any) -> object:
+        def disturbed() -> bool:
+            if not places and run.last_metrics().get("step", 0) >= 12:
+                places.append(change(old))
+            return should_stop()
+
+        return train(config, directory, should_stop=disturbed, **arguments)
+
+    replace_train(trainer)
+    assert bench.work()
+    (place,) = places
+    assert old.exists() == (place == old), "the worker wrote where the folder no longer is"
+    bench.sweep = SweepDirectory(place)
+    assert bench.work()
+    run = bench.sweep.run(run.run_id)
+    assert states(run) == ["done"], reason(run)
+    assert (run.summary() or {})["val_loss"] == expected["val_loss"]
+    steps, undisturbed = (
+        {line["step"] for line in read_json_lines(folder / "metrics.jsonl")}
+        for folder in (run.path, tmp_path / "alone")
+    )
+    assert steps == undisturbed
 
 
 # The loop of a worker

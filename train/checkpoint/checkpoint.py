@@ -72,7 +72,7 @@ def start(root: Path, step: int) -> Path | None:
         # A run is deterministic, so this one has the same content, and replacing it would leave a moment without any.
         return None
     sweep(root)
-    root.mkdir(parents=True, exist_ok=True)
+    root.mkdir(exist_ok=True)
     return Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=root))
 
 
