@@ -36,7 +36,8 @@ SCONTROL = r"""
 case "$1" in
   release) echo "$2" | tr , '\n' >>released;;
   show) case "$2" in
-    config) echo "MaxArraySize            = $(cat max_array)";;
+    config) if [ -f clock ]; then echo "Configuration data as of $(cat clock)"; fi
+      echo "MaxArraySize            = $(cat max_array)";;
     hostnames) echo "$3" | tr , '\n';;
   esac;;
 esac
@@ -70,7 +71,7 @@ class StandIn:
             self.say(name, content)
 
     def say(self, name: str, content: str) -> None:
-        """Set the answer of a stand-in: limit, max_array, nodes, running, reasons, ended, refuse-KIND or lose."""
+        """Set a stand-in's answer: clock, limit, max_array, nodes, running, reasons, ended, refuse-KIND or lose."""
         (self.folder / name).write_text(content)
 
     def queue(self) -> list[str]:

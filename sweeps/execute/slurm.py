@@ -14,6 +14,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -113,8 +114,11 @@ class SlurmBackend:
         """Submit keepers, each with a time to begin: one that SLURM holds up holds up no other."""
         shape = JobShape(0, 1, min(2.0, self.cluster.memory_gb), min(30, self.cluster.time_minutes))
         call = partial(keep, str(self.sweep.path.resolve()))
+        now = slurm.controller_time()
         for number in range(KEEPERS - count, KEEPERS):
-            begin = f"now+{math.ceil(self.cluster.keeper_seconds * (1 + number))}"
+            seconds = math.ceil(self.cluster.keeper_seconds * (1 + number))
+            # sbatch would add the seconds to the clock of this node, which may be days ahead.
+            begin = f"now+{seconds}" if now is None else (now + timedelta(seconds=seconds)).isoformat()
             self._submit("keeper", shape, call, self._folder("keeper"), light=True, begin=begin)
 
     def start_fit(self) -> bool:

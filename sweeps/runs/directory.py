@@ -6,6 +6,7 @@ A run's state comes from its own files (`journal.py`), never from a scheduler.
 
 from __future__ import annotations
 
+import errno
 import getpass
 import json
 import math
@@ -35,6 +36,7 @@ HEARTBEAT = "heartbeat"
 IDENTITY = "identity.json"
 ANEW = "run the same sweep.py command again to rewrite it, or use the version that wrote it"
 # A thousand runs are planned in a second, and 4 ms a config in Python would be as much again to write them.
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
@@ -371,6 +373,13 @@ def _locked(path: Path, timeout: float, what: str) -> AbstractContextManager[obj
     except Timeout as error:
         owner = read_json(owner_file) or {}
         raise Busy(f"{what} is held by process {owner.get('pid', '?')} on {owner.get('host', '?')}") from error
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        raise UserError(
+            f"{path.parent} is on a file system without locks on {this_node()} ({error.strerror}), which would let two "
+            "workers train one run; mount it with locks (NFS: without nolock), or choose another output_root"
+        ) from error
     try:
         owner = {"pid": os.getpid(), "host": socket.gethostname(), "token": os.urandom(8).hex()}
         write_json(owner_file, owner, flush=False)

@@ -14,6 +14,7 @@ import subprocess
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
 from ...train.errors import UserError
 from ..runs.lease import KILLED, Death
@@ -152,9 +153,18 @@ def _covers(record: str, job: str) -> bool:
     return any(int(part[0]) <= int(task) <= int(part[-1]) for part in ends)
 
 
+def controller_time() -> datetime | None:
+    """Return the time on the controller's clock, which decides when jobs begin; None if it does not answer."""
+    shown = ask("scontrol", "show", "config", timeout=HASTE).stdout
+    match = re.match(r"Configuration data as of (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", shown)
+    return datetime.fromisoformat(match[1]) if match is not None else None
+
+
 def first_to_end(log: str) -> str | None:
-    """Return which task of a job's last attempt failed first, from the messages of `srun`."""
+    """Return the error of a job's last attempt, or else which of its tasks `srun` says failed first."""
     attempt = log.rpartition("DUE TO JOB REQUEUE")[2]
+    if sentences := re.findall(r"^(?:\w+\.)*UserError: (.+)$", attempt, re.MULTILINE):
+        return str(sentences[-1])
     match = re.search(r"^srun: error: (\S+): task(s?) ([\d,-]+): (.+)$", attempt, re.MULTILINE)
     return None if match is None else f"rank{match[2]} {match[3]} on {match[1]} ended first ({match[4]})"
 

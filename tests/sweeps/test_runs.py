@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import re
 import subprocess
 import sys
@@ -211,3 +214,18 @@ def test_last_metrics_skips_a_torn_line(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_sweep_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no plan\.json"):
         SweepDirectory.open(tmp_path)
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_named_with_what_to_do(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    run = directory(tmp_path)
+    for lock in (run.lock, SweepDirectory(tmp_path).lock):
+        with pytest.raises(UserError, match="without locks") as error:
+            lock()
+        assert os.strerror(code) in str(error.value)

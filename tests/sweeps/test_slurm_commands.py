@@ -166,6 +166,7 @@ slurmstepd-node1: error: *** JOB 7 ON node1 CANCELLED AT 2026-11-21T15:48:00 DUE
         (REQUEUE + KILLED, "rank 2 on node2 ended first (Killed)"),
         (KILLED.split("\n", 3)[3], "ranks 0-1 on node1 ended first (Killed)"),
         (REQUEUE, None),
+        (KILLED + "isoflop.train.errors.UserError: the disk has no locks\n", "the disk has no locks"),
         ("", None),
         ("node1: out of ideas\n", None),
     ],
