@@ -162,6 +162,7 @@ def _composed(overrides: list[str]) -> tuple[SweepConfig, str | None]:
         del config["hydra"]
         result = OmegaConf.to_object(config)
         assert isinstance(result, SweepConfig)
+        _refuse_unknown(result)
         return result, grid
 
     result, grid = composed(overrides)
@@ -178,6 +179,16 @@ def _composed(overrides: list[str]) -> tuple[SweepConfig, str | None]:
                 field: value for field, value in fields.items() if value != base_fields.get(field, fields)
             }
     return result, grid
+
+
+def _refuse_unknown(config: Any, prefix: str = "") -> None:
+    """Raise UserError for a key that is no field, at any depth: Hydra adds what a plus stands before."""
+    fields = [item.name for item in dataclasses.fields(config)]
+    for name, value in vars(config).items():
+        if name not in fields:
+            raise UserError(_no_field(f"{prefix}{name}", fields))
+        if dataclasses.is_dataclass(value):
+            _refuse_unknown(value, f"{prefix}{name}.")
 
 
 def for_hydra(arguments: list[str]) -> list[str]:
@@ -249,15 +260,20 @@ def composition_error(error: Exception) -> str:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         kinds = [option for option in error.options if not option.endswith("_schema")]
         return f"{group} is {name!r}{_meant(name, kinds)}; it must be one of {', '.join(kinds)}"
-    inner = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    causes = (error.__cause__, error.__context__)
+    inner = next((cause for cause in causes if isinstance(cause, OmegaConfBaseException)), error)
     reason, field = str(inner).splitlines()[0].rstrip("."), str(getattr(inner, "full_key", None) or "")
     node, key = getattr(inner, "object_type", None), str(getattr(inner, "key", None))
     if dataclasses.is_dataclass(node) and key not in (fields := [item.name for item in dataclasses.fields(node)]):
-        group = field.rpartition(".")[0] or "a sweep"
-        return f"{field} is no field{_meant(key, fields)}; {group} has {', '.join(fields)}"
+        return _no_field(field, fields)
     if reason.endswith("is not Optional"):
         return f"{field} cannot be null"
     return f"{field}: {reason}" if field and field not in reason else reason
+
+
+def _no_field(field: str, fields: Sequence[str]) -> str:
+    group, _, key = field.rpartition(".")
+    return f"{field} is no field{_meant(key, fields)}; {group or 'a sweep'} has {', '.join(fields)}"
 
 
 def _meant(name: str, names: Sequence[str]) -> str:

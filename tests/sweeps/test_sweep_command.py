@@ -271,6 +271,10 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 BAD = [  # numbers out of range are tried in test_fields.py, grids in test_grid.py
     (["grid.budgts=[1]"], "grid.budgts"),
+    (["+data.mixture={code:0.7}"], "data.mixture is no field; data has corpus, path"),
+    (["++cluster.job=1"], "cluster.job is no field (did you mean jobs?)"),
+    (["+nonsense=1"], "nonsense is no field; a sweep has model, data"),
+    (["+model.a.b=1"], "model.a is no field"),
     (["model.width=wide"], "could not be converted to Integer"),
     (["model.width=null"], "model.width cannot be null"),
     (["schedule=linear"], "schedule is 'linear'; it must be one of constant, cosine, points, wsd"),
@@ -309,6 +313,14 @@ def test_no_grid_names_the_grids(capsys: pytest.CaptureFixture[str]) -> None:
         "+grid=NAME with one of adaptive, attention, chinchilla, compare, curves, data_recipe, experts, ladder, one, "
         in error_of(["cluster=local"], capsys)
     )
+
+
+def test_a_field_that_does_not_exist_is_refused_in_a_file_of_the_users_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "own.yaml").write_text("corpus: zen\nmixture: {code: 0.7}\n")
+    assert "data.mixture is no field" in error_of(["--config-dir", str(tmp_path), "+grid=smoke", "data=own"], capsys)
 
 
 def test_slurm_without_sbatch_is_refused(
