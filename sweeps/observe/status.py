@@ -109,15 +109,15 @@ def _planned(sweep: SweepDirectory) -> list[Row]:
 
 def _read(run: RunDirectory, planned: Mapping[str, Any]) -> Row:
     files = set(os.listdir(run.path)) if run.path.exists() else set()
-    state = run.state()
+    record = run.record()
+    state = record.state
     last = run.last_metrics() if "metrics.jsonl" in files else {}
     summary = run.summary() if state.state == "done" else None
-    record = run.record()
     history, recent = record.attempts, record.recent
     return {
         "run_id": run.run_id,
         "name": planned["name"],
-        **asdict(state),
+        **vars(state),
         "retries": sum(attempt.cause in RETRIED for attempt in recent[:-1]),
         "mesh": planned.get("mesh", ""),
         "parent": planned.get("parent"),
