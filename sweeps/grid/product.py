@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -36,8 +37,9 @@ class ProductGrid(GridConfig):
         for name, values in axes.items():
             if not isinstance(values, list) or not values:
                 raise UserError(f"grid.axes.{name} is {values!r}; it must be a list of values")
+        copied = pickle.dumps(base)  # ten times as fast as copy.deepcopy
         for combination in itertools.product(*axes.values()):
-            run = copy.deepcopy(base)
+            run: RunConfig = pickle.loads(copied)
             for name, value in zip(axes, combination, strict=True):
                 assign(run, name, value)
             if (run := tuner.dialled(run)).tokens <= 0:

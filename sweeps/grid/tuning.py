@@ -106,6 +106,8 @@ class Tuner:
 
     def _span(self, run: RunConfig) -> tuple[float, float]:
         """Return the smallest and the largest D of the runs of this model, this run included."""
+        if not self.spans:
+            return run.tokens, run.tokens
         shortest, longest = self.spans.get(_model_key(run), (math.inf, 0))
         return min(shortest, run.tokens), max(longest, run.tokens)
 
