@@ -22,6 +22,7 @@ from ..train.config import RECIPE, RunConfig, flatten, identity, run_id
 from ..train.errors import UserError, counted
 from ..train.files import read_document, read_json, write_atomic, write_json
 from .config import SweepConfig, base_run, from_mapping
+from .grid.content import Texts
 from .grid.expand import expand_grid
 from .grid.tuning import Tuner, TuningConfig, depends_on_D, family
 from .plan import trunks
@@ -185,22 +186,12 @@ def resolve_runs(config: SweepConfig) -> tuple[list[RunConfig], list[str]]:
 
     Replaces `config.tuning` by the complete rules, those of `tuning.file` included.
     """
-    from ..train.data.split import Blocks, split_corpus
-    from ..train.data.tokenizers import planned_fingerprint, planned_vocab_size
+    from ..train.data.tokenizers import planned_vocab_size
 
     assert config.grid is not None
     base = base_run(config)
-    if base.data.path is not None:
-        base.data.path = str(Path(base.data.path).expanduser().absolute())
-    if base.data.tokenizer not in ("bytes", "bpe"):
-        base.data.tokenizer = str(Path(base.data.tokenizer).expanduser().absolute())
-    base.data.tokenizer_fingerprint = planned_fingerprint(base.data)
-    if base.model.vocab_size is None:
-        base.model.vocab_size = planned_vocab_size(base.data)
-    corpus = split_corpus(base.data)
-    if isinstance(corpus, Blocks):
-        print(f"note: {corpus.describe()['sentence']}")
-    base.data.fingerprint = corpus.fingerprint()
+    config.grid.set_first_text(base)
+    Texts().fill(base, fixed=() if base.model.vocab_size is None else ("model.vocab_size",))
     config.tuning, remarks = read_rules(config.tuning, base)
     runs, sizes = expand_grid(config.grid, base, config.tuning), dict[tuple[str, int], int]()
     for run in runs:

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ...train.config import canonical_json, to_dict
 from ...train.errors import UserError, counted
 from ...train.planner.validation import check_fields
 from .. import prepare
@@ -137,7 +138,9 @@ def _prepare_text(asked: list[RunDirectory]) -> None:
     if asked:
         from ...train.data.shards import prepare_with_progress
 
-        prepare_with_progress(asked[0].config().data)
+        texts = {canonical_json(to_dict(data)): data for data in (run.config().data for run in asked)}
+        for data in texts.values():
+            prepare_with_progress(data)
 
 
 def _fetch_tasks(prepared: Prepared, asked: list[RunDirectory]) -> None:

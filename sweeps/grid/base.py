@@ -41,6 +41,9 @@ class GridConfig:
     takes_variants: ClassVar[bool] = True
     tries_settings: ClassVar[bool] = False  # its runs compete with different settings, independent of the rules
 
+    def set_first_text(self, base: RunConfig) -> None:
+        """Give the base the text of the grid's first run, if the grid varies it."""
+
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterable[RunConfig]:
         """Return the initial runs, in the grid's order, with one seed, recipe and variant."""
         raise UserError(f"grid.kind is {self.kind!r}; it must be one of {', '.join(grid_kinds())}")

@@ -13,7 +13,9 @@ from typing import Any
 
 from ...train.config import RunConfig
 from ...train.errors import UserError
+from . import content
 from .base import GridConfig
+from .content import Texts
 from .tuning import Tuner
 
 
@@ -26,6 +28,11 @@ class ProductGrid(GridConfig):
     # keys of a typed mapping.
     axes: Any = None
 
+    def set_first_text(self, base: RunConfig) -> None:
+        for name, values in dotted(self.axes if isinstance(self.axes, dict) else {}):
+            if name in content.NAMES and isinstance(values, list) and values:
+                assign(base, name, values[0])
+
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
         if self.axes is not None and not isinstance(self.axes, dict):
             raise UserError(f"grid.axes is {self.axes!r}; it must map fields to values, as {{seed:[0,1]}}")
@@ -37,11 +44,19 @@ class ProductGrid(GridConfig):
         for name, values in axes.items():
             if not isinstance(values, list) or not values:
                 raise UserError(f"grid.axes.{name} is {values!r}; it must be a list of values")
+            if name not in {*content.NAMES, "data.recipe"} and is_cosmetic(base, name):
+                raise UserError(
+                    f"grid.axes names {name!r}, which does not change what a run learns, so all its values would be "
+                    f"one run; set it for all runs with {name}=VALUE"
+                )
+        texts, vary_text = Texts(base), not content.NAMES.isdisjoint(axes)
         copied = pickle.dumps(base)  # ten times as fast as copy.deepcopy
         for combination in itertools.product(*axes.values()):
             run: RunConfig = pickle.loads(copied)
             for name, value in zip(axes, combination, strict=True):
                 assign(run, name, value)
+            if vary_text:
+                texts.fill(run, fixed=axes)
             if (run := tuner.dialled(run)).tokens <= 0:
                 raise UserError("tokens is not set; a product grid needs tokens=… or an axis of that name")
             yield tuner.tuned(run, fixed=axes)
@@ -55,12 +70,19 @@ class PointsGrid(GridConfig):
     # A list of mappings from dotted fields to values, e.g. [{model.width: 64, model.depth: 4, tokens: 1000000}].
     points: Any = None
 
+    def set_first_text(self, base: RunConfig) -> None:
+        if isinstance(self.points, list) and self.points and isinstance(self.points[0], dict):
+            for name, value in dotted(self.points[0]):
+                if name in content.NAMES:
+                    assign(base, name, value, "grid.points[0]")
+
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
         if not isinstance(self.points, list) or not self.points:
             raise UserError(
                 f"grid.points is {self.points!r}; it must be a list of runs, each a mapping as "
                 "{tokens:1000000,seed:1}"
             )
+        texts = Texts(base)
         for number, point in enumerate(self.points):
             where = f"grid.points[{number}]"
             if not isinstance(point, dict) or not point:
@@ -68,6 +90,8 @@ class PointsGrid(GridConfig):
             run, changes = copy.deepcopy(base), dict(dotted(point))
             for name, value in changes.items():
                 assign(run, name, value, where)
+            if not content.NAMES.isdisjoint(changes):
+                texts.fill(run, fixed=changes)
             if (run := tuner.dialled(run)).tokens <= 0:
                 raise UserError(f"{where} has no tokens; give it, or tokens=… for all points")
             yield tuner.tuned(run, fixed=changes)
@@ -114,6 +138,17 @@ def assign(run: RunConfig, name: str, value: Any, where: str = "grid.axes") -> N
         raise UserError(f"{where}.{name} contains {value!r}: {str(error).splitlines()[0]}") from error
     checked = typed[last]
     setattr(node, last, OmegaConf.to_container(checked) if OmegaConf.is_config(checked) else checked)
+
+
+def is_cosmetic(run: RunConfig, name: str) -> bool:
+    """Return whether a dotted field is no part of a run's id."""
+    node: Any = run
+    for part in name.split("."):
+        fields = {item.name: item for item in dataclasses.fields(node)} if dataclasses.is_dataclass(node) else {}
+        if part not in fields or "cosmetic" in fields[part].metadata:
+            return part in fields
+        node = getattr(node, part)
+    return False
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from isoflop.sweeps.prepare import Prepared
 from isoflop.sweeps.runs import membership
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.train.config import DataConfig, run_id
+from isoflop.train.data.split import split_corpus
+from isoflop.train.data.tokenizers import planned_vocab_size
 from isoflop.train.errors import UserError
 from small_runs import set_state
 
@@ -319,3 +322,40 @@ def test_processes_can_add_runs_at_once(sweep: Callable[..., Prepared]) -> None:
         added = [name for names in pool.map(add, range(8)) for name in names]
     assert len(added) == len(set(added)) == 4
     assert set(json.loads((planned.sweep.path / "added.json").read_text())) == set(added)
+
+
+CONTENT = (  # axes over what runs read, the number of distinct values, and a value of the first run
+    ("data.path: [A, B, C]", 3, {"path": "A"}),
+    ("data.path: [A, B], data.max_bytes: [2000, 4000]", 4, {"max_bytes": 2000}),
+    ("data.tokenizer: [bpe], data.vocab_size: [280, 300, 320], seed: [0, 1]", 6, {"vocab_size": 280}),
+    ("data.tokenizer: [bytes, bpe], data.path: [A]", 2, {"tokenizer": "bytes"}),
+    ("data.path: [A, A], data.validation_fraction: [0.1, 0.2]", 2, {"validation_fraction": 0.1}),
+)
+
+
+@pytest.mark.parametrize(("axes", "count", "first"), CONTENT, ids=[axes for axes, _, _ in CONTENT])
+def test_a_grid_over_texts_has_a_run_for_every_distinct_point(
+    axes: str, count: int, first: dict[str, object], tmp_path: Path
+) -> None:
+    for name in "ABC":
+        path = tmp_path / name
+        path.mkdir()
+        for number in range(20):
+            (path / f"{number}.txt").write_text(f"{name} {number} of a corpus of words " * 40)
+        axes = axes.replace(f"[{name}", f"[{path}").replace(f", {name}", f", {path}")
+    named = [] if "data.path" in axes else [f"data.path={tmp_path / 'A'}"]
+    config = compose(
+        [
+            "+grid=product", "data=text", *named, f"data.cache_dir={tmp_path / 'cache'}", f"grid.axes={{{axes}}}",
+            "tokens=4096", "tuning=fixed", "data.sequence_length=16", "cluster=local", "evaluate=none",
+        ]
+    )  # fmt: skip
+    runs, _ = prepare.resolve_runs(config)
+    assert len({run_id(run) for run in runs}) == len(runs) == count
+    for run in runs:
+        alone = replace(run.data, fingerprint=None)
+        assert run.data.fingerprint == split_corpus(alone).fingerprint()
+        assert run.model.vocab_size == planned_vocab_size(run.data)
+    for name, value in first.items():
+        expected = str(tmp_path / "A") if name == "path" else value
+        assert getattr(runs[0].data, name) == expected
