@@ -122,6 +122,12 @@ def compare(
         raise InputError(
             f"run {shared_runs[0]} is of {names[0]} and of {names[1]}; what is compared must share no run."
         )
+    texts = [{*runs.frame["held_out"]} if "held_out" in runs.frame else set[object]() for runs in (base, variant)]
+    if all(texts) and len(texts[0] | texts[1]) > 1:
+        raise InputError(
+            f"{names[0]} and {names[1]} were scored on different held-out text (column held_out), so their losses "
+            "cannot be compared; compare runs whose data, validation_fraction and validation_tokens are the same."
+        )
     for name, runs in zip(names, (base, variant), strict=True):
         if min(len(np.unique(runs.N)), len(np.unique(runs.D))) < 2:
             raise InputError(f"{name} has runs of one N or one D; a multiplier needs two of each.")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Container, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...train.config import ModelConfig, from_dict
+from ...train.config import ModelConfig, canonical_json, from_dict
 from ...train.data.recipe.recipe import recipe_label
 from ...train.errors import UserError
 from ...train.files import read_json_lines, write_atomic
@@ -52,7 +54,8 @@ def build_table(sweep: SweepDirectory) -> pd.DataFrame:
     import pandas as pd
 
     planned = {run["run_id"]: run for run in sweep.plan()["runs"]}
-    rows = name_recipes_apart([row for run in sweep.runs() if run.is_done() for row in _rows(run, planned[run.run_id])])
+    rows = [row for run in sweep.runs() if run.is_done() for row in _rows(run, planned[run.run_id])]
+    rows = name_texts_apart(name_recipes_apart(rows))
     if not any(row["experts"] for row in rows):
         rows = [{name: value for name, value in row.items() if name not in OF_EXPERTS} for row in rows]
     if (file := sweep.path / UNTUNED).exists():
@@ -73,6 +76,19 @@ def name_recipes_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else row
         for row in rows
     ]
+
+
+def name_texts_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put the corpus before the recipe if the runs are scored on several held-out texts: `fit` pools no recipes."""
+    names: dict[str, set[str]] = {}
+    for row in rows:
+        names.setdefault(row["corpus"], set()).add(row["held_out"])
+    if len(set().union(*names.values())) < 2:
+        return rows
+    corpora = [
+        row["corpus"] if len(names[row["corpus"]]) == 1 else f"{row['corpus']} ({row['held_out']})" for row in rows
+    ]
+    return [row | {"recipe": f"{corpus}: {row['recipe']}"} for row, corpus in zip(rows, corpora, strict=True)]
 
 
 def write_table(sweep: SweepDirectory, answers: Mapping[str, Answers]) -> pd.DataFrame:
@@ -140,6 +156,9 @@ def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) ->
         row["recipe"] = recipe_label(steps)
     except UserError:  # a step that this version does not know
         row["recipe"] = "+".join(steps)
+    row["corpus"] = Path(str(data.get("path"))).name if data.get("corpus") == "text" else data.get("name") or "stdlib"
+    scored_on = [data.get(name) for name in ("fingerprint", "validation_fraction", "validation_tokens")]
+    row["held_out"] = hashlib.sha256(canonical_json(scored_on).encode()).hexdigest()[:8]
     return row | {"recipe_fingerprint": data.get("recipe_fingerprint")}
 
 

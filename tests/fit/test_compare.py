@@ -108,6 +108,9 @@ def test_what_cannot_be_known_is_refused() -> None:
         fit.compare(base, base, names=("a", "b"))
     with pytest.raises(fit.InputError, match="variant has runs of one N or one D"):
         fit.compare(base, variant.where(variant.N[0] == variant.N))
+    scored = [fit.read_table(runs.frame.assign(held_out=text)) for runs, text in ((base, "a1"), (variant, "b2"))]
+    with pytest.raises(fit.InputError, match="were scored on different held-out text"):
+        fit.compare(*scored)
     for runs in (fit.read_table(variant.frame.drop(columns="seed")), variant.where(variant.column("seed") == 0)):
         comparison = fit.compare(base, runs)
         assert comparison.multipliers[1].ci is comparison.trend_ci is comparison.more_seeds is None

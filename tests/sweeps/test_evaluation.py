@@ -21,7 +21,7 @@ from isoflop.sweeps.execute.attempt import Interrupt, train_one
 from isoflop.sweeps.plan.trunks import keep_between, merge_runs, steps_between
 from isoflop.sweeps.results import scoring
 from isoflop.sweeps.results.scoring import is_scored, wanted_steps
-from isoflop.sweeps.results.table import build_table, name_recipes_apart, write_table
+from isoflop.sweeps.results.table import build_table, name_recipes_apart, name_texts_apart, write_table
 from isoflop.sweeps.runs import lease
 from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
@@ -257,6 +257,16 @@ def test_a_recipe_is_a_column_and_two_of_one_name_are_told_apart(scored: Path, t
     told_apart = [*(f"quality:m.bin@0.5 ({digest})" for digest in "aba"), "exact"]
     assert [row["recipe"] for row in name_recipes_apart(rows)] == told_apart
     assert name_recipes_apart(rows[2:]) == rows[2:]
+
+
+def test_runs_that_are_scored_on_different_text_have_laws_of_their_own() -> None:
+    rows = [
+        {"recipe": "raw", "corpus": corpus, "held_out": held_out}
+        for corpus, held_out in (("web", "a"), ("web", "b"), ("code", "c"), ("code", "c"))
+    ]
+    named = [row["recipe"] for row in name_texts_apart(rows)]
+    assert named == ["web (a): raw", "web (b): raw", "code: raw", "code: raw"]
+    assert name_texts_apart(rows[2:]) == rows[2:]
 
 
 def test_the_pages_link_to_each_other_and_are_written_once(scored: Path, tmp_path: Path) -> None:
