@@ -26,7 +26,7 @@ from ...train.config import RunConfig, from_dict, run_id, to_dict
 from ...train.errors import UserError
 from ...train.files import HALVED, read_document, read_json, write_atomic, write_json
 from .forms import Identity, Metrics, PlanFile, PlannedRun, Settings, Summary
-from .journal import STATES, VIEW, Event, RunRecord, State, append, read_record
+from .journal import JOURNAL, STATES, VIEW, Event, RunRecord, State, append, read_record
 
 ENDS = STATES[3:]
 FIT_FAILURE = "fit_failure.json"  # of a sweep: why its last fit failed; absent where it did not
@@ -95,9 +95,14 @@ class RunDirectory:
         return config
 
     def state(self) -> State:
-        """Return the run's state, by the view of its journal, or by the journal where the view is missing or torn."""
-        with suppress(UserError):
-            return read_document(self.path / VIEW, State)
+        """Return the run's state, by the view of its journal, or by the journal if the view is missing, torn or old.
+
+        The view is older than the journal if a full disk or a kill kept it from being written after an event.
+        """
+        view = self.path / VIEW
+        with suppress(UserError, OSError):
+            if view.stat().st_mtime_ns >= (self.path / JOURNAL).stat().st_mtime_ns:
+                return read_document(view, State)
         return self.record().state
 
     def record(self) -> RunRecord:

@@ -250,8 +250,11 @@ def append(folder: Path, *events: Event, flush: bool = False) -> RunRecord:
         events = (Adopted(at=events[0].at, state=old.state, open=old.open), *events)
     _append_lines(path, b"".join(msgspec.json.encode(event) + b"\n" for event in events), flush)
     record = read_record(folder)
-    with suppress(OSError):  # a full disk: the journal has it, and the next event writes the view again
+    try:
         write_view(folder, record)
+    except OSError:  # a full disk: without a view the journal is read, and the next event writes the view again
+        with suppress(OSError):
+            (folder / VIEW).unlink(missing_ok=True)
     return record
 
 
