@@ -379,12 +379,12 @@ ANY = object()
 # Removed fields: the one value that is still accepted, and what to use instead. Another value means a different run, so
 # it is refused. ANY: the field never changed a result, so every value is accepted.
 REMOVED: dict[str, tuple[Any, str]] = {
-    "model.rope_slow": (None, "model.rope_scaling has the constants of its paper"),
-    "model.rope_fast": (None, "model.rope_scaling has the constants of its paper"),
-    "model.rope_attention": (None, "model.rope_scaling has the constants of its paper"),
-    "optimizer.nesterov": (True, "Muon's momentum is Nesterov's"),
-    "optimizer.iterations": (5, "Muon makes five iterations"),
-    "parallel.bucket_mb": (ANY, "gradients travel in buckets of 25 MiB"),
+    "model.rope_slow": (None, "model.rope_scaling always uses the constants of its paper"),
+    "model.rope_fast": (None, "model.rope_scaling always uses the constants of its paper"),
+    "model.rope_attention": (None, "model.rope_scaling always uses the constants of its paper"),
+    "optimizer.nesterov": (True, "Muon always uses Nesterov momentum"),
+    "optimizer.iterations": (5, "Muon always makes five iterations"),
+    "parallel.bucket_mb": (ANY, "gradients are always sent in buckets of 25 MiB"),
     "parallel.cuda_graphs": (ANY, "use parallel.compile"),
     "parallel.trace": (ANY, "profile a run with torch.profiler"),
     "checkpoint.asynchronous": (ANY, "checkpoints are always written while training goes on"),
@@ -399,7 +399,7 @@ def drop_removed(values: Mapping[str, Any], removed: Mapping[str, tuple[Any, str
         if not instead:
             remaining[name] = drop_removed(value, removed, f"{prefix}{name}.") if isinstance(value, dict) else value
         elif needed is not ANY and value != needed:
-            raise UserError(f"{prefix}{name} is {value!r}, and is no field any more: {instead}")
+            raise UserError(f"{prefix}{name} is {value!r}, but this field was removed: {instead}")
     return remaining
 
 
@@ -409,12 +409,12 @@ def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
     fields = {item.name: item for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = [name for name in values if name not in fields]
     if unknown:
-        raise UserError(f"{prefix}{unknown[0]} is not a field of {cls.__name__}; it has {', '.join(fields)}")
+        raise UserError(f"{prefix}{unknown[0]} is not a field; it must be one of {', '.join(fields)}")
     kwargs = {}
     for name, value in values.items():
         group = _GROUPS.get(name) if cls is RunConfig else None
         if group is not None and not isinstance(value, dict):
-            raise UserError(f"{prefix}{name} is {value!r}; it must be a mapping with the fields of {group.__name__}")
+            raise UserError(f"{prefix}{name} is {value!r}; it must be a mapping of fields to values")
         kwargs[name] = from_dict(group, value, f"{prefix}{name}.") if group is not None else value
     try:
         convert(values, cls)
@@ -422,7 +422,7 @@ def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
         reason, _, where = str(error).replace("`", "").partition(" - at $.")
         name = where.partition("[")[0]
         raise UserError(
-            f"{prefix}{name} is {reprlib.repr(values.get(name))}; it is not what it must be: {reason}"
+            f"{prefix}{name} is {reprlib.repr(values.get(name))}, which is not accepted: {reason}"
         ) from None
     return cls(**kwargs)
 

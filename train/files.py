@@ -139,12 +139,12 @@ def read_document(path: Path, form: type[Form], largest: int = 64 << 20, remedy:
             return msgspec.convert(_parse_yaml(content.decode()), form)
         return msgspec.json.decode(content, type=form)
     except OSError as error:
-        what, usual = f"cannot be read ({error.strerror or error})", "name a file that can"
+        what, usual = f"cannot be read ({error.strerror or error})", "give a readable file"
     except RecursionError:
-        what, usual = "is nested too deeply", "write it without so many levels"
+        what, usual = "is nested too deeply", "use fewer levels"
     except (msgspec.MsgspecError, yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).replace("`", "").replace(" - at $", " at $").split())
-        what, usual = f"is not what it must be: {reason[:300]}", "correct it"
+        what, usual = f"has invalid content: {reason[:300]}", "correct it"
     raise UserError(f"{path} {what}; {remedy or usual}")
 
 

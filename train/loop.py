@@ -100,8 +100,8 @@ def open_run_shards(config: RunConfig, shards: Shards | None, job: Job, alive: C
     tokenizer, planned = shards.tokenizer, config.data.tokenizer_fingerprint
     if planned not in (None, "bytes", "bpe", tokenizer.fingerprint):
         raise UserError(
-            f"data.tokenizer is {config.data.tokenizer!r} with fingerprint {tokenizer.fingerprint}; the run was "
-            f"planned with {planned}, so the file has changed since"
+            f"data.tokenizer is {config.data.tokenizer!r} with fingerprint {tokenizer.fingerprint}, and the run was "
+            f"planned with {planned}: the file changed after planning; restore it, or plan again"
         )
     if config.model.vocab_size != tokenizer.vocab_size:
         raise UserError(
@@ -147,7 +147,7 @@ class Trainer:
         unique = stepper.stream.unique_tokens
         self.epochs = config.D / unique  # above 1, text is repeated
         if self.epochs > 1:
-            report(f"{config.D:,} tokens are {self.epochs:.2f} epochs of the {unique:,} unique ones")
+            report(f"{config.D:,} tokens are {self.epochs:.2f} epochs of the {unique:,} unique tokens")
         self.metrics = JsonLines(directory / "metrics.jsonl") if self.leads else None
         self.tracker = Tracker(config, run_id(config), directory, report) if self.leads else None
         self._zero_seconds = time.perf_counter() - self.progress.seconds
@@ -243,8 +243,8 @@ class Trainer:
             self.stepper.load_state(state)
         except (KeyError, TypeError, msgspec.ValidationError) as error:
             raise UserError(
-                f"trainer.json of the newest checkpoint in {self.directory} cannot be resumed from ({error}); remove "
-                "that checkpoint"
+                f"the newest checkpoint in {self.directory} cannot be resumed, because its trainer.json has invalid "
+                f"content ({error}); remove that checkpoint"
             ) from error
         self.report(f"resumed from step_{self.progress.step} of {self.config.steps} steps")
 

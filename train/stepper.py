@@ -193,8 +193,8 @@ class Stepper:
         smaller = None if self.halved else halved_micro_batch(self.micro)
         message = f"out of memory at step {step} with parallel.micro_batch_size {self.micro}"
         if smaller is None:
-            raise OutOfMemory(message) from error
-        message += f"; it is {smaller} from here on, and the batch stays {self.config.optimizer.batch_size}"
+            raise OutOfMemory(f"{message}; set parallel.recompute=full, or use more ranks") from error
+        message += f"; it is {smaller} from now on, and optimizer.batch_size stays {self.config.optimizer.batch_size}"
         if self.record is not None:
             write_json(self.record, {"micro_batch_size": smaller, "reason": message})
         if self.mesh.size > 1:

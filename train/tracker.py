@@ -119,7 +119,7 @@ class Tracker:
             with suppress(OSError):  # a disk too full for the log
                 self._report(
                     f"wandb failed while {what} ({type(error).__name__}: {message}); metrics.jsonl has every line, and "
-                    "`isoflop sync` sends it"
+                    "`isoflop sync` sends them later"
                 )
 
 
@@ -166,7 +166,7 @@ def open_run(
     if mode == "online" and (problem := unreachable()) is not None:
         if requested:
             raise ConnectionError(problem)
-        report(f"{problem}; going on offline, and `isoflop sync` sends it later")
+        report(f"{problem}; the run continues offline, and `isoflop sync` sends its data later")
         mode = "offline"
     folder.mkdir(parents=True, exist_ok=True)
     about["id"] += offline_suffix if mode == "offline" else ""

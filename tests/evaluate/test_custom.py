@@ -265,8 +265,8 @@ def test_a_single_yaml_file_is_its_own_tasks_alone(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "complaint"),
     [
-        ({"sums.yaml": "a: [1"}, "sums.yaml is not what it must be: while parsing a flow sequence"),
-        ({"sums.yaml": "- 1"}, "sums.yaml is not what it must be: Expected object, got array"),
+        ({"sums.yaml": "a: [1"}, "sums.yaml has invalid content: while parsing a flow sequence"),
+        ({"sums.yaml": "- 1"}, "sums.yaml has invalid content: Expected object, got array"),
         ({"sums.yaml": "task: &a [{task: *a}]"}, "sums.yaml is nested too deeply"),
         ({"sums.yaml": "dataset_path: json"}, "defines no task"),
         ({"again.yaml": SUM}, "task 'sums' is defined in .*again.yaml and in .*sums.yaml"),

@@ -120,7 +120,7 @@ def test_an_error_of_one_rank_ends_all_of_them() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         run_on_ranks(ranks, lambda: None)
 
-    with pytest.raises(RuntimeError, match="rank 1: died without a word"):
+    with pytest.raises(RuntimeError, match="rank 1: ended without a result"):
         on_ranks(2, dies)
 
     def breaks(ranks: Mesh) -> None:

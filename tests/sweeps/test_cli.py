@@ -428,7 +428,7 @@ def test_a_warning_of_ours_is_a_note_and_shows_no_code(isoflop: Isoflop, tmp_pat
     overrides = ("data=text", f"data.path={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}", "data.tokenizer=bpe")
     code, _, error = isoflop("data", "prepare", *overrides)
     assert code == 0
-    assert re.search(r"^note: data.vocab_size is 4096; the corpus gives only \d+ tokens", error, re.MULTILINE)
+    assert re.search(r"^note: data.vocab_size is 4096; the corpus has text for only \d+ tokens", error, re.MULTILINE)
     assert "UserWarning" not in error
 
 

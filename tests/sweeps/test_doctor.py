@@ -299,17 +299,17 @@ FORMS = [
     ("runs/RUN/state.json", '{"state": "done", "attempt": "2"}', "must be: Expected int, got str at $.attempt"),
     ("runs/RUN/summary.json", '{"step": [1]}', "Expected int, got array at $.step"),
     ("runs/RUN/summary.json", '{"step": 1}', "summary.json lacks D, N_total"),
-    ("runs/RUN/failure.json", '{"hosts": 3}', "failure.json is not what it must be"),
+    ("runs/RUN/failure.json", '{"hosts": 3}', "failure.json has invalid content"),
     ("runs/RUN/events.jsonl", '{"event": "started", "at": 1.0, "attempt": -1}', " of events.jsonl cannot be read"),
     ("runs/RUN/events.jsonl", DEEP, " of events.jsonl cannot be read"),
     ("runs/RUN/attempts.jsonl", DEEP, " of attempts.jsonl cannot be read"),
     ("runs/RUN/config.yaml", DEEP, "nested too deeply"),
-    ("plan.json", '{"runs": [{"run_id": "../x"}]}', "plan.json is not what it must be"),
+    ("plan.json", '{"runs": [{"run_id": "../x"}]}', "plan.json has invalid content"),
     ("plan.json", f'{{"runs": {DEEP}}}', "plan.json"),
     ("sweep.yaml", "config: {cluster: {heartbeat_seconds: soon}}", "got str at config.cluster.heartbeat_seconds"),
-    ("added.json", '{"RUN": 3}', "added.json is not what it must be"),
-    ("jobs/launch.json", '{"token": [1]}', "launch.json is not what it must be"),
-    ("jobs/keeper.json", '{"fits": 1}', "keeper.json is not what it must be"),
+    ("added.json", '{"RUN": 3}', "added.json has invalid content"),
+    ("jobs/launch.json", '{"token": [1]}', "launch.json has invalid content"),
+    ("jobs/keeper.json", '{"fits": 1}', "keeper.json has invalid content"),
 ]
 
 

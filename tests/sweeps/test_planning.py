@@ -252,7 +252,7 @@ def test_a_grid_is_extended_by_what_changes_of_it(
         (["grid.sizes=[${nope}]"], None, "nope"),
         (["grid.sizs=1"], None, "correct it; conf/grid/ has one of each kind"),
         (["grid.kind=points"], None, "correct it"),
-        ([], "kind: points\npoints: [", "is not what it must be: while parsing .*; --grid takes YAML"),
+        ([], "kind: points\npoints: [", "has invalid content: while parsing .*; --grid takes YAML"),
         ([], "- 1\n", "Expected object, got array; --grid takes YAML, a mapping with kind"),
         ([], "kind: spiral\n", "grid.kind is 'spiral', which is none of"),
         ([], "kind: [points]\n", "which is none of"),

@@ -131,11 +131,11 @@ def test_a_model_trained_on_separate_documents_is_evaluated_so(tmp_path: Path) -
 def test_another_run_is_not_restored_and_the_differing_field_is_named(tmp_path: Path) -> None:
     path = save(tmp_path, 2)
     other = tiny(hidden=8)
-    with pytest.raises(UserError, match=r"another run: model\.hidden is None there and 8"):
+    with pytest.raises(UserError, match=r"another run: model\.hidden is None in the checkpoint and 8"):
         checkpoint.restore_state(path, state_of(*trained(other, 0)), other)
     other = tiny()
     other.optimizer.beta1 = 0.5
-    with pytest.raises(UserError, match=r"optimizer\.beta1 is 0\.9 there and 0\.5 here"):
+    with pytest.raises(UserError, match=r"optimizer\.beta1 is 0\.9 in the checkpoint and 0\.5 in"):
         checkpoint.restore_state(path, state_of(*trained(other, 0)), other)
     other = tiny()
     other.checkpoint.keep, other.name = 7, "cosmetic"
@@ -151,7 +151,7 @@ def test_a_run_that_differs_in_d_alone_is_restored_up_to_its_decay(tmp_path: Pat
     for source, branch, last in ((long, short, 40), (short, long, 40)):  # whichever of the two decays first
         root = tmp_path / run_id(source)
         assert checkpoint.restore_state(save(root, last, source), state_of(gpt, adam), branch)["step"] == last
-        with pytest.raises(UserError, match=r"belongs to another run: tokens is \d+ there and \d+ here$"):
+        with pytest.raises(UserError, match=r"belongs to another run: tokens is \d+ in the checkpoint and \d+ in"):
             checkpoint.restore_state(save(root, last + 1, source), state_of(gpt, adam), branch)
     for other in (
         replace(short, seed=1),

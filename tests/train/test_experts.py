@@ -293,7 +293,7 @@ def test_a_checkpoint_of_the_other_kind_is_refused(config: RunConfig, tmp_path: 
     loop.train(replace(config, model=replace(config.model, experts=saved)), tmp_path)
     other = replace(config, model=replace(config.model, experts=current))
     (tmp_path / "summary.json").unlink()
-    with pytest.raises(UserError, match=f"model.experts is {saved} there and {current} here"):
+    with pytest.raises(UserError, match=f"model.experts is {saved} in the checkpoint and {current} in"):
         loop.train(other, tmp_path)
     checkpoint, gpt = tmp_path / "checkpoints" / "step_40", build_model(other.model, other.optimizer, 16, 0)
     with pytest.raises(UserError, match=r"does not (cover|fit) the model: .*mlp") as raised:  # as at step 0

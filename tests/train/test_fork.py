@@ -39,7 +39,7 @@ def test_the_first_failure_is_told_first_and_a_death_with_its_signal() -> None:
     with pytest.raises(RuntimeError) as raised:
         run_ranks(3, on_rank)
     cause, _, consequence = str(raised.value).partition("\n")
-    assert cause == "rank 1: died without a word (exit code -9)"
+    assert cause == "rank 1: ended without a result (exit code -9)"
     assert "a consequence" in consequence
     assert "rank 2" not in consequence
 

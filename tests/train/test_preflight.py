@@ -82,7 +82,7 @@ def test_a_loss_or_a_step_that_is_wrong_fails(monkeypatch: MonkeyPatch) -> None:
     assert "are allowed" in only_problem(kernels.check_step([SMALL], CPU)).said
     factor = itertools.cycle([1.0, 1.000001])
     monkeypatch.setattr(Stepper, "_gradients", lambda self: gradients(self) * next(factor))
-    assert "other bits" in only_problem(kernels.check_step([SMALL], CPU)).said
+    assert "different bits" in only_problem(kernels.check_step([SMALL], CPU)).said
 
 
 def test_memory_that_is_not_free_and_a_disk_that_is_full_are_named(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
@@ -108,9 +108,9 @@ def test_a_host_that_does_not_answer_is_a_note(tmp_path: Path, monkeypatch: Monk
 @pytest.mark.parametrize(
     ("script", "check", "text"),
     [("print('\"attention\"', flush=True); import os; os.kill(os.getpid(), 11)", "attention",
-      "code -11 (); set parallel.attention=sdpa, or keep the node out with cluster.exclude"),
-     ("print('\"step\"', flush=True); import time; time.sleep(60)", "step", "no answer within 5 s; keep the node"),
-     ("raise ValueError('no device')", "device", "(ValueError: no device); keep the node out")],
+      "code -11 (); set parallel.attention=sdpa, or exclude the node with cluster.exclude"),
+     ("print('\"step\"', flush=True); import time; time.sleep(60)", "step", "no answer within 5 s; exclude the node"),
+     ("raise ValueError('no device')", "device", "(ValueError: no device); exclude the node")],
 )  # fmt: skip
 def test_a_check_that_kills_its_process_or_hangs_is_a_finding(
     script: str, check: str, text: str, tmp_path: Path, monkeypatch: MonkeyPatch

@@ -86,8 +86,8 @@ def publish(temporary: Path, final: Path, described: dict[str, dict[str, Any]]) 
     files = {str(path.relative_to(temporary)): path for path in inside if path.is_file()}
     if unseen := sorted(set(described) - set(files)):
         raise UserError(
-            f"{final.parent} is not the same folder on every node: another rank has written {unseen[0]}, and the first "
-            "one cannot see it; put the run directory on a file system that all nodes share"
+            f"{final.parent} is not the same folder on every node: another rank wrote {unseen[0]}, and rank 0 cannot "
+            "see it; put the run directory on a file system that all nodes share"
         )
     manifest = {name: described.get(name) or describe(path) for name, path in files.items()}
     (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
@@ -202,8 +202,8 @@ def _first_difference(saved: RunConfig, config: RunConfig) -> str:
     values, saved_values = flatten(to_dict(config)), flatten(to_dict(saved))
     for name in sorted({*ours, *theirs}):
         if ours.get(name) != theirs.get(name):
-            return f"{name} is {saved_values.get(name)!r} there and {values.get(name)!r} here"
-    return "they have different fields"
+            return f"{name} is {saved_values.get(name)!r} in the checkpoint and {values.get(name)!r} in this config"
+    return "the two configs have different fields"
 
 
 def read_step(checkpoint: Path) -> int:
@@ -285,7 +285,7 @@ def load_for_evaluation(
     if average is not None:
         copies = whole_copies(config.average, step)
         if average not in copies:
-            spans = ", ".join(map(str, copies)) or "none, for it was trained with average.kind none"
+            spans = ", ".join(map(str, copies)) or "none, because it was trained with average.kind none"
             raise UserError(f"average is {average:g}; checkpoint {path} has averages of spans: {spans}")
         kind = f"average_{copies[average]}"
     read_tensors(path, whole_weights(gpt, kind))

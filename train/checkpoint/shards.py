@@ -93,7 +93,7 @@ def read_shards(checkpoint: Path, targets: Sequence[Part]) -> None:
         saved: Any = index.state_dict_metadata.get(part.key)
         check_shape(checkpoint, part, None if saved is None else tuple(saved.size))
         if sum(math.prod(chunk.sizes) for chunk in saved.chunks) != math.prod(part.shape):
-            raise UserError(f"checkpoint {checkpoint} does not cover the model: there are holes in its {part.key}")
+            raise UserError(f"checkpoint {checkpoint} is incomplete: a part of {part.key} is missing")
         box = ChunkStorageMetadata(torch.Size(part.offset), part.values.shape)
         items += create_read_items_for_chunk_list(part.key, saved, [box])
     reader.read_data(LoadPlan(items), _InPlace(targets)).wait()

@@ -103,7 +103,9 @@ def _join(boxes_of_one: Sequence[Part]) -> Tensor:
     """Assemble a tensor from its boxes. It has several only in a tensor-parallel group of one rank."""
     first = boxes_of_one[0]
     if sum(part.values.numel() for part in boxes_of_one) != math.prod(first.shape):
-        raise ValueError(f"{first.key} of {first.shape} is held in part; one process must hold it whole")
+        raise ValueError(
+            f"only a part of {first.key}, of shape {first.shape}, is held; one process must hold all of it"
+        )
     if len(boxes_of_one) == 1:
         return first.values
     tensor = torch.empty(first.shape)
@@ -129,8 +131,9 @@ def read_whole(checkpoint: Path, targets: Sequence[Part]) -> None:
 def check_shape(checkpoint: Path, part: Part, saved: Shape | None) -> None:
     """Raise UserError if the checkpoint's shape of a tensor (None: missing) is not the model's."""
     if saved is None:
-        raise UserError(f"checkpoint {checkpoint} does not cover the model: it has no {part.key}")
+        raise UserError(f"checkpoint {checkpoint} does not fit the model: it has no {part.key}")
     if saved != part.shape:
         raise UserError(
-            f"checkpoint {checkpoint} does not fit the model: {part.key} is {saved} there and {part.shape} here"
+            f"checkpoint {checkpoint} does not fit the model: the shape of {part.key} is {saved} in the checkpoint and "
+            f"{part.shape} in the model"
         )

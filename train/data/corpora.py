@@ -74,7 +74,7 @@ def open_corpus(config: DataConfig) -> Corpus:
         return StandardLibrary(Path(sysconfig.get_paths()["stdlib"]), config.max_bytes)
     if config.corpus == "text":
         if not config.path:
-            raise UserError(f"data.path is {config.path}; data.corpus=text needs a file, a folder or a glob there")
+            raise UserError(f"data.path is {config.path}; with data.corpus=text it must be a file, a folder or a glob")
         files = tuple(find_files(config.path))
         # An empty .jsonl.gz passes here, and is detected when it is read.
         if not any(file.stat().st_size for file in files):
@@ -82,9 +82,9 @@ def open_corpus(config: DataConfig) -> Corpus:
         return TextFiles(config.path, files, config.field, config.max_bytes)
     if config.corpus == "hf":
         if not config.name:
-            raise UserError(f"data.name is {config.name}; data.corpus=hf needs the name of a dataset on the Hub there")
+            raise UserError(f"data.name is {config.name}; with data.corpus=hf it must be the name of a Hub dataset")
         if config.max_bytes is None:
-            raise UserError("data.max_bytes is null; data.corpus=hf needs it, because a stream has no known size")
+            raise UserError("data.max_bytes is null; with data.corpus=hf it must be set, because a stream has no size")
         return HubDataset(config.name, config.subset, config.split, config.revision, config.field, config.max_bytes)
     raise UserError(f"data.corpus is {config.corpus!r}; it must be one of stdlib, text, hf")
 
@@ -181,7 +181,7 @@ class HubDataset(Corpus):
     max_bytes: int
 
     def documents(self) -> Iterator[str]:
-        complaint = f"data.name is {self.name!r}; its {self.split} has no text in the field {self.field!r}"
+        complaint = f"data.name is {self.name!r}; its split {self.split!r} has no text in field {self.field!r}"
         return cut_or_refuse(filter(str.strip, self._texts()), self.max_bytes, complaint)
 
     def fingerprint(self) -> str:
@@ -200,7 +200,8 @@ class HubDataset(Corpus):
         # A remote file can raise any error (network, decoding, schema). Each of them ends this stream.
         except Exception as error:
             raise UserError(
-                f"data.name is {self.name!r}; the stream broke after {number} rows ({one_line(error)}): run again"
+                f"data.name is {self.name!r}; its stream failed after {number} rows ({one_line(error)}): run the "
+                "command again"
             ) from error
 
     def _open(self) -> Any:
@@ -215,7 +216,7 @@ class HubDataset(Corpus):
         except ValueError as error:  # unknown subset or split; the message lists the valid ones
             raise UserError(
                 f"data.subset is {self.subset!r} and data.split is {self.split!r}; "
-                f"{self.name} has others ({one_line(error)})"
+                f"{self.name} does not have them ({one_line(error)})"
             ) from error
         except Exception as error:  # network and Hub errors have no common base class across versions
             raise UserError(f"data.name is {self.name!r}; it cannot be opened ({one_line(error)})") from error
@@ -248,7 +249,7 @@ class HubDataset(Corpus):
 
 
 def _empty(path: str) -> str:
-    return f"data.path is {path!r}; there is no text in it: it must hold at least two documents"
+    return f"data.path is {path!r}; it contains no text: it must have at least two documents"
 
 
 def find_files(path: str) -> list[Path]:

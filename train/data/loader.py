@@ -68,8 +68,8 @@ def _windows(tokens: Tokens, sequence_length: int, part: str) -> Tokens:
     """View (m,) tokens as (n, T + 1) windows, window i starting at i·T, without a copy."""
     if len(tokens) < sequence_length + 1:
         raise UserError(
-            f"data.sequence_length is {sequence_length}; the {part} part of the corpus has {len(tokens)} tokens, "
-            f"so it must be at most {len(tokens) - 1}, or the corpus larger"
+            f"data.sequence_length is {sequence_length}; it must be at most {len(tokens) - 1}, because the {part} part "
+            f"of the corpus has only {len(tokens)} tokens, or the corpus must be larger"
         )
     # A plain array, because indexing a memmap wraps every batch in a new memmap.
     view = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), sequence_length + 1)

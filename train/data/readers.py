@@ -137,7 +137,7 @@ def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield number, row
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(
-            f"data.path: {path} is damaged after line {number} ({one_line(error)}); fetch or compress it again"
+            f"data.path: {path} is damaged after line {number} ({one_line(error)}); download or compress it again"
         ) from None
 
 
@@ -199,7 +199,7 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if field not in names:
-                raise UserError(f"data.field is {field!r}; {path} has the columns {_listed(names)}")
+                raise UserError(f"data.field is {field!r}; it must be one of the columns of {path}: {_listed(names)}")
             for batch in file.iter_batches(batch_size=1024, columns=[field]):
                 for value in batch.column(0).to_pylist():
                     row += 1
@@ -208,7 +208,7 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise UserError(
-            f"data.path: {path} is not a readable parquet file ({one_line(error)}); fetch or write it again"
+            f"data.path: {path} is not a readable parquet file ({one_line(error)}); download or write it again"
         ) from None
 
 
@@ -229,12 +229,12 @@ def parquet_text_bytes(path: Path, field: str) -> int | None:
 def text_of(row: dict[str, Any], field: str, where: str) -> str:
     """Return the text in a field of a row; null counts as empty text."""
     if field not in row:
-        raise UserError(f"data.field is {field!r}; {where} has {_listed(list(row))}")
+        raise UserError(f"data.field is {field!r}; it must be one of the fields of {where}: {_listed(list(row))}")
     value = row[field]
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise UserError(f"data.field is {field!r}; {where} holds {type(value).__name__} there: it must be text")
+        raise UserError(f"data.field is {field!r}; its value in {where} is {type(value).__name__}: it must be text")
     return well_formed(value)
 
 
@@ -267,7 +267,7 @@ def cut_or_refuse(texts: Iterable[str], max_bytes: int | None, complaint: str) -
 
 def _listed(names: list[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:12])
-    return (shown + (", …" if len(names) > 12 else "")) or "no fields"
+    return (shown + (", …" if len(names) > 12 else "")) or "none"
 
 
 def one_line(error: BaseException) -> str:

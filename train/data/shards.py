@@ -67,14 +67,15 @@ def prepare(config: DataConfig, progress: Progress = silent) -> Shards:
     fingerprint = corpus.fingerprint()
     if config.fingerprint is not None and config.fingerprint != fingerprint:
         raise UserError(
-            f"data.fingerprint is {config.fingerprint}; the corpus found has {fingerprint}, so the text has changed "
-            "since it was planned: restore it, or plan again"
+            f"data.fingerprint is {config.fingerprint}, and that of the corpus is now {fingerprint}: the text changed "
+            "after planning; restore it, or plan again"
         )
     steps = recipe.fingerprint(config.recipe)
     if config.recipe_fingerprint not in (None, steps):
         raise UserError(
-            f"data.recipe_fingerprint is {config.recipe_fingerprint}; the recipe {recipe.recipe_label(config.recipe)} "
-            f"has {steps}, so its rules or its model changed since it was planned: restore them, or plan again"
+            f"data.recipe_fingerprint is {config.recipe_fingerprint}, and that of the recipe "
+            f"{recipe.recipe_label(config.recipe)} is now {steps}: its rules or its model changed after planning; "
+            "restore them, or plan again"
         )
     tokenizer = load_tokenizer(config, corpus, cache, progress)
     directory = _directory(config, fingerprint, steps, tokenizer)
@@ -98,9 +99,9 @@ def prepare(config: DataConfig, progress: Progress = silent) -> Shards:
     if shortened and len(shards.train) <= config.sequence_length:
         worst = max(shortened, key=lambda step: int(step["bytes"]))
         raise UserError(
-            f"data.recipe leaves {len(shards.train)} tokens of training text, and data.sequence_length is "
-            f"{config.sequence_length}; {worst['step']!r} removed most, {worst['documents']:,} documents, so loosen it "
-            "or leave it out"
+            f"data.recipe leaves {counted(len(shards.train), 'token')} of training text, too little for "
+            f"data.sequence_length {config.sequence_length}; the step {worst['step']!r} removes the most, "
+            f"{counted(worst['documents'], 'document')}: loosen it or leave it out"
         )
     return shards
 
@@ -112,8 +113,8 @@ def at_hand(config: DataConfig, tokenizer: Tokenizer) -> Shards:
     directory = _directory(config, str(config.fingerprint), config.recipe_fingerprint, tokenizer)
     if (shards := _open_if_sound(directory, tokenizer)) is None:
         raise UserError(
-            f"the text of {config.name} is not in {directory.parent}; `isoflop data prepare` as for the sweep "
-            "puts it there"
+            f"the text of {config.name} is not in {directory.parent}; run `isoflop data prepare` with the settings of "
+            "the sweep"
         )
     return shards
 
@@ -170,11 +171,11 @@ def _build(
     raw = refined or mixed
     if raw.lowest == raw.highest:
         raise UserError(
-            f"data.corpus is {config.corpus}; it has {counted(len(raw), 'document')} of one and the same text, and "
-            "holding one out for validation needs at least two distinct documents"
+            f"data.corpus is {config.corpus}; it has only one distinct text, in {counted(len(raw), 'document')}: "
+            "holding a document out for validation requires at least two distinct ones"
         )
     if corpus.fingerprint() != fingerprint:
-        raise UserError(f"data.corpus is {config.corpus}; its text changed while it was read: run again")
+        raise UserError(f"data.corpus is {config.corpus}; its text changed while it was read: run the command again")
     blocks = corpus.held_out()
     writers = {part: _PartWriter(directory / f"{part}.bin", dtype) for part in PARTS}
     for done, (digest, tokens, text_bytes) in enumerate(mixed, start=1):

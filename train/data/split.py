@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..config import DataConfig
+from ..errors import counted
 from ..files import read_json
 from .corpora import Corpus, open_corpus
 from .mixing import below_fraction, content_hash
@@ -54,8 +55,9 @@ class Blocks(Corpus):
     def describe(self) -> dict[str, Any]:
         """Describe the split for a manifest: sizes in characters, and one sentence."""
         sentence = (
-            f"held out are {len(self.held)} blocks of about {self.size} characters inside documents, because too few "
-            f"whole ones fall into data.validation_fraction; {GAP} characters beside each are left out of training"
+            f"the held-out text is {counted(len(self.held), 'block')} of about {self.size} characters inside documents, "
+            f"because data.validation_fraction selects too few whole documents; the {GAP} characters on each side of a "
+            "block are not used for training"
         )
         return {"by": "blocks", "size": self.size, "gap": GAP, "sentence": sentence}
 

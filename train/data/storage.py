@@ -55,7 +55,7 @@ def locked(cache: Path, name: str, progress: Progress = silent) -> Iterator[None
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            progress("wait for another process that builds the same", 0, 0)
+            progress("waiting for another process that is building the same files", 0, 0)
             lock.acquire()
     except OSError as error:
         raise UserError(_unwritable(cache, error.strerror)) from None
@@ -82,8 +82,8 @@ def building(final: Path) -> Iterator[Path]:
         # EFBIG comes from a limit on file sizes (ulimit -f), EDQUOT from a quota.
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise UserError(
-                f"data.cache_dir: {final.parent} has no room ({error.strerror}); free some, "
-                "or set data.cache_dir to a larger disk"
+                f"data.cache_dir: {final.parent} has no space left ({error.strerror}); free some, or set "
+                "data.cache_dir to a folder on a larger disk"
             ) from error
         raise
 
@@ -105,7 +105,7 @@ def read_checked(path: Path) -> dict[str, Any]:
         expected = content.pop("checksum")
     except (UserError, KeyError):
         reason = "unreadable" if path.exists() else "missing"
-        raise UserError(f"{path} is {reason}; it must be a file that this program wrote") from None
+        raise UserError(f"{path} is {reason}; it must be a file that isoflop wrote") from None
     if checksum(content) != expected:
-        raise UserError(f"{path} does not match its checksum; it must be a file that this program wrote")
+        raise UserError(f"{path} does not match its checksum; it must be a file that isoflop wrote")
     return content

@@ -86,8 +86,8 @@ def tokenizer_from_directory(directory: str | Path) -> Tokenizer:
     tokenizer = SubwordTokenizer(_read_tokenizer_json(path), card["end_of_document"], card["vocab_size"])
     if tokenizer.fingerprint != card["fingerprint"]:
         raise UserError(
-            f"{path} has fingerprint {tokenizer.fingerprint}; {_CARD} beside it expects {card['fingerprint']}, "
-            "so the file was changed"
+            f"{path} has fingerprint {tokenizer.fingerprint}, and {_CARD} next to it expects {card['fingerprint']}: "
+            "the file was changed; restore it"
         )
     return tokenizer
 
@@ -222,7 +222,7 @@ def _from_file(name: str) -> SubwordTokenizer:
     if end is None:
         raise UserError(
             f"data.tokenizer is {name!r}; it has no token that ends a document: it must have one of "
-            f"{', '.join(END_TOKENS)}, or a tokenizer_config.json beside it with an eos_token"
+            f"{', '.join(END_TOKENS)}, or a tokenizer_config.json next to it with an eos_token"
         )
     if not any(added.content == end and added.special for added in backend.get_added_tokens_decoder().values()):
         # Text could encode to an ordinary entry, but never to a special one.
@@ -291,14 +291,14 @@ def _train(config: DataConfig, corpus: Corpus, vocab_size: int, progress: Progre
             raise
     if child.returncode:
         raise UserError(
-            f"data.vocab_size is {vocab_size}; its tokenizer's training ended with code {child.returncode} "
-            f"({line.strip()[:200] or 'no message'}), as it does where memory runs out"
+            f"data.vocab_size is {vocab_size}; training the tokenizer ended with exit code {child.returncode} "
+            f"({line.strip()[:200] or 'no message'}), which often means that memory ran out"
         )
     backend: Any = tokenizers.Tokenizer.from_str(line)
     trained = backend.get_vocab_size()
     if trained < vocab_size:
         warnings.warn(
-            f"data.vocab_size is {vocab_size}; the corpus gives only {trained} tokens, and the rest is never used",
+            f"data.vocab_size is {vocab_size}; the corpus has text for only {trained} tokens, and the other ids are never used",
             stacklevel=2,
         )
     return SubwordTokenizer(backend, backend.token_to_id(END_TOKENS[0]), vocab_size)

@@ -55,14 +55,15 @@ def detect(environment: Mapping[str, str] | None = None) -> Ranks:
             return Ranks(host=host)
         rank, size, local_rank, local_size = numbers
         if not (0 <= rank < size <= MOST_RANKS and 0 <= local_rank < local_size <= size):
-            raise ValueError("a rank outside of its job")
+            raise ValueError("the rank is not below the number of ranks")
         if source == "torchrun" and not 0 < int(env["MASTER_PORT"]) < 2**16:
             raise ValueError("no port")
     except (KeyError, ValueError, IndexError) as error:
         launcher_name = re.compile("|".join(TORCHRUN) + "|SUBMITIT_.*|SLURM_.*(ID|TASKS.*)")
         shown = ", ".join(f"{name}={env[name]}" for name in sorted(env) if launcher_name.fullmatch(name))
         raise UserError(
-            f"the launcher's environment gives no rank ({shown[:400]}); use submitit or torchrun"
+            f"the launcher's environment variables give no valid rank ({shown[:400]}); start the job with submitit or "
+            "torchrun"
         ) from error
     return Ranks(rank, size, local_rank, local_size, host, source, attempt)
 

@@ -101,7 +101,7 @@ def parse_failure(values: dict[str, Any]) -> Failure:
     try:
         return msgspec.convert(values, Failure)
     except msgspec.ValidationError as error:
-        return Failure(reason=f"its {FAILURE} cannot be understood ({str(error).replace('`', '')})")
+        return Failure(reason=f"its {FAILURE} has invalid content ({str(error).replace('`', '')})")
 
 
 def forget_failure(directory: Path) -> None:

@@ -67,7 +67,7 @@ def _collect(processes: list[ForkProcess], receivers: list[Connection], timeout:
                     answers[rank] = receivers[rank].recv()
                     continue
             if not alive:
-                answers[rank] = (False, f"died without a word (exit code {process.exitcode})")
+                answers[rank] = (False, f"ended without a result (exit code {process.exitcode})")
     return answers
 
 

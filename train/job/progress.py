@@ -53,9 +53,9 @@ class RunProgress:
                 self.bad_steps += 1
             where, allowed = f"{reason} at step {step}", config.skip_bad_steps
             if self.overflows >= MOST_OVERFLOWS:
-                raise Diverged(f"{where}, for the {self.overflows}th time in a row, at a loss scale of 1")
+                raise Diverged(f"{where}, {self.overflows} times in a row, down to a loss scale of 1")
             if self.bad_steps > allowed:
-                raise Diverged(where + (f", and skip_bad_steps {allowed} is spent" if allowed else ""))
+                raise Diverged(where + (f", and skip_bad_steps allows only {allowed}" if allowed else ""))
             lines.append(f"step {step} made no update: {reason}")
         return lines
 

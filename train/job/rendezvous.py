@@ -120,13 +120,13 @@ def _find(path: Path, ranks: Ranks, timeout: float) -> Store:
             except UserError as error:
                 state = str(error).rstrip(".")
             else:
-                state = f"nothing of ours listens at {address.host}:{address.port}"
+                state = f"rank 0 of this job does not answer at {address.host}:{address.port}"
                 if (store := _connect(address, timeout)) is not None:
                     return store
         time.sleep(POLL_SECONDS)
     raise UserError(
         f"rank {ranks.rank} on {ranks.host} did not find rank 0 within parallel.timeout_seconds {timeout:g} s: "
-        f"{state}; rank 0's log says why, or else raise the timeout"
+        f"{state}; look into the log of rank 0, or raise the timeout"
     )
 
 

@@ -52,15 +52,15 @@ def _check(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None) -> N
     if query.ndim != 4 or key.ndim != 4 or key.shape != value.shape:
         raise UserError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} must be (batch, time, "
-            "heads, head size), key and value alike."
+            "heads, head size), with the same shape for key and value."
         )
     batch, time, heads, head_dim = query.shape
     if head_dim not in HEAD_DIMS:
-        raise UserError(f"head size {head_dim} is not one that the kernel takes: {', '.join(map(str, HEAD_DIMS))}.")
+        raise UserError(f"head size {head_dim} is not supported; it must be one of {', '.join(map(str, HEAD_DIMS))}.")
     if key.shape[:2] != (batch, time) or key.shape[3] != head_dim or not time:
         raise UserError(
-            f"key {tuple(key.shape)} must have query's batch, time and head size, {(batch, time, head_dim)}, time at "
-            "least 1."
+            f"key {tuple(key.shape)} must have the batch, time and head size of query, {(batch, time, head_dim)}, with "
+            "a time of at least 1."
         )
     if heads % key.shape[2]:
         raise UserError(f"heads {heads} must be a multiple of kv_heads {key.shape[2]}.")
@@ -73,15 +73,16 @@ def _check(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None) -> N
         raise UserError("query, key and value must be contiguous in their last dimension.")
     if first is not None and (first.shape != (batch, time) or first.dtype != torch.int32):
         raise UserError(
-            f"first {tuple(first.shape)} of {first.dtype} must be {(batch, time)} of torch.int32, a position a query."
+            f"first {tuple(first.shape)} of {first.dtype} must be {(batch, time)} of torch.int32: one position per "
+            "query."
         )
 
 
 def _require_triton(x: Tensor) -> None:
     if importlib.util.find_spec("triton") is None:
-        raise UserError("attention ours needs the package triton, which is not installed; sdpa needs none.")
+        raise UserError("attention ours needs the package triton, which is not installed; install it, or use sdpa.")
     if not on_gpu(x) and os.environ.get("TRITON_INTERPRET") != "1":
-        raise UserError(f"attention ours needs tensors on a CUDA device, not on {x.device}; sdpa runs anywhere.")
+        raise UserError(f"attention ours needs tensors on a CUDA device, not on {x.device}; sdpa runs on any device.")
 
 
 def _by_rows(first: Tensor | None) -> Tensor | None:

@@ -45,7 +45,9 @@ class Work:
     def __str__(self) -> str:
         if self.device_type != "cuda":
             return "no GPU"
-        masks = [word for word, has in (("a window", self.has_window), ("documents apart", self.has_documents)) if has]
+        masks = [
+            word for word, has in (("a window", self.has_window), ("separate documents", self.has_documents)) if has
+        ]
         return ", ".join([_gpu(self.capability), _name(self.dtype), f"heads of size {self.head_dim}", *masks])
 
 
@@ -90,12 +92,12 @@ def obstacle(name: str, work: Work) -> str | None:
     """Return why a backend cannot do this work, as a clause to follow "which"; None if it can."""
     if name == "sdpa":
         if work.has_ring and work.device_type == "cuda":
-            return "cannot attend over sequences that ranks share out (parallel.cp) on a GPU"
+            return "cannot attend over sequences that are split over ranks (parallel.cp) on a GPU"
         return None
     if work.device_type != "cuda" or work.capability is None:
         return "needs a GPU"
     if work.capability < LEAST_CAPABILITY:
-        return f"is not made for a GPU of {_gpu(work.capability)}"
+        return f"does not support a GPU of {_gpu(work.capability)}"
     if work.dtype not in DTYPES:
         return f"takes {' and '.join(map(_name, DTYPES))}, not {_name(work.dtype)}"
     if work.head_dim not in HEAD_DIMS:
@@ -184,7 +186,7 @@ def select_backend(
         if requested != "auto":
             raise UserError(
                 f"parallel.attention is {requested!r}, and {PACKAGES[requested]} cannot be imported ({error}); "
-                "it must be built for this PyTorch, or parallel.attention auto"
+                "install a version for this PyTorch, or use parallel.attention auto"
             ) from error
         reason = f"{choice.reason}; {PACKAGES[choice.name]} cannot be imported"
         return Choice(choose_backend("auto", work, {"sdpa"}).name, reason), SDPA

@@ -87,7 +87,7 @@ class _Dropped:
                 *(x.detach().requires_grad_(needs_gradient) for x, needs_gradient in self.inputs)
             ).detach()
         if len(values) != self.saved:
-            raise RuntimeError(f"{len(values)} tensors were saved by a function that saved {self.saved} the first time")
+            raise RuntimeError(f"the recomputation saved {len(values)} tensors, and the forward pass {self.saved}")
         values += [out.as_strided(*view) for view in self.views]
         return dict(enumerate(values))
 

@@ -43,7 +43,7 @@ def schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> lis
     if chunks > 1 and name != "interleaved":
         raise ValueError(f"the schedule {name} has {chunks} chunks; it must be 1")
     if chunks > 1 and micro_batches % stages:
-        raise ValueError(f"{micro_batches} micro-batches interleaved; they must be a multiple of {stages} stages")
+        raise ValueError(f"interleaved, with {micro_batches} micro-batches; they must be a multiple of {stages} stages")
     groups = [range(first, min(first + stages, micro_batches)) for first in range(0, micro_batches, stages)]
     forwards = [Action("forward", micro, chunk) for group in groups for chunk in range(chunks) for micro in group]
     backwards = [Action("backward", micro, chunks - 1 - chunk) for _, micro, chunk in forwards]

@@ -201,7 +201,7 @@ class VocabularyEmbedding(SplitWeight):
         if self.sequence_parallel:
             tokens = tokens.flatten()
             if len(tokens) % self.group.size():
-                raise ValueError(f"{len(tokens)} tokens cannot be shared out over {self.group.size()} ranks")
+                raise ValueError(f"{len(tokens)} tokens cannot be divided evenly over {self.group.size()} ranks")
         return _Embedding.apply(tokens, self.weight, self.group, self.sequence_parallel)
 
 

@@ -85,17 +85,17 @@ def validate(config: RunConfig) -> None:
     if schedule.kind == "wsd" and schedule.warmup_max_share + schedule.decay_share > 1:
         raise UserError(
             f"schedule.decay_share is {schedule.decay_share}; with schedule.warmup_max_share "
-            f"{schedule.warmup_max_share} it must be at most {1 - schedule.warmup_max_share:g}, or they overlap"
+            f"{schedule.warmup_max_share} it must be at most {1 - schedule.warmup_max_share:g}, so that they do not overlap"
         )
     _check_points(schedule)
     if (spans := config.average.spans) is not None and not 0 < len(spans) == len(set(spans)):
-        raise UserError(f"average.spans is {spans}; it must be one or more different shares, as [0.1]")
+        raise UserError(f"average.spans is {spans}; it must be one or more different shares, such as [0.1]")
     if data.validation_fraction == 0:
         raise UserError("data.validation_fraction is 0; a run is scored on held-out documents, so it must be above 0")
     if data.recipe and data.recipe_fingerprint is None:
         raise UserError(
-            f"data.recipe_fingerprint is None with data.recipe {data.recipe}; it must be "
-            "isoflop.train.data.recipe.recipe.fingerprint of it, or the run would pass for one on raw text"
+            f"data.recipe_fingerprint is None with data.recipe {data.recipe}; plan the run, which fills it in, or set "
+            "it to isoflop.train.data.recipe.recipe.fingerprint(data.recipe)"
         )
     if window is not None and not 1 <= window <= data.sequence_length:
         raise UserError(
@@ -113,7 +113,7 @@ def _check_points(schedule: ScheduleConfig) -> None:
         return
     shares, factors = schedule.shares or [], schedule.factors or []
     if len(shares) < 2 or shares[0] != 0 or shares[-1] != 1 or shares != sorted(shares):
-        raise UserError(f"schedule.shares is {schedule.shares}; it must rise from 0 to 1, as [0,0.8,1]")
+        raise UserError(f"schedule.shares is {schedule.shares}; it must rise from 0 to 1, such as [0,0.8,1]")
     if len(factors) != len(shares) or not all(0 <= factor <= 1 for factor in factors) or not any(factors):
         raise UserError(
             f"schedule.factors is {schedule.factors}; it must be {len(shares)} numbers from 0 to 1, not all of them 0"
@@ -130,8 +130,8 @@ def _check_model(model: ModelConfig) -> None:
         _check_latent(model)
     if model.head_dim % 2:
         raise UserError(
-            f"model.heads is {model.heads}; width {model.width} / heads must be even for rotary positions, "
-            f"it is {model.head_dim}"
+            f"model.heads is {model.heads}; model.width {model.width} / model.heads is {model.head_dim}, and it must "
+            "be even for rotary positions"
         )
     check_kv_heads(model)
     _check_rope(model)
@@ -160,7 +160,9 @@ def _check_latent(model: ModelConfig) -> None:
             off = "false" if value is True else "null"
             raise UserError(f"model.{name} is {value}; with model.attention mla it must be {off}")
     if model.rotary % 2:
-        raise UserError(f"model.rotary_size is {model.rotary_size}; it must be even, for numbers are rotated in pairs")
+        raise UserError(
+            f"model.rotary_size is {model.rotary_size}; it must be even, because numbers are rotated in pairs"
+        )
 
 
 def _check_rope(model: ModelConfig) -> None:
@@ -260,7 +262,7 @@ def _refusal(config: RunConfig) -> str | None:
     if cp > 1 and length % (2 * cp):
         working = [number for number in divisors_of(length) if number == 1 or length % (2 * number) == 0]
         return (
-            f"parallel.cp is {cp}; it must divide data.sequence_length {length} into 2 parallel.cp equal pieces: "
+            f"parallel.cp is {cp}; 2 * parallel.cp must divide data.sequence_length {length}; it can be "
             f"{_nearest(cp, working)}"
         )
     if parallel.ep > 1 and (refusal := _experts_refusal(config)) is not None:
@@ -287,17 +289,17 @@ def _pipeline_refusal(config: RunConfig) -> str | None:
     pp, chunks, interleaved = parallel.pp, parallel.chunks, parallel.schedule == "interleaved"
     if chunks > 1 and (pp == 1 or not interleaved):
         cause = "parallel.pp 1" if pp == 1 else f"parallel.schedule {parallel.schedule}"
-        return f"parallel.chunks is {chunks} with {cause}; it must be 1, or stages be interleaved"
+        return f"parallel.chunks is {chunks} with {cause}; it must be 1, or parallel.pp above 1 and parallel.schedule interleaved"
     if pp == 1:
         return None
     if pp > (max_stages := depth // 2 if interleaved else depth):
-        reason = "each of its stages has two chunks or more" if interleaved else "each stage has a block or more"
-        return f"parallel.pp is {pp}; {reason} of model.depth {depth}, so that it must be at most {max(1, max_stages)}"
+        reason = f"{'two blocks' if interleaved else 'one block'} or more of model.depth {depth}"
+        return f"parallel.pp is {pp}; each stage has {reason}, so it must be at most {max(1, max_stages)}"
     if interleaved and not 2 <= chunks <= depth // pp:
-        reason = f"interleaved, it must be 2 to {depth // pp}, or parallel.schedule be 1f1b"
+        reason = f"interleaved, it must be 2 to {depth // pp}; or set parallel.schedule to 1f1b"
         return f"parallel.chunks is {chunks} with parallel.pp {pp} and model.depth {depth}; {reason}"
     if parallel.zero == 3:
-        reason = "it must be 0, 1 or 2, for weights would be gathered anew for every micro-batch"
+        reason = "it must be 0, 1 or 2, because weights would be gathered again for every micro-batch"
         return f"parallel.zero is 3 with parallel.pp {pp}; {reason}"
     count, share = micro_batches(config), config.optimizer.batch_size // parallel.dp
     if not interleaved or count % pp == 0:
@@ -306,7 +308,8 @@ def _pipeline_refusal(config: RunConfig) -> str | None:
         micro = parallel.micro_batch_size
         return (
             f"parallel.micro_batch_size is {micro}, which gives {counted(count, 'micro-batch', 'micro-batches')}; "
-            f"interleaved, they must be a multiple of parallel.pp {pp}: {_nearest(micro or share, sizes)}"
+            f"interleaved, their number must be a multiple of parallel.pp {pp}, so parallel.micro_batch_size can be "
+            f"{_nearest(micro or share, sizes)}"
         )
     stages = _nearest(pp, [stages for stages in divisors_of(share) if 1 < stages <= depth // chunks])
     reason = f"interleaved, it must divide them: {stages}" if stages else "parallel.schedule must be 1f1b"
@@ -318,9 +321,9 @@ def _experts_refusal(config: RunConfig) -> str | None:
     parallel, experts = config.parallel, config.model.experts
     ep, data = parallel.ep, parallel.data
     if experts == 0:
-        return f"parallel.ep is {ep} and model.experts 0; it must be 1, for there are no experts to share out"
+        return f"parallel.ep is {ep} and model.experts is 0; it must be 1, because there are no experts to divide"
     if OPTIMIZERS[config.optimizer.kind].whole is not None:
-        return f"parallel.ep is {ep} with optimizer.kind {config.optimizer.kind}; it must be 1, or the kind adamw"
+        return f"parallel.ep is {ep} with optimizer.kind {config.optimizer.kind}; it must be 1, or optimizer.kind adamw"
     working = divisors_of(math.gcd(data, experts))
     if ep in working:
         return None
@@ -344,7 +347,7 @@ def _requirement(config: RunConfig, tp: int) -> str | None:
         return f"divide the vocabulary padded to model.vocab_multiple, which is {model.padded_vocab_size}"
     if config.parallel.sequence_parallel and length // cp % tp:
         part = f" / parallel.cp {cp}" if cp > 1 else ""
-        return f"divide data.sequence_length {length}{part}, or parallel.sequence_parallel be false"
+        return f"divide data.sequence_length {length}{part}, or set parallel.sequence_parallel to false"
     return None
 
 
@@ -363,7 +366,7 @@ def _advice(config: RunConfig, ranks: int, ranks_per_node: int) -> str:
     max_ranks = min(ranks - 1, config.optimizer.batch_size * config.model.heads * pp * cp)
     tried = (*range(max_ranks, 0, -1), *range(ranks + 1, 2 * pp * cp))  # fewer ranks first
     near = next((n for n in tried if working_shapes(config, n, min(n, ranks_per_node))), pp * cp)
-    return f"no shape of {counted(ranks, 'rank')} fits this model and batch, the nearest that does has {near}"
+    return f"no split over {counted(ranks, 'rank')} fits this model and batch; use {counted(near, 'rank')}"
 
 
 def _nearest(value: int, working: Iterable[int]) -> str:

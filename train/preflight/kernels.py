@@ -128,7 +128,7 @@ def _compare(
     error, peer = error_of(ours), error_of(theirs)
     coarse = dtype == torch.float32 and on_gpu(inputs[0]) and torch.backends.cuda.matmul.allow_tf32
     bound = max(WORSE * peer, (2.0**-10 if coarse else torch.finfo(dtype).eps) / 4)
-    text = f"{name} differs from float64 by {error:.2g}, PyTorch's own by {peer:.2g}"
+    text = f"{name} differs from float64 by {error:.2g}, PyTorch's kernel by {peer:.2g}"
     if error <= bound:
         return Finding(check, PASSED, text)
     if replaceable:
@@ -161,7 +161,7 @@ def check_step(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Find
     if not (errors[0] <= bounds[0] and errors[1] <= bounds[1]):
         text += f" ({bounds[0]:g} and {bounds[1]:g} are allowed); {EXCLUDE}"
     elif first != again:
-        text += f", and a repetition gives other bits; {EXCLUDE}"
+        text += f", and repeating it gives different bits; {EXCLUDE}"
     yield Finding("step", FAILED if EXCLUDE in text else PASSED, text)
 
 

@@ -19,7 +19,7 @@ from ..flops import count_parameters
 from ..memory import memory
 
 PASSED, REPLACED, FAILED, NOTE = "passed", "replaced", "failed", "note"
-EXCLUDE = "keep the node out with cluster.exclude"
+EXCLUDE = "exclude the node with cluster.exclude"
 TRIAL_BYTES = 2**28  # largest trial file, which is written to detect a full quota; chosen by hand
 # Fields of `parallel` that replace our kernel if its check fails.
 INSTEAD = {"attention": {"attention": "sdpa"}, "loss": {"cross_entropy": "torch"}}
@@ -44,7 +44,7 @@ def check_node(runs: Sequence[RunConfig], folder: Path, ranks: int) -> Iterator[
             socket.create_connection((name, 443), timeout=5.0).close()
             yield Finding("network", PASSED, f"{name} answers")
         except OSError as error:
-            text = f"{name} does not answer ({error}); set tracker.mode=offline and HF_HUB_OFFLINE=1 to do without it"
+            text = f"{name} does not answer ({error}); set tracker.mode=offline and HF_HUB_OFFLINE=1 to run without it"
             yield Finding("network", NOTE, text)
 
 
@@ -63,7 +63,7 @@ def _memory(runs: Sequence[RunConfig], ranks: int) -> Finding:
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = min(gpus, default=1024 * int(lines["MemAvailable"].split()[0]) // ranks)
     text = f"a rank has {free / 1e6:,.0f} MB of memory free, and the largest run needs at least {needed / 1e6:,.1f} MB"
-    text += "" if needed <= free else "; end other processes, or set parallel.recompute=full or more ranks"
+    text += "" if needed <= free else "; end other processes, set parallel.recompute=full, or use more ranks"
     return Finding("memory", PASSED if needed <= free else FAILED, text)
 
 

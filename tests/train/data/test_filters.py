@@ -166,7 +166,7 @@ def test_a_fasttext_model_scores_by_its_own_softmax(tmp_path: Path) -> None:
         expected = [None if probability(text) >= threshold else "low quality" for text in texts]
         assert reasons(f"quality:{model}@{threshold}", texts) == expected
     (tmp_path / "broken.bin").write_bytes(b"no model")
-    with pytest.raises(UserError, match="no fastText model"):
+    with pytest.raises(UserError, match="not a fastText model"):
         reasons(f"quality:{tmp_path / 'broken.bin'}@0.5", texts)
 
 
@@ -201,5 +201,5 @@ def test_a_hugging_face_classifier_scores_as_it_does_alone(tmp_path: Path) -> No
     # Without a trained head the library would draw a random one, different in each process.
     model.bert.save_pretrained(tmp_path / "headless")
     tokenizer.save_pretrained(tmp_path / "headless")
-    with pytest.raises(UserError, match=r"lacks weights of a classifier, such as classifier\.bias"):
+    with pytest.raises(UserError, match=r"lacks classifier weights, such as classifier\.bias"):
         reasons(f"quality:{tmp_path / 'headless'}@0.5", texts)

@@ -226,7 +226,7 @@ def test_examples_show_what_went_and_what_it_was_like(corpus: DataConfig) -> Non
 
 
 def test_a_recipe_that_leaves_nothing_names_the_step_that_took_most(corpus: DataConfig, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"leaves none of .*'length:10000-'"):
+    with pytest.raises(UserError, match=r"removes all .*'length:10000-'"):
         prepared(corpus, ["exact", "length:10000-"])
     for folder in ("shards", "recipes"):
         assert not list((tmp_path / "cache" / folder).glob("*"))

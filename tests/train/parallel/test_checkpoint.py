@@ -201,8 +201,8 @@ def test_ranks_resume_what_others_saved_and_report_damage_once(saved: Path, tmp_
     assert "step_5 is damaged (shards/__3_0.distcp" in message
     assert nothing == []
     for _, (width, hidden) in answers:
-        assert "model.width is 12 there and 24 here" in width
-        assert "model.hidden is None there and 8 here" in hidden
+        assert "model.width is 12 in the checkpoint and 24 in" in width
+        assert "model.hidden is None in the checkpoint and 8 in" in hidden
 
 
 def differing(field: str, value: int) -> RunConfig:
@@ -239,17 +239,17 @@ def test_a_checkpoint_that_does_not_cover_the_model_is_refused(saved: Path, tmp_
         path = checkpoint.find(folder(saved, shares))
         values = torch.zeros(48)
         strange = Held("blocks.9.scale", "weight", whole_placement((48,)), 0, 48, values)
-        with pytest.raises(UserError, match=r"step_5 does not cover the model: it has no blocks\.9\.scale"):
+        with pytest.raises(UserError, match=r"step_5 does not fit the model: it has no blocks\.9\.scale"):
             checkpoint.read_tensors(path, [strange])
         larger = Held("norm.weight", "exp_avg", whole_placement((48,)), 0, 48, values)
-        with pytest.raises(UserError, match=r"norm\.weight\.exp_avg is \(12,\) there and \(48,\) here"):
+        with pytest.raises(UserError, match=r"norm\.weight\.exp_avg is \(12,\) in the checkpoint and \(48,\) in"):
             checkpoint.read_tensors(path, [larger])
     # An index that lost a box: torch would silently leave the memory as it was.
     path = shutil.copytree(path, tmp_path / "step_5")
     index = pickle.loads((path / storage.SHARDS_INDEX).read_bytes())
     index.state_dict_metadata["embedding.weight"].chunks.pop()
     (path / storage.SHARDS_INDEX).write_bytes(pickle.dumps(index))
-    with pytest.raises(UserError, match=r"does not cover the model: there are holes in its embedding\.weight"):
+    with pytest.raises(UserError, match=r"is incomplete: a part of embedding\.weight is missing"):
         checkpoint.read_tensors(path, held_by(0, (1, 1, 0), state(2)))
 
 
@@ -278,7 +278,7 @@ def test_one_process_writes_the_same_bytes_of_whole_tensors_and_pieces(saved: Pa
 def test_one_process_that_holds_a_part_does_not_save_it_for_the_whole(tmp_path: Path) -> None:
     saver = Saver(tmp_path, Mesh(), CONFIG, ByteTokenizer())
     saver.save(5, held_by(0, (2, 1, 0), state(1)), {})
-    with pytest.raises(ValueError, match="one process must hold it whole"):
+    with pytest.raises(ValueError, match="one process must hold all of it"):
         saver.wait()
     assert list(tmp_path.iterdir()) == []
 
@@ -405,7 +405,7 @@ def test_a_rank_killed_while_saving_leaves_the_older_checkpoint(victim: int, mom
 
     with pytest.raises(RuntimeError) as raised:
         run_ranks(2, on_rank)
-    assert f"rank {victim}: died without a word" in str(raised.value)
+    assert f"rank {victim}: ended without a result" in str(raised.value)
     assert f"rank {1 - victim}: Traceback" in str(raised.value)  # the other one got an error and did not wait
     assert [step for step, _ in checkpoint.list_steps(tmp_path)] == [3]
     assert checkpoint.find(tmp_path).name == "step_3"

@@ -263,5 +263,5 @@ def test_ranks_are_shared_out_with_stages_and_parts_of_sequences() -> None:
     check_world(a_run(pp=2, cp=2, dp=2), 8, 8)
     with pytest.raises(UserError, match=r"the job has 8 ranks; with 8 ranks it can be tp 1 \* dp 2 \* cp 2 \* pp 2 or"):
         check_world(config, 8, 8)
-    with pytest.raises(UserError, match="no shape of 3 ranks fits this model and batch, the nearest that does has 4"):
+    with pytest.raises(UserError, match="no split over 3 ranks fits this model and batch; use 4 ranks"):
         check_world(config, 3, 3)

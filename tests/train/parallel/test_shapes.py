@@ -158,7 +158,7 @@ def test_a_job_with_other_ranks_is_refused_with_shapes_for_them() -> None:
     shapes = r"parallel\.dp 4 is 8 and the job has 4 ranks; .* tp 2 \* dp 2 or tp 1 \* dp 4 or tp 4 \* dp 1"
     with pytest.raises(UserError, match=shapes):
         check_world(run(tp=2, dp=4), ranks=4, ranks_per_node=4)
-    with pytest.raises(UserError, match=r"no shape of 7 ranks .* has 4"):
+    with pytest.raises(UserError, match=r"no split over 7 ranks .* use 4 ranks"):
         check_world(run(tp=2, dp=2), ranks=7, ranks_per_node=7)
 
 
@@ -212,7 +212,7 @@ def test_the_rank_is_what_the_launcher_says(environment: dict[str, str], expecte
     [{"SLURM_PROCID": "x"}, {"SLURM_PROCID": "7"}, {"SLURM_TASKS_PER_NODE": "many"}, {"SLURM_NODEID": "9"}],
 )
 def test_a_launcher_that_makes_no_sense_is_an_error_and_not_one_process(wrong: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="the launcher's environment gives no rank"):
+    with pytest.raises(UserError, match="variables give no valid rank"):
         detect(BY_SLURM | wrong)
 
 

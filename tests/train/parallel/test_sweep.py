@@ -125,7 +125,7 @@ def test_a_rank_out_of_memory_leaves_the_run_preempted_for_another_start(
     config = RunConfig(model=ModelConfig(vocab_size=256), parallel=ParallelConfig(dp=2))
     run = SweepDirectory(tmp_path).run(run_id(config))
     run.freeze(config)
-    reason = "rank 1 on node2: OutOfMemory: out of memory at step 3; it is 2 from here on"
+    reason = "rank 1 on node2: OutOfMemory: out of memory at step 3; it is 2 from now on"
 
     def out_of_memory(*args: object, **kwargs: object) -> None:
         write_json(run.path / HALVED, {"micro_batch_size": 2})

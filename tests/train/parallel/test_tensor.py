@@ -302,7 +302,7 @@ def test_tokens_that_cannot_be_shared_out_are_refused() -> None:
 
     def check() -> None:
         part, _ = split_copy(gpt, build_mesh(1, 2, CPU), True)
-        with pytest.raises(ValueError, match="33 tokens cannot be shared out over 2 ranks"):
+        with pytest.raises(ValueError, match="33 tokens cannot be divided evenly over 2 ranks"):
             part(torch.zeros(3, 11, dtype=torch.long))
 
     run_ranks(2, check)

@@ -156,9 +156,11 @@ def _fasttext(step: Step) -> Callable[[list[str]], list[float]]:
         model = fasttext.load_model(step.name)
         labels = sorted(_predicted(model, "a"))
     except (ValueError, RuntimeError, MemoryError) as error:
-        raise UserError(f"data.recipe contains {step.word!r}; it is no fastText model ({error})") from None
+        raise UserError(f"data.recipe contains {step.word!r}; it is not a fastText model ({error})") from None
     if len(labels) < 2:
-        raise UserError(f"data.recipe contains {step.word!r}; its model has {len(labels)} labels and needs two or more")
+        raise UserError(
+            f"data.recipe contains {step.word!r}; its model must have two labels or more and has {len(labels)}"
+        )
     good = labels[good_label(labels)]
     # fastText would stop at a newline.
     return lambda texts: [float(_predicted(model, " ".join(text.split())).get(good, 0.0)) for text in texts]
@@ -181,13 +183,15 @@ def _hugging_face(step: Step) -> Callable[[list[str]], list[float]]:
         raise UserError(f"data.recipe contains {step.word!r}; it cannot be loaded ({reason})") from None
     if loaded["missing_keys"]:  # transformers fills them with random numbers, different in every process
         raise UserError(
-            f"data.recipe contains {step.word!r}; the folder lacks weights of a classifier, such as "
-            f"{min(loaded['missing_keys'])}: it must hold one that was trained"
+            f"data.recipe contains {step.word!r}; its model lacks classifier weights, such as "
+            f"{min(loaded['missing_keys'])}: use a trained sequence classifier"
         )
     model.eval()
     labels = [model.config.id2label[i] for i in range(model.config.num_labels)]
     if len(labels) < 2:
-        raise UserError(f"data.recipe contains {step.word!r}; its model has one output and needs two labels or more")
+        raise UserError(
+            f"data.recipe contains {step.word!r}; its model must have two labels or more and has one output"
+        )
     good = good_label(labels)
     longest = min(_TOKENS, getattr(model.config, "max_position_embeddings", _TOKENS))
     torch.set_num_threads(1)  # one process per core

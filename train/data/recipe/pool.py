@@ -87,9 +87,10 @@ class Pool:
             succeeded, result = pickle.load(process.stdout)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
             code = process.wait()
-            hint = " (killed, as is done where memory runs out)" if code == -9 else ""
+            hint = " (killed, often because memory ran out)" if code == -9 else ""
             raise UserError(
-                f"a process that prepares data ended with {code}{hint}; the same command goes on from what is done"
+                f"a process that prepares data ended with exit code {code}{hint}; run the same command again, and it "
+                "continues with the remaining parts"
             ) from None
         self._free.put(process)
         if not succeeded:

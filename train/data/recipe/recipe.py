@@ -74,12 +74,12 @@ def _parse(word: str) -> Step:
         try:
             return float(text)
         except ValueError:
-            raise UserError(f"data.recipe contains {word!r}; {text!r} is no number in {form}") from None
+            raise UserError(f"data.recipe contains {word!r}; {text!r} is not a number: write {form}") from None
 
     if kind not in VERSIONS:
         nearest = difflib.get_close_matches(kind, VERSIONS, 1, 0.5)
         hint = f" (nearest: {nearest[0]})" if nearest else ""
-        raise UserError(f"data.recipe contains {word!r}, which is no step{hint}; it takes {_ACCEPTED}")
+        raise UserError(f"data.recipe contains {word!r}, which is not a step{hint}; the steps are {_ACCEPTED}")
     if kind in _NUMBERED:
         share = number(argument, f"{kind}[:SHARE]") if argument else _NUMBERED[kind]
         refuse_unless(0 < share <= 1, f"the number of {kind} must be above 0 and at most 1")
@@ -88,7 +88,7 @@ def _parse(word: str) -> Step:
         return Step(kind, share)
     if kind == "length":
         low, dash, high = argument.partition("-")
-        form = "length takes words as MIN-MAX, such as length:50-100000, length:50- or length:-100000"
+        form = "length takes a range of words, such as length:50-100000, length:50- or length:-100000"
         refuse_unless(bool(dash and (low or high)), form)
         least_words = number(low, "length:MIN-MAX") if low else 0.0
         most_words = number(high, "length:MIN-MAX") if high else float("inf")
@@ -142,7 +142,7 @@ def require(recipe: Sequence[str]) -> None:
     for step in parse(recipe):
         _require_library(step)
         if step.kind == "language" and step.name not in (languages := sorted(map(str, language_identifier().labels))):
-            raise UserError(f"data.recipe contains {step.word!r}; language knows {', '.join(languages)}")
+            raise UserError(f"data.recipe contains {step.word!r}; the language must be one of {', '.join(languages)}")
 
 
 def _require_library(step: Step) -> None:
@@ -150,7 +150,7 @@ def _require_library(step: Step) -> None:
     if step.kind == "quality":
         needed = _TRANSFORMERS if Path(step.name).is_dir() else _FASTTEXT
     if needed is not None and find_spec(needed[0]) is None:
-        raise UserError(f"data.recipe contains {step.word!r}, which needs {needed[1]}: pip install {needed[1]}")
+        raise UserError(f"data.recipe contains {step.word!r}, which needs a package: pip install {needed[1]}")
 
 
 @cache

@@ -365,8 +365,8 @@ class Refinery:
             worst = int(counts.argmax())
             self.remove()  # no other recipe can resume from it
             raise UserError(
-                f"data.recipe leaves none of {len(removed)} training documents; {self._steps[worst].word!r} "
-                f"removed most, {int(counts[worst])} of them, so loosen it or leave it out"
+                f"data.recipe removes all {len(removed)} training documents; the step {self._steps[worst].word!r} "
+                f"removes the most, {int(counts[worst])} of them: loosen it or leave it out"
             )
 
     def _counted(self, number: int, step: Step) -> dict[str, Any]:

@@ -143,8 +143,8 @@ def signatures(hashes: Hashes, offsets: Offsets) -> npt.NDArray[np.uint32]:
 
     if (version := RMinHash.ALGORITHM_VERSION) != ALGORITHM:
         raise UserError(
-            f"data.recipe contains 'near', and the installed rensa signs documents by its algorithm {version}; this "
-            f"version needs algorithm {ALGORITHM}: pip install 'rensa>=0.5,<0.6'"
+            f"data.recipe contains 'near', and the installed rensa uses its algorithm {version}; isoflop needs "
+            f"algorithm {ALGORITHM}: pip install 'rensa>=0.5,<0.6'"
         )
     if len(offsets) == 1:
         return np.empty((0, SLOTS), np.uint32)
