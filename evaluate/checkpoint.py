@@ -169,7 +169,9 @@ def check_settings(precision: str, batch_tokens: int | None, ngram: int | None) 
     if batch_tokens is not None and batch_tokens < 1:
         raise UserError(f"batch_tokens is {batch_tokens}; it must be 1 or more")
     if ngram is not None and ngram < 1:
-        raise UserError(f"ngram is {ngram}; it must be 1 or more words (--ngram 0, or null in a sweep, does not ask)")
+        raise UserError(
+            f"ngram is {ngram}; it must be 1 or more words (to skip the search: --ngram 0, or null in a sweep)"
+        )
 
 
 def load_scored(path: Path, device: str, dtype: torch.dtype, average: float | None = None) -> Any:

@@ -34,10 +34,10 @@ class RegisteredLM(CheckpointLM):
     ) -> None:
         if unknown := others.keys() - {"batch_size", "max_batch_size"}:
             raise UserError(
-                f"--model_args has {', '.join(sorted(unknown))}; it takes checkpoint, precision, batch_tokens"
+                f"--model_args has {', '.join(sorted(unknown))}; it accepts checkpoint, precision and batch_tokens"
             )
         if not checkpoint:
-            raise UserError("--model_args has no checkpoint; it must have checkpoint=FOLDER, of a checkpoint or a run")
+            raise UserError("--model_args has no checkpoint; add checkpoint=FOLDER, the folder of a checkpoint or run")
         check_settings(precision, batch_tokens, None)
         # lm-eval's own default is cuda:0, where there is a GPU or not.
         picked = pick_device("auto" if device in (None, "cuda:0") else str(device), "--device")

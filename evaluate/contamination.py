@@ -84,8 +84,8 @@ def overlaps(
                     write_json(files[name], content | {"checksum": checksum(content)})
                 except OSError as error:
                     raise UserError(
-                        f"{files[name]} cannot be written ({error.strerror or error}); free space, or choose another "
-                        "cache with ISOFLOP_CACHE"
+                        f"{files[name]} cannot be written ({error.strerror or error}); free some space, or set "
+                        "ISOFLOP_CACHE to another folder"
                     ) from error
             results |= new_results
     return {name: results[name] for name in suite}

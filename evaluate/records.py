@@ -173,10 +173,10 @@ def read_items(path: Path, say: Callable[[str], None] = lambda line: None) -> li
             items = [json.loads(line) for line in file]
     except (OSError, EOFError, zlib.error, ValueError) as error:
         try:
-            outcome = f"moved to {move_aside(path).name}"
+            outcome = f"it was renamed to {move_aside(path).name}"
         except OSError:  # the folder is read-only
-            outcome = "left where it is"
-        say(f"{path} is no file of items ({error}); {outcome}, and its samples are not shown")
+            outcome = "it could not be renamed"
+        say(f"{path} is not a file of items ({error}); {outcome}, and its samples are not shown")
         return []
     return [item for item in items if isinstance(item, dict) and "task" in item and "index" in item]
 
@@ -287,7 +287,7 @@ def _acquire(lock: FileLock, output: Path, say: Report) -> None:
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            say(f"another process writes {output}; waiting for it")
+            say(f"another process is writing {output}; waiting for it to finish")
             lock.acquire()
 
 
@@ -379,7 +379,7 @@ def _kept(output: Path, header: dict[str, Any], suite: Suite, ngram: int | None,
         return {}
     old = read_json(output)
     if old is None or not _is_whole(old):
-        say(f"{output} is not a file of scores; moved to {move_aside(output).name}, scoring again")
+        say(f"{output} is not a file of scores; it was renamed to {move_aside(output).name}, and all tasks are scored")
         return {}
     if old.get("checkpoint_sha256") != header["checkpoint_sha256"]:
         return {}
@@ -400,9 +400,9 @@ def _kept(output: Path, header: dict[str, Any], suite: Suite, ngram: int | None,
         )
     ]
     if changed:
-        say(f"scored again, as items, prompts or settings are not those of {output}: {', '.join(changed)}")
+        say(f"scored again, because items, prompts or settings differ from those in {output}: {', '.join(changed)}")
     if others := [name for name in tasks if name not in suite]:
-        say(f"kept in {output}: {', '.join(others)}")
+        say(f"earlier scores of other tasks stay in {output}: {', '.join(others)}")
     return {**old, "tasks": {name: scores for name, scores in tasks.items() if name not in changed}, "suites": {}}
 
 
@@ -426,5 +426,5 @@ def _written(what: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"{what} cannot be written to {path} ({error.strerror or error}); free space or choose another output"
+            f"{what} cannot be written to {path} ({error.strerror or error}); free some space, or choose another output"
         ) from error

@@ -58,7 +58,7 @@ def export_checkpoint(
             folder is not empty.
     """
     if format == "gguf":
-        raise UserError("--format is 'gguf'; export with --format hf, and llama.cpp's convert_hf_to_gguf.py reads that")
+        raise UserError("--format is 'gguf'; use hf, and convert the folder with llama.cpp's convert_hf_to_gguf.py")
     if format != "hf":
         raise UserError(f"--format is {format!r}; it must be hf")
     if dtype not in _DTYPES:
@@ -79,13 +79,13 @@ def _check_free(output: Path, overwrite: bool, source: Path) -> None:
         raise UserError(f"{output} is a link; it must be a folder, new or empty")
     if output.is_dir() and any(output.iterdir()):
         if not overwrite:
-            raise UserError(f"{output} is not empty; choose another folder, or replace it with --overwrite")
+            raise UserError(f"{output} is not empty; choose another folder, or add --overwrite to replace it")
         if source.resolve().is_relative_to(output.resolve()):
             raise UserError(f"{output} holds {source.name}, the checkpoint to export; choose another folder")
         foreign = sorted(file.name for file in output.iterdir() if file.name not in _WRITTEN)
         if foreign:
             raise UserError(
-                f"{output} holds {foreign[0]}, which no export wrote, so it is not replaced; choose another folder"
+                f"{output} holds {foreign[0]}, which is not from an export, so it is kept; choose another folder"
             )
     elif output.exists() and not output.is_dir():
         raise UserError(f"{output} is a file; it must be a folder, new or empty")

@@ -72,8 +72,8 @@ def model_type(model: ModelConfig, sequence_length: int) -> str:
         value = window if name == "window" else getattr(model, name)
         if value != accepted:
             raise UserError(
-                f"model.{name} is {value!r}; to be exported with model.gate {model.gate!r} and model.qk_norm "
-                f"{model.qk_norm!r}, as {ARCHITECTURES[kind]}, it must be {accepted!r}"
+                f"model.{name} is {value!r}; it must be {accepted!r} to be exported as {ARCHITECTURES[kind]}, the only "
+                f"architecture for model.gate {model.gate!r} and model.qk_norm {model.qk_norm!r}"
             )
     return kind
 

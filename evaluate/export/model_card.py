@@ -93,7 +93,7 @@ def _rows(loaded: LoadedCheckpoint, facts: Facts) -> list[tuple[str, str]]:
     if law is not None:
         low, high = law.get("interval") or (None, None)
         within = "" if low is None else f" (95 %: {low:.4f} to {high:.4f})"
-        name = f"Loss that the sweep's {law['form']} law gives for this N and D"
+        name = f"Loss that the sweep's {law['form']} law predicts for this N and D"
         rows.append((name, f"{law['predicted_loss']:.4f}{within}"))
     return rows
 

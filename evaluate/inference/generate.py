@@ -88,7 +88,7 @@ def stream(model: GPT, prompt: Sequence[int], max_tokens: int, *, seed: int = 0,
         before = len(request.new)
         generation.step(lambda new: False)
         if request.failed:
-            raise UserError("the model returned NaN, so no token follows; give a checkpoint of a healthy run")
+            raise UserError("the model returned NaN instead of a token; use a checkpoint of another run")
         yield from request.new[before:]
 
 
@@ -260,8 +260,7 @@ class Generation:
     def _halved(self, size: int, alone: bool = False) -> int:
         if size == 1 or alone:
             raise UserError(
-                f"memory ran out on {self.device} over a single text; precision=bf16 or a machine with more memory "
-                "would do"
+                f"memory ran out on {self.device} for a single text; use precision=bf16 or a machine with more memory"
             )
         return size // 2
 

@@ -62,7 +62,7 @@ def on_ranks(count: int, function: Callable[[Mesh], T], *, device: str = "cpu") 
         raise UserError(f"ranks is {count}; it must be 1 to {max_forks} on this machine")
     if launched.size > 1:
         if count not in (1, launched.size):
-            raise UserError(f"ranks is {count}, and {launched.source} started {launched.size}; leave it out")
+            raise UserError(f"ranks is {count}, but {launched.source} started {launched.size}; leave ranks out")
         parallel = ParallelConfig(dp=launched.size, timeout_seconds=PATIENCE.total_seconds())
         with meet(launched, Path(), parallel, torch.device(device)) as (mesh, _):
             return function(mesh)

@@ -73,12 +73,12 @@ class Scorer:
         longest = max(map(len, batch))
         if len(batch) == 1 and len(batch[0].scored) == 1 and self.batch_tokens <= longest:
             raise UserError(
-                f"memory ran out on {self.device} over one request of {longest} tokens; precision=bf16 or a machine "
-                "with more memory would do"
+                f"memory ran out on {self.device} for one request of {longest} tokens; use precision=bf16 or a machine "
+                "with more memory"
             )
         # The size of a batch that did not fill its budget is a better estimate than the budget.
         self.batch_tokens = max(1, min(self.batch_tokens, len(batch) * longest) // 2)
-        self._say(f"memory ran out; batch_tokens is {self.batch_tokens} from here on")
+        self._say(f"memory ran out; batch_tokens is {self.batch_tokens} from now on")
         return None
 
     def _isolated(self, requests: Sequence[Request], batch: list[Tree]) -> list[tuple[int, Score]]:

@@ -111,7 +111,7 @@ def _footer(scores: Scores) -> str:
 def _suites(scores: Scores) -> list[str]:
     return [
         f"Suite {name}: {with_error(mean['centered'], mean.get('centered_se'))} mean centered accuracy over "
-        f"{counted(mean['tasks'], 'task')}; 0 is guessing, 1 is all right."
+        f"{counted(mean['tasks'], 'task')}; 0 is guessing, 1 is all correct."
         for name, mean in (scores.get("suites") or {}).items()
         if is_number(mean.get("centered"))
     ]
@@ -146,9 +146,9 @@ def _warnings(scores: Scores) -> list[str]:
         if differences := [
             f"{label} {task[key]}" for key, label in settings.items() if task.get(key, old := scores.get(key)) != old
         ]:
-            lines.append(f"{name} was scored under other settings than the rest: {', '.join(differences)}.")
+            lines.append(f"{name} was scored with different settings from the rest: {', '.join(differences)}.")
     if scores.get("contamination_withheld"):
-        lines.append(f"Contamination is not known: {scores['contamination_withheld']}.")
+        lines.append(f"Contamination is unknown: {scores['contamination_withheld']}.")
     if (scores.get("held_out") or {}).get("withheld"):
         lines.append(f"Held-out loss is missing: {scores['held_out']['withheld']}.")
     return lines

@@ -52,7 +52,7 @@ def sweep_page(rows: Sequence[Row], answers: Mapping[str, Answers], title: str, 
     best = sweep.best_of_each()
     best_of_budget = {place for line in sweep.lines.values() for place in line}
     sections = [
-        ("tasks", "Which tasks mean something"),
+        ("tasks", "Which tasks are informative"),
         ("recipes", "By recipe"),
         ("panels", "Tasks by compute"),
         ("runs", "Runs"),
@@ -242,11 +242,11 @@ def task_verdict(signal: Signal) -> str:
     clear_by_name = {name: one.clear for measure, name in NAMES.items() if (one := signal.get(measure))}
     clear = [name for name, is_clear in clear_by_name.items() if is_clear]
     if not clear_by_name:
-        return "not known"
+        return "unknown"
     if not clear:
-        return "noise: no two runs lie apart"
+        return "noise: no clear differences"
     noise = "".join(f", {name} is noise" for name, is_clear in clear_by_name.items() if not is_clear)
-    return f"{' and '.join(clear)} {'tell' if len(clear) > 1 else 'tells'} runs apart{noise}"
+    return f"{' and '.join(clear)} {'separate' if len(clear) > 1 else 'separates'} the runs{noise}"
 
 
 # --- what the page shows ---------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def _facts(sweep: Sweep, tasks: Sequence[Task]) -> list[tuple[str, str, str]]:
         ("Checkpoints", f"{len(sweep.rows):,}", f"of {runs}"),
         ("Training FLOPs", compute(max(flops)), f"from {compute(min(flops))}, in {budgets}"),
         ("Parameters (N)", short_count(max(sizes, default=None)), f"from {short_count(min(sizes))}" if sizes else ""),
-        ("Tasks that tell runs apart", f"{clear} of {len(tasks)}", "beyond their noise"),
+        ("Tasks that separate runs", f"{clear} of {len(tasks)}", "beyond their noise"),
         ("BPB falls with every budget", f"{falling} of {len(trends)}", "of the best run of each"),
     ]
 
@@ -282,9 +282,9 @@ def _warnings(sweep: Sweep, row_count: int, answers: Mapping[str, Answers]) -> l
     lines = []
     finals = [sweep.rows[place]["run_id"] for group in sweep.budgets for place in group]
     if missing := sum(run_id not in answers for run_id in finals):
-        lines.append(f"Without a file of items, and so not compared with the others: {missing} of {len(finals)} runs.")
+        lines.append(f"Not compared by item, because their items are missing: {missing} of {len(finals)} runs.")
     if row_count > len(sweep.rows):
-        lines.append(f"Without FLOPs, and so left out: {row_count - len(sweep.rows)} of {row_count} checkpoints.")
+        lines.append(f"Left out, because FLOPs are unknown: {row_count - len(sweep.rows)} of {row_count} checkpoints.")
     withheld: dict[str, int] = {}
     for row in sweep.rows:
         for name, scores in row["tasks"].items():

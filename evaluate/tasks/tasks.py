@@ -46,7 +46,7 @@ def parse_entry(written: str) -> Entry:
     if match := re.fullmatch(r"(.+)@(\d+)", written):
         name, shots = match[1], int(match[2])
     elif re.fullmatch(r"[\w.-]+@.*", written):
-        raise UserError(f"task {written!r} has no number after its @; write the number of examples, such as piqa@5")
+        raise UserError(f"task {written!r} has no number after @; write the number of examples, such as piqa@5")
     is_path = "/" in name or name.endswith((".jsonl", ".jsonl.gz", ".yaml")) or name in (".", "..")
     return Entry(written, name, shots, "path" if is_path else "staged" if name in STAGED else "named")
 
@@ -98,7 +98,7 @@ def load_suite(
     entries = [parse_entry(written) for written in expand(tasks)]
     if limit is not None and limit < 1:
         raise UserError(
-            f"limit is {limit}; it must be 1 or more items per task (all without --limit, or with null in a sweep)"
+            f"limit is {limit}; it must be 1 or more items per task (for all items: no --limit, or null in a sweep)"
         )
     directory = _stage_wheel(entries, progress)
     loaded: Suite = {}
@@ -169,7 +169,7 @@ def _load_staged(entry: Entry, limit: int | None, directory: Path) -> SuiteTask:
     }
     shots = int(config.get("num_fewshot") or 0) if entry.shots is None else entry.shots
     if shots and config["output_type"] == "loglikelihood_rolling":
-        raise UserError(f"task {written!r} asks for examples, but {name} scores whole texts; write {name}")
+        raise UserError(f"task {written!r} asks for examples, but {name} scores whole texts; use {name}")
     with quiet():
         task = TaskManager(include_defaults=False).load([config])["tasks"][written]
         remarks = {"note": benchmark["note"]} if "note" in benchmark else {}
@@ -201,7 +201,7 @@ def _give_examples(
         available = len(places) - 1
         source = f"{len(places)} items of the scored split {config['test_split']}, without the item itself"
     if shots > available:
-        raise UserError(f"task {name}@{shots} asks for {shots} examples; {name} has {available} to offer")
+        raise UserError(f"task {name}@{shots} asks for {shots} examples; {name} has only {available}")
     return source
 
 

@@ -194,7 +194,7 @@ def test_nothing_is_scored_twice_and_everything_that_changed_is(evaluate: Any, t
     }  # fmt: skip
     assert evaluate.lines[0].startswith("scored again")
     assert evaluate.lines[1].startswith("kept")
-    assert "last_word was scored under other settings" in format_scores(scores)
+    assert "last_word was scored with different settings" in format_scores(scores)
     # An earlier version wrote settings that hold for all tasks only once.
     scores["tasks"] = {"chosen": {k: v for k, v in scores["tasks"]["chosen"].items() if k not in SETTINGS}}
     out.write_text(json.dumps(scores))
@@ -273,7 +273,7 @@ def test_corrupt_files_are_moved_aside_and_scored_again(evaluate: Any, tmp_path:
     evaluate(out, suite_of(4, ("chosen", "last_word")))
     assert evaluate.asked == ["last_word"]
     assert (tmp_path / "scores.items.jsonl.gz.corrupt-1").exists()
-    assert "is no file of items" in evaluate.lines[0]
+    assert "is not a file of items" in evaluate.lines[0]
     assert [item["task"] for item in read_items(items_path(out))] == ["last_word"] * 4
 
 

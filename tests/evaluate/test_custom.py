@@ -131,12 +131,12 @@ def test_examples_are_other_lines_and_the_same_whatever_the_limit(tmp_path: Path
             assert requests(some)[some.indices.index(place)] == item
     four_lines = write(tmp_path / "few.jsonl", rows[:4])
     assert load_custom(four_lines, shots=3)["few@3"].shots == 3
-    with pytest.raises(UserError, match="with 4 examples per item; they come from its 4 lines"):
+    with pytest.raises(UserError, match="has 4 lines, too few for 4 examples per item"):
         load_custom(four_lines, shots=4)
 
 
 COMPLAINTS: list[tuple[list[Any], str]] = [
-    ([], "holds no items"),
+    ([], "has no items"),
     (["{"], "line 1 of .* is not JSON"),
     ([CAPITALS[0], "[1]"], "line 2 of .* holds list, not an object"),
     ([CAPITALS[0], {"question": "q", "answer": "a"}], "line 2 of .* has no choices and line 1 has some"),
@@ -145,9 +145,9 @@ COMPLAINTS: list[tuple[list[Any], str]] = [
     ([{"question": "q"}], "line 1 of .* has no 'answer'; it has question"),
     ([{"question": " ", "answer": "a"}], 'question is " "; it must be a text that is not blank'),
     ([{"question": "q", "answer": 3}], "answer is 3; it must be a text"),
-    ([{"question": "q", "choices": ["a"], "answer": 0}], r'choices is \["a"\]; it must be a list of two texts or more'),
+    ([{"question": "q", "choices": ["a"], "answer": 0}], r'choices is \["a"\]; it must be a list of at least two texts'),
     ([{"question": "q", "choices": ["a", ""], "answer": 0}], r'choices\[1\] is ""; it must be a text'),
-    ([{"question": "q", "choices": ["a", "a"], "answer": 0}], r'choices\[1\] is "a" once more; choices must differ'),
+    ([{"question": "q", "choices": ["a", "a"], "answer": 0}], r'choices\[1\] repeats "a"; choices must differ'),
     ([{"question": "q", "choices": ["x", "y"], "answer": 2}], r"answer is 2; .* place of a choice \(0 to 1\)"),
     ([{"question": "q", "choices": ["x", "y"], "answer": True}], "answer is true; it must be"),
     ([{"question": "q", "choices": ["x", "y"], "answer": "C"}], r'answer is "C"; .* its letter \(A to B\)'),
@@ -172,7 +172,9 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         (tmp_path / "cut.jsonl.gz").write_bytes(damaged)
         with pytest.raises(UserError, match="is damaged"):
             load_custom(tmp_path / "cut.jsonl.gz")
-    with pytest.raises(UserError, match=r"none.jsonl' is no file; it must be a folder or a file that ends in .jsonl"):
+    with pytest.raises(
+        UserError, match=r"none.jsonl' is not a file; it must be a folder or a file that ends in .jsonl"
+    ):
         load_custom(tmp_path / "none.jsonl")
     with pytest.raises(UserError, match=r"neither a folder nor a file that ends in .jsonl, .jsonl.gz, .yaml"):
         load_custom(tmp_path / "quiz.csv")
@@ -238,7 +240,7 @@ def test_templates_groups_and_functions_work(folder: Path) -> None:
         "group: all\ntask:\n  - loud\n  - task: quiet\n    doc_to_text: 'q {{q}}'\n  - "
         + within.strip().replace("\n", "\n    ")
     )
-    with pytest.raises(UserError, match=r"loud.yaml runs Python of its own \(!function\); .* --allow-code, or"):
+    with pytest.raises(UserError, match=r"loud.yaml runs its own Python \(!function\); .* --allow-code, or"):
         load_custom(folder, limit=3)
     loaded = load_custom(folder, limit=3, allow_code=True)
     assert sorted(loaded) == ["all::within", "loud", "quiet"]
@@ -274,7 +276,7 @@ def test_a_single_yaml_file_is_its_own_tasks_alone(folder: Path) -> None:
         ({"sums.yaml": "task: x\ninclude: nothing.yaml"}, "includes 'nothing.yaml'; it must be a file next to it"),
         ({"sums.yaml": "task: x\ninclude: sums.yaml"}, "includes itself"),
         ({"sums.yaml": SUM.replace("sums.jsonl", "none.jsonl")}, "task 'sums' of .* cannot be loaded"),
-        ({"sums.yaml": SUM + "doc_to_choice: !function utils.none"}, "sums.yaml runs Python of its own"),
+        ({"sums.yaml": SUM + "doc_to_choice: !function utils.none"}, "sums.yaml runs its own Python"),
         ({"group.yaml": "group: all\ntask: [sum]"}, "has the task 'sum', which is not defined; .* sums"),
         ({"sums.yaml": SUM + "unsafe_code: true"}, "runs generated code"),
     ],
@@ -308,7 +310,7 @@ def test_no_python_of_a_folder_runs_unless_it_is_allowed(folder: Path, name: str
     key = line.partition(":")[0]
     other_lines = [old for old in SUM.splitlines() if not old.startswith(f"{key}:")]
     (folder / "sums.yaml").write_text("\n".join([*other_lines, line, ""]))
-    with pytest.raises(UserError, match=r"runs Python of its own|SecurityError"):
+    with pytest.raises(UserError, match=r"runs its own Python|SecurityError"):
         load_custom(folder)
     assert not ran.exists()
     if "!function" in line:
@@ -319,7 +321,7 @@ def test_no_python_of_a_folder_runs_unless_it_is_allowed(folder: Path, name: str
 
 def test_a_sweep_refuses_a_folders_python_before_anything_is_trained(folder: Path) -> None:
     (folder / "sums.yaml").write_text(SUM + "doc_to_choice: !function utils.none")
-    with pytest.raises(UserError, match="runs Python of its own"):
+    with pytest.raises(UserError, match="runs its own Python"):
         anchored([str(folder)])
     (folder / "utils.py").write_text("none = None")
     assert anchored([str(folder)], allow_code=True) == [str(folder)]

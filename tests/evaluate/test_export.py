@@ -156,7 +156,7 @@ def test_documents_kept_apart_are_the_same_one_at_a_time(tmp_path: Path) -> None
         tokens[:, LENGTH // 2] = 255
         assert (ours.model(tokens) - theirs(tokens).logits).abs().max() > 100 * SAME
     card = (folder / "README.md").read_text()
-    assert "give it one document at a time" in card
+    assert "give the model one document at a time" in card
     assert f"The output multiplier of muP, {ours.model.output_scale:g}," in card
 
 

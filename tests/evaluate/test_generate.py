@@ -201,7 +201,7 @@ def test_where_memory_runs_out_fewer_go_on_and_one_alone_is_refused(
     assert generate_texts(gpt, prompts, 12, **options) == expected
     assert needed > limit
     limit = 0
-    with pytest.raises(UserError, match="memory ran out on cpu over a single text"):
+    with pytest.raises(UserError, match="memory ran out on cpu for a single text"):
         generate_texts(gpt, prompts, 12, **options)
 
 

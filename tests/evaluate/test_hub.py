@@ -87,7 +87,7 @@ def test_a_hub_that_is_not_reached_is_named_once_without_its_clients_noise(
     lines: list[str] = []
     with pytest.raises(ConnectionError), hub.staged_copies(lines.append):
         datasets.load_dataset("some/data")
-    assert lines == ["some/data is not staged; the Hugging Face Hub is asked"]
+    assert lines == ["some/data is not staged; loading it from the Hugging Face Hub"]
     assert caplog.records == []
 
 
@@ -160,7 +160,7 @@ def test_tasks_that_run_code_are_refused_before_they_are_loaded(own_names: TaskM
 def test_the_kept_index_is_lm_evals_own(tmp_path: Path) -> None:
     lines: list[str] = []
     first, stored = hub.task_manager(lines.append), hub.task_manager(lines.append)
-    assert lines == ["reading lm-eval's definitions (10 s, once)"]
+    assert lines == ["reading lm-eval's task definitions (once, about 10 s)"]
     assert stored.all_tasks == first.all_tasks
     for name, entry in first.task_index.items():
         copy = stored.task_index[name]

@@ -143,7 +143,7 @@ def test_ranks_that_cannot_be_had_are_one_sentence(monkeypatch: pytest.MonkeyPat
         ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1"),
     ):  # fmt: skip
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="ranks is 2, and torchrun started 3; leave it out"):
+    with pytest.raises(UserError, match="ranks is 2, but torchrun started 3; leave ranks out"):
         on_ranks(2, lambda ranks: None)
 
 

@@ -105,7 +105,7 @@ def test_without_items_the_page_has_no_script_and_no_empty_sections() -> None:
     read = Read(checkpoint_page(header({"arc_easy": numbers()})))
     assert "script" not in read.tags
     assert any("script-src 'none'" in (value or "") for name, value in read.attributes if name == "content")
-    for heading in ("Samples", "Worst", "Against", "domain"):
+    for heading in ("Samples", "Worst", "Compared with", "domain"):
         assert heading not in read.text
     assert "No task was scored." in Read(checkpoint_page(header({}))).text
 
@@ -129,7 +129,7 @@ def test_suites_and_what_is_not_known_of_contamination_are_said() -> None:
     for text in (Read(checkpoint_page(scores)).text, format_scores(scores)):
         assert "Suite small: 0.125 ± 0.010 mean centered accuracy over 12 tasks" in text
         assert "Suite core" not in text
-        assert "Contamination is not known: the shards are gone." in text
+        assert "Contamination is unknown: the shards are gone." in text
 
 
 def test_the_plain_table_has_a_column_for_every_number_that_some_task_has() -> None:
@@ -349,7 +349,7 @@ def test_verdicts_are_words() -> None:
     assert "BPB is noise" in task_verdict({"acc": clear, "gold_bpb": noise})
     assert task_verdict({"acc": None, "gold_bpb": clear}).startswith("BPB tells")
     assert task_verdict({"acc": noise, "gold_bpb": noise}).startswith("noise")
-    assert task_verdict({"acc": None, "gold_bpb": None}) == task_verdict({}) == "not known"
+    assert task_verdict({"acc": None, "gold_bpb": None}) == task_verdict({}) == "unknown"
 
 
 def by_run(scores: np.ndarray) -> dict[int, dict[int, float]]:
@@ -412,7 +412,7 @@ def test_the_page_and_the_fit_say_one_thing_of_a_task(better: float, clear: bool
     })  # fmt: skip
     (fitted,) = fit.fit_tasks(fit.read_table(table), bootstrap=10)
     verdict = task_verdict({"acc": compared})
-    assert ("tells runs apart" in verdict) == clear == ("no two runs lie apart" not in fitted.reason)
+    assert ("separates the runs" in verdict) == clear == ("no two runs lie apart" not in fitted.reason)
     assert "times their noise" not in fitted.reason
 
 
@@ -450,7 +450,7 @@ def test_the_sweeps_page_says_which_tasks_tell_runs_apart() -> None:
     read = Read(sweep_report.sweep_page(rows, answers_to(rows), "spine", {"run0": "../run0/report.html"}))
     assert "spine" in read.text
     row = re.search(
-        r"arc_easy BPB tells runs apart, accuracy is noise ([\d.]+) over ([\d.]+), \d+ % ([\d.]+) under ([\d.]+), 0 % "
+        r"arc_easy BPB separates the runs, accuracy is noise ([\d.]+) over ([\d.]+), \d+ % ([\d.]+) under ([\d.]+), 0 % "
         r"(\d+) % ± \d+ noise every budget −0.94",
         read.text,
     )
@@ -468,13 +468,13 @@ def test_no_two_columns_of_a_task_contradict_each_other() -> None:
     rows = make_rows(("arc_easy",))
     read = Read(sweep_report.sweep_page(rows, answers_to(rows, spread=30.0), "spine", {}))
     assert re.search(
-        r"noise: no two runs lie apart [\d.]+ under [\d.]+, 0 % [\d.]+ under [\d.]+, 0 % "
+        r"noise: no clear differences [\d.]+ under [\d.]+, 0 % [\d.]+ under [\d.]+, 0 % "
         r"noise noise noise noise",
         read.text,
     ), "though the scores fall with every budget"
     assert "BPB falls with every budget 0 of 1" in read.text
     few = Read(sweep_report.sweep_page(rows, dict(list(answers_to(rows).items())[1:]), "spine", {}))
-    assert "Without a file of items, and so not compared with the others: 1 of 20 runs." in few.text
+    assert "because their items are missing: 1 of 20 runs." in few.text
 
 
 def test_every_checkpoint_is_a_dot_in_every_panel() -> None:
@@ -507,4 +507,4 @@ def test_a_sweep_that_has_no_scores_says_so() -> None:
         in Read(sweep_report.sweep_page(rows, {}, "t", {})).text
     )
     one = Read(sweep_report.sweep_page(make_rows(budgets=1, sizes=1), {}, "t", {}))
-    assert "not known" in one.text, "one run draws, and promises nothing"
+    assert "unknown" in one.text, "one run draws, and promises nothing"

@@ -149,7 +149,9 @@ def test_samples_are_filtered_sorted_and_searched_and_text_stays_text(tmp_path: 
     def many(chosen: list[Any]) -> str:
         count = sum(map(bool, chosen))
         part = "" if count == 46 else " (46 in all)"
-        return f"Items 1 to {min(25, count)} of {count}{part}" if count else "None of the 46 items is like this."
+        return (
+            f"Items 1 to {min(25, count)} of {count}{part}" if count else "None of the 46 items matches these filters."
+        )
 
     assert observed["start"] == many([True] * 46)
     assert observed["first"] == 25
@@ -173,7 +175,7 @@ def test_samples_are_filtered_sorted_and_searched_and_text_stays_text(tmp_path: 
     assert observed["next"] == "Items 26 to 46 of 46"
     assert observed["typed"] == "", "a key in the search is not a command"
     assert observed["searched"] == "Items 1 to 1 of 1 (46 in all)"
-    assert (observed["nothing"], observed["empty"]) == ("None of the 46 items is like this.", 0)
+    assert (observed["nothing"], observed["empty"]) == ("None of the 46 items matches these filters.", 0)
     assert observed["linked"] == "Items 1 to 25 of 40 (46 in all)", "a task's name leads to its samples"
     assert observed["labels"], "every control has a label"
 

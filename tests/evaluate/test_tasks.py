@@ -142,10 +142,10 @@ def test_bad_suites_are_one_sentence(cache: Path, tmp_path: Path) -> None:
         load_suite(THREE, 0)
     manager = custom_tasks(tmp_path)
     with pytest.raises(
-        UserError, match=r"'my_choise' is not known to lm-eval, and no folder; the nearest names are my_choice"
+        UserError, match=r"'my_choise' is neither a task of lm-eval nor a folder; the nearest names are my_choice"
     ):
         load_indexed(manager, "my_choise")
-    with pytest.raises(UserError, match=r"'zzqxv' is not known to lm-eval, and no folder; `lm-eval ls tasks` lists"):
+    with pytest.raises(UserError, match=r"'zzqxv' is neither a task of lm-eval nor a folder; `lm-eval ls tasks` lists"):
         load_indexed(manager, "zzqxv")
     (tmp_path / "my_choice.jsonl").unlink()
     with pytest.raises(UserError, match=r"'my_choice' cannot be loaded \(FileNotFoundError"):

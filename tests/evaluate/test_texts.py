@@ -102,7 +102,7 @@ def test_bits_per_byte_are_total_bits_over_total_bytes(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
-        ("a.txt", b" \n", "domain 'bad' holds no text"),
+        ("a.txt", b" \n", "domain 'bad' has no text"),
         ("a.txt", b"caf\xe9 au lait", r"a.txt is not UTF-8 text \(byte 0xe9"),
         ("a.jsonl", b'{"content": "x"}\n', "must be in a field 'text'; line 1 of .*a.jsonl has 'content'"),
         ("a.jsonl.gz", gzip.compress(lines(["x"]), mtime=0)[:-5], "a.jsonl.gz is damaged"),
@@ -125,9 +125,9 @@ def test_no_folder_and_domains_that_would_share_a_name_are_refused(tmp_path: Pat
         (tmp_path / "held" / name).mkdir(parents=True)
         (tmp_path / "held" / name / "x.txt").write_text("text")
     assert list(domains(tmp_path / "held")) == ["a b", "a,b"]
-    with pytest.raises(UserError, match="names no folder"):
+    with pytest.raises(UserError, match="there is no such folder"):
         load_texts(tmp_path / "none")
-    with pytest.raises(UserError, match="two domains that are written 'text_held_a_b'"):
+    with pytest.raises(UserError, match="two domains with the name 'text_held_a_b'"):
         load_texts(tmp_path / "held")
 
 

@@ -257,7 +257,7 @@ def test_lm_eval_s_own_command_scores_a_checkpoint_as_ours_does(
         ("precision=fp32", "--model_args has no checkpoint"),
         (
             f"checkpoint={checkpoint},colour=red",
-            "--model_args has colour; it takes checkpoint, precision, batch_tokens",
+            "--model_args has colour; it accepts checkpoint, precision and batch_tokens",
         ),
         (f"checkpoint={checkpoint},precision=fp8", "precision is 'fp8'"),
         ("checkpoint=nowhere", "nowhere"),
@@ -428,7 +428,7 @@ def test_a_warning_of_ours_is_a_note_and_shows_no_code(isoflop: Isoflop, tmp_pat
     overrides = ("data=text", f"data.path={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}", "data.tokenizer=bpe")
     code, _, error = isoflop("data", "prepare", *overrides)
     assert code == 0
-    assert re.search(r"^note: data.vocab_size is 4096; the corpus has text for only \d+ tokens", error, re.MULTILINE)
+    assert re.search(r"^note: data.vocab_size is 4096; the corpus is enough for \d+,", error, re.MULTILINE)
     assert "UserWarning" not in error
 
 

@@ -81,11 +81,11 @@ def test_a_missing_task_is_refused_before_anything_is_trained(
     for missing in ("quis.jsonl", "text:held_out"):
         with pytest.raises(UserError, match="does not exist; give a file or a folder"):
             planned(missing)
-    with pytest.raises(UserError, match="'quiz' is not known to lm-eval, and no folder"):
+    with pytest.raises(UserError, match="'quiz' is neither a task of lm-eval nor a folder"):
         planned("quiz")
     (tmp_path / "code.yaml").write_text("task: x\ndoc_to_text: !function utils.run\n")
     (tmp_path / "utils.py").write_text("run = len")
-    with pytest.raises(UserError, match=r"code.yaml runs Python of its own .* evaluate.allow_code=true in a sweep"):
+    with pytest.raises(UserError, match=r"code.yaml runs its own Python .* evaluate.allow_code=true in a sweep"):
         planned("code.yaml")
     assert planned("code.yaml", "evaluate.allow_code=true") == [f"{tmp_path}/code.yaml"]
     (tmp_path / "quiz").mkdir()

@@ -210,5 +210,7 @@ def test_fields_of_earlier_versions_are_read_and_refused_where_the_run_was_anoth
     values["parallel"] |= {"trace": True}
     assert from_dict(RunConfig, values) == run
     values["optimizer"] |= {"iterations": 4}
-    with pytest.raises(UserError, match=r"^optimizer.iterations is 4, but this field was removed: Muon always makes five"):
+    with pytest.raises(
+        UserError, match=r"^optimizer.iterations is 4, but this field was removed: Muon always makes five"
+    ):
         from_dict(RunConfig, values)

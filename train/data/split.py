@@ -55,9 +55,9 @@ class Blocks(Corpus):
     def describe(self) -> dict[str, Any]:
         """Describe the split for a manifest: sizes in characters, and one sentence."""
         sentence = (
-            f"the held-out text is {counted(len(self.held), 'block')} of about {self.size} characters inside documents, "
-            f"because data.validation_fraction selects too few whole documents; the {GAP} characters on each side of a "
-            "block are not used for training"
+            f"the held-out text is {counted(len(self.held), 'block')} of about {self.size} characters inside "
+            f"documents, because data.validation_fraction selects too few whole documents; the {GAP} characters on "
+            "each side of a block are not used for training"
         )
         return {"by": "blocks", "size": self.size, "gap": GAP, "sentence": sentence}
 

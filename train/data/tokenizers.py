@@ -298,7 +298,7 @@ def _train(config: DataConfig, corpus: Corpus, vocab_size: int, progress: Progre
     trained = backend.get_vocab_size()
     if trained < vocab_size:
         warnings.warn(
-            f"data.vocab_size is {vocab_size}; the corpus has text for only {trained} tokens, and the other ids are never used",
+            f"data.vocab_size is {vocab_size}; the corpus is enough for {trained}, and the other ids are not used",
             stacklevel=2,
         )
     return SubwordTokenizer(backend, backend.token_to_id(END_TOKENS[0]), vocab_size)

@@ -85,7 +85,7 @@ def validate(config: RunConfig) -> None:
     if schedule.kind == "wsd" and schedule.warmup_max_share + schedule.decay_share > 1:
         raise UserError(
             f"schedule.decay_share is {schedule.decay_share}; with schedule.warmup_max_share "
-            f"{schedule.warmup_max_share} it must be at most {1 - schedule.warmup_max_share:g}, so that they do not overlap"
+            f"{schedule.warmup_max_share} it must be at most {1 - schedule.warmup_max_share:g}, to avoid an overlap"
         )
     _check_points(schedule)
     if (spans := config.average.spans) is not None and not 0 < len(spans) == len(set(spans)):
@@ -289,7 +289,7 @@ def _pipeline_refusal(config: RunConfig) -> str | None:
     pp, chunks, interleaved = parallel.pp, parallel.chunks, parallel.schedule == "interleaved"
     if chunks > 1 and (pp == 1 or not interleaved):
         cause = "parallel.pp 1" if pp == 1 else f"parallel.schedule {parallel.schedule}"
-        return f"parallel.chunks is {chunks} with {cause}; it must be 1, or parallel.pp above 1 and parallel.schedule interleaved"
+        return f"parallel.chunks is {chunks} with {cause}; it must be 1, or pp above 1 and the schedule interleaved"
     if pp == 1:
         return None
     if pp > (max_stages := depth // 2 if interleaved else depth):

@@ -66,7 +66,7 @@ function draw(start) {
   const part = found.length < items.length ? ` (${all} in all)` : '';
   get('said').textContent = found.length
     ? `Items ${whole(first + 1)} to ${whole(end)} of ${whole(found.length)}${part}`
-    : `None of the ${all} items is like this.`;
+    : `None of the ${all} items matches these filters.`;
   for (const id of ['back', 'back2']) get(id).disabled = first === 0;
   for (const id of ['on', 'on2']) get(id).disabled = end >= found.length;
 }

@@ -49,7 +49,7 @@ def test_a_checkpoint_finds_its_text_in_the_cache_and_fetches_none(
     config.fingerprint = open_corpus(config).fingerprint()
     with monkeypatch.context() as context:
         context.setattr(datasets, "load_dataset", Mock(side_effect=AssertionError("the Hub was asked")))
-        with pytest.raises(UserError, match=r"the text of .* is not in .*; `isoflop data prepare`"):
+        with pytest.raises(UserError, match=r"the text of .* is not in .*; run `isoflop data prepare`"):
             at_hand(config, ByteTokenizer())
     built = prepare(config)
     assert built.manifest["train"]["documents"] + built.manifest["validation"]["documents"] == len(DOCUMENTS)

@@ -121,8 +121,8 @@ def test_a_run_in_bf16_stays_near_that_of_one_process(config: RunConfig) -> None
 @pytest.mark.parametrize(
     ("length", "cp", "tp", "problem"),
     [
-        (64, 3, 1, r"parallel\.cp is 3; .* data\.sequence_length 64 .*: 1, 2, 4, 8, 16, 32$"),
-        (63, 3, 1, r"parallel\.cp is 3; .* data\.sequence_length 63 .*: 1$"),
+        (64, 3, 1, r"parallel\.cp is 3; .* data\.sequence_length 64; it can be 1, 2, 4, 8, 16, 32$"),
+        (63, 3, 1, r"parallel\.cp is 3; .* data\.sequence_length 63; it can be 1$"),
         (36, 6, 4, r"parallel\.tp is 4; .* data\.sequence_length 36 / parallel\.cp 6"),
     ],
 )
