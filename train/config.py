@@ -58,7 +58,7 @@ class RopeScaling(NamedTuple):
 
 @dataclass
 class ModelConfig:
-    """A Llama-shaped decoder: RMSNorm, rotary positions, SwiGLU or experts of it, grouped-query attention."""
+    """A Llama-shaped decoder: RMSNorm, rotary positions, SwiGLU or experts, grouped-query or latent attention."""
 
     width: Count6 = 64  # residual stream, d_model
     depth: Count4 = 4  # number of blocks
@@ -96,7 +96,6 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """Size of a head."""
         return self.width // self.heads if self.head_size is None else self.head_size
 
     @property
@@ -185,8 +184,6 @@ class DataConfig:
 
 @dataclass
 class ScheduleConfig:
-    """The learning-rate schedule."""
-
     kind: Annotated[str, ("wsd", "cosine", "constant", "points")] = "wsd"  # warm-up, stable, decay
     warmup_per_parameter: NotNegative = 1.0  # tokens of warm-up per parameter of N_active (Porian et al. 2024)
     warmup_tokens: Natural | None = None  # tokens of warm-up, instead of a multiple of N
@@ -245,7 +242,7 @@ class ParallelConfig:
 
     @property
     def data(self) -> int:
-        """Number of ranks with the same part of the model and different tokens."""
+        """Number of ranks with the same part of the model and other tokens."""
         return self.dp * self.cp
 
     @property
@@ -288,7 +285,7 @@ class TrackerConfig:
 
 @dataclass
 class Training:
-    """The fields that a run and a sweep share."""
+    """The fields shared by a run and a sweep."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -309,8 +306,6 @@ class Training:
 
 @dataclass
 class RunConfig(Training):
-    """The configuration of one run."""
-
     recipe: int = RECIPE
     name: str | None = cosmetic(None)
     variant: str | None = cosmetic(None)  # name of the run in comparisons of variants
@@ -332,7 +327,7 @@ class RunConfig(Training):
 
 
 def identity(node: Any) -> dict[str, Any]:
-    """Return the fields that identify a run, or one group of its config: all but the cosmetic ones."""
+    """Return the fields that identify a run or a group of its config."""
     result: dict[str, Any] = {}
     types = _types(node.__class__)
     for item in dataclasses.fields(node):
@@ -353,7 +348,7 @@ _types = functools.cache(get_type_hints)  # without the Annotated bounds
 
 
 def flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested fields by their dotted names."""
+    """Return nested fields by dotted name."""
     flat: dict[str, Any] = {}
     for name, value in node.items():
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -371,7 +366,6 @@ def run_id(config: RunConfig) -> str:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Convert a config to nested dicts."""
     return dataclasses.asdict(config)
 
 
@@ -392,7 +386,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
 
 
 def drop_removed(values: Mapping[str, Any], removed: Mapping[str, tuple[Any, str]], prefix: str = "") -> dict[str, Any]:
-    """Return nested values without the fields of earlier versions; UserError if one has a value that is not read."""
+    """Return nested values without removed fields. Raises UserError if one has a value other than the accepted one."""
     remaining = {}
     for name, value in values.items():
         needed, instead = removed.get(f"{prefix}{name}", (ANY, ""))

@@ -80,7 +80,6 @@ def create_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -89,7 +88,7 @@ def fsync_path(path: Path) -> None:
 
 
 class JsonLines:
-    """An append-only file of JSON lines. A line that a kill cut short is removed on opening."""
+    """An append-only file of JSON lines. Opening removes a line that a kill cut short."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +172,7 @@ def _parse_yaml(text: str) -> Any:
 
 
 def read_json(path: Path, form: Any = None) -> dict[str, Any] | None:
-    """Read a JSON object. None if the file is missing, holds no object, or does not match `form`, a msgspec type."""
+    """Read a JSON object. None if it is missing, or does not match `form`, a msgspec type."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         if form is not None:
@@ -198,7 +197,7 @@ def temporary_directory_beside(path: Path) -> Iterator[Path]:
 
 
 def put_in_place(temporary: Path, output: Path) -> None:
-    """Flush a folder to disk and rename it to `output`. An existing folder is moved away, then deleted."""
+    """Flush a folder and rename it to `output`. An existing folder is moved away first, then deleted."""
     for path in [*sorted(temporary.rglob("*")), temporary]:
         fsync_path(path)
     os.chmod(temporary, 0o755)
@@ -216,6 +215,5 @@ def put_in_place(temporary: Path, output: Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """Return a file's SHA-256 in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -26,8 +26,6 @@ from .parallel.schedules import divide
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Number of weights under each convention."""
-
     N_total: int
     N_non_embedding: int
     N_kaplan: int
@@ -48,7 +46,7 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
 
 
 def block_flops(model: ModelConfig, sequence_length: int) -> list[int]:
-    """Return the FLOPs of the forward pass per token, for each block."""
+    """Return the FLOPs per token of the forward pass of each block."""
     # Scores and weighted values, for each query over the full sequence or its window.
     keys, shape = min(sequence_length, model.window or sequence_length), model_shape(model)
     attention = 2 * keys * model.heads * (model.key_dim + model.head_dim)
@@ -62,7 +60,6 @@ def stage_blocks(config: RunConfig) -> list[range]:
 
 
 def rank_blocks(config: RunConfig) -> list[list[range]]:
-    """Return the blocks of each rank of a pipeline, by chunk."""
     blocks, pp = stage_blocks(config), config.parallel.pp
     return [blocks[rank::pp] for rank in range(pp)]
 
@@ -71,7 +68,7 @@ _divided = lru_cache(maxsize=256)(lambda costs, stages, head: divide(costs, stag
 
 
 def training_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """Return the FLOPs of matrix products per token, with a backward pass of twice the forward pass."""
+    """Return the FLOPs of matrix products per token; the backward pass counts twice the forward pass."""
     return 3 * (sum(block_flops(model, sequence_length)) + 2 * model_shape(model).table)
 
 

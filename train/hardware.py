@@ -23,8 +23,6 @@ def on_gpu(x: Tensor | torch.device) -> bool:
 
 
 class Cuda:
-    """Everything that needs a GPU's driver, in one class that tests can replace."""
-
     def capability(self, device: torch.device) -> tuple[int, int]:
         return torch.cuda.get_device_capability(device)
 
@@ -35,7 +33,7 @@ class Cuda:
         return torch.cuda.mem_get_info(device)[0]
 
     def start_peak(self, device: torch.device) -> int:
-        """Reset the peak; returns the bytes that are allocated now."""
+        """Reset the peak. Return the bytes allocated now."""
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
 
@@ -43,7 +41,7 @@ class Cuda:
         return torch.cuda.max_memory_allocated(device)
 
     def take(self, local_rank: int) -> torch.device:
-        """Make a rank's GPU the current one. The launcher shows a rank all GPUs of the node, or only one."""
+        """Make a rank's GPU current. A launcher shows a rank all GPUs of the node, or only one."""
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
@@ -80,14 +78,14 @@ class Cuda:
         return x.pin_memory()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Start a copy between host and device; an event recorded after it marks its end."""
+        """Start a copy between host and device."""
         target.copy_(source, non_blocking=True)
 
     def read(self, x: Tensor) -> Tensor:
         return x.cpu()
 
     def launch(self, kernel: Any, programs: int, like: Tensor, *arguments: Any, **options: Any) -> None:
-        """Run a Triton kernel on the device of `like`, because Triton launches on the current device."""
+        """Run a Triton kernel on the device of `like`."""
         with torch.cuda.device(like.device) if on_gpu(like) else contextlib.nullcontext():
             kernel[(programs,)](*arguments, **options)
 
@@ -101,7 +99,7 @@ def read(x: Tensor) -> Tensor:
 
 
 def release_memory(device: torch.device) -> None:
-    """Return unused memory to the device, after an out-of-memory error whose frames are freed."""
+    """Return unused memory to the device after an out-of-memory error."""
     if on_gpu(device):
         CUDA.empty_cache()
 
@@ -123,7 +121,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device for the user: the GPU's name, or the processor and its threads."""
+    """Return the GPU's name, or the processor and its threads."""
     if on_gpu(device):
         return CUDA.name(device)
     return f"cpu {platform.machine()} x{torch.get_num_threads()}"
@@ -146,18 +144,17 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.05)
 
 
 def kept_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Return `matmul_peak`, measured once per session of this process and number of threads."""
+    """Return `matmul_peak`, measured once per session and number of threads."""
     return kept(("matmul_peak", device, dtype, torch.get_num_threads()), lambda: matmul_peak(device, dtype))
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device's queue."""
     if on_gpu(device):
         CUDA.synchronize(device)
 
 
 def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
-    """Return how far the memory of torch's allocator rises during one step, at its peak."""
+    """Return by how much one step raises the peak of torch's allocator."""
     if on_gpu(device):
         synchronize(device)
         held = CUDA.start_peak(device)

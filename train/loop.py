@@ -156,11 +156,10 @@ class Trainer:
 
     @property
     def goes_on(self) -> bool:
-        """True while steps remain."""
         return self.progress.step < self.config.steps
 
     def record_step(self, result: StepResult) -> None:
-        """Record a finished step; check losses, validate and log when the config asks for it."""
+        """Record a finished step; check losses, validate and log if due."""
         config, progress = self.config, self.progress
         progress.step += 1
         self.unwatched.append(result)
@@ -174,7 +173,6 @@ class Trainer:
             self._logged_at, self._logged_step = time.perf_counter(), progress.step
 
     def save_is_due(self) -> bool:
-        """Return whether this rank requests a save, by the clock."""
         return self.leads and time.perf_counter() - self._saved_at >= self.config.checkpoint.every_seconds
 
     def pause(self, stop: bool, save: bool) -> None:
@@ -206,14 +204,14 @@ class Trainer:
         return vars(result) | averaged
 
     def save(self) -> None:
-        """Save the current state. The files are written while training continues."""
+        """Start saving the current state; training continues."""
         self._watch()
         self.job.watchdog.beat(self.progress.step, "saving a checkpoint")
         state = {**vars(self.progress), **self.stepper.state()}
         self.saver.save(self.progress.step, self.stepper.held(), state)
 
     def finish(self) -> dict[str, Any]:
-        """Write the last checkpoint and the summary after the last step, and close the tracker."""
+        """Write the last checkpoint and the summary."""
         self.save()
         held_out = self.last_held_out or self.validate()  # None if the run resumed at its last step
         self.saver.wait()
@@ -224,7 +222,7 @@ class Trainer:
         return summary
 
     def close(self) -> None:
-        """Close files, the tracker and the saver. Safe to call twice."""
+        """Close files, tracker and saver. Safe to call twice."""
         self.saver.close()
         if self.tracker is not None:
             self.tracker.finish()

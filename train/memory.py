@@ -67,7 +67,6 @@ def memory(config: RunConfig, device: str = "cuda") -> Memory:
 
 
 def rank_shares(config: RunConfig, device: str = "cuda") -> list[Share]:
-    """Return what each pipeline rank holds of the model."""
     whole, shares = share_of(config, device), []
     for chunks in rank_blocks(config):
         blocks, experts = [block for chunk in chunks for block in chunk], whole.experts
@@ -124,7 +123,6 @@ def _state(config: RunConfig, share: Share) -> tuple[int, int, int]:
     copied = copies(config.average) + (e < FP32)
 
     def state_bytes(parameter: Parameter) -> int:
-        """Return bytes of master weights, averages and declared states."""
         states = OPTIMIZERS[kind_of(parameter.role, config.optimizer.kind)].states
         elements = sum(state.itemsize for state in states if state.size is None) + FP32 * copied
         matrices = [(part.rows, parameter.columns or 1) for part in parameter.parts]
@@ -132,7 +130,7 @@ def _state(config: RunConfig, share: Share) -> tuple[int, int, int]:
         return parameter.size * elements + sum(of_matrices)
 
     def owned(count: Callable[[Parameter], int], first: int) -> int:
-        """Return a rank's share of a sum over parameters that is split from ZeRO stage `first` on."""
+        """Return a rank's share of a sum that is split from ZeRO stage `first` on."""
         return sum(
             size // ranks if zero >= first else size for size, ranks in replicated_elements(share, config, count)
         )
@@ -142,14 +140,13 @@ def _state(config: RunConfig, share: Share) -> tuple[int, int, int]:
 
 
 def _whole_matrices(config: RunConfig, share: Share) -> int:
-    """Return the elements that a rank owns of matrices that are updated as a whole."""
     optimizer = OPTIMIZERS[config.optimizer.kind]
     held = share.in_blocks(lambda p: p.size if optimizer.whole and p.role in optimizer.roles else 0)
     return held // config.parallel.data if config.parallel.zero else held
 
 
 def _update(config: RunConfig, share: Share) -> int:
-    """Return bytes while matrices are whole: all owned ones, plus an exchange of them or products of some."""
+    """Return bytes while matrices are whole: the owned ones, plus an exchange or products."""
     whole = OPTIMIZERS[config.optimizer.kind].whole
     if whole is None:
         return 0
@@ -162,7 +159,7 @@ def _update(config: RunConfig, share: Share) -> int:
 
 
 def _in_transit(config: RunConfig, share: Share) -> int:
-    """Return bytes of gradient buckets being summed: the received one, the sum, and the one being filled."""
+    """Return bytes of gradient buckets being received, summed and filled."""
     stage = config.parallel.zero
     native = share.itemsize == FP32 and (share.device == "cuda" or stage == 0)  # NCCL adds in place, in fp32
     if config.parallel.data == 1 or (stage < 2 and native):
@@ -173,7 +170,6 @@ def _in_transit(config: RunConfig, share: Share) -> int:
 
 
 def _kept_by_block(share: Share) -> int:
-    """Return bytes that autograd saves of the last block."""
     e, stream = share.itemsize, share.rows * share.width * share.itemsize
     if share.recompute == "full":
         return stream
@@ -221,7 +217,6 @@ def _loss(share: Share) -> tuple[int, int]:
 
 
 def _block_workspace(share: Share) -> int:
-    """Return bytes allocated while a block runs backward, in addition to what all blocks save."""
     e, stream = share.itemsize, share.rows * share.width * share.itemsize
     recomputed = _kept_by_block(replace(share, recompute="none")) - stream if share.recompute == "full" else 0
     if (experts := share.experts) is not None:  # derivatives by rows and weights; CPUs work on one expert at a time

@@ -23,7 +23,6 @@ MOST_OVERFLOWS = round(math.log2(LARGEST_SCALE / SMALLEST_SCALE)) + 1
 
 
 def compute_dtype(precision: str) -> torch.dtype:
-    """Return the type of weights, activations and gradients in a step, for fp32 | bf16 | fp16."""
     return _DTYPES[precision]
 
 

@@ -24,7 +24,6 @@ def warmup_steps(config: RunConfig) -> int:
 
 
 def decay_steps(config: RunConfig) -> int:
-    """Return the steps of the WSD cooldown at the end of the run."""
     return round(config.schedule.decay_share * config.steps) if config.schedule.kind == "wsd" else 0
 
 
@@ -72,7 +71,6 @@ def learning_rate_factor(config: RunConfig, step: int) -> float:
 
 
 def _between(shares: Sequence[float], factors: Sequence[float], share: float) -> float:
-    """Interpolate linearly between neighbouring points; of two points at one share the later one counts."""
     number = max(i for i, begin in enumerate(shares[:-1]) if begin <= share)
     (begin, end), (low, high) = shares[number : number + 2], factors[number : number + 2]
     return high if end == begin else low + (high - low) * (share - begin) / (end - begin)

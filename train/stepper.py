@@ -103,11 +103,11 @@ class Stepper:
         self.zero.load(item for item in weights if item[0] in self.zero.names)  # a pipeline stage has only some
 
     def state(self) -> dict[str, Any]:
-        """Return plain numbers for a checkpoint, in addition to weights and moments."""
+        """Return the plain numbers for a checkpoint."""
         return {"updates": read(self.zero.updates).item(), "loss_scale": self.scaler.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore `state`, after weights and moments were written to `held()`."""
+        """Restore `state`, after `held()` was filled."""
         self.zero.updates.fill_(state["updates"])
         self.scaler.load_state(state["loss_scale"])
         self.zero.publish()
@@ -163,7 +163,7 @@ class Stepper:
         return read(all_losses[: len(windows)])
 
     def loads(self) -> Tensor | None:
-        """Return the tokens per expert since the last call, (blocks, experts), on all ranks; None: no experts."""
+        """Return the tokens per expert since the last call, (blocks, experts), or None."""
         experts = self.config.model.experts
         loads = self.pipeline.loads() if self.pipeline is not None and experts else self.gpt.loads()
         if loads is not None and self.mesh.data_group is not None:

@@ -77,7 +77,7 @@ class Tracker:
             self._send(record)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Send one line of metrics, unless its step was already sent. The step is the trainer's."""
+        """Send one line of metrics, unless its step was sent."""
         if self._run is not None:
             self._guard("logging", lambda: self._send(record))
 
@@ -97,7 +97,7 @@ class Tracker:
         self._scores = len(scores)
 
     def finish(self, summary: dict[str, Any] | None = None) -> None:
-        """Send the final numbers and close. Without a summary the run is marked as unfinished."""
+        """Send the final numbers and close; without a summary the run counts as unfinished."""
         if self._run is not None:
             run, self._run = self._run, None
             self._guard("finishing", lambda: self._finish(run, summary))
@@ -196,7 +196,6 @@ def open_run(
 
 
 def is_online(run: Any) -> bool:
-    """Return whether a wandb run is connected to a server, not offline or disabled."""
     return bool(run.settings.mode == "online")
 
 
@@ -208,7 +207,6 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
 
 
 def logged_in() -> bool:
-    """Return whether credentials for the wandb server are set."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     import netrc
@@ -223,7 +221,6 @@ def logged_in() -> bool:
 
 
 def server() -> str:
-    """Return the URL of the wandb server."""
     return str(_service().settings.base_url)
 
 

@@ -48,8 +48,6 @@ _REQUIRED = ("trainer.json", "config.json")
 
 
 class FileEntry(TypedDict):
-    """The manifest's entry for a file."""
-
     bytes: int
     sha256: str
 
@@ -61,7 +59,6 @@ class Position(TypedDict):
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return the manifest's entry for a file."""
     return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
@@ -131,13 +128,13 @@ def _damage(checkpoint: Path, rank: int, ranks: int) -> str | None:
 
 
 def list_steps(root: Path) -> list[tuple[int, Path]]:
-    """Return (step, directory) of everything with a checkpoint's name, oldest first."""
+    """Return (step, directory) of every checkpoint, also damaged ones, oldest first."""
     steps = [(int(match[1]), path) for path in root.glob("step_*") if (match := _NAME.search(path.name))]
     return sorted(steps)
 
 
 def newest_valid(root: Path, report: Callable[[str], None], mesh: Mesh = ALONE) -> Path | None:
-    """Return the newest valid checkpoint, the same on all ranks. Rank 0 reports damaged ones, which stay on disk."""
+    """Return the newest valid checkpoint, the same on all ranks. Rank 0 reports damaged ones."""
     for _, path in reversed(run_on_ranks(mesh, lambda: list_steps(root), only_first=True)):
         problem = damage(path, mesh)
         if problem is None:
@@ -189,7 +186,7 @@ def restore_state(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> 
 
 
 def read_tensors(checkpoint: Path, held: Iterable[Held]) -> None:
-    """Fill the held tensors in place from a checkpoint of either format. Raises UserError if it lacks some."""
+    """Fill the held tensors in place. Raises UserError if the checkpoint lacks some."""
     if not (checkpoint / SHARDS_INDEX).is_file():
         return read_whole(checkpoint, parts(held))
     from .shards import read_shards  # imports take half a second, which one process does not need
@@ -207,12 +204,10 @@ def _first_difference(saved: RunConfig, config: RunConfig) -> str:
 
 
 def read_step(checkpoint: Path) -> int:
-    """Return the step of a checkpoint."""
     return read_document(checkpoint / "trainer.json", Position)["step"]
 
 
 def read_config(checkpoint: Path) -> RunConfig:
-    """Return the config of a checkpoint's run."""
     path = checkpoint / "config.json"
     try:
         return from_dict(RunConfig, read_document(path, dict[str, Any]))

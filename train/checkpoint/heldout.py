@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Loss on the fixed held-out set."""
-
     val_loss: float  # nats per token
     val_loss_se: float | None  # standard error over windows of T tokens; None for a single window
     val_bpb: float  # bits per byte of the text itself

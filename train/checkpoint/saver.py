@@ -36,10 +36,7 @@ class Saver:
     def __init__(
         self, root: Path, mesh: Mesh, config: RunConfig, tokenizer: Tokenizer, report: Callable[[str], None] = print
     ) -> None:
-        """Set up the saver, on all ranks at the same time because they create a process group.
-
-        Saving fails if ranks differ by more than `parallel.timeout_seconds` in the time to write their files.
-        """
+        """Set up the saver. Collective. `parallel.timeout_seconds` bounds how far ranks may differ in writing time."""
         self.root, self.config, self.tokenizer, self.report = root, config, tokenizer, report
         self._mesh = replace(mesh, control=None)
         if mesh.size > 1:
@@ -81,7 +78,7 @@ class Saver:
             pending.result()
 
     def close(self) -> None:
-        """Finish the last save, and report an error instead of raising it. Safe to call twice."""
+        """Finish the last save; report an error instead of raising it."""
         try:
             self.wait()
         except Exception as error:
@@ -91,7 +88,7 @@ class Saver:
             self._mesh = replace(self._mesh, control=None)
 
     def _stage(self, held: Sequence[Held]) -> tuple[list[Part], torch.cuda.Event | None]:
-        """Copy this rank's share of the state to host memory. On a GPU, also return the event that ends the copy."""
+        """Copy this rank's share of the state to host memory. Also return the event that ends the copy on a GPU."""
         mine = self._mine(held)
         gpu = any(on_gpu(part.values) for part in mine)
         if [part.values.shape for part in mine] != [buffer.shape for buffer in self._buffers]:

@@ -65,7 +65,7 @@ def write_shards(checkpoint: Path, mine: Iterable[Part], group: ProcessGroup) ->
 
 
 class _Files(FileSystem):
-    """A file system that raises the original OSError; torch's archive replaces it by a RuntimeError."""
+    """A file system that raises the original OSError instead of torch's RuntimeError."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:

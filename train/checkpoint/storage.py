@@ -43,12 +43,11 @@ class Part:
 
     @property
     def key(self) -> str:
-        """The tensor's name in the files."""
         return self.name if self.kind == "weight" else f"{self.name}.{self.kind}"
 
     @property
     def file(self) -> str:
-        """The file that holds it in the format of one process."""
+        """The file in the format of one process."""
         return WEIGHTS if self.kind == "weight" else MOMENTS
 
     @property
@@ -79,7 +78,6 @@ def share_out(whole: Sequence[Part], ranks: int) -> list[list[Part]]:
 
 
 def by_key(all_parts: Iterable[Part]) -> dict[str, list[Part]]:
-    """Group the boxes by tensor."""
     grouped = defaultdict(list)
     for part in all_parts:
         grouped[part.key].append(part)
@@ -87,7 +85,7 @@ def by_key(all_parts: Iterable[Part]) -> dict[str, list[Part]]:
 
 
 def write_whole(directory: Path, mine: Sequence[Part]) -> None:
-    """Write whole tensors in the format of one process. The same state gives the same bytes."""
+    """Write whole tensors in the format of one process, deterministically."""
     for name in (WEIGHTS, MOMENTS):
         tensors = {key: _join(boxes) for key, boxes in by_key(part for part in mine if part.file == name).items()}
         try:
@@ -100,7 +98,6 @@ def write_whole(directory: Path, mine: Sequence[Part]) -> None:
 
 
 def _join(boxes_of_one: Sequence[Part]) -> Tensor:
-    """Assemble a tensor from its boxes. It has several only in a tensor-parallel group of one rank."""
     first = boxes_of_one[0]
     if sum(part.values.numel() for part in boxes_of_one) != math.prod(first.shape):
         raise ValueError(
@@ -115,7 +112,7 @@ def _join(boxes_of_one: Sequence[Part]) -> Tensor:
 
 
 def read_whole(checkpoint: Path, targets: Sequence[Part]) -> None:
-    """Fill the parts in place from the format of one process. Raises UserError if it does not cover them."""
+    """Fill the parts in place. Raises UserError if a file does not cover them."""
     for name, file_parts in groupby(sorted(targets, key=lambda part: part.file), key=lambda part: part.file):
         try:
             with safe_open(checkpoint / name, framework="pt") as file:

@@ -43,8 +43,6 @@ _HUB_SECONDS = 20.0
 
 
 class Corpus(Protocol):
-    """A source of text documents."""
-
     def documents(self) -> Iterator[str]:
         """Yield the documents in a deterministic order. None is blank; each can be encoded as UTF-8."""
         ...
@@ -158,7 +156,7 @@ class TextFiles(Corpus):
         return min(total, self.max_bytes or total)
 
     def sample(self, size: int) -> Iterator[str]:
-        """Yield the start of every file. Each file gets an equal share; what small files leave goes to larger ones."""
+        """Yield the start of every file: equal shares, and what small files leave goes to larger ones."""
         if self.max_bytes is not None:
             yield from super().sample(size)
             return

@@ -12,7 +12,6 @@ from typing import Any
 
 
 def learn(vocab_size: int, end_of_document: str) -> None:
-    """Train a BPE on texts from standard input and print it as JSON."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     backend: Any = Tokenizer(models.BPE())

@@ -35,11 +35,7 @@ def below_fraction(digest: Any, fraction: float, blocks: Collection[int] | None 
 
 
 class MixedDocuments:
-    """A collection of tokenized documents, added in any order and yielded in the order of their content's hash.
-
-    Repeated copies of a document are moved elsewhere in their bucket, because a model would learn to copy adjacent
-    ones.
-    """
+    """A collection of tokenized documents, yielded by content hash; repeated copies are spread over their bucket."""
 
     def __init__(self, spool: Path, dtype: npt.DTypeLike, memory_bytes: int = MEMORY_BYTES) -> None:
         self._spool = spool
@@ -82,7 +78,7 @@ class MixedDocuments:
         return self._spool / f"{bucket:03d}.index", self._spool / f"{bucket:03d}.tokens"
 
     def __iter__(self) -> Iterator[tuple[int, Tokens, int]]:
-        """Yield (digest, token ids, bytes of text) in order. Works once, because reading deletes spilled files."""
+        """Yield (digest, token ids, bytes of text) in order. Works once: reading deletes spilled files."""
         for bucket in range(_BUCKETS):
             rows, tokens = self._bucket(bucket)
             if not len(rows):

@@ -20,8 +20,6 @@ Gather = Callable[[int], npt.NDArray[np.int64]]  # the rows of a step, (rows, T 
 
 @dataclass(eq=False)
 class Slot:
-    """One place in the ring: a step's rows on the host and on the device."""
-
     pages: Tensor  # (rows, T + 1) on the host, pinned
     rows: Tensor  # the same on the device
     step: int | None = None  # to which the rows belong
@@ -43,7 +41,7 @@ class Lane:
         return slot
 
     def start(self, slot: Slot) -> None:
-        """Start the copy from host pages to device rows, once the rows are no longer read."""
+        """Start the copy to the device, once the rows are no longer read."""
         with CUDA.work_on(self.stream):
             slot.events["read"].wait()
             CUDA.copy(slot.rows, slot.pages)
@@ -54,7 +52,6 @@ class Lane:
         slot.events["copied"].wait(CUDA.current_stream(self.device))
 
     def leave(self, slot: Slot) -> None:
-        """Mark that work queued after this point no longer reads the rows."""
         slot.events["read"].record(CUDA.current_stream(self.device))
 
     def pages_free(self, slot: Slot) -> None:
@@ -63,7 +60,7 @@ class Lane:
 
 
 class Prefetch:
-    """The rows of each step, gathered ahead of time, so `gather` must be a pure function of the step."""
+    """The rows of each step, gathered ahead of time; `gather` must be a pure function of the step."""
 
     def __init__(self, gather: Gather, shape: tuple[int, int], device: torch.device, lane: Lane | None = None) -> None:
         self.gather = gather
@@ -86,7 +83,7 @@ class Prefetch:
         return slot.rows
 
     def ahead(self, step: int) -> None:
-        """Start on a later step's rows. Call it after the work on the current rows is queued on the device."""
+        """Start on a later step's rows. Call it after the current step's work is queued."""
         if self._lane is not None:
             self._release(self._lane)
             self._fill(self._lane, self._ring[step % RING], step)

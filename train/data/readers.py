@@ -33,7 +33,7 @@ _BOM = b"\xef\xbb\xbf"
 
 
 def format_of(path: Path) -> str | None:
-    """Return `plain`, `jsonl` or `parquet` by the file's ending, or None if it is none of these."""
+    """Return `plain`, `jsonl` or `parquet` by the file ending, or None."""
     name = path.name.lower()
     return next((kind for suffix, kind in _FORMATS.items() if name.endswith(suffix)), None)
 
@@ -67,7 +67,7 @@ def read_documents(path: Path, field: str, piece_bytes: int) -> Iterator[str]:
 
 
 def well_formed(text: str) -> str:
-    """Replace lone surrogates by U+FFFD: JSON can escape them, UTF-8 cannot encode them."""
+    """Replace lone surrogates, which UTF-8 cannot encode, by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -256,7 +256,7 @@ def cut(texts: Iterable[str], max_bytes: int | None) -> Iterator[str]:
 
 
 def cut_or_refuse(texts: Iterable[str], max_bytes: int | None, complaint: str) -> Iterator[str]:
-    """Yield from `cut`, and raise UserError with `complaint` at the end if there was no text."""
+    """Yield from `cut`. Raises UserError(complaint) at the end if there was no text."""
     empty = True
     for text in cut(texts, max_bytes):
         empty = False
@@ -271,6 +271,6 @@ def _listed(names: list[str]) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of an error's message, shortened to fit into a sentence."""
+    """Return the first line of an error's message, shortened."""
     lines = str(error).strip().splitlines()
     return (lines[0][:120].rstrip(" .") if lines else "") or type(error).__name__

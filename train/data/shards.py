@@ -234,7 +234,7 @@ def _tokenize(
 
 
 def encode_part(tokenizer_or_path: Tokenizer | Path, texts: list[str]) -> list[tuple[int, Tokens, int]]:
-    """Return hash, ids and bytes of each text. Worker processes get the path of the saved tokenizer."""
+    """Return hash, ids and bytes of each text. Worker processes pass the path of the saved tokenizer."""
     tokenizer, rows = _loaded(tokenizer_or_path) if isinstance(tokenizer_or_path, Path) else tokenizer_or_path, []
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         encoded = text.encode()
@@ -247,8 +247,6 @@ _loaded = lru_cache(maxsize=1)(tokenizer_from_directory)
 
 
 class _PartWriter:
-    """A writer that appends documents to one token file."""
-
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         self._file = open(path, "wb", _WRITE_BYTES)  # noqa: SIM115  closed by close(); a failed build drops the folder
         self._dtype = dtype
@@ -269,7 +267,7 @@ class _PartWriter:
 
 
 def prepare_with_progress(config: DataConfig) -> Shards:
-    """Run `prepare` with a progress bar, or lines of progress without a terminal, and print its duration."""
+    """Run `prepare`; print progress and duration."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.text import Text

@@ -53,7 +53,7 @@ class Blocks(Corpus):
         return self.held
 
     def describe(self) -> dict[str, Any]:
-        """Describe the split for a manifest: sizes in characters, and one sentence."""
+        """Describe the split for the manifest, in characters and in one sentence."""
         sentence = (
             f"the held-out text is {counted(len(self.held), 'block')} of about {self.size} characters inside "
             f"documents, because data.validation_fraction selects too few whole documents; the {GAP} characters on "
@@ -117,7 +117,7 @@ def _has_few_documents(corpus: Corpus, fraction: float) -> bool:
 
 
 def _cells(text: str, size: int) -> list[tuple[int, int, int, int]]:
-    """Cut a text into equal cells; return (start, block start, block end, end) of each. A short text is one block."""
+    """Cut a text into equal cells; return (start, block start, block end, end) of each."""
     count = max(1, len(text) // (size + 2 * GAP))
     gap = GAP if count > 1 else 0
     edges = [len(text) * i // count for i in range(count + 1)]

@@ -46,7 +46,7 @@ def _unwritable(directory: Path, reason: str | None) -> str:
 
 @contextmanager
 def locked(cache: Path, name: str, progress: Progress = silent) -> Iterator[None]:
-    """Hold the lock `name` of a cache, waiting for its holder. Killing the holder releases the lock."""
+    """Hold the lock `name` of a cache. Killing the holder releases it."""
     from filelock import FileLock, Timeout
 
     try:
@@ -89,12 +89,11 @@ def building(final: Path) -> Iterator[Path]:
 
 
 def checksum(value: Any) -> str:
-    """Return the SHA-256 of a value's canonical JSON."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
 def write_checked(path: Path, content: dict[str, Any]) -> None:
-    """Write a dict together with its checksum. Not atomic, so use it only inside `building`."""
+    """Write a dict with its checksum. Not atomic: use it inside `building`."""
     path.write_text(json.dumps({**content, "checksum": checksum(content)}, indent=2) + "\n", encoding="utf-8")
 
 

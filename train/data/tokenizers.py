@@ -78,7 +78,7 @@ def planned_fingerprint(config: DataConfig) -> str:
 
 
 def tokenizer_from_directory(directory: str | Path) -> Tokenizer:
-    """Load the tokenizer that `save` wrote. Raises UserError if it is missing or was changed."""
+    """Load the tokenizer that `save` wrote. Raises UserError if it is missing or changed."""
     card = read_checked(Path(directory) / _CARD)
     if card["kind"] == "bytes":
         return ByteTokenizer()
@@ -107,7 +107,6 @@ class ByteTokenizer:
         return np.frombuffer(text.encode(errors="replace"), np.uint8).astype(self.dtype)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
-        """Encode each text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Any) -> str:
@@ -116,7 +115,6 @@ class ByteTokenizer:
         return ids[ids != self.end_of_document].astype(np.uint8).tobytes().decode(errors="replace")
 
     def save(self, directory: Path) -> None:
-        """Write the files that `tokenizer_from_directory` reads."""
         _save_card(self, "bytes", directory)
 
 
@@ -326,7 +324,7 @@ def _sample(config: DataConfig, corpus: Corpus, progress: Progress) -> Iterator[
 
 
 def _cut_words(text: str) -> Iterator[str]:
-    """Cut a text inside very long words (runs that GPT-2's rule keeps whole), which would slow training by minutes."""
+    """Cut a text inside very long words, which would slow training by minutes."""
     start = 0
     for at in range(_WORD, len(text), _WORD):
         if _RUN.fullmatch(text, at - _WORD, at):

@@ -64,7 +64,6 @@ class Words:
         return np.frombuffer(b"".join(map(ids.__getitem__, text_words)), self._dtype)
 
     def _learn_characters(self, new: set[str]) -> None:
-        """Classify characters in whole blocks of 256, because neighbours mostly have the same class."""
         for block in {ord(character) >> 8 for character in new}:
             for code in range(block << 8, block + 1 << 8):
                 matches = (name for name, before in _BEFORE.items() if len(self._pieces(before + chr(code))) == 1)
@@ -78,7 +77,6 @@ class Words:
 
 
 def _ranges(codes: list[int]) -> str:
-    """Write a set of characters as ranges of a regular expression."""
     ordered = np.array(sorted(codes))
     runs = np.split(ordered, np.flatnonzero(np.diff(ordered) > 1) + 1)
     return "".join(f"\\U{run[0]:08x}-\\U{run[-1]:08x}" for run in runs)

@@ -24,8 +24,6 @@ SHARED = "raised on every rank"  # note on exceptions that all ranks already rai
 
 @dataclass(frozen=True)
 class _Raised:
-    """An exception on one rank, in the form sent to the others."""
-
     cause: Cause
     message: str
     system: tuple[int | None, str | None] | None = None  # OSError: errno and file

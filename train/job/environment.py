@@ -17,8 +17,6 @@ LOCAL = ("GLOBALID", "NTASKS", "LOCALID", "NTASKS")  # on one node
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among the ranks of its job."""
-
     rank: int = 0
     size: int = 1  # ranks of the job
     local_rank: int = 0

@@ -37,8 +37,6 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Failure:
-    """The cause and place of an attempt's failure: the content of failure.json."""
-
     cause: Cause = Cause.UNKNOWN
     reason: str = "no reason"  # one sentence
     rank: int | None = None  # the first rank at fault
@@ -56,7 +54,6 @@ class RankError(Exception):
 
 
 def cause_of(error: BaseException) -> Cause:
-    """Return the cause of an exception."""
     if isinstance(error, RankError):
         return error.failure.cause
     if isinstance(error, UserError):
@@ -73,7 +70,6 @@ def cause_of(error: BaseException) -> Cause:
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an exception in one line, with the type's name unless it is bad input."""
     if isinstance(error, UserError | RankError | Diverged):
         return str(error)
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
@@ -97,7 +93,7 @@ def read_failure(directory: Path) -> Failure | None:
 
 
 def parse_failure(values: dict[str, Any]) -> Failure:
-    """Make a failure from its fields, all of which are optional."""
+    """Make a failure from its fields, all optional."""
     try:
         return msgspec.convert(values, Failure)
     except msgspec.ValidationError as error:
@@ -105,5 +101,4 @@ def parse_failure(values: dict[str, Any]) -> Failure:
 
 
 def forget_failure(directory: Path) -> None:
-    """Remove failure.json before a new attempt."""
     (directory / FAILURE).unlink(missing_ok=True)

@@ -52,7 +52,7 @@ def start_forks(count: int, target: Callable[..., None], *arguments: Any) -> tup
 
 
 def _collect(processes: list[ForkProcess], receivers: list[Connection], timeout: float) -> dict[int, tuple[bool, Any]]:
-    """Collect answers by rank in order of arrival, because the first failure causes the later ones."""
+    """Collect answers by rank in order of arrival: the first failure causes the later ones."""
     answers: dict[int, tuple[bool, Any]] = {}
     deadline = time.monotonic() + timeout
     while waiting := {r: p for r, p in enumerate(processes) if r not in answers}:

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass
 class Job:
-    """One rank's handle on its job. With a single process the same calls do nothing, or return at once."""
+    """One rank's handle on its job. With a single process its calls do nothing."""
 
     mesh: Mesh
     device: torch.device
@@ -35,7 +35,6 @@ class Job:
     host: str
 
     def failure(self, cause: Cause, reason: str) -> Failure:
-        """Make a failure of this rank at its current step."""
         return Failure(cause, reason, self.mesh.rank, self.host, self.watchdog.step, (self.host,))
 
 

@@ -33,8 +33,6 @@ FAREWELL_SECONDS = 5.0  # rank 0 keeps the store up so that other ranks can read
 
 @dataclass(frozen=True)
 class _Address:
-    """The content of rank 0's file."""
-
     host: str
     port: int
     token: str
@@ -107,7 +105,6 @@ def _open_store(ranks: Ranks, folder: Path, timeout: float) -> tuple[Store, Path
 
 
 def _find(path: Path, ranks: Ranks, timeout: float) -> Store:
-    """Wait for rank 0's file and connect to the store that it names."""
     deadline = time.monotonic() + timeout
     state = f"{path} was not written"
     while time.monotonic() < deadline:
@@ -131,7 +128,7 @@ def _find(path: Path, ranks: Ranks, timeout: float) -> Store:
 
 
 def _connect(address: _Address, timeout: float) -> Store | None:
-    """Return a client of the store at an address, or None if none listens there or it belongs to another job."""
+    """Return a client of the store at an address, or None if none of this job listens there."""
     try:
         socket.create_connection((address.host, address.port), timeout=5.0).close()  # torch's client prints long errors
         patience = timedelta(seconds=5)
@@ -145,7 +142,7 @@ def _connect(address: _Address, timeout: float) -> Store | None:
 
 
 def leave(store: Store, rank: int, size: int, patience: float) -> None:
-    """Report that this rank no longer needs the store. Rank 0 waits up to `patience` seconds for all reports."""
+    """Report that this rank no longer needs the store. Rank 0 waits up to `patience` seconds for all."""
     with suppress(dist.DistError):  # rank 0 may be dead
         store.set(farewell(rank), "")
         if rank == 0:  # the store is in this process, and other ranks may still read it

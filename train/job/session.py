@@ -13,7 +13,6 @@ _STORE: ContextVar[dict[Hashable, Any]] = ContextVar("session")
 
 @contextmanager
 def session() -> Iterator[None]:
-    """Cache what `kept` makes while the block runs."""
     token = _STORE.set({})
     try:
         yield
@@ -22,7 +21,7 @@ def session() -> Iterator[None]:
 
 
 def kept(key: Hashable, make: Callable[[], Kept]) -> Kept:
-    """Return the cached object for a key, or make it. Without a session it is made on every call."""
+    """Return the cached object for a key, or make it. Without a session always make it."""
     store = _STORE.get({})
     if key not in store:
         store[key] = make()

@@ -57,8 +57,6 @@ class Beat:
 
 @dataclass(frozen=True)
 class Seen:
-    """A rank's last beat, and when it changed on the observer's clock, in seconds."""
-
     beat: Beat
     moved: float  # when its main thread made progress
     alive: float  # when its process published
@@ -89,7 +87,7 @@ def at_fault(seen: Mapping[int, Seen], now: float, timeout: float) -> list[int]:
 
 
 def pid_space() -> str:
-    """Return a name for the set of processes in which this one's id is valid: a machine's boot and container."""
+    """Return a name for the machine boot and container in which this process id is valid."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -136,12 +134,11 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
 
     def beat(self, step: int, doing: str = "in the step") -> None:
-        """Report that the main thread makes progress. Costs almost nothing."""
+        """Report that the main thread makes progress."""
         self._beat = replace(self._beat, count=self._beat.count + 1, step=step, doing=doing)
 
     @property
     def step(self) -> int | None:
-        """The step that this rank last reported."""
         return self._beat.step
 
     def __enter__(self) -> Watchdog:
@@ -257,7 +254,7 @@ class Watchdog:
             self._seen[rank] = Seen(beat, moved, last.alive if beat.pulse == last.beat.pulse else now)
 
     def _blame(self, failure: Failure) -> Failure:
-        """Publish why the job ends, unless another rank has done so. Returns the published failure."""
+        """Publish why the job ends. Return the published failure, which may be another rank's."""
         return parse_failure(json.loads(self._store.compare_set(FAILED, "", json.dumps(asdict(failure)))))
 
     # Methods of the thread that keeps time.
@@ -311,7 +308,7 @@ class Watchdog:
         )
 
     def _last_step(self, rank: int) -> int | None:
-        """Return a silent rank's step. It may have advanced since it published, but no further than this rank."""
+        """Return a silent rank's step, at most this rank's."""
         steps = [step for step in (self._seen[rank].beat.step, self._beat.step) if step is not None]
         return max(steps, default=None)
 
@@ -323,7 +320,6 @@ class Watchdog:
 
 
 def _within(seconds: float, function: Callable[[], None]) -> None:
-    """Call a function that may hang, for at most this many seconds."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(seconds)

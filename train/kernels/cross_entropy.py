@@ -60,7 +60,6 @@ def _rows(  # type: ignore[no-untyped-def]
     SLOPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the loss of one row, and with SLOPE its derivative."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     target = tl.load(targets + row * target_stride)

@@ -158,7 +158,6 @@ def key_kernel(  # type: ignore[no-untyped-def]
 def _query_grad(  # type: ignore[no-untyped-def]
     q, grad, lse_log2, delta, dq, k, v, scale_log2, visible, PRECISION: tl.constexpr
 ):
-    """Add one block of keys to dq."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     p = tl.math.exp2(scores * scale_log2 - lse_log2[:, None])
     if visible is not None:

@@ -27,8 +27,6 @@ class Launch(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The launches of the forward kernel, of dK and dV, and of dQ."""
-
     forward: Launch
     d_key_value: Launch
     d_query: Launch
@@ -51,5 +49,5 @@ def dot_precision() -> str:
 
 
 def capability_of(x: Tensor) -> tuple[int, int]:
-    """Return the GPU's compute capability; sm_80 on a CPU, for Triton's interpreter."""
+    """Return the GPU's compute capability; sm_80 on a CPU, for the interpreter."""
     return CUDA.capability(x.device) if on_gpu(x) else (8, 0)

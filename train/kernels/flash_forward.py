@@ -28,7 +28,6 @@ LOWEST: tl.constexpr = tl.constexpr(-1e30)
 
 @triton.jit
 def program_place(time, heads, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the block of rows, the batch and the head of this program."""
     blocks = tl.cdiv(time, ROWS)
     program = tl.program_id(0)
     return program % blocks, (program // blocks // heads).to(tl.int64), program // blocks % heads
@@ -36,7 +35,6 @@ def program_place(time, heads, ROWS: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit
 def head_of(base, batch, head, strides):  # type: ignore[no-untyped-def]
-    """Return where a head of a (batch, time, heads, D) tensor begins."""
     return base + tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[2]
 
 
@@ -94,7 +92,6 @@ def masked_block(index, begin, whole_begin, whole_end, BLOCK: tl.constexpr):  # 
 def _attend(  # type: ignore[no-untyped-def]
     q, k, v, total, highest, weights, scale_log2, visible, PRECISION: tl.constexpr
 ):
-    """Add one block of keys to the running maximum, sum of weights and weighted sum of values."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))

@@ -32,8 +32,6 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
 
 @dataclass(frozen=True)
 class Work:
-    """What a backend has to compute."""
-
     device_type: str  # cpu | cuda
     capability: tuple[int, int] | None  # compute capability of a GPU
     dtype: torch.dtype  # of queries, keys and values
@@ -53,8 +51,6 @@ class Work:
 
 @dataclass(frozen=True)
 class Choice:
-    """A backend and the reason for choosing it."""
-
     name: str
     reason: str
 
@@ -89,7 +85,7 @@ def choose_backend(requested: str, work: Work, installed: Set[str]) -> Choice:
 
 
 def obstacle(name: str, work: Work) -> str | None:
-    """Return why a backend cannot do this work, as a clause to follow "which"; None if it can."""
+    """Return why a backend cannot do this work, as a clause after "which", or None."""
     if name == "sdpa":
         if work.has_ring and work.device_type == "cuda":
             return "cannot attend over sequences that are split over ranks (parallel.cp) on a GPU"
@@ -115,14 +111,12 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def installed() -> frozenset[str]:
-    """Return the backends whose packages are installed. Imports none, because that can take seconds."""
+    """Return the backends whose packages are installed, without importing them."""
     return frozenset({"sdpa", *(["ours"] if importlib.util.find_spec("triton") is not None else [])})
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A kernel, ready to be called."""
-
     name: str
     kernel: Attend  # (query, key, value, result of `seen`, window) -> output
     reads: str  # the form that `seen` returns: mask | first
@@ -156,7 +150,7 @@ SDPA = Backend("sdpa", _sdpa, reads="mask")
 
 
 def load_backend(name: str) -> Backend:
-    """Return a backend by name; ImportError if its package is missing or does not fit this PyTorch."""
+    """Return a backend by name. Raises ImportError if its package does not fit."""
     if name == "sdpa":
         return SDPA
     from ..kernels.flash import flash_attention

@@ -21,7 +21,7 @@ Turn = tuple[Tensor, Tensor]
 
 
 def widened(x: Tensor) -> Tensor:
-    """Return x in fp32 if it is narrower. As one tensor, because mixed types in one operation are slower on CPUs."""
+    """Return x in fp32 if it is narrower."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -94,7 +94,6 @@ def _unscaled_share(frequencies: Tensor, theta: float, scaling: RopeScaling) -> 
     head_dim = 2 * len(frequencies)
 
     def pair(turns: float) -> float:
-        """Return the number of the pair of dimensions that makes this many turns in the old context."""
         return head_dim * math.log(scaling.length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = max(math.floor(pair(scaling.fast)), 0), min(math.ceil(pair(scaling.slow)), head_dim - 1)
@@ -160,13 +159,12 @@ def query_key_value(
 
 
 def gated(x: Tensor) -> Tensor:
-    """Return silu(gate) * up, (…, h), where gate and up are the halves of x (…, 2 h). Has no derivative."""
+    """Return silu(gate) * up, (…, h), of the halves of x (…, 2 h), without a derivative."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """Return `gated` (Shazeer 2020) with a derivative."""
     if torch.compiler.is_compiling():
         # The compiler cannot trace writes into halves of a tensor.
         gate, up = x.chunk(2, dim=-1)
@@ -175,7 +173,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 class SwiGLU(torch.autograd.Function):
-    """y = silu(gate) * up; saves only x and recomputes the sigmoid."""
+    """y = silu(gate) * up; saves only x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -194,7 +192,6 @@ class SwiGLU(torch.autograd.Function):
 
 
 def lookup(tokens: Tensor, table: Tensor) -> Tensor:
-    """Return the rows of a table (V, w) for ids (…)."""
     return _Lookup.apply(tokens, table)
 
 

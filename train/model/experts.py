@@ -78,7 +78,6 @@ class Router(nn.Module):
         return Routing(gates.flatten()[order].to(x.dtype), order // k, rows.view(-1, k), counts), penalty
 
     def _penalty(self, logits: Tensor, scores: Tensor, chosen: Tensor, length: int) -> Tensor:
-        """Return this rank's share of the penalties, ()."""
         config, total = self.config, logits.new_zeros(())
         if config.balance_loss:
             by_sequence = chosen.view(-1, length * config.experts_per_token)  # one row per sequence
@@ -132,7 +131,7 @@ class ExpertMLP(nn.Module):
 
 
 class Stack(nn.Module):
-    """A weight in a separate module, so that its name has the same form as that of an `nn.Linear`."""
+    """A weight named like that of an `nn.Linear`."""
 
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
@@ -262,7 +261,7 @@ def _summed(y: Tensor, rows: Tensor) -> Tensor:
 
 
 class MoE(nn.Module):
-    """The experts that each token chooses, plus a shared feed-forward: (…, time, width) -> (…, time, width)."""
+    """The chosen experts plus a shared feed-forward: (…, time, width) -> (…, time, width)."""
 
     def __init__(self, config: ModelConfig, shared: nn.Module | None) -> None:
         super().__init__()
@@ -270,7 +269,7 @@ class MoE(nn.Module):
         self.strategy = ALONE
 
     def forward(self, x: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
-        """Return the result and the router's penalty, for sequences of `length`; x may be flat, (tokens, width)."""
+        """Return the result and the router's penalty for sequences of `length`; x may be flat."""
         flat = self.strategy.enter(x).flatten(0, -2)
         routing, penalty = self.router(flat, length)
         y = self.strategy.experts(self.experts, flat, routing)

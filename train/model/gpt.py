@@ -60,7 +60,7 @@ class Attention(nn.Module):
         return () if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
 
     def take_heads(self, ranks: int, rank: int) -> None:
-        """Compute an equal share of the query heads, with the key/value heads that serve them."""
+        """Compute an equal share of the query heads."""
         self.heads //= ranks
         if self.kv_heads >= ranks:
             self.kv_heads //= ranks
@@ -223,7 +223,7 @@ class GPT(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPT:
-        """Move the angles with the model; casting leaves them fp32."""
+        """Move the angles with the model, in fp32."""
         super()._apply(fn, recurse)
         self.place_angles(self.cos.device)
         return self
@@ -263,7 +263,7 @@ class GPT(nn.Module):
         return x * self.output_scale if self.output_scale != 1.0 else x
 
     def seen(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return what tells attention which keys are visible, for all blocks: one tensor, or none if all are."""
+        """Return what attention reads to know which keys are visible: one tensor, or none if all are."""
         first = None if self.end_of_document is None else document_starts(tokens, self.end_of_document)
         seen = self.backend.seen(tokens, first, self.config.window, dtype)
         return () if seen is None else (seen,)
@@ -279,12 +279,11 @@ class GPT(nn.Module):
     def score(
         self, x: Tensor, penalty: Tensor | None, targets: Tensor, reduction: str = "mean", z_loss: float = 0.0
     ) -> Tensor:
-        """Return `loss` from the residual stream after the last block."""
         losses: Tensor = self.head(self.leave(x), self.strategy.own(targets, 1), reduction, z_loss)
         return losses if penalty is None else Penalised.apply(losses, penalty)
 
     def keep(self, chunks: Sequence[range], embeds: bool, scores: bool) -> None:
-        """Remove the modules of other pipeline stages; parameters keep the names of the whole model."""
+        """Remove the modules of other pipeline stages; names stay."""
         self.chunks = list(chunks)
         for number in range(len(self.blocks)):
             if not any(number in chunk for chunk in chunks):
@@ -295,7 +294,7 @@ class GPT(nn.Module):
             self.register_module(name, nn.Identity())
 
     def chunk_of(self, parameter: str) -> int:
-        """Return the chunk whose backward pass computes a parameter's gradient, by the parameter's name."""
+        """Return the chunk whose backward pass computes a parameter's gradient."""
         owner, number, *_ = parameter.split(".")
         if owner == "blocks":
             return next(place for place, chunk in enumerate(self.chunks) if int(number) in chunk)
@@ -314,7 +313,7 @@ class GPT(nn.Module):
         return torch.stack([load for load in loads if load is not None]) if loads and None not in loads else None
 
     def set_attention(self, requested: str, device: torch.device, dtype: torch.dtype) -> Choice:
-        """Set the attention backend, see `choose_backend`. Raises UserError if it cannot be used."""
+        """Set the attention backend. Raises UserError if it cannot be used."""
         has_window = self.config.window is not None and self.config.window < self.max_length
         has_documents = self.end_of_document is not None
         masks = has_window, has_documents, self.strategy.attention is not None
@@ -323,7 +322,7 @@ class GPT(nn.Module):
         return choice
 
     def follow(self, strategy: Strategy) -> None:
-        """Make all modules follow a rank's strategy; call before `set_attention`."""
+        """Make all modules follow a strategy; call before `set_attention`."""
         for module in self.modules():
             if isinstance(module, GPT | LatentAttention | MoE | Router):
                 module.strategy = strategy
@@ -337,7 +336,7 @@ class GPT(nn.Module):
                 module.backend = backend
 
     def set_recompute(self, mode: str) -> None:
-        """Set what blocks save for the backward pass: none | selective | full, see `Block`."""
+        """Set what blocks save: none | selective | full, see `Block`."""
         for block in self.blocks:
             if isinstance(block, Block):
                 block.recompute = mode

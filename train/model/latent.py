@@ -42,7 +42,6 @@ class LatentAttention(nn.Module):
         self.window, self.backend, self.strategy = config.window, SDPA, ALONE
 
     def take_heads(self, ranks: int, rank: int) -> None:
-        """Compute an equal share of the heads."""
         self.heads //= ranks
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
@@ -67,7 +66,7 @@ class LatentAttention(nn.Module):
         return mixed[..., : self.head_dim].reshape(*products.shape[:-2], -1, self.heads * self.head_dim)
 
     def split(self, products: Tensor, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Split the result of `project` into query, key and padded value, (…, time, H, d + r) each."""
+        """Split the result of `project` into query, key, padded value, (…, time, H, d + r) each."""
         heads, d, r = self.heads, self.head_dim, self.rotary
         query, both, key = products.split((heads * (d + r), 2 * heads * d, r), dim=-1)
         query, turned = query.unflatten(-1, (heads, d + r)).split((d, r), dim=-1)

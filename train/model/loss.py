@@ -96,7 +96,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _in_chunks(
     x: Tensor, weight: Tensor, targets: Tensor, work: Work, gradients: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Return losses (n,). If (dx, dW) are passed, also fill dx (n, w) and dW (V, w)."""
+    """Return losses (n,); also fill (dx (n, w), dW (V, w)) if passed."""
     losses = torch.empty(len(x), dtype=_wide(x.dtype), device=x.device)
     step = rows_at_a_time(len(weight), "cuda" if on_gpu(x) else "cpu")
     for start in range(0, len(x), step):
@@ -146,7 +146,7 @@ def cross_entropy_reference(
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
-    """Add left^T (V, n) right (n, w) to a total (V, w), which may be wider. A `fresh` total is overwritten."""
+    """Add left^T (V, n) right (n, w) to a total (V, w); a `fresh` total is overwritten."""
     add, keep = partial(torch.addmm, beta=0.0 if fresh else 1.0, out=total), total.dtype
     if left.dtype == keep:
         add(total, left.T, right)

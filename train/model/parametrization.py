@@ -57,7 +57,6 @@ class ParameterGroup:
 
 
 def output_scale(model: ModelConfig, optimizer: OptimizerConfig) -> float:
-    """Return the factor on the logits; 1 unless embeddings are tied."""
     return (optimizer.base_width / model.width) ** optimizer.width_exponent if model.tied_embeddings else 1.0
 
 
@@ -71,7 +70,6 @@ def build_model(model: ModelConfig, optimizer: OptimizerConfig, max_length: int,
 
 
 def empty_model(model: ModelConfig, optimizer: OptimizerConfig, max_length: int) -> GPT:
-    """Return a model with names and shapes but no memory."""
     with torch.device("meta"):
         return GPT(model, max_length, output_scale(model, optimizer))
 
@@ -104,7 +102,6 @@ def initial_weights(model: ModelConfig, optimizer: OptimizerConfig, seed: int) -
 
 
 def branch_factor(model: ModelConfig, optimizer: OptimizerConfig) -> float:
-    """Return m, the factor of every branch; 1 without a base depth."""
     return 1.0 if optimizer.base_depth is None else optimizer.base_depth / model.depth
 
 

@@ -56,12 +56,11 @@ class _Dropped:
         self.values: dict[int, Tensor] = {}  # recomputed and not yet used
 
     def drop(self, _: Tensor) -> int:
-        """Replace a tensor by its number: the pack hook while the function runs."""
         self.saved += 1
         return self.saved - 1
 
     def dropper_of_views(self, out: Tensor) -> Callable[[Tensor], int | Tensor]:
-        """Return the pack hook while the product runs: it drops views of its input `out` and saves all else."""
+        """Return the pack hook while the product runs: drop views of `out`, save all else."""
         storage, dtype = out.untyped_storage()._cdata, out.dtype  # not `out`: the hook lives as long as the graph
 
         def drop(x: Tensor) -> int | Tensor:
@@ -73,7 +72,6 @@ class _Dropped:
         return drop
 
     def value(self, packed: int | Tensor) -> Tensor:
-        """Return a saved or recomputed tensor: the unpack hook."""
         if isinstance(packed, Tensor):
             return packed
         if packed not in self.values:

@@ -67,7 +67,7 @@ def heads_at_a_time(heads: int, numbers: int, device: str) -> int:
 
 
 def query_block(length: int) -> int:
-    """Return the queries in an attention block on CPUs: 4 blocks skip 3/8 of the square; below 128 calls cost more."""
+    """Return the queries per attention block on CPUs: 4 blocks skip 3/8 of the square."""
     return max(128, -(-length // 4))
 
 
@@ -107,12 +107,11 @@ class Parameter:
 
     @property
     def active(self) -> int:
-        """Return the number of elements that one token uses."""
         return self.size // self.experts * self.chosen
 
     @property
     def flops(self) -> int:
-        """Return the FLOPs of a forward pass per token: 2 per multiply-add of a matrix product, 0 for other roles."""
+        """Return forward FLOPs per token: 2 per multiply-add, 0 if the role has no product."""
         return 2 * self.active if self.role in PRODUCTS else 0
 
     def of_block(self, number: int) -> Parameter:
@@ -121,8 +120,6 @@ class Parameter:
 
 
 class Latent(NamedTuple):
-    """Dimensions of latent attention."""
-
     rank: int
     queries: int | None  # rank of the vector that queries come from; None: they come from the residual stream
     rotary: int  # of a head
@@ -130,8 +127,6 @@ class Latent(NamedTuple):
 
 @dataclass(frozen=True)
 class Experts:
-    """Dimensions of a mixture of experts."""
-
     count: int
     held: int  # by a rank
     chosen: int  # by a token
@@ -164,12 +159,10 @@ class Shape:
         return self.block_of(self.depth - 1)
 
     def block_of(self, number: int) -> tuple[Parameter, ...]:
-        """Return the parameters of block `number`, without the prefix in their names."""
         experts = self.experts if self.experts is not None and number >= self.experts.above else None
         return _block(self, experts)
 
     def in_blocks(self, count: Callable[[Parameter], int]) -> int:
-        """Return the sum of `count` over the parameters of all blocks."""
         above = self.experts.above if self.experts is not None else 0
         first, last = (sum(map(count, self.block_of(number))) for number in (0, self.depth - 1))
         return above * first + (self.depth - above) * last
@@ -182,7 +175,6 @@ class Shape:
 
     @property
     def outside(self) -> list[Parameter]:
-        """Return the parameters outside blocks: the table, the last norm and the head."""
         norm = Parameter("norm.weight", "last norm", (Part("model.norm.weight", self.width, 1),))
         table = self._table("embedding.weight", "tied" if self.tied else "embedding", "model.embed_tokens.weight")
         head = [] if self.tied else [self._table("head.weight", "head", "lm_head.weight")]
@@ -276,7 +268,6 @@ def _latent(shape: Shape, latent: Latent) -> list[Parameter]:
 
 
 def _swiglu(name: str, width: int, hidden: int, *hf: str, chosen: int = 1) -> tuple[Parameter, Parameter]:
-    """Return both matrices of a feed-forward, or of several stacked ones, named `hf` by Hugging Face."""
     names = hf or (name,)
     first = [Part(f"{prefix}.{half}_proj.weight", hidden, hidden) for prefix in names for half in ("gate", "up")]
     last = [Part(f"{prefix}.down_proj.weight", width, 1) for prefix in names]
@@ -327,7 +318,7 @@ def model_shape(model: ModelConfig) -> Shape:
 
 @dataclass(frozen=True)
 class Share(Shape):
-    """One rank's share of a model and micro-batch. With fewer key/value heads than ranks it holds all and uses one."""
+    """One rank's share of a model and micro-batch. With few key/value heads it holds all and uses one."""
 
     split: bool  # over more than one tensor-parallel rank
     kv_used: int  # key/value heads that are attended with
@@ -397,5 +388,4 @@ def micro_batch_of(config: RunConfig) -> int:
 
 
 def micro_batches(config: RunConfig) -> int:
-    """Return the forward passes of a rank in one step."""
     return config.optimizer.batch_size // config.parallel.dp // micro_batch_of(config)

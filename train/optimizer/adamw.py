@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 
 def adamw(weight: Tensor, gradient: Tensor, moments: Sequence[Tensor], step: Step, options: Options) -> None:
-    """Update a vector by its gradient divided by `step.divisor`."""
     import torch  # not at the top, because planning imports the registry without torch
 
     # The op inside torch.optim.AdamW(fused=True), without its three extra kernels per call: a copy, a sum and a

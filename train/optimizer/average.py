@@ -36,7 +36,6 @@ def whole_copies(average: AverageConfig, step: int) -> dict[float, int]:
 
 
 def averaged_name(average: AverageConfig, span: float) -> str:
-    """Return the name of an average's held-out loss in metrics.jsonl, summary.json and tables."""
     return f"val_loss_{average.kind}_{span:g}"
 
 

@@ -68,7 +68,6 @@ def orthogonalise(matrices: Tensor, *unused: Any) -> None:
 
 
 def muon(weight: Tensor, direction: Tensor, states: Sequence[Tensor], step: Step, options: MuonOptions) -> None:
-    """Update a vector by O."""
     rate = step.rate * (1 - step.skipped.double())
     keep = 1 - rate * step.decay
     for w, o in pieces(weight, direction):
@@ -76,7 +75,7 @@ def muon(weight: Tensor, direction: Tensor, states: Sequence[Tensor], step: Step
 
 
 def pieces(*vectors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Yield matching pieces of the vectors; on CPUs they fit a core's L2 cache during several operations."""
+    """Yield matching pieces of the vectors, which fit a core's L2 cache on CPUs."""
     from ..hardware import on_gpu  # not at the top, because planning imports the registry without torch
 
     size = max(1, len(vectors[0])) if on_gpu(vectors[0]) else 2**15

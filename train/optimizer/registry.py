@@ -23,7 +23,6 @@ KINDS = tuple(kind for kind in OPTIMIZERS if kind != "sign")
 
 
 def kind_of(role: str, kind: str) -> str:
-    """Return which optimizer updates parameters of a role, in a run of this `optimizer.kind`."""
     return next((name for name in ("sign", kind) if role in OPTIMIZERS[name].roles), "adamw")
 
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 
 def sign(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Step, options: Options) -> None:
-    """Update a vector; only the rate of the step matters."""
     weight.sub_(gradient.sign() * (step.rate * (1 - step.skipped)))
 
 

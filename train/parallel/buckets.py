@@ -47,12 +47,10 @@ class BucketLayout:
         return rank * share, (rank + 1) * share
 
     def start_of(self, group: int) -> int:
-        """Return where parameters of this group and later ones begin."""
         return next((slot.start for slot in self.slots if slot.group >= group), self.size)
 
     @property
     def padding(self) -> list[Range]:
-        """Return the ranges that belong to no parameter."""
         stops = [0, *(slot.stop for slot in self.slots)]
         starts = [*(slot.start for slot in self.slots), self.size]
         return [(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start]
@@ -68,7 +66,6 @@ class BucketLayout:
 def pack_bucket(
     names: Sequence[str], sizes: Mapping[str, int], groups: Mapping[str, int], ranks: int, experts: bool = False
 ) -> BucketLayout:
-    """Return one bucket of these parameters; sizes in elements, groups as numbers."""
     slots, end = [], 0
     for name in sorted(names, key=lambda name: groups[name]):  # stable: otherwise in the order given
         slots.append(Slot(name, end, end + sizes[name], groups[name]))
@@ -82,7 +79,7 @@ def bucket_limit(itemsize: int) -> int:
 
 
 def fill(names: Iterable[str], sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Split names, in order, into runs of at most `limit` elements; a larger parameter gets a separate run."""
+    """Split names, in order, into runs of at most `limit` elements."""
     runs: list[list[str]] = []
     held = limit
     for name in names:
@@ -139,12 +136,11 @@ def counted(
 
 
 def partial(bucket: BucketLayout, placements: Mapping[str, Placement]) -> list[Range]:
-    """Return ranges whose gradient on a tensor-parallel rank is one term of a sum; the same on all ranks."""
+    """Return ranges whose gradient is one term of a sum over tensor-parallel ranks."""
     return _merge((r, piece.partial) for r, _, piece in _pieces(bucket, placements))
 
 
 def _pieces(bucket: BucketLayout, placements: Mapping[str, Placement]) -> Iterator[tuple[Range, int, Piece]]:
-    """Yield ranges with their groups and pieces, in order; padding counts as part of the piece before it."""
     ends = [*(slot.start for slot in bucket.slots[1:]), bucket.size]
     for slot, end in zip(bucket.slots, ends, strict=True):
         start, pieces = slot.start, placements[slot.name].pieces
@@ -156,7 +152,6 @@ def _pieces(bucket: BucketLayout, placements: Mapping[str, Placement]) -> Iterat
 
 
 def _merge(ranges: Iterable[tuple[Range, bool]]) -> list[Range]:
-    """Return the selected ranges, adjacent ones joined."""
     merged: list[Range] = []
     for (start, stop), is_selected in ranges:
         if is_selected and merged and merged[-1][1] == start:

@@ -44,7 +44,6 @@ def _pieces(cp: int, rank: int) -> tuple[int, int]:
 
 
 def mean_over_parts(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the mean over the parts of each sequence."""
     x = x / group.size()
     dist.all_reduce(x, group=group)
     return x
@@ -57,7 +56,7 @@ def plain_pairs(cp: int, rank: int, source: int, piece: int) -> list[Pair]:
 
 
 def masked_pairs(cp: int, rank: int, source: int, piece: int, window: int | None, block: int) -> Iterator[Pair]:
-    """Yield blocks of queries, each with the keys of a source that any of them may see, if there are any."""
+    """Yield blocks of queries, each with the keys of a source that any of them may see."""
     for half, number in enumerate(_pieces(cp, rank)):
         for start in range(0, piece, block):
             stop = min(start + block, piece)
@@ -82,7 +81,6 @@ def _send_on(sent: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
 
 
 def _arrived(works: list[dist.Work], *tensors: Tensor) -> Tensor:
-    """Wait for the messages, then return the received tensor. `tensors` keeps the sent one alive until then."""
     for work in works:
         work.wait()
     return tensors[-1]
@@ -90,7 +88,7 @@ def _arrived(works: list[dist.Work], *tensors: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Ring(Backend):
-    """Attention of this rank's queries over the keys of all ranks, each step by the backend's kernel."""
+    """Attention of this rank's queries over the keys of all ranks."""
 
     group: ProcessGroup
     attention: Callable[..., Tensor] = field(init=False)
@@ -166,7 +164,6 @@ class Ring(Backend):
 
 
 def ring_over(backend: Backend, group: ProcessGroup) -> Ring:
-    """Return attention by a backend's kernel over the parts of all ranks."""
     return Ring(backend.name, backend.kernel, "first", group)
 
 

@@ -56,7 +56,6 @@ class GradientBucket:
             self.shard = self.allocate()[start:stop]
 
     def allocate(self) -> Tensor:
-        """Allocate the whole bucket; only padding is initialised."""
         self.full = full = self.parameters[0].new_empty(self.layout.size, requires_grad=False)
         for start, stop in self.layout.padding:
             full[start:stop].zero_()
@@ -104,7 +103,7 @@ class Gradients:
 
     @contextmanager
     def micro_batch(self, last: bool, chunk: int = 0) -> Iterator[None]:
-        """Run the backward pass of a chunk inside this block; at its end the buckets are being reduced."""
+        """Run the backward pass of a chunk; at its end the buckets are being reduced."""
         chunk_buckets = {number: bucket for number, bucket in enumerate(self.buckets) if bucket.layout.chunk == chunk}
         self.queue, self.last = [number for number, bucket in chunk_buckets.items() if not bucket.layout.ends], last
         for bucket in chunk_buckets.values():
@@ -129,7 +128,7 @@ class Gradients:
         self._finish()
 
     def reset(self) -> None:
-        """Discard all gradients, including those being reduced, after a micro-batch that failed on all ranks."""
+        """Discard all gradients after a micro-batch that failed on all ranks."""
         self._finish()
         for bucket in self.buckets:
             for parameter in bucket.parameters:
@@ -186,7 +185,7 @@ class Gradients:
         self.pending = [total for total in self.pending if next(total, self) is not self]
 
     def _sum(self, bucket: GradientBucket) -> Iterator[None]:
-        """Sum a bucket over the ranks. Yields after each start of a collective, before waiting for it."""
+        """Sum a bucket over the ranks. Yields after each start of a collective."""
         full, group, add = bucket.full, bucket.group, bucket.freed and not bucket.fresh
         assert full is not None
         if bucket.freed:

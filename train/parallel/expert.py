@@ -18,8 +18,6 @@ from ..model.experts import Collect, ExpertMLP, Routing, Spread
 
 
 class Exchange:
-    """The experts of all ranks of a group, applied to this rank's tokens."""
-
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
 

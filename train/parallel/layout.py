@@ -27,8 +27,6 @@ class Piece:
 
 @dataclass(frozen=True)
 class Placement:
-    """What one tensor-parallel rank holds of a parameter: stacked pieces."""
-
     shape: Shape  # of the whole parameter
     pieces: tuple[Piece, ...]
 
@@ -37,7 +35,6 @@ class Placement:
         return (sum(piece.size[0] for piece in self.pieces), *self.pieces[0].size[1:])
 
     def take(self, whole: Tensor) -> Tensor:
-        """Return a copy of the rank's part of the whole parameter, (local_shape)."""
         if tuple(whole.shape) != self.shape:
             raise ValueError(f"a tensor of shape {tuple(whole.shape)} was given for a parameter of shape {self.shape}")
         parts = [
@@ -48,12 +45,10 @@ class Placement:
 
 
 def whole_placement(shape: Shape, partial: bool = False) -> Placement:
-    """Return the placement of a parameter that each tensor-parallel rank holds whole; `partial`: see `Piece`."""
     return Placement(tuple(shape), (Piece((0,) * len(shape), tuple(shape), shared=True, partial=partial),))
 
 
 def split_placement(shape: Shape, dim: int, rank: int, ranks: int) -> Placement:
-    """Return the placement of the rank's equal share along one dimension; ranks must divide shape[dim]."""
     share = shape[dim] // ranks
     offset = tuple(rank * share if d == dim else 0 for d in range(len(shape)))
     size = tuple(share if d == dim else n for d, n in enumerate(shape))

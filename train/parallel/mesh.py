@@ -24,8 +24,6 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place among the ranks of its run, and its process groups."""
-
     rank: int = 0
     dp: int = 1
     tp: int = 1
@@ -55,7 +53,6 @@ class Mesh:
 
     @property
     def data(self) -> int:
-        """Return the number of ranks of a data group."""
         return self.dp * self.cp
 
     @property
@@ -84,7 +81,6 @@ class Mesh:
 
     @property
     def stage(self) -> Mesh:
-        """Return the ranks with the same blocks, as a mesh without a pipeline."""
         if self.pp == 1:
             return self
         rank = self.rank % (self.data * self.tp)
@@ -93,7 +89,7 @@ class Mesh:
         )
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank, on the host; it must be picklable."""
+        """Return every rank's picklable value, by rank."""
         if self.control is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -147,11 +143,9 @@ def build_mesh(dp: int, tp: int, device: torch.device, ep: int = 1, cp: int = 1,
 
 
 def _group_of(groups: Iterable[Sequence[int]]) -> ProcessGroup | None:
-    """Create all these groups, on all ranks, and return the one that contains this rank."""
     made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
     return next((group for ranks, group in made if dist.get_rank() in ranks), None)
 
 
 def _groups(device: torch.device, shape: tuple[int, ...], axis: int) -> ProcessGroup:
-    """Return this rank's group along one axis of all ranks, arranged in `shape`."""
     return init_device_mesh(device.type, shape).get_group(axis)

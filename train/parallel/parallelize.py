@@ -25,7 +25,6 @@ OVER_SEQUENCES: dict[str, Callable[..., Any]] = {"own": own_part, "attention": r
 
 
 def strategy_of(mesh: Mesh, sequence_parallel: bool) -> Strategy:
-    """Return what a rank does in a forward pass; an axis of one rank does nothing."""
     steps: dict[str, Any] = {"share": 1 / mesh.tp}
     if mesh.cp_group is not None:
         steps |= {name: partial(step, group=mesh.cp_group) for name, step in OVER_SEQUENCES.items()}
@@ -98,7 +97,6 @@ def _place(parameter: Parameter, mesh: Mesh, sequence_parallel: bool) -> Placeme
 
 
 def _place_experts(parameter: Parameter, mesh: Mesh) -> Placement:
-    """Return this rank's hidden units of this rank's experts."""
     tp, rank, columns = mesh.tp, mesh.tp_rank, parameter.shape[1]
     count = len(parameter.parts) // mesh.ep
     first = mesh.ep_rank * count

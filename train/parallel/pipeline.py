@@ -82,21 +82,19 @@ class Messages:
         self.sent.append((message, work, x))
 
     def let_go(self, has_arrived: Callable[[Message], bool] = lambda message: True) -> None:
-        """Forget messages that have arrived; by default wait for all of them."""
+        """Forget messages that have arrived; by default wait for all."""
         for message, work, _ in self.sent:
             if has_arrived(message):
                 work.wait()
         self.sent = [entry for entry in self.sent if not has_arrived(entry[0])]
 
     def _source(self, message: Message) -> int:
-        """Return the virtual stage that sends a message; it is out of range if no stage does."""
         return message.stage - 1 if message.way == FORWARD else message.stage + 1
 
     def _rank(self, stage: int) -> int:
         return stage % self.mesh.pp
 
     def _comes(self, message: Message) -> bool:
-        """Return whether another rank sends this rank the message."""
         return self._rank(message.stage) == self.mesh.pp_rank and 0 <= self._source(message) <= self.last
 
     def _post(self, way: int) -> tuple[Any, Tensor] | None:
@@ -123,8 +121,6 @@ def meet(mesh: Mesh, way: int, word: Tensor) -> None:
 
 
 class Pipeline:
-    """The passes of one rank, which has `gpt.chunks` of the blocks."""
-
     def __init__(self, gpt: GPT, mesh: Mesh, gradients: Gradients, parallel: ParallelConfig) -> None:
         self.gpt, self.mesh, self.gradients, self.name = gpt, mesh, gradients, parallel.schedule
         # Ranks that split the tokens of a residual stream.
@@ -223,7 +219,7 @@ class Pipeline:
         x: Tensor | None,
         roots: list[Any],
     ) -> None:
-        """Run the backward pass from a loss, or from an output and its penalty, whose gradient is `slope`."""
+        """Run the backward pass from a loss, or from an output and its penalty, with gradient `slope`."""
         stage, slopes = self._stage(chunk), list[Tensor]()
         if stage != messages.last:
             slopes = [messages.receive(BACKWARD, micro, stage), *[slope] * (len(roots) - 1)]

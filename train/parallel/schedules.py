@@ -74,7 +74,6 @@ def divide(costs: Sequence[float], stages: int, last: float = 0.0) -> list[range
         return sums[end] - sums[start] + (last if stage == stages - 1 else 0)
 
     def furthest(bound: float) -> list[int]:
-        """Return how many blocks the first 0, 1, 2, … stages can have if none costs more than `bound`."""
         ends = [0]
         for stage in range(stages):
             end, limit = ends[-1], count - (stages - 1 - stage)

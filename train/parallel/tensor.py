@@ -144,8 +144,6 @@ class Leave(torch.autograd.Function):
 
 
 class SplitWeight(nn.Module):
-    """A weight that is split over the tensor-parallel ranks."""
-
     def __init__(self, shape: Shape, group: ProcessGroup, sequence_parallel: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape, device="meta"))
@@ -264,7 +262,7 @@ class VocabularyHead(ColumnLinear):
         self.vocab_size = vocab_size
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Gather every rank's columns, (…, V/tp) -> (…, V), padding at -inf; without a gradient."""
+        """Gather every rank's columns, (…, V/tp) -> (…, V), without a gradient."""
         columns = logits.detach().movedim(-1, 0)
         logits = wait(all_gather(columns, self.group)).movedim(0, -1).contiguous()
         logits[..., self.vocab_size :] = float("-inf")

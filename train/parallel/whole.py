@@ -87,7 +87,6 @@ class Matrices:
         ]
 
     def keep(self, states: Sequence[State], device: torch.device) -> None:
-        """Create the states of this rank's matrices, which are zero."""
         self.declared, self.states = states, {}
         for index in self.mine:
             for state in states:
@@ -100,7 +99,6 @@ class Matrices:
         return [state.size(rows, self.shapes[index][1]) for rows in self.rows[index]]
 
     def held(self) -> list[Held]:
-        """Return this rank's states of whole matrices."""
         result = []
         for (index, name), values in self.states.items():
             whole = Placement(tuple(values.shape), (Piece((0,), tuple(values.shape)),))
@@ -149,7 +147,6 @@ class Matrices:
             self._exchange(owned(self.owned_out), held(self.held_in), vectors[0])
 
     def _exchange(self, sent: list[list[Tensor]], received: list[list[Tensor]], like: Tensor) -> None:
-        """Send tensors to each rank and receive its tensors, in the same order, into `received`."""
         targets = [*chain(*received)]
         out = torch.cat([like.new_empty(0), *(part.flatten() for part in chain(*sent))])
         sizes, sent_sizes = ([sum(map(Tensor.numel, tensors)) for tensors in parts] for parts in (received, sent))

@@ -81,7 +81,6 @@ class Bucket:
         self.own = self.full[start:stop] if self.whole else torch.zeros(stop - start, dtype=dtype, device=device)
 
     def hold(self, groups: Sequence[ParameterGroup], averages: int) -> None:
-        """Create master weights, optimizer state and averages."""
         wide = torch.promote_types(self.own.dtype, torch.float32)
         self.master = self.own if self.own.dtype == wide else torch.zeros_like(self.own, dtype=wide)
         self.averages = [torch.zeros_like(self.master) for _ in range(averages)]
@@ -111,7 +110,6 @@ class Bucket:
             self._gather()
 
     def fetch(self) -> None:
-        """Start to gather the bucket if it is not whole."""
         if not self.whole:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
             self.whole = True
@@ -124,14 +122,12 @@ class Bucket:
             work.wait()
 
     def release(self) -> None:
-        """Free the storage at stage 3, until the next `fetch`."""
         if self.stage == 3 and self.whole:
             self.wait()
             self.full.untyped_storage().resize_(0)
             self.whole = False
 
     def refresh(self) -> None:
-        """Use the master weights from here on."""
         if self.master is not self.own:
             self.own.copy_(self.master)
         self.changed()
@@ -174,8 +170,6 @@ def schedule_gathers(gpt: GPT, buckets: Sequence[Bucket]) -> None:
 
 
 def _take(buckets: Sequence[Bucket], ahead: Sequence[Bucket] = ()) -> Callable[..., None]:
-    """Return a hook that makes `buckets` whole before use, and starts to fetch those `ahead`."""
-
     def take(*_: Any) -> None:
         for bucket in buckets:
             bucket.fetch()
@@ -282,13 +276,12 @@ class Zero:
             bucket.own.copy_(bucket.master)
 
     def forget(self) -> None:
-        """Wait for gathers, so that buckets may be written to; at stage 3 release every bucket."""
+        """Wait for gathers, so that buckets may be written to; at stage 3 release them."""
         for bucket in self.buckets:
             bucket.wait()
             bucket.release()
 
     def reset_gradients(self) -> None:
-        """Discard all gradients, including those being reduced, after a micro-batch that failed."""
         self.gradients.reset()
         self.forget()
 
@@ -332,7 +325,7 @@ class Zero:
 
     @torch.no_grad()
     def keep_averages(self, shares: Sequence[float]) -> None:
-        """Mix the weights into each average; shares[i] is their share of average i."""
+        """Mix the weights into each average i with the share shares[i]."""
         for bucket in self.buckets:
             for average, share in zip(bucket.averages, shares, strict=True):
                 average.lerp_(bucket.master, share)
@@ -416,7 +409,6 @@ class Zero:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Use the values written to `held` from here on."""
         for bucket in self.buckets:
             bucket.refresh()
 
@@ -438,7 +430,6 @@ def _replace_parameters(
 
 
 def shared(layout: BucketLayout, mesh: Mesh, stage: int) -> Shared:
-    """Return a bucket with the ranks that share it; a single rank owns everything."""
     group, rank = mesh.data_group, mesh.data_rank
     if layout.experts:
         group, rank = mesh.replica_group, mesh.data_rank // mesh.ep
@@ -471,7 +462,7 @@ def layouts_of(
 
 
 def square(values: Tensor, wide: torch.dtype) -> Tensor:
-    """Return the sum of squares. In rows, because torch loses 3 digits on a CPU vector of 5e7 elements."""
+    """Return the sum of squares, by rows: torch loses 3 digits on a CPU vector of 5e7 elements."""
     rows = len(values) // ROW
     tail = values[rows * ROW :].to(wide)
     rest = torch.dot(tail, tail)

@@ -49,8 +49,6 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to spread a run."""
-
     parallel: ParallelConfig
     memory: Memory
     seconds: float  # of a step
@@ -99,7 +97,6 @@ def rank_ways(config: RunConfig, ranks: int, hardware: Hardware, margin: float =
 
 
 def _settings(config: RunConfig, ranks: int, hardware: Hardware) -> Iterator[ParallelConfig]:
-    """Yield every setting that divides model, experts and batch, with tp inside a node."""
     stages = divisors_of(ranks) if hardware.device == "cuda" else sorted({1, config.parallel.pp})
     for micro, pp in itertools.product(divisors_of(config.optimizer.batch_size), stages):
         chunks = config.parallel.chunks if pp > 1 else 1
@@ -114,7 +111,6 @@ def _settings(config: RunConfig, ranks: int, hardware: Hardware) -> Iterator[Par
 
 
 def _rank_seconds(config: RunConfig, hardware: Hardware, share: Share) -> float:
-    """Estimate the time of one step of a pipeline rank."""
     parallel, passes, full = config.parallel, micro_batches(config), config.parallel.recompute == "full"
     # The geometric mean of both sides of a matrix, of which tp splits one.
     width = config.model.width / parallel.tp**0.5

@@ -38,8 +38,6 @@ def check_fields(config: Any, prefix: str = "") -> None:
 
 @functools.cache
 def _rules(cls: type) -> dict[str, list[Any]]:
-    """Return the annotations of each field's type."""
-
     def annotations(hint: Any) -> list[Any]:
         return [*(rule for inner in get_args(hint) for rule in annotations(inner)), *getattr(hint, "__metadata__", ())]
 
@@ -183,7 +181,6 @@ def _check_rope(model: ModelConfig) -> None:
 
 
 def check_kv_heads(model: ModelConfig) -> None:
-    """Raise UserError unless query heads can share key/value heads evenly."""
     if model.heads % model.num_kv_heads:
         raise UserError(f"model.kv_heads is {model.kv_heads}; it must divide model.heads {model.heads}")
 
@@ -213,11 +210,7 @@ def check_world(config: RunConfig, ranks: int, ranks_per_node: int) -> None:
 
 
 def check_hosts(parallel: ParallelConfig, hosts: Sequence[str]) -> None:
-    """Raise UserError if a tensor-parallel group, whose ranks are consecutive, is on several nodes.
-
-    Args:
-        hosts: name of every rank's node, by rank.
-    """
+    """Raise UserError if a tensor-parallel group is on several nodes. `hosts`: each rank's node."""
     tp = parallel.tp
     for first in range(0, len(hosts), tp):
         group = hosts[first : first + tp]
@@ -284,7 +277,6 @@ def _refusal(config: RunConfig) -> str | None:
 
 
 def _pipeline_refusal(config: RunConfig) -> str | None:
-    """Return why blocks or micro-batches cannot be divided over stages, or None."""
     parallel, depth = config.parallel, config.model.depth
     pp, chunks, interleaved = parallel.pp, parallel.chunks, parallel.schedule == "interleaved"
     if chunks > 1 and (pp == 1 or not interleaved):
@@ -317,7 +309,6 @@ def _pipeline_refusal(config: RunConfig) -> str | None:
 
 
 def _experts_refusal(config: RunConfig) -> str | None:
-    """Return why experts cannot be split as the config says, or None."""
     parallel, experts = config.parallel, config.model.experts
     ep, data = parallel.ep, parallel.data
     if experts == 0:
@@ -352,7 +343,6 @@ def _requirement(config: RunConfig, tp: int) -> str | None:
 
 
 def _advice(config: RunConfig, ranks: int, ranks_per_node: int) -> str:
-    """Return an alternative for the message: shapes for these ranks, or the nearest number of ranks that works."""
     tp_asked, pp, cp = config.parallel.tp, config.parallel.pp, config.parallel.cp
     rest = "".join(f" * {axis} {size}" for axis, size in (("cp", cp), ("pp", pp)) if size > 1)
     shapes = working_shapes(config, ranks, ranks_per_node)
@@ -370,6 +360,6 @@ def _advice(config: RunConfig, ranks: int, ranks_per_node: int) -> str:
 
 
 def _nearest(value: int, working: Iterable[int]) -> str:
-    """Return up to six working numbers nearest to the value by ratio, in ascending order."""
+    """Return up to six working numbers nearest by ratio, ascending."""
     near = sorted(working, key=lambda number: max(number, value) / max(1, min(number, value)))[:6]
     return ", ".join(map(str, sorted(near)))

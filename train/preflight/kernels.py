@@ -44,7 +44,6 @@ Kernel = Callable[..., Tensor]
 
 
 def check_ranks(ranks: int, device: torch.device, timeout: float) -> Iterator[Finding]:
-    """Check that the ranks of a node reach each other, on GPUs over NCCL."""
     if ranks > 1:
         try:
             run_ranks(ranks, _meet, device, timeout=timeout)
@@ -89,7 +88,7 @@ def _plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 
 
 def check_loss(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Finding]:
-    """Compare the head's product and cross-entropy of the largest model, with the gradients by both factors."""
+    """Compare the loss of the largest model, with the gradients by both factors."""
     run = max(runs, key=lambda run: count_parameters(run.model).N_total)
     model, z_loss, size = run.model, run.optimizer.z_loss, run.model.vocab_size or 1
     generator, fused = torch.Generator().manual_seed(0), run.parallel.cross_entropy == "auto"
@@ -137,7 +136,7 @@ def _compare(
 
 
 def check_step(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Finding]:
-    """Compare a step of the smallest model with float64, and its bits with those of a repetition."""
+    """Compare a step of the smallest model with float64 and with a repetition."""
     run = min(runs, key=lambda run: count_parameters(run.model).N_total)
     # One rank and one sequence. Each token uses every expert, because rounding decides near ties between experts.
     model = replace(run.model, experts_per_token=run.model.experts or run.model.experts_per_token)
@@ -166,7 +165,6 @@ def check_step(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Find
 
 
 def _take_step(run: RunConfig, device: torch.device, gpt: GPT, rows: np.ndarray) -> tuple[float, float]:
-    """Return loss and gradient norm of the first step."""
     stream: Any = SimpleNamespace(batch=lambda *_: rows, end_of_document=END)
     stepper = Stepper(run, Mesh(), device, stream, report=lambda line: None)
     stepper.zero.load((name, weights.detach()) for name, weights in gpt.named_parameters())

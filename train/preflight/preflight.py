@@ -27,8 +27,6 @@ INSTEAD = {"attention": {"attention": "sdpa"}, "loss": {"cross_entropy": "torch"
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check."""
-
     check: str
     outcome: str  # passed | replaced (see `decides`) | failed | note
     said: str  # one sentence
@@ -49,14 +47,12 @@ def check_node(runs: Sequence[RunConfig], folder: Path, ranks: int) -> Iterator[
 
 
 def hosts_of(run: RunConfig) -> list[str]:
-    """Return the names of the hosts that a run needs."""
     tracks = run.tracker.kind == "wandb" and run.tracker.mode == "online"
     reads = run.data.corpus == "hf" and not os.environ.get("HF_HUB_OFFLINE")
     return ["api.wandb.ai"] * tracks + ["huggingface.co"] * reads
 
 
 def _memory(runs: Sequence[RunConfig], ranks: int) -> Finding:
-    """Compare free memory with the minimum that the largest run needs, at one sequence per micro-batch."""
     gpus = [] if runs[0].parallel.device == "cpu" else free_of_gpus()
     small = [replace(run, parallel=replace(run.parallel, micro_batch_size=1)) for run in runs]
     needed = max(memory(run, "cuda" if gpus else "cpu").peak for run in small)
@@ -79,7 +75,6 @@ def free_of_gpus() -> list[int]:
 
 
 def _disk(runs: Sequence[RunConfig], folder: Path) -> Finding:
-    """Check that all checkpoints fit on the disk, and that a file of a checkpoint's size can be written."""
     sizes = [12 * count_parameters(run.model).N_total for run in runs]  # fp32 weights and two moments
     needed, free = sum(sizes) + max(sizes), shutil.disk_usage(folder).free
     text = f"{folder} has {free / 1e6:,.0f} MB free, and checkpoints take about {needed / 1e6:,.1f} MB"

@@ -106,7 +106,7 @@ def _groups(hashes: Hashes, usable: Flags, rank: Integers) -> tuple[Integers, In
 def _verified(
     order: Integers, group: Integers, cluster: Integers, alike: Callable[[Integers, Integers], Flags]
 ) -> Integers:
-    """Return near pairs (edges, 2): group members near their leader; the others are grouped again among themselves."""
+    """Return near pairs (edges, 2) of leaders and members; the others are grouped again."""
     edges = [np.empty((0, 2), np.int64)]
     for _ in range(32):
         if not len(order):
@@ -144,7 +144,6 @@ def jaccard(a: Integers, b: Integers, sets: npt.NDArray[np.uint32], offsets: Off
 
 
 def _firsts(cluster: npt.NDArray[Any], rank: Integers, held: Flags) -> Duplicates:
-    """Keep the first by rank of each cluster, and all held-out documents."""
     order = np.lexsort((rank, cluster))
     like = np.empty(len(rank), np.int64)
     like[order] = _leaders(order, cluster[order])
@@ -155,12 +154,11 @@ def _firsts(cluster: npt.NDArray[Any], rank: Integers, held: Flags) -> Duplicate
 
 
 def _begins(group: npt.NDArray[Any]) -> Flags:
-    """Return a mask (n,) of values that differ from the one before."""
     return np.concatenate([np.ones(min(1, len(group)), bool), group[1:] != group[:-1]])
 
 
 def _leaders(order: Integers, group: npt.NDArray[Any]) -> Integers:
-    """Return the first of its group (n,) for each entry of `order`; groups are runs of equal values."""
+    """Return the first of its group (n,) for each entry of `order`."""
     return order[np.maximum.accumulate(np.where(_begins(group), np.arange(len(order)), 0))]
 
 

@@ -40,7 +40,7 @@ _PARAGRAPHS, _LINES = re.compile(r"\n{2,}"), re.compile(r"\n+")
 
 @cache
 def make_filter(step: Step) -> Filter:
-    """Return the filter of a step that judges one document at a time. Loads its model, once per process."""
+    """Return the filter of a one-document step, with its model loaded."""
     if step.kind == "quality":
         score = _fasttext(step) if Path(step.name).is_file() else _hugging_face(step)
         return lambda texts: [
@@ -60,7 +60,6 @@ def make_filter(step: Step) -> Filter:
 
 
 def gopher_quality(text: str) -> str | None:
-    """Return the first of Gopher's quality rules that a text breaks."""
     words = text.split()  # by whitespace
     # Like datatrove, which public data sets were made with: words of punctuation count neither here nor in the mean.
     spelled = [word for word in words if word[0].isalnum() or not all(map(_is_mark, word))]
@@ -86,14 +85,12 @@ def gopher_quality(text: str) -> str | None:
 
 
 def symbols(text: str, words: int, limit: float) -> str | None:
-    """Return the reason if hash signs, or ellipses, exceed `limit` per word."""
     if text.count("#") > limit * words:
         return "hash signs"
     return "ellipses" if text.count("...") + text.count("…") > limit * words else None
 
 
 def gopher_repetition(text: str) -> str | None:
-    """Return the first of Gopher's repetition rules that a text breaks."""
     for what, parts in (("paragraphs", _PARAGRAPHS.split(text.strip())), ("lines", _LINES.split(text))):
         distinct = set(parts)
         if len(parts) - len(distinct) > DUPLICATE_LINES * len(parts):

@@ -26,12 +26,11 @@ Job = tuple[Any, ...]
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Pool:
-    """A number of worker processes. With one, this process does the work itself."""
+    """A number of worker processes. With one, this process works itself."""
 
     def __init__(self, processes: int | None = None) -> None:
         self._count = processes or usable_cores()
@@ -58,7 +57,7 @@ class Pool:
             process.wait()
 
     def map(self, function: Callable[..., Any], jobs: Iterable[Job]) -> Iterator[Any]:
-        """Yield results of function(*job) in order of completion, taking only a few jobs from `jobs` ahead of time."""
+        """Yield results of function(*job) in order of completion, reading only a few jobs ahead."""
         if self._count == 1:
             for job in jobs:
                 yield function(*job)
@@ -117,7 +116,6 @@ class Pool:
 
 
 def _serve(jobs: BinaryIO, results: BinaryIO) -> None:
-    """Answer jobs until the pipe closes."""
     while True:
         try:
             function, job = pickle.load(jobs)

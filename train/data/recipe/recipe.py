@@ -58,7 +58,7 @@ _ACCEPTED = (
 
 
 def parse(recipe: Sequence[str]) -> list[Step]:
-    """Parse a recipe into steps. Raises UserError for an unknown step or a wrong argument."""
+    """Parse a recipe. Raises UserError for an unknown step or a wrong argument."""
     return [_parse(str(word)) for word in recipe]
 
 
@@ -155,7 +155,7 @@ def _require_library(step: Step) -> None:
 
 @cache
 def language_identifier() -> Any:
-    """Return py3langid's identifier. Its model is part of the wheel, so there is no download."""
+    """Return py3langid's identifier, whose model is part of its wheel."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
@@ -169,7 +169,7 @@ def _language_model_digest() -> str:
 
 
 def model_digest(step: Step) -> str | None:
-    """Return the SHA-256 of the model that a `quality` or `language` step uses; None for other steps."""
+    """Return the SHA-256 of the model of a `quality` or `language` step, else None."""
     if step.kind == "language":
         _require_library(step)
         return _language_model_digest()

@@ -38,7 +38,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 def in_parts(texts: Iterable[str], size: int, documents: int | None = None) -> Iterator[list[str]]:
-    """Group texts into lists that end as soon as they reach `size` characters, or `documents` texts."""
+    """Group texts into lists that end once they have `size` characters or `documents` texts."""
     part: list[str] = []
     characters = 0
     for text in texts:
@@ -52,12 +52,10 @@ def in_parts(texts: Iterable[str], size: int, documents: int | None = None) -> I
 
 
 def part_file(folder: Path, number: int, kind: str) -> Path:
-    """Return the path of a part's file."""
     return folder / f"{number:06d}.{kind}"
 
 
 def write_part(folder: Path, number: int, texts: list[str]) -> int:
-    """Write texts, with the hash and the size of each."""
     import zstandard
 
     encoded = [text.encode() for text in texts]
@@ -69,7 +67,6 @@ def write_part(folder: Path, number: int, texts: list[str]) -> int:
 
 
 def read_texts(folder: Path, number: int, asked: Flags | None = None) -> list[str]:
-    """Read the texts of a part, or only the ones in `asked`."""
     import zstandard
 
     whole = zstandard.ZstdDecompressor().decompress(part_file(folder, number, "zst").read_bytes())
@@ -113,7 +110,6 @@ def ngrams_part(folder: Path, number: int, kind: str, asked: Flags, words: int, 
 
 
 def save_arrays(path: Path, **arrays: npt.NDArray[Any]) -> None:
-    """Write arrays to a file, completely or not at all."""
     content = io.BytesIO()
     np.savez(content, **arrays)  # type: ignore[arg-type]
     write_atomic(path, [content.getbuffer()], flush=False)
@@ -125,7 +121,7 @@ def load_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
 
 
 class Refinery:
-    """A recipe applied to one corpus. The caller must lock `folder`, and remove it."""
+    """A recipe applied to one corpus. The caller locks and removes `folder`."""
 
     def __init__(
         self,
@@ -175,15 +171,13 @@ class Refinery:
         return self
 
     def __len__(self) -> int:
-        """Return the number of documents before any step."""
         return len(self._digests)
 
     def size_bytes(self) -> int:
-        """Return the bytes of `documents`."""
         return int(self._bytes[self.removed < 0].sum())
 
     def documents(self) -> Iterator[str]:
-        """Yield the texts that stay, including held-out ones. Fills in the texts of examples on the way."""
+        """Yield the texts that stay, including held-out ones, and fill in the texts of examples."""
         for number, at in self._parts:
             for i, text in enumerate(read_texts(self.folder, number), start=at.start):
                 if i in self._examples:
@@ -202,7 +196,6 @@ class Refinery:
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
     def _read(self) -> None:
-        """Write the parts to disk. Parts from an earlier run are checked and reused."""
         done = self.folder / "parts.npz"
         if not done.exists():
             total, read = self._corpus.size_bytes() or 0, 0
@@ -313,7 +306,6 @@ class Refinery:
         )
 
     def _run_on_parts(self, stage: str, kind: str, function: Callable[..., int], asked: Flags, *arguments: Any) -> None:
-        """Call `function(folder, number, kind, asked of the part, *arguments)` for each part without that file."""
         missing = {n: at for n, at in self._parts if not part_file(self.folder, n, kind).exists()}
         done = len(self) - sum(at.stop - at.start for at in missing.values())
         jobs = ((self.folder, n, kind, asked[at], *arguments) for n, at in missing.items())
@@ -322,7 +314,7 @@ class Refinery:
             self._progress(stage, done, len(self))
 
     def _bands(self, number: int, kind: str, bands: int) -> Callable[[int], shingles.Hashes]:
-        """Return a function that reads one band of all documents. One file per band keeps only one in memory."""
+        """Return a function that reads one band of all documents."""
         files = [self.folder / f"all.{number}-{i:03d}" for i in range(bands)]
         for file in files:
             file.unlink(missing_ok=True)
@@ -345,7 +337,6 @@ class Refinery:
         return (np.memmap(path, dtype, "r") if offsets[-1] else np.empty(0, dtype)), offsets
 
     def _choose(self, step: int, reason: Callable[[int], str], like: npt.NDArray[np.int64] | None = None) -> None:
-        """Record examples of a step: the removed documents with the lowest hashes."""
         gone = np.flatnonzero(self.removed == step)
         for i in gone[np.argsort(self._digests[gone], kind="stable")[:EXAMPLES]].tolist():
             word, size = self._steps[step].word, int(self._bytes[i])

@@ -61,7 +61,6 @@ def _ngrams(texts: list[bytes], n: int) -> tuple[Hashes, Offsets]:
 
 
 def _words(texts: list[bytes]) -> tuple[Hashes, Offsets]:
-    """Return the hashes of the words, and the number of words in each text."""
     joined = np.frombuffer(b"\n".join(texts) + b"\n", np.uint8)
     inside = _WORD[joined]
     edges = np.flatnonzero(np.diff(inside, prepend=False, append=False))
@@ -86,7 +85,7 @@ def word_hashes(values: Hashes, starts: Offsets, ends: Offsets) -> Hashes:
 
 
 def gram_hashes(words: Hashes, length: int) -> Hashes:
-    """Hash each run of `length` words, (w - length + 1,), at a cost that does not depend on the length."""
+    """Hash each run of `length` words, (w - length + 1,), at a cost independent of the length."""
     count = max(len(words) - length + 1, 0)
     return _mixed(run_hashes(words, slice(count), slice(length, length + count)))
 
@@ -101,7 +100,6 @@ def run_hashes(values: Hashes, starts: Offsets | slice, ends: Offsets | slice) -
 
 @cache
 def byte_values() -> Hashes:
-    """Return a pseudo-random number for each byte."""
     return _mixed(np.arange(1, 257, dtype=np.uint64))
 
 
