@@ -163,7 +163,6 @@ def _contamination(loaded: Any, suite: Suite, ngram: int | None, say: Report) ->
 
 
 def check_settings(precision: str, batch_tokens: int | None, ngram: int | None) -> None:
-    """Raise UserError for a setting that is not accepted."""
     if precision not in PRECISIONS:
         raise UserError(f"precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
     if batch_tokens is not None and batch_tokens < 1:
@@ -175,7 +174,6 @@ def check_settings(precision: str, batch_tokens: int | None, ngram: int | None) 
 
 
 def load_scored(path: Path, device: str, dtype: torch.dtype, average: float | None = None) -> Any:
-    """Load a checkpoint with its tokenizer."""
     from ..train.checkpoint.checkpoint import find, load_for_evaluation
 
     return load_for_evaluation(find(path), device, dtype, average)
@@ -211,7 +209,6 @@ _NO_LOSS = {"val_loss": None, "val_loss_se": None, "val_bpb": None}
 
 
 def _suites() -> dict[str, list[str]]:
-    """Return the tasks of each suite."""
     members = {}
     for name in suite_names():
         with contextlib.suppress(UserError):  # the suite needs evaluate.path, or has no tasks

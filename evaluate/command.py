@@ -22,7 +22,7 @@ NAME = "isoflop"
 
 
 class RegisteredLM(CheckpointLM):
-    """A checkpoint described by `--model_args`; lm-eval's batch sizes in rows are not used."""
+    """A checkpoint described by `--model_args`."""
 
     def __init__(
         self,
@@ -47,7 +47,6 @@ class RegisteredLM(CheckpointLM):
 
 
 def run_lm_eval(arguments: list[str]) -> None:
-    """Run `lm_eval ARGUMENTS` with its own parser and output."""
     if NAME not in registry.MODEL_REGISTRY:
         registry.register_model(NAME)(RegisteredLM)
     before = sys.argv

@@ -92,7 +92,6 @@ def overlaps(
 
 
 def _read(files: dict[str, Path]) -> dict[str, set[int]]:
-    """Read the results in the cache; missing and damaged files are left out."""
     results = {}
     for name, path in files.items():
         try:
@@ -215,7 +214,6 @@ def _search(shards: Shards, tasks: dict[str, SuiteTask], ngram: int, progress: R
 
 
 def _stream(shards: Shards, index: _Index, progress: Report) -> None:
-    """Look up every n-gram of the training part, with one thread per core."""
     total, text_bytes = len(shards.train), int(shards.manifest["train"]["bytes"])
     step = max(int(_CHUNK_BYTES * total / max(text_bytes, 1)), _OVERLAP_TOKENS)
     to_text = _text_of(shards)
@@ -242,7 +240,7 @@ def _stream(shards: Shards, index: _Index, progress: Report) -> None:
 
 
 def _look_up(index: _Index, text: bytes, cut_before: bool, cut_after: bool) -> None:
-    """Look up the n-grams of a chunk, document by document. A word at a cut is left to the neighbouring chunk."""
+    """Look up the n-grams of a chunk by document. The neighbouring chunk handles a word at a cut."""
     text = normalised(text)
     words, documents = words_and_ends(text)
     inside = slice(1 if cut_before else 0, len(words) - 1 if cut_after else len(words))
@@ -257,7 +255,7 @@ def _look_up(index: _Index, text: bytes, cut_before: bool, cut_after: bool) -> N
 
 
 def _text_of(shards: Shards) -> Callable[[npt.NDArray[Any]], bytes]:
-    """Return the function from token ids to UTF-8, with `END` at the end of a document."""
+    """Return the function from token ids to UTF-8, with `END` after each document."""
     tokenizer = shards.tokenizer
     if isinstance(tokenizer, ByteTokenizer):  # its end of a document is the byte 0xFF
         return lambda ids: ids.astype(np.uint8).tobytes()
@@ -275,7 +273,7 @@ def _text_of(shards: Shards) -> Callable[[npt.NDArray[Any]], bytes]:
 
 
 def _byte_table(path: Path, vocab_size: int) -> list[bytes] | None:
-    """Return the bytes of each id of a byte-level BPE (several times faster than decoding); None for others."""
+    """Return the bytes of each id of a byte-level BPE; None for others."""
     content = json.loads(path.read_text(encoding="utf-8"))
     if (content.get("decoder") or {}).get("type") != "ByteLevel" or content["model"].get("type") != "BPE":
         return None

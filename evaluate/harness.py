@@ -43,10 +43,9 @@ ALONE = Mesh()
 
 
 class TokenCache(dict[str, np.ndarray]):
-    """Token ids of texts under one tokenizer, kept for later checkpoints in the tokenizer's small integer type."""
+    """Token ids of texts under one tokenizer, kept for later checkpoints."""
 
     def encode(self, texts: Iterable[str], encode: Callable[[Sequence[str]], Sequence[Any]]) -> dict[str, list[int]]:
-        """Return the ids of each text; `encode` encodes the texts that are not kept, many at a time."""
         unique = dict.fromkeys(texts)
         if new := [text for text in unique if text not in self]:
             self.update(zip(new, map(np.asarray, encode(new)), strict=True))
@@ -131,7 +130,6 @@ class CheckpointLM(TemplateLM):
         return [total for total, _ in self._sums([request_key("rolling", text) for text in texts], windows)]
 
     def _sums(self, names: list[str], windows: list[list[Request]]) -> list[Score]:
-        """Return the sum over the windows of each request, from the answers or from the model."""
         # Answers are kept window by window, because the windows of a text are not in one batch.
         parts = [[f"{name}.{number}" for number in range(len(of))] for name, of in zip(names, windows, strict=True)]
         by_name = dict(zip(chain(*parts), chain(*windows), strict=True))
@@ -155,7 +153,6 @@ class CheckpointLM(TemplateLM):
         return [(sum((scores[one][0] for one in of), 0.0), all(scores[one][1] for one in of)) for of in parts]
 
     def _known(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the answers that the first rank has."""
         if (store := self._answers) is None:
             return {}
         return run_on_ranks(
@@ -165,7 +162,6 @@ class CheckpointLM(TemplateLM):
         )
 
     def _keep(self, answers: list[tuple[str, Any]]) -> None:
-        """Store answers on the first rank; all ranks raise if it cannot write them."""
         if self._answers is not None:
             run_on_ranks(self._ranks, partial(self._answers.put, answers), only_first=True)
 
@@ -185,7 +181,7 @@ class CheckpointLM(TemplateLM):
         return results
 
     def _continue(self, contexts: list[str], places: list[int], group: str, settings: Any) -> list[str]:
-        """Continue contexts with the same settings. Seeds depend on the place in the whole list, so repeats differ."""
+        """Continue contexts. Seeds depend on the place in the whole list, so repeats differ."""
         limit, stops = settings["max_gen_toks"], [stop for stop in settings["until"] if stop]
         decode = self.text.decode
         # As in lm-eval's `hf` model, the prompt is cut to leave room for the answer. If the answer alone fills the

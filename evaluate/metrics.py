@@ -19,8 +19,6 @@ import numpy as np
 
 @dataclass(frozen=True)
 class ItemResult:
-    """One item of a benchmark with the model's answer."""
-
     index: int  # place in its dataset split
     values: dict[str, float]  # metrics whose mean is the task's score, by lm-eval's names (acc, acc_norm, exact_match)
     log_probabilities: list[float] = field(default_factory=list)  # nats of every continuation scored
@@ -159,7 +157,7 @@ def _numbers(items: Sequence[ItemResult], names: Sequence[str]) -> dict[str, Any
 
 
 def centered(scores: Mapping[str, Any]) -> tuple[float, float | None] | None:
-    """Return (acc - chance) / (1 - chance), where 0 is guessing, and its standard error; None without accuracy."""
+    """Return (acc - chance) / (1 - chance) and its standard error; None without accuracy."""
     acc, chance = scores.get("acc"), scores.get("chance") or 0.0
     if acc is None or chance >= 1:
         return None

@@ -74,7 +74,6 @@ def item_results(
 
 
 def _answers(task: Any, sample: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an `ItemResult` that depend on the kind of task."""
     arguments, responses = sample["arguments"], [response[0] for response in sample["resps"]]
     kind, first = task.OUTPUT_TYPE, arguments[0][0] if arguments else ""
     if kind == "generate_until":
@@ -148,7 +147,7 @@ def as_dicts(task: str, items: Sequence[ItemResult], contaminated: Collection[in
 
 
 def shortened(text: str) -> str:
-    """Return the beginning and the end of a text, together at most `LONGEST` characters."""
+    """Return the start and the end of a text, at most `LONGEST` characters together."""
     if len(text) <= LONGEST:
         return text
     room = LONGEST - len(CUT)
@@ -193,7 +192,7 @@ def move_aside(path: Path) -> Path:
 
 
 def request_key(kind: str, *parts: Any) -> str:
-    """Return the hex BLAKE2b (16 bytes) of the canonical JSON of a request's parts (strings, numbers, lists)."""
+    """Return the hex BLAKE2b of a request's canonical JSON."""
     text = json.dumps([kind, *parts], sort_keys=True, separators=(",", ":"), default=plain_value)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -226,7 +225,6 @@ class Answers:
             self.known.update(batch)
 
     def begin(self, name: str) -> None:
-        """Start to count the requests of a task."""
         self._name, self._total, self._found, self._new = name, 0, 0, 0
         self._start = self._said = time.monotonic()
 

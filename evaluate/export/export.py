@@ -74,7 +74,7 @@ def export_checkpoint(
 
 
 def _check_free(output: Path, overwrite: bool, source: Path) -> None:
-    """Raise UserError if `output` holds something that must not be replaced, such as the checkpoint itself."""
+    """Raise UserError if `output` holds something that must not be replaced."""
     if output.is_symlink():
         raise UserError(f"{output} is a link; it must be a folder, new or empty")
     if output.is_dir() and any(output.iterdir()):
@@ -92,7 +92,6 @@ def _check_free(output: Path, overwrite: bool, source: Path) -> None:
 
 
 def _write_hf(loaded: LoadedCheckpoint, folder: Path, dtype: str) -> str:
-    """Write weights, settings and tokenizer; return the name of the architecture."""
     model, length = loaded.config.model, loaded.config.data.sequence_length
     architecture, end = hf.ARCHITECTURES[hf.model_type(model, length)], loaded.tokenizer.end_of_document
     tensors = {

@@ -64,7 +64,7 @@ def window_of(model: ModelConfig, sequence_length: int) -> int | None:
 
 
 def model_type(model: ModelConfig, sequence_length: int) -> str:
-    """Return the Hugging Face architecture that computes what this model does; raise UserError if none does."""
+    """Return the Hugging Face architecture that computes this model. Raises UserError if none does."""
     kind, window = _kind_of(model), window_of(model, sequence_length)
     if kind == "llama" and window is not None:
         return "mistral"
@@ -79,7 +79,6 @@ def model_type(model: ModelConfig, sequence_length: int) -> str:
 
 
 def _kind_of(model: ModelConfig) -> str:
-    """Return the only candidate architecture without a window, and without checking the fields that it fixes."""
     if model.experts:
         return "glm4_moe" if model.gate == "sigmoid" else "qwen3_moe" if model.qk_norm else "mixtral"
     return "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
@@ -190,7 +189,7 @@ def _empty_tensors(model: ModelConfig) -> dict[str, Tensor]:
 
 
 def byte_characters() -> list[str]:
-    """Return the visible character that byte-level tokenizers write for each byte (Radford et al. 2019, GPT-2)."""
+    """Return the character that byte-level tokenizers write for each byte (Radford et al. 2019, GPT-2)."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     shifted = (chr(256 + place) for place in range(256))
     return [chr(byte) if byte in visible else next(shifted) for byte in range(256)]

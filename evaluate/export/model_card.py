@@ -34,7 +34,7 @@ CAVEATS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known about a checkpoint in addition to its own files."""
+    """Facts about a checkpoint that its own files lack."""
 
     scores: Mapping[str, Any] | None = None  # see `Evaluator.evaluate`; `held_out` alone is enough
     law: Mapping[str, Any] | None = None  # of its sweep: form, predicted_loss, interval (low, high) or None
@@ -72,7 +72,6 @@ def model_card(loaded: LoadedCheckpoint, facts: Facts) -> str:
 
 
 def _rows(loaded: LoadedCheckpoint, facts: Facts) -> list[tuple[str, str]]:
-    """Return (name, value) of the counts, the compute and the losses."""
     config = loaded.config
     model, count, tokens = config.model, count_parameters(config.model), loaded.step * config.batch_tokens
     exact = training_flops_per_token(model, config.data.sequence_length) * tokens
@@ -104,7 +103,7 @@ def _caveats(task: Mapping[str, Any]) -> str:
 
 
 def _plain(text: Any) -> str:
-    """Return the text as one line in which neither Markdown nor HTML sees markup."""
+    """Return the text as one line without Markdown or HTML markup."""
     line = " ".join(str(text).split())
     # An underscore inside a word marks nothing up, and names are full of them.
     return re.sub(r"[\\`*<>\[\]|#&]|(?<![^\W_])_|_(?![^\W_])", lambda found: f"&#{ord(found.group())};", line)

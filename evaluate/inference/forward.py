@@ -82,8 +82,6 @@ class Forward:
 
 
 def _backend(attend: Attend, number: int, rows: Tensor | None) -> Backend:
-    """Return the caller's attention as a backend of the model, to which the tokens are one sequence."""
-
     def kernel(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, window: int | None) -> Tensor:
         return attend(number, query[0] if rows is None else query[0, rows], key[0], value[0])[None]
 
@@ -91,7 +89,7 @@ def _backend(attend: Attend, number: int, rows: Tensor | None) -> Backend:
 
 
 class _Packed(nn.Module):
-    """The product of rows (n, in) with W^T: (n, out), W (out, in) being packed."""
+    """The product of rows (n, in) with W^T: (n, out), with W packed."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -176,7 +174,6 @@ def attention_by_sequence(
 
 
 def unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | None:
-    """Return the result of `work`, or None if memory ran out."""
     try:
         return work()
     except RuntimeError as error:
@@ -204,7 +201,6 @@ class Cache:
         self.rows = rows
 
     def clear(self, rows: range) -> None:
-        """Zero the values of rows, before another text uses them."""
         # Hidden positions get weight 0, and 0 times a NaN of an earlier text would be NaN.
         self.values[:, rows.start : rows.stop] = 0.0
 

@@ -115,7 +115,7 @@ def decode_speed(model: GPT) -> dict[str, Any] | None:
 
 @dataclass(eq=False)
 class Prompt:
-    """A prompt in progress: the end of its text, the new tokens, and where its last document starts in the text."""
+    """A prompt in progress."""
 
     index: int
     text: list[int]
@@ -179,7 +179,7 @@ class Generation:
         return ended
 
     def _decode(self) -> tuple[list[Prompt], Tensor | None]:
-        """Return the running requests and the logits after their texts, in chunks that fit the memory."""
+        """Return the running requests and the logits after their texts."""
         requests, parts, start = self.running, list[Tensor](), 0
         tokens = [request.text[-1] for request in requests]
         lengths = np.array([len(request.text) for request in requests])
@@ -196,7 +196,7 @@ class Generation:
         return requests, torch.cat(parts) if parts else None
 
     def _prefill(self) -> tuple[list[Prompt], Tensor | None]:
-        """Return the requests that join and the logits after their texts; None if memory ran out: fewer are next."""
+        """Return the joining requests and the logits after their texts; None if memory ran out."""
         joined = self._admit()
         if not joined:
             return [], None
@@ -212,7 +212,6 @@ class Generation:
         return joined, logits
 
     def _admit(self) -> list[Prompt]:
-        """Take waiting requests in order, while there are rows and the tokens fit one pass."""
         joined: list[Prompt] = []
         tokens = 0
         while self.waiting and len(self.running) + len(joined) < self.cache.rows:
@@ -223,7 +222,6 @@ class Generation:
         return joined
 
     def _take(self, requests: list[Prompt], logits: Tensor, finished: Callable[[list[int]], bool]) -> list[Prompt]:
-        """Give each request its next token; finished requests leave, and those longer than the context wait."""
         uniforms = None
         if self.sampling.temperature != 0:
             uniforms = torch.stack([request.uniforms[len(request.new)] for request in requests]).to(logits.device)
@@ -249,7 +247,6 @@ class Generation:
         return ended
 
     def _leave(self, requests: set[Prompt]) -> None:
-        """Remove requests; the last running ones move to the rows that become free."""
         for row in range(len(self.running) - 1, -1, -1):
             if self.running[row] in requests:
                 last = self.running.pop()
@@ -265,7 +262,6 @@ class Generation:
         return size // 2
 
     def _new_cache(self, cache_bytes: int | None) -> Cache:
-        """Create rows for all requests, or as many as the bound allows, each for the longest text."""
         config, dtype = self.model.config, self.model.embedding.weight.dtype
         if cache_bytes is None:
             cache_bytes = CUDA.free_bytes(self.device) // 2 if on_gpu(self.device) else CACHE_BYTES

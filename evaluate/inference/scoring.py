@@ -66,7 +66,6 @@ class Scorer:
         return plan_trees(requests, waiting, self._costs, largest, self.model.end_of_document)
 
     def _try(self, requests: Sequence[Request], batch: list[Tree]) -> list[tuple[int, Score]] | None:
-        """Score a batch, or lower the budget and return None if memory ran out."""
         scored = unless_out_of_memory(lambda: self._isolated(requests, batch), self.device)
         if scored is not None:
             return scored
@@ -82,7 +81,7 @@ class Scorer:
         return None
 
     def _isolated(self, requests: Sequence[Request], batch: list[Tree]) -> list[tuple[int, Score]]:
-        """Score again alone what is NaN in a shared tree: NaN passes masks, and the right request must be blamed."""
+        """Score again alone what is NaN in a shared tree, because NaN passes masks."""
         scored = self._pass(batch)
         company = {one.place for tree in batch if len(tree.scored) > 1 for one in tree.scored}
         return [
@@ -169,7 +168,6 @@ def _padded(parts: list[np.ndarray], value: int, device: torch.device) -> Tensor
 
 
 def _one_by_one(batch: list[Tree], model: GPT, device: torch.device, read: Tensor) -> Attend:
-    """Return masked attention for CPUs, one tree after the other: a small tree stays in the processor's cache."""
     lengths = [len(tree) for tree in batch]
     ends = np.cumsum(lengths)
     read_of_each = np.diff(np.searchsorted(read.numpy(), [0, *ends])).tolist()

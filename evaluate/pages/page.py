@@ -80,18 +80,15 @@ def _environment() -> Environment:
 
 
 def spell(value: Any) -> str:
-    """Return a text in which characters that hide or reorder text are spelled out."""
     return _HIDDEN.sub(lambda match: f"‹U+{ord(match.group()):04X}›", str(value).replace("\r\n", "\n"))
 
 
 def soften(shown: str) -> Markup:
-    """Show the part after the number in "0.25 ± 0.01" or "3 of 10" in a softer tone."""
     value, blank, rest = spell(shown).partition(" ")
     return Markup("{}<small>{}</small>").format(value, rest) if blank else Markup("{}").format(value)
 
 
 def breakable(name: str) -> Markup:
-    """Return a name; a long one may break after its underscores."""
     shown = Markup("{}").format(spell(name))
     return shown.replace("_", Markup("_<wbr>")) if len(name) > 16 else shown
 
@@ -109,7 +106,6 @@ def _data_block(value: Any) -> Markup:
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with floats of six digits; floats that are not finite become texts."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     if isinstance(value, dict):
@@ -156,7 +152,6 @@ def short_count(value: float | None) -> str:
 
 
 def grouped(value: Any) -> str:
-    """Format with commas: 1234567 -> 1,234,567."""
     return f"{value:,}" if is_number(value) else str(value)
 
 
@@ -166,7 +161,6 @@ def counted(count: int, noun: str) -> str:
 
 
 def compute(value: float | None) -> str:
-    """Format FLOPs as 1.23×10¹⁹."""
     if not is_number(value) or value <= 0:
         return "–"
     mantissa, _, exponent = f"{value:.2e}".partition("e")
@@ -191,7 +185,6 @@ class Axis:
 
     @classmethod
     def around(cls, values: Sequence[float], log: bool = False) -> Axis:
-        """Return an axis that holds all values, with some space around them."""
         low, high = min(values), max(values)
         if log:
             air = max((high / low) ** 0.05, 1.05)
@@ -230,7 +223,6 @@ def _round_ticks(low: float, high: float) -> list[tuple[float, str]]:
 
 
 def bar_end(value: float, largest: float = 1.0) -> str:
-    """Return where a bar of 120 pixels ends."""
     return f"{min(max(value / largest, 0.0), 1.0) * 120:.1f}"
 
 
@@ -276,9 +268,7 @@ class Panel:
         return [(colour, "M" + "L".join(points)) for colour, points in ways]
 
     def x(self, value: float) -> str:
-        """Return pixels from the left."""
         return f"{LEFT + min(max(self.x_axis.at(value), 0.0), 1.0) * (WIDTH - LEFT - RIGHT):.1f}"
 
     def y(self, value: float) -> str:
-        """Return pixels from the top."""
         return f"{HEIGHT - BOTTOM - min(max(self.y_axis.at(value), 0.0), 1.0) * (HEIGHT - TOP - BOTTOM):.1f}"

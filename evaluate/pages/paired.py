@@ -45,7 +45,6 @@ class Paired:
 
 
 def answers_of(items: Iterable[Mapping[str, Any]]) -> Answers:
-    """Return what a run scored on each item of each task."""
     answers: Answers = {}
     for item in items:
         numbers = (item.get("values") or {}) | {key: item.get(key) for key in MEASURES["gold_bpb"]}
@@ -56,7 +55,6 @@ def answers_of(items: Iterable[Mapping[str, Any]]) -> Answers:
 
 
 def compare_tasks(answers: Mapping[Any, Answers], measure: str, choices: Sequence[Choice] = ()) -> dict[str, Paired]:
-    """Compare the runs on each task on which this is possible."""
     by_task: dict[str, dict[Any, Mapping[int, float]]] = {}
     for run, tasks in answers.items():
         for task, measures in tasks.items():

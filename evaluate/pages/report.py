@@ -78,7 +78,6 @@ def checkpoint_page(scores: Scores, items: Items = (), against: Other | None = N
 
 
 def _facts(scores: Scores) -> list[tuple[str, str, str]]:
-    """Return (name, value, explanation) of the cards at the head of the page."""
     held_out = scores.get("held_out") or {}
     active = scores.get("N_active", scores.get("N_total"))  # another version's scores do not say
     counts = [("Parameters (N_total)", "N_total"), ("N_non_embedding", "N_non_embedding"), ("Tokens (D)", "tokens")]
@@ -123,7 +122,6 @@ def _is_domain(task: Scores) -> bool:
 
 
 def _further_metrics(task: Scores) -> list[str]:
-    """Return the task's metrics that other tasks do not have: exact_match, f1, …"""
     names = [key[:-3] for key in task if key.endswith("_se") and key[:-3] not in PLACED]
     return [name for name in names if is_number(task.get(name))]
 
@@ -211,8 +209,6 @@ def paired_differences(
 
 
 def _differences(items: Items, others: Items) -> dict[str, list[tuple[str, Difference, str]]]:
-    """Return task -> (measure, difference, class on the page)."""
-
     def tone(difference: Difference, more_is_better: bool) -> str:
         return "soft" if not difference.is_clear else "better" if (difference.value > 0) == more_is_better else "worse"
 
@@ -235,7 +231,7 @@ def is_right(item: Mapping[str, Any]) -> bool | None:
 
 
 def payload(scores: Scores, items: Items, against: Other | None) -> dict[str, Any]:
-    """Return the data of the page's script; each item includes the other checkpoint's answer."""
+    """Return the data of the page's script, with the other checkpoint's answers."""
     others = {_key_of(item): item for item in against[1]} if against else {}
     tasks = task_order(scores, items)
     places = {task: place for place, task in enumerate(tasks)}
@@ -251,7 +247,6 @@ def payload(scores: Scores, items: Items, against: Other | None) -> dict[str, An
 
 
 def task_order(scores: Scores, items: Items) -> list[str]:
-    """Return the tasks that have items, in the order of the scores."""
     with_items = {str(item.get("task")) for item in items}
     return [*(name for name in scores["tasks"] if name in with_items), *sorted(with_items - scores["tasks"].keys())]
 
@@ -261,7 +256,6 @@ def _known(item: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _answer(item: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of an item that is the model's answer."""
     right = is_right(item)
     numbers = _known(item, "log_probabilities", "answer", "gold_bpb", "p_right", "margin", "bpb", "values")
     return numbers | ({} if right is None else {"ok": int(right)})
@@ -275,7 +269,6 @@ _RARE = (("p_right", "p(right)"), ("margin", "margin"), ("bpb", "bits/byte"))
 
 
 def format_scores(scores: Scores) -> str:
-    """Format scores as a plain table."""
     tasks = scores["tasks"]
     further = sorted({name for task in tasks.values() for name in _further_metrics(task)})
     rare = [(key, name) for key, name in _RARE if any(is_number(task.get(key)) for task in tasks.values())]

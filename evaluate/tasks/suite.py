@@ -124,12 +124,10 @@ def freeze_whole(name: str, task: Any, limit: int | None, split: str, source: st
 
 
 def written_name(name: str, shots: int | None) -> str:
-    """Return the name under which a task with that many examples is scored."""
     return name if shots is None else f"{name}@{shots}"
 
 
 def task_of_rows(config: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
-    """Create an lm-eval task over rows in memory, as split `test`."""
     import datasets
     from lm_eval.api.task import ConfigurableTask
 
@@ -179,7 +177,7 @@ def errors_only(library: str) -> Iterator[None]:
 
 @contextmanager
 def quiet(progress_bars: bool = False) -> Iterator[None]:
-    """Silence lm-eval's messages and, unless `progress_bars`, its progress bars; compile each template once."""
+    """Silence lm-eval's messages and, unless `progress_bars`, its progress bars."""
     env = _sandbox()
     is_outermost = "from_string" not in vars(env)
     if is_outermost:

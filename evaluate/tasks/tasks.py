@@ -39,7 +39,6 @@ class Entry:
 
 
 def parse_entry(written: str) -> Entry:
-    """Parse an entry by its syntax and the names of staged tasks."""
     if written.startswith("text:"):
         return Entry(written, written.removeprefix("text:"), None, "text")
     name, shots = written, None
@@ -143,13 +142,11 @@ def stage_tasks(tasks: str | Sequence[str], progress: Report = lambda line: None
 
 
 def _stage_wheel(entries: list[Entry], progress: Report) -> Path:
-    """Return the folder of the staged benchmarks, after checking the files of these tasks."""
     names = {file for entry in entries if entry.kind == "staged" for file in STAGED[entry.name].files}
     return stage_benchmarks(progress, names=names) if names else benchmarks_directory()
 
 
 def _load_staged(entry: Entry, limit: int | None, directory: Path) -> SuiteTask:
-    """Load a staged task from the folder of `stage_benchmarks`; only the chosen items are parsed."""
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -187,7 +184,6 @@ def _dataset(lines: list[bytes]) -> Any:
 def _give_examples(
     task: Any, name: str, staged: StagedTask, shots: int, directory: Path, lines: list[bytes], config: dict[str, Any]
 ) -> str:
-    """Give the task its examples, and return a text on their source."""
     if staged.examples:
         pool = list(_dataset(staged_lines(directory, staged.examples)))
         task.sampler = SameGroup(pool, staged.group)
