@@ -276,7 +276,7 @@ def test_one_is_no_plural_and_what_is_missing_is_not_none() -> None:
     against = ({"tasks": {"t": numbers()}, "N_total": None}, items)
     text = Read(checkpoint_page(header({"t": numbers(items=1)}), items, against)).text
     assert "a checkpoint without a name" in text
-    assert " 1 item; " in text
+    assert " 1 item. " in text
     assert "None" not in text
 
 
@@ -344,10 +344,10 @@ def test_a_task_falls_with_compute_only_where_every_budget_is_lower() -> None:
 
 def test_verdicts_are_words() -> None:
     clear, noise = signal_of(20), signal_of(3)
-    assert "BPB and accuracy tell" in task_verdict({"acc": clear, "gold_bpb": clear})
+    assert "BPB and accuracy separate" in task_verdict({"acc": clear, "gold_bpb": clear})
     assert "accuracy is noise" in task_verdict({"acc": noise, "gold_bpb": clear})
     assert "BPB is noise" in task_verdict({"acc": clear, "gold_bpb": noise})
-    assert task_verdict({"acc": None, "gold_bpb": clear}).startswith("BPB tells")
+    assert task_verdict({"acc": None, "gold_bpb": clear}).startswith("BPB separates")
     assert task_verdict({"acc": noise, "gold_bpb": noise}).startswith("noise")
     assert task_verdict({"acc": None, "gold_bpb": None}) == task_verdict({}) == "unknown"
 

@@ -200,7 +200,7 @@ def test_examples_that_cannot_be_had_are_one_sentence(cache: Path) -> None:
     for tasks, message in (
         ("mmlu_cloze@6", "asks for 6 examples; mmlu_cloze has only 5"),
         (f"copa@{COUNT}", f"copa has only {COUNT - 1}"),
-        ("text_books@2", "scores whole texts; write text_books"),
+        ("text_books@2", "scores whole texts; use text_books"),
     ):
         with pytest.raises(UserError, match=message):
             load_suite(tasks, 3)
