@@ -43,7 +43,7 @@ _CHUNK_BYTES = 1 << 18  # of text at a time: what fits the cache of a core
 _OVERLAP_TOKENS = 4096  # between chunks: far more than an n-gram has
 _TEMPLATE_ITEMS = 20  # a task needs that many items to tell a template from chance
 _FILTER_BITS = 22
-_SAY_SECONDS = 5.0
+_SAY_SECONDS = 5.0  # between two lines of progress
 
 Report = Callable[[str], None]
 Words = npt.NDArray[np.uint64]  # (w,) a hash of each word

@@ -381,7 +381,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "parallel.bucket_mb": (ANY, "gradients are always sent in buckets of 25 MiB"),
     "parallel.cuda_graphs": (ANY, "use parallel.compile"),
     "parallel.trace": (ANY, "profile a run with torch.profiler"),
-    "checkpoint.asynchronous": (ANY, "checkpoints are always written while training goes on"),
+    "checkpoint.asynchronous": (ANY, "checkpoints are always written while training continues"),
 }
 
 

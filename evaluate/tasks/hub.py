@@ -87,7 +87,7 @@ def load_named(
 ) -> dict[str, SuiteTask]:
     """Load a task, or every task of a group or a tag, with data from staged copies or from its definition's source.
 
-    Raises UserError: an unknown name, a task of another kind, or data that cannot be had.
+    Raises UserError: an unknown name, a task of another kind, or data that cannot be loaded.
     """
     check_name(name, manager)
     result = {}

@@ -130,7 +130,7 @@ def load_suite(
 def stage_tasks(tasks: str | Sequence[str], progress: Report = lambda line: None) -> list[Path]:
     """Fetch the data of tasks, for nodes without a network; return the folders.
 
-    Raises UserError: an unknown task, or data that cannot be had.
+    Raises UserError: an unknown task, or data that cannot be loaded.
     """
     entries = [parse_entry(written) for written in expand(tasks)]
     folders = []

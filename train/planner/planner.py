@@ -24,7 +24,7 @@ from ..model.shape import Share, micro_batches
 from ..optimizer.registry import OPTIMIZERS
 from .validation import check_shapes, divisors_of, working_shapes
 
-MAX_RANKS = 2**20
+MAX_RANKS = 2**20  # more is a mistake
 TIE = 0.01  # relative; closer times count as equal, because the formulas are not more accurate (docs/decisions.md)
 RECOMPUTE = ("none", "selective", "full")
 
