@@ -199,7 +199,7 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if field not in names:
-                raise UserError(f"data.field is {field!r}; it must be one of the columns of {path}: {_listed(names)}")
+                raise UserError(f"data.field is {field!r}; the columns of {path} are {_listed(names)}")
             for batch in file.iter_batches(batch_size=1024, columns=[field]):
                 for value in batch.column(0).to_pylist():
                     row += 1
@@ -229,7 +229,7 @@ def parquet_text_bytes(path: Path, field: str) -> int | None:
 def text_of(row: dict[str, Any], field: str, where: str) -> str:
     """Return the text in a field of a row; null counts as empty text."""
     if field not in row:
-        raise UserError(f"data.field is {field!r}; it must be one of the fields of {where}: {_listed(list(row))}")
+        raise UserError(f"data.field is {field!r}; the fields of {where} are {_listed(list(row))}")
     value = row[field]
     if value is None:
         return ""

@@ -200,8 +200,11 @@ BAD_FILES = {
     "no.jsonl": (b'{"text": "fine"}\n\n{"text": "broken\n', r"line 3 of .*no\.jsonl is not JSON"),
     "list.jsonl": (b'{"text": "fine"}\n[1, 2]\n', r"line 2 of .*list\.jsonl holds list"),
     "utf.jsonl": (b'{"text": "\xff"}\n', r"line 1 of .*utf\.jsonl is not UTF-8 \(byte 0xff\)"),
-    "field.jsonl": (b'{"body": "b", "id": 1}\n', r"data.field is 'text'; line 1 of .*field\.jsonl has 'body', 'id'$"),
-    "type.jsonl": (b'{"text": 7}\n', r"data.field is 'text'; line 1 of .*type\.jsonl holds int"),
+    "field.jsonl": (
+        b'{"body": "b", "id": 1}\n',
+        r"data.field is 'text'; .* line 1 of .*field\.jsonl are 'body', 'id'$",
+    ),
+    "type.jsonl": (b'{"text": 7}\n', r"data.field is 'text'; .* line 1 of .*type\.jsonl is int"),
     "deep.jsonl": (b"[" * 100_000, r"line 1 of .*deep\.jsonl is not JSON"),
     "latin.txt": (b"fine, then: " + b"\xe4\xf6", r"latin\.txt is not UTF-8 .* offset 12"),
     "not.parquet": (b"PAR1 but nothing else", r"not\.parquet is not a readable parquet file"),

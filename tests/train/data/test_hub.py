@@ -58,7 +58,7 @@ def test_a_checkpoint_finds_its_text_in_the_cache_and_fetches_none(
 
 
 def test_what_a_dataset_lacks_is_named(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"data.field is 'text'; .*: 'body', 'n'$"):
+    with pytest.raises(UserError, match=r"data.field is 'text'; .* are 'body', 'n'$"):
         list(open_corpus(hub(folder, field="text")).documents())
     with pytest.raises(UserError, match=r"data.split is 'test'; .* does not have them"):
         list(open_corpus(hub(folder, split="test")).documents())
