@@ -211,7 +211,7 @@ BAD_FILES = {
     "not.jsonl.gz": (b'{"text": "plain"}\n', r"not\.jsonl\.gz is damaged after line 0"),
     "cut.jsonl.gz": (gzip.compress(json_lines(DOCUMENTS * 50))[:-20], r"cut\.jsonl\.gz is damaged after line \d+"),
     "cut.jsonl.zst": (zstandard.compress(json_lines(DOCUMENTS * 50))[:-9], r"cut\.jsonl\.zst is damaged after line"),
-    "blank.jsonl": (b'{"text": " "}\n\n', r"data.path is '.*blank\.jsonl'; there is no text"),
+    "blank.jsonl": (b'{"text": " "}\n\n', r"data.path is '.*blank\.jsonl'; it contains no text"),
     "notes.docx": (b"PK", r"data.path is '.*notes\.docx'; .* \.txt, \.md"),
 }
 
