@@ -1,4 +1,4 @@
-"""`python sweep.py +grid=chinchilla`: plan a grid, train it, score it, and fit it with checks of the fit."""
+"""`python sweep.py +grid=chinchilla`: plan a grid of models, train and score them, and fit their laws."""
 
 import sys
 

@@ -73,7 +73,7 @@ class ClusterConfig:
 
 @dataclass
 class EvaluateConfig:
-    """How checkpoints are scored; without tasks, none is."""
+    """How checkpoints are scored; without tasks, none are."""
 
     # Suites of conf/evaluate, lm-eval tasks (name@5: five examples), folders of lm-eval YAML, .jsonl files of question,
     # choices, answer, and text:FOLDER, whose subfolders are domains.
@@ -142,28 +142,28 @@ NO_RULE = {"k": None, "N": 0.0, "D": 0.0, "batch": 0.0}
 # Fields of earlier versions: the values that are still accepted, and what to use instead; see train/config.py.
 REMOVED: dict[str, tuple[Any, str]] = {
     **OF_RUNS,
-    "ensembles": (ANY, "runs train one by one, several at a time by cluster.jobs"),
-    "cluster.launch_bound_width": (ANY, "runs train one by one"),
-    "cluster.latency_us": (ANY, "explain=true reckons without the latency of messages"),
-    "cluster.memory_gb_per_s": (ANY, "explain=true reckons without the time that memory takes"),
-    "cluster.half_speed_width": (ANY, "runs that are done say how fast the next ones will be"),
-    "evaluate.batch_tokens": (ANY, "a pass too large for the memory is halved; `isoflop evaluate` has --batch-tokens"),
-    "fit.seed": (ANY, "`isoflop fit` has --seed"),
-    "fit.delta": (ANY, "`isoflop fit` has --delta"),
-    "fit.tied": (False, "`isoflop fit` has --tied"),
-    "fit.E": (None, "`isoflop fit` has --fixed-e"),
+    "ensembles": (ANY, "each run trains in its own process, cluster.jobs of them at a time"),
+    "cluster.launch_bound_width": (ANY, "each run trains in its own process"),
+    "cluster.latency_us": (ANY, "explain=true leaves out the latency of messages"),
+    "cluster.memory_gb_per_s": (ANY, "explain=true leaves out the time of memory access"),
+    "cluster.half_speed_width": (ANY, "finished runs give the speed of later ones"),
+    "evaluate.batch_tokens": (ANY, "a batch too large for memory is halved; `isoflop evaluate` has --batch-tokens"),
+    "fit.seed": (ANY, "use --seed of `isoflop fit`"),
+    "fit.delta": (ANY, "use --delta of `isoflop fit`"),
+    "fit.tied": (False, "use --tied of `isoflop fit`"),
+    "fit.E": (None, "use --fixed-e of `isoflop fit`"),
     "grid.expected_flops": (2.5e11, "give grid.expected_N, the best N at 2.5e11 FLOPs"),
     "grid.expected_exponent": (0.55, "give grid.expected_N, the best N at 2.5e11 FLOPs"),
-    "grid.first_share": (ANY, "the first round has a fifth of the FLOPs"),
-    "grid.size_tolerance": (ANY, "give grid.tolerance, of the loss"),
+    "grid.first_share": (ANY, "the first round always gets a fifth of the FLOPs"),
+    "grid.size_tolerance": (ANY, "give grid.tolerance, the relative width of the loss's interval"),
     "grid.max_flops": (None, "no run costs more than the largest of grid.budgets"),
-    "grid.round_runs": (ANY, "a round has 16 runs at most"),
-    "grid.target_flops": (None, "give fit.targets, of which the largest is asked about"),
+    "grid.round_runs": (ANY, "a round has at most 16 runs"),
+    "grid.target_flops": (None, "give fit.targets; the largest is used"),
     "tuning.beta2_half_life": (NO_RULE, "give optimizer.beta2"),
     "tuning.eps": (NO_RULE, "give optimizer.eps"),
     "tuning.warmup_tokens": (NO_RULE, "give schedule.warmup_tokens or schedule.warmup_per_parameter"),
 }
-OTHER_VERSION = "use the version that wrote it, or sweep into another folder"
+OTHER_VERSION = "use the version that wrote it, or choose another folder with sweep=NAME"
 
 
 def from_mapping(values: Any, source: object, remedy: str = OTHER_VERSION) -> SweepConfig:
@@ -178,7 +178,7 @@ def from_mapping(values: Any, source: object, remedy: str = OTHER_VERSION) -> Sw
     try:
         values = drop_removed(values, REMOVED) if isinstance(values, dict) else values
         if (kind := values["grid"]["kind"]) not in list(kinds := grid_kinds()):  # it may be a list itself
-            raise KeyError(f"grid.kind is {kind!r}, which is none of {', '.join(kinds)}")
+            raise KeyError(f"grid.kind is {kind!r}, not one of {', '.join(kinds)}")
         base = OmegaConf.structured(SweepConfig(grid=kinds[kind]()))
         result = OmegaConf.to_object(OmegaConf.merge(base, values))
     except (OmegaConfBaseException, TypeError, KeyError) as error:
@@ -208,7 +208,7 @@ def recorded(settings: Mapping[str, Any]) -> Recorded:
         return result
     except (msgspec.ValidationError, UserError) as error:
         reason = str(error).replace("`", "").replace(" - at $", " at config")
-        raise UserError(f"sweep.yaml is not what it must be: {reason}; {OTHER_VERSION}") from None
+        raise UserError(f"sweep.yaml has an invalid value: {reason}; {OTHER_VERSION}") from None
 
 
 @functools.cache

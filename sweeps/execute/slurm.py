@@ -1,7 +1,7 @@
 """A sweep's jobs on SLURM: workers of a shape, two keepers that wait in the queue, and the fit.
 
-`SlurmBackend` submits them; `work`, `keep` and `fit_laws` are what they call. No process on a login node has to live: a
-keeper is a tiny job that begins every `cluster.keeper_seconds`, makes a pass (`controller.py`), and ends.
+`SlurmBackend` submits them; they call `work`, `keep` and `fit_laws`. No process has to stay on a login node: a keeper
+is a tiny job that begins every `cluster.keeper_seconds`, makes a pass (`controller.py`), and ends.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class SlurmBackend:
         limits = slurm_cluster.limits(self.cluster)
         if limits.max_submit is not None and limits.max_submit < LEAST_ROOM:
             raise UserError(
-                f"{limits.max_submit} jobs may be in the queue at once, by cluster.max_submit or SLURM's own limits; "
-                f"it must be {LEAST_ROOM} or more: three keepers, the fit and a worker"
+                f"at most {limits.max_submit} jobs may be in the queue at once, by cluster.max_submit or SLURM's own "
+                f"limits; it must be {LEAST_ROOM} or more: three keepers, the fit and a worker"
             )
         at_once = min(self.cluster.array_parallelism, limits.max_array)
         room = math.inf
@@ -122,7 +122,7 @@ class SlurmBackend:
             self._submit("keeper", shape, call, self._folder("keeper"), light=True, begin=begin)
 
     def start_fit(self) -> bool:
-        """Have the laws fitted if results are newer than the table. Returns True if that was due, or is under way."""
+        """Submit a fit if results are newer than the table. Returns True if one is needed or already in the queue."""
         if any(job.kind == "fit" for job in self.jobs()):
             return True
         newest = max((_written(file) for pattern in RESULTS for file in self.sweep.path.glob(pattern)), default=0.0)
@@ -141,7 +141,7 @@ class SlurmBackend:
         return True
 
     def remember(self, over: bool) -> None:
-        """Write down what was tried how often, and end the keepers of a sweep that is over."""
+        """Save the counts of tries, and end the keepers of a sweep that is over."""
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         write_json(self.sweep.path / "jobs" / MEMORY, self.memory | {"over": over, "when": when})
         if over:
@@ -164,9 +164,9 @@ class SlurmBackend:
         self.started[kind] += len(where.submit(request, call, count))
 
     def _last_words(self, folder: Path, job: str) -> str:
-        """Return the line of a job's log about its end, or that it left none: its node may not see the sweep."""
+        """Return the line of a job's log about its end, or that there is no log."""
         if not (logs := sorted(folder.glob(f"{job}_*log.*"))):
-            return f"it left no log in {folder}: does its node see that folder? All nodes must share it"
+            return f"it left no log in {folder}, which all nodes must share"
         errors = (log.read_text(encoding="utf-8", errors="replace") for log in logs if log.suffix == ".err")
         first = next((message for text in errors if (message := slurm.first_to_end(text)) is not None), None)
         return first or f"see {logs[-1]}"
@@ -187,9 +187,9 @@ def work(launch: Launch) -> None:
 
 
 def keep(sweep_path: str) -> None:
-    """Make one pass as the keeper; more if one fails, or if the queue takes no other keeper.
+    """Make one pass as the keeper; repeat it if it fails, or if no other keeper is in the queue.
 
-    If this one ended then the other would end for the same reason, such as a full disk, and no keeper were left.
+    If a failed keeper ended, the next one would end for the same reason, such as a full disk, and none would be left.
     """
     sweep, pause = SweepDirectory(Path(sweep_path)), 60.0
     while (sweep.path / "plan.json").exists():
@@ -202,7 +202,7 @@ def keep(sweep_path: str) -> None:
         except Exception as error:
             # After any error the sweep must still have a keeper.
             with contextlib.suppress(OSError):
-                print(f"this pass failed, and the next will try again: {error}")
+                print(f"this pass of the keeper failed, and it tries again: {error}")
                 if not isinstance(error, UserError):
                     traceback.print_exc()
         time.sleep(pause)
@@ -235,16 +235,16 @@ def run_pass(sweep: SweepDirectory) -> SlurmBackend:
     backend.memory["over"] = over
     backend.remember(over)
     if over:
-        print("everything has ended")
+        print("all runs and the fit have ended")
     return backend
 
 
 def _try_pass(sweep: SweepDirectory) -> None:
-    """Make a pass as another job, which leaves it to the keeper if it cannot."""
+    """Make a pass as another job; the keeper repeats it if it fails."""
     if not worker.is_in_place(sweep):
         return
     try:
         with sweep.lock(LOCK_SECONDS):
             run_pass(sweep)
     except (UserError, OSError) as error:
-        print(f"what is next is left to the keeper: {error}", flush=True)
+        print(f"this job could not start the next ones, so the keeper will: {error}", flush=True)

@@ -1,7 +1,6 @@
-"""A worker: a job of one shape that claims a task, does it, and claims the next, until none is left that it may take.
+"""A worker: a job of one shape that claims and does one task after the other, until none is left that it may take.
 
-- What ends a run does not end the worker, except with several ranks: a rank that failed may have left the others in
-  a collective.
+- A run that fails does not end the worker, except with several ranks: the others may wait in a collective.
 - Rank 0 claims, holds the lease and writes the journal. It writes each claim into a file that the other ranks follow.
 - A worker on this machine stops when its launcher is gone. A SLURM job that gets the signal to stop saves a
   checkpoint and ends; SLURM requeues it, or the keeper starts another.
@@ -70,7 +69,7 @@ class Launch:
 
 
 class Claims:
-    """What a worker has claimed: a line per task in the folder of its job, which its other ranks follow."""
+    """A worker's claims: a file with a line per task, which its other ranks follow."""
 
     def __init__(self, folder: Path, job: str, restarts: int = 0) -> None:
         self.path = folder / f"{job}-{restarts}.claims"
@@ -106,7 +105,7 @@ class Claims:
         return []
 
     def count(self) -> bool:
-        """Note that a dead worker without claims was counted as a failure. Returns False if it had claims, or was."""
+        """Mark a dead worker as counted. Returns False if it had claimed a run, or was counted before."""
         every_start = self.path.parent.glob(self.path.name.rpartition("-")[0] + "-*.claims")
         text = "".join(path.read_text(encoding="utf-8") for path in every_start)
         if '"run"' in text or '"counted"' in text:
@@ -129,7 +128,7 @@ class Claims:
             time.sleep(POLL_SECONDS)
 
     def _is_abandoned(self) -> bool:
-        """Return whether rank 0 is gone without a word."""
+        """Return whether rank 0 died without writing the end of its claims."""
         try:
             with self.path.open(encoding="utf-8") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -142,12 +141,11 @@ def work(launch: Launch, after_trunk: Callable[[], None] = lambda: None) -> bool
     """Train and score what is free for a worker of this shape; every rank of the job calls it.
 
     Args:
-        launch: what to work on.
-        after_trunk: called after a run that others wait for, so that workers are started for those.
+        launch: the sweep, the shape and the claims folder.
+        after_trunk: called after a run that others branch from, so that workers are started for those.
 
     Returns:
-        Whether this is rank 0 of a worker that has ended by itself, or because its time is nearly over, and not because
-        it was told to stop: then another may be needed.
+        True on rank 0 of a worker that ended by itself or by its time limit: another may be needed.
 
     Raises:
         RunFailed: a run of several ranks failed on one of them.
@@ -285,11 +283,11 @@ class _Worker:
 
 
 def preflight_node(sweep: SweepDirectory, ranks: int = 1) -> None:
-    """Check that this node computes what it should, before the first job of a sweep on its kind trains anything."""
+    """Check this node before the sweep's first job on its kind trains anything."""
     try:
         config, runs = configuration(sweep), [run.config() for run in sweep.runs()]
     except UserError as error:  # which costs no run that can be read
-        print(f"preflight is left out: {error}")
+        print(f"preflight is skipped: {error}")
         return
     if config.preflight:
         for line in check_first_job(sweep, runs, ranks):
@@ -297,10 +295,7 @@ def preflight_node(sweep: SweepDirectory, ranks: int = 1) -> None:
 
 
 def last_start(environment: Mapping[str, str]) -> float:
-    """Return the seconds from now after which a SLURM job would have to give back at once what it begins.
-
-    Read from the job's environment; inf without a limit.
-    """
+    """Return the seconds from now after which a SLURM job should begin no task; inf without a limit."""
     # The difference, because the controller's clock need not be this node's. A worker starts seconds after its job.
     seconds = job_seconds(environment)
     warning = min(MOST_WARNING, seconds / 2)
@@ -316,20 +311,20 @@ def is_in_place(sweep: SweepDirectory) -> bool:
 
 
 def check_shared(path: Path | str) -> SweepDirectory:
-    """Return the sweep directory; UserError if this node does not see it, for the output folder is not shared."""
+    """Return the sweep directory; UserError if this node does not see it."""
     sweep = SweepDirectory(Path(path))
     if not (sweep.path / "plan.json").is_file():
         came_from = os.environ.get("SLURM_SUBMIT_HOST")
-        whence = f", where {came_from} has it" if came_from else ""
+        whence = f" (submitted from {came_from})" if came_from else ""
         raise UserError(
-            f"{sweep.path} holds no plan.json on node {this_node()}{whence}: the output folder is not shared with this "
-            "node; set output_root to a folder that every node sees, or keep the node out with cluster.exclude"
+            f"{sweep.path} has no plan.json on node {this_node()}{whence}: the output folder is not shared with this "
+            "node; set output_root to a folder that every node sees, or exclude the node with cluster.exclude"
         )
     return sweep
 
 
 def _follow(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> None:
-    """Do the part of every other rank in a run: it trains, and leaves lease and journal to rank 0."""
+    """Train a run on a rank other than 0, which leaves lease and journal to rank 0."""
     run.log(f"rank {ranks.rank} of {ranks.size} on {ranks.host}, process {os.getpid()}", ranks.rank)
     ending = train_rank(run, ranks, interrupt)
     try_log(run, ending.state if ending.reason is None else f"{ending.state}: {ending.reason}", ranks.rank)

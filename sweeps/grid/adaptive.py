@@ -60,8 +60,8 @@ class AdaptiveGrid(IsoflopGrid):
         """Return the first round: the largest small isoFLOP grid that FIRST_SHARE of the FLOPs pays for."""
         if self.recipes is not None and len(self.recipes) != 1:
             raise UserError(
-                f"grid.recipes has {len(self.recipes)} recipes; an adaptive grid suggests runs for one law, so it "
-                "takes one"
+                f"grid.recipes has {counted(len(self.recipes), 'recipe')}; it must have one, because an adaptive grid "
+                "suggests runs for one law"
             )
         total, smallest = self.total_flops(base, tuner), self.least_flops(base, tuner)
         for i in range(FIRST_TRIES):
@@ -73,7 +73,7 @@ class AdaptiveGrid(IsoflopGrid):
             if trained_flops(runs) <= FIRST_SHARE * total:
                 return runs
         raise UserError(
-            f"grid.flops_budget is {total:.3g}, of which {FIRST_SHARE:.0%} pay for no first round of "
+            f"grid.flops_budget is {total:.3g}, and {FIRST_SHARE:.0%} of it is too little for a first round of "
             f"{FIRST_BUDGETS} budgets and {FIRST_SIZES} sizes of at least grid.min_steps {self.min_steps} steps; "
             "give more"
         )
@@ -118,7 +118,7 @@ class AdaptiveGrid(IsoflopGrid):
             width_text = f"{width:.2%} of the loss (asked for {self.tolerance:.2%})"
             raise NothingToSuggest(f"the 95 % interval at {standing.target_flops:.3g} FLOPs is {width_text}")
         if number >= self.rounds:
-            raise NothingToSuggest(f"all {self.rounds} rounds are over")
+            raise NothingToSuggest(f"all {counted(self.rounds, 'round')} are done")
         planned = {run["run_id"]: float(run["flops_own"]) for run in sweep.plan()["runs"]}
         present = {run.run_id: run.config() for run in membership.members(sweep)}
         added = [run for name, run in present.items() if name not in planned]
@@ -162,7 +162,7 @@ def round_summary(sweep: SweepDirectory) -> str:
 
     return (
         f"round {len(record['rounds'])}: {counted(len(newest['runs']), 'run')} of {newest['flops']:.3g} FLOPs; the "
-        f"95 % interval of the loss at {newest['target_flops']:.3g} FLOPs is {interval('before')}, and should come to "
+        f"95 % interval of the loss at {newest['target_flops']:.3g} FLOPs is {interval('before')}, and should become "
         f"{interval('expected')}"
     )
 

@@ -1,7 +1,6 @@
 """Base class of all kinds of grid, and the list of kinds.
 
-A kind is a dataclass in a file of this folder: its fields are its config, its methods are what a sweep calls. Only its
-YAML in conf/grid/ names it.
+A kind is a dataclass in a file of this folder, whose fields are its config. Only its YAML in conf/grid/ names it.
 """
 
 from __future__ import annotations
@@ -52,15 +51,12 @@ class GridConfig:
         """Set missing budgets to `budgets` of the cluster, else to those of a probe."""
 
     def notes(self, runs: Sequence[RunConfig], tuner: Tuner) -> list[str]:
-        """Return notes for the user on these planned runs, such as limits of their fit; UserError refuses them."""
+        """Return notes for the user on these planned runs, such as limits of their fit; may raise UserError."""
         return []
 
     def next_round(self, sweep: Any, config: Any) -> bool:
-        """Add runs to a SweepDirectory whose runs have ended. Returns False if the SweepConfig asks for no more.
-
-        The two types are not imported, because both modules import this file.
-        """
-        return False
+        """Add runs to a SweepDirectory whose runs have ended. Returns False if the SweepConfig asks for no more."""
+        return False  # the two types are not imported, because their modules import this one
 
     @classmethod
     def results(cls, sweep: Any) -> dict[str, Any] | None:
@@ -102,4 +98,4 @@ def fit_notes(runs: Sequence[RunConfig], more: Mapping[str, str]) -> list[str]:
     N, D, flops = zip(*((count_parameters(run.model).N_active, run.D, flops_exact(run)) for run in runs), strict=True)
     budgets = [math.nan if run.budget is None else run.budget for run in runs]
     warnings = examine_plan(N, D, flops, budgets, [tokens / unique for tokens in D])
-    return [f"of this plan the fit would say: {warning.message}{more.get(warning.code, '')}" for warning in warnings]
+    return [f"the fit of this plan would warn: {warning.message}{more.get(warning.code, '')}" for warning in warnings]

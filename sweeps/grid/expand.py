@@ -29,7 +29,7 @@ def expand_grid(
     tuner = Tuner(tuning or TuningConfig())
     check_fields(tuner.rules, "tuning.")
     if batch := tuner.rules.batch_tokens.batch:
-        raise UserError(f"tuning.batch_tokens.batch is {batch}; it must be 0, for this rule is the batch's own")
+        raise UserError(f"tuning.batch_tokens.batch is {batch}; it must be 0, because this rule sets the batch")
     points = list[RunConfig]()
     for variant, variant_tuner in [(base, tuner)] if grid.variants is None else _variants(grid, base, tuner):
         variant_runs: Iterable[RunConfig] = grid.runs(variant, variant_tuner)
@@ -51,7 +51,7 @@ def expand_grid(
             validate(run)
             if (other := runs.setdefault(run_id(run), run)).variant != run.variant:
                 same = f"grid.variants.{run.variant} has the same run as {other.variant}, {run_label(other)}"
-                raise UserError(f"{same}; what is compared must share no run")
+                raise UserError(f"{same}; variants must not share a run, so remove one")
     if not runs:
         raise UserError("grid has no runs; give it at least one size and one D")
     for run in runs.values():
@@ -68,19 +68,19 @@ def run_label(run: RunConfig) -> str:
 def _variants(grid: GridConfig, base: RunConfig, tuner: Tuner) -> Iterator[tuple[RunConfig, Tuner]]:
     """Yield the base and each variant, with tuning rules for the fields that the variant does not set."""
     if grid.recipes is not None or not grid.takes_variants:
-        raise UserError("grid.variants goes neither with grid.recipes nor with an adaptive grid; leave one out")
+        raise UserError("grid.variants cannot be combined with grid.recipes or an adaptive grid; leave one out")
     if not isinstance(grid.variants, dict) or not grid.variants or BASE in grid.variants:
         problem = f"grid.variants is {grid.variants!r}; it must map names, other than {BASE}, to overrides"
-        raise UserError(f"{problem}, as {{muon:[optimizer=muon]}}")
+        raise UserError(f"{problem}, such as {{muon:[optimizer=muon]}}")
     yield replace(base, variant=BASE), tuner
     for name, changes in grid.variants.items():
         where, run = f"grid.variants.{name}", copy.deepcopy(replace(base, variant=str(name)))
         if not isinstance(changes, dict) or not changes:
-            raise UserError(f"{where} is {changes!r}; it must be overrides that change a run, as [optimizer=muon]")
+            raise UserError(f"{where} is {changes!r}; it must be overrides that change a run, such as [optimizer=muon]")
         for field, value in dotted(changes):
             if field in ("seed", "tokens") or (field.startswith("data.") and field not in CUT):
                 problem = f"{where} changes {field}; variants share text, tokenizer, D and seeds"
-                raise UserError(f"{problem} (sweep apart what does not, and give both sweeps to `isoflop compare`)")
+                raise UserError(f"{problem}; run a separate sweep, and give both sweeps to `isoflop compare`")
             assign(run, field, value, where)
         keep = [*tuner.rules.keep, *(field for field, _ in dotted(changes))]
         yield run, replace(tuner, rules=replace(tuner.rules, keep=keep))

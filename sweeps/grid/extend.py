@@ -28,24 +28,24 @@ from .tuning import Tuner
 def extend_sweep(sweep: SweepDirectory, overrides: list[str], grid_file: Path | None = None) -> list[str]:
     """Add runs, by `overrides` of the sweep's grid or a YAML file with a whole grid. Returns the new run ids."""
     if bool(overrides) == (grid_file is not None):
-        raise UserError("extend needs what to add: overrides of the grid, such as grid.budgets=[1e19], or --grid FILE")
+        raise UserError("extend needs either overrides of the grid, such as grid.budgets=[1e19], or --grid FILE")
     config = prepare.configuration(sweep)
     grid = _overridden(config, overrides) if grid_file is None else read_grid(grid_file)
     names = add_grid(sweep, config, grid, f"extended by {grid_file or ' '.join(overrides)}")
-    none = f"every run of it is part of {sweep.path} already; nothing was added"
+    none = f"{sweep.path} already has all of these runs; nothing was added"
     print(f"added {counted(len(names), 'run')} to {sweep.path}" if names else none)
     return names
 
 
 def read_grid(file: Path) -> GridConfig:
-    values = read_document(file, dict[str, Any], remedy="--grid takes YAML, a mapping with kind and its fields")
+    values = read_document(file, dict[str, Any], remedy="--grid must be a YAML mapping with kind and its fields")
     if "kind" not in values:
-        raise UserError(f"--grid is {file}, which holds no grid; it must be a mapping with kind and its fields")
+        raise UserError(f"--grid is {file}, which has no kind; it must be a mapping with kind and its fields")
     return as_grid(values, file)
 
 
 def as_grid(values: dict[str, Any], source: object) -> GridConfig:
-    remedy = "correct it; conf/grid/ has one of each kind, with its fields"
+    remedy = "see conf/grid/ for an example of each kind with its fields"
     result = from_mapping({"grid": values}, source, remedy).grid
     assert result is not None
     return result
@@ -68,7 +68,7 @@ def _overridden(config: SweepConfig, overrides: list[str]) -> GridConfig:
     for override in overrides:
         if not override.startswith("grid.") or "=" not in override:
             raise UserError(
-                f"extend was given {override!r}; it must be FIELD=VALUE with a field of the grid, as grid.sizes=[1e5]"
+                f"extend was given {override!r}; it must be FIELD=VALUE of the grid, such as grid.sizes=[1e5]"
             )
     try:
         merged = OmegaConf.merge(OmegaConf.create({"grid": asdict(config)["grid"]}), OmegaConf.from_dotlist(overrides))
@@ -77,7 +77,7 @@ def _overridden(config: SweepConfig, overrides: list[str]) -> GridConfig:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"extend was given {' '.join(overrides)!r}: {reason}") from error
     assert isinstance(plain, dict)
-    return as_grid(plain["grid"], "the grid with what extend was given")
+    return as_grid(plain["grid"], f"the grid with {' '.join(overrides)!r}")
 
 
 def replace_diverged(sweep: SweepDirectory, config: SweepConfig) -> list[str]:

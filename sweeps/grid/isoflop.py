@@ -61,7 +61,7 @@ class IsoflopGrid(GridConfig):
         for budget in sorted(set(self.budgets)):
             if spending(budget, smallest) is None:
                 raise UserError(
-                    f"grid.budgets contains {budget:.3g}, and the smallest model ({N:,} parameters) needs "
+                    f"grid.budgets contains {budget:.3g}, but the smallest model ({N:,} parameters) needs "
                     f"{self.least_flops(base, tuner):.2g} FLOPs for grid.min_steps {self.min_steps}; give at least that"
                 )
             runs = (spending(budget, model) for model in self.models(base.model, budget))
@@ -99,9 +99,7 @@ class IsoflopGrid(GridConfig):
         return expected + count_parameters(adapted).N_active - count_parameters(shape).N_active
 
     def notes(self, runs: Sequence[RunConfig], tuner: Tuner) -> list[str]:
-        """Return the warnings of the fit, with the nearest budgets that avoid them; UserError if a budget has too few
-        sizes for a profile.
-        """
+        """Return the warnings of the fit, with budgets that avoid them; UserError if a budget has too few sizes."""
         from ...fit.checks.doctor import FEW_SIZES, LEAST_SIZES, MANY_EPOCHS
 
         more = {}
@@ -111,7 +109,7 @@ class IsoflopGrid(GridConfig):
         budget = min(sizes, key=lambda budget: (sizes[budget], budget))
         if sizes[budget] < enough:
             near = self._nearest_budget(runs[0], tuner, budget, lambda tried_runs: len(tried_runs) >= enough)
-            more["few_sizes"] = f" At {budget:.2g} FLOPs grid.min_steps leaves some out; {near} would have {enough}."
+            more["few_sizes"] = f" At {budget:.2g} FLOPs grid.min_steps drops some sizes; {near} would have {enough}."
             if sizes[budget] < needed:
                 raise UserError(
                     f"grid.budgets contains {budget:.3g}, at which {sizes[budget]} of {self.sizes} sizes make "
@@ -123,7 +121,7 @@ class IsoflopGrid(GridConfig):
             near = self._nearest_budget(
                 runs[0], tuner, max(sizes), lambda tried_runs: max(run.D for run in tried_runs) <= longest
             )
-            more["repeated_data"] = f" The nearest budget of which no run does is {near} FLOPs; or take more text."
+            more["repeated_data"] = f" The nearest budget that avoids this is {near} FLOPs; or use more text."
         return fit_notes(runs, more)
 
     def _nearest_budget(
@@ -178,6 +176,6 @@ class CurvesGrid(IsoflopGrid):
         long = sum(map(flops_exact, longest.values()))
         separate, ladder = long * sum(shares), long * (1 + runs[0].schedule.decay_share * sum(shares[1:]))
         return [
-            f"averages give about {len(longest) * len(shares)} points of N and D; with a run for each they would take "
-            f"{separate:.2g} training FLOPs, as a ladder of cooldowns from the same long runs {ladder:.2g}"
+            f"averages give about {len(longest) * len(shares)} points of N and D; separate runs would take "
+            f"{separate:.2g} training FLOPs, and a ladder of cooldowns from the same long runs {ladder:.2g}"
         ]

@@ -35,11 +35,12 @@ class ProductGrid(GridConfig):
 
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
         if self.axes is not None and not isinstance(self.axes, dict):
-            raise UserError(f"grid.axes is {self.axes!r}; it must map fields to values, as {{seed:[0,1]}}")
+            raise UserError(f"grid.axes is {self.axes!r}; it must map fields to values, such as {{seed:[0,1]}}")
         axes = dict(dotted(self.axes or {}))
         if not axes:
             raise UserError(
-                "grid.axes is empty; name at least one field and its values, as {optimizer.learning_rate:[4e-3,8e-3]}"
+                "grid.axes is empty; name at least one field and its values, such as "
+                "{optimizer.learning_rate:[4e-3,8e-3]}"
             )
         for name, values in axes.items():
             if not isinstance(values, list) or not values:
@@ -79,14 +80,16 @@ class PointsGrid(GridConfig):
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
         if not isinstance(self.points, list) or not self.points:
             raise UserError(
-                f"grid.points is {self.points!r}; it must be a list of runs, each a mapping as "
+                f"grid.points is {self.points!r}; it must be a list of runs, each a mapping such as "
                 "{tokens:1000000,seed:1}"
             )
         texts = Texts(base)
         for number, point in enumerate(self.points):
             where = f"grid.points[{number}]"
             if not isinstance(point, dict) or not point:
-                raise UserError(f"{where} is {point!r}; it must map fields to values, as {{tokens:1000000,seed:1}}")
+                raise UserError(
+                    f"{where} is {point!r}; it must map fields to values, such as {{tokens:1000000,seed:1}}"
+                )
             run, changes = copy.deepcopy(base), dict(dotted(point))
             for name, value in changes.items():
                 assign(run, name, value, where)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...train.config import ModelConfig, RunConfig, run_id
-from ...train.errors import UserError
+from ...train.errors import UserError, counted
 from ...train.flops import count_parameters, flops_exact, tokens_for_budget
 from ...train.schedule import same_until, trunk_steps
 from .. import prepare
@@ -76,7 +76,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class SuggestedRun:
-    """One run to buy; `narrows` is the share by which it narrows the intervals after the runs before it."""
+    """One run to buy; `narrows`: the share by which it narrows the intervals that the runs before it leave."""
 
     run_id: str
     name: str
@@ -123,7 +123,7 @@ def suggest_runs(
     """Suggest runs to add to a sweep, which may be running.
 
     Args:
-        budget: FLOPs (exact convention) that all new runs may cost together.
+        budget: FLOPs (exact convention) of all new runs together.
         target_flops: Budget whose prediction should improve; default: the largest of fit.targets, else 1000 times the
             largest C.
         seeds: Number of new seeds per size, in addition to the base run's seed.
@@ -188,7 +188,7 @@ def _affordable(
     if not offered or cheapest > budget:
         capped = "" if max_flops is None else f" and max_flops {max_flops:.3g}"
         raise NothingToSuggest(
-            f"budget is {budget:.3g} FLOPs{capped}, and the smallest run worth adding needs {cheapest:.3g}; "
+            f"budget is {budget:.3g} FLOPs{capped}, but the smallest run worth adding needs {cheapest:.3g}; "
             "give at least that"
         )
     return offered
@@ -205,26 +205,26 @@ def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float
     frame = build_table(sweep)
     if (done := int(frame["final"].sum())) <= CONSTANTS:
         raise NothingToSuggest(
-            f"{done} runs of {sweep.path} are done, and the law has {CONSTANTS} constants; at least {CONSTANTS + 1} "
-            "runs must be done before others can be suggested"
+            f"{sweep.path} has {counted(done, 'finished run')}, and the law has {CONSTANTS} constants; at least "
+            f"{CONSTANTS + 1} runs must be done before others can be suggested"
         )
     try:
         table = read_table(frame)
         if len(recipes := split(table)) > 1:
             raise NothingToSuggest(
-                f"{sweep.path} has the data recipes {', '.join(recipes)}; a law is of one, so give it a sweep of one"
+                f"{sweep.path} has the data recipes {', '.join(recipes)}; a law describes one, so give a sweep with one"
             )
         largest = float(table.flops.max())
         target = max(options.targets, default=BEYOND * largest) if target_flops is None else target_flops
         if not largest < target < np.inf:
             raise NothingToSuggest(
-                f"target_flops is {target:.3g}, and the largest run that is done has {largest:.3g}; give more than that"
+                f"target_flops is {target:.3g}; it must be above {largest:.3g}, the FLOPs of the largest finished run"
             )
         groups = resampled_together(table.group, table.run_id, CONSTANTS)
         mixture = FormMixture(_forms(options), min(options.bootstrap, DRAWS) or DRAWS, seed=0)
         mixture.fit(table.N, table.D, table.loss, table.flops, groups, table.weight, table.known_se)
     except InputError as error:
-        raise NothingToSuggest(f"the runs of {sweep.path} that are done give no law with intervals: {error}") from error
+        raise NothingToSuggest(f"the finished runs of {sweep.path} give no law with intervals: {error}") from error
     optimum = mixture.optimal(target, LEVEL)
 
     def estimate(name: str) -> Estimate:
@@ -244,7 +244,8 @@ def _forms(options: FitConfig) -> list[LossLaw] | None:
 
 def print_suggestion(suggestion: Suggestion) -> None:
     out = console()
-    title = f"{len(suggestion.runs)} runs for {suggestion.flops:.3g} of {suggestion.budget:.3g} FLOPs"
+    count = counted(len(suggestion.runs), "run")
+    title = f"{count} for {suggestion.flops:.3g} of {suggestion.budget:.3g} FLOPs"
     columns = ("run", "N", "D", "D/N", "seed", "C", "trains", "shares trunk with", "narrows", "")
     table = plain_table(columns, ("run", "shares trunk with", ""), title)
     for run in suggestion.runs:
@@ -253,7 +254,7 @@ def print_suggestion(suggestion: Suggestion) -> None:
         table.add_row(run.run_id, *size, f"{run.flops:.3g}", f"{run.flops_own:.3g}", *worth)
     out.print(table)
     under = "the mixture of forms" if len(suggestion.forms) > 1 else suggestion.forms[0]
-    when = f"at {suggestion.target_flops:.3g} FLOPs, 95 % intervals now, and as expected after these runs"
+    when = f"95 % intervals at {suggestion.target_flops:.3g} FLOPs, now and as expected after these runs"
     out.print(f"{when}, under {under}:", highlight=False)
     for name, now in suggestion.before.items():
         then = suggestion.after[name]

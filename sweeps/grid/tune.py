@@ -121,8 +121,8 @@ class TuneGrid(GridConfig):
         ratios = self.tokens_per_parameter
         if not self.sizes or not ratios or any(longer < 2 * shorter for shorter, longer in pairwise(ratios)):
             raise UserError(
-                f"grid.sizes is {self.sizes} and grid.tokens_per_parameter is {ratios}; a tune needs a size, and rungs "
-                "that rise at least twofold"
+                f"grid.sizes is {self.sizes} and grid.tokens_per_parameter is {ratios}; a tune needs at least one "
+                "size, and rungs that each at least double the tokens per parameter"
             )
         assert self.flops_budget is not None
         cost = sum(
@@ -132,7 +132,7 @@ class TuneGrid(GridConfig):
         )
         if self.flops_budget < LEAST_RUNS * cost:
             raise UserError(
-                f"grid.flops_budget is {self.flops_budget:.3g}, and this design needs {LEAST_RUNS * cost:.3g} for "
+                f"grid.flops_budget is {self.flops_budget:.3g}, but this design needs {LEAST_RUNS * cost:.3g} for "
                 f"{LEAST_RUNS} runs per size in its first rung; give at least that, or smaller grid.sizes or "
                 "grid.tokens_per_parameter"
             )
@@ -146,10 +146,10 @@ class TuneGrid(GridConfig):
         if longest > MANY_EPOCHS * unique_tokens(runs[0]):
             raise UserError(
                 f"grid.tokens_per_parameter gives the largest of grid.sizes {longest:.3g} tokens, more than "
-                f"{MANY_EPOCHS:g} times the corpus; give less of either, or more text"
+                f"{MANY_EPOCHS:g} times the corpus; lower either field, or use more text"
             )
         total = sum(map(flops_exact, runs)) * sum(ratio / ratios[0] / 2**rung for rung, ratio in enumerate(ratios))
-        return [f"these are the first of {len(ratios)} rungs; all take about {total:.3g} FLOPs"]
+        return [f"these are the runs of the first of {len(ratios)} rungs; all rungs take about {total:.3g} FLOPs"]
 
     def next_round(self, sweep: SweepDirectory, config: SweepConfig) -> bool:
         base, tried = resolved_base(sweep, config), tried_settings(sweep)
@@ -174,7 +174,7 @@ def settings_of(run: RunConfig) -> Settings:
 
 
 def tried_settings(sweep: SweepDirectory) -> Tried:
-    """Return settings and final losses of finished runs, and of runs stopped as hopeless with their expected loss."""
+    """Return settings and final losses of finished runs; runs stopped as hopeless have their expected loss."""
     tried: dict[tuple[int, int], list[Any]] = {}
     for run in members(sweep):
         summary = run.summary() if run.is_done() else None
@@ -200,5 +200,5 @@ def write_tuning(sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any]:
     content["tuning"] = others | fitted["tuning"]
     write_atomic(sweep.path / FILE, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     rules = yaml.safe_dump(fitted["tuning"], sort_keys=False)
-    verdict = f"rules for tuning=law tuning.file={sweep.path / FILE}, which has their intervals:\n{rules}"
+    verdict = f"rules for tuning=law tuning.file={sweep.path / FILE} (intervals are in the file):\n{rules}"
     return {"verdict": verdict, "warnings": fitted["warnings"]}

@@ -1,7 +1,6 @@
-"""`isoflop doctor`: find and repair what killed processes, full disks and lost jobs have left in a sweep.
+"""`isoflop doctor`: find and repair the traces of killed processes, full disks and lost jobs in a sweep.
 
-It is safe while the sweep runs: it takes only free locks, measures age by the file system's clock, removes nothing that
-training could use, and starts nothing.
+It is safe while the sweep runs: it takes only free locks, removes nothing that training could use, and starts nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from ...train.flops import count_parameters
 from ...train.job.failure import Failure
 from ...train.preflight.preflight import FAILED, REPLACED
 from ...train.schedule import trunk_steps
-from ..config import Recorded, recorded
+from ..config import OTHER_VERSION, Recorded, recorded
 from ..runs import membership
 from ..runs.attempts import Policy, unrecorded_steps
 from ..runs.directory import ANEW, OPEN, Busy, RunDirectory, SweepDirectory, now_on, visible_damage, yaml_or_empty
@@ -44,9 +43,9 @@ from ..runs.preflight import read_record
 from ..slurm import commands as slurm
 from ..slurm.jobs import LAUNCH, LaunchFile, Memory, is_unattended, jobs_of
 from ..terminal import say
-from .status import BRING_BACK, fit_failure
+from .status import BRING_BACK, NO_KEEPER, fit_failure
 
-LEAST_BYTES = 500e6  # free disk space below which a fault is reported
+LEAST_BYTES = 500e6  # free disk space below which a fault is reported; chosen by hand
 # Tries to take the lock that its parent process holds; exit code 0: it succeeded, so locks do not work here.
 PROBE = "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 OLD_SECONDS = 600.0  # age after which a temporary file belongs to no running process
@@ -63,7 +62,7 @@ class Fault:
     what: str  # description in one sentence
     where: Path
     mend: Callable[[], object] | None = field(repr=False)  # repairs it; None: only the user can
-    how: str  # what `mend` does, or what the user can do; after the repair, what was done
+    how: str  # a participle for what `mend` does ("removed"), or what the user can do
     severity: str = "error"  # error | note; a note requires no action
     mended: bool = False
 
@@ -90,10 +89,10 @@ def examine_sweep(sweep: SweepDirectory, mend: bool, deep: bool = False) -> list
 def print_faults(sweep: SweepDirectory, faults: list[Fault]) -> None:
     count = Counter[str]()
     for fault in faults:
-        sign = "mended" if fault.mended else "left" if fault.is_left else "note"
+        sign = "repaired" if fault.mended else "not repaired" if fault.is_left else "note"
         say(escape(f"{sign}: {fault.to_dict(sweep)['where']}: {fault.what} ({fault.how})"))
         count[sign] += 1
-    counts = [f"{count[kind]} {kind}" for kind in ("mended", "left") if count[kind]]
+    counts = [f"{count[kind]} {kind}" for kind in ("repaired", "not repaired") if count[kind]]
     print(", ".join(counts) if counts else "nothing else is wrong" if faults else "nothing is wrong")
 
 
@@ -104,7 +103,7 @@ def _settled(fault: Fault, mend: bool) -> Fault:
             fault.mend()
             fault.mended = True
         except (OSError, UserError, Busy) as error:
-            fault.how = f"not mended: {error}"
+            fault.how = f"the repair failed: {error}"
     elif fault.mend is not None:
         fault.how = f"would be {fault.how}"
     return fault
@@ -122,8 +121,8 @@ def _version(sweep: SweepDirectory, settings: Mapping[str, Any]) -> Iterator[Fau
     ours = (("isoflop", "isoflop_version", __version__), ("recipe", "recipe", RECIPE))
     other = [f"{name} {settings[key]}" for name, key, current in ours if settings.get(key, current) != current]
     if other:
-        what = f"{' and '.join(other)} wrote the sweep, and this is {__version__}, recipe {RECIPE}"
-        how = "nothing is mended; use the version that wrote it, or sweep into another folder"
+        what = f"the sweep was written with {', '.join(other)}; this is isoflop {__version__}, recipe {RECIPE}"
+        how = f"nothing is repaired; {OTHER_VERSION}"
         yield Fault("version", what, sweep.path, None, how)
 
 
@@ -141,15 +140,15 @@ def _faults(sweep: SweepDirectory, settings: Mapping[str, Any], deep: bool) -> I
         if run.path.is_dir():
             yield from faults_of(run, policy, deep, bool(config.evaluate.tasks))
         else:
-            yield Fault("run", "the run has no directory", run.path, None, "sweep again to make it")
+            yield Fault("run", "the run has no directory", run.path, None, "start the sweep again to create it")
     yield from _curves_apart(sweep)
     for path in sorted((sweep.path / "runs").glob("*")):
         if path.name not in runs:
-            yield Fault("stranger", "it is in no plan of this sweep", path, None, "it is left as it is", "note")
+            yield Fault("stranger", "it is not a run of this sweep's plan", path, None, "left as it is", "note")
 
 
 def _curves_apart(sweep: SweepDirectory) -> Iterator[Fault]:
-    """Yield runs whose normalised loss curve differs from the others of their D/N: well-tuned runs have one curve."""
+    """Yield runs whose normalised loss curve differs from the others of their D/N: well-tuned runs share one curve."""
     from ... import fit
     from ..results.table import sweep_curves
 
@@ -171,8 +170,8 @@ def _curves_apart(sweep: SweepDirectory) -> Iterator[Fault]:
             continue
         for name, row in collapsed[collapsed["noted"]].iterrows():
             what = (
-                f"its normalised loss curve lies {row['deviation']:.1%} off those of {len(names) - 1} runs of its D/N, "
-                f"which lie {collapsed['deviation'].median():.1%} apart: its settings may not suit it"
+                f"its normalised loss curve deviates by {row['deviation']:.1%} from {len(names) - 1} runs with "
+                f"a similar D/N (median {collapsed['deviation'].median():.1%}); its settings may not suit it"
             )
             how = "see its curve in the report; `isoflop tune --check` tries other settings"
             yield Fault("curve", what, sweep.run(str(name)).path, None, how, "note")
@@ -181,18 +180,18 @@ def _curves_apart(sweep: SweepDirectory) -> Iterator[Fault]:
 def _file_system(sweep: SweepDirectory) -> Iterator[Fault]:
     free = shutil.disk_usage(sweep.path).free
     if free < LEAST_BYTES:
-        yield Fault("disk", f"{free / 1e6:.0f} MB are left on the disk", sweep.path, None, "free some space")
+        yield Fault("disk", f"only {free / 1e6:.0f} MB are free on the disk", sweep.path, None, "free some space")
     if not locks_work(sweep.path):
-        how = "use a file system with locks, as NFS mounted without nolock; until then nothing keeps two jobs apart"
+        how = "use a file system with locks, such as NFS without nolock; until then two jobs may train the same run"
         yield Fault("locks", "two processes can hold the same file lock here", sweep.path, None, how)
 
 
 def _nodes(sweep: SweepDirectory) -> Iterator[Fault]:
-    """Yield the faults that preflight found on each node; see `runs/preflight.py`."""
+    """Yield the faults that preflight found on each node."""
     for host, node in read_record(sweep).nodes.items():
         for finding in (*node.findings, *node.of_kind):
             if finding.outcome in (FAILED, REPLACED):
-                how = "keep it out with cluster.exclude" if finding.outcome == FAILED else "nothing is to be done"
+                how = "exclude it with cluster.exclude" if finding.outcome == FAILED else "no action is needed"
                 severity = "error" if finding.outcome == FAILED else "note"
                 yield Fault("node", f"{host}: {finding.said}", sweep.path / PREFLIGHT, None, how, severity)
 
@@ -218,16 +217,15 @@ def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
 
     for run in _members(sweep):
         if _is_dead(run, policy):
-            what = f"it says running on {run.state().host}, and its process is gone"
+            what = f"its state is running on {run.state().host}, but its process is gone"
             mend = partial(reconcile_idle, run, policy, explain)
-            yield Fault("orphan", what, run.path, mend, "reconciled; it may be tried again")
+            yield Fault("orphan", what, run.path, mend, "reconciled; the run may be retried")
     if on_slurm and not any(unreadable(sweep.path / "jobs" / LAUNCH, "", LaunchFile)):  # see `_files`
         try:
             if is_unattended(sweep, jobs_of(sweep, patience=0.0)):
-                what = "no keeper looks after this sweep: they are gone from SLURM's queue"
-                yield Fault("keepers", what, sweep.path / "jobs", None, BRING_BACK)
+                yield Fault("keepers", NO_KEEPER, sweep.path / "jobs", None, BRING_BACK)
         except UserError as error:
-            yield Fault("slurm", str(error), sweep.path / "jobs", None, "its jobs are not judged", "note")
+            yield Fault("slurm", str(error), sweep.path / "jobs", None, "its jobs were not checked", "note")
 
 
 def _members(sweep: SweepDirectory) -> list[RunDirectory]:
@@ -248,18 +246,18 @@ def _files(sweep: SweepDirectory) -> Iterator[Fault]:
     now = now_on(sweep.path)
     for name in (".", "fit", "jobs", "code", "runs"):
         yield from old_temporaries(sweep.path / name, now)
-    anew = f"removed; isoflop report {sweep.path} makes it anew"
+    anew = f"removed; write it again with `isoflop report {sweep.path}`"
     yield from unreadable(sweep.path / "fit" / "law.json", anew)
-    how = "removed; the next launch writes it again, and jobs in the queue go on"
+    how = "removed; the next launch writes it again, and queued jobs continue"
     yield from unreadable(sweep.path / "jobs" / LAUNCH, how, LaunchFile)
-    yield from unreadable(sweep.path / "jobs" / "keeper.json", "removed; what it counts is counted anew", Memory)
-    stays = "runs that are done stay done"
+    yield from unreadable(sweep.path / "jobs" / "keeper.json", "removed; the fit's tries are counted from 0", Memory)
+    stays = "finished runs stay done"
     for fault in unreadable(sweep.path / membership.ADDED, f"remove it and extend again; {stays}", membership.Added):
         yield replace(fault, mend=None)
     if (table := sweep.path / "table.csv").exists() and not _is_table(table):
         yield Fault("unreadable", "table.csv cannot be read", table, partial(remove, table), anew)
     if (reason := fit_failure(sweep)) is not None:
-        how = f"isoflop report {sweep.path} fits anew, once that is mended"
+        how = f"correct the cause, then fit again with `isoflop report {sweep.path}`"
         yield Fault("fit", f"the fit failed: {reason}", sweep.path / "fit", None, how)
 
 
@@ -292,7 +290,7 @@ def old_temporaries(folder: Path, now: float) -> Iterator[Fault]:
         except OSError:  # renamed just now
             continue
         if age > OLD_SECONDS:
-            what = f"a write was killed {age / 60:.0f} minutes ago and left {path.name}"
+            what = f"a write was interrupted {age / 60:.0f} minutes ago and left {path.name}"
             yield Fault("temporary", what, path, partial(remove, path), "removed")
 
 
@@ -319,7 +317,7 @@ def _config(run: RunDirectory) -> Iterator[Fault]:
     try:
         run.config()
     except UserError as error:
-        yield Fault("config", str(error), run.path / "config.yaml", None, "nothing is done to such a run")
+        yield Fault("config", str(error), run.path / "config.yaml", None, "the run is left as it is")
 
 
 def _state(run: RunDirectory) -> Iterator[Fault]:
@@ -329,12 +327,12 @@ def _state(run: RunDirectory) -> Iterator[Fault]:
         yield Fault("state", "state.json is missing", path, mend, how)
     yield from unreadable(path, how, State, "state", mend)
     if run.state() != record.state:
-        yield Fault("state", f"state.json says {run.state().state}, and the journal does not", path, mend, how)
+        yield Fault("state", f"state.json ({run.state().state}) differs from the journal", path, mend, how)
     asked, state = run.cancel_asked(), record.state.state
     if asked is not None and state == "done":
-        yield Fault("cancel", f"{asked} asked to cancel a run that is done", run.path, run.forget_cancel, "forgotten")
+        yield Fault("cancel", f"{asked} asked to cancel a run that is done", run.path, run.forget_cancel, "withdrawn")
     elif asked is not None and state != "cancelled":
-        what = f"{asked} asked to cancel the run, and no process trains it"
+        what = f"{asked} asked to cancel the run, and no worker is training it"
         yield Fault("cancel", what, run.path, partial(cancel, run, f"cancelled by {asked}"), "cancelled")
 
 
@@ -345,9 +343,9 @@ def _leftovers(run: RunDirectory) -> Iterator[Fault]:
     for name, form in (("failure.json", Failure), ("cancel.json", dict[str, Any])):
         yield from unreadable(run.path / name, "removed", form)
     if (path := run.path / ".reserve").exists():
-        yield Fault("temporary", "disk is set aside for a run that nobody trains", path, run.release, "given back")
+        yield Fault("temporary", "disk is reserved for a run that no worker trains", path, run.release, "released")
     if run.last_sign() is not None and run.state().state != "running":
-        what = "a sign of life is left of a run that nobody trains"
+        what = "a heartbeat is left from a run that is not running"
         yield Fault("heartbeat", what, run.path / "heartbeat", run.forget_signs, "removed")
 
 
@@ -362,7 +360,7 @@ def _lines(run: RunDirectory) -> Iterator[Fault]:
         if bad := len(lines) - len(whole) + (torn != b""):
             text = b"".join(line + b"\n" for line in whole).decode()
             what = f"{counted(bad, 'line')} of {name} cannot be read"
-            yield Fault("torn", what, path, partial(write_atomic, path, text), "cut out; every other line stays")
+            yield Fault("torn", what, path, partial(write_atomic, path, text), "removed; all other lines are kept")
 
 
 def _is_record(line: bytes) -> bool:
@@ -378,53 +376,57 @@ def _checkpoints(run: RunDirectory, deep: bool) -> Iterator[Fault]:
         from ...train.checkpoint.checkpoint import damage
     folder = run.path / "checkpoints"
     for path in sorted(folder.glob(".step_*")):  # the lock is held, so no process is writing one
-        yield Fault("half-written", f"a save was killed and left {path.name}", path, partial(remove, path), "removed")
+        what = f"saving a checkpoint was interrupted and left {path.name}"
+        yield Fault("half-written", what, path, partial(remove, path), "removed")
     final = (run.summary() or {}).get("checkpoint")
     for path in sorted(folder.glob("step_*")):
         if (problem := damage(path)) is None:
             continue
         if run.is_done() and final == f"checkpoints/{path.name}":
             continue  # see `_result`
-        what, how = f"checkpoint {path.name} is damaged: {problem}", "removed; the run goes on from the one before"
+        what, how = f"checkpoint {path.name} is damaged: {problem}", "removed; the run continues from the previous one"
         yield Fault("half-written", what, path, partial(remove, path), how)
 
 
 def _result(run: RunDirectory, evaluated: bool) -> Iterator[Fault]:
     path = run.path / "summary.json"
-    yield from unreadable(path, "removed; the newest checkpoint makes a new one", Summary)
+    yield from unreadable(path, "removed; it is written again from the newest checkpoint", Summary)
     if run.state().state != "done":
         return
     summary = run.summary()
     if summary is None:
-        mend = partial(run.write_event, Planned, reason="its summary was lost, and is made again")
-        how = f"planned again, from its newest checkpoint: isoflop retry {run.path.parent.parent} {run.run_id}"
-        yield Fault("result", "it is done and has no summary", path, mend, how)
+        mend = partial(run.write_event, Planned, reason="its summary was lost and must be written again")
+        how = f"planned again; continue it with `isoflop retry {run.path.parent.parent} {run.run_id}`"
+        yield Fault("result", "the run is done but has no readable summary", path, mend, how)
         return
     if absent := [name for name in NEEDED if name not in summary]:
-        how = "remove it and ask the doctor again; the newest checkpoint makes a new one"
+        how = "remove it and run isoflop doctor again; it is then written again from the newest checkpoint"
         yield Fault("result", f"summary.json lacks {', '.join(absent)}", path, None, how)
     checkpoint = run.path / str(summary.get("checkpoint"))
     problem = visible_damage(checkpoint) if checkpoint.is_dir() else "it is gone"
     if problem is not None:
         needed = evaluated and not (run.path / "eval" / f"step_{summary.get('step')}.json").exists()
         what = f"its last checkpoint cannot be used ({problem})"
-        how = f"its losses stand; to train the run again, remove {path} and ask the doctor again"
+        how = f"its losses remain valid; to train the run again, remove {path} and run isoflop doctor again"
         yield Fault("result", what, checkpoint, None, how, "error" if needed else "note")
 
 
 def _books(run: RunDirectory) -> Iterator[Fault]:
-    """Yield a note if a finished run lacks recorded attempts or metrics, because its folder was removed meanwhile."""
+    """Yield a note if a finished run lacks recorded attempts or metrics."""
     if not run.is_done():
         return
     with suppress(UserError):  # see `_config`
         config = run.config()
         begins = trunk_steps(config) if config.parent is not None else 0
         steps = unrecorded_steps(run.record().attempts, begins, config.steps)
-        lost = [f"the attempts that made {steps} of its {config.steps} steps"] * (steps > 0)
+        # The run's folder was removed and copied back in part.
+        lost = [f"the attempts that trained {steps} of its {config.steps} steps"] * (steps > 0)
         lost += ["metrics.jsonl with its curve"] * (not (run.path / "metrics.jsonl").exists())
         if lost:
-            how = f"its result stands, and hours are counted too few; to train it again, remove {run.path} and retry it"
-            yield Fault("books", f"{' and '.join(lost)} are missing", run.path, None, how, "note")
+            how = (
+                f"its result remains valid, but hours are undercounted; to train it again, remove {run.path} and retry"
+            )
+            yield Fault("books", f"no record of {' and '.join(lost)}", run.path, None, how, "note")
 
 
 def _scores(run: RunDirectory) -> Iterator[Fault]:
@@ -433,7 +435,7 @@ def _scores(run: RunDirectory) -> Iterator[Fault]:
         if not STEP.match(path.stem):
             continue
         if read_json(path) is None:
-            yield from unreadable(path, "removed; the run is scored again when the sweep goes on")
+            yield from unreadable(path, "removed; the run is scored again when the sweep continues")
         elif not done:
-            what = f"eval/{path.name} scores a run that is {run.state().state}"
+            what = f"eval/{path.name} has scores of a run that is {run.state().state}, not done"
             yield Fault("scores", what, path, partial(remove, path), "removed; the run is scored when it is done")

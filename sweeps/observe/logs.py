@@ -54,7 +54,7 @@ def print_newest_lines(sweep: SweepDirectory, follow: bool) -> None:
             print(f"{run.run_id} {states[run.run_id]}: {line}")
     if not shown:
         counts = Counter(states.values())
-        print(f"no run is running or has failed ({', '.join(f'{count} {state}' for state, count in counts.items())})")
+        print(f"no run is running or failed ({', '.join(f'{count} {state}' for state, count in counts.items())})")
     if follow:
         logs = [(f"{run.run_id}: ", run.path / "log.txt") for run in runs]
         _follow(sweep, runs, lambda: logs, from_start=False)

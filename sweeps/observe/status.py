@@ -1,4 +1,4 @@
-"""Show the state of a sweep: counts by state, and each run's step, loss, speed, place and reason; a table or JSON.
+"""Show the state of a sweep and of each run, as a table or JSON.
 
 At most four small files per run are read, so that a thousand runs take a fraction of a second. "Now" is the file
 system's clock, which also dates heartbeats.
@@ -41,7 +41,8 @@ ROWS = 60  # most rows in a file or a pipe
 ORDER = ("running", "failed", "diverged", "preempted", "cancelled", "queued", "planned", "done")
 FOLDED = ("done", "planned", "queued")  # if not all rows fit, these are counted instead of shown, in this order
 STYLES = {"failed": "red", "diverged": "red", "running": "cyan", "preempted": "yellow", "done": "green"}
-BRING_BACK = "isoflop retry brings them back"
+NO_KEEPER = "this sweep has no keeper job in SLURM's queue, so nothing restarts its workers"
+BRING_BACK = "isoflop retry submits new keepers"
 COLUMNS = ("run", "state", "N", "D", "step", "loss", "forecast", "tok/s", "MFU", "ETA", "try", "where", "note")
 NOTE = 30  # width of the note column in a narrow terminal
 # Columns that a narrow terminal leaves out, in this order.
@@ -88,7 +89,7 @@ def fit_failure(sweep: SweepDirectory) -> str | None:
         return None
     newest = _finite(tried.get("newest")) or 0.0
     lost = not law.exists() or law.stat().st_mtime < newest
-    return f"its {tried.get('tries')} jobs ended without a law, as their logs in jobs/ may say" if lost else None
+    return f"{tried.get('tries')} fit jobs ended without a law; see their logs in jobs/" if lost else None
 
 
 def _planned(sweep: SweepDirectory) -> list[Row]:
@@ -280,7 +281,7 @@ def render_status(status: dict[str, Any], out: Console, everything: bool) -> Ren
         totals.append(f"the last run ends in about {describe_seconds(status['eta_seconds'])}")
     lines += [", ".join(totals)] if totals else []
     if status["unattended"]:
-        lines.append(f"no keeper looks after this sweep: they are gone from SLURM's queue; {BRING_BACK}")
+        lines.append(f"{NO_KEEPER}; {BRING_BACK}")
     if status["copy_of"]:
         lines.append(f"this is a copy of {status['copy_of']}, whose workers do not train its runs")
     if status.get("fit_failure"):
@@ -315,7 +316,7 @@ def _table(shown: list[Row], title: str, out: Console) -> Table:
 def fold_rows(rows: list[Row], room: int | None) -> tuple[list[Row], dict[str, int]]:
     """Return the rows that fit in `room` lines with their reasons, and the number of hidden rows by state.
 
-    If even the rows that are neither waiting nor done do not fit, failed and diverged runs get at least half the room.
+    If the rows of running and failed runs do not fit, failed and diverged runs get at least half the room.
     """
     shown = list(rows)
     for state in FOLDED:
@@ -374,7 +375,7 @@ def _note(row: Row) -> str:
         f"waits: {row['waits']}": row["waits"],
         f"retried {row['retries']}x": row["retries"],
         "its attempts are not recorded": row["state"] == "done" and not row["history"],
-        "to be tried again": row["again"],
-        "to be cancelled": row["cancel_asked"],
+        "will be retried": row["again"],
+        "cancel requested": row["cancel_asked"],
     }
     return ", ".join(note for note, holds in notes.items() if holds)

@@ -69,7 +69,7 @@ def print_ways(config: RunConfig, ways: list[Way]) -> None:
         names = (*SETTINGS, "chunks") if best.parallel.chunks != config.parallel.chunks else SETTINGS
         say("use it with: " + " ".join(f"parallel.{name}={getattr(best.parallel, name)}" for name in names))
     else:
-        say(f"nothing fits: the smallest way needs {min(way.memory.peak for way in ways) / 1e9:.3g} GB")
+        say(f"no way fits: the smallest needs {min(way.memory.peak for way in ways) / 1e9:.3g} GB a rank")
 
 
 def explain_runs(runs: list[RunConfig], cluster: ClusterConfig, flops_per_second: float) -> None:

@@ -140,7 +140,7 @@ def sweep_rates(folder: Path, cluster: ClusterConfig, threads: int) -> Calibrati
 
 
 def record_rates(place: str, measured: Iterable[Measured]) -> str | None:
-    """Add measured rates to calibration.json. Returns a sentence if something went wrong, else None."""
+    """Add measured rates to calibration.json. Returns a sentence about a problem, or None."""
     from filelock import FileLock, Timeout  # slow to import, and status needs no lock
 
     measured, file = list(measured), _file()
@@ -153,7 +153,7 @@ def record_rates(place: str, measured: Iterable[Measured]) -> str | None:
             if file.exists() and content is None:
                 aside = file.with_name(f"{file.name}.damaged")
                 os.replace(file, aside)
-                problem = f"{file} was damaged and is now {aside}; estimates start anew from what this sweep measured"
+                problem = f"{file} was damaged and renamed to {aside}; only this sweep's speeds are known now"
             # Updated entries move to the end; the oldest are dropped.
             by_place = (content or {}).get("places", {})
             kinds = by_place.pop(place, {}).get("kinds", {})
@@ -167,7 +167,7 @@ def record_rates(place: str, measured: Iterable[Measured]) -> str | None:
             write_json(file, {"version": 1, "places": dict(list(by_place.items())[-PLACES:])})
             return problem
     except (OSError, Timeout) as error:
-        return f"what was measured could not be added to {file} ({error}); the next estimate does without"
+        return f"the measured speeds could not be added to {file} ({error}), so later estimates do not use them"
 
 
 def _file() -> Path:

@@ -138,8 +138,8 @@ def job_shape(parallel: ParallelConfig, cluster: ClusterConfig, threads: int | N
         room = cluster.ranks_per_node // parallel.tp
         if room < 1:
             raise UserError(
-                f"parallel.tp is {parallel.tp}, and tensor-parallel ranks share a node, of which "
-                f"cluster.ranks_per_node allows {cluster.ranks_per_node}; it must be at most that"
+                f"parallel.tp is {parallel.tp}; it must be at most cluster.ranks_per_node {cluster.ranks_per_node}, "
+                "because tensor-parallel ranks share a node"
             )
         groups = max(divisor for divisor in range(1, room + 1) if whole % divisor == 0)
     return JobShape(

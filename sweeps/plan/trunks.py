@@ -126,10 +126,10 @@ def keep_between(runs: Iterable[RunConfig], every: int | None) -> list[RunConfig
 
 
 def _obstacle(run: RunConfig, begin: int, alike: bool) -> str:
-    """Return why a run cannot branch; `alike`: a longer run has the same steps up to the decay."""
+    """Return why a run cannot branch; `alike`: a longer run has the same steps before the decay."""
     schedule = run.schedule
     if alike:
-        return "what could be the trunk is past the step where they would begin, and has kept no checkpoint of it"
+        return "the possible trunk is past the step where they would begin, and has kept no checkpoint of it"
     if schedule.kind == "cosine":
         return "with schedule.kind cosine the learning rate of every step depends on D; with wsd it would not"
     if begin <= 0:
@@ -137,7 +137,7 @@ def _obstacle(run: RunConfig, begin: int, alike: bool) -> str:
     fixed = schedule.warmup_tokens
     warmup = schedule.warmup_per_parameter if fixed is None else fixed
     return (
-        f"schedule.warmup_max_share {schedule.warmup_max_share:g} cuts a warm-up, which so depends on D; "
+        f"schedule.warmup_max_share {schedule.warmup_max_share:g} shortens a warm-up, which then depends on D; "
         f"from {short(warmup / schedule.warmup_max_share)} {'tokens a parameter' if fixed is None else 'tokens'} on it "
         "does not"
     )
@@ -157,7 +157,7 @@ def _remarks(merged: Sequence[RunConfig], obstacles: Mapping[str, Sequence[RunCo
         named = ", ".join(run.name or run_id(run) for run in runs[:SHOWN])
         more = f" and {len(runs) - SHOWN} more" if len(runs) > SHOWN else ""
         remarks.append(
-            f"{len(runs)} run{'s differ' if len(runs) > 1 else ' differs'} from a longer one in D alone and cannot "
+            f"{len(runs)} run{'s differ' if len(runs) > 1 else ' differs'} from a longer one only in D, but cannot "
             f"branch from it ({named}{more}): {reason}"
         )
     return remarks
@@ -204,11 +204,13 @@ def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
             state = trunk.state()
             reason = "" if state.reason is None else f" ({state.reason})"
             raise NotThere(
-                f"{begins}, which has no checkpoint there and is {state.state}{reason}; sweep again, or give "
+                f"{begins}, which has no checkpoint there and is {state.state}{reason}; start the sweep again, or give "
                 "trunks=false to train every run from its first step"
             )
         if (problem := damage(source)) is not None:
-            raise UserError(f"{begins}, whose checkpoint there is damaged: {problem}; remove {source} and sweep again")
+            raise UserError(
+                f"{begins}, whose checkpoint there is damaged: {problem}; remove {source} and start the sweep again"
+            )
         _begin_metrics(branch, trunk, step)
         how = "linked" if _transplant(source, final) else "copied"
     return f"begins at step {step} of run {trunk.run_id}, whose checkpoint is {how} here"

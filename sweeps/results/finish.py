@@ -1,6 +1,6 @@
 """Write and print the results of a sweep: table.csv, costs, laws and report.
 
-fit/inputs.json records what the results were made from; if that has not changed, nothing is computed again.
+fit/inputs.json records their inputs; if these have not changed, nothing is computed again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def write_results(sweep: SweepDirectory, targets: list[float] | None = None, ane
 
     Args:
         targets: FLOP budgets to extrapolate to; None: those of the sweep's config.
-        anew: Write the results even if they are up to date.
+        anew: Write the results again even if they are up to date.
 
     Raises:
         UserError: no run is done.
@@ -103,7 +103,7 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
     table, curves = write_table(sweep, answers), write_curves(sweep)
     if table.empty:
         raise UserError(
-            f"no run of {sweep.path} is done, so there is nothing to fit; see `isoflop status {sweep.path}`"
+            f"no run of {sweep.path} is done, so there is nothing to fit yet; see `isoflop status {sweep.path}`"
         )
     costs = account(sweep)
     write_json(sweep.path / COSTS, costs)
@@ -215,7 +215,7 @@ def print_law(law: dict[str, Any], name: str) -> None:
     for line in law.get("recipes_compared", []):
         say(escape(line))
     for suspect in law.get("suspects", []):
-        say(f"  may be why: {escape(suspect)}")
+        say(f"  possible reason: {escape(suspect)}")
     for warning in law.get("warnings", []):
         say(f"[yellow]{warning['code']}[/]: {escape(warning['message'])}")
 
@@ -256,7 +256,7 @@ def cost_lines(costs: dict[str, Any]) -> list[str]:
         f"{price} (planned: {costs['planned']['hours']:.3g})"
     )
     if (error := costs["error"]) is not None:
-        source = f"{costs['measured_runs']} measured runs" if costs["measured_runs"] else "an assumed speed"
+        source = counted(costs["measured_runs"], "measured run") if costs["measured_runs"] else "an assumed speed"
         head += f"; training took {error['ratio']:.2f} times its estimate from {source}"
     wasted, waste = costs["wasted"], "nothing was wasted"
     if wasted["hours"] > 0:
@@ -267,5 +267,5 @@ def cost_lines(costs: dict[str, Any]) -> list[str]:
         more = f" and {rest} more cause{'s' * (rest > 1)}" if rest > 0 else ""
         waste += f"; attempts that ended early: {', '.join(ended[:SHOWN])}{more}"
     if few := costs.get("unrecorded"):
-        waste += f"; the attempts of {counted(few, 'run')} are not recorded, so these hours are too few"
+        waste += f"; the attempts of {counted(few, 'run')} are not recorded, so hours are undercounted"
     return [head, f"{waste}; {costs['retries']} of {costs['retry_budget']} retries used"]

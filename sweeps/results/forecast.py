@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from ...train.config import RunConfig, canonical_json
-from ...train.errors import UserError
+from ...train.errors import UserError, counted
 from ...train.files import file_sha256, read_document, read_json, write_json
 from ...train.flops import count_parameters
 from ...train.schedule import learning_rate_factor
@@ -78,8 +78,8 @@ class Outcome:
 def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, str]]:
     """Forecast the final losses of running runs. Returns the forecasts, and the reasons for missing ones by run id.
 
-    A run has few held-out losses, so smoothed training losses are extrapolated; finished runs give the ratio of the
-    final held-out loss to the smoothed training loss.
+    A run has few held-out losses, so smoothed training losses are extrapolated, and multiplied by the ratio of
+    held-out to training loss at the end of finished runs.
     """
     from ... import fit
 
@@ -103,12 +103,13 @@ def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, s
     trained = curves.groupby("run_id")["loss"].last()
     gaps = [math.log(loss / trained[name]) for name, loss in last.items() if name in trained]
     if len(gaps) < LEAST:
-        return [], dict.fromkeys(under_way, f"{len(gaps)} runs are done; it learns from {LEAST} or more")
+        few = f"{counted(len(gaps), 'run is', 'runs are')} done, and at least {LEAST} are needed"
+        return [], dict.fromkeys(under_way, few)
     shift, scatter = statistics.mean(gaps), QUANTILE * statistics.stdev(gaps)
     predicted = fit.forecast_final(curves.drop(columns="val_loss"), planned, LEVEL)
     forecasts, without = [], {}
     for run_id, config in under_way.items():
-        row: Any = predicted.loc[run_id] if run_id in predicted.index else {"reason": "its last step is taken"}
+        row: Any = predicted.loc[run_id] if run_id in predicted.index else {"reason": "its last step is done"}
         if row["reason"]:
             without[run_id] = str(row["reason"])
             continue
@@ -138,7 +139,7 @@ def latest_forecasts(sweep: SweepDirectory, now: float) -> tuple[dict[str, list[
     if latest is None:
         return {}, {}
     notes = {
-        run: f"its forecast left the {low:.3f} to {high:.3f} of its first one"
+        run: f"its forecast left the interval {low:.3f} to {high:.3f} of its first one"
         for run, (_, low, high) in (latest.get("first") or {}).items()
         if run in latest["runs"] and not low <= latest["runs"][run][0] <= high
     }
@@ -162,7 +163,7 @@ def forecast_target(sweep: SweepDirectory, target: str) -> Forecast:
     if (path / "config.yaml").is_file():
         run = RunDirectory(path)
         if run.is_done():
-            raise UserError(f"--target is {target}, a run that is done; a forecast is of a run whose loss is not known")
+            raise UserError(f"--target is {target}, a run that is done; give a run that is not")
         config = run.config()
         run_id, N, D = run.run_id, float(count_parameters(config.model).N_active), float(config.D)
     elif "=" in target:
@@ -188,9 +189,9 @@ def _best_size(sweep: SweepDirectory, target: str) -> tuple[float, float]:
     with suppress(ValueError):
         flops = float(target)
     if not 0 < flops < math.inf:
-        raise UserError(f"--target is {target!r}, which is no run directory; else give N=7e8,D=1.4e10 or FLOPs")
+        raise UserError(f"--target is {target!r}; it must be a run directory, N=7e8,D=1.4e10, or a budget in FLOPs")
     if not (law := sweep.path / "fit" / "law.json").exists():
-        raise UserError(f"{sweep.path} has no law yet; see `isoflop status {sweep.path}`, or state N=..,D=..")
+        raise UserError(f"{sweep.path} has no law yet; see `isoflop status {sweep.path}`, or give N=..,D=..")
     best = fit.answer(law, [flops])["optimal"][0]
     return float(best["N"]), float(best["D"])
 
@@ -211,16 +212,14 @@ def check_run(sweep: SweepDirectory, name: str) -> None:
     """Save a finished run's result with its sealed forecasts; the run is a directory, or a run id of the sweep."""
     run = RunDirectory(Path(name)) if Path(name).is_dir() else sweep.run(name)
     if not run.is_done():
-        raise UserError(
-            f"--check is {name!r}; it must be a run that is done: a run directory, or a run id of the sweep"
-        )
+        raise UserError(f"--check is {name!r}; it must be a finished run: a run directory, or a run id of the sweep")
     outcome, sealed = _outcome(run), _sealed(sweep)
     matching = [forecast for forecast in sealed if _is_of(forecast, outcome)]
     if not matching:
         described = ", ".join(f"N {short(forecast.N)} D {short(forecast.D)}" for forecast in sealed) or "none"
         raise UserError(
-            f"--check is {name!r} with N {short(outcome.N)} and D {short(outcome.D)}, of which there is no sealed "
-            f"forecast; sealed are: {described}"
+            f"--check is {name!r} with N {short(outcome.N)} and D {short(outcome.D)}, which has no sealed forecast; "
+            f"sealed are: {described}"
         )
     for forecast in matching:
         write_json(sweep.path / FOLDER / f"{forecast.digest[:12]}{OUTCOME}", asdict(outcome))
@@ -259,7 +258,7 @@ def ledger(sweep: SweepDirectory) -> list[dict[str, Any]]:
         if forecast.own_digest() != forecast.digest:
             row["fault"] = "it was altered after it was sealed"
         elif outcome is not None and outcome.ended <= forecast.made:
-            row["fault"] = "it was sealed when the run had ended"
+            row["fault"] = "it was sealed after the run had ended"
         elif outcome is not None:
             row |= {"error": forecast.loss / outcome.loss - 1, "inside": forecast.low <= outcome.loss <= forecast.high}
         rows.append(row)
@@ -281,13 +280,13 @@ def print_forecasts(result: dict[str, Any]) -> None:
             )
         console().print(table)
     for run_id, reason in result["without"].items():
-        say(f"{run_id}: no forecast, for {reason}")
+        say(f"{run_id}: no forecast, because {reason}")
     for forecast in forecasts:
         if forecast["digest"]:
-            say(f"sealed {forecast['made']}, SHA-256 {forecast['digest']}: publish it, and the date is proved")
+            say(f"sealed {forecast['made']}, SHA-256 {forecast['digest']}: publish this hash to prove the date")
     if not (rows := result["ledger"]):
         return
-    table = plain_table(("sealed", "N", "D", "forecast", "came to", "error", ""), ("sealed", ""), "ledger")
+    table = plain_table(("sealed", "N", "D", "forecast", "result", "error", ""), ("sealed", ""), "ledger")
     for row in rows:
         came = "" if row["outcome"] is None else f"{row['outcome']['loss']:.4f}"
         error = "" if row["error"] is None else f"{row['error']:+.2%}"
@@ -295,7 +294,7 @@ def print_forecasts(result: dict[str, Any]) -> None:
         table.add_row(row["made"], short(row["N"]), short(row["D"]), _interval(row), came, error, held)
     console().print(table)
     if judged := [row["inside"] for row in rows if row["inside"] is not None]:
-        say(f"{sum(judged)} of {len(judged)} intervals held")
+        say(f"{sum(judged)} of {counted(len(judged), 'interval')} held")
 
 
 def _interval(forecast: dict[str, Any]) -> str:

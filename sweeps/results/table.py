@@ -106,7 +106,7 @@ def _rows(run: RunDirectory, planned: dict[str, Any]) -> Iterator[dict[str, Any]
     summary, scored = run.summary() or {}, evaluations(run)
     if absent := [name for name in NEEDED if name not in summary]:
         raise UserError(
-            f"{run.path / 'summary.json'} lacks {', '.join(absent)}; remove it, and `isoflop doctor` has it made anew"
+            f"{run.path / 'summary.json'} lacks {', '.join(absent)}; remove it, run `isoflop doctor`, and retry the run"
         )
     last = summary["step"]
     row = _row(run, planned, summary)
@@ -195,8 +195,8 @@ def sweep_curves(sweep: SweepDirectory, only: Container[str] | None = None) -> p
     """Return the loss curves of a sweep's runs: a row per run and step.
 
     Has all validated steps of a run and about CURVE_ROWS others, evenly spread; a branch has its trunk's steps too.
-    Columns: `lr` at that step, `batch` in sequences, `N` as in the table, `loss` (smoothed training loss), `val_loss`
-    (empty if the step was not validated), and val_loss_ema_0.1 and others for averages of the weights.
+    Columns: `lr`, `batch` in sequences, `N` as in the table, `loss` (smoothed training loss), `val_loss` (empty if the
+    step was not validated), and val_loss_ema_0.1 and others for averages of the weights.
 
     Args:
         only: Ids of the runs to return; None: all runs of the plan.

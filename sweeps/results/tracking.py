@@ -1,8 +1,8 @@
 """Send a sweep to wandb: the lineage of its runs, its results as a separate run, and runs tracked offline.
 
-Runs are sent from isoflop's own files, line by line from the server's last step, so that nothing is sent twice. `wandb
-sync` (0.31) is not used: it stops at the torn file of a killed attempt, sends nothing of a batch with an empty file,
-exits with 0 in both cases, and waits forever for a silent server.
+Runs are sent from isoflop's own files from the server's last step on, so that nothing is sent twice. `wandb sync`
+(0.31) is not used: it stops at the torn file of a killed attempt, sends nothing of a batch with an empty file, exits
+with 0 in both cases, and waits forever for a silent server.
 """
 
 from __future__ import annotations
@@ -172,9 +172,9 @@ def sync_sweep(sweep: SweepDirectory, progress: Callable[[str], None] = print) -
     if not tracked:
         raise UserError(f"{sweep.path} has nothing to send: none of its runs has trained with tracker=wandb")
     if not logged_in():
-        raise UserError(f"nobody is logged in at {server()}; run `wandb login`, or set WANDB_API_KEY, and sync again")
+        raise UserError(f"no user is logged in at {server()}; run `wandb login` or set WANDB_API_KEY, then sync again")
     if (silence := unreachable()) is not None:
-        raise UserError(f"{silence}; sync again when it does")
+        raise UserError(f"{silence}; sync again later")
     sent, waiting = 0, list[RunDirectory]()
     for run in tracked:
         pushed = {"step": -1, "finished": None, "scores": 0} | (read_json(run.path / PUSHED) or {})
@@ -187,13 +187,13 @@ def sync_sweep(sweep: SweepDirectory, progress: Callable[[str], None] = print) -
             try:
                 for future in as_completed(runs):
                     sent += future.result()
-                    end = f"was sent, {sent} of {len(waiting)}" if future.result() else "is to go on and was left alone"
+                    end = f"was sent, {sent} of {len(waiting)}" if future.result() else "is unfinished and was skipped"
                     progress(f"run {runs[future].run_id} {end}")
             finally:
                 pool.shutdown(cancel_futures=True)  # if one fails, the others would too
         push_results(sweep, _refuse, mode="online", directory=folder)
     if not waiting:
-        progress("wandb has every run already")
+        progress("wandb already has every run")
     return sent
 
 

@@ -1,8 +1,8 @@
-"""Attempts at a run, and whether another follows: causes, budgets of retries, and the work that was wasted. Pure.
+"""Attempts at a run, and whether another follows: causes, budgets of retries, and wasted work. Pure.
 
 - Failures that are not the run's own fault are retried within a budget per run and one per sweep, after a pause that
-  doubles. What would only happen again (bad input, an exception, a divergence) is not.
-- Being told to stop counts against `max_requeues` alone.
+  doubles. Failures that would happen again (bad input, an exception, a divergence) are not.
+- Interruptions count against `max_requeues` only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MARGIN_SECONDS = 10.0  # beyond three periods without a sign of life, for a file
 
 @dataclass(frozen=True)
 class Policy:
-    """How much is tried again, and when a run counts as dead; travels in the arguments of jobs."""
+    """How often runs are retried, and when a run counts as dead."""
 
     max_requeues: int = 20  # times that a run may be told to stop and go on
     retries: int = 3  # per run, for what was not its own fault
@@ -87,7 +87,7 @@ class Decision:
 
 
 def decide(attempts: Sequence[Attempt], policy: Policy, spent: int, now: float) -> Decision:
-    """Return whether a run is tried again after its attempts, oldest first, if the sweep has `spent` retries."""
+    """Return whether a run is retried after its attempts, oldest first; `spent` counts the sweep's retries so far."""
     if not attempts:
         return Decision(True, 0.0, (), "it has not begun")
     last = attempts[-1]
@@ -100,29 +100,29 @@ def decide(attempts: Sequence[Attempt], policy: Policy, spent: int, now: float) 
     if last.cause in INTERRUPTED:
         stops = sum(attempt.cause in INTERRUPTED for attempt in attempts)
         if stops > policy.max_requeues:
-            limit = f"{policy.max_requeues} requeues, all that cluster.max_requeues allows"
-            return no(f"it had to stop again after {limit}")
-        return Decision(True, 0.0, avoid, f"it was stopped, and goes on (requeue {stops} of {policy.max_requeues})")
+            limit = f"cluster.max_requeues={policy.max_requeues}"
+            return no(f"it was interrupted more often than {limit} allows")
+        return Decision(True, 0.0, avoid, f"it was stopped and continues (requeue {stops} of {policy.max_requeues})")
     if last.cause == "memory":
         if sum(attempt.cause == "memory" for attempt in attempts) > 1:
-            return no("its memory ran out with the smaller micro-batch too")
-        return Decision(True, 0.0, avoid, "its memory ran out, and it continues with a smaller micro-batch")
+            return no("it ran out of memory with the smaller micro-batch too")
+        return Decision(True, 0.0, avoid, "it ran out of memory, and continues with a smaller micro-batch")
     if last.cause not in RETRIED:
-        return no(f"what ended it ({last.cause}) would only happen again" if last.cause != "done" else "it is done")
+        return no(f"a retry would end the same way ({last.cause})" if last.cause != "done" else "it is done")
     failures = sum(attempt.cause in RETRIED for attempt in attempts)
     if failures > policy.retries:
-        return no(f"it has had {policy.retries} retries, all that cluster.retries allows")
+        return no(f"it has used its retries (cluster.retries={policy.retries})")
     if spent >= policy.sweep_retries:
-        return no(f"the sweep has had {spent} retries, all that cluster.sweep_retries allows")
+        return no(f"the sweep has used its retries (cluster.sweep_retries={policy.sweep_retries})")
     pause = min(LONGEST_WAIT, policy.backoff_seconds * 2.0 ** min(failures - 1, 64))
     wait = min(pause, max(0.0, last.ended + pause - now))
     return Decision(True, wait, avoid, f"retry {failures} of {policy.retries} after {last.cause}")
 
 
 def with_waste(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """Return the same attempts with `flops_wasted` as it follows from all of them.
+    """Return the attempts with `flops_wasted` filled in.
 
-    Wasted are the steps that a later attempt made again, those of the last one after its newest checkpoint, and all
+    Wasted are steps that a later attempt repeated, steps of the last attempt after its newest checkpoint, and all
     steps of a run that diverged.
     """
     if not attempts:
@@ -141,5 +141,5 @@ def with_waste(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 
 def unrecorded_steps(attempts: Sequence[Attempt], begins: int, ends: int) -> int:
-    """Return the steps from `begins` to `ends` of which no attempt knows, as after a run's folder was removed."""
+    """Return the number of steps from `begins` to `ends` without a recorded attempt."""
     return max(0, min((attempt.first_step for attempt in attempts), default=ends) - begins) if ends > begins else 0

@@ -71,7 +71,7 @@ class RunDirectory:
                 self._write_config(config)
         except Busy as error:
             raise UserError(
-                f"{error}, and until it ends its settings such as parallel.* stay as they are; stop it, or wait"
+                f"{error}; settings such as parallel.* cannot change while it trains, so cancel it or wait for its end"
             ) from error
 
     def _write_config(self, config: RunConfig) -> None:
@@ -85,19 +85,19 @@ class RunDirectory:
             described = run_id(config)
         except (UserError, ValueError) as error:  # of a value that is infinite or no number there is no id
             raise UserError(
-                f"{path} cannot be read as a run's config ({error}); remove the run directory and sweep again"
+                f"{path} cannot be read as a run's config ({error}); remove the run directory and start the sweep again"
             ) from error
         if described != self.run_id:
             raise UserError(
-                f"{path} describes run {described} and not {self.run_id}; it was edited or written by another "
-                "version, so remove the run directory and sweep again"
+                f"{path} describes run {described} and not {self.run_id}; it was edited, or written by another "
+                "version, so remove the run directory and start the sweep again"
             )
         return config
 
     def state(self) -> State:
-        """Return the run's state, by the view of its journal, or by the journal if the view is missing, torn or old.
+        """Return the run's state from state.json, or from the journal if state.json is missing, torn or older.
 
-        The view is older than the journal if a full disk or a kill kept it from being written after an event.
+        It is older than the journal if a full disk or a kill prevented its update after an event.
         """
         view = self.path / VIEW
         with suppress(UserError, OSError):
@@ -138,11 +138,11 @@ class RunDirectory:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
 
     def ask_cancel(self, by: str, expected_loss: float | None = None) -> None:
-        """Ask the worker of the run to save and stop; `expected_loss` is given for a run that can no longer win."""
+        """Ask the worker of the run to save and stop; `expected_loss`: of a run that can no longer win."""
         write_json(self.path / CANCEL, {"by": by, "at": now_on(self.path), "expected_loss": expected_loss})
 
     def given_up(self) -> float | None:
-        """Return the final loss expected of a run that was stopped because it can no longer win, else None."""
+        """Return the expected final loss of a run that was stopped as hopeless, else None."""
         if self.state().state != "cancelled":
             return None
         return (read_json(self.path / CANCEL) or {}).get("expected_loss")
@@ -151,7 +151,7 @@ class RunDirectory:
         """Return the user who asked to cancel the run, if any."""
         if not (self.path / CANCEL).exists():
             return None
-        return str((read_json(self.path / CANCEL) or {}).get("by", "somebody"))
+        return str((read_json(self.path / CANCEL) or {}).get("by", "a user"))
 
     def forget_cancel(self) -> None:
         (self.path / CANCEL).unlink(missing_ok=True)
@@ -186,7 +186,7 @@ class RunDirectory:
         return sorted(int(name) for name in names if name.isdigit())
 
     def newest_checkpoint(self) -> int | None:
-        """Return the step of the newest checkpoint whose files have the manifest's sizes. The trainer checks hashes."""
+        """Return the step of the newest checkpoint whose files have the right sizes. The trainer checks hashes."""
         folders = {step: self.path / "checkpoints" / f"step_{step}" for step in reversed(self.saved_steps())}
         return next((step for step, folder in folders.items() if visible_damage(folder) is None), None)
 
@@ -255,7 +255,7 @@ class SweepDirectory:
         except OSError as error:
             raise UserError(
                 f"output_root is {str(self.path.parent)!r}, which cannot be written ({error.strerror or error}); "
-                "name a folder that can"
+                "name another folder"
             ) from error
 
     def copied_from(self) -> SweepDirectory | None:
@@ -290,7 +290,7 @@ def visible_damage(checkpoint: Path) -> str | None:
     for name, entry in manifest.items():
         try:
             if (checkpoint / name).stat().st_size != entry["bytes"]:
-                return f"{name} has another size than its manifest says"
+                return f"the size of {name} differs from its manifest"
         except (OSError, ValueError, KeyError, TypeError):
             return f"{name} is missing"
     return None
@@ -324,7 +324,7 @@ def inside_job() -> bool:
 
 
 def job_id() -> str:
-    """Return the id of this job, `array_task` for a task of an array; the process id outside SLURM."""
+    """Return the id of this job, `array_task` in an array; the process id outside SLURM."""
     if not inside_job():
         return os.environ.get("SUBMITIT_LOCAL_JOB_ID") or str(os.getpid())
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
@@ -369,7 +369,7 @@ def lock_token(path: Path) -> str:
 
 
 def _locked(path: Path, timeout: float, what: str) -> AbstractContextManager[object]:
-    """Take a file lock until the end of the block, and write its owner into a second file."""
+    """Take a file lock, and write its owner into a second file."""
     from filelock import FileLock, Timeout
 
     owner_file, lock = path.with_name(path.name + ".owner"), FileLock(path)

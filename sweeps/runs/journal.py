@@ -1,7 +1,7 @@
 """A run's journal: each event is one line of runs/<run_id>/events.jsonl, and the run's state is a fold over them.
 
 - Only the process that holds the run's lock appends, and a line is written whole or not at all.
-- `fold` is pure. state.json is its view for users and scripts, rewritten after every event.
+- state.json shows the current state to users and scripts, and is rewritten after every event.
 - Earlier versions kept attempts.jsonl, attempt.json and state.json; the first event of such a run adopts them.
 """
 
@@ -152,7 +152,7 @@ class RunRecord:
 
 
 def fold(events: Iterable[Event], before: RunRecord) -> RunRecord:
-    """Return what a run's events, oldest first, make of the record `before` them. Pure."""
+    """Apply a run's events, oldest first, to the record `before` them. Pure."""
     for event in events:
         before = _apply(before, event)
     return replace(before, attempts=tuple(with_waste(before.attempts)))
@@ -232,15 +232,12 @@ def read_event(line: bytes) -> Event | None:
 
 
 def append(folder: Path, *events: Event, flush: bool = False) -> RunRecord:
-    """Append events to a run's journal, and rewrite state.json; the caller holds the run.
+    """Append events to a run's journal, all or none, and rewrite state.json; the caller holds the run.
 
     Args:
         folder: the run's directory.
-        events: oldest first; written together or not at all.
+        events: oldest first.
         flush: wait for the disk, so that a power cut loses none of them.
-
-    Returns:
-        What the journal says from now on.
 
     Raises:
         OSError: the events could not be written, and the journal is as before.

@@ -1,10 +1,9 @@
-"""The lease of a run: the lock and the signs of life of the worker that trains it, and what its journal then says.
+"""The lease of a run: the lock and the signs of life of the worker that trains it.
 
-- A worker that dies loses its lock at once, by the kernel. If a file system carries no locks from node to node, its
+- A worker that dies loses its lock at once, by the kernel. If a file system does not carry locks between nodes, its
   signs of life (runs/<run_id>/heartbeat) still keep others away until they are too old.
-- A run whose worker is gone is reconciled by the next process that takes its lock: the journal gets the line that the
-  worker could not write. A process that fails writes its reason into failure.json; SLURM's account of the
-  job counts if that is more definite.
+- A run whose worker is gone is reconciled by the next process that takes its lock: it writes the end of the attempt to
+  the journal. The reason comes from failure.json, or from SLURM if that is more definite.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Death:
 
 
 KILLED = Death("killed", "its worker was killed")
-UNWRITTEN = Death("disk", "how it ended could not be written")
+UNWRITTEN = Death("disk", "the end of the attempt could not be recorded, as on a full disk")
 Explain = Callable[[Started], Death]  # why the process of an attempt under way is gone
 
 
@@ -51,10 +50,10 @@ Explain = Callable[[Started], Death]  # why the process of an attempt under way 
 def hold(
     run: RunDirectory, job: str, policy: Policy, explain: Explain = lambda start: KILLED
 ) -> Iterator[RunRecord | None]:
-    """Hold a run while this process trains it: its journal gets the beginning, and `conclude` writes the end.
+    """Hold a run while this process trains it, and record that the attempt begins; `conclude` records its end.
 
     Yields:
-        What the journal says once the attempt has begun; None if there is nothing to do.
+        The run's record once the attempt has begun; None if there is nothing to do.
 
     Raises:
         Busy: another process trains the run.
@@ -91,12 +90,12 @@ def hold_idle(run: RunDirectory, policy: Policy) -> Iterator[None]:
     with run.lock(timeout=0.0):
         start = run.record().open
         if start is not None and start.machine != socket.gethostname() and not is_silent(run, policy):
-            raise Busy(f"run {run.run_id} gives signs of life on {start.host}")
+            raise Busy(f"run {run.run_id} has a recent heartbeat from {start.host}")
         yield
 
 
 def begin(run: RunDirectory, record: RunRecord, job: str | None, node: str | None) -> RunRecord:
-    """Write that an attempt begins, in a job on a node, or that it was to begin and had no node; see `hold`."""
+    """Record that an attempt begins; `node` is None for a worker that died before it claimed the run."""
     first_step = run.newest_checkpoint() or 0
     values: dict[str, Any] = {"metrics_bytes": _size(run.path / "metrics.jsonl"), "first_step": first_step}
     with contextlib.suppress(UserError):  # a config that cannot be read ends the attempt
@@ -113,7 +112,7 @@ def begin(run: RunDirectory, record: RunRecord, job: str | None, node: str | Non
 
 
 def conclude(run: RunDirectory, ending: Ending, at_fault: Sequence[str] = (), ended: float | None = None) -> RunRecord:
-    """Write how the attempt under way ended: now, or at the time `ended`; the caller holds the run.
+    """Record how the current attempt ended, now or at the time `ended`; the caller holds the run.
 
     If the disk is full the attempt stays open, and the next process that holds the run reconciles it.
     """
@@ -145,7 +144,7 @@ def conclude(run: RunDirectory, ending: Ending, at_fault: Sequence[str] = (), en
 
 
 def reconcile(run: RunDirectory, explain: Explain = lambda start: KILLED) -> RunRecord:
-    """Write how an attempt ended whose process is gone; the caller holds the run."""
+    """Record the end of an attempt whose process is gone; the caller holds the run."""
     record = run.record()
     if (start := record.open) is None:
         return record
@@ -180,7 +179,7 @@ def charge(run: RunDirectory, policy: Policy, job: str, death: Death) -> None:
 
 
 def cancel(run: RunDirectory, reason: str) -> None:
-    """Write that a run is cancelled; the caller holds it."""
+    """Record that a run is cancelled; the caller holds it."""
     run.write_event(Cancelled, flush=True, reason=reason)
     run.log(reason)
 
@@ -192,7 +191,7 @@ def cancel_idle(run: RunDirectory, by: str, policy: Policy) -> bool:
             run.forget_cancel()
             return False
         before = reconcile(run, lambda start: Death("killed", "its process was killed")).state
-        history = f", and had {before.state} before: {before.reason}" if before.reason else ""
+        history = f" (it was {before.state} before: {before.reason})" if before.reason else ""
         cancel(run, f"cancelled by {by}{history}")
         return True
 

@@ -1,10 +1,9 @@
 """A thread that gives signs of life of the run that this process trains, and ends a process that hangs.
 
-- A sign is the time of change of `runs/<run_id>/heartbeat`. Its age is measured by the file system's clock, so the
-  clocks of nodes may differ by hours.
-- A process that is frozen or killed stops giving signs; one whose main thread is stuck still gives them, so the thread
-  also watches for steps. What has none (the first compile) must fit into `hang_seconds`.
-- A thread cannot wake the main one, so it writes down how the run ended and ends the process.
+- A sign is the modification time of `runs/<run_id>/heartbeat`, by the file system's clock: clocks of nodes may differ.
+- A process whose main thread is stuck still gives signs, so the thread also watches for steps. A phase without steps
+  (the first compile) must fit into `hang_seconds`.
+- A thread cannot wake the main one, so it records how the run ended and ends the process.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ EXIT_CODE = 124  # as `timeout` exits
 
 
 class Heartbeat:
-    """Gives signs of life of a run that is held while its block runs."""
+    """Signs of life of a run, given in a thread while the block runs."""
 
     def __init__(self, run: RunDirectory, policy: Policy) -> None:
         self.run, self._policy = run, policy
@@ -78,6 +77,6 @@ class Heartbeat:
                     lease.conclude(self.run, lease.Ending("failed", reason, Cause.HUNG), ended=self.run.last_sign())
                 with suppress(Exception):
                     self.run.log(reason + "\n" + "".join(stack.format() if stack else []))
-                print(f"this process {reason}", flush=True)
+                print(f"this process is ended: {reason}", flush=True)
             finally:  # even if the disk is full
                 os._exit(EXIT_CODE)

@@ -26,7 +26,7 @@ def add_runs(
 
     Args:
         sweep: the sweep.
-        runs: their configs.
+        runs: the configs.
         why: the reason, for `added.json`.
         replaces: the id of the run that they replace.
         planned: also add runs that are in the current plan, so that every later plan keeps them.
@@ -72,7 +72,8 @@ def find_runs(sweep: SweepDirectory, prefixes: Iterable[str]) -> list[RunDirecto
         if len(exact or matching) != 1:
             ids = ", ".join(run.run_id for run in matching[:8]) + (", …" if len(matching) > 8 else "")
             raise UserError(
-                f"run is {prefix!r}, which must begin exactly one run id of {sweep.path}; it begins {ids or 'none'}"
+                f"run is {prefix!r}; it must be the beginning of exactly one run id of {sweep.path}, and it matches "
+                f"{ids or 'none'}"
             )
         run = (exact or matching)[0]
         chosen[run.run_id] = run
@@ -85,7 +86,7 @@ def replacements(sweep: SweepDirectory) -> dict[str, str]:
 
 
 def retries_spent(sweep: SweepDirectory) -> int:
-    """Return the retries of all runs, for each since a user last asked for one."""
+    """Return the number of retries of all runs, each counted since a user last asked to retry it."""
     runs = (RunDirectory(path) for path in (sweep.path / "runs").glob("*"))
     return sum(attempt.cause in RETRIED for run in runs for attempt in run.record().recent[:-1])
 
@@ -117,4 +118,4 @@ def _added(sweep: SweepDirectory) -> dict[str, dict[str, Any]]:
     file = sweep.path / ADDED
     if not file.exists():
         return {}
-    return read_document(file, Added, remedy="restore it, or remove it and lose the runs that it names")
+    return read_document(file, Added, remedy="restore it, or remove it to drop the runs that it lists")

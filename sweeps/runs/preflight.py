@@ -1,4 +1,4 @@
-"""Check every node on its first job of a sweep: preflight.json. What holds for its kind is checked once, for all."""
+"""Check every node on its first job of a sweep (preflight.json); checks of a kind of node are made once."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def decided(run: RunDirectory) -> RunConfig:
 
 
 def summary(host: str, node: NodeRecord) -> str:
-    """Return a line for all checks that passed, and one for each other finding."""
+    """Return one line for all checks that passed, and one for each other finding."""
     findings = [*node.findings, *node.of_kind]
     passed = sum(finding.outcome == PASSED for finding in findings)
     lines = [f"preflight: {counted(passed, 'check')} of {host} passed in {node.seconds:.0f} s"]
@@ -67,9 +67,9 @@ def summary(host: str, node: NodeRecord) -> str:
 
 
 def check_first_job(sweep: SweepDirectory, runs: Sequence[RunConfig], ranks: int) -> Iterator[str]:
-    """Check this node if the sweep does not know it, and yield what the user should read.
+    """Check this node if the sweep has no record of it, and yield lines for the user.
 
-    If nothing can be written down, runs go on unchecked: they meet the same disk, and report it.
+    If the record cannot be written, runs continue unchecked: they meet the same disk, and report it.
     """
     host, start, is_new = this_node(), time.monotonic(), False
     if host in read_record(sweep).nodes:
@@ -93,7 +93,7 @@ def check_first_job(sweep: SweepDirectory, runs: Sequence[RunConfig], ranks: int
                 record.decides |= finding.decides
             write_json(sweep.path / FILE, asdict(record))
     except (OSError, Timeout) as error:
-        yield f"preflight could not be finished: {error}"
+        yield f"preflight could not be finished, so runs start unchecked: {error}"
         return
     if is_new or any(finding.outcome != PASSED for finding in of_node):
         yield summary(host, node)

@@ -1,8 +1,8 @@
 """The limits and nodes of a SLURM cluster, checked before anything is submitted to it.
 
-A command that is missing, refuses or is slow leaves its question open, and sbatch then reports the problem.
-Whether a node can host a run is computed from `sinfo`, which names what is short; `sbatch --test-only` is asked about
-what only SLURM knows (accounts, QOS, features).
+If a command is missing, fails or is slow, its check is skipped, and sbatch reports the problem later. Whether a node
+can host a run is computed from `sinfo`, so that the message names what is short; `sbatch --test-only` checks what only
+SLURM knows (accounts, QOS, features).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def check(cluster: ClusterConfig, runs: Sequence[PlannedRun]) -> None:
         if cluster.time_minutes > allowed:
             names = ", ".join(sorted({node.partition for node in in_partition}))
             raise UserError(
-                f"cluster.time_minutes is {cluster.time_minutes}, and partition {names} allows {allowed:.0f}; "
+                f"cluster.time_minutes is {cluster.time_minutes}, but partition {names} allows {allowed:.0f}; "
                 "it must be at most that"
             )
         if cluster.keeper_partition is not None:
@@ -113,8 +113,8 @@ def check(cluster: ClusterConfig, runs: Sequence[PlannedRun]) -> None:
         refusal = "; ".join(re.findall(r"^(?:sbatch: error|allocation failure): (.+)$", answer.stderr, re.MULTILINE))
         if refusal and not PASSING.search(refusal):
             raise UserError(
-                f"SLURM refuses a job as run {run.run_id} needs it ({refusal}); nothing was submitted, so correct the "
-                "cluster.* setting that it names and sweep again"
+                f"SLURM refuses the job of run {run.run_id} ({refusal}); nothing was submitted, so correct the "
+                "cluster.* setting that it names and start the sweep again"
             )
 
 
@@ -124,10 +124,10 @@ def _of_partition(nodes: Sequence[Node], partition: str | None, setting: str = "
     if partition is None:
         if defaults := [node for node in nodes if node.is_default]:
             return defaults
-        raise UserError(f"{setting} is null, and SLURM has no default partition; it has {names}")
+        raise UserError(f"{setting} is null, and SLURM has no default partition; choose one of {names}")
     asked = set(str(partition).split(","))
     if asked - {node.partition for node in nodes}:
-        raise UserError(f"{setting} is {partition!r}, which SLURM does not have; it has {names}")
+        raise UserError(f"{setting} is {partition!r}, which SLURM does not have; choose one of {names}")
     return [node for node in nodes if node.partition in asked]
 
 
@@ -146,8 +146,8 @@ def check_fits(run: PlannedRun, nodes: Sequence[Node]) -> None:
     have = " and ".join(sorted({str(node) for node in nodes}))
     nodes_needed = "a node" if shape.nodes == 1 else f"each of {shape.nodes} nodes"
     raise UserError(
-        f"run {run.run_id} ({run.name}) needs {needed} on {nodes_needed}, and partition {names} has {have}; "
-        "change cluster.* (what a rank gets, ranks_per_node) or parallel.*, or choose another partition"
+        f"run {run.run_id} ({run.name}) needs {needed} on {nodes_needed}, but partition {names} has {have}; "
+        "change cluster.* (resources of a rank, ranks_per_node) or parallel.*, or choose another partition"
     )
 
 

@@ -1,8 +1,8 @@
 """SLURM's own commands: the queue, and how jobs have ended.
 
 - An array task is always named `array_task`: the last task's plain id is that of its whole array.
-- A controller that restarts is away for seconds to minutes. A question that must be answered is asked again for
-  `patience` seconds; a missing command counts as an empty answer.
+- A controller that restarts is away for seconds to minutes, so important commands are repeated for `patience` seconds.
+  A missing command counts as an empty answer.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class QueuedJob:
 
 
 def queue(own: bool = False, patience: float = PATIENCE) -> list[QueuedJob]:
-    """Return the jobs that wait or run, of every user, since a sweep may be of several; `own`: of this user alone.
+    """Return pending and running jobs of all users, because several may share a sweep; `own`: of this user only.
 
     Raises:
         UserError: SLURM does not answer.
@@ -65,7 +65,7 @@ def queue(own: bool = False, patience: float = PATIENCE) -> list[QueuedJob]:
     answer = ask("squeue", "-h", "-r", *whose, "-o", "%i|%T|%r|%k", timeout=timeout, patience=patience)
     if answer.returncode:
         raise UserError(
-            f"cluster is 'slurm' and squeue does not answer ({words(answer)}); use cluster=local, or try later"
+            f"cluster is 'slurm', but squeue does not answer ({words(answer)}); use cluster=local, or try again later"
         )
     rows = (line.split("|", 3) for line in answer.stdout.splitlines() if line.count("|") >= 3)
     return [QueuedJob(name, state == "PENDING", reason, comment) for name, state, reason, comment in rows]
@@ -77,9 +77,9 @@ def release(jobs: Iterable[str]) -> None:
 
 
 def death_of(job: str | None, node: str | None, answers: Mapping[str, tuple[str, str | None]] | None = None) -> Death:
-    """Return why the process of a job is gone, in SLURM's words if it knows the job; of no job, one on this machine.
+    """Return why the process of a job is gone, as SLURM reports it; `job` is None for a process on this machine.
 
-    `known` is what `outcomes` has answered already.
+    `answers` is an earlier result of `outcomes`.
     """
     if job is None:
         return KILLED
@@ -87,15 +87,14 @@ def death_of(job: str | None, node: str | None, answers: Mapping[str, tuple[str,
     node = node or last
     where = f"its job {job} on {node}" if node else f"its job {job}"
     if outcome is None:
-        return Death("lost", f"{where} is gone, and SLURM has forgotten how it ended")
-    return Death(CAUSES.get(outcome, "killed"), f"{where} left it, and SLURM calls the job {outcome}")
+        return Death("lost", f"{where} is gone, and SLURM has no record of how it ended")
+    return Death(CAUSES.get(outcome, "killed"), f"{where} ended without a message; SLURM reports {outcome}")
 
 
 def outcomes(jobs: Iterable[str]) -> dict[str, tuple[str, str | None]]:
-    """Return the state, as SLURM names it, and the last node of jobs that have ended, by id.
+    """Return SLURM's state and the last node of ended jobs, by id.
 
-    Asks accounting, or else the controller, for many at once; leaves out a job that neither remembers. Several
-    nodes are as SLURM writes them (`node[1-2]`).
+    Asks accounting, then the controller; jobs that neither knows are left out. Several nodes are written `node[1-2]`.
     """
     ids = {job for job in jobs if re.fullmatch(r"\d+(_\d+)?", job)}
     # By the array: a task that never started may have no record but the array's own, as 7_[0-2%2].
@@ -190,9 +189,9 @@ def outside_any_job() -> Iterator[None]:
 
 
 def ask(*command: str, timeout: float = SECONDS, patience: float = 0.0) -> subprocess.CompletedProcess[str]:
-    """Call one of SLURM's commands, and repeat it for `patience` seconds while the controller is away.
+    """Call a SLURM command, and repeat it for `patience` seconds while the controller is away.
 
-    A command that is missing, or takes longer than `timeout` seconds, fails with that message.
+    A missing command, or one that takes longer than `timeout` seconds, gives exit code 1 and the error as stderr.
     """
     deadline = time.monotonic() + patience
     while True:

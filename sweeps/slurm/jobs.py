@@ -67,19 +67,20 @@ def jobs_of(sweep: SweepDirectory, patience: float = slurm.PATIENCE) -> list[Swe
 
 def read_launch(sweep: SweepDirectory) -> LaunchFile:
     path = sweep.path / "jobs" / LAUNCH
-    return read_document(path, LaunchFile, remedy=f"remove it and sweep again; `isoflop doctor {sweep.path}` does so")
+    remedy = f"run `isoflop doctor {sweep.path}`, which removes it, and start the sweep again"
+    return read_document(path, LaunchFile, remedy=remedy)
 
 
 def _refuse_old_jobs(sweep: SweepDirectory, patience: float) -> None:
-    """Earlier versions bound runs to jobs, which would train what workers train."""
+    """Refuse a sweep with queued jobs of earlier versions, which would train the same runs as workers."""
     label = sweep.path / "jobs" / "label"
     if not label.exists():
         return
     mark = f"isoflop:{label.read_text(encoding='utf-8', errors='replace').strip()}:"
     if old := [job.name for job in slurm.queue(patience=patience) if mark in job.comment]:
         raise UserError(
-            f"{counted(len(old), 'job')} of {sweep.path} in the queue were submitted by an earlier version: "
-            f"{', '.join(old[:5])}; wait for them, or cancel them with scancel and sweep again"
+            f"{counted(len(old), 'queued job')} of {sweep.path} came from an earlier version: "
+            f"{', '.join(old[:5])}; wait for them, or cancel them with scancel and start the sweep again"
         )
 
 
@@ -109,7 +110,7 @@ def submitted_workers(sweep: SweepDirectory) -> dict[str, tuple[JobShape, Path]]
 
 
 def is_unattended(sweep: SweepDirectory, jobs: Iterable[SweepJob]) -> bool:
-    """Return whether a sweep that is not over has no keeper in the queue, so that what is lost would not go on."""
+    """Return whether an unfinished sweep has no keeper in the queue."""
     if not (sweep.path / "jobs" / LAUNCH).exists() or membership.is_stopped(sweep):
         return False
     memory = read_json(sweep.path / "jobs" / MEMORY, Memory) or {}

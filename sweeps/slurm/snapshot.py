@@ -1,7 +1,7 @@
 """The code that a sweep's jobs run: a copy in the sweep's folder, so that an edit while jobs wait changes nothing.
 
 A copy of a checkout has the files that git tracks, with uncommitted changes, and new files that it does not ignore. The
-folder is named after its content and moved into place whole, so concurrent or killed launchers do no harm.
+folder is named by its hash and moved into place whole, so concurrent or killed launchers do no harm.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+from ...train.errors import counted
 from ...train.files import temporary_directory_beside, write_json
 from ..runs.directory import SweepDirectory
 
@@ -26,8 +27,8 @@ def take(sweep: SweepDirectory, report: Callable[[str], None] = print, package: 
     """Copy the package into the sweep, unless the same copy exists; report the files that git does not track.
 
     Returns:
-        `<sweep>/code/<digest>`, which holds `isoflop/`, to come first on the jobs' PYTHONPATH. A process that runs from
-        one of the sweep's copies, such as the keeper, gets that copy.
+        `<sweep>/code/<digest>`, which holds `isoflop/`, for the jobs' PYTHONPATH. A process that already runs from one
+        of the sweep's copies, such as the keeper, gets that copy.
     """
     home = sweep.path.resolve() / "code"
     if package.parent.parent == home and (package.parent / SOURCE).exists():
@@ -43,9 +44,7 @@ def take(sweep: SweepDirectory, report: Callable[[str], None] = print, package: 
         return place
     if untracked:
         some = ", ".join(untracked[:SHOWN]) + ", …" * (len(untracked) > SHOWN)
-        report(
-            f"note: files that git does not track are in the code that the jobs run, {len(untracked)} of them: {some}"
-        )
+        report(f"note: the code of the jobs includes {counted(len(untracked), 'file')} that git does not track: {some}")
     with temporary_directory_beside(place) as folder:
         for name, content in contents.items():
             target = folder / "isoflop" / name

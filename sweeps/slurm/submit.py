@@ -1,7 +1,7 @@
 """Submission of jobs to SLURM through submitit: the options of sbatch, and its answers.
 
-- A job starts in the folder of its pickles, where nothing shadows a package, with the sweep's copy of the code first on
-  PYTHONPATH; before that `cluster.setup` runs in the folder of the first launch.
+- `cluster.setup` runs in the folder of the first launch. The job then runs in the folder of its pickles, where nothing
+  shadows a package, with the sweep's copy of the code first on PYTHONPATH.
 - Keeper and fit ask for no GPU and run on the launcher's interpreter: they call sbatch, which images may lack.
 - An sbatch whose answer was lost is called again; if both made a job, the second worker finds no task and ends.
 """
@@ -87,11 +87,11 @@ class Submission:
     code: Path  # folder that holds the package
 
     def submit(self, request: Request, call: Callable[[], Any], count: int = 1) -> list[str]:
-        """Submit a call as a job, or several jobs that make it as one array. Returns their ids.
+        """Submit a call as a job, or `count` equal jobs as one array. Returns their ids.
 
         Raises:
             QueueFull: SLURM takes no more jobs for now.
-            UserError: SLURM refuses, in its own words.
+            UserError: SLURM refuses; the message has its reason.
         """
         executor = submitit.SlurmExecutor(folder=self.folder, python=self._python(request))
         executor.update_parameters(**self.parameters(request))
@@ -104,11 +104,11 @@ class Submission:
             except (FailedJobError, FailedSubmissionError) as error:
                 reason = " ".join(str(error).split()) or "it gave no reason"
                 if FULL.search(reason):
-                    raise QueueFull(f"SLURM takes no more jobs for now ({reason}); sweep again later") from error
+                    raise QueueFull(f"SLURM accepts no more jobs for now ({reason}); try again later") from error
                 if slurm.AWAY.search(reason) is None or time.monotonic() > deadline:
                     raise UserError(
                         f"SLURM refused the {request.kind} job ({reason}); correct the cluster.* setting that it names "
-                        "and sweep again"
+                        "and start the sweep again"
                     ) from error
                 time.sleep(1.0)
 
@@ -185,7 +185,7 @@ def raw_keys(cluster: ClusterConfig) -> dict[str, Any]:
             setting = TAKEN[key]
             raise UserError(
                 f"cluster.additional_parameters has {key}, which "
-                + ("the sweep sets itself; leave it out" if setting is None else f"{setting} sets; give that instead")
+                + ("the sweep sets itself; leave it out" if setting is None else f"{setting} sets; use that instead")
             )
     return keys
 

@@ -78,12 +78,12 @@ def test_help_of_a_sweep_shows_grids_and_settings_with_their_comments(isoflop: I
     [
         ("grid=chinchila", "grid is 'chinchila' (did you mean chinchilla?); it must be one of adaptive"),
         ("modell.width=8", "modell"),
-        ("model.widht=8", "model.widht is no field (did you mean width?); model has width, depth"),
+        ("model.widht=8", "model.widht is not a field (did you mean width?); model has width, depth"),
         ("optimizer=adamm", "optimizer is 'adamm' (did you mean adamw?); it must be one of adamw, muon"),
-        ("fit.zzz=1", "fit.zzz is no field; fit has "),
-        ("grid.round_runs=4", "grid.round_runs is no field any more: a round has 16 runs at most"),
-        ("ensembles=4", "ensembles is no field any more: runs train one by one"),
-        ("fit.tied=true", "fit.tied is no field any more: `isoflop fit` has --tied"),
+        ("fit.zzz=1", "fit.zzz is not a field; fit has "),
+        ("grid.round_runs=4", "grid.round_runs is no longer a field: a round has at most 16 runs"),
+        ("ensembles=4", "ensembles is no longer a field: each run trains"),
+        ("fit.tied=true", "fit.tied is no longer a field: use --tied of `isoflop fit`"),
     ],
 )
 def test_a_typo_is_answered_with_what_is_nearest(isoflop: Isoflop, override: str, message: str) -> None:
@@ -308,7 +308,7 @@ def test_data_prepare_builds_the_shards_once(isoflop: Isoflop, tmp_path: Path, m
     code, output, error = isoflop(*arguments)
     assert code == 0
     assert "train: " in output
-    assert "skipped: 21 files (20 .gz, 1 without ending); read are .txt, " in output
+    assert "skipped: 21 files (20 .gz, 1 without ending); accepted are .txt, " in output
     assert re.search(r"built in \d.* s; [\d,]+ tokens/s", error)  # also without a terminal, as here
     shards = Path(re.findall("^shards: (.*)$", output, re.M)[0])
     assert (shards / "train.bin").exists()
@@ -333,10 +333,10 @@ def test_compare_says_how_many_times_the_compute_the_base_needs(isoflop: Isoflop
     assert "1e+15 (beyond the runs)" in " ".join(output.split())
     assert "compute multiplier of 1." in " ".join(output.split())
     for arguments, message in (
-        ([tables[0]], "has runs of one variant; give two sweeps or tables, or a sweep of +grid=compare"),
+        ([tables[0]], "has only one variant; give two sweeps or tables, or a sweep of +grid=compare"),
         ([tables[0], tables[0]], "what is compared must share no run"),
         ([tables[0], tmp_path / "no.csv"], "no.csv"),
-        (["nothing.csv"], "'nothing.csv' is no path and no override; give sweeps, tables, or such as optimizer=muon"),
+        (["nothing.csv"], "'nothing.csv' is neither a path nor an override; give sweeps, tables, or"),
     ):
         code, _, error = isoflop("compare", *arguments)
         assert code == 2
@@ -380,11 +380,11 @@ def test_ctrl_c_during_an_evaluation_is_a_sentence(isoflop: Isoflop, monkeypatch
     monkeypatch.setattr("isoflop.train.checkpoint.checkpoint.find", interrupted)
     code, _, error = isoflop("evaluate", "checkpoint")
     assert code == 130
-    assert error.startswith("interrupted; everything finished so far is kept")
+    assert error.startswith("interrupted; finished work is kept")
     monkeypatch.setattr("isoflop.sweeps.execute.conduct.conduct", interrupted)
     code, _, error = isoflop("tune", "cluster=local")
     assert code == 130
-    assert error.count("interrupted; everything finished so far is kept") == 1
+    assert error.count("interrupted; finished work is kept") == 1
 
 
 def modification_times(folder: Path) -> dict[str, int]:
@@ -509,7 +509,7 @@ def test_cancel_and_retry_pass_on_their_exit_codes(
     assert isoflop("retry", sweep.path)[0] == 0  # a run that was cancelled by hand has not failed
     code, output, _ = isoflop("retry", sweep.path, first.run_id[:6])
     assert code == 1
-    assert "is tried again; it was cancelled" in output
+    assert "will be retried; it was cancelled" in output
     isoflop("cancel", sweep.path, first.run_id[:6])
     assert f"run {first.run_id} is tried again" in isoflop("retry", sweep.path, "--cancelled")[1]
 
@@ -569,7 +569,9 @@ def test_what_is_no_sweep_or_run_of_this_version_is_one_sentence(
 
     assert "is not a sweep directory" in refusal(tmp_path)
     if command in ("logs", "retry", "cancel"):
-        assert "run is 'zzz', which must begin exactly one run id of" in (message := refusal(sweep.path, "zzz"))
+        assert "run is 'zzz'; it must be the beginning of exactly one run id of" in (
+            message := refusal(sweep.path, "zzz")
+        )
         assert "it begins none" in message
     plan = json.loads((sweep.path / "plan.json").read_text())
     for planned in plan["runs"]:

@@ -92,7 +92,7 @@ def test_a_run_is_named_by_first_digits_that_no_other_has(prefix: str, message: 
     write_json(tmp_path / "plan.json", {"runs": [planned_run("2b55d78312"), planned_run("d237d5ba58")]})
     runs = membership.find_runs(sweep, ["d237d5b", "2b55d78312", "d237d5ba58"])
     assert [run.run_id for run in runs] == ["d237d5ba58", "2b55d78312"]
-    with pytest.raises(UserError, match="must begin exactly one run id") as error:
+    with pytest.raises(UserError, match="must be the beginning of exactly one run id") as error:
         membership.find_runs(sweep, [prefix])
     assert message in str(error.value)
 
@@ -179,7 +179,7 @@ def test_jobs_in_the_queue_are_cancelled_with_the_whole_sweep_and_not_with_a_run
     install("squeue", "echo 'slurm_load_jobs error: Invalid user id' >&2; exit 1")
     capsys.readouterr()
     assert control.cancel(sweep, []) == 1
-    assert "its jobs are left in the queue" in capsys.readouterr().out
+    assert "its jobs stay in the queue" in capsys.readouterr().out
 
 
 def test_retry_without_names_takes_what_failed_and_what_was_killed(
@@ -212,9 +212,9 @@ def test_finished_and_running_runs_are_not_retried(
     lock_elsewhere(running)
     control.retry(sweep, [done.run_id, running.run_id], failed=False, diverged=False)
     printed = capsys.readouterr().out
-    assert f"run {done.run_id} is done, and stays so" in printed
+    assert f"run {done.run_id} is already done" in printed
     assert f"run {running.run_id} is being trained" in printed
-    assert "nothing to try again" in printed
+    assert "nothing to retry" in printed
     control.cancel(sweep, [running.run_id])
     control.retry(sweep, [running.run_id], failed=False, diverged=False)
     assert "is about to stop" in capsys.readouterr().out
@@ -267,7 +267,7 @@ def test_what_was_cancelled_is_tried_again_when_asked_for(
     control.cancel(sweep, [])
     capsys.readouterr()
     assert control.retry(sweep, [], False, False) == 0
-    assert "nothing to try again; 4 runs are cancelled, which --cancelled tries again" in capsys.readouterr().out
+    assert "nothing to retry; 4 runs are cancelled, which --cancelled retries" in capsys.readouterr().out
     assert not resumed
     control.retry(sweep, [], False, False, cancelled=True)
     assert resumed == [{run.run_id for run in sweep.runs()}]

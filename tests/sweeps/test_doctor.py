@@ -286,7 +286,7 @@ def test_the_doctor_says_which_steps_of_a_run_are_not_recorded(sweep: SweepDirec
     (run.path / JOURNAL).write_text(text.replace('"attempt":1,', '"attempt":1,"first_step":10,'))
     (finding,) = examine_sweep(sweep, mend=True)
     assert (finding.kind, finding.is_left) == ("books", False)
-    expected = f"the attempts that made 10 of its {steps} steps and metrics.jsonl with its curve are missing"
+    expected = f"no record of the attempts that trained 10 of its {steps} steps and metrics.jsonl with its curve"
     assert finding.what == expected
     (run.path / JOURNAL).unlink()
     assert f"that made {steps} of its {steps} steps" in examine_sweep(sweep, mend=True)[0].what

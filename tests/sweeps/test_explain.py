@@ -104,7 +104,7 @@ def test_isoflop_plan_reads_a_run_and_prints_the_ranking(tmp_path: Path, isoflop
     assert len(document["considered"]) == len(ways)
     code, out, _ = isoflop("plan", tmp_path, "--memory-gb", "0.1")
     assert code == 0
-    assert "nothing fits: the smallest way needs " in out
+    assert "no way fits: the smallest needs " in out
     assert "use it with" not in out
 
 

@@ -96,7 +96,7 @@ def test_a_sealed_forecast_is_compared_with_the_outcome_of_its_run(
     assert forecast_output(sweep)["ledger"][0]["fault"] == "it was altered after it was sealed"
     file.write_text(text)
     result = CliRunner().invoke(app, ["forecast", str(sweep.path)], catch_exceptions=False)
-    assert "0 of 1 intervals held" in result.stdout
+    assert "0 of 1 interval held" in result.stdout
 
 
 def test_a_forecast_that_was_sealed_after_its_run_does_not_count(sweep: SweepDirectory) -> None:
@@ -106,7 +106,7 @@ def test_a_forecast_that_was_sealed_after_its_run_does_not_count(sweep: SweepDir
     ]
     forecast_output(sweep, "--check", str(run.path))
     row = next(row for row in forecast_output(sweep)["ledger"] if row["digest"] == late_forecast["digest"])
-    assert row["fault"] == "it was sealed when the run had ended"
+    assert row["fault"] == "it was sealed after the run had ended"
     assert row["inside"] is None
 
 
@@ -129,7 +129,7 @@ def test_n_and_d_of_a_budget_are_the_laws_best(sweep: SweepDirectory) -> None:
         (["--target", "nan"], "FLOPs"),
         (["--target", "here"], "FLOPs"),
         (["--check", "nothing"], "run that is done"),
-        (["--check", "x", "--seal"], "no other option"),
+        (["--check", "x", "--seal"], "give it without them"),
         (["--seal"], "no run of"),
     ],
 )

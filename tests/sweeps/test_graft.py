@@ -263,15 +263,15 @@ def test_a_trunk_without_a_whole_checkpoint_there_is_refused(
     size = (trunk.path / "checkpoints" / f"step_{BEGIN}" / "model.safetensors").stat().st_size
     assert str(raised.value) == (
         f"{begins}, whose checkpoint there is damaged: model.safetensors has 1000 bytes instead of {size}; remove "
-        f"{source} and sweep again"
+        f"{source} and start the sweep again"
     )
     shutil.rmtree(source)
     set_state(broken, "diverged", reason="the smoothed loss rose")
     with pytest.raises(UserError) as raised:
         graft(branch, broken)
     assert str(raised.value) == (
-        f"{begins}, which has no checkpoint there and is diverged (the smoothed loss rose); sweep again, or give "
-        "trunks=false to train every run from its first step"
+        f"{begins}, which has no checkpoint there and is diverged (the smoothed loss rose); start the sweep again, or "
+        "give trunks=false to train every run from its first step"
     )
     assert not (branch.path / "checkpoints").exists()
     assert not (branch.path / "metrics.jsonl").exists()

@@ -185,7 +185,11 @@ REFUSED = [  # numbers out of range: test_fields.py
     (PointsGrid(points=[{"tokens": "many"}]), {}, "grid.points\\[0\\].tokens contains 'many'"),
     (PointsGrid(points=[{"optimizer.inertia": 1}]), {"tokens": 1}, "grid.points\\[0\\] names 'optimizer.inertia'"),
     (PointsGrid(points=[{"model.heads": 5, "tokens": 1}]), {}, "model.heads is 5; it must divide model.width 64"),
-    (AdaptiveGrid(budgets=[1e12], flops_budget=1e10), {}, "grid.flops_budget is 1e\\+10, of which .* no first round"),
+    (
+        AdaptiveGrid(budgets=[1e12], flops_budget=1e10),
+        {},
+        "grid.flops_budget is 1e\\+10, of which .* too little for a first round",
+    ),
     (CurvesGrid(budgets=[1e12]), {}, "average.kind is none; curves are read from averaged weights"),
     (
         CurvesGrid(),
@@ -194,7 +198,7 @@ REFUSED = [  # numbers out of range: test_fields.py
     ),
     (CurvesGrid(), {"average": AverageConfig("ema"), "tokens": 1000}, "a grid of kind curves chooses D itself"),
     (AdaptiveGrid(), {}, "grid.budgets is None; give a list"),
-    (AdaptiveGrid(variants={"a": {"model.qk_norm": True}}), {}, "neither with grid.recipes nor with an adaptive grid"),
+    (AdaptiveGrid(variants={"a": {"model.qk_norm": True}}), {}, "grid.recipes or an adaptive grid"),
     (ladder(variants=[1]), {}, "grid.variants is \\[1\\]; it must map names"),
     (ladder(variants={"base": {"model.qk_norm": True}}), {}, "other than base, to overrides"),
     (ladder(variants={"a": {}}), {}, "grid.variants.a is {}; it must be overrides that change a run"),
@@ -347,7 +351,7 @@ def test_runs_whose_rate_depends_on_d_are_not_merged_and_the_plan_says_why() -> 
     cosine = merge_runs(by_steps(50, 100, 200, 400, 800, kind="cosine"))
     assert all(run.parent is None and run.checkpoint.at_steps is None for run in cosine.runs)
     assert cosine.remarks == [
-        "4 runs differ from a longer one in D alone and cannot branch from it (D400, D200, D100 and 1 more): with "
+        "4 runs differ from a longer one only in D, but cannot branch from it (D400, D200, D100 and 1 more): with "
         "schedule.kind cosine the learning rate of every step depends on D; with wsd it would not"
     ]
     template = scheduled()  # warm-up of 1 token per parameter: 10 tokens per parameter are too few, 20 are enough
@@ -356,8 +360,9 @@ def test_runs_whose_rate_depends_on_d_are_not_merged_and_the_plan_says_why() -> 
     assert [run.parent for run in merged.runs] == [None, run_id(ladder[2]), None]
     assert merged.remarks[0].startswith("1 of 3 runs branch from 1 trunk: ")
     assert merged.remarks[1] == (
-        f"1 run differs from a longer one in D alone and cannot branch from it ({ladder[0].name}): "
-        "schedule.warmup_max_share 0.1 cuts a warm-up, which so depends on D; from 10 tokens a parameter on it does not"
+        f"1 run differs from a longer one only in D, but cannot branch from it ({ladder[0].name}): "
+        "schedule.warmup_max_share 0.1 shortens a warm-up, which then depends on D; from 10 tokens a parameter on "
+        "it does not"
     )
     fixed = merge_runs(by_steps(10, 1000, warmup_tokens=1024 * 50))
     assert fixed.remarks[0].endswith("depends on D; from 512k tokens on it does not")
@@ -400,7 +405,7 @@ def test_a_run_that_is_past_a_step_it_has_not_saved_is_no_trunk_there() -> None:
     assert parents(_1=Progress(False, 79, frozenset({79}))) == [3, 3, 3, None]
     remarks = merge_runs(runs, {names[3]: Progress(True, 400, frozenset({400})), names[2]: Progress(True, 200)}).remarks
     assert remarks[1] == (
-        "1 run differs from a longer one in D alone and cannot branch from it (D100): what could be the trunk is past "
+        "1 run differs from a longer one only in D, but cannot branch from it (D100): the possible trunk is past "
         "the step where they would begin, and has kept no checkpoint of it"
     )
 

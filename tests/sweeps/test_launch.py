@@ -256,8 +256,8 @@ def test_workers_that_die_before_they_claim_end_with_the_budget(make: Make, queu
     sweep.run_pass()
     assert (queue.of_kind("worker"), sweep.states()) == ([], {"failed": 1})
     reason = str(run.state().reason)
-    assert "SLURM calls the job FAILED; it left no log in" in reason
-    assert "does its node see that folder?" in reason
+    assert "SLURM reports FAILED; it left no log in" in reason
+    assert "which all nodes must share" in reason
     # Workers that were cancelled, found no task, or had claimed a task do not reduce the budget of a run.
     sweep = make({"other": 40.0})
     sweep.run_pass()
@@ -336,7 +336,7 @@ def test_jobs_of_an_earlier_version_in_the_queue_are_refused(make: Make, queue: 
     (sweep.sweep.path / "jobs").mkdir()
     (sweep.sweep.path / "jobs" / "label").write_text("0123\n")
     queue.say("queue", "7_0 isoflop:0123:abcd\n")
-    with pytest.raises(UserError, match=r"1 job of .* in the queue were submitted by an earlier version: 7_0"):
+    with pytest.raises(UserError, match=r"1 queued job of .* came from an earlier version: 7_0"):
         sweep.run_pass()
     queue.end("7")
     sweep.run_pass()

@@ -232,7 +232,7 @@ def test_a_run_that_is_stopped_or_killed_without_end_ends_with_the_budget(run: R
                 if record is not None:
                     lease.conclude(run, Ending(ENDS_AS.get(cause, "failed"), "signal SIGUSR2", cause))
         assert run.state().state == "failed", cause
-    assert "2 requeues, all that cluster.max_requeues allows; signal SIGUSR2" in str(run.state().reason)
+    assert "cluster.max_requeues=2 allows; signal SIGUSR2" in str(run.state().reason)
 
 
 def test_a_worker_that_dies_before_it_claims_uses_up_a_budget(run: RunDirectory) -> None:
@@ -439,7 +439,7 @@ def test_a_run_alive_elsewhere_is_not_begun_although_its_lock_is_free(run: RunDi
     thread.start()
     try:
         for _ in range(10):
-            with pytest.raises(Busy, match="gives signs of life on node1"), hold(run, "7", POLICY):
+            with pytest.raises(Busy, match="recent heartbeat from node1"), hold(run, "7", POLICY):
                 pytest.fail("two trained it at once")
             time.sleep(0.05)
     finally:

@@ -155,7 +155,7 @@ def test_a_folder_of_another_request_is_refused_with_what_differs(
     assert after == before
     other.dry_run = True
     assert conduct.conduct(other, ["test"]) == 0
-    assert f"note: nothing of this would start: {refusal.value}" in capsys.readouterr().out
+    assert f"note: this sweep would not start: {refusal.value}" in capsys.readouterr().out
 
 
 def test_settings_that_change_no_run_may_differ(shared_sweep: Prepared, data: DataConfig) -> None:
@@ -243,19 +243,19 @@ def test_a_grid_is_extended_by_what_changes_of_it(
 @pytest.mark.parametrize(
     ("overrides", "text", "message"),
     [
-        ([], None, "extend needs what to add"),
-        (["model.width=3"], None, "it must be FIELD=VALUE with a field of the grid"),
+        ([], None, "extend needs either overrides"),
+        (["model.width=3"], None, "it must be FIELD=VALUE of the grid"),
         (["grid.sizes"], None, "it must be FIELD=VALUE"),
         (["grid.sizs=[1e5]"], None, "sizs"),
         (["grid.sizes=[x]"], None, "x"),
         (["grid.sizes=[1e5"], None, r"extend was given 'grid.sizes=\[1e5'"),
         (["grid.sizes=[${nope}]"], None, "nope"),
-        (["grid.sizs=1"], None, "correct it; conf/grid/ has one of each kind"),
+        (["grid.sizs=1"], None, "see conf/grid/ for an example of each kind"),
         (["grid.kind=points"], None, "correct it"),
-        ([], "kind: points\npoints: [", "has invalid content: while parsing .*; --grid takes YAML"),
-        ([], "- 1\n", "Expected object, got array; --grid takes YAML, a mapping with kind"),
-        ([], "kind: spiral\n", "grid.kind is 'spiral', which is none of"),
-        ([], "kind: [points]\n", "which is none of"),
+        ([], "kind: points\npoints: [", "has invalid content: while parsing .*; --grid must be a YAML"),
+        ([], "- 1\n", "Expected object, got array; --grid must be a YAML mapping with kind"),
+        ([], "kind: spiral\n", "grid.kind is 'spiral', not one of"),
+        ([], "kind: [points]\n", "not one of"),
         ([], "kind: points\n", "grid.points is None; it must be"),
         ([], "kind: points\nponts: []\n", "ponts"),
     ],

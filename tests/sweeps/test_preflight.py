@@ -74,7 +74,7 @@ def test_a_node_that_failed_is_named_and_looked_at_again_by_the_next_sweep(
     assert check_first_job(first)[0].endswith("\npreflight: failed: a step is off by 0.1")
     assert check_first_job(first) == []
     (finding,) = [fault for fault in examine_sweep(first, mend=False) if fault.kind == "node"]
-    assert (finding.is_left, finding.how) == (True, "keep it out with cluster.exclude")
+    assert (finding.is_left, finding.how) == (True, "exclude it with cluster.exclude")
     assert "a step is off by 0.1" in finding.what
     second, _ = sweep_of(tmp_path / "second")
     pending_findings.append([FINE, FINE])

@@ -90,7 +90,7 @@ def test_the_user_who_cancels_a_run_is_named_until_it_is_forgotten(tmp_path: Pat
     run.ask_cancel("ann on login1")
     assert RunDirectory(run.path).cancel_asked() == "ann on login1"
     (run.path / "cancel.json").write_text("{")  # the request counts, although its author is unknown
-    assert run.cancel_asked() == "somebody"
+    assert run.cancel_asked() == "a user"
     run.forget_cancel()
     assert run.cancel_asked() is None
 

@@ -107,8 +107,8 @@ def test_where_no_command_is_there_slurm_says_nothing(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("outcome", "cause", "message"),
-    [("FAILED", "killed", "SLURM calls the job FAILED"), ("NODE_FAIL", "node", "its job 7 on node2 left it"),
-     ("CANCELLED by 0", "preempted", "SLURM calls the job CANCELLED"), ("", "lost", "SLURM has forgotten")],
+    [("FAILED", "killed", "SLURM reports FAILED"), ("NODE_FAIL", "node", "its job 7 on node2 ended"),
+     ("CANCELLED by 0", "preempted", "SLURM reports CANCELLED"), ("", "lost", "SLURM has no record")],
 )  # fmt: skip
 def test_slurm_explains_why_a_process_is_gone(install: Install, outcome: str, cause: str, message: str) -> None:
     install("sacct", f"echo '7|{outcome}|node2'")
@@ -244,7 +244,7 @@ def test_a_backslash_in_the_folder_that_jobs_are_started_from_is_refused(
 ) -> None:
     (tmp_path / "a\\b").mkdir()
     monkeypatch.chdir(tmp_path / "a\\b")
-    with pytest.raises(UserError, match="jobs on SLURM cannot work in"):
+    with pytest.raises(UserError, match="SLURM jobs cannot run in"):
         check(SweepConfig(sweep="s", output_root=str(tmp_path), cluster=ClusterConfig(kind="slurm"), dry_run=True))
 
 
@@ -274,19 +274,19 @@ def test_the_smallest_limit_of_user_account_and_qos_counts(commands: Install) ->
     ("settings", "message"),
     [
         ({"partition": "gpu"}, "cluster.partition is 'gpu', which SLURM does not have; it has debug, main, mixed"),
-        ({"partition": "debug", "gpus_per_job": 0, "time_minutes": 60}, "60, and partition debug allows 30"),
+        ({"partition": "debug", "gpus_per_job": 0, "time_minutes": 60}, "60, but partition debug allows 30"),
         (
             {"partition": "debug"},
-            r"needs 1 GPU, 1 CPU and 1 GB on a node, and partition debug has 1 node of 8 CPUs and",
+            r"needs 1 GPU, 1 CPU and 1 GB on a node, but partition debug has 1 node of 8 CPUs and",
         ),
         (
             {"cpus_per_task": 3},
-            "needs 1 GPU, 3 CPUs and 1 GB on a node, and partition main has 4 nodes of 8 GPUs, 2 CPUs",
+            "needs 1 GPU, 3 CPUs and 1 GB on a node, but partition main has 4 nodes of 8 GPUs, 2 CPUs",
         ),
-        ({"memory_gb": 64.0}, "1 CPU and 64 GB on a node, and partition main has .* 2 CPUs and 62.5 GB"),
+        ({"memory_gb": 64.0}, "1 CPU and 64 GB on a node, but partition main has .* 2 CPUs and 62.5 GB"),
         ({"keeper_partition": "cpu"}, "cluster.keeper_partition is 'cpu', which SLURM does not have; it has debug,"),
         ({"keeper_partition": "debug", "time_minutes": 90}, "'debug', which allows a job 30 minutes; it must .* 60"),
-        ({"additional_parameters": {"partition": "debug"}}, "has partition, which cluster.partition sets; give that"),
+        ({"additional_parameters": {"partition": "debug"}}, "has partition, which cluster.partition sets; use that"),
         ({"additional_parameters": {"cpus_per_task": 2}}, "has cpus-per-task, which cluster.cpus_per_task sets"),
     ],
 )
@@ -371,7 +371,7 @@ def test_a_real_cluster_is_read_aright() -> None:
         ({"account": "none"}, r"\(Invalid account"),
         ({"qos": "none"}, r"\(Invalid qos"),
         ({"constraint": "none"}, r"\(Invalid feature"),
-        ({"gpus_per_job": 9}, "needs 9 GPUs, 1 CPU and 1 GB on a node, and partition main has 4 nodes of 8 GPUs"),
+        ({"gpus_per_job": 9}, "needs 9 GPUs, 1 CPU and 1 GB on a node, but partition main has 4 nodes of 8 GPUs"),
     ):
         cluster = dataclasses.replace(CLUSTER, **setting)  # type: ignore[arg-type]
         with pytest.raises(UserError, match=message):

@@ -324,7 +324,7 @@ def test_logs_show_added_runs_and_say_where_there_are_none(
     sweep: SweepDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logs.print_newest_lines(sweep, follow=False)
-    assert capsys.readouterr().out == "no run is running or has failed (4 planned)\n"
+    assert capsys.readouterr().out == "no run is running or failed (4 planned)\n"
     added = sweep.run("0123456789")
     set_state(added, "failed")
     added.log("of a run that was added")
@@ -368,9 +368,9 @@ def test_a_dry_run_says_cost_source_jobs_and_expected_starts(capsys: pytest.Capt
     assert f"{planned.gpu_hours:.3g} GPU-hours, ${2 * planned.gpu_hours:,.2f}" in output
     assert "assumed rates" in output
     assert "jobs: 4 workers" in output, "two for long runs, and two for a minute of short runs each"
-    assert "a job of 1 GPU, 4 cores and 8 GB would start about 2030-01-02T03:04:05, says SLURM" in output
+    assert "SLURM expects a job of 1 GPU, 4 cores and 8 GB to start at 2030-01-02T03:04:05" in output
     output = printed_plan(capsys, dataclasses.replace(planned, measured_runs=38), cluster)
-    assert "from 38 runs that were measured on this partition" in output
+    assert "from 38 runs measured on this partition" in output
     output = printed_plan(capsys, plan_runs(runs(), ClusterConfig(), 1e10, 2), ClusterConfig())
     assert "core-hours" in output
     assert "jobs:" not in output
@@ -394,8 +394,7 @@ def test_a_retried_run_is_reported_and_counted_once(tmp_path: Path, capsys: pyte
         for claims in ([{"task": "train", "run": first_id}], []):
             assert view.update(claims) == [first_id]
         assert (
-            capsys.readouterr().out
-            == f"run {first_id}: attempt 1 ended (killed: its process was killed); trying again\n"
+            capsys.readouterr().out == f"run {first_id}: attempt 1 ended (killed: its process was killed); retrying\n"
         )
         set_state(first, "done")
         write_json(first.path / "summary.json", {"val_loss": 1.5, "seconds": 3.0})

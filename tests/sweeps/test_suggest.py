@@ -132,7 +132,7 @@ REFUSED = [
         marks=pytest.mark.slow,
     ),
     pytest.param({"budget": 1e12, "max_flops": 1e5}, r"max_flops 1e\+05, and the smallest run", marks=pytest.mark.slow),
-    ({"budget": 1e12, "target_flops": 1e11}, r"target_flops is 1e\+11, and the largest run that is done has"),
+    ({"budget": 1e12, "target_flops": 1e11}, r"target_flops is 1e\+11; it must be above"),
     ({"budget": 1e12, "target_flops": 0.0}, "target_flops is 0, and the largest"),
     ({"budget": 1e12, "seeds": -1}, "seeds is -1"),
     ({"budget": 1e12, "seeds": 100}, "seeds is 100; it must be at least 0 and at most 8"),
@@ -189,7 +189,7 @@ def test_runs_are_suggested_under_the_law_of_the_sweeps_fit(
 def test_fewer_runs_than_constants_are_refused(tmp_path: Path) -> None:
     small_sweep = write_sweep(tmp_path / "sweep", make_config(IsoflopGrid(budgets=[5e10], sizes=5)))
     finish(small_sweep)
-    with pytest.raises(UserError, match=r"5 runs of .* are done, and the law has 5 constants; at least 6 runs"):
+    with pytest.raises(UserError, match=r"has 5 finished runs, and the law has 5 constants; at least 6 runs"):
         suggest_runs(small_sweep, 1e12)
 
 
@@ -246,13 +246,13 @@ def test_rounds_stay_within_the_flops_and_narrow_the_interval(tmp_path: Path, mo
     finish(sweep)
     rounds = 0
     while (round_ := ask_round(sweep, config)) is not None:
-        assert re.match(rf"round {rounds + 1}: \d+ runs of .* is \[.*\], and should come to \[", round_summary(sweep))
+        assert re.match(rf"round {rounds + 1}: \d+ runs of .* is \[.*\], and should become \[", round_summary(sweep))
         assert ask_round(sweep, config) == round_  # unchanged until its runs have been added and have ended
         assert train(sweep, config, round_) == record(sweep)["rounds"][-1]["runs"]
         rounds += 1
     assert rounds == 2
-    assert record(sweep)["ended"] == "all 2 rounds are over"
-    assert round_summary(sweep) == "the adaptive grid is over: all 2 rounds are over"
+    assert record(sweep)["ended"] == "all 2 rounds are done"
+    assert round_summary(sweep) == "the adaptive grid is over: all 2 rounds are done"
     assert ask_round(sweep, config) is None
     total = record(sweep)["rounds"][0]["flops_budget"]
     assert 0.7 * total < spent(sweep) <= total * (1 + 1e-9)  # a round has six runs at most

@@ -271,10 +271,10 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 BAD = [  # numbers out of range are tried in test_fields.py, grids in test_grid.py
     (["grid.budgts=[1]"], "grid.budgts"),
-    (["+data.mixture={code:0.7}"], "data.mixture is no field; data has corpus, path"),
-    (["++cluster.job=1"], "cluster.job is no field (did you mean jobs?)"),
-    (["+nonsense=1"], "nonsense is no field; a sweep has model, data"),
-    (["+model.a.b=1"], "model.a is no field"),
+    (["+data.mixture={code:0.7}"], "data.mixture is not a field; data has corpus, path"),
+    (["++cluster.job=1"], "cluster.job is not a field (did you mean jobs?)"),
+    (["+nonsense=1"], "nonsense is not a field; a sweep has model, data"),
+    (["+model.a.b=1"], "model.a is not a field"),
     (["model.width=wide"], "could not be converted to Integer"),
     (["model.width=null"], "model.width cannot be null"),
     (["schedule=linear"], "schedule is 'linear'; it must be one of constant, cosine, points, wsd"),
@@ -293,9 +293,9 @@ BAD = [  # numbers out of range are tried in test_fields.py, grids in test_grid.
     (["grid.stop_hopeless=true"], "grid.stop_hopeless is true"),
     (["cluster.kind=cloud"], "it must be one of local, slurm"),
     (["sweep=a/b"], "sweep is 'a/b'"),
-    (["sweep=.."], "sweep is '..'; it names one folder under output_root"),
-    (["sweep='a\nb'"], r"sweep is 'a\nb'; it names one folder"),
-    ([f"sweep={'a' * 300}"], "takes at most 200 bytes"),
+    (["sweep=.."], "sweep is '..'; it must be the name of one folder under output_root"),
+    (["sweep='a\nb'"], r"sweep is 'a\nb'; it must be the name of one folder"),
+    ([f"sweep={'a' * 300}"], "at most 200 bytes"),
 ]
 
 
@@ -320,7 +320,7 @@ def test_a_field_that_does_not_exist_is_refused_in_a_file_of_the_users_too(
 ) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "own.yaml").write_text("corpus: zen\nmixture: {code: 0.7}\n")
-    assert "data.mixture is no field" in error_of(["--config-dir", str(tmp_path), "+grid=smoke", "data=own"], capsys)
+    assert "data.mixture is not a field" in error_of(["--config-dir", str(tmp_path), "+grid=smoke", "data=own"], capsys)
 
 
 def test_slurm_without_sbatch_is_refused(
@@ -328,7 +328,7 @@ def test_slurm_without_sbatch_is_refused(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     arguments = ["+grid=smoke", "cluster=slurm", "tracker=none", f"output_root={tmp_path / 'out'}"]
-    assert "no sbatch on the PATH" in error_of(arguments, capsys)
+    assert "sbatch is not on the PATH" in error_of(arguments, capsys)
 
 
 @pytest.mark.parametrize("output_root", ["/proc/nowhere", "file/outputs"])

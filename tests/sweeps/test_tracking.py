@@ -255,7 +255,7 @@ def test_sync_sends_what_the_server_lacks_and_nothing_twice(server: StandIn, tmp
     other = RunConfig(model=CONFIG.model, tracker=CONFIG.tracker, seed=1)
     sweep = tracked_sweep(tmp_path, CONFIG, other)
     messages: list[str] = []
-    left_alone = f"run {run_id(other)} is to go on and was left alone"
+    left_alone = f"run {run_id(other)} is unfinished and was skipped"
     with sweep.run(run_id(other)).lock():  # as if a worker trained it
         assert tracking.sync_sweep(sweep, messages.append) == 1
     assert sorted(messages) == sorted([f"run {RUN} was sent, 1 of 2", left_alone])
@@ -265,7 +265,7 @@ def test_sync_sends_what_the_server_lacks_and_nothing_twice(server: StandIn, tmp
     set_state(sweep.run(run_id(other)), "done")
     assert tracking.sync_sweep(sweep, messages.append) == 1
     assert tracking.sync_sweep(sweep, messages.append) == 0
-    assert messages[-1] == "wandb has every run already"
+    assert messages[-1] == "wandb already has every run"
     for name in (RUN, run_id(other)):
         assert server.steps(name) == [1, 2, 3, 4, 5]
         assert (server.summary(name)["val_loss"], server.runs[name]["exit"]) == (1.25, 0)
@@ -357,10 +357,10 @@ def test_sync_refuses_in_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path:
     with pytest.raises(UserError, match="none of its runs has trained with tracker=wandb"):
         tracking.sync_sweep(tracked_sweep(tmp_path / "none", untracked))
     sweep = tracked_sweep(tmp_path, CONFIG)
-    with pytest.raises(UserError, match="nobody is logged in at http://wandb; run `wandb login`, or set WANDB_API_KEY"):
+    with pytest.raises(UserError, match="no user is logged in at http://wandb; run `wandb login` or set WANDB_API_KEY"):
         tracking.sync_sweep(sweep)
     monkeypatch.setattr(tracking, "logged_in", lambda: True)
-    with pytest.raises(UserError, match="http://wandb does not answer; sync again when it does"):
+    with pytest.raises(UserError, match="http://wandb does not answer; sync again later"):
         tracking.sync_sweep(sweep)
 
 

@@ -364,7 +364,7 @@ def test_a_rung_with_the_tokens_of_a_larger_models_rung_before_is_another(tmp_pa
 
 
 def test_bad_designs_are_refused_before_anything_runs() -> None:
-    with pytest.raises(UserError, match=r"grid.flops_budget is 1e\+09, and this design needs .* for 16 runs per size"):
+    with pytest.raises(UserError, match=r"grid.flops_budget is 1e\+09, but this design needs .* for 16 runs per size"):
         first_rung(tune_settings(flops_budget=1e9))
     config = tune_settings(tokens_per_parameter=[10, 1e5], flops_budget=1e18)
     with pytest.raises(UserError, match=r"grid.tokens_per_parameter gives .* times the corpus"):
@@ -461,7 +461,7 @@ def test_runs_of_a_tune_that_cannot_win_are_stopped_for_good(tmp_path: Path) -> 
     assert others[1].cancel_asked() is None
     request = others[0].cancel_asked()
     assert request is not None
-    assert re.search(r"cannot win any more: probability \S+ at (39|40) % of its steps", request)
+    assert re.search(r"can no longer win: probability \S+ at (39|40) % of its steps", request)
     assert others[0].given_up() is None  # it has not stopped yet
     lease.cancel(others[0], f"cancelled by {request}")
     assert "cannot win" in str(others[0].state().reason)

@@ -210,7 +210,7 @@ def test_what_ends_a_run_never_ends_the_worker(bench: WorkerBench, replace_train
     assert bench.work()
     assert states(*runs) == ["diverged", "failed", "failed", "failed", "failed", "done"]
     assert [reason(run) for run in runs[:2]] == ["the loss rose", "no such text"]
-    assert reason(runs[2]) == f"the disk is full ({runs[2].path}); free some space and sweep again"
+    assert reason(runs[2]) == f"the disk is full ({runs[2].path}); free some space and start the sweep again"
     assert reason(runs[3]) == "ValueError: a"
     assert "Traceback" in log(runs[3])
     assert "cannot be read as a run's config" in reason(runs[4])
@@ -247,7 +247,7 @@ def test_a_worker_whose_launcher_is_gone_stops(bench: WorkerBench, replace_train
     replace_train(trainer)
     bench.work(token="token of a dead launcher")
     assert states(run) == ["preempted"]
-    assert reason(run).startswith("the launcher is gone; ")
+    assert reason(run).startswith("the launcher has ended; ")
 
 
 def test_a_branch_of_a_trunk_that_failed_says_so(bench: WorkerBench, replace_train: Callable[[Trainer], None]) -> None:

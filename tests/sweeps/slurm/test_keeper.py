@@ -101,8 +101,8 @@ def test_a_sweep_without_keepers_says_so_and_retry_brings_them_back(sweep: Calla
 
     until(no_keeper_is_queued, "a queue without keepers")
     output = isoflop(*command, "doctor", str(unattended.path), code=1)
-    assert "no keeper looks after this sweep: they are gone from SLURM's queue (isoflop retry" in output
-    assert "no keeper looks after this sweep" in isoflop(*command, "status", str(unattended.path))
+    assert "this sweep has no keeper job in SLURM's queue, so nothing restarts its workers (isoflop retry" in output
+    assert "this sweep has no keeper job" in isoflop(*command, "status", str(unattended.path))
     isoflop(*command, "retry", str(unattended.path))
     assert len(unattended.queue("keeper")) == 2
     assert "no keeper" not in isoflop(*command, "status", str(unattended.path))

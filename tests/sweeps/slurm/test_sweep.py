@@ -216,7 +216,7 @@ def test_a_worker_that_is_killed_is_named_and_its_run_goes_on_later(sweep: Calla
     (process_id,) = re.findall(r"process (\d+)", (run.path / "log.txt").read_text())
     os.kill(int(process_id), signal.SIGKILL)
     until(lambda: run.state().state == "failed", "the keeper to see it")
-    assert "left it, and SLURM calls the job FAILED" in (run.state().reason or "")
+    assert "SLURM reports FAILED" in (run.state().reason or "")
     assert run.summary() is None
     process = killed.command(*grid, "cluster=slurm", "wait=true")
     assert process.returncode == 0, process.stdout + process.stderr
@@ -320,7 +320,7 @@ def test_a_rank_that_is_killed_ends_its_job_and_is_named(sweep: Callable[..., Sw
     until(lambda: killed.states() == ["failed"] * 2, "the keeper to see it")
     for rank, run in enumerate(runs):
         assert re.search(rf"rank {rank} on node\d died at step \d+", run.state().reason or ""), run.state()
-    assert "SLURM calls the job FAILED" in (runs[0].state().reason or "")
+    assert "SLURM reports FAILED" in (runs[0].state().reason or "")
     process = killed.command(*grid, "cluster=slurm", "cluster.ranks_per_node=2", "wait=true")
     assert process.returncode == 0, process.stdout + process.stderr
     for run in runs:
