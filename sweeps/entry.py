@@ -100,7 +100,7 @@ def _parser() -> _Parser:
 
 
 def expanded(overrides: list[str], several: bool) -> list[tuple[list[str], list[str]]]:
-    """Return the overrides of each job of a multirun, and which of them differ between the jobs."""
+    """Return the overrides of each job of a multirun, and the ones that vary."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     parsed = OverridesParser.create().parse_overrides(overrides)
@@ -241,7 +241,7 @@ def guarded(work: Callable[[], int]) -> int:
 def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
 ) -> None:
-    """Show a UserWarning of this package as a note without its source line, others as usual."""
+    """Show a UserWarning of this package as a note, others as usual."""
     if category is UserWarning and Path(filename).resolve().is_relative_to(CONFIG.resolve().parent):
         print(f"note: {message}", file=sys.stderr)
     else:
@@ -292,7 +292,7 @@ def _say(message: object, code: int) -> int:
 
 
 def manual(arguments: Sequence[str]) -> str:
-    """Return the help text, with the settings of the options that the arguments select."""
+    """Return the help text with the settings of the selected options."""
     base = (CONFIG / "config.yaml").read_text(encoding="utf-8")
     chosen = dict(re.findall(r"^  - (\w+): (\w+)$", base, re.MULTILINE))
     chosen |= {group: option for group, option in _pairs(arguments) if (CONFIG / group / f"{option}.yaml").exists()}

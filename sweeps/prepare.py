@@ -81,7 +81,7 @@ def from_config(config: SweepConfig) -> Prepared:
 
 
 def conflict(prepared: Prepared) -> str | None:
-    """Return an error message if the folder has runs of another request that the new plan would drop, else None."""
+    """Return an error message if the new plan would drop runs of the folder, else None."""
     sweep, planned = prepared.sweep, {run.run_id for run in prepared.plan.runs}
     if not (sweep.path / "plan.json").exists():
         return None
@@ -106,7 +106,6 @@ def conflict(prepared: Prepared) -> str | None:
 
 
 def _recorded(sweep: SweepDirectory) -> SweepConfig | None:
-    """Return the last configuration of a sweep's folder, or None if this version reads none."""
     with suppress(UserError):
         return configuration(sweep)
     return None
@@ -135,7 +134,6 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def from_disk(sweep: SweepDirectory) -> Prepared:
-    """Plan a sweep's folder again from its frozen and added runs."""
     config = configuration(sweep)
     return _prepare(sweep, config, [run.config() for run in sweep.runs()], matmul_rate(config, sweep))
 
@@ -272,7 +270,7 @@ def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:
 
 
 def write_plan(prepared: Prepared, command: list[str] | None = None) -> None:
-    """Write plan.json, the frozen configs and, if `command` is given, sweep.yaml; unchanged files stay as they are."""
+    """Write plan.json, the frozen configs and, if `command` is given, sweep.yaml."""
     sweep, by_id = prepared.sweep, prepared.by_id
     for directory in prepared.directories:
         directory.freeze(by_id[directory.run_id])

@@ -14,12 +14,12 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def console() -> Console:
-    """Return a console on standard output, 160 columns wide if that is no terminal: rich would cut tables to 80."""
+    """Return a console; 160 columns wide without a terminal, because rich would cut tables to 80."""
     return Console(width=None if sys.stdout.isatty() else 160)
 
 
 def plain_table(columns: Iterable[str], left_aligned: Collection[str] = (), title: str | None = None) -> Table:
-    """Return a table without ruled lines; columns are right-aligned, except `left_aligned`, and never cut."""
+    """Return a table without ruled lines, whose columns are never cut."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for column in columns:
         table.add_column(column, justify="left" if column in left_aligned else "right", no_wrap=True)

@@ -147,7 +147,7 @@ def _folders(paths: Sequence[Path], output: Path | None) -> list[Path]:
 
 
 def _read(against: Path) -> Scored | None:
-    """Read existing scores from a file or the folder that holds it; None if the path is a checkpoint."""
+    """Read existing scores; None if the path is a checkpoint."""
     file = against if against.is_file() else against / SCORES
     if not file.is_file() or (against.is_dir() and (against / "manifest.json").is_file()):
         return None
@@ -237,7 +237,6 @@ def write_text(
 def check_sampling(
     max_tokens: int, temperature: float, top_k: int, top_p: float, seed: int, stops: Sequence[str]
 ) -> None:
-    """Raise UserError, which names the option, if a sampling option is out of range."""
     greedy = "--temperature is 0, which always takes the likeliest token"
     rules = [
         (max_tokens >= 1, f"--max-tokens is {max_tokens}; it must be 1 or more"),
@@ -336,7 +335,7 @@ def import_model() -> None:
 
 
 def facts_about(checkpoint: Path) -> Facts:
-    """Collect a checkpoint's scores, its sweep's law and its provenance, as far as there are files."""
+    """Collect a checkpoint's scores, law and provenance, as far as there are files."""
     from importlib.metadata import version
 
     from ...evaluate.export.model_card import Facts
@@ -362,7 +361,7 @@ def facts_about(checkpoint: Path) -> Facts:
 
 
 def _law(path: Path, summary: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the loss that the sweep's law predicts for a run; None if there is no law that this version reads."""
+    """Return the loss that the sweep's law predicts for a run, if there is a law."""
     from ... import fit
 
     if not path.is_file() or not summary:

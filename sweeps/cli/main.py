@@ -267,7 +267,7 @@ def prepare_command(
 
 
 def recipe_lines(shards: Shards) -> list[str]:
-    """Return a table of what each recipe step removed, and the path of examples; empty for raw text."""
+    """Return a table of what each recipe step removed; empty for raw text."""
     recipe = shards.manifest.get("recipe")
     if recipe is None:
         return []

@@ -26,7 +26,7 @@ app = typer.Typer()
 
 
 def complete_run(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Return the run ids that begin with `incomplete`, each with state and size, for shell completion."""
+    """Return matching run ids, with state and size, for shell completion."""
     from ..runs.directory import SweepDirectory
     from ..terminal import short
 
@@ -350,5 +350,5 @@ def _act(path: Path, as_json: bool, action: Callable[[SweepDirectory], int], may
 
 
 def _said_aside(aside: bool) -> contextlib.AbstractContextManager[object]:
-    """Redirect prints to standard error if `aside`, so that standard output has only JSON."""
+    """Redirect prints to standard error, so that standard output has only JSON."""
     return contextlib.redirect_stdout(sys.stderr if aside else sys.stdout)

@@ -63,7 +63,6 @@ class Interrupt:
 
     @contextlib.contextmanager
     def watching(self, run: RunDirectory, policy: Policy) -> Iterator[None]:
-        """Give signs of life of a run, and check whether a user cancels it, and whether its folder is in its place."""
         with Heartbeat(run, policy) as heart:
             self._heart, self.cancelled, self._folder = heart, None, run.path.stat()
             try:
@@ -96,7 +95,7 @@ class Interrupt:
             raise FolderGone(f"{folder} was moved, removed or replaced while the run trained; nothing more is written")
 
     def is_over(self) -> bool:
-        """Return whether a SLURM job was told to stop because its time limit is near."""
+        """Return whether a SLURM job was told to stop by its time limit."""
         return self.reason is not None and time.monotonic() - self._began > warned_after(os.environ)
 
     def ending(self, where: str) -> Ending:
@@ -110,7 +109,7 @@ class Interrupt:
 
 
 def warned_after(environment: Mapping[str, str]) -> float:
-    """Return the seconds after which a request to stop means that the job is close to its time limit."""
+    """Return the seconds after which a request to stop means the time limit of the job."""
     seconds = job_seconds(environment)
     # Jobs are warned up to two minutes before their end, and a process may begin as late after its job.
     return seconds - min(240.0, 0.75 * seconds)
@@ -137,7 +136,7 @@ def train_one(run: RunDirectory, ranks: Ranks, interrupt: Interrupt, policy: Pol
 
 
 def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
-    """Train a run on one rank. Returns how it ended; an exception is one way to end."""
+    """Train a run on one rank. Returns how it ended, also after an exception."""
     from ...train.errors import Diverged, Stopped
     from ...train.loop import train
 
@@ -189,7 +188,6 @@ def may_continue(run: RunDirectory) -> bool:
 
 
 def try_log(run: RunDirectory, text: str, rank: int = 0) -> None:
-    """Write to the run's log, or print if the log cannot be written."""
     try:
         run.log(text, rank)
     except OSError:

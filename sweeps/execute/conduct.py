@@ -86,7 +86,6 @@ def resume(sweep: SweepDirectory, only: set[str] | None = None) -> int:
 
 
 def _conduct_here(prepared: Prepared, only: set[str] | None = None) -> int:
-    """Train, score and fit on this machine; the caller holds the sweep."""
     from ..results.finish import print_result, write_results
     from .display import LiveView
     from .local import LocalBackend
@@ -144,7 +143,6 @@ def _prepare_text(asked: list[RunDirectory]) -> None:
 
 
 def _fetch_tasks(prepared: Prepared, asked: list[RunDirectory]) -> None:
-    """Download the tasks if any run will be scored."""
     from ..results.scoring import stage
 
     tasks = prepared.config.evaluate.tasks
@@ -210,7 +208,7 @@ def _conclude(prepared: Prepared) -> int:
 
 
 def wait_for_slurm(sweep: SweepDirectory) -> None:
-    """Wait until no job of the sweep is in the queue, keepers included. Ctrl-C leaves the jobs alone."""
+    """Wait until no job of the sweep is in the queue. Ctrl-C leaves the jobs alone."""
     shown, looked = "", -math.inf
     try:
         while True:

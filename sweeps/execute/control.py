@@ -59,7 +59,7 @@ def _cancel_one(run: RunDirectory, by: str, policy: Policy) -> str:
 
 
 def retry(sweep: SweepDirectory, prefixes: list[str], failed: bool, diverged: bool, cancelled: bool = False) -> int:
-    """Start runs again, each from its newest checkpoint and with a new budget of retries; print a line per run.
+    """Start runs again, each from its newest checkpoint and with a new budget of retries.
 
     Args:
         sweep: the sweep.
@@ -69,7 +69,7 @@ def retry(sweep: SweepDirectory, prefixes: list[str], failed: bool, diverged: bo
         cancelled: all cancelled runs.
 
     Returns:
-        The exit code of the command that continues the sweep.
+        The exit code.
     """
     policy = Policy.of(cluster_of(sweep.settings()))
     chosen = {run.run_id: run for run in find_runs(sweep, prefixes)}
@@ -94,7 +94,6 @@ def retry(sweep: SweepDirectory, prefixes: list[str], failed: bool, diverged: bo
 
 
 def _reset(run: RunDirectory, policy: Policy) -> bool:
-    """Plan an unfinished run again. Returns False if that is not possible now."""
     before = run.state()
     if run.is_done():
         print(f"run {run.run_id} is already done")
@@ -111,7 +110,7 @@ def _reset(run: RunDirectory, policy: Policy) -> bool:
 
 
 def lower_rates(sweep: SweepDirectory) -> set[str]:
-    """Add a run with a lower learning rate for every run that diverged. Returns the new ids."""
+    """Add a run with a lower learning rate for every diverged run. Returns the new ids."""
     grid = prepare.configuration(sweep).grid
     factor = FACTOR if grid is None or grid.diverged_rate_factor is None else grid.diverged_rate_factor
     new_ids = set()

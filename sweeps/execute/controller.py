@@ -90,7 +90,6 @@ class Board:
         self._scored: set[str] = set()
 
     def forget_ended(self) -> None:
-        """Forget which runs have ended: a user may have asked to retry some."""
         self._over.clear()
 
     def tasks(self) -> Iterator[Task]:
@@ -194,12 +193,12 @@ Action = StartKeepers | StartWorkers
 
 
 def next_actions(tasks: Iterable[Task], jobs: Sequence[Job], limits: Limits) -> list[Action]:
-    """Return which jobs must be started, the most important first. Pure.
+    """Return the jobs to start, the most important first. Pure.
 
     Args:
-        tasks: all that are not over, in the order in which they should start.
+        tasks: unfinished tasks, in starting order.
         jobs: the sweep's jobs, pending or running.
-        limits: what the backend allows.
+        limits: the limits of the backend.
     """
     waiting_keepers = sum(job.kind == "keeper" and job.waits and not job.held for job in jobs)
     keepers = int(min(max(0, limits.keepers - waiting_keepers), limits.room))
@@ -320,7 +319,7 @@ def replan(prepared: Prepared, command: list[str] | None = None) -> None:
 
 
 def grow(sweep: SweepDirectory) -> bool:
-    """Add the next round of a sweep whose runs have all ended, if its grid has rounds. Returns True if it has grown."""
+    """Add the next round of a sweep's grid. Returns True if the sweep has grown."""
     if not extend.next_round(sweep, prepare.configuration(sweep)):
         return False
     replan(prepare.from_disk(sweep))

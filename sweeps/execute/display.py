@@ -105,7 +105,7 @@ def _on_nodes(shape: JobShape) -> str:
 
 
 class LiveView:
-    """Shows the runs of a plan that have not ended; a context manager around the launcher's ticks."""
+    """Live progress of a plan's runs; a context manager around the launcher's ticks."""
 
     def __init__(self, sweep: SweepDirectory, plan: Plan) -> None:
         self._sweep, self._jobs = sweep, plan.jobs_at_once
@@ -137,7 +137,7 @@ class LiveView:
         self._live.stop()
 
     def update(self, claims: Sequence[dict[str, Any]]) -> list[str]:
-        """Show what workers have claimed since the last call. Returns the ids of the runs that train now."""
+        """Show the workers' new claims. Returns the ids of the runs that train now."""
         for claim in claims:
             if claim["task"] == "train":
                 self._begin(claim["run"])
@@ -194,7 +194,6 @@ class LiveView:
         self._live.update(self._all, completed=self._estimate - left, note=note)
 
     def _eta(self, left: float) -> float:
-        """Return the remaining planned seconds, corrected by the ratio of actual to planned time so far."""
         spent = time.monotonic() - self._started
         done = self._estimate - left
         pace = spent * self._jobs / done if done > 0.02 * self._estimate else 1.0

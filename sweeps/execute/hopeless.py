@@ -21,7 +21,7 @@ LOOKS = 20  # checks of a run, evenly spread over its tokens: each further one c
 
 
 def trial_of(run: RunDirectory) -> Trial:
-    """Return the losses that a run has logged so far, with the final loss of a finished run."""
+    """Return a run's logged losses, with the final loss of a finished run."""
     from ...fit.curves.hopeless import Trial  # fit brings pandas, and the trainer torch; planning does without
     from ...train.job.progress import SMOOTHING
 

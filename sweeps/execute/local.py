@@ -153,7 +153,6 @@ class LocalBackend:
         return bool(ended)
 
     def _pass_seconds(self) -> float:
-        """Return the time until the next pass: one second, or more while every place has its worker."""
         places = [self._places(worker.shape).jobs for worker in self._workers]
         return FULL_SECONDS if places and len(places) >= max(places) else LOOK_SECONDS
 
@@ -175,7 +174,6 @@ class LocalBackend:
             worker.still = 0.0
 
     def _run_of(self, worker: LocalWorker) -> RunDirectory | None:
-        """Return the run that a worker has claimed last, if it trains it."""
         if worker.claims.last.get("task") != "train":
             return None
         run = self.sweep.run(str(worker.claims.last["run"]))
@@ -193,7 +191,7 @@ class LocalBackend:
 
 
 def processes_of(root: int) -> dict[int, str]:
-    """Return the state, as Linux's letter, of a process and of all its descendants, by process id."""
+    """Return the state (Linux's letter) of a process and all its descendants, by process id."""
     states: dict[int, str] = {}
     with contextlib.suppress(OSError):  # it has just ended
         states[root] = Path(f"/proc/{root}/stat").read_text().rpartition(")")[2].split()[0]

@@ -90,7 +90,7 @@ class SlurmBackend:
         return slurm.death_of(start.job_id, start.host)
 
     def stillborn(self) -> list[tuple[str, JobShape, Death]]:
-        """Return the workers that ended badly before they claimed anything, each once; see `Backend`."""
+        """Return the workers that failed before they claimed anything, each once."""
         live = {job.name for job in slurm.queue()}
         dead = {job: place for job, place in submitted_workers(self.sweep).items() if job not in live}
         empty = {job: place for job, place in dead.items() if Claims(place[1], job).count()}
@@ -111,7 +111,7 @@ class SlurmBackend:
             print(f"{str(error).rpartition('; ')[0]}; the keeper tries again", flush=True)
 
     def start_keepers(self, count: int) -> None:
-        """Submit keepers, each with a time to begin: one that SLURM holds up holds up no other."""
+        """Submit keepers with different start times, so that they do not delay each other."""
         shape = JobShape(0, 1, min(2.0, self.cluster.memory_gb), min(30, self.cluster.time_minutes))
         call = partial(keep, str(self.sweep.path.resolve()))
         now = slurm.controller_time()
@@ -164,7 +164,6 @@ class SlurmBackend:
         self.started[kind] += len(where.submit(request, call, count))
 
     def _last_words(self, folder: Path, job: str) -> str:
-        """Return the line of a job's log about its end, or that there is no log."""
         if not (logs := sorted(folder.glob(f"{job}_*log.*"))):
             return f"it left no log in {folder}, which all nodes must share"
         errors = (log.read_text(encoding="utf-8", errors="replace") for log in logs if log.suffix == ".err")
@@ -209,7 +208,6 @@ def keep(sweep_path: str) -> None:
 
 
 def fit_laws(sweep_path: str) -> None:
-    """Write the table, the laws and the report from what the runs have written."""
     from ..results.finish import write_results
 
     sweep = worker.check_shared(sweep_path)
@@ -240,7 +238,6 @@ def run_pass(sweep: SweepDirectory) -> SlurmBackend:
 
 
 def _try_pass(sweep: SweepDirectory) -> None:
-    """Make a pass as another job; the keeper repeats it if it fails."""
     if not worker.is_in_place(sweep):
         return
     try:

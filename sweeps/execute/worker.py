@@ -54,7 +54,7 @@ LEAST_SECONDS = 60.0  # that must be left until then to begin a task; a tenth of
 
 
 class RunFailed(Exception):
-    """A run of several ranks failed; makes the job exit with an error, which ends its other ranks."""
+    """A run of several ranks failed; the job exits with an error, which ends its other ranks."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class _Worker:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _claim_and_do(self) -> bool:
-        """Do the first task that is free. Returns False if none is, or another worker was faster each time."""
+        """Do the first free task. Returns False if there is none."""
         for task in self._board.tasks():
             if task.shape != self.launch.shape or task.status == "waiting" or self._leaves_to_others(task):
                 continue

@@ -90,7 +90,7 @@ class AdaptiveGrid(IsoflopGrid):
         return bool(added)
 
     def ask_round(self, sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any] | None:
-        """Return the points grid of the next round; None if the grid is over, with the reason in adaptive.json."""
+        """Return the points grid of the next round, or None if the grid is over."""
         from .suggest import NothingToSuggest
 
         record = _record(sweep)

@@ -24,7 +24,7 @@ _Candidate = tuple[int, float, ModelConfig]  # see `well_shaped`
 
 
 def head_dim(width: int) -> int:
-    """Return the head size for a width: the width itself below 32, then 16 to 128, growing with the width."""
+    """Return the head size for a width: the width below 32, then 16 to 128."""
     if width < 32:
         return width
     for limit, size in ((128, 16), (256, 32), (1024, 64)):
@@ -45,7 +45,7 @@ def widths(largest: int = 16384) -> tuple[int, ...]:
 
 
 def shaped(base: ModelConfig, width: int, depth: int) -> ModelConfig:
-    """Return the base model at a width and depth, with the same head_size and ratio of query to key/value heads."""
+    """Return the base model at a width and depth, with the same ratio of query to key/value heads."""
     check_kv_heads(base)
     heads = width // head_dim(width)
     groups = base.heads // base.num_kv_heads

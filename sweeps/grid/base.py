@@ -60,7 +60,7 @@ class GridConfig:
 
     @classmethod
     def results(cls, sweep: Any) -> dict[str, Any] | None:
-        """Return the content of law.json, or None for a grid whose runs are fitted by a law of the loss."""
+        """Return the content of law.json, or None for a grid that is fitted by a law of the loss."""
         return None
 
     def refuse_tokens(self, base: RunConfig) -> None:
@@ -91,7 +91,7 @@ def unique_tokens(run: RunConfig) -> float:
 
 
 def fit_notes(runs: Sequence[RunConfig], more: Mapping[str, str]) -> list[str]:
-    """Return the warnings that the fit of a plan would give; `more` has text to append, by warning code."""
+    """Return the fit's warnings about a plan; `more` has text to append, by warning code."""
     from ...fit.checks.doctor import examine_plan
 
     unique = unique_tokens(runs[0])

@@ -26,7 +26,7 @@ from .tuning import Tuner
 
 
 def extend_sweep(sweep: SweepDirectory, overrides: list[str], grid_file: Path | None = None) -> list[str]:
-    """Add runs, by `overrides` of the sweep's grid or a YAML file with a whole grid. Returns the new run ids."""
+    """Add runs by overrides of the sweep's grid, or by a YAML file. Returns the new run ids."""
     if bool(overrides) == (grid_file is not None):
         raise UserError("extend needs either overrides of the grid, such as grid.budgets=[1e19], or --grid FILE")
     config = prepare.configuration(sweep)
@@ -52,7 +52,7 @@ def as_grid(values: dict[str, Any], source: object) -> GridConfig:
 
 
 def add_grid(sweep: SweepDirectory, config: SweepConfig, grid: GridConfig, reason: str) -> list[str]:
-    """Add the runs of a grid and print notes on the fit of all runs. Returns the new run ids."""
+    """Add the runs of a grid and print notes on the fit. Returns the new run ids."""
     present = [run.config() for run in membership.members(sweep)]
     runs = expand_grid(grid, prepare.resolved_base(sweep, config), config.tuning, present)
     all_runs = list({run_id(run): run for run in (*runs, *present)}.values())
@@ -81,7 +81,7 @@ def _overridden(config: SweepConfig, overrides: list[str]) -> GridConfig:
 
 
 def replace_diverged(sweep: SweepDirectory, config: SweepConfig) -> list[str]:
-    """Add a replacement for each diverged run, if the grid has a diverged_rate_factor. Returns the new run ids."""
+    """Add a replacement for each diverged run, if the grid asks for it. Returns the new run ids."""
     factor = config.grid.diverged_rate_factor if config.grid is not None else None
     if factor is None or membership.is_stopped(sweep):
         return []
@@ -102,5 +102,4 @@ def replace_one(sweep: SweepDirectory, run: RunDirectory, factor: float) -> list
 
 
 def next_round(sweep: SweepDirectory, config: SweepConfig) -> bool:
-    """Add the next round of the sweep's grid. Returns False if there is none."""
     return config.grid is not None and not membership.is_stopped(sweep) and config.grid.next_round(sweep, config)

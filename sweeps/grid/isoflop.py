@@ -46,14 +46,13 @@ class IsoflopGrid(GridConfig):
         return self.isoflop_runs(base, tuner)
 
     def isoflop_runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
-        """Yield the runs of the whole isoFLOP grid."""
         self.refuse_tokens(base)
         if not self.budgets:
             raise UserError(f"grid.budgets is {self.budgets}; give a list of training FLOPs such as [1e12,3e12]")
         N, _, smallest = architectures.well_shaped(base.model)[0]
 
         def spending(budget: float, model: ModelConfig) -> RunConfig | None:
-            """Return the model's run at a budget, or None if it would make too few steps."""
+            """Return the model's run at a budget, or None if it has too few steps."""
             tokens: Any = tokens_for_budget(model, base.data.sequence_length, budget, self.convention)
             run = tuner.tuned(replace(base, model=model, tokens=tokens, budget=budget), whole=True)
             return run if tokens >= self.min_steps * run.batch_tokens else None
@@ -68,7 +67,7 @@ class IsoflopGrid(GridConfig):
             yield from (run for run in runs if run is not None)
 
     def least_flops(self, base: RunConfig, tuner: Tuner) -> float:
-        """Return the FLOPs of min_steps steps of the smallest model; of one sequence each if a rule sets the batch."""
+        """Return the FLOPs of min_steps steps of the smallest model."""
         smallest, length = architectures.well_shaped(base.model)[0][2], base.data.sequence_length
         tokens = float(self.min_steps * (base.batch_tokens if tuner.rules.batch_tokens.k is None else length))
         return training_flops_per_token(smallest, length) * tokens
@@ -127,7 +126,7 @@ class IsoflopGrid(GridConfig):
     def _nearest_budget(
         self, base: RunConfig, tuner: Tuner, budget: float, suffices: Callable[[list[RunConfig]], bool]
     ) -> str:
-        """Return the nearest budget whose runs satisfy `suffices`, in two digits, or "none"."""
+        """Return the nearest budget whose runs satisfy `suffices`, or "none"."""
         for i in range(1, TRIES):
             for candidate in (float(f"{budget * 10 ** (way * i / 10):.1e}") for way in (1, -1)):
                 try:

@@ -156,7 +156,7 @@ def is_cosmetic(run: RunConfig, name: str) -> bool:
 
 @functools.cache
 def _typed(kind: type) -> Any:
-    """Return a config that checks the type of each field when it is set; cached, because building it takes ms."""
+    """Return a config that checks the type of each field when it is set."""
     from omegaconf import OmegaConf
 
     return OmegaConf.structured(kind)

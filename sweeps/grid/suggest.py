@@ -104,7 +104,6 @@ class Suggestion:
     grid: dict[str, Any]  # a grid of kind points, for `isoflop extend`
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, with None for an infinite end of an interval."""
         from ...fit.formatting import plain_json
 
         return plain_json(asdict(self))
@@ -174,7 +173,7 @@ def suggest_runs(
 def _affordable(
     market: Market, table: RunTable, budget: float, seeds: int, max_flops: float | None, min_steps: int
 ) -> list[Offer]:
-    """Return the candidates that a budget could buy; NothingToSuggest if there is none."""
+    """Return the candidates within the budget."""
     upper, ratios = min(budget, max_flops or budget), (table.D / table.N).tolist()
     lower = BELOW * float(min(table.flops))
     offered: list[Offer] = []
@@ -235,7 +234,6 @@ def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float
 
 
 def _forms(options: FitConfig) -> list[LossLaw] | None:
-    """Return the law that the sweep's fit names, or None for the default mixture of forms."""
     from ...fit.laws.registry import loss_law
 
     law, usual = ({name: getattr(fit, name) for name in OF_LAW} for fit in (options, type(options)()))
@@ -368,7 +366,6 @@ class Market:
         return result
 
     def merge(self, chosen: Sequence[RunConfig]) -> list[RunConfig]:
-        """Return the chosen runs as the sweep would train them: branches have a `parent`."""
         if not self.share:
             return list(chosen)
         trunks = {trunk_of(run) for run in chosen}
@@ -386,7 +383,7 @@ class Market:
                 yield run.tokens
 
     def _saved(self, template: RunConfig, mates: Sequence[RunConfig], within: Range) -> Iterator[int]:
-        """Yield every D whose decay begins at a saved checkpoint of the trunk, so that only the decay is trained."""
+        """Yield every D whose decay begins at a saved checkpoint of the trunk."""
         if template.schedule.kind != "wsd":
             return
         for mate in mates:

@@ -117,7 +117,6 @@ class TuneGrid(GridConfig):
         return max(1, round(first * count_parameters(model).N_active / unit)) * round(now / first) * unit
 
     def _runs_per_size(self, base: RunConfig) -> int:
-        """Return the number of runs per size in the first rung that the FLOPs pay for."""
         ratios = self.tokens_per_parameter
         if not self.sizes or not ratios or any(longer < 2 * shorter for shorter, longer in pairwise(ratios)):
             raise UserError(
@@ -174,7 +173,7 @@ def settings_of(run: RunConfig) -> Settings:
 
 
 def tried_settings(sweep: SweepDirectory) -> Tried:
-    """Return settings and final losses of finished runs; runs stopped as hopeless have their expected loss."""
+    """Return settings and losses of finished runs, and expected losses of runs stopped as hopeless."""
     tried: dict[tuple[int, int], list[Any]] = {}
     for run in members(sweep):
         summary = run.summary() if run.is_done() else None

@@ -98,14 +98,13 @@ class Tuner:
         return run
 
     def misses_batch(self, run: RunConfig) -> bool:
-        """Return whether a run's batch is off its rule by more than a factor of 1.5, due to bounds in `batch_size`."""
+        """Return whether a run's batch is off its rule by a factor of 1.5 or more."""
         target = power(self.rules.batch_tokens, count_parameters(run.model).N_active, self._span(run)[1], 1.0)
         if target is None or "optimizer.batch_size" in self.rules.keep:
             return False
         return not 1 / 1.5 <= run.batch_tokens / target <= 1.5
 
     def _span(self, run: RunConfig) -> tuple[float, float]:
-        """Return the smallest and the largest D of the runs of this model, this run included."""
         if not self.spans:
             return run.tokens, run.tokens
         shortest, longest = self.spans.get(_model_key(run), (math.inf, 0))
@@ -168,13 +167,13 @@ def _model_key(run: RunConfig) -> str:
 
 
 def family(base: RunConfig) -> dict[str, Any]:
-    """Return the settings that all runs of a grid share, by dotted name; tuned constants hold for these alone."""
+    """Return the settings that all runs of a grid share; tuned constants hold only for these."""
     shared = identity(base)
     flat = flatten({group: shared[group] for group in ("model", "data", "optimizer", "schedule")})
     return {name: value for name, value in flat.items() if name not in VARIED}
 
 
 def depends_on_D(rules: TuningConfig) -> bool:
-    """Return whether the rules give runs that differ only in D different settings, so that they share no trunk."""
+    """Return whether runs that differ only in D get different settings, and so share no trunk."""
     rules_set = [rule for rule in vars(rules).values() if isinstance(rule, PowerRule) and rule.k is not None]
     return rules.timescale in rules_set or any(rule.D != 0.0 for rule in rules_set)

@@ -77,7 +77,7 @@ class Fault:
 
 
 def examine_sweep(sweep: SweepDirectory, mend: bool, deep: bool = False) -> list[Fault]:
-    """Find the faults of a sweep and, with `mend`, repair them; `deep` verifies the checksums of all checkpoints."""
+    """Find the faults of a sweep; with `mend`, repair them; with `deep`, verify all checksums."""
     settings = yaml_or_empty(sweep.path / "sweep.yaml")
     faults = [_settled(fault, mend=False) for fault in _version(sweep, settings)]
     if any(fault.kind == "plan" for fault in faults):
@@ -97,7 +97,6 @@ def print_faults(sweep: SweepDirectory, faults: list[Fault]) -> None:
 
 
 def _settled(fault: Fault, mend: bool) -> Fault:
-    """Repair a fault if `mend` is set and it can be repaired."""
     if fault.mend is not None and mend:
         try:
             fault.mend()
@@ -197,7 +196,7 @@ def _nodes(sweep: SweepDirectory) -> Iterator[Fault]:
 
 
 def locks_work(folder: Path) -> bool:
-    """Return whether a file lock of this process keeps another process out."""
+    """Return whether a file lock keeps another process out."""
     path = folder / ".doctor.lock"
     try:
         with path.open("w") as file:
@@ -229,7 +228,6 @@ def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
 
 
 def _members(sweep: SweepDirectory) -> list[RunDirectory]:
-    """Return the sweep's runs, without added ones if `added.json` cannot be read."""
     with suppress(UserError):
         return membership.members(sweep)
     return sweep.runs()
@@ -281,7 +279,7 @@ def faults_of(run: RunDirectory, policy: Policy, deep: bool, evaluated: bool) ->
 
 
 def old_temporaries(folder: Path, now: float) -> Iterator[Fault]:
-    """Yield old temporary files, left by processes that were killed while writing."""
+    """Yield old temporary files of interrupted writes."""
     for path in sorted(folder.glob(".*")):
         if not TEMPORARY.match(path.name):
             continue
@@ -412,7 +410,6 @@ def _result(run: RunDirectory, evaluated: bool) -> Iterator[Fault]:
 
 
 def _books(run: RunDirectory) -> Iterator[Fault]:
-    """Yield a note if a finished run lacks recorded attempts or metrics."""
     if not run.is_done():
         return
     with suppress(UserError):  # see `_config`

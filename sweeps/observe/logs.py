@@ -1,4 +1,4 @@
-"""Print the logs of runs and the output of their jobs: all lines, the newest, or new ones as they are written."""
+"""Print the logs of runs and the output of their jobs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def print_log(sweep: SweepDirectory, prefix: str, follow: bool) -> None:
 
 
 def print_newest_lines(sweep: SweepDirectory, follow: bool) -> None:
-    """Print the newest lines of runs that are running or failed; with `follow`, new lines until all runs are over."""
+    """Print the newest lines of running and failed runs; with `follow`, new lines until all are over."""
     runs = members(sweep)
     states = {run.run_id: run.state().state for run in runs}
     shown = [run for run in runs if states[run.run_id] in ("running", "failed", "diverged")]
@@ -61,7 +61,7 @@ def print_newest_lines(sweep: SweepDirectory, follow: bool) -> None:
 
 
 def job_files(sweep: SweepDirectory, run: RunDirectory) -> list[Path]:
-    """Return the output files of the job of a run's newest attempt, by rank."""
+    """Return the output files of a run's newest job, by rank."""
     job = run.state().job_id
     return [] if job is None else sorted(sweep.path.glob(f"jobs/*/{job}_*_log.*"))
 
@@ -92,7 +92,7 @@ class Follower:
             self.position, self.inode = status.st_size, status.st_ino
 
     def lines(self) -> list[str]:
-        """Return the complete new lines since the last call; a replaced or truncated file is read from its start."""
+        """Return the complete new lines; a replaced or truncated file is read from its start."""
         try:
             status = self.path.stat()
             if status.st_ino != self.inode or status.st_size < self.position:
@@ -115,7 +115,7 @@ def _follow(
     files: Callable[[], Iterable[tuple[str, Path]]],
     from_start: bool = True,
 ) -> None:
-    """Print new lines until the runs are over or Ctrl-C; sizes are polled, which works on every file system."""
+    """Print new lines until the runs are over or Ctrl-C."""
     followers: dict[Path, Follower] = {}
     policy = Policy.of(cluster_of(sweep.settings()))
     with contextlib.suppress(KeyboardInterrupt):

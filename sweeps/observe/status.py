@@ -144,12 +144,10 @@ def _read(run: RunDirectory, planned: Mapping[str, Any]) -> Row:
 
 
 def _finite(value: Any) -> float | None:
-    """Return a finite number, or None for anything else: JSON has no nan."""
     return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _add_life(sweep: SweepDirectory, rows: Iterable[Row], policy: Policy, now: float) -> None:
-    """Add to each running run the age of its heartbeat and the time until its end."""
     for row in rows:
         row |= {"heartbeat_age": None, "silent": False, "under_way": None}
         start = row.pop("open", None)
@@ -167,7 +165,6 @@ def _add_life(sweep: SweepDirectory, rows: Iterable[Row], policy: Policy, now: f
 
 
 def _add_costs(rows: Iterable[Row], cluster: ClusterConfig) -> None:
-    """Add each run's GPU-hours so far, or core-hours if it has no GPU."""
     settings = asdict(cluster)
     for row in rows:
         row |= {"gpu_hours": 0.0, "core_hours": 0.0}
@@ -193,7 +190,7 @@ def _add_forecasts(sweep: SweepDirectory, rows: Iterable[Row], now: float) -> No
 
 
 def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> bool:
-    """Add SLURM's reason why a run's worker waits. Returns True if SLURM reports no keeper in its queue."""
+    """Add SLURM's reason why a run's worker waits. Returns True if there is no keeper."""
     for row in rows:
         row["waits"] = None
     if not (sweep.path / "jobs" / "launch.json").exists() or all(row["state"] not in OPEN for row in rows):
@@ -237,7 +234,7 @@ def sweep_eta(rows: Iterable[Row]) -> float | None:
 
 
 def show_status(sweep: SweepDirectory, watch: bool = False, as_json: bool = False, everything: bool = False) -> None:
-    """Print the status, with `everything` all rows; with `watch`, repeat until all runs are over or Ctrl-C."""
+    """Print the status; with `watch`, repeat until all runs are over or Ctrl-C."""
     out, status = console(), sweep_status(sweep)
     with contextlib.ExitStack() as stack:
         live = None
@@ -293,7 +290,6 @@ def render_status(status: dict[str, Any], out: Console, everything: bool) -> Ren
 
 
 def _table(shown: list[Row], title: str, out: Console) -> Table:
-    """Return a table with as many columns as fit, and always the note, which may wrap."""
     rows = [_cells(row) for row in shown]
     columns = {name: [printable(row[place]) for row in rows] for place, name in enumerate(COLUMNS)}
     widths = {name: max(map(len, [name, *cells])) for name, cells in columns.items()}

@@ -49,7 +49,7 @@ def _verdict(way: Way, best: Way) -> str:
 
 
 def print_ways(config: RunConfig, ways: list[Way]) -> None:
-    """Print the ranked meshes, each with its best settings, and the overrides that select the best."""
+    """Print the ranked meshes, and the overrides that select the best."""
     model, best, fitting = config.model, ways[0], sum(way.fits for way in ways)
     say(
         f"N {short(count_parameters(model).N_total)} ({model.width}x{model.depth}), {config.optimizer.batch_size} "
@@ -73,7 +73,7 @@ def print_ways(config: RunConfig, ways: list[Way]) -> None:
 
 
 def explain_runs(runs: list[RunConfig], cluster: ClusterConfig, flops_per_second: float) -> None:
-    """Print the ways to train each distinct shape of run, on the number of ranks that it asks for."""
+    """Print the ways to train each distinct shape of run."""
     gpus = cluster.gpus_per_job > 0
     hardware = Hardware(
         memory_bytes=(cluster.gpu_memory_gb if gpus else cluster.memory_gb) * 1e9,

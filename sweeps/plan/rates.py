@@ -108,7 +108,6 @@ def place_of(cluster: ClusterConfig, threads: int) -> str:
 
 
 def processor_name() -> str:
-    """Return the name of this machine's processor, if the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -130,7 +129,7 @@ def load_rates(cluster: ClusterConfig, threads: int) -> Calibration:
 
 
 def sweep_rates(folder: Path, cluster: ClusterConfig, threads: int) -> Calibration:
-    """Return the rates to plan a sweep with: those in its plan.json, and `load_rates` for other kinds of run."""
+    """Return the rates of the sweep's plan.json, and past rates for other kinds of run."""
     # If a sweep's own measurements replaced its estimates, the report could not tell how wrong these were.
     planned = (read_json(folder / "plan.json", PlanFile) or {}).get("rates") or {}
     fixed = {
@@ -185,7 +184,7 @@ class Places:
 
 
 def places(cluster: ClusterConfig, ranks: int, rate: float) -> Places:
-    """Divide the machine among jobs of `ranks` ranks; `rate` is the peak of one core, or of one rank on SLURM."""
+    """Divide the machine among jobs of `ranks` ranks; `rate` is the peak of one core or rank."""
     if cluster.kind == "slurm":
         return Places(cluster.array_parallelism, cluster.cpus_per_task, rate * ranks)
     cores = usable_cores()
@@ -220,12 +219,12 @@ def core_flops_per_second(seconds: float = 0.4) -> float:
 
 
 def half_speed_width(cluster: ClusterConfig) -> float:
-    """Return the assumed width at which training reaches half of the matmul peak, for runs without measured rates."""
+    """Return the assumed width at which training reaches half of the matmul peak."""
     return 512.0 if cluster.gpus_per_job > 0 else 96.0
 
 
 def fill_budgets(grid: GridConfig | None, cluster: ClusterConfig, rate: float) -> None:
-    """Fill in a grid's missing budgets from the cluster, else from a probe of this machine."""
+    """Fill in a grid's missing budgets from the cluster or a probe."""
     if grid is not None:
         room = places(cluster, 1, rate)  # always of one rank: the mesh must not change the budgets
         probe = (room.flops_per_second, room.jobs, cluster.minutes, half_speed_width(cluster))

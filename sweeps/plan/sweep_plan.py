@@ -90,7 +90,7 @@ def plan_runs(
 
 
 def wall_clock(runs: Sequence[PlannedRun], places: int) -> float:
-    """Estimate the time of runs, each on the first free place; a branch starts once its trunk has reached its step."""
+    """Estimate the time of runs, each on the first free place; branches wait for their trunks."""
     started: dict[str, float] = {}
     planned = {run.run_id: run for run in runs}
     free = [0.0] * max(1, places)

@@ -92,7 +92,6 @@ def merge_runs(runs: Sequence[RunConfig], progress: Mapping[str, Progress] | Non
 
 
 def own_steps(run: RunConfig) -> int:
-    """Return the steps that a run of a merged plan trains itself."""
     return run.steps if run.parent is None else run.steps - trunk_steps(run)
 
 
@@ -107,7 +106,7 @@ def trained_flops(runs: Sequence[RunConfig]) -> float:
 
 
 def steps_between(run: RunConfig, every: int | None) -> list[int]:
-    """Return the steps of a run's intermediate checkpoints to score; a branch has none before its first step."""
+    """Return the steps of a run's intermediate checkpoints to score."""
     if every is None:
         return []
     first = 0 if run.parent is None else trunk_steps(run)
@@ -144,7 +143,6 @@ def _obstacle(run: RunConfig, begin: int, alike: bool) -> str:
 
 
 def _remarks(merged: Sequence[RunConfig], obstacles: Mapping[str, Sequence[RunConfig]]) -> list[str]:
-    """Return remarks on the FLOPs saved by branching, and on runs that cannot branch."""
     remarks, trunks = [], {run.parent for run in merged} - {None}
     if trunks:
         branches = sum(run.parent is not None for run in merged)
@@ -221,7 +219,7 @@ def checkpoint_folder(run: RunDirectory, step: int) -> Path:
 
 
 def _begin_metrics(branch: RunDirectory, trunk: RunDirectory, step: int) -> None:
-    """Copy the trunk's metrics up to `step` to the branch, so that its curve is complete."""
+    """Copy the trunk's metrics up to `step` to the branch."""
     path = branch.path / "metrics.jsonl"
     if any(line["step"] >= step for line in read_json_lines(path)):
         return
@@ -231,7 +229,7 @@ def _begin_metrics(branch: RunDirectory, trunk: RunDirectory, step: int) -> None
 
 
 def _transplant(source: Path, final: Path) -> bool:
-    """Publish a copy of checkpoint `source` as `final`, in one rename. Returns True if its files are hard links."""
+    """Publish a copy of a checkpoint in one rename. Returns True if its files are hard links."""
     # Hard links are safe, because checkpoints are replaced and never changed in place.
     from ...train.checkpoint.checkpoint import publish
 

@@ -164,7 +164,6 @@ class _Books:
         self.flops += useful * step_flops
 
     def causes(self) -> dict[str, dict[str, Any]]:
-        """Return the lost hours, FLOPs and attempts of each cause, the most expensive first."""
         hours, ended = self.lost_hours, self.ended
         names = sorted(ended.keys() | hours.keys(), key=lambda name: (-hours[name], -ended[name], name))
         return {
@@ -179,7 +178,7 @@ class _Books:
 
 
 def _slurm_hours(sweep: SweepDirectory, entries: Iterable[_Entry], cluster: Mapping[str, Any]) -> float | None:
-    """Return the device-hours that SLURM counts for the sweep's workers, or None if they are unknown."""
+    """Return the device-hours that SLURM counts for the workers, if it knows them."""
     if cluster["kind"] != "slurm":
         return None
     from ..slurm import commands as slurm

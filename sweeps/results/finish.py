@@ -136,7 +136,6 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
 
 
 def _calibrate(sweep: SweepDirectory, cluster: ClusterConfig) -> None:
-    """Record the speed of this sweep's runs for later estimates; problems are only noted."""
     place = place_of(cluster, sweep.plan()["runs"][0]["shape"]["cpus"])
     if (problem := record_rates(place, measured_rates(sweep))) is not None:
         _note(f"note: {problem}")
@@ -166,7 +165,6 @@ def _note(line: str) -> None:
 
 
 def print_result(sweep: SweepDirectory) -> None:
-    """Print the laws, warnings, costs and the paths of the pages."""
     law = read_json(sweep.path / "fit" / "law.json")
     if law is None:
         return
@@ -180,7 +178,7 @@ def print_result(sweep: SweepDirectory) -> None:
 
 
 def print_law(law: dict[str, Any], name: str) -> None:
-    """Print N, D and loss at each target by approach, then the law, its backtest and the warnings."""
+    """Print the optimum at each target by approach, then the law, its backtest and the warnings."""
     from ...fit.flops import in_words
     from ...fit.formatting import INTERVALS
 

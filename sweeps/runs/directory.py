@@ -232,7 +232,7 @@ class SweepDirectory:
         return (read_json(self.path / "plan.json") or {}) | checked
 
     def planned_runs(self) -> list[PlannedRun]:
-        """Return the plan's runs in the order in which they start; UserError if plan.json cannot be read."""
+        """Return the plan's runs in starting order. UserError: plan.json cannot be read."""
         return read_document(self.path / "plan.json", PlanFile, remedy=ANEW)["runs"]
 
     def runs(self) -> list[RunDirectory]:

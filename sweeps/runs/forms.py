@@ -28,7 +28,7 @@ class JobShape:
         return self.nodes * self.ranks_per_node
 
     def for_one_process(self) -> JobShape:
-        """Return the shape of one process that needs the whole run, such as its scoring: with the memory of a node."""
+        """Return the shape of one process for the whole run, with the memory of a node."""
         return replace(self, memory_gb=self.memory_gb * self.ranks_per_node, nodes=1, ranks_per_node=1)
 
 

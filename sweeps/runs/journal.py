@@ -143,7 +143,7 @@ class RunRecord:
 
     @property
     def recent(self) -> list[Attempt]:
-        """The attempts since a user last asked for a retry, which the budget of retries counts."""
+        """The attempts since a user last asked for a retry."""
         return [attempt for attempt in self.attempts if attempt.budget == self.budget]
 
     @property
@@ -225,7 +225,7 @@ def read_record(folder: Path) -> RunRecord:
 
 
 def read_event(line: bytes) -> Event | None:
-    """Return the event of a line of a journal; None if it is torn or damaged."""
+    """Return the event of a line, or None if it is damaged."""
     with suppress(msgspec.MsgspecError, RecursionError):
         return _DECODER.decode(line)
     return None

@@ -170,7 +170,7 @@ def reconcile_idle(run: RunDirectory, policy: Policy, explain: Explain = lambda 
 
 
 def charge(run: RunDirectory, policy: Policy, job: str, death: Death) -> None:
-    """Count an attempt of a worker that died before it claimed any run, so that such workers end with the budget."""
+    """Count an attempt of a worker that died before it claimed a run, so that retries end."""
     with contextlib.suppress(Busy, OSError), hold_idle(run, policy):
         record = run.record()
         if record.open is None and record.state.state not in ("done", "diverged", "cancelled"):
@@ -206,7 +206,7 @@ def reset(run: RunDirectory, policy: Policy) -> None:
 
 
 def is_silent(run: RunDirectory, policy: Policy) -> bool:
-    """Return whether a run has given no sign of life for so long that it counts as dead."""
+    """Return whether a run's last sign of life is so old that it counts as dead."""
     seconds = sign_age(run)
     return seconds is None or seconds > policy.silence_seconds
 

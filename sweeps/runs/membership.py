@@ -86,7 +86,6 @@ def replacements(sweep: SweepDirectory) -> dict[str, str]:
 
 
 def retries_spent(sweep: SweepDirectory) -> int:
-    """Return the number of retries of all runs, each counted since a user last asked to retry it."""
     runs = (RunDirectory(path) for path in (sweep.path / "runs").glob("*"))
     return sum(attempt.cause in RETRIED for run in runs for attempt in run.record().recent[:-1])
 

@@ -44,7 +44,7 @@ class Record:
 
 
 def read_record(sweep: SweepDirectory) -> Record:
-    """Return the findings so far; none if the file is missing or torn, since the checks can be repeated."""
+    """Return the findings so far, or none if the file is missing or torn."""
     with suppress(UserError):
         return read_document(sweep.path / FILE, Record)
     return Record()
@@ -59,7 +59,6 @@ def decided(run: RunDirectory) -> RunConfig:
 
 
 def summary(host: str, node: NodeRecord) -> str:
-    """Return one line for all checks that passed, and one for each other finding."""
     findings = [*node.findings, *node.of_kind]
     passed = sum(finding.outcome == PASSED for finding in findings)
     lines = [f"preflight: {counted(passed, 'check')} of {host} passed in {node.seconds:.0f} s"]

@@ -119,7 +119,6 @@ def check(cluster: ClusterConfig, runs: Sequence[PlannedRun]) -> None:
 
 
 def _of_partition(nodes: Sequence[Node], partition: str | None, setting: str = "cluster.partition") -> list[Node]:
-    """Return the nodes of one partition, of several, or of the default one."""
     names = ", ".join(sorted({node.partition for node in nodes}))
     if partition is None:
         if defaults := [node for node in nodes if node.is_default]:
@@ -152,7 +151,7 @@ def check_fits(run: PlannedRun, nodes: Sequence[Node]) -> None:
 
 
 def expected_starts(cluster: ClusterConfig, shapes: Sequence[JobShape]) -> dict[JobShape, str]:
-    """Return the time at which SLURM expects a job of each shape to start, if it can tell."""
+    """Return when SLURM expects a job of each shape to start, if it can tell."""
     starts = {}
     for shape in dict.fromkeys(shapes):
         answer = _test(cluster, shape)

@@ -124,7 +124,7 @@ def _shown(line: str) -> tuple[str, str, str]:
 
 
 def elapsed(jobs: Iterable[str]) -> dict[str, float]:
-    """Return the seconds that jobs have run in all their starts, for the jobs that accounting knows."""
+    """Return the seconds of all starts of each job that accounting knows."""
     ids, total = set(jobs), dict[str, float]()
     # With the duplicates: each start of a requeued job has its own record.
     for job, duration in _accounting(ids, "JobID,ElapsedRaw", "-D"):
@@ -134,7 +134,7 @@ def elapsed(jobs: Iterable[str]) -> dict[str, float]:
 
 
 def _accounting(jobs: Iterable[str], columns: str, *options: str) -> Iterator[tuple[str, ...]]:
-    """Yield records of jobs and of their arrays; 200 at a time, which fit on a command line."""
+    """Yield records of jobs and of their arrays, 200 at a time."""
     arrays = sorted({job.split("_")[0] for job in jobs})
     for start in range(0, len(arrays), 200):
         names = ",".join(arrays[start : start + 200])

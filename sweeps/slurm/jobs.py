@@ -100,7 +100,7 @@ def shape_of(label: str) -> JobShape | None:
 
 
 def submitted_workers(sweep: SweepDirectory) -> dict[str, tuple[JobShape, Path]]:
-    """Return the shape and the folder of every worker that was ever submitted for a sweep, by job id."""
+    """Return shape and folder of every worker ever submitted, by job id."""
     workers = dict[str, tuple[JobShape, Path]]()
     for folder in (sweep.path / "jobs").glob("worker-*"):
         if (shape := shape_of(folder.name.removeprefix("worker-").rpartition("-")[0])) is not None:

@@ -68,7 +68,7 @@ def take(sweep: SweepDirectory, report: Callable[[str], None] = print, package: 
 
 
 def _files_of_git(package: Path) -> tuple[list[str], list[str]] | None:
-    """Return the paths of files that git tracks, and of new files that it does not ignore; None outside a checkout."""
+    """Return tracked files, and new files that git does not ignore; None outside a checkout."""
     parts = ("--", "__init__.py", *ROOMS)
     tracked = _names(git_output(package, "ls-files", "-z", *parts))
     if "__init__.py" not in tracked:
@@ -90,7 +90,6 @@ def _names(listed: bytes | None) -> list[str]:
 
 
 def git_output(package: Path, *arguments: str) -> bytes | None:
-    """Return the output of git in a folder; None if it fails."""
     try:
         done = subprocess.run(["git", "-C", str(package), *arguments], capture_output=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
