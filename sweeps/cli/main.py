@@ -21,7 +21,7 @@ from .options import AsJson, show
 if TYPE_CHECKING:
     from ...train.data.shards import Shards
 
-INTERRUPTED = 130
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells give it
 DEFAULTS = ("table", "mixture")  # convention and intervals of a sweep's own fit
 REASONS = 3  # most frequent ones shown for a step of a data recipe
 

@@ -16,7 +16,7 @@ from ..runs.membership import members
 if TYPE_CHECKING:
     from ...fit.curves.hopeless import Trial
 
-LEAST_CHANCE = 0.02  # probability to win below which a run is stopped
+LEAST_CHANCE = 0.02  # probability to win below which a run is stopped; measured, see docs/decisions.md
 LOOKS = 20  # checks of a run, evenly spread over its tokens: each further one could fall below by luck
 
 

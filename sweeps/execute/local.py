@@ -32,11 +32,11 @@ from .attempt import THREADS
 from .controller import Job, Limits, Scope, reconcile
 from .worker import Claims, Launch, work
 
-POLL_SECONDS = 0.25
+POLL_SECONDS = 0.25  # between two looks at the workers
 LOOK_SECONDS = 1.0  # between two passes, and between two looks for signs of life
 FULL_SECONDS = 5.0  # between two passes while every place has its worker
 GRACE_SECONDS = 30.0  # what a worker gets to save a checkpoint before it is killed
-STILLBORN = 3  # workers that end before they have claimed anything, after which no more are started
+STILLBORN = 3  # workers in a row that claim nothing, after which no more are started; chosen by hand
 
 
 @dataclass

@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from ...fit.table import RunTable
     from ..config import FitConfig, SweepConfig
 
-LEVEL = 0.95
+LEVEL = 0.95  # of the intervals
 CONSTANTS = 5  # of Chinchilla's law
 BEYOND = 1000.0  # default target, as a multiple of the largest C
 OF_LAW = ("form", "objective")  # fields of `fit` that determine the law
 MIN_STEPS = 100  # fewest steps of a suggested run, unless the grid has `min_steps`
 MAX_RUNS = 24  # default most runs of a suggestion
 MAX_SEEDS = 8  # most new seeds: each adds as many candidates as there are sizes and D
-BUDGETS_PER_DECADE = 8
+BUDGETS_PER_DECADE = 8  # values of C at which each size is a candidate
 SIZE_STEP = 1.32  # ratio of two neighbouring sizes, before rounding to well-shaped models
 BELOW = 0.3  # cost of the cheapest candidate, relative to the cheapest run of the sweep
 

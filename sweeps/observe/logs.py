@@ -16,7 +16,7 @@ from ..runs.directory import RunDirectory, SweepDirectory
 from ..runs.membership import find_runs, is_over, members
 from ..terminal import printable
 
-POLL_SECONDS = 0.5
+POLL_SECONDS = 0.5  # sizes are polled, which works on every file system
 TAIL_BYTES = 16384  # read from the end of a file for its newest lines
 JOB_LINES = 10  # newest lines of a job's output, after the log of its run
 LINES = 3  # newest lines per run if no run is named

@@ -26,7 +26,7 @@ from ..config import ClusterConfig, GridConfig
 from ..runs.forms import PlanFile
 
 RUNS, KINDS, PLACES = 32, 64, 64  # most entries kept: runs per width, kinds per place, places
-LOCK_SECONDS = 20.0
+LOCK_SECONDS = 20.0  # that another sweep may hold calibration.json
 LADDER = (1.0, 2.0, 5.0, 10.0)  # budgets of a probed isoFLOP grid, relative to the smallest
 SIZES, TYPICAL_WIDTH = 6, 20  # sizes per budget and a typical width of that grid
 

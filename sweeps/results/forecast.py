@@ -25,7 +25,7 @@ from ..runs.directory import RunDirectory, SweepDirectory, now_on
 from ..terminal import console, plain_table, say, short
 from .table import sweep_curves
 
-LEVEL = 0.95
+LEVEL = 0.95  # of the prediction intervals
 TEACHERS, LEAST = 64, 3  # most and fewest finished runs that forecasts are calibrated on
 FRESH_SECONDS = 60.0  # age up to which `status` reads forecasts from forecast.json
 FIRST_SEEN = 0.1  # share of a run at which its first forecast is kept, to compare later ones with

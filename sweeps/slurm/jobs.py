@@ -17,7 +17,7 @@ from . import commands as slurm
 
 LAUNCH = "launch.json"  # in jobs/: the token of the sweep's jobs, and where it was first launched from
 MEMORY = "keeper.json"  # in jobs/: what the passes remember
-HELD = ("JobHeldUser", "JobHeldAdmin")
+HELD = ("JobHeldUser", "JobHeldAdmin")  # squeue's reasons for a job on hold
 STRANDED = re.compile(r"requeued.held", re.IGNORECASE)  # of squeue's reasons: SLURM could not launch the job
 Kind = Literal["worker", "keeper", "fit"]
 

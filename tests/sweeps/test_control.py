@@ -122,7 +122,7 @@ def test_a_run_that_trains_is_asked_to_stop_and_left_to_its_worker(
     control.cancel(sweep, [run.run_id[:6]])
     assert run.state().state == "running"
     assert run.cancel_asked() is not None
-    assert "is asked to save and stop" in capsys.readouterr().out
+    assert "was asked to save and stop" in capsys.readouterr().out
     assert states_of(sweep)[1:] == ["planned"] * 3
 
 

@@ -237,7 +237,7 @@ def test_the_last_checkpoint_of_a_finished_run_stays_and_the_user_is_told(sweep:
     (checkpoint(sweep) / "model.safetensors").write_text("")
     (finding,) = examine_sweep(sweep, mend=True)
     assert finding.severity == "note"  # no task of this sweep needs it
-    assert "its losses stand" in finding.how
+    assert "its losses remain valid" in finding.how
     settings = yaml.safe_load((sweep.path / "sweep.yaml").read_text())
     settings["config"]["evaluate"]["tasks"] = ["small"]
     (sweep.path / "sweep.yaml").write_text(yaml.safe_dump(settings))

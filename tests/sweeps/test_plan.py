@@ -69,7 +69,7 @@ def test_nodes_hold_whole_tensor_parallel_groups_and_are_as_few_as_can_be(
 ) -> None:
     parallel, cluster = ParallelConfig(tp=tp, dp=dp), ClusterConfig(kind="slurm", ranks_per_node=per_node)
     if per_node is not None and tp > per_node:
-        with pytest.raises(UserError, match=rf"^parallel\.tp is {tp}, .* cluster\.ranks_per_node allows {per_node};"):
+        with pytest.raises(UserError, match=rf"^parallel\.tp is {tp}; .* cluster\.ranks_per_node {per_node},"):
             job_shape(parallel, cluster)
         return
     shape = job_shape(parallel, cluster)

@@ -464,7 +464,7 @@ def test_runs_of_a_tune_that_cannot_win_are_stopped_for_good(tmp_path: Path) -> 
     assert re.search(r"can no longer win: probability \S+ at (39|40) % of its steps", request)
     assert others[0].given_up() is None  # it has not stopped yet
     lease.cancel(others[0], f"cancelled by {request}")
-    assert "cannot win" in str(others[0].state().reason)
+    assert "can no longer win" in str(others[0].state().reason)
     loss = others[0].given_up()
     assert loss is not None
     assert loss > (best.summary() or {})["val_loss"]

@@ -166,7 +166,7 @@ def test_ranks_change_neither_budgets_nor_runs(tmp_path: Path, capsys: pytest.Ca
     ("overrides", "problem"),
     [
         (["parallel.tp=3"], "parallel.tp is 3; it must divide model.heads"),
-        (["cluster=slurm", "dry_run=true", "cluster.ranks_per_node=1", "parallel.tp=2"], "ranks_per_node allows 1"),
+        (["cluster=slurm", "dry_run=true", "cluster.ranks_per_node=1", "parallel.tp=2"], "cluster.ranks_per_node 1,"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
