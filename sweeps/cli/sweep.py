@@ -292,7 +292,7 @@ def suggest_command(
     target_flops: Annotated[
         float | None, typer.Option(help="Budget whose optimum matters; by default the sweep's largest target.")
     ] = None,
-    seeds: Annotated[int, typer.Option(help="New seeds to consider for each size, besides the sweep's.")] = 1,
+    seeds: Annotated[int, typer.Option(help="New seeds to consider for each size, in addition to the sweep's.")] = 1,
     max_flops: Annotated[float | None, typer.Option(help="Most FLOPs that one run may cost.")] = None,
     write: Annotated[Path | None, typer.Option(help="Write the grid here, for `extend --grid`.")] = None,
     as_json: AsJson = False,

@@ -44,7 +44,7 @@ CONFIGURED = {
     "tokenizer": ("data", "tokenizer_fingerprint"),
 }
 CURVE = ["run_id", "step", "tokens", "flops", "lr", "batch", "N", "loss", "val_loss"]  # columns of curves.csv
-CURVE_ROWS = 400  # rows of a run, besides its validated steps
+CURVE_ROWS = 400  # rows of a run in addition to its validated steps
 # Columns that only a sweep with mixtures of experts has.
 OF_EXPERTS = ("experts", "experts_per_token", "shared_experts", "load_max", "load_entropy", "dead_experts")
 

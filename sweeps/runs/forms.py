@@ -14,7 +14,7 @@ FolderName = Annotated[str, Meta(pattern=r"^\w+\Z")]
 
 @dataclass(frozen=True)
 class JobShape:
-    """The resources that a job needs; a worker trains runs of its own shape."""
+    """The resources that a job needs; a worker trains runs of one shape."""
 
     gpus: Count  # for a rank
     cpus: Count  # for a rank
