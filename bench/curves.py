@@ -20,7 +20,7 @@ from ..fit.curves.curves import Curve, curves_of
 from ..sweeps.plan.rates import processor_name
 from .timing import Contender, Row, take_turns, timed_row
 
-ABOUT = "errors: of the last losses of runs that were not fitted; --json also has the worst"
+ABOUT = "errors are those of the last losses of runs that were not fitted; --json also has the worst one"
 DELTA, RATES = 1e-3, (5e-2, 5e-3)  # rates of Adam: coefficients, exponents
 STAGES = 400  # of a schedule; a longer one is summed over this many stretches, which favours the peer
 TRUE = {"E": 2.5, "A": 0.6, "alpha": 0.4, "B": 0.4, "C": 0.06, "beta": 0.5, "gamma": 0.5}  # rates in units of the peak

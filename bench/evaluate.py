@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..evaluate.metrics import ItemResult
     from ..evaluate.tasks.suite import SuiteTask
 
-ABOUT = "ratio: ours over the peer's, more is better; of nats, the allowed difference over the largest one"
+ABOUT = "ratio: ours over the peer's, more is better; for nats, the allowed difference over the largest one"
 CASES = ("agreement", "throughput")
 ITEMS, ALLOWED_NATS = 500, 1e-3
 PEER = "lm-eval hf"

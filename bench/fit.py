@@ -25,7 +25,7 @@ from ..fit.uncertainty import identifiable_counts
 from ..sweeps.plan.rates import processor_name
 from .timing import Row, timed_row
 
-ABOUT = "worse: of the compared resamples, those in which ours ends above the peer; --json has more"
+ABOUT = "worse: number of compared resamples in which our objective ends above the peer's; --json has more"
 DELTA = 1e-3
 AMPLITUDES, ENTROPIES, EXPONENTS = np.arange(0, 30, 5.0), np.arange(-1, 1.5, 0.5), np.arange(0, 2.5, 0.5)
 GRID = list(product(AMPLITUDES, AMPLITUDES, ENTROPIES, EXPONENTS, EXPONENTS))  # log A, log B, log E, alpha, beta

@@ -67,7 +67,7 @@ def final_losses(sweep: Path) -> dict[str, float]:
     summaries = {path.name: read_json(path / "summary.json") for path in sorted((sweep / "runs").iterdir())}
     missing = [name for name, summary in summaries.items() if summary is None]
     if missing:
-        raise UserError(f"run {missing[0]} of the measured sweep did not end, so its time cannot be compared")
+        raise UserError(f"run {missing[0]} of the measured sweep did not finish, so its time cannot be compared")
     return {name: float(summary["val_loss"]) for name, summary in summaries.items() if summary is not None}
 
 

@@ -24,7 +24,7 @@ from ..train.kernels.flash_blocks import TABLE
 from .timing import Row
 
 VOCABULARY = 32768
-ABOUT = "What the compiler reports of every launch; nothing was run. Registers and spilled bytes are per thread."
+ABOUT = "What the compiler reports for every launch; nothing was run. Registers and spilled bytes are per thread."
 TENSOR_CORES = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")  # PTX of the tensor cores of each generation
 
 
@@ -79,7 +79,7 @@ CASES = [
 def bench_kernels(cases: Sequence[str] = ()) -> Iterator[Row]:
     """Yield a row for each kernel of each case, as `Case.parse` reads it; without cases, of all CASES."""
     if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
-        raise UserError("bench kernels needs the package triton, without TRITON_INTERPRET=1 in the environment.")
+        raise UserError("bench kernels needs the package triton, and TRITON_INTERPRET must not be set to 1.")
     for case in [Case.parse(text) for text in cases] or CASES:
         with compiling_for(case) as compiled:
             _launch(case)

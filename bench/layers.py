@@ -24,7 +24,7 @@ from .timing import Peak, Row, measuring_on, race
 
 ABOUT = (
     "FLOPs of causal attention: 4 T^2 d heads / 2 per sequence forward, 2.5 times as many backward; "
-    "MFU: over the matmul peak of the same run; peak memory: what a call needs in addition to its inputs"
+    "MFU: over the matmul peak of the same run; peak memory: memory that a call needs in addition to its inputs"
 )
 Attention = Callable[
     [Tensor, Tensor, Tensor], Tensor

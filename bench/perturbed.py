@@ -66,7 +66,7 @@ def failures(environment: dict[str, str]) -> set[str]:
 def main(names: list[str]) -> None:
     """Print the tests that fail under each change and not without it."""
     if unknown := [name for name in names if name not in CHANGES]:
-        raise SystemExit(f"{unknown[0]!r} is no change; choose among {', '.join(CHANGES)}.")
+        raise SystemExit(f"{unknown[0]!r} is not a change; choose among {', '.join(CHANGES)}.")
     usual = failures({})
     for name in names or CHANGES:
         for environment in CHANGES[name]:

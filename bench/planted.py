@@ -67,7 +67,7 @@ class Copy:
         path = self.root / bug["file"]
         text = path.read_text(encoding="utf-8")
         if (count := text.count(bug["old"])) != 1:
-            raise SystemExit(f"{bug['name']}: its old text occurs {count} times in {bug['file']}; it must once")
+            raise SystemExit(f"{bug['name']}: its old text occurs {count} times in {bug['file']}, not once")
         path.write_text(text.replace(bug["old"], bug["new"]), encoding="utf-8")
         try:
             return self.first_failure(bug["tests"], limit)

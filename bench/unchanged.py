@@ -248,9 +248,9 @@ def main() -> int:
     options = parser.parse_args()
     parts = options.only.split(",")
     if unknown := set(parts) - set(PARTS):
-        parser.error(f"--only names {', '.join(sorted(unknown))}; it takes some of {','.join(PARTS)}")
+        parser.error(f"--only names {', '.join(sorted(unknown))}; it accepts {','.join(PARTS)}")
     if len(options.folders) != {"record": 1, "compare": 2}[options.command]:
-        parser.error(f"{len(options.folders)} folders were passed; record takes one, compare two")
+        parser.error(f"{len(options.folders)} folders were given; record takes one, compare two")
     return (compare if options.command == "compare" else record)(options.folders, parts)
 
 

@@ -40,21 +40,22 @@ def analyze(
     convention: str = "table",
     intervals: str = "mixture",
 ) -> Analysis:
-    """Fit all three approaches to finished runs. With several data recipes, each has a law and the rest is for the
-    base.
+    """Fit all three approaches to finished runs.
+
+    With several data recipes, each has its own law, and all other results are for the base.
 
     Parameters
     ----------
     targets
-        FLOP budgets to predict for.
+        FLOP budgets.
     bootstrap
         Resamples of runs; 0 for no intervals.
     law
-        An unfitted law of N and D, by default Chinchilla's; it is not changed.
+        Unfitted law of N and D; default Chinchilla's.
     convention
         How FLOPs are counted: "table" (as the runs') or "6nd".
     intervals
-        "mixture" to let a mixture of forms answer first, "noise" to leave it out.
+        "mixture" to add a mixture of forms, whose answer comes first; "noise" for none.
     """
     goals = tuple(float(C) for C in positive("target", np.atleast_1d(np.asarray(targets, dtype=np.float64))))
     check_resampling(bootstrap, seed, minimum=0)
@@ -64,7 +65,7 @@ def analyze(
         raise InputError("objective is 'se', which needs a loss_se above zero in every row of the table.")
     counted, note = table, None
     if convention == "6nd" and flops_per_token(table.N, table.D, table.flops) is not None:
-        note = "FLOPs are counted as 6ND, as was asked for, and not as in the table."
+        note = "FLOPs are counted as 6ND, as requested, and not as in the table."
         counted = replace(table, flops=6.0 * table.N * table.D, notes=(*table.notes, note))
     groups = split(counted)
     laws = by_recipe(counted, goals, bootstrap, seed, law) if len(groups) > 1 else []

@@ -32,13 +32,13 @@ class InputError(ValueError):
 
 
 def positive(name: str, values: ArrayLike, rows: Any = None) -> Array:
-    """Return `values` as a flat float64 array, checked to lie from LEAST to MOST; `rows` labels them in errors."""
+    """Return `values` as a flat float64 array from LEAST to MOST; `rows` labels them in errors."""
     numbers = _checked(name, values, rows, "a finite number above zero", lambda v: v > 0)
     return _checked(name, numbers, rows, f"from {LEAST:g} to {MOST:g}", lambda v: (v >= LEAST) & (v <= MOST))
 
 
 def check_weights(values: ArrayLike | None, points: int, rows: Any = None) -> Array:
-    """Return checked weights (points,): ones when None, else finite, not negative, and not all zero."""
+    """Return checked weights (points,); ones for None."""
     if values is None:
         return np.ones(points)
     checked = _checked("weight", values, rows, "a finite number, zero or more", lambda v: v >= 0)
@@ -57,7 +57,7 @@ def one_of(name: str, value: Any, accepted: Iterable[str]) -> None:
 
 def check_level(level: float) -> None:
     if not 0.0 < level < 1.0:
-        raise InputError(f"level is {level}; it must lie between 0 and 1, as 0.95 does.")
+        raise InputError(f"level is {level}; it must lie between 0 and 1, for example 0.95.")
 
 
 def by_name(what: str, names: Sequence[str], positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,20 +86,21 @@ def enough(points: int, parameters: int, what: str) -> None:
 
 
 def is_uneven(loss: Array) -> bool:
-    """Return whether losses differ by more than rounding, as a law or a contour needs."""
+    """Return whether losses differ by more than rounding."""
     return bool(np.isfinite(loss).all() and np.ptp(loss) > FLAT * np.abs(loss).max())
 
 
 def need_uneven(name: str, values: Array) -> None:
-    """Raise InputError if all values are equal within rounding and so do not identify a law."""
+    """Raise InputError if all values are equal within rounding."""
     if not is_uneven(values):
         raise InputError(
-            f"{name} is {values[0]:.6g} in every row, to within {FLAT:g} of it; a law needs values that differ by more."
+            f"{name} is {values[0]:.6g} in every row (relative differences up to {FLAT:g}); a law needs values that "
+            "differ more."
         )
 
 
 def identifiable(N: Array, D: Array) -> None:
-    """Raise InputError if log N and log D do not vary separately, so that their exponents are not identified."""
+    """Raise InputError if log N and log D do not vary separately."""
     for name, values, what in (("N", N, "size"), ("D", D, "number of tokens")):
         low, high = values.min(), values.max()
         if high / low < SPREAD:
@@ -110,7 +111,7 @@ def identifiable(N: Array, D: Array) -> None:
     # A smaller spread comes from rounding to whole batches and not from design.
     if spread[1] < 0.01 * spread[0]:
         raise InputError(
-            "all runs are collinear in (log N, log D), so alpha and beta are not identifiable; "
+            "all runs are collinear in (log N, log D), so alpha and beta cannot be told apart; "
             "add runs with other tokens per parameter."
         )
 

@@ -27,7 +27,7 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
-        raise InputError(f"{path.parent} cannot be written to ({error.strerror}); give a folder that can.") from None
+        raise InputError(f"{path.parent} cannot be written to ({error.strerror}); give a writable folder.") from None
     os.close(handle)
     temporary = Path(name)
     try:
@@ -39,7 +39,9 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.chmod(0o666 & ~umask)  # mkstemp denies access to others, who should be able to read a report
         temporary.replace(path)
     except OSError as error:
-        raise InputError(f"{path} cannot be written ({error.strerror}); make room or give another folder.") from None
+        raise InputError(
+            f"{path} cannot be written ({error.strerror}); free disk space or give another folder."
+        ) from None
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -91,10 +93,10 @@ def read_document(path: Path, form: type[Form], largest: int = 64 << 20) -> Form
     """
     try:
         if (size := path.stat().st_size) > largest:
-            raise InputError(f"{path} has {size} bytes; it must have at most {largest}.")
+            raise InputError(f"{path} has {size} bytes; at most {largest} are accepted.")
         content = path.read_bytes()
     except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}); name a file that can.") from None
+        raise InputError(f"{path} cannot be read ({error.strerror}); give a readable file.") from None
     return parse_document(content, str(path), form, path.suffix in (".yaml", ".yml"))
 
 
@@ -103,7 +105,7 @@ def parse_document(content: bytes, source: str, form: type[Form], is_yaml: bool 
     try:
         return msgspec.convert(yaml.safe_load(content), form) if is_yaml else msgspec.json.decode(content, type=form)
     except RecursionError:
-        raise InputError(f"{source} is nested too deeply; write it without so many levels.") from None
+        raise InputError(f"{source} is nested too deeply; write it with fewer levels.") from None
     except (msgspec.MsgspecError, yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).replace("`", "").replace(" - at $", " at $").split())
-        raise InputError(f"{source} is not what it must be: {reason[:300]}.") from None
+        raise InputError(f"{source} is not valid: {reason[:300]}.") from None

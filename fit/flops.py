@@ -1,6 +1,6 @@
-"""FLOPs per token by model size, estimated from a table's runs, to find optima in the table's FLOP convention.
+"""FLOPs per token by model size, estimated from runs, to find optima in the table's FLOP convention.
 
-The leading 6N is fixed; attention over a fixed context grows as N^(2/3), a vocabulary's tables as N^(1/3).
+The leading 6N is fixed; attention over a fixed context grows as N^(2/3), vocabulary tables as N^(1/3).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FlopsPerToken:
 
 
 def convention_name(spend: float | Callable[[Array], Array] | None) -> str:
-    """Return the name of a FLOP convention in results: "6nd", another multiple of ND, or "table"."""
+    """Return the name of a FLOP convention: "6nd", another multiple of ND, or "table"."""
     return "table" if callable(spend) else f"{spend or 6.0:g}nd"
 
 

@@ -1,4 +1,4 @@
-"""Numbers formatted for users: 15.2k parameters, 1.2e24 FLOPs, an interval with an open end."""
+"""Numbers formatted for users: 15.2k parameters, 1.2e24 FLOPs, intervals."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ WIDE = 1e5  # an interval wider than this factor is reported as undetermined; ch
 UNDETERMINED = "undetermined"
 NOTHING = "–"
 INTERVALS = {  # what intervals of each kind cover
-    "mixture": "Intervals of the mixture cover the noise of these runs and that no form is right; those of the "
+    "mixture": "Intervals of the mixture cover the noise of these runs and the choice of the law's form; those of the "
     "approaches cover the noise alone.",
-    "noise": "Intervals cover the noise of these runs under one form; extrapolations err by more.",
+    "noise": "Intervals cover the noise of these runs under one form of the law; errors of extrapolation are larger.",
 }
 SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
@@ -60,14 +60,14 @@ def rounded(value: float, digits: int) -> float:
 
 
 def amount(value: float | None, digits: int = 3) -> str:
-    """Format a number without unit, such as tokens per parameter; scientific if very large or small."""
+    """Format a number without unit; scientific if very large or small."""
     if value is None or not math.isfinite(value):
         return NOTHING
     return plain(value, digits) if value == 0 or 0.01 <= value < 1e5 else scientific(value, digits)
 
 
 def fixed(value: float | None, decimals: int = 3, sign: str = "") -> str:
-    """Format a loss or exponent with this many decimals; `sign` "+" adds a plus sign to positive numbers."""
+    """Format a loss or exponent; `sign` "+" adds a plus sign to positive numbers."""
     return NOTHING if value is None or not math.isfinite(value) else f"{value:{sign}.{decimals}f}"
 
 
@@ -106,7 +106,7 @@ def text(value: object) -> str:
 
 
 def plain_json(value: Any) -> Any:
-    """Convert to JSON's types: no NumPy scalars or tuples, null for numbers that are not finite."""
+    """Convert to JSON's types, with null for numbers that are not finite."""
     if isinstance(value, dict):
         return {key: plain_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,6 @@
 """The data and colours of all figures, and Matplotlib figures for papers; report/figures.py draws the same with plotly.
 
-Every function draws on the axes passed to it, or on new ones, and returns them. Nothing is shown or saved, and no
-global style is changed. No law or analysis is imported.
+Every function draws on the axes passed to it, or on new ones, and returns them.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def profile_curve(profile: Any) -> Series:
 
 
 def loss_contours(law: Law, N: Array, D: Array) -> tuple[Array, Array, Array, tuple[float, float, float], Optimum]:
-    """Return N (n,), D (d,), loss (d, n), contour levels (low, high, step) and the efficient frontier around runs."""
+    """Return N (n,), D (d,), loss (d, n), contour levels (low, high, step) and the efficient frontier."""
     n, d = (np.geomspace(values.min() / 2, values.max() * 2, 60) for values in (N, D))
     loss = np.asarray(law.predict(n[None, :], d[:, None]))
     low, high = float(loss.min()), float(np.quantile(loss, 0.97))
@@ -88,7 +87,7 @@ def loss_contours(law: Law, N: Array, D: Array) -> tuple[Array, Array, Array, tu
 
 
 def allocation_lines(a: Analysis, quantity: str, C: Array) -> list[tuple[Any, Array, Array | None]]:
-    """Return each approach with an answer, its N, D or loss at budgets C (m,), and its band (m, 2) or None."""
+    """Return each approach with an answer, its values at budgets C (m,), and its band (m, 2) or None."""
     lines = []
     for approach in a.ranked:
         values, band = (answer[quantity] for answer in approach.answers(C))
@@ -106,10 +105,7 @@ def measured_optima(a: Analysis, quantity: str) -> tuple[Series, Series]:
 
 
 def loss_curves(a: Analysis, curves: Any, by: str) -> list[tuple[str, float, Array, Array]]:
-    """Return run, N, x and loss of each of the table's runs in `curves` (run_id, tokens, flops, loss).
-
-    `by` is x: tokens or flops.
-    """
+    """Return run, N, x (tokens or flops) and loss of each of the table's runs in `curves`."""
     sizes = dict(zip(a.table.run_id.tolist(), a.table.N.tolist(), strict=True))
     if curves is None or not {"run_id", "loss", by} <= set(curves):
         return []
@@ -235,7 +231,7 @@ def plot_residuals(law: Law, by: ArrayLike | None = None, ax: Axes | None = None
 def plot_cloud(law: Law, x: str = "alpha", y: str = "beta", ax: Axes | None = None) -> Axes:
     """Plot two constants of every bootstrap refit against each other, with the fit and 95 % intervals."""
     if law.draws_ is None:
-        raise InputError("a bootstrap cloud needs draws; call bootstrap(n, groups=run_id) first.")
+        raise InputError("this law has no bootstrap draws to plot; call bootstrap(n, groups=run_id) first.")
     for name in (x, y):
         if name not in law.names:
             raise InputError(f"{name!r} is not a constant of this law; choose among {', '.join(law.names)}.")
@@ -255,7 +251,7 @@ def plot_cloud(law: Law, x: str = "alpha", y: str = "beta", ax: Axes | None = No
 
 def plot_backtest(analysis: Analysis, ax: Axes | None = None) -> Axes:
     """Plot errors of predicted losses by distance beyond the fitted runs, one colour per step."""
-    ax = _axes(ax, "compute over that of the dearest run fitted", "error of the loss (%)")
+    ax = _axes(ax, "compute relative to the largest run fitted", "error of the loss (%)")
     ahead = (analysis.backtest["tested"] or {}).get("ahead", [])
     if not ahead:
         return ax
@@ -270,10 +266,7 @@ def plot_backtest(analysis: Analysis, ax: Axes | None = None) -> Axes:
 def save_figures(
     analysis: Analysis, directory: str | Path, curves: Any = None, formats: Sequence[str] = ("png",)
 ) -> list[Path]:
-    """Save every figure that this analysis supports, in each of `formats` (png, pdf, svg).
-
-    Files are written whole or not at all; text in PDF and SVG stays text. Raises InputError for another format.
-    """
+    """Save every figure that this analysis supports, in each of `formats` (png, pdf, svg). Text stays text."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -294,7 +287,7 @@ def save_figures(
 
 
 def _drawings(analysis: Analysis, curves: Any) -> dict[str, Callable[..., Any]]:
-    """Return name -> function that draws the figure on axes, for the figures that the analysis supports."""
+    """Return name -> function that draws the figure on axes."""
     law, t = analysis.law, analysis.table
     drawings: dict[str, Callable[..., Any]] = {}
     if analysis.profiles.profiles_:

@@ -5,13 +5,12 @@ fit.published_law("besiroglu2024")(N=70e9, D=1.4e12);  fit.published_law("llama3
 fit.compare_published(1e24, own=law)
 runs = fit.published_runs("epoch", drop_worst=5, download=True)
 
-A law is evaluated as its paper prints it, with the paper's N, FLOPs and tokens, so laws also differ in conventions. A
-split of C FLOPs has D = C / 6N; Kaplan et al.'s C_min is C / 2, and DeepSeek's M FLOPs per token gives N = M / 6. The
-numbers and their sources are in constants/laws.yaml.
+Laws are evaluated as their papers print them, and so differ in conventions. A split of C FLOPs has D = C / 6N; Kaplan
+et al.'s C_min is C / 2, and DeepSeek's M FLOPs per token gives N = M / 6. Sources are in constants/laws.yaml and
+constants/data.yaml.
 
-The project contains no data; constants/data.yaml has the sources. A file is looked up in $ISOFLOP_DATA/<name>/<file>,
-then in the cache ($ISOFLOP_CACHE, else ~/.cache/isoflop, below `published`), and downloaded only on request, from a
-pinned commit. Its SHA-256 is checked at every read.
+A data file is looked up in $ISOFLOP_DATA/<name>/<file>, then in the cache ($ISOFLOP_CACHE, else ~/.cache/isoflop, below
+`published`), and downloaded only on request, from a pinned commit.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class PublishedLaw:
     notes: str = ""
 
     def __call__(self, *inputs: ArrayLike, **named: ArrayLike) -> Any:
-        """Evaluate the law at inputs by position or name, broadcast together; returns a float for floats."""
+        """Evaluate the law at inputs by position or name, broadcast together."""
         values = by_name(self.name, self.inputs, inputs, named)
         for name, argument in values.items():
             value = floats(argument)
@@ -101,7 +100,7 @@ class PublishedLaw:
         return self.splits or self.kind.startswith("optimal")
 
     def optimal(self, flops: ArrayLike) -> Optimum:
-        """Return N, D and loss (NaN if not published) at `flops`, a scalar or (targets,), in the law's conventions."""
+        """Return N, D and loss (NaN if not published) at `flops`, a scalar or (targets,)."""
         C = positive("flops", np.atleast_1d(floats(flops)))
         if not self.allocates:
             able = ", ".join(law.name for law in published_laws() if law.allocates)
@@ -150,7 +149,7 @@ _LAWS = _read()
 
 
 def published_law(name: str) -> PublishedLaw:
-    """Return the published law of this name. Raises InputError with the nearest names if there is none.
+    """Return the published law of this name. Raises InputError if there is none.
 
     >>> published_law("hoffmann2022_approach3").optimal(5.76e23)
     C (6ND) = 5.76e23, N = 32.2B, D = 2.98T, D/N = 92.6, loss = 1.9307
@@ -168,7 +167,7 @@ def published_law(name: str) -> PublishedLaw:
 
 
 def published_laws(kind: str | None = None) -> list[PublishedLaw]:
-    """Return every published law, or those of one kind ("loss", "optimal N", "learning rate", ...)."""
+    """Return every published law, or the laws of one kind ("loss", "optimal N", "learning rate", ...)."""
     kinds = sorted({law.kind for law in _LAWS.values()})
     if kind is not None:
         one_of("kind", kind, kinds)
@@ -178,15 +177,15 @@ def published_laws(kind: str | None = None) -> list[PublishedLaw]:
 def compare_published(flops: ArrayLike, own: Any = None, **own_columns: Any) -> pd.DataFrame:
     """Compare how published laws split `flops`: one row per law and target with its conventions, own laws first.
 
-    In the result, `beyond` is flops over the largest budget of the fit; unpublished values are NaN. Losses of different
-    tokenizers or data are not comparable.
+    `beyond` is flops over the largest budget of the fit; unpublished values are NaN. Losses of different tokenizers or
+    data are not comparable.
 
     Parameters
     ----------
     own
-        An object whose `.optimal(flops)` returns flops, N, D and loss, or a mapping of names to such objects.
+        A fitted law, or a mapping of names to laws.
     own_columns
-        Conventions of own laws, such as N_convention="N_total", loss_unit="nats/token".
+        Conventions of own laws, such as N_convention="N_total".
     """
     import pandas as pd
 
@@ -220,7 +219,7 @@ HOST = "https://raw.githubusercontent.com"
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """A CSV file, with `path`, `sha256` and `size` in bytes if its repository contains it verbatim."""
+    """A CSV file, with `path`, `sha256` and `size` (bytes) if its repository contains it."""
 
     name: str
     path: str = ""
@@ -233,8 +232,7 @@ class PublishedData:
     """A published data set: its files (the first is the default), source, licence and columns.
 
     `columns` and `derive_d` are passed to `read_table`; `how` explains how to make files that cannot be downloaded. A
-    table of runs keeps the last row for each value of column `last`, renames columns by `rename`, and adds the
-    constants `same`.
+    table of runs keeps the last row for each value of column `last`, and adds the constants `same`.
     """
 
     name: str
@@ -285,7 +283,9 @@ def load_published(
         return pd.read_csv(path)
     except ValueError as error:  # an empty or a broken file, or one that is not text
         reason = str(error).splitlines()[0].rstrip(".")
-        raise InputError(f"{path} is not a readable CSV file ({reason}); make it again.") from None
+        raise InputError(
+            f"{path} is not a readable CSV file ({reason}); delete it and load the data set again."
+        ) from None
 
 
 def published_runs(
@@ -297,9 +297,8 @@ def published_runs(
 ) -> RunTable:
     """Load a published data set as a table of runs.
 
-    `where` selects rows by column values (one, or a list), because most sets mix training data or conventions that no
-    single law fits, as in where={"train_dataset": "rpj"}. `drop_worst` is as in `read_table`, `folder` and `download`
-    as in `load_published`.
+    `where` selects rows by column values (one, or a list), such as {"train_dataset": "rpj"}, because most sets mix
+    training data or conventions. `drop_worst` is as in `read_table`, `folder` and `download` as in `load_published`.
     """
     record = published_data(name)
     frame = load_published(name, folder=folder, download=download)
@@ -325,15 +324,15 @@ def download_published(
     source = f"github.com/{record.repository}, commit {record.commit[:10]}"
     if not entry.sha256:
         raise InputError(
-            f"{name}/{entry.name} cannot be downloaded, as {source} has no such CSV; {record.how}, save it as "
-            f"{name}/{entry.name}, and let ISOFLOP_DATA name the folder above."
+            f"{name}/{entry.name} cannot be downloaded, because {source} has no such CSV. To make it, {record.how}, "
+            f"save it as {name}/{entry.name}, and set ISOFLOP_DATA to the folder that contains {name}."
         )
     content = _fetch(f"{host}/{record.repository}/{record.commit}/{entry.path}", entry, timeout)
     path = Path(folder or _cache()) / name / entry.name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{path.parent} cannot be made ({error.strerror}); give a folder that can.") from None
+        raise InputError(f"{path.parent} cannot be made ({error.strerror}); give a writable folder.") from None
     with replacing(path) as temporary:
         temporary.write_bytes(content)
     return path
@@ -353,8 +352,8 @@ def _located(name: str, file: str | None, folder: str | Path | None, download: b
             return path
     if download:
         return download_published(name, file, folder)
-    how = "download=True fetches it" if entry.sha256 else "download_published says how to make it"
-    raise InputError(f"{name} is not at {' or '.join(map(str, places))}; {how}, or ISOFLOP_DATA names its folder.")
+    how = "download=True downloads it" if entry.sha256 else "download_published explains how to make it"
+    raise InputError(f"{name} is not at {' or '.join(map(str, places))}; {how}, or set ISOFLOP_DATA to its folder.")
 
 
 def _file(name: str, file: str | None) -> PublishedFile:
@@ -377,7 +376,7 @@ def _fetch(url: str, entry: PublishedFile, timeout: float) -> bytes:
         with urlopen(url, timeout=timeout) as response:
             content = response.read(entry.size + 1)
     except (OSError, HTTPException, ValueError) as error:
-        raise InputError(f"{url} cannot be fetched ({error}); try again, or fetch it by hand.") from None
+        raise InputError(f"{url} cannot be downloaded ({error}); try again, or download it by hand.") from None
     _verified(url, content, entry)
     return bytes(content)
 
@@ -390,8 +389,8 @@ def _verified(source: str, content: bytes, entry: PublishedFile) -> None:
     if len(content) != entry.size:
         more = "more than " if len(content) > entry.size else ""
         raise InputError(
-            f"{source} has {more}{min(len(content), entry.size)} bytes where {entry.size} are expected; fetch it again."
+            f"{source} has {more}{min(len(content), entry.size)} bytes instead of {entry.size}; download it again."
         )
     digest = sha256(content).hexdigest()
     if digest != entry.sha256:
-        raise InputError(f"{source} has SHA-256 {digest[:16]}… where {entry.sha256[:16]}… is expected; fetch it again.")
+        raise InputError(f"{source} has SHA-256 {digest[:16]}… instead of {entry.sha256[:16]}…; download it again.")

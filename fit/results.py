@@ -1,7 +1,4 @@
-"""The result of an analysis: table, fits and checks, and the JSON of `isoflop fit --json`.
-
-A saved law answers in the same JSON, with the warnings of its report.
-"""
+"""The result of an analysis, and the JSON of `isoflop fit --json`, in which a saved law also answers."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ DEFAULT_TARGETS = (10.0, 100.0, 1000.0)  # times the largest run
 
 
 class SavedReport(TypedDict, total=False):
-    """The entries of a report's law.json that are read in addition to the law."""
+    """Entries of a report's law.json other than the law."""
 
     warnings: list[dict[str, str]]
     mixture: SavedMixture | None
@@ -47,8 +44,7 @@ class Analysis:
     """The result of `analyze`.
 
     `approaches` maps envelope, isoflop and parametric to an `Approach`. `law` is None if its fit failed. `mixture`, if
-    requested and available, answers first. `table` has one data recipe; `recipes` has the law of each if there are
-    several.
+    requested and available, answers first. `recipes` has a law for each data recipe if there are several.
     """
 
     table: RunTable
@@ -76,7 +72,7 @@ class Analysis:
 
     @property
     def interior_minima(self) -> int:
-        """Return the number of budgets with an accepted isoFLOP vertex: a minimum inside the sizes tried."""
+        """Return the number of budgets with an accepted isoFLOP minimum."""
         return len(self.profiles.accepted_)
 
     @property
@@ -86,7 +82,7 @@ class Analysis:
 
     @property
     def ranked(self) -> list[Approach]:
-        """Return the approaches with an answer: the mixture, then the best backtested, then by PREFERRED."""
+        """Return the approaches with an answer: the mixture, the best backtested, the others."""
         best = (self.backtest.get("tested") or {}).get("best")
         order = sorted(PREFERRED, key=lambda key: key != best)
         approaches = [self.lead, *(self.approaches[key] for key in order)]
@@ -169,13 +165,13 @@ def answer(
     Parameters
     ----------
     source
-        A file of `to_json`, or a report's law.json; InputError if it is not a law of this version.
+        A file of `to_json`, or a report's law.json.
     targets
         FLOP budgets, by default 10, 100 and 1000 times the largest run.
     convention
         How FLOPs are counted: "table" (as in the fitted table) or "6nd".
     intervals
-        "mixture" to answer by the saved mixture of forms if there is one, "noise" by the law alone.
+        "mixture" to use the saved mixture of forms if there is one, "noise" for the law alone.
     """
     law = read_law(source)
     if tuple(law.inputs) != ("N", "D"):
@@ -183,7 +179,7 @@ def answer(
     check_convention(convention)
     check_intervals(intervals)
     if not law.converged_:
-        raise InputError(f"{source} holds a law whose fit did not converge, and so no answer; fit its table again.")
+        raise InputError(f"{source} holds a law whose fit did not converge; fit its table again.")
     spend = None if convention == "6nd" else law.flops_per_token_
     largest = float(((spend or FlopsPerToken())(law.data_["N"]) * law.data_["D"]).max())
     goals = positive("target", targets or [largest * factor for factor in DEFAULT_TARGETS])
@@ -200,7 +196,9 @@ def answer(
         law_warnings.append(Warning("no_parametric", f"{approach.title} has no answer: {approach.reason}."))
     if law.degenerate_:
         held = ", ".join(law.degenerate_)
-        law_warnings.append(Warning("at_bound", f"{held} could not be determined and stopped at a bound."))
+        law_warnings.append(
+            Warning("at_bound", f"The fit does not determine {held}, which stopped at the end of the allowed range.")
+        )
     new_warnings = [*([] if "warnings" in content else law_warnings), *extrapolation(largest, goals, reach)]
     return plain_json(
         _law_to_dict(law)

@@ -1,8 +1,4 @@
-"""Tables of runs, the input of every fit.
-
-`notes` records what was derived, dropped or assumed while reading. If a table has a column `final`, rows of
-intermediate checkpoints are only in `frame`.
-"""
+"""Tables of runs, the input of every fit."""
 
 from __future__ import annotations
 
@@ -54,7 +50,8 @@ class RunTable:
 
     N parameters, D tokens, loss in nats per token, loss_se (NaN: unknown), flops, budget of the run's profile (NaN:
     none), run_id, group (rows with a common error: the trunk of a branch, else the run itself), weight. `frame` is the
-    whole table, `rows` the positions of these runs in it, `notes` what was derived or dropped, `source` its origin.
+    whole table with intermediate checkpoints, `rows` the positions of these runs in it, `notes` what was derived,
+    dropped or assumed.
     """
 
     N: Array
@@ -138,8 +135,8 @@ def read_table(
 ) -> RunTable:
     """Read runs from a CSV, JSON Lines or Parquet file, a sweep directory (its table.csv), or a DataFrame.
 
-    Sizes such as 125M are converted, and so is a loss whose column is named as a perplexity. Raises InputError if the
-    table cannot be read or a number is not positive and finite.
+    Sizes such as 125M are converted, and so is a loss in a column named as a perplexity. Raises InputError if the table
+    cannot be read or a number is not positive and finite.
 
     Parameters
     ----------
@@ -155,7 +152,7 @@ def read_table(
     if len(frame) == 0:
         raise InputError(f"{origin} has no rows; at least one run is needed.")
     if derive_d not in (None, "6nd"):
-        raise InputError(f"derive_d is {derive_d!r}; '6nd' (D = FLOPs / 6N) or nothing is accepted.")
+        raise InputError(f"derive_d is {derive_d!r}; '6nd' (D = FLOPs / 6N) or None is accepted.")
     names = _resolve(header, columns or {}, origin)
     if "recipe" in names:
         frame = frame.assign(recipe=frame[names["recipe"]])
@@ -223,7 +220,7 @@ def _numbers(part: pd.DataFrame, names: dict[str, str], labels: list[Any], notes
 
 
 def _load(source: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, list[str], str]:
-    """Load the table. Returns it, its column names as written, and its name for messages."""
+    """Return the table, its column names as written, and its name for messages."""
     import pandas as pd
 
     if isinstance(source, pd.DataFrame):
@@ -258,7 +255,7 @@ def _load(source: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, list[str], s
 
 
 def _averaged(frame: pd.DataFrame, source: Any) -> tuple[pd.DataFrame, list[str]]:
-    """Add the points of averaged weights from a sweep's curves.csv, if any. Returns the table and a note on them."""
+    """Add the points of averaged weights from a sweep's curves.csv. Returns the table and notes."""
     import pandas as pd
 
     from .curves.averaged import with_averages
@@ -268,7 +265,7 @@ def _averaged(frame: pd.DataFrame, source: Any) -> tuple[pd.DataFrame, list[str]
     try:
         more, note = with_averages(frame, pd.read_csv(path, low_memory=False, dtype=IDS))
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} cannot be read as curves ({error}); `isoflop report` writes it anew.") from None
+        raise InputError(f"{path} cannot be read as curves ({error}); write it again with `isoflop report`.") from None
     return more, [note] if note else []
 
 
@@ -296,7 +293,7 @@ def _remedy(name: str, exist: list[str]) -> str:
             power = f"{match[1]} ** t[{column!r}]" if match[1] else f"np.exp(t[{column!r}])"
             return f"{column} is a logarithm: `t[{name!r}] = {power}` makes the column of a DataFrame t"
     perhaps = [column for column in exist if name in PERHAPS and re.search(PERHAPS[name], column, re.I)]
-    return " or ".join(f"`--column {name}={quote(c)}`" for c in perhaps or ["..."]) + " names it"
+    return " or ".join(f"`--column {name}={quote(c)}`" for c in perhaps or ["..."]) + " selects it"
 
 
 def _some(names: list[str]) -> str:
@@ -313,14 +310,14 @@ def _finished(frame: pd.DataFrame, notes: list[str], source: str) -> np.ndarray:
     if "state" in frame:
         done = frame["state"].isna().to_numpy() | (frame["state"].astype(str) == "done").to_numpy()
         if (keep & ~done).any():
-            notes.append(f"{int((keep & ~done).sum())} rows of runs that are not done are left out.")
+            notes.append(f"{int((keep & ~done).sum())} rows of unfinished runs are left out.")
         keep = keep & done
     if not keep.any():
-        raise InputError(f"{source} has {len(frame)} rows and none of a finished run; at least one is needed.")
+        raise InputError(f"{source} has {len(frame)} rows, but none of a finished run; at least one is needed.")
     if (runs := int(keep.sum())) > MOST_RUNS:
         raise InputError(
-            f"{source} has {runs:,} rows of finished runs; at most {MOST_RUNS:,} are fitted (a column final, false for "
-            "checkpoints on the way, leaves these out)."
+            f"{source} has {runs:,} rows of finished runs; at most {MOST_RUNS:,} can be fitted (to leave out "
+            "intermediate checkpoints, add a column final that is false for them)."
         )
     return np.flatnonzero(keep)
 
@@ -328,7 +325,7 @@ def _finished(frame: pd.DataFrame, notes: list[str], source: str) -> np.ndarray:
 def _derived(frame: pd.DataFrame, N: Array, flops: Array | None, derive_d: str | None, source: str) -> Array:
     exist = _some(list(map(str, frame.columns)))
     if derive_d is None:
-        hint = ", and FLOPs are there, so D can be derived with '6nd'" if flops is not None else ""
+        hint = ", or derive D from the FLOPs with derive_d='6nd'" if flops is not None else ""
         remedy = _remedy("D", list(map(str, frame.columns)))
         raise InputError(f"{source} has no column 'D'; it has {exist} ({remedy}{hint}).")
     if flops is None:
@@ -339,7 +336,7 @@ def _derived(frame: pd.DataFrame, N: Array, flops: Array | None, derive_d: str |
 def _best(loss: Array, drop_worst: int, notes: list[str]) -> np.ndarray:
     if drop_worst < 0 or drop_worst >= len(loss):
         raise InputError(
-            f"drop_worst is {drop_worst}; it must be at least 0 and below the {len(loss)} runs of the table."
+            f"drop_worst is {drop_worst}; it must be at least 0 and below {len(loss)}, the number of runs in the table."
         )
     selected, dropped = np.split(np.argsort(loss, kind="stable"), [len(loss) - drop_worst])
     if drop_worst:

@@ -1,9 +1,9 @@
 """Resampling and intervals.
 
-*Runs* are resampled and never rows, because checkpoints of one run and branches of one trunk have a common error.
-"Pairs" draws runs with replacement, as weights for the solver; a 95 % interval of a Huber fit to 24 runs then covers 98
-to 99 %. "Wild" keeps every run and shifts its loss by its left-out residual; it covers 93 to 97 % even for few runs and
-unequal noise (measured in docs/decisions.md), but assumes that the law is right.
+Runs are resampled, never rows, because checkpoints of one run and branches of one trunk have a common error. "Pairs"
+draws runs with replacement, as weights for the solver; a 95 % interval of a Huber fit to 24 runs then covers 98 to
+99 %. "Wild" shifts the loss of every run by its left-out residual; it covers 93 to 97 % even for few runs and unequal
+noise (docs/decisions.md), but assumes that the law is right.
 """
 
 from __future__ import annotations
@@ -26,16 +26,13 @@ STILL = 1e-6  # variance of a log input below which it is constant in a resample
 def check_resampling(n: int, seed: int, minimum: int = 1) -> None:
     if not minimum <= n <= MOST_RESAMPLES:
         zero = "" if minimum else " (zero gives no intervals)"
-        raise InputError(f"bootstrap is {n}; a number of resamples from {minimum} to {MOST_RESAMPLES} is needed{zero}.")
+        raise InputError(f"bootstrap is {n}; it must be from {minimum} to {MOST_RESAMPLES} resamples{zero}.")
     if seed < 0:
-        raise InputError(f"seed is {seed}; zero or a positive integer is needed.")
+        raise InputError(f"seed is {seed}; it must be zero or a positive integer.")
 
 
 def by_group(groups: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the labels in order of first appearance, and each row's place among them.
-
-    Sorted labels would let new names of the same groups change the draws.
-    """
+    """Return the labels in order of first appearance, and each row's place among them."""
     labels, first, member = np.unique(np.asarray(groups).astype(str), return_index=True, return_inverse=True)
     order = np.argsort(first)
     return labels[order], np.argsort(order)[member]
@@ -45,12 +42,14 @@ def group_labels(groups: Any, rows: int) -> np.ndarray:
     """Return the group of each row as text, by default the row itself."""
     labels = np.arange(rows) if groups is None else np.asarray(groups)
     if len(labels) != rows:
-        raise InputError(f"groups has {len(labels)} values and the fit has {rows} points; each needs one.")
+        raise InputError(
+            f"groups has {len(labels)} values and the fit has {rows} points; one value per point is needed."
+        )
     return labels.astype(str)
 
 
 def cluster_counts(groups: Any, resamples: int, seed: int = 0) -> Array:
-    """Draw whole `groups` (rows,). Returns how often each row occurs in each resample, (resamples, rows)."""
+    """Draw whole `groups` (rows,). Returns counts of each row, (resamples, rows)."""
     check_resampling(resamples, seed)
     labels, member = by_group(groups)
     generator = np.random.default_rng(seed)
@@ -61,10 +60,10 @@ def cluster_counts(groups: Any, resamples: int, seed: int = 0) -> Array:
 def identifiable_counts(
     groups: Any, n: int, seed: int, inputs: Array, weight: Array, axes: Array, free: int
 ) -> tuple[Array, int]:
-    """Draw resamples (n, rows) that identify a law. Returns them and the number of others that were discarded.
+    """Draw resamples (n, rows) that identify a law. Returns them and the number of discarded ones.
 
-    A resample must have more distinct `inputs` (m, rows) than `free` parameters, and vary in every one of the log
-    inputs `axes` (a, rows).
+    A resample must have more distinct `inputs` (m, rows) than `free` parameters, and vary in all log inputs `axes` (a,
+    rows).
     """
     _, point = np.unique(inputs, axis=1, return_inverse=True)
     order = np.argsort(point.ravel(), kind="stable")
@@ -94,10 +93,7 @@ def independent_groups(groups: Any, free: int) -> int:
 
 
 def resampled_together(groups: Array, run_ids: Array, free: int) -> Array:
-    """Return labels of rows to resample together: `groups`, or `run_ids` if groups are too few for `free` parameters.
-
-    The latter gives intervals that are too narrow; `few_trunks` in checks.py warns of it.
-    """
+    """Return `groups`, or `run_ids` if groups are too few for `free` parameters, which makes intervals too narrow."""
     few = len(np.unique(groups)) <= free < len(np.unique(run_ids))
     return run_ids if few else groups
 
@@ -129,14 +125,14 @@ def need_no_group_alone(jacobian: Array, groups: Any, what: str) -> None:
         if np.linalg.norm(left[member == place], 2) ** 2 > 1.0 - ALONE:
             raise InputError(
                 f"without run {label} the other {len(labels) - 1} independent runs do not determine the constants of "
-                f"{what}; add runs before asking for an interval."
+                f"{what}; an interval needs more runs."
             )
 
 
 def kernel_width(errors: Array, independent: int) -> float:
-    """Return the bandwidth, robust to outliers, of a Gaussian kernel for `errors` (rows,) of `independent` groups.
+    """Return the robust bandwidth of a Gaussian kernel for `errors` (rows,) of `independent` groups.
 
-    95 % intervals of Huber fits cover 92 to 95 % without a kernel, and 95 to 98 % with Silverman's full bandwidth.
+    95 % intervals of Huber fits cover 92 to 95 % without a kernel, and 95 to 98 % with Silverman's bandwidth.
     """
     spread = min(np.sqrt(np.mean(errors**2)), 1.4826 * np.median(np.abs(errors)))
     return float(KERNEL * spread * independent**-0.2)
@@ -147,11 +143,10 @@ def wild_targets(
 ) -> Array:
     """Return targets (n, rows) of a wild bootstrap: the fit plus residuals with one random sign per group.
 
-    left_out (rows,): residuals of the fit *without* the row's group, larger for groups with leverage; they give the
-    jackknife's covariance (MacKinnon and White 1985; for clusters MacKinnon, Nielsen and Webb 2023, arXiv:2301.04527).
-    Their size is scaled at random as in Student's t with `freedom` degrees, because few groups determine it poorly.
-    width: of a kernel for a nearly L1 objective, whose intervals depend on the density of errors near zero (De Angelis,
-    Hall and Young 1993); the variance is unchanged.
+    left_out (rows,): residuals of the fit without the row's group, which give the jackknife's covariance (MacKinnon and
+    White 1985; for clusters MacKinnon, Nielsen and Webb 2023, arXiv:2301.04527). Their size is scaled at random as in
+    Student's t with `freedom` degrees, because few groups determine it poorly. width: of a kernel for a nearly L1
+    objective, whose intervals depend on the density of errors near zero (De Angelis, Hall and Young 1993).
     """
     check_resampling(n, seed)
     labels, member = by_group(groups)
@@ -165,7 +160,7 @@ def wild_targets(
 
 
 def percentile_interval(draws: Any, level: float = 0.95) -> tuple[float, float]:
-    """Return the central `level` interval of the draws without NaN, but with infinities; (nan, nan) for no draws."""
+    """Return the central `level` interval of the draws without NaN; (nan, nan) for no draws."""
     values = np.sort(floats(draws).ravel())
     values = values[~np.isnan(values)]
     if values.size == 0:

@@ -1,11 +1,8 @@
 """The best split of a budget between parameters and tokens, also with limited tokens or with serving counted.
 
-Special here:
-- A question is a pure function of a law's constants. `answer` evaluates it for the fitted constants and all draws at
-  once, (targets, 1) against (r,), so that every answer is an `Optimum` with intervals.
-- A law computes its own optimum, in closed form where one exists. Other FLOP conventions and repeated tokens need a
-  search.
-- Zero and infinity are answers: of laws with a vanished term, and for unreachable losses.
+A question is a pure function of a law's constants. `answer` evaluates it for the fitted constants and all draws at
+once, (targets, 1) against (r,). Zero and infinity are answers: of laws with a vanished term, and for unreachable
+losses.
 
 Hoffmann et al. 2022 (arXiv:2203.15556), section 3.3; Muennighoff et al. 2023 (arXiv:2305.16264); Sardana et al. 2023
 (arXiv:2401.00448).
@@ -37,7 +34,7 @@ Curve = Callable[[Array], Array]
 class Optimum:
     """The optimum at each target, as arrays (targets,): training FLOPs, N, D, loss, and other quantities in `more`.
 
-    `draws` maps each quantity to (targets, resamples), empty before a bootstrap; `level` is the level of `intervals`.
+    `draws` maps each quantity to (targets, resamples), empty before a bootstrap.
     """
 
     flops: Array
@@ -61,20 +58,20 @@ class Optimum:
         return {"flops": self.flops, "N": self.N, "D": self.D, "ratio": self.ratio, "loss": self.loss, **self.more}
 
     def interval(self, name: str, level: float | None = None) -> Array:
-        """Return the percentile interval of a quantity, of shape (targets, 2); NaN before a bootstrap."""
+        """Return the percentile interval of a quantity (targets, 2); NaN before a bootstrap."""
         if name not in self.values:
-            raise InputError(f"interval of {name!r} is not known; choose one of {', '.join(self.values)}.")
+            raise InputError(f"there is no quantity {name!r}; choose one of {', '.join(self.values)}.")
         if name not in self.draws:
             return np.full((len(self.N), 2), np.nan)
         return percentile_intervals(self.draws[name], level or self.level)
 
     @property
     def intervals(self) -> Columns:
-        """Return the interval (targets, 2) of each quantity at `level`; empty before a bootstrap."""
+        """Return `interval` of each quantity; empty before a bootstrap."""
         return {name: self.interval(name) for name in self.draws}
 
     def rows(self) -> list[dict[str, str]]:
-        """Return one row per target, with each quantity and its interval as text."""
+        """Return each quantity and its interval as text, one row per target."""
         values, intervals = self.values, self.intervals
 
         def cell(name: str, i: int) -> str:
@@ -156,8 +153,7 @@ class EqualLoss:
     """The curve E + A/N^alpha + B/D^beta = loss as a function of z = log(s / (1-s)).
 
     s is the share of R = loss - E that is due to size: N = (A / s R)^(1/alpha), D = (B / (1-s) R)^(1/beta). A call
-    returns log N, which falls with z, and log D, which rises. N D is smallest at z = `cheapest`, where
-    s = beta / (alpha + beta).
+    returns log N and log D. N D is smallest at z = `cheapest`, where s = beta / (alpha + beta).
     """
 
     ends = (-LOGITS, LOGITS)
@@ -178,7 +174,7 @@ class EqualLoss:
 
 
 def lowest(value: Callable[[Array], Array], low: Array, high: Array) -> tuple[Array, Array]:
-    """Return the position of the minimum of `value` between two bounds, and -1 or 1 if it is at a bound, else 0."""
+    """Return where `value` is lowest between two bounds, and -1 or 1 if that is at a bound, else 0."""
     step = (high - low) / GRID
     best, at = value(low), np.zeros(1)
     for i in range(1, GRID + 1):
@@ -199,7 +195,7 @@ def lowest(value: Callable[[Array], Array], low: Array, high: Array) -> tuple[Ar
 
 
 def root(rising: Callable[[Array], Array], low: Any, high: Any) -> Array:
-    """Return the zero of a rising function by bisection to rounding, or the nearer bound if there is none."""
+    """Return the zero of a rising function by bisection, or the nearer bound if there is none."""
     for _ in range(70):
         middle = 0.5 * (low + high)
         above = rising(middle) > 0
@@ -228,8 +224,8 @@ def compute_optimal(
     flops
         Training FLOPs, a scalar or (targets,).
     flops_per_token
-        k for k N FLOPs per token, or a function of N such as `FlopsPerToken`, which is searched to about 1e-6. None
-        takes the convention of the law.
+        k for k N FLOPs per token, or a function of N such as `FlopsPerToken`, which is searched to about 1e-6; default
+        the law's convention.
     """
     (C,) = aligned(flops=flops)
     flops_per_token = own_convention(law, flops_per_token)
@@ -242,7 +238,7 @@ def compute_optimal(
 
 
 def own_convention(law: Any, flops_per_token: float | Curve | None = None) -> float | Curve:
-    """Return `flops_per_token`, by default the law's own: that of the fitted table, or 6N."""
+    """Return `flops_per_token`; by default that of the fitted table, or 6N."""
     if flops_per_token is None:
         flops_per_token = getattr(law, "flops_per_token_", None)
     return 6.0 if flops_per_token is None else flops_per_token
@@ -258,7 +254,7 @@ def token_limited(
     """Return the best N and D for `flops` with only `unique_tokens` different tokens (broadcast together).
 
     A law of (N, D, U) values repeated tokens; for a law of (N, D), D stops at one epoch and the rest of the budget goes
-    into N. `more` has the number of epochs. `flops_per_token` and `level` are as in `compute_optimal`.
+    into N. `more` has the epochs. `flops_per_token` is as in `compute_optimal`.
     """
     C, U = aligned(flops=flops, unique_tokens=unique_tokens)
     flops_per_token = own_convention(law, flops_per_token)
@@ -283,8 +279,8 @@ def inference_aware(
 ) -> Optimum:
     """Return the cheapest model to train and serve at a given loss (Sardana et al. 2023).
 
-    Of the result, `flops` counts training alone; `more` has inference_flops, total_flops, saving (over the
-    training-optimal model of the same loss), and dollars with `prices`. Infinite where no model reaches the loss.
+    `flops` counts training alone; `more` has inference_flops, total_flops, saving (over the training-optimal model of
+    the same loss), and dollars with `prices`. Infinite where no model reaches the loss.
 
     Parameters
     ----------
@@ -298,7 +294,7 @@ def inference_aware(
         Prices of training and serving; by default FLOPs are minimised.
     """
     if not hasattr(law, "equal_loss"):
-        raise InputError(f"the law is of form {law.form!r}; this question needs E + A/N^alpha + B/D^beta.")
+        raise InputError(f"the law has the form {law.form!r}; this question needs E + A/N^alpha + B/D^beta.")
     served, goal = aligned(lifetime_tokens=lifetime_tokens, loss=loss)
     # Training tokens that cost as much as all of serving.
     worth = served / 3.0 * (prices.serve / prices.train if prices else 1.0)
@@ -316,7 +312,7 @@ def inference_aware(
 
 
 def unlimited(law: Any, constants: Constants, C: Array, flops_per_token: Any) -> tuple[Array, Array, Array]:
-    """Return N, D and loss at the optimum of a law of N and D; C and the constants broadcast together."""
+    """Return the optimal N, D and loss of a law of N and D; C and the constants broadcast together."""
     if tuple(law.inputs) != ("N", "D"):
         raise InputError(f"the law takes {', '.join(law.inputs)}; a law of N and D is expected.")
     if callable(flops_per_token):

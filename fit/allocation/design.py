@@ -1,14 +1,13 @@
 """The choice of the next runs, to lower the expected squared error of predictions at large budgets.
 
-Special here:
-- *One or several laws.* Each local optimum of each law is a basin, weighted by its likelihood. Within a basin the
-  constants are Gaussian, Sigma = (J' W J + prior)^-1 with slopes J of log predictions; between basins, runs and targets
-  covary as the basins' predictions do. The gain of a run follows from means and covariances alone (Goldstein and Wooff
-  2007, Bayes Linear Statistics). Li et al. 2026 (arXiv:2604.22753) average over basins by quadrature.
-- *No form is exact*, so a target's error also grows with the log of compute between the largest run and the target, at
-  a rate fitted to public tables (constants/forecast.yaml). Larger runs lower it.
-- Runs of one trunk share an error. Batches are grown by worth / FLOPs^p for several p and improved by exchanges
-  (Fedorov 1972, Theory of Optimal Experiments); the best batch is returned.
+- Each local optimum of each law is a basin, weighted by its likelihood. Within a basin the constants are Gaussian,
+  Sigma = (J' W J + prior)^-1 with slopes J of log predictions; between basins, runs and targets covary as the basins'
+  predictions do. The gain of a run follows from means and covariances alone (Goldstein and Wooff 2007, Bayes Linear
+  Statistics). Li et al. 2026 (arXiv:2604.22753) average over basins by quadrature.
+- No form is exact, so a target's error also grows with the log of compute between the largest run and the target, at
+  a rate fitted to public tables (constants/forecast.yaml).
+- Batches are grown by worth / FLOPs^p for several p and improved by exchanges (Fedorov 1972, Theory of Optimal
+  Experiments).
 """
 
 from __future__ import annotations
@@ -46,10 +45,7 @@ class Basin:
     share: float
 
     def slopes(self, quantity: Callable[[Any, Constants], Array]) -> tuple[Array, Array]:
-        """Return a quantity (points,) and its slopes (points, k) per prior standard deviation of each coordinate.
-
-        `quantity` maps a law and constants (r,) to (points, r).
-        """
+        """Return `quantity` (points,) and its slopes (points, k) per prior standard deviation of each coordinate."""
         p, k = self.law.problem_, len(self.theta)
         steps = STEP * np.diag(prior_widths(p))
         with np.errstate(all="ignore"):
@@ -90,8 +86,7 @@ def basins(laws: Sequence[Any], shares: Sequence[float] | None = None) -> list[B
 class Beliefs:
     """Gaussian beliefs about the k coordinates of M basins and the errors of T trunks.
 
-    goals (M, q, k): slopes of the q targets; shares (M,); covariance (M, k + T, k + T), initially the identity for the
-    coordinates. Runs are added and removed by rank-one updates.
+    goals (M, q, k): slopes of the q targets; shares (M,); covariance (M, k + T, k + T).
     """
 
     def __init__(self, goals: Array, shares: Array, trunks: int, shared: float, unshared: float) -> None:
@@ -123,7 +118,7 @@ class Beliefs:
         return np.maximum(self.shares @ per_basin, 1e-300)
 
     def falls(self, slopes: Array, trunks: np.ndarray) -> Array:
-        """Return how much each of K runs, slopes (M, K, k) on trunks (K,), lowers the sum of variances, (K,)."""
+        """Return how much each run, slopes (M, K, k) on trunks (K,), lowers the sum of variances, (K,)."""
         k, mates = self.k, trunks >= 0
         place = k + trunks[mates]
         towards = self.goals @ self.covariance
@@ -164,7 +159,7 @@ class Question:
     ) -> Question:
         """Ask for the loss and N of the optimum at `target_flops`, or for the losses at `points`.
 
-        Raises InputError where a law is not fitted, or has no optimum there.
+        Raises InputError if a law is not fitted, or has no optimum there.
 
         Parameters
         ----------
@@ -175,7 +170,7 @@ class Question:
         trunk
             (n,) trunk of each row, by default the row itself.
         correlation
-            Correlation of errors within a trunk, by default estimated from the residuals, as the noise is.
+            Correlation of errors within a trunk, by default estimated from the residuals.
         shares
             Trust in each law, by default its likelihood.
         points
@@ -189,11 +184,11 @@ class Question:
         data, rows = laws[0].data_, len(laws[0].weight_)
         labels = np.arange(rows) if trunk is None else np.asarray(trunk)
         if len(labels) != rows:
-            raise InputError(f"trunk has {len(labels)} labels and the law {rows} rows; each needs one.")
+            raise InputError(f"trunk has {len(labels)} labels and the law {rows} rows; one label per row is needed.")
         if points is None and (missing := [law.title for law in laws if not hasattr(law, "optimum")]):
-            raise InputError(f"{missing[0]} has no optimum of N and D; give points, the inputs that are asked about.")
+            raise InputError(f"{missing[0]} has no optimum of N and D; give points, the inputs to predict for.")
         if flops is None and not {"N", "D"} <= set(data):
-            raise InputError("flops is missing; a law of other inputs than N and D needs the compute of its rows.")
+            raise InputError("flops is missing; for a law of other inputs than N and D, give the FLOPs of its rows.")
         spent = 6.0 * data["N"] * data["D"] if flops is None else positive("flops", flops)
         optima = basins(laws, shares)
 
@@ -205,13 +200,16 @@ class Question:
 
         values, goals = over(optima, asked)
         if not (np.isfinite(values).all() and np.isfinite(goals).all()):
-            raise InputError("a law has no optimum at target_flops (a term is flat or gone); add other N and D.")
+            raise InputError(
+                "a law has no optimum at target_flops, because its loss does not change with N or with D; "
+                "add runs of other N and D."
+            )
         share = np.array([basin.share for basin in optima])
         if correlation is None:
             residual = share @ np.stack([basin.law.residuals() for basin in optima])
             correlation = trunk_correlation(residual, labels)
         if not 0.0 <= correlation < 1.0:
-            raise InputError(f"correlation is {correlation}; at least 0 and below 1 is expected.")
+            raise InputError(f"correlation is {correlation}; it must be at least 0 and below 1.")
         noise = float(np.sqrt(share @ np.array([basin.law.residual_scale_ for basin in optima]) ** 2))
         kinds = np.repeat(["loss", "N"], len(C)) if points is None else np.repeat("loss", values.shape[1])
         prior = read_constants("forecast")
@@ -222,12 +220,12 @@ class Question:
         )  # fmt: skip
 
     def drift(self, reach: ArrayLike) -> Array:
-        """Return the variances (..., q) due to the wrong form of the laws, for largest runs of `reach` FLOPs (...)."""
+        """Return the variances (..., q) due to the form of the laws, for largest runs of `reach` FLOPs (...)."""
         further = np.log(np.maximum(self.target_flops / floats(reach)[..., None], 1.0))
         return np.asarray((self.drift_rate * further) ** 2)
 
     def labels(self, trunks: ArrayLike) -> dict[str, int]:
-        """Return an index for each trunk with several runs, counting those of `trunks` (m,) too."""
+        """Return an index for each trunk with several runs, including `trunks` (m,)."""
         names, counts = np.unique(np.append(self.trunk.astype(str), trunks).astype(str), return_counts=True)
         return {str(name): i for i, name in enumerate(names[counts > 1])}
 
@@ -244,7 +242,7 @@ class Question:
         return result
 
     def forecast(self, level: float = 0.95) -> Columns:
-        """Return value, low and high (q,) of each target; the range of a loss is that of a new run."""
+        """Return value, low and high (q,) of each target; for a loss, the range of a new run."""
         variance = self.beliefs(self.labels([])).variances() + self.drift(self.reach)
         wide = ndtri(0.5 + 0.5 * level) * np.sqrt(variance + self.noise**2 * (self.kinds == "loss"))
         return {"value": np.exp(self.values), "low": np.exp(self.values - wide), "high": np.exp(self.values + wide)}
@@ -257,10 +255,7 @@ def log_losses(inputs: Mapping[str, ArrayLike]) -> Callable[[Any, Constants], Ar
 
 
 def over(optima: list[Basin], quantity: Callable[[Any, Constants], Array]) -> tuple[Array, Array]:
-    """Return a quantity in every basin, (M, points), and its slopes (M, points, k).
-
-    The slopes are by the coordinates, then by the differences between basins, which are the same for all.
-    """
+    """Return a quantity in every basin, (M, points), and its slopes by coordinates and by basin, (M, points, k)."""
     parts = [basin.slopes(quantity) for basin in optima]
     values, width = np.stack([value for value, _ in parts]), max(slope.shape[1] for _, slope in parts)
     slopes = np.stack([np.pad(slope, ((0, 0), (0, width - slope.shape[1]))) for _, slope in parts])
@@ -270,10 +265,7 @@ def over(optima: list[Basin], quantity: Callable[[Any, Constants], Array]) -> tu
 
 
 def trunk_correlation(residuals: Array, trunk: np.ndarray, expected: float = 0.5, pairs: float = 10.0) -> float:
-    """Estimate the correlation of the errors of two runs of one trunk, between 0 and 0.9.
-
-    It is a mean over pairs, shrunk to `expected` with the weight of `pairs` pairs.
-    """
+    """Estimate the correlation of the errors of two runs of one trunk, shrunk to `expected` by `pairs` pairs."""
     _, member = by_group(trunk)
     sums, squares = np.bincount(member, residuals), np.bincount(member, residuals**2)
     counts = np.bincount(member)
@@ -285,10 +277,10 @@ def trunk_correlation(residuals: Array, trunk: np.ndarray, expected: float = 0.5
 
 @dataclass(frozen=True)
 class Candidates:
-    """Candidate runs as arrays (k,): inputs of the laws by name, flops, branch_flops, size, and trunk (a label).
+    """Candidate runs as arrays (k,).
 
-    `size` is a run's whole FLOPs, `flops` its cost given existing checkpoints, and `branch_flops` its cost if a longer
-    run of the same trunk is bought too, from which it branches.
+    `size` is a run's whole FLOPs, `flops` its cost given existing checkpoints, and `branch_flops` its cost if it
+    branches from a longer run of its trunk in the same batch.
     """
 
     inputs: Mapping[str, Array]
@@ -333,9 +325,8 @@ class Candidates:
 class Design:
     """A batch of runs, best first: `chosen` are positions among the candidates.
 
-    Per run: `gains`, the log factor by which it narrows the targets given the runs before it; `flops` that it adds; and
-    `check`, true if it is larger than any finished run and so tests the law's form. `before` and `after` are the
-    standard deviations of the targets, "loss" or "N", without and with the batch.
+    Per run: `gains`, the log factor by which it narrows the targets; `flops` that it adds; `check`, true if it is
+    larger than any finished run. `before` and `after` are the standard deviations of the targets, "loss" or "N".
     """
 
     chosen: list[int]
@@ -346,14 +337,14 @@ class Design:
     after: dict[str, float]
 
     def narrowed(self, quantity: str, estimate: float, interval: tuple[float, float]) -> tuple[float, float]:
-        """Return the interval of "loss" or "N" expected after the batch; log distances shrink by `after` / `before`."""
+        """Return the interval of "loss" or "N" expected after the batch."""
         ratio = self.after[quantity] / self.before[quantity]
         low, high = (float(estimate * (end / estimate) ** ratio) for end in interval)
         return low, high
 
 
 class Buyer:
-    """A chooser of batches for one question from one list of candidates."""
+    """Chooses batches for one question from one list of candidates."""
 
     def __init__(self, question: Question, pool: Candidates) -> None:
         self.pool, self.question = pool, question
@@ -368,15 +359,12 @@ class Buyer:
         self.beliefs = beliefs
 
     def buy(self, budget: float, max_runs: int | None = None) -> Design:
-        """Choose a batch for `budget` FLOPs.
-
-        Raises InputError where the budget is not positive or pays for no candidate.
-        """
+        """Choose a batch for `budget` FLOPs. Raises InputError if that is too little for any candidate."""
         (budget,) = positive("budget", [budget])
         if self.pool.flops.min() > budget:
             cheapest = self.pool.flops.min()
             raise InputError(
-                f"budget is {budget:.3g} FLOPs; the cheapest run costs {cheapest:.3g}, so give at least that."
+                f"budget is {budget:.3g} FLOPs; it must be at least {cheapest:.3g}, the cost of the cheapest run."
             )
         max_size = len(self.pool) if max_runs is None else max_runs
         batches = [self._exchange(*self._grow([], budget, max_size, power), budget, max_size) for power in POWERS]
@@ -423,7 +411,7 @@ class Buyer:
         return chosen, beliefs
 
     def _exchange(self, chosen: list[int], beliefs: Beliefs, budget: float, max_size: int) -> list[int]:
-        """Improve a batch by Fedorov's exchanges: remove a run, add the best affordable one, then fill up."""
+        """Improve a batch by Fedorov's exchanges."""
         for _ in range(PASSES):
             improved = False
             for place in range(len(chosen) - 1, -1, -1):

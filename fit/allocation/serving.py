@@ -31,7 +31,7 @@ WIDTH_PER_BLOCK = 128.0  # width over depth of a typical model (Kaplan et al. 20
 
 
 class _Checked:
-    """A dataclass that checks its numbers: above zero, or at least zero if in `may_be_zero`; shares at most 1."""
+    """A dataclass that checks its numbers."""
 
     may_be_zero: ClassVar[tuple[str, ...]] = ()
 
@@ -44,9 +44,8 @@ class _Checked:
 class Served(_Checked):
     """A model's sizes that matter for serving.
 
-    N: parameters that multiply a token, with the head but without embedding tables. kv_numbers: cached numbers per
-    position, 2 * depth * kv_heads * head_dim. attention_width: depth * heads * head_dim. weight_bytes per parameter,
-    cache_bytes per cached number.
+    N: parameters with the head but without embedding tables. kv_numbers: 2 * depth * kv_heads * head_dim.
+    attention_width: depth * heads * head_dim. weight_bytes per parameter, cache_bytes per cached number.
     """
 
     N: ArrayLike
@@ -58,7 +57,7 @@ class Served(_Checked):
 
     @classmethod
     def typical(cls, N: ArrayLike, group: float = 1.0, weight_bytes: float = 2.0, cache_bytes: float = 2.0) -> Served:
-        """Return a typical shape: N = 12 depth width^2, width = 128 depth, `group` query heads per key/value head."""
+        """Return N = 12 depth width^2, width = 128 depth, with `group` query heads per key/value head."""
         depth = np.cbrt(floats(N) / (12.0 * WIDTH_PER_BLOCK**2))
         numbers = WIDTH_PER_BLOCK * depth**2
         return cls(N, 2.0 * numbers / group, numbers, weight_bytes, cache_bytes)
@@ -66,9 +65,7 @@ class Served(_Checked):
 
 @dataclass(frozen=True)
 class Device(_Checked):
-    """An accelerator: peak FLOP/s, bandwidth in bytes/s, dollars per hour, the efficiencies that software reaches, and
-    an overhead in seconds per pass.
-    """
+    """An accelerator: peak FLOP/s, bandwidth in bytes/s, dollars per hour, efficiencies, overhead in s per pass."""
 
     peak: float
     bandwidth: float
@@ -86,7 +83,7 @@ class Device(_Checked):
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass: tokens read or written, FLOPs, bytes and seconds; `bound` is true where arithmetic is the limit."""
+    """One pass: tokens, FLOPs, bytes and seconds; `bound` is true where arithmetic is the limit."""
 
     tokens: Array
     flops: Array
@@ -100,7 +97,7 @@ class Pass:
 
 
 def decode(model: Served, device: Device, batch: ArrayLike, context: ArrayLike) -> Pass:
-    """Return the pass that writes one token for each of `batch` requests, after `context` tokens."""
+    """Return the pass that writes one token per request after `context` tokens."""
     N, k, a, b, L = _broadcast(model, batch=batch, context=context)
     read = model.weight_bytes * N + b * model.cache_bytes * k * (L + 1.0)
     return _pass(device, b, b * (2.0 * N + 4.0 * a * L), read)
@@ -115,10 +112,10 @@ def prefill(model: Served, device: Device, batch: ArrayLike, prompt: ArrayLike) 
 
 @dataclass(frozen=True)
 class Prices(_Checked):
-    """Prices of a FLOP as in Sardana et al. 2023: dollars per accelerator hour, peak FLOP/s, and the shares of the peak
-    (MFU) that training, reading prompts and writing answers reach.
+    """Prices of a FLOP as in Sardana et al. 2023: dollars per accelerator hour, peak FLOP/s, and the MFU of training,
+    reading prompts and writing answers.
 
-    `output_share` is the share of served tokens that are written, one at a time and so at a lower MFU.
+    `output_share` is the share of served tokens that are written.
     """
 
     train_hour: float
@@ -143,14 +140,14 @@ class Prices(_Checked):
         answer: float,
         train_mfu: float = 0.5,
     ) -> Prices:
-        """Return prices whose serving MFUs are computed for `batch` requests of `prompt` and `answer` tokens.
+        """Return prices for `batch` requests of `prompt` and `answer` tokens.
 
-        The MFUs count 2 N FLOPs per token, as `inference_aware` does. They hold for `model` and change slowly with N.
+        The MFUs count 2 N FLOPs per token. They hold for `model` and change slowly with N.
         """
         read = prefill(model, serve, batch, prompt).seconds_per_token
         written = decode(model, serve, batch, prompt + answer / 2.0).seconds_per_token
         if read.ndim or written.ndim:
-            raise InputError("the served model is an array of models; prices belong to one.")
+            raise InputError("the served model is an array of models; prices need a single model.")
         fastest = 2.0 * float(np.asarray(model.N)) / serve.peak  # seconds per token at the peak
         mfus = (train_mfu, fastest / float(read), fastest / float(written))
         return cls(train.hour, train.peak, serve.hour, serve.peak, *mfus, answer / (prompt + answer))
@@ -169,7 +166,7 @@ class Prices(_Checked):
 
 @dataclass(frozen=True)
 class BreakEven:
-    """The number of served tokens up to which the slower decoder costs less in total; 0: never, infinity: always."""
+    """The served tokens up to which the slower decoder costs less in total; 0: never, infinity: always."""
 
     tokens: float
     ci: tuple[float, float] | None
@@ -179,10 +176,10 @@ class BreakEven:
 def break_even(
     training: float, multiplier: float, base: Spread, variant: Spread, ci: tuple[float, float] | None = None
 ) -> BreakEven:
-    """Return the n at which T + n d = T / K + n d': n = T (1 / K - 1) / (d - d'), with its range over K and both d.
+    """Return the n at which T + n d = T / K + n d', with its range over K and both d.
 
-    `training` is T, the seconds to train the base. `multiplier` is K, T over the variant's seconds to equal loss, with
-    interval `ci`. d and d' are the seconds per token of `base` and `variant`.
+    T is `training`, the seconds to train the base; K is `multiplier`, T over the variant's seconds to equal loss; d and
+    d' are the seconds per token of `base` and `variant`.
     """
     low, saved, high = (base[i] - variant[2 - i] for i in range(3))
     gains = np.array([saved, low, high, high, low]) * float(low > 0 or high < 0)

@@ -1,8 +1,4 @@
-"""The three approaches and the mixture of forms in one shape for comparison: N and D of any budget.
-
-Each has the uncertainty that its method can see; `checks/verdict.py` reports disagreement beyond it. The mixture also
-allows for no form being right.
-"""
+"""The three approaches and the mixture of forms in one shape for comparison: N and D of any budget."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ MOST_FREE = 6  # largest number of parameters of a form
 def fit_parametric(
     table: RunTable, N: Array, law: Law | None = None, bootstrap: int = 0, seed: int = 0
 ) -> tuple[Law | None, str]:
-    """Fit a law like `law`, by default the registry's, to the runs with N (n,). Returns (None, reason) on failure."""
+    """Fit a copy of `law`, by default Chinchilla's, to the runs with N (n,). Returns (None, reason) on failure."""
     fitted = (law or law_class()()).clone()
     try:
         fitted.fit(N, table.D, table.loss, weight=table.weight, loss_se=table.known_se, flops=table.flops)
@@ -73,11 +69,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Approach:
-    """One approach; `reason` is why it has no answer, empty if it has one.
-
-    `exponent` is a of N* ~ C^a. `flops_per_token` is a function of N if FLOPs are not counted as 6ND. Answers come from
-    `law`, `mixture`, `profiles` or `envelope`.
-    """
+    """One approach; `reason` is why it has no answer, empty if it has one. `exponent` is a of N* ~ C^a."""
 
     key: str
     title: str
@@ -96,7 +88,7 @@ class Approach:
 
     @property
     def intervals(self) -> dict[str, Any]:
-        """Kind of the intervals, of INTERVALS, and the weights of the forms behind them, for JSON."""
+        """Return the kind of the intervals and the weights of the forms, for JSON."""
         forms = self.mixture.weights_ if self.mixture else {}
         return {"forms": forms, "intervals": "mixture" if forms else "noise"}
 
@@ -148,7 +140,7 @@ def mix_forms(table: RunTable, flops_per_token: Callable[[Array], Array] | None,
     except InputError as error:
         return Approach("mixture", MIXTURE_TITLE, str(error))
     if (lost_weight := mixture.without_optimum(flops_per_token or 6.0)) > 0.5:
-        reason = f"forms that weigh {lost_weight:.0%} have no best size at the budgets of the runs"
+        reason = f"forms with {lost_weight:.0%} of the weight have no best size at the budgets of the runs"
         return Approach("mixture", MIXTURE_TITLE, reason)
     return mixture_approach(mixture, flops_per_token)
 
@@ -169,10 +161,7 @@ def three_approaches(
     bootstrap: int,
     seed: int,
 ) -> dict[str, Approach]:
-    """Return all three approaches by name, the first two after `bootstrap` resamples.
-
-    `fitted` is the result of `fit_parametric`; `counts` are N and C (n,) of the runs.
-    """
+    """Return all three approaches by name; `fitted` is from `fit_parametric`, `counts` are N and C (n,)."""
     if bootstrap:
         profiles.bootstrap(bootstrap, seed)
         front.bootstrap(bootstrap, table.group, seed)
@@ -191,10 +180,7 @@ def parametric(
     flops_per_token: Callable[[Array], Array] | None = None,
     span: tuple[float, float] | None = None,
 ) -> Approach:
-    """Return approach 3, allocating under C = 6ND or C = flops_per_token(N) D.
-
-    If N*(C) is no power law, its exponent is the mean slope over the two budgets of `span`.
-    """
+    """Return approach 3; the exponent of an N*(C) that is no power law is the mean slope over `span`."""
     title = "Approach 3 · parametric"
     if law is None:
         return Approach("parametric", title, reason=reason)
@@ -222,7 +208,7 @@ def parametric(
 def isoflop(profiles: IsoflopProfiles) -> Approach:
     """Return approach 2."""
     accepted, budgets = len(profiles.accepted_), len(profiles.profiles_)
-    reason = f"{accepted} of {budgets} budgets have a minimum that can be trusted, and a law in C needs 2"
+    reason = f"{accepted} of {budgets} budgets have an accepted minimum, and a law in C needs 2"
     return _of_power_law("isoflop", "Approach 2 · isoFLOP", profiles.N_law_, reason, profiles=profiles)
 
 
@@ -230,7 +216,7 @@ def envelope(envelope: Envelope) -> Approach:
     """Return approach 1."""
     levels = len(envelope.flops_)
     subject = "level of compute improves" if levels == 1 else "levels of compute improve"
-    reason = f"{levels} {subject} on cheaper ones, and a law in C needs 2"
+    reason = f"{levels} {subject} on all cheaper levels, and a law in C needs 2"
     return _of_power_law("envelope", "Approach 1 · envelope", envelope.N_law_, reason, envelope=envelope)
 
 
@@ -241,7 +227,7 @@ def _of_power_law(key: str, title: str, sizes: PowerLaw | None, reason: str, **s
 
 
 def size_or_none(value: Any) -> float | None:
-    """Return a finite size above zero, else None, as when a term of the law vanished."""
+    """Return a finite size above zero, else None."""
     return finite_or_none(value) if value > 0 else None
 
 

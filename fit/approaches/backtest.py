@@ -1,7 +1,7 @@
-"""Backtests: predict larger-budget runs from cheaper ones, and leave out one rung or one budget at a time.
+"""Backtests: predict larger-budget runs from cheaper ones, and leave out one size or one budget at a time.
 
-Errors of *allocation* are reported as well as errors of loss, because a law can predict loss within one percent and
-still be wrong by a factor of two in tokens per parameter.
+Errors of allocation are reported too, because a law can predict loss within one percent and still be wrong by a factor
+of two in tokens per parameter.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ PREDICTIONS = {"parametric": "N_predicted", "isoflop": "N_predicted_isoflop", "e
 def backtest(
     table: RunTable, profiles: IsoflopProfiles, law: Law | None, target: float, mixture: FormMixture | None = None
 ) -> dict[str, Any]:
-    """Fit the approaches on runs cheaper than each budget and predict the runs of that budget.
+    """Fit the approaches to runs cheaper than each budget and predict the runs of that budget.
 
     Returns {"steps", "reason", "influence", "tested"} (see `_tested`) and the fields of the last step, of the highest
     budget: loss_error (mean absolute, relative) and loss_bias (positive: predicted too high), both also over all runs
     from this budget on (_beyond); N and tokens_per_parameter, _predicted by approach 3, by approach 2 (_isoflop) and
     _measured.
     """
-    empty: dict[str, Any] = {"steps": [], "reason": "there is no parametric law", "influence": None, "tested": None}
+    empty: dict[str, Any] = {"steps": [], "reason": "no parametric law was fitted", "influence": None, "tested": None}
     if law is None:
         return empty
     labels, budgets = _levels(table, profiles)
     influence = leave_one_out(table, law, labels, budgets, target)
-    steps, tests, reason = [], [], "there is one budget only" if len(budgets) < 2 else ""
+    steps, tests, reason = [], [], "the runs have only one budget" if len(budgets) < 2 else ""
     for level in range(1, len(budgets)):
         test = labels == level
         train = (table.flops < table.flops[test].min()) & ~test
@@ -70,10 +70,10 @@ def backtest(
 
 
 def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array, target: float) -> dict[str, Any]:
-    """Fit approach 3 without each rung (runs of one size) and without each budget: {"left_out": [...], "most": ...}.
+    """Fit approach 3 without each size and without each budget: {"left_out": [...], "most": ...}.
 
-    `moves` are relative to the width of the full fit's interval (of the log for N and D/N): beyond a half, one rung
-    decides more than the interval allows. `most` is the entry with the largest move (of log N without intervals).
+    `moves` are relative to the width of the full fit's interval (of the log for N and D/N). `most` is the entry with
+    the largest move (of log N without intervals).
     """
     # Number the rungs by rising N.
     order = np.argsort(table.N, kind="stable")
@@ -114,7 +114,7 @@ def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array,
 
 
 def _levels(table: RunTable, profiles: IsoflopProfiles) -> tuple[np.ndarray, Array]:
-    """Return labels (n,) and FLOPs of budgets; bins of COARSE_BIN if the table has fewer than two or too many."""
+    """Return labels (n,) and FLOPs of budgets, or of bins if the table has fewer than two budgets or too many."""
     if 2 <= len(profiles.budgets_) <= MOST_BUDGETS:
         return profiles.labels_, profiles.budgets_
     labels = binned_levels(table.flops, COARSE_BIN)
@@ -124,7 +124,7 @@ def _levels(table: RunTable, profiles: IsoflopProfiles) -> tuple[np.ndarray, Arr
 
 def _refit(cheap: RunTable, full: Law) -> Law:
     if not len(cheap):
-        raise InputError("no cheaper run to fit.")
+        raise InputError("there is no cheaper run to fit.")
     law = full.clone()
     law.fit(cheap.N, cheap.D, cheap.loss, weight=cheap.weight, loss_se=cheap.known_se)
     law.flops_per_token_ = full.flops_per_token_  # one convention for all steps
@@ -182,7 +182,7 @@ def _errors(law: Law, runs: RunTable) -> dict[str, Any]:
 
 
 def _by_law(law: Law, cheap: RunTable, beyond: RunTable, resample: bool) -> dict[str, Any]:
-    """Return the errors of the law, fitted to the cheap runs, on all larger budgets, and its 95 % coverage."""
+    """Return the errors of the law on all larger budgets, and its 95 % coverage."""
     ends = None
     if resample:
         with suppress(InputError):
@@ -213,11 +213,11 @@ def _ahead(fitted: int, top: float, flops: Array, loss: Array, predicted: Array,
 
 
 def _tested(steps: list[dict[str, Any]], ahead: list[dict[str, Any]], mixed: bool) -> dict[str, Any] | None:
-    """Return how well the tested predictions held.
+    """Summarise the tested predictions.
 
-    "by": the form of the answers. "ahead": for each step, compute and runs fitted, the factor beyond and relative error
-    of every larger run, and the share inside the intervals; other fields summarise these. "size_error": root mean
-    square error of log N* of each approach, over steps where all have one; "best" has the lowest.
+    "ahead": for each step, compute and runs fitted, the factor beyond and relative error of every larger run, and the
+    share inside the intervals. "size_error": root mean square error of log N* of each approach, over steps where all
+    have one; "best" has the lowest.
     """
     approaches = {key: name for key, name in PREDICTIONS.items() if any(step[name] for step in steps)}
     sized = [step for step in steps if step["N_measured"] and all(step[name] for name in approaches.values())]
@@ -255,7 +255,7 @@ def _identifies(law: Law, runs: RunTable) -> bool:
 
 @np.errstate(all="ignore")  # a term that vanished gives zeros and infinities
 def _answers(law: Law, constants: dict[str, Array], target: float) -> dict[str, Array]:
-    """Return exponents and the optimum at the target for other constants of the law, each (refits,)."""
+    """Return exponents and the optimum at the target for `constants`, each (refits,)."""
     N, D, loss = (values[0] for values in unlimited(law, constants, np.array([[target]]), own_convention(law)))
     exponents = {name: constants[name] for name in law.exponent_names}
     return exponents | {"N": N, "tokens_per_parameter": D / N, "loss": loss + 0.0 * N}

@@ -2,8 +2,7 @@
 
 Two laws are fitted as one. With F FLOPs per token and D tokens, so that C = F D, the variant has the law of
 `laws/gamma.py`, L(F, D) = E + ((A / F^alpha)^(1/g) + (B / D^beta)^(1/g))^g, and the base has it at F / kF and D / kD,
-where kF kD = K (C / C0)^trend. For any form of L this is the multiplier: the base's best loss at C is the variant's at
-C divided by it. Errors of the form are common to both and cancel.
+where kF kD = K (C / C0)^trend is the multiplier. Errors of the form are common to both and cancel.
 
 Clusters (one size and seed of both sides) are too few for a bootstrap. The interval is Student's, with the bias-reduced
 variance of clusters and the degrees of freedom of Bell and McCaffrey (2002); see Pustejovsky and Tipton (2018),
@@ -43,7 +42,7 @@ CURVE = 25  # points of a drawn multiplier
 
 @dataclass(frozen=True)
 class Multiplier:
-    """The multiplier at one budget of the base, of which the variant needs 1 / value; 0: it never reaches the loss."""
+    """The multiplier at one budget of the base; 0: the variant never reaches the loss."""
 
     flops: float
     value: float
@@ -80,28 +79,28 @@ class Comparison:
 
     @property
     def sentences(self) -> list[str]:
-        """The answer, how E was treated, and which further runs would show more."""
+        """Return the answer, how E was treated, and which further runs would show more."""
         middle, other, title = self.multipliers[1], self.otherwise, f"{self.variant} against {self.base}"
         multiplier = _with_interval(middle.value, middle.ci)
-        answer = f"{title}: at {scientific(middle.flops)} FLOPs of {self.base} a compute multiplier of {multiplier}"
+        answer = f"{title}: at {scientific(middle.flops)} FLOPs of {self.base} the compute multiplier is {multiplier}"
         if middle.value:
-            answer += f", so that {self.variant} reaches the loss with {percent(1 / middle.value)} of the FLOPs"
+            answer += f", so {self.variant} reaches the same loss with {percent(1 / middle.value)} of the FLOPs"
         if middle.seconds:
-            answer += f"; of seconds {_with_interval(middle.seconds, middle.seconds_ci)}"
+            answer += f"; the multiplier of seconds is {_with_interval(middle.seconds, middle.seconds_ci)}"
         served = [] if self.lifetime is None else [_over_lifetime(self.base, self.variant, self.lifetime)]
         if self.reason:
             return [f"{answer}. No interval: {self.reason}.", *self.notes, *served]
         growth = [percent(10**slope - 1, True) for slope in (self.trend, *(self.trend_ci or ()))]
-        answer += f"; per tenfold compute it changes by {growth[0]} ({' to '.join(growth[1:])})"
+        answer += f"; for ten times the compute it changes by {growth[0]} ({' to '.join(growth[1:])})"
         low, high = middle.ci or (0.0, math.inf)
-        answer += "; 1 is inside, so no difference is shown" if low <= 1 <= high else ""
+        answer += "; the interval contains 1, so these runs show no difference" if low <= 1 <= high else ""
         needed = f"more than {MOST_SEEDS:,} seeds" if self.more_seeds is None else "these runs"
         needed = f"{self.more_seeds} more seeds ({self.more_runs} runs)" if self.more_seeds else needed
         return [
             f"{answer}.",
-            f"The laws have {'one E' if self.E == 'shared' else 'an E each'} (p = {amount(self.p, 2)} for one); the "
-            f"other way the multiplier would be {_with_interval(other.value, other.ci)}.",
-            f"A difference of {percent(SEEN)} would be seen, in {percent(POWER)} of cases, with {needed}.",
+            f"The laws {'share one E' if self.E == 'shared' else 'have separate E'} (p = {amount(self.p, 2)} for a "
+            f"shared one); otherwise the multiplier would be {_with_interval(other.value, other.ci)}.",
+            f"To detect a difference of {percent(SEEN)} in {percent(POWER)} of cases takes {needed}.",
             *self.notes,
             *served,
         ]
@@ -115,12 +114,12 @@ def compare(
 ) -> Comparison:
     """Return the compute multiplier of `variant` over `base`, at their runs and at `targets`, FLOPs of the base.
 
-    Runs are paired by size and column `seed`; E is free if one E clearly does not fit. Raises InputError if both sides
-    share a run, or one has fewer than two sizes or D.
+    Runs are paired by size and column `seed`. Raises InputError if both sides share a run, or one has fewer than two
+    sizes or D.
     """
     if shared_runs := sorted({*base.run_id} & {*variant.run_id}):
         raise InputError(
-            f"run {shared_runs[0]} is of {names[0]} and of {names[1]}; what is compared must share no run."
+            f"run {shared_runs[0]} belongs to both {names[0]} and {names[1]}; the two sides must not share a run."
         )
     texts = [{*runs.frame["held_out"]} if "held_out" in runs.frame else set[object]() for runs in (base, variant)]
     if all(texts) and len(texts[0] | texts[1]) > 1:
@@ -130,7 +129,7 @@ def compare(
         )
     for name, runs in zip(names, (base, variant), strict=True):
         if min(len(np.unique(runs.N)), len(np.unique(runs.D))) < 2:
-            raise InputError(f"{name} has runs of one N or one D; a multiplier needs two of each.")
+            raise InputError(f"{name} has runs of one N or one D; a multiplier needs at least two of each.")
     rows = _Rows(base, variant)
     shared, free = _Joint(rows, gap=False), _Joint(rows, gap=True)
     gap, error, freedom = free.estimate(lambda q: float(q[9]))
@@ -160,7 +159,7 @@ def compare(
 
 
 def decoding(runs: RunTable) -> Spread | None:
-    """Return seconds per generated token (column decode_seconds) of the largest size: lowest, median, highest."""
+    """Return seconds per generated token of the largest size: lowest, median, highest."""
     seconds = [value for value in runs.column("decode_seconds")[runs.N.max() == runs.N].tolist() if value > 0]
     return (min(seconds), float(np.median(seconds)), max(seconds)) if seconds else None
 
@@ -173,7 +172,9 @@ def _lifetime(laws: _Joint, base: RunTable, variant: RunTable) -> BreakEven | No
     names = ("device", "decode_device")
     devices = [t.frame[name].iloc[t.rows].dropna() for t in (base, variant) for name in names if name in t.frame]
     if multiplier.seconds is None or len({*chain(*devices)}) > 1:
-        laws.rows.notes.append("Serving is not weighed against training, because not all was timed on one device.")
+        laws.rows.notes.append(
+            "Serving and training are not compared, because not all of both was timed on one device."
+        )
         return None
     training = float(np.median(base.column("seconds")[base.flops == base.flops.max()]))
     return break_even(training, multiplier.seconds, base_pace, variant_pace, multiplier.seconds_ci)
@@ -190,7 +191,7 @@ def _over_lifetime(base: str, variant: str, result: BreakEven) -> str:
         text = f"{first if result.tokens else later} costs less time at any number of served tokens"
         text += f", though the break-even may lie anywhere from {level}" if " to " in level else ""
     pace = f"At batch 1 {variant} decodes {pace if result.saved else 'as fast as'} {base}"
-    return f"{pace}. Training at {base}'s dearest budget included, {text}."
+    return f"{pace}. Including training at {base}'s largest budget, {text}."
 
 
 class _Rows:
@@ -215,11 +216,11 @@ class _Rows:
         if (seconds > 0).all() and ("device" not in sides[0].frame or len(devices) == 1):
             self.speed = np.log(flops / seconds)
         elif (seconds > 0).any():
-            self.notes.append("Seconds are not compared, because not all runs have them, on one device.")
+            self.notes.append("Seconds are not compared, because not all runs were timed on one device.")
         self.cluster = np.concatenate([t.group for t in sides])
         counts = [len(np.unique(seed[z == side])) for side in (0.0, 1.0)]
         if np.isnan(seed).any() or min(counts) < 2:
-            self.reason = "runs of two seeds of each side are needed (column seed), to see how far runs scatter"
+            self.reason = "each side needs runs of two seeds (column seed) to measure the scatter"
         else:  # a variant may add a few parameters, so its size is the nearest one of the base
             nearest = np.abs(np.log(N)[:, None] - np.log(np.unique(N[z > 0]))).argmin(axis=1)
             self.cluster = np.array([f"{size}/{number:.0f}" for size, number in zip(nearest, seed, strict=True)])
@@ -230,7 +231,7 @@ class _Rows:
         self.noise = max(math.sqrt((squares / (runs[runs > 1] - 1)).mean()), 1e-6) if len(squares) else NOISE
 
     def more_seeds(self, error: float | None, freedom: float) -> int | None:
-        """Return the seeds of both sides until a difference of SEEN is seen; errors fall as 1 / sqrt(clusters)."""
+        """Return how many more seeds show a difference of SEEN; errors fall as 1 / sqrt(clusters)."""
         if error is None:
             return None
         seeds = np.arange(self.seeds, MOST_SEEDS)
@@ -279,7 +280,7 @@ class _Joint:
             self.meat.append((members, (vectors * inverse) @ vectors.T, residual[members]))
 
     def estimate(self, value: Callable[[Array], float]) -> Estimated:
-        """Return a function of all coordinates with its standard error, by its gradient."""
+        """Return a function of the coordinates with its standard error."""
         center = value(self.at_)
         if self.rows.reason or not math.isfinite(center):
             return center, None, math.inf
@@ -318,7 +319,7 @@ def both_laws(q: Array, rows: _Rows) -> tuple[Array, Array]:
 
 
 def log_multiplier(q: Array, c: float) -> float:
-    """Return the log of the base's budget, c centred, over the variant's at equal best loss; -inf if never reached.
+    """Return the log multiplier at the base's budget, c centred; -inf if the loss is never reached.
 
     Above E the best loss is a power law of compute, log R = h - s c (Hoffmann et al. 2022, equation 4, without gamma).
     """

@@ -1,7 +1,6 @@
 """Fits under each count of parameters and FLOPs that a table has, for comparison.
 
-The convention alone changes the exponent of N*(C) from 0.5 to 0.7 and more on the same runs. Loss can be a power law in
-only one count of N; under the others approach 3 is the best law of a wrong form.
+The convention alone changes the exponent of N*(C) from 0.5 to 0.7 and more on the same runs.
 
 Kaplan et al. 2020 (arXiv:2001.08361), section 2.1; Pearce and Song 2024 (arXiv:2406.12907); Porian et al. 2024
 (arXiv:2406.19146).
@@ -30,8 +29,7 @@ LEVEL = 1.02  # FLOPs of one budget are not moved if they agree within this fact
 class ConventionRow:
     """One convention: the three approaches under it, or the reason why it is left out.
 
-    `flops` is "6nd" or the column of FLOPs, `own` is true for the table's convention, and `moved` is the largest factor
-    on D that made runs share a budget (1: none).
+    `own` is true for the table's convention; `moved` is the largest factor on D that made runs share a budget.
     """
 
     parameters: str
@@ -79,8 +77,8 @@ def by_convention(
 ) -> list[ConventionRow]:
     """Return a row for every parameter count times every FLOP count of the table.
 
-    Parameter counts are the columns PARAMETERS, else N. FLOP counts are 6ND and, if they differ, `flops_exact` or else
-    the table's. Arguments are those of `analyze`; own (n,): FLOPs as answers count them, by default the table's.
+    FLOP counts are 6ND and, if they differ, `flops_exact` or else the table's. Arguments are as in `analyze`; own (n,):
+    FLOPs as answers count them, by default the table's.
     """
     own = table.flops if own is None else own
     counts = {name: table.column(name) for name in PARAMETERS if name in table.frame}
@@ -118,10 +116,7 @@ def by_convention(
 def read_off(
     table: RunTable, N: Array, C: Array, mover: tuple[Array, Law] | None
 ) -> tuple[IsoflopProfiles, Envelope, float]:
-    """Fit approaches 2 and 1 in the counts N and C (n,). Also returns the largest factor on D that moved a run.
-
-    A profile that is symmetric in one count is skewed in another, which a valley allows.
-    """
+    """Fit approaches 2 and 1 in the counts N and C (n,). Also returns the largest factor on D that moved a run."""
     budget, factor = _shared_budgets(table, C)
     largest = float(np.exp(np.abs(np.log(factor)).max()))
     loss = table.loss
@@ -137,10 +132,7 @@ def read_off(
 
 
 def _shared_budgets(table: RunTable, C: Array) -> tuple[Array, Array]:
-    """Return the budget of each run (NaN: none) and the factor on D that moves it there, both (n,).
-
-    A budget is the mean FLOPs of the runs that share one under the table's convention.
-    """
+    """Return the budget of each run (NaN: none) and the factor on D that moves it there, both (n,)."""
     labels, levels = budget_levels(table.flops, table.N, table.budget)
     budget = np.full(len(C), np.nan)
     if _same(C, table.flops):

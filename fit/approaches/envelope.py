@@ -1,7 +1,7 @@
 """The compute-efficient envelope (approach 1): the best run at each level of compute, and power laws through them.
 
-Points are *finished runs*. A loss in the middle of a schedule that decays later is too high, which favours small models
-that have decayed. Hoffmann et al. 2022 (arXiv:2203.15556), section 3.1.
+Points are finished runs, because a loss before the decay is too high. Hoffmann et al. 2022 (arXiv:2203.15556), section
+3.1.
 """
 
 from __future__ import annotations
@@ -58,11 +58,7 @@ class Envelope:
         return self
 
     def _winners(self, counts: Array, jitter: np.random.Generator | None = None) -> tuple[Array, int]:
-        """Return flops, N, D and loss (4, draws, levels) of the best runs under counts (draws, n).
-
-        They are NaN if a run does not beat every cheaper level or lacks a smaller or larger rival. Also returns how
-        often it lacks one.
-        """
+        """Return flops, N, D and loss (4, draws, levels) of the best runs, and the number of winners at an edge."""
         N, D, loss, flops = self._points
         levels = np.unique(self._labels[self._labels >= 0])
         best, ends = np.full((4, len(counts), len(levels)), np.nan), np.zeros((2, len(counts), len(levels)))

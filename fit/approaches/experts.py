@@ -21,9 +21,8 @@ class ExpertStudy:
     """The results on experts of one table; `reason` is why no law was fitted.
 
     held_out: form -> root mean square error of log loss on the largest N_active and the most experts, fitted without
-    them. sparsities: experts, leverage at the largest run's budget and its interval `ci`. answers: the best run of each
-    target, at any N_total and at most that of the largest run; `edge`: at the edge of the runs. load: the largest
-    expert's share over the mean one and experts without a token, both of the worst run.
+    them. sparsities: experts, leverage at the largest run's budget and its interval. answers: the best run of each
+    target, at any N_total and at most the largest one of the runs. load: of the run with the most uneven load.
     """
 
     reason: str = ""
@@ -48,7 +47,7 @@ def expert_columns(runs: RunTable) -> Columns:
     for name in ("N_active", "N_total", "experts"):
         if not np.isfinite(runs.column(name)).any():
             has = ", ".join(map(str, runs.frame.columns))
-            raise InputError(f"no numbers in column {name!r}, which a law of experts needs; the table has {has}.")
+            raise InputError(f"column {name!r} has no numbers; a law of experts needs it, and the table has {has}.")
     N, total, E, per_token = (runs.column(name) for name in ("N_active", "N_total", "experts", "experts_per_token"))
     E = np.where(ACTIVE * total > N, E / np.where(np.isfinite(per_token), per_token, 1.0), 1.0)
     checked = {name: positive(name, v) for name, v in (("N_active", N), ("N_total", total), ("experts", E))}
@@ -56,7 +55,7 @@ def expert_columns(runs: RunTable) -> Columns:
 
 
 def held_out(law: ExpertLaw, columns: Columns, out: np.ndarray) -> Array:
-    """Return the log of observed over predicted loss in the rows of a mask (n,), by the law fitted to the others."""
+    """Return the log of observed over predicted loss in the rows of a mask, by the law fitted to the others."""
     law.fit(*(columns[name][~out] for name in (*law.inputs, "loss")))
     return np.log(columns["loss"][out]) - np.log(law.predict(*(columns[name][out] for name in law.inputs)))
 
@@ -76,7 +75,7 @@ def _study(runs: RunTable, targets: tuple[float, ...], bootstrap: int, seed: int
     sparse, numbers = c["experts"] > 1.0, np.unique(c["experts"])
     if len(numbers) < 2:
         raise InputError(
-            f"experts is {numbers[0]:g} in every run; a law of experts needs runs of another number, or dense."
+            f"experts is {numbers[0]:g} in every run; a law of experts needs runs with another number, or dense runs."
         )
     share = float(np.median((c["N_total"] / c["N_active"] - 1.0)[sparse] / (c["experts"][sparse] - 1.0)))
     tokens = float(np.median(c["D"])) if c["D"].max() < SPREAD * c["D"].min() else None

@@ -1,9 +1,8 @@
 """IsoFLOP profiles (approach 2): the best size of each budget from a curve in log N, and N*(C), D*(C) through them.
 
-The valley, of one shape for all budgets, has the lowest errors on hidden budgets (docs/benchmarks.md). Of curves
-through one budget, the parabola has the least noise and is biased for skewed profiles; Akima's interpolant follows any
-shape with six times that noise. A vertex outside the sizes is refused, with the reason. Sizes are chosen, not sampled,
-so the bootstrap is parametric: it adds noise to losses.
+The valley, of one shape for all budgets, has the lowest errors on hidden budgets (docs/benchmarks.md). The parabola has
+the least noise and is biased for skewed profiles; Akima's interpolant follows any shape with six times that noise.
+Sizes are chosen, not sampled, so the bootstrap is parametric: it adds noise to losses.
 
 Hoffmann et al. 2022 (arXiv:2203.15556), section 3.2; Porian et al. 2024 (arXiv:2406.19146); Akima 1970 (J. ACM 17).
 """
@@ -61,7 +60,7 @@ class Parabola:
 
 
 class Akima:
-    """Akima's interpolant of log loss through the weighted mean loss of each size; its minimum may be an end."""
+    """Akima's interpolant of log loss through the mean loss of each size; its minimum may be an end."""
 
     def __init__(self, u: Array, weight: Array) -> None:
         weight = weight / weight.mean()
@@ -124,10 +123,7 @@ def _valley(a: Array, b: Array, c: Array) -> Array:
 
 
 def _local_contrasts(knots: Array, weight: Array) -> Array:
-    """Return residual contrasts (windows, knots) of parabolas through NEIGHBOURS consecutive knots.
-
-    Rows have unit variance if knot j has variance 1 / weight_j.
-    """
+    """Return residual contrasts (windows, knots), of unit variance, of parabolas through NEIGHBOURS knots."""
     rows = np.zeros((max(len(knots) - NEIGHBOURS + 1, 0), len(knots)))
     for first in range(len(rows)):
         window = slice(first, first + NEIGHBOURS)
@@ -141,7 +137,7 @@ def _local_contrasts(knots: Array, weight: Array) -> Array:
 class IsoflopProfile:
     """One budget: its runs by rising N (N0: their geometric mean), the curve through them, and its vertex.
 
-    `reason` is empty if the vertex is accepted. Draws (draws,) are NaN if a polynomial had no minimum.
+    `reason` is empty if the vertex is accepted. Draws are NaN if a polynomial had no minimum.
     """
 
     method: str
@@ -167,7 +163,7 @@ class IsoflopProfile:
 
     @property
     def shape(self) -> Curve | Valley:
-        """The fitted valley, or the curve's method on these sizes for any losses."""
+        """Return the fitted valley, or the curve's method on these sizes."""
         return self.valley or self.own_curve
 
     @property
@@ -181,7 +177,7 @@ class IsoflopProfile:
         return self.shape.at(self.loss, np.log(np.asarray(N, dtype=np.float64) / self.N0))
 
     def interval(self, level: float = 0.95) -> tuple[float, float] | None:
-        """Return the interval of the vertex's N, None before `bootstrap`; draws without a minimum are 0 or infinity."""
+        """Return the interval of the vertex's N, None before `bootstrap`."""
         if self.N_draws is None:
             return None
         draws = self.N_draws.copy()
@@ -213,11 +209,11 @@ def find_vertex(bare: IsoflopProfile) -> IsoflopProfile:
 
 
 def _edge(profile: IsoflopProfile, N_best: float) -> str:
-    """Return why a vertex is not enclosed by the sizes, empty if it is."""
+    """Return why the sizes do not enclose a vertex, empty if they do."""
     sizes = np.unique(profile.N)
     if profile.method != "akima" and not sizes[0] < N_best < sizes[-1]:
         side = "smaller" if N_best <= sizes[0] else "larger"
-        return f"the vertex lies outside of the sizes tried; add {side} ones"
+        return f"the minimum lies outside the sizes tried; add {side} sizes"
     groups = (profile.N == N for N in sizes)
     lowest = int(np.argmin([np.average(profile.loss[rows], weights=profile.weight[rows]) for rows in groups]))
     if lowest in (0, len(sizes) - 1):
@@ -227,7 +223,7 @@ def _edge(profile: IsoflopProfile, N_best: float) -> str:
 
 
 def tokens_at(profile: IsoflopProfile, N: Array) -> Array:
-    """Return D of this budget at size N, by a quadratic through the runs, so that any convention is right."""
+    """Return D of this budget at size N, by a quadratic through the runs, for any convention."""
     u, at = np.log(profile.N / profile.N0), np.log(N / profile.N0)
     c = np.linalg.lstsq(np.stack([np.ones_like(u), u, u**2], 1), np.log(profile.D), rcond=None)[0]
     return np.exp(c[0] + c[1] * at + c[2] * at**2)
@@ -244,9 +240,9 @@ class IsoflopProfiles:
 
     `noise` of a loss is "spread", the residual spread pooled over budgets, or a standard deviation in nats.
 
-    After `fit`: profiles_ (by rising budget), labels_, budgets_, N_law_, D_law_ (PowerLaw or None below 2 accepted
-    vertices), loss_law_ (or None below 4), sigma_ (relative residual spread) and its freedom_. After `bootstrap`:
-    scatter_ of log vertices about N*(C) beyond their own uncertainty.
+    After `fit`: profiles_ (by rising budget), labels_, budgets_, N_law_, D_law_ (None below 2 accepted vertices),
+    loss_law_ (None below 4), sigma_ (relative residual spread) and its freedom_. After `bootstrap`: scatter_ of log
+    vertices about N*(C) beyond their own uncertainty.
     """
 
     N_law_: PowerLaw | None
@@ -256,7 +252,7 @@ class IsoflopProfiles:
     def __init__(self, method: Method = "parabola", noise: Literal["spread"] | float = "spread") -> None:
         one_of("method", method, METHODS)
         if noise != "spread" and (isinstance(noise, str) or not 0 < noise < np.inf):
-            raise InputError(f"noise is {noise!r}; 'spread' or a number of nats above zero is accepted.")
+            raise InputError(f"noise is {noise!r}; it must be 'spread' or a number of nats above zero.")
         self.method, self.noise = method, noise
 
     def fit(
@@ -268,9 +264,9 @@ class IsoflopProfiles:
         budget: ArrayLike | None = None,
         weight: ArrayLike | None = None,
     ) -> IsoflopProfiles:
-        """Fit to columns (n,). `budget` is the budget of each run (NaN: none); by default it follows from `flops`.
+        """Fit to columns (n,). `budget` is the budget of each run (NaN: none), by default from `flops`.
 
-        Raises InputError for values that are not positive and finite; refused vertices raise nothing.
+        Raises InputError for values that are not positive and finite.
         """
         N, D, loss, flops = positive("N", N), positive("D", D), positive("loss", loss), positive("flops", flops)
         weight = check_weights(weight, len(N))
@@ -297,7 +293,7 @@ class IsoflopProfiles:
         return self
 
     def bootstrap(self, n: int = 1000, seed: int = 0) -> IsoflopProfiles:
-        """Draw every vertex, N*(C), D*(C) and L*(C) `n` times, unless the residual spread is unknown."""
+        """Draw every vertex and law `n` times, unless the residual spread is unknown."""
         check_resampling(n, seed)
         if self.noise == "spread" and self.freedom_ < 1:
             return self
@@ -358,10 +354,7 @@ class IsoflopProfiles:
             self.loss_law_.fit_draws(np.stack([np.asarray(p.loss_draws) for p in accepted], 1))
 
     def _line(self, accepted: list[IsoflopProfile]) -> tuple[Array, Array, Array]:
-        """Fit N*(C) of valleys as a line in log-log with a prior on its slope; larger budgets count more.
-
-        Returns the design (budgets, 2), (level at the largest budget, slope), and their covariance.
-        """
+        """Fit N*(C) of valleys as a line in log-log; returns its design (budgets, 2), level and slope, covariance."""
         prior = read_constants("forecast")["isoflop"]
         t, y = (np.log([getattr(p, name) for p in accepted]) for name in ("flops", "N_best"))
         X = np.stack([np.ones_like(t), t - t[-1]], 1)
@@ -387,10 +380,7 @@ class IsoflopProfiles:
 
 
 def budget_levels(flops: Array, N: Array, budget: ArrayLike | None = None) -> tuple[np.ndarray, Array]:
-    """Return the label (n,) of each run's budget, -1 for none, and the budgets in rising order.
-
-    Without `budget`, a level is a window of LEVEL_WIDTH decades with at least 3 sizes.
-    """
+    """Return the label (n,) of each run's budget, -1 for none, and the budgets in rising order."""
     labels = np.full(len(flops), -1)
     named = np.asarray(np.nan if budget is None else budget, dtype=np.float64)
     is_named = np.isfinite(named)
@@ -419,13 +409,13 @@ def budget_levels(flops: Array, N: Array, budget: ArrayLike | None = None) -> tu
 
 
 def binned_levels(flops: Array, width: float) -> np.ndarray:
-    """Return the label (n,) of the bin of `width` decades that each run is in, for tables without budgets."""
+    """Return labels (n,) of bins of `width` decades, for tables without budgets."""
     log = np.log10(flops)
     return np.unique(np.floor((log - log.min()) / width).astype(int), return_inverse=True)[1].ravel()
 
 
 def _pooled_spread(profiles: list[IsoflopProfile]) -> tuple[float, float]:
-    """Return the relative residual spread over all profiles and its degrees of freedom (Satterthwaite's)."""
+    """Return the relative residual spread over all profiles and its degrees of freedom (Satterthwaite)."""
     total = trace = square = 0.0
     for profile in profiles:
         if profile.has_curve:
@@ -439,6 +429,6 @@ def _pooled_spread(profiles: list[IsoflopProfile]) -> tuple[float, float]:
 
 
 def _precision(variance: Array, scatter: float) -> Array:
-    """Return weights of log vertices. The median variance is added because each is estimated from few sizes."""
+    """Return weights of log vertices; the median variance is added because each comes from few sizes."""
     weight = 1.0 / (variance + np.median(variance) + scatter**2)
     return np.asarray(weight / weight.max())

@@ -1,7 +1,4 @@
-"""Runs of several variants or data recipes: a separate law of each, never one law through all of them.
-
-All are scored on the same held-out text, and each is compared with the base by the multiplier of `compare`.
-"""
+"""Runs of several variants or data recipes: a separate law of each, compared with the base by `compare`."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ RAW, BASE = "raw", "base"
 
 @dataclass(frozen=True)
 class RecipeLaw:
-    """One recipe or variant, its law and its comparison with the base; `apart` is why there is no comparison."""
+    """One recipe or variant; `apart` is why it is not compared with the base."""
 
     recipe: str
     table: RunTable
@@ -35,7 +32,7 @@ class RecipeLaw:
 
     @property
     def cached(self) -> float:
-        """Bytes that a decoder of the largest run caches per token, at two per number; NaN if no column has it."""
+        """Return the bytes that a decoder of the largest run caches per token; NaN if unknown."""
         return float(self.table.column("kv_bytes").max())
 
     @property
@@ -89,7 +86,7 @@ def by_recipe(
 ) -> list[RecipeLaw]:
     """Fit a law to each recipe or variant of the table and compare each with the base, which is first.
 
-    Arguments are those of `analyze`. Runs that allow no fit are still compared.
+    Arguments are as in `analyze`.
     """
     C = float(targets[0])
     laws: list[RecipeLaw] = []
@@ -111,6 +108,6 @@ def sentences(laws: Sequence[RecipeLaw]) -> list[str]:
     return [
         " ".join(recipe.comparison.sentences)
         if recipe.comparison
-        else f"{recipe.recipe} has no multiplier: {recipe.apart}."
+        else f"{recipe.recipe} has no compute multiplier: {recipe.apart}."
         for recipe in laws[1:]
     ]

@@ -24,7 +24,7 @@ ROUNDS, FAR = 5, 12.0  # rounds of reweighting; largest |v|
 
 @dataclass(frozen=True)
 class Valley:
-    """A budget's curve: log floor, log steepness, best log N about the sizes' mean, their covariance; shared p, q."""
+    """A budget's curve: log floor, log steepness, best log N, their covariance; shared p, q."""
 
     floor: float
     steepness: float
@@ -41,7 +41,7 @@ class Valley:
 
 
 def fit_valleys(profiles: Sequence[Any]) -> tuple[list[Valley], float, float]:
-    """Return the valleys of isoFLOP profiles, the noise of a log loss if unknown, and its degrees of freedom."""
+    """Return the valleys of isoFLOP profiles, the noise of a log loss, and its degrees of freedom."""
     from scipy.optimize import least_squares
 
     if not profiles:

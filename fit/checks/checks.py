@@ -27,7 +27,7 @@ MILD = ("few_runs", "few_sizes", "narrow_span", "flop_convention", "vertex_uncer
 
 
 def run_checks(a: Analysis) -> tuple[Warning, ...]:
-    """Return all warnings of an analysis: what prevents a fit, faults of the table, faults of the fit, then limits."""
+    """Return all warnings: what prevents a fit, faults of the table, faults of the fit, then limits."""
     law, recipes, verdict = a.law, a.recipes, a.verdict
     warnings = [
         Warning(f"no_{item.key}", f"{item.title} has no answer: {item.reason.rstrip('.')}.")
@@ -43,14 +43,14 @@ def run_checks(a: Analysis) -> tuple[Warning, ...]:
         warnings.append(
             Warning(
                 "recipes_apart",
-                f"The table has runs of {len(recipes)} {kinds(a.table)}; everything here is of {base} alone "
-                f"({len(a.table)} runs), and {', '.join(others)} have laws of their own beside it.",
+                f"The table has runs of {len(recipes)} {kinds(a.table)}; all other results are for {base} alone "
+                f"({len(a.table)} runs), with separate laws for {', '.join(others)}.",
             )
         )
     warnings += [] if law is None else _outliers(a, law)
     if verdict.agree is False:
-        reason = f" What may be why: {' '.join(verdict.suspects)}" if verdict.suspects else ""
-        message = f"{verdict.sentence} Trust none of them before the reason is known.{reason}"
+        reason = f" Possible reasons: {' '.join(verdict.suspects)}" if verdict.suspects else ""
+        message = f"{verdict.sentence} Rely on none of them until the reason is known.{reason}"
         warnings.append(Warning("approaches_disagree", message))
     warnings += [*_profiles(a.profiles), *([] if law is None else _few_trunks(a.table, law))]
     return tuple(sorted(warnings, key=lambda w: w.code in MILD))
@@ -61,7 +61,7 @@ def _solver(law: Law) -> Warnings:
     if agree < 0.9 * tried:
         yield Warning(
             "starts_disagree",
-            f"{agree} of {tried} starts agree on the parametric optimum; the data hardly pin the law down.",
+            f"{agree} of {tried} starts of the optimizer reach the same parametric law; the runs hardly determine it.",
         )
     if law.degenerate_:
         what = {law.irreducible: f"the irreducible loss {law.irreducible} is zero"}
@@ -82,30 +82,31 @@ def _answer(a: Analysis) -> Warnings:
     lead, C = a.lead, a.targets[0]
     span = interval(lead.at(C).N_ci, count) if lead.available else ""
     if a.resamples and span in ("no interval", UNDETERMINED):
-        reason = "spans over five decades" if span == UNDETERMINED else "could not be found from so few runs"
-        yield Warning("no_interval", f"The interval of N* at {scientific(C)} FLOPs by the {lead.key} {reason}.")
+        reason = "spans more than five decades" if span == UNDETERMINED else "could not be computed from so few runs"
+        yield Warning("no_interval", f"The {lead.key} interval of N* at {scientific(C)} FLOPs {reason}.")
     if lead.mixture is not None:
         forms, sizes = lead.mixture.weights_, lead.mixture.sizes([C], lead.flops_per_token or 6.0)
         heavy = sorted((float(N[0]), name) for name, N in sizes.items() if forms[name] >= HEAVY)
         if heavy and heavy[-1][0] > AGREE_WITHIN * heavy[0][0]:
             ends = " and ".join(
-                f"{count(N)} ({name}, which weighs {forms[name]:.0%})" for N, name in heavy[:: len(heavy) - 1]
+                f"{count(N)} ({name}, weight {forms[name]:.0%})" for N, name in heavy[:: len(heavy) - 1]
             )
             yield Warning(
                 "forms_disagree",
-                f"At {scientific(C)} FLOPs forms that predict these runs about as well ask for {ends} parameters.",
+                f"At {scientific(C)} FLOPs, forms of the law that predict these runs about equally well ask for {ends} "
+                "parameters.",
             )
 
 
 def _backtest(a: Analysis) -> Warnings:
-    """Yield warnings where the backtest contradicts the answers or does not reach the targets."""
+    """Check whether the backtest contradicts the answers or does not reach the targets."""
     tested, top = a.backtest["tested"], float(a.table.flops.max())
     yield from extrapolation(top, a.targets, tested and tested["reach"])
     if tested is None or a.law is None:
         return
     inside, bias, findings = tested["inside"], np.array(tested["bias"]), []
     if inside is not None and inside < INSIDE:
-        findings.append(f"{inside:.0%} of {tested['predictions']} predicted losses lie within their 95 % intervals")
+        findings.append(f"only {inside:.0%} of {tested['predictions']} losses lie within their 95 % intervals")
     steady = len(bias) >= STEPS and abs(np.sign(bias).sum()) == len(bias)
     if steady and np.abs(bias).mean() > max(a.law.residual_scale_, SLIGHT):
         way, first, mean = "high" if bias[0] > 0 else "low", percent(abs(bias[0])), percent(float(np.abs(bias).mean()))
@@ -113,8 +114,8 @@ def _backtest(a: Analysis) -> Warnings:
     if findings:
         yield Warning(
             "backtest_outside",
-            f"Fitted to cheaper runs, the {tested['by']} errs by more than it says: {' and '.join(findings)}. Expect "
-            "as much of its answers, and more farther out.",
+            f"Fitted to cheaper runs, the {tested['by']} errs by more than its intervals allow: "
+            f"{' and '.join(findings)}. Expect such errors in its answers, and larger ones farther out.",
         )
 
 
@@ -132,18 +133,19 @@ def _outliers(a: Analysis, law: Law) -> Warnings:
     many = outliers.rows.size > max(NAMED, MANY_OUTLIERS * n)
     yield Warning(
         "loss_outlier",
-        f"{outliers.rows.size} of {n} runs lie far from the law that the others follow to within about "
+        f"{outliers.rows.size} of {n} runs lie far from the law that the other runs follow to within about "
         f"{outliers.scatter:.1%}: {shown}. Without them {_moved(law, outliers.constants, a.targets[0])}; "
         + (
-            "so many have a cause in common, such as diverged, repeated or short runs, and the law is not theirs."
+            "so many outliers have a common cause, such as divergence, repeated data or short runs, and the law does "
+            "not describe them."
             if many
-            else "find out what happened to them, and fit without those that are no runs of this kind."
+            else "check what happened in them, and leave out any that do not belong to this experiment."
         ),
     )
 
 
 def _moved(law: Law, without: dict[str, float], C: float) -> str:
-    """Describe how D/N at C FLOPs and the exponents change under the constants `without`."""
+    """Describe how D/N at C FLOPs and the exponents change."""
     best = [unlimited(law, constants, np.array(C), own_convention(law)) for constants in (law.constants_, without)]
     was, now = (amount(float(np.ravel(D / N)[0])) for N, D, _ in best)
     exponents = "".join(
@@ -176,6 +178,7 @@ def _few_trunks(table: RunTable, law: Law) -> Warnings:
     if law.draws_ is not None and len(np.unique(law.groups_)) > trunks:
         yield Warning(
             "few_trunks",
-            f"The {len(table)} runs come from {trunks} trunks, too few to resample: the parametric intervals "
-            "resample runs, which share their trunk's luck, and are too narrow. More sizes or seeds would mend that.",
+            f"The {len(table)} runs come from {trunks} trunks, too few to resample. The parametric intervals "
+            "resample single runs instead and are too narrow, because runs of one trunk have correlated errors; add "
+            "sizes or seeds.",
         )

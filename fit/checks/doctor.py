@@ -1,7 +1,7 @@
 """Checks of a table of runs before any fit, as plain warnings.
 
-Each check is a small function from a table to warnings that state the problem, its effect on a fit and the remedy. It
-yields nothing for absent columns. Thresholds were set on published tables.
+Each check maps a table to warnings that state the problem, its effect on a fit and the remedy. It yields nothing for
+absent columns. Thresholds were set on published tables.
 
 Hoffmann et al. 2022 (arXiv:2203.15556), appendix B; Besiroglu et al. 2024 (arXiv:2404.10102); Porian et al. 2024
 (arXiv:2406.19146); Haegele et al. 2024 (arXiv:2405.18392); Muennighoff et al. 2023 (arXiv:2305.16264); Li et al. 2025
@@ -70,7 +70,7 @@ Warnings = Iterator[Warning]
 def examine(table: RunTable, targets: Sequence[float] = ()) -> tuple[Warning, ...]:
     """Return every warning that needs the table alone, worst first.
 
-    `targets` are the FLOP budgets to be extrapolated to. Raises InputError when one is not a positive number.
+    `targets` are FLOP budgets to extrapolate to. Raises InputError when one is not a positive number.
     """
     warnings = [warning for check in CHECKS for warning in check(table)]
     return (*warnings, *extrapolation(float(table.flops.max()), positive("target", targets) if len(targets) else ()))
@@ -79,10 +79,7 @@ def examine(table: RunTable, targets: Sequence[float] = ()) -> tuple[Warning, ..
 def examine_plan(
     N: ArrayLike, D: ArrayLike, flops: ArrayLike, budget: ArrayLike, epochs: ArrayLike
 ) -> tuple[Warning, ...]:
-    """Return the warnings and refusals that planned runs (n,) will cause if they are too few or too alike.
-
-    `budget` and `epochs` are NaN where absent or unknown.
-    """
+    """Return the warnings and refusals that planned runs (n,) will cause; `budget` and `epochs` are NaN if unknown."""
     n, unknown = len(floats(N)), np.full(len(floats(N)), np.nan)
     names, rows = np.arange(n).astype(str), np.arange(n)
     table = RunTable(
@@ -118,7 +115,7 @@ def texts(table: RunTable, role: str) -> list[str]:
 
 
 def _column(table: RunTable, role: str) -> str:
-    """Return the name of a role's first column, ignoring case and separators; empty if there is none."""
+    """Return the name of a role's column, ignoring case and separators; empty if there is none."""
     exist = {re.sub("[ -]", "_", str(name).strip().lower()): name for name in reversed(list(table.frame.columns))}
     return next((exist[name.lower()] for name in COLUMNS[role] if name.lower() in exist), "")
 
@@ -155,14 +152,14 @@ def units(t: RunTable) -> Warnings:
     off = float(np.median(t.flops / (6 * t.N * t.D)))
     if not 1 / ABSURD < off < ABSURD:
         of_a_token = np.ptp(np.log(t.flops / t.N)) < 0.5 * np.ptp(np.log(t.D))
-        what = "of a token and not of the run" if of_a_token else "in units of 1e15 or 1e18, or in PF-days"
-        questions.append(f"FLOPs are {scientific(off)} times 6ND (are they {what}? `--column flops=6nd` takes 6ND)")
+        what = "per token instead of per run" if of_a_token else "in units of 1e15 or 1e18, or in PF-days"
+        questions.append(f"FLOPs are {scientific(off)} times 6ND (are they {what}? `--column flops=6nd` uses 6ND)")
     questions += _loss_unit(t)
     if questions:
         yield Warning(
             "units",
-            f"Please check the units: {'; '.join(questions)}. N, D and C are counted in ones and the loss in nats per "
-            "token; another unit shifts the constants, and N*, D* and every comparison with them.",
+            f"Please check the units: {'; '.join(questions)}. N is expected in parameters, D in tokens, C in FLOPs and "
+            "the loss in nats per token; another unit shifts the constants, N*, D* and every comparison.",
         )
 
 
@@ -170,24 +167,24 @@ def _loss_unit(t: RunTable) -> Iterator[str]:
     named_units, vocabulary = set(texts(t, "loss_unit")) - {""}, numbers(t, "vocabulary")
     above = np.flatnonzero(t.loss > np.log(vocabulary))
     if len(named_units) == 1 and not any("nat" in unit for unit in named_units):
-        yield f"the loss is said to be in {named_units.pop()}"
+        yield f"the table gives the unit of the loss as {named_units.pop()}"
     elif above.size:
         i = above[np.argmax(t.loss[above])]
         yield (
-            f"{above.size} losses, as {t.loss[i]:.4g} of run {t.run_id[i]}, are above ln {vocabulary[i]:.0f} = "
-            f"{np.log(vocabulary[i]):.4g}, what knowing nothing costs (are they in bits, or diverged?)"
+            f"{above.size} losses, such as {t.loss[i]:.4g} of run {t.run_id[i]}, are above ln {vocabulary[i]:.0f} = "
+            f"{np.log(vocabulary[i]):.4g}, the loss of a uniform guess (are they in bits, or did the runs diverge?)"
         )
     elif t.loss.max() > 15:
         yield f"the highest loss is {t.loss.max():.4g} (is it in nats per token?)"
     elif not named_units and _as_in_bits(t):
         yield (
-            "the losses lie about 1.44 = 1/ln 2 times above those of Hoffmann et al.'s models of these N and D (are "
-            "they in bits, or on text unlike the training data?)"
+            "the losses are about 1.44 = 1/ln 2 times those of Hoffmann et al.'s models of these N and D (are they in "
+            "bits, or on text unlike the training data?)"
         )
 
 
 def _as_in_bits(t: RunTable) -> bool:
-    """Return whether all losses are about 1/ln 2 times the published law; English text is at 0.88 to 1.22 times."""
+    """Return whether losses are about 1/ln 2 times the published law; English text is at 0.88 to 1.22 times."""
     ordinary = (t.N >= 1e7) & (t.D >= 1e8)
     if ordinary.sum() < max(5, 0.5 * len(t)):
         return False
@@ -202,15 +199,15 @@ def mixed_units(t: RunTable) -> Warnings:
     if not bits.size:
         bits = _bits_among_nats(t)
     if len(named_units) > 1:
-        evidence = f"units {', '.join(named_units)} are named"
+        evidence = f"the table names the units {', '.join(named_units)}"
     elif bits.size:
-        evidence = f"{bits.size} of {len(t)} losses ({run_names(t, bits)}) lie 1.44 = 1/ln 2 times above the others"
+        evidence = f"{bits.size} of {len(t)} losses ({run_names(t, bits)}) are 1.44 = 1/ln 2 times those of the others"
     else:
         return
     yield Warning(
         "loss_units_mixed",
         f"The losses seem to be in nats in some rows and in bits in others: {evidence}. No law fits both, and the step "
-        "between them enters the exponents; multiply bits by 0.6931.",
+        "between them distorts the exponents; multiply losses in bits by 0.6931.",
     )
 
 
@@ -222,14 +219,14 @@ def mixed_tokenizers(t: RunTable) -> Warnings:
         evidence = f"the runs name {kinds} tokenizers or vocabularies"
     elif finite.size and finite.max() > SAME_TOKENS * finite.min() and not _bits_by_bytes(t).size:
         evidence = (
-            f"a bit per byte is worth {finite.min():.3g} in the loss of one run and {finite.max():.3g} in another's"
+            f"one bit per byte equals a loss of {finite.min():.3g} in one run and of {finite.max():.3g} in another"
         )
     else:
         return
     yield Warning(
         "tokenizers_mixed",
-        f"The losses are per token of different tokenizers ({evidence}) and cannot be compared, so that the law fits "
-        "the choice of tokenizer too; fit bits per byte, or one tokenizer at a time.",
+        f"The losses are per token of different tokenizers ({evidence}) and cannot be compared, so a law would "
+        "also fit the choice of tokenizer; fit bits per byte, or one tokenizer at a time.",
     )
 
 
@@ -238,8 +235,8 @@ def mixed_recipes(t: RunTable) -> Warnings:
     if len(recipes) > 1:
         yield Warning(
             "recipes_mixed",
-            f"The runs were trained on {len(recipes)} data recipes ({', '.join(recipes)}); one law through them fits "
-            "the choice of recipe as noise, so fit one recipe at a time (`fit.by_recipe`).",
+            f"The runs were trained on {len(recipes)} data recipes ({', '.join(recipes)}); one law for all of them "
+            "treats the choice of recipe as noise, so fit one recipe at a time (`fit.by_recipe`).",
         )
 
 
@@ -265,14 +262,14 @@ def pooled_experiments(t: RunTable) -> Warnings:
         share, step, name = max(candidates)
         yield Warning(
             "experiments_pooled",
-            f"The column {name} explains {share:.0%} of what N and D leave of the losses, in steps of {step:.1%}: "
-            "these are different experiments, and one law through them describes none; fit one at a time, or one law "
-            f"for each with `--column {quote(f'recipe={name}')}`.",
+            f"The column {name} explains {share:.0%} of the variance of the losses that N and D do not explain, in "
+            f"steps of {step:.1%}: these are different experiments, and one law for all describes none of them; fit "
+            f"one at a time, or one law for each with `--column {quote(f'recipe={name}')}`.",
         )
 
 
 def _bits_by_bytes(t: RunTable) -> np.ndarray:
-    """Return rows whose loss per bit per byte is 1/ln 2 times that of all others; empty if other ratios occur."""
+    """Return rows whose loss per bit per byte is 1/ln 2 times that of all others."""
     per_byte = t.loss / numbers(t, "bits_per_byte")
     lifted = np.log(per_byte / np.nanmin(per_byte)) / np.log(BITS) if np.isfinite(per_byte).any() else per_byte
     finite = lifted[np.isfinite(lifted)]
@@ -281,10 +278,9 @@ def _bits_by_bytes(t: RunTable) -> np.ndarray:
 
 
 def _bits_among_nats(t: RunTable) -> np.ndarray:
-    """Return rows whose loss is 1/ln 2 times a surface through the others; empty unless that explains the table.
+    """Return rows whose loss is 1/ln 2 times a quadratic surface in (log N, log D) through the others.
 
-    Alternates between fitting a quadratic surface in (log N, log D) and choosing rows, from many initial guesses. Among
-    sets that fit about equally well, the flattest surface wins.
+    Alternates between fitting the surface and choosing rows. Of sets that fit about equally well, the flattest wins.
     """
     n, lift, no_rows = len(t), np.log(BITS), np.empty(0, dtype=int)
     if n < 12:
@@ -313,7 +309,7 @@ def _bits_among_nats(t: RunTable) -> np.ndarray:
 
 
 def _surface(t: RunTable, degree: int) -> Array:
-    """Return products of powers of log N and log D up to this total degree, (n, terms)."""
+    """Return the monomials of log N and log D up to this degree, (n, terms)."""
     x = np.log(np.stack([t.N, t.D]))
     x = (x - x.mean(1, keepdims=True)) / np.maximum(x.std(1, keepdims=True), 1e-9)
     return np.stack([x[0] ** i * x[1] ** j for i in range(degree + 1) for j in range(degree + 1 - i)], 1)
@@ -335,7 +331,7 @@ def embeddings(t: RunTable) -> Warnings:
         yield Warning(
             "N_mixed",
             f"N counts embeddings in {int((whole & ~part).sum())} runs and leaves them out in "
-            f"{int((part & ~whole).sum())}; no exponent of N means anything then, so count one way.",
+            f"{int((part & ~whole).sum())}; an exponent of N then has no meaning, so count N in one way.",
         )
         return
     larger = np.where(total > t.N, total, t.N + tables)
@@ -347,13 +343,13 @@ def embeddings(t: RunTable) -> Warnings:
         yield Warning(
             "non_embedding_N",
             f"N leaves out the embeddings{shares}. "
-            "The exponent of N*(C) is then higher (0.84 against 0.71 on the same runs in Porian et al. 2024) and N* is "
-            "no count that compares with others; fit N_total too, and say which you report.",
+            "The exponent of N*(C) is then higher (0.84 against 0.71 on the same runs in Porian et al. 2024), and N* "
+            "cannot be compared with other counts; fit N_total too, and state which of the two you report.",
         )
 
 
 def active_parameters(t: RunTable) -> Warnings:
-    """Check which parameters N of a mixture of experts counts: all, or the active ones."""
+    """Check whether N of a mixture of experts counts all parameters or the active ones."""
     active, every = numbers(t, "N_active"), numbers(t, "N_all")
     every = np.where(np.isfinite(every), every, t.N)
     share = (active / every)[active < 0.99 * every]
@@ -361,8 +357,9 @@ def active_parameters(t: RunTable) -> Warnings:
         counts = "all experts" if np.isclose(t.N, every).all() else "the parameters that a token uses"
         yield Warning(
             "active_parameters",
-            f"N counts {counts}, and a token uses {share.min():.0%} to {share.max():.0%} of all: FLOPs and published "
-            "laws of dense models go with the parameters used, memory with all, so say which N you report.",
+            f"N counts {counts}, and a token uses {share.min():.0%} to {share.max():.0%} of all parameters. FLOPs and "
+            "published laws of dense models depend on the parameters used, and memory on all of them; state which N "
+            "you report.",
         )
 
 
@@ -374,9 +371,9 @@ def flop_convention(t: RunTable) -> Warnings:
     factor = f"{high:.2f}" if high < 1.05 * low else f"between {low:.2f} and {high:.2f}"
     yield Warning(
         "flop_convention",
-        f"FLOPs are {factor} times 6ND; all answers count them as the table does, and published laws as 6ND (ask with "
-        "--convention 6nd to compare): N* differs by convention alone, and its exponent where the factor changes with "
-        "N.",
+        f"FLOPs are {factor} times 6ND. All answers count FLOPs as the table does, and published laws count 6ND (use "
+        "--convention 6nd to compare): the convention alone changes N*, and also its exponent if the factor changes "
+        "with N.",
     )
 
 
@@ -387,13 +384,13 @@ def mixed_schedules(t: RunTable) -> Warnings:
         yield Warning(
             "schedules_mixed",
             f"{constant.size} runs ({run_names(t, constant)}) end at a constant learning rate and {fallen.size} after "
-            "a decay. Without one a loss stays well above its decayed value (Haegele et al. 2024), and the step "
-            "between the two enters the exponents; decay them all, or fit each kind alone.",
+            "a decay. Without a decay the loss stays well above its decayed value (Haegele et al. 2024), and the step "
+            "between the two distorts the exponents; decay all runs, or fit each kind alone.",
         )
 
 
 def _decayed(t: RunTable) -> Array:
-    """Return 1 for runs whose learning rate decayed by their end, 0 for others, NaN where unknown."""
+    """Return 1 for runs that end after a decay, 0 for others, NaN where unknown."""
     share = numbers(t, "decay_share")
     decayed = np.full(len(t), np.nan)
     for i, kind in enumerate(texts(t, "schedule")):
@@ -415,9 +412,9 @@ def unmatched_schedules(t: RunTable) -> Warnings:
         yield Warning(
             "schedule_unmatched",
             f"{off.size} of {len(t)} runs follow a schedule laid out for {np.nanmin(ratio[off]):.3g} to "
-            f"{np.nanmax(ratio[off]):.3g} times their D. A run cut short of its decay has too high a loss, which makes "
-            "short runs look bad and the exponent of N*(C) too high (Hoffmann et al. 2022, appendix B); match the "
-            "schedule to D, or decay from a checkpoint.",
+            f"{np.nanmax(ratio[off]):.3g} times their D. A run that stops before its decay ends has too high a loss, "
+            "which makes short runs look bad and the exponent of N*(C) too high (Hoffmann et al. 2022, appendix B); "
+            "match the schedule to D, or decay from a checkpoint.",
         )
 
 
@@ -428,12 +425,12 @@ def long_warmup(t: RunTable) -> Warnings:
     long = np.flatnonzero(beyond | (share > LONG_WARMUP))
     if long.size:
         worst = long[np.argsort(-share[long])]
-        whole = ", which never reaches its learning rate" if share[worst[0]] >= 1 else ""
+        whole = ", never reaching the peak learning rate" if share[worst[0]] >= 1 else ""
         yield Warning(
             "long_warmup",
             f"{long.size} of {len(t)} runs warm up for a large part of their steps, up to {share[worst[0]]:.0%}{whole} "
             f"({run_names(t, worst)}); {int(beyond.sum())} of them for more tokens than they have parameters. Their "
-            "losses are too high, which in Porian et al. 2024 took the exponent of N*(C) from 0.60 to 0.71; warm up "
+            "losses are too high, which in Porian et al. 2024 raised the exponent of N*(C) from 0.60 to 0.71; warm up "
             "for at most N tokens, or leave these runs out.",
         )
 
@@ -452,7 +449,7 @@ def untuned(t: RunTable) -> Warnings:
         yield Warning(
             "untuned_tilt",
             f"Losses lie above those of the best learning rate and batch by {' to '.join(ends)}. An excess that varies "
-            "with N or D is a tilt of the law; find rules with `isoflop tune`, and train by them.",
+            "with N or D tilts the law; find rules for both with `isoflop tune`, and train with them.",
         )
 
 
@@ -465,14 +462,14 @@ def mixed_losses(t: RunTable) -> Warnings:
         evidence = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     elif trained.any() and not trained[np.isfinite(train)].all():
         evidence = (
-            f"{int(trained.sum())} of {len(t)} equal the training loss, as in {run_names(t, np.flatnonzero(trained))}"
+            f"{int(trained.sum())} of {len(t)} equal the training loss, such as {run_names(t, np.flatnonzero(trained))}"
         )
     else:
         return
     yield Warning(
         "losses_mixed",
         f"The losses are of different kinds ({evidence}). A training loss is an average over past steps and lower on "
-        "repeated data, so the step between the kinds enters the exponents; take the held-out loss of every run.",
+        "repeated data, so the step between the kinds distorts the exponents; use the held-out loss of every run.",
     )
 
 
@@ -481,7 +478,7 @@ def repeated_data(t: RunTable) -> Warnings:
 
 
 def repeated(epochs: Array) -> Warnings:
-    """Check whether runs repeat their data too often for a law of N and D; `epochs` (n,), NaN where unknown."""
+    """Check whether runs repeat their data too often; `epochs` (n,), NaN where unknown."""
     many = epochs > MANY_EPOCHS
     if many.any():
         yield Warning(
@@ -501,7 +498,7 @@ def checkpoints(t: RunTable) -> Warnings:
             f"{len(several)} runs have rows at several D, up to {max(rows.values())} of one run. The bootstrap keeps "
             "the rows of a run together, but a loss before the end of a decay is higher than that of a run trained for "
             "that D, and long runs count more often; mark the last row of each run in a column `final`, or keep only "
-            "runs of a constant learning rate.",
+            "runs with a constant learning rate.",
         )
     if several:
         return
@@ -509,7 +506,7 @@ def checkpoints(t: RunTable) -> Warnings:
     families, how = _families(zip(stems, t.N, strict=True), t.group), "named after steps of one run"
     if not families:
         stems = _curves(t)
-        families, how = _families(stems, t.group), "many D of one model, with a loss that falls along them"
+        families, how = _families(stems, t.group), "many D of one model, with a falling loss"
     if families:
         texts_of = t.frame.iloc[t.rows].select_dtypes(["object", "string"]).groupby(np.array(stems, dtype=str))
         ever = texts_of.nunique().max()
@@ -518,8 +515,8 @@ def checkpoints(t: RunTable) -> Warnings:
             "checkpoints",
             f"{sum(families)} rows look like checkpoints of {len(families)} runs ({how}) and count as independent, "
             f"which makes intervals too narrow by up to {np.sqrt(max(families)):.1f} times, and a loss before the end "
-            f"of a decay is too high; name the run of each row (`--column {quote(f'run_id={owner}')}`), or keep its "
-            "last (`frame.sort_values('D').groupby('N').tail(1)`).",
+            f"of a decay is too high; name the run of each row (`--column {quote(f'run_id={owner}')}`), or keep the "
+            "last row of each run (`frame.sort_values('D').groupby('N').tail(1)`).",
         )
 
 
@@ -531,8 +528,8 @@ def branches(t: RunTable) -> Warnings:
     if families:
         yield Warning(
             "branches",
-            f"{sum(families)} runs belong to {len(families)} trunks and share their data and their luck; counted as "
-            "independent they make intervals too narrow, so name the trunk of each in a column `trunk`.",
+            f"{sum(families)} runs belong to {len(families)} trunks, and runs of one trunk have correlated errors; "
+            "counted as independent they make intervals too narrow, so name the trunk of each in a column `trunk`.",
         )
 
 
@@ -543,7 +540,7 @@ def _families(keys: Iterable[Hashable], groups: np.ndarray) -> list[int]:
 
 
 def _curves(t: RunTable) -> list[Hashable]:
-    """Return a run label for each row that looks like a checkpoint; all None unless at least half of the rows do."""
+    """Return a run label for each row that looks like a checkpoint; all None unless half of the rows do."""
     key, _ = _alike(t.N, *(np.nan_to_num(numbers(t, role)) for role in ("width", "learning_rate", "batch")))
     order = np.lexsort((t.loss, t.D, key))
     curve = np.full(len(t), -1)
@@ -570,8 +567,8 @@ def swept(t: RunTable) -> Warnings:
             "settings_swept",
             f"{len(several)} of {len(set(point))} pairs (N, D) have several learning rates or batch sizes, up to "
             f"{max(tried.values())}, and their median loss lies {gap:.1%} above the best. The law then runs through "
-            "the middle of the sweeps; fit the surface over both (Li et al. 2025) or keep the best of each, knowing "
-            "that a minimum over noisy runs is too low.",
+            "the middle of the sweeps; fit the surface over both settings (Li et al. 2025), or keep the best run of "
+            "each pair, whose loss is slightly too low because it is the minimum of noisy losses.",
         )
         return
     best = np.nanmax(trials, initial=1.0)
@@ -580,20 +577,20 @@ def swept(t: RunTable) -> Warnings:
     elif _without_a_rule(rate, batch, t):
         evidence = (
             f"the learning rate goes up and down between {np.nanmin(rate):.3g} and {np.nanmax(rate):.3g} without a "
-            "rule in N, D and the batch, as it does when each row is the best of a sweep"
+            "rule in N, D and the batch, as if each row were the best of a sweep"
         )
     else:
         return
     yield Warning(
         "best_of_sweep",
-        f"{evidence[0].upper()}{evidence[1:]}. The lowest of several noisy losses is too low (of 4 by 1.0 standard "
-        "deviation, of 16 by 1.8), and more so where more were tried; try equally many everywhere, or rerun the "
-        "choice with other seeds.",
+        f"{evidence[0].upper()}{evidence[1:]}. The lowest of several noisy losses is too low (by 1.0 standard "
+        "deviation for 4, by 1.8 for 16), and more so where more were tried; try equally many everywhere, or rerun "
+        "the chosen settings with other seeds.",
     )
 
 
 def _without_a_rule(rate: Array, batch: Array, t: RunTable) -> bool:
-    """Return whether learning rates (n,) are neither monotonic in N, D or C nor a power law in N, D and batch."""
+    """Return whether learning rates are neither monotonic in N, D or C nor a power law in N, D and batch."""
     has_rate = np.isfinite(rate)
     y = np.log(rate[has_rate])
     if len(y) < 6 or np.ptp(y) < 0.01:
@@ -615,7 +612,7 @@ def _monotone(x: Array, y: Array) -> bool:
 
 
 def _duplicates(t: RunTable) -> Warnings:
-    """Check for rows that repeat a run, and for runs that copy the numbers of another run."""
+    """Check for rows that repeat a run, and runs that copy another's numbers."""
     _, again = _alike(t.run_id, t.N, t.D)
     findings = []
     if again.size:
@@ -632,8 +629,8 @@ def _duplicates(t: RunTable) -> Warnings:
     if findings:
         yield Warning(
             "duplicate_runs",
-            f"{' and '.join(findings)}; each copy counts as one more run, which pulls the law to it and narrows the "
-            "intervals, so keep one of each.",
+            f"{' and '.join(findings)}; each copy counts as one more run, which pulls the law towards it and narrows "
+            "the intervals, so keep one of each.",
         )
 
 
@@ -642,8 +639,8 @@ def few_runs(t: RunTable) -> Warnings:
     if pairs < FEW_RUNS:
         yield Warning(
             "few_runs",
-            f"The table has {pairs} different (N, D) and the parametric law {CONSTANTS} constants; intervals are rough "
-            "at best.",
+            f"The table has {pairs} different (N, D) and the parametric law has {CONSTANTS} constants; intervals will "
+            "be rough at best.",
         )
 
 
@@ -662,7 +659,7 @@ def few_sizes(t: RunTable) -> Warnings:
         yield Warning(
             "few_sizes",
             f"At least {FEW_SIZES} sizes per budget are needed, and there are {first_few(few)} FLOPs; with three the "
-            "curve passes through the noise of each, so add sizes near the minimum.",
+            "curve passes exactly through each noisy loss, so add sizes near the minimum.",
         )
 
 
@@ -689,8 +686,8 @@ def narrow_span(t: RunTable) -> Warnings:
     if span < 10:
         yield Warning(
             "narrow_span",
-            f"The runs span a factor of {span:.3g} in compute; an exponent in C rests on a lever of a decade at "
-            "least, and shorter ones turn noise into slope.",
+            f"The runs span a factor of {span:.3g} in compute; an exponent of C needs a factor of 10 at least, because "
+            "over a shorter range noise looks like a slope.",
         )
 
 
@@ -700,29 +697,29 @@ def _provenance(t: RunTable) -> Warnings:
     if t.derived_d:
         yield Warning(
             "derived_d",
-            "D was not measured but derived as FLOPs / (6N): an error in N or C enters it, N too high by 5% makes D "
-            "too low by 5%, and FLOPs that count more than 6ND make it too high; take D from the runs where you can.",
+            "D was not measured but derived as FLOPs / (6N): N too high by 5% makes D too low by 5%, and FLOPs that "
+            "count more than 6ND make D too high; use the D of the runs if you have it.",
         )
 
 
 def extrapolation(high: float, targets: Iterable[float], reach: float | None = None) -> Warnings:
-    """Check for target budgets (FLOPs) farther beyond the largest run, of `high` FLOPs, than a backtest could test.
+    """Check for targets (FLOPs) farther beyond the largest run, of `high` FLOPs, than a backtest could test.
 
-    `reach` is the largest factor that it tested; None: there was no backtest, and EXTRAPOLATION is the limit.
+    `reach` is the largest factor that it tested; EXTRAPOLATION if None.
     """
     far = [C for C in targets if (reach or EXTRAPOLATION) * high < C]
     distances = ", ".join(f"{scientific(C)} FLOPs ({times(C / high)})" for C in far)
     if far and reach:
         yield Warning(
             "backtest_short",
-            f"The target {distances} lies farther beyond the largest run ({scientific(high)} FLOPs) than the "
-            f"{times(reach)} over which the backtest could test these answers.",
+            f"The target {distances} is farther beyond the largest run ({scientific(high)} FLOPs) than the "
+            f"{times(reach)} that the backtest covers.",
         )
     elif far:
         yield Warning(
             "extrapolation",
-            f"The target {distances} lies beyond {EXTRAPOLATION:g} times the largest run ({scientific(high)} FLOPs); "
-            "the intervals cover the noise of these runs and not a change of law on the way.",
+            f"The target {distances} is beyond {EXTRAPOLATION:g} times the largest run ({scientific(high)} FLOPs); "
+            "the intervals cover the noise of these runs, but not a law that changes beyond them.",
         )
 
 

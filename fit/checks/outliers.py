@@ -62,7 +62,7 @@ def find_outliers(law: Law) -> Outliers:
 
 
 def _leverage(law: Law, constants: Mapping[str, float], columns: list[Array], inliers: np.ndarray) -> Array:
-    """Return the leverage (n,) of each run, capped at 0.95; 0 for runs left out."""
+    """Return leverages (n,), capped at 0.95; 0 for runs left out."""
 
     def fitted(name: str, factor: float) -> Array:
         return np.log(law.evaluate({**constants, name: constants[name] * factor}, *columns))[inliers]

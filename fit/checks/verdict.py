@@ -1,7 +1,4 @@
-"""The verdict on whether the approaches agree, and possible reasons where they do not.
-
-Each reason ("suspect") is a sentence with the number that supports it.
-
+"""The verdict on whether the approaches agree, and possible reasons ("suspects") if they do not.
 Hoffmann et al. 2022 (arXiv:2203.15556), Besiroglu et al. 2024 (arXiv:2404.10102), Porian et al. 2024
 (arXiv:2406.19146), Pearce and Song 2024 (arXiv:2406.12907).
 """
@@ -60,7 +57,7 @@ def verdict(approaches: Mapping[str, Approach], targets: Sequence[float], table:
     """Judge by their intervals of N* whether the approaches agree at the largest run and at every target."""
     available = {key: approach for key, approach in approaches.items() if approach.available}
     if len(available) < 2:
-        return Verdict(None, "Fewer than two approaches have an answer, so nothing confirms it.")
+        return Verdict(None, "Fewer than two approaches have an answer, so there is nothing to compare it with.")
     conflicts = clashes(available, (float(table.flops.max()), *targets))
     if conflicts:
         details = "; ".join(map(str, conflicts))
@@ -71,7 +68,9 @@ def verdict(approaches: Mapping[str, Approach], targets: Sequence[float], table:
         width = {key: float(np.divide(span[1], span[0])) for key, span in spans.items() if span}
     narrow, at = [key for key, factor in width.items() if factor <= AGREE_WITHIN], f"at {scientific(targets[0])} FLOPs"
     spans_text = dict.fromkeys(available, "no interval")
-    spans_text |= {key: f"a factor of {amount(f, 2)}" if f < WIDE else "over five decades" for key, f in width.items()}
+    spans_text |= {
+        key: f"a factor of {amount(f, 2)}" if f < WIDE else "more than five decades" for key, f in width.items()
+    }
     if len(narrow) < 2:
         wide = ", ".join(f"{key} has {span}" for key, span in spans_text.items())
         need = f"two intervals of N within a factor of {AGREE_WITHIN:g} are needed"
@@ -79,27 +78,30 @@ def verdict(approaches: Mapping[str, Approach], targets: Sequence[float], table:
     for first, second in combinations(narrow, 2):
         i, j = available[first].at(targets[0]), available[second].at(targets[0])
         if not any(e.N_ci[0] <= o.N <= e.N_ci[1] for e, o in ((i, j), (j, i)) if e.N_ci and o.N):
-            details = f"the intervals of {first} and {second} overlap, and neither holds the other's"
-            return Verdict(None, f"Agreement cannot be judged {at}: {details} N of {count(j.N)} and {count(i.N)}.")
+            details = f"the intervals of {first} and {second} overlap, but neither contains the other's"
+            return Verdict(None, f"Agreement cannot be judged {at}: {details} N ({count(j.N)} and {count(i.N)}).")
     subject = "The approaches" if len(narrow) == len(available) else " and ".join(narrow).capitalize()
-    rest = "".join(f"; {key} cannot tell, with {spans_text[key]}" for key in available if key not in narrow)
+    rest = "".join(f"; {key} is too uncertain to compare ({spans_text[key]})" for key in available if key not in narrow)
     widest = spans_text[max(narrow, key=lambda key: width[key])]
     return Verdict(True, f"{subject} agree {at} within their intervals, which span up to {widest} in N{rest}.")
 
 
 def find_suspects(approaches: Mapping[str, Approach], budgets: set[float], table: RunTable) -> tuple[str, ...]:
-    """Return possible reasons for a disagreement at `budgets` that no other warning covers, as sentences."""
+    """Return possible reasons for a disagreement at `budgets`, as sentences; reasons of other warnings are left out."""
     suspects, envelope = [], approaches.get("envelope")
     share = 1.0 - table.column("N_non_embedding") / table.N
     if np.isfinite(share).all() and share.max() - share.min() > 0.1:
         suspects.append(
-            f"Embeddings are {percent(share.min())} to {percent(share.max())} of N, so loss is no power law in N: "
-            "compare the fits under each convention."
+            f"Embeddings are {percent(share.min())} to {percent(share.max())} of N, so the loss is not a power law in "
+            "N; compare the fits under each convention."
         )
     if envelope is not None and envelope.envelope is not None and (edges := envelope.envelope.edges_):
-        suspects.append(f"At {edges} levels of compute the envelope is won by the smallest or largest size there.")
+        suspects.append(
+            f"At {edges} levels of compute, the best size of the envelope is the smallest or the largest one there."
+        )
     if (far := min(budgets) / float(table.flops.max())) > 1:
         suspects.append(
-            f"They agree at the largest run and differ only {times(far)} beyond it, where each extends its own form."
+            f"The approaches agree at the largest run and differ only at {times(far)} its compute, where each "
+            "extrapolates its own form."
         )
     return tuple(suspects)

@@ -1,4 +1,4 @@
-"""Losses at each D of a long run at a constant rate: averaged weights, minus a gap measured by cooldowns."""
+"""Losses at each D of a long run at a constant rate: averaged weights minus a gap measured by cooldowns."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ SLOPE = 0.005  # prior standard deviation of the gap's slope, in log loss per e-
 
 
 def with_averages(table: pd.DataFrame, curves: pd.DataFrame) -> tuple[pd.DataFrame, str]:
-    """Return table.csv with a row for each useful averaged loss, and a sentence on these rows, "" if there are none.
+    """Return table.csv with a row for each useful averaged loss, and a note on these rows.
 
     Log losses of an average and of a cooldown from the same step differ by a + b log D, fitted to all cooldowns. The
-    span with the lowest error when each cooldown is left out is used. `loss_se` of a row includes the error of the gap,
-    and `trunk` is the run, so that its rows are resampled together.
+    span with the lowest left-out error is used. `loss_se` includes the error of the gap.
     """
     import pandas as pd
 
@@ -40,7 +39,9 @@ def with_averages(table: pd.DataFrame, curves: pd.DataFrame) -> tuple[pd.DataFra
     gaps = {str(name): _gaps(str(name), long, cooled) for name in spans}
     name, (log_D, gap) = min(gaps.items(), key=lambda item: _left_out_error(*item[1]))
     if len(gap) < 2:
-        return table, f"{len(gap)} cooldowns from a run with averaged weights; 2 or more say what an average is worth."
+        return table, (
+            f"Losses of averaged weights are not used: they need at least 2 cooldowns, and there are {len(gap)}."
+        )
     error, slope = _left_out_error(log_D, gap), _line(log_D, gap)
     rows = []
     for run, curve in long.items():
@@ -66,7 +67,7 @@ def with_averages(table: pd.DataFrame, curves: pd.DataFrame) -> tuple[pd.DataFra
             rows.append(shared | fields)
     low, high = (100 * (slope[0] + slope[1] * end) for end in (log_D.min(), log_D.max()))
     sentence = (
-        f"{len(rows)} points are losses of averaged weights ({name}) of {len(long)} long runs, less the gap that "
+        f"{len(rows)} points are losses of averaged weights ({name}) of {len(long)} long runs, minus the gap that "
         f"{len(gap)} cooldowns measured: {low:.2f} to {high:.2f} % from the smallest to the largest D, "
         f"each predicted by the others within {100 * error:.2f} %."
     )
@@ -74,7 +75,7 @@ def with_averages(table: pd.DataFrame, curves: pd.DataFrame) -> tuple[pd.DataFra
 
 
 def _gaps(name: str, long: dict[str, pd.DataFrame], cooled: pd.DataFrame) -> tuple[Array, Array]:
-    """Return log D of the cooldowns within the long run's averages, and the log of the average over the cooldown."""
+    """Return log D of the cooldowns, and the log of the averaged loss over the cooldown's."""
     pairs = []
     for _, run in cooled.iterrows():
         curve = long[run["trunk"]][["tokens", name]].dropna()
@@ -86,7 +87,7 @@ def _gaps(name: str, long: dict[str, pd.DataFrame], cooled: pd.DataFrame) -> tup
 
 
 def _line(log_D: Array, gap: Array) -> tuple[float, float]:
-    """Return offset and slope; a prior holds the slope near zero, more so the more the gaps scatter."""
+    """Return offset and slope, with a prior that holds the slope near zero."""
     x, spread = log_D - log_D.mean(), max(float(np.std(gap)), 1e-6)
     slope = float(x @ gap / (x @ x + (spread / SLOPE) ** 2))
     return float(gap.mean() - slope * log_D.mean()), slope

@@ -1,10 +1,9 @@
 """`CurveLaw`: the loss after every step, for any schedule of the learning rate and any size.
 
-Fits minimise Huber's function of log loss. Neighbours in a curve and points of one run are correlated, so errors come
-from leaving out whole runs or, with few runs, blocks as long as the correlation of residuals, each by one Gauss-Newton
-step. Predictions also include the errors at the last losses of left-out runs, and the disagreement of the other forms.
-A form counts by the quality of its fit to the power of half the number of different schedules, because its error on a
-schedule is the same in every run.
+Fits minimise Huber's function of log loss. Neighbours in a curve are correlated, so errors come from leaving out whole
+runs or, with few runs, blocks as long as the correlation of residuals. Predictions also include the errors of the last
+losses of left-out runs, and the disagreement of the forms. A form's weight is the quality of its fit to the power of
+half the number of different schedules, because its error on a schedule is the same in every run.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ class CurveLaw:
 
     Steps before lr first reaches its maximum, and a share `warm` of a run's steps after them, are left out. Between
     sparse rows lr is linear in step; give `schedules` if it is not. Curves of one size give a law without N. With
-    `fading` the gain of a cooldown may change with training (constant d), which the papers' forms do not have.
+    `fading`, unlike in the papers, the gain of a cooldown may change with training (constant d).
 
     After fit: constants_ (in the papers' units), effective_points_, correlation_length_ (points), cooldown_seen_,
-    noise_ (standard deviation of a log last loss about the law).
+    noise_ (standard deviation of a last log loss).
     """
 
     def __init__(self, form: str = "multi-power", warm: float = WARM, fading: bool = True) -> None:
@@ -59,7 +58,7 @@ class CurveLaw:
         """Fit to curves without their warm-up."""
         runs = [run for run in curves if len(run.steps)]
         if not runs:
-            raise InputError("every loss lies in the warm-up, which is left out; longer curves are needed.")
+            raise InputError("every loss is from the warm-up, which is left out; give longer curves.")
         sizes = sorted({run.N for run in runs if run.N})
         self.reference_ = float(np.exp(np.mean(np.log(sizes)))) if sizes else 1.0
         self.sized_ = len(sizes) > 1
@@ -103,7 +102,7 @@ class CurveLaw:
 
         if not (steps > max(warmup, 0) + 1 and peak > 0):
             raise InputError(
-                f"steps is {steps} and peak {peak:g}; more steps than warm-up and a peak above 0 are needed."
+                f"steps is {steps} and peak is {peak:g}; steps must exceed the warm-up, and peak must be above 0."
             )
         self._check_cooldown(np.array([1.0, 0.0]))
         stride = max((steps - warmup) / COARSE, 1.0)
@@ -137,18 +136,18 @@ class CurveLaw:
 
     def _check_cooldown(self, lr: Array) -> None:
         if not hasattr(self, "_theta"):
-            raise InputError("the law of curves has not been fitted; call fit first.")
+            raise InputError("the law of curves is not fitted; call fit first.")
         if not self.cooldown_seen_ and _falls(lr):
             raise InputError(
-                "the law saw no cooldown, for lr falls in none of its curves, and the schedule falls; "
-                "fit a curve with a cooldown, or ask for a constant rate."
+                "the learning rate of the schedule falls, but it falls in none of the fitted curves; "
+                "fit a curve with a cooldown, or give a schedule with a constant rate."
             )
 
     def _losses(self, query: tuple[Array, np.ndarray, float | None]) -> Array:
         return losses(self._form, self._make_design([query], fine=True), self._values(self._theta))[0]
 
     def _disagreement(self, query: tuple[Array, np.ndarray, float | None], value: Array) -> Array:
-        """Return the weighted sum of squared distances of the other forms from ours in log loss, (rows,)."""
+        """Return the weighted sum of squared distances of the other forms in log loss, (rows,)."""
         if not self.cooldown_seen_:
             return np.zeros_like(value)
         if self._rivals is None:
@@ -165,7 +164,7 @@ class CurveLaw:
 
     def _size(self, N: float | None) -> float:
         if self.sized_ and N is None:
-            raise InputError("N is not given; the law was fitted to several sizes and needs one.")
+            raise InputError("N is missing; the law was fitted to several sizes, so give the size to predict for.")
         if N is not None and not N > 0:
             raise InputError(f"N is {N:g}; it must be above zero.")
         return float(N) / self.reference_ if self.sized_ and N else 1.0
@@ -181,7 +180,7 @@ class CurveLaw:
         }
 
     def _log_losses(self, theta: Array, d: Design) -> tuple[Array, Array]:
-        """Return log losses (rows,) and derivatives (rows, constants) by the fitted coordinates."""
+        """Return log losses (rows,) and derivatives (rows, constants)."""
         values = self._values(theta)
         loss, by = losses(self._form, d, values, slopes=True)
         safe = np.maximum(loss, 1e-3 * np.exp(self._target.min()))
@@ -213,7 +212,7 @@ class CurveLaw:
         self._misfit = float(np.mean(residuals_and_slopes(self._theta)[0] ** 2)) + 1e-16
 
     def _starts(self, constants: list[Constant]) -> list[Array]:
-        """Return start points in the fitted coordinates; the lowest loss sets the scale of the amplitudes."""
+        """Return start points in the fitted coordinates."""
         scale = float(np.exp(self._target.min()))
         amplitudes = {"E": 0.8, "F": 0.2, "A": 0.2, "B": 0.1}
         starts = []
@@ -251,7 +250,7 @@ class CurveLaw:
         self.noise_ = float(np.sqrt(max(np.mean(products), np.mean([np.mean(residual[end] ** 2) for end in ends]))))
 
     def moved(self, left_out: slice | Array) -> Array:
-        """Return the change of the fitted constants by one Gauss-Newton step if these rows are left out."""
+        """Return the change of the constants, by one Gauss-Newton step, if these rows are left out."""
         _, slope, residual, weight, normal = self._fit
         J, w = slope[left_out], weight[left_out]
         return -np.linalg.solve(normal - J.T @ (w[:, None] * J), J.T @ (w * residual[left_out]))

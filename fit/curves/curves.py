@@ -1,4 +1,4 @@
-"""Loss curves of users: read a table, check it into `Curve`s, and compare normalised curves."""
+"""Loss curves: read and check a table, and compare normalised curves."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def read_curves(path: str | Path) -> pd.DataFrame:
 
 
 def named(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the table with columns run, step, lr and loss. val_loss replaces loss; rows without it give only lr."""
+    """Return the table with columns run, step, lr and loss, which is val_loss if there is one."""
     if not isinstance(table, pd.DataFrame):
         raise InputError(f"curves is a {type(table).__name__}; a DataFrame with run, step, lr and loss is needed.")
     table = table.rename(columns={a: b for a, b in NAMES.items() if a in table and b not in table}).copy()
@@ -60,24 +60,24 @@ def named(table: pd.DataFrame) -> pd.DataFrame:
     for name in ("run", "step", "lr", "loss"):
         if name not in table:
             columns = ", ".join(map(str, table.columns))
-            raise InputError(f"curves have no column {name} (they have {columns}); run, step, lr and loss are needed.")
+            raise InputError(f"curves have no column {name}; they need run, step, lr and loss, and have {columns}.")
     return table
 
 
 def curves_of(table: pd.DataFrame, schedules: Mapping[Any, Any] | None = None) -> list[Curve]:
-    """Return one checked Curve per run. lr is linear in step between rows, except for runs in `schedules`."""
+    """Return one checked Curve per run; lr is linear in step between rows, except for runs in `schedules`."""
     table = named(table)
     exact = {str(run): floats(lr) for run, lr in (schedules or {}).items()}
     curves = [_curve(str(run), rows, exact.get(str(run))) for run, rows in table.groupby("run", sort=True)]
     if not curves:
-        raise InputError("curves have no row; at least one run is needed.")
+        raise InputError("curves have no rows; at least one run is needed.")
     if len({curve.N is None for curve in curves}) > 1:
-        raise InputError("N is missing in some runs and given in others; it must stand in every row or in none.")
+        raise InputError("N is missing in some runs and given in others; give it in every row or in none.")
     return curves
 
 
 def checked_schedule(lr: Any, what: str) -> Array:
-    """Return a rate for each step 1..T; raise InputError unless finite, not negative, and not all zero."""
+    """Return a checked rate for each step 1..T."""
     try:
         lr = floats(lr)
     except (TypeError, ValueError):
@@ -95,13 +95,13 @@ def _curve(run: str, rows: pd.DataFrame, schedule: Array | None) -> Curve:
     for name in ("batch", "N"):
         if name in rows and rows[name].nunique() > 1:
             values = " and ".join(f"{value:g}" for value in rows[name].dropna().unique()[:2])
-            raise InputError(f"{name} of run {run} is {values}; one run must keep one {name}.")
+            raise InputError(f"{name} of run {run} is {values}; it must not change within a run.")
     try:
         rows = rows.astype({"step": float, "lr": float, "loss": float}).sort_values("step", kind="stable")
     except (TypeError, ValueError):
-        raise InputError(f"step, lr or loss of run {run} holds a value that is not a number.") from None
+        raise InputError(f"step, lr or loss of run {run} holds a value that is not a number; give numbers.") from None
     if not (np.isfinite(rows.step) & (rows.step >= 0)).all():
-        raise InputError(f"step of run {run} holds a value below zero or none; steps count from 1.")
+        raise InputError(f"step of run {run} is missing or negative in some row; steps count from 1.")
     lr = schedule if schedule is not None else rows.lr[rows.lr.notna()]
     checked_schedule(lr, f"run {run}")
     measured = rows[(rows.step >= 1) & ~rows["silent"].astype(bool)] if "silent" in rows else rows[rows.step >= 1]
@@ -117,7 +117,7 @@ def _curve(run: str, rows: pd.DataFrame, schedule: Array | None) -> Curve:
     if schedule is None:
         schedule = np.interp(np.arange(1, last + 1), rows.step[rows.lr.notna()], lr)
     elif len(schedule) < last:
-        raise InputError(f"schedules has {len(schedule)} steps for run {run}, which has step {last}; give each one.")
+        raise InputError(f"schedules has {len(schedule)} steps for run {run}, which has step {last}; give all steps.")
     size = [float(value) for value in rows.N.dropna()[:1]] if "N" in rows else []
     if size and not size[0] > 0:
         raise InputError(f"N of run {run} is {size[0]:g}; it must be above zero.")
@@ -127,12 +127,12 @@ def _curve(run: str, rows: pd.DataFrame, schedule: Array | None) -> Curve:
 def schedule_points(lr: Any, tolerance: float = 2e-3) -> tuple[list[float], list[float]]:
     """Return schedule.shares and schedule.factors of a run that follows lr (T,) after its warm-up.
 
-    They are within `tolerance` of the peak; lr may come from `CurveLaw.best_schedule`.
+    They deviate from lr by at most `tolerance` of the peak.
     """
     lr = checked_schedule(lr, "the schedule")
     factors = lr[int(np.argmax(lr)) :] / lr.max()
     if len(factors) < 2:
-        raise InputError("lr rises to its last step; a schedule needs a step after its warm-up.")
+        raise InputError("lr rises up to its last step; a schedule needs at least one step after its warm-up.")
     places, points = np.linspace(0, 1, len(factors)), [0, len(factors) - 1]
     while True:
         error = np.abs(np.interp(places, places[points], factors[points]) - factors)
@@ -144,8 +144,8 @@ def schedule_points(lr: Any, tolerance: float = 2e-3) -> tuple[list[float], list
 def collapse(curves: pd.DataFrame, floor: float | None = None) -> pd.DataFrame:
     """Return the distance of each run's normalised curve from the median; curves coincide if sizes are tuned alike.
 
-    (loss - floor) / (final - floor) against the share of steps (Qiu et al. 2025), for runs of one shape of schedule.
-    floor: L0, 0 by default. Indexed by run: deviation (root mean square of the log), noted (stands out).
+    Compares (loss - floor) / (final - floor) by the share of steps (Qiu et al. 2025), for runs of one shape of
+    schedule. Indexed by run: deviation (root mean square of the log), noted (stands out).
     """
     runs = curves_of(curves)
     floor = 0.0 if floor is None else float(floor)

@@ -1,4 +1,4 @@
-"""Features of schedules for laws of curves: the sum of rates, and its drops in at most a few hundred segments."""
+"""Features of schedules for laws of curves: the sum of rates, and its drops in a few hundred segments."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ class Design:
     """Rows of all curves in sequence, and pairs (knot, segment before it) for the sum over drops.
 
     area (rows,) is the sum of rates over `horizon`, size (rows,) is N over its reference. For each pair: its knot, the
-    drop of the rate in the segment, the sum of rates (over `horizon`) and the steps since the drop, and the log rate
-    after it.
+    drop of the rate, the sum of rates and the steps since the drop, and the log rate after it.
     """
 
     area: Array
@@ -38,7 +37,7 @@ class Design:
 
 
 def features(lr: Array, steps: np.ndarray, rises: bool, fine: bool, stride: float) -> tuple[Any, ...]:
-    """Return area (points,), weights (points, knots) and pairs of a curve. `rises`: warm-up is a negative drop."""
+    """Return area (points,), weights (points, knots) and pairs; `rises`: warm-up is a negative drop."""
     segments = SEGMENTS * (6 if fine else 1)
     total = np.concatenate([[0.0], np.cumsum(lr) * stride])  # before step 1, after it, …
     drops = -np.diff(lr, prepend=0.0 if rises else lr[0])
@@ -89,10 +88,7 @@ def design(
     fine: bool = False,
     stride: float = 1.0,
 ) -> Design:
-    """Return the design of curves (lr in the law's unit, steps, size); `fine` uses six times the segments, each a knot.
-
-    stride: the steps per entry of lr.
-    """
+    """Return the design of curves (lr in the law's unit, steps, size); `stride` is the steps per entry of lr."""
     parts = [features(lr, steps, rises, fine, stride) for lr, steps, _ in curves]
     starts = np.cumsum([0, *(part[1].shape[1] for part in parts)])
     ends = np.cumsum([0, *(len(part[0]) for part in parts)])
@@ -111,7 +107,7 @@ def design(
 
 
 def _edges(varied: Array, drops: Array, segments: int, knots: np.ndarray) -> np.ndarray:
-    """Return steps 0..last that bound the segments: all of a short schedule, else knots, jumps and equal variation."""
+    """Return steps 0..last that bound the segments."""
     last = int(knots[-1])
     if last <= 4 * segments or not varied[-1] > 0:
         return np.arange(last + 1) if varied[-1] > 0 else knots

@@ -1,4 +1,4 @@
-"""Forecasts of the final losses of runs in training, from their first part and from finished runs."""
+"""Forecasts of the final losses of unfinished runs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ YOUNG = 0.02  # share of a run's steps below which its deviation is ignored
 
 
 def forecast_final(curves: pd.DataFrame, planned: Mapping[Any, Any], level: float = 0.95) -> pd.DataFrame:
-    """Return last losses of the runs in `planned` (run -> lr of all its steps 1..T) that have not reached step T.
+    """Predict the last losses of the runs in `planned` (run -> lr of all steps 1..T) that have not reached step T.
 
     One law is fitted to all curves, and each run keeps a share of its deviation from it. Intervals come from the errors
-    for finished runs, each cut where the unfinished one is now. DataFrame indexed by run: loss, low, high, seen (share
-    of steps), reason (empty, or why there is no interval). Bad input becomes a reason, never an error.
+    for finished runs, cut where the unfinished one is now. Indexed by run: loss, low, high, seen (share of steps),
+    reason (empty, or why there is no interval). Bad input becomes a reason, never an error.
     """
     plans = {str(run): lr for run, lr in planned.items()}
     try:
@@ -43,7 +43,7 @@ def forecast_final(curves: pd.DataFrame, planned: Mapping[Any, Any], level: floa
 
 
 def _sound(curves: pd.DataFrame, plans: Mapping[str, Any]) -> tuple[list[Curve], dict[str, str]]:
-    """Return the usable runs, with their planned rates, and the reasons against the others."""
+    """Return the usable runs, with planned rates, and the reasons against the others."""
     if not isinstance(curves, pd.DataFrame) or not {"run", "run_id"} & set(curves):
         curves_of(curves)
     label = "run" if "run" in curves else "run_id"
@@ -56,13 +56,13 @@ def _sound(curves: pd.DataFrame, plans: Mapping[str, Any]) -> tuple[list[Curve],
             if name in plans:
                 run.lr = checked_schedule(plans[name], f"run {name}")
             if len(run.lr) < run.steps[-1]:
-                raise InputError(f"its plan ends at step {len(run.lr)} and it is at {run.steps[-1]}")
+                raise InputError(f"its plan ends at step {len(run.lr)}, but it has reached step {run.steps[-1]}")
             usable.append(run)
         except InputError as error:
             problems[str(name)] = str(error)
     sized = [run for run in usable if run.N]
     if sized and len(sized) < len(usable):
-        problems |= {run.run: "its N is not given and that of others is" for run in usable if not run.N}
+        problems |= {run.run: "its N is missing, while other runs have N" for run in usable if not run.N}
         usable = sized
     return usable, problems
 
@@ -93,7 +93,8 @@ def _forecast(runs: list[Curve], waiting: list[Curve], level: float) -> dict[str
         keep = float(np.clip(offsets @ ends / max(offsets @ offsets, 1e-30), 0, 1)) if len(tests) >= LEAST else 0.0
         value += keep * _recent(residual) if share > YOUNG else 0.0
         if len(tests) < LEAST:
-            rows[name] = (share, f"{len(tests)} finished runs can teach an interval; {LEAST} are needed", np.exp(value))
+            reason = f"an interval needs {LEAST} usable finished runs, and there are {len(tests)}"
+            rows[name] = (share, reason, np.exp(value))
             continue
         spread = float(np.sqrt(np.mean((ends - keep * offsets) ** 2)) + 1e-12)
         half = t.ppf((1 + level) / 2, len(tests) - 1) * spread
@@ -102,7 +103,7 @@ def _forecast(runs: list[Curve], waiting: list[Curve], level: float) -> dict[str
 
 
 def _backtest(law: CurveLaw, run: Curve, part: slice, share: float) -> tuple[float, float] | None:
-    """Return the deviation of a finished run, cut at `share` of its steps, from the law, and that of its last loss."""
+    """Return the deviation from the law of a finished run cut at `share` of its steps, and of its last loss."""
     _, slope, residual, _, _ = law._fit
     cut = int(np.searchsorted(run.steps, share * len(run.lr), side="right"))
     if cut >= part.stop - part.start:

@@ -1,7 +1,7 @@
 """Forms of a law of curves: L = E + F N^-a + A N^-b S^-alpha - B N^-c S^-d sum over drops of the rate of drop x kernel.
 
-S is the sum of rates. The papers have d = 0: a cooldown gains the same early and late. Inside, rates are relative to
-the largest one, S to the largest sum and N to a reference; `paper` converts constants to the units of the papers.
+S is the sum of rates; the papers have d = 0. Inside, rates are relative to the largest one, S to the largest sum and N
+to a reference; `paper` converts constants to the units of the papers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _power(d: Design, k: dict[str, float], slopes: bool) -> tuple[Array, dict[st
 
 
 def _momentum(d: Design, k: dict[str, float], slopes: bool) -> tuple[Array, dict[str, Array]]:
-    """Return 1 - lambda^steps, which is S2 of a unit drop times 1 - lambda; lambda = e^(-1/r) (Tissue et al. 2024)."""
+    """Return 1 - lambda^steps with lambda = e^(-1/r) (Tissue et al. 2024)."""
     rest = np.exp(-d.steps / k["r"])
     return 1 - rest, {"r": -rest * d.steps / k["r"] ** 2} if slopes else {}
 
@@ -76,7 +76,7 @@ FORMS = {
 
 def form_named(name: str) -> Form:
     if name not in FORMS:
-        raise InputError(f"form is {name!r}; {', '.join(FORMS)} can be given.")
+        raise InputError(f"form is {name!r}; choose one of {', '.join(FORMS)}.")
     return FORMS[name]
 
 
@@ -122,10 +122,7 @@ def losses(form: Form, d: Design, k: dict[str, float], slopes: bool = False) -> 
 
 
 def paper(form: Form, k: dict[str, float], unit: float, horizon: float, reference: float) -> dict[str, float]:
-    """Return constants in the units of the papers: lr and N as given.
-
-    For "annealing" B is the paper's C, the factor of S2, and lambda is added.
-    """
+    """Return constants in the units of the papers; for "annealing" B is the paper's C, and lambda is added."""
     converted = dict(k)
     converted["A"] *= (unit * horizon) ** k["alpha"] * reference ** k.get("b", 0.0)
     if "F" in k:

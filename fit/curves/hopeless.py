@@ -21,7 +21,7 @@ SLOPE, SLOPE_WIDTH, NOISE, LAST_NOISE, NOISE_RUNS = 0.9, 0.3, 0.02, 0.003, 8.0
 
 @dataclass(frozen=True)
 class Trial:
-    """A run of a tune. Runs of one group share N, D and shape of schedule and differ in rates and batch."""
+    """A run of a tune. Runs of one group differ in learning rates and batch only."""
 
     group: Hashable
     share: Array  # (points,) rising, of its tokens
@@ -29,7 +29,7 @@ class Trial:
     final: float | None = None  # final loss for the comparison; None: not finished
 
     def level(self, share: float) -> float | None:
-        """Return the log loss near `share`, over the same tokens for every run, or None without such early losses."""
+        """Return the log loss near `share`, or None without such early losses."""
         about = np.linspace((1 - RECENT) * share, share, 16)
         if not len(self.share) or self.share[0] > about[0] or self.share[-1] < about[-2]:
             return None
@@ -45,9 +45,8 @@ class Chance(NamedTuple):
 def chance_to_win(run: Trial, finished: Sequence[Trial]) -> Chance | None:
     """Return the chance of an unfinished run, or None if it is too young or no run of its group has finished.
 
-    Log final loss is linear in the log loss at the same share, with a level for each group. A Bayesian linear
-    regression with a normal-inverse-gamma prior on all finished runs gives Student's t (Gelman et al. 2013, Bayesian
-    Data Analysis, ch. 14).
+    Log final loss is linear in the log loss at the same share, with a level for each group, by Bayesian regression with
+    a normal-inverse-gamma prior (Gelman et al. 2013, Bayesian Data Analysis, ch. 14).
     """
     from scipy.special import stdtr
 

@@ -1,10 +1,9 @@
 """Extrapolation of benchmark tasks from small runs, with the reasons why some tasks are refused.
 
 A task is fitted only if it has enough runs, a score significantly above chance, a range larger than noise alone would
-show, and accuracy that rises as the task's loss falls. Noise is measured from the best source in the table: the last
-checkpoints (differences of neighbours, because the run still learns), repeated runs, or items. A comparison of runs
-item by item (`<task>/acc_z`, `<task>/acc_z_by_luck`) replaces the error of items; a task is refused if no two runs
-differ significantly.
+show, and accuracy that rises as the task's loss falls. Noise comes from the last checkpoints (differences of
+neighbours, because the run still learns), else from repeated runs, else from items or a comparison of runs item by
+item (`<task>/acc_z`, `<task>/acc_z_by_luck`).
 
 Heineman et al. 2025 (arXiv:2508.13144) for signal and noise; Bhagia et al. 2024 (arXiv:2412.04403) for the two steps.
 """
@@ -42,9 +41,9 @@ SKIPPED = 0.1  # share of a run's steps whose checkpoints are skipped, as in Bha
 class SignalToNoise:
     """The range of final scores compared with their noise.
 
-    signal: range over mean; noise: standard deviation of one score over mean; ratio: signal over noise; by_luck:
-    expected ratio if all differences were noise; source: of the noise. If runs were compared item by item, ratio is the
-    largest difference in standard errors, and by_luck the value that chance exceeds once in twenty times.
+    signal: range over mean; noise: standard deviation of one score over mean; by_luck: expected ratio if all
+    differences were noise. If runs were compared item by item, ratio is the largest difference in standard errors, and
+    by_luck the value that chance exceeds once in twenty times.
     """
 
     signal: float
@@ -60,9 +59,9 @@ class SignalToNoise:
 
 @dataclass(frozen=True)
 class TaskPrediction:
-    """The prediction of a task at one budget: N and D of the optimum, task loss and accuracy, with intervals.
+    """The prediction of a task at the optimum of one budget; `reason` is why it is unreliable, else empty.
 
-    `run_interval` is for the score of one run. `reason` explains why the prediction is unreliable; empty if it is not.
+    `run_interval` is for the score of one run.
     """
 
     flops: float
@@ -78,7 +77,7 @@ class TaskPrediction:
 
 @dataclass(frozen=True)
 class TaskVerdict:
-    """The verdict on a task: its law and predictions, or the reason why it was refused (else empty).
+    """The verdict on a task: its law and predictions, or the reason why it was refused.
 
     `measure` is the loss of the first step: gold_bpb, or else loss.
     """
@@ -148,24 +147,24 @@ def fit_tasks(
     Parameters
     ----------
     targets
-        FLOP budgets, counted as the law counts them; they need `law`.
+        FLOP budgets in the law's convention; they need `law`.
     law
         A law of N and D fitted to the table's rows, which gives the optimum.
     bootstrap
-        Resamples of runs, at least one, shared by the law and both steps of every task.
+        Resamples of runs, at least one, shared by all fits.
     link
         Curve from task loss to accuracy, see `TaskLaw`.
     """
     check_resampling(bootstrap, seed)
     goals = positive("target", targets) if len(targets) else np.zeros(0)
     if len(goals) and (law is None or tuple(law.inputs) != ("N", "D") or len(law.data_["N"]) != len(table)):
-        raise InputError(f"law is {law!r}; targets need a law of N and D that is fitted to the {len(table)} runs.")
+        raise InputError(f"law is {law!r}; targets need a law of N and D fitted to the {len(table)} runs of the table.")
     return [_verdict(task, table, goals, law, bootstrap, seed, link) for task in task_names(table)]
 
 
 @dataclass(frozen=True)
 class _Scores:
-    """The rows of a task: finished runs (positions `at` of the table), then checkpoints; `step` orders a run's rows."""
+    """The rows of a task: finished runs (positions `at` of the table), then checkpoints."""
 
     measure: str
     at: np.ndarray
@@ -201,7 +200,7 @@ def _verdict(task: str, table: RunTable, goals: Array, law: Any, bootstrap: int,
     except InputError as error:
         return TaskVerdict(task, rows.measure, runs, str(error), score, signal)
     if not fitted.converged_:
-        return TaskVerdict(task, rows.measure, runs, "the fit of its two steps did not converge.", score, signal)
+        return TaskVerdict(task, rows.measure, runs, "the fit of its law did not converge.", score, signal)
     predictions = tuple(_predictions(fitted, rows, table, goals, law, seed)) if len(goals) else ()
     return TaskVerdict(task, rows.measure, runs, "", score, signal, fitted, predictions)
 
@@ -236,7 +235,7 @@ def _scores(task: str, table: RunTable) -> _Scores:
 
 
 def _checkpoints(table: RunTable, at: np.ndarray, step: Array) -> tuple[np.ndarray, np.ndarray]:
-    """Return the frame positions of the later checkpoints of the runs at `at`, and their runs' positions."""
+    """Return the frame positions of later checkpoints of runs, and their runs' positions."""
     frame = table.frame
     if not {"run_id", "final", "step"} <= set(frame.columns):
         return np.zeros(0, dtype=int), np.zeros(0, dtype=int)
@@ -276,27 +275,25 @@ def _refusal(rows: _Scores, score: SignalToNoise) -> str:
     from scipy.stats import spearmanr
 
     if math.isnan(score.ratio):
-        return (
-            "nothing in the table says how noisy its scores are: no checkpoints, no repeated runs, no standard errors."
-        )
+        return "the noise of its scores is unknown: the table has no checkpoints, repeated runs or standard errors."
     acc, loss = rows.acc[rows.final], rows.loss[rows.final]
     error = score.noise * abs(float(acc.mean())) if rows.acc_se is None else rows.acc_se[rows.final]
     above = np.where(acc > rows.chance, (acc - rows.chance) / np.maximum(error, 1e-12), 0.0)
     best = float(above.max())
     if best <= float(ndtri(1.0 - LUCK / len(acc))):
         return (
-            f"no run is above chance ({rows.chance:.3g}) by more than luck: the best of {len(acc)} is {best:.1f} "
+            f"no run is significantly above chance ({rows.chance:.3g}): the best of {len(acc)} is {best:.1f} "
             f"standard errors above it."
         )
     if not score.clear and score.source == PAIRED:
         return (
-            f"no two runs lie apart: item by item the furthest differ by {score.ratio:.2f} standard errors, and above "
-            f"{score.by_luck:.2f} is needed."
+            f"no two runs differ significantly: compared item by item, the largest difference is {score.ratio:.2f} "
+            f"standard errors, and more than {score.by_luck:.2f} is needed."
         )
     if not score.clear:
         return (
-            f"its scores range over {score.ratio:.1f} times their noise ({score.source}), and noise alone would make "
-            f"that {score.by_luck:.1f}; at least {CLEAR * score.by_luck:.1f} is needed."
+            f"its scores span {score.ratio:.1f} times their noise ({score.source}), and noise alone would span "
+            f"{score.by_luck:.1f} times; at least {CLEAR * score.by_luck:.1f} is needed."
         )
     correlation = float(spearmanr(acc, -loss).statistic)
     if not correlation >= MONOTONE:
@@ -334,9 +331,9 @@ def _unreliable(p: TaskPrediction, rows: _Scores) -> str:
     beyond = low - p.loss
     if beyond > REACH * (high - low):
         return (
-            f"its loss there would be {p.loss:.3f} {unit}, {beyond:.3f} below the lowest seen; runs that span "
-            f"{high - low:.3f} reach at most {REACH * (high - low):.3f} further."
+            f"its predicted loss is {p.loss:.3f} {unit}, {beyond:.3f} below the lowest of the runs; losses that span "
+            f"{high - low:.3f} allow at most {REACH * (high - low):.3f}."
         )
     if p.run_interval[1] - p.run_interval[0] > VAGUE * (1.0 - rows.chance):
-        return f"the interval of a run, {p.run_interval[0]:.2f} to {p.run_interval[1]:.2f}, says nothing."
+        return f"the interval of a run, {p.run_interval[0]:.2f} to {p.run_interval[1]:.2f}, is too wide to be useful."
     return ""

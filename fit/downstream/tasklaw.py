@@ -1,14 +1,13 @@
 """A task's accuracy in two steps: (N, D) to task loss by a law, and task loss to accuracy by a curve.
 
-Both steps are refitted on the same resamples of runs. Checkpoints are used in the second step alone, because the score
-at a loss does not depend on how the model reached it. `chance` is the curve's floor.
+Both steps are refitted on the same resamples of runs. Checkpoints are used in the second step alone.
 
   sigmoid      acc = floor + (ceiling - floor) / (1 + exp(-slope (middle - loss)))
                Bhagia et al. 2024 (arXiv:2412.04403)
   exponential  acc = floor + exp(slope (middle - loss)), which is error = eps - k exp(-gamma loss) of Gadre et al. 2024
                (arXiv:2403.08540) with eps = 1 - floor, gamma = slope and k = exp(slope middle)
 
-The second step weights rows by 1 / (acc_se^2 + tau^2), where tau is the scatter of runs beyond the sampling of items.
+The second step weights rows by 1 / (acc_se^2 + tau^2), where tau is the scatter of runs beyond sampling.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ FAR = 15.0  # bound of the curve's argument at the mean loss
 class TaskLaw(Estimator):
     """A law of a task's accuracy at (N, D), through the task's loss.
 
-    After `fit`: law_ (the first step), constants_ (both steps), scatter_ (tau), items_ (the benchmark's size, estimated
-    from the standard errors, or None), converged_. After `bootstrap`: draws_, counts_ (resamples, rows), bootstrap_.
+    After `fit`: law_ (the first step), constants_ (both steps), scatter_ (tau), items_ (the benchmark's size, or None),
+    converged_. After `bootstrap`: draws_, counts_ (resamples, rows), bootstrap_.
 
     Parameters
     ----------
     link : {"sigmoid", "exponential"}
     ceiling : float or None
-        The sigmoid's limit at low loss; None fits it, which needs runs near it.
+        The sigmoid's limit at low loss; None fits it.
     law : Law, optional
-        An unfitted law of (N, D) for the first step; by default E + A/N^alpha + B/D^beta.
+        Unfitted law of (N, D) for the first step; default E + A/N^alpha + B/D^beta.
     """
 
     form = "task"
@@ -62,9 +61,9 @@ class TaskLaw(Estimator):
     def __init__(self, link: str = "sigmoid", ceiling: float | None = 1.0, law: Law | None = None) -> None:
         one_of("link", link, LINKS)
         if ceiling is not None and not 0 < ceiling <= 1:
-            raise InputError(f"ceiling is {ceiling}; it must be above 0 and at most 1; without it, it is fitted.")
+            raise InputError(f"ceiling is {ceiling}; it must be above 0 and at most 1, or None to fit it.")
         if law is not None and law.inputs != ("N", "D"):
-            raise InputError(f"law takes {', '.join(law.inputs)}; the first step needs a law of N and D.")
+            raise InputError(f"law takes {', '.join(law.inputs)}; a task needs a law of N and D.")
         self.link, self.ceiling, self.law = link, ceiling, law_class()() if law is None else law
         self.draws_ = None
 
@@ -91,11 +90,11 @@ class TaskLaw(Estimator):
         chance
             The curve's floor; None fits it.
         final
-            (n,) mask of the rows of the first step, by default all. N and D of other rows are ignored.
+            (n,) mask of the rows of the first step, by default all.
         """
         self.data_ = _rows(N, D, task_loss, acc, acc_se, final)
         if chance is not None and not 0 <= chance < 1:
-            raise InputError(f"chance is {chance}; it must be at least 0 and below 1; without it, it is fitted.")
+            raise InputError(f"chance is {chance}; it must be at least 0 and below 1, or None to fit it.")
         self.chance = chance
         d = self.data_
         done = d["final"]
@@ -128,7 +127,7 @@ class TaskLaw(Estimator):
         self.converged_ = bool(solution.converged[0]) and self.law_.converged_
 
     def refit(self, counts: ArrayLike) -> Columns:
-        """Return all constants (P,) with rows weighted by `counts` (P, n); NaN where a step did not converge."""
+        """Return all constants (P,) for row weights `counts` (P, n); NaN where a step did not converge."""
         self._fitted()
         counts = np.atleast_2d(floats(counts))
         first = self.law_.refit(counts[:, self.data_["final"]])
@@ -155,8 +154,7 @@ class TaskLaw(Estimator):
     def widened(self, level: float) -> float:
         """Return the level at which percentiles of the draws cover `level` in spite of few runs.
 
-        The variance of the draws is too small by (n - k) / n for n runs and k constants; the expanded percentile
-        interval (Hesterberg 2014, arXiv:1411.5279) corrects that, with Student's t.
+        The expanded percentile interval (Hesterberg 2014, arXiv:1411.5279), with Student's t.
         """
         from scipy.special import ndtr, stdtrit
 
@@ -165,7 +163,7 @@ class TaskLaw(Estimator):
         return float(1.0 - 2.0 * ndtr(-reach))
 
     def resamples(self, groups: np.ndarray, n: int, seed: int) -> tuple[Array, int]:
-        """Draw counts (n, rows) that identify the first step; runs without a final row are drawn separately."""
+        """Draw counts (n, rows) that identify the first step."""
         done, p = self.data_["final"], self.law_.problem_
         inputs = np.stack([self.data_["N"][done], self.data_["D"][done]])
         counts, redrawn = identifiable_counts(groups[done], n, seed, inputs, np.ones(int(done.sum())), p.axes, p.free)
@@ -184,7 +182,7 @@ class TaskLaw(Estimator):
             return np.asarray(self.law_.evaluate(constants, N, D))
 
     def accuracy(self, constants: Constants, loss: Any) -> Array:
-        """Return the accuracy at a task loss: the second step."""
+        """Return the accuracy at a task loss."""
         u = constants["slope"] * (constants["middle"] - loss)
         top = constants["ceiling"] - constants["floor"] if self.link == "sigmoid" else 1.0
         return np.asarray(constants["floor"] + top * _shape(self.link, u))
@@ -202,13 +200,13 @@ class TaskLaw(Estimator):
         return self.task_loss(self._bootstrapped(), n, d)
 
     def interval(self, N: ArrayLike, D: ArrayLike, level: float = 0.95) -> Any:
-        """Return the interval of the law's accuracy: (low, high) for scalars, (points, 2) for (points,)."""
+        """Return the interval of the law's accuracy, (low, high) or (points, 2)."""
         return intervals(self.predict_draws(N, D), self.widened(level))
 
     def prediction_interval(
         self, N: ArrayLike, D: ArrayLike, level: float = 0.95, items: int | None = None, seed: int = 0
     ) -> Any:
-        """Return the interval for the score of a new run on a benchmark of `items`, with its scatter in both steps."""
+        """Return the interval for the score of a new run on a benchmark of `items`."""
         draws, rng = self._bootstrapped(), np.random.default_rng(seed)
         return intervals(self.noisy(draws, self._loss_draws(N, D), rng, items), self.widened(level))
 
@@ -231,7 +229,7 @@ class TaskLaw(Estimator):
         """Return the interval of a constant of either step."""
         draws = self._bootstrapped()
         if name not in draws:
-            raise InputError(f"interval of {name!r} is not known; choose one of {', '.join(self.names)}.")
+            raise InputError(f"there is no constant {name!r}; choose one of {', '.join(self.names)}.")
         return percentile_interval(draws[name], self.widened(level))
 
     def say(self, name: str) -> str:
@@ -249,7 +247,7 @@ class TaskLaw(Estimator):
 
 
 class _Curve:
-    """The second step for one table, in the solver's coordinates (floor, ceiling, u at the mean loss, log slope)."""
+    """The second step, in coordinates (floor, ceiling, u at the mean loss, log slope)."""
 
     def __init__(self, link: str, loss: Array, acc: Array, chance: float | None, ceiling: float | None) -> None:
         self.link, self.acc = link, acc
@@ -283,7 +281,7 @@ class _Curve:
         return {name: values[name] for name in LINKS[self.link]}
 
     def _terms(self, v: Mapping[str, Any]) -> list[Any]:
-        """Return the accuracy. The exponential has no ceiling: its height is 1 for any floor."""
+        """Return the accuracy; the exponential's height is 1."""
         height = v["ceiling"] - v["floor"] if self.link == "sigmoid" else 1.0
         return [v["floor"] + height * _shape(self.link, v["offset"] - np.exp(v["log_slope"]) * self.z)]
 
@@ -299,7 +297,7 @@ def intervals(draws: Array, level: float) -> Any:
 def _rows(
     N: ArrayLike, D: ArrayLike, loss: ArrayLike, acc: ArrayLike, se: ArrayLike | None, final: ArrayLike | None
 ) -> Columns:
-    """Check the columns, and raise standard errors below half of the median to that."""
+    """Check the columns, and raise small standard errors to half of the median."""
     rows = {name: np.atleast_1d(floats(v)) for name, v in (("N", N), ("D", D), ("acc", acc))}
     rows["loss"] = positive("task_loss", loss)
     rows["se"] = np.zeros(len(rows["acc"])) if se is None else floats(se)

@@ -1,8 +1,8 @@
 """The best learning rate and batch of each cell of a sweep; a cell is one (N, D) trained with a grid of settings.
 
 "near" is the mean of all settings within a fraction of the lowest loss (Bi et al.: 0.25 %); it is biased to the side
-where the loss rises slowly. "best" is the setting of the lowest loss (Li et al.), which is off by up to half a step and
-favours lucky runs. An optimum at an edge of the settings is refused with a reason, and enters no law.
+where the loss rises slowly. "best" is the setting of the lowest loss (Li et al.), which is off by up to half a step.
+An optimum at an edge of the settings is refused.
 
 Bi et al. 2024 (DeepSeek, arXiv:2401.02954), section 3.1; Li et al. 2025 (Step Law, arXiv:2503.04715).
 """
@@ -37,7 +37,7 @@ def read_sweep(table: RunTable, sequence_length: float | None = None) -> Sweep:
     """Read the settings of a table's runs.
 
     Columns are `learning_rate` or `lr`, and `batch_tokens`, or `batch_size` or `bs` (sequences) times `sequence_length`
-    (an argument or a column).
+    (or a column of this name).
     """
     rate = _column(table, "learning_rate", "lr")
     if "batch_tokens" in table.frame:
@@ -50,8 +50,8 @@ def read_sweep(table: RunTable, sequence_length: float | None = None) -> Sweep:
             batch = batch * _column(table, "sequence_length")
         else:
             raise InputError(
-                f"{table.source} counts its batch in sequences and has no column 'sequence_length'; "
-                "give sequence_length."
+                f"{table.source} counts batches in sequences and has no column 'sequence_length'; "
+                "give sequence_length in tokens."
             )
     return Sweep(table.N, table.D, rate, batch, table.loss)
 
@@ -74,12 +74,12 @@ def cell_optima(
     method
         "near" or "best", see the module.
     within
-        Largest relative excess loss of the runs used, by default 0.0025 for "near" and 0 for "best".
+        Largest relative excess loss of the runs used; default 0.0025 for "near", 0 for "best".
     """
     one_of("method", method, WITHIN)
     within = WITHIN[method] if within is None else within
     if not 0 <= within < 1:
-        raise InputError(f"within is {within}; a relative excess loss such as {WITHIN['near']} is expected.")
+        raise InputError(f"within is {within}; it must be at least 0 and below 1, such as {WITHIN['near']}.")
     inputs = {"N": N, "D": D, "learning_rate": learning_rate, "batch": batch, "loss": loss}
     columns = {name: positive(name, values) for name, values in inputs.items()}
     same_length(**columns)
@@ -103,7 +103,7 @@ def _optimum(runs: Sweep, method: str, within: float) -> CellOptimum:
 
 
 def _edge(varied: Columns, loss: Array) -> str:
-    """Return why the best run is no optimum if it is at an edge of the settings, else an empty string."""
+    """Return a reason if the best run is at an edge of the settings, else an empty string."""
     for name, values in varied.items():
         best = values[np.argmin(loss)]
         if best in (values.min(), values.max()):

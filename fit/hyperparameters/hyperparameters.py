@@ -1,8 +1,7 @@
 """Learning-rate and batch-size laws, y = k N^p_N D^p_D or in other inputs, fitted to the optima of a sweep's cells.
 
-A *cell* is a grid of settings trained at one (N, D); its optimum is one observation. Cells are few and chosen by
-design, so the bootstrap keeps them all and perturbs their residuals; resampling rows (Li et al.) gives too narrow
-intervals.
+A cell is a grid of settings trained at one (N, D); its optimum is one observation. Cells are few and chosen by design,
+so the bootstrap perturbs their residuals; resampling rows (Li et al.) gives too narrow intervals.
 
 Li et al. 2025 (arXiv:2503.04715), equation 1; Bi et al. 2024 (arXiv:2401.02954), equation 1 and section 3.1. The same
 law serves other optima, such as critical batch against loss (Kaplan et al.) or D (Zhang et al. 2024, arXiv:2410.21676).
@@ -28,10 +27,7 @@ REACH = np.log(1e6)  # log distance of B_crit from the batches tried beyond whic
 
 @dataclass(frozen=True)
 class CellOptimum:
-    """The best settings at one (N, D), from `used` of its `runs`; NaN for a setting that did not vary.
-
-    `reason` is empty if the optimum is accepted.
-    """
+    """The best settings at one (N, D), from `used` of its `runs`; NaN for a setting that did not vary."""
 
     N: float
     D: float
@@ -57,7 +53,7 @@ class DesignedLaw(Law):
     """A law fitted to few independent units chosen by design: cells of a sweep, or single rows."""
 
     def _designs(self) -> list[Array]:
-        """Return the design (n, m) of each log-linear part, which must stay identified if any one cell is left out."""
+        """Return the design (n, m) of each log-linear part."""
         raise NotImplementedError
 
     def _cells(self) -> np.ndarray:
@@ -67,9 +63,8 @@ class DesignedLaw(Law):
     def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0, method: str | None = "wild") -> Self:
         """Refit `n` bootstrap draws; rows of a cell, or of one of `groups` (rows,), are kept together.
 
-        "wild" multiplies each cell's left-out residual (the jackknife's covariance, MacKinnon and White 1985) by a
-        random sign and size (Student's t). "pairs" draws whole cells, and needs many. Raises InputError where the fit
-        without one cell is not identified.
+        "wild" multiplies each cell's left-out residual (MacKinnon and White 1985) by a random sign and size (Student's
+        t). "pairs" draws whole cells, and needs many. Raises InputError if the fit without one cell is not identified.
         """
         self._fitted()
         groups = group_labels(self._cells() if groups is None else groups, len(self.weight_))
@@ -92,16 +87,15 @@ class DesignedLaw(Law):
             for cell in range(len(labels)):
                 if collinear(design[member != cell]):
                     raise InputError(
-                        f"without cell {labels[cell]} the other {len(labels) - 1} cannot tell the exponents of "
-                        f"{self.title} apart; add cells before asking for an interval."
+                        f"without cell {labels[cell]} the other {len(labels) - 1} do not determine the exponents of "
+                        f"{self.title}; an interval needs more cells."
                     )
 
 
 class HyperparameterLaw(DesignedLaw):
     """The power law target = k prod_i input_i^p_i, by least squares in the logarithm (or another objective of `Law`).
 
-    `target` is the quantity predicted ("learning_rate", "batch", ...), `inputs` are such as ("N", "D") or ("C",). After
-    `fit`: constants_ (k, p_N, p_D, ...).
+    `target` is the quantity predicted ("learning_rate", "batch", ...). After `fit`: constants_ (k, p_N, p_D, ...).
     """
 
     form = "hyperparameter"
@@ -118,7 +112,7 @@ class HyperparameterLaw(DesignedLaw):
         super().__init__(objective, delta)
         inputs = (inputs,) if isinstance(inputs, str) else tuple(inputs)
         if not inputs or len({*inputs, target}) <= len(inputs):
-            raise InputError(f"inputs is {inputs} for target {target!r}; one or more different names are needed.")
+            raise InputError(f"inputs is {inputs}; it must hold one or more different names, none of them {target!r}.")
         self.target = self.output = target
         self.inputs = inputs
         self.names = ("k", *(f"p_{name}" for name in inputs))
@@ -143,7 +137,7 @@ class HyperparameterLaw(DesignedLaw):
         unknown = [name for name in self.inputs if name not in ("N", "D", "C")]
         if unknown or self.output not in ("learning_rate", "batch"):
             message = f"inputs is {self.inputs} for target {self.output!r}"
-            raise InputError(f"{message}; cells know learning_rate or batch, in N, D and C.")
+            raise InputError(f"{message}; cells give learning_rate or batch, in N, D and C.")
         return self.fit(*(np.array([getattr(cell, name) for cell in good]) for name in (*self.inputs, self.output)))
 
     @staticmethod
@@ -168,7 +162,7 @@ class HyperparameterLaw(DesignedLaw):
         if collinear(log_design(list(inputs), len(observed))):
             raise InputError(
                 f"{' and '.join(self.inputs)} do not vary separately over the cells, so the exponents of {self.title} "
-                "are not identifiable; add cells, or fewer inputs."
+                "cannot be told apart; add cells, or use fewer inputs."
             )
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
@@ -193,12 +187,10 @@ class CriticalBatchLaw(DesignedLaw):
     """The tokens E and steps S to reach one loss by batch (tokens): E = E_min (1 + batch / B_crit) = batch S.
 
     S = S_min (1 + B_crit / batch), B_crit = E_min / S_min (McCandlish et al. 2018, arXiv:1812.06162, equation 2.11;
-    Kaplan et al. 2020, arXiv:2001.08361, equations 1.4 and 5.1). The batch is exact, so the law is fitted to log E.
-    Every run must have the best settings for its batch and end its schedule where it reaches the loss. The critical
-    batch of Zhang et al. costs 20 % more tokens: 0.2 B_crit.
+    Kaplan et al. 2020, arXiv:2001.08361, equations 1.4 and 5.1). Every run must have the best settings for its batch
+    and end its schedule where it reaches the loss. The critical batch of Zhang et al. is 0.2 B_crit.
 
-    After `fit`: E_min_ (tokens), S_min_ (steps), B_crit_ (tokens); `degenerate_` names constants that the batches do
-    not determine.
+    After `fit`: E_min_ (tokens), S_min_ (steps), B_crit_ (tokens).
     """
 
     form = "critical-batch"
@@ -217,7 +209,7 @@ class CriticalBatchLaw(DesignedLaw):
     def fit(
         self, batch: ArrayLike, tokens: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None
     ) -> Self:
-        """Fit to batches and tokens to the loss, (n,), both in tokens. From steps: `fit(tokens / steps, tokens)`."""
+        """Fit to batches and tokens to the loss, (n,), both in tokens."""
         return self._fit((batch, tokens), weight, loss_se)
 
     @staticmethod
@@ -256,7 +248,7 @@ class CriticalBatchLaw(DesignedLaw):
 
 
 def tokens_to_loss(tokens: ArrayLike, loss: ArrayLike, target: float) -> float:
-    """Return the tokens at which a run's loss (n,) first reaches `target`, by log-linear interpolation, or NaN."""
+    """Return the tokens at which a run's loss (n,) first reaches `target`, or NaN."""
     tokens, loss = positive("tokens", tokens), positive("loss", loss)
     same_length(tokens=tokens, loss=loss)
     order = np.argsort(tokens)
@@ -266,7 +258,7 @@ def tokens_to_loss(tokens: ArrayLike, loss: ArrayLike, target: float) -> float:
         return float("nan")
     i = int(reached[0])
     if i == 0 and y[0] < 0:
-        raise InputError(f"target is {target:g} and the run is below it from its first point; choose a lower one.")
+        raise InputError(f"target is {target:g}, and the run is below it from its first point; choose a lower target.")
     if y[i] == 0:
         return float(np.exp(x[i]))
     return float(np.exp(x[i - 1] + (x[i] - x[i - 1]) * y[i - 1] / (y[i - 1] - y[i])))
@@ -278,13 +270,13 @@ def log_design(inputs: list[Array], rows: int) -> Array:
 
 
 def centred_design(design: Array) -> tuple[Array, Array]:
-    """Return a design with its inputs less their means, and these means."""
+    """Return a design with its inputs minus their means, and these means."""
     middle = design[:, 1:].mean(axis=0)
     return np.concatenate([design[:, :1], design[:, 1:] - middle], axis=1), middle
 
 
 def law_constants(names: Sequence[str], theta: Array, middle: Array) -> Columns:
-    """Return the factor and exponents of a law whose design was centred at `middle`."""
+    """Return the constants of a law whose design was centred at `middle`."""
     with np.errstate(over="ignore"):
         factor = np.exp(theta[:, 0] - theta[:, 1:] @ middle)
     return dict(zip(names, [factor, *theta.T[1:].copy()], strict=True))

@@ -2,12 +2,9 @@
 
     log loss = best of the cell + q(log lr - log lr*(N, D), log batch - log batch*(N, D)),   lr* = k N^p_N D^p_D, ...
 
-Special here:
-- One fit has the laws of both optima and the shape q of the loss around them, which all cells share, so cells with few
-  runs near their optimum still contribute. The best loss of each cell is free; no law L(N, D) is assumed.
-- q has cubic terms because the loss rises faster above the best learning rate; a parabola puts the optimum too low.
-- Only runs within `window` of the best of their cell are used, and costs are predicted only there; farther out the
-  cubic is wrong. `warnings` reports if the choice of runs by their loss flattens q.
+All cells share the shape q, so cells with few runs near their optimum still contribute; the best loss of each cell is
+free. q has cubic terms because the loss rises faster above the best learning rate; a parabola puts the optimum too low.
+Only runs within `window` of the best of their cell are used, because farther out the cubic is wrong.
 
 The laws: Li et al. 2025 (arXiv:2503.04715); the quadratic around an optimum in both logarithms: Porian et al. 2024
 (arXiv:2406.19146).
@@ -39,7 +36,7 @@ NEAREST = 0.25  # share of the window within which a run counts as a best settin
 
 @dataclass(frozen=True)
 class BestSettings:
-    """The best settings at N, D (any shape), with intervals (..., 2); None if not varied or without draws."""
+    """The best settings at N, D, with intervals (..., 2); None if not varied or without draws."""
 
     N: Any
     D: Any
@@ -56,7 +53,7 @@ def inputs_of(N: Any, D: Any) -> dict[str, Any]:
 
 
 def best_of(constants: Constants, N: Array, D: Array, batch: Array | None = None) -> Columns:
-    """Return the best settings; with `batch`, the best learning rate for it, NaN where there is no minimum."""
+    """Return the best settings, or with `batch` the best learning rate for it; NaN where there is no minimum."""
     inputs, best = inputs_of(N, D), {}
     for target in TARGETS:
         if f"{target}_k" in constants:
@@ -78,7 +75,7 @@ def best_of(constants: Constants, N: Array, D: Array, batch: Array | None = None
 
 
 def excess_terms(constants: Constants, N: Any, D: Any, *settings: Any) -> tuple[Any, Any]:
-    """Return the quadratic and cubic parts of q = log(loss / best loss), at settings in the order of TARGETS."""
+    """Return the quadratic and cubic parts of q = log(loss / best loss)."""
     best = best_of(constants, floats(N), floats(D))
     distances = [np.log(value / optimum) for value, optimum in zip(settings, best.values(), strict=True)]
     parts = {2: np.zeros(()), 3: np.zeros(())}
@@ -93,7 +90,7 @@ def excess_terms(constants: Constants, N: Any, D: Any, *settings: Any) -> tuple[
 
 
 def exponents(axes: int, order: int) -> tuple[Exponents, ...]:
-    """Return the powers of the settings in the monomials of degree 2 to `order`: (2, 0), (1, 1), (0, 2), (3, 0), ..."""
+    """Return the powers of monomials of degree 2 to `order`: (2, 0), (1, 1), (0, 2), (3, 0), ..."""
     every = [e for e in product(range(order, -1, -1), repeat=axes) if 2 <= sum(e) <= order]
     return tuple(sorted(every, key=lambda e: (sum(e), [-power for power in e])))
 
@@ -108,9 +105,8 @@ def monomials(distances: Iterable[Any], powers: tuple[Exponents, ...]) -> list[A
 class SurfaceForm(LogForm):
     """The `LogForm` f = q(z - W x), centred within cells to remove each cell's best loss.
 
-    settings (a, n): the logarithms z, one axis each. designs: for each axis the x of its law, (n, m), constant within a
-    cell. cell (n,): 0, 1, ...; share (n,): a run's weight as a share of its cell's. theta holds the W of each axis,
-    then the coefficients of q.
+    settings (a, n): the logarithms z, one axis each. designs: for each axis the x of its law, (n, m). share (n,): a
+    run's weight as a share of its cell's. theta holds the W of each axis, then the coefficients of q.
     """
 
     def __init__(
@@ -162,7 +158,7 @@ class HyperparameterSurface(DesignedLaw):
     Parameters
     ----------
     learning_rate, batch
-        Inputs of each law among N, D and C = 6ND; () for a constant, None if the sweep did not vary it.
+        Inputs of each law among N, D and C = 6ND; () for a constant, None if not varied.
     order
         Degree of q, 2 or 3.
     window
@@ -186,13 +182,13 @@ class HyperparameterSurface(DesignedLaw):
         self.laws = {target: tuple(inputs) for target, inputs in arguments.items() if inputs is not None}
         for target, inputs in self.laws.items():
             if len(set(inputs)) < len(inputs) or not set(inputs) <= set(inputs_of(1.0, 1.0)):
-                raise InputError(f"{target} is {inputs}; its law takes different ones of N, D, C.")
+                raise InputError(f"{target} is {inputs}; its inputs must be different names among N, D and C.")
         if not self.laws:
-            raise InputError("learning_rate and batch are both None; a sweep varies at least one of them.")
+            raise InputError("learning_rate and batch are both None; give the inputs of at least one.")
         if order not in (2, 3):
-            raise InputError(f"order is {order}; 2 (a parabola) or 3 (with cubic terms) is accepted.")
+            raise InputError(f"order is {order}; it must be 2 (a parabola) or 3 (with cubic terms).")
         if not 0 < window < 1:
-            raise InputError(f"window is {window}; a relative excess loss such as 0.01 is expected.")
+            raise InputError(f"window is {window}; it must be above 0 and below 1, such as 0.01.")
         self.order, self.window = order, float(window)
         self.inputs = ("N", "D", *self.laws)
         self.powers = exponents(len(self.laws), order)
@@ -216,15 +212,14 @@ class HyperparameterSurface(DesignedLaw):
     ) -> Self:
         """Fit to all runs (n,) of a sweep; batch in tokens, None for a setting that did not vary.
 
-        Raises InputError if too few runs are within the window, if N, D or a setting vary too little for the laws, or
-        if the loss has no minimum there.
+        Raises InputError if runs are too few or too alike, or if the loss has no minimum within the window.
         """
         settings = {"learning_rate": learning_rate, "batch": batch}
         columns = {"N": positive("N", N), "D": positive("D", D)}
         for target in self.laws:
             setting = settings[target]
             if setting is None:
-                raise InputError(f"{target} is not given; give it, or set {target}=None in the constructor.")
+                raise InputError(f"{target} is missing; give it, or set {target}=None in the constructor.")
             columns[target] = positive(target, setting)
         columns["loss"] = positive("loss", loss)
         weights = check_weights(weight, len(columns["loss"]))
@@ -244,10 +239,10 @@ class HyperparameterSurface(DesignedLaw):
         return self
 
     def optimal(self, N: ArrayLike, D: ArrayLike, batch: ArrayLike | None = None, level: float = 0.95) -> BestSettings:
-        """Return the best settings; with `batch` (tokens), the best learning rate for it, NaN beyond the window."""
+        """Return the best settings, or with `batch` (tokens) the best learning rate for it; NaN beyond the window."""
         self._fitted()
         if batch is not None and len(self.laws) < 2:
-            raise InputError("batch is given and the sweep did not vary learning rate and batch both.")
+            raise InputError("batch is given, but the sweep did not vary both learning rate and batch; leave it out.")
         n, d = np.broadcast_arrays(floats(N), floats(D))
         fixed_batch = None if batch is None else floats(batch)
         best = best_of(self.constants_, n, d, fixed_batch)
@@ -271,7 +266,7 @@ class HyperparameterSurface(DesignedLaw):
         return unboxed(np.where(valid, excess, np.nan))
 
     def warnings(self) -> tuple[Warning, ...]:
-        """Return warnings about optima outside of the settings tried and about noise."""
+        """Return warnings about optima outside the settings tried and about noise."""
         self._fitted()
         cell = self._cells()
         result, outside = [], 0
@@ -281,14 +276,14 @@ class HyperparameterSurface(DesignedLaw):
             outside += any(not run[name].min() <= value[0] <= run[name].max() for name, value in best.items())
         if outside:
             message = (
-                f"In {outside} of {cell.max() + 1} cells the law's best settings lie outside of those tried within "
-                f"{self.window:.2%} of the best loss; widen the sweep there."
+                f"In {outside} of {cell.max() + 1} cells the best settings of the law lie outside the settings tried "
+                f"within {self.window:.2%} of the best loss; widen the sweep there."
             )
             result.append(Warning("optimum_at_edge", message))
         if self.noise_ > NOISY * self.window:
             message = (
-                f"Runs scatter by {self.noise_:.2%} about the surface, much for a window of {self.window:.2%}: the "
-                "cost of other settings is underrated; choose a wider window."
+                f"Runs scatter by {self.noise_:.2%} about the surface, too much for a window of {self.window:.2%}, so "
+                "the cost of other settings is underestimated; choose a wider window."
             )
             result.append(Warning("noisy_window", message))
         return tuple(result)
@@ -327,14 +322,14 @@ class HyperparameterSurface(DesignedLaw):
         for (target, names), design in zip(self.laws.items(), self._designs(), strict=True):
             if collinear(design):
                 raise InputError(
-                    f"the {cells} cells do not vary {' and '.join(names)} separately, so the law of {target} is not "
-                    "identifiable; add cells, or fewer inputs."
+                    f"the {cells} cells do not vary {' and '.join(names)} separately, so the exponents of {target} "
+                    "cannot be told apart; add cells, or use fewer inputs."
                 )
         needed = self.problem_.free + cells
         if len(observed) <= needed:
             raise InputError(
-                f"{len(observed)} runs lie within {self.window:.2%} of the best of their cell, and {needed} constants "
-                "are to be fitted; add settings near the best, or choose a wider window or order 2."
+                f"{len(observed)} runs lie within {self.window:.2%} of the best of their cell, too few to fit {needed} "
+                "constants; add settings near the best, or choose a wider window or order 2."
             )
         form = self.problem_.form
         assert isinstance(form, SurfaceForm)
@@ -342,12 +337,12 @@ class HyperparameterSurface(DesignedLaw):
         size = np.linalg.norm(moments, axis=1, keepdims=True)
         if not size.all() or np.linalg.svd(moments / size, compute_uv=False)[-1] < 1e-6:
             raise InputError(
-                f"{' and '.join(self.laws)} do not take enough different values within cells, near the best, for terms "
-                f"of order {self.order}; add settings, or set the one that does not vary to None."
+                f"{' and '.join(self.laws)} take too few different values near the best of each cell for terms of "
+                f"order {self.order}; add settings, or set the one that does not vary to None."
             )
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Return the problem in coordinates log k (at mean log inputs) and exponents of each law, then those of q."""
+        """Return the problem; coordinates are log k (at mean log inputs) and exponents of each law, then q's."""
         cell, weight = self._cells(), self.weight_
         share = weight / np.bincount(cell, weight)[cell]
         designs, middles = [], []
@@ -377,7 +372,7 @@ class HyperparameterSurface(DesignedLaw):
 
 
 def _starts(form: SurfaceForm, target: Array, observed: Array, cell: np.ndarray, weight: Array, window: float) -> Array:
-    """Return starts (G, k): laws through each cell's mean best settings, for three definitions of best; q is linear."""
+    """Return starts (G, k): laws through each cell's mean best settings, for three definitions of best."""
     excess = observed / _lowest(cell, observed)[cell] - 1.0
     starts = []
     for within in (NEAREST * window, 0.5 * window, window):
@@ -399,7 +394,7 @@ def cells_of(N: Array, D: Array) -> np.ndarray:
 
 
 def near_best(N: Array, D: Array, loss: Array, weight: Array, within: float) -> np.ndarray:
-    """Return a mask (n,) of runs with weight whose loss is at most a fraction `within` above their cell's lowest."""
+    """Return a mask (n,) of runs whose loss is at most a fraction `within` above their cell's lowest."""
     cell = cells_of(N, D)
     lowest = _lowest(cell, np.where(weight > 0, loss, np.inf))
     return (weight > 0) & (loss <= lowest[cell] * (1.0 + within))

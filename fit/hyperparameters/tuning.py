@@ -4,8 +4,8 @@ Log loss is the level of a cell, one (N, D), plus a cost of each setting, where 
 
     c (exp(a u) - 1 - a u) / a^2,   a parabola near the best, steeper above it where a > 0
 
-The best settings are power laws of N and D, and for the learning rate also of the batch. The exponents have priors at
-published values, and stay there if the runs do not determine them.
+The best settings are power laws of N and D, and for the learning rate also of the batch, with priors at published
+exponents.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ def tuning_rules(runs: Columns, draws: int = 1000, seed: int = 0) -> dict[str, A
     """Return the content of a `tuning` file: the rules by constant (k, N, D, batch), 95 % intervals, and evidence.
 
     `runs`: N, D, learning_rate, batch (tokens), timescale (of weight decay, as a share of D) and loss, each (n,).
-    Raises InputError if they are too few.
     """
     near = near_best(runs["N"], runs["D"], runs["loss"], np.ones(len(runs["loss"])), WINDOW)
     used = {name: values[near] for name, values in runs.items()}
@@ -68,17 +67,23 @@ def tuning_rules(runs: Columns, draws: int = 1000, seed: int = 0) -> dict[str, A
     outside = (best < tried[:, :1]) | (best > tried[:, 1:])
     rules, drawn = (fitted.rules(values) for values in (at[:, None], theta.T))
     unknown = {
-        name: f"{p.mean:.3g} ± {p.width:.3g} ({p.source}), which these runs hardly change"
+        name: f"{p.mean:.3g} ± {p.width:.3g} ({p.source}), a published value that these runs hardly change"
         for name, p in PRIORS.items()
         if p.source and error[name] > UNSURE * p.width
     }
     cells = fitted.cell.max() + 1
     warnings = []
     if edge := sum(bool(outside[:, fitted.cell == cell].any()) for cell in range(cells)):
-        message = f"In {edge} of {cells} cells the best learning rate, batch or decay lies outside of those tried."
+        message = (
+            f"In {edge} of {cells} cells the best learning rate, batch or decay lies outside the range tried; widen "
+            "the sweep there."
+        )
         warnings.append({"code": "optimum_at_edge", "message": message})
     if fitted.noise > NOISY:
-        message = f"Runs scatter by {fitted.noise:.1%} about the costs; more seeds or longer runs would say more."
+        message = (
+            f"Runs scatter by {fitted.noise:.1%} about the fitted costs, which makes the costs too low; add seeds or "
+            "train longer."
+        )
         warnings.append({"code": "noisy_runs", "message": message})
     return {
         "tuning": {rule: {name: float(value[0]) for name, value in law.items()} for rule, law in rules.items()},
@@ -99,14 +104,14 @@ SETTINGS = ("learning_rate", "batch", "timescale")
 
 
 class _Costs:
-    """The model of runs near the best of their cells. Coordinates: those of PRIORS, then the level of each cell."""
+    """The model of runs near the best of their cells; coordinates as in PRIORS, then the level of each cell."""
 
     def __init__(self, runs: Columns) -> None:
         self.cell, self.loss = cells_of(runs["N"], runs["D"]), np.log(runs["loss"])
         if len(self.loss) <= len(PRIORS) + self.cell.max() + 1:
             raise InputError(
-                f"{len(self.loss)} runs lie within {WINDOW:.0%} of the best of their (N, D), and a tune needs more "
-                f"than {len(PRIORS)} beside one for each (N, D)."
+                f"{len(self.loss)} runs lie within {WINDOW:.0%} of the best of their (N, D); the rules need more than "
+                f"{len(PRIORS)}, plus one for each (N, D)."
             )
         logs = {name: np.log(runs[name]) for name in ("N", "D", *SETTINGS)}
         self.middle = {name: float(values.mean()) for name, values in logs.items()}
@@ -115,7 +120,7 @@ class _Costs:
         self.noise = 0.01
 
     def best(self, q: Array) -> Array:
-        """Return log best settings of each run (3, n); the learning rate is that for the best batch."""
+        """Return log best settings of each run (3, n), with the learning rate for the best batch."""
         rate, rate_N, rate_D, slope, batch, batch_N, batch_D, tau, tau_N, tau_D = q[:10]
         b = batch + batch_N * self.n + batch_D * self.d
         logs = [rate + rate_N * self.n + rate_D * self.d + slope * b, b, tau - self.middle["timescale"]]
@@ -167,8 +172,8 @@ class _Costs:
 def excess_with_error(centre: Array, sides: Array, draws: int = 2000, seed: int = 0) -> tuple[Array, Array]:
     """Return the relative excess loss of n settings over the minimum of a parabola along each axis, and its error.
 
-    centre (n, 2): losses with two seeds, which give the noise. sides (n, axes, 2): losses one step down and up, NaN for
-    none. If the parabola's minimum is not between the sides, the lowest of the three losses is taken.
+    centre (n, 2): losses with two seeds. sides (n, axes, 2): losses one step down and up, NaN for none. If the
+    parabola's minimum is not between the sides, the lowest of the three losses is used.
     """
     centre, sides = np.log(centre), np.log(sides)
     noise = np.sqrt(np.mean((centre[:, 0] - centre[:, 1]) ** 2) / 2)

@@ -1,8 +1,7 @@
 """Smoothly broken power laws, y = a + b x^-c0 prod_i (1 + (x / d_i)^(1 / f_i))^(-c_i f_i).
 
-In log-log the slope of y - a changes from -c0 to -(c0 + c1) around d1, over a width of about 4 f1 in log x; and so on.
-Three more constants per break fit almost anything, so a break counts only inside the data and if it lowers the
-corrected Akaike criterion (Hurvich and Tsai 1989).
+In log-log the slope of y - a changes from -c0 to -(c0 + c1) around d1, over a width of about 4 f1 in log x. A break
+counts only inside the data and if it lowers the corrected Akaike criterion (Hurvich and Tsai 1989).
 
 Caballero et al. 2022 (arXiv:2210.14891), equation 1.
 """
@@ -36,7 +35,7 @@ class BrokenPowerLaw(LineLaw):
     """y = a + b x^-c0 prod_i (1 + (x / d_i)^(1 / f_i))^(-c_i f_i) with 0 to 3 `breaks`; a is zero without `offset`.
 
     After `fit`: a_, b_, c0_ and, for each break in order of x, c1_, d1_, f1_, ... `degenerate_` contains the d_i of
-    breaks outside the data, and that of the weakest break unless `support` is above zero.
+    breaks outside the data, and of the weakest break unless `support` is above zero.
     """
 
     form = "broken"
@@ -74,10 +73,7 @@ class BrokenPowerLaw(LineLaw):
     # Support for the breaks.
 
     def aicc(self) -> float:
-        """Return the corrected Akaike criterion up to a constant of the data; infinity if n - k - 1 < 1.
-
-        Errors are Gaussian for objectives "squares" and "se", and Laplacian for "huber" and "l1".
-        """
+        """Return the corrected Akaike criterion up to a constant of the data; infinity if n - k - 1 < 1."""
         self._fitted()
         weight = self.weight_ * self._precision
         n, k = int((weight > 0).sum()), self.problem_.free + 1
@@ -91,12 +87,12 @@ class BrokenPowerLaw(LineLaw):
         """Return the law with one break fewer, fitted to the same data."""
         self._fitted()
         if self.breaks == 0:
-            raise InputError("breaks is 0, so there is no simpler law.")
+            raise InputError("breaks is 0; a simpler law exists from 1 break on.")
         law = BrokenPowerLaw(self.breaks - 1, self.offset, self.objective, self.delta)
         return law.fit(self.data_["x"], self.data_["y"], self.weight_, self.se_)
 
     def support(self) -> float:
-        """Return how much one break fewer raises the criterion; above ten is strong support for the break."""
+        """Return how much one break fewer raises the criterion; above ten is strong support."""
         return self.simpler().aicc() - self.aicc()
 
     def _accept(self, solution: Any) -> None:
@@ -115,15 +111,12 @@ class BrokenPowerLaw(LineLaw):
         distinct = len(np.unique(np.round(np.log(inputs[0]), 6)))
         if distinct <= self.problem_.free:
             raise InputError(
-                f"{self.title} with {self.breaks} breaks has {self.problem_.free} constants and there are {distinct} "
-                f"different x; it needs at least {self.problem_.free + 1}."
+                f"{self.title} with breaks = {self.breaks} has {self.problem_.free} constants, and x has {distinct} "
+                f"different values; it needs at least {self.problem_.free + 1}."
             )
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Build the problem.
-
-        Coordinates: log b at the mean log x without breaks, c0, c_i, log d_i, log f_i and, with an offset, log a.
-        """
+        """Build the problem in log b at the mean log x, c0, c_i, log d_i, log f_i and, with an offset, log a."""
         (u, x0), target, breaks = centred(inputs[0]), np.log(observed), range(1, self.breaks + 1)
         span = max(float(np.ptp(u)), 1e-3)
         names = [name for name in self.names if name != "a" or self.offset]
@@ -166,7 +159,7 @@ class BrokenPowerLaw(LineLaw):
 
 
 def _starts(u: Array, y: Array, breaks: int, at: Mapping[str, int], weights: Array, keep: int) -> Array:
-    """Return starts (P, G, k): log b and slopes by least squares on log(y - a), over a grid of a, places and widths."""
+    """Return starts (P, G, k) by least squares on log(y - a), over a grid of a, places and widths."""
     inner = np.quantile(u, np.linspace(0.0, 1.0, PLACES.get(breaks, 1) + 2)[1:-1])
     grid = list(product(combinations(inner, breaks), WIDTH_GRID if breaks else (1.0,)))
     places = np.array([place for place, _ in grid]).reshape(len(grid), breaks)

@@ -1,7 +1,6 @@
 """The parametric law L(N, D) = E + A / N^alpha + B / D^beta and its optimum (approach 3).
 
-Starts are a grid of exponents, solved for E, A and B. Log N and log D are centred inside the solver, so bounds and
-conditioning do not depend on units.
+Starts are a grid of exponents, solved for E, A and B.
 
 Hoffmann et al. 2022 (arXiv:2203.15556), section 3.3 and appendix D.3; Besiroglu et al. 2024 (arXiv:2404.10102).
 """
@@ -104,10 +103,7 @@ class ChinchillaLaw(OffsetLaw):
 
 
 def two_power_laws(inputs: tuple[Array, ...], observed: Array, tied: bool, fixed: float | None) -> Problem:
-    """Build the problem of E + A / N^alpha + B / D^beta, with E fitted unless it is `fixed`.
-
-    Coordinates: log A and log B at the mean log N and log D, the exponents, and log E.
-    """
+    """Build the problem in log A and log B at the mean log N and log D, the exponents and, unless `fixed`, log E."""
     (x, x0), (y, y0) = (centred(column) for column in inputs)
     ones, target = np.ones_like(x), np.log(observed)
     names = ["A", "alpha", "B"] + ([] if tied else ["beta"]) + (["E"] if fixed is None else [])

@@ -72,9 +72,9 @@ class FunctionLaw(LossLaw):
         self.exponent_names = tuple(name for name in self.names if name.startswith(("alpha", "beta")))
         self.output = str(output)
         if not self.inputs or len({*self.inputs, self.output}) != len(self.inputs) + 1:
-            raise InputError(f"inputs is {inputs!r} and output {output!r}; names that differ are needed.")
+            raise InputError(f"inputs is {inputs!r} and output is {output!r}; all names must differ.")
         if tries < 1:
-            raise InputError(f"tries is {tries}; at least one start is needed.")
+            raise InputError(f"tries is {tries}; it must be at least 1.")
         self.starts = starts
         self._user_starts = [self._start(start) for start in starts]
         self.tries, self.seed = int(tries), int(seed)
@@ -101,8 +101,7 @@ class FunctionLaw(LossLaw):
     ) -> Self:
         """Fit to the inputs in order and then the observed values, all (n,) and above zero, by position or name.
 
-        Options are as in `LossLaw.fit`; `flops` counts only for inputs N and D. Raises InputError also if the function
-        has no derivative.
+        Options are as in `LossLaw.fit`; `flops` counts only for inputs N and D.
         """
         by_column = by_name("fit", (*self.inputs, self.output), columns, named)
         if flops is not None and self.inputs == ("N", "D"):
@@ -127,7 +126,7 @@ class FunctionLaw(LossLaw):
         """
         if function is None:
             raise InputError(
-                "function is missing; a file cannot hold it, so give the one that the law was fitted with."
+                "function is missing; a file does not contain it, so give the function that the law was fitted with."
             )
         law = super().from_json(source)
         law.function = function
@@ -137,8 +136,8 @@ class FunctionLaw(LossLaw):
         objective = float((law.weight_ * law._precision) @ (slope * (residual - 0.5 * slope)))
         if not np.isclose(objective, law.objective_, rtol=1e-6, atol=1e-18):
             raise InputError(
-                f"function gives an objective of {objective:.6g} on the stored data and the law states "
-                f"{law.objective_:.6g}; it is not the one that the law was fitted with."
+                f"function gives an objective of {objective:.6g} on the stored data, but the file states "
+                f"{law.objective_:.6g}; give the function that the law was fitted with."
             )
         return law
 
@@ -146,7 +145,7 @@ class FunctionLaw(LossLaw):
 
     def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
         if not self.names:
-            raise InputError("parameters is empty; give each constant's bounds, as in {'E': (0.1, 10)}.")
+            raise InputError("parameters is empty; give the bounds of each constant, such as {'E': (0.1, 10)}.")
         Law._check(self, inputs, observed)
         self._check_function(self.problem_.starts(np.ones((1, self.problem_.form.points)), CHECKED)[0])
 
@@ -162,7 +161,9 @@ class FunctionLaw(LossLaw):
                 f"function cannot be differentiated ({type(error).__name__}: {error}); {ACCEPTED}."
             ) from None
         if not np.isfinite(first[np.isfinite(value)]).any():
-            raise InputError("function gives no finite prediction and slope at any start; give starts where it does.")
+            raise InputError(
+                "function has no finite prediction and slope at any start; give starts where both are finite."
+            )
 
     def _accept(self, solution: Any) -> None:
         super()._accept(solution)
@@ -228,16 +229,18 @@ def _squares(function: Function, constants: Constants, inputs: Sequence[Array], 
         raise
     except Exception as error:  # it is the user's function, and may raise anything
         raise InputError(
-            f"function fails on arrays ({type(error).__name__}: {error}); it takes constants of shape (P, 1) by name, "
-            "inputs of shape (n,), and gives what broadcasts to (P, n)."
+            f"function fails on arrays ({type(error).__name__}: {error}); it must accept constants of shape (P, 1) by "
+            "name and inputs of shape (n,), and return an array that broadcasts to (P, n)."
         ) from None
     if not np.isfinite(log).all(axis=1).any():
-        raise InputError("function gives no finite value above zero for every run within the bounds; check these.")
+        raise InputError(
+            "nowhere within the bounds does function give a finite value above zero for every run; change the bounds."
+        )
     return np.nan_to_num((log - target) ** 2, nan=UNUSABLE, posinf=UNUSABLE)
 
 
 def latin_hypercube(points: int, dimensions: int, seed: int) -> Array:
-    """Return `points` in the unit cube (points, dimensions), one in every slice of each axis (McKay et al. 1979)."""
+    """Return points in the unit cube (points, dimensions), one in every slice of each axis (McKay et al. 1979)."""
     rng = np.random.default_rng(seed)
     slices = rng.permuted(np.tile(np.arange(points), (dimensions, 1)), axis=1).T
     return (slices + rng.random((points, dimensions))) / points
@@ -248,12 +251,14 @@ def _bounds(parameters: Mapping[str, Sequence[float]]) -> dict[str, tuple[float,
     bounds = {}
     for name, pair in parameters.items():
         if not str(name).isidentifier() or name in TAKEN:
-            raise InputError(f"parameters has {name!r}; a Python name that the law does not use itself is needed.")
+            raise InputError(f"parameters has {name!r}; use a Python name that is not an attribute of a fitted law.")
         try:
             low, high = (float(v) for v in pair)
         except (TypeError, ValueError):
-            raise InputError(f"parameters has {name} = {pair!r}; a pair of numbers is needed.") from None
+            raise InputError(f"parameters has {name} = {pair!r}; it must be a pair of numbers.") from None
         if not (np.isfinite([low, high]).all() and low <= high):
-            raise InputError(f"parameters has {name} = ({low:g}, {high:g}); finite bounds in order are needed.")
+            raise InputError(
+                f"parameters has {name} = ({low:g}, {high:g}); both must be finite, and the lower one first."
+            )
         bounds[name] = (low, high)
     return bounds

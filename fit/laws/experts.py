@@ -1,8 +1,7 @@
 """Laws of mixtures of experts: the value of unused experts in loss and in dense parameters.
 
-A form is its equation: each term is the exponential of constants times products of log inputs, from which values,
-derivatives, centring and starts follow. E is `experts`, the experts of a layer over the experts that a token uses: 1 in
-a dense model. The sparsity S is 1 - 1 / E; E' is the saturated E.
+Each term of an equation is the exponential of constants times products of log inputs. E is `experts`, the experts of a
+layer over the experts that a token uses: 1 in a dense model. The sparsity S is 1 - 1 / E; E' is the saturated E.
 
 Clark et al. 2022 (arXiv:2202.01169), equations 1, 4 and 11; Krajewski et al. 2024 (arXiv:2402.07871), equation 9;
 Ludziejewski et al. 2025 (arXiv:2502.05172), equation 6; Abnar et al. 2025 (arXiv:2501.12370), equation 6.
@@ -79,7 +78,7 @@ class ExpertLaw(Law):
             raise InputError(f"form is {form!r}; choose a law of experts: {', '.join(EXPERT_LAWS)}.")
         for name, value in (("tokens", tokens), ("share", share)):
             if value is not None and not 0.0 < value < np.inf:
-                raise InputError(f"{name} is {value}; a finite number above zero is needed.")
+                raise InputError(f"{name} is {value}; it must be a finite number above zero.")
         self.form, self.tokens, self.share = form, tokens, share
         self.title = f"the law of experts {form}"
         inputs, text = FORMS[form].split(": ")
@@ -99,10 +98,7 @@ class ExpertLaw(Law):
     def fit(
         self, *columns: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None, **named: ArrayLike
     ) -> Self:
-        """Fit to n runs: the columns of `inputs` in order and then loss (nats per token), or all by name, each (n,).
-
-        `weight` and `loss_se` (n,) are as in `LossLaw.fit`. Raises InputError also for a constant column.
-        """
+        """Fit to n runs: the columns of `inputs` in order and then loss (nats per token), or all by name, each (n,)."""
         return self._fit(tuple(by_name("fit", (*self.inputs, self.output), columns, named).values()), weight, loss_se)
 
     def evaluate(self, constants: Constants, *inputs: Any) -> Any:  # type: ignore[override]
@@ -119,7 +115,7 @@ class ExpertLaw(Law):
         """Return the parameters of the dense model of equal loss (Clark et al. 2022, equation 11); all broadcast."""
         self._fitted()
         if self.form != "clark":
-            raise InputError(f"form is {self.form!r}; effective parameters are of clark, and others have leverage.")
+            raise InputError(f"form is {self.form!r}; only clark has effective parameters, so use leverage.")
         c = self.constants_ if constants is None else constants
         start = np.log(c["E_start"])
         s = saturated(np.log(floats(experts)), start, np.log(c["E_max"]))
@@ -136,14 +132,16 @@ class ExpertLaw(Law):
         Parameters
         ----------
         most_parameters : float, optional
-            Largest N_total, as memory sets it.
+            Largest N_total.
         experts : float, optional
-            Number of experts; searched within the range of the runs by default.
+            Number of experts; by default searched within the range of the runs.
         """
         (C,) = aligned(flops=flops)
         self._can_answer()
         if most_parameters is not None and (self.share is None or not most_parameters > 0):
-            raise InputError(f"most_parameters is {most_parameters}; it must be above zero, and the law have a share.")
+            raise InputError(
+                f"most_parameters is {most_parameters}; it must be above zero, and the law must be made with share=..."
+            )
         run_experts = self.data_["experts"]
         choices = np.geomspace(run_experts.min(), run_experts.max(), CHOICES) if experts is None else floats([experts])
 
@@ -160,8 +158,7 @@ class ExpertLaw(Law):
     def leverage(self, flops: float, experts: ArrayLike, constants: Constants | None = None) -> Any:
         """Return the FLOPs of the dense model that reaches the loss of the best mixture at `flops`, over `flops`.
 
-        Both have their best N and D, or the law's one D. Infinite beyond 1e6. `constants` (r,) add an axis, so the
-        interval is `interval_of(lambda c: law.leverage(flops, experts, c))`.
+        Infinite beyond 1e6. The interval is `interval_of(lambda c: law.leverage(flops, experts, c))`.
         """
         self._can_answer()
         c = {k: np.atleast_1d(floats(v)) for k, v in (self.constants_ if constants is None else constants).items()}
@@ -174,10 +171,12 @@ class ExpertLaw(Law):
     def _can_answer(self) -> None:
         self._fitted()
         if "experts" not in self.inputs:
-            raise InputError(f"form is {self.form!r}, of one number of experts; choose clark, ludziejewski or abnar.")
+            raise InputError(
+                f"form is {self.form!r}, which holds for one number of experts; choose clark, ludziejewski or abnar."
+            )
         for name, needed in (("tokens", "D" not in self.inputs), ("share", "N_total" in self.inputs)):
             if needed and getattr(self, name) is None:
-                raise InputError(f"{name} is not given; a budget needs ExpertLaw({self.form!r}, {name}=...).")
+                raise InputError(f"{name} is missing; for a budget, fit ExpertLaw({self.form!r}, {name}=...).")
 
     def _expansion(self, experts: Any) -> Any:
         return 1.0 + (experts - 1.0) * (self.share or 0.0)
@@ -205,16 +204,13 @@ class ExpertLaw(Law):
             low = values.min()
             if values.max() < SPREAD * low or (name == "experts" and low < 1.0):
                 raise InputError(
-                    f"{name} is {low:.4g} in a row; more than one is needed, of experts 1 (dense) and more."
+                    f"{name} is at least {low:.4g} and at most {values.max():.4g}; it must vary between runs, and "
+                    "experts must be 1 (dense) or more."
                 )
         super()._check(inputs, observed)
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Build the problem.
-
-        Coordinates: the constants, those in `_logged` as logarithms. Constants that multiply neither N nor D are taken
-        at the mean log N and log D.
-        """
+        """Build the problem in the constants (those in `_logged` as logarithms) at the mean log N and log D."""
         target = np.log(observed)
         logs = {AXES[name]: np.log(v) for name, v in zip(self.inputs, inputs, strict=True)}
         middle = {axis: float(logs[axis].mean()) for axis in logs if axis in "ND"}
@@ -252,7 +248,7 @@ class ExpertLaw(Law):
         return math.prod((logs[axis] for axis in feature.strip("-")), start=scale)
 
     def _exponents(self, v: Mapping[str, Any], logs: Mapping[str, Any]) -> list[Any]:
-        """Return the exponent of each term; `v` has amplitudes, E_start and E_max as logarithms."""
+        """Return the exponent of each term."""
         if self._saturates:
             logs = {**logs, "E": saturated(logs["E"], v["E_start"], v["E_max"])}
         return [sum(v[name] * self._along(name, feature, logs) for name, feature in t.items()) for t in self._terms]

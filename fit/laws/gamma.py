@@ -47,7 +47,7 @@ class GammaLaw(ChinchillaLaw):
     def optimum(
         self, flops: ArrayLike, constants: Constants, flops_per_token: float = 6.0
     ) -> tuple[Array, Array, Array]:
-        """Return the optimum in closed form, the N and D that minimise the sum in brackets."""
+        """Return the optimum in closed form."""
         N, D, inner = optimum(flops, {**constants, "E": 0.0}, flops_per_token)
         return N, D, constants["E"] + np.power(inner, constants["gamma"])
 
@@ -58,10 +58,8 @@ class GammaLaw(ChinchillaLaw):
     # The law as the solver sees it.
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Build the problem.
-
-        Coordinates: log of (A / N^alpha)^gamma and (B / D^beta)^gamma at the mean log N and log D, their exponents,
-        gamma, and log E unless fixed.
+        """Build the problem in log (A / N^alpha)^gamma and log (B / D^beta)^gamma at the mean log N and log D, their
+        exponents, gamma, and log E unless fixed.
         """
         (x, x0), (y, y0) = (centred(column) for column in inputs)
         target, fixed = np.log(observed), self.E

@@ -1,7 +1,6 @@
 """Kaplan's joint law L(N, D) = [(N_c / N)^(alpha_N / alpha_D) + D_c / D]^alpha_D.
 
-It has no irreducible loss. N is Kaplan's count, without embeddings. N_c and D_c, where its two lines reach a loss of
-one, are far beyond any run, so the solver works with the lines at the middle of the data.
+It has no irreducible loss. N is Kaplan's count, without embeddings.
 
 Kaplan et al. 2020 (arXiv:2001.08361), equation 1.5.
 """
@@ -78,10 +77,8 @@ class KaplanLaw(LossLaw):
             self.degenerate_[self.degenerate_.index("N_c")] = "D_c"
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Build the problem.
-
-        Coordinates: D_c, the log of the line of the data at the mean log D; N_c, how far the other line is above it
-        there, in units of alpha_D; and the exponents.
+        """Build the problem in D_c, the log of the line of the data at the mean log D; N_c, the distance of the other
+        line from it in units of alpha_D; and the exponents.
         """
         (x, x0), (y, y0) = (centred(column) for column in inputs)
         target = np.log(observed)

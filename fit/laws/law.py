@@ -1,16 +1,15 @@
 """Base classes of all laws: fitting, resampling, intervals, prediction and JSON.
 
 A subclass defines `_problem`, `evaluate` and `equation`. Each refit of a resample is a full fit from the optimum of all
-runs and, below `LARGE` rows, from starts by variable projection. "wild" resampling uses residuals of fits
-*without* the row's group: those of the fit itself are too small, and under a Huber objective as many of them are nearly
-zero as there are constants.
+runs and, below `LARGE` rows, from starts by variable projection. "wild" resampling uses residuals of fits without the
+row's group, because residuals of the fit itself are too small.
 
-Objectives, *sums* over residuals r_i = log observed_i - log predicted_i:
+Objectives, sums over residuals r_i = log observed_i - log predicted_i:
   huber    sum w_i huber_delta(r_i), Hoffmann et al. 2022 (arXiv:2203.15556), equation 3
   l1       huber with delta = 1e-6, which is L1 to within 1e-6 in log loss
   squares  sum w_i r_i^2 / 2
-  se       sum w_i r_i^2 / (2 (s_i^2 + tau^2)), s_i the relative standard error of the observation and tau the extra
-           scatter that makes the weighted squares equal the degrees of freedom (Paule and Mandel 1982)
+  se       sum w_i r_i^2 / (2 (s_i^2 + tau^2)), s_i the relative standard error and tau the extra scatter that makes
+           the weighted squares equal the degrees of freedom (Paule and Mandel 1982)
 """
 
 from __future__ import annotations
@@ -128,15 +127,11 @@ def projected_starts(
 ) -> Array:
     """Return starts (P, G, k) by variable projection at G settings of the nonlinear coordinates.
 
-    Parameters ---------- at : Index of each coordinate. coordinates : Maps logs of the m amplitudes (P, G, m) to
-    coordinates that broadcast to (P, G). basis : (G, n, m), factors of the amplitudes over the observed values:
-    residuals are then those of log space to first
-        order.
-    weights : (P, n).
-    keep : Number of starts of lowest error to return, best first; None for all, in order.
-    target : (n,), the sum that the basis fits; ones by default.
-    scale : (G,), converts squared residuals to squared log residuals.
-    least : (G, 1), replaces smaller amplitudes; the error of negative ones counts four times.
+    at: index of each coordinate. coordinates: maps logs of the m amplitudes (P, G, m) to coordinates that broadcast to
+    (P, G). basis (G, n, m): factors of the amplitudes over the observed values. weights (P, n). keep: number of starts
+    of lowest error, best first; None for all. target (n,): the sum that the basis fits; default ones. scale (G,):
+    converts squared residuals to squared log residuals. least (G, 1): replaces smaller amplitudes; the error of
+    negative ones counts four times.
     """
     target = np.ones(basis.shape[1]) if target is None else target
     chunks = []
@@ -167,7 +162,7 @@ class Estimator:
         current = self.get_params()
         for name in params:
             if name not in current:
-                raise InputError(f"{name!r} is no parameter of {type(self).__name__}; it has {', '.join(current)}.")
+                raise InputError(f"{name!r} is not a parameter of {type(self).__name__}; it has {', '.join(current)}.")
         vars(self).clear()
         type(self).__init__(self, **current | params)
         return self
@@ -270,7 +265,7 @@ class Law(Estimator):
             self._precision = 1.0 / ((self.se_ / self.data_[self.output]) ** 2 + scatter**2)
 
     def _solve_full(self) -> Solution:
-        """Solve from all starts, first under a large delta, and by `direct` also under the small one at once."""
+        """Solve from all starts, first under a large delta, and by `direct` also under the small one."""
         problem, weights = self.problem_, (self.weight_ * self._precision)[None, :]
         starts = problem.starts(weights, None)
         smooth = self._solve(weights, starts)
@@ -286,7 +281,7 @@ class Law(Estimator):
         return combined if deeper or self.direct == "always" or not smooth.converged[0] else smooth
 
     def _solve_scatter(self) -> Solution:
-        """Alternate between the fit and the scatter tau until the weighted squares equal the degrees of freedom."""
+        """Alternate between the fit and the scatter tau."""
         variance = 1.0 / self._precision
         freedom = int((self.weight_ > 0).sum()) - self.problem_.free
         for _ in range(30):
@@ -363,9 +358,8 @@ class Law(Estimator):
         groups : array_like, optional
             Run or trunk ids (rows,); rows of one group move together.
         method : {"auto", "pairs", "wild"}, optional
-            "pairs" draws groups with replacement. "wild" keeps every row and moves its value by its error under the fit
-            without its group. "auto" is wild below 20 groups per fitted constant, where intervals of pairs are too
-            wide.
+            "pairs" draws groups with replacement. "wild" moves the value of every row by its error under the fit
+            without its group. "auto" is wild below 20 groups per constant, where intervals of pairs are too wide.
         """
         self._fitted()
         method = self.resampling if method is None else method
@@ -434,12 +428,11 @@ class Law(Estimator):
     ) -> Array:
         """Return the bootstrap interval at each point, (2,) for scalars and (points, 2) for (points,).
 
-        `kind` "mean" is the interval of the law's value. "run" is that of one new run: each draw is multiplied by exp
-        of a residual of the fit, inflated for the fitted constants.
+        `kind` "mean" is the interval of the law's value, "run" that of one new run, which adds the residuals.
         """
         points = self._inputs(inputs, named)
         if kind not in ("mean", "run"):
-            raise InputError(f"kind is {kind!r}; choose mean (the law's value) or run (what one new run shows).")
+            raise InputError(f"kind is {kind!r}; choose mean (the law's value) or run (the value of one new run).")
         draws = self.predict_draws(*np.broadcast_arrays(*points))
         if kind == "run":
             generator = np.random.default_rng((self.bootstrap_["seed"] or 0) + 1)  # not the signs or counts of draws
@@ -453,7 +446,7 @@ class Law(Estimator):
 
     @property
     def residual_scale_(self) -> float:
-        """Root mean square residual in log space, per degree of freedom."""
+        """Return the root mean square residual in log space, per degree of freedom."""
         self._fitted()
         inflated = self._inflation(int((self.weight_ > 0).sum())) * self.residuals()
         return float(np.sqrt(self.weight_ @ inflated**2 / self.weight_.sum()))
@@ -466,7 +459,7 @@ class Law(Estimator):
         return unboxed(self.evaluate(self.constants_, *self._inputs(inputs, named)))
 
     def predict_draws(self, *inputs: ArrayLike, **named: ArrayLike) -> Array:
-        """Return the law under each bootstrap draw: (resamples,) for scalars, (points, resamples) for (points,)."""
+        """Return the law under each bootstrap draw, (resamples,) or (points, resamples)."""
         draws = self._bootstrapped()
         columns = [floats(v)[..., None] for v in self._inputs(inputs, named)]
         with np.errstate(over="ignore"):
@@ -489,7 +482,7 @@ class Law(Estimator):
         return float(1.0 - (error**2).sum() / ((target - target.mean()) ** 2).sum())
 
     def say(self, name: str) -> str:
-        """Return a constant as text, with its interval after `bootstrap`: `0.3473 [0.3171, 0.3731]`."""
+        """Return a constant as text, with its interval after `bootstrap`."""
         self._check_name(name)
         shown = f"{self.constants_[name]:.4g}"
         if self.draws_ is None or np.ptp(self.draws_[name]) == 0:
@@ -541,10 +534,7 @@ class Law(Estimator):
 
     @classmethod
     def from_json(cls, source: Any) -> Self:
-        """Read a fitted law from a file or from the text of `to_json`, without a new fit.
-
-        Raises InputError for another version of the format or another form of law.
-        """
+        """Read a fitted law from a file or from the text of `to_json`. Raises InputError if it is of another form."""
         law: Self = read_law(source, cls)
         return law
 
@@ -557,11 +547,11 @@ class Law(Estimator):
     def _check_name(self, name: str) -> None:
         self._fitted()
         if name not in self.names:
-            raise InputError(f"interval of {name!r} is not known; choose one of {', '.join(self.names)}.")
+            raise InputError(f"there is no constant {name!r}; choose one of {', '.join(self.names)}.")
 
 
 class LossLaw(Law):
-    """A law L(N, D); analyses use only `optimum`, `size_exponent` and `exponent_names` beyond those of `Law`."""
+    """A law L(N, D)."""
 
     title = "a law of N and D"
     inputs: tuple[str, ...] = ("N", "D")
@@ -599,14 +589,11 @@ class LossLaw(Law):
     def optimum(
         self, flops: ArrayLike, constants: Constants, flops_per_token: float = 6.0
     ) -> tuple[Array, Array, Array]:
-        """Return N, D and the lowest loss under C = flops_per_token N D; all broadcast.
-
-        This is a search, accurate to about 1e-6; laws with a closed form override it.
-        """
+        """Return N, D and the lowest loss under C = flops_per_token N D, by a search accurate to about 1e-6."""
         return search(self, constants, floats(flops), lambda N: flops_per_token * N)
 
     def size_exponent(self, constants: Constants) -> Any:
-        """Return the exponent of N*(C); here its mean slope between the smallest and the largest run."""
+        """Return the exponent of N*(C), its mean slope between the smallest and the largest run."""
         C = 6.0 * self.data_["N"] * self.data_["D"]
         low, high = float(C.min()), float(C.max())
         ends = self.optimum(np.array([[low], [high]]), {k: np.atleast_1d(v) for k, v in constants.items()})[0]
@@ -623,7 +610,7 @@ class LossLaw(Law):
 
     @property
     def exponents_(self) -> tuple[float, float]:
-        """(a, b) of N* ~ C^a and D* ~ C^b under C = 6 N D."""
+        """Return (a, b) of N* ~ C^a and D* ~ C^b under C = 6 N D."""
         self._fitted()
         a = float(self.size_exponent(self.constants_))
         return a, 1.0 - a
@@ -636,7 +623,7 @@ class LossLaw(Law):
 
     @property
     def unresolved_(self) -> list[str]:
-        """Inputs over whose range in the table the fitted loss changes by no more than rounding."""
+        """Return the inputs over whose range in the table the fitted loss does not change."""
         self._fitted()
         log = {name: np.log(self.data_[name]) for name in self.inputs}
         centre = {name: np.full(2, values.mean()) for name, values in log.items()}
@@ -644,7 +631,7 @@ class LossLaw(Law):
         return [name for name, columns in ends.items() if not is_uneven(self.predict(*map(np.exp, columns.values())))]
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Plot loss contours over (N, D), the runs and the efficient frontier. Returns the matplotlib axes."""
+        """Plot loss contours over (N, D), the runs and the efficient frontier."""
         self._fitted()
         N, D, loss = self.data_.values()
         return plot_contours(self, N, D, loss, ax)
@@ -665,7 +652,7 @@ class OffsetLaw(LossLaw):
     def __init__(self, objective: str = "huber", delta: float = 1e-3, E: float | None = None) -> None:
         super().__init__(objective, delta)
         if E is not None and not 0 <= E < np.inf:
-            raise InputError(f"E is {E}; it must be zero or more and below the lowest loss; without it, E is fitted.")
+            raise InputError(f"E is {E}; it must be zero or more and below the lowest loss, or None to fit it.")
         self.E = None if E is None else float(E)
         if E is not None:  # with E fixed, a large delta may hide the deepest valley
             self.direct = "deeper"

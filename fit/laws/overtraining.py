@@ -52,7 +52,7 @@ class OvertrainingLaw(OffsetLaw):
     def optimum(
         self, flops: ArrayLike, constants: Constants, flops_per_token: float = 6.0
     ) -> tuple[Array, Array, Array]:
-        """Return the optimum in closed form: M = (b / a)^(1 / (2 eta)) tokens per parameter at every C."""
+        """Return the optimum in closed form, M = (b / a)^(1 / (2 eta))."""
         c, spent = constants, floats(flops) / flops_per_token
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             M = np.divide(c["b"], c["a"]) ** (0.5 / c["eta"])

@@ -1,7 +1,7 @@
 """Laws as JSON: options, constants, data with its hash, bootstrap draws and provenance.
 
-A law read from a file predicts, gives its intervals and plots without a new fit. Floats are written in full, so the
-round trip is exact to the bit. The law.json of a report has the same content under "estimator" and is read as well.
+A law read from a file needs no new fit, and the round trip is exact to the bit. The law.json of a report has the same
+content under "estimator".
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def read_law(source: str | Path, kind: type[Any] | None = None) -> Any:
             f"{label} is version {content.get('version')!r} of the law format; this isoflop reads version {VERSION}."
         )
     if str(content.get("form")) not in LAWS:
-        raise InputError(f"{label} holds a law of form {content.get('form')!r}; known are {', '.join(LAWS)}.")
+        raise InputError(f"{label} holds a law of form {content.get('form')!r}; known forms are {', '.join(LAWS)}.")
     cls = law_class(content["form"])
     if kind is not None and not issubclass(cls, kind):
         raise InputError(f"{label} holds a law of form {content['form']!r}; {kind.form or kind.title!r} is expected.")
@@ -126,9 +126,11 @@ def read_law(source: str | Path, kind: type[Any] | None = None) -> Any:
         raise InputError(f"{label}: {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         reason = f"{type(error).__name__}: {error}".replace("`", "")
-        raise InputError(f"{label} is not a whole law ({reason}); write it again.") from None
+        raise InputError(f"{label} is not a complete law ({reason}); fit the law and write it again.") from None
     if data_hash(law) != law_file["data"]["sha256"]:
-        raise InputError(f"{label} holds data whose hash differs from the one it states; it was changed after the fit.")
+        raise InputError(
+            f"the data in {label} does not match its sha256, so the file was changed after the fit; fit the law again."
+        )
     return law
 
 
@@ -141,7 +143,7 @@ def _load(source: str | Path) -> tuple[str, dict[str, Any]]:
         content = content["estimator"]
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         has_no_fit = isinstance(content, dict) and "approaches" in content and content.get("law") is None
-        reason = "its report had no parametric fit" if has_no_fit else f"no format {FORMAT!r}"
+        reason = "the report has no parametric fit" if has_no_fit else f"its format is not {FORMAT!r}"
         raise InputError(f"{label} is not a law ({reason}); give a file that `to_json` or a report wrote.")
     return label, content
 

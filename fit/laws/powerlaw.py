@@ -1,7 +1,6 @@
 """Single power laws, y = k x^p, and with an offset, y = E + k x^p: N*(C), D*(C) and the best loss L*(C).
 
-`fit_draws` fits *draws* of the points, which carries their uncertainty into exponents, coefficients and
-extrapolations.
+`fit_draws` fits draws of the points, which carries their uncertainty into the law.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ class PowerLaw(LineLaw):
         if len(self.weight_) <= self.problem_.free:
             raise InputError(
                 f"a power law through {len(self.weight_)} points has no residuals to resample; "
-                f"it needs {self.problem_.free + 1}."
+                f"it needs at least {self.problem_.free + 1} points."
             )
         return super().bootstrap(n, groups, seed, method)
 
     def fit_draws(self, y: Array) -> Self:
         """Refit to draws of the points: y (draws, n), NaN where a draw has no such point.
 
-        Draws keep their order, so that the draws of two laws correspond; a draw with too few points is NaN.
+        Draws keep their order; a draw with too few points is NaN.
         """
         self._fitted()
         present = np.isfinite(y) & (y > 0)
@@ -90,7 +89,7 @@ class PowerLaw(LineLaw):
         distinct = len(np.unique(np.round(np.log(inputs[0]), 6)))
         if distinct < needed:
             form = "y = E + k x^p" if self.offset else "y = k x^p"
-            raise InputError(f"{form} needs at least {needed} different x; there are {distinct}.")
+            raise InputError(f"{form} needs at least {needed} different values of x; there are {distinct}.")
         if self.offset:  # without one, equal values are the law p = 0
             need_uneven(self.output, observed)
 

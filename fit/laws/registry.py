@@ -35,7 +35,7 @@ def law_class(form: str = DEFAULT) -> type[Any]:
     from ..errors import InputError
 
     if form not in LAWS:
-        raise InputError(f"form is {form!r}; known are {', '.join(LAWS)}.")
+        raise InputError(f"form is {form!r}; choose one of {', '.join(LAWS)}.")
     module, name = LAWS[form].split(":")
     cls: type[Any] = getattr(import_module(f"...{module}", __name__), name)
     return cls

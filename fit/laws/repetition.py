@@ -4,9 +4,8 @@
     D' = U   + U   R_D (1 - exp(-(D / U   - 1) / R_D))
     N' = U_N + U_N R_N (1 - exp(-(N / U_N - 1) / R_N)), U_N the size that is compute-optimal for U tokens, at most N
 
-U_N solves alpha A / U_N^alpha = beta B / U^beta, so it moves with the constants. In logarithms, log N' = log N - s +
-h(s, log R_N) for s = log(N / U_N) > 0, and the same for D. The objective in (R_D, R_N) is flat and has several valleys;
-`starts_` has the number of starts that agree.
+U_N solves alpha A / U_N^alpha = beta B / U^beta. In logarithms, log N' = log N - s + h(s, log R_N) for s = log(N / U_N)
+> 0, and the same for D. The objective in (R_D, R_N) is flat and has several valleys.
 
 Muennighoff et al. 2023 (arXiv:2305.16264), equations 5 and 6.
 """
@@ -69,8 +68,7 @@ class RepetitionLaw(Law):
     tied : bool
         Hold alpha = beta, as the paper does.
     base : mapping, optional
-        Fixed E, A, B, alpha and beta, such as those of a tied fit to runs of one epoch, as in the paper. Intervals are
-        then those of R_D and R_N given the base.
+        Fixed E, A, B, alpha and beta, such as from a tied fit to runs of one epoch, as in the paper.
     """
 
     form = "repetition"
@@ -99,7 +97,7 @@ class RepetitionLaw(Law):
         super().__init__(objective, delta)
         if tied and base is not None:
             raise InputError(
-                "tied and base were both given; the base holds both exponents already, so give one of them."
+                "tied and base were both given, but base already fixes both exponents; give only one of them."
             )
         self.tied, self.base = bool(tied), base
         self._base = None if base is None else _base(base)
@@ -149,7 +147,7 @@ class RepetitionLaw(Law):
         if self._base is None:
             identifiable(N, D)
         if not (D > U * (1.0 + 1e-9)).any():
-            raise InputError("U is D or more in every row, so no run repeats its data; add runs of several epochs.")
+            raise InputError("U is at least D in every row, so no run repeats its data; add runs of several epochs.")
 
     def _accept(self, solution: Any) -> None:
         super()._accept(solution)
@@ -159,11 +157,7 @@ class RepetitionLaw(Law):
             self._mark_degenerate("R_N")
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Build the problem.
-
-        Coordinates: log A and log B at the mean log N and log D, log E and the exponents, all unless `base` is set; log
-        R_D, log R_N.
-        """
+        """Build the problem in log A and log B at the mean log N and log D, log E, the exponents, log R_D, log R_N."""
         (x, x0), (y, y0) = centred(inputs[0]), centred(inputs[1])
         w = np.minimum(np.log(inputs[2]) - y0, y)
         target, repeats, base = np.log(observed), y - w, self._base
@@ -222,7 +216,7 @@ class RepetitionLaw(Law):
 def _base(base: Mapping[str, float]) -> dict[str, float]:
     missing = [name for name in BASE if name not in base]
     if missing:
-        raise InputError(f"base has no {missing[0]}; it needs E, A, B, alpha and beta.")
+        raise InputError(f"base has no value for {missing[0]}; it needs E, A, B, alpha and beta.")
     for name in BASE:
         value = base[name]
         number = isinstance(value, float | int | np.number)

@@ -1,13 +1,12 @@
 """Forecasts from several laws, weighted by how well they predicted larger runs; intervals hold if no form is right.
 
-*Rolling hold-outs*: cut-offs halve the compute repeatedly; every law is fitted to the cheaper runs and predicts the
+Rolling hold-outs: cut-offs halve the compute repeatedly; every law is fitted to the cheaper runs and predicts the
 others. Its weight is the inverse of its mean squared error per log of extrapolated compute, with a prior rate as one
 more cut-off (Bates and Granger 1969). The forecast is the weighted mean in log loss.
 
-*Intervals* add four variances in log loss: resampling of that mean; the forms about it; a drift that grows with the log
-of extrapolation at the mean's rolling rate; and, for a new run, noise. Forms err to both sides, so their mean keeps
-only a share of the second and third (Gneiting and Ranjan 2013: pools are too wide). These shares and the prior rate are
-learnt from public tables, in constants/forecast.yaml.
+Intervals add four variances in log loss: resampling of that mean; the forms about it; a drift that grows with the log
+of extrapolation; and, for a new run, noise. The second and third are shrunk because forms err to both sides (Gneiting
+and Ranjan 2013). Their shares and the prior rate are learnt from public tables (constants/forecast.yaml).
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class SavedMixture:
 
 @dataclass(frozen=True)
 class CutOff:
-    """A rolling hold-out: its compute, rows fitted and tested (n,), and the log of extrapolation of the tested rows."""
+    """A rolling hold-out: its compute, rows fitted and tested (n,), and the log extrapolation of the tested rows."""
 
     flops: float
     fitted: np.ndarray
@@ -96,10 +95,8 @@ class CutOff:
 
 @dataclass(frozen=True)
 class Member:
-    """A form of a mixture: its law, fitted to all runs, and its sets of constants.
-
-    constants (1,) of all runs; draws (r,), empty without a bootstrap; rolled (cut-offs,), of the fits below each
-    cut-off, and their coordinates theta (cut-offs, k).
+    """A form of a mixture: its law, and its constants (1,) of all runs, draws (r,), and rolled (cut-offs,) of the fits
+    below each cut-off, with their coordinates theta (cut-offs, k).
     """
 
     law: LossLaw
@@ -131,7 +128,7 @@ def family() -> dict[str, LossLaw]:
 
 
 def cut_offs(N: Array, D: Array, flops: Array, groups: np.ndarray) -> list[CutOff]:
-    """Return rolling hold-outs of falling compute while enough runs are left; no group is fitted and tested."""
+    """Return rolling hold-outs of falling compute; no group is both fitted and tested."""
     hold_outs, top = [], float(flops.max())
     while (fitted := flops <= top / GAP * (1.0 + 1e-4)).any():
         top = float(flops[fitted].max())
@@ -152,8 +149,7 @@ class FormMixture:
     priors: "loss" and "size", by default those of constants/forecast.yaml.
 
     After `fit`: laws_ (name -> fitted law), weights_ (name -> share), refused_ (name -> reason), noise_ of runs and
-    rate_ per log of extrapolation, both in log loss, cut_offs_, ends_ (FLOPs of the cheapest and the largest run),
-    flops_per_token_ (see `LossLaw`).
+    rate_ per log of extrapolation, both in log loss, cut_offs_, ends_ (FLOPs of the cheapest and the largest run).
     """
 
     inputs = ("N", "D")
@@ -245,10 +241,7 @@ class FormMixture:
         return self
 
     def before(self, k: int) -> FormMixture | None:
-        """Return the mixture that the runs below cut-off k would have given, or None if they allow no form.
-
-        A draw is one Gauss-Newton step to noisy losses of these runs, with the same noise for every form.
-        """
+        """Return the mixture that the runs below cut-off k would have given, or None if they allow no form."""
         rows = self.cut_offs_[k].fitted
         data, (names, group) = {name: values[rows] for name, values in self.data_.items()}, by_group(self._labels[rows])
         usable = {name: member for name, member in self._members.items() if member.law.problem_.free < len(names)}
@@ -290,13 +283,10 @@ class FormMixture:
 
     @classmethod
     def from_saved(cls, saved: SavedMixture, source: object) -> Self:
-        """Return a mixture with the optimum of the saved one; without runs, it cannot forecast one.
-
-        Raises InputError if its parts do not belong together.
-        """
+        """Return a mixture with the optimum of the saved one. Raises InputError if its parts do not fit together."""
         if not saved.belongs_together():
             raise InputError(
-                f"{source} holds a mixture whose forms, shares and draws do not belong together; fit again."
+                f"{source} holds a mixture whose forms, shares and draws do not match; run `isoflop fit` again."
             )
         mixture, members = cls(draws=saved.draws, priors=saved.priors), {}
         for name, form in saved.forms.items():
@@ -323,7 +313,7 @@ class FormMixture:
         import pandas as pd
 
         if kind not in ("mean", "run"):
-            raise InputError(f"kind is {kind!r}; choose mean (the law's value) or run (what one new run shows).")
+            raise InputError(f"kind is {kind!r}; choose mean (the law's value) or run (the value of one new run).")
         N, D = _points(N, D)
         wide = _half_width(level, [v for name, v in self.variances(N, D).items() if kind == "run" or name != "noise"])
         loss = self.predict(N, D)
@@ -338,8 +328,7 @@ class FormMixture:
     def optimal(self, flops: ArrayLike, level: float = 0.95, flops_per_token: float | Curve | None = None) -> Optimum:
         """Return the best N and D for `flops` (a scalar or (targets,)) and the loss there, with intervals.
 
-        log N is the mean over forms, weighted by how little each moved as larger runs were added. flops_per_token: see
-        `compute_optimal`.
+        log N is the mean over forms, weighted by how little each moved as larger runs were added.
         """
         C, count = positive("flops", np.atleast_1d(floats(flops))), own_convention(self, flops_per_token)
         spend = spending(count)
@@ -367,10 +356,7 @@ class FormMixture:
         return dict(zip(self.laws_, np.exp(self._log_sizes(self._fitted, C, count)[..., 0]), strict=True))
 
     def without_optimum(self, flops_per_token: float | Curve | None = None) -> float:
-        """Return the weight of forms without a best size at the cheapest or largest run.
-
-        Either a term vanished, or all exponents are at their bounds.
-        """
+        """Return the weight of forms without a best size at the cheapest or largest run."""
         C = self.ends_
         distance = np.abs(np.log(np.array([*self.sizes(C, flops_per_token).values()]) / np.sqrt(C / 6.0)))
         at_bounds = np.zeros(len(distance), dtype=bool)
@@ -390,10 +376,7 @@ class FormMixture:
     def size_exponent(
         self, level: float = 0.95, flops_per_token: float | Curve | None = None
     ) -> tuple[float, float, float]:
-        """Return the exponent a of N* ~ C^a, its mean over the range of the runs, and its interval.
-
-        A drift of log N* per log C is a drift of the exponent.
-        """
+        """Return the exponent a of N* ~ C^a, its mean over the range of the runs, and its interval."""
         count, C = own_convention(self, flops_per_token), self.ends_
 
         def slopes(members: Members) -> Array:
@@ -455,7 +438,7 @@ class FormMixture:
         return np.clip(moves[:, 0], -MAX_DEVIATION, MAX_DEVIATION) / log_ratio
 
     def _further(self, N: Array, D: Array) -> Array:
-        """Return the log of compute at N and D over that of the largest run, as the table counts; zero below it."""
+        """Return the log of compute at N and D over that of the largest run; zero below it."""
         flops = spending(own_convention(self))(N) * D
         return np.maximum(np.log(flops / self.ends_[1]), 0.0)
 
@@ -478,8 +461,6 @@ def forecast(
 ) -> pd.DataFrame:
     """Return losses at N parameters and D tokens by the mixture of forms: a DataFrame with loss, low and high.
 
-    Raises InputError for bad input.
-
     Parameters
     ----------
     runs : DataFrame or RunTable
@@ -495,7 +476,7 @@ def forecast(
 
     for name in ("N", "D", "loss"):
         if column(name) is None:
-            raise InputError(f"runs has no column {name}; N, D and loss are needed.")
+            raise InputError(f"runs has no column {name}; it needs N, D and loss.")
     groups = column("group") if column("group") is not None else column("run_id")
     optional = {"flops": column("flops"), "groups": groups, "weight": column("weight")}
     mixture = FormMixture(forms, seed=seed).fit(column("N"), column("D"), column("loss"), **optional)
@@ -524,7 +505,7 @@ def _refits(law: LossLaw, cuts: list[CutOff]) -> Array:
 
 
 def _with_prior(squares: Sequence[Any], rate: float) -> Any:
-    """Return the mean of squared rates, one per cut-off, and of the prior rate, which counts as one more."""
+    """Return the mean of squared rates, one per cut-off, and of the prior rate."""
     return (rate**2 + sum(squares)) / (1.0 + len(squares))
 
 

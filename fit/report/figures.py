@@ -1,6 +1,6 @@
 """The report's interactive figures as plain plotly dictionaries, because importing plotly is slower than drawing them.
 
-Every string from data is escaped, because plotly reads hover texts as HTML.
+Strings from data are escaped, because plotly reads hover texts as HTML.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def draw_all(a: Analysis, curves: Any) -> dict[str, Figure | None]:
 
 
 def style(part: str) -> Any:
-    """Return a copy of a part of the shared layout."""
+    """Return a copy of one part of the layout."""
     return json.loads(STYLE)[part]
 
 
@@ -89,7 +89,7 @@ def layout(
 
 
 def tick_step(decades: float) -> int | str:
-    """Return ticks for a log axis: 1, 2 and 5 on a short one, about eight decades on a long one."""
+    """Return ticks for a log axis: 1, 2 and 5 on a short axis, about eight decades on a long one."""
     return "D2" if decades < 1.6 else max(1, int(np.ceil(decades / 8)))
 
 
@@ -101,12 +101,12 @@ def as_list(values: Any) -> list[Any]:
 def line(
     x: Any, y: Any, colour: str, hover: list[str] | None = None, width: float = 2, dash: str = "solid", **more: Any
 ) -> Trace:
-    """Return a line with a hover text at each point; without texts it is not in the legend either."""
+    """Return a line with hover texts; without texts it is not in the legend either."""
     return _trace("lines", x, y, hover, {"line": {"color": colour, "width": width, "dash": dash}} | more)
 
 
 def points(x: Any, y: Any, colour: Any, hover: list[str], size: float = 8, edge: str = "white", **more: Any) -> Trace:
-    """Return at most MOST_RUNS marks with hover texts; `colour` is one, or a list of one each."""
+    """Return at most MOST_RUNS marks with hover texts; `colour` is one or a list."""
     if len(x) > MOST_RUNS:
         chosen = np.unique(np.linspace(0, len(x) - 1, MOST_RUNS).astype(int)).tolist()
         x, y, hover = np.asarray(x)[chosen], np.asarray(y)[chosen], [hover[i] for i in chosen]
@@ -251,7 +251,7 @@ def residuals(a: Analysis) -> Figure | None:
 
 
 def answer(a: Analysis) -> Figure | None:
-    """Draw the leading approach's N and D by budget, with bands, best runs and the first target."""
+    """Draw the leading approach's N and D by budget."""
     goal, low = a.targets[0], float(a.table.flops.min())
     C = np.unique(np.append(np.geomspace(low, 1.6 * max(goal, a.table.flops.max()), 60), goal))
     data: list[Trace] = []
@@ -287,7 +287,7 @@ def answer(a: Analysis) -> Figure | None:
 
 
 def allocation(a: Analysis, quantity: str) -> Figure | None:
-    """Draw N, D or loss of the best run by budget, with measured optima and targets."""
+    """Draw N, D or loss of the best run by budget."""
     low, high = float(a.table.flops.min()), float(a.table.flops.max())
     far = max(*a.targets, high * 10)
     C = np.unique(np.concatenate([np.geomspace(low / 2, far * 2, 90), np.array(a.targets)]))
@@ -362,17 +362,19 @@ def published(a: Analysis) -> Figure | None:
 
 
 def backtest(a: Analysis) -> Figure | None:
-    """Draw errors of predicted losses by distance beyond the fitted runs, with the first target's distance."""
+    """Draw errors of predicted losses by distance beyond the fitted runs."""
     ahead, data = (a.backtest["tested"] or {}).get("ahead", []), list[Trace]()
     if not ahead:
         return None
     for step, colour in zip(ahead, shades(np.array([step["flops"] for step in ahead])), strict=True):
         error = 100 * np.array(step["error"])
-        hover = [f"{times(f)} farther<br>{e:+.2f} % of the loss" for f, e in zip(step["factor"], error, strict=True)]
+        hover = [
+            f"{times(f)} the compute<br>{e:+.2f} % of the loss" for f, e in zip(step["factor"], error, strict=True)
+        ]
         data.append(points(step["factor"], error, colour, hover, 7, name=f"{scientific(step['flops'])} FLOPs"))
     far, largest = a.targets[0] / float(a.table.flops.max()), max(max(step["factor"]) for step in ahead)
     look = layout(
-        "compute over that of the dearest run fitted", "error of the loss, %", [1, max(far, largest)], height=400
+        "compute relative to the largest run fitted", "error of the loss, %", [1, max(far, largest)], height=400
     )
     data.append(line([10**v for v in look["xaxis"]["range"]], [0, 0], FAINT, width=1, dash="dot"))
     errors = [100 * e for step in ahead for e in step["error"]]
@@ -391,7 +393,7 @@ def backtest(a: Analysis) -> Figure | None:
 
 
 def multiplier(a: Analysis) -> Figure | None:
-    """Draw the compute multiplier of each variant over the base, by the base's budget."""
+    """Draw the compute multiplier of each variant by the base's budget."""
     lines, bands = list[Trace](), list[Trace]()
     compared = [item.comparison for item in a.recipes if item.comparison]
     for item, colour in zip(compared, PALETTE * len(compared), strict=False):
@@ -407,12 +409,12 @@ def multiplier(a: Analysis) -> Figure | None:
     look = layout("training FLOPs of the base", "compute multiplier", C, height=420, showlegend=True)
     same = line([10**v for v in look["xaxis"]["range"]], [1, 1], FAINT, width=1, dash="dot")
     every = [v for item in (*lines, *bands) for v in item["y"] if v is not None]
-    ends = line([largest] * 2, [min(every), max(every)], FAINT, ["the dearest run"] * 2, 1, "dash", name="dearest run")
+    ends = line([largest] * 2, [min(every), max(every)], FAINT, ["the largest run"] * 2, 1, "dash", name="largest run")
     return {"data": [*bands, same, *lines, ends], "layout": look}
 
 
 def experts(a: Analysis) -> Figure | None:
-    """Draw loss by FLOPs, 6 N_active D, for each number of experts, with the law's best runs."""
+    """Draw loss by FLOPs (6 N_active D) for each number of experts."""
     if a.experts is None or a.experts.law is None:
         return None
     c, every, data = a.experts.columns, [row["experts"] for row in a.experts.sparsities], list[Trace]()
@@ -428,7 +430,7 @@ def experts(a: Analysis) -> Figure | None:
 
 
 def scores(a: Analysis, measure: str) -> Figure | None:
-    """Draw `acc` or `gold_bpb` by compute per task; a line joins each budget's best runs, the dotted one is chance."""
+    """Draw `acc` or `gold_bpb` by compute, one panel per task."""
     t, hover = a.table, run_hover(a)
     columns = [name for name in map(str, t.frame.columns) if name.endswith(f"/{measure}")]
     names = sorted(name.rsplit("/", 1)[0] for name in columns if np.isfinite(t.column(name)).any())

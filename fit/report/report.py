@@ -137,12 +137,12 @@ def render_report(
 
 
 def packed(content: str) -> str:
-    """Compress content for the page, deterministically. Plotly shrinks from 4.5 to 1.8 MB; base64 needs no escaping."""
+    """Compress content for the page, deterministically; Plotly shrinks from 4.5 to 1.8 MB."""
     return base64.b64encode(gzip.compress(content.encode(), mtime=0)).decode()
 
 
 def render_template(name: str, **context: Any) -> str:
-    """Render a template of this folder, with the number formats of `formatting`."""
+    """Render a template of this folder."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -157,7 +157,7 @@ def render_template(name: str, **context: Any) -> str:
 
 
 def _answer(a: Analysis) -> str:
-    """Return the report's answer for the first target, in one sentence."""
+    """Return the answer for the first target, in one sentence."""
     C, largest = a.targets[0], float(a.table.flops.max())
     budget = f"{scientific(C)} FLOPs ({in_words(a.convention)})" + (
         f", {times(C / largest)} the largest run," if largest < C else ""
@@ -168,7 +168,7 @@ def _answer(a: Analysis) -> str:
     lead, estimate = answers[0]
     span = interval(estimate.N_ci, count)
     if span == UNDETERMINED:
-        return f"These runs do not determine what {budget} would want: the interval spans over five decades."
+        return f"For {budget} these runs do not determine an optimum: the interval of N spans more than five decades."
     subject = "the mixture of forms" if lead.mixture else lead.key
     size = f"{count(estimate.N)} parameters ({span})"
     tokens = f"{count(estimate.D)} tokens ({interval(estimate.D_ci, count)})"
@@ -186,7 +186,7 @@ def _second(a: Analysis) -> str:
 
 
 def _influence(a: Analysis) -> list[dict[str, Any]]:
-    """Return the rungs and budgets that move the fit most when left out, largest moves first."""
+    """Return the sizes and budgets that move the fit most when left out, largest moves first."""
     influence = a.backtest["influence"]
     if not influence or influence["most"] is None:
         return []

@@ -1,7 +1,7 @@
 """Laws as the solver sees them: log loss as a function of the parameters, with derivatives.
 
-The solver needs *sums over points* (gradients, Hessians). For sums of power laws (`LogSumExp`) they are products with
-constant tables. All other laws are a `LogSumTerms`, which derives them from the formula.
+The solver needs sums over points (gradients, Hessians). For sums of power laws (`LogSumExp`) they are products with
+constant tables; a `LogSumTerms` derives them from the formula.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ class LogForm:
     """A function from k parameters to log losses at n points.
 
     theta and steps are (P, k), coefficients such as `slope` (P, n). `value` returns f (P, n), a new array, and a cache
-    of arrays with P rows for the other methods: the Jacobian (P, n, k) and theta, unless a form overrides these.
-    `second` returns sum_i slope_i d2f_i.
+    for the other methods: the Jacobian (P, n, k) and theta, by default. `second` returns sum_i slope_i d2f_i.
     """
 
     parameters: int
@@ -86,7 +85,7 @@ class LogSumExp(LogForm):
         self._second = [_products(Z, Y) + (Y is not Z) * _products(Y, Z) for Z, Y in pairs]
 
     def _change(self, step: Array) -> list[Array]:
-        """Return the change of each term's exponent along a step: (P, n), or (P, 1) if equal at all points."""
+        """Return the change of each term's exponent along a step, (P, n) or (P, 1)."""
         return [step[:, index] @ rows for index, rows in zip(self.index, self._rows, strict=True)]
 
     def value(self, theta: Array) -> tuple[Array, list[Array]]:

@@ -1,7 +1,6 @@
 """Forward-mode derivatives: a law is NumPy arithmetic, evaluated with or without derivatives.
 
-A `Jet` carries a value and its first and second derivatives by numbered parameters. Zero derivatives are not stored and
-the others broadcast to the value, so terms that are linear in their parameters cost almost nothing.
+A `Jet` carries a value and its first and second derivatives by numbered parameters. Zero derivatives are not stored.
 
 Griewank and Walther 2008, Evaluating Derivatives, chapters 3 and 13.
 """
@@ -199,4 +198,4 @@ BINARY: dict[Any, Callable[[Any, Any], Any]] = {
     np.maximum: _maximum,
     np.minimum: lambda u, v: -_maximum(-u, -v),
 }
-ACCEPTED = "exp, log, powers, products, logaddexp, maximum and NumPy's other elementary functions have one"
+ACCEPTED = "use exp, log, powers, products, logaddexp, maximum or NumPy's other elementary functions"

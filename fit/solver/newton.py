@@ -121,17 +121,17 @@ class Batch:
 
     @property
     def slope(self) -> Array:
-        """Derivative of the objective by each prediction."""
+        """Return the derivative of the objective by each prediction."""
         return self.pull * self.delta[:, None]
 
     @property
     def inside(self) -> Array:
-        """Second derivative by each prediction: the weight if the residual is within delta, else zero."""
+        """Return the second derivative by each prediction: the weight if the residual is within delta, else zero."""
         return self.weights * (np.abs(self.residual) <= 1.0)
 
     @property
     def spread(self) -> Array:
-        """Weights of reweighted least squares: an upper bound of the curvature that never vanishes."""
+        """Return the weights of reweighted least squares, an upper bound of the curvature."""
         size = np.abs(self.residual)
         np.maximum(size, 1.0, out=size)
         return np.divide(self.weights, size, out=size)
@@ -149,7 +149,7 @@ class Batch:
 
 
 def _huber(weights: Array, residual: Array, delta: Array) -> tuple[Array, Array]:
-    """Return the weighted slope of Huber's function, in units of delta like `residual`, and the objective."""
+    """Return the weighted slope of Huber's function, in units of delta, and the objective."""
     slope = np.clip(residual, -1.0, 1.0)
     pull = weights * slope
     slope *= -0.5
@@ -257,8 +257,8 @@ def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int, unme
 def _search(batch: Batch, inside: Array, change: Array, curvature: Array) -> Array:
     """Return the share in (0, 1] of each step that minimises the objective with linearised residuals, (P,).
 
-    `change` (P, n) is that of the residuals over the whole step. The slope along the step is piecewise linear, plus a
-    straight line for the rest of the Hessian. Its zero is bracketed among `LENGTHS` and interpolated.
+    `change` (P, n) is that of the residuals over the whole step. The slope along the step is piecewise linear; its zero
+    is bracketed among `LENGTHS` and interpolated.
     """
     rest = curvature / batch.delta**2 - _rows_dot(inside * change, change)
     pull = batch.weights * change

@@ -157,7 +157,7 @@ def _solve(
 
 
 def _leaders(theta: Array, objective: Array, rounding: Array) -> np.ndarray:
-    """Return the point that each of G points (P, G, k) has met, (P, G): itself or one of lower objective."""
+    """Return the point that each of G points (P, G, k) has met, (P, G)."""
     P, G, _ = theta.shape
     objective = np.where(np.isfinite(objective), objective, np.inf)
     leader = np.full((P, G), -1)

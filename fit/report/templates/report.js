@@ -19,7 +19,7 @@ async function draw() {
     }
   } catch {
     for (const plot of document.querySelectorAll('.plot')) {
-      plot.textContent = 'This browser cannot unpack the figures. The PNG files beside this page show them.';
+      plot.textContent = 'This browser cannot unpack the figures. The PNG files next to this page show them.';
     }
     return;
   }
