@@ -93,7 +93,7 @@ def read_document(path: Path, form: type[Form], largest: int = 64 << 20) -> Form
     """
     try:
         if (size := path.stat().st_size) > largest:
-            raise InputError(f"{path} has {size} bytes; at most {largest} are accepted.")
+            raise InputError(f"{path} has {size} bytes; it must have at most {largest}.")
         content = path.read_bytes()
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}); give a readable file.") from None

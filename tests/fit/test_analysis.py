@@ -82,7 +82,7 @@ def test_a_fit_that_did_not_converge_has_no_numbers_anywhere(monkeypatch, tmp_pa
         assert {name: value for name, value in answer.items() if value not in (None, [])} == {
             "reason": answer["reason"]
         }
-    with pytest.raises(fit.InputError, match="its report had no parametric fit"):
+    with pytest.raises(fit.InputError, match="the report has no parametric fit"):
         fit.answer(tmp_path / "fit/law.json")
 
 
@@ -343,7 +343,7 @@ def test_a_target_farther_out_than_the_backtest_reached_is_short_of_it(tmp_path)
     analysis = analyze(sweep(), targets=(6.1e17, 5.9e17), bootstrap=20)
     assert analysis.backtest["tested"]["reach"] == pytest.approx(10)  # from 6e15 FLOPs to 6e16
     [message] = [w.message for w in analysis.warnings if w.code == "backtest_short"]
-    assert message.startswith("The target 6.1e17 FLOPs (10.2 times) lies farther beyond")
+    assert message.startswith("The target 6.1e17 FLOPs (10.2 times) is farther beyond")
     fit.write_report(analysis, tmp_path)
     for C, code in ((6.1e17, ["backtest_short"]), (5.9e17, [])):
         warnings = fit.answer(tmp_path / "law.json", [C])["warnings"]
@@ -357,8 +357,8 @@ def test_a_law_that_bends_away_fails_its_backtest():
     analysis = analyze(steeper, targets=(1e17,), bootstrap=40)
     [message] = [w.message for w in analysis.warnings if w.code == "backtest_outside"]
     tested = analysis.backtest["tested"]
-    assert message.startswith("Fitted to cheaper runs, the parametric errs by more than it says: ")
-    assert f"{tested['inside']:.0%} of {tested['predictions']} predicted losses" in message
+    assert message.startswith("Fitted to cheaper runs, the parametric errs by more than its intervals allow: ")
+    assert f"{tested['inside']:.0%} of {tested['predictions']} losses" in message
     assert "backtest_outside" not in warning_codes(analyze(sweep(), targets=(1e17,), bootstrap=40))
     mixed = analyze(sweep(), targets=(1e17,), bootstrap=20, intervals="mixture").backtest["tested"]
     assert mixed["by"] == "mixture"
@@ -377,7 +377,7 @@ def test_forms_that_ask_for_other_sizes_are_named(monkeypatch, mixture_analysis)
     assert "forms_disagree" not in {w.code for w in run_checks(mixture_analysis)}
     weights["kaplan"] = 0.2
     [message] = [w.message for w in run_checks(mixture_analysis) if w.code == "forms_disagree"]
-    assert "1.00B (chinchilla, which weighs 50%) and 9.00B (kaplan, which weighs 20%)" in message
+    assert "1.00B (chinchilla, weight 50%) and 9.00B (kaplan, weight 20%)" in message
 
 
 def test_the_approach_that_finds_held_out_sizes_best_is_named_first():

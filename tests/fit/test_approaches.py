@@ -37,7 +37,7 @@ def test_a_winner_at_an_end_of_its_sizes_is_no_optimum():
     envelope = fit.Envelope().fit(N, D, loss, C).bootstrap(20)
     assert envelope.edges_ == 4
     assert len(envelope.flops_) == 0
-    assert side.envelope(envelope).reason == "0 levels of compute improve on cheaper ones, and a law in C needs 2"
+    assert side.envelope(envelope).reason == "0 levels of compute improve on all cheaper levels, and a law in C needs 2"
 
 
 def sweep(budgets=(2e15, 6e15, 2e16, 6e16), sizes=6, noise=0.0005, alpha=0.3, beta=0.3, spread=5.0, seed=0):
@@ -111,7 +111,7 @@ def test_approaches_that_disagree_are_named():
 
 SUSPECTS = [
     ("Embeddings are", lambda: sweep().assign(N_non_embedding=lambda t: t.N - 1000 * t.N**0.5)),
-    ("won by the smallest or largest size", lambda: sweep().query("budget > 3e15 or N > 6e6")),
+    ("the smallest or the largest one there", lambda: sweep().query("budget > 3e15 or N > 6e6")),
 ]
 
 
@@ -126,4 +126,4 @@ def test_a_suspect_is_named_where_the_runs_show_it_and_only_there(sentence, fram
 def test_a_disagreement_beyond_the_runs_alone_is_one_of_extrapolation():
     table, approaches = fit_approaches(sweep())
     (sentence,) = find_suspects(approaches, {6e18}, table)
-    assert sentence.startswith("They agree at the largest run and differ only 100 times beyond it")
+    assert sentence.startswith("The approaches agree at the largest run and differ only at 100 times its compute")

@@ -55,7 +55,7 @@ def test_points_of_averages_lie_on_the_law_that_made_them() -> None:
     assert set(points["averaged"]) == {"val_loss_ema_0.1"}  # the other span scatters by 5 %
     assert len(points) >= 5 * len(SIZES)
     assert (points["D"] <= 0.8 * 100 * points["N"]).all()  # none from a cooldown
-    assert "less the gap that 4 cooldowns measured" in note
+    assert "minus the gap that 4 cooldowns measured" in note
     ratios = points.groupby("trunk")["D"].apply(lambda D: (np.sort(D)[1:] / np.sort(D)[:-1]).min())
     assert (ratios >= 2**0.5 - 1e-9).all()
 
@@ -96,4 +96,4 @@ def test_without_cooldowns_no_average_is_believed() -> None:
     table, curves = simulated(0.0, cooldowns=0)
     result, note = with_averages(table, curves)
     assert result is table
-    assert note.startswith("0 cooldowns from a run with averaged weights; 2 or more say")
+    assert note.startswith("Losses of averaged weights are not used: they need at least 2 cooldowns, and there are 0")

@@ -104,7 +104,7 @@ def test_another_tokenizer_is_compared_in_bits_per_byte() -> None:
 
 def test_what_cannot_be_known_is_refused() -> None:
     base, variant = pair()
-    with pytest.raises(fit.InputError, match="run 0-0 is of a and of b; what is compared must share no run"):
+    with pytest.raises(fit.InputError, match="run 0-0 belongs to both a and b"):
         fit.compare(base, base, names=("a", "b"))
     with pytest.raises(fit.InputError, match="variant has runs of one N or one D"):
         fit.compare(base, variant.where(variant.N[0] == variant.N))
@@ -146,7 +146,7 @@ def test_the_report_shows_variants_beside_their_base(tmp_path, quick_pictures: N
     assert len(analysis.table) == len(base)
     assert "recipes_apart" in {warning.code for warning in analysis.warnings}
     page = write_report(analysis, tmp_path).read_text()
-    assert "Variants beside base" in page
+    assert "Variants compared with base" in page
     assert "&lt;b&gt;muon&lt;/b&gt; against base: at" in page
     assert "<b>muon</b>" not in page
     assert "figure-multiplier" in page
@@ -187,7 +187,7 @@ def test_times_of_several_devices_are_not_weighed_against_each_other() -> None:
     tables = [timed(base, "base", 1e9, (3e-3,)), timed(variant, "mqa", 1e9, (2e-3,), "gpu")]
     comparison = fit.compare(*map(fit.read_table, tables))
     assert comparison.lifetime is None
-    assert comparison.sentences[-1].startswith("Serving is not weighed against training")
+    assert comparison.sentences[-1].startswith("Serving and training are not compared")
     untimed = fit.compare(base, variant)
     assert untimed.lifetime is None
     assert not any("Serving" in sentence for sentence in untimed.sentences)

@@ -222,7 +222,7 @@ def repeated() -> RepetitionLaw:
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        (lambda law: Buyer(question(law), pool(np.random.default_rng(8), 3)).buy(1e10), "the cheapest run costs"),
+        (lambda law: Buyer(question(law), pool(np.random.default_rng(8), 3)).buy(1e10), "the cost of the cheapest run"),
         (lambda law: question(law, correlation=1.0), "correlation is 1.0"),
         (lambda law: question(law, trunk=["a", "b"]), "trunk has 2 labels and the law 20 rows"),
         (lambda law: Question.of(law, -1.0), "target_flops is -1"),

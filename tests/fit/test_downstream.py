@@ -274,9 +274,9 @@ def test_hopeless_tasks_are_refused_with_the_reason():
     results = verdicts(frame)
     assert results["good"].extrapolate
     reasons = {
-        "unknown": "nothing in the table says how noisy",
-        "chance": "no run is above chance (0.25) by more than luck",
-        "slight": "its scores range over",
+        "unknown": "the noise of its scores is unknown",
+        "chance": "no run is significantly above chance (0.25)",
+        "slight": "its scores span",
         "backwards": "its accuracy does not follow its loss",
         "few": "only 5 runs have a score; at least 9 are needed",
     }
@@ -290,14 +290,14 @@ def test_runs_that_were_compared_item_by_item_are_judged_by_that():
     frame = table(good=good, slight=lambda loss, rng: 0.31 + 0.1 * (accuracy(loss) - 0.6))
     without_pairs = verdicts(frame)
     assert without_pairs["good"].extrapolate
-    assert "its scores range over" in without_pairs["slight"].reason
+    assert "its scores span" in without_pairs["slight"].reason
     for name, z in (("good", 2.0), ("slight", 8.0)):
         frame[f"{name}/acc_z"], frame[f"{name}/acc_z_by_luck"] = z, 3.5
     results = verdicts(frame)
     score = results["slight"].score
     assert (score.ratio, score.by_luck, score.clear) == (8.0, 3.5, True)
     assert "range over" not in results["slight"].reason
-    assert "2.00 standard errors, and above 3.50 is needed" in results["good"].reason
+    assert "2.00 standard errors, and more than 3.50 is needed" in results["good"].reason
     # The noise of the items does not contain that of training.
     rough = table(checkpoints=8, good=lambda loss, rng: 0.5 + 0.02 * rng.standard_normal())
     rough["good/acc_z"], rough["good/acc_z_by_luck"] = 8.0, 3.5
@@ -313,7 +313,7 @@ def test_guessing_is_refused_whatever_the_seed():
 def test_predictions_too_far_or_too_vague_are_refused():
     near, far = verdicts(table(good=good), targets=[1e20, 1e28], bootstrap=200)["good"].predictions
     assert near.reason == ""
-    assert "below the lowest seen" in far.reason
+    assert "below the lowest of the runs" in far.reason
     jumpy = table(jumpy=lambda loss, rng: accuracy(loss, middle=0.6) + 0.08 * rng.standard_normal())
     (vague,) = verdicts(jumpy, targets=[1e21], bootstrap=200)["jumpy"].predictions
     assert vague.reason.startswith("the interval of a run, 0.")

@@ -112,7 +112,7 @@ WRONG = [
     (lambda: HyperparameterLaw("batch").fit(N, BATCH), "given 2 columns; N, D, batch"),
     (lambda: HyperparameterLaw("N", ("N", "D")), "different names"),
     (lambda: HyperparameterLaw("batch").fit(ONE_SIZE, D[:6], BATCH[:6]).bootstrap(10), "without cell 5 the other 5"),
-    (lambda: HyperparameterSurface(learning_rate=("N", "x")), "different ones of N, D, C"),
+    (lambda: HyperparameterSurface(learning_rate=("N", "x")), "different names among N, D and C"),
 ]
 
 
@@ -272,7 +272,7 @@ def test_a_sweep_of_the_learning_rate_alone_is_enough_for_its_law():
     np.testing.assert_allclose(optimum.learning_rate, best("learning_rate", 4.5e8, 2e10), rtol=1e-7)
     np.testing.assert_allclose([surface.shape_2_, surface.shape_3_], [SHAPE["20"], SHAPE["30"]], rtol=1e-6)
     assert surface.penalty(4.5e8, 2e10, optimum.learning_rate) == 0
-    with pytest.raises(fit.InputError, match="did not vary learning rate and batch both"):
+    with pytest.raises(fit.InputError, match="did not vary both learning rate and batch"):
         surface.optimal(1e9, 1e10, batch=1e6)
 
 
@@ -289,10 +289,10 @@ def test_a_sweep_that_cannot_determine_a_law_is_refused():
     one_size, one_setting = cells_of(N, 1 + 0 * N) == 0, cells_of(B, B) == 4
     for options, columns, message in (
         ({}, [v[one_size] for v in (N, D, lr, B, loss)], "do not vary N and D separately"),
-        ({"window": 1e-4}, (N, D, lr, B, loss), r"lie within 0\.01% of the best of their cell, and 22 constants"),
-        ({}, [np.repeat(v[one_setting], 4) for v in (N, D, lr, B, loss)], "enough different values within cells"),
+        ({"window": 1e-4}, (N, D, lr, B, loss), r"lie within 0\.01% of the best of their cell, too few to fit 22"),
+        ({}, [np.repeat(v[one_setting], 4) for v in (N, D, lr, B, loss)], "too few different values"),
         ({"window": 0.5}, (N, D, lr, B, 6 - loss), "has no minimum in learning_rate and batch"),
-        ({}, (N, D, None, B, loss), "learning_rate is not given"),
+        ({}, (N, D, None, B, loss), "learning_rate is missing"),
     ):
         with pytest.raises(fit.InputError, match=message):
             HyperparameterSurface(**options).fit(*columns)

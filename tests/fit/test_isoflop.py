@@ -143,8 +143,8 @@ def test_scatter_of_vertices_widens_the_interval_of_the_exponent():
 
 REFUSED = [
     ({"sizes": 2}, "only 2 sizes at this budget, and a parabola needs 3"),
-    ({"centre": 30.0}, "outside of the sizes tried; add smaller ones"),
-    ({"centre": 1 / 30.0}, "outside of the sizes tried; add larger ones"),
+    ({"centre": 30.0}, "outside the sizes tried; add smaller sizes"),
+    ({"centre": 1 / 30.0}, "outside the sizes tried; add larger sizes"),
 ]
 
 

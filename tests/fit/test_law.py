@@ -125,7 +125,7 @@ BAD = [
     (dict(N=N[:5], D=D[:5], loss=L[:5]), "has 5 parameters and the table has 5 different points; it needs at least 6"),
     (dict(N=np.full(12, 1e9)), "N is 1e\\+09 in every row"),
     (dict(N=np.linspace(1e8, 1.03e8, 12)), r"N is only 1e\+08 to 1\.03e\+08; a law in N and D needs"),
-    (dict(D=20 * N), "collinear in \\(log N, log D\\), so alpha and beta are not identifiable"),
+    (dict(D=20 * N), "collinear in \\(log N, log D\\), so alpha and beta cannot be told apart"),
     (dict(N=np.stack([N, N])), "N has shape"),
     (dict(N=np.resize(N[:5], 12), D=np.resize(D[:5], 12)), "the table has 5 different points"),
     (dict(weight=np.zeros(12)), "weight is zero in every row"),

@@ -289,7 +289,7 @@ def test_parameters_are_read_set_and_cloned_as_in_scikit_learn(law):
     assert law.clone().get_params() == params or isinstance(law, fit.TaskLaw)
     assert law.set_params(**params) is law
     assert law.get_params() == params
-    with pytest.raises(fit.InputError, match="'depth' is no parameter"):
+    with pytest.raises(fit.InputError, match="'depth' is not a parameter"):
         law.set_params(depth=3)
     sklearn = pytest.importorskip("sklearn.base")
     assert repr(sklearn.clone(law)) == repr(law)

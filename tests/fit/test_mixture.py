@@ -154,14 +154,14 @@ def test_any_law_of_N_and_D_can_join_and_a_table_is_read_with_its_groups(tmp_pat
 @pytest.mark.parametrize(
     ("change", "asked", "message"),
     [
-        ({}, {"level": 1.5}, "level is 1.5; it must lie between 0 and 1, as 0.95 does."),
+        ({}, {"level": 1.5}, "level is 1.5; it must lie between 0 and 1, for example 0.95."),
         ({}, {"kind": "median"}, "kind is 'median'; choose mean"),
         ({}, {"forms": []}, "forms is empty; at least one law of N and D is needed."),
-        ({}, {"forms": ["quadratic"]}, "form is 'quadratic'; known are"),
+        ({}, {"forms": ["quadratic"]}, "form is 'quadratic'; choose one of"),
         ({}, {"forms": ["power"]}, "forms holds 'power'; each must be a law of N and D."),
         ({}, {"N": [-1.0]}, "N is -1 in row 0; it must be a finite number above zero."),
         ({"loss": np.nan}, {}, "loss is nan in row 0; it must be a finite number above zero."),
-        ({"loss": None}, {}, "runs has no column loss; N, D and loss are needed."),
+        ({"loss": None}, {}, "runs has no column loss; it needs N, D and loss."),
         ({"D": 1e9}, {}, "D is 1e+09 in every row; a law in N and D needs more than one number of tokens."),
     ],
 )

@@ -269,7 +269,7 @@ def test_a_download_asks_for_the_pinned_commit_and_is_cached(tiny, start_server,
     runs = published_runs("epoch", drop_worst=1)
     np.testing.assert_allclose(runs.D, runs.flops / (6 * runs.N))
     assert len(runs) == 2
-    with pytest.raises(InputError, match="cannot be fetched"):
+    with pytest.raises(InputError, match="cannot be downloaded"):
         download_published("epoch", folder=tmp_path, host="http://127.0.0.1:9", timeout=5)
     (tmp_path / "taken").write_text("")
     with pytest.raises(InputError, match="cannot be made"):
@@ -280,7 +280,7 @@ def test_a_download_asks_for_the_pinned_commit_and_is_cached(tiny, start_server,
     ("answer", "message"),
     [
         ({"content": CSV[:-9], "length": len(CSV)}, "bytes"),  # the line went dead
-        ({"content": CSV[:-9]}, f"{len(CSV) - 9} bytes where {len(CSV)} are expected"),
+        ({"content": CSV[:-9]}, f"{len(CSV) - 9} bytes instead of {len(CSV)}"),
         ({"content": CSV + b"4e8,1e18,3.3\n"}, "more than"),
         ({"content": CSV.replace(b"3.4", b"3.1")}, "SHA-256"),
         ({"content": b"gone", "status": 404}, "404"),

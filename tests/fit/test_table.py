@@ -83,7 +83,7 @@ BAD = [
         "log10_N is a logarithm: `t['N'] = 10 ** t['log10_N']` makes",
     ),
     (frame().rename(columns={"D": "ln tokens"}), {}, "`t['D'] = np.exp(t['ln tokens'])` makes"),
-    (frame().drop(columns="D").assign(flops=1e18), {}, "D can be derived with '6nd'"),
+    (frame().drop(columns="D").assign(flops=1e18), {}, "derive D from the FLOPs"),
     (frame(), {"columns": {"N": "Size"}}, "has no column 'Size'; it has run_id, N, D, loss"),
     (frame(), {"columns": {"size": "N"}}, "'size' is not a known name; choose among N, D, loss"),
     (frame(), {"drop_worst": 8}, "drop_worst is 8; it must be at least 0 and below the 8 runs"),

@@ -119,7 +119,7 @@ def test_what_the_runs_do_not_tell_stays_at_published_values_and_is_said():
     assert abs(result["tuning"]["batch_tokens"]["N"]) < 0.15
     noisy = tuning_rules(simulated(3, noise=0.03, first=24), draws=50)
     assert "noisy_runs" in {warning["code"] for warning in noisy["warnings"]}
-    with pytest.raises(fit.InputError, match=r"6 runs lie within 8%.* a tune needs more than 16"):
+    with pytest.raises(fit.InputError, match=r"6 runs lie within 8%.* the rules need more than 16"):
         tuning_rules({name: column[:8] for name, column in simulated(0).items()})
 
 

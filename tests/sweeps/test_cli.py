@@ -331,10 +331,10 @@ def test_compare_says_how_many_times_the_compute_the_base_needs(isoflop: Isoflop
     code, output, _ = isoflop("compare", *tables, "--target-flops", "1e15")
     assert code == 0
     assert "1e+15 (beyond the runs)" in " ".join(output.split())
-    assert "compute multiplier of 1." in " ".join(output.split())
+    assert "compute multiplier is 1." in " ".join(output.split())
     for arguments, message in (
         ([tables[0]], "has only one variant; give two sweeps or tables, or a sweep of +grid=compare"),
-        ([tables[0], tables[0]], "what is compared must share no run"),
+        ([tables[0], tables[0]], "the two sides must not share a run"),
         ([tables[0], tmp_path / "no.csv"], "no.csv"),
         (["nothing.csv"], "'nothing.csv' is neither a path nor an override; give sweeps, tables, or"),
     ):

@@ -459,10 +459,10 @@ def test_a_sweep_of_curves_is_fitted_with_its_averages(tmp_path: Path) -> None:
     write_results(sweep)
     runs = fit.read_table(sweep.path)
     assert len(runs.N) > 30
-    assert any("of 6 long runs, less the gap that 8 cooldowns measured" in note for note in runs.notes)
+    assert any("of 6 long runs, minus the gap that 8 cooldowns measured" in note for note in runs.notes)
     page = (sweep.path / "fit" / "report.html").read_text()
     assert "averaged weights (val_loss_ema_0.1)" in page
-    assert f"by all {len(runs)} points, and by the 14 runs that ended, alone." in page
+    assert f"from all {len(runs)} points, and from the 14 finished runs alone." in page
     written = json.loads((sweep.path / "fit" / "law.json").read_text())
     assert written["runs_alone"]["runs"] == 14
     for optimum, of_runs_alone in zip(written["optimal"], written["runs_alone"]["optimal"], strict=True):

@@ -114,7 +114,9 @@ def test_the_page_says_what_the_analysis_found(full_report):
     for warning in analysis.warnings:
         assert warning.code in text
         assert warning.message in text
-    assert text.index("backtest_short") < text.index("What a budget wants"), "warnings come before tables"
+    assert text.index("backtest_short") < text.index("Optimal model and data for a budget"), (
+        "warnings come before tables"
+    )
     for approach in analysis.approaches.values():
         for C in analysis.targets:
             estimate = approach.at(C)
@@ -136,9 +138,9 @@ def cost_section(books):
 def test_the_page_says_what_the_runs_cost_and_how_the_estimate_held(full_report):
     section = cost_section(COSTS)
     assert section in " ".join(visible(full_report[1]).split())
-    assert "25.0 GPU-hours, where 20.0 were planned for all. 12.0 % of that was wasted" in section
+    assert "25.0 GPU-hours were used, and 20.0 were planned for all runs. 12.0 % of that was wasted" in section
     assert "6 of 100 retries were used" in section
-    assert "counts 26.5 GPU-hours for these jobs, 1.50 more" in section
+    assert "counts 26.5 GPU-hours for these jobs; the other 1.50" in section
     assert "planned 20.0 $50.00 2.5e19 used 31 25.0 $62.50 2.75e19 of that useful 22.0 $55.00 2.4e19" in section
     assert "of that wasted 3.00 $7.50 3.5e18 node failed 2 1.75 $4.38 2e18 diverged 1 1.00 $2.50 1e18" in section
     assert "preempted 2 0 $0.00 0" in section
@@ -228,7 +230,7 @@ def test_four_runs_without_scores_or_curves_still_get_a_report(tmp_path):
     assert not (tmp_path / "contours.png").exists()
     table, curves = sweep(budgets=(2e11,), sizes=1)
     text = visible(write(tmp_path / "one", table, curves)[1])
-    assert "These runs do not" in text or "No approach has an answer" in text
+    assert "these runs do not" in text or "No approach has an answer" in text
 
 
 def test_curves_of_other_runs_or_with_gaps_are_left_out(analysed):
