@@ -152,7 +152,7 @@ LOSS = 1.8 + 400 / N**0.34 + 1200 / D**0.4
 REFUSED = [
     (lambda: OvertrainingLaw(E=9).fit(N, D, LOSS), "E is 9; it must be below the lowest loss"),
     (lambda: RepetitionLaw().fit(N, D, 2 * D, LOSS), "no run repeats its data"),
-    (lambda: RepetitionLaw(base={"E": 1, "A": 1, "B": 1, "alpha": 1}), "base has no beta"),
+    (lambda: RepetitionLaw(base={"E": 1, "A": 1, "B": 1, "alpha": 1}), "base has no value for beta"),
     (lambda: RepetitionLaw(base=C4 | {"alpha": 0}), "base has alpha = 0; it must be"),
     (lambda: RepetitionLaw(base=C4 | {"E": None}), "base has E = None; it must be"),
     (lambda: RepetitionLaw(base=C4, tied=True), "tied and base were both given"),

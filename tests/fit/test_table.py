@@ -71,11 +71,11 @@ BAD = [
     (cell(2, "D", "many"), {}, "D is 'many' in row 2; a number is expected"),
     (frame().drop(columns="loss"), {}, "has no column 'loss'; it has run_id, N, D"),
     (frame().drop(columns="D"), {"derive_d": "6nd"}, "no column 'flops'"),
-    (frame().rename(columns={"N": "N_no_emb"}), {}, "`--column N=N_no_emb` names it"),
+    (frame().rename(columns={"N": "N_no_emb"}), {}, "`--column N=N_no_emb` selects it"),
     (
         frame().rename(columns={"N": "params_active"}).assign(params_total=1),
         {},
-        "`--column N=params_active` or `--column N=params_total` names it",
+        "`--column N=params_active` or `--column N=params_total` selects it",
     ),
     (
         frame().rename(columns={"N": "log10_N"}),
@@ -86,7 +86,7 @@ BAD = [
     (frame().drop(columns="D").assign(flops=1e18), {}, "derive D from the FLOPs"),
     (frame(), {"columns": {"N": "Size"}}, "has no column 'Size'; it has run_id, N, D, loss"),
     (frame(), {"columns": {"size": "N"}}, "'size' is not a known name; choose among N, D, loss"),
-    (frame(), {"drop_worst": 8}, "drop_worst is 8; it must be at least 0 and below the 8 runs"),
+    (frame(), {"drop_worst": 8}, "drop_worst is 8; it must be at least 0 and below 8"),
     (frame().iloc[:0], {}, "has no rows"),
     (frame().assign(final=False), {}, "none of a finished run"),
     (frame().assign(weight=-1.0), {}, "weight is -1 in row 0"),
