@@ -61,7 +61,7 @@ def change(content, *path, to):
 
 BAD = [
     (lambda c: change(c, "version", to=7), f"is version 7 of the law format; this isoflop reads version {VERSION}"),
-    (lambda c: change(c, "format", to="x"), f"is not a law \\(no format '{FORMAT}'\\)"),
+    (lambda c: change(c, "format", to="x"), f"is not a law \\(its format is not '{FORMAT}'\\)"),
     (lambda c: change(c, "form", to="x"), "holds a law of form 'x'; known forms are chinchilla"),
     (lambda c: change(c, "data", "columns", "N", 3, to=1e9), "does not match its sha256"),
     (lambda c: change(c, "options", to={"gamma": 1}), "is not a complete law"),

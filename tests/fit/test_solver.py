@@ -261,9 +261,9 @@ def test_a_power_law_matches_polyfit_and_with_an_offset_matches_scipy():
 
 
 def test_power_laws_refuse_what_they_cannot_fit():
-    with pytest.raises(InputError, match="at least 2 different x"):
+    with pytest.raises(InputError, match="at least 2 different values of x"):
         PowerLaw().fit([1e18, 1e18], [1.0, 2.0])
-    with pytest.raises(InputError, match="at least 4 different x"):
+    with pytest.raises(InputError, match="at least 4 different values of x"):
         PowerLaw(offset=True).fit([1e17, 1e18, 1e19], [3.0, 2.5, 2.2])
     with pytest.raises(InputError, match="y is nan in row 1"):
         PowerLaw().fit([1e17, 1e18], [3.0, np.nan])

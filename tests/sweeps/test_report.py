@@ -183,7 +183,7 @@ def test_a_thousand_runs_add_little_and_are_all_there(tmp_path):
     assert sizes[1] - sizes[0] < 300e3
     text = visible(path) + unpacked(path, "rows")
     assert all(f"{run}<" in text or f"{run} " in text for run in table.run_id)
-    assert "Figures draw 300 of the 1000 runs and 100 curves" in text
+    assert "Figures show 300 of the 1000 runs and at most 100 loss curves" in text
     for name, figure in json.loads(unpacked(path, "figures")).items():
         assert max(len(trace["x"]) for trace in figure["data"]) <= 300, name
 
