@@ -214,3 +214,16 @@ def test_the_guard_of_wording_sees_each_kind_of_text(tmp_path: Path) -> None:
     assert set(kinds) == {"function", "comment", "message"}
     assert [bool(VERB.match(word)) for word in ("Return", "Whether", "Returns")] == [True, False, False]
     assert all(ODD.search(kinds[kind]) for kind in ("comment", "message"))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench" / "planted").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_planted_bug_still_has_its_place_and_its_tests(path: Path) -> None:
+    planted = tomllib.loads(path.read_text())
+    for bug in planted["bugs"]:
+        assert (ROOT / bug["file"]).read_text().count(bug["old"]) == 1, bug["name"]
+        assert bug["new"] != bug["old"]
+        assert bug["tests"]
+        assert set(bug["tests"]) <= planted["tests"].keys()
+    for name, test in planted["tests"].items():
+        file, _, function = test.partition("::")
+        assert f"def {function.partition('[')[0]}(" in (ROOT / file).read_text(), name

@@ -393,7 +393,7 @@ def drop_removed(values: Mapping[str, Any], removed: Mapping[str, tuple[Any, str
         if not instead:
             remaining[name] = drop_removed(value, removed, f"{prefix}{name}.") if isinstance(value, dict) else value
         elif needed is not ANY and value != needed:
-            raise UserError(f"{prefix}{name} is {value!r}, but this field was removed: {instead}")
+            raise UserError(f"{prefix}{name} is {value!r}, and is no longer a field: {instead}")
     return remaining
 
 

@@ -53,8 +53,7 @@ def parse_entry(written: str) -> Entry:
 def anchored(tasks: Sequence[str], progress: Report = lambda line: None, allow_code: bool = False) -> list[str]:
     """Return the same tasks, with the tasks of suites and absolute paths, for processes in other folders.
 
-    Raises UserError: a file or a folder that is not there, or is not what it must be; a name that lm-eval does not
-    know.
+    Raises UserError: a file or a folder that is missing or invalid; a name that lm-eval does not know.
     """
     result = []
     for written in expand(tasks):

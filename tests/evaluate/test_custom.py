@@ -145,7 +145,7 @@ COMPLAINTS: list[tuple[list[Any], str]] = [
     ([{"question": "q"}], "line 1 of .* has no 'answer'; it has question"),
     ([{"question": " ", "answer": "a"}], 'question is " "; it must be a text that is not blank'),
     ([{"question": "q", "answer": 3}], "answer is 3; it must be a text"),
-    ([{"question": "q", "choices": ["a"], "answer": 0}], r'choices is \["a"\]; it must be a list of at least two texts'),
+    ([{"question": "q", "choices": ["a"], "answer": 0}], r'choices is \["a"\]; it must be a list of at least two'),
     ([{"question": "q", "choices": ["a", ""], "answer": 0}], r'choices\[1\] is ""; it must be a text'),
     ([{"question": "q", "choices": ["a", "a"], "answer": 0}], r'choices\[1\] repeats "a"; choices must differ'),
     ([{"question": "q", "choices": ["x", "y"], "answer": 2}], r"answer is 2; .* place of a choice \(0 to 1\)"),

@@ -450,7 +450,8 @@ def test_the_sweeps_page_says_which_tasks_tell_runs_apart() -> None:
     read = Read(sweep_report.sweep_page(rows, answers_to(rows), "spine", {"run0": "../run0/report.html"}))
     assert "spine" in read.text
     row = re.search(
-        r"arc_easy BPB separates the runs, accuracy is noise ([\d.]+) over ([\d.]+), \d+ % ([\d.]+) under ([\d.]+), 0 % "
+        r"arc_easy BPB separates the runs, accuracy is noise "
+        r"([\d.]+) over ([\d.]+), \d+ % ([\d.]+) under ([\d.]+), 0 % "
         r"(\d+) % ± \d+ noise every budget −0.94",
         read.text,
     )

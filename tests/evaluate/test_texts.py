@@ -104,7 +104,11 @@ def test_bits_per_byte_are_total_bits_over_total_bytes(folder: Path) -> None:
     [
         ("a.txt", b" \n", "domain 'bad' has no text"),
         ("a.txt", b"caf\xe9 au lait", r"a.txt is not UTF-8 text \(byte 0xe9"),
-        ("a.jsonl", b'{"content": "x"}\n', "must be in a field 'text'; the fields of line 1 of .*a.jsonl are 'content'"),
+        (
+            "a.jsonl",
+            b'{"content": "x"}\n',
+            "must be in a field 'text'; the fields of line 1 of .*a.jsonl are 'content'",
+        ),
         ("a.jsonl.gz", gzip.compress(lines(["x"]), mtime=0)[:-5], "a.jsonl.gz is damaged"),
         ("a.png", b"x", "holds no file of an accepted kind: .txt"),
     ],

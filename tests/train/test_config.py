@@ -211,6 +211,6 @@ def test_fields_of_earlier_versions_are_read_and_refused_where_the_run_was_anoth
     assert from_dict(RunConfig, values) == run
     values["optimizer"] |= {"iterations": 4}
     with pytest.raises(
-        UserError, match=r"^optimizer.iterations is 4, but this field was removed: Muon always makes five"
+        UserError, match=r"^optimizer.iterations is 4, and is no longer a field: Muon always makes five"
     ):
         from_dict(RunConfig, values)
