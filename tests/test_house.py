@@ -226,4 +226,4 @@ def test_every_planted_bug_still_has_its_place_and_its_tests(path: Path) -> None
         assert set(bug["tests"]) <= planted["tests"].keys()
     for name, test in planted["tests"].items():
         file, _, function = test.partition("::")
-        assert f"def {function.partition('[')[0]}(" in (ROOT / file).read_text(), name
+        assert not function or f"def {function.partition('[')[0]}(" in (ROOT / file).read_text(), name

@@ -76,7 +76,7 @@ class Forward:
         return model.leave(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(n, width) -> (n, vocab_size): the padding of the vocabulary is cut off."""
+        """Return logits (n, vocab_size) of hidden (n, width), without the padding of the vocabulary."""
         logits: Tensor = self._head(hidden)
         return logits[:, : self.model.head.vocab_size]
 

@@ -197,7 +197,7 @@ def _side_by_side(batch: list[Tree], model: GPT, device: torch.device, read: Ten
     mask = _mask(batch, longest, model, device) if masked else None
 
     def in_rows(x: Tensor) -> Tensor:
-        """(n, heads, d) -> (rows, heads, longest, d)."""
+        """Return (rows, heads, longest, d) of (n, heads, d)."""
         x = x.index_select(0, source) if is_padded else x
         return x.view(len(batch), longest, *x.shape[1:]).transpose(1, 2)
 

@@ -319,11 +319,13 @@ def suggest_command(
 @app.command("report")
 def report_command(sweep: Sweep, as_json: AsJson = False) -> None:
     """Write the table, the laws and the report again from the results of the runs."""
+    from ..execute.identity import check_links
     from ..results.finish import print_result, write_results
 
     directory = _open(sweep)
+    check_links(directory)
     with _said_aside(as_json):
-        law = write_results(directory, anew=True)
+        law = write_results(directory, force=True)
     show(law, as_json, lambda law: print_result(directory))
 
 
@@ -334,8 +336,8 @@ def _act(path: Path, as_json: bool, action: Callable[[SweepDirectory], int], may
     from ..runs.membership import members
 
     sweep = _open(path)
-    if not may_be_copy and sweep.copied_from() is not None:
-        with sweep.lock():
+    if not may_be_copy:
+        with sweep.lock() if sweep.copied_from() is not None else contextlib.nullcontext():
             claim(sweep)
     before = {run.run_id: run.state() for run in members(sweep)} if as_json else {}
     with _said_aside(as_json):

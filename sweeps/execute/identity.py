@@ -1,8 +1,8 @@
-"""Which folder a sweep lives in, so that a command on a copy of it touches no job of the original.
+"""Which folder a sweep lives in, so that no command changes what belongs to another sweep.
 
 `identity.json` holds a token, made when the sweep was first started, and the sweep's folder. A sweep whose folder was
-moved keeps its jobs. A copy becomes a sweep of its own with the first command that changes it; while the original is
-running, only `isoflop adopt` makes it one.
+moved keeps its jobs. A copy becomes a separate sweep with the first command that changes it; while the original is
+running, only `isoflop adopt` makes it one. A link that leads out of the folder is refused.
 """
 
 from __future__ import annotations
@@ -21,6 +21,25 @@ from ..runs.forms import Identity
 from ..slurm.jobs import LAUNCH, MEMORY, jobs_of
 
 
+def outside_link(sweep: SweepDirectory) -> Path | None:
+    """Return a link in a sweep's folder that leads out of it. The folder itself and those above it may be links."""
+    root = sweep.path.resolve()
+    folders = [sweep.path / name for name in ("runs", "fit", "jobs", "code", "trash")]
+    for run in (sweep.path / "runs").glob("*"):
+        folders += [run, run / "checkpoints", run / "eval"]
+    links = (folder for folder in folders if folder.is_symlink())
+    return next((link for link in links if not link.resolve().is_relative_to(root)), None)
+
+
+def check_links(sweep: SweepDirectory) -> None:
+    """Raise UserError if a command could change what is outside of the sweep's folder, through a link."""
+    if (link := outside_link(sweep)) is not None:
+        raise UserError(
+            f"{link} is a link to {link.resolve()}, outside of the sweep, where isoflop changes nothing; put a folder "
+            "in its place"
+        )
+
+
 def running_original(sweep: SweepDirectory) -> Path | None:
     """Return the sweep of which this folder is a copy, if it may be running."""
     if (original := sweep.copied_from()) is None:
@@ -35,7 +54,11 @@ def running_original(sweep: SweepDirectory) -> Path | None:
 
 
 def refusal(sweep: SweepDirectory) -> str | None:
-    """Return the error message for a command that changes a copy of a running sweep; None for any other folder."""
+    """Return the error message for a command that would change what is not this sweep's; None if it would not."""
+    try:
+        check_links(sweep)
+    except UserError as error:
+        return str(error)
     if (original := running_original(sweep)) is None:
         return None
     return (
@@ -57,6 +80,7 @@ def claim(sweep: SweepDirectory) -> None:
 
 def adopt(sweep: SweepDirectory) -> int:
     """Make a copy a separate sweep without jobs. Returns how many of its runs were under way and are planned again."""
+    check_links(sweep)
     for name in (LAUNCH, MEMORY):
         (sweep.path / "jobs" / name).unlink(missing_ok=True)
     _write(sweep, os.urandom(8).hex())

@@ -9,6 +9,7 @@ import csv
 import fcntl
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.markup import escape
 
 from ... import __version__
@@ -32,6 +34,7 @@ from ...train.job.failure import Failure
 from ...train.preflight.preflight import FAILED, REPLACED
 from ...train.schedule import trunk_steps
 from ..config import OTHER_VERSION, Recorded, recorded
+from ..execute.identity import refusal
 from ..runs import membership
 from ..runs.attempts import Policy, unrecorded_steps
 from ..runs.directory import ANEW, OPEN, Busy, RunDirectory, SweepDirectory, now_on, visible_damage, yaml_or_empty
@@ -61,8 +64,8 @@ class Fault:
     kind: str
     what: str  # description in one sentence
     where: Path
-    mend: Callable[[], object] | None = field(repr=False)  # repairs it; None: only the user can
-    how: str  # a participle for what `mend` does ("removed"), or what the user can do
+    repair: Callable[[], object] | None = field(repr=False)  # repairs it; None: only the user can
+    how: str  # a participle for what `repair` does ("moved to trash"), or what the user can do
     severity: str = "error"  # error | note; a note requires no action
     mended: bool = False
 
@@ -72,18 +75,18 @@ class Fault:
 
     def to_dict(self, sweep: SweepDirectory) -> dict[str, Any]:
         where = self.where.relative_to(sweep.path) if self.where.is_relative_to(sweep.path) else self.where
-        rest = {name: value for name, value in vars(self).items() if name != "mend"}
+        rest = {name: value for name, value in vars(self).items() if name != "repair"}
         return rest | {"where": str(where)}
 
 
-def examine_sweep(sweep: SweepDirectory, mend: bool, deep: bool = False) -> list[Fault]:
-    """Find the faults of a sweep; with `mend`, repair them; with `deep`, verify all checksums."""
+def examine_sweep(sweep: SweepDirectory, repair: bool, deep: bool = False) -> list[Fault]:
+    """Find the faults of a sweep; with `repair`, repair them; with `deep`, verify all checksums."""
     settings = yaml_or_empty(sweep.path / "sweep.yaml")
-    faults = [_settled(fault, mend=False) for fault in _version(sweep, settings)]
+    faults = [_settled(fault, repair=False) for fault in _version(sweep, settings)]
     if any(fault.kind == "plan" for fault in faults):
         return faults
-    mend = mend and not faults
-    return faults + [_settled(fault, mend) for fault in _faults(sweep, settings, deep)]
+    repair = repair and not faults
+    return faults + [_settled(fault, repair) for fault in _faults(sweep, settings, deep)]
 
 
 def print_faults(sweep: SweepDirectory, faults: list[Fault]) -> None:
@@ -96,14 +99,14 @@ def print_faults(sweep: SweepDirectory, faults: list[Fault]) -> None:
     print(", ".join(counts) if counts else "nothing else is wrong" if faults else "nothing is wrong")
 
 
-def _settled(fault: Fault, mend: bool) -> Fault:
-    if fault.mend is not None and mend:
+def _settled(fault: Fault, repair: bool) -> Fault:
+    if fault.repair is not None and repair:
         try:
-            fault.mend()
+            fault.repair()
             fault.mended = True
         except (OSError, UserError, Busy) as error:
             fault.how = f"the repair failed: {error}"
-    elif fault.mend is not None:
+    elif fault.repair is not None:
         fault.how = f"would be {fault.how}"
     return fault
 
@@ -111,12 +114,15 @@ def _settled(fault: Fault, mend: bool) -> Fault:
 def _version(sweep: SweepDirectory, settings: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield a fault if this version cannot read the sweep or must not change it."""
     for fault in unreadable(sweep.path / "plan.json", ANEW, PlanFile, "plan"):
-        yield replace(fault, mend=None)
+        yield replace(fault, repair=None)
         return
     try:
         recorded(sweep.settings())
     except UserError as error:
         yield Fault("settings", str(error).rpartition("; ")[0], sweep.path / "sweep.yaml", None, ANEW)
+    if (message := refusal(sweep)) is not None:
+        what, _, how = message.partition("; ")
+        yield Fault("copy", what, sweep.path, None, how)
     ours = (("isoflop", "isoflop_version", __version__), ("recipe", "recipe", RECIPE))
     other = [f"{name} {settings[key]}" for name, key, current in ours if settings.get(key, current) != current]
     if other:
@@ -217,8 +223,8 @@ def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
     for run in _members(sweep):
         if _is_dead(run, policy):
             what = f"its state is running on {run.state().host}, but its process is gone"
-            mend = partial(reconcile_idle, run, policy, explain)
-            yield Fault("orphan", what, run.path, mend, "reconciled; the run may be retried")
+            repair = partial(reconcile_idle, run, policy, explain)
+            yield Fault("orphan", what, run.path, repair, "reconciled; the run may be retried")
     if on_slurm and not any(unreadable(sweep.path / "jobs" / LAUNCH, "", LaunchFile)):  # see `_files`
         try:
             if is_unattended(sweep, jobs_of(sweep, patience=0.0)):
@@ -244,16 +250,18 @@ def _files(sweep: SweepDirectory) -> Iterator[Fault]:
     now = now_on(sweep.path)
     for name in (".", "fit", "jobs", "code", "runs"):
         yield from old_temporaries(sweep.path / name, now)
-    anew = f"removed; write it again with `isoflop report {sweep.path}`"
-    yield from unreadable(sweep.path / "fit" / "law.json", anew)
-    how = "removed; the next launch writes it again, and queued jobs continue"
+    again = f"moved to trash; write it again with `isoflop report {sweep.path}`"
+    yield from unreadable(sweep.path / "fit" / "law.json", again)
+    how = "moved to trash; the next launch writes it again, and queued jobs continue"
     yield from unreadable(sweep.path / "jobs" / LAUNCH, how, LaunchFile)
-    yield from unreadable(sweep.path / "jobs" / "keeper.json", "removed; the fit's tries are counted from 0", Memory)
+    yield from unreadable(
+        sweep.path / "jobs" / "keeper.json", "moved to trash; the fit's tries are counted from 0", Memory
+    )
     stays = "finished runs stay done"
     for fault in unreadable(sweep.path / membership.ADDED, f"remove it and extend again; {stays}", membership.Added):
-        yield replace(fault, mend=None)
+        yield replace(fault, repair=None)
     if (table := sweep.path / "table.csv").exists() and not _is_table(table):
-        yield Fault("unreadable", "table.csv cannot be read", table, partial(remove, table), anew)
+        yield Fault("unreadable", "table.csv cannot be read", table, partial(remove, table), again)
     if (reason := fit_failure(sweep)) is not None:
         how = f"correct the cause, then fit again with `isoflop report {sweep.path}`"
         yield Fault("fit", f"the fit failed: {reason}", sweep.path / "fit", None, how)
@@ -289,26 +297,34 @@ def old_temporaries(folder: Path, now: float) -> Iterator[Fault]:
             continue
         if age > OLD_SECONDS:
             what = f"a write was interrupted {age / 60:.0f} minutes ago and left {path.name}"
-            yield Fault("temporary", what, path, partial(remove, path), "removed")
+            yield Fault("temporary", what, path, partial(remove, path), "moved to trash")
 
 
 def remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    """Move a file or folder of a sweep to the sweep's folder trash, under the same relative path."""
+    sweep = next(folder for folder in path.parents if (folder / "plan.json").exists())
+    place = sweep / "trash" / path.relative_to(sweep)
+    if os.path.lexists(place):
+        place = place.with_name(f"{place.name}.{os.urandom(4).hex()}")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileNotFoundError):
+        path.rename(place)
 
 
 def unreadable(
-    path: Path, how: str, form: Any = dict[str, Any], kind: str = "unreadable", mend: Callable[[], object] | None = None
+    path: Path,
+    how: str,
+    form: Any = dict[str, Any],
+    kind: str = "unreadable",
+    repair: Callable[[], object] | None = None,
 ) -> Iterator[Fault]:
-    """Yield a fault if an existing file is no JSON object of type `form`; `mend` defaults to removing it."""
+    """Yield a fault if an existing file is no JSON object of type `form`; `repair` defaults to removing it."""
     try:
         if path.exists():
             read_document(path, form)
     except UserError as error:
         what = str(error).replace(str(path), path.name).rpartition("; ")[0]
-        yield Fault(kind, what, path, mend or partial(remove, path), how)
+        yield Fault(kind, what, path, repair or partial(remove, path), how)
 
 
 def _config(run: RunDirectory) -> Iterator[Fault]:
@@ -320,12 +336,13 @@ def _config(run: RunDirectory) -> Iterator[Fault]:
 
 def _state(run: RunDirectory) -> Iterator[Fault]:
     record, path = run.record(), run.path / VIEW
-    how, mend = f"written again from the journal, as {record.state.state}", partial(write_view, run.path, record)
+    how, repair = f"written again from the journal, as {record.state.state}", partial(write_view, run.path, record)
     if not path.exists():
-        yield Fault("state", "state.json is missing", path, mend, how)
-    yield from unreadable(path, how, State, "state", mend)
-    if run.state() != record.state:
-        yield Fault("state", f"state.json ({run.state().state}) differs from the journal", path, mend, how)
+        yield Fault("state", "state.json is missing", path, repair, how)
+    yield from unreadable(path, how, State, "state", repair)
+    view = read_json(path, State)
+    if view is not None and msgspec.convert(view, State) != record.state:
+        yield Fault("state", f"state.json ({view['state']}) differs from the journal", path, repair, how)
     asked, state = run.cancel_asked(), record.state.state
     if asked is not None and state == "done":
         yield Fault("cancel", f"{asked} asked to cancel a run that is done", run.path, run.forget_cancel, "withdrawn")
@@ -339,12 +356,12 @@ def _leftovers(run: RunDirectory) -> Iterator[Fault]:
     for folder in (run.path, run.path / "eval"):
         yield from old_temporaries(folder, now)
     for name, form in (("failure.json", Failure), ("cancel.json", dict[str, Any])):
-        yield from unreadable(run.path / name, "removed", form)
+        yield from unreadable(run.path / name, "moved to trash", form)
     if (path := run.path / ".reserve").exists():
         yield Fault("temporary", "disk is reserved for a run that no worker trains", path, run.release, "released")
     if run.last_sign() is not None and run.state().state != "running":
         what = "a heartbeat is left from a run that is not running"
-        yield Fault("heartbeat", what, run.path / "heartbeat", run.forget_signs, "removed")
+        yield Fault("heartbeat", what, run.path / "heartbeat", run.forget_signs, "moved to trash")
 
 
 def _lines(run: RunDirectory) -> Iterator[Fault]:
@@ -358,7 +375,9 @@ def _lines(run: RunDirectory) -> Iterator[Fault]:
         if bad := len(lines) - len(whole) + (torn != b""):
             text = b"".join(line + b"\n" for line in whole).decode()
             what = f"{counted(bad, 'line')} of {name} cannot be read"
-            yield Fault("torn", what, path, partial(write_atomic, path, text), "removed; all other lines are kept")
+            yield Fault(
+                "torn", what, path, partial(write_atomic, path, text), "moved to trash; all other lines are kept"
+            )
 
 
 def _is_record(line: bytes) -> bool:
@@ -375,27 +394,30 @@ def _checkpoints(run: RunDirectory, deep: bool) -> Iterator[Fault]:
     folder = run.path / "checkpoints"
     for path in sorted(folder.glob(".step_*")):  # the lock is held, so no process is writing one
         what = f"saving a checkpoint was interrupted and left {path.name}"
-        yield Fault("half-written", what, path, partial(remove, path), "removed")
+        yield Fault("half-written", what, path, partial(remove, path), "moved to trash")
     final = (run.summary() or {}).get("checkpoint")
     for path in sorted(folder.glob("step_*")):
         if (problem := damage(path)) is None:
             continue
         if run.is_done() and final == f"checkpoints/{path.name}":
             continue  # see `_result`
-        what, how = f"checkpoint {path.name} is damaged: {problem}", "removed; the run continues from the previous one"
+        what, how = (
+            f"checkpoint {path.name} is damaged: {problem}",
+            "moved to trash; the run continues from the previous one",
+        )
         yield Fault("half-written", what, path, partial(remove, path), how)
 
 
 def _result(run: RunDirectory, evaluated: bool) -> Iterator[Fault]:
     path = run.path / "summary.json"
-    yield from unreadable(path, "removed; it is written again from the newest checkpoint", Summary)
+    yield from unreadable(path, "moved to trash; it is written again from the newest checkpoint", Summary)
     if run.state().state != "done":
         return
     summary = run.summary()
     if summary is None:
-        mend = partial(run.write_event, Planned, reason="its summary was lost and must be written again")
+        repair = partial(run.write_event, Planned, reason="its summary was lost and must be written again")
         how = f"planned again; continue it with `isoflop retry {run.path.parent.parent} {run.run_id}`"
-        yield Fault("result", "the run is done but has no readable summary", path, mend, how)
+        yield Fault("result", "the run is done but has no readable summary", path, repair, how)
         return
     if absent := [name for name in NEEDED if name not in summary]:
         how = "remove it and run isoflop doctor again; it is then written again from the newest checkpoint"
@@ -418,7 +440,11 @@ def _books(run: RunDirectory) -> Iterator[Fault]:
         steps = unrecorded_steps(run.record().attempts, begins, config.steps)
         # The run's folder was removed and copied back in part.
         lost = [f"the attempts that trained {steps} of its {config.steps} steps"] * (steps > 0)
-        lost += ["metrics.jsonl with its curve"] * (not (run.path / "metrics.jsonl").exists())
+        last = run.last_metrics().get("step", 0)
+        if not (run.path / "metrics.jsonl").exists():
+            lost.append("metrics.jsonl with its curve")
+        elif last + config.log_every <= config.steps:
+            lost.append(f"the curve after step {last} of {config.steps}")
         if lost:
             how = (
                 f"its result remains valid, but hours are undercounted; to train it again, remove {run.path} and retry"
@@ -432,7 +458,9 @@ def _scores(run: RunDirectory) -> Iterator[Fault]:
         if not STEP.match(path.stem):
             continue
         if read_json(path) is None:
-            yield from unreadable(path, "removed; the run is scored again when the sweep continues")
+            yield from unreadable(path, "moved to trash; the run is scored again when the sweep continues")
         elif not done:
             what = f"eval/{path.name} has scores of a run that is {run.state().state}, not done"
-            yield Fault("scores", what, path, partial(remove, path), "removed; the run is scored when it is done")
+            yield Fault(
+                "scores", what, path, partial(remove, path), "moved to trash; the run is scored when it is done"
+            )

@@ -46,18 +46,18 @@ SOURCES = (
 MADE = ("*.csv", "tuning.yaml", COSTS, "fit/law.json", "fit/*.html", "fit/*.png", "runs/*/eval/*.html")
 
 
-def write_results(sweep: SweepDirectory, targets: list[float] | None = None, anew: bool = False) -> dict[str, Any]:
+def write_results(sweep: SweepDirectory, targets: list[float] | None = None, force: bool = False) -> dict[str, Any]:
     """Write table.csv, costs.json, fit/law.json and the pages if they are out of date. Returns the analysis.
 
     Args:
         targets: FLOP budgets to extrapolate to; None: those of the sweep's config.
-        anew: Write the results again even if they are up to date.
+        force: Write the results again even if they are up to date.
 
     Raises:
         UserError: no run is done.
     """
     digest, law, inputs = _digest(sweep, targets), None, sweep.path / "fit" / INPUTS
-    if not anew and read_json(inputs) == {"digest": digest, "made": _stamps(sweep, MADE)}:
+    if not force and read_json(inputs) == {"digest": digest, "made": _stamps(sweep, MADE)}:
         law = read_json(sweep.path / "fit" / "law.json")
     if law is not None:
         law = {name: value for name, value in law.items() if name not in ("provenance", "estimator", "mixture")}

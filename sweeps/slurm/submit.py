@@ -139,7 +139,7 @@ class Submission:
         }
 
     def _raw(self, request: Request) -> dict[str, Any]:
-        """Keys that submitit has no name for, with those of cluster.additional_parameters."""
+        """Return the keys that submitit has no name for, with those of cluster.additional_parameters."""
         usable = avoidable(request.avoid, request.shape.nodes, self.cluster) if request.avoid else ()
         ours: dict[str, Any] = {"requeue": True, "comment": request.comment, "chdir": self.started_from}
         if request.begin is not None:

@@ -23,7 +23,7 @@ V, T, END = 37, 64, 3
 MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
     "grouped queries, query-key norm": {"heads": 4, "kv_heads": 2, "qk_norm": True},
-    "window, head of its own": {"window": 9, "tied_embeddings": False},
+    "window, untied head": {"window": 9, "tied_embeddings": False},
     "biases, heads of another size": {"kv_heads": 1, "qkv_bias": True, "head_size": 6},
     "padded vocabulary, one head": {"heads": 1, "vocab_multiple": 64},
     "latent attention, window": {"attention": "mla", "query_rank": 8, "window": 9},

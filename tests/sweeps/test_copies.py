@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -90,3 +91,34 @@ def test_a_moved_sweep_keeps_its_jobs(original: SweepDirectory, queue: Path, iso
     moved = SweepDirectory(original.path.rename(original.path.with_name("moved")))
     assert isoflop("cancel", moved.path)[0] == 0
     assert queue.read_text().split() == ["12"]
+
+
+@pytest.mark.parametrize("name", ["runs/RUN", "runs/RUN/checkpoints", "fit"])
+@pytest.mark.parametrize("command", ["doctor", "report", "retry", "cancel"])
+def test_nothing_is_changed_through_a_link_that_leads_out_of_the_sweep(
+    sweep: SweepDirectory, isoflop: Isoflop, name: str, command: str, tmp_path: Path
+) -> None:
+    link, elsewhere = sweep.path / name.replace("RUN", sweep.runs()[0].run_id), tmp_path / "elsewhere"
+    link.rename(elsewhere)
+    link.symlink_to(elsewhere)
+    (elsewhere / ".state.json.abcdefgh").write_text("half")
+    os.utime(elsewhere / ".state.json.abcdefgh", (0, 0))
+    before = contents(elsewhere)
+    code, output, message = isoflop(command, sweep.path)
+    assert code != 0
+    assert f"{link} is a link to {elsewhere}, outside of the sweep" in " ".join((output + message).split())
+    assert contents(elsewhere) == before
+
+
+def test_the_sweeps_folder_may_be_a_link_and_what_the_doctor_removes_is_in_the_trash(
+    sweep: SweepDirectory, isoflop: Isoflop
+) -> None:
+    link = sweep.path.with_name("link")
+    link.symlink_to(sweep.path)
+    left = sweep.path / "fit" / ".law.json.abcdefgh"
+    left.write_text("half")
+    os.utime(left, (0, 0))
+    code, output, _ = isoflop("doctor", link)
+    assert (code, left.exists()) == (0, False)
+    assert "moved to trash" in output
+    assert (sweep.path / "trash" / "fit" / left.name).read_text() == "half"

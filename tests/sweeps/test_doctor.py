@@ -146,14 +146,14 @@ DISTURBED = [
 
 def check_repair(sweep: SweepDirectory, expected: list[str]) -> None:
     before = contents(sweep.path)
-    findings = examine_sweep(sweep, mend=False)
+    findings = examine_sweep(sweep, repair=False)
     assert kinds(findings) == expected
     assert all(finding.is_left for finding in findings)
     assert contents(sweep.path) == before, "a dry run changes nothing"
-    mended = examine_sweep(sweep, mend=True)
+    mended = examine_sweep(sweep, repair=True)
     assert kinds(mended) == expected
     assert not any(finding.is_left for finding in mended), mended
-    assert examine_sweep(sweep, mend=True) == []
+    assert examine_sweep(sweep, repair=True) == []
 
 
 @pytest.mark.parametrize(("name", "text", "kind"), LEFT)
@@ -170,7 +170,7 @@ def test_what_is_broken_is_found_and_repaired_once(
     sweep: SweepDirectory, damage: Callable[[SweepDirectory], None], kind: list[str]
 ) -> None:
     before, state = contents(sweep.path), first_run(sweep).state()
-    assert examine_sweep(sweep, mend=True, deep=True) == []
+    assert examine_sweep(sweep, repair=True, deep=True) == []
     assert contents(sweep.path) == before, "an undisturbed sweep is clean"
     damage(sweep)
     check_repair(sweep, kind)
@@ -183,11 +183,11 @@ def test_a_killed_run_is_reconciled_unless_it_gives_signs_of_life_elsewhere(swee
     text = (run.path / JOURNAL).read_text()
     (run.path / JOURNAL).write_text(text.replace(f'"machine":"{socket.gethostname()}"', '"machine":"far"'))
     run.give_sign()
-    assert examine_sweep(sweep, mend=True) == []
+    assert examine_sweep(sweep, repair=True) == []
     assert run.state().state == "running"
     (run.path / JOURNAL).write_text(text)
     os.utime(run.path / "heartbeat", (LONG_AGO, LONG_AGO))
-    examine_sweep(sweep, mend=True)
+    examine_sweep(sweep, repair=True)
     assert run.state().state == "failed"
     assert run.record().attempts[-1].cause == "killed"
     assert run.last_sign() is None
@@ -196,7 +196,7 @@ def test_a_killed_run_is_reconciled_unless_it_gives_signs_of_life_elsewhere(swee
 def test_a_run_without_its_summary_is_planned_and_keeps_its_checkpoint(sweep: SweepDirectory) -> None:
     folder = checkpoint(sweep)
     (first_run(sweep).path / "summary.json").unlink()
-    (finding,) = examine_sweep(sweep, mend=True)
+    (finding,) = examine_sweep(sweep, repair=True)
     assert first_run(sweep).state().state == "planned"
     assert folder.is_dir()
     assert f"isoflop retry {sweep.path} {first_run(sweep).run_id}" in finding.how
@@ -210,7 +210,7 @@ def test_new_files_and_running_runs_are_left_alone(sweep: SweepDirectory) -> Non
     set_state(run, "running", attempt=2, job_id="1")
     before = contents(sweep.path)
     with run.lock():  # its trainer
-        assert examine_sweep(sweep, mend=True) == []
+        assert examine_sweep(sweep, repair=True) == []
     assert contents(sweep.path) == before
 
 
@@ -220,13 +220,13 @@ def test_a_checkpoint_whose_sums_do_not_hold_is_seen_by_a_deep_look(sweep: Sweep
     content[-1] ^= 1
     path.write_bytes(content)
     unfinish(sweep, "preempted")
-    assert examine_sweep(sweep, mend=False, deep=True) == [], "a deep check would block its worker for minutes"
+    assert examine_sweep(sweep, repair=False, deep=True) == [], "a deep check would block its worker for minutes"
     set_state(first_run(sweep), "failed", reason="x")
-    assert examine_sweep(sweep, mend=False) == []
-    (finding,) = examine_sweep(sweep, mend=True, deep=True)
+    assert examine_sweep(sweep, repair=False) == []
+    (finding,) = examine_sweep(sweep, repair=True, deep=True)
     assert "does not match its checksum" in finding.what
     assert not checkpoint_folder(sweep).exists()
-    assert examine_sweep(sweep, mend=True, deep=True) == []
+    assert examine_sweep(sweep, repair=True, deep=True) == []
 
 
 def checkpoint_folder(sweep: SweepDirectory) -> Path:
@@ -235,29 +235,29 @@ def checkpoint_folder(sweep: SweepDirectory) -> Path:
 
 def test_the_last_checkpoint_of_a_finished_run_stays_and_the_user_is_told(sweep: SweepDirectory) -> None:
     (checkpoint(sweep) / "model.safetensors").write_text("")
-    (finding,) = examine_sweep(sweep, mend=True)
+    (finding,) = examine_sweep(sweep, repair=True)
     assert finding.severity == "note"  # no task of this sweep needs it
     assert "its losses remain valid" in finding.how
     settings = yaml.safe_load((sweep.path / "sweep.yaml").read_text())
     settings["config"]["evaluate"]["tasks"] = ["small"]
     (sweep.path / "sweep.yaml").write_text(yaml.safe_dump(settings))
-    (finding,) = examine_sweep(sweep, mend=True)
+    (finding,) = examine_sweep(sweep, repair=True)
     assert finding.is_left
     (first_run(sweep).path / "summary.json").unlink()  # so that it is no longer done
-    examine_sweep(sweep, mend=True)
+    examine_sweep(sweep, repair=True)
     assert not checkpoint_folder(sweep).exists()
     assert first_run(sweep).state().state == "planned"
 
 
 def test_faults_that_need_the_user_are_left(sweep: SweepDirectory) -> None:
     (sweep.path / "runs" / "0123456789").mkdir()
-    (finding,) = examine_sweep(sweep, mend=True)
+    (finding,) = examine_sweep(sweep, repair=True)
     assert (finding.kind, finding.is_left) == ("stranger", False)
     assert (sweep.path / "runs" / "0123456789").exists()
     path = first_run(sweep).path / "config.yaml"
     path.write_text(path.read_text().replace("seed: 0", "seed: 1"))
     for _ in range(2):
-        (finding, _) = examine_sweep(sweep, mend=True)
+        (finding, _) = examine_sweep(sweep, repair=True)
         assert (finding.kind, finding.is_left) == ("config", True)
 
 
@@ -271,7 +271,7 @@ def test_a_sweep_of_another_version_is_looked_at_and_not_touched(
     (sweep.path / "sweep.yaml").write_text("a: [" if change is None else yaml.safe_dump(settings | change))
     tear_metrics(sweep)
     before = contents(sweep.path)
-    findings = examine_sweep(sweep, mend=True)
+    findings = examine_sweep(sweep, repair=True)
     assert kinds(findings) == sorted(["torn", kind])
     assert all(finding.is_left for finding in findings)
     assert all(str(value) in findings[0].what for value in (change or {}).values())
@@ -284,12 +284,12 @@ def test_the_doctor_says_which_steps_of_a_run_are_not_recorded(sweep: SweepDirec
     text = (run.path / JOURNAL).read_text()
     (run.path / "metrics.jsonl").unlink()
     (run.path / JOURNAL).write_text(text.replace('"attempt":1,', '"attempt":1,"first_step":10,'))
-    (finding,) = examine_sweep(sweep, mend=True)
+    (finding,) = examine_sweep(sweep, repair=True)
     assert (finding.kind, finding.is_left) == ("books", False)
     expected = f"no record of the attempts that trained 10 of its {steps} steps and metrics.jsonl with its curve"
     assert finding.what == expected
     (run.path / JOURNAL).unlink()
-    assert f"that made {steps} of its {steps} steps" in examine_sweep(sweep, mend=True)[0].what
+    assert f"that made {steps} of its {steps} steps" in examine_sweep(sweep, repair=True)[0].what
     assert accounting.account(sweep)["unrecorded"] == 1
     assert "the attempts of 1 run are not recorded" in cost_lines(accounting.account(sweep))[1]
 
@@ -322,7 +322,7 @@ def test_a_file_of_another_form_is_named_and_no_command_fails(
     path = sweep.path / name.replace("RUN", run.run_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text.replace("RUN", run.run_id))
-    findings = examine_sweep(sweep, mend=False)
+    findings = examine_sweep(sweep, repair=False)
     assert [finding for finding in findings if message in finding.what], [finding.what for finding in findings]
     for command in ("status", "doctor", "logs", "cancel"):
         code, _, err = isoflop(command, sweep.path)
@@ -341,10 +341,10 @@ def test_a_sweep_without_keepers_is_reported(
     set_state(first_run(sweep), "planned")
     (first_run(sweep).path / "summary.json").unlink()
     write_json(sweep.path / "jobs" / "keeper.json", memory)
-    assert kinds(examine_sweep(sweep, mend=True)) == ["keepers"] * is_said
+    assert kinds(examine_sweep(sweep, repair=True)) == ["keepers"] * is_said
     assert sweep_status(sweep)["unattended"] == is_said
     (sweep.path / "cancel.json").write_text("{}")  # a cancelled sweep needs no keeper
-    assert examine_sweep(sweep, mend=True) == []
+    assert examine_sweep(sweep, repair=True) == []
 
 
 def test_a_full_disk_and_locks_without_effect_are_reported(
@@ -353,7 +353,7 @@ def test_a_full_disk_and_locks_without_effect_are_reported(
     assert doctor.locks_work(sweep.path)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=1e6))
     monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)  # like a file system that grants every lock
-    findings = examine_sweep(sweep, mend=True)
+    findings = examine_sweep(sweep, repair=True)
     assert kinds(findings) == ["disk", "locks"]
     assert all(finding.is_left for finding in findings)
 
@@ -366,7 +366,7 @@ def test_a_running_sweep_is_clean_at_every_moment_and_is_not_disturbed(smoke: tu
     sweep, checks = SweepDirectory(tmp_path / "smoke"), 0
     while process.poll() is None:
         if (sweep.path / "plan.json").exists():
-            assert examine_sweep(sweep, mend=True) == []
+            assert examine_sweep(sweep, repair=True) == []
             checks += 1
         time.sleep(0.1)  # so that the checks do not slow down the sweep
     assert process.wait() == 0
@@ -388,14 +388,14 @@ def test_status_and_doctor_show_a_failed_fit_until_one_succeeds(
     with monkeypatch.context() as patched:
         patched.setattr("isoflop.fit.analyze", fail)
         with pytest.raises(ValueError, match="the table is no table"):
-            write_results(sweep, anew=True)
+            write_results(sweep, force=True)
     assert status.sweep_status(sweep)["fit_failure"] == "the table is no table"
-    (finding,) = doctor.examine_sweep(sweep, mend=True)
+    (finding,) = doctor.examine_sweep(sweep, repair=True)
     assert (finding.kind, finding.is_left) == ("fit", True)
     assert "the table is no table" in finding.what
-    write_results(sweep, anew=True)
+    write_results(sweep, force=True)
     assert status.sweep_status(sweep)["fit_failure"] is None
-    assert doctor.examine_sweep(sweep, mend=True) == []
+    assert doctor.examine_sweep(sweep, repair=True) == []
 
 
 def test_a_fit_whose_jobs_were_killed_is_such_a_state_too(sweep: SweepDirectory) -> None:

@@ -226,12 +226,12 @@ def test_the_doctor_names_a_run_whose_loss_curve_stands_out(tmp_path: Path) -> N
     fake_sweep.finish(sweep)
     for run in sweep.runs():
         write_curve(run)
-    assert not [finding for finding in examine_sweep(sweep, mend=False) if finding.kind == "curve"]
+    assert not [finding for finding in examine_sweep(sweep, repair=False) if finding.kind == "curve"]
     odd_run = sweep.runs()[4]
     lines = [json.loads(line) for line in (odd_run.path / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         line["smoothed_loss"] += 0.3 * (1 - line["step"] / len(lines))  # like a rate that is too high until it decays
     (odd_run.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (finding,) = [finding for finding in examine_sweep(sweep, mend=False) if finding.kind == "curve"]
+    (finding,) = [finding for finding in examine_sweep(sweep, repair=False) if finding.kind == "curve"]
     assert odd_run.run_id in str(finding.where)
     assert finding.severity == "note"
