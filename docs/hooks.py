@@ -109,7 +109,7 @@ def table(
     files = [*([path] if path else []), *others]
     comments = [*(yaml_comments(file, group) for file in files), behind, above]
     defaults = values(path, group) if path else {}
-    rows = ["| setting and default | meaning |", "| --- | --- |"]
+    rows = ["| setting | meaning |", "| --- | --- |"]
     for item in dataclasses.fields(cls):
         if item.name in leave_out:
             continue
