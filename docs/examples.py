@@ -3,7 +3,8 @@
     python docs/examples.py [--write] [PAGE ...]
 
 The commands of a page run one after the other in a temporary folder with the CSV files of docs/ and the LICENSE. In the
-shown output, `...` stands for any text, and numbers may differ by 5 %. A block with `...` is not rewritten.
+shown output, `...` stands for any text, a run id for any run id, and numbers may differ by 5 %. Output with `...` is
+not rewritten.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
 BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+RUN_ID = re.compile(r"\b[0-9a-f]{10}\b")
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
 PRELUDE = 'isoflop() { "$PYTHON" -m isoflop "$@"; }\n'
 SAME = 0.05  # relative difference of numbers: other processors round otherwise
@@ -58,9 +60,11 @@ def run(command: str, folder: Path) -> str:
 def difference(shown: str, real: str) -> str | None:
     """Return where the real output first differs from the shown one, or None."""
     pattern, numbers = "", []
-    for part in re.split(r"(\.\.\.|\s+|" + NUMBER.pattern + ")", shown.strip()):
+    for part in re.split(rf"(\.\.\.|\s+|{RUN_ID.pattern}|{NUMBER.pattern})", shown.strip()):
         if part == "...":
             pattern += ".*?"
+        elif RUN_ID.fullmatch(part):
+            pattern += RUN_ID.pattern
         elif NUMBER.fullmatch(part):
             pattern += f"({NUMBER.pattern})"
             numbers.append(part)

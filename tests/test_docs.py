@@ -42,6 +42,7 @@ def test_commands_print_what_a_page_shows(page: Path) -> None:
         ("N = 1.02B\n", "N = 2.02B", False),
         ("N = 1.02B\n", "M = 1.02B", False),
         ("built in ... s; 3 files", "built in 0.1 s; 3 files", True),
+        ("fc7506369c 2.9k", "0129e4835b  2.9k", True),
         ("3 files", "3 files and more", False),
     ],
 )
