@@ -53,7 +53,11 @@ def settings(group: str) -> str:
 
     base = CONF / "config.yaml"
     if group == "grid":
-        parts = [f"### Every grid\n\n{table(GridConfig, None, [CONF / 'grid/compare.yaml'], leave_out={'kind'})}"]
+        variants = yaml_comments(CONF / "grid/compare.yaml", "")["variants"]
+        parts = [f"### Every grid\n\n{table(GridConfig, None, leave_out={'kind', 'variants'})}"]
+        parts[0] += (
+            f"\n| `variants`<br>`null` | every point also as a variant; {cell(variants)} *(mapping or `null`)* |"
+        )
         common = {item.name for item in dataclasses.fields(GridConfig)}
         for name, path in options("grid").items():
             found = re.search(r"^ +- (\w+)_schema", path.read_text(encoding="utf-8"), re.MULTILINE)
