@@ -14,8 +14,10 @@ from typing import Any, get_args, get_origin, get_type_hints
 import yaml
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-GROUPS = ("model", "data", "optimizer", "schedule", "tuning", "average", "checkpoint")
-GROUPS += ("parallel", "cluster", "evaluate", "fit", "tracker")
+GROUPS = (
+    *("model", "data", "optimizer", "schedule", "tuning", "average", "checkpoint"),
+    *("parallel", "cluster", "evaluate", "fit", "tracker"),
+)
 OF_OPTIONS = ("kind", "corpus", "tasks", "path")  # settings that make an option what it is
 WIDE = 24  # characters of a default above which it stands behind the meaning
 
@@ -181,7 +183,8 @@ def yaml_comments(path: Path, group: str) -> dict[str, str]:
 def class_comments(cls: Any) -> tuple[dict[str, str], dict[str, str]]:
     """Return the comments of a dataclass behind its fields and above them, each by field."""
     behind, above = {}, {}
-    for node in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
+    nodes: list[Any] = [base for base in cls.__mro__ if dataclasses.is_dataclass(base)]
+    for node in reversed(nodes):
         lines: list[str] = []
         for line in inspect.getsource(node).splitlines():
             if found := re.match(r"    (\w+): [^#]*?(?:  # (.*))?$", line):
