@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ...train.config import canonical_json, to_dict
 from ...train.errors import UserError, counted
 from ...train.planner.validation import check_fields
 from .. import prepare
@@ -97,7 +96,7 @@ def _conduct_here(prepared: Prepared, only: set[str] | None = None) -> int:
     if asked and config.preflight:
         for line in check_first_job(sweep, prepared.runs, config.parallel.world_size):
             print(line)
-    _prepare_text(asked)
+    _prepare_text(prepared, asked)
     others = [] if only is None else [run for run in prepared.directories if run.run_id not in only]
     try:
         _fetch_tasks(prepared, asked)
@@ -132,12 +131,13 @@ def open_runs(prepared: Prepared, only: set[str] | None) -> list[RunDirectory]:
     return [run for run in runs if not run.is_done() and run.given_up() is None]
 
 
-def _prepare_text(asked: list[RunDirectory]) -> None:
-    """Prepare the text now: compute nodes may have no network."""
-    if asked:
+def _prepare_text(prepared: Prepared, asked: list[RunDirectory]) -> None:
+    """Prepare the text of all runs now: compute nodes may have no network."""
+    by_id = prepared.by_id
+    texts = {repr(data): data for data in (by_id[run.run_id].data for run in asked)}
+    if texts:
         from ...train.data.shards import prepare_with_progress
 
-        texts = {canonical_json(to_dict(data)): data for data in (run.config().data for run in asked)}
         for data in texts.values():
             prepare_with_progress(data)
 
@@ -161,7 +161,7 @@ def submit(prepared: Prepared, only: set[str] | None = None) -> None:
     waiting = sum(run.state().state not in ("queued", "running") for run in asked)
     missing = missing_scores(prepared.directories, config)
     renew([*asked, *missing], Policy.of(config.cluster))
-    _prepare_text(asked)
+    _prepare_text(prepared, asked)
     _fetch_tasks(prepared, asked)
     if not asked and not missing:
         backend.remember(over=not backend.jobs())

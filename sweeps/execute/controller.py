@@ -307,9 +307,10 @@ def _mark_queued(tasks: Iterable[Task]) -> None:
 def replan(prepared: Prepared, command: list[str] | None = None) -> None:
     """Write the plan of a sweep, and update the configs on disk except of running and finished runs."""
     identity.claim(prepared.sweep)
-    prepare.write_plan(prepared, command)
     by_id = prepared.by_id
-    for run in prepared.directories:
+    present = [run for run in prepared.directories if (run.path / "config.yaml").exists()]
+    prepare.write_plan(prepared, command)
+    for run in present:
         state = run.state().state
         if state == "running":
             with contextlib.suppress(UserError):  # a worker that is gone holds no lock
