@@ -33,7 +33,7 @@ def test_a_sweep_that_fails_is_no_measurement(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="isoflop sweep ended with 2: "):
         isoflop("sweep", "+grid=nothing")
     (tmp_path / "runs" / "0123456789").mkdir(parents=True)
-    with pytest.raises(UserError, match="run 0123456789 of the measured sweep did not end"):
+    with pytest.raises(UserError, match="run 0123456789 of the measured sweep did not finish"):
         bench_grid.final_losses(tmp_path)
 
 

@@ -147,5 +147,5 @@ def test_a_damaged_file_of_items_is_moved_aside(tmp_path: Path, content: bytes) 
     path.write_bytes(content)
     assert read_items(path, lines.append) == []
     if content:  # an empty file has no item and is not damaged
-        assert "moved to s.items.jsonl.gz.corrupt-1" in lines[0]
+        assert "renamed to s.items.jsonl.gz.corrupt-1" in lines[0]
         assert not path.exists()

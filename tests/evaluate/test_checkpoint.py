@@ -193,7 +193,7 @@ def test_nothing_is_scored_twice_and_everything_that_changed_is(evaluate: Any, t
         "last_word": "fp32", "chosen": "bf16",
     }  # fmt: skip
     assert evaluate.lines[0].startswith("scored again")
-    assert evaluate.lines[1].startswith("kept")
+    assert evaluate.lines[1].startswith("earlier scores")
     assert "last_word was scored with different settings" in format_scores(scores)
     # An earlier version wrote settings that hold for all tasks only once.
     scores["tasks"] = {"chosen": {k: v for k, v in scores["tasks"]["chosen"].items() if k not in SETTINGS}}
@@ -207,7 +207,7 @@ def test_where_a_disk_fills_up_the_next_evaluation_goes_on_at_the_request(evalua
     suite, small_batches = suite_of(12, ("chosen", "last_word")), {"batch_tokens": 64}
     expected = evaluate(tmp_path / "whole.json", suite, **small_batches)
     out, answers = tmp_path / "s.json", tmp_path / "s.answers.jsonl"
-    with disk_of(1500), pytest.raises(UserError, match=r"answers cannot be written to .*; free space"):
+    with disk_of(1500), pytest.raises(UserError, match=r"answers cannot be written to .*; free some space"):
         evaluate(out, suite, **small_batches)
     assert not out.exists()  # not even one task is complete
     *lines, torn = answers.read_text().split("\n")
@@ -243,7 +243,7 @@ def test_after_kill_9_the_tasks_that_were_scored_stay(evaluate: Any, tmp_path: P
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(evaluate: Any, tmp_path: Path) -> None:
     out, suite = tmp_path / "s.json", suite_of(4, ("chosen",))
-    with disk_of(1000), pytest.raises(UserError, match=r"scores cannot be written to .*; free space") as raised:
+    with disk_of(1000), pytest.raises(UserError, match=r"scores cannot be written to .*; free some space") as raised:
         evaluate(out, suite)
     assert "\n" not in str(raised.value)
     assert {path.name for path in tmp_path.iterdir()} == {".s.json.lock", "s.answers.jsonl", "s.items.jsonl.gz"}

@@ -216,6 +216,7 @@ def test_a_mixture_that_no_architecture_computes_is_not_exported(tmp_path: Path)
 
 
 def test_only_what_an_export_wrote_is_ever_replaced(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
     path, out = checkpoint(tmp_path / "run" / "checkpoints", TINY), tmp_path / "out"
     other = checkpoint(tmp_path / "other", TINY, seed=1)
     out.mkdir()
@@ -316,6 +317,7 @@ def test_the_card_is_told_what_lies_around_the_checkpoint(tmp_path: Path) -> Non
     from isoflop import fit
 
     run = tmp_path / "runs" / "0123456789"
+    run.mkdir(parents=True)
     path = checkpoint(run / "checkpoints", TINY)
     assert facts_about(path).law is None  # there is nothing yet
     summary = {"step": 7, "N_total": 5e6, "D": 1e8, "val_loss": 1.5, "val_loss_se": 0.1, "val_bpb": 2.0}

@@ -179,7 +179,7 @@ def test_serving_is_weighed_against_training(tmp_path, quick_pictures: None) -> 
     page = write_report(analysis, tmp_path).read_text()
     assert "served tokens, mqa beyond." in page
     assert "2.00<small>1.90 to 2.10</small>" in page
-    assert "filled up to the context (cpu);" in page
+    assert "filled up to the context length (cpu);" in page
 
 
 def test_times_of_several_devices_are_not_weighed_against_each_other() -> None:

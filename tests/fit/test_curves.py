@@ -150,7 +150,7 @@ def test_a_forecast_gives_reasons_not_errors():
     assert np.isnan(forecast.low["linear-None"])
     assert "no losses" in forecast.reason["new"]
     broken = started.assign(loss=started.loss.where(started.run != "linear-None"))
-    for frame, reason in ((started, "2 finished"), (broken, "is nan"), (started.drop(columns="lr"), "no column")):
+    for frame, reason in ((started, "there are 2"), (broken, "is nan"), (started.drop(columns="lr"), "no column")):
         assert reason in fit.forecast_final(frame, schedules).reason["linear-None"]
     assert fit.forecast_final(curves, schedules).empty
 

@@ -126,6 +126,6 @@ def test_derivatives_of_a_formula_are_those_of_finite_differences(name):
 
 @pytest.mark.parametrize("function", [np.floor, np.isfinite, np.add.reduce, np.sum, lambda a: np.where(a > 0, a, 0.0)])
 def test_what_has_no_derivative_is_refused_in_one_sentence(function):
-    with pytest.raises(InputError, match="which has no derivative here; exp, log, powers") as caught:
+    with pytest.raises(InputError, match="which has no derivative here") as caught:
         function(Jet(np.ones((2, 1)), {0: 1.0}))
     assert str(caught.value).endswith(".")

@@ -86,7 +86,7 @@ def begin(run: RunDirectory, machine: str | None = None) -> None:
     run.write_event(Started, attempt=1, host="node1", job_id="1", machine=machine or socket.gethostname())
 
 
-@pytest.mark.parametrize(("prefix", "message"), [("zz", "it begins none"), ("", "2b55d78312, d237d5ba58")])
+@pytest.mark.parametrize(("prefix", "message"), [("zz", "matches none"), ("", "2b55d78312, d237d5ba58")])
 def test_a_run_is_named_by_first_digits_that_no_other_has(prefix: str, message: str, tmp_path: Path) -> None:
     sweep = SweepDirectory(tmp_path)
     write_json(tmp_path / "plan.json", {"runs": [planned_run("2b55d78312"), planned_run("d237d5ba58")]})
@@ -130,7 +130,7 @@ def test_a_lock_that_does_not_reach_this_node_is_not_taken_for_a_dead_run(sweep:
     run = sweep.runs()[0]
     begin(run, machine="another")
     run.give_sign()
-    with pytest.raises(Busy, match="signs of life"), lease.hold_idle(run, POLICY):
+    with pytest.raises(Busy, match="recent heartbeat"), lease.hold_idle(run, POLICY):
         pass
     control.cancel(sweep, [run.run_id])
     assert run.state().state == "running"

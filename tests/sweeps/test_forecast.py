@@ -128,9 +128,9 @@ def test_n_and_d_of_a_budget_are_the_laws_best(sweep: SweepDirectory) -> None:
         (["--target", "N=x,D=1"], "N=7e8,D=1.4e10"),
         (["--target", "nan"], "FLOPs"),
         (["--target", "here"], "FLOPs"),
-        (["--check", "nothing"], "run that is done"),
+        (["--check", "nothing"], "must be a finished run"),
         (["--check", "x", "--seal"], "give it without them"),
-        (["--seal"], "no run of"),
+        (["--seal"], "no running run of"),
     ],
 )
 def test_bad_input_is_a_sentence(sweep: SweepDirectory, arguments: list[str], message: str) -> None:
@@ -217,7 +217,7 @@ def test_runs_under_way_are_forecast_by_those_that_are_done(tmp_path: Path) -> N
     out.print(render_status(sweep_status(sweep), out, everything=True))
     text = " ".join(out.export_text().split())
     assert "1.500 [1.250, 1.750]" in text
-    assert "forecast left the 1.200 to 1.400" in text
+    assert "forecast left the interval 1.200 to 1.400" in text
 
 
 def test_the_doctor_names_a_run_whose_loss_curve_stands_out(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ REFUSED = [  # numbers out of range: test_fields.py
     (
         AdaptiveGrid(budgets=[1e12], flops_budget=1e10),
         {},
-        "grid.flops_budget is 1e\\+10, of which .* too little for a first round",
+        "grid.flops_budget is 1e\\+10, .* too little for a first round",
     ),
     (CurvesGrid(budgets=[1e12]), {}, "average.kind is none; curves are read from averaged weights"),
     (

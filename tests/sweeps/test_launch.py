@@ -139,7 +139,7 @@ def test_a_limit_that_only_sbatch_knows_leaves_the_rest_to_the_keeper(make: Make
     queue.say("limit", str(limit))
     sweep = make({"run0": 40.0, "run1": 30.0})
     if limit < 2:
-        with pytest.raises(UserError, match="SLURM takes no more jobs"):
+        with pytest.raises(UserError, match="SLURM accepts no more jobs"):
             sweep.run_pass()
         return
     assert not sweep.run_pass()

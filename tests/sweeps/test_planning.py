@@ -251,7 +251,7 @@ def test_a_grid_is_extended_by_what_changes_of_it(
         (["grid.sizes=[1e5"], None, r"extend was given 'grid.sizes=\[1e5'"),
         (["grid.sizes=[${nope}]"], None, "nope"),
         (["grid.sizs=1"], None, "see conf/grid/ for an example of each kind"),
-        (["grid.kind=points"], None, "correct it"),
+        (["grid.kind=points"], None, "grid.sizes"),
         ([], "kind: points\npoints: [", "has invalid content: while parsing .*; --grid must be a YAML"),
         ([], "- 1\n", "Expected object, got array; --grid must be a YAML mapping with kind"),
         ([], "kind: spiral\n", "grid.kind is 'spiral', not one of"),

@@ -73,7 +73,7 @@ def test_a_node_that_failed_is_named_and_looked_at_again_by_the_next_sweep(
     pending_findings.append([FINE, WRONG])
     assert check_first_job(first)[0].endswith("\npreflight: failed: a step is off by 0.1")
     assert check_first_job(first) == []
-    (finding,) = [fault for fault in examine_sweep(first, mend=False) if fault.kind == "node"]
+    (finding,) = [fault for fault in examine_sweep(first, repair=False) if fault.kind == "node"]
     assert (finding.is_left, finding.how) == (True, "exclude it with cluster.exclude")
     assert "a step is off by 0.1" in finding.what
     second, _ = sweep_of(tmp_path / "second")
@@ -117,7 +117,7 @@ def test_what_was_decided_holds_for_all_runs_and_changes_no_id(
     check_first_job(sweep)
     assert decided(directory).parallel.attention == "sdpa"
     assert run_id(decided(directory)) == directory.run_id
-    (finding,) = [fault for fault in examine_sweep(sweep, mend=False) if fault.kind == "node"]
+    (finding,) = [fault for fault in examine_sweep(sweep, repair=False) if fault.kind == "node"]
     assert not finding.is_left
     for text in ('{"decides": {"attention"', '{"decides": ["sdpa"]}', "[1]"):
         (sweep.path / "preflight.json").write_text(text)

@@ -64,7 +64,7 @@ def test_a_run_under_way_keeps_its_ranks(tmp_path: Path) -> None:
     process = start_holder(run.path)
     try:
         run.refreeze(make_config())  # nothing changes, so it does not wait for the lock
-        with pytest.raises(UserError, match=f"is held by process {process.pid} on .* stay as they are"):
+        with pytest.raises(UserError, match=f"is held by process {process.pid} on .* cannot change"):
             run.refreeze(other, timeout=0.1)
         assert run.config() == make_config()
     finally:

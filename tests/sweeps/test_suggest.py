@@ -133,7 +133,7 @@ REFUSED = [
     ),
     pytest.param({"budget": 1e12, "max_flops": 1e5}, r"max_flops 1e\+05, but the smallest run", marks=pytest.mark.slow),
     ({"budget": 1e12, "target_flops": 1e11}, r"target_flops is 1e\+11; it must be above"),
-    ({"budget": 1e12, "target_flops": 0.0}, "target_flops is 0, and the largest"),
+    ({"budget": 1e12, "target_flops": 0.0}, "target_flops is 0; it must be above"),
     ({"budget": 1e12, "seeds": -1}, "seeds is -1"),
     ({"budget": 1e12, "seeds": 100}, "seeds is 100; it must be at least 0 and at most 8"),
 ]

@@ -184,7 +184,7 @@ def test_bad_batches_are_skipped_as_often_as_allowed_and_across_looks() -> None:
     assert len(progress.judge(4, [(1.8, True)], config)) == 1
     assert progress.smoothed_loss == 2.0
     progress = RunProgress(bad_steps=progress.bad_steps, overflows=progress.overflows)  # as after a resume
-    with pytest.raises(Diverged, match="at step 6, and skip_bad_steps 2"):
+    with pytest.raises(Diverged, match="at step 6, and skip_bad_steps allows only 2"):
         progress.judge(5, [(1.7, False), (NAN, True)], config)
 
 
@@ -192,7 +192,7 @@ def test_overflows_in_fp16_are_free_until_the_scale_is_at_its_floor() -> None:
     progress, config, overflow = RunProgress(), run_config(0, "fp16"), (2.0, True)
     assert len(progress.judge(1, [overflow] * 24, config)) == 24
     progress.judge(25, [(2.0, False), *[overflow] * 24], config)  # one good step resets the count
-    with pytest.raises(Diverged, match="at step 50, for the 25th time"):
+    with pytest.raises(Diverged, match="at step 50, 25 times in a row"):
         progress.judge(50, [overflow], config)
 
 

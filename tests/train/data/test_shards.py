@@ -320,7 +320,7 @@ def test_text_that_changed_since_it_was_planned_is_refused(config: DataConfig) -
     assert prepare(planned).directory == prepare(config).directory
     with open(Path(str(config.path)) / "rows.jsonl", "a") as file:
         file.write('\n{"text": "one more"}')
-    with pytest.raises(UserError, match=r"data.fingerprint is \w{16}; .* changed"):
+    with pytest.raises(UserError, match=r"data.fingerprint is \w{16}, .* changed after planning"):
         prepare(planned)
 
 
