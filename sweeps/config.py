@@ -131,7 +131,7 @@ class Recorded:
 
 
 def base_run(config: SweepConfig) -> RunConfig:
-    """Return the run that the grid varies."""
+    """Return the config of the base run, which the grid varies."""
     values = {item.name: getattr(config, item.name) for item in dataclasses.fields(Training)}
     values["tokens"] = config.tokens or 0
     values["precision"] = config.precision or config.cluster.precision
@@ -167,7 +167,7 @@ OTHER_VERSION = "use the version that wrote it, or choose another folder with sw
 
 
 def from_mapping(values: Any, source: object, remedy: str = OTHER_VERSION) -> SweepConfig:
-    """Return the configuration from the plain values of sweep.yaml.
+    """Convert the plain values of a sweep.yaml to a SweepConfig.
 
     Raises:
         UserError: the values are invalid; the message names `source` and ends with `remedy`.
@@ -190,18 +190,18 @@ def from_mapping(values: Any, source: object, remedy: str = OTHER_VERSION) -> Sw
 
 
 def cluster_of(settings: Mapping[str, Any]) -> ClusterConfig:
-    """Return the cluster in a sweep.yaml of any version."""
+    """Return the cluster settings in a sweep.yaml of any version."""
     return recorded(settings).cluster
 
 
 def grid_class(settings: Mapping[str, Any]) -> type[GridConfig]:
-    """Return the grid's class from a sweep.yaml of any version."""
+    """Return the class of the grid in a sweep.yaml; `GridConfig` if its kind is unknown."""
     kind = (settings.get("config") or {}).get("grid", {}).get("kind")
     return grid_kinds().get(str(kind), GridConfig)
 
 
 def recorded(settings: Mapping[str, Any]) -> Recorded:
-    """Return the part of a sweep.yaml that commands read, from any version; UserError if it is invalid."""
+    """Read the part of a sweep.yaml of any version that commands use. Raises UserError if it is invalid."""
     try:
         result = msgspec.convert(settings.get("config") or {}, Recorded)
         check_fields(result, "config.")

@@ -55,7 +55,7 @@ def sweep_main(arguments: list[str] | None = None) -> int:
 
 
 def compose_and_conduct(arguments: list[str]) -> int:
-    """Run a sweep as `sweep_main` does, but raise errors."""
+    """Run a sweep as `sweep_main` does, but raise errors instead of printing them."""
     flags = _parser().parse_intermixed_args(arguments)
     if flags.help:
         print(manual(flags.overrides))
@@ -100,7 +100,7 @@ def _parser() -> _Parser:
 
 
 def expanded(overrides: list[str], several: bool) -> list[tuple[list[str], list[str]]]:
-    """Return the overrides of each job of a multirun, and the ones that vary."""
+    """Expand a multirun: return, for each job, all its overrides and those that vary between jobs."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     parsed = OverridesParser.create().parse_overrides(overrides)
@@ -117,7 +117,7 @@ def expanded(overrides: list[str], several: bool) -> list[tuple[list[str], list[
 
 
 def job_folder(sweep: str, varied: Sequence[str]) -> str:
-    """Return the name of a sweep's folder; a job of --multirun adds the overrides in which the jobs differ."""
+    """Return a folder name: `sweep`, then the overrides `varied` in which jobs of a --multirun differ."""
     # If `sweep` itself varies, the name has its value already.
     pairs = [override.lstrip("+").partition("=")[::2] for override in varied]
     parts = [f"{key}={value}" for key, value in pairs if value != sweep]
@@ -184,7 +184,7 @@ def _composed(overrides: list[str]) -> tuple[SweepConfig, str | None]:
 
 
 def _refuse_unknown(config: Any, prefix: str = "") -> None:
-    """Raise UserError for a key that is no field, at any depth: Hydra adds what a plus stands before."""
+    """Raise UserError for a key, at any depth, that is no field: Hydra accepts any key after a plus."""
     fields = [item.name for item in dataclasses.fields(config)]
     for name, value in vars(config).items():
         if name not in fields:
@@ -194,8 +194,10 @@ def _refuse_unknown(config: Any, prefix: str = "") -> None:
 
 
 def for_hydra(arguments: list[str]) -> list[str]:
-    """Prepare overrides for Hydra: quote non-ASCII values and variants' overrides, add the fields that are set to
-    tuning.keep, and replace `cluster=auto` (the default) by slurm or local.
+    """Prepare overrides for Hydra.
+
+    Quote non-ASCII values and variants' overrides, list in tuning.keep the tuned fields that an override sets, and
+    replace `cluster=auto` (the default) by slurm or local.
     """
     for name in (argument.partition("=")[0].lstrip("+~") for argument in arguments):
         if name in REMOVED:
@@ -249,7 +251,7 @@ def _show_warning(
 
 
 def composition_error(error: Exception) -> str:
-    """Return one sentence for an error of Hydra or OmegaConf."""
+    """Describe an error of Hydra or OmegaConf in one sentence for the user."""
     from hydra.errors import MissingConfigException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -292,7 +294,7 @@ def _say(message: object, code: int) -> int:
 
 
 def manual(arguments: Sequence[str]) -> str:
-    """Return the help text with the settings of the selected options."""
+    """Return the text of --help, with the settings of the options that `arguments` select."""
     base = (CONFIG / "config.yaml").read_text(encoding="utf-8")
     chosen = dict(re.findall(r"^  - (\w+): (\w+)$", base, re.MULTILINE))
     chosen |= {group: option for group, option in _pairs(arguments) if (CONFIG / group / f"{option}.yaml").exists()}
@@ -319,7 +321,7 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _described(grids: Sequence[str]) -> Iterator[str]:
-    """Yield each grid with the first sentence of its file."""
+    """Yield a help line per grid: its name and the first sentence of its YAML file."""
     for grid in grids:
         text = (CONFIG / "grid" / f"{grid}.yaml").read_text(encoding="utf-8")
         comment = re.sub(r"\s*\n# ?", " ", "\n".join(re.findall(r"^# (?!@package).*$", text, re.MULTILINE)))

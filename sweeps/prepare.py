@@ -1,7 +1,6 @@
 """Plan a sweep from a configuration or from its folder, and write the plan.
 
-Planning from the folder reads only the frozen run configs, not the corpus or the grid, so a compute node makes the same
-plan as the machine that started the sweep.
+Planning from the folder reads only the frozen run configs, so a compute node makes the same plan as the launcher.
 """
 
 from __future__ import annotations
@@ -180,9 +179,9 @@ def matmul_rate(config: SweepConfig, sweep: SweepDirectory) -> float:
 
 
 def resolve_runs(config: SweepConfig) -> tuple[list[RunConfig], list[str]]:
-    """Return the grid's runs, with vocabulary and fingerprints filled in, and remarks on the tuning rules.
+    """Return the grid's run configs, with vocabulary size and corpus fingerprints filled in, and notes for the user.
 
-    Replaces `config.tuning` by the complete rules, those of `tuning.file` included.
+    Replaces `config.tuning` by the tuning rules completed from `tuning.file`.
     """
     from ..train.data.tokenizers import planned_vocab_size
 
@@ -232,7 +231,7 @@ class TuningFile:
 
 
 def read_rules(rules: TuningConfig, base: RunConfig) -> tuple[TuningConfig, list[str]]:
-    """Return the rules completed from their file, and remarks; UserError if the file has another vocabulary."""
+    """Complete tuning rules from `rules.file`. Returns them and notes; raises UserError if its vocabulary differs."""
     if rules.file is None:
         return rules, []
     path = Path(rules.file).expanduser()

@@ -19,7 +19,7 @@ def console() -> Console:
 
 
 def plain_table(columns: Iterable[str], left_aligned: Collection[str] = (), title: str | None = None) -> Table:
-    """Return a table without ruled lines, whose columns are never cut."""
+    """Return an empty table without ruled lines, whose columns are never cut."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for column in columns:
         table.add_column(column, justify="left" if column in left_aligned else "right", no_wrap=True)

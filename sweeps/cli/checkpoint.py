@@ -116,7 +116,7 @@ def lm_eval_command(
 def _score(
     ranks: Any, targets: Sequence[tuple[Path, Path]], suite: dict[str, Any], settings: dict[str, Any], quietly: bool
 ) -> list[Scored] | None:
-    """Score checkpoints one by one on all ranks; only the first rank returns the scores."""
+    """Score each (checkpoint, output folder) of `targets` on all ranks; ranks other than 0 return None."""
     from ...evaluate.checkpoint import Evaluator
     from ...evaluate.tasks.tasks import load_suite
 
@@ -147,7 +147,7 @@ def _folders(paths: Sequence[Path], output: Path | None) -> list[Path]:
 
 
 def _read(against: Path) -> Scored | None:
-    """Read existing scores; None if the path is a checkpoint."""
+    """Read a scores file. Returns its folder and content; None for a checkpoint or a folder without scores."""
     file = against if against.is_file() else against / SCORES
     if not file.is_file() or (against.is_dir() and (against / "manifest.json").is_file()):
         return None
@@ -284,7 +284,7 @@ class Pieces:
         return self._say(end)
 
     def rest(self) -> str:
-        """Return the text still held back, at the end."""
+        """Return the text that is still held back after the last token."""
         return self._say(len(self.text))
 
     def _say(self, end: int) -> str:
@@ -335,7 +335,7 @@ def import_model() -> None:
 
 
 def facts_about(checkpoint: Path) -> Facts:
-    """Collect a checkpoint's scores, law and provenance, as far as there are files."""
+    """Collect a checkpoint's scores, its sweep's law and provenance from the files that exist."""
     from importlib.metadata import version
 
     from ...evaluate.export.model_card import Facts
@@ -361,7 +361,7 @@ def facts_about(checkpoint: Path) -> Facts:
 
 
 def _law(path: Path, summary: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the loss that the sweep's law predicts for a run, if there is a law."""
+    """Return a law's form and the loss and interval that it predicts for a run, or None without a law."""
     from ... import fit
 
     if not path.is_file() or not summary:

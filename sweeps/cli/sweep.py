@@ -1,6 +1,6 @@
 """The commands that manage a sweep, also while it runs.
 
-Modules are imported inside the commands, so that `status` starts in a fraction of a second.
+Modules are imported inside the commands, so that `status` starts fast.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ app = typer.Typer()
 
 
 def complete_run(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Return matching run ids, with state and size, for shell completion."""
+    """Return the run ids that begin with `incomplete`, each with a description, for shell completion."""
     from ..runs.directory import SweepDirectory
     from ..terminal import short
 
@@ -222,7 +222,7 @@ def cancel_command(sweep: Sweep, runs: Runs = None, as_json: ChangesAsJson = Fal
 
 @app.command("adopt")
 def adopt_command(sweep: Sweep, as_json: ChangesAsJson = False) -> None:
-    """Make a copy of a running sweep a separate sweep, whose runs continue from the copied checkpoints."""
+    """Turn a copy of a running sweep into a separate sweep, whose runs continue from the copied checkpoints."""
     from ..execute.identity import adopt
 
     def separate(directory: SweepDirectory) -> int:
@@ -297,7 +297,7 @@ def suggest_command(
     write: Annotated[Path | None, typer.Option(help="Write the grid here, for `extend --grid`.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Suggest the runs that narrow the interval at the target most per FLOP."""
+    """Suggest the new runs that narrow the interval at the target budget most per FLOP."""
     import yaml
 
     from ...train.files import write_atomic
@@ -352,5 +352,5 @@ def _act(path: Path, as_json: bool, action: Callable[[SweepDirectory], int], may
 
 
 def _said_aside(aside: bool) -> contextlib.AbstractContextManager[object]:
-    """Redirect prints to standard error, so that standard output has only JSON."""
+    """Redirect prints to standard error if `aside`, so that standard output has only JSON."""
     return contextlib.redirect_stdout(sys.stderr if aside else sys.stdout)
