@@ -1,7 +1,6 @@
-"""The training of one run, in one process of its worker.
+"""Train one run in one process of its worker.
 
-- TERM and USR2 set a flag; the loop saves a checkpoint and returns, and the worker ends.
-- A file in a run's directory cancels it, and the worker continues with other runs.
+After TERM or USR2 the loop saves a checkpoint and the worker ends; a file in a run's directory cancels only that run.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class Interrupt:
         return self.reason is not None or (self._heart is not None and self.cancelled is not None)
 
     def _check_folder(self, folder: Path) -> None:
-        """Raise FolderGone rather than write a checkpoint where no later attempt would find it."""
+        """Raise FolderGone if the run's folder was moved, removed or replaced."""
         try:
             in_place = os.path.samestat(folder.stat(), self._folder)
         except (FileNotFoundError, NotADirectoryError):
@@ -95,11 +94,11 @@ class Interrupt:
             raise FolderGone(f"{folder} was moved, removed or replaced while the run trained; nothing more is written")
 
     def is_over(self) -> bool:
-        """Return whether a SLURM job was told to stop by its time limit."""
+        """Return whether this SLURM job was told to stop because of its time limit."""
         return self.reason is not None and time.monotonic() - self._began > warned_after(os.environ)
 
     def ending(self, where: str) -> Ending:
-        """Return how a stopped run ends; `where` names the step."""
+        """Return the state, reason and cause to record for a stopped run; `where` names its step."""
         if self.cancelled is None and self._heart is not None:
             self.cancelled = self._heart.run.cancel_asked()  # SLURM's signal may have come first
         if self.cancelled is not None:
@@ -109,14 +108,14 @@ class Interrupt:
 
 
 def warned_after(environment: Mapping[str, str]) -> float:
-    """Return the seconds after which a request to stop means the time limit of the job."""
+    """Return the seconds from a job's start after which a request to stop must come from its time limit."""
     seconds = job_seconds(environment)
     # Jobs are warned up to two minutes before their end, and a process may begin as late after its job.
     return seconds - min(240.0, 0.75 * seconds)
 
 
 def failed(error: Exception, run: RunDirectory) -> Ending:
-    """Return the ending of a run that failed with an error."""
+    """Return the state, reason and cause to record for a run that failed with `error`."""
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         reason = f"the disk is full ({error.filename or run.path}); free some space and start the sweep again"
     else:
@@ -125,7 +124,7 @@ def failed(error: Exception, run: RunDirectory) -> Ending:
 
 
 def train_one(run: RunDirectory, ranks: Ranks, interrupt: Interrupt, policy: Policy) -> Ending:
-    """Train a run, which the caller holds, as its first rank. Returns how it ended."""
+    """Train a run as its rank 0; the caller holds the run's lock. Returns how it ended."""
     halved = run.is_halved()
     with interrupt.watching(run, policy):
         ending = train_rank(run, ranks, interrupt)
@@ -163,7 +162,7 @@ def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
 
 
 def prepare(run: RunDirectory) -> None:
-    """Prepare a run's directory before its first rank trains."""
+    """Reserve disk space for a run, and give a branch the checkpoint of its trunk."""
     run.reserve()
     config = run.config()
     tracking.note_lineage(run, config)

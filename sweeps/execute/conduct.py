@@ -1,4 +1,4 @@
-"""One sweep from its config to its report: plan, launch, score, fit. Each step resumes what an earlier one left."""
+"""One sweep from its config to its report: plan, launch, score, fit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LONGEST_NAME = 200  # bytes, of a sweep
 
 
 def conduct(config: SweepConfig, command: list[str]) -> int:
-    """Run a sweep. Returns 0 if every run is done or submitted, 1 if one failed. UserError: nothing was started."""
+    """Run a sweep, recording `command` in sweep.yaml. Returns 0 if every run is done or submitted, 1 if one failed."""
     check(config)
     prepared = prepare.from_config(config)
     notes = "".join(f"note: {remark}\n" for remark in prepared.remarks)
@@ -62,7 +62,7 @@ def conduct(config: SweepConfig, command: list[str]) -> int:
 
 
 def resume(sweep: SweepDirectory, only: set[str] | None = None) -> int:
-    """Continue a sweep from its folder, or only the runs in `only` and their trunks; see `conduct`."""
+    """Continue a sweep from its folder, or only the runs with ids in `only` and their trunks; returns as `conduct`."""
     config = prepare.configuration(sweep)
     check(config)
     membership.allow_growth(sweep)
@@ -151,7 +151,7 @@ def _fetch_tasks(prepared: Prepared, asked: list[RunDirectory]) -> None:
 
 
 def submit(prepared: Prepared, only: set[str] | None = None) -> None:
-    """Submit the missing workers; from then on the jobs do the rest. The caller holds the sweep."""
+    """Submit the missing SLURM jobs, which submit later ones themselves. The caller holds the sweep's lock."""
     sweep, config = prepared.sweep, prepared.config
     backend = SlurmBackend(sweep, config.cluster)
     backend.memory.clear()  # a user asks again
@@ -181,7 +181,7 @@ def submit(prepared: Prepared, only: set[str] | None = None) -> None:
 
 
 def restore_keepers(sweep: SweepDirectory) -> None:
-    """Submit new keepers for a sweep on SLURM if it has none."""
+    """Submit new keeper jobs for an unfinished sweep on SLURM that has none in the queue."""
     if (sweep.path / "jobs" / LAUNCH).exists() and is_unattended(sweep, jobs_of(sweep)):
         with sweep.lock(LOCK_SECONDS):
             SlurmBackend(sweep, prepare.configuration(sweep).cluster).start_keepers(controller.KEEPERS)
@@ -189,7 +189,7 @@ def restore_keepers(sweep: SweepDirectory) -> None:
 
 
 def _conclude(prepared: Prepared) -> int:
-    """Leave, or wait for the jobs, and print how the sweep ended."""
+    """Print how a sweep on SLURM ended and return the exit code; first wait for its jobs if `wait` is set."""
     from ..results.finish import print_result, write_results
 
     sweep = prepared.sweep
@@ -228,7 +228,7 @@ def wait_for_slurm(sweep: SweepDirectory) -> None:
 
 
 def renew(runs: Iterable[RunDirectory], policy: Policy) -> None:
-    """Give a new budget of retries, or of scorings, to runs that had ended."""
+    """Give runs that have ended a new budget of retries and scoring attempts."""
     for run in runs:
         if run.state().state in ("failed", "diverged", "cancelled", "done"):
             with contextlib.suppress(Busy):
@@ -242,7 +242,7 @@ def missing_scores(runs: Sequence[RunDirectory], config: SweepConfig) -> list[Ru
 
 
 def outcome(prepared: Prepared) -> int:
-    """Return the exit code, after a line for every run that is not done."""
+    """Print which runs are not done or not scored, and return the exit code."""
     sweep = prepared.sweep
     stands_in = {old: sweep.run(new) for new, old in membership.replacements(sweep).items()}
     missing = missing_scores(prepared.directories, prepared.config)

@@ -22,7 +22,7 @@ FACTOR = 0.5  # of the learning rate of a run that diverged, where the grid does
 
 
 def cancel(sweep: SweepDirectory, prefixes: list[str]) -> int:
-    """Cancel the runs whose ids begin with these prefixes, or a whole sweep and its jobs; print a line per run.
+    """Cancel the runs whose ids begin with `prefixes`, or without them the whole sweep and its jobs.
 
     Returns the exit code: 1 if SLURM does not answer.
     """
@@ -62,11 +62,10 @@ def retry(sweep: SweepDirectory, prefixes: list[str], failed: bool, diverged: bo
     """Start runs again, each from its newest checkpoint and with a new budget of retries.
 
     Args:
-        sweep: the sweep.
         prefixes: beginnings of the ids of unfinished runs, in any state.
-        failed: all runs that failed or whose process is gone; the default if nothing else is asked for.
-        diverged: for each diverged run, a new one with a lower learning rate.
-        cancelled: all cancelled runs.
+        failed: retry all runs that failed or whose process is gone; the default if nothing else is asked for.
+        diverged: start, for each diverged run, a new one with a lower learning rate.
+        cancelled: retry all cancelled runs.
 
     Returns:
         The exit code.

@@ -1,7 +1,6 @@
-"""Decide what starts next: the same pass for the command, for a worker that ends, and for SLURM's keeper.
+"""Decide what starts next, for the command, a worker that ends, and SLURM's keeper.
 
-A pass reconciles runs whose worker is gone, counts the free tasks and the workers that can take them, and starts the
-missing workers. It may be repeated or killed at any moment: a surplus worker finds no task and ends, a missing one is
+A pass (`reconcile`) may be repeated or killed at any moment: a surplus worker finds no task and ends, a missing one is
 started by the next pass. Runs are not bound to jobs.
 """
 
@@ -54,9 +53,9 @@ class Task:
 def standing(
     attempts: Sequence[Attempt], policy: Policy, spent: int, now: float
 ) -> tuple[Status, float, tuple[str, ...]]:
-    """Return an unfinished run's status, the seconds until it can be claimed, and the nodes to avoid. Pure.
+    """Return an unfinished run's status, the seconds until it can be claimed, and the nodes to avoid.
 
-    `attempts` are those since a user last asked for a retry; `spent` counts the retries of the whole sweep.
+    `attempts` are those since a user last asked for a retry; `spent` is the number of retries of the whole sweep.
     """
     ended = attempts[-1].ended if attempts else now
     decision = decide(attempts, policy, spent, ended)
@@ -79,7 +78,7 @@ EVERYTHING = Scope()
 
 
 class Board:
-    """The tasks of a sweep, as far as its `scope` goes."""
+    """The tasks of a sweep that are in `scope`."""
 
     def __init__(self, sweep: SweepDirectory, config: SweepConfig, scope: Scope) -> None:
         self.sweep, self.policy, self._skipped = sweep, Policy.of(config.cluster), scope.skipped
@@ -93,7 +92,7 @@ class Board:
         self._over.clear()
 
     def tasks(self) -> Iterator[Task]:
-        """Yield unfinished tasks in the plan's order, trainings first; each run is read when it is reached."""
+        """Yield unfinished tasks in the plan's order, training before scoring; read each run when it is reached."""
         self._read_plan()
         now, spent = now_on(self.sweep.path), cache(partial(retries_spent, self.sweep))
         for name in self._planned:
@@ -132,7 +131,7 @@ class Board:
         return Task("train", run, planned.shape, status, planned.estimated_seconds, wait, avoid)
 
     def _can_begin(self, planned: PlannedRun, now: float, spent: Callable[[], int]) -> bool:
-        """Return whether a run's trunk has reached the run's first step, or never will."""
+        """Return whether a run need not wait: its trunk has reached the run's first step, or never will."""
         if (parent := planned.parent) is None or parent not in self._planned:
             return True
         if can_begin(self.sweep.run(planned.run_id), self.sweep.run(parent), planned.first_step):
@@ -151,7 +150,7 @@ class Board:
 
 
 def can_begin(branch: RunDirectory, trunk: RunDirectory, step: int) -> bool:
-    """Return whether the trunk's checkpoint of `step`, or a later one of the branch, exists."""
+    """Return whether the trunk has a checkpoint of `step`, or the branch one of `step` or later."""
     return step in trunk.saved_steps() or any(saved >= step for saved in branch.saved_steps())
 
 
@@ -193,12 +192,11 @@ Action = StartKeepers | StartWorkers
 
 
 def next_actions(tasks: Iterable[Task], jobs: Sequence[Job], limits: Limits) -> list[Action]:
-    """Return the jobs to start, the most important first. Pure.
+    """Return the jobs to start, the most important first.
 
     Args:
-        tasks: unfinished tasks, in starting order.
-        jobs: the sweep's jobs, pending or running.
-        limits: the limits of the backend.
+        tasks: unfinished, in starting order.
+        jobs: pending or running.
     """
     waiting_keepers = sum(job.kind == "keeper" and job.waits and not job.held for job in jobs)
     keepers = int(min(max(0, limits.keepers - waiting_keepers), limits.room))
@@ -230,27 +228,27 @@ def next_actions(tasks: Iterable[Task], jobs: Sequence[Job], limits: Limits) -> 
 
 
 def workers_for(tasks: Sequence[float], worker_seconds: float) -> int:
-    """Return the number of workers for tasks of these seconds: one for a long task, or for enough short ones."""
+    """Return the number of workers for tasks of these seconds; short ones share a worker, up to `worker_seconds`."""
     if worker_seconds <= 0:
         return len(tasks)
     return max(1, math.ceil(sum(min(1.0, seconds / worker_seconds) for seconds in tasks) - 1e-9))
 
 
 class Backend(Protocol):
-    """Carries out what `next_actions` says, on this machine or on SLURM."""
+    """The interface that starts the jobs of `next_actions`, on this machine or on SLURM."""
 
     marks_queued: bool  # a run whose worker waits in a queue is `queued`
 
     def jobs(self) -> list[Job]:
-        """Return the sweep's jobs; UserError if they are unknown."""
+        """Return the sweep's pending and running jobs. Raises UserError if SLURM does not answer."""
 
     def limits(self) -> Limits: ...
 
     def explain(self, start: Started) -> Death:
-        """Return why the process of an attempt is gone."""
+        """Return why the process of the attempt that began with `start` is gone."""
 
     def stillborn(self) -> list[tuple[str, JobShape, Death]]:
-        """Return the workers that ended before they claimed anything, each once."""
+        """Return job id, shape and cause of workers that ended before they claimed a task; each is returned once."""
 
     def start_workers(self, shape: JobShape, count: int, avoid: tuple[str, ...]) -> None: ...
 
@@ -258,7 +256,9 @@ class Backend(Protocol):
 
 
 def reconcile(sweep: SweepDirectory, backend: Backend, scope: Scope = EVERYTHING) -> bool:
-    """Make one pass; the caller holds the sweep. Returns True if no task is left.
+    """Record lost attempts and start missing workers. Returns True if no task is left.
+
+    The caller holds the sweep's lock.
 
     Raises:
         UserError: SLURM does not answer, or refuses what is submitted.
@@ -282,7 +282,10 @@ def reconcile(sweep: SweepDirectory, backend: Backend, scope: Scope = EVERYTHING
 
 
 def reconcile_lost(board: Board, jobs: Sequence[Job], backend: Backend) -> None:
-    """Record the end of attempts whose job is gone, and charge workers that died before they claimed a run."""
+    """Record the end of attempts whose job is gone.
+
+    If a worker died before it claimed a run, count a failed attempt of each free run of its shape.
+    """
     alive = {job.name for job in jobs}
     for task in board.tasks():
         is_lost = task.status == "taken" and task.run.state().job_id not in alive
@@ -305,7 +308,7 @@ def _mark_queued(tasks: Iterable[Task]) -> None:
 
 
 def replan(prepared: Prepared, command: list[str] | None = None) -> None:
-    """Write the plan of a sweep, and update the configs on disk except of running and finished runs."""
+    """Write the plan of a sweep, and update the configs on disk, except those of running and finished runs."""
     identity.claim(prepared.sweep)
     by_id = prepared.by_id
     present = [run for run in prepared.directories if (run.path / "config.yaml").exists()]

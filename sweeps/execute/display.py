@@ -23,7 +23,7 @@ MOST_ROWS, FIRST_ROWS, LAST_ROWS = 40, 20, 5  # of a plan: up to so many all are
 
 
 def print_plan(plan: Plan, cluster: ClusterConfig, starts: Mapping[JobShape, str] | None = None) -> None:
-    """Print the runs (of many, the longest and the shortest) and the total cost; `starts`: SLURM's expected times."""
+    """Print the planned runs (of many, the first and last) and their cost; `starts`: SLURM's expected start times."""
     where = "this machine" if cluster.kind == "local" else "this partition"
     if plan.measured_runs:
         source = f"times are estimated from {counted(plan.measured_runs, 'run')} measured on {where}"
@@ -105,7 +105,7 @@ def _on_nodes(shape: JobShape) -> str:
 
 
 class LiveView:
-    """Live progress of a plan's runs; a context manager around the launcher's ticks."""
+    """A display of the progress of a plan's runs; a context manager in which the launcher calls `update`."""
 
     def __init__(self, sweep: SweepDirectory, plan: Plan) -> None:
         self._sweep, self._jobs = sweep, plan.jobs_at_once
@@ -137,7 +137,7 @@ class LiveView:
         self._live.stop()
 
     def update(self, claims: Sequence[dict[str, Any]]) -> list[str]:
-        """Show the workers' new claims. Returns the ids of the runs that train now."""
+        """Update the display with tasks that workers have just claimed. Returns the ids of the runs that train now."""
         for claim in claims:
             if claim["task"] == "train":
                 self._begin(claim["run"])

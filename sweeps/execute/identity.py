@@ -2,7 +2,7 @@
 
 `identity.json` holds a token, made when the sweep was first started, and the sweep's folder. A sweep whose folder was
 moved keeps its jobs. A copy becomes a separate sweep with the first command that changes it; while the original is
-running, only `isoflop adopt` makes it one. A link that leads out of the folder is refused.
+running, only `isoflop adopt` makes it one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..slurm.jobs import LAUNCH, MEMORY, jobs_of
 
 
 def outside_link(sweep: SweepDirectory) -> Path | None:
-    """Return a link in a sweep's folder that leads out of it. The folder itself and those above it may be links."""
+    """Return a symbolic link in a sweep's folder that leads out of it, or None. The folder itself may be a link."""
     root = sweep.path.resolve()
     folders = [sweep.path / name for name in ("runs", "fit", "jobs", "code", "trash")]
     for run in (sweep.path / "runs").glob("*"):
@@ -32,7 +32,7 @@ def outside_link(sweep: SweepDirectory) -> Path | None:
 
 
 def check_links(sweep: SweepDirectory) -> None:
-    """Raise UserError if a command could change what is outside of the sweep's folder, through a link."""
+    """Raise UserError if a symbolic link in a sweep's folder leads out of it."""
     if (link := outside_link(sweep)) is not None:
         raise UserError(
             f"{link} is a link to {link.resolve()}, outside of the sweep, where isoflop changes nothing; put a folder "
@@ -41,7 +41,7 @@ def check_links(sweep: SweepDirectory) -> None:
 
 
 def running_original(sweep: SweepDirectory) -> Path | None:
-    """Return the sweep of which this folder is a copy, if it may be running."""
+    """Return the folder of the sweep that this one is a copy of, if that may be running, else None."""
     if (original := sweep.copied_from()) is None:
         return None
     with suppress(OSError):  # a folder of another user may have a lock that cannot be opened
@@ -54,7 +54,7 @@ def running_original(sweep: SweepDirectory) -> Path | None:
 
 
 def refusal(sweep: SweepDirectory) -> str | None:
-    """Return the error message for a command that would change what is not this sweep's; None if it would not."""
+    """Return an error message if a link leads out of a sweep, or if it is a copy of a running one; else None."""
     try:
         check_links(sweep)
     except UserError as error:
@@ -68,7 +68,7 @@ def refusal(sweep: SweepDirectory) -> str | None:
 
 
 def claim(sweep: SweepDirectory) -> None:
-    """Write the identity of a sweep that is new, was moved, or is a copy. UserError: the original is running."""
+    """Write identity.json if a sweep is new, was moved, or is a copy. Raises UserError if `refusal` forbids it."""
     if (message := refusal(sweep)) is not None:
         raise UserError(message)
     identity = read_json(sweep.path / IDENTITY, Identity)
@@ -79,7 +79,7 @@ def claim(sweep: SweepDirectory) -> None:
 
 
 def adopt(sweep: SweepDirectory) -> int:
-    """Make a copy a separate sweep without jobs. Returns how many of its runs were under way and are planned again."""
+    """Turn a copy into a separate sweep without jobs. Returns the number of runs under way, which are planned again."""
     check_links(sweep)
     for name in (LAUNCH, MEMORY):
         (sweep.path / "jobs" / name).unlink(missing_ok=True)

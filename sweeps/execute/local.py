@@ -1,7 +1,6 @@
 """A sweep's workers on this machine: processes that submitit starts, and that end with the command that started them.
 
-- A worker trains many runs, so that PyTorch is imported once per worker. A worker that was killed is replaced.
-- A frozen process cannot detect that it hangs; the launcher does, by its run's signs of life.
+A worker trains many runs, so that PyTorch is imported once per worker. The launcher ends frozen workers.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ STILLBORN = 3  # workers in a row that claim nothing, after which no more are st
 
 @dataclass
 class LocalWorker:
-    """A worker that runs."""
+    """A running worker process."""
 
     handle: Any  # submitit's
     place: int
@@ -56,7 +55,7 @@ class LocalWorker:
 
 
 class LocalBackend:
-    """The workers of one command, which do what is in its `scope`."""
+    """The worker processes of one command, which do the tasks in its `scope`."""
 
     marks_queued = False
 
@@ -104,14 +103,14 @@ class LocalBackend:
         return KILLED
 
     def stillborn(self) -> list[tuple[str, JobShape, Death]]:
-        """Return none: `train` ends if workers die before they begin."""
+        """Return an empty list: `train` itself raises an error if workers die before they claim a task."""
         return []
 
     def start_keepers(self, count: int) -> None:
         raise NotImplementedError("a sweep on this machine has no keepers")
 
     def start_workers(self, shape: JobShape, count: int, avoid: tuple[str, ...] = ()) -> None:
-        """Start workers on free places; there is one node, so none to avoid."""
+        """Start up to `count` workers, as many as there is room for; `avoid` is ignored, because there is one node."""
         free = sorted(set(range(self._places(shape).jobs)) - {worker.place for worker in self._workers})
         for place in free[:count]:
             self._workers.append(self._start(shape, place))
@@ -139,7 +138,7 @@ class LocalBackend:
         return LocalWorker(handle, place, shape, Claims(self._folder, handle.job_id))
 
     def _collect(self) -> bool:
-        """Forget workers that have ended. Returns True if any has."""
+        """Drop workers that have ended from the list. Returns True if any has."""
         ended = [worker for worker in self._workers if not worker.is_running]
         self._workers = [worker for worker in self._workers if worker.is_running]
         for worker in ended:
@@ -157,7 +156,7 @@ class LocalBackend:
         return FULL_SECONDS if places and len(places) >= max(places) else LOOK_SECONDS
 
     def _end_frozen(self, passed: float) -> None:
-        """Kill workers that hang: no new signs of life, or, without any signs, a stopped process."""
+        """Kill workers that hang: no new heartbeat, or a stopped process. `passed` is the seconds since last time."""
         for worker in self._workers:
             run, processes = self._run_of(worker), processes_of(worker.handle._process.pid)
             sign = None if run is None else run.last_sign()
@@ -191,7 +190,7 @@ class LocalBackend:
 
 
 def processes_of(root: int) -> dict[int, str]:
-    """Return the state (Linux's letter) of a process and all its descendants, by process id."""
+    """Return the state letter in /proc of a process and all its descendants, by process id."""
     states: dict[int, str] = {}
     with contextlib.suppress(OSError):  # it has just ended
         states[root] = Path(f"/proc/{root}/stat").read_text().rpartition(")")[2].split()[0]

@@ -1,7 +1,7 @@
 """A sweep's jobs on SLURM: workers of a shape, two keepers that wait in the queue, and the fit.
 
-`SlurmBackend` submits them; they call `work`, `keep` and `fit_laws`. No process has to stay on a login node: a keeper
-is a tiny job that begins every `cluster.keeper_seconds`, makes a pass (`controller.py`), and ends.
+No process has to stay on a login node: a keeper is a tiny job that begins every `cluster.keeper_seconds`, makes a pass
+(`controller.py`), and ends.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RESULTS = ("runs/*/summary.json", "runs/*/eval/*.json")
 
 
 class SlurmBackend:
-    """One sweep's jobs in SLURM's queue; the caller holds the sweep."""
+    """One sweep's jobs in SLURM's queue; the caller holds the sweep's lock."""
 
     marks_queued = True
 
@@ -56,7 +56,7 @@ class SlurmBackend:
 
     @cached_property
     def launch(self) -> LaunchFile:
-        """The sweep's label, which is made at its first launch."""
+        """The token of the sweep's jobs and their start folder, from the first launch."""
         path = self.sweep.path / "jobs" / LAUNCH
         if not path.exists():
             write_json(path, asdict(LaunchFile(os.urandom(6).hex(), os.getcwd())))
@@ -90,7 +90,7 @@ class SlurmBackend:
         return slurm.death_of(start.job_id, start.host)
 
     def stillborn(self) -> list[tuple[str, JobShape, Death]]:
-        """Return the workers that failed before they claimed anything, each once."""
+        """Return job id, shape and cause of workers that failed before they claimed a task; each is returned once."""
         live = {job.name for job in slurm.queue()}
         dead = {job: place for job, place in submitted_workers(self.sweep).items() if job not in live}
         empty = {job: place for job, place in dead.items() if Claims(place[1], job).count()}
@@ -122,7 +122,7 @@ class SlurmBackend:
             self._submit("keeper", shape, call, self._folder("keeper"), light=True, begin=begin)
 
     def start_fit(self) -> bool:
-        """Submit a fit if results are newer than the table. Returns True if one is needed or already in the queue."""
+        """Submit a fit if results are newer than the table or law. Returns True if one is needed or in the queue."""
         if any(job.kind == "fit" for job in self.jobs()):
             return True
         newest = max((_written(file) for pattern in RESULTS for file in self.sweep.path.glob(pattern)), default=0.0)
@@ -141,14 +141,14 @@ class SlurmBackend:
         return True
 
     def remember(self, over: bool) -> None:
-        """Save the counts of tries, and end the keepers of a sweep that is over."""
+        """Save the number of fits tried and whether the sweep is over; if it is, cancel its waiting jobs."""
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         write_json(self.sweep.path / "jobs" / MEMORY, self.memory | {"over": over, "when": when})
         if over:
             slurm.cancel(job.name for job in self.jobs() if job.waits or job.held)
 
     def cancel_all(self) -> None:
-        """Cancel the sweep's jobs, except this process."""
+        """Cancel the sweep's jobs, except the one of this process."""
         slurm.cancel(job.name for job in self.jobs())
 
     def _folder(self, name: str) -> Path:
@@ -179,17 +179,14 @@ def _written(file: Path) -> float:
 
 
 def work(launch: Launch) -> None:
-    """Work as one job, and start what is missing as it ends; every rank calls it."""
+    """Run a worker as one SLURM job, and submit missing jobs when it ends; every rank calls it."""
     sweep = SweepDirectory(Path(launch.sweep))
     if worker.work(launch, after_trunk=lambda: _try_pass(sweep)):
         _try_pass(sweep)
 
 
 def keep(sweep_path: str) -> None:
-    """Make one pass as the keeper; repeat it if it fails, or if no other keeper is in the queue.
-
-    If a failed keeper ended, the next one would end for the same reason, such as a full disk, and none would be left.
-    """
+    """Make one pass (`run_pass`) as the keeper job; repeat it if it fails, or if no other keeper is in the queue."""
     sweep, pause = SweepDirectory(Path(sweep_path)), 60.0
     while (sweep.path / "plan.json").exists():
         try:
@@ -216,11 +213,7 @@ def fit_laws(sweep_path: str) -> None:
 
 
 def run_pass(sweep: SweepDirectory) -> SlurmBackend:
-    """Start the missing jobs on SLURM: workers, those of another round, the fit; the caller holds the sweep.
-
-    Raises:
-        UserError: SLURM does not answer, or refuses what is submitted.
-    """
+    """Submit missing workers, the grid's next round and the fit to SLURM; the caller holds the sweep's lock."""
     backend = SlurmBackend(sweep, prepare.configuration(sweep).cluster)
     if membership.is_stopped(sweep):
         return backend

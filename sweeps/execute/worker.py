@@ -1,9 +1,8 @@
-"""A worker: a job of one shape that claims and does one task after the other, until none is left that it may take.
+"""A worker: a job that claims and does tasks of one shape, until none is left.
 
 - A run that fails does not end the worker, except with several ranks: the others may wait in a collective.
 - Rank 0 claims, holds the lease and writes the journal. It writes each claim into a file that the other ranks follow.
-- A worker on this machine stops when its launcher is gone. A SLURM job that gets the signal to stop saves a
-  checkpoint and ends; SLURM requeues it, or the keeper starts another.
+- A worker stops when its launcher on this machine is gone, or at SLURM's signal, after saving a checkpoint.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Claims:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Callable[[Task], None]]:
-        """Yield a function that writes a claim down; other ranks end when the block does."""
+        """Yield a function that writes a claimed task to the file; other ranks end when the block does."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("w", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -94,7 +93,7 @@ class Claims:
                     write({"task": "end"})
 
     def news(self) -> list[dict[str, Any]]:
-        """Return the claims since the last call."""
+        """Return the claims written since the last call."""
         with contextlib.suppress(OSError), self.path.open("rb") as file:
             file.seek(self._read)
             *whole, _ = file.read().split(b"\n")
@@ -105,7 +104,7 @@ class Claims:
         return []
 
     def count(self) -> bool:
-        """Mark a dead worker as counted. Returns False if it had claimed a run, or was counted before."""
+        """Mark a dead worker, so that it counts once. Returns False if it had claimed a run or was already marked."""
         every_start = self.path.parent.glob(self.path.name.rpartition("-")[0] + "-*.claims")
         text = "".join(path.read_text(encoding="utf-8") for path in every_start)
         if '"run"' in text or '"counted"' in text:
@@ -115,7 +114,7 @@ class Claims:
         return True
 
     def following(self) -> Iterator[str]:
-        """Yield the id of each run to train as it is claimed, until rank 0 ends."""
+        """Yield the id of each run that rank 0 claims to train, until rank 0 ends."""
         while True:
             over = not inside_job() and self._is_abandoned()  # srun ends the other ranks by itself
             for line in self.news():
@@ -141,7 +140,6 @@ def work(launch: Launch, after_trunk: Callable[[], None] = lambda: None) -> bool
     """Train and score what is free for a worker of this shape; every rank of the job calls it.
 
     Args:
-        launch: the sweep, the shape and the claims folder.
         after_trunk: called after a run that others branch from, so that workers are started for those.
 
     Returns:
@@ -204,7 +202,7 @@ class _Worker:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _claim_and_do(self) -> bool:
-        """Do the first free task. Returns False if there is none."""
+        """Claim and do the first free task of this worker's shape. Returns False if there is none."""
         for task in self._board.tasks():
             if task.shape != self.launch.shape or task.status == "waiting" or self._leaves_to_others(task):
                 continue
@@ -221,12 +219,12 @@ class _Worker:
         return False
 
     def _leaves_to_others(self, task: Task) -> bool:
-        """Return whether a task should not be done here: on this node, or in the time that is left."""
+        """Return whether to leave a task to other workers: it avoids this node, or needs more time than is left."""
         left = self._until - time.monotonic()
         return self._node in task.avoid or (task.seconds > left and left < self._limit / 2)
 
     def _may_wait(self, idle: float) -> bool:
-        """Return whether a worker without a task may get one soon."""
+        """Return whether a worker that has had no task for `idle` seconds may get one soon."""
         if idle > IDLE_SECONDS:
             return False
         tasks = [task for task in self._board.tasks() if task.status in ("free", "waiting")]
@@ -252,7 +250,7 @@ class _Worker:
         return True
 
     def _explain(self, start: Started) -> Death:
-        """Return why the process of an attempt is gone."""
+        """Return why the process of the attempt that began with `start` is gone."""
         if start.job_id != job_id():
             return death_of(start.job_id, start.host) if inside_job() else KILLED
         if job_restarts() > 0:  # the same job, taken off its node
@@ -283,7 +281,7 @@ class _Worker:
 
 
 def preflight_node(sweep: SweepDirectory, ranks: int = 1) -> None:
-    """Check this node before the sweep's first job on its kind trains anything."""
+    """Check this node before its first job of the sweep trains anything, and print the findings."""
     try:
         config, runs = configuration(sweep), [run.config() for run in sweep.runs()]
     except UserError as error:  # which costs no run that can be read
@@ -324,7 +322,7 @@ def check_shared(path: Path | str) -> SweepDirectory:
 
 
 def _follow(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> None:
-    """Train a run on a rank other than 0, which leaves lease and journal to rank 0."""
+    """Train a run on a rank other than 0; rank 0 holds the lease and writes the journal."""
     run.log(f"rank {ranks.rank} of {ranks.size} on {ranks.host}, process {os.getpid()}", ranks.rank)
     ending = train_rank(run, ranks, interrupt)
     try_log(run, ending.state if ending.reason is None else f"{ending.state}: {ending.reason}", ranks.rank)
