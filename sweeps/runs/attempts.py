@@ -1,4 +1,4 @@
-"""Attempts at a run, and whether another follows: causes, budgets of retries, and wasted work. Pure.
+"""Attempts at a run, and whether another follows.
 
 - Failures that are not the run's own fault are retried within a budget per run and one per sweep, after a pause that
   doubles. Failures that would happen again (bad input, an exception, a divergence) are not.
@@ -44,7 +44,7 @@ class Policy:
 
     @property
     def silence_seconds(self) -> float:
-        """Without a sign of life, after which a run counts as dead."""
+        """Seconds without a heartbeat after which a run counts as dead."""
         return 3 * self.heartbeat_seconds + MARGIN_SECONDS
 
 
@@ -72,7 +72,7 @@ class Attempt:
 
     @property
     def paid(self) -> float:
-        """Seconds of its devices."""
+        """Seconds that the attempt occupied its devices, times its share of the process."""
         return self.seconds * self.share
 
 
@@ -87,7 +87,7 @@ class Decision:
 
 
 def decide(attempts: Sequence[Attempt], policy: Policy, spent: int, now: float) -> Decision:
-    """Return whether a run is retried after its attempts, oldest first; `spent` counts the sweep's retries so far."""
+    """Decide whether a run is retried after `attempts`, oldest first; `spent` is the number of the sweep's retries."""
     if not attempts:
         return Decision(True, 0.0, (), "it has not begun")
     last = attempts[-1]

@@ -45,7 +45,7 @@ class Busy(Exception):
 
 
 class AtWork(UserError):
-    """Another process holds the sweep."""
+    """Another process holds the sweep's lock."""
 
 
 class RunDirectory:
@@ -56,14 +56,14 @@ class RunDirectory:
         self.run_id = path.name
 
     def freeze(self, config: RunConfig) -> None:
-        """Write config.yaml, all that a job reads; a run that has one keeps it."""
+        """Write config.yaml, unless the run has one."""
         if run_id(config) != self.run_id:
             raise ValueError(f"run {run_id(config)} does not belong in {self.path}")
         if not (self.path / "config.yaml").exists():
             self._write_config(config)
 
     def refreeze(self, config: RunConfig, timeout: float = 60.0) -> None:
-        """Rewrite config.yaml if fields such as ranks or device differ. UserError: a worker trains the run."""
+        """Rewrite config.yaml if fields such as ranks or device differ. Raises UserError if a worker trains the run."""
         if self.config() == config:
             return
         try:
@@ -78,7 +78,7 @@ class RunDirectory:
         write_atomic(self.path / "config.yaml", str(yaml.dump(to_dict(config), Dumper=_DUMPER, sort_keys=False)))
 
     def config(self) -> RunConfig:
-        """Return the frozen config. UserError: it is missing, unreadable, or that of another run."""
+        """Read config.yaml. Raises UserError if it is missing, unreadable, or that of another run."""
         path = self.path / "config.yaml"
         try:
             config = from_dict(RunConfig, read_document(path, dict[str, Any]))
@@ -95,10 +95,7 @@ class RunDirectory:
         return config
 
     def state(self) -> State:
-        """Return the run's state from state.json, or from the journal if state.json is missing, torn or older.
-
-        It is older than the journal if a full disk or a kill prevented its update after an event.
-        """
+        """Return the state in state.json, or the journal's if state.json is missing, damaged or older."""
         view = self.path / VIEW
         with suppress(UserError, OSError):
             if view.stat().st_mtime_ns >= (self.path / JOURNAL).stat().st_mtime_ns:
@@ -106,11 +103,11 @@ class RunDirectory:
         return self.record().state
 
     def record(self) -> RunRecord:
-        """Return all that the run's journal says."""
+        """Return the run's state and attempts from its journal."""
         return read_record(self.path)
 
     def write_event(self, kind: type[Event], flush: bool = False, **values: Any) -> RunRecord:
-        """Append an event of now to the journal; the caller holds the run. OSError: nothing was written."""
+        """Append an event to the journal; the caller holds the run's lock. Raises OSError if that fails."""
         return append(self.path, kind(at=now_on(self.path), **values), flush=flush)
 
     def is_done(self) -> bool:
@@ -121,11 +118,11 @@ class RunDirectory:
         return read_json(self.path / "summary.json", Summary)
 
     def lock(self, timeout: float = 60.0) -> AbstractContextManager[object]:
-        """Hold the run: one writer at a time. Busy: another process held it for `timeout` seconds."""
+        """Take the run's lock. Raises Busy if another process held it for `timeout` seconds."""
         return _locked(self.path / ".lock", timeout, f"run {self.run_id}")
 
     def reserve(self) -> None:
-        """Reserve disk space, so that a full disk can still be recorded."""
+        """Reserve disk space, so that the run's end can be recorded on a full disk."""
         (self.path / ".reserve").write_bytes(b"\0" * 16384)
 
     def release(self) -> None:
@@ -138,7 +135,7 @@ class RunDirectory:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
 
     def ask_cancel(self, by: str, expected_loss: float | None = None) -> None:
-        """Ask the worker of the run to save and stop; `expected_loss`: of a run that can no longer win."""
+        """Ask the run's worker to save and stop; `expected_loss` is the forecast loss of a hopeless run."""
         write_json(self.path / CANCEL, {"by": by, "at": now_on(self.path), "expected_loss": expected_loss})
 
     def given_up(self) -> float | None:
@@ -157,7 +154,7 @@ class RunDirectory:
         (self.path / CANCEL).unlink(missing_ok=True)
 
     def give_sign(self) -> None:
-        """Give a sign of life, by the file system's clock."""
+        """Update the heartbeat file, by the file system's clock."""
         path = self.path / HEARTBEAT
         try:
             os.utime(path)  # without a time: on NFS the server's own
@@ -165,7 +162,7 @@ class RunDirectory:
             path.touch()
 
     def last_sign(self) -> float | None:
-        """Return the time of the last sign of life."""
+        """Return the time of the last heartbeat, in seconds since the epoch, or None."""
         try:
             with (self.path / HEARTBEAT).open("rb") as file:  # NFS asks its server again only where a file is opened
                 return os.fstat(file.fileno()).st_mtime
@@ -191,7 +188,7 @@ class RunDirectory:
         return next((step for step, folder in folders.items() if visible_damage(folder) is None), None)
 
     def last_metrics(self) -> dict[str, Any]:
-        """Return the newest whole line of metrics.jsonl."""
+        """Return the newest complete record of metrics.jsonl, or an empty dict."""
         try:
             with (self.path / "metrics.jsonl").open("rb") as file:
                 file.seek(0, os.SEEK_END)
@@ -217,7 +214,7 @@ class SweepDirectory:
 
     @classmethod
     def open(cls, path: Path | str) -> SweepDirectory:
-        """Open an existing sweep. UserError: the folder is not a sweep."""
+        """Open an existing sweep. Raises UserError if the folder is not one."""
         directory = cls(Path(path))
         if not (directory.path / "plan.json").is_file():
             raise UserError(f"{path} is not a sweep directory (it has no plan.json); give a folder that sweep.py wrote")
@@ -227,12 +224,12 @@ class SweepDirectory:
         return RunDirectory(self.path / "runs" / run_id)
 
     def plan(self) -> dict[str, Any]:
-        """Return plan.json, with defaults for missing fields. UserError: it cannot be read."""
+        """Return plan.json, with defaults for missing fields. Raises UserError if it cannot be read."""
         checked = msgspec.to_builtins(read_document(self.path / "plan.json", PlanFile, remedy=ANEW))
         return (read_json(self.path / "plan.json") or {}) | checked
 
     def planned_runs(self) -> list[PlannedRun]:
-        """Return the plan's runs in starting order. UserError: plan.json cannot be read."""
+        """Return the plan's runs in starting order. Raises UserError if plan.json cannot be read."""
         return read_document(self.path / "plan.json", PlanFile, remedy=ANEW)["runs"]
 
     def runs(self) -> list[RunDirectory]:
@@ -244,7 +241,7 @@ class SweepDirectory:
         return dict(read_document(self.path / "sweep.yaml", Settings, remedy=ANEW))
 
     def lock(self, timeout: float = 0.0) -> AbstractContextManager[object]:
-        """Hold the sweep while runs are planned and launched. AtWork: another process held it for `timeout` seconds."""
+        """Take the sweep's lock. Raises AtWork if another process held it for `timeout` seconds."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             return _locked(self.path / ".lock", timeout, "sweep")
@@ -259,7 +256,7 @@ class SweepDirectory:
             ) from error
 
     def copied_from(self) -> SweepDirectory | None:
-        """Return the sweep of which this folder is a copy; None for an original, also where it was moved."""
+        """Return the sweep that this folder is a copy of; None for an original, even if it was moved."""
         identity = read_json(self.path / IDENTITY, Identity)
         if identity is None:
             return None
@@ -270,7 +267,7 @@ class SweepDirectory:
         return original
 
     def launcher_alive(self, token: str) -> bool:
-        """Return whether the launcher that wrote `token` still holds the sweep."""
+        """Return whether the launcher that wrote `token` still holds the sweep's lock."""
         if lock_token(self.path) != token:
             return False
         from filelock import FileLock, Timeout  # which takes longer than all of `status` on a small sweep
@@ -283,7 +280,7 @@ class SweepDirectory:
 
 
 def visible_damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with a checkpoint, by the names and sizes of its files."""
+    """Return what is wrong with the names or sizes of a checkpoint's files, or None."""
     manifest = read_json(checkpoint / "manifest.json")
     if not manifest:
         return "its manifest.json is missing or unreadable"
@@ -314,7 +311,7 @@ def now_on(folder: Path) -> float:
 
 
 def this_node() -> str:
-    """Return the node of this process, by SLURM's name inside a job."""
+    """Return the name of this process's node; inside a job, SLURM's name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -332,7 +329,7 @@ def job_id() -> str:
 
 
 def own_job() -> str | None:
-    """Return the SLURM job of this process, if any."""
+    """Return the id of this process's SLURM job, or None."""
     return job_id() if inside_job() else None
 
 

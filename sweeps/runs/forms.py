@@ -1,4 +1,4 @@
-"""The fields of a sweep's files, as far as they are read: one description for writers and readers."""
+"""The fields of a sweep's files, for writers and readers."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class JobShape:
         return self.nodes * self.ranks_per_node
 
     def for_one_process(self) -> JobShape:
-        """Return the shape of one process for the whole run, with the memory of a node."""
+        """Return the shape of a one-process job with the memory that all ranks of a node have."""
         return replace(self, memory_gb=self.memory_gb * self.ranks_per_node, nodes=1, ranks_per_node=1)
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run of a plan: its size under each convention, its cost and its place."""
+    """A run of a plan: its size under each convention, its cost and its resources."""
 
     run_id: FolderName
     name: str

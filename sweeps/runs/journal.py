@@ -2,7 +2,7 @@
 
 - Only the process that holds the run's lock appends, and a line is written whole or not at all.
 - state.json shows the current state to users and scripts, and is rewritten after every event.
-- Earlier versions kept attempts.jsonl, attempt.json and state.json; the first event of such a run adopts them.
+- Earlier versions kept other files, which the first event of such a run adopts.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ _DECODER = msgspec.json.Decoder(Planned | Queued | Started | Stopped | Failed | 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run's journal says."""
+    """A run's state and attempts, from its journal."""
 
     state: State
     attempts: tuple[Attempt, ...] = ()  # that have ended, oldest first
@@ -152,7 +152,7 @@ class RunRecord:
 
 
 def fold(events: Iterable[Event], before: RunRecord) -> RunRecord:
-    """Apply a run's events, oldest first, to the record `before` them. Pure."""
+    """Apply a run's events, oldest first, to the record `before` them, and return the new record."""
     for event in events:
         before = _apply(before, event)
     return replace(before, attempts=tuple(with_waste(before.attempts)))
@@ -214,7 +214,7 @@ def _ended(start: Started, stop: Stopped, budget: int) -> Attempt:
 
 
 def read_record(folder: Path) -> RunRecord:
-    """Return what the journal of the run in `folder` says, without lines that are torn or damaged."""
+    """Return the record of the run in `folder` from its journal, ignoring damaged lines."""
     try:
         lines = (folder / JOURNAL).read_bytes().splitlines()
     except OSError:
@@ -225,17 +225,16 @@ def read_record(folder: Path) -> RunRecord:
 
 
 def read_event(line: bytes) -> Event | None:
-    """Return the event of a line, or None if it is damaged."""
+    """Parse a line of the journal; return None if it is damaged."""
     with suppress(msgspec.MsgspecError, RecursionError):
         return _DECODER.decode(line)
     return None
 
 
 def append(folder: Path, *events: Event, flush: bool = False) -> RunRecord:
-    """Append events to a run's journal, all or none, and rewrite state.json; the caller holds the run.
+    """Append events to a run's journal, all or none, and rewrite state.json; the caller holds the run's lock.
 
     Args:
-        folder: the run's directory.
         events: oldest first.
         flush: wait for the disk, so that a power cut loses none of them.
 
@@ -276,7 +275,7 @@ def _append_lines(path: Path, lines: bytes, flush: bool) -> None:
 
 
 def read_old(folder: Path) -> RunRecord:
-    """Return the record that the files of an earlier version give; a run without any is planned."""
+    """Return the record of a run from the files of an earlier version; a run without any is planned."""
     attempts, budget = read_old_attempts(folder)
     state, start = State("planned" if read_json(folder / "summary.json", Summary) is None else "done"), None
     with suppress(UserError):

@@ -1,9 +1,9 @@
-"""The lease of a run: the lock and the signs of life of the worker that trains it.
+"""The lease of a run: the lock and the heartbeat of the worker that trains it.
 
-- A worker that dies loses its lock at once, by the kernel. If a file system does not carry locks between nodes, its
-  signs of life (runs/<run_id>/heartbeat) still keep others away until they are too old.
+- A worker that dies loses its lock at once. If a file system does not carry locks between nodes, its heartbeat
+  (runs/<run_id>/heartbeat) keeps others away until it is too old.
 - A run whose worker is gone is reconciled by the next process that takes its lock: it writes the end of the attempt to
-  the journal. The reason comes from failure.json, or from SLURM if that is more definite.
+  the journal, with the reason from failure.json or SLURM.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Ending(NamedTuple):
 
 @dataclass(frozen=True)
 class Death:
-    """Why a process is gone that could not write it."""
+    """Why a process ended that could not record it."""
 
     cause: str  # of an attempt
     reason: str
@@ -50,7 +50,7 @@ Explain = Callable[[Started], Death]  # why the process of an attempt under way 
 def hold(
     run: RunDirectory, job: str, policy: Policy, explain: Explain = lambda start: KILLED
 ) -> Iterator[RunRecord | None]:
-    """Hold a run while this process trains it, and record that the attempt begins; `conclude` records its end.
+    """Hold a run's lock while this process trains it, and record that an attempt begins; `conclude` records its end.
 
     Yields:
         The run's record once the attempt has begun; None if there is nothing to do.
@@ -86,7 +86,7 @@ def hold(
 
 @contextlib.contextmanager
 def hold_idle(run: RunDirectory, policy: Policy) -> Iterator[None]:
-    """Hold a run that no process trains. Busy: one does."""
+    """Hold the lock of a run that no process trains. Raises Busy if one does."""
     with run.lock(timeout=0.0):
         start = run.record().open
         if start is not None and start.machine != socket.gethostname() and not is_silent(run, policy):
@@ -112,7 +112,7 @@ def begin(run: RunDirectory, record: RunRecord, job: str | None, node: str | Non
 
 
 def conclude(run: RunDirectory, ending: Ending, at_fault: Sequence[str] = (), ended: float | None = None) -> RunRecord:
-    """Record how the current attempt ended, now or at the time `ended`; the caller holds the run.
+    """Record how the current attempt ended, now or at the time `ended`; the caller holds the run's lock.
 
     If the disk is full the attempt stays open, and the next process that holds the run reconciles it.
     """
@@ -144,7 +144,7 @@ def conclude(run: RunDirectory, ending: Ending, at_fault: Sequence[str] = (), en
 
 
 def reconcile(run: RunDirectory, explain: Explain = lambda start: KILLED) -> RunRecord:
-    """Record the end of an attempt whose process is gone; the caller holds the run."""
+    """Record the end of an attempt whose process is gone; the caller holds the run's lock."""
     record = run.record()
     if (start := record.open) is None:
         return record
@@ -163,14 +163,14 @@ def reconcile(run: RunDirectory, explain: Explain = lambda start: KILLED) -> Run
 
 
 def reconcile_idle(run: RunDirectory, policy: Policy, explain: Explain = lambda start: KILLED) -> bool:
-    """Reconcile a run unless a process trains it. Returns True if its process was gone."""
+    """Record the end of a run's attempt if its process is gone. Returns True if it was."""
     with contextlib.suppress(Busy, OSError), hold_idle(run, policy):
         return run.record().open is not None and reconcile(run, explain).open is None
     return False
 
 
 def charge(run: RunDirectory, policy: Policy, job: str, death: Death) -> None:
-    """Count an attempt of a worker that died before it claimed a run, so that retries end."""
+    """Count a failed attempt of a run after the worker of `job` died without a claim, so that retries end."""
     with contextlib.suppress(Busy, OSError), hold_idle(run, policy):
         record = run.record()
         if record.open is None and record.state.state not in ("done", "diverged", "cancelled"):
@@ -179,13 +179,13 @@ def charge(run: RunDirectory, policy: Policy, job: str, death: Death) -> None:
 
 
 def cancel(run: RunDirectory, reason: str) -> None:
-    """Record that a run is cancelled; the caller holds it."""
+    """Record that a run is cancelled; the caller holds its lock."""
     run.write_event(Cancelled, flush=True, reason=reason)
     run.log(reason)
 
 
 def cancel_idle(run: RunDirectory, by: str, policy: Policy) -> bool:
-    """Cancel an unfinished run. Returns True if it was cancelled; Busy: a process trains it."""
+    """Cancel an unfinished run. Returns False if it is done. Raises Busy if a process trains it."""
     with hold_idle(run, policy):
         if run.is_done():
             run.forget_cancel()
@@ -197,7 +197,7 @@ def cancel_idle(run: RunDirectory, by: str, policy: Policy) -> bool:
 
 
 def reset(run: RunDirectory, policy: Policy) -> None:
-    """Give a run a new budget of retries, and plan it again unless it is done. Busy: a process trains it."""
+    """Give a run a new budget of retries, and plan it again unless it is done. Raises Busy if a process trains it."""
     with hold_idle(run, policy):
         reconcile(run)
         forget_failure(run.path)
@@ -206,13 +206,13 @@ def reset(run: RunDirectory, policy: Policy) -> None:
 
 
 def is_silent(run: RunDirectory, policy: Policy) -> bool:
-    """Return whether a run's last sign of life is so old that it counts as dead."""
+    """Return whether a run's last heartbeat is missing, or so old that the run counts as dead."""
     seconds = sign_age(run)
     return seconds is None or seconds > policy.silence_seconds
 
 
 def sign_age(run: RunDirectory, now: float | None = None) -> float | None:
-    """Return the seconds since the last sign of life, if any; `now` is `now_on` of the same file system."""
+    """Return the seconds since a run's last heartbeat, or None; `now` is the time from `now_on`."""
     seen = run.last_sign()
     return None if seen is None else max(0.0, (now_on(run.path) if now is None else now) - seen)
 

@@ -1,8 +1,7 @@
-"""A thread that gives signs of life of the run that this process trains, and ends a process that hangs.
+"""A thread that updates the heartbeat of the run that this process trains, and ends a process that hangs.
 
-- A sign is the modification time of `runs/<run_id>/heartbeat`, by the file system's clock: clocks of nodes may differ.
-- A process whose main thread is stuck still gives signs, so the thread also watches for steps. A phase without steps
-  (the first compile) must fit into `hang_seconds`.
+- The heartbeat is the modification time of `runs/<run_id>/heartbeat`, by the file system's clock.
+- The thread also watches for steps. A phase without steps (the first compile) must fit into `hang_seconds`.
 - A thread cannot wake the main one, so it records how the run ended and ends the process.
 """
 
@@ -25,7 +24,7 @@ EXIT_CODE = 124  # as `timeout` exits
 
 
 class Heartbeat:
-    """Signs of life of a run, given in a thread while the block runs."""
+    """A thread that updates a run's heartbeat while the `with` block runs, and ends a process that hangs."""
 
     def __init__(self, run: RunDirectory, policy: Policy) -> None:
         self.run, self._policy = run, policy
@@ -37,7 +36,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def progressed(self) -> None:
-        """Count a step; costs nothing."""
+        """Count a training step."""
         self._steps += 1
 
     def __enter__(self) -> Heartbeat:

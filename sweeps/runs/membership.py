@@ -22,11 +22,9 @@ Added = dict[FolderName, dict[str, str | None]]  # why, instead of which run, an
 def add_runs(
     sweep: SweepDirectory, runs: Iterable[RunConfig], why: str, replaces: str | None = None, planned: bool = False
 ) -> list[str]:
-    """Add runs to a sweep, from its next plan on. Returns the ids of the new ones.
+    """Add runs to a sweep, whose next plan includes them. Returns the ids of the new ones.
 
     Args:
-        sweep: the sweep.
-        runs: the configs.
         why: the reason, for `added.json`.
         replaces: the id of the run that they replace.
         planned: also add runs that are in the current plan, so that every later plan keeps them.
@@ -64,7 +62,7 @@ def members(sweep: SweepDirectory) -> list[RunDirectory]:
 
 
 def find_runs(sweep: SweepDirectory, prefixes: Iterable[str]) -> list[RunDirectory]:
-    """Return the runs whose ids begin with these prefixes, each once. UserError: a prefix fits none or several."""
+    """Return the runs whose ids begin with `prefixes`. Raises UserError if a prefix fits none or several."""
     runs, chosen = members(sweep), dict[str, RunDirectory]()
     for prefix in prefixes:
         matching = [run for run in runs if run.run_id.startswith(prefix)]
@@ -81,7 +79,7 @@ def find_runs(sweep: SweepDirectory, prefixes: Iterable[str]) -> list[RunDirecto
 
 
 def replacements(sweep: SweepDirectory) -> dict[str, str]:
-    """Return the ids of diverged runs, by the id of the run that replaced each."""
+    """Map the id of each run that replaced a diverged run to the id of the diverged run."""
     return {name: entry["replaces"] for name, entry in _added(sweep).items() if entry.get("replaces")}
 
 
@@ -106,7 +104,7 @@ def is_stopped(sweep: SweepDirectory) -> bool:
 
 
 def is_over(run: RunDirectory, policy: Policy) -> bool:
-    """Return whether a run has ended, and is not tried again."""
+    """Return whether a run has ended and will not be retried."""
     state = run.state().state
     if state != "failed":
         return state not in OPEN

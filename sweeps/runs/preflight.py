@@ -44,14 +44,14 @@ class Record:
 
 
 def read_record(sweep: SweepDirectory) -> Record:
-    """Return the findings so far, or none if the file is missing or torn."""
+    """Return the findings so far; none if preflight.json is missing or damaged."""
     with suppress(UserError):
         return read_document(sweep.path / FILE, Record)
     return Record()
 
 
 def decided(run: RunDirectory) -> RunConfig:
-    """Return a run's frozen config with the kernels that its sweep has decided on."""
+    """Return a run's config with the kernels that preflight chose for its sweep."""
     config, record = run.config(), read_record(SweepDirectory(run.path.parent.parent))
     fields = {name for decides in INSTEAD.values() for name in decides}
     decides: dict[str, Any] = {name: to for name, to in record.decides.items() if name in fields}
@@ -68,7 +68,7 @@ def summary(host: str, node: NodeRecord) -> str:
 def check_first_job(sweep: SweepDirectory, runs: Sequence[RunConfig], ranks: int) -> Iterator[str]:
     """Check this node if the sweep has no record of it, and yield lines for the user.
 
-    If the record cannot be written, runs continue unchecked: they meet the same disk, and report it.
+    If the record cannot be written, runs start unchecked.
     """
     host, start, is_new = this_node(), time.monotonic(), False
     if host in read_record(sweep).nodes:
@@ -99,7 +99,7 @@ def check_first_job(sweep: SweepDirectory, runs: Sequence[RunConfig], ranks: int
 
 
 def node_kind(runs: Sequence[RunConfig]) -> str:
-    """Return a hash of processor, GPUs, driver, software, and the kernels that the runs need."""
+    """Return a hash of this node's processor, GPUs, driver, software, and the kernels that the runs need."""
     facts = {__version__, f"{runs[0].parallel.world_size} ranks"}
     with suppress(OSError, importlib.metadata.PackageNotFoundError):
         facts |= {line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")}
