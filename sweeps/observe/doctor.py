@@ -153,7 +153,7 @@ def _faults(sweep: SweepDirectory, settings: Mapping[str, Any], deep: bool) -> I
 
 
 def _curves_apart(sweep: SweepDirectory) -> Iterator[Fault]:
-    """Yield runs whose normalised loss curve differs from the others of their D/N: well-tuned runs share one curve."""
+    """Yield a note on each run whose normalised loss curve differs from those of runs with similar D/N."""
     from ... import fit
     from ..results.table import sweep_curves
 
@@ -275,7 +275,7 @@ def _is_table(path: Path) -> bool:
 
 
 def faults_of(run: RunDirectory, policy: Policy, deep: bool, evaluated: bool) -> Iterator[Fault]:
-    """Yield the faults of a run while holding its lock; `evaluated`: it should have scores."""
+    """Yield the faults of a run while holding its lock; `evaluated` says whether its sweep scores runs."""
     with suppress(Busy), hold_idle(run, policy):
         for check in (_config, _state, _leftovers, _lines):
             yield from check(run)
@@ -287,7 +287,7 @@ def faults_of(run: RunDirectory, policy: Policy, deep: bool, evaluated: bool) ->
 
 
 def old_temporaries(folder: Path, now: float) -> Iterator[Fault]:
-    """Yield old temporary files of interrupted writes."""
+    """Yield a fault for each old temporary file that an interrupted write left in a folder."""
     for path in sorted(folder.glob(".*")):
         if not TEMPORARY.match(path.name):
             continue

@@ -79,7 +79,7 @@ def last_lines(path: Path, lines: int) -> list[str]:
 
 @dataclass
 class Follower:
-    """The lines of a growing file that were not read yet."""
+    """A reader of the new lines of a growing file."""
 
     path: Path
     position: int = 0

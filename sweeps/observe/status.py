@@ -1,7 +1,6 @@
 """Show the state of a sweep and of each run, as a table or JSON.
 
-At most four small files per run are read, so that a thousand runs take a fraction of a second. "Now" is the file
-system's clock, which also dates heartbeats.
+At most four small files per run are read, so that a thousand runs take a fraction of a second.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ def fit_failure(sweep: SweepDirectory) -> str | None:
 
 
 def _planned(sweep: SweepDirectory) -> list[Row]:
-    """Return the plan's rows, with rows for runs added since."""
+    """Return the runs in plan.json as dicts, then those added since."""
     rows: list[Row] = sweep.plan()["runs"]
     if not (sweep.path / "added.json").exists():
         return rows
@@ -177,7 +176,7 @@ def _add_costs(rows: Iterable[Row], cluster: ClusterConfig) -> None:
 
 
 def _add_forecasts(sweep: SweepDirectory, rows: Iterable[Row], now: float) -> None:
-    """Add the forecast of each running run's final loss: [loss, low, high]."""
+    """Add to each row the forecast of a running run's final loss: [loss, low, high]."""
     forecasts, outside = dict[str, list[float]](), dict[str, str]()
     if any(row["state"] == "running" and row["step"] for row in rows):
         from ..results.forecast import latest_forecasts
@@ -190,7 +189,7 @@ def _add_forecasts(sweep: SweepDirectory, rows: Iterable[Row], now: float) -> No
 
 
 def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> bool:
-    """Add SLURM's reason why a run's worker waits. Returns True if there is no keeper."""
+    """Add to each row SLURM's reason why its worker waits. Returns True if the sweep has no keeper job."""
     for row in rows:
         row["waits"] = None
     if not (sweep.path / "jobs" / "launch.json").exists() or all(row["state"] not in OPEN for row in rows):
@@ -258,7 +257,7 @@ def show_status(sweep: SweepDirectory, watch: bool = False, as_json: bool = Fals
 
 
 def render_status(status: dict[str, Any], out: Console, everything: bool) -> RenderableType:
-    """Return table, reasons and totals; unless `everything`, with as many rows as fit in the terminal."""
+    """Render table, reasons and totals; unless `everything`, only as many rows as fit in the terminal."""
     room = None if everything else max(10, out.height - 8) if out.is_terminal else ROWS
     shown, hidden = fold_rows(status["runs"], room)
     shown.sort(key=lambda row: ORDER.index(row["state"]))

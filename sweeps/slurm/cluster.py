@@ -1,8 +1,7 @@
 """The limits and nodes of a SLURM cluster, checked before anything is submitted to it.
 
-If a command is missing, fails or is slow, its check is skipped, and sbatch reports the problem later. Whether a node
-can host a run is computed from `sinfo`, so that the message names what is short; `sbatch --test-only` checks what only
-SLURM knows (accounts, QOS, features).
+A check whose command fails or is slow is skipped. Whether a node can host a run is computed from `sinfo`, so that the
+message names what is short; `sbatch --test-only` checks what only SLURM knows (accounts, QOS, features).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Node:
-    """Nodes of a partition that are alike."""
+    """A group of identical nodes of a partition."""
 
     partition: str
     is_default: bool
@@ -62,7 +61,7 @@ def limits(cluster: ClusterConfig) -> Limits:
 
 
 def _submit_limits(cluster: ClusterConfig, name: str) -> Iterator[int]:
-    """Yield every limit to the jobs in the queue: of the user, the account, the QOS."""
+    """Yield every limit on the number of queued jobs: of the user, the account, the QOS."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a user without a name, as in some containers
@@ -151,7 +150,7 @@ def check_fits(run: PlannedRun, nodes: Sequence[Node]) -> None:
 
 
 def expected_starts(cluster: ClusterConfig, shapes: Sequence[JobShape]) -> dict[JobShape, str]:
-    """Return when SLURM expects a job of each shape to start, if it can tell."""
+    """Return the time at which SLURM expects a job of each shape to start, for those that it can predict."""
     starts = {}
     for shape in dict.fromkeys(shapes):
         answer = _test(cluster, shape)

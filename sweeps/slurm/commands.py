@@ -2,7 +2,6 @@
 
 - An array task is always named `array_task`: the last task's plain id is that of its whole array.
 - A controller that restarts is away for seconds to minutes, so important commands are repeated for `patience` seconds.
-  A missing command counts as an empty answer.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class QueuedJob:
 
 
 def queue(own: bool = False, patience: float = PATIENCE) -> list[QueuedJob]:
-    """Return pending and running jobs of all users, because several may share a sweep; `own`: of this user only.
+    """Return the pending and running jobs of all users; with `own`, of this user only.
 
     Raises:
         UserError: SLURM does not answer.
@@ -106,7 +105,7 @@ def outcomes(jobs: Iterable[str]) -> dict[str, tuple[str, str | None]]:
 
 
 def _matching(ids: Collection[str], records: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, str | None]]:
-    """Return state and node by job from records that may each cover several tasks."""
+    """Return the state and node of each job in `ids` from records that may each cover several tasks."""
     single, shared = dict[str, tuple[str, str | None]](), dict[str, tuple[str, str | None]]()
     for job, state, nodes in (record for record in records if len(record) == 3 and record[1]):
         into = shared if "[" in job else single
@@ -124,7 +123,7 @@ def _shown(line: str) -> tuple[str, str, str]:
 
 
 def elapsed(jobs: Iterable[str]) -> dict[str, float]:
-    """Return the seconds of all starts of each job that accounting knows."""
+    """Return the seconds that each job ran, over all its starts, for jobs that accounting knows."""
     ids, total = set(jobs), dict[str, float]()
     # With the duplicates: each start of a requeued job has its own record.
     for job, duration in _accounting(ids, "JobID,ElapsedRaw", "-D"):
@@ -134,7 +133,7 @@ def elapsed(jobs: Iterable[str]) -> dict[str, float]:
 
 
 def _accounting(jobs: Iterable[str], columns: str, *options: str) -> Iterator[tuple[str, ...]]:
-    """Yield records of jobs and of their arrays, 200 at a time."""
+    """Yield the `columns` of sacct's records of jobs and their arrays."""
     arrays = sorted({job.split("_")[0] for job in jobs})
     for start in range(0, len(arrays), 200):
         names = ",".join(arrays[start : start + 200])
@@ -160,7 +159,7 @@ def controller_time() -> datetime | None:
 
 
 def first_to_end(log: str) -> str | None:
-    """Return the error of a job's last attempt, or else which of its tasks `srun` says failed first."""
+    """Find in a job's log the error of the last attempt, or else the task that failed first according to `srun`."""
     attempt = log.rpartition("DUE TO JOB REQUEUE")[2]
     if sentences := re.findall(r"^(?:\w+\.)*UserError: (.+)$", attempt, re.MULTILINE):
         return str(sentences[-1])
@@ -175,7 +174,7 @@ def cancel(jobs: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def outside_any_job() -> Iterator[None]:
-    """Hide the allocation of this process from jobs submitted in the block."""
+    """Hide the SLURM variables of this process from jobs submitted in the block."""
     prefixes = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_")
     hidden = {key: value for key, value in os.environ.items() if key.startswith(prefixes) and key != "SLURM_CONF"}
     if "SLURM_JOB_ID" not in hidden:

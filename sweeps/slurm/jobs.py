@@ -72,7 +72,7 @@ def read_launch(sweep: SweepDirectory) -> LaunchFile:
 
 
 def _refuse_old_jobs(sweep: SweepDirectory, patience: float) -> None:
-    """Refuse a sweep with queued jobs of earlier versions, which would train the same runs as workers."""
+    """Raise UserError if jobs of an earlier version are queued, which would train the same runs."""
     label = sweep.path / "jobs" / "label"
     if not label.exists():
         return
@@ -91,7 +91,7 @@ def label_of(shape: JobShape) -> str:
 
 
 def shape_of(label: str) -> JobShape | None:
-    """Return the shape that `label_of` wrote."""
+    """Parse a label written by `label_of`; return None if it is invalid."""
     match = re.fullmatch(r"(\d+)x(\d+)-g(\d+)-c(\d+)-m([\d.e+-]+)-t(\d+)", label)
     if match is None:
         return None

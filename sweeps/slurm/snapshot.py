@@ -27,8 +27,8 @@ def take(sweep: SweepDirectory, report: Callable[[str], None] = print, package: 
     """Copy the package into the sweep, unless the same copy exists; report the files that git does not track.
 
     Returns:
-        `<sweep>/code/<digest>`, which holds `isoflop/`, for the jobs' PYTHONPATH. A process that already runs from one
-        of the sweep's copies, such as the keeper, gets that copy.
+        `<sweep>/code/<digest>`, which holds `isoflop/`, for the jobs' PYTHONPATH. A process that runs from such a copy
+        gets that one.
     """
     home = sweep.path.resolve() / "code"
     if package.parent.parent == home and (package.parent / SOURCE).exists():

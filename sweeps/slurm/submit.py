@@ -1,9 +1,9 @@
 """Submission of jobs to SLURM through submitit: the options of sbatch, and its answers.
 
-- `cluster.setup` runs in the folder of the first launch. The job then runs in the folder of its pickles, where nothing
-  shadows a package, with the sweep's copy of the code first on PYTHONPATH.
+- `cluster.setup` runs in the folder of the first launch, the job in that of its pickles, with the sweep's copy of the
+  code first on PYTHONPATH.
 - Keeper and fit ask for no GPU and run on the launcher's interpreter: they call sbatch, which images may lack.
-- An sbatch whose answer was lost is called again; if both made a job, the second worker finds no task and ends.
+- An sbatch whose answer was lost is called again.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Submission:
         }
 
     def _raw(self, request: Request) -> dict[str, Any]:
-        """Return the keys that submitit has no name for, with those of cluster.additional_parameters."""
+        """Return the #SBATCH keys that submitit has no parameter for, with those of cluster.additional_parameters."""
         usable = avoidable(request.avoid, request.shape.nodes, self.cluster) if request.avoid else ()
         ours: dict[str, Any] = {"requeue": True, "comment": request.comment, "chdir": self.started_from}
         if request.begin is not None:
@@ -162,7 +162,7 @@ class Submission:
 
 
 def needs(cluster: ClusterConfig, shape: JobShape, light: bool = False) -> dict[str, Any]:
-    """Return the resources of a job by submitit's names of the keys."""
+    """Return the resources of a job as submitit's parameters; with `light`, of a keeper or fit job."""
     return {
         "partition": (cluster.keeper_partition if light else None) or cluster.partition,
         "account": cluster.account,
@@ -178,7 +178,7 @@ def needs(cluster: ClusterConfig, shape: JobShape, light: bool = False) -> dict[
 
 
 def raw_keys(cluster: ClusterConfig) -> dict[str, Any]:
-    """Return cluster.additional_parameters by SLURM's names. UserError: a key belongs to another setting."""
+    """Return cluster.additional_parameters by SLURM's names. Raises UserError if a key belongs to another setting."""
     keys = {str(key).replace("_", "-"): value for key, value in (cluster.additional_parameters or {}).items()}
     for key in keys:
         if key in TAKEN:
