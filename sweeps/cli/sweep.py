@@ -47,7 +47,7 @@ Runs = Annotated[
 
 
 def _open(path: Path) -> SweepDirectory:
-    """Open a sweep; UserError if this version cannot read its plan."""
+    """Open a sweep. Raises UserError if this version cannot read its plan."""
     from ..runs.directory import SweepDirectory
 
     sweep = SweepDirectory.open(path)

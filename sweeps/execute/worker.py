@@ -309,7 +309,7 @@ def is_in_place(sweep: SweepDirectory) -> bool:
 
 
 def check_shared(path: Path | str) -> SweepDirectory:
-    """Return the sweep directory; UserError if this node does not see it."""
+    """Return the sweep directory. Raises UserError if this node does not see it."""
     sweep = SweepDirectory(Path(path))
     if not (sweep.path / "plan.json").is_file():
         came_from = os.environ.get("SLURM_SUBMIT_HOST")

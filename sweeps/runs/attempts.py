@@ -141,5 +141,5 @@ def with_waste(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 
 def unrecorded_steps(attempts: Sequence[Attempt], begins: int, ends: int) -> int:
-    """Return the number of steps from `begins` to `ends` without a recorded attempt."""
+    """Return the number of steps from `begins` to the first recorded attempt, or to `ends` without one."""
     return max(0, min((attempt.first_step for attempt in attempts), default=ends) - begins) if ends > begins else 0

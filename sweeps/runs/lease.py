@@ -112,7 +112,7 @@ def begin(run: RunDirectory, record: RunRecord, job: str | None, node: str | Non
 
 
 def conclude(run: RunDirectory, ending: Ending, at_fault: Sequence[str] = (), ended: float | None = None) -> RunRecord:
-    """Record how the current attempt ended, now or at the time `ended`; the caller holds the run's lock.
+    """Record how the current attempt ended, now or at `ended`, and nodes `at_fault`; the caller holds the run's lock.
 
     If the disk is full the attempt stays open, and the next process that holds the run reconciles it.
     """
@@ -144,7 +144,7 @@ def conclude(run: RunDirectory, ending: Ending, at_fault: Sequence[str] = (), en
 
 
 def reconcile(run: RunDirectory, explain: Explain = lambda start: KILLED) -> RunRecord:
-    """Record the end of an attempt whose process is gone; the caller holds the run's lock."""
+    """Record the end of an attempt whose process is gone, as `explain` reports; the caller holds the run's lock."""
     record = run.record()
     if (start := record.open) is None:
         return record

@@ -1,7 +1,7 @@
 """The limits and nodes of a SLURM cluster, checked before anything is submitted to it.
 
-A check whose command fails or is slow is skipped. Whether a node can host a run is computed from `sinfo`, so that the
-message names what is short; `sbatch --test-only` checks what only SLURM knows (accounts, QOS, features).
+A check whose command fails or is slow is skipped. Whether a node can host a run is computed from `sinfo`;
+`sbatch --test-only` checks what only SLURM knows (accounts, QOS, features).
 """
 
 from __future__ import annotations

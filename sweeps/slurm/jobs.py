@@ -51,7 +51,7 @@ class SweepJob:
 
 
 def jobs_of(sweep: SweepDirectory, patience: float = slurm.PATIENCE) -> list[SweepJob]:
-    """Return a sweep's jobs in SLURM's queue; UserError if SLURM does not answer, or has jobs of an older version."""
+    """Return a sweep's jobs in SLURM's queue. Raises UserError if SLURM does not answer or has older versions' jobs."""
     if not (sweep.path / "jobs" / LAUNCH).exists():
         _refuse_old_jobs(sweep, patience)
         return []
