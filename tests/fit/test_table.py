@@ -41,7 +41,7 @@ def test_only_finished_rows_are_used_and_the_rest_is_noted():
     runs = fit.read_table(table)
     assert runs.run_id.tolist() == ["r0", "r2", "r4"]
     assert any("4 intermediate checkpoints" in note for note in runs.notes)
-    assert any("not done" in note for note in runs.notes)
+    assert any("unfinished runs" in note for note in runs.notes)
     np.testing.assert_array_equal(runs.column("N"), runs.N)
     assert np.isnan(runs.column("nothing")).all()
 
