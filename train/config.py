@@ -1,4 +1,4 @@
-"""The complete description of one run: the dataclasses behind `conf/`, and a run's identity. No torch.
+"""The complete description of one run: the dataclasses behind `conf/`, and a run's identity.
 
 A *cosmetic* field does not change the result (paths, number of ranks, how often to save). Every other field is part of
 the run's identity, so that a field left unmarked by mistake leads to a new run rather than to a wrong match.
@@ -100,7 +100,7 @@ class ModelConfig:
 
     @property
     def rope(self) -> RopeScaling | None:
-        """The `rope_*` fields with the constants of Llama 3.1 or of Peng et al. 2023, section 3.4."""
+        """The `rope_*` fields, with the constants of Llama 3.1 or of Peng et al. 2023, section 3.4; None if unset."""
         if self.rope_scaling is None or self.rope_factor is None or self.rope_length is None:
             return None
         fast, amplitude = (32.0, 0.1 * math.log(self.rope_factor) + 1) if self.rope_scaling == "yarn" else (4.0, 1.0)
@@ -125,7 +125,7 @@ class ModelConfig:
 
     @property
     def cached(self) -> int:
-        """Numbers that decoding caches per token and block."""
+        """Number of values that decoding caches per token and block."""
         return self.latent + self.rotary if self.attention == "mla" else 2 * self.num_kv_heads * self.head_dim
 
     @property
@@ -134,7 +134,7 @@ class ModelConfig:
 
     @property
     def mlp_hidden(self) -> int:
-        """Inner width of the MLP. 8/3 makes its three matrices as large as the two of a 4x MLP (Shazeer 2020)."""
+        """Inner width of the MLP. By default its three matrices are as large as the two of a 4x MLP (Shazeer 2020)."""
         return self.hidden if self.hidden is not None else -(-8 * self.width // 3 // 8) * 8
 
     @property
@@ -145,7 +145,7 @@ class ModelConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding tables, a multiple of `vocab_multiple`."""
+        """Number of rows of the embedding tables, a multiple of `vocab_multiple`."""
         if self.vocab_size is None:
             raise UserError(
                 "model.vocab_size is None; it must be filled in from the tokenizer before the model is built"
@@ -242,7 +242,7 @@ class ParallelConfig:
 
     @property
     def data(self) -> int:
-        """Number of ranks with the same part of the model and other tokens."""
+        """Number of ranks that hold the same part of the model and train on different tokens."""
         return self.dp * self.cp
 
     @property
@@ -322,12 +322,12 @@ class RunConfig(Training):
 
     @property
     def D(self) -> int:
-        """Tokens that the run trains on."""
+        """Number of tokens that the run trains on."""
         return self.steps * self.batch_tokens
 
 
 def identity(node: Any) -> dict[str, Any]:
-    """Return the fields that identify a run or a group of its config."""
+    """Return the fields of a run's config, or of one of its groups, that identify the run."""
     result: dict[str, Any] = {}
     types = _types(node.__class__)
     for item in dataclasses.fields(node):
@@ -348,7 +348,7 @@ _types = functools.cache(get_type_hints)  # without the Annotated bounds
 
 
 def flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested fields by dotted name."""
+    """Flatten nested dicts into one whose keys are dotted names after `prefix`."""
     flat: dict[str, Any] = {}
     for name, value in node.items():
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -361,7 +361,7 @@ def canonical_json(value: Any) -> str:
 
 
 def run_id(config: RunConfig) -> str:
-    """Return the first ten hex digits of the SHA-256 of the run's identity. It does not depend on the sweep."""
+    """Return the first ten hex digits of the SHA-256 of the run's identity."""
     return hashlib.sha256(canonical_json(identity(config)).encode()).hexdigest()[:10]
 
 
@@ -386,7 +386,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
 
 
 def drop_removed(values: Mapping[str, Any], removed: Mapping[str, tuple[Any, str]], prefix: str = "") -> dict[str, Any]:
-    """Return nested values without removed fields. Raises UserError if one has a value other than the accepted one."""
+    """Drop removed fields from a nested config. Raises UserError if one has a value other than `removed` accepts."""
     remaining = {}
     for name, value in values.items():
         needed, instead = removed.get(f"{prefix}{name}", (ANY, ""))

@@ -1,4 +1,4 @@
-"""The exceptions that callers of a run distinguish. Does not import torch."""
+"""The exceptions that callers of a run distinguish."""
 
 
 class UserError(Exception):

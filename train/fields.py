@@ -1,4 +1,4 @@
-"""Types of config fields: accepted values, and whether a field is part of a run's identity. Does not import torch."""
+"""Types of config fields: accepted values, and whether a field is part of a run's identity."""
 
 from __future__ import annotations
 

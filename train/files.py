@@ -23,7 +23,7 @@ HALVED = "micro_batch.json"  # written when memory ran out: the next start uses 
 
 
 def plain_value(value: Any) -> Any:
-    """Convert NumPy scalars and paths to plain values, as json's fallback."""
+    """Convert a NumPy scalar or a path to a JSON value, for `json.dumps(default=...)`."""
     if type(value).__module__ == "numpy":  # not imported, so that commands that only read start in half the time
         return value.item()
     if isinstance(value, Path):
@@ -40,10 +40,8 @@ def write_atomic(
     """Replace `path` in one step: temporary file in the same folder, fsync, rename. On any error the old file stays.
 
     Args:
-        path: The file to replace.
-        content: Text, or pieces of bytes.
         flush: False does not wait for the disk: readers see the old or the new file, but a power cut may lose both.
-        place: Called with both paths instead of the rename.
+        place: Called with the temporary and the final path instead of the rename.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -60,7 +58,7 @@ def write_atomic(
 
 
 def write_json(path: Path, value: Any, flush: bool = True) -> None:
-    """Write indented JSON with `write_atomic`. Refuses NaN, which must not be recorded as a result."""
+    """Write indented JSON with `write_atomic`. Raises ValueError for NaN."""
     write_atomic(path, json.dumps(value, indent=1, default=plain_value, allow_nan=False) + "\n", flush)
 
 
@@ -124,8 +122,8 @@ def read_document(path: Path, form: type[Form], largest: int = 64 << 20, remedy:
     """Read a JSON or YAML file as `form`, any type that msgspec knows: a dataclass, `dict[str, float]`, …
 
     Raises:
-        UserError: The file is unreadable, larger than `largest` bytes, or of another form. Names file, field and
-            `remedy`.
+        UserError: The file is unreadable, larger than `largest` bytes, or of another form. The message names file,
+            field and `remedy`.
     """
     import msgspec
     import yaml
@@ -172,7 +170,7 @@ def _parse_yaml(text: str) -> Any:
 
 
 def read_json(path: Path, form: Any = None) -> dict[str, Any] | None:
-    """Read a JSON object. None if it is missing, or does not match `form`, a msgspec type."""
+    """Read a JSON object. Return None if the file is missing or does not match `form`, a msgspec type."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         if form is not None:

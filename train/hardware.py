@@ -33,7 +33,7 @@ class Cuda:
         return torch.cuda.mem_get_info(device)[0]
 
     def start_peak(self, device: torch.device) -> int:
-        """Reset the peak. Return the bytes allocated now."""
+        """Reset the statistics of peak memory. Return the bytes allocated now."""
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
 
@@ -41,7 +41,7 @@ class Cuda:
         return torch.cuda.max_memory_allocated(device)
 
     def take(self, local_rank: int) -> torch.device:
-        """Make a rank's GPU current. A launcher shows a rank all GPUs of the node, or only one."""
+        """Make a rank's GPU current and return it. A launcher shows a rank all GPUs of the node, or only one."""
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
@@ -78,7 +78,7 @@ class Cuda:
         return x.pin_memory()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Start a copy between host and device."""
+        """Start copying `source` to `target`, between host and device."""
         target.copy_(source, non_blocking=True)
 
     def read(self, x: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ CUDA = Cuda()
 
 
 def read(x: Tensor) -> Tensor:
-    """Return x on the host; the host waits for the device. Training steps never call it."""
+    """Copy x to the host, waiting for the device. Training steps never call it."""
     return CUDA.read(x) if on_gpu(x) else x
 
 
@@ -105,7 +105,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def pick_device(name: str, option: str = "parallel.device") -> torch.device:
-    """Return the device; `auto` is the GPU if there is one. `option` is the name in error messages."""
+    """Return the device that a setting names; `auto` is the GPU if there is one. Errors call the setting `option`."""
     available = torch.cuda.is_available()
     if name not in ("auto", "cpu", "cuda"):
         raise UserError(f"{option} is {name!r}; it must be auto, cpu or cuda")
@@ -115,20 +115,20 @@ def pick_device(name: str, option: str = "parallel.device") -> torch.device:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that memory ran out: CUDA's type, or the text of a CPU's allocator."""
+    """Return whether an error means that memory ran out, by its type on GPUs and its message on CPUs."""
     messages = ("not enough memory", "can't allocate memory", "cannot allocate memory", "DefaultCPUAllocator")
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in messages)
 
 
 def device_name(device: torch.device) -> str:
-    """Return the GPU's name, or the processor and its threads."""
+    """Return the GPU's name, or the CPU's architecture and number of threads."""
     if on_gpu(device):
         return CUDA.name(device)
     return f"cpu {platform.machine()} x{torch.get_num_threads()}"
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.05) -> float:
-    """Return the FLOP/s of square matrix products, the best of a short trial; the denominator of every MFU here."""
+    """Measure the FLOP/s of a square matrix product: the best of repetitions within `seconds`."""
     size = 8192 if on_gpu(device) else 512
     # A separate generator, because measuring must not change the run's random numbers.
     a = torch.randn(size, size, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
@@ -144,7 +144,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.05)
 
 
 def kept_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Return `matmul_peak`, measured once per session and number of threads."""
+    """Return `matmul_peak`, measured once per session, device, dtype and number of threads."""
     return kept(("matmul_peak", device, dtype, torch.get_num_threads()), lambda: matmul_peak(device, dtype))
 
 
@@ -154,7 +154,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
-    """Return by how much one step raises the peak of torch's allocator."""
+    """Return how many bytes one call of `step` adds to the peak of torch's allocator."""
     if on_gpu(device):
         synchronize(device)
         held = CUDA.start_peak(device)

@@ -1,7 +1,6 @@
 """The training loop: reads a config, writes a run directory.
 
 Everything that decides a number is a pure function of the config and the step, so a resumed run gives the same bits.
-`Trainer` keeps a run's records; `Stepper` takes the steps.
 """
 
 from __future__ import annotations
@@ -51,8 +50,6 @@ def train(
     Every rank calls this with the same complete config.
 
     Args:
-        config: The run.
-        directory: The run's directory.
         should_stop: Called after every step; True stops the run.
         report: Called with each log line.
         shards: Prepared data; by default it is built or taken from the cache.
@@ -89,7 +86,7 @@ def train(
 
 
 def open_run_shards(config: RunConfig, shards: Shards | None, job: Job, alive: Callable[[], object]) -> Shards:
-    """Return the run's tokens. Raises UserError if the tokenizer is not the planned one or not the model's."""
+    """Return `shards`, or build them. Raises UserError if their tokenizer is not as planned or not the model's."""
 
     def beat(stage: str, done: float, total: float) -> None:
         # Building can take long, and the other ranks wait for the one that builds.
@@ -159,7 +156,7 @@ class Trainer:
         return self.progress.step < self.config.steps
 
     def record_step(self, result: StepResult) -> None:
-        """Record a finished step; check losses, validate and log if due."""
+        """Record a finished step. If due, check for divergence, validate and log."""
         config, progress = self.config, self.progress
         progress.step += 1
         self.unwatched.append(result)
@@ -176,7 +173,7 @@ class Trainer:
         return self.leads and time.perf_counter() - self._saved_at >= self.config.checkpoint.every_seconds
 
     def pause(self, stop: bool, save: bool) -> None:
-        """Save between two steps if `save`, `stop` or the config asks for it. `stop` then raises Stopped."""
+        """Save a checkpoint if `save`, `stop` or the config asks for it at this step. `stop` then raises Stopped."""
         config, step = self.config, self.progress.step
         every_steps, named_steps = config.checkpoint.every_steps, config.checkpoint.at_steps or ()
         if stop or save or step in named_steps or (every_steps is not None and step % every_steps == 0):
@@ -187,7 +184,7 @@ class Trainer:
             raise Stopped(f"stopped at step {step} of {config.steps}")
 
     def validate(self) -> dict[str, Any]:
-        """Return the fields of `HeldOut`, and the loss of each weight average as val_loss_<kind>_<span>."""
+        """Score the held-out set. Return the fields of `HeldOut`, and each average's loss as val_loss_<kind>_<span>."""
 
         def beat() -> None:
             self.job.watchdog.beat(self.progress.step, "scoring the held-out set")
@@ -211,7 +208,7 @@ class Trainer:
         self.saver.save(self.progress.step, self.stepper.held(), state)
 
     def finish(self) -> dict[str, Any]:
-        """Write the last checkpoint and the summary."""
+        """Write the last checkpoint and the summary; return the summary."""
         self.save()
         held_out = self.last_held_out or self.validate()  # None if the run resumed at its last step
         self.saver.wait()

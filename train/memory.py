@@ -1,4 +1,4 @@
-"""Estimated peak memory of one rank, within 15 % of what a training step allocates. No torch.
+"""Estimated peak memory of one rank, within 15 % of what a training step allocates.
 
 State follows from the ZeRO stage. With P parameters on a rank, N = dp cp data-parallel ranks, and e bytes per weight:
 
@@ -61,7 +61,7 @@ class Memory:
 
 
 def memory(config: RunConfig, device: str = "cuda") -> Memory:
-    """Estimate the memory of the pipeline rank that needs the most, on a device of kind cpu or cuda."""
+    """Estimate the peak memory of the pipeline rank that needs the most. `device` is cpu or cuda."""
     estimates = (_of_rank(config, rank, share) for rank, share in enumerate(rank_shares(config, device)))
     return max(estimates, key=lambda estimate: estimate.peak)
 
@@ -81,7 +81,7 @@ def rank_shares(config: RunConfig, device: str = "cuda") -> list[Share]:
 def replicated_elements(
     share: Share, config: RunConfig, count: Callable[[Parameter], int] = lambda p: p.size
 ) -> list[tuple[int, int]]:
-    """Return (elements, ranks that hold the same ones) of a rank's experts and of its other parameters.
+    """Return (elements, number of ranks that hold the same ones) of a rank's experts and of its other parameters.
 
     `count`: what to sum over parameters instead of their elements.
     """
@@ -118,7 +118,7 @@ def _of_rank(config: RunConfig, rank: int, share: Share) -> Memory:
 
 
 def _state(config: RunConfig, share: Share) -> tuple[int, int, int]:
-    """Return bytes of weights, gradients and optimizer state by the table above."""
+    """Return a rank's bytes of weights, gradients and optimizer state, by this file's table."""
     zero, e = config.parallel.zero, share.itemsize
     copied = copies(config.average) + (e < FP32)
 
@@ -130,7 +130,7 @@ def _state(config: RunConfig, share: Share) -> tuple[int, int, int]:
         return parameter.size * elements + sum(of_matrices)
 
     def owned(count: Callable[[Parameter], int], first: int) -> int:
-        """Return a rank's share of a sum that is split from ZeRO stage `first` on."""
+        """Sum `count` over this rank's parameters; from ZeRO stage `first` on, only over its share of them."""
         return sum(
             size // ranks if zero >= first else size for size, ranks in replicated_elements(share, config, count)
         )
@@ -146,7 +146,7 @@ def _whole_matrices(config: RunConfig, share: Share) -> int:
 
 
 def _update(config: RunConfig, share: Share) -> int:
-    """Return bytes while matrices are whole: the owned ones, plus an exchange or products."""
+    """Return the workspace of an optimizer that updates whole matrices: copies, plus an exchange or products."""
     whole = OPTIMIZERS[config.optimizer.kind].whole
     if whole is None:
         return 0
@@ -159,7 +159,7 @@ def _update(config: RunConfig, share: Share) -> int:
 
 
 def _in_transit(config: RunConfig, share: Share) -> int:
-    """Return bytes of gradient buckets being received, summed and filled."""
+    """Return the bytes of gradient buckets that are being filled, received or summed at once."""
     stage = config.parallel.zero
     native = share.itemsize == FP32 and (share.device == "cuda" or stage == 0)  # NCCL adds in place, in fp32
     if config.parallel.data == 1 or (stage < 2 and native):
@@ -185,7 +185,7 @@ def _kept_by_block(share: Share) -> int:
 
 
 def _attention(share: Share) -> tuple[int, int]:
-    """Return bytes that attention saves, and bytes of its inputs."""
+    """Return the bytes that attention saves for a block's backward pass, and those of its inputs."""
     heads = share.tokens * share.heads * share.itemsize
     queries, keys = heads * share.head_dim, share.tokens * share.kv_heads * share.head_dim * share.itemsize
     softmax = 0  # saved by `_BlockAttention` on CPUs
@@ -204,7 +204,7 @@ def _attention(share: Share) -> tuple[int, int]:
 
 
 def _loss(share: Share) -> tuple[int, int]:
-    """Return bytes saved from the last block to the loss, and the workspace of the loss."""
+    """Return the bytes saved between the last block and the loss, and the workspace of the loss."""
     e, stream = share.itemsize, share.rows * share.width * share.itemsize
     logits, table, narrow = share.tokens * share.vocabulary, share.table * e, e < FP32
     if share.split:  # saves the logits; the derivative overwrites them, in low precision through fp32

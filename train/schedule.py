@@ -15,7 +15,7 @@ from .flops import count_parameters
 
 
 def warmup_steps(config: RunConfig) -> int:
-    """Return the steps of linear warm-up: by default one token per parameter, and at most a share of the run."""
+    """Return the number of warm-up steps: by default one token per parameter, and at most a share of the run."""
     schedule = config.schedule
     tokens: float | None = schedule.warmup_tokens
     if tokens is None:
@@ -28,9 +28,9 @@ def decay_steps(config: RunConfig) -> int:
 
 
 def trunk_steps(config: RunConfig) -> int:
-    """Return how many first steps of a run a longer run of the same N can share.
+    """Return how many of a run's first steps a longer run of the same N can share.
 
-    These are all before the decay; cosine and points have none.
+    These are all before the decay; the schedules cosine and points have none.
     """
     if config.schedule.kind in ("cosine", "points"):
         return 0
@@ -38,9 +38,9 @@ def trunk_steps(config: RunConfig) -> int:
 
 
 def same_until(first: RunConfig, second: RunConfig) -> int:
-    """Return the step up to which two runs are identical, bit for bit; 0 if they differ from the start.
+    """Return how many first steps of two runs are identical, bit for bit; 0 if none.
 
-    They must differ only in D, have equally many warm-up steps, and not have started their decay.
+    Runs that differ only in D, and have equally many warm-up steps, are identical until the first decay.
     """
     if identity(replace(first, tokens=0)) != identity(replace(second, tokens=0)):
         return 0

@@ -32,7 +32,7 @@ from .schedule import learning_rate_factor
 
 
 def halved_micro_batch(micro_batch: int) -> int | None:
-    """Return the largest proper divisor of a micro-batch that does not fit, so that it still divides the batch."""
+    """Return the largest proper divisor of a micro-batch size, which still divides the batch. None for 1."""
     return next((micro_batch // d for d in range(2, micro_batch + 1) if micro_batch % d == 0), None)
 
 
@@ -48,7 +48,7 @@ class Stepper:
         report: Callable[[str], None] = print,
         record: Path | None = None,
     ) -> None:
-        """Build the model, on all ranks together. The file `record` stores a halved micro-batch for restarts."""
+        """Build the model, on all ranks together. The file `record` keeps a halved micro-batch size for restarts."""
         parallel = config.parallel
         self.config, self.mesh, self.device, self.stream, self.report = config, mesh, device, stream, report
         self.dtype = compute_dtype(config.precision)
@@ -103,17 +103,17 @@ class Stepper:
         self.zero.load(item for item in weights if item[0] in self.zero.names)  # a pipeline stage has only some
 
     def state(self) -> dict[str, Any]:
-        """Return the plain numbers for a checkpoint."""
+        """Return the number of updates and the loss scale, for a checkpoint."""
         return {"updates": read(self.zero.updates).item(), "loss_scale": self.scaler.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore `state`, after `held()` was filled."""
+        """Restore the result of `state`. Call it after the tensors of `held()` are loaded."""
         self.zero.updates.fill_(state["updates"])
         self.scaler.load_state(state["loss_scale"])
         self.zero.publish()
 
     def step(self, step: int) -> StepResult:
-        """Make one optimizer step (0-based). Returns loss and norm of the whole batch, and whether it was skipped."""
+        """Make one optimizer step (0-based). Returns the batch's loss and gradient norm, and whether it was skipped."""
         self.zero.set_rates(learning_rate_factor(self.config, step))
         self.batch = self.prefetch.take(step)
         total = None
@@ -135,11 +135,12 @@ class Stepper:
         return result
 
     def losses(self, windows: Tensor, beat: Callable[[], None], average: int | None = None) -> Tensor:
-        """Return the summed nats of each window of tokens (n, T + 1): (n,) float64 on the CPU, the same on every rank.
+        """Return each window's loss in nats, summed over its T targets: (n,) float64 on the CPU, equal on all ranks.
 
         Args:
-            beat: called before every forward pass, because there may be many.
-            average: number of the averaged copy to score instead of the weights.
+            windows: (n, T + 1) token ids.
+            beat: Called before every forward pass.
+            average: Number of the averaged copy to score instead of the weights.
         """
         if average is not None:
             with self.zero.with_average(average):
@@ -163,7 +164,7 @@ class Stepper:
         return read(all_losses[: len(windows)])
 
     def loads(self) -> Tensor | None:
-        """Return the tokens per expert since the last call, (blocks, experts), or None."""
+        """Return how many tokens each expert got since the last call, (blocks, experts); None without experts."""
         experts = self.config.model.experts
         loads = self.pipeline.loads() if self.pipeline is not None and experts else self.gpt.loads()
         if loads is not None and self.mesh.data_group is not None:
@@ -171,7 +172,7 @@ class Stepper:
         return None if loads is None else read(loads)
 
     def _gradients(self) -> Tensor:
-        """Run forward and backward over this rank's rows; returns its part () of the batch's mean loss."""
+        """Run forward and backward over this rank's rows. Returns its part of the batch's mean loss (a scalar)."""
         passes, z_loss = self.batch.split(self.micro), self.config.optimizer.z_loss
         share = self.micro / self.config.optimizer.batch_size / self.mesh.cp
         if self.pipeline is not None:
@@ -185,9 +186,9 @@ class Stepper:
         return total
 
     def _halve(self, step: int, error: Exception) -> None:
-        """Halve the micro-batch of the same batch, once per run.
+        """Halve the micro-batch size after an out-of-memory error, once per run.
 
-        If there are other ranks, they are inside a collective that this rank will never join, so the halving is for a
+        Other ranks are inside a collective that this rank will never join, so with several ranks it takes effect at a
         restart.
         """
         smaller = None if self.halved else halved_micro_batch(self.micro)

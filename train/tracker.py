@@ -1,6 +1,6 @@
 """Tracking with wandb, a copy of metrics.jsonl. A failure of wandb never stops a run.
 
-Every wait for a server is bounded. `isoflop sync` sends what was cut off later, through this same class.
+`isoflop sync` sends what was cut off later.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Tracker:
     def add_scores(self, scores: list[dict[str, Any]]) -> None:
         """Send one line of `step`, `tokens` and `eval/task/metric` per checkpoint, after all training lines.
 
-        wandb accepts each step once and in order, so sending a line again changes nothing.
+        Sending a line again changes nothing.
         """
         for record in scores:
             if self._run is not None:
@@ -124,9 +124,7 @@ class Tracker:
 
 
 def in_sections(record: dict[str, Any]) -> dict[str, Any]:
-    """Rename a line's metrics to wandb's sections: `train/loss`, `val/bpb`, `speed/mfu`, `experts/load_max/0` of block
-    0.
-    """
+    """Rename a line's metrics to wandb's sections, such as `val/bpb` or, for block 0, `experts/load_max/0`."""
     named = {}
     for name, value in record.items():
         section, _, rest = name.partition("_")
@@ -152,9 +150,7 @@ def open_run(
     """Start a wandb run. With mode `auto` it is offline if no server answers, which is reported.
 
     Args:
-        settings: The config's tracker.
         folder: Where wandb keeps its files.
-        report: Called with a line for the log.
         seconds: `finish()` waits this long for the server before it raises TimeoutError.
         offline_suffix: Appended to an offline run's id, because an offline run cannot be resumed.
         about: Further arguments of `wandb.init`, with the `id`.
@@ -200,7 +196,7 @@ def is_online(run: Any) -> bool:
 
 
 def metrics(directory: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics.jsonl in order, each step once: resumed runs repeat steps."""
+    """Return the lines of a run's metrics.jsonl by step. If a resumed run repeated a step, only its last line stays."""
     records = read_json_lines(directory / "metrics.jsonl")
     lines = {line["step"]: line for line in records if isinstance(line.get("step"), int)}
     return [lines[step] for step in sorted(lines)]
