@@ -7,8 +7,7 @@ A checkpoint is a directory `step_<n>`, written under a temporary name, fsynced,
     config.json              the run's config;  tokenizer/  the run's tokenizer
     manifest.json            size and SHA-256 of every other file, written last
 
-It is valid if every file agrees with the manifest. A run resumes from the newest valid one; damaged ones are reported
-and skipped.
+It is valid if every file agrees with the manifest.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def start(root: Path, step: int) -> Path | None:
-    """Create a temporary directory for `root/step_<n>`, which `publish` renames. None if a valid checkpoint exists."""
+    """Create a temporary directory for `root/step_<n>`, which `publish` renames. Return None if a valid one exists."""
     final = root / f"step_{step}"
     if final.exists() and damage(final) is None:
         # A run is deterministic, so this one has the same content, and replacing it would leave a moment without any.
@@ -76,8 +75,8 @@ def start(root: Path, step: int) -> Path | None:
 def publish(temporary: Path, final: Path, described: dict[str, dict[str, Any]]) -> None:
     """Complete a directory from `start`: write the manifest, flush to disk, and rename it, which makes it valid.
 
-    `described` has the manifest entries of files that other ranks have flushed. Raises UserError if one is not visible
-    here.
+    `described` has the manifest entries of files that ranks have already flushed. Raises UserError if rank 0 cannot see
+    one.
     """
     inside = sorted(temporary.rglob("*"))
     files = {str(path.relative_to(temporary)): path for path in inside if path.is_file()}
@@ -134,7 +133,7 @@ def list_steps(root: Path) -> list[tuple[int, Path]]:
 
 
 def newest_valid(root: Path, report: Callable[[str], None], mesh: Mesh = ALONE) -> Path | None:
-    """Return the newest valid checkpoint, the same on all ranks. Rank 0 reports damaged ones."""
+    """Return the newest valid checkpoint or None, the same on all ranks. Rank 0 reports damaged ones."""
     for _, path in reversed(run_on_ranks(mesh, lambda: list_steps(root), only_first=True)):
         problem = damage(path, mesh)
         if problem is None:
@@ -145,7 +144,7 @@ def newest_valid(root: Path, report: Callable[[str], None], mesh: Mesh = ALONE) 
 
 
 def prune(root: Path, keep: int, newest: int, named: Collection[int]) -> None:
-    """Delete checkpoints after step `newest`, and earlier ones except the last `keep` and those of steps in `named`."""
+    """Delete checkpoints after step `newest`. Of the others keep the last `keep` and those of steps in `named`."""
     steps = list_steps(root)
     earlier = [path for step, path in steps if step <= newest and step not in named]
     for path in [*(path for step, path in steps if step > newest), *earlier[:-keep]]:
@@ -161,7 +160,7 @@ def sweep(root: Path) -> None:
 def resume_state(
     root: Path, held: Sequence[Held], config: RunConfig, mesh: Mesh, report: Callable[[str], None] = print
 ) -> dict[str, Any] | None:
-    """Fill this rank's tensors from the newest valid checkpoint; return its trainer state and step, or None.
+    """Load the newest valid checkpoint into this rank's tensors, `held`; return its trainer.json, or None without one.
 
     Every rank calls it. All raise the UserError of `restore_state` if one does.
     """
@@ -172,10 +171,10 @@ def resume_state(
 
 
 def restore_state(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> dict[str, Any]:
-    """Fill this rank's tensors in place; return the saver's `trainer` values and the step.
+    """Load a checkpoint into this rank's tensors, `held`; return its trainer.json.
 
     Raises:
-        UserError: The checkpoint is of a run that differs before its step (names a field), or does not fit the model.
+        UserError: The checkpoint does not fit the model, or is of a run that differs before that step (names a field).
     """
     saved = read_config(checkpoint)
     result = read_document(checkpoint / "trainer.json", dict[str, Any])
@@ -186,7 +185,7 @@ def restore_state(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> 
 
 
 def read_tensors(checkpoint: Path, held: Iterable[Held]) -> None:
-    """Fill the held tensors in place. Raises UserError if the checkpoint lacks some."""
+    """Read a checkpoint into the tensors of `held`. Raises UserError if it lacks some."""
     if not (checkpoint / SHARDS_INDEX).is_file():
         return read_whole(checkpoint, parts(held))
     from .shards import read_shards  # imports take half a second, which one process does not need
@@ -257,7 +256,7 @@ def find(path: Path | str) -> Path:
 
 
 def whole_weights(gpt: GPT, kind: str = "weight") -> list[Held]:
-    """Describe a model's weights as held whole by one process. `kind` is the checkpoint's name for them."""
+    """Describe a model's weights, all on one process, for `read_tensors`. `kind`: `weight` or `average_<copy>`."""
     return [
         Held(name, kind, whole_placement(parameter.shape), 0, parameter.numel(), parameter.detach().view(-1))
         for name, parameter in gpt.named_parameters()

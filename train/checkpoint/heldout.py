@@ -27,10 +27,9 @@ class HeldOut:
 
 
 def held_out(per_window: Tensor, length: int, text_bytes: int) -> HeldOut:
-    """Compute the held-out loss from the summed nats of each window (n,).
+    """Compute the held-out loss from `per_window`, the nats of each window summed over its tokens, (n,).
 
-    Each window has `length` targets; all targets together stand for `text_bytes` bytes of text. The standard error is
-    over windows, because tokens of one window are not independent.
+    Each window has `length` targets; all targets together stand for `text_bytes` bytes of text.
     """
     mean = per_window.mean().item() / length
     error = per_window.std().item() / length / math.sqrt(len(per_window)) if len(per_window) > 1 else None
@@ -43,7 +42,7 @@ def validation_steps(config: RunConfig) -> set[int]:
 
 
 def score_windows(loaded: LoadedCheckpoint) -> tuple[np.ndarray, Tensor, HeldOut]:
-    """Score a checkpoint on its run's held-out text: windows (n, T + 1), summed nats of each (n,), and the loss."""
+    """Score a checkpoint on its held-out text; return windows (n, T + 1), summed nats of each (n,), and the loss."""
     config = loaded.config
     length = config.data.sequence_length
     windows = validation_windows(at_hand(config.data, loaded.tokenizer), length, config.data.validation_tokens)

@@ -1,6 +1,6 @@
 """Asynchronous checkpoint saving: the state is copied to host memory, and a thread writes it.
 
-Rank 0 makes the directory, writes the manifest last, and renames it. Until then it does not count as a checkpoint.
+Rank 0 makes the directory, writes the manifest last, and renames it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Saver:
     def __init__(
         self, root: Path, mesh: Mesh, config: RunConfig, tokenizer: Tokenizer, report: Callable[[str], None] = print
     ) -> None:
-        """Set up the saver. Collective. `parallel.timeout_seconds` bounds how far ranks may differ in writing time."""
+        """Set up the saver, on all ranks together. `parallel.timeout_seconds` bounds how long one waits for others."""
         self.root, self.config, self.tokenizer, self.report = root, config, tokenizer, report
         self._mesh = replace(mesh, control=None)
         if mesh.size > 1:
@@ -50,7 +50,9 @@ class Saver:
         self._pending: Future[None] | None = None
 
     def save(self, step: int, held: Sequence[Held], trainer: dict[str, Any]) -> Path:
-        """Copy the current state and start writing it to `root/step_<n>`; return that path. Keeps a valid one there.
+        """Copy this rank's tensors (`held`) and start writing them to `root/step_<n>`; return that path.
+
+        Keeps a valid checkpoint there. `trainer` goes to trainer.json.
 
         Raises:
             OSError: The previous save failed; raised on every rank.
@@ -88,7 +90,7 @@ class Saver:
             self._mesh = replace(self._mesh, control=None)
 
     def _stage(self, held: Sequence[Held]) -> tuple[list[Part], torch.cuda.Event | None]:
-        """Copy this rank's share of the state to host memory. Also return the event that ends the copy on a GPU."""
+        """Copy this rank's share of the state to host memory; return it, and on a GPU the event that marks the end."""
         mine = self._mine(held)
         gpu = any(on_gpu(part.values) for part in mine)
         if [part.values.shape for part in mine] != [buffer.shape for buffer in self._buffers]:
@@ -102,7 +104,7 @@ class Saver:
         return [replace(part, values=buffer) for part, buffer in zip(mine, self._buffers, strict=True)], copied
 
     def _mine(self, held: Sequence[Held]) -> list[Part]:
-        """Return the parts that this rank writes. Ranks with equal parts divide them; tp rank 0 writes shared parts."""
+        """Return the parts that this rank writes: its share of those that several ranks hold, each written once."""
         mesh = self._mesh
         if mesh.control is None:
             return parts(held)

@@ -36,10 +36,12 @@ from .storage import SHARDS, Part, by_key, check_shape
 
 
 def write_shards(checkpoint: Path, mine: Iterable[Part], group: ProcessGroup) -> str:
-    """Write this rank's parts, which are on the CPU; return the file's path below `checkpoint`. Collective.
+    """Write this rank's parts, which are on the CPU; return its file's path, relative to `checkpoint`.
+
+    Every rank of `group` calls it.
 
     Raises:
-        OSError: A rank could not write, for example because the disk is full; the same on every rank.
+        OSError: A rank could not write; the same on every rank.
     """
     mesh = DeviceMesh.from_group(group, "cpu")
     tensors = {}
@@ -79,7 +81,7 @@ class _Files(FileSystem):
 
 
 def read_shards(checkpoint: Path, targets: Sequence[Part]) -> None:
-    """Fill the parts in place, on any device. Raises UserError if the checkpoint does not cover them."""
+    """Read a checkpoint into `targets`, in place, on any device. Raises UserError if the checkpoint lacks some."""
     reader = FileSystemReader(checkpoint / SHARDS)
     try:
         index = reader.read_metadata()

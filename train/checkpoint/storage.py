@@ -4,7 +4,7 @@
                     optimizer.safetensors  `<parameter>.<state>` of the optimizer; averages of the weights
     several ranks   shards/                all of these by the same names, a file per rank; see `shards.py`
 
-What a rank holds is a list of boxes of whole tensors (`Part`). Every element is written once.
+Every element is written once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHARDS_INDEX = f"{SHARDS}/.metadata"
 
 @dataclass(frozen=True)
 class Part:
-    """A box of one whole tensor of the training state, and its values."""
+    """A rectangular part (a box) of one tensor of the training state, and its values."""
 
     name: str  # of the parameter
     kind: str  # weight | a state of the optimizer | average_<copy>
@@ -47,7 +47,7 @@ class Part:
 
     @property
     def file(self) -> str:
-        """The file in the format of one process."""
+        """Name of the file that holds this part when one process saves."""
         return WEIGHTS if self.kind == "weight" else MOMENTS
 
     @property
@@ -56,7 +56,7 @@ class Part:
 
 
 def parts(held: Iterable[Held], shared: bool = True) -> list[Part]:
-    """Return all held boxes. With `shared` False, leave out boxes that every tensor-parallel rank holds."""
+    """Cut a rank's tensors into rectangular parts. Without `shared`, omit those that all tp ranks hold."""
     result = []
     for item in held:
         for box in boxes(item.placement, item.start, item.stop):
@@ -67,7 +67,7 @@ def parts(held: Iterable[Held], shared: bool = True) -> list[Part]:
 
 
 def share_out(whole: Sequence[Part], ranks: int) -> list[list[Part]]:
-    """Divide parts that `ranks` ranks all hold so that each writes about the same size. Deterministic."""
+    """Divide parts that `ranks` ranks all hold into one list per rank, of about equal size. Deterministic."""
     shares: list[list[Part]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     for part in sorted(whole, key=lambda part: (-part.values.numel(), part.key, part.offset)):
@@ -85,7 +85,7 @@ def by_key(all_parts: Iterable[Part]) -> dict[str, list[Part]]:
 
 
 def write_whole(directory: Path, mine: Sequence[Part]) -> None:
-    """Write whole tensors in the format of one process, deterministically."""
+    """Join parts to whole tensors and write them to the files of one process, deterministically."""
     for name in (WEIGHTS, MOMENTS):
         tensors = {key: _join(boxes) for key, boxes in by_key(part for part in mine if part.file == name).items()}
         try:
@@ -112,7 +112,7 @@ def _join(boxes_of_one: Sequence[Part]) -> Tensor:
 
 
 def read_whole(checkpoint: Path, targets: Sequence[Part]) -> None:
-    """Fill the parts in place. Raises UserError if a file does not cover them."""
+    """Read `targets`, in place, from the files of one process. Raises UserError if a file lacks some."""
     for name, file_parts in groupby(sorted(targets, key=lambda part: part.file), key=lambda part: part.file):
         try:
             with safe_open(checkpoint / name, framework="pt") as file:
@@ -126,7 +126,7 @@ def read_whole(checkpoint: Path, targets: Sequence[Part]) -> None:
 
 
 def check_shape(checkpoint: Path, part: Part, saved: Shape | None) -> None:
-    """Raise UserError if the checkpoint's shape of a tensor (None: missing) is not the model's."""
+    """Raise UserError if `saved`, a tensor's shape in the checkpoint (None: missing), differs from the model's."""
     if saved is None:
         raise UserError(f"checkpoint {checkpoint} does not fit the model: it has no {part.key}")
     if saved != part.shape:

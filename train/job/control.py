@@ -1,7 +1,4 @@
-"""Collective decisions of all ranks on errors, configs and flags, over `mesh.control` on the host.
-
-A single process gets the same answers without communication.
-"""
+"""Collective decisions of all ranks on errors, configs and flags, over `mesh.control` on the host."""
 
 from __future__ import annotations
 
@@ -102,7 +99,7 @@ def check_same_config(mesh: Mesh, config: RunConfig) -> None:
 
 
 class Agreement:
-    """The question whether any rank must stop, or save; every rank gets the same answer at the same step."""
+    """An agreement of all ranks on whether to stop or save: every rank gets the same answer at the same step."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._control = mesh.control
@@ -110,9 +107,9 @@ class Agreement:
         self._work: dist.Work | None = None
 
     def __call__(self, stop: bool, save: bool) -> tuple[bool, bool]:
-        """Report this rank's flags; return whether any rank set them at the previous call (one process: this call).
+        """Send this rank's flags; return whether any rank set each flag at the previous call (one process: this call).
 
-        Every rank calls it at every step. No call waits for the others: its reduction is read at the next call.
+        Every rank calls it at every step. No call waits for others.
         """
         if self._control is None:
             return stop, save
@@ -122,7 +119,7 @@ class Agreement:
         return agreed
 
     def close(self) -> tuple[bool, bool]:
-        """Wait for the last reduction, which must end before the group is destroyed, and return its result."""
+        """Wait for the last reduction and return its result. Call it before the process group is destroyed."""
         if self._work is None:
             return False, False
         self._work.wait()

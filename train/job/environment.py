@@ -29,7 +29,7 @@ class Ranks:
 def detect(environment: Mapping[str, str] | None = None) -> Ranks:
     """Detect this process's rank from submitit's or torchrun's variables. Without either the job is one process.
 
-    SLURM's variables count only in a task that submitit started. Inside one, torchrun is the inner launcher and wins.
+    SLURM's variables count only in a task that submitit started. If torchrun runs inside it, its variables count.
     """
     env = os.environ if environment is None else environment
     host = socket.gethostname()
@@ -67,7 +67,7 @@ def detect(environment: Mapping[str, str] | None = None) -> Ranks:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Parse SLURM's `2(x3),1` into [2, 2, 2, 1]."""
+    """Parse SLURM's tasks per node: `2(x3),1` gives [2, 2, 2, 1]."""
     tasks: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

@@ -76,7 +76,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def failure_at(nodes: Sequence[str], ranks: Sequence[int], cause: Cause, reason: str, step: int | None) -> Failure:
-    """Make a failure of these ranks. `nodes` has every rank's node, or is empty if unknown."""
+    """Describe a failure of the given ranks. `nodes` lists the node of every rank of the job; empty: unknown."""
     hosts = tuple(nodes[rank] for rank in ranks) if nodes else ()
     return Failure(cause, reason, ranks[0], hosts[0] if hosts else None, step, hosts)
 

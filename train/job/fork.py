@@ -1,4 +1,4 @@
-"""Ranks as forked processes of this one, over gloo. Forking 8 ranks takes half a second."""
+"""Ranks as forked processes of this one, over gloo."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout
 
 
 def start_forks(count: int, target: Callable[..., None], *arguments: Any) -> tuple[list[ForkProcess], list[Connection]]:
-    """Fork `target(number, sender, *arguments)` `count` times; return the processes and the receiving pipe ends."""
+    """Run `target(number, sender, *arguments)` in `count` forks; return these, and the receivers of the pipes."""
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(count)]
     processes = [context.Process(target=target, args=(n, pipes[n][1], *arguments)) for n in range(count)]
@@ -52,7 +52,7 @@ def start_forks(count: int, target: Callable[..., None], *arguments: Any) -> tup
 
 
 def _collect(processes: list[ForkProcess], receivers: list[Connection], timeout: float) -> dict[int, tuple[bool, Any]]:
-    """Collect answers by rank in order of arrival: the first failure causes the later ones."""
+    """Collect each rank's (succeeded, result) in order of arrival, because the first failure causes the later ones."""
     answers: dict[int, tuple[bool, Any]] = {}
     deadline = time.monotonic() + timeout
     while waiting := {r: p for r, p in enumerate(processes) if r not in answers}:

@@ -25,7 +25,7 @@ class RunProgress:
     overflows: int = 0  # fp16: steps in a row whose gradients overflowed
 
     def judge(self, first: int, results: Iterable[tuple[float, bool]], config: RunConfig) -> list[str]:
-        """Check steps from `first` on for divergence; return a log line for each that made no update.
+        """Check finished steps for divergence; return a log line for each step that made no update.
 
         In fp16 a finite loss with a gradient that is not finite is an overflow. It is harmless until the loss scale is
         at its minimum.
@@ -33,7 +33,6 @@ class RunProgress:
         Args:
             first: Number of the first step.
             results: For each step, the loss of the whole batch, and whether every rank skipped the update.
-            config: The run's config.
 
         Raises:
             Diverged: More than `skip_bad_steps` bad batches, or the loss rose by more than `max_loss_rise`.

@@ -128,7 +128,7 @@ def _find(path: Path, ranks: Ranks, timeout: float) -> Store:
 
 
 def _connect(address: _Address, timeout: float) -> Store | None:
-    """Return a client of the store at an address, or None if none of this job listens there."""
+    """Return a client of the store at an address, or None if no store of this job listens there."""
     try:
         socket.create_connection((address.host, address.port), timeout=5.0).close()  # torch's client prints long errors
         patience = timedelta(seconds=5)
@@ -142,7 +142,7 @@ def _connect(address: _Address, timeout: float) -> Store | None:
 
 
 def leave(store: Store, rank: int, size: int, patience: float) -> None:
-    """Report that this rank no longer needs the store. Rank 0 waits up to `patience` seconds for all."""
+    """Report that this rank no longer needs the store. Rank 0 waits up to `patience` seconds for the others."""
     with suppress(dist.DistError):  # rank 0 may be dead
         store.set(farewell(rank), "")
         if rank == 0:  # the store is in this process, and other ranks may still read it

@@ -62,14 +62,15 @@ class Seen:
     alive: float  # when its process published
 
     def is_silent(self, now: float, timeout: float) -> bool:
-        """Return whether the process has not published for too long to be merely waiting for another rank."""
+        """Return whether the process published nothing for half of `timeout`; merely waiting ranks still publish."""
         return now - self.alive >= timeout / 2
 
 
 def at_fault(seen: Mapping[int, Seen], now: float, timeout: float) -> list[int]:
-    """Return the ranks that block the job: silent ones, else those at the earliest step and the rarest code position.
+    """Return the ranks that block the job: those that publish nothing, else those furthest behind.
 
-    Empty while all have published, and any has made progress, within `timeout` seconds, because others may wait for it.
+    The latter are at the earliest step, and there at the code position of the fewest ranks. Empty while all have
+    published, and any has made progress, within `timeout` seconds, because others may wait for it.
     """
     running = {rank: entry for rank, entry in seen.items() if not entry.beat.ended}
     silent = [rank for rank, entry in running.items() if entry.is_silent(now, timeout)]
@@ -104,7 +105,7 @@ def is_running(pid: int) -> bool:
 
 
 class Watchdog:
-    """A monitor of a job's ranks while its block runs. Replaces an error that a lost rank caused by one that names it.
+    """A monitor of a job's ranks while its block runs. An error due to a lost rank becomes one that names the rank.
 
     All ranks enter it, and call `beat` at every step and during long work. Without a store (one process without a
     launcher) it does nothing.
@@ -134,7 +135,7 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
 
     def beat(self, step: int, doing: str = "in the step") -> None:
-        """Report that the main thread makes progress."""
+        """Report progress of the main thread: its step, and what it is doing."""
         self._beat = replace(self._beat, count=self._beat.count + 1, step=step, doing=doing)
 
     @property
@@ -182,9 +183,7 @@ class Watchdog:
             raise explained from error
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return the error to raise: a RankError if a lost rank caused it, else `error` itself, after telling the
-        others.
-        """
+        """Return a RankError if a lost rank caused `error`, else `error` itself, after telling the other ranks."""
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
             self._silence = max(1.0, 4 * self._poll)
             self._failure_is_set.wait(2 * self._silence + 2 * self._poll)
@@ -254,7 +253,7 @@ class Watchdog:
             self._seen[rank] = Seen(beat, moved, last.alive if beat.pulse == last.beat.pulse else now)
 
     def _blame(self, failure: Failure) -> Failure:
-        """Publish why the job ends. Return the published failure, which may be another rank's."""
+        """Publish why the job ends, unless another rank has. Return the published failure."""
         return parse_failure(json.loads(self._store.compare_set(FAILED, "", json.dumps(asdict(failure)))))
 
     # Methods of the thread that keeps time.
@@ -308,7 +307,7 @@ class Watchdog:
         )
 
     def _last_step(self, rank: int) -> int | None:
-        """Return a silent rank's step, at most this rank's."""
+        """Return the last step that a silent rank published, or this rank's if it is later."""
         steps = [step for step in (self._seen[rank].beat.step, self._beat.step) if step is not None]
         return max(steps, default=None)
 
