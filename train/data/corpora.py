@@ -1,6 +1,6 @@
 """Sources of text, one document at a time: Python's own library, files, or a dataset on the Hub.
 
-A corpus's fingerprint depends on its text, not on its path. It is part of a run's identity and of the shards' key.
+A corpus's fingerprint depends on its text, not on its path.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _HUB_SECONDS = 20.0
 
 class Corpus(Protocol):
     def documents(self) -> Iterator[str]:
-        """Yield the documents in a deterministic order. None is blank; each can be encoded as UTF-8."""
+        """Yield the documents in a deterministic order. Each has text that is not blank and can be encoded as UTF-8."""
         ...
 
     def fingerprint(self) -> str:
-        """Return 16 hex digits, equal for corpora that yield the same text in the same way."""
+        """Return 16 hex digits that identify the documents: the text, and how it is read."""
         ...
 
     def size_bytes(self) -> int | None:
-        """Estimate the bytes of UTF-8 in `documents` without reading them. None if unknown."""
+        """Estimate how many bytes of UTF-8 all `documents` have. None if unknown."""
         ...
 
     def sample(self, size: int) -> Iterator[str]:
@@ -60,12 +60,12 @@ class Corpus(Protocol):
         return cut(self.documents(), size)
 
     def held_out(self) -> frozenset[int] | None:
-        """Return the hashes of held-out documents, or None if `below_fraction` decides from the hash alone."""
+        """Return the hashes of held-out documents, or None if `below_fraction` decides by each document's hash."""
         return None
 
 
 def open_corpus(config: DataConfig) -> Corpus:
-    """Open the corpus that a config names. Raises UserError if it does not exist or fields do not fit it."""
+    """Open the corpus that a config names. Raises UserError if it does not exist or a field of the config is wrong."""
     if config.max_bytes is not None and config.max_bytes < 1:
         raise UserError(f"data.max_bytes is {config.max_bytes}; it must be 1 or more, or null for the whole corpus")
     if config.corpus == "stdlib":
@@ -156,7 +156,7 @@ class TextFiles(Corpus):
         return min(total, self.max_bytes or total)
 
     def sample(self, size: int) -> Iterator[str]:
-        """Yield the start of every file: equal shares, and what small files leave goes to larger ones."""
+        """Yield the start of every file, in equal shares of `size`; what small files do not use, larger ones get."""
         if self.max_bytes is not None:
             yield from super().sample(size)
             return

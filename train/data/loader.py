@@ -18,7 +18,7 @@ from .tokenizers import Tokenizer
 
 
 class TrainStream:
-    """Batches of the training stream: windows of T + 1 consecutive tokens, stride T."""
+    """Batches of the training stream: windows of T + 1 tokens, one every T tokens. T is `sequence_length`."""
 
     def __init__(self, shards: Shards, sequence_length: int, seed: int) -> None:
         windows = self._windows = _windows(shards.train, sequence_length, "training")
@@ -28,7 +28,7 @@ class TrainStream:
         self.unique_tokens = len(self._windows) * sequence_length  # targets in an epoch
 
     def batch(self, step: int, batch_size: int, start: int = 0, count: int | None = None) -> npt.NDArray[np.int64]:
-        """Return token ids (count, T + 1): rows `start` to `start + count` of the batch of a 0-based step."""
+        """Return rows `start` to `start + count` of the batch of a 0-based step: token ids (count, T + 1)."""
         count = batch_size - start if count is None else count
         if step < 0 or start < 0 or count < 0 or start + count > batch_size:
             raise ValueError(f"rows {start} to {start + count} of step {step} are outside of a batch of {batch_size}")
@@ -49,7 +49,7 @@ def permutation(seed: int, epoch: int, n: int) -> npt.NDArray[np.unsignedinteger
 
 
 def validation_windows(shards: Shards, sequence_length: int, max_tokens: int) -> npt.NDArray[np.int64]:
-    """Return the fixed held-out set (n, T + 1): evenly spaced windows with at most `max_tokens` targets."""
+    """Return the held-out set, windows (n, T + 1): evenly spaced, with at most `max_tokens` targets together."""
     if max_tokens < sequence_length:
         raise UserError(
             f"data.validation_tokens is {max_tokens}; it must be at least data.sequence_length {sequence_length}"
@@ -65,7 +65,7 @@ def bytes_of(targets: npt.ArrayLike, tokenizer: Tokenizer) -> int:
 
 
 def _windows(tokens: Tokens, sequence_length: int, part: str) -> Tokens:
-    """View (m,) tokens as (n, T + 1) windows, window i starting at i·T, without a copy."""
+    """View (m,) tokens as (n, T + 1) windows without a copy. Window i starts at token i·T."""
     if len(tokens) < sequence_length + 1:
         raise UserError(
             f"data.sequence_length is {sequence_length}; it must be at most {len(tokens) - 1}, because the {part} part "

@@ -20,14 +20,14 @@ Tokens = npt.NDArray[np.unsignedinteger[Any]]  # uint16 or uint32
 
 
 def content_hash(encoded: bytes) -> int:
-    """Return 64 bits of BLAKE2b of a document's UTF-8."""
+    """Hash a document's UTF-8 to an integer of 64 bits with BLAKE2b."""
     return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "big")
 
 
 def below_fraction(digest: Any, fraction: float, blocks: Collection[int] | None = None) -> Any:
-    """Return whether a hash, or each of an array (n,) uint64, belongs to the held-out `fraction`.
+    """Return whether a document is held out: its hash is in `blocks` if given, else among the lowest `fraction`.
 
-    If `blocks` is given, exactly the hashes in it are held out.
+    `digest` is one hash, or an array (n,) of uint64, which gives an array.
     """
     if blocks is not None:
         return digest in blocks if isinstance(digest, int) else np.isin(digest, np.array([*blocks], np.uint64))
@@ -35,7 +35,7 @@ def below_fraction(digest: Any, fraction: float, blocks: Collection[int] | None 
 
 
 class MixedDocuments:
-    """A collection of tokenized documents, yielded by content hash; repeated copies are spread over their bucket."""
+    """A collection of tokenized documents, yielded in the order of their hashes; repeated copies are moved apart."""
 
     def __init__(self, spool: Path, dtype: npt.DTypeLike, memory_bytes: int = MEMORY_BYTES) -> None:
         self._spool = spool
@@ -78,7 +78,7 @@ class MixedDocuments:
         return self._spool / f"{bucket:03d}.index", self._spool / f"{bucket:03d}.tokens"
 
     def __iter__(self) -> Iterator[tuple[int, Tokens, int]]:
-        """Yield (digest, token ids, bytes of text) in order. Works once: reading deletes spilled files."""
+        """Yield (hash, token ids, bytes of text) of each document. Works once: reading deletes spilled files."""
         for bucket in range(_BUCKETS):
             rows, tokens = self._bucket(bucket)
             if not len(rows):
@@ -103,7 +103,7 @@ class MixedDocuments:
 
 
 def _mixed_order(digests: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], int]:
-    """Return indices sorted by digest, with repeated copies moved elsewhere, and the number of repeated copies."""
+    """Return the indices that sort `digests`, with repeated copies moved elsewhere, and the number of these copies."""
     by_digest = np.argsort(digests, kind="stable")
     ordered = digests[by_digest]
     repeated = np.flatnonzero(ordered[1:] == ordered[:-1]) + 1

@@ -27,7 +27,7 @@ class Slot:
 
 
 class Lane:
-    """A separate CUDA stream that copies slots to the device."""
+    """A separate CUDA stream that copies slots (buffers of rows) to the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -41,26 +41,26 @@ class Lane:
         return slot
 
     def start(self, slot: Slot) -> None:
-        """Start the copy to the device, once the rows are no longer read."""
+        """Start copying a slot to the device, once earlier work there has read its old rows."""
         with CUDA.work_on(self.stream):
             slot.events["read"].wait()
             CUDA.copy(slot.rows, slot.pages)
             slot.events["copied"].record()
 
     def arrive(self, slot: Slot) -> None:
-        """Make later work on the compute stream wait for the copy."""
+        """Make later work on the compute stream wait for the slot's copy."""
         slot.events["copied"].wait(CUDA.current_stream(self.device))
 
     def leave(self, slot: Slot) -> None:
         slot.events["read"].record(CUDA.current_stream(self.device))
 
     def pages_free(self, slot: Slot) -> None:
-        """Block until the host pages may be overwritten."""
+        """Block until the slot's copy has ended, so that its host memory may be overwritten."""
         slot.events["copied"].synchronize()
 
 
 class Prefetch:
-    """The rows of each step, gathered ahead of time; `gather` must be a pure function of the step."""
+    """A loader that gathers each step's rows of tokens ahead of time. `gather` must be a pure function of the step."""
 
     def __init__(self, gather: Gather, shape: tuple[int, int], device: torch.device, lane: Lane | None = None) -> None:
         self.gather = gather
@@ -83,7 +83,7 @@ class Prefetch:
         return slot.rows
 
     def ahead(self, step: int) -> None:
-        """Start on a later step's rows. Call it after the current step's work is queued."""
+        """Start gathering a later step's rows. Call it after the current step's work is queued on the device."""
         if self._lane is not None:
             self._release(self._lane)
             self._fill(self._lane, self._ring[step % RING], step)

@@ -1,6 +1,6 @@
 """Readers that stream documents from files: .txt, .md, JSON lines (plain, gzip, zstandard) and parquet.
 
-A truncated compressed file is an error, never a shorter corpus. Every error names the file, and the line or row.
+A truncated compressed file is an error, never a shorter corpus.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ def read_documents(path: Path, field: str, piece_bytes: int) -> Iterator[str]:
     """Yield the documents of one file in order, without blank ones.
 
     Args:
-        path: The file to read.
         field: Key or column that holds the text.
-        piece_bytes: Plain text longer than this is cut at blank lines.
+        piece_bytes: Longer plain text is cut into documents, at blank lines where possible.
 
     Raises:
         UserError: The file is missing, damaged, not UTF-8, or lacks the field.
@@ -94,7 +93,7 @@ def _plain(path: Path, piece_bytes: int) -> Iterator[str]:
 
 
 def _cut(buffer: bytes, limit: int) -> int:
-    """Return where to end a document of at most `limit` bytes: after a blank line, else a line, a word, a character."""
+    """Return where to end a document of at most `limit` bytes: after a blank line, else a line, word or character."""
     for separator in (b"\n\n", b"\r\n\r\n", b"\n", b" "):
         position = buffer.rfind(separator, limit // 2, limit)
         if position >= 0:
@@ -111,7 +110,7 @@ def _json_lines(path: Path, field: str) -> Iterator[str]:
 
 
 def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object) for each line that is not blank."""
+    """Yield (line number, object) for each line of a JSON-lines file that is not blank."""
     number = 0
     try:
         for number, line in enumerate(_lines(path), start=1):
@@ -213,7 +212,7 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
 
 
 def parquet_text_bytes(path: Path, field: str) -> int | None:
-    """Return the column's uncompressed bytes from the file's footer, about its text's size. None if unknown."""
+    """Estimate a column's bytes of text by its uncompressed size in the file's footer. None if unreadable."""
     import pyarrow
     import pyarrow.parquet
 
@@ -227,7 +226,7 @@ def parquet_text_bytes(path: Path, field: str) -> int | None:
 
 
 def text_of(row: dict[str, Any], field: str, where: str) -> str:
-    """Return the text in a field of a row; null counts as empty text."""
+    """Return the text in a field of a row; null counts as empty text. Errors call the row `where`."""
     if field not in row:
         raise UserError(f"data.field is {field!r}; the fields of {where} are {_listed(list(row))}")
     value = row[field]
@@ -239,7 +238,7 @@ def text_of(row: dict[str, Any], field: str, where: str) -> str:
 
 
 def cut(texts: Iterable[str], max_bytes: int | None) -> Iterator[str]:
-    """Yield the first `max_bytes` bytes of UTF-8. The last text is shortened to whole characters."""
+    """Yield texts up to `max_bytes` bytes of UTF-8 in all. The last one is shortened to whole characters."""
     if max_bytes is None:
         yield from texts
         return

@@ -57,8 +57,6 @@ class Shards:
 def prepare(config: DataConfig, progress: Progress = silent) -> Shards:
     """Return the shards of a config's corpus, built unless the cache has them. A lock lets only one process build.
 
-    A recipe runs in one process per core. Progress in the stage "tokenize" counts tokens.
-
     Raises:
         UserError: The text cannot be read, is too short, or changed since the plan; or the disk is full.
     """
@@ -107,7 +105,7 @@ def prepare(config: DataConfig, progress: Progress = silent) -> Shards:
 
 
 def at_hand(config: DataConfig, tokenizer: Tokenizer) -> Shards:
-    """Return shards as `prepare` does, for a checkpoint's tokenizer. Text of the Hub must be in the cache already."""
+    """Return the shards of a checkpoint's corpus, built if needed. Those of a Hub corpus must be in the cache."""
     if config.corpus != "hf":
         return prepare(config)
     directory = _directory(config, str(config.fingerprint), config.recipe_fingerprint, tokenizer)
@@ -234,7 +232,7 @@ def _tokenize(
 
 
 def encode_part(tokenizer_or_path: Tokenizer | Path, texts: list[str]) -> list[tuple[int, Tokens, int]]:
-    """Return hash, ids and bytes of each text. Worker processes pass the path of the saved tokenizer."""
+    """Return hash, token ids and bytes of each text. In worker processes, load the saved tokenizer from a path."""
     tokenizer, rows = _loaded(tokenizer_or_path) if isinstance(tokenizer_or_path, Path) else tokenizer_or_path, []
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         encoded = text.encode()

@@ -53,7 +53,7 @@ class Blocks(Corpus):
         return self.held
 
     def describe(self) -> dict[str, Any]:
-        """Describe the split for the manifest, in characters and in one sentence."""
+        """Return the manifest's entry on the split: sizes in characters, and a sentence."""
         sentence = (
             f"the held-out text is {counted(len(self.held), 'block')} of about {self.size} characters inside "
             f"documents, because data.validation_fraction selects too few whole documents; the {GAP} characters on "
@@ -63,10 +63,10 @@ class Blocks(Corpus):
 
 
 def split_corpus(config: DataConfig) -> Corpus:
-    """Open a config's corpus, split in blocks if it was planned so, or if unplanned and too few documents.
+    """Open a config's corpus. If it has too few documents to hold out whole ones, hold out blocks inside them.
 
-    Text of the Hub is held out by documents because planning does not read it. So is text whose shards by documents are
-    in the cache.
+    A planned run keeps the plan's choice. A Hub corpus, which planning does not read, holds out whole documents; so
+    does one whose cached shards do.
     """
     corpus = open_corpus(config)
     if config.fingerprint is None:
@@ -117,7 +117,7 @@ def _has_few_documents(corpus: Corpus, fraction: float) -> bool:
 
 
 def _cells(text: str, size: int) -> list[tuple[int, int, int, int]]:
-    """Cut a text into equal cells; return (start, block start, block end, end) of each."""
+    """Cut a text into equal cells with a block in each; return every cell's (start, block start, block end, end)."""
     count = max(1, len(text) // (size + 2 * GAP))
     gap = GAP if count > 1 else 0
     edges = [len(text) * i // count for i in range(count + 1)]

@@ -1,4 +1,4 @@
-"""A build cache that many processes share. Any of them may be killed while it builds.
+"""A build cache that many processes share, and that survives if one is killed.
 
 One process builds at a time; a folder gets its final name only when it is complete and on disk.
 """
@@ -69,8 +69,8 @@ def locked(cache: Path, name: str, progress: Progress = silent) -> Iterator[None
 def building(final: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `final` if the block succeeds, and removed if it fails.
 
-    Call it only while holding the lock of `final`, because it removes what killed builders left. A full disk is a
-    UserError.
+    Call it while holding the lock of `final`, because it removes what killed builders left. Raises UserError if the
+    disk is full.
     """
     try:
         for leftover in final.parent.glob(f".{final.name}.*"):

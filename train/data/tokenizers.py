@@ -1,6 +1,6 @@
 """Tokenizers: raw bytes, a byte-level BPE trained on the corpus, or any tokenizer.json.
 
-Special tokens in text are encoded as plain text. `token_bytes` converts nats per token to bits per byte, which is
+`token_bytes` converts nats per token to bits per byte, which is
 comparable across tokenizers.
 """
 
@@ -72,7 +72,7 @@ def planned_vocab_size(config: DataConfig) -> int:
 def planned_fingerprint(config: DataConfig) -> str:
     """Return "bytes", "bpe", or a hash of the tokenizer file, without reading the corpus.
 
-    A trained BPE follows from the corpus and the vocabulary size, which identify a run already.
+    A trained BPE follows from the corpus and the vocabulary size.
     """
     return config.tokenizer if config.tokenizer in ("bytes", "bpe") else _from_file(config.tokenizer).fingerprint
 
@@ -110,7 +110,7 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Any) -> str:
-        """Return the text of ids, without ends of documents. Bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of token ids, without ends of documents. Bytes that are not UTF-8 become U+FFFD."""
         ids = np.asarray(ids, np.int64)
         return ids[ids != self.end_of_document].astype(np.uint8).tobytes().decode(errors="replace")
 
@@ -235,7 +235,7 @@ def _configured_end(path: Path) -> list[str]:
 
 
 def _token_bytes(content: dict[str, Any], backend: Any, vocab_size: int) -> npt.NDArray[np.int64]:
-    """Return the bytes (vocab_size,) of each id: a byte-level token's characters, else its UTF-8 without markers."""
+    """Return how many bytes of text each id stands for, (vocab_size,). A byte-level token has one per character."""
     sizes = np.zeros(vocab_size, np.int64)
     added = {token["id"] for token in content["added_tokens"]}
     steps = [content.get("decoder"), content.get("pre_tokenizer")]

@@ -1,6 +1,6 @@
 """Fast encoder for a byte-level BPE: a word's ids depend on the word alone, so each distinct word is encoded once.
 
-Words are cut by GPT-2's rule. The tokenizer itself is asked which characters are letters, digits or spaces, because
+The tokenizer itself is asked which characters are letters, digits or spaces, because
 Unicode tables differ between libraries and versions.
 """
 
@@ -21,7 +21,7 @@ _BEFORE = {"letters": "a", "digits": "1", "others": "!"}  # a prefix that forms 
 
 
 def can_encode(content: dict[str, Any]) -> bool:
-    """Return whether a tokenizer.json is a byte-level BPE that does not change text and cuts it by GPT-2's rule."""
+    """Return whether a tokenizer.json is a byte-level BPE that leaves text unchanged and splits it by GPT-2's rule."""
     model, cut = content.get("model") or {}, content.get("pre_tokenizer") or {}
     return (
         model.get("type") == "BPE"

@@ -1,8 +1,7 @@
 """Deduplication: exact copies, near duplicates by MinHash, and overlap by a Bloom filter.
 
-The first of a group stays: held-out documents first, then by the hash of the text. So the result depends on neither the
-order of files nor the number of processes. Broder 1997; Lee et al. 2022 (arXiv:2107.06499); Li et al. 2024
-(arXiv:2406.11794).
+The first of a group stays: held-out documents first, then by the hash of the text. So the order of files
+has no effect. Broder 1997; Lee et al. 2022 (arXiv:2107.06499); Li et al. 2024 (arXiv:2406.11794).
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ _PAIR_HASHES = 1 << 22  # hashes compared at a time, to bound memory
 class Duplicates:
     """The documents that a step removes, as arrays (n,) over its documents.
 
-    `removed`: the step removes it. `leaked`: it is removed because it is near a held-out document. `like`: index of the
-    document that it resembles, or its own index.
+    `removed`: whether the step removes it. `leaked`: whether that is because a held-out document is similar. `like`:
+    index of the document that it resembles, or its own index.
     """
 
     removed: Flags
@@ -36,19 +35,19 @@ class Duplicates:
 
 
 def ranks(digests: Hashes, held: Flags) -> Integers:
-    """Return each document's position (n,) in the order by which the first of a group stays."""
+    """Return each document's rank (n,): held-out documents first, then by hash. Of duplicates the first stays."""
     rank = np.empty(len(digests), np.int64)
     rank[np.lexsort((digests, ~held))] = np.arange(len(digests))
     return rank
 
 
 def exact(digests: Hashes, held: Flags) -> Duplicates:
-    """Find repeated copies of a text. All copies of a held-out text are held out, and none is removed."""
+    """Find repeated copies by their hashes. All copies of a held-out text are held out, and none is removed."""
     return _firsts(digests, np.arange(len(digests)), held)
 
 
 def candidates(band: Callable[[int], Hashes], bands: int, usable: Flags) -> Flags:
-    """Return a mask (n,) of documents that share a band with another one."""
+    """Return a mask (n,) of usable documents that have the same hash as another one in some band."""
     is_candidate = np.zeros(len(usable), bool)
     for number in range(bands):
         order, group = _groups(band(number), usable, np.arange(len(usable)))
@@ -70,12 +69,10 @@ def near(
 
     Args:
         band: `band(i)` returns the hashes (n,) of band i.
-        bands: Number of bands.
         sets: The sorted n-grams of all documents, empty for documents that are no candidates.
         offsets: (n + 1,) where each document's n-grams start in `sets`.
         digests: (n,) hashes of the texts.
         held: (n,) whether a document is held out.
-        threshold: Lowest Jaccard similarity of a pair.
         progress: Called with the number of finished bands.
     """
     from scipy.sparse import coo_array
@@ -106,7 +103,7 @@ def _groups(hashes: Hashes, usable: Flags, rank: Integers) -> tuple[Integers, In
 def _verified(
     order: Integers, group: Integers, cluster: Integers, alike: Callable[[Integers, Integers], Flags]
 ) -> Integers:
-    """Return near pairs (edges, 2) of leaders and members; the others are grouped again."""
+    """Return the similar pairs (edges, 2) of a document and the first of its group; group the other documents again."""
     edges = [np.empty((0, 2), np.int64)]
     for _ in range(32):
         if not len(order):
@@ -121,7 +118,7 @@ def _verified(
 
 
 def jaccard(a: Integers, b: Integers, sets: npt.NDArray[np.uint32], offsets: Offsets) -> npt.NDArray[np.float64]:
-    """Return the exact Jaccard similarities (pairs,) of documents `a` and `b`, each (pairs,)."""
+    """Return the exact Jaccard similarity of each pair of documents, with indices `a` and `b`, all (pairs,)."""
     sizes = np.diff(offsets)
     both = sizes[a] + sizes[b]
     shared = np.zeros(len(a), np.int64)
@@ -158,7 +155,7 @@ def _begins(group: npt.NDArray[Any]) -> Flags:
 
 
 def _leaders(order: Integers, group: npt.NDArray[Any]) -> Integers:
-    """Return the first of its group (n,) for each entry of `order`."""
+    """Return, for each document in `order`, the first document of its group."""
     return order[np.maximum.accumulate(np.where(_begins(group), np.arange(len(order)), 0))]
 
 
@@ -172,8 +169,8 @@ def bloom(
 ) -> Duplicates:
     """Find documents that share at least `share` of their n-grams with earlier documents. Does not set `like`.
 
-    `hashes` are the n-grams of all documents including repeated ones, cut by `offsets` (n + 1,). Overlap with held-out
-    documents sets `leaked` and is counted separately.
+    `hashes` are the n-grams of all documents including repeated ones; document i's start at `offsets[i]`. Overlap with
+    held-out documents sets `leaked` and is counted separately.
     """
     from rbloom import Bloom
 

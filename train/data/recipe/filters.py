@@ -1,4 +1,4 @@
-"""Rules and models that judge one document at a time. Each returns the reason to remove it, or None to keep it.
+"""Rules and models that judge one document at a time.
 
 The Gopher rules for prose are those of Rae et al. 2021 (arXiv:2112.11446), appendix A.1.1 and table A1. On the same
 words they remove the same documents as datatrove.
@@ -40,7 +40,7 @@ _PARAGRAPHS, _LINES = re.compile(r"\n{2,}"), re.compile(r"\n+")
 
 @cache
 def make_filter(step: Step) -> Filter:
-    """Return the filter of a one-document step, with its model loaded."""
+    """Return a function that applies a one-document step to texts, with the step's model loaded."""
     if step.kind == "quality":
         score = _fasttext(step) if Path(step.name).is_file() else _hugging_face(step)
         return lambda texts: [
@@ -110,7 +110,7 @@ def gopher_repetition(text: str) -> str | None:
 
 
 def _duplicate_ngrams(words: list[str], n: int) -> int:
-    """Count the characters in n-grams that occurred before, each character once."""
+    """Count the characters in word n-grams that occurred before, each character once."""
     seen: set[str] = set()
     characters = i = 0
     while i <= len(words) - n:

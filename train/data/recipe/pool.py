@@ -30,7 +30,7 @@ def usable_cores() -> int:
 
 
 class Pool:
-    """A number of worker processes. With one, this process works itself."""
+    """A pool of worker processes. If it has only one, this process runs the jobs."""
 
     def __init__(self, processes: int | None = None) -> None:
         self._count = processes or usable_cores()

@@ -1,6 +1,6 @@
 """Data recipes: the filter steps for training documents, in order, each `name` or `name:argument`. [] is raw text.
 
-Planning reads recipes, so this module imports nothing heavy; `require` checks a step's libraries before any job.
+Planning reads recipes, so this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def recipe_label(recipe: Sequence[str]) -> str:
 
 
 def fingerprint(recipe: Sequence[str]) -> str | None:
-    """Return 16 hex digits from a recipe's steps, their versions and their models, or None for raw text."""
+    """Return 16 hex digits that identify a recipe's steps, their versions and models, or None for raw text."""
     steps = parse(recipe)
     if not steps:
         return None

@@ -1,8 +1,8 @@
 """Application of a recipe to a corpus: which documents to train on, and what each step removed.
 
 Held-out documents are chosen from the raw text, so every recipe is scored on the same text; training text near to it is
-removed as `leaked`. Each job writes its result to `<cache>/recipes/<key>`. A killed prepare resumes there, skipping
-jobs whose file exists.
+removed as `leaked`. Each job writes its result to `<cache>/recipes/<key>`, where a killed prepare
+resumes.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ def read_texts(folder: Path, number: int, asked: Flags | None = None) -> list[st
 
 
 def filter_part(folder: Path, number: int, kind: str, asked: Flags, steps: list[Step]) -> int:
-    """Run one-document steps over the documents that `asked` selects.
+    """Run one-document steps over the documents in part `number` that `asked` selects; return `number`.
 
-    Writes `step` (documents,) int16, the number of the step that removes a document or -1, and `reason`, an index into
-    `reasons`.
+    Writes `step` (documents,) int16, the index of the step that removes each document or -1, and `reason`, an index
+    into `reasons`.
     """
     texts = read_texts(folder, number)
     step, reason = np.full(len(texts), -1, np.int16), np.zeros(len(texts), np.int16)
@@ -94,7 +94,10 @@ def filter_part(folder: Path, number: int, kind: str, asked: Flags, steps: list[
 
 
 def sign_part(folder: Path, number: int, kind: str, asked: Flags, bands: int, rows: int) -> int:
-    """Write `bands` (bands, selected documents), hashes of their signatures, and `words`, if they have any words."""
+    """Write the hashed signatures of the documents in part `number` that `asked` selects; return `number`.
+
+    `bands` (bands, documents) has a hash per band, `words` (documents,) whether a document has words.
+    """
     hashes, offsets = shingles.ngrams(read_texts(folder, number, asked), NEAR_WORDS)
     signed = shingles.band_hashes(shingles.signatures(hashes, offsets), bands, rows)
     save_arrays(part_file(folder, number, kind), bands=np.ascontiguousarray(signed.T), words=np.diff(offsets) > 0)
@@ -102,7 +105,7 @@ def sign_part(folder: Path, number: int, kind: str, asked: Flags, bands: int, ro
 
 
 def ngrams_part(folder: Path, number: int, kind: str, asked: Flags, words: int, as_sets: bool = False) -> int:
-    """Write `hashes` and `offsets` of the selected documents' n-grams; see `shingles.ngrams` and `distinct`."""
+    """Write `hashes` and `offsets` of n-grams of part `number`'s documents that `asked` selects; return `number`."""
     grams: tuple[Any, Any] = shingles.ngrams(read_texts(folder, number, asked), words)
     hashes, offsets = shingles.distinct(*grams) if as_sets else grams
     save_arrays(part_file(folder, number, kind), hashes=hashes, offsets=offsets)
@@ -142,7 +145,7 @@ class Refinery:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self) -> Refinery:
-        """Decide which documents stay. Arrays cover all documents, in the order of the parts."""
+        """Decide which documents stay; return self. Arrays cover all documents, in the order of the parts."""
         require(self._recipe)
         self.folder.mkdir(parents=True, exist_ok=True)
         with Pool() as pool:
@@ -177,7 +180,7 @@ class Refinery:
         return int(self._bytes[self.removed < 0].sum())
 
     def documents(self) -> Iterator[str]:
-        """Yield the texts that stay, including held-out ones, and fill in the texts of examples."""
+        """Yield the texts that stay, including held-out ones. Meanwhile store the texts for `write_examples`."""
         for number, at in self._parts:
             for i, text in enumerate(read_texts(self.folder, number), start=at.start):
                 if i in self._examples:
@@ -217,7 +220,7 @@ class Refinery:
             self.held &= self._digests != np.uint64(self.highest)
 
     def _unwritten(self) -> Iterator[tuple[Path, int, list[str]]]:
-        """Yield parts that are missing or hold other texts, for example because the order of files changed."""
+        """Yield (folder, number, texts) of parts that are not on disk, or hold other texts there."""
         self._count = 0
         for number, part in enumerate(in_parts(self._corpus.documents(), PART_BYTES, PART_DOCUMENTS)):
             self._count = number + 1
@@ -314,7 +317,7 @@ class Refinery:
             self._progress(stage, done, len(self))
 
     def _bands(self, number: int, kind: str, bands: int) -> Callable[[int], shingles.Hashes]:
-        """Return a function that reads one band of all documents."""
+        """Write one file per band. Return a function that reads a band's hashes of all documents, by its index."""
         files = [self.folder / f"all.{number}-{i:03d}" for i in range(bands)]
         for file in files:
             file.unlink(missing_ok=True)

@@ -27,7 +27,7 @@ _WORD[[*range(48, 58), *range(65, 91), *range(97, 123), 95, *range(128, 256)]] =
 
 
 def ngrams(texts: Sequence[str], n: int) -> tuple[Hashes, Offsets]:
-    """Return hashes (all n-grams,) of the documents' word n-grams, in order, and start offsets (documents + 1,).
+    """Return the hashes of all texts' word n-grams in order, and offsets (documents + 1,) where each text's begin.
 
     A document with fewer than n words has one n-gram of all its words; one without words has none.
     """
@@ -80,18 +80,18 @@ def _words(texts: list[bytes]) -> tuple[Hashes, Offsets]:
 
 
 def word_hashes(values: Hashes, starts: Offsets, ends: Offsets) -> Hashes:
-    """Hash each word, from the `byte_values` of a text and the positions where its words start and end."""
+    """Hash each word of a text, given its `byte_values` and the positions where words start and end."""
     return _mixed(run_hashes(values, starts, ends))
 
 
 def gram_hashes(words: Hashes, length: int) -> Hashes:
-    """Hash each run of `length` words, (w - length + 1,), at a cost independent of the length."""
+    """Hash every `length` consecutive words, given the words' hashes (w,). Returns (w - length + 1,)."""
     count = max(len(words) - length + 1, 0)
     return _mixed(run_hashes(words, slice(count), slice(length, length + count)))
 
 
 def run_hashes(values: Hashes, starts: Offsets | slice, ends: Offsets | slice) -> Hashes:
-    """Return the polynomial in the values from each start to its end: differences of prefix sums, moved to power 0."""
+    """Hash the values from each start to its end, as a polynomial. Equal runs have equal hashes at any position."""
     powers, inverses = _powers(1 << max(len(values) - 1, 0).bit_length())
     sums = np.zeros(len(values) + 1, np.uint64)
     np.cumsum(values * powers[: len(values)], out=sums[1:])
@@ -105,7 +105,7 @@ def byte_values() -> Hashes:
 
 @cache
 def _powers(size: int) -> tuple[Hashes, Hashes]:
-    """Return the powers of an odd number modulo 2^64, and those of its inverse."""
+    """Return the first `size` powers of an odd number modulo 2^64, and those of its inverse."""
     inverse = np.uint64(pow(int(_ODD), -1, 1 << 64))
     powers, inverses = (np.full(size, base, np.uint64) for base in (_ODD, inverse))
     powers[0] = inverses[0] = 1
@@ -121,9 +121,9 @@ def _mixed(values: Hashes) -> Hashes:
 
 
 def bands_and_rows(threshold: float, missed: float = 0.02, slots: int = SLOTS) -> tuple[int, int]:
-    """Return (bands, rows) with as many rows as possible, because more rows give fewer candidates.
+    """Return (bands, rows per band) into which to cut signatures. More rows give fewer candidates.
 
-    At most the share `missed` of pairs at the threshold has no band in common.
+    At most the share `missed` of pairs whose similarity is `threshold` has no band in common.
     """
     best = (1, 1)
     for rows in range(1, slots + 1):
@@ -136,7 +136,7 @@ def bands_and_rows(threshold: float, missed: float = 0.02, slots: int = SLOTS) -
 
 
 def signatures(hashes: Hashes, offsets: Offsets) -> npt.NDArray[np.uint32]:
-    """Return MinHash signatures (documents, SLOTS). A document without n-grams gets a meaningless one."""
+    """Return the MinHash signature of each document, (documents, SLOTS); without n-grams it is meaningless."""
     from rensa import RMinHash
 
     if (version := RMinHash.ALGORITHM_VERSION) != ALGORITHM:
@@ -151,7 +151,7 @@ def signatures(hashes: Hashes, offsets: Offsets) -> npt.NDArray[np.uint32]:
 
 
 def band_hashes(signed: npt.NDArray[np.uint32], bands: int, rows: int) -> Hashes:
-    """Return the hashes (documents, bands) of each band of rows."""
+    """Cut each signature into bands of `rows` numbers; return their hashes, (documents, bands)."""
     cut = signed[:, : bands * rows].reshape(len(signed), bands, rows).astype(np.uint64)
     hashes = np.zeros(cut.shape[:2], np.uint64)
     for row in range(rows):
@@ -160,9 +160,9 @@ def band_hashes(signed: npt.NDArray[np.uint32], bands: int, rows: int) -> Hashes
 
 
 def distinct(hashes: Hashes, offsets: Offsets) -> tuple[npt.NDArray[np.uint32], Offsets]:
-    """Return each document's sorted set of hashes, and offsets.
+    """Return each document's sorted distinct hashes, and offsets where each document starts.
 
-    Hashes are cut to 32 bits, which rarely collide within one document.
+    Hashes are cut to 32 bits.
     """
     document = np.repeat(np.arange(len(offsets) - 1, dtype=np.uint64), np.diff(offsets))
     keys = np.sort((document << np.uint64(32)) | (hashes >> np.uint64(32)))
