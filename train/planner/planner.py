@@ -42,7 +42,10 @@ class Hardware:
     device: str = "cuda"  # cpu | cuda: whose kernels run
 
     def ring(self, size: float, ranks: int, group: int) -> float:
-        """Return the seconds of an all-gather or reduce-scatter of `size` bytes over ranks among `group` neighbours."""
+        """Return the seconds of an all-gather or reduce-scatter of `size` bytes over `ranks` ranks.
+
+        They lie within `group` neighbouring ranks; if these exceed a node, it uses the network between nodes.
+        """
         bandwidth = self.intra_bandwidth if group <= self.ranks_per_node else self.inter_bandwidth
         return (ranks - 1) / ranks * size / bandwidth
 
@@ -60,14 +63,14 @@ class Way:
 
 
 def rank_ways(config: RunConfig, ranks: int, hardware: Hardware, margin: float = 0.1) -> list[Way]:
-    """Return every way to spread a run, the fastest that fits first; of equally fast ones, the least split.
+    """Return every way to spread a run over `ranks` ranks, the fastest that fits first; of equally fast, the simplest.
 
     Args:
-        config: its tp, dp, ep, zero, micro_batch_size and recompute are ignored, and on GPUs its pp, too.
-        margin: share of the device's memory to leave free, at least 0 and below 1.
+        config: Its tp, dp, ep, zero, micro_batch_size and recompute are ignored, and on GPUs its pp, too.
+        margin: Share of the device's memory to leave free.
 
     Raises:
-        UserError: a number is out of range, or no shape divides this model and batch.
+        UserError: A number is out of range, or no mesh divides this model and batch.
     """
     if not 1 <= ranks <= MAX_RANKS:
         raise UserError(f"ranks is {ranks}; it must be 1 to {MAX_RANKS}")

@@ -1,7 +1,6 @@
-"""Checks of a config: the range of every field, model shapes, and their split over ranks. Without torch.
+"""Checks of a config: the range of every field, model shapes, and their split over ranks.
 
 Special here:
-- An error names shapes that work, and those have passed the same check.
 - The padded vocabulary is split, so `model.vocab_multiple` decides which tp fit it.
 - With fewer key/value heads than tp ranks several ranks use the same one, so one number must divide the other.
 """
@@ -45,7 +44,7 @@ def _rules(cls: type) -> dict[str, list[Any]]:
 
 
 def _needed(value: Any, rules: Sequence[Any]) -> str:
-    """Return what a value must be, or "" if it is accepted."""
+    """Return in words what a field's rules require of a value, or "" if they accept it."""
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number"
     for rule in rules:
@@ -70,7 +69,7 @@ def _beyond(value: float, bounds: Meta) -> str | None:
 
 
 def validate(config: RunConfig) -> None:
-    """Raise UserError if a config cannot be trained, with the field, the value and what is accepted."""
+    """Raise UserError if a config cannot be trained."""
     check_fields(config)
     _check_model(config.model)
     for step in config.checkpoint.at_steps or ():
@@ -186,17 +185,14 @@ def check_kv_heads(model: ModelConfig) -> None:
 
 
 def check_shapes(config: RunConfig) -> None:
-    """Raise UserError if `config.parallel` does not divide the model or batch.
-
-    A vocab_size of None is not checked, because the planner sets it later.
-    """
+    """Raise UserError if `config.parallel` does not divide the model or batch."""
     check_fields(config.parallel, "parallel.")
     if (refusal := _refusal(config)) is not None:
         raise UserError(refusal)
 
 
 def check_world(config: RunConfig, ranks: int, ranks_per_node: int) -> None:
-    """Raise UserError if the job has another number of ranks than the config, or a tp group leaves its node."""
+    """Raise UserError if the job has another number of ranks than the config, or a tp group spans several nodes."""
     parallel = config.parallel
     if parallel.world_size != ranks:
         raise UserError(
@@ -210,7 +206,7 @@ def check_world(config: RunConfig, ranks: int, ranks_per_node: int) -> None:
 
 
 def check_hosts(parallel: ParallelConfig, hosts: Sequence[str]) -> None:
-    """Raise UserError if a tensor-parallel group is on several nodes. `hosts`: each rank's node."""
+    """Raise UserError if a tensor-parallel group spans nodes. `hosts` lists each rank's node."""
     tp = parallel.tp
     for first in range(0, len(hosts), tp):
         group = hosts[first : first + tp]
@@ -223,10 +219,10 @@ def check_hosts(parallel: ParallelConfig, hosts: Sequence[str]) -> None:
 
 
 def working_shapes(config: RunConfig, ranks: int, ranks_per_node: int | None = None) -> list[tuple[int, int]]:
-    """Return every (tp, dp) that spreads this run over exactly this many ranks, by tp; pp and cp stay fixed.
+    """Return every (tp, dp) that spreads this run over exactly `ranks` ranks, with the config's pp and cp, by tp.
 
     Args:
-        ranks_per_node: ranks on every node; None: all are on one.
+        ranks_per_node: Ranks on every node; None: all are on one.
     """
     fixed = config.parallel.pp * config.parallel.cp
     left = divisors_of(ranks // fixed) if ranks % fixed == 0 else []
@@ -244,7 +240,7 @@ def divisors_of(number: int) -> list[int]:
 
 
 def _refusal(config: RunConfig) -> str | None:
-    """Return why the shape does not fit, as a sentence, or None if it does."""
+    """Return a sentence on why `config.parallel` does not fit the model and batch, or None if it does."""
     parallel, batch = config.parallel, config.optimizer.batch_size
     if batch % parallel.dp:
         return (
@@ -324,7 +320,7 @@ def _experts_refusal(config: RunConfig) -> str | None:
 
 
 def _requirement(config: RunConfig, tp: int) -> str | None:
-    """Return the first condition that tp violates, as a verb phrase, or None."""
+    """Return the first condition that tp violates, such as "divide model.heads 6", or None."""
     model, length, cp = config.model, config.data.sequence_length, config.parallel.cp
     if model.heads % tp:
         return f"divide model.heads {model.heads}"
@@ -360,6 +356,6 @@ def _advice(config: RunConfig, ranks: int, ranks_per_node: int) -> str:
 
 
 def _nearest(value: int, working: Iterable[int]) -> str:
-    """Return up to six working numbers nearest by ratio, ascending."""
+    """List the up to six numbers of `working` that are nearest to `value` by ratio, ascending."""
     near = sorted(working, key=lambda number: max(number, value) / max(1, min(number, value)))[:6]
     return ", ".join(map(str, sorted(near)))

@@ -1,7 +1,4 @@
-"""Comparison of a device's kernels and a training step with float64, and a test that ranks connect.
-
-`check_device` runs it as a separate process.
-"""
+"""Comparison of a device's kernels and a training step with float64, and a test that ranks connect."""
 
 from __future__ import annotations
 
@@ -61,7 +58,7 @@ def _meet(device: torch.device) -> None:
 
 
 def check_attention(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Finding]:
-    """Compare attention, forward and backward, at every shape of the grid, with two key/value heads of it."""
+    """Compare attention with PyTorch's, forward and backward, at every shape of the runs, on two key/value heads."""
     cases = set()
     for run in runs:
         model, data = run.model, run.data
@@ -88,7 +85,7 @@ def _plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 
 
 def check_loss(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Finding]:
-    """Compare the loss of the largest model, with the gradients by both factors."""
+    """Compare the loss and its gradients with PyTorch's, at the size of the largest model."""
     run = max(runs, key=lambda run: count_parameters(run.model).N_total)
     model, z_loss, size = run.model, run.optimizer.z_loss, run.model.vocab_size or 1
     generator, fused = torch.Generator().manual_seed(0), run.parallel.cross_entropy == "auto"
@@ -110,7 +107,7 @@ def check_loss(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Find
 def _compare(
     check: str, name: str, ours: Kernel, theirs: Kernel, inputs: Sequence[Tensor], replaceable: bool
 ) -> Finding:
-    """Judge our kernel's output and gradients by the error of PyTorch's own, both compared with float64."""
+    """Compare our kernel's and PyTorch's errors against float64. If ours fails and is `replaceable`, replace it."""
     dtype = inputs[0].dtype
 
     def outputs(function: Kernel, dtype: torch.dtype = dtype) -> list[Tensor]:
@@ -136,7 +133,7 @@ def _compare(
 
 
 def check_step(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Finding]:
-    """Compare a step of the smallest model with float64 and with a repetition."""
+    """Compare a training step of the smallest model with float64 and, bit for bit, with its repetition."""
     run = min(runs, key=lambda run: count_parameters(run.model).N_total)
     # One rank and one sequence. Each token uses every expert, because rounding decides near ties between experts.
     model = replace(run.model, experts_per_token=run.model.experts or run.model.experts_per_token)
@@ -173,7 +170,7 @@ def _take_step(run: RunConfig, device: torch.device, gpt: GPT, rows: np.ndarray)
 
 
 def main() -> None:
-    """Read a request from standard input; write each check's name and then its findings as JSON lines."""
+    """Run the checks that standard input requests; print each check's name, then its findings, as JSON lines."""
     runs, ranks, timeout = pickle.load(sys.stdin.buffer)
     out, device = os.fdopen(os.dup(1), "w", buffering=1), pick_device(runs[0].parallel.device)
     os.dup2(2, 1)  # output of libraries goes to standard error
