@@ -174,7 +174,7 @@ def restore_state(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> 
     """Load a checkpoint into this rank's tensors, `held`; return its trainer.json.
 
     Raises:
-        UserError: The checkpoint does not fit the model, or is of a run that differs before that step (names a field).
+        UserError: The checkpoint does not fit the model, or is of a run that differs before its step (names a field).
     """
     saved = read_config(checkpoint)
     result = read_document(checkpoint / "trainer.json", dict[str, Any])

@@ -219,7 +219,7 @@ def check_hosts(parallel: ParallelConfig, hosts: Sequence[str]) -> None:
 
 
 def working_shapes(config: RunConfig, ranks: int, ranks_per_node: int | None = None) -> list[tuple[int, int]]:
-    """Return every (tp, dp) that spreads this run over exactly `ranks` ranks, with the config's pp and cp, by tp.
+    """Return every (tp, dp) that spreads this run over exactly `ranks` ranks with its pp and cp, sorted by tp.
 
     Args:
         ranks_per_node: Ranks on every node; None: all are on one.

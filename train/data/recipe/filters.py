@@ -141,7 +141,7 @@ def _other_language(text: str, step: Step) -> str | None:
 
 
 def good_label(labels: Sequence[str]) -> int:
-    """Return the index of the label for good text: one with such a name, else the last."""
+    """Return the index of the label for good text: one named in `GOOD`, else the last."""
     plain = [label.removeprefix("__label__").lower() for label in labels]
     return next((i for i, label in enumerate(plain) if label in GOOD), len(labels) - 1)
 

@@ -79,7 +79,7 @@ def filter_part(folder: Path, number: int, kind: str, asked: Flags, steps: list[
     """Run one-document steps over the documents in part `number` that `asked` selects; return `number`.
 
     Writes `step` (documents,) int16, the index of the step that removes each document or -1, and `reason`, an index
-    into `reasons`.
+    into the list `reasons`.
     """
     texts = read_texts(folder, number)
     step, reason = np.full(len(texts), -1, np.int16), np.zeros(len(texts), np.int16)
