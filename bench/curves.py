@@ -1,8 +1,8 @@
 """Time our laws of whole loss curves and the multi-power law in PyTorch, with their errors: `isoflop bench curves`.
 
 The peer is L(t) = L0 + A S(t)^-alpha - B sum_k (lr_{k-1} - lr_k) (1 - (1 + C lr_k^-gamma S_k(t))^-beta) (Luo et al.
-2025, arXiv:2503.12811), its sum taken directly and its gradient by PyTorch: Adam on Huber's function of log loss, delta
-1e-3, with their rates, here of logarithms, from one start. The runs are simulated by the peer's own law, with noise.
+2025, arXiv:2503.12811), fitted by Adam to Huber's function of log loss, delta 1e-3, with their rates, here of
+logarithms, from one start. The peer's own law simulates the runs, with noise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Case = tuple[list[pd.DataFrame], list[pd.DataFrame]]  # known runs, hidden runs
 
 
 class Terms:
-    """What the law needs of one run: rates in units of `peak`, sums (points,), and sums since a drop (points, k)."""
+    """One run's tensors for the law: rates over `peak`, their sums (points,), and sums since drops (points, k)."""
 
     def __init__(self, curve: Curve, peak: float) -> None:
         edges = np.unique(np.linspace(0, len(curve.lr), min(len(curve.lr), STAGES) + 1).astype(int))
@@ -81,7 +81,7 @@ def _logs(constants: dict[str, float]) -> dict[str, Tensor]:
 
 
 def simulated(steps: int = 1000, points: int = 50) -> Case:
-    """Return constant, cosine and stepwise runs with noise, and a linear and a WSD run without."""
+    """Simulate constant, cosine and stepwise runs with noise to fit, and a linear and a WSD run without to predict."""
     t, random = np.arange(1, steps + 1) / steps, np.random.default_rng(0)
     shapes = {"constant": np.ones(steps), "cosine": 0.1 + 0.9 * np.cos(np.pi / 2 * t) ** 2}
     shapes |= {"steps": np.where(t < 0.5, 1, np.where(t < 0.8, 0.4, 0.1)), "linear": 1 - 0.95 * t}
@@ -98,7 +98,7 @@ def simulated(steps: int = 1000, points: int = 50) -> Case:
 
 
 def bench_curves(steps: int = STEPS, case: Case | None = None, rounds: int = 3) -> Iterator[Row]:
-    """Yield laws per second and errors on hidden runs of ours, as in the paper and by default, and of the peer."""
+    """Yield rows for our law as in the paper and by default: laws per second and errors on hidden runs."""
     fitted, hidden = case or simulated()
     table, curves = pd.concat(fitted), curves_of(pd.concat(hidden))
     CurveLaw().fit(table)  # loads SciPy
@@ -117,7 +117,7 @@ def bench_curves(steps: int = STEPS, case: Case | None = None, rounds: int = 3) 
 
 
 def _errors(law: Peer | CurveLaw, curves: Sequence[Curve]) -> list[float]:
-    """Return the errors of the last losses, in %."""
+    """Return the error of the predicted final loss of each curve, in %."""
     errors = []
     for curve in curves:
         end = Curve(curve.run, curve.lr, curve.steps[-1:], curve.loss[-1:])

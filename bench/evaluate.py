@@ -42,10 +42,10 @@ def bench_evaluate(
     device: str = "auto", rounds: int = 3, items: int = ITEMS, cases: Sequence[str] = CASES,
     overrides: Sequence[str] = MODEL, generation: tuple[int, int] = (20, 64),
 ) -> Iterator[Row]:  # fmt: skip
-    """Yield rows case by case.
+    """Yield the rows of each case.
 
-    HellaSwag and LAMBADA have `items` items, and ARC-E is whole from 500 on. GSM8K has the prompts and the new tokens
-    that `generation` states. `overrides` describe the model.
+    HellaSwag and LAMBADA have `items` items; ARC-E has too, or all from 500 on. `generation` states GSM8K's prompts and
+    new tokens, `overrides` the model.
     """
     for case in cases:
         if case not in CASES:
@@ -61,7 +61,7 @@ def bench_evaluate(
 
 
 def trained(folder: Path, overrides: Sequence[str]) -> Path:
-    """Train a checkpoint for a moment."""
+    """Train a model for a moment and return its checkpoint."""
     isoflop("sweep", *TRAINING, *overrides, f"output_root={folder}")
     return max(folder.glob("trained/runs/*/checkpoints/step_*"))
 
@@ -84,7 +84,7 @@ class Pair:
         return cls(load_for_evaluation(checkpoint, device.type), exported, device)
 
     def ours(self) -> Any:
-        """Return our side, with empty caches."""
+        """Return our model for lm-eval, with empty caches."""
         from ..evaluate.harness import CheckpointLM
 
         length = self.loaded.config.data.sequence_length
@@ -99,7 +99,7 @@ class Pair:
         return lm
 
     def agreement(self, items: int, prompts: int, new: int) -> Iterator[Row]:
-        """Yield the number of items that both answer alike, and the largest difference of log-likelihoods."""
+        """Yield rows for each task: the items that both answer alike, and the largest difference of log-likelihoods."""
         from ..train.hardware import device_name
 
         place, ours, peer = device_name(self.device), self.ours(), self.peer(BATCH_SIZES[1])
@@ -120,7 +120,7 @@ class Pair:
                 yield plain_row(case, nats, ALLOWED_NATS, "allowed", "max nats", place, ratio)
 
     def throughput(self, items: int, rounds: int) -> Row:
-        """Return items of HellaSwag per second, from prompts to answers, with ours encoding all text in each turn."""
+        """Return a row of HellaSwag items per second, from prompts to answers; ours encodes all text in each turn."""
         from ..train.flops import count_parameters
 
         trial, entry = load_entry("hellaswag", min(items, TRIAL_ITEMS)), load_entry("hellaswag", items)
@@ -144,7 +144,7 @@ def load_entry(name: str, limit: int | None) -> SuiteTask:
 
 
 def answers(lm: Any, entry: SuiteTask) -> list[ItemResult]:
-    """Return the result of each item, by lm-eval's evaluator."""
+    """Return the result of each item, answered by the model `lm` through lm-eval's evaluator."""
     from ..evaluate.harness import answer_task
 
     with redirect_stderr(io.StringIO()):  # hides the peer's progress bars
@@ -152,7 +152,7 @@ def answers(lm: Any, entry: SuiteTask) -> list[ItemResult]:
 
 
 def same_answer(ours: ItemResult, theirs: ItemResult) -> bool:
-    """Return whether both chose or wrote the same, with equal metrics of lm-eval."""
+    """Return whether both sides gave the same answer, with equal metrics of lm-eval."""
 
     def choice(item: ItemResult) -> int | None:
         nats = item.log_probabilities

@@ -46,7 +46,7 @@ def with_setting(run: RunConfig, rate: float, batch: int, seed: int = 0) -> RunC
 
 
 def train(config: SweepConfig, runs: list[RunConfig]) -> dict[str, float]:
-    """Return log losses by run id, infinite for runs that failed."""
+    """Train runs and return run id -> log loss, infinite for runs that failed."""
     points = [variants(run)[0] for run in runs]
     config = replace(config, grid=CheckGrid(points=points), data=runs[0].data, tuning=TuningConfig(), tokens=None)
     conduct(config, ["bench.excess"])
@@ -58,7 +58,7 @@ def train(config: SweepConfig, runs: list[RunConfig]) -> dict[str, float]:
 def search(
     config: SweepConfig, corners: list[RunConfig], rates: list[float], batches: list[int]
 ) -> list[list[tuple[float, int]]]:
-    """Return the settings of each corner from the best to the worst; the best is not at an edge."""
+    """Return each corner's settings (rate, batch) from the best to the worst, after widening until no edge is best."""
     axes = [(list(rates), list(batches)) for _ in corners]
     while True:
         settings = [list(product(*pair)) for pair in axes]

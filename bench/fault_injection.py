@@ -1,7 +1,7 @@
 """Inject faults into a sweep on the cluster of tests/slurm_cluster.sh.
 
-The cluster's nodes are this machine, so all of its processes can be killed from here. A fault that finds no victim
-returns None, and is tried again later. The caller carries out a `Repair` when it is due, so that faults overlap.
+The cluster's nodes are this machine, so all of its processes can be killed from here. The caller carries out a `Repair`
+when it is due, so that faults overlap.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Away(Refused):
 
 
 class Repair(NamedTuple):
-    """What ends a fault: as soon as `due` returns True, and at the latest after `seconds`."""
+    """The action that ends a fault, done as soon as `due` returns True, at the latest after `seconds`."""
 
     seconds: float
     do: Callable[[], object]
@@ -64,7 +64,7 @@ class Victim(NamedTuple):
 
 @dataclass
 class Injector:
-    """Strikes a sweep, which `command` launched and whose file system `disk` may be filled; `chance` makes choices."""
+    """An injector of faults into a sweep that `command` launched; the file system `disk` may be filled."""
 
     sweep: SweepDirectory
     command: list[str]
@@ -88,7 +88,7 @@ class Injector:
         return None
 
     def victims(self) -> list[Victim]:
-        """Return the runs that train on the cluster, past their first steps."""
+        """Return the runs in training on the cluster that are past their first steps."""
         victims = []
         for run in self.sweep.runs():
             state = run.state()
@@ -118,25 +118,25 @@ class Injector:
         return f"slurmstepd {process} of job {victim.job}", None
 
     def kill_slurmd(self, victim: Victim) -> Result:
-        """Kill a node's daemon for a time shorter or longer than SlurmdTimeout, after which the node is given up."""
+        """Kill a node's daemon for a time shorter or longer than SlurmdTimeout, after which SLURM gives up the node."""
         seconds, daemon = self.chance.choice([2.0, 15.0]), f"slurmd-{victim.node}"
         cluster("kill", daemon)
         return f"{daemon} for {seconds:.0f} s", Repair(seconds, lambda: cluster("start", daemon))
 
     def node_down(self, victim: Victim) -> Result:
-        """Declare a node down, as an administrator may, though its processes live."""
+        """Declare a node down, as an administrator may, while its processes run on."""
         seconds, node = self.chance.uniform(2.0, 8.0), f"nodename={victim.node}"
         slurm("scontrol", "update", node, "state=down", "reason=fault")
         return f"{node} for {seconds:.0f} s", Repair(seconds, lambda: slurm("scontrol", "update", node, "state=resume"))
 
     def preempt(self, victim: Victim) -> Result:
-        """Submit a job of a higher partition that takes the whole node."""
+        """Preempt a node's runs by a job of a higher partition that takes the whole node."""
         job = ["--partition=main", "--exclusive", f"--nodelist={victim.node}", "--job-name=fault", "--time=1"]
         slurm("sbatch", *job, "--output=/dev/null", "--wrap=sleep 2")
         return f"all jobs on {victim.node}", None
 
     def shorten_limit(self, victim: Victim) -> Result:
-        """Shorten a job's limit, so that SLURM sends the warning signal within its period of 30 seconds."""
+        """Shorten a job's time limit, so that SLURM sends the warning signal at its next check, within 30 seconds."""
         attempt, job = victim.run.state().attempt, f"jobid={victim.job}"
         slurm("scontrol", "update", job, "timelimit=1")
 
@@ -148,7 +148,7 @@ class Injector:
         return f"job {victim.job}", restore
 
     def truncate_checkpoint(self, _: Victim) -> Result:
-        """Halve a file of a newest checkpoint and kill its run, which must fall back to the checkpoint before."""
+        """Halve a file of a run's newest checkpoint and kill the run, which must resume from the checkpoint before."""
         for victim in self.chance.sample(victims := self.victims(), len(victims)):
             os.kill(victim.process, signal.SIGSTOP)  # what it has not renamed yet is no checkpoint
             checkpoints = sorted(victim.run.path.glob("checkpoints/step_*"), key=lambda path: int(path.name[5:]))
@@ -219,7 +219,7 @@ def resume_nodes() -> None:
 
 
 def cluster(*arguments: str) -> None:
-    """Call tests/slurm_cluster.sh for the cluster that $SLURM_CONF names; Refused if it fails."""
+    """Call tests/slurm_cluster.sh for the cluster that $SLURM_CONF names. Raises Refused if it fails."""
     variables = os.environ | {"ISOFLOP_SLURM_ROOT": str(Path(os.environ["SLURM_CONF"]).parent)}
     # A daemon that it starts keeps its standard streams, so none may be a pipe that this process waits on.
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": sys.stderr}
@@ -230,7 +230,7 @@ def cluster(*arguments: str) -> None:
 
 
 def slurm(*command: str, patience: float = 0.0) -> str:
-    """Return the output of one of SLURM's commands, and wait up to `patience` seconds for a controller that is away."""
+    """Run a SLURM command and return its output; wait up to `patience` seconds if the controller does not answer."""
     deadline = time.monotonic() + patience
     while True:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -49,19 +49,19 @@ SLURM = [
 
 
 def grid(runs: int, tokens: int) -> list[str]:
-    """Return the overrides of this number of runs in two lengths."""
+    """Return the overrides of a grid of `runs` runs, half with `tokens` tokens and half with twice as many."""
     return [*GRID, f"grid.axes={{tokens: [{tokens}, {2 * tokens}], seed: {list(range(runs // 2))}}}"]
 
 
 def tokens_for(seconds: float, root: Path) -> int:
-    """Return the tokens of a run that takes this long alone on this machine, estimated from a short one."""
+    """Return how many tokens a run trains on in `seconds` alone on this machine, estimated from a short one."""
     trial = train_here([*GRID, "tokens=50_000", "grid.axes={seed: [0]}"], root, "trial")
     summary = trial.runs()[0].summary() or {}
     return 1000 * round(seconds * summary["D"] / summary["seconds"] / 1000)
 
 
 def train_here(overrides: Sequence[str], root: Path, name: str = "undisturbed") -> SweepDirectory:
-    """Train a grid on this machine; SystemExit if it fails."""
+    """Train a grid on this machine and return its sweep. Raises SystemExit if it fails."""
     command = sweep_command(overrides, root, name, "cluster=local", "cluster.threads_per_job=1")
     done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -80,7 +80,7 @@ def disturb(
     """Submit the grid below `root`, inject `count` faults, about as many of each kind, and wait until it is over.
 
     `disk` is the file system of `root` if it may be filled, `patience` the seconds until an unfinished sweep counts as
-    stuck, and `every` the mean seconds between two faults. Returns the faults, what is wrong, and the sweep.
+    stuck, and `every` the mean seconds between two faults. Returns the faults, complaints, and the sweep.
     """
     command = sweep_command(overrides, root, f"disturbed-{seed}", *SLURM, *pace(reference))
     started = time.monotonic()
@@ -98,7 +98,7 @@ def disturb(
 
 
 def pace(reference: SweepDirectory) -> list[str]:
-    """Return settings with which estimates match this machine, and the longer half of the runs counts as long."""
+    """Return overrides that fit time estimates to this machine and make the longer half of the runs count as long."""
     summaries = [run.summary() or {} for run in reference.runs()]
     rate = statistics.median(summary["flops_exact"] / summary["seconds"] for summary in summaries)
     minutes = f"cluster.queue_minutes={statistics.median(summary['seconds'] for summary in summaries) / 60:.4g}"
@@ -106,7 +106,7 @@ def pace(reference: SweepDirectory) -> list[str]:
 
 
 def inject(injector: Injector, kinds: Sequence[str], count: int, every: float, deadline: float) -> list[Strike]:
-    """Strike at random times, until `count` faults have struck or the sweep is over."""
+    """Inject faults at random times, until there are `count` or the sweep is over; return them."""
     chance, strikes = injector.chance, list[Strike]()
     repairs: list[tuple[float, Repair]] = []
     rounds = [chance.sample(kinds, len(kinds)) for _ in range(-(-count // len(kinds)))]  # as many of each kind
@@ -155,7 +155,7 @@ def wait_until_over(sweep: SweepDirectory, deadline: float) -> bool:
 
 
 def launcher_complaints(injector: Injector) -> Iterator[str]:
-    """Check that every later launcher ended with 0, or with one sentence."""
+    """Yield a complaint for every later launcher that crashed."""
     for launcher in injector.launchers:
         output, _ = launcher.communicate(timeout=120)
         disk_was_full = launcher.returncode == 1 and os.strerror(errno.ENOSPC) in output
@@ -164,7 +164,7 @@ def launcher_complaints(injector: Injector) -> Iterator[str]:
 
 
 def check(sweep: SweepDirectory, reference: SweepDirectory) -> list[str]:
-    """Return what is wrong with a sweep that is over."""
+    """Return complaints about a sweep that is over: whatever is wrong or differs from the undisturbed `reference`."""
     complaints, expected = [], {run.run_id: run for run in reference.runs()}
     if (planned := {run.run_id for run in sweep.runs()}) != expected.keys():
         complaints.append(f"the plan has other runs than the undisturbed one: {sorted(planned ^ expected.keys())}")
@@ -181,7 +181,7 @@ def check(sweep: SweepDirectory, reference: SweepDirectory) -> list[str]:
 
 
 def check_run(run: RunDirectory, reference: RunDirectory) -> Iterator[str]:
-    """Yield what is wrong with a run; its starts and steps must show one trainer at a time."""
+    """Yield complaints about a run: differences from `reference`, or signs that two trainers ran at once."""
     if not run.is_done():
         yield f"is {run.state().state}: {run.state().reason}"
         return
@@ -211,7 +211,7 @@ def check_run(run: RunDirectory, reference: RunDirectory) -> Iterator[str]:
 
 @contextlib.contextmanager
 def scratch(keep: Path | None) -> Iterator[tuple[Path, Path | None]]:
-    """Yield a folder for sweeps, and in it a small file system that may be filled, if one can be mounted."""
+    """Yield a folder for sweeps, and in it a small file system that may be filled, or None if none can be mounted."""
     folder = keep or Path(tempfile.mkdtemp(prefix="isoflop-faults-"))
     small = folder / "disk"
     small.mkdir(parents=True, exist_ok=True)
@@ -227,7 +227,7 @@ def scratch(keep: Path | None) -> Iterator[tuple[Path, Path | None]]:
 
 
 def main() -> int:
-    """Return 0 if nothing was wrong, else 1."""
+    """Run the check and return exit code 0 if nothing was wrong, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=50, help="number of faults")
     parser.add_argument("--runs", type=int, default=24, help="of the grid")

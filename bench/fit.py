@@ -37,7 +37,7 @@ ONE_CORE = mock.patch.dict(os.environ, OMP_NUM_THREADS="1")  # our solver reads 
 
 @dataclass
 class Peer:
-    """SciPy's L-BFGS-B on log A, log B, log E, alpha, beta of n runs; weights (n,)."""
+    """The peer: SciPy's L-BFGS-B on log A, log B, log E, alpha and beta, for n runs with weights (n,)."""
 
     N: Any
     D: Any
@@ -60,7 +60,7 @@ class Peer:
         return value, np.array([*pull.sum(axis=1), -(pull[0] @ self.log_n), -(pull[1] @ self.log_d)])
 
     def minimise(self, start: Any, weight: Any, analytic: bool = True) -> float:
-        """Return the lowest objective from a start."""
+        """Return the objective that L-BFGS-B reaches from a start; without `analytic`, gradients are differences."""
         from scipy.optimize import minimize
 
         def scaled(theta: Any) -> Any:
@@ -73,7 +73,7 @@ class Peer:
 
 
 def bench_fit(rounds: int = 7, resamples: int = 4000, peer_resamples: int = 20, peer_starts: int = 30) -> list[Row]:
-    """Return rows of one fit, and of the bootstrap with and without a gradient for the peer."""
+    """Return a row of one fit, and two of the bootstrap: with a gradient for the peer and without."""
     title, N, D, loss = _runs()
     peer, law = Peer(N, D, loss), fit.ChinchillaLaw().fit(N, D, loss)
     ways = ((True, "gradient given"), (False, "gradient by differences"))
@@ -133,7 +133,7 @@ def _row(case: str, ours: list[float], theirs: list[float], way: str) -> Row:
 
 
 def _objectives(law: fit.ChinchillaLaw, peer: Peer, counts: Any) -> Any:
-    """Return the peer's objective of the law's first draws on these resamples."""
+    """Return the peer's objective at the constants of the law's first bootstrap draws, each on its resample."""
     draws = law.draws_
     if draws is None or law.bootstrap_["unconverged"]:
         raise RuntimeError("a resample did not converge, so draws and resamples do not correspond")

@@ -32,7 +32,7 @@ PYTEST = ["-o", "addopts=", "--import-mode=importlib", "-m", "gpu", "--continue-
 
 
 def measure(section: str, device: str, quick: bool) -> Iterable[dict[str, Any]]:
-    """Yield a section's rows as they are measured; with `quick` the shapes are too small to be informative."""
+    """Yield the rows of a section (train, loss or attention); with `quick` the shapes are too small to inform."""
     if section == "train":
         from .train import bench_train
 
@@ -46,7 +46,7 @@ def measure(section: str, device: str, quick: bool) -> Iterable[dict[str, Any]]:
 
 
 def run(name: str, command: list[str], seconds: float, environment: dict[str, str]) -> dict[str, Any]:
-    """Run a section in a process group, which is killed after this many seconds, and return its rows and outcome."""
+    """Run a section's command, kill it after `seconds`, and return its rows and outcome."""
     with tempfile.TemporaryFile("w+") as output:
         streams: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **streams)
@@ -68,7 +68,7 @@ def run(name: str, command: list[str], seconds: float, environment: dict[str, st
 
 
 def marked_files() -> list[str]:
-    """Return the files with tests for a GPU; importing all others would take time and packages."""
+    """Return the test files with tests for a GPU; importing all others would take time and packages."""
     return [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text("utf-8")]
 
 
@@ -82,7 +82,7 @@ def environment_of(folder: str) -> dict[str, str]:
 
 
 def facts(commit: str | None) -> dict[str, Any]:
-    """Return the machine, the versions and the commit."""
+    """Return the facts that a record states: time, command, GPU, versions, commit and changes."""
     return {
         "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": " ".join(["python", *sys.argv]),

@@ -28,7 +28,7 @@ CASES = {
 
 
 def bench_grid(minutes: float = 4.5, rounds: int = 2, cases: Sequence[str] = tuple(CASES)) -> Iterator[Row]:
-    """Yield FLOPs and wall clock of whole sweeps; budgets of chinchilla are chosen to train for `minutes`."""
+    """Yield rows of whole sweeps with and without trunks; budgets of chinchilla are chosen to train for `minutes`."""
     for case in cases:
         if case not in CASES:
             raise UserError(f"--case is {case!r}; it must be {' or '.join(CASES)}")
@@ -72,7 +72,7 @@ def final_losses(sweep: Path) -> dict[str, float]:
 
 
 def largest_gap(ours: dict[str, float], theirs: dict[str, float]) -> float:
-    """Return the largest difference of two losses of the same run."""
+    """Return the largest difference of ours and theirs over the losses of the same runs."""
     if ours.keys() != theirs.keys():
         raise UserError("the two sides of the benchmark trained different runs; nothing can be compared")
     return max(abs(ours[name] - theirs[name]) for name in ours)

@@ -32,7 +32,7 @@ LEVEL, HALF = 0.95, 1.959964
 
 
 def tables(folder: Path) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield (family, table) with N, D, loss, flops and group."""
+    """Yield (family, table) for each public table below `folder`, with columns N, D, loss, flops and group."""
 
     def frame(N: Any, D: Any, loss: Any, flops: Any = None, group: Any = None) -> pd.DataFrame:
         table = pd.DataFrame({"N": np.asarray(N, float), "D": np.asarray(D, float), "loss": np.asarray(loss, float)})
@@ -63,7 +63,7 @@ def tables(folder: Path) -> Iterator[tuple[str, pd.DataFrame]]:
 
 
 def hold_outs(runs: pd.DataFrame) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield masks (n,) of the shown and the hidden runs."""
+    """Yield masks (n,) of the runs shown and hidden in each hold-out."""
     top = runs.flops.max() * 1.0001
     for _ in range(LEVELS):
         if not top > 20 * runs.flops.min():  # also if no run is left below
@@ -79,7 +79,7 @@ def hold_outs(runs: pd.DataFrame) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def answers(family: str, runs: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield for each hold-out and rate the errors of log loss, and the variances before their shares."""
+    """Yield for each hold-out and rate the errors of forecast log losses, and their variances before scaling."""
     fitted: dict[bytes, FormMixture | None] = {}  # many levels and factors show the same runs
     for shown, hidden in hold_outs(runs):
         small, large = runs[shown], runs[hidden]
@@ -97,14 +97,14 @@ def answers(family: str, runs: pd.DataFrame) -> Iterator[dict[str, Any]]:
 
 
 def scores(answer: dict[str, Any], drift: float, disagreement: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return whether each point is inside (points,), and Winkler's score (points,)."""
+    """Return whether each point lies in its interval, (points,), and its Winkler score, (points,)."""
     variance = answer["resampling"] + disagreement * answer["disagreement"] + drift**2 * answer["drift"]
     half, size = HALF * np.sqrt(variance + answer.get("noise", 0.0)), np.abs(answer["error"])
     return size <= half, 100 * (2 * half + 2 / (1 - LEVEL) * np.maximum(size - half, 0.0))
 
 
 def choose(of: dict[Constants, dict[str, list[Any]]], families: list[str]) -> Constants:
-    """Return the constants with the lowest mean score, their mean coverage within a point of the level."""
+    """Return the constants with the lowest mean score over `families` and a mean coverage within a point of 95 %."""
 
     def cost(constants: Constants) -> float:
         inside, score = (

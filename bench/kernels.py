@@ -77,7 +77,7 @@ CASES = [
 
 
 def bench_kernels(cases: Sequence[str] = ()) -> Iterator[Row]:
-    """Yield a row for each kernel of each case, as `Case.parse` reads it; without cases, of all CASES."""
+    """Yield a row for each kernel of each case, a text for `Case.parse`; by default of all CASES."""
     if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
         raise UserError("bench kernels needs the package triton, and TRITON_INTERPRET must not be set to 1.")
     for case in [Case.parse(text) for text in cases] or CASES:
@@ -89,7 +89,7 @@ def bench_kernels(cases: Sequence[str] = ()) -> Iterator[Row]:
 
 @contextmanager
 def compiling_for(case: Case) -> Iterator[list[tuple[Any, dict[str, Any]]]]:
-    """Compile the launches inside the block, without running them, and collect them with their options."""
+    """Yield a list of (kernel, options), to which each launch inside the block adds; launches only compile."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
@@ -149,7 +149,7 @@ def _row(case: Case, kernel: Any, options: dict[str, Any]) -> Row:
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """Return registers and bytes of stack per thread; no kernel has a local array, so all of the stack is spills."""
+    """Return registers and spilled bytes per thread: all of the stack, because no kernel has a local array."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -162,7 +162,6 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def print_kernels(rows: list[Row]) -> None:
-    """Print a line for each row."""
     print(ABOUT)
     for row in rows:
         figures = ("block", "warps", "stages", "registers", "spilled", "shared")

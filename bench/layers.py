@@ -43,7 +43,7 @@ class Shape:
 
     @property
     def forward_flops(self) -> float:
-        """FLOPs by the causal convention: half of the two products of the T x T square."""
+        """Return FLOPs by the causal convention: half of the two products of the T x T square."""
         return 4.0 * self.time**2 * self.head_dim * self.heads / 2 * self.batch
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ CPU_SHAPES = [Shape(4096 // time, time, 4, kv_heads, 32) for kv_heads in (4, 2) 
 def bench_attention(
     device: str = "auto", rounds: int = 15, steps: int | None = None, shapes: Sequence[Shape] = ()
 ) -> Iterator[Row]:
-    """Yield rows in bf16 and TFLOP/s, forward and with backward, on a GPU; in fp32 and bf16 and tokens/s on a CPU."""
+    """Yield a row per shape and type: in TFLOP/s, forward with and without backward, on a GPU; in tokens/s on a CPU."""
     for shape, peak in _cases(device, shapes, CPU_SHAPES, GPU_SHAPES):
         for backward in (False, True) if peak.device.type == "cuda" else (True,):
             yield _bench(shape, peak, backward, rounds, steps)
@@ -99,7 +99,7 @@ def random_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> lis
 
 
 def attend(attention: Attention, inputs: Sequence[Tensor], backward: bool) -> tuple[Tensor, ...]:
-    """Return the output, and with `backward` the gradients of query, key and value."""
+    """Return an attention's output and, with `backward`, the gradients of query, key and value."""
     with torch.set_grad_enabled(backward):
         output = attention(*inputs[:3])
     return (output, *torch.autograd.grad(output, inputs[:3], inputs[3])) if backward else (output,)
@@ -113,7 +113,7 @@ def our_attention(query: Tensor) -> Attention:
 
 
 def attention_peers(device: torch.device, shape: Shape) -> dict[str, Attention]:
-    """Return the installed peers; some do not take every head size, device or type."""
+    """Return the installed peers, name -> function; some do not take every head size, device or type."""
     grouped = shape.heads != shape.kv_heads
     if device.type == "cpu":
         if not grouped:

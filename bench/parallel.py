@@ -51,7 +51,7 @@ CASES: tuple[tuple[str, dict[str, Any], str], ...] = (
 
 
 def bench_parallel(rounds: int = 15, steps: int = 3) -> Iterator[Row]:
-    """Yield tokens/s of our step and the peer's on the same ranks."""
+    """Yield a row for each way of parallel training: tokens/s of our step and the peer's on the same ranks."""
     with tempfile.TemporaryDirectory() as folder:
         for title, fields, peer in CASES:
             config = bench_config("fp32", Path(folder), compiled=False)
@@ -63,7 +63,7 @@ def bench_parallel(rounds: int = 15, steps: int = 3) -> Iterator[Row]:
 
 
 def _time_both(config: RunConfig, peer: str, rounds: int, steps: int) -> tuple[list[float], list[float]]:
-    """Return on every rank the seconds per step of ours and of the peer in each round."""
+    """Time both on this rank; return the seconds per step in each round, of ours and of the peer."""
     warnings.simplefilter("ignore")  # torch's own code calls collectives by deprecated names
     mesh = build_mesh(config.parallel.dp, config.parallel.tp, CPU)
     if hasattr(os, "sched_setaffinity"):  # a core per rank, or the scheduler moves them
@@ -76,7 +76,7 @@ def _time_both(config: RunConfig, peer: str, rounds: int, steps: int) -> tuple[l
 
 
 def build_peer(peer: str, config: RunConfig, mesh: Mesh) -> Callable[[int], Tensor]:
-    """Return a training step of the named peer on this rank, from a step's number to the loss of this rank's rows."""
+    """Return the peer's training step on this rank: a function from a step's number to the loss of this rank's rows."""
     gpt = build_model(config.model, config.optimizer, config.data.sequence_length, config.seed)
     assert mesh.device_mesh is not None
     share = config.optimizer.batch_size // mesh.dp
@@ -120,7 +120,7 @@ def build_peer(peer: str, config: RunConfig, mesh: Mesh) -> Callable[[int], Tens
 
 
 def clip_gradients(parameters: list[nn.Parameter], limit: float) -> None:
-    """Clip by torch, whose norm takes one kind of tensor; without sequence parallelism, norms are plain tensors."""
+    """Clip the gradients' norm to `limit` by torch, whose norm takes either DTensors or plain tensors."""
     kinds = [[p for p in parameters if isinstance(p, DTensor) == kind] for kind in (True, False)]
     if not all(kinds):
         torch.nn.utils.clip_grad_norm_(parameters, limit)
@@ -132,7 +132,7 @@ def clip_gradients(parameters: list[nn.Parameter], limit: float) -> None:
 
 
 def groups_of(gpt: GPT, config: RunConfig) -> list[dict[str, Any]]:
-    """Return the parameter groups of the model as it is now, because `fully_shard` replaces parameters."""
+    """Return the optimizer's parameter groups; `fully_shard` must come before, because it replaces parameters."""
     return [
         dict(params=list(group.parameters), lr=group.learning_rate, weight_decay=group.weight_decay, eps=group.eps)
         for group in parameter_groups(gpt, config.optimizer)
@@ -140,7 +140,7 @@ def groups_of(gpt: GPT, config: RunConfig) -> list[dict[str, Any]]:
 
 
 def backward_of(logits: Callable[[Tensor], Tensor], split: bool = False) -> Backward:
-    """Return a backward pass, of logits that may stay split over the vocabulary."""
+    """Return a function that computes gradients and loss of rows; `split`: logits are split over the vocabulary."""
 
     def backward(rows: Tensor) -> Tensor:
         with tensor.loss_parallel() if split else nullcontext():
@@ -152,7 +152,7 @@ def backward_of(logits: Callable[[Tensor], Tensor], split: bool = False) -> Back
 
 
 def parallelized(gpt: GPT, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Split the model by torch's recipe for a Llama."""
+    """Split the model over `mesh` in place, by torch's recipe for a Llama."""
     for module in list(gpt.modules()):
         for name, child in module.named_children():
             if isinstance(child, nn.RMSNorm):
@@ -164,7 +164,7 @@ def parallelized(gpt: GPT, mesh: DeviceMesh, sequence_parallel: bool) -> None:
 
 
 def llama_plan(sequence_parallel: bool, part: str = "") -> dict[str, Any]:
-    """Return PyTorch's recipe for a Llama; `part` follows the name of each fused matrix."""
+    """Return PyTorch's recipe for a Llama, module -> style; `part` is added to the names of fused matrices."""
     stream = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, Any] = {
         "embedding": tensor.RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),

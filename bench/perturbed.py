@@ -26,7 +26,7 @@ CHANGES = {
 
 
 def pytest_configure() -> None:
-    """Apply the change that PERTURB names to the package `fit`, as a plugin of pytest."""
+    """Patch the package `fit` with the change that $PERTURB names, when pytest loads this module as a plugin."""
     if (change := os.environ.get("PERTURB")) is None:
         return
     import numpy as np

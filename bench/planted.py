@@ -48,7 +48,7 @@ class Copy:
         )  # fmt: skip
 
     def first_failure(self, tests: list[str], limit: float) -> str | None:
-        """Return the first test that fails, or hangs for `limit` seconds."""
+        """Run tests; return the first that fails, or that hangs for `limit` seconds, or None."""
         process = self._python("-m", "pytest", "-n0", "-xqrfE", "-pno:cacheprovider", "-m", "not exhaustive", *tests)
         try:
             output = process.communicate(timeout=limit)[0]

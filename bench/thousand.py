@@ -34,7 +34,7 @@ SLURM = ["cluster=slurm", "cluster.gpus_per_job=0", "cluster.cpus_per_task=1", "
 
 
 def bench_queue(runs: int = 1000, workers: int = WORKERS) -> Iterator[Row]:
-    """Yield the milliseconds per run of workers on this machine, in addition to the run's own time."""
+    """Yield a row of the milliseconds per run that workers on this machine need in addition to the run's own time."""
     for name, value in (("runs", runs), ("workers", workers)):
         if value < 1:
             raise UserError(f"--{name} is {value}; it must be 1 or more")
@@ -51,7 +51,7 @@ def grid(folder: Path, runs: int) -> list[str]:
 
 
 def overhead(sweep: SweepDirectory, workers: int) -> dict[str, float]:
-    """Return the milliseconds per run of a finished sweep: the whole, the runs' own, and the rest."""
+    """Return a finished sweep's milliseconds per run: in total, in training, and the difference, the overhead."""
     lines = [run.record().attempts for run in sweep.runs()]
     first = [of_run[0] for of_run in lines if len(of_run) == 1 and of_run[0].cause == "done"]
     if len(first) < len(lines):

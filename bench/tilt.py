@@ -26,7 +26,7 @@ COMMON = ["cluster=local", "tracker=none", "evaluate=none", "validations=1", "fi
 
 
 def targets(overrides: list[str]) -> str:
-    """Return as points two sizes about the expected best of every target budget."""
+    """Return the override `grid.points` with two sizes about the expected best of every target budget."""
     config = compose(["+grid=chinchilla", f"grid.budgets=[{BUDGETS[0]}]", *overrides])
     assert isinstance(config.grid, IsoflopGrid)
     base, points = prepare.resolve_runs(config)[0][0], []

@@ -40,7 +40,7 @@ class Contender:
 
 
 def counted(step: Callable[[int], Any]) -> Step:
-    """Return a step that passes its own number: 0, 1, 2, …"""
+    """Return a function that passes the number of the call to `step`: 0, 1, 2, …"""
     count = itertools.count()
     return lambda: step(next(count))
 
@@ -55,7 +55,7 @@ def require(library: str, purpose: str) -> None:
 
 @contextmanager
 def measuring_on(device: str, threads: int = THREADS) -> Iterator[torch.device]:
-    """Yield the device that `--device` names, with this number of torch's threads inside the block."""
+    """Yield the device that `--device` names; inside the block torch uses this number of threads."""
     import torch
 
     from ..train.hardware import pick_device
@@ -72,7 +72,7 @@ def take_turns(
     contenders: Sequence[Contender], rounds: int, steps: int, device: torch.device,
     between: Callable[[], None] = lambda: None, barrier: Callable[[], object] = lambda: None,
 ) -> None:  # fmt: skip
-    """Fill the contenders' seconds with `rounds` turns of `steps` steps each, after one step that is not counted.
+    """Append to each contender's seconds those of `rounds` turns of `steps` steps, after one step without a clock.
 
     `between` runs after each round, and `barrier` before the clock starts and before it stops (for several ranks).
     """
@@ -87,7 +87,7 @@ def take_turns(
 def seconds_per_step(
     step: Step, count: int, device: torch.device, barrier: Callable[[], object] = lambda: None
 ) -> float:
-    """Return the wall-clock seconds of one of `count` consecutive steps."""
+    """Return the mean wall-clock seconds of `count` consecutive steps."""
     from ..train.hardware import synchronize
 
     synchronize(device)
@@ -101,7 +101,7 @@ def seconds_per_step(
 
 
 def isoflop(*arguments: str) -> float:
-    """Return the seconds of an `isoflop` command; UserError if it fails."""
+    """Run an `isoflop` command and return its seconds. Raises UserError if it fails."""
     command, environment = [sys.executable, "-m", "isoflop", *arguments], os.environ | {"OMP_NUM_THREADS": "1"}
     started = time.perf_counter()
     done = subprocess.run(
@@ -118,7 +118,7 @@ def fastest(contenders: Sequence[Contender]) -> Contender:
 
 
 def largest_difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
-    """Return the largest difference of two lists of tensors, as a share of the largest value of the second."""
+    """Return the largest difference of paired tensors, as a share of the largest value of the second."""
     pairs = [(a.detach().float(), b.detach().float()) for a, b in zip(ours, theirs, strict=True)]
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
@@ -126,7 +126,7 @@ def largest_difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tens
 def timed_row(
     case: str, work: float, unit: str, ours: Sequence[float], theirs: Sequence[float], peer: str, device: Any
 ) -> Row:
-    """Return the row of contenders that took turns, with the seconds per step of the same rounds.
+    """Return a row of two contenders, from their seconds per step in the same rounds.
 
     A step does `work` in the numerator of `unit` (tokens, fits). `device` is a torch.device, or text.
     """
@@ -140,7 +140,7 @@ def timed_row(
 def plain_row(
     case: str, ours: float, peer: float, peer_name: str, unit: str, device: str, ratio: float | None = None
 ) -> Row:
-    """Return a row of something that was measured once; `ratio` is ours over the peer's if it is not passed."""
+    """Return a row of figures that were measured once; `ratio` is ours over the peer's by default."""
     ratio = ours / peer if ratio is None else ratio
     row = {"case": case, "ours": ours, "peer": peer, "peer_name": peer_name, "unit": unit}
     return row | {"ratio": ratio, "spread": 0.0, "device": device}
@@ -150,7 +150,7 @@ def race(
     case: str, unit: str, work: float, flops: float, ours: Step, peers: Mapping[str, Step], peak: Peak, rounds: int,
     steps: int | None,
 ) -> Row:  # fmt: skip
-    """Return the row of ours and the fastest peer, with MFU, peak memory, and the difference of their results.
+    """Time ours and all peers; return a row against the fastest, with MFU, peak memory and the difference of results.
 
     A step does `work` in the numerator of `unit`, in `flops` FLOPs. Without `steps` a turn takes `TURN_SECONDS`.
     """
@@ -173,7 +173,7 @@ def race(
 
 @dataclass
 class Peak:
-    """The plain matmul rate of a device: the best of its measurements."""
+    """The matmul rate of a device in FLOP/s: the best of its measurements."""
 
     device: torch.device
     dtype: torch.dtype
@@ -186,13 +186,13 @@ class Peak:
 
 
 def with_mfu(row: Row, flops: float, peak: Peak) -> Row:
-    """Add the share of the matmul peak that each side reaches; one of the row's units takes `flops` FLOPs."""
+    """Return the row with each side's share of the matmul peak; one of the row's units takes `flops` FLOPs."""
     share = flops / peak.best
     return row | {"mfu": row["ours"] * share, "peer_mfu": row["peer"] * share, "matmul_peak": peak.best}
 
 
 def spread(ratios: Sequence[float]) -> float:
-    """Return half the interquartile range."""
+    """Return half the interquartile range of the ratios."""
     quarters = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [0.0] * 3
     return (quarters[2] - quarters[0]) / 2
 

@@ -46,7 +46,7 @@ WAYS = {"pure bf16": torch.bfloat16, "bf16 autocast": torch.float32}  # of the p
 def bench_train(
     device: str = "auto", rounds: int = 15, steps: int = 4, sizes: Sequence[str] = (), compiled: bool = True
 ) -> Iterator[Row]:
-    """Yield tokens/s with MFU, on a GPU compiled, on a CPU eager and then ours `compiled`."""
+    """Yield rows of tokens/s and MFU: compiled on a GPU; on a CPU eager and, if `compiled`, with ours compiled."""
     with measuring_on(device) as place, tempfile.TemporaryDirectory() as folder:
         require("transformers", "which is the benchmark's peer")
         gpu = place.type == "cuda"
@@ -80,7 +80,7 @@ def size_and_batch(config: RunConfig) -> str:
 
 
 def bench_config(precision: str, folder: Path, compiled: bool, size: str = "1.06M") -> RunConfig:
-    """Return a run on a CPU that reads some text below `folder`."""
+    """Return the config of a run on a CPU, whose text is written below `folder`; `size` is a key of SIZES."""
     text = folder / "text.jsonl"
     if not text.exists():
         text.write_text("".join(f'{{"text": "{str(i) * 400}"}}\n' for i in range(1000)))

@@ -45,7 +45,7 @@ SAMPLING = ("", "--temperature 0.8 --top-k 50 --top-p 0.95 --seed 1")
 
 
 def isoflop(folder: Path, *arguments: str, codes: Sequence[int] = (0,), until: Path | None = None) -> tuple[int, str]:
-    """Run a command with the folder's own cache, at most until a file exists, and return its exit code and output."""
+    """Run an `isoflop` command in `folder`, at most until a file exists, and return its exit code and output."""
     command, cache = [sys.executable, "-m", "isoflop", *arguments], folder / "cache"
     if not cache.exists():
         cache.mkdir(parents=True)
@@ -69,7 +69,7 @@ def isoflop(folder: Path, *arguments: str, codes: Sequence[int] = (0,), until: P
 
 
 def sweep_numbers(arguments: str, folder: Path, only_planned: bool) -> dict[str, Any]:
-    """Return the plan of a sweep and, if it is trained, every number of its runs that no clock decides."""
+    """Run a sweep; return its plan and, unless `only_planned`, every number of its runs that no clock decides."""
     sweep = folder / "outputs/s"
     for name in ("tiny", "small"):
         arguments = arguments.replace(f"{{{name}}}", LISTS[name])
@@ -90,7 +90,7 @@ def sweep_numbers(arguments: str, folder: Path, only_planned: bool) -> dict[str,
 
 
 def checkpoint_answers(folder: Path) -> dict[str, Any]:
-    """Return the scores, every item, and greedy and sampled texts of each checkpoint."""
+    """Evaluate each checkpoint; return its scores, every item, and greedy and sampled texts."""
     answers = {}
     for run in sorted((folder / "outputs/s/runs").iterdir()):
         place = folder / "scores" / run.name
@@ -112,7 +112,7 @@ def checkpoint_answers(folder: Path) -> dict[str, Any]:
 
 
 def fits(folder: Path) -> dict[str, Any]:
-    """Return the answer of `isoflop fit` for every table, or its exit code, and of fits that only Python offers."""
+    """Return the answers (or exit codes) of `isoflop fit` for every table, and fits that only Python offers."""
     pd = importlib.import_module("pandas")
     answers: dict[str, Any] = {}
     for arguments in LISTS["fit"]["tables"].strip().split("\n"):
@@ -127,7 +127,7 @@ def fits(folder: Path) -> dict[str, Any]:
 
 
 def laws() -> dict[str, Any]:
-    """Return laws that the command does not fit, decisions, and the published laws."""
+    """Return constants of laws that `isoflop fit` does not offer, decisions, and published laws."""
     import numpy as np
 
     fit: Any = importlib.import_module("isoflop.fit")
@@ -164,7 +164,7 @@ def laws() -> dict[str, Any]:
 
 
 def numbers(node: Any) -> Any:
-    """Return a result as JSON holds it, without its sentences and the counts of agreeing starts."""
+    """Convert a result to JSON types, without texts and the counts of agreeing starts."""
     if hasattr(node, "items"):
         text_keys = ("form", "code", "task")
         return {
@@ -178,7 +178,7 @@ def numbers(node: Any) -> Any:
 
 
 def record(folders: list[Path], parts: list[str]) -> int:
-    """Write a JSON file for each part."""
+    """Write the checkout's answers in each part to a JSON file; return exit code 0."""
     folder = folders[0].resolve()
     folder.mkdir(parents=True, exist_ok=True)
     corpus = "".join(f'{{"text": "line {i} of {i * i % 97} words"}}\n' for i in range(2000))
@@ -202,7 +202,7 @@ def record(folders: list[Path], parts: list[str]) -> int:
 
 
 def compare(folders: list[Path], parts: list[str]) -> int:
-    """Print a line for each difference, and return the exit code."""
+    """Print a line for each difference of two records; return exit code 1 if there is one, else 0."""
     lines: list[str] = []
     for part in parts:
         files = [folder / f"{part}.json" for folder in folders]
@@ -220,7 +220,7 @@ def compare(folders: list[Path], parts: list[str]) -> int:
 
 
 def leaves(node: Any, where: str) -> Iterator[tuple[str, Any]]:
-    """Yield each leaf with its path; a list of numbers and texts is one leaf."""
+    """Yield (path, value) of each leaf of a JSON tree; a list of numbers and texts is one leaf."""
     if isinstance(node, dict):
         for key, value in node.items():
             yield from leaves(value, f"{where} / {key}")

@@ -1,7 +1,7 @@
-"""Smoothly broken power laws, y = a + b x^-c0 prod_i (1 + (x / d_i)^(1 / f_i))^(-c_i f_i).
+"""Smoothly broken power laws.
 
-In log-log the slope of y - a changes from -c0 to -(c0 + c1) around d1, over a width of about 4 f1 in log x. A break
-counts only inside the data and if it lowers the corrected Akaike criterion (Hurvich and Tsai 1989).
+In log-log the slope of y - a changes from -c0 to -(c0 + c1) around d1, over a width of about 4 f1 in log x. A break is
+accepted only inside the data and if it lowers the corrected Akaike criterion (Hurvich and Tsai 1989).
 
 Caballero et al. 2022 (arXiv:2210.14891), equation 1.
 """
@@ -73,7 +73,10 @@ class BrokenPowerLaw(LineLaw):
     # Support for the breaks.
 
     def aicc(self) -> float:
-        """Return the corrected Akaike criterion up to a constant of the data; infinity if n - k - 1 < 1."""
+        """Return the corrected Akaike criterion, up to a constant that is the same for every law fitted to these data.
+
+        It is infinite unless the rows outnumber the free constants by more than two.
+        """
         self._fitted()
         weight = self.weight_ * self._precision
         n, k = int((weight > 0).sum()), self.problem_.free + 1
@@ -92,7 +95,7 @@ class BrokenPowerLaw(LineLaw):
         return law.fit(self.data_["x"], self.data_["y"], self.weight_, self.se_)
 
     def support(self) -> float:
-        """Return how much one break fewer raises the criterion; above ten is strong support."""
+        """Return how much the corrected Akaike criterion rises with one break fewer; above ten is strong support."""
         return self.simpler().aicc() - self.aicc()
 
     def _accept(self, solution: Any) -> None:
@@ -116,7 +119,6 @@ class BrokenPowerLaw(LineLaw):
             )
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Build the problem in log b at the mean log x, c0, c_i, log d_i, log f_i and, with an offset, log a."""
         (u, x0), target, breaks = centred(inputs[0]), np.log(observed), range(1, self.breaks + 1)
         span = max(float(np.ptp(u)), 1e-3)
         names = [name for name in self.names if name != "a" or self.offset]
@@ -159,7 +161,10 @@ class BrokenPowerLaw(LineLaw):
 
 
 def _starts(u: Array, y: Array, breaks: int, at: Mapping[str, int], weights: Array, keep: int) -> Array:
-    """Return starts (P, G, k) by least squares on log(y - a), over a grid of a, places and widths."""
+    """Return the best `keep` starts (problems, keep, coordinates) of a grid of a, break positions and widths.
+
+    The other coordinates solve least squares on log(y - a).
+    """
     inner = np.quantile(u, np.linspace(0.0, 1.0, PLACES.get(breaks, 1) + 2)[1:-1])
     grid = list(product(combinations(inner, breaks), WIDTH_GRID if breaks else (1.0,)))
     places = np.array([place for place, _ in grid]).reshape(len(grid), breaks)

@@ -1,4 +1,4 @@
-"""The parametric law L(N, D) = E + A / N^alpha + B / D^beta and its optimum (approach 3).
+"""Chinchilla's parametric law (approach 3) and its optimum.
 
 Starts are a grid of exponents, solved for E, A and B.
 
@@ -79,11 +79,11 @@ class ChinchillaLaw(OffsetLaw):
     def optimum(
         self, flops: ArrayLike, constants: Constants, flops_per_token: float = 6.0
     ) -> tuple[Array, Array, Array]:
-        """Return the optimum in closed form (Hoffmann et al. 2022, equation 4)."""
+        """Return N, D and the lowest loss for `flops` = flops_per_token N D (Hoffmann et al. 2022, equation 4)."""
         return optimum(flops, constants, flops_per_token)
 
     def equal_loss(self, constants: Constants, loss: Array) -> EqualLoss:
-        """Return the curve of N and D that reach a loss, for `inference_aware`."""
+        """Return the curve of all N and D that reach `loss`, for `inference_aware`."""
         return EqualLoss(constants, loss)
 
     def size_exponent(self, constants: Constants) -> Any:
@@ -103,7 +103,10 @@ class ChinchillaLaw(OffsetLaw):
 
 
 def two_power_laws(inputs: tuple[Array, ...], observed: Array, tied: bool, fixed: float | None) -> Problem:
-    """Build the problem in log A and log B at the mean log N and log D, the exponents and, unless `fixed`, log E."""
+    """Build the problem of E + A / N^alpha + B / D^beta with E = `fixed`, or with E fitted if None.
+
+    The coordinates are log A and log B at the mean log N and log D, the exponents and, if fitted, log E.
+    """
     (x, x0), (y, y0) = (centred(column) for column in inputs)
     ones, target = np.ones_like(x), np.log(observed)
     names = ["A", "alpha", "B"] + ([] if tied else ["beta"]) + (["E"] if fixed is None else [])

@@ -99,9 +99,9 @@ class FunctionLaw(LossLaw):
         flops: ArrayLike | None = None,
         **named: ArrayLike,
     ) -> Self:
-        """Fit to the inputs in order and then the observed values, all (n,) and above zero, by position or name.
+        """Fit to n rows: columns of `inputs` and then the observed values, in order or by name, (n,), above zero.
 
-        Options are as in `LossLaw.fit`; `flops` counts only for inputs N and D.
+        Options are as in `LossLaw.fit`; `flops` is used only if the inputs are N and D.
         """
         by_column = by_name("fit", (*self.inputs, self.output), columns, named)
         if flops is not None and self.inputs == ("N", "D"):
@@ -150,7 +150,7 @@ class FunctionLaw(LossLaw):
         self._check_function(self.problem_.starts(np.ones((1, self.problem_.form.points)), CHECKED)[0])
 
     def _check_function(self, points: Array) -> None:
-        """Raise InputError if the function has no derivative or is finite at none of points (G, k)."""
+        """Raise InputError if the function has no derivative or is finite at none of `points` (points, coordinates)."""
         try:
             with np.errstate(all="ignore"):
                 value, (first, _) = self.problem_.form.value(points)
@@ -219,7 +219,7 @@ class FunctionLaw(LossLaw):
 
 
 def _squares(function: Function, constants: Constants, inputs: Sequence[Array], target: Array) -> Array:
-    """Return squared errors (G, n) of log predictions at constants (G,), UNUSABLE where not finite."""
+    """Return squared errors of log predictions (G, n) for G values of each constant; UNUSABLE where not finite."""
     points = {name: value[:, None] for name, value in constants.items()}
     shape = (len(next(iter(constants.values()))), len(target))
     try:
@@ -247,7 +247,7 @@ def latin_hypercube(points: int, dimensions: int, seed: int) -> Array:
 
 
 def _bounds(parameters: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
-    """Return checked pairs (lowest, highest) by name."""
+    """Check the constants' bounds and return them, name -> (lowest, highest)."""
     bounds = {}
     for name, pair in parameters.items():
         if not str(name).isidentifier() or name in TAKEN:

@@ -112,7 +112,10 @@ class ExpertLaw(Law):
         return ", ".join([f"L = {shown}", *(f"{name} = {say(name)}" for name in SATURATION if self._saturates)])
 
     def effective_parameters(self, N_active: ArrayLike, experts: ArrayLike, constants: Constants | None = None) -> Any:
-        """Return the parameters of the dense model of equal loss (Clark et al. 2022, equation 11); all broadcast."""
+        """Return the size of the dense model with the loss of N_active and `experts` (Clark et al. 2022, equation 11).
+
+        All arguments broadcast.
+        """
         self._fitted()
         if self.form != "clark":
             raise InputError(f"form is {self.form!r}; only clark has effective parameters, so use leverage.")
@@ -127,12 +130,12 @@ class ExpertLaw(Law):
     ) -> Optimum:
         """Return the N_active, D and experts of lowest loss for C = 6 N_active D, with intervals after `bootstrap`.
 
-        `more` has experts, sparsity and, with `share`, N_total.
+        The result's `more` has experts, sparsity and, with `share`, N_total.
 
         Parameters
         ----------
         most_parameters : float, optional
-            Largest N_total.
+            Upper limit of N_total.
         experts : float, optional
             Number of experts; by default searched within the range of the runs.
         """
@@ -156,7 +159,7 @@ class ExpertLaw(Law):
         return answer(self, solve, level)
 
     def leverage(self, flops: float, experts: ArrayLike, constants: Constants | None = None) -> Any:
-        """Return the FLOPs of the dense model that reaches the loss of the best mixture at `flops`, over `flops`.
+        """Return how many times `flops` a dense model needs for the loss of the best mixture at `flops`.
 
         Infinite beyond 1e6. The interval is `interval_of(lambda c: law.leverage(flops, experts, c))`.
         """
@@ -182,7 +185,7 @@ class ExpertLaw(Law):
         return 1.0 + (experts - 1.0) * (self.share or 0.0)
 
     def _split(self, constants: Constants, C: Array, experts: Any, max_total: float | None = None) -> tuple[Array, ...]:
-        """Return N_active, D and loss of the best run of C FLOPs with N_total up to `max_total`."""
+        """Return N_active, D and loss of the run of lowest loss with C FLOPs and N_total up to `max_total`."""
         bound = np.inf if max_total is None else max_total / self._expansion(experts)
 
         def loss(N: Array, D: Any) -> Array:
@@ -210,7 +213,6 @@ class ExpertLaw(Law):
         super()._check(inputs, observed)
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Build the problem in the constants (those in `_logged` as logarithms) at the mean log N and log D."""
         target = np.log(observed)
         logs = {AXES[name]: np.log(v) for name, v in zip(self.inputs, inputs, strict=True)}
         middle = {axis: float(logs[axis].mean()) for axis in logs if axis in "ND"}
@@ -243,18 +245,18 @@ class ExpertLaw(Law):
         )
 
     def _along(self, name: str, feature: str, logs: Mapping[str, Any]) -> Any:
-        """Return the factor of a constant in the exponent."""
+        """Return the factor of constant `name` in an exponent: the product of the log inputs that `feature` names."""
         scale = -self._scale[name] if feature.startswith("-") else self._scale[name]
         return math.prod((logs[axis] for axis in feature.strip("-")), start=scale)
 
     def _exponents(self, v: Mapping[str, Any], logs: Mapping[str, Any]) -> list[Any]:
-        """Return the exponent of each term."""
+        """Return the log of each term of the law, from coordinates `v` and log inputs."""
         if self._saturates:
             logs = {**logs, "E": saturated(logs["E"], v["E_start"], v["E_max"])}
         return [sum(v[name] * self._along(name, feature, logs) for name, feature in t.items()) for t in self._terms]
 
     def _starts(self, of: Mapping[str, str], logs: Columns, observed: Array, weights: Array, keep: int | None) -> Array:
-        """Return starts (P, G, k): exponents from a Latin hypercube, amplitudes by variable projection."""
+        """Return starts (problems, starts, coordinates): exponents drawn, amplitudes by variable projection."""
         drawn = [name for name in self.names if of[name]]
         low, high = floats([RANGES[of[name]][1] for name in drawn]).T
         points = low + latin_hypercube(CANDIDATES, len(drawn), 0) * (high - low)
@@ -273,9 +275,9 @@ class ExpertLaw(Law):
 
 
 def saturated(log_experts: Any, log_start: Any, log_max: Any) -> Any:
-    """Return log E' (Clark et al. 2022, equation 4).
+    """Return log E', the log of the saturated number of experts (Clark et al. 2022, equation 4).
 
-    1 / E' = 1 / (E - 1 + 1 / (1 / E_start - 1 / E_max)) + 1 / E_max.
+    1 / E' = 1 / (E - 1 + 1 / (1 / E_start - 1 / E_max)) + 1 / E_max, with E the number of experts.
     """
     floor = np.exp(-log_max)
     reach = 1.0 / (np.exp(-log_start) - floor)

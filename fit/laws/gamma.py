@@ -1,4 +1,4 @@
-"""The law L(N, D) = E + (A / N^alpha + B / D^beta)^gamma; gamma sets how a small N and a small D add up.
+"""Chinchilla's law with an exponent gamma that sets how a small N and a small D add up.
 
 At gamma = 1 it is Chinchilla's law; with E = 0 and beta = 1 it is Kaplan's. The optimal N and D do not depend on gamma.
 """
@@ -47,7 +47,7 @@ class GammaLaw(ChinchillaLaw):
     def optimum(
         self, flops: ArrayLike, constants: Constants, flops_per_token: float = 6.0
     ) -> tuple[Array, Array, Array]:
-        """Return the optimum in closed form."""
+        """Return N, D and the lowest loss for `flops` = flops_per_token N D, in closed form."""
         N, D, inner = optimum(flops, {**constants, "E": 0.0}, flops_per_token)
         return N, D, constants["E"] + np.power(inner, constants["gamma"])
 
@@ -58,8 +58,8 @@ class GammaLaw(ChinchillaLaw):
     # The law as the solver sees it.
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Build the problem in log (A / N^alpha)^gamma and log (B / D^beta)^gamma at the mean log N and log D, their
-        exponents, gamma, and log E unless fixed.
+        """Build the problem; coordinates: log (A / N^alpha)^gamma and log (B / D^beta)^gamma at the mean log N and log
+        D, their exponents, gamma and, unless fixed, log E.
         """
         (x, x0), (y, y0) = (centred(column) for column in inputs)
         target, fixed = np.log(observed), self.E

@@ -78,11 +78,11 @@ RESAMPLES_AT_ONCE = 200  # starts of this many resamples are projected at once, 
 
 @dataclass
 class Problem:
-    """A law over one table of n rows, in the solver's k coordinates.
+    """A law over one table of n rows in k coordinates, as the solver needs it to fit P resamples at once.
 
     target (n,): log of the observed values; bounds: constant -> (lower, upper) of its coordinate, equal if fixed; axes
-    (m, n): log inputs that must vary in every resample; starts(weights (P, n), keep): the best `keep` starts (P, G, k),
-    or all; constants(theta (P, k)): name -> (P,).
+    (m, n): log inputs that must vary in every resample; starts(weights (P, n), keep): the best `keep` starts (P, keep,
+    k), or all if None; constants(theta (P, k)): name -> (P,).
     """
 
     form: LogForm
@@ -99,7 +99,7 @@ class Problem:
 
 
 def amplitude(log: Array, floor: float, shift: Array | float = 0.0) -> Array:
-    """Return exp(log + shift), exactly zero where `log` is at its floor: the term vanished."""
+    """Return exp(log + shift), or exactly zero where `log` is at its floor, because the term has vanished."""
     with np.errstate(over="ignore"):
         return np.where(log <= floor, 0.0, np.exp(log + shift))
 
@@ -111,7 +111,10 @@ def centred(column: Array) -> tuple[Array, float]:
 
 
 def least_starts(starts: Array, error: Array, keep: int | None) -> Array:
-    """Return the `keep` starts (P, G, k) of lowest error (P, G), best first, or all in order if `keep` is None."""
+    """Return the `keep` of G starts with the lowest error for each of P problems, best first; all unsorted if None.
+
+    starts (P, G, k), error (P, G).
+    """
     return starts if keep is None else np.take_along_axis(starts, np.argsort(error, axis=1)[:, :keep, None], axis=1)
 
 
@@ -125,13 +128,13 @@ def projected_starts(
     scale: Array | float = 1.0,
     least: Array | float = 0.0,
 ) -> Array:
-    """Return starts (P, G, k) by variable projection at G settings of the nonlinear coordinates.
+    """Return starts (P, keep, k) of P problems by variable projection at G settings of the nonlinear coordinates.
 
     at: index of each coordinate. coordinates: maps logs of the m amplitudes (P, G, m) to coordinates that broadcast to
-    (P, G). basis (G, n, m): factors of the amplitudes over the observed values. weights (P, n). keep: number of starts
-    of lowest error, best first; None for all. target (n,): the sum that the basis fits; default ones. scale (G,):
+    (P, G). basis (G, n, m): factors of the amplitudes in each row. weights (P, n). keep: number of starts of lowest
+    error, best first; None for all G. target (n,): what amplitudes times factors should equal; default 1. scale (G,):
     converts squared residuals to squared log residuals. least (G, 1): replaces smaller amplitudes; the error of
-    negative ones counts four times.
+    negative ones is multiplied by four.
     """
     target = np.ones(basis.shape[1]) if target is None else target
     chunks = []
@@ -215,12 +218,12 @@ class Law(Estimator):
     # Overridden by subclasses.
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Return the problem of fitting the law."""
+        """Return the solver's `Problem` of fitting the law to these columns (n,)."""
         raise NotImplementedError
 
     @staticmethod
     def evaluate(constants: Constants, *inputs: Any) -> Any:
-        """Return the law's value; all broadcast."""
+        """Return the law's value; constants and inputs broadcast together."""
         raise NotImplementedError
 
     def equation(self, say: Say) -> str:
@@ -228,7 +231,7 @@ class Law(Estimator):
         return self.formula.format(**{name: say(name) for name in self.names})
 
     def options(self) -> dict[str, Any]:
-        """Return the constructor's arguments as JSON holds them."""
+        """Return the constructor's arguments as JSON types."""
         return self.get_params()
 
     def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
@@ -265,7 +268,7 @@ class Law(Estimator):
             self._precision = 1.0 / ((self.se_ / self.data_[self.output]) ** 2 + scatter**2)
 
     def _solve_full(self) -> Solution:
-        """Solve from all starts, first under a large delta, and by `direct` also under the small one."""
+        """Fit from all starts while Huber's delta falls to the law's; with `direct`, also at the law's delta only."""
         problem, weights = self.problem_, (self.weight_ * self._precision)[None, :]
         starts = problem.starts(weights, None)
         smooth = self._solve(weights, starts)
@@ -281,7 +284,7 @@ class Law(Estimator):
         return combined if deeper or self.direct == "always" or not smooth.converged[0] else smooth
 
     def _solve_scatter(self) -> Solution:
-        """Alternate between the fit and the scatter tau."""
+        """Fit the law and estimate the scatter tau in turn, until tau settles."""
         variance = 1.0 / self._precision
         freedom = int((self.weight_ > 0).sum()) - self.problem_.free
         for _ in range(30):
@@ -324,13 +327,13 @@ class Law(Estimator):
         self.draws_ = None
 
     def resume(self, theta: Array, scatter: float) -> None:
-        """Restore a fit from its coordinates; the data must be set already."""
+        """Restore a fit from its coordinates `theta` and its scatter tau; the data must be set already."""
         self._prepare(scatter)
         self.theta_ = theta
         self._set_constants()
 
     def refit(self, weights: ArrayLike, target: Array | None = None) -> Columns:
-        """Return constants (P,) of P refits, NaN where one did not converge.
+        """Refit P times; return name -> constants (P,), NaN where a refit did not converge.
 
         `weights` (P, n) multiply those of the fit; `target` (P, n) replaces the log of the observed values.
         """
@@ -339,7 +342,7 @@ class Law(Estimator):
 
     @np.errstate(all="ignore")
     def _refit(self, weights: Array, target: Array | None = None, starts: int | None = None) -> Solution:
-        """Refit from the optimum of all runs and `starts` others, by default `resample_starts`."""
+        """Refit once per row of `weights` (P, n), from the fit's optimum and `starts` (`resample_starts`) others."""
         self._fitted()
         weights = weights * self.weight_ * self._precision
         if len(self.weight_) >= LARGE:
@@ -351,15 +354,16 @@ class Law(Estimator):
     # Resampling.
 
     def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0, method: str | None = None) -> Self:
-        """Refit `n` resamples. Raises InputError if groups are too few or one alone determines a constant.
+        """Refit to `n` resamples. Raises InputError if there are too few groups, or if one alone determines a constant.
 
         Parameters
         ----------
         groups : array_like, optional
-            Run or trunk ids (rows,); rows of one group move together.
+            Run or trunk ids (rows,); rows of one group are resampled together.
         method : {"auto", "pairs", "wild"}, optional
-            "pairs" draws groups with replacement. "wild" moves the value of every row by its error under the fit
-            without its group. "auto" is wild below 20 groups per constant, where intervals of pairs are too wide.
+            "pairs" draws groups with replacement. "wild" keeps all rows and changes every observed value by a random
+            multiple of its error under the fit without its group. "auto" is wild below 20 groups per constant, where
+            intervals of pairs are too wide.
         """
         self._fitted()
         method = self.resampling if method is None else method
@@ -390,21 +394,21 @@ class Law(Estimator):
         self.draws_ = self.problem_.constants(solution.theta[solution.converged])
 
     def left_out_residuals(self, groups: np.ndarray) -> Array:
-        """Return the log of observed over predicted by the fit without the row's group, (rows,)."""
+        """Return log(observed / predicted) of each row, (rows,), predicted by the fit without the row's group."""
         _, member = by_group(groups)
         predicted = self.problem_.form.value(self._refit(jackknife_weights(groups)).theta)[0]
         return self.problem_.target - predicted[member, np.arange(len(member))]
 
     def _slopes(self, problem: Problem, theta: Array) -> Array:
-        """Return slopes (rows, k) of the log prediction at theta (k,), times the root of each row's weight."""
+        """Return derivatives (rows, k) of log predictions by theta (k,), times the square root of each row's weight."""
         k = len(theta)
         _, cache = problem.form.value(np.broadcast_to(theta, (k, k)))
         return problem.form.along(cache, np.eye(k)).T * np.sqrt(self.weight_ * self._precision)[:, None]
 
     def nearby(self, theta: Array, rows: np.ndarray, moves: Array) -> Columns:
-        """Return constants (r,) after one linear step from the fit theta (k,) to `rows`.
+        """Approximate r refits by one linear step from theta (k,), the fit to `rows`; return name -> constants (r,).
 
-        `moves` (r, rows) change the targets; coordinates at a bound stay there.
+        `moves` (r, rows) are the changes of the log observed values; coordinates at a bound stay there.
         """
         p = self.problem_
         free = (p.lower < theta) & (theta < p.upper)
@@ -420,13 +424,13 @@ class Law(Estimator):
         return self.interval_of(lambda constants: constants[name], level)
 
     def interval_of(self, quantity: Callable[[Constants], Any], level: float = 0.95) -> tuple[float, float]:
-        """Return the bootstrap interval of a function of the constants, called with name -> (draws,)."""
+        """Return the bootstrap interval of quantity(constants), with constants name -> (draws,)."""
         return percentile_interval(quantity(self._bootstrapped()), level)
 
     def predict_interval(
         self, *inputs: ArrayLike, level: float = 0.95, kind: str = "mean", **named: ArrayLike
     ) -> Array:
-        """Return the bootstrap interval at each point, (2,) for scalars and (points, 2) for (points,).
+        """Return the bootstrap interval (low, high) at each point: (2,) for scalars, (points, 2) for arrays (points,).
 
         `kind` "mean" is the interval of the law's value, "run" that of one new run, which adds the residuals.
         """
@@ -441,7 +445,7 @@ class Law(Estimator):
         return percentile_intervals(draws, level)
 
     def _inflation(self, independent: int) -> float:
-        """Return the ratio of errors to residuals, given the number of independent runs."""
+        """Return the factor from residuals to errors, sqrt(n / (n - free constants)) for n = `independent` runs."""
         return float(np.sqrt(independent / max(independent - self.problem_.free, 1)))
 
     @property
@@ -454,12 +458,12 @@ class Law(Estimator):
     # Predictions and text.
 
     def predict(self, *inputs: ArrayLike, **named: ArrayLike) -> Any:
-        """Return the law's value at inputs by position or name; a float for floats."""
+        """Return the law's value at inputs given by position or name; a float if they are floats."""
         self._fitted()
         return unboxed(self.evaluate(self.constants_, *self._inputs(inputs, named)))
 
     def predict_draws(self, *inputs: ArrayLike, **named: ArrayLike) -> Array:
-        """Return the law under each bootstrap draw, (resamples,) or (points, resamples)."""
+        """Return the law's value under each bootstrap draw: (resamples,) for scalars, else (points, resamples)."""
         draws = self._bootstrapped()
         columns = [floats(v)[..., None] for v in self._inputs(inputs, named)]
         with np.errstate(over="ignore"):
@@ -470,7 +474,7 @@ class Law(Estimator):
         return self.problem_.form.value(self.theta_[None, :])[0][0]
 
     def residuals(self) -> Array:
-        """Return the log of observed over predicted, (n,)."""
+        """Return log(observed / predicted) of the fitted rows, (n,)."""
         self._fitted()
         return self.problem_.target - self._values()
 
@@ -534,7 +538,7 @@ class Law(Estimator):
 
     @classmethod
     def from_json(cls, source: Any) -> Self:
-        """Read a fitted law from a file or from the text of `to_json`. Raises InputError if it is of another form."""
+        """Read a fitted law from a file or the text of `to_json`. Raises InputError for a law of another form."""
         law: Self = read_law(source, cls)
         return law
 
@@ -570,7 +574,7 @@ class LossLaw(Law):
         loss_se: ArrayLike | None = None,
         flops: ArrayLike | None = None,
     ) -> Self:
-        """Fit to n runs. Raises InputError for bad numbers, too few different runs, or N and D not varying separately.
+        """Fit to n runs. Raises InputError for bad numbers, too few different runs, or N and D that vary only together.
 
         Parameters
         ----------
@@ -581,7 +585,7 @@ class LossLaw(Law):
         loss_se : array_like, optional
             Standard errors (n,), for objective "se".
         flops : array_like, optional
-            FLOPs (n,), which set how `optimal` counts them; 6ND by default.
+            FLOPs (n,), from which `optimal` learns FLOPs per token; 6ND by default.
         """
         self.flops_per_token_ = None if flops is None else flops_per_token(*map(floats, (N, D, flops)))
         return self._fit((N, D, loss), weight, loss_se)
@@ -589,11 +593,11 @@ class LossLaw(Law):
     def optimum(
         self, flops: ArrayLike, constants: Constants, flops_per_token: float = 6.0
     ) -> tuple[Array, Array, Array]:
-        """Return N, D and the lowest loss under C = flops_per_token N D, by a search accurate to about 1e-6."""
+        """Return N, D and the lowest loss for `flops` = flops_per_token N D, by a search accurate to about 1e-6."""
         return search(self, constants, floats(flops), lambda N: flops_per_token * N)
 
     def size_exponent(self, constants: Constants) -> Any:
-        """Return the exponent of N*(C), its mean slope between the smallest and the largest run."""
+        """Return the exponent a of N* ~ C^a, its mean between the cheapest and the largest run."""
         C = 6.0 * self.data_["N"] * self.data_["D"]
         low, high = float(C.min()), float(C.max())
         ends = self.optimum(np.array([[low], [high]]), {k: np.atleast_1d(v) for k, v in constants.items()})[0]
@@ -623,7 +627,7 @@ class LossLaw(Law):
 
     @property
     def unresolved_(self) -> list[str]:
-        """Return the inputs over whose range in the table the fitted loss does not change."""
+        """Return the names of the inputs over whose range in the table the fitted loss does not change."""
         self._fitted()
         log = {name: np.log(self.data_[name]) for name in self.inputs}
         centre = {name: np.full(2, values.mean()) for name, values in log.items()}

@@ -1,7 +1,7 @@
-"""The law of over-training, L(C, M) = E + (a M^eta + b M^-eta) C^-eta, with M = D / N and C = 6 N D.
+"""The law of over-training in C = 6 N D and M = D / N.
 
-It equals E + A / N^alpha + B / D^alpha with eta = alpha / 2, a = A 6^eta, b = B 6^eta, so it is fitted as that law in
-6 N^2 and 6 D^2 with one exponent. At every M the reducible loss falls with the same power of C.
+It equals E + A / N^alpha + B / D^alpha with eta = alpha / 2, a = A 6^eta, b = B 6^eta, so it is fitted as that law in 6
+N^2 and 6 D^2 with one exponent. At every M the reducible loss falls with the same power of C.
 
 Gadre et al. 2024 (arXiv:2403.08540), equation 4.
 """
@@ -52,7 +52,7 @@ class OvertrainingLaw(OffsetLaw):
     def optimum(
         self, flops: ArrayLike, constants: Constants, flops_per_token: float = 6.0
     ) -> tuple[Array, Array, Array]:
-        """Return the optimum in closed form, M = (b / a)^(1 / (2 eta))."""
+        """Return N, D and the lowest loss for `flops` = flops_per_token N D, where D / N = (b / a)^(1 / (2 eta))."""
         c, spent = constants, floats(flops) / flops_per_token
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             M = np.divide(c["b"], c["a"]) ** (0.5 / c["eta"])
@@ -60,7 +60,7 @@ class OvertrainingLaw(OffsetLaw):
             return N, D, self.evaluate(c, N, D)
 
     def size_exponent(self, constants: Constants) -> Any:
-        """Return one half."""
+        """Return 0.5, the exponent a of N* ~ C^a."""
         return 0.0 * constants["eta"] + 0.5
 
     # The law as the solver sees it.

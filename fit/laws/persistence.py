@@ -63,7 +63,7 @@ class LawFile(TypedDict):
 
 
 def law_to_dict(law: Any) -> dict[str, Any]:
-    """Return the law as JSON types; infinite options and draws are the string "inf"."""
+    """Return a fitted law as JSON types; numbers that are not finite become strings such as "inf"."""
     columns = {name: values.tolist() for name, values in law.data_.items()}
     spend = getattr(law, "flops_per_token_", None)
     bootstrap = None

@@ -49,9 +49,9 @@ class PowerLaw(LineLaw):
         return super().bootstrap(n, groups, seed, method)
 
     def fit_draws(self, y: Array) -> Self:
-        """Refit to draws of the points: y (draws, n), NaN where a draw has no such point.
+        """Refit to bootstrap draws of the points: y (draws, n), NaN where a draw lacks a point. Fills `draws_`.
 
-        Draws keep their order; a draw with too few points is NaN.
+        Draws keep their order; constants are NaN for a draw with too few points or no converged fit.
         """
         self._fitted()
         present = np.isfinite(y) & (y > 0)
@@ -74,7 +74,7 @@ class PowerLaw(LineLaw):
 
     @staticmethod
     def evaluate(constants: Constants, *inputs: Any) -> Any:
-        """Return E + k x^p at inputs (x,)."""
+        """Return E + k x^p at x, the only input."""
         with np.errstate(over="ignore", divide="ignore"):
             return constants["E"] + np.exp(np.log(constants["k"]) + constants["p"] * np.log(inputs[0]))
 
@@ -94,7 +94,6 @@ class PowerLaw(LineLaw):
             need_uneven(self.output, observed)
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Build the problem in log k at the mean log x, p and, with an offset, log E."""
         log_x, target = np.log(inputs[0]), np.log(observed)
         x0 = float(log_x.mean())
         u = log_x - x0
@@ -122,7 +121,7 @@ class PowerLaw(LineLaw):
 
 
 def _starts(u: Array, y: Array, offset: bool, weights: Array, keep: int | None) -> Array:
-    """Return starts (P, G, k): the straight line in log space, or with an offset one per exponent."""
+    """Return starts (problems, starts, coordinates): the line in log space, or with an offset one per exponent."""
     if not offset:
         return _straight(u, np.log(y)[None, :], weights)[:, None, :]
     basis = np.stack([np.exp(-OFFSET_GRID[:, None] * u), np.ones((len(OFFSET_GRID), len(u)))], 2)
@@ -133,7 +132,7 @@ def _starts(u: Array, y: Array, offset: bool, weights: Array, keep: int | None) 
 
 
 def _straight(u: Array, log_y: Array, weights: Array) -> Array:
-    """Return (log k, p) of weighted least squares in log space, (P, 2); log_y is (P, n) or (1, n)."""
+    """Fit lines log y = log k + p u by weighted least squares; return (log k, p), (P, 2). log_y is (P, n) or (1, n)."""
     total = weights.sum(axis=1)
     mean_u, mean_y = weights @ u / total, (weights * log_y).sum(axis=1) / total
     centred = u[None, :] - mean_u[:, None]

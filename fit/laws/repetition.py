@@ -43,7 +43,7 @@ def saturated(s: Any, r: Any) -> Any:
 
 
 def worth(v: Mapping[str, Any], x: Any, w: Any, repeats: Any) -> tuple[Any, Any]:
-    """Return log N' and log D'.
+    """Return log N' and log D', the logs of effective parameters and tokens.
 
     Parameters
     ----------
@@ -114,7 +114,7 @@ class RepetitionLaw(Law):
         weight: ArrayLike | None = None,
         loss_se: ArrayLike | None = None,
     ) -> Self:
-        """Fit to n runs. Raises InputError also if no run repeats its data.
+        """Fit to n runs. Raises InputError if no run repeats its data, or as in `LossLaw.fit`.
 
         Parameters
         ----------
@@ -136,7 +136,7 @@ class RepetitionLaw(Law):
         return c["E"] + c["A"] * np.exp(-c["alpha"] * size) + c["B"] * np.exp(-c["beta"] * data)
 
     def optimal(self, flops: ArrayLike, unique_tokens: ArrayLike, level: float = 0.95) -> Optimum:
-        """Return the N and D of lowest loss for 6 N D FLOPs and `unique_tokens`; `more` has epochs."""
+        """Return the N and D of lowest loss for `flops` = 6 N D and `unique_tokens`; the result's `more` has epochs."""
         return token_limited(self, flops, unique_tokens, level=level)
 
     # The law as the solver sees it.
@@ -157,7 +157,6 @@ class RepetitionLaw(Law):
             self._mark_degenerate("R_N")
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Build the problem in log A and log B at the mean log N and log D, log E, the exponents, log R_D, log R_N."""
         (x, x0), (y, y0) = centred(inputs[0]), centred(inputs[1])
         w = np.minimum(np.log(inputs[2]) - y0, y)
         target, repeats, base = np.log(observed), y - w, self._base

@@ -64,7 +64,7 @@ class SavedForm:
 
 @dataclass
 class SavedMixture:
-    """A mixture in a report's law.json: what its answers need, without a table."""
+    """A mixture in a report's law.json: what its predictions need, without the fitted table."""
 
     forms: dict[str, SavedForm]
     share: dict[str, list[float]]
@@ -75,7 +75,7 @@ class SavedMixture:
     flops_per_token: FlopsPerToken | None
 
     def belongs_together(self) -> bool:
-        """Return whether shares, draws and constants are of the same forms."""
+        """Return whether all fields describe the same forms, with equally many draws."""
         draws = [values for form in self.forms.values() for values in form.draws.values()]
         whole = all(len(share) == len(self.forms) for share in self.share.values()) and len(self.ends) == 2
         whole &= all({"loss", "size"} <= part.keys() for part in (self.share, self.rate, self.priors))
@@ -85,7 +85,10 @@ class SavedMixture:
 
 @dataclass(frozen=True)
 class CutOff:
-    """A rolling hold-out: its compute, rows fitted and tested (n,), and the log extrapolation of the tested rows."""
+    """A rolling hold-out: forms are fitted to rows up to `flops` and tested on larger ones.
+
+    fitted, tested: masks (n,). further (tested rows,): log of their compute over `flops`.
+    """
 
     flops: float
     fitted: np.ndarray
@@ -95,8 +98,10 @@ class CutOff:
 
 @dataclass(frozen=True)
 class Member:
-    """A form of a mixture: its law, and its constants (1,) of all runs, draws (r,), and rolled (cut-offs,) of the fits
-    below each cut-off, with their coordinates theta (cut-offs, k).
+    """A form of a mixture: its law and its constants, name -> array.
+
+    constants (1,): of all runs. draws (r,): bootstrap draws. rolled (cut-offs,): of the fits below each cut-off, with
+    their coordinates theta (cut-offs, k).
     """
 
     law: LossLaw
@@ -112,12 +117,12 @@ class Member:
 
     @np.errstate(all="ignore")
     def log_losses(self, constants: Columns, N: Array, D: Array) -> Array:
-        """Return log losses under constants (r,), (points, r)."""
+        """Return the log losses at N and D (points,) for r values of each constant, (points, r)."""
         return np.asarray(np.log(self.law.evaluate(constants, N[:, None], D[:, None])))
 
 
 def family() -> dict[str, LossLaw]:
-    """Return the default forms of a forecast, not fitted."""
+    """Return the default forms of a forecast, name -> unfitted law."""
     return {
         "chinchilla": loss_law("chinchilla"),
         "chinchilla, tied": loss_law("chinchilla", tied=True),
@@ -146,7 +151,7 @@ class FormMixture:
     """Several laws of N and D as one, with intervals that allow for the error of every form.
 
     forms: laws or names of registered laws; by default `family()`. draws: resamples per form, 0 for no intervals.
-    priors: "loss" and "size", by default those of constants/forecast.yaml.
+    priors: a `Prior` for "loss" and one for "size", by default those of constants/forecast.yaml.
 
     After `fit`: laws_ (name -> fitted law), weights_ (name -> share), refused_ (name -> reason), noise_ of runs and
     rate_ per log of extrapolation, both in log loss, cut_offs_, ends_ (FLOPs of the cheapest and the largest run).
@@ -175,10 +180,10 @@ class FormMixture:
         weight: ArrayLike | None = None,
         loss_se: ArrayLike | None = None,
     ) -> Self:
-        """Fit, roll and resample every form over n runs. Raises InputError if no form allows it, or for bad numbers.
+        """Fit every form to n runs, to the runs below each cut-off, and to resamples.
 
-        Columns (n,) are as in `LossLaw.fit`. Rows of one group, such as checkpoints of a run or branches of a trunk,
-        are resampled and held out together.
+        Raises InputError if no form can be fitted, or for bad numbers. Columns (n,) are as in `LossLaw.fit`. Rows of
+        one group, such as checkpoints of a run or branches of a trunk, are resampled and held out together.
         """
         columns = {"N": positive("N", N), "D": positive("D", D), "loss": positive("loss", loss)}
         columns["flops"] = 6.0 * columns["N"] * columns["D"] if flops is None else positive("flops", flops)
@@ -220,7 +225,7 @@ class FormMixture:
         return self.weigh(self.priors)
 
     def weigh(self, priors: Mapping[str, Prior]) -> Self:
-        """Weight the fitted forms again, under other priors."""
+        """Compute the weights of the fitted forms, their rate of error and the noise, under other priors."""
         self.priors = priors
         errors = [error / cut.further for error, cut in zip(self._hold_out_errors, self.cut_offs_, strict=True)]
         self._share, self._rate = dict[str, Array](), dict[str, float]()
@@ -241,7 +246,7 @@ class FormMixture:
         return self
 
     def before(self, k: int) -> FormMixture | None:
-        """Return the mixture that the runs below cut-off k would have given, or None if they allow no form."""
+        """Return the mixture fitted to only the runs up to cut-off k, or None if these are too few."""
         rows = self.cut_offs_[k].fitted
         data, (names, group) = {name: values[rows] for name, values in self.data_.items()}, by_group(self._labels[rows])
         usable = {name: member for name, member in self._members.items() if member.law.problem_.free < len(names)}
@@ -283,7 +288,10 @@ class FormMixture:
 
     @classmethod
     def from_saved(cls, saved: SavedMixture, source: object) -> Self:
-        """Return a mixture with the optimum of the saved one. Raises InputError if its parts do not fit together."""
+        """Restore a mixture that predicts without its table. `source` names the file in errors.
+
+        Raises InputError if fields of `saved` do not belong together.
+        """
         if not saved.belongs_together():
             raise InputError(
                 f"{source} holds a mixture whose forms, shares and draws do not match; run `isoflop fit` again."
@@ -305,11 +313,11 @@ class FormMixture:
     # Answers.
 
     def predict(self, N: ArrayLike, D: ArrayLike) -> Array:
-        """Return the weighted mean of the forms in log loss, (points,)."""
+        """Return losses (points,), the exponential of the weighted mean of the forms' log losses."""
         return np.exp(self._share["loss"] @ self._log_losses(self._fitted, *_points(N, D))[..., 0])
 
     def forecast(self, N: ArrayLike, D: ArrayLike, level: float = 0.95, kind: str = "run") -> pd.DataFrame:
-        """Return a DataFrame loss, low, high for a new run (kind "run") or the law's value (kind "mean")."""
+        """Return a DataFrame loss, low, high; the interval is of a new run (kind "run") or the law's value ("mean")."""
         import pandas as pd
 
         if kind not in ("mean", "run"):
@@ -320,7 +328,7 @@ class FormMixture:
         return pd.DataFrame({"loss": loss, "low": loss * np.exp(-wide), "high": loss * np.exp(wide)})
 
     def variances(self, N: ArrayLike, D: ArrayLike) -> Columns:
-        """Return the variances behind an interval in log loss, each (points,)."""
+        """Return the variances that add up to an interval in log loss, source -> (points,)."""
         N, D = _points(N, D)
         parts = self._variances("loss", lambda members: self._log_losses(members, N, D), self._further(N, D))
         return parts | {"noise": np.full(len(N), self.noise_**2)}
@@ -351,12 +359,12 @@ class FormMixture:
         )
 
     def sizes(self, flops: ArrayLike, flops_per_token: float | Curve | None = None) -> Columns:
-        """Return the best N of every form by name, (targets,)."""
+        """Return each form's N of lowest loss for `flops`, name -> (targets,)."""
         C, count = np.atleast_1d(floats(flops)), own_convention(self, flops_per_token)
         return dict(zip(self.laws_, np.exp(self._log_sizes(self._fitted, C, count)[..., 0]), strict=True))
 
     def without_optimum(self, flops_per_token: float | Curve | None = None) -> float:
-        """Return the weight of forms without a best size at the cheapest or largest run."""
+        """Return the summed weight of forms without a best size at the compute of the cheapest or largest run."""
         C = self.ends_
         distance = np.abs(np.log(np.array([*self.sizes(C, flops_per_token).values()]) / np.sqrt(C / 6.0)))
         at_bounds = np.zeros(len(distance), dtype=bool)
@@ -367,7 +375,7 @@ class FormMixture:
         return float(self._share["size"] @ ((distance > MAX_DISTANCE - 1e-9).any(axis=1) | at_bounds))
 
     def size(self, flops: Array, flops_per_token: float | Curve | None = None) -> tuple[Array, Columns]:
-        """Return the log of the best N, (targets,), and its variances, like those of the loss."""
+        """Return the log of the best N for `flops`, (targets,), and its variances, as from `variances`."""
         count = own_convention(self, flops_per_token)
         middle = self._share["size"] @ self._log_sizes(self._fitted, flops, count)[..., 0]
         further = self._further(np.exp(middle), flops / spending(count)(np.exp(middle)))
@@ -376,7 +384,7 @@ class FormMixture:
     def size_exponent(
         self, level: float = 0.95, flops_per_token: float | Curve | None = None
     ) -> tuple[float, float, float]:
-        """Return the exponent a of N* ~ C^a, its mean over the range of the runs, and its interval."""
+        """Return (a, low, high): the exponent a of N* ~ C^a, a mean over the range of the runs, and its interval."""
         count, C = own_convention(self, flops_per_token), self.ends_
 
         def slopes(members: Members) -> Array:
@@ -398,12 +406,12 @@ class FormMixture:
         return [{k: np.resize(v, self.draws) for k, v in member.draws.items()} for member in self._members.values()]
 
     def _log_losses(self, members: Members, N: Array, D: Array) -> Array:
-        """Return the log losses of every form, (forms, points, r)."""
+        """Return the log losses of every form for r values of each constant, (forms, points, r)."""
         pairs = zip(self._members.values(), members, strict=True)
         return np.stack([member.log_losses(constants, N, D) for member, constants in pairs])
 
     def _log_sizes(self, members: Members, C: Array, count: float | Curve) -> Array:
-        """Return the log N of lowest loss for C FLOPs of every form, (forms, targets, r)."""
+        """Return every form's log N of lowest loss for C FLOPs and r values of each constant, (forms, targets, r)."""
         log_sizes, middle = [], 0.5 * np.log(C[:, None] / 6.0)
         for law, constants in zip(self.laws_.values(), members, strict=True):
             with np.errstate(all="ignore"):
@@ -415,7 +423,10 @@ class FormMixture:
 
     @np.errstate(all="ignore")  # losses over a hundred decades give NaN and no interval
     def _variances(self, name: str, quantity: Callable[[Members], Array], further: Array) -> Columns:
-        """Return the variances of the mean of a quantity, members -> (forms, targets, r)."""
+        """Return the variances of the forms' weighted mean of a quantity, source -> (targets,).
+
+        `quantity` maps members to (forms, targets, r); `further` (targets,) is the log of extrapolation.
+        """
         prior, share = self.priors[name], self._share[name]
         values = quantity(self._fitted)[..., 0]
         deviation = np.clip(values - share @ values, -MAX_DEVIATION, MAX_DEVIATION)
@@ -428,7 +439,10 @@ class FormMixture:
         }
 
     def _size_moves(self) -> Array:
-        """Return moves of log N* at the largest run's compute since each cut-off, per log C, (forms, cut-offs)."""
+        """Return the errors of log N* at the largest run's compute, fitted below each cut-off, (forms, cut-offs).
+
+        They are relative to the fit to all runs, and per log of extrapolation.
+        """
         if not self.cut_offs_:
             return np.zeros((len(self.laws_), 0))
         top, count = self.ends_[1:], own_convention(self)
@@ -438,12 +452,12 @@ class FormMixture:
         return np.clip(moves[:, 0], -MAX_DEVIATION, MAX_DEVIATION) / log_ratio
 
     def _further(self, N: Array, D: Array) -> Array:
-        """Return the log of compute at N and D over that of the largest run; zero below it."""
+        """Return the log of the compute of N and D over that of the largest run; zero if smaller."""
         flops = spending(own_convention(self))(N) * D
         return np.maximum(np.log(flops / self.ends_[1]), 0.0)
 
     def _errors(self, k: int, cut: CutOff) -> Array:
-        """Return log errors of every form at the runs that cut-off k tests, (forms, tested)."""
+        """Return log(predicted / observed) of all forms, fitted below cut-off k, at runs it tests, (forms, tested)."""
         N, D, loss = (self.data_[name][cut.tested] for name in ("N", "D", "loss"))
         constants = [{name: v[k : k + 1] for name, v in member.rolled.items()} for member in self._members.values()]
         error = self._log_losses(constants, N, D)[..., 0] - np.log(loss)
@@ -459,12 +473,12 @@ def forecast(
     forms: Sequence[str | LossLaw] | None = None,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Return losses at N parameters and D tokens by the mixture of forms: a DataFrame with loss, low and high.
+    """Forecast losses at N parameters and D tokens by a `FormMixture`: a DataFrame with loss, low and high.
 
     Parameters
     ----------
     runs : DataFrame or RunTable
-        N, D, loss and optionally flops, group or run_id, and weight.
+        Columns N, D, loss and optionally flops, group or run_id, and weight.
     kind : {"run", "mean"}
         Interval of a new run, or of the law's value.
     forms : sequence, optional
@@ -484,7 +498,7 @@ def forecast(
 
 
 def _named(forms: Sequence[str | LossLaw]) -> dict[str, LossLaw]:
-    """Return laws of N and D by name, from laws and names of registered ones."""
+    """Return name -> law of N and D, from laws and names of registered ones."""
     defaults, laws = family(), {}
     for form in forms:
         law = form if not isinstance(form, str) else defaults[form] if form in defaults else law_class(form)()
@@ -498,14 +512,14 @@ def _named(forms: Sequence[str | LossLaw]) -> dict[str, LossLaw]:
 
 
 def _refits(law: LossLaw, cuts: list[CutOff]) -> Array:
-    """Return the law's coordinates fitted below each cut-off, (cuts, k), in one call of the batched solver."""
+    """Refit a law to the runs below each cut-off at once; return its coordinates (cuts, k)."""
     if not cuts:
         return law.theta_[None, :][:0]
     return law._refit(np.array([cut.fitted for cut in cuts], dtype=np.float64), starts=ROLLING_STARTS).theta
 
 
 def _with_prior(squares: Sequence[Any], rate: float) -> Any:
-    """Return the mean of squared rates, one per cut-off, and of the prior rate."""
+    """Return the mean of the squared rates, one per cut-off, and the squared prior rate."""
     return (rate**2 + sum(squares)) / (1.0 + len(squares))
 
 

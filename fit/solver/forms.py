@@ -21,8 +21,9 @@ SAFE_EXPONENT = 600.0  # sums of a few exponentials up to this size neither over
 class LogForm:
     """A function from k parameters to log losses at n points.
 
-    theta and steps are (P, k), coefficients such as `slope` (P, n). `value` returns f (P, n), a new array, and a cache
-    for the other methods: the Jacobian (P, n, k) and theta, by default. `second` returns sum_i slope_i d2f_i.
+    theta and steps are (P, k) for P problems, coefficients such as `slope` (P, n); df_i and d2f_i are the first and
+    second derivatives of f at point i. `value` returns f (P, n), a new array, and a cache for the other methods: the
+    Jacobian (P, n, k) and theta, by default. `second` returns sum_i slope_i d2f_i.
     """
 
     parameters: int
@@ -35,17 +36,20 @@ class LogForm:
         raise NotImplementedError
 
     def gradient(self, cache: list[Array], slope: Array) -> Array:
-        """Return sum_i slope_i df_i, (P, k)."""
+        """Return sum_i slope_i df_i, with df_i the gradient of the prediction at point i, (P problems, k)."""
         return np.einsum("pn,pni->pi", slope, cache[0])
 
     def derivatives(self, cache: list[Array], slope: Array, curvature: Array, second: bool) -> tuple[Array, Array]:
-        """Return the gradient, and sum_i curvature_i df_i df_i^T (P, k, k), plus sum_i slope_i d2f_i if `second`."""
+        """Return the gradient sum_i slope_i df_i (P, k) and the Hessian sum_i curvature_i df_i df_i^T (P, k, k).
+
+        `second` adds sum_i slope_i d2f_i to the Hessian.
+        """
         first = cache[0]
         hessian = (first * curvature[:, :, None]).transpose(0, 2, 1) @ first
         return self.gradient(cache, slope), hessian + self.second(cache, slope) if second else hessian
 
     def sizes(self, cache: list[Array], slope: Array, spread: Array) -> tuple[Array, Array]:
-        """Return sum_i |slope_i| |df_i|, the terms that cancel in a gradient, and sum_i spread_i |df_i|, (P, k)."""
+        """Return sum_i |slope_i| |df_i|, the size of a gradient's terms, and sum_i spread_i |df_i|, each (P, k)."""
         size = np.abs(cache[0])
         return np.einsum("pn,pni->pi", np.abs(slope), size), np.einsum("pn,pni->pi", spread, size)
 
@@ -54,15 +58,15 @@ class LogForm:
         return np.einsum("pni,pi->pn", cache[0], step)
 
     def bend(self, cache: list[Array], step: Array) -> Array:
-        """Return the second derivative along a step, step^T d2f step, (P, n)."""
+        """Return the second derivative of each prediction along a step, step^T d2f step, (P, n)."""
         raise NotImplementedError
 
 
 class LogSumExp(LogForm):
     """f = log sum_t exp(Z_t theta[index_t] + offset_t): any sum of power laws, with free, shared or fixed parameters.
 
-    `terms` are (index, Z) or (index, Z, offset): the parameters of the term, (n, len(index)), (n,). With p_t the share
-    of term t, df = sum_t p_t Z_t and d2f = sum_t p_t Z_t Z_t^T - df df^T. The cache is p, one (P, n) per term.
+    `terms` are (index, Z) or (index, Z, offset): numbers of the term's parameters, (n, len(index)), (n,). With p_t the
+    share of term t, df = sum_t p_t Z_t and d2f = sum_t p_t Z_t Z_t^T - df df^T. The cache is p, one (P, n) per term.
     """
 
     def __init__(self, parameters: int, terms: Sequence[tuple[Any, ...]]) -> None:
@@ -135,7 +139,7 @@ class LogSumExp(LogForm):
 
 
 def _pair_coefficients(cache: list[Array], slope: Array, curvature: Array, second: bool) -> Iterator[Array]:
-    """Yield the factor of Z_s Z_t^T at each point for the pairs s <= t, in one array that is overwritten."""
+    """Yield the factor (P, n) of Z_s Z_t^T in the Hessian for each pair of terms s <= t; one array is reused."""
     outer = curvature - slope if second else curvature
     cross, buffer = np.empty_like(outer), np.empty_like(outer)
     for s, share in enumerate(cache):
@@ -163,8 +167,8 @@ Terms = Callable[[Mapping[str, Any]], Sequence[Any]]
 class LogSumTerms(LogForm):
     """f = log sum_t exp u_t(theta), each u_t a function of named coordinates that `Jet` can differentiate.
 
-    `at` maps names to parameters, which names may share; `fixed` has the values of the other names. A single term is f
-    itself. The cache is the Jacobian (P, n, k) and theta.
+    `at` maps names to numbers of parameters, which names may share; `fixed` has the values of the other names. A single
+    term is f itself. The cache is the Jacobian (P, n, k) and theta.
     """
 
     def __init__(
@@ -183,7 +187,7 @@ class LogSumTerms(LogForm):
         return np.array(np.broadcast_to(value, first.shape[:2])), [first, theta]
 
     def second(self, cache: list[Array], slope: Array) -> Array:
-        """Return sum_i slope_i d2f_i, with d2f = sum_t p_t (du_t du_t^T + d2u_t) - df df^T."""
+        """Return sum_i slope_i d2f_i; d2f = sum_t p_t (du_t du_t^T + d2u_t) - df df^T with p_t the share of term t."""
         first, theta = cache
         terms, shares, _ = self._evaluate({n: Jet(theta[:, i : i + 1], {i: 1.0}, {}) for n, i in self.at.items()})
         hessian = np.zeros((len(theta), self.parameters, self.parameters))
@@ -202,7 +206,7 @@ class LogSumTerms(LogForm):
         return hessian - (first * slope[:, :, None]).transpose(0, 2, 1) @ first if len(terms) > 1 else hessian
 
     def bend(self, cache: list[Array], step: Array) -> Array:
-        """Return step^T d2f step, (P, n), from jets along this direction."""
+        """Return the second derivative of each prediction along a step, (P, n), by jets in this direction."""
         theta = cache[1]
         along = {n: Jet(theta[:, i : i + 1], {0: step[:, i : i + 1]}, {}) for n, i in self.at.items()}
         terms, shares, _ = self._evaluate(along)

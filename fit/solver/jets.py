@@ -98,7 +98,7 @@ class Jet(NDArrayOperatorsMixin):
         raise InputError(f"the law uses {function.__name__}, which has no derivative here; {ACCEPTED}.")
 
     def chain(self, value: Any, slope: Any, bend: Any) -> Jet:
-        """Return a function of this jet from its value, slope and second derivative there (None: zero)."""
+        """Return g(this jet) from the value, slope and second derivative (None: zero) of the function g there."""
         first = {i: slope * d for i, d in self.first.items()}
         if self.second is None:
             return Jet(value, first)
@@ -112,7 +112,6 @@ class Jet(NDArrayOperatorsMixin):
         return Jet(value, first, second)
 
     def plus(self, other: Any, sign: float = 1.0) -> Jet:
-        """Return this jet plus `sign` times another jet or an array."""
         if not isinstance(other, Jet):
             return Jet(self.value + sign * other, self.first, self.second)
         first, second = dict(self.first), None
@@ -125,7 +124,6 @@ class Jet(NDArrayOperatorsMixin):
         return Jet(self.value + sign * other.value, first, second)
 
     def times(self, other: Any) -> Jet:
-        """Return the product with another jet or an array."""
         if not isinstance(other, Jet):
             return self.chain(self.value * other, other, None)
         u, v = self.value, other.value
@@ -148,7 +146,7 @@ def _add(sums: dict[Any, Any], key: Any, value: Any) -> None:
 
 
 def _by_complex_step(ufunc: Any, x: Array) -> tuple[Array, Array, Array]:
-    """Return an analytic function, its slope by a complex step, and its second derivative by differences."""
+    """Return an analytic function at x, its slope by a complex step, and its second derivative by differences."""
 
     def slope(x: Array) -> Array:
         return np.asarray(ufunc(x + 1j * COMPLEX_STEP)).imag / COMPLEX_STEP

@@ -1,12 +1,11 @@
 """Damped Newton in a box for many problems at once.
 
 `approach`, far from the optimum, is Levenberg and Marquardt on iteratively reweighted least squares, with Transtrum and
-Sethna's correction along the curve of equal predictions. It halves the steps in the curved valleys of sums of power
-laws.
+Sethna's correction along the curve of equal predictions.
 
 `refine`, near it, is Newton with the exact Hessian, in stages of falling delta, with a line search on linearised
-residuals. Residuals within delta are the walls of a curved valley. A step that hits one moves back to the middle by the
-error of the linearisation, a second-order correction (Fletcher 1982; Maratos 1978).
+residuals. A rejected step is moved by the error of the linearisation, a second-order correction (Fletcher 1982; Maratos
+1978).
 
 Convergence is judged by the gradient and the sign of the curvature, never by a small change of the objective.
 
@@ -41,7 +40,7 @@ CAUTION = 4.0  # factor on the damping after a rejected step, doubled at each fu
 
 @dataclass(frozen=True)
 class Minimum:
-    """End points of P problems.
+    """Where the solver ended in each of P problems.
 
     theta (P, k); objective (P,), the weighted *sum*; converged (P,): no gradient inside the box and no negative
     curvature; at_bound (P, k): parameters held by the box.
@@ -80,7 +79,7 @@ class Batch:
     def start(
         cls, form: LogForm, target: Array, weights: Array, lower: Array, upper: Array, delta: Array, theta: Array
     ) -> Batch:
-        """Return a batch at `theta` (P, k), clipped to the box."""
+        """Return a batch of problems at `theta` (P, k), clipped to lower and upper."""
         total = weights.sum(axis=1)
         width = upper - lower
         bend = np.divide(MATTERS, width, out=np.zeros_like(width), where=(width > 0) & np.isfinite(width)) ** 2
@@ -91,7 +90,7 @@ class Batch:
         return batch.at(theta)
 
     def at(self, theta: Array) -> Batch:
-        """Return the same problems at another point, clipped to the box."""
+        """Return the same problems at other parameters `theta` (P, k), clipped to their bounds."""
         theta = np.minimum(np.maximum(theta, self.lower), self.upper)
         residual, cache = self.form.value(theta)
         residual -= self.target
@@ -100,7 +99,7 @@ class Batch:
         return replace(self, theta=theta, residual=residual, pull=pull, objective=objective, cache=cache)
 
     def with_delta(self, delta: Array) -> Batch:
-        """Return the same problems and points under another delta."""
+        """Return the same problems and points under another delta of Huber's function, (P,)."""
         residual = self.residual * (self.delta / delta)[:, None]
         pull, objective = _huber(self.weights, residual, delta)
         return replace(self, delta=delta, residual=residual, pull=pull, objective=objective)
@@ -114,19 +113,19 @@ class Batch:
         return replace(self, **taken, cache=[array.take(at, axis=0) for array in self.cache])  # faster than array[rows]
 
     def put(self, rows: np.ndarray, other: Batch) -> None:
-        """Move the problems `rows` to the points of `other`, which holds only these problems."""
+        """Overwrite the points of the problems `rows` with those of `other`, a batch of only these problems."""
         mine, theirs = ((b.theta, b.residual, b.pull, b.objective, *b.cache) for b in (self, other))
         for old, new in zip(mine, theirs, strict=True):
             old[rows] = new
 
     @property
     def slope(self) -> Array:
-        """Return the derivative of the objective by each prediction."""
+        """Return the derivative of the objective by each prediction, (P, n)."""
         return self.pull * self.delta[:, None]
 
     @property
     def inside(self) -> Array:
-        """Return the second derivative by each prediction: the weight if the residual is within delta, else zero."""
+        """Return the objective's second derivative by each prediction: the weight if within delta, else zero."""
         return self.weights * (np.abs(self.residual) <= 1.0)
 
     @property
@@ -137,19 +136,19 @@ class Batch:
         return np.divide(self.weights, size, out=size)
 
     def held(self, gradient: Array) -> np.ndarray:
-        """Return which parameters are fixed, or pushed against their bound."""
+        """Return a mask (P, k) of the parameters that are fixed, or pushed against their bound."""
         low, high = self.theta <= self.lower, self.theta >= self.upper
         return (low & (gradient > 0)) | (high & (gradient < 0)) | (low & high)
 
     def flat(self, gradient: Array) -> np.ndarray:
-        """Return whether the gradient inside the box is rounding, or a small share of the terms that cancel in it."""
+        """Return a mask (P,) of problems whose gradient by free parameters is rounding, or small next to its terms."""
         absolute, reach = self.form.sizes(self.cache, self.slope, self.spread)
         zero = np.abs(gradient) <= GRADIENT_TOLERANCE * absolute + RESIDUAL_ROUNDING * reach
         return np.asarray((self.held(gradient) | zero).all(axis=1))
 
 
 def _huber(weights: Array, residual: Array, delta: Array) -> tuple[Array, Array]:
-    """Return the weighted slope of Huber's function, in units of delta, and the objective."""
+    """Return the weighted slopes of Huber's function in units of delta, (P, n), and the objective, (P,)."""
     slope = np.clip(residual, -1.0, 1.0)
     pull = weights * slope
     slope *= -0.5
@@ -158,7 +157,7 @@ def _huber(weights: Array, residual: Array, delta: Array) -> tuple[Array, Array]
 
 
 def approach(batch: Batch, iterations: int) -> tuple[Array, Array]:
-    """Move each problem close to an optimum. Returns theta (P, k) and objective (P,)."""
+    """Move each problem close to an optimum by Levenberg-Marquardt. Returns theta (P, k) and objective (P,)."""
     theta, objective, rows = batch.theta.copy(), batch.objective.copy(), np.arange(len(batch.theta))
     damping, caution = np.full(len(theta), FAR_DAMPING), np.full(len(theta), CAUTION)
     for _ in range(iterations):
@@ -191,9 +190,9 @@ def approach(batch: Batch, iterations: int) -> tuple[Array, Array]:
 
 
 def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int, unmeasured: float = 0.0) -> Minimum:
-    """Run Newton through the stages deltas[stage:] of each problem, whose batch is at deltas[stage].
+    """Minimise each problem by Newton's method while delta falls through deltas[stage:], from a batch at deltas[stage].
 
-    Changes of the objective that an error `unmeasured` of log predictions would explain do not reject a step.
+    A change of the objective that errors of `unmeasured` in the log predictions would explain does not reject a step.
     """
     theta, objective, rows = batch.theta.copy(), batch.objective.copy(), np.arange(len(batch.theta))
     lower, upper = batch.lower, batch.upper
@@ -255,10 +254,10 @@ def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int, unme
 
 
 def _search(batch: Batch, inside: Array, change: Array, curvature: Array) -> Array:
-    """Return the share in (0, 1] of each step that minimises the objective with linearised residuals, (P,).
+    """Return the share of each problem's step, in (0, 1], that minimises the objective with linearised residuals, (P,).
 
-    `change` (P, n) is that of the residuals over the whole step. The slope along the step is piecewise linear; its zero
-    is bracketed among `LENGTHS` and interpolated.
+    `change` (P, n) is the change of the residuals over the whole step. The slope along the step is piecewise linear;
+    its zero is bracketed among `LENGTHS` and interpolated.
     """
     rest = curvature / batch.delta**2 - _rows_dot(inside * change, change)
     pull = batch.weights * change
@@ -286,7 +285,7 @@ def _search(batch: Batch, inside: Array, change: Array, curvature: Array) -> Arr
 
 
 class _System:
-    """(H + damping * scale) x = b for P problems without their held parameters, in units where scale is one.
+    """Linear systems (H + damping * scale) x = b of P problems, without `held` parameters, in units where scale is one.
 
     Problems with a Hessian that is not finite get zero steps and the damping MOST_DAMPING.
     """
@@ -307,7 +306,6 @@ class _System:
         return damped
 
     def make_definite(self) -> None:
-        """Raise the damping where the matrix is not positive definite."""
         try:
             np.linalg.cholesky(self._damped)
         except np.linalg.LinAlgError:
@@ -319,7 +317,7 @@ class _System:
             self._damped = self._with_damping()
 
     def solve(self, right: Array, rows: Any = ...) -> Array:
-        """Return x for `right`, of all problems or of `rows`."""
+        """Return the solutions x for right-hand sides `right` (problems, k), of all problems or of `rows`."""
         unit = self._unit[rows]
         right = np.where(unit > 0, right * unit, 0.0)
         try:

@@ -1,13 +1,12 @@
 """One batched NumPy solver for all laws: many problems from many starts at once.
 
 It minimises sum_i w_i rho(f_i - log loss_i) for a `LogForm` f and Huber's function rho (Hoffmann et al. 2022, equation
-3). The sum is never divided by the number of points: with a mean, the usual tolerances of library optimizers stop far
-from the optimum, which is how a published fit went wrong (Besiroglu et al. 2024).
+3). The sum is never divided by the number of points: with a mean, usual tolerances stop far from the optimum, as in a
+published fit (Besiroglu et al. 2024).
 
 Huber's function with a small delta has many small valleys. So each start first finds an optimum under a large delta and
-follows it while delta falls. Starts that meet under the large delta continue as one.
-
-The answer does not depend on the number of threads.
+follows it while delta falls. Starts that meet under the large delta continue as one. The answer does not depend on the
+number of threads.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def solve(
     threads: int | None = None,
     staged: bool = True,
 ) -> Solution:
-    """Minimise sum_i w_i huber_delta(f_i(theta) - target_i) over a box, for P problems from G starts each.
+    """Minimise sum_i w_i huber_delta(f_i(theta) - target_i) within bounds, for P problems from G starts each.
 
     Parameters
     ----------
@@ -96,7 +95,7 @@ def joined(parts: Sequence[Solution]) -> Solution:
 
 
 def best_of(solutions: Solution, problem: np.ndarray) -> Solution:
-    """Return the best row of each problem: converged first, then by objective. `problem` (rows,) numbers them."""
+    """Return each problem's best solution: converged first, then by objective. `problem` (rows,) numbers the rows."""
     order = np.lexsort((solutions.objective, ~solutions.converged, problem))
     best = order[np.searchsorted(problem[order], np.arange(problem.max() + 1))]
     objective = solutions.objective[best]
@@ -108,7 +107,7 @@ def best_of(solutions: Solution, problem: np.ndarray) -> Solution:
 
 
 def _deltas(delta: float, staged: bool) -> Array:
-    """Return the delta of `approach`, then that of each stage of `refine`."""
+    """Return the falling deltas of Huber's function: that of `approach`, then one per stage of `refine`."""
     if not staged or delta >= LEAST_SQUARES:
         return np.full(2, min(delta, LEAST_SQUARES))
     first = delta * STAGES[0]
@@ -157,7 +156,7 @@ def _solve(
 
 
 def _leaders(theta: Array, objective: Array, rounding: Array) -> np.ndarray:
-    """Return the point that each of G points (P, G, k) has met, (P, G)."""
+    """Return the index of the best point that each of a problem's G points coincides with, (P, G)."""
     P, G, _ = theta.shape
     objective = np.where(np.isfinite(objective), objective, np.inf)
     leader = np.full((P, G), -1)
@@ -175,7 +174,7 @@ def _leaders(theta: Array, objective: Array, rounding: Array) -> np.ndarray:
 
 
 def in_chunks(part: Callable[[slice], Result], rows: int, size: int, threads: int | None = None) -> list[Result]:
-    """Return `part` of each chunk of at most `size` rows, in order, computed on threads."""
+    """Call `part` on slices of at most `size` of `rows` rows, on threads, and return the results in order."""
     size = max(1, size)
     chunks = [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
     workers = min(len(chunks), cores() if threads is None else threads)
