@@ -44,8 +44,8 @@ def bench_evaluate(
 ) -> Iterator[Row]:  # fmt: skip
     """Yield the rows of each case.
 
-    HellaSwag and LAMBADA have `items` items; ARC-E has too, or all from 500 on. `generation` states GSM8K's prompts and
-    new tokens, `overrides` the model.
+    Each task has `items` items, except all of ARC-E from 500 on, and GSM8K: `generation` states its prompts and new
+    tokens. `overrides` configure the model.
     """
     for case in cases:
         if case not in CASES:

@@ -4,8 +4,7 @@
 
 Every corner is searched with one seed over 4 learning rates and 4 batches, a factor of 2 apart, and further where the
 best lies at an edge. Then the best three settings, the rules' and those of `tuning=fixed` are trained with four new
-seeds. The excess is that of the rules' mean log loss over the lowest mean of the best three, which is lowered by luck.
-FOLDER/corners holds the runs; an interrupted measurement continues.
+seeds. The excess is that of the rules' mean log loss over the lowest mean of the best three.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def train(config: SweepConfig, runs: list[RunConfig]) -> dict[str, float]:
 def search(
     config: SweepConfig, corners: list[RunConfig], rates: list[float], batches: list[int]
 ) -> list[list[tuple[float, int]]]:
-    """Return each corner's settings (rate, batch) from the best to the worst, after widening until no edge is best."""
+    """Return each corner's settings (rate, batch), best first. The grid is widened until the best is not at an edge."""
     axes = [(list(rates), list(batches)) for _ in corners]
     while True:
         settings = [list(product(*pair)) for pair in axes]

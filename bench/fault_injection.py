@@ -31,7 +31,7 @@ class Refused(Exception):
 
 
 class Away(Refused):
-    """The controller did not answer, for example after a fault has killed it."""
+    """The controller did not answer."""
 
 
 class Repair(NamedTuple):
@@ -103,7 +103,7 @@ class Injector:
         return victims
 
     def kill_worker(self, victim: Victim) -> Result:
-        """Kill the training process, as the kernel does if it is short of memory."""
+        """Kill the training process, as the kernel does if memory runs out."""
         os.kill(victim.process, signal.SIGKILL)
         return f"process {victim.process} of run {victim.run.run_id}", None
 
@@ -124,13 +124,13 @@ class Injector:
         return f"{daemon} for {seconds:.0f} s", Repair(seconds, lambda: cluster("start", daemon))
 
     def node_down(self, victim: Victim) -> Result:
-        """Declare a node down, as an administrator may, while its processes run on."""
+        """Declare a node down, while its processes run on."""
         seconds, node = self.chance.uniform(2.0, 8.0), f"nodename={victim.node}"
         slurm("scontrol", "update", node, "state=down", "reason=fault")
         return f"{node} for {seconds:.0f} s", Repair(seconds, lambda: slurm("scontrol", "update", node, "state=resume"))
 
     def preempt(self, victim: Victim) -> Result:
-        """Preempt a node's runs by a job of a higher partition that takes the whole node."""
+        """Preempt a node's runs by a job of a higher-priority partition that takes the whole node."""
         job = ["--partition=main", "--exclusive", f"--nodelist={victim.node}", "--job-name=fault", "--time=1"]
         slurm("sbatch", *job, "--output=/dev/null", "--wrap=sleep 2")
         return f"all jobs on {victim.node}", None
@@ -210,7 +210,7 @@ FAULTS: dict[str, Callable[..., Result]] = {
 
 
 def resume_nodes() -> None:
-    """Resume nodes that are down, or that SLURM drained because a dead job lives on, as an administrator would."""
+    """Resume nodes that are down, or that SLURM drained because a dead job lives on."""
     for line in slurm("sinfo", "-h", "-N", "-o", "%N %T", patience=60.0).splitlines():
         node, state = line.split()
         if state.rstrip("*") in ("down", "drained", "draining"):

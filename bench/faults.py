@@ -5,7 +5,7 @@
 
 The grid is trained on this machine and on the cluster, where faults strike at random times and places. In the end every
 run must be done, once, with the same losses to the last bit, and `isoflop doctor` must find nothing. Needs root and the
-cluster of tests/slurm_cluster.sh, whose daemons it kills, and for a full disk a tmpfs that root may mount.
+cluster of tests/slurm_cluster.sh, whose daemons it kills.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The runs are Hoffmann et al.'s as Besiroglu et al. (2024) read them off the figure, from ISOFLOP_DATA; else random runs
 of a known law. For one fit the peer starts from each point of the published grid of 4500 (Hoffmann et al. 2022,
 appendix D.3); random points are timed, and their time is scaled. For the bootstrap it starts once per resample, from
-the optimum of all runs, with an analytic gradient, its best use, or differences, its usual use.
+the optimum of all runs, with an analytic gradient or, as is usual, differences.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python bench/gpu.py [--minutes 8.8] [--only train,attention] [--out outputs/gpu]
     python bench/gpu.py --device cpu --quick          the same with tiny shapes, to check that it runs
 
-Each section is a process with a time limit, so that a crash of one costs no other. The checkout need not be installed.
-After every section it writes <date>_<device>.json: device, versions, commit, command, the tests' last lines, all rows.
+Each section is a process with a time limit, so that a crash of one costs no other. After every section it writes
+<date>_<device>.json: device, versions, commit, command, the tests' last lines, all rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PYTEST = ["-o", "addopts=", "--import-mode=importlib", "-m", "gpu", "--continue-
 
 
 def measure(section: str, device: str, quick: bool) -> Iterable[dict[str, Any]]:
-    """Yield the rows of a section (train, loss or attention); with `quick` the shapes are too small to inform."""
+    """Yield the rows of section train, loss or attention; with `quick` the shapes are too small to be informative."""
     if section == "train":
         from .train import bench_train
 
@@ -68,7 +68,7 @@ def run(name: str, command: list[str], seconds: float, environment: dict[str, st
 
 
 def marked_files() -> list[str]:
-    """Return the test files with tests for a GPU; importing all others would take time and packages."""
+    """Return the files with tests for a GPU; importing all others would take time and packages."""
     return [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text("utf-8")]
 
 

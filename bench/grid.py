@@ -72,7 +72,7 @@ def final_losses(sweep: Path) -> dict[str, float]:
 
 
 def largest_gap(ours: dict[str, float], theirs: dict[str, float]) -> float:
-    """Return the largest difference of ours and theirs over the losses of the same runs."""
+    """Return the largest difference between the two sides' losses of the same run."""
     if ours.keys() != theirs.keys():
         raise UserError("the two sides of the benchmark trained different runs; nothing can be compared")
     return max(abs(ours[name] - theirs[name]) for name in ours)

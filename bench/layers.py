@@ -91,7 +91,7 @@ def _bench(shape: Shape, peak: Peak, backward: bool, rounds: int, steps: int | N
 
 
 def random_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Return query, key, value, and the gradient of the output."""
+    """Return random query, key, value, and gradient of the output."""
     generator = torch.Generator(device).manual_seed(0)
     sizes = [(shape.batch, shape.time, n, shape.head_dim) for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
     tensors = [torch.randn(size, generator=generator, device=device).to(dtype) for size in [*sizes, sizes[0]]]

@@ -3,8 +3,8 @@
     python bench/perturbed.py [ulp rows threads]    # by default all; about a minute each on an idle core
 
 The changes: the last bit of every number of a table or a law's data is cleared or set (`ulp`), rows are shuffled
-(`rows`), and BLAS works with 2 and 3 threads (`threads`). A test that fails under `threads` depends on rounding. One
-that fails under `ulp` or `rows` may also compare its input to the last bit, or row by row.
+(`rows`), and BLAS works with 2 and 3 threads (`threads`). A test that fails under `ulp` or `rows` may just compare its
+input to the last bit, or row by row.
 """
 
 from __future__ import annotations

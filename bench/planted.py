@@ -3,8 +3,8 @@
     python bench/planted.py bench/planted/experts.toml [--only WORDS]
 
 A list of bugs is TOML: for each its name, the `file`, the `old` text, which must occur there once, the `new` text, and
-the `tests` to run, by the names under `tests` of the same list. Without a bug all of them must pass. A bug is caught by
-the first test that fails or hangs. Prints a table; ends with 1 if a bug was missed.
+the `tests` to run, by the names under `tests` of the same list. A bug is caught by the first test that fails or hangs.
+Prints a table; ends with 1 if a bug was missed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Time contenders in turn, and make the rows and the table of `isoflop bench`.
 
-Contenders alternate in one process, so that other load on the machine affects all of them alike. A figure is the
-median over rounds, and its spread half the interquartile range of the rounds' ratios. A ratio is ours over the peer's,
-in the direction in which more is better; of several peers the fastest counts.
+Contenders alternate in one process, so that other load on the machine affects all of them alike. A figure is the median
+over rounds, and its spread half the interquartile range of the rounds' ratios. A ratio is ours over the peer's, in the
+direction in which more is better.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def take_turns(
     contenders: Sequence[Contender], rounds: int, steps: int, device: torch.device,
     between: Callable[[], None] = lambda: None, barrier: Callable[[], object] = lambda: None,
 ) -> None:  # fmt: skip
-    """Append to each contender's seconds those of `rounds` turns of `steps` steps, after one step without a clock.
+    """Time `rounds` turns of `steps` steps per contender, after an untimed step; append the seconds per step to each.
 
     `between` runs after each round, and `barrier` before the clock starts and before it stops (for several ranks).
     """

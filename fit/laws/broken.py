@@ -73,10 +73,7 @@ class BrokenPowerLaw(LineLaw):
     # Support for the breaks.
 
     def aicc(self) -> float:
-        """Return the corrected Akaike criterion, up to a constant that is the same for every law fitted to these data.
-
-        It is infinite unless the rows outnumber the free constants by more than two.
-        """
+        """Return the corrected Akaike criterion, up to a constant of the data; infinity for too few rows."""
         self._fitted()
         weight = self.weight_ * self._precision
         n, k = int((weight > 0).sum()), self.problem_.free + 1
@@ -161,10 +158,7 @@ class BrokenPowerLaw(LineLaw):
 
 
 def _starts(u: Array, y: Array, breaks: int, at: Mapping[str, int], weights: Array, keep: int) -> Array:
-    """Return the best `keep` starts (problems, keep, coordinates) of a grid of a, break positions and widths.
-
-    The other coordinates solve least squares on log(y - a).
-    """
+    """Return the best `keep` starts (problems, keep, coordinates) of a grid of a, break positions and widths."""
     inner = np.quantile(u, np.linspace(0.0, 1.0, PLACES.get(breaks, 1) + 2)[1:-1])
     grid = list(product(combinations(inner, breaks), WIDTH_GRID if breaks else (1.0,)))
     places = np.array([place for place, _ in grid]).reshape(len(grid), breaks)

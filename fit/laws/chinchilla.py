@@ -1,7 +1,5 @@
 """Chinchilla's parametric law (approach 3) and its optimum.
 
-Starts are a grid of exponents, solved for E, A and B.
-
 Hoffmann et al. 2022 (arXiv:2203.15556), section 3.3 and appendix D.3; Besiroglu et al. 2024 (arXiv:2404.10102).
 """
 
@@ -103,10 +101,7 @@ class ChinchillaLaw(OffsetLaw):
 
 
 def two_power_laws(inputs: tuple[Array, ...], observed: Array, tied: bool, fixed: float | None) -> Problem:
-    """Build the problem of E + A / N^alpha + B / D^beta with E = `fixed`, or with E fitted if None.
-
-    The coordinates are log A and log B at the mean log N and log D, the exponents and, if fitted, log E.
-    """
+    """Build the problem of E + A / N^alpha + B / D^beta; E is `fixed` or, if None, fitted."""
     (x, x0), (y, y0) = (centred(column) for column in inputs)
     ones, target = np.ones_like(x), np.log(observed)
     names = ["A", "alpha", "B"] + ([] if tied else ["beta"]) + (["E"] if fixed is None else [])

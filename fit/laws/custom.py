@@ -33,7 +33,7 @@ TAKEN |= {"objective", "problem", "scatter", "se", "starts", "theta", "weight"}
 
 
 class FunctionLaw(LossLaw):
-    """The law `function(constants, *inputs)`; one of N and D can drive an analysis.
+    """The law `function(constants, *inputs)`; `analyze` accepts one of N and D.
 
     `degenerate_` also names constants that no prediction depends on.
 

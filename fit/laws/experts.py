@@ -275,9 +275,9 @@ class ExpertLaw(Law):
 
 
 def saturated(log_experts: Any, log_start: Any, log_max: Any) -> Any:
-    """Return log E', the log of the saturated number of experts (Clark et al. 2022, equation 4).
+    """Return log E', with E' the saturated number of experts E (Clark et al. 2022, equation 4).
 
-    1 / E' = 1 / (E - 1 + 1 / (1 / E_start - 1 / E_max)) + 1 / E_max, with E the number of experts.
+    1 / E' = 1 / (E - 1 + 1 / (1 / E_start - 1 / E_max)) + 1 / E_max.
     """
     floor = np.exp(-log_max)
     reach = 1.0 / (np.exp(-log_start) - floor)

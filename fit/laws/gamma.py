@@ -47,7 +47,6 @@ class GammaLaw(ChinchillaLaw):
     def optimum(
         self, flops: ArrayLike, constants: Constants, flops_per_token: float = 6.0
     ) -> tuple[Array, Array, Array]:
-        """Return N, D and the lowest loss for `flops` = flops_per_token N D, in closed form."""
         N, D, inner = optimum(flops, {**constants, "E": 0.0}, flops_per_token)
         return N, D, constants["E"] + np.power(inner, constants["gamma"])
 
@@ -58,9 +57,6 @@ class GammaLaw(ChinchillaLaw):
     # The law as the solver sees it.
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Build the problem; coordinates: log (A / N^alpha)^gamma and log (B / D^beta)^gamma at the mean log N and log
-        D, their exponents, gamma and, unless fixed, log E.
-        """
         (x, x0), (y, y0) = (centred(column) for column in inputs)
         target, fixed = np.log(observed), self.E
         names = ["A", "alpha", "B"] + ([] if self.tied else ["beta"]) + ["gamma"] + (["E"] if fixed is None else [])

@@ -56,10 +56,6 @@ class KaplanLaw(LossLaw):
     def optimum(
         self, flops: ArrayLike, constants: Constants, flops_per_token: float = 6.0
     ) -> tuple[Array, Array, Array]:
-        """Return N, D and the lowest loss for `flops` C = k N D, with k = flops_per_token.
-
-        N^(1 + r) = r N_c^r C / (k D_c) with r = alpha_N / alpha_D.
-        """
         c, spent = constants, floats(flops) / flops_per_token
         r = c["alpha_N"] / c["alpha_D"]
         with np.errstate(divide="ignore", invalid="ignore"):  # a line that vanished sends N to an end
@@ -67,7 +63,6 @@ class KaplanLaw(LossLaw):
             return N, spent / N, self.evaluate(c, N, spent / N)
 
     def size_exponent(self, constants: Constants) -> Any:
-        """Return alpha_D / (alpha_N + alpha_D), the exponent a of N* ~ C^a."""
         return np.divide(constants["alpha_D"], np.add(constants["alpha_N"], constants["alpha_D"]))
 
     # The law as the solver sees it.
@@ -80,11 +75,6 @@ class KaplanLaw(LossLaw):
             self.degenerate_[self.degenerate_.index("N_c")] = "D_c"
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Build the problem; coordinates: the exponents, D_c and N_c.
-
-        D_c is the log loss of infinite N at the mean log D. N_c is the log loss of infinite D at the mean log N, minus
-        D_c, over alpha_D.
-        """
         (x, x0), (y, y0) = (centred(column) for column in inputs)
         target = np.log(observed)
         low, high = float(target.min()) - WIDE, float(target.max()) + WIDE

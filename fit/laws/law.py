@@ -1,8 +1,7 @@
 """Base classes of all laws: fitting, resampling, intervals, prediction and JSON.
 
-A subclass defines `_problem`, `evaluate` and `equation`. Each refit of a resample is a full fit from the optimum of all
-runs and, below `LARGE` rows, from starts by variable projection. "wild" resampling uses residuals of fits without the
-row's group, because residuals of the fit itself are too small.
+A subclass defines `_problem`, `evaluate` and `equation`. "wild" resampling uses residuals of fits without the row's
+group, because those of the fit itself are too small.
 
 Objectives, sums over residuals r_i = log observed_i - log predicted_i:
   huber    sum w_i huber_delta(r_i), Hoffmann et al. 2022 (arXiv:2203.15556), equation 3
@@ -604,7 +603,7 @@ class LossLaw(Law):
         return np.squeeze(np.log(ends[1] / ends[0]) / np.log(high / low))
 
     def optimal(self, flops: ArrayLike, level: float = 0.95, convention: str = "table") -> Optimum:
-        """Return the N and D of lowest loss, with intervals after `bootstrap`.
+        """Return the N and D of lowest loss for `flops`, with intervals after `bootstrap`.
 
         `flops` are counted as in the fitted table, or as 6ND for convention "6nd".
         """

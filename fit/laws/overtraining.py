@@ -60,7 +60,6 @@ class OvertrainingLaw(OffsetLaw):
             return N, D, self.evaluate(c, N, D)
 
     def size_exponent(self, constants: Constants) -> Any:
-        """Return 0.5, the exponent a of N* ~ C^a."""
         return 0.0 * constants["eta"] + 0.5
 
     # The law as the solver sees it.

@@ -171,7 +171,7 @@ def _restore(law: Any, content: LawFile) -> None:
 
 
 def installed_version() -> str:
-    """Return the version of this package, or "unknown" if it is not installed."""
+    """Return this package's version, or "unknown" if it is not installed."""
     try:
         return version("isoflop")
     except PackageNotFoundError:

@@ -74,7 +74,6 @@ class PowerLaw(LineLaw):
 
     @staticmethod
     def evaluate(constants: Constants, *inputs: Any) -> Any:
-        """Return E + k x^p at x, the only input."""
         with np.errstate(over="ignore", divide="ignore"):
             return constants["E"] + np.exp(np.log(constants["k"]) + constants["p"] * np.log(inputs[0]))
 

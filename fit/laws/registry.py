@@ -1,7 +1,7 @@
 """Classes of all laws by the name of their form, as stored in law.json.
 
 To add a law, write one file here and add one line below: to LOSS_LAWS if it is a law of N and D, which `isoflop fit
---form` and a sweep's `fit.form` accept. Modules are imported on first use.
+--form` and a sweep's `fit.form` accept.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LAWS = LOSS_LAWS | {
 
 
 def law_class(form: str = DEFAULT) -> type[Any]:
-    """Return the class of a form, importing its module."""
+    """Return the law class named `form`, importing its module."""
     from ..errors import InputError
 
     if form not in LAWS:

@@ -5,7 +5,7 @@
     N' = U_N + U_N R_N (1 - exp(-(N / U_N - 1) / R_N)), U_N the size that is compute-optimal for U tokens, at most N
 
 U_N solves alpha A / U_N^alpha = beta B / U^beta. In logarithms, log N' = log N - s + h(s, log R_N) for s = log(N / U_N)
-> 0, and the same for D. The objective in (R_D, R_N) is flat and has several valleys.
+> 0, and the same for D.
 
 Muennighoff et al. 2023 (arXiv:2305.16264), equations 5 and 6.
 """
@@ -114,7 +114,7 @@ class RepetitionLaw(Law):
         weight: ArrayLike | None = None,
         loss_se: ArrayLike | None = None,
     ) -> Self:
-        """Fit to n runs. Raises InputError if no run repeats its data, or as in `LossLaw.fit`.
+        """Fit to n runs. Raises InputError also if no run repeats its data.
 
         Parameters
         ----------

@@ -6,7 +6,7 @@ more cut-off (Bates and Granger 1969). The forecast is the weighted mean in log 
 
 Intervals add four variances in log loss: resampling of that mean; the forms about it; a drift that grows with the log
 of extrapolation; and, for a new run, noise. The second and third are shrunk because forms err to both sides (Gneiting
-and Ranjan 2013). Their shares and the prior rate are learnt from public tables (constants/forecast.yaml).
+and Ranjan 2013).
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class CutOff:
 class Member:
     """A form of a mixture: its law and its constants, name -> array.
 
-    constants (1,): of all runs. draws (r,): bootstrap draws. rolled (cut-offs,): of the fits below each cut-off, with
-    their coordinates theta (cut-offs, k).
+    constants (1,): of the fit to all runs. draws (r,): bootstrap draws. rolled (cut-offs,): of the fits below each
+    cut-off, with their coordinates theta (cut-offs, k).
     """
 
     law: LossLaw
@@ -133,7 +133,7 @@ def family() -> dict[str, LossLaw]:
 
 
 def cut_offs(N: Array, D: Array, flops: Array, groups: np.ndarray) -> list[CutOff]:
-    """Return rolling hold-outs of falling compute; no group is both fitted and tested."""
+    """Return rolling hold-outs from the largest cut-off to the smallest; no group is both fitted and tested."""
     hold_outs, top = [], float(flops.max())
     while (fitted := flops <= top / GAP * (1.0 + 1e-4)).any():
         top = float(flops[fitted].max())
@@ -182,8 +182,8 @@ class FormMixture:
     ) -> Self:
         """Fit every form to n runs, to the runs below each cut-off, and to resamples.
 
-        Raises InputError if no form can be fitted, or for bad numbers. Columns (n,) are as in `LossLaw.fit`. Rows of
-        one group, such as checkpoints of a run or branches of a trunk, are resampled and held out together.
+        Raises InputError if no form can be fitted. Columns (n,) are as in `LossLaw.fit`. Rows of one group, such as
+        checkpoints of a run or branches of a trunk, are resampled and held out together.
         """
         columns = {"N": positive("N", N), "D": positive("D", D), "loss": positive("loss", loss)}
         columns["flops"] = 6.0 * columns["N"] * columns["D"] if flops is None else positive("flops", flops)
@@ -439,10 +439,7 @@ class FormMixture:
         }
 
     def _size_moves(self) -> Array:
-        """Return the errors of log N* at the largest run's compute, fitted below each cut-off, (forms, cut-offs).
-
-        They are relative to the fit to all runs, and per log of extrapolation.
-        """
+        """Return how far fits below each cut-off miss log N* at the largest run, per log C, (forms, cut-offs)."""
         if not self.cut_offs_:
             return np.zeros((len(self.laws_), 0))
         top, count = self.ends_[1:], own_convention(self)

@@ -206,7 +206,6 @@ class LogSumTerms(LogForm):
         return hessian - (first * slope[:, :, None]).transpose(0, 2, 1) @ first if len(terms) > 1 else hessian
 
     def bend(self, cache: list[Array], step: Array) -> Array:
-        """Return the second derivative of each prediction along a step, (P, n), by jets in this direction."""
         theta = cache[1]
         along = {n: Jet(theta[:, i : i + 1], {0: step[:, i : i + 1]}, {}) for n, i in self.at.items()}
         terms, shares, _ = self._evaluate(along)

@@ -1,6 +1,6 @@
 """Forward-mode derivatives: a law is NumPy arithmetic, evaluated with or without derivatives.
 
-A `Jet` carries a value and its first and second derivatives by numbered parameters. Zero derivatives are not stored.
+A `Jet` carries a value and its first and second derivatives by numbered parameters.
 
 Griewank and Walther 2008, Evaluating Derivatives, chapters 3 and 13.
 """

@@ -141,7 +141,7 @@ class Batch:
         return (low & (gradient > 0)) | (high & (gradient < 0)) | (low & high)
 
     def flat(self, gradient: Array) -> np.ndarray:
-        """Return a mask (P,) of problems whose gradient by free parameters is rounding, or small next to its terms."""
+        """Return a mask (P,) of problems whose gradient is zero up to rounding, except for held parameters."""
         absolute, reach = self.form.sizes(self.cache, self.slope, self.spread)
         zero = np.abs(gradient) <= GRADIENT_TOLERANCE * absolute + RESIDUAL_ROUNDING * reach
         return np.asarray((self.held(gradient) | zero).all(axis=1))
@@ -256,8 +256,7 @@ def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int, unme
 def _search(batch: Batch, inside: Array, change: Array, curvature: Array) -> Array:
     """Return the share of each problem's step, in (0, 1], that minimises the objective with linearised residuals, (P,).
 
-    `change` (P, n) is the change of the residuals over the whole step. The slope along the step is piecewise linear;
-    its zero is bracketed among `LENGTHS` and interpolated.
+    `change` (P, n) is the change of the residuals over the whole step.
     """
     rest = curvature / batch.delta**2 - _rows_dot(inside * change, change)
     pull = batch.weights * change

@@ -5,8 +5,7 @@ It minimises sum_i w_i rho(f_i - log loss_i) for a `LogForm` f and Huber's funct
 published fit (Besiroglu et al. 2024).
 
 Huber's function with a small delta has many small valleys. So each start first finds an optimum under a large delta and
-follows it while delta falls. Starts that meet under the large delta continue as one. The answer does not depend on the
-number of threads.
+follows it while delta falls. The answer does not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def joined(parts: Sequence[Solution]) -> Solution:
 
 
 def best_of(solutions: Solution, problem: np.ndarray) -> Solution:
-    """Return each problem's best solution: converged first, then by objective. `problem` (rows,) numbers the rows."""
+    """Return the best row of each problem: converged first, then by objective. `problem` (rows,) is each row's."""
     order = np.lexsort((solutions.objective, ~solutions.converged, problem))
     best = order[np.searchsorted(problem[order], np.arange(problem.max() + 1))]
     objective = solutions.objective[best]
