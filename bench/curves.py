@@ -98,7 +98,7 @@ def simulated(steps: int = 1000, points: int = 50) -> Case:
 
 
 def bench_curves(steps: int = STEPS, case: Case | None = None, rounds: int = 3) -> Iterator[Row]:
-    """Yield rows for our law as in the paper and by default: laws per second and errors on hidden runs."""
+    """Yield a row for our law as in the paper and one for its default: fits per second and errors on hidden runs."""
     fitted, hidden = case or simulated()
     table, curves = pd.concat(fitted), curves_of(pd.concat(hidden))
     CurveLaw().fit(table)  # loads SciPy

@@ -44,8 +44,8 @@ def bench_evaluate(
 ) -> Iterator[Row]:  # fmt: skip
     """Yield the rows of each case.
 
-    Each task has `items` items, except all of ARC-E from 500 on, and GSM8K: `generation` states its prompts and new
-    tokens. `overrides` configure the model.
+    Each task has `items` items, but ARC-E is whole from `items` = 500 on, and GSM8K has (prompts, new tokens) =
+    `generation`. `overrides` configure the model.
     """
     for case in cases:
         if case not in CASES:
@@ -99,7 +99,7 @@ class Pair:
         return lm
 
     def agreement(self, items: int, prompts: int, new: int) -> Iterator[Row]:
-        """Yield rows for each task: the items that both answer alike, and the largest difference of log-likelihoods."""
+        """Yield rows for each task: how many items both answer alike, and the largest difference of log-likelihoods."""
         from ..train.hardware import device_name
 
         place, ours, peer = device_name(self.device), self.ours(), self.peer(BATCH_SIZES[1])

@@ -57,7 +57,7 @@ def train(config: SweepConfig, runs: list[RunConfig]) -> dict[str, float]:
 def search(
     config: SweepConfig, corners: list[RunConfig], rates: list[float], batches: list[int]
 ) -> list[list[tuple[float, int]]]:
-    """Return each corner's settings (rate, batch), best first. The grid is widened until the best is not at an edge."""
+    """Return each corner's settings (rate, batch), best first. The grid is widened while the best is at an edge."""
     axes = [(list(rates), list(batches)) for _ in corners]
     while True:
         settings = [list(product(*pair)) for pair in axes]

@@ -77,7 +77,7 @@ class Injector:
         return [name for name in FAULTS if name != "full disk" or self.disk is not None]
 
     def strike(self, kind: str) -> Strike | None:
-        """Inject a fault now. Returns None if there is no victim."""
+        """Inject a fault of this kind now. Returns None if there is no victim."""
         victims, function = self.victims(), FAULTS[kind]
         with suppress(ProcessLookupError, FileNotFoundError, Refused):  # the victim has just ended
             if kind in WITHOUT_VICTIM:

@@ -54,7 +54,7 @@ def grid(runs: int, tokens: int) -> list[str]:
 
 
 def tokens_for(seconds: float, root: Path) -> int:
-    """Return how many tokens a run trains on in `seconds` alone on this machine, estimated from a short one."""
+    """Return how many tokens a run trains on in `seconds` alone on this machine, estimated from a short run."""
     trial = train_here([*GRID, "tokens=50_000", "grid.axes={seed: [0]}"], root, "trial")
     summary = trial.runs()[0].summary() or {}
     return 1000 * round(seconds * summary["D"] / summary["seconds"] / 1000)

@@ -79,7 +79,7 @@ def hold_outs(runs: pd.DataFrame) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def answers(family: str, runs: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield for each hold-out and prior rate the errors of log losses, and their variances before scaling."""
+    """Yield a dict per hold-out and prior rate: errors of predicted log losses, and their variances before scaling."""
     fitted: dict[bytes, FormMixture | None] = {}  # many levels and factors show the same runs
     for shown, hidden in hold_outs(runs):
         small, large = runs[shown], runs[hidden]

@@ -43,7 +43,7 @@ class Shape:
 
     @property
     def forward_flops(self) -> float:
-        """Return FLOPs by the causal convention: half of the two products of the T x T square."""
+        """Return forward FLOPs by the causal convention: half of those of the two products with a T x T matrix."""
         return 4.0 * self.time**2 * self.head_dim * self.heads / 2 * self.batch
 
     def __str__(self) -> str:
@@ -183,7 +183,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # x (n, width), weight (vocab
 def bench_loss(
     device: str = "auto", rounds: int = 15, steps: int | None = None, shapes: Sequence[LossShape] = ()
 ) -> Iterator[Row]:
-    """Yield tokens/s and peak memory for each shape and type; MFU counts 6 FLOPs per token and weight of the head."""
+    """Yield tokens/s and peak memory for each shape and type; MFU assumes 6 FLOPs per token and head weight."""
     for shape, peak in _cases(device, shapes, CPU_LOSSES, GPU_LOSSES):
         place, generator = peak.device, torch.Generator(peak.device).manual_seed(0)
         x = torch.randn(shape.tokens, shape.width, generator=generator, device=place)

@@ -2,7 +2,7 @@
 
 Both sides train the same model on the same rows from the same weights. The peers use torch's fused AdamW and clipping,
 and are set up as their documentation recommends. `parallelize_module` gets the fused matrices as one product each, and
-torch's RMSNorm, which its plan for norms needs. Rank 0 keeps the time.
+torch's RMSNorm, which its plan for norms needs.
 """
 
 from __future__ import annotations

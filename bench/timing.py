@@ -1,8 +1,8 @@
 """Time contenders in turn, and make the rows and the table of `isoflop bench`.
 
-Contenders alternate in one process, so that other load on the machine affects all of them alike. A figure is the median
-over rounds, and its spread half the interquartile range of the rounds' ratios. A ratio is ours over the peer's, in the
-direction in which more is better.
+Contenders alternate in one process, so that load on the machine affects all alike. A figure is the median over rounds,
+and its spread half the interquartile range of the rounds' ratios. A ratio is ours over the peer's, in the direction in
+which more is better.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def timed_row(
 ) -> Row:
     """Return a row of two contenders, from their seconds per step in the same rounds.
 
-    A step does `work` in the numerator of `unit` (tokens, fits). `device` is a torch.device, or text.
+    `work` is what a step does, in the numerator of `unit` (tokens, fits). `device` is a torch.device, or text.
     """
     from ..train.hardware import device_name
 
@@ -152,7 +152,8 @@ def race(
 ) -> Row:  # fmt: skip
     """Time ours and all peers; return a row against the fastest, with MFU, peak memory and the difference of results.
 
-    A step does `work` in the numerator of `unit`, in `flops` FLOPs. Without `steps` a turn takes `TURN_SECONDS`.
+    `work` is what a step does, in the numerator of `unit`, for `flops` FLOPs. Without `steps` a turn takes
+    `TURN_SECONDS`.
     """
     from ..train.hardware import peak_bytes
 

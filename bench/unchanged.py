@@ -45,7 +45,7 @@ SAMPLING = ("", "--temperature 0.8 --top-k 50 --top-p 0.95 --seed 1")
 
 
 def isoflop(folder: Path, *arguments: str, codes: Sequence[int] = (0,), until: Path | None = None) -> tuple[int, str]:
-    """Run an `isoflop` command in `folder`, at most until a file exists, and return its exit code and output."""
+    """Run an `isoflop` command in `folder`, killed once the file `until` exists; return its exit code and output."""
     command, cache = [sys.executable, "-m", "isoflop", *arguments], folder / "cache"
     if not cache.exists():
         cache.mkdir(parents=True)
@@ -69,7 +69,7 @@ def isoflop(folder: Path, *arguments: str, codes: Sequence[int] = (0,), until: P
 
 
 def sweep_numbers(arguments: str, folder: Path, only_planned: bool) -> dict[str, Any]:
-    """Run a sweep; return its plan and, unless `only_planned`, every number of its runs that no clock decides."""
+    """Run a sweep; return its plan and, unless `only_planned`, every number of its runs except times."""
     sweep = folder / "outputs/s"
     for name in ("tiny", "small"):
         arguments = arguments.replace(f"{{{name}}}", LISTS[name])

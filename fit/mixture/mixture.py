@@ -290,7 +290,7 @@ class FormMixture:
     def from_saved(cls, saved: SavedMixture, source: object) -> Self:
         """Restore a mixture that predicts without its table. `source` names the file in errors.
 
-        Raises InputError if fields of `saved` do not belong together.
+        Raises InputError if parts of `saved` do not match.
         """
         if not saved.belongs_together():
             raise InputError(
