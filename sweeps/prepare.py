@@ -215,10 +215,11 @@ def resolve_runs(config: SweepConfig) -> tuple[list[RunConfig], list[str]]:
             other: expand_grid(config.grid, base, dataclasses.replace(config.tuning, horizon=other)),
         }
         cost = {horizon: f"{trunks.trained_flops(tuned[horizon]):.3g}" for horizon in ("run", "size")}
-        remarks.append(
-            f"tuning.horizon is {horizon}; the grid takes {cost['run']} training FLOPs with run, and {cost['size']} "
-            "with size, where runs of one N share a trunk"
-        )
+        if cost["run"] != cost["size"]:
+            remarks.append(
+                f"tuning.horizon is {horizon}; the grid takes {cost['run']} training FLOPs with run, and {cost['size']} "
+                "with size, where runs of one N share a trunk"
+            )
     return runs, remarks
 
 

@@ -95,7 +95,8 @@ class Comparison:
         low, high = middle.ci or (0.0, math.inf)
         answer += "; the interval contains 1, so these runs show no difference" if low <= 1 <= high else ""
         needed = f"more than {MOST_SEEDS:,} seeds" if self.more_seeds is None else "these runs"
-        needed = f"{self.more_seeds} more seeds ({self.more_runs} runs)" if self.more_seeds else needed
+        if self.more_seeds:
+            needed = f"{self.more_seeds} more seed{'s' * (self.more_seeds > 1)} ({self.more_runs} runs)"
         return [
             f"{answer}.",
             f"The laws {'share one E' if self.E == 'shared' else 'have separate E'} (p = {amount(self.p, 2)} for a "
