@@ -217,8 +217,8 @@ def resolve_runs(config: SweepConfig) -> tuple[list[RunConfig], list[str]]:
         cost = {horizon: f"{trunks.trained_flops(tuned[horizon]):.3g}" for horizon in ("run", "size")}
         if cost["run"] != cost["size"]:
             remarks.append(
-                f"tuning.horizon is {horizon}; the grid takes {cost['run']} training FLOPs with run, and {cost['size']} "
-                "with size, where runs of one N share a trunk"
+                f"tuning.horizon is {horizon}; the grid takes {cost['run']} training FLOPs with run, and "
+                f"{cost['size']} with size, where runs of one N share a trunk"
             )
     return runs, remarks
 
