@@ -40,7 +40,7 @@ Contamination = tuple[dict[str, set[int]], str | None]  # contaminated items by 
 class Evaluator:
     """Scores checkpoints on one suite, with the same settings.
 
-    Token ids and contaminated items are kept from one checkpoint to the next.
+    Token ids and contaminated items are cached across checkpoints.
 
     Attributes:
         suite: Loaded tasks (see `tasks.load_suite`).
@@ -50,7 +50,7 @@ class Evaluator:
         average: Span of the weight average to score; None scores the weights.
         ngram: An item is contaminated if it shares this many consecutive words with the training text; None skips the
             search.
-        ranks: Processes that share the work (see `ranks.on_ranks`); only the first one writes.
+        ranks: Processes that share the work (see `ranks.on_ranks`); only rank 0 writes.
     """
 
     suite: Suite
@@ -83,8 +83,8 @@ class Evaluator:
         Args:
             path: Checkpoint, or run directory (its newest valid checkpoint is used).
             output: File of scores; `items_path(output)` is the file of items.
-            held_out: val_loss, val_loss_se and val_bpb of the training; None computes them.
-            keep_items: Whether to write items if `output` has none yet.
+            held_out: val_loss, val_loss_se and val_bpb as measured in training; None computes them.
+            keep_items: Whether to write items; an existing file of items is always updated.
             decode: Whether to measure the time of one generated token, once per checkpoint.
             progress: Called with a line for each task, and every few seconds during a long one.
 
@@ -129,7 +129,7 @@ class Evaluator:
                 say(f"{task.name}: {_in_words(record.tasks[task.name])}")
 
     def _contamination(self, loaded: Any, say: Report) -> Contamination:
-        """Return the items of each task that the training text contains, or the reason why this is unknown."""
+        """Return the indices of contaminated items by task, and None or the reason why they are unknown."""
         key = canonical_json([to_dict(loaded.config.data), self.ngram])
         if key not in self.contaminated:
             self.contaminated[key] = run_on_ranks(
@@ -193,8 +193,8 @@ def _held_out(loaded: Any) -> dict[str, Any]:
 def worst_windows(loaded: Any) -> dict[str, Any]:
     """Return the held-out loss on the run's own corpus: val_loss (nats per token), val_loss_se, val_bpb, worst.
 
-    `worst` lists up to `WORST` windows of {index, loss, text (of the predicted tokens)}, NaN first, then from the
-    highest loss down. Raises UserError if the corpus is not on this machine or has changed.
+    `worst` lists the `WORST` windows of highest loss (NaN first) as {index, loss, text of the predicted tokens}.
+    Raises UserError if the corpus is not on this machine or has changed.
     """
     windows, losses, numbers = score_windows(loaded)
     length = windows.shape[1] - 1

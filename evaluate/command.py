@@ -22,7 +22,7 @@ NAME = "isoflop"
 
 
 class RegisteredLM(CheckpointLM):
-    """A checkpoint described by `--model_args`."""
+    """The lm-eval model of the checkpoint that `--model_args` names."""
 
     def __init__(
         self,

@@ -59,10 +59,10 @@ _VALUES[ord("A") : ord("Z") + 1] = _VALUES[ord("a") : ord("z") + 1]  # what `nor
 def overlaps(
     shards: Shards, suite: Suite, ngram: int = NGRAM, progress: Report = lambda line: None
 ) -> dict[str, set[int]]:
-    """Return the items of each task, as in `SuiteTask.indices`, that share `ngram` words with the training part.
+    """Find the items that share `ngram` consecutive words with the training text; return their indices by task.
 
-    Results are kept in the cache's folder `contamination`, one file per task. Raises UserError if there is no training
-    text, or if the cache cannot be written.
+    Indices are as in `SuiteTask.indices`. Results are cached in the folder `contamination`, one file per task. Raises
+    UserError if there is no training text, or if the cache cannot be written.
     """
     if not len(shards.train):
         raise UserError(f"{shards.directory} has no training text to search for items")
@@ -105,9 +105,9 @@ def _read(files: dict[str, Path]) -> dict[str, set[int]]:
 
 
 def normalised(text: str | bytes) -> bytes:
-    """Return text whose words are runs of letters, digits and bytes from 0x80 on; `words_and_ends` handles ASCII.
+    """Prepare text for `words_and_ends`: NFKC, lower case, blanks for non-ASCII punctuation and around ideographs.
 
-    Documents in bytes are separated by `END`, which stays.
+    ASCII bytes stay as they are, because `words_and_ends` handles them, and so does `END` between documents.
     """
     if isinstance(text, bytes):
         if text.isascii():
@@ -119,7 +119,7 @@ def normalised(text: str | bytes) -> bytes:
 
 
 def words_and_ends(text: bytes) -> tuple[Words, npt.NDArray[np.intp]]:
-    """Return (w,) hashes of the words of normalised text, and (w,) the number of ends of documents before each."""
+    """Return the hash of each word of normalised text, (w,), and the number of documents that end before it, (w,)."""
     raw = np.frombuffer(text, np.uint8)  # (b,)
     edges = np.flatnonzero(np.diff(_IS_WORD.take(raw), prepend=False, append=False))  # starts and ends take turns
     starts, ends = edges[::2], edges[1::2]
@@ -131,9 +131,9 @@ def words_and_ends(text: bytes) -> tuple[Words, npt.NDArray[np.intp]]:
 
 @dataclass
 class _Index:
-    """The n-grams of all items: (g,) hashes, ascending; their lengths in words; (task, place) of the items with each.
+    """The n-grams of all items: hashes (g,), ascending; lengths in words; (task, index) of each one's items (`owners`).
 
-    `near` (2**_FILTER_BITS,): whether one starts with these bits; most of the text ends here. `found` (g,): were seen.
+    `near` (2**_FILTER_BITS,): whether any hash starts with these bits; `found` (g,): whether the training text has it.
     """
 
     grams: Words
@@ -144,7 +144,7 @@ class _Index:
 
 
 def item_words(task: SuiteTask) -> list[list[Words]]:
-    """Return the word sequences of each item that are searched for: without the template's words, and with them."""
+    """Return the two word sequences of each item to search for: without the template's words, and with them."""
     pairs = [item_texts(task.task, doc) for doc in task.task.frozen_docs]
     questions = [words_and_ends(normalised(question))[0] for question, _ in pairs]
     answers = [words_and_ends(normalised(answer))[0] for _, answer in pairs]
@@ -160,7 +160,7 @@ def item_words(task: SuiteTask) -> list[list[Words]]:
 def item_texts(task: Any, doc: Any) -> tuple[str, str]:
     """Return the question of an item, without few-shot examples, and its first right answer; either may be empty.
 
-    Where the choices are contexts of one continuation (WinoGrande), the right context stands for the question.
+    Where the choices are contexts of one continuation (WinoGrande), the right context is returned as the question.
     """
     text, target = task.doc_to_text(doc), task.doc_to_target(doc)
     if task.OUTPUT_TYPE == "multiple_choice" and hasattr(task, "doc_to_choice"):
@@ -240,7 +240,7 @@ def _stream(shards: Shards, index: _Index, progress: Report) -> None:
 
 
 def _look_up(index: _Index, text: bytes, cut_before: bool, cut_after: bool) -> None:
-    """Look up the n-grams of a chunk by document. The neighbouring chunk handles a word at a cut."""
+    """Mark in `index.found` the n-grams inside documents of a chunk. Chunks overlap, so cut words are skipped."""
     text = normalised(text)
     words, documents = words_and_ends(text)
     inside = slice(1 if cut_before else 0, len(words) - 1 if cut_after else len(words))
@@ -255,7 +255,7 @@ def _look_up(index: _Index, text: bytes, cut_before: bool, cut_after: bool) -> N
 
 
 def _text_of(shards: Shards) -> Callable[[npt.NDArray[Any]], bytes]:
-    """Return the function from token ids to UTF-8, with `END` after each document."""
+    """Return a function that decodes token ids to UTF-8, with `END` between documents."""
     tokenizer = shards.tokenizer
     if isinstance(tokenizer, ByteTokenizer):  # its end of a document is the byte 0xFF
         return lambda ids: ids.astype(np.uint8).tobytes()
@@ -273,7 +273,7 @@ def _text_of(shards: Shards) -> Callable[[npt.NDArray[Any]], bytes]:
 
 
 def _byte_table(path: Path, vocab_size: int) -> list[bytes] | None:
-    """Return the bytes of each id of a byte-level BPE; None for others."""
+    """Return the bytes of each token id if a tokenizer.json is a byte-level BPE, else None."""
     content = json.loads(path.read_text(encoding="utf-8"))
     if (content.get("decoder") or {}).get("type") != "ByteLevel" or content["model"].get("type") != "BPE":
         return None

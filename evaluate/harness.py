@@ -53,7 +53,7 @@ class TokenCache(dict[str, np.ndarray]):
 
 
 class CheckpointLM(TemplateLM):
-    """A model of ours as lm-eval sees it; `end_of_document` of its tokenizer stands for an empty context."""
+    """The lm-eval interface of our models. An empty context becomes the tokenizer's `end_of_document`."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class CheckpointLM(TemplateLM):
     # --- log-likelihoods ---------------------------------------------------------------------------------------------
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[Score]:
-        """Return the nats of each continuation given its context, and whether greedy decoding would produce it."""
+        """Return each continuation's log-probability in nats, and whether greedy decoding yields it."""
         pairs = [request.args for request in requests]
         # As in lm-eval, trailing blanks of a context belong to the continuation, and both are encoded as one text.
         contexts = [context.rstrip() for context, _ in pairs]
@@ -123,7 +123,7 @@ class CheckpointLM(TemplateLM):
         return self._sums([request_key("loglikelihood", *strings) for strings, _, _ in requests], windows)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
-        """Return the nats of whole texts: every token is scored once, in windows after `end_of_document`."""
+        """Return the log-probability of each whole text in nats: every token is scored once, in windows."""
         texts = [request.args[0] for request in requests]
         ids = self._encode(texts)
         windows = [_rolling_windows(ids[text], self.prefix_token_id, self.max_length) for text in texts]
@@ -168,7 +168,7 @@ class CheckpointLM(TemplateLM):
     # --- generation --------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-        """Return the text after each context, up to a stop sequence, the end of the document, or the limit."""
+        """Generate the text after each context, up to a stop sequence, the end of the document, or the limit."""
         groups: dict[str, list[int]] = {}
         for place, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(place)
@@ -181,7 +181,7 @@ class CheckpointLM(TemplateLM):
         return results
 
     def _continue(self, contexts: list[str], places: list[int], group: str, settings: Any) -> list[str]:
-        """Continue contexts. Seeds depend on the place in the whole list, so repeats differ."""
+        """Generate the text after each context. Seeds depend on `places`, the requests' indices, so repeats differ."""
         limit, stops = settings["max_gen_toks"], [stop for stop in settings["until"] if stop]
         decode = self.text.decode
         # As in lm-eval's `hf` model, the prompt is cut to leave room for the answer. If the answer alone fills the
@@ -240,13 +240,13 @@ class CheckpointLM(TemplateLM):
 
 
 def _rolling_windows(tokens: list[int], prefix: int, max_length: int) -> list[Request]:
-    """Return lm-eval's windows over a text: disjoint, except that the last one has as much context as fits."""
+    """Split a text into lm-eval's windows: disjoint, except that the last one has as much context as fits."""
     windows = get_rolling_token_windows(tokens, prefix, max_length, context_len=1)
     return [Request(*make_disjoint_window(window)) for window in windows]
 
 
 def answer_task(lm: CheckpointLM, entry: SuiteTask) -> tuple[list[ItemResult], dict[str, float | None]]:
-    """Return the items of a task with the model's answers, and metrics that are not a mean over items (perplexity, F1).
+    """Run a task; return its items with the model's answers, and metrics that are no mean over items (perplexity, F1).
 
     These metrics are lm-eval's, without a standard error; None if they are not finite.
     """

@@ -80,21 +80,21 @@ def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]
 
 
 def error_of_alike(count: int) -> float:
-    """Return the standard error of a share that is 0 or 1, as with two more answers of each kind; 0 would look certain.
+    """Return the standard error of a share of `count` answers that are all 0 or all 1, where the usual one is 0.
 
-    sqrt(p (1 - p) / (n + 4)), p = 2 / (n + 4) (Agresti & Coull 1998).
+    With two more answers of each kind: sqrt(p (1 - p) / (n + 4)), p = 2 / (n + 4) (Agresti & Coull 1998).
     """
     share = 2 / (count + 4)
     return math.sqrt(share * (1 - share) / (count + 4))
 
 
 def gold_bits_per_byte(log_probability: float, text: str) -> float:
-    """Return -log2 p(text) / UTF-8 bytes, from nats of exactly that text, with the blank before an answer."""
+    """Convert the log-probability of a text, in nats, to bits per UTF-8 byte. An answer's text includes its blank."""
     return -log_probability / math.log(2) / len(text.encode("utf-8", errors="replace"))
 
 
 def ratio_and_error(amounts: Sequence[float], sizes: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return sum(amounts) / sum(sizes) and its standard error over units that have both; None if undefined.
+    """Return sum(amounts) / sum(sizes) and its standard error over units, such as texts; None if undefined.
 
     sqrt(n) * s / sum(sizes), with s the deviation of `amount - ratio * size` about zero (Cochran 1977, chapter 6).
     """
@@ -114,11 +114,11 @@ ALWAYS = ("acc", "acc_norm")
 
 
 def task_scores(items: Sequence[ItemResult], contaminated: Collection[int] | None = None) -> dict[str, Any]:
-    """Return a task's `<metric>` and `<metric>_se`, chance, items, truncated_items, withheld and clean.
+    """Return a task's scores: `<metric>`, `<metric>_se`, chance, counts of items, withheld and clean.
 
     `acc`, `acc_norm`, `gold_bpb`, `p_right`, `margin` and `bpb` are always there, or None.
-    `withheld` says which item made the model fail; every score is None then. `clean` has the numbers of the items that
-    are not among the `contaminated` indices.
+    `withheld` names the item on which the model failed, or is None; if it failed, every score is None. `clean` has the
+    scores over the items whose index is not in `contaminated`.
     """
     broken = next((item for item in items if not item.is_finite), None)
     names = [*ALWAYS, *sorted({name for item in items for name in item.values} - {*ALWAYS, *OWN, "bpb"})]
@@ -168,7 +168,8 @@ def centered(scores: Mapping[str, Any]) -> tuple[float, float | None] | None:
 def suite_scores(tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the mean centered accuracy over the tasks of a suite that have an accuracy, each with equal weight.
 
-    `centered_se` is over items within these tasks, `tasks` their number, `withheld` None or why.
+    `centered_se` is its standard error over items, `tasks` the number of tasks averaged, and `withheld` the reason why
+    no score is given, or None.
     """
     withheld = next((scores["withheld"] for scores in tasks if scores.get("withheld")), None)
     centered_scores = [] if withheld else [score for scores in tasks if (score := centered(scores)) is not None]

@@ -51,11 +51,11 @@ def export_checkpoint(
         dtype: Type of the weights, fp32 or bf16.
         average: Span of the weight average to export; None exports the weights.
         overwrite: Whether a folder of an earlier export may be replaced.
-        facts: What the model card states in addition to the checkpoint.
+        facts: Facts for the model card that the checkpoint lacks.
 
     Raises:
-        UserError: There is no checkpoint, the format or dtype is unknown, no architecture computes the model, or the
-            folder is not empty.
+        UserError: There is no checkpoint, the format or dtype is unknown, no architecture of Hugging Face computes the
+            model, or the folder is not empty.
     """
     if format == "gguf":
         raise UserError("--format is 'gguf'; use hf, and convert the folder with llama.cpp's convert_hf_to_gguf.py")
@@ -74,7 +74,7 @@ def export_checkpoint(
 
 
 def _check_free(output: Path, overwrite: bool, source: Path) -> None:
-    """Raise UserError if `output` holds something that must not be replaced."""
+    """Raise UserError unless `output` is new, empty, or an earlier export that may be replaced."""
     if output.is_symlink():
         raise UserError(f"{output} is a link; it must be a folder, new or empty")
     if output.is_dir() and any(output.iterdir()):

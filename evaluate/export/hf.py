@@ -59,12 +59,12 @@ _TOKENIZER, _CONFIG, _SPECIAL = TOKENIZER_FILES = ("tokenizer.json", "tokenizer_
 
 
 def window_of(model: ModelConfig, sequence_length: int) -> int | None:
-    """Return the sliding window, or None if it hides nothing."""
+    """Return the attention window in tokens, or None if it covers the whole sequence."""
     return model.window if model.window is not None and model.window < sequence_length else None
 
 
 def model_type(model: ModelConfig, sequence_length: int) -> str:
-    """Return the Hugging Face architecture that computes this model. Raises UserError if none does."""
+    """Return the Hugging Face model type, such as "llama", that computes this model. Raises UserError if none does."""
     kind, window = _kind_of(model), window_of(model, sequence_length)
     if kind == "llama" and window is not None:
         return "mistral"
@@ -85,7 +85,7 @@ def _kind_of(model: ModelConfig) -> str:
 
 
 def hf_config(model: ModelConfig, sequence_length: int, end: int, dtype: str) -> dict[str, Any]:
-    """Return config.json; `end` is the id that ends a document, `dtype` torch's name for the type of the weights."""
+    """Return the content of config.json. `end`: id that ends a document; `dtype`: the weights' type, as in torch."""
     kind, window, rope = model_type(model, sequence_length), window_of(model, sequence_length), _hf_rope(model)
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[kind]],
@@ -133,7 +133,7 @@ def _hf_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def _expert_fields(kind: str, model: ModelConfig, window: int | None) -> dict[str, Any]:
-    """Return the fields of config.json that differ from those of dense models."""
+    """Return the fields of config.json that mixtures of experts add or change."""
     config: dict[str, Any] = {"num_experts_per_tok": model.experts_per_token, "output_router_logits": False}
     if kind == "mixtral":
         config |= {"num_local_experts": model.experts, "intermediate_size": model.moe_hidden}
@@ -189,7 +189,7 @@ def _empty_tensors(model: ModelConfig) -> dict[str, Tensor]:
 
 
 def byte_characters() -> list[str]:
-    """Return the character that byte-level tokenizers write for each byte (Radford et al. 2019, GPT-2)."""
+    """Return the character that byte-level tokenizers use for each byte (Radford et al. 2019, GPT-2)."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     shifted = (chr(256 + place) for place in range(256))
     return [chr(byte) if byte in visible else next(shifted) for byte in range(256)]
@@ -205,7 +205,7 @@ def _byte_level_content() -> dict[str, Any]:
 
 
 def write_tokenizer(tokenizer: Tokenizer, saved: Path, longest: int, folder: Path) -> None:
-    """Write the files of a tokenizer, which gives every text the ids that ours gives.
+    """Write Hugging Face's files of a tokenizer. They encode every text to the same ids as `tokenizer`.
 
     `saved`: folder of the tokenizer in the checkpoint; `longest`: context of the model in tokens.
     """

@@ -43,7 +43,7 @@ class Facts:
 
 
 def model_card(loaded: LoadedCheckpoint, facts: Facts) -> str:
-    """Return Markdown."""
+    """Return a checkpoint's model card in Markdown."""
     config = loaded.config
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"json": json.dumps, "plain": _plain, "scored": scored, "caveats": _caveats}
@@ -103,7 +103,7 @@ def _caveats(task: Mapping[str, Any]) -> str:
 
 
 def _plain(text: Any) -> str:
-    """Return the text as one line without Markdown or HTML markup."""
+    """Return the text as one line, with the characters of Markdown and HTML markup escaped."""
     line = " ".join(str(text).split())
     # An underscore inside a word marks nothing up, and names are full of them.
     return re.sub(r"[\\`*<>\[\]|#&]|(?<![^\W_])_|_(?![^\W_])", lambda found: f"&#{ord(found.group())};", line)

@@ -37,8 +37,7 @@ PACKED_BYTES = 1 << 29  # largest model whose matrices are kept twice
 class Forward:
     """A model in eval mode, prepared for many passes; it may not see later changes of the weights.
 
-    With `absorbed`, latent attention uses a token's latent as key and value of every head, which is what a decoder
-    keeps (see `Cache`).
+    With `absorbed`, latent attention uses a token's latent vector as key and value of all heads; `Cache` stores that.
     """
 
     def __init__(self, model: GPT, absorbed: bool = False) -> None:
@@ -57,13 +56,13 @@ class Forward:
                 block.attention = _Absorbed(block.attention)
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend, read: Tensor | None = None) -> Tensor:
-        """Return the input of the head for tokens (n,): (n or m, width), output multiplier included.
+        """Run the model on tokens (n,); return the input of the output head, (n, width), or (m, width) with `read`.
 
         Args:
-            positions: (n,) of each token in its sequence, below `model.max_length`.
-            attend: softmax(Q K^T / sqrt(d)) V over the tokens that each token sees.
-            read: (m,) tokens whose result is returned, None for all. In the last block `attend` gets only their
-                queries (m, heads, d), with all keys and values.
+            positions: (n,) position of each token in its sequence, below `model.max_length`.
+            attend: Computes softmax(Q K^T / sqrt(d)) V over the tokens that each token sees.
+            read: (m,) indices of the tokens to return; None for all. In the last block `attend` gets only their queries
+                (m, heads, d), with all keys and values.
         """
         model = self.model
         x = model.embedding(tokens)
@@ -76,7 +75,7 @@ class Forward:
         return model.leave(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits (n, vocab_size) of hidden (n, width), without the padding of the vocabulary."""
+        """Compute logits (n, vocab_size) from the head's input (n, width), without the padding of the vocabulary."""
         logits: Tensor = self._head(hidden)
         return logits[:, : self.model.head.vocab_size]
 
@@ -89,7 +88,7 @@ def _backend(attend: Attend, number: int, rows: Tensor | None) -> Backend:
 
 
 class _Packed(nn.Module):
-    """The product of rows (n, in) with W^T: (n, out), with W packed."""
+    """A linear layer, (n, in) to (n, out), with its weight packed for speed on CPUs."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -102,7 +101,7 @@ class _Packed(nn.Module):
 
 @cache
 def _packs(dtype: torch.dtype) -> bool:
-    """Return whether packed products of a type exist and are right.
+    """Return whether packed matrix products of this type work here.
 
     They are not public in PyTorch, so one is tried on small whole numbers, whose sums are exact in any order.
     """
@@ -116,7 +115,7 @@ def _packs(dtype: torch.dtype) -> bool:
 
 
 class _Absorbed(nn.Module):
-    """Latent attention with one key and value per token, which serve every head.
+    """Latent attention with one key and value per token, shared by all heads.
 
     The matrices that would compute keys and values are applied to queries and to the mixed values instead.
     """
@@ -148,17 +147,17 @@ def attention_by_sequence(
     masks: Sequence[Tensor | None],
     window: int | None = None,
 ) -> Tensor:
-    """Compute attention within consecutive sequences, without padding: (m, heads, d).
+    """Compute attention within each of several concatenated sequences, without padding. Returns (m, heads, d).
 
     Args:
         query: (m, heads, d).
         key: (n, kv_heads, d).
         value: (n, kv_heads, d or less).
-        asking: Queries of each sequence; they sum to m.
-        lengths: Tokens of each sequence; they sum to n.
-        masks: Added to the scores of each sequence, (1, 1, asking, length). None: all tokens are queries and see the
-            tokens before them, or the last token is the only query.
-        window: Window of the masks.
+        asking: Number of queries of each sequence; the sum is m.
+        lengths: Number of tokens of each sequence; the sum is n.
+        masks: Added to the scores of each sequence, (1, 1, asking, length). None: causal attention with all tokens, or
+            only the last one, as queries.
+        window: Attention window that the masks express.
     """
     parts = []
     for *tensors, mask in zip(query.split(asking), key.split(lengths), value.split(lengths), masks, strict=True):
@@ -185,7 +184,7 @@ def unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | Non
 
 
 class Cache:
-    """Keys and values of texts that are being generated, (depth, rows, kv_heads, length, head size) each.
+    """Key-value cache of texts that are being generated, two tensors (depth, rows, kv_heads, length, head size).
 
     Each text has one row with room for the longest text, and the rows in use are the first ones. Pages (Kwon et al.
     2023, arXiv:2309.06180) would hold more texts of unequal length in the same memory, but need their own attention.
@@ -209,23 +208,23 @@ class Cache:
             store[:, target] = store[:, source]
 
     def places(self, rows: Ids, positions: Ids) -> Tensor:
-        """Return where positions (n,) of rows (n,) lie among all (row, head, position): (n kv_heads,)."""
+        """Return the indices of positions (n,) in rows (n,) in the flattened (row, head, position): (n kv_heads,)."""
         heads, length = self.keys.shape[2:4]
         places = (rows[:, None] * heads + np.arange(heads)) * length + positions[:, None]
         return torch.from_numpy(places.ravel()).to(self.keys.device)
 
     def write(self, block: int, places: Tensor, key: Tensor, value: Tensor) -> None:
-        """Keep keys and values (n, kv_heads, head size) of one block."""
+        """Store keys and values (n, kv_heads, head size) of one block at `places`."""
         for store, new in zip(self._stores, (key, value), strict=False):
             size = new.shape[-1]
             store[block].view(-1, size).index_copy_(0, places, new.reshape(-1, size))
 
     def step(self, row: int, positions: Ids, first: Ids) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-        """Return the attention (see `Attend`) of one new token in each of the B rows from `row` on.
+        """Return the `Attend` function of a decoding step: one new token in each of B rows, stored in the cache too.
 
         Args:
-            row: First row.
-            positions: (B,) of the new tokens.
+            row: First of the B rows.
+            positions: (B,) position of each new token.
             first: (B,) first position that each token sees.
         """
         used = slice(row, row + len(positions))

@@ -54,13 +54,13 @@ def generate_texts(
     done: Callable[[int, list[int] | None], None] | None = None,
     **options: Any,
 ) -> list[list[int] | None]:
-    """Return at most `max_tokens` new tokens for each prompt, or None if the model's logits were NaN.
+    """Generate at most `max_tokens` tokens after each prompt; return them, or None where the logits were NaN.
 
     Args:
         prompts: Token ids; no prompt is empty.
         finished: Called after each token with all new tokens of that prompt; True ends the text after this token.
         done: Called with a prompt's index and result as soon as it is complete.
-        options: See `Generation`.
+        options: Arguments of `Generation`.
 
     Raises:
         UserError: A single prompt does not fit the memory.
@@ -78,7 +78,7 @@ def generate_texts(
 
 
 def stream(model: GPT, prompt: Sequence[int], max_tokens: int, *, seed: int = 0, **options: Any) -> Iterator[int]:
-    """Yield the tokens that follow one prompt as they are computed; for the options see `Generation`.
+    """Yield the tokens that follow one prompt as they are computed. `options`: arguments of `Generation`.
 
     Raises UserError if the model's logits are NaN.
     """
@@ -93,9 +93,9 @@ def stream(model: GPT, prompt: Sequence[int], max_tokens: int, *, seed: int = 0,
 
 
 def decode_speed(model: GPT) -> dict[str, Any] | None:
-    """Return the seconds of one greedy token at the end of the context, or None if logits are NaN.
+    """Measure the seconds per greedy token at the end of the context. Returns None if logits are NaN.
 
-    The fastest of many tokens counts: on a busy machine their median is several times that.
+    The result has the minimum and the median over many tokens: on a busy machine the median is several times larger.
     """
     context, device, times = model.max_length, model.cos.device, list[float]()
     prompt = [int(model.end_of_document == 0)] * (context - min(TIMED_END, context // 2))
@@ -115,7 +115,7 @@ def decode_speed(model: GPT) -> dict[str, Any] | None:
 
 @dataclass(eq=False)
 class Prompt:
-    """A prompt in progress."""
+    """A prompt and the tokens generated after it so far."""
 
     index: int
     text: list[int]
@@ -126,14 +126,14 @@ class Prompt:
 
 
 class Generation:
-    """Prompts in progress: each waits, then runs (row i of the cache is that of `running[i]`), and leaves.
+    """Generation after several prompts. A prompt waits, runs (`running[i]` has row i of the cache), and leaves.
 
     Args:
-        prompts: Token ids; only the last `max_length` tokens of each count.
+        prompts: Token ids; only the last `max_length` tokens of each are used.
         max_length: Longest sequence that the model accepts.
         seeds: One per prompt, for sampling; the default is its index.
-        batch_tokens: Bound on the tokens of one forward pass; a longer prompt goes alone.
-        cache_bytes: Bound on keys and values, by default `CACHE_BYTES`; one text always fits.
+        batch_tokens: Bound on the tokens of one forward pass; a longer prompt runs alone.
+        cache_bytes: Bound on the key-value cache, which has at least one row; for the default see `CACHE_BYTES`.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Generation:
 
     @torch.inference_mode()
     def step(self, finished: Callable[[list[int]], bool]) -> list[Prompt]:
-        """Compute one token for every request that runs or joins; return the requests that have ended."""
+        """Compute one token for every prompt that runs or starts now; return the prompts that have ended."""
         if self.max_tokens < 1:
             ended, self.waiting = list(self.waiting), deque()
             return ended
@@ -179,7 +179,7 @@ class Generation:
         return ended
 
     def _decode(self) -> tuple[list[Prompt], Tensor | None]:
-        """Return the running requests and the logits after their texts."""
+        """Run the model on each running prompt's last token; return these prompts and the logits."""
         requests, parts, start = self.running, list[Tensor](), 0
         tokens = [request.text[-1] for request in requests]
         lengths = np.array([len(request.text) for request in requests])
@@ -196,7 +196,7 @@ class Generation:
         return requests, torch.cat(parts) if parts else None
 
     def _prefill(self) -> tuple[list[Prompt], Tensor | None]:
-        """Return the joining requests and the logits after their texts; None if memory ran out."""
+        """Run the model on waiting prompts that fit; return them and the logits, or None if memory ran out."""
         joined = self._admit()
         if not joined:
             return [], None
@@ -275,7 +275,10 @@ class Generation:
 
 
 def prefill_prompts(forward: Forward, cache: Cache, texts: Sequence[Sequence[int]], first_row: int = 0) -> Tensor:
-    """Read texts, keep their keys and values from row `first_row` on, and return the logits after each (texts, V)."""
+    """Run the model on texts, store their keys and values in the cache from row `first_row` on, and return logits.
+
+    These are the logits after the last token of each text, (texts, vocabulary).
+    """
     model, device = forward.model, forward.model.cos.device
     lengths = [len(text) for text in texts]
     positions = np.concatenate([np.arange(length) for length in lengths])
@@ -304,9 +307,9 @@ def _mask(model: GPT, tokens: Tensor) -> Tensor | None:
 def decode_tokens(
     forward: Forward, cache: Cache, tokens: Sequence[int], positions: Ids, first: Ids, first_row: int = 0
 ) -> Tensor:
-    """Add one token to each row of the cache from `first_row` on, and return the logits after it (rows, vocabulary).
+    """Run the model on one new token in each row of the cache from `first_row` on; return logits (rows, vocabulary).
 
-    `tokens`, `positions` and the `first` position that each sees are (rows,).
+    `tokens`, their `positions` and the `first` position that each token sees are (rows,).
     """
     device = forward.model.cos.device
     attend, at = cache.step(first_row, positions, first), torch.from_numpy(positions).to(device)
@@ -317,9 +320,9 @@ def decode_tokens(
 
 
 def choose_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Choose one token per row of logits (rows, vocabulary): temperature first, then top-k, then the nucleus.
+    """Choose one token per row of logits (rows, vocabulary): temperature first, then top-k, then top-p.
 
-    `uniforms` (rows,) float64 in [0, 1) are not read if the temperature is 0. The second result (rows,) is True for
+    `uniforms` (rows,) float64 in [0, 1) are not used if the temperature is 0. The second result (rows,) is True for
     rows with a NaN, whose token has no meaning.
     """
     highest, greedy = logits.max(dim=1)  # a NaN counts as the highest
@@ -340,7 +343,7 @@ def choose_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor | None = 
 
 
 def _most_likely(probabilities: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Return probabilities, highest first, and their tokens: those of top-k, normalised, or enough for the nucleus."""
+    """Return the highest probabilities per row, falling, and their tokens: the top k normalised, or at least top-p."""
     vocabulary = probabilities.shape[1]
     if sampling.top_k:
         likely, tokens = probabilities.topk(min(sampling.top_k, vocabulary), dim=1)
@@ -355,7 +358,7 @@ def _most_likely(probabilities: Tensor, sampling: Sampling) -> tuple[Tensor, Ten
 
 
 def _drawn(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the first place where the cumulative sum exceeds uniform times total: (rows, n), (rows,) -> (rows, 1)."""
+    """Draw an index per row: the first whose cumulative sum exceeds uniform times total. Returns (rows, 1)."""
     cumulative = probabilities.cumsum(1)
     total = cumulative[:, -1:]
     # Below the total even after rounding, or a place of probability 0 could be chosen.

@@ -32,7 +32,7 @@ PATIENCE = timedelta(days=2)  # how long a rank waits for another one; a dead ra
 
 
 def share_requests(requests: Sequence[Request], ranks: int, round_tokens: int) -> Iterator[list[list[int]]]:
-    """Yield rounds of about `round_tokens` per rank: places of requests, one list per rank, the same on all ranks."""
+    """Divide requests into rounds of about `round_tokens` per rank. Yields each round: indices of requests, by rank."""
     places, new, before = [], [], np.zeros(0, dtype=np.int64)
     for place, inputs in ordered(requests, range(len(requests))):
         places.append(place)
@@ -48,7 +48,7 @@ def share_requests(requests: Sequence[Request], ranks: int, round_tokens: int) -
 
 
 def on_ranks(count: int, function: Callable[[Mesh], T], *, device: str = "cpu") -> T:
-    """Call a function on every rank of a job and return the result of the first rank.
+    """Call a function on every rank of a job and return the result of rank 0.
 
     Under torchrun or submitit the ranks are those of the job, with one GPU each if `device` is `cuda`; they meet in the
     current folder. Without a launcher this process forks `count` ranks with one thread each.

@@ -33,7 +33,7 @@ LARGEST_TREE = 8192  # tokens; the mask has the square of that
 
 
 class Scorer:
-    """A GPT in eval mode. `batch_tokens` bounds rows times length of one pass; a request that is longer goes alone."""
+    """Scores requests with a GPT. `batch_tokens` bounds rows times length of one pass; a longer request is alone."""
 
     def __init__(
         self, model: GPT, device: str | torch.device, batch_tokens: int, say: Callable[[str], None] = lambda line: None
@@ -46,9 +46,9 @@ class Scorer:
         self._costs = Costs(token=2 * block, pair=2 * ATTENTION_SLOWNESS * config.heads * config.head_dim)
 
     def score(self, requests: Sequence[Request], done: Done | None = None) -> list[Score]:
-        """Return (nats, greedy) of each request in order; `done` is called after every batch.
+        """Return (log-probability in nats, whether it is the greedy output) of each request's continuation.
 
-        Raises UserError if there is not enough memory for a single request.
+        `done` is called after every batch. Raises UserError if there is not enough memory for a single request.
         """
         results: dict[int, Score] = {}
         while waiting := [place for place in range(len(requests)) if place not in results]:
@@ -81,7 +81,7 @@ class Scorer:
         return None
 
     def _isolated(self, requests: Sequence[Request], batch: list[Tree]) -> list[tuple[int, Score]]:
-        """Score again alone what is NaN in a shared tree, because NaN passes masks."""
+        """Score a batch. A request that is NaN in a shared tree is scored again alone, because NaN passes masks."""
         scored = self._pass(batch)
         company = {one.place for tree in batch if len(tree.scored) > 1 for one in tree.scored}
         return [
@@ -106,7 +106,10 @@ class Scorer:
         return [(one.place, (float(s), bool(g))) for one, s, g in zip(scored, sums, greedy, strict=True)]
 
     def _targets(self, hidden: Tensor, reader: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return log p of targets (p,) by rows (p,) of hidden (u, width), and whether each is the likeliest token."""
+        """Return each target's log-probability (p,), and whether it is the likeliest token (p,).
+
+        Target i follows row `reader[i]` of `hidden` (u, width).
+        """
         order = np.argsort(reader, kind="stable")
         rising, ids = reader[order], self._put(targets[order])
         rows = max(1, self.batch_tokens * LOGITS_A_TOKEN // self.model.head.vocab_size)
@@ -125,7 +128,7 @@ class Scorer:
 
 
 def _read(logits: Tensor, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return nats of targets (p,) by rows (p,) of logits (r, V), and whether each is the first of the likeliest."""
+    """Return each target's log-probability (p,), and whether it is the argmax (p,). Target i uses `logits[rows[i]]`."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     nats = torch.log_softmax(logits, dim=1)[rows, targets]  # half the time of logsumexp on CPUs
     hits = logits[rows, targets] == logits.amax(dim=1)[rows]
@@ -146,7 +149,7 @@ def _attention(batch: list[Tree], model: GPT, device: torch.device, read: Tensor
 
 
 def _mask(batch: list[Tree], longest: int, model: GPT, device: torch.device) -> Tensor:
-    """Return what is added to scores: 0 or -inf, (rows, 1, longest, longest)."""
+    """Return the attention mask of trees that is added to scores, 0 or -inf: (rows, 1, longest, longest)."""
     # Padding sees itself and earlier padding: a row of nothing but -inf would be NaN.
     ends = _padded([tree.ends for tree in batch], longest, device)
     index = torch.arange(longest, dtype=torch.int32, device=device)
@@ -162,7 +165,7 @@ def _mask(batch: list[Tree], longest: int, model: GPT, device: torch.device) -> 
 
 
 def _padded(parts: list[np.ndarray], value: int, device: torch.device) -> Tensor:
-    """Pad rows to (rows, longest) int32."""
+    """Stack arrays, padded with `value` to the longest, as int32 (rows, longest)."""
     rows = [torch.from_numpy(part) for part in parts]
     return pad_sequence(rows, batch_first=True, padding_value=value).to(device, torch.int32)
 
@@ -185,7 +188,7 @@ def _one_by_one(batch: list[Tree], model: GPT, device: torch.device, read: Tenso
 
 
 def _side_by_side(batch: list[Tree], model: GPT, device: torch.device, read: Tensor, masked: bool = True) -> Attend:
-    """Return attention over a padded batch with one tree per row. In the last block only `read` are queries."""
+    """Return an `Attend` function over a padded batch, one tree per row. In the last block only `read` are queries."""
     sizes = np.array([len(tree) for tree in batch])
     longest = int(sizes.max())
     column, starts = np.arange(longest), np.cumsum(sizes) - sizes
@@ -197,7 +200,7 @@ def _side_by_side(batch: list[Tree], model: GPT, device: torch.device, read: Ten
     mask = _mask(batch, longest, model, device) if masked else None
 
     def in_rows(x: Tensor) -> Tensor:
-        """Return (rows, heads, longest, d) of (n, heads, d)."""
+        """Convert (n, heads, d) of all tokens to the padded (rows, heads, longest, d)."""
         x = x.index_select(0, source) if is_padded else x
         return x.view(len(batch), longest, *x.shape[1:]).transpose(1, 2)
 

@@ -18,14 +18,14 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Request:
-    """Tokens to be scored, and the tokens before them (at least one)."""
+    """Tokens to be scored (`continuation`), and the tokens before them (`prefix`, at least one)."""
 
     prefix: Sequence[int]
     continuation: Sequence[int]
 
     @property
     def inputs(self) -> Ids:
-        """The tokens that a model reads: the last one is only predicted."""
+        """Tokens that the model reads: all but the last one, which is only predicted."""
         return np.asarray([*self.prefix, *self.continuation[:-1]], dtype=np.int64)
 
 
@@ -38,7 +38,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Tree:
-    """n tokens in preorder."""
+    """Requests as a tree of n tokens in preorder."""
 
     tokens: Ids  # (n,)
     positions: Ids  # (n,) from the root
@@ -68,10 +68,9 @@ class Costs:
 def plan_trees(
     requests: Sequence[Request], waiting: Sequence[int], costs: Costs, largest: int, end_of_document: int | None = None
 ) -> list[Tree]:
-    """Pack the requests at the places `waiting` into trees of at most `largest` tokens, if sharing pays by `costs`.
+    """Pack the requests with the indices `waiting` into trees of at most `largest` tokens, if sharing pays by `costs`.
 
-    A longer request has a separate tree. After `end_of_document` another document begins, which does not see the
-    tokens before.
+    A longer request has a separate tree. No token sees those before the last `end_of_document` that precedes it.
     """
     growing: list[_Growing] = []
     for place, inputs in ordered(requests, waiting):
@@ -87,7 +86,7 @@ def plan_trees(
 
 
 def ordered(requests: Sequence[Request], waiting: Sequence[int]) -> list[tuple[int, Ids]]:
-    """Return (place, inputs) of waiting requests in lexicographic order of the inputs."""
+    """Return (index, inputs) of the requests with the indices `waiting`, in lexicographic order of the inputs."""
     inputs = {place: requests[place].inputs for place in waiting}
     # Big-endian numbers of four bytes compare as their bytes do.
     order = sorted(waiting, key=lambda place: inputs[place].astype(">u4").tobytes())
@@ -115,7 +114,7 @@ def tree_batches(trees: Sequence[Tree], batch_tokens: int) -> Iterator[list[Tree
 
 
 class _Growing:
-    """A tree, and the path to the tokens of the request that was added last."""
+    """A tree under construction, with the path to the request that was added last."""
 
     def __init__(self, end_of_document: int | None) -> None:
         self._end = end_of_document
