@@ -48,7 +48,7 @@ SECONDS = 10.0  # between two lines of progress
 def item_results(
     entry: SuiteTask, samples: list[dict[str, Any]], averaged: set[str], truncated: Arguments, failed: Arguments
 ) -> list[ItemResult]:
-    """Return one result per item of lm-eval's samples, by place; samples of several filters are merged.
+    """Convert lm-eval's samples to one result per item, in order; samples of several filters are merged.
 
     `averaged`: metrics whose mean is the task's score; `truncated`, `failed`: see `harness.CheckpointLM`.
     """
@@ -107,7 +107,7 @@ def _gold(arguments: Any, nats: float) -> tuple[float, str] | None:
 
 
 def _right_choices(task: Any, doc: Any, texts: list[str]) -> list[int]:
-    """Return the places of the right choices; as in lm-eval a label is a place, a text, or a list of either."""
+    """Return the indices of the right choices; as in lm-eval a label is an index, a text, or a list of either."""
     label = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
     labels = label if isinstance(label, list) else [label]
     places = [texts.index(one) if isinstance(one, str) and one in texts else one for one in labels]
@@ -118,12 +118,12 @@ def _right_choices(task: Any, doc: Any, texts: list[str]) -> list[int]:
 
 
 def items_path(scores: Path) -> Path:
-    """Return the file of items of a file of scores: `scores.json` -> `scores.items.jsonl.gz`."""
+    """Return the path of the items that belong to a file of scores: `scores.json` -> `scores.items.jsonl.gz`."""
     return scores.with_name(f"{scores.stem}.items.jsonl.gz")
 
 
 def as_dicts(task: str, items: Sequence[ItemResult], contaminated: Collection[int] | None) -> list[dict[str, Any]]:
-    """Return a task's items as they are written.
+    """Convert a task's items for the file of items.
 
     Texts are cut in the middle to `LONGEST` characters, and numbers that are not finite become None.
     """
@@ -147,7 +147,7 @@ def as_dicts(task: str, items: Sequence[ItemResult], contaminated: Collection[in
 
 
 def shortened(text: str) -> str:
-    """Return the start and the end of a text, at most `LONGEST` characters together."""
+    """Cut the middle out of a text that is longer than `LONGEST` characters."""
     if len(text) <= LONGEST:
         return text
     room = LONGEST - len(CUT)
@@ -164,7 +164,7 @@ def pack_items(items: Iterable[dict[str, Any]]) -> bytes:
 
 
 def read_items(path: Path, say: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
-    """Return the items of an evaluation, if there is a file. A damaged file is moved aside and reported to `say`."""
+    """Read the file of items, or return [] without one. A damaged file is renamed, and reported to `say`."""
     if not path.is_file():
         return []
     try:
@@ -198,7 +198,7 @@ def request_key(kind: str, *parts: Any) -> str:
 
 
 class Answers:
-    """Answers by key, in memory and, with a `path`, in a file; reports the progress and speed of a task.
+    """A model's answers by request, in memory and, with a `path`, in a file; reports the progress and speed of a task.
 
     A file with another header is replaced, and damaged lines of a file are ignored. Raises UserError if the file cannot
     be written.
@@ -235,7 +235,7 @@ class Answers:
         return answer
 
     def put(self, pairs: Iterable[tuple[str, Any]]) -> None:
-        """Keep a batch of JSON values, and write it as one line. Raises UserError if the disk is full."""
+        """Store a batch of (key, JSON value), in the file as one line. Raises UserError if the disk is full."""
         batch = dict(pairs)
         if not batch:
             return
@@ -265,7 +265,7 @@ class Answers:
 
 @contextlib.contextmanager
 def only_one(output: Path, say: Report, ranks: Mesh) -> Iterator[None]:
-    """Lock the output, so that two evaluations into one file do not compute twice; the kernel drops the lock.
+    """Lock the output during a block, so that two evaluations do not compute the same scores twice.
 
     Raises UserError if the folder cannot be written, or if the output is a folder.
     """
@@ -302,7 +302,7 @@ class Record:
         ranks: Mesh,
         keep_items: bool,
     ) -> None:
-        """Start from the scores of an earlier evaluation of this checkpoint, without tasks whose settings changed."""
+        """Load the scores of an earlier evaluation of this checkpoint, without tasks whose settings changed."""
         self.output, self._ranks, self._say, self._keep_items = output, ranks, say, keep_items
         old = run_on_ranks(ranks, lambda: _kept(output, header, suite, ngram, say), only_first=True)
         empty: dict[str, Any] = {"tasks": {}, "suites": {}, "held_out": None, "contamination_withheld": None}
@@ -323,7 +323,7 @@ class Record:
 
     @contextlib.contextmanager
     def answers(self) -> Iterator[Answers]:
-        """Open the answers so far, which the first rank keeps; delete them if the block ends without an error."""
+        """Open the file of answers on rank 0 (the others have none); delete it if the block ends without an error."""
         path = self.output.with_name(f"{self.output.stem}.answers.jsonl")
         header = {key: self.scores[key] for key in ("checkpoint_sha256", *SETTINGS)}
         is_first = self._ranks.rank == 0
@@ -334,16 +334,16 @@ class Record:
             path.unlink(missing_ok=True)
 
     def enter(self, name: str, scores: dict[str, Any], items: list[dict[str, Any]]) -> None:
-        """Write a finished task. Raises UserError if the files cannot be written; the old ones stay."""
+        """Add a finished task and write the files. Raises UserError if that fails; the old files stay."""
         self.tasks[name] = scores
         if self._keeps:
             self._members[name] = pack_items(items)
         self._write(flush=False)
 
     def finish(self, held_out: Callable[[], dict[str, Any]], suites: Mapping[str, Sequence[str]]) -> None:
-        """Add the held-out loss, and the means of the suites (name -> tasks) whose tasks have all been scored.
+        """Add the held-out loss, and the means of suites (name -> tasks) whose tasks all have scores; write the files.
 
-        `held_out` is called if no loss is known, and, if items are kept, for its worst windows; a known loss stays.
+        `held_out` is called if no loss is known, or if items are kept and its worst windows are missing.
         """
         held_out_scores = self.scores["held_out"]
         if held_out_scores is None or held_out_scores.get("withheld"):  # the corpus may be at hand by now
@@ -359,7 +359,7 @@ class Record:
         self._write(flush=True)
 
     def _write(self, flush: bool) -> None:
-        """Write both files; a power cut before the last write, which is flushed, costs only some tasks."""
+        """Write scores and items. Only the last write is flushed; a power cut before it costs only some tasks."""
         self.scores["seconds"] = round(sum(task["seconds"] for task in self.tasks.values()), 3)
 
         def write() -> None:
@@ -372,7 +372,7 @@ class Record:
 
 
 def _kept(output: Path, header: dict[str, Any], suite: Suite, ngram: int | None, say: Report) -> dict[str, Any]:
-    """Return what `output` holds of this checkpoint, without tasks whose items, prompts or settings changed."""
+    """Return the scores in `output` of this checkpoint, without tasks whose items, prompts or settings changed."""
     if not output.exists():
         return {}
     old = read_json(output)

@@ -38,7 +38,10 @@ _HIDDEN = re.compile(
 def render_page(
     template: str, title: str, context: dict[str, Any], style: str, script: str = "", data: Any = None
 ) -> str:
-    """Render a whole page from a template, a style (in addition to `page.css`), a script, and the script's data."""
+    """Render an HTML page from files in `templates`: a template, a style (added to `page.css`) and a script.
+
+    `context` is for the template, `data` for the script.
+    """
     styles = "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", style))
     code = (TEMPLATES / script).read_text(encoding="utf-8") if script else ""
     policy = (
@@ -94,7 +97,7 @@ def breakable(name: str) -> Markup:
 
 
 def _data_block(value: Any) -> Markup:
-    """Return JSON that a script of the page reads, in an element that no browser runs.
+    """Return a value as JSON for the page's script, in an element that no browser runs.
 
     `<` is escaped, so neither `</script` nor `<!--` can occur; so are U+2028, U+2029, marks of direction and lone
     surrogates. A number that is not finite becomes a text ("nan", "-inf"), because JSON has none.
@@ -128,7 +131,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def number(value: float | None, digits: int = 3, sign: str = "") -> str:
-    """Format as 0.123; with `sign` "+" a positive number has its sign too."""
+    """Format as 0.123, or – if it is no finite number; with `sign` "+" positive numbers have a sign too."""
     return f"{value:{sign}.{digits}f}".replace("-", "−") if is_number(value) else "–"
 
 
@@ -142,7 +145,7 @@ def scored(scores: Mapping[str, Any], metric: str, digits: int = 3) -> str:
 
 
 def short_count(value: float | None) -> str:
-    """Format with three digits: 1234567 -> 1.23M."""
+    """Format with three significant digits: 1234567 -> 1.23M."""
     if not is_number(value):
         return "–"
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -177,7 +180,7 @@ Dots = dict[str, list[tuple[int, float, float]]]  # colour class -> (row number,
 
 @dataclass
 class Axis:
-    """A range of numbers, `low` to `high`; with `log`, equal ratios take equal room."""
+    """An axis of a plot from `low` to `high`, logarithmic with `log`."""
 
     low: float
     high: float
@@ -193,13 +196,13 @@ class Axis:
         return cls(low - air, high + air)
 
     def at(self, value: float) -> float:
-        """Return the position of a value, from 0 to 1."""
+        """Return the position of a value on the axis: 0 at `low`, 1 at `high`."""
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Return three to six round numbers on the axis, with their texts."""
+        """Return (value, label) of a few round numbers on the axis."""
         if not self.log:
             return _round_ticks(self.low, self.high)
         first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
@@ -228,7 +231,7 @@ def bar_end(value: float, largest: float = 1.0) -> str:
 
 @dataclass
 class Panel:
-    """One small scatter plot; `errors` are (x, y, standard error), drawn twice as long."""
+    """One small scatter plot; `errors` are (x, y, standard error), drawn as bars of ± 2 standard errors."""
 
     name: str
     x_axis: Axis
@@ -246,7 +249,7 @@ class Panel:
 
     @property
     def paths(self) -> list[tuple[str, str, str]]:
-        """(classes, row numbers, path) of all dots of one colour."""
+        """(CSS classes, row numbers, SVG path) of the dots of each colour."""
         return [
             (
                 f"{kind} {colour}",
@@ -263,7 +266,7 @@ class Panel:
 
     @property
     def ways(self) -> list[tuple[str, str]]:
-        """(colour class, path) of each line."""
+        """(CSS class of the colour, SVG path) of each line."""
         ways = ((colour, [f"{self.x(x)} {self.y(y)}" for x, y in points]) for colour, points in self.lines)
         return [(colour, "M" + "L".join(points)) for colour, points in ways]
 

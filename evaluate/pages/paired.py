@@ -26,9 +26,11 @@ Choice = tuple[int, int, int, int]  # one and another of the small runs, the sam
 
 @dataclass(frozen=True)
 class Paired:
-    """z: of the two runs that lie furthest apart, in standard errors of their difference; apart: share of the `pairs`
-    beyond the threshold; held: share of the `choices` that turn out the same in small runs and in large ones, with its
-    standard error over items.
+    """A comparison of runs on the items of one task.
+
+    `z`: difference of the two runs that lie furthest apart, in standard errors; `apart`: share of the `pairs` whose
+    difference exceeds `threshold`; `held`: share of the `choices` that come out the same in small runs and in large
+    ones, with its standard error over items.
     """
 
     items: int
@@ -66,7 +68,10 @@ def compare_tasks(answers: Mapping[Any, Answers], measure: str, choices: Sequenc
 
 
 def compare_runs(answers: Mapping[Any, Mapping[int, float]], choices: Sequence[Choice]) -> Paired | None:
-    """Compare runs, by place or id, over the items that all of them answered; None if there are too few."""
+    """Compare runs over the items that all of them answered; None if these are fewer than `FEWEST`.
+
+    `answers`: run -> item -> value.
+    """
     shared = sorted(set.intersection(*map(set, answers.values()))) if len(answers) > 1 else []
     if (n := len(shared)) < FEWEST:
         return None
@@ -86,7 +91,7 @@ def compare_runs(answers: Mapping[Any, Mapping[int, float]], choices: Sequence[C
     by_luck = [np.max(np.abs(part[:, i] - part[:, j]) / error, axis=1, initial=0.0) for part in drawn]
 
     def z_of(difference: Any) -> Any:
-        """Convert a difference in errors about zero to errors about itself; bounded if all items differ equally."""
+        """Convert z with an error about zero to z with one about the mean; bounded if all items differ equally."""
         return difference * np.sqrt((n - 1) / np.maximum(n - difference**2, 1e-4 * n))
 
     z = z_of(difference)
@@ -96,7 +101,7 @@ def compare_runs(answers: Mapping[Any, Mapping[int, float]], choices: Sequence[C
         a, b, c, d = np.array(known_choices).T
 
         def agreeing(score: np.ndarray) -> np.ndarray:
-            """Return the share of choices that agree; a tie counts half."""
+            """Return, per row of scores, the share of choices on which small and large runs agree; ties count half."""
             return (np.sign(score[:, a] - score[:, b]) * np.sign(score[:, c] - score[:, d]) / 2 + 0.5).mean(axis=1)
 
         resampled = rng.multinomial(n, np.full(n, 1 / n), DRAWS) @ scores.T / n

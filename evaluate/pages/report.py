@@ -34,7 +34,7 @@ VERDICTS = ("acc", "exact_match", "acc_norm")
 
 
 def checkpoint_page(scores: Scores, items: Items = (), against: Other | None = None) -> str:
-    """Return a self-contained HTML page of what `Evaluator.evaluate` returned and the items that it wrote.
+    """Return a self-contained HTML page of a checkpoint: the scores from `Evaluator.evaluate`, and its items.
 
     `against`: scores and items of another checkpoint, which are compared item by item.
     """
@@ -168,7 +168,7 @@ def _called(scores: Scores) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """This checkpoint minus the other one, over `items` that both answered; `error` is the paired standard error."""
+    """This checkpoint minus the other one, over `items` items that both answered; `error`: paired standard error."""
 
     items: int
     own: float
@@ -182,14 +182,14 @@ class Difference:
 
 
 def _key_of(item: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the key by which two items are the same question; the place in the dataset is not enough."""
+    """Return a key that two items share if they are the same question; the index in the dataset is not enough."""
     return (item.get("task"), item.get("index"), item.get("prompt"), tuple(item.get("choices") or ()))
 
 
 def paired_differences(
     items: Iterable[Mapping[str, Any]], others: Iterable[Mapping[str, Any]]
 ) -> dict[str, dict[str, Difference]]:
-    """Return task -> measure -> difference, over the items for which both have a number."""
+    """Return task -> measure -> difference of two checkpoints, over the items for which both have a number."""
     others_by_key = {_key_of(item): item for item in others}
     pairs: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for item in items:
@@ -231,7 +231,7 @@ def is_right(item: Mapping[str, Any]) -> bool | None:
 
 
 def payload(scores: Scores, items: Items, against: Other | None) -> dict[str, Any]:
-    """Return the data of the page's script, with the other checkpoint's answers."""
+    """Return the data of the page's script: the items with the answers of one or both checkpoints."""
     others = {_key_of(item): item for item in against[1]} if against else {}
     tasks = task_order(scores, items)
     places = {task: place for place, task in enumerate(tasks)}

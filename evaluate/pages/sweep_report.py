@@ -31,11 +31,11 @@ Value = tuple[float, float | None]  # and its standard error
 
 
 def sweep_page(rows: Sequence[Row], answers: Mapping[str, Answers], title: str, links: Mapping[str, str]) -> str:
-    """Return a self-contained HTML page.
+    """Return a self-contained HTML page of a sweep's scores.
 
-    `rows`: one for each checkpoint: run_id, name, step, final, N, D, flops, loss, recipe (or None), `tasks` (the scores
-    by task), and where a `budget` is given, it says which runs belong together. By run_id, `answers` are what its final
-    checkpoint scored on each item, `links` a page of that checkpoint, relative to this one.
+    `rows`: one per checkpoint, with run_id, name, step, final, N, D, flops, loss, recipe (or None), `tasks` (scores by
+    task) and perhaps `budget`, which groups the runs. By run_id: `answers` are the items' scores of the final
+    checkpoint, and `links` the relative path of its page.
     """
     sweep = Sweep.of(rows)
     scored = sorted({name for row in sweep.rows for name in row["tasks"]})
@@ -79,7 +79,7 @@ def sweep_page(rows: Sequence[Row], answers: Mapping[str, Answers], title: str, 
 
 
 def safe_link(link: str | None) -> str | None:
-    """Return a relative path, or None for an address with a scheme (javascript:) or a host."""
+    """Return a link if it is a relative path; return None if it has a scheme (javascript:) or a host."""
     return link if link and re.fullmatch(r"(?!/)[^:\\]*", link) and link.isprintable() else None
 
 
@@ -113,7 +113,7 @@ class Sweep:
         )
 
     def shade(self, place: int) -> str:
-        """Return the class of one of the shades of N; few shades use colours that differ more."""
+        """Return the CSS class of shade number `place` of N; if the shades are few, their colours differ more."""
         spread = round(place * (SHADES - 1) / (len(self.shades) - 1)) if len(self.shades) > 1 else SHADES - 2
         return f"n{spread}"
 
@@ -121,7 +121,7 @@ class Sweep:
         return f"r{self.recipes.index(recipe) % SHADES}"
 
     def value(self, place: int, task: str, keys: Sequence[str]) -> Value | None:
-        """Return the first of `keys` that this checkpoint has for the task, with its standard error."""
+        """Return (score, standard error) of row `place` on a task, for the first of `keys` that it has, or None."""
         scores = self.rows[place]["tasks"].get(task, {})
         key = next((key for key in keys if is_number(scores.get(key))), None)
         if key is None:
@@ -130,7 +130,7 @@ class Sweep:
         return scores[key], error if is_number(error) else None
 
     def best(self, recipe: str | None = None) -> list[int]:
-        """Return the finished run with the lowest held-out loss of each budget, with that recipe if one is given."""
+        """Return the row of each budget's finished run with the lowest held-out loss (with one recipe, if given)."""
         return [place for group in self.budgets if (place := self._lowest(group, recipe)) is not None]
 
     @cached_property
@@ -146,7 +146,7 @@ class Sweep:
         return min(candidates, key=lambda place: self.rows[place]["loss"], default=None)
 
     def best_of_each(self) -> dict[str, int]:
-        """Return the best run of each recipe at the largest budget that all recipes have; empty if there is none."""
+        """Return recipe -> row of its best run, at the largest budget that all recipes have; empty if there is none."""
         for group in reversed(self.budgets):
             best = {recipe: self._lowest(group, recipe) for recipe in self.recipes}
             if all(place is not None for place in best.values()):
@@ -159,7 +159,7 @@ def recipe_of(row: Row) -> str:
 
 
 def _budgets(rows: Sequence[Row]) -> list[list[int]]:
-    """Return the places of the finished runs of each budget, by rising FLOPs; by `budget` if every run has one.
+    """Group the rows of finished runs by their `budget`, if all have one; return groups by rising FLOPs.
 
     Otherwise a budget is FLOPs within a factor of each other, because a grid hits its budgets only to whole steps.
     """
@@ -191,7 +191,7 @@ class Trend:
 
     @property
     def steps(self) -> list[bool]:
-        """Return whether the value falls, from each budget to the next."""
+        """Return, for each budget but the last, whether the next one has a lower value."""
         return [later < before for before, later in zip(self.values, self.values[1:], strict=False)]
 
     @property
@@ -200,7 +200,7 @@ class Trend:
 
 
 def trend(sweep: Sweep, task: str) -> Trend | None:
-    """Return the trend of a task's bits per byte, if it has them."""
+    """Return the trend of a task's bits per byte over the budgets, or None if it has none."""
 
     def points(places: Sequence[int]) -> tuple[list[float], list[float]]:
         values = {place: scored[0] for place in places if (scored := sweep.value(place, task, BITS))}
@@ -211,7 +211,10 @@ def trend(sweep: Sweep, task: str) -> Trend | None:
 
 
 def choices(sweep: Sweep) -> list[Choice]:
-    """Return pairs of recipes, or of sizes by their place in a budget, at a small budget and at the largest."""
+    """List the choices between two recipes, or two sizes, that a smaller budget offers as well as the largest one.
+
+    Each is the rows of the two at the smaller budget, then at the largest. A size is given by its rank.
+    """
     made: list[dict[Any, int]] = []
     for group in sweep.budgets:
         places = {size: place for place, size in enumerate(sorted({sweep.rows[run].get("N") or 0 for run in group}))}
@@ -231,7 +234,7 @@ def choices(sweep: Sweep) -> list[Choice]:
 
 
 def strength(signal: Signal) -> float:
-    """Return the signal-to-noise ratio of the better of a task's two measures."""
+    """Return the largest difference between runs over its noise threshold, for the better of a task's two measures."""
     return max((one.z / one.threshold for one in signal.values() if one), default=0.0)
 
 
@@ -301,7 +304,7 @@ def _said(row: Row) -> str:
 def _recipe_rows(
     sweep: Sweep, tasks: Sequence[str], best: Mapping[str, int]
 ) -> list[tuple[str, dict[str, Value | None], float | None, int]]:
-    """Return (name, value of each recipe, the lowest, digits) for held-out loss and each task's bits per byte."""
+    """List (name, value by recipe, lowest value, digits) for held-out loss and each task's bits per byte."""
     losses = {recipe: sweep.rows[place].get("loss") for recipe, place in best.items()}
     rows: list[tuple[str, dict[str, Value | None], int]] = [
         ("held-out loss", {recipe: (loss, None) if is_number(loss) else None for recipe, loss in losses.items()}, 4)

@@ -58,7 +58,7 @@ def load_custom(
 ) -> dict[str, SuiteTask]:
     """Load the task of a .jsonl file, or every task of a file or a folder (with subfolders) of lm-eval YAML.
 
-    With `shots` examples before each question, `@shots` ends the names; 0 leaves a YAML's own `num_fewshot`.
+    `shots`: examples before each question, added to the names as `@shots`; 0 uses a YAML's own `num_fewshot`.
     `allow_code`: whether the YAML may run Python. Raises UserError naming file, line, field and value, and what would
     be accepted.
     """
@@ -76,7 +76,7 @@ def load_custom(
 
 
 def check_custom(path: Path, allow_code: bool = False) -> None:
-    """Raise the errors of `load_custom` that concern the files themselves; data are not loaded."""
+    """Check the files of tasks without loading data. Raises the errors that `load_custom` would raise."""
     if path.name.lower().endswith(_JSONL):
         read_questions(path)
     for file in sorted(path.rglob("*.yaml")) if path.is_dir() else [path] if path.suffix == ".yaml" else []:
@@ -146,9 +146,9 @@ def _examples(path: Path, name: str, rows: list[dict[str, Any]], index: int, sho
 
 
 def read_questions(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a .jsonl file: {"prompt", "choices", "answer" (a place)} or {"prompt", "answer" (a text)}.
+    """Read a .jsonl file: {"prompt", "choices", "answer" (an index)} or {"prompt", "answer" (a text)} for each line.
 
-    Raises UserError at the first line that is not an item, or that is of another kind than the first.
+    Raises UserError at the first line that is no item, or that unlike the first one has choices or none.
     """
     try:
         rows = dict(json_objects(path))
@@ -204,7 +204,7 @@ def _text(row: dict[str, Any], field: str, where: str) -> str:
 
 
 def _place(answer: Any, choices: list[str], where: str) -> int:
-    """Return the place of the right choice, given by place, text or letter; a text that is a choice is not a letter."""
+    """Return the index of the right choice, given by index, text or letter; a text that is a choice is not a letter."""
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
         return answer
     letters = string.ascii_uppercase[: len(choices)]
@@ -298,7 +298,7 @@ class _Definition(TypedDict, total=False):
 
 
 def _definition(path: Path, allow_code: bool) -> dict[str, Any]:
-    """Read one file. Its Python is imported if lm-eval wrote the file, or with `allow_code`."""
+    """Read one YAML file. Python that it names is imported only if lm-eval wrote the file, or with `allow_code`."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     if not path.is_relative_to(lm_eval_tasks().resolve()):
@@ -325,7 +325,7 @@ def _definition(path: Path, allow_code: bool) -> dict[str, Any]:
 
 
 def _script(value: Any) -> str | None:
-    """Return what would run a script of a folder or the Hub: a metric that is not lm-eval's, or data that are code."""
+    """Return the setting that would run a script (a metric that is not lm-eval's, or data that are code), or None."""
     from lm_eval.api import metrics  # noqa: F401  (registers them)
     from lm_eval.api.registry import metric_registry
 
@@ -341,7 +341,7 @@ def _script(value: Any) -> str | None:
 
 
 def _resolve_data(config: dict[str, Any], folder: Path) -> None:
-    """Make paths of data next to the YAML absolute; names on the Hub and URLs stay as they are."""
+    """Make the paths of data in `config` absolute if they exist in `folder`; names on the Hub and URLs stay."""
     for member in config["task"] if isinstance(config.get("task"), list) else []:
         if isinstance(member, dict):  # a group may define its tasks in place
             _resolve_data(member, folder)
@@ -363,7 +363,7 @@ def _resolve_data(config: dict[str, Any], folder: Path) -> None:
 
 
 def _check_members(folder: Path, manager: TaskManager) -> None:
-    """Refuse unknown members of a group, which lm-eval would define as new tasks."""
+    """Raise UserError if a group has an undefined task, which lm-eval would define as a new one."""
     for name, entry in list(manager.task_index.items()):
         members = entry.cfg.get("task") if entry.cfg and "group" in entry.cfg else None
         for member in members if isinstance(members, list) else []:
@@ -388,7 +388,7 @@ def _frozen(folder: Path, name: str, task: Any, shots: int, limit: int | None) -
 
 
 def load_texts(folder: Path | str, limit: int | None = None) -> dict[str, SuiteTask]:
-    """Return a task of type `loglikelihood_rolling` for each domain (see above), named `text_<folder>_<domain>`.
+    """Load a folder as a task of type `loglikelihood_rolling` per domain (see above), named `text_<folder>_<domain>`.
 
     `limit`: documents per domain; None means all. Raises UserError: no such folder, a file that cannot be read, or a
     domain without text.
@@ -406,7 +406,7 @@ def load_texts(folder: Path | str, limit: int | None = None) -> dict[str, SuiteT
 
 
 def domains(folder: Path) -> dict[str, list[Path]]:
-    """Return the files of each domain in a fixed order. Raises UserError if there are none."""
+    """Return the files of each domain, sorted by its name. Raises UserError if there are none."""
     result: dict[str, list[Path]] = {}
     try:
         files = find_files(str(folder))
@@ -455,7 +455,7 @@ def _documents(files: list[Path]) -> Iterator[str]:
 
 
 def _about(folder: Path, error: UserError) -> str:
-    """Rewrite an error of the corpus readers, which name settings that a suite does not have."""
+    """Reword an error of the corpus readers, which names settings of a training run, for `text:` tasks."""
     text = str(error).removeprefix("data.path: ")
     text = text.replace(f"data.field is {FIELD!r}; ", f"the text must be in a field {FIELD!r}; ")
     return f"task 'text:{folder}': " + text.replace("data.path is ", "the folder is ")

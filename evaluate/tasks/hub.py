@@ -85,9 +85,9 @@ def check_name(name: str, manager: TaskManager) -> None:
 def load_named(
     name: str, shots: int | None, limit: int | None, manager: TaskManager, progress: Report
 ) -> dict[str, SuiteTask]:
-    """Load a task, or every task of a group or a tag, with data from staged copies or from its definition's source.
+    """Load a task, or every task of a group or a tag. Data come from staged copies, or else from their source.
 
-    Raises UserError: an unknown name, a task of another kind, or data that cannot be loaded.
+    Raises UserError: an unknown name, a task that is not text, or data that cannot be loaded.
     """
     check_name(name, manager)
     result = {}
@@ -132,7 +132,7 @@ def stage_named(names: list[str], progress: Report) -> list[Path]:
 def staged_copies(progress: Report, keep: list[Path] | None = None) -> Iterator[None]:
     """Make `datasets.load_dataset` read undamaged staged copies inside the block.
 
-    With a list `keep`, data without a copy are copied, and the folders of all that was asked for are appended.
+    If `keep` is a list, data without a copy are copied, and the folder of every copy that was loaded is appended.
     """
     import datasets
 
@@ -170,7 +170,7 @@ def copy_folder(arguments: dict[str, Any]) -> Path:
 
 
 def read_copy(folder: Path) -> Any | None:
-    """Return the data of a copy after checking every file; None if the copy is missing or damaged."""
+    """Load the dataset of a copy after checking every file; None if the copy is missing or damaged."""
     import datasets
     import pyarrow.parquet
 
@@ -189,7 +189,7 @@ def read_copy(folder: Path) -> Any | None:
 
 
 def write_copy(folder: Path, data: Any, arguments: dict[str, Any]) -> None:
-    """Replace a copy in one rename. Streamed data are not copied."""
+    """Write a copy of a dataset, replacing the old one in one rename. Streamed data are not copied."""
     import datasets
 
     if not isinstance(data, datasets.Dataset | datasets.DatasetDict):

