@@ -57,7 +57,7 @@ class AdaptiveGrid(IsoflopGrid):
         return self.flops_budget or trained_flops(list(self.isoflop_runs(base, tuner)))
 
     def runs(self, base: RunConfig, tuner: Tuner) -> list[RunConfig]:
-        """Return the first round: the largest small isoFLOP grid that FIRST_SHARE of the FLOPs pays for."""
+        """Return the first round's runs: the largest small isoFLOP grid that costs at most FIRST_SHARE of the FLOPs."""
         if self.recipes is not None and len(self.recipes) != 1:
             raise UserError(
                 f"grid.recipes has {counted(len(self.recipes), 'recipe')}; it must have one, because an adaptive grid "
@@ -90,7 +90,7 @@ class AdaptiveGrid(IsoflopGrid):
         return bool(added)
 
     def ask_round(self, sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any] | None:
-        """Return the points grid of the next round, or None if the grid is over."""
+        """Return the grid of the next round's runs (kind points), or None if no round follows."""
         from .suggest import NothingToSuggest
 
         record = _record(sweep)
@@ -150,7 +150,7 @@ def _expanded(
 
 
 def round_summary(sweep: SweepDirectory) -> str:
-    """Describe the newest round and the interval it should reach, or why the grid is over."""
+    """Describe the newest round and the 95 % interval it should reach, or why no round follows."""
     record = _record(sweep)
     if record["ended"] is not None or not record["rounds"]:
         return f"the adaptive grid is over: {record['ended']}"

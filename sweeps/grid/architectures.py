@@ -24,7 +24,7 @@ _Candidate = tuple[int, float, ModelConfig]  # see `well_shaped`
 
 
 def head_dim(width: int) -> int:
-    """Return the head size for a width: the width below 32, then 16 to 128."""
+    """Return the head size for a model width: the width itself below 32, then 16 to 128."""
     if width < 32:
         return width
     for limit, size in ((128, 16), (256, 32), (1024, 64)):
@@ -58,7 +58,7 @@ def shaped(base: ModelConfig, width: int, depth: int) -> ModelConfig:
 
 
 def of_depth(base: ModelConfig) -> ModelConfig:
-    """Return the base model with the width that the rule gives for its depth."""
+    """Return the base model with the width closest to 4 depth^2, and the heads for it."""
     ideal = 4 * base.depth**2
     return shaped(base, min(widths(ideal + 256), key=lambda width: abs(width - ideal)), base.depth)
 
@@ -76,12 +76,12 @@ def _candidates(frozen_base: tuple[tuple[str, object], ...]) -> tuple[_Candidate
 
 
 def well_shaped(base: ModelConfig) -> tuple[_Candidate, ...]:
-    """Return every well-shaped model as (N_active, distance from the depth rule, config), smallest first."""
+    """Return all models near the depth rule as (N_active, distance from the rule, config), smallest first."""
     return _candidates(tuple(dataclasses.asdict(base).items()))
 
 
 def nearest_model(base: ModelConfig, target: float, above: int = 0) -> ModelConfig:
-    """Return the well-shaped model with N_active nearest to `target` and greater than `above`."""
+    """Return the model near the depth rule with N_active nearest to `target` and greater than `above`."""
     pool = well_shaped(base)
     largest = pool[-1][0]
     if target > 2 * largest or above >= largest:

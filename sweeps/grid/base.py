@@ -41,26 +41,26 @@ class GridConfig:
     tries_settings: ClassVar[bool] = False  # its runs compete with different settings, independent of the rules
 
     def set_first_text(self, base: RunConfig) -> None:
-        """Give the base the text of the grid's first run, if the grid varies it."""
+        """Set the training corpus of `base` to that of the grid's first run, if the grid varies it."""
 
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterable[RunConfig]:
-        """Return the initial runs, in the grid's order, with one seed, recipe and variant."""
+        """Return the initial runs in order, before seeds, recipes and variants multiply them."""
         raise UserError(f"grid.kind is {self.kind!r}; it must be one of {', '.join(grid_kinds())}")
 
     def fill_budgets(self, budgets: list[float] | None, probed: Callable[[], list[float]]) -> None:
-        """Set missing budgets to `budgets` of the cluster, else to those of a probe."""
+        """Set missing budgets to `budgets`, or if that is None to the result of `probed`."""
 
     def notes(self, runs: Sequence[RunConfig], tuner: Tuner) -> list[str]:
         """Return notes for the user on these planned runs, such as limits of their fit; may raise UserError."""
         return []
 
     def next_round(self, sweep: Any, config: Any) -> bool:
-        """Add runs to a SweepDirectory whose runs have ended. Returns False if the SweepConfig asks for no more."""
+        """Add further runs to a SweepDirectory whose runs have ended. Returns False if none were added."""
         return False  # the two types are not imported, because their modules import this one
 
     @classmethod
     def results(cls, sweep: Any) -> dict[str, Any] | None:
-        """Return the content of law.json, or None for a grid that is fitted by a law of the loss."""
+        """Return the content of law.json, or None if a law of the loss is to be fitted."""
         return None
 
     def refuse_tokens(self, base: RunConfig) -> None:
@@ -72,7 +72,7 @@ class GridConfig:
 
 @functools.cache
 def grid_kinds() -> dict[str, type[GridConfig]]:
-    """Return all kinds of grid by name."""
+    """Return the class of each kind of grid, by name."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         importlib.import_module(f"{__package__}.{module.name}")
 
@@ -91,7 +91,7 @@ def unique_tokens(run: RunConfig) -> float:
 
 
 def fit_notes(runs: Sequence[RunConfig], more: Mapping[str, str]) -> list[str]:
-    """Return the fit's warnings about a plan; `more` has text to append, by warning code."""
+    """Return the warnings that a fit of planned runs would give; `more`: text to append, by warning code."""
     from ...fit.checks.doctor import examine_plan
 
     unique = unique_tokens(runs[0])

@@ -16,17 +16,20 @@ NAMES = {f"data.{name}" for name in CONTENT}
 
 
 class Texts:
-    """The texts of a grid's runs. Each is read once."""
+    """The training corpora of a grid's runs. Each is read once."""
 
     def __init__(self, base: RunConfig | None = None) -> None:
-        """Begin with the text of `base`, whose fingerprints are filled in."""
+        """Start with the corpus of `base`, whose fingerprints are filled in."""
         self._known = dict[tuple[object, ...], tuple[DataConfig, int]]()
         if base is not None:
             assert base.model.vocab_size is not None
             self._known[_key(base.data)] = base.data, base.model.vocab_size
 
     def fill(self, run: RunConfig, fixed: Collection[str] = ()) -> None:
-        """Fill in a run's text and, unless it is in `fixed`, its vocabulary. UserError: the text cannot be read."""
+        """Fill in the path, fingerprints and vocabulary size (unless in `fixed`) of the corpus that a run trains on.
+
+        Raises UserError if the corpus cannot be read.
+        """
         key = _key(run.data)
         if key not in self._known:
             self._known[key] = _read(run.data)
@@ -42,7 +45,7 @@ def _key(data: DataConfig) -> tuple[object, ...]:
 
 
 def _read(data: DataConfig) -> tuple[DataConfig, int]:
-    """Return a text with its fingerprints, and the size of its vocabulary; print how few documents are split."""
+    """Return a corpus's config with fingerprints, and its vocabulary size. Prints a note if documents are split."""
     from ...train.data.split import Blocks, split_corpus
     from ...train.data.tokenizers import planned_fingerprint, planned_vocab_size
 

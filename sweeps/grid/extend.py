@@ -26,7 +26,7 @@ from .tuning import Tuner
 
 
 def extend_sweep(sweep: SweepDirectory, overrides: list[str], grid_file: Path | None = None) -> list[str]:
-    """Add runs by overrides of the sweep's grid, or by a YAML file. Returns the new run ids."""
+    """Add the runs of a grid: the sweep's with overrides, or that of a YAML file. Returns the new run ids."""
     if bool(overrides) == (grid_file is not None):
         raise UserError("extend needs either overrides of the grid, such as grid.budgets=[1e19], or --grid FILE")
     config = prepare.configuration(sweep)
@@ -52,7 +52,7 @@ def as_grid(values: dict[str, Any], source: object) -> GridConfig:
 
 
 def add_grid(sweep: SweepDirectory, config: SweepConfig, grid: GridConfig, reason: str) -> list[str]:
-    """Add the runs of a grid and print notes on the fit. Returns the new run ids."""
+    """Add the runs of a grid and print notes on their fit. Returns the new run ids."""
     present = [run.config() for run in membership.members(sweep)]
     runs = expand_grid(grid, prepare.resolved_base(sweep, config), config.tuning, present)
     all_runs = list({run_id(run): run for run in (*runs, *present)}.values())
@@ -90,7 +90,7 @@ def replace_diverged(sweep: SweepDirectory, config: SweepConfig) -> list[str]:
 
 
 def replace_one(sweep: SweepDirectory, run: RunDirectory, factor: float) -> list[str]:
-    """Add the same run with the learning rate times `factor`, unless the run is itself a replacement."""
+    """Add a copy of a run with the learning rate times `factor`, unless it is such a copy. Returns the new run ids."""
     if run.run_id in membership.replacements(sweep):
         return []
     other = copy.deepcopy(run.config())

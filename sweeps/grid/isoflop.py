@@ -52,7 +52,7 @@ class IsoflopGrid(GridConfig):
         N, _, smallest = architectures.well_shaped(base.model)[0]
 
         def spending(budget: float, model: ModelConfig) -> RunConfig | None:
-            """Return the model's run at a budget, or None if it has too few steps."""
+            """Return a run of the model with this budget, or None if it has fewer than `min_steps`."""
             tokens: Any = tokens_for_budget(model, base.data.sequence_length, budget, self.convention)
             run = tuner.tuned(replace(base, model=model, tokens=tokens, budget=budget), whole=True)
             return run if tokens >= self.min_steps * run.batch_tokens else None
@@ -87,7 +87,7 @@ class IsoflopGrid(GridConfig):
         return models
 
     def expected_size(self, base: ModelConfig, budget: float) -> float:
-        """Return the N of the expected optimum.
+        """Return the N that is expected to be the best at a budget.
 
         expected_N holds for models on bytes; a larger vocabulary adds to the embedding tables, not to the blocks.
         """
@@ -98,7 +98,7 @@ class IsoflopGrid(GridConfig):
         return expected + count_parameters(adapted).N_active - count_parameters(shape).N_active
 
     def notes(self, runs: Sequence[RunConfig], tuner: Tuner) -> list[str]:
-        """Return the warnings of the fit, with budgets that avoid them; UserError if a budget has too few sizes."""
+        """Return the fit's warnings, with budgets that avoid them. Raises UserError if a budget has too few sizes."""
         from ...fit.checks.doctor import FEW_SIZES, LEAST_SIZES, MANY_EPOCHS
 
         more = {}
@@ -164,7 +164,7 @@ class CurvesGrid(IsoflopGrid):
             yield from (able[i] for i in sorted({0, len(able) // 2, len(able) - 1}) if able)
 
     def notes(self, runs: Sequence[RunConfig], tuner: Tuner) -> list[str]:
-        """Return the cost of the same points as separate runs, and as a ladder of cooldowns."""
+        """Return a note on the cost of the same points as separate runs, and as a ladder of cooldowns."""
         from ...fit.curves.averaged import SPACING
 
         smallest = min(self.cooldowns, default=1.0)

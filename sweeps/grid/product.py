@@ -112,7 +112,7 @@ class CheckGrid(PointsGrid):
 
 
 def dotted(axes: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested mappings as dotted names: {a: {b: [1]}} and {a.b: [1]} are both the axis a.b."""
+    """Flatten nested mappings to (dotted name, value): {a: {b: [1]}} and {a.b: [1]} are both the axis a.b."""
     for name, value in axes.items():
         if isinstance(value, dict):
             yield from dotted(value, f"{prefix}{name}.")
@@ -144,7 +144,7 @@ def assign(run: RunConfig, name: str, value: Any, where: str = "grid.axes") -> N
 
 
 def is_cosmetic(run: RunConfig, name: str) -> bool:
-    """Return whether a dotted field is no part of a run's id."""
+    """Return whether a run's id does not depend on this field, given by dotted name."""
     node: Any = run
     for part in name.split("."):
         fields = {item.name: item for item in dataclasses.fields(node)} if dataclasses.is_dataclass(node) else {}
@@ -156,7 +156,7 @@ def is_cosmetic(run: RunConfig, name: str) -> bool:
 
 @functools.cache
 def _typed(kind: type) -> Any:
-    """Return a config that checks the type of each field when it is set."""
+    """Return an OmegaConf object of a dataclass, which checks the type of each value that is set."""
     from omegaconf import OmegaConf
 
     return OmegaConf.structured(kind)

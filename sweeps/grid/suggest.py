@@ -76,7 +76,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class SuggestedRun:
-    """One run to buy; `narrows`: the share by which it narrows the intervals that the runs before it leave."""
+    """One run to add; `narrows`: the share by which it narrows the intervals, given the runs before it."""
 
     run_id: str
     name: str
@@ -92,7 +92,7 @@ class SuggestedRun:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Runs to buy, best first, and their expected effect on the intervals."""
+    """Runs to add, best first, and their expected effect on the intervals."""
 
     budget: float
     target_flops: float
@@ -173,7 +173,7 @@ def suggest_runs(
 def _affordable(
     market: Market, table: RunTable, budget: float, seeds: int, max_flops: float | None, min_steps: int
 ) -> list[Offer]:
-    """Return the candidates within the budget."""
+    """Return the candidate runs within the budget. Raises NothingToSuggest if there are none."""
     upper, ratios = min(budget, max_flops or budget), (table.D / table.N).tolist()
     lower = BELOW * float(min(table.flops))
     offered: list[Offer] = []
@@ -194,7 +194,7 @@ def _affordable(
 
 
 def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float | None = None) -> Standing:
-    """Fit the finished runs and predict the target; NothingToSuggest if they are too few."""
+    """Fit the finished runs and predict loss and N at the target. Raises NothingToSuggest if they are too few."""
     from ...fit import FormMixture, InputError, read_table
     from ...fit.approaches.recipes import split
     from ...fit.mixture.mixture import DRAWS
@@ -306,7 +306,7 @@ def _suggestion(
 
 @dataclass(frozen=True)
 class Offer:
-    """A run that could be added."""
+    """A candidate run and its costs."""
 
     run: RunConfig
     size: float  # training FLOPs of the whole run, exact convention
@@ -383,7 +383,7 @@ class Market:
                 yield run.tokens
 
     def _saved(self, template: RunConfig, mates: Sequence[RunConfig], within: Range) -> Iterator[int]:
-        """Yield every D whose decay begins at a saved checkpoint of the trunk."""
+        """Yield every D within the range for which a run can branch from a saved checkpoint of `mates`."""
         if template.schedule.kind != "wsd":
             return
         for mate in mates:
@@ -405,7 +405,7 @@ class Market:
 
 
 def sizes(base: ModelConfig, within: Range) -> list[ModelConfig]:
-    """Return well-shaped models with a D within the range, smallest first."""
+    """Return the models for which some D lies within the range, smallest first."""
     low = math.sqrt(within.least_flops / (6 * within.most_ratio)) / 4  # small models spend more than 6 N a token
     high = math.sqrt(within.most_flops / (6 * within.least_ratio))
     models: dict[int, ModelConfig] = {}

@@ -111,7 +111,7 @@ class TuneGrid(GridConfig):
         return [architectures.nearest_model(base.model, size) for size in sorted(self.sizes)]
 
     def rung_tokens(self, base: RunConfig, model: ModelConfig, rung: int) -> int:
-        """Return the D of a rung: whole steps of every batch, because runs of a size are compared at the same D."""
+        """Return the D of a rung, a multiple of every batch, because runs of a size are compared at the same D."""
         first, now = self.tokens_per_parameter[0], self.tokens_per_parameter[rung]
         unit = base.data.sequence_length * 3 * 2 ** math.ceil(math.log2(base.optimizer.batch_size * self.span))
         return max(1, round(first * count_parameters(model).N_active / unit)) * round(now / first) * unit
@@ -167,13 +167,13 @@ class TuneGrid(GridConfig):
 
 
 def settings_of(run: RunConfig) -> Settings:
-    """Return the settings that a run of a tune tried."""
+    """Return the learning rate, batch and weight-decay timescale of a run."""
     forgotten = decaying_rate(run.optimizer, run.model.width) * run.optimizer.weight_decay * run.steps
     return Settings(run.optimizer.learning_rate, run.batch_tokens, 1.0 / forgotten)
 
 
 def tried_settings(sweep: SweepDirectory) -> Tried:
-    """Return settings and losses of finished runs, and expected losses of runs stopped as hopeless."""
+    """Return (settings, loss) of finished runs, by N and D; runs stopped as hopeless have their expected loss."""
     tried: dict[tuple[int, int], list[Any]] = {}
     for run in members(sweep):
         summary = run.summary() if run.is_done() else None
@@ -185,7 +185,7 @@ def tried_settings(sweep: SweepDirectory) -> Tried:
 
 
 def write_tuning(sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any]:
-    """Fit the rules and write tuning.yaml. Returns the content of law.json; InputError if the fit fails."""
+    """Fit the rules and write tuning.yaml. Returns the content of law.json; raises InputError if the fit fails."""
     from ...fit.hyperparameters.tuning import tuning_rules
 
     tried = tried_settings(sweep).items()

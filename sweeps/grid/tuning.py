@@ -27,7 +27,7 @@ VARIED = {*TUNED, *(f"model.{name}" for name in ("width", "depth", "heads", "kv_
 
 @dataclass
 class PowerRule:
-    """k N^a D^b batch^c, with D and the run's batch in tokens; k None: no rule."""
+    """The rule k N^a D^b batch^c with exponents `N`, `D`, `batch`; D and the run's batch in tokens; k None: no rule."""
 
     k: Positive | None = None
     N: Exponent = 0.0
@@ -98,7 +98,7 @@ class Tuner:
         return run
 
     def misses_batch(self, run: RunConfig) -> bool:
-        """Return whether a run's batch is off its rule by a factor of 1.5 or more."""
+        """Return whether a run's batch differs from its rule by a factor of 1.5 or more."""
         target = power(self.rules.batch_tokens, count_parameters(run.model).N_active, self._span(run)[1], 1.0)
         if target is None or "optimizer.batch_size" in self.rules.keep:
             return False
@@ -121,12 +121,12 @@ class Tuner:
 
 
 def power(rule: PowerRule, N: float, D: float, batch: float) -> float | None:
-    """Return a rule's value for D and batch in tokens, or None without a rule."""
+    """Evaluate a rule at N, D and batch (both in tokens); return None if its k is None."""
     return None if rule.k is None else float(rule.k * N**rule.N * D**rule.D * batch**rule.batch)
 
 
 def batch_size(rules: TuningConfig, N: float, D: float, shortest: float, length: int, ranks: int = 1) -> int:
-    """Return the sequences per step: the multiple of `ranks` in 1, 2, 3, 4, 6, 8, 12, ... that is nearest to the rule.
+    """Return the number of sequences per step: the multiple of `ranks` in 1, 2, 3, 4, 6, 8, ... nearest to the rule.
 
     The best batch is a power of D alone (Power Lines, section 4; Step Law, equation 1). The batch is at least a
     sequence per rank, and leaves a run of `shortest` tokens rules.min_steps steps if it has enough sequences.
@@ -151,13 +151,14 @@ def decaying_rate(optimizer: OptimizerConfig, width: int) -> float:
 def weight_decay(tau: float, rate: float, D: float, batch: float) -> float:
     """Return the lambda for which weights average the updates of about tau D tokens: tau = B / (eta lambda D).
 
-    tau is a constant in Wang and Aitchison 2024 (arXiv:2405.13698), a falling power of D / N in Power Lines, section 3.
+    eta is `rate`, B `batch` tokens. tau is a constant in Wang and Aitchison 2024 (arXiv:2405.13698), a falling power of
+    D / N in Power Lines, section 3.
     """
     return batch / (rate * tau * D)
 
 
 def whole_steps(tokens: float, base: RunConfig, rounded: Callable[[float], int] = round) -> int:
-    """Round D to a whole number of steps, at least one."""
+    """Round `tokens` to a whole number of steps of the run, at least one."""
     step = max(1, base.batch_tokens)  # a batch of 0 is refused later, with the run
     return max(1, rounded(tokens / step)) * step
 

@@ -32,7 +32,7 @@ def read_run(path: Path) -> RunConfig:
 
 
 def ways_to_dict(ways: list[Way]) -> dict[str, Any]:
-    """Return the ways as plain values, best first, and the one to use."""
+    """Convert ways to train a run to plain values: all of them, best first, and the one to use."""
     ranked = [
         {name: getattr(way.parallel, name) for name in (*SETTINGS, "sequence_parallel")}
         | {"fits": way.fits, "verdict": _verdict(way, ways[0]), "seconds": way.seconds}
@@ -73,7 +73,7 @@ def print_ways(config: RunConfig, ways: list[Way]) -> None:
 
 
 def explain_runs(runs: list[RunConfig], cluster: ClusterConfig, flops_per_second: float) -> None:
-    """Print the ways to train each distinct shape of run."""
+    """Print the ranked meshes for each distinct shape of run."""
     gpus = cluster.gpus_per_job > 0
     hardware = Hardware(
         memory_bytes=(cluster.gpu_memory_gb if gpus else cluster.memory_gb) * 1e9,

@@ -59,12 +59,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Calibration:
-    """FLOP/s at one place and the number of runs measured, by kind of run and width."""
+    """FLOP/s on one kind of machine and the number of runs measured, by kind of run and width."""
 
     rates: Mapping[str, Mapping[int, tuple[float, int]]] = field(default_factory=dict)
 
     def rate(self, kind: str, width: int, assumed: Callable[[float], float]) -> float:
-        """Return the FLOP/s of a run, interpolated log-log between measured widths.
+        """Estimate the FLOP/s of a run, interpolated log-log between measured widths.
 
         Beyond the measured widths, and without any, `assumed` gives the dependence on the width.
         """
@@ -97,7 +97,7 @@ def run_kind(run: RunConfig) -> str:
 
 
 def place_of(cluster: ClusterConfig, threads: int) -> str:
-    """Return the key of calibration.json for the place where a cluster's runs are trained."""
+    """Return the key of calibration.json for the machine or SLURM partition where a cluster's runs train."""
     count, what = (cluster.gpus_per_job, "GPU") if cluster.gpus_per_job else (threads, "thread")
     has = f"{count} {what}{'s' * (count > 1)}"
     if cluster.kind == "slurm":
@@ -117,7 +117,7 @@ def processor_name() -> str:
 
 
 def load_rates(cluster: ClusterConfig, threads: int) -> Calibration:
-    """Return the rates that past sweeps measured at this cluster's place."""
+    """Return the rates that past sweeps measured on this machine or partition."""
     places = (read_json(_file(), RatesFile) or {}).get("places", {})
     kinds = places.get(place_of(cluster, threads), {}).get("kinds", {})
     return Calibration(
@@ -129,7 +129,7 @@ def load_rates(cluster: ClusterConfig, threads: int) -> Calibration:
 
 
 def sweep_rates(folder: Path, cluster: ClusterConfig, threads: int) -> Calibration:
-    """Return the rates of the sweep's plan.json, and past rates for other kinds of run."""
+    """Return the rates in a sweep's plan.json, and for kinds of run that it lacks those of past sweeps."""
     # If a sweep's own measurements replaced its estimates, the report could not tell how wrong these were.
     planned = (read_json(folder / "plan.json", PlanFile) or {}).get("rates") or {}
     fixed = {
@@ -184,7 +184,7 @@ class Places:
 
 
 def places(cluster: ClusterConfig, ranks: int, rate: float) -> Places:
-    """Divide the machine among jobs of `ranks` ranks; `rate` is the peak of one core or rank."""
+    """Divide the machine among jobs of `ranks` ranks; `rate` is the peak FLOP/s of one core or rank."""
     if cluster.kind == "slurm":
         return Places(cluster.array_parallelism, cluster.cpus_per_task, rate * ranks)
     cores = usable_cores()
@@ -232,7 +232,7 @@ def fill_budgets(grid: GridConfig | None, cluster: ClusterConfig, rate: float) -
 
 
 def probed_budgets(flops_per_second: float, jobs: int, minutes: float, half_speed: float) -> list[float]:
-    """Return budgets for which a grid of six sizes each takes about `minutes` on `jobs` cores."""
+    """Return FLOP budgets at which a grid with six sizes for each takes about `minutes` on `jobs` cores."""
     rate = flops_per_second * jobs * TYPICAL_WIDTH / (TYPICAL_WIDTH + half_speed)
     smallest = rate * minutes * 60 / (SIZES * sum(LADDER))
     # Rounded to a power of two, so that repeated probes and equal machines nearly always plan the same runs.

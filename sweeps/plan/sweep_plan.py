@@ -90,7 +90,7 @@ def plan_runs(
 
 
 def wall_clock(runs: Sequence[PlannedRun], places: int) -> float:
-    """Estimate the time of runs, each on the first free place; branches wait for their trunks."""
+    """Estimate the seconds that runs take, with `places` running at once; branches wait for their trunks."""
     started: dict[str, float] = {}
     planned = {run.run_id: run for run in runs}
     free = [0.0] * max(1, places)
@@ -113,7 +113,7 @@ def wall_clock(runs: Sequence[PlannedRun], places: int) -> float:
 
 
 def plan_remarks(plan: Plan) -> list[str]:
-    """Return remarks for the user on the plan."""
+    """Return a remark for the user if a run has very many steps."""
     longest = max(plan.runs, key=lambda run: run.steps)
     if longest.steps <= MANY_STEPS:
         return []
@@ -124,7 +124,7 @@ def plan_remarks(plan: Plan) -> list[str]:
 
 
 def makespan(seconds: list[float], at_once: int) -> float:
-    """Return the wall-clock time of jobs started in order, each on the first free place."""
+    """Return the seconds that jobs take if they start in order, `at_once` running at a time."""
     places = [0.0] * max(1, at_once)
     for duration in seconds:
         heapq.heapreplace(places, places[0] + duration)
@@ -132,7 +132,7 @@ def makespan(seconds: list[float], at_once: int) -> float:
 
 
 def job_shape(parallel: ParallelConfig, cluster: ClusterConfig, threads: int | None = None) -> JobShape:
-    """Return a run's resources: equal ranks on every node, each tensor-parallel group within one node."""
+    """Return the resources of a run's job: equal ranks on every node, each tensor-parallel group within one node."""
     groups = whole = parallel.world_size // parallel.tp  # tensor-parallel groups on a node
     if cluster.kind == "slurm" and cluster.ranks_per_node is not None:
         room = cluster.ranks_per_node // parallel.tp

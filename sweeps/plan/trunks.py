@@ -35,7 +35,7 @@ class NotThere(UserError):
 
 @dataclass(frozen=True)
 class Progress:
-    """The state of a run on disk that trunks depend on; the default is a run that has not started."""
+    """The state of a run on disk that `merge_runs` needs; the default is a run that has not started."""
 
     fixed: bool = False  # done, queued or running: its config.yaml must not change
     step: int = 0  # no further checkpoint will be saved at or before this step
@@ -48,7 +48,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Merged:
-    """The same runs in the same order, with the same ids."""
+    """The result of `merge_runs`: the same runs in the same order, with the same ids."""
 
     runs: list[RunConfig]  # trunks with `checkpoint.at_steps`, branches with `parent`
     remarks: list[str]  # sentences for the user: FLOPs saved, and runs that could not be merged
@@ -96,17 +96,17 @@ def own_steps(run: RunConfig) -> int:
 
 
 def own_flops(run: RunConfig) -> float:
-    """Return the training FLOPs (exact convention) of `own_steps`."""
+    """Return the training FLOPs (exact convention) of a run without its trunk's steps."""
     return flops_exact(run) / run.steps * own_steps(run)
 
 
 def trained_flops(runs: Sequence[RunConfig]) -> float:
-    """Return the training FLOPs of runs that share their trunks."""
+    """Return the training FLOPs of all runs together, if they share trunks."""
     return sum(map(own_flops, merge_runs(runs).runs))
 
 
 def steps_between(run: RunConfig, every: int | None) -> list[int]:
-    """Return the steps of a run's intermediate checkpoints to score."""
+    """Return the steps before the last one, every `every`, whose checkpoints are scored."""
     if every is None:
         return []
     first = 0 if run.parent is None else trunk_steps(run)
@@ -114,7 +114,7 @@ def steps_between(run: RunConfig, every: int | None) -> list[int]:
 
 
 def keep_between(runs: Iterable[RunConfig], every: int | None) -> list[RunConfig]:
-    """Return the runs with `checkpoint.at_steps` extended by the steps to score."""
+    """Return the runs with `checkpoint.at_steps` extended by `steps_between`."""
     result = []
     for run in runs:
         if steps := steps_between(run, every):
@@ -162,7 +162,7 @@ def _remarks(merged: Sequence[RunConfig], obstacles: Mapping[str, Sequence[RunCo
 
 
 def progress_of(run: RunDirectory, live: bool = False) -> Progress:
-    """Read a run's state on disk for `merge_runs`; `live`: it is running or queued."""
+    """Read a run's state on disk for `merge_runs`; `live`: the run is running or queued."""
     try:
         config = run.config()
     except UserError:
@@ -178,7 +178,7 @@ def has_checkpoint(run: RunDirectory, step: int) -> bool:
 
 
 def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
-    """Give a branch its trunk's checkpoint; the caller holds the branch's lock. A failure leaves no partial files.
+    """Copy or link the trunk's checkpoint at which a branch begins; the caller holds the branch's lock.
 
     Returns:
         A line for the log, or None if the branch already has this checkpoint or a later one.

@@ -52,7 +52,7 @@ class _Entry:
 
 
 def account(sweep: SweepDirectory) -> dict[str, Any]:
-    """Return the content of costs.json for a sweep as it is now; of a sweep on SLURM, SLURM is asked too.
+    """Compute the content of costs.json from a sweep's present state, and from SLURM's records if it runs there.
 
     An amount has device-hours, dollars if a GPU-hour has a price, and FLOPs (exact convention).
     """
@@ -109,7 +109,7 @@ def devices(shape: Mapping[str, Any], cluster: Mapping[str, Any]) -> float:
 
 
 def lost_steps(history: Sequence[Attempt], begins: int, done: bool, served: int = 0) -> list[Counter[str]]:
-    """Count the lost steps of each attempt (oldest first) by cause. Pure.
+    """Count the lost steps of each attempt (oldest first) by cause.
 
     The run branches from its trunk at step `begins`; a branch of this run depends on its steps up to `served`.
     """
@@ -178,7 +178,7 @@ class _Books:
 
 
 def _slurm_hours(sweep: SweepDirectory, entries: Iterable[_Entry], cluster: Mapping[str, Any]) -> float | None:
-    """Return the device-hours that SLURM counts for the workers, if it knows them."""
+    """Return the device-hours that SLURM recorded for the workers, or None if there are none."""
     if cluster["kind"] != "slurm":
         return None
     from ..slurm import commands as slurm
@@ -198,7 +198,7 @@ def planned_seconds(planned: Planned) -> float:
 
 
 def own_seconds(run: RunDirectory, planned: Planned, summary: Mapping[str, Any]) -> float:
-    """Return the seconds that a finished run trained itself, without its trunk's part."""
+    """Return the seconds that a finished run trained, without those of its trunk."""
     first = planned.get("first_step", 0)
     if not first:
         return float(summary.get("seconds", 0.0))
@@ -209,7 +209,7 @@ def own_seconds(run: RunDirectory, planned: Planned, summary: Mapping[str, Any])
 
 
 def _errors(entries: Iterable[_Entry]) -> tuple[dict[str, float] | None, dict[int, dict[str, float]]]:
-    """Return the ratio of actual time, without repeated steps, to estimated time: of all finished runs, and by width.
+    """Return actual over estimated time, without repeated steps: of all finished runs, and by width.
 
     `low` and `high` are the quartiles of the runs' ratios.
     """

@@ -87,7 +87,7 @@ def _digest(sweep: SweepDirectory, targets: list[float] | None) -> str:
 
 
 def _stamps(sweep: SweepDirectory, patterns: tuple[str, ...]) -> dict[str, list[int]]:
-    """Return the size and modification time of each file."""
+    """Return [size, modification time] of each file that matches one of the patterns."""
     stats = {path: path.stat() for pattern in patterns for path in sorted(sweep.path.glob(pattern))}
     return {str(path.relative_to(sweep.path)): [stat.st_size, stat.st_mtime_ns] for path, stat in stats.items()}
 
@@ -142,7 +142,7 @@ def _calibrate(sweep: SweepDirectory, cluster: ClusterConfig) -> None:
 
 
 def measured_rates(sweep: SweepDirectory) -> list[Measured]:
-    """Return the measured rates of finished runs, without ensembles of earlier versions."""
+    """Return the measured FLOP/s of finished runs, without ensembles of earlier versions."""
     rates = []
     for planned in sweep.plan()["runs"]:
         run = sweep.run(planned["run_id"])
@@ -246,7 +246,7 @@ def _with_interval(item: dict[str, Any], key: str, form: Callable[[float], str] 
 
 
 def cost_lines(costs: dict[str, Any]) -> list[str]:
-    """Return two lines: used and planned cost, and waste."""
+    """Describe costs in two lines: used and planned cost, then waste."""
     used, unit = costs["used"], costs["unit"]
     price = "" if used["dollars"] is None else f", ${used['dollars']:,.2f}"
     head = (

@@ -121,7 +121,7 @@ def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, s
 
 
 def latest_forecasts(sweep: SweepDirectory, now: float) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Return loss, low and high of running runs, at most a minute old, by run id, and notes on suspicious runs.
+    """Return [loss, low, high] of running runs, at most a minute old, and notes on suspicious runs, both by run id.
 
     A note says that a forecast has left the interval of the run's first one, often the earliest sign of a fault.
     """
@@ -147,7 +147,7 @@ def latest_forecasts(sweep: SweepDirectory, now: float) -> tuple[dict[str, list[
 
 
 def forecast_target(sweep: SweepDirectory, target: str) -> Forecast:
-    """Forecast one run.
+    """Forecast the final loss of one run.
 
     Args:
         target: A run directory or its config.yaml, "N=..,D=..", or a budget in FLOPs, for its best N and D.
@@ -197,7 +197,7 @@ def _best_size(sweep: SweepDirectory, target: str) -> tuple[float, float]:
 
 
 def seal(sweep: SweepDirectory, forecasts: list[Forecast]) -> list[Forecast]:
-    """Date, hash and save forecasts. Returns the sealed ones."""
+    """Save forecasts with a date and a hash. Returns them with both."""
     files = [sweep.path / name for name in ("table.csv", "curves.csv")]
     inputs = {path.name: file_sha256(path) for path in files if path.exists()}
     made, sealed = _as_date(now_on(sweep.path)), []
@@ -209,7 +209,7 @@ def seal(sweep: SweepDirectory, forecasts: list[Forecast]) -> list[Forecast]:
 
 
 def check_run(sweep: SweepDirectory, name: str) -> None:
-    """Save a finished run's result with its sealed forecasts; the run is a directory, or a run id of the sweep."""
+    """Save a finished run's result next to its sealed forecasts. `name`: a run directory, or a run id of the sweep."""
     run = RunDirectory(Path(name)) if Path(name).is_dir() else sweep.run(name)
     if not run.is_done():
         raise UserError(f"--check is {name!r}; it must be a finished run: a run directory, or a run id of the sweep")
@@ -243,7 +243,7 @@ def _sealed(sweep: SweepDirectory) -> list[Forecast]:
 
 
 def ledger(sweep: SweepDirectory) -> list[dict[str, Any]]:
-    """Return the sealed forecasts, oldest first, each with its run's outcome, `error` and `inside` if known.
+    """List the sealed forecasts, oldest first, each with its run's outcome, relative `error` and `inside` if known.
 
     `fault` is the reason why a forecast does not count: altered, or sealed after the run had ended.
     """

@@ -56,7 +56,7 @@ def _request(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_evaluator(settings: dict[str, Any], say: Callable[[str], None]) -> Evaluator:
-    """Load a sweep's tasks once for all checkpoints that this process scores."""
+    """Return an evaluator with a sweep's tasks, for all checkpoints that this process scores."""
     from ...evaluate.checkpoint import Evaluator
     from ...evaluate.tasks.tasks import load_suite
 
@@ -90,7 +90,7 @@ def evaluate_run(run: RunDirectory, settings: dict[str, Any], evaluator: Evaluat
 
 
 def _held_out(run: RunDirectory, step: int) -> dict[str, Any] | None:
-    """Return the held-out loss of a step, or None if training did not compute it."""
+    """Return the held-out loss that training computed at a step, or None."""
     lines = [run.summary() or {}, *read_json_lines(run.path / "metrics.jsonl")]
     names = ("val_loss", "val_loss_se", "val_bpb")
     for line in lines:
@@ -100,7 +100,7 @@ def _held_out(run: RunDirectory, step: int) -> dict[str, Any] | None:
 
 
 def evaluations(run: RunDirectory) -> dict[int, dict[str, Any]]:
-    """Return the scores of a run's checkpoints by step."""
+    """Return the scores of a run's checkpoints, by step."""
     result = {}
     for path in (run.path / "eval").glob("step_*.json"):
         step = path.stem.removeprefix("step_")
@@ -110,7 +110,7 @@ def evaluations(run: RunDirectory) -> dict[int, dict[str, Any]]:
 
 
 def final_answers(sweep: SweepDirectory) -> dict[str, Answers]:
-    """Return the per-item answers of each finished run's last checkpoint by run id, for runs that have them."""
+    """Return the item scores of each finished run's last checkpoint, by run id; runs without items are left out."""
     from ...evaluate.pages.paired import answers_of
     from ...evaluate.records import items_path, read_items
 
@@ -150,7 +150,7 @@ def write_pages(sweep: SweepDirectory, table: pd.DataFrame, answers: Mapping[str
 
 
 def chosen_checkpoints(finals: list[dict[str, Any]], limit: int = MOST) -> list[dict[str, Any]]:
-    """Return up to `limit` rows: the lowest loss of each budget, then the largest FLOPs."""
+    """Choose at most `limit` rows: first the lowest loss of each budget, then the largest FLOPs."""
     best: dict[Any, dict[str, Any]] = {}
     for row in finals:
         group = row["budget"] if row["budget"] is not None else round(math.log2(max(row["flops"], 1.0)))

@@ -79,7 +79,7 @@ def name_recipes_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def name_texts_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put the corpus before the recipe if the runs are scored on several held-out texts: `fit` pools no recipes."""
+    """Put the corpus before the recipe if the runs have several held-out texts, because `fit` pools no recipes."""
     names: dict[str, set[str]] = {}
     for row in rows:
         names.setdefault(row["corpus"], set()).add(row["held_out"])
@@ -92,7 +92,7 @@ def name_texts_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write_table(sweep: SweepDirectory, answers: Mapping[str, Answers]) -> pd.DataFrame:
-    """Write table.csv and return it, with a test from `answers` (by run id) of whether runs differ on each task."""
+    """Write table.csv and return it. From `answers`, by run id, it tests whether runs differ on each task."""
     from ...evaluate.pages.paired import compare_tasks
 
     table = build_table(sweep)
@@ -163,7 +163,7 @@ def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) ->
 
 
 def _kv_bytes(model: dict[str, Any]) -> int | None:
-    """Return the bytes that a decoder caches per token, at two per number; None if the config cannot be read."""
+    """Return the bytes of key-value cache per token, at two per number; None if the config cannot be read."""
     try:
         config = from_dict(ModelConfig, model, "model.")
         return 2 * config.depth * config.cached
@@ -185,7 +185,7 @@ def _scores(scores: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_curves(sweep: SweepDirectory) -> pd.DataFrame:
-    """Write curves.csv and return it."""
+    """Write the loss curves to curves.csv and return them."""
     curves = sweep_curves(sweep)
     write_atomic(sweep.path / "curves.csv", curves.to_csv(index=False))
     return curves

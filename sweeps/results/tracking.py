@@ -34,7 +34,7 @@ PROVENANCE = ("isoflop_version", "git_commit", "git_dirty", "host", "command", "
 
 
 def note_lineage(run: RunDirectory, config: RunConfig) -> None:
-    """Save the lineage of a run that is about to train, for its tracker. Errors are ignored."""
+    """Save the code version and attempt of a run that is about to train, for its tracker. Errors are ignored."""
     if config.tracker.kind == "none":
         return
     sweep = run.path.parent.parent / "sweep.yaml"
@@ -52,7 +52,7 @@ def _code(sweep: Path, written: int) -> dict[str, Any]:
 
 
 def push_results(sweep: SweepDirectory, report: Callable[[str], None] = print, **changes: Any) -> None:
-    """Send the laws, the report, the table and all scores as a run of the sweep's group; nothing if tracker=none.
+    """Send the laws, the report, the table and all scores to wandb as a separate run; nothing if tracker=none.
 
     A failure is one line for `report`, not an error. `changes` override the tracker's settings.
     """
@@ -149,7 +149,7 @@ def score_records(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def score_rows(sweep: SweepDirectory) -> tuple[list[str | int], list[Iterable[Any]]]:
-    """Return all scores as columns and rows, a row per (checkpoint, task)."""
+    """Return all scores as a table: its columns, and a row per (checkpoint, task)."""
     columns: list[str | int] = ["run_id", "name", "N", "step", "tokens", "task", *SCORES]
     rows: list[Iterable[Any]] = []
     for planned in sweep.plan()["runs"]:
@@ -167,7 +167,7 @@ def _digest(sweep: SweepDirectory) -> str:
 
 
 def sync_sweep(sweep: SweepDirectory, progress: Callable[[str], None] = print) -> int:
-    """Send the runs and results of a sweep that wandb lacks. Returns the number of runs sent."""
+    """Send to wandb what it lacks of a sweep's runs and results. Returns the number of runs sent."""
     tracked = [run for run in sweep.runs() if run.last_metrics() and run.config().tracker.kind == "wandb"]
     if not tracked:
         raise UserError(f"{sweep.path} has nothing to send: none of its runs has trained with tracker=wandb")
@@ -198,7 +198,7 @@ def sync_sweep(sweep: SweepDirectory, progress: Callable[[str], None] = print) -
 
 
 def _send(run: RunDirectory, folder: str) -> bool:
-    """Send a run and return True, unless it will continue: its worker must not wait for the lock."""
+    """Send a run and return True; return False if it is unfinished or locked by its worker."""
     if run.state().state in OPEN:
         return False
     config = run.config()
