@@ -40,8 +40,6 @@ Contamination = tuple[dict[str, set[int]], str | None]  # contaminated items by 
 class Evaluator:
     """Scores checkpoints on one suite, with the same settings.
 
-    Token ids and contaminated items are cached across checkpoints.
-
     Attributes:
         suite: Loaded tasks (see `tasks.load_suite`).
         device: "auto", "cpu" or "cuda".
@@ -86,7 +84,7 @@ class Evaluator:
             held_out: val_loss, val_loss_se and val_bpb as measured in training; None computes them.
             keep_items: Whether to write items; an existing file of items is always updated.
             decode: Whether to measure the time of one generated token, once per checkpoint.
-            progress: Called with a line for each task, and every few seconds during a long one.
+            progress: Called with lines about the progress.
 
         Raises:
             UserError: There is no checkpoint, or the output cannot be written.
@@ -180,7 +178,7 @@ def load_scored(path: Path, device: str, dtype: torch.dtype, average: float | No
 
 
 def _held_out(loaded: Any) -> dict[str, Any]:
-    """Return the held-out loss on the run's own corpus with its worst windows, or the reason why there is none."""
+    """Return the result of `worst_windows`, or losses of None with the reason as `withheld`."""
     try:
         losses = worst_windows(loaded)
     except UserError as error:  # the corpus is on another machine

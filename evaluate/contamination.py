@@ -61,8 +61,8 @@ def overlaps(
 ) -> dict[str, set[int]]:
     """Find the items that share `ngram` consecutive words with the training text; return their indices by task.
 
-    Indices are as in `SuiteTask.indices`. Results are cached in the folder `contamination`, one file per task. Raises
-    UserError if there is no training text, or if the cache cannot be written.
+    Indices are as in `SuiteTask.indices`. Results are cached for each task. Raises UserError if there is no training
+    text, or if the cache cannot be written.
     """
     if not len(shards.train):
         raise UserError(f"{shards.directory} has no training text to search for items")

@@ -248,7 +248,7 @@ def _rolling_windows(tokens: list[int], prefix: int, max_length: int) -> list[Re
 def answer_task(lm: CheckpointLM, entry: SuiteTask) -> tuple[list[ItemResult], dict[str, float | None]]:
     """Run a task; return its items with the model's answers, and metrics that are no mean over items (perplexity, F1).
 
-    These metrics are lm-eval's, without a standard error; None if they are not finite.
+    Metrics that are not finite are None.
     """
     with quiet(progress_bars=True):
         # Our standard errors come from the items; lm-eval's bootstrap would cost more than the model.

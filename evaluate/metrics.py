@@ -82,7 +82,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]
 def error_of_alike(count: int) -> float:
     """Return the standard error of a share of `count` answers that are all 0 or all 1, where the usual one is 0.
 
-    With two more answers of each kind: sqrt(p (1 - p) / (n + 4)), p = 2 / (n + 4) (Agresti & Coull 1998).
+    It is computed with two more answers of each kind (Agresti & Coull 1998).
     """
     share = 2 / (count + 4)
     return math.sqrt(share * (1 - share) / (count + 4))
@@ -96,7 +96,7 @@ def gold_bits_per_byte(log_probability: float, text: str) -> float:
 def ratio_and_error(amounts: Sequence[float], sizes: Sequence[float]) -> tuple[float | None, float | None]:
     """Return sum(amounts) / sum(sizes) and its standard error over units, such as texts; None if undefined.
 
-    sqrt(n) * s / sum(sizes), with s the deviation of `amount - ratio * size` about zero (Cochran 1977, chapter 6).
+    See Cochran 1977, chapter 6.
     """
     if not len(amounts):
         return None, None

@@ -267,7 +267,7 @@ class Answers:
 def only_one(output: Path, say: Report, ranks: Mesh) -> Iterator[None]:
     """Lock the output during a block, so that two evaluations do not compute the same scores twice.
 
-    Raises UserError if the folder cannot be written, or if the output is a folder.
+    Raises UserError if the output cannot be written.
     """
     lock = FileLock(output.with_name(f".{output.name}.lock"))
     run_on_ranks(ranks, lambda: _acquire(lock, output, say), only_first=True)
@@ -359,7 +359,7 @@ class Record:
         self._write(flush=True)
 
     def _write(self, flush: bool) -> None:
-        """Write scores and items. Only the last write is flushed; a power cut before it costs only some tasks."""
+        """Write scores and items; with `flush`, wait until they are on the disk."""
         self.scores["seconds"] = round(sum(task["seconds"] for task in self.tasks.values()), 3)
 
         def write() -> None:

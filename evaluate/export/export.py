@@ -54,8 +54,8 @@ def export_checkpoint(
         facts: Facts for the model card that the checkpoint lacks.
 
     Raises:
-        UserError: There is no checkpoint, the format or dtype is unknown, no architecture of Hugging Face computes the
-            model, or the folder is not empty.
+        UserError: There is no checkpoint, an argument is invalid, Hugging Face has no such architecture, or the folder
+            is not empty.
     """
     if format == "gguf":
         raise UserError("--format is 'gguf'; use hf, and convert the folder with llama.cpp's convert_hf_to_gguf.py")

@@ -205,7 +205,7 @@ def _byte_level_content() -> dict[str, Any]:
 
 
 def write_tokenizer(tokenizer: Tokenizer, saved: Path, longest: int, folder: Path) -> None:
-    """Write Hugging Face's files of a tokenizer. They encode every text to the same ids as `tokenizer`.
+    """Write Hugging Face's files of a tokenizer, which give every text the same ids.
 
     `saved`: folder of the tokenizer in the checkpoint; `longest`: context of the model in tokens.
     """

@@ -103,7 +103,7 @@ class _Packed(nn.Module):
 def _packs(dtype: torch.dtype) -> bool:
     """Return whether packed matrix products of this type work here.
 
-    They are not public in PyTorch, so one is tried on small whole numbers, whose sums are exact in any order.
+    They are not public in PyTorch, so one is tried.
     """
     if dtype not in (torch.float32, torch.bfloat16):
         return False
@@ -117,7 +117,7 @@ def _packs(dtype: torch.dtype) -> bool:
 class _Absorbed(nn.Module):
     """Latent attention with one key and value per token, shared by all heads.
 
-    The matrices that would compute keys and values are applied to queries and to the mixed values instead.
+    The key and value matrices are applied to the queries and to the mixed values instead.
     """
 
     def __init__(self, mixer: LatentAttention) -> None:
@@ -186,9 +186,9 @@ def unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | Non
 class Cache:
     """Key-value cache of texts that are being generated, two tensors (depth, rows, kv_heads, length, head size).
 
-    Each text has one row with room for the longest text, and the rows in use are the first ones. Pages (Kwon et al.
-    2023, arXiv:2309.06180) would hold more texts of unequal length in the same memory, but need their own attention.
-    Latent attention (`Forward(model, absorbed=True)`) keeps one vector per token; its first numbers are the value too.
+    Each text has one row with room for the longest text. Paged attention (Kwon et al. 2023, arXiv:2309.06180) would
+    need less memory, but its own kernel. Latent attention (`Forward(model, absorbed=True)`) keeps one vector per token;
+    its first numbers are the value too.
     """
 
     def __init__(self, model: ModelConfig, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -93,10 +93,7 @@ def stream(model: GPT, prompt: Sequence[int], max_tokens: int, *, seed: int = 0,
 
 
 def decode_speed(model: GPT) -> dict[str, Any] | None:
-    """Measure the seconds per greedy token at the end of the context. Returns None if logits are NaN.
-
-    The result has the minimum and the median over many tokens: on a busy machine the median is several times larger.
-    """
+    """Measure the seconds per greedy token at the end of the context (minimum and median); None if logits are NaN."""
     context, device, times = model.max_length, model.cos.device, list[float]()
     prompt = [int(model.end_of_document == 0)] * (context - min(TIMED_END, context // 2))
     generation, until = None, time.perf_counter() + TIMED_SECONDS

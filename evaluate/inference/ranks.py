@@ -50,12 +50,12 @@ def share_requests(requests: Sequence[Request], ranks: int, round_tokens: int) -
 def on_ranks(count: int, function: Callable[[Mesh], T], *, device: str = "cpu") -> T:
     """Call a function on every rank of a job and return the result of rank 0.
 
-    Under torchrun or submitit the ranks are those of the job, with one GPU each if `device` is `cuda`; they meet in the
-    current folder. Without a launcher this process forks `count` ranks with one thread each.
+    Under torchrun or submitit the ranks are those of the job, with one GPU each if `device` is `cuda`. Without a
+    launcher this process forks `count` ranks with one thread each.
 
     Raises:
         UserError: The function raised it on any rank, or the number of ranks is not possible here.
-        RuntimeError: A rank raised another error, whose message this one contains, or died.
+        RuntimeError: A rank raised another error, or died.
     """
     launched, max_forks = detect(), max(MAX_FORKS, os.cpu_count() or 1)
     if not 1 <= count <= max_forks:

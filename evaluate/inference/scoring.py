@@ -33,7 +33,7 @@ LARGEST_TREE = 8192  # tokens; the mask has the square of that
 
 
 class Scorer:
-    """Scores requests with a GPT. `batch_tokens` bounds rows times length of one pass; a longer request is alone."""
+    """Scores requests with a GPT. `batch_tokens` bounds rows times length of one pass; a longer request runs alone."""
 
     def __init__(
         self, model: GPT, device: str | torch.device, batch_tokens: int, say: Callable[[str], None] = lambda line: None
@@ -165,7 +165,6 @@ def _mask(batch: list[Tree], longest: int, model: GPT, device: torch.device) -> 
 
 
 def _padded(parts: list[np.ndarray], value: int, device: torch.device) -> Tensor:
-    """Stack arrays, padded with `value` to the longest, as int32 (rows, longest)."""
     rows = [torch.from_numpy(part) for part in parts]
     return pad_sequence(rows, batch_first=True, padding_value=value).to(device, torch.int32)
 
@@ -200,7 +199,6 @@ def _side_by_side(batch: list[Tree], model: GPT, device: torch.device, read: Ten
     mask = _mask(batch, longest, model, device) if masked else None
 
     def in_rows(x: Tensor) -> Tensor:
-        """Convert (n, heads, d) of all tokens to the padded (rows, heads, longest, d)."""
         x = x.index_select(0, source) if is_padded else x
         return x.view(len(batch), longest, *x.shape[1:]).transpose(1, 2)
 

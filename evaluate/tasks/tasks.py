@@ -53,7 +53,7 @@ def parse_entry(written: str) -> Entry:
 def anchored(tasks: Sequence[str], progress: Report = lambda line: None, allow_code: bool = False) -> list[str]:
     """Return the tasks with suites expanded and paths made absolute, for processes in other folders.
 
-    Raises UserError: a file or a folder that is missing or invalid; a name that lm-eval does not know.
+    Raises UserError if a task is missing or invalid.
     """
     result = []
     for written in expand(tasks):

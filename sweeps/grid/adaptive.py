@@ -53,7 +53,6 @@ class AdaptiveGrid(IsoflopGrid):
         return max(self.budgets or [math.inf])
 
     def total_flops(self, base: RunConfig, tuner: Tuner) -> float:
-        """Return the training FLOPs of all rounds together."""
         return self.flops_budget or trained_flops(list(self.isoflop_runs(base, tuner)))
 
     def runs(self, base: RunConfig, tuner: Tuner) -> list[RunConfig]:

@@ -81,7 +81,7 @@ def well_shaped(base: ModelConfig) -> tuple[_Candidate, ...]:
 
 
 def nearest_model(base: ModelConfig, target: float, above: int = 0) -> ModelConfig:
-    """Return the model near the depth rule with N_active nearest to `target` and greater than `above`."""
+    """Return the model with N_active above `above` that is nearest to `target` and to the depth rule."""
     pool = well_shaped(base)
     largest = pool[-1][0]
     if target > 2 * largest or above >= largest:

@@ -19,7 +19,6 @@ class Texts:
     """The training corpora of a grid's runs. Each is read once."""
 
     def __init__(self, base: RunConfig | None = None) -> None:
-        """Start with the corpus of `base`, whose fingerprints are filled in."""
         self._known = dict[tuple[object, ...], tuple[DataConfig, int]]()
         if base is not None:
             assert base.model.vocab_size is not None

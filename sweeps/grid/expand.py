@@ -66,7 +66,7 @@ def run_label(run: RunConfig) -> str:
 
 
 def _variants(grid: GridConfig, base: RunConfig, tuner: Tuner) -> Iterator[tuple[RunConfig, Tuner]]:
-    """Yield (run, tuner) for the base and each variant, whose tuner leaves the fields that it sets."""
+    """Yield the base and each variant with its tuner, which keeps the fields that the variant sets."""
     if grid.recipes is not None or not grid.takes_variants:
         raise UserError("grid.variants cannot be combined with grid.recipes or an adaptive grid; leave one out")
     if not isinstance(grid.variants, dict) or not grid.variants or BASE in grid.variants:

@@ -128,8 +128,8 @@ def power(rule: PowerRule, N: float, D: float, batch: float) -> float | None:
 def batch_size(rules: TuningConfig, N: float, D: float, shortest: float, length: int, ranks: int = 1) -> int:
     """Return the number of sequences per step: the multiple of `ranks` in 1, 2, 3, 4, 6, 8, ... nearest to the rule.
 
-    The best batch is a power of D alone (Power Lines, section 4; Step Law, equation 1). The batch is at least a
-    sequence per rank, and leaves a run of `shortest` tokens rules.min_steps steps if it has enough sequences.
+    It leaves a run of `shortest` tokens at least rules.min_steps steps, if `ranks` allows. See Power Lines, section 4;
+    Step Law, equation 1.
     """
     target = power(rules.batch_tokens, N, D, 1.0)
     assert target is not None
@@ -151,8 +151,7 @@ def decaying_rate(optimizer: OptimizerConfig, width: int) -> float:
 def weight_decay(tau: float, rate: float, D: float, batch: float) -> float:
     """Return the lambda for which weights average the updates of about tau D tokens: tau = B / (eta lambda D).
 
-    eta is `rate`, B `batch` tokens. tau is a constant in Wang and Aitchison 2024 (arXiv:2405.13698), a falling power of
-    D / N in Power Lines, section 3.
+    eta is `rate`, B `batch` tokens. See Wang and Aitchison 2024 (arXiv:2405.13698); Power Lines, section 3.
     """
     return batch / (rate * tau * D)
 

@@ -186,7 +186,6 @@ def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
     Raises:
         NotThere: the trunk has no checkpoint at that step.
         UserError: the checkpoint is damaged.
-        OSError: for example, the disk is full.
     """
     from ...train.checkpoint.checkpoint import damage
 

@@ -132,7 +132,7 @@ def lost_steps(history: Sequence[Attempt], begins: int, done: bool, served: int 
 
 @dataclass
 class _Books:
-    """Sums over runs; FLOPs are integers, so that sums are exact."""
+    """Useful and lost hours and FLOPs, summed over runs; FLOPs are integers, so that sums are exact."""
 
     hours: float = 0.0  # useful
     flops: int = 0  # useful
@@ -193,7 +193,7 @@ def _slurm_hours(sweep: SweepDirectory, entries: Iterable[_Entry], cluster: Mapp
 
 
 def planned_seconds(planned: Planned) -> float:
-    """Return the planned seconds of a run; in plans of earlier versions, its part of a group trained together."""
+    """Return the planned seconds of a run; in older plans, its share of a group trained together."""
     return float(planned.get("paid_seconds") or planned["estimated_seconds"])
 
 

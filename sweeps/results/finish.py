@@ -219,7 +219,6 @@ def print_law(law: dict[str, Any], name: str) -> None:
 
 
 def print_comparisons(comparisons: list[dict[str, Any]]) -> None:
-    """Print compute multipliers by budget, and sentences about them."""
     columns = ("variant", "FLOPs of the base", "multiplier", "of seconds")
     rows = []
     for comparison in comparisons:

@@ -78,8 +78,8 @@ class Outcome:
 def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, str]]:
     """Forecast the final losses of running runs. Returns the forecasts, and the reasons for missing ones by run id.
 
-    A run has few held-out losses, so smoothed training losses are extrapolated, and multiplied by the ratio of
-    held-out to training loss at the end of finished runs.
+    Smoothed training losses are extrapolated, and multiplied by the ratio of held-out to training loss at the end of
+    finished runs.
     """
     from ... import fit
 
@@ -123,7 +123,7 @@ def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, s
 def latest_forecasts(sweep: SweepDirectory, now: float) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Return [loss, low, high] of running runs, at most a minute old, and notes on suspicious runs, both by run id.
 
-    A note says that a forecast has left the interval of the run's first one, often the earliest sign of a fault.
+    A note says that a forecast has left the interval of the run's first one.
     """
     path = sweep.path / "forecast.json"
     latest = read_json(path, Latest)
@@ -266,7 +266,6 @@ def ledger(sweep: SweepDirectory) -> list[dict[str, Any]]:
 
 
 def print_forecasts(result: dict[str, Any]) -> None:
-    """Print the current forecasts, then the ledger."""
     if forecasts := result["forecasts"]:
         title = f"forecasts, {LEVEL:.0%} intervals of a run"
         table = plain_table(("run", "N", "D", "seen", "final loss"), ("run",), title)

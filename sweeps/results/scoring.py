@@ -32,7 +32,7 @@ def stage(tasks: list[str]) -> None:
 
 
 def is_scored(run: RunDirectory, settings: dict[str, Any]) -> bool:
-    """Return whether all checkpoints to score have scores with these settings."""
+    """Return whether all of a run's checkpoints to score have scores with these settings."""
     return all(_is_scored(run, step, settings) for step in wanted_steps(run, settings))
 
 

@@ -185,7 +185,6 @@ def _scores(scores: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_curves(sweep: SweepDirectory) -> pd.DataFrame:
-    """Write the loss curves to curves.csv and return them."""
     curves = sweep_curves(sweep)
     write_atomic(sweep.path / "curves.csv", curves.to_csv(index=False))
     return curves

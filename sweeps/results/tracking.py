@@ -46,7 +46,7 @@ def note_lineage(run: RunDirectory, config: RunConfig) -> None:
 
 @functools.lru_cache(maxsize=4)
 def _code(sweep: Path, written: int) -> dict[str, Any]:
-    """Return the code version that a sweep was planned with; cached, because sweep.yaml takes 25 ms to read."""
+    """Return the version of the code that a sweep was planned with."""
     settings = SweepDirectory(sweep).settings()
     return {key: settings.get(key) for key in ("isoflop_version", "git_commit", "git_dirty")}
 
@@ -161,7 +161,7 @@ def score_rows(sweep: SweepDirectory) -> tuple[list[str | int], list[Iterable[An
 
 
 def _digest(sweep: SweepDirectory) -> str:
-    """Hash law.json and table.csv, which change with every run and every score."""
+    """Hash law.json and table.csv."""
     files = (sweep.path / "fit" / "law.json", sweep.path / "table.csv")
     return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
 
@@ -212,5 +212,5 @@ def _send(run: RunDirectory, folder: str) -> bool:
 
 
 def _refuse(line: str) -> None:
-    """Raise a tracker's message as an error, to end the sync: the next run would wait as long and fail too."""
+    """Raise a tracker's message as an error, which ends the sync."""
     raise UserError(f"{line}, so try again later")
