@@ -89,7 +89,7 @@ def error_of_alike(count: int) -> float:
 
 
 def gold_bits_per_byte(log_probability: float, text: str) -> float:
-    """Convert the log-probability of a text, in nats, to bits per UTF-8 byte. An answer's text includes its blank."""
+    """Convert a text's log-probability in nats to bits per UTF-8 byte. An answer includes the blank before it."""
     return -log_probability / math.log(2) / len(text.encode("utf-8", errors="replace"))
 
 

@@ -343,7 +343,7 @@ class Record:
     def finish(self, held_out: Callable[[], dict[str, Any]], suites: Mapping[str, Sequence[str]]) -> None:
         """Add the held-out loss, and the means of suites (name -> tasks) whose tasks all have scores; write the files.
 
-        `held_out` is called if no loss is known, or if items are kept and its worst windows are missing.
+        `held_out` is called if no loss is known, or if items are kept and the worst windows are missing.
         """
         held_out_scores = self.scores["held_out"]
         if held_out_scores is None or held_out_scores.get("withheld"):  # the corpus may be at hand by now

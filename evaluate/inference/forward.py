@@ -75,7 +75,7 @@ class Forward:
         return model.leave(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits (n, vocab_size) from the head's input (n, width), without the padding of the vocabulary."""
+        """Compute logits (n, vocab_size) from the head's input (n, width)."""
         logits: Tensor = self._head(hidden)
         return logits[:, : self.model.head.vocab_size]
 
@@ -208,7 +208,7 @@ class Cache:
             store[:, target] = store[:, source]
 
     def places(self, rows: Ids, positions: Ids) -> Tensor:
-        """Return the indices of positions (n,) in rows (n,) in the flattened (row, head, position): (n kv_heads,)."""
+        """Return the indices (n kv_heads,) of positions (n,) in rows (n,), with (row, head, position) flattened."""
         heads, length = self.keys.shape[2:4]
         places = (rows[:, None] * heads + np.arange(heads)) * length + positions[:, None]
         return torch.from_numpy(places.ravel()).to(self.keys.device)

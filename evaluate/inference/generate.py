@@ -340,7 +340,7 @@ def choose_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor | None = 
 
 
 def _most_likely(probabilities: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Return the highest probabilities per row, falling, and their tokens: the top k normalised, or at least top-p."""
+    """Return the highest probabilities per row, falling, and their tokens: the top k, normalised, or at least top-p."""
     vocabulary = probabilities.shape[1]
     if sampling.top_k:
         likely, tokens = probabilities.topk(min(sampling.top_k, vocabulary), dim=1)
@@ -355,7 +355,7 @@ def _most_likely(probabilities: Tensor, sampling: Sampling) -> tuple[Tensor, Ten
 
 
 def _drawn(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw an index per row: the first whose cumulative sum exceeds uniform times total. Returns (rows, 1)."""
+    """Draw an index per row: the first whose cumulative sum exceeds `uniforms` times the total. Returns (rows, 1)."""
     cumulative = probabilities.cumsum(1)
     total = cumulative[:, -1:]
     # Below the total even after rounding, or a place of probability 0 could be chosen.

@@ -224,7 +224,7 @@ def _differences(items: Items, others: Items) -> dict[str, list[tuple[str, Diffe
 
 
 def is_right(item: Mapping[str, Any]) -> bool | None:
-    """Return whether an item was answered correctly; None if the task does not say (text by domain)."""
+    """Return whether an item was answered correctly; None if its task has no right answers (text by domain)."""
     values = item.get("values") or {}
     names = [*VERDICTS, *sorted(name for name in values if name.startswith("exact_match"))]
     return next((values[name] >= 0.5 for name in names if is_number(values.get(name))), None)

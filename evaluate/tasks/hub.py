@@ -87,7 +87,7 @@ def load_named(
 ) -> dict[str, SuiteTask]:
     """Load a task, or every task of a group or a tag. Data come from staged copies, or else from their source.
 
-    Raises UserError: an unknown name, a task that is not text, or data that cannot be loaded.
+    Raises UserError if a task is unknown, is not text, or has no data.
     """
     check_name(name, manager)
     result = {}

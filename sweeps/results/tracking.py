@@ -114,7 +114,7 @@ def _artifact(sweep: SweepDirectory) -> Any:
 
 
 def results_id(sweep: SweepDirectory) -> str:
-    """Return the wandb id of this sweep's results; host and date are in it, because machines may share paths."""
+    """Return the wandb id of this sweep's results."""
     written = sweep.settings()
     about = [str(sweep.path.resolve()), str(written.get("host")), str(written.get("written"))]
     return "fit-" + hashlib.sha256("\n".join(about).encode()).hexdigest()[:10]
